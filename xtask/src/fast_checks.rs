@@ -94,7 +94,8 @@ fn fuzz_targets() -> Result<()> {
 
 /// Every test, and every example of the documentation.
 fn tests() -> Result<()> {
-    Programs::build(&[])?.run_every("tests", &|test| {
+    // A program by itself leaves half of the processors' time unused.
+    Programs::build(&[])?.run_every("tests", steps::cpus(), &|test| {
         // The peers were installed: a test that cannot find one fails.
         test.env("FERRITE_TEST_REQUIRE_PEERS", "1");
     })?;

@@ -72,14 +72,15 @@ impl Programs {
         self.0.iter().find(fits).with_context(|| format!("cargo built no {name} in {package}"))
     }
 
-    /// Runs all tests of the workspace, one program after the other, and tells of each that fails.
+    /// Runs all tests of the workspace, `at_once` programs at a time, and tells of each that fails.
     pub(crate) fn run_every(
         &self,
         check: &str,
+        at_once: usize,
         told: &(dyn Fn(&mut Command) + Sync),
     ) -> Result<()> {
         // The last one is run first.
-        run_each(check, self.0.iter().rev().filter(|p| p.is_test).collect(), 1, told)
+        run_each(check, self.0.iter().rev().filter(|p| p.is_test).collect(), at_once, told)
     }
 
     /// Runs all tests of these packages, `at_once` programs at a time, and tells of each that fails.

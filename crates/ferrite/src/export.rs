@@ -73,7 +73,7 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     })?;
     closed.map_err(|e| {
         let help = "what was answered is kept on this host: mend the cause and run the same command \
-                    again, or open the image with ferrite image check";
+                    again, or open it with ferrite image check, or of a volume ferrite store check";
         Failure::new(format!("cannot close {}", args.image.display()), e, help)
     })?;
     match flushed {
@@ -81,8 +81,8 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
         false => Err(Failure::new(
             format!("{} may lack writes", args.image.display()),
             "a flush has failed, and all writes after it",
-            "check the storage (dmesg) and the image (ferrite image check), then run the same \
-             command again",
+            "check the storage (dmesg) and the image (ferrite image check, or of a volume ferrite store \
+             check), then run the same command again",
         )),
     }
 }

@@ -428,7 +428,7 @@ pub(crate) fn failed(args: &ServeArgs, e: &ServeError) -> Failure {
         | ServeError::Left => "the guest waits: mend the cause and run the same command again",
         ServeError::Close(_) => {
             "what was answered is kept on this host: mend the cause and run the same command again, \
-             or open the image with ferrite image check"
+             or open it with ferrite image check, or of a volume ferrite store check"
         }
         ServeError::Attachment(_) => "check DOMID/DEVID against xl list and xl block-list",
         ServeError::TakeOver(_) => {

@@ -292,7 +292,7 @@ fn open_error(path: &Path, read_only: bool, e: Errno) -> DiskError {
         Errno::NOENT | Errno::NOTDIR => (
             ErrorKind::NotFound,
             "there is no such file".to_owned(),
-            "check the path; only ferrite image create and convert make images",
+            "check the path; ferrite image create and convert make images, and ferrite store create stores",
         ),
         Errno::ACCESS | Errno::PERM => (
             ErrorKind::Permission,

@@ -267,6 +267,8 @@ impl Live {
         checkpoint::write(&self.core, &self.medium, port, removed).await?;
         let from = self.core().replay_from;
         self.numbers().left_behind(from);
+        // What is left of it, before somebody else takes that.
+        self.medium.ballast().is_whole(port).await;
         Ok(())
     }
 

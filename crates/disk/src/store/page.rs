@@ -1,5 +1,7 @@
 //! Pages of trees: the pointers of inner pages, and what the leaves have in them (store.md 2).
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use super::content::checksum;
@@ -108,6 +110,15 @@ pub enum Packing {
     /// A frame of Zstandard.
     #[serde(rename = "zstd")]
     Zstandard,
+}
+
+impl fmt::Display for Packing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Packing::Lz4 => "lz4",
+            Packing::Zstandard => "zstd",
+        })
+    }
 }
 
 /// Where a content is: an entry of P2M.

@@ -200,6 +200,9 @@ fn sources(disk: &Disk, name: &ImageName) -> io::Result<Vec<Source>> {
 }
 
 fn interrupted(what: String, e: io::Error, from_device: bool) -> DiskError {
+    if e.kind() == io::ErrorKind::InvalidData {
+        return broken(what, e);
+    }
     let kind = match e.kind() {
         io::ErrorKind::Interrupted => ErrorKind::Interrupted,
         _ => ErrorKind::Io,

@@ -140,12 +140,13 @@ fn unsuitable(what: String, why: impl Into<String>, help: &str) -> DiskError {
     DiskError::new(ErrorKind::Unsuitable, what, why, help)
 }
 
+const DAMAGED: &str =
+    "it is damaged: ferrite image check, or of a volume ferrite store check, says where";
+
 /// The kernel, or an image's metadata, stopped it.
 fn broken(what: impl Into<String>, e: io::Error) -> DiskError {
     let (kind, help) = match e.kind() {
-        io::ErrorKind::InvalidData => {
-            (ErrorKind::Damaged, "the image is damaged: ferrite image check says where")
-        }
+        io::ErrorKind::InvalidData => (ErrorKind::Damaged, DAMAGED),
         io::ErrorKind::NotFound => (ErrorKind::NotFound, "check the path"),
         io::ErrorKind::PermissionDenied => (
             ErrorKind::Permission,

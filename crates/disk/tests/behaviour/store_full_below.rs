@@ -47,7 +47,8 @@ impl Host {
 
     /// Not a page is left for anybody.
     fn fill(&self) {
-        let mut other = File::create(self.dir.path().join("other")).unwrap();
+        let other = self.dir.path().join("other");
+        let mut other = File::options().create(true).append(true).open(other).unwrap();
         while other.write(&[7; BLOCK]).is_ok() {}
     }
 
@@ -132,12 +133,20 @@ fn a_store_that_was_left_full_is_opened_and_its_commands_make_room() {
     drop(a);
     let mut a = host.open("a");
     has(&mut a, 1, 0..1000);
+    drop(a);
+    // What one has spent and not used is there for the next one.
+    host.fill();
+    let mut a = host.open("a");
     let full = write(&mut a, 1, 1000);
     drop(a);
+    host.fill();
     has(&mut host.open("a"), 1, 0..full);
     host.change("a", Change::Snapshot(Name::new("then").unwrap()));
+    host.fill();
     host.change("a", Change::Delete);
+    host.fill();
     host.change("then", Change::Delete);
+    host.fill();
     let before = fs::metadata(&host.store).unwrap().blocks();
     work(None, |tools| tools.collect_store(&host.store)).unwrap();
     let after = fs::metadata(&host.store).unwrap().blocks();

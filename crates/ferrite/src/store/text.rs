@@ -73,6 +73,7 @@ pub(super) fn info(listed: &StoreListed) -> String {
         ("free", Human(store.free_bytes).to_string()),
         ("volumes", format!("{}, {} of them snapshots", store.volumes, store.snapshots)),
         ("domains", store.domains.join(", ")),
+        ("compress", store.compress.map_or_else(|| "-".into(), |packing| packing.to_string())),
         ("id", store.id.clone()),
         ("version", store.version.to_string()),
         ("checkpoint", store.checkpoint.to_string()),

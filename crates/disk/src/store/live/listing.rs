@@ -10,6 +10,7 @@ use crate::store::Damaged;
 use crate::store::journal::{Record, VolumeId};
 use crate::store::medium::{Medium, damaged};
 use crate::store::opening;
+use crate::store::page::Packing;
 use crate::store::superblock::VERSION;
 use crate::store::table::Volume;
 
@@ -58,6 +59,8 @@ pub struct StoreInfo {
     pub snapshots: u64,
     /// Volumes of one share content with each other.
     pub domains: Vec<String>,
+    /// How content is compressed.
+    pub compress: Option<Packing>,
 }
 
 impl Core {
@@ -88,6 +91,7 @@ impl Core {
             volumes: volumes.len() as u64,
             snapshots: volumes.values().filter(|volume| volume.is_snapshot).count() as u64,
             domains: domains.map(|domain| domain.name.as_str().into()).collect(),
+            compress: self.packing,
         }
     }
 }
