@@ -13,7 +13,7 @@ use ferrite_io::shared_lock::SharedLock;
 
 use crate::Port;
 
-/// Less is not asked for.
+/// Of what is missing, less than half of this is not asked for.
 const LEAST_BYTES: u64 = 64 << 10;
 /// More is not: whoever has more memory than this for metadata has it dirty seldom.
 const MOST_BYTES: u64 = 256 << 20;
@@ -33,28 +33,32 @@ pub struct Ballast {
 struct Amount {
     /// Of the file.
     end: u64,
-    /// At first.
+    /// As much as there should be.
     all_bytes: u64,
-    /// Now.
+    /// As much as there is: of a store that was just opened, at most.
     bytes: u64,
 }
 
 impl Ballast {
-    /// Takes it behind the end of a file of so many bytes, or what there is of it. It may be there from before.
+    /// Takes it behind the end of a file of so many bytes, or what there is of it.
     pub async fn hold(&self, port: &Port, end: u64, bytes: u64) {
-        let all_bytes = allocate(port, end, bytes.min(MOST_BYTES)).await;
-        if all_bytes > 0 {
-            *self.amount() = Some(Amount { end, all_bytes, bytes: all_bytes });
+        let all_bytes = bytes.min(MOST_BYTES);
+        match port.io.preallocate(port.files[0], end, all_bytes).await {
+            Ok(()) => {}
+            // It may be there from before: a full XFS refuses what it would not have to allocate.
+            Err(e) if is_full(&e) => drop(allocate(port, end, all_bytes).await),
+            Err(_) => return,
         }
+        *self.amount() = Some(Amount { end, all_bytes, bytes: all_bytes });
     }
 
     /// The store's own work has failed: whether that may be tried again, with what is spent for it.
     pub async fn spend(&self, port: &Port, why: &io::Error) -> bool {
-        let Ok(_alone) = self.changing.lock(&port.io).await else { return false };
-        let Some(held) = *self.amount() else { return false };
         if !is_full(why) {
             return false;
         }
+        let Ok(_alone) = self.changing.lock(&port.io).await else { return false };
+        let Some(held) = *self.amount() else { return false };
         // Not a hole: ext4 makes none behind the end.
         let is_cut = held.bytes > 0 && port.io.set_len(port.files[0], held.end).await.is_ok();
         if is_cut {
@@ -71,8 +75,8 @@ impl Ballast {
             return true;
         }
         let Ok(_alone) = self.changing.lock(&port.io).await else { return false };
-        let Some(Amount { end, all_bytes, .. }) = *self.amount() else { return true };
-        let bytes = allocate(port, end, all_bytes).await;
+        let Some(Amount { end, all_bytes, bytes: held }) = *self.amount() else { return true };
+        let bytes = held + allocate(port, end + held, all_bytes - held).await;
         self.has(bytes);
         self.is_short.store(bytes < all_bytes, Ordering::Release);
         bytes == all_bytes
@@ -89,17 +93,16 @@ impl Ballast {
     }
 }
 
-/// So many bytes behind the end, or a part of that; how many.
-async fn allocate(port: &Port, end: u64, bytes: u64) -> u64 {
+/// So many bytes from there on, or a part of that; how many.
+async fn allocate(port: &Port, from: u64, bytes: u64) -> u64 {
     let mut bytes = bytes;
-    while bytes >= LEAST_BYTES {
-        match port.io.preallocate(port.files[0], end, bytes).await {
+    loop {
+        match port.io.preallocate(port.files[0], from, bytes).await {
             Ok(()) => return bytes,
-            Err(e) if is_full(&e) => bytes /= 2,
-            Err(_) => break,
+            Err(e) if is_full(&e) && bytes > LEAST_BYTES => bytes /= 2,
+            Err(_) => return 0,
         }
     }
-    0
 }
 
 fn is_full(e: &io::Error) -> bool {
