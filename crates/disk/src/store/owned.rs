@@ -23,6 +23,7 @@ use super::background::{self, Background, ServiceEngine};
 use super::journal::VolumeId;
 use super::live::{Live, Memory};
 use super::superblock::Unusable;
+use crate::error::READ_ONLY;
 use crate::port::SCRATCH_BYTES;
 use crate::{DiskError, ErrorKind, OpenOptions, Port, Raw};
 
@@ -284,7 +285,7 @@ fn open(path: &Path, options: &OpenOptions, engine: OpenEngine<'_>) -> Result<Ow
     let to_write = OpenOptions { read_only: false, opened: None, ..options.clone() };
     let raw = Raw::open_store(path, &to_write).map_err(|e| match e.kind() {
         ErrorKind::InUse => in_use(path, &e),
-        _ => e,
+        _ => DiskError::new(e.kind(), cannot(path), e.why(), help_of(&e)),
     })?;
     let memory = Memory { metadata: options.metadata_bytes, index: options.index_bytes };
     let live = start(&raw, memory, engine).map_err(|e| unusable(path, e))?;
@@ -307,6 +308,17 @@ pub(super) fn port_to(raw: &Raw, engine: OpenEngine<'_>) -> io::Result<(Reactor,
     let region = arena.span(0, SCRATCH_BYTES);
     let port = Port { io: reactor.io(), files, scratch: Scratch::new(arena, region) };
     Ok((reactor, port))
+}
+
+/// What helps if the file of a store cannot be opened.
+pub(crate) fn help_of(e: &DiskError) -> &str {
+    match e.kind() {
+        ErrorKind::NotFound => "check the path; ferrite store create makes a store",
+        ErrorKind::Permission if e.help().contains(READ_ONLY) => {
+            "copy it to storage that can be written: opening a store carries out what its journal has"
+        }
+        _ => e.help(),
+    }
 }
 
 /// Another process has it.

@@ -23,6 +23,7 @@ use crate::store::content::DomainKey;
 use crate::store::journal::{Name, VolumeId};
 use crate::store::live::{Live, Look, MadeWay, Memory, Operation, VolumeError, VolumeInfo};
 use crate::store::name::StoreName;
+use crate::store::owned::help_of;
 use crate::store::pace::Pace;
 use crate::store::superblock::Unusable;
 use crate::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port, Raw};
@@ -406,8 +407,7 @@ fn of_store(what: &str, path: &Path, e: &DiskError) -> DiskError {
         ErrorKind::InUse => {
             format!("stop what uses it first (fuser -v {} shows it)", path.display())
         }
-        ErrorKind::NotFound => CHECK_PATH.into(),
-        _ => e.help().to_owned(),
+        _ => help_of(e).to_owned(),
     };
     DiskError::new(e.kind(), what, e.why(), help)
 }
