@@ -18,6 +18,9 @@ const LEAST_BYTES: u64 = 64 << 10;
 /// More is not: whoever has more memory than this for metadata has it dirty seldom.
 const MOST_BYTES: u64 = 256 << 20;
 
+/// It is spent in so many parts.
+const PARTS: u64 = 8;
+
 /// See the module text. Devices have none, and neither has a file whose file system keeps no space behind its end.
 #[derive(Debug, Default)]
 pub struct Ballast {
@@ -52,26 +55,36 @@ impl Ballast {
         *self.amount() = Some(Amount { end, all_bytes, bytes: all_bytes });
     }
 
-    /// The store's own work has failed: whether that may be tried again, with what is spent for it.
+    /// The store's own work has failed: whether that may be tried again, with a part that is spent for it.
     pub async fn spend(&self, port: &Port, why: &io::Error) -> bool {
         if !is_full(why) {
             return false;
         }
         let Ok(_alone) = self.changing.lock(&port.io).await else { return false };
         let Some(held) = *self.amount() else { return false };
-        // Not a hole: ext4 makes none behind the end.
-        let is_cut = held.bytes > 0 && port.io.set_len(port.files[0], held.end).await.is_ok();
-        if is_cut {
-            self.is_short.store(true, Ordering::Release);
-            self.has(0);
+        if held.bytes == 0 {
+            return false;
         }
-        // Somebody may have spent it since.
-        is_cut || held.bytes == 0
+        // No hole: ext4 makes none behind the end. What is not for now is taken again before others look for space.
+        let is_cut = port.io.set_len(port.files[0], held.end).await.is_ok();
+        if is_cut {
+            let rest = held.bytes.saturating_sub(held.all_bytes / PARTS);
+            let bytes = if rest > 0 { allocate(port, held.end, rest).await } else { 0 };
+            self.is_short.store(true, Ordering::Release);
+            self.has(bytes);
+        }
+        is_cut
     }
 
-    /// Takes as much as there is of what was spent. Whether that is all, and new data may take space.
+    /// Whether some was spent and is not there again.
+    pub fn is_short(&self) -> bool {
+        self.is_short.load(Ordering::Acquire)
+    }
+
+    /// Takes as much as there is of what was spent. Whether that is all, and new data may take space. Nobody may be
+    /// making a checkpoint: it may need that.
     pub async fn is_whole(&self, port: &Port) -> bool {
-        if !self.is_short.load(Ordering::Acquire) {
+        if !self.is_short() {
             return true;
         }
         let Ok(_alone) = self.changing.lock(&port.io).await else { return false };

@@ -107,10 +107,13 @@ impl Medium {
             let places = [Some(place), copy].into_iter().flatten();
             all(places.map(write)).await.into_iter().collect()
         };
-        match write_all().await {
-            Err(e) if self.ballast.spend(port, &e).await => write_all().await,
-            done => done,
+        let mut done: io::Result<()> = write_all().await;
+        while let Err(e) = &done
+            && self.ballast.spend(port, e).await
+        {
+            done = write_all().await;
         }
+        done
     }
 
     /// Writes content into places in a row, [`MAX_BLOCKS`] at most. It spends no ballast.

@@ -310,6 +310,10 @@ pub(super) fn port_to(raw: &Raw, engine: OpenEngine<'_>) -> io::Result<(Reactor,
     Ok((reactor, port))
 }
 
+/// What helps if its own work finds no space.
+pub(crate) const MAKE_ROOM: &str =
+    "make a few MiB of room on its file system; then ferrite store delete and gc make more";
+
 /// What helps if the file of a store cannot be opened.
 pub(crate) fn help_of(e: &DiskError) -> &str {
     match e.kind() {
@@ -346,6 +350,7 @@ fn unusable(path: &Path, e: io::Error) -> DiskError {
             "nothing was changed: look for errors of its storage (dmesg), or restore it from a backup"
                 .to_owned(),
         ),
+        _ if e.kind() == io::ErrorKind::StorageFull => (ErrorKind::Io, MAKE_ROOM.to_owned()),
         _ => (ErrorKind::Io, "check the medium below it and the kernel's log (dmesg)".to_owned()),
     };
     DiskError::new(kind, cannot(path), e.to_string(), help).with_source(e)

@@ -283,7 +283,7 @@ impl Live {
     /// Step 4. What finds no room has failed, and all who have it. So it is while the ballast is not whole.
     async fn give_places(&self, port: &Port, batch: &mut Batch) -> io::Result<()> {
         let (mut done, mut pages) = (0, 0);
-        while done < batch.fresh.len() && self.medium.ballast().is_whole(port).await {
+        while done < batch.fresh.len() && self.leaves_space(port).await {
             match self.give(&mut batch.fresh[done..]) {
                 Gives::Room(count) => {
                     done += count;

@@ -44,6 +44,16 @@ impl Live {
         }
     }
 
+    /// Whether new data may take space of the file system below.
+    pub(super) async fn leaves_space(&self, port: &Port) -> bool {
+        let ballast = self.medium.ballast();
+        if !ballast.is_short() {
+            return true;
+        }
+        let Ok(_alone) = self.checkpointing.lock(&port.io).await else { return false };
+        ballast.is_whole(port).await
+    }
+
     /// Does something again behind a checkpoint and behind passes, while there is no room for it and they may make
     /// some. It is in no epoch, for which a pass would wait (section 7, ENOSPC).
     pub(super) async fn with_room(

@@ -23,7 +23,7 @@ use crate::store::content::DomainKey;
 use crate::store::journal::{Name, VolumeId};
 use crate::store::live::{Live, Look, MadeWay, Memory, Operation, VolumeError, VolumeInfo};
 use crate::store::name::StoreName;
-use crate::store::owned::help_of;
+use crate::store::owned::{MAKE_ROOM, help_of};
 use crate::store::pace::Pace;
 use crate::store::superblock::Unusable;
 use crate::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port, Raw};
@@ -78,7 +78,9 @@ impl ImageTools<'_> {
         let done = context.run(async {
             let live = Live::open(&port, bytes, MEMORY).await?;
             let done = change_live(&live, &port, volume, &change).await;
-            if let Err(e) = live.close(&port).await {
+            if let Err(e) = live.close(&port).await
+                && done.is_ok()
+            {
                 // What was done is durable: it is in the journal.
                 tracing::warn!(
                     "the store has no checkpoint of this ({e}): the next command makes it"
@@ -393,6 +395,9 @@ fn failed(what: impl Into<String>, store: &Path, e: io::Error) -> DiskError {
         Some(why) => {
             let help = "use the version of this program that has made or used it";
             DiskError::new(ErrorKind::Unsuitable, what, why.to_string(), help)
+        }
+        None if e.kind() == io::ErrorKind::StorageFull => {
+            DiskError::new(ErrorKind::Io, what, e.to_string(), MAKE_ROOM).with_source(e)
         }
         None if e.kind() == io::ErrorKind::NotFound => {
             DiskError::new(ErrorKind::NotFound, what, e.to_string(), CHECK_PATH).with_source(e)
