@@ -2,18 +2,20 @@
 //! was deleted (store.md 7, A full file system below). Needs root; passes without, saying so.
 
 use std::fs::{self, File};
-use std::io::Write as _;
+use std::io::{ErrorKind, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
-use crate::common::{MIB, Queue, work};
+use crate::common::{MIB, Queue, dir_in_memory, work};
 use ferrite_disk::Disk;
 use ferrite_disk::store::journal::Name;
 use ferrite_disk::store::live::Operation;
 use ferrite_disk::tools::stores::{Change, StoreCheck};
+use ferrite_testkit::errno::ENOSPC;
+use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use ferrite_testkit::places::Small;
-use ferrite_testkit::stores::{create, on_a_port, options, seat};
+use ferrite_testkit::stores::{SMALLEST, create, on_a_port, on_a_port_of, options, seat};
 use tempfile::TempDir;
 
 const BLOCK: usize = 4096;
@@ -155,4 +157,31 @@ fn a_store_that_was_left_full_is_opened_and_its_commands_make_room() {
     let mut b = host.open("b");
     assert!(write(&mut b, 2, 0) > full / 2);
     b.close().unwrap();
+}
+
+#[test]
+fn new_data_wait_until_what_a_checkpoint_has_spent_is_there_again() {
+    let dir = dir_in_memory();
+    let store = dir.path().join("s");
+    create(&store, SMALLEST, &[("a", 256)]);
+    let seat = seat(&store).unwrap();
+    let live = seat.store().live();
+    let a = live.volume("a").unwrap();
+    let faults = Faults::none();
+    on_a_port_of(&faults, seat.store().files(), async |port| {
+        let write = async |block: u64| {
+            let piece = port.scratch.take(BLOCK).await;
+            piece.copy_in(&content(1, block));
+            live.write(port, a, block * BLOCK as u64, piece.span()).await
+        };
+        write(0).await.unwrap();
+        let no_space = Ops::from(Kind::Allocate).fail(ENOSPC);
+        faults.set([Ops::from(Kind::Write).fail(ENOSPC).once(), no_space]);
+        live.checkpoint(port).await.unwrap();
+        assert_eq!(write(1).await.unwrap_err().kind(), ErrorKind::StorageFull);
+        live.write_zeros(port, a, 0, BLOCK as u64).await.unwrap();
+        live.flush(port).await.unwrap();
+        faults.clear();
+        write(1).await.unwrap();
+    });
 }
