@@ -6,7 +6,6 @@
 //! new data of guests wait until it is there again.
 
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ferrite_io::shared_lock::SharedLock;
@@ -26,8 +25,6 @@ const PARTS: u64 = 8;
 pub struct Ballast {
     /// None: there is none.
     amount: Mutex<Option<Amount>>,
-    /// It is less than it was at first.
-    is_short: AtomicBool,
     /// Held while that changes.
     changing: SharedLock,
 }
@@ -70,7 +67,6 @@ impl Ballast {
         if is_cut {
             let rest = held.bytes.saturating_sub(held.all_bytes / PARTS);
             let bytes = if rest > 0 { allocate(port, held.end, rest).await } else { 0 };
-            self.is_short.store(true, Ordering::Release);
             self.has(bytes);
         }
         is_cut
@@ -78,12 +74,12 @@ impl Ballast {
 
     /// Whether some was spent and is not there again.
     pub fn is_short(&self) -> bool {
-        self.is_short.load(Ordering::Acquire)
+        self.amount().is_some_and(|amount| amount.bytes < amount.all_bytes)
     }
 
     /// Takes as much as there is of what was spent. Whether that is all, and new data may take space. Nobody may be
     /// making a checkpoint: it may need that.
-    pub async fn is_whole(&self, port: &Port) -> bool {
+    pub async fn take_back(&self, port: &Port) -> bool {
         if !self.is_short() {
             return true;
         }
@@ -91,7 +87,6 @@ impl Ballast {
         let Some(Amount { end, all_bytes, bytes: held }) = *self.amount() else { return true };
         let bytes = held + allocate(port, end + held, all_bytes - held).await;
         self.has(bytes);
-        self.is_short.store(bytes < all_bytes, Ordering::Release);
         bytes == all_bytes
     }
 

@@ -268,7 +268,7 @@ impl Live {
         let from = self.core().replay_from;
         self.numbers().left_behind(from);
         // What is left of it, before somebody else takes that.
-        self.medium.ballast().is_whole(port).await;
+        self.medium.ballast().take_back(port).await;
         Ok(())
     }
 

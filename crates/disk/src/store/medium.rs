@@ -85,7 +85,10 @@ impl Medium {
     /// # Errors
     /// The kernel's.
     pub async fn write(&self, port: &Port, place: u64, bytes: &[u8]) -> io::Result<()> {
-        self.write_twice(port, place, None, bytes).await
+        let piece = port.scratch.take(bytes.len()).await;
+        piece.copy_in(bytes);
+        let at = place * BLOCK_BYTES as u64;
+        self.own_work(port, async || port.io.write_all(port.files[0], at, piece.span()).await).await
     }
 
     /// Writes whole blocks of the store's own, [`MAX_BLOCKS`] at most, and their copy if there is one.
@@ -103,15 +106,20 @@ impl Medium {
         piece.copy_in(bytes);
         let write =
             |place: u64| port.io.write_all(port.files[0], place * BLOCK_BYTES as u64, piece.span());
-        let write_all = async || {
+        let write_both = async || {
             let places = [Some(place), copy].into_iter().flatten();
             all(places.map(write)).await.into_iter().collect()
         };
-        let mut done: io::Result<()> = write_all().await;
+        self.own_work(port, write_both).await
+    }
+
+    /// Tries again while it finds no space and there is ballast to spend.
+    async fn own_work(&self, port: &Port, act: impl AsyncFn() -> io::Result<()>) -> io::Result<()> {
+        let mut done = act().await;
         while let Err(e) = &done
             && self.ballast.spend(port, e).await
         {
-            done = write_all().await;
+            done = act().await;
         }
         done
     }

@@ -310,6 +310,9 @@ pub(super) fn port_to(raw: &Raw, engine: OpenEngine<'_>) -> io::Result<(Reactor,
     Ok((reactor, port))
 }
 
+/// What helps if there is no store.
+pub(crate) const CHECK_PATH: &str = "check the path; ferrite store create makes a store";
+
 /// What helps if its own work finds no space.
 pub(crate) const MAKE_ROOM: &str =
     "make a few MiB of room on its file system; then ferrite store delete and gc make more";
@@ -317,7 +320,7 @@ pub(crate) const MAKE_ROOM: &str =
 /// What helps if the file of a store cannot be opened.
 pub(crate) fn help_of(e: &DiskError) -> &str {
     match e.kind() {
-        ErrorKind::NotFound => "check the path; ferrite store create makes a store",
+        ErrorKind::NotFound => CHECK_PATH,
         ErrorKind::Permission if e.help().contains(READ_ONLY) => {
             "copy it to storage that can be written: opening a store carries out what its journal has"
         }

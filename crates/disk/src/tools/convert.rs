@@ -7,7 +7,7 @@ use super::create::done;
 use super::files::{NewFile, Over, beside, check_apart, check_regular, same_file};
 use super::formats::{Blank, shows_medium};
 use super::resume::{Resume, Source};
-use super::{Done, ImageTools, NewImage, broken, formats};
+use super::{DAMAGED, Done, ImageTools, NewImage, broken, formats};
 use crate::children::PARTIAL;
 use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
@@ -200,11 +200,9 @@ fn sources(disk: &Disk, name: &ImageName) -> io::Result<Vec<Source>> {
 }
 
 fn interrupted(what: String, e: io::Error, from_device: bool) -> DiskError {
-    if e.kind() == io::ErrorKind::InvalidData {
-        return broken(what, e);
-    }
     let kind = match e.kind() {
         io::ErrorKind::Interrupted => ErrorKind::Interrupted,
+        io::ErrorKind::InvalidData => ErrorKind::Damaged,
         _ => ErrorKind::Io,
     };
     let why = match e.kind() {
@@ -218,5 +216,9 @@ fn interrupted(what: String, e: io::Error, from_device: bool) -> DiskError {
              destination, with .partial behind its name"
         }
     };
-    DiskError::new(kind, what, why, help).with_source(e)
+    match kind {
+        ErrorKind::Damaged => DiskError::new(kind, what, why, format!("{DAMAGED}; {help}")),
+        _ => DiskError::new(kind, what, why, help),
+    }
+    .with_source(e)
 }

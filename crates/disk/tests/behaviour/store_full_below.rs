@@ -1,5 +1,5 @@
 //! A store in a file whose file system is full: reads and the store's own work go on, and so do writes when something
-//! was deleted (store.md 7, A full file system below). Needs root; passes without, saying so.
+//! was deleted (store.md 7, A full file system below). What mounts one needs root, and passes without, saying so.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write as _};
@@ -77,7 +77,7 @@ fn some(queue: &mut Queue, volume: u64, blocks: Range<u64>) {
 fn write(queue: &mut Queue, volume: u64, from: u64) -> u64 {
     for block in from..BLOCKS {
         if let Err(e) = queue.write(block * BLOCK as u64, &content(volume, block)) {
-            assert_eq!(e.kind(), std::io::ErrorKind::StorageFull, "{e}");
+            assert_eq!(e.kind(), ErrorKind::StorageFull, "{e}");
             return block;
         }
     }

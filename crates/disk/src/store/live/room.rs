@@ -51,7 +51,7 @@ impl Live {
             return true;
         }
         let Ok(_alone) = self.checkpointing.lock(&port.io).await else { return false };
-        ballast.is_whole(port).await
+        ballast.take_back(port).await
     }
 
     /// Does something again behind a checkpoint and behind passes, while there is no room for it and they may make

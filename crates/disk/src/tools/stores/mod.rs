@@ -23,7 +23,7 @@ use crate::store::content::DomainKey;
 use crate::store::journal::{Name, VolumeId};
 use crate::store::live::{Live, Look, MadeWay, Memory, Operation, VolumeError, VolumeInfo};
 use crate::store::name::StoreName;
-use crate::store::owned::{MAKE_ROOM, help_of};
+use crate::store::owned::{CHECK_PATH, MAKE_ROOM, help_of};
 use crate::store::pace::Pace;
 use crate::store::superblock::Unusable;
 use crate::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port, Raw};
@@ -40,8 +40,6 @@ pub const DOMAIN: &str = "default";
 
 /// Of a store that is open for one operation. Nothing is looked up by content.
 const MEMORY: Memory = Memory { metadata: METADATA_BYTES, index: 0 };
-
-const CHECK_PATH: &str = "check the path; ferrite store create makes a store";
 
 /// What is to be done with a volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -389,8 +387,7 @@ fn failed(what: impl Into<String>, store: &Path, e: io::Error) -> DiskError {
     }
     match inner.and_then(|e| e.downcast_ref::<Unusable>()) {
         Some(why @ Unusable::Foreign) => {
-            let help = "check the path; ferrite store create makes a store";
-            DiskError::new(ErrorKind::Unsuitable, what, why.to_string(), help)
+            DiskError::new(ErrorKind::Unsuitable, what, why.to_string(), CHECK_PATH)
         }
         Some(why) => {
             let help = "use the version of this program that has made or used it";
