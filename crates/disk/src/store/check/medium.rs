@@ -90,7 +90,12 @@ impl Check<'_> {
                 }
                 self.used.put(first, &bits);
             }
-            self.kinds[pair as usize] = kinds[0].filter(|kind| kinds[1] == Some(*kind));
+            let first = 2 * pair * layout.segment_blocks;
+            let mut places = first..first + 2 * layout.segment_blocks;
+            // So a checkpoint says it if it was not known. The next pass finds out.
+            let is_unknown = places.all(|place| self.used.get(place));
+            let kind = kinds[0].filter(|kind| kinds[1] == Some(*kind));
+            self.kinds[pair as usize] = kind.filter(|_| !is_unknown);
         }
         self.total_bytes = if self.how.contents { in_bytes(data) } else { 0 };
         Ok(())

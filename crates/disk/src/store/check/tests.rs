@@ -290,6 +290,39 @@ fn a_place_in_use_whose_bit_is_clear_is_damage() {
     assert!(finding.why.contains("not in use"), "{finding:?}");
 }
 
+/// Nobody knows what the pair is for, until a pass finds out.
+#[test]
+fn pages_in_a_pair_whose_space_pages_were_damaged_are_not_damage() {
+    let store = Store::new(true);
+    let superblock = store.superblock();
+    let (segment, _) = superblock.layout.segment_of(superblock.roots.p2m.unwrap().place).unwrap();
+    for half in [segment, segment + 1] {
+        store.flip(superblock.layout.space_page(half, 0));
+    }
+    let (port, mut reactor) = open(&store);
+    let write_some = async {
+        let live = Live::open(&port, BYTES, MEMORY).await.unwrap();
+        let disk = live.volume("disk").unwrap();
+        for block in 100..102 {
+            write(&live, &port, disk, block..block + 1, 1000 + block).await;
+            live.checkpoint(&port).await.unwrap();
+        }
+    };
+    reactor.block_on(write_some).unwrap();
+    assert_eq!(store.check(DEEP).findings, Findings::default());
+    let (port, mut reactor) = open(&store);
+    let pass = async {
+        let live = Live::open(&port, BYTES, MEMORY).await.unwrap();
+        live.gc(&port).await.unwrap();
+        live.close(&port).await.unwrap();
+    };
+    reactor.block_on(pass).unwrap();
+    let outcome = store.check(DEEP);
+    assert_eq!(outcome.findings, Findings::default());
+    let stats = outcome.stats.unwrap();
+    assert!(stats.garbage_bytes < stats.free_bytes / 100, "{stats:?}");
+}
+
 #[test]
 fn a_page_is_not_written_again_where_something_else_may_be() {
     let store = Store::new(true);

@@ -42,6 +42,10 @@ struct Segment {
     next_home: u8,
     /// Its page on the medium is not what it has to be.
     changed: bool,
+    /// The page of its other home is not either.
+    rewrite_other: bool,
+    /// Its page said at the opening what is in use.
+    is_known: bool,
 }
 
 /// Places that a checkpoint has dropped.
@@ -121,27 +125,35 @@ impl Space {
 
     /// The next two segments, as their pages say.
     pub fn add_pair(&mut self, found: [Found; 2]) {
-        let known = |found: &Found| found.page.as_ref().map(|page| page.kind);
-        let kinds = [known(&found[0]), known(&found[1])];
-        // Both are written when a pair gets another kind. If it is not known nothing is free.
+        let size = self.layout.segment_blocks;
+        let kinds = found.each_ref().map(|found| found.page.as_ref().map(|page| page.kind));
+        // Both are written when a pair gets another kind. So if they differ nothing is known.
         let differ = matches!(kinds, [Some(a), Some(b)] if a != b);
-        let mut kind = kinds[0].or(kinds[1]).unwrap_or(Kind::Data);
-        for Found { page, next_home, rewrite } in found {
-            let used = || Bits::all(true, self.layout.segment_blocks);
-            let bits = page.filter(|_| !differ).map_or_else(used, |page| page.bits);
-            let (free, next_home) = (bits.clear_bits(), next_home as u8);
-            let (bits, changed) = (Some(bits), rewrite);
-            self.segments.push(Segment { bits, free, dropped: 0, next_home, changed });
+        let bits = found.each_ref().map(|found| match &found.page {
+            Some(page) if !differ => page.bits.clone(),
+            _ => Bits::all(true, size),
+        });
+        let free = bits.each_ref().map(Bits::clear_bits);
+        let is_empty = free.map(|free| u64::from(free) == size);
+        let kind = match kinds {
+            _ if is_empty == [true, true] => Kind::Free,
+            // Nothing was in use, so content may be there since.
+            [Some(Kind::Metadata), None] if is_empty[0] => Kind::Data,
+            [Some(Kind::Metadata), _] | [None, Some(Kind::Metadata)] if !differ => Kind::Metadata,
+            _ => Kind::Data,
+        };
+        for ((found, bits), free) in found.into_iter().zip(bits).zip(free) {
+            self.segments.push(Segment {
+                bits: Some(bits),
+                free,
+                dropped: 0,
+                next_home: found.next_home as u8,
+                changed: found.rewrite || differ,
+                rewrite_other: found.rewrite_other,
+                is_known: found.page.is_some(),
+            });
         }
         let pair = self.pairs.len() as u64;
-        let is_unused = |s: &Segment| u64::from(s.free) == self.layout.segment_blocks;
-        let empty = self.segments[2 * pair as usize..].iter().all(is_unused);
-        match kind {
-            _ if empty => kind = Kind::Free,
-            Kind::Free => kind = Kind::Data,
-            Kind::Metadata if differ => kind = Kind::Data,
-            _ => {}
-        }
         self.free_pairs += u64::from(kind == Kind::Free);
         self.pairs.push(kind);
         self.unload(pair);
@@ -401,7 +413,9 @@ impl Space {
     pub fn take(&mut self, place: u64) -> Result<(), Damaged> {
         let damaged = Damaged("a record of the journal has content where none can be");
         let (number, at) = self.layout.segment_of(place).ok_or(damaged)?;
-        if self.pairs[number as usize / 2] == Kind::Metadata {
+        let pair = number as usize / 2;
+        // Of pages the bits are in the first one. If they are not known nothing may have been in use.
+        if self.pairs[pair] == Kind::Metadata && self.segments[2 * pair].is_known {
             return Err(damaged);
         }
         self.set_kind(number / 2, Kind::Data);
@@ -471,6 +485,7 @@ impl Space {
         for number in std::mem::take(&mut self.written) {
             let segment = &mut self.segments[number as usize];
             segment.next_home = 1 - segment.next_home;
+            segment.changed |= std::mem::take(&mut segment.rewrite_other);
         }
         let mut waiting: VecDeque<Dropped> = VecDeque::new();
         for mut dropped in std::mem::take(&mut self.waiting) {

@@ -101,10 +101,15 @@ pub struct Found {
     pub next_home: usize,
     /// It has to be written with the next checkpoint: what is in that home may not be believed then.
     pub rewrite: bool,
+    /// What is in the other home may not be believed either: the checkpoint behind that one writes it.
+    pub rewrite_other: bool,
 }
 
 /// Which page counts at the superblock's checkpoint. One that is of a later checkpoint, which never got
 /// its superblock, is overwritten by the next one: it may get the same number, and would believe it.
+///
+/// Of a damaged one and a whole one the whole one is written first. The other way round a cut would leave a later
+/// page and a whole one, which would count though the damaged one was the newer.
 pub fn choose(homes: Homes, checkpoint: u64) -> Found {
     let is_late = |page: &Result<SpacePage, _>| {
         page.as_ref().is_ok_and(|page: &SpacePage| page.checkpoint > checkpoint)
@@ -113,15 +118,19 @@ pub fn choose(homes: Homes, checkpoint: u64) -> Found {
         let [first, second] = homes;
         let other = if late == 0 { second } else { first };
         let page = other.ok().filter(|page| page.checkpoint <= checkpoint);
-        return Found { page, next_home: late, rewrite: true };
+        let rewrite_other = page.is_none();
+        return Found { page, next_home: late, rewrite: true, rewrite_other };
     }
     match homes {
         [Ok(first), Ok(second)] if first.checkpoint != second.checkpoint => {
             let newer = usize::from(second.checkpoint > first.checkpoint);
             let page = Some(if newer == 0 { first } else { second });
-            Found { page, next_home: 1 - newer, rewrite: false }
+            Found { page, next_home: 1 - newer, rewrite: false, rewrite_other: false }
         }
         // The damaged one may have been the newer.
-        [first, _] => Found { page: None, next_home: usize::from(first.is_ok()), rewrite: true },
+        [first, _] => {
+            let next_home = usize::from(first.is_err());
+            Found { page: None, next_home, rewrite: true, rewrite_other: true }
+        }
     }
 }

@@ -54,7 +54,7 @@ enum Step {
     Fail,
     Epoch,
     Release(u64),
-    /// Which page is torn, whether the superblock was in its first home, which records count.
+    /// Which page is torn, whether the superblock is in its first home, which records count.
     Cut(usize, bool, u64),
 }
 
@@ -244,6 +244,18 @@ impl World {
         }
     }
 
+    fn checkpoint(&mut self) {
+        self.begin(0);
+        self.done();
+    }
+
+    /// The page that counts.
+    fn damage(&mut self, segment: u64) {
+        let homes = [0, 1].map(|home| self.page(segment, home).unwrap().checkpoint);
+        let home = u64::from(homes[1] > homes[0]);
+        self.medium.get_mut(&self.layout.space_page(segment, home)).unwrap()[..512].fill(7);
+    }
+
     fn drop_one(&mut self, which: usize) {
         let Some((place, _)) = self.now.iter().nth(which % self.now.len().max(1)) else { return };
         let place = *place;
@@ -253,15 +265,25 @@ impl World {
         self.dropped.insert(place, Stage::Dropped);
     }
 
+    /// Nothing is torn behind the last page.
+    fn tear(&mut self, written: &[u64], torn: usize) {
+        if let Some(block) = written.get(torn % (written.len() + 1)) {
+            self.medium.get_mut(block).unwrap()[..512].fill(7);
+        }
+    }
+
     fn cut(&mut self, torn: usize, has_superblock: bool, counts: u64) {
-        if let Some((state, written)) = &mut self.under_way {
+        if let Some((state, mut written)) = self.under_way.take() {
             if has_superblock {
-                let state = state.clone();
+                self.under_way = Some((state.clone(), Vec::new()));
                 while !self.write(99) {}
+                // What is under way at the cut is another try of it, as the second home has failed.
+                self.space.failed();
+                self.write(99);
+                written = self.under_way.take().unwrap().1;
                 self.whole = (self.whole.0 + 1, state);
-            } else if let Some(block) = written.get(torn % (written.len() + 1)) {
-                self.medium.get_mut(block).unwrap()[..512].fill(7);
             }
+            self.tear(&written, torn);
         }
         self.under_way = None;
         self.dropped.clear();
@@ -433,6 +455,88 @@ fn of_a_segment_with_a_damaged_page_nothing_is_given() {
         }
         world.medium.insert(at, page);
     }
+}
+
+/// The other page would count, and says that all is free.
+#[test]
+fn of_a_segment_with_a_damaged_page_nothing_is_given_behind_a_cut_of_the_next_checkpoint_either() {
+    let mut world = World::new();
+    world.data(1);
+    world.checkpoint();
+    world.data(8);
+    world.checkpoint();
+    world.damage(0);
+    world.open();
+    world.begin(0);
+    while !world.write(1) {}
+    let nothing = world.under_way.as_ref().unwrap().1.len();
+    world.cut(nothing, false, 0);
+    assert_eq!(world.now.len(), 9);
+    while world.data(64).is_some() {}
+}
+
+/// Of a page that was damaged, or of one of a checkpoint that was cut beside a damaged one.
+#[test]
+fn two_checkpoints_write_both_homes_of_a_segment_with_a_damaged_page() {
+    for is_cut in [false, true] {
+        let mut world = World::new();
+        world.data(9);
+        world.checkpoint();
+        world.damage(0);
+        world.open();
+        if is_cut {
+            world.begin(0);
+            while !world.write(1) {}
+            let nothing = world.under_way.as_ref().unwrap().1.len();
+            world.cut(nothing, false, 0);
+        }
+        world.checkpoint();
+        world.checkpoint();
+        assert!([0, 1].iter().all(|home| world.page(0, *home).is_ok()), "{is_cut}");
+        world.open();
+        assert!(world.space.segments[0].is_known, "{is_cut}");
+    }
+}
+
+/// Pages were there, and then content, which the journal has.
+#[test]
+fn content_is_taken_in_an_empty_pair_of_pages_whichever_of_its_space_pages_is_damaged() {
+    for damaged in [0, 1] {
+        let mut world = World::new();
+        world.new_page();
+        world.checkpoint();
+        world.drop_one(0);
+        world.checkpoint();
+        world.release(world.epoch);
+        while world.now.len() < 128 {
+            world.data(64);
+        }
+        world.damage(damaged);
+        world.cut(0, false, u64::MAX);
+        assert_eq!((world.now.len(), world.space.pairs[0]), (128, Kind::Data), "{damaged}");
+        while world.data(64).is_some() {}
+    }
+}
+
+/// As after the first checkpoint behind a damaged page of a pair of pages that is one of data now.
+#[test]
+fn of_a_pair_whose_pages_differ_in_kind_nothing_is_given_but_what_is_dropped() {
+    let mut world = World::new();
+    while world.now.len() < 128 {
+        world.data(64);
+    }
+    world.checkpoint();
+    let bits = Bits::all(false, 64);
+    let page = SpacePage { checkpoint: world.whole.0, kind: Kind::Metadata, bits };
+    let newer = 1 - world.space.segments[1].next_home;
+    let page = page.encode(&ID, 1, newer.into());
+    world.medium.insert(layout().space_page(1, newer.into()), page);
+    world.open();
+    world.drop_one(127);
+    world.checkpoint();
+    world.release(world.epoch);
+    assert_eq!((world.space.pairs[0], world.space.free_of(0)), (Kind::Data, 1));
+    while world.data(64).is_some() {}
 }
 
 #[test]
