@@ -1,5 +1,6 @@
 //! Passes: nothing that is live is lost, and nothing that is dead is left after two of them.
 
+use std::cell::Cell;
 use std::pin::pin;
 
 use super::super::leaves::Leaf;
@@ -390,6 +391,38 @@ fn writers_have_numbers_at_any_time_of_a_pass() {
         value += BLOCKS;
     }
     nothing_is_lost_and_nothing_left(&mut process);
+}
+
+/// In a store that is nearly full there may be no others: of each page the pass makes some entry nothing.
+#[test]
+fn a_pass_sets_numbers_aside_for_writers_before_it_closes_their_pages() {
+    let (_machine, mut process) = with_all_numbers_given();
+    write_everywhere(&mut process, 0, 1 << 40);
+    // What is open is used up.
+    for block in (0..).step_by(16) {
+        let ready = process.live.core().free_numbers.ready();
+        if ready == 0 {
+            break;
+        }
+        write_new(&mut process, "v0", block, ready.min(16) as usize, (1 << 41) + block).unwrap();
+    }
+    let Process { live, port, reactor } = &mut process;
+    let (live, port) = (&*live, &*port);
+    let has_ended = Cell::new(false);
+    let gc = async {
+        live.gc(port).await.unwrap();
+        has_ended.set(true);
+    };
+    let watch = async {
+        let mut ready = 0;
+        while ready == 0 && !has_ended.get() {
+            port.io.yield_to_others().await;
+            ready = live.core().free_numbers.ready();
+        }
+        ready
+    };
+    let ready = reactor.block_on(beside(gc, watch)).unwrap();
+    assert!(ready > 0, "writes would wait for the end of the pass");
 }
 
 #[test]
