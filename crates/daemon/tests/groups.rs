@@ -230,6 +230,7 @@ fn a_volume_and_a_store_have_one_owner() {
     let host = Host::new(3);
     let store = make_store(&host, "pool", "1 2 3");
     let daemon = host.spawn(None);
+    wait_until("the daemon", || host.status().is_ok());
     // Somebody has it who is no worker.
     let theirs = Seat::open(&store, &stores::options()).unwrap();
     let disk = attach_volume(&host, 1, "a");
