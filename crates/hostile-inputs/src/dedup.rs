@@ -51,8 +51,8 @@ pub(crate) fn superblock(input: &[u8]) {
         superblock
     };
     let pages = [0, 1].map(|home| [0, 1].map(|odd| decode(home, odd)));
-    let Ok(chosen) = choose(&pages) else { return };
-    let (found, layout) = (chosen.superblock, chosen.superblock.layout);
+    let Ok(found) = choose(&pages) else { return };
+    let layout = found.layout;
     let whole = || pages.iter().flatten().flatten();
     assert!(
         whole().any(|page| *page == found) && whole().all(|p| p.checkpoint <= found.checkpoint)

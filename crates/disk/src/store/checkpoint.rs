@@ -1,7 +1,8 @@
 //! Checkpoints: the state at one number of the journal, whole on the medium (store.md 5).
 //!
 //! The order of its writes is that of [`write()`]. One that has failed is tried again as it is: the same pages go
-//! to the same places, under the same number. So whatever the medium has of it is good.
+//! to the same places, under the same number. So whatever the medium has of it is good. When all of them are durable
+//! only the superblock is written again.
 
 use std::io;
 use std::iter;
@@ -70,6 +71,8 @@ pub struct UnderWay {
     volumes: FrozenTable<Volume>,
     domains: FrozenTable<Domain>,
     written: Written,
+    /// All but the superblock is durable. The superblock may be, too, from now on.
+    is_synced: bool,
 }
 
 /// Blocks that are written at once.
@@ -116,8 +119,16 @@ impl Core {
             packing: self.packing,
         };
         let (p2m, hashes, written) = (self.p2m, self.hashes, Written::new());
-        let under_way = UnderWay { superblock, p2m, hashes, pages, volumes, domains, written };
-        self.under_way = Some(under_way);
+        self.under_way = Some(UnderWay {
+            superblock,
+            p2m,
+            hashes,
+            pages,
+            volumes,
+            domains,
+            written,
+            is_synced: false,
+        });
     }
 
     /// All pages have places before the first is written: so the space pages, and a second try, have them.
@@ -154,6 +165,13 @@ impl Core {
             count += 1;
         }
         Ok(batch.map(|batch| (batch, count)))
+    }
+
+    /// Space pages that may not be on the medium are made again.
+    fn try_again(&mut self) {
+        if self.under_way.as_ref().is_some_and(|under_way| !under_way.is_synced) {
+            self.space.failed();
+        }
     }
 
     /// Section 5, step 7.
@@ -224,18 +242,40 @@ pub async fn write(
     port: &Port,
     removed: impl FnOnce() -> u64,
 ) -> io::Result<()> {
+    if medium.is_faulty() {
+        return medium.sync(port).await;
+    }
     // One that was dropped in between has said nothing.
-    lock(core).space.failed();
+    lock(core).try_again();
     let done = write_all(core, medium, port).await;
     match &done {
         Ok(()) => lock(core).end(removed()),
-        Err(_) => lock(core).space.failed(),
+        Err(_) => lock(core).try_again(),
     }
     done
 }
 
-/// Steps 2 to 6.
 async fn write_all(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Result<()> {
+    let Some(is_synced) = lock(core).under_way.as_ref().map(|under_way| under_way.is_synced) else {
+        return Ok(());
+    };
+    if !is_synced {
+        write_pages(core, medium, port).await?;
+    }
+    let Some(superblock) = lock(core).under_way.as_ref().map(UnderWay::superblock) else {
+        return Ok(());
+    };
+    for home in 0..2 {
+        let place = superblock.layout.superblock(home, superblock.checkpoint);
+        medium.write(port, place, &superblock.encode(home)).await?;
+        // The second home has the old one until the first has the new one.
+        medium.sync(port).await?;
+    }
+    Ok(())
+}
+
+/// Steps 2 to 4.
+async fn write_pages(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Result<()> {
     let layout = lock(core).layout;
     lock(core).give_places()?;
     let mut made = 0;
@@ -256,17 +296,12 @@ async fn write_all(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Resu
         };
         all(batches.into_iter().map(write)).await.into_iter().collect::<io::Result<()>>()?;
     }
-    let superblock = lock(core).under_way.as_ref().map(UnderWay::superblock);
-    let Some(superblock) = superblock else { return Ok(()) };
-    write_space(core, medium, port, superblock.checkpoint).await?;
+    let checkpoint = lock(core).checkpoint + 1;
+    write_space(core, medium, port, checkpoint).await?;
     // All that the superblock leads to is there before it, and so are data and journal up to here.
     medium.sync(port).await?;
-    for home in 0..2 {
-        let place = layout.superblock(home, superblock.checkpoint);
-        medium.write(port, place, &superblock.encode(home)).await?;
-        // The second home has the old one until the first has the new one.
-        medium.sync(port).await?;
-    }
+    // What is written now would be torn by a cut, or lost with a failed sync, where it counts already.
+    lock(core).under_way.iter_mut().for_each(|under_way| under_way.is_synced = true);
     Ok(())
 }
 

@@ -7,8 +7,8 @@ use super::free_numbers::FreeNumbers;
 use super::layout::Layout;
 use super::medium::{MAX_BLOCKS, Medium, damaged};
 use super::pages::Pages;
-use super::space::{Bits, Kind, Space, SpacePage, UNREADABLE, choose as choose_space};
-use super::superblock::{Chosen, Pages as Superblocks, Roots, Superblock, Unusable, choose};
+use super::space::{Bits, Kind, Space, SpacePage, UNREADABLE, choose as choose_space, mends};
+use super::superblock::{Pages as Superblocks, Roots, Superblock, Unusable, choose};
 use super::table::Table;
 use super::tree::{FIRST_GENERATION, Link, Tree};
 use super::{BLOCK_BYTES, Damaged, StoreId};
@@ -112,9 +112,8 @@ pub async fn open(
     may_write: bool,
 ) -> io::Result<Core> {
     let pages = superblocks(medium, port, bytes / BLOCK_BYTES as u64).await?;
-    let Chosen { superblock, in_both } = choose(&pages).map_err(unusable)?;
-    let is_whole = in_both && pages.iter().flatten().all(Result::is_ok);
-    if !is_whole && may_write {
+    let superblock = choose(&pages).map_err(unusable)?;
+    if may_write {
         mend(medium, port, &pages, &superblock).await?;
     }
     let layout = superblock.layout;
@@ -126,7 +125,7 @@ pub async fn open(
         layout,
         checkpoint: superblock.checkpoint,
         replay_from: superblock.replay_from,
-        space: load_space(medium, port, &superblock, pages.count()).await?,
+        space: load_space(medium, port, &superblock, pages.count(), may_write).await?,
         pages,
         p2m: Tree::of_p2m(&layout, Link::of(roots.p2m)),
         hashes: Tree::of_hashes(&layout, Link::of(roots.hashes)),
@@ -141,27 +140,25 @@ pub async fn open(
     })
 }
 
-/// Before anything is used again that the checkpoint has made free, both homes have it: the one that has
-/// not may have an older one, whose places those are. A page that could not be read may be a later one, of a
-/// checkpoint that was cut, and be read the next time: it gets what the other home has before anything is given.
+/// Before anything is used again that the checkpoint has made free, both homes have it, durably: one that has not
+/// may have an older one, whose places those are. So all four pages are written, whatever is read: that may be in the
+/// kernel's memory only, if a sync has failed in an earlier process. And a page that could not be read may be one of a later
+/// checkpoint, which was cut, and be read the next time.
 async fn mend(
     medium: &Medium,
     port: &Port,
     pages: &Superblocks,
     superblock: &Superblock,
 ) -> io::Result<()> {
-    let parity = (superblock.checkpoint % 2) as usize;
-    // What counts comes first.
-    for odd in [parity, 1 - parity] {
+    let newest = |odd: usize| {
         let whole = pages.iter().filter_map(|home| home[odd].ok());
-        let Some(known) = whole.max_by_key(|page| page.checkpoint) else { continue };
-        for (home, pages) in pages.iter().enumerate() {
-            if pages[odd] != Ok(known) {
-                let place = known.layout.superblock(home, known.checkpoint);
-                medium.write(port, place, &known.encode(home)).await?;
-                medium.sync(port).await?;
-            }
-        }
+        whole.max_by_key(|page| page.checkpoint).unwrap_or(*superblock)
+    };
+    let known = [0, 1].map(newest);
+    for home in 0..2 {
+        let both = known.map(|page| page.encode(home)).concat();
+        medium.write(port, superblock.layout.superblock(home, 0), &both).await?;
+        medium.sync(port).await?;
     }
     Ok(())
 }
@@ -171,10 +168,11 @@ async fn load_space(
     port: &Port,
     superblock: &Superblock,
     reserve: usize,
+    may_write: bool,
 ) -> io::Result<Space> {
     let layout = &superblock.layout;
     let mut space = Space::new(*layout, reserve as u64);
-    let mut segment = 0;
+    let (mut segment, mut is_mended) = (0, false);
     while segment < layout.segments {
         // Their number is even.
         let count = (layout.segments - segment).min(MAX_BLOCKS as u64 / 2);
@@ -191,9 +189,25 @@ async fn load_space(
         for (pair, pages) in pages.chunks_exact(4).enumerate() {
             let first = segment + 2 * pair as u64;
             let (a, b) = pages.split_at(2);
-            space.add_pair([found(first, a), found(first + 1, b)]);
+            let mut found = [found(first, a), found(first + 1, b)];
+            let mends = mends(&found, superblock.checkpoint, layout.segment_blocks);
+            for ((found, mend), segment) in found.iter_mut().zip(mends).zip(first..) {
+                let Some(page) = mend else { continue };
+                let home = 1 - found.next_home;
+                if may_write {
+                    let place = layout.space_page(segment, home as u64);
+                    let bytes = page.encode(&superblock.id, segment, home);
+                    medium.write(port, place, &bytes).await?;
+                    is_mended = true;
+                }
+                found.page = Some(page);
+            }
+            space.add_pair(found);
         }
         segment += count;
+    }
+    if is_mended {
+        medium.sync(port).await?;
     }
     Ok(space)
 }

@@ -166,22 +166,12 @@ const PACKINGS: [Option<Packing>; 3] = [None, Some(Packing::Lz4), Some(Packing::
 /// The four pages of a store, by home, and for even and odd checkpoints.
 pub type Pages = [[Result<Superblock, Unusable>; 2]; 2];
 
-/// The superblock that counts, and whether all that it should be in has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Chosen {
-    /// It.
-    pub superblock: Superblock,
-    /// The second home has it, too. If not it has to be written there, durably, before anything that it
-    /// has made free is used.
-    pub in_both: bool,
-}
-
 /// The highest checkpoint that a page has whole; unless both pages for even or for odd ones are damaged. No
 /// crash does that, so one of them may have been a later one, whose successors are on the medium.
 ///
 /// # Errors
 /// What is wrong with the pages.
-pub fn choose(pages: &Pages) -> Result<Chosen, Unusable> {
+pub fn choose(pages: &Pages) -> Result<Superblock, Unusable> {
     // Of what a program cannot know it says that, and of no store, whatever else is wrong.
     let all = || pages.iter().flatten();
     if let Some(later) = all().find_map(|page| match page {
@@ -203,11 +193,10 @@ pub fn choose(pages: &Pages) -> Result<Chosen, Unusable> {
     if whole().any(|page| (page.id, page.layout) != (newest.id, newest.layout)) {
         return Err(Damaged("the pages of the superblock are of several stores").into());
     }
-    let same = |home: &[_; 2]| home[(newest.checkpoint % 2) as usize] == Ok(*newest);
     if whole().any(|page| page.checkpoint == newest.checkpoint && page != newest) {
         return Err(Damaged("a checkpoint has two superblocks").into());
     }
-    Ok(Chosen { superblock: *newest, in_both: pages.iter().all(same) })
+    Ok(*newest)
 }
 
 #[cfg(test)]

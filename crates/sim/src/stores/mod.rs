@@ -326,6 +326,10 @@ impl<'a> Story<'a> {
     fn close(&mut self, load: &Rc<Load>, thread: &mut Thread) -> Result<Ended, String> {
         let issued = self.book.borrow_mut().issue_flush();
         let disks: BTreeMap<_, _> = std::mem::take(&mut *load.disks.borrow_mut());
+        if disks.is_empty() {
+            // Operations that failed have taken all of them, and nobody is left to close the store.
+            return Ok(Ended::Stopped);
+        }
         for disk in disks.into_values() {
             let (at, port) = (disk.clone(), thread.queue.port.clone());
             match self.machine.run(thread, async move { at.close(&port).await })? {

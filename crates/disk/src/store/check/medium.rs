@@ -35,7 +35,7 @@ impl Check<'_> {
                 Err(_) => Err(Damaged("it cannot be read").into()),
             });
         }
-        self.roots = choose(&pages).map_or(Roots::default(), |chosen| chosen.superblock.roots);
+        self.roots = choose(&pages).map_or(Roots::default(), |superblock| superblock.roots);
         for (home, odd) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
             let Err(why) = &pages[home][odd] else { continue };
             let place = layout.superblock(home, odd as u64);
@@ -72,13 +72,18 @@ impl Check<'_> {
                     let page = pages[2 * half + home].as_ref().map_err(|_| UNREADABLE)?;
                     SpacePage::decode(page, &self.core.id, &layout, segment, home)
                 };
-                let Found { page, .. } = choose_space([decode(0), decode(1)], self.core.checkpoint);
+                let homes = [decode(0), decode(1)];
+                let is_damaged = homes.iter().any(Result::is_err);
+                let Found { page, .. } = choose_space(homes, self.core.checkpoint);
                 let first = segment * layout.segment_blocks;
                 kinds[half] = page.as_ref().map(|page| page.kind);
-                if page.is_none() {
+                if page.is_none() || is_damaged {
+                    let follows = match page {
+                        Some(_) => "the next checkpoint writes it",
+                        None => "nothing of it is given out before the next gc",
+                    };
                     let why = format!(
-                        "a page of the bits of segment {segment} is damaged, or cannot be read: nothing of it is given \
-                         out before the next gc"
+                        "a page of the bits of segment {segment} is damaged, or cannot be read: {follows}"
                     );
                     let place_bytes = Some(in_bytes(layout.space_page(segment, 0)));
                     self.add(StoreFinding { place_bytes, ..StoreFinding::harmless("space", why) });

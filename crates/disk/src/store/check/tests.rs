@@ -290,6 +290,32 @@ fn a_place_in_use_whose_bit_is_clear_is_damage() {
     assert!(finding.why.contains("not in use"), "{finding:?}");
 }
 
+/// Otherwise an older one could count behind a cut.
+#[test]
+fn who_opens_a_store_for_writing_writes_damaged_space_pages_first() {
+    let store = Store::new(true);
+    let (layout, place) = (store.superblock().layout, store.place_of(3));
+    let (segment, _) = layout.segment_of(place).unwrap();
+    // Neither page of it is of the last checkpoint then.
+    let reopen = |changes: bool| {
+        let (port, mut reactor) = open(&store);
+        let done = async {
+            let live = Live::open(&port, BYTES, MEMORY).await.unwrap();
+            if changes {
+                let name = Name::new("new").unwrap();
+                live.operate(&port, Operation::Create(name, 9, 0)).await.unwrap();
+                live.close(&port).await.unwrap();
+            }
+        };
+        reactor.block_on(done).unwrap();
+    };
+    reopen(true);
+    store.flip(layout.space_page(segment, 0));
+    assert!(only(&store.check(DEEP), "space").why.contains("before the next gc"));
+    reopen(false);
+    assert_eq!(store.check(DEEP).findings, Findings::default());
+}
+
 /// Nobody knows what the pair is for, until a pass finds out.
 #[test]
 fn pages_in_a_pair_whose_space_pages_were_damaged_are_not_damage() {

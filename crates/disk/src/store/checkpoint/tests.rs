@@ -299,7 +299,11 @@ fn a_checkpoint_that_has_failed_is_tried_again_as_it_was() {
 
 /// A store with a checkpoint that has something of everything.
 fn with_something() -> (Machine, Model) {
-    let mut machine = Machine::new(3);
+    with_something_of(3)
+}
+
+fn with_something_of(seed: u64) -> (Machine, Model) {
+    let mut machine = Machine::new(seed);
     let mut process = machine.open().unwrap();
     process.create();
     for _ in 0..60 {
@@ -409,6 +413,92 @@ fn a_superblock_that_could_not_be_read_never_counts_again() {
     machine.machine.world.cut_power().unwrap();
     machine.machine.world.set_faults(Vec::new());
     assert_eq!(checkpoint(&machine.open().unwrap()), before);
+}
+
+/// All writes of these blocks fail.
+fn unwritable(blocks: std::ops::Range<u64>) -> Fault {
+    let bytes = BLOCK_BYTES as u64;
+    let range = blocks.start * bytes..blocks.end * bytes;
+    Fault { on: On::Write, range, per_mille: 1000, errno: 28, times: u64::MAX }
+}
+
+/// Pages that were written again could be torn where they count, or lost with a failed sync.
+#[test]
+fn behind_its_first_superblock_a_checkpoint_that_has_failed_writes_nothing_else_again() {
+    let (machine, model) = with_something();
+    let mut process = machine.open().unwrap();
+    process.model = model;
+    let (layout, next) = {
+        let core = lock(&process.core);
+        (core.layout, core.checkpoint + 1)
+    };
+    let second = layout.superblock(1, next);
+    machine.machine.world.set_faults(vec![unwritable(second..second + 1)]);
+    process.create();
+    process.freeze(2);
+    process.write_checkpoint().unwrap_err();
+    process.create();
+    machine.machine.world.set_faults(vec![unwritable(layout.journal(0)..layout.blocks - 2)]);
+    process.write_checkpoint().unwrap();
+    assert_eq!(lock(&process.core).checkpoint, next);
+    machine.machine.world.set_faults(Vec::new());
+    process.freeze(3);
+    process.write_checkpoint().unwrap();
+    let model = process.model.clone();
+    drop(process);
+    machine.machine.world.cut_power().unwrap();
+    assert!(machine.open().unwrap().contents().unwrap() == model);
+}
+
+fn failing_sync() -> Fault {
+    Fault { on: On::Sync, range: 0..u64::MAX, per_mille: 1000, errno: 5, times: 1 }
+}
+
+#[test]
+fn no_checkpoint_writes_anything_behind_a_failed_sync() {
+    let (machine, model) = with_something();
+    let mut process = machine.open().unwrap();
+    process.model = model;
+    process.create();
+    process.freeze(2);
+    machine.machine.world.set_faults(vec![failing_sync()]);
+    process.write_checkpoint().unwrap_err();
+    machine.machine.world.set_faults(vec![unwritable(0..BYTES / BLOCK_BYTES as u64)]);
+    assert_ne!(process.write_checkpoint().unwrap_err().raw_os_error(), Some(28));
+}
+
+/// A superblock whose sync has failed is in the kernel's memory, and perhaps nowhere else.
+#[test]
+fn who_opens_a_store_writes_its_superblock_into_both_homes_though_they_seem_to_have_it() {
+    let mut lost = 0;
+    for seed in 0..20 {
+        let (machine, model) = with_something_of(seed);
+        let mut process = machine.open().unwrap();
+        process.model = model;
+        process.create();
+        process.freeze(2);
+        let (world, next) = (&machine.machine.world, lock(&process.core).checkpoint + 1);
+        let [first, second] = [0, 1].map(|home| lock(&process.core).layout.superblock(home, next));
+        let Process { core, medium, port, reactor, .. } = &mut process;
+        let write = async {
+            write_pages(core, medium, port).await?;
+            let superblock = lock(core).under_way.as_ref().map(UnderWay::superblock).unwrap();
+            medium.write(port, first, &superblock.encode(0)).await?;
+            medium.sync(port).await?;
+            medium.write(port, second, &superblock.encode(1)).await?;
+            world.set_faults(vec![failing_sync()]);
+            medium.sync(port).await
+        };
+        reactor.block_on(write).unwrap().unwrap_err();
+        drop(process);
+        world.kill_process().unwrap();
+        world.set_faults(Vec::new());
+        assert_eq!(lock(&machine.open().unwrap().core).checkpoint, next);
+        world.cut_power().unwrap();
+        world.set_faults(vec![unreadable(first)]);
+        lost += u32::from(lock(&machine.open().unwrap().core).checkpoint != next);
+    }
+    assert_eq!(lost, 0);
 }
 
 #[test]

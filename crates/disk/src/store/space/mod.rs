@@ -16,7 +16,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
 pub use bits::Bits;
-pub use page::{Found, Homes, Kind, SpacePage, UNREADABLE, choose};
+pub use page::{Found, Homes, Kind, SpacePage, UNREADABLE, choose, mends};
 pub use sweep::Places;
 
 use super::layout::Layout;
@@ -42,10 +42,6 @@ struct Segment {
     next_home: u8,
     /// Its page on the medium is not what it has to be.
     changed: bool,
-    /// The page of its other home is not either.
-    rewrite_other: bool,
-    /// Its page said at the opening what is in use.
-    is_known: bool,
 }
 
 /// Places that a checkpoint has dropped.
@@ -123,36 +119,27 @@ impl Space {
         }
     }
 
-    /// The next two segments, as their pages say.
+    /// The next two segments, as their pages say; what is not known was [mended](mends) before.
     pub fn add_pair(&mut self, found: [Found; 2]) {
         let size = self.layout.segment_blocks;
-        let kinds = found.each_ref().map(|found| found.page.as_ref().map(|page| page.kind));
+        let kind_of = |found: &Found| found.page.as_ref().map_or(Kind::Data, |page| page.kind);
+        let kinds = found.each_ref().map(kind_of);
         // Both are written when a pair gets another kind. So if they differ nothing is known.
-        let differ = matches!(kinds, [Some(a), Some(b)] if a != b);
-        let bits = found.each_ref().map(|found| match &found.page {
-            Some(page) if !differ => page.bits.clone(),
-            _ => Bits::all(true, size),
-        });
-        let free = bits.each_ref().map(Bits::clear_bits);
-        let is_empty = free.map(|free| u64::from(free) == size);
-        let kind = match kinds {
-            _ if is_empty == [true, true] => Kind::Free,
-            // Nothing was in use, so content may be there since.
-            [Some(Kind::Metadata), None] if is_empty[0] => Kind::Data,
-            [Some(Kind::Metadata), _] | [None, Some(Kind::Metadata)] if !differ => Kind::Metadata,
+        let differ = kinds[0] != kinds[1];
+        let mut is_empty = true;
+        for Found { page, next_home, rewrite } in found {
+            let used = || Bits::all(true, size);
+            let bits = page.filter(|_| !differ).map_or_else(used, |page| page.bits);
+            let (free, next_home) = (bits.clear_bits(), next_home as u8);
+            is_empty &= u64::from(free) == size;
+            let (bits, changed) = (Some(bits), rewrite || differ);
+            self.segments.push(Segment { bits, free, dropped: 0, next_home, changed });
+        }
+        let kind = match kinds[0] {
+            _ if is_empty => Kind::Free,
+            Kind::Metadata if !differ => Kind::Metadata,
             _ => Kind::Data,
         };
-        for ((found, bits), free) in found.into_iter().zip(bits).zip(free) {
-            self.segments.push(Segment {
-                bits: Some(bits),
-                free,
-                dropped: 0,
-                next_home: found.next_home as u8,
-                changed: found.rewrite || differ,
-                rewrite_other: found.rewrite_other,
-                is_known: found.page.is_some(),
-            });
-        }
         let pair = self.pairs.len() as u64;
         self.free_pairs += u64::from(kind == Kind::Free);
         self.pairs.push(kind);
@@ -413,9 +400,7 @@ impl Space {
     pub fn take(&mut self, place: u64) -> Result<(), Damaged> {
         let damaged = Damaged("a record of the journal has content where none can be");
         let (number, at) = self.layout.segment_of(place).ok_or(damaged)?;
-        let pair = number as usize / 2;
-        // Of pages the bits are in the first one. If they are not known nothing may have been in use.
-        if self.pairs[pair] == Kind::Metadata && self.segments[2 * pair].is_known {
+        if self.pairs[number as usize / 2] == Kind::Metadata {
             return Err(damaged);
         }
         self.set_kind(number / 2, Kind::Data);
@@ -485,7 +470,6 @@ impl Space {
         for number in std::mem::take(&mut self.written) {
             let segment = &mut self.segments[number as usize];
             segment.next_home = 1 - segment.next_home;
-            segment.changed |= std::mem::take(&mut segment.rewrite_other);
         }
         let mut waiting: VecDeque<Dropped> = VecDeque::new();
         for mut dropped in std::mem::take(&mut self.waiting) {

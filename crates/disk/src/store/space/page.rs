@@ -97,19 +97,15 @@ pub type Homes = [Result<SpacePage, Damaged>; 2];
 pub struct Found {
     /// The page that counts. None: it is not known, and all places are to be taken for used.
     pub page: Option<SpacePage>,
-    /// The home that is written next.
+    /// The home that is written next: what it has does not count. Of a page that is not known the other one is
+    /// [mended](mends).
     pub next_home: usize,
     /// It has to be written with the next checkpoint: what is in that home may not be believed then.
     pub rewrite: bool,
-    /// What is in the other home may not be believed either: the checkpoint behind that one writes it.
-    pub rewrite_other: bool,
 }
 
 /// Which page counts at the superblock's checkpoint. One that is of a later checkpoint, which never got
 /// its superblock, is overwritten by the next one: it may get the same number, and would believe it.
-///
-/// Of a damaged one and a whole one the whole one is written first. The other way round a cut would leave a later
-/// page and a whole one, which would count though the damaged one was the newer.
 pub fn choose(homes: Homes, checkpoint: u64) -> Found {
     let is_late = |page: &Result<SpacePage, _>| {
         page.as_ref().is_ok_and(|page: &SpacePage| page.checkpoint > checkpoint)
@@ -118,19 +114,37 @@ pub fn choose(homes: Homes, checkpoint: u64) -> Found {
         let [first, second] = homes;
         let other = if late == 0 { second } else { first };
         let page = other.ok().filter(|page| page.checkpoint <= checkpoint);
-        let rewrite_other = page.is_none();
-        return Found { page, next_home: late, rewrite: true, rewrite_other };
+        return Found { page, next_home: late, rewrite: true };
     }
     match homes {
         [Ok(first), Ok(second)] if first.checkpoint != second.checkpoint => {
             let newer = usize::from(second.checkpoint > first.checkpoint);
             let page = Some(if newer == 0 { first } else { second });
-            Found { page, next_home: 1 - newer, rewrite: false, rewrite_other: false }
+            Found { page, next_home: 1 - newer, rewrite: false }
+        }
+        // None that counts is newer.
+        [Err(_), Ok(page)] if page.checkpoint == checkpoint => {
+            Found { page: Some(page), next_home: 0, rewrite: true }
+        }
+        [Ok(page), Err(_)] if page.checkpoint == checkpoint => {
+            Found { page: Some(page), next_home: 1, rewrite: true }
         }
         // The damaged one may have been the newer.
-        [first, _] => {
-            let next_home = usize::from(first.is_err());
-            Found { page: None, next_home, rewrite: true, rewrite_other: true }
-        }
+        [first, _] => Found { page: None, next_home: usize::from(first.is_err()), rewrite: true },
     }
+}
+
+/// What is written over the damaged pages of a pair before anything else is. Otherwise an older page could count
+/// behind a cut, or one that could not be read could be read again. All places are used until a pass has looked.
+pub fn mends(found: &[Found; 2], checkpoint: u64, segment_blocks: u64) -> [Option<SpacePage>; 2] {
+    let has_pages = found[0].page.as_ref().is_some_and(|page| {
+        page.kind == Kind::Metadata && u64::from(page.bits.clear_bits()) < segment_blocks
+    });
+    // Two kinds say that nothing is known of the pair: content may be where no pages were in use.
+    let kinds = [Kind::Data, if has_pages { Kind::Metadata } else { Kind::Data }];
+    [0, 1].map(|half| {
+        let bits = || Bits::all(true, segment_blocks);
+        let page = || SpacePage { checkpoint, kind: kinds[half], bits: bits() };
+        found[half].page.is_none().then(page)
+    })
 }
