@@ -55,8 +55,13 @@ fn a_story_and_its_cuts_are_told_again_by_the_seed() {
 }
 
 /// The first of these stories on a medium that lies so in which that is found.
-fn find_lie(medium: Medium, lie: &Lie, mut seeds: Range<u64>) -> Box<Violation> {
-    let plan = |seed| Plan { lie: Some(lie.clone()), ..Plan::new(seed, Scenario::FlushStorm) };
+fn find_lie(
+    medium: Medium,
+    scenario: Scenario,
+    lie: &Lie,
+    mut seeds: Range<u64>,
+) -> Box<Violation> {
+    let plan = |seed| Plan { lie: Some(lie.clone()), ..Plan::new(seed, scenario) };
     let found = seeds.find_map(|seed| tell(medium, &plan(seed)).err());
     found.unwrap_or_else(|| panic!("{lie:?} is not found on {medium:?}"))
 }
@@ -64,12 +69,14 @@ fn find_lie(medium: Medium, lie: &Lie, mut seeds: Range<u64>) -> Box<Violation> 
 #[test]
 fn a_medium_that_lies_to_a_store_is_found() {
     for medium in [Medium::Files, Medium::Devices] {
-        find_lie(medium, &Lie::Sync { of: 1, which: 0 }, 0..50);
+        let find = |lie, seeds| find_lie(medium, Scenario::FlushStorm, &lie, seeds);
+        find(Lie::Sync { of: 1, which: 0 }, 0..50);
         for which in 0..2 {
-            find_lie(medium, &Lie::Sync { of: 2, which }, 0..200);
+            find(Lie::Sync { of: 2, which }, 0..200);
         }
-        find_lie(medium, &Lie::Write { per_mille: 20 }, 0..50);
-        // What goes to the first home of the superblock is written ahead of what it leads to.
-        find_lie(medium, &Lie::SyncBefore(0..8192), 0..200);
+        find(Lie::Write { per_mille: 20 }, 0..50);
+        // What goes to the first home of the superblock is written ahead of what it leads to: a moment that
+        // few stories end in, and of those mostly such as do everything.
+        find_lie(medium, Scenario::Mixed, &Lie::SyncBefore(0..8192), 0..400);
     }
 }
