@@ -118,8 +118,13 @@ fn space_page(input: &[u8], layout: &Layout) {
     let (segment, home) = (3, 1);
     if let Ok(found) = SpacePage::decode(&page, &ID, layout, segment, home) {
         assert_eq!(found.encode(&ID, segment, home), page);
-        let homes = [Err(Damaged("the other one")), Ok(found.clone())];
-        assert!(choose_space(homes, found.checkpoint).page.is_none());
+        let at = |checkpoint| {
+            let homes = [Err(Damaged("the other one")), Ok(found.clone())];
+            choose_space(homes, checkpoint).page
+        };
+        assert_eq!(at(found.checkpoint).as_ref(), Some(&found), "none that counts is newer");
+        let later = found.checkpoint.checked_add(1);
+        assert!(later.is_none_or(|later| at(later).is_none()));
     }
 }
 
