@@ -255,6 +255,7 @@ pub async fn write(
     done
 }
 
+/// Steps 2 to 6, or what is left of them.
 async fn write_all(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Result<()> {
     let Some(is_synced) = lock(core).under_way.as_ref().map(|under_way| under_way.is_synced) else {
         return Ok(());
@@ -300,7 +301,7 @@ async fn write_pages(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Re
     write_space(core, medium, port, checkpoint).await?;
     // All that the superblock leads to is there before it, and so are data and journal up to here.
     medium.sync(port).await?;
-    // What is written now would be torn by a cut, or lost with a failed sync, where it counts already.
+    // From here on a cut would tear them, or a failed sync lose them, where they count already.
     lock(core).under_way.iter_mut().for_each(|under_way| under_way.is_synced = true);
     Ok(())
 }

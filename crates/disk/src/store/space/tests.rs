@@ -280,6 +280,13 @@ impl World {
         }
     }
 
+    /// Of the checkpoint under way. None is torn, and there is no superblock.
+    fn cut_behind_all_pages(&mut self) {
+        while !self.write(1) {}
+        let written = self.under_way.as_ref().unwrap().1.len();
+        self.cut(written, false, 0);
+    }
+
     fn cut(&mut self, torn: usize, has_superblock: bool, counts: u64) {
         // What counts already is torn by nothing. But any page may rot.
         while has_superblock && self.under_way.is_some() && !self.write(99) {}
@@ -423,10 +430,7 @@ fn a_page_of_a_checkpoint_that_never_was_is_not_believed_by_the_next_one() {
     world.done();
     world.drop_one(0);
     world.begin(0);
-    while !world.write(1) {}
-    // Nothing is torn.
-    let written = world.under_way.as_ref().unwrap().1.len();
-    world.cut(written, false, 0);
+    world.cut_behind_all_pages();
     assert_eq!(world.now.len(), 9);
     // Of another segment, so that nothing else writes that page.
     world.new_page();
@@ -483,9 +487,7 @@ fn of_a_segment_with_a_damaged_page_nothing_is_given_behind_a_cut_of_the_next_ch
     world.damage(0);
     world.open();
     world.begin(0);
-    while !world.write(1) {}
-    let nothing = world.under_way.as_ref().unwrap().1.len();
-    world.cut(nothing, false, 0);
+    world.cut_behind_all_pages();
     assert_eq!(world.now.len(), 9);
     while world.data(64).is_some() {}
 }
@@ -502,9 +504,7 @@ fn a_damaged_space_page_is_written_before_anything_else_is() {
         if is_cut {
             world.data(1);
             world.begin(0);
-            while !world.write(1) {}
-            let nothing = world.under_way.as_ref().unwrap().1.len();
-            world.cut(nothing, false, 0);
+            world.cut_behind_all_pages();
         }
         // Of the two the one that counts.
         let home = usize::from(world.page(0, 1).is_ok_and(|page| page.checkpoint == world.whole.0));
