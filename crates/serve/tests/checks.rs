@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use ferrite_disk::TestCheck;
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue};
 use ferrite_testkit::PATIENCE;
+use ferrite_testkit::faulty::{Fault, Faults, Kind};
 use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_xen::abi::{STATUS_ERROR, STATUS_OKAY};
 
@@ -107,6 +108,21 @@ fn a_doubt_that_does_not_last_costs_a_second_read_and_no_error() {
         assert!(holds(&buffer, bytes, 0x77));
         assert_eq!(faulty.asked(), 2, "when its pieces were done, and by the second read");
     }
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn a_read_that_fails_is_tried_step_by_step_since_the_disk_wants_to_know_what_is_lost() {
+    let (faulty, faults) = (Faulty::default(), Faults::none());
+    let (check, engine) = (Some(faulty.check()), faults.factory());
+    let rig = Rig::new(Plan { bytes: BYTES, check, engine, ..Plan::default() });
+    let (mut front, buffer) = written(&rig);
+    let queue = &mut front.queues[0];
+    faults.once(Kind::Read, Fault::Errno(5));
+    assert_eq!(read(queue, &buffer, 8, 4096), STATUS_OKAY);
+    assert!(holds(&buffer, 4096, 0x77));
+    faults.once(Kind::Write, Fault::Errno(5));
+    assert_eq!(write(queue, &buffer, 8, 4096), STATUS_ERROR);
     front.close(PATIENCE).unwrap();
 }
 

@@ -416,7 +416,7 @@ impl Replay {
     }
 
     /// Whether a record counts that is in the block with this number (store.md 4, 2 and 3). Those before it
-    /// were carried out. `fits` looks whether the data in a place have the hash, `has` whether a number has
+    /// were carried out. `fits` looks whether a place has the data, or cannot be read, `has` whether a number has
     /// content now.
     pub fn counts(
         &self,

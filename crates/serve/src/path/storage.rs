@@ -25,11 +25,12 @@ fn find(disk: &Disk, offset: u64, len: u64, transfer: Transfer) -> Extent {
     }
 }
 
-/// Whether what a request has read, if it has read, does not fit what the disk knows of it. Asked while
-/// the disk counts the request: its places are nobody else's yet.
-fn is_doubtful(disk: &Disk, memory: &Arena, flight: &Flight) -> bool {
+/// Whether what a request has read, if it has read, failed or does not fit what the disk knows of it. Asked
+/// while the disk counts the request: its places are nobody else's yet.
+fn is_doubtful(disk: &Disk, memory: &Arena, flight: &Flight, failed: bool) -> bool {
     let Some(layout) = flight.layout else { return false };
-    flight.work.action == Action::Read && !disk.check(memory, layout.offset, layout.blocks)
+    let is_read = flight.work.action == Action::Read;
+    is_read && (failed || !disk.check(memory, layout.offset, layout.blocks))
 }
 
 /// How often in a row an operation may say "try again".
@@ -234,9 +235,9 @@ impl RequestPath {
         }
         self.pieces.give_back(flight.pieces);
         let (failed, mapped) = (flight.failed.take(), flight.mapped.take());
-        let doubtful = failed.is_none()
-            && self.medium.has_checks
-            && is_doubtful(&self.medium.disk, self.shared.pool.arena(), flight);
+        let (disk, memory) = (&self.medium.disk, self.shared.pool.arena());
+        let doubtful =
+            self.medium.has_checks && is_doubtful(disk, memory, flight, failed.is_some());
         if let (None, Action::Write, Some(layout)) = (&failed, flight.work.action, flight.layout) {
             self.medium.disk.written(layout.offset, layout.blocks.len() as u64);
             self.save_soon();
@@ -245,8 +246,8 @@ impl RequestPath {
             self.medium.unmap(mark);
         }
         match failed {
-            // Step by step the disk finds out whether it is damaged (docs/internals/store.md 6).
-            None if doubtful => self.start_task(Ticket::unpark(entry)),
+            // Step by step the disk finds out what is damaged (docs/internals/store.md 6).
+            _ if doubtful => self.start_task(Ticket::unpark(entry)),
             None => self.data_done(Ticket::unpark(entry), now_ns),
             Some(e) => self.storage_failed(Ticket::unpark(entry), &e, now_ns),
         }

@@ -117,14 +117,22 @@ impl Check<'_> {
             self.add(finding("a record is of no domain"));
             return Ok(());
         };
-        // Otherwise it does not count if it is not whole.
-        if is_durable && self.how.contents {
-            let data = self.medium.read(self.port, new.place, 1).await;
-            if data.is_err() || data.is_ok_and(|data| key.hash(&data) != new.hash) {
-                self.add(finding("content that was durable is not what its record says"));
-            }
-            self.has_read(BLOCK_BYTES as u64).await?;
+        if !self.how.contents {
+            return Ok(());
         }
-        Ok(())
+        let data = self.medium.read(self.port, new.place, 1).await;
+        let why = match data {
+            Ok(data) if key.hash(&data) == new.hash => None,
+            Ok(_) if is_durable => Some("content that was durable is not what its record says"),
+            // It does not count.
+            Ok(_) => None,
+            Err(_) => {
+                Some("new content cannot be read: so cannot its block, until it is written again")
+            }
+        };
+        if let Some(why) = why {
+            self.add(finding(why));
+        }
+        self.has_read(BLOCK_BYTES as u64).await
     }
 }

@@ -193,8 +193,8 @@ impl Change {
     }
 }
 
-/// Whether an error says that a page is not what it was.
-fn is_lost(e: &io::Error) -> bool {
+/// Whether an error says that a block is not what it was.
+pub(super) fn is_lost(e: &io::Error) -> bool {
     e.kind() == io::ErrorKind::InvalidData || is_of_a_block(e)
 }
 

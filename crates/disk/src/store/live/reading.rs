@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use ferrite_io::arena::Span;
 
-use super::leaves::Leaf;
+use super::leaves::{Leaf, is_lost};
 use super::mapping::Spot;
 use super::{BLOCK_BYTES, Live, damaged};
 use crate::Port;
@@ -159,7 +159,8 @@ impl Live {
         Some(all)
     }
 
-    /// Blocks of one part. What does not fit is read once more under the blocks' lock before it is an error.
+    /// Blocks of one part. What does not fit is read once more under the blocks' lock before it is an error; what
+    /// storage cannot read is not, since it takes long.
     async fn read_part(
         &self,
         port: &Port,
@@ -167,14 +168,13 @@ impl Live {
         blocks: Range<u64>,
     ) -> io::Result<Vec<u8>> {
         let read = || self.epochs.during(self.read_blocks(port, volume, blocks.clone()));
-        match read().await {
-            Err(e) if e.kind() == io::ErrorKind::InvalidData => {}
-            done => return done,
-        }
-        // In no epoch: who has the lock may wait for a pass, which waits for all epochs.
-        let _alone = self.blocks.lock_blocks(&port.io, volume, blocks.clone()).await?;
-        let done = read().await;
+        let (mut done, mut _alone) = (read().await, None);
         if done.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::InvalidData) {
+            // In no epoch: who has the lock may wait for a pass, which waits for all epochs.
+            _alone = Some(self.blocks.lock_blocks(&port.io, volume, blocks.clone()).await?);
+            done = read().await;
+        }
+        if done.as_ref().is_err_and(is_lost) {
             self.epochs.during(self.refuse_bad(port, volume, blocks)).await;
         }
         done

@@ -3,24 +3,35 @@
 //! The journal is read three times: which blocks there are; which contents are whole, so that nobody gets their
 //! places; and to carry them out in their order. Nothing is known of the first process but this.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io;
 
-use super::leaves::{Change, Leaf};
+use super::leaves::{Change, Leaf, bytes};
+use super::scrubbing::NO_HASH;
 use super::{BLOCK_BYTES, Live, damaged};
 use crate::Port;
 use crate::store::Damaged;
-use crate::store::content::DomainKey;
+use crate::store::content::{ContentHash, DomainKey};
 use crate::store::journal::{Block, NewContent, Record, Replay, Scan, VolumeId};
-use crate::store::medium::MAX_BLOCKS;
+use crate::store::medium::{MAX_BLOCKS, is_of_a_block};
 use crate::store::numbers::Numbers;
 use crate::store::page::Whereabouts;
 
 /// Blocks that one change of a replay is about, at most: they are in two leaves.
 const MAX_CHANGE: u64 = 512;
 
-/// Contents that are not whole: the block and the number of the record in it.
-type Void = BTreeSet<(u64, usize)>;
+/// What the medium has of a content that nothing vouches for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Data {
+    Whole,
+    /// Other data are in its place.
+    NotThere,
+    /// Its place cannot be read.
+    Unreadable,
+}
+
+/// Of contents that are not whole: the block and the number of the record in it.
+type NotWhole = BTreeMap<(u64, usize), Data>;
 
 impl Live {
     /// Carries out what the journal has, and makes a checkpoint of it before anything is written: a record
@@ -30,13 +41,20 @@ impl Live {
         if replay.blocks.is_empty() {
             return Ok(());
         }
-        let void = self.take_places(port, &replay).await?;
+        let not_whole = self.take_places(port, &replay).await?;
         for number in &replay.blocks {
             let block = self.journal_block(port, *number).await?;
             for (i, record) in block.records.iter().enumerate() {
-                let is_whole = !void.contains(&(*number, i));
-                self.carry_out_again(port, &replay, *number, record, is_whole).await?;
+                let data = not_whole.get(&(*number, i)).copied().unwrap_or(Data::Whole);
+                self.carry_out_again(port, &replay, *number, record, data).await?;
             }
+        }
+        let unreadable = not_whole.values().filter(|data| **data == Data::Unreadable).count();
+        if unreadable > 0 {
+            tracing::warn!(
+                "storage cannot read {unreadable} blocks of content that were new when the store was not closed: \
+                 where volumes have them reads fail until they are written again"
+            );
         }
         self.checkpoint_before(port, replay.next).await?;
         *self.numbers() = Numbers::new(replay.next, self.core().layout.journal_blocks);
@@ -82,21 +100,24 @@ impl Live {
         block.ok_or_else(|| damaged(Damaged("a block of the journal has changed as it was read")))
     }
 
-    /// Rules 2 and 4: the places and numbers of contents that are whole are taken. Gives those that are not.
-    async fn take_places(&self, port: &Port, replay: &Replay) -> io::Result<Void> {
+    /// Rules 2 and 4: the places and numbers of contents that count are taken. Gives those that are not whole.
+    async fn take_places(&self, port: &Port, replay: &Replay) -> io::Result<NotWhole> {
         let domains = self.core().domains.entries().clone();
         let mut keys: BTreeMap<u16, DomainKey> =
             domains.into_iter().map(|(number, domain)| (number as u16, domain.key)).collect();
-        let mut void = Void::new();
+        let mut not_whole = NotWhole::new();
         for number in &replay.blocks {
             let block = self.journal_block(port, *number).await?;
             for (i, record) in block.records.iter().enumerate() {
                 match record {
                     Record::Domain { domain, key, .. } => drop(keys.insert(*domain, key.clone())),
                     Record::New(new) if !replay.is_durable(*number) => {
-                        match self.fits(port, &keys, new).await? {
-                            true => self.take(port, new).await?,
-                            false => drop(void.insert((*number, i))),
+                        let data = self.data_of(port, &keys, new).await?;
+                        if data != Data::Whole {
+                            not_whole.insert((*number, i), data);
+                        }
+                        if data != Data::NotThere {
+                            self.take(port, new).await?;
                         }
                     }
                     Record::New(new) => self.take(port, new).await?,
@@ -104,25 +125,30 @@ impl Live {
                 }
             }
         }
-        Ok(void)
+        Ok(not_whole)
     }
 
     /// Whether the data in a place have the hash that their record says. They are written once more then: if a
     /// sync has failed the kernel may have them, the medium not, and no later sync would say so.
-    async fn fits(
+    async fn data_of(
         &self,
         port: &Port,
         keys: &BTreeMap<u16, DomainKey>,
         new: &NewContent,
-    ) -> io::Result<bool> {
+    ) -> io::Result<Data> {
         let key = keys.get(&new.domain);
         let key = key.ok_or_else(|| damaged(Damaged("a record is of no domain")))?;
-        let data = self.medium.read(port, new.place, 1).await?;
-        let fits = key.hash(&data) == new.hash;
-        if fits {
-            self.medium.write(port, new.place, &data).await?;
+        let data = match self.medium.read(port, new.place, 1).await {
+            Ok(data) => data,
+            // A cut in a write may leave such a place. It may as well be that of an answered write.
+            Err(e) if is_of_a_block(&e) => return Ok(Data::Unreadable),
+            Err(e) => return Err(e),
+        };
+        if key.hash(&data) != new.hash {
+            return Ok(Data::NotThere);
         }
-        Ok(fits)
+        self.medium.write(port, new.place, &data).await?;
+        Ok(Data::Whole)
     }
 
     async fn take(&self, port: &Port, new: &NewContent) -> io::Result<()> {
@@ -145,7 +171,7 @@ impl Live {
         replay: &Replay,
         block: u64,
         record: &Record,
-        is_whole: bool,
+        data: Data,
     ) -> io::Result<()> {
         let mut all_there = true;
         if let Record::Same { number, count, .. } = record {
@@ -153,16 +179,23 @@ impl Live {
                 all_there &= self.is_somewhere(port, number).await?;
             }
         }
-        if !replay.counts(block, record, |_| is_whole, |_| all_there) {
+        if !replay.counts(block, record, |_| data != Data::NotThere, |_| all_there) {
             return Ok(());
         }
         match *record {
-            Record::New(new) => {
+            Record::New(mut new) => {
                 self.is_new(port, &new).await?;
+                // What cannot be read is no write's content, in no later process either.
+                let is_found = data == Data::Whole;
+                if !is_found {
+                    new.hash = ContentHash(bytes(NO_HASH));
+                }
                 let blocks = vec![(new.volume, new.block, new.number)];
                 let change = Change { blocks, new: vec![new] };
                 self.change_again(port, block, change).await?;
-                self.index.remember(&new.hash, new.number);
+                if is_found {
+                    self.index.remember(&new.hash, new.number);
+                }
                 Ok(())
             }
             Record::Same { volume, block: first, number, count } => {

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 
-use super::leaves::Leaf;
+use super::leaves::{Leaf, is_lost};
 use super::room::Whose;
 use super::{BLOCK_BYTES, Core, Live, damaged};
 use crate::Port;
@@ -29,7 +29,7 @@ const MAX_BAD: usize = 1 << 16;
 /// Leaves of volumes that are looked at in one step.
 const LEAVES: usize = 16;
 /// What a number has that has no name.
-const NO_HASH: [u64; 4] = [0; 4];
+pub(super) const NO_HASH: [u64; 4] = [0; 4];
 
 /// Where a round is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -197,7 +197,7 @@ impl Live {
     pub(super) async fn refuse_bad(&self, port: &Port, volume: VolumeId, blocks: Range<u64>) {
         for block in blocks {
             let read = self.read_blocks(port, volume, block..block + 1).await;
-            if read.is_err_and(|e| e.kind() == io::ErrorKind::InvalidData)
+            if read.is_err_and(|e| is_lost(&e))
                 && let Ok([number]) = self.words(port, Leaf::of_block(volume, block)).await
             {
                 self.refuse(port, number).await;

@@ -23,6 +23,7 @@ mod passes;
 mod room;
 mod tending;
 mod turns;
+mod unreadable;
 
 const SECTOR: usize = 512;
 const PER_BLOCK: u64 = 8;

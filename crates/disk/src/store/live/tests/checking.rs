@@ -9,7 +9,7 @@ use crate::store::check::{Findings, How, Outcome};
 use crate::store::live::Tended;
 use crate::store::pace::Pace;
 
-const DEEP: How = How { contents: true, deep: true, rate: None, mend: false };
+pub(super) const DEEP: How = How { contents: true, deep: true, rate: None, mend: false };
 
 /// A check beside what a story does. It may make way.
 pub(super) async fn all_is_in_order(live: &Live, port: &Port) -> io::Result<()> {

@@ -261,7 +261,7 @@ impl Process {
     }
 
     /// The numbers of blocks of `v0`, in their order.
-    fn numbers(&mut self, blocks: Range<u64>) -> Vec<u64> {
+    pub(super) fn numbers(&mut self, blocks: Range<u64>) -> Vec<u64> {
         let volume = self.volume("v0");
         let Process { live, port, reactor } = self;
         let mut numbers = Vec::new();

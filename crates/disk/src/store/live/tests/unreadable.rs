@@ -1,0 +1,117 @@
+//! Content that storage cannot read (store.md 4 and 15).
+
+use super::passes::read_one;
+use super::*;
+use crate::store::pace::Pace;
+use crate::store::page::Whereabouts;
+
+const EIO: i32 = 5;
+
+/// Fills one block of `v0`.
+fn put(process: &mut Process, block: u64, value: u8) {
+    let sectors = block * PER_BLOCK..(block + 1) * PER_BLOCK;
+    let done = process.only_write(&[write("v0", sectors, value)], Beside::Nothing).unwrap();
+    assert!(done.iter().all(Result::is_ok), "{done:?}");
+}
+
+fn get(process: &mut Process, block: u64) -> io::Result<u8> {
+    let sectors = process.read("v0", block * PER_BLOCK..(block + 1) * PER_BLOCK)?;
+    assert!(sectors.iter().all(|value| *value == sectors[0]));
+    Ok(sectors[0])
+}
+
+fn is_unreadable(process: &mut Process, block: u64) -> bool {
+    get(process, block).is_err_and(|e| e.raw_os_error() == Some(EIO))
+}
+
+fn place_of(process: &mut Process, block: u64) -> u64 {
+    let number = process.numbers(block..block + 1)[0];
+    match process.whereabouts(number) {
+        Whereabouts::Plain { place, .. } => place,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn lose(machine: &Machine, place: u64) {
+    let at = place * BLOCK_BYTES as u64;
+    let range = at..at + BLOCK_BYTES as u64;
+    let fault = Fault { on: On::Read, range, per_mille: 1000, errno: EIO, times: u64::MAX };
+    machine.world.set_faults(vec![fault]);
+}
+
+/// What a check of the whole store says, with all content read.
+fn findings(process: &mut Process) -> u64 {
+    let Process { live, port, reactor } = process;
+    let check =
+        async { live.check_store(port, checking::DEEP, &Pace::unbounded(), &|_, _| true).await };
+    reactor.block_on(check).unwrap().unwrap().findings.counts.damage
+}
+
+/// A cut in a write may leave a place that cannot be read, and nothing tells it from one that was answered.
+#[test]
+fn new_content_that_cannot_be_read_is_an_error_of_its_block_and_keeps_no_store_closed() {
+    let (machine, mut process) = with_a_volume();
+    put(&mut process, 0, 7);
+    process.flush().unwrap();
+    put(&mut process, 0, 8);
+    put(&mut process, 1, 9);
+    let lost = place_of(&mut process, 0);
+    drop(process);
+    machine.world.kill_process().unwrap();
+    lose(&machine, lost);
+    let mut process = Process::of(&machine).unwrap();
+    assert!(
+        is_unreadable(&mut process, 0),
+        "the older content would be a loss that nobody hears of"
+    );
+    assert_eq!(get(&mut process, 1).unwrap(), 9);
+    assert_eq!(findings(&mut process), 1);
+    // No write gets it: not of this process, nor of a later one, which has read the index.
+    put(&mut process, 2, 8);
+    assert_eq!(get(&mut process, 2).unwrap(), 8);
+    drop(process);
+    machine.world.kill_process().unwrap();
+    let mut process = Process::of(&machine).unwrap();
+    process.tend().unwrap();
+    put(&mut process, 0, 8);
+    assert_eq!(get(&mut process, 0).unwrap(), 8);
+    assert_eq!(place_of(&mut process, 0), place_of(&mut process, 2), "that one is found");
+    passes::nothing_is_lost_and_nothing_left(&mut process);
+}
+
+#[test]
+fn new_content_that_can_be_read_again_later_is_there() {
+    let (machine, mut process) = with_a_volume();
+    put(&mut process, 0, 8);
+    let lost = place_of(&mut process, 0);
+    drop(process);
+    machine.world.kill_process().unwrap();
+    lose(&machine, lost);
+    drop(Process::of(&machine).unwrap());
+    machine.world.kill_process().unwrap();
+    machine.world.set_faults(Vec::new());
+    let mut process = Process::of(&machine).unwrap();
+    assert_eq!(get(&mut process, 0).unwrap(), 8);
+}
+
+/// As a mirror in a guest does, which mends what it could not read.
+#[test]
+fn who_writes_again_what_could_not_be_read_gets_a_good_copy() {
+    let (machine, mut process) = with_a_volume();
+    put(&mut process, 0, 7);
+    put(&mut process, 1, 8);
+    put(&mut process, 2, 8);
+    let lost = place_of(&mut process, 1);
+    lose(&machine, lost);
+    let volume = process.volume("v0");
+    let Process { live, port, reactor } = &mut process;
+    let span = port.memory().span(SCRATCH_BYTES, 2 * BLOCK_BYTES);
+    let read = async { live.read(port, volume, 0, span).await };
+    assert!(reactor.block_on(read).unwrap().is_err());
+    put(&mut process, 1, 8);
+    assert_eq!(get(&mut process, 1).unwrap(), 8);
+    assert!(is_unreadable(&mut process, 2), "who has not written again");
+    put(&mut process, 3, 7);
+    assert_eq!(place_of(&mut process, 3), place_of(&mut process, 0), "its neighbour is good");
+    assert_eq!(read_one(&mut process, "v0", 3), u64::from_le_bytes([7; 8]));
+}
