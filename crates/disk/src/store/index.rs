@@ -43,6 +43,14 @@ struct Bucket<W>([W; WORDS]);
 /// See the module text.
 pub struct Index<W = AtomicU64>(Box<[Bucket<W>]>);
 
+impl Index {
+    /// What a store with so many places has use for. It has no more numbers than these. Buckets do not fill evenly:
+    /// with a word for each number a full store would forget one of seven, with two it forgets one of a hundred.
+    pub fn useful_bytes(places: u64) -> usize {
+        usize::try_from(places.saturating_mul(16)).unwrap_or(usize::MAX)
+    }
+}
+
 impl<W: Word> Index<W> {
     /// In so many bytes, and at least in one bucket.
     pub fn new(bytes: usize) -> Index<W> {
@@ -180,6 +188,17 @@ mod tests {
     fn a_byte_budget_is_kept_and_a_word_is_eight_bytes() {
         let index = Index::<AtomicU64>::new(1 << 20);
         assert_eq!(std::mem::size_of_val(&*index.0), 1 << 20);
+    }
+
+    #[test]
+    fn a_store_that_is_full_of_different_contents_finds_nearly_all_of_them() {
+        const PLACES: u64 = 1 << 16;
+        let index = Index::<AtomicU64>::new(Index::useful_bytes(PLACES));
+        let hash = |number: u64| ContentHash(*blake3::hash(&number.to_le_bytes()).as_bytes());
+        (1..=PLACES).for_each(|number| index.remember(&hash(number), number));
+        let is_found = |number: &u64| index.candidates(&hash(*number)).any(|n| n == *number);
+        let found = (1..=PLACES).filter(is_found).count() as u64;
+        assert!(found > PLACES * 98 / 100, "{found} of {PLACES}");
     }
 
     proptest! {

@@ -129,9 +129,8 @@ impl Live {
         }
         let core = opening::open(&medium, port, bytes, memory.metadata, true).await?;
         take_space(&medium, port, bytes, &core).await;
-        // No store has more numbers than places.
-        let index = usize::try_from(8 * core.layout.places()).unwrap_or(usize::MAX);
-        let live = Live::of(medium, core, Index::new(memory.index.min(index)));
+        let index = memory.index.min(Index::useful_bytes(core.layout.places()));
+        let live = Live::of(medium, core, Index::new(index));
         live.replay(port).await?;
         let end = live.core().numbers_end;
         live.core().free_numbers = FreeNumbers::opened(end);

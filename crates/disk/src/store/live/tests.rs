@@ -655,6 +655,34 @@ fn what_is_written_to_a_volume_that_is_deleted_is_an_error_and_no_damage() {
 }
 
 #[test]
+fn nothing_is_told_of_a_volume_behind_a_failed_sync_of_its_new_size() {
+    let mut grown = 0;
+    for seed in 0..20 {
+        let machine = Machine::new(seed);
+        let mut process = Process::of(&machine).unwrap();
+        let name = |name| Name::new(name).unwrap();
+        process.operate(Operation::Domain(name("d"), DomainKey([1; 32]))).unwrap();
+        let small = process.operate(Operation::Create(name("v0"), 8, 0)).unwrap();
+        let large = process.operate(Operation::Create(name("v1"), 2000, 0)).unwrap();
+        let snapshot = process.operate(Operation::Snapshot(name("s"), large)).unwrap();
+        // There is a sync before the operation, too.
+        let fault = Fault { on: On::Sync, range: 0..BYTES, per_mille: 500, errno: 5, times: 1 };
+        machine.world.set_faults(vec![fault]);
+        if process.operate(Operation::Rollback(small, snapshot)).is_ok() {
+            continue;
+        }
+        grown += u32::from(process.live.volume_called("v0").unwrap().blocks == 2000);
+        let told = process.only_write(&[write("v0", 8000..8008, 7)], Beside::Nothing).unwrap();
+        drop(process);
+        machine.world.cut_power().unwrap();
+        let process = Process::of(&machine).unwrap();
+        assert!(process.live.volume("v0").is_some());
+        assert!(told[0].is_err(), "it may be of a volume that is smaller after a cut");
+    }
+    assert!(grown > 2, "{grown}");
+}
+
+#[test]
 fn places_come_free_though_nothing_new_is_written() {
     let (_machine, mut process) = with_a_volume();
     for round in 0..1500 {

@@ -357,6 +357,11 @@ impl Live {
         lanes: Lanes,
         mut check: impl FnMut(&Core) -> io::Result<()>,
     ) -> io::Result<Told<'_>> {
+        if self.medium.is_faulty() {
+            // After a power cut the operation whose sync has failed may be missing, and this block be there: of a
+            // volume that is smaller then.
+            self.medium.sync(port).await?;
+        }
         loop {
             let (held, begun) = match lanes {
                 Lanes::One | Lanes::Empty => {
