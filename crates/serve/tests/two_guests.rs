@@ -304,7 +304,7 @@ fn share(
 ) -> (FrontQueue, Vec<Event>) {
     let buffers: Vec<_> = (0..DEPTH).map(|_| front.space().buffer(1).unwrap()).collect();
     let mut free: Vec<usize> = (0..DEPTH).collect();
-    let (mut asked, mut events) = (HashMap::new(), Vec::new());
+    let (mut asked, mut events) = (HashMap::<_, (usize, Event)>::new(), Vec::new());
     let mut random = SplitMix64::new(who);
     let mut count = 0;
     loop {
@@ -312,7 +312,11 @@ fn share(
             && let Some(buffer) = free.pop()
         {
             count += 1;
-            let (register, is_write) = (random.below(REGISTERS), random.below(2) == 0);
+            let register = random.below(REGISTERS);
+            // Two of its own there at once have no order, and a death may show both twice.
+            let is_free =
+                |(_, event): &(usize, Event)| !(event.is_write && event.register == register);
+            let is_write = random.below(2) == 0 && asked.values().all(is_free);
             let (sector, value) = (FIRST_REGISTER + register * 8, who << 32 | count);
             let data = &buffers[buffer];
             let begin = clock.fetch_add(1, Ordering::SeqCst);
