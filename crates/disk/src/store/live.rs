@@ -128,7 +128,6 @@ impl Live {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, e));
         }
         let core = opening::open(&medium, port, bytes, memory.metadata, true).await?;
-        take_space(&medium, port, bytes, &core).await;
         let index = memory.index.min(Index::useful_bytes(core.layout.places()));
         let live = Live::of(medium, core, Index::new(index));
         live.replay(port).await?;
@@ -314,16 +313,6 @@ impl Live {
         }
         Ok(())
     }
-}
-
-/// Section 7, A full file system below.
-async fn take_space(medium: &Medium, port: &Port, bytes: u64, core: &Core) {
-    let first_place = core.layout.first_place(0) * BLOCK_BYTES as u64;
-    // What it cannot have now it may have when it is written.
-    let _ = port.io.preallocate(port.files[0], 0, first_place).await;
-    // Of two checkpoints with all memory dirty, each page twice.
-    let ballast = 4 * core.pages.count() * BLOCK_BYTES;
-    medium.ballast().hold(port, bytes, ballast as u64).await;
 }
 
 #[cfg(test)]

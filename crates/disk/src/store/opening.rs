@@ -111,14 +111,15 @@ pub async fn open(
     metadata_memory: usize,
     may_write: bool,
 ) -> io::Result<Core> {
-    let pages = superblocks(medium, port, bytes / BLOCK_BYTES as u64).await?;
-    let superblock = choose(&pages).map_err(unusable)?;
-    if may_write {
-        mend(medium, port, &pages, &superblock).await?;
-    }
+    let superblocks = superblocks(medium, port, bytes / BLOCK_BYTES as u64).await?;
+    let superblock = choose(&superblocks).map_err(unusable)?;
     let layout = superblock.layout;
     let smallest = layout.blocks * BLOCK_BYTES as u64 / SMALLEST_PART;
     let pages = Pages::new(metadata_memory.min(usize::try_from(smallest).unwrap_or(usize::MAX)));
+    if may_write {
+        take_space(medium, port, bytes, &layout, pages.count()).await;
+        mend(medium, port, &superblocks, &superblock).await?;
+    }
     let roots = superblock.roots;
     Ok(Core {
         id: superblock.id,
@@ -138,6 +139,17 @@ pub async fn open(
         kept: Vec::new(),
         under_way: None,
     })
+}
+
+/// Section 7, A full file system below. It comes before all that an opening writes: where a file system writes
+/// elsewhere what it writes again, that takes space, too.
+async fn take_space(medium: &Medium, port: &Port, bytes: u64, layout: &Layout, slots: usize) {
+    let first_place = layout.first_place(0) * BLOCK_BYTES as u64;
+    // What it cannot have now it may have when it is written.
+    let _ = port.io.preallocate(port.files[0], 0, first_place).await;
+    // Of two checkpoints with all memory dirty, each page twice.
+    let ballast = 4 * slots * BLOCK_BYTES;
+    medium.ballast().hold(port, bytes, ballast as u64).await;
 }
 
 /// Before anything is used again that the checkpoint has made free, both homes have it, durably: one that has not

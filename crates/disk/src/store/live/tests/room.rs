@@ -118,3 +118,16 @@ fn copies_of_what_snapshots_have_leave_room_for_a_checkpoint() {
     process.gc().unwrap();
     process.close().unwrap();
 }
+
+/// Where a file system writes elsewhere what it writes again, as a file with a copy does.
+#[test]
+fn what_an_opening_writes_has_the_space_that_is_kept_for_the_stores_own_work() {
+    let (machine, process) = with_a_volume();
+    drop(process);
+    machine.world.kill_process().unwrap();
+    let superblock = 0..BLOCK_BYTES as u64;
+    let fault = Fault { on: On::Write, range: superblock, per_mille: 1000, errno: 28, times: 1 };
+    machine.world.set_faults(vec![fault]);
+    let mut process = Process::of(&machine).unwrap();
+    assert_eq!(process.read("v0", 0..8).unwrap(), [0; 8]);
+}
