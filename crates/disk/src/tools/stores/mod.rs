@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::io_context::IoContext;
 use super::{ImageTools, broken};
+use crate::children::PARTIAL;
 use crate::store::BLOCK_BYTES;
 use crate::store::check::{self, How, Outcome, damage_of};
 use crate::store::content::DomainKey;
@@ -254,6 +255,15 @@ impl Change {
         VolumeDone { path: store.display().to_string(), volume, done: self.word().into() }
     }
 
+    /// What something new is called, if there is something new.
+    fn new_name<'a>(&'a self, volume: &'a Name) -> Option<&'a Name> {
+        match self {
+            Change::Create(..) => Some(volume),
+            Change::Snapshot(name) | Change::Clone(name) => Some(name),
+            Change::Rollback(_) | Change::Delete => None,
+        }
+    }
+
     fn word(&self) -> &'static str {
         match self {
             Change::Create(..) => "created",
@@ -313,6 +323,11 @@ pub(super) async fn until_stopped<T>(
 #[error("there is no volume or snapshot {}", .0.as_str())]
 struct NoVolume(Name);
 
+/// The name of something new is that of a copy that is not complete.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: so a copy is called that is not complete, and image convert --force deletes it", .0.as_str())]
+struct NameOfACopy(Name);
+
 /// Does it, and gives what is new, or what it was done with.
 ///
 /// # Errors
@@ -327,6 +342,10 @@ pub async fn change_live(
         let missing = || io::Error::new(io::ErrorKind::NotFound, NoVolume(name.clone()));
         live.volume(name.as_str()).ok_or_else(missing)
     };
+    let new = change.new_name(volume);
+    if let Some(name) = new.filter(|name| name.as_str().ends_with(PARTIAL)) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, NameOfACopy(name.clone())));
+    }
     let operation = match change {
         Change::Create(bytes, domain) => {
             if live.volume(volume.as_str()).is_some() {
@@ -360,6 +379,10 @@ fn failed(what: impl Into<String>, store: &Path, e: io::Error) -> DiskError {
     if let Some(why) = inner.and_then(|e| e.downcast_ref::<NoVolume>()) {
         let help = format!("ferrite store list {shown} shows those that there are");
         return DiskError::new(ErrorKind::NotFound, what, why.to_string(), help);
+    }
+    if let Some(why) = inner.and_then(|e| e.downcast_ref::<NameOfACopy>()) {
+        let help = "choose a name that does not end in .partial";
+        return DiskError::new(ErrorKind::Refused, what, why.to_string(), help);
     }
     if let Some(why) = inner.and_then(|e| e.downcast_ref::<VolumeError>()) {
         let (kind, help) = match why {
