@@ -53,9 +53,15 @@ impl Check<'_> {
         for at in (0..layout.journal_blocks).step_by(MAX_BLOCKS) {
             let count = (layout.journal_blocks - at).min(MAX_BLOCKS as u64);
             let first = layout.journal(at);
-            let bytes = self.medium.read(self.port, first, count as usize).await?;
-            for (bytes, place) in bytes.chunks(BLOCK_BYTES).zip(first..) {
-                let added = match Block::decode(bytes, &self.core.id, &layout) {
+            let blocks = self.medium.read_each(self.port, first, count as usize).await?;
+            for (block, place) in blocks.into_iter().zip(first..) {
+                let Ok(bytes) = block else {
+                    let why = "a block of the journal cannot be read: the store is not opened";
+                    let place_bytes = Some(in_bytes(place));
+                    self.add(StoreFinding { place_bytes, ..StoreFinding::damage("journal", why) });
+                    continue;
+                };
+                let added = match Block::decode(&bytes, &self.core.id, &layout) {
                     Ok(Some(block)) => scan.add(&layout, place, &block),
                     Ok(None) => continue,
                     Err(e) => Err(e),

@@ -9,7 +9,7 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use super::leaves::{Leaf, words};
+use super::leaves::{Leaf, is_lost, words};
 use super::room::Whose;
 use super::{BLOCK_BYTES, Live, damaged};
 use crate::Port;
@@ -178,7 +178,7 @@ impl Live {
         match self.compact_leaf(port, pace, volume, leaf).await {
             Err(e) if e.kind() == io::ErrorKind::StorageFull => return Ok(self.end_round()),
             // It was deleted, or is damaged: there is nothing to move.
-            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidData) => {}
+            Err(e) if e.kind() == io::ErrorKind::NotFound || is_lost(&e) => {}
             done => done?,
         }
         Ok(Some((self.duties().compacting.moved - before) * BLOCK_BYTES as u64))
@@ -209,14 +209,7 @@ impl Live {
             }
             match self.next_leaf(port, number, leaf).await {
                 Ok(Some(leaf)) => return Ok(Some((number, leaf))),
-                Err(e)
-                    if !matches!(
-                        e.kind(),
-                        io::ErrorKind::NotFound | io::ErrorKind::InvalidData
-                    ) =>
-                {
-                    return Err(e);
-                }
+                Err(e) if e.kind() != io::ErrorKind::NotFound && !is_lost(&e) => return Err(e),
                 _ => (from, leaf) = (number + 1, 0),
             }
         }

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::leaves::{Leaf, bytes, words};
+use super::leaves::{Leaf, bytes, is_lost, words};
 use super::{Live, damaged};
 use crate::Port;
 use crate::store::Damaged;
@@ -72,7 +72,7 @@ impl Live {
                 Ok(Some(hashes)) => hashes,
                 Ok(None) => continue,
                 // Whose hash is lost stays as it is.
-                Err(e) if e.kind() == io::ErrorKind::InvalidData => continue,
+                Err(e) if is_lost(&e) => continue,
                 Err(e) => return Err(e),
             };
             self.page_done(port, pace).await?;
@@ -112,7 +112,7 @@ impl Live {
             }
             match self.is_equal(port, hash, mine, number).await {
                 Ok(true) => return Ok(Some(number)),
-                Err(e) if e.kind() != io::ErrorKind::InvalidData => return Err(e),
+                Err(e) if !is_lost(&e) => return Err(e),
                 _ => {}
             }
         }
@@ -142,7 +142,7 @@ impl Live {
     async fn shorter(&self, port: &Port, lower: u64) -> io::Result<Option<u64>> {
         match self.whereabouts(port, lower).await {
             Ok(Whereabouts::SameAs { number }) => Ok(Some(number)),
-            Err(e) if e.kind() != io::ErrorKind::InvalidData => Err(e),
+            Err(e) if !is_lost(&e) => Err(e),
             _ => Ok(None),
         }
     }

@@ -6,7 +6,7 @@
 use std::io;
 use std::ops::Range;
 
-use super::leaves::{Leaf, bytes};
+use super::leaves::{Leaf, bytes, is_lost};
 use super::{BLOCK_BYTES, Live};
 use crate::Port;
 use crate::store::content::ContentHash;
@@ -117,7 +117,7 @@ impl Live {
 fn readable<T>(read: &io::Result<T>) -> io::Result<Option<&T>> {
     match read {
         Ok(read) => Ok(Some(read)),
-        Err(e) if e.kind() == io::ErrorKind::InvalidData => Ok(None),
+        Err(e) if is_lost(e) => Ok(None),
         Err(e) => Err(Failure::of(e).error()),
     }
 }

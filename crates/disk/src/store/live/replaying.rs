@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::time::Duration;
 
 use super::leaves::{Change, Leaf, bytes};
 use super::scrubbing::NO_HASH;
@@ -20,6 +21,11 @@ use crate::store::page::Whereabouts;
 /// Blocks that one change of a replay is about, at most: they are in two leaves.
 const MAX_CHANGE: u64 = 512;
 
+/// What counts without its data is an error for good. So storage that cannot read it is asked again, so often and
+/// with such pauses: it may have been away for a moment.
+const READS_AGAIN: u32 = 3;
+const READ_AGAIN: Duration = Duration::from_secs(1);
+
 /// What the medium has of a content that nothing vouches for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Data {
@@ -30,8 +36,10 @@ enum Data {
     Unreadable,
 }
 
-/// Of contents that are not whole: the block and the number of the record in it.
-type NotWhole = BTreeMap<(u64, usize), Data>;
+/// A record: its block, and its number in that.
+type At = (u64, usize);
+type NotWhole = BTreeMap<At, Data>;
+type Keys = BTreeMap<u16, DomainKey>;
 
 impl Live {
     /// Carries out what the journal has, and makes a checkpoint of it before anything is written: a record
@@ -103,39 +111,60 @@ impl Live {
     /// Rules 2 and 4: the places and numbers of contents that count are taken. Gives those that are not whole.
     async fn take_places(&self, port: &Port, replay: &Replay) -> io::Result<NotWhole> {
         let domains = self.core().domains.entries().clone();
-        let mut keys: BTreeMap<u16, DomainKey> =
+        let mut keys: Keys =
             domains.into_iter().map(|(number, domain)| (number as u16, domain.key)).collect();
-        let mut not_whole = NotWhole::new();
+        let mut unvouched = Vec::new();
         for number in &replay.blocks {
             let block = self.journal_block(port, *number).await?;
             for (i, record) in block.records.iter().enumerate() {
                 match record {
                     Record::Domain { domain, key, .. } => drop(keys.insert(*domain, key.clone())),
                     Record::New(new) if !replay.is_durable(*number) => {
-                        let data = self.data_of(port, &keys, new).await?;
-                        if data != Data::Whole {
-                            not_whole.insert((*number, i), data);
-                        }
-                        if data != Data::NotThere {
-                            self.take(port, new).await?;
-                        }
+                        unvouched.push(((*number, i), *new));
                     }
                     Record::New(new) => self.take(port, new).await?,
                     _ => {}
                 }
             }
         }
+        let mut not_whole = NotWhole::new();
+        unvouched = self.take_whole(port, &keys, unvouched, &mut not_whole).await?;
+        for _ in 0..READS_AGAIN {
+            if !unvouched.is_empty() {
+                port.io.sleep(READ_AGAIN).await?;
+                unvouched = self.take_whole(port, &keys, unvouched, &mut not_whole).await?;
+            }
+        }
+        for (at, new) in unvouched {
+            self.take(port, &new).await?;
+            not_whole.insert(at, Data::Unreadable);
+        }
         Ok(not_whole)
+    }
+
+    /// Takes the places of those of these contents that are whole, and names those that are not there. Gives those
+    /// that cannot be read.
+    async fn take_whole(
+        &self,
+        port: &Port,
+        keys: &Keys,
+        contents: Vec<(At, NewContent)>,
+        not_whole: &mut NotWhole,
+    ) -> io::Result<Vec<(At, NewContent)>> {
+        let mut unreadable = Vec::new();
+        for (at, new) in contents {
+            match self.data_of(port, keys, &new).await? {
+                Data::Whole => self.take(port, &new).await?,
+                Data::NotThere => drop(not_whole.insert(at, Data::NotThere)),
+                Data::Unreadable => unreadable.push((at, new)),
+            }
+        }
+        Ok(unreadable)
     }
 
     /// Whether the data in a place have the hash that their record says. They are written once more then: if a
     /// sync has failed the kernel may have them, the medium not, and no later sync would say so.
-    async fn data_of(
-        &self,
-        port: &Port,
-        keys: &BTreeMap<u16, DomainKey>,
-        new: &NewContent,
-    ) -> io::Result<Data> {
+    async fn data_of(&self, port: &Port, keys: &Keys, new: &NewContent) -> io::Result<Data> {
         let key = keys.get(&new.domain);
         let key = key.ok_or_else(|| damaged(Damaged("a record is of no domain")))?;
         let data = match self.medium.read(port, new.place, 1).await {

@@ -51,6 +51,8 @@ pub(super) struct Scrubbing {
     bad: BTreeSet<u64>,
     /// And of the last one, and those that readers have met since: nobody gets these.
     refused: BTreeSet<u64>,
+    /// Those of them that readers have met during this round, which may have been there before.
+    met: BTreeSet<u64>,
     rounds: u64,
     read_bytes: u64,
 }
@@ -211,9 +213,12 @@ impl Live {
         while let Ok(Whereabouts::SameAs { number: lower }) = self.whereabouts(port, number).await {
             number = lower;
         }
-        let refused = &mut self.duties().scrub.refused;
-        if refused.len() < MAX_BAD {
-            refused.insert(number);
+        let scrub = &mut self.duties().scrub;
+        if scrub.refused.len() < MAX_BAD {
+            scrub.refused.insert(number);
+            if scrub.at.is_some() {
+                scrub.met.insert(number);
+            }
         }
         self.finds_bad.store(true, Ordering::Relaxed);
     }
@@ -223,7 +228,7 @@ impl Live {
             return;
         }
         scrub.rounds += 1;
-        scrub.refused.clear();
+        scrub.refused = std::mem::take(&mut scrub.met);
         if !scrub.bad.is_empty() || scrub.found.counts.damage > 0 {
             // One line a round, however many there are.
             tracing::warn!(

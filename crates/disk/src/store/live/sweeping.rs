@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::io;
 
-use super::leaves::{Leaf, bytes};
+use super::leaves::{Leaf, bytes, is_lost};
 use super::passes::{Look, Passed, numbers_of};
 use super::{Core, Live, damaged};
 use crate::Port;
@@ -269,7 +269,7 @@ impl Live {
         if let Err(e) = loaded {
             // Others can be given.
             core.free_numbers.close(page);
-            return if e.kind() == io::ErrorKind::InvalidData { Ok(()) } else { Err(e) };
+            return if is_lost(&e) { Ok(()) } else { Err(e) };
         }
         core.open_numbers(page)
     }

@@ -6,7 +6,7 @@ use std::io;
 use ferrite_io::arena::Span;
 use ferrite_io::shared_lock::Held;
 
-use super::leaves::{Change, Leaf};
+use super::leaves::{Change, Leaf, is_lost};
 use super::passes::Phase;
 use super::reading::{blocks_of, parts};
 use super::room::Whose;
@@ -298,7 +298,7 @@ impl Live {
             match self.has(port, number, hash).await {
                 Ok(true) if self.claim_content(phase, number) => return Ok(Some(number)),
                 // What is damaged is no reason to fail a write: the content is put somewhere else.
-                Err(e) if e.kind() != io::ErrorKind::InvalidData => return Err(e),
+                Err(e) if !is_lost(&e) => return Err(e),
                 _ => {}
             }
         }

@@ -406,10 +406,10 @@ impl Space {
         self.set_kind(number / 2, Kind::Data);
         let segment = &mut self.segments[number as usize];
         let bits = segment.bits.as_mut().expect("bits of what a replay takes are loaded");
-        if bits.set(at) {
-            segment.free -= 1;
-            segment.changed = true;
-        }
+        segment.free -= u32::from(bits.set(at));
+        // Of a segment whose page could not be read all is in use by now. The page may be read again some day, and has
+        // this place free.
+        segment.changed = true;
         Ok(())
     }
 

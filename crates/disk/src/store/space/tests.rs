@@ -536,6 +536,24 @@ fn content_is_taken_in_an_empty_pair_of_pages_whichever_of_its_space_pages_is_da
     }
 }
 
+/// Its page is read as it opens, not when content is taken there, and again behind the next checkpoint.
+#[test]
+fn what_a_replay_takes_is_in_the_next_page_though_the_last_one_could_not_be_read_for_a_moment() {
+    let mut world = World::new();
+    world.data(9);
+    world.checkpoint();
+    world.data(8);
+    let since: Vec<u64> =
+        world.now.keys().filter(|place| !world.whole.1.contains_key(place)).copied().collect();
+    world.open();
+    world.space.load(0, Err(UNREADABLE));
+    since.iter().for_each(|place| world.space.take(*place).unwrap());
+    assert_eq!(since.len(), 8);
+    world.checkpoint();
+    world.open();
+    while world.data(64).is_some() {}
+}
+
 /// As after the first checkpoint behind a damaged page of a pair of pages that is one of data now.
 #[test]
 fn of_a_pair_whose_pages_differ_in_kind_nothing_is_given_but_what_is_dropped() {

@@ -1,7 +1,8 @@
 //! Content that storage cannot read (store.md 4 and 15).
 
-use super::passes::read_one;
+use super::passes::{read_one, write_new};
 use super::*;
+use crate::store::check;
 use crate::store::pace::Pace;
 use crate::store::page::Whereabouts;
 
@@ -33,9 +34,14 @@ fn place_of(process: &mut Process, block: u64) -> u64 {
 }
 
 fn lose(machine: &Machine, place: u64) {
+    lose_for(machine, place, u64::MAX);
+}
+
+/// It cannot be read so many times.
+fn lose_for(machine: &Machine, place: u64, times: u64) {
     let at = place * BLOCK_BYTES as u64;
     let range = at..at + BLOCK_BYTES as u64;
-    let fault = Fault { on: On::Read, range, per_mille: 1000, errno: EIO, times: u64::MAX };
+    let fault = Fault { on: On::Read, range, per_mille: 1000, errno: EIO, times };
     machine.world.set_faults(vec![fault]);
 }
 
@@ -114,4 +120,61 @@ fn who_writes_again_what_could_not_be_read_gets_a_good_copy() {
     put(&mut process, 3, 7);
     assert_eq!(place_of(&mut process, 3), place_of(&mut process, 0), "its neighbour is good");
     assert_eq!(read_one(&mut process, "v0", 3), u64::from_le_bytes([7; 8]));
+    // The index knows the bad one, too, and somebody has it.
+    process.gc().unwrap();
+    assert!(is_unreadable(&mut process, 2));
+    assert_eq!(get(&mut process, 1).unwrap(), 8);
+}
+
+/// Storage was away for a moment. What counts without its data is an error for good.
+#[test]
+fn what_an_opening_cannot_read_is_read_again_before_it_counts() {
+    let (machine, mut process) = with_a_volume();
+    put(&mut process, 0, 7);
+    process.flush().unwrap();
+    put(&mut process, 0, 8);
+    let torn = place_of(&mut process, 0);
+    drop(process);
+    machine.world.kill_process().unwrap();
+    let file = std::fs::File::options().write(true).open(&machine.path).unwrap();
+    file.write_all_at(&[0; BLOCK_BYTES], torn * BLOCK_BYTES as u64).unwrap();
+    machine.world.changed_outside(&file).unwrap();
+    lose_for(&machine, torn, 3);
+    let mut process = Process::of(&machine).unwrap();
+    assert_eq!(get(&mut process, 0).unwrap(), 7, "the newer content was never whole");
+}
+
+/// The round has read that content before.
+#[test]
+fn what_readers_find_bad_while_a_round_is_under_way_is_refused_behind_its_end() {
+    let (machine, mut process) = with_a_volume();
+    (0..640).for_each(|i| write_new(&mut process, "v0", i, 1, 1 + i).unwrap());
+    process.live.begin_scrub();
+    let scrub = |process: &mut Process| {
+        let Process { live, port, reactor } = process;
+        reactor.block_on(async { live.scrub_in_turn(port, &Pace::unbounded()).await })
+    };
+    assert!(scrub(&mut process).unwrap().unwrap().is_some());
+    let lost = place_of(&mut process, 5);
+    lose(&machine, lost);
+    assert!(is_unreadable(&mut process, 5));
+    while scrub(&mut process).unwrap().unwrap().is_some() {}
+    assert_eq!(process.live.scrub_info().rounds, 1);
+    write_new(&mut process, "v0", 700, 1, 6).unwrap();
+    assert_eq!(read_one(&mut process, "v0", 700), 6);
+}
+
+#[test]
+fn a_block_of_the_journal_that_cannot_be_read_is_a_finding_and_no_end_of_a_check() {
+    let (machine, mut process) = with_a_volume();
+    put(&mut process, 0, 8);
+    let layout = process.live.core().layout;
+    drop(process);
+    machine.world.kill_process().unwrap();
+    lose(&machine, layout.journal(layout.journal_blocks - 1));
+    let (port, mut reactor) = testing::port(&machine.world, &machine.path);
+    let check = async { check::check(&port, BYTES, checking::DEEP, &|_, _| true).await };
+    let outcome = reactor.block_on(check).unwrap().unwrap();
+    assert_eq!(outcome.findings.counts.damage, 1, "{outcome:?}");
+    assert_eq!(outcome.findings.listed[0].kind, "journal");
 }
