@@ -37,6 +37,8 @@ const MAGICS: [(usize, &[u8], &str, Option<Format>); 12] = [
 
 /// With this a VHD ends, and most begin.
 const FOOTER: &[u8] = b"conectix";
+/// Of a superblock of a store.
+const PAGE_BYTES: u64 = store::BLOCK_BYTES as u64;
 /// Bytes from there to the end; old programs have written one less.
 const FOOTERS_BYTES: [u64; 2] = [512, 511];
 
@@ -76,6 +78,13 @@ fn look(path: &Path) -> io::Result<Option<(&'static str, Option<Format>)>> {
     for at in FOOTERS_BYTES.iter().filter_map(|bytes| end.checked_sub(*bytes)) {
         if read(&file, at)?.starts_with(FOOTER) {
             return Ok(Some(("a VHD", Some(Format::Vhd))));
+        }
+    }
+    // A store without its first page is opened by another one of its four.
+    let pages = [2 * PAGE_BYTES, PAGE_BYTES].iter().filter_map(|bytes| end.checked_sub(*bytes));
+    for at in pages.chain([PAGE_BYTES]) {
+        if read(&file, at)?.starts_with(store::MAGIC) {
+            return Ok(Some(("a store of volumes", Some(Format::Store))));
         }
     }
     Ok(None)

@@ -155,6 +155,14 @@ fn what_a_scrub_has_found_damaged_is_written_back_from_a_backup() {
     let at = store.chunks(4096).position(|block| block == content).unwrap() as u64 * 4096;
     let file = std::fs::File::options().write(true).open(dir.join("s")).unwrap();
     file.write_all_at(&[0x5a], at + 9).unwrap();
+    let copied = ferrite(dir, &["image", "convert", "store:s#a", "copy.raw"]).output().unwrap();
+    let text = String::from_utf8_lossy(&copied.stderr);
+    assert_eq!(copied.status.code(), Some(5), "{text}");
+    // To mend it changes the store, and so does looking at it.
+    assert!(text.contains("--force") && !text.contains("--resume"), "{text}");
+    let resumed = ferrite(dir, &["image", "convert", "--resume", "store:s#a", "copy.raw"]).output();
+    let text = String::from_utf8_lossy(&resumed.as_ref().unwrap().stderr).into_owned();
+    assert!(text.contains("in a store, which do not tell"), "{text}");
     let scrub = ferrite(dir, &["store", "scrub", "s"]).output().unwrap();
     let text = String::from_utf8_lossy(&scrub.stdout);
     assert_eq!(scrub.status.code(), Some(2), "{scrub:?}");

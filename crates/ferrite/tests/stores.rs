@@ -192,10 +192,26 @@ fn what_is_no_store_or_a_part_of_one_is_refused_in_words() {
     fs::write(place.path("short"), &whole[..whole.len() / 2]).unwrap();
     let text = place.store_fails(5, &["list", "short"]);
     assert!(text.contains("longer than what it is in"), "{text}");
+    assert!(text.contains(&format!("truncate -s {}", whole.len())), "{text}");
     place.store_fails(5, &["create", "short#a", "1G"]);
     let output = place.store(&["check", "short"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8(output.stdout).unwrap().contains("longer than"));
+}
+
+/// The store is opened by another page of its superblock. A guest of a raw disk would overwrite it.
+#[test]
+fn a_store_whose_first_pages_are_lost_is_no_raw_disk() {
+    let place = place();
+    let whole = fs::read(place.path("s")).unwrap();
+    for lost in [4096, 8192] {
+        let mut torn = whole.clone();
+        torn[..lost].fill(0);
+        fs::write(place.path("torn"), torn).unwrap();
+        place.store_ok(&["list", "torn"]);
+        let text = place.fails(1, &["info", "torn"]);
+        assert!(text.contains("it looks like a store of volumes"), "{text}");
+    }
 }
 
 /// CRC32C, bit by bit.

@@ -5,7 +5,7 @@ use std::io;
 use super::checkpoint::Core;
 use super::free_numbers::FreeNumbers;
 use super::layout::Layout;
-use super::medium::{MAX_BLOCKS, Medium, damaged};
+use super::medium::{MAX_BLOCKS, Medium};
 use super::pages::Pages;
 use super::space::{Bits, Kind, Space, SpacePage, UNREADABLE, choose as choose_space, mends};
 use super::superblock::{Pages as Superblocks, Roots, Superblock, Unusable, choose};
@@ -89,7 +89,8 @@ async fn superblocks(medium: &Medium, port: &Port, blocks: u64) -> io::Result<Su
     let layout = first.iter().find_map(|page| page.ok().map(|superblock| superblock.layout));
     let end = layout.map_or(blocks, |layout| layout.blocks);
     if end > blocks {
-        return Err(damaged(Damaged("the store is longer than what it is in")));
+        let [store_bytes, bytes] = [end, blocks].map(|blocks| blocks * BLOCK_BYTES as u64);
+        return Err(unusable(Unusable::CutOff { store_bytes, bytes }));
     }
     let second = decode(medium.read_each(port, end - 2, 2).await?, 1);
     match unreadable {

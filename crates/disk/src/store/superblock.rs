@@ -65,6 +65,17 @@ pub enum Unusable {
         /// Those unknown.
         bits: u64,
     },
+    /// What it is in was cut off.
+    #[error(
+        "the store is longer than what it is in: it has {store_bytes} bytes, and that has {bytes}. It was cut off, and may \
+         be whole again when it is as long as before (truncate -s {store_bytes})"
+    )]
+    CutOff {
+        /// Of the store.
+        store_bytes: u64,
+        /// Of its file or device.
+        bytes: u64,
+    },
     /// It was a superblock once.
     #[error(transparent)]
     Damaged(#[from] Damaged),

@@ -64,7 +64,7 @@ impl ImageTools<'_> {
             virtual_bytes: bytes,
             done_bytes: 0,
         };
-        let from_device = fresh.is_of_device();
+        let is_untold = fresh.is_untold();
         let (file, state) = self.destination(to, how, fresh)?;
         // No journal: what is not durable is written again.
         let target = file.open_disk(to.format)?;
@@ -83,7 +83,7 @@ impl ImageTools<'_> {
         if let Err(e) = copied {
             return Err(match self.is_device(&to.path) {
                 true => broken(what(), e),
-                false => interrupted(what(), e, from_device),
+                false => interrupted(what(), e, is_untold),
             });
         }
         drop(target);
@@ -122,9 +122,9 @@ impl ImageTools<'_> {
             |why: String, help: &str| Err(DiskError::new(ErrorKind::Refused, what(), why, help));
         if how.resume && exists {
             let (why, help) = match Resume::load(&to.path) {
-                Some(_) if fresh.is_of_device() => (
-                    "the source is on a block device, which does not tell whether it has changed \
-                     since"
+                Some(_) if fresh.is_untold() => (
+                    "the source is on a block device or in a store, which do not tell whether it has \
+                     changed since"
                         .into(),
                     "start again with --force",
                 ),
@@ -194,12 +194,12 @@ fn sources(disk: &Disk, name: &ImageName) -> io::Result<Vec<Source>> {
         Disk::Image(image) => {
             image.layers().iter().map(|layer| Source::of(layer.medium().path())).collect()
         }
-        Disk::Store(volume) => Ok(vec![Source::of(volume.medium().path())?]),
+        Disk::Store(volume) => Ok(vec![Source::of(volume.medium().path())?.untold()]),
         Disk::Raw(_) | Disk::Null(_) => Ok(vec![Source::of(&name.path)?]),
     }
 }
 
-fn interrupted(what: String, e: io::Error, from_device: bool) -> DiskError {
+fn interrupted(what: String, e: io::Error, is_untold: bool) -> DiskError {
     let kind = match e.kind() {
         io::ErrorKind::Interrupted => ErrorKind::Interrupted,
         io::ErrorKind::InvalidData => ErrorKind::Damaged,
@@ -209,7 +209,7 @@ fn interrupted(what: String, e: io::Error, from_device: bool) -> DiskError {
         io::ErrorKind::Interrupted => "interrupted".to_owned(),
         _ => e.to_string(),
     };
-    let help = match from_device {
+    let help = match is_untold {
         true => "start again with --force when the cause is mended",
         false => {
             "go on with --resume when the cause is mended; what is done so far is beside the \

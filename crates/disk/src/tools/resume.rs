@@ -27,7 +27,8 @@ const MAX_STATE_BYTES: u64 = 1 << 20;
 pub(super) struct Source {
     /// As it is shown: JSON has no other bytes.
     path: String,
-    /// 0: of a device, whose node has no length.
+    /// 0: nothing tells whether it has changed. A device's node has no length, and a store is written whenever it is
+    /// opened.
     file_bytes: u64,
     modified_ns: i128,
     inode: u64,
@@ -39,6 +40,11 @@ impl Source {
         let modified_ns = i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec());
         let path = fs::canonicalize(path)?.display().to_string();
         Ok(Source { path, file_bytes: meta.len(), modified_ns, inode: meta.ino() })
+    }
+
+    /// As it is whenever somebody looks.
+    pub(super) fn untold(self) -> Source {
+        Source { file_bytes: 0, ..self }
     }
 }
 
@@ -63,8 +69,8 @@ impl Resume {
         beside(to, STATE)
     }
 
-    /// Whether nothing tells if the source has changed: a device has no times.
-    pub(super) fn is_of_device(&self) -> bool {
+    /// Whether nothing tells if the source has changed.
+    pub(super) fn is_untold(&self) -> bool {
         self.sources.iter().any(|source| source.file_bytes == 0)
     }
 

@@ -180,7 +180,7 @@ pub(super) enum Begun<'a> {
 pub fn damage_of(e: &io::Error) -> Option<String> {
     let inner = e.get_ref()?;
     match inner.downcast_ref::<Unusable>() {
-        Some(Unusable::Damaged(why)) => Some(why.to_string()),
+        Some(why @ (Unusable::Damaged(_) | Unusable::CutOff { .. })) => Some(why.to_string()),
         Some(_) => None,
         None => inner.downcast_ref::<Damaged>().map(Damaged::to_string),
     }
