@@ -44,15 +44,15 @@ fn calls_a_round(requests: usize) -> f64 {
 #[test]
 fn each_turn_of_a_queue_is_one_call_where_storage_takes_its_time() {
     let calls = calls_a_round(1);
-    // One sweep in 65 is handed over by itself.
-    assert!((2.0..2.05).contains(&calls), "{calls} calls a request");
+    // One sweep in 65 is handed over by itself. Where the guest is as quick as storage, one turn has both.
+    assert!((1.9..2.05).contains(&calls), "{calls} calls a request");
 }
 
 /// Neighbours are one operation, and so are done at once.
 #[test]
 fn a_sweep_of_many_requests_takes_no_more_calls_than_one_of_one() {
     let calls = calls_a_round(16);
-    assert!((2.0..2.05).contains(&calls), "{calls} calls a sweep of 16");
+    assert!((1.9..2.05).contains(&calls), "{calls} calls a sweep of 16");
 }
 
 /// A sweep ends after 16 requests, and the second is handed over while the first is under way.

@@ -1,5 +1,6 @@
 //! What a disk promises, by its public interface. One program: each file of its own would have the code of
-//! all formats compiled once more. Alone stay tests that count what their process has (held.rs, store.rs).
+//! all formats compiled once more. Alone stay tests that count what their process has (held.rs,
+//! long_chains.rs, store.rs).
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -17,7 +18,6 @@ mod full;
 mod group_commit;
 mod io;
 mod journals;
-mod long_chains;
 mod marks;
 mod moved_children;
 mod open;

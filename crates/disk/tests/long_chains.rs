@@ -1,4 +1,6 @@
-//! Chains that are as long as they may be, and longer.
+//! Chains that are as long as they may be, and longer. By themselves: the memory of the process is measured.
+
+mod common;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
