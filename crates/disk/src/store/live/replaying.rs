@@ -215,16 +215,13 @@ impl Live {
             Record::New(mut new) => {
                 self.is_new(port, &new).await?;
                 // What cannot be read is no write's content, in no later process either.
-                let is_found = data == Data::Whole;
-                if !is_found {
+                if data != Data::Whole {
                     new.hash = ContentHash(bytes(NO_HASH));
                 }
                 let blocks = vec![(new.volume, new.block, new.number)];
                 let change = Change { blocks, new: vec![new] };
                 self.change_again(port, block, change).await?;
-                if is_found {
-                    self.index.remember(&new.hash, new.number);
-                }
+                self.index.remember(&new.hash, new.number);
                 Ok(())
             }
             Record::Same { volume, block: first, number, count } => {
