@@ -128,12 +128,10 @@ impl<W: Word> Index<W> {
     pub fn remind(&self, hash: &ContentHash, number: u64) -> bool {
         let spot = self.spot(hash);
         let new = spot.tag | number;
-        let is_known = |word: &&W| {
-            let known = word.load();
-            known != 0 && (known ^ new) >> NUMBER_BITS == 0
-        };
-        if let Some(word) = spot.words().find(is_known) {
-            word.store(word.load().min(new));
+        let is_known = |known: u64| known != 0 && (known ^ new) >> NUMBER_BITS == 0;
+        let mut words = spot.words().map(|word| (word, word.load()));
+        if let Some((word, known)) = words.find(|(_, known)| is_known(*known)) {
+            word.store(known.min(new));
             return true;
         }
         spot.free().inspect(|word| word.store(new)).is_some()

@@ -113,53 +113,57 @@ impl Live {
         let domains = self.core().domains.entries().clone();
         let mut keys: Keys =
             domains.into_iter().map(|(number, domain)| (number as u16, domain.key)).collect();
-        let mut unvouched = Vec::new();
+        let (mut not_whole, mut unreadable) = (NotWhole::new(), Vec::new());
         for number in &replay.blocks {
             let block = self.journal_block(port, *number).await?;
             for (i, record) in block.records.iter().enumerate() {
                 match record {
                     Record::Domain { domain, key, .. } => drop(keys.insert(*domain, key.clone())),
                     Record::New(new) if !replay.is_durable(*number) => {
-                        unvouched.push(((*number, i), *new));
+                        let at = (*number, i);
+                        if !self.settle(port, &keys, at, new, &mut not_whole).await? {
+                            unreadable.push((at, *new));
+                        }
                     }
                     Record::New(new) => self.take(port, new).await?,
                     _ => {}
                 }
             }
         }
-        let mut not_whole = NotWhole::new();
-        unvouched = self.take_whole(port, &keys, unvouched, &mut not_whole).await?;
         for _ in 0..READS_AGAIN {
-            if !unvouched.is_empty() {
-                port.io.sleep(READ_AGAIN).await?;
-                unvouched = self.take_whole(port, &keys, unvouched, &mut not_whole).await?;
+            if unreadable.is_empty() {
+                break;
+            }
+            port.io.sleep(READ_AGAIN).await?;
+            for (at, new) in std::mem::take(&mut unreadable) {
+                if !self.settle(port, &keys, at, &new, &mut not_whole).await? {
+                    unreadable.push((at, new));
+                }
             }
         }
-        for (at, new) in unvouched {
+        for (at, new) in unreadable {
             self.take(port, &new).await?;
             not_whole.insert(at, Data::Unreadable);
         }
         Ok(not_whole)
     }
 
-    /// Takes the places of those of these contents that are whole, and names those that are not there. Gives those
-    /// that cannot be read.
-    async fn take_whole(
+    /// Takes the place of a content that is whole, or notes that it is not there. `false`: it cannot be read.
+    async fn settle(
         &self,
         port: &Port,
         keys: &Keys,
-        contents: Vec<(At, NewContent)>,
+        at: At,
+        new: &NewContent,
         not_whole: &mut NotWhole,
-    ) -> io::Result<Vec<(At, NewContent)>> {
-        let mut unreadable = Vec::new();
-        for (at, new) in contents {
-            match self.data_of(port, keys, &new).await? {
-                Data::Whole => self.take(port, &new).await?,
-                Data::NotThere => drop(not_whole.insert(at, Data::NotThere)),
-                Data::Unreadable => unreadable.push((at, new)),
-            }
+    ) -> io::Result<bool> {
+        let data = self.data_of(port, keys, new).await?;
+        match data {
+            Data::Whole => self.take(port, new).await?,
+            Data::NotThere => drop(not_whole.insert(at, data)),
+            Data::Unreadable => {}
         }
-        Ok(unreadable)
+        Ok(data != Data::Unreadable)
     }
 
     /// Whether the data in a place have the hash that their record says. They are written once more then: if a

@@ -45,6 +45,19 @@ fn lose_for(machine: &Machine, place: u64, times: u64) {
     machine.world.set_faults(vec![fault]);
 }
 
+/// What a process leaves that dies: block 0 has 7, flushed, and 8 since; block 1 has 9. Gives where the 8 is.
+fn left_by_a_death() -> (Machine, u64) {
+    let (machine, mut process) = with_a_volume();
+    put(&mut process, 0, 7);
+    process.flush().unwrap();
+    put(&mut process, 0, 8);
+    put(&mut process, 1, 9);
+    let place = place_of(&mut process, 0);
+    drop(process);
+    machine.world.kill_process().unwrap();
+    (machine, place)
+}
+
 /// What a check of the whole store says, with all content read.
 fn findings(process: &mut Process) -> u64 {
     let Process { live, port, reactor } = process;
@@ -56,14 +69,7 @@ fn findings(process: &mut Process) -> u64 {
 /// A cut in a write may leave a place that cannot be read, and nothing tells it from one that was answered.
 #[test]
 fn new_content_that_cannot_be_read_is_an_error_of_its_block_and_keeps_no_store_closed() {
-    let (machine, mut process) = with_a_volume();
-    put(&mut process, 0, 7);
-    process.flush().unwrap();
-    put(&mut process, 0, 8);
-    put(&mut process, 1, 9);
-    let lost = place_of(&mut process, 0);
-    drop(process);
-    machine.world.kill_process().unwrap();
+    let (machine, lost) = left_by_a_death();
     lose(&machine, lost);
     let mut process = Process::of(&machine).unwrap();
     assert!(
@@ -87,11 +93,7 @@ fn new_content_that_cannot_be_read_is_an_error_of_its_block_and_keeps_no_store_c
 
 #[test]
 fn new_content_that_can_be_read_again_later_is_there() {
-    let (machine, mut process) = with_a_volume();
-    put(&mut process, 0, 8);
-    let lost = place_of(&mut process, 0);
-    drop(process);
-    machine.world.kill_process().unwrap();
+    let (machine, lost) = left_by_a_death();
     lose(&machine, lost);
     drop(Process::of(&machine).unwrap());
     machine.world.kill_process().unwrap();
@@ -129,13 +131,7 @@ fn who_writes_again_what_could_not_be_read_gets_a_good_copy() {
 /// Storage was away for a moment. What counts without its data is an error for good.
 #[test]
 fn what_an_opening_cannot_read_is_read_again_before_it_counts() {
-    let (machine, mut process) = with_a_volume();
-    put(&mut process, 0, 7);
-    process.flush().unwrap();
-    put(&mut process, 0, 8);
-    let torn = place_of(&mut process, 0);
-    drop(process);
-    machine.world.kill_process().unwrap();
+    let (machine, torn) = left_by_a_death();
     let file = std::fs::File::options().write(true).open(&machine.path).unwrap();
     file.write_all_at(&[0; BLOCK_BYTES], torn * BLOCK_BYTES as u64).unwrap();
     machine.world.changed_outside(&file).unwrap();
