@@ -1,16 +1,17 @@
 //! Checkpoints: the state at one number of the journal, whole on the medium (store.md 5).
 //!
-//! The order of its writes is that of [`write()`]. One that has failed is tried again as it is: the same pages go
-//! to the same places, under the same number. So whatever the medium has of it is good. When all of them are durable
-//! only the superblock is written again.
+//! The order of its writes is that of [`write()`]. One that has failed is tried again as it is: the same pages,
+//! under the same number, in the same places but for those that storage refuses. So whatever the medium has of it is
+//! good. When all of them are durable only the superblock is written again.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::iter;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::free_numbers::FreeNumbers;
 use super::layout::Layout;
-use super::medium::{MAX_BLOCKS, Medium, damaged};
+use super::medium::{MAX_BLOCKS, Medium, damaged, is_of_a_block};
 use super::page::{Packing, Pointer};
 use super::pages::{Kind, PageId, Pages};
 use super::side_by_side::all;
@@ -18,11 +19,13 @@ use super::space::Space;
 use super::superblock::{Roots, Superblock};
 use super::table::{Domain, FrozenTable, Table, Volume};
 use super::tree::{Tree, Written, page_to_write, thaw};
-use super::{Damaged, StoreId};
+use super::{BLOCK_BYTES, Damaged, StoreId};
 use crate::Port;
 
 /// Batches of pages under way at once: each has a piece of the thread's memory, and writes want some, too.
 const BATCHES_AT_ONCE: usize = 2;
+/// Pages of one checkpoint that get another place, at most: storage that refuses all does not use up the room.
+const MOST_MOVED: usize = 64;
 
 /// All that a store knows of itself, but for the index.
 pub struct Core {
@@ -71,9 +74,14 @@ pub struct UnderWay {
     volumes: FrozenTable<Volume>,
     domains: FrozenTable<Domain>,
     written: Written,
+    /// So many of them got another place.
+    moved: usize,
     /// All but the superblock is durable. The superblock may be, too, from now on.
     is_synced: bool,
 }
+
+/// Places that storage cannot write, and why.
+type Refused = BTreeMap<u64, io::Error>;
 
 /// Blocks that are written at once.
 struct Batch {
@@ -127,6 +135,7 @@ impl Core {
             volumes,
             domains,
             written,
+            moved: 0,
             is_synced: false,
         });
     }
@@ -134,13 +143,29 @@ impl Core {
     /// All pages have places before the first is written: so the space pages, and a second try, have them.
     fn give_places(&mut self) -> io::Result<()> {
         let Some(under_way) = &mut self.under_way else { return Ok(()) };
-        let pages = under_way.pages.iter_mut().map(|(_, place)| place);
-        let volumes = under_way.volumes.pages.iter_mut().map(|(_, place)| place);
-        let domains = under_way.domains.pages.iter_mut().map(|(_, place)| place);
-        for place in pages.chain(volumes).chain(domains).filter(|place| place.is_none()) {
+        for place in under_way.places().filter(|place| place.is_none()) {
             *place = Some(self.space.give_page().ok_or(io::ErrorKind::StorageFull)?);
         }
         Ok(())
+    }
+
+    /// Pages whose places storage refuses get others. Nothing leads to them before the superblock is written, so these
+    /// places are dropped, and the next checkpoint has them free. `false`: there is no room, or too many were moved.
+    fn move_pages(&mut self, refused: &Refused) -> bool {
+        let Core { under_way: Some(under_way), space, .. } = self else { return false };
+        let moved = under_way.moved + refused.len();
+        // The next checkpoint needs its room all the same.
+        let room = space.reserve() + refused.len() as u64;
+        if moved > MOST_MOVED || !space.has_room_for_pages(room) {
+            return false;
+        }
+        under_way.moved = moved;
+        for place in under_way.places() {
+            if let Some(refused) = place.take_if(|place| refused.contains_key(place)) {
+                space.drop_page(refused);
+            }
+        }
+        true
     }
 
     /// The pages from the `from`th on that are written at once. None: that was the last.
@@ -191,6 +216,14 @@ impl Core {
 }
 
 impl UnderWay {
+    /// Of all pages.
+    fn places(&mut self) -> impl Iterator<Item = &mut Option<u64>> {
+        let pages = self.pages.iter_mut().map(|(_, place)| place);
+        let volumes = self.volumes.pages.iter_mut().map(|(_, place)| place);
+        let domains = self.domains.pages.iter_mut().map(|(_, place)| place);
+        pages.chain(volumes).chain(domains)
+    }
+
     /// The page that is `at` in the order of all: where it goes, its bytes, and whether there is a copy.
     fn make(&mut self, pages: &Pages, at: usize) -> Result<Option<(u64, Vec<u8>, bool)>, Damaged> {
         if let Some((id, place)) = self.pages.get(at) {
@@ -277,9 +310,30 @@ async fn write_all(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Resu
 
 /// Steps 2 to 4.
 async fn write_pages(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Result<()> {
+    loop {
+        lock(core).give_places()?;
+        let refused = write_trees(core, medium, port).await?;
+        if refused.is_empty() {
+            break;
+        }
+        // What leads to a page that was moved is made again: so all is.
+        if !lock(core).move_pages(&refused) {
+            return refused.into_values().next().map_or(Ok(()), Err);
+        }
+    }
+    let checkpoint = lock(core).checkpoint + 1;
+    write_space(core, medium, port, checkpoint).await?;
+    // All that the superblock leads to is there before it, and so are data and journal up to here.
+    medium.sync(port).await?;
+    // From here on a cut would tear them, or a failed sync lose them, where they count already.
+    lock(core).under_way.iter_mut().for_each(|under_way| under_way.is_synced = true);
+    Ok(())
+}
+
+/// Step 2. Gives the places that storage refuses.
+async fn write_trees(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Result<Refused> {
     let layout = lock(core).layout;
-    lock(core).give_places()?;
-    let mut made = 0;
+    let (mut made, mut refused) = (0, Refused::new());
     loop {
         let mut batches = Vec::new();
         while batches.len() < BATCHES_AT_ONCE
@@ -289,21 +343,36 @@ async fn write_pages(core: &Mutex<Core>, medium: &Medium, port: &Port) -> io::Re
             batches.push(batch);
         }
         if batches.is_empty() {
-            break;
+            return Ok(refused);
         }
-        let write = |batch: Batch| async move {
-            let copy = layout.copy_of(batch.place).filter(|_| batch.is_twice);
-            medium.write_twice(port, batch.place, copy, &batch.bytes).await
-        };
-        all(batches.into_iter().map(write)).await.into_iter().collect::<io::Result<()>>()?;
+        let write = |batch: Batch| write_batch(&layout, medium, port, batch);
+        for found in all(batches.into_iter().map(write)).await {
+            refused.extend(found?);
+        }
     }
-    let checkpoint = lock(core).checkpoint + 1;
-    write_space(core, medium, port, checkpoint).await?;
-    // All that the superblock leads to is there before it, and so are data and journal up to here.
-    medium.sync(port).await?;
-    // From here on a cut would tear them, or a failed sync lose them, where they count already.
-    lock(core).under_way.iter_mut().for_each(|under_way| under_way.is_synced = true);
-    Ok(())
+}
+
+/// Pages in a row; each by itself if storage refuses one of them.
+async fn write_batch(
+    layout: &Layout,
+    medium: &Medium,
+    port: &Port,
+    batch: Batch,
+) -> io::Result<Refused> {
+    let copy = layout.copy_of(batch.place).filter(|_| batch.is_twice);
+    match medium.write_twice(port, batch.place, copy, &batch.bytes).await {
+        Err(e) if is_of_a_block(&e) => {}
+        done => return done.map(|()| Refused::new()),
+    }
+    let mut refused = Refused::new();
+    for (page, i) in batch.bytes.chunks(BLOCK_BYTES).zip(0..) {
+        let (place, copy) = (batch.place + i, copy.map(|copy| copy + i));
+        match medium.write_twice(port, place, copy, page).await {
+            Err(e) if is_of_a_block(&e) => drop(refused.insert(place, e)),
+            done => done?,
+        }
+    }
+    Ok(refused)
 }
 
 /// Step 3.

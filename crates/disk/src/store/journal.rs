@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::content::{ContentHash, DomainKey, checksum, checksum_on};
 use super::fields::{Reader, Writer};
 use super::layout::Layout;
+use super::numbers::AHEAD;
 use super::{BLOCK_BYTES, Damaged, StoreId};
 
 const MAGIC: &[u8; 8] = b"FERSTJRN";
@@ -352,6 +353,8 @@ pub struct Scan {
     numbers: Range<u64>,
     /// Whether there is a block, by its number from the first one on.
     found: Vec<bool>,
+    /// Numbers whose places storage cannot read.
+    unreadable: Vec<u64>,
     synced: u64,
     next: u64,
 }
@@ -361,7 +364,8 @@ impl Scan {
     pub fn new(layout: &Layout, replay_from: u64) -> Scan {
         let numbers = replay_from..replay_from + layout.journal_blocks;
         let found = vec![false; layout.journal_blocks as usize];
-        Scan { numbers, found, synced: replay_from, next: replay_from }
+        let unreadable = Vec::new();
+        Scan { numbers, found, unreadable, synced: replay_from, next: replay_from }
     }
 
     /// The block that is in this place of the journal. `false`: it is of before the checkpoint.
@@ -382,6 +386,19 @@ impl Scan {
         Ok(true)
     }
 
+    /// Storage cannot read this place of the journal.
+    pub fn add_unreadable(&mut self, layout: &Layout, at: u64) {
+        let (first, length) = (self.numbers.start, layout.journal_blocks);
+        let behind_first = (at + length - layout.journal(first)) % length;
+        self.unreadable.push(first + behind_first);
+    }
+
+    /// Of the numbers whose places storage cannot read those that a block may have, when all places were looked at:
+    /// none has a number far above the highest one that is there.
+    pub fn in_doubt(&self) -> impl Iterator<Item = u64> {
+        self.unreadable.iter().copied().filter(|number| *number < self.next + AHEAD)
+    }
+
     /// Which blocks are to be carried out: all of them are there.
     ///
     /// # Errors
@@ -392,7 +409,7 @@ impl Scan {
         if self.found[..durable].contains(&false) {
             return Err(Damaged("a block of the journal is missing that was durable"));
         }
-        let Scan { numbers, found, synced, next } = self;
+        let Scan { numbers, found, synced, next, .. } = self;
         let found = found.iter().enumerate().filter(|(_, found)| **found);
         let blocks = found.map(|(i, _)| numbers.start + i as u64).collect();
         Ok(Replay { blocks, synced, next })

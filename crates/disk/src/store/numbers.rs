@@ -5,6 +5,10 @@ use std::collections::BTreeSet;
 /// Blocks of new data that a sync is made for even if nobody flushes: 256 MiB.
 pub const SYNC_AFTER: u64 = 1 << 16;
 
+/// No block gets a number so far above the highest one that has ended well. So what a journal cannot have in a place that
+/// storage cannot read is known (store.md 4). More than can be under way at once.
+pub const AHEAD: u64 = 64;
+
 /// What a sync that succeeds makes durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "it is for who has synced"]
@@ -29,6 +33,8 @@ pub struct Numbers {
     told: u64,
     /// Behind the last block that has a record.
     recorded: u64,
+    /// Behind the highest one that has ended well.
+    good: u64,
     /// Blocks of new data, and those of them that a sync has covered.
     new_data: u64,
     synced_data: u64,
@@ -45,7 +51,7 @@ impl Numbers {
     /// When a checkpoint has all blocks below `next`.
     pub fn new(next: u64, length: u64) -> Numbers {
         let (under_way, failed, operation) = Default::default();
-        let (from, synced, told, recorded) = (next, next, next, next);
+        let (from, synced, told, recorded, good) = (next, next, next, next, next);
         let (new_data, synced_data, ended) = (0, 0, 0);
         Numbers {
             next,
@@ -54,6 +60,7 @@ impl Numbers {
             synced,
             told,
             recorded,
+            good,
             new_data,
             synced_data,
             ended,
@@ -64,7 +71,8 @@ impl Numbers {
     }
 
     /// The next number, and what its block says is durable. None: a checkpoint has to be made first. The
-    /// journal is full, or an operation on volumes has failed that a replay would carry out all the same.
+    /// journal is full, or an operation on volumes has failed that a replay would carry out all the same, or
+    /// nothing has ended well for long.
     pub fn begin(&mut self) -> Option<(u64, u64)> {
         let begun = self.begin_empty();
         self.recorded = begun.map_or(self.recorded, |(number, _)| number + 1);
@@ -75,7 +83,8 @@ impl Numbers {
     pub fn begin_empty(&mut self) -> Option<(u64, u64)> {
         let number = self.next;
         let has_failed = self.operation.is_some_and(|number| self.failed.contains(&number));
-        (number < self.from + self.length && !has_failed).then(|| {
+        let end = (self.from + self.length).min(self.good.max(self.from) + AHEAD);
+        (number < end && !has_failed).then(|| {
             self.next += 1;
             self.told = self.synced;
             self.under_way.insert(number);
@@ -95,8 +104,9 @@ impl Numbers {
     pub fn end(&mut self, number: u64, is_done: bool) {
         self.under_way.remove(&number);
         self.ended += 1;
-        if !is_done {
-            self.failed.insert(number);
+        match is_done {
+            true => self.good = self.good.max(number + 1),
+            false => drop(self.failed.insert(number)),
         }
     }
 
@@ -170,6 +180,18 @@ mod tests {
         numbers.left_behind(6);
         assert_eq!(numbers.begin(), Some((21, 6)));
         assert_eq!(numbers.begin(), None);
+    }
+
+    #[test]
+    fn while_no_block_ends_well_the_next_ones_need_a_checkpoint() {
+        let mut numbers = Numbers::new(5, 1 << 16);
+        let fill = |numbers: &mut Numbers| std::iter::from_fn(|| numbers.begin()).count() as u64;
+        assert_eq!(fill(&mut numbers), AHEAD);
+        numbers.end(5 + 9, true);
+        numbers.end(5 + 10, false);
+        assert_eq!(fill(&mut numbers), 10);
+        numbers.left_behind(5 + 12);
+        assert_eq!(fill(&mut numbers), 2);
     }
 
     #[test]

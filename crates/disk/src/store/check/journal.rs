@@ -56,9 +56,7 @@ impl Check<'_> {
             let blocks = self.medium.read_each(self.port, first, count as usize).await?;
             for (block, place) in blocks.into_iter().zip(first..) {
                 let Ok(bytes) = block else {
-                    let why = "a block of the journal cannot be read: the store is not opened";
-                    let place_bytes = Some(in_bytes(place));
-                    self.add(StoreFinding { place_bytes, ..StoreFinding::damage("journal", why) });
+                    scan.add_unreadable(&layout, place);
                     continue;
                 };
                 let added = match Block::decode(&bytes, &self.core.id, &layout) {
@@ -70,6 +68,11 @@ impl Check<'_> {
                     return Ok(Err(e));
                 }
             }
+        }
+        for number in scan.in_doubt() {
+            let why = "a block of the journal cannot be read: the store is not opened";
+            let place_bytes = Some(in_bytes(layout.journal(number)));
+            self.add(StoreFinding { place_bytes, ..StoreFinding::damage("journal", why) });
         }
         Ok(scan.end())
     }

@@ -171,6 +171,22 @@ fn a_block_elsewhere_or_of_the_next_round_is_damage() {
     assert!(scan.add(&layout(), layout().journal(12), &block).is_err());
 }
 
+/// No block gets a number so far above the highest one that has ended well.
+#[test]
+fn what_cannot_be_read_is_in_doubt_where_an_answered_block_may_be() {
+    let length = layout().journal_blocks;
+    for (first, last) in [(10, 20), (length - 3, length + 5)] {
+        let mut scan = Scan::new(&layout(), first);
+        (0..length).for_each(|at| scan.add_unreadable(&layout(), layout().journal(at)));
+        let mut doubts: Vec<u64> = scan.in_doubt().collect();
+        doubts.sort_unstable();
+        assert_eq!(doubts, (first..first + AHEAD).collect::<Vec<_>>(), "there is none");
+        let block = decode(&block(last, first, &[])).unwrap().unwrap();
+        assert!(scan.add(&layout(), layout().journal(last), &block).unwrap());
+        assert_eq!(scan.in_doubt().max(), Some(last + AHEAD));
+    }
+}
+
 /// What a journal without a checkpoint, cut at any point, brings back.
 #[derive(Default)]
 struct Medium {

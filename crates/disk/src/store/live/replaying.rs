@@ -86,13 +86,23 @@ impl Live {
         while at < layout.journal_blocks {
             let count = (layout.journal_blocks - at).min(MAX_BLOCKS as u64);
             let first = layout.journal(at);
-            let bytes = self.medium.read(port, first, count as usize).await?;
-            for (bytes, place) in bytes.chunks(BLOCK_BYTES).zip(first..) {
-                if let Some(block) = Block::decode(bytes, &id, &layout).map_err(damaged)? {
+            let blocks = self.medium.read_each(port, first, count as usize).await?;
+            for (block, place) in blocks.into_iter().zip(first..) {
+                let Ok(bytes) = block else {
+                    scan.add_unreadable(&layout, place);
+                    continue;
+                };
+                if let Some(block) = Block::decode(&bytes, &id, &layout).map_err(damaged)? {
                     scan.add(&layout, place, &block).map_err(damaged)?;
                 }
             }
             at += count;
+        }
+        if let Some(number) = scan.in_doubt().next() {
+            let at = layout.journal(number) * BLOCK_BYTES as u64;
+            return Err(io::Error::other(format!(
+                "storage cannot read the 4096 bytes at {at}, where the journal may have answered writes"
+            )));
         }
         scan.end().map_err(damaged)
     }

@@ -3,6 +3,7 @@
 use super::passes::{read_one, write_new};
 use super::*;
 use crate::store::check;
+use crate::store::numbers::AHEAD;
 use crate::store::pace::Pace;
 use crate::store::page::Whereabouts;
 
@@ -160,17 +161,49 @@ fn what_readers_find_bad_while_a_round_is_under_way_is_refused_behind_its_end() 
     assert_eq!(read_one(&mut process, "v0", 700), 6);
 }
 
-#[test]
-fn a_block_of_the_journal_that_cannot_be_read_is_a_finding_and_no_end_of_a_check() {
+/// Where the journal has the last block before a death, and a place of it that no block can be in.
+fn journal_left_by_a_death() -> (Machine, u64, u64) {
     let (machine, mut process) = with_a_volume();
-    put(&mut process, 0, 8);
-    let layout = process.live.core().layout;
+    put(&mut process, 0, 7);
+    put(&mut process, 1, 8);
+    let (layout, last) = (process.live.core().layout, process.live.numbers().next() - 1);
+    let from = process.live.core().replay_from;
+    assert!(last > from && last + AHEAD + 1 < from + layout.journal_blocks);
     drop(process);
     machine.world.kill_process().unwrap();
-    lose(&machine, layout.journal(layout.journal_blocks - 1));
+    (machine, layout.journal(last), layout.journal(from + layout.journal_blocks - 1))
+}
+
+/// It was answered, and is there once.
+#[test]
+fn a_block_of_the_journal_that_cannot_be_read_keeps_a_store_closed_and_is_found_by_a_check() {
+    let (machine, last, _) = journal_left_by_a_death();
+    lose(&machine, last);
+    let e = Process::of(&machine).map(drop).unwrap_err().to_string();
+    assert!(e.contains(&format!("the 4096 bytes at {}", last * BLOCK_BYTES as u64)), "{e}");
     let (port, mut reactor) = testing::port(&machine.world, &machine.path);
     let check = async { check::check(&port, BYTES, checking::DEEP, &|_, _| true).await };
     let outcome = reactor.block_on(check).unwrap().unwrap();
     assert_eq!(outcome.findings.counts.damage, 1, "{outcome:?}");
     assert_eq!(outcome.findings.listed[0].kind, "journal");
+    assert_eq!(outcome.findings.listed[0].place_bytes, Some(last * BLOCK_BYTES as u64));
+    // Its one block is lost if the place is given up.
+    machine.world.set_faults(Vec::new());
+    let file = std::fs::File::options().write(true).open(&machine.path).unwrap();
+    file.write_all_at(&[0; BLOCK_BYTES], last * BLOCK_BYTES as u64).unwrap();
+    machine.world.changed_outside(&file).unwrap();
+    let mut process = Process::of(&machine).unwrap();
+    assert_eq!((get(&mut process, 0).unwrap(), get(&mut process, 1).unwrap()), (7, 0));
+}
+
+#[test]
+fn a_place_of_the_journal_that_cannot_be_read_and_has_no_block_is_nobodys_loss() {
+    let (machine, _, unused) = journal_left_by_a_death();
+    lose(&machine, unused);
+    let (port, mut reactor) = testing::port(&machine.world, &machine.path);
+    let check = async { check::check(&port, BYTES, checking::DEEP, &|_, _| true).await };
+    let outcome = reactor.block_on(check).unwrap().unwrap();
+    assert_eq!(outcome.findings.counts.damage, 0, "{outcome:?}");
+    let mut process = Process::of(&machine).unwrap();
+    assert_eq!((get(&mut process, 0).unwrap(), get(&mut process, 1).unwrap()), (7, 8));
 }
