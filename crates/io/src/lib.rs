@@ -13,6 +13,7 @@
 //! * [`scratch`] and [`shared_lock`]: memory for tasks' own I/O, and a lock for tasks of several
 //!   threads.
 //! * [`byte_locks`] and [`shares`]: locks on bytes of files, and what a host's processes share by them.
+//! * [`large`]: tables in huge pages.
 //! * [`lock_file`]: a file that says that its owner lives.
 //! * [`names`]: what is opened by its name, by this process or by its keeper for it.
 //! * [`process`]: processes that are started with chosen descriptors, and that end together.
@@ -32,6 +33,7 @@ pub mod directory;
 pub mod engine;
 pub mod engines;
 pub mod executor;
+pub mod large;
 pub mod lock_file;
 pub mod names;
 pub mod naming;

@@ -6,6 +6,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use ferrite_io::large;
+
 use super::content::ContentHash;
 
 /// Words of a bucket: a cache line of them.
@@ -82,7 +84,7 @@ impl<W: Word> Index<W> {
     /// In so many bytes, and at least in one bucket.
     pub fn new(bytes: usize) -> Index<W> {
         let buckets = (bytes / (WORDS * 8)).max(1);
-        Index((0..buckets).map(|_| Bucket(std::array::from_fn(|_| W::empty()))).collect())
+        Index(large::table((0..buckets).map(|_| Bucket(std::array::from_fn(|_| W::empty())))))
     }
 
     fn spot(&self, hash: &ContentHash) -> Spot<'_, W> {
