@@ -409,7 +409,8 @@ impl Scan {
         if self.found[..durable].contains(&false) {
             return Err(Damaged("a block of the journal is missing that was durable"));
         }
-        let Scan { numbers, found, synced, next, .. } = self;
+        let Scan { numbers, found, unreadable, synced, next } = self;
+        let next = if unreadable.is_empty() { next } else { numbers.end };
         let found = found.iter().enumerate().filter(|(_, found)| **found);
         let blocks = found.map(|(i, _)| numbers.start + i as u64).collect();
         Ok(Replay { blocks, synced, next })
@@ -422,7 +423,8 @@ pub struct Replay {
     /// Their numbers, in their order.
     pub blocks: Vec<u64>,
     synced: u64,
-    /// The number of the next block that is written.
+    /// The number of the next block that is written. It is above all that a place may have which could not be read: that
+    /// may be read again some day, and would count.
     pub next: u64,
 }
 

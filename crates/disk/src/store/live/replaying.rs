@@ -46,7 +46,7 @@ impl Live {
     /// that does not count now could count the next time.
     pub(super) async fn replay(&self, port: &Port) -> io::Result<()> {
         let replay = self.scan(port).await?;
-        if replay.blocks.is_empty() {
+        if replay.next == self.core().replay_from {
             return Ok(());
         }
         let not_whole = self.take_places(port, &replay).await?;

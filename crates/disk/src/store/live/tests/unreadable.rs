@@ -3,6 +3,7 @@
 use super::passes::{read_one, write_new};
 use super::*;
 use crate::store::check;
+use crate::store::journal::{Filling, Record};
 use crate::store::numbers::AHEAD;
 use crate::store::pace::Pace;
 use crate::store::page::Whereabouts;
@@ -206,4 +207,35 @@ fn a_place_of_the_journal_that_cannot_be_read_and_has_no_block_is_nobodys_loss()
     assert_eq!(outcome.findings.counts.damage, 0, "{outcome:?}");
     let mut process = Process::of(&machine).unwrap();
     assert_eq!((get(&mut process, 0).unwrap(), get(&mut process, 1).unwrap()), (7, 8));
+}
+
+/// A cut has lost all before it, so nobody has flushed it. Others write behind that.
+#[test]
+fn a_block_of_the_journal_that_could_not_be_read_never_counts_later() {
+    let (machine, _, unused) = journal_left_by_a_death();
+    let file = std::fs::File::options().read(true).write(true).open(&machine.path).unwrap();
+    let process = Process::of(&machine).unwrap();
+    let (layout, id) = {
+        let core = process.live.core();
+        (core.layout, core.id)
+    };
+    let from = process.live.numbers().next();
+    let stale = (from..).find(|number| layout.journal(*number) == unused).unwrap();
+    assert!(stale >= from + AHEAD);
+    let mut filling = Filling::default();
+    let volume = process.volume("v0");
+    assert!(filling.add(&Record::Zeros { volume, block: 0, count: 1 }));
+    let stale = filling.finish(&id, stale, from);
+    drop(process);
+    machine.world.kill_process().unwrap();
+    file.write_all_at(&stale, unused * BLOCK_BYTES as u64).unwrap();
+    machine.world.changed_outside(&file).unwrap();
+    lose(&machine, unused);
+    let mut process = Process::of(&machine).unwrap();
+    put(&mut process, 0, 9);
+    process.flush().unwrap();
+    drop(process);
+    machine.world.kill_process().unwrap();
+    machine.world.set_faults(Vec::new());
+    assert_eq!(get(&mut Process::of(&machine).unwrap(), 0).unwrap(), 9);
 }
