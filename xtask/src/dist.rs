@@ -8,7 +8,6 @@ use crate::needs;
 use crate::programs::Programs;
 use anyhow::{Context, Result, bail};
 use ferrite_xenhost::packages;
-use ferrite_xenhost::release::PROGRAMS;
 use ferrite_xenhost::steps::{self, cargo, fresh_log, output, run_logged, step};
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -53,7 +52,7 @@ pub(crate) struct Made {
     pub(crate) deb: PathBuf,
 }
 
-/// Builds the programs and packs them.
+/// Builds the program and packs it.
 pub(crate) fn dist(arguments: &DistArguments) -> Result<()> {
     let made = make(arguments.is_static, "dist", Squeeze::Well)?;
     steps::say(format!("made {} and {}", made.tar.display(), made.deb.display()));
@@ -84,7 +83,7 @@ fn build(is_static: bool) -> Result<PathBuf> {
         build.arg("build").env("RUSTFLAGS", flags);
         build
     };
-    build.args(["--locked", "--release"]).args(PROGRAMS);
+    build.args(["--locked", "--release", "--package", "ferrite"]);
     build.env("CARGO_TARGET_DIR", &folder);
     if is_static {
         folder.push(libc_free::TARGET);
@@ -128,16 +127,12 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
     let listed = output(Command::new("tar").arg("-tJf").arg(&made.tar))?;
     for path in [
         "usr/bin/ferrite",
-        "usr/bin/ferrite-bench",
-        "usr/bin/ferrite-lab",
         "usr/bin/tap-ctl",
         "etc/xen/scripts/block-ferrite",
         "usr/lib/systemd/system/ferrite.service",
         "usr/share/doc/ferrite/grafana-ferrite.json",
         "man1/ferrite-daemon.1.gz",
         "man1/ferrite-serve.1.gz",
-        "man1/ferrite-bench.1.gz",
-        "man1/ferrite-lab-run.1.gz",
     ] {
         if !listed.contains(path) || !(path.starts_with("man1") || folder.join(path).is_file()) {
             bail!("{path} is not in the packages:\n{listed}");
@@ -186,9 +181,6 @@ impl Squeeze {
     }
 }
 
-/// What measures: programs that were built with the one that serves.
-const MEASURING: [&str; 2] = ["ferrite-bench", "ferrite-lab"];
-
 /// Puts everything in its place below a folder, and packs that.
 pub(crate) fn pack(program: &Path, to: &Path, squeeze: Squeeze) -> Result<Made> {
     let log = fresh_log("dist")?;
@@ -222,9 +214,6 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     };
     let ours = |name: &str| steps::repository().join("dist").join(name);
     put(program, "usr/bin/ferrite", 0o755)?;
-    for name in MEASURING {
-        put(&program.with_file_name(name), &format!("usr/bin/{name}"), 0o755)?;
-    }
     // tapdisk's own is in sbin. xl's scripts look into this folder first.
     std::os::unix::fs::symlink("ferrite", root.join("usr/bin/tap-ctl"))?;
     put(&ours("ferrite@.service"), "usr/lib/systemd/system/ferrite@.service", 0o644)?;
@@ -240,11 +229,7 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     }
     let generated = scratch.join("generated");
     fs::create_dir_all(&generated)?;
-    // ferrite-lab's own page comes over the one of `ferrite lab`, which has less.
-    for name in std::iter::once("ferrite").chain(MEASURING) {
-        let mut generate = Command::new(program.with_file_name(name));
-        run_logged(generate.arg("generate").arg(&generated), log)?;
-    }
+    run_logged(Command::new(program).arg("generate").arg(&generated), log)?;
     for page in fs::read_dir(generated.join("man"))? {
         let page = page?.path();
         run_logged(Command::new("gzip").args(["-9n"]).arg(&page), log)?;
@@ -252,15 +237,12 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
         let packed = page.with_file_name(format!("{name}.gz"));
         put(&packed, &format!("usr/share/man/man1/{name}.gz"), 0o644)?;
     }
-    for name in std::iter::once("ferrite").chain(MEASURING) {
-        let (bash, zsh, fish) =
-            (format!("{name}.bash"), format!("_{name}"), format!("{name}.fish"));
-        let completions = [
-            (&bash, format!("usr/share/bash-completion/completions/{name}")),
-            (&zsh, format!("usr/share/zsh/vendor-completions/{zsh}")),
-            (&fish, format!("usr/share/fish/vendor_completions.d/{fish}")),
-        ];
-        completions.iter().try_for_each(|(file, path)| put(&generated.join(file), path, 0o644))?;
+    for (file, path) in [
+        ("ferrite.bash", "bash-completion/completions/ferrite"),
+        ("_ferrite", "zsh/vendor-completions/_ferrite"),
+        ("ferrite.fish", "fish/vendor_completions.d/ferrite.fish"),
+    ] {
+        put(&generated.join(file), &format!("usr/share/{path}"), 0o644)?;
     }
     Ok(())
 }

@@ -20,7 +20,8 @@ pub(crate) fn run(args: &LabArgs) -> Result<(), Failure> {
             code: Code::NOT_FOUND,
             what,
             why: "it is not beside this program, and not in PATH".into(),
-            help: "install Ferrite's package, or build it: cargo build --release --package ferrite-lab".into(),
+            help: "build it from Ferrite's source: cargo build --release --package ferrite-lab"
+                .into(),
         }),
         _ => Err(Failure::new(what, error, "check the rights of the file")),
     }

@@ -183,7 +183,7 @@ fn the_lab_is_the_program_beside_ours_with_all_words_and_its_exit_code() {
     let output = lab(&["list"]);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(3), "{errors}");
-    assert!(errors.contains("help: install Ferrite's package, or build it"), "{errors}");
+    assert!(errors.contains("help: build it from Ferrite's source"), "{errors}");
     let beside = folder.path().join("ferrite-lab");
     let write = "printf '#!/bin/sh\\necho \"$@\"\\nexit 7\\n' >\"$0\" && chmod 755 \"$0\"";
     assert!(Command::new("sh").args(["-c", write]).arg(&beside).status().unwrap().success());
