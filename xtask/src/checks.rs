@@ -1,16 +1,17 @@
-//! `cargo xtask test`: every check there is, and a summary of them.
+//! `cargo xtask test`: the checks of each commit, and a summary of them.
 
 use crate::dist::{self, Squeeze};
+use crate::outcome::{self, Outcome, summary};
 use crate::programs::Programs;
 use crate::xentests::{self, Tests};
-use crate::{fast_checks, needs, truth, unsteady};
+use crate::{fast_checks, needs};
 use anyhow::{Context, Result};
 use ferrite_xenhost::Program;
 use ferrite_xenhost::disk::Backend;
 use ferrite_xenhost::packages;
-use ferrite_xenhost::release::build_ferrite;
 use ferrite_xenhost::root::{self, Suite};
 use ferrite_xenhost::steps::{self, say, step};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -46,6 +47,9 @@ pub(crate) struct TestArguments {
     /// Debian release that the Xen host is made of: trixie or bookworm.
     #[arg(long, default_value = "trixie")]
     suite: String,
+    /// Fail when the checks have taken so many minutes, and print their times until then.
+    #[arg(long, value_name = "MINUTES")]
+    limit: Option<u64>,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -56,26 +60,24 @@ enum BackendArgument {
     Blkback,
 }
 
-/// How a check ended.
-pub(crate) struct Outcome {
-    name: String,
-    seconds: f64,
-    failure: Option<String>,
+/// The package that hosts install, with the program that the tests of the workspace use, and the tests of the
+/// hypervisor's and the store's interfaces, which need a dom0 but no guest.
+fn programs_of_the_host() -> Result<Vec<Program>> {
+    let programs = step("build the programs of the Xen host", || Programs::build(&[]))?;
+    let package = pack(&programs.binary("ferrite", "ferrite")?)?;
+    let on_xen = Program { name: "on_xen", file: programs.test_file("xen", "on_xen")? };
+    Ok(vec![package, on_xen])
 }
 
-/// The tests of the hypervisor's and the store's interfaces, which need a dom0 but no guest.
-fn build_host_tests() -> Result<Program> {
-    step("build the tests for the dom0", || {
-        let file = Programs::build(&["--test", "on_xen"])?.test_file("xen", "on_xen")?;
-        Ok(Program { name: "on_xen", file })
-    })
-}
-
-/// The package that hosts install, with the release binary in it.
+/// The package that hosts install, with the program as tests run it.
 pub(crate) fn build_package() -> Result<Program> {
-    let program = build_ferrite()?.file;
+    pack(&step("build ferrite", Programs::build_ferrite)?)
+}
+
+/// The package that hosts install, with this program in it.
+fn pack(program: &Path) -> Result<Program> {
     step("pack", || {
-        let made = dist::pack(&program, &steps::target_dir().join("dist-lab"), Squeeze::Little)?;
+        let made = dist::pack(program, &steps::target_dir().join("dist-lab"), Squeeze::Little)?;
         Ok(Program { name: "ferrite.deb", file: made.deb })
     })
 }
@@ -100,28 +102,28 @@ pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
             needed.push(needs::MOUNTS);
         }
     }
+    if let Some(minutes) = arguments.limit {
+        outcome::limit(minutes);
+    }
     packages::ensure(&needed)?;
     let suite = Suite::by_name(&arguments.suite)?;
     let mut outcomes = Vec::new();
     std::thread::scope(|scope| {
-        // Downloading, unpacking and one long link: they fit beside what waits for disks.
-        let prepared = with_xen.then(|| scope.spawn(move || prepare(suite, arguments.backend)));
+        // Downloading and unpacking fit beside the compiler.
+        let root = with_xen.then(|| scope.spawn(move || root::ensure(suite)));
         if with_rest {
-            outcomes.extend(fast_checks::rest());
+            outcomes.extend(fast_checks::run());
         }
-        if let Some(prepared) = prepared {
-            let prepared = prepared.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a panic")));
-            if with_rest {
-                outcomes.push(check("a store beside a count", || truth::test(&[suite])));
-            }
-            outcomes.extend(xen(arguments, prepared));
+        if let Some(root) = root {
+            let root = root.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a panic")));
+            outcomes.extend(xen(arguments, root));
         }
     });
     Ok(summary(&outcomes))
 }
 
-/// All tests on a real Xen host of one Debian release. False: one failed.
-pub(crate) fn xen_of(release: &str) -> Result<bool> {
+/// All tests on a real Xen host of one Debian release.
+pub(crate) fn xen_of(release: &str) -> Result<Vec<Outcome>> {
     let arguments = TestArguments {
         fast: false,
         xen: Some(None),
@@ -132,43 +134,19 @@ pub(crate) fn xen_of(release: &str) -> Result<bool> {
         mover: None,
         own_grants: None,
         suite: release.to_owned(),
+        limit: None,
     };
-    Ok(test(&arguments)? == ExitCode::SUCCESS)
-}
-
-/// Runs one check between two progress lines.
-pub(crate) fn check(name: &str, work: impl FnOnce() -> Result<()>) -> Outcome {
-    let began = Instant::now();
-    let result = step(name, work);
-    if let Err(error) = &result {
-        say(steps::chain(error));
-    }
-    Outcome {
-        name: name.to_owned(),
-        seconds: began.elapsed().as_secs_f64(),
-        failure: result.err().as_ref().map(steps::chain),
-    }
-}
-
-/// The root and programs that the tests on a real Xen host take, beside the tests for the dom0.
-struct Prepared {
-    root: root::Root,
-    programs: Vec<Program>,
-}
-
-fn prepare(suite: Suite, backend: BackendArgument) -> Result<Prepared> {
-    let root = root::ensure(suite)?;
-    let programs = match backend {
-        BackendArgument::Ferrite => vec![build_package()?],
-        BackendArgument::Blkback => Vec::new(),
-    };
-    Ok(Prepared { root, programs })
+    packages::ensure(&[packages::XEN_HOST, needs::DIST])?;
+    let outcomes = xen(&arguments, root::ensure(Suite::by_name(release)?));
+    let named =
+        |outcome: Outcome| Outcome { name: format!("{release} {}", outcome.name), ..outcome };
+    Ok(outcomes.into_iter().map(named).collect())
 }
 
 /// The tests on a real Xen host.
-fn xen(arguments: &TestArguments, prepared: Result<Prepared>) -> Vec<Outcome> {
+fn xen(arguments: &TestArguments, root: Result<root::Root>) -> Vec<Outcome> {
     let began = Instant::now();
-    match run_xen(arguments, prepared) {
+    match run_xen(arguments, root) {
         Ok(outcomes) => outcomes,
         Err(error) => {
             say(steps::chain(&error));
@@ -181,15 +159,12 @@ fn xen(arguments: &TestArguments, prepared: Result<Prepared>) -> Vec<Outcome> {
     }
 }
 
-fn run_xen(arguments: &TestArguments, prepared: Result<Prepared>) -> Result<Vec<Outcome>> {
-    let Prepared { root, mut programs } = prepared.context("the Xen tests cannot run")?;
-    let backend = match arguments.backend {
-        BackendArgument::Ferrite => Backend::Ferrite,
-        BackendArgument::Blkback => Backend::Blkback,
+fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Outcome>> {
+    let root = root.context("the Xen tests cannot run")?;
+    let (backend, programs) = match arguments.backend {
+        BackendArgument::Ferrite => (Backend::Ferrite, programs_of_the_host()?),
+        BackendArgument::Blkback => (Backend::Blkback, Vec::new()),
     };
-    if backend == Backend::Ferrite {
-        programs.push(build_host_tests()?);
-    }
     let selection = xentests::Selection {
         tests: if arguments.xen.is_some() { Tests::All } else { Tests::OfCommits },
         filter: arguments.xen.clone().flatten(),
@@ -199,12 +174,7 @@ fn run_xen(arguments: &TestArguments, prepared: Result<Prepared>) -> Result<Vec<
         programs,
     };
     let reports = xentests::run(&root, &selection)?;
-    let outcome = |report: xentests::Report| Outcome {
-        name: format!("xen {}", report.name),
-        seconds: report.seconds,
-        failure: report.failure,
-    };
-    Ok(reports.into_iter().map(outcome).collect())
+    Ok(reports.into_iter().map(Outcome::from).collect())
 }
 
 /// The arguments of every `ferrite serve` of the Xen tests.
@@ -213,32 +183,4 @@ fn serve_arguments(arguments: &TestArguments) -> String {
     let mover = arguments.mover.as_ref().map(|mover| format!("--mover {mover}"));
     let own_grants = arguments.own_grants.map(|own| format!("--own-grants={own}"));
     [engine, mover, own_grants].into_iter().flatten().collect::<Vec<_>>().join(" ")
-}
-
-/// One line a check, then the failures' reasons, then the line that counts. Whoever reads a log by its
-/// end finds them there: all that was seen of a failure was printed when it happened.
-fn summary(outcomes: &[Outcome]) -> ExitCode {
-    println!();
-    for outcome in outcomes {
-        let word = if outcome.failure.is_none() { "ok    " } else { "FAILED" };
-        println!("{word} {:7.1} s  {}", outcome.seconds, outcome.name);
-    }
-    for outcome in outcomes {
-        if let Some(failure) = &outcome.failure {
-            println!("\n---- {} ----\n{}", outcome.name, steps::shorten(failure));
-        }
-    }
-    let unsteady = unsteady::found();
-    for test in &unsteady {
-        println!("\n---- unsteady: {} ----\n{}", test.name, steps::shorten(&test.failure));
-    }
-    let failed = outcomes.iter().filter(|outcome| outcome.failure.is_some()).count();
-    println!("\ntotal {:.0} s", steps::elapsed_s());
-    let (passed, unsteady) = (outcomes.len() - failed, unsteady.len());
-    println!("{passed} passed, {failed} failed; {unsteady} tests were unsteady");
-    if unsteady > unsteady::MAX {
-        println!("more than {} unsteady tests are a failure", unsteady::MAX);
-    }
-    let good = failed == 0 && unsteady <= unsteady::MAX;
-    if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

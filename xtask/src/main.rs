@@ -3,8 +3,6 @@
 
 mod checks;
 #[cfg(test)]
-mod circles;
-#[cfg(test)]
 mod citations;
 mod demo;
 mod dist;
@@ -14,16 +12,20 @@ mod fuzz;
 mod libc_free;
 mod mutants;
 mod needs;
+mod night_checks;
 mod nightly;
+mod outcome;
 mod powercuts;
 mod programs;
+mod sanitizer;
+mod times;
 mod truth;
 mod unsteady;
 mod xentests;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use ferrite_xenhost::{self as xenhost, packages, release, steps};
+use ferrite_xenhost::{self as xenhost, packages, steps};
 use std::ffi::OsString;
 use std::process::ExitCode;
 
@@ -37,14 +39,13 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Shows a real Xen host serving disks to Linux guests of all kinds, through crashes and a migration.
-    Demo,
+    /// Shows a real Xen host serving a disk to a Linux guest through the death of the process that serves it.
+    Demo(demo::DemoArguments),
     /// Runs the tests.
     Test(checks::TestArguments),
     /// Takes lines out of the code, one at a time: a test must notice each.
     Mutants(mutants::MutantsArguments),
-    /// All tests on two releases of Xen and mutants, then power cuts of simulated machines and fuzz
-    /// targets for hours.
+    /// The checks that take hours: all tests on two releases of Xen, mutants, power cuts, fuzz targets and more.
     Nightly(nightly::NightlyArguments),
     /// Compares Ferrite with other backends and with the bare machine.
     #[command(disable_help_flag = true)]
@@ -101,7 +102,7 @@ fn main() -> ExitCode {
 
 fn run(task: Task) -> Result<ExitCode> {
     match task {
-        Task::Demo => demo::run(),
+        Task::Demo(arguments) => demo::run(&arguments),
         Task::Test(arguments) => checks::test(&arguments),
         Task::Mutants(arguments) => mutants::mutants(&arguments),
         Task::Nightly(arguments) => nightly::nightly(&arguments),
@@ -116,7 +117,7 @@ fn run(task: Task) -> Result<ExitCode> {
         Task::Xenhost(XenHostTask::Run { suite, guest, ferrite, commands, limit_s }) => {
             packages::ensure(&[packages::XEN_HOST])?;
             let root = xenhost::root::ensure(xenhost::root::Suite::by_name(&suite)?)?;
-            let programs = if ferrite { vec![release::build_ferrite()?] } else { Vec::new() };
+            let programs = if ferrite { vec![checks::build_package()?] } else { Vec::new() };
             let mut xenhost = xenhost::XenHost::boot(&root, &programs)?;
             run_commands(&mut xenhost, guest, &commands, limit_s)
         }

@@ -1,90 +1,127 @@
-//! The checks that take hours: every test on real Xen of two releases, mutants, every test under
-//! AddressSanitizer, images of two releases in a store, a disk that is parked a thousand times, a
-//! store's process that is killed hundreds of times, the program for any libc, power cuts with new
-//! seeds, fuzz targets.
+//! The checks that take hours. `cargo xtask test` has the quick and decisive ones.
 
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
+use clap::ValueEnum as _;
 
-use crate::{checks, dist, fast_checks, fuzz, mutants, powercuts, truth};
+use crate::outcome::{Outcome, check, summary};
+use crate::{checks, dist, fuzz, mutants, needs, night_checks, powercuts, sanitizer, truth};
+use ferrite_xenhost::packages;
 use ferrite_xenhost::root::{BOOKWORM, TRIXIE};
-use ferrite_xenhost::steps::{self, say, step};
+use ferrite_xenhost::steps;
 
 /// Options of `cargo xtask nightly`.
 #[derive(clap::Args)]
 pub(crate) struct NightlyArguments {
-    /// For how long in all.
+    /// For how long in all: power cuts and fuzz targets share what the other parts leave.
     #[arg(default_value_t = 8.0)]
     hours: f64,
-    /// Only one of the eight.
-    #[arg(long, value_enum)]
-    only: Option<Part>,
+    /// Only these parts.
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME")]
+    only: Vec<Part>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Part {
-    /// Every test on a real Xen host, on Xen 4.20 and on 4.17.
-    Xen,
-    /// Images of both releases in a store, beside a count by hand.
-    Truth,
-    /// Mutants, as long as that takes.
-    Mutants,
+    /// Every test on a real Xen host, on Xen 4.20 (Debian 13).
+    XenTrixie,
+    /// Every test on a real Xen host, on Xen 4.17 (Debian 12).
+    XenBookworm,
+    /// The tests of the disks, the backend and the programs on Linux AIO.
+    Aio,
+    /// Instructions a request, beside the figures of the repository.
+    Instructions,
+    /// The code that touches rings, under valgrind.
+    Valgrind,
     /// Every test of the data path under AddressSanitizer.
     Sanitizer,
+    /// The tar and the Debian package.
+    Packages,
+    /// The packages whose program is linked statically.
+    Static,
+    /// Images of both releases in a store, beside a count by hand.
+    Truth,
     /// A disk that is parked a thousand times in each format, and how long its guest waits.
     Parking,
     /// The process of a store with ten guests, killed hundreds of times.
     Store,
-    /// The packages whose program is linked statically.
-    Static,
-    /// The simulator's stories.
+    /// Mutants, as long as that takes.
+    Mutants,
+    /// The simulator's fixed stories, then new ones.
     PowerCuts,
     /// The fuzz targets.
     Fuzz,
 }
 
-/// Runs all parts, whatever those before have found. Those of a fixed length come first; what they
-/// leave of the time is for the other two.
+/// Those that go on until their time is over.
+const OPEN_ENDED: [Part; 2] = [Part::PowerCuts, Part::Fuzz];
+
+impl Part {
+    fn name(self) -> String {
+        let value = self.to_possible_value();
+        value.map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
+/// Runs the parts, also those behind one that failed, and ends with a table of their times.
 pub(crate) fn nightly(arguments: &NightlyArguments) -> Result<ExitCode> {
-    let wanted = |part| arguments.only.is_none_or(|only| only == part);
-    let mut good = true;
-    if wanted(Part::Xen) {
-        for release in ["trixie", "bookworm"] {
-            good &= checks::xen_of(release)?;
+    packages::ensure(&[packages::XEN_HOST, needs::DIST, needs::CHECKS])?;
+    let wanted = |part: &Part| arguments.only.is_empty() || arguments.only.contains(part);
+    let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(wanted).collect();
+    let (mut parts, mut cases) = (Vec::new(), Vec::new());
+    for (i, part) in chosen.iter().enumerate() {
+        let share = share_s(arguments.hours, &chosen[i..]);
+        parts.push(check(&part.name(), || run(*part, share, &mut cases)));
+    }
+    // The table ends with the parts: their cases are details.
+    cases.extend(parts);
+    Ok(summary(&cases))
+}
+
+/// Seconds for the first of these parts, if it is open-ended: its share of the time that is left.
+fn share_s(hours: f64, to_run: &[Part]) -> u64 {
+    let shares = to_run.iter().filter(|part| OPEN_ENDED.contains(part)).count();
+    let left_s = (hours * 3600.0 - steps::elapsed_s()).max(0.0);
+    (left_s / shares.max(1) as f64) as u64
+}
+
+/// Runs one part; the tests on the Xen host are added to `cases`, one by one.
+fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
+    match part {
+        Part::XenTrixie => xen(TRIXIE.name, cases),
+        Part::XenBookworm => xen(BOOKWORM.name, cases),
+        Part::Aio => night_checks::tests_on_aio(),
+        Part::Instructions => night_checks::instructions(),
+        Part::Valgrind => night_checks::valgrind(),
+        Part::Sanitizer => sanitizer::of_data_path(),
+        Part::Packages => dist::check(),
+        Part::Static => dist::check_static(),
+        Part::Truth => truth::test(&[TRIXIE, BOOKWORM]),
+        Part::Parking => night_checks::parking(),
+        Part::Store => night_checks::killed_store(),
+        Part::Mutants => passed(mutants::nightly()?, "a mutant was not noticed"),
+        Part::PowerCuts => {
+            powercuts::test()?;
+            passed(powercuts::nightly(share_s)?, "a story ended badly")
+        }
+        Part::Fuzz => {
+            night_checks::fuzz_targets()?;
+            passed(fuzz::nightly(share_s)?, "a fuzz target found something")
         }
     }
-    if wanted(Part::Truth) {
-        let truth = step("a store beside a count", || truth::test(&[TRIXIE, BOOKWORM]));
-        good &= truth.inspect_err(|error| say(steps::chain(error))).is_ok();
+}
+
+fn passed(good: bool, otherwise: &str) -> Result<()> {
+    if !good {
+        bail!("{otherwise}: see above");
     }
-    if wanted(Part::Mutants) {
-        good &= mutants::nightly()?;
-    }
-    if wanted(Part::Sanitizer) {
-        let every =
-            step("every test under AddressSanitizer", fast_checks::address_sanitizer_of_all);
-        good &= every.inspect_err(|error| say(steps::chain(error))).is_ok();
-    }
-    if wanted(Part::Parking) {
-        let parked = step("a disk that is parked a thousand times", fast_checks::parking);
-        good &= parked.inspect_err(|error| say(steps::chain(error))).is_ok();
-    }
-    if wanted(Part::Store) {
-        let killed = step("a store whose process is killed", fast_checks::killed_store);
-        good &= killed.inspect_err(|error| say(steps::chain(error))).is_ok();
-    }
-    if wanted(Part::Static) {
-        let packages = step("the packages for any libc", dist::check_static);
-        good &= packages.inspect_err(|error| say(steps::chain(error))).is_ok();
-    }
-    let seconds = arguments.hours * 3600.0 - steps::elapsed_s();
-    let share = if arguments.only.is_some() { seconds } else { seconds / 2.0 } as u64;
-    if wanted(Part::PowerCuts) {
-        good &= powercuts::nightly(share)?;
-    }
-    if wanted(Part::Fuzz) {
-        good &= fuzz::nightly(share)?;
-    }
-    Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(())
+}
+
+fn xen(release: &str, cases: &mut Vec<Outcome>) -> Result<()> {
+    let ended = checks::xen_of(release)?;
+    let failed = ended.iter().filter(|case| case.failure.is_some()).count();
+    cases.extend(ended);
+    passed(failed == 0, &format!("{failed} tests failed"))
 }

@@ -1,5 +1,4 @@
-//! Stories of disks on machines whose power fails (`ferrite-sim`): a fixed set and half a minute of
-//! new ones with the tests, hours of new ones by night.
+//! Stories of disks on machines whose power fails (`ferrite-sim`): a fixed set, and hours of new ones.
 
 use std::collections::BTreeMap;
 use std::fs;

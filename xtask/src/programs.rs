@@ -3,14 +3,16 @@
 //! They are always built for the whole workspace. `--package` would give the crates they depend on
 //! another set of features, and everything would be compiled once more for each such choice.
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Mutex;
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::unsteady;
+use crate::{times, unsteady};
 use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged};
 
 /// A program that cargo has built.
@@ -54,6 +56,13 @@ impl Programs {
         parse(&steps::output(build.args(targets))?)
     }
 
+    /// Builds `ferrite` alone, as tests run it: the program that goes into the Xen host.
+    pub(crate) fn build_ferrite() -> Result<PathBuf> {
+        let mut build = cargo();
+        build.args(["build", "--locked", "--package", "ferrite", "--message-format=json"]);
+        parse(&steps::output(&mut build)?)?.binary("ferrite", "ferrite")
+    }
+
     /// The path of the test program of a package's test file, or of its library under the library's
     /// name.
     pub(crate) fn test_file(&self, package: &str, name: &str) -> Result<PathBuf> {
@@ -72,40 +81,61 @@ impl Programs {
         self.0.iter().find(fits).with_context(|| format!("cargo built no {name} in {package}"))
     }
 
-    /// Runs all tests of the workspace, `at_once` programs at a time, and tells of each that fails.
-    pub(crate) fn run_every(
-        &self,
-        check: &str,
-        at_once: usize,
-        told: &(dyn Fn(&mut Command) + Sync),
-    ) -> Result<()> {
-        // The last one is run first.
-        run_each(check, self.0.iter().rev().filter(|p| p.is_test).collect(), at_once, told)
+    /// All test programs of the workspace, for one run each; the one that cargo named last comes first.
+    pub(crate) fn every<'a>(&'a self, check: &'a str, told: Told<'a>) -> Vec<Run<'a>> {
+        let tests = self.0.iter().rev().filter(|program| program.is_test);
+        tests.map(|program| Run { check, program, told }).collect()
     }
 
-    /// Runs all tests of these packages, `at_once` programs at a time, and tells of each that fails.
-    pub(crate) fn run_all(
-        &self,
-        check: &str,
+    /// All test programs of these packages, for one run each.
+    pub(crate) fn of_packages<'a>(
+        &'a self,
+        check: &'a str,
         packages: &[&str],
-        at_once: usize,
-        told: &(dyn Fn(&mut Command) + Sync),
-    ) -> Result<()> {
-        let wanted =
-            self.0.iter().filter(|p| p.is_test && packages.contains(&p.package.as_str())).collect();
-        run_each(check, wanted, at_once, told)
+        told: Told<'a>,
+    ) -> Vec<Run<'a>> {
+        let mut runs = self.every(check, told);
+        runs.retain(|run| packages.contains(&run.program.package.as_str()));
+        runs
     }
 
-    /// Runs some test files of one package, one after the other.
-    pub(crate) fn run_some(
-        &self,
-        check: &str,
+    /// Some test files of one package, for one run each.
+    pub(crate) fn some<'a>(
+        &'a self,
+        check: &'a str,
         package: &str,
         names: &[&str],
-        told: &(dyn Fn(&mut Command) + Sync),
-    ) -> Result<()> {
-        let find = |name: &&str| self.find(package, name, true);
-        run_each(check, names.iter().map(find).collect::<Result<_>>()?, 1, told)
+        told: Told<'a>,
+    ) -> Result<Vec<Run<'a>>> {
+        let run = |name: &&str| {
+            let program = self.find(package, name, true)?;
+            Ok(Run { check, program, told })
+        };
+        names.iter().map(run).collect()
+    }
+}
+
+/// Sets the environment of a test program.
+pub(crate) type Told<'a> = &'a (dyn Fn(&mut Command) + Sync);
+
+/// One run of a test program.
+#[derive(Clone, Copy)]
+pub(crate) struct Run<'a> {
+    check: &'a str,
+    program: &'a Program,
+    told: Told<'a>,
+}
+
+impl Run<'_> {
+    fn name(&self) -> String {
+        format!("{}-{}-{}", self.check, self.program.package, self.program.name)
+    }
+
+    /// Runs the program with its output in the log of this name.
+    fn run(&self, log: &str) -> Result<()> {
+        let mut command = self.program.command();
+        (self.told)(&mut command);
+        run_logged(&mut command, &fresh_log(log)?)
     }
 }
 
@@ -118,26 +148,22 @@ impl Program {
     }
 }
 
-fn run_each(
-    check: &str,
-    programs: Vec<&Program>,
-    at_once: usize,
-    told: &(dyn Fn(&mut Command) + Sync),
-) -> Result<()> {
-    let queue = Mutex::new(programs);
+/// Runs test programs in this order, `at_once` at a time. A program that fails is run once more, by itself.
+///
+/// # Errors
+/// All programs that failed twice.
+pub(crate) fn run_each(runs: Vec<Run<'_>>, at_once: usize) -> Result<()> {
+    let queue = Mutex::new(VecDeque::from(runs));
     let failed = Mutex::new(Vec::new());
-    let run = |program: &Program, name: &str| {
-        let mut command = program.command();
-        told(&mut command);
-        run_logged(&mut command, &fresh_log(name)?)
-    };
-    let name = |program: &Program| format!("{check}-{}-{}", program.package, program.name);
     let work = || {
-        while let Some(program) = queue.lock().ok().and_then(|mut queue| queue.pop()) {
-            if let Err(error) = run(program, &name(program))
+        while let Some(run) = queue.lock().ok().and_then(|mut queue| queue.pop_front()) {
+            let began = Instant::now();
+            let result = run.run(&run.name());
+            times::add(&run.name(), began.elapsed());
+            if let Err(error) = result
                 && let Ok(mut failed) = failed.lock()
             {
-                failed.push((program, error));
+                failed.push((run, error));
             }
         }
     };
@@ -146,9 +172,9 @@ fn run_each(
             scope.spawn(work);
         });
     });
-    let again = |(program, error): &(&Program, anyhow::Error)| {
-        let name = name(program);
-        let again = unsteady::try_again(&name, error, || run(program, &format!("{name}-again")));
+    let again = |(run, error): &(Run<'_>, anyhow::Error)| {
+        let name = run.name();
+        let again = unsteady::try_again(&name, error, || run.run(&format!("{name}-again")));
         again.err().map(|e| steps::chain(&e))
     };
     let failures = failed.into_inner().unwrap_or_default();
@@ -207,9 +233,10 @@ mod tests {
             let (package, name) = ("programs".to_owned(), format!("fails-{times}-times"));
             let (file, folder) = (PathBuf::from("/bin/sh"), dir.path().to_path_buf());
             let program = Program { package, name, is_test: true, file, folder };
-            let result = run_each("xtask", vec![&program], 2, &|command| {
+            let told = |command: &mut Command| {
                 command.args(["-c", &script]);
-            });
+            };
+            let result = run_each(vec![Run { check: "xtask", program: &program, told: &told }], 2);
             (result, std::fs::read(&runs).unwrap().len())
         };
         assert!(matches!(fails(0), (Ok(()), 1)));

@@ -1,10 +1,10 @@
-//! The programs that hosts get, built for any processor.
+//! The programs that are measured, built for any processor.
 
 use crate::Program;
 use crate::steps::{self, cargo, fresh_log, run_logged, step};
 use anyhow::Result;
 
-/// Cargo's arguments for the programs of a host: the one that serves, and those that measure, which lie beside it.
+/// Cargo's arguments for the program that serves and those that measure it.
 pub const PROGRAMS: [&str; 10] = [
     "--package",
     "ferrite",
@@ -18,7 +18,7 @@ pub const PROGRAMS: [&str; 10] = [
     "ferrite-lab",
 ];
 
-/// Builds ferrite's release binary for the Xen host, and those that measure beside it, which the package has.
+/// Builds ferrite's release binary for measurements, on the Xen host or here, and the programs that measure.
 pub fn build_ferrite() -> Result<Program> {
     step("build ferrite (release)", || {
         let log = fresh_log("release-build")?;

@@ -117,10 +117,15 @@ impl Root {
     }
 }
 
-/// Where roots are kept.
+/// Where roots and built tools are kept: outside of the build folder, since they do not change with the code. Each
+/// has a name that says what it is made of.
 pub fn cache_dir() -> PathBuf {
-    std::env::var_os("FERRITE_LAB_CACHE")
-        .map_or_else(|| steps::target_dir().join("lab"), PathBuf::from)
+    let given =
+        |name: &str| std::env::var_os(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
+    given("FERRITE_LAB_CACHE")
+        .or_else(|| given("XDG_CACHE_HOME").map(|dir| dir.join("ferrite")))
+        .or_else(|| given("HOME").map(|dir| dir.join(".cache/ferrite")))
+        .unwrap_or_else(|| steps::target_dir().join("lab"))
 }
 
 /// The root for `suite`: the cached one, or a new one.

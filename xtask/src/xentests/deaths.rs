@@ -12,9 +12,8 @@ pub(super) const CASES: &[Case] = &[
     ferrite("deaths/each-process-and-all-at-once-under-verify", |bench| of_each(bench, &FEW)),
     ferrite("deaths/each-process-many-times-and-all-at-once-under-verify", |bench| {
         of_each(bench, &MANY)
-    })
-    .by_night(),
-    ferrite("deaths/workers-die-while-their-guest-migrates", while_migrating).on_amd().by_night(),
+    }),
+    ferrite("deaths/workers-die-while-their-guest-migrates", while_migrating).on_amd(),
 ];
 
 /// Requests of the guest between one death and the next.

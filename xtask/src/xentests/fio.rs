@@ -8,10 +8,10 @@ use ferrite_xenhost::guest::{Guest, GuestOptions};
 /// Six guests in which every pair of values of the three parameters occurs.
 pub(super) const CASES: &[Case] = &[
     any("fio/1-queue-order-0-no-indirect", |bench| shape(bench, 1, 0, 0)),
-    any("fio/1-queue-order-4-indirect-32", |bench| shape(bench, 1, 4, 32)).by_night(),
-    any("fio/1-queue-order-0-indirect-256", |bench| shape(bench, 1, 0, 256)).by_night(),
-    any("fio/2-queues-order-4-no-indirect", |bench| shape(bench, 2, 4, 0)).by_night(),
-    any("fio/2-queues-order-0-indirect-32", |bench| shape(bench, 2, 0, 32)).by_night(),
+    any("fio/1-queue-order-4-indirect-32", |bench| shape(bench, 1, 4, 32)),
+    any("fio/1-queue-order-0-indirect-256", |bench| shape(bench, 1, 0, 256)),
+    any("fio/2-queues-order-4-no-indirect", |bench| shape(bench, 2, 4, 0)),
+    any("fio/2-queues-order-0-indirect-32", |bench| shape(bench, 2, 0, 32)),
     any("fio/2-queues-order-4-indirect-256", |bench| shape(bench, 2, 4, 256)),
     any("fio/fsync-reaches-the-medium", fsync_reaches_the_medium),
 ];

@@ -15,8 +15,7 @@ pub(super) const CASES: &[Case] = &[
     }),
     ferrite("full/a-vhd-fails-a-qcow2-waits-and-other-guests-go-on", |bench| {
         both_policies(bench, "vhd", "qcow2")
-    })
-    .by_night(),
+    }),
 ];
 
 /// What a guest writes, in MiB; there is space for half of it.

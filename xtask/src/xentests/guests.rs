@@ -11,9 +11,7 @@ pub(super) const CASES: &[Case] = &[
     ferrite("pvh/killed-three-times-under-verify", killed).on_amd(),
     ferrite("pvh/saved-restored-paused-and-rebooted", saved_and_rebooted).on_amd(),
     ferrite("pvh/migrated-under-verify", |bench| migrated(bench, 1)).on_amd(),
-    ferrite("pvh/migrated-three-times-under-verify", |bench| migrated(bench, 3))
-        .on_amd()
-        .by_night(),
+    ferrite("pvh/migrated-three-times-under-verify", |bench| migrated(bench, 3)).on_amd(),
 ];
 
 /// An exit of such a guest is emulated in full: half of what a PV guest does in the same time.

@@ -10,8 +10,8 @@ use ferrite_xenhost::guest::GuestOptions;
 
 pub(super) const CASES: &[Case] = &[
     ferrite("hvm/raw-boots-by-qemu-and-is-ours-when-the-driver-comes", raw).on_amd(),
-    ferrite("hvm/qcow2-boots-by-our-socket-and-goes-on-by-its-rings", qcow2).on_amd().by_night(),
-    ferrite("hvm/vhd-boots-by-our-socket-and-goes-on-by-its-rings", vhd).on_amd().by_night(),
+    ferrite("hvm/qcow2-boots-by-our-socket-and-goes-on-by-its-rings", qcow2).on_amd(),
+    ferrite("hvm/vhd-boots-by-our-socket-and-goes-on-by-its-rings", vhd).on_amd(),
 ];
 
 /// A disk as xl is told of it.

@@ -7,10 +7,10 @@ use ferrite_xenhost::disk::{Disk, DiskOptions};
 use ferrite_xenhost::guest::{Guest, GuestOptions};
 
 pub(super) const CASES: &[Case] = &[
-    ferrite("images/a-vhd-leaf-killed-three-times-under-verify", vhd_killed).by_night(),
+    ferrite("images/a-vhd-leaf-killed-three-times-under-verify", vhd_killed),
     ferrite("images/a-qcow2-leaf-killed-three-times-under-verify", qcow2_killed),
     ferrite("images/a-vhd-leaf-changes-and-its-parent-does-not", vhd_parent),
-    ferrite("images/a-qcow2-leaf-changes-and-its-parent-does-not", qcow2_parent).by_night(),
+    ferrite("images/a-qcow2-leaf-changes-and-its-parent-does-not", qcow2_parent),
     ferrite("images/a-discard-gives-a-vhd-file-its-space-back", discard),
 ];
 

@@ -8,10 +8,9 @@ use ferrite_xenhost::disk::{Disk, DiskOptions};
 use ferrite_xenhost::guest::{Guest, GuestOptions};
 
 pub(super) const CASES: &[Case] = &[
-    ferrite("nvme/iopoll-serves-a-verify-and-a-kill", iopoll).by_night(),
+    ferrite("nvme/iopoll-serves-a-verify-and-a-kill", iopoll),
     ferrite("nvme/passthrough-serves-a-verify-and-a-kill", |bench| passthrough(bench, false)),
-    ferrite("nvme/polled-passthrough-serves-a-verify-and-a-kill", |bench| passthrough(bench, true))
-        .by_night(),
+    ferrite("nvme/polled-passthrough-serves-a-verify-and-a-kill", |bench| passthrough(bench, true)),
 ];
 
 /// Loads the driver with a poll queue; the name of the device, as `nvme0`.

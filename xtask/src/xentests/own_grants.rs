@@ -8,10 +8,10 @@ use ferrite_xenhost::disk::{Disk, DiskOptions};
 use ferrite_xenhost::guest::GuestOptions;
 
 pub(super) const CASES: &[Case] = &[
-    ferrite("own-grants/a-killed-backend-leaves-none", killed).by_night(),
+    ferrite("own-grants/a-killed-backend-leaves-none", killed),
     ferrite("own-grants/a-killed-worker-without-rights-leaves-none", killed_workers),
     ferrite("own-grants/a-full-table-and-none-at-all-fall-back", full),
-    ferrite("own-grants/switched-off", switched_off).by_night(),
+    ferrite("own-grants/switched-off", switched_off),
 ];
 
 /// Most pages of the whole dom0.

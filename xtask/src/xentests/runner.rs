@@ -1,6 +1,7 @@
 //! Runs the selected tests on one or more hosts and reports each on a line.
 
 use super::{Applies, Bench, Case, Tests, all};
+use crate::outcome::{self, Outcome};
 use crate::unsteady;
 use anyhow::{Context, Result, bail};
 use ferrite_xenhost::disk::Backend;
@@ -39,6 +40,13 @@ pub(crate) struct Report {
     pub(crate) seconds: f64,
     /// Why it failed, without the evidence.
     pub(crate) failure: Option<String>,
+}
+
+impl From<Report> for Outcome {
+    fn from(report: Report) -> Outcome {
+        let name = format!("xen {}", report.name);
+        Outcome { name, seconds: report.seconds, failure: report.failure }
+    }
 }
 
 /// A test that is to be run.
@@ -82,7 +90,7 @@ fn selected(selection: &Selection) -> Result<Vec<Case>> {
     let fits = |case: &Case| {
         let applies = case.applies == Applies::Any || selection.backend == Backend::Ferrite;
         let named = |filter: &str| filter.split(',').any(|part| case.name.contains(part));
-        let due = selection.tests == Tests::All || case.runs == Tests::OfCommits;
+        let due = selection.tests == Tests::All || case.is_of_commits();
         applies && due && selection.filter.as_deref().is_none_or(named)
     };
     let cases: Vec<Case> = all().into_iter().filter(fits).collect();
@@ -141,6 +149,7 @@ fn work(
             }
             (None, None) => report,
         };
+        outcome::record(&report.clone().into());
         if let Ok(mut reports) = reports.lock() {
             reports.push(report);
         }

@@ -1,7 +1,7 @@
 //! Volumes of a store as disks of several guests, which one process serves.
 
 use super::guests::wait_for_requests;
-use super::toolstack::xl_knows_us;
+use super::toolstack::{running_guest, xl_knows_us};
 use super::xl::wait_for_none;
 use super::{Bench, Case, expect_eq, ferrite, wait_for_node};
 use anyhow::{Context, Result, bail, ensure};
@@ -9,11 +9,10 @@ use ferrite_xenhost::disk::{Disk, DiskOptions};
 use ferrite_xenhost::guest::{Guest, GuestOptions, Job};
 use serde_json::Value;
 
-/// By night, as two guests that verify take minutes where other tests take one.
 pub(super) const CASES: &[Case] = &[
-    ferrite("store/two-guests-on-clones-of-a-snapshot-killed-under-verify", clones).by_night(),
-    ferrite("store/the-daemons-worker-killed-under-two-guests-and-one-detached", by_daemon)
-        .by_night(),
+    ferrite("store/two-clones-of-one-guest-and-their-worker-killed", two_disks_of_one_guest),
+    ferrite("store/two-guests-on-clones-of-a-snapshot-killed-under-verify", clones),
+    ferrite("store/the-daemons-worker-killed-under-two-guests-and-one-detached", by_daemon),
 ];
 
 const STORE: &str = "/lab/pool.store";
@@ -39,6 +38,39 @@ fn make_store(bench: &mut Bench<'_>) -> Result<String> {
         300,
     )?;
     Ok(source)
+}
+
+/// Both clones are disks of one guest. Their worker is killed while the guest writes one of them.
+fn two_disks_of_one_guest(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    bench.start_daemon()?;
+    let source = make_store(bench)?;
+    let sum =
+        |mib: u64, file: &str| format!("dd if={file} bs=1M count={mib} 2>/dev/null | sha256sum");
+    let kept = bench.xenhost.sh(&sum(KEPT_MIB, &source))?;
+    let filled = bench.xenhost.sh(&sum(FILLED_MIB, &source))?;
+    let mut guest = running_guest(bench)?;
+    for (name, volume) in [("xvda", "a"), ("xvdb", "b")] {
+        bench.xenhost.sh(&format!(
+            "xl block-attach {} 'vdev={name},backendtype=tap,format=raw,script=block-ferrite,\
+             target=store:{STORE}#{volume}'",
+            guest.name()
+        ))?;
+        guest.sh(bench.xenhost, &format!("until [ -b /dev/{name} ]; do sleep 0.2; done"), 60)?;
+    }
+    let disk = Disk::of_toolstack(&guest, DiskOptions::new(STORE, "xvda"))?;
+    let job = begin_verifying(bench, &mut guest)?;
+    disk.kill_worker(bench.xenhost)?;
+    wait_for_requests(bench, &mut guest, BETWEEN)?;
+    stop_verifying(bench, &mut guest, &job, &kept)?;
+    let other = guest.sh(bench.xenhost, &sum(FILLED_MIB, "/dev/xvdb"), 120)?;
+    expect_eq("the clone that was not written", &other, &filled)?;
+    guest.check_blkfront(bench.xenhost)?;
+    guest.destroy(bench.xenhost)?;
+    wait_for_none(bench, "the end of both disks")?;
+    check_store(bench, &source)
 }
 
 fn clones(bench: &mut Bench<'_>) -> Result<()> {

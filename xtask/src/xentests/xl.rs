@@ -10,10 +10,9 @@ use ferrite_xenhost::steps;
 
 pub(super) const CASES: &[Case] = &[
     ferrite("xl/both-scripts-find-every-image-and-say-what-they-do-not", both_scripts),
-    ferrite("xl/thirty-disks-of-one-guest-and-what-they-cost", thirty_disks).by_night(),
+    ferrite("xl/thirty-disks-of-one-guest-and-what-they-cost", thirty_disks),
     ferrite("xl/held-disks-say-so-save-c-goes-on-and-destroy-ends-all", held_saved_destroyed),
-    ferrite("xl/domain-0-mounts-a-guests-disk-beside-it-while-workers-end", mounted_beside)
-        .by_night(),
+    ferrite("xl/domain-0-mounts-a-guests-disk-beside-it-while-workers-end", mounted_beside),
 ];
 
 /// In domain 0: a file system on the first half of the disk, with files that fio verifies.

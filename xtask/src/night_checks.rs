@@ -1,0 +1,69 @@
+//! The checks of the night that need no Xen host and take no share of a fixed time.
+
+use std::process::Command;
+
+use anyhow::Result;
+
+use crate::fast_checks::{logged, on_aio};
+use crate::programs::{Programs, run_each};
+use ferrite_xenhost::steps::{self, cargo};
+
+/// The disks, the backend and the program once more, on the engine of kernels without io_uring.
+pub(crate) fn tests_on_aio() -> Result<()> {
+    let programs = Programs::build(&[])?;
+    let mut runs = programs.of_packages("aio", &["disk", "serve", "ferrite"], &on_aio);
+    // Of the lab's tests the engine matters to those of the bench alone.
+    runs.extend(programs.some("aio", "lab", &["bench"], &on_aio)?);
+    run_each(runs, steps::cpus())
+}
+
+/// What a request costs the backend's own code, beside the figures of the repository (docs/performance.md,
+/// "Part instructions").
+pub(crate) fn instructions() -> Result<()> {
+    let compare = Programs::build(&[])?.binary("lab", "ferrite-compare")?;
+    let mut count = Command::new(compare);
+    count.current_dir(steps::repository());
+    logged("instructions", count.args(["instructions", "--runs", "1", "--hold"]))
+}
+
+/// The code that touches rings, under valgrind. Miri is no part of a stable toolchain.
+pub(crate) fn valgrind() -> Result<()> {
+    let programs = Programs::build(&[])?;
+    for (package, library, tests) in [
+        ("xen", "ferrite_xen", ["ring::", "abi::"]),
+        ("loopback", "ferrite_loopback", ["front::", "link::"]),
+    ] {
+        let mut test = Command::new("valgrind");
+        test.args(["--quiet", "--error-exitcode=9", "--leak-check=no"]);
+        test.arg(programs.test_file(package, library)?).args(tests).arg("--test-threads=1");
+        // Proptest's cases are a hundred times slower there.
+        test.env("PROPTEST_CASES", "8");
+        logged(&format!("valgrind-{package}"), &mut test)?;
+    }
+    Ok(())
+}
+
+/// The night's fuzz targets, which are a workspace of their own. Checking links nothing, so the
+/// fuzzer's own library need not be built, nor be where this says.
+pub(crate) fn fuzz_targets() -> Result<()> {
+    let mut check = cargo();
+    check.args(["check", "--locked", "--manifest-path", "fuzz/Cargo.toml", "--target-dir"]);
+    check.arg(steps::target_dir().join("fuzz-check")).env("RUSTFLAGS", "-Dwarnings");
+    logged("fuzz-targets", check.env("CUSTOM_LIBFUZZER_PATH", "/unused/libfuzzer.a"))
+}
+
+/// A disk that is parked a thousand times in each format: five times as often as with each commit. It
+/// prints the pauses.
+pub(crate) fn parking() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite-serve", "--test", "parking"]);
+    test.args(["--", "--nocapture"]).env("FERRITE_TEST_SCALE", "5");
+    steps::run(&mut test)
+}
+
+/// The process of a store with ten guests, killed twenty times as often as with each commit.
+pub(crate) fn killed_store() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite", "--test", "store_killed"]);
+    steps::run(test.env("FERRITE_TEST_SCALE", "20"))
+}
