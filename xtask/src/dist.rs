@@ -25,7 +25,7 @@ pub(crate) struct DistArguments {
 }
 
 /// The pages of the documentation that hosts get, with all that these name.
-const PAGES: [&str; 18] = [
+const PAGES: [&str; 21] = [
     "operations.md",
     "watching.md",
     "serve.md",
@@ -38,6 +38,9 @@ const PAGES: [&str; 18] = [
     "bench.md",
     "lab.md",
     "lab-report.html",
+    "pictures/aggregate.svg",
+    "pictures/polling.svg",
+    "support.md",
     "trace.md",
     "performance.md",
     "internals/processes.md",

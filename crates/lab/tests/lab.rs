@@ -169,14 +169,12 @@ fn document(name: &str) -> String {
 }
 
 #[test]
-fn the_report_of_the_repository_is_whole_and_the_readme_shows_it() {
+fn the_report_of_the_repository_is_whole_and_the_manual_shows_it() {
     let (readme, report) = (document("README.md"), document("docs/lab-report.html"));
     assert!(readme.contains("](docs/lab-report.html)"));
-    let pictures: Vec<&str> = readme
-        .split("](docs/pictures/")
-        .skip(1)
-        .map(|rest| rest.split_once(')').unwrap().0)
-        .collect();
+    let manual = page();
+    let pictures: Vec<&str> =
+        manual.split("](pictures/").skip(1).map(|rest| rest.split_once(')').unwrap().0).collect();
     assert_eq!(pictures.len(), 2, "{pictures:?}");
     for picture in pictures {
         let text = document(&format!("docs/pictures/{picture}"));
@@ -185,7 +183,7 @@ fn the_report_of_the_repository_is_whole_and_the_readme_shows_it() {
     }
     for name in names_here() {
         assert!(report.contains(&format!("<section id=\"{name}\">")), "{name} is not in it");
-        assert!(readme.contains(&format!("\n| `{name}` |")), "the README does not name {name}");
+        assert!(figures(&manual).contains(&format!("\n| `{name}` |")), "no figures of {name}");
     }
     assert!(!report.contains("class=\"quick\">"), "figures of a quick look");
     for outside in ["http:", "https:", "<script", "url(", "@import", "<link", "src="] {
@@ -193,24 +191,61 @@ fn the_report_of_the_repository_is_whole_and_the_readme_shows_it() {
     }
 }
 
+/// The table that `ferrite lab report --table` writes into a page.
+fn figures(page: &str) -> &str {
+    let begin = page.split_once("<!-- figures of the lab: begin -->").unwrap().1;
+    begin.split_once("<!-- figures of the lab: end -->").unwrap().0
+}
+
 #[test]
-fn every_claim_of_speed_in_the_readme_names_its_experiment() {
+fn the_figures_in_the_manual_are_of_experiments_in_the_report() {
+    let (manual, report) = (page(), document("docs/lab-report.html"));
+    let names = figures(&manual).lines().filter_map(|row| row.strip_prefix("| `"));
+    let names: Vec<&str> = names.map(|row| row.split('`').next().unwrap()).collect();
+    assert!(names.len() > 10, "{names:?}");
+    for name in names {
+        assert!(report.contains(&format!("<section id=\"{name}\">")), "{name} is not in it");
+    }
+}
+
+/// The figures of a row's interval: its middle, and the half of its width.
+fn interval(cell: &str) -> Option<(f64, f64)> {
+    let (middle, half) = cell.split_once(" ± ")?;
+    Some((middle.trim().parse().ok()?, half.trim().parse().ok()?))
+}
+
+#[test]
+fn every_claim_of_speed_in_the_readme_names_its_experiment_and_is_judged_by_its_interval() {
     let readme = document("README.md");
-    let section = readme.split_once("## How fast\n").unwrap().1.split_once("\n## ").unwrap().0;
-    let rows =
-        section.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| experiment"));
+    let section = readme.split_once("## Speed\n").unwrap().1.split_once("\n## ").unwrap().0;
+    let rows = section.lines().filter(|line| line.starts_with("| ")).skip(1);
     let mut seen = 0;
     for row in rows {
-        let name = row.trim_start_matches("| `").split('`').next().unwrap();
-        let report = document("docs/lab-report.html");
-        let known = match name.strip_prefix("bench ") {
-            Some(part) => document("docs/performance.md").contains(&format!("`{part}`")),
-            None => report.contains(&format!("<section id=\"{name}\">")),
+        let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
+        let [_, _, _, _, ratio, aim, command] = cells[..] else { panic!("{row}") };
+        let words: Vec<&str> = command.trim_matches('`').split(' ').collect();
+        let is_known = match words[..] {
+            ["cargo", "xtask", "bench", part, ..] => {
+                document("docs/performance.md").contains(&format!("`{part}`"))
+            }
+            ["ferrite", "lab", name] => names().iter().any(|known| known == name),
+            _ => false,
         };
-        assert!(known, "{name:?} is no experiment: {row}");
+        assert!(is_known, "{command:?} is no experiment: {row}");
+        if let (Some((middle, half)), Some((aim, verdict))) =
+            (interval(ratio), aim.split_once(", "))
+        {
+            let aim: f64 = aim.parse().unwrap();
+            let right = match (middle - aim).abs() <= half {
+                true => "unclear",
+                false if middle >= aim => "met",
+                false => "missed",
+            };
+            assert_eq!(verdict, right, "{row}");
+        }
         seen += 1;
     }
-    assert!(seen > 10, "only {seen} claims were found");
+    assert_eq!(seen, 5);
 }
 
 #[test]
@@ -219,14 +254,15 @@ fn the_report_makes_pictures_and_puts_the_table_into_a_document() {
     let run = lab(folder.path(), &["run", "polling", "--quick"]);
     assert_eq!(said(&run).0, Some(0), "{run:?}");
     fs::create_dir(folder.path().join("pictures")).unwrap();
-    let table = "a\n<!-- figures of the lab: begin -->\nold\n<!-- figures of the lab: end -->\nb\n";
-    fs::write(folder.path().join("page.md"), table).unwrap();
+    fs::write(folder.path().join("page.md"), page()).unwrap();
     let words = ["report", "-o", "r.html", "--pictures", "pictures", "--table", "page.md"];
     let (code, out, errors) = said(&lab(folder.path(), &words));
     assert_eq!((code, errors.as_str()), (Some(0), ""));
     assert_eq!(out, "r.html\npictures/polling.svg\npage.md\n");
-    let page = fs::read_to_string(folder.path().join("page.md")).unwrap();
-    assert!(page.contains("\n| `polling` |") && !page.contains("old"), "{page}");
+    let written = fs::read_to_string(folder.path().join("page.md")).unwrap();
+    let table = figures(&written);
+    assert!(table.contains("\n| `polling` |") && !table.contains("`aggregate`"), "{table}");
+    assert_eq!(written.replace(table, ""), page().replace(figures(&page()), ""));
     assert!(fs::metadata(folder.path().join("pictures/polling.svg")).unwrap().len() > 1000);
     fs::write(folder.path().join("page.md"), "no place").unwrap();
     let (code, _, errors) = said(&lab(folder.path(), &words));

@@ -13,7 +13,7 @@ pub(super) const CASES: &[Case] = &[
     ferrite("lifecycle/domain-0-has-a-disk-and-xl-may-stand-still", domain_0),
     ferrite("docs/a-disk-is-attached-by-xl-as-printed", xl_as_printed),
     ferrite("docs/a-disk-is-attached-by-hand-as-printed", by_hand_as_printed),
-    ferrite("docs/the-readme-serves-a-disk-as-printed", readme_as_printed),
+    ferrite("docs/a-disk-is-served-as-printed", served_as_printed),
 ];
 
 /// Since 4.19 xl hands disks to a backend of this kind; before, it refuses.
@@ -249,12 +249,9 @@ fn by_hand_as_printed(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 /// There may be no such guest: the disk waits to be attached to it.
-fn readme_as_printed(bench: &mut Bench<'_>) -> Result<()> {
-    let blocks = docs::README.commands("Try it");
-    let (_, commands) = blocks
-        .iter()
-        .find_map(|block| block.split_once("cargo build --release\n"))
-        .context("the README builds ferrite, and then uses it")?;
+fn served_as_printed(bench: &mut Bench<'_>) -> Result<()> {
+    let blocks = docs::SERVE.commands("A first disk");
+    let [commands] = &blocks[..] else { bail!("other blocks than expected: {blocks:?}") };
     let lines: Vec<String> = commands.lines().map(|line| format!("{line}\n")).collect();
     let [doctor, serve] = &lines[..] else { bail!("other commands than expected:\n{commands}") };
     let serve = format!("timeout --preserve-status 5 {serve}");
