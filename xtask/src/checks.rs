@@ -10,8 +10,9 @@ use ferrite_xenhost::Program;
 use ferrite_xenhost::disk::Backend;
 use ferrite_xenhost::packages;
 use ferrite_xenhost::root::{self, Suite};
-use ferrite_xenhost::steps::{self, say, step};
+use ferrite_xenhost::steps::{self, fresh_log, run_logged, say, step};
 use std::path::Path;
+use std::process::Command;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -77,7 +78,11 @@ pub(crate) fn build_package() -> Result<Program> {
 /// The package that hosts install, with this program in it.
 fn pack(program: &Path) -> Result<Program> {
     step("pack", || {
-        let made = dist::pack(program, &steps::target_dir().join("dist-lab"), Squeeze::Little)?;
+        // Each boot copies it twice: without the compiler's notes it is a third as large.
+        let stripped = steps::target_dir().join("ferrite-stripped");
+        let mut strip = Command::new("strip");
+        run_logged(strip.arg("-o").arg(&stripped).arg(program), &fresh_log("strip")?)?;
+        let made = dist::pack(&stripped, &steps::target_dir().join("dist-lab"), Squeeze::Little)?;
         Ok(Program { name: "ferrite.deb", file: made.deb })
     })
 }
