@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::tools::extents::{What, look};
+use crate::pieces::{What, look};
 use crate::{Disk, Port};
 
 /// The beginning of a range.

@@ -12,7 +12,6 @@ use std::path::Path;
 use ferrite_io::names;
 use rustix::fs::{Mode, OFlags};
 
-use crate::store;
 use crate::{DiskError, ErrorKind, Format};
 
 /// Images of formats that are not read here, by the extensions of their names.
@@ -24,7 +23,7 @@ const MAGICS: [(usize, &[u8], &str, Option<Format>); 12] = [
     (0, b"QFI\xfb\0\0\0\x01", "a qcow image of version 1", None),
     (0, b"QFI\xfb", "a qcow2 image", Some(Format::Qcow2)),
     (0, FOOTER, "a VHD", Some(Format::Vhd)),
-    (0, store::MAGIC, "a store of volumes", Some(Format::Store)),
+    (0, STORE_MAGIC, "a store of volumes", Some(Format::Store)),
     (0, b"vhdxfile", "a VHDX image", None),
     (0, b"KDMV", "a VMDK image", None),
     (0, b"COWD", "a VMDK image", None),
@@ -37,8 +36,12 @@ const MAGICS: [(usize, &[u8], &str, Option<Format>); 12] = [
 
 /// With this a VHD ends, and most begin.
 const FOOTER: &[u8] = b"conectix";
-/// Of a superblock of a store.
-const PAGE_BYTES: u64 = store::BLOCK_BYTES as u64;
+/// With this a store begins.
+pub const STORE_MAGIC: &[u8; 8] = b"FERSTORE";
+/// Bytes of a store's block, the unit of content and of everything on the medium. A superblock is one.
+pub const STORE_BLOCK_BYTES: usize = 4096;
+/// Bytes of a superblock of a store.
+const PAGE_BYTES: u64 = STORE_BLOCK_BYTES as u64;
 /// Bytes from there to the end; old programs have written one less.
 const FOOTERS_BYTES: [u64; 2] = [512, 511];
 
@@ -83,7 +86,7 @@ fn look(path: &Path) -> io::Result<Option<(&'static str, Option<Format>)>> {
     // A store without its first page is opened by another one of its four.
     let pages = [2 * PAGE_BYTES, PAGE_BYTES].iter().filter_map(|bytes| end.checked_sub(*bytes));
     for at in pages.chain([PAGE_BYTES]) {
-        if read(&file, at)?.starts_with(store::MAGIC) {
+        if read(&file, at)?.starts_with(STORE_MAGIC) {
             return Ok(Some(("a store of volumes", Some(Format::Store))));
         }
     }

@@ -16,6 +16,7 @@ use crate::format::Format;
 use crate::image::{Image, Layer};
 use crate::name::ImageName;
 use crate::null::{self, Null};
+use crate::open_raw;
 use crate::port::SCRATCH_BYTES;
 use crate::raw::{GrowthWatch, Raw};
 use crate::store::BLOCK_BYTES;
@@ -64,7 +65,7 @@ impl Disk {
     /// As [`open`](Disk::open).
     pub fn open_image(name: &ImageName, options: &OpenOptions) -> Result<Disk, DiskError> {
         match name.format {
-            Format::Raw => Raw::open(&name.path, options).map(Disk::Raw),
+            Format::Raw => open_raw(&name.path, options).map(Disk::Raw),
             Format::Store => Volume::open(name, options).map(Disk::Store),
             Format::Vhd | Format::Qcow2 => Image::open(name, options).map(Disk::Image),
         }

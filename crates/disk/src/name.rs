@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use crate::format::Format;
-use crate::store::journal::Name;
+use crate::volume_name::VolumeName;
 use crate::{DiskError, ErrorKind, content};
 
 /// A file, and what is in it.
@@ -141,7 +141,7 @@ fn parts_of_volume(text: &OsStr) -> Option<(&Path, &str)> {
     let text = text.as_bytes();
     let at = text.iter().rposition(|byte| *byte == b'#')?;
     let (path, name) = (&text[..at], std::str::from_utf8(&text[at + 1..]).ok()?);
-    let is_one = !path.is_empty() && Name::new(name).is_some();
+    let is_one = !path.is_empty() && VolumeName::new(name).is_some();
     is_one.then(|| (Path::new(OsStr::from_bytes(path)), name))
 }
 

@@ -14,6 +14,7 @@ use ferrite_io::engine::Engine;
 
 use crate::epochs::Reader;
 use crate::error::READ_ONLY;
+use crate::image::open_store;
 use crate::size::Human;
 use crate::store::BLOCK_BYTES;
 use crate::store::background::ServiceEngine;
@@ -45,7 +46,7 @@ impl Volume {
     /// Opens a volume of a store that this process has, or opens the store.
     pub(crate) fn open(name: &ImageName, options: &OpenOptions) -> Result<Volume, DiskError> {
         let (path, volume) = parts(name)?;
-        Volume::of(Seat::open(path, options)?, path, volume, options)
+        Volume::of(Seat::open(path, options, open_store)?, path, volume, options)
     }
 
     /// The same, on an engine of the caller's.
@@ -58,7 +59,7 @@ impl Volume {
         engine: &dyn Fn(Arc<Arena>) -> io::Result<Box<dyn Engine>>,
     ) -> Result<Volume, DiskError> {
         let (path, volume) = parts(name)?;
-        Volume::of(Seat::open_on(path, options, engine)?, path, volume, options)
+        Volume::of(Seat::open_on(path, options, open_store, engine)?, path, volume, options)
     }
 
     fn of(

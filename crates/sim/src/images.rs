@@ -8,6 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ferrite_disk::open_medium;
 use ferrite_disk::tools::{Convert, ImageTools, NewImage};
 use ferrite_disk::{
     Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, ProblemKind, Raw, Session,
@@ -142,7 +143,7 @@ impl Images {
             fixed_size: self.on_devices(),
             ..OpenOptions::default()
         };
-        let medium = || Raw::open_medium(&name.path, &options).map_err(|e| e.to_string());
+        let medium = || open_medium(&name.path, &options).map_err(|e| e.to_string());
         let bad = match name.format {
             Kind::Raw | Kind::Store => None,
             Kind::Vhd => {

@@ -14,6 +14,7 @@ use super::mapping::Mapping;
 use crate::epochs::Epochs;
 use crate::format::Format;
 use crate::name::ImageName;
+use crate::open_raw;
 use crate::qcow2::Qcow2;
 use crate::vhd::Vhd;
 use crate::writeback::{SyncWitness, journal};
@@ -57,7 +58,7 @@ impl Layer {
     pub(super) fn open(name: &ImageName, options: &OpenOptions) -> Result<Layer, DiskError> {
         let path = &name.path;
         Ok(match name.format {
-            Format::Raw => Layer::Raw(Raw::open(path, options)?),
+            Format::Raw => Layer::Raw(open_raw(path, options)?),
             Format::Vhd => Layer::Vhd(Vhd::open(path, options)?),
             Format::Qcow2 => Layer::Qcow2(Box::new(Qcow2::open(path, options)?)),
             Format::Store => return Err(name.no_image()),

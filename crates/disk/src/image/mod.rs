@@ -38,6 +38,7 @@ mod tests;
 
 pub(crate) use chain::open_as_far;
 pub(crate) use layer::{Layer, each_format};
+pub use open::{open_medium, open_raw, open_store};
 
 use backing::Backing;
 use mapping::Mapping;

@@ -9,28 +9,29 @@ use crate::raw::Unopened;
 use crate::vhd::Vhd;
 use crate::{DiskError, ErrorKind, OpenOptions, Raw};
 
-impl Raw {
-    /// Opens the image as the options say. What is wrong with it is found before anything else
-    /// is done, and nothing is written.
-    pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
-        unwritten(path, Raw::lock_disk(path, options), options)
-    }
+/// Opens a disk that is nothing but a file or device, as the options say. What is wrong with it is
+/// found before anything else is done, and nothing is written.
+///
+/// # Errors
+/// As [`Disk::open`](crate::Disk::open).
+pub fn open_raw(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
+    unwritten(path, Raw::lock_disk(path, options), options)
+}
 
-    /// Opens what a store is in: of any size, and accessed in blocks of 4096 bytes.
-    ///
-    /// # Errors
-    /// As [`Disk::open`](crate::Disk::open).
-    pub fn open_store(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
-        unwritten(path, Raw::lock_store(path, options), options)
-    }
+/// Opens what a store is in: of any size, and accessed in blocks of 4096 bytes.
+///
+/// # Errors
+/// As [`Disk::open`](crate::Disk::open).
+pub fn open_store(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
+    unwritten(path, Raw::lock_store(path, options), options)
+}
 
-    /// Opens what an image with metadata is in, or shall be: of any size, and accessed in sectors.
-    ///
-    /// # Errors
-    /// As [`Disk::open`](crate::Disk::open).
-    pub fn open_medium(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
-        unwritten(path, Raw::lock_medium(path, options), options)
-    }
+/// Opens what an image with metadata is in, or shall be: of any size, and accessed in sectors.
+///
+/// # Errors
+/// As [`Disk::open`](crate::Disk::open).
+pub fn open_medium(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
+    unwritten(path, Raw::lock_medium(path, options), options)
 }
 
 impl Vhd {
@@ -41,14 +42,14 @@ impl Vhd {
     /// # Errors
     /// It cannot be opened or locked, or makes no sense; the text says where and what.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<Vhd, DiskError> {
-        Vhd::of(Raw::open_medium(path, options)?, options)
+        Vhd::of(open_medium(path, options)?, options)
     }
 }
 
 impl Qcow2 {
     /// Opens and locks the image at `path`. Its parent is not opened.
     pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Qcow2, DiskError> {
-        Qcow2::of(Raw::open_medium(path, options)?, options)
+        Qcow2::of(open_medium(path, options)?, options)
     }
 }
 

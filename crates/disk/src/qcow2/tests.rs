@@ -13,6 +13,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::image::Layer;
+use crate::open_medium;
 use crate::{Disk, OpenOptions, Port, Raw, Session};
 
 mod leaks;
@@ -40,7 +41,7 @@ fn options() -> OpenOptions {
 }
 
 fn medium(path: &Path) -> Raw {
-    Raw::open_medium(path, &options()).unwrap()
+    open_medium(path, &options()).unwrap()
 }
 
 fn create(path: &Path, new: &NewImage) {

@@ -2,52 +2,23 @@
 
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize};
-
 use super::content::{ContentHash, DomainKey, checksum, checksum_on};
 use super::fields::{Reader, Writer};
 use super::layout::Layout;
 use super::numbers::AHEAD;
 use super::{BLOCK_BYTES, Damaged, StoreId};
 
+pub use crate::volume_name::VolumeName as Name;
+
 const MAGIC: &[u8; 8] = b"FERSTJRN";
 /// Magic, identifier, number, `synced`, count, zeros, checksum.
 const HEADER_BYTES: usize = 64;
 const CHECKSUM_AT: usize = HEADER_BYTES - 4;
-const NAME_BYTES: usize = 63;
 /// Blocks of a record of content that the store had: it is 17 bytes, and its replay is a step for each.
 pub const MAX_SAME: u64 = 512;
 
 /// A volume's number.
 pub type VolumeId = u32;
-
-/// The name of a volume or domain: 1 to 63 letters, digits, and `-`, `_`, `.` but at the beginning.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String")]
-pub struct Name(String);
-
-impl TryFrom<String> for Name {
-    type Error = &'static str;
-
-    fn try_from(name: String) -> Result<Name, &'static str> {
-        Name::new(&name).ok_or("it is no name of a volume, snapshot or domain")
-    }
-}
-
-impl Name {
-    /// This name, if it is one.
-    pub fn new(name: &str) -> Option<Name> {
-        let good = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
-        let begins = name.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric());
-        let is_one = begins && name.len() <= NAME_BYTES && name.bytes().all(good);
-        is_one.then(|| Name(name.to_owned()))
-    }
-
-    /// As text.
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-}
 
 /// Content that the store had not, and the block that has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -251,7 +222,7 @@ impl Record {
 
 impl Writer {
     pub(super) fn name(&mut self, name: &Name) -> &mut Writer {
-        self.number(name.0.len() as u64, 1).bytes(name.0.as_bytes())
+        self.number(name.as_str().len() as u64, 1).bytes(name.as_str().as_bytes())
     }
 }
 

@@ -58,10 +58,7 @@ pub mod table;
 mod testing;
 pub mod tree;
 
-/// The unit of content and of everything on the medium.
-pub const BLOCK_BYTES: usize = 4096;
-
-pub use superblock::MAGIC;
+pub use crate::content::{STORE_BLOCK_BYTES as BLOCK_BYTES, STORE_MAGIC as MAGIC};
 
 /// A store's random identifier: what has another is nobody's.
 pub type StoreId = [u8; 16];

@@ -33,6 +33,10 @@ const ENTRIES: u32 = 32;
 /// What does the I/O of opening a store. From then on its users do, each its own.
 pub type OpenEngine<'a> = &'a dyn Fn(Arc<Arena>) -> io::Result<Box<dyn Engine>>;
 
+/// What opens the file or device that a store is in, and locks it. Who opens a store gives it: whether
+/// an image stands on that file is known to those who know the formats of images.
+pub type OpenMedium = fn(&Path, &OpenOptions) -> Result<Raw, DiskError>;
+
 /// What a store is in: device and inode of a file, or a device's number and 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct StoreKey(pub u64, pub u64);
@@ -134,8 +138,8 @@ impl Seat {
     ///
     /// # Errors
     /// As [`Disk::open`](crate::Disk::open).
-    pub fn open(path: &Path, options: &OpenOptions) -> Result<Seat, DiskError> {
-        Seat::open_on(path, options, &|arena| {
+    pub fn open(path: &Path, options: &OpenOptions, medium: OpenMedium) -> Result<Seat, DiskError> {
+        Seat::open_on(path, options, medium, &|arena| {
             EngineChoice::Auto.decide()?.kind.open(arena, ENTRIES)
         })
     }
@@ -147,13 +151,14 @@ impl Seat {
     pub fn open_on(
         path: &Path,
         options: &OpenOptions,
+        medium: OpenMedium,
         engine: OpenEngine<'_>,
     ) -> Result<Seat, DiskError> {
         let mut stores = stores();
         if let Some(seat) = StoreKey::at(path).ok().and_then(|key| Seat::among(&stores, key)) {
             return Ok(seat);
         }
-        let store = Arc::new(open(path, options, engine)?);
+        let store = Arc::new(open(path, options, medium, engine)?);
         store.users().count = 1;
         stores.insert(store.key(), Arc::downgrade(&store));
         Ok(Seat { store, volume: None })
@@ -273,7 +278,12 @@ fn cannot(path: &Path) -> String {
 }
 
 /// Opens a store that this process has not. Its journal is carried out, so it is written whoever asks.
-fn open(path: &Path, options: &OpenOptions, engine: OpenEngine<'_>) -> Result<Owned, DiskError> {
+fn open(
+    path: &Path,
+    options: &OpenOptions,
+    medium: OpenMedium,
+    engine: OpenEngine<'_>,
+) -> Result<Owned, DiskError> {
     let refuse =
         |why: &str, help: &str| Err(DiskError::new(ErrorKind::Usage, cannot(path), why, help));
     if options.unlocked {
@@ -283,7 +293,7 @@ fn open(path: &Path, options: &OpenOptions, engine: OpenEngine<'_>) -> Result<Ow
         );
     }
     let to_write = OpenOptions { read_only: false, opened: None, ..options.clone() };
-    let raw = Raw::open_store(path, &to_write).map_err(|e| match e.kind() {
+    let raw = medium(path, &to_write).map_err(|e| match e.kind() {
         ErrorKind::InUse => in_use(path, &e),
         _ => DiskError::new(e.kind(), cannot(path), e.why(), help_of(&e)),
     })?;

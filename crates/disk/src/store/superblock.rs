@@ -5,9 +5,8 @@ use super::fields::{Reader, Writer};
 use super::layout::Layout;
 use super::page::{POINTER_BYTES, Packing, Pointer};
 use super::{BLOCK_BYTES, Damaged, StoreId};
+use crate::content::STORE_MAGIC as MAGIC;
 
-/// With this a store begins.
-pub const MAGIC: &[u8; 8] = b"FERSTORE";
 /// What this program reads and writes.
 pub const VERSION: u32 = 1;
 const CHECKSUM_AT: usize = BLOCK_BYTES - 4;

@@ -8,7 +8,8 @@ use super::{
 use crate::finding::Class;
 use crate::image::{Image, Layer, open_as_far};
 use crate::writeback::journal;
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Raw};
+use crate::{Disk, DiskError, ErrorKind, Format, ImageName};
+use crate::{open_medium, open_raw};
 
 impl ImageTools<'_> {
     /// Looks for inconsistencies in an image, and, if `chain` says so, in its parents. Nothing is
@@ -93,7 +94,7 @@ impl ImageTools<'_> {
 
     fn check_one(&self, name: &ImageName, rules: Rules<'_>) -> Result<Checked, DiskError> {
         let options = self.medium_options(true);
-        let open = if name.format.is_layered() { Raw::open_medium } else { Raw::open };
+        let open = if name.format.is_layered() { open_medium } else { open_raw };
         let raw = open(&name.path, &options)?;
         formats::check(&raw, name.format, rules)
     }
@@ -124,7 +125,7 @@ impl ImageTools<'_> {
             Err(e) => Some(e),
         };
         let options = ImageTools::even_parents(self.medium_options(false));
-        let raw = Raw::open_medium(&name.path, &options)?;
+        let raw = open_medium(&name.path, &options)?;
         match unusable {
             // What was answered lies where the image says that there is nothing.
             Some(e) if journal::any_at(self.readable_state(), &raw)? => return Err(e),

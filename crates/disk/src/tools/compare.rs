@@ -5,9 +5,9 @@ use std::io;
 
 use ferrite_io::arena::Span;
 
-use super::extents::{What, look};
 use super::io_context::{BUFFER_BYTES, IoContext};
 use super::{Comparison, ImageTools, Progress, broken};
+use crate::pieces::{What, look};
 use crate::{Disk, DiskError, ImageName, Port, SECTOR_BYTES};
 
 /// A disk, the way to it, memory for 1 MiB of it, and its size.

@@ -11,10 +11,10 @@ use std::pin::Pin;
 use ferrite_io::arena::Span;
 use ferrite_io::shared_lock::SharedLock;
 
-use super::extents::{What, look, look_at_layer};
 use super::io_context::{BUFFER_BYTES, IoContext, Stop, all};
 use super::resume::Resume;
 use super::{ImageTools, Progress};
+use crate::pieces::{What, look, look_at_layer};
 use crate::{Disk, Port, SECTOR_BYTES};
 
 /// Pieces on their way at a time.

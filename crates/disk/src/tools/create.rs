@@ -5,7 +5,6 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::extents::look_at_layer;
 use super::files::{NewFile, Over, check_apart, is_write_protected, protect, same_file, same_name};
 use super::formats::Blank;
 use super::io_context::IoContext;
@@ -15,6 +14,7 @@ use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 use crate::children::marks::{self, Held, Mark};
 use crate::children::{self, absolute};
 use crate::parents::{CONFIGURED, to_allow};
+use crate::pieces::look_at_layer;
 use crate::size::Human;
 use crate::writeback::journal;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, MAX_LAYERS, SECTOR_BYTES};

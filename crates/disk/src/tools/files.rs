@@ -15,6 +15,7 @@ use rustix::io::Errno;
 
 use super::{ImageTools, broken, parent_dir, refused, unsuitable};
 use crate::children::{self, Ask, NEW, identity};
+use crate::open_medium;
 use crate::plain;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
 
@@ -162,7 +163,7 @@ impl ImageTools<'_> {
             return Err(refused(what(), why, "choose another name, or overwrite it with --force"));
         }
         let options = ImageTools::even_parents(self.medium_options(false));
-        let replaced = Raw::open_medium(to, &options)?;
+        let replaced = open_medium(to, &options)?;
         children::check_none(&replaced, Ask::Named)?;
         Ok(Some(replaced))
     }
@@ -179,7 +180,7 @@ impl NewFile<'_> {
     /// Opens it, and locks it until it has its name.
     pub(super) fn open(&mut self) -> Result<Raw, DiskError> {
         let options = ImageTools::even_parents(self.options());
-        let raw = Raw::open_medium(&self.path, &options).map_err(|e| self.named(e))?;
+        let raw = open_medium(&self.path, &options).map_err(|e| self.named(e))?;
         if self.file.is_none() {
             self.file = raw.files().pop();
         }

@@ -23,7 +23,7 @@ mod compare;
 mod convert;
 mod copy;
 mod create;
-pub(crate) mod extents;
+mod extents;
 mod files;
 mod formats;
 mod info;

@@ -1,10 +1,10 @@
 //! Other sizes for disks.
 
 use super::create::done;
-use super::extents::{What, look};
 use super::files::is_write_protected;
 use super::io_context::IoContext;
 use super::{Done, ImageTools, broken, formats, refused, unsuitable};
+use crate::pieces::{What, look};
 use crate::size::Human;
 use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, SECTOR_BYTES};
 

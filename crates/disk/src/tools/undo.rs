@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use super::files::{protect, same_file};
 use super::{DiskError, ImageTools, broken};
-use crate::Raw;
 use crate::children::{self, marks::Held, marks::Mark};
+use crate::open_medium;
 
 /// The undoing of steps on a parent. It is made before the parent is opened, so that they are
 /// undone when the parent is not locked here any more: others who work on the parent have it locked
@@ -54,7 +54,7 @@ impl<'a> Undo<'a> {
     /// again if that shows that others stand on the parent, or that somebody is putting one on it.
     fn unprotect(&self, parent: &Path, mode: u32) -> std::io::Result<()> {
         fs::set_permissions(parent, Permissions::from_mode(mode))?;
-        match Raw::open_medium(parent, &self.tools.medium_options(false)) {
+        match open_medium(parent, &self.tools.medium_options(false)) {
             Ok(_) => Ok(()),
             Err(_) => protect(parent, true),
         }

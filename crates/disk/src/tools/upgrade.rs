@@ -4,9 +4,10 @@ use super::create::done;
 use super::io_context::IoContext;
 use super::{Done, ImageTools, broken, unsuitable};
 use crate::image::Image;
+use crate::open_medium;
 use crate::qcow2;
 use crate::writeback::journal;
-use crate::{Disk, DiskError, Format, ImageName, Raw};
+use crate::{Disk, DiskError, Format, ImageName};
 
 impl ImageTools<'_> {
     /// Makes a qcow2 image of version 2 one of version 3. What a killed backend has left is brought
@@ -26,7 +27,7 @@ impl ImageTools<'_> {
         self.close(&disk, &name.path)?;
         let bytes = disk.sectors() * crate::SECTOR_BYTES;
         drop(disk);
-        let raw = Raw::open_medium(&name.path, &self.medium_options(false))?;
+        let raw = open_medium(&name.path, &self.medium_options(false))?;
         if journal::any_at(self.readable_state(), &raw)? {
             let why = "a backend has used it just now, and was killed";
             return Err(unsuitable(what(), why, "run the same command again"));

@@ -8,6 +8,7 @@ use super::io_context::IoContext;
 use super::stores::until_stopped;
 use super::{Convert, Done, ImageTools, Progress, broken, refused};
 use crate::children::PARTIAL;
+use crate::image::open_store;
 use crate::store::BLOCK_BYTES;
 use crate::store::journal::Name;
 use crate::store::live::{Live, Operation};
@@ -52,7 +53,7 @@ impl ImageTools<'_> {
         let source = self.open(from, true)?;
         let bytes = source.sectors() * SECTOR_BYTES;
         let options = self.medium_options(false);
-        let seat = Seat::open_on(path, &options, self.engine)?;
+        let seat = Seat::open_on(path, &options, open_store, self.engine)?;
         let live = seat.store().live();
         if live.volume(volume).is_some() {
             let help = "choose another name, or delete the volume first (ferrite store delete)";

@@ -13,7 +13,7 @@ use ferrite_disk::store::medium::Medium as Blocks;
 use ferrite_disk::store::opening;
 use ferrite_disk::store::owned::Seat;
 use ferrite_disk::store::page::Packing;
-use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Volume};
+use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Volume, open_store};
 use ferrite_io::clock::{Random, SplitMix64};
 
 use crate::devices::Devices;
@@ -108,7 +108,8 @@ impl StoreMedium {
     /// The store, opened by this process or joined.
     pub(super) fn seat(&self, machine: &Machine) -> Result<Seat, String> {
         let engine = |arena| Ok(machine.world.engine(arena));
-        Seat::open_on(&self.path(&machine.place), &self.options(false), &engine).map_err(text)
+        Seat::open_on(&self.path(&machine.place), &self.options(false), open_store, &engine)
+            .map_err(text)
     }
 
     /// A volume of a store that is open.

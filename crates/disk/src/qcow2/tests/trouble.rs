@@ -8,6 +8,7 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::ProblemKind as _;
+use crate::open_medium;
 
 /// EIO, as the kernel gives it.
 pub(super) const EIO: i32 = 5;
@@ -392,7 +393,7 @@ fn what_a_larger_device_has_room_for_can_be_read_and_written_again() {
     let file = std::fs::File::create(&path).unwrap();
     file.set_len(1 << 20).unwrap();
     let fixed = OpenOptions { fixed_size: true, ..options() };
-    let raw = Raw::open_medium(&path, &fixed).unwrap();
+    let raw = open_medium(&path, &fixed).unwrap();
     let (mut reactor, port) = port_to(&raw);
     let new = NewImage { cluster_bytes: 4096, ..NewImage::new(40 << 20) };
     reactor.block_on(new.create(&port, &raw)).unwrap().unwrap();

@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::io_context::IoContext;
 use super::{ImageTools, broken};
 use crate::children::PARTIAL;
+use crate::open_medium;
 use crate::store::BLOCK_BYTES;
 use crate::store::check::{self, How, Outcome, damage_of};
 use crate::store::content::DomainKey;
@@ -27,7 +28,7 @@ use crate::store::name::StoreName;
 use crate::store::owned::{CHECK_PATH, MAKE_ROOM, help_of};
 use crate::store::pace::Pace;
 use crate::store::superblock::Unusable;
-use crate::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port, Raw};
+use crate::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port};
 
 pub use report::{
     StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreMade, StoreRepaired,
@@ -229,7 +230,7 @@ impl ImageTools<'_> {
         what: &str,
         read_only: bool,
     ) -> Result<(IoContext, Port, u64), DiskError> {
-        let raw = Raw::open_medium(path, &self.medium_options(read_only));
+        let raw = open_medium(path, &self.medium_options(read_only));
         let raw = raw.map_err(|e| of_store(what, path, &e))?;
         let cannot = |e| failed(what.to_owned(), path, e);
         let mut context = IoContext::new(self, 0).map_err(cannot)?;
