@@ -16,10 +16,11 @@ const CARGO_DENY: &str = "0.20.2";
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// The crates of this workspace that are linked into the program that serves.
-const PRODUCT: [&str; 8] = [
+const PRODUCT: [&str; 9] = [
     "ferrite",
     "ferrite-daemon",
     "ferrite-disk",
+    "ferrite-disk-base",
     "ferrite-io",
     "ferrite-keeper",
     "ferrite-seeing",

@@ -10,20 +10,16 @@ use std::sync::{Arc, Weak};
 
 use ferrite_io::arena::{Arena, Span};
 
-use crate::epochs::Reader;
-use crate::extent::{DiscardLimits, Extent};
-use crate::format::Format;
 use crate::image::{Image, Layer};
-use crate::name::ImageName;
 use crate::null::{self, Null};
 use crate::open_raw;
-use crate::port::SCRATCH_BYTES;
-use crate::raw::{GrowthWatch, Raw};
 use crate::store::BLOCK_BYTES;
 use crate::store::background::ServiceEngine;
 use crate::volume::Volume;
-use crate::writeback::SyncWitness;
-use crate::{DiskError, OpenOptions, Port, SECTOR_BYTES};
+use ferrite_disk_base::{
+    DiscardLimits, DiskError, Extent, Format, GrowthWatch, ImageName, OpenOptions, Port, Raw,
+    Reader, SCRATCH_BYTES, SECTOR_BYTES, SyncWitness,
+};
 
 /// One open disk, shared by the threads of its queues.
 #[derive(Debug)]
@@ -240,7 +236,7 @@ impl Disk {
     /// # Panics
     /// If it is no raw disk, or has a check.
     #[cfg(feature = "testing")]
-    pub fn set_check(&self, check: crate::TestCheck) {
+    pub fn set_check(&self, check: ferrite_disk_base::TestCheck) {
         match self {
             Disk::Raw(d) => d.checked.set(check),
             _ => panic!("only raw disks are checked by tests"),

@@ -13,55 +13,29 @@
 
 mod allocation;
 mod children;
-mod content;
 mod disk;
-mod epochs;
-mod error;
-mod extent;
-mod finding;
-mod format;
 mod identity;
 mod image;
-mod name;
 mod null;
-mod options;
-mod parents;
 mod pieces;
-mod plain;
-mod port;
 pub mod qcow2;
-mod rare;
-mod raw;
 mod session;
-pub mod size;
 pub mod store;
 pub mod tools;
 pub mod vhd;
 mod volume;
-mod volume_name;
-mod writeback;
 
 pub use allocation::Allocation;
 pub use disk::Disk;
-pub use epochs::{Mark, Reader};
-pub use error::{DiskError, ErrorKind};
-pub use extent::{DiscardLimits, Extent};
-pub use finding::{Class, Counts, Finding, Kind as ProblemKind};
-pub use format::Format;
+#[cfg(feature = "testing")]
+pub use ferrite_disk_base::TestCheck;
+pub use ferrite_disk_base::{
+    CONFIGURED_PARENTS, Class, Counts, DiscardLimits, DiskError, ErrorKind, Extent, Finding,
+    Format, GrowthWatch, INDEX_BYTES, ImageName, MAX_LAYERS, METADATA_BYTES, Mark, OpenOptions,
+    Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES, SyncWitness, size,
+};
 pub use identity::DiskIdentity;
 pub use image::{Image, open_medium, open_raw, open_store};
-pub use name::ImageName;
 pub use null::Null;
-pub use options::{INDEX_BYTES, MAX_LAYERS, METADATA_BYTES, OpenOptions};
-pub use parents::{CONFIGURED as CONFIGURED_PARENTS, Parents};
-pub use port::Port;
-pub use rare::Rare;
-#[cfg(feature = "testing")]
-pub use raw::TestCheck;
-pub use raw::{GrowthWatch, Raw};
 pub use session::Session;
 pub use volume::Volume;
-pub use writeback::SyncWitness;
-
-/// Bytes of a sector, the unit of sizes on the wire (blkif.md 3.3), whatever the medium has.
-pub const SECTOR_BYTES: u64 = 512;

@@ -6,9 +6,10 @@ use std::io;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
+use crate::Disk;
 use crate::image::Layer;
 use crate::image::mapping::Mapping;
-use crate::{Disk, Extent as Place, Port, Raw};
+use ferrite_disk_base::{Extent as Place, Port, Raw};
 
 /// Holes are only seen in whole blocks of this many bytes, so that what lies beside them can be
 /// read in whole blocks, too.

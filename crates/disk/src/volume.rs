@@ -12,17 +12,16 @@ use ferrite_io::arena::Arena;
 use ferrite_io::arena::Span;
 use ferrite_io::engine::Engine;
 
-use crate::epochs::Reader;
-use crate::error::READ_ONLY;
 use crate::image::open_store;
-use crate::size::Human;
 use crate::store::BLOCK_BYTES;
 use crate::store::background::ServiceEngine;
 use crate::store::journal::VolumeId;
 use crate::store::live::{Found, Live};
 use crate::store::owned::{Owned, Seat};
-use crate::{
-    DiscardLimits, DiskError, ErrorKind, Extent, ImageName, OpenOptions, Port, Raw, SECTOR_BYTES,
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{
+    DiscardLimits, DiskError, ErrorKind, Extent, ImageName, OpenOptions, Port, READ_ONLY, Raw,
+    Reader, SECTOR_BYTES,
 };
 
 const BLOCK: u64 = BLOCK_BYTES as u64;

@@ -39,8 +39,8 @@ use ferrite_io::names;
 use ferrite_io::naming::Handle;
 use rustix::fs::{FlockOperation, OFlags, flock, fstat};
 
-use crate::plain;
 use crate::vhd::{decode, unescape};
+use ferrite_disk_base::plain;
 use ferrite_io::place::{self, Place, lasting_file_system, look_at};
 
 /// Behind the parent's name.

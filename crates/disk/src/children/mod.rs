@@ -22,10 +22,9 @@ use ferrite_io::directory::Directory;
 use ferrite_io::names;
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
-use crate::error::READ_ONLY;
 use crate::qcow2::{backing_path, is_on_raw, is_qcow2};
 use crate::vhd::{Head, Lineage, Uuid, head, lineage};
-use crate::{DiskError, ErrorKind, Format, Raw};
+use ferrite_disk_base::{DiskError, ErrorKind, Format, READ_ONLY, Raw};
 use ferrite_io::place::Place;
 
 pub(crate) mod marks;

@@ -4,7 +4,7 @@ use std::io;
 
 use ferrite_io::arena::Span;
 
-use crate::{Extent, Port};
+use ferrite_disk_base::{Extent, Port};
 
 /// Where copy-on-write gets the rest of a cluster from. Formats are compiled for the one type that
 /// it is, so that asking costs a call at most.

@@ -7,9 +7,8 @@ use ferrite_io::names;
 
 use super::format::ParentNames;
 use super::layer::Layer;
-use crate::name::ImageName;
-use crate::size::Human;
-use crate::{DiskError, ErrorKind, OpenOptions, Parents};
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, OpenOptions, Parents};
 
 /// Memory for the tables of a chain that stay there as a whole: 32 VHDs of 2,040 GiB each.
 const MAX_TABLE_BYTES: u64 = 256 << 20;

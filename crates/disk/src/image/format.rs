@@ -12,12 +12,8 @@ use ferrite_io::engine::FileId;
 
 use super::backing::Backing;
 use super::mapping::Mapping;
-use crate::epochs::Epochs;
-use crate::format::Format;
-use crate::name::ImageName;
-use crate::writeback::SyncWitness;
-use crate::writeback::journal::Identity;
-use crate::{DiskError, Port, Raw};
+use ferrite_disk_base::journal::Identity;
+use ferrite_disk_base::{DiskError, Epochs, Format, ImageName, Port, Raw, SyncWitness};
 
 /// An image's names of its parent.
 pub(crate) struct ParentNames {

@@ -11,14 +11,12 @@ use ferrite_io::engine::FileId;
 use super::backing::Backing;
 use super::format::{ImageFormat, ParentNames};
 use super::mapping::Mapping;
-use crate::epochs::Epochs;
-use crate::format::Format;
-use crate::name::ImageName;
 use crate::open_raw;
 use crate::qcow2::Qcow2;
 use crate::vhd::Vhd;
-use crate::writeback::{SyncWitness, journal};
-use crate::{DiskError, ErrorKind, OpenOptions, Port, Raw};
+use ferrite_disk_base::{
+    DiskError, Epochs, ErrorKind, Format, ImageName, OpenOptions, Port, Raw, SyncWitness, journal,
+};
 
 /// One open image of a chain. What it does stands with [`ImageFormat`].
 #[derive(Debug)]
@@ -37,7 +35,7 @@ macro_rules! each_format {
     ($layer:expr, $image:ident $(as $mut:tt)? => $done:expr) => {
         match $layer {
             $crate::image::Layer::Raw(image) => {
-                let $image: &$($mut)? $crate::Raw = image;
+                let $image: &$($mut)? ferrite_disk_base::Raw = image;
                 $done
             }
             $crate::image::Layer::Vhd(image) => {

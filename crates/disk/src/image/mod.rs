@@ -18,10 +18,9 @@ use std::sync::{Arc, Weak};
 
 use ferrite_io::arena::Span;
 
-use crate::epochs::{Epochs, Reader};
-use crate::name::ImageName;
-use crate::writeback::SyncWitness;
-use crate::{DiskError, Extent, OpenOptions, Port, Raw, SECTOR_BYTES};
+use ferrite_disk_base::{
+    DiskError, Epochs, Extent, ImageName, OpenOptions, Port, Raw, Reader, SECTOR_BYTES, SyncWitness,
+};
 
 pub(crate) mod backing;
 mod chain;

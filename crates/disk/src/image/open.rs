@@ -3,11 +3,9 @@
 use std::path::Path;
 
 use crate::children::{self, Ask};
-use crate::error::READ_ONLY;
 use crate::qcow2::Qcow2;
-use crate::raw::Unopened;
 use crate::vhd::Vhd;
-use crate::{DiskError, ErrorKind, OpenOptions, Raw};
+use ferrite_disk_base::{DiskError, ErrorKind, OpenOptions, READ_ONLY, Raw, Unopened};
 
 /// Opens a disk that is nothing but a file or device, as the options say. What is wrong with it is
 /// found before anything else is done, and nothing is written.

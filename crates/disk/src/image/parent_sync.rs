@@ -14,8 +14,7 @@ use ferrite_io::reactor::Unheard;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::layer::Layer;
-use crate::Port;
-use crate::writeback::{SyncWitness, Witnesses};
+use ferrite_disk_base::{Port, SyncWitness, Witnesses};
 
 const DUE: u8 = 0;
 const DONE: u8 = 1;

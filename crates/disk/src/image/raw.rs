@@ -8,9 +8,7 @@ use ferrite_io::arena::Span;
 use super::backing::Backing;
 use super::format::ImageFormat;
 use super::mapping::Mapping;
-use crate::format::Format;
-use crate::writeback::SyncWitness;
-use crate::{Port, Raw, SECTOR_BYTES};
+use ferrite_disk_base::{Format, Port, Raw, SECTOR_BYTES, SyncWitness};
 
 impl ImageFormat for Raw {
     fn format(&self) -> Format {

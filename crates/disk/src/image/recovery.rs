@@ -9,7 +9,7 @@ use std::io;
 
 use super::Image;
 use super::mapping::Mapping;
-use crate::{Port, SECTOR_BYTES};
+use ferrite_disk_base::{Port, SECTOR_BYTES};
 
 /// A part of the disk that a parent has from its journal, at least in part.
 #[derive(Clone, Copy, Debug)]

@@ -30,7 +30,7 @@ fn chain(dir: &Path, random: &mut SplitMix64) -> ImageName {
     let kind = test_engine();
     let workshop = ImageTools {
         fixed_size: false,
-        parents: crate::Parents::default(),
+        parents: ferrite_disk_base::Parents::default(),
         directory: &HostDirectory,
         unlocked: false,
         engine: &move |arena| kind.open(arena, 32),

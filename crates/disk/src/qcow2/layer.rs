@@ -9,16 +9,14 @@ use ferrite_io::engine::FileId;
 
 use super::Qcow2;
 use super::open::identity;
-use crate::epochs::Epochs;
 use crate::image::backing::Backing;
 use crate::image::format::{ImageFormat, ParentNames};
 use crate::image::mapping::Mapping;
 use crate::qcow2::alloc::state::State;
 use crate::qcow2::format::entry::{self, COPIED, Cluster, own};
 use crate::qcow2::tables::cache::Cache;
-use crate::writeback::SyncWitness;
-use crate::writeback::journal::Identity;
-use crate::{DiskError, Format, Port, Raw};
+use ferrite_disk_base::journal::Identity;
+use ferrite_disk_base::{DiskError, Epochs, Format, Port, Raw, SyncWitness};
 
 impl ImageFormat for Qcow2 {
     fn format(&self) -> Format {

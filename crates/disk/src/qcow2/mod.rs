@@ -27,11 +27,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use ferrite_io::shared_lock::SharedLock;
 
-use crate::Extent;
-use crate::epochs::Epochs;
 use crate::image::backing::Backing;
 use crate::image::format::ImageFormat;
-use crate::size::Human;
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{Epochs, Extent};
 
 mod alloc;
 mod commit;

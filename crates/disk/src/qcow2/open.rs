@@ -10,8 +10,6 @@ use ferrite_io::clock::SplitMix64;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::{MAX_CHANGES, Qcow2, SLICE_BYTES};
-use crate::epochs::Epochs;
-use crate::error::READ_ONLY;
 use crate::qcow2::alloc::Allocator;
 use crate::qcow2::alloc::base::Base;
 use crate::qcow2::alloc::fingerprint::Fingerprint;
@@ -23,8 +21,10 @@ use crate::qcow2::maintenance::snapshots;
 use crate::qcow2::tables::cache::Cache;
 use crate::qcow2::tables::changes::WORDS;
 use crate::qcow2::tables::meta::{TABLE_PIECE, read_whole};
-use crate::writeback::journal::{self, Identity, Journal, Left, Record};
-use crate::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
+use ferrite_disk_base::journal::{self, Identity, Journal, Left, Record};
+use ferrite_disk_base::{
+    DiskError, Epochs, ErrorKind, Format, ImageName, OpenOptions, READ_ONLY, Raw,
+};
 
 const HELP_DAMAGED: &str =
     "check it (ferrite image check), and take a backup of it before anything";

@@ -4,9 +4,9 @@ use std::io;
 use std::sync::atomic::Ordering;
 
 use super::Qcow2;
-use crate::Port;
 use crate::qcow2::alloc::grow::is_full;
 use crate::qcow2::format::header::AUTOCLEAR_AT;
+use ferrite_disk_base::Port;
 
 impl Qcow2 {
     /// What has to be done before the first write, and so before the first change that only the

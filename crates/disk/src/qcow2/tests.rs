@@ -14,7 +14,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::image::Layer;
 use crate::open_medium;
-use crate::{Disk, OpenOptions, Port, Raw, Session};
+use crate::{Disk, Session};
+use ferrite_disk_base::{OpenOptions, Port, Raw};
 
 mod leaks;
 mod memory;
@@ -52,7 +53,10 @@ fn create(path: &Path, new: &NewImage) {
 }
 
 fn open(path: &Path) -> Session {
-    let name = crate::ImageName { format: crate::Format::Qcow2, path: path.to_owned() };
+    let name = ferrite_disk_base::ImageName {
+        format: ferrite_disk_base::Format::Qcow2,
+        path: path.to_owned(),
+    };
     let disk = Disk::open_image(&name, &options()).unwrap();
     let kind = test_engine();
     Session::new(Arc::new(disk), |arena| kind.open(arena, 16)).unwrap()
@@ -258,7 +262,7 @@ proptest! {
         }
         let before = std::fs::read(&path).unwrap();
         let _ = check(&medium(&path));
-        let name = crate::ImageName { format: crate::Format::Qcow2, path: path.clone() };
+        let name = ferrite_disk_base::ImageName { format: ferrite_disk_base::Format::Qcow2, path: path.clone() };
         if let Ok(disk) = Disk::open_image(&name, &options()) {
             let kind = test_engine();
             let mut session =

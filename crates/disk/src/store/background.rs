@@ -14,7 +14,7 @@ use ferrite_io::reactor::Reactor;
 
 use super::live::{Live, Tended};
 use super::pace::{Pace, Stop};
-use crate::Port;
+use ferrite_disk_base::Port;
 
 /// Operations under way.
 pub(super) const ENTRIES: u32 = 32;

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ferrite_io::shared_lock::SharedLock;
 
-use crate::Port;
+use ferrite_disk_base::Port;
 
 /// Of what is missing, less than half of this is not asked for.
 const LEAST_BYTES: u64 = 64 << 10;

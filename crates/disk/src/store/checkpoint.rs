@@ -20,7 +20,7 @@ use super::superblock::{Roots, Superblock};
 use super::table::{Domain, FrozenTable, Table, Volume};
 use super::tree::{Tree, Written, page_to_write, thaw};
 use super::{BLOCK_BYTES, Damaged, StoreId};
-use crate::Port;
+use ferrite_disk_base::Port;
 
 /// Batches of pages under way at once: each has a piece of the thread's memory, and writes want some, too.
 const BATCHES_AT_ONCE: usize = 2;

@@ -8,7 +8,7 @@ use super::layout::Layout;
 use super::numbers::AHEAD;
 use super::{BLOCK_BYTES, Damaged, StoreId};
 
-pub use crate::volume_name::VolumeName as Name;
+pub use ferrite_disk_base::VolumeName as Name;
 
 const MAGIC: &[u8; 8] = b"FERSTJRN";
 /// Magic, identifier, number, `synced`, count, zeros, checksum.

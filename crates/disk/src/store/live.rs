@@ -57,9 +57,7 @@ use super::slots::{SLOT_BYTES, Slots};
 use super::space::{SpacePage, UNREADABLE};
 use super::stripes::Stripes;
 use super::{BLOCK_BYTES, opening};
-use crate::Port;
-use crate::epochs::Epochs;
-use crate::writeback::SyncWitness;
+use ferrite_disk_base::{Epochs, Port, SyncWitness};
 
 /// Locks of blocks.
 const BLOCK_LOCKS: usize = 2048;

@@ -11,8 +11,7 @@ use super::ballast::Ballast;
 use super::page::Pointer;
 use super::side_by_side::all;
 use super::{BLOCK_BYTES, Damaged};
-use crate::Port;
-use crate::writeback::{Commits, SyncWitness};
+use ferrite_disk_base::{Commits, Port, SyncWitness};
 
 /// Blocks that are read or written at once: those of the largest piece of memory that a task gets.
 pub const MAX_BLOCKS: usize = 16;

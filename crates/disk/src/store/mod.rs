@@ -58,7 +58,7 @@ pub mod table;
 mod testing;
 pub mod tree;
 
-pub use crate::content::{STORE_BLOCK_BYTES as BLOCK_BYTES, STORE_MAGIC as MAGIC};
+pub use ferrite_disk_base::{STORE_BLOCK_BYTES as BLOCK_BYTES, STORE_MAGIC as MAGIC};
 
 /// A store's random identifier: what has another is nobody's.
 pub type StoreId = [u8; 16];

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
 
 use super::journal::Name;
-use crate::{DiskError, ErrorKind};
+use ferrite_disk_base::{DiskError, ErrorKind};
 
 /// See the module text.
 #[derive(Clone, Debug, PartialEq, Eq)]

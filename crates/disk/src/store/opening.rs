@@ -12,7 +12,7 @@ use super::superblock::{Pages as Superblocks, Roots, Superblock, Unusable, choos
 use super::table::Table;
 use super::tree::{FIRST_GENERATION, Link, Tree};
 use super::{BLOCK_BYTES, Damaged, StoreId};
-use crate::Port;
+use ferrite_disk_base::Port;
 
 /// Of its metadata that a small store has in memory, one part of this.
 const SMALLEST_PART: u64 = 16;

@@ -23,9 +23,7 @@ use super::background::{self, Background, ServiceEngine};
 use super::journal::VolumeId;
 use super::live::{Live, Memory};
 use super::superblock::Unusable;
-use crate::error::READ_ONLY;
-use crate::port::SCRATCH_BYTES;
-use crate::{DiskError, ErrorKind, OpenOptions, Port, Raw};
+use ferrite_disk_base::{DiskError, ErrorKind, OpenOptions, Port, READ_ONLY, Raw, SCRATCH_BYTES};
 
 /// Operations under way while a store is opened.
 const ENTRIES: u32 = 32;

@@ -5,7 +5,7 @@ use super::fields::{Reader, Writer};
 use super::layout::Layout;
 use super::page::{POINTER_BYTES, Packing, Pointer};
 use super::{BLOCK_BYTES, Damaged, StoreId};
-use crate::content::STORE_MAGIC as MAGIC;
+use ferrite_disk_base::STORE_MAGIC as MAGIC;
 
 /// What this program reads and writes.
 pub const VERSION: u32 = 1;

@@ -14,7 +14,7 @@ use super::medium::{Medium, damaged};
 use super::page::{POINTER_BYTES, Pointer};
 use super::tree::{FIRST_GENERATION, FOR_EVER, Link, Tree, Written};
 use super::{BLOCK_BYTES, Damaged};
-use crate::Port;
+use ferrite_disk_base::Port;
 
 /// Entries of a table at most.
 pub const MAX_ENTRIES: u32 = 1 << 16;

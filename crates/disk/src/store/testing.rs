@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use super::layout::Layout;
 use super::medium::Medium;
 use super::{StoreId, opening};
-use crate::Port;
+use ferrite_disk_base::Port;
 
 /// Of the store: the smallest there is.
 pub(super) const BYTES: u64 = 18 << 20;

@@ -5,11 +5,10 @@ use super::io_context::IoContext;
 use super::{
     CheckReport, Checked, Finding, ImageTools, Repaired, broken, formats, refused, unsuitable,
 };
-use crate::finding::Class;
+use crate::Disk;
 use crate::image::{Image, Layer, open_as_far};
-use crate::writeback::journal;
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName};
 use crate::{open_medium, open_raw};
+use ferrite_disk_base::{Class, DiskError, ErrorKind, Format, ImageName, journal};
 
 impl ImageTools<'_> {
     /// Looks for inconsistencies in an image, and, if `chain` says so, in its parents. Nothing is

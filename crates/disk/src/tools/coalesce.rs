@@ -17,9 +17,10 @@ use super::formats::leaf;
 use super::io_context::IoContext;
 use super::rebase::{check_snapshots, note_bitmaps};
 use super::{Done, ImageTools, broken, formats, refused, unsuitable};
+use crate::Disk;
 use crate::children::{self, Ask, absolute};
 use crate::image::Image;
-use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
 const UNKNOWN: &str = "mend that first (a clone that was moved: move it back, or, if it stands on nothing where it is, ferrite \
                        image rebase -u CLONE -b PARENT), or say --force if you know that there are none: they would be destroyed";
@@ -280,9 +281,9 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::Format;
     use crate::tools::NewImage;
     use crate::tools::files::is_write_protected;
+    use ferrite_disk_base::Format;
     use ferrite_io::directory::HostDirectory;
     use ferrite_io::engines::EngineChoice;
 
@@ -290,7 +291,7 @@ mod tests {
         let kind = EngineChoice::Auto.decide().unwrap().kind;
         work(&ImageTools {
             fixed_size: false,
-            parents: crate::Parents::default(),
+            parents: ferrite_disk_base::Parents::default(),
             directory: &HostDirectory,
             unlocked: false,
             engine: &move |arena| kind.open(arena, 64),

@@ -7,8 +7,9 @@ use ferrite_io::arena::Span;
 
 use super::io_context::{BUFFER_BYTES, IoContext};
 use super::{Comparison, ImageTools, Progress, broken};
+use crate::Disk;
 use crate::pieces::{What, look};
-use crate::{Disk, DiskError, ImageName, Port, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, ImageName, Port, SECTOR_BYTES};
 
 /// A disk, the way to it, memory for 1 MiB of it, and its size.
 pub(super) struct Side<'a> {

@@ -8,8 +8,9 @@ use super::files::{NewFile, Over, beside, check_apart, check_regular, same_file}
 use super::formats::{Blank, shows_medium};
 use super::resume::{Resume, Source};
 use super::{DAMAGED, Done, ImageTools, NewImage, broken, formats};
+use crate::Disk;
 use crate::children::PARTIAL;
-use crate::{Disk, DiskError, ErrorKind, ImageName, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
 /// How to convert.
 #[derive(Clone, Debug, Default)]

@@ -14,8 +14,9 @@ use ferrite_io::shared_lock::SharedLock;
 use super::io_context::{BUFFER_BYTES, IoContext, Stop, all};
 use super::resume::Resume;
 use super::{ImageTools, Progress};
+use crate::Disk;
 use crate::pieces::{What, look, look_at_layer};
-use crate::{Disk, Port, SECTOR_BYTES};
+use ferrite_disk_base::{Port, SECTOR_BYTES};
 
 /// Pieces on their way at a time.
 const IN_FLIGHT: usize = 16;
@@ -280,7 +281,7 @@ mod tests {
     use ferrite_simio::{Fault, On, SimWorld};
 
     use super::*;
-    use crate::{Format, ImageName};
+    use ferrite_disk_base::{Format, ImageName};
 
     /// The kernel tells of what it has lost once, and a later flush is fine.
     #[test]
@@ -294,7 +295,7 @@ mod tests {
         let world = SimWorld::new(1);
         let tools = ImageTools {
             fixed_size: false,
-            parents: crate::Parents::default(),
+            parents: ferrite_disk_base::Parents::default(),
             directory: &world.directories(dir.path()),
             unlocked: false,
             engine: &|arena| Ok(world.engine(arena)),

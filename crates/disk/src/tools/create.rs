@@ -11,13 +11,15 @@ use super::io_context::IoContext;
 use super::spec::{NewImage, Parent, absolute_dir};
 use super::undo::Undo;
 use super::{Done, ImageTools, broken, formats, refused, unsuitable};
+use crate::Disk;
 use crate::children::marks::{self, Held, Mark};
 use crate::children::{self, absolute};
-use crate::parents::{CONFIGURED, to_allow};
 use crate::pieces::look_at_layer;
-use crate::size::Human;
-use crate::writeback::journal;
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName, MAX_LAYERS, SECTOR_BYTES};
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{
+    CONFIGURED_PARENTS, DiskError, ErrorKind, Format, ImageName, MAX_LAYERS, SECTOR_BYTES, journal,
+    to_allow,
+};
 
 impl ImageTools<'_> {
     /// Makes an image, durably. A parent is made read-only, if it is not yet.
@@ -70,7 +72,7 @@ impl ImageTools<'_> {
         (!options.is_empty()).then(|| {
             format!(
                 "what it stands on is in another folder: {path} is opened with {options} only, \
-                 or with that in {CONFIGURED}"
+                 or with that in {CONFIGURED_PARENTS}"
             )
         })
     }

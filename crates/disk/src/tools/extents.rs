@@ -3,7 +3,7 @@
 use super::io_context::IoContext;
 use super::{ImageTools, Kind, broken};
 use crate::pieces::{Piece, What, look};
-use crate::{DiskError, ImageName, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, ImageName, SECTOR_BYTES};
 
 impl ImageTools<'_> {
     /// Tells `each` extent of a disk, in order, neighbours of a kind as one. `false`: enough.

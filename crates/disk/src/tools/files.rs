@@ -14,10 +14,10 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::{ImageTools, broken, parent_dir, refused, unsuitable};
+use crate::Disk;
 use crate::children::{self, Ask, NEW, identity};
 use crate::open_medium;
-use crate::plain;
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw};
+use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw, plain};
 
 /// The attributes with a file's access control list and with its label for SELinux.
 const LIST: &str = "system.posix_acl_access";

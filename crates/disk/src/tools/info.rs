@@ -1,8 +1,9 @@
 //! The facts about an image, and the space that it takes.
 
 use super::{ImageTools, Info, LayerInfo, Usage, formats};
+use crate::Disk;
 use crate::image::{Layer, open_as_far};
-use crate::{Disk, DiskError, Format, ImageName, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, Format, ImageName, SECTOR_BYTES};
 
 impl ImageTools<'_> {
     /// The facts that an image and its parents have of themselves. Their data are not read.

@@ -14,9 +14,9 @@ use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 
 use super::ImageTools;
-use crate::port::SCRATCH_BYTES;
+use crate::Disk;
 use crate::store::owned::OpenEngine;
-use crate::{Disk, Port};
+use ferrite_disk_base::{Port, SCRATCH_BYTES};
 
 /// Scratch memory: as much as two disks need.
 const SCRATCHES: usize = 2;

@@ -1,18 +1,17 @@
 //! The journals of killed backends, of all images.
 
 use super::{ImageTools, JournalInfo, JournalState, refused};
-use crate::writeback::journal::{self, Kept};
-use crate::{DiskError, ErrorKind};
+use ferrite_disk_base::journal::{self, Kept};
+use ferrite_disk_base::{DiskError, ErrorKind};
 
-impl Kept {
-    fn info(&self) -> JournalInfo {
-        JournalInfo {
-            name: self.name.clone(),
-            format: self.format.map(|format| format.name()),
-            path: self.path.display().to_string(),
-            records: self.records,
-            state: self.state,
-        }
+/// What a journal says of itself.
+fn info(kept: &Kept) -> JournalInfo {
+    JournalInfo {
+        name: kept.name.clone(),
+        format: kept.format.map(|format| format.name()),
+        path: kept.path.display().to_string(),
+        records: kept.records,
+        state: kept.state,
     }
 }
 
@@ -22,7 +21,7 @@ impl ImageTools<'_> {
     /// # Errors
     /// They cannot be read.
     pub fn journals(&self) -> Result<Vec<JournalInfo>, DiskError> {
-        Ok(self.kept()?.iter().map(Kept::info).collect())
+        Ok(self.kept()?.iter().map(info).collect())
     }
 
     fn kept(&self) -> Result<Vec<Kept>, DiskError> {
@@ -90,6 +89,6 @@ impl ImageTools<'_> {
         if let Some(dir) = &self.state_dir {
             journal::drop_kept(dir, &dropped)?;
         }
-        Ok(dropped.into_iter().map(Kept::info).collect())
+        Ok(dropped.into_iter().map(info).collect())
     }
 }

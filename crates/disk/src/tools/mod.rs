@@ -15,7 +15,8 @@ use ferrite_io::arena::Arena;
 use ferrite_io::directory::Directory;
 use ferrite_io::engine::Engine;
 
-use crate::{Disk, DiskError, ErrorKind, ImageName, MAX_LAYERS, OpenOptions, Parents};
+use crate::Disk;
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, MAX_LAYERS, OpenOptions, Parents};
 
 mod check;
 mod coalesce;

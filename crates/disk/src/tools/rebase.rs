@@ -18,10 +18,11 @@ use super::formats::{Blank, leaf};
 use super::io_context::{BUFFER_BYTES, IoContext};
 use super::undo::Undo;
 use super::{Done, ImageTools, NewImage, Progress, broken, formats, refused, unsuitable};
+use crate::Disk;
 use crate::children;
 use crate::image::{Image, Layer};
-use crate::size::Human;
-use crate::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, SECTOR_BYTES};
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, OpenOptions, SECTOR_BYTES};
 
 /// Differences are written in units of this.
 const UNIT: usize = 64 << 10;

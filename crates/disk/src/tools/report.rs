@@ -3,8 +3,8 @@
 
 use serde::Serialize;
 
-use crate::finding::{Class, Counts};
-pub use crate::writeback::journal::JournalState;
+pub use ferrite_disk_base::journal::JournalState;
+use ferrite_disk_base::{Class, Counts};
 
 /// An image and what it stands on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

@@ -4,9 +4,10 @@ use super::create::done;
 use super::files::is_write_protected;
 use super::io_context::IoContext;
 use super::{Done, ImageTools, broken, formats, refused, unsuitable};
+use crate::Disk;
 use crate::pieces::{What, look};
-use crate::size::Human;
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, SECTOR_BYTES};
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, OpenOptions, SECTOR_BYTES};
 
 /// The size that a disk shall have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

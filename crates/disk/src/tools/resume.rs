@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::files::beside;
-use crate::plain;
+use ferrite_disk_base::plain;
 
 /// And how far it is.
 const STATE: &str = ".partial.json";

@@ -5,7 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::parent_dir;
-use crate::{Disk, ImageName, SECTOR_BYTES};
+use crate::Disk;
+use ferrite_disk_base::{ImageName, SECTOR_BYTES};
 
 /// The properties of a new image.
 #[derive(Clone, Debug, Default)]

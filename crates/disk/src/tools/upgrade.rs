@@ -3,11 +3,11 @@
 use super::create::done;
 use super::io_context::IoContext;
 use super::{Done, ImageTools, broken, unsuitable};
+use crate::Disk;
 use crate::image::Image;
 use crate::open_medium;
 use crate::qcow2;
-use crate::writeback::journal;
-use crate::{Disk, DiskError, Format, ImageName};
+use ferrite_disk_base::{DiskError, Format, ImageName, journal};
 
 impl ImageTools<'_> {
     /// Makes a qcow2 image of version 2 one of version 3. What a killed backend has left is brought
@@ -25,7 +25,7 @@ impl ImageTools<'_> {
         // Without its parents, which may not be there.
         let disk = Disk::Image(Image::open_alone(name, &self.options(false))?);
         self.close(&disk, &name.path)?;
-        let bytes = disk.sectors() * crate::SECTOR_BYTES;
+        let bytes = disk.sectors() * ferrite_disk_base::SECTOR_BYTES;
         drop(disk);
         let raw = open_medium(&name.path, &self.medium_options(false))?;
         if journal::any_at(self.readable_state(), &raw)? {

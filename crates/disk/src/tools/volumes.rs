@@ -7,13 +7,14 @@ use super::copy::{Copying, Mode};
 use super::io_context::IoContext;
 use super::stores::until_stopped;
 use super::{Convert, Done, ImageTools, Progress, broken, refused};
+use crate::Disk;
 use crate::children::PARTIAL;
 use crate::image::open_store;
 use crate::store::BLOCK_BYTES;
 use crate::store::journal::Name;
 use crate::store::live::{Live, Operation};
 use crate::store::owned::Seat;
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Port, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, Port, SECTOR_BYTES};
 
 /// The domain of volumes that are made without a word of one.
 const DOMAIN: u16 = 0;

@@ -7,8 +7,7 @@ use super::format::header::Header;
 use super::format::layout::{Layout, Placed, UNUSED};
 use super::format::{Malformed, SECTOR};
 use super::meta::{self, Footers, MetaError};
-use crate::finding::{Class, Counts, Kind as ProblemKind};
-use crate::{DiskError, Raw};
+use ferrite_disk_base::{Class, Counts, DiskError, ProblemKind, Raw};
 
 /// What can be wrong with an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -79,7 +78,7 @@ impl ProblemKind for Problem {
 }
 
 /// One inconsistency.
-pub type Finding = crate::Finding<Problem>;
+pub type Finding = ferrite_disk_base::Finding<Problem>;
 
 /// What a check has found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use super::meta::FooterAt;
 use super::pieces::write_bytes;
 use super::{Body, Sparse, Vhd};
 use crate::image::format::ImageFormat as _;
-use crate::{Port, Rare};
+use ferrite_disk_base::{Port, Rare};
 
 impl Vhd {
     /// While an image is open the copy of the footer at its beginning counts; the one at the end

@@ -12,7 +12,7 @@ use super::format::layout::{Layout, UNUSED};
 use super::format::locator::{self, Locator, MAX_TEXT_BYTES};
 use super::format::{MAX_BLOCKS, MAX_DISK_BYTES, SECTOR, Stamp, Uuid, whole_sectors};
 use super::pieces::{write_bytes, write_filled};
-use crate::{DiskError, ErrorKind, Port, Raw};
+use ferrite_disk_base::{DiskError, ErrorKind, Port, Raw};
 
 /// The image that a new differencing image is made on.
 #[derive(Clone, Debug)]

@@ -5,8 +5,7 @@ use std::io;
 use super::format::SECTOR;
 use super::format::footer::Footer;
 use super::pieces::{erase, write_bytes};
-use crate::writeback::Commits;
-use crate::{Port, Raw};
+use ferrite_disk_base::{Commits, Port, Raw};
 
 /// Where a file ends, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -14,7 +14,7 @@ use super::meta::FooterAt;
 use super::pieces::write_bytes;
 use super::{Body, Vhd};
 use crate::image::format::ImageFormat as _;
-use crate::{Port, Rare};
+use ferrite_disk_base::{Port, Rare};
 
 impl Vhd {
     /// Gives this image, a parent that has all data of the child and a disk at least as large, the

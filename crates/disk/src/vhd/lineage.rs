@@ -6,7 +6,7 @@ use super::format::footer::{Footer, Kind};
 use super::format::header::{self, Header};
 use super::meta::{Footers, MetaError, read_array, read_parent_paths};
 use super::{Parent, Uuid};
-use crate::Raw;
+use ferrite_disk_base::Raw;
 
 /// What begins a footer.
 const COOKIE: &[u8] = b"conectix";

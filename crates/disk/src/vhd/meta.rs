@@ -8,7 +8,7 @@ use super::format::footer::{Footer, Kind};
 use super::format::header::{self, Header};
 use super::format::layout::{Layout, UNUSED};
 use super::format::{Malformed, SECTOR, locator};
-use crate::{DiskError, ErrorKind, Raw};
+use ferrite_disk_base::{DiskError, ErrorKind, Raw};
 
 /// Bytes of the table that are read at once.
 const TABLE_PIECE: usize = 1 << 20;

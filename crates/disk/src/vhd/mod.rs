@@ -21,10 +21,11 @@ use ferrite_io::shared_lock::SharedLock;
 use crate::image::backing::Backing;
 use crate::image::format::{ImageFormat, ParentNames};
 use crate::image::mapping::Mapping;
-use crate::size::Human;
-use crate::writeback::journal::{self, Identity, Journal};
-use crate::writeback::{Commits, SyncWitness};
-use crate::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Port, Raw};
+use ferrite_disk_base::journal::{self, Identity, Journal};
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{
+    Commits, DiskError, ErrorKind, Format, ImageName, OpenOptions, Port, Raw, SyncWitness,
+};
 
 mod blocks;
 mod check;

@@ -7,7 +7,7 @@ use std::task::Poll;
 
 use ferrite_io::engine::FileId;
 
-use crate::{Port, Raw};
+use ferrite_disk_base::{Port, Raw};
 
 /// Bytes of the arena that one batch of operations uses.
 const BATCH_BYTES: usize = 64 << 10;

@@ -5,8 +5,7 @@ use super::check::{Problem, Report, survey};
 use super::footers::replace_footers;
 use super::format::batmap::{self, Batmap};
 use super::pieces::write_bytes;
-use crate::writeback::Commits;
-use crate::{DiskError, ErrorKind, Port, Raw};
+use ferrite_disk_base::{Commits, DiskError, ErrorKind, Port, Raw};
 
 /// Mends the image in `raw`, open for writing and file 0 of the port: footers from the one that is
 /// whole, the batmap from the bitmaps; space that nothing refers to is given back. Returns what

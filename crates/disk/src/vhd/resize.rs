@@ -12,7 +12,7 @@ use super::pieces::{write_bytes, write_zeros};
 use super::table::{self, ENTRIES};
 use super::{Body, Sparse, Vhd};
 use crate::image::format::ImageFormat as _;
-use crate::{DiskError, ErrorKind, Port, Rare};
+use ferrite_disk_base::{DiskError, ErrorKind, Port, Rare};
 
 impl Vhd {
     /// Gives the disk another size, at once: no data is moved but what is in the way of a larger

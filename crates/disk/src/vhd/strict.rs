@@ -15,7 +15,7 @@ use super::format::layout::UNUSED;
 use super::format::locator::{self, Locator};
 use super::format::{SECTOR, Uuid, be32, be64, whole_sectors};
 use super::meta::{self, Footers, MetaError};
-use crate::{DiskError, Raw};
+use ferrite_disk_base::{DiskError, Raw};
 
 /// How far clocks may be apart, in seconds.
 const SLACK_S: u32 = 1800;

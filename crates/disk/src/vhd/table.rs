@@ -17,7 +17,7 @@ use super::format::layout::{Layout, Placed, UNUSED};
 use super::format::{MAX_BLOCKS, MAX_DISK_BYTES, Malformed, SECTOR, whole_sectors};
 use super::pieces::{copy, erase, write_bytes, write_filled, write_pieces};
 use super::{Sparse, Vhd};
-use crate::{Port, Rare};
+use ferrite_disk_base::{Port, Rare};
 
 /// Entries in a sector of the table.
 pub(super) const ENTRIES: u32 = 128;

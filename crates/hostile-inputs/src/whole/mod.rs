@@ -7,7 +7,7 @@ mod stage;
 
 use ferrite_disk::open_medium;
 use ferrite_disk::{
-    Disk, DiskError, Extent, Format, OpenOptions, Port, ProblemKind, Raw, Session, qcow2, vhd,
+    Disk, DiskError, Extent, Format, OpenOptions, Port, ProblemKind, Session, qcow2, vhd,
 };
 use ferrite_io::pool::Pool;
 use ferrite_io::reactor::Reactor;

@@ -5,8 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::qcow2::alloc::state::State;
 use crate::qcow2::tables::meta;
-use crate::writeback::Commits;
-use crate::{Port, Raw};
+use ferrite_disk_base::{Commits, Port, Raw};
 
 /// See the module text.
 pub(in crate::qcow2) struct Base {

@@ -7,8 +7,8 @@
 use std::io;
 use std::ops::Range;
 
-use crate::Port;
 use crate::qcow2::alloc::Allocator;
+use ferrite_disk_base::Port;
 
 impl Allocator {
     /// Has the file system back all tables that there were when the image was opened. The caller has

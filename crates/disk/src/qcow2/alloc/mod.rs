@@ -37,8 +37,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use ferrite_io::shared_lock::{Held, SharedLock};
 
-use crate::Port;
 use crate::qcow2::format::header::Header;
+use ferrite_disk_base::Port;
 
 pub(in crate::qcow2) mod base;
 mod blocks;

@@ -24,7 +24,7 @@ use std::io;
 
 use crate::qcow2::alloc::Allocator;
 use crate::qcow2::alloc::clusters::{Clusters, Run};
-use crate::{Port, Rare};
+use ferrite_disk_base::{Port, Rare};
 
 /// Slices of refcounts that are looked at in one go: half a GiB each, with the usual clusters.
 const SLICES_AT_ONCE: u32 = 8;

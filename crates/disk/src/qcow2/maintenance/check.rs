@@ -6,14 +6,13 @@
 
 use std::io;
 
-use crate::finding::{Class, Counts, Kind as ProblemKind};
 use crate::qcow2::format::entry::{self, COPIED, Cluster};
 use crate::qcow2::format::header::{
     CORRUPT, DIRTY, EXT_BITMAPS, HEAD_BYTES, Header, HeaderError, be32, be64,
 };
 use crate::qcow2::format::refcount;
 use crate::qcow2::maintenance::snapshots::Entries;
-use crate::{DiskError, ErrorKind, Raw};
+use ferrite_disk_base::{Class, Counts, DiskError, ErrorKind, ProblemKind, Raw};
 
 /// Clusters whose counts are in memory: two of four bytes each.
 const WINDOW: u64 = 1 << 22;
@@ -81,7 +80,7 @@ impl ProblemKind for Problem {
 }
 
 /// One inconsistency.
-pub type Finding = crate::Finding<Problem>;
+pub type Finding = ferrite_disk_base::Finding<Problem>;
 
 /// What a check has found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

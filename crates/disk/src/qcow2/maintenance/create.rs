@@ -11,7 +11,7 @@ use crate::qcow2::format::header::{
 use crate::qcow2::format::refcount;
 use crate::qcow2::format::unpack::Compression;
 use crate::qcow2::tables::meta;
-use crate::{DiskError, ErrorKind, Format, Port, Raw, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, ErrorKind, Format, Port, Raw, SECTOR_BYTES};
 
 /// What a new image shall be.
 #[derive(Clone, Debug)]

@@ -10,7 +10,7 @@ use crate::qcow2::format::header::{
 use crate::qcow2::format::refcount;
 use crate::qcow2::maintenance::check::{Fix, Report, failed, survey};
 use crate::qcow2::tables::meta;
-use crate::{DiskError, Port, Raw};
+use ferrite_disk_base::{DiskError, Port, Raw};
 
 /// Changes that are in memory at a time; the rest is found by the next look.
 const MAX_FIXES: usize = 1 << 20;

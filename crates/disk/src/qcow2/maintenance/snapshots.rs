@@ -3,8 +3,8 @@
 
 use std::io;
 
-use crate::Raw;
 use crate::qcow2::format::header::{Header, MAX_L1_BYTES, be32, be64};
+use ferrite_disk_base::Raw;
 
 /// Of the table, at a time.
 const PIECE_BYTES: usize = 64 << 10;

@@ -6,7 +6,7 @@ use crate::qcow2::format::header::{HEAD_BYTES, Header, be64};
 use crate::qcow2::maintenance::check::{failed, survey};
 use crate::qcow2::maintenance::snapshots::Entries;
 use crate::qcow2::tables::meta;
-use crate::{DiskError, ErrorKind, Port, Raw, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, ErrorKind, Port, Raw, SECTOR_BYTES};
 
 const SECTOR: usize = SECTOR_BYTES as usize;
 

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use crate::writeback::journal::{Journal, Slot};
+use ferrite_disk_base::journal::{Journal, Slot};
 
 /// Words of a journal record: the entry now, the one on disk, and the one that may have got there
 /// with a commit that was not finished. The key is the guest's cluster, or [`l1_key`].

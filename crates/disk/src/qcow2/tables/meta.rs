@@ -9,7 +9,7 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 use ferrite_io::scratch::MAX_PIECE_BYTES;
 
-use crate::{Port, Raw};
+use ferrite_disk_base::{Port, Raw};
 
 /// How often in a row.
 const RETRIES: u32 = 16;

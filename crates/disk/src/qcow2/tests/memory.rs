@@ -3,7 +3,10 @@
 use super::*;
 
 fn open_with(path: &Path, options: &OpenOptions) -> Session {
-    let name = crate::ImageName { format: crate::Format::Qcow2, path: path.to_owned() };
+    let name = ferrite_disk_base::ImageName {
+        format: ferrite_disk_base::Format::Qcow2,
+        path: path.to_owned(),
+    };
     let disk = Disk::open_image(&name, options).unwrap();
     let kind = test_engine();
     Session::new(Arc::new(disk), |arena| kind.open(arena, 16)).unwrap()
@@ -17,7 +20,7 @@ fn what_a_dead_process_had_in_memory_fits_into_that_of_the_next() {
     let new = NewImage { cluster_bytes: 512, ..NewImage::new(8 << 20) };
     create(&at("a.qcow2"), &new);
     for (name, parent) in [("b.qcow2", "a.qcow2"), ("c.qcow2", "b.qcow2")] {
-        let backing = Some((parent.into(), crate::Format::Qcow2));
+        let backing = Some((parent.into(), ferrite_disk_base::Format::Qcow2));
         create(&at(name), &NewImage { backing, ..new.clone() });
     }
     let options =

@@ -7,8 +7,8 @@ use ferrite_simio::{Fault, On, SimWorld};
 use tempfile::TempDir;
 
 use super::*;
-use crate::ProblemKind as _;
 use crate::open_medium;
+use ferrite_disk_base::ProblemKind as _;
 
 /// EIO, as the kernel gives it.
 pub(super) const EIO: i32 = 5;
@@ -63,7 +63,10 @@ impl Machine {
 
 /// With a journal.
 pub(super) fn open_in(dir: &Path, read_only: bool) -> Disk {
-    let name = crate::ImageName { format: crate::Format::Qcow2, path: dir.join("a.qcow2") };
+    let name = ferrite_disk_base::ImageName {
+        format: ferrite_disk_base::Format::Qcow2,
+        path: dir.join("a.qcow2"),
+    };
     let options = OpenOptions { read_only, state_dir: Some(dir.join("state")), ..options() };
     Disk::open_image(&name, &options).unwrap()
 }
@@ -80,7 +83,7 @@ fn small(path: &Path) {
 pub(super) fn on_parent(cluster_bytes: u32) -> impl FnOnce(&Path) {
     move |path| {
         std::fs::write(path.with_file_name("parent"), vec![5; 8 << 20]).unwrap();
-        let backing = Some(("parent".into(), crate::Format::Raw));
+        let backing = Some(("parent".into(), ferrite_disk_base::Format::Raw));
         create(path, &NewImage { cluster_bytes, backing, ..NewImage::new(8 << 20) });
     }
 }
@@ -398,7 +401,7 @@ fn what_a_larger_device_has_room_for_can_be_read_and_written_again() {
     let new = NewImage { cluster_bytes: 4096, ..NewImage::new(40 << 20) };
     reactor.block_on(new.create(&port, &raw)).unwrap().unwrap();
     drop((reactor, port, raw));
-    let name = crate::ImageName { format: crate::Format::Qcow2, path };
+    let name = ferrite_disk_base::ImageName { format: ferrite_disk_base::Format::Qcow2, path };
     let disk = Disk::open_image(&name, &fixed).unwrap();
     let kind = test_engine();
     let mut session = Session::new(Arc::new(disk), |arena| kind.open(arena, 16)).unwrap();

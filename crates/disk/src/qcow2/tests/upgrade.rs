@@ -9,7 +9,7 @@ fn made(dir: &Path, name_bytes: usize) -> std::path::PathBuf {
     let path = dir.join("a.qcow2");
     std::fs::write(dir.join("parent"), vec![5; 1 << 20]).unwrap();
     let name = "./".repeat(name_bytes / 2) + "parent";
-    let backing = (name_bytes > 0).then_some((name, crate::Format::Raw));
+    let backing = (name_bytes > 0).then_some((name, ferrite_disk_base::Format::Raw));
     create(&path, &NewImage { version: 2, cluster_bytes: 4096, backing, ..NewImage::new(1 << 20) });
     let mut session = open(&path);
     session.write(1 << 16, &[3; 8192]).unwrap();
@@ -29,7 +29,7 @@ fn version(path: &Path) -> u32 {
 
 /// Upgrades with an engine of this world, which may stop meanwhile: then there is no reason for the
 /// error.
-fn upgraded(world: &SimWorld, path: &Path) -> Result<bool, Option<crate::DiskError>> {
+fn upgraded(world: &SimWorld, path: &Path) -> Result<bool, Option<ferrite_disk_base::DiskError>> {
     let raw = medium(path);
     let arena = Arena::new(2 << 20).unwrap();
     let mut reactor = Reactor::new(world.engine(arena.clone()));
@@ -87,7 +87,7 @@ fn what_is_damaged_or_has_no_room_stays_as_it_is() {
     refused(&path, "damaged");
 
     let path = dir.path().join("b.qcow2");
-    let backing = Some(("./".repeat(190) + "parent", crate::Format::Raw));
+    let backing = Some(("./".repeat(190) + "parent", ferrite_disk_base::Format::Raw));
     create(&path, &NewImage { version: 2, cluster_bytes: 512, backing, ..NewImage::new(1 << 20) });
     refused(&path, "no room");
 }

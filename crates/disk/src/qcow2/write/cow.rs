@@ -8,7 +8,6 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 use ferrite_io::scratch::MAX_PIECE_BYTES;
 
-use crate::Port;
 use crate::image::format::ImageFormat;
 use crate::image::mapping::Mapping;
 use crate::qcow2::alloc::fresh::{Fate, Fresh};
@@ -18,6 +17,7 @@ use crate::qcow2::format::unpack;
 use crate::qcow2::tables::changes::l1_key;
 use crate::qcow2::tables::meta::{self, TRIES, out_of_memory};
 use crate::qcow2::{Qcow2, TABLE_LOCKS};
+use ferrite_disk_base::Port;
 
 impl Qcow2 {
     /// Reads the slice that [`find`](Self::find) lacked, or says what is wrong with an entry.

@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferrite_io::arena::Span;
 
-use crate::Port;
 use crate::image::backing::Backing;
 use crate::image::format::ImageFormat;
 use crate::image::mapping::Mapping;
 use crate::qcow2::format::entry::{self, Cluster};
 use crate::qcow2::{CLUSTER_LOCKS, Qcow2};
+use ferrite_disk_base::Port;
 
 /// What to do about the beginning of a range.
 enum Step {

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::finding::{Class, Counts};
+use ferrite_disk_base::{Class, Counts};
 
 /// Findings that are listed; the rest is counted.
 const MAX_LISTED: usize = 1000;

@@ -24,7 +24,7 @@ use super::pace::Pace;
 use super::space::{Bits, Kind};
 use super::superblock::{Roots, Unusable};
 use super::{BLOCK_BYTES, Damaged, opening};
-use crate::Port;
+use ferrite_disk_base::Port;
 
 /// Memory for pages: they are read once.
 const PAGES_BYTES: usize = 1 << 20;

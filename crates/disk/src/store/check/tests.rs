@@ -194,7 +194,7 @@ fn hashes_that_are_lost_are_named_until_something_is_written_among_them() {
     let root = store.read(superblock.roots.hashes.unwrap().place);
     let leaf = Pointer::decode(root.as_chunks().0.first().unwrap(), &superblock.layout);
     store.flip(leaf.unwrap().unwrap().place);
-    assert_eq!(only(&store.check(DEEP), "page").class, crate::Class::Harmless);
+    assert_eq!(only(&store.check(DEEP), "page").class, ferrite_disk_base::Class::Harmless);
     let (port, mut reactor) = open(&store);
     let written = async {
         let live = Live::open(&port, BYTES, MEMORY).await.unwrap();
@@ -214,7 +214,10 @@ fn a_page_that_is_damaged_once_is_mended_and_twice_is_the_damage_of_its_blocks()
         store.flip(place);
         let before = store.check(DEEP);
         let finding = only(&before, "page");
-        assert!(finding.mendable && finding.class == crate::Class::Harmless, "{finding:?}");
+        assert!(
+            finding.mendable && finding.class == ferrite_disk_base::Class::Harmless,
+            "{finding:?}"
+        );
         assert_eq!(finding.place_bytes, Some(place * BLOCK));
         assert_eq!(store.check(How { mend: true, ..DEEP }).mended, 1);
         assert_eq!(store.check(DEEP).findings, Findings::default());

@@ -9,7 +9,6 @@ use ferrite_simio::{Fault, On, SimWorld};
 use tempfile::TempDir;
 
 use super::*;
-use crate::epochs::Epochs;
 use crate::store::BLOCK_BYTES;
 use crate::store::content::DomainKey;
 use crate::store::journal::Name;
@@ -19,6 +18,7 @@ use crate::store::slots::SLOT_BYTES;
 use crate::store::superblock::Unusable;
 use crate::store::testing::{self, BYTES, port};
 use crate::store::tree::{Found, Link};
+use ferrite_disk_base::Epochs;
 
 /// Of a volume: two levels of inner pages.
 const BLOCKS: u64 = 300 * 512;

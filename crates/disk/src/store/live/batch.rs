@@ -16,14 +16,13 @@ use super::room::Whose;
 use super::turns::{Entrusted, Gets};
 use super::writing::Lanes;
 use super::{BLOCK_BYTES, Core, Live, damaged};
-use crate::Port;
 use crate::store::Damaged;
 use crate::store::content::ContentHash;
 use crate::store::journal::{Filling, NewContent, Record, VolumeId};
 use crate::store::medium::MAX_BLOCKS;
 use crate::store::side_by_side::{all, both};
 use crate::store::space::Given;
-use crate::writeback::Failure;
+use ferrite_disk_base::{Failure, Port};
 
 /// Pages of P2M in which one turn looks for numbers: a pass waits for it.
 const MOST_PAGES: u32 = 256;

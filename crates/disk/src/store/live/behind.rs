@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use super::Live;
 use super::writing::Lanes;
-use crate::Port;
 use crate::store::journal::Filling;
+use ferrite_disk_base::Port;
 
 /// How long a sync waits for a journal block that says so. A guest that flushes often sends the next write within it.
 const AT_ONCE: Duration = Duration::from_millis(5);

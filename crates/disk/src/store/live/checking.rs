@@ -13,9 +13,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::room::Whose;
 use super::{BLOCK_BYTES, Live};
-use crate::Port;
 use crate::store::check::{Asker, Begun, Check, How, Outcome};
 use crate::store::pace::Pace;
+use ferrite_disk_base::Port;
 
 /// Writes that wait for a pass. They go before a check.
 #[derive(Debug, Default)]

@@ -12,13 +12,13 @@ use serde::{Deserialize, Serialize};
 use super::leaves::{Leaf, is_lost, words};
 use super::room::Whose;
 use super::{BLOCK_BYTES, Live, damaged};
-use crate::Port;
 use crate::store::content::checksum;
 use crate::store::journal::VolumeId;
 use crate::store::pace::Pace;
 use crate::store::packing::pack;
 use crate::store::page::{GROUP_BLOCKS, Packing, Whereabouts, decode_number};
 use crate::store::space::Bits;
+use ferrite_disk_base::Port;
 
 /// A round begins when one part of this is new of what is in use, and at least 64 MiB.
 const NEW_PART: u64 = 4;

@@ -4,11 +4,11 @@ use std::io;
 
 use super::leaves::{Leaf, bytes, is_lost, words};
 use super::{Live, damaged};
-use crate::Port;
 use crate::store::Damaged;
 use crate::store::content::{ContentHash, checksum};
 use crate::store::pace::Pace;
 use crate::store::page::{HASHES, P2M_ENTRIES, Whereabouts};
+use ferrite_disk_base::Port;
 
 /// Numbers from one to the next that stand for each other. A pass makes ways short again.
 const MAX_WAY: u32 = 64;

@@ -6,13 +6,13 @@ use std::io;
 use super::leaves::Leaf;
 use super::passes::numbers_of;
 use super::{BLOCK_BYTES, Live, damaged};
-use crate::Port;
 use crate::store::check::{Stats, VolumeStats};
 use crate::store::journal::VolumeId;
 use crate::store::page::{P2M_ENTRIES, V2P_ENTRIES, Whereabouts, decode_number};
 use crate::store::pages::{PageId, Pages};
 use crate::store::space::{Bits, Kind};
 use crate::store::tree::Found;
+use ferrite_disk_base::Port;
 
 /// Leaves that are looked at before others have their turn.
 const STEP: u64 = 64;

@@ -6,11 +6,11 @@ use std::io;
 use std::sync::Arc;
 
 use super::{BLOCK_BYTES, Live, damaged};
-use crate::Port;
 use crate::store::Damaged;
 use crate::store::content::checksum;
 use crate::store::packing::unpack;
 use crate::store::page::{Packing, Whereabouts};
+use ferrite_disk_base::Port;
 
 /// Groups that are remembered: 1 MiB of them.
 const REMEMBERED: usize = 16;

@@ -8,11 +8,10 @@ use std::ops::Range;
 
 use super::leaves::{Leaf, bytes, is_lost};
 use super::{BLOCK_BYTES, Live};
-use crate::Port;
 use crate::store::content::ContentHash;
 use crate::store::page::{HASHES, P2M_ENTRIES, Whereabouts};
 use crate::store::side_by_side::all;
-use crate::writeback::Failure;
+use ferrite_disk_base::{Failure, Port};
 
 /// Pages of P2M in a row of which nothing found room: the index is full.
 const FULL_PAGES: u32 = 64;

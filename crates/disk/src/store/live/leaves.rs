@@ -6,7 +6,6 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use super::{BLOCK_BYTES, Core, Live, checkpoint, damaged, lock};
-use crate::Port;
 use crate::store::journal::{NewContent, VolumeId};
 use crate::store::medium::is_of_a_block;
 use crate::store::page::{HASHES, P2M_ENTRIES, POINTER_BYTES, Pointer, V2P_ENTRIES, Whereabouts};
@@ -15,6 +14,7 @@ use crate::store::side_by_side::all;
 use crate::store::slots::View;
 use crate::store::tree::{FOR_EVER, Found, Way};
 use crate::store::{Damaged, content::ContentHash};
+use ferrite_disk_base::Port;
 
 /// How long somebody waits who finds no room in memory, and makes none.
 const AGAIN: Duration = Duration::from_millis(1);

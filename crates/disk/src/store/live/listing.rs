@@ -5,7 +5,6 @@ use std::io;
 use serde::{Deserialize, Serialize};
 
 use super::{BLOCK_BYTES, Core, Index, Live, lock};
-use crate::Port;
 use crate::store::Damaged;
 use crate::store::journal::{Record, VolumeId};
 use crate::store::medium::{Medium, damaged};
@@ -13,6 +12,7 @@ use crate::store::opening;
 use crate::store::page::Packing;
 use crate::store::superblock::VERSION;
 use crate::store::table::Volume;
+use ferrite_disk_base::Port;
 
 /// Memory for who only looks at a store.
 const LOOK_BYTES: usize = 1 << 20;

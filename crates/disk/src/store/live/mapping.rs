@@ -10,12 +10,11 @@ use ferrite_io::arena::{Arena, Span};
 use super::leaves::{Leaf, bytes};
 use super::reading::blocks_of;
 use super::{BLOCK_BYTES, Live};
-use crate::Extent;
-use crate::epochs::Reader;
 use crate::store::content::{checksum, is_zeros};
 use crate::store::journal::VolumeId;
 use crate::store::page::{P2M_ENTRIES, V2P_ENTRIES, Whereabouts, decode_number};
 use crate::store::pages::Kind;
+use ferrite_disk_base::{Extent, Reader};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 /// Numbers that stand for others, one after the other, which are followed without a step.

@@ -13,7 +13,6 @@ use std::time::Duration;
 use ferrite_io::shared_lock::Held;
 
 use super::{BLOCK_BYTES, Live, damaged};
-use crate::Port;
 use crate::store::Damaged;
 use crate::store::checkpoint::Core;
 use crate::store::free_numbers::page_of;
@@ -23,6 +22,7 @@ use crate::store::page::P2M_ENTRIES;
 use crate::store::side_by_side::all;
 use crate::store::space::{Bits, Changes, NoRoom, Passes};
 use crate::store::tree::Link;
+use ferrite_disk_base::Port;
 
 /// Between looks whether all have left who were here before.
 const AGAIN: Duration = Duration::from_millis(1);

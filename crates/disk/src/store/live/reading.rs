@@ -8,7 +8,6 @@ use ferrite_io::arena::Span;
 use super::leaves::{Leaf, is_lost};
 use super::mapping::Spot;
 use super::{BLOCK_BYTES, Live, damaged};
-use crate::Port;
 use crate::store::Damaged;
 use crate::store::content::checksum;
 use crate::store::journal::VolumeId;
@@ -16,6 +15,7 @@ use crate::store::medium::MAX_BLOCKS;
 use crate::store::page::{V2P_ENTRIES, Whereabouts, decode_number};
 use crate::store::pages::{PageId, Pages};
 use crate::store::side_by_side::all;
+use ferrite_disk_base::Port;
 
 /// Parts of one request that are under way at once.
 const PARTS_AT_ONCE: usize = 4;

@@ -10,13 +10,13 @@ use std::time::Duration;
 use super::leaves::{Change, Leaf, bytes};
 use super::scrubbing::NO_HASH;
 use super::{BLOCK_BYTES, Live, damaged};
-use crate::Port;
 use crate::store::Damaged;
 use crate::store::content::{ContentHash, DomainKey};
 use crate::store::journal::{Block, NewContent, Record, Replay, Scan, VolumeId};
 use crate::store::medium::{MAX_BLOCKS, is_of_a_block};
 use crate::store::numbers::Numbers;
 use crate::store::page::Whereabouts;
+use ferrite_disk_base::Port;
 
 /// Blocks that one change of a replay is about, at most: they are in two leaves.
 const MAX_CHANGE: u64 = 512;

@@ -6,8 +6,8 @@
 use std::io;
 
 use super::Live;
-use crate::Port;
 use crate::store::checkpoint::Core;
+use ferrite_disk_base::Port;
 
 /// Whose change of leaves it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

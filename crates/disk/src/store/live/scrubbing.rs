@@ -15,7 +15,6 @@ use serde::{Deserialize, Serialize};
 use super::leaves::{Leaf, is_lost};
 use super::room::Whose;
 use super::{BLOCK_BYTES, Core, Live, damaged};
-use crate::Port;
 use crate::store::check::{Findings, StoreFinding};
 use crate::store::content::checksum;
 use crate::store::journal::VolumeId;
@@ -23,6 +22,7 @@ use crate::store::medium::MAX_BLOCKS;
 use crate::store::pace::Pace;
 use crate::store::page::{P2M_ENTRIES, V2P_ENTRIES, Whereabouts, decode_number};
 use crate::store::tree::Next;
+use ferrite_disk_base::Port;
 
 /// Bad contents that are remembered: with more than these the medium is lost.
 const MAX_BAD: usize = 1 << 16;

@@ -6,13 +6,13 @@ use std::io;
 use super::leaves::{Leaf, bytes, is_lost};
 use super::passes::{Look, Passed, numbers_of};
 use super::{Core, Live, damaged};
-use crate::Port;
 use crate::store::free_numbers::page_of;
 use crate::store::pace::Pace;
 use crate::store::page::{HASHES, P2M_ENTRIES, Pointer, Whereabouts, decode_number};
 use crate::store::side_by_side::all;
 use crate::store::space::Places;
 use crate::store::tree::{Link, Way};
+use ferrite_disk_base::Port;
 
 /// Leaves that are not read, before others have their turn.
 const STEP: u64 = 64;

@@ -10,8 +10,8 @@ use super::index_loading::Loading;
 use super::passes::{Look, Passed};
 use super::scrubbing::{ScrubInfo, Scrubbing};
 use super::{BLOCK_BYTES, Live};
-use crate::Port;
 use crate::store::pace::Pace;
+use ferrite_disk_base::Port;
 
 /// What is read for the index counts so many times: guests have just begun.
 const LOADING_PRICE: u64 = 4;

@@ -5,11 +5,11 @@ use std::io;
 use super::room::Whose;
 use super::writing::Lanes;
 use super::{Core, Live};
-use crate::Port;
 use crate::store::content::DomainKey;
 use crate::store::journal::{Filling, Name, Record, VolumeId};
 use crate::store::table::{Domain, MAX_ENTRIES, Volume};
 use crate::store::tree::{Link, Tree};
+use ferrite_disk_base::Port;
 
 /// Why an operation cannot be done. Nothing has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

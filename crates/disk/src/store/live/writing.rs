@@ -12,12 +12,12 @@ use super::reading::{blocks_of, parts};
 use super::room::Whose;
 use super::turns::{Gets, Part};
 use super::{BLOCK_BYTES, Core, Live, damaged};
-use crate::Port;
 use crate::store::Damaged;
 use crate::store::content::{ContentHash, DomainKey, checksum, is_zeros};
 use crate::store::journal::{Filling, Record, VolumeId};
 use crate::store::page::{V2P_ENTRIES, Whereabouts};
 use crate::store::side_by_side::all;
+use ferrite_disk_base::Port;
 
 /// Bytes that other threads hash. Less is done before they have begun.
 const HASHED_BESIDE: usize = 64 << 10;

@@ -8,13 +8,13 @@ use ferrite_io::scratch::MAX_PIECE_BYTES;
 use super::files::is_write_protected;
 use super::spec::{NewImage, Parent};
 use super::{Checked, Finding, LayerInfo, broken, unsuitable};
-use crate::finding::{Counts, Kind as ProblemKind};
 use crate::image::format::ImageFormat;
 use crate::image::{Image, Layer, each_format};
 use crate::qcow2::Qcow2;
 use crate::store::BLOCK_BYTES;
 use crate::vhd::Vhd;
-use crate::{Disk, DiskError, ErrorKind, Format, ImageName, Port, Raw, Volume};
+use crate::{Disk, Volume};
+use ferrite_disk_base::{Counts, DiskError, ErrorKind, Format, ImageName, Port, ProblemKind, Raw};
 
 mod qcow2;
 mod raw;
@@ -362,7 +362,7 @@ pub(super) fn check(raw: &Raw, format: Format, rules: Rules<'_>) -> Result<Check
     Ok(Checked { path, format: format.name(), counts, findings, more_findings, unused_bytes })
 }
 
-fn finding<P: ProblemKind>(kind: &str, found: &crate::Finding<P>) -> Finding {
+fn finding<P: ProblemKind>(kind: &str, found: &ferrite_disk_base::Finding<P>) -> Finding {
     let class = found.problem.class();
     Finding {
         offset_bytes: Some(found.offset),

@@ -10,7 +10,7 @@ use crate::image::format::ImageFormat;
 use crate::qcow2::{self, NewImage as NewQcow2, Qcow2, Told};
 use crate::tools::spec::Parent;
 use crate::tools::{Finding, LayerInfo, SnapshotInfo, broken, unsuitable};
-use crate::{DiskError, ErrorKind, Format, Port, Raw};
+use ferrite_disk_base::{DiskError, ErrorKind, Format, Port, Raw};
 
 impl Offline for Qcow2 {
     fn check_new(new: New<'_>) -> Result<(), DiskError> {

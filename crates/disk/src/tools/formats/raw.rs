@@ -4,7 +4,7 @@ use std::io;
 
 use super::{New, Offline, examined, of_medium, without_units};
 use crate::tools::{LayerInfo, NewImage, broken};
-use crate::{DiskError, Format, Port, Raw, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, Format, Port, Raw, SECTOR_BYTES};
 
 impl Offline for Raw {
     fn check_new(new: New<'_>) -> Result<(), DiskError> {

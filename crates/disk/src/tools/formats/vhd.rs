@@ -11,7 +11,7 @@ use crate::tools::{Finding, LayerInfo, NewImage};
 use crate::vhd::{
     self, DEFAULT_BLOCK_BYTES, NewImage as NewVhd, NewParent, Problem, Stamp, Uuid, Vhd,
 };
-use crate::{DiskError, Format, Port, Raw};
+use ferrite_disk_base::{DiskError, Format, Port, Raw};
 
 impl Offline for Vhd {
     fn check_new(new: New<'_>) -> Result<(), DiskError> {

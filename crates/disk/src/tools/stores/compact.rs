@@ -8,7 +8,7 @@ use crate::store::live::Live;
 use crate::store::pace::Pace;
 use crate::store::page::Packing;
 use crate::tools::{ImageTools, Progress};
-use crate::{DiskError, Port};
+use ferrite_disk_base::{DiskError, Port};
 
 /// Rounds at most: each makes room for the next one.
 const ROUNDS: usize = 16;

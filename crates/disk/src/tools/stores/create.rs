@@ -15,7 +15,7 @@ use crate::store::{BLOCK_BYTES, opening};
 use crate::tools::files::Over;
 use crate::tools::io_context::IoContext;
 use crate::tools::{ImageTools, Progress};
-use crate::{DiskError, ErrorKind};
+use ferrite_disk_base::{DiskError, ErrorKind};
 
 impl ImageTools<'_> {
     /// Makes a store without volumes, and with one domain, durably: of a file of so many bytes, or of a device, or a part of it.

@@ -28,7 +28,7 @@ use crate::store::name::StoreName;
 use crate::store::owned::{CHECK_PATH, MAKE_ROOM, help_of};
 use crate::store::pace::Pace;
 use crate::store::superblock::Unusable;
-use crate::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port};
+use ferrite_disk_base::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port};
 
 pub use report::{
     StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreMade, StoreRepaired,

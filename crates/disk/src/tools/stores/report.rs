@@ -5,13 +5,12 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::finding::Counts;
 use crate::store::BLOCK_BYTES;
 use crate::store::check::{Outcome, Stats, StoreFinding};
 use crate::store::live::{Live, Passed, StoreInfo, VolumeInfo, WorkInfo};
 use crate::store::page::Packing;
 use crate::tools::{Verdict, refused};
-use crate::{DiskError, ErrorKind};
+use ferrite_disk_base::{Counts, DiskError, ErrorKind};
 
 /// A new store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

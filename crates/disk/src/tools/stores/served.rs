@@ -29,7 +29,7 @@ use crate::store::pace::{Pace, Stop};
 use crate::store::page::{P2M_ENTRIES, Packing};
 use crate::tools::Progress;
 use crate::tools::io_context::IoContext;
-use crate::{DiskError, ErrorKind, Port};
+use ferrite_disk_base::{DiskError, ErrorKind, Port};
 
 /// How often it is looked whether long work is still wanted.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

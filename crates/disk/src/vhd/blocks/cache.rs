@@ -7,7 +7,7 @@ use ferrite_io::engine::FileId;
 
 use super::entry::{Entry, State as Where};
 use super::{Blocks, GENERATIONS, SECTOR, State};
-use crate::Port;
+use ferrite_disk_base::Port;
 
 impl Blocks {
     /// Reads the bitmaps of the range that are not in memory.

@@ -9,7 +9,7 @@ use super::{Blocks, Part, State};
 use crate::vhd::footers::last_sector;
 use crate::vhd::format::SECTOR;
 use crate::vhd::pieces::write_bytes;
-use crate::{Port, Rare, Raw};
+use ferrite_disk_base::{Port, Rare, Raw};
 
 /// The smallest and the largest step in bytes.
 const MIN_STEP_BYTES: u64 = 16 << 20;

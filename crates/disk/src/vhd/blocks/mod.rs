@@ -18,8 +18,8 @@ use super::format::SECTOR;
 use super::format::footer;
 use super::format::layout::{Layout, UNUSED};
 use crate::image::mapping::Mapping;
-use crate::writeback::Commits;
-use crate::writeback::journal::{Journal, Slot as Record};
+use ferrite_disk_base::Commits;
+use ferrite_disk_base::journal::{Journal, Slot as Record};
 
 mod cache;
 mod commit;

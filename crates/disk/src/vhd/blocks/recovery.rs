@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::entry::{Entry, State as Where};
 use super::{Blocks, RECORD_WORDS, SECTOR, State};
-use crate::writeback::journal::Record;
+use ferrite_disk_base::journal::Record;
 
 impl Blocks {
     /// Recovers a journal's records: in memory everything is as it was, and dirty. `keep`: the

@@ -9,7 +9,8 @@ use super::*;
 use crate::image::Layer;
 use crate::tools::{ImageTools, NewImage};
 use crate::vhd::Body;
-use crate::{Disk, Format, ImageName, OpenOptions, Session};
+use crate::{Disk, Session};
+use ferrite_disk_base::{Format, ImageName, OpenOptions};
 
 const BLOCK: u64 = 4096;
 /// Bitmaps that fit into the least memory.
@@ -35,7 +36,7 @@ fn with_state<T>(disk: &Disk, look: impl FnOnce(&State) -> T) -> T {
 fn chain(dir: &std::path::Path) -> ImageName {
     let workshop = ImageTools {
         fixed_size: false,
-        parents: crate::Parents::default(),
+        parents: ferrite_disk_base::Parents::default(),
         directory: &HostDirectory,
         unlocked: false,
         engine: &|arena| test_engine().open(arena, 32),

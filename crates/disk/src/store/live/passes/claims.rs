@@ -6,7 +6,7 @@ use shuttle::sync::{Arc, Mutex};
 use shuttle::thread;
 
 use super::*;
-use crate::epochs::tests::shuttle_tests::Epochs;
+use ferrite_disk_base::ShuttledEpochs;
 
 /// Contents: one that a volume has, one that is nobody's, and two that are not there yet.
 const NUMBERS: usize = 5;
@@ -14,7 +14,7 @@ const HAD: u64 = 1;
 const NOBODYS: u64 = 2;
 
 struct World {
-    epochs: Epochs,
+    epochs: ShuttledEpochs,
     marks: Mutex<Marks>,
     /// V2P: the numbers of a volume's blocks. It is under a mutex, as in a store.
     blocks: Mutex<[u64; 4]>,
@@ -26,7 +26,7 @@ impl World {
     fn new() -> Arc<World> {
         let entries = [0, 1, 1, 0, 0].map(AtomicU64::new);
         let (marks, blocks) = (Mutex::new(Marks::new(64)), Mutex::new([HAD, 0, 0, 0]));
-        Arc::new(World { epochs: Epochs::new(), marks, blocks, entries })
+        Arc::new(World { epochs: ShuttledEpochs::default(), marks, blocks, entries })
     }
 
     /// A write of content that `number` may have; otherwise it gets another one.

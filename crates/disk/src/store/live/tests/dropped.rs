@@ -6,7 +6,7 @@ use ferrite_io::reactor::Wait;
 use super::mapping::Mapped;
 use super::passes::{nothing_is_lost_and_nothing_left, read_one, write_new};
 use super::*;
-use crate::Extent;
+use ferrite_disk_base::Extent;
 
 /// Blocks of `v0` that have something.
 const USED: usize = 40;

@@ -7,10 +7,10 @@ use std::thread;
 use super::super::leaves::{Change, Leaf, bytes, words};
 use super::passes::{read_one, write_new};
 use super::*;
-use crate::Extent;
 use crate::store::content::ContentHash;
 use crate::store::journal::NewContent;
 use crate::store::page::Whereabouts;
+use ferrite_disk_base::Extent;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
