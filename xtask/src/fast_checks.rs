@@ -16,7 +16,7 @@ const CARGO_DENY: &str = "0.20.2";
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// The crates of this workspace that are linked into the program that serves.
-const PRODUCT: [&str; 9] = [
+const PRODUCT: [&str; 10] = [
     "ferrite",
     "ferrite-daemon",
     "ferrite-disk",
@@ -25,6 +25,7 @@ const PRODUCT: [&str; 9] = [
     "ferrite-keeper",
     "ferrite-seeing",
     "ferrite-serve",
+    "ferrite-store",
     "ferrite-xen",
 ];
 /// Those that tasks link: they compile while the product does not.

@@ -13,10 +13,10 @@ use std::sync::Arc;
 
 use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
 use ferrite_daemon::keeping::Keepers;
-use ferrite_disk::store::owned::Seat;
 use ferrite_disk::{Disk, Session, open_store};
 use ferrite_io::engines::test_engine;
 use ferrite_loopback::machine::DiskPaths;
+use ferrite_store::owned::Seat;
 use ferrite_testkit::{PATIENCE, scale, stores, wait_until};
 use host::{A_WHILE, Host, id, works};
 use load::Load;

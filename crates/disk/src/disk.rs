@@ -13,13 +13,13 @@ use ferrite_io::arena::{Arena, Span};
 use crate::image::{Image, Layer};
 use crate::null::{self, Null};
 use crate::open_raw;
-use crate::store::BLOCK_BYTES;
-use crate::store::background::ServiceEngine;
 use crate::volume::Volume;
 use ferrite_disk_base::{
     DiscardLimits, DiskError, Extent, Format, GrowthWatch, ImageName, OpenOptions, Port, Raw,
     Reader, SCRATCH_BYTES, SECTOR_BYTES, SyncWitness,
 };
+use ferrite_store::BLOCK_BYTES;
+use ferrite_store::background::ServiceEngine;
 
 /// One open disk, shared by the threads of its queues.
 #[derive(Debug)]

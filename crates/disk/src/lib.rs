@@ -20,7 +20,6 @@ mod null;
 mod pieces;
 pub mod qcow2;
 mod session;
-pub mod store;
 pub mod tools;
 pub mod vhd;
 mod volume;
@@ -34,6 +33,7 @@ pub use ferrite_disk_base::{
     Format, GrowthWatch, INDEX_BYTES, ImageName, MAX_LAYERS, METADATA_BYTES, Mark, OpenOptions,
     Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES, SyncWitness, size,
 };
+pub use ferrite_store::{background::ServiceEngine, lookups as store_lookups, owned::StoreKey};
 pub use identity::DiskIdentity;
 pub use image::{Image, open_medium, open_raw, open_store};
 pub use null::Null;

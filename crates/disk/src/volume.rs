@@ -13,16 +13,16 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::Engine;
 
 use crate::image::open_store;
-use crate::store::BLOCK_BYTES;
-use crate::store::background::ServiceEngine;
-use crate::store::journal::VolumeId;
-use crate::store::live::{Found, Live};
-use crate::store::owned::{Owned, Seat};
 use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{
     DiscardLimits, DiskError, ErrorKind, Extent, ImageName, OpenOptions, Port, READ_ONLY, Raw,
     Reader, SECTOR_BYTES,
 };
+use ferrite_store::BLOCK_BYTES;
+use ferrite_store::background::ServiceEngine;
+use ferrite_store::journal::VolumeId;
+use ferrite_store::live::{Found, Live};
+use ferrite_store::owned::{Owned, Seat};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use ferrite_disk::open_medium;
 use ferrite_disk::tools::{Convert, ImageTools, NewImage};
 use ferrite_disk::{
-    Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, ProblemKind, Raw, Session,
+    Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, ProblemKind, Session,
     qcow2, vhd,
 };
 use ferrite_io::clock::{Random, SplitMix64};

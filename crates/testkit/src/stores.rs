@@ -5,18 +5,18 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ferrite_disk::open_store;
-use ferrite_disk::store::content::DomainKey;
-use ferrite_disk::store::journal::Name;
-use ferrite_disk::store::layout::Layout;
-use ferrite_disk::store::live::Operation;
-use ferrite_disk::store::medium::Medium;
-use ferrite_disk::store::opening;
-use ferrite_disk::store::owned::Seat;
 use ferrite_disk::{Disk, DiskError, OpenOptions, Port};
 use ferrite_io::arena::Arena;
 use ferrite_io::engines::test_engine;
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
+use ferrite_store::content::DomainKey;
+use ferrite_store::journal::Name;
+use ferrite_store::layout::Layout;
+use ferrite_store::live::Operation;
+use ferrite_store::medium::Medium;
+use ferrite_store::opening;
+use ferrite_store::owned::Seat;
 
 use crate::faulty::Faults;
 

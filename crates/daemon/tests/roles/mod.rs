@@ -20,8 +20,6 @@ use ferrite_daemon::keeping::{OfStore, Programs};
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Failure};
-use ferrite_disk::store::journal::Name;
-use ferrite_disk::store::owned::StoreKey;
 use ferrite_disk::tools::stores::Change;
 use ferrite_disk::tools::stores::served::ServedStore;
 use ferrite_disk::{Disk, OpenOptions};
@@ -40,6 +38,8 @@ use ferrite_serve::blkif::lifecycle::{
 };
 use ferrite_serve::counters::{remember_process, stats_file};
 use ferrite_serve::nbd::relay;
+use ferrite_store::journal::Name;
+use ferrite_store::owned::StoreKey;
 use ferrite_testkit::rig::{mover, moving, work_config};
 use ferrite_testkit::{PATIENCE, wait_until};
 use ferrite_xen::hypervisor::DomId;

@@ -15,8 +15,8 @@ use ferrite_io::scratch::Scratch;
 
 use super::ImageTools;
 use crate::Disk;
-use crate::store::owned::OpenEngine;
 use ferrite_disk_base::{Port, SCRATCH_BYTES};
+use ferrite_store::owned::OpenEngine;
 
 /// Scratch memory: as much as two disks need.
 const SCRATCHES: usize = 2;

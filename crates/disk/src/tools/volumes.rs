@@ -10,11 +10,11 @@ use super::{Convert, Done, ImageTools, Progress, broken, refused};
 use crate::Disk;
 use crate::children::PARTIAL;
 use crate::image::open_store;
-use crate::store::BLOCK_BYTES;
-use crate::store::journal::Name;
-use crate::store::live::{Live, Operation};
-use crate::store::owned::Seat;
 use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, Port, SECTOR_BYTES};
+use ferrite_store::BLOCK_BYTES;
+use ferrite_store::journal::Name;
+use ferrite_store::live::{Live, Operation};
+use ferrite_store::owned::Seat;
 
 /// The domain of volumes that are made without a word of one.
 const DOMAIN: u16 = 0;

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use ferrite_disk::store::lookups;
+use ferrite_disk::store_lookups;
 use ferrite_disk::{Disk, Extent};
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::engine::{Completion, Transfer};
@@ -74,7 +74,7 @@ impl RequestPath {
         if !self.medium.has_checks {
             return;
         }
-        let (looked, counters) = (lookups::of_this_thread(), self.account.counters());
+        let (looked, counters) = (store_lookups::of_this_thread(), self.account.counters());
         counters.v2p_hits.add(looked.v2p.hits);
         counters.v2p_misses.add(looked.v2p.misses);
         counters.p2m_hits.add(looked.p2m.hits);

@@ -11,10 +11,10 @@ use super::{Checked, Finding, LayerInfo, broken, unsuitable};
 use crate::image::format::ImageFormat;
 use crate::image::{Image, Layer, each_format};
 use crate::qcow2::Qcow2;
-use crate::store::BLOCK_BYTES;
 use crate::vhd::Vhd;
 use crate::{Disk, Volume};
 use ferrite_disk_base::{Counts, DiskError, ErrorKind, Format, ImageName, Port, ProblemKind, Raw};
+use ferrite_store::BLOCK_BYTES;
 
 mod qcow2;
 mod raw;

@@ -5,17 +5,17 @@ use std::io;
 use ferrite_io::clock;
 
 use super::{DOMAIN, MEMORY, StoreMade, failed, until_stopped};
-use crate::store::content::DomainKey;
-use crate::store::journal::Name;
-use crate::store::layout::Layout;
-use crate::store::live::{Live, Operation};
-use crate::store::medium::Medium;
-use crate::store::name::StoreName;
-use crate::store::{BLOCK_BYTES, opening};
 use crate::tools::files::Over;
 use crate::tools::io_context::IoContext;
 use crate::tools::{ImageTools, Progress};
 use ferrite_disk_base::{DiskError, ErrorKind};
+use ferrite_store::content::DomainKey;
+use ferrite_store::journal::Name;
+use ferrite_store::layout::Layout;
+use ferrite_store::live::{Live, Operation};
+use ferrite_store::medium::Medium;
+use ferrite_store::name::StoreName;
+use ferrite_store::{BLOCK_BYTES, opening};
 
 impl ImageTools<'_> {
     /// Makes a store without volumes, and with one domain, durably: of a file of so many bytes, or of a device, or a part of it.
@@ -35,7 +35,7 @@ impl ImageTools<'_> {
             return Err(usage("a file needs a size".into(), "say --size SIZE, for example 100G"));
         }
         let bad_size =
-            |e: crate::store::layout::BadSize| usage(e.to_string(), "choose another size");
+            |e: ferrite_store::layout::BadSize| usage(e.to_string(), "choose another size");
         // Before anything is made, or lost.
         bytes.map(Layout::of).transpose().map_err(bad_size)?;
         let mut file = self.new_file(path, Over::forced(force))?;

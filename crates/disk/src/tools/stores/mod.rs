@@ -19,16 +19,16 @@ use super::io_context::IoContext;
 use super::{ImageTools, broken};
 use crate::children::PARTIAL;
 use crate::open_medium;
-use crate::store::BLOCK_BYTES;
-use crate::store::check::{self, How, Outcome, damage_of};
-use crate::store::content::DomainKey;
-use crate::store::journal::{Name, VolumeId};
-use crate::store::live::{Live, Look, MadeWay, Memory, Operation, VolumeError, VolumeInfo};
-use crate::store::name::StoreName;
-use crate::store::owned::{CHECK_PATH, MAKE_ROOM, help_of};
-use crate::store::pace::Pace;
-use crate::store::superblock::Unusable;
 use ferrite_disk_base::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port};
+use ferrite_store::BLOCK_BYTES;
+use ferrite_store::check::{self, How, Outcome, damage_of};
+use ferrite_store::content::DomainKey;
+use ferrite_store::journal::{Name, VolumeId};
+use ferrite_store::live::{Live, Look, MadeWay, Memory, Operation, VolumeError, VolumeInfo};
+use ferrite_store::name::StoreName;
+use ferrite_store::owned::{CHECK_PATH, MAKE_ROOM, help_of};
+use ferrite_store::pace::Pace;
+use ferrite_store::superblock::Unusable;
 
 pub use report::{
     StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreMade, StoreRepaired,

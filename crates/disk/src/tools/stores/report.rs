@@ -5,12 +5,12 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::store::BLOCK_BYTES;
-use crate::store::check::{Outcome, Stats, StoreFinding};
-use crate::store::live::{Live, Passed, StoreInfo, VolumeInfo, WorkInfo};
-use crate::store::page::Packing;
 use crate::tools::{Verdict, refused};
 use ferrite_disk_base::{Counts, DiskError, ErrorKind};
+use ferrite_store::BLOCK_BYTES;
+use ferrite_store::check::{Outcome, Stats, StoreFinding};
+use ferrite_store::live::{Live, Passed, StoreInfo, VolumeInfo, WorkInfo};
+use ferrite_store::page::Packing;
 
 /// A new store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

@@ -20,16 +20,16 @@ use super::{
     cannot_check, cannot_collect, cannot_compact, cannot_look, change_live, failed, repaired,
     until_stopped,
 };
-use crate::store::BLOCK_BYTES;
-use crate::store::check::Outcome;
-use crate::store::journal::Name;
-use crate::store::live::{Live, ScrubInfo};
-use crate::store::owned::{OpenEngine, Seat, StoreKey};
-use crate::store::pace::{Pace, Stop};
-use crate::store::page::{P2M_ENTRIES, Packing};
 use crate::tools::Progress;
 use crate::tools::io_context::IoContext;
 use ferrite_disk_base::{DiskError, ErrorKind, Port};
+use ferrite_store::BLOCK_BYTES;
+use ferrite_store::check::Outcome;
+use ferrite_store::journal::Name;
+use ferrite_store::live::{Live, ScrubInfo};
+use ferrite_store::owned::{OpenEngine, Seat, StoreKey};
+use ferrite_store::pace::{Pace, Stop};
+use ferrite_store::page::{P2M_ENTRIES, Packing};
 
 /// How often it is looked whether long work is still wanted.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
