@@ -16,11 +16,13 @@ const CARGO_DENY: &str = "0.20.2";
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// The crates of this workspace that are linked into the program that serves.
-const PRODUCT: [&str; 10] = [
+const PRODUCT: [&str; 12] = [
     "ferrite",
     "ferrite-daemon",
     "ferrite-disk",
     "ferrite-disk-base",
+    "ferrite-image-tools",
+    "ferrite-images",
     "ferrite-io",
     "ferrite-keeper",
     "ferrite-seeing",
@@ -115,7 +117,8 @@ fn tests_on_aio() -> Result<()> {
         test.env("RUST_TEST_THREADS", &threads).env("FERRITE_TEST_ENGINE", "aio");
     };
     let programs = Programs::build(&[])?;
-    let packages = ["disk", "serve", "ferrite"];
+    let packages =
+        ["disk-base", "images", "store", "disk", "image-tools", "serve", "ferrite"];
     let done = programs.run_all("aio", &packages, steps::cpus(), &on_aio);
     // Of the lab's tests the engine matters to those of the bench alone.
     done.and(programs.run_some("aio", "lab", &["bench"], &on_aio))

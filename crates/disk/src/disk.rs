@@ -10,14 +10,13 @@ use std::sync::{Arc, Weak};
 
 use ferrite_io::arena::{Arena, Span};
 
-use crate::image::{Image, Layer};
 use crate::null::{self, Null};
-use crate::open_raw;
 use crate::volume::Volume;
 use ferrite_disk_base::{
     DiscardLimits, DiskError, Extent, Format, GrowthWatch, ImageName, OpenOptions, Port, Raw,
     Reader, SCRATCH_BYTES, SECTOR_BYTES, SyncWitness,
 };
+use ferrite_images::{Image, Layer, open_raw};
 use ferrite_store::BLOCK_BYTES;
 use ferrite_store::background::ServiceEngine;
 
@@ -88,7 +87,7 @@ impl Disk {
     }
 
     /// All that it lies in, the leaf first.
-    pub(crate) fn media(&self) -> Vec<&Raw> {
+    pub fn media(&self) -> Vec<&Raw> {
         match self {
             Disk::Raw(d) => vec![d],
             Disk::Image(d) => d.layers().iter().map(Layer::medium).collect(),

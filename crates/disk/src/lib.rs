@@ -8,20 +8,17 @@
 //! * [`Image`]: a chain of images with metadata: allocation, snapshots, clones.
 //! * [`Volume`]: of a store, which holds equal blocks once.
 //! * [`Null`]: reads zeros, forgets writes; for measuring everything above it.
+//!
+//! What a disk's own interface shows of the crates below is re-exported here.
 
 #![forbid(unsafe_code)]
 
 mod allocation;
-mod children;
 mod disk;
 mod identity;
-mod image;
 mod null;
-mod pieces;
-pub mod qcow2;
+pub mod pieces;
 mod session;
-pub mod tools;
-pub mod vhd;
 mod volume;
 
 pub use allocation::Allocation;
@@ -33,9 +30,9 @@ pub use ferrite_disk_base::{
     Format, GrowthWatch, INDEX_BYTES, ImageName, MAX_LAYERS, METADATA_BYTES, Mark, OpenOptions,
     Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES, SyncWitness, size,
 };
+pub use ferrite_images::{Image, open_medium, open_raw, open_store};
 pub use ferrite_store::{background::ServiceEngine, lookups as store_lookups, owned::StoreKey};
 pub use identity::DiskIdentity;
-pub use image::{Image, open_medium, open_raw, open_store};
 pub use null::Null;
 pub use session::Session;
 pub use volume::Volume;

@@ -7,9 +7,8 @@ use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
 use crate::Disk;
-use crate::image::Layer;
-use crate::image::mapping::Mapping;
 use ferrite_disk_base::{Extent as Place, Port, Raw};
+use ferrite_images::{Layer, Mapping};
 
 /// Holes are only seen in whole blocks of this many bytes, so that what lies beside them can be
 /// read in whole blocks, too.
@@ -17,26 +16,30 @@ const BLOCK: u64 = 4096;
 
 /// The beginning of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Piece {
-    pub(crate) len: u64,
+pub struct Piece {
+    /// Bytes.
+    pub len: u64,
     /// The layer that says so, the leaf is 0; none: no layer has it.
-    pub(crate) layer: Option<usize>,
-    pub(crate) what: What,
+    pub layer: Option<usize>,
+    /// What is there.
+    pub what: What,
 }
 
+/// What a part of a disk is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum What {
+pub enum What {
     /// Bytes of the layer's file from here on.
     Data(u64),
     /// Compressed in the layer's file.
     Packed,
     /// Somewhere in a store, block for block.
     Shared,
+    /// It reads as zeros.
     Zeros,
 }
 
 /// Looks at the beginning of a range, which is inside the disk.
-pub(crate) async fn look(disk: &Disk, port: &Port, offset: u64, len: u64) -> io::Result<Piece> {
+pub async fn look(disk: &Disk, port: &Port, offset: u64, len: u64) -> io::Result<Piece> {
     match disk {
         Disk::Null(_) => Ok(Piece { len, layer: None, what: What::Zeros }),
         Disk::Raw(raw) => match disk.map(offset, len) {
@@ -66,7 +69,7 @@ async fn look_at_layers(layers: &[Layer], port: &Port, offset: u64, len: u64) ->
 }
 
 /// The share of one layer in the beginning of a range: a piece, or nothing for so many bytes.
-pub(crate) async fn look_at_layer(
+pub async fn look_at_layer(
     layer: &Layer,
     i: usize,
     port: &Port,

@@ -12,12 +12,12 @@ use ferrite_io::arena::Arena;
 use ferrite_io::arena::Span;
 use ferrite_io::engine::Engine;
 
-use crate::image::open_store;
 use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{
     DiscardLimits, DiskError, ErrorKind, Extent, ImageName, OpenOptions, Port, READ_ONLY, Raw,
     Reader, SECTOR_BYTES,
 };
+use ferrite_images::open_store;
 use ferrite_store::BLOCK_BYTES;
 use ferrite_store::background::ServiceEngine;
 use ferrite_store::journal::VolumeId;
@@ -108,7 +108,9 @@ impl Volume {
         self.store.live()
     }
 
-    pub(crate) fn medium(&self) -> &Raw {
+    /// The file or device that the store is in.
+    #[inline]
+    pub fn medium(&self) -> &Raw {
         self.store.raw()
     }
 
@@ -124,7 +126,7 @@ impl Volume {
     }
 
     /// `PATH#NAME`.
-    pub(crate) fn path(&self) -> PathBuf {
+    pub fn path(&self) -> PathBuf {
         let mut path = self.medium().path().as_os_str().to_owned();
         path.push("#");
         path.push(&self.name);
@@ -140,7 +142,7 @@ impl Volume {
     }
 
     /// Nobody ever writes it.
-    pub(crate) fn is_snapshot(&self) -> bool {
+    pub fn is_snapshot(&self) -> bool {
         self.is_snapshot
     }
 

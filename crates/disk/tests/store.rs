@@ -8,8 +8,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use common::{MIB, Queue, dir_in_memory, work};
-use ferrite_disk::tools::Convert;
 use ferrite_disk::{Disk, DiskError, ErrorKind, Extent, ImageName, OpenOptions};
+use ferrite_image_tools::Convert;
 use ferrite_io::engine::Op;
 use ferrite_io::engines::EngineChoice;
 use ferrite_store::background::ServiceEngine;

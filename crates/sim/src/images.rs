@@ -9,11 +9,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrite_disk::open_medium;
-use ferrite_disk::tools::{Convert, ImageTools, NewImage};
 use ferrite_disk::{
     Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, ProblemKind, Session,
-    qcow2, vhd,
 };
+use ferrite_image_tools::{Convert, ImageTools, NewImage};
+use ferrite_images::{qcow2, vhd};
 use ferrite_io::clock::{Random, SplitMix64};
 
 use crate::devices::{self, Devices, Remains};

@@ -10,9 +10,9 @@ use crate::common::vhd::{
 };
 use crate::common::{MIB, Queue, dir_on_disk, work};
 use ferrite_disk::open_medium;
-use ferrite_disk::tools::{ImageTools, NewImage as New, Verdict};
-use ferrite_disk::vhd::{self, NewImage, Problem, Vhd};
 use ferrite_disk::{Disk, ImageName, OpenOptions, Parents};
+use ferrite_image_tools::{ImageTools, NewImage as New, Verdict};
+use ferrite_images::vhd::{self, NewImage, Problem, Vhd};
 use ferrite_io::engine::Op;
 use ferrite_testkit::faulty::Faults;
 

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_disk::open_medium;
-use ferrite_disk::vhd::{Footer, NewImage, NewParent};
 use ferrite_disk::{Disk, DiskError, OpenOptions, Port, Raw};
+use ferrite_images::vhd::{Footer, NewImage, NewParent};
 use ferrite_io::engine::Engine;
 use ferrite_io::engines::test_engine;
 use ferrite_io::pool::Pool;

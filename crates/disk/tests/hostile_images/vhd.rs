@@ -213,7 +213,7 @@ fn use_all(den: &Den, image: &Sketch) {
     den.judge(&path, Format::Vhd, true);
     let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
     let raw = open_medium(&path, &read_only).unwrap();
-    let _ = ferrite_disk::vhd::check(&raw);
+    let _ = ferrite_images::vhd::check(&raw);
 }
 
 #[test]

@@ -1,13 +1,13 @@
-//! `ferrite store`: stores and their volumes. The work is `ferrite_disk::tools::stores`; here are names,
+//! `ferrite store`: stores and their volumes. The work is `ferrite_image_tools::stores`; here are names,
 //! options, progress and text.
 
 use std::ffi::OsStr;
 use std::path::Path;
 use std::time::Duration;
 
-use ferrite_disk::tools::stores::{Change, StoreCheck, StoreChecked, StoreListed};
-use ferrite_disk::tools::{ImageTools, Progress, Verdict};
 use ferrite_disk::{DiskError, ErrorKind, Parents, size};
+use ferrite_image_tools::stores::{Change, StoreCheck, StoreChecked, StoreListed};
+use ferrite_image_tools::{ImageTools, Progress, Verdict};
 use ferrite_io::directory::HostDirectory;
 use ferrite_store::journal::Name;
 use ferrite_store::name::StoreName;

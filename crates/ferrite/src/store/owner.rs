@@ -22,8 +22,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferrite_disk::ImageName;
-use ferrite_disk::tools::Progress;
-use ferrite_disk::tools::stores::served::ServedStore;
+use ferrite_image_tools::Progress;
+use ferrite_image_tools::stores::served::ServedStore;
 use ferrite_io::clock;
 use ferrite_serve::blkif::lifecycle::EngineFactory;
 use ferrite_serve::waker::Waker;

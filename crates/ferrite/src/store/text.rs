@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use ferrite_disk::size::Human;
-use ferrite_disk::tools::stores::{
+use ferrite_image_tools::stores::{
     StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreMade, StoreRepaired,
     StoreStats, VolumeDone,
 };

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use ferrite_disk::tools::stores::Change;
+use ferrite_image_tools::stores::Change;
 use ferrite_store::journal::Name;
 use ferrite_store::owned::StoreKey;
 use ferrite_store::page::Packing;

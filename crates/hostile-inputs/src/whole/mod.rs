@@ -6,9 +6,8 @@ mod recipe;
 mod stage;
 
 use ferrite_disk::open_medium;
-use ferrite_disk::{
-    Disk, DiskError, Extent, Format, OpenOptions, Port, ProblemKind, Session, qcow2, vhd,
-};
+use ferrite_disk::{Disk, DiskError, Extent, Format, OpenOptions, Port, ProblemKind, Session};
+use ferrite_images::{qcow2, vhd};
 use ferrite_io::pool::Pool;
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;

@@ -40,7 +40,7 @@ impl RequestPath {
     /// Starts everything that is ready. Data that lies in one place goes straight to the engine,
     /// neighbours together; the rest becomes a task.
     ///
-    /// All that is mapped here is counted (`disk/src/epochs.rs`) from before the first question until
+    /// All that is mapped here is counted (`disk-base/src/epochs.rs`) from before the first question until
     /// the operations of its request have ended; tasks are by themselves.
     pub(super) fn start_all(&mut self, ready: &mut Vec<Ticket>) {
         let now_ns = self.clock.now_ns();
