@@ -16,14 +16,18 @@ use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged};
 const CARGO_DENY: &str = "0.20.2";
 
 /// The crates of this workspace that are linked into the program that serves.
-const PRODUCT: [&str; 8] = [
+const PRODUCT: [&str; 12] = [
     "ferrite",
     "ferrite-daemon",
     "ferrite-disk",
+    "ferrite-disk-base",
+    "ferrite-image-tools",
+    "ferrite-images",
     "ferrite-io",
     "ferrite-keeper",
     "ferrite-seeing",
     "ferrite-serve",
+    "ferrite-store",
     "ferrite-xen",
 ];
 /// Those that tasks link: they compile while the product does not.

@@ -11,7 +11,8 @@ use ferrite_xenhost::steps::{self, cargo};
 /// The disks, the backend and the program once more, on the engine of kernels without io_uring.
 pub(crate) fn tests_on_aio() -> Result<()> {
     let programs = Programs::build(&[])?;
-    let mut runs = programs.of_packages("aio", &["disk", "serve", "ferrite"], &on_aio);
+    let packages = ["disk-base", "images", "store", "disk", "image-tools", "serve", "ferrite"];
+    let mut runs = programs.of_packages("aio", &packages, &on_aio);
     // Of the lab's tests the engine matters to those of the bench alone.
     runs.extend(programs.some("aio", "lab", &["bench"], &on_aio)?);
     run_each(runs, steps::cpus())

@@ -12,7 +12,7 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_disk::store::owned::StoreKey;
+use ferrite_disk::StoreKey;
 use ferrite_keeper::{Ahead, Group, Keep, Keeper, Line, Names, name_of, nbd_socket, socket_name};
 use ferrite_serve::blkif::lifecycle::{
     Attachment, FollowConfig, Outcome, ServeError, follow_and_tell, follow_second, forget_second,

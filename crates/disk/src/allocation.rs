@@ -2,8 +2,9 @@
 
 use std::io;
 
-use crate::tools::extents::{What, look};
-use crate::{Disk, Port};
+use crate::Disk;
+use crate::pieces::{What, look};
+use ferrite_disk_base::Port;
 
 /// The beginning of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -10,19 +10,15 @@ use std::sync::{Arc, Weak};
 
 use ferrite_io::arena::{Arena, Span};
 
-use crate::epochs::Reader;
-use crate::extent::{DiscardLimits, Extent};
-use crate::format::Format;
-use crate::image::{Image, Layer};
-use crate::name::ImageName;
 use crate::null::{self, Null};
-use crate::port::SCRATCH_BYTES;
-use crate::raw::{GrowthWatch, Raw};
-use crate::store::BLOCK_BYTES;
-use crate::store::background::ServiceEngine;
 use crate::volume::Volume;
-use crate::writeback::SyncWitness;
-use crate::{DiskError, OpenOptions, Port, SECTOR_BYTES};
+use ferrite_disk_base::{
+    DiscardLimits, DiskError, Extent, Format, GrowthWatch, ImageName, OpenOptions, Port, Raw,
+    Reader, SCRATCH_BYTES, SECTOR_BYTES, SyncWitness,
+};
+use ferrite_images::{Image, Layer, open_raw};
+use ferrite_store::BLOCK_BYTES;
+use ferrite_store::background::ServiceEngine;
 
 /// One open disk, shared by the threads of its queues.
 #[derive(Debug)]
@@ -64,7 +60,7 @@ impl Disk {
     /// As [`open`](Disk::open).
     pub fn open_image(name: &ImageName, options: &OpenOptions) -> Result<Disk, DiskError> {
         match name.format {
-            Format::Raw => Raw::open(&name.path, options).map(Disk::Raw),
+            Format::Raw => open_raw(&name.path, options).map(Disk::Raw),
             Format::Store => Volume::open(name, options).map(Disk::Store),
             Format::Vhd | Format::Qcow2 => Image::open(name, options).map(Disk::Image),
         }
@@ -91,7 +87,7 @@ impl Disk {
     }
 
     /// All that it lies in, the leaf first.
-    pub(crate) fn media(&self) -> Vec<&Raw> {
+    pub fn media(&self) -> Vec<&Raw> {
         match self {
             Disk::Raw(d) => vec![d],
             Disk::Image(d) => d.layers().iter().map(Layer::medium).collect(),
@@ -239,7 +235,7 @@ impl Disk {
     /// # Panics
     /// If it is no raw disk, or has a check.
     #[cfg(feature = "testing")]
-    pub fn set_check(&self, check: crate::TestCheck) {
+    pub fn set_check(&self, check: ferrite_disk_base::TestCheck) {
         match self {
             Disk::Raw(d) => d.checked.set(check),
             _ => panic!("only raw disks are checked by tests"),

@@ -3,8 +3,9 @@
 use std::io;
 use std::path::Path;
 
-use crate::image::Layer;
-use crate::{Disk, Raw};
+use crate::Disk;
+use ferrite_disk_base::Raw;
+use ferrite_images::Layer;
 use ferrite_io::place::{Place, look_at};
 
 /// The marks that tell an image from others while the host is up.

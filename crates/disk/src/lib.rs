@@ -8,58 +8,31 @@
 //! * [`Image`]: a chain of images with metadata: allocation, snapshots, clones.
 //! * [`Volume`]: of a store, which holds equal blocks once.
 //! * [`Null`]: reads zeros, forgets writes; for measuring everything above it.
+//!
+//! What a disk's own interface shows of the crates below is re-exported here.
 
 #![forbid(unsafe_code)]
 
 mod allocation;
-mod children;
-mod content;
 mod disk;
-mod epochs;
-mod error;
-mod extent;
-mod finding;
-mod format;
 mod identity;
-mod image;
-mod name;
 mod null;
-mod options;
-mod parents;
-mod plain;
-mod port;
-pub mod qcow2;
-mod rare;
-mod raw;
+pub mod pieces;
 mod session;
-pub mod size;
-pub mod store;
-pub mod tools;
-pub mod vhd;
 mod volume;
-mod writeback;
 
 pub use allocation::Allocation;
 pub use disk::Disk;
-pub use epochs::{Mark, Reader};
-pub use error::{DiskError, ErrorKind};
-pub use extent::{DiscardLimits, Extent};
-pub use finding::{Class, Counts, Finding, Kind as ProblemKind};
-pub use format::Format;
-pub use identity::DiskIdentity;
-pub use image::Image;
-pub use name::ImageName;
-pub use null::Null;
-pub use options::{INDEX_BYTES, MAX_LAYERS, METADATA_BYTES, OpenOptions};
-pub use parents::{CONFIGURED as CONFIGURED_PARENTS, Parents};
-pub use port::Port;
-pub use rare::Rare;
 #[cfg(feature = "testing")]
-pub use raw::TestCheck;
-pub use raw::{GrowthWatch, Raw};
+pub use ferrite_disk_base::TestCheck;
+pub use ferrite_disk_base::{
+    CONFIGURED_PARENTS, Class, Counts, DiscardLimits, DiskError, ErrorKind, Extent, Finding,
+    Format, GrowthWatch, INDEX_BYTES, ImageName, MAX_LAYERS, METADATA_BYTES, Mark, OpenOptions,
+    Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES, SyncWitness, size,
+};
+pub use ferrite_images::{Image, open_medium, open_raw, open_store};
+pub use ferrite_store::{background::ServiceEngine, lookups as store_lookups, owned::StoreKey};
+pub use identity::DiskIdentity;
+pub use null::Null;
 pub use session::Session;
 pub use volume::Volume;
-pub use writeback::SyncWitness;
-
-/// Bytes of a sector, the unit of sizes on the wire (blkif.md 3.3), whatever the medium has.
-pub const SECTOR_BYTES: u64 = 512;

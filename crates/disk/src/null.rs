@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use crate::size::{self, Human};
-use crate::{DiscardLimits, DiskError, ErrorKind, OpenOptions, SECTOR_BYTES};
+use ferrite_disk_base::size::{self, Human};
+use ferrite_disk_base::{DiscardLimits, DiskError, ErrorKind, OpenOptions, SECTOR_BYTES};
 
 const DEFAULT_BYTES: u64 = 1 << 40;
 pub(crate) const PHYSICAL_BLOCK_BYTES: u32 = 4096;

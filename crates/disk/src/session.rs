@@ -11,7 +11,8 @@ use ferrite_io::pool::{Pool, QueuePool, SLAB_BYTES};
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 
-use crate::{Disk, Port, Rare};
+use crate::Disk;
+use ferrite_disk_base::{Port, Rare};
 
 /// Bytes that are recovered at once.
 const RECOVERY_BYTES: usize = 1 << 20;

@@ -12,17 +12,17 @@ use ferrite_io::arena::Arena;
 use ferrite_io::arena::Span;
 use ferrite_io::engine::Engine;
 
-use crate::epochs::Reader;
-use crate::error::READ_ONLY;
-use crate::size::Human;
-use crate::store::BLOCK_BYTES;
-use crate::store::background::ServiceEngine;
-use crate::store::journal::VolumeId;
-use crate::store::live::{Found, Live};
-use crate::store::owned::{Owned, Seat};
-use crate::{
-    DiscardLimits, DiskError, ErrorKind, Extent, ImageName, OpenOptions, Port, Raw, SECTOR_BYTES,
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{
+    DiscardLimits, DiskError, ErrorKind, Extent, ImageName, OpenOptions, Port, READ_ONLY, Raw,
+    Reader, SECTOR_BYTES,
 };
+use ferrite_images::open_store;
+use ferrite_store::BLOCK_BYTES;
+use ferrite_store::background::ServiceEngine;
+use ferrite_store::journal::VolumeId;
+use ferrite_store::live::{Found, Live};
+use ferrite_store::owned::{Owned, Seat};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
@@ -45,7 +45,7 @@ impl Volume {
     /// Opens a volume of a store that this process has, or opens the store.
     pub(crate) fn open(name: &ImageName, options: &OpenOptions) -> Result<Volume, DiskError> {
         let (path, volume) = parts(name)?;
-        Volume::of(Seat::open(path, options)?, path, volume, options)
+        Volume::of(Seat::open(path, options, open_store)?, path, volume, options)
     }
 
     /// The same, on an engine of the caller's.
@@ -58,7 +58,7 @@ impl Volume {
         engine: &dyn Fn(Arc<Arena>) -> io::Result<Box<dyn Engine>>,
     ) -> Result<Volume, DiskError> {
         let (path, volume) = parts(name)?;
-        Volume::of(Seat::open_on(path, options, engine)?, path, volume, options)
+        Volume::of(Seat::open_on(path, options, open_store, engine)?, path, volume, options)
     }
 
     fn of(
@@ -108,7 +108,9 @@ impl Volume {
         self.store.live()
     }
 
-    pub(crate) fn medium(&self) -> &Raw {
+    /// The file or device that the store is in.
+    #[inline]
+    pub fn medium(&self) -> &Raw {
         self.store.raw()
     }
 
@@ -124,7 +126,7 @@ impl Volume {
     }
 
     /// `PATH#NAME`.
-    pub(crate) fn path(&self) -> PathBuf {
+    pub fn path(&self) -> PathBuf {
         let mut path = self.medium().path().as_os_str().to_owned();
         path.push("#");
         path.push(&self.name);
@@ -140,7 +142,7 @@ impl Volume {
     }
 
     /// Nobody ever writes it.
-    pub(crate) fn is_snapshot(&self) -> bool {
+    pub fn is_snapshot(&self) -> bool {
         self.is_snapshot
     }
 

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use crate::common::work;
-use ferrite_disk::tools::{Convert, NewImage};
 use ferrite_disk::{Disk, ErrorKind, Format, ImageName, MAX_LAYERS, OpenOptions};
 use ferrite_hostile_inputs::images::Sketch;
 use ferrite_hostile_inputs::images::vhd::{self, Dynamic, Parent};
 use ferrite_hostile_inputs::images::{qcow2, qcow2::Image};
+use ferrite_image_tools::{Convert, NewImage};
 use ferrite_testkit::proc::Memory;
 use tempfile::TempDir;
 
@@ -96,7 +96,7 @@ fn a_chain_that_is_too_long_is_read_and_made_shorter() {
             let info = tools.info(&leaf).unwrap();
             assert_eq!(info.chain.len(), layers);
             let mut mapped = 0;
-            let count = |extent: &ferrite_disk::tools::Extent| {
+            let count = |extent: &ferrite_image_tools::Extent| {
                 mapped += extent.length_bytes;
                 true
             };

@@ -8,13 +8,13 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use common::{MIB, Queue, dir_in_memory, work};
-use ferrite_disk::store::background::ServiceEngine;
-use ferrite_disk::store::journal::Name;
-use ferrite_disk::store::live::Operation;
-use ferrite_disk::tools::Convert;
 use ferrite_disk::{Disk, DiskError, ErrorKind, Extent, ImageName, OpenOptions};
+use ferrite_image_tools::Convert;
 use ferrite_io::engine::Op;
 use ferrite_io::engines::EngineChoice;
+use ferrite_store::background::ServiceEngine;
+use ferrite_store::journal::Name;
+use ferrite_store::live::Operation;
 use ferrite_testkit::faulty::Faults;
 use ferrite_testkit::stores::{SMALLEST, create, on_a_port_of, operate, options, seat};
 

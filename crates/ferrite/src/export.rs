@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_disk::tools::is_readable;
 use ferrite_disk::{Disk, OpenOptions, Session};
+use ferrite_image_tools::is_readable;
 use ferrite_io::clock::SystemClock;
 use ferrite_serve::blkif::lifecycle::close;
 use ferrite_serve::nbd::{BindError, COURTESY, EngineFactory, Options, Server, bind};

@@ -3,14 +3,14 @@
 
 use std::cell::Cell;
 
-use ferrite_disk::store::content::{checksum, checksum_on};
-use ferrite_disk::store::journal::{Block, Filling, MAX_SAME, Scan};
-use ferrite_disk::store::layout::Layout;
-use ferrite_disk::store::packing::unpack;
-use ferrite_disk::store::page::{self, POINTER_BYTES, Packing, Pointer, Whereabouts};
-use ferrite_disk::store::space::{SpacePage, choose as choose_space};
-use ferrite_disk::store::superblock::{Superblock, choose};
-use ferrite_disk::store::{BLOCK_BYTES, Damaged, StoreId};
+use ferrite_store::content::{checksum, checksum_on};
+use ferrite_store::journal::{Block, Filling, MAX_SAME, Scan};
+use ferrite_store::layout::Layout;
+use ferrite_store::packing::unpack;
+use ferrite_store::page::{self, POINTER_BYTES, Packing, Pointer, Whereabouts};
+use ferrite_store::space::{SpacePage, choose as choose_space};
+use ferrite_store::superblock::{Superblock, choose};
+use ferrite_store::{BLOCK_BYTES, Damaged, StoreId};
 
 /// Of the store that blocks of the journal and pages are looked at for.
 const ID: StoreId = [3; 16];

@@ -8,17 +8,17 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::{Arc, OnceLock};
 
 use ferrite_disk::Port;
-use ferrite_disk::store::check::{How, check};
-use ferrite_disk::store::content::{DomainKey, checksum, checksum_on};
-use ferrite_disk::store::journal::Name;
-use ferrite_disk::store::layout::Layout;
-use ferrite_disk::store::live::{LEAST_METADATA, Live, Memory, Operation};
-use ferrite_disk::store::medium::Medium;
-use ferrite_disk::store::{BLOCK_BYTES, opening};
 use ferrite_io::arena::Arena;
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::{MIN_REGION_BYTES, Scratch};
 use ferrite_simio::SimWorld;
+use ferrite_store::check::{How, check};
+use ferrite_store::content::{DomainKey, checksum, checksum_on};
+use ferrite_store::journal::Name;
+use ferrite_store::layout::Layout;
+use ferrite_store::live::{LEAST_METADATA, Live, Memory, Operation};
+use ferrite_store::medium::Medium;
+use ferrite_store::{BLOCK_BYTES, opening};
 use tempfile::TempDir;
 
 /// The smallest store there is.

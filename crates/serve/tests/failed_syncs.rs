@@ -4,8 +4,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, OpenOptions, Session};
+use ferrite_image_tools::NewImage;
 use ferrite_io::clock::SystemClock;
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::shm::Shm;

@@ -3,7 +3,7 @@
 
 use std::process::Stdio;
 
-use ferrite_disk::tools::NewImage;
+use ferrite_image_tools::NewImage;
 use ferrite_io::directory::HostDirectory;
 use ferrite_loopback::CopyWith;
 use ferrite_testkit::images;

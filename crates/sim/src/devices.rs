@@ -6,8 +6,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use ferrite_disk::tools::{ImageTools, NewImage};
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
+use ferrite_image_tools::{ImageTools, NewImage};
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_simio::{Device, SimWorld};
 

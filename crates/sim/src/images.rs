@@ -8,11 +8,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ferrite_disk::tools::{Convert, ImageTools, NewImage};
+use ferrite_disk::open_medium;
 use ferrite_disk::{
-    Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, ProblemKind, Raw, Session,
-    qcow2, vhd,
+    Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, ProblemKind, Session,
 };
+use ferrite_image_tools::{Convert, ImageTools, NewImage};
+use ferrite_images::{qcow2, vhd};
 use ferrite_io::clock::{Random, SplitMix64};
 
 use crate::devices::{self, Devices, Remains};
@@ -142,7 +143,7 @@ impl Images {
             fixed_size: self.on_devices(),
             ..OpenOptions::default()
         };
-        let medium = || Raw::open_medium(&name.path, &options).map_err(|e| e.to_string());
+        let medium = || open_medium(&name.path, &options).map_err(|e| e.to_string());
         let bad = match name.format {
             Kind::Raw | Kind::Store => None,
             Kind::Vhd => {

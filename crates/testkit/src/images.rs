@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ferrite_disk::tools::{ImageTools, NewImage};
 use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Parents, Session};
+use ferrite_image_tools::{ImageTools, NewImage};
 use ferrite_io::directory::{Directory, HostDirectory};
 use ferrite_io::engines::test_engine;
 

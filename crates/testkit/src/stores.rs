@@ -4,18 +4,19 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-use ferrite_disk::store::content::DomainKey;
-use ferrite_disk::store::journal::Name;
-use ferrite_disk::store::layout::Layout;
-use ferrite_disk::store::live::Operation;
-use ferrite_disk::store::medium::Medium;
-use ferrite_disk::store::opening;
-use ferrite_disk::store::owned::Seat;
-use ferrite_disk::{Disk, DiskError, OpenOptions, Port, Raw};
+use ferrite_disk::open_store;
+use ferrite_disk::{Disk, DiskError, OpenOptions, Port};
 use ferrite_io::arena::Arena;
 use ferrite_io::engines::test_engine;
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
+use ferrite_store::content::DomainKey;
+use ferrite_store::journal::Name;
+use ferrite_store::layout::Layout;
+use ferrite_store::live::Operation;
+use ferrite_store::medium::Medium;
+use ferrite_store::opening;
+use ferrite_store::owned::Seat;
 
 use crate::faulty::Faults;
 
@@ -64,7 +65,7 @@ pub fn on_a_port_of<T>(
 /// It cannot be made.
 pub fn create(path: &Path, bytes: u64, volumes: &[(&str, u64)]) {
     File::create_new(path).unwrap().set_len(bytes).unwrap();
-    let raw = Raw::open_store(path, &OpenOptions::default()).unwrap();
+    let raw = open_store(path, &OpenOptions::default()).unwrap();
     let layout = Layout::of(bytes).unwrap();
     on_a_port(raw.files(), async |port| {
         opening::create(&Medium::default(), port, &layout, [7; 16]).await
@@ -95,5 +96,5 @@ pub fn operate(path: &Path, operation: Operation) -> u32 {
 /// # Errors
 /// See [`Seat::open`].
 pub fn seat(path: &Path) -> Result<Seat, DiskError> {
-    Seat::open_on(path, &options(), &|arena| test_engine().open(arena, ENTRIES))
+    Seat::open_on(path, &options(), open_store, &|arena| test_engine().open(arena, ENTRIES))
 }

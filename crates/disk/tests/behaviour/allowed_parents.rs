@@ -10,8 +10,8 @@ use std::time::Duration;
 use crate::common::vhd::at;
 use crate::common::{Loop, MIB, dir_on_disk};
 use crate::model::{name, tools};
-use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, Parents};
+use ferrite_image_tools::NewImage;
 use rustix::fs::{FlockOperation, flock, inotify};
 use tempfile::TempDir;
 
@@ -208,7 +208,7 @@ fn what_is_in_the_folder_or_below_is_allowed_for_the_whole_chain() {
         // The folder is that of the image that is opened.
         assert_eq!(open(&middle.path, Parents::default()).unwrap_err().kind(), ErrorKind::Parent);
         let made = tools(|tools| {
-            let tools = ferrite_disk::tools::ImageTools {
+            let tools = ferrite_image_tools::ImageTools {
                 parents: within(&[dir.path()]),
                 state_dir: None,
                 ..*tools

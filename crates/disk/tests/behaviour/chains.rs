@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
+use ferrite_image_tools::NewImage;
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::directory::HostDirectory;
 use ferrite_testkit::images::{self, tools};

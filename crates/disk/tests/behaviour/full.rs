@@ -6,8 +6,8 @@ use std::process::Command;
 use std::sync::Arc;
 
 use crate::model::{Model, compare, name, pattern, tools};
-use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
+use ferrite_image_tools::NewImage;
 use ferrite_testkit::errno::ENOSPC;
 use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use ferrite_testkit::places::Small;

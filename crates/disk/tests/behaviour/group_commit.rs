@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use crate::model::{name, tools};
-use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, OpenOptions, Port, Session};
+use ferrite_image_tools::NewImage;
 use ferrite_testkit::errno::{EIO, ENOSPC};
 use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use tempfile::TempDir;

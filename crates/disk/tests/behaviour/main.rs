@@ -4,13 +4,10 @@
 
 #[path = "../common/mod.rs"]
 mod common;
-mod family;
 mod model;
 
 mod allowed_parents;
 mod chains;
-mod check_classes;
-mod children;
 mod device;
 mod errors;
 mod failed_syncs;
@@ -18,8 +15,6 @@ mod full;
 mod group_commit;
 mod io;
 mod journals;
-mod marks;
-mod moved_children;
 mod open;
 mod parents;
 mod places;
@@ -36,9 +31,6 @@ mod qemu_locks;
 mod shared_syncs;
 mod store_full_below;
 mod store_mapped;
-mod tools;
-mod tools_files;
-mod tools_rights;
 mod vhd;
 mod vhd_footers;
 mod vhd_interop;

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk, run, skipped, work};
-use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, DiskIdentity, Format, ImageName, OpenOptions};
+use ferrite_image_tools::NewImage;
 
 /// A file that QEMU serves under another name, by FUSE. Its number is 1, and nobody knows when it
 /// was made.

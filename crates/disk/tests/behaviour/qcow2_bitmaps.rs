@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use crate::model::{name, qemu, tools};
-use ferrite_disk::tools::Rebase;
+use ferrite_image_tools::Rebase;
 use tempfile::TempDir;
 
 fn text(path: &Path) -> &str {

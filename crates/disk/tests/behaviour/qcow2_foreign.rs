@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk, run, skipped, work};
 use crate::model::wait_until_released;
-use ferrite_disk::tools::{ImageTools, NewImage, Progress};
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
+use ferrite_image_tools::{ImageTools, NewImage, Progress};
 
 const IMAGE: &str = "FERRITE_TEST_IMAGE";
 const MERGED: &str = "FERRITE_TEST_MERGED";

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use crate::model::{
     Model, check_clean, compare, name, open, pattern, peek, poke, qemu, qemu_img, session, tools,
 };
-use ferrite_disk::tools::{CheckReport, Info, NewImage};
 use ferrite_disk::{OpenOptions, Session};
+use ferrite_image_tools::{CheckReport, Info, NewImage};
 use ferrite_testkit::places::dir_on_disk;
 use tempfile::TempDir;
 

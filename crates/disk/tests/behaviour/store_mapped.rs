@@ -9,11 +9,11 @@ use std::thread;
 use std::time::Duration;
 
 use crate::common::{Queue, dir_in_memory};
-use ferrite_disk::store::content::DomainKey;
-use ferrite_disk::store::journal::Name;
-use ferrite_disk::store::live::Operation;
 use ferrite_disk::{Disk, Extent, OpenOptions};
 use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_store::content::DomainKey;
+use ferrite_store::journal::Name;
+use ferrite_store::live::Operation;
 use ferrite_testkit::stores::{SMALLEST, create, on_a_port, operate, options, seat};
 
 const BLOCK: usize = 4096;

@@ -7,8 +7,9 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::vhd::{at, create, name, offline_files, options, parent, queue};
 use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk};
-use ferrite_disk::vhd::{self, NewImage, Problem, Vhd};
-use ferrite_disk::{Disk, OpenOptions, Raw};
+use ferrite_disk::open_medium;
+use ferrite_disk::{Disk, OpenOptions};
+use ferrite_images::vhd::{self, NewImage, Problem, Vhd};
 use ferrite_io::engine::Op;
 use ferrite_io::engines::EngineChoice;
 use ferrite_io::pool::Pool;
@@ -141,7 +142,7 @@ fn a_block_over_the_footer_at_the_end_is_refused() {
     change(&path, 1536, &next.to_be_bytes());
     let error = size(&path).unwrap_err();
     assert!(error.to_string().contains("outside"), "{error}");
-    let raw = Raw::open_medium(&path, &OpenOptions { read_only: true, ..options() }).unwrap();
+    let raw = open_medium(&path, &OpenOptions { read_only: true, ..options() }).unwrap();
     let found = vhd::check(&raw).unwrap().findings;
     assert!(found.iter().any(|f| f.problem == Problem::Place));
 }
@@ -154,7 +155,7 @@ fn the_footer_follows_the_end_of_a_device_that_grows_below_an_open_image() {
         let path = at(&dir, "device");
         File::create_new(&path).unwrap().set_len(8 * MIB).unwrap();
         let device = OpenOptions { fixed_size: true, ..options() };
-        let raw = Raw::open_medium(&path, &device).unwrap();
+        let raw = open_medium(&path, &device).unwrap();
         let new = NewImage::dynamic(64 * MIB);
         crate::common::vhd::offline(&[&raw], async |port| new.create(&port, &raw).await).unwrap();
         drop(raw);

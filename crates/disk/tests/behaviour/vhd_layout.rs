@@ -9,9 +9,10 @@ use crate::common::vhd::{
     at, check_by_vhd_util, create, name, offline, options, parent, peer, queue,
 };
 use crate::common::{MIB, Queue, dir_on_disk, work};
-use ferrite_disk::tools::{ImageTools, NewImage as New, Verdict};
-use ferrite_disk::vhd::{self, NewImage, Problem, Vhd};
-use ferrite_disk::{Disk, ImageName, OpenOptions, Parents, Raw};
+use ferrite_disk::open_medium;
+use ferrite_disk::{Disk, ImageName, OpenOptions, Parents};
+use ferrite_image_tools::{ImageTools, NewImage as New, Verdict};
+use ferrite_images::vhd::{self, NewImage, Problem, Vhd};
 use ferrite_io::engine::Op;
 use ferrite_testkit::faulty::Faults;
 
@@ -70,7 +71,7 @@ fn assert_zeros_for_qemu(path: &Path) {
 
 #[track_caller]
 fn assert_libvhd_accepts(path: &Path, parent: Option<&Path>) {
-    let raw = Raw::open_medium(path, &OpenOptions { read_only: true, ..options() }).unwrap();
+    let raw = open_medium(path, &OpenOptions { read_only: true, ..options() }).unwrap();
     let report = vhd::check_strictly(&raw, parent).unwrap();
     assert!(report.counts.total() == report.counts.leaks, "{:?}", report.findings);
     check_by_vhd_util(path);
@@ -106,7 +107,7 @@ fn what_a_process_wrote_that_died_is_not_where_qemu_puts_its_first_block() {
         ("close", |path| queue(path).close().unwrap()),
         ("resize", |path| resize(path, 20 * MIB)),
         ("repair", |path| {
-            let raw = Raw::open_medium(path, &options()).unwrap();
+            let raw = open_medium(path, &options()).unwrap();
             offline(&[&raw], async |port| vhd::repair(&port, &raw).await).unwrap();
         }),
         ("coalesce", |path| {
@@ -139,7 +140,7 @@ fn the_old_footer_of_a_device_that_grows_below_an_open_image_becomes_zeros() {
         let path = at(&dir, "device");
         File::create_new(&path).unwrap().set_len(8 * MIB).unwrap();
         let device = OpenOptions { fixed_size: true, ..options() };
-        let raw = Raw::open_medium(&path, &device).unwrap();
+        let raw = open_medium(&path, &device).unwrap();
         let new = NewImage::dynamic(64 * MIB);
         offline(&[&raw], async |port| new.create(&port, &raw).await).unwrap();
         drop(raw);
@@ -255,7 +256,7 @@ fn a_table_behind_data_comes_before_it_with_the_next_resize() {
     fs::write(&path, bytes).unwrap();
     assert_holds(&path, &data);
     let strict = || {
-        let raw = Raw::open_medium(&path, &OpenOptions { read_only: true, ..options() }).unwrap();
+        let raw = open_medium(&path, &OpenOptions { read_only: true, ..options() }).unwrap();
         vhd::check_strictly(&raw, None).unwrap()
     };
     let report = strict();
@@ -361,7 +362,7 @@ fn each_rule_of_vhd_util_is_applied() {
     let good = fs::read(&path).unwrap();
     let found = |image: &[u8]| {
         fs::write(&path, image).unwrap();
-        let raw = Raw::open_medium(&path, &OpenOptions { read_only: true, ..options() }).unwrap();
+        let raw = open_medium(&path, &OpenOptions { read_only: true, ..options() }).unwrap();
         let report = vhd::check_strictly(&raw, Some(&base)).unwrap();
         assert_eq!(report.counts.damage, 0, "{:?}", report.findings);
         let refused = report.findings.iter().filter(|f| f.problem == Problem::Refused);

@@ -6,14 +6,15 @@ use std::path::Path;
 
 use crate::common::vhd::{at, create, name, offline, options, parent, peer, queue};
 use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk};
-use ferrite_disk::vhd::{self, Footer, NewImage, Problem, Uuid, Vhd};
-use ferrite_disk::{Disk, OpenOptions, Raw};
+use ferrite_disk::open_medium;
+use ferrite_disk::{Disk, OpenOptions};
+use ferrite_images::vhd::{self, Footer, NewImage, Problem, Uuid, Vhd};
 use tempfile::TempDir;
 
 const BYTES: u64 = 9 * MIB + 512;
 
 fn check(path: &Path) -> Vec<Problem> {
-    let raw = Raw::open_medium(path, &OpenOptions { read_only: true, ..options() }).unwrap();
+    let raw = open_medium(path, &OpenOptions { read_only: true, ..options() }).unwrap();
     let mut problems: Vec<Problem> =
         vhd::check(&raw).unwrap().findings.iter().map(|f| f.problem).collect();
     problems.dedup();
@@ -21,7 +22,7 @@ fn check(path: &Path) -> Vec<Problem> {
 }
 
 fn repair(path: &Path) {
-    let raw = Raw::open_medium(path, &options()).unwrap();
+    let raw = open_medium(path, &options()).unwrap();
     offline(&[&raw], async |port| vhd::repair(&port, &raw).await).unwrap();
 }
 
@@ -102,7 +103,7 @@ fn a_guest_of_a_fixed_image_on_a_device_that_has_grown_gets_no_other_disk() {
         let error = Vhd::open(&path, &device).unwrap_err();
         assert!(error.to_string().contains("guest's") && error.help().contains("dd "), "{error:?}");
         // Nor does a repair believe it.
-        let raw = Raw::open_medium(&path, &device).unwrap();
+        let raw = open_medium(&path, &device).unwrap();
         let found = offline(&[&raw], async |port| vhd::repair(&port, &raw).await).unwrap();
         assert!(found.findings.iter().any(|f| f.problem == Problem::Footers));
         drop(raw);

@@ -11,8 +11,8 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
-use ferrite_disk::tools::ImageTools;
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Parents, Port};
+use ferrite_image_tools::ImageTools;
 use ferrite_io::directory::{Directory, HostDirectory};
 use ferrite_io::engine::{Engine, FileId};
 use ferrite_io::engines::test_engine;

@@ -6,8 +6,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use ferrite_disk::tools::NewImage;
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName};
+use ferrite_image_tools::NewImage;
 use ferrite_io::directory::{Directory, HostDirectory};
 use tempfile::TempDir;
 

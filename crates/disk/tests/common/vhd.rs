@@ -7,8 +7,9 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_disk::vhd::{Footer, NewImage, NewParent};
+use ferrite_disk::open_medium;
 use ferrite_disk::{Disk, DiskError, OpenOptions, Port, Raw};
+use ferrite_images::vhd::{Footer, NewImage, NewParent};
 use ferrite_io::engine::Engine;
 use ferrite_io::engines::test_engine;
 use ferrite_io::pool::Pool;
@@ -63,7 +64,7 @@ pub(crate) fn create(path: &Path, new: &NewImage) -> Result<Footer, DiskError> {
 /// The same on a file system that sets no space aside, so that a fixed image is sparse.
 pub(crate) fn create_sparse(path: &Path, new: &NewImage) -> Result<Footer, DiskError> {
     File::create_new(path).unwrap();
-    let raw = Raw::open_medium(path, &options()).unwrap();
+    let raw = open_medium(path, &options()).unwrap();
     let faults = Faults::none();
     faults.set([Ops::from(Kind::Allocate).fail(ENOSYS)]);
     let wrap = |engine| faults.around(engine);
@@ -72,7 +73,7 @@ pub(crate) fn create_sparse(path: &Path, new: &NewImage) -> Result<Footer, DiskE
 
 /// Makes an image on what is there: a block device.
 pub(crate) fn create_on(path: &Path, new: &NewImage) -> Result<Footer, DiskError> {
-    let raw = Raw::open_medium(path, &options()).unwrap();
+    let raw = open_medium(path, &options()).unwrap();
     offline(&[&raw], async |port| new.create(&port, &raw).await)
 }
 

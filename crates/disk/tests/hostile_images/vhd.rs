@@ -1,6 +1,7 @@
 //! One VHD.
 
-use ferrite_disk::{Format, OpenOptions, Raw};
+use ferrite_disk::open_medium;
+use ferrite_disk::{Format, OpenOptions};
 use ferrite_hostile_inputs::images::Sketch;
 use ferrite_hostile_inputs::images::vhd::{self, Dynamic, FOOTER_BYTES, Parent, Sealed, TABLE_AT};
 
@@ -211,8 +212,8 @@ fn use_all(den: &Den, image: &Sketch) {
     let path = den.put("image.vhd", image);
     den.judge(&path, Format::Vhd, true);
     let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
-    let raw = Raw::open_medium(&path, &read_only).unwrap();
-    let _ = ferrite_disk::vhd::check(&raw);
+    let raw = open_medium(&path, &read_only).unwrap();
+    let _ = ferrite_images::vhd::check(&raw);
 }
 
 #[test]

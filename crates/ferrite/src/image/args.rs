@@ -3,8 +3,8 @@
 use std::ffi::{OsStr, OsString};
 
 use clap::{Args, Subcommand, ValueEnum};
-use ferrite_disk::tools::NewSize;
 use ferrite_disk::{Format, ImageName, size};
+use ferrite_image_tools::NewSize;
 use ferrite_io::engines::EngineChoice;
 
 use crate::exit::Failure;

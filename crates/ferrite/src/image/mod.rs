@@ -1,11 +1,11 @@
-//! `ferrite image`: disk images that nobody is using. The work is `ferrite_disk::tools`; here are
+//! `ferrite image`: disk images that nobody is using. The work is `ferrite_image_tools`; here are
 //! names, options, progress and text.
 
 use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use ferrite_disk::tools::{Convert, ImageTools, NewImage, Rebase, Verdict};
+use ferrite_image_tools::{Convert, ImageTools, NewImage, Rebase, Verdict};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -174,7 +174,7 @@ fn info(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Fail
     end.map_or(Ok(()), |e| Err(e.into()))
 }
 
-fn create(tools: &ImageTools<'_>, args: &CreateArgs) -> Result<ferrite_disk::tools::Done, Failure> {
+fn create(tools: &ImageTools<'_>, args: &CreateArgs) -> Result<ferrite_image_tools::Done, Failure> {
     let new = NewImage {
         bytes: args.size,
         parent: args.parent.as_deref().map(|parent| existing(parent, None)).transpose()?,
@@ -189,7 +189,7 @@ fn create(tools: &ImageTools<'_>, args: &CreateArgs) -> Result<ferrite_disk::too
 fn convert(
     tools: &ImageTools<'_>,
     args: &ConvertArgs,
-) -> Result<ferrite_disk::tools::Done, Failure> {
+) -> Result<ferrite_image_tools::Done, Failure> {
     let from = existing_disk(&args.source, args.from)?;
     let to = new_disk(&args.destination, args.to)?;
     let how = Convert {

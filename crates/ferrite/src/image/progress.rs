@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferrite_disk::tools::Progress;
+use ferrite_image_tools::Progress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 const LINE: &str = "{bar:40} {percent:>3}% {bytes_per_sec} {eta_precise} left";

@@ -3,11 +3,11 @@
 use std::fmt::Write as _;
 
 use ferrite_disk::size::Human;
-use ferrite_disk::tools::{
+use ferrite_disk::{Class, Counts, Format};
+use ferrite_image_tools::{
     CheckReport, Checked, Comparison, Done, Extent, Info, JournalInfo, JournalState, Kind,
     LayerInfo, Repaired, Usage,
 };
-use ferrite_disk::{Class, Counts, Format};
 
 use crate::plain::one_line;
 

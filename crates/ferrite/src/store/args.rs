@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 
 use clap::{Args, Subcommand, ValueEnum};
-use ferrite_disk::tools::stores::DOMAIN;
+use ferrite_image_tools::stores::DOMAIN;
 use ferrite_io::engines::EngineChoice;
 
 use crate::image::args::bytes;

@@ -9,8 +9,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use ferrite_disk::store::owned::StoreKey;
-use ferrite_disk::tools::Progress;
+use ferrite_image_tools::Progress;
+use ferrite_store::owned::StoreKey;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 

@@ -1,17 +1,17 @@
-//! `ferrite store`: stores and their volumes. The work is `ferrite_disk::tools::stores`; here are names,
+//! `ferrite store`: stores and their volumes. The work is `ferrite_image_tools::stores`; here are names,
 //! options, progress and text.
 
 use std::ffi::OsStr;
 use std::path::Path;
 use std::time::Duration;
 
-use ferrite_disk::store::journal::Name;
-use ferrite_disk::store::name::StoreName;
-use ferrite_disk::store::page::Packing;
-use ferrite_disk::tools::stores::{Change, StoreCheck, StoreChecked, StoreListed};
-use ferrite_disk::tools::{ImageTools, Progress, Verdict};
 use ferrite_disk::{DiskError, ErrorKind, Parents, size};
+use ferrite_image_tools::stores::{Change, StoreCheck, StoreChecked, StoreListed};
+use ferrite_image_tools::{ImageTools, Progress, Verdict};
 use ferrite_io::directory::HostDirectory;
+use ferrite_store::journal::Name;
+use ferrite_store::name::StoreName;
+use ferrite_store::page::Packing;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -248,7 +248,7 @@ fn create(tools: &ImageTools<'_>, out: &Out, args: &CreateArgs) -> Result<(), Fa
     change(tools, out, (name.clone(), volume.clone()), how)
 }
 
-const BLOCK_BYTES: u64 = ferrite_disk::store::BLOCK_BYTES as u64;
+const BLOCK_BYTES: u64 = ferrite_store::BLOCK_BYTES as u64;
 
 fn info(tools: &ImageTools<'_>, out: &Out, name: &StoreName) -> Result<(), Failure> {
     let listed = list(tools, out, &name.path)?;

@@ -22,12 +22,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferrite_disk::ImageName;
-use ferrite_disk::store::owned::StoreKey;
-use ferrite_disk::tools::Progress;
-use ferrite_disk::tools::stores::served::ServedStore;
+use ferrite_image_tools::Progress;
+use ferrite_image_tools::stores::served::ServedStore;
 use ferrite_io::clock;
 use ferrite_serve::blkif::lifecycle::EngineFactory;
 use ferrite_serve::waker::Waker;
+use ferrite_store::owned::StoreKey;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{

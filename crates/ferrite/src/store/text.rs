@@ -3,12 +3,12 @@
 use std::fmt::Write as _;
 
 use ferrite_disk::size::Human;
-use ferrite_disk::store::check::StoreFinding;
-use ferrite_disk::store::live::{VolumeInfo, WorkInfo};
-use ferrite_disk::tools::stores::{
+use ferrite_image_tools::stores::{
     StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreMade, StoreRepaired,
     StoreStats, VolumeDone,
 };
+use ferrite_store::check::StoreFinding;
+use ferrite_store::live::{VolumeInfo, WorkInfo};
 
 use crate::plain::one_line;
 

@@ -6,10 +6,10 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use ferrite_disk::store::journal::Name;
-use ferrite_disk::store::owned::StoreKey;
-use ferrite_disk::store::page::Packing;
-use ferrite_disk::tools::stores::Change;
+use ferrite_image_tools::stores::Change;
+use ferrite_store::journal::Name;
+use ferrite_store::owned::StoreKey;
+use ferrite_store::page::Packing;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

@@ -9,7 +9,6 @@ use std::sync::Arc;
 
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
-use ferrite_disk::store::owned::StoreKey;
 use ferrite_io::names::with_handed;
 use ferrite_io::sandbox::user_of_store;
 use ferrite_keeper::{ALIVE_FD, Ahead, Called, CalledDisk, Names, Roll};
@@ -18,6 +17,7 @@ use ferrite_serve::counters::stats_file;
 use ferrite_serve::memory::host_bytes;
 use ferrite_serve::polling::HostView;
 use ferrite_serve::processors::Limit;
+use ferrite_store::owned::StoreKey;
 use ferrite_xen::real::{Kind, devices};
 use ferrite_xen::store::Store;
 use rustix::fs::OFlags;

@@ -5,9 +5,9 @@ mod journal;
 mod recipe;
 mod stage;
 
-use ferrite_disk::{
-    Disk, DiskError, Extent, Format, OpenOptions, Port, ProblemKind, Raw, Session, qcow2, vhd,
-};
+use ferrite_disk::open_medium;
+use ferrite_disk::{Disk, DiskError, Extent, Format, OpenOptions, Port, ProblemKind, Session};
+use ferrite_images::{qcow2, vhd};
 use ferrite_io::pool::Pool;
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
@@ -77,7 +77,7 @@ fn session(disk: Disk) -> Session {
 /// An image with damage that cannot be lived with is not opened.
 fn check(stage: &Stage, format: Format, opens: bool) {
     let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-    let raw = Raw::open_medium(&stage.path(format), &options).expect("a regular file");
+    let raw = open_medium(&stage.path(format), &options).expect("a regular file");
     // Reasons, and those for which there is no image.
     let (all, fatal): (Vec<String>, Vec<String>) = match format {
         Format::Vhd => {
@@ -100,7 +100,7 @@ fn check(stage: &Stage, format: Format, opens: bool) {
 
 /// A repair mends all that it can, and a second one finds nothing more to mend.
 fn repair(stage: &Stage, format: Format) {
-    let Ok(raw) = Raw::open_medium(&stage.path(format), &OpenOptions::default()) else { return };
+    let Ok(raw) = open_medium(&stage.path(format), &OpenOptions::default()) else { return };
     let pool = Pool::with_scratch(1 << 20, 1, 256 << 10).expect("memory");
     let mut reactor = Reactor::new(SimWorld::new(1).engine(pool.arena().clone()));
     let files = raw.files().into_iter().map(|f| reactor.add_file(f).expect("a file")).collect();

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use ferrite_disk::store::background::ServiceEngine;
+use ferrite_disk::ServiceEngine;
 use ferrite_disk::{Disk, DiskIdentity, Port, SyncWitness};
 use ferrite_io::clock::Clock;
 use ferrite_io::shm::Shm;

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use ferrite_disk::store::lookups;
+use ferrite_disk::store_lookups;
 use ferrite_disk::{Disk, Extent};
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::engine::{Completion, Transfer};
@@ -40,7 +40,7 @@ impl RequestPath {
     /// Starts everything that is ready. Data that lies in one place goes straight to the engine,
     /// neighbours together; the rest becomes a task.
     ///
-    /// All that is mapped here is counted (`disk/src/epochs.rs`) from before the first question until
+    /// All that is mapped here is counted (`disk-base/src/epochs.rs`) from before the first question until
     /// the operations of its request have ended; tasks are by themselves.
     pub(super) fn start_all(&mut self, ready: &mut Vec<Ticket>) {
         let now_ns = self.clock.now_ns();
@@ -74,7 +74,7 @@ impl RequestPath {
         if !self.medium.has_checks {
             return;
         }
-        let (looked, counters) = (lookups::of_this_thread(), self.account.counters());
+        let (looked, counters) = (store_lookups::of_this_thread(), self.account.counters());
         counters.v2p_hits.add(looked.v2p.hits);
         counters.v2p_misses.add(looked.v2p.misses);
         counters.p2m_hits.add(looked.p2m.hits);

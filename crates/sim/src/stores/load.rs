@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_disk::Disk;
-use ferrite_disk::store::journal::Name;
-use ferrite_disk::store::live::{Live, Operation, Tended};
-use ferrite_disk::store::owned::{Owned, Seat};
-use ferrite_disk::store::pace::Pace;
 use ferrite_io::arena::Span;
 use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_store::journal::Name;
+use ferrite_store::live::{Live, Operation, Tended};
+use ferrite_store::owned::{Owned, Seat};
+use ferrite_store::pace::Pace;
 
 use super::book::{Book, Deed, parts};
 use super::content::{self, PER_BLOCK};

@@ -4,8 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-use ferrite_disk::store::check::{Outcome, Stats};
 use ferrite_io::clock::Random;
+use ferrite_store::check::{Outcome, Stats};
 
 use super::load::Load;
 use super::{Ended, Story, content};

@@ -4,17 +4,17 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use ferrite_disk::store::check::{How, Outcome, check};
-use ferrite_disk::store::content::DomainKey;
-use ferrite_disk::store::journal::Name;
-use ferrite_disk::store::layout::Layout;
-use ferrite_disk::store::live::{LEAST_METADATA, Live, Memory, Operation};
-use ferrite_disk::store::medium::Medium as Blocks;
-use ferrite_disk::store::opening;
-use ferrite_disk::store::owned::Seat;
-use ferrite_disk::store::page::Packing;
-use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Volume};
+use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Volume, open_store};
 use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_store::check::{How, Outcome, check};
+use ferrite_store::content::DomainKey;
+use ferrite_store::journal::Name;
+use ferrite_store::layout::Layout;
+use ferrite_store::live::{LEAST_METADATA, Live, Memory, Operation};
+use ferrite_store::medium::Medium as Blocks;
+use ferrite_store::opening;
+use ferrite_store::owned::Seat;
+use ferrite_store::page::Packing;
 
 use crate::devices::Devices;
 use crate::format::Place;
@@ -108,7 +108,8 @@ impl StoreMedium {
     /// The store, opened by this process or joined.
     pub(super) fn seat(&self, machine: &Machine) -> Result<Seat, String> {
         let engine = |arena| Ok(machine.world.engine(arena));
-        Seat::open_on(&self.path(&machine.place), &self.options(false), &engine).map_err(text)
+        Seat::open_on(&self.path(&machine.place), &self.options(false), open_store, &engine)
+            .map_err(text)
     }
 
     /// A volume of a store that is open.

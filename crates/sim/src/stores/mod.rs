@@ -10,9 +10,9 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use ferrite_disk::store::owned::Seat;
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_simio::{Fault, On, SyncAfter};
+use ferrite_store::owned::Seat;
 
 mod book;
 mod content;

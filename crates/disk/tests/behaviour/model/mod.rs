@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use ferrite_disk::tools::ImageTools;
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
+use ferrite_image_tools::ImageTools;
 
 use ferrite_testkit::images::{self, work};
 

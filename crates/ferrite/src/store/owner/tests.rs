@@ -1,8 +1,8 @@
 use std::io::{Read as _, Write as _};
 
-use ferrite_disk::store::journal::Name;
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::engines::test_engine;
+use ferrite_store::journal::Name;
 use ferrite_testkit::{stores, wait_until};
 use serde_json::json;
 use tempfile::TempDir;

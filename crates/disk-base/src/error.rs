@@ -1,0 +1,109 @@
+//! Why a disk could not be opened or asked for its size.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+/// A next step, in the words of the toolstack and in ours: nobody knows here who has asked.
+pub const READ_ONLY: &str =
+    "open it read-only (access=r in xl's configuration, --read-only with ferrite)";
+
+/// The kind of an error, by which a program acts; the text is for people.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorKind {
+    /// The image argument itself makes no sense.
+    Usage,
+    /// There is no such image.
+    NotFound,
+    /// Somebody else uses it: locked, mounted, claimed. Trying again later may help.
+    InUse,
+    /// It is there, but cannot be a disk: a directory, a socket, a wrong size.
+    Unsuitable,
+    /// Its contents contradict themselves.
+    Damaged,
+    /// This user may not, or the medium is write-protected.
+    Permission,
+    /// It would destroy something, or let it be read, and was not told to.
+    Refused,
+    /// It stands on an image where parents are not allowed.
+    Parent,
+    /// It was told to stop.
+    Interrupted,
+    /// The kernel reported something else.
+    Io,
+}
+
+/// The step that failed, why, and the next step for the user.
+#[derive(Debug, thiserror::Error)]
+#[error("{what}: {why}")]
+pub struct DiskError {
+    kind: ErrorKind,
+    what: String,
+    why: String,
+    help: String,
+    source: Option<io::Error>,
+}
+
+impl DiskError {
+    /// An error of a step (`what`), its reason (`why`), and the next step for whoever reads it (`help`).
+    pub fn new(
+        kind: ErrorKind,
+        what: impl Into<String>,
+        why: impl Into<String>,
+        help: impl Into<String>,
+    ) -> DiskError {
+        DiskError { kind, what: what.into(), why: why.into(), help: help.into(), source: None }
+    }
+
+    /// Adds the error of the kernel or of a library that is behind this one.
+    pub fn with_source(mut self, source: impl Into<io::Error>) -> DiskError {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// The same, of a file under the name that it gets in the end: `temporary` is one that nobody
+    /// has named.
+    pub fn renamed(mut self, temporary: &Path, name: &Path) -> DiskError {
+        let [from, to] = [temporary, name].map(|path| path.display().to_string());
+        for text in [&mut self.what, &mut self.why, &mut self.help] {
+            *text = text.replace(&from, &to);
+        }
+        self
+    }
+
+    /// The kind, by which a program acts.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// The step that failed, for example `cannot open image /srv/a.img`.
+    pub fn what(&self) -> &str {
+        &self.what
+    }
+
+    /// The reason.
+    pub fn why(&self) -> &str {
+        &self.why
+    }
+
+    /// The next step for whoever reads it.
+    pub fn help(&self) -> &str {
+        &self.help
+    }
+}
+
+/// Texts of [`warn_once`] that are remembered.
+const TEXTS: usize = 64;
+
+/// A note of an image, which is told once although a command opens the image several times.
+pub fn warn_once(text: &str) {
+    static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    if told.len() == TEXTS {
+        told.clear();
+    }
+    if told.insert(text.to_owned()) {
+        tracing::warn!("{text}");
+    }
+}

@@ -1,0 +1,55 @@
+//! The formats of images.
+
+use std::path::Path;
+
+/// How a disk's sectors lie in its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    /// One after the other.
+    Raw,
+    /// Microsoft's Virtual Hard Disk.
+    Vhd,
+    /// QEMU's copy-on-write format, versions 2 and 3.
+    Qcow2,
+    /// A volume of a store, which has many (docs/store.md). No image is one.
+    Store,
+}
+
+impl Format {
+    /// Those of images.
+    pub const ALL: [Format; 3] = [Format::Raw, Format::Vhd, Format::Qcow2];
+
+    /// The name that commands and reports use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Format::Raw => "raw",
+            Format::Vhd => "vhd",
+            Format::Qcow2 => "qcow2",
+            Format::Store => "store",
+        }
+    }
+
+    /// By name; `None` for others.
+    pub fn by_name(name: &str) -> Option<Format> {
+        Format::ALL.into_iter().chain([Format::Store]).find(|f| f.name() == name)
+    }
+
+    /// The format by the extension of a file's name; raw, if it says nothing.
+    pub fn of_path(path: &Path) -> Format {
+        let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default();
+        let format = Format::by_name(&extension.to_ascii_lowercase());
+        // A store has many volumes: which one, only a name with a prefix says.
+        format.filter(|format| *format != Format::Store).unwrap_or(Format::Raw)
+    }
+
+    /// Whether such an image has metadata, and perhaps a parent: it is opened as a chain of layers.
+    pub fn is_layered(self) -> bool {
+        self != Format::Raw
+    }
+}
+
+impl std::fmt::Display for Format {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}

@@ -1,0 +1,49 @@
+//! What images and stores are built of.
+//!
+//! * [`Extent`]: where a part of a disk is. [`Port`]: the way of one thread to a disk's files.
+//! * [`Raw`]: a regular file or a block device, byte for byte, open and locked.
+//! * [`Commits`], [`journal`]: metadata that was answered for and is not durable yet.
+//! * [`Epochs`]: when a place that came free is nobody's any more.
+//! * [`ImageName`], [`OpenOptions`], [`Parents`]: which disk is opened, and how.
+//! * [`DiskError`], [`Finding`]: what is wrong, in words for people.
+
+#![forbid(unsafe_code)]
+
+mod content;
+mod epochs;
+mod error;
+mod extent;
+mod finding;
+mod format;
+mod name;
+mod options;
+mod parents;
+pub mod plain;
+mod port;
+mod rare;
+mod raw;
+pub mod size;
+mod volume_name;
+mod writeback;
+
+pub use content::{STORE_BLOCK_BYTES, STORE_MAGIC};
+#[cfg(any(test, feature = "testing"))]
+pub use epochs::ShuttledEpochs;
+pub use epochs::{Epochs, Mark, Reader};
+pub use error::{DiskError, ErrorKind, READ_ONLY, warn_once};
+pub use extent::{DiscardLimits, Extent};
+pub use finding::{Class, Counts, Finding, Kind as ProblemKind};
+pub use format::Format;
+pub use name::ImageName;
+pub use options::{INDEX_BYTES, MAX_LAYERS, METADATA_BYTES, OpenOptions};
+pub use parents::{CONFIGURED as CONFIGURED_PARENTS, Parents, to_allow};
+pub use port::{Port, SCRATCH_BYTES};
+pub use rare::Rare;
+#[cfg(feature = "testing")]
+pub use raw::{Checked, TestCheck};
+pub use raw::{GrowthWatch, Raw, Unopened};
+pub use volume_name::VolumeName;
+pub use writeback::{Commits, Failure, SyncWitness, Void, Witnesses, journal};
+
+/// Bytes of a sector, the unit of sizes on the wire (blkif.md 3.3), whatever the medium has.
+pub const SECTOR_BYTES: u64 = 512;

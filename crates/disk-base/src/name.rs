@@ -1,0 +1,236 @@
+//! The name of a disk says its format. Contents never choose one: a guest that may write a raw disk
+//! could turn it into an image that names any file of the host as its parent.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
+use crate::format::Format;
+use crate::volume_name::VolumeName;
+use crate::{DiskError, ErrorKind, content};
+
+/// A file, and what is in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageName {
+    /// How to read the file.
+    pub format: Format,
+    /// Where it is; of a volume `PATH#NAME`, of which [`volume`](ImageName::volume) has the parts.
+    pub path: PathBuf,
+}
+
+impl ImageName {
+    /// From `raw:PATH`, `vhd:PATH`, `qcow2:PATH`, `store:PATH#NAME`, or a path whose extension says it.
+    /// A path with a colon in its first part is written with a prefix, or as `./a:b`.
+    ///
+    /// # Errors
+    /// A prefix that is no format, or no path; an extension of a format that is not read here.
+    pub fn parse(text: &(impl AsRef<OsStr> + ?Sized)) -> Result<ImageName, DiskError> {
+        ImageName::parse_as(text, None)
+    }
+
+    /// The same of an image that is there. If nothing says that it is raw, it is not what looks like
+    /// an image: that would be overwritten.
+    ///
+    /// # Errors
+    /// As [`parse_as`](Self::parse_as); `Unsuitable`: it looks like an image.
+    pub fn of_existing(
+        text: &(impl AsRef<OsStr> + ?Sized),
+        said: Option<Format>,
+    ) -> Result<ImageName, DiskError> {
+        let name = ImageName::parse_as(text, said)?;
+        if name.format == Format::Raw && said.is_none() && !ImageName::says_format(text) {
+            content::refuse_images(&name.path)?;
+        }
+        Ok(name)
+    }
+
+    /// Whether there is a prefix.
+    pub fn says_format(text: &(impl AsRef<OsStr> + ?Sized)) -> bool {
+        prefix(text.as_ref()).is_some()
+    }
+
+    /// The store that a volume is in, and the volume's name.
+    pub fn volume(&self) -> Option<(&Path, &str)> {
+        let parts = parts_of_volume(self.path.as_os_str());
+        parts.filter(|_| self.format == Format::Store)
+    }
+
+    /// Refuses a volume, where only an image can be.
+    ///
+    /// # Errors
+    /// It is one.
+    pub fn must_be_image(&self) -> Result<(), DiskError> {
+        if self.format == Format::Store { Err(self.no_image()) } else { Ok(()) }
+    }
+
+    /// What is said of a volume where only an image can be.
+    pub fn no_image(&self) -> DiskError {
+        let what = format!("cannot work on {}", self.path.display());
+        let why = "it is a volume of a store, and this is for images in files of their own";
+        let help = "volumes have commands of their own (ferrite store list, for one); ferrite image \
+                    convert copies one into an image";
+        DiskError::new(ErrorKind::Usage, what, why, help)
+    }
+
+    /// As [`parse`](Self::parse), in the format that was said, whatever the extension says.
+    ///
+    /// # Errors
+    /// A prefix that is no format, another one, or no path; an extension of a format that is not
+    /// read here.
+    pub fn parse_as(
+        text: &(impl AsRef<OsStr> + ?Sized),
+        said: Option<Format>,
+    ) -> Result<ImageName, DiskError> {
+        let text = text.as_ref();
+        let refuse = |why: String| {
+            let help = "write raw:PATH, vhd:PATH, qcow2:PATH, store:PATH#NAME, or a path that ends in \
+                        .vhd or .qcow2 (anything else is raw; a colon in a file name needs ./ before \
+                        it)";
+            Err(DiskError::new(
+                ErrorKind::Usage,
+                format!("cannot open {}", text.display()),
+                why,
+                help,
+            ))
+        };
+        let (format, path) = match prefix(text) {
+            None => (Format::of_path(text.as_ref()), text),
+            Some((prefix, path)) => match Format::by_name(&prefix.to_string_lossy()) {
+                Some(_) if path.is_empty() => return refuse("it names no file".into()),
+                Some(format) if said.is_some_and(|said| said != format) => {
+                    return refuse(format!("it is named {format}, and another format was said"));
+                }
+                Some(Format::Store) if parts_of_volume(path).is_none() => {
+                    return refuse(
+                        "a volume of a store is named PATH#NAME, and NAME has 1 to 63 letters, \
+                         digits, and - _ . but at its beginning"
+                            .into(),
+                    );
+                }
+                Some(format) => (format, path),
+                None => return refuse(format!("there is no format called {prefix:?}")),
+            },
+        };
+        match foreign_extension(path.as_ref()) {
+            Some(extension) if said.is_none() && !ImageName::says_format(text) => {
+                let what = format!("cannot open {}", text.display());
+                let why = format!("images in format {extension} are not read here");
+                let help = format!(
+                    "convert it first (qemu-img convert -O qcow2); raw:{}, if it is a raw disk in \
+                     spite of its name",
+                    text.display()
+                );
+                Err(DiskError::new(ErrorKind::Usage, what, why, help))
+            }
+            _ => Ok(ImageName { format: said.unwrap_or(format), path: path.into() }),
+        }
+    }
+}
+
+/// The text before the first colon, if that is no part of a path, and the rest.
+fn prefix(text: &OsStr) -> Option<(&OsStr, &OsStr)> {
+    // Names of files are bytes.
+    let mut parts = text.as_bytes().splitn(2, |byte| *byte == b':');
+    let (prefix, path) = parts.next().zip(parts.next())?;
+    let both = (OsStr::from_bytes(prefix), OsStr::from_bytes(path));
+    (!prefix.contains(&b'/')).then_some(both)
+}
+
+/// What is before the last `#`, and behind it, if these can be a path and a volume's name.
+fn parts_of_volume(text: &OsStr) -> Option<(&Path, &str)> {
+    let text = text.as_bytes();
+    let at = text.iter().rposition(|byte| *byte == b'#')?;
+    let (path, name) = (&text[..at], std::str::from_utf8(&text[at + 1..]).ok()?);
+    let is_one = !path.is_empty() && VolumeName::new(name).is_some();
+    is_one.then(|| (Path::new(OsStr::from_bytes(path)), name))
+}
+
+fn foreign_extension(path: &Path) -> Option<&'static str> {
+    let extension = path.extension()?.to_str()?.to_ascii_lowercase();
+    content::FOREIGN_EXTENSIONS.into_iter().find(|foreign| *foreign == extension)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_prefix_or_else_the_extension_says_the_format() {
+        for (text, format, path) in [
+            ("vhd:/dev/vg/lv", Format::Vhd, "/dev/vg/lv"),
+            ("raw:/a/b.vhd", Format::Raw, "/a/b.vhd"),
+            ("qcow2:b", Format::Qcow2, "b"),
+            ("/a/b.VHD", Format::Vhd, "/a/b.VHD"),
+            ("b.qcow2", Format::Qcow2, "b.qcow2"),
+            ("b.img", Format::Raw, "b.img"),
+            ("./a:b", Format::Raw, "./a:b"),
+            ("/dev/disk/by-path/pci-0000:00", Format::Raw, "/dev/disk/by-path/pci-0000:00"),
+        ] {
+            let name = ImageName::parse(text).unwrap();
+            assert_eq!(name, ImageName { format, path: path.into() }, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_name_that_is_no_utf8_is_a_name() {
+        for (text, format, path) in [
+            (&b"vhd:\xff.img"[..], Format::Vhd, &b"\xff.img"[..]),
+            (b"\xff.vhd", Format::Vhd, b"\xff.vhd"),
+            (b"./\xff:b", Format::Raw, b"./\xff:b"),
+        ] {
+            let path = OsStr::from_bytes(path).into();
+            let name = ImageName::parse(OsStr::from_bytes(text)).unwrap();
+            assert_eq!(name, ImageName { format, path });
+        }
+        assert!(ImageName::parse(OsStr::from_bytes(b"\xff:b")).is_err());
+    }
+
+    #[test]
+    fn names_of_formats_that_are_not_read_are_refused_unless_a_format_is_said() {
+        for text in ["a.vhdx", "a.avhdx", "/b/a.vmdk", "a.VDI", "./a.qed", "a.qcow"] {
+            let error = ImageName::parse(text).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Usage, "{text}");
+            assert!(error.help().contains(&format!("raw:{text}")), "{error:?}");
+            let raw = ImageName::parse(&format!("raw:{text}")).unwrap();
+            assert_eq!(raw, ImageName { format: Format::Raw, path: text.into() });
+            assert_eq!(ImageName::parse_as(text, Some(Format::Raw)).unwrap(), raw);
+        }
+    }
+
+    #[test]
+    fn a_prefix_and_a_format_that_contradict_each_other_are_refused() {
+        let refused = ImageName::parse_as("raw:a.vhd", Some(Format::Vhd)).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Usage);
+        let agreed = ImageName::parse_as("raw:a.vhd", Some(Format::Raw)).unwrap();
+        assert_eq!(agreed, ImageName { format: Format::Raw, path: "a.vhd".into() });
+    }
+
+    #[test]
+    fn a_volume_is_named_by_its_store_and_what_is_behind_the_last_hash() {
+        for (text, path, name) in [
+            ("store:/srv/s#root", "/srv/s", "root"),
+            ("store:a#b#c-1.d_e", "a#b", "c-1.d_e"),
+            ("store:/dev/vg/lv#7", "/dev/vg/lv", "7"),
+        ] {
+            let parsed = ImageName::parse(text).unwrap();
+            assert_eq!(parsed.volume(), Some((Path::new(path), name)), "{text}");
+            assert_eq!(parsed.must_be_image().unwrap_err().kind(), ErrorKind::Usage);
+        }
+        let long = format!("store:a#{}", "b".repeat(64));
+        for text in ["store:a", "store:#a", "store:a#", "store:a#-b", "store:a#b/c", &long] {
+            assert_eq!(ImageName::parse(text).unwrap_err().kind(), ErrorKind::Usage, "{text}");
+        }
+        assert!(ImageName::parse_as("store:a#b", Some(Format::Raw)).is_err());
+        // The name of a file says nothing of volumes.
+        let raw = ImageName::parse("a.store").unwrap();
+        assert_eq!((raw.format, raw.volume()), (Format::Raw, None));
+        assert_eq!(ImageName::parse("a#b").unwrap().volume(), None);
+    }
+
+    #[test]
+    fn other_prefixes_and_empty_paths_are_refused() {
+        for text in ["vmdk:a", "a:b", "vhd:", ":"] {
+            assert_eq!(ImageName::parse(text).unwrap_err().kind(), ErrorKind::Usage, "{text}");
+        }
+    }
+}

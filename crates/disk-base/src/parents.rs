@@ -1,0 +1,159 @@
+//! Where the parents of an image may be.
+//!
+//! An image says itself which files it stands on, so whoever has made it chooses them. One that
+//! comes from a user could name the disk of another one, or any file of the host, and a guest would
+//! read it. So parents are where the image is, or where somebody who may decide that has said.
+//! The place that counts is where a name leads to in the end, through links and `..`.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+
+use ferrite_io::names;
+
+use crate::{DiskError, ErrorKind};
+
+/// The host's own list of folders, for all commands.
+pub const CONFIGURED: &str = "/etc/ferrite/parents";
+
+/// The images that may be parents.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Parents {
+    /// Files in the folder of the image that is opened, and below; and everything that one of these
+    /// is, or has in it.
+    Within(Vec<PathBuf>),
+    /// Whatever the image names.
+    Any,
+}
+
+impl Default for Parents {
+    fn default() -> Parents {
+        Parents::Within(Vec::new())
+    }
+}
+
+impl Parents {
+    /// Whether `parent` may be one in the chain of `leaf`.
+    ///
+    /// # Errors
+    /// One of the two cannot be found.
+    pub fn allow(&self, leaf: &Path, parent: &Path) -> io::Result<bool> {
+        self.allow_found(&names::canonicalize(leaf)?, parent, &names::canonicalize(parent)?)
+    }
+
+    /// The same, of what was opened by these names. The kernel says where it is: what a name leads
+    /// to may be another file at each look.
+    ///
+    /// # Errors
+    /// It does not.
+    pub fn allow_opened(
+        &self,
+        leaf: BorrowedFd<'_>,
+        parent: &Path,
+        opened: BorrowedFd<'_>,
+    ) -> io::Result<bool> {
+        match self {
+            Parents::Any => Ok(true),
+            Parents::Within(_) => self.allow_found(&place(leaf)?, parent, &place(opened)?),
+        }
+    }
+
+    /// `leaf` and `found` are without links; `found` is what `parent` has led to.
+    fn allow_found(&self, leaf: &Path, parent: &Path, found: &Path) -> io::Result<bool> {
+        let Parents::Within(named) = self else { return Ok(true) };
+        let named: Vec<PathBuf> =
+            named.iter().filter_map(|n| names::canonicalize(n).ok()).collect();
+        let is_named = |path: &Path| named.iter().any(|n| path.starts_with(n));
+        if is_named(found) {
+            return Ok(true);
+        }
+        let meta = names::symlink_metadata(found)?;
+        if meta.file_type().is_block_device() {
+            // Volumes have links as names (/dev/VG/LV), in folders that only the system changes:
+            // those of the file system that has the devices.
+            let folder = names::canonicalize(folder(parent))?;
+            let systems = names::metadata(&folder)?.dev() == meta.dev();
+            let name = folder.join(parent.file_name().unwrap_or_default());
+            return Ok(systems && is_named(&folder) && names::canonicalize(name)? == found);
+        }
+        let own = own_folder(leaf).filter(|_| names::is_file(leaf));
+        Ok(meta.is_file() && own.is_some_and(|own| found.starts_with(own)))
+    }
+
+    /// The error for `image`, whose parent must not be that one.
+    pub fn refusal(image: &Path, parent: &Path) -> DiskError {
+        let found = names::canonicalize(parent).unwrap_or_else(|_| parent.to_owned());
+        let leads = match found == parent {
+            true => String::new(),
+            false => format!(", which is {},", found.display()),
+        };
+        let allowed = to_allow(parent);
+        let allowed = allowed.display();
+        DiskError::new(
+            ErrorKind::Parent,
+            format!("cannot open image {}", image.display()),
+            format!(
+                "its parent {}{leads} is not in the image's folder or below, nor where parents \
+                 are allowed",
+                parent.display()
+            ),
+            format!(
+                "an image can name any file of this host; if it is meant to stand on that one, say \
+                 --parents {allowed}, or write {allowed} into {CONFIGURED}"
+            ),
+        )
+    }
+
+    /// The error for `image`, whose parent this process's keeper does not let it see.
+    pub fn outside(image: &Path, parent: &Path) -> DiskError {
+        DiskError::new(
+            ErrorKind::Parent,
+            format!("cannot open image {}", image.display()),
+            format!(
+                "its parent {} is not in the image's folder or below, nor where the daemon allows \
+                 parents",
+                parent.display()
+            ),
+            format!(
+                "an image can name any file of this host; if it is meant to stand on that one, \
+                 write the folder {} into parent_folders of /etc/ferrite/ferrite.toml, restart the \
+                 daemon, and attach the disk again",
+                folder(parent).display()
+            ),
+        )
+    }
+}
+
+/// The name by which `parent` is allowed: the folder that it is in, or a device by itself.
+pub fn to_allow(parent: &Path) -> PathBuf {
+    match names::canonicalize(parent) {
+        Ok(found) if names::is_file(&found) => folder(&found).to_owned(),
+        _ => parent.to_owned(),
+    }
+}
+
+/// Where an open file is.
+fn place(file: BorrowedFd<'_>) -> io::Result<PathBuf> {
+    names::of_open(file)
+}
+
+fn folder(path: &Path) -> &Path {
+    path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// The folder of an image, if that is one: below the root there is everything.
+fn own_folder(leaf: &Path) -> Option<&Path> {
+    leaf.parent().filter(|dir| dir.parent().is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_root_is_nobodys_own_folder() {
+        assert_eq!(own_folder("/a/disk.vhd".as_ref()), Some("/a".as_ref()));
+        assert_eq!(own_folder("/disk.vhd".as_ref()), None);
+    }
+}

@@ -1,0 +1,30 @@
+//! Files whose names can be foreseen by anybody who may write in their folder, and who may have put
+//! something else there.
+
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::path::Path;
+
+use ferrite_io::names;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+/// Opens a regular file that is there: never through a link, and without waiting for the other end of a pipe.
+pub fn open(path: &Path, flags: OFlags) -> io::Result<File> {
+    let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let foreign =
+        || io::Error::other("it is no regular file (a link, a pipe, a folder): move it away");
+    // A link, and a pipe that nobody reads.
+    match names::open(path, flags, Mode::empty()).map(File::from) {
+        Err(Errno::LOOP | Errno::NXIO | Errno::ISDIR) => Err(foreign()),
+        Ok(file) if !file.metadata()?.is_file() => Err(foreign()),
+        opened => Ok(opened?),
+    }
+}
+
+/// All of such a file, if that is not more than `most` bytes.
+pub fn read(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    open(path, OFlags::RDONLY)?.take(most + 1).read_to_end(&mut text)?;
+    if text.len() as u64 > most { Err(io::ErrorKind::FileTooLarge.into()) } else { Ok(text) }
+}

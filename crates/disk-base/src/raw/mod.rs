@@ -1,0 +1,481 @@
+//! A regular file or a block device, byte for byte.
+
+use std::fmt;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use ferrite_io::arena::Span;
+use ferrite_io::nvme::Namespace;
+use rustix::fs::{SeekFrom, fstat, seek};
+use rustix::io::{Errno, pread};
+
+use crate::error::READ_ONLY;
+use crate::size::Human;
+use crate::writeback::{Commits, SyncWitness};
+use crate::{DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, Port, SECTOR_BYTES};
+
+#[cfg(feature = "testing")]
+mod checked;
+mod discard;
+mod geometry;
+mod growth;
+mod hold;
+mod holder;
+mod lock;
+mod loops;
+mod medium;
+mod proc_locks;
+mod qemu;
+mod zero;
+
+#[cfg(feature = "testing")]
+pub use checked::{Checked, TestCheck};
+use geometry::Geometry;
+pub use growth::GrowthWatch;
+use hold::Hold;
+use lock::Opened;
+pub use lock::Unopened;
+use medium::{Medium, Use, cannot_open, io_error};
+pub(crate) use proc_locks::flock_holder;
+
+/// What is read at once of an image that is only looked at: mostly all that is asked of it.
+const GLANCE_BYTES: usize = 4096;
+
+/// How often a flush may be interrupted, or be without the kernel's resources, in a row.
+const FLUSH_RETRIES: u32 = 16;
+
+/// An open and locked raw image.
+#[derive(Debug)]
+pub struct Raw {
+    file: Arc<OwnedFd>,
+    path: PathBuf,
+    medium: Medium,
+    inode: (u64, u64),
+    /// A file that is used as a device is: see [`OpenOptions::fixed_size`].
+    fixed_size: bool,
+    read_only: bool,
+    /// QEMU's locks are held, or are not to be.
+    has_qemus_locks: Mutex<bool>,
+    geometry: Geometry,
+    sectors: AtomicU64,
+    shrink_reported: AtomicBool,
+    discard: Option<discard::Discard>,
+    /// With a keeper.
+    holds: Vec<Hold>,
+    /// Its first bytes, of what is only looked at.
+    head: Vec<u8>,
+    /// How far [`zero`] got down its list of means.
+    zero_means: AtomicU8,
+    /// Of a disk that is nothing but this.
+    commits: Box<Commits>,
+    /// The check of its data, by a test.
+    #[cfg(feature = "testing")]
+    pub checked: checked::Checked,
+}
+
+impl Raw {
+    /// Opens a disk that is nothing but this, as the options say. What is wrong with it is found before
+    /// anything else is done, and nothing is written. Whether images stand on it, nobody has asked.
+    pub fn lock_disk(path: &Path, options: &OpenOptions) -> Result<Raw, Unopened> {
+        Raw::lock(path, options, Use::Disk)
+    }
+
+    /// Opens what an image with metadata is in, or shall be: of any size, and accessed in sectors.
+    pub fn lock_medium(path: &Path, options: &OpenOptions) -> Result<Raw, Unopened> {
+        Raw::lock(path, options, Use::Medium)
+    }
+
+    /// Opens what a store is in.
+    pub fn lock_store(path: &Path, options: &OpenOptions) -> Result<Raw, Unopened> {
+        Raw::lock(path, options, Use::Store)
+    }
+
+    fn lock(path: &Path, options: &OpenOptions, use_: Use) -> Result<Raw, Unopened> {
+        let opened = lock::open(path, options)?;
+        if use_ != Use::Disk && opened.medium == Medium::Nvme {
+            let why = "images and stores cannot be used by NVMe commands";
+            let help = "name its block device (/dev/nvmeXnY) instead";
+            return Err(DiskError::new(ErrorKind::Unsuitable, cannot_open(path), why, help).into());
+        }
+        let namespace = match opened.medium {
+            Medium::Nvme => Some(namespace(path, &opened, options.read_only)?),
+            _ => None,
+        };
+        let bytes = size_bytes(&opened.file, opened.medium)
+            .map_err(|e| io_error(path, "its size could not be read", e))?;
+        if use_ == Use::Disk {
+            check_size(path, bytes)?;
+        }
+        let geometry = match &namespace {
+            Some(namespace) => Geometry::of_namespace(namespace),
+            None => Geometry::choose(&opened, bytes, use_)
+                .map_err(|e| io_error(path, "its access mode could not be set", e))?,
+        };
+        if let Some(reason) = &geometry.buffered_because {
+            tracing::info!(image = %path.display(), reason, "the page cache is used for this image");
+        }
+        let discard = match &namespace {
+            _ if options.read_only => None,
+            Some(namespace) => discard::Discard::of_namespace(namespace),
+            None => discard::Discard::of(&opened, options.fixed_size),
+        };
+        let inode = inode(&opened.file, opened.medium)
+            .map_err(|e| io_error(path, "it could not be told from others", e))?;
+        Ok(Raw {
+            file: opened.file,
+            inode,
+            path: path.to_owned(),
+            medium: opened.medium,
+            fixed_size: options.fixed_size,
+            read_only: options.read_only,
+            has_qemus_locks: Mutex::new(!options.qemu_first),
+            geometry,
+            sectors: AtomicU64::new(bytes / SECTOR_BYTES),
+            shrink_reported: AtomicBool::new(false),
+            discard,
+            holds: opened.holds,
+            head: Vec::new(),
+            zero_means: AtomicU8::new(0),
+            commits: Box::default(),
+            #[cfg(feature = "testing")]
+            checked: checked::Checked::default(),
+        })
+    }
+
+    /// Opens it for a look at metadata, without a lock: whoever uses it is not kept from that, and
+    /// what is read may be changing. None: it is neither a file nor a block device.
+    pub fn glance(path: &Path) -> std::io::Result<Option<Raw>> {
+        let Some(opened) = lock::glance(path)? else { return Ok(None) };
+        let bytes = size_bytes(&opened.file, opened.medium)?;
+        let inode = inode(&opened.file, opened.medium)?;
+        let mut raw = Raw {
+            file: opened.file,
+            inode,
+            path: path.to_owned(),
+            medium: opened.medium,
+            fixed_size: false,
+            read_only: true,
+            has_qemus_locks: Mutex::new(true),
+            geometry: Geometry::of_glance(),
+            sectors: AtomicU64::new(bytes / SECTOR_BYTES),
+            shrink_reported: AtomicBool::new(false),
+            discard: None,
+            holds: opened.holds,
+            head: Vec::new(),
+            zero_means: AtomicU8::new(0),
+            commits: Box::default(),
+            #[cfg(feature = "testing")]
+            checked: checked::Checked::default(),
+        };
+        raw.head = raw.read_now(0, GLANCE_BYTES)?;
+        Ok(Some(raw))
+    }
+
+    /// Where it is, as it was named.
+    #[inline]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether it can grow, be punched and be cut off.
+    #[inline]
+    pub fn is_file(&self) -> bool {
+        self.medium == Medium::File && !self.fixed_size
+    }
+
+    /// Whether it can be synced by who may not write to it: an NVMe flush is a command.
+    pub fn can_sync_read_only(&self) -> bool {
+        self.medium != Medium::Nvme
+    }
+
+    /// Device and inode of a file; the number of a block device, and 0.
+    pub fn inode(&self) -> (u64, u64) {
+        self.inode
+    }
+
+    /// The open file, to be examined.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// The size in bytes, now.
+    pub fn bytes_now(&self) -> std::io::Result<u64> {
+        Ok(size_bytes(&self.file, self.medium)?)
+    }
+
+    /// What of a file's space is in use on the file system, in bytes; of a device, its size.
+    pub fn disk_bytes(&self) -> std::io::Result<u64> {
+        if !self.is_file() {
+            return self.bytes_now();
+        }
+        let stat = fstat(&self.file)?;
+        Ok(u64::try_from(stat.st_blocks).unwrap_or(0) * 512)
+    }
+
+    /// Reads `len` bytes, or as many as there are, while the caller waits: for opening images,
+    /// when there is no reactor yet.
+    pub fn read_now(&self, offset: u64, len: usize) -> std::io::Result<Vec<u8>> {
+        let end = usize::try_from(offset).ok().and_then(|at| Some((at, at.checked_add(len)?)));
+        if let Some(known) = end.and_then(|(at, end)| self.head.get(at..end)) {
+            return Ok(known.to_owned());
+        }
+        const ALIGN: usize = 4096;
+        let before = offset as usize % ALIGN;
+        let (from, span) = (offset - before as u64, (before + len).next_multiple_of(ALIGN));
+        let mut memory = vec![0u8; span + ALIGN];
+        let start = memory.as_ptr().align_offset(ALIGN);
+        let (mut got, mut retries) = (0, 0);
+        while got < span {
+            match pread(&self.file, &mut memory[start + got..start + span], from + got as u64) {
+                Ok(0) => break,
+                // What follows a piece of a block is the end of the file.
+                Ok(n) if !n.is_multiple_of(SECTOR_BYTES as usize) => {
+                    got += n;
+                    break;
+                }
+                Ok(n) => got += n,
+                Err(Errno::INTR | Errno::AGAIN) if retries < FLUSH_RETRIES => retries += 1,
+                Err(e) => return Err(e.into()),
+            }
+        }
+        memory.truncate(start + got.min(before + len));
+        Ok(memory.split_off((start + before).min(memory.len())))
+    }
+
+    /// The size in sectors of 512 bytes, as it was last looked at.
+    #[inline]
+    pub fn sectors(&self) -> u64 {
+        self.sectors.load(Ordering::Acquire)
+    }
+
+    /// Whether it was opened for reading only.
+    #[inline]
+    pub fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Offset, length and memory address of every operation are multiples of this: 512 or 4096 bytes.
+    #[inline]
+    pub fn block_bytes(&self) -> u32 {
+        self.geometry.block_bytes
+    }
+
+    /// Bytes. Smaller writes than this may cost the medium a read first.
+    #[inline]
+    pub fn physical_block_bytes(&self) -> u32 {
+        self.geometry.physical_block_bytes
+    }
+
+    /// Whether I/O bypasses the page cache.
+    #[inline]
+    pub fn direct(&self) -> bool {
+        self.geometry.buffered_because.is_none()
+    }
+
+    /// Whether only an engine that sends NVMe commands can do its I/O.
+    #[inline]
+    pub fn passthrough(&self) -> bool {
+        self.medium == Medium::Nvme
+    }
+
+    /// What a guest is told about discard. None: the medium has no discard.
+    pub fn discard_limits(&self) -> Option<DiscardLimits> {
+        self.discard.as_ref().and_then(discard::Discard::limits)
+    }
+
+    /// Whether a file has space for whole blocks between two places, as far as its file system
+    /// tells; a device has no holes.
+    pub fn has_space_for(&self, from: u64, to: u64) -> bool {
+        const BLOCK: u64 = 4096;
+        let (from, to) = (from.next_multiple_of(BLOCK), to / BLOCK * BLOCK);
+        match seek(&self.file, SeekFrom::Data(from)) {
+            Ok(at) => at < to,
+            Err(Errno::NXIO) => false,
+            Err(_) => from < to,
+        }
+    }
+
+    /// The next part of a file, from a place on, that may have data: all of it, where the file
+    /// system does not tell.
+    pub fn data_from(&self, from: u64) -> Option<Range<u64>> {
+        match seek(&self.file, SeekFrom::Data(from)) {
+            Ok(data) => Some(data..seek(&self.file, SeekFrom::Hole(data)).unwrap_or(u64::MAX)),
+            Err(Errno::NXIO) => None,
+            Err(_) => Some(from..u64::MAX),
+        }
+    }
+
+    /// See `Disk::shut_out_qemu`.
+    pub fn shut_out_qemu(&self) -> bool {
+        let mut has = self.has_qemus_locks.lock().unwrap_or_else(PoisonError::into_inner);
+        // Not again: who tries in vain has locks of their own for a moment.
+        if !*has {
+            *has = lock::share_with_qemu(&self.path, &self.file, self.read_only);
+            if !*has {
+                lock::stand_back(&self.file);
+            }
+        }
+        *has
+    }
+
+    /// Gives up the locks, while it stays open.
+    pub fn unlock(&self) {
+        lock::release(&self.file);
+        self.let_go();
+    }
+
+    /// See `Disk::keep`.
+    pub fn keep(&self) {
+        self.holds.iter().for_each(Hold::keep);
+    }
+
+    /// See `Disk::let_go`.
+    pub fn let_go(&self) {
+        self.holds.iter().for_each(Hold::release);
+    }
+
+    /// The open file, for an engine.
+    pub fn files(&self) -> Vec<Arc<OwnedFd>> {
+        vec![self.file.clone()]
+    }
+
+    /// Says where a range is: at the same place in the file.
+    #[inline]
+    pub fn map(&self, offset: u64, len: u64) -> Extent {
+        Extent::Data { file: 0, offset, len }
+    }
+
+    /// See `Disk::refresh_size`. An image that ends within a block
+    /// (somebody is still making it longer) counts up to its last whole block.
+    pub fn refresh_size(&self) -> Result<Option<u64>, DiskError> {
+        let bytes = size_bytes(&self.file, self.medium)
+            .map_err(|e| io_error(&self.path, "its size could not be read", e))?;
+        let block = u64::from(self.geometry.block_bytes);
+        let now = bytes / block * block / SECTOR_BYTES;
+        let before = self.sectors.fetch_max(now, Ordering::AcqRel);
+        if now < before && !self.shrink_reported.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                image = %self.path.display(),
+                "the image has shrunk from {} to {} sectors while in use; the guest keeps the old \
+                 size, and what is gone reads as errors",
+                before,
+                now,
+            );
+        }
+        Ok((now > before).then_some(now))
+    }
+
+    /// What tells that the medium may have grown.
+    pub fn growth_watch(&self) -> GrowthWatch {
+        GrowthWatch::of(&self.file, self.medium)
+    }
+
+    /// Fills `buf` with what is at `offset`.
+    ///
+    /// # Errors
+    /// Those of the kernel.
+    pub async fn read(&self, port: &Port, offset: u64, buf: Span) -> std::io::Result<()> {
+        port.io.read_exact(port.files[0], offset, buf).await?;
+        #[cfg(feature = "testing")]
+        self.checked.demand(port.memory(), offset, buf)?;
+        Ok(())
+    }
+
+    /// Flushes that come at once share syncs.
+    pub async fn flush(&self, port: &Port) -> std::io::Result<()> {
+        if self.read_only {
+            return Ok(());
+        }
+        self.commits.join(&port.io, self.commits.sync(port)).await
+    }
+
+    /// See `Disk::witness_syncs`.
+    pub fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
+        self.commits.witness(witness);
+    }
+
+    /// Whether a sync of [`flush`](Self::flush) has failed.
+    #[inline]
+    pub fn is_faulty(&self) -> bool {
+        self.commits.is_faulty()
+    }
+}
+
+/// The size of the medium now. For a device this moves the file position, which nothing uses.
+fn size_bytes(file: &OwnedFd, medium: Medium) -> rustix::io::Result<u64> {
+    match medium {
+        Medium::File => Ok(u64::try_from(fstat(file)?.st_size).unwrap_or(0)),
+        Medium::BlockDevice => seek(file, SeekFrom::End(0)),
+        Medium::Nvme => match Namespace::of(file.as_fd()) {
+            Ok(namespace) => Ok(namespace.bytes),
+            Err(e) => Err(Errno::from_io_error(&e).unwrap_or(Errno::IO)),
+        },
+    }
+}
+
+/// What the controller says about an NVMe namespace, if it can be used so.
+fn namespace(path: &Path, opened: &Opened, read_only: bool) -> Result<Namespace, DiskError> {
+    let refuse =
+        |kind, why: String, help: &str| Err(DiskError::new(kind, cannot_open(path), why, help));
+    match Namespace::of(opened.file.as_fd()) {
+        Ok(found) if found.write_protected && !read_only => refuse(
+            ErrorKind::Permission,
+            "the namespace is write-protected".into(),
+            &format!("{READ_ONLY}, or lift the protection"),
+        ),
+        Ok(found) => Ok(found),
+        Err(e) => refuse(
+            ErrorKind::Unsuitable,
+            format!("it cannot be used by NVMe commands: {e}"),
+            "name its block device (/dev/nvmeXnY) instead",
+        ),
+    }
+}
+
+fn check_size(path: &Path, bytes: u64) -> Result<(), DiskError> {
+    let refuse = |why: String, help: &str| {
+        Err(DiskError::new(ErrorKind::Unsuitable, cannot_open(path), why, help))
+    };
+    if bytes == 0 {
+        return refuse(
+            "it is empty".into(),
+            "give it a size first (ferrite image create --force raw:FILE 16G), or insert a medium",
+        );
+    }
+    if !bytes.is_multiple_of(SECTOR_BYTES) {
+        return refuse(
+            format!("its size, {bytes} bytes, is not a multiple of 512"),
+            "check that it is a raw disk image and complete; if it is, make it longer with \
+             truncate -s %512 FILE",
+        );
+    }
+    Ok(())
+}
+
+fn inode(file: &OwnedFd, medium: Medium) -> rustix::io::Result<(u64, u64)> {
+    let stat = fstat(file)?;
+    Ok(match medium {
+        Medium::File => (stat.st_dev, stat.st_ino),
+        Medium::BlockDevice | Medium::Nvme => (stat.st_rdev, 0),
+    })
+}
+
+impl fmt::Display for Raw {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let medium = match self.medium {
+            Medium::File => "raw file",
+            Medium::BlockDevice => "block device",
+            Medium::Nvme => "NVMe namespace",
+        };
+        let mode = if self.read_only { "read-only" } else { "read-write" };
+        let size = Human(self.sectors() * SECTOR_BYTES);
+        write!(f, "{medium} {}, {size}, {mode}, {}, ", self.path.display(), self.geometry)?;
+        match self.discard_limits() {
+            Some(limits) => write!(f, "discard in units of {} bytes", limits.granularity_bytes),
+            None => write!(f, "no discard"),
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! Where the parts of a disk are: the chain asked from memory, its metadata loaded where that
+//! takes it, and the holes of files.
+
+use std::io;
+
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+
+use crate::Disk;
+use ferrite_disk_base::{Extent as Place, Port, Raw};
+use ferrite_images::{Layer, Mapping};
+
+/// Holes are only seen in whole blocks of this many bytes, so that what lies beside them can be
+/// read in whole blocks, too.
+const BLOCK: u64 = 4096;
+
+/// The beginning of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Bytes.
+    pub len: u64,
+    /// The layer that says so, the leaf is 0; none: no layer has it.
+    pub layer: Option<usize>,
+    /// What is there.
+    pub what: What,
+}
+
+/// What a part of a disk is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// Bytes of the layer's file from here on.
+    Data(u64),
+    /// Compressed in the layer's file.
+    Packed,
+    /// Somewhere in a store, block for block.
+    Shared,
+    /// It reads as zeros.
+    Zeros,
+}
+
+/// Looks at the beginning of a range, which is inside the disk.
+pub async fn look(disk: &Disk, port: &Port, offset: u64, len: u64) -> io::Result<Piece> {
+    match disk {
+        Disk::Null(_) => Ok(Piece { len, layer: None, what: What::Zeros }),
+        Disk::Raw(raw) => match disk.map(offset, len) {
+            Place::Data { offset, len, .. } => Ok(data(raw, 0, offset, len)),
+            Place::Zeros { len } | Place::Slow { len } => {
+                Ok(Piece { len, layer: Some(0), what: What::Zeros })
+            }
+        },
+        Disk::Store(volume) => {
+            let (zeros, len) = volume.look(port, offset, len).await?;
+            let what = if zeros { What::Zeros } else { What::Shared };
+            Ok(Piece { len, layer: Some(0), what })
+        }
+        Disk::Image(image) => look_at_layers(image.layers(), port, offset, len).await,
+    }
+}
+
+async fn look_at_layers(layers: &[Layer], port: &Port, offset: u64, len: u64) -> io::Result<Piece> {
+    let mut len = len;
+    for (i, layer) in layers.iter().enumerate() {
+        match look_at_layer(layer, i, port, offset, len).await? {
+            (Some(piece), _) => return Ok(piece),
+            (None, below) => len = below,
+        }
+    }
+    Ok(Piece { len, layer: None, what: What::Zeros })
+}
+
+/// The share of one layer in the beginning of a range: a piece, or nothing for so many bytes.
+pub async fn look_at_layer(
+    layer: &Layer,
+    i: usize,
+    port: &Port,
+    offset: u64,
+    len: u64,
+) -> io::Result<(Option<Piece>, u64)> {
+    loop {
+        let piece = match layer.find(offset, len) {
+            Mapping::Backing { len } => return Ok((None, len)),
+            Mapping::Miss { len } => {
+                layer.load(port, port.files[i], offset, len).await?;
+                continue;
+            }
+            Mapping::Data { offset, len } => data(layer.medium(), i, offset, len),
+            Mapping::Zeros { len } => Piece { len, layer: Some(i), what: What::Zeros },
+            Mapping::Compressed { len } | Mapping::Cow { len } => {
+                Piece { len, layer: Some(i), what: What::Packed }
+            }
+        };
+        if piece.len == 0 {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "a layer answered for nothing"));
+        }
+        return Ok((Some(piece), 0));
+    }
+}
+
+/// Data of a file, or the hole that is there.
+fn data(raw: &Raw, layer: usize, offset: u64, len: u64) -> Piece {
+    let piece = |what, len| Piece { len, layer: Some(layer), what };
+    match hole(raw, offset, len) {
+        Some(Ahead::Hole(len)) => piece(What::Zeros, len),
+        Some(Ahead::Data(len)) => piece(What::Data(offset), len),
+        None => piece(What::Data(offset), len),
+    }
+}
+
+enum Ahead {
+    Hole(u64),
+    Data(u64),
+}
+
+/// Data or a hole at `offset`; none: the file system does not tell.
+fn hole(raw: &Raw, offset: u64, len: u64) -> Option<Ahead> {
+    if !raw.is_file() {
+        return None;
+    }
+    let file = raw.files().pop()?;
+    let data_at = match seek(&file, SeekFrom::Data(offset)) {
+        Ok(at) => at / BLOCK * BLOCK,
+        // Nothing but a hole up to the end, or no hole was ever heard of here.
+        Err(Errno::NXIO) => u64::MAX,
+        Err(_) => return None,
+    };
+    if data_at > offset {
+        // A file that ends has no hole behind its end: reading there is the format's trouble.
+        let end = raw.bytes_now().ok()?;
+        return (offset < end).then(|| Ahead::Hole((data_at - offset).min(len)));
+    }
+    let hole_at = seek(&file, SeekFrom::Hole(offset)).ok()?.next_multiple_of(BLOCK);
+    (hole_at > offset).then(|| Ahead::Data((hole_at - offset).min(len)))
+}

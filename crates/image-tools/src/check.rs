@@ -1,0 +1,167 @@
+//! Whether an image is in order, and what can be done if not.
+
+use super::formats::Rules;
+use super::io_context::IoContext;
+use super::{
+    CheckReport, Checked, Finding, ImageTools, Repaired, broken, formats, refused, unsuitable,
+};
+use ferrite_disk::Disk;
+use ferrite_disk_base::{Class, DiskError, ErrorKind, Format, ImageName, journal};
+use ferrite_images::{Image, Layer, open_as_far, open_medium, open_raw};
+
+impl ImageTools<'_> {
+    /// Looks for inconsistencies in an image, and, if `chain` says so, in its parents. Nothing is
+    /// written.
+    ///
+    /// # Errors
+    /// It cannot be read, or is in use. What is wrong with it is in the report.
+    pub fn check(&self, name: &ImageName, chain: bool) -> Result<CheckReport, DiskError> {
+        self.check_by(name, chain, false)
+    }
+
+    /// The same, by the rules of other programs, too, which refuse images that are in order here:
+    /// of `vhd-util check`, which XAPI runs before it coalesces.
+    ///
+    /// # Errors
+    /// Those of [`check`](Self::check).
+    pub fn check_strictly(&self, name: &ImageName, chain: bool) -> Result<CheckReport, DiskError> {
+        self.check_by(name, chain, true)
+    }
+
+    fn check_by(
+        &self,
+        name: &ImageName,
+        chain: bool,
+        strict: bool,
+    ) -> Result<CheckReport, DiskError> {
+        let (layers, end) = match name.format.is_layered() {
+            false => (Vec::new(), self.open(name, true).err()),
+            true => match open_as_far(name, &self.options(true)) {
+                Ok(found) => found,
+                Err(e) => (Vec::new(), Some(e)),
+            },
+        };
+        let below = |i: usize| layers.get(i + 1).map(|layer| layer.medium().path());
+        let rules = |i| if strict { Rules::Theirs(below(i)) } else { Rules::Ours };
+        let mut images = vec![self.check_one(name, rules(0))?];
+        for (i, layer) in layers.iter().enumerate().skip(1).filter(|_| chain) {
+            let path = layer.medium().path().to_owned();
+            images.push(self.check_one(&ImageName { format: layer.format(), path }, rules(i))?);
+        }
+        // What was found is told, also where the rest cannot be looked at.
+        let is_sound = images.iter().all(Checked::is_usable);
+        match end {
+            None => {}
+            Some(e) if is_sound && matches!(e.kind(), ErrorKind::InUse | ErrorKind::Io) => {
+                return Err(e);
+            }
+            // A parent that may not be one is not looked at.
+            Some(e) if e.kind() == ErrorKind::Parent && chain && is_sound => return Err(e),
+            Some(e) if e.kind() == ErrorKind::Parent => {
+                let why = format!("not looked at: {} ({})", e.why(), e.help());
+                images[0].add_last(of_chain(why, Class::Harmless));
+            }
+            // A parent that is missing, for one.
+            Some(e) if is_sound && e.kind() == ErrorKind::Unsuitable => return Err(e),
+            Some(e) if is_sound => match layers.last() {
+                // It is in order by itself, and what it stands on is not.
+                Some(child) => images.push(self.check_unusable(child, e)?),
+                None => {
+                    let why = format!("{} ({})", e.why(), e.help());
+                    images[0].add_first(of_chain(why, Class::Damage));
+                }
+            },
+            Some(_) => {}
+        }
+        Ok(CheckReport::of(images))
+    }
+
+    /// The finding about the parent of an image, which cannot be opened.
+    fn check_unusable(&self, child: &Layer, e: DiskError) -> Result<Checked, DiskError> {
+        let names = child.parents()?.map_or(Vec::new(), |parents| parents.candidates);
+        let Some(parent) = names.into_iter().find(|name| name.path.exists()) else {
+            return Err(e);
+        };
+        let mut checked = self.check_one(&parent, Rules::Ours)?;
+        if checked.is_usable() {
+            let why = format!("{} ({})", e.why(), e.help());
+            checked.add_first(of_chain(why, Class::Damage));
+        }
+        Ok(checked)
+    }
+
+    fn check_one(&self, name: &ImageName, rules: Rules<'_>) -> Result<Checked, DiskError> {
+        let options = self.medium_options(true);
+        let open = if name.format.is_layered() { open_medium } else { open_raw };
+        let raw = open(&name.path, &options)?;
+        formats::check(&raw, name.format, rules)
+    }
+
+    /// Mends what can be mended without guessing, if `force` says so; otherwise only tells what
+    /// that would be. What a killed backend has left is brought into the image first.
+    ///
+    /// # Errors
+    /// It cannot be read or written, or is in use.
+    pub fn repair(&self, name: &ImageName, force: bool) -> Result<Repaired, DiskError> {
+        let what = || format!("cannot repair {}", name.path.display());
+        if name.format == Format::Raw {
+            let help = "the guest's file system has tools for what is in it";
+            return Err(unsuitable(what(), "a raw image has nothing that could be mended", help));
+        }
+        let before = self.check_one(name, Rules::Ours)?;
+        if !force {
+            return Ok(Repaired { done: false, before: before.clone(), after: before });
+        }
+        // Without its parents, which may not be there.
+        let unusable = match Image::open_alone(name, &ImageTools::even_parents(self.options(false)))
+        {
+            Ok(image) => self.close(&Disk::Image(image), &name.path).map(|()| None)?,
+            Err(e) if !matches!(e.kind(), ErrorKind::Unsuitable | ErrorKind::Damaged) => {
+                return Err(e);
+            }
+            // It cannot be opened: that may be what is to be mended.
+            Err(e) => Some(e),
+        };
+        let options = ImageTools::even_parents(self.medium_options(false));
+        let raw = open_medium(&name.path, &options)?;
+        match unusable {
+            // What was answered lies where the image says that there is nothing.
+            Some(e) if journal::any_at(self.readable_state(), &raw)? => return Err(e),
+            _ => {}
+        }
+        let mut context = IoContext::new(self, 0).map_err(|e| broken(what(), e))?;
+        let port = context.port_of(raw.files()).map_err(|e| broken(what(), e))?;
+        let mended = context.run(async { Ok(formats::repair(&port, &raw, name.format).await) });
+        mended.map_err(|e| broken(what(), e))??;
+        let after = formats::check(&raw, name.format, Rules::Ours)?;
+        Ok(Repaired { done: true, before, after })
+    }
+}
+
+/// A finding where a chain is opened.
+fn of_chain(why: String, class: Class) -> Finding {
+    let kind = "chain".into();
+    let harmless = class.is_harmless();
+    Finding { offset_bytes: None, kind, why, class, harmless, mendable: false }
+}
+
+impl Repaired {
+    /// The findings for which `force` was needed and not given, as an error.
+    ///
+    /// # Errors
+    /// There is something to mend.
+    pub fn or_refused(&self) -> Result<(), DiskError> {
+        let mendable = self.after.counts.mendable > 0;
+        let what = format!("cannot repair {}", self.after.path);
+        if !self.done && mendable {
+            let help = "--force does it; take a copy of the file first if you can";
+            return Err(refused(what, "metadata would be overwritten", help));
+        }
+        if self.after.is_usable() {
+            return Ok(());
+        }
+        let help = "what is not mendable needs a backup";
+        let why = "there is damage that nothing is known to mend";
+        Err(DiskError::new(ErrorKind::Damaged, what, why, help))
+    }
+}

@@ -1,0 +1,120 @@
+//! Whether two disks read the same.
+
+use std::cell::Cell;
+use std::io;
+
+use ferrite_io::arena::Span;
+
+use super::io_context::{BUFFER_BYTES, IoContext};
+use super::{Comparison, ImageTools, Progress, broken};
+use ferrite_disk::Disk;
+use ferrite_disk::pieces::{What, look};
+use ferrite_disk_base::{DiskError, ImageName, Port, SECTOR_BYTES};
+
+/// A disk, the way to it, memory for 1 MiB of it, and its size.
+pub(super) struct Side<'a> {
+    pub(super) disk: &'a Disk,
+    pub(super) port: Port,
+    pub(super) buf: Span,
+    pub(super) bytes: u64,
+    /// Whether there are zeros, and up to where: asked once for each part of the disk, as some
+    /// file systems (tmpfs) walk all of it for the answer.
+    part: Cell<(bool, u64)>,
+}
+
+impl<'a> Side<'a> {
+    pub(super) fn new(context: &mut IoContext, disk: &'a Disk) -> io::Result<Side<'a>> {
+        let bytes = disk.sectors() * SECTOR_BYTES;
+        let part = Cell::new((false, 0));
+        Ok(Side { disk, port: context.port(disk)?, buf: context.buffer()?, bytes, part })
+    }
+}
+
+impl Side<'_> {
+    /// How many bytes from `at` on are known to be zeros, and if none, how many can be read.
+    pub(super) async fn ahead(&self, at: u64, len: u64) -> io::Result<(bool, u64)> {
+        // What a disk that has ended would have is zeros.
+        if at >= self.bytes {
+            return Ok((true, len));
+        }
+        if self.part.get().1 <= at {
+            let piece = look(self.disk, &self.port, at, self.bytes - at).await?;
+            self.part.set((piece.what == What::Zeros, at + piece.len));
+        }
+        let (zeros, end) = self.part.get();
+        Ok((zeros, len.min(end - at)))
+    }
+
+    pub(super) async fn read(&self, at: u64, len: usize, zeros: bool) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; len];
+        if !zeros {
+            let span = self.buf.slice(0, len);
+            self.disk.read(&self.port, at, span).await?;
+            self.port.memory().copy_out(span, &mut bytes);
+        }
+        Ok(bytes)
+    }
+}
+
+impl ImageTools<'_> {
+    /// Compares what two disks read as. They may have different sizes if the rest is zeros, but not
+    /// if it is `strict`: then they differ where one of them ends.
+    ///
+    /// # Errors
+    /// One of them cannot be opened or read; `Interrupted` if the progress said to stop.
+    pub fn compare(
+        &self,
+        a: &ImageName,
+        b: &ImageName,
+        strict: bool,
+    ) -> Result<Comparison, DiskError> {
+        let disks = [self.open(a, true)?, self.open(b, true)?];
+        let cannot =
+            |e| broken(format!("cannot compare {} and {}", a.path.display(), b.path.display()), e);
+        let mut context = IoContext::new(self, 2).map_err(cannot)?;
+        let a = Side::new(&mut context, &disks[0]).map_err(cannot)?;
+        let b = Side::new(&mut context, &disks[1]).map_err(cannot)?;
+        let shorter = a.bytes.min(b.bytes);
+        let end = if strict { shorter } else { a.bytes.max(b.bytes) };
+        let first = context.run(self.first_difference(&a, &b, end)).map_err(cannot)?;
+        let first = first.or((strict && a.bytes != b.bytes).then_some(shorter));
+        Ok(Comparison {
+            identical: first.is_none(),
+            first_difference_bytes: first,
+            virtual_bytes: [a.bytes, b.bytes],
+        })
+    }
+
+    async fn first_difference(
+        &self,
+        a: &Side<'_>,
+        b: &Side<'_>,
+        end: u64,
+    ) -> io::Result<Option<u64>> {
+        let told = Cell::new(0u64);
+        let mut at = 0;
+        while at < end {
+            let ((zeros_a, len_a), (zeros_b, len_b)) =
+                (a.ahead(at, end - at).await?, b.ahead(at, end - at).await?);
+            let mut len = len_a.min(len_b);
+            if !(zeros_a && zeros_b) {
+                len = len.min(BUFFER_BYTES as u64);
+                let n = len as usize;
+                let (bytes_a, bytes_b) =
+                    (a.read(at, n, zeros_a).await?, b.read(at, n, zeros_b).await?);
+                let differ = bytes_a.iter().zip(&bytes_b).position(|(a, b)| a != b);
+                if let Some(i) = differ {
+                    return Ok(Some(at + i as u64));
+                }
+            }
+            at += len;
+            if at - told.get() >= BUFFER_BYTES as u64 {
+                told.set(at);
+                if !(self.progress)(Progress { done_bytes: at, total_bytes: end }) {
+                    return Err(io::ErrorKind::Interrupted.into());
+                }
+            }
+        }
+        Ok(None)
+    }
+}

@@ -1,0 +1,225 @@
+//! Copies of disks, in whichever format.
+
+use std::io;
+
+use super::copy::{Copying, Mode};
+use super::create::done;
+use super::files::{NewFile, Over, beside, check_apart, check_regular, same_file};
+use super::formats::{Blank, shows_medium};
+use super::resume::{Resume, Source};
+use super::{DAMAGED, Done, ImageTools, NewImage, broken, formats};
+use ferrite_disk::Disk;
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES};
+use ferrite_images::children::PARTIAL;
+
+/// How to convert.
+#[derive(Clone, Debug, Default)]
+pub struct Convert {
+    /// The file at the destination may be lost.
+    pub force: bool,
+    /// Go on where an interrupted conversion ended.
+    pub resume: bool,
+    /// All of the destination's space at once.
+    pub fixed: bool,
+    /// The unit of allocation; none: the usual one.
+    pub unit_bytes: Option<u32>,
+}
+
+impl Convert {
+    fn new_image(&self) -> NewImage {
+        NewImage { fixed: self.fixed, unit_bytes: self.unit_bytes, ..NewImage::default() }
+    }
+}
+
+impl ImageTools<'_> {
+    /// Copies what `from` reads as into a new image `to`, its chain flattened. What is zeros is
+    /// neither read, where that is known, nor written.
+    ///
+    /// The image is called `to` when it is complete and durable. Until then it is `to.partial`,
+    /// with a state file beside it that [`Convert::resume`] goes on from.
+    ///
+    /// # Errors
+    /// `Refused`: `to` exists, or an earlier conversion's remains. `Io` with `Interrupted` if the
+    /// progress said to stop: what there is can be resumed. Those of the two images.
+    pub fn convert(
+        &self,
+        from: &ImageName,
+        to: &ImageName,
+        how: &Convert,
+    ) -> Result<Done, DiskError> {
+        if let Some((store, volume)) = to.volume() {
+            return self.convert_into(from, (store, volume), how);
+        }
+        let what = || format!("cannot convert {} to {}", from.path.display(), to.path.display());
+        let cannot = |e| broken(what(), e);
+        let source = self.open(from, true)?;
+        check_apart(what(), &source, &to.path)?;
+        check_apart(what(), &source, &beside(&to.path, PARTIAL))?;
+        let bytes = source.sectors() * SECTOR_BYTES;
+        let new = how.new_image();
+        formats::check_new(to, &new, None, bytes)?;
+        let fresh = Resume {
+            sources: sources(&source, from).map_err(cannot)?,
+            journal: self.info_of(&source)?.chain.iter().any(|layer| layer.journal),
+            format: to.format.name().into(),
+            virtual_bytes: bytes,
+            done_bytes: 0,
+        };
+        let is_untold = fresh.is_untold();
+        let (file, state) = self.destination(to, how, fresh)?;
+        // No journal: what is not durable is written again.
+        let target = file.open_disk(to.format)?;
+        let mut context = Copying::context(self).map_err(cannot)?;
+        let mode = match self.is_device(&to.path) && shows_medium(to.format, &new) {
+            true => Mode::Replace,
+            false => Mode::Fill,
+        };
+        let copying = Copying::new(self, &mut context, mode, &source, &target);
+        let mut copying = copying.map_err(cannot)?;
+        if !self.is_device(&to.path) {
+            copying.go_on(state, &to.path);
+        }
+        let copied = context.run(copying.run());
+        drop(copying);
+        if let Err(e) = copied {
+            return Err(match self.is_device(&to.path) {
+                true => broken(what(), e),
+                false => interrupted(what(), e, is_untold),
+            });
+        }
+        drop(target);
+        file.finish()?;
+        self.forget(to)?;
+        Ok(done(to, bytes, formats::warnings(to, &new, None, bytes)))
+    }
+
+    /// The notes of an earlier copy are gone, durably: they would pass for this one's.
+    fn forget(&self, to: &ImageName) -> Result<(), DiskError> {
+        let what = || format!("cannot make {}", to.path.display());
+        Resume::remove(&to.path).map_err(|e| broken(what(), e))?;
+        self.sync_dir(&to.path)
+    }
+
+    /// The file to write to, and how far it is. From here on it stays, whatever comes.
+    fn destination(
+        &self,
+        to: &ImageName,
+        how: &Convert,
+        fresh: Resume,
+    ) -> Result<(NewFile<'_>, Resume), DiskError> {
+        let what = || format!("cannot convert to {}", to.path.display());
+        let mut file = self.old_file(&to.path, PARTIAL, Over::forced(how.force))?;
+        let mut exists = !self.is_device(&to.path) && file.path().symlink_metadata().is_ok();
+        if exists && same_file(file.path(), &to.path).unwrap_or(false) {
+            // After a crash, a second name of what was finished.
+            self.directory.remove(file.path()).map_err(|e| broken(what(), e))?;
+            exists = false;
+        }
+        if !self.is_device(&to.path) {
+            check_regular(file.path(), what())?;
+            check_regular(&Resume::next(&to.path), what())?;
+        }
+        let refuse =
+            |why: String, help: &str| Err(DiskError::new(ErrorKind::Refused, what(), why, help));
+        if how.resume && exists {
+            let (why, help) = match Resume::load(&to.path) {
+                Some(_) if fresh.is_untold() => (
+                    "the source is on a block device or in a store, which do not tell whether it has \
+                     changed since"
+                        .into(),
+                    "start again with --force",
+                ),
+                Some(state) if (Resume { done_bytes: 0, ..state.clone() }) == fresh => {
+                    file.open()?;
+                    if !file.is_there() {
+                        let why = format!("{} is a link to another file", file.path().display());
+                        return refuse(why, "remove that, and start again");
+                    }
+                    state.reserve(&to.path).map_err(|e| broken(what(), e))?;
+                    return Ok((file, state));
+                }
+                Some(_) => (
+                    "the source has changed since, or it was another conversion".into(),
+                    "start again with --force",
+                ),
+                None => (
+                    format!("{} does not say how far it is", file.path().display()),
+                    "start again with --force",
+                ),
+            };
+            return refuse(why, help);
+        }
+        if exists && !how.force {
+            if let Err(e) = file.open()
+                && e.kind() == ErrorKind::InUse
+            {
+                return Err(e);
+            }
+            let why =
+                format!("{} is there, of a conversion that was interrupted", file.path().display());
+            return refuse(why, "go on with --resume, or start again with --force");
+        }
+        if !how.force && Resume::is_foreign(&to.path).map_err(|e| broken(what(), e))? {
+            let why =
+                format!("what is at {}.json is no note of a conversion", file.path().display());
+            return refuse(why, "move it away, or choose another name; --force overwrites it");
+        }
+        let cannot = |e| broken(what(), e);
+        if exists {
+            // Locked, if somebody is at work on it.
+            file.open()?;
+        }
+        self.forget(to)?;
+        if !self.is_device(&to.path) {
+            if exists {
+                self.directory.remove(file.path()).map_err(cannot)?;
+            }
+            file.create().map_err(|e| file.not_made(e))?;
+        }
+        let below = (None, Blank::Anything);
+        self.write_new(&mut file, to.format, &how.new_image(), below, fresh.virtual_bytes)?;
+        if !self.is_device(&to.path)
+            && let Err(e) = fresh.begin(&to.path)
+        {
+            let _ = Resume::remove(&to.path);
+            return Err(cannot(e));
+        }
+        file.keep();
+        Ok((file, fresh))
+    }
+}
+
+/// The files that the source is in.
+fn sources(disk: &Disk, name: &ImageName) -> io::Result<Vec<Source>> {
+    match disk {
+        Disk::Image(image) => {
+            image.layers().iter().map(|layer| Source::of(layer.medium().path())).collect()
+        }
+        Disk::Store(volume) => Ok(vec![Source::of(volume.medium().path())?.untold()]),
+        Disk::Raw(_) | Disk::Null(_) => Ok(vec![Source::of(&name.path)?]),
+    }
+}
+
+fn interrupted(what: String, e: io::Error, is_untold: bool) -> DiskError {
+    let kind = match e.kind() {
+        io::ErrorKind::Interrupted => ErrorKind::Interrupted,
+        io::ErrorKind::InvalidData => ErrorKind::Damaged,
+        _ => ErrorKind::Io,
+    };
+    let why = match e.kind() {
+        io::ErrorKind::Interrupted => "interrupted".to_owned(),
+        _ => e.to_string(),
+    };
+    let help = match is_untold {
+        true => "start again with --force when the cause is mended",
+        false => {
+            "go on with --resume when the cause is mended; what is done so far is beside the \
+             destination, with .partial behind its name"
+        }
+    };
+    match kind {
+        ErrorKind::Damaged => DiskError::new(kind, what, why, format!("{DAMAGED}; {help}")),
+        _ => DiskError::new(kind, what, why, help),
+    }
+    .with_source(e)
+}

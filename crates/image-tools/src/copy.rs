@@ -1,0 +1,327 @@
+//! Copying from disk to disk: several pieces on their way at a time, zeros neither read nor
+//! written.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::io;
+use std::path::Path;
+use std::pin::Pin;
+
+use ferrite_io::arena::Span;
+use ferrite_io::shared_lock::SharedLock;
+
+use super::io_context::{BUFFER_BYTES, IoContext, Stop, all};
+use super::resume::Resume;
+use super::{ImageTools, Progress};
+use ferrite_disk::Disk;
+use ferrite_disk::pieces::{What, look, look_at_layer};
+use ferrite_disk_base::{Port, SECTOR_BYTES};
+
+/// Pieces on their way at a time.
+const IN_FLIGHT: usize = 16;
+/// Bytes of a piece of data, at most.
+const PIECE: u64 = BUFFER_BYTES as u64;
+/// Bytes of a piece of zeros, at most.
+const ZERO_PIECE: u64 = 256 << 20;
+/// A unit of this many bytes that is all zeros is not written.
+const ZERO_UNIT: usize = 64 << 10;
+/// After so many bytes they are made durable, so that an interrupted copy can go on there.
+const SYNC_EVERY: u64 = 1 << 30;
+
+/// The part of the source that is copied, and its meaning for the destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// All of it, into a disk of zeros: zeros are left out.
+    Fill,
+    /// All of it, over whatever is there: zeros are written.
+    Replace,
+    /// The leaf's own contents, over something else: zeros that the leaf has are written as zeros.
+    Merge,
+}
+
+/// A part of the source.
+#[derive(Clone, Copy)]
+struct Piece {
+    at: u64,
+    len: u64,
+    zeros: bool,
+}
+
+/// The two disks, and how far it is.
+pub(super) struct Copying<'a> {
+    tools: &'a ImageTools<'a>,
+    mode: Mode,
+    from: (&'a Disk, Port),
+    to: (&'a Disk, Port),
+    buffers: Vec<Span>,
+    /// Memory that stays zero.
+    zeros: Span,
+    /// Whoever has it looks for the next piece.
+    looking: SharedLock,
+    next: Cell<u64>,
+    /// Up to here there is data: how far a run of it goes is asked once, as some file systems
+    /// (tmpfs) walk all of it for the answer.
+    data_end: Cell<u64>,
+    end: u64,
+    /// Where the pieces begin that are on their way.
+    in_flight: RefCell<BTreeSet<u64>>,
+    stop: Stop,
+    unsynced: Cell<u64>,
+    syncing: Cell<bool>,
+    /// A flush has failed: the kernel may have dropped what it could not write, and says so once
+    /// only. What is noted before is all that can be gone on from.
+    faulty: Cell<bool>,
+    /// Where it is noted how far it is, beside this path.
+    notes: Option<(RefCell<Resume>, &'a Path)>,
+}
+
+impl<'a> Copying<'a> {
+    pub(super) fn new(
+        tools: &'a ImageTools<'a>,
+        context: &mut IoContext,
+        mode: Mode,
+        from: &'a Disk,
+        to: &'a Disk,
+    ) -> io::Result<Copying<'a>> {
+        let zeros = context.buffer()?;
+        Ok(Copying {
+            tools,
+            mode,
+            from: (from, context.port(from)?),
+            to: (to, context.port(to)?),
+            buffers: (0..IN_FLIGHT).map(|_| context.buffer()).collect::<io::Result<_>>()?,
+            zeros,
+            looking: SharedLock::new(),
+            next: Cell::new(0),
+            data_end: Cell::new(0),
+            end: from.sectors() * SECTOR_BYTES,
+            in_flight: RefCell::default(),
+            stop: Stop::default(),
+            unsynced: Cell::new(0),
+            syncing: Cell::new(false),
+            faulty: Cell::new(false),
+            notes: None,
+        })
+    }
+
+    /// An I/O context with room for all buffers of a copy.
+    pub(super) fn context(tools: &ImageTools<'_>) -> io::Result<IoContext> {
+        IoContext::new(tools, IN_FLIGHT + 1)
+    }
+
+    /// Begins where the state says, and notes beside `path` how far it gets.
+    pub(super) fn go_on(&mut self, state: Resume, path: &'a Path) {
+        self.next.set(state.done_bytes);
+        self.notes = Some((RefCell::new(state), path));
+    }
+
+    /// Copies everything, and makes the destination complete. If it is stopped or fails, what
+    /// was copied is made durable all the same.
+    pub(super) async fn run(&self) -> io::Result<()> {
+        let worker = |buf: &Span| -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
+            let buf = *buf;
+            Box::pin(async move {
+                let done = self.work(buf).await;
+                if done.is_err() {
+                    self.stop.raise();
+                }
+                done
+            })
+        };
+        match all(self.buffers.iter().map(worker).collect()).await {
+            Ok(()) => self.to.0.close(&self.to.1).await,
+            Err(e) => {
+                // The first trouble counts, not what follows from it.
+                let _ = self.sync().await;
+                Err(e)
+            }
+        }
+    }
+
+    /// One of the workers: takes pieces as long as there are any.
+    async fn work(&self, buf: Span) -> io::Result<()> {
+        while let Some(piece) = self.next().await? {
+            self.copy(piece, buf).await?;
+            // What failed stays in there: nothing behind it counts as done.
+            self.in_flight.borrow_mut().remove(&piece.at);
+            self.unsynced.set(self.unsynced.get() + piece.len);
+            if self.unsynced.get() >= SYNC_EVERY && !self.syncing.get() {
+                self.sync().await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The next piece that there is something to do for.
+    async fn next(&self) -> io::Result<Option<Piece>> {
+        let _held = self.looking.lock(&self.from.1.io).await?;
+        loop {
+            let at = self.next.get();
+            if at >= self.end || self.stop.is_raised() {
+                return Ok(None);
+            }
+            let progress = Progress { done_bytes: at, total_bytes: self.end };
+            if !(self.tools.progress)(progress) {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            let (what, len) = match self.data_end.get().checked_sub(at) {
+                Some(len @ 1..) => (Some(What::Packed), len),
+                _ => self.look(at).await?,
+            };
+            let whole = self.whole_blocks(at, len);
+            let (zeros, most, len) = match what {
+                Some(What::Zeros) if self.mode != Mode::Fill && whole > 0 => {
+                    (true, ZERO_PIECE, whole)
+                }
+                Some(What::Zeros) | None if self.mode != Mode::Replace => {
+                    self.next.set(at + len);
+                    continue;
+                }
+                Some(What::Data(_) | What::Packed | What::Shared | What::Zeros) | None => {
+                    let end = (at + len).next_multiple_of(self.block()).min(self.end);
+                    self.data_end.set(end);
+                    (false, PIECE, end - at)
+                }
+            };
+            let len = len.min(most - at % most);
+            self.in_flight.borrow_mut().insert(at);
+            self.next.set(at + len);
+            return Ok(Some(Piece { at, len, zeros }));
+        }
+    }
+
+    /// The unit of pieces. Only devices have larger blocks than images have sectors.
+    fn block(&self) -> u64 {
+        match self.mode {
+            Mode::Replace => u64::from(self.to.0.block_bytes()),
+            Mode::Fill | Mode::Merge => SECTOR_BYTES,
+        }
+    }
+
+    /// As much of a range as is whole blocks, the disk's last part counted as one.
+    fn whole_blocks(&self, at: u64, len: u64) -> u64 {
+        if at + len == self.end { len } else { len / self.block() * self.block() }
+    }
+
+    /// The kind of the beginning of the rest, and its length; none: nothing to copy.
+    async fn look(&self, at: u64) -> io::Result<(Option<What>, u64)> {
+        let (disk, port) = &self.from;
+        match (self.mode, disk) {
+            (Mode::Merge, Disk::Image(image)) => {
+                let leaf = &image.layers()[0];
+                let (piece, below) = look_at_layer(leaf, 0, port, at, self.end - at).await?;
+                Ok(piece.map_or((None, below), |piece| (Some(piece.what), piece.len)))
+            }
+            _ => look(disk, port, at, self.end - at).await.map(|p| (Some(p.what), p.len)),
+        }
+    }
+
+    async fn copy(&self, piece: Piece, buf: Span) -> io::Result<()> {
+        let (to, to_port) = &self.to;
+        if piece.zeros {
+            return to.write_zeroes(to_port, piece.at, piece.len, self.zeros).await;
+        }
+        let (from, from_port) = &self.from;
+        let buf = buf.slice(0, piece.len as usize);
+        from.read(from_port, piece.at, buf).await?;
+        if self.mode != Mode::Fill {
+            return to.write(to_port, piece.at, buf).await;
+        }
+        for (start, len) in self.runs(buf) {
+            to.write(to_port, piece.at + start as u64, buf.slice(start, len)).await?;
+        }
+        Ok(())
+    }
+
+    /// The parts of a buffer that are not all zeros.
+    fn runs(&self, buf: Span) -> impl Iterator<Item = (usize, usize)> {
+        let memory = self.from.1.memory();
+        let unit = move |at: usize| ZERO_UNIT.min(buf.len() - at);
+        let zero = move |at: usize| memory.is_zero(buf.slice(at, unit(at)));
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            while at < buf.len() && zero(at) {
+                at += unit(at);
+            }
+            let from = at;
+            while at < buf.len() && !zero(at) {
+                at += unit(at);
+            }
+            (at > from).then_some((from, at - from))
+        })
+    }
+
+    /// Makes durable what was copied, and notes it. The order: what is complete is found, then
+    /// synced, then noted.
+    async fn sync(&self) -> io::Result<()> {
+        if self.faulty.get() {
+            return Err(io::Error::other("an earlier flush has failed"));
+        }
+        self.syncing.set(true);
+        self.unsynced.set(0);
+        let first = self.in_flight.borrow().first().copied();
+        let done_bytes = first.unwrap_or(self.next.get());
+        let synced = self.to.0.flush(&self.to.1).await;
+        self.syncing.set(false);
+        self.faulty.set(self.faulty.get() || synced.is_err());
+        synced?;
+        let Some((state, path)) = &self.notes else { return Ok(()) };
+        let mut state = state.borrow_mut();
+        state.done_bytes = done_bytes;
+        state.save(path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::PathBuf;
+
+    use ferrite_simio::{Fault, On, SimWorld};
+
+    use super::*;
+    use ferrite_disk_base::{Format, ImageName};
+
+    /// The kernel tells of what it has lost once, and a later flush is fine.
+    #[test]
+    fn nothing_is_noted_as_durable_after_a_flush_that_failed() {
+        let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();
+        let [from, to] = ["from", "to"].map(|name| -> PathBuf {
+            let path = dir.path().join(name);
+            fs::write(&path, vec![1; 1 << 20]).unwrap();
+            path
+        });
+        let world = SimWorld::new(1);
+        let tools = ImageTools {
+            fixed_size: false,
+            parents: ferrite_disk_base::Parents::default(),
+            directory: &world.directories(dir.path()),
+            unlocked: false,
+            engine: &|arena| Ok(world.engine(arena)),
+            state_dir: None,
+            progress: &|_| false,
+        };
+        let open = |path: &PathBuf, read_only| {
+            tools.open(&ImageName { format: Format::Raw, path: path.clone() }, read_only).unwrap()
+        };
+        let (source, target) = (open(&from, true), open(&to, false));
+        let mut context = Copying::context(&tools).unwrap();
+        let mut copying = Copying::new(&tools, &mut context, Mode::Fill, &source, &target).unwrap();
+        let state = Resume {
+            sources: Vec::new(),
+            journal: false,
+            format: "raw".into(),
+            virtual_bytes: 1 << 20,
+            done_bytes: 4096,
+        };
+        copying.go_on(state, &to);
+        let on = On::Sync;
+        let fault = Fault { on, range: 0..u64::MAX, per_mille: 1000, errno: 5, times: 1 };
+        world.set_faults(vec![fault]);
+        context.run(copying.sync()).unwrap_err();
+        // It is stopped, and would make durable what there is.
+        context.run(copying.run()).unwrap_err();
+        assert!(Resume::load(&to).is_none());
+    }
+}

@@ -1,0 +1,379 @@
+//! The differences from format to format: each has a file here.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use ferrite_io::scratch::MAX_PIECE_BYTES;
+
+use super::files::is_write_protected;
+use super::spec::{NewImage, Parent};
+use super::{Checked, Finding, LayerInfo, broken, unsuitable};
+use ferrite_disk::{Disk, Volume};
+use ferrite_disk_base::{Counts, DiskError, ErrorKind, Format, ImageName, Port, ProblemKind, Raw};
+use ferrite_images::qcow2::Qcow2;
+use ferrite_images::vhd::Vhd;
+use ferrite_images::{Image, ImageFormat, Layer, each_format};
+use ferrite_store::BLOCK_BYTES;
+
+mod qcow2;
+mod raw;
+mod vhd;
+
+/// A new image: what it is called, shall be and stands on, and the bytes of its disk.
+#[derive(Clone, Copy)]
+pub(super) struct New<'a> {
+    pub(super) path: &'a Path,
+    pub(super) new: &'a NewImage,
+    pub(super) parent: Option<&'a Parent>,
+    pub(super) bytes: u64,
+}
+
+/// The contents of an image on a device where nothing was written to it yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Blank {
+    /// Zeros.
+    Zeros,
+    /// Anything, where the format has no say in it: every byte will be written.
+    Anything,
+}
+
+/// Rules of other programs, which a strict check applies, too.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Rules<'a> {
+    /// None.
+    Ours,
+    /// Theirs, of an image whose parent is there, if it has one and that was found.
+    Theirs(Option<&'a Path>),
+}
+
+/// The findings of a check.
+#[derive(Default)]
+struct Looked {
+    findings: Vec<Finding>,
+    counts: Counts,
+    unused_bytes: u64,
+}
+
+/// The tools' operations on images of a format. One that most formats have nothing to say about has
+/// an answer here.
+trait Offline: ImageFormat + Sized {
+    /// Refuses what a new image cannot be, before anything is made or changed.
+    fn check_new(new: New<'_>) -> Result<(), DiskError>;
+
+    /// Writes an image without data into a new file or a device, durably.
+    async fn empty(port: &Port, raw: &Raw, new: New<'_>) -> Result<(), DiskError>;
+
+    /// Whether an image on a device shows what was on it before, until that is written over.
+    fn shows_medium(_: &NewImage) -> bool {
+        false
+    }
+
+    /// The operations that other programs for such images cannot do with a new one.
+    fn warnings(_: New<'_>) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// Whether an image of this format can stand on a parent of that one.
+    fn stands_on(_: Format) -> bool {
+        false
+    }
+
+    /// Looks for inconsistencies in one image.
+    fn check(_: &Raw, _: Rules<'_>) -> Result<Looked, DiskError> {
+        Ok(Looked::default())
+    }
+
+    /// Mends what can be mended.
+    async fn repair(_: &Port, _: &Raw) -> Result<(), DiskError> {
+        Ok(())
+    }
+
+    /// The facts that an image has of itself.
+    fn info(&self) -> Result<LayerInfo, DiskError>;
+
+    /// Bytes of its unit of allocation.
+    fn unit_bytes(&self) -> Option<u32> {
+        None
+    }
+
+    /// Snapshots inside of it.
+    fn inner_snapshots(&self) -> io::Result<usize> {
+        Ok(0)
+    }
+
+    /// Dirty bitmaps inside of it that are up to date.
+    fn dirty_bitmaps(&self) -> u32 {
+        0
+    }
+
+    /// Bytes of a disk that QEMU sees once the image has got another size.
+    fn qemu_bytes(&self, bytes: u64) -> u64 {
+        bytes
+    }
+
+    /// Gives it another size, above a disk of `below_bytes`; it is closed by that.
+    async fn resize(self, port: &Port, bytes: u64, below_bytes: u64) -> Result<(), DiskError>;
+
+    /// Completes a parent that has all of its child, with the child's identity if the format has
+    /// one.
+    async fn take_identity(self, port: &Port, _child: &Layer) -> io::Result<()> {
+        self.close(port).await
+    }
+}
+
+/// Asks a format, whatever it is: the one place for those of which no image is open yet.
+macro_rules! ask_format {
+    ($format:expr, $type:ident => $ask:expr) => {
+        match $format {
+            // No image is a volume, and who names one was refused before.
+            Format::Raw | Format::Store => {
+                type $type = Raw;
+                $ask
+            }
+            Format::Vhd => {
+                type $type = Vhd;
+                $ask
+            }
+            Format::Qcow2 => {
+                type $type = Qcow2;
+                $ask
+            }
+        }
+    };
+}
+
+/// The same for an open image that is used up by it.
+macro_rules! consume {
+    ($layer:expr, $image:ident => $do:expr) => {
+        match $layer {
+            Layer::Raw($image) => $do,
+            Layer::Vhd($image) => $do,
+            Layer::Qcow2(image) => {
+                let $image = *image;
+                $do
+            }
+        }
+    };
+}
+
+/// Refuses what a new image of a format cannot be, before anything is made or changed.
+pub(super) fn check_new(
+    name: &ImageName,
+    new: &NewImage,
+    parent: Option<&Parent>,
+    bytes: u64,
+) -> Result<(), DiskError> {
+    name.must_be_image()?;
+    if let Some(parent) = parent {
+        parent.name.must_be_image()?;
+    }
+    let new = New { path: &name.path, new, parent, bytes };
+    ask_format!(name.format, Is => <Is as Offline>::check_new(new))
+}
+
+/// Whether an image on a device shows what was on it before, until that is written over.
+pub(super) fn shows_medium(format: Format, new: &NewImage) -> bool {
+    ask_format!(format, Is => <Is as Offline>::shows_medium(new))
+}
+
+/// Writes an image of `bytes` without data into a new file or a device, durably.
+pub(super) async fn empty(
+    port: &Port,
+    raw: &Raw,
+    format: Format,
+    new: &NewImage,
+    (parent, blank): (Option<&Parent>, Blank),
+    bytes: u64,
+) -> Result<(), DiskError> {
+    if !raw.is_file() && blank == Blank::Zeros && shows_medium(format, new) {
+        let what = || format!("cannot make {}", raw.path().display());
+        zero_device(port, raw, bytes).await.map_err(|e| broken(what(), e))?;
+    }
+    let new = New { path: raw.path(), new, parent, bytes };
+    ask_format!(format, Is => <Is as Offline>::empty(port, raw, new).await)
+}
+
+/// Writes zeros over what is on a device.
+async fn zero_device(port: &Port, raw: &Raw, bytes: u64) -> io::Result<()> {
+    if raw.bytes_now()? < bytes {
+        return Err(io::ErrorKind::StorageFull.into());
+    }
+    let zeros = port.scratch.take(MAX_PIECE_BYTES).await;
+    port.memory().fill(zeros.span(), 0);
+    raw.write_zeroes(&port.io, &port.files, 0, bytes, zeros.span()).await?;
+    port.io.sync(port.files[0]).await
+}
+
+/// The operations that other programs for such images cannot do with a new one.
+pub(super) fn warnings(
+    name: &ImageName,
+    new: &NewImage,
+    parent: Option<&Parent>,
+    bytes: u64,
+) -> Vec<String> {
+    let new = New { path: &name.path, new, parent, bytes };
+    ask_format!(name.format, Is => <Is as Offline>::warnings(new))
+}
+
+/// Whether an image of this format can stand on a parent of that one.
+pub(super) fn stands_on(child: Format, parent: Format) -> bool {
+    ask_format!(child, Is => <Is as Offline>::stands_on(parent))
+}
+
+/// Refuses units of allocation where a format has none.
+fn without_units(new: New<'_>, why: &str) -> Result<(), DiskError> {
+    if new.new.unit_bytes.is_none() {
+        return Ok(());
+    }
+    let what = format!("cannot make {}", new.path.display());
+    let help = "leave --block out, or make a .vhd (not --fixed) or a .qcow2";
+    Err(DiskError::new(ErrorKind::Usage, what, why, help))
+}
+
+/// The layer that a disk is, without those below it.
+pub(super) fn leaf(disk: &Disk) -> Option<&Layer> {
+    match disk {
+        Disk::Image(image) => image.layers().first(),
+        Disk::Raw(_) | Disk::Store(_) | Disk::Null(_) => None,
+    }
+}
+
+/// The facts that a layer has of itself.
+pub(super) fn layer_info(layer: &Layer) -> Result<LayerInfo, DiskError> {
+    each_format!(layer, image => Offline::info(image))
+}
+
+/// The facts that a disk without layers has of itself.
+pub(super) fn raw_info(raw: &Raw) -> Result<LayerInfo, DiskError> {
+    Offline::info(raw)
+}
+
+/// The facts of a volume. Those of its file are those of the whole store.
+pub(super) fn volume_info(volume: &Volume, virtual_bytes: u64) -> Result<LayerInfo, DiskError> {
+    let path = volume.path().display().to_string();
+    let unit_bytes = Some(BLOCK_BYTES as u64);
+    Ok(LayerInfo {
+        path,
+        virtual_bytes,
+        unit_bytes,
+        read_only: volume.is_snapshot(),
+        ..of_medium(volume.medium(), Format::Store)?
+    })
+}
+
+/// Bytes of a layer's unit of allocation.
+pub(super) fn unit_bytes(layer: &Layer) -> Option<u32> {
+    each_format!(layer, image => Offline::unit_bytes(image))
+}
+
+/// Snapshots inside of a layer.
+pub(super) fn inner_snapshots(layer: &Layer) -> io::Result<usize> {
+    each_format!(layer, image => Offline::inner_snapshots(image))
+}
+
+/// Dirty bitmaps inside of a layer that are up to date.
+pub(super) fn dirty_bitmaps(layer: &Layer) -> u32 {
+    each_format!(layer, image => Offline::dirty_bitmaps(image))
+}
+
+/// The facts of the file.
+fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
+    let path: &Path = raw.path();
+    Ok(LayerInfo {
+        path: path.display().to_string(),
+        format: format.name(),
+        kind: None,
+        virtual_bytes: 0,
+        allocated_bytes: None,
+        file_bytes: examined(raw, raw.bytes_now())?,
+        disk_bytes: examined(raw, raw.disk_bytes())?,
+        unit_bytes: None,
+        uuid: None,
+        creator: None,
+        snapshots: Vec::new(),
+        journal: false,
+        read_only: examined(raw, is_write_protected(path))?,
+    })
+}
+
+fn examined<T>(raw: &Raw, found: io::Result<T>) -> Result<T, DiskError> {
+    found.map_err(|e| broken(format!("cannot examine {}", raw.path().display()), e))
+}
+
+/// The reactions of other programs for such images to another size of a disk.
+pub(super) fn resize_notes(disk: &Disk, bytes: u64) -> Vec<String> {
+    let seen = |layer: &Layer| each_format!(layer, image => Offline::qemu_bytes(image, bytes));
+    let qemu_bytes = leaf(disk).map_or(bytes, seen);
+    let note = || {
+        format!(
+            "QEMU sees {qemu_bytes} bytes only: it takes the size of an image that it has made \
+             from the geometry; ferrite image convert makes a copy that it sees as a whole"
+        )
+    };
+    if qemu_bytes < bytes { vec![note()] } else { Vec::new() }
+}
+
+/// Gives a disk another size; it is closed by that.
+pub(super) async fn resize(port: &Port, disk: Disk, bytes: u64) -> Result<(), DiskError> {
+    let (layer, below_bytes) = match disk {
+        // A volume keeps its size; who names one was refused before.
+        Disk::Null(_) | Disk::Store(_) => return Ok(()),
+        Disk::Raw(raw) => (Some(Layer::Raw(raw)), 0),
+        Disk::Image(image) => {
+            let below_bytes = image.layers().get(1).map_or(0, Layer::bytes);
+            (image.into_leaf(), below_bytes)
+        }
+    };
+    let Some(layer) = layer else { return Ok(()) };
+    if bytes > layer.bytes() && below_bytes > layer.bytes() {
+        let what = format!("cannot resize {}", layer.medium().path().display());
+        let why = "its parent is larger: what is behind the disk's end would be seen";
+        return Err(unsuitable(what, why, "ferrite image convert makes a copy, which can grow"));
+    }
+    consume!(layer, image => Offline::resize(image, port, bytes, below_bytes).await)
+}
+
+/// Completes a parent that has all of its child, with the child's identity if the format has one.
+pub(super) async fn take_identity(port: &Port, parent: Disk, child: &Disk) -> io::Result<()> {
+    let Disk::Image(parent) = parent else { return Ok(()) };
+    match (parent.into_leaf(), leaf(child)) {
+        (Some(parent), Some(child)) => {
+            consume!(parent, image => Offline::take_identity(image, port, child).await)
+        }
+        (Some(layer), None) => layer.close(port).await,
+        (None, _) => Ok(()),
+    }
+}
+
+/// Where the parent of an open image may be.
+pub(super) fn parents_of(image: &Image) -> Vec<PathBuf> {
+    let parents = image.layers().first().map(Layer::parents);
+    let Some(Ok(Some(parents))) = parents else { return Vec::new() };
+    parents.candidates.into_iter().map(|name| name.path).collect()
+}
+
+/// Looks for inconsistencies in one image.
+pub(super) fn check(raw: &Raw, format: Format, rules: Rules<'_>) -> Result<Checked, DiskError> {
+    let Looked { findings, counts, unused_bytes } =
+        ask_format!(format, Is => <Is as Offline>::check(raw, rules))?;
+    let path = raw.path().display().to_string();
+    let more_findings = counts.total() - findings.len() as u64;
+    Ok(Checked { path, format: format.name(), counts, findings, more_findings, unused_bytes })
+}
+
+fn finding<P: ProblemKind>(kind: &str, found: &ferrite_disk_base::Finding<P>) -> Finding {
+    let class = found.problem.class();
+    Finding {
+        offset_bytes: Some(found.offset),
+        kind: kind.into(),
+        why: found.why.clone(),
+        class,
+        harmless: class.is_harmless(),
+        mendable: found.problem.is_mendable(),
+    }
+}
+
+/// Mends what can be mended.
+pub(super) async fn repair(port: &Port, raw: &Raw, format: Format) -> Result<(), DiskError> {
+    ask_format!(format, Is => <Is as Offline>::repair(port, raw).await)
+}

@@ -1,0 +1,128 @@
+//! Other sizes for disks.
+
+use super::create::done;
+use super::files::is_write_protected;
+use super::io_context::IoContext;
+use super::{Done, ImageTools, broken, formats, refused, unsuitable};
+use ferrite_disk::Disk;
+use ferrite_disk::pieces::{What, look};
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, OpenOptions, SECTOR_BYTES};
+
+/// The size that a disk shall have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NewSize {
+    /// So many bytes.
+    To(u64),
+    /// So many bytes more than now.
+    By(u64),
+}
+
+impl From<u64> for NewSize {
+    fn from(bytes: u64) -> NewSize {
+        NewSize::To(bytes)
+    }
+}
+
+impl ImageTools<'_> {
+    /// Makes a disk larger, at once; or, if nothing is allocated behind its new end and `force`
+    /// says so, smaller.
+    ///
+    /// # Errors
+    /// `Refused`: something would be lost. Those of the image.
+    pub fn resize(
+        &self,
+        name: &ImageName,
+        size: impl Into<NewSize>,
+        force: bool,
+    ) -> Result<Done, DiskError> {
+        let what = || format!("cannot resize {}", name.path.display());
+        if name.format == Format::Raw && self.is_device(&name.path) {
+            let help = "resize the device (lvextend, for one)";
+            return Err(unsuitable(what(), "a block device has the size that it has", help));
+        }
+        let protected = is_write_protected(&name.path).map_err(|e| broken(what(), e))?;
+        if protected && !force {
+            let why =
+                "it is read-only by its mode: an image that stands on it would change with it";
+            return Err(refused(what(), why, "resize the leaf, or say --force"));
+        }
+        let options = OpenOptions { even_parent: force, ..self.options(false) };
+        let disk = ImageTools::open_to_write(name, &options)?;
+        let before = disk.sectors() * SECTOR_BYTES;
+        let bytes = match size.into() {
+            NewSize::To(bytes) => bytes,
+            NewSize::By(more) => before.saturating_add(more),
+        };
+        if bytes == 0 || !bytes.is_multiple_of(SECTOR_BYTES) || i64::try_from(bytes).is_err() {
+            let why = format!("{bytes} bytes are no size of a disk");
+            return Err(DiskError::new(ErrorKind::Usage, what(), why, "give a multiple of 512"));
+        }
+        if bytes < before {
+            self.check_tail(&disk, name, bytes, before, force)?;
+        }
+        let notes = formats::resize_notes(&disk, bytes);
+        match bytes == before {
+            // One that was interrupted may have come so far, and not be durable.
+            true => self.close(&disk, &name.path)?,
+            false => self.set_size(disk, name, bytes)?,
+        }
+        Ok(done(name, bytes, notes))
+    }
+
+    /// Whether nothing is allocated behind the new end.
+    fn check_tail(
+        &self,
+        disk: &Disk,
+        name: &ImageName,
+        bytes: u64,
+        before: u64,
+        force: bool,
+    ) -> Result<(), DiskError> {
+        let what = || format!("cannot shrink {}", name.path.display());
+        let mut context = IoContext::new(self, 0).map_err(|e| broken(what(), e))?;
+        let port = context.port(disk).map_err(|e| broken(what(), e))?;
+        let data = context.run(async {
+            let mut at = bytes;
+            while at < before {
+                let piece = look(disk, &port, at, before - at).await?;
+                if piece.what != What::Zeros {
+                    return Ok(Some(at));
+                }
+                at += piece.len;
+            }
+            Ok(None)
+        });
+        if let Some(at) = data.map_err(|e| broken(what(), e))? {
+            let why = format!("there is data at byte {at}, behind its new end");
+            let help = match name.format {
+                // Its blocks stay allocated.
+                Format::Vhd => {
+                    "discard what is behind the new end in the guest (blkdiscard, fstrim), and \
+                     convert the disk: the copy has nothing there, and can shrink"
+                }
+                _ => "discard what is behind the new end in the guest (blkdiscard, fstrim) first",
+            };
+            return Err(unsuitable(what(), why, help));
+        }
+        if !force {
+            let why = format!("{} at its end would be gone", Human(before - bytes));
+            let help = "nothing is allocated there: --force does it, if no partition ends there";
+            return Err(refused(what(), why, help));
+        }
+        Ok(())
+    }
+
+    /// Gives an open disk another size; it is closed by that.
+    pub(super) fn set_size(
+        &self,
+        disk: Disk,
+        name: &ImageName,
+        bytes: u64,
+    ) -> Result<(), DiskError> {
+        let cannot = |e| broken(format!("cannot resize {}", name.path.display()), e);
+        let mut context = IoContext::new(self, 0).map_err(cannot)?;
+        let port = context.port(&disk).map_err(cannot)?;
+        context.run(async { Ok(formats::resize(&port, disk, bytes).await) }).map_err(cannot)?
+    }
+}

@@ -1,0 +1,45 @@
+//! The wishes for a new image, and its parent.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::parent_dir;
+use ferrite_disk::Disk;
+use ferrite_disk_base::{ImageName, SECTOR_BYTES};
+
+/// The properties of a new image.
+#[derive(Clone, Debug, Default)]
+pub struct NewImage {
+    /// Of the disk; none: the parent's.
+    pub bytes: Option<u64>,
+    /// The parent that it is made on.
+    pub parent: Option<ImageName>,
+    /// All space at once.
+    pub fixed: bool,
+    /// The unit of allocation: a block of VHD, a cluster of qcow2; none: the usual one.
+    pub unit_bytes: Option<u32>,
+    /// The file that is there under its name may be lost.
+    pub force: bool,
+    /// Even if its parent is in another folder and cannot be told of it.
+    pub unmarked: bool,
+}
+
+/// A parent, open and locked against writers.
+pub(super) struct Parent {
+    pub(super) disk: Disk,
+    pub(super) name: ImageName,
+    /// Where it is: its directory without links, and its name.
+    pub(super) path: PathBuf,
+}
+
+impl Parent {
+    pub(super) fn bytes(&self) -> u64 {
+        self.disk.sectors() * SECTOR_BYTES
+    }
+}
+
+/// The directory that a file is in, without links.
+pub(super) fn absolute_dir(path: &Path) -> io::Result<PathBuf> {
+    fs::canonicalize(parent_dir(path))
+}

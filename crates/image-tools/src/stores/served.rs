@@ -1,0 +1,274 @@
+//! Commands on a store that this process serves. Guests go on beside them.
+//!
+//! Who does them has an engine and memory of its own. The store stays this process's until the last command has
+//! ended, as if a disk used it.
+
+use std::cell::Cell;
+use std::future::{Future, poll_fn};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::compact::compact_live;
+use super::{
+    Change, StoreCheck, StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreRepaired,
+    StoreStats, VolumeDone,
+};
+use super::{
+    cannot_check, cannot_collect, cannot_compact, cannot_look, change_live, failed, repaired,
+    until_stopped,
+};
+use crate::Progress;
+use crate::io_context::IoContext;
+use ferrite_disk_base::{DiskError, ErrorKind, Port};
+use ferrite_store::BLOCK_BYTES;
+use ferrite_store::check::Outcome;
+use ferrite_store::journal::Name;
+use ferrite_store::live::{Live, ScrubInfo};
+use ferrite_store::owned::{OpenEngine, Seat, StoreKey};
+use ferrite_store::pace::{Pace, Stop};
+use ferrite_store::page::{P2M_ENTRIES, Packing};
+
+/// How often it is looked whether long work is still wanted.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// A way to such a store. One thread's.
+pub struct ServedStore {
+    /// As who has asked calls it.
+    path: PathBuf,
+    seat: Option<Seat>,
+    context: IoContext,
+    port: Port,
+}
+
+impl ServedStore {
+    /// Joins those who have the store. None: nobody in this process has. `path` is for texts only.
+    ///
+    /// # Errors
+    /// There is no engine, or no memory.
+    pub fn join(
+        key: StoreKey,
+        path: &Path,
+        engine: OpenEngine<'_>,
+    ) -> Option<Result<ServedStore, DiskError>> {
+        let seat = Seat::join(key)?;
+        let joined = || -> io::Result<ServedStore> {
+            let mut context = IoContext::on(engine, 0)?;
+            let port = context.port_of(seat.store().files())?;
+            Ok(ServedStore { path: path.to_owned(), seat: Some(seat), context, port })
+        };
+        Some(joined().map_err(|e| failed(cannot_look(path), path, e)))
+    }
+
+    fn run<T>(
+        &mut self,
+        what: String,
+        work: impl AsyncFnOnce(&Live, &Port) -> io::Result<T>,
+    ) -> Result<T, DiskError> {
+        let ServedStore { seat, context, port, path } = self;
+        let seat = seat.as_ref().expect("it is there until the end");
+        let work = work(seat.store().live(), port);
+        context.run(work).map_err(|e| failed(what, path, e))
+    }
+
+    /// What the store and its volumes say of themselves.
+    pub fn list(&self) -> StoreListed {
+        let live = self.seat.as_ref().expect("it is there until the end").store().live();
+        StoreListed {
+            path: self.path.display().to_string(),
+            store: live.info(),
+            volumes: live.list(),
+        }
+    }
+
+    /// Does something with a volume, durably. One that a disk uses is neither rolled back nor deleted.
+    ///
+    /// # Errors
+    /// It cannot be done: nothing has changed.
+    pub fn change(&mut self, volume: &Name, change: &Change) -> Result<VolumeDone, DiskError> {
+        let what = change.what(&self.path, volume);
+        let store = self.seat.as_ref().expect("it is there until the end").store().clone();
+        // From here on its name means this volume, and no disk begins to use it.
+        let _changing = store.changing();
+        let number = store.live().volume(volume.as_str());
+        if let Change::Rollback(_) | Change::Delete = change
+            && number.is_some_and(|number| store.is_used(number))
+        {
+            let why = "a disk uses it";
+            let help = match change {
+                Change::Delete => "detach that disk first, or end the export",
+                _ => {
+                    "detach that disk first, or end the export; or have it go on, and make a clone of \
+                     the snapshot (ferrite store clone)"
+                }
+            };
+            return Err(DiskError::new(ErrorKind::InUse, what, why, help));
+        }
+        let done =
+            self.run(what, async |live, port| change_live(live, port, volume, change).await)?;
+        Ok(change.done(&self.path, done))
+    }
+
+    /// Finds out what no volume has any more, and frees its space. `goes_on` says when to stop.
+    ///
+    /// # Errors
+    /// Metadata are damaged, cannot be read, or it was told to stop: nothing is lost then.
+    pub fn collect(&mut self, goes_on: &dyn Fn() -> bool) -> Result<StoreCollected, DiskError> {
+        let what = cannot_collect(&self.path);
+        let (passed, free_bytes) = self.run(what, async |live, port| {
+            let ends = Ends::new(None)?;
+            let passed = ends.early(port, goes_on, live.gc_at(port, &ends.pace)).await?;
+            Ok((passed, live.info().free_bytes))
+        })?;
+        Ok(StoreCollected::of(&self.path, passed, free_bytes))
+    }
+
+    /// What the store's space is for.
+    ///
+    /// # Errors
+    /// As [`collect`](Self::collect).
+    pub fn stats(&mut self, goes_on: &dyn Fn() -> bool) -> Result<StoreStats, DiskError> {
+        let what = cannot_look(&self.path);
+        let (stats, work, found) = self.run(what, async |live, port| {
+            let stats = until_stopped(goes_on, live.stats(port)).await?;
+            Ok((stats, live.work(), live.scrub_findings()))
+        })?;
+        let path = self.path.display().to_string();
+        Ok(StoreStats { path, stats, work: Some(work), findings: found.listed })
+    }
+
+    /// Chooses how content is compressed from now on, if that is said, and puts it into the order in which it is
+    /// read.
+    ///
+    /// # Errors
+    /// As [`collect`](Self::collect).
+    pub fn compact(
+        &mut self,
+        packing: Option<Option<Packing>>,
+        goes_on: &dyn Fn() -> bool,
+    ) -> Result<StoreCompacted, DiskError> {
+        let (what, path) = (cannot_compact(&self.path), self.path.clone());
+        self.run(what, async |live, port| {
+            if let Some(packing) = packing {
+                live.set_packing(port, packing).await?;
+            }
+            let ends = Ends::new(None)?;
+            ends.early(port, goes_on, compact_live(live, port, &ends.pace)).await?;
+            Ok(StoreCompacted::of(&path, live))
+        })
+    }
+
+    /// Looks for what is not in order in what a checkpoint of now has. `goes_on` is told how far it is.
+    ///
+    /// # Errors
+    /// It cannot be read, it was told to stop, or a write waits for room. What is damaged is in the report.
+    pub fn check(
+        &mut self,
+        how: StoreCheck,
+        goes_on: &dyn Fn(Progress) -> bool,
+    ) -> Result<StoreChecked, DiskError> {
+        let outcome = self.run(cannot_check(&self.path), async |live, port| {
+            let ends = Ends::new(how.rate)?;
+            let far = Cell::new(Progress { done_bytes: 0, total_bytes: 0 });
+            let told = |done_bytes, total_bytes| {
+                far.set(Progress { done_bytes, total_bytes });
+                true
+            };
+            let check = live.check_store(port, how, &ends.pace, &told);
+            ends.early(port, &|| goes_on(far.get()), check).await
+        })?;
+        Ok(StoreChecked::of(&self.path, outcome))
+    }
+
+    /// Writes again what is there twice and damaged once, if `force` says so, beside guests.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn repair(
+        &mut self,
+        force: bool,
+        goes_on: &dyn Fn(Progress) -> bool,
+    ) -> Result<StoreRepaired, DiskError> {
+        repaired(force, |how| self.check(how, goes_on))
+    }
+
+    /// Reads all content, so many bytes a second at most: goes through the round of scrubbing that is under way, or
+    /// a new one. `goes_on` is told how far it is; what ends early goes on behind service.
+    ///
+    /// # Errors
+    /// A tree cannot be read. What is damaged is in the report.
+    pub fn scrub(
+        &mut self,
+        rate: Option<u64>,
+        goes_on: &dyn Fn(Progress) -> bool,
+    ) -> Result<StoreChecked, DiskError> {
+        let outcome = self.run(cannot_check(&self.path), async |live, port| {
+            let ends = Ends::new(rate)?;
+            let before = live.scrub_info().read_bytes;
+            live.begin_scrub();
+            let far = || {
+                let ScrubInfo { done, all, .. } = live.scrub_info();
+                let bytes = |pages: u64| pages * (P2M_ENTRIES * BLOCK_BYTES) as u64;
+                Progress { done_bytes: bytes(done), total_bytes: bytes(all) }
+            };
+            let round = async {
+                while let Some(bytes) = live.scrub_in_turn(port, &ends.pace).await? {
+                    ends.pace.used(&port.io, bytes).await?;
+                }
+                Ok(())
+            };
+            ends.early(port, &|| goes_on(far()), round).await?;
+            let read_bytes = live.scrub_info().read_bytes - before;
+            Ok(Outcome { findings: live.scrub_findings(), read_bytes, ..Outcome::default() })
+        })?;
+        Ok(StoreChecked::of(&self.path, outcome))
+    }
+}
+
+/// Long work, and how it is told to end. It is never dropped: it may be in an epoch, and nobody would ever
+/// leave that.
+struct Ends {
+    stop: Arc<Stop>,
+    pace: Pace,
+}
+
+impl Ends {
+    fn new(bytes_a_second: Option<u64>) -> io::Result<Ends> {
+        let stop = Stop::new()?;
+        let pace = Pace::bounded(bytes_a_second, Some(stop.clone()));
+        Ok(Ends { stop, pace })
+    }
+
+    /// Has work that goes by this pace end when `goes_on` says so.
+    async fn early<T>(
+        &self,
+        port: &Port,
+        goes_on: &dyn Fn() -> bool,
+        work: impl Future<Output = io::Result<T>>,
+    ) -> io::Result<T> {
+        let asks = async {
+            while goes_on() && port.io.sleep(LOOK_AGAIN).await.is_ok() {}
+            self.stop.ask();
+        };
+        let (mut work, mut asks, mut has_asked) = (pin!(work), pin!(asks), false);
+        poll_fn(|cx| {
+            has_asked = has_asked || asks.as_mut().poll(cx).is_ready();
+            work.as_mut().poll(cx)
+        })
+        .await
+    }
+}
+
+impl Drop for ServedStore {
+    fn drop(&mut self) {
+        let Some(seat) = self.seat.take() else { return };
+        if seat.is_last() {
+            let (store, port) = (seat.store().clone(), &self.port);
+            // What was done is durable. The next opening carries out what no checkpoint has.
+            let _ = self.context.run(store.live().close(port));
+        }
+        seat.leave();
+    }
+}

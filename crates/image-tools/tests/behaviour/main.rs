@@ -1,0 +1,14 @@
+//! What the tools promise, by their public interface. The images, devices and queues that tests share are
+//! those of crate `disk`.
+
+#[path = "../../../disk/tests/common/mod.rs"]
+mod common;
+mod family;
+
+mod check_classes;
+mod children;
+mod marks;
+mod moved_children;
+mod tools;
+mod tools_files;
+mod tools_rights;

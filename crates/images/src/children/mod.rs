@@ -1,0 +1,584 @@
+//! Which images stand on an image: whoever writes to it changes all of them.
+//!
+//! An image says what it stands on, and nothing says which images stand on it. So they are looked
+//! for where they can be: in its own folder, and where its [marks](marks) say that one was made.
+//! What other programs put on it from elsewhere is not found. Nor is what stands on another name of
+//! the same file in another folder; so such a file may always have children.
+//!
+//! A coalesce asks all files of the folder what they are. Opening a disk for writing asks only those
+//! with the name of an image: the first bytes of a raw disk are its guest's, which could claim to
+//! stand on another guest's disk and keep that from being served. It reads the head of each once, and
+//! more only of what may be a child by that, or is a fixed VHD.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::fs::Metadata;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use ferrite_io::directory::Directory;
+use ferrite_io::names;
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+
+use crate::qcow2::{backing_path, is_on_raw, is_qcow2};
+use crate::vhd::{Head, Lineage, Uuid, head, lineage};
+use ferrite_disk_base::{DiskError, ErrorKind, Format, READ_ONLY, Raw};
+use ferrite_io::place::Place;
+
+pub mod marks;
+
+use marks::{Family, Held, Line, Mark, State};
+
+/// What a new file is called until it is complete: it is no image yet, or no longer.
+pub const NEW: &str = ".ferrite-new";
+/// The same of a copy that can be gone on with.
+pub const PARTIAL: &str = ".partial";
+
+/// More images than any chain has that is read here.
+const MAX_CHAIN: usize = 4096;
+
+/// Which files of the folder are asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ask {
+    /// Those that the marks name.
+    Marked,
+    /// Those whose name says that they are images, and those that can be.
+    Named,
+    /// All, and what cannot be asked counts.
+    All,
+}
+
+/// What is known of the images on a parent.
+#[derive(Debug, Default)]
+pub struct Children {
+    /// One of them.
+    pub child: Option<PathBuf>,
+    /// Why there may be others.
+    pub unknown: Option<Unknown>,
+    /// An image beside it whose parent is not there: that may be this one's former name. It does not
+    /// keep who only serves the parent from it, or one lost image would do so for all in the folder.
+    pub lost: Option<Lost>,
+}
+
+/// An image that stands on nothing that is there. A qcow2 knows its parent by its name alone.
+#[derive(Debug)]
+pub struct Lost {
+    pub(crate) child: PathBuf,
+    pub(crate) parent: PathBuf,
+}
+
+impl fmt::Display for Lost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (child, parent) = (self.child.display(), self.parent.display());
+        write!(f, "{child} has lost its parent {parent}, which may have been a name of this image")
+    }
+}
+
+/// What an image stands on, as seen by another one.
+enum Stands {
+    Here,
+    Elsewhere,
+    /// On what is not there, as far as its name goes.
+    Nowhere(PathBuf),
+}
+
+/// Something that may be a child.
+#[derive(Debug)]
+pub struct Unknown {
+    /// Why it may be one.
+    pub why: String,
+    /// For who wants to write to the parent.
+    pub(crate) help: String,
+}
+
+/// An image that others may stand on.
+struct Target {
+    identity: (u64, u64),
+    /// Of a VHD.
+    uuid: Option<Uuid>,
+    /// What it was called when images were made on it that may name it so still.
+    former: Vec<PathBuf>,
+}
+
+/// Device and inode of a file; the number of a block device, and 0. See [`Raw::inode`].
+pub fn identity(meta: &Metadata) -> (u64, u64) {
+    match meta.file_type().is_block_device() {
+        true => (meta.rdev(), 0),
+        false => (meta.dev(), meta.ino()),
+    }
+}
+
+impl From<bool> for Stands {
+    fn from(on_it: bool) -> Stands {
+        if on_it { Stands::Here } else { Stands::Elsewhere }
+    }
+}
+
+impl Target {
+    fn of(path: &Path) -> io::Result<Target> {
+        let uuid = match Raw::glance(path)? {
+            Some(raw) => lineage(&raw).ok().flatten().map(|lineage| lineage.uuid),
+            None => None,
+        };
+        Ok(Target { identity: identity(&names::metadata(path)?), uuid, former: Vec::new() })
+    }
+
+    fn is(&self, path: &Path) -> bool {
+        let is_former = || absolute(path).is_ok_and(|path| self.former.contains(&path));
+        names::metadata(path).is_ok_and(|meta| identity(&meta) == self.identity)
+            || !self.former.is_empty() && is_former()
+    }
+
+    /// Whether the image at `path` stands on this one.
+    fn carries(&self, path: &Path) -> io::Result<Stands> {
+        let Some(raw) = Raw::glance(path)? else { return Ok(Stands::Elsewhere) };
+        match lineage(&raw)? {
+            Some(child) => Ok(self.carries_vhd(&child).into()),
+            None => Ok(self.carries_qcow2(backing_path(&raw)?)),
+        }
+    }
+
+    fn carries_qcow2(&self, parent: Option<PathBuf>) -> Stands {
+        match parent {
+            Some(parent) if self.is(&parent) => Stands::Here,
+            Some(parent) if !names::exists(&parent) => Stands::Nowhere(parent),
+            _ => Stands::Elsewhere,
+        }
+    }
+
+    /// The same of one with the name of an image: what its head excludes is not read on. The name
+    /// may be of the other format than the image.
+    fn carries_named(&self, path: &Path) -> io::Result<Stands> {
+        let Some(raw) = Raw::glance(path)? else { return Ok(Stands::Elsewhere) };
+        let of_another = |head: &Head| match head.parent {
+            None => true,
+            Some(Uuid::NIL) => false,
+            Some(parent) => ![Some(parent), Some(head.uuid)].contains(&self.uuid),
+        };
+        // A fixed VHD begins with what its guest has written, so its name counts first.
+        if Format::of_path(path) != Format::Qcow2 || !is_qcow2(&raw)? {
+            if head(&raw).is_some_and(|head| of_another(&head)) {
+                return Ok(Stands::Elsewhere);
+            }
+            if let Some(child) = lineage(&raw)? {
+                return Ok(self.carries_vhd(&child).into());
+            }
+        }
+        Ok(self.carries_qcow2(backing_path(&raw)?))
+    }
+
+    /// Whether the image at `path` stands on this one, with any number of others between the two but
+    /// not `except`.
+    fn is_below(&self, path: &Path, except: Option<(u64, u64)>) -> io::Result<bool> {
+        let Some(first) = Raw::glance(path)? else { return Ok(false) };
+        let (mut images, mut seen) = (vec![first], HashSet::new());
+        while let Some(image) = images.pop() {
+            let identity = image.inode();
+            if Some(identity) == except || !seen.insert(identity) {
+                continue;
+            }
+            if seen.len() > MAX_CHAIN {
+                return Err(io::Error::other("its chain is too long"));
+            }
+            let (carries, parents, on_raw) = match lineage(&image)? {
+                Some(child) => {
+                    let carries = self.carries_vhd(&child);
+                    let parent =
+                        child.parent.map(|parent| (parent.uuid == Uuid::NIL, parent.paths));
+                    let (on_raw, paths) = parent.unwrap_or_default();
+                    (carries, paths, on_raw)
+                }
+                None => {
+                    let parent = backing_path(&image)?;
+                    let carries = parent.as_deref().is_some_and(|parent| self.is(parent));
+                    let on_raw = parent.is_some() && is_on_raw(&image)?;
+                    (carries, parent.into_iter().collect(), on_raw)
+                }
+            };
+            if carries {
+                return Ok(true);
+            }
+            let there = those_there(image.path(), parents)?;
+            // What is raw says nothing of a parent.
+            if !on_raw {
+                images.extend(glances(&there)?);
+            }
+        }
+        Ok(false)
+    }
+
+    /// A VHD knows its parent by its UUID, too, which copies of it have as well. So if there is
+    /// something at its places, that counts, and if there is nothing, this one was moved away.
+    fn carries_vhd(&self, child: &Lineage) -> bool {
+        let Some(parent) = &child.parent else { return false };
+        let at_place = parent.paths.iter().any(|path| self.is(path));
+        if parent.uuid == Uuid::NIL {
+            return at_place;
+        }
+        let moved = || !parent.paths.iter().any(names::exists);
+        match self.uuid {
+            Some(uuid) if uuid == parent.uuid => at_place || moved(),
+            // A coalesce of the two was interrupted behind the exchange of identities.
+            Some(uuid) if uuid == child.uuid => at_place,
+            _ => false,
+        }
+    }
+}
+
+/// A file's directory without links, and its name, which may be one: that is how it was named.
+pub fn absolute(path: &Path) -> io::Result<PathBuf> {
+    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    Ok(names::canonicalize(folder.unwrap_or(Path::new(".")))?.join(name))
+}
+
+/// Those of the places of an image's parent where something is.
+fn those_there(child: &Path, parents: Vec<PathBuf>) -> io::Result<Vec<PathBuf>> {
+    let (there, missing): (Vec<_>, Vec<_>) =
+        parents.into_iter().partition(|path| names::exists(path));
+    match missing.first() {
+        Some(parent) if there.is_empty() => {
+            let (child, parent) = (child.display(), parent.display());
+            Err(io::Error::other(format!("{child} stands on {parent}, which is not there")))
+        }
+        _ => Ok(there),
+    }
+}
+
+fn glances(paths: &[PathBuf]) -> io::Result<Vec<Raw>> {
+    let mut found = Vec::new();
+    for path in paths {
+        found.extend(Raw::glance(path)?);
+    }
+    Ok(found)
+}
+
+/// Whether a file is a mount itself (`mount --bind`): its other name is in a folder that nobody knows.
+///
+/// # Errors
+/// Those of the file.
+pub fn is_mount_point(file: &Path) -> io::Result<bool> {
+    let mount = |path: &Path| {
+        statx(CWD, path, AtFlags::empty(), StatxFlags::MNT_ID).map(|stat| stat.stx_mnt_id)
+    };
+    Ok(mount(file)? != mount(file.parent().unwrap_or(Path::new("/")))?)
+}
+
+/// A parent that marks are of, and who asks for them.
+struct Asked<'a> {
+    target: &'a Target,
+    except: Option<(u64, u64)>,
+}
+
+impl Family for Asked<'_> {
+    fn is_below(&self, path: &Path) -> io::Result<bool> {
+        self.target.is_below(path, self.except)
+    }
+
+    fn has_parent(&self, path: &Path) -> io::Result<bool> {
+        let none = || io::Error::other("it is no image");
+        let raw = Raw::glance(path)?.ok_or_else(none)?;
+        match lineage(&raw)? {
+            Some(vhd) => Ok(vhd.parent.is_some()),
+            None if is_qcow2(&raw)? => Ok(backing_path(&raw)?.is_some()),
+            None => Err(none()),
+        }
+    }
+
+    fn is_excepted(&self, file: (u64, u64)) -> bool {
+        file == self.target.identity || Some(file) == self.except
+    }
+}
+
+/// Looks for images that stand on the one at `parent`, besides `except`.
+///
+/// # Errors
+/// The parent itself cannot be examined.
+pub fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result<Children> {
+    let mut target = Target::of(parent)?;
+    let (except_path, except) =
+        (except, except.and_then(|path| Some(identity(&names::metadata(path).ok()?))));
+    let itself = target.identity;
+    let counts = |path: &Path| {
+        let identity = names::metadata(path).ok().map(|meta| identity(&meta));
+        identity.is_none_or(|found| found != itself && Some(found) != except)
+    };
+    let mut found = Children::default();
+    // Beside the file itself, not beside a link to it.
+    let file = names::canonicalize(parent)?;
+    let names = names(&file, &mut found)?;
+    let place = Place::lasting(&file)?;
+    // Who has served the image until now has looked at the others.
+    if ask != Ask::Marked {
+        target.former = marks::former_names(&file, &place, ask == Ask::All).unwrap_or_default();
+    }
+    // What has the path of a child that was moved says nothing of that.
+    let may_count =
+        |line: &Line| line.mark().is_none_or(|mark| counts(&mark.child) || mark.is_displaced());
+    let is_its = |line: &Line| line.is_of(&place) && may_count(line);
+    for name in &target.former {
+        marked(name, &target, except, is_its, &mut found);
+    }
+    // What else stands on another image that has the name now is that one's.
+    target.former.retain(|name| !names::exists(name));
+    for name in &names {
+        marked(name, &target, except, may_count, &mut found);
+    }
+    if let Some(path) = except_path {
+        other_names(&names::canonicalize(path)?, &mut found)?;
+    }
+    if found.child.is_none() && ask != Ask::Marked {
+        in_folder(&file, &target, counts, ask, &mut found);
+    }
+    Ok(found)
+}
+
+/// Whether the chain of the image at `path` leads to the one at `parent`.
+///
+/// # Errors
+/// One of the chain cannot be examined.
+pub fn is_below(parent: &Path, path: &Path) -> io::Result<bool> {
+    Target::of(parent)?.is_below(path, None)
+}
+
+/// The names that a file has in its folder; nobody knows what stands on the others.
+fn names(file: &Path, found: &mut Children) -> io::Result<Vec<PathBuf>> {
+    let meta = names::metadata(file)?;
+    if meta.nlink() <= 1 || meta.file_type().is_block_device() {
+        return Ok(vec![file.to_owned()]);
+    }
+    let is_name = |path: &PathBuf| {
+        let other = names::symlink_metadata(path);
+        other.is_ok_and(|other| identity(&other) == identity(&meta))
+    };
+    let entries = names::read_dir(file.parent().unwrap_or(Path::new("/")))?;
+    let paths = entries.map(|entry| Ok(entry?.path()));
+    let names = paths.collect::<io::Result<Vec<_>>>()?.into_iter().filter(is_name);
+    let names: Vec<_> = names.collect();
+    if (names.len() as u64) < meta.nlink() {
+        let path = file.display();
+        let why = format!(
+            "{path} has {} names (hard links), and {} of them in its folder",
+            meta.nlink(),
+            names.len()
+        );
+        let help = format!(
+            "find the others (find DIRECTORY -xdev -samefile {path}) and remove them, or {READ_ONLY}"
+        );
+        found.unknown = Some(Unknown { why, help });
+    }
+    Ok(names)
+}
+
+/// Other names of a child: who merges it leaves them what it was, on a parent that changes.
+fn other_names(file: &Path, found: &mut Children) -> io::Result<()> {
+    let names = names(file, found)?;
+    let other = names.into_iter().find(|name| name != file && !is_unfinished(name));
+    found.child = other.or(found.child.take());
+    Ok(())
+}
+
+/// Whether a name is that of an image that is being made. After a crash it may be one more name of
+/// an image that was finished.
+fn is_unfinished(path: &Path) -> bool {
+    let name = path.as_os_str().as_bytes();
+    [NEW, PARTIAL].iter().any(|suffix| name.ends_with(suffix.as_bytes()))
+}
+
+/// Those that the marks name.
+fn marked(
+    file: &Path,
+    target: &Target,
+    except: Option<(u64, u64)>,
+    counts: impl Fn(&Line) -> bool,
+    found: &mut Children,
+) {
+    let list = marks::beside(file);
+    let list = list.display();
+    let unknown = |why| {
+        let help = format!(
+            "bring that back, or {READ_ONLY}; what is gone for good may be taken out of {list}"
+        );
+        Some(Unknown { why, help })
+    };
+    let all = match marks::read(file) {
+        Ok(all) => all,
+        Err(e) => return found.unknown = unknown(format!("{list} cannot be read: {e}")),
+    };
+    for line in marks::distinct(all).iter().filter(|line| counts(line)) {
+        match line {
+            Line::Mark(mark) => match mark.state(&Asked { target, except }) {
+                State::Child(path) => found.child = Some(path),
+                State::Unknown(why) => found.unknown = unknown(why),
+                State::Gone => {}
+            },
+            Line::Unknown(line) => {
+                let line = String::from_utf8_lossy(line);
+                found.unknown = unknown(format!("a line of {list} makes no sense: {line:?}"));
+            }
+        }
+    }
+}
+
+/// Those in the folder.
+fn in_folder(
+    file: &Path,
+    target: &Target,
+    counts: impl Fn(&Path) -> bool,
+    ask: Ask,
+    found: &mut Children,
+) {
+    let folder = file.parent().unwrap_or(Path::new("/"));
+    let unknown = |path: &Path, e: io::Error| {
+        let why = format!("{} cannot be read: {e}", path.display());
+        Some(Unknown { why, help: "see to it that it can be read".into() })
+    };
+    let entries = match names::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(e) if ask == Ask::All => return found.unknown = unknown(folder, e),
+        Err(_) => return,
+    };
+    for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+        let is_new = path.as_os_str().as_bytes().ends_with(NEW.as_bytes());
+        let is_asked = || match ask {
+            Ask::All => !is_new && is_file(&path),
+            Ask::Marked | Ask::Named => is_named_as_image(&path) && !is_new && is_file(&path),
+        };
+        if !is_asked() || !counts(&path) {
+            continue;
+        }
+        let carries = match ask {
+            Ask::All => target.carries(&path),
+            Ask::Marked | Ask::Named => target.carries_named(&path),
+        };
+        match carries {
+            Ok(Stands::Here) => return found.child = Some(path),
+            Ok(Stands::Elsewhere) => {}
+            Ok(Stands::Nowhere(parent)) => found.lost = Some(Lost { child: path, parent }),
+            Err(e) if ask == Ask::All => found.unknown = unknown(&path, e),
+            Err(_) => {}
+        }
+    }
+}
+
+/// Also as one of QEMU's that is not read here: it may stand on one that is.
+fn is_named_as_image(path: &Path) -> bool {
+    let is_foreign = || path.extension().is_some_and(|end| end == "qed" || end == "qcow");
+    Format::of_path(path) != Format::Raw || is_foreign()
+}
+
+fn is_file(path: &Path) -> bool {
+    names::metadata(path).is_ok_and(|meta| meta.is_file())
+}
+
+/// Notes beside the image in `file` that `mark` is of a child of it, and forgets those that are gone.
+///
+/// # Errors
+/// That is not durable.
+pub fn leave_mark(directory: &dyn Directory, file: &Path, mark: &Mark) -> io::Result<Held> {
+    let (target, place) = (Target::of(file)?, Place::lasting(file)?);
+    marks::leave(directory, file, mark, |line| reviewed(line, &target, &place))
+}
+
+/// Forgets a mark of a child of the image in `file` that was not made, and those that are gone.
+///
+/// # Errors
+/// That is not durable.
+pub fn take_mark_back(directory: &dyn Directory, file: &Path, mark: &Mark) -> io::Result<()> {
+    let (target, place) = (Target::of(file)?, Place::lasting(file)?);
+    let is_it = |line: &Line| line.mark() == Some(mark);
+    let keep = |line: Line| (!is_it(&line)).then(|| reviewed(line, &target, &place)).flatten();
+    marks::review(directory, file, keep)
+}
+
+/// What becomes of a line of an image's list when that is written anew.
+fn reviewed(line: Line, target: &Target, place: &Place) -> Option<Line> {
+    let Line::Mark(mark) = line else { return Some(line) };
+    // One that had this name before may have the child.
+    let is_anothers = mark.is_of_another(place) && names::exists(&mark.child);
+    match mark.state(&Asked { target, except: None }) {
+        State::Child(path) if path == mark.child => Some(Line::Mark(mark.refreshed())),
+        State::Gone if !is_anothers => None,
+        _ => Some(Line::Mark(mark)),
+    }
+}
+
+/// The lists that have marks of an image, and what it is: see [`forget_all`].
+pub struct Lists(Vec<PathBuf>, Place);
+
+/// Finds the lists with marks of the image in `file`.
+///
+/// # Errors
+/// It cannot be examined.
+pub fn lists(file: &Path) -> io::Result<Lists> {
+    let place = Place::lasting(file)?;
+    let mut names = marks::former_names(file, &place, false)?;
+    names.push(file.to_owned());
+    Ok(Lists(names, place))
+}
+
+/// Forgets all marks of an image, which may have another name by now. Those of others stay.
+///
+/// # Errors
+/// That is not durable.
+pub fn forget_all(directory: &dyn Directory, Lists(names, place): &Lists) -> io::Result<()> {
+    for name in names.iter().filter(|name| names::exists(marks::beside(name))) {
+        let is_own = Some(name) == names.last();
+        let is_anothers = |line: &Line| match line.mark() {
+            Some(mark) if is_own => mark.is_of_another(place),
+            Some(_) => !line.is_of(place),
+            None => !is_own,
+        };
+        marks::review(directory, name, |line| Some(line).filter(is_anothers))?;
+    }
+    Ok(())
+}
+
+/// What stands on an image will stand on the one in `file`, which gets its name: the lines say so, and
+/// are found wherever that is renamed to.
+///
+/// # Errors
+/// That is not durable.
+pub fn inherit(
+    directory: &dyn Directory,
+    Lists(names, place): &Lists,
+    file: &Path,
+) -> io::Result<()> {
+    let heir = Place::lasting(file)?;
+    for name in names.iter().filter(|name| names::exists(marks::beside(name))) {
+        marks::review(directory, name, |line| Some(line.handed_over(place, &heir)))?;
+    }
+    Ok(())
+}
+
+/// Refuses to write to an image that others stand on. It is open and locked, so that no image is
+/// put on it meanwhile. Of a block device nobody knows it.
+pub fn check_none(medium: &Raw, ask: Ask) -> Result<(), DiskError> {
+    if !medium.is_file() {
+        return Ok(());
+    }
+    let path = medium.path();
+    let what = format!("cannot open image {} for writing", path.display());
+    let look = || match names::metadata(path)?.nlink() {
+        // What stands on it has named it, and it has no name any more.
+        0 => Ok(Children::default()),
+        _ => look(path, None, ask),
+    };
+    let found = look().map_err(|e| {
+        let help = "check the medium below it and the kernel's log (dmesg)";
+        DiskError::new(ErrorKind::Io, &what, e.to_string(), help).with_source(e)
+    })?;
+    if let Some(child) = found.child {
+        let child = child.display();
+        let why = format!("{child} stands on it, and would change with it");
+        let help = format!("{READ_ONLY}, or make a new image on it (ferrite image clone)");
+        return Err(DiskError::new(ErrorKind::Refused, what, why, help));
+    }
+    if let Some(Unknown { why, help }) = found.unknown {
+        let why = format!("an image may stand on it: {why}");
+        return Err(DiskError::new(ErrorKind::Refused, what, why, help));
+    }
+    Ok(())
+}

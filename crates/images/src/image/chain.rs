@@ -1,0 +1,163 @@
+//! A chain is opened from its leaf on: each image says where the next one may be.
+
+use std::os::unix::fs::FileTypeExt as _;
+use std::path::{Path, PathBuf};
+
+use ferrite_io::names;
+
+use super::format::ParentNames;
+use super::layer::Layer;
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, OpenOptions, Parents};
+
+/// Memory for the tables of a chain that stay there as a whole: 32 VHDs of 2,040 GiB each.
+const MAX_TABLE_BYTES: u64 = 256 << 20;
+
+/// Opens an image and its parents. The leaf is opened as the options say, parents read-only.
+pub(super) fn open_chain(name: &ImageName, options: &OpenOptions) -> Result<Vec<Layer>, DiskError> {
+    match open_as_far(name, options)? {
+        (layers, None) => Ok(layers),
+        (_, Some(e)) => Err(e),
+    }
+}
+
+/// The same, as far as it can be opened, and why it ends there.
+pub fn open_as_far(
+    name: &ImageName,
+    options: &OpenOptions,
+) -> Result<(Vec<Layer>, Option<DiskError>), DiskError> {
+    let mut layers = vec![Layer::open(name, options)?];
+    // How many there are is known at the end; until then each gets little, so that a chain that
+    // is made to harm takes little, too (threats.md T17).
+    let metadata_bytes = options.metadata_bytes / 16;
+    let (read_only, opened, format_said) = (true, None, false);
+    let parents = OpenOptions { read_only, metadata_bytes, opened, format_said, ..options.clone() };
+    let end = loop {
+        match open_parent(&layers, &parents) {
+            Ok(Some(found)) => layers.push(found),
+            Ok(None) => break None,
+            Err(e) => break Some(e),
+        }
+        if let Err(e) = check_tables(&layers) {
+            break Some(e);
+        }
+    };
+    let share = options.metadata_bytes / layers.len();
+    layers.iter_mut().for_each(|layer| layer.set_metadata_bytes(share));
+    Ok((layers, end))
+}
+
+/// Tables that stay in memory as a whole add up: a file that is all hole can have 32 MiB of them
+/// (threats.md T17).
+fn check_tables(layers: &[Layer]) -> Result<(), DiskError> {
+    let bytes: u64 = layers.iter().map(Layer::table_bytes).sum();
+    if bytes <= MAX_TABLE_BYTES {
+        return Ok(());
+    }
+    Err(DiskError::new(
+        ErrorKind::Unsuitable,
+        format!("cannot open image {}", layers[0].medium().path().display()),
+        format!("the tables of its first {} images take {}", layers.len(), Human(bytes)),
+        "coalesce some of the chain first; at most 256 MiB are used for the tables of a chain",
+    ))
+}
+
+/// The parent of the last layer, if it has one.
+fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>, DiskError> {
+    let Some(child) = layers.last() else { return Ok(None) };
+    let Some(ParentNames { name, candidates }) = child.parents()? else { return Ok(None) };
+    let child_path = child.medium().path();
+    let refuse = |why: String, help: &str| -> Result<Option<Layer>, DiskError> {
+        let what = format!("cannot open image {}", child_path.display());
+        Err(DiskError::new(ErrorKind::Unsuitable, what, why, help))
+    };
+    if layers.len() >= options.max_layers {
+        let number = layers.len();
+        let why = format!("it has a parent, and is number {number} of its chain already");
+        let help =
+            format!("make the chain shorter: ferrite image coalesce {}", child_path.display());
+        return refuse(why, &help);
+    }
+    let mut last = None;
+    for candidate in candidates.iter().filter(|candidate| names::exists(&candidate.path)) {
+        if is_layer(layers, &candidate.path) {
+            let path = candidate.path.display();
+            let why = format!("its parent {path} is itself or one of its children");
+            return refuse(why, "the chain is damaged: find the image that it was made on");
+        }
+        if is_no_medium(&candidate.path) {
+            let why = format!("its parent {} is no file or device", candidate.path.display());
+            let help = "put the parent back to where it was when the image was made";
+            last = last.or(refuse(why, help).err());
+            continue;
+        }
+        let leaf = layers[0].medium().path();
+        if !options.parents.allow(leaf, &candidate.path).unwrap_or(false) {
+            last = last.or(Some(Parents::refusal(child_path, &candidate.path)));
+            continue;
+        }
+        let accepted = Layer::open(candidate, options).and_then(|layer| {
+            check_opened(&layers[0], child_path, &candidate.path, &layer, &options.parents)?;
+            child.accepts_parent(&layer)?;
+            Ok(layer)
+        });
+        match accepted {
+            Ok(layer) => return Ok(Some(layer)),
+            Err(e) => last = last.or(Some(e)),
+        }
+    }
+    let paths: Vec<_> = candidates.iter().map(|candidate| &candidate.path).collect();
+    let outside = paths.iter().find(|path| names::is_refused(path));
+    match (last, outside) {
+        (Some(e), _) => Err(e),
+        (None, Some(path)) => Err(Parents::outside(child_path, path)),
+        (None, None) => refuse(
+            format!("its parent {name:?} is at none of {}", whole(&paths)),
+            "put the parent back to where it was when the image was made, or, if it has another name \
+             now, say so: ferrite image rebase -u IMAGE -b PARENT",
+        ),
+    }
+}
+
+/// Paths as they are from the root, in one line.
+fn whole(paths: &[&PathBuf]) -> String {
+    let whole = |path: &&PathBuf| {
+        let whole = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+        format!("{whole:?}")
+    };
+    paths.iter().map(whole).collect::<Vec<_>>().join(", ")
+}
+
+/// Whether there is a folder, a pipe or a socket.
+fn is_no_medium(path: &Path) -> bool {
+    names::metadata(path).is_ok_and(|meta| {
+        let kind = meta.file_type();
+        kind.is_dir() || kind.is_fifo() || kind.is_socket()
+    })
+}
+
+/// Whether what was opened by a parent's name may be one: the name may have led elsewhere when it
+/// was checked, since whoever has a folder can swap links in it at any moment.
+fn check_opened(
+    leaf: &Layer,
+    child: &Path,
+    path: &Path,
+    parent: &Layer,
+    parents: &Parents,
+) -> Result<(), DiskError> {
+    match parents.allow_opened(leaf.medium().fd(), path, parent.medium().fd()) {
+        Ok(true) => Ok(()),
+        Ok(false) | Err(_) => Err(Parents::refusal(child, path)),
+    }
+}
+
+/// Whether `path` is open as one of the layers.
+fn is_layer(layers: &[Layer], path: &Path) -> bool {
+    use std::os::unix::fs::{FileTypeExt, MetadataExt};
+    let Ok(meta) = names::metadata(path) else { return false };
+    let inode = match meta.file_type().is_block_device() {
+        true => (meta.rdev(), 0),
+        false => (meta.dev(), meta.ino()),
+    };
+    layers.iter().any(|layer| layer.medium().inode() == inode)
+}

@@ -1,0 +1,49 @@
+//! The answer of a layer to the question where a range is.
+
+/// A layer's place for the beginning of a range. Lengths are bytes from its start, never 0;
+/// offsets are in the layer's file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mapping {
+    /// The layer has it. A write goes there, and [`Layer::written`] follows it.
+    ///
+    /// [`Layer::written`]: super::Layer::written
+    Data {
+        /// Byte offset in the layer's file.
+        offset: u64,
+        /// Bytes.
+        len: u64,
+    },
+    /// It reads as zeros.
+    Zeros {
+        /// Bytes.
+        len: u64,
+    },
+    /// The layer has nothing: the one below is asked.
+    Backing {
+        /// Bytes.
+        len: u64,
+    },
+    /// The table that says it is not in memory: [`Layer::load`], for a write [`Layer::prepare`], and the
+    /// question is repeated.
+    ///
+    /// [`Layer::load`]: super::Layer::load
+    /// [`Layer::prepare`]: super::Layer::prepare
+    Miss {
+        /// Bytes.
+        len: u64,
+    },
+    /// It is compressed: only [`Layer::unpack`] reads it.
+    ///
+    /// [`Layer::unpack`]: super::Layer::unpack
+    Compressed {
+        /// Bytes.
+        len: u64,
+    },
+    /// A write needs what is around it copied first: only [`Layer::write_copying`] writes it.
+    ///
+    /// [`Layer::write_copying`]: super::Layer::write_copying
+    Cow {
+        /// Bytes.
+        len: u64,
+    },
+}

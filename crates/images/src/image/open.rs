@@ -1,0 +1,105 @@
+//! Opening what a disk lies in: locked, and for writing only if no image stands on it.
+
+use std::path::Path;
+
+use crate::children::{self, Ask};
+use crate::qcow2::Qcow2;
+use crate::vhd::Vhd;
+use ferrite_disk_base::{DiskError, ErrorKind, OpenOptions, READ_ONLY, Raw, Unopened};
+
+/// Opens a disk that is nothing but a file or device, as the options say. What is wrong with it is
+/// found before anything else is done, and nothing is written.
+///
+/// # Errors
+/// As `Disk::open`.
+pub fn open_raw(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
+    unwritten(path, Raw::lock_disk(path, options), options)
+}
+
+/// Opens what a store is in: of any size, and accessed in blocks of 4096 bytes.
+///
+/// # Errors
+/// As `Disk::open`.
+pub fn open_store(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
+    unwritten(path, Raw::lock_store(path, options), options)
+}
+
+/// Opens what an image with metadata is in, or shall be: of any size, and accessed in sectors.
+///
+/// # Errors
+/// As `Disk::open`.
+pub fn open_medium(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
+    unwritten(path, Raw::lock_medium(path, options), options)
+}
+
+impl Vhd {
+    /// Opens and locks the image at `path`. Its whole table is read and checked; nothing is
+    /// written. What a process that died has left in the journal is recovered. Its parent is not
+    /// opened.
+    ///
+    /// # Errors
+    /// It cannot be opened or locked, or makes no sense; the text says where and what.
+    pub fn open(path: &Path, options: &OpenOptions) -> Result<Vhd, DiskError> {
+        Vhd::of(open_medium(path, options)?, options)
+    }
+}
+
+impl Qcow2 {
+    /// Opens and locks the image at `path`. Its parent is not opened.
+    pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Qcow2, DiskError> {
+        Qcow2::of(open_medium(path, options)?, options)
+    }
+}
+
+/// The medium, if nobody stands on what is to be written.
+fn unwritten(
+    path: &Path,
+    medium: Result<Raw, Unopened>,
+    options: &OpenOptions,
+) -> Result<Raw, DiskError> {
+    let medium = match medium {
+        Err(Unopened::Protected) => return Err(protected(path)),
+        Err(Unopened::Other(e)) => return Err(e),
+        Ok(medium) => medium,
+    };
+    if !options.read_only && !options.even_parent {
+        let ask = if options.taken_over { Ask::Marked } else { Ask::Named };
+        children::check_none(&medium, ask)?;
+    }
+    Ok(medium)
+}
+
+/// Nobody has the permission to write to it. The kernel lets root do it all the same.
+fn protected(path: &Path) -> DiskError {
+    let of_mode = "it is read-only by its mode";
+    let help = format!("{READ_ONLY}, or make a new image on it (ferrite image clone)");
+    let known = children::look(path, None, Ask::Named).unwrap_or_default();
+    let (why, help) = match (&known.child, &known.unknown) {
+        (Some(child), _) => {
+            (format!("{of_mode}: {} stands on it, and would change with it", child.display()), help)
+        }
+        (None, Some(unknown)) => {
+            (format!("{of_mode}, and an image may stand on it: {}", unknown.why), help)
+        }
+        (None, None) if let Some(lost) = &known.lost => {
+            let help = format!(
+                "{help}; {} is told of it by ferrite image rebase -u",
+                lost.child.display()
+            );
+            (format!("{of_mode}, and an image may stand on it: {lost}"), help)
+        }
+        (None, None) => {
+            let help = format!(
+                "{help}, or let it be written (chmod u+w): no image is known to stand on it; only \
+                 a clone that was cut off leaves its parent so"
+            );
+            (of_mode.to_owned(), help)
+        }
+    };
+    DiskError::new(
+        ErrorKind::Permission,
+        format!("cannot open image {}", path.display()),
+        why,
+        help,
+    )
+}

@@ -1,0 +1,66 @@
+//! Recovery of what only this host's memory knows of a disk's parents: it becomes the leaf's.
+//!
+//! If another program puts an image on one whose backend was killed, what was answered is in the
+//! journal of a parent, which nobody writes to any more. The guest takes a flush for all of that,
+//! too, and the journal does not outlive the host: so the leaf gets a copy, before the disk is used.
+//! A journal that a killed coalesce has left costs nothing: the leaf has what it says.
+
+use std::io;
+
+use super::Image;
+use super::mapping::Mapping;
+use ferrite_disk_base::{Port, SECTOR_BYTES};
+
+/// A part of the disk that a parent has from its journal, at least in part.
+#[derive(Clone, Copy, Debug)]
+pub struct Unrecovered {
+    /// Index of the parent in the chain.
+    layer: usize,
+    /// First byte of the disk.
+    pub start: u64,
+    /// The byte behind the last one.
+    pub end: u64,
+}
+
+impl Image {
+    /// The parts, as long as nothing was loaded or written.
+    pub fn unrecovered(&self) -> Vec<Unrecovered> {
+        let bytes = self.sectors() * SECTOR_BYTES;
+        let parents = self.layers.iter().enumerate().skip(1);
+        let parts = parents.flat_map(|(layer, parent)| {
+            let parts = parent.recovered().into_iter();
+            parts.map(move |(start, len)| Unrecovered {
+                layer,
+                start,
+                end: (start + len).min(bytes),
+            })
+        });
+        parts.filter(|part| part.start < part.end).collect()
+    }
+
+    /// How many bytes of a part from `at` on are alike, and whether the leaf needs a copy of them:
+    /// it has nothing there, and the parent has.
+    pub async fn lacks(&self, port: &Port, part: Unrecovered, at: u64) -> io::Result<(bool, u64)> {
+        let (own, len) = self.has(port, 0, at, part.end - at).await?;
+        if own {
+            return Ok((false, len));
+        }
+        self.has(port, part.layer, at, len).await
+    }
+
+    /// Whether a layer answers for the beginning of a range, and how long that is so.
+    async fn has(&self, port: &Port, layer: usize, at: u64, len: u64) -> io::Result<(bool, u64)> {
+        loop {
+            match self.layers[layer].find(at, len) {
+                Mapping::Backing { len } => return Ok((false, len)),
+                Mapping::Miss { len } => {
+                    self.layers[layer].load(port, port.files[layer], at, len).await?;
+                }
+                Mapping::Data { len, .. }
+                | Mapping::Zeros { len }
+                | Mapping::Compressed { len }
+                | Mapping::Cow { len } => return Ok((true, len)),
+            }
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! What the allocator shares with the tables: the medium, its syncs, and the lock on what changes.
+
+use std::io;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::qcow2::alloc::state::State;
+use crate::qcow2::tables::meta;
+use ferrite_disk_base::{Commits, Port, Raw};
+
+/// See the module text.
+pub(in crate::qcow2) struct Base {
+    pub(in crate::qcow2) medium: Raw,
+    pub(in crate::qcow2) commits: Commits,
+    state: Mutex<State>,
+}
+
+impl Base {
+    pub(in crate::qcow2) fn new(medium: Raw, state: State) -> Base {
+        let commits = Commits::new();
+        commits.end_with(state.changes.journal.void());
+        Base { medium, commits, state: Mutex::new(state) }
+    }
+
+    pub(in crate::qcow2) fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// After one that fails entries that refer to clusters which were copied must not reach the
+    /// disk: in these there is data of long ago, too.
+    pub(in crate::qcow2) async fn sync(&self, port: &Port) -> io::Result<()> {
+        self.commits.sync(port).await
+    }
+
+    /// Changes the header's first sector, in which all of its fields are, and syncs it. A sector
+    /// is never torn. One at a time: while the image is in use, who does it has `growth`.
+    pub(in crate::qcow2) async fn patch_header(
+        &self,
+        port: &Port,
+        change: impl FnOnce(&mut [u8]),
+    ) -> io::Result<()> {
+        let mut sector = meta::read(port, port.files[0], 0, 512).await?;
+        change(&mut sector);
+        meta::write(port, port.files[0], 0, &sector).await?;
+        self.sync(port).await
+    }
+}

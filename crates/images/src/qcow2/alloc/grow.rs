@@ -1,0 +1,171 @@
+//! Fresh clusters behind the last one: a run of free ones, with space behind them.
+
+use std::io;
+use std::sync::atomic::Ordering;
+
+use crate::qcow2::alloc::Allocator;
+use crate::qcow2::alloc::clusters::Run;
+use crate::qcow2::format::entry::MAX_HOST_BYTES;
+use crate::qcow2::tables::meta;
+use ferrite_disk_base::Port;
+
+/// The first run, and how far runs grow: from the second on each is twice as long as the one
+/// before, so a disk with few writes stays small and one with many waits seldom.
+const FIRST_RUN_BYTES: u64 = 1 << 20;
+const LONGEST_RUN_BYTES: u64 = 64 << 20;
+
+/// Slices of refcounts without a free cluster, behind what should be the last one in use, until
+/// they are taken for damage.
+const MAX_USED_SLICES: u32 = 4096;
+
+/// Called off or done, the next caller may look for a run.
+struct Refilling<'a>(&'a Allocator);
+
+impl Drop for Refilling<'_> {
+    fn drop(&mut self) {
+        self.0.refilling.store(false, Ordering::Release);
+    }
+}
+
+impl Allocator {
+    /// Sets the next run aside, unless that was done meanwhile.
+    pub(in crate::qcow2) async fn set_aside(&self, port: &Port) -> io::Result<()> {
+        let _done = Refilling(self);
+        let _alone = self.growth.lock(&port.io).await?;
+        let (known, step) = {
+            let clusters = &mut self.base.state().clusters;
+            if !clusters.spares.is_empty() {
+                return Ok(());
+            }
+            // Left by a task that was dropped.
+            clusters.unclaim();
+            let (shortest, longest) = (FIRST_RUN_BYTES, LONGEST_RUN_BYTES);
+            let count = |bytes: u64| (bytes >> self.cluster_bits).max(4);
+            clusters.step = (clusters.step * 2).clamp(count(shortest), count(longest));
+            (clusters.end, clusters.step)
+        };
+        let end = match known {
+            Some(end) => end,
+            None => self.find_end(port).await?,
+        };
+        let found = match self.reuse(port, step).await {
+            Ok(runs) if runs.is_empty() => self.extend(port, end, step).await.map(|run| vec![run]),
+            found => found,
+        };
+        let clusters = &mut self.base.state().clusters;
+        match found {
+            Ok(runs) => clusters.set_aside(runs),
+            // This was ahead of its use: first, what is there is used up.
+            Err(e) if is_full(&e) && clusters.run.left() > 0 => clusters.step = clusters.run.left(),
+            Err(e) => return Err(e),
+        }
+        Ok(())
+    }
+
+    /// [Provides](Self::provide) for as many clusters as there is space for, at least one, if
+    /// there is not enough for all. The next run will not be that long either.
+    pub(super) async fn provide_some(
+        &self,
+        port: &Port,
+        first: u64,
+        end: u64,
+    ) -> io::Result<(u64, bool)> {
+        let mut count = end - first;
+        loop {
+            match self.provide(port, first, first + count).await {
+                Err(e) if is_full(&e) && count > 1 => count /= 2,
+                done => return done,
+            }
+            self.base.state().clusters.step = count;
+        }
+    }
+
+    /// Sets clusters aside behind those in use.
+    async fn extend(&self, port: &Port, end: u64, step: u64) -> io::Result<Run> {
+        let mut at = end;
+        let mut looked_at = 0;
+        let mut run = loop {
+            at = self.cover(port, at).await?;
+            self.load_refs(port, at).await?;
+            match self.free_run(at, step) {
+                Ok(run) => break run,
+                Err(_) if looked_at == MAX_USED_SLICES => {
+                    return Err(meta::damaged("refcounts behind the end of the file"));
+                }
+                Err(next) => at = next,
+            }
+            looked_at += 1;
+        };
+        (run.end, run.zeroed) = self.provide_some(port, run.next, run.end).await?;
+        self.base.state().clusters.end = Some(run.end);
+        Ok(run)
+    }
+
+    /// Claims free clusters from `at` on within its slice of refcounts, or tells where to look
+    /// next.
+    fn free_run(&self, at: u64, step: u64) -> Result<Run, u64> {
+        let clusters = &mut self.base.state().clusters;
+        let entries = clusters.refs.slice_entries();
+        let slice_end = (at / entries + 1) * entries;
+        let free = |cluster: &u64| clusters.refs.get(*cluster) == Some(0);
+        let first = (at..slice_end).find(free).ok_or(slice_end)?;
+        let count = (first..slice_end).take(step as usize).take_while(free).count();
+        let run = Run { next: first, end: first + count as u64, zeroed: false };
+        clusters.claimed.push(run);
+        Ok(run)
+    }
+
+    /// Makes space behind clusters, or as many of them as the medium has; the end, and whether
+    /// the space reads as zeros.
+    pub(super) async fn provide(
+        &self,
+        port: &Port,
+        first: u64,
+        end: u64,
+    ) -> io::Result<(u64, bool)> {
+        let (file, bits) = (port.files[0], self.cluster_bits);
+        let (from, mut to) = (first << bits, end << bits);
+        if to > MAX_HOST_BYTES {
+            return Err(full("the format ends at 64 PiB"));
+        }
+        let there = self.base.medium.bytes_now()?;
+        if !self.base.medium.is_file() {
+            to = to.min(there >> bits << bits);
+            if to <= from {
+                return Err(full("the device is full"));
+            }
+            // It may be larger than it was.
+            self.limit.fetch_max(to, Ordering::AcqRel);
+            return Ok((to >> bits, false));
+        }
+        let mut zeroed = true;
+        if from < there {
+            // Left from a run that was not used up, or freed: whatever is in it.
+            let old = there.min(to) - from;
+            zeroed = port.io.zero_range(file, from, old).await.is_ok()
+                || port.io.punch_hole(file, from, old).await.is_ok();
+        }
+        match port.io.allocate(file, from, to - from).await {
+            Ok(()) => {}
+            // A file system without allocation: a longer file, at least.
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => {
+                if to > there {
+                    port.io.set_len(file, to).await?;
+                }
+            }
+            Err(e) => return Err(e),
+        }
+        self.limit.fetch_max(to, Ordering::AcqRel);
+        Ok((end, zeroed))
+    }
+}
+
+/// Whether there may be space for less.
+pub(in crate::qcow2) fn is_full(e: &io::Error) -> bool {
+    use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    matches!(e.kind(), StorageFull | QuotaExceeded | FileTooLarge)
+}
+
+pub(super) fn full(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::StorageFull, format!("qcow2 image: no space is left: {why}"))
+}

@@ -1,0 +1,43 @@
+//! Space for tables that are in the file but not on its file system.
+//!
+//! A new image has tables that nobody has written yet, and a copy of one has a hole wherever a table is
+//! zero. Data take all the space that there is. So a table has its own before the first write is
+//! taken: otherwise writes would be answered whose references no commit finds space for.
+
+use std::io;
+use std::ops::Range;
+
+use crate::qcow2::alloc::Allocator;
+use ferrite_disk_base::Port;
+
+impl Allocator {
+    /// Has the file system back all tables that there were when the image was opened. The caller has
+    /// [lengthened](Self::lengthen) the file to whole clusters.
+    ///
+    /// # Errors
+    /// `StorageFull`: not all of them have space; the image is as before.
+    pub(in crate::qcow2) async fn fill_holes_of_tables(&self, port: &Port) -> io::Result<()> {
+        if !self.base.medium.is_file() {
+            return Ok(());
+        }
+        for run in runs(&self.metadata, self.cluster_bits) {
+            let data = self.base.medium.data_from(run.start);
+            if data.is_some_and(|data| data.start == run.start && data.end >= run.end) {
+                continue;
+            }
+            match port.io.allocate(port.files[0], run.start, run.end - run.start).await {
+                // A file system without allocation promises nothing.
+                Err(e) if e.kind() == io::ErrorKind::Unsupported => return Ok(()),
+                done => done?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The bytes of sorted clusters, neighbours as one.
+fn runs(clusters: &[u64], cluster_bits: u32) -> impl Iterator<Item = Range<u64>> + '_ {
+    clusters
+        .chunk_by(|cluster, next| cluster + 1 == *next)
+        .map(move |run| run[0] << cluster_bits..(run[run.len() - 1] + 1) << cluster_bits)
+}

@@ -1,0 +1,72 @@
+//! What an image tells about itself, besides its header.
+
+use std::io;
+use std::sync::atomic::Ordering;
+
+use crate::image::format::ImageFormat;
+use crate::qcow2::Qcow2;
+use crate::qcow2::format::entry;
+use crate::qcow2::maintenance::snapshots::{self, Told};
+
+/// Of tables that are read to say how much is allocated: those of a full disk of 2 TiB, with
+/// clusters of 64 KiB.
+const MAX_TABLE_BYTES: u64 = 256 << 20;
+
+impl Qcow2 {
+    /// Bytes of the disk that have space in this image, compressed or not; none: it has more
+    /// tables than are read for that.
+    ///
+    /// # Errors
+    /// Those of reading.
+    pub fn allocated_bytes(&self) -> io::Result<Option<u64>> {
+        let tables = self.l1.iter().filter(|entry| entry.load(Ordering::Relaxed) != 0);
+        if tables.count() as u64 > MAX_TABLE_BYTES >> self.header.cluster_bits {
+            return Ok(None);
+        }
+        let mut clusters = 0;
+        for index in 0..self.l1.len() {
+            clusters += self.allocated_in(index)?;
+        }
+        Ok(Some((clusters << self.header.cluster_bits).min(self.bytes())))
+    }
+
+    /// Clusters with a place that one table knows of.
+    fn allocated_in(&self, index: usize) -> io::Result<u64> {
+        let l1 = self.l1[index].load(Ordering::Relaxed);
+        let Ok(Some((table, _))) = entry::l2_table(l1, self.header.cluster_bits) else {
+            return Ok(0);
+        };
+        let per_slice = self.cache.slice_entries();
+        let first = index as u64 * self.header.l2_entries();
+        let bytes = self.medium().read_now(table, self.cluster_bytes() as usize)?;
+        let mut found = 0;
+        for (i, on_disk) in bytes.chunks_exact(per_slice * 8).enumerate() {
+            let slice = first / per_slice as u64 + i as u64;
+            let left = self.header.guest_clusters().saturating_sub(first + (i * per_slice) as u64);
+            let has_place = |entry: u64| match self.decode(entry) {
+                Some(entry::Cluster::Packed(_)) => true,
+                other => other.is_some_and(|cluster| cluster.host().is_some()),
+            };
+            // What a process that died had answered is in memory only.
+            let in_memory = self
+                .cache
+                .read(slice, |entries| entries.iter().map(|e| e.load(Ordering::Relaxed)).collect());
+            let entries: Vec<u64> = in_memory.unwrap_or_else(|| self.entries_of(slice, on_disk));
+            found += entries.into_iter().take(left as usize).filter(|e| has_place(*e)).count();
+        }
+        Ok(found as u64)
+    }
+
+    /// How many dirty bitmaps it had that were up to date when it was opened.
+    pub fn valid_bitmaps(&self) -> u32 {
+        self.header.valid_bitmaps()
+    }
+
+    /// The snapshots inside of it.
+    ///
+    /// # Errors
+    /// Those of reading; the table makes no sense.
+    pub fn snapshots(&self) -> io::Result<Vec<Told>> {
+        snapshots::list(self.medium(), &self.header)
+    }
+}

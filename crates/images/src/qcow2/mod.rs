@@ -1,0 +1,236 @@
+//! qcow2, versions 2 and 3.
+//!
+//! A guest's cluster is found through L1 (whole in memory) and a slice of an L2 table (cached);
+//! reads and writes of what has its place take no lock and change nothing. A cluster without one
+//! gets a place from a run of fresh clusters, whose space reads as zeros, so a write of a part of
+//! it needs no copying unless a backing file has data below. Copying, tables, refcounts and
+//! commits are slow paths.
+//!
+//! * `format`: the structures, as pure code over bytes.
+//! * `tables`: slices of tables in memory, what of them is dirty, and how metadata is read and written.
+//! * `alloc`: the allocator, and the states of a cluster of the file.
+//! * `write`: what takes more than a place that is there: new tables, copies, zeros.
+//! * `ready`: what the header says of the one who writes.
+//! * `commit` and `recovery`: what is dirty becomes durable, and what a dead process had answered.
+//! * `maintenance`: what is done to an image besides serving it.
+//!
+//! # What survives what
+//! The order of writes is with `Qcow2::commit`. On disk, a refcount is never smaller
+//! than the number of references: after a cut of the power clusters may be leaked, nothing else.
+//! Clusters that are free, or come free, are used before the file grows (`reuse`).
+//! What a guest discards in a file keeps its place and loses its space (a hole). On a device its place
+//! is free, and becomes another's when nothing is on its way there any more (`epochs`).
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use ferrite_io::shared_lock::SharedLock;
+
+use crate::image::backing::Backing;
+use crate::image::format::ImageFormat;
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{Epochs, Extent};
+
+mod alloc;
+mod commit;
+mod format;
+mod layer;
+mod maintenance;
+mod open;
+mod ready;
+mod recovery;
+mod tables;
+mod write;
+
+pub use maintenance::check::{Finding, Problem, Report, check};
+pub use maintenance::create::NewImage;
+pub(crate) use maintenance::lineage::{backing_path, is_on_raw, is_qcow2};
+pub use maintenance::repair::repair;
+pub use maintenance::snapshots::Told;
+pub use maintenance::upgrade::upgrade;
+
+use alloc::Allocator;
+use alloc::base::Base;
+use alloc::state::State;
+use format::entry::{self, COPIED, Cluster};
+use format::header::Header;
+use tables::cache::Cache;
+
+/// Entries of a slice: 4 KiB, or a whole table where that is smaller.
+const SLICE_BYTES: u64 = 4096;
+
+const TABLE_LOCKS: usize = 16;
+const CLUSTER_LOCKS: usize = 64;
+
+/// Entries that may differ from the disk's until a commit has to be made.
+pub(super) const MAX_CHANGES: u32 = 1 << 16;
+
+/// An open image; see the module text.
+pub struct Qcow2 {
+    base: Arc<Base>,
+    header: Header,
+    l1: Box<[AtomicU64]>,
+    cache: Cache,
+    alloc: Allocator,
+    /// By cluster, sorted: entries that a dead process has answered for, where this one only
+    /// reads.
+    answered: Vec<(u64, u64)>,
+    /// The first write may begin: the header says what it has to.
+    ready: AtomicBool,
+    /// The autoclear features while this process writes: the mark of its journal, 0 without one.
+    mark: u64,
+    /// Those that the header has.
+    autoclear: AtomicU64,
+    /// The cluster that was unpacked last: its entry and its bytes.
+    unpacked: Mutex<(u64, Vec<u8>)>,
+    epochs: Arc<Epochs>,
+    /// Who makes the image ready for the first write.
+    readying: SharedLock,
+    /// Who holds scratch memory and may need more.
+    nested: SharedLock,
+    /// By L1 index: who loads a slice or makes a table.
+    tables: [SharedLock; TABLE_LOCKS],
+    /// By guest cluster: who replaces a cluster.
+    clusters: [SharedLock; CLUSTER_LOCKS],
+}
+
+impl Qcow2 {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.base.state()
+    }
+
+    /// Of the format.
+    pub fn version(&self) -> u32 {
+        self.header.version
+    }
+
+    /// Bytes of a cluster, the unit of allocation.
+    #[inline]
+    pub fn cluster_bytes(&self) -> u64 {
+        self.header.cluster_bytes()
+    }
+
+    /// Guest cluster and byte in it.
+    fn split(&self, offset: u64) -> (u64, u64) {
+        (offset >> self.header.cluster_bits, offset & (self.cluster_bytes() - 1))
+    }
+
+    /// The slice with a cluster's entry, and the entry's index in it.
+    fn slice(&self, cluster: u64) -> (u64, usize) {
+        let entries = self.cache.slice_entries();
+        (cluster >> entries.trailing_zeros(), cluster as usize & (entries - 1))
+    }
+
+    /// The index in L1 of the table with a cluster's entry.
+    fn l1_index(&self, cluster: u64) -> usize {
+        (cluster >> self.header.l2_entries().trailing_zeros()) as usize
+    }
+
+    fn l1_entry(&self, cluster: u64) -> u64 {
+        self.l1[self.l1_index(cluster)].load(Ordering::Acquire)
+    }
+
+    /// Whether entries of the table of an L1 entry may be changed.
+    fn writable(&self, l1: u64) -> bool {
+        l1 & COPIED != 0 && self.ready.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    fn decode(&self, entry: u64) -> Option<Cluster> {
+        if let Some(data) = entry::data(entry, self.header.cluster_bits) {
+            return Some(data);
+        }
+        entry::cluster(entry, self.header.version, self.header.cluster_bits).ok()
+    }
+
+    /// The entry of a cluster, if it is in memory.
+    fn entry(&self, cluster: u64) -> Option<u64> {
+        let (slice, i) = self.slice(cluster);
+        self.cache.read(slice, |entries| entries[i].load(Ordering::Acquire))
+    }
+
+    /// Bytes from `offset` to the end of what one slice maps.
+    fn slice_left(&self, offset: u64) -> u64 {
+        let mapped = self.cache.slice_entries() as u64 * self.cluster_bytes();
+        mapped - offset % mapped
+    }
+
+    /// Bytes from `offset` to the end of what one L2 table maps.
+    fn table_left(&self, offset: u64) -> u64 {
+        let mapped = self.header.l2_entries() * self.cluster_bytes();
+        mapped - offset % mapped
+    }
+
+    /// Whether an entry's cluster may be written where it is.
+    fn in_place(&self, entry: u64) -> Option<u64> {
+        match self.decode(entry)? {
+            Cluster::Data { host, copied: true } => {
+                let end = host + self.cluster_bytes();
+                (end <= self.alloc.limit()).then_some(host)
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether a cluster that this layer does not have reads as zeros, as far as memory tells.
+    fn zeros_below(&self, below: impl Backing, cluster: u64) -> bool {
+        let size = self.cluster_bytes();
+        let (mut at, end) = (cluster * size, ((cluster + 1) * size).min(self.bytes()));
+        while at < end && !below.is_empty() {
+            match below.map(at, end - at) {
+                Extent::Zeros { len } => at += len.max(1),
+                Extent::Data { .. } | Extent::Slow { .. } => return false,
+            }
+        }
+        true
+    }
+
+    /// Replaces an entry, for all threads and for the next process. The slice is in memory, its
+    /// table is the image's own, and the journal has room.
+    fn publish(&self, state: &mut State, cluster: u64, new: u64) {
+        debug_assert!(self.l1_entry(cluster) & COPIED != 0, "a shared table is changed");
+        let (slice, i) = self.slice(cluster);
+        let old = self.entry(cluster).unwrap_or(0);
+        // The record first: what can be read was noted.
+        if state.changes.note(cluster, old, new) {
+            self.cache.pin(slice, 1);
+        }
+        self.cache.set_entry(slice, i, new);
+        self.leave(state, old, new);
+    }
+
+    /// Notes which clusters an entry does not refer to any more.
+    fn leave(&self, state: &mut State, old: u64, new: u64) {
+        let kept = self.decode(new).and_then(|c| c.host());
+        match self.decode(old) {
+            Some(Cluster::Packed(packed)) => {
+                state.clusters.leave(packed.clusters(self.header.cluster_bits), false);
+            }
+            Some(cluster) => {
+                let gone = cluster.host().filter(|host| Some(*host) != kept);
+                let gone = gone.map(|host| host >> self.header.cluster_bits);
+                state.clusters.leave(gone.into_iter(), true);
+            }
+            None => {}
+        }
+    }
+}
+
+impl fmt::Debug for Qcow2 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Qcow2").field("header", &self.header).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Display for Qcow2 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mode = if self.medium().read_only() { "read-only" } else { "read-write" };
+        let (size, cluster) = (Human(self.bytes()), Human(self.cluster_bytes()));
+        let path = self.medium().path().display();
+        write!(f, "qcow2 image {path}, {size}, {mode}, clusters of {cluster}")
+    }
+}
+
+#[cfg(test)]
+mod tests;

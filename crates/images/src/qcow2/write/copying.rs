@@ -1,0 +1,314 @@
+//! A cluster that cannot be written where it is gets a new place, and there what is written and everything
+//! around it.
+
+use std::io;
+
+use ferrite_io::arena::Span;
+use ferrite_io::scratch::{MAX_PIECE_BYTES, Piece};
+
+use crate::image::backing::Backing;
+use crate::image::format::ImageFormat;
+use crate::image::mapping::Mapping;
+use crate::qcow2::alloc::fresh::{Fate, Fresh};
+use crate::qcow2::format::entry::{Cluster, own};
+use crate::qcow2::tables::meta::{self, TRIES, out_of_memory};
+use crate::qcow2::{CLUSTER_LOCKS, Qcow2};
+use ferrite_disk_base::{Extent, Port};
+
+/// A cluster that gets a new place. While this lives it gets no other one.
+struct Copying<'a> {
+    image: &'a Qcow2,
+    cluster: u64,
+    old: u64,
+    /// Byte offset of the new place.
+    host: u64,
+    zeroed: bool,
+    /// The place, where it is a fresh cluster.
+    fresh: Option<Fresh<'a>>,
+}
+
+impl Copying<'_> {
+    fn becomes(&self, fate: Fate) {
+        if let Some(fresh) = &self.fresh {
+            fresh.becomes(fate);
+        }
+    }
+
+    /// See [`Fresh::is_good_without`].
+    fn is_good_without<T>(&self, done: io::Result<T>) -> io::Result<T> {
+        done.inspect_err(|_| self.becomes(Fate::Good))
+    }
+}
+
+impl Drop for Copying<'_> {
+    fn drop(&mut self) {
+        self.image.state().copying.remove(&self.cluster);
+    }
+}
+
+/// How a cluster that could not be written where it is can be written.
+enum Begun<'a> {
+    /// To a new place.
+    Copying(Copying<'a>),
+    /// Where another write has got a place meanwhile: nothing has to be copied.
+    Join(u64),
+    /// There is something to prepare first.
+    NotYet,
+}
+
+impl Qcow2 {
+    /// Writes `buf`, part of one cluster that cannot be written where it is, and everything around
+    /// it, to a new place.
+    pub(crate) async fn write_copying(
+        &self,
+        port: &Port,
+        below: impl Backing,
+        offset: u64,
+        buf: Span,
+    ) -> io::Result<()> {
+        let (cluster, within) = self.split(offset);
+        let lock = &self.clusters[(cluster % CLUSTER_LOCKS as u64) as usize];
+        let _alone = lock.lock(&port.io).await?;
+        for _ in 0..TRIES {
+            match self.reserve(below, offset, buf.len() as u64) {
+                // Somebody has copied it meanwhile.
+                Mapping::Data { offset: to, len } => {
+                    let part = buf.slice(0, buf.len().min(len as usize));
+                    port.io.write_all(port.files[0], to, part).await?;
+                    self.written(offset, part.len() as u64);
+                    if part.len() == buf.len() {
+                        return Ok(());
+                    }
+                }
+                Mapping::Cow { .. } => match self.begin_copying(port, cluster).await? {
+                    Begun::Copying(copying) => {
+                        if self.copy(port, below, copying, offset, buf).await? {
+                            return Ok(());
+                        }
+                    }
+                    Begun::Join(host) => {
+                        port.io.write_all(port.files[0], host + within, buf).await?;
+                        self.written(offset, buf.len() as u64);
+                        return Ok(());
+                    }
+                    Begun::NotYet => {
+                        self.prepare(port, offset).await?;
+                    }
+                },
+                _ => self.prepare(port, offset).await?,
+            }
+        }
+        Err(out_of_memory())
+    }
+
+    /// Finds a new place for a cluster.
+    async fn begin_copying(&self, port: &Port, cluster: u64) -> io::Result<Begun<'_>> {
+        let Some(old) = self.entry(cluster) else { return Ok(Begun::NotYet) };
+        let own_place = match self.decode(old) {
+            // Zeros with a place of their own: what is in it is not read before the entry says so.
+            Some(Cluster::Zero { host: Some(host), copied: true })
+                if host + self.cluster_bytes() <= self.alloc.limit() =>
+            {
+                Some(host)
+            }
+            Some(_) => None,
+            None => return self.check_entry(cluster).map(|()| Begun::NotYet),
+        };
+        let mut copying = {
+            let mut state = self.state();
+            if let Some(host) = state.pending.get(&cluster) {
+                return Ok(Begun::Join(*host));
+            }
+            state.copying.insert(cluster);
+            let host = own_place.unwrap_or(0);
+            Copying { image: self, cluster, old, host, zeroed: false, fresh: None }
+        };
+        if own_place.is_none() {
+            let fresh = self.alloc.take(port).await?;
+            (copying.host, copying.zeroed) = (fresh.offset(), fresh.zeroed);
+            copying.fresh = Some(fresh);
+        }
+        Ok(Begun::Copying(copying))
+    }
+
+    /// Copies; false: the cluster has changed meanwhile.
+    async fn copy(
+        &self,
+        port: &Port,
+        below: impl Backing,
+        copying: Copying<'_>,
+        offset: u64,
+        buf: Span,
+    ) -> io::Result<bool> {
+        let (cluster, old, host) = (copying.cluster, copying.old, copying.host);
+        let mut done = self.copy_pieces(port, below, &copying, offset, buf).await;
+        if done.is_ok() {
+            copying.becomes(Fate::Good);
+        }
+        for _ in 0..TRIES {
+            if done.is_err() || self.entry(cluster).is_some_and(|entry| entry != old) {
+                break;
+            }
+            if self.publish_if(cluster, old, own(host)) {
+                copying.becomes(Fate::Referred);
+                return Ok(true);
+            }
+            done = self.prepare_entry(port, offset).await;
+        }
+        done.map(|()| false)
+    }
+
+    /// Fills the new place of a cluster, a piece of scratch memory at a time: what is in `buf` from
+    /// there, the rest from where it was.
+    async fn copy_pieces(
+        &self,
+        port: &Port,
+        below: impl Backing,
+        copying: &Copying<'_>,
+        offset: u64,
+        buf: Span,
+    ) -> io::Result<()> {
+        let size = self.cluster_bytes();
+        let start = copying.cluster * size;
+        let (from, to) = (offset - start, offset - start + buf.len() as u64);
+        let source = copying.is_good_without(self.source(port, copying).await)?;
+        // The piece's own zeros need not be written into space that is zeros.
+        let skip = copying.zeroed && matches!(source, Source::Zeros);
+        let mut at = 0;
+        while at < size {
+            let end = (at + MAX_PIECE_BYTES as u64).min(size);
+            // What of the piece is in the buffer.
+            let (first, last) = (from.clamp(at, end), to.clamp(at, end));
+            if first < last && (skip || (first == at && last == end)) {
+                let part = buf.slice((first - from) as usize, (last - first) as usize);
+                port.io.write_all(port.files[0], copying.host + first, part).await?;
+            } else if !skip {
+                let part = (first < last)
+                    .then(|| buf.slice((first - from) as usize, (last - first) as usize));
+                self.copy_piece(port, below, copying, &source, (at, end), (first, part)).await?;
+            }
+            at = end;
+        }
+        Ok(())
+    }
+
+    async fn copy_piece(
+        &self,
+        port: &Port,
+        below: impl Backing,
+        copying: &Copying<'_>,
+        source: &Source,
+        (at, end): (u64, u64),
+        (first, part): (u64, Option<Span>),
+    ) -> io::Result<()> {
+        let memory = port.memory();
+        let len = (end - at) as usize;
+        let piece = match source {
+            Source::Below => {
+                let piece = self.piece_of_below(port, below, copying, at, len).await;
+                copying.is_good_without(piece)?
+            }
+            _ => port.scratch.take(len).await,
+        };
+        let span = piece.span();
+        match source {
+            Source::Zeros => memory.fill(span, 0),
+            Source::Bytes(bytes) => memory.copy_in(span, &bytes[at as usize..end as usize]),
+            Source::File(host) => {
+                let got = meta::read_part(port, port.files[0], host + at, span).await;
+                let got = copying.is_good_without(got)?;
+                memory.fill(span.slice(got, span.len() - got), 0);
+            }
+            Source::Below => {}
+        }
+        if let Some(part) = part {
+            let mut bytes = vec![0; part.len()];
+            memory.copy_out(part, &mut bytes);
+            memory.copy_in(span.slice((first - at) as usize, part.len()), &bytes);
+        }
+        port.io.write_all(port.files[0], copying.host + at, span).await
+    }
+
+    /// A piece of scratch memory with what is below a part of a cluster.
+    ///
+    /// Whoever holds scratch memory may not wait for more. So if the layers below have all that it
+    /// takes in memory, their data are read by their places (parents do not change); otherwise one
+    /// task at a time may hold a piece and have the layers take more.
+    async fn piece_of_below(
+        &self,
+        port: &Port,
+        below: impl Backing,
+        copying: &Copying<'_>,
+        at: u64,
+        len: usize,
+    ) -> io::Result<Piece> {
+        let start = copying.cluster * self.cluster_bytes() + at;
+        // Behind the end of the disk nobody has anything.
+        let there = self.bytes().saturating_sub(start).min(len as u64) as usize;
+        let (extents, nested) = match in_memory(below, start, there as u64) {
+            Some(extents) => (Some(extents), None),
+            None => (None, Some(self.nested.lock(&port.io).await?)),
+        };
+        let piece = port.scratch.take(len).await;
+        let span = piece.span();
+        port.memory().fill(span.slice(there, len - there), 0);
+        let Some(extents) = extents else {
+            if there > 0 {
+                below.read(port, start, span.slice(0, there)).await?;
+            }
+            drop(nested);
+            return Ok(piece);
+        };
+        let mut done = 0;
+        for extent in extents {
+            match extent {
+                Extent::Data { file, offset, len } => {
+                    let part = span.slice(done, len as usize);
+                    port.io.read_exact(port.files[file], offset, part).await?;
+                    done += len as usize;
+                }
+                Extent::Zeros { len } | Extent::Slow { len } => {
+                    port.memory().fill(span.slice(done, len as usize), 0);
+                    done += len as usize;
+                }
+            }
+        }
+        Ok(piece)
+    }
+
+    /// Where the old bytes of a cluster are.
+    async fn source(&self, port: &Port, copying: &Copying<'_>) -> io::Result<Source> {
+        Ok(match self.decode(copying.old) {
+            Some(Cluster::Data { host, .. }) => Source::File(host),
+            Some(Cluster::Zero { .. }) => Source::Zeros,
+            Some(Cluster::Packed(packed)) => {
+                Source::Bytes(self.unpacked(port, port.files[0], packed).await?)
+            }
+            Some(Cluster::Unallocated) => Source::Below,
+            None => return Err(meta::damaged("an entry that cannot be read")),
+        })
+    }
+}
+
+/// Where the layers below have a range; none: it takes I/O to know.
+fn in_memory(below: impl Backing, start: u64, len: u64) -> Option<Vec<Extent>> {
+    let (mut at, end) = (start, start + len);
+    let mut extents = Vec::new();
+    while at < end {
+        let extent = below.map(at, end - at);
+        at += match extent {
+            Extent::Data { len, .. } | Extent::Zeros { len } => len.max(1),
+            Extent::Slow { .. } => return None,
+        };
+        extents.push(extent);
+    }
+    Some(extents)
+}
+
+/// Where the bytes of a cluster come from.
+enum Source {
+    Zeros,
+    Bytes(Vec<u8>),
+    File(u64),
+    Below,
+}

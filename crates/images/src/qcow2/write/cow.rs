@@ -1,0 +1,280 @@
+//! What takes I/O before a range can be read or written.
+
+use std::io;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+
+use ferrite_io::arena::Span;
+use ferrite_io::engine::FileId;
+use ferrite_io::scratch::MAX_PIECE_BYTES;
+
+use crate::image::format::ImageFormat;
+use crate::image::mapping::Mapping;
+use crate::qcow2::alloc::fresh::{Fate, Fresh};
+use crate::qcow2::alloc::state::State;
+use crate::qcow2::format::entry::{self, COPIED, Cluster, Packed, own};
+use crate::qcow2::format::unpack;
+use crate::qcow2::tables::changes::l1_key;
+use crate::qcow2::tables::meta::{self, TRIES, out_of_memory};
+use crate::qcow2::{Qcow2, TABLE_LOCKS};
+use ferrite_disk_base::Port;
+
+impl Qcow2 {
+    /// Reads the slice that [`find`](Self::find) lacked, or says what is wrong with an entry.
+    pub(crate) async fn load(&self, port: &Port, file: FileId, offset: u64) -> io::Result<()> {
+        let cluster = offset >> self.header.cluster_bits;
+        self.load_slice(port, file, cluster).await?;
+        self.check_entry(cluster)
+    }
+
+    /// One slice, into the cache. Locked for each table: a slice that was read before another task
+    /// changed it, wrote it and let it go must not be put in after that.
+    async fn load_slice(&self, port: &Port, file: FileId, cluster: u64) -> io::Result<()> {
+        let index = self.l1_index(cluster);
+        let _alone = self.tables[index % TABLE_LOCKS].lock(&port.io).await?;
+        let (slice, _) = self.slice(cluster);
+        let Some(offset) = self.slice_offset(slice)? else { return Ok(()) };
+        if self.cache.holds(slice) {
+            return Ok(());
+        }
+        let len = self.cache.slice_entries() * 8;
+        let bytes = meta::read(port, file, offset, len).await?;
+        let entries = self.entries_of(slice, &bytes);
+        if let Some(entry) = entries.iter().find(|entry| self.overlaps_metadata(**entry)) {
+            return Err(meta::damaged(format!("L2 entry {entry:#x} refers to a table")));
+        }
+        let _state = self.state();
+        self.cache.install(slice, &entries);
+        Ok(())
+    }
+
+    /// Where a slice is in the file; none: there is no table.
+    pub(in crate::qcow2) fn slice_offset(&self, slice: u64) -> io::Result<Option<u64>> {
+        let entries = self.cache.slice_entries() as u64;
+        let l1 = self.l1[self.l1_index(slice * entries)].load(Ordering::Acquire);
+        let table = entry::l2_table(l1, self.header.cluster_bits)
+            .map_err(|e| meta::damaged(format!("L1: {e}")))?;
+        let in_table = slice * entries % self.header.l2_entries() * 8;
+        Ok(table.map(|(offset, _)| offset + in_table))
+    }
+
+    /// Why an entry that is in memory cannot be used, if it cannot.
+    pub(in crate::qcow2) fn check_entry(&self, cluster: u64) -> io::Result<()> {
+        let Some(entry) = self.entry(cluster) else { return Ok(()) };
+        let (version, bits) = (self.header.version, self.header.cluster_bits);
+        let at = cluster << bits;
+        let found = entry::cluster(entry, version, bits)
+            .map_err(|e| meta::damaged(format!("L2, for byte {at:#x} of the disk: {e}")))?;
+        let limit = self.alloc.limit().next_multiple_of(self.cluster_bytes());
+        match found {
+            Cluster::Data { host, .. } if host >= limit => Err(meta::damaged(format!(
+                "byte {at:#x} of the disk is at {host:#x}, outside of the file"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes [`reserve`](Self::reserve) answer for the beginning of a range.
+    pub(crate) async fn prepare(&self, port: &Port, offset: u64) -> io::Result<()> {
+        self.prepare_entry(port, offset).await?;
+        // On a full file system what has a place can still be written.
+        if !self.has_place(offset >> self.header.cluster_bits) && self.state().clusters.is_low() {
+            self.alloc.set_aside(port).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether a write of a cluster needs no fresh one.
+    fn has_place(&self, cluster: u64) -> bool {
+        let own = match self.entry(cluster).and_then(|entry| self.decode(entry)) {
+            Some(Cluster::Data { copied, .. } | Cluster::Zero { host: Some(_), copied }) => copied,
+            _ => false,
+        };
+        own || self.state().pending.contains_key(&cluster)
+    }
+
+    /// Makes the entry at the beginning of a range one that can be changed: it is in memory, in a
+    /// table of the image's own, and there is room to note it.
+    pub(in crate::qcow2) async fn prepare_entry(&self, port: &Port, offset: u64) -> io::Result<()> {
+        if !self.ready.load(Ordering::Acquire) {
+            self.make_ready(port).await?;
+        }
+        // At half of the journal: others go on with the rest while this one commits.
+        let (room, left, changes) = {
+            let mut state = self.state();
+            let pending = state.pending.len();
+            state.changes.journal.reserve(pending + 4);
+            let left = state.changes.journal.left().saturating_sub(pending);
+            (state.room(), left, state.changes.changed.len())
+        };
+        if changes > left || room < 4 {
+            self.commit(port).await?;
+        }
+        let cluster = offset >> self.header.cluster_bits;
+        self.own_table(port, self.l1_index(cluster)).await?;
+        self.load(port, port.files[0], offset).await?;
+        if self.entry(cluster).is_some_and(|entry| self.in_place(entry).is_some()) {
+            return Ok(());
+        }
+        for _ in 0..TRIES {
+            if self.can_pin(&self.state(), cluster) {
+                return Ok(());
+            }
+            // What others have changed is in the way.
+            self.commit(port).await?;
+        }
+        Err(out_of_memory())
+    }
+
+    /// Whether a cluster's slice may be kept in memory until its changes are on disk.
+    pub(in crate::qcow2) fn can_pin(&self, _: &State, cluster: u64) -> bool {
+        self.cache.can_pin(self.slice(cluster).0)
+    }
+
+    /// Sees to it that the table of an L1 entry is there and the image's own. A table that a
+    /// snapshot shares is copied; the old one loses a reference once the new one is on disk.
+    ///
+    /// The new table's contents are given to the kernel before the entry can be noted, so they are
+    /// there for whoever recovers it.
+    async fn own_table(&self, port: &Port, index: usize) -> io::Result<()> {
+        if self.l1[index].load(Ordering::Acquire) & COPIED != 0 {
+            return Ok(());
+        }
+        let _alone = self.tables[index % TABLE_LOCKS].lock(&port.io).await?;
+        let old = self.l1[index].load(Ordering::Acquire);
+        let bits = self.header.cluster_bits;
+        let shared = match entry::l2_table(old, bits) {
+            Ok(Some((_, true))) => return Ok(()),
+            Ok(Some((offset, false))) => Some(offset),
+            Ok(None) => None,
+            Err(e) => return Err(meta::damaged(format!("L1: {e}"))),
+        };
+        let fresh = self.alloc.take(port).await?;
+        let new = fresh.offset();
+        match shared {
+            Some(from) => self.copy_table(port, from, &fresh).await?,
+            None if fresh.zeroed => {}
+            None => meta::write_zeros(port, port.files[0], new, self.cluster_bytes()).await?,
+        }
+        let mut state = self.state();
+        if state.room() == 0 {
+            fresh.becomes(Fate::Good);
+            return Ok(());
+        }
+        state.changes.note(l1_key(index), old, own(new));
+        state.clusters.leave(shared.map(|offset| offset >> bits).into_iter(), false);
+        self.l1[index].store(own(new), Ordering::Release);
+        fresh.refer();
+        Ok(())
+    }
+
+    async fn copy_table(&self, port: &Port, from: u64, to: &Fresh<'_>) -> io::Result<()> {
+        let mut done = 0;
+        while done < self.cluster_bytes() {
+            let part = (self.cluster_bytes() - done).min(MAX_PIECE_BYTES as u64);
+            let bytes = meta::read(port, port.files[0], from + done, part as usize).await;
+            let bytes = to.is_good_without(bytes)?;
+            meta::write(port, port.files[0], to.offset() + done, &bytes).await?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    /// Replaces an entry that nobody else changes, if it is in memory and there is room to note it,
+    /// and no write has got a place by it meanwhile.
+    pub(in crate::qcow2) fn publish_if(&self, cluster: u64, old: u64, new: u64) -> bool {
+        let mut state = self.state();
+        let placed = state.pending.contains_key(&cluster);
+        let room = state.room() > 0 && self.can_pin(&state, cluster);
+        let ready = !placed && room && self.entry(cluster) == Some(old);
+        if ready {
+            self.publish(&mut state, cluster, new);
+        }
+        ready
+    }
+
+    /// Reads from a cluster that was compressed a moment ago: others may write to it meanwhile, or
+    /// need the memory that its entry is in.
+    pub(crate) async fn unpack(
+        &self,
+        port: &Port,
+        file: FileId,
+        offset: u64,
+        buf: Span,
+    ) -> io::Result<()> {
+        let len = buf.len() as u64;
+        for _ in 0..TRIES {
+            match self.find(offset, len) {
+                Mapping::Compressed { .. } => {
+                    if self.read_packed(port, file, offset, buf).await? {
+                        return Ok(());
+                    }
+                }
+                Mapping::Data { offset, len: there } if there == len => {
+                    return port.io.read_exact(file, offset, buf).await;
+                }
+                Mapping::Zeros { len: there } if there == len => {
+                    port.memory().fill(buf, 0);
+                    return Ok(());
+                }
+                Mapping::Miss { .. } => self.load(port, file, offset).await?,
+                _ => break,
+            }
+        }
+        Err(out_of_memory())
+    }
+
+    /// Reads from a compressed cluster; false: its entry is gone, or another.
+    async fn read_packed(
+        &self,
+        port: &Port,
+        file: FileId,
+        offset: u64,
+        buf: Span,
+    ) -> io::Result<bool> {
+        let (cluster, within) = self.split(offset);
+        let entry = self.entry(cluster).and_then(|entry| self.decode(entry));
+        let Some(Cluster::Packed(packed)) = entry else { return Ok(false) };
+        let range = within as usize..within as usize + buf.len();
+        {
+            let last = self.unpacked.lock().unwrap_or_else(PoisonError::into_inner);
+            if last.0 == packed.offset {
+                port.memory().copy_in(buf, &last.1[range]);
+                return Ok(true);
+            }
+        }
+        let bytes = self.unpacked(port, file, packed).await?;
+        port.memory().copy_in(buf, &bytes[range]);
+        // An entry that refers to it says that nothing else was put there.
+        *self.unpacked.lock().unwrap_or_else(PoisonError::into_inner) = (packed.offset, bytes);
+        Ok(true)
+    }
+
+    pub(in crate::qcow2) async fn unpacked(
+        &self,
+        port: &Port,
+        file: FileId,
+        packed: Packed,
+    ) -> io::Result<Vec<u8>> {
+        let first = packed.offset & !511;
+        let len = (packed.offset + packed.len - first) as usize;
+        let bytes = meta::read(port, file, first, len).await?;
+        let mut cluster = vec![0; self.cluster_bytes() as usize];
+        let from = (packed.offset - first) as usize;
+        unpack::unpack(self.header.compression, &bytes[from..], &mut cluster)?;
+        Ok(cluster)
+    }
+
+    /// Entries of a slice as they were when the commit under way began.
+    pub(in crate::qcow2) fn slice_at_commit(&self, state: &State, slice: u64) -> Option<Vec<u64>> {
+        let first = slice * self.cache.slice_entries() as u64;
+        let mut entries: Vec<u64> = self
+            .cache
+            .read(slice, |entries| entries.iter().map(|e| e.load(Ordering::Acquire)).collect())?;
+        let end = first + entries.len() as u64;
+        for (cluster, old) in state.changes.changed.range(first..end) {
+            entries[(cluster - first) as usize] = *old;
+        }
+        Some(entries)
+    }
+}

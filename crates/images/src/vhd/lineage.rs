@@ -1,0 +1,73 @@
+//! What an image says about its parent, for those who only look: it may be in use, or damaged.
+
+use std::io;
+
+use super::format::footer::{Footer, Kind};
+use super::format::header::{self, Header};
+use super::meta::{Footers, MetaError, read_array, read_parent_paths};
+use super::{Parent, Uuid};
+use ferrite_disk_base::Raw;
+
+/// What begins a footer.
+const COOKIE: &[u8] = b"conectix";
+
+/// Which image it is, and what it stands on.
+pub(crate) struct Lineage {
+    pub(crate) uuid: Uuid,
+    pub(crate) parent: Option<Parent>,
+}
+
+/// What the copy of the footer at the beginning of an image says.
+pub(crate) struct Head {
+    pub(crate) uuid: Uuid,
+    /// What it stands on; none: nothing.
+    pub(crate) parent: Option<Uuid>,
+}
+
+/// Of a VHD with such a copy; none: it is fixed, damaged, or no VHD.
+pub(crate) fn head(raw: &Raw) -> Option<Head> {
+    let footer = Footer::parse(&read_array(raw, 0).ok()?, 0).ok()?;
+    let parent = match footer.kind {
+        Kind::Fixed => return None,
+        Kind::Dynamic => None,
+        Kind::Differencing => {
+            let at = footer.data_offset;
+            let bytes = read_array::<{ header::BYTES }>(raw, at).ok()?;
+            Some(Header::parse(&bytes, at, &footer).ok()?.parent_uuid)
+        }
+    };
+    Some(Head { uuid: footer.uuid, parent })
+}
+
+/// Of a VHD; none: it is none.
+///
+/// # Errors
+/// It is one, and does not tell.
+pub(crate) fn lineage(raw: &Raw) -> io::Result<Option<Lineage>> {
+    let told = |e: MetaError| match e {
+        MetaError::Io(_, e) => e,
+        MetaError::Bad(bad) => io::Error::new(io::ErrorKind::InvalidData, bad.to_string()),
+    };
+    let footers = match Footers::read(raw) {
+        Err(MetaError::Bad(_)) => return Ok(None),
+        footers => footers.map_err(told)?,
+    };
+    let footer = match footers.choose(false) {
+        Ok((footer, _)) => footer,
+        Err(bad) => {
+            let claims = footers.start.is_ok() || raw.read_now(0, COOKIE.len())? == COOKIE;
+            return if claims { Err(told(bad.into())) } else { Ok(None) };
+        }
+    };
+    let parent = match footer.kind {
+        Kind::Differencing => {
+            let at = footer.data_offset;
+            let bytes = read_array::<{ header::BYTES }>(raw, at).map_err(told)?;
+            let header = Header::parse(&bytes, at, &footer).map_err(|bad| told(bad.into()))?;
+            let paths = read_parent_paths(raw, &header).map_err(told)?;
+            Some(Parent { uuid: header.parent_uuid, name: header.parent_name(), paths })
+        }
+        Kind::Fixed | Kind::Dynamic => None,
+    };
+    Ok(Some(Lineage { uuid: footer.uuid, parent }))
+}

@@ -1,0 +1,301 @@
+//! Reading and checking an image's metadata, from the open file, while the caller waits.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use super::format::batmap::{self, Batmap};
+use super::format::footer::{Footer, Kind};
+use super::format::header::{self, Header};
+use super::format::layout::{Layout, UNUSED};
+use super::format::{Malformed, SECTOR, locator};
+use ferrite_disk_base::{DiskError, ErrorKind, Raw};
+
+/// Bytes of the table that are read at once.
+const TABLE_PIECE: usize = 1 << 20;
+
+/// What tapdisk writes over the footer at the end of a dynamic or differencing image that it opens.
+const TAKEN: [u8; SECTOR as usize] = [0xc7; SECTOR as usize];
+
+/// Where a footer was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FooterAt {
+    /// At the end, where it should be.
+    End(u64),
+    /// The copy at the beginning; the end has none that is whole.
+    Start,
+    /// The same on a device; tapdisk has taken away the one that belongs here.
+    Taken(u64),
+}
+
+/// Why metadata could not be read.
+#[derive(Debug)]
+pub(super) enum MetaError {
+    /// By the kernel.
+    Io(u64, std::io::Error),
+    /// What was read makes no sense.
+    Bad(Malformed),
+}
+
+impl From<Malformed> for MetaError {
+    fn from(bad: Malformed) -> MetaError {
+        MetaError::Bad(bad)
+    }
+}
+
+impl fmt::Display for MetaError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            MetaError::Io(offset, e) => write!(f, "byte {offset} could not be read: {e}"),
+            MetaError::Bad(bad) => bad.fmt(f),
+        }
+    }
+}
+
+impl MetaError {
+    /// The error for whoever wanted the image at `path`.
+    pub(super) fn for_image(self, path: &Path) -> DiskError {
+        let what = format!("cannot open image {}", path.display());
+        match self {
+            MetaError::Io(..) => {
+                let help = "check the medium below it and the kernel's log (dmesg)";
+                DiskError::new(ErrorKind::Io, what, self.to_string(), help)
+            }
+            MetaError::Bad(bad) if bad.unsupported => {
+                let help = "use the program that made it, or convert it with that";
+                DiskError::new(ErrorKind::Unsuitable, what, bad.to_string(), help)
+            }
+            MetaError::Bad(bad) => {
+                let help = "check that it is a VHD and complete; ferrite image check says more, \
+                            and repair mends what can be mended";
+                DiskError::new(ErrorKind::Damaged, what, bad.to_string(), help)
+            }
+        }
+    }
+}
+
+/// Reads exactly `len` bytes.
+pub(super) fn read(raw: &Raw, offset: u64, len: usize) -> Result<Vec<u8>, MetaError> {
+    let bytes = raw.read_now(offset, len).map_err(|e| MetaError::Io(offset, e))?;
+    if bytes.len() < len {
+        let why = format!("the image ends after {} of {len} bytes of metadata", bytes.len());
+        return Err(Malformed::new(offset, why).into());
+    }
+    Ok(bytes)
+}
+
+/// Reads a sector.
+pub(super) fn read_sector(raw: &Raw, offset: u64) -> Result<[u8; SECTOR as usize], MetaError> {
+    read_array(raw, offset)
+}
+
+pub(super) fn read_array<const N: usize>(raw: &Raw, offset: u64) -> Result<[u8; N], MetaError> {
+    let mut out = [0; N];
+    out.copy_from_slice(&read(raw, offset, N)?);
+    Ok(out)
+}
+
+/// The footers of an image, each as far as it is whole.
+pub(super) struct Footers {
+    pub(super) start: Result<Footer, Malformed>,
+    pub(super) end: Result<Footer, Malformed>,
+    pub(super) end_at: u64,
+    pub(super) medium_bytes: u64,
+    /// The end is as tapdisk leaves it while it has an image open.
+    pub(super) is_taken: bool,
+    is_file: bool,
+}
+
+impl FooterAt {
+    /// Where the rest of an image in a medium of so many bytes ends: nothing lies over its footer.
+    pub(super) fn room(self, medium_bytes: u64) -> u64 {
+        match self {
+            FooterAt::End(at) | FooterAt::Taken(at) => at,
+            FooterAt::Start => medium_bytes,
+        }
+    }
+}
+
+impl Footers {
+    pub(super) fn read(raw: &Raw) -> Result<Footers, MetaError> {
+        let medium_bytes = raw.bytes_now().map_err(|e| MetaError::Io(0, e))?;
+        if medium_bytes < SECTOR {
+            let why = format!("{medium_bytes} bytes are no VHD, which has 512 at least");
+            return Err(Malformed::new(0, why).into());
+        }
+        let start = Footer::parse(&read_array(raw, 0)?, 0);
+        // Of old versions of Virtual PC the last byte of the footer is missing.
+        let short = medium_bytes % SECTOR == SECTOR - 1;
+        let end_at =
+            if short { medium_bytes - 511 } else { medium_bytes / SECTOR * SECTOR - SECTOR };
+        let mut bytes = raw.read_now(end_at, 512).map_err(|e| MetaError::Io(end_at, e))?;
+        bytes.resize(512, 0);
+        let mut array = [0; 512];
+        array.copy_from_slice(&bytes);
+        let end = Footer::parse(&array, end_at);
+        let is_taken = array == TAKEN;
+        Ok(Footers { start, end, end_at, medium_bytes, is_taken, is_file: raw.is_file() })
+    }
+
+    /// The footer that counts: the one at the end, as for everybody else. While an image in a file
+    /// is open its end is not written, so after a crash the copy at its beginning serves.
+    ///
+    /// A guest can write the first sector of a fixed disk, and the last of an image that tapdisk
+    /// had open when the host crashed. So two footers that are whole and of different images are
+    /// refused: one of them is a guest's.
+    ///
+    /// A device has its footer at its end while it is open, too, and if that is missing the device
+    /// has grown. Then what is at its beginning may be a fixed disk's first sector, and what its
+    /// guest has written there names any file of the host as its parent, or shows it what other
+    /// guests have left on the rest of the device. So there a copy alone is never believed.
+    ///
+    /// But tapdisk takes the footer at the end away while it has an image open, also on a device, and
+    /// writes something of its own there. Of fixed disks it does not, and their guests do not get at
+    /// the last sector of a device that has grown. So with that there the copy is believed, if who
+    /// named the image has said that it is a VHD.
+    pub(super) fn choose(&self, format_said: bool) -> Result<(Footer, FooterAt), Malformed> {
+        match (&self.start, &self.end) {
+            (Ok(start), Ok(end)) if start.uuid != end.uuid || start.kind != end.kind => {
+                let why = "the footers at the beginning and at the end are of different images; \
+                           nothing says which of them a guest has written";
+                Err(Malformed::new(self.end_at, why))
+            }
+            (_, Ok(end)) => Ok((end.clone(), FooterAt::End(self.end_at))),
+            (Ok(start), Err(bad)) if start.kind != Kind::Fixed => match self.is_file {
+                true => Ok((start.clone(), FooterAt::Start)),
+                false if self.is_taken && format_said => {
+                    Ok((start.clone(), FooterAt::Taken(self.end_at)))
+                }
+                false => {
+                    let why = format!(
+                        "{}; the one at the device's beginning may be a fixed disk's guest's",
+                        bad.why
+                    );
+                    Err(Malformed { why, ..bad.clone() })
+                }
+            },
+            (_, Err(bad)) => Err(bad.clone()),
+        }
+    }
+}
+
+/// What a dynamic or differencing image's metadata says.
+pub(super) struct Sparse {
+    pub(super) header: Header,
+    pub(super) layout: Layout,
+    pub(super) batmap: Option<Batmap>,
+    /// By block: its table entry.
+    pub(super) places: Vec<u32>,
+    /// A bit for each block that the batmap says is full, the highest of a byte first; empty
+    /// without a valid one.
+    pub(super) full: Vec<u8>,
+}
+
+/// Reads the dynamic header and what it names, without the table.
+pub(super) fn read_header(
+    raw: &Raw,
+    footer: &Footer,
+    medium_bytes: u64,
+) -> Result<(Header, Option<Batmap>, Layout), MetaError> {
+    let at = footer.data_offset;
+    if !at.is_multiple_of(SECTOR) || at.saturating_add(header::BYTES as u64) > medium_bytes {
+        let why = format!("footer: the dynamic header at byte {at}, outside of the image");
+        return Err(Malformed::new(0, why).into());
+    }
+    let header = Header::parse(&read_array(raw, at)?, at, footer)?;
+    let batmap = match Batmap::header_offset(footer, &header) {
+        Some(at) if at.saturating_add(SECTOR) <= medium_bytes => {
+            Batmap::parse(&read_array(raw, at)?, at, footer, &header)?
+        }
+        _ => None,
+    };
+    // A batmap that does not fit is not used; everything else has to.
+    let with = Layout::new(footer, &header, batmap.as_ref(), medium_bytes);
+    match with {
+        Ok(layout) => Ok((header, batmap, layout)),
+        Err(_) => {
+            let layout = Layout::new(footer, &header, None, medium_bytes)?;
+            Ok((header, None, layout))
+        }
+    }
+}
+
+/// Calls `each` with every entry of the table that the disk uses, in order.
+pub(super) fn for_each_entry(
+    raw: &Raw,
+    header: &Header,
+    layout: &Layout,
+    mut each: impl FnMut(u32, u32) -> Result<(), MetaError>,
+) -> Result<(), MetaError> {
+    let bytes = u64::from(layout.blocks) * 4;
+    let mut at = 0;
+    while at < bytes {
+        let len = (bytes - at).min(TABLE_PIECE as u64) as usize;
+        let piece = read(raw, header.table_offset + at, len)?;
+        for (i, entry) in piece.chunks_exact(4).enumerate() {
+            let entry = u32::from_be_bytes([entry[0], entry[1], entry[2], entry[3]]);
+            each((at / 4) as u32 + i as u32, entry)?;
+        }
+        at += len as u64;
+    }
+    Ok(())
+}
+
+/// Reads everything but bitmaps, and checks it.
+pub(super) fn read_sparse(
+    raw: &Raw,
+    footer: &Footer,
+    medium_bytes: u64,
+) -> Result<Sparse, MetaError> {
+    let (header, batmap, layout) = read_header(raw, footer, medium_bytes)?;
+    let mut places = Vec::with_capacity(layout.blocks as usize);
+    let mut sectors = Vec::new();
+    for_each_entry(raw, &header, &layout, |block, entry| {
+        if entry != UNUSED {
+            layout.check_place(entry, header.table_offset + u64::from(block) * 4)?;
+            sectors.push(entry);
+        }
+        places.push(entry);
+        Ok(())
+    })?;
+    if let Some((a, b)) = layout.find_overlap(&mut sectors) {
+        let why = format!(
+            "block table: a block at byte {} over one at byte {}",
+            u64::from(b) * SECTOR,
+            u64::from(a) * SECTOR
+        );
+        return Err(Malformed::new(header.table_offset, why).into());
+    }
+    drop(sectors);
+    let mut full = Vec::new();
+    if let Some(map) = &batmap {
+        let bytes = read(raw, map.offset, batmap::covered_bytes(footer.current_size) as usize)?;
+        if map.is_valid(&bytes) {
+            full = bytes;
+        }
+    }
+    Ok(Sparse { header, layout, batmap, places, full })
+}
+
+/// The paths that the locators say: those first that end with the parent's name in the header, as
+/// nothing says whether a `%` is one or begins an escape; then those that are relative to the image.
+pub(super) fn read_parent_paths(raw: &Raw, header: &Header) -> Result<Vec<PathBuf>, MetaError> {
+    let dir = raw.path().parent().unwrap_or(Path::new(""));
+    let (mut relative, mut absolute): (Vec<PathBuf>, Vec<PathBuf>) = Default::default();
+    for locator in header.locators.iter().filter(|l| l.reads()) {
+        let text = read(raw, locator.offset, locator.len as usize)?;
+        let paths = locator::decode(locator.code, &text)
+            .map_err(|why| Malformed::new(locator.offset, format!("parent locator: {why}")));
+        // One that is not understood is no harm while there is another.
+        for path in paths.unwrap_or_default() {
+            let list = if path.is_absolute() { &mut absolute } else { &mut relative };
+            let path = dir.join(path);
+            if !list.contains(&path) {
+                list.push(path);
+            }
+        }
+    }
+    relative.append(&mut absolute);
+    let name = header.parent_name();
+    relative.sort_by_key(|path| path.file_name().is_none_or(|last| last.to_str() != Some(&name)));
+    Ok(relative)
+}

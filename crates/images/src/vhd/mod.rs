@@ -1,0 +1,469 @@
+//! VHD: fixed, dynamic and differencing images, as blktap's `vhd-util`, Hyper-V and QEMU have them.
+//!
+//! * `format`: the structures, as pure code over bytes.
+//! * `meta`: reading and checking them from a file.
+//! * [`Vhd`]: an open image, one layer of a disk.
+//!
+//! A dynamic image: a copy of the footer, the dynamic header, a table with the place of each
+//! block, the batmap (libvhd's), parent locators, blocks (a bitmap of their sectors, then the
+//! data) in any order, and the footer.
+
+use std::fmt;
+use std::io::{self, Result as IoResult};
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Weak};
+
+use ferrite_io::arena::Span;
+use ferrite_io::engine::FileId;
+use ferrite_io::shared_lock::SharedLock;
+
+use crate::image::backing::Backing;
+use crate::image::format::{ImageFormat, ParentNames};
+use crate::image::mapping::Mapping;
+use ferrite_disk_base::journal::{self, Identity, Journal};
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{
+    Commits, DiskError, ErrorKind, Format, ImageName, OpenOptions, Port, Raw, SyncWitness,
+};
+
+mod blocks;
+mod check;
+mod close;
+mod create;
+mod footers;
+mod format;
+mod identity;
+mod lineage;
+mod meta;
+mod pieces;
+mod repair;
+mod resize;
+mod strict;
+mod table;
+
+pub use check::{Finding, Problem, Report, check};
+pub use create::{NewImage, NewParent};
+pub use format::footer::{Creator, Footer, Kind};
+pub use format::geometry::Geometry;
+pub use format::header::DEFAULT_BLOCK_BYTES;
+pub(crate) use format::locator::{decode, unescape};
+pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
+pub(crate) use lineage::{Head, Lineage, head, lineage};
+pub use repair::repair;
+pub use strict::check_strictly;
+
+use blocks::{Blocks, Opened, RECORD_WORDS, RECORDS};
+use format::batmap::Batmap;
+use format::header::Header;
+use meta::{FooterAt, Footers};
+
+/// What a differencing image says about its parent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parent {
+    /// Its identity; nil: the parent is a raw image.
+    pub uuid: Uuid,
+    /// Its file name, for people.
+    pub name: String,
+    /// Where it may be, the likeliest first.
+    pub paths: Vec<PathBuf>,
+}
+
+/// How an image's sectors are found.
+enum Body {
+    /// One after the other.
+    Fixed,
+    /// By a table.
+    Sparse(Box<Sparse>),
+}
+
+struct Sparse {
+    header: Header,
+    batmap: Option<Batmap>,
+    /// The batmap on disk says of some block that it is full.
+    full_on_disk: AtomicBool,
+    /// Held by whoever changes that.
+    forgetting: SharedLock,
+    blocks: Blocks,
+    parent: Option<Parent>,
+}
+
+/// An open image; see the module text.
+pub struct Vhd {
+    raw: Raw,
+    footer: Footer,
+    footer_at: FooterAt,
+    /// Makes all syncs.
+    commits: Arc<Commits>,
+    body: Body,
+}
+
+impl Vhd {
+    /// The image in `raw`. Its whole table is read and checked; nothing is written.
+    pub(crate) fn of(raw: Raw, options: &OpenOptions) -> Result<Vhd, DiskError> {
+        let path = raw.path().to_owned();
+        let bad = |e: meta::MetaError| e.for_image(&path);
+        let footers = Footers::read(&raw).map_err(bad)?;
+        let (footer, footer_at) =
+            footers.choose(options.format_said).map_err(|e| match footers.end {
+                Err(_) if !raw.is_file() => no_footer(&raw, &footers, &e),
+                _ => bad(e.into()),
+            })?;
+        if let FooterAt::Taken(_) = footer_at {
+            tracing::warn!(
+                image = %path.display(),
+                "tapdisk had it open and did not close it; its copy of the footer counts until it is \
+                 closed, as its format was said",
+            );
+        }
+        let commits = Arc::new(Commits::new());
+        let body = match footer.kind {
+            Kind::Fixed => fixed(&footer, footers.end_at).map_err(|e| bad(e.into()))?,
+            Kind::Dynamic | Kind::Differencing => {
+                let sparse = meta::read_sparse(&raw, &footer, footer_at.room(footers.medium_bytes));
+                let sparse = sparse.map_err(bad)?;
+                let parent = match footer.kind {
+                    Kind::Differencing => Some(Parent {
+                        uuid: sparse.header.parent_uuid,
+                        name: sparse.header.parent_name(),
+                        paths: meta::read_parent_paths(&raw, &sparse.header).map_err(bad)?,
+                    }),
+                    _ => None,
+                };
+                Body::Sparse(Box::new(self::sparse(
+                    &raw, &footers, &footer, sparse, parent, &commits, options,
+                )?))
+            }
+        };
+        Ok(Vhd { raw, footer, footer_at, commits, body })
+    }
+
+    /// Bytes of the virtual disk.
+    pub fn bytes(&self) -> u64 {
+        self.footer.current_size
+    }
+
+    /// The file or device that it is in.
+    pub fn medium(&self) -> &Raw {
+        &self.raw
+    }
+
+    /// What its footer says.
+    pub fn footer(&self) -> &Footer {
+        &self.footer
+    }
+
+    /// Bytes of a block; none of a fixed image.
+    pub fn block_bytes(&self) -> Option<u32> {
+        match &self.body {
+            Body::Fixed => None,
+            Body::Sparse(sparse) => Some(sparse.header.block_bytes),
+        }
+    }
+
+    /// Bytes of the disk that have space in the image: whole blocks.
+    pub fn allocated_bytes(&self) -> u64 {
+        match &self.body {
+            Body::Fixed => self.bytes(),
+            Body::Sparse(sparse) => {
+                u64::from(sparse.blocks.allocated()) * u64::from(sparse.header.block_bytes)
+            }
+        }
+    }
+
+    /// Its parent; none but in a differencing image.
+    pub fn parent(&self) -> Option<&Parent> {
+        match &self.body {
+            Body::Fixed => None,
+            Body::Sparse(sparse) => sparse.parent.as_ref(),
+        }
+    }
+
+    /// Whether `parent` is the parent that this image was made on. A parent that carries this
+    /// image's own identity is one, too: a coalesce was interrupted after its last step, the
+    /// parent has all of this image's sectors and is to be renamed over it.
+    pub(crate) fn accepts_parent(&self, parent: &Vhd) -> Result<(), DiskError> {
+        let expected = self.parent().map_or(Uuid::NIL, |p| p.uuid);
+        let found = parent.footer.uuid;
+        if found == expected {
+            return Ok(());
+        }
+        if found == self.footer.uuid {
+            tracing::warn!(
+                image = %self.raw.path().display(),
+                parent = %parent.raw.path().display(),
+                "an unfinished coalesce: the parent had all of this image; run ferrite image \
+                 coalesce again to finish it",
+            );
+            return Ok(());
+        }
+        Err(DiskError::new(
+            ErrorKind::Unsuitable,
+            format!("cannot open image {}", self.raw.path().display()),
+            format!(
+                "its parent {} has the UUID {found}, but the image was made on {expected}",
+                parent.raw.path().display()
+            ),
+            "find the image with that UUID (ferrite image info); if the parent was replaced on \
+             purpose, the image has to be made anew on it",
+        ))
+    }
+}
+
+impl ImageFormat for Vhd {
+    fn format(&self) -> Format {
+        Format::Vhd
+    }
+
+    fn bytes(&self) -> u64 {
+        self.footer.current_size
+    }
+
+    fn medium(&self) -> &Raw {
+        &self.raw
+    }
+
+    fn table_bytes(&self) -> u64 {
+        match &self.body {
+            Body::Fixed => 0,
+            Body::Sparse(sparse) => sparse.blocks.table_bytes(),
+        }
+    }
+
+    fn set_metadata_bytes(&mut self, bytes: usize) {
+        if let Body::Sparse(sparse) = &mut self.body {
+            sparse.blocks.set_metadata_bytes(bytes);
+        }
+    }
+
+    fn find(&self, offset: u64, len: u64) -> Mapping {
+        match &self.body {
+            Body::Fixed => match self.bytes().checked_sub(offset) {
+                None | Some(0) => Mapping::Zeros { len },
+                Some(left) => Mapping::Data { offset, len: len.min(left) },
+            },
+            Body::Sparse(sparse) => sparse.blocks.find(offset, len),
+        }
+    }
+
+    fn reserve(&self, _: impl Backing, offset: u64, len: u64) -> Mapping {
+        match &self.body {
+            Body::Fixed => Mapping::Data { offset, len },
+            Body::Sparse(sparse) => sparse.blocks.reserve(offset, len),
+        }
+    }
+
+    fn written(&self, offset: u64, len: u64) {
+        if let Body::Sparse(sparse) = &self.body {
+            sparse.blocks.written(offset, len);
+        }
+    }
+
+    async fn load(&self, port: &Port, file: FileId, offset: u64, len: u64) -> IoResult<()> {
+        match &self.body {
+            Body::Fixed => Ok(()),
+            Body::Sparse(sparse) => sparse.blocks.load(port, file, offset, len).await,
+        }
+    }
+
+    async fn prepare(&self, port: &Port, offset: u64, len: u64) -> IoResult<()> {
+        match &self.body {
+            Body::Fixed => Ok(()),
+            Body::Sparse(sparse) => sparse.blocks.prepare(port, &self.raw, offset, len).await,
+        }
+    }
+
+    async fn commit(&self, port: &Port) -> IoResult<()> {
+        match &self.body {
+            _ if self.raw.read_only() => Ok(()),
+            Body::Fixed => self.commits.join(&port.io, self.commits.sync(port)).await,
+            Body::Sparse(sparse) => sparse.blocks.commit(port).await,
+        }
+    }
+
+    fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
+        self.commits.witness(witness);
+    }
+
+    fn is_faulty(&self) -> bool {
+        self.commits.is_faulty()
+    }
+
+    async fn discard_part(
+        &self,
+        port: &Port,
+        _: impl Backing,
+        offset: u64,
+        len: u64,
+    ) -> IoResult<u64> {
+        match &self.body {
+            Body::Fixed => self.raw.discard_part(&port.io, &port.files, offset, len).await,
+            Body::Sparse(sparse) => {
+                self.forget_full(port, sparse).await?;
+                sparse.blocks.discard_part(port, &self.raw, offset, len).await
+            }
+        }
+    }
+
+    async fn write_zeroes(
+        &self,
+        port: &Port,
+        below: impl Backing,
+        offset: u64,
+        len: u64,
+        zeros: Span,
+    ) -> IoResult<()> {
+        let (raw, files) = (&self.raw, &port.files);
+        match &self.body {
+            Body::Fixed => raw.write_zeroes(&port.io, files, offset, len, zeros).await,
+            Body::Sparse(sparse) => {
+                sparse.blocks.write_zeroes(port, raw, below, offset, len, zeros).await
+            }
+        }
+    }
+
+    fn is_dirty(&self) -> bool {
+        matches!(&self.body, Body::Sparse(sparse) if sparse.blocks.is_dirty())
+    }
+
+    fn recovered(&self) -> Vec<(u64, u64)> {
+        match &self.body {
+            Body::Sparse(sparse) if self.raw.read_only() => sparse.blocks.dirty_parts(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn journal_identity(&self) -> IoResult<Option<Identity>> {
+        Identity::of(&self.raw, Format::Vhd, self.footer.uuid.0).map(Some)
+    }
+
+    async fn close(&self, port: &Port) -> IoResult<()> {
+        self.complete(port).await
+    }
+
+    fn parents(&self) -> Result<Option<ParentNames>, DiskError> {
+        Ok(self.parent().map(|parent| {
+            let format = if parent.uuid == Uuid::NIL { Format::Raw } else { Format::Vhd };
+            let name = |path: &PathBuf| ImageName { format, path: path.clone() };
+            ParentNames {
+                name: parent.name.clone(),
+                candidates: parent.paths.iter().map(name).collect(),
+            }
+        }))
+    }
+}
+
+/// A device may have grown below the image, or lost its footer with another program's crash
+/// (tapdisk takes it away while it has an image open). Where it ended before, and whether what is
+/// in it is a fixed disk, nobody but its owner knows: what looks like a footer within a fixed disk
+/// a guest may have written.
+fn no_footer(raw: &Raw, footers: &Footers, bad: &Malformed) -> DiskError {
+    let (path, seek) = (raw.path().display(), footers.end_at / format::SECTOR);
+    let taken = match footers.is_taken {
+        true => format!(
+            "tapdisk has it open, or had when its host crashed: end that, and name it vhd:{path}; \
+             or else "
+        ),
+        false => String::new(),
+    };
+    let help = format!(
+        "{taken}check that a VHD is on it; if the device has grown, the footer is in the last sector that \
+         it had before (number OLD); an image that you know to be dynamic or differencing has a \
+         copy in sector 0, while a fixed one's guest writes there what it likes: dd if={path} \
+         of={path} bs=512 count=1 conv=notrunc skip=OLD seek={seek}"
+    );
+    DiskError::new(ErrorKind::Damaged, format!("cannot open image {path}"), bad.to_string(), help)
+}
+
+fn fixed(footer: &Footer, end_at: u64) -> Result<Body, Malformed> {
+    if footer.current_size > end_at {
+        let why = format!("footer: a disk of {} bytes in {end_at}", footer.current_size);
+        return Err(Malformed::new(end_at, why));
+    }
+    Ok(Body::Fixed)
+}
+
+fn sparse(
+    raw: &Raw,
+    footers: &Footers,
+    footer: &Footer,
+    meta: meta::Sparse,
+    parent: Option<Parent>,
+    commits: &Arc<Commits>,
+    options: &OpenOptions,
+) -> Result<Sparse, DiskError> {
+    let (journal, records, name) = journal_of(raw, footer, options)?;
+    let full_on_disk = AtomicBool::new(meta.full.iter().any(|bits| *bits != 0));
+    let mut blocks = Blocks::new(Opened {
+        layout: meta.layout,
+        table_offset: meta.header.table_offset,
+        disk_bytes: footer.current_size,
+        differencing: footer.kind == Kind::Differencing,
+        is_file: raw.is_file(),
+        footer: footer.bytes(),
+        copy_whole: footers.start.as_ref() == Ok(footer),
+        last_sector: footers.end_at,
+        places: meta.places,
+        full: meta.full,
+        metadata_bytes: options.metadata_bytes,
+        journal,
+        commits: Arc::clone(commits),
+    });
+    if !records.is_empty() {
+        tracing::info!(
+            image = %raw.path().display(),
+            records = records.len(),
+            "recovering what the last process had answered and not flushed",
+        );
+        let written = records.iter().map(|record| record.key >> 32).collect();
+        blocks.replay(records, !options.read_only).map_err(|why| {
+            let parts =
+                journal::parts(written, meta.header.block_bytes.into(), footer.current_size);
+            let what = format!("cannot open image {}", raw.path().display());
+            journal::lost(&what, &name, &parts).with_source(io::Error::other(why))
+        })?;
+    }
+    let (header, batmap, forgetting) = (meta.header, meta.batmap, SharedLock::new());
+    Ok(Sparse { header, batmap, full_on_disk, forgetting, blocks, parent })
+}
+
+/// The image's journal, what a process that died has left in it, and its name. A copy has the UUID
+/// of its original, and nothing in it says whether it was made before what the journal says or after.
+fn journal_of(
+    raw: &Raw,
+    footer: &Footer,
+    options: &OpenOptions,
+) -> Result<(Journal, Vec<journal::Record>, String), DiskError> {
+    let dir = options.state_dir.as_deref();
+    if dir.is_none() {
+        if options.unseen_state {
+            journal::warn_unseen(raw);
+        }
+        return Ok((Journal::without(RECORD_WORDS, RECORDS), Vec::new(), String::new()));
+    }
+    let identity = Identity::of(raw, Format::Vhd, footer.uuid.0);
+    let identity = identity.map_err(|e| meta::MetaError::Io(0, e).for_image(raw.path()))?;
+    journal::survey(dir, &identity)?.check(raw.path())?;
+    let (journal, records) = match options.read_only {
+        false => Journal::open(dir, &identity, RECORD_WORDS, RECORDS)?,
+        true => {
+            let records = Journal::peek(dir, &identity, RECORD_WORDS, RECORDS)?;
+            (Journal::without(RECORD_WORDS, RECORDS), records)
+        }
+    };
+    Ok((journal, records, identity.name()))
+}
+
+/// One line for people: what it is, its size, and its medium.
+impl fmt::Display for Vhd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = self.footer.kind;
+        write!(f, "{kind} VHD of {} in {}", Human(self.bytes()), self.raw)
+    }
+}
+
+impl fmt::Debug for Vhd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Vhd").field("raw", &self.raw).field("footer", &self.footer).finish()
+    }
+}

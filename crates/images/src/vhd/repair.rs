@@ -1,0 +1,61 @@
+//! Mending what can be mended without guessing: everything that is said twice, or that follows
+//! from what is whole.
+
+use super::check::{Problem, Report, survey};
+use super::footers::replace_footers;
+use super::format::batmap::{self, Batmap};
+use super::pieces::write_bytes;
+use ferrite_disk_base::{Commits, DiskError, ErrorKind, Port, Raw};
+
+/// Mends the image in `raw`, open for writing and file 0 of the port: footers from the one that is
+/// whole, the batmap from the bitmaps; space that nothing refers to is given back. Returns what
+/// was found before; what is not [mendable](crate::ProblemKind::is_mendable) is as it was. If the places of
+/// blocks make no sense nothing is changed at all.
+///
+/// The order: the copy of the footer, which counts alone for a while; `fdatasync`; holes where
+/// nothing is; the batmap, which is a hint with a checksum; then the footers, one at a time. After a
+/// crash in between, a repair finds what is left to do.
+///
+/// # Errors
+/// It cannot be read or written.
+pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
+    let mut report = Report::default();
+    let found = survey(raw, &mut report).map_err(|e| e.for_image(raw.path()))?;
+    let Some(found) = found.filter(|_| !report.is_clean()) else { return Ok(report) };
+    let has = |problem| report.has(problem);
+    let failed = |e: std::io::Error| {
+        let what = format!("cannot repair {}", raw.path().display());
+        let help = "run it again; check the medium and the kernel's log (dmesg)";
+        DiskError::new(ErrorKind::Io, what, e.to_string(), help).with_source(e)
+    };
+    let Some(sparse) = &found.sparse else { return Ok(report) };
+    let (file, commits) = (port.files[0], Commits::new());
+    if has(Problem::FooterCopy) {
+        write_bytes(port, file, &[(0, &found.footer.bytes())]).await.map_err(failed)?;
+        commits.sync(port).await.map_err(failed)?;
+    }
+    if raw.is_file() {
+        for (from, to) in &sparse.gaps {
+            match port.io.punch_hole(file, *from, to - from).await {
+                // A file system without holes keeps it.
+                Err(e) if e.kind() == std::io::ErrorKind::Unsupported => break,
+                done => done.map_err(failed)?,
+            }
+        }
+    }
+    if let (Some(map), true) = (&sparse.batmap, has(Problem::Batmap) || has(Problem::BatmapBit)) {
+        let mut full = sparse.full.clone();
+        full.resize(batmap::covered_bytes(found.footer.current_size) as usize, 0);
+        let header = map.header_for(&full);
+        let at = Batmap::header_offset(&found.footer, &sparse.header);
+        let mut pieces: Vec<(u64, &[u8])> = vec![(map.offset, &full)];
+        pieces.extend(at.map(|at| (at, &header[..])));
+        write_bytes(port, file, &pieces).await.map_err(failed)?;
+        commits.sync(port).await.map_err(failed)?;
+    }
+    if has(Problem::EndFooter) || has(Problem::FooterCopy) || has(Problem::Leak) {
+        let footer = &found.footer;
+        replace_footers(port, &commits, raw, footer, footer, sparse.end).await.map_err(failed)?;
+    }
+    Ok(report)
+}

@@ -1,0 +1,98 @@
+//! The thread that does the work of a store in service that nobody asks for (store.md 15).
+//!
+//! It has an engine and memory of its own, so it stands in no queue's way. What it does are the bounded steps of
+//! [`Live::tend`]. It is started when the process has given up all rights that it does not need.
+
+use std::io;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ferrite_io::arena::Arena;
+use ferrite_io::engine::Engine;
+use ferrite_io::reactor::Reactor;
+
+use super::live::{Live, Tended};
+use super::pace::{Pace, Stop};
+use ferrite_disk_base::Port;
+
+/// Operations under way.
+pub(super) const ENTRIES: u32 = 32;
+/// Pages are read and written no faster than this, unless somebody waits for room.
+const BYTES_A_SECOND: u64 = 64 << 20;
+/// Between two looks whether there is something to do.
+const IDLE: Duration = Duration::from_secs(1);
+/// From the start to the first round of scrubbing, and from one to the next.
+const FIRST_SCRUB: Duration = Duration::from_secs(3600);
+const SCRUB_AGAIN: Duration = Duration::from_secs(24 * 3600);
+/// Behind something that has failed. It is told at most as often.
+const FAILED: Duration = Duration::from_secs(30);
+
+/// Makes engines for the service of a disk: memory, and operations under way.
+pub type ServiceEngine = Arc<dyn Fn(Arc<Arena>, u32) -> io::Result<Box<dyn Engine>> + Send + Sync>;
+
+/// See the module text.
+pub(super) struct Background {
+    stop: Arc<Stop>,
+    thread: JoinHandle<()>,
+}
+
+impl Background {
+    /// Has a thread do this, which is [`work`] for a store that stays open until [`end`](Background::end).
+    pub(super) fn start(
+        work: impl FnOnce(Arc<Stop>) -> io::Result<()> + Send + 'static,
+    ) -> io::Result<Background> {
+        let stop = Stop::new()?;
+        let theirs = stop.clone();
+        let span = tracing::Span::current();
+        let body = move || {
+            let _in_span = span.enter();
+            if let Err(e) = work(theirs) {
+                tracing::warn!("the store does no work behind service: {e}");
+            }
+        };
+        let thread = std::thread::Builder::new().name("store".to_owned()).spawn(body)?;
+        Ok(Background { stop, thread })
+    }
+
+    /// Ends it between two of its steps. Nothing of it is under way when this returns.
+    pub(super) fn end(self) {
+        self.stop.ask();
+        if self.thread.join().is_err() {
+            tracing::error!("a store's own thread has panicked: this is a bug in ferrite");
+        }
+    }
+}
+
+/// All that a store has to do, until it is asked to stop.
+pub(super) fn work(
+    live: &Live,
+    (mut reactor, port): (Reactor, Port),
+    stop: Arc<Stop>,
+) -> io::Result<()> {
+    let pace = Pace::bounded(Some(BYTES_A_SECOND), Some(stop));
+    reactor.block_on(async { tend(live, &port, &pace).await })
+}
+
+/// Until `pace` ends it, or the store can change no more.
+async fn tend(live: &Live, port: &Port, pace: &Pace) {
+    let mut scrub_at = Instant::now() + FIRST_SCRUB;
+    while !live.is_faulty() {
+        if Instant::now() >= scrub_at {
+            live.begin_scrub();
+            scrub_at = Instant::now() + SCRUB_AGAIN;
+        }
+        let rested = match live.tend(port, pace).await {
+            Ok(Tended::Something) => Ok(()),
+            Ok(Tended::Nothing) => pace.rest(&port.io, IDLE).await,
+            Err(e) if pace.check().is_ok() => {
+                tracing::warn!("work of the store behind service has failed: {e}");
+                pace.rest(&port.io, FAILED).await
+            }
+            Err(e) => Err(e),
+        };
+        if rested.is_err() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Space that a store's file has behind its end, for the day when its file system is full (store.md 7, A full file
+//! system below).
+//!
+//! A place that gets something for the first time since it was a hole takes space of the file system. Without any, no
+//! checkpoint could be made, and so no garbage would ever come free. The store's own work spends this then, and
+//! new data of guests wait until it is there again.
+
+use std::io;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use ferrite_io::shared_lock::SharedLock;
+
+use ferrite_disk_base::Port;
+
+/// Of what is missing, less than half of this is not asked for.
+const LEAST_BYTES: u64 = 64 << 10;
+/// More is not: whoever has more memory than this for metadata has it dirty seldom.
+const MOST_BYTES: u64 = 256 << 20;
+
+/// It is spent in so many parts.
+const PARTS: u64 = 8;
+
+/// See the module text. Devices have none, and neither has a file whose file system keeps no space behind its end.
+#[derive(Debug, Default)]
+pub struct Ballast {
+    /// None: there is none.
+    amount: Mutex<Option<Amount>>,
+    /// Held while that changes.
+    changing: SharedLock,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Amount {
+    /// Of the file.
+    end: u64,
+    /// As much as there should be.
+    all_bytes: u64,
+    /// As much as there is: of a store that was just opened, at most.
+    bytes: u64,
+}
+
+impl Ballast {
+    /// Takes it behind the end of a file of so many bytes, or what there is of it.
+    pub async fn hold(&self, port: &Port, end: u64, bytes: u64) {
+        let all_bytes = bytes.min(MOST_BYTES);
+        match port.io.preallocate(port.files[0], end, all_bytes).await {
+            Ok(()) => {}
+            // It may be there from before: a full XFS refuses what it would not have to allocate.
+            Err(e) if is_full(&e) => drop(allocate(port, end, all_bytes).await),
+            Err(_) => return,
+        }
+        *self.amount() = Some(Amount { end, all_bytes, bytes: all_bytes });
+    }
+
+    /// The store's own work has failed: whether that may be tried again, with a part that is spent for it.
+    pub async fn spend(&self, port: &Port, why: &io::Error) -> bool {
+        if !is_full(why) {
+            return false;
+        }
+        let Ok(_alone) = self.changing.lock(&port.io).await else { return false };
+        let Some(held) = *self.amount() else { return false };
+        if held.bytes == 0 {
+            return false;
+        }
+        // No hole: ext4 makes none behind the end. What is not for now is taken again before others look for space.
+        let is_cut = port.io.set_len(port.files[0], held.end).await.is_ok();
+        if is_cut {
+            let rest = held.bytes.saturating_sub(held.all_bytes / PARTS);
+            let bytes = if rest > 0 { allocate(port, held.end, rest).await } else { 0 };
+            self.has(bytes);
+        }
+        is_cut
+    }
+
+    /// Whether some was spent and is not there again.
+    pub fn is_short(&self) -> bool {
+        self.amount().is_some_and(|amount| amount.bytes < amount.all_bytes)
+    }
+
+    /// Takes as much as there is of what was spent. Whether that is all, and new data may take space. Nobody may be
+    /// making a checkpoint: it may need that.
+    pub async fn take_back(&self, port: &Port) -> bool {
+        if !self.is_short() {
+            return true;
+        }
+        let Ok(_alone) = self.changing.lock(&port.io).await else { return false };
+        let Some(Amount { end, all_bytes, bytes: held }) = *self.amount() else { return true };
+        let bytes = held + allocate(port, end + held, all_bytes - held).await;
+        self.has(bytes);
+        bytes == all_bytes
+    }
+
+    fn amount(&self) -> MutexGuard<'_, Option<Amount>> {
+        self.amount.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn has(&self, bytes: u64) {
+        if let Some(amount) = &mut *self.amount() {
+            amount.bytes = bytes;
+        }
+    }
+}
+
+/// So many bytes from there on, or a part of that; how many.
+async fn allocate(port: &Port, from: u64, bytes: u64) -> u64 {
+    let mut bytes = bytes;
+    loop {
+        match port.io.preallocate(port.files[0], from, bytes).await {
+            Ok(()) => return bytes,
+            Err(e) if is_full(&e) && bytes > LEAST_BYTES => bytes /= 2,
+            Err(_) => return 0,
+        }
+    }
+}
+
+fn is_full(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}

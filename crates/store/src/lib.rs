@@ -1,0 +1,71 @@
+//! A store of volumes that holds equal blocks once: what it is made of, from the medium up. The contract
+//! is `docs/internals/store.md`, whose words are used here.
+//!
+//! * [`content`]: what is in a block, and its name.
+//! * [`layout`]: what is where in a store of a given size.
+//! * [`superblock`]: the beginning of everything, and which of four pages it is.
+//! * [`packing`]: groups of blocks that are compressed.
+//! * [`page`]: pointers to pages, and what leaves have in them.
+//! * [`pages`]: pages of trees in memory, and which a checkpoint has to write.
+//! * [`tree`]: trees of pages, copied on write by generation.
+//! * [`free_numbers`]: which numbers of contents can be given.
+//! * [`index`]: which numbers may have a content.
+//! * [`slots`]: leaves in memory, read without a lock.
+//! * [`table`]: volumes and domains.
+//! * [`medium`]: the file or device, its blocks and syncs.
+//! * [`ballast`]: space for its own work on a file system that is full.
+//! * [`background`]: the thread of a store in service that does what nobody asks for.
+//! * [`check`]: whether all is in order in a store that nobody uses, and what its space is for.
+//! * [`checkpoint`]: the state at one number of the journal, whole on the medium.
+//! * [`name`]: how people call a store, and a volume of it.
+//! * [`opening`]: a new store, and one that is opened.
+//! * [`pace`]: how fast that goes, and how it ends.
+//! * [`numbers`]: which journal blocks are under way, and below which all is durable.
+//! * [`stripes`]: locks of blocks, and of journal blocks under way.
+//! * [`live`]: a store in use: reads, writes, flushes, volumes, and its opening after a death.
+//! * [`owned`]: a store that this process has, once, and who uses which volume of it.
+//! * [`space`]: which places are given to whom, and when they come free.
+//! * [`journal`]: blocks of records, and which of them count after an end without a close.
+
+#![forbid(unsafe_code)]
+
+pub mod background;
+pub mod ballast;
+pub mod check;
+pub mod checkpoint;
+pub mod content;
+mod fields;
+pub mod free_numbers;
+pub mod index;
+pub mod journal;
+pub mod layout;
+pub mod live;
+pub mod lookups;
+pub mod medium;
+pub mod name;
+pub mod numbers;
+pub mod opening;
+pub mod owned;
+pub mod pace;
+pub mod packing;
+pub mod page;
+pub mod pages;
+mod side_by_side;
+pub mod slots;
+pub mod space;
+pub mod stripes;
+pub mod superblock;
+pub mod table;
+#[cfg(test)]
+mod testing;
+pub mod tree;
+
+pub use ferrite_disk_base::{STORE_BLOCK_BYTES as BLOCK_BYTES, STORE_MAGIC as MAGIC};
+
+/// A store's random identifier: what has another is nobody's.
+pub type StoreId = [u8; 16];
+
+/// Something on the medium is not what it has to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the store is damaged: {0}")]
+pub struct Damaged(pub &'static str);

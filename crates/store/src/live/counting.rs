@@ -1,0 +1,145 @@
+//! What the space of a store in use is for. Guests go on meanwhile, so it is what it was at no one moment.
+
+use std::collections::HashMap;
+use std::io;
+
+use super::leaves::Leaf;
+use super::passes::numbers_of;
+use super::{BLOCK_BYTES, Live, damaged};
+use crate::check::{Stats, VolumeStats};
+use crate::journal::VolumeId;
+use crate::page::{P2M_ENTRIES, V2P_ENTRIES, Whereabouts, decode_number};
+use crate::pages::{PageId, Pages};
+use crate::space::{Bits, Kind};
+use crate::tree::Found;
+use ferrite_disk_base::Port;
+
+/// Leaves that are looked at before others have their turn.
+const STEP: u64 = 64;
+
+/// What is known so far.
+struct Count {
+    /// Blocks that are not zeros, of leaves that were looked at. Volumes share them.
+    mapped: HashMap<PageId, u32>,
+    /// Numbers that a volume has.
+    live: Bits,
+}
+
+fn in_bytes(blocks: u64) -> u64 {
+    blocks * BLOCK_BYTES as u64
+}
+
+impl Live {
+    /// What the space is for.
+    ///
+    /// # Errors
+    /// Metadata are damaged, or cannot be read.
+    pub async fn stats(&self, port: &Port) -> io::Result<Stats> {
+        let places = self.core().layout.places();
+        let mut count = Count { mapped: HashMap::new(), live: Bits::all(false, places) };
+        let mut stats = Stats { volumes: self.volumes_as_they_are(), ..Stats::default() };
+        for volume in &mut stats.volumes {
+            let Some(number) = self.volume(&volume.name) else { continue };
+            volume.mapped_bytes = in_bytes(self.mapped(port, number, &mut count).await?);
+        }
+        stats.logical_bytes = stats.volumes.iter().map(|volume| volume.virtual_bytes).sum();
+        stats.mapped_bytes = stats.volumes.iter().map(|volume| volume.mapped_bytes).sum();
+        let (distinct, stored) = self.distinct(port, &mut count.live).await?;
+        (stats.distinct_bytes, stats.stored_bytes) = (in_bytes(distinct), in_bytes(stored));
+        stats.ratio = stats.mapped_bytes as f64 / stats.stored_bytes.max(in_bytes(1)) as f64;
+        let core = self.core();
+        stats.metadata_bytes = in_bytes(core.space.used(Kind::Metadata));
+        let data = in_bytes(core.space.used(Kind::Data));
+        stats.garbage_bytes = data.saturating_sub(stats.stored_bytes);
+        stats.free_bytes = in_bytes(core.space.free());
+        Ok(stats)
+    }
+
+    fn volumes_as_they_are(&self) -> Vec<VolumeStats> {
+        let of = |volume: super::VolumeInfo| VolumeStats {
+            name: volume.name,
+            snapshot: volume.snapshot,
+            virtual_bytes: volume.virtual_bytes,
+            mapped_bytes: 0,
+        };
+        self.list().into_iter().map(of).collect()
+    }
+
+    /// How many blocks of a volume are not zeros. One that ends meanwhile has none from there on.
+    async fn mapped(&self, port: &Port, volume: VolumeId, count: &mut Count) -> io::Result<u64> {
+        let blocks = self.core().volumes.entries().get(&volume).map_or(0, |volume| volume.blocks);
+        let mut mapped = 0;
+        for index in 0..blocks.div_ceil(V2P_ENTRIES as u64) {
+            if index % STEP == 0 {
+                port.io.yield_to_others().await;
+            }
+            match self.mapped_in(port, Leaf::V2p(volume, index), count).await {
+                Ok(blocks) => mapped += u64::from(blocks),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => break,
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(mapped)
+    }
+
+    async fn mapped_in(&self, port: &Port, leaf: Leaf, count: &mut Count) -> io::Result<u32> {
+        let found = leaf.find(&self.core())?;
+        if let Found::Nothing = found {
+            return Ok(0);
+        }
+        if let Found::Leaf(id) | Found::Load(id, _) = found
+            && let Some(known) = count.mapped.get(&id)
+        {
+            return Ok(*known);
+        }
+        let layout = self.core().layout;
+        let look = |pages: &Pages, id: &PageId| (*id, pages.words::<V2P_ENTRIES>(id, 0));
+        let Some((id, words)) = self.look(port, leaf, look).await? else { return Ok(0) };
+        let mut mapped = 0;
+        for word in words.unwrap_or([0; V2P_ENTRIES]) {
+            let number = decode_number(word.to_le_bytes(), &layout).map_err(damaged)?;
+            if number > 0 {
+                count.live.set(number);
+                mapped += 1;
+            }
+        }
+        count.mapped.insert(id, mapped);
+        Ok(mapped)
+    }
+
+    /// How many of these contents differ, and the places that they take.
+    async fn distinct(&self, port: &Port, live: &mut Bits) -> io::Result<(u64, u64)> {
+        let (end, places) = {
+            let core = self.core();
+            (core.numbers_end, core.layout.places())
+        };
+        let (mut distinct, mut stored) = (0, 0);
+        // First places of groups, if there are any.
+        let mut groups: Option<Bits> = None;
+        // From above, since the content of a number may be that of a lower one.
+        for page in (0..end.div_ceil(P2M_ENTRIES as u64)).rev() {
+            if page % STEP == 0 {
+                port.io.yield_to_others().await;
+            }
+            let entries = self.entries(port, page).await?;
+            for number in numbers_of(page, end).rev() {
+                let entry = &entries[(number % P2M_ENTRIES as u64) as usize];
+                match entry {
+                    _ if !live.get(number) => {}
+                    // It was swept since.
+                    Whereabouts::Nowhere => {}
+                    Whereabouts::SameAs { number } => {
+                        live.set(*number);
+                    }
+                    Whereabouts::Plain { .. } => (distinct, stored) = (distinct + 1, stored + 1),
+                    Whereabouts::Packed { place, places: taken, .. } => {
+                        let groups = groups.get_or_insert_with(|| Bits::all(false, places));
+                        distinct += 1;
+                        stored += if groups.set(*place) { u64::from(*taken) } else { 0 };
+                    }
+                }
+            }
+        }
+        Ok((distinct, stored))
+    }
+}

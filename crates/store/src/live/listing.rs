@@ -1,0 +1,211 @@
+//! What a store says of itself and of its volumes, for people and programs. Sizes are bytes.
+
+use std::io;
+
+use serde::{Deserialize, Serialize};
+
+use super::{BLOCK_BYTES, Core, Index, Live, lock};
+use crate::Damaged;
+use crate::journal::{Record, VolumeId};
+use crate::medium::{Medium, damaged};
+use crate::opening;
+use crate::page::Packing;
+use crate::superblock::VERSION;
+use crate::table::Volume;
+use ferrite_disk_base::Port;
+
+/// Memory for who only looks at a store.
+const LOOK_BYTES: usize = 1 << 20;
+
+fn impossible() -> io::Error {
+    damaged(Damaged("a record of the journal cannot be carried out"))
+}
+
+/// A volume, or a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeInfo {
+    /// What it is called.
+    pub name: String,
+    /// Its size.
+    pub virtual_bytes: u64,
+    /// With whom it shares content.
+    pub domain: String,
+    /// Nobody writes it.
+    pub snapshot: bool,
+    /// What it was made from, if that is there.
+    pub origin: Option<String>,
+}
+
+/// A store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoreInfo {
+    /// Its random identifier.
+    pub id: String,
+    /// Of its format.
+    pub version: u32,
+    /// Its size.
+    pub store_bytes: u64,
+    /// Of its journal.
+    pub journal_bytes: u64,
+    /// Of one of its segments.
+    pub segment_bytes: u64,
+    /// Room for content that is given to nobody.
+    pub free_bytes: u64,
+    /// The last one that is on the medium.
+    pub checkpoint: u64,
+    /// How many there are.
+    pub volumes: u64,
+    /// Of those, how many nobody writes.
+    pub snapshots: u64,
+    /// Volumes of one share content with each other.
+    pub domains: Vec<String>,
+    /// How content is compressed.
+    pub compress: Option<Packing>,
+}
+
+impl Core {
+    fn volume_info(&self, volume: &Volume) -> VolumeInfo {
+        let domain = self.domains.entries().get(&volume.domain.into());
+        let origin = volume.origin.and_then(|origin| self.volumes.entries().get(&origin));
+        VolumeInfo {
+            name: volume.name.as_str().into(),
+            virtual_bytes: volume.blocks * BLOCK_BYTES as u64,
+            domain: domain.map_or("", |domain| domain.name.as_str()).into(),
+            snapshot: volume.is_snapshot,
+            origin: origin.map(|origin| origin.name.as_str().into()),
+        }
+    }
+
+    fn store_info(&self) -> StoreInfo {
+        let volumes = self.volumes.entries();
+        let bytes = |blocks: u64| blocks * BLOCK_BYTES as u64;
+        let domains = self.domains.entries().values();
+        StoreInfo {
+            id: self.id.iter().map(|byte| format!("{byte:02x}")).collect(),
+            version: VERSION,
+            store_bytes: bytes(self.layout.blocks),
+            journal_bytes: bytes(self.layout.journal_blocks),
+            segment_bytes: bytes(self.layout.segment_blocks),
+            free_bytes: bytes(self.space.free()),
+            checkpoint: self.checkpoint,
+            volumes: volumes.len() as u64,
+            snapshots: volumes.values().filter(|volume| volume.is_snapshot).count() as u64,
+            domains: domains.map(|domain| domain.name.as_str().into()).collect(),
+            compress: self.packing,
+        }
+    }
+}
+
+impl Live {
+    /// All volumes, in the order of their names.
+    pub fn list(&self) -> Vec<VolumeInfo> {
+        let core = self.core();
+        let mut all: Vec<VolumeInfo> =
+            core.volumes.entries().values().map(|volume| core.volume_info(volume)).collect();
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        all
+    }
+
+    /// What a volume says of itself.
+    pub fn volume_info(&self, volume: VolumeId) -> Option<VolumeInfo> {
+        let core = self.core();
+        core.volumes.entries().get(&volume).map(|volume| core.volume_info(volume))
+    }
+
+    /// What the store says of itself.
+    pub fn info(&self) -> StoreInfo {
+        self.core().store_info()
+    }
+
+    /// The number of the domain with this name.
+    pub fn domain(&self, name: &str) -> Option<u16> {
+        let core = self.core();
+        let mut entries = core.domains.entries().iter();
+        let found = entries.find(|(_, domain)| domain.name.as_str() == name);
+        found.and_then(|(number, _)| u16::try_from(*number).ok())
+    }
+}
+
+/// A store that nobody serves, and that is only looked at: nothing is written. It has the volumes that the
+/// journal says; what is in them is not looked for.
+pub struct Look {
+    live: Live,
+    has_records: bool,
+}
+
+impl Look {
+    /// Opens what has so many bytes.
+    ///
+    /// # Errors
+    /// It is no store, is damaged, or cannot be read.
+    pub async fn open(port: &Port, bytes: u64) -> io::Result<Look> {
+        let medium = Medium::default();
+        let core = opening::open(&medium, port, bytes, LOOK_BYTES, false).await?;
+        let live = Live::of(medium, core, Index::new(0));
+        let blocks = live.scan(port).await?.blocks;
+        for number in &blocks {
+            for record in live.journal_block(port, *number).await?.records {
+                if !matches!(record, Record::New(_) | Record::Same { .. } | Record::Zeros { .. }) {
+                    lock(&live.core).apply(&record).map_err(|_| impossible())?;
+                }
+            }
+        }
+        Ok(Look { live, has_records: !blocks.is_empty() })
+    }
+
+    /// All volumes, in the order of their names.
+    pub fn list(&self) -> Vec<VolumeInfo> {
+        self.live.list()
+    }
+
+    /// What the store says of itself.
+    pub fn info(&self) -> StoreInfo {
+        self.live.info()
+    }
+
+    /// Whether the journal has what no checkpoint has.
+    pub fn has_records(&self) -> bool {
+        self.has_records
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::content::DomainKey;
+    use crate::journal::Name;
+    use crate::live::{Memory, Operation};
+    use crate::testing::{self, BYTES, Machine};
+
+    #[test]
+    fn who_only_looks_sees_the_volumes_of_the_journal_and_writes_nothing() {
+        let machine = Machine::new(5);
+        let (port, mut reactor) = testing::port(&machine.world, &machine.path);
+        let name = |name| Name::new(name).unwrap();
+        let used = async {
+            let memory = Memory { metadata: LOOK_BYTES, index: 0 };
+            let live = Live::open(&port, BYTES, memory).await.unwrap();
+            let domain = Operation::Domain(name("d"), DomainKey([1; 32]));
+            live.operate(&port, domain).await.unwrap();
+            let a = live.operate(&port, Operation::Create(name("a"), 9, 0)).await.unwrap();
+            let b = live.operate(&port, Operation::Snapshot(name("b"), a)).await.unwrap();
+            live.operate(&port, Operation::Clone(name("c"), b)).await.unwrap();
+            live.operate(&port, Operation::Delete(b)).await.unwrap();
+        };
+        reactor.block_on(used).unwrap();
+        let before = std::fs::read(&machine.path).unwrap();
+        let look = async { Look::open(&port, BYTES).await };
+        let look = reactor.block_on(look).unwrap().unwrap();
+        let volume = |name: &str| VolumeInfo {
+            name: name.into(),
+            virtual_bytes: 9 << 12,
+            domain: "d".into(),
+            snapshot: false,
+            origin: None,
+        };
+        assert_eq!(look.list(), [volume("a"), volume("c")]);
+        assert_eq!((look.info().checkpoint, look.info().volumes), (1, 2));
+        assert!(look.has_records());
+        assert!(std::fs::read(&machine.path).unwrap() == before);
+    }
+}

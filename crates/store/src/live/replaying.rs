@@ -1,0 +1,317 @@
+//! What the journal has that no checkpoint has, after an end without a close (store.md 4).
+//!
+//! The journal is read three times: which blocks there are; which contents are whole, so that nobody gets their
+//! places; and to carry them out in their order. Nothing is known of the first process but this.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::time::Duration;
+
+use super::leaves::{Change, Leaf, bytes};
+use super::scrubbing::NO_HASH;
+use super::{BLOCK_BYTES, Live, damaged};
+use crate::Damaged;
+use crate::content::{ContentHash, DomainKey};
+use crate::journal::{Block, NewContent, Record, Replay, Scan, VolumeId};
+use crate::medium::{MAX_BLOCKS, is_of_a_block};
+use crate::numbers::Numbers;
+use crate::page::Whereabouts;
+use ferrite_disk_base::Port;
+
+/// Blocks that one change of a replay is about, at most: they are in two leaves.
+const MAX_CHANGE: u64 = 512;
+
+/// What counts without its data is an error for good. So storage that cannot read it is asked again, so often and
+/// with such pauses: it may have been away for a moment.
+const READS_AGAIN: u32 = 3;
+const READ_AGAIN: Duration = Duration::from_secs(1);
+
+/// What the medium has of a content that nothing vouches for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Data {
+    Whole,
+    /// Other data are in its place.
+    NotThere,
+    /// Its place cannot be read.
+    Unreadable,
+}
+
+/// A record: its block, and its number in that.
+type At = (u64, usize);
+type NotWhole = BTreeMap<At, Data>;
+type Keys = BTreeMap<u16, DomainKey>;
+
+impl Live {
+    /// Carries out what the journal has, and makes a checkpoint of it before anything is written: a record
+    /// that does not count now could count the next time.
+    pub(super) async fn replay(&self, port: &Port) -> io::Result<()> {
+        let replay = self.scan(port).await?;
+        if replay.next == self.core().replay_from {
+            return Ok(());
+        }
+        let not_whole = self.take_places(port, &replay).await?;
+        for number in &replay.blocks {
+            let block = self.journal_block(port, *number).await?;
+            for (i, record) in block.records.iter().enumerate() {
+                let data = not_whole.get(&(*number, i)).copied().unwrap_or(Data::Whole);
+                self.carry_out_again(port, &replay, *number, record, data).await?;
+            }
+        }
+        let unreadable = not_whole.values().filter(|data| **data == Data::Unreadable).count();
+        if unreadable > 0 {
+            tracing::warn!(
+                "storage cannot read {unreadable} blocks of content that were new when the store was not closed: \
+                 where volumes have them reads fail until they are written again"
+            );
+        }
+        self.checkpoint_before(port, replay.next).await?;
+        *self.numbers() = Numbers::new(replay.next, self.core().layout.journal_blocks);
+        Ok(())
+    }
+
+    /// A checkpoint that has all journal blocks below this one.
+    async fn checkpoint_before(&self, port: &Port, next: u64) -> io::Result<()> {
+        self.core().freeze(next);
+        self.write_checkpoint(port).await
+    }
+
+    /// Which blocks there are.
+    pub(super) async fn scan(&self, port: &Port) -> io::Result<Replay> {
+        let (layout, id, from) = {
+            let core = self.core();
+            (core.layout, core.id, core.replay_from)
+        };
+        let mut scan = Scan::new(&layout, from);
+        let mut at = 0;
+        while at < layout.journal_blocks {
+            let count = (layout.journal_blocks - at).min(MAX_BLOCKS as u64);
+            let first = layout.journal(at);
+            let blocks = self.medium.read_each(port, first, count as usize).await?;
+            for (block, place) in blocks.into_iter().zip(first..) {
+                let Ok(bytes) = block else {
+                    scan.add_unreadable(&layout, place);
+                    continue;
+                };
+                if let Some(block) = Block::decode(&bytes, &id, &layout).map_err(damaged)? {
+                    scan.add(&layout, place, &block).map_err(damaged)?;
+                }
+            }
+            at += count;
+        }
+        if let Some(number) = scan.in_doubt().next() {
+            let at = layout.journal(number) * BLOCK_BYTES as u64;
+            return Err(io::Error::other(format!(
+                "storage cannot read the 4096 bytes at {at}, where the journal may have answered writes"
+            )));
+        }
+        scan.end().map_err(damaged)
+    }
+
+    pub(super) async fn journal_block(&self, port: &Port, number: u64) -> io::Result<Block> {
+        let (layout, id) = {
+            let core = self.core();
+            (core.layout, core.id)
+        };
+        let bytes = self.medium.read(port, layout.journal(number), 1).await?;
+        let block = Block::decode(&bytes, &id, &layout).map_err(damaged)?;
+        let block = block.filter(|block| block.number == number);
+        block.ok_or_else(|| damaged(Damaged("a block of the journal has changed as it was read")))
+    }
+
+    /// Rules 2 and 4: the places and numbers of contents that count are taken. Gives those that are not whole.
+    async fn take_places(&self, port: &Port, replay: &Replay) -> io::Result<NotWhole> {
+        let domains = self.core().domains.entries().clone();
+        let mut keys: Keys =
+            domains.into_iter().map(|(number, domain)| (number as u16, domain.key)).collect();
+        let (mut not_whole, mut unreadable) = (NotWhole::new(), Vec::new());
+        for number in &replay.blocks {
+            let block = self.journal_block(port, *number).await?;
+            for (i, record) in block.records.iter().enumerate() {
+                match record {
+                    Record::Domain { domain, key, .. } => drop(keys.insert(*domain, key.clone())),
+                    Record::New(new) if !replay.is_durable(*number) => {
+                        let at = (*number, i);
+                        if !self.settle(port, &keys, at, new, &mut not_whole).await? {
+                            unreadable.push((at, *new));
+                        }
+                    }
+                    Record::New(new) => self.take(port, new).await?,
+                    _ => {}
+                }
+            }
+        }
+        for _ in 0..READS_AGAIN {
+            if unreadable.is_empty() {
+                break;
+            }
+            port.io.sleep(READ_AGAIN).await?;
+            for (at, new) in std::mem::take(&mut unreadable) {
+                if !self.settle(port, &keys, at, &new, &mut not_whole).await? {
+                    unreadable.push((at, new));
+                }
+            }
+        }
+        for (at, new) in unreadable {
+            self.take(port, &new).await?;
+            not_whole.insert(at, Data::Unreadable);
+        }
+        Ok(not_whole)
+    }
+
+    /// Takes the place of a content that is whole, or notes that it is not there. `false`: it cannot be read.
+    async fn settle(
+        &self,
+        port: &Port,
+        keys: &Keys,
+        at: At,
+        new: &NewContent,
+        not_whole: &mut NotWhole,
+    ) -> io::Result<bool> {
+        let data = self.data_of(port, keys, new).await?;
+        match data {
+            Data::Whole => self.take(port, new).await?,
+            Data::NotThere => drop(not_whole.insert(at, data)),
+            Data::Unreadable => {}
+        }
+        Ok(data != Data::Unreadable)
+    }
+
+    /// Whether the data in a place have the hash that their record says. They are written once more then: if a
+    /// sync has failed the kernel may have them, the medium not, and no later sync would say so.
+    async fn data_of(&self, port: &Port, keys: &Keys, new: &NewContent) -> io::Result<Data> {
+        let key = keys.get(&new.domain);
+        let key = key.ok_or_else(|| damaged(Damaged("a record is of no domain")))?;
+        let data = match self.medium.read(port, new.place, 1).await {
+            Ok(data) => data,
+            // A cut in a write may leave such a place. It may as well be that of an answered write.
+            Err(e) if is_of_a_block(&e) => return Ok(Data::Unreadable),
+            Err(e) => return Err(e),
+        };
+        if key.hash(&data) != new.hash {
+            return Ok(Data::NotThere);
+        }
+        self.medium.write(port, new.place, &data).await?;
+        Ok(Data::Whole)
+    }
+
+    async fn take(&self, port: &Port, new: &NewContent) -> io::Result<()> {
+        let segment = self.core().layout.segment_of(new.place);
+        if let Some((segment, _)) = segment
+            && !self.core().space.is_loaded(segment)
+        {
+            self.load_bits(port, segment).await?;
+        }
+        let core = &mut *self.core();
+        core.space.take(new.place).map_err(damaged)?;
+        core.numbers_end = core.numbers_end.max(new.number + 1);
+        Ok(())
+    }
+
+    /// Rules 2, 3 and 5, for one record.
+    async fn carry_out_again(
+        &self,
+        port: &Port,
+        replay: &Replay,
+        block: u64,
+        record: &Record,
+        data: Data,
+    ) -> io::Result<()> {
+        let mut all_there = true;
+        if let Record::Same { number, count, .. } = record {
+            for number in *number..number + u64::from(*count) {
+                all_there &= self.is_somewhere(port, number).await?;
+            }
+        }
+        if !replay.counts(block, record, |_| data != Data::NotThere, |_| all_there) {
+            return Ok(());
+        }
+        match *record {
+            Record::New(mut new) => {
+                self.is_new(port, &new).await?;
+                // What cannot be read is no write's content, in no later process either.
+                if data != Data::Whole {
+                    new.hash = ContentHash(bytes(NO_HASH));
+                }
+                let blocks = vec![(new.volume, new.block, new.number)];
+                let change = Change { blocks, new: vec![new] };
+                self.change_again(port, block, change).await?;
+                self.index.remember(&new.hash, new.number);
+                Ok(())
+            }
+            Record::Same { volume, block: first, number, count } => {
+                let blocks = (first..first + u64::from(count)).zip(number..);
+                let blocks = blocks.map(|(at, number)| (volume, at, number)).collect();
+                self.change_again(port, block, Change { blocks, new: Vec::new() }).await
+            }
+            Record::Zeros { volume, block: first, count } => {
+                self.empty_again(port, block, volume, first, count.into()).await
+            }
+            ref record => self.core().apply(record).map_err(io::Error::other),
+        }
+    }
+
+    async fn is_somewhere(&self, port: &Port, number: u64) -> io::Result<bool> {
+        if number >= self.core().numbers_end {
+            return Ok(false);
+        }
+        Ok(self.whereabouts(port, number).await? != Whereabouts::Nowhere)
+    }
+
+    /// No record gives a number another content. It may have this one, if an earlier replay was cut off.
+    async fn is_new(&self, port: &Port, new: &NewContent) -> io::Result<()> {
+        let is = Whereabouts::Plain { place: new.place, checksum: new.checksum };
+        match self.whereabouts(port, new.number).await? {
+            Whereabouts::Nowhere => Ok(()),
+            known if known == is => Ok(()),
+            _ => Err(damaged(Damaged("a record of the journal gives a number two contents"))),
+        }
+    }
+
+    async fn empty_again(
+        &self,
+        port: &Port,
+        block: u64,
+        volume: VolumeId,
+        first: u64,
+        count: u64,
+    ) -> io::Result<()> {
+        let (mut at, end) = (first, first + count);
+        while at < end {
+            let next = end.min(at - at % MAX_CHANGE + MAX_CHANGE);
+            let (leaf, _) = Leaf::of_block(volume, at);
+            match self.look(port, leaf, |_, _| ()).await {
+                Ok(Some(())) => {
+                    let blocks = (at..next).map(|block| (volume, block, 0)).collect();
+                    let change = Change { blocks, new: Vec::new() };
+                    self.change_again(port, block, change).await?;
+                }
+                Ok(None) => {}
+                Err(e) => return Err(of_no_volume(e)),
+            }
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// A change of the journal's block `number`. If it needs room in memory a checkpoint has all before that
+    /// block. What it has of the block itself is carried out again, which gives the same.
+    async fn change_again(&self, port: &Port, number: u64, change: Change) -> io::Result<()> {
+        if self.core().pages.wants_checkpoint() {
+            self.checkpoint_before(port, number).await?;
+        }
+        let leaves = change.leaves();
+        let mut claim = self.claim(port, &leaves).await.map_err(of_no_volume)?;
+        let made = self.with_all(port, &mut claim, &leaves, |core| change.make(core)).await;
+        made.map_err(of_no_volume)
+    }
+}
+
+/// What a journal must not have in it.
+fn of_no_volume(e: io::Error) -> io::Error {
+    match e.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::InvalidInput => {
+            damaged(Damaged("a record of the journal is of no volume, or behind its end"))
+        }
+        _ => e,
+    }
+}

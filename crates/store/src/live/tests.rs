@@ -1,0 +1,730 @@
+use std::collections::{BTreeMap, BTreeSet};
+use std::future::{Future, poll_fn};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::pin::Pin;
+use std::task::Poll;
+
+use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_io::reactor::Reactor;
+use ferrite_simio::{Fault, On};
+
+use super::*;
+use crate::content::DomainKey;
+use crate::journal::{Name, VolumeId};
+use crate::testing::{self, BYTES, Machine, SCRATCH_BYTES};
+
+mod behind;
+mod checking;
+mod dropped;
+mod flips;
+mod mapping;
+mod passes;
+mod room;
+mod tending;
+mod turns;
+mod unreadable;
+
+const SECTOR: usize = 512;
+const PER_BLOCK: u64 = 8;
+/// Of a volume, in blocks: four leaves.
+const BLOCKS: u64 = 2000;
+/// The blocks that stories use: the ends of a volume, and the end of a leaf.
+const ZONES: [Range<u64>; 3] = [0..24, 500..524, 1976..2000];
+/// Small, so that leaves go and come, and checkpoints are made for room.
+const MEMORY: Memory = Memory { metadata: LEAST_METADATA, index: 1 << 12 };
+
+/// What a sector may have.
+#[derive(Clone, Debug)]
+struct Sector {
+    /// Read now, or after the death of the process.
+    now: BTreeSet<u8>,
+    /// After a power cut.
+    durable: BTreeSet<u8>,
+}
+
+/// What volumes may have, by name. What is not said of a sector is zeros.
+type Model = BTreeMap<String, BTreeMap<u64, Sector>>;
+
+/// A write: sectors, and the byte that they get.
+#[derive(Clone, Debug)]
+struct Write {
+    volume: String,
+    sectors: Range<u64>,
+    value: u8,
+}
+
+fn zeros() -> Sector {
+    Sector { now: [0].into(), durable: [0].into() }
+}
+
+/// What goes on while writes do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Beside {
+    Nothing,
+    Checkpoint,
+    Pass,
+    Check,
+}
+
+struct Process {
+    live: Arc<Live>,
+    port: Port,
+    /// Last, as it ends the others' operations.
+    reactor: Reactor,
+}
+
+type Task<'a> = Pin<Box<dyn Future<Output = io::Result<()>> + 'a>>;
+
+/// All of them side by side, until all have ended.
+async fn all(mut tasks: Vec<Task<'_>>) -> Vec<io::Result<()>> {
+    let mut done: Vec<Option<io::Result<()>>> = tasks.iter().map(|_| None).collect();
+    poll_fn(|cx| {
+        for (task, done) in tasks.iter_mut().zip(&mut done) {
+            if done.is_none()
+                && let Poll::Ready(value) = task.as_mut().poll(cx)
+            {
+                *done = Some(value);
+            }
+        }
+        match done.iter().all(Option::is_some) {
+            true => Poll::Ready(done.iter_mut().filter_map(Option::take).collect()),
+            false => Poll::Pending,
+        }
+    })
+    .await
+}
+
+impl Process {
+    fn of(machine: &Machine) -> io::Result<Process> {
+        Self::with(machine, MEMORY)
+    }
+
+    fn with(machine: &Machine, memory: Memory) -> io::Result<Process> {
+        let (port, mut reactor) = testing::port(&machine.world, &machine.path);
+        let live = reactor.block_on(async { Live::open(&port, BYTES, memory).await })??;
+        Ok(Process { live: Arc::new(live), port, reactor })
+    }
+
+    fn volume(&self, name: &str) -> VolumeId {
+        self.live.volume(name).unwrap_or_else(|| panic!("there is no {name}"))
+    }
+
+    fn operate(&mut self, operation: Operation) -> io::Result<u32> {
+        let Process { live, port, reactor } = self;
+        reactor.block_on(async { live.operate(port, operation).await })?
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        let Process { live, port, reactor } = self;
+        reactor.block_on(async { live.flush(port).await })??;
+        self.catch_up();
+        Ok(())
+    }
+
+    /// What nobody waits for, and nobody hears of.
+    fn catch_up(&mut self) {
+        let Process { live, port, reactor } = self;
+        let _ = reactor.block_on(async { live.catch_up(port).await });
+    }
+
+    /// Sectors of a volume.
+    fn read(&mut self, name: &str, sectors: Range<u64>) -> io::Result<Vec<u8>> {
+        let volume = self.volume(name);
+        let Process { live, port, reactor } = self;
+        let bytes = (sectors.end - sectors.start) as usize * SECTOR;
+        let span = port.memory().span(SCRATCH_BYTES, bytes);
+        let read = async { live.read(port, volume, sectors.start * SECTOR as u64, span).await };
+        reactor.block_on(read)??;
+        let mut found = vec![0; bytes];
+        port.memory().copy_out(span, &mut found);
+        self.read_as_queues_do(name, sectors.start, &found)?;
+        let one = |sector: &[u8]| {
+            assert!(sector.iter().all(|b| *b == sector[0]), "a sector of two writes");
+            sector[0]
+        };
+        Ok(found.chunks(SECTOR).map(one).collect())
+    }
+
+    /// Writes side by side, perhaps beside a checkpoint.
+    fn write(&mut self, writes: &[Write], beside: bool) -> io::Result<Vec<io::Result<()>>> {
+        self.write_beside(writes, if beside { Beside::Checkpoint } else { Beside::Nothing })
+    }
+
+    fn write_beside(
+        &mut self,
+        writes: &[Write],
+        beside: Beside,
+    ) -> io::Result<Vec<io::Result<()>>> {
+        let done = self.only_write(writes, beside)?;
+        self.catch_up();
+        Ok(done)
+    }
+
+    fn only_write(&mut self, writes: &[Write], beside: Beside) -> io::Result<Vec<io::Result<()>>> {
+        let volumes: Vec<VolumeId> = writes.iter().map(|w| self.volume(&w.volume)).collect();
+        let Process { live, port, reactor } = self;
+        let mut tasks: Vec<Task> = Vec::new();
+        let mut memory = SCRATCH_BYTES;
+        for (write, volume) in writes.iter().zip(volumes) {
+            let bytes = (write.sectors.end - write.sectors.start) as usize * SECTOR;
+            let offset = write.sectors.start * SECTOR as u64;
+            let (live, port) = (&*live, &*port);
+            if write.value == 0 {
+                tasks.push(Box::pin(live.write_zeros(port, volume, offset, bytes as u64)));
+                continue;
+            }
+            let span = port.memory().span(memory, bytes);
+            memory += bytes;
+            port.memory().fill(span, write.value);
+            tasks.push(Box::pin(live.write(port, volume, offset, span)));
+        }
+        match beside {
+            Beside::Nothing => {}
+            Beside::Checkpoint => tasks.push(Box::pin(live.checkpoint(port))),
+            Beside::Pass => tasks.push(Box::pin(async { live.gc(port).await.map(drop) })),
+            Beside::Check => tasks.push(Box::pin(checking::all_is_in_order(live, port))),
+        }
+        let mut done = reactor.block_on(all(tasks))?;
+        if matches!(beside, Beside::Pass | Beside::Check) {
+            done.pop().unwrap()?;
+        }
+        done.truncate(writes.len());
+        Ok(done)
+    }
+}
+
+/// What was before somebody looks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum After {
+    Nothing,
+    Death,
+    Cut,
+}
+
+/// A story: a store is used, and its process or the power ends, some times.
+struct Story {
+    machine: Machine,
+    random: SplitMix64,
+    model: Model,
+    /// The one that was under way at the end of the process.
+    pending: Option<(Operation, Model)>,
+    names: u32,
+    fails: Option<On>,
+}
+
+impl Story {
+    fn new(seed: u64, fails: Option<On>) -> Story {
+        let (machine, random) = (Machine::new(seed), SplitMix64::new(seed));
+        let mut process = Process::of(&machine).unwrap();
+        let name = |name| Name::new(name).unwrap();
+        for (domain, key) in [("a", 1), ("b", 2)] {
+            process.operate(Operation::Domain(name(domain), DomainKey([key; 32]))).unwrap();
+        }
+        process.operate(Operation::Create(name("v0"), BLOCKS, 0)).unwrap();
+        process.operate(Operation::Create(name("v1"), BLOCKS, 1)).unwrap();
+        let model = ["v0", "v1"].map(|name| (name.to_owned(), BTreeMap::new())).into();
+        drop(process);
+        machine.world.cut_power().unwrap();
+        Story { machine, random, model, pending: None, names: 2, fails }
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        self.random.below(n)
+    }
+
+    fn any_volume(&mut self) -> String {
+        let at = self.random.below(self.model.len() as u64) as usize;
+        self.model.keys().nth(at).unwrap().clone()
+    }
+
+    fn any_write(&mut self) -> Write {
+        let volume = loop {
+            let volume = self.any_volume();
+            if !volume.starts_with('s') {
+                break volume;
+            }
+        };
+        let zone = ZONES[self.below(3) as usize].clone();
+        let (first, end) = (zone.start * PER_BLOCK, zone.end * PER_BLOCK);
+        let mut begin = first + self.below(end - first);
+        let mut len = 1 + self.below(12);
+        if self.below(3) > 0 {
+            begin -= begin % PER_BLOCK;
+            len = PER_BLOCK * (1 + self.below(20));
+        }
+        // Few values, so that content is found again.
+        let value = self.below(6) as u8;
+        Write { volume, sectors: begin..end.min(begin + len), value }
+    }
+
+    /// Some writes at once.
+    fn write(&mut self, process: &mut Process) -> io::Result<()> {
+        let writes: Vec<Write> = (0..1 + self.below(4)).map(|_| self.any_write()).collect();
+        // Whatever becomes of them, all may be there.
+        for write in &writes {
+            let sectors = self.model.get_mut(&write.volume).unwrap();
+            for sector in write.sectors.clone() {
+                let sector = sectors.entry(sector).or_insert_with(zeros);
+                sector.now.insert(write.value);
+                sector.durable.insert(write.value);
+            }
+        }
+        let beside = match self.below(16) {
+            0 | 1 => Beside::Checkpoint,
+            2 => Beside::Pass,
+            3 => Beside::Check,
+            _ => Beside::Nothing,
+        };
+        let done = process.write_beside(&writes, beside)?;
+        let ended: Vec<&Write> =
+            writes.iter().zip(&done).filter(|d| d.1.is_ok()).map(|d| d.0).collect();
+        for write in &ended {
+            for at in write.sectors.clone() {
+                // What was there before a write that has ended well is not there any more.
+                let others = writes.iter().filter(|w| w.volume == write.volume);
+                let others = others.filter(|w| w.sectors.contains(&at)).map(|w| w.value);
+                let sector = self.model.get_mut(&write.volume).unwrap().get_mut(&at).unwrap();
+                sector.now = others.collect();
+            }
+        }
+        let passing =
+            |e: &io::Error| self.fails.is_some() || e.kind() == io::ErrorKind::StorageFull;
+        match done.into_iter().find(|done| done.as_ref().is_err_and(|e| !passing(e))) {
+            Some(failed) => failed,
+            None => Ok(()),
+        }
+    }
+
+    /// A flush, or what has one in it, has ended well.
+    fn all_durable(&mut self) {
+        for sector in self.model.values_mut().flat_map(BTreeMap::values_mut) {
+            sector.durable.clone_from(&sector.now);
+        }
+    }
+
+    fn name(&mut self, kind: char) -> (Name, String) {
+        self.names += 1;
+        let name = format!("{kind}{}", self.names);
+        (Name::new(&name).unwrap(), name)
+    }
+
+    fn operate(&mut self, process: &mut Process) -> io::Result<()> {
+        let of = self.any_volume();
+        let number = process.volume(&of);
+        let mut after = self.model.clone();
+        let operation = match self.below(4) {
+            0 if self.model.len() < 6 => {
+                let (name, text) = self.name('s');
+                after.insert(text, self.model[&of].clone());
+                Operation::Snapshot(name, number)
+            }
+            1 if self.model.len() < 6 => {
+                let (name, text) = self.name('c');
+                after.insert(text, self.model[&of].clone());
+                Operation::Clone(name, number)
+            }
+            2 if of.starts_with('s') || of.starts_with('c') => {
+                after.remove(&of);
+                Operation::Delete(number)
+            }
+            _ => {
+                let domain = |name: &str| {
+                    let volume = process.volume(name);
+                    process.live.core().volumes.entries()[&volume].domain
+                };
+                let is_to = |name: &&String| name.starts_with('s') && domain(name) == domain(&of);
+                let Some(to) = self.model.keys().find(is_to) else { return Ok(()) };
+                if of.starts_with('s') {
+                    return Ok(());
+                }
+                after.insert(of.clone(), self.model[to].clone());
+                Operation::Rollback(number, process.volume(to))
+            }
+        };
+        self.pending = Some((operation.clone(), after));
+        process.operate(operation)?;
+        self.model = self.pending.take().unwrap().1;
+        self.all_durable();
+        Ok(())
+    }
+
+    /// Steps until the machine stops, or enough of them. A failed sync ends the process.
+    fn use_it(&mut self, process: &mut Process, steps: u64) -> io::Result<()> {
+        for _ in 0..steps {
+            match self.below(12) {
+                0 | 1 => {
+                    process.flush()?;
+                    self.all_durable();
+                }
+                2 => self.operate(process)?,
+                3 => {
+                    let name = self.any_volume();
+                    self.examine(process, &name, After::Nothing);
+                }
+                _ => self.write(process)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// What a volume has is what it may have; after a replay that is what it has from now on.
+    fn examine(&mut self, process: &mut Process, name: &str, after: After) {
+        for zone in ZONES {
+            let sectors = zone.start * PER_BLOCK..zone.end * PER_BLOCK;
+            let found = match process.read(name, sectors.clone()) {
+                Ok(found) => found,
+                Err(_) if self.machine.world.stopped() => return,
+                Err(e) => panic!("{name}: {e}"),
+            };
+            for (sector, found) in sectors.zip(found) {
+                let known = self.model.get_mut(name).unwrap().entry(sector).or_insert_with(zeros);
+                let may = if after == After::Cut { &known.durable } else { &known.now };
+                assert!(may.contains(&found), "{name}, sector {sector}: {found} of {may:?}");
+                // A write that has failed may come back with a replay, but not behind one.
+                if after != After::Nothing {
+                    known.now = [found].into();
+                }
+            }
+        }
+    }
+
+    /// The next process: which volumes there are, and what they have.
+    fn reopen(&mut self, after: After) -> Process {
+        let mut process = Process::of(&self.machine).unwrap_or_else(|e| panic!("opening: {e}"));
+        if let Some((_, other)) = self.pending.take() {
+            // It is done, or not: volumes say which, and of a rollback each sector does.
+            let found =
+                |model: &Model| model.keys().all(|name| process.live.volume(name).is_some());
+            let is_smaller = other.len() < self.model.len();
+            match found(&other) && (!is_smaller || !found(&self.model)) {
+                true if other.len() == self.model.len() => self.either(&other),
+                true => self.model = other,
+                false => {}
+            }
+        }
+        let names: Vec<String> = self.model.keys().cloned().collect();
+        for name in names {
+            self.examine(&mut process, &name, after);
+        }
+        // A replay ends with a checkpoint.
+        self.all_durable();
+        process
+    }
+
+    fn either(&mut self, after: &Model) {
+        for (name, sectors) in after {
+            let before = self.model.get_mut(name).unwrap();
+            let numbers: BTreeSet<u64> = sectors.keys().chain(before.keys()).copied().collect();
+            for number in numbers {
+                let other = sectors.get(&number).cloned().unwrap_or_else(zeros);
+                let sector = before.entry(number).or_insert_with(zeros);
+                sector.now.extend(other.now);
+                sector.durable.extend(other.durable);
+            }
+        }
+    }
+
+    /// Says how often it was stopped.
+    fn tell(mut self, stop: Option<u64>, rounds: u64) -> u32 {
+        let mut stopped = 0;
+        let mut after = After::Cut;
+        for _ in 0..rounds {
+            let mut process = self.reopen(after);
+            let begun = self.machine.world.step();
+            self.machine.world.stop_at(stop.map(|stop| begun + stop));
+            if let Some(on) = self.fails {
+                let first = self.below(BYTES);
+                let fault =
+                    Fault { on, range: first / 4..BYTES, per_mille: 150, errno: 5, times: 2 };
+                self.machine.world.set_faults(vec![fault]);
+            }
+            let ended = self.use_it(&mut process, 40);
+            self.machine.world.set_faults(Vec::new());
+            stopped += u32::from(self.machine.world.stopped());
+            let is_expected = self.machine.world.stopped() || self.fails.is_some();
+            assert!(ended.is_ok() || is_expected, "{ended:?}");
+            let is_faulty = process.live.is_faulty();
+            drop(process);
+            let is_cut = self.below(2) == 0;
+            after = if is_cut || is_faulty { After::Cut } else { After::Death };
+            match is_cut && !is_faulty {
+                true => self.machine.world.cut_power().unwrap(),
+                false => self.machine.world.kill_process().unwrap(),
+            }
+            if is_faulty {
+                // What the next process has found is durable, whatever the kernel had forgotten.
+                drop(self.reopen(After::Cut));
+                self.machine.world.cut_power().unwrap();
+            }
+        }
+        let mut process = self.reopen(after);
+        passes::nothing_is_lost_and_nothing_left(&mut process);
+        let names: Vec<String> = self.model.keys().cloned().collect();
+        for name in names {
+            self.examine(&mut process, &name, After::Nothing);
+        }
+        stopped
+    }
+}
+
+#[test]
+fn after_any_end_volumes_have_what_they_may_have() {
+    let mut stopped = 0;
+    for seed in 0..24 {
+        stopped += Story::new(seed, None).tell(None, 2);
+        for stop in 0..4 {
+            let at = 3 + stop * 211 + seed * 17;
+            stopped += Story::new(seed, None).tell(Some(at), 3);
+        }
+    }
+    assert!(stopped > 150, "{stopped}");
+}
+
+#[test]
+fn a_write_that_fails_changes_nothing_of_others() {
+    for seed in 100..130 {
+        Story::new(seed, Some(On::Write)).tell(None, 2);
+        Story::new(seed, Some(On::Write)).tell(Some(50 + seed * 7), 2);
+    }
+}
+
+#[test]
+fn after_a_failed_sync_the_next_process_refers_to_nothing_that_is_lost() {
+    for seed in 200..240 {
+        Story::new(seed, Some(On::Sync)).tell(None, 3);
+    }
+}
+
+/// A process with one volume, `v0`.
+fn with_a_volume() -> (Machine, Process) {
+    let story = Story::new(1, None);
+    let process = Process::of(&story.machine).unwrap();
+    (story.machine, process)
+}
+
+fn write(volume: &str, sectors: Range<u64>, value: u8) -> Write {
+    Write { volume: volume.into(), sectors, value }
+}
+
+#[test]
+fn equal_blocks_of_one_domain_take_one_place_and_zeros_none() {
+    let (_machine, mut process) = with_a_volume();
+    let free = |process: &Process| process.live.core().space.free();
+    let before = free(&process);
+    let put = |process: &mut Process, writes: &[Write]| {
+        process.write(writes, false).unwrap().into_iter().for_each(|done| done.unwrap());
+        before - free(process)
+    };
+    assert_eq!(put(&mut process, &[write("v0", 0..64, 0)]), 0);
+    assert_eq!(put(&mut process, &[write("v0", 0..64, 5)]), 1, "equal blocks of one write");
+    assert_eq!(put(&mut process, &[write("v0", 4000..4400, 5)]), 1, "found by its hash");
+    assert_eq!(put(&mut process, &[write("v1", 0..8, 5)]), 2, "of another domain");
+    assert_eq!(put(&mut process, &[write("v0", 8..16, 6)]), 3);
+}
+
+#[test]
+fn parts_of_one_block_that_are_written_at_once_are_all_there() {
+    let (_machine, mut process) = with_a_volume();
+    let writes: Vec<Write> = (0..8).map(|i| write("v0", i..i + 1, i as u8 + 1)).collect();
+    process.write(&writes, false).unwrap().into_iter().for_each(|done| done.unwrap());
+    assert_eq!(process.read("v0", 0..9).unwrap(), [1, 2, 3, 4, 5, 6, 7, 8, 0]);
+}
+
+#[test]
+fn a_damaged_block_is_an_error_and_never_data() {
+    let (machine, mut process) = with_a_volume();
+    process.write(&[write("v0", 0..8, 7), write("v0", 8..16, 8)], false).unwrap();
+    let file = std::fs::File::options().read(true).write(true).open(&machine.path).unwrap();
+    let mut bytes = vec![0; BYTES as usize];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    let at = bytes.chunks(BLOCK_BYTES).position(|block| block.iter().all(|b| *b == 7)).unwrap();
+    file.write_all_at(&[6], (at * BLOCK_BYTES + 77) as u64).unwrap();
+    machine.world.changed_outside(&file).unwrap();
+    assert_eq!(process.read("v0", 0..8).unwrap_err().kind(), io::ErrorKind::InvalidData);
+    assert_eq!(process.read("v0", 8..16).unwrap(), [8; 8], "others are read");
+}
+
+#[test]
+fn a_checkpoint_is_made_behind_an_operation_that_has_failed_and_before_one_behind_a_failed_write() {
+    let (machine, mut process) = with_a_volume();
+    let put = |process: &mut Process, value| {
+        process.only_write(&[write("v0", 0..8, value)], Beside::Nothing).unwrap().remove(0)
+    };
+    let layout = process.live.core().layout;
+    let journal = layout.journal(0)..layout.journal(0) + layout.journal_blocks;
+    let bytes = journal.start * BLOCK_BYTES as u64..journal.end * BLOCK_BYTES as u64;
+    let fail_once = || {
+        let range = bytes.clone();
+        let fault = Fault { on: On::Write, range, per_mille: 1000, errno: 5, times: 1 };
+        machine.world.set_faults(vec![fault]);
+    };
+    let checkpoint = |process: &Process| process.live.core().checkpoint;
+    put(&mut process, 7).unwrap();
+    let before = checkpoint(&process);
+    fail_once();
+    let volume = process.volume("v0");
+    process.operate(Operation::Delete(volume)).unwrap_err();
+    // Zeros ask for no checkpoint of their own.
+    put(&mut process, 0).unwrap();
+    assert_eq!(checkpoint(&process), before + 1, "a replay could delete what is written now");
+    fail_once();
+    put(&mut process, 7).unwrap_err();
+    assert_eq!(checkpoint(&process), before + 1);
+    process.operate(Operation::Snapshot(Name::new("s").unwrap(), volume)).unwrap();
+    assert_eq!(checkpoint(&process), before + 2, "a replay could write before the snapshot");
+    assert_eq!(process.read("s", 0..8).unwrap(), [0; 8]);
+}
+
+#[test]
+fn what_cannot_be_done_with_volumes_is_refused_and_changes_nothing() {
+    let (_machine, mut process) = with_a_volume();
+    let name = |name| Name::new(name).unwrap();
+    let (a, b) = (process.volume("v0"), process.volume("v1"));
+    let snapshot = process.operate(Operation::Snapshot(name("s"), a)).unwrap();
+    let cases = [
+        (Operation::Create(name("v0"), 1, 0), VolumeError::Exists),
+        (Operation::Create(name("x"), 1, 9), VolumeError::NoDomain),
+        (Operation::Create(name("x"), 0, 0), VolumeError::BadSize),
+        (Operation::Clone(name("x"), 99), VolumeError::Missing),
+        (Operation::Snapshot(name("s"), b), VolumeError::Exists),
+        (Operation::Rollback(a, b), VolumeError::NotASnapshot),
+        (Operation::Rollback(b, snapshot), VolumeError::NotASnapshot),
+        (Operation::Rollback(snapshot, snapshot), VolumeError::NotASnapshot),
+        (Operation::Delete(99), VolumeError::Missing),
+        (Operation::Domain(name("a"), DomainKey([0; 32])), VolumeError::Exists),
+    ];
+    let before = process.live.core().volumes.entries().clone();
+    for (operation, why) in cases {
+        let e = process.operate(operation.clone()).unwrap_err();
+        assert_eq!(e.to_string(), why.to_string(), "{operation:?}");
+    }
+    assert_eq!(*process.live.core().volumes.entries(), before);
+    let done = process.write(&[write("s", 0..8, 1), write("v0", 15_999..16_001, 1)], false);
+    let kinds = done.unwrap().into_iter().map(|done| done.unwrap_err().kind());
+    let refused = [io::ErrorKind::PermissionDenied, io::ErrorKind::InvalidInput];
+    assert_eq!(kinds.collect::<Vec<_>>(), refused);
+}
+
+#[test]
+fn what_was_closed_is_opened_without_a_record() {
+    let (machine, mut process) = with_a_volume();
+    process.write(&[write("v0", 0..8, 7)], false).unwrap();
+    let Process { live, port, reactor } = &mut process;
+    reactor.block_on(async { live.close(port).await }).unwrap().unwrap();
+    drop(process);
+    machine.world.cut_power().unwrap();
+    let (port, mut reactor) = testing::port(&machine.world, &machine.path);
+    let steps = machine.world.step();
+    let live = reactor.block_on(async { Live::open(&port, BYTES, MEMORY).await }).unwrap().unwrap();
+    let replay = reactor.block_on(async { live.scan(&port).await }).unwrap().unwrap();
+    assert!(replay.blocks.is_empty() && machine.world.step() > steps);
+    let mut process = Process { live: Arc::new(live), port, reactor };
+    assert_eq!(process.read("v0", 0..8).unwrap(), [7; 8]);
+}
+
+#[test]
+fn threads_share_a_store() {
+    fn are_shared<T: Send + Sync>() {}
+    are_shared::<Live>();
+}
+
+#[test]
+fn what_is_written_to_a_volume_that_is_deleted_is_an_error_and_no_damage() {
+    let (machine, mut process) = with_a_volume();
+    let volume = process.volume("v0");
+    let Process { live, port, reactor } = &mut process;
+    let (live, port) = (&*live, &*port);
+    let span = port.memory().span(SCRATCH_BYTES, BLOCK_BYTES);
+    port.memory().fill(span, 7);
+    // More than can have a number at once, and some that come while the operation waits for theirs.
+    let write = async |block: u64| {
+        for _ in 0..block {
+            port.io.yield_to_others().await;
+        }
+        live.write(port, volume, block * BLOCK_BYTES as u64, span).await
+    };
+    let delete = async { live.operate(port, Operation::Delete(volume)).await.map(drop) };
+    let mut tasks: Vec<Task> = vec![Box::pin(delete)];
+    tasks.extend((0..300).map(|block| Box::pin(write(block)) as Task));
+    let done = reactor.block_on(all(tasks)).unwrap();
+    assert!(done[..2].iter().all(Result::is_ok) && done.iter().any(Result::is_err));
+    drop(process);
+    machine.world.kill_process().unwrap();
+    assert_eq!(Process::of(&machine).unwrap().live.volume("v0"), None);
+}
+
+#[test]
+fn nothing_is_told_of_a_volume_behind_a_failed_sync_of_its_new_size() {
+    let mut grown = 0;
+    for seed in 0..20 {
+        let machine = Machine::new(seed);
+        let mut process = Process::of(&machine).unwrap();
+        let name = |name| Name::new(name).unwrap();
+        process.operate(Operation::Domain(name("d"), DomainKey([1; 32]))).unwrap();
+        let small = process.operate(Operation::Create(name("v0"), 8, 0)).unwrap();
+        let large = process.operate(Operation::Create(name("v1"), 2000, 0)).unwrap();
+        let snapshot = process.operate(Operation::Snapshot(name("s"), large)).unwrap();
+        // There is a sync before the operation, too.
+        let fault = Fault { on: On::Sync, range: 0..BYTES, per_mille: 500, errno: 5, times: 1 };
+        machine.world.set_faults(vec![fault]);
+        if process.operate(Operation::Rollback(small, snapshot)).is_ok() {
+            continue;
+        }
+        grown += u32::from(process.live.volume_called("v0").unwrap().blocks == 2000);
+        let told = process.only_write(&[write("v0", 8000..8008, 7)], Beside::Nothing).unwrap();
+        drop(process);
+        machine.world.cut_power().unwrap();
+        let process = Process::of(&machine).unwrap();
+        assert!(process.live.volume("v0").is_some());
+        assert!(told[0].is_err(), "it may be of a volume that is smaller after a cut");
+    }
+    assert!(grown > 2, "{grown}");
+}
+
+#[test]
+fn places_come_free_though_nothing_new_is_written() {
+    let (_machine, mut process) = with_a_volume();
+    for round in 0..1500 {
+        let value = round % 2 * 7;
+        process.write(&[write("v0", 0..8, value as u8)], true).unwrap().remove(0).unwrap();
+        let Process { live, port, reactor } = &mut process;
+        let made = reactor.block_on(async { live.checkpoint(port).await }).unwrap();
+        made.unwrap_or_else(|e| panic!("checkpoint {round}: {e}"));
+    }
+}
+
+#[test]
+fn a_store_with_the_least_memory_makes_the_largest_change_and_with_less_it_is_refused() {
+    let (machine, mut process) = with_a_volume();
+    process.write(&[write("v0", 0..8, 7)], false).unwrap().remove(0).unwrap();
+    let Process { live, port, reactor } = &mut process;
+    let is_made = std::cell::Cell::new(false);
+    let leaves = (0..MAX_LEAVES as u64).map(|i| match i {
+        0..16 => super::leaves::Leaf::P2m(i),
+        _ => super::leaves::Leaf::Hashes(i),
+    });
+    let leaves = leaves.collect();
+    let claim = async {
+        live.claim(port, &leaves).await?;
+        is_made.set(true);
+        Ok(())
+    };
+    let watch = async {
+        for _ in 0..1000 {
+            port.io.sleep(std::time::Duration::from_millis(1)).await?;
+            if is_made.get() {
+                return Ok(());
+            }
+        }
+        panic!("the change waits for ever");
+    };
+    let done = reactor.block_on(all(vec![Box::pin(claim), Box::pin(watch)])).unwrap();
+    assert!(done.iter().all(Result::is_ok), "{done:?}");
+    drop(process);
+    let (port, mut reactor) = testing::port(&machine.world, &machine.path);
+    let memory = Memory { metadata: LEAST_METADATA - 1, ..MEMORY };
+    let opened = reactor.block_on(async { Live::open(&port, BYTES, memory).await }).unwrap();
+    let e = opened.map(drop).unwrap_err();
+    assert!(e.to_string().starts_with("a store needs 359 KiB of metadata memory at least"), "{e}");
+}

@@ -1,0 +1,226 @@
+//! A new store, and one that is opened: from four superblocks to all that a checkpoint has (store.md 2 and 5).
+
+use std::io;
+
+use super::checkpoint::Core;
+use super::free_numbers::FreeNumbers;
+use super::layout::Layout;
+use super::medium::{MAX_BLOCKS, Medium};
+use super::pages::Pages;
+use super::space::{Bits, Kind, Space, SpacePage, UNREADABLE, choose as choose_space, mends};
+use super::superblock::{Pages as Superblocks, Roots, Superblock, Unusable, choose};
+use super::table::Table;
+use super::tree::{FIRST_GENERATION, Link, Tree};
+use super::{BLOCK_BYTES, Damaged, StoreId};
+use ferrite_disk_base::Port;
+
+/// Of its metadata that a small store has in memory, one part of this.
+const SMALLEST_PART: u64 = 16;
+
+fn unusable(why: Unusable) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}
+
+/// Makes a store with nothing in it of a file or device. What was there is lost.
+///
+/// # Errors
+/// The kernel's. There is no store then, or all of it.
+pub async fn create(medium: &Medium, port: &Port, layout: &Layout, id: StoreId) -> io::Result<()> {
+    // If there was one, it ends first.
+    let nothing = vec![0; 2 * BLOCK_BYTES];
+    for home in 0..2 {
+        medium.write(port, layout.superblock(home, 0), &nothing).await?;
+    }
+    medium.sync(port).await?;
+    let mut segment = 0;
+    while segment < layout.segments {
+        let end = layout.segments.min(segment + MAX_BLOCKS as u64 / 2);
+        let page = |segment: u64, home: u64| {
+            let bits = Bits::all(false, layout.segment_blocks);
+            let page = SpacePage { checkpoint: home, kind: Kind::Free, bits };
+            page.encode(&id, segment, home as usize)
+        };
+        let pages = (segment..end).flat_map(|segment| [page(segment, 0), page(segment, 1)]);
+        let pages: Vec<u8> = pages.flatten().collect();
+        medium.write(port, layout.space_page(segment, 0), &pages).await?;
+        segment = end;
+    }
+    medium.sync(port).await?;
+    let superblock = |checkpoint| Superblock {
+        id,
+        layout: *layout,
+        checkpoint,
+        replay_from: 0,
+        generation: FIRST_GENERATION,
+        numbers_end: 1,
+        roots: Roots::default(),
+        packing: None,
+    };
+    // It is one when its beginning is there, which is the last.
+    for home in [1, 0] {
+        let pages = [0, 1].map(|checkpoint| superblock(checkpoint).encode(home)).concat();
+        medium.write(port, layout.superblock(home, 0), &pages).await?;
+        medium.sync(port).await?;
+    }
+    Ok(())
+}
+
+/// The four superblocks of what has so many blocks. One that cannot be read is as one that is damaged: it needs
+/// the one in the other home.
+async fn superblocks(medium: &Medium, port: &Port, blocks: u64) -> io::Result<Superblocks> {
+    if blocks < 4 {
+        return Err(unusable(Unusable::Foreign));
+    }
+    let mut unreadable = None;
+    let mut decode = |pages: Vec<io::Result<Vec<u8>>>, home| {
+        let mut all = [Err(Unusable::Foreign); 2];
+        for ((page, to), odd) in pages.into_iter().zip(&mut all).zip([false, true]) {
+            *to = match page {
+                Ok(page) => Superblock::decode(&page, home, odd),
+                Err(e) => {
+                    unreadable = Some(e);
+                    Err(Damaged("a page of the superblock cannot be read").into())
+                }
+            };
+        }
+        all
+    };
+    let first = decode(medium.read_each(port, 0, 2).await?, 0);
+    let layout = first.iter().find_map(|page| page.ok().map(|superblock| superblock.layout));
+    let end = layout.map_or(blocks, |layout| layout.blocks);
+    if end > blocks {
+        let [store_bytes, bytes] = [end, blocks].map(|blocks| blocks * BLOCK_BYTES as u64);
+        return Err(unusable(Unusable::CutOff { store_bytes, bytes }));
+    }
+    let second = decode(medium.read_each(port, end - 2, 2).await?, 1);
+    match unreadable {
+        // Of what it is nothing is known.
+        Some(e) if [first, second].iter().flatten().all(Result::is_err) => Err(e),
+        _ => Ok([first, second]),
+    }
+}
+
+/// Opens what has so many bytes, as its last checkpoint has it. `may_write`: its superblock is put where it
+/// should be.
+///
+/// # Errors
+/// It is no store, is damaged, or cannot be read (`InvalidData`, or the kernel's).
+pub async fn open(
+    medium: &Medium,
+    port: &Port,
+    bytes: u64,
+    metadata_memory: usize,
+    may_write: bool,
+) -> io::Result<Core> {
+    let superblocks = superblocks(medium, port, bytes / BLOCK_BYTES as u64).await?;
+    let superblock = choose(&superblocks).map_err(unusable)?;
+    let layout = superblock.layout;
+    let smallest = layout.blocks * BLOCK_BYTES as u64 / SMALLEST_PART;
+    let pages = Pages::new(metadata_memory.min(usize::try_from(smallest).unwrap_or(usize::MAX)));
+    if may_write {
+        take_space(medium, port, bytes, &layout, pages.count()).await;
+        mend(medium, port, &superblocks, &superblock).await?;
+    }
+    let roots = superblock.roots;
+    Ok(Core {
+        id: superblock.id,
+        layout,
+        checkpoint: superblock.checkpoint,
+        replay_from: superblock.replay_from,
+        space: load_space(medium, port, &superblock, pages.count(), may_write).await?,
+        pages,
+        p2m: Tree::of_p2m(&layout, Link::of(roots.p2m)),
+        hashes: Tree::of_hashes(&layout, Link::of(roots.hashes)),
+        volumes: Table::load(medium, port, &layout, roots.volumes).await?,
+        domains: Table::load(medium, port, &layout, roots.domains).await?,
+        generation: superblock.generation,
+        numbers_end: superblock.numbers_end,
+        packing: superblock.packing,
+        free_numbers: FreeNumbers::default(),
+        kept: Vec::new(),
+        under_way: None,
+    })
+}
+
+/// Section 7, A full file system below. It comes before all that an opening writes: where a file system writes
+/// elsewhere what it writes again, that takes space, too.
+async fn take_space(medium: &Medium, port: &Port, bytes: u64, layout: &Layout, slots: usize) {
+    let first_place = layout.first_place(0) * BLOCK_BYTES as u64;
+    // What it cannot have now it may have when it is written.
+    let _ = port.io.preallocate(port.files[0], 0, first_place).await;
+    // Of two checkpoints with all memory dirty, each page twice.
+    let ballast = 4 * slots * BLOCK_BYTES;
+    medium.ballast().hold(port, bytes, ballast as u64).await;
+}
+
+/// Before anything is used again that the checkpoint has made free, both homes have it, durably: one that has not
+/// may have an older one, whose places those are. So all four pages are written, whatever is read: that may be in the
+/// kernel's memory only, if a sync has failed in an earlier process. And a page that could not be read may be one of a later
+/// checkpoint, which was cut, and be read the next time.
+async fn mend(
+    medium: &Medium,
+    port: &Port,
+    pages: &Superblocks,
+    superblock: &Superblock,
+) -> io::Result<()> {
+    let newest = |odd: usize| {
+        let whole = pages.iter().filter_map(|home| home[odd].ok());
+        whole.max_by_key(|page| page.checkpoint).unwrap_or(*superblock)
+    };
+    let known = [0, 1].map(newest);
+    for home in 0..2 {
+        let both = known.map(|page| page.encode(home)).concat();
+        medium.write(port, superblock.layout.superblock(home, 0), &both).await?;
+        medium.sync(port).await?;
+    }
+    Ok(())
+}
+
+async fn load_space(
+    medium: &Medium,
+    port: &Port,
+    superblock: &Superblock,
+    reserve: usize,
+    may_write: bool,
+) -> io::Result<Space> {
+    let layout = &superblock.layout;
+    let mut space = Space::new(*layout, reserve as u64);
+    let (mut segment, mut is_mended) = (0, false);
+    while segment < layout.segments {
+        // Their number is even.
+        let count = (layout.segments - segment).min(MAX_BLOCKS as u64 / 2);
+        let pages = layout.space_page(segment, 0);
+        let pages = medium.read_each(port, pages, 2 * count as usize).await?;
+        let found = |segment: u64, pages: &[io::Result<Vec<u8>>]| {
+            let homes = [0, 1].map(|home| {
+                // It may have been the newer one, as a damaged one.
+                let page = pages[home].as_ref().map_err(|_| UNREADABLE)?;
+                SpacePage::decode(page, &superblock.id, layout, segment, home)
+            });
+            choose_space(homes, superblock.checkpoint)
+        };
+        for (pair, pages) in pages.chunks_exact(4).enumerate() {
+            let first = segment + 2 * pair as u64;
+            let (a, b) = pages.split_at(2);
+            let mut found = [found(first, a), found(first + 1, b)];
+            let mends = mends(&found, superblock.checkpoint, layout.segment_blocks);
+            for ((found, mend), segment) in found.iter_mut().zip(mends).zip(first..) {
+                let Some(page) = mend else { continue };
+                let home = 1 - found.next_home;
+                if may_write {
+                    let place = layout.space_page(segment, home as u64);
+                    let bytes = page.encode(&superblock.id, segment, home);
+                    medium.write(port, place, &bytes).await?;
+                    is_mended = true;
+                }
+                found.page = Some(page);
+            }
+            space.add_pair(found);
+        }
+        segment += count;
+    }
+    if is_mended {
+        medium.sync(port).await?;
+    }
+    Ok(space)
+}
