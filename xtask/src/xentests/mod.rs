@@ -62,7 +62,7 @@ const OF_COMMITS: [&str; 12] = [
     "images/a-vhd-leaf-changes-and-its-parent-does-not",
     "fio/2-queues-order-4-indirect-256",
     "xl/both-scripts-find-every-image-and-say-what-they-do-not",
-    "docs/the-readme-serves-a-disk-as-printed",
+    "docs/a-disk-is-served-as-printed",
     "host/grants-channels-and-xenstore",
 ];
 
