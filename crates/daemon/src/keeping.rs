@@ -13,7 +13,9 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferrite_disk::store::owned::StoreKey;
-use ferrite_keeper::{Ahead, Group, Keep, Keeper, Line, Names, name_of, nbd_socket, socket_name};
+use ferrite_keeper::{
+    DiskSpec, Group, Keeper, Line, Preopen, WorkerSandbox, name_of, nbd_socket, socket_name,
+};
 use ferrite_serve::blkif::lifecycle::{
     Attachment, FollowConfig, Outcome, ServeError, follow_and_tell, follow_second, forget_second,
     part, retire,
@@ -47,7 +49,7 @@ const PARTED_WITHIN: Duration = Duration::from_secs(2);
 /// How keepers and their workers are started.
 pub trait Programs: Send + Sync {
     /// A command that becomes the keeper of this disk, or of its store.
-    fn keeper(&self, disk: DiskId, keep: &Keep) -> Command;
+    fn keeper(&self, disk: DiskId, spec: &DiskSpec) -> Command;
 
     /// The arguments of a worker that serves this disk; the program is the keeper's.
     ///
@@ -78,12 +80,12 @@ pub trait Programs: Send + Sync {
     ///
     /// # Errors
     /// What the host says of that makes no sense.
-    fn names(
+    fn sandbox(
         &self,
         disk: &Assignment<'_>,
         run_dir: &Path,
         writable: bool,
-    ) -> Result<Option<Names>, Failure>;
+    ) -> Result<Option<WorkerSandbox>, Failure>;
 }
 
 /// See [`Programs::of_store`].
@@ -93,8 +95,8 @@ pub struct OfStore {
     pub worker: Vec<String>,
     /// See [`Group::commands`].
     pub commands: Option<PathBuf>,
-    /// See [`Keep::ahead`].
-    pub ahead: Vec<Ahead>,
+    /// See [`DiskSpec::preopens`].
+    pub preopens: Vec<Preopen>,
 }
 
 /// How the files of a store's keeper are called. No disk's are.
@@ -128,12 +130,12 @@ impl Keepers {
     }
 
     /// The keeper of this disk: the one that is there, or a new one.
-    fn keeper(&self, id: DiskId, keep: &Keep, is_new: bool) -> Result<Keeper, Failure> {
-        match Keeper::connect(&keep.socket) {
+    fn keeper(&self, id: DiskId, spec: &DiskSpec, is_new: bool) -> Result<Keeper, Failure> {
+        match Keeper::connect(&spec.socket) {
             Ok(keeper) => {
                 // Of a disk that was attached just now, and of another image: its end was missed.
-                let kept = keeper.keep();
-                if !is_new || kept.as_ref().is_ok_and(|kept| kept == keep) {
+                let kept = keeper.spec();
+                if !is_new || kept.as_ref().is_ok_and(|kept| kept == spec) {
                     return Ok(keeper);
                 }
                 end_closed(keeper).map_err(|e| failed("end the keeper of an older disk", &e))?;
@@ -143,42 +145,42 @@ impl Keepers {
         }
         {
             let _one = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
-            let command = self.programs.keeper(id, keep);
-            keep.start(command).map_err(|e| failed("start a keeper", &e))?;
+            let command = self.programs.keeper(id, spec);
+            spec.start(command).map_err(|e| failed("start a keeper", &e))?;
         }
-        Keeper::connect(&keep.socket).map_err(|e| failed("reach the new keeper", &e))
+        Keeper::connect(&spec.socket).map_err(|e| failed("reach the new keeper", &e))
     }
 
     /// How a disk is kept.
-    fn keep(&self, disk: &Assignment<'_>, store: &mut Store) -> Result<Keep, Failure> {
+    fn spec(&self, disk: &Assignment<'_>, store: &mut Store) -> Result<DiskSpec, Failure> {
         let run_dir = disk.run_dir().join(disk.id.file_name());
         let of_store = self.of_store(disk)?;
-        let (group, ahead) =
-            of_store.map_or((None, Vec::new()), |(group, ahead)| (Some(group), ahead));
-        Ok(Keep {
+        let (group, preopens) =
+            of_store.map_or((None, Vec::new()), |(group, preopens)| (Some(group), preopens));
+        Ok(DiskSpec {
             socket: self.socket(disk.id),
             worker: self.programs.worker(disk)?,
-            names: self.programs.names(disk, &run_dir, is_written(store, disk)?)?,
+            sandbox: self.programs.sandbox(disk, &run_dir, is_written(store, disk)?)?,
             relay: Some(self.programs.relay()),
             run_dir,
             group,
-            ahead,
+            preopens,
         })
     }
 
     /// The group of a volume's disk: the disks of its store.
-    fn of_store(&self, disk: &Assignment<'_>) -> Result<Option<(Group, Vec<Ahead>)>, Failure> {
+    fn of_store(&self, disk: &Assignment<'_>) -> Result<Option<(Group, Vec<Preopen>)>, Failure> {
         let Some((path, _)) = disk.image.volume() else { return Ok(None) };
         let store = StoreKey::at(path).map_err(|e| Failure {
             why: format!("cannot open {}: {e}", path.display()),
             help: "correct the disk's target; it is tried again".to_owned(),
         })?;
-        let OfStore { worker, commands, ahead } =
+        let OfStore { worker, commands, preopens } =
             self.programs.of_store(disk, disk.run_dir(), store)?;
         let name = name_of_store(store);
         let socket = self.folder().join(socket_name(&name));
         let run_dir = self.run.join(name);
-        Ok(Some((Group { socket, run_dir, worker, commands }, ahead)))
+        Ok(Some((Group { socket, run_dir, worker, commands }, preopens)))
     }
 
     /// Removes what keepers of stores have left that were killed, and whose disks are gone.
@@ -186,7 +188,7 @@ impl Keepers {
         for name in self.names().filter(|name| name.starts_with(STORE)) {
             let socket = self.folder().join(socket_name(&name));
             if Keeper::connect(&socket).is_err_and(|e| is_nobody(&e))
-                && let Err(e) = ferrite_keeper::forget(&socket, &self.run.join(&name))
+                && let Err(e) = ferrite_keeper::remove_leftovers(&socket, &self.run.join(&name))
             {
                 tracing::debug!("cannot remove what the keeper of {name} has left: {e}");
             }
@@ -210,20 +212,20 @@ impl Keepers {
         if !ended.as_ref().is_err_and(is_nobody) {
             return ended;
         }
-        ferrite_keeper::forget(&socket, &self.run.join(id.file_name()))
+        ferrite_keeper::remove_leftovers(&socket, &self.run.join(id.file_name()))
     }
 
     /// Follows one line after the other.
     fn follow(
         &self,
         disk: &Assignment<'_>,
-        keep: &Keep,
+        spec: &DiskSpec,
         store: &mut Store,
         stop: &Waker,
     ) -> Result<Outcome, Failure> {
         let config = follow_config(disk);
         let log_limits = LogLimits::default();
-        let mut keeper = self.keeper(disk.id, keep, is_new(store, disk)?)?;
+        let mut keeper = self.keeper(disk.id, spec, is_new(store, disk)?)?;
         let (mut lost, mut lost_at_once) = (None, 0);
         loop {
             let line = match keeper.line(lost) {
@@ -231,14 +233,14 @@ impl Keepers {
                 // It has ended, and its worker with it.
                 Err(e) => {
                     tracing::warn!("the keeper of disk {} is gone: {e}; starting another", disk.id);
-                    keeper = self.keeper(disk.id, keep, false)?;
+                    keeper = self.keeper(disk.id, spec, false)?;
                     keeper.line(None).map_err(|e| failed("have a worker started", &e))?
                 }
             };
             lost = Some(line.start);
-            let nbd = nbd_socket(&keep.run_dir);
+            let nbd = nbd_socket(&spec.run_dir);
             name_keeper(store, disk, line.keeper, Some(&nbd))?;
-            let group = keep.group.as_ref().map(|group| group.socket.clone());
+            let group = spec.group.as_ref().map(|group| group.socket.clone());
             disk.is_kept(line.keeper as u32, Some(nbd), group);
             lost_at_once += 1;
             let opened = || {
@@ -318,8 +320,8 @@ impl Serving for Keepers {
         store: &mut Store,
         stop: &Waker,
     ) -> Result<Outcome, Failure> {
-        let keep = self.keep(disk, store)?;
-        self.follow(disk, &keep, store, stop)
+        let spec = self.spec(disk, store)?;
+        self.follow(disk, &spec, store, stop)
     }
 
     fn serve_beside(
@@ -394,8 +396,8 @@ impl Serving for Keepers {
     }
 
     fn options(&self, disk: DiskId) -> Option<DiskOptions> {
-        let keep = Keeper::connect(&self.socket(disk)).and_then(|keeper| keeper.keep()).ok()?;
-        self.programs.options(&keep.worker)
+        let spec = Keeper::connect(&self.socket(disk)).and_then(|keeper| keeper.spec()).ok()?;
+        self.programs.options(&spec.worker)
     }
 
     fn all(&self) -> Vec<DiskId> {

@@ -378,8 +378,8 @@ fn the_worker_of_a_read_only_disk_has_no_right_to_write() {
         let pid = keeper(&host, &disk);
         let socket =
             host.places().run.join("keepers").join(socket_name(&host::id(&disk).file_name()));
-        let keep = Keeper::connect(&socket).unwrap().keep().unwrap();
-        assert_eq!(keep.names.unwrap().writable, mode == "w");
+        let spec = Keeper::connect(&socket).unwrap().spec().unwrap();
+        assert_eq!(spec.sandbox.unwrap().writable, mode == "w");
         // The image is the keeper's, too, as long as it is written, where its lock does not have to tell
         // that a dead worker's operations have ended (docs/internals/processes.md 5).
         let is_held = mode == "w" && test_engine().holds();

@@ -11,7 +11,7 @@ use ferrite_daemon::keeping::{Keepers, OfStore, Programs};
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Places};
 use ferrite_disk::store::owned::StoreKey;
-use ferrite_keeper::{Keep, Names};
+use ferrite_keeper::{DiskSpec, WorkerSandbox};
 use ferrite_serve::counters::FOLDER;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::Store;
@@ -25,7 +25,7 @@ use crate::parents::ParentsArgs;
 use crate::plain::one_line;
 use crate::serve::{stop_on_signals, tell_of_processors};
 use crate::vdev::Vbd;
-use crate::worker::{arguments, names, store, told_by};
+use crate::worker::{arguments, store, told_by, worker_sandbox};
 
 mod metrics;
 
@@ -93,10 +93,10 @@ struct Ours;
 
 impl Programs for Ours {
     /// What this process is, also when its name is another program's by now.
-    fn keeper(&self, disk: DiskId, keep: &Keep) -> Command {
+    fn keeper(&self, disk: DiskId, spec: &DiskSpec) -> Command {
         let mut command = Command::new("/proc/self/exe");
         // What stands there is for those who look at processes.
-        let of = keep.group.as_ref().and_then(|group| group.run_dir.file_name());
+        let of = spec.group.as_ref().and_then(|group| group.run_dir.file_name());
         let of = of.map_or_else(|| disk.to_string().into(), ToOwned::to_owned);
         command.arg0("ferrite").arg("keeper").arg(of);
         command
@@ -111,7 +111,7 @@ impl Programs for Ours {
         let args = serve_args(disk);
         let worker = store::arguments(&args, run_dir).ok_or_else(|| no_text(disk))?;
         let commands = Some(store::commands(run_dir, key));
-        Ok(OfStore { worker, commands, ahead: store::ahead(&args, run_dir) })
+        Ok(OfStore { worker, commands, preopens: store::preopens(&args, run_dir) })
     }
 
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, DiskFailure> {
@@ -126,13 +126,13 @@ impl Programs for Ours {
         vec![RELAY.to_owned()]
     }
 
-    fn names(
+    fn sandbox(
         &self,
         disk: &Assignment<'_>,
         run_dir: &Path,
         writable: bool,
-    ) -> Result<Option<Names>, DiskFailure> {
-        let found = names(&serve_args(disk), run_dir, writable).map_err(|e| {
+    ) -> Result<Option<WorkerSandbox>, DiskFailure> {
+        let found = worker_sandbox(&serve_args(disk), run_dir, writable).map_err(|e| {
             let Failure { what, why, help, .. } = e;
             DiskFailure { why: format!("{what}: {why}"), help }
         })?;

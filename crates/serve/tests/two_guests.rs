@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engines::test_engine;
 use ferrite_io::process::take_given;
-use ferrite_keeper::{ALIVE_FD, DOOR_FD, Keep, Keeper, LINE_FD, SECOND_FD};
+use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, DiskSpec, Keeper, LINE_FD, SECOND_FD};
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
@@ -62,8 +62,8 @@ fn worker_process() {
     if is_of_no_role() {
         return;
     }
-    let [line, alive, second, door] =
-        [LINE_FD, ALIVE_FD, SECOND_FD, DOOR_FD].map(|fd| take_given(fd).unwrap());
+    let [line, alive, second, client_channel] =
+        [LINE_FD, ALIVE_FD, SECOND_FD, CLIENT_CHANNEL_FD].map(|fd| take_given(fd).unwrap());
     let handle = BackendHandle::from_arg(&env(GUESTS)).unwrap();
     let loopback = Loopback::new(CopyWith::Memcpy);
     for guest in &handle.guests {
@@ -84,7 +84,7 @@ fn worker_process() {
     };
     let config = work_config(DomId(1), env(RUN_DIR).into());
     let lines = Lines { first: &line, second: &second };
-    let _ = work(lines, &door, &loopback, &config, &mut open);
+    let _ = work(lines, &client_channel, &loopback, &config, &mut open);
 }
 
 /// Who follows one of the lines, as the daemon's thread of a disk does.
@@ -124,16 +124,16 @@ impl Host {
         let guests = host.machine.backend().unwrap().pass_to(&mut command);
         command.env(GUESTS, guests).env(IMAGE, &host.image).env(RUN_DIR, host.run_dir());
         let worker = ["--exact", "worker_process", "--nocapture", "--test-threads=1"];
-        let keep = Keep {
+        let spec = DiskSpec {
             socket: host.socket(),
             run_dir: host.run_dir(),
             worker: worker.map(str::to_owned).to_vec(),
             relay: None,
-            names: None,
+            sandbox: None,
             group: None,
-            ahead: Vec::new(),
+            preopens: Vec::new(),
         };
-        keep.start(command).unwrap();
+        spec.start(command).unwrap();
         host
     }
 

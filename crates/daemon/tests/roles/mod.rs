@@ -30,8 +30,8 @@ use ferrite_io::names;
 use ferrite_io::process::take_given;
 use ferrite_io::sandbox::{Means, user_of};
 use ferrite_keeper::{
-    ALIVE_FD, Ahead, Called, CalledDisk, DOOR_FD, Keep, LINE_FD, Names, Roll, SECOND_FD,
-    become_relay, give_rights_up,
+    ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DiskSpec, LINE_FD, Preopen, SECOND_FD,
+    WorkerChannel, WorkerEvent, WorkerSandbox, become_relay, drop_privileges,
 };
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
@@ -69,7 +69,7 @@ const STORE_WORKER: &str = "--store-worker";
 const RELAY: &str = "--relay";
 
 impl Programs for Roles {
-    fn keeper(&self, _: DiskId, _: &Keep) -> Command {
+    fn keeper(&self, _: DiskId, _: &DiskSpec) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.arg(KEEPER);
         // Of the daemon's own, which is a child of the test: what it inherited is handed on.
@@ -91,8 +91,8 @@ impl Programs for Roles {
     ) -> Result<OfStore, Failure> {
         let worker = [STORE_WORKER, run.to_str().unwrap(), disk.image.file().to_str().unwrap()];
         let commands = Some(run.join(format!("stores/{device}-{inode}.")));
-        let ahead = vec![Ahead { path: run.join("budget"), flags: CREATE_TO_WRITE, count: 2 }];
-        Ok(OfStore { worker: worker.map(str::to_owned).to_vec(), commands, ahead })
+        let preopens = vec![Preopen { path: run.join("budget"), flags: CREATE_TO_WRITE, count: 2 }];
+        Ok(OfStore { worker: worker.map(str::to_owned).to_vec(), commands, preopens })
     }
 
     fn options(&self, worker: &[String]) -> Option<DiskOptions> {
@@ -104,15 +104,15 @@ impl Programs for Roles {
         vec![RELAY.to_owned()]
     }
 
-    fn names(
+    fn sandbox(
         &self,
         disk: &Assignment<'_>,
         run_dir: &Path,
         writable: bool,
-    ) -> Result<Option<Names>, Failure> {
+    ) -> Result<Option<WorkerSandbox>, Failure> {
         let stats = stats_file(run_dir);
         let is_volume = disk.image.volume().is_some();
-        Ok(Some(Names {
+        Ok(Some(WorkerSandbox {
             image: disk.image.file().to_owned(),
             writable: writable || is_volume,
             read: disk.config().parent_folders.clone(),
@@ -263,7 +263,8 @@ fn reach(loopback: &Loopback, domids: &[DomId]) {
 
 fn be_a_worker() {
     let line = take_given(LINE_FD).unwrap();
-    let [alive, door, second] = [ALIVE_FD, DOOR_FD, SECOND_FD].map(|fd| take_given(fd).unwrap());
+    let [alive, client_channel, second] =
+        [ALIVE_FD, CLIENT_CHANNEL_FD, SECOND_FD].map(|fd| take_given(fd).unwrap());
     let alive = Arc::new(alive);
     let told = Told::by(&std::env::args().next_back().unwrap());
     let loopback = Loopback::new(CopyWith::Memcpy);
@@ -273,23 +274,23 @@ fn be_a_worker() {
     let config = told.config();
     remember_process();
     let start = told.start();
-    assert!(give_rights_up(Means::default()).unwrap().is_some());
+    assert!(drop_privileges(Means::default()).unwrap().is_some());
     // Its end is that of its keeper, or its own.
     let lines = Lines { first: &line, second: &second };
     let mut open = |read_only| told.open(&alive, read_only);
-    let _ = work_from(start, lines, &door, &loopback, &config, &mut open);
+    let _ = work_from(start, lines, &client_channel, &loopback, &config, &mut open);
     std::process::exit(0);
 }
 
 /// As `ferrite store-worker`. A command is the name of a snapshot of the first volume.
 fn be_a_store_worker() -> ! {
-    let roll = Roll::take().unwrap();
+    let channel = WorkerChannel::take().unwrap();
     let alive = Arc::new(take_given(ALIVE_FD).unwrap());
     let store = PathBuf::from(std::env::args().next_back().unwrap());
     let loopback = Arc::new(Loopback::new(CopyWith::Memcpy));
     remember_process();
     let mut disks = Vec::new();
-    while let Called::Disk(disk) = roll.next().unwrap() {
+    while let WorkerEvent::Disk(disk) = channel.next().unwrap() {
         let told = Told::by(disk.arguments.last().unwrap());
         let start = told.start();
         disks.push((disk, told, start));
@@ -300,25 +301,25 @@ fn be_a_store_worker() -> ! {
     let guests = std::fs::read_to_string(file).unwrap();
     let guests = guests.split(' ').map(|domid| DomId(domid.parse().unwrap()));
     reach(&loopback, &guests.collect::<Vec<_>>());
-    assert!(give_rights_up(Means::default()).unwrap().is_some());
+    assert!(drop_privileges(Means::default()).unwrap().is_some());
     for (disk, told, start) in disks {
         serve_disk(*disk, told, start, &loopback, &alive);
     }
     loop {
-        match roll.next() {
-            Ok(Called::Disk(disk)) => {
+        match channel.next() {
+            Ok(WorkerEvent::Disk(disk)) => {
                 let told = Told::by(disk.arguments.last().unwrap());
                 serve_disk(*disk, told, Start::Asked, &loopback, &alive);
             }
-            Ok(Called::Command(stream)) => snapshot(key, &store, stream, &alive),
-            Ok(Called::All) => {}
+            Ok(WorkerEvent::Command(stream)) => snapshot(key, &store, stream, &alive),
+            Ok(WorkerEvent::All) => {}
             Err(_) => std::process::exit(0),
         }
     }
 }
 
 fn serve_disk(
-    disk: CalledDisk,
+    disk: AssignedDisk,
     told: Told,
     start: Start,
     loopback: &Arc<Loopback>,
@@ -326,7 +327,7 @@ fn serve_disk(
 ) {
     let (loopback, alive) = (loopback.clone(), alive.clone());
     std::thread::spawn(move || {
-        let CalledDisk { line, second, door, handed, .. } = disk;
+        let AssignedDisk { line, second, client_channel, handed, .. } = disk;
         // No policy allows these.
         let budget = told.run.join("budget");
         let open = || names::open(&budget, OFlags::RDWR, Mode::empty());
@@ -336,7 +337,7 @@ fn serve_disk(
         let config = told.config();
         let lines = Lines { first: &line, second: &second };
         let mut open = |read_only| told.open(&alive, read_only);
-        let worked = work_from(start, lines, &door, &*loopback, &config, &mut open);
+        let worked = work_from(start, lines, &client_channel, &*loopback, &config, &mut open);
         if let Err(e) = worked {
             eprintln!("worker of {}/{}: {e}", told.domid, told.devid);
             std::process::exit(1);
