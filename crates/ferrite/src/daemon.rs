@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_daemon::config::{self, Config, DiskOptions};
-use ferrite_daemon::keeping::{Keepers, OfStore, Programs};
+use ferrite_daemon::keepers::{Keepers, Programs, StoreWorker};
 use ferrite_daemon::state::DiskId;
-use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Places};
+use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Paths};
 use ferrite_disk::store::owned::StoreKey;
 use ferrite_keeper::{DiskSpec, WorkerSandbox};
 use ferrite_serve::counters::FOLDER;
@@ -41,20 +41,20 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
         };
         Failure { code: Code::USAGE, what, why, help: e.allowed }
     })?;
-    let doubts = config.doubts(path, &args.places.run_dir);
+    let warnings = config.warnings(path, &args.places.run_dir);
     if args.check_config {
-        for doubt in &doubts {
+        for doubt in &warnings {
             eprintln!("ferrite: warning: {}", one_line(&doubt.to_string()));
         }
-        match doubts.len() {
+        match warnings.len() {
             0 => println!("{} is right", path.display()),
-            doubts => println!("{} can be used; warnings: {doubts}", path.display()),
+            warnings => println!("{} can be used; warnings: {warnings}", path.display()),
         }
         return Ok(());
     }
-    doubts.iter().for_each(|doubt| tracing::warn!("{doubt}"));
+    warnings.iter().for_each(|doubt| tracing::warn!("{doubt}"));
     let stop = stop_on_signals()?;
-    let places = Places { run: args.places.run_dir.clone() };
+    let places = Paths { run: args.places.run_dir.clone() };
     let (metrics_socket, stats) = (config.metrics_socket.clone(), places.run.join(FOLDER));
     let keepers = Arc::new(Keepers::new(&places.run, Box::new(Ours)));
     let daemon = Daemon::new(config, places, keepers, Box::new(Store::open), stop)
@@ -102,16 +102,16 @@ impl Programs for Ours {
         command
     }
 
-    fn of_store(
+    fn store_worker(
         &self,
         disk: &Assignment<'_>,
         run_dir: &Path,
         key: StoreKey,
-    ) -> Result<OfStore, DiskFailure> {
+    ) -> Result<StoreWorker, DiskFailure> {
         let args = serve_args(disk);
         let worker = store::arguments(&args, run_dir).ok_or_else(|| no_text(disk))?;
         let commands = Some(store::commands(run_dir, key));
-        Ok(OfStore { worker, commands, preopens: store::preopens(&args, run_dir) })
+        Ok(StoreWorker { worker, commands, preopens: store::preopens(&args, run_dir) })
     }
 
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, DiskFailure> {
