@@ -1,6 +1,6 @@
 //! A disk's directories in xenstore, as the daemon reads them.
 
-use ferrite_serve::blkif::lifecycle::Attached;
+use ferrite_serve::blkif::lifecycle::ExpectedAttachment;
 use ferrite_xen::store::{Store, StoreError};
 
 use crate::params::Format;
@@ -139,15 +139,15 @@ impl Snapshot {
 
     /// Whether the directory is that of `attached`, and not that of a later attachment of the same
     /// name.
-    pub fn is_of(&self, attached: &Attached) -> bool {
+    pub fn is_of(&self, attached: &ExpectedAttachment) -> bool {
         let is_meant = match attached {
-            Attached::Any => true,
+            ExpectedAttachment::Any => true,
             // The toolstack writes state 1, and 5 when it detaches. So 2 to 4 are this backend's
             // own.
-            Attached::New(params) => {
+            ExpectedAttachment::New(params) => {
                 matches!(self.own, 2..=4) || self.params.as_ref() == Some(params)
             }
-            Attached::Begun => self.own != 1,
+            ExpectedAttachment::Begun => self.own != 1,
         };
         self.is_there && is_meant
     }

@@ -9,7 +9,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use ferrite_serve::blkif::lifecycle::{
-    Attached, Outcome, clear_failure, forget_run_dir, report_failure,
+    ExpectedAttachment, Outcome, clear_failure, remove_run_dir, report_failure,
 };
 use ferrite_serve::log_limit::{LogLimit, field};
 use ferrite_serve::waker::Waker;
@@ -56,7 +56,7 @@ pub(crate) struct Follower {
     pub(crate) id: DiskId,
     pub(crate) minor: u32,
     /// The attachment of this thread. Another attachment of the same name gets another thread.
-    pub(crate) attached: Attached,
+    pub(crate) attached: ExpectedAttachment,
     /// Whether an older disk of this name may have left files.
     pub(crate) has_older: bool,
     /// Whether the state file names this disk, so that the next daemon knows which disk was
@@ -79,7 +79,7 @@ impl Follower {
             }
             self.shared.serving.remove(self.id);
             blktap::unlink(&self.shared.paths, self.id);
-            if let Err(e) = forget_run_dir(&self.run_dir()) {
+            if let Err(e) = remove_run_dir(&self.run_dir()) {
                 tracing::warn!("cannot remove {} yet: {e}", self.run_dir().display());
             }
             (self.shared.on_step)(Step::Forgotten);
@@ -233,7 +233,7 @@ impl Follower {
         };
         // The attachment may have begun. If it has not, the next thread begins anew.
         if self.was_open() {
-            self.attached = Attached::Begun;
+            self.attached = ExpectedAttachment::Begun;
         }
         served
     }
@@ -243,7 +243,7 @@ impl Follower {
         let seen = Snapshot::read(store, self.id).map_err(|e| Failure::store(&e))?;
         let is_attached = seen.is_of(&self.attached);
         if is_attached && seen.has_begun() {
-            self.attached = Attached::Begun;
+            self.attached = ExpectedAttachment::Begun;
         }
         Ok(is_attached)
     }
@@ -259,7 +259,7 @@ impl Follower {
             }
             self.shared.serving.remove_older(self.id)?;
             blktap::unlink(&self.shared.paths, self.id);
-            forget_run_dir(&self.run_dir()).map_err(|e| Failure {
+            remove_run_dir(&self.run_dir()).map_err(|e| Failure {
                 why: format!("cannot remove what an older disk of this name has left: {e}"),
                 help: "ferrite tries again; its storage may be slow".to_owned(),
             })?;

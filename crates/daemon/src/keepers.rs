@@ -18,8 +18,8 @@ use ferrite_keeper::{
     DiskSpec, Group, Keeper, Line, Preopen, WorkerSandbox, name_of, nbd_socket, socket_name,
 };
 use ferrite_serve::blkif::lifecycle::{
-    Attachment, FollowConfig, Outcome, ServeError, follow_and_tell, follow_second, forget_second,
-    part, retire,
+    Attachment, FollowConfig, Outcome, ServeError, follow_notifying, follow_second, part,
+    remove_second, retire,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::log_limit::LogLimits;
@@ -251,7 +251,7 @@ impl Keepers {
                 disk.set_served();
             };
             let fd = line.fd.as_fd();
-            match follow_and_tell(store, fd, &config, &log_limits, stop, opened) {
+            match follow_notifying(store, fd, &config, &log_limits, stop, opened) {
                 Ok(Outcome::Left | Outcome::Stopped) => match disk.wake_reason() {
                     WakeReason::End => return Ok(Outcome::Left),
                     WakeReason::Upgrade(binary) => {
@@ -375,7 +375,7 @@ impl Serving for Keepers {
             let socket = self.socket(first);
             let mut keeper = Keeper::connect(&socket);
             if keeper.as_ref().is_err_and(has_no_listener) {
-                forget_second(&self.run.join(first.file_name()))?;
+                remove_second(&self.run.join(first.file_name()))?;
                 // A keeper may have started before the removal, and its worker may have read the
                 // files.
                 keeper = Keeper::connect(&socket);

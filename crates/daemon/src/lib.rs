@@ -22,7 +22,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_io::lock_file::lock;
-use ferrite_serve::blkif::lifecycle::{Attached, Outcome};
+use ferrite_serve::blkif::lifecycle::{ExpectedAttachment, Outcome};
 use ferrite_serve::log_limit::SharedLogLimit;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
@@ -88,7 +88,7 @@ pub struct Assignment<'a> {
     /// The disk's number for tapdisk's tools.
     pub minor: u32,
     /// The attachment to serve. Another attachment of the same name may have another image.
-    pub attached: Attached,
+    pub attached: ExpectedAttachment,
     shared: &'a Shared,
 }
 

@@ -23,17 +23,17 @@ pub fn start(run: &Path, id: DiskId, connect: impl FnOnce() -> Result<Store, Sto
     let paths = Paths { run: run.to_owned() };
     // No guest was connected, or another attachment has the disk now.
     if !run.join(id.file_name()).join(TABLE).exists() || !is_to_be_served(&paths, id) {
-        return Start::Asked;
+        return Start::WaitForFollower;
     }
     // A daemon knows more than xenstore, such as whether the disk is to rest. So it decides.
     if a_daemon_runs(&paths) {
-        return Start::Expecting;
+        return Start::ExpectFollower;
     }
     match find(id, connect) {
-        Ok(orphan) => orphan.map_or(Start::Asked, Start::Orphan),
+        Ok(orphan) => orphan.map_or(Start::WaitForFollower, Start::Orphan),
         Err(e) => {
             tracing::warn!("no daemon runs, and xenstore does not tell whether a guest waits: {e}");
-            Start::Expecting
+            Start::ExpectFollower
         }
     }
 }
@@ -43,7 +43,7 @@ fn find(
     connect: impl FnOnce() -> Result<Store, StoreError>,
 ) -> Result<Option<Orphan>, ServeError> {
     let mut store = connect()?.with_timeout(XENSTORE_TIMEOUT);
-    Orphan::look(&mut store, &directory::path(id), DomId(id.domid), id.devid)
+    Orphan::find(&mut store, &directory::path(id), DomId(id.domid), id.devid)
 }
 
 /// Whether the last daemon's state file says that this disk is to be served.

@@ -8,7 +8,7 @@ use std::io;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_serve::blkif::lifecycle::{Attached, sweep};
+use ferrite_serve::blkif::lifecycle::{ExpectedAttachment, sweep};
 use ferrite_serve::log_limit::LogLimit;
 use ferrite_xen::store::{Store, StoreError};
 
@@ -226,8 +226,8 @@ impl Supervisor<'_> {
             Task::Empty | Task::Gone | Task::Refuse(_) => None,
         };
         let attached = match seen.has_begun() {
-            true => Attached::Begun,
-            false => Attached::New(seen.params.clone().unwrap_or_default()),
+            true => ExpectedAttachment::Begun,
+            false => ExpectedAttachment::New(seen.params.clone().unwrap_or_default()),
         };
         let has_older = !seen.has_begun();
         let is_untouched = is_untouched(&task, known, seen);

@@ -11,7 +11,7 @@
 
 use std::time::{Duration, Instant};
 
-use ferrite_serve::blkif::lifecycle::Attached;
+use ferrite_serve::blkif::lifecycle::ExpectedAttachment;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
 
@@ -57,7 +57,7 @@ pub(crate) fn stand_in(
     stop: &Waker,
 ) -> Result<End, StoreError> {
     let may = AllowedStates { begin: true, offer: offers, announce: true };
-    answer(store, id, may, &mut Attached::Begun, how_long, stop)
+    answer(store, id, may, &mut ExpectedAttachment::Begun, how_long, stop)
 }
 
 /// Answers for a disk with the allowed states, until it is detached or `how_long` is over.
@@ -65,7 +65,7 @@ pub(crate) fn answer(
     store: &mut Store,
     id: DiskId,
     may: AllowedStates,
-    attached: &mut Attached,
+    attached: &mut ExpectedAttachment,
     how_long: Option<Duration>,
     stop: &Waker,
 ) -> Result<End, StoreError> {
@@ -91,7 +91,7 @@ pub(crate) fn answer(
         }
         // A state of 1 after that belongs to another attachment.
         if has_begun {
-            *attached = Attached::Begun;
+            *attached = ExpectedAttachment::Begun;
         }
         let left = end.map(|end| end.saturating_duration_since(Instant::now()));
         if left.is_some_and(|left| left.is_zero()) {

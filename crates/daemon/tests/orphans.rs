@@ -210,14 +210,14 @@ fn rings_that_make_no_sense_and_a_store_that_does_not_answer_are_left_to_a_daemo
     let gone = Gone::new();
     let (domid, devid) = (gone.disk.domid, gone.disk.devid);
     let backend = directory::path(id(&gone.disk));
-    let look = || Orphan::look(&mut gone.host.store(), &backend, domid, devid);
+    let look = || Orphan::find(&mut gone.host.store(), &backend, domid, devid);
     assert!(look().unwrap().is_some());
     gone.store(&format!("{}/ring-ref", gone.disk.frontend), b"no number");
     assert_eq!(look().unwrap(), None);
     gone.host.silence_store(true);
     let mut store = host::connect(&gone.host.store_socket())().unwrap();
     store = store.with_timeout(Duration::from_millis(20));
-    assert!(Orphan::look(&mut store, &backend, domid, devid).is_err());
+    assert!(Orphan::find(&mut store, &backend, domid, devid).is_err());
     gone.host.silence_store(false);
     gone.host.end_processes();
 }

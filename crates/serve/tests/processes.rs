@@ -93,7 +93,7 @@ fn keeper_process() {
     if is_of_no_role() {
         return;
     }
-    // What guests are reached by is handed on.
+    // The handle of the guests is passed on.
     let guests = inherited(SECOND_FD);
     let Err(e) = ferrite_keeper::run(&guests);
     eprintln!("{e}");
@@ -230,7 +230,7 @@ impl Host<'_> {
     }
 }
 
-/// A test that has failed leaves nobody behind.
+/// A failed test leaves no processes behind.
 impl Drop for Host<'_> {
     fn drop(&mut self) {
         if let Some(mut daemon) = self.daemon.take() {
@@ -276,7 +276,7 @@ fn is_there(pid: i32) -> bool {
     fs::exists(format!("/proc/{pid}")).unwrap()
 }
 
-/// Of all threads, the dead ones that nobody has asked for included.
+/// Returns the children of all threads, including dead ones that were not reaped.
 fn children(pid: i32) -> Vec<i32> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let children = threads.filter_map(|t| fs::read_to_string(t.path().join("children")).ok());
@@ -287,8 +287,8 @@ fn descriptors(pid: i32) -> usize {
     fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
 }
 
-/// Has somebody die so often under a busy guest, tells how long it waited each time, and sees that
-/// nothing is lost and nothing is left.
+/// Kills a process `times` times under a busy guest and prints the median of the guest's waits.
+/// Then checks that no data are lost and no files are left.
 fn die(times: usize, seed: u64, mut death: impl FnMut(&mut Host<'_>, usize)) {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -306,7 +306,7 @@ fn die(times: usize, seed: u64, mut death: impl FnMut(&mut Host<'_>, usize)) {
             let begin = Instant::now();
             death(&mut host, i);
             let before = guest.progress.load(Ordering::Relaxed);
-            // What was on the rings already is less than this.
+            // Fewer answers than this were on the rings already.
             wait_for("an answer", || {
                 (guest.progress.load(Ordering::Relaxed) > before + 200).then_some(())
             });
@@ -317,7 +317,7 @@ fn die(times: usize, seed: u64, mut death: impl FnMut(&mut Host<'_>, usize)) {
     pauses.sort_unstable();
     println!("median of {times}: {:?}", pauses[times / 2]);
     let (front, loads) = guest.stop();
-    // Before the image is looked at: what was answered counts, not what was flushed.
+    // Before the image is read: answered writes count, not only flushed ones.
     host.kill_daemon();
     host.kill_keeper();
     let contents = images::contents(&world.image());

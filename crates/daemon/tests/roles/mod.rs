@@ -312,7 +312,7 @@ fn be_a_store_worker() -> ! {
         match channel.next() {
             Ok(WorkerEvent::Disk(disk)) => {
                 let told = Told::by(disk.arguments.last().unwrap());
-                serve_disk(*disk, told, Start::Asked, &loopback, &alive);
+                serve_disk(*disk, told, Start::WaitForFollower, &loopback, &alive);
             }
             Ok(WorkerEvent::Command(stream)) => snapshot(key, &store, stream, &alive),
             Ok(WorkerEvent::All) => {}

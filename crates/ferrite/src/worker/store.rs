@@ -61,7 +61,7 @@ pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
         match channel.next().map_err(failed)? {
             WorkerEvent::All => break,
             WorkerEvent::Disk(disk) => {
-                let start = told_by(&disk.arguments).map_or(Start::Asked, |args| {
+                let start = told_by(&disk.arguments).map_or(Start::WaitForFollower, |args| {
                     orphan::start(&shared.run_dir, disk_id(&args), Store::open)
                 });
                 disks.push((disk, start));
@@ -79,7 +79,7 @@ pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
     loop {
         match channel.next().map_err(failed)? {
             WorkerEvent::All => {}
-            WorkerEvent::Disk(disk) => begin(*disk, Start::Asked, &shared),
+            WorkerEvent::Disk(disk) => begin(*disk, Start::WaitForFollower, &shared),
             WorkerEvent::Command(stream) => {
                 if let Some(desk) = &desk {
                     desk.take(stream, &mut commands);
