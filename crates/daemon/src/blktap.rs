@@ -1,36 +1,36 @@
-//! Where tapdisk's tools look for a disk: `/run/blktap-control/nbd<pid>.<minor>`, a link to the disk's
-//! NBD socket. xl's `block-tap` gives QEMU that name.
+//! The links by which tapdisk's tools find a disk: `/run/blktap-control/nbd<pid>.<minor>` leads to
+//! the disk's NBD socket. xl's `block-tap` gives QEMU that name.
 //!
-//! The number of a disk's keeper is in it. A keeper that is replaced has another, and the toolstack goes
-//! on with what it was told, so all names of a disk stay as long as the disk does.
+//! The name contains the process number of a disk's keeper. A new keeper has another number, but
+//! the toolstack goes on with the old name. So all names of a disk stay until the disk is removed.
 
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, symlink};
 use std::path::{Path, PathBuf};
 
-use crate::Places;
+use crate::Paths;
 use crate::state::{DiskId, id_of_name};
 
 /// The name of a disk's NBD socket in its run directory.
 const SOCKET: &str = "nbd";
 
-impl Places {
-    /// tapdisk's folder for sockets, beside ours.
+impl Paths {
+    /// tapdisk's directory for sockets, beside the run directory.
     pub fn blktap(&self) -> PathBuf {
         self.run.with_file_name("blktap-control")
     }
 
-    /// A disk's NBD socket.
+    /// The path of a disk's NBD socket.
     fn nbd_socket(&self, id: DiskId) -> PathBuf {
         self.run.join(id.file_name()).join(SOCKET)
     }
 }
 
-/// Makes the link of a disk that this process stands for.
-pub(crate) fn link(places: &Places, id: DiskId, pid: u32, minor: u32) {
-    let name = places.blktap().join(format!("nbd{pid}.{minor}"));
-    if let Err(e) = try_link(&places.nbd_socket(id), &name) {
+/// Makes a link for a disk and the process number of its keeper.
+pub(crate) fn link(paths: &Paths, id: DiskId, pid: u32, minor: u32) {
+    let name = paths.blktap().join(format!("nbd{pid}.{minor}"));
+    if let Err(e) = try_link(&paths.nbd_socket(id), &name) {
         tracing::warn!("cannot make {}, by which QEMU would find disk {id}: {e}", name.display());
     }
 }
@@ -42,7 +42,7 @@ fn try_link(socket: &Path, name: &Path) -> io::Result<()> {
     if let Some(folder) = name.parent() {
         DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     }
-    // Both numbers are this disk's now: whoever had them is gone.
+    // Both numbers are this disk's now, so a link of an earlier disk is stale.
     match fs::remove_file(name) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}
@@ -50,9 +50,9 @@ fn try_link(socket: &Path, name: &Path) -> io::Result<()> {
     symlink(socket, name)
 }
 
-/// Removes all links of a disk that is no more.
-pub(crate) fn unlink(places: &Places, id: DiskId) {
-    for (name, _) in links(places).filter(|(_, of)| *of == id) {
+/// Removes all links of a disk that is gone.
+pub(crate) fn unlink(paths: &Paths, id: DiskId) {
+    for (name, _) in links(paths).filter(|(_, of)| *of == id) {
         if let Err(e) = fs::remove_file(&name) {
             tracing::warn!("cannot remove {}: {e}", name.display());
         }
@@ -60,14 +60,14 @@ pub(crate) fn unlink(places: &Places, id: DiskId) {
 }
 
 /// The disks that have links.
-pub(crate) fn linked(places: &Places) -> impl Iterator<Item = DiskId> {
-    links(places).map(|(_, id)| id)
+pub(crate) fn linked(paths: &Paths) -> impl Iterator<Item = DiskId> {
+    links(paths).map(|(_, id)| id)
 }
 
-/// Our links; tapdisk's own sockets may stand beside them.
-fn links(places: &Places) -> impl Iterator<Item = (PathBuf, DiskId)> {
-    let entries = fs::read_dir(places.blktap()).into_iter().flatten().flatten();
-    let run = places.run.clone();
+/// The links of this daemon. tapdisk's own sockets may be in the directory, too.
+fn links(paths: &Paths) -> impl Iterator<Item = (PathBuf, DiskId)> {
+    let entries = fs::read_dir(paths.blktap()).into_iter().flatten().flatten();
+    let run = paths.run.clone();
     entries.filter_map(move |entry| {
         let target = fs::read_link(entry.path()).ok()?;
         let folder = target.strip_prefix(&run).ok()?.parent()?;
@@ -83,15 +83,15 @@ mod tests {
     #[test]
     fn all_names_of_a_disk_go_with_it_and_no_others() {
         let dir = tempfile::tempdir().unwrap();
-        let places = Places { run: dir.path().join("ferrite") };
+        let paths = Paths { run: dir.path().join("ferrite") };
         let [a, b] = [3, 4].map(|domid| DiskId { domid, devid: 51712 });
-        link(&places, a, 70, 0);
-        link(&places, a, 70, 0);
-        link(&places, b, 71, 1);
-        // Another keeper; and a number that was another disk's.
-        link(&places, a, 72, 0);
-        link(&places, b, 70, 0);
-        let name = |name: &str| places.blktap().join(name);
+        link(&paths, a, 70, 0);
+        link(&paths, a, 70, 0);
+        link(&paths, b, 71, 1);
+        // A second keeper, and a number that belonged to another disk.
+        link(&paths, a, 72, 0);
+        link(&paths, b, 70, 0);
+        let name = |name: &str| paths.blktap().join(name);
         assert_eq!(
             fs::read_link(name("nbd72.0")).unwrap(),
             dir.path().join("ferrite/vbd-3-51712/nbd")
@@ -100,14 +100,14 @@ mod tests {
             symlink(target, name(foreign)).unwrap();
         }
         fs::write(name("nbd6.6"), b"").unwrap();
-        let mut ids: Vec<DiskId> = linked(&places).collect();
+        let mut ids: Vec<DiskId> = linked(&paths).collect();
         ids.sort();
         assert_eq!(ids, [a, b, b]);
-        unlink(&places, a);
-        assert_eq!(linked(&places).collect::<Vec<_>>(), [b, b]);
-        unlink(&places, b);
+        unlink(&paths, a);
+        assert_eq!(linked(&paths).collect::<Vec<_>>(), [b, b]);
+        unlink(&paths, b);
         let mut left: Vec<_> =
-            fs::read_dir(places.blktap()).unwrap().map(|e| e.unwrap().file_name()).collect();
+            fs::read_dir(paths.blktap()).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();
         assert_eq!(left, ["nbd5.5", "nbd6.6", "other"]);
     }

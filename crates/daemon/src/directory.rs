@@ -1,23 +1,23 @@
-//! A disk's directories in xenstore, as the daemon looks at them.
+//! A disk's directories in xenstore, as the daemon reads them.
 
-use ferrite_serve::blkif::lifecycle::Attached;
+use ferrite_serve::blkif::lifecycle::ExpectedAttachment;
 use ferrite_xen::store::{Store, StoreError};
 
 use crate::params::Format;
 use crate::state::DiskId;
 
-/// The script of disks whose configuration names none.
+/// The end of the default script's path.
 const DEFAULT_SCRIPT: &[u8] = b"/block-tap";
 
-/// The folder of all backends' directories: the kind that toolstacks make for tapdisk.
+/// The parent of all backend directories. Toolstacks use this kind for tapdisk.
 pub const KIND: &str = "backend/vbd3";
 
-/// A backend's directory.
+/// The path of a disk's backend directory.
 pub fn path(id: DiskId) -> String {
     format!("{KIND}/{id}")
 }
 
-/// The disk whose directory it is.
+/// The disk of a backend directory. `None` for any other path.
 pub fn id_of(path: &str) -> Option<DiskId> {
     let rest = path.find(KIND).map(|at| &path[at + KIND.len()..])?;
     let (domid, devid) = rest.strip_prefix('/')?.split_once('/')?;
@@ -29,10 +29,10 @@ fn parse(domid: &str, devid: &str) -> Option<DiskId> {
     (id.to_string() == format!("{domid}/{devid}")).then_some(id)
 }
 
-/// All directories there are.
+/// Lists the disks of all backend directories.
 ///
 /// # Errors
-/// xenstore's.
+/// Errors of xenstore.
 pub fn all(store: &mut Store) -> Result<Vec<DiskId>, StoreError> {
     let mut found = Vec::new();
     for domid in list(store, KIND)? {
@@ -42,7 +42,7 @@ pub fn all(store: &mut Store) -> Result<Vec<DiskId>, StoreError> {
     Ok(found)
 }
 
-/// The node's children; none if it is not there.
+/// Lists a node's children. A missing node has none.
 pub(crate) fn list(store: &mut Store, path: &str) -> Result<Vec<String>, StoreError> {
     match store.list(path) {
         Err(StoreError::NotFound { .. }) => Ok(Vec::new()),
@@ -50,11 +50,12 @@ pub(crate) fn list(store: &mut Store, path: &str) -> Result<Vec<String>, StoreEr
     }
 }
 
-/// Whether QEMU, as the device model of an HVM guest, opens the image by itself: xl has it do so with a
-/// raw one whose configuration names no script. Only toolstacks write to what is read here.
+/// Whether QEMU opens the image by itself, as the device model of an HVM guest. xl lets it open a
+/// raw image whose configuration names no script. Only toolstacks write the keys that are read
+/// here.
 ///
 /// # Errors
-/// xenstore's.
+/// Errors of xenstore.
 pub(crate) fn qemu_opens(
     store: &mut Store,
     id: DiskId,
@@ -68,44 +69,44 @@ pub(crate) fn qemu_opens(
         return Ok(false);
     }
     match store.read(&format!("/libxl/{}/type", id.domid)) {
-        // A driver domain may not look. QEMU runs elsewhere then, and has no such file.
+        // A driver domain may not read it. QEMU runs elsewhere then, and has no such file.
         Err(StoreError::Access { .. }) => Ok(false),
         kind => Ok(kind?.as_deref() == Some(b"hvm")),
     }
 }
 
-/// What stands in them.
+/// The contents of a disk's backend and frontend directories at one time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Look {
-    /// The toolstack has written the backend's directory.
+pub struct Snapshot {
+    /// Whether the toolstack has written the backend directory.
     pub is_there: bool,
-    /// The backend's state; 0 for none.
+    /// The backend's xenbus state, 1 to 6; 0 if there is none.
     pub own: u32,
-    /// The frontend's state; 0 for none.
+    /// The frontend's xenbus state, 1 to 6; 0 if there is none.
     pub front: u32,
-    /// The toolstack wants the disk to stay.
+    /// Whether the toolstack wants the disk to stay.
     pub online: bool,
-    /// A hotplug script is run for it.
+    /// Whether the toolstack runs a hotplug script for the disk.
     pub has_script: bool,
-    /// What that has said.
+    /// The hotplug script's status.
     pub hotplug_status: Option<String>,
-    /// The image.
+    /// The key that names the image.
     pub params: Option<Vec<u8>>,
-    /// The frontend's directory.
+    /// The path of the frontend directory.
     pub frontend: Option<String>,
 }
 
-impl Look {
-    /// Reads all of it.
+impl Snapshot {
+    /// Reads both directories.
     ///
     /// # Errors
-    /// xenstore's.
-    pub fn take(store: &mut Store, id: DiskId) -> Result<Look, StoreError> {
+    /// Errors of xenstore.
+    pub fn read(store: &mut Store, id: DiskId) -> Result<Snapshot, StoreError> {
         let dir = path(id);
         let mut key = |name: &str| store.read(&format!("{dir}/{name}"));
         let frontend = key("frontend")?.and_then(|path| String::from_utf8(path).ok());
         let state = key("state")?;
-        let mut look = Look {
+        let mut snapshot = Snapshot {
             is_there: frontend.is_some() && state.is_some(),
             own: number(state.as_deref()),
             online: key("online")?.as_deref() == Some(b"1"),
@@ -113,43 +114,46 @@ impl Look {
             hotplug_status: key("hotplug-status")?
                 .map(|t| String::from_utf8_lossy(&t).into_owned()),
             params: key("params")?,
-            ..Look::default()
+            ..Snapshot::default()
         };
         if let Some(frontend) = &frontend {
-            look.front = match store.read(&format!("{frontend}/state")) {
-                // A driver domain may not look at a guest that is gone.
+            snapshot.front = match store.read(&format!("{frontend}/state")) {
+                // A driver domain may not read the directory of a guest that is gone.
                 Err(StoreError::Access { .. }) => 0,
                 state => number(state?.as_deref()),
             };
         }
-        look.frontend = frontend;
-        Ok(look)
+        snapshot.frontend = frontend;
+        Ok(snapshot)
     }
 
-    /// The frontend has rings, or had some and has not closed.
+    /// Whether the frontend has rings, or had some and has not closed.
     pub fn is_held(&self) -> bool {
         matches!(self.front, 3..=5)
     }
 
-    /// There is, or was, a guest that a predecessor had connected.
+    /// Whether a daemon has announced the disk: this one or a predecessor.
     pub fn has_begun(&self) -> bool {
         !matches!(self.own, 0 | 1)
     }
 
-    /// Whether it is this attachment, and not a later one of the same name.
-    pub fn is_of(&self, attached: &Attached) -> bool {
+    /// Whether the directory is that of `attached`, and not that of a later attachment of the same
+    /// name.
+    pub fn is_of(&self, attached: &ExpectedAttachment) -> bool {
         let is_meant = match attached {
-            Attached::Any => true,
-            // The toolstack writes 1, and 5 when it detaches.
-            Attached::New(params) => {
+            ExpectedAttachment::Any => true,
+            // The toolstack writes state 1, and 5 when it detaches. So 2 to 4 are this backend's
+            // own.
+            ExpectedAttachment::New(params) => {
                 matches!(self.own, 2..=4) || self.params.as_ref() == Some(params)
             }
-            Attached::Begun => self.own != 1,
+            ExpectedAttachment::Begun => self.own != 1,
         };
         self.is_there && is_meant
     }
 
-    /// Somebody has to see to this disk: it is attached, or on its way out and not there.
+    /// Whether a thread has to handle the disk: it is attached, or it is leaving and not closed
+    /// yet.
     pub fn is_wanted(&self) -> bool {
         self.is_there && (self.online || self.own != 6)
     }

@@ -1,97 +1,100 @@
-//! One disk's thread: it sees to it that the disk is served, from its attachment to its end.
+//! The thread of one disk, which serves it from its attachment to its end.
 //!
-//! What fails here is this disk's alone. It is reported where the toolstack looks, told once to the
-//! log, and tried again, as the cause may be mended: storage that was away, an image that somebody
-//! else has open.
+//! A failure concerns this disk only. It is reported where the toolstack looks and logged once.
+//! Then it is tried again, as the cause may be temporary: missing storage, or an image that another
+//! program has open.
 
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use ferrite_serve::blkif::lifecycle::{
-    Attached, Outcome, clear_failure, forget_run_dir, report_failure,
+    ExpectedAttachment, Outcome, clear_failure, remove_run_dir, report_failure,
 };
 use ferrite_serve::log_limit::{LogLimit, field};
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
 
-use crate::directory::Look;
+use crate::directory::Snapshot;
 use crate::params::Image;
 use crate::state::{DiskId, DiskState};
-use crate::table::{Entry, Phase, Upgrade, Woken};
-use crate::unserved::{End, May, answer};
-use crate::wait::{Pauses, wait_for};
+use crate::table::{Entry, Phase, Upgrade, WakeReason};
+use crate::unserved::{AllowedStates, End, answer};
+use crate::wait::{Backoff, wait_for};
 use crate::{Assignment, Failure, Shared, Step, blktap, directory};
 
-/// The pause before the second try; twice as long before each further one, up to the longest.
+/// The pause before the second try. It doubles with each further one.
 pub(crate) const RETRY: Duration = Duration::from_millis(250);
+/// The longest pause between two tries.
 pub(crate) const RETRY_MAX: Duration = Duration::from_secs(5);
 
-/// What a thread is to see to.
+/// What the thread has to do.
 pub(crate) enum Task {
     /// Serve this image.
     Serve(Image),
-    /// There is nothing to serve.
+    /// Nothing: the drive has no medium.
     Empty,
-    /// It was detached while no daemon ran. What it has left is to go.
+    /// Remove what is left of a disk that was detached while no daemon ran.
     Gone,
-    /// What the toolstack has written makes no sense.
+    /// Refuse the disk for this reason: the toolstack's keys are invalid.
     Refuse(String),
 }
 
-/// What follows from an end of serving or resting.
+/// What follows when serving or resting ends.
 enum Next {
     /// The disk is detached.
     Gone,
     /// The daemon stops.
     Ended,
-    /// The other of the two.
+    /// The thread changes between serving and resting.
     Again,
 }
 
+/// The thread of a disk.
 pub(crate) struct Follower {
     pub(crate) shared: Arc<Shared>,
     pub(crate) id: DiskId,
     pub(crate) minor: u32,
-    /// Which attachment it sees to. Another one of the same name is another thread's.
-    pub(crate) attached: Attached,
-    /// What an older disk of this name has left may be there.
+    /// The attachment of this thread. Another attachment of the same name gets another thread.
+    pub(crate) attached: ExpectedAttachment,
+    /// Whether an older disk of this name may have left files.
     pub(crate) has_older: bool,
-    /// The next daemon would know what disk it is that has begun.
+    /// Whether the state file names this disk, so that the next daemon knows which disk was
+    /// announced.
     pub(crate) may_begin: bool,
-    /// No predecessor has had the image open for this attachment.
+    /// Whether no predecessor has had the image open for this attachment.
     pub(crate) is_untouched: bool,
     pub(crate) stop: Arc<Waker>,
     pub(crate) log: LogLimit,
 }
 
 impl Follower {
-    /// Until the disk is detached, or the daemon stops.
+    /// Runs until the disk is detached or the daemon stops.
     pub(crate) fn run(mut self, task: &Task) {
         let _end = Ending { shared: self.shared.clone(), id: self.id };
         if self.follow(task) {
-            // The order matters: who serves it is gone before nobody knows of it any more.
-            if self.beside().is_some_and(|first| !self.parts(first)) {
+            // The order matters: the disk's keeper ends before its state file is removed.
+            if self.beside().is_some_and(|first| !self.part_from(first)) {
                 return;
             }
-            self.shared.serving.forget(self.id);
-            blktap::unlink(&self.shared.places, self.id);
-            if let Err(e) = forget_run_dir(&self.run_dir()) {
+            self.shared.serving.remove(self.id);
+            blktap::unlink(&self.shared.paths, self.id);
+            if let Err(e) = remove_run_dir(&self.run_dir()) {
                 tracing::warn!("cannot remove {} yet: {e}", self.run_dir().display());
             }
-            (self.shared.at)(Step::Forgotten);
+            (self.shared.on_step)(Step::Forgotten);
             self.shared.states.remove(self.id);
             self.info("is detached");
         }
     }
 
-    /// The same; whether the disk is detached.
+    /// Serves or refuses the disk until its end. Returns whether it is detached.
     fn follow(&mut self, task: &Task) -> bool {
-        let mut pauses = Pauses::new(RETRY, RETRY_MAX);
-        // The last thing that was told: the same reason is told once.
-        let mut told = None;
+        let mut backoff = Backoff::new(RETRY, RETRY_MAX);
+        // The last logged failure: the same one is logged once.
+        let mut last_logged = None;
         loop {
-            let (failure, again) = match (self.forget_older(task), task) {
+            let (failure, again) = match (self.remove_older(task), task) {
                 (Err(failure), _) => (Some(failure), true),
                 (Ok(()), Task::Serve(image)) => match self.serve_or_rest(image) {
                     Ok(Next::Gone) => return true,
@@ -99,9 +102,9 @@ impl Follower {
                     Ok(Next::Again) => continue,
                     Err(failure) => {
                         let [woken] = wait_for([self.stop.fd()], Some(Duration::ZERO));
-                        match self.shared.table.why_woken(self.id) {
-                            Woken::End => return false,
-                            Woken::Rest if woken => continue,
+                        match self.shared.table.wake_reason(self.id) {
+                            WakeReason::End => return false,
+                            WakeReason::Rest if woken => continue,
                             _ => (Some(self.with_sharer(failure)), true),
                         }
                     }
@@ -110,25 +113,26 @@ impl Follower {
                 (Ok(()), Task::Gone) => return true,
                 (Ok(()), Task::Refuse(why)) => (Some(refused(why)), false),
             };
-            let pause = pauses.after(self.was_served());
+            let pause = backoff.after(self.was_served());
             self.shared.table.change(self.id, |entry| {
-                if let (Upgrade::Asked(_), Some(failure)) = (&entry.upgrade, &failure) {
+                if let (Upgrade::Requested(_), Some(failure)) = (&entry.upgrade, &failure) {
                     entry.upgrade = Upgrade::Done(Err(failure.clone()));
-                    entry.ticket = None;
+                    entry.participant = None;
                 }
             });
             let phase = failure.clone().map_or(Phase::Empty, Phase::Failed);
             self.shared.table.set(self.id, phase);
-            if told.as_ref() != Some(&failure) {
-                self.tell(failure.as_ref());
-                told = Some(failure.clone());
+            if last_logged.as_ref() != Some(&failure) {
+                self.log_failure(failure.as_ref());
+                last_logged = Some(failure.clone());
             }
             match self.stand_in(again.then_some(pause), failure.as_ref()) {
                 Ok(End::Detached) => {
-                    self.is_unswept();
+                    self.add_unswept();
                     return true;
                 }
-                // Its own thread comes at once, and may fail as we did.
+                // The supervisor starts the new attachment's thread at once, and that may fail as
+                // this one did.
                 Ok(End::Another) => return !self.is_stopped(RETRY),
                 Ok(End::Stopped) if self.ends() => return false,
                 Ok(End::Stopped | End::Retry) => {}
@@ -142,47 +146,48 @@ impl Follower {
         }
     }
 
-    /// Serves the disk, or leaves its image to a later attachment for as long as there is one.
+    /// Serves the disk, or leaves its image to a later attachment while there is one.
     fn serve_or_rest(&mut self, image: &Image) -> Result<Next, Failure> {
         if let Some(later) = self.rests_for() {
             return match self.rest(later, image)? {
                 End::Detached | End::Another => {
-                    self.is_unswept();
+                    self.add_unswept();
                     Ok(Next::Gone)
                 }
                 End::Stopped if self.ends() => Ok(Next::Ended),
                 End::Stopped => Ok(Next::Again),
                 End::Retry => {
-                    self.is_rested();
-                    self.states_changed(image)?;
+                    self.end_rest();
+                    self.write_state(image)?;
                     Ok(Next::Again)
                 }
             };
         }
         let served = self.serve(image);
         if served.is_err() {
-            self.was_in_vain(image);
+            self.record_never_open(image);
         }
         Ok(match served? {
             Outcome::Unplugged => Next::Gone,
             Outcome::Stopped | Outcome::Left if self.ends() => Next::Ended,
-            // It has let go of the image.
+            // The worker has closed the image.
             Outcome::Stopped | Outcome::Left => Next::Again,
         })
     }
 
-    /// Whether this thread is to end. It can be woken again, for something else, if not.
+    /// Whether this thread has to end. If not, its waker is cleared for the next reason.
     fn ends(&self) -> bool {
-        self.shared.table.why_woken(self.id) == Woken::End
+        self.shared.table.wake_reason(self.id) == WakeReason::End
     }
 
-    /// What predecessors left of it goes when the toolstack has removed it.
-    fn is_unswept(&self) {
+    /// Marks the disk: a predecessor's files are removed when the toolstack has removed the
+    /// directory.
+    fn add_unswept(&self) {
         let unswept = self.shared.unswept.lock();
         unswept.unwrap_or_else(PoisonError::into_inner).push(self.id);
     }
 
-    /// Whether this thread is to end, or is told so within this time.
+    /// Whether this thread has to end. Waits for that for the time `within`.
     pub(crate) fn is_stopped(&self, within: Duration) -> bool {
         let [woken] = wait_for([self.stop.fd()], Some(within));
         woken && self.ends()
@@ -192,21 +197,22 @@ impl Follower {
         self.shared.table.change(self.id, |entry| entry.starts += 1);
         let mut store = (self.shared.connect)().map_err(|e| Failure::store(&e))?;
         if !self.is_attached(&mut store)? {
-            self.is_unswept();
+            self.add_unswept();
             return Ok(Outcome::Unplugged);
         }
         let checked = self.check_folder(image);
         if checked.is_ok() {
             self.stand_beside(&mut store)?;
         }
-        // Before anybody serves it, or says 2: the next daemon has to know what to look for.
-        self.states_changed(image)?;
+        // This comes before the disk is served or state 2 is written: the next daemon has to find
+        // it.
+        self.write_state(image)?;
         self.may_begin = true;
-        (self.shared.at)(Step::StateWritten);
+        (self.shared.on_step)(Step::StateWritten);
         checked?;
         let beside = self.beside();
         if beside.is_none() {
-            self.have_earlier_rest(&mut store)?;
+            self.suspend_earlier(&mut store)?;
         }
         let qemu_first = directory::qemu_opens(&mut store, self.id, image.format)
             .map_err(|e| Failure::store(&e))?;
@@ -225,38 +231,39 @@ impl Follower {
             None => serving.serve(&assignment, &mut store, &self.stop),
             Some(first) => serving.serve_beside(&assignment, first, &mut store, &self.stop),
         };
-        // It may have begun. If it has not, the next thread begins anew.
+        // The attachment may have begun. If it has not, the next thread begins anew.
         if self.was_open() {
-            self.attached = Attached::Begun;
+            self.attached = ExpectedAttachment::Begun;
         }
         served
     }
 
-    /// Whether what stands there is still the attachment that we see to.
+    /// Whether xenstore still holds this thread's attachment.
     fn is_attached(&mut self, store: &mut Store) -> Result<bool, Failure> {
-        let look = Look::take(store, self.id).map_err(|e| Failure::store(&e))?;
-        let is_attached = look.is_of(&self.attached);
-        if is_attached && look.has_begun() {
-            self.attached = Attached::Begun;
+        let seen = Snapshot::read(store, self.id).map_err(|e| Failure::store(&e))?;
+        let is_attached = seen.is_of(&self.attached);
+        if is_attached && seen.has_begun() {
+            self.attached = ExpectedAttachment::Begun;
         }
         Ok(is_attached)
     }
 
-    /// Removes what an older disk of this name has left, before anything is said of this one: whoever
-    /// serves that, its tables, and what the next daemon would take for this one's image.
-    fn forget_older(&mut self, task: &Task) -> Result<(), Failure> {
+    /// Removes everything of an older disk of this name: its worker, its tables and its state file.
+    /// It comes before the new disk is announced. The next daemon would take the old state for the
+    /// new disk's.
+    fn remove_older(&mut self, task: &Task) -> Result<(), Failure> {
         if self.has_older {
-            let older = self.shared.states.read(self.id).map_err(|e| self.no_state(&e))?;
+            let older = self.shared.states.read(self.id).map_err(|e| self.state_failure(&e))?;
             if let Some(first) = older.and_then(|older| older.beside) {
                 self.shared.serving.part(self.id, first)?;
             }
-            self.shared.serving.forget_older(self.id)?;
-            blktap::unlink(&self.shared.places, self.id);
-            forget_run_dir(&self.run_dir()).map_err(|e| Failure {
+            self.shared.serving.remove_older(self.id)?;
+            blktap::unlink(&self.shared.paths, self.id);
+            remove_run_dir(&self.run_dir()).map_err(|e| Failure {
                 why: format!("cannot remove what an older disk of this name has left: {e}"),
-                help: "it is tried again; its storage may take long".to_owned(),
+                help: "ferrite tries again; its storage may be slow".to_owned(),
             })?;
-            self.shared.states.try_remove(self.id).map_err(|e| self.no_state(&e))?;
+            self.shared.states.try_remove(self.id).map_err(|e| self.state_failure(&e))?;
             self.has_older = false;
         }
         self.may_begin |= !matches!(task, Task::Serve(_));
@@ -264,28 +271,28 @@ impl Follower {
     }
 
     fn run_dir(&self) -> PathBuf {
-        self.shared.places.run.join(self.id.file_name())
+        self.shared.paths.run.join(self.id.file_name())
     }
 
-    /// It was, until now.
+    /// Whether the disk was served until now.
     fn was_served(&self) -> bool {
         let phase = |entry: &Entry| entry.phase == Phase::Served;
-        self.shared.table.look(|disks| disks.get(&self.id).is_some_and(phase))
+        self.shared.table.read(|disks| disks.get(&self.id).is_some_and(phase))
     }
 
     pub(crate) fn was_open(&self) -> bool {
-        self.shared.table.look(|disks| disks.get(&self.id).is_none_or(|entry| entry.was_open))
+        self.shared.table.read(|disks| disks.get(&self.id).is_none_or(|entry| entry.was_open))
     }
 
-    /// Writes the disk's state as that of one that is served.
-    fn states_changed(&self, image: &Image) -> Result<(), Failure> {
+    /// Writes the state file of a served disk.
+    fn write_state(&self, image: &Image) -> Result<(), Failure> {
         let state = DiskState::new(self.id, image, self.minor).beside(self.beside());
-        self.shared.states.write(&state).map_err(|e| self.no_state(&e))
+        self.shared.states.write(&state).map_err(|e| self.state_failure(&e))
     }
 
-    /// Serving has failed. If nobody has ever had the image open, the next daemon is to know: it may
-    /// announce the end of a disk whose image it cannot open.
-    fn was_in_vain(&self, image: &Image) {
+    /// Notes in the state file that the image was never open. The next daemon may then announce the
+    /// end of a disk whose image it cannot open.
+    fn record_never_open(&self, image: &Image) {
         if !self.may_begin || !self.is_untouched || self.was_open() || self.beside().is_some() {
             return;
         }
@@ -295,22 +302,22 @@ impl Follower {
         }
     }
 
-    pub(crate) fn no_state(&self, e: &std::io::Error) -> Failure {
-        let states = self.shared.places.states();
+    pub(crate) fn state_failure(&self, e: &std::io::Error) -> Failure {
+        let states = self.shared.paths.states();
         Failure {
-            why: format!("cannot write its state to {}: {e}", states.display()),
+            why: format!("cannot write the disk's state to {}: {e}", states.display()),
             help: "make room on the file system of /run".to_owned(),
         }
     }
 
-    /// Images are served from the configured folders only; links are looked through.
+    /// Checks that the image is in one of the configured directories. Links are resolved first.
     fn check_folder(&self, image: &Image) -> Result<(), Failure> {
         let path = image.path.display();
         let real = image.file().canonicalize().map_err(|e| Failure {
             why: format!("cannot open {path}: {e}"),
-            help: "correct the disk's target, or make the image; it is tried again".to_owned(),
+            help: "correct the disk's target, or create the image; ferrite tries again".to_owned(),
         })?;
-        // A link in an allowed folder to a volume is how volumes are named.
+        // A volume may be named by a link in an allowed directory.
         match self.shared.config.allows(&real) {
             true => {
                 // Two volumes of a store are two disks.
@@ -346,11 +353,11 @@ impl Follower {
             None => self.is_untouched && !self.was_open(),
             Some(first) => self.may_part(&mut store, first)?,
         };
-        let may = May { begin: self.may_begin, offer: failure.is_none(), announce };
+        let may = AllowedStates { begin: self.may_begin, offer: failure.is_none(), announce };
         answer(&mut store, self.id, may, &mut self.attached, how_long, &self.stop)
     }
 
-    /// Says in xenstore why the disk is not served. That xenstore refuses it changes nothing.
+    /// Writes to xenstore why the disk is not served. An error of xenstore is ignored.
     pub(crate) fn report(&self, store: &mut Store, failure: Option<&Failure>) {
         let path = directory::path(self.id);
         let reported = match failure {
@@ -362,7 +369,7 @@ impl Follower {
         }
     }
 
-    fn tell(&mut self, failure: Option<&Failure>) {
+    fn log_failure(&mut self, failure: Option<&Failure>) {
         match failure {
             None => self.info("is an empty drive"),
             Some(failure) => {
@@ -384,7 +391,7 @@ impl Follower {
     }
 }
 
-/// Says that a disk's thread is at its end, also of one that panics.
+/// Notes the end of a disk's thread when dropped, also after a panic.
 struct Ending {
     shared: Arc<Shared>,
     id: DiskId,
@@ -392,7 +399,7 @@ struct Ending {
 
 impl Drop for Ending {
     fn drop(&mut self) {
-        self.shared.table.end(self.id);
+        self.shared.table.mark_ended(self.id);
         self.shared.wake.wake();
     }
 }

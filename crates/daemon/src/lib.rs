@@ -1,12 +1,13 @@
-//! All disks of a host: what the toolstack attaches in xenstore is served, until it is detached.
+//! Serves all disks of a host: from when the toolstack attaches them in xenstore until it detaches
+//! them.
 //!
 //! * [`config`]: the daemon's configuration.
-//! * [`params`]: which image the toolstack means.
-//! * [`state`]: what the next daemon has to know.
-//! * [`table`]: what this one knows.
-//! * [`control`]: how others ask for it.
+//! * [`params`]: which image the toolstack has named.
+//! * [`state`]: the files that tell the next daemon which disks are served.
+//! * [`table`]: the disks that this daemon knows.
+//! * [`control`]: the control socket.
 //!
-//! How a disk is served is behind [`Serving`]: there are no rings and no images here.
+//! The code that serves a disk is behind [`Serving`]: this crate has no rings and opens no images.
 
 #![forbid(unsafe_code)]
 
@@ -21,7 +22,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use ferrite_io::clock::{Clock, SystemClock};
 use ferrite_io::lock_file::lock;
-use ferrite_serve::blkif::lifecycle::{Attached, Outcome};
+use ferrite_serve::blkif::lifecycle::{ExpectedAttachment, Outcome};
 use ferrite_serve::log_limit::SharedLogLimit;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
@@ -32,10 +33,10 @@ pub mod config;
 pub mod control;
 pub mod directory;
 mod follow;
-pub mod keeping;
+mod joint_upgrade;
+pub mod keepers;
 pub mod orphan;
 pub mod params;
-mod round;
 mod siblings;
 pub mod state;
 mod supervise;
@@ -44,15 +45,15 @@ mod unserved;
 mod wait;
 
 use config::{Config, DiskOptions};
+use joint_upgrade::Participant;
 use params::Image;
-use round::Ticket;
 use state::{DiskId, States};
-use table::{Phase, Table, Upgrade, Woken};
+use table::{Phase, Table, Upgrade, WakeReason};
 
-/// Why a disk is not served, and what to do about it.
+/// The reason why a disk is not served, with the next step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// What failed, and why.
+    /// The failed step and its reason.
     pub why: String,
     /// The next step for the administrator.
     pub help: String,
@@ -60,7 +61,7 @@ pub struct Failure {
 
 impl Failure {
     fn store(e: &StoreError) -> Failure {
-        let help = "it is tried again; ferrite doctor shows what is missing".to_owned();
+        let help = "ferrite tries again; ferrite doctor shows what is missing".to_owned();
         Failure { why: e.to_string(), help }
     }
 }
@@ -71,22 +72,23 @@ impl fmt::Display for Failure {
     }
 }
 
-/// A disk to be served.
+/// A disk that is to be served.
 pub struct Assignment<'a> {
-    /// Which.
+    /// The disk.
     pub id: DiskId,
-    /// Its directory in xenstore.
+    /// The path of its backend directory in xenstore.
     pub backend: String,
-    /// Its image.
+    /// The image to serve.
     pub image: Image,
-    /// How.
+    /// The options to serve it with.
     pub options: DiskOptions,
-    /// QEMU opens the raw image of an HVM guest by itself, until the guest's own driver connects.
+    /// Whether QEMU opens the raw image of an HVM guest by itself, until the guest's own driver
+    /// connects.
     pub qemu_first: bool,
-    /// tapdisk's number of it.
+    /// The disk's number for tapdisk's tools.
     pub minor: u32,
-    /// The attachment that is to be served: another one of the same name may have another image.
-    pub attached: Attached,
+    /// The attachment to serve. Another attachment of the same name may have another image.
+    pub attached: ExpectedAttachment,
     shared: &'a Shared,
 }
 
@@ -96,62 +98,63 @@ impl Assignment<'_> {
         &self.shared.config
     }
 
-    /// The folder for everything that outlives a process.
+    /// The directory of all files that outlive a process.
     pub fn run_dir(&self) -> &Path {
-        &self.shared.places.run
+        &self.shared.paths.run
     }
 
-    /// This process stands for the disk, and for all of this group, if there is one. Clients of NBD find the
-    /// disk by this socket.
-    pub fn is_kept(&self, pid: u32, nbd: Option<PathBuf>, group: Option<PathBuf>) {
-        blktap::link(&self.shared.places, self.id, pid, self.minor);
+    /// Records which process keeps the disk, the path of its NBD socket, and the group that shares
+    /// this keeper.
+    pub fn set_keeper(&self, pid: u32, nbd: Option<PathBuf>, group: Option<PathBuf>) {
+        blktap::link(&self.shared.paths, self.id, pid, self.minor);
         self.shared.table.change(self.id, |entry| {
             (entry.pid, entry.nbd, entry.group) = (Some(pid), nbd, group);
         });
-        (self.shared.at)(Step::Kept);
+        (self.shared.on_step)(Step::Kept);
     }
 
-    /// The image is open.
-    pub fn is_served(&self) {
+    /// Records that the image is open.
+    pub fn set_served(&self) {
         self.shared.table.change(self.id, |entry| entry.was_open = true);
         self.shared.table.set(self.id, Phase::Served);
-        (self.shared.at)(Step::Served);
+        (self.shared.on_step)(Step::Served);
     }
 
-    /// Why `stop` was woken: it can be woken again then, unless it was for good.
-    pub(crate) fn why_woken(&self) -> Woken {
-        self.shared.table.why_woken(self.id)
+    /// Why `stop` was woken. Clears the waker, unless the thread has to end.
+    pub(crate) fn wake_reason(&self) -> WakeReason {
+        self.shared.table.wake_reason(self.id)
     }
 
-    /// Whether this disk of a guest is served with the image that its stub domain's is to have.
+    /// Whether `first`, of this stub domain's guest, is served with the image that this disk is to
+    /// have.
     pub(crate) fn is_beside(&self, first: DiskId) -> bool {
-        self.shared.table.look(|disks| beside::are_one(disks, first, self.id))
+        self.shared.table.read(|disks| beside::are_one(disks, first, self.id))
     }
 
-    /// A point of an upgrade is reached.
-    pub(crate) fn at(&self, step: Step) {
-        (self.shared.at)(step);
+    /// Reports a step to the test's callback.
+    pub(crate) fn reached(&self, step: Step) {
+        (self.shared.on_step)(step);
     }
 
-    /// Its part in an upgrade. One that is not there was nobody else's.
-    pub(crate) fn ticket(&self) -> Ticket {
-        let mut ticket = None;
-        self.shared.table.change(self.id, |entry| ticket = entry.ticket.take());
-        ticket.or_else(|| Ticket::of(1).pop()).expect("one of one")
+    /// Takes this disk's part in a joint upgrade. A disk without one upgrades alone.
+    pub(crate) fn participant(&self) -> Participant {
+        let mut participant = None;
+        self.shared.table.change(self.id, |entry| participant = entry.participant.take());
+        participant.or_else(|| Participant::of(1).pop()).expect("one of one")
     }
 
-    /// What came of it.
+    /// Records the result of an upgrade.
     pub(crate) fn upgraded(&self, outcome: Result<(), Failure>) {
         self.shared.table.change(self.id, |entry| entry.upgrade = Upgrade::Done(outcome));
     }
 }
 
-/// Who serves disks.
+/// The code that serves disks.
 pub trait Serving: Send + Sync {
-    /// Serves a disk until it is unplugged or `stop` is woken; goes on where a predecessor ended.
+    /// Serves a disk until it is unplugged or `stop` is woken. It takes over from a predecessor.
     ///
     /// # Errors
-    /// It cannot be served now. Nothing was told to its guest; it is tried again.
+    /// The disk cannot be served now. Its guest was told nothing, and the caller tries again.
     fn serve(
         &self,
         disk: &Assignment<'_>,
@@ -159,7 +162,7 @@ pub trait Serving: Send + Sync {
         stop: &Waker,
     ) -> Result<Outcome, Failure>;
 
-    /// The same of a stub domain's disk, by who serves its guest's, `first`.
+    /// Serves a stub domain's disk with the worker of its guest's disk, `first`.
     ///
     /// # Errors
     /// As [`serve`](Self::serve).
@@ -171,53 +174,54 @@ pub trait Serving: Send + Sync {
         stop: &Waker,
     ) -> Result<Outcome, Failure>;
 
-    /// The stub domain's disk is no more: nothing is to be left of it with its guest's, `first`.
+    /// Removes everything that the worker of `first` has of a stub domain's disk that is gone.
     ///
     /// # Errors
-    /// It may be served still.
+    /// The disk may still be served.
     fn part(&self, disk: DiskId, first: DiskId) -> Result<(), Failure>;
 
-    /// The disk is no more: nothing is to be left of it.
-    fn forget(&self, disk: DiskId);
+    /// Removes everything that is left of a disk that is gone.
+    fn remove(&self, disk: DiskId);
 
-    /// An older disk of this name is no more, and its end may have been missed.
+    /// Removes an older disk of this name. Its end may have been missed.
     ///
     /// # Errors
-    /// Somebody may serve it still.
-    fn forget_older(&self, disk: DiskId) -> Result<(), Failure>;
+    /// The older disk may still be served.
+    fn remove_older(&self, disk: DiskId) -> Result<(), Failure>;
 
-    /// How a disk is served now, if that is known. It may have been begun with by another configuration.
+    /// The options that a disk is served with, if they are known. An earlier configuration may have
+    /// set them.
     fn options(&self, _: DiskId) -> Option<DiskOptions> {
         None
     }
 
-    /// Disks that somebody stands for whom this daemon may know nothing of.
-    fn all(&self) -> Vec<DiskId>;
+    /// The disks that have a keeper or files of one. This daemon may not know them.
+    fn kept_disks(&self) -> Vec<DiskId>;
 }
 
-/// A way to xenstore.
+/// Opens a connection to xenstore.
 pub type Connect = Box<dyn Fn() -> Result<Store, StoreError> + Send + Sync>;
 
-/// Where the daemon keeps what outlives it.
+/// The paths of everything that outlives the daemon.
 #[derive(Clone, Debug)]
-pub struct Places {
-    /// On tmpfs: what is kept concerns running guests only.
+pub struct Paths {
+    /// The run directory, on tmpfs: its contents concern running guests only.
     pub run: PathBuf,
 }
 
-impl Default for Places {
-    fn default() -> Places {
-        Places { run: PathBuf::from("/run/ferrite") }
+impl Default for Paths {
+    fn default() -> Paths {
+        Paths { run: PathBuf::from("/run/ferrite") }
     }
 }
 
-impl Places {
-    /// The control socket.
+impl Paths {
+    /// The path of the control socket.
     pub fn control(&self) -> PathBuf {
         self.run.join("control.sock")
     }
 
-    /// The state files.
+    /// The directory of the state files.
     pub fn states(&self) -> PathBuf {
         self.run.join("disks")
     }
@@ -227,51 +231,51 @@ impl Places {
     }
 }
 
-/// Points at which a daemon may die: tests have it die at each.
+/// Points at which a daemon may die. Tests let it die at each of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// A disk's state file is written, and nobody serves it.
+    /// A disk's state file is written, and the disk is not served yet.
     StateWritten,
-    /// Somebody stands for the disk, and its image is not open.
+    /// The disk has a keeper, and its image is not open.
     Kept,
     /// The disk's image is open, and the guest was told nothing.
     Served,
-    /// The disk's image is closed for another binary.
+    /// The disk's image is closed for another program.
     Retired,
-    /// The other binary serves the disk, or is about to.
+    /// The other program serves the disk, or is about to.
     Upgraded,
-    /// Nobody serves the disk any more, and its state file is there.
+    /// The disk is not served any more, and its state file still exists.
     Forgotten,
 }
 
-/// Whether there is xenstore.
+/// The state of the connection to xenstore.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Xen {
-    /// It is followed.
+    /// xenstore is followed.
     Connected,
-    /// It is not there, for this reason.
+    /// There is no connection, for this reason.
     Gone(String),
 }
 
-/// What all threads of the daemon have.
+/// The state that all threads of the daemon share.
 pub(crate) struct Shared {
     config: Config,
-    places: Places,
+    paths: Paths,
     serving: Arc<dyn Serving>,
     connect: Connect,
     states: States,
     table: Table,
     clock: Arc<dyn Clock>,
     log: SharedLogLimit,
-    /// A disk's thread has ended.
+    /// Woken when a disk's thread has ended.
     wake: Waker,
     stop: Arc<Waker>,
     xen: Mutex<Xen>,
-    /// Disks that ended while nobody served them: what a predecessor left is removed with their
-    /// directories.
+    /// Disks that ended without being served. Files of a predecessor are removed when the toolstack
+    /// has removed the disks' directories.
     unswept: Mutex<Vec<DiskId>>,
     started: SystemTime,
-    at: Box<dyn Fn(Step) + Send + Sync>,
+    on_step: Box<dyn Fn(Step) + Send + Sync>,
 }
 
 impl Shared {
@@ -279,7 +283,7 @@ impl Shared {
         *self.xen.lock().unwrap_or_else(PoisonError::into_inner) = xen;
     }
 
-    /// Whether the daemon is to stop, or is told so within this time.
+    /// Whether the daemon is to stop. Waits for that for the time `within`.
     fn is_stopped(&self, within: Duration) -> bool {
         let [stopped] = wait::wait_for([self.stop.fd()], Some(within));
         stopped
@@ -290,35 +294,35 @@ impl Shared {
     }
 }
 
-/// What others may see of a daemon while it runs.
-pub struct Glance(Arc<Shared>);
+/// A view of a running daemon.
+pub struct DaemonView(Arc<Shared>);
 
-impl Glance {
-    /// How it is.
+impl DaemonView {
+    /// The daemon's status.
     pub fn status(&self) -> control::protocol::Status {
         control::status(&self.0)
     }
 
-    /// The disks that are attached.
+    /// The attached disks.
     pub fn disks(&self) -> Vec<control::protocol::Disk> {
         control::list(&self.0).disks
     }
 }
 
-/// How often ended threads are looked for at the end.
-const REAP: Duration = Duration::from_millis(100);
+/// How often ended threads are collected at the end.
+const REAP_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How long the place of a daemon is waited for.
-const LOCKED: Duration = Duration::from_secs(1);
+/// How long a new daemon waits for the lock of the one before.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A daemon that has not begun.
+/// A daemon that has not started yet.
 pub struct Daemon {
     shared: Arc<Shared>,
-    /// For as long as it lives, no other takes its place.
+    /// No other daemon starts while this lock is held.
     _lock: Lock,
 }
 
-/// The place of a daemon.
+/// The lock that only one daemon of a host holds.
 struct Lock {
     path: PathBuf,
     _file: OwnedFd,
@@ -326,8 +330,9 @@ struct Lock {
 
 impl Lock {
     fn take(path: PathBuf) -> io::Result<Lock> {
-        // A process that a killed daemon was about to start has its descriptors for a moment.
-        let end = Instant::now() + LOCKED;
+        // A child that a killed daemon was about to start holds a copy of the lock's descriptor for
+        // a moment.
+        let end = Instant::now() + LOCK_TIMEOUT;
         loop {
             match lock(&path) {
                 Ok(file) => return Ok(Lock { path, _file: file }),
@@ -335,7 +340,7 @@ impl Lock {
                 Err(_) if Instant::now() > end => {
                     return Err(io::Error::other("another ferrite daemon runs on this host"));
                 }
-                Err(_) => std::thread::sleep(LOCKED / 50),
+                Err(_) => std::thread::sleep(LOCK_TIMEOUT / 50),
             }
         }
     }
@@ -343,30 +348,30 @@ impl Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // While it is ours. One that stays keeps nobody away.
+        // The file is removed while the lock is held. A file that stays blocks no later daemon.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
 impl Daemon {
-    /// Enters the run directory. `stop` ends the daemon: guests keep their disks, and wait or are
-    /// served on, until the next daemon.
+    /// Enters the run directory. Waking `stop` ends the daemon. Guests keep their disks: they are
+    /// served on or wait for the next daemon.
     ///
     /// # Errors
-    /// The directory cannot be used, or another daemon is there.
+    /// The directory cannot be used, or another daemon runs.
     pub fn new(
         config: Config,
-        places: Places,
+        paths: Paths,
         serving: Arc<dyn Serving>,
         connect: Connect,
         stop: Arc<Waker>,
     ) -> io::Result<Daemon> {
-        DirBuilder::new().recursive(true).mode(0o700).create(&places.run)?;
-        let lock = Lock::take(places.lock())?;
-        let states = States::open(&places.states())?;
+        DirBuilder::new().recursive(true).mode(0o700).create(&paths.run)?;
+        let lock = Lock::take(paths.lock())?;
+        let states = States::open(&paths.states())?;
         let shared = Shared {
             config,
-            places,
+            paths,
             serving,
             connect,
             states,
@@ -375,32 +380,33 @@ impl Daemon {
             log: SharedLogLimit::default(),
             wake: Waker::new()?,
             stop,
-            xen: Mutex::new(Xen::Gone("it was not asked for yet".to_owned())),
+            xen: Mutex::new(Xen::Gone("the daemon has not connected to xenstore yet".to_owned())),
             unswept: Mutex::default(),
             started: SystemTime::now(),
-            at: Box::new(|_| ()),
+            on_step: Box::new(|_| ()),
         };
         Ok(Daemon { shared: Arc::new(shared), _lock: lock })
     }
 
-    /// With this called at each [`Step`] of each disk; to be said before anything else.
+    /// Calls `on_step` at each [`Step`] of each disk. Call this before everything else.
     #[must_use]
-    pub fn with_steps(mut self, at: impl Fn(Step) + Send + Sync + 'static) -> Daemon {
+    pub fn with_steps(mut self, on_step: impl Fn(Step) + Send + Sync + 'static) -> Daemon {
         if let Some(shared) = Arc::get_mut(&mut self.shared) {
-            shared.at = Box::new(at);
+            shared.on_step = Box::new(on_step);
         }
         self
     }
 
-    /// What others may see of it while it runs.
-    pub fn glance(&self) -> Glance {
-        Glance(self.shared.clone())
+    /// A view of the daemon that can be used while it runs.
+    pub fn view(&self) -> DaemonView {
+        DaemonView(self.shared.clone())
     }
 
-    /// Serves all disks until it is stopped. `alive` is called at least every ten seconds, with what
-    /// there is to say; the first time when the control socket is there.
+    /// Serves all disks until the daemon is stopped. `alive` is called with a status text at least
+    /// every ten seconds, and first when the control socket exists.
     ///
     /// # Errors
+    /// The control socket cannot be created.
     /// The control socket cannot be made.
     pub fn run(&self, alive: &dyn Fn(&str)) -> io::Result<()> {
         let control = control::server::Server::start(&self.shared)?;
@@ -408,10 +414,10 @@ impl Daemon {
         supervise::Supervisor { shared: &self.shared, alive }.run();
         self.shared.table.stop_all();
         drop(control);
-        // Each ends what it does with xenstore; what serves the guests may go on.
-        while !self.shared.table.look(|disks| disks.is_empty()) {
+        // Each thread finishes its work with xenstore. Keepers and workers go on.
+        while !self.shared.table.read(|disks| disks.is_empty()) {
             self.shared.table.reap();
-            wait::wait_for([self.shared.wake.fd()], Some(REAP));
+            wait::wait_for([self.shared.wake.fd()], Some(REAP_INTERVAL));
             self.shared.wake.clear();
         }
         Ok(())

@@ -1,4 +1,5 @@
-//! What a worker begins with: a guest that its predecessor has left, if no daemon runs that would see to it.
+//! What a new worker starts with: the guest that its predecessor has left, if no daemon runs that
+//! would handle it.
 
 use std::fs::File;
 use std::path::Path;
@@ -9,49 +10,49 @@ use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::{Store, StoreError};
 use rustix::fs::{FlockOperation, flock};
 
-use crate::Places;
+use crate::Paths;
 use crate::directory;
 use crate::state::{DiskId, States};
 
-/// How long xenstore may take for each answer. A worker that waits hears nobody.
-const ANSWERED_WITHIN: Duration = Duration::from_secs(5);
+/// The longest wait for a reply of xenstore. The worker handles nothing else meanwhile.
+const XENSTORE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What the worker of this disk begins with, in this folder for all that outlives a process. To be asked
-/// while the worker has its rights: `connect` leads to xenstore.
+/// Decides what the worker of this disk starts with. `run` is the run directory. Call it while the
+/// worker has its rights, since `connect` opens a connection to xenstore.
 pub fn start(run: &Path, id: DiskId, connect: impl FnOnce() -> Result<Store, StoreError>) -> Start {
-    let places = Places { run: run.to_owned() };
-    // Nobody was connected, or its daemon has said that another has the disk now.
-    if !run.join(id.file_name()).join(TABLE).exists() || !is_to_be_served(&places, id) {
-        return Start::Asked;
+    let paths = Paths { run: run.to_owned() };
+    // No guest was connected, or another attachment has the disk now.
+    if !run.join(id.file_name()).join(TABLE).exists() || !is_to_be_served(&paths, id) {
+        return Start::WaitForFollower;
     }
-    // A daemon knows more than xenstore: whether the disk is to rest, say. So it is left to that.
-    if a_daemon_runs(&places) {
-        return Start::Expecting;
+    // A daemon knows more than xenstore, such as whether the disk is to rest. So it decides.
+    if a_daemon_runs(&paths) {
+        return Start::ExpectFollower;
     }
-    match look(id, connect) {
-        Ok(orphan) => orphan.map_or(Start::Asked, Start::Orphan),
+    match find(id, connect) {
+        Ok(orphan) => orphan.map_or(Start::WaitForFollower, Start::Orphan),
         Err(e) => {
-            tracing::warn!("no daemon runs, and it cannot be seen whether a guest waits: {e}");
-            Start::Expecting
+            tracing::warn!("no daemon runs, and xenstore does not tell whether a guest waits: {e}");
+            Start::ExpectFollower
         }
     }
 }
 
-fn look(
+fn find(
     id: DiskId,
     connect: impl FnOnce() -> Result<Store, StoreError>,
 ) -> Result<Option<Orphan>, ServeError> {
-    let mut store = connect()?.with_timeout(ANSWERED_WITHIN);
-    Orphan::look(&mut store, &directory::path(id), DomId(id.domid), id.devid)
+    let mut store = connect()?.with_timeout(XENSTORE_TIMEOUT);
+    Orphan::find(&mut store, &directory::path(id), DomId(id.domid), id.devid)
 }
 
-/// As the last daemon has left it.
-fn is_to_be_served(places: &Places, id: DiskId) -> bool {
-    let known = States::look(&places.states(), id);
+/// Whether the last daemon's state file says that this disk is to be served.
+fn is_to_be_served(paths: &Paths, id: DiskId) -> bool {
+    let known = States::peek(&paths.states(), id);
     known.is_some_and(|known| known.rests_for.is_none() && known.beside.is_none())
 }
 
-fn a_daemon_runs(places: &Places) -> bool {
-    let lock = File::open(places.lock());
+fn a_daemon_runs(paths: &Paths) -> bool {
+    let lock = File::open(paths.lock());
     lock.is_ok_and(|lock| flock(&lock, FlockOperation::NonBlockingLockShared).is_err())
 }

@@ -1,8 +1,9 @@
-//! What the toolstack's `params` say of an image (toolstacks write them, guests cannot).
+//! The toolstack's key `params`, which names an image. Toolstacks write it, guests cannot.
 //!
-//! `aio:PATH`, `vhd:PATH` and `qcow2:PATH` are tapdisk's words; `raw:PATH` and `store:PATH#NAME` are ours. Names may have
-//! colons: only the first one counts. libxl lets nobody say `qcow2`, and passes a target on as it is, so
-//! `aio:qcow2:/PATH` is one, too. No path begins so: those of images are absolute.
+//! `aio:PATH`, `vhd:PATH` and `qcow2:PATH` are tapdisk's formats; `raw:PATH` and `store:PATH#NAME`
+//! are ferrite's. Paths may have colons: only the first one counts. libxl does not accept `qcow2`,
+//! but passes a target on as it is. So `aio:qcow2:/PATH` is a qcow2 image, too. No path is mistaken
+//! for that, since paths of images are absolute.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
@@ -10,22 +11,22 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// What an image's bytes are.
+/// The format of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// The guest's, as they are.
+    /// The image's bytes are the guest's.
     Raw,
     /// A VHD.
     Vhd,
-    /// A qcow2.
+    /// A qcow2 image.
     Qcow2,
     /// A volume of a store.
     Store,
 }
 
 impl Format {
-    /// As it is written before the path.
+    /// The name before the path.
     pub fn word(self) -> &'static str {
         match self {
             Format::Raw => "raw",
@@ -35,7 +36,7 @@ impl Format {
         }
     }
 
-    /// tapdisk's word for it.
+    /// tapdisk's name of the format.
     pub fn tapdisk_word(self) -> &'static str {
         match self {
             Format::Raw => "aio",
@@ -57,24 +58,24 @@ impl Format {
 /// An image that the toolstack has named.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Image {
-    /// What it is.
+    /// The image's format.
     pub format: Format,
-    /// Where it is; of a volume `PATH#NAME`.
+    /// The absolute path; of a volume `PATH#NAME`.
     pub path: PathBuf,
 }
 
 impl Image {
-    /// The file or device that it is in; of a volume, its store's.
+    /// The path of the file or device; of a volume, its store's.
     pub fn file(&self) -> &Path {
         self.volume().map_or(&self.path, |(store, _)| store)
     }
 
-    /// The store that it is a volume of, and the volume's name.
+    /// The path of the store and the name of the volume. `None` for other formats.
     pub fn volume(&self) -> Option<(&Path, &OsStr)> {
         parts_of_volume(&self.path).filter(|_| self.format == Format::Store)
     }
 
-    /// Its name with the format before the path, as `Disk::open` takes it.
+    /// The name with the format before the path, as `Disk::open` takes it.
     pub fn name(&self) -> OsString {
         [OsStr::new(self.format.word()), OsStr::new(":"), self.path.as_os_str()]
             .into_iter()
@@ -82,56 +83,57 @@ impl Image {
     }
 }
 
-/// What `params` ask for.
+/// The meaning of `params`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Params {
-    /// This image.
+    /// An image to serve.
     Image(Image),
     /// A drive without a medium.
     Empty,
-    /// Nothing that can be served.
-    Odd(String),
+    /// Invalid contents, with the reason.
+    Invalid(String),
 }
 
 impl Params {
-    /// Understands the key's value.
+    /// Parses the key's value.
     pub fn parse(value: &[u8]) -> Params {
         let Some((word, rest)) = split(value) else {
             return match value {
                 b"" => Params::Empty,
-                [b'/', ..] => unsaid(value),
-                _ => Params::Odd(odd(value)),
+                [b'/', ..] => without_format(value),
+                _ => Params::Invalid(invalid(value)),
             };
         };
         let Some(format) = Format::of_word(word) else {
             return match value {
-                [b'/', ..] => unsaid(value),
-                _ => Params::Odd(odd(value)),
+                [b'/', ..] => without_format(value),
+                _ => Params::Invalid(invalid(value)),
             };
         };
         match split(rest).and_then(|(word, path)| Some((Format::of_word(word)?, path))) {
             Some((nested, path @ [b'/', ..])) => image(nested, path),
             _ if rest.is_empty() => Params::Empty,
-            _ if word == b"aio" => unsaid(rest),
+            _ if word == b"aio" => without_format(rest),
             _ => image(format, rest),
         }
     }
 }
 
-/// Of a volume's name.
+/// Most bytes of a volume's name.
 const MAX_NAME: usize = 63;
 
-/// Extensions of images that are no raw disks.
+/// Extensions of images that are not raw disks.
 const EXTENSIONS: [&str; 7] = ["vhd", "qcow2", "qcow", "vhdx", "vmdk", "vdi", "qed"];
 
-/// A raw disk, of which the toolstack has not said so: `aio` is xl's word also where no format was
-/// given, and it has none for qcow2. A guest overwrites what is taken for a raw disk.
-fn unsaid(path: &[u8]) -> Params {
+/// A raw disk whose format the toolstack has not named. xl writes `aio` also without a format, and
+/// it has no name for qcow2. A path with the extension of another format is refused, since the
+/// guest would overwrite the image.
+fn without_format(path: &[u8]) -> Params {
     let path = Path::new(OsStr::from_bytes(path));
     let extension = path.extension().unwrap_or_default();
     match EXTENSIONS.iter().find(|image| extension.eq_ignore_ascii_case(image)) {
         None => image(Format::Raw, path.as_os_str().as_bytes()),
-        Some(extension) => Params::Odd(format!(
+        Some(extension) => Params::Invalid(format!(
             "{0} has the name of an image in format {extension}, and was given as a raw disk, which \
              its guest would overwrite: say format=vhd, or write vhd:, qcow2: or raw: before the \
              path (target=qcow2:{0})",
@@ -148,19 +150,19 @@ fn split(value: &[u8]) -> Option<(&[u8], &[u8])> {
 fn image(format: Format, path: &[u8]) -> Params {
     let path = Path::new(OsStr::from_bytes(path));
     if format == Format::Store && parts_of_volume(path).is_none() {
-        return Params::Odd(format!(
-            "{:.256} names no volume of a store: that is store:PATH#NAME, and NAME has 1 to 63 letters, \
+        return Params::Invalid(format!(
+            "{:.256} names no volume of a store: write store:PATH#NAME, where NAME has 1 to 63 letters, \
              digits, and - _ . but at its beginning",
             path.display()
         ));
     }
     match path.is_absolute() {
         true => Params::Image(Image { format, path: path.to_owned() }),
-        false => Params::Odd(format!("{} is not an absolute path", path.display())),
+        false => Params::Invalid(format!("{} is not an absolute path", path.display())),
     }
 }
 
-/// What is before the last `#`, and behind it, if that can be a volume's name.
+/// The parts before and after the last `#`, if the second one can be a volume's name.
 fn parts_of_volume(path: &Path) -> Option<(&Path, &OsStr)> {
     let bytes = path.as_os_str().as_bytes();
     let at = bytes.iter().rposition(|byte| *byte == b'#')?;
@@ -172,11 +174,11 @@ fn parts_of_volume(path: &Path) -> Option<(&Path, &OsStr)> {
         .then(|| (Path::new(OsStr::from_bytes(store)), OsStr::from_bytes(name)))
 }
 
-fn odd(value: &[u8]) -> String {
+fn invalid(value: &[u8]) -> String {
     let value = String::from_utf8_lossy(value);
     let shown: String = value.chars().take(128).collect();
     format!(
-        "params {shown:?} name no image: they are aio:PATH, vhd:PATH, qcow2:PATH or store:PATH#NAME"
+        "params {shown:?} name no image: write aio:PATH, vhd:PATH, qcow2:PATH or store:PATH#NAME"
     )
 }
 
@@ -215,20 +217,22 @@ mod tests {
             assert_eq!((volume.file(), raw.file()), (Path::new(store), Path::new(path)));
         }
         let long = format!("store:/srv/a#{}", "x".repeat(64));
-        for odd in
+        for invalid in
             ["store:/srv/a", "store:/srv/a#", "store:/a#.b", "store:#b", "store:/a#b/c", &long]
         {
-            let Params::Odd(why) = Params::parse(odd.as_bytes()) else { panic!("{odd}") };
+            let Params::Invalid(why) = Params::parse(invalid.as_bytes()) else {
+                panic!("{invalid}")
+            };
             assert!(why.contains("store:PATH#NAME"), "{why}");
         }
         for empty in ["", "aio:", "vhd:", "raw:", "store:"] {
             assert_eq!(Params::parse(empty.as_bytes()), Params::Empty, "{empty}");
         }
         for image in ["aio:/srv/a.vhd", "/srv/a.QCOW2", "/srv/a:b.vmdk", "aio:/srv/x:y.vhdx"] {
-            let Params::Odd(why) = Params::parse(image.as_bytes()) else { panic!("{image}") };
+            let Params::Invalid(why) = Params::parse(image.as_bytes()) else { panic!("{image}") };
             assert!(why.contains("given as a raw disk"), "{why}");
         }
-        for odd in [
+        for invalid in [
             "aio:a.img",
             "nbd:unix:/x",
             "a.img",
@@ -238,14 +242,14 @@ mod tests {
             "aio: ",
             "store:a#b",
         ] {
-            assert!(matches!(Params::parse(odd.as_bytes()), Params::Odd(_)), "{odd}");
+            assert!(matches!(Params::parse(invalid.as_bytes()), Params::Invalid(_)), "{invalid}");
         }
     }
 
     #[test]
     fn any_bytes_are_understood_or_refused_in_few_words() {
         let long = vec![0xff; 100_000];
-        let Params::Odd(why) = Params::parse(&long) else { panic!("an image") };
+        let Params::Invalid(why) = Params::parse(&long) else { panic!("an image") };
         assert!(why.len() < 1000, "{}", why.len());
         let name = b"aio:/srv/\xff\xfe";
         let Params::Image(image) = Params::parse(name) else { panic!("no image") };

@@ -1,31 +1,34 @@
-//! Two attachments of one disk at a time, to two domains that are one VM: a migration within this
+//! Two attachments of one disk at a time, in two domains that are one VM: a migration within this
 //! host (attachments.md).
 //!
-//! The earlier one is drained, its image is complete and closed, and it rests. Only then the later one
-//! opens the image. So no old write comes after a new one. When the later one is gone, the earlier one
-//! is served on: a migration that fails goes back to its source. But not to one whose target has run:
-//! what that has written, the source's guest does not know.
+//! The earlier one drains its requests, completes and closes the image, and rests. Only then the
+//! later one opens the image. So no old write comes after a new one.
+//!
+//! When the later one is gone, the earlier one is served again: a failed migration goes back to its
+//! source. It is not if the target has run: the source's guest does not know what the target has
+//! written.
 
 use std::time::{Duration, Instant};
 
 use ferrite_xen::store::{Store, StoreError};
 
-use crate::directory::Look;
+use crate::directory::Snapshot;
 use crate::follow::Follower;
 use crate::state::{DiskId, DiskState};
 use crate::table::{Entry, Phase};
 use crate::unserved::{End, stand_in};
 use crate::{Failure, params::Image};
 
-/// How long the later one waits for the earlier at a time: the toolstack gives it ten seconds.
-const PATIENCE: Duration = Duration::from_secs(8);
-/// How often is asked whether somebody else is gone, or whether we are to stop.
-const LOOK_AGAIN: Duration = Duration::from_millis(200);
+/// How long the later attachment waits for the earlier one at a time. The toolstack gives it ten
+/// seconds.
+const HANDOVER_TIMEOUT: Duration = Duration::from_secs(8);
+/// How often the state of the other attachment and the daemon's stop are checked.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Whether two domains are one VM: the toolstack gives both the same identifier.
 fn same_vm(store: &mut Store, a: DiskId, b: DiskId) -> Result<bool, StoreError> {
     let mut vm = |id: DiskId| match store.read(&format!("/local/domain/{}/vm", id.domid)) {
-        // A driver domain may not look, and then no two are known to be one.
+        // A driver domain may not read it. Then no two domains are taken for one VM.
         Err(StoreError::Access { .. }) => Ok(None),
         vm => vm,
     };
@@ -33,9 +36,9 @@ fn same_vm(store: &mut Store, a: DiskId, b: DiskId) -> Result<bool, StoreError> 
     Ok(a.is_some_and(|vm| !vm.is_empty() && b == Some(vm)))
 }
 
-/// What xl appends to the name of a migration's target, until that may run.
+/// What xl appends to the name of a migration's target, until the target may run.
 const INCOMING: &str = "--incoming";
-/// And to the source's, from just before the target may run.
+/// What xl appends to the name of a migration's source, just before the target may run.
 const AWAY: &str = "--migratedaway";
 
 fn name(store: &mut Store, id: DiskId) -> Result<String, StoreError> {
@@ -45,8 +48,8 @@ fn name(store: &mut Store, id: DiskId) -> Result<String, StoreError> {
     }
 }
 
-/// Whether the toolstack moves a VM from the one domain to the other. An identifier alone does not say
-/// so: a configuration that was copied has the same, and both guests may run.
+/// Whether the toolstack moves a VM from one domain to the other. The identifier is not enough: a
+/// copied configuration has the same one, and both guests may run.
 fn is_move(store: &mut Store, from: DiskId, to: DiskId) -> Result<bool, StoreError> {
     let (source, target) = (name(store, from)?, name(store, to)?);
     let is_of = |name: &str| target.strip_suffix(INCOMING) == Some(name);
@@ -54,23 +57,23 @@ fn is_move(store: &mut Store, from: DiskId, to: DiskId) -> Result<bool, StoreErr
         && same_vm(store, from, to)?)
 }
 
-/// A guest's disk that it may not go on with.
+/// The failure of a disk whose guest must not go on.
 fn outdated(later: DiskId) -> Failure {
     Failure {
         why: format!(
-            "its guest was moved to the domain of disk {later}, which may have written to the image \
-             and is gone: this guest would go on with what it remembers of older data"
+            "the guest was moved to the domain of disk {later}, which may have written to the image \
+             and is gone: this domain would go on with outdated data in its memory"
         ),
         help: "destroy this domain (xl destroy), and start the guest anew".to_owned(),
     }
 }
 
 impl Follower {
-    /// Before the image is opened: has the earlier attachment of the same disk rest, if there is one.
-    /// An attachment is earlier if its guest is connected while ours is not.
-    pub(crate) fn have_earlier_rest(&self, store: &mut Store) -> Result<(), Failure> {
+    /// Lets the earlier attachment of the same disk rest, if there is one, before the image is
+    /// opened. An attachment is earlier if its guest is connected and this one's is not.
+    pub(crate) fn suspend_earlier(&self, store: &mut Store) -> Result<(), Failure> {
         while let Some(earlier) = self.earlier(store).map_err(|e| Failure::store(&e))? {
-            if self.have_rest(earlier)? {
+            if self.request_rest(earlier)? {
                 break;
             }
         }
@@ -78,11 +81,12 @@ impl Follower {
     }
 
     fn earlier(&self, store: &mut Store) -> Result<Option<DiskId>, StoreError> {
-        if Look::take(store, self.id)?.own > 2 {
+        if Snapshot::read(store, self.id)?.own > 2 {
             return Ok(None);
         }
-        // No name is looked up here: storage of another disk that hangs would stop all.
-        let others: Vec<DiskId> = self.shared.table.look(|disks| {
+        // The paths are compared without resolving them: hanging storage of another disk would
+        // block all.
+        let others: Vec<DiskId> = self.shared.table.read(|disks| {
             let ours = disks.get(&self.id).and_then(Entry::file);
             let of_image = disks.iter().filter(|(id, entry)| {
                 id.domid != self.id.domid && ours.is_some() && entry.file() == ours
@@ -90,17 +94,17 @@ impl Follower {
             of_image.map(|(id, _)| *id).collect()
         });
         for id in others {
-            if Look::take(store, id)?.own == 4 && is_move(store, id, self.id)? {
+            if Snapshot::read(store, id)?.own == 4 && is_move(store, id, self.id)? {
                 return Ok(Some(id));
             }
         }
         Ok(None)
     }
 
-    /// With the disk of this host that is served from the same image: of its lock nobody could tell
-    /// more than the number of a process.
+    /// Adds to a failure which disk of this host is served from the same image. The image's lock
+    /// tells only a process number.
     pub(crate) fn with_sharer(&self, failure: Failure) -> Failure {
-        let sharer = self.shared.table.look(|disks| {
+        let sharer = self.shared.table.read(|disks| {
             let ours = disks.get(&self.id).and_then(Entry::file)?;
             let shares = |entry: &Entry| entry.phase == Phase::Served && entry.file() == Some(ours);
             let mut others = disks.iter().filter(|(id, entry)| **id != self.id && shares(entry));
@@ -115,51 +119,53 @@ impl Follower {
         }
     }
 
-    /// Asks it to rest, and waits until it does. Not so if nobody sees to it any more: whether the
-    /// image is closed then is to be asked again.
-    fn have_rest(&self, earlier: DiskId) -> Result<bool, Failure> {
+    /// Asks the earlier attachment to rest, and waits until it does. `false`: its thread has ended,
+    /// so its state has to be read again.
+    fn request_rest(&self, earlier: DiskId) -> Result<bool, Failure> {
         tracing::info!("disk {} is to be served: disk {earlier} of the same VM rests", self.id);
-        if !self.shared.table.have_rest(earlier, self.id) {
+        if !self.shared.table.request_rest(earlier, self.id) {
             return Err(Failure {
-                why: format!("disk {earlier}, of the same VM, rests for another domain's"),
-                help: "its guest is moved one way at a time; it is tried again".to_owned(),
+                why: format!("disk {earlier} of the same VM rests for a disk of another domain"),
+                help: "a guest can be moved to one domain at a time; ferrite tries again"
+                    .to_owned(),
             });
         }
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + HANDOVER_TIMEOUT;
         loop {
-            let rests = self.shared.table.wait_for(LOOK_AGAIN, |disks| match disks.get(&earlier) {
-                None => Some(false),
-                // For us: a third one's time is not ours.
-                Some(entry) => (entry.phase == Phase::Resting(self.id)).then_some(true),
-            });
+            let rests =
+                self.shared.table.wait_for(POLL_INTERVAL, |disks| match disks.get(&earlier) {
+                    None => Some(false),
+                    // A disk that rests for a third attachment does not rest for this one.
+                    Some(entry) => (entry.phase == Phase::Resting(self.id)).then_some(true),
+                });
             if let Some(rests) = rests {
                 return Ok(rests);
             }
             if self.is_stopped(Duration::ZERO) || Instant::now() > end {
                 return Err(Failure {
-                    why: format!("disk {earlier}, of the same VM, has not let go of the image yet"),
-                    help: "its storage takes long; it is tried again".to_owned(),
+                    why: format!("disk {earlier} of the same VM has not closed the image yet"),
+                    help: "its storage is slow; ferrite tries again".to_owned(),
                 });
             }
         }
     }
 
-    /// Rests until the later attachment is gone. Our image is closed, and that is remembered before it
-    /// is said: also the next daemon is to leave it to the later one.
+    /// Rests until the later attachment is gone. The image is closed. The state file says so before
+    /// the phase does: the next daemon has to leave the image to the later one, too.
     pub(crate) fn rest(&mut self, later: DiskId, image: &Image) -> Result<End, Failure> {
         let mut state = DiskState::new(self.id, image, self.minor).resting_for(Some(later));
-        let known = self.shared.states.read(self.id).map_err(|e| self.no_state(&e))?;
+        let known = self.shared.states.read(self.id).map_err(|e| self.state_failure(&e))?;
         let known = known.filter(|known| known.rests_for == Some(later));
         let mut store = (self.shared.connect)().map_err(|e| Failure::store(&e))?;
-        // Also what ran while no daemon looked.
+        // The later attachment may have run while there was no daemon.
         state.has_run = known.is_some_and(|known| known.has_run)
             || self.runs(&mut store, later).map_err(|e| Failure::store(&e))?;
         self.remember(&state)?;
         self.shared.table.set(self.id, Phase::Resting(later));
         tracing::info!("disk {} rests while disk {later} of the same VM is served", self.id);
-        let mut told = false;
+        let mut is_logged = false;
         loop {
-            let stood = stand_in(&mut store, self.id, false, Some(LOOK_AGAIN), &self.stop);
+            let stood = stand_in(&mut store, self.id, false, Some(POLL_INTERVAL), &self.stop);
             match stood.map_err(|e| Failure::store(&e))? {
                 End::Retry => {}
                 end => return Ok(end),
@@ -175,47 +181,47 @@ impl Follower {
                 tracing::info!("disk {later} is gone: disk {} is served on", self.id);
                 return Ok(End::Retry);
             }
-            if !told {
+            if !is_logged {
                 let failure = outdated(later);
                 tracing::error!("disk {} is not served: {failure}", self.id);
                 self.report(&mut store, Some(&failure));
                 self.shared.table.set(self.id, Phase::Failed(failure));
-                told = true;
+                is_logged = true;
             }
         }
     }
 
     fn remember(&self, state: &DiskState) -> Result<(), Failure> {
-        self.shared.states.write(state).map_err(|e| self.no_state(&e))
+        self.shared.states.write(state).map_err(|e| self.state_failure(&e))
     }
 
-    /// Whether the later one's guest may write, or might have.
+    /// Whether the later attachment's guest may write, or may have written.
     fn runs(&self, store: &mut Store, later: DiskId) -> Result<bool, StoreError> {
-        let look = Look::take(store, later)?;
-        let is_connected = look.own == 4 || matches!(look.front, 4 | 5);
+        let seen = Snapshot::read(store, later)?;
+        let is_connected = seen.own == 4 || matches!(seen.front, 4 | 5);
         Ok(is_connected && same_vm(store, later, self.id)?)
     }
 
-    /// Whether the toolstack has given up our guest for the later one: it gives that leave to run next.
-    /// If that cannot start, it gives ours its name back.
+    /// Whether the toolstack has given this guest up for the later one, which may run next. If that
+    /// cannot start, the toolstack restores this domain's name.
     fn is_away(&self, store: &mut Store) -> Result<bool, StoreError> {
         Ok(name(store, self.id)?.ends_with(AWAY))
     }
 
-    /// Whether the later attachment has gone, and who has served it has let go of the image.
+    /// Whether the later attachment is gone, and its thread has closed the image.
     fn is_gone(&self, store: &mut Store, later: DiskId) -> Result<bool, StoreError> {
-        let is_known = self.shared.table.look(|disks| disks.contains_key(&later));
-        let is_there = Look::take(store, later)?.is_there && same_vm(store, later, self.id)?;
+        let is_known = self.shared.table.read(|disks| disks.contains_key(&later));
+        let is_there = Snapshot::read(store, later)?.is_there && same_vm(store, later, self.id)?;
         Ok(!is_known && !is_there)
     }
 
-    /// The later attachment that this one rests for, as it was asked to or as the last daemon knew.
+    /// The later attachment that this one rests for, by request or by the last daemon's state file.
     pub(crate) fn rests_for(&self) -> Option<DiskId> {
-        self.shared.table.look(|disks| disks.get(&self.id)?.rests_for)
+        self.shared.table.read(|disks| disks.get(&self.id)?.rests_for)
     }
 
-    /// It does not, any more.
-    pub(crate) fn is_rested(&self) {
+    /// Ends the rest.
+    pub(crate) fn end_rest(&self) {
         self.shared.table.change(self.id, |entry| {
             entry.rests_for = None;
             entry.phase = Phase::Starting;

@@ -1,9 +1,9 @@
-//! What the next daemon has to know of a disk: one small file each, in `/run/ferrite/disks`.
+//! The state files: one small file for each disk in `/run/ferrite/disks`, for the next daemon.
 //!
-//! It is written before a disk is served, and removed after nobody serves it any more. The name that
-//! takes its place is a whole file's, always, so a daemon that dies leaves the old one or the new one.
-//! A file that is torn, foreign or of a later version is put aside and told of: it is no reason to
-//! serve no disks.
+//! A file is written before its disk is served, and removed when the disk is not served any more.
+//! It is replaced by a rename, so a daemon that dies leaves the old file or the new one. A file
+//! that is torn, foreign or of a later version is set aside and logged. It does not keep other
+//! disks from being served.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -15,18 +15,18 @@ use serde::{Deserialize, Serialize};
 
 use crate::params::{Format, Image};
 
-/// Of the files. A daemon reads this version and the one before, once there is one.
+/// The version of the files. A daemon reads this version and the one before, once there is one.
 const VERSION: u32 = 1;
-/// No file of ours is longer.
+/// The longest valid file.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// Which disk of which guest.
+/// The identifier of a guest's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskId {
-    /// The guest's number.
+    /// The guest's domain number.
     pub domid: u16,
-    /// The device's.
+    /// The device number.
     pub devid: u32,
 }
 
@@ -37,48 +37,50 @@ impl std::fmt::Display for DiskId {
 }
 
 impl DiskId {
-    /// The name of its files: `vbd-D-N`.
+    /// The name of its run directory and of its files: `vbd-D-N`.
     pub fn file_name(self) -> String {
         run_dir_name(self.domid, self.devid)
     }
 }
 
-/// The disk with files of this name.
+/// The disk whose file name this is.
 pub fn id_of_name(name: &str) -> Option<DiskId> {
     let (domid, devid) = name.strip_prefix("vbd-")?.split_once('-')?;
     let id = DiskId { domid: domid.parse().ok()?, devid: devid.parse().ok()? };
     (id.file_name() == name).then_some(id)
 }
 
-/// What is known of a disk that is served.
+/// The state of a served disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskState {
     version: u32,
-    /// Which.
+    /// The disk.
     pub id: DiskId,
-    /// The image's format when it was attached.
+    /// The image's format when the disk was attached.
     pub format: Format,
-    /// And its path, as bytes: names need not be text.
+    /// The image's path as bytes, since paths need not be text.
     path: Vec<u8>,
-    /// tapdisk's number of it, which scripts pass about.
+    /// The disk's number for tapdisk's tools, which scripts pass on.
     pub minor: u32,
     /// The later attachment of the same disk that it rests for.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub rests_for: Option<DiskId>,
-    /// The guest of that attachment was connected: it may have written what this one's does not know.
+    /// Whether the guest of that attachment was connected. It may have written data that this guest
+    /// does not know.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub has_run: bool,
-    /// The guest's disk that it is served beside, if its domain is that guest's stub domain.
+    /// The guest's disk that this stub domain's disk is served beside.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub beside: Option<DiskId>,
-    /// Nobody has had the image open for this attachment: there is nothing to close before its end.
+    /// Whether the image was never open for this attachment, so there is nothing to close before
+    /// its end.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub never_open: bool,
 }
 
 impl DiskState {
-    /// Of a disk that is to be served.
+    /// The state of a disk that is to be served.
     pub fn new(id: DiskId, image: &Image, minor: u32) -> DiskState {
         use std::os::unix::ffi::OsStrExt as _;
         let path = image.path.as_os_str().as_bytes().to_vec();
@@ -87,25 +89,25 @@ impl DiskState {
         DiskState { version, id, format, path, minor, rests_for, has_run, beside, never_open }
     }
 
-    /// The same of one whose image nobody has had open.
+    /// Marks the image as never opened.
     #[must_use]
     pub fn never_open(self) -> DiskState {
         DiskState { never_open: true, ..self }
     }
 
-    /// The same of one that is served beside another.
+    /// Sets the disk that this one is served beside.
     #[must_use]
     pub fn beside(self, beside: Option<DiskId>) -> DiskState {
         DiskState { beside, ..self }
     }
 
-    /// The same of one that rests for a later attachment.
+    /// Sets the attachment that this one rests for.
     #[must_use]
     pub fn resting_for(self, rests_for: Option<DiskId>) -> DiskState {
         DiskState { rests_for, ..self }
     }
 
-    /// The image that it was attached with.
+    /// The image that the disk was attached with.
     pub fn image(&self) -> Image {
         use std::os::unix::ffi::OsStringExt as _;
         let path = PathBuf::from(std::ffi::OsString::from_vec(self.path.clone()));
@@ -113,29 +115,29 @@ impl DiskState {
     }
 }
 
-/// The folder of all these files.
+/// The directory of the state files.
 #[derive(Clone, Debug)]
 pub struct States {
     folder: PathBuf,
 }
 
 impl States {
-    /// Makes the folder if it is not there.
+    /// Opens the directory, and creates it if it is missing.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Errors of the file system.
     pub fn open(folder: &Path) -> io::Result<States> {
         DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
         Ok(States { folder: folder.to_owned() })
     }
 
-    /// A disk's file in this folder.
+    /// The path of a disk's file in `folder`.
     pub fn file(folder: &Path, id: DiskId) -> PathBuf {
         folder.join(format!("{}.json", id.file_name()))
     }
 
-    /// What is known of a disk, for who only looks: nothing is put aside.
-    pub fn look(folder: &Path, id: DiskId) -> Option<DiskState> {
+    /// Reads a disk's file without setting an invalid one aside.
+    pub fn peek(folder: &Path, id: DiskId) -> Option<DiskState> {
         read(&States::file(folder, id), id).ok()
     }
 
@@ -143,10 +145,10 @@ impl States {
         States::file(&self.folder, id)
     }
 
-    /// Puts a disk's file in the place of the one before.
+    /// Replaces a disk's file.
     ///
     /// # Errors
-    /// The kernel's; the one before stands.
+    /// Errors of the file system. The old file stays.
     pub fn write(&self, state: &DiskState) -> io::Result<()> {
         let path = self.path(state.id);
         let new = path.with_extension("new");
@@ -157,34 +159,34 @@ impl States {
         fs::rename(&new, &path)
     }
 
-    /// What is known of a disk. What cannot be understood is put aside.
+    /// Reads a disk's file. An invalid file is set aside, and counts as missing.
     ///
     /// # Errors
-    /// It cannot be read now: no descriptors, say. That says nothing of what is in it.
+    /// The file cannot be read now, for want of descriptors for example. It may be valid.
     pub fn read(&self, id: DiskId) -> io::Result<Option<DiskState>> {
         let path = self.path(id);
         match read(&path, id) {
             Ok(state) => Ok(Some(state)),
-            Err(Unread::Missing) => Ok(None),
-            Err(Unread::Not(e)) => Err(e),
-            Err(Unread::Odd(why)) => {
-                self.put_aside(&path, &why);
+            Err(ReadError::Missing) => Ok(None),
+            Err(ReadError::Io(e)) => Err(e),
+            Err(ReadError::Invalid(why)) => {
+                self.set_aside(&path, &why);
                 Ok(None)
             }
         }
     }
 
-    /// Removes a disk's file. One that is not there is removed already.
+    /// Removes a disk's file, if it exists. A failure is logged.
     pub fn remove(&self, id: DiskId) {
         if let Err(e) = self.try_remove(id) {
             tracing::warn!("cannot remove {}: {e}", self.path(id).display());
         }
     }
 
-    /// The same.
+    /// Removes a disk's file, if it exists.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Errors of the file system.
     pub(crate) fn try_remove(&self, id: DiskId) -> io::Result<()> {
         match fs::remove_file(self.path(id)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
@@ -192,18 +194,18 @@ impl States {
         }
     }
 
-    /// All disks that are known, in order. What is half written is removed, and what cannot be
-    /// understood is put aside. What cannot be read now is left out.
+    /// Reads the files of all disks, in order. Half-written files are removed, and invalid ones are
+    /// set aside. Files that cannot be read now are left out.
     pub fn all(&self) -> Vec<DiskState> {
         let entries = fs::read_dir(&self.folder).into_iter().flatten().filter_map(Result::ok);
         let mut states = Vec::new();
         for path in entries.map(|entry| entry.path()) {
             match path.extension().and_then(|extension| extension.to_str()) {
-                // A daemon was killed before it had renamed it.
+                // A daemon was killed before it renamed the file.
                 Some("new") => drop(fs::remove_file(&path)),
                 Some("json") => match Self::id_of(&path) {
                     Some(id) => states.extend(self.read(id).ok().flatten()),
-                    None => self.put_aside(&path, "its name is no disk's"),
+                    None => self.set_aside(&path, "its name is not that of a disk"),
                 },
                 _ => {}
             }
@@ -212,16 +214,16 @@ impl States {
         states
     }
 
-    /// The disk whose file it is, by its name.
+    /// The disk that a file's name says.
     fn id_of(path: &Path) -> Option<DiskId> {
         id_of_name(path.file_stem()?.to_str()?)
     }
 
-    /// So that it is looked at once, and can be looked at by people.
-    fn put_aside(&self, path: &Path, why: &str) {
+    /// Renames an invalid file: it is logged once, and an administrator can look at it.
+    fn set_aside(&self, path: &Path, why: &str) {
         let aside = path.with_extension("odd");
         tracing::warn!(
-            "{} is put aside as {}: {why}; the disk is served by what the toolstack says of it",
+            "{} is invalid and renamed to {}: {why}; the disk is served as the toolstack says",
             path.display(),
             aside.display()
         );
@@ -231,45 +233,46 @@ impl States {
     }
 }
 
-enum Unread {
+/// Why a state file was not read.
+enum ReadError {
     Missing,
-    /// Its content is at fault.
-    Odd(String),
-    /// The file system, or this process, is.
-    Not(io::Error),
+    /// The contents are invalid, for this reason.
+    Invalid(String),
+    /// The file cannot be read now.
+    Io(io::Error),
 }
 
-/// Only the version, whatever else there is.
+/// The version field alone, which every version has.
 #[derive(Deserialize)]
 struct Versioned {
     version: u32,
 }
 
-fn read(path: &Path, id: DiskId) -> Result<DiskState, Unread> {
-    let odd = |e: &dyn std::fmt::Display| Unread::Odd(e.to_string());
+fn read(path: &Path, id: DiskId) -> Result<DiskState, ReadError> {
+    let invalid = |e: &dyn std::fmt::Display| ReadError::Invalid(e.to_string());
     let file = match File::open(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(Unread::Missing),
-        opened => opened.map_err(Unread::Not)?,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(ReadError::Missing),
+        opened => opened.map_err(ReadError::Io)?,
     };
     let mut text = Vec::new();
     file.take(MAX_BYTES + 1).read_to_end(&mut text).map_err(|e| match e.kind() {
-        io::ErrorKind::IsADirectory => odd(&e),
-        _ => Unread::Not(e),
+        io::ErrorKind::IsADirectory => invalid(&e),
+        _ => ReadError::Io(e),
     })?;
     if text.len() as u64 > MAX_BYTES {
-        return Err(odd(&"it is too long"));
+        return Err(invalid(&"it is too long"));
     }
-    let versioned: Versioned = serde_json::from_slice(&text).map_err(|e| odd(&e))?;
+    let versioned: Versioned = serde_json::from_slice(&text).map_err(|e| invalid(&e))?;
     if versioned.version != VERSION {
         let version = versioned.version;
-        return Err(odd(&format!("it has version {version}, and this daemon reads {VERSION}")));
+        return Err(invalid(&format!("it has version {version}, and this daemon reads {VERSION}")));
     }
-    let state: DiskState = serde_json::from_slice(&text).map_err(|e| odd(&e))?;
+    let state: DiskState = serde_json::from_slice(&text).map_err(|e| invalid(&e))?;
     if state.id != id {
-        return Err(odd(&format!("it is of disk {}", state.id)));
+        return Err(invalid(&format!("it is of disk {}", state.id)));
     }
     if !state.image().path.is_absolute() {
-        return Err(odd(&"it names no image"));
+        return Err(invalid(&"it names no image"));
     }
     Ok(state)
 }
@@ -351,7 +354,7 @@ mod tests {
     fn what_cannot_be_read_now_stays_where_it_is() {
         let (dir, states) = states();
         let path = dir.path().join("disks/vbd-2-51712.json");
-        // It cannot be opened, as if there were no descriptors.
+        // The file cannot be opened, as without free descriptors.
         std::os::unix::fs::symlink(&path, &path).unwrap();
         assert!(states.read(state(2).id).is_err());
         assert_eq!(states.all(), []);

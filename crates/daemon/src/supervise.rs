@@ -1,35 +1,37 @@
-//! The daemon's main thread: it follows xenstore, and gives each disk that is attached a thread.
+//! The daemon's main thread: it follows xenstore, and starts a thread for each attached disk.
 //!
-//! It is level-triggered, as everything here: an event says when to look, and a look finds all that is
-//! to be done. So a daemon that starts late, or again, finds the same as one that was there.
+//! It is level-triggered: an event only starts a scan, and a scan finds everything that is to be
+//! done. So a daemon that starts late, or again, finds the same as one that ran before.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_serve::blkif::lifecycle::{Attached, sweep};
+use ferrite_serve::blkif::lifecycle::{ExpectedAttachment, sweep};
 use ferrite_serve::log_limit::LogLimit;
 use ferrite_xen::store::{Store, StoreError};
 
-use crate::directory::{self, KIND, Look};
+use crate::directory::{self, KIND, Snapshot};
 use crate::follow::{Follower, Task};
 use crate::params::Params;
 use crate::state::{DiskId, DiskState};
-use crate::wait::{Pauses, wait_for};
+use crate::wait::{Backoff, wait_for};
 use crate::{Shared, Xen, blktap};
 
 const TOKEN: &str = "all";
-/// The pause between two looks, so that no storm of events makes more work than this; twice as long
-/// after each look that finds nothing, up to the longest.
+/// The pause between two scans, which bounds the work of a storm of events. It doubles after each
+/// scan that finds nothing.
 const PAUSE: Duration = Duration::from_millis(20);
+/// The longest pause between two scans.
 const PAUSE_MAX: Duration = Duration::from_millis(320);
-/// When to ask for xenstore again, at first and later.
-const NO_XEN: Duration = Duration::from_millis(50);
-const NO_XEN_MAX: Duration = Duration::from_secs(1);
-/// The longest sleep: whoever watches us hears that we live.
-const ALIVE: Duration = Duration::from_secs(10);
-/// Disks that are served at a time; the Xen interface has room for far more than a host.
+/// The first pause before xenstore is connected to again.
+const RECONNECT_PAUSE: Duration = Duration::from_millis(50);
+/// The longest pause before xenstore is connected to again.
+const RECONNECT_PAUSE_MAX: Duration = Duration::from_secs(1);
+/// The longest sleep: systemd's watchdog expects a sign of life.
+const HEARTBEAT: Duration = Duration::from_secs(10);
+/// Most disks at a time. The Xen interface allows far more than one host has.
 const MAX_DISKS: usize = 4096;
 
 pub(crate) struct Supervisor<'a> {
@@ -38,31 +40,32 @@ pub(crate) struct Supervisor<'a> {
 }
 
 impl Supervisor<'_> {
-    /// Until the daemon is to stop. The disks' threads have connections of their own: what becomes of
-    /// this one's does not concern them, and each sees to its own.
+    /// Runs until the daemon is to stop. Each disk's thread has a connection of its own to
+    /// xenstore, so the loss of this one does not affect them.
     pub(crate) fn run(&self) {
-        let mut told = false;
-        let mut pauses = Pauses::new(NO_XEN, NO_XEN_MAX);
+        let mut is_logged = false;
+        let mut backoff = Backoff::new(RECONNECT_PAUSE, RECONNECT_PAUSE_MAX);
         loop {
             let mut followed = None;
             match self.connect() {
                 Ok(mut store) => {
-                    told = false;
+                    is_logged = false;
                     followed = Some(Instant::now());
                     let Some(e) = self.follow(&mut store).err() else { return };
-                    self.tell(|| tracing::error!("{e}; asking for xenstore again"));
+                    self.log(|| tracing::error!("{e}; connecting to xenstore again"));
                     self.shared.set_xen(Xen::Gone(e.to_string()));
                 }
                 Err(e) => {
-                    if !told {
-                        tracing::warn!("no Xen: {e}; asking for it every second");
-                        told = true;
+                    if !is_logged {
+                        tracing::warn!("no Xen: {e}; trying again every second");
+                        is_logged = true;
                     }
                     self.shared.set_xen(Xen::Gone(e.to_string()));
                 }
             }
             (self.alive)("no Xen: waiting for xenstore");
-            let pause = pauses.after(followed.is_some_and(|since| since.elapsed() > NO_XEN_MAX));
+            let pause =
+                backoff.after(followed.is_some_and(|since| since.elapsed() > RECONNECT_PAUSE_MAX));
             let [stopped] = wait_for([self.shared.stop.fd()], Some(pause));
             if stopped {
                 return;
@@ -80,44 +83,46 @@ impl Supervisor<'_> {
 
     /// Removes what is left of disks that were detached while no daemon ran.
     fn sweep(&self, store: &mut Store) -> Result<(), StoreError> {
-        let mut known: BTreeSet<DiskId> = self.shared.serving.all().into_iter().collect();
-        known.extend(blktap::linked(&self.shared.places));
+        let mut known: BTreeSet<DiskId> = self.shared.serving.kept_disks().into_iter().collect();
+        known.extend(blktap::linked(&self.shared.paths));
         let mut minors: BTreeMap<DiskId, u32> =
             self.shared.states.all().iter().map(|state| (state.id, state.minor)).collect();
         known.extend(minors.keys());
         for id in known {
-            // One that has a thread is that one's: xenstore was away, and is there again.
-            let is_followed = self.shared.table.look(|disks| disks.contains_key(&id));
-            let look = Look::take(store, id)?;
-            if !is_followed && !look.is_wanted() {
-                tracing::info!("disk {id} was detached meanwhile");
+            // A disk with a thread is that thread's. It exists when xenstore was away and is back.
+            let is_followed = self.shared.table.read(|disks| disks.contains_key(&id));
+            let seen = Snapshot::read(store, id)?;
+            if !is_followed && !seen.is_wanted() {
+                tracing::info!("disk {id} was detached while the daemon did not follow xenstore");
                 let state = self.shared.states.read(id).ok().flatten();
                 if let Some(state) = state.filter(|state| state.beside.is_some()) {
-                    // Its guest's disk may have to be served before: that takes a thread.
-                    self.start(id, Task::Gone, &look, Some(&state));
+                    // The guest's disk may have to be served first, which takes a thread.
+                    self.start(id, Task::Gone, &seen, Some(&state));
                     continue;
                 }
-                // Its image may take a while to be closed.
-                (self.alive)(&format!("disk {id} was detached meanwhile"));
-                self.shared.serving.forget(id);
-                blktap::unlink(&self.shared.places, id);
+                // Closing the image may take a while.
+                (self.alive)(&format!(
+                    "disk {id} was detached while the daemon did not follow xenstore"
+                ));
+                self.shared.serving.remove(id);
+                blktap::unlink(&self.shared.paths, id);
                 self.shared.states.remove(id);
                 minors.remove(&id);
             }
         }
         self.shared.table.reserve(minors);
-        sweep(store, &self.shared.places.run, KIND)
+        sweep(store, &self.shared.paths.run, KIND)
     }
 
     fn follow(&self, store: &mut Store) -> Result<(), StoreError> {
         let mut pause = PAUSE;
         let mut last = None::<Instant>;
         loop {
-            let found = self.look(store)?;
+            let found = self.scan(store)?;
             pause = if found { PAUSE } else { (pause * 2).min(PAUSE_MAX) };
-            let disks = self.shared.table.look(|disks| disks.len());
+            let disks = self.shared.table.read(|disks| disks.len());
             (self.alive)(&format!("{disks} disks"));
-            // A quiet while: the next event is looked at almost at once.
+            // After a quiet while the next event is handled almost at once.
             if last.is_some_and(|last| last.elapsed() > PAUSE_MAX) {
                 pause = PAUSE;
             }
@@ -129,7 +134,7 @@ impl Supervisor<'_> {
         }
     }
 
-    /// Waits for something to look at. Whether this is the end.
+    /// Waits for something to scan. Returns whether the daemon is to stop.
     fn wait(&self, store: &mut Store) -> Result<bool, StoreError> {
         loop {
             let mut news = false;
@@ -141,7 +146,7 @@ impl Supervisor<'_> {
             }
             let shared = self.shared;
             let fds = [store.fd(), shared.wake.fd(), shared.stop.fd()];
-            let [_, ended, stopped] = wait_for(fds, Some(ALIVE));
+            let [_, ended, stopped] = wait_for(fds, Some(HEARTBEAT));
             if ended {
                 shared.wake.clear();
                 return Ok(false);
@@ -149,80 +154,84 @@ impl Supervisor<'_> {
             if stopped {
                 return Ok(true);
             }
-            (self.alive)(&format!("{} disks", shared.table.look(|disks| disks.len())));
+            (self.alive)(&format!("{} disks", shared.table.read(|disks| disks.len())));
         }
     }
 
-    /// Whether a change there is its own thread's to see, and nothing new: most changes are ours.
+    /// Whether a disk's own thread handles a change at this path. Most changes are this daemon's
+    /// own.
     fn is_followed(&self, path: &str) -> bool {
         let of_disk = path.rsplit_once('/').and_then(|(dir, _)| directory::id_of(dir));
-        of_disk.is_some_and(|id| self.shared.table.look(|disks| disks.contains_key(&id)))
+        of_disk.is_some_and(|id| self.shared.table.read(|disks| disks.contains_key(&id)))
     }
 
-    /// Looks at all directories, and sees to those that nobody sees to. Whether there were any.
-    fn look(&self, store: &mut Store) -> Result<bool, StoreError> {
+    /// Scans all directories, and starts threads for disks without one. Returns whether there were
+    /// any.
+    fn scan(&self, store: &mut Store) -> Result<bool, StoreError> {
         let mut found = !self.shared.table.reap().is_empty();
         self.sweep_ended(store)?;
         for id in directory::all(store)? {
-            if self.shared.table.look(|disks| disks.contains_key(&id)) {
+            if self.shared.table.read(|disks| disks.contains_key(&id)) {
                 continue;
             }
-            let look = Look::take(store, id)?;
-            if !look.is_wanted() {
+            let seen = Snapshot::read(store, id)?;
+            if !seen.is_wanted() {
                 continue;
             }
-            let known = match self.known(id, &look) {
+            let known = match self.known(id, &seen) {
                 Ok(known) => known,
-                // It says which image the guest has. Another guess could be another image.
+                // The state file names the guest's image. A guess could give it another one.
                 Err(e) => {
-                    self.tell(|| tracing::error!("cannot read the state of disk {id} yet: {e}"));
+                    self.log(|| tracing::error!("cannot read the state of disk {id} yet: {e}"));
                     self.shared.wake.wake();
                     continue;
                 }
             };
-            if let Some(task) = task(known.as_ref(), &look) {
+            if let Some(task) = task(known.as_ref(), &seen) {
                 found = true;
-                self.start(id, task, &look, known.as_ref());
+                self.start(id, task, &seen, known.as_ref());
             }
         }
         Ok(found)
     }
 
-    /// Removes what predecessors have left of disks that ended while nobody served them, once the
-    /// toolstack has removed them.
+    /// Removes files of predecessors, of disks that ended without being served. It waits until the
+    /// toolstack has removed their directories.
     fn sweep_ended(&self, store: &mut Store) -> Result<(), StoreError> {
         let unswept = || self.shared.unswept.lock().unwrap_or_else(PoisonError::into_inner);
         let ended = unswept().clone();
         for id in ended {
-            if !Look::take(store, id)?.is_there {
-                sweep(store, &self.shared.places.run, KIND)?;
+            if !Snapshot::read(store, id)?.is_there {
+                sweep(store, &self.shared.paths.run, KIND)?;
                 unswept().retain(|other| *other != id);
             }
         }
         Ok(())
     }
 
-    /// What a predecessor has known of the disk, if this is still the one that it has begun with.
-    fn known(&self, id: DiskId, look: &Look) -> io::Result<Option<DiskState>> {
-        Ok(self.shared.states.read(id)?.filter(|_| look.has_begun()))
+    /// The state file of a predecessor, if the attachment is still the one that it began with.
+    fn known(&self, id: DiskId, seen: &Snapshot) -> io::Result<Option<DiskState>> {
+        Ok(self.shared.states.read(id)?.filter(|_| seen.has_begun()))
     }
 
-    fn start(&self, id: DiskId, task: Task, look: &Look, known: Option<&DiskState>) {
-        if self.shared.table.look(|disks| disks.len()) >= MAX_DISKS {
-            self.tell(|| tracing::error!("disk {id} is not served: there are {MAX_DISKS} already"));
+    fn start(&self, id: DiskId, task: Task, seen: &Snapshot, known: Option<&DiskState>) {
+        if self.shared.table.read(|disks| disks.len()) >= MAX_DISKS {
+            self.log(|| {
+                tracing::error!("disk {id} is not served: {MAX_DISKS} disks are attached already")
+            });
             return;
         }
         let image = match &task {
             Task::Serve(image) => Some(image.clone()),
             Task::Empty | Task::Gone | Task::Refuse(_) => None,
         };
-        let attached = match look.has_begun() {
-            true => Attached::Begun,
-            false => Attached::New(look.params.clone().unwrap_or_default()),
+        let attached = match seen.has_begun() {
+            true => ExpectedAttachment::Begun,
+            false => ExpectedAttachment::New(seen.params.clone().unwrap_or_default()),
         };
-        let has_older = !look.has_begun();
-        let is_untouched = is_untouched(&task, known, look);
-        let entered = self.shared.table.enter(id, image, known, |minor, stop| {
+        let has_older = !seen.has_begun();
+        let is_untouched = is_untouched(&task, known, seen);
+        let entered = self.shared.table.insert(id, image, known, |minor, stop| {
             let shared = self.shared.clone();
             let log = LogLimit::default();
             let follower = Follower {
@@ -240,41 +249,40 @@ impl Supervisor<'_> {
             std::thread::Builder::new().name(name).spawn(move || follower.run(&task))
         });
         if let Err(e) = entered {
-            self.tell(|| tracing::error!("disk {id} is not served: cannot start a thread: {e}"));
+            self.log(|| tracing::error!("disk {id} is not served: cannot start a thread: {e}"));
             return;
         }
-        self.tell(|| tracing::info!("disk {id} is attached"));
+        self.log(|| tracing::info!("disk {id} is attached"));
     }
 
-    /// A toolstack that attaches and detaches without end does not fill the log.
-    fn tell(&self, line: impl FnOnce()) {
+    /// Bounds the log: a toolstack may attach and detach without end.
+    fn log(&self, line: impl FnOnce()) {
         if self.shared.log.allow(self.shared.clock.now_ns()).is_some() {
             line();
         }
     }
 }
 
-/// What is to be done for a disk; `None` while the toolstack has not said that. A guest that a
-/// predecessor has begun with keeps the image that it was attached with, whatever became of `params`
-/// since.
-fn task(known: Option<&DiskState>, look: &Look) -> Option<Task> {
+/// The task for a disk; `None` while the toolstack has not written `params`. A guest that a
+/// predecessor has announced a disk to keeps its image, whatever `params` says now.
+fn task(known: Option<&DiskState>, seen: &Snapshot) -> Option<Task> {
     if let Some(state) = known {
         return Some(Task::Serve(state.image()));
     }
-    Some(match Params::parse(look.params.as_deref()?) {
+    Some(match Params::parse(seen.params.as_deref()?) {
         Params::Image(image) => Task::Serve(image),
         Params::Empty => Task::Empty,
-        Params::Odd(why) => Task::Refuse(why),
+        Params::Invalid(why) => Task::Refuse(why),
     })
 }
 
-/// Whether no predecessor can have had the disk's image open for this attachment: its state file comes
-/// before that, and says when it was in vain. Beyond 2, the disk may have been served by hand, or the
-/// file may be lost.
-fn is_untouched(task: &Task, known: Option<&DiskState>, look: &Look) -> bool {
+/// Whether no predecessor can have had the image open for this attachment. The state file is
+/// written before that, and notes if it was never opened. Beyond state 2, the disk may have been
+/// served by hand, or the file may be lost.
+fn is_untouched(task: &Task, known: Option<&DiskState>, seen: &Snapshot) -> bool {
     match (task, known) {
         (Task::Empty | Task::Gone, _) => true,
-        (Task::Serve(_) | Task::Refuse(_), None) => !look.has_begun() || look.own == 2,
-        (Task::Serve(_) | Task::Refuse(_), Some(state)) => !look.has_begun() || state.never_open,
+        (Task::Serve(_) | Task::Refuse(_), None) => !seen.has_begun() || seen.own == 2,
+        (Task::Serve(_) | Task::Refuse(_), Some(state)) => !seen.has_begun() || state.never_open,
     }
 }

@@ -1,4 +1,4 @@
-//! All disks that the daemon knows of, for whoever wants to see them.
+//! The table of all disks that the daemon knows.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,126 +9,125 @@ use std::time::{Duration, Instant, SystemTime};
 use ferrite_serve::waker::Waker;
 
 use crate::Failure;
+use crate::joint_upgrade::Participant;
 use crate::params::Image;
-use crate::round::Ticket;
 use crate::state::{DiskId, DiskState};
 
-/// How far a disk is.
+/// The phase of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// Its image is being opened.
     Starting,
-    /// It is served.
+    /// The disk is served.
     Served,
-    /// It cannot be served now, and is tried again.
+    /// The disk cannot be served now, and is tried again.
     Failed(Failure),
-    /// A drive without a medium: there is nothing to serve.
+    /// The drive has no medium, so there is nothing to serve.
     Empty,
     /// Its image is closed, and left to this later attachment of the same disk.
     Resting(DiskId),
 }
 
-/// Another binary for those who serve a disk.
+/// The state of an upgrade of the disk's worker to another program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Upgrade {
-    /// Nobody has asked for one.
+    /// No upgrade was requested.
     None,
-    /// This one is to serve it.
-    Asked(PathBuf),
-    /// That was tried.
+    /// The disk is to be served by this program.
+    Requested(PathBuf),
+    /// The result of the last upgrade.
     Done(Result<(), Failure>),
 }
 
 /// Why a disk's thread was woken.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Woken {
-    /// To end.
+pub(crate) enum WakeReason {
+    /// The thread has to end.
     End,
-    /// To have this binary serve the disk.
+    /// The disk is to be served by this program.
     Upgrade(PathBuf),
-    /// To leave the image to a later attachment.
+    /// The image is to be left to a later attachment.
     Rest,
-    /// That is done already.
+    /// There is nothing to do any more.
     Nothing,
 }
 
-/// A disk that is attached.
+/// An attached disk.
 pub struct Entry {
-    /// How far it is.
+    /// The disk's phase.
     pub phase: Phase,
-    /// Its image; none in an empty drive, and where the toolstack has named none.
+    /// Its image. `None` in an empty drive, and if the toolstack has named none.
     pub image: Option<Image>,
-    /// The image after links, once that was looked up.
+    /// The image's path with links resolved, once that was done.
     pub(crate) real: Option<PathBuf>,
-    /// tapdisk's number of it.
+    /// The disk's number for tapdisk's tools.
     pub minor: u32,
-    /// The process that stands for it: the same as long as it is served.
+    /// The process number of its keeper, which stays the same while the disk is served.
     pub pid: Option<u32>,
-    /// The socket by which clients of NBD find it.
+    /// The path of its NBD socket.
     pub(crate) nbd: Option<PathBuf>,
-    /// Since when the phase is this.
+    /// The time of the last change of the phase.
     pub since: SystemTime,
-    /// Starts that it has taken.
+    /// How often the disk was started.
     pub starts: u64,
-    /// Its image was open: a guest may have written.
+    /// Whether its image was open: a guest may have written.
     pub(crate) was_open: bool,
-    /// The later attachment that it is to rest for, or rests for.
+    /// The later attachment that it rests for, or is to rest for.
     pub(crate) rests_for: Option<DiskId>,
-    /// The guest's disk that it is served beside, as its stub domain's.
+    /// The guest's disk that this stub domain's disk is served beside.
     pub(crate) beside: Option<DiskId>,
-    /// What becomes of the binary that it is served by.
+    /// The state of its upgrade.
     pub(crate) upgrade: Upgrade,
-    /// Its part in that, until its thread has it.
-    pub(crate) ticket: Option<Ticket>,
-    /// Disks with the same are served by one worker.
+    /// Its part in a joint upgrade, until its thread takes it.
+    pub(crate) participant: Option<Participant>,
+    /// The socket of its group. One worker serves all disks with the same one.
     pub(crate) group: Option<PathBuf>,
     stop: Arc<Waker>,
-    /// That was woken for good.
+    /// Whether the thread was woken to end.
     ends: bool,
     has_ended: bool,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Entry {
-    /// Its image after links, as far as that is known.
+    /// The path of its image, with links resolved if that was done.
     pub(crate) fn file(&self) -> Option<&Path> {
         self.real.as_deref().or(self.image.as_ref().map(|image| image.path.as_path()))
     }
 }
 
-/// A disk that is gone needs no other binary.
+/// The failure of an upgrade of a disk that was detached.
 pub(crate) fn detached() -> Failure {
-    let (why, help) = ("it was detached meanwhile", "there is nothing to do");
+    let (why, help) = ("the disk was detached meanwhile", "there is nothing to do");
     Failure { why: why.to_owned(), help: help.to_owned() }
 }
 
-/// Whether another binary can serve the disk: only of one that is served it is known that it goes on.
+/// Whether the disk can be upgraded. Only a served disk is known to go on.
 fn may_upgrade(phase: &Phase) -> Result<(), Failure> {
     let (why, help) = match phase {
         Phase::Served => return Ok(()),
         Phase::Starting => {
-            let help = "once it is open, ask again; ferrite disk show says what it waits for";
+            let help = "try again when it is open; ferrite disk show says what it waits for";
             ("its image is being opened", help)
         }
         Phase::Failed(failure) => {
             let why = format!("it is not served: {}", failure.why);
-            return Err(Failure { why, help: format!("{}; then ask again", failure.help) });
+            return Err(Failure { why, help: format!("{}; then try again", failure.help) });
         }
         Phase::Empty => ("it is an empty drive", "there is nothing to do"),
         Phase::Resting(_) => {
-            let help = "its image is closed and left to a later attachment: if it is served again, ask \
-                        again";
-            ("it rests", help)
+            let help = "try again when that attachment is gone and the disk is served again";
+            ("its image is closed and left to a later attachment", help)
         }
     };
     Err(Failure { why: why.to_owned(), help: help.to_owned() })
 }
 
-/// The disks, and a bell that rings when one of them changes.
+/// The disks, with a condition variable that signals each change.
 #[derive(Default)]
 pub struct Table {
     disks: Mutex<BTreeMap<DiskId, Entry>>,
-    /// The numbers of disks that a predecessor knew and that are not entered yet.
+    /// Minors of disks that a predecessor knew and that are not in the table yet.
     reserved: Mutex<BTreeMap<DiskId, u32>>,
     changed: Condvar,
 }
@@ -138,24 +137,24 @@ impl Table {
         self.disks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A look at all of them.
-    pub fn look<T>(&self, f: impl FnOnce(&BTreeMap<DiskId, Entry>) -> T) -> T {
+    /// Calls `f` with all disks.
+    pub fn read<T>(&self, f: impl FnOnce(&BTreeMap<DiskId, Entry>) -> T) -> T {
         f(&self.lock())
     }
 
-    /// Keeps tapdisk's numbers of these disks for them, until they are entered.
+    /// Reserves tapdisk's minors for these disks, until they are inserted.
     pub(crate) fn reserve(&self, mut minors: BTreeMap<DiskId, u32>) {
         let disks = self.lock();
         minors.retain(|id, _| !disks.contains_key(id));
         *self.reserved.lock().unwrap_or_else(PoisonError::into_inner) = minors;
     }
 
-    /// Enters a disk, whose thread `start` starts. Of one that a predecessor knew, tapdisk's number is
-    /// the one it had, or else the lowest that no other has.
+    /// Inserts a disk, whose thread `start` starts. A disk that a predecessor knew keeps its minor.
+    /// Any other gets the lowest free one.
     ///
     /// # Errors
-    /// No thread can be had: the disk is not entered.
-    pub(crate) fn enter(
+    /// The thread cannot be started. The disk is not inserted.
+    pub(crate) fn insert(
         &self,
         id: DiskId,
         image: Option<Image>,
@@ -173,7 +172,7 @@ impl Table {
         };
         let minor = known.map(|state| state.minor).filter(|minor| is_free(minor));
         let minor = minor.or_else(|| (0..).find(is_free)).unwrap_or_default();
-        // The thread's first look at the table waits for the lock.
+        // The new thread waits for the table's lock.
         let thread = start(minor, stop.clone())?;
         let entry = Entry {
             phase: Phase::Starting,
@@ -188,7 +187,7 @@ impl Table {
             rests_for,
             beside: known.and_then(|state| state.beside),
             upgrade: Upgrade::None,
-            ticket: None,
+            participant: None,
             group: None,
             stop,
             ends: false,
@@ -200,7 +199,7 @@ impl Table {
         Ok(())
     }
 
-    /// Changes what is known of a disk.
+    /// Changes a disk's entry.
     pub(crate) fn change(&self, id: DiskId, f: impl FnOnce(&mut Entry)) {
         if let Some(entry) = self.lock().get_mut(&id) {
             f(entry);
@@ -208,13 +207,13 @@ impl Table {
         }
     }
 
-    /// A disk's new phase.
+    /// Sets a disk's phase.
     pub(crate) fn set(&self, id: DiskId, phase: Phase) {
         self.change(id, |entry| {
-            // Nobody is there any more who would do what was asked.
-            if let (Upgrade::Asked(_), Err(why)) = (&entry.upgrade, may_upgrade(&phase)) {
+            // The disk's worker is gone, so the requested upgrade cannot be done.
+            if let (Upgrade::Requested(_), Err(why)) = (&entry.upgrade, may_upgrade(&phase)) {
                 entry.upgrade = Upgrade::Done(Err(why));
-                entry.ticket = None;
+                entry.participant = None;
             }
             if entry.phase != phase {
                 (entry.phase, entry.since) = (phase, SystemTime::now());
@@ -222,12 +221,13 @@ impl Table {
         });
     }
 
-    /// A disk's thread is at its end.
-    pub(crate) fn end(&self, id: DiskId) {
+    /// Notes that a disk's thread has ended.
+    pub(crate) fn mark_ended(&self, id: DiskId) {
         self.change(id, |entry| entry.has_ended = true);
     }
 
-    /// Takes those out whose threads are at their end, and waits for these, which takes no time.
+    /// Removes the disks whose threads have ended, and joins these threads. They have ended, so it
+    /// does not block.
     pub(crate) fn reap(&self) -> Vec<DiskId> {
         let mut ended = Vec::new();
         self.lock().retain(|id, entry| {
@@ -242,7 +242,9 @@ impl Table {
         let ids = ended.iter().map(|(id, _)| *id).collect();
         for (id, thread) in ended {
             if thread.is_some_and(|thread| thread.join().is_err()) {
-                tracing::error!("the thread of disk {id} has panicked: a bug; it is started again");
+                tracing::error!(
+                    "the thread of disk {id} has panicked: this is a bug in ferrite; starting it again"
+                );
             }
         }
         ids
@@ -256,9 +258,9 @@ impl Table {
         }
     }
 
-    /// Asks a disk's thread to leave the image to a later attachment. One that rests for it does already.
-    /// Not so one that rests for another: its guest may be older than the image.
-    pub(crate) fn have_rest(&self, id: DiskId, later: DiskId) -> bool {
+    /// Asks a disk's thread to leave the image to the attachment `later`. `false`: it rests for
+    /// another one, and its guest may be older than the image.
+    pub(crate) fn request_rest(&self, id: DiskId, later: DiskId) -> bool {
         let mut asked = true;
         self.change(id, |entry| match entry.rests_for {
             Some(other) if other != later => asked = false,
@@ -271,10 +273,10 @@ impl Table {
         asked
     }
 
-    /// From now on a disk is served beside another one. One is at a time.
+    /// Records that a disk is served beside `first`. Only one can be at a time.
     ///
     /// # Errors
-    /// Which is.
+    /// The disk that already is.
     pub(crate) fn stand_beside(&self, id: DiskId, first: DiskId) -> Result<(), DiskId> {
         let mut disks = self.lock();
         let mut others = disks.iter().filter(|(other, _)| **other != id);
@@ -287,35 +289,41 @@ impl Table {
         }
     }
 
-    /// Why a disk's thread was woken. It can be woken again then, unless that was for good.
-    pub(crate) fn why_woken(&self, id: DiskId) -> Woken {
-        // The lock makes it one with whoever wakes.
+    /// Why a disk's thread was woken. Clears its waker, unless the thread has to end.
+    pub(crate) fn wake_reason(&self, id: DiskId) -> WakeReason {
+        // The lock orders this with the code that wakes.
         let disks = self.lock();
-        let Some(entry) = disks.get(&id).filter(|entry| !entry.ends) else { return Woken::End };
+        let Some(entry) = disks.get(&id).filter(|entry| !entry.ends) else {
+            return WakeReason::End;
+        };
         entry.stop.clear();
         match (&entry.upgrade, entry.rests_for) {
-            (Upgrade::Asked(binary), _) => Woken::Upgrade(binary.clone()),
-            (_, Some(_)) => Woken::Rest,
-            (_, None) => Woken::Nothing,
+            (Upgrade::Requested(binary), _) => WakeReason::Upgrade(binary.clone()),
+            (_, Some(_)) => WakeReason::Rest,
+            (_, None) => WakeReason::Nothing,
         }
     }
 
-    /// Asks for another binary, if the disk is served; so for all disks that its worker serves. Which these are.
+    /// Requests an upgrade of a disk and of all disks that its worker serves. Returns these disks.
     ///
     /// # Errors
-    /// Why it has none that could be exchanged now.
-    pub(crate) fn ask_upgrade(&self, id: DiskId, binary: &Path) -> Result<Vec<DiskId>, Failure> {
+    /// The disk has no worker that could be replaced now.
+    pub(crate) fn request_upgrade(
+        &self,
+        id: DiskId,
+        binary: &Path,
+    ) -> Result<Vec<DiskId>, Failure> {
         let mut disks = self.lock();
         let Some(entry) = disks.get(&id) else { return Err(detached()) };
         if let Some(first) = entry.beside {
             return Err(Failure {
-                why: format!("it is served with disk {first}, as its guest's stub domain has it"),
+                why: format!("it is a stub domain's and served with disk {first}"),
                 help: format!("upgrade disk {first}: this one goes with it"),
             });
         }
         may_upgrade(&entry.phase)?;
         let group = entry.group.clone();
-        // What is not open lets go of nothing.
+        // A worker closes the images that are open only.
         let goes_with_it = |other: &Entry| {
             group.is_some()
                 && other.group == group
@@ -324,17 +332,17 @@ impl Table {
         };
         let all = disks.iter_mut().filter(|(other, entry)| **other == id || goes_with_it(entry));
         let all: Vec<_> = all.collect();
-        let (tickets, mut ids) = (Ticket::of(all.len()), Vec::new());
-        for ((id, entry), ticket) in all.into_iter().zip(tickets) {
-            entry.upgrade = Upgrade::Asked(binary.to_owned());
-            entry.ticket = Some(ticket);
+        let (participants, mut ids) = (Participant::of(all.len()), Vec::new());
+        for ((id, entry), participant) in all.into_iter().zip(participants) {
+            entry.upgrade = Upgrade::Requested(binary.to_owned());
+            entry.participant = Some(participant);
             entry.stop.wake();
             ids.push(*id);
         }
         Ok(ids)
     }
 
-    /// Waits until `f` finds what it looks for, or this time is over.
+    /// Waits until `f` returns a value, or for the time `timeout`.
     pub fn wait_for<T>(
         &self,
         timeout: Duration,

@@ -1,51 +1,54 @@
-//! The answers for a disk that nobody serves: an empty drive, or an image that cannot be opened.
+//! The xenbus states of a disk that is not served: an empty drive, or an image that cannot be
+//! opened.
 //!
-//! The toolstack waits for two of them. Where it runs a script it waits for our 2 first, and the
-//! script then says why the disk does not come. And it waits for our 6 when it detaches the disk. We
-//! never say 4, so no guest takes such a disk for one that works. We say 6 only once the toolstack has
-//! asked for the end and the guest has let go, and only of an image that nobody has open: another host
-//! may open it at once. What was answered may be in this host's journal until the image is closed.
+//! The toolstack waits for two states. If it runs a script, it first waits for the backend's 2, and
+//! the script then reports why the disk fails. When it detaches the disk, it waits for 6.
+//!
+//! State 4 is never written, so no guest takes the disk for a working one. State 6 is written after
+//! the toolstack has asked for the end and the guest has let go. The image must not be open then,
+//! since another host may open it at once: this host's journal may hold answered writes until the
+//! image is closed.
 
 use std::time::{Duration, Instant};
 
-use ferrite_serve::blkif::lifecycle::Attached;
+use ferrite_serve::blkif::lifecycle::ExpectedAttachment;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
 
-use crate::directory::{self, Look};
+use crate::directory::{self, Snapshot};
 use crate::state::DiskId;
 use crate::wait::wait_for;
 
-/// Why that ended.
+/// Why `answer` returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
     /// The disk is detached, or its directory is gone.
     Detached,
-    /// Another attachment stands in its place.
+    /// Another attachment has taken the directory.
     Another,
-    /// It is time to try again.
+    /// It is time to try to serve the disk again.
     Retry,
-    /// We are asked to stop.
+    /// The thread was woken.
     Stopped,
 }
 
 const TOKEN: &str = "unserved";
-/// Nothing tells of a guest that dies: its disks are looked at so often.
-const LOOK_AGAIN: Duration = Duration::from_secs(2);
+/// How often the disk is checked: xenstore sends no event when a guest dies.
+const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// What may be said of a disk.
+/// The states that may be written for a disk.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct May {
-    /// Our 2: the next daemon would know what disk that was said of.
+pub(crate) struct AllowedStates {
+    /// State 2, before a script: the state file names the disk.
     pub(crate) begin: bool,
-    /// The same also where no script is run.
+    /// State 2 also without a script.
     pub(crate) offer: bool,
-    /// Our 6: its image is closed, or was never open.
+    /// State 6: the image is closed, or was never open.
     pub(crate) announce: bool,
 }
 
-/// Answers for a disk that was served and whose image is closed, until it is detached, for so long at most. `offers`: also
-/// before a script.
+/// Answers for a disk whose image is closed again, until it is detached or `how_long` is over.
+/// `offers`: writes state 2 also without a script.
 pub(crate) fn stand_in(
     store: &mut Store,
     id: DiskId,
@@ -53,16 +56,16 @@ pub(crate) fn stand_in(
     how_long: Option<Duration>,
     stop: &Waker,
 ) -> Result<End, StoreError> {
-    let may = May { begin: true, offer: offers, announce: true };
-    answer(store, id, may, &mut Attached::Begun, how_long, stop)
+    let may = AllowedStates { begin: true, offer: offers, announce: true };
+    answer(store, id, may, &mut ExpectedAttachment::Begun, how_long, stop)
 }
 
-/// Answers for the disk as far as it may, until it is detached, for so long at most.
+/// Answers for a disk with the allowed states, until it is detached or `how_long` is over.
 pub(crate) fn answer(
     store: &mut Store,
     id: DiskId,
-    may: May,
-    attached: &mut Attached,
+    may: AllowedStates,
+    attached: &mut ExpectedAttachment,
     how_long: Option<Duration>,
     stop: &Waker,
 ) -> Result<End, StoreError> {
@@ -70,25 +73,25 @@ pub(crate) fn answer(
     store.watch(&directory::path(id), TOKEN)?;
     loop {
         while store.poll_event()?.is_some() {}
-        let look = Look::take(store, id)?;
-        if !look.is_there {
+        let seen = Snapshot::read(store, id)?;
+        if !seen.is_there {
             return Ok(End::Detached);
         }
-        if !look.is_of(attached) {
+        if !seen.is_of(attached) {
             return Ok(End::Another);
         }
-        let mut has_begun = look.has_begun();
-        if !is_wanted(store, id, &look)? {
-            // Otherwise the next try closes the image, and says it.
-            if may.announce && !look.is_held() && write(store, id, &look, b"6")? {
+        let mut has_begun = seen.has_begun();
+        if !is_wanted(store, id, &seen)? {
+            // Otherwise the next try closes the image, and announces the end.
+            if may.announce && !seen.is_held() && write(store, id, &seen, b"6")? {
                 return Ok(End::Detached);
             }
-        } else if look.own == 1 && may.begin && (may.offer || look.has_script) {
-            has_begun |= write(store, id, &look, b"2")?;
+        } else if seen.own == 1 && may.begin && (may.offer || seen.has_script) {
+            has_begun |= write(store, id, &seen, b"2")?;
         }
-        // A 1 after that is another attachment's.
+        // A state of 1 after that belongs to another attachment.
         if has_begun {
-            *attached = Attached::Begun;
+            *attached = ExpectedAttachment::Begun;
         }
         let left = end.map(|end| end.saturating_duration_since(Instant::now()));
         if left.is_some_and(|left| left.is_zero()) {
@@ -96,7 +99,7 @@ pub(crate) fn answer(
         }
         let timeout = match store.poll_event()? {
             Some(_) => Duration::ZERO,
-            None => left.map_or(LOOK_AGAIN, |left| left.min(LOOK_AGAIN)),
+            None => left.map_or(POLL_INTERVAL, |left| left.min(POLL_INTERVAL)),
         };
         let [_, stopped] = wait_for([store.fd(), stop.fd()], Some(timeout));
         if stopped {
@@ -105,17 +108,22 @@ pub(crate) fn answer(
     }
 }
 
-/// Whether toolstack and guest want the disk.
-pub(crate) fn is_wanted(store: &mut Store, id: DiskId, look: &Look) -> Result<bool, StoreError> {
+/// Whether both toolstack and guest want the disk.
+pub(crate) fn is_wanted(
+    store: &mut Store,
+    id: DiskId,
+    seen: &Snapshot,
+) -> Result<bool, StoreError> {
     let home = match store.read(&format!("/local/domain/{}", id.domid)) {
-        Err(StoreError::Access { .. }) => return Ok(look.online),
+        Err(StoreError::Access { .. }) => return Ok(seen.online),
         home => home?,
     };
-    Ok(look.online && home.is_some())
+    Ok(seen.online && home.is_some())
 }
 
-/// Writes our state where all is still as it was seen: another attachment may have come. Whether it was.
-fn write(store: &mut Store, id: DiskId, seen: &Look, state: &[u8]) -> Result<bool, StoreError> {
+/// Writes the backend's state unless the directory has changed since `seen`: another attachment may
+/// have come. Returns whether it was written.
+fn write(store: &mut Store, id: DiskId, seen: &Snapshot, state: &[u8]) -> Result<bool, StoreError> {
     let dir = directory::path(id);
     let path = format!("{dir}/state");
     store.transaction(|tx| {

@@ -1,12 +1,12 @@
-//! Waiting for descriptors.
+//! Waiting for descriptors, and pauses between tries.
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// Waits for one of these, or the end of `timeout`; which have something to say. A descriptor that the
-/// kernel cannot wait for has: whoever reads it hears why.
+/// Waits until one of the descriptors is readable, or for `timeout`. Returns which are readable. A
+/// descriptor that cannot be polled counts as readable: reading it returns the error.
 pub(crate) fn wait_for<const N: usize>(
     fds: [BorrowedFd<'_>; N],
     timeout: Option<Duration>,
@@ -21,21 +21,21 @@ pub(crate) fn wait_for<const N: usize>(
     }
 }
 
-/// Pauses before further tries: each twice as long as the one before, up to the longest.
+/// The pauses between tries. Each is twice as long as the one before, up to `longest`.
 #[derive(Debug)]
-pub(crate) struct Pauses {
+pub(crate) struct Backoff {
     first: Duration,
     longest: Duration,
     next: Duration,
 }
 
-impl Pauses {
-    pub(crate) fn new(first: Duration, longest: Duration) -> Pauses {
-        Pauses { first, longest, next: first }
+impl Backoff {
+    pub(crate) fn new(first: Duration, longest: Duration) -> Backoff {
+        Backoff { first, longest, next: first }
     }
 
-    /// The pause after a try that has failed. One that had worked for a while, and failed then, has
-    /// another reason than those before.
+    /// The pause after a failed try. `has_worked` begins anew: a failure after a success has
+    /// another cause.
     pub(crate) fn after(&mut self, has_worked: bool) -> Duration {
         if has_worked {
             self.next = self.first;
@@ -53,10 +53,10 @@ mod tests {
     #[test]
     fn pauses_grow_to_a_bound_and_begin_anew_after_a_try_that_worked() {
         let (first, longest) = (Duration::from_millis(250), Duration::from_secs(5));
-        let mut pauses = Pauses::new(first, longest);
-        let grown: Vec<_> = (0..8).map(|_| pauses.after(false)).collect();
+        let mut backoff = Backoff::new(first, longest);
+        let grown: Vec<_> = (0..8).map(|_| backoff.after(false)).collect();
         assert_eq!(grown[..3], [first, first * 2, first * 4]);
         assert_eq!(grown[5..], [longest; 3]);
-        assert_eq!([true, false].map(|worked| pauses.after(worked)), [first, first * 2]);
+        assert_eq!([true, false].map(|worked| backoff.after(worked)), [first, first * 2]);
     }
 }

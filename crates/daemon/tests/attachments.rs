@@ -1,5 +1,5 @@
-//! Names that are used again: an attachment gets the image that the toolstack has named for it, whatever
-//! became of the one before.
+//! Names that are used again: an attachment gets the image that the toolstack has named for it,
+//! whatever happened to the one before.
 
 mod host;
 
@@ -18,7 +18,7 @@ fn aio(image: &Path) -> String {
     format!("aio:{}", image.display())
 }
 
-/// The guest of this disk writes to this image, and to no other.
+/// Checks that the guest writes to this image, and to none of the others.
 fn is_served(host: &Host, disk: &DiskPaths, image: &Path, others: &[&Path]) {
     works(&mut host.connect(disk), 7);
     assert_eq!(host.show(disk).unwrap().disk.image.as_deref(), image.to_str());
@@ -42,10 +42,10 @@ fn a_disk_whose_image_failed_is_attached_anew_with_another_one() {
     let (first, second) = (host.image("first.img"), host.make_image("second.img", MIB));
     let disk = host.attach(1, 0, &aio(&first));
     host.wait_for_phase(&disk, PhaseName::Failed);
-    // In one step, as xenstored shows it to who looks late.
+    // The directory is replaced in one step, as a daemon that looks late sees it.
     let disk = host.attach(1, 0, &aio(&second));
     is_served(&host, &disk, &second, &[]);
-    // And one that its guest had, and that failed when it was gone on with.
+    // The second disk had a guest, and failed in the next daemon.
     host.stop();
     std::fs::remove_file(&second).unwrap();
     host.start();
@@ -64,7 +64,7 @@ fn a_disk_that_is_attached_anew_while_its_image_is_opened_gets_its_own() {
     host.start();
     let disk = host.attach(1, 0, &aio(&first));
     wait_for_tries(&host, &disk, 1);
-    let state = host.places().states().join("vbd-1-51712.json");
+    let state = host.paths().states().join("vbd-1-51712.json");
     wait_until("a look at the first", || state.exists());
     let disk = host.attach(1, 0, &aio(&second));
     drop(held);
@@ -79,7 +79,7 @@ fn a_disk_that_is_gone_when_its_image_is_open_is_not_waited_for() {
     flock(&held, FlockOperation::LockExclusive).unwrap();
     host.start();
     let disk = host.attach(1, 0, &aio(&image));
-    let state = host.places().states().join("vbd-1-51712.json");
+    let state = host.paths().states().join("vbd-1-51712.json");
     wait_until("a look at it", || state.exists());
     host.machine().remove_disk(&disk).unwrap();
     drop(held);
@@ -95,9 +95,9 @@ fn what_an_older_disk_has_left_is_gone_before_anything_is_said_of_the_next() {
         let disk = host.attach(1, 0, &aio(&first));
         drop(host.connect(&disk));
         host.stop();
-        let latch = host.places().run.join("vbd-1-51712/flush-failed");
+        let latch = host.paths().run.join("vbd-1-51712/flush-failed");
         std::fs::write(&latch, "").unwrap();
-        // Its end is missed, and the next one cannot be served at first.
+        // The end is missed, and the next attachment cannot be served at first.
         let disk = host.attach_with(1, 0, &params, &[("script", "block-ferrite")]);
         host.start();
         host.wait_for_state(&disk, 2);
@@ -122,7 +122,7 @@ fn what_an_older_disk_has_left_is_gone_before_anything_is_said_of_the_next() {
 #[test]
 fn nothing_is_said_of_a_disk_while_an_older_ones_traces_cannot_be_removed() {
     let mut host = Host::new(1);
-    let run_dir = host.places().run.join("vbd-1-51712");
+    let run_dir = host.paths().run.join("vbd-1-51712");
     std::fs::create_dir_all(&run_dir).unwrap();
     let held = File::open(&run_dir).unwrap();
     flock(&held, FlockOperation::LockExclusive).unwrap();

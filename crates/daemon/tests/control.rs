@@ -1,4 +1,4 @@
-//! Clients of the control socket, among them such as mean no good.
+//! Clients of the control socket, hostile ones among them.
 
 mod host;
 
@@ -13,18 +13,18 @@ use host::Host;
 use serde_json::{Value, json};
 
 fn stream(host: &Host) -> UnixStream {
-    let stream = UnixStream::connect(host.places().control()).unwrap();
+    let stream = UnixStream::connect(host.paths().control()).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream
 }
 
-/// Says a line, and gives the line that is answered.
+/// Sends a line, and returns the response.
 fn say(stream: &UnixStream, line: &[u8]) -> Value {
     let mut to = stream;
     to.write_all(line).unwrap();
     to.write_all(b"\n").unwrap();
     let mut answer = String::new();
-    // A reader of a single answer: nothing more comes until the next line is said.
+    // A new reader loses nothing: the next response comes after the next request only.
     BufReader::new(stream).read_line(&mut answer).unwrap();
     serde_json::from_str(&answer).unwrap()
 }
@@ -78,7 +78,7 @@ fn errors_are_those_of_the_specification() {
     let meant = say(&stream, br#"{"jsonrpc":"2.0","method":"disk.lists","id":"x"}"#);
     assert_eq!(meant["id"], "x");
     assert_eq!(meant["error"]["data"]["help"], "did you mean disk.list?");
-    // The same client is served on.
+    // The client is still served.
     let good = say(&stream, br#"{"jsonrpc":"2.0","method":"disk.list","id":null}"#);
     assert_eq!(good["result"], json!({ "disks": [] }));
 }
@@ -111,7 +111,7 @@ fn a_line_without_end_is_refused_and_its_client_is_left() {
     let answer: Value = serde_json::from_str(&answer).unwrap();
     assert_eq!(code_of(&answer), code::INVALID_REQUEST);
     assert_eq!((&stream).read(&mut [0; 8]).unwrap(), 0);
-    // The longest that may be.
+    // The longest valid line.
     let stream = self::stream(&host);
     let line = vec![b' '; MAX_LINE - 2];
     let line = [&line[..], b"1"].concat();
@@ -123,7 +123,7 @@ fn a_line_without_end_is_refused_and_its_client_is_left() {
 fn clients_that_stall_cost_nobody_anything() {
     let mut host = Host::new(0);
     host.start();
-    // Silent ones, one in the middle of a line, and such as read no answers.
+    // Silent clients: some stop in the middle of a line, and some read no responses.
     let half = br#"{"jsonrpc":"2.0","meth"#;
     let stalled: Vec<UnixStream> = (0..60)
         .map(|i| {
@@ -137,7 +137,7 @@ fn clients_that_stall_cost_nobody_anything() {
     for _ in 0..20 {
         assert!(host.status().is_ok());
     }
-    // Those that had to go for others read their end.
+    // Clients that were replaced by others read the end.
     let mut ended = 0;
     for stream in &stalled {
         stream.set_nonblocking(true).unwrap();
@@ -149,7 +149,7 @@ fn clients_that_stall_cost_nobody_anything() {
     let mut deaf = stream(&host);
     deaf.set_nonblocking(true).unwrap();
     let request = b"{\"jsonrpc\":\"2.0\",\"method\":\"daemon.status\",\"id\":1}\n".repeat(100);
-    // Until it is full: nobody reads the answers.
+    // The buffers of the socket fill up, since the client reads no responses.
     while deaf.write(&request).is_ok() {}
     assert!(host.status().is_ok());
 }
@@ -175,8 +175,8 @@ fn random_bytes_harm_nobody() {
         if round % 50 == 0 {
             let stream = stream(&host);
             (&stream).write_all(&bytes).unwrap();
-        } else if let Ok(stream) = UnixStream::connect(host.places().control()) {
-            // It may have been sent away for the next one by now.
+        } else if let Ok(stream) = UnixStream::connect(host.paths().control()) {
+            // The next client may have replaced this one already.
             let _ = (&stream).write_all(&bytes);
         }
     }
@@ -186,13 +186,13 @@ fn random_bytes_harm_nobody() {
 #[test]
 fn the_socket_is_its_owners_alone_and_a_dead_daemons_is_replaced() {
     let mut host = Host::new(0);
-    std::fs::create_dir_all(host.places().run).unwrap();
-    drop(std::os::unix::net::UnixListener::bind(host.places().control()).unwrap());
+    std::fs::create_dir_all(host.paths().run).unwrap();
+    drop(std::os::unix::net::UnixListener::bind(host.paths().control()).unwrap());
     host.start();
-    let mode = std::fs::metadata(host.places().control()).unwrap().permissions().mode();
+    let mode = std::fs::metadata(host.paths().control()).unwrap().permissions().mode();
     assert_eq!(mode & 0o7777, 0o600);
     let stream = stream(&host);
-    // It is the daemon's by now, and not the kernel's alone.
+    // A response shows that the daemon has accepted the connection.
     say(&stream, b"1");
     host.stop();
     assert_eq!((&stream).read(&mut [0; 8]).unwrap(), 0);

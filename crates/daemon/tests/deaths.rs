@@ -1,4 +1,4 @@
-//! Daemons that are killed: at each step, and under load. The next one goes on.
+//! Daemons that are killed: at each step, and under load. The next daemon goes on.
 
 mod host;
 mod load;
@@ -16,7 +16,7 @@ use load::Load;
 
 const MIB: u64 = 1 << 20;
 
-/// Not a test: the daemon, when this program is run again with the environment that says so.
+/// Not a test: the daemon, if the environment asks for one.
 #[test]
 fn process_daemon() {
     host::be_a_daemon();
@@ -37,7 +37,7 @@ fn a_daemon_killed_at_a_step_of_an_attachment_is_followed_by_one_that_does_the_r
     for step in [Step::StateWritten, Step::Kept, Step::Served] {
         let host = Host::new(2);
         let disks = [attach(&host, 1), attach(&host, 2)];
-        // Twice, so that the second one finds what the first has left.
+        // The second daemon finds the files of the first.
         for _ in 0..2 {
             let mut daemon = host.spawn(Some(step));
             assert_eq!(daemon.wait().unwrap().signal(), Some(9), "{step:?}");

@@ -1,4 +1,4 @@
-//! A raw image that QEMU, as the device model of an HVM guest, opens by itself beside the daemon.
+//! A raw image that QEMU, as the device model of an HVM guest, opens beside the daemon.
 
 mod host;
 mod roles;
@@ -10,7 +10,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
 
 use ferrite_daemon::control::protocol::PhaseName;
-use ferrite_daemon::keeping::Keepers;
+use ferrite_daemon::keepers::Keepers;
 use ferrite_disk::{Disk, ErrorKind, OpenOptions};
 use ferrite_loopback::front::FrontOptions;
 use ferrite_loopback::machine::DiskPaths;
@@ -19,7 +19,7 @@ use ferrite_testkit::{PATIENCE, wait_until};
 use host::{Host, works};
 use roles::{MIB, Roles, keeper, kill, kill_keeper, kill_pid, worker};
 
-/// As xl writes it where the configuration names none.
+/// The script that xl writes if the configuration names none.
 const DEFAULT: &str = "/etc/xen/scripts/block-tap";
 
 /// Not a test: a daemon with keepers and workers.
@@ -28,7 +28,7 @@ fn process_daemon() {
     host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
 }
 
-/// QEMU with the image open for writing, as the device model has it.
+/// A QEMU that has the image open for writing, as a device model has.
 struct Qemu(Child);
 
 impl Qemu {
@@ -42,7 +42,7 @@ impl Qemu {
         Qemu(child)
     }
 
-    /// The guest's driver has unplugged the emulated disk.
+    /// Unplugs the emulated disk, as the guest's driver does.
     fn unplug(mut self) {
         drop(self.0.stdin.take());
         assert!(self.0.wait().unwrap().success());
@@ -59,12 +59,12 @@ fn write_by_qemu(image: &Path) -> Output {
     qemu_io(image).args(["-c", "write -P 4 512 512"]).output().unwrap()
 }
 
-/// What the toolstack writes of a domain that has a device model, or has none.
+/// Writes the kind of a domain, as the toolstack does.
 fn is_of_kind(host: &Host, domid: u16, kind: &str) {
     host.store().write(&format!("/libxl/{domid}/type"), kind.as_bytes()).unwrap();
 }
 
-/// The next one serves the disk when this returns.
+/// Kills the worker, and waits until the next one serves the disk.
 fn kill_worker(host: &Host, disk: &DiskPaths) {
     let keeper = keeper(host, disk);
     let old = worker(keeper).unwrap();
@@ -89,16 +89,16 @@ fn a_guest_boots_from_its_device_model_and_has_the_disk_alone_when_its_driver_co
     host.wait_for_phase(&disk, PhaseName::Served);
     host.wait_for_state(&disk, 2);
     let qemu = Qemu::start(&image);
-    // A worker that dies while the firmware reads is replaced beside QEMU.
+    // A worker that dies while the firmware reads is replaced while QEMU has the image open.
     kill_worker(&host, &disk);
     assert_eq!(host.backend_state(&disk), 2);
-    // Nobody else of ours gets it: not for another guest, nor for a client of NBD.
+    // No other disk and no NBD client gets the image.
     let first = OpenOptions { qemu_first: true, ..OpenOptions::default() };
     let second = Disk::open(&image, &first).map(drop).map_err(|e| e.kind());
     assert_eq!(second, Err(ErrorKind::InUse));
     let client = UnixStream::connect(host.show(&disk).unwrap().nbd.unwrap()).unwrap();
     assert!(is_closed(&client), "a client of NBD beside QEMU");
-    // Its driver has not unplugged what QEMU has: it waits, and the reason is told.
+    // The guest's driver connects before QEMU has closed the image: it waits, with a reason.
     let mut front = host.frontend(&disk);
     front.offer(&FrontOptions::default()).unwrap();
     let error = format!("error/backend/vbd3/1/{}/error", disk.devid);
@@ -110,7 +110,7 @@ fn a_guest_boots_from_its_device_model_and_has_the_disk_alone_when_its_driver_co
     front.finish(PATIENCE).unwrap();
     host.wait_for_state(&disk, 4);
     works(&mut front, 5);
-    // From now on it has the disk alone, whoever of those that serve it is killed.
+    // From now on only this daemon's processes can open the image, whichever of them is killed.
     let is_refused = || assert!(!write_by_qemu(&image).status.success());
     is_refused();
     kill_worker(&host, &disk);

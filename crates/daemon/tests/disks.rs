@@ -1,4 +1,4 @@
-//! Disks that toolstacks attach and detach, and one daemon that sees to all of them.
+//! Disks that toolstacks attach and detach, and one daemon that serves them all.
 
 mod host;
 
@@ -50,14 +50,14 @@ fn disks_of_all_formats_are_served_until_they_are_detached() {
         host.detach(disk);
     }
     host.wait_for_no_disks();
-    assert_eq!(host.forgotten().len(), 3);
+    assert_eq!(host.removed().len(), 3);
     images::check(&vhd);
     images::check(&qcow2);
 }
 
-/// The names by which tapdisk's tools find disks, with the disks that they lead to.
+/// The links for tapdisk's tools, with the disks that they lead to.
 fn tapdisk_names(host: &Host) -> Vec<(String, PathBuf)> {
-    let entries = std::fs::read_dir(host.places().blktap()).into_iter().flatten().flatten();
+    let entries = std::fs::read_dir(host.paths().blktap()).into_iter().flatten().flatten();
     let mut names: Vec<_> = entries
         .map(|entry| {
             let target = std::fs::read_link(entry.path()).unwrap();
@@ -79,7 +79,7 @@ fn tapdisks_numbers_and_names_of_disks_are_the_same_for_the_next_daemon() {
     let minors = |host: &Host| -> Vec<(u16, u32)> {
         host.disks().iter().map(|disk| (disk.disk.domid, disk.minor)).collect()
     };
-    let run = host.places().run;
+    let run = host.paths().run;
     let names = |disks: &[(u16, u32)]| -> Vec<(String, PathBuf)> {
         let name = |(domid, minor): &(u16, u32)| {
             let target = run.join(format!("vbd-{domid}-51712/nbd"));
@@ -95,14 +95,14 @@ fn tapdisks_numbers_and_names_of_disks_are_the_same_for_the_next_daemon() {
     assert_eq!(minors(&host), [(3, 0), (4, 1)]);
     assert_eq!(tapdisk_names(&host), names(&[(3, 0), (4, 1)]));
     host.stop();
-    // Looked at first, it gets none of their numbers.
+    // The new disk is found first, and gets no number of another one.
     let disk = attach(&host, 2);
     host.start();
     fronts.push((host.connect(&disk), disk));
     host.wait_for_phase(&fronts[1].1, PhaseName::Served);
     assert_eq!(minors(&host), [(2, 2), (3, 0), (4, 1)]);
     assert_eq!(tapdisk_names(&host), names(&[(3, 0), (4, 1), (2, 2)]));
-    // One is removed while no daemon looks; its number is free for the next one.
+    // A disk is removed while there is no daemon. Its number is free for the next one.
     host.stop();
     host.machine().remove_disk(&fronts.remove(0).1).unwrap();
     host.start();
@@ -194,7 +194,7 @@ fn a_failure_names_the_disk_that_is_served_from_the_same_image() {
     let params = format!("aio:{}", image.display());
     let first = host.attach(1, 0, &params);
     host.wait_for_phase(&first, PhaseName::Served);
-    // Who comes later fails at once: there is no such name any more.
+    // Later attachments fail at once, since the name does not exist any more.
     std::fs::remove_file(&image).unwrap();
     let second = host.attach(2, 0, &params);
     let other = host.attach(3, 0, &format!("{params}2"));
@@ -222,14 +222,14 @@ fn an_image_that_cannot_be_served_fails_alone_with_a_reason_and_is_tried_again()
     let failed = host.wait_for_phase(&refused, PhaseName::Failed);
     assert!(failed.why.unwrap().contains("none of the folders"));
     assert!(failed.help.unwrap().contains("image_folders"));
-    // Nobody runs a script that could say so: the disk does not seem to come.
+    // Without a script the disk does not seem to come.
     wait_until("a second try", || {
         host.disks().iter().any(|disk| disk.disk == id(&refused) && disk.starts > 1)
     });
     assert_eq!(host.backend_state(&refused), 1);
     let why = host.wait_for_phase(&odd, PhaseName::Failed).why.unwrap();
     assert!(why.contains("nbd:unix:/x"), "{why}");
-    // xl waits for 2 before it runs the script, which then hears why.
+    // xl waits for 2 before it runs the script, which then gets the reason.
     host.wait_for_state(&bad, 2);
     let error = host.call::<Attached>("attach.wait", &json!({ "backend": bad.backend }));
     let ClientError::Refused(error) = error.unwrap_err() else { panic!() };
@@ -237,16 +237,16 @@ fn an_image_that_cannot_be_served_fails_alone_with_a_reason_and_is_tried_again()
     assert!(error.message.contains("missing.img"), "{error:?}");
     let told = "error/backend/vbd3/1/51712/error";
     let told = host.store().read_string(&format!("/local/domain/0/{told}")).unwrap().unwrap();
-    assert!(told.contains("missing.img") && told.contains("make the image"), "{told}");
-    // Others go on.
+    assert!(told.contains("missing.img") && told.contains("create the image"), "{told}");
+    // Other disks are served.
     let image = host.make_image("good.img", MIB);
     let good = host.attach(4, 0, &format!("aio:{}", image.display()));
     works(&mut host.connect(&good), 3);
-    // A cause that is mended is seen.
+    // The daemon notices that the cause is gone.
     host.make_image("missing.img", MIB);
     host.store().write(&format!("{}/hotplug-status", bad.backend), b"connected").unwrap();
     works(&mut host.connect(&bad), 4);
-    // And those that stay bad are detached as others are.
+    // The failed disks are detached as others are.
     host.detach(&refused);
     host.detach(&odd);
     wait_until("their end", || host.disks().len() == 2);
@@ -272,7 +272,7 @@ fn the_end_of_a_disk_that_cannot_be_served_any_more_waits_for_its_guest_and_its_
     let waits = host.show(&disk).unwrap().waits_for.unwrap();
     assert!(waits.contains("unmount it"), "{waits}");
     front.set_state(6).unwrap();
-    // Nor is the toolstack, until the image is closed: another host may open it then.
+    // The toolstack has to wait, too: another host may open the image after the end.
     let starts = host.disks()[0].starts;
     wait_until("two more tries", || host.disks()[0].starts > starts + 1);
     assert_eq!(host.backend_state(&disk), 5);
@@ -376,7 +376,7 @@ fn a_disk_that_was_detached_while_no_daemon_ran_leaves_nothing() {
     drop((host.connect(&gone), host.connect(&stays)));
     host.stop();
     host.machine().remove_disk(&gone).unwrap();
-    // And one that was attached again under its name is a new one.
+    // A disk that was attached again under its name is a new one.
     host.machine().remove_disk(&stays).unwrap();
     let other = host.make_image("c.img", MIB);
     let again = host.attach(2, 0, &format!("aio:{}", other.display()));
@@ -385,7 +385,7 @@ fn a_disk_that_was_detached_while_no_daemon_ran_leaves_nothing() {
     let listed = host.disks();
     assert_eq!(listed.len(), 1, "{listed:?}");
     assert_eq!(listed[0].image.as_deref(), other.to_str());
-    assert_eq!(host.forgotten(), [id(&gone)]);
+    assert_eq!(host.removed(), [id(&gone)]);
     assert_eq!(host.leftovers().len(), 2);
 }
 
@@ -461,10 +461,10 @@ fn without_xen_the_daemon_says_so_and_begins_when_there_is_some() {
 fn a_second_daemon_is_refused() {
     let mut host = Host::new(0);
     host.start();
-    let again = host.places();
+    let again = host.paths();
     let stop = Arc::new(ferrite_serve::waker::Waker::new().unwrap());
     let loopback = Arc::new(ferrite_loopback::Loopback::new(ferrite_loopback::CopyWith::Memcpy));
-    let serving = Arc::new(host::InProcess { loopback, forgotten: Default::default() });
+    let serving = Arc::new(host::InProcess { loopback, removed: Default::default() });
     let way = connect(&host.store_socket());
     let second = ferrite_daemon::Daemon::new(host.config(), again, serving, way, stop);
     assert!(second.err().unwrap().to_string().contains("another ferrite daemon"));

@@ -1,5 +1,5 @@
-//! Disks of the daemon's whose storage is full: their guests wait, whoever ends meanwhile, and the
-//! others do not notice. Needs root; passes without, saying so.
+//! Disks of the daemon whose storage is full. Their guests wait, whichever process ends meanwhile,
+//! and other disks are not affected. Needs root; otherwise it passes and says so.
 
 mod host;
 mod roles;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{Detached, Upgraded};
-use ferrite_daemon::keeping::Keepers;
+use ferrite_daemon::keepers::Keepers;
 use ferrite_keeper::nbd_socket;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_loopback::machine::DiskPaths;
@@ -21,7 +21,7 @@ use host::{Host, ON_FULL, works};
 use roles::{MIB, Roles, attach, end, keeper, kill, kill_pid, worker};
 use serde_json::json;
 
-/// Requests of 64 KiB, for which there is space for a part.
+/// Number of requests of 64 KiB. There is space for a part of them.
 const REQUESTS: u64 = 30;
 const BYTES: usize = 64 << 10;
 const SECTORS: u64 = BYTES as u64 / 512;
@@ -32,7 +32,7 @@ fn process_daemon() {
     host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
 }
 
-/// A disk on a file system of its own, and its guest.
+/// A disk on a file system of its own, with its guest.
 struct Full {
     disk: DiskPaths,
     image: PathBuf,
@@ -42,7 +42,7 @@ struct Full {
 }
 
 impl Full {
-    /// Of the first guest; what it asks for is on its ring.
+    /// Attaches the first guest's disk, and puts its requests on the ring.
     fn new(host: &Host, format: &str) -> Option<Full> {
         let folder = host.image("small");
         std::fs::create_dir(&folder).unwrap();
@@ -61,7 +61,7 @@ impl Full {
         Some(Full { disk, image, front, buffers, small })
     }
 
-    /// All that has no answer is said to wait.
+    /// Waits until all requests without a response are reported to wait.
     fn waits(&mut self, host: &Host) -> u64 {
         let mut waits = 0;
         wait_until("a full disk", || {
@@ -111,7 +111,7 @@ fn requests_wait_for_space_whoever_ends_meanwhile_and_other_disks_go_on() {
         let done: Upgraded = host.call("upgrade", &json!({ "binary": binary })).unwrap();
         assert_eq!(done.upgraded.len(), 2, "{:?}", done.failed);
         full.waits(&host);
-        // While it is tried again it does not wait.
+        // A request that is being retried is not counted as waiting.
         let waits =
             |why: Option<String>| why.is_some_and(|why| why.contains("space on its storage"));
         wait_until("why it waits", || waits(host.show(&full.disk).unwrap().waits_for));
@@ -130,17 +130,17 @@ fn requests_wait_for_space_whoever_ends_meanwhile_and_other_disks_go_on() {
     }
 }
 
-/// Without a guest, as before HVM guests have their driver.
+/// There is no guest, as before an HVM guest has its driver.
 #[test]
 fn a_client_of_nbd_waits_for_space_whoever_ends_meanwhile() {
     let host = Host::new(1);
     let daemon = host.spawn_with(None, &[(ON_FULL, "wait")]);
     let Some(mut full) = Full::new(&host, "raw") else { return kill(daemon) };
     full.waits(&host);
-    let socket = nbd_socket(&host.places().run.join(host::id(&full.disk).file_name()));
+    let socket = nbd_socket(&host.paths().run.join(host::id(&full.disk).file_name()));
     let mut client = Client::over(UnixStream::connect(&socket).unwrap());
     client.go(true);
-    // One that is gone writes nothing over what others write when there is space.
+    // A client that is gone writes nothing over the data of others when there is space.
     let mut dead = Client::over(UnixStream::connect(&socket).unwrap());
     dead.go(true);
     dead.send(command::WRITE, 0, 6 * MIB, BYTES as u32, &[0xDD; BYTES]);

@@ -1,4 +1,4 @@
-//! What is left of disks that are gone: nothing, but their images, complete.
+//! What detached disks leave: complete images, and nothing else.
 
 mod host;
 mod roles;
@@ -6,7 +6,7 @@ mod roles;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ferrite_daemon::keeping::Keepers;
+use ferrite_daemon::keepers::Keepers;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, images, wait_until};
 use host::{Host, works};
@@ -18,8 +18,8 @@ fn process_daemon() {
     host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
 }
 
-/// A disk that went while no daemon ran, of an image with its answered writes in memory, and perhaps
-/// another disk of this name since.
+/// A disk is detached while no daemon runs, with answered writes in memory only. With `another`, a
+/// new disk of its name is attached.
 fn image_of_a_disk_whose_end_was_missed(another: bool) {
     let host = Host::new(1);
     let folder = host.image("qcow2");
@@ -36,7 +36,7 @@ fn image_of_a_disk_whose_end_was_missed(another: bool) {
     let daemon = host.spawn(None);
     wait_until("the end of the keeper", || !is_alive(old));
     assert!(images::contents(&image)[4096..8192] == [7; 4096]);
-    let journals = std::fs::read_dir(host.places().run.join("images")).unwrap();
+    let journals = std::fs::read_dir(host.paths().run.join("images")).unwrap();
     assert_eq!(journals.count(), 0, "all of it is in the image");
     images::check(&image);
     if let Some(again) = again {
@@ -59,10 +59,10 @@ fn the_image_of_a_disk_whose_name_another_has_is_closed_before_that_is_served() 
     image_of_a_disk_whose_end_was_missed(true);
 }
 
-/// Everything in the run directory.
+/// All files in the run directory.
 fn files(host: &Host) -> Vec<PathBuf> {
     fn add(found: &mut Vec<PathBuf>, folder: &Path) {
-        // It may go meanwhile: it is looked again then.
+        // A file may be removed meanwhile, so the caller lists them again.
         for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
             found.push(entry.path());
             if entry.path().is_dir() {
@@ -71,7 +71,7 @@ fn files(host: &Host) -> Vec<PathBuf> {
         }
     }
     let mut found = Vec::new();
-    add(&mut found, &host.places().run);
+    add(&mut found, &host.paths().run);
     found.sort();
     found
 }
@@ -81,7 +81,7 @@ fn a_hundred_disks_that_come_and_go_leave_nothing_whoever_is_killed() {
     const DISKS: u16 = 10;
     let host = Host::new(DISKS.into());
     let mut daemon = host.spawn(None);
-    // With the folders that the first disk makes.
+    // The first disk creates directories, which stay.
     let first = attach(&host, 1);
     host.connect(&first).close(PATIENCE).unwrap();
     end(&host, &[first], &[]);
@@ -121,12 +121,12 @@ fn a_hundred_disks_that_come_and_go_leave_nothing_whoever_is_killed() {
 fn a_daemon_that_ends_in_good_order_leaves_no_socket_and_no_lock() {
     let mut host = Host::new(1);
     host.start();
-    let run = host.places().run;
+    let run = host.paths().run;
     let names = ["control.sock", "daemon.lock"].map(|name| run.join(name));
     assert!(names.iter().all(|name| name.exists()));
     host.stop();
     assert!(!names.iter().any(|name| name.exists()));
-    // A killed one's are no obstacle.
+    // The files of a killed daemon are no obstacle.
     kill(host.spawn(None));
     host.start();
 }

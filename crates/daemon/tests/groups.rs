@@ -1,5 +1,5 @@
-//! Disks that are volumes of one store: one keeper and one worker have them all. Any of the processes is killed, and
-//! disks come and go.
+//! Disks that are volumes of one store, with one keeper and one worker. Any of the processes is
+//! killed, and disks come and go.
 
 mod host;
 mod load;
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
-use ferrite_daemon::keeping::Keepers;
+use ferrite_daemon::keepers::Keepers;
 use ferrite_disk::{Disk, Session, open_store};
 use ferrite_io::engines::test_engine;
 use ferrite_loopback::machine::DiskPaths;
@@ -29,7 +29,7 @@ fn process_daemon() {
     host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
 }
 
-/// A store with volumes of 4 MiB, for these guests.
+/// Creates a store with volumes of 4 MiB for these guests.
 fn make_store(host: &Host, name: &str, guests: &str) -> PathBuf {
     let store = host.image(name);
     std::fs::write(store.with_extension("guests"), guests).unwrap();
@@ -51,9 +51,9 @@ fn one_keeper(host: &Host, disks: &[DiskPaths]) -> i32 {
     keepers[0]
 }
 
-/// Sends a command, which has the name of a snapshot.
+/// Sends a command, which is the name of a snapshot to make.
 fn command(host: &Host, name: &str) -> String {
-    let sockets = std::fs::read_dir(host.places().run.join("stores")).unwrap();
+    let sockets = std::fs::read_dir(host.paths().run.join("stores")).unwrap();
     let sockets: Vec<PathBuf> = sockets.map(|entry| entry.unwrap().path()).collect();
     assert_eq!(sockets.len(), 1, "{sockets:?}");
     let mut stream = UnixStream::connect(&sockets[0]).unwrap();
@@ -64,9 +64,9 @@ fn command(host: &Host, name: &str) -> String {
     said
 }
 
-/// Nothing is left of the store's keeper.
+/// Checks that the store's keeper has left nothing.
 fn is_swept(host: &Host) {
-    let run = host.places().run;
+    let run = host.paths().run;
     let left = |folder: &str| std::fs::read_dir(run.join(folder)).map_or(0, Iterator::count);
     wait_until("nothing", || left("keepers") == 0 && left("stores") == 0);
     let names = std::fs::read_dir(&run).unwrap().flatten().map(|e| e.file_name());
@@ -92,7 +92,7 @@ fn volumes_of_a_store_have_one_worker_whoever_is_killed_under_load() {
             2 => {
                 kill(daemon);
                 loads.iter().for_each(Load::wait_for_progress);
-                // Nobody follows, and all go on all the same.
+                // No daemon runs, and all guests are served.
                 kill_pid(worker(keeper).unwrap());
                 loads.iter().for_each(Load::wait_for_progress);
                 daemon = host.spawn(None);
@@ -121,7 +121,7 @@ fn disks_of_one_store_share_content_and_other_stores_and_images_have_processes_o
     let other = make_store(&host, "other", "3");
     let daemon = host.spawn(None);
     let first = attach_volume(&host, 1, "a");
-    // By another name of the same file.
+    // The second disk names the store by a link.
     let link = host.image("link");
     std::os::unix::fs::symlink(&store, &link).unwrap();
     let second = host.attach(2, 0, &format!("store:{}#b", link.display()));
@@ -140,7 +140,7 @@ fn disks_of_one_store_share_content_and_other_stores_and_images_have_processes_o
     let seat = Seat::open(&store, &stores::options(), open_store).unwrap();
     let info = seat.store().live().list();
     assert!(info.iter().any(|volume| volume.name == "a"), "{info:?}");
-    // One block, which two volumes have.
+    // Two volumes have the same block.
     let read = |name: &str| {
         let name = format!("store:{}#{name}", store.display());
         let disk = Arc::new(Disk::open(&name, &stores::options()).unwrap());
@@ -153,7 +153,7 @@ fn disks_of_one_store_share_content_and_other_stores_and_images_have_processes_o
     kill(daemon);
 }
 
-/// The keeper has the store open, so that nobody else gets it when the worker ends.
+/// Whether the keeper has the store open, so that no other process gets it when the worker ends.
 fn is_held(keeper: i32, store: &Path) -> bool {
     let open = std::fs::read_dir(format!("/proc/{keeper}/fd")).unwrap().flatten();
     let mut held = open.filter_map(|fd| std::fs::read_link(fd.path()).ok());
@@ -175,7 +175,7 @@ fn a_disk_that_was_removed_while_no_daemon_ran_is_closed_and_the_others_do_not_n
     host.machine().remove_disk(&goes).unwrap();
     let daemon = host.spawn(None);
     wait_until("its end", || host.status().is_ok_and(|status| status.served == 1));
-    let left = host.places().run.join("keepers/vbd-2-51712.sock");
+    let left = host.paths().run.join("keepers/vbd-2-51712.sock");
     wait_until("nothing of it", || !left.exists());
     load.wait_for_progress();
     assert_eq!(worker(keeper), before);
@@ -203,13 +203,13 @@ fn a_disk_comes_and_goes_while_the_others_of_its_store_go_on() {
         front.close(PATIENCE).unwrap();
         host.detach(&goes);
         wait_until("its end", || host.disks().len() == 1);
-        let left = host.places().run.join("vbd-2-51712");
+        let left = host.paths().run.join("vbd-2-51712");
         wait_until("nothing of it", || !left.exists());
         load.wait_for_progress();
         assert_eq!(worker(keeper), Some(worker_before), "nobody has noticed");
         assert!(is_held(keeper, &store));
     }
-    // The one that was there first goes, and the worker is replaced without it.
+    // The first disk is detached, and the worker is replaced without it.
     let other = attach_volume(&host, 2, "b");
     let others_load = Load::from(&host, &other, 300);
     load.end();
@@ -231,14 +231,14 @@ fn a_volume_and_a_store_have_one_owner() {
     let store = make_store(&host, "pool", "1 2 3");
     let daemon = host.spawn(None);
     wait_until("the daemon", || host.status().is_ok());
-    // Somebody has it who is no worker.
+    // Another process has the store open.
     let theirs = Seat::open(&store, &stores::options(), open_store).unwrap();
     let disk = attach_volume(&host, 1, "a");
     let refused = host.wait_for_phase(&disk, PhaseName::Failed);
     assert!(refused.why.unwrap().contains("pool"));
     drop(theirs);
     host.wait_for_phase(&disk, PhaseName::Served);
-    // And now they do not get it, also while the worker is replaced.
+    // Now other processes do not get the store, also while the worker is replaced.
     let pid = keeper(&host, &disk);
     for _ in 0..3 {
         assert!(Seat::open(&store, &stores::options(), open_store).is_err());
@@ -249,7 +249,7 @@ fn a_volume_and_a_store_have_one_owner() {
         front.close(PATIENCE).unwrap();
         host.wait_for_phase(&disk, PhaseName::Served);
     }
-    // Nor does another disk get the same volume.
+    // A second disk does not get the same volume.
     let again = attach_volume(&host, 2, "a");
     let refused = host.wait_for_phase(&again, PhaseName::Failed);
     assert!(refused.help.unwrap().contains("disk 1/51712 is served from the same image"));
@@ -277,7 +277,7 @@ fn commands_come_to_the_worker_of_a_store_and_to_the_next_one() {
     loads.iter().for_each(Load::wait_for_progress);
     kill_pid(worker(keeper).unwrap());
     loads.iter().for_each(Load::wait_for_progress);
-    // It may not be handed on to a worker that is gone.
+    // The command's client may have been handed to a worker that is gone.
     wait_until("an answer", || command(&host, "two") == "done");
     assert_ne!(command(&host, "two"), "done", "it is there");
     loads.into_iter().for_each(Load::end);
@@ -342,7 +342,7 @@ fn what_a_killed_keeper_of_a_store_has_left_goes_with_the_next_daemon() {
     let daemon = host.spawn(None);
     wait_until("the daemon", || host.status().is_ok_and(|status| status.xen));
     host.wait_for_no_disks();
-    let run = host.places().run;
+    let run = host.paths().run;
     wait_until("no keepers", || std::fs::read_dir(run.join("keepers")).unwrap().count() == 0);
     std::thread::sleep(A_WHILE);
     kill(daemon);

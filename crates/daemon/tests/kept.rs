@@ -1,5 +1,4 @@
-//! Disks that are served by processes beside the daemon: a keeper and a worker each. Any of these is
-//! killed, and replaced.
+//! Disks that are served by keepers and workers. Any process is killed and replaced.
 
 mod host;
 mod load;
@@ -11,7 +10,7 @@ use std::sync::Arc;
 use ferrite_daemon::Step;
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{Details, PhaseName, Source, Upgraded};
-use ferrite_daemon::keeping::Keepers;
+use ferrite_daemon::keepers::Keepers;
 use ferrite_image_tools::NewImage;
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
@@ -65,7 +64,7 @@ fn workers_keepers_and_daemons_that_are_killed_under_load_are_pauses() {
             1 => keepers.iter().copied().for_each(kill_keeper),
             2 => {
                 kill(daemon);
-                // Without a daemon the guests go on.
+                // Without a daemon the guests are served.
                 for load in &loads {
                     load.wait_for_progress();
                 }
@@ -112,18 +111,18 @@ fn disks_get_another_program_under_load_with_their_images_closed() {
         let done = ask(binary.to_str().unwrap()).unwrap();
         assert_eq!(done.upgraded, disks.each_ref().map(host::id), "{:?}", done.failed);
         for (disk, pid) in disks.iter().zip(&keepers) {
-            // The same process, of another program.
+            // The keeper is the same process with another program.
             assert_eq!(keeper(&host, disk), *pid);
-            // The next worker comes a moment after the keeper.
+            // The next worker starts a moment after the keeper.
             wait_until("a worker", || worker(*pid).is_some_and(is_alive));
             for pid in [*pid, worker(*pid).unwrap()] {
                 let exe = format!("/proc/{pid}/exe");
-                // A worker is for a moment what its keeper is, which is the same.
+                // A worker is a fork of its keeper for a moment, with the same program.
                 assert_eq!(std::fs::read_link(exe).unwrap(), binary);
             }
         }
     }
-    // No image is closed for what is not there.
+    // No image is closed for a program that does not exist.
     let Err(ClientError::Refused(e)) = ask("/nonexistent/ferrite") else { panic!("begun") };
     assert!(e.message.contains("cannot run /nonexistent/ferrite"), "{e:?}");
     let odd = host.dir.path().join("odd");
@@ -131,7 +130,7 @@ fn disks_get_another_program_under_load_with_their_images_closed() {
     std::fs::set_permissions(&odd, std::fs::Permissions::from_mode(0o755)).unwrap();
     let done = ask(odd.to_str().unwrap()).unwrap();
     assert_eq!((done.upgraded.len(), done.failed.len()), (0, 2));
-    assert!(done.failed[0].why.contains("cannot become"), "{done:?}");
+    assert!(done.failed[0].why.contains("cannot run"), "{done:?}");
     for load in loads {
         load.wait_for_progress();
         load.end();
@@ -142,7 +141,7 @@ fn disks_get_another_program_under_load_with_their_images_closed() {
     kill(daemon);
 }
 
-/// What xl does: see siblings.rs, where the daemon serves by itself.
+/// Migrates a guest as xl does. In siblings.rs the daemon serves the disks itself.
 #[test]
 fn a_guest_is_moved_from_keeper_to_keeper_and_a_move_that_fails_goes_back() {
     let host = Host::new(2);
@@ -182,7 +181,7 @@ fn a_guest_is_moved_from_keeper_to_keeper_and_a_move_that_fails_goes_back() {
     kill(daemon);
 }
 
-/// Its own connection to the store is its thread's alone, and the guest is served all the while.
+/// Each disk's thread has its own connection to the store. The guest is served all the time.
 #[test]
 fn a_disk_whose_connection_to_the_store_was_lost_is_followed_by_another_one() {
     let host = Host::new(1);
@@ -202,7 +201,7 @@ fn a_disk_whose_connection_to_the_store_was_lost_is_followed_by_another_one() {
     kill(daemon);
 }
 
-/// It gets another one, and no disk's thread notices.
+/// The daemon's main thread connects again, and the disks' threads are not affected.
 #[test]
 fn a_daemon_whose_own_connection_to_the_store_was_lost_follows_by_another_one() {
     let host = Host::new(3);
@@ -213,7 +212,7 @@ fn a_daemon_whose_own_connection_to_the_store_was_lost_follows_by_another_one() 
     let all = host.store_connections();
     let mut disks = vec![first];
     for domid in 2..4 {
-        // The first one, and the one that has followed it.
+        // The first connection, and the one that replaced it.
         let own = if domid == 2 { 0 } else { all };
         host.cut_store_connections(own..=own);
         let disk = attach(&host, domid);
@@ -221,9 +220,9 @@ fn a_daemon_whose_own_connection_to_the_store_was_lost_follows_by_another_one() 
         disks.push(disk);
         fronts.iter_mut().for_each(|front| works(front, domid as u8));
     }
-    // The daemon has had two more, and each new disk one.
+    // The daemon made two more connections, and each new disk one.
     assert_eq!(host.store_connections(), all + 4);
-    // And all at once: xenstored was started again.
+    // All connections are cut at once, as by a restart of xenstored.
     host.cut_store_connections(..);
     for front in &mut fronts {
         works(front, 4);
@@ -262,7 +261,7 @@ fn a_daemon_killed_at_a_step_of_a_kept_disk_is_followed_by_one_that_does_the_res
 
 #[test]
 fn the_keeper_of_a_disk_that_was_detached_and_attached_without_a_daemon_is_another_one() {
-    // Also of the same image: the old one has the old one's rings.
+    // This holds also for the same image, since the old keeper has the old rings.
     for name in ["other.img", "1.img"] {
         let host = Host::new(1);
         let disk = attach(&host, 1);
@@ -287,7 +286,8 @@ fn the_keeper_of_a_disk_that_was_detached_and_attached_without_a_daemon_is_anoth
     }
 }
 
-/// The next daemon has another configuration, and its disks go on as they were attached.
+/// The next daemon has another configuration. Its disks keep the options that they were attached
+/// with.
 #[test]
 fn a_disk_shows_the_settings_that_its_worker_was_started_with() {
     let host = Host::new(2);
@@ -358,14 +358,14 @@ fn a_parent_elsewhere_is_refused_with_what_to_do_and_the_image_is_free() {
     let why = failed.why.unwrap();
     assert!(why.contains(parent.to_str().unwrap()), "{why}");
     let file = std::fs::File::options().read(true).write(true).open(&leaf).unwrap();
-    // It is tried again now and then.
+    // The next try of the daemon opens the image for a moment.
     wait_until("a free image", || flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok());
     drop(file);
     end(&host, std::slice::from_ref(&disk), &[]);
     kill(daemon);
 }
 
-/// What is only read cannot be written by who takes its worker over (threats.md T10).
+/// An attacker who takes over the worker of a read-only disk cannot write (threats.md T10).
 #[test]
 fn the_worker_of_a_read_only_disk_has_no_right_to_write() {
     let host = Host::new(2);
@@ -377,13 +377,13 @@ fn the_worker_of_a_read_only_disk_has_no_right_to_write() {
         let mut front = host.connect(&disk);
         let pid = keeper(&host, &disk);
         let socket =
-            host.places().run.join("keepers").join(socket_name(&host::id(&disk).file_name()));
-        let keep = Keeper::connect(&socket).unwrap().keep().unwrap();
-        assert_eq!(keep.names.unwrap().writable, mode == "w");
-        // The image is the keeper's, too, as long as it is written, where its lock does not have to tell
-        // that a dead worker's operations have ended (docs/internals/processes.md 5).
+            host.paths().run.join("keepers").join(socket_name(&host::id(&disk).file_name()));
+        let spec = Keeper::connect(&socket).unwrap().spec().unwrap();
+        assert_eq!(spec.sandbox.unwrap().writable, mode == "w");
+        // The keeper holds a writable image, unless the image's lock has to show that a dead
+        // worker's operations have ended (docs/internals/processes.md 5).
         let is_held = mode == "w" && test_engine().holds();
-        // A descriptor that is on its way to the worker is the keeper's for that long.
+        // The keeper has a descriptor for a moment while it sends it to the worker.
         wait_until("what the keeper holds", || {
             let held = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
             let held = held.filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok());

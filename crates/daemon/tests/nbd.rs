@@ -1,4 +1,4 @@
-//! Clients of NBD of disks that the daemon serves: beside the guest's rings, and on the same disk.
+//! NBD clients of disks that the daemon serves, beside the guest's rings on the same disk.
 
 mod host;
 mod roles;
@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use ferrite_daemon::keeping::Keepers;
+use ferrite_daemon::keepers::Keepers;
 use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_serve::trace;
@@ -23,7 +23,7 @@ fn process_daemon() {
     host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
 }
 
-/// Where the toolstack is told that it is.
+/// The path of the socket, as the toolstack finds it.
 fn socket(host: &Host, disk: &DiskPaths) -> PathBuf {
     let key = format!("{}/physical-device-path", disk.backend);
     host.store().read_string(&key).unwrap().expect("the socket is named").into()
@@ -33,14 +33,14 @@ fn stream(host: &Host, disk: &DiskPaths) -> UnixStream {
     UnixStream::connect(socket(host, disk)).expect("somebody listens")
 }
 
-/// One that can ask for data.
+/// A client that has finished its handshake.
 fn client(host: &Host, disk: &DiskPaths) -> Client {
     let mut client = Client::over(stream(host, disk));
     client.go(true);
     client
 }
 
-/// What the guest reads there.
+/// Reads a block by the guest's ring.
 fn read(front: &mut Frontend, block: u64) -> Vec<u8> {
     let buffer = front.space().buffer(1).unwrap();
     let queue = &mut front.queues[0];
@@ -65,13 +65,13 @@ fn a_disk_has_its_socket_before_its_guest_and_as_long_as_it_is_attached() {
     let daemon = host.spawn(None);
     let disk = attach(&host, 1);
     wait_until("an offer", || host.backend_state(&disk) >= 2);
-    // What QEMU is given then.
+    // The socket that QEMU is given.
     let socket = socket(&host, &disk);
     let mut client = client(&host, &disk);
     client.write(0, &[1; 4096]);
     client.flush();
-    // Its worker has no rights, and its trace says what it did all the same.
-    let run_dir = host.places().run.join(host::id(&disk).file_name());
+    // The worker has no rights, and yet its trace records what it did.
+    let run_dir = host.paths().run.join(host::id(&disk).file_name());
     let records = trace::read::read(&run_dir.join(trace::client_file(0))).unwrap();
     assert!(records.iter().map(|record| record.operation).eq([OP_WRITE, OP_FLUSH]));
     assert_eq!(host.show(&disk).unwrap().nbd, Some(socket.to_str().unwrap().to_owned()));
@@ -80,13 +80,13 @@ fn a_disk_has_its_socket_before_its_guest_and_as_long_as_it_is_attached() {
     write(&mut front, 1, 2);
     assert_eq!(client.read(4096, 4096), [2; 4096]);
     front.close(PATIENCE).unwrap();
-    // Between two guests, as a reboot is.
+    // The client writes between two guests, as in a reboot.
     client.write(8192, &[3; 4096]);
     let mut front = host.connect(&disk);
     assert_eq!(read(&mut front, 2), [3; 4096]);
     front.close(PATIENCE).unwrap();
     let keepers = [keeper(&host, &disk)];
-    // Clients that stay keep nobody, also one that reads no answers.
+    // Clients that stay connected keep no disk from its end, also one that reads no replies.
     let mut stalled = self::client(&host, &disk);
     for _ in 0..8 {
         stalled.send(command::READ, 0, 0, 4 << 20, &[]);

@@ -1,5 +1,5 @@
-//! Workers that are killed while no daemon runs: the next one serves the guest on by itself, or leaves it
-//! to the next daemon.
+//! Workers that are killed while no daemon runs. The next worker serves the guest by itself, or
+//! leaves it to the next daemon.
 
 mod host;
 mod load;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_daemon::directory;
-use ferrite_daemon::keeping::Keepers;
+use ferrite_daemon::keepers::Keepers;
 use ferrite_daemon::state::States;
 use ferrite_keeper::{Keeper, socket_name};
 use ferrite_loopback::front::{FrontOptions, Frontend};
@@ -50,7 +50,7 @@ fn guests_whose_workers_die_without_a_daemon_are_served_on_and_the_next_daemon_f
         wait_until("the daemon", || host.status().is_ok_and(|s| s.served == 2));
         let found: Vec<i32> = disks.iter().map(|disk| keeper(&host, disk)).collect();
         assert_eq!(found, keepers);
-        // It follows what it has found.
+        // This daemon takes over the workers that it finds.
         keepers.iter().filter_map(|keeper| worker(*keeper)).for_each(kill_pid);
         loads.iter().for_each(Load::wait_for_progress);
     }
@@ -62,7 +62,7 @@ fn guests_whose_workers_die_without_a_daemon_are_served_on_and_the_next_daemon_f
     kill(daemon);
 }
 
-/// The next worker may have been left to the daemon, which ended before it could ask.
+/// The next worker may have been left to the daemon, which then ended before it requested anything.
 #[test]
 fn a_guest_whose_worker_and_daemon_die_together_is_served_on() {
     let host = Host::new(1);
@@ -70,7 +70,7 @@ fn a_guest_whose_worker_and_daemon_die_together_is_served_on() {
     let disk = attach(&host, 1);
     let load = Load::start(&host, &disk);
     let keeper = keeper(&host, &disk);
-    // So that it sees nothing any more, and holds its place.
+    // The stopped daemon handles no event, and still holds its lock.
     signal(daemon.id() as i32, Signal::STOP);
     let old = worker(keeper).unwrap();
     kill_pid(old);
@@ -86,13 +86,13 @@ fn a_guest_whose_worker_and_daemon_die_together_is_served_on() {
     kill(daemon);
 }
 
-/// It has looked who is there, and that was before.
+/// Whether the worker has dropped its rights. It has looked for a daemon before that.
 fn has_no_rights(pid: i32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     status.lines().any(|line| line == "Seccomp:\t2")
 }
 
-/// It knows whether the disk is to rest, say.
+/// A daemon may know that the disk is to rest, for example.
 #[test]
 fn a_worker_that_a_daemon_should_ask_opens_nothing_by_itself() {
     let gone = Gone::new();
@@ -104,7 +104,7 @@ fn a_worker_that_a_daemon_should_ask_opens_nothing_by_itself() {
     kill(daemon);
 }
 
-/// A disk whose daemon and worker are gone, before the next worker is there.
+/// A disk whose daemon and worker are gone, while its keeper is stopped.
 struct Gone {
     host: Host,
     disk: DiskPaths,
@@ -126,12 +126,13 @@ impl Gone {
         Gone { host, disk, front, keeper }
     }
 
-    /// Whether the next worker has opened the image, when it listens to others.
+    /// Lets the keeper go on. Returns whether the next worker has opened the image when it handles
+    /// requests.
     fn is_opened(&self) -> bool {
         signal(self.keeper, Signal::CONT);
         let name = socket_name(&id(&self.disk).file_name());
-        let keeper = Keeper::connect(&self.host.places().run.join("keepers").join(name)).unwrap();
-        // What it is asked changes nothing.
+        let keeper = Keeper::connect(&self.host.paths().run.join("keepers").join(name)).unwrap();
+        // The request changes nothing.
         wait_until("a worker that answers", || {
             let line = keeper.second_line().unwrap();
             part(line.fd.as_fd(), DomId(99), &Waker::new().unwrap(), Some(PATIENCE)).is_ok()
@@ -168,7 +169,7 @@ fn a_worker_without_a_daemon_opens_the_image_for_a_guest_that_has_it_still_and_f
             gone.host.machine().destroy(gone.disk.domid).unwrap();
         }),
         ("it rests for another", false, |gone| {
-            let states = States::open(&gone.host.places().states()).unwrap();
+            let states = States::open(&gone.host.paths().states()).unwrap();
             let state = states.read(id(&gone.disk)).unwrap().unwrap();
             let later = ferrite_daemon::state::DiskId { domid: 2, devid: state.id.devid };
             states.write(&state.resting_for(Some(later))).unwrap();
@@ -182,7 +183,7 @@ fn a_worker_without_a_daemon_opens_the_image_for_a_guest_that_has_it_still_and_f
     }
 }
 
-/// Whatever stands in the pages of the old rings now, nobody looks at it.
+/// The guest may have reused the pages of its old rings, so no worker may read them.
 #[test]
 fn a_guest_that_has_set_up_other_rings_meanwhile_waits_for_a_daemon_and_has_lost_nothing() {
     let mut gone = Gone::new();
@@ -203,20 +204,20 @@ fn a_guest_that_has_set_up_other_rings_meanwhile_waits_for_a_daemon_and_has_lost
     kill(daemon);
 }
 
-/// Xenstore's words are a guest's: what makes no sense is nobody's connection.
+/// The guest writes these keys: invalid ones describe no connection.
 #[test]
 fn rings_that_make_no_sense_and_a_store_that_does_not_answer_are_left_to_a_daemon() {
     let gone = Gone::new();
     let (domid, devid) = (gone.disk.domid, gone.disk.devid);
     let backend = directory::path(id(&gone.disk));
-    let look = || Orphan::look(&mut gone.host.store(), &backend, domid, devid);
+    let look = || Orphan::find(&mut gone.host.store(), &backend, domid, devid);
     assert!(look().unwrap().is_some());
     gone.store(&format!("{}/ring-ref", gone.disk.frontend), b"no number");
     assert_eq!(look().unwrap(), None);
     gone.host.silence_store(true);
     let mut store = host::connect(&gone.host.store_socket())().unwrap();
     store = store.with_timeout(Duration::from_millis(20));
-    assert!(Orphan::look(&mut store, &backend, domid, devid).is_err());
+    assert!(Orphan::find(&mut store, &backend, domid, devid).is_err());
     gone.host.silence_store(false);
     gone.host.end_processes();
 }

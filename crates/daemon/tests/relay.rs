@@ -1,4 +1,4 @@
-//! Clients of NBD while their disk's worker ends: killed, or for another program. They notice a pause.
+//! NBD clients whose disk's worker is killed or replaced by another program. They see only a pause.
 
 mod host;
 mod load;
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use ferrite_daemon::control::protocol::Upgraded;
-use ferrite_daemon::keeping::Keepers;
+use ferrite_daemon::keepers::Keepers;
 use ferrite_io::clock::{Random as _, SplitMix64};
 use ferrite_keeper::nbd_socket;
 use ferrite_loopback::machine::DiskPaths;
@@ -29,16 +29,17 @@ fn process_daemon() {
     host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
 }
 
-/// Requests of a client at once.
+/// Requests of a client at a time.
 const DEPTH: usize = 8;
-/// The guest works on the first MiB, and each client on one of its own.
+/// Number of clients. The guest works on the first MiB, and each client on a MiB of its own.
 const CLIENTS: usize = 3;
-/// Of workers, for each of two programs. With more of them a keeper pauses before the next worker.
+/// Deaths of workers, for each of two programs. After more of them a keeper pauses before the next
+/// worker.
 const DEATHS: usize = 10;
 
 fn stream(host: &Host, disk: &DiskPaths) -> UnixStream {
     let name = host::id(disk).file_name();
-    UnixStream::connect(nbd_socket(&host.places().run.join(name))).expect("somebody listens")
+    UnixStream::connect(nbd_socket(&host.paths().run.join(name))).expect("somebody listens")
 }
 
 fn client(host: &Host, disk: &DiskPaths, structured: bool) -> Client {
@@ -76,17 +77,17 @@ impl Busy {
     }
 }
 
-/// What one of the requests at a time is about: a place of its own.
-struct Lane {
+/// A place on the disk with one request at a time.
+struct Slot {
     from: u64,
     stamp: u8,
     bytes: u32,
-    /// What is under way.
+    /// The operation of the request under way.
     asked: u16,
     cookie: u64,
 }
 
-impl Lane {
+impl Slot {
     fn ask(&mut self, client: &mut Client, command: u16) {
         let data = match command {
             command::WRITE => vec![self.stamp; self.bytes as usize],
@@ -101,45 +102,45 @@ impl Lane {
 fn work(client: &mut Client, from: u64, stop: &AtomicBool, done: &AtomicU64) {
     let mut random = SplitMix64::new(from);
     let room = MIB / DEPTH as u64;
-    let lane = |i| Lane {
+    let slot = |i| Slot {
         from: from + i as u64 * room,
         stamp: 0,
         bytes: room as u32,
         asked: command::WRITE,
         cookie: 0,
     };
-    let mut lanes: Vec<Lane> = (0..DEPTH).map(lane).collect();
-    lanes.iter_mut().for_each(|lane| lane.ask(client, command::WRITE));
+    let mut slots: Vec<Slot> = (0..DEPTH).map(slot).collect();
+    slots.iter_mut().for_each(|slot| slot.ask(client, command::WRITE));
     let mut under_way = DEPTH;
     while under_way > 0 {
         let reply = client.reply();
         assert_eq!(reply.error, 0);
-        let lane = lanes.iter_mut().find(|lane| lane.cookie == reply.cookie).unwrap();
-        if lane.asked == command::READ {
-            assert!(reply.data.iter().all(|byte| *byte == lane.stamp), "at {}", lane.from);
-            assert_eq!(reply.data.len(), lane.bytes as usize);
+        let slot = slots.iter_mut().find(|slot| slot.cookie == reply.cookie).unwrap();
+        if slot.asked == command::READ {
+            assert!(reply.data.iter().all(|byte| *byte == slot.stamp), "at {}", slot.from);
+            assert_eq!(reply.data.len(), slot.bytes as usize);
             done.fetch_add(1, Ordering::Relaxed);
             if stop.load(Ordering::Relaxed) {
                 under_way -= 1;
                 continue;
             }
         }
-        let next = match lane.asked {
+        let next = match slot.asked {
             command::READ if random.below(4) == 0 => command::WRITE_ZEROES,
             command::READ => command::WRITE,
             command::WRITE if random.below(8) == 0 => command::FLUSH,
             _ => command::READ,
         };
         match next {
-            command::WRITE => lane.stamp = lane.stamp.wrapping_add(1).max(1),
-            command::WRITE_ZEROES => lane.stamp = 0,
+            command::WRITE => slot.stamp = slot.stamp.wrapping_add(1).max(1),
+            command::WRITE_ZEROES => slot.stamp = 0,
             _ => {}
         }
-        lane.ask(client, next);
+        slot.ask(client, next);
     }
 }
 
-/// A guest and clients at work on one disk.
+/// A guest and clients that use one disk.
 struct Scene {
     host: Host,
     daemon: std::process::Child,
@@ -200,7 +201,7 @@ fn clients_go_on_when_a_worker_is_killed() {
                 next.is_some()
             });
             kill_pid(next.unwrap());
-            // Some are killed before they have the image.
+            // Some workers are killed before they have opened the image.
             if round % 4 != 0 {
                 scene.all_go_on();
             }
@@ -226,7 +227,7 @@ fn clients_go_on_when_their_disk_gets_another_program() {
         assert_eq!(std::fs::read_link(format!("/proc/{keeper}/exe")).unwrap(), binary);
         scene.all_go_on();
         assert_eq!(relay_of(keeper), relay);
-        // Its keeper knows it still: it gives it clients.
+        // The keeper still has the relay, and gives it new clients.
         let mut one_more = client(&scene.host, &scene.disk, true);
         one_more.flush();
     }
@@ -266,7 +267,7 @@ fn what_a_client_was_answered_is_not_done_again_over_newer_data() {
     let keeper = keeper(&host, &disk);
     let mut client = client(&host, &disk, true);
     for _ in 0..5 {
-        // Where the guest writes afterwards, by `works`.
+        // The block that the guest writes later, by `works`.
         client.write(4096, &[1; 4096]);
         host::works(&mut front, 2);
         kill_pid(worker(keeper).unwrap());
@@ -277,7 +278,7 @@ fn what_a_client_was_answered_is_not_done_again_over_newer_data() {
     kill(daemon);
 }
 
-/// KiB of memory that a process has to itself.
+/// KiB of memory that a process shares with no other.
 fn own_kib(pid: i32) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("Private_Dirty:"));
@@ -293,17 +294,17 @@ fn clients_that_stall_keep_neither_others_nor_memory_nor_the_disk() {
         (0..8).map(|i| client(&scene.host, &scene.disk, i % 2 == 0)).collect();
     for (i, stalled) in stalled.iter_mut().enumerate() {
         match i % 4 {
-            // Answers that nobody reads,
+            // The client does not read its replies.
             0 | 1 => (0..20).for_each(|_| {
                 stalled.send(command::READ, 0, 0, 1 << 20, &[]);
             }),
-            // half of a write,
+            // The client sends half of a write.
             2 => drop(stalled.send(command::WRITE, 0, 4 * MIB, 1 << 20, &[0; 1000])),
-            // and half of a request.
+            // The client sends half of a request.
             _ => stalled.say(&ferrite_testkit::nbd::request(command::READ, 0, 9, 0, 512)[..20]),
         }
     }
-    // And one that does not even begin.
+    // One client does not even begin its handshake.
     let silent = stream(&scene.host, &scene.disk);
     for _ in 0..3 {
         scene.all_go_on();
@@ -315,12 +316,12 @@ fn clients_that_stall_keep_neither_others_nor_memory_nor_the_disk() {
     scene.end("raw");
 }
 
-/// Programs of others that connect once, and do not connect again.
+/// Other programs, which connect once and do not reconnect.
 #[test]
 fn other_programs_notice_no_deaths() {
     let scene = Scene::new("raw");
     let keeper = keeper(&scene.host, &scene.disk);
-    let socket = nbd_socket(&scene.host.places().run.join(host::id(&scene.disk).file_name()));
+    let socket = nbd_socket(&scene.host.paths().run.join(host::id(&scene.disk).file_name()));
     let uri = format!("nbd+unix:///?socket={}", socket.display());
     let at = (CLIENTS as u64 + 1) * MIB;
     let mut qemu = vec!["-f".to_owned(), "raw".to_owned()];

@@ -11,10 +11,10 @@ use std::path::PathBuf;
 
 const VM: &[u8] = b"/vm/6b7b2f6c-5a7e-4f55-9f35-1f2f8d0b8a11";
 
-/// What xl calls two domains while it migrates.
+/// The names that xl gives two domains while it migrates.
 const MOVE: [&str; 2] = ["g", "g--incoming"];
 
-/// Guests 1 and 2, of which the first is connected.
+/// Guests 1 and 2. The first one is connected.
 struct Pair {
     host: Host,
     image: PathBuf,
@@ -48,7 +48,7 @@ impl Pair {
         self.host.attach(2, 0, &format!("aio:{}", self.image.display()))
     }
 
-    /// As the toolstack does: its frontend's directory goes first.
+    /// Destroys the source as the toolstack does: it removes the frontend's directory first.
     fn destroy_source(&self) {
         let (source, _suspended) = &self.source;
         self.host.machine().unplug(source).unwrap();
@@ -62,13 +62,13 @@ impl Pair {
     }
 }
 
-/// The order of `xl migrate` to the same host.
+/// The order of steps of `xl migrate` to the same host.
 #[test]
 fn a_migrated_guest_is_served_when_its_source_rests_and_the_source_goes() {
     let pair = pair([VM, VM], MOVE);
     let target = pair.attach_target();
     pair.host.wait_for_phase(&target, PhaseName::Served);
-    // Before the later one is, as the image is one's alone.
+    // The source rests before the target is served, since only one may have the image.
     pair.host.wait_for_phase(&pair.source.0, PhaseName::Resting);
     assert_eq!(pair.host.backend_state(&pair.source.0), 4);
     let waits = pair.host.show(&pair.source.0).unwrap().waits_for.unwrap();
@@ -100,8 +100,8 @@ fn a_migration_that_fails_goes_back_to_its_source() {
     pair.host.wait_for_phase(&pair.source.0, PhaseName::Served);
 }
 
-/// What an image's name leads to is asked once, by its own disk: to ask again may never end, where its
-/// storage does not answer.
+/// A disk's own thread resolves its image's path once. Resolving it again might block for ever, if
+/// its storage hangs.
 #[test]
 fn an_earlier_attachment_is_found_though_its_name_leads_nowhere_any_more() {
     let mut host = Host::new(2);
@@ -149,7 +149,7 @@ fn a_daemon_that_starts_again_leaves_the_image_to_the_later_attachment() {
     }
     front.close(PATIENCE).unwrap();
     pair.host.detach(&target);
-    // Its guest was the last to write, and is gone: the source's does not know of that.
+    // The target's guest wrote last and is gone, and the source's guest does not know these data.
     for _ in 0..2 {
         let failed = pair.host.wait_for_phase(&pair.source.0, PhaseName::Failed);
         assert!(failed.why.unwrap().contains("2/51712"));
@@ -162,7 +162,8 @@ fn a_daemon_that_starts_again_leaves_the_image_to_the_later_attachment() {
     pair.host.wait_for_no_disks();
 }
 
-/// The toolstack renames the source just before it lets the target run, and back if that fails.
+/// The toolstack renames the source just before it lets the target run. If that fails it restores
+/// the name.
 #[test]
 fn a_source_is_served_on_when_the_toolstack_has_not_given_it_up() {
     let mut pair = pair([VM, VM], MOVE);
@@ -171,7 +172,7 @@ fn a_source_is_served_on_when_the_toolstack_has_not_given_it_up() {
     rename(&pair.host, 1, "g--migratedaway");
     pair.host.detach(&target);
     pair.host.wait_for_phase(&pair.source.0, PhaseName::Failed);
-    // Nobody is moved from what is held back: neither a guest of its first name nor of its new one.
+    // No guest is moved from a failed source, neither by its first name nor by its new one.
     for name in ["g--incoming", "g--migratedaway--incoming"] {
         pair.host.store().write("/local/domain/3/vm", VM).unwrap();
         rename(&pair.host, 3, name);
@@ -184,7 +185,7 @@ fn a_source_is_served_on_when_the_toolstack_has_not_given_it_up() {
     assert_eq!(pair.stamp(), 7);
 }
 
-/// A configuration that was copied has the same identifier, and both guests run.
+/// A copied configuration has the same identifier, and both guests run.
 #[test]
 fn a_guest_that_is_not_moved_keeps_its_disk_from_others_of_its_identifier() {
     for names in [["g", "copy"], ["g", "h--incoming"], ["", ""], ["g--migratedaway", "g"]] {
@@ -200,7 +201,7 @@ fn a_guest_that_is_not_moved_keeps_its_disk_from_others_of_its_identifier() {
     }
 }
 
-/// The names of disks that are gone are used again.
+/// Names of removed disks are used again.
 #[test]
 fn a_disk_of_the_same_name_does_not_rest_for_what_an_older_one_rested_for() {
     let mut pair = pair([VM, VM], MOVE);

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
-use ferrite_daemon::keeping::Keepers;
+use ferrite_daemon::keepers::Keepers;
 use ferrite_keeper::{Keeper, socket_name};
 use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
@@ -29,7 +29,7 @@ fn process_daemon() {
     host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
 }
 
-/// What the toolstack writes before it attaches the disk to the stub domain.
+/// Writes what the toolstack writes before it attaches the disk to the stub domain.
 fn be_stub_of(host: &Host, stub: u16, guest: u16) {
     let write = |path: String, number: u16| {
         host.store().write(&path, number.to_string().as_bytes()).unwrap();
@@ -38,7 +38,7 @@ fn be_stub_of(host: &Host, stub: u16, guest: u16) {
     write(format!("/local/domain/{stub}/target"), guest);
 }
 
-/// A guest, its stub domain, and what each has the disk by.
+/// A guest and its stub domain with one image.
 struct Pair {
     host: Host,
     image: PathBuf,
@@ -67,25 +67,25 @@ impl Pair {
         [self.guest, self.stub].map(|domid| self.host.attach(domid, 0, &self.params))
     }
 
-    /// Both are connected, the guest first.
+    /// Connects both, the guest first.
     fn connect(&self, disks: &[DiskPaths; 2]) -> [Frontend; 2] {
         disks.each_ref().map(|disk| self.host.connect(disk))
     }
 
-    /// Who serves both.
+    /// The keeper that serves both.
     fn keeper(&self, disks: &[DiskPaths; 2]) -> i32 {
         let [of_guest, of_stub] = disks.each_ref().map(|disk| keeper(&self.host, disk));
         assert_eq!(of_guest, of_stub, "one keeper");
         of_guest
     }
 
-    /// Of the stub domain's requests, in the run directory of its guest's disk.
+    /// The directory of the stub domain's requests, in the run directory of its guest's disk.
     fn second(&self, disks: &[DiskPaths; 2]) -> PathBuf {
         let name = host::id(&disks[0]).file_name();
-        self.host.places().run.join(name).join("second")
+        self.host.paths().run.join(name).join("second")
     }
 
-    /// As the toolstack does. It may have no patience for an answer.
+    /// Destroys the stub domain as the toolstack does, which may not wait for an answer.
     fn destroy_stub(&self, disks: &[DiskPaths; 2], front: Frontend, is_asked: bool) {
         if is_asked {
             self.host.machine().unplug(&disks[1]).unwrap();
@@ -98,7 +98,7 @@ impl Pair {
         self.host.machine().remove_disk(&disks[1]).unwrap();
     }
 
-    /// Both are detached, the stub domain's disk first, and nothing is left.
+    /// Detaches both, the stub domain's disk first, and checks that nothing is left.
     fn end(self, disks: [DiskPaths; 2], fronts: Vec<Frontend>, daemon: Child) {
         for mut front in fronts {
             front.close(PATIENCE).unwrap();
@@ -128,7 +128,7 @@ fn a_guest_and_its_stub_domain_have_the_disk_at_once_and_see_what_the_other_writ
         [("raw", 1, 2, false), ("vhd", 1, 2, true), ("qcow2", 2, 1, true), ("raw", 2, 1, false)]
     {
         let pair = Pair::new(format, guest, stub);
-        // Also where the daemon comes to the stub domain's first.
+        // The daemon may find the stub domain's disk first.
         let before = early.then(|| pair.attach());
         let daemon = pair.spawn();
         let disks = before.unwrap_or_else(|| pair.attach());
@@ -140,7 +140,7 @@ fn a_guest_and_its_stub_domain_have_the_disk_at_once_and_see_what_the_other_writ
         }
         let socket = format!("{}/physical-device-path", disks[1].backend);
         assert_eq!(pair.host.store().read_string(&socket).unwrap(), None);
-        // Either connects anew beside the other.
+        // Either one reconnects while the other is connected.
         for which in [0, 1, 1, 0] {
             fronts[which].close(PATIENCE).unwrap();
             works(&mut fronts[1 - which], 20 + which as u8);
@@ -233,7 +233,7 @@ fn a_stub_domain_that_is_gone_leaves_the_disk_to_its_guest() {
     }
 }
 
-/// The image is free with the guest's disk. What the stub domain asks for then has no answer.
+/// The image is closed with the guest's disk. Later requests of the stub domain get no answer.
 #[test]
 fn a_guests_disk_that_is_gone_is_closed_and_its_stub_domains_is_detached_later() {
     let pair = Pair::new("qcow2", 1, 2);
@@ -251,7 +251,7 @@ fn a_guests_disk_that_is_gone_is_closed_and_its_stub_domains_is_detached_later()
     other.queues[0].push().unwrap();
     let failed = pair.host.wait_for_phase(&disks[1], PhaseName::Failed);
     assert!(failed.why.unwrap().contains("1/51712"));
-    // The next daemon does not serve it alone, either.
+    // The next daemon does not serve the stub domain's disk alone, either.
     kill(daemon);
     daemon = pair.spawn();
     wait_until("the daemon", || pair.host.status().is_ok());
@@ -264,7 +264,7 @@ fn a_guests_disk_that_is_gone_is_closed_and_its_stub_domains_is_detached_later()
     kill(daemon);
 }
 
-/// Nobody can do again what it had under way, so nobody waits for that.
+/// Its requests under way cannot be repeated, so the guest's disk does not wait for them.
 #[test]
 fn a_stub_domain_that_went_while_nobody_looked_keeps_nobody_waiting() {
     let pair = Pair::new("raw", 1, 2);
@@ -330,7 +330,7 @@ fn a_guest_has_one_stub_domain_at_a_time() {
     pair.end(disks, fronts.into(), daemon);
 }
 
-/// Only the toolstack can write either of the two (threats.md T30), and one alone is not enough.
+/// Only the toolstack can write either key (threats.md T30), and one of them is not enough.
 #[test]
 fn who_is_no_stub_domain_of_the_guest_does_not_get_its_disk() {
     let claims: [&[(&str, &str)]; 6] = [
@@ -356,7 +356,7 @@ fn who_is_no_stub_domain_of_the_guest_does_not_get_its_disk() {
         host.wait_for_phase(&other, PhaseName::Starting);
         std::thread::sleep(A_WHILE);
         let socket = socket_name(&host::id(&other).file_name());
-        let socket = host.places().run.join("keepers").join(socket);
+        let socket = host.paths().run.join("keepers").join(socket);
         wait_until("a keeper of its own", || Keeper::connect(&socket).is_ok());
         assert_ne!(host.backend_state(&other), 4);
         works(&mut front, 2);
@@ -370,7 +370,7 @@ fn who_is_no_stub_domain_of_the_guest_does_not_get_its_disk() {
     }
 }
 
-/// The same number of another image is another disk.
+/// A disk with the same number and another image is another disk.
 #[test]
 fn a_stub_domains_disk_of_another_image_is_its_own() {
     let pair = Pair::new("raw", 1, 2);
@@ -392,7 +392,7 @@ fn a_stub_domains_disk_of_another_image_is_its_own() {
     kill(daemon);
 }
 
-/// What it asks for is meant for the image that it was attached with.
+/// The stub domain's requests are meant for the image that it was attached with.
 #[test]
 fn a_stub_domain_has_nothing_of_another_image_that_its_guest_gets() {
     let pair = Pair::new("raw", 1, 2);
@@ -411,10 +411,10 @@ fn a_stub_domain_has_nothing_of_another_image_that_its_guest_gets() {
     other.queues[0].push().unwrap();
     let tries = || pair.host.wait_for_phase(&disks[1], PhaseName::Failed).starts;
     let before = tries();
-    // One of them has begun when the guest had that image.
+    // Two tries, since one of them may have begun while the guest had that image.
     wait_until("two tries", || tries() >= before + 2);
     let failed = pair.host.wait_for_phase(&disks[1], PhaseName::Failed);
-    assert!(failed.why.unwrap().contains("1/51712, of its guest, is not served"));
+    assert!(failed.why.unwrap().contains("1/51712 of the guest is not served"));
     assert!(!other.queues[0].wait(A_WHILE).unwrap());
     assert_eq!(read(&mut front), 2);
     pair.destroy_stub(&disks, other, true);

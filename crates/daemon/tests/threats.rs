@@ -1,5 +1,5 @@
-//! What guests and xenstore can do to a daemon, its keepers and its workers (threats.md): the one who does
-//! it loses nothing but its own, and the others are served on.
+//! What guests and xenstore can do to a daemon, its keepers and its workers (threats.md). An
+//! attacker loses only its own disk, and other guests are served.
 
 mod host;
 mod load;
@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 
 use ferrite_daemon::control::client;
 use ferrite_daemon::control::protocol::Disks;
-use ferrite_daemon::keeping::Keepers;
+use ferrite_daemon::keepers::Keepers;
 use ferrite_io::clock::{Random as _, SplitMix64};
 use ferrite_io::shares::Shares;
 use ferrite_loopback::GuestOptions;
@@ -29,7 +29,7 @@ use load::Load;
 use roles::{MAPS, MIB, Roles, attach, end, keeper, kill, kill_keeper, kill_pid, worker};
 use serde_json::json;
 
-/// Of the largest request of a usual guest.
+/// Pages of the largest request of a usual guest.
 const PAGES: usize = 32;
 
 /// Not a test: the daemon.
@@ -38,7 +38,7 @@ fn process_daemon() {
     host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
 }
 
-/// A number of KiB in a process's status.
+/// A value in KiB from a process's status.
 fn status_kib(pid: u32, name: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).unwrap();
@@ -56,7 +56,7 @@ fn ticks(pid: i32) -> u64 {
     fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
 }
 
-/// Something that is done without end, beside the test.
+/// An action that is repeated without end beside the test.
 struct Beside<T> {
     stop: Arc<AtomicBool>,
     done: Arc<AtomicU64>,
@@ -77,7 +77,7 @@ impl<T: Send + 'static> Beside<T> {
         Beside { stop, done, thread }
     }
 
-    /// How often it was done, and who did it.
+    /// Stops. Returns how often the action ran, and its value.
     fn end(self) -> (u64, T) {
         self.stop.store(true, Ordering::Relaxed);
         let what = self.thread.join().unwrap();
@@ -102,7 +102,7 @@ fn a_guest_that_floods_xenstore_takes_no_memory_of_the_daemon_and_holds_no_other
     });
     for _ in 0..5 * scale() {
         load.wait_for_progress();
-        // A whole life of another disk.
+        // Another disk is attached, used and detached.
         let disk = attach(&host, 3);
         let space = host.machine().guest(disk.domid).unwrap();
         let mut front = Frontend::new(space, disk.devid).unwrap();
@@ -124,15 +124,15 @@ fn a_guest_that_floods_xenstore_takes_no_memory_of_the_daemon_and_holds_no_other
     kill(daemon);
 }
 
-/// Looks at the disks and their traces.
+/// Reads the state and the traces of the disk without end.
 fn look(host: &Host, disk: &DiskPaths) -> Beside<u64> {
-    let control = host.places().control();
-    let run_dir = host.places().run.join(host::id(disk).file_name());
+    let control = host.paths().control();
+    let run_dir = host.paths().run.join(host::id(disk).file_name());
     let asked = json!({ "disk": host::id(disk) });
     Beside::start(0, move |read: &mut u64| {
         let listed: Disks = client::call(&control, "disk.list", &json!({}), PATIENCE).unwrap();
         assert!(listed.disks.len() <= 2);
-        // It may be gone for a while.
+        // The disk may be detached for a while.
         let _ = client::call::<serde_json::Value>(&control, "disk.show", &asked, PATIENCE);
         for queue in 0..4 {
             if let Ok(records) = trace::read::read(&run_dir.join(format!("trace-{queue}"))) {
@@ -146,7 +146,7 @@ fn look(host: &Host, disk: &DiskPaths) -> Beside<u64> {
 /// T4.
 #[test]
 fn a_restless_guest_is_served_or_unplugged_as_it_ends_and_nothing_is_left_of_it() {
-    // Rings that are forgotten with their grants in place are lost to the guest.
+    // The guest loses rings that it drops while their grants are in use.
     let options = GuestOptions { frames: 96 << 10, grants: 128 << 10, ports: 64 };
     let host = Host::with_guests(2, options);
     let daemon = host.spawn(None);
@@ -164,7 +164,7 @@ fn a_restless_guest_is_served_or_unplugged_as_it_ends_and_nothing_is_left_of_it(
         if round % 3 == 2 {
             host.machine().unplug(&disk).unwrap();
             (0..200).for_each(|_| guest.act());
-            // What a guest does in the end that is asked to let go.
+            // Ways in which a guest ends that is asked to let go.
             match round % 2 {
                 0 => guest.front.set_state(6).unwrap(),
                 _ => guest.front.remove_key("state").unwrap(),
@@ -202,7 +202,7 @@ fn a_storm_of_events_costs_a_worker_little_and_disturbs_no_other_disk() {
     let before = ticks(worker);
     storm.rage(&front.queues);
     let sent_for = || proc::threads_named("storm").iter().filter_map(|id| proc::ticks(id)).max();
-    // A second of its own.
+    // The load runs for a second.
     while sent_for() < Some(100) {
         load.wait_for_progress();
     }
@@ -243,7 +243,7 @@ fn guests_that_want_all_mappings_of_the_host_share_what_it_gives_and_leave_nothi
                 assert!(buffer.to_vec(0, buffer.len()).iter().all(|b| *b == byte));
             }
         }
-        // Together they have all of the host's.
+        // The guests together have all mappings of the host.
         assert_eq!(free_shares(&host, OF_HOST), 0);
     }
     for front in &mut fronts {
@@ -255,9 +255,9 @@ fn guests_that_want_all_mappings_of_the_host_share_what_it_gives_and_leave_nothi
     kill(daemon);
 }
 
-/// The claims on mappings that nobody has.
+/// The claims on mappings that are free.
 fn free_shares(host: &Host, of_host: u32) -> u32 {
-    let shares = Shares::open(&host.places().run.join("map-budget"), of_host / 32).unwrap();
+    let shares = Shares::open(&host.paths().run.join("map-budget"), of_host / 32).unwrap();
     let mut own = Vec::new();
     while let Some(unit) = shares.claim(&own) {
         own.push(unit);
@@ -325,7 +325,7 @@ fn events_of_xenstore_that_mean_nothing_and_silence_of_it_change_nothing_for_a_g
         write("state", b"4");
         write("params", &params);
         if round == 3 {
-            // Somebody is released: the event names nobody.
+            // A domain is released: the event does not say which.
             host.machine().destroy(DomId(3)).unwrap();
         }
         load.wait_for_progress();
@@ -335,7 +335,7 @@ fn events_of_xenstore_that_mean_nothing_and_silence_of_it_change_nothing_for_a_g
     for _ in 0..20 {
         load.wait_for_progress();
     }
-    // Who asks what needs no xenstore is answered meanwhile.
+    // Requests that need no xenstore are answered meanwhile.
     assert_eq!(host.disks().len(), 1);
     host.silence_store(false);
     let second = attach(&host, 2);
@@ -393,7 +393,7 @@ fn guests_whose_storage_fails_see_nothing_of_each_other() {
     kill(daemon);
 }
 
-/// Writes the first MiB of its disk.
+/// Writes the first MiB of the disk.
 fn fill(front: &mut Frontend, byte: u8) {
     let buffer = front.space().buffer(PAGES).unwrap();
     buffer.fill(0, buffer.len(), byte);
@@ -422,8 +422,8 @@ fn what_was_flushed_is_in_the_image_and_what_was_answered_is_there_when_all_are_
             assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
             let flushed = model.clone();
             let pid = keeper(&host, &disk);
-            // What a host has that was not told of the rest: no journal, no process. Nothing else
-            // was written after the flush.
+            // The files of a host without the journal and the processes. Nothing else was written
+            // after the flush.
             let copy = folder.join(format!("copy.{}", image.extension().unwrap().display()));
             std::fs::copy(&image, &copy).unwrap();
             assert!(images::contents(&copy) == flushed, "{format}, round {round}");
@@ -446,7 +446,7 @@ fn what_was_flushed_is_in_the_image_and_what_was_answered_is_there_when_all_are_
     }
 }
 
-/// An image of 4 MiB, and the toolstack's words for it.
+/// Creates an image of 4 MiB. Returns its path and the toolstack's `params`.
 fn make(host: &Host, format: &str, folder: &std::path::Path) -> (PathBuf, String) {
     match format {
         "raw" => {
@@ -462,14 +462,14 @@ fn make(host: &Host, format: &str, folder: &std::path::Path) -> (PathBuf, String
     }
 }
 
-/// Writes to some places, several at a time.
+/// Writes to random places, several at a time.
 fn write_some(front: &mut Frontend, random: &mut SplitMix64, model: &mut [u8], byte: u8) {
     let buffer = front.space().buffer(4).unwrap();
     buffer.fill(0, buffer.len(), byte);
     for _ in 0..20 {
         let queue = &mut front.queues[0];
         for i in 0..8 {
-            // Eight that do not meet: their order is nobody's.
+            // The eight requests do not overlap, so their order does not matter.
             let sector = i * 1024 + random.below(1000);
             let len = 512 * (1 + random.below(24)) as usize;
             queue.write(sector, &buffer, 0, len).unwrap();

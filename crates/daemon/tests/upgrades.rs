@@ -1,5 +1,5 @@
-//! Disks that get another program while their processes are killed: at each step, and at any moment.
-//! They are served by the old one or the new one, and their guests see pauses.
+//! Disks that get another program while their processes are killed, at each step and at random
+//! moments. The old program or the new one serves them, and their guests see pauses only.
 
 mod host;
 mod load;
@@ -13,7 +13,7 @@ use std::time::Duration;
 use ferrite_daemon::Step;
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
-use ferrite_daemon::keeping::Keepers;
+use ferrite_daemon::keepers::Keepers;
 use ferrite_io::clock::{Random as _, SplitMix64};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, images, scale, wait_until};
@@ -29,7 +29,7 @@ fn process_daemon() {
     host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
 }
 
-/// Who is killed.
+/// The process to kill.
 #[derive(Clone, Copy, Debug)]
 enum Victim {
     Daemon,
@@ -44,7 +44,7 @@ struct Story {
     host: Host,
     disk: DiskPaths,
     image: PathBuf,
-    /// The programs that there are.
+    /// The programs to switch between.
     programs: Vec<PathBuf>,
     daemon: Option<Child>,
     load: Option<Load>,
@@ -68,7 +68,7 @@ impl Story {
         Story { host, disk, image, programs, daemon, load }
     }
 
-    /// Asks for another program, and kills somebody by `kill` meanwhile.
+    /// Requests an upgrade, and kills a process by `kill` meanwhile.
     fn upgrade(&mut self, round: usize, victim: Victim, kill: impl FnOnce(i32)) {
         let keeper = keeper(&self.host, &self.disk);
         let pid = match victim {
@@ -79,7 +79,7 @@ impl Story {
         let binary = self.programs[round % 2].to_str().unwrap();
         let host = &self.host;
         std::thread::scope(|scope| {
-            // Whatever comes of it.
+            // The upgrade may fail or succeed.
             scope.spawn(move || ask(host, binary));
             kill(pid);
         });
@@ -92,7 +92,7 @@ impl Story {
         self.is_whole();
     }
 
-    /// The guest is served, by one of the programs.
+    /// Checks that one of the programs serves the guest.
     fn is_whole(&self) {
         self.load.as_ref().unwrap().wait_for_progress();
         let keeper = keeper(&self.host, &self.disk);
@@ -118,7 +118,7 @@ fn ask(host: &Host, binary: &str) -> Result<Upgraded, ClientError> {
 }
 
 fn kill_now(pid: i32) {
-    // It may be gone already, by the upgrade itself.
+    // The upgrade may have ended the process already.
     let _ = kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL);
 }
 

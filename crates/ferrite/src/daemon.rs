@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_daemon::config::{self, Config, DiskOptions};
-use ferrite_daemon::keeping::{Keepers, OfStore, Programs};
+use ferrite_daemon::keepers::{Keepers, Programs, StoreWorker};
 use ferrite_daemon::state::DiskId;
-use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Places};
-use ferrite_keeper::{Keep, Names};
+use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Paths};
+use ferrite_keeper::{DiskSpec, WorkerSandbox};
 use ferrite_serve::counters::FOLDER;
 use ferrite_store::owned::StoreKey;
 use ferrite_xen::hypervisor::DomId;
@@ -25,7 +25,7 @@ use crate::parents::ParentsArgs;
 use crate::plain::one_line;
 use crate::serve::{stop_on_signals, tell_of_processors};
 use crate::vdev::Vbd;
-use crate::worker::{arguments, names, store, told_by};
+use crate::worker::{arguments, store, told_by, worker_sandbox};
 
 mod metrics;
 
@@ -41,20 +41,20 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
         };
         Failure { code: Code::USAGE, what, why, help: e.allowed }
     })?;
-    let doubts = config.doubts(path, &args.places.run_dir);
+    let warnings = config.warnings(path, &args.places.run_dir);
     if args.check_config {
-        for doubt in &doubts {
+        for doubt in &warnings {
             eprintln!("ferrite: warning: {}", one_line(&doubt.to_string()));
         }
-        match doubts.len() {
+        match warnings.len() {
             0 => println!("{} is right", path.display()),
-            doubts => println!("{} can be used; warnings: {doubts}", path.display()),
+            warnings => println!("{} can be used; warnings: {warnings}", path.display()),
         }
         return Ok(());
     }
-    doubts.iter().for_each(|doubt| tracing::warn!("{doubt}"));
+    warnings.iter().for_each(|doubt| tracing::warn!("{doubt}"));
     let stop = stop_on_signals()?;
-    let places = Places { run: args.places.run_dir.clone() };
+    let places = Paths { run: args.places.run_dir.clone() };
     let (metrics_socket, stats) = (config.metrics_socket.clone(), places.run.join(FOLDER));
     let keepers = Arc::new(Keepers::new(&places.run, Box::new(Ours)));
     let daemon = Daemon::new(config, places, keepers, Box::new(Store::open), stop)
@@ -93,25 +93,25 @@ struct Ours;
 
 impl Programs for Ours {
     /// What this process is, also when its name is another program's by now.
-    fn keeper(&self, disk: DiskId, keep: &Keep) -> Command {
+    fn keeper(&self, disk: DiskId, spec: &DiskSpec) -> Command {
         let mut command = Command::new("/proc/self/exe");
         // What stands there is for those who look at processes.
-        let of = keep.group.as_ref().and_then(|group| group.run_dir.file_name());
+        let of = spec.group.as_ref().and_then(|group| group.run_dir.file_name());
         let of = of.map_or_else(|| disk.to_string().into(), ToOwned::to_owned);
         command.arg0("ferrite").arg("keeper").arg(of);
         command
     }
 
-    fn of_store(
+    fn store_worker(
         &self,
         disk: &Assignment<'_>,
         run_dir: &Path,
         key: StoreKey,
-    ) -> Result<OfStore, DiskFailure> {
+    ) -> Result<StoreWorker, DiskFailure> {
         let args = serve_args(disk);
         let worker = store::arguments(&args, run_dir).ok_or_else(|| no_text(disk))?;
         let commands = Some(store::commands(run_dir, key));
-        Ok(OfStore { worker, commands, ahead: store::ahead(&args, run_dir) })
+        Ok(StoreWorker { worker, commands, preopens: store::preopens(&args, run_dir) })
     }
 
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, DiskFailure> {
@@ -126,13 +126,13 @@ impl Programs for Ours {
         vec![RELAY.to_owned()]
     }
 
-    fn names(
+    fn sandbox(
         &self,
         disk: &Assignment<'_>,
         run_dir: &Path,
         writable: bool,
-    ) -> Result<Option<Names>, DiskFailure> {
-        let found = names(&serve_args(disk), run_dir, writable).map_err(|e| {
+    ) -> Result<Option<WorkerSandbox>, DiskFailure> {
+        let found = worker_sandbox(&serve_args(disk), run_dir, writable).map_err(|e| {
             let Failure { what, why, help, .. } = e;
             DiskFailure { why: format!("{what}: {why}"), help }
         })?;

@@ -10,7 +10,7 @@ use ferrite_daemon::control::protocol::{
     ShowParams, Source, UpgradeParams, Upgraded, WaitParams,
 };
 use ferrite_daemon::state::{DiskId, States};
-use ferrite_daemon::{Places, directory};
+use ferrite_daemon::{Paths, directory};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -139,8 +139,8 @@ fn id(disk: Vbd) -> DiskId {
     DiskId { domid: disk.domain.0, devid: disk.device }
 }
 
-fn places(run: &Path) -> Places {
-    Places { run: run.to_owned() }
+fn places(run: &Path) -> Paths {
+    Paths { run: run.to_owned() }
 }
 
 fn call<T: DeserializeOwned>(

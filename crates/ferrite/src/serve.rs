@@ -11,13 +11,13 @@ use ferrite_io::clock::SystemClock;
 use ferrite_io::names;
 use ferrite_io::pool::HostMemory;
 use ferrite_serve::blkif::lifecycle::{
-    Attached, Attachment, Config, EngineFactory, FollowConfig, Outcome, STOPPED, ServeError,
-    WorkConfig, close, report_failure, run_dir_name, serve, sweep,
+    Attachment, Config, EngineFactory, ExpectedAttachment, FollowConfig, Outcome, STOPPED,
+    ServeError, WorkConfig, close, report_failure, run_dir_name, serve, sweep,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::Counters;
 use ferrite_serve::path::device::Device;
-use ferrite_serve::polling::{Budget, HostView, PollWindow, Teller};
+use ferrite_serve::polling::{Budget, HostMonitor, HostView, PollWindow};
 use ferrite_serve::processors::{Limit, Processors};
 use ferrite_serve::waker::Waker;
 use ferrite_xen::hypervisor::Hypervisor;
@@ -150,7 +150,13 @@ fn serve_one(
         TOLD.call_once(|| tell_of_processors(run));
     }
     let config = Config {
-        follow: FollowConfig { backend, domid, devid, offer: offer(args), attached: Attached::Any },
+        follow: FollowConfig {
+            backend,
+            domid,
+            devid,
+            offer: offer(args),
+            attached: ExpectedAttachment::Any,
+        },
         work,
         engine,
     };
@@ -385,7 +391,7 @@ pub(crate) fn view_of_host(run: &Path) -> Option<Arc<HostView>> {
 /// judges by what it sees.
 pub(crate) fn tell_of_processors(run: &Path) {
     let asks = HostProcessors::open().and_then(|mut xen| {
-        let teller = Teller::open(run)?;
+        let teller = HostMonitor::open(run)?;
         std::thread::Builder::new()
             .name("processors".to_owned())
             .spawn(move || teller.run(&SystemClock, &mut || xen.ask()))

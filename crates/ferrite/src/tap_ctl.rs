@@ -15,7 +15,7 @@ use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{
     Attached, Details, Disk, Disks, Nothing, PhaseName, ShowParams, WaitParams,
 };
-use ferrite_daemon::{Places, directory};
+use ferrite_daemon::{Paths, directory};
 use rustix::io::Errno;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -182,7 +182,7 @@ impl Daemon<'_> {
         params: &impl Serialize,
         wait_s: u32,
     ) -> Result<T, ClientError> {
-        let socket = Places { run: self.0.to_owned() }.control();
+        let socket = Paths { run: self.0.to_owned() }.control();
         client::call(&socket, method, params, ANSWER + Duration::from_secs(wait_s.into()))
     }
 

@@ -14,7 +14,7 @@ use ferrite_disk::{ImageName, Parents};
 use ferrite_io::engines::EngineKind;
 use ferrite_io::process::take_given;
 use ferrite_io::sandbox::{self, user_of};
-use ferrite_keeper::{ALIVE_FD, DOOR_FD, LINE_FD, Names, SECOND_FD};
+use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, LINE_FD, SECOND_FD, WorkerSandbox};
 use ferrite_serve::blkif::lifecycle::{
     EngineFactory, Lines, OpenFailure, Opened, ServeError, Start, WorkConfig, work_from,
 };
@@ -51,16 +51,16 @@ const OF_STUB_DOMAIN: usize = 1;
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let WorkerArgs { serve: args, run_dir } = args;
     let line = given(LINE_FD)?;
-    let (alive, door) = (Arc::new(given(ALIVE_FD)?), given(DOOR_FD)?);
+    let (alive, client_channel) = (Arc::new(given(ALIVE_FD)?), given(CLIENT_CHANNEL_FD)?);
     let second = given(SECOND_FD)?;
     // Now, while this process may, and for all connections: nobody else has a copy of these.
     let host = serve::view_of_host(run_dir);
     let means = Means::open(args, run_dir, serve::limit(args), host)?;
     let start = orphan::start(run_dir, disk_id(args), Store::open);
     let nvme = image(args).is_some_and(|path| is_namespace(&path));
-    give_rights_up(nvme, &args.xen)?;
+    drop_privileges(nvme, &args.xen)?;
     let lines = Lines { first: &line, second: &second };
-    let worked = means.serve(start, lines, &door, &alive);
+    let worked = means.serve(start, lines, &client_channel, &alive);
     worked.map_err(|e| serve::failed(args, &e))
 }
 
@@ -101,7 +101,7 @@ impl<'a> Means<'a> {
         &self,
         start: Start,
         lines: Lines<'_>,
-        door: &OwnedFd,
+        client_channel: &OwnedFd,
         alive: &Arc<OwnedFd>,
     ) -> Result<(), ServeError> {
         let mut last = None;
@@ -115,7 +115,7 @@ impl<'a> Means<'a> {
             };
             opened.map_err(|failure| told(failure, &mut last))
         };
-        work_from(start, lines, door, &self.xen, &self.config, &mut open)
+        work_from(start, lines, client_channel, &self.xen, &self.config, &mut open)
     }
 }
 
@@ -193,8 +193,8 @@ pub(crate) fn told_by(arguments: &[String]) -> Option<ServeArgs> {
 }
 
 /// From here on this process has no rights, and its keeper opens files for it.
-fn give_rights_up(nvme: bool, whose: &dyn Display) -> Result<(), Failure> {
-    match ferrite_keeper::give_rights_up(sandbox::Means { nvme, ..sandbox::Means::default() }) {
+fn drop_privileges(nvme: bool, whose: &dyn Display) -> Result<(), Failure> {
+    match ferrite_keeper::drop_privileges(sandbox::Means { nvme, ..sandbox::Means::default() }) {
         Ok(None) => tracing::warn!("this worker has all rights of its keeper"),
         Ok(Some(lacking)) if lacking.is_empty() => {}
         Ok(Some(lacking)) => {
@@ -217,21 +217,21 @@ fn is_namespace(path: &Path) -> bool {
 ///
 /// # Errors
 /// The host's list of parents makes no sense.
-pub(crate) fn names(
+pub(crate) fn worker_sandbox(
     args: &ServeArgs,
     run_dir: &Path,
     writable: bool,
-) -> Result<Option<Names>, Failure> {
+) -> Result<Option<WorkerSandbox>, Failure> {
     let (Some(image), Some(run)) = (image(args), run_dir.parent()) else { return Ok(None) };
     if is_volume(args) {
-        return Ok(Some(store::names(image, run_dir, run)));
+        return Ok(Some(store::worker_sandbox(image, run_dir, run)));
     }
     let parents = match args.parents.allowed()? {
         Parents::Within(places) => places,
         Parents::Any => vec![PathBuf::from("/")],
     };
     let stats = stats_file(run_dir);
-    Ok(Some(Names {
+    Ok(Some(WorkerSandbox {
         image,
         writable: writable && !args.read_only,
         // It reads the list by itself.
@@ -393,15 +393,15 @@ mod tests {
         let run_dir = Path::new("/run/ferrite/vbd-3-51712");
         let of = |given: &[&str], writable| {
             let Command::Serve(serve) = parse(given.iter().copied()).command else { panic!() };
-            names(&serve, run_dir, writable).unwrap().unwrap()
+            worker_sandbox(&serve, run_dir, writable).unwrap().unwrap()
         };
-        let names = of(&given, true);
-        assert_eq!((names.image, names.writable), ("/images/x.img".into(), true));
-        assert_eq!(names.read, [PathBuf::from("/a"), ParentsArgs::list()]);
-        assert_eq!(names.journals, Some("/run/ferrite/images".into()));
+        let sandbox = of(&given, true);
+        assert_eq!((sandbox.image, sandbox.writable), ("/images/x.img".into(), true));
+        assert_eq!(sandbox.read, [PathBuf::from("/a"), ParentsArgs::list()]);
+        assert_eq!(sandbox.journals, Some("/run/ferrite/images".into()));
         let stats = ["vbd-3-51712.new", "vbd-3-51712"];
-        assert_eq!(names.own_files, stats.map(|name| Path::new("/run/ferrite/stats").join(name)));
-        assert_eq!(names.user, user_of(3, 51712));
+        assert_eq!(sandbox.own_files, stats.map(|name| Path::new("/run/ferrite/stats").join(name)));
+        assert_eq!(sandbox.user, user_of(3, 51712));
         assert!(!of(&given, false).writable);
         let read_only = [&given[..1], &["--read-only"], &given[1..]].concat();
         assert!(!of(&read_only, true).writable);

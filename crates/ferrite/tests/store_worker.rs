@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use ferrite_io::sandbox::user_of_store;
-use ferrite_keeper::{Ahead, Group, Keep, Keeper, Names};
+use ferrite_keeper::{DiskSpec, Group, Keeper, Preopen, WorkerSandbox};
 use ferrite_serve::blkif::lifecycle::part;
 use ferrite_serve::waker::Waker;
 use ferrite_testkit::{PATIENCE, wait_until};
@@ -26,7 +26,7 @@ impl World {
     }
 
     /// As the daemon has it.
-    fn keep(&self, domid: u16, options: &[&str]) -> Keep {
+    fn spec(&self, domid: u16, options: &[&str]) -> DiskSpec {
         let run = self.at("run");
         let text = |path: PathBuf| path.into_os_string().into_string().unwrap();
         let of_run = format!("--run-dir={}", text(run.clone()));
@@ -38,12 +38,12 @@ impl World {
         let options = options.iter().map(|option| (*option).to_owned());
         let worker = ["worker".to_owned(), xen, of_run].into_iter().chain(options);
         let worker = worker.chain(["--".to_owned(), volume]).collect();
-        let budget = |name: &str| Ahead { path: run.join(name), flags: 0o102, count: 1 };
-        Keep {
+        let budget = |name: &str| Preopen { path: run.join(name), flags: 0o102, count: 1 };
+        DiskSpec {
             socket: run.join(format!("keepers/{name}.sock")),
             run_dir: run.join(&name),
             worker,
-            names: Some(Names {
+            sandbox: Some(WorkerSandbox {
                 image: self.at("s"),
                 writable: true,
                 read: Vec::new(),
@@ -59,16 +59,16 @@ impl World {
                 worker: group.to_vec(),
                 commands: Some(run.join("stores/1-1.")),
             }),
-            ahead: ["map-budget", "poll-budget", "memory-budget"].map(budget).to_vec(),
+            preopens: ["map-budget", "poll-budget", "memory-budget"].map(budget).to_vec(),
         }
     }
 
     fn start(&self, domid: u16, options: &[&str]) -> Keeper {
-        let keep = self.keep(domid, options);
+        let spec = self.spec(domid, options);
         let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
         command.arg("keeper").arg("store-1-1").env_remove("RUST_LOG");
-        keep.start(command).unwrap();
-        Keeper::connect(&keep.socket).unwrap()
+        spec.start(command).unwrap();
+        Keeper::connect(&spec.socket).unwrap()
     }
 }
 
@@ -76,7 +76,7 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         for domid in 1..=3 {
-            if let Ok(keeper) = Keeper::connect(&self.keep(domid, &[]).socket) {
+            if let Ok(keeper) = Keeper::connect(&self.spec(domid, &[]).socket) {
                 let _ = keeper.end();
             }
         }

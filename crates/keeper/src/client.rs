@@ -1,4 +1,4 @@
-//! The way to a keeper.
+//! The client of a keeper's socket.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,84 +12,88 @@ use rustix::net::{
     socket_with,
 };
 
-use crate::keep::Keep;
-use crate::wire::{Answer, MAX_BYTES, Request};
+use crate::spec::DiskSpec;
+use crate::wire::{MAX_BYTES, Reply, Request};
 
-/// How long an answer may take. A keeper waits for nobody; the host may be busy.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// The longest wait for a reply. A keeper never blocks on another process, but the host may be
+/// busy.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A keeper that runs.
+/// A connection to a running keeper.
 #[derive(Debug)]
 pub struct Keeper {
     socket: OwnedFd,
 }
 
-/// The way to a worker.
+/// A connection to a worker.
 #[derive(Debug)]
 pub struct Line {
-    /// The follower's end.
+    /// The follower's end of the connection.
     pub fd: OwnedFd,
-    /// Which start of a worker it belongs to.
+    /// Number of the worker's start, from 1. It grows by one with each worker.
     pub start: u64,
-    /// The keeper's process, which stays the same.
+    /// Process number of the keeper. It stays the same while workers are replaced.
     pub keeper: i32,
 }
 
 impl Keeper {
-    /// Connects to the keeper with this socket.
+    /// Connects to the keeper that listens at `path`.
     ///
     /// # Errors
-    /// `NotFound` or `ConnectionRefused`: there is none.
+    /// `NotFound` or `ConnectionRefused`: no keeper listens there.
     pub fn connect(path: &Path) -> io::Result<Keeper> {
-        Keeper::connect_within(path, PATIENCE)
+        Keeper::connect_within(path, REPLY_TIMEOUT)
     }
 
     fn connect_within(path: &Path, patience: Duration) -> io::Result<Keeper> {
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         set_socket_timeout(&socket, Timeout::Recv, Some(patience))?;
-        // Also for those whom it has not accepted yet: there is room for a few.
+        // The timeout also bounds connections that the keeper has not accepted yet: its backlog has
+        // room for a few.
         set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
         connect(&socket, &SocketAddrUnix::new(path)?)?;
         Ok(Keeper { socket })
     }
 
-    /// The line to the worker, which may have to be started yet. `lost`: the worker of this start has
-    /// ended, or must, and the next one is meant.
+    /// Requests the line to the worker, which may not have started yet. With `lost`, the keeper
+    /// kills the worker of that start and returns the line to the next one.
     ///
     /// # Errors
-    /// The keeper has ended, or cannot; so for all of these.
+    /// The keeper has ended or does not reply in time, or it could not carry out the request.
     pub fn line(&self, lost: Option<u64>) -> io::Result<Line> {
-        match self.ask(&Request::Line { lost })? {
-            (Answer::Line { start, keeper }, Some(fd)) => Ok(Line { fd, start, keeper }),
-            (answer, _) => Err(unexpected(answer)),
+        match self.exchange(&Request::Line { lost })? {
+            (Reply::Line { start, keeper }, Some(fd)) => Ok(Line { fd, start, keeper }),
+            (reply, _) => Err(unexpected(reply)),
         }
     }
 
-    /// The second line to the worker, of a stub domain whose guest has the disk of the first. It is another
-    /// one when the worker has ended.
+    /// Requests the second line to the worker: that of a stub domain whose guest has the disk of
+    /// the first line. It is replaced when the worker ends.
     ///
     /// # Errors
     /// As [`line`](Self::line).
     pub fn second_line(&self) -> io::Result<Line> {
-        match self.ask(&Request::SecondLine)? {
-            (Answer::Line { start, keeper }, Some(fd)) => Ok(Line { fd, start, keeper }),
-            (answer, _) => Err(unexpected(answer)),
+        match self.exchange(&Request::SecondLine)? {
+            (Reply::Line { start, keeper }, Some(fd)) => Ok(Line { fd, start, keeper }),
+            (reply, _) => Err(unexpected(reply)),
         }
     }
 
-    /// What it keeps.
+    /// Requests the description of the disk that is kept.
     ///
     /// # Errors
     /// As [`line`](Self::line).
-    pub fn keep(&self) -> io::Result<Keep> {
-        match self.ask(&Request::Keep)?.0 {
-            Answer::Keep(keep) => Ok(*keep),
-            answer => Err(unexpected(answer)),
+    pub fn spec(&self) -> io::Result<DiskSpec> {
+        match self.exchange(&Request::Spec)?.0 {
+            Reply::Spec(spec) => Ok(*spec),
+            reply => Err(unexpected(reply)),
         }
     }
 
-    /// Ends the worker, if there is one, and the keeper. Its socket is gone when this returns.
+    /// Kills the worker, if there is one, and stops keeping the disk. The keeper ends with its last
+    /// disk, otherwise the next worker has the other disks. The disk's socket is removed when this
+    /// returns.
     ///
     /// # Errors
     /// As [`line`](Self::line).
@@ -97,7 +101,8 @@ impl Keeper {
         self.done(&Request::End)
     }
 
-    /// As [`end`](Self::end), of a disk that the worker has closed: others of its group do not notice.
+    /// Ends the keeping of a disk that the worker has closed. The worker goes on with the other
+    /// disks of its group. The keeper ends with its last disk.
     ///
     /// # Errors
     /// As [`line`](Self::line).
@@ -105,40 +110,42 @@ impl Keeper {
         self.done(&Request::Leave)
     }
 
-    /// Has a disk join the group that this one keeps.
-    pub(crate) fn join(&self, keep: &Keep) -> io::Result<()> {
-        self.done(&Request::Join(Box::new(keep.clone())))
+    /// Adds a disk to the group that this keeper keeps.
+    pub(crate) fn join(&self, spec: &DiskSpec) -> io::Result<()> {
+        self.done(&Request::Join(Box::new(spec.clone())))
     }
 
-    /// Has the keeper and the next worker be this binary. The worker is killed. One that was asked to
-    /// retire before has left nothing to do. The line is another one afterwards.
+    /// Replaces the programs of the keeper and of its workers by `binary`. The worker is killed, so
+    /// ask it to retire first if it has work in hand. A new line belongs to the next worker.
     ///
     /// # Errors
-    /// As [`line`](Self::line). The keeper is what it was then, and its worker starts anew.
+    /// As [`line`](Self::line). The keeper keeps its old program then, and its worker is started
+    /// anew.
     pub fn upgrade(&self, binary: &Path) -> io::Result<()> {
         self.done(&Request::Upgrade { binary: binary.to_owned() })
     }
 
-    /// Readable when the keeper has ended: it says nothing unasked.
+    /// A descriptor that becomes readable when the keeper has ended: a keeper sends nothing without
+    /// a request.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
     fn done(&self, request: &Request) -> io::Result<()> {
-        match self.ask(request)?.0 {
-            Answer::Done => Ok(()),
-            answer => Err(unexpected(answer)),
+        match self.exchange(request)?.0 {
+            Reply::Done => Ok(()),
+            reply => Err(unexpected(reply)),
         }
     }
 
-    fn ask(&self, request: &Request) -> io::Result<(Answer, Option<OwnedFd>)> {
-        self.try_ask(request).inspect_err(|_| {
-            // An answer that comes later would be taken for the next one's.
+    fn exchange(&self, request: &Request) -> io::Result<(Reply, Option<OwnedFd>)> {
+        self.try_exchange(request).inspect_err(|_| {
+            // A late reply would be taken for the reply to the next request.
             let _ = shutdown(&self.socket, Shutdown::Both);
         })
     }
 
-    fn try_ask(&self, request: &Request) -> io::Result<(Answer, Option<OwnedFd>)> {
+    fn try_exchange(&self, request: &Request) -> io::Result<(Reply, Option<OwnedFd>)> {
         send_with(&self.socket, &serde_json::to_vec(request)?, None)?;
         let (bytes, file) = receive_with(&self.socket, MAX_BYTES, true)?;
         if bytes.is_empty() {
@@ -148,10 +155,10 @@ impl Keeper {
     }
 }
 
-fn unexpected(answer: Answer) -> io::Error {
-    match answer {
-        Answer::No(why) => io::Error::other(why),
-        answer => io::Error::other(format!("the keeper answers {answer:?}: a bug in ferrite")),
+fn unexpected(reply: Reply) -> io::Error {
+    match reply {
+        Reply::Failed(why) => io::Error::other(why),
+        reply => io::Error::other(format!("the keeper sent {reply:?}: this is a bug in ferrite")),
     }
 }
 
@@ -165,7 +172,7 @@ mod tests {
 
     const SHORT: Duration = Duration::from_millis(20);
 
-    /// Who listens at this path and may do nothing else.
+    /// A listening socket at this path that accepts no connection.
     fn listener(path: &Path) -> OwnedFd {
         let flags = SocketFlags::CLOEXEC;
         let listener =
@@ -180,7 +187,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
         let _listener = listener(&path);
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         std::thread::spawn(move || {
             let mut connected = Vec::new();
             let failed = loop {
@@ -189,9 +196,9 @@ mod tests {
                     Err(e) => break e.kind(),
                 }
             };
-            tell.send(failed).unwrap();
+            sender.send(failed).unwrap();
         });
-        assert_eq!(told.recv_timeout(PATIENCE), Ok(io::ErrorKind::WouldBlock));
+        assert_eq!(receiver.recv_timeout(REPLY_TIMEOUT), Ok(io::ErrorKind::WouldBlock));
     }
 
     #[test]
@@ -200,11 +207,11 @@ mod tests {
         let path = dir.path().join("socket");
         let listener = listener(&path);
         let keeper = Keeper::connect_within(&path, SHORT).unwrap();
-        let theirs = accept(&listener).unwrap();
-        assert!(keeper.keep().is_err());
-        // The first one's.
-        let late = serde_json::to_vec(&Answer::Done).unwrap();
-        let _ = send_with(&theirs, &late, None);
+        let accepted = accept(&listener).unwrap();
+        assert!(keeper.spec().is_err());
+        // The late reply to the first request.
+        let late = serde_json::to_vec(&Reply::Done).unwrap();
+        let _ = send_with(&accepted, &late, None);
         assert!(keeper.upgrade(Path::new("/new")).is_err());
     }
 }

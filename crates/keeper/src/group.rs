@@ -1,4 +1,5 @@
-//! What a group has besides its disks: where they join it, where commands come, and the worker's lock.
+//! The resources of a group besides its disks: the socket where disks join, the socket for
+//! commands, and the worker's lock.
 
 use std::fs;
 use std::io;
@@ -12,61 +13,66 @@ use ferrite_io::process::{receive_with, take_given};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-use crate::keep::{Group, Keep};
+use crate::log;
 use crate::member::{CLIENTS, accept};
-use crate::socket::{Place, listen_at, remove};
-use crate::tell;
+use crate::socket::{Endpoint, listen_at, remove};
+use crate::spec::{DiskSpec, Group};
 use crate::wire::{MAX_BYTES, Request};
 use crate::worker::{Worker, remove_alive};
 
-/// Those who want commands done and were not yet handed on.
+/// Connections to the command socket that wait to be accepted.
 const BACKLOG: i32 = 16;
 
-/// See the module's text.
-pub(crate) struct OfGroup {
-    what: Group,
-    pub(crate) place: Place,
+/// The sockets and the lock of a group.
+pub(crate) struct GroupEndpoint {
+    group: Group,
+    pub(crate) endpoint: Endpoint,
     pub(crate) clients: Vec<OwnedFd>,
-    /// Where they come, and the path of that.
+    /// The listening socket for commands and its path.
     pub(crate) commands: Option<(OwnedFd, PathBuf)>,
 }
 
-impl OfGroup {
-    /// # Errors
-    /// `WouldBlock`: a keeper of this group lives. Otherwise the file system's.
-    pub(crate) fn take(what: Group) -> io::Result<OfGroup> {
-        let place = Place::take(&what.socket)?;
-        let commands = what.commands.as_deref().and_then(|path| {
-            let told = |e: &io::Error| {
-                tell(&format!("no socket for commands, they are told that it is in use: {e}"));
-            };
-            listen_for_commands(path).inspect_err(told).ok()
-        });
-        Ok(OfGroup { what, place, clients: Vec::new(), commands })
-    }
-
-    /// With what the keeper before has had.
+impl GroupEndpoint {
+    /// Takes the group's lock and listens at its sockets.
     ///
     /// # Errors
-    /// It is not there.
-    pub(crate) fn handed_on(
-        what: Group,
-        place: Option<[RawFd; 2]>,
+    /// `WouldBlock`: a keeper of this group lives. Otherwise errors of the file system.
+    pub(crate) fn take(group: Group) -> io::Result<GroupEndpoint> {
+        let endpoint = Endpoint::take(&group.socket)?;
+        let commands = group.commands.as_deref().and_then(|path| {
+            let log_failure = |e: &io::Error| {
+                log(&format!(
+                    "cannot listen for commands on the store, so they find it in use: {e}"
+                ));
+            };
+            listen_for_commands(path).inspect_err(log_failure).ok()
+        });
+        Ok(GroupEndpoint { group, endpoint, clients: Vec::new(), commands })
+    }
+
+    /// Takes over the descriptors that the previous program of this keeper left open.
+    ///
+    /// # Errors
+    /// A descriptor is missing.
+    pub(crate) fn restore(
+        group: Group,
+        endpoint: Option<[RawFd; 2]>,
         commands: Option<(RawFd, PathBuf)>,
-    ) -> io::Result<OfGroup> {
-        let [lock, listener] = place.ok_or(io::ErrorKind::InvalidData)?;
-        let place = Place { lock: take_given(lock)?, listener: take_given(listener)? };
+    ) -> io::Result<GroupEndpoint> {
+        let [lock, listener] = endpoint.ok_or(io::ErrorKind::InvalidData)?;
+        let endpoint = Endpoint { lock: take_given(lock)?, listener: take_given(listener)? };
         let commands = commands.map(|(fd, path)| Ok::<_, io::Error>((take_given(fd)?, path)));
         let commands = commands.transpose()?;
-        Ok(OfGroup { what, place, clients: Vec::new(), commands })
+        Ok(GroupEndpoint { group, endpoint, clients: Vec::new(), commands })
     }
 
-    /// Has somebody ask who has come.
+    /// Accepts a connection to the group's socket. It replaces the oldest one if there are too
+    /// many.
     ///
     /// # Errors
-    /// Out of descriptors, say.
+    /// Errors of `accept`, such as too many open descriptors.
     pub(crate) fn accept(&mut self) -> io::Result<()> {
-        let Some(client) = accept(&self.place.listener)? else { return Ok(()) };
+        let Some(client) = accept(&self.endpoint.listener)? else { return Ok(()) };
         if self.clients.len() >= CLIENTS {
             self.clients.remove(0);
         }
@@ -74,48 +80,51 @@ impl OfGroup {
         Ok(())
     }
 
-    /// Who asks for something, and the disk that is to join. Each asks once.
-    pub(crate) fn hear(&mut self, i: usize) -> Option<(OwnedFd, io::Result<Keep>)> {
-        let heard = receive_with(&self.clients[i], MAX_BYTES, false);
-        if heard.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock) {
+    /// Reads the one request of connection `i`, and removes that connection. Returns it with the
+    /// disk that is to join. `None`: there is no request yet, or the peer has gone.
+    pub(crate) fn read_request(&mut self, i: usize) -> Option<(OwnedFd, io::Result<DiskSpec>)> {
+        let received = receive_with(&self.clients[i], MAX_BYTES, false);
+        if received.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock) {
             return None;
         }
         let client = self.clients.remove(i);
-        let bytes = heard.ok().map(|(bytes, _)| bytes).filter(|bytes| !bytes.is_empty())?;
-        let asked = match serde_json::from_slice(&bytes) {
-            Ok(Request::Join(keep)) => Ok(*keep),
-            _ => Err(io::Error::other("that is nothing that is asked of a group")),
+        let bytes = received.ok().map(|(bytes, _)| bytes).filter(|bytes| !bytes.is_empty())?;
+        let request = match serde_json::from_slice(&bytes) {
+            Ok(Request::Join(spec)) => Ok(*spec),
+            _ => Err(io::Error::other("a group takes no such request")),
         };
-        Some((client, asked))
+        Some((client, request))
     }
 
-    /// Hands the next who wants a command done to the worker.
-    pub(crate) fn admit(&mut self, worker: &Worker) {
+    /// Accepts a connection to the command socket and hands it to the worker.
+    pub(crate) fn forward_client(&mut self, worker: &Worker) {
         let Some((commands, _)) = &self.commands else { return };
         match accept(commands) {
             Ok(Some(client)) => worker.command(client.as_fd()),
             Ok(None) => {}
-            Err(_) => std::thread::sleep(crate::keeper::REST),
+            Err(_) => std::thread::sleep(crate::keeper::RETRY_PAUSE),
         }
     }
 
-    /// Removes what others find it by, after its last disk.
+    /// Removes the group's sockets and locks, after its last disk.
     ///
     /// # Errors
-    /// The file system's.
+    /// Errors of the file system.
     pub(crate) fn remove(&self) -> io::Result<()> {
         self.commands.as_ref().map_or(Ok(()), |(_, path)| remove(path))?;
-        match remove_alive(&self.what.run_dir) {
-            Ok(()) => self.place.remove(&self.what.socket),
-            // The lock stays with what cannot be removed.
-            Err(_) => remove(&self.what.socket),
+        match remove_alive(&self.group.run_dir) {
+            Ok(()) => self.endpoint.remove(&self.group.socket),
+            // The lock's file stays while the worker's lock cannot be removed.
+            Err(_) => remove(&self.group.socket),
         }
     }
 }
 
-/// Whoever finds the socket by its name finds somebody who listens. One that is not listened at is
-/// removed by whoever looks for it, but not under a name that begins so. So no name is used twice, either:
-/// it could be removed for the one before.
+/// Listens for commands at a new path that begins with `begin`.
+///
+/// The socket gets that name when it listens already, so a client that finds it can connect. Any
+/// process removes sockets that it cannot connect to, but none whose name begins with `new.`. No name
+/// is used twice: such a process could remove the new socket in place of the old one.
 fn listen_for_commands(begin: &Path) -> io::Result<(OwnedFd, PathBuf)> {
     let number = format!("{:016x}", u64::from_ne_bytes(clock::secret()?));
     let mut path = begin.as_os_str().to_owned();
@@ -123,24 +132,24 @@ fn listen_for_commands(begin: &Path) -> io::Result<(OwnedFd, PathBuf)> {
     let path = PathBuf::from(path);
     let folder = path.parent().ok_or(io::ErrorKind::InvalidInput)?;
     fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-    remove_left(folder, begin);
+    remove_stale(folder, begin);
     let unnamed = folder.join(format!("new.{number}"));
     let listener = listen_at(&unnamed, SocketType::STREAM, BACKLOG)?;
     fs::rename(&unnamed, &path).inspect_err(|_| drop(remove(&unnamed)))?;
     Ok((listener, path))
 }
 
-/// Removes sockets of this store at which nobody listens. It is waited for nobody who does.
-fn remove_left(folder: &Path, begin: &Path) {
+/// Removes sockets of this store that no process listens at. The attempt to connect does not block.
+fn remove_stale(folder: &Path, begin: &Path) {
     let name = begin.file_name().unwrap_or_default().as_bytes();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let is_left = || -> rustix::io::Result<bool> {
+        let is_stale = || -> rustix::io::Result<bool> {
             let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
             let connected = connect(&socket, &SocketAddrUnix::new(entry.path())?);
             Ok(connected == Err(Errno::CONNREFUSED))
         };
-        if entry.file_name().as_bytes().starts_with(name) && is_left() == Ok(true) {
+        if entry.file_name().as_bytes().starts_with(name) && is_stale() == Ok(true) {
             let _ = remove(&entry.path());
         }
     }

@@ -1,7 +1,8 @@
-//! The keeper's process: one thread that waits for its worker's end, and for who asks.
+//! The keeper's process: one thread that waits for its worker's end and for requests.
 //!
-//! It has few pages of memory of its own, since there is one for each disk. It never waits for anybody:
-//! not for a worker whose storage is stuck, and not for who asks and does not listen.
+//! It uses few pages of memory, since there is one keeper for each disk. It never blocks on another
+//! process: neither on a worker whose storage is stuck, nor on a client that does not read its
+//! replies.
 
 use std::convert::Infallible;
 use std::ffi::CString;
@@ -20,124 +21,126 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{chdir, getpid, setsid};
 
-use crate::group::OfGroup;
-use crate::keep::{Group, Keep, Other, State, VARIABLE};
+use crate::group::GroupEndpoint;
+use crate::log;
 use crate::member::Member;
 use crate::public;
-use crate::socket::Place;
-use crate::tell;
-use crate::wire::{Answer, MAX_BYTES, Request};
+use crate::socket::Endpoint;
+use crate::spec::{DiskSpec, Group, Other, State, VARIABLE};
+use crate::wire::{MAX_BYTES, Reply, Request};
 use crate::worker::Worker;
 
 /// Most disks of a group.
 const MEMBERS: usize = 64;
-/// How often it is looked whether somebody has given the keeper another priority for its I/O. The
-/// kernel tells nobody.
-const LOOK_AT_PRIORITY: Duration = Duration::from_secs(2);
-/// The worker cannot be started: how often that is told.
-const TELL_AGAIN: u32 = 100;
-/// What cannot be done for want of descriptors stays to be done, and `poll` says so at once.
-pub(crate) const REST: Duration = Duration::from_millis(50);
+/// How often the keeper looks whether its own I/O priority has changed. The kernel does not report
+/// such changes.
+const PRIORITY_INTERVAL: Duration = Duration::from_secs(2);
+/// A failed start of the worker is logged once in so many failures.
+const LOG_EVERY: u32 = 100;
+/// The pause after an error, such as too many open descriptors. Its cause stays, and `poll` would
+/// return at once.
+pub(crate) const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
-/// A keeper: the process that [`Keep::start`] has started. Descriptors with the numbers `also`, which
-/// this process was started with, are handed on to each worker.
+/// Runs a keeper, in the process that [`DiskSpec::start`] has started. Each worker inherits the
+/// descriptors `also` under the same numbers.
 ///
 /// # Errors
-/// It cannot begin: there is nothing to keep, or a keeper of this disk lives.
+/// The environment has no state of a keeper, or a keeper of this disk lives.
 pub fn run(also: &[RawFd]) -> io::Result<Infallible> {
     let text = std::env::var(VARIABLE).map_err(|_| {
         io::Error::other("a keeper is started by ferrite itself, when it serves a disk")
     })?;
     let state: State = serde_json::from_str(&text)?;
-    // By what it is, not by its name: a worker is what this one was, also when that was replaced.
+    // The file is opened and not looked up by name: workers run this program also after its file
+    // was replaced.
     let binary = OwnedFd::from(File::open("/proc/self/exe")?);
     let is_first = state.before.is_none();
     let start = state.start;
-    let (members, group) = take_up(state)?;
-    // Who has started us waits for this, and is not our parent.
+    let (members, group) = restore(state)?;
+    // The process that started this one waits for this exit, so that it is not the keeper's parent.
     if is_first {
         if fork()? == Fork::Parent {
             std::process::exit(0);
         }
         setsid()?;
     }
-    let keep = &members[0].keep;
-    // It may outlive the folder, and the file system, that it was started in.
-    if keep.socket.is_absolute() && keep.run_dir.is_absolute() {
+    let spec = &members[0].spec;
+    // The keeper may outlive the directory, and the file system, that it was started in.
+    if spec.socket.is_absolute() && spec.run_dir.is_absolute() {
         chdir("/")?;
     }
-    let askers = members.iter().flat_map(|member| &member.clients);
-    askers.for_each(|asker| answer(asker, &Answer::Done, None));
-    let of_group = keep.group.as_ref().map(|group| &group.run_dir);
-    let called = of_group.unwrap_or(&keep.run_dir).file_name().unwrap_or_default();
-    // Fails where another keeper runs in this process: a test's.
-    let _ = crate::DISK.set(called.to_string_lossy().into_owned());
+    let requesters = members.iter().flat_map(|member| &member.clients);
+    requesters.for_each(|requester| send_reply(requester, &Reply::Done, None));
+    let group_fds = spec.group.as_ref().map(|group| &group.run_dir);
+    let name = group_fds.unwrap_or(&spec.run_dir).file_name().unwrap_or_default();
+    // This fails in tests, where several keepers run in one process.
+    let _ = crate::DISK.set(name.to_string_lossy().into_owned());
     let worker = Worker::new(start, group.is_some())?;
     Process { binary, members, group, worker, also: also.to_vec(), failures: 0 }.run()
 }
 
-/// The disks that it begins with, and what their group has.
-fn take_up(state: State) -> io::Result<(Vec<Member>, Option<OfGroup>)> {
-    let State { keep, before, public, relay, asker_of, group, commands, others, .. } = state;
-    let what = keep.group.clone();
+/// Creates or takes over the first disks and the sockets of their group.
+fn restore(state: State) -> io::Result<(Vec<Member>, Option<GroupEndpoint>)> {
+    let State { spec, before, public, relay, asker_of, group, commands, others, .. } = state;
+    let what = spec.group.clone();
     let mut members = Vec::new();
     let group = match (before, what) {
         (None, what) => {
-            // The group first: who finds that it has a keeper has its disk join it.
-            let group = what.map(OfGroup::take).transpose()?;
-            members.push(Member::new(keep)?);
+            // The group's socket comes first: other disks join through it.
+            let group = what.map(GroupEndpoint::take).transpose()?;
+            members.push(Member::new(spec)?);
             group
         }
-        (Some([lock, listener, asker]), what) => {
-            members.push(Member::handed_on(keep, [lock, listener], public, relay)?);
-            for Other { keep, before: [lock, listener, public], relay } in others {
-                members.push(Member::handed_on(keep, [lock, listener], Some(public), relay)?);
+        (Some([lock, listener, requester]), what) => {
+            members.push(Member::restore(spec, [lock, listener], public, relay)?);
+            for Other { spec, before: [lock, listener, public], relay } in others {
+                members.push(Member::restore(spec, [lock, listener], Some(public), relay)?);
             }
-            // What it asks next is about that disk.
+            // The next requests of this client are about this disk.
             let of = members.get_mut(asker_of).ok_or(io::ErrorKind::InvalidData)?;
-            of.clients.push(take_given(asker)?);
-            what.map(|what| OfGroup::handed_on(what, group, commands)).transpose()?
+            of.clients.push(take_given(requester)?);
+            what.map(|what| GroupEndpoint::restore(what, group, commands)).transpose()?
         }
     };
     Ok((members, group))
 }
 
-/// What there is to do. Members and their clients are numbers.
+/// What `wait` has found to do. Members and their clients are given by index.
 #[derive(Default)]
 struct Ready {
-    /// Somebody has come who wants to ask.
-    came: Vec<usize>,
-    /// Who has asked.
-    asked: Vec<(usize, usize)>,
-    /// The worker asks for a name.
+    /// Members with a new connection to their socket.
+    connecting: Vec<usize>,
+    /// Members and clients with a request.
+    requests: Vec<(usize, usize)>,
+    /// Whether the worker requests a file.
     names: bool,
-    /// A client of NBD has come.
-    client: Vec<usize>,
-    /// The relay of such clients wants something.
+    /// Members with a new NBD client.
+    nbd_clients: Vec<usize>,
+    /// Members whose relay has sent a message or ended.
     relay: Vec<usize>,
-    /// Somebody has come to the group,
-    joins: bool,
-    /// has asked there,
-    asked_to_join: Vec<usize>,
-    /// or wants a command to be done.
+    /// Whether there is a new connection to the group's socket.
+    joining: bool,
+    /// Connections to the group's socket that have a request.
+    joiners: Vec<usize>,
+    /// Whether there is a new connection to the socket for commands.
     command: bool,
 }
 
 struct Process {
     binary: OwnedFd,
-    /// One, or those of a group. There is always one.
+    /// The one disk, or all disks of a group. The keeper ends with the last one.
     members: Vec<Member>,
-    group: Option<OfGroup>,
+    group: Option<GroupEndpoint>,
     worker: Worker,
     also: Vec<RawFd>,
-    /// How often the worker could not be started.
+    /// Failed starts of the worker.
     failures: u32,
 }
 
-/// Who is meant by a descriptor that is waited for.
+/// What a polled descriptor belongs to.
 #[derive(Clone, Copy)]
-enum Whose {
-    Place(usize),
+enum PollSource {
+    Endpoint(usize),
     Public(usize),
     Client(usize, usize),
     Relay(usize),
@@ -152,96 +155,97 @@ impl Process {
     fn run(mut self) -> ! {
         let mut priority = io_priority();
         loop {
-            if let Err(e) = self.worker.go_on(&mut self.members, &self.binary, &self.also) {
-                if self.failures.is_multiple_of(TELL_AGAIN) {
-                    tell(&format!("cannot start the worker: {e}"));
+            if let Err(e) = self.worker.advance(&mut self.members, &self.binary, &self.also) {
+                if self.failures.is_multiple_of(LOG_EVERY) {
+                    log(&format!("cannot start the worker: {e}"));
                 }
                 self.failures = self.failures.wrapping_add(1);
-                std::thread::sleep(REST);
+                std::thread::sleep(RETRY_PAUSE);
             }
             let now = io_priority();
-            // What fails is tried when it is changed again: nothing but speed depends on it.
+            // A failure is not repeated before the priority changes again: only speed depends on
+            // it.
             if now != priority && now >= 0 {
                 let _ = set_io_priority_of_group(now);
                 priority = now;
             }
             let ready = self.wait();
             self.members.iter_mut().for_each(|member| member.relay.reap());
-            self.attend(ready);
+            self.handle(ready);
         }
     }
 
-    fn attend(&mut self, ready: Ready) {
+    fn handle(&mut self, ready: Ready) {
         for m in ready.relay {
-            let Member { relay, seat, .. } = &mut self.members[m];
-            relay.answer(seat);
+            let Member { relay, connections, .. } = &mut self.members[m];
+            relay.handle_message(connections);
         }
         if ready.names
-            && let Err(e) = self.worker.answer(&mut self.members)
+            && let Err(e) = self.worker.serve_name_request(&mut self.members)
         {
-            tell(&format!("cannot end the worker: {e}"));
-            std::thread::sleep(REST);
+            log(&format!("cannot kill the worker: {e}"));
+            std::thread::sleep(RETRY_PAUSE);
         }
-        ready.client.into_iter().for_each(|m| self.admit(m));
-        // Before anybody is removed, and numbers change.
-        for m in ready.came {
+        ready.nbd_clients.into_iter().for_each(|m| self.forward_client(m));
+        // Connections are accepted before any member is removed, since that changes indices.
+        for m in ready.connecting {
             if self.members[m].accept().is_err() {
-                std::thread::sleep(REST);
+                std::thread::sleep(RETRY_PAUSE);
             }
         }
-        // From the last on, since who has gone is removed.
+        // From the last to the first, since a client that has gone is removed.
         let mut gone = None;
-        for (m, i) in ready.asked.into_iter().rev() {
-            if gone != Some(m) && !self.hear(m, i) {
+        for (m, i) in ready.requests.into_iter().rev() {
+            if gone != Some(m) && !self.handle_request(m, i) {
                 gone = Some(m);
             }
         }
-        self.attend_to_group(ready.joins, ready.asked_to_join, ready.command);
+        self.handle_group(ready.joining, ready.joiners, ready.command);
     }
 
-    fn attend_to_group(&mut self, joins: bool, asked: Vec<usize>, command: bool) {
+    fn handle_group(&mut self, joining: bool, requests: Vec<usize>, command: bool) {
         let Some(group) = &mut self.group else { return };
         if command {
-            group.admit(&self.worker);
+            group.forward_client(&self.worker);
         }
         let mut wanted = Vec::new();
-        for i in asked.into_iter().rev() {
-            wanted.extend(group.hear(i));
+        for i in requests.into_iter().rev() {
+            wanted.extend(group.read_request(i));
         }
-        if joins && group.accept().is_err() {
-            std::thread::sleep(REST);
+        if joining && group.accept().is_err() {
+            std::thread::sleep(RETRY_PAUSE);
         }
-        for (client, keep) in wanted {
-            let joined = keep.and_then(|keep| self.join(keep));
-            let said = joined.map_or_else(|e| Answer::No(e.to_string()), |()| Answer::Done);
-            answer(&client, &said, None);
+        for (client, spec) in wanted {
+            let joined = spec.and_then(|spec| self.join(spec));
+            let reply = joined.map_or_else(|e| Reply::Failed(e.to_string()), |()| Reply::Done);
+            send_reply(&client, &reply, None);
         }
     }
 
-    /// Keeps one disk more.
-    fn join(&mut self, mut keep: Keep) -> io::Result<()> {
-        let ours = &self.members[0].keep.group;
+    /// Adds a disk to the group.
+    fn join(&mut self, mut spec: DiskSpec) -> io::Result<()> {
+        let ours = &self.members[0].spec.group;
         let socket = |group: &Option<Group>| group.as_ref().map(|group| group.socket.clone());
-        if socket(&keep.group) != socket(ours) {
-            return Err(io::Error::other("its group is another one"));
+        if socket(&spec.group) != socket(ours) {
+            return Err(io::Error::other("the disk belongs to another group"));
         }
-        // The one worker was started as this says.
-        keep.group.clone_from(ours);
+        // The one worker was started with these arguments.
+        spec.group.clone_from(ours);
         if self.members.len() >= MEMBERS {
             return Err(io::Error::other(format!(
-                "{MEMBERS} disks of one store are served at a time"
+                "at most {MEMBERS} disks of one store are served at a time"
             )));
         }
-        self.members.push(Member::new(keep)?);
+        self.members.push(Member::new(spec)?);
         if let Err(e) = self.worker.allow(&self.members) {
             drop(self.members.pop().map(|mut member| member.remove(None)));
             return Err(e);
         }
-        self.worker.has_another();
+        self.worker.disk_added();
         Ok(())
     }
 
-    /// Waits for something to do.
+    /// Waits until there is something to do.
     fn wait(&self) -> Ready {
         let (mut fds, mut whose) = (Vec::new(), Vec::new());
         let mut listen = |fd, flags, who| {
@@ -249,37 +253,37 @@ impl Process {
             whose.push(who);
         };
         for (m, member) in self.members.iter().enumerate() {
-            listen(member.place.listener.as_fd(), PollFlags::IN, Whose::Place(m));
-            listen(member.public.as_fd(), PollFlags::IN, Whose::Public(m));
+            listen(member.endpoint.listener.as_fd(), PollFlags::IN, PollSource::Endpoint(m));
+            listen(member.public.as_fd(), PollFlags::IN, PollSource::Public(m));
             for (i, client) in member.clients.iter().enumerate() {
-                listen(client.as_fd(), PollFlags::IN, Whose::Client(m, i));
+                listen(client.as_fd(), PollFlags::IN, PollSource::Client(m, i));
             }
             if let Some(relay) = member.relay.fd() {
-                listen(relay, PollFlags::IN, Whose::Relay(m));
+                listen(relay, PollFlags::IN, PollSource::Relay(m));
             }
         }
         if let Some(end) = self.worker.end_fd(&self.members) {
-            listen(end.as_fd(), PollFlags::RDHUP, Whose::Worker);
+            listen(end.as_fd(), PollFlags::RDHUP, PollSource::Worker);
         }
-        if let Some(names) = self.worker.names() {
-            listen(names, PollFlags::IN, Whose::Names);
+        if let Some(names) = self.worker.names_fd() {
+            listen(names, PollFlags::IN, PollSource::Names);
         }
         if let Some(group) = &self.group {
-            listen(group.place.listener.as_fd(), PollFlags::IN, Whose::Group);
+            listen(group.endpoint.listener.as_fd(), PollFlags::IN, PollSource::Group);
             for (i, client) in group.clients.iter().enumerate() {
-                listen(client.as_fd(), PollFlags::IN, Whose::Joiner(i));
+                listen(client.as_fd(), PollFlags::IN, PollSource::Joiner(i));
             }
             if let Some((commands, _)) = &group.commands {
-                listen(commands.as_fd(), PollFlags::IN, Whose::Commands);
+                listen(commands.as_fd(), PollFlags::IN, PollSource::Commands);
             }
         }
         let relays = self.members.iter().filter_map(|member| member.relay.due());
         let due = self.worker.due().into_iter().chain(relays).min();
-        let timeout = due.unwrap_or(LOOK_AT_PRIORITY).min(LOOK_AT_PRIORITY);
+        let timeout = due.unwrap_or(PRIORITY_INTERVAL).min(PRIORITY_INTERVAL);
         let timeout =
             Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
         if poll(&mut fds, Some(&timeout)).is_err() {
-            std::thread::sleep(REST);
+            std::thread::sleep(RETRY_PAUSE);
             return Ready::default();
         }
         let mut ready = Ready::default();
@@ -288,33 +292,34 @@ impl Process {
         ready
     }
 
-    /// Hands a client on. It is turned away where that cannot be.
-    fn admit(&mut self, m: usize) {
-        let Member { relay, keep, public, seat, .. } = &mut self.members[m];
+    /// Accepts an NBD client and hands it to the relay. On failure the client's connection is
+    /// closed.
+    fn forward_client(&mut self, m: usize) {
+        let Member { relay, spec, public, connections, .. } = &mut self.members[m];
         match public::accept(public) {
-            Ok(Some(client)) => drop(relay.admit(client.as_fd(), keep, &self.binary, seat)),
+            Ok(Some(client)) => drop(relay.admit(client.as_fd(), spec, &self.binary, connections)),
             Ok(None) => {}
-            Err(_) => std::thread::sleep(REST),
+            Err(_) => std::thread::sleep(RETRY_PAUSE),
         }
     }
 
-    /// Does what this client of a member asks for. Whether the member is there still.
-    fn hear(&mut self, m: usize, i: usize) -> bool {
+    /// Handles one request of client `i` of member `m`. Returns whether the member still exists.
+    fn handle_request(&mut self, m: usize, i: usize) -> bool {
         let member = &mut self.members[m];
-        let heard = receive_with(&member.clients[i], MAX_BYTES, false);
-        let bytes = match heard {
+        let received = receive_with(&member.clients[i], MAX_BYTES, false);
+        let bytes = match received {
             Ok((bytes, _)) if !bytes.is_empty() => bytes,
             Err(e) if e.raw_os_error() == Some(Errno::AGAIN.raw_os_error()) => return true,
             _ => {
-                member.forget_client(i);
+                member.remove_client(i);
                 return true;
             }
         };
-        let no = |why: &dyn std::fmt::Display| Answer::No(why.to_string());
-        let (said, gives) = match serde_json::from_slice(&bytes) {
+        let no = |why: &dyn std::fmt::Display| Reply::Failed(why.to_string());
+        let (reply, gives) = match serde_json::from_slice(&bytes) {
             Ok(Request::Line { lost }) => {
                 let is_lost = lost == Some(self.worker.start());
-                match if is_lost { self.worker.end(&mut self.members) } else { Ok(()) } {
+                match if is_lost { self.worker.kill(&mut self.members) } else { Ok(()) } {
                     Err(e) => (no(&e), None),
                     Ok(()) => {
                         let member = &mut self.members[m];
@@ -323,66 +328,66 @@ impl Process {
                     }
                 }
             }
-            // Who asks may have seen the end of a worker before us.
-            Ok(Request::SecondLine) => match self.worker.look(&mut self.members) {
+            // The client may have noticed the end of a worker before this keeper.
+            Ok(Request::SecondLine) => match self.worker.check_exit(&mut self.members) {
                 Err(e) => (no(&e), None),
                 Ok(()) => (self.line(), Some(1)),
             },
-            Ok(Request::Keep) => (Answer::Keep(Box::new(member.keep.clone())), None),
+            Ok(Request::Spec) => (Reply::Spec(Box::new(member.spec.clone())), None),
             Ok(Request::End) => return self.end(m, i, true),
             Ok(Request::Leave) => return self.end(m, i, false),
-            Ok(Request::Join(_)) => (no(&"a disk joins at its group's socket"), None),
+            Ok(Request::Join(_)) => (no(&"a disk can join at its group's socket only"), None),
             Ok(Request::Upgrade { binary }) => (no(&self.upgrade(m, i, &binary)), None),
-            Err(e) => (no(&format!("that is no request: {e}")), None),
+            Err(e) => (no(&format!("malformed request: {e}")), None),
         };
-        let Member { seat, clients, .. } = &self.members[m];
-        answer(&clients[i], &said, gives.map(|line: usize| seat.lines[line].as_fd()));
+        let Member { connections, clients, .. } = &self.members[m];
+        send_reply(&clients[i], &reply, gives.map(|line: usize| connections.lines[line].as_fd()));
         true
     }
 
-    fn line(&self) -> Answer {
+    fn line(&self) -> Reply {
         let keeper = getpid().as_raw_nonzero().get();
-        Answer::Line { start: self.worker.start(), keeper }
+        Reply::Line { start: self.worker.start(), keeper }
     }
 
-    /// Keeps a disk no longer, and ends with the last. A worker that may have it open is killed. Whether the
-    /// disk is there still.
-    fn end(&mut self, m: usize, asker: usize, has_it_open: bool) -> bool {
+    /// Stops keeping a disk, and ends the process after the last one. Kills a worker that may have
+    /// the disk open. Returns whether the disk is still kept, since the worker could not be killed.
+    fn end(&mut self, m: usize, requester: usize, has_it_open: bool) -> bool {
         let is_last = self.members.len() == 1;
         if (is_last || has_it_open)
             && let Err(e) = self.end_worker()
         {
-            answer(&self.members[m].clients[asker], &Answer::No(e.to_string()), None);
+            send_reply(&self.members[m].clients[requester], &Reply::Failed(e.to_string()), None);
             return true;
         }
         let mut member = self.members.remove(m);
         let alive = match &self.group {
-            None => Some(member.keep.run_dir.clone()),
+            None => Some(member.spec.run_dir.clone()),
             Some(_) => None,
         };
         let mut removed = member.remove(alive.as_deref());
         if let Some(group) = self.group.as_ref().filter(|_| is_last) {
             removed = removed.and(group.remove());
         }
-        let answered = match removed {
-            Ok(()) => Answer::Done,
-            Err(e) => Answer::No(e.to_string()),
+        let reply = match removed {
+            Ok(()) => Reply::Done,
+            Err(e) => Reply::Failed(e.to_string()),
         };
-        answer(&member.clients[asker], &answered, None);
+        send_reply(&member.clients[requester], &reply, None);
         if is_last {
             std::process::exit(0);
         }
-        // Its folders were there.
+        // It cannot fail for want of a directory: those of the other disks exist.
         let _ = self.worker.allow(&self.members);
         false
     }
 
-    /// Kills the worker, and looks for a while whether it has ended. One whose storage is stuck ends
-    /// later: it does nothing more, and its lock keeps the next one away until then.
+    /// Kills the worker and waits a while for its end. A worker whose storage is stuck ends later:
+    /// it does nothing more, and its lock keeps the next one away until then.
     fn end_worker(&mut self) -> io::Result<()> {
-        self.worker.end(&mut self.members)?;
-        for _ in 0..LOOKS_AT_THE_END {
-            if self.worker.has_ended() {
+        self.worker.kill(&mut self.members)?;
+        for _ in 0..EXIT_POLLS {
+            if self.worker.has_exited() {
                 break;
             }
             std::thread::sleep(self.worker.due().unwrap_or_default());
@@ -390,40 +395,41 @@ impl Process {
         Ok(())
     }
 
-    /// Becomes another binary. Only its failure returns, and nothing has changed then but the worker.
-    fn upgrade(&mut self, m: usize, asker: usize, binary: &Path) -> io::Error {
-        self.try_upgrade(m, asker, binary).err().unwrap_or_else(|| io::ErrorKind::Other.into())
+    /// Replaces this program by `binary`. It returns only on failure, with nothing changed but the
+    /// worker killed.
+    fn upgrade(&mut self, m: usize, requester: usize, binary: &Path) -> io::Error {
+        self.try_upgrade(m, requester, binary).err().unwrap_or_else(|| io::ErrorKind::Other.into())
     }
 
-    fn try_upgrade(&mut self, m: usize, asker: usize, binary: &Path) -> io::Result<()> {
+    fn try_upgrade(&mut self, m: usize, requester: usize, binary: &Path) -> io::Result<()> {
         let file = File::open(binary)?;
         self.end_worker()?;
-        // Of whom the next binary knows nothing.
-        if !self.worker.has_ended() {
-            return Err(io::Error::other("the worker's storage is stuck, and it does not end"));
+        // The next program could not wait for a worker that it has not started.
+        if !self.worker.has_exited() {
+            return Err(io::Error::other("the worker does not end: its storage is stuck"));
         }
-        let asker = &self.members[m].clients[asker];
+        let requester = &self.members[m].clients[requester];
         let group = self.group.as_ref();
-        let of_group = group.map(|group| [&group.place.lock, &group.place.listener]);
+        let group_fds = group.map(|group| [&group.endpoint.lock, &group.endpoint.listener]);
         let commands = group.and_then(|group| group.commands.as_ref());
-        let Other { keep, before: [lock, listener, public], relay } = self.members[0].hand_on();
+        let Other { spec, before: [lock, listener, public], relay } = self.members[0].to_state();
         let state = State {
-            keep,
+            spec,
             start: self.worker.start() + 1,
-            before: Some([lock, listener, asker.as_raw_fd()]),
+            before: Some([lock, listener, requester.as_raw_fd()]),
             public: Some(public),
             relay,
             asker_of: m,
-            group: of_group.map(|of_group| of_group.map(AsRawFd::as_raw_fd)),
+            group: group_fds.map(|group_fds| group_fds.map(AsRawFd::as_raw_fd)),
             commands: commands.map(|(fd, path)| (fd.as_raw_fd(), path.clone())),
-            others: self.members[1..].iter().map(Member::hand_on).collect(),
+            others: self.members[1..].iter().map(Member::to_state).collect(),
         };
-        let mut kept = vec![asker.as_fd()];
-        for Member { place: Place { lock, listener }, public, relay, .. } in &self.members {
+        let mut kept = vec![requester.as_fd()];
+        for Member { endpoint: Endpoint { lock, listener }, public, relay, .. } in &self.members {
             kept.extend([lock, listener, public].map(AsFd::as_fd));
             kept.extend(relay.fd());
         }
-        kept.extend(of_group.into_iter().flatten().map(AsFd::as_fd));
+        kept.extend(group_fds.into_iter().flatten().map(AsFd::as_fd));
         kept.extend(commands.map(|(fd, _)| fd.as_fd()));
         let state = CString::new(format!("{VARIABLE}={}", serde_json::to_string(&state)?))?;
         let mut environment = environment_without(VARIABLE);
@@ -436,28 +442,28 @@ impl Process {
 }
 
 impl Ready {
-    fn add(&mut self, who: Whose) {
+    fn add(&mut self, who: PollSource) {
         match who {
-            Whose::Place(m) => self.came.push(m),
-            Whose::Public(m) => self.client.push(m),
-            Whose::Client(m, i) => self.asked.push((m, i)),
-            Whose::Relay(m) => self.relay.push(m),
-            // The next turn begins with that.
-            Whose::Worker => {}
-            Whose::Names => self.names = true,
-            Whose::Group => self.joins = true,
-            Whose::Joiner(i) => self.asked_to_join.push(i),
-            Whose::Commands => self.command = true,
+            PollSource::Endpoint(m) => self.connecting.push(m),
+            PollSource::Public(m) => self.nbd_clients.push(m),
+            PollSource::Client(m, i) => self.requests.push((m, i)),
+            PollSource::Relay(m) => self.relay.push(m),
+            // The next turn of the loop begins with the worker.
+            PollSource::Worker => {}
+            PollSource::Names => self.names = true,
+            PollSource::Group => self.joining = true,
+            PollSource::Joiner(i) => self.joiners.push(i),
+            PollSource::Commands => self.command = true,
         }
     }
 }
 
-/// How often it is looked whether the worker has ended, before that is not waited for any more.
-const LOOKS_AT_THE_END: u32 = 50;
+/// Most checks for the worker's exit before the keeper stops waiting for it.
+const EXIT_POLLS: u32 = 50;
 
-/// Who does not listen misses it.
-fn answer(client: &OwnedFd, answer: &Answer, file: Option<BorrowedFd<'_>>) {
-    if let Ok(bytes) = serde_json::to_vec(answer) {
+/// Sends a reply. A client that does not read misses it.
+fn send_reply(client: &OwnedFd, reply: &Reply, file: Option<BorrowedFd<'_>>) {
+    if let Ok(bytes) = serde_json::to_vec(reply) {
         let _ = send_with(client, &bytes, file);
     }
 }

@@ -1,4 +1,4 @@
-//! One disk of a keeper: its sockets, who asks there, and its ways to the worker.
+//! One disk of a keeper: its sockets, the clients of its socket, and its connections to the worker.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -8,108 +8,108 @@ use ferrite_io::process::{send_with, take_given};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, accept_with, socketpair};
 
-use crate::keep::{Keep, Other};
 use crate::public;
-use crate::relay::{Handed, Relay};
-use crate::socket::{Place, remove};
+use crate::relay::{Relay, RelayState};
+use crate::socket::{Endpoint, remove};
+use crate::spec::{DiskSpec, Other};
 use crate::worker::remove_alive;
 
-/// Most who may ask at once: a daemon, its successor, and a look at it by hand.
+/// Most clients of a disk's socket at a time: a daemon, its successor, and a few manual queries.
 pub(crate) const CLIENTS: usize = 8;
 
-/// A disk, and all that stays when its worker ends.
+/// A disk, with everything of it that outlives its worker.
 #[derive(Debug)]
 pub(crate) struct Member {
-    pub(crate) keep: Keep,
-    pub(crate) place: Place,
-    /// Where clients of NBD come.
+    pub(crate) spec: DiskSpec,
+    pub(crate) endpoint: Endpoint,
+    /// The listening socket for NBD clients.
     pub(crate) public: OwnedFd,
     pub(crate) relay: Relay,
     pub(crate) clients: Vec<OwnedFd>,
-    /// Which of them has asked for the line last.
+    /// The client that requested the line last.
     pub(crate) follower: Option<RawFd>,
-    pub(crate) seat: Seat,
+    pub(crate) connections: Connections,
 }
 
-/// A disk's ways to the worker. They are there always: what is said on them before the worker is there waits
-/// for it.
+/// A disk's connections to the worker. They exist before the worker does: messages wait in them.
 #[derive(Debug)]
-pub(crate) struct Seat {
+pub(crate) struct Connections {
     /// The followers' ends of both lines.
     pub(crate) lines: [OwnedFd; 2],
-    /// What brings the worker clients.
-    pub(crate) door: OwnedFd,
-    /// The worker's own ends of all three, until it has them.
-    pub(crate) own_ends: Option<[OwnedFd; 3]>,
+    /// The keeper's end of the client channel, which brings NBD clients to the worker.
+    pub(crate) client_channel: OwnedFd,
+    /// The worker's ends of both lines and of the client channel, until they are handed over.
+    pub(crate) worker_ends: Option<[OwnedFd; 3]>,
 }
 
-impl Seat {
-    pub(crate) fn new() -> io::Result<Seat> {
+impl Connections {
+    pub(crate) fn new() -> io::Result<Connections> {
         let pair = || {
             let flags = SocketFlags::CLOEXEC;
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
         };
         let ((first, own_first), (second, own_second)) = (pair()?, pair()?);
-        let (door, own_door) = pair()?;
-        let own_ends = Some([own_first, own_second, own_door]);
-        Ok(Seat { lines: [first, second], door, own_ends })
+        let (client_channel, own_client_channel) = pair()?;
+        let worker_ends = Some([own_first, own_second, own_client_channel]);
+        Ok(Connections { lines: [first, second], client_channel, worker_ends })
     }
 
-    /// Has the worker serve this client, as soon as it can.
+    /// Hands an NBD client to the worker.
     ///
     /// # Errors
-    /// As many wait for it as there is room for.
+    /// `WouldBlock`: as many clients as the channel has room for wait already.
     pub(crate) fn admit(&self, client: BorrowedFd<'_>) -> io::Result<()> {
-        send_with(&self.door, b"client", Some(client))
+        send_with(&self.client_channel, b"client", Some(client))
     }
 }
 
 impl Member {
-    /// One that comes. What a dead keeper has left of it is removed.
+    /// Creates a member with new sockets. Leftovers of a dead keeper are removed.
     ///
     /// # Errors
-    /// `WouldBlock`: a keeper of this disk lives. Otherwise the file system's.
-    pub(crate) fn new(keep: Keep) -> io::Result<Member> {
-        let place = Place::take(&keep.socket)?;
-        let public = public::listen(&keep.run_dir)?;
-        Member::of(keep, place, public, Relay::default())
+    /// `WouldBlock`: a keeper of this disk lives. Otherwise errors of the file system.
+    pub(crate) fn new(spec: DiskSpec) -> io::Result<Member> {
+        let endpoint = Endpoint::take(&spec.socket)?;
+        let public = public::listen(&spec.run_dir)?;
+        Member::of(spec, endpoint, public, Relay::default())
     }
 
-    /// One that a keeper before has had: with its lock, its listening socket and its public one.
+    /// Takes over a member of the previous program: its lock, its listening socket and its public
+    /// socket.
     ///
     /// # Errors
-    /// They are not there.
-    pub(crate) fn handed_on(
-        keep: Keep,
+    /// A descriptor is missing.
+    pub(crate) fn restore(
+        spec: DiskSpec,
         [lock, listener]: [RawFd; 2],
         public: Option<RawFd>,
-        relay: Handed,
+        relay: RelayState,
     ) -> io::Result<Member> {
-        let place = Place { lock: take_given(lock)?, listener: take_given(listener)? };
-        let public = public.map_or_else(|| public::listen(&keep.run_dir), take_given)?;
-        Member::of(keep, place, public, Relay::take(relay)?)
+        let endpoint = Endpoint { lock: take_given(lock)?, listener: take_given(listener)? };
+        let public = public.map_or_else(|| public::listen(&spec.run_dir), take_given)?;
+        Member::of(spec, endpoint, public, Relay::take(relay)?)
     }
 
-    fn of(keep: Keep, place: Place, public: OwnedFd, relay: Relay) -> io::Result<Member> {
-        let (clients, follower, seat) = (Vec::new(), None, Seat::new()?);
-        Ok(Member { keep, place, public, relay, clients, follower, seat })
+    fn of(spec: DiskSpec, endpoint: Endpoint, public: OwnedFd, relay: Relay) -> io::Result<Member> {
+        let (clients, follower, connections) = (Vec::new(), None, Connections::new()?);
+        Ok(Member { spec, endpoint, public, relay, clients, follower, connections })
     }
 
-    /// For the keeper's next program.
-    pub(crate) fn hand_on(&self) -> Other {
-        let Place { lock, listener } = &self.place;
+    /// The state for the keeper's next program.
+    pub(crate) fn to_state(&self) -> Other {
+        let Endpoint { lock, listener } = &self.endpoint;
         let before = [lock, listener, &self.public].map(AsRawFd::as_raw_fd);
-        Other { keep: self.keep.clone(), before, relay: self.relay.hand_on() }
+        Other { spec: self.spec.clone(), before, relay: self.relay.to_state() }
     }
 
-    /// Has somebody ask who has come.
+    /// Accepts a connection to the disk's socket. It replaces the oldest one if there are too many.
     ///
     /// # Errors
-    /// Out of descriptors, say.
+    /// Errors of `accept`, such as too many open descriptors.
     pub(crate) fn accept(&mut self) -> io::Result<()> {
-        let Some(client) = accept(&self.place.listener)? else { return Ok(()) };
-        // The oldest has been quiet for longest, or is not heard any more. Not so who follows: it has
-        // nothing to ask while all is well.
+        let Some(client) = accept(&self.endpoint.listener)? else { return Ok(()) };
+        // The oldest client has been silent for longest, or is gone. The follower is excepted: it
+        // has nothing to request while all is well.
         if self.clients.len() >= CLIENTS {
             let quiet = |client: &OwnedFd| Some(client.as_raw_fd()) != self.follower;
             let oldest = self.clients.iter().position(quiet).unwrap_or_default();
@@ -119,32 +119,34 @@ impl Member {
         Ok(())
     }
 
-    /// Who has asked is gone.
-    pub(crate) fn forget_client(&mut self, i: usize) {
+    /// Removes a client that has disconnected.
+    pub(crate) fn remove_client(&mut self, i: usize) {
         let gone = self.clients.remove(i);
         self.follower = self.follower.filter(|follower| *follower != gone.as_raw_fd());
     }
 
-    /// Removes what others find it by. `alive` is the folder of the lock of a worker that has no other disk.
-    /// Whoever served it is gone, or has let go of it.
+    /// Removes the disk's sockets and locks. `alive` is the run directory whose worker lock is
+    /// removed too, unless other disks share that lock. The disk must not be open in a worker any
+    /// more.
     ///
     /// # Errors
-    /// The file system's.
+    /// Errors of the file system.
     pub(crate) fn remove(&mut self, alive: Option<&Path>) -> io::Result<()> {
         self.relay.end();
-        public::remove(&self.keep.run_dir);
-        // The lock stays with what cannot be removed: a daemon that starts looks for it.
+        public::remove(&self.spec.run_dir);
+        // The lock's file stays while `alive` cannot be removed: a starting daemon finds the
+        // leftovers by it.
         match alive.map_or(Ok(()), remove_alive) {
-            Ok(()) => self.place.remove(&self.keep.socket),
-            Err(_) => remove(&self.keep.socket),
+            Ok(()) => self.endpoint.remove(&self.spec.socket),
+            Err(_) => remove(&self.spec.socket),
         }
     }
 }
 
-/// Who has come to a listening socket. `None`: who has come is gone.
+/// Accepts a connection. `None`: there was none, or its peer has gone again.
 ///
 /// # Errors
-/// Out of descriptors, say: it is worth another try later.
+/// Errors of `accept`, such as too many open descriptors. The caller may try again later.
 pub(crate) fn accept(listener: &OwnedFd) -> io::Result<Option<OwnedFd>> {
     match accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
         Ok(client) => Ok(Some(client)),

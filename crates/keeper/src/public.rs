@@ -1,7 +1,7 @@
-//! A disk's public socket: where clients of NBD find it, as long as there is the disk.
+//! A disk's public socket, where NBD clients connect.
 //!
-//! The keeper listens and accepts, so that the socket stays when a worker ends, and a worker needs no
-//! right to listen.
+//! The keeper listens and accepts. So the socket outlives a worker, and a worker needs no right to
+//! listen.
 
 use std::fs::DirBuilder;
 use std::io;
@@ -13,36 +13,36 @@ use rustix::net::{SocketFlags, SocketType, accept_with};
 
 use crate::socket::listen_at;
 
-/// Those who have come and were not accepted yet: more wait in their own `connect`.
+/// Connections that wait to be accepted. Further clients wait in `connect`.
 const BACKLOG: i32 = 16;
-/// The name in the run directory.
+/// The socket's name in the run directory.
 const NAME: &str = "nbd";
 
-/// The socket by which others find the disk that has this run directory: NBD, on a stream.
+/// The path of the NBD stream socket of the disk with this run directory.
 pub fn nbd_socket(run_dir: &Path) -> PathBuf {
     run_dir.join(NAME)
 }
 
-/// Listens. Whoever calls has the keeper's lock: what a dead keeper has left is removed.
+/// Listens at the public socket. The caller holds the keeper's lock: a leftover socket is removed.
 ///
 /// # Errors
-/// The file system's.
+/// Errors of the file system.
 pub(crate) fn listen(run_dir: &Path) -> io::Result<OwnedFd> {
     DirBuilder::new().recursive(true).mode(0o700).create(run_dir)?;
     remove(run_dir);
     listen_at(&nbd_socket(run_dir), SocketType::STREAM, BACKLOG)
 }
 
-/// Removes the socket, of a keeper that is at its end or dead.
+/// Removes the socket of a keeper that ends or is dead.
 pub(crate) fn remove(run_dir: &Path) {
-    // What stays is nobody's, and the next keeper's to remove.
+    // A socket that stays is unused, and the next keeper removes it.
     let _ = std::fs::remove_file(nbd_socket(run_dir));
 }
 
-/// The next who has come. `None`: nobody, or nobody who is still there.
+/// Accepts an NBD client. `None`: there was none, or it has gone again.
 ///
 /// # Errors
-/// Out of descriptors, say: it is worth another try later.
+/// Errors of `accept`, such as too many open descriptors. The caller may try again later.
 pub(crate) fn accept(listener: &OwnedFd) -> io::Result<Option<OwnedFd>> {
     use rustix::io::Errno;
     match accept_with(listener, SocketFlags::CLOEXEC) {

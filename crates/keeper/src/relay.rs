@@ -1,5 +1,5 @@
-//! The relay of a disk, as its keeper has it: a process that clients of NBD are connected with, so that
-//! they do not notice the end of a worker. It is there while there are clients.
+//! The relay process of a disk, seen from its keeper. NBD clients are connected with the relay, so
+//! they do not notice the end of a worker. It runs while there are clients.
 
 use std::ffi::CString;
 use std::io;
@@ -15,50 +15,48 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde::{Deserialize, Serialize};
 
-use crate::keep::{Keep, VARIABLE};
-use crate::member::Seat;
-use crate::names;
-use crate::tell;
+use crate::log;
+use crate::member::Connections;
+use crate::sandbox;
+use crate::spec::{DiskSpec, VARIABLE};
 
-/// The socket by which a relay and its keeper talk, as the number of a descriptor that it is started
-/// with.
+/// Descriptor of a relay's socket to its keeper.
 const RELAY_FD: RawFd = FIRST_GIVEN;
-/// The longest of its messages.
+/// The longest message of a relay.
 const MESSAGE_BYTES: usize = 64;
-/// How often it is looked whether one that was killed is gone.
-const LOOK_AGAIN: Duration = Duration::from_millis(2);
+/// How often the exit of a killed relay is checked.
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// One that lives.
+/// A running relay.
 #[derive(Debug)]
 struct Process {
     pid: Pid,
     socket: OwnedFd,
-    /// Clients that it was given.
+    /// Clients that the relay was given since its start.
     given: u64,
 }
 
-/// See the module's text.
+/// The relay of a disk, if it has clients.
 #[derive(Debug, Default)]
 pub(crate) struct Relay {
     process: Option<Process>,
-    /// Those that were killed, and that nobody has asked for yet.
+    /// Killed relays whose exit status was not collected yet.
     ended: Vec<Pid>,
 }
 
-/// What the keeper's next program goes on with: the process, its socket, the clients that it was given,
-/// and processes that have ended.
+/// The state of a relay for the keeper's next program.
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Handed {
+pub(crate) struct RelayState {
     process: Option<(i32, RawFd, u64)>,
     ended: Vec<i32>,
 }
 
 impl Relay {
-    /// Goes on with what a keeper before has handed on.
+    /// Takes over the relay of the previous program.
     ///
     /// # Errors
-    /// The descriptor is not there.
-    pub(crate) fn take(handed: Handed) -> io::Result<Relay> {
+    /// The descriptor is missing.
+    pub(crate) fn take(handed: RelayState) -> io::Result<Relay> {
         let pid = |number| Pid::from_raw(number).ok_or(io::ErrorKind::InvalidData);
         let process = match handed.process {
             Some((number, fd, given)) => {
@@ -70,39 +68,40 @@ impl Relay {
         Ok(Relay { process, ended })
     }
 
-    /// For the keeper's next program, which gets the socket under its number.
-    pub(crate) fn hand_on(&self) -> Handed {
+    /// The state for the keeper's next program, which inherits the socket under its number.
+    pub(crate) fn to_state(&self) -> RelayState {
         let number = |pid: Pid| pid.as_raw_nonzero().get();
         let process = self.process.as_ref();
-        Handed {
+        RelayState {
             process: process.map(|p| (number(p.pid), p.socket.as_raw_fd(), p.given)),
             ended: self.ended.iter().map(|pid| number(*pid)).collect(),
         }
     }
 
-    /// Readable when it says something, or has ended.
+    /// A descriptor that is readable when the relay sends a message or has ended.
     pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.process.as_ref().map(|process| process.socket.as_fd())
     }
 
-    /// When to look at those that have ended.
+    /// When to call [`reap`](Self::reap) at the latest.
     pub(crate) fn due(&self) -> Option<Duration> {
-        (!self.ended.is_empty()).then_some(LOOK_AGAIN)
+        (!self.ended.is_empty()).then_some(POLL_INTERVAL)
     }
 
-    /// Has a client served, by way of the relay. A keeper that has none gives it to the worker.
+    /// Hands a client to the relay, and starts one if there is none. A disk without a relay hands
+    /// the client to the worker.
     ///
     /// # Errors
-    /// There is no relay for it, or no room. It is turned away.
+    /// There is no relay or no room for the client, which is turned away.
     pub(crate) fn admit(
         &mut self,
         client: BorrowedFd<'_>,
-        keep: &Keep,
+        spec: &DiskSpec,
         binary: &OwnedFd,
-        seat: &Seat,
+        connections: &Connections,
     ) -> io::Result<()> {
-        let Some(arguments) = &keep.relay else { return seat.admit(client) };
-        // One that has just ended does not take it, and the next one does.
+        let Some(arguments) = &spec.relay else { return connections.admit(client) };
+        // A relay that has just ended does not take the client, so the next one is started for it.
         if let Some(process) = &mut self.process {
             match process.give(client) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(e),
@@ -110,45 +109,46 @@ impl Relay {
                 Ok(()) => return Ok(()),
             }
         }
-        let mut process = Process::start(arguments, keep, binary)?;
+        let mut process = Process::start(arguments, spec, binary)?;
         let given = process.give(client);
         self.process = Some(process);
         given
     }
 
-    /// Does what it asks for, once. One that asks for anything else is ended.
-    pub(crate) fn answer(&mut self, seat: &Seat) {
+    /// Handles one message of the relay. A relay that sends anything unknown is killed.
+    pub(crate) fn handle_message(&mut self, connections: &Connections) {
         let Some(process) = &self.process else { return };
-        let heard = match receive_with(&process.socket, MESSAGE_BYTES, false) {
+        let received = match receive_with(&process.socket, MESSAGE_BYTES, false) {
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
-            heard => heard.map_or_else(|_| Vec::new(), |(bytes, _)| bytes),
+            received => received.map_or_else(|_| Vec::new(), |(bytes, _)| bytes),
         };
-        let text = std::str::from_utf8(&heard).unwrap_or_default();
+        let text = std::str::from_utf8(&received).unwrap_or_default();
         let number = |what| text.strip_prefix(what).and_then(|number| number.parse::<u64>().ok());
         let done = match (number("link "), number("idle ")) {
-            (Some(number), _) => process.give_link(number, seat),
-            // A client may be on its way to it.
+            (Some(number), _) => process.give_link(number, connections),
+            // The counts differ while a new client is on its way to the relay, so the relay goes
+            // on.
             (_, Some(given)) if given != process.given => Ok(()),
             (_, Some(_)) => return self.end(),
-            _ if text.is_empty() => Err(io::Error::other("it has ended")),
-            _ => Err(io::Error::other("it says what makes no sense")),
+            _ if text.is_empty() => Err(io::Error::other("the relay has ended")),
+            _ => Err(io::Error::other("the relay sent a malformed message")),
         };
         if let Err(e) = done {
-            tell(&format!("the relay of NBD clients is lost, and they are: {e}"));
+            log(&format!("the relay of NBD clients failed, and their connections end: {e}"));
             self.end();
         }
     }
 
-    /// Ends it, and its clients' connections.
+    /// Kills the relay, which ends its clients' connections.
     pub(crate) fn end(&mut self) {
         let Some(process) = self.process.take() else { return };
-        // Fails if it has ended.
+        // The kill fails if the relay has ended already.
         let _ = kill_process(process.pid, Signal::KILL);
         self.ended.push(process.pid);
         self.reap();
     }
 
-    /// Asks how those have ended that were killed.
+    /// Collects the exit status of killed relays.
     pub(crate) fn reap(&mut self) {
         self.ended.retain(|pid| {
             matches!(waitpid(Some(*pid), WaitOptions::NOHANG), Ok(None) | Err(Errno::INTR))
@@ -157,17 +157,18 @@ impl Relay {
 }
 
 impl Process {
-    fn start(arguments: &[String], keep: &Keep, binary: &OwnedFd) -> io::Result<Process> {
+    fn start(arguments: &[String], spec: &DiskSpec, binary: &OwnedFd) -> io::Result<Process> {
         let kind = SocketType::SEQPACKET;
-        let (socket, theirs) = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
+        let (socket, relay_end) =
+            socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
         let name = std::iter::once("ferrite").chain(arguments.iter().map(String::as_str));
         let arguments = name.map(CString::new).collect::<Result<_, _>>()?;
         let mut environment = environment_without(VARIABLE);
-        if let Some(names) = &keep.names {
-            environment.extend(names.environment_of_relay()?);
+        if let Some(sandbox) = &spec.sandbox {
+            environment.extend(sandbox.environment_of_relay()?);
         }
         let program = Program { file: binary.as_fd(), arguments, environment };
-        let pid = spawn(&program, &[Some(theirs.as_fd())], &[])?;
+        let pid = spawn(&program, &[Some(relay_end.as_fd())], &[])?;
         Ok(Process { pid, socket, given: 0 })
     }
 
@@ -177,24 +178,24 @@ impl Process {
         Ok(())
     }
 
-    /// A way to the worker, or none if there is no room for one more now.
-    fn give_link(&self, number: u64, seat: &Seat) -> io::Result<()> {
+    /// Sends the relay a connection to the worker, or none if the worker has no room for one more.
+    fn give_link(&self, number: u64, connections: &Connections) -> io::Result<()> {
         let kind = SocketType::STREAM;
         let pair = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None);
-        let link = pair.ok().filter(|(_, theirs)| seat.admit(theirs.as_fd()).is_ok());
-        let link = link.as_ref().map(|(ours, _)| ours.as_fd());
+        let link = pair.ok().filter(|(_, relay_end)| connections.admit(relay_end.as_fd()).is_ok());
+        let link = link.as_ref().map(|(keeper_end, _)| keeper_end.as_fd());
         send_with(&self.socket, format!("link {number}").as_bytes(), link)
     }
 }
 
-/// Makes this process the relay that its keeper has started it as: it gives up all rights, for good, but
-/// those on the socket that it is given. To be called before it has a second thread.
+/// Turns this process into the relay that its keeper has started. It gives up all rights for good
+/// but those to the socket that it returns. Call it before there is a second thread.
 ///
 /// # Errors
-/// It has rights still, and must end; or nobody has started it as a relay.
+/// The process still has rights and must end, or no keeper has started it as a relay.
 pub fn become_relay() -> io::Result<OwnedFd> {
     let socket = take_given(RELAY_FD)?;
-    if let Some((user, root)) = names::sandbox()? {
+    if let Some((user, root)) = sandbox::sandbox()? {
         Lockdown { user, root, means: Means { sockets_only: true, ..Means::default() } }.enter()?;
     }
     Ok(socket)

@@ -1,4 +1,4 @@
-//! A keeper's socket, and the lock that says that it is somebody's.
+//! A keeper's socket, and the lock that shows that its keeper lives.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -16,90 +16,91 @@ use rustix::process::umask;
 
 use crate::worker::remove_alive;
 
-/// How its socket's name ends,
+/// Suffix of a keeper's socket.
 const SOCKET: &str = ".sock";
-/// and, behind that, its lock's.
+/// Suffix of a keeper's lock, after that of its socket.
 const LOCK: &str = ".lock";
-/// Those who have asked and were not yet heard.
+/// Connections that wait to be accepted.
 const BACKLOG: i32 = 8;
-/// How long a keeper may take to be gone that was killed: who it was about to start has its descriptors
-/// for a moment.
-const GONE: u32 = 50;
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+/// Attempts to lock the file of a killed keeper. A child that it was about to start holds a copy of
+/// the lock's descriptor for a moment.
+const LOCK_TRIES: u32 = 50;
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Where a keeper listens, as long as it has the lock.
+/// A keeper's listening socket with its lock.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct Endpoint {
     pub(crate) lock: OwnedFd,
     pub(crate) listener: OwnedFd,
 }
 
-impl Place {
-    /// Takes the lock and listens. What a dead keeper has left is removed.
+impl Endpoint {
+    /// Takes the lock and listens. The socket of a dead keeper is removed.
     ///
     /// # Errors
-    /// `WouldBlock`: a keeper lives. Otherwise the file system's.
-    pub(crate) fn take(socket: &Path) -> io::Result<Place> {
+    /// `WouldBlock`: a keeper lives. Otherwise errors of the file system.
+    pub(crate) fn take(socket: &Path) -> io::Result<Endpoint> {
         if let Some(dir) = socket.parent() {
             DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
         }
         let lock = lock(&lock_path(socket))?;
         remove(socket)?;
         let listener = listen_at(socket, SocketType::SEQPACKET, BACKLOG)?;
-        Ok(Place { lock, listener })
+        Ok(Endpoint { lock, listener })
     }
 
-    /// Removes both names, the lock's last: whoever has that may take the other.
+    /// Removes both files, the lock's last: the holder of the lock may remove the socket.
     pub(crate) fn remove(&self, socket: &Path) -> io::Result<()> {
         remove(socket)?;
         remove(&lock_path(socket))
     }
 }
 
-/// Removes what a keeper that is dead has left: its socket, its lock and its worker's. While operations
-/// of its worker are under way the locks stay. No keeper of this name must be started meanwhile.
+/// Removes the files of a dead keeper: its socket, its lock and its worker's lock. The locks stay
+/// while I/O of its worker is under way. The caller must not start a keeper of this name meanwhile.
 ///
 /// # Errors
-/// `WouldBlock`: it lives. Otherwise the file system's.
-pub fn forget(socket: &Path, run_dir: &Path) -> io::Result<()> {
+/// `WouldBlock`: the keeper lives. Otherwise errors of the file system.
+pub fn remove_leftovers(socket: &Path, run_dir: &Path) -> io::Result<()> {
     let lock_path = lock_path(socket);
-    let mut looks = 0;
+    let mut tries = 0;
     let _lock = loop {
         match lock(&lock_path) {
-            // There is no folder, and nothing in it.
+            // The directory does not exist, so there is nothing in it.
             Err(e) if e.kind() == io::ErrorKind::NotFound => break None,
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock && looks < GONE => looks += 1,
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock && tries < LOCK_TRIES => tries += 1,
             locked => break Some(locked?),
         }
-        std::thread::sleep(LOOK_AGAIN);
+        std::thread::sleep(POLL_INTERVAL);
     };
     remove(socket)?;
     crate::public::remove(run_dir);
     match remove_alive(run_dir) {
-        // The lock last: by its name a daemon that starts finds what is left.
+        // The lock goes last: a starting daemon finds leftovers by its name.
         Ok(()) => remove(&lock_path),
         Err(e) if e.kind() == io::ErrorKind::ResourceBusy => Ok(()),
         Err(e) => Err(e),
     }
 }
 
-/// The socket and the lock of which keeper this file is.
+/// The keeper's name in the file name of its socket or lock. `None` for other files.
 pub fn name_of(file: &str) -> Option<&str> {
     file.strip_suffix(LOCK).unwrap_or(file).strip_suffix(SOCKET)
 }
 
-/// The file name of a keeper's socket.
+/// The file name of the socket of the keeper `name`.
 pub fn socket_name(name: &str) -> String {
     format!("{name}{SOCKET}")
 }
 
-/// Listens at a path, for this user only. A keeper has one thread, and so one mask.
+/// Listens at `path` with access for this user only. The umask is changed meanwhile: a keeper has
+/// one thread.
 pub(crate) fn listen_at(path: &Path, kind: SocketType, backlog: i32) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let listener = socket_with(AddressFamily::UNIX, kind, flags, None)?;
-    let before = umask(Mode::XUSR | Mode::RWXG | Mode::RWXO);
+    let old_mask = umask(Mode::XUSR | Mode::RWXG | Mode::RWXO);
     let bound = bind(&listener, &SocketAddrUnix::new(path)?);
-    umask(before);
+    umask(old_mask);
     bound?;
     listen(&listener, backlog)?;
     Ok(listener)
@@ -128,14 +129,14 @@ mod tests {
     fn a_socket_is_one_keepers_at_a_time_and_what_a_dead_one_has_left_is_no_obstacle() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("keepers/vbd-1-2.sock");
-        let first = Place::take(&path).unwrap();
+        let first = Endpoint::take(&path).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
-        assert_eq!(Place::take(&path).err().unwrap().kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(Endpoint::take(&path).err().unwrap().kind(), io::ErrorKind::WouldBlock);
         drop(first);
-        let second = Place::take(&path).unwrap();
+        let second = Endpoint::take(&path).unwrap();
         second.remove(&path).unwrap();
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 0);
-        // The one whose name is gone keeps nobody away.
-        Place::take(&path).unwrap();
+        // An endpoint whose files are removed does not block the next one.
+        Endpoint::take(&path).unwrap();
     }
 }

@@ -1,54 +1,57 @@
-//! What is said on a keeper's socket: JSON, one message at a time, bounded.
+//! The messages on a keeper's socket: JSON, one message at a time, of bounded size.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::keep::Keep;
+use crate::spec::DiskSpec;
 
 /// Most bytes of a message.
 pub(crate) const MAX_BYTES: usize = 64 << 10;
 
-/// What is asked.
+/// A request to a keeper.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Request {
-    /// The follower's end of the line. `lost`: the worker of this start is of no use any more.
+    /// Send the follower's end of the line. The worker of the start `lost` is killed.
     Line {
-        /// A start's number.
+        /// Number of the lost worker's start.
         lost: Option<u64>,
     },
-    /// The follower's end of the second line. The worker is not ended for it.
+    /// Send the follower's end of the second line. No worker is killed for it.
     SecondLine,
-    /// What is kept.
-    Keep,
-    /// End, and the worker before. Of a group: the disk is kept no longer, and the worker goes on with the
-    /// others as after a death.
+    /// Send the description of the disk.
+    #[serde(rename = "Keep")]
+    Spec,
+    /// Kill the worker and stop keeping the disk. The keeper ends with its last disk; otherwise the
+    /// next worker goes on with the other disks of the group.
     End,
-    /// The disk is kept no longer. The worker has nothing of it open, and goes on with the others.
+    /// Stop keeping a disk that the worker has closed. The worker goes on with the others.
     Leave,
-    /// Keep this disk, too. Asked at a group's socket.
-    Join(Box<Keep>),
-    /// End the worker, and go on with this binary.
+    /// Add this disk to the group. Only the group's socket takes it.
+    Join(Box<DiskSpec>),
+    /// Kill the worker, and go on with this program.
     Upgrade {
-        /// Its path.
+        /// Path of the program.
         binary: PathBuf,
     },
 }
 
-/// What is answered.
+/// A keeper's reply.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Answer {
-    /// The line of this start goes along.
+pub(crate) enum Reply {
+    /// The line of this start comes along as a descriptor.
     Line {
-        /// The number of the worker's start.
+        /// Number of the worker's start.
         start: u64,
-        /// The keeper's process.
+        /// Process number of the keeper.
         keeper: i32,
     },
-    /// What is kept.
-    Keep(Box<Keep>),
-    /// It is done.
+    /// The description of the disk.
+    #[serde(rename = "Keep")]
+    Spec(Box<DiskSpec>),
+    /// The request was carried out.
     Done,
-    /// It could not be done.
-    No(String),
+    /// The request failed, with the reason.
+    #[serde(rename = "No")]
+    Failed(String),
 }

@@ -14,281 +14,294 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, waitpid};
 
-use crate::keep::VARIABLE;
-use crate::member::{Member, Seat};
-use crate::names::{Desk, Names};
-use crate::pauses::Pauses;
-use crate::roll::Caller;
-use crate::tell;
+use crate::backoff::RestartBackoff;
+use crate::channel::ChannelSender;
+use crate::log;
+use crate::member::{Connections, Member};
+use crate::sandbox::{NameService, WorkerSandbox};
+use crate::spec::VARIABLE;
 
-/// The worker's end of the line,
+/// Descriptor of the worker's end of the line.
 pub const LINE_FD: RawFd = FIRST_GIVEN;
-/// and the file that it locks before it touches the image, and registers with its rings. Both as
-/// numbers of descriptors that it is started with.
+/// Descriptor of the file that the worker locks before it touches the image, and registers with its
+/// rings.
 pub const ALIVE_FD: RawFd = FIRST_GIVEN + 1;
-/// The worker's end of the second line: of the stub domain that has the same disk as its guest, if there is
-/// one.
+/// Descriptor of the worker's end of the second line: of a stub domain that has the same disk as
+/// its guest.
 pub const SECOND_FD: RawFd = FIRST_GIVEN + 4;
-/// The name of that file in the run directory.
+/// The name of the worker's lock file in the run directory. See [`ALIVE_FD`].
 pub const ALIVE: &str = "alive";
-/// Clients of NBD come by this descriptor: a `SOCK_SEQPACKET` socket that brings one connected stream
+/// Descriptor of the client channel: a `SOCK_SEQPACKET` socket that brings one connected NBD client
 /// with each message.
-pub const DOOR_FD: RawFd = FIRST_GIVEN + 3;
+pub const CLIENT_CHANNEL_FD: RawFd = FIRST_GIVEN + 3;
 
-/// How often it is looked whether a worker that was killed is gone: its storage may be stuck.
-const LOOK_AGAIN: Duration = Duration::from_millis(2);
-const LOOK_AGAIN_MAX: Duration = Duration::from_millis(100);
+/// The first interval between checks of a killed worker. Its storage may be stuck, so the intervals
+/// grow.
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
+/// The longest interval between checks of a killed worker.
+const POLL_INTERVAL_MAX: Duration = Duration::from_millis(100);
 
-/// How often it is looked whether the operations of a worker that is gone have ended.
-const OPERATIONS_END: u32 = 50;
+/// Checks whether a dead worker's I/O has ended, before its lock is left in place.
+const LOCK_POLLS: u32 = 50;
 
-/// A panic that is caught looks for its program's files then, and who may open none is killed.
+/// These variables are not passed on. A panic that is caught would open the program's files for its
+/// backtrace, and a worker that may open none is killed for it.
 const BACKTRACES: [&[u8]; 2] = [b"RUST_BACKTRACE=", b"RUST_LIB_BACKTRACE="];
 
-/// What there is of it.
+/// The state of a worker.
 #[derive(Debug)]
 enum Stage {
-    /// It is started then.
+    /// No worker runs. The next one is started at this time.
     Pause(Instant),
-    /// It works, and has all disks of its group.
-    Lives { pid: Pid, since: Instant, is_called: bool },
-    /// It was killed, or has ended, and nobody has asked how yet.
-    Ends { pid: Pid, since: Instant, look: Duration },
+    /// The worker runs. `has_all_disks` says whether it has been sent all disks of its group.
+    Lives { pid: Pid, since: Instant, has_all_disks: bool },
+    /// The worker was killed or has ended, and its exit status was not collected yet.
+    Ends { pid: Pid, since: Instant, poll_after: Duration },
 }
 
-/// A worker. It has one disk, or all of a group's.
+/// The worker of a disk, or of all disks of a group.
 #[derive(Debug)]
 pub(crate) struct Worker {
-    /// How many were started, this one included.
+    /// Number of workers started so far, this one included.
     start: u64,
     stage: Stage,
-    pauses: Pauses,
-    names: Desk,
-    /// How it gets the disks of its group.
-    caller: Option<Caller>,
+    backoff: RestartBackoff,
+    name_service: NameService,
+    /// The channel that brings a group's worker its disks.
+    channel: Option<ChannelSender>,
 }
 
 impl Worker {
+    /// Prepares the first worker.
+    ///
     /// # Errors
-    /// No descriptors.
+    /// There are no descriptors for its channel.
     pub(crate) fn new(start: u64, has_group: bool) -> io::Result<Worker> {
-        let (stage, pauses) = (Stage::Pause(Instant::now()), Pauses::default());
-        let caller = has_group.then(Caller::new).transpose()?;
-        Ok(Worker { start, stage, pauses, names: Desk::default(), caller })
+        let (stage, backoff) = (Stage::Pause(Instant::now()), RestartBackoff::default());
+        let channel = has_group.then(ChannelSender::new).transpose()?;
+        Ok(Worker { start, stage, backoff, name_service: NameService::default(), channel })
     }
 
     pub(crate) fn start(&self) -> u64 {
         self.start
     }
 
-    /// Readable when it asks for a name, if it has to ask.
-    pub(crate) fn names(&self) -> Option<BorrowedFd<'_>> {
-        self.names.fd()
+    /// A descriptor that is readable when the worker requests a file. `None` if it has all its
+    /// rights.
+    pub(crate) fn names_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.name_service.fd()
     }
 
-    /// Answers it. One that does not keep to the rules is ended.
+    /// Serves one request for a file. A worker that sends a malformed request is killed.
     ///
     /// # Errors
-    /// As [`end`](Self::end).
-    pub(crate) fn answer(&mut self, members: &mut [Member]) -> io::Result<()> {
-        match self.names.answer() {
+    /// As [`kill`](Self::kill).
+    pub(crate) fn serve_name_request(&mut self, members: &mut [Member]) -> io::Result<()> {
+        match self.name_service.serve_request() {
             true => Ok(()),
-            false => self.end(members),
+            false => self.kill(members),
         }
     }
 
-    /// Disks have come, or gone: it may have what is theirs, and nothing else.
+    /// Allows the worker the files of these disks and no others, after disks have come or gone.
     ///
     /// # Errors
-    /// A folder of theirs cannot be made.
+    /// A directory of these files cannot be created.
     pub(crate) fn allow(&mut self, members: &[Member]) -> io::Result<()> {
-        names_of(members).try_for_each(|(names, _)| Desk::make_folders(names))?;
-        self.names.allow(names_of(members));
+        sandboxes_of(members).try_for_each(|(sandbox, _)| NameService::make_folders(sandbox))?;
+        self.name_service.allow(sandboxes_of(members));
         Ok(())
     }
 
-    /// Has it do a command on what it serves.
+    /// Hands a command's client to the worker.
     pub(crate) fn command(&self, client: BorrowedFd<'_>) {
-        if let Some(caller) = &self.caller {
-            caller.command(client);
+        if let Some(channel) = &self.channel {
+            channel.command(client);
         }
     }
 
-    /// What ends with it, while it lives.
+    /// A descriptor that hangs up when the worker ends. `None` if none runs.
     pub(crate) fn end_fd<'a>(&'a self, members: &'a [Member]) -> Option<&'a OwnedFd> {
         let lives = matches!(self.stage, Stage::Lives { .. });
-        match &self.caller {
+        match &self.channel {
             _ if !lives => None,
-            Some(caller) => Some(caller.fd()),
-            None => members.first().map(|member| &member.seat.lines[0]),
+            Some(channel) => Some(channel.fd()),
+            None => members.first().map(|member| &member.connections.lines[0]),
         }
     }
 
-    /// When to call [`go_on`](Self::go_on) again at the latest.
+    /// When to call [`advance`](Self::advance) again at the latest.
     pub(crate) fn due(&self) -> Option<Duration> {
         match self.stage {
             Stage::Pause(until) => Some(until.saturating_duration_since(Instant::now())),
-            Stage::Lives { is_called, .. } => (!is_called).then_some(LOOK_AGAIN),
-            Stage::Ends { look, .. } => Some(look),
+            Stage::Lives { has_all_disks, .. } => (!has_all_disks).then_some(POLL_INTERVAL),
+            Stage::Ends { poll_after, .. } => Some(poll_after),
         }
     }
 
-    /// Kills it, if it lives. The lines are the next one's from now on.
+    /// Kills the worker, if it runs. New lines for the next one replace its lines.
     ///
     /// # Errors
-    /// No descriptors: it is as before.
-    pub(crate) fn end(&mut self, members: &mut [Member]) -> io::Result<()> {
+    /// There are no descriptors for the new lines, and the worker goes on.
+    pub(crate) fn kill(&mut self, members: &mut [Member]) -> io::Result<()> {
         let Stage::Lives { pid, since, .. } = self.stage else { return Ok(()) };
-        let seats = members.iter().map(|_| Seat::new()).collect::<io::Result<Vec<_>>>()?;
-        let caller = self.caller.as_ref().map(|_| Caller::new()).transpose()?;
-        // Fails if it has ended.
+        let connections =
+            members.iter().map(|_| Connections::new()).collect::<io::Result<Vec<_>>>()?;
+        let channel = self.channel.as_ref().map(|_| ChannelSender::new()).transpose()?;
+        // The kill fails if the worker has ended already.
         let _ = kill_process(pid, Signal::KILL);
-        members.iter_mut().zip(seats).for_each(|(member, seat)| member.seat = seat);
-        self.caller = caller;
+        members
+            .iter_mut()
+            .zip(connections)
+            .for_each(|(member, connections)| member.connections = connections);
+        self.channel = channel;
         self.start += 1;
-        self.names.end();
-        self.stage = Stage::Ends { pid, since, look: LOOK_AGAIN };
+        self.name_service.end();
+        self.stage = Stage::Ends { pid, since, poll_after: POLL_INTERVAL };
         Ok(())
     }
 
-    /// Ends it, if it has ended by itself and that was not seen yet.
+    /// Notices that the worker has ended by itself, and replaces its lines.
     ///
     /// # Errors
-    /// As [`end`](Self::end).
-    pub(crate) fn look(&mut self, members: &mut [Member]) -> io::Result<()> {
+    /// As [`kill`](Self::kill).
+    pub(crate) fn check_exit(&mut self, members: &mut [Member]) -> io::Result<()> {
         match self.end_fd(members).is_some_and(has_hung_up) {
-            true => self.end(members),
+            true => self.kill(members),
             false => Ok(()),
         }
     }
 
-    /// A disk has come that it is to be called.
-    pub(crate) fn has_another(&mut self) {
-        if let Stage::Lives { is_called, .. } = &mut self.stage {
-            *is_called = false;
+    /// A disk has joined: it has to be sent to the worker.
+    pub(crate) fn disk_added(&mut self) {
+        if let Stage::Lives { has_all_disks, .. } = &mut self.stage {
+            *has_all_disks = false;
         }
     }
 
-    /// Goes on as far as that is possible now.
+    /// Does what is possible now: notices an exit, starts the next worker, sends it disks.
     ///
     /// # Errors
-    /// The next one cannot be started now. It is tried again.
-    pub(crate) fn go_on(
+    /// The next worker cannot be started now. It is tried again later.
+    pub(crate) fn advance(
         &mut self,
         members: &mut [Member],
         binary: &OwnedFd,
         also: &[RawFd],
     ) -> io::Result<()> {
-        self.look(members)?;
+        self.check_exit(members)?;
         self.reap(true);
         if matches!(self.stage, Stage::Pause(until) if until <= Instant::now()) {
-            self.begin(members, binary, also).inspect_err(|_| {
-                // As much later as if it had ended at once.
+            self.start_process(members, binary, also).inspect_err(|_| {
+                // The pause is as long as after a worker that ended at once.
                 let now = Instant::now();
-                self.stage = Stage::Pause(now + self.pauses.after(Duration::ZERO, now).0);
+                self.stage = Stage::Pause(now + self.backoff.after(Duration::ZERO, now).0);
             })?;
         }
-        if let (Stage::Lives { is_called, .. }, Some(caller)) = (&mut self.stage, &mut self.caller)
-            && !*is_called
+        if let (Stage::Lives { has_all_disks, .. }, Some(channel)) =
+            (&mut self.stage, &mut self.channel)
+            && !*has_all_disks
         {
-            let disks = members.iter_mut().map(|member| (&member.keep, &mut member.seat));
-            *is_called = caller.call(disks);
+            let disks = members.iter_mut().map(|member| (&member.spec, &mut member.connections));
+            *has_all_disks = channel.send_disks(disks);
         }
         Ok(())
     }
 
-    /// Asks how it has ended, if it has. An end that nobody has asked for is told.
-    fn reap(&mut self, is_told: bool) {
-        let Stage::Ends { pid, since, look } = self.stage else { return };
+    /// Collects the exit status of an ended worker. `is_logged`: logs an exit that was not
+    /// requested.
+    fn reap(&mut self, is_logged: bool) {
+        let Stage::Ends { pid, since, poll_after } = self.stage else { return };
         let status = match waitpid(Some(pid), WaitOptions::NOHANG) {
             Ok(None) | Err(Errno::INTR) => {
-                let look = (look * 2).min(LOOK_AGAIN_MAX);
-                self.stage = Stage::Ends { pid, since, look };
+                let poll_after = (poll_after * 2).min(POLL_INTERVAL_MAX);
+                self.stage = Stage::Ends { pid, since, poll_after };
                 return;
             }
             Ok(Some((_, status))) => Some(status),
-            // Somebody else has asked: nobody does that.
+            // No other code waits for this process, so there is no status to lose.
             Err(_) => None,
         };
         let now = Instant::now();
-        let (pause, told) = self.pauses.after(now.duration_since(since), now);
-        if let Some(untold) = told.filter(|_| is_told) {
-            let how = status.map_or_else(|| "somehow".to_owned(), how_ended);
-            let more = if untold > 0 { format!(" (and {untold} before)") } else { String::new() };
-            tell(&format!("the worker has ended{more}, {how}: the next one is started"));
+        let (pause, report) = self.backoff.after(now.duration_since(since), now);
+        if let Some(unlogged) = report.filter(|_| is_logged) {
+            let how = status.map_or_else(|| "for an unknown reason".to_owned(), how_ended);
+            let more =
+                if unlogged > 0 { format!(" (and {unlogged} before)") } else { String::new() };
+            log(&format!("the worker has ended{more}, {how}: the next one is started"));
         }
         self.stage = Stage::Pause(now + pause);
     }
 
-    fn begin(
+    fn start_process(
         &mut self,
         members: &mut [Member],
         binary: &OwnedFd,
         also: &[RawFd],
     ) -> io::Result<()> {
-        if self.caller.is_none()
+        if self.channel.is_none()
             && let Some(only) = members.first_mut()
-            && only.seat.own_ends.is_none()
+            && only.connections.worker_ends.is_none()
         {
-            only.seat = Seat::new()?;
+            only.connections = Connections::new()?;
         }
         let Some(first) = members.first() else { return Ok(()) };
-        let group = first.keep.group.as_ref();
+        let group = first.spec.group.as_ref();
         let (arguments, run_dir) = match group {
             Some(group) => (&group.worker, &group.run_dir),
-            None => (&first.keep.worker, &first.keep.run_dir),
+            None => (&first.spec.worker, &first.spec.run_dir),
         };
         let alive = alive(run_dir)?;
         let name = std::iter::once("ferrite").chain(arguments.iter().map(String::as_str));
         let arguments = name.map(CString::new).collect::<Result<_, _>>()?;
         let mut environment = environment_without(VARIABLE);
         environment.retain(|pair| !BACKTRACES.iter().any(|name| pair.to_bytes().starts_with(name)));
-        let asks = first.keep.names.as_ref().map(|names| {
-            environment.extend(names.environment()?);
-            Desk::ends(names)
+        let name_sockets = first.spec.sandbox.as_ref().map(|sandbox| {
+            environment.extend(sandbox.environment()?);
+            NameService::ends(sandbox)
         });
-        let asks = asks.transpose()?;
-        names_of(members).try_for_each(|(names, _)| Desk::make_folders(names))?;
+        let name_sockets = name_sockets.transpose()?;
+        sandboxes_of(members).try_for_each(|(sandbox, _)| NameService::make_folders(sandbox))?;
         let program = Program { file: binary.as_fd(), arguments, environment };
         let alive = Some(alive.as_fd());
-        let their_names = asks.as_ref().map(|(theirs, _)| theirs.as_fd());
-        let pid = match (&self.caller, &first.seat.own_ends) {
-            (Some(caller), _) => {
-                let roll = caller.theirs.as_ref().map(AsFd::as_fd);
-                spawn(&program, &[roll, alive, their_names], also)?
+        let names_fd = name_sockets.as_ref().map(|(worker_end, _)| worker_end.as_fd());
+        let pid = match (&self.channel, &first.connections.worker_ends) {
+            (Some(channel), _) => {
+                let channel = channel.worker_end.as_ref().map(AsFd::as_fd);
+                spawn(&program, &[channel, alive, names_fd], also)?
             }
             (None, Some(ends)) => {
-                let [line, second, door] = ends.each_ref().map(|end| Some(end.as_fd()));
-                spawn(&program, &[line, alive, their_names, door, second], also)?
+                let [line, second, client_channel] = ends.each_ref().map(|kill| Some(kill.as_fd()));
+                spawn(&program, &[line, alive, names_fd, client_channel, second], also)?
             }
             (None, None) => return Ok(()),
         };
-        // No copy of these stays here: with the worker the line ends, and the lock comes free.
-        match &mut self.caller {
-            Some(caller) => caller.theirs = None,
-            None => members.iter_mut().for_each(|only| only.seat.own_ends = None),
+        // The keeper drops its copies: the line ends and the lock comes free when the worker ends.
+        match &mut self.channel {
+            Some(channel) => channel.worker_end = None,
+            None => members.iter_mut().for_each(|only| only.connections.worker_ends = None),
         }
-        let is_called = self.caller.is_none();
-        self.stage = Stage::Lives { pid, since: Instant::now(), is_called };
-        if let Some((_, ours)) = asks {
-            self.names.begin(ours, pid.as_raw_nonzero().get().cast_unsigned());
-            self.names.allow(names_of(members));
+        let has_all_disks = self.channel.is_none();
+        self.stage = Stage::Lives { pid, since: Instant::now(), has_all_disks };
+        if let Some((_, keeper_end)) = name_sockets {
+            self.name_service.begin(keeper_end, pid.as_raw_nonzero().get().cast_unsigned());
+            self.name_service.allow(sandboxes_of(members));
         }
         Ok(())
     }
 
-    /// Whether it is gone for good, after [`end`](Self::end).
-    pub(crate) fn has_ended(&mut self) -> bool {
+    /// Whether the worker has exited, after [`kill`](Self::kill).
+    pub(crate) fn has_exited(&mut self) -> bool {
         self.reap(false);
         matches!(self.stage, Stage::Pause(_))
     }
 }
 
-/// What these disks' workers may have.
-fn names_of(members: &[Member]) -> impl Iterator<Item = (&Names, &Path)> {
+/// The sandboxes of these disks' workers, with their run directories.
+fn sandboxes_of(members: &[Member]) -> impl Iterator<Item = (&WorkerSandbox, &Path)> {
     members
         .iter()
-        .filter_map(|member| Some((member.keep.names.as_ref()?, member.keep.run_dir.as_path())))
+        .filter_map(|member| Some((member.spec.sandbox.as_ref()?, member.spec.run_dir.as_path())))
 }
 
 fn has_hung_up(line: &OwnedFd) -> bool {
@@ -297,7 +310,8 @@ fn has_hung_up(line: &OwnedFd) -> bool {
     poll(&mut fds, Some(&now)).is_ok() && !fds[0].revents().is_empty()
 }
 
-/// The file that the next worker locks: open anew for each, since a lock belongs to what was opened.
+/// Opens the lock file of the next worker. Each worker gets it opened anew, since a lock belongs to
+/// an open file.
 fn alive(run_dir: &Path) -> io::Result<File> {
     DirBuilder::new().recursive(true).mode(0o700).create(run_dir)?;
     let flags = OFlags::NOFOLLOW.bits() as i32;
@@ -306,11 +320,11 @@ fn alive(run_dir: &Path) -> io::Result<File> {
     options.open(run_dir.join(ALIVE))
 }
 
-/// Removes what [`alive`] has made. Not while operations of a dead worker are under way: then the next
-/// one of this name has to wait for them, too. Most are over a moment after the worker.
+/// Removes the lock file that [`alive`] has made, but not while I/O of a dead worker is under way:
+/// the next worker of this name has to wait for that. Most I/O ends a moment after its worker.
 ///
 /// # Errors
-/// `ResourceBusy`: they are. Otherwise the file system's.
+/// `ResourceBusy`: I/O is under way. Otherwise errors of the file system.
 pub(crate) fn remove_alive(run_dir: &Path) -> io::Result<()> {
     let path = run_dir.join(ALIVE);
     let file = match File::open(&path) {
@@ -319,14 +333,14 @@ pub(crate) fn remove_alive(run_dir: &Path) -> io::Result<()> {
     };
     let mut looks = 0;
     while flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
-        if looks == OPERATIONS_END {
+        if looks == LOCK_POLLS {
             return Err(io::ErrorKind::ResourceBusy.into());
         }
         looks += 1;
-        std::thread::sleep(LOOK_AGAIN_MAX / 5);
+        std::thread::sleep(POLL_INTERVAL_MAX / 5);
     }
     std::fs::remove_file(path)?;
-    // What else is there is a successor's, or was forgotten before.
+    // Whatever else the directory holds belongs to a successor, or stays from before.
     let _ = std::fs::remove_dir(run_dir);
     Ok(())
 }
@@ -335,6 +349,6 @@ fn how_ended(status: WaitStatus) -> String {
     match (status.exit_status(), status.terminating_signal()) {
         (Some(code), _) => format!("with code {code}"),
         (None, Some(signal)) => format!("by signal {signal}"),
-        (None, None) => "somehow".to_owned(),
+        (None, None) => "for an unknown reason".to_owned(),
     }
 }

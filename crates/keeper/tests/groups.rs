@@ -1,4 +1,5 @@
-//! Several disks that have one keeper and one worker. The worker does nothing but say who it is.
+//! Several disks that share one keeper and one worker. The test's worker only reports its process
+//! number.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_io::names::{open, with_handed};
 use ferrite_io::process::{receive_with, send_with};
-use ferrite_keeper::{Ahead, Called, Group, Keep, Keeper, Line, Roll};
+use ferrite_keeper::{DiskSpec, Group, Keeper, Line, Preopen, WorkerChannel, WorkerEvent};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -25,21 +26,22 @@ fn keeper_process() {
     }
 }
 
-/// Answers each message on a line with its number, the disk's name and what it was handed for it.
+/// Replies to each message on a line with the process number, the disk's name and the files that
+/// came with it.
 #[test]
 fn worker_process() {
     if std::env::var_os(ROLE).is_none() {
         return;
     }
-    let roll = Roll::take().unwrap();
+    let channel = WorkerChannel::take().unwrap();
     let mut all = 0;
     loop {
-        match roll.next() {
-            Ok(Called::All) => all += 1,
-            Ok(Called::Command(mut stream)) => {
+        match channel.next() {
+            Ok(WorkerEvent::All) => all += 1,
+            Ok(WorkerEvent::Command(mut stream)) => {
                 stream.write_all(format!("{} {all}", std::process::id()).as_bytes()).unwrap();
             }
-            Ok(Called::Disk(disk)) => {
+            Ok(WorkerEvent::Disk(disk)) => {
                 std::thread::spawn(move || {
                     let name = disk.arguments[0].clone();
                     let path = disk.arguments[1].clone();
@@ -72,7 +74,7 @@ impl World {
         World { dir }
     }
 
-    fn keep(&self, name: &str) -> Keep {
+    fn spec(&self, name: &str) -> DiskSpec {
         let at = |name: &str| self.dir.path().join(name);
         let worker = ["--exact", "worker_process", "--nocapture", "--test-threads=1"];
         let group = Group {
@@ -82,24 +84,24 @@ impl World {
             commands: Some(at("stores/s.")),
         };
         let text = at("text");
-        Keep {
+        DiskSpec {
             socket: at("keepers").join(format!("{name}.sock")),
             run_dir: at(name),
             worker: vec![name.to_owned(), text.to_str().unwrap().to_owned()],
-            names: None,
+            sandbox: None,
             relay: None,
             group: Some(group),
-            ahead: vec![Ahead { path: text, flags: OFlags::RDONLY.bits(), count: 1 }],
+            preopens: vec![Preopen { path: text, flags: OFlags::RDONLY.bits(), count: 1 }],
         }
     }
 
     fn start(&self, name: &str) -> io::Result<Keeper> {
-        let keep = self.keep(name);
+        let spec = self.spec(name);
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "keeper_process", "--nocapture", "--test-threads=1"]);
         command.env(ROLE, "1").env("MALLOC_ARENA_MAX", "1");
-        keep.start(command)?;
-        Keeper::connect(&keep.socket)
+        spec.start(command)?;
+        Keeper::connect(&spec.socket)
     }
 
     fn left(&self) -> Vec<PathBuf> {
@@ -119,11 +121,11 @@ impl World {
     }
 }
 
-/// A test that has failed leaves nobody behind.
+/// A failed test leaves no process behind.
 impl Drop for World {
     fn drop(&mut self) {
         for name in ["a", "b", "c"] {
-            if let Ok(keeper) = Keeper::connect(&self.keep(name).socket) {
+            if let Ok(keeper) = Keeper::connect(&self.spec(name).socket) {
                 let _ = keeper.end();
             }
         }
@@ -138,7 +140,7 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// The worker's number, as it says it for this disk.
+/// The process number of the worker, as it reports it for this disk.
 fn worker(line: &Line, name: &str) -> i32 {
     send_with(&line.fd, b"who", None).unwrap();
     let (said, _) = receive_with(&line.fd, 100, true).unwrap();
@@ -174,7 +176,7 @@ fn disks_of_a_group_have_one_worker_and_the_next_one_has_them_all() {
         if start % 2 == 0 {
             kill(pids[0]);
         }
-        // Each says that it is lost, and one is lost by that.
+        // Each follower reports the loss, and only the first report kills a worker.
         for (_, keeper) in &keepers {
             assert_eq!(keeper.line(Some(start)).unwrap().start, start + 1);
         }
@@ -193,11 +195,11 @@ fn a_disk_that_leaves_is_not_noticed_and_one_that_was_not_closed_takes_the_worke
     let lines = [("a", &a), ("b", &b), ("c", &c)];
     let lines = lines.map(|(name, keeper)| (name, keeper.line(None).unwrap()));
     let pid = worker(&lines[0].1, "a");
-    // The first, whose keeper this was.
+    // The first disk started this keeper.
     a.leave().unwrap();
-    assert!(!world.keep("a").socket.exists());
+    assert!(!world.spec("a").socket.exists());
     assert_eq!(worker(&lines[1].1, "b"), pid);
-    // It comes back, to the same worker.
+    // The disk comes back, to the same worker.
     let a = world.start("a").unwrap();
     assert_eq!(worker(&a.line(None).unwrap(), "a"), pid);
     b.end().unwrap();
@@ -218,22 +220,22 @@ fn a_disk_that_leaves_is_not_noticed_and_one_that_was_not_closed_takes_the_worke
 fn a_disk_of_another_group_or_of_another_keeper_does_not_join() {
     let world = World::new();
     let keeper = world.start("a").unwrap();
-    let socket = world.keep("a").group.unwrap().socket;
+    let socket = world.spec("a").group.unwrap().socket;
     let ask = |asked: &serde_json::Value| {
         let group = Keeper::connect(&socket).unwrap();
         send_with(group.fd(), &serde_json::to_vec(asked).unwrap(), None).unwrap();
         String::from_utf8(receive_with(group.fd(), 1000, true).unwrap().0).unwrap()
     };
-    let mut foreign = world.keep("b");
+    let mut foreign = world.spec("b");
     foreign.group.as_mut().unwrap().socket = "/elsewhere".into();
-    assert!(ask(&serde_json::json!({ "Join": foreign })).contains("another one"));
-    assert!(ask(&serde_json::json!({ "Join": world.keep("a") })).contains("No"), "it is there");
+    assert!(ask(&serde_json::json!({ "Join": foreign })).contains("another group"));
+    assert!(ask(&serde_json::json!({ "Join": world.spec("a") })).contains("No"), "it is there");
     for odd in [serde_json::json!("Keep"), serde_json::json!({ "Join": 1 }), serde_json::json!(7)] {
-        assert!(ask(&odd).contains("nothing that is asked of a group"), "{odd}");
+        assert!(ask(&odd).contains("a group takes no such request"), "{odd}");
     }
     let line = keeper.line(None).unwrap();
     worker(&line, "a");
-    // A second keeper of the group is none.
+    // A group has one keeper, also when its socket is removed.
     fs::remove_file(&socket).unwrap();
     assert!(world.start("b").is_err());
     keeper.end().unwrap();
@@ -250,17 +252,17 @@ fn another_program_has_all_disks_of_the_group_and_its_commands() {
     fs::copy(std::env::current_exe().unwrap(), &new).unwrap();
     for _ in 0..2 {
         b.upgrade(&new).unwrap();
-        // Who has asked goes on to ask about the same disk.
+        // The connection that requested the program still belongs to the same disk.
         worker(&b.line(None).unwrap(), "b");
-        assert_eq!(b.keep().unwrap(), world.keep("b"));
+        assert_eq!(b.spec().unwrap(), world.spec("b"));
     }
-    let [a, b] = ["a", "b"].map(|name| Keeper::connect(&world.keep(name).socket).unwrap());
+    let [a, b] = ["a", "b"].map(|name| Keeper::connect(&world.spec(name).socket).unwrap());
     let [a_line, b_line] = [&a, &b].map(|keeper| keeper.line(None).unwrap());
     let pid = worker(&b_line, "b");
     assert_eq!((worker(&a_line, "a"), a_line.keeper), (pid, before.keeper));
     assert_eq!(fs::read_link(format!("/proc/{pid}/exe")).unwrap(), new);
     assert_eq!(world.command(), format!("{pid} 1"));
-    assert_eq!(b.keep().unwrap(), world.keep("b"));
+    assert_eq!(b.spec().unwrap(), world.spec("b"));
     fs::remove_file(&new).unwrap();
     a.leave().unwrap();
     b.leave().unwrap();

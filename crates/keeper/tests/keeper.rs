@@ -1,4 +1,4 @@
-//! Keepers as processes, whose workers do nothing but say who they are.
+//! Keepers as processes, with workers that only report their process number.
 
 use std::fs;
 use std::io;
@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use ferrite_io::names;
 use ferrite_io::process::{Fork, fork, receive_with, send_with, take_given};
 use ferrite_io::sandbox::{Means, user_of};
-use ferrite_keeper::{ALIVE, ALIVE_FD, Keep, Keeper, LINE_FD, Line, Names, give_rights_up};
+use ferrite_keeper::{
+    ALIVE, ALIVE_FD, DiskSpec, Keeper, LINE_FD, Line, WorkerSandbox, drop_privileges,
+};
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::process::{
     Pid, Resource, Rlimit, Signal, WaitOptions, getrlimit, kill_process, prlimit,
@@ -21,7 +23,8 @@ use rustix::process::{
 const PATIENCE: Duration = Duration::from_secs(30);
 const ROLE: &str = "FERRITE_KEEPER_TEST_ROLE";
 
-/// Keepers are this process's when who has started them has ended: one test at a time counts them.
+/// Keepers become children of this process when their parents end. Only one test at a time may
+/// count them.
 static ALONE: Mutex<()> = Mutex::new(());
 
 #[test]
@@ -34,7 +37,8 @@ fn keeper_process() {
     std::process::exit(1);
 }
 
-/// Answers each message with its number and what it was asked, and ends at `end`.
+/// Replies to each message with the process number or with what the message asks for. It exits at
+/// `end`.
 #[test]
 fn worker_process() {
     if std::env::var_os(ROLE).is_none() {
@@ -42,7 +46,7 @@ fn worker_process() {
     }
     if std::env::var_os("FERRITE_SANDBOX").is_some() {
         go_on_in_a_child();
-        assert!(give_rights_up(Means::default()).unwrap().is_some());
+        assert!(drop_privileges(Means::default()).unwrap().is_some());
     }
     let line = take_given(LINE_FD).unwrap();
     let alive = take_given(ALIVE_FD).unwrap();
@@ -72,13 +76,13 @@ fn worker_process() {
     }
 }
 
-/// Only a process with one thread gives its rights up, and tests run on a second one. The first process
-/// ends as the child does.
+/// Only a process with one thread can give up its rights, and tests run on a second thread. So a
+/// child goes on, and the first process exits as the child does.
 fn go_on_in_a_child() {
     if fork().unwrap() == Fork::Child {
         return set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
     }
-    // The line ends with the child.
+    // The line has to end with the child.
     drop([LINE_FD, ALIVE_FD].map(|fd| take_given(fd).unwrap()));
     let (_, status) = rustix::process::wait(WaitOptions::empty()).unwrap().unwrap();
     std::process::exit(status.exit_status().unwrap_or(1));
@@ -86,7 +90,7 @@ fn go_on_in_a_child() {
 
 struct World {
     dir: tempfile::TempDir,
-    keep: Keep,
+    spec: DiskSpec,
     _alone: MutexGuard<'static, ()>,
 }
 
@@ -97,26 +101,26 @@ impl World {
         ADOPT.call_once(|| set_child_subreaper(Some(rustix::process::getpid())).unwrap());
         let dir = tempfile::tempdir().unwrap();
         let worker = ["--exact", "worker_process", "--nocapture", "--test-threads=1"];
-        let keep = Keep {
+        let spec = DiskSpec {
             socket: dir.path().join("keepers/vbd-1-2.sock"),
             run_dir: dir.path().join("vbd-1-2"),
             worker: worker.map(str::to_owned).to_vec(),
-            names: None,
+            sandbox: None,
             relay: None,
             group: None,
-            ahead: Vec::new(),
+            preopens: Vec::new(),
         };
-        World { dir, keep, _alone: alone }
+        World { dir, spec, _alone: alone }
     }
 
     fn start_as(&self, binary: &Path) -> io::Result<Keeper> {
         let mut command = Command::new(binary);
         command.args(["--exact", "keeper_process", "--nocapture", "--test-threads=1"]);
-        // One heap: that of a test's thread looks into files.
+        // One heap: the allocator of another thread opens files.
         command.env(ROLE, "1").env("MALLOC_ARENA_MAX", "1");
         command.envs(["RUST_BACKTRACE", "RUST_LIB_BACKTRACE"].map(|name| (name, "1")));
-        self.keep.start(command)?;
-        Keeper::connect(&self.keep.socket)
+        self.spec.start(command)?;
+        Keeper::connect(&self.spec.socket)
     }
 
     fn start(&self) -> Keeper {
@@ -132,10 +136,10 @@ impl World {
     }
 }
 
-/// A test that has failed leaves nobody behind.
+/// A failed test leaves no process behind.
 impl Drop for World {
     fn drop(&mut self) {
-        if let Ok(keeper) = Keeper::connect(&self.keep.socket) {
+        if let Ok(keeper) = Keeper::connect(&self.spec.socket) {
             let _ = keeper.end();
         }
     }
@@ -162,7 +166,7 @@ fn say(line: &OwnedFd, text: &str) -> String {
     String::from_utf8(answer).unwrap()
 }
 
-/// The worker's number.
+/// The process number of the worker.
 fn worker(line: &Line) -> i32 {
     say(&line.fd, "who").parse().unwrap()
 }
@@ -171,7 +175,7 @@ fn kill(pid: i32) {
     kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
 }
 
-/// Stops a child of ours, which does nothing more when this returns.
+/// Stops a child of this process, and waits until it has stopped.
 fn stop(pid: i32) {
     let pid = Pid::from_raw(pid).unwrap();
     kill_process(pid, Signal::STOP).unwrap();
@@ -179,7 +183,7 @@ fn stop(pid: i32) {
     assert!(status.stopped());
 }
 
-/// Waits for a child of ours.
+/// Waits for the exit of a child of this process.
 fn reap(pid: i32) {
     waitpid(Pid::from_raw(pid), WaitOptions::empty()).unwrap();
 }
@@ -197,19 +201,19 @@ fn descriptors(pid: i32) -> usize {
     fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
 }
 
-/// Of all threads, the dead ones that nobody has asked for included.
+/// The children of all threads, zombies included.
 fn children(pid: i32) -> usize {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let children = |path| fs::read_to_string(path).unwrap().split_whitespace().count();
     threads.map(|thread| children(thread.unwrap().path().join("children"))).sum()
 }
 
-/// Ends a keeper, and sees that nothing is left.
+/// Ends a keeper, and checks that it leaves nothing.
 fn end(world: &World, keeper: Keeper, pid: i32) {
     keeper.end().unwrap();
     reap(pid);
     assert_eq!(world.files(), Vec::<PathBuf>::new());
-    assert!(!world.keep.run_dir.exists());
+    assert!(!world.spec.run_dir.exists());
 }
 
 #[test]
@@ -225,7 +229,7 @@ fn a_worker_that_ends_is_replaced_and_its_keeper_stays_what_it_was() {
         match round % 3 {
             0 => kill(old),
             1 => send_with(&line.fd, b"end", None).unwrap(),
-            // It lives, and is of no use.
+            // The worker lives, but its follower reports it as lost.
             _ => {}
         }
         if round % 3 < 2 {
@@ -236,7 +240,7 @@ fn a_worker_that_ends_is_replaced_and_its_keeper_stays_what_it_was() {
         line = next;
         assert_ne!(worker(&line), old);
         assert!(!is_there(old));
-        // Another one who asks gets the same line.
+        // Another client that reports an older loss gets the same line.
         assert_eq!(keeper.line(Some(line.start - 1)).unwrap().start, line.start);
     }
     assert_eq!((descriptors(process), children(process)), (before, 1));
@@ -254,7 +258,7 @@ fn a_worker_without_rights_asks_its_keeper_and_is_replaced_when_it_tries_more() 
         fs::create_dir(folder).unwrap();
         fs::write(file, "x").unwrap();
     }
-    world.keep.names = Some(Names {
+    world.spec.sandbox = Some(WorkerSandbox {
         image: image.clone(),
         writable: true,
         read: Vec::new(),
@@ -270,7 +274,7 @@ fn a_worker_without_rights_asks_its_keeper_and_is_replaced_when_it_tries_more() 
         assert!(say(&line.fd, &format!("open {}", other.display())).contains("PermissionDenied"));
         send_with(&line.fd, b"socket", None).unwrap();
         assert_eq!(receive_with(&line.fd, 100, true).unwrap().0, b"", "it has ended");
-        // The image is the keeper's meanwhile, and so would be its lock.
+        // The keeper holds the image meanwhile, and with it its lock.
         let held = format!("/proc/{}/fd", line.keeper);
         let held = fs::read_dir(held).unwrap().filter_map(|fd| fs::read_link(fd.ok()?.path()).ok());
         assert_eq!(held.filter(|path| *path == image).count(), 1);
@@ -295,7 +299,7 @@ fn the_second_line_is_the_next_workers_when_a_worker_has_ended_and_ends_none() {
         assert_eq!(first.start, start);
         kill(worker(&first));
         assert_eq!(receive_with(&second.fd, 100, true).unwrap().0, b"", "it has ended");
-        // Its keeper may not have seen that yet, and who asks too early is told of the end again.
+        // The keeper may not have noticed the exit yet. Then an early request gets the old line.
         loop {
             let next = keeper.second_line().unwrap();
             if next.start != start {
@@ -321,10 +325,10 @@ fn a_worker_has_the_descriptors_that_it_was_given_and_no_others() {
         fds.map(|fd| fd.unwrap().file_name().into_string().unwrap().parse().unwrap()).collect();
     fds.sort_unstable();
     assert_eq!(fds, [0, 1, 2, 3, 4, 6, 7]);
-    let alive = world.keep.run_dir.join(ALIVE);
+    let alive = world.spec.run_dir.join(ALIVE);
     let theirs = fs::File::open(&alive).unwrap();
     assert!(flock(&theirs, FlockOperation::NonBlockingLockExclusive).is_err());
-    // It starts no other one meanwhile, which would lock the file, too.
+    // The stopped keeper starts no other worker, which would lock the file as well.
     stop(line.keeper);
     kill(worker);
     let is_free = || flock(&theirs, FlockOperation::NonBlockingLockExclusive).is_ok();
@@ -335,7 +339,7 @@ fn a_worker_has_the_descriptors_that_it_was_given_and_no_others() {
     end(&world, keeper, line.keeper);
 }
 
-/// What a panic that is caught would open is what a worker may not.
+/// A caught panic must not open files that the worker may not open.
 #[test]
 fn a_worker_is_in_no_folder_that_goes_away_and_looks_for_no_files_when_it_panics() {
     let world = World::new();
@@ -347,7 +351,7 @@ fn a_worker_is_in_no_folder_that_goes_away_and_looks_for_no_files_when_it_panics
     end(&world, keeper, line.keeper);
 }
 
-/// How often this process has waited: one that is busy without end does not.
+/// How often this process has blocked. One that spins does not block.
 fn waits(pid: i32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
@@ -363,12 +367,12 @@ fn a_keeper_without_descriptors_waits_for_some_and_goes_on() {
     let free = (0..).find(|fd| !fs::exists(format!("/proc/{}/fd/{fd}", line.keeper)).unwrap());
     let none = Rlimit { current: free, ..getrlimit(Resource::Nofile) };
     let before = prlimit(pid, Resource::Nofile, none).unwrap();
-    // It has room for this one, and no descriptor.
-    let other = Keeper::connect(&world.keep.socket).unwrap();
+    // The backlog has room for this connection, but the keeper has no descriptor for it.
+    let other = Keeper::connect(&world.spec.socket).unwrap();
     let looks = waits(line.keeper);
     wait_until("it waits", || waits(line.keeper) > looks + 20);
     prlimit(pid, Resource::Nofile, before).unwrap();
-    assert_eq!(other.keep().unwrap(), world.keep);
+    assert_eq!(other.spec().unwrap(), world.spec);
     drop(other);
     end(&world, keeper, line.keeper);
 }
@@ -384,7 +388,7 @@ fn a_keeper_that_is_killed_takes_its_worker_along_and_another_takes_its_place() 
         kill(line.keeper);
         reap(line.keeper);
         assert!(receive_with(keeper.fd(), 100, true).unwrap().0.is_empty());
-        // It is ours now.
+        // The worker is a child of this process now.
         reap(worker);
     }
     let keeper = world.start();
@@ -400,8 +404,8 @@ fn who_asks_may_go_and_what_nobody_understands_is_answered() {
     let before = descriptors(line.keeper);
     let number = worker(&line);
     for _ in 0..50 {
-        let other = Keeper::connect(&world.keep.socket).unwrap();
-        assert_eq!(other.keep().unwrap(), world.keep);
+        let other = Keeper::connect(&world.spec.socket).unwrap();
+        assert_eq!(other.spec().unwrap(), world.spec);
         for odd in [b"{}".as_slice(), b"\"Lin\"", &[b' '; 70_000]] {
             send_with(other.fd(), odd, None).unwrap();
         }
@@ -409,12 +413,12 @@ fn who_asks_may_go_and_what_nobody_understands_is_answered() {
     }
     assert_eq!(worker(&line), number);
     wait_until("who has gone is remembered", || descriptors(line.keeper) == before);
-    // More than it hears at once. Who follows is heard on.
-    let many: Vec<_> = (0..30).map(|_| Keeper::connect(&world.keep.socket).unwrap()).collect();
-    assert_eq!(many[29].keep().unwrap(), world.keep);
+    // More connections than the keeper holds. The follower's stays.
+    let many: Vec<_> = (0..30).map(|_| Keeper::connect(&world.spec.socket).unwrap()).collect();
+    assert_eq!(many[29].spec().unwrap(), world.spec);
     assert_eq!(keeper.line(None).unwrap().start, line.start);
     assert_eq!(many[29].line(None).unwrap().start, line.start);
-    let last = Keeper::connect(&world.keep.socket).unwrap();
+    let last = Keeper::connect(&world.spec.socket).unwrap();
     drop((many, keeper));
     end(&world, last, line.keeper);
 }
@@ -434,7 +438,7 @@ fn the_program_goes_on_as_it_was_when_its_file_is_gone_and_as_another_when_that_
     let next = keeper.line(Some(line.start)).unwrap();
     assert!(exe(worker(&next)).to_str().unwrap().ends_with("old (deleted)"));
 
-    // What is no program is refused, and nothing is lost but the worker.
+    // A file that is no program is refused, and only the worker is lost.
     let text = world.dir.path().join("text");
     fs::write(&text, "no program").unwrap();
     for none in [&text, &world.dir.path().join("none")] {
@@ -452,7 +456,7 @@ fn the_program_goes_on_as_it_was_when_its_file_is_gone_and_as_another_when_that_
     assert_eq!((exe(line.keeper), exe(worker(&line))), (new.clone(), new.clone()));
     assert_eq!(descriptors(line.keeper), descriptors_before);
     assert_eq!(children(line.keeper), 1);
-    assert_eq!(keeper.keep().unwrap(), world.keep);
+    assert_eq!(keeper.spec().unwrap(), world.spec);
     for file in [new, text] {
         fs::remove_file(file).unwrap();
     }

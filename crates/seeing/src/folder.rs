@@ -116,11 +116,11 @@ impl Folder {
         let snapshot = read(&self.path.join(name))?;
         let at = Instant::now();
         if snapshot.disk != name {
-            return Err(Problem::Nonsense("the name of its disk"));
+            return Err(Problem::Invalid("the name of its disk"));
         }
         // A process that may not ask for it has written zeros.
         if snapshot.boot != self.boot && snapshot.boot != Boot::default() {
-            return Err(Problem::Nonsense("the start of this machine"));
+            return Err(Problem::Invalid("the start of this machine"));
         }
         let process = snapshot.process();
         let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();

@@ -2,16 +2,16 @@
 //!
 //! * [`blkif`]: the frontend that guests of Xen have: rings, negotiation, xenbus states.
 //! * [`nbd`]: the frontend for clients of NBD.
-//! * [`path`]: checked requests to the disk and back, whoever the frontend is: the hot path.
+//! * [`path`]: checked requests to the disk and back, the same for every frontend: the hot path.
 //! * [`polling`]: polling before going to sleep.
-//! * [`processors`]: what a disk may use of them.
-//! * [`tuning`]: how queues go about their work.
-//! * [`counters`]: what they have done.
-//! * [`trace`]: a record a request, always on.
+//! * [`processors`]: the processor time that a disk may use.
+//! * [`tuning`]: settings of the queues.
+//! * [`counters`]: statistics of the queues.
+//! * [`trace`]: one record per request, always on.
 
 #![forbid(unsafe_code)]
 
-// The tests' rig names this crate as a user of it does.
+// The tests' rig names this crate as other crates do.
 #[cfg(test)]
 extern crate self as ferrite_serve;
 

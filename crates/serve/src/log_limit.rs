@@ -1,10 +1,10 @@
-//! Log lines that a guest can cause, bounded (XSA-180).
+//! Limits for log lines that a guest can cause (XSA-180).
 
 use std::sync::{Mutex, PoisonError};
 
-/// Lines let through in one window.
+/// Lines that are let through in one window.
 const LINES: u32 = 5;
-/// Nanoseconds of a window.
+/// Length of a window in nanoseconds.
 const WINDOW_NS: u64 = 10_000_000_000;
 
 /// Lets through five lines in ten seconds and counts the rest.
@@ -16,8 +16,8 @@ pub struct LogLimit {
 }
 
 impl LogLimit {
-    /// Whether to log now: the number of lines held back since the last one that was let through,
-    /// or `None` for this one to be held back too.
+    /// Returns whether to log a line now. `Some` holds the number of lines held back since the last
+    /// one that was let through. `None` means to hold this line back, too.
     pub fn allow(&mut self, now_ns: u64) -> Option<u64> {
         if now_ns.saturating_sub(self.window_start_ns) >= WINDOW_NS {
             self.window_start_ns = now_ns;
@@ -32,13 +32,15 @@ impl LogLimit {
     }
 }
 
-/// The number of held back lines as the field `held_back` of the next line: none if there were none.
+/// Returns the number of held back lines as the field `held_back` of the next line. Returns none if
+/// there were none.
 pub fn field(held_back: u64) -> Option<u64> {
     (held_back > 0).then_some(held_back)
 }
 
-/// Logs a line if `$limit` lets it through at `$now_ns`, and with it how many were held back: a level,
-/// a [`SharedLogLimit`], nanoseconds, then what that level's macro of tracing takes.
+/// Logs a line if `$limit` lets it through at `$now_ns`, together with the number of held back
+/// lines. Arguments: a level, a [`SharedLogLimit`], nanoseconds, then the arguments of tracing's
+/// macro for that level.
 macro_rules! limited {
     ($level:ident, $limit:expr, $now_ns:expr, $($line:tt)+) => {
         if let Some(held_back) = $limit.allow($now_ns) {
@@ -53,25 +55,25 @@ pub(crate) use limited;
 pub struct SharedLogLimit(Mutex<LogLimit>);
 
 impl SharedLogLimit {
-    /// As [`LogLimit::allow`].
+    /// See [`LogLimit::allow`].
     pub fn allow(&self, now_ns: u64) -> Option<u64> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).allow(now_ns)
     }
 }
 
-/// The lines that one disk may log, by cause, so that none drowns another. It belongs to the disk and not
-/// to a connection or a queue: a guest can make any number of those.
+/// The limits of one disk's log lines, one for each cause, so that no cause drowns another. They
+/// belong to the disk and not to a connection or a queue: a guest can make any number of those.
 #[derive(Debug, Default)]
 pub struct LogLimits {
-    /// Requests that are wrong.
+    /// Invalid requests.
     pub requests: SharedLogLimit,
-    /// Connections that come, go, break or are refused.
+    /// Connections that begin, end, break or are refused.
     pub connections: SharedLogLimit,
-    /// Storage that fails.
+    /// Storage errors.
     pub storage: SharedLogLimit,
-    /// A xenstore that fails.
+    /// Errors of xenstore.
     pub store: SharedLogLimit,
-    /// A guest that makes us ask xenstore too often.
+    /// A guest that causes too many requests to xenstore.
     pub pace: SharedLogLimit,
 }
 

@@ -1,4 +1,4 @@
-//! How much memory the data in flight of a disk may take.
+//! The memory that the data in flight of a disk may take.
 
 use std::fmt;
 use std::io;
@@ -9,11 +9,11 @@ use std::sync::{Arc, OnceLock};
 use ferrite_disk::size;
 use ferrite_io::pool::HostMemory;
 
-/// What a disk has in any case, if nobody says otherwise.
+/// What each disk has in any case, unless it is configured.
 const AUTO_BYTES: usize = 8 << 20;
 /// Buffers are addressed with 32 bits, rounded up to 2 MiB.
 const MAX_BYTES: u64 = 2 << 30;
-/// Of this host's memory, the part that all disks may grow by together.
+/// All disks together may grow by one part in this many of the host's memory.
 const HOST_PART: u64 = 8;
 
 /// Memory for the data in flight of a disk.
@@ -22,12 +22,12 @@ pub enum DataMemory {
     /// 8 MiB, and more while storage is slow.
     #[default]
     Auto,
-    /// So many bytes.
+    /// A fixed number of bytes.
     Bytes(usize),
 }
 
 impl DataMemory {
-    /// What the disk has in any case.
+    /// Returns the bytes that the disk has in any case.
     pub fn bytes(self) -> usize {
         match self {
             DataMemory::Auto => AUTO_BYTES,
@@ -35,11 +35,11 @@ impl DataMemory {
         }
     }
 
-    /// By what it may grow: what all disks that share the file have left of so many bytes; none if it
-    /// does not grow.
+    /// Returns the memory by which the disk may grow beyond that, or none if it is fixed. All disks
+    /// that share the file `shared` grow by at most `bytes` together.
     ///
     /// # Errors
-    /// The file cannot be opened.
+    /// Fails if the file cannot be opened.
     pub fn host(self, shared: &Path, bytes: Option<u64>) -> io::Result<Option<Arc<HostMemory>>> {
         match self {
             DataMemory::Auto => {
@@ -50,8 +50,8 @@ impl DataMemory {
     }
 }
 
-/// What all disks of a host may grow by together by default. To be asked once by a process that is to give its rights
-/// up, and that will serve a disk of which it does not know yet: the kernel is not asked again.
+/// Returns the bytes by which all disks of a host may grow together by default. The kernel is asked
+/// once. A process that drops its privileges before it knows its disk should call this beforehand.
 pub fn host_bytes() -> u64 {
     static BYTES: OnceLock<u64> = OnceLock::new();
     *BYTES.get_or_init(|| {
@@ -60,10 +60,10 @@ pub fn host_bytes() -> u64 {
     })
 }
 
-/// A size of memory for data in flight.
+/// Parses a size of memory for data in flight, in bytes.
 ///
 /// # Errors
-/// It is no size, or none that can be had; the text says which may.
+/// Fails if the text is no size, or if the size is not allowed. The error says which sizes are.
 pub fn parse_bytes(text: &str) -> Result<usize, String> {
     let bytes = size::parse(text).map_err(|e| e.to_string())?;
     if bytes == 0 || bytes > MAX_BYTES {

@@ -1,4 +1,4 @@
-//! The part of this host's processors that a disk may use.
+//! The processor time of this host that a disk may use.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -9,39 +9,41 @@ use ferrite_io::clock::Clock;
 
 use crate::polling::{Budget, HostView};
 
-/// How often the processor time is asked for, in nanoseconds.
+/// How often the used processor time is read, in nanoseconds.
 const CHECK_NS: u64 = 1_000_000;
 /// The time whose share can be saved up, in nanoseconds, as with the kernel's own limit (CFS).
 const SAVED_NS: u64 = 100_000_000;
-/// The longest wait that a debt asks for, in nanoseconds. What is owed beyond it is forgiven: a machine that stood
-/// still counts that time as used, and no guest's disk is to stand still for minutes because of it.
+/// The longest wait that a debt causes, in nanoseconds. Debt beyond it is forgiven. A machine that
+/// stood still counts that time as used, and a guest's disk must not pause for minutes because of
+/// it.
 const LONGEST_WAIT_NS: u64 = 10_000_000_000;
-/// The time beyond its share that a disk has which is to go, in nanoseconds: more than the requests
-/// of full rings take.
+/// The time beyond its share that a disk gets when it is to be closed, in nanoseconds. It is more
+/// than the requests of full rings need.
 const FAREWELL_NS: u64 = 1_000_000_000;
 
-/// One disk's part.
+/// The limits of one disk.
 #[derive(Debug)]
 pub struct Processors {
-    /// For polling.
+    /// The budget for polling.
     pub polling: Budget,
-    /// What the host says of all its processors, if it does: all disks of a process may have the same.
+    /// The load of all the host's processors, if it is known. All disks of a process may share it.
     pub host: Option<Arc<HostView>>,
-    /// For everything, if that is bounded: all disks of a process have the same.
+    /// The limit of all processor time, if there is one. All disks of a process share it.
     pub limit: Option<Arc<Limit>>,
-    /// The disk was to go, and had its time for that.
+    /// The disk was told to close, and got its extra time for that.
     forgiven: AtomicBool,
 }
 
 impl Default for Processors {
-    /// One processor to poll with, and no other bound.
+    /// Returns one processor to poll with, and no other limit.
     fn default() -> Self {
         Processors::new(Budget::new(100), None, None)
     }
 }
 
 impl Processors {
-    /// Of a disk that polls within this budget, on this host, in a process with this bound.
+    /// Makes the limits of a disk: its polling budget, the view of the host, and the limit of its
+    /// process.
     pub fn new(
         polling: Budget,
         host: Option<Arc<HostView>>,
@@ -50,14 +52,15 @@ impl Processors {
         Processors { polling, host, limit, forgiven: AtomicBool::new(false) }
     }
 
-    /// How long nothing is to be begun.
+    /// Returns for how long no request may be started.
     pub(crate) fn debt(&self, now_ns: u64) -> Option<Duration> {
         self.limit.as_ref()?.debt(now_ns)
     }
 
-    /// The disk is to go: the debt is forgiven and a second of what comes next, once. Linux closes a disk
-    /// without waiting for what is on its rings, and unplugs nothing more if that is never answered. A
-    /// guest that does not let go has its share again afterwards.
+    /// Forgives the debt and one second of future use, once, because the disk is to be closed.
+    /// Linux closes a disk without waiting for the requests on its rings, and unplugs no other disk
+    /// if they are never answered. A guest that does not close the disk has its normal share again
+    /// afterwards.
     pub(crate) fn forgive(&self, now_ns: u64) {
         if let Some(limit) = &self.limit
             && !self.forgiven.swap(true, Relaxed)
@@ -66,26 +69,26 @@ impl Processors {
         }
     }
 
-    /// Whether polling leaves enough for the work.
+    /// Returns whether polling leaves enough processor time for the work.
     pub(crate) fn may_poll(&self) -> bool {
         self.limit.as_ref().is_none_or(|limit| limit.has_plenty())
     }
 }
 
-/// A bound on the processor time of the whole process, whatever disks it serves.
+/// A limit of the processor time of the whole process, shared by all disks that it serves.
 ///
-/// The share of each moment is earned, and what threads have used is owed; in debt, queues take
-/// nothing. What they have begun goes on, and is paid for afterwards. The time is asked for once a
+/// Time earns a share, and the time that threads used is owed. In debt, queues take no requests.
+/// Requests under way continue, and are paid for afterwards. The used time is read once a
 /// millisecond, by one queue for all.
 pub struct Limit {
     percent: u64,
     clock: Arc<dyn Clock>,
     account: Mutex<Account>,
-    /// When to ask again.
+    /// When to read the used time again.
     check_at_ns: AtomicU64,
-    /// The debt is paid then.
+    /// When the debt will be paid.
     paid_at_ns: AtomicU64,
-    /// At least half of what can be saved up is there.
+    /// At least half of what can be saved up is available.
     plenty: AtomicBool,
 }
 
@@ -93,7 +96,7 @@ struct Account {
     at_ns: u64,
     used_ns: u64,
     balance_ns: i64,
-    /// Used up before anything is owed.
+    /// Time that is used up before any debt counts.
     free_ns: u64,
 }
 
@@ -104,7 +107,7 @@ impl std::fmt::Debug for Limit {
 }
 
 impl Limit {
-    /// So many percent of one processor, at least one.
+    /// Makes a limit of `percent` percent of one processor, at least one percent.
     pub fn new(percent: u32, clock: Arc<dyn Clock>) -> Limit {
         let percent = u64::from(percent.max(1));
         let account = Account {
@@ -147,7 +150,7 @@ impl Limit {
 
     fn account(&self, now_ns: u64) {
         let mut account = self.account.lock().unwrap_or_else(PoisonError::into_inner);
-        // Another queue may have been faster, and have read the clock later.
+        // Another queue may have been faster, with a later time.
         let passed_ns = now_ns.saturating_sub(account.at_ns);
         if passed_ns == 0 {
             return;
@@ -177,7 +180,7 @@ mod tests {
 
     const SECOND_NS: u64 = 1_000_000_000;
 
-    /// Time, and processor time, as a test says.
+    /// A clock whose time and processor time the test sets.
     #[derive(Default)]
     struct World {
         now_ns: AtomicU64,
@@ -203,8 +206,8 @@ mod tests {
         }
     }
 
-    /// The time that a process uses in ten seconds that works on `threads` processors, in steps of 10 us,
-    /// whenever it may.
+    /// Returns the time that a process uses in ten seconds. It works on `threads` processors in
+    /// steps of 10 us, whenever it may.
     fn used_in_ten_seconds(percent: u32, threads: u64) -> (u64, Arc<World>) {
         let world = Arc::new(World::default());
         let limit = Limit::new(percent, world.clone());
@@ -233,7 +236,7 @@ mod tests {
     fn who_uses_less_than_the_share_is_never_held_back() {
         let (used_ns, world) = used_in_ten_seconds(100, 1);
         assert_eq!(used_ns, 10 * SECOND_NS);
-        // Once a millisecond and not for each of a million steps.
+        // The used time is read once a millisecond, not for each of a million steps.
         assert!(world.asked.load(Relaxed) <= 10_001);
     }
 
@@ -257,7 +260,7 @@ mod tests {
         assert_eq!(limit.debt(world.now_ns()), Some(Duration::from_secs(1)));
         world.pass(SECOND_NS, 0);
         assert_eq!(limit.debt(world.now_ns()), None);
-        // A debt of less is paid in full.
+        // A smaller debt is paid in full.
         world.pass(CHECK_NS, SECOND_NS / 5);
         let owed = limit.debt(world.now_ns()).unwrap();
         assert!(owed > Duration::from_millis(3900) && owed <= Duration::from_secs(4), "{owed:?}");
@@ -280,7 +283,7 @@ mod tests {
         assert!(owed > Some(Duration::from_millis(1900)), "{owed:?}");
         one.forgive(world.now_ns());
         assert_eq!(one.debt(world.now_ns()), owed);
-        // Another disk of the process goes later.
+        // Another disk of the process closes later.
         assert_eq!(other.debt(world.now_ns()), owed);
         other.forgive(world.now_ns());
         assert_eq!(other.debt(world.now_ns()), None);

@@ -1,8 +1,8 @@
-//! How queues go about their work; nothing here changes what a guest gets.
+//! Settings of the queues' work. They do not change what a guest reads or writes.
 
 use crate::polling::PollWindow;
 
-/// Settings of a disk's queues. The defaults are what docs/performance.md shows to be best.
+/// Settings of a disk's queues. docs/performance.md shows that the defaults are best.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
     /// How long to poll for work before going to sleep.

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-/// An eventfd: wakes a path's thread, or the control thread.
+/// An eventfd that wakes a path's thread or the control thread.
 pub struct Waker(OwnedFd);
 
 impl Waker {
-    /// A waker that nobody has used.
+    /// Makes a waker that is not set.
     ///
     /// # Errors
-    /// Out of descriptors.
+    /// Fails without free descriptors.
     pub fn new() -> io::Result<Waker> {
         Ok(Waker(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
     }
@@ -24,18 +24,18 @@ impl Waker {
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
-    /// Makes it unreadable again.
+    /// Makes the descriptor unreadable again.
     pub fn clear(&self) {
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }
 
-    /// The descriptor.
+    /// Returns the descriptor.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
 
-/// Waits for one of these, or the end of `timeout`; which are readable.
+/// Waits until one of the descriptors is readable or `timeout` ends. Returns which are readable.
 pub(crate) fn wait_for<const N: usize>(
     fds: [BorrowedFd<'_>; N],
     timeout: Option<Duration>,

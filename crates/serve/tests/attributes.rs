@@ -1,5 +1,5 @@
-//! What the toolstack says of a disk in its directory, and what a guest gets of it (threats.md
-//! T26), and when it gets it.
+//! The toolstack's keys of a disk in its directory, their effect on the guest, and when they take
+//! effect (threats.md T26).
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ fn set(rig: &Rig, key: &str, value: &str) {
     rig.machine.store().unwrap().write(&path, value.as_bytes()).unwrap();
 }
 
-/// Whether a write of one page succeeds; if not, the medium is what it was.
+/// Returns whether a write of one page succeeds. If not, checks that the medium is unchanged.
 fn writes(rig: &Rig, front: &mut Frontend) -> bool {
     let before = rig.medium();
     let buffer = front.space().buffer(1).unwrap();
@@ -96,7 +96,7 @@ fn a_disk_of_mode_r_is_not_served_from_an_image_that_is_open_for_writing() {
     let config = config(&rig.disk, rig.run_dir().to_owned());
     let hypervisor = rig.machine.loopback(CopyWith::Memcpy).unwrap();
     let stop = Waker::new().unwrap();
-    // Whoever serves it all the same is not waited for.
+    // The server is stopped already: if it served the disk anyway, the test would not hang.
     stop.wake();
     let end = serve(&mut store, &hypervisor, &device, &config, &stop);
     assert!(matches!(end, Err(ServeError::Attachment(_))), "{end:?}");

@@ -1,5 +1,5 @@
-//! A request that costs a guest nothing and may be of its whole disk (threats.md T21): what it
-//! takes is bounded by what there is to free, everything else goes first, and it holds up no end.
+//! A request that costs a guest nothing and may cover its whole disk (threats.md T21). Its cost is
+//! bounded by the space that there is to free, all other requests go first, and it delays no end.
 
 use std::fs::OpenOptions;
 use std::path::PathBuf;
@@ -124,7 +124,7 @@ fn reads_behind_discards_of_the_whole_disk_overtake_them() {
     }
 }
 
-/// What a backend ends for.
+/// The reason for which a backend ends.
 #[derive(Clone, Copy, Debug)]
 enum End {
     Stop,
@@ -142,8 +142,8 @@ fn with_long_discards(dir: &TempDir) -> (Rig, Frontend) {
     (rig, front)
 }
 
-/// Asks for them in all slots, until all are taken: what is on the ring at the end is for the next
-/// backend to answer.
+/// Sends discards in all slots, until all are taken. The next backend answers those that are on the
+/// ring at the end.
 fn discards_under_way(rig: &Rig, front: &mut Frontend) {
     let before = rig.counters.counts();
     for _ in 0..DISCARDS {
@@ -189,7 +189,7 @@ fn discards_end_early_and_well_when_the_backend_is_to_end() {
     }
 }
 
-/// The same for who parks the disk, however often the guest asks again.
+/// Parking the disk ends discards early, too, however often the guest sends more.
 #[test]
 fn discards_end_early_and_well_when_the_disk_is_parked() {
     let dir = dir_in_memory();
@@ -266,7 +266,7 @@ fn discards_that_follow_each_other_are_done_together() {
         let replies = front.queues[0].drain(PATIENCE).unwrap();
         assert!(replies.len() == DISCARDS as usize && all_ok(&replies));
         let punched = faults.seen(&[Kind::PunchHole]);
-        // The first four of each sweep's at most, and what has joined meanwhile.
+        // At most the first four of each sweep, and those that joined meanwhile.
         assert_eq!(punched <= 64, few, "{punched} of {DISCARDS}");
         assert_eq!(rig.counters.counts().discard_parts, punched);
         front.close(PATIENCE).unwrap();
@@ -302,8 +302,8 @@ fn discards_of_all_queues_are_done_one_at_a_time() {
     front.close(PATIENCE).unwrap();
 }
 
-/// As on a file system that lets nobody else at a file that it punches: reads have as much time as
-/// discards, and do far more in it than they would between two of these.
+/// The file system allows no other access to a file while it punches. Reads get as much time as
+/// discards, and do far more in it than they would between two discards.
 #[test]
 fn reads_beside_discards_have_half_of_the_time() {
     let dir = dir_in_memory();

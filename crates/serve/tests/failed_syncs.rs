@@ -1,5 +1,5 @@
-//! A sync that failed is remembered for the next process, whoever has asked for it (blkif.md 2, rule 3), and is
-//! that of all disks of a store (processes.md 10, rule 11).
+//! A failed sync is remembered for the next process, whichever request caused it (blkif.md 2, rule
+//! 3). It counts for all disks of a store (processes.md 10, rule 11).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ fn a_failed_sync_is_remembered_for_every_disk_of_the_store() {
     let latch = |name: &str| dir.path().join(name);
     let is_set = |name: &str| Shm::open(latch(name)).unwrap().load_u32(0) == 1;
     let (asks, silent, early) = (device(&store, "a"), device(&store, "b"), device(&store, "c"));
-    silent.remember_in(&latch("b")).unwrap();
+    silent.record_failed_flushes_in(&latch("b")).unwrap();
     let faults = Faults::none();
     let disk = asks.disk().unwrap();
     let mut session = Session::new(disk, |arena| faults.open(arena, 32)).unwrap();
@@ -48,13 +48,13 @@ fn a_failed_sync_is_remembered_for_every_disk_of_the_store() {
     assert!(asks.flush_has_failed() && silent.flush_has_failed() && early.flush_has_failed());
     assert!(is_set("b"));
     // One that has no file yet writes it down when it gets one.
-    early.remember_in(&latch("c")).unwrap();
+    early.record_failed_flushes_in(&latch("c")).unwrap();
     assert!(is_set("c"));
     // The next process knows it, although its sync succeeds.
     drop((session, asks, silent, early));
     let next = device(&store, "b");
     assert!(!next.flush_has_failed());
-    next.remember_in(&latch("b")).unwrap();
+    next.record_failed_flushes_in(&latch("b")).unwrap();
     assert!(next.flush_has_failed());
 }
 
@@ -77,7 +77,7 @@ fn a_failed_sync_that_no_guest_has_asked_for_is_remembered_before_anybody_is_tol
     for name in ["a.raw", "a.vhd", "a.qcow2"] {
         let latch = dir.path().join(format!("{name}.latch"));
         let device = image(&dir.path().join(name));
-        device.remember_in(&latch).unwrap();
+        device.record_failed_flushes_in(&latch).unwrap();
         let faults = Faults::none();
         let mut session =
             Session::new(device.disk().unwrap(), |arena| faults.open(arena, 32)).unwrap();

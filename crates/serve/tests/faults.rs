@@ -76,7 +76,7 @@ fn errors_fail_their_request_and_leave_the_guests_pages_alone() {
     let (rig, faults) = rig();
     let (mut front, buffer) = connected(&rig);
     let queue = &mut front.queues[0];
-    // What earlier requests left in the pool must not be seen.
+    // Data that earlier requests left in the pool must not be seen.
     buffer.fill(0, buffer.len(), 0x66);
     assert_eq!(write(queue, &buffer, 0, 1 << 20), STATUS_OKAY);
     for fault in [EIO, ENOSPC, ENOMEM].map(Fault::Errno).into_iter().chain([Fault::Nothing]) {
@@ -135,7 +135,7 @@ fn try_again_is_tried_again_and_not_for_ever() {
     front.close(PATIENCE).unwrap();
 }
 
-/// An interrupted flush says nothing about what was written: it is no reason to give up a disk.
+/// An interrupted flush says nothing about the written data: it is no reason to give up a disk.
 #[test]
 fn an_interrupted_flush_is_done_again() {
     let (rig, faults) = rig();
@@ -236,8 +236,8 @@ fn a_barrier_that_waited_while_a_flush_failed_fails_too() {
     }
 }
 
-/// Taking space syncs, too, and the kernel tells nobody else. What has its place already could still be
-/// written, and would be answered.
+/// Taking space syncs, too, and the kernel reports the failure only once. Writes into space that
+/// the image already has could still be written, and would be answered.
 #[test]
 fn a_sync_that_fails_for_a_write_counts_as_a_failed_flush() {
     let faults = Faults::none();
@@ -323,7 +323,8 @@ fn nothing_is_under_way_on_any_queue_beside_a_barrier() {
     const PLACE: u64 = BYTES / 512 - 8;
     // Only barriers flush here.
     faults.watch_alone([Ops::from(Kind::Write).at(PLACE * 512), Kind::Sync.into()]);
-    // What is under way stays so for long enough to be met, even where all threads share a processor.
+    // Operations stay under way for long enough to meet others, even where all threads share a
+    // processor.
     faults.set([Ops::from(Kind::Write).meet(Fault::LateBelow(Duration::from_millis(1)))]);
     let space = front.space().clone();
     let threads: Vec<_> = std::mem::take(&mut front.queues)
@@ -464,8 +465,8 @@ fn random_faults_under_load_lose_no_request_and_no_byte() {
     front.close(PATIENCE).unwrap();
 }
 
-/// The engine as a whole: the backend ends with the reason and leaves states and table as they
-/// are; a successor does what was not done.
+/// The engine fails as a whole. The backend ends with the reason and leaves states and table as
+/// they are; a successor carries out the unanswered requests.
 #[test]
 fn an_engine_that_breaks_ends_the_backend_and_not_the_disk() {
     let (mut rig, faults) = rig();

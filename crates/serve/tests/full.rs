@@ -1,5 +1,6 @@
-//! Storage that is full: an error or a wait, as the disk is told. Nobody else feels it, the image stays
-//! whole, and with space all is done. Needs root; passes without, saying so.
+//! Storage that is full: an error or a wait, as the disk is configured. Other disks are not
+//! affected, the image stays whole, and with space all requests succeed. Needs root; passes
+//! without, saying so.
 
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
@@ -42,12 +43,12 @@ impl Place {
         let (dir, state) = (dir_in_memory(), dir_in_memory());
         let small = Small::mount(dir.path(), "size=5m")?;
         let image = images::make(dir.path(), format, 64 * MIB);
-        // What was answered is kept elsewhere, as in production.
+        // The journal of answered writes is kept elsewhere, as in production.
         symlink(state.path(), images::state_dir(&image)).unwrap();
         Some(Place { image, small, _dirs: [dir, state] })
     }
 
-    /// A backend whose buffers are fewer than what waits.
+    /// A backend with fewer buffers than requests that wait.
     fn rig(&self, on_full: OnFull) -> Rig {
         let image = Some(self.image.clone());
         Rig::new(Plan { image, on_full, pool_bytes: 2 << 20, ..Plan::default() })
@@ -97,7 +98,8 @@ impl Guest {
         self.queue().push().unwrap();
     }
 
-    /// Writes all at once, and hears of what there was space for; how many were errors.
+    /// Writes all chunks at once, and reads the answers of those that had space. Returns how many
+    /// were errors.
     fn write_all_and_hear(&mut self) -> usize {
         self.write_all();
         let mut errors = 0;
@@ -148,7 +150,7 @@ impl Guest {
         }
     }
 
-    /// What the disk has there.
+    /// Checks what the disk has in a chunk.
     fn has(&mut self, chunk: u64, fill: u8) {
         let buffer = &self.buffers[CHUNKS as usize];
         buffer.fill(0, CHUNK, 0xEE);
@@ -232,7 +234,8 @@ fn writes_that_find_no_space_wait_for_it_and_what_needs_none_goes_on() {
         let other = Rig::new(Plan::default());
         let mut beside = other.connect(&FrontOptions::default());
         guest.write_until_full(&rig);
-        // Reads, and flushes of what was answered, though what waits is more than there are buffers.
+        // Reads work, and flushes of answered writes, though more requests wait than there are
+        // buffers.
         guest.has_what_is_done();
         guest.flush();
         let buffer = beside.space().buffer(1).unwrap();
@@ -340,13 +343,14 @@ fn a_guest_that_closes_waits_until_it_lets_go_of_its_rings() {
     let mut guest = Guest::new(&rig);
     guest.write_until_full(&rig);
     let disk = rig.disk.clone();
-    // Asked for by its toolstack, and closing: what waits is answered if there is space in time.
+    // The toolstack has asked, and the guest is closing: waiting requests are answered if there is
+    // space in time.
     rig.machine.unplug(&disk).unwrap();
     guest.front.set_state(5).unwrap();
     guest.front.wait_for_backend(&[5], PATIENCE).unwrap();
     guest.has_what_is_done();
     guest.wait_until_full(&rig);
-    // Nobody is there any more who could hear an answer.
+    // The guest no longer waits for answers.
     let waits = guest.queue().in_flight();
     guest.front.set_state(6).unwrap();
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
@@ -413,7 +417,8 @@ fn a_barrier_that_has_begun_to_wait_for_others_lets_them_wait_for_space() {
     front.queues[0].plain(PlainOp::Barrier, 0, &[]).unwrap();
     front.queues[0].push().unwrap();
     wait_until("the barrier is taken", || rig.counters.counts().sweeps == 2);
-    // Not needed by what follows: with it, the gate is closed before the write has failed.
+    // The test holds without this pause, too. With it, the gate is closed before the write has
+    // failed.
     std::thread::sleep(Duration::from_millis(20));
     drop(held);
     wait_until("the write waits", || waiting(&rig) == 1);

@@ -1,5 +1,5 @@
 //! Requests that need the disk for themselves, beside queues that break (threats.md T4, T24): they
-//! wait for what is under way elsewhere, and for nothing else.
+//! wait only for requests that are under way elsewhere.
 
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_serve::polling::PollWindow;
@@ -11,7 +11,7 @@ use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_testkit::{PATIENCE, wait_until};
 use ferrite_xen::abi::PlainOp;
 
-/// What has to be alone on the disk.
+/// The kind of request that must be alone on the disk.
 #[derive(Clone, Copy)]
 enum Alone {
     Barrier,
@@ -40,7 +40,7 @@ impl Alone {
     }
 }
 
-/// Holds operations of this kind, and counts them from now on, until what it returns is dropped.
+/// Holds operations of this kind, and counts them from now on, until the returned guard is dropped.
 fn hold(faults: &Faults, kind: Kind) -> impl Drop {
     let held = faults.hold();
     faults.forget();
@@ -58,8 +58,8 @@ fn three_queues(plan: Plan) -> (Rig, Frontend, Buffer, Faults) {
     (rig, front, buffer, faults)
 }
 
-/// The guest breaks a ring while another queue has the disk for itself, and tells nobody: the
-/// broken queue finds it as it is woken by the gate, and nothing wakes it again.
+/// The guest breaks a ring while another queue has the disk for itself, and sends no event. The
+/// broken queue finds it when the gate wakes it, and is not woken again.
 fn a_broken_ring_holds_up_nobody(plan: Plan, alone: Alone) {
     let (mut rig, mut front, buffer, faults) = three_queues(plan);
     let held = hold(&faults, alone.begins_with());

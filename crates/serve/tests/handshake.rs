@@ -61,7 +61,7 @@ fn works(front: &mut Frontend) {
     front.close(PATIENCE).unwrap();
 }
 
-/// What no number may look like.
+/// Texts that are no valid number.
 fn bad_numbers() -> Vec<Vec<u8>> {
     let mut bad: Vec<Vec<u8>> = [
         "-1",
@@ -172,7 +172,7 @@ fn references_that_mean_nothing_are_refused() {
     refused(&mut rig, &mut front, &many, "two queues", |keys| {
         copy(keys, &format!("queue-0/{port}"), &format!("queue-1/{port}"));
     });
-    // Not granted, granted for reading only, granted to somebody else, out of all bounds.
+    // Not granted, granted for reading only, granted to another domain, out of all bounds.
     let pages = front.space().buffer(3).unwrap();
     pages.revoke(0).unwrap();
     pages.grant(1, true);
@@ -183,7 +183,7 @@ fn references_that_mean_nothing_are_refused() {
         let key = "queue-1/ring-ref2";
         refused(&mut rig, &mut front, &many, "ring reference", |keys| keys.set(key, gref));
     }
-    // A channel of nobody's, and numbers that no channel has.
+    // A channel that is not bound, and numbers that no channel has.
     for port in [63, 64, 1 << 20, u32::MAX] {
         let key = "queue-1/event-channel";
         refused(&mut rig, &mut front, &many, "event channel", |keys| keys.set(key, port));

@@ -20,7 +20,7 @@ use ferrite_xen::abi::{
 use ferrite_xen::hypervisor::{DomId, GrantRef};
 use ferrite_xen::mover::Mover;
 
-/// What pages of the guest are full of, and what the medium is.
+/// The contents of the guest's pages, and of the medium.
 const GUEST: u8 = 0x11;
 const MEDIUM: u8 = 0x22;
 /// Never granted.
@@ -34,7 +34,7 @@ fn raw(queue: &mut FrontQueue, number: u64, message: Message) {
     queue.raw_request(&request.encode(Protocol::X86_64));
 }
 
-/// Takes what is answered; each must be of `pending`.
+/// Takes all answers; each must be of `pending`.
 fn take_all(queue: &mut FrontQueue, pending: &mut HashSet<u64>) -> usize {
     let mut taken = 0;
     while let Some((response, _)) = queue.take_raw().unwrap() {
@@ -47,8 +47,8 @@ fn take_all(queue: &mut FrontQueue, pending: &mut HashSet<u64>) -> usize {
     taken
 }
 
-/// Changes what a backend decides on, as fast as a processor can, until told to stop: operation,
-/// counts, shapes of segments in the slots and on the indirect pages. Not the ids.
+/// Changes the fields that a backend decides on, as fast as a processor can: operation, counts,
+/// shapes of segments in the slots and on the indirect pages. Leaves the ids.
 fn flip(front_ring: &ferrite_loopback::front::RawRing, descriptors: &Buffer) -> u64 {
     let mut flips = 0;
     for index in 0..front_ring.entries() {
@@ -245,8 +245,8 @@ fn a_bad_grant_fails_its_request_and_nothing_else() {
     }
 }
 
-/// What the buffer of a request has in it from the one before would do as descriptors: those of
-/// pages that are good. The page that should be there instead was not copied.
+/// A request's buffer still has the descriptors of the request before it, which name good pages.
+/// The page that should replace them was not copied.
 #[test]
 fn a_page_of_descriptors_that_was_not_copied_is_not_read() {
     const SEGMENTS: usize = 16;
@@ -313,7 +313,7 @@ fn pages_in_unusual_places_are_pages() {
             v.goes_on(&rig);
         }
     }
-    // Descriptors that name their own page as data: what is written is they themselves.
+    // Descriptors that name their own page as data: a write writes the descriptors themselves.
     let page = v.front.space().buffer(1).unwrap();
     let own = page.segment(0, 0, 7);
     (0..16).for_each(|i| page.write(i * 8, &own.encode()));
@@ -362,10 +362,10 @@ fn a_grant_revoked_in_the_middle_of_a_copy_is_an_error_or_was_in_time() {
         });
         let segments: Vec<_> = (0..11).map(|page| pages.segment(page, 0, 7)).collect();
         let (mut good, mut bad) = (0, 0);
-        // What stays mapped cannot be revoked.
+        // A page that stays mapped cannot be revoked.
         let lent = mover() == Mover::Persistent;
         let (mut round, end) = (0, Instant::now() + PATIENCE);
-        // On a busy machine it may take long until a grant is revoked while somebody looks.
+        // On a busy machine it may take long until a grant is revoked while the backend copies.
         while round < 1000 * scale() || good == 0 || (bad == 0 && !lent) {
             assert!(Instant::now() < end || round < 1000 * scale(), "{good} good, {bad} bad");
             round += 1;
@@ -429,8 +429,8 @@ fn an_impossible_producer_stops_its_ring_and_no_other() {
     rig.join().unwrap();
 }
 
-/// Whether to send an event follows from what the backend itself has published, not from what stands
-/// on the page: a guest that sleeps is woken.
+/// Whether to send an event follows from the producer that the backend itself published, not from
+/// the one on the page: a guest that sleeps is woken.
 #[test]
 fn an_event_comes_though_the_producer_says_already_what_it_will_be() {
     let tuning = Tuning { poll: PollWindow::Fixed(0), ..Tuning::default() };
@@ -496,7 +496,7 @@ fn shared_words_that_are_the_backends_own_may_be_scribbled_on() {
                     assert!(reply.is_ok());
                     answered += 1;
                 }
-                // What was scribbled, until the backend has answered.
+                // The scribbled value, until the backend has answered.
                 Ok(None) | Err(_) if answered == 0 => std::thread::yield_now(),
                 Ok(None) => std::thread::yield_now(),
                 Err(e) => panic!("{e}"),

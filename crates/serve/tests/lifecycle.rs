@@ -254,7 +254,8 @@ fn another_kernel_in_the_same_guest_starts_afresh() {
     assert_eq!(front.space().memory().bound_ports(), 0);
 }
 
-/// A guest that was resumed elsewhere and is back (3.8): at 3 with other rings, and nobody closed.
+/// A guest that was resumed elsewhere and is back (3.8): at 3 with other rings, without a close
+/// between.
 #[test]
 fn a_frontend_that_is_back_at_3_with_other_rings_is_connected_to_those() {
     let rig = Rig::new(plan());
@@ -302,7 +303,7 @@ fn a_guest_that_is_destroyed_with_requests_in_flight_leaves_nothing() {
         assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
         assert_eq!((space.memory().grants().users(), space.memory().bound_ports()), (0, 0));
         assert!(!rig.run_dir().join("inflight").exists());
-        // Nobody heard the answers; the frontend's own process may go on for a while.
+        // The guest read no answers; the frontend's own process may go on for a while.
         let end = front.close(Duration::from_millis(50));
         assert!(end.is_err());
     }

@@ -1,5 +1,5 @@
-//! Random requests of all kinds and shapes, many in flight on several queues, against a model of
-//! the disk that knows what each of them may see and leave (threats.md T15).
+//! Random requests of all kinds and shapes, many in flight on several queues. They are compared
+//! with a model of the disk that knows what each of them may read and leave (threats.md T15).
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -121,7 +121,7 @@ fn session() -> impl Strategy<Value = Session> {
     )
 }
 
-/// Who may have written a sector last: numbers of writes; 0 for zeros.
+/// The writes that may have been the last of a sector, by number; 0 means zeros.
 type Candidates = Vec<u32>;
 
 struct Model {
@@ -149,14 +149,14 @@ impl Model {
             && (a..=b).any(|i| batch[i].queue == batch[a].queue && batch[i].kind.is_barrier())
     }
 
-    /// What request `read` of the batch may find in a sector.
+    /// Returns the writes that request `read` of the batch may find in a sector.
     fn visible(&self, batch: &[Ask], numbers: &[u32], read: usize, sector: u64) -> Candidates {
         let before = |i: usize| Self::precedes(batch, i, read);
         self.left(batch, numbers, sector, |i| !Self::precedes(batch, read, i), before)
     }
 
-    /// What the writers that `counts` may have left in a sector; `surely` says that a writer
-    /// has come before the moment in question.
+    /// Returns what the writers that `counts` selects may have left in a sector. `surely` selects
+    /// writers that surely came before the moment in question.
     fn left(
         &self,
         batch: &[Ask],
@@ -169,7 +169,7 @@ impl Model {
         let writers: Vec<usize> =
             (0..batch.len()).filter(touches).filter(|i| batch[*i].kind.writes()).collect();
         let discards = (0..batch.len()).filter(touches).any(|i| batch[i].kind == Kind::Discard);
-        // Overwritten: somebody came surely after it and surely before the moment.
+        // A write is covered if another came surely after it and surely before the moment.
         let covered =
             |w: usize| writers.iter().any(|&x| x != w && surely(x) && Self::precedes(batch, w, x));
         let mut all: Candidates =
@@ -337,8 +337,8 @@ fn a_medium_with_blocks_of_4096_bytes_does_what_the_model_does() {
     against_the_model(device.0.clone(), CopyWith::Memcpy, 40 * scale());
 }
 
-/// One queue changes a sector of a block again and again, the other writes the whole block: what
-/// that one wrote may not be replaced by what was read before.
+/// One queue changes a sector of a block again and again, the other writes the whole block. The
+/// second queue's data must not be replaced by older data that the first queue's write has read.
 #[test]
 fn a_neighbours_write_is_not_undone_by_a_partial_one() {
     let dir = dir_in_memory();

@@ -1,5 +1,5 @@
-//! Clients of NBD beside others: what one does, or does not do, is not felt by anybody else, but for
-//! what is on the disk.
+//! Clients of NBD beside other clients: a client affects the others only through the disk's
+//! contents.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -76,7 +76,7 @@ fn a_guest_and_clients_have_one_disk() {
     rig.stop().unwrap();
 }
 
-/// A request of the guest's that needs the disk for itself, and somebody who parks it.
+/// A guest's request that needs the disk alone, and a thread that parks the disk.
 fn everybody_gets_the_disk(rig: &Rig) {
     let mut front = rig.connect(&FrontOptions::default());
     let buffer = front.space().buffer(1).unwrap();

@@ -90,7 +90,7 @@ fn an_image_that_is_shorter_than_what_its_guest_was_told_is_not_taken_over_and_a
         file.set_len(times * BYTES).unwrap();
         rig.start();
         write(&mut front, 8, 1);
-        // It is told what it has grown by while nobody ran.
+        // The guest is told of the size that the file got while no backend ran.
         let end = Instant::now() + PATIENCE;
         while front.read_features().unwrap().sectors != times * BYTES / 512 {
             assert!(Instant::now() < end, "the new size is not published");

@@ -14,7 +14,7 @@ use ferrite_loopback::CopyWith;
 use ferrite_loopback::front::FrontOptions;
 use ferrite_serve::blkif::inflight::ImageName;
 use ferrite_serve::blkif::lifecycle::TABLE;
-use ferrite_serve::path::device::{Device, Heir};
+use ferrite_serve::path::device::{Device, Successor};
 use ferrite_testkit::{PATIENCE, images, scale};
 use rustix::process::{Signal, getpid, kill_process};
 
@@ -67,7 +67,7 @@ fn close(disk: Disk) {
 /// Dies when the frontends are told of an image, some of which may have heard of it before.
 struct DiesNamed;
 
-impl Heir for DiesNamed {
+impl Successor for DiesNamed {
     fn serves(&self, _: &DiskIdentity) {
         die();
     }
@@ -83,7 +83,7 @@ fn exchange(device: &Arc<Device>, image: &Path, next: &Path) {
     };
     let heir = Arc::new(DiesNamed);
     if dies == NAMED {
-        device.add_heir(&heir);
+        device.add_successor(&heir);
     }
     std::thread::sleep(Duration::from_micros(u64::from(std::process::id()) * 997 % 40_000));
     step("park");
@@ -97,7 +97,7 @@ fn exchange(device: &Arc<Device>, image: &Path, next: &Path) {
     step("go on");
     away.go_on_with(disk).map_err(|refused| refused.unfit).unwrap();
     if dies == NAMED {
-        // Nobody was told.
+        // The queues were not told.
         std::process::exit(2);
     }
     // Its guest writes to it, or not yet.
@@ -187,8 +187,8 @@ fn is_refused(world: &World, image: &Path) {
     world.serve_from(served);
 }
 
-/// Backends die before each step of an exchange for another image. Each time the next one serves what
-/// the table names, which is the old image before the exchange, and the new one after it.
+/// Backends die before each step of an exchange for another image. Each time the next one serves
+/// the image that the table names: the old image before the exchange, and the new one after it.
 fn exchanged_under_load(world: World, extension: &str, rounds: usize, seed: u64) {
     let options = FrontOptions { queues: 2, max_indirect: 64, ..FrontOptions::default() };
     under_load(world, options, seed, |world, _| {
@@ -209,7 +209,7 @@ fn exchanged_under_load(world: World, extension: &str, rounds: usize, seed: u64)
                 is_refused(world, &other);
             }
             if serves == world.image() {
-                // What was prepared, and nobody has written to.
+                // The prepared image, which has no writes yet.
                 let _ = std::fs::remove_file(&other);
                 // Its parent was made read-only for it.
                 std::fs::set_permissions(&serves, Permissions::from_mode(0o600)).unwrap();

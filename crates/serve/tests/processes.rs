@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engines::test_engine;
 use ferrite_io::process::{receive_with, send_with, take_given};
-use ferrite_keeper::{ALIVE_FD, DOOR_FD, Keep, Keeper, LINE_FD, SECOND_FD};
+use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, DiskSpec, Keeper, LINE_FD, SECOND_FD};
 use ferrite_loopback::front::FrontOptions;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{BackendHandle, CopyWith, Loopback};
@@ -42,16 +42,16 @@ fn is_of_no_role() -> bool {
     std::env::var_os(GUESTS).is_none()
 }
 
-fn keep() -> Keep {
+fn spec() -> DiskSpec {
     let worker = ["--exact", "worker_process", "--nocapture", "--test-threads=1"];
-    Keep {
+    DiskSpec {
         socket: PathBuf::from(env(RUN_DIR)).join("keeper.sock"),
         run_dir: env(RUN_DIR).into(),
         worker: worker.map(str::to_owned).to_vec(),
-        names: None,
+        sandbox: None,
         relay: None,
         group: None,
-        ahead: Vec::new(),
+        preopens: Vec::new(),
     }
 }
 
@@ -65,14 +65,14 @@ fn daemon_process() {
     let connection = env(STORE).split(';').next().unwrap().parse().unwrap();
     let mut store = Store::from_fd(take_given(connection).unwrap());
     let config = follow_config(&DiskPaths::new(DomId(1), DEVID));
-    let (stop, log_limits, keep) = (Waker::new().unwrap(), LogLimits::default(), keep());
+    let (stop, log_limits, spec) = (Waker::new().unwrap(), LogLimits::default(), spec());
     let mut lost = None;
     loop {
-        let Ok(keeper) = Keeper::connect(&keep.socket) else {
+        let Ok(keeper) = Keeper::connect(&spec.socket) else {
             let mut command = Command::new(std::env::current_exe().unwrap());
             command.args(["--exact", "keeper_process", "--nocapture", "--test-threads=1"]);
             // The one before may be on its way out.
-            let _ = keep.start(command);
+            let _ = spec.start(command);
             lost = None;
             continue;
         };
@@ -93,7 +93,7 @@ fn keeper_process() {
     if is_of_no_role() {
         return;
     }
-    // What guests are reached by is handed on.
+    // The handle of the guests is passed on.
     let guests = inherited(SECOND_FD);
     let Err(e) = ferrite_keeper::run(&guests);
     eprintln!("{e}");
@@ -105,7 +105,8 @@ fn worker_process() {
     if is_of_no_role() {
         return;
     }
-    let [line, alive, door] = [LINE_FD, ALIVE_FD, DOOR_FD].map(|fd| take_given(fd).unwrap());
+    let [line, alive, client_channel] =
+        [LINE_FD, ALIVE_FD, CLIENT_CHANNEL_FD].map(|fd| take_given(fd).unwrap());
     let handle = BackendHandle::from_arg(&env(GUESTS)).unwrap();
     let loopback = Loopback::new(CopyWith::Memcpy);
     handle.guests.iter().for_each(|guest| loopback.add(guest).unwrap());
@@ -119,7 +120,7 @@ fn worker_process() {
     let config = work_config(DomId(1), env(RUN_DIR).into());
     let second = take_given(SECOND_FD).unwrap();
     let lines = Lines { first: &line, second: &second };
-    let _ = work(lines, &door, &loopback, &config, &mut open);
+    let _ = work(lines, &client_channel, &loopback, &config, &mut open);
 }
 
 /// Of which nothing is left.
@@ -154,10 +155,10 @@ fn a_worker_that_can_connect_nobody_any_more_says_why_and_ends() {
     let config = work_config(DomId(1), dir.path().join("run"));
     let worker = std::thread::spawn(move || {
         let failure = || OpenFailure { what: "a".into(), why: "no Xen".into(), help: "b".into() };
-        let (door, _) =
+        let (client_channel, _) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
         let lines = Lines { first: &line, second: &second };
-        work(lines, &door, &UsedUp, &config, &mut |_| Err(failure()))
+        work(lines, &client_channel, &UsedUp, &config, &mut |_| Err(failure()))
     });
     // Nothing has failed yet.
     let answer = |what: &str| {
@@ -229,7 +230,7 @@ impl Host<'_> {
     }
 }
 
-/// A test that has failed leaves nobody behind.
+/// A failed test leaves no processes behind.
 impl Drop for Host<'_> {
     fn drop(&mut self) {
         if let Some(mut daemon) = self.daemon.take() {
@@ -275,7 +276,7 @@ fn is_there(pid: i32) -> bool {
     fs::exists(format!("/proc/{pid}")).unwrap()
 }
 
-/// Of all threads, the dead ones that nobody has asked for included.
+/// Returns the children of all threads, including dead ones that were not reaped.
 fn children(pid: i32) -> Vec<i32> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let children = threads.filter_map(|t| fs::read_to_string(t.path().join("children")).ok());
@@ -286,8 +287,8 @@ fn descriptors(pid: i32) -> usize {
     fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
 }
 
-/// Has somebody die so often under a busy guest, tells how long it waited each time, and sees that
-/// nothing is lost and nothing is left.
+/// Kills a process `times` times under a busy guest and prints the median of the guest's waits.
+/// Then checks that no data are lost and no files are left.
 fn die(times: usize, seed: u64, mut death: impl FnMut(&mut Host<'_>, usize)) {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -305,7 +306,7 @@ fn die(times: usize, seed: u64, mut death: impl FnMut(&mut Host<'_>, usize)) {
             let begin = Instant::now();
             death(&mut host, i);
             let before = guest.progress.load(Ordering::Relaxed);
-            // What was on the rings already is less than this.
+            // Fewer answers than this were on the rings already.
             wait_for("an answer", || {
                 (guest.progress.load(Ordering::Relaxed) > before + 200).then_some(())
             });
@@ -316,7 +317,7 @@ fn die(times: usize, seed: u64, mut death: impl FnMut(&mut Host<'_>, usize)) {
     pauses.sort_unstable();
     println!("median of {times}: {:?}", pauses[times / 2]);
     let (front, loads) = guest.stop();
-    // Before the image is looked at: what was answered counts, not what was flushed.
+    // Before the image is read: answered writes count, not only flushed ones.
     host.kill_daemon();
     host.kill_keeper();
     let contents = images::contents(&world.image());

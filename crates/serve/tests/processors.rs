@@ -37,8 +37,8 @@ const DIR: &str = "FERRITE_TEST_DIR";
 const SHARED: &str = "FERRITE_TEST_SHARED";
 const UNITS: &str = "FERRITE_TEST_UNITS";
 
-/// A clock that goes on by a microsecond each time that somebody reads it, and by what its test
-/// says: however busy the machine is, a unit is not given back before.
+/// A clock that advances by a microsecond at each reading, and by the time that the test adds. So a
+/// unit is not given back early on a busy machine.
 #[derive(Default)]
 struct Ticks(AtomicU64);
 
@@ -350,8 +350,8 @@ fn a_disk_that_has_used_its_processor_time_is_held_back_and_its_neighbour_is_not
     assert_eq!(other.stop().unwrap(), Outcome::Stopped);
 }
 
-/// Waits until the debt is known to the queues: one that was about to read its ring may still
-/// take what it finds. Gives how many requests are held back.
+/// Waits until the queues know of the debt: a queue that was about to read its ring may still take
+/// requests. Returns how many requests are held back.
 fn hold(front: &mut Frontend, neighbour: &mut Frontend, buffer: &Buffer) -> u64 {
     for queue in &mut front.queues {
         queue.write(8, buffer, 0, 4096).unwrap();
@@ -378,8 +378,8 @@ fn a_disk_in_debt_is_unplugged_at_once() {
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
 }
 
-/// A queue that waits for a buffer is not listening to its guest. While its disk is in debt it does not
-/// see that there is one again, and nobody tells it.
+/// A queue that waits for a buffer does not listen to its guest. While its disk is in debt it does
+/// not see that a buffer is free again, and no other thread wakes it.
 #[test]
 fn a_disk_in_debt_that_was_out_of_buffers_goes_on_when_it_has_paid() {
     const AT_ONCE: u64 = 30;
@@ -431,7 +431,7 @@ fn a_discard_pauses_while_its_disk_is_in_debt_and_ends_when_that_is_unplugged() 
     let other = disk(&world, false);
     let mut front = rig.connect(&FrontOptions::default());
     let mut neighbour = other.connect(&FrontOptions::default());
-    // Beside what there is to free, so that there always is.
+    // The discard leaves out the allocated space, so that there is always some to free.
     front.queues[0].discard(1 << 20, BYTES / 512 - (1 << 20), false).unwrap();
     front.queues[0].push().unwrap();
     let counters = rig.counters.clone();
@@ -460,7 +460,7 @@ fn with_writes_to_do_again(world: &Arc<World>) -> (Rig, Frontend, Buffer) {
     let buffer = front.space().buffer(32).unwrap();
     works(&mut front);
     buffer.fill(0, 128 << 10, 0x42);
-    // What is on the ring together with a write is taken when the engine is given that.
+    // A request on the ring together with a write is taken when the engine is given the write.
     let broken = faults.clone();
     faults.before_each(move |op| {
         if matches!(op, Op::Write { .. }) {
@@ -482,8 +482,8 @@ fn with_writes_to_do_again(world: &Arc<World>) -> (Rig, Frontend, Buffer) {
     (rig, front, buffer)
 }
 
-/// What a predecessor has taken is done before the queue ends, and does not all fit into the
-/// memory of this one at once.
+/// The requests that a predecessor took are carried out before the queue ends. They do not all fit
+/// into this backend's memory at once.
 #[test]
 fn a_disk_in_debt_with_requests_to_do_again_is_unplugged_at_once() {
     let world = Arc::new(World::default());
@@ -493,7 +493,8 @@ fn a_disk_in_debt_with_requests_to_do_again_is_unplugged_at_once() {
     assert!(rig.sectors(0, 2 << 20).iter().all(|byte| *byte == 0x42));
 }
 
-/// In debt it has not begun what its predecessor left, and with its disk parked it cannot.
+/// In debt the backend has not begun its predecessor's requests, and with its disk parked it
+/// cannot.
 #[test]
 fn a_parked_disk_with_requests_to_do_again_is_stopped_at_once_and_leaves_them() {
     let world = Arc::new(World::default());
@@ -532,7 +533,7 @@ fn a_disk_in_debt_that_is_to_be_unplugged_answers_what_is_on_its_rings() {
     for queue in &mut front.queues {
         assert!(queue.drain(PATIENCE).unwrap().iter().all(|reply| reply.is_ok()));
     }
-    // It has not let go of the disk, and what it takes from now on is paid for.
+    // The guest has not closed the disk, so requests from now on are charged.
     world.use_up(Duration::from_secs(3600));
     assert!(hold(&mut front, &mut neighbour, &buffer) > 0);
     front.close(PATIENCE).unwrap();

@@ -1,4 +1,4 @@
-//! A relay between a client and workers that a test plays: what each of them gets, byte by byte.
+//! A relay between a client and workers that a test plays: the exact bytes that each of them gets.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -71,7 +71,7 @@ impl Keeper {
 
 impl Worker {
     fn say(&mut self, bytes: &[u8]) {
-        // Where the relay has hung up, it is what it says that counts.
+        // If the relay has hung up, the test checks the relay's report instead.
         let _ = self.0.write_all(bytes);
     }
 
@@ -167,7 +167,7 @@ fn what_a_client_that_is_gone_has_asked_for_ends_with_its_link() {
     let (mut client, mut worker) = keeper.served();
     client.send(command::WRITE, 0, 512, 512, &[7; 512]);
     worker.hears(&[&request(command::WRITE, 0, 1, 512, 512)[..], &[7; 512]].concat());
-    // What has come with its end is passed on.
+    // Requests that came together with the client's end are passed on.
     client.send(command::WRITE, 0, 1024, 512, &[8; 512]);
     drop(client);
     worker.hears(&[&request(command::WRITE, 0, 2, 1024, 512)[..], &[8; 512]].concat());
@@ -212,7 +212,7 @@ fn a_request_that_ends_its_links_is_given_up_with_its_client() {
 #[test]
 fn a_worker_that_talks_nonsense_is_asked_again_on_another_link() {
     let nonsense: [&[u8]; 4] = [
-        // No answer at all; to what nobody has asked; data of a flush; a chunk without end.
+        // No answer at all; an answer without a request; data of a flush; a chunk without end.
         &[0xff; 16],
         b"\x67\x44\x66\x98\0\0\0\0\0\0\0\0\0\0\0\x09",
         b"\x67\x44\x66\x98\0\0\0\0\0\0\0\0\0\0\0\x02\0\0\0\0",
@@ -255,7 +255,7 @@ fn a_write_that_is_refused_before_its_data_have_come_leaves_the_next_request_whe
     let reply = client.reply();
     assert_eq!((reply.cookie, reply.error), (5, 22));
     worker.hears(&request(command::FLUSH, 0, 2, 0, 0));
-    // Nobody holds the first one any more.
+    // The relay keeps no copy of the first request: the next worker gets only the flush.
     drop(worker);
     let mut worker = keeper.link();
     worker.greet(SIZE);
@@ -281,7 +281,7 @@ fn at_the_bound_no_more_is_taken_from_a_client_and_its_answers_free_room() {
     assert_eq!(client.reply().data.len(), mib as usize);
     worker.hears(&of(5));
     worker.hears_nothing();
-    // With the client gone nobody is asked again.
+    // With the client gone, no worker is asked again.
     drop((client, worker));
     assert_eq!(keeper.hear(), "idle 1");
 }
@@ -308,7 +308,7 @@ fn a_handshake_goes_on_where_it_was_and_a_client_that_is_silent_in_it_ends() {
     let mut export = [0; 10];
     client.read_exact(&mut export).unwrap();
     assert_eq!(export[..8], SIZE.to_be_bytes());
-    // One that says nothing, and one that says what nobody understands.
+    // A client that is silent, and a client that sends nonsense.
     let mut silent = keeper.connect();
     let mut silents = keeper.link();
     silents.say(GREETING);

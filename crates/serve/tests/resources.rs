@@ -99,7 +99,7 @@ impl Life {
         }
     }
 
-    /// Nobody closes a disk that its guest uses.
+    /// Checks that the backend does not close a disk that its guest uses.
     fn blames_nobody(&mut self, what: &str) {
         let uses = (1..5).contains(&self.front.state().unwrap());
         let state = self.front.backend_state().unwrap();
@@ -169,7 +169,8 @@ impl Life {
         replies.iter().filter(is_flush).any(|reply| !reply.is_ok())
     }
 
-    /// Once the fault is over everything is as before, but for what a failed flush forbids.
+    /// Checks that the disk works as before once the fault is over. A failed flush may still forbid
+    /// writes.
     fn works(&mut self, flush_failed: bool, over: bool) {
         let before = self.errors;
         for queue in &mut self.front.queues {
@@ -210,7 +211,7 @@ impl Life {
     }
 }
 
-/// What became of it.
+/// The result of one run with a fault.
 struct Lived {
     reached: bool,
     ended: u32,
@@ -328,7 +329,7 @@ fn a_store_that_refuses_anything_once_costs_nobody_a_disk() {
     });
 }
 
-/// What an image does besides: setting space aside, reading and writing metadata, commits.
+/// The further work of an image: setting space aside, reading and writing metadata, commits.
 fn an_image_outlives_the_same(format: &str) {
     each_on(format, Call::Storage, 2 * CALLS, |n, lived| {
         assert_eq!(lived.ended, 0, "{format} {n}");

@@ -41,7 +41,7 @@ fn after_a_crash(rig: &mut Rig, image: &Path) -> Vec<u8> {
     images::contents(image)
 }
 
-/// That nobody waits for it is no reason to stop halfway.
+/// Saving goes on although no request waits for it.
 #[test]
 fn what_is_being_saved_as_the_guest_leaves_is_saved() {
     let dir = dir_in_memory();

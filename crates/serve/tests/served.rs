@@ -140,7 +140,7 @@ fn a_successor_goes_on_where_its_predecessor_was_stopped() {
             assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
         }
         assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
-        // Sent while nobody listens.
+        // Sent while no backend runs.
         front.queues[1].write(64, &buffer, 0, 4096).unwrap();
         front.queues[1].push().unwrap();
         rig.start();

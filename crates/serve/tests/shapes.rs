@@ -24,7 +24,7 @@ fn sector_of(number: u32) -> Vec<u8> {
     (0..128u32).flat_map(|i| (number.wrapping_mul(0x9E37_79B9) ^ i).to_le_bytes()).collect()
 }
 
-/// What the disk should hold.
+/// The expected contents of the disk.
 struct Model(Vec<u8>);
 
 impl Model {
@@ -55,7 +55,7 @@ impl Model {
         assert_eq!(queue.next_reply(PATIENCE).unwrap().status, STATUS_OKAY, "{shapes:?}");
     }
 
-    /// Reads into the shapes, and compares; what is between them has to stay.
+    /// Reads into the shapes and compares. The bytes between the shapes must not change.
     fn read(
         &self,
         queue: &mut FrontQueue,
@@ -184,7 +184,7 @@ fn writes_that_overlap_in_flight_leave_one_of_them_in_each_sector() {
     let buffer = front.space().buffer(128 * 4).unwrap();
     let mut random = SplitMix64::new(5);
     for round in 0..60 * scale() {
-        // For each sector, who wrote it this round.
+        // For each sector, the writes of this round.
         let mut writers = vec![Vec::new(); 256];
         let mut number = 0u32;
         for queue in &mut front.queues {
@@ -271,7 +271,7 @@ fn storms_of_barriers_on_sixteen_queues_end_and_keep_their_order() {
     front.close(PATIENCE).unwrap();
 }
 
-/// With buffers for a fraction of what the rings can ask for, everybody is served in the end.
+/// With buffers for a fraction of what the rings can hold, each request is served in the end.
 #[test]
 fn largest_requests_on_all_queues_at_once_share_a_small_pool() {
     let guest = GuestOptions { frames: 32 * 1024, grants: 64 * 1024, ports: 64 };

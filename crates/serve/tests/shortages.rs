@@ -161,8 +161,8 @@ fn a_pool_that_there_is_no_memory_for_is_an_error_that_leaves_the_guest_waiting(
     assert_eq!(front.space().memory().bound_ports(), 0);
 }
 
-/// How a backend fares for whose run directory there is this much space; `None`: nobody can try.
-/// What its guest waits for, `Ok` if for nothing.
+/// Runs a backend whose run directory has this much space. Returns the reason for which its guest
+/// waits, or `Ok` if it is served. `None` means that this host cannot run the test.
 fn with_run_directory(limits: &str) -> Option<Result<(), String>> {
     let images = dir_in_memory();
     let image = images.path().join("disk.img");

@@ -1,4 +1,4 @@
-//! How much is begun before somebody is answered.
+//! How many requests are begun before the first answer.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -112,7 +112,7 @@ fn a_backend_killed_in_a_handshake_is_followed_by_one_that_goes_on_with_it() {
     world.end(front, last);
 }
 
-/// A rig with one request in flight that nobody has answered.
+/// A rig with one request in flight that no backend has answered.
 fn interrupted() -> (Rig, Frontend, Buffer) {
     let mut rig = Rig::new(Plan { bytes: 1 << 20, ..Plan::default() });
     let mut front = rig.connect(&FrontOptions::default());
@@ -217,8 +217,8 @@ fn a_guest_that_closes_and_is_not_done_is_taken_over() {
     }
 }
 
-/// A guest that was resumed while nobody served it (3.8): it is at 3, with rings that no backend
-/// has seen.
+/// A guest that was resumed while no backend ran (3.8): it is at 3, with rings that no backend has
+/// seen.
 #[test]
 fn a_resumed_guest_whose_rings_are_new_is_connected() {
     let (mut rig, mut front, _buffer) = interrupted();
@@ -337,8 +337,8 @@ fn a_backend_killed_at_any_moment_is_a_pause_for_a_guest_that_is_resumed_all_the
     world.end(front, last);
 }
 
-/// A guest measures itself by what is published: before its rings are set up as to these, and before
-/// it goes to 4 as to its requests.
+/// A guest relies on the published offer: until its rings are set up for their shape, and until it
+/// goes to 4 for its requests.
 #[test]
 fn a_guest_gets_what_it_was_offered_from_a_successor_that_would_offer_less_until_it_begins_anew() {
     let more = FrontOptions { queues: 2, order: 2, max_indirect: 64, ..FrontOptions::default() };
@@ -355,7 +355,8 @@ fn a_guest_gets_what_it_was_offered_from_a_successor_that_would_offer_less_until
             assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
         }
     };
-    // Where it stands when the successor begins: at 2, at 3 with rings that nobody has seen, at work.
+    // The guest's state when the successor begins: at 2, at 3 with rings that no backend has seen,
+    // at 4.
     for front_at in [1, 3, 4] {
         let mut rig = Rig::new(Plan { bytes: 4 << 20, ..Plan::default() });
         let mut front = rig.frontend();

@@ -1,4 +1,4 @@
-//! What the trace of a disk says of its requests, of the thread that serves them, and of their guest.
+//! A disk's trace: its records of requests, of the thread that serves them, and of the guest.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -62,11 +62,11 @@ fn a_queue_that_sleeps_notices_requests_by_events_and_says_so() {
     assert!(woken(Doing::WokenByEvent) >= events, "{:?}", seen.spans);
     assert!(!seen.spans.iter().any(|span| matches!(span.doing, Doing::Polled(_))));
     assert!(seen.spans.iter().all(|span| span.from_ns <= span.to_ns));
-    // The thread slept before it took what woke it.
+    // The thread slept before it took the request that woke it.
     let first = seen.records.iter().find(|record| record.noticed == Noticed::Event).unwrap();
     let sleep = |span: &&ferrite_serve::trace::Span| span.doing == Doing::WokenByEvent;
     assert!(seen.spans.iter().find(sleep).unwrap().to_ns <= first.stages.taken_ns);
-    // The guest says that it wants to hear of each answer, having consumed the one before.
+    // The guest asks for an event for each answer, and has consumed the answer before.
     let numbers: Vec<_> = seen.records.iter().map(|record| record.answer).collect();
     assert_eq!(numbers, (1..=50).collect::<Vec<_>>());
     let consumed = seen.spans.iter().filter_map(|span| match span.doing {
@@ -143,7 +143,7 @@ fn what_a_predecessor_left_is_told_as_such() {
     rig.stop().unwrap();
     rig.start();
     in_turn(&mut front, 1);
-    // The next process has a file of its own; who reads the old one has what it held.
+    // The next process has a file of its own. A reader of the old file still has its records.
     let mut new = reader(&rig);
     assert_ne!(old.inode(), new.inode());
     let record = until(&mut new, 1).records[0];

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engines::test_engine;
 use ferrite_io::process::take_given;
-use ferrite_keeper::{ALIVE_FD, DOOR_FD, Keep, Keeper, LINE_FD, SECOND_FD};
+use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, DiskSpec, Keeper, LINE_FD, SECOND_FD};
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
@@ -37,7 +37,7 @@ use rustix::process::{Pid, Signal, kill_process, set_child_subreaper};
 
 const GUESTS: &str = "FERRITE_TEST_GUESTS";
 const IMAGE: &str = "FERRITE_TEST_IMAGE";
-/// What nobody does in this time, it does not do.
+/// An action that has not happened in this time does not happen.
 const A_WHILE: Duration = Duration::from_millis(200);
 
 fn is_of_no_role() -> bool {
@@ -62,12 +62,12 @@ fn worker_process() {
     if is_of_no_role() {
         return;
     }
-    let [line, alive, second, door] =
-        [LINE_FD, ALIVE_FD, SECOND_FD, DOOR_FD].map(|fd| take_given(fd).unwrap());
+    let [line, alive, second, client_channel] =
+        [LINE_FD, ALIVE_FD, SECOND_FD, CLIENT_CHANNEL_FD].map(|fd| take_given(fd).unwrap());
     let handle = BackendHandle::from_arg(&env(GUESTS)).unwrap();
     let loopback = Loopback::new(CopyWith::Memcpy);
     for guest in &handle.guests {
-        // Until the memory of a worker that was killed is nobody's any more.
+        // Until the memory of a killed worker is released.
         wait_until("the end of another worker", || loopback.add(guest).is_ok());
     }
     let alive = Arc::new(alive);
@@ -84,10 +84,10 @@ fn worker_process() {
     };
     let config = work_config(DomId(1), env(RUN_DIR).into());
     let lines = Lines { first: &line, second: &second };
-    let _ = work(lines, &door, &loopback, &config, &mut open);
+    let _ = work(lines, &client_channel, &loopback, &config, &mut open);
 }
 
-/// Who follows one of the lines, as the daemon's thread of a disk does.
+/// A follower of one of the lines, as the daemon's thread of a disk is.
 struct Follower {
     stop: Arc<Waker>,
     thread: JoinHandle<Outcome>,
@@ -124,16 +124,16 @@ impl Host {
         let guests = host.machine.backend().unwrap().pass_to(&mut command);
         command.env(GUESTS, guests).env(IMAGE, &host.image).env(RUN_DIR, host.run_dir());
         let worker = ["--exact", "worker_process", "--nocapture", "--test-threads=1"];
-        let keep = Keep {
+        let spec = DiskSpec {
             socket: host.socket(),
             run_dir: host.run_dir(),
             worker: worker.map(str::to_owned).to_vec(),
             relay: None,
-            names: None,
+            sandbox: None,
             group: None,
-            ahead: Vec::new(),
+            preopens: Vec::new(),
         };
-        keep.start(command).unwrap();
+        spec.start(command).unwrap();
         host
     }
 
@@ -218,7 +218,7 @@ impl Host {
         wait_until("its end", || !Path::new(&worker).exists());
     }
 
-    /// What a guest has in flight is under way for so long as this is there.
+    /// Keeps requests of a guest in flight for as long as the result lives.
     fn keep_busy(&self, which: usize) -> Sharing {
         let front = self.connect(which, &FrontOptions::default());
         share_on(self, which, front, &Arc::default(), &Arc::default())
@@ -242,19 +242,19 @@ impl Host {
     }
 }
 
-/// A test that has failed leaves nobody behind.
+/// A failed test leaves no processes behind.
 impl Drop for Host {
     fn drop(&mut self) {
         let _ = Keeper::connect(&self.socket()).and_then(Keeper::end);
     }
 }
 
-/// Whether what the guest has asked for is answered in a while.
+/// Returns whether the guest's request is answered soon.
 fn is_answered(queue: &mut FrontQueue) -> bool {
     queue.wait(A_WHILE).unwrap() && queue.take().unwrap().is_some_and(|reply| reply.is_ok())
 }
 
-/// What it is about is there until the answer is.
+/// Sends a write. Returns its buffer, which must live until the answer.
 #[must_use]
 fn ask(front: &mut Frontend) -> Buffer {
     let buffer = front.space().buffer(1).unwrap();
@@ -294,7 +294,7 @@ const FIRST_REGISTER: u64 = (CHUNKS * CHUNK - REGISTERS * 4096) / 512;
 /// Requests for them that a guest has at a time.
 const DEPTH: usize = 6;
 
-/// Writes and reads what the other one does, too.
+/// Writes and reads the sectors that the other guest uses, too.
 fn share(
     front: &Frontend,
     mut queue: FrontQueue,
@@ -350,14 +350,14 @@ fn share(
     }
 }
 
-/// A guest that works on what both have.
+/// A guest that works on the sectors that both have.
 struct Sharing {
     thread: JoinHandle<(Frontend, Vec<Event>)>,
     stop: Arc<AtomicBool>,
 }
 
 impl Sharing {
-    /// Waits for what is in flight.
+    /// Waits for all requests in flight.
     fn end(self) -> (Frontend, Vec<Event>) {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().unwrap()
@@ -382,7 +382,7 @@ fn share_on(
     Sharing { thread, stop: stop.clone() }
 }
 
-/// A guest at work on chunks of its own, and on what both have.
+/// A guest at work on chunks of its own, and on the sectors that both have.
 struct Busy {
     progress: Arc<AtomicU64>,
     load: JoinHandle<Load>,
@@ -434,7 +434,7 @@ fn a_worker_of_two_guests_is_killed_twenty_times_and_no_old_write_comes_after_a_
             kept.push((front, load));
         }
         assert_eq!(wrong(&events), None);
-        // What was answered counts, not what was flushed.
+        // Answered writes count, not only flushed ones.
         host.kill_worker();
         for (which, follower) in followers.into_iter().enumerate() {
             assert_eq!(follower.stop(), Outcome::Left, "{which}");

@@ -1,4 +1,4 @@
-//! What a toolstack finds that has heard of an unplugged disk.
+//! The state of a disk that a toolstack finds once it is told that the disk is unplugged.
 
 use std::path::PathBuf;
 use std::sync::mpsc::channel;
@@ -69,7 +69,7 @@ fn what_a_raw_disk_was_written_is_on_the_medium_when_its_disk_is_said_to_be_clos
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
 }
 
-/// The next host would read what was there before.
+/// Otherwise the next host would read old contents.
 #[test]
 fn a_disk_whose_image_cannot_be_closed_is_not_said_to_be_closed_until_it_is() {
     for destroyed in [false, true] {
@@ -133,7 +133,8 @@ fn storage_that_is_stuck_does_not_keep_a_disk_from_being_unplugged() {
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
 }
 
-/// Whoever exchanges the disk at the end finds it unlocked, or has done so before it is closed.
+/// An exchange of the disk at its end finds the image unlocked, or takes place before the image is
+/// closed.
 #[test]
 fn a_disk_that_takes_the_place_of_a_closed_one_stays_locked() {
     for round in 0..10 {
@@ -156,7 +157,7 @@ fn a_disk_that_takes_the_place_of_a_closed_one_stays_locked() {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 closes.wait();
-                // As soon as nobody has it.
+                // As soon as no queue uses the disk.
                 let (_, away) = loop {
                     match device.park(Duration::ZERO) {
                         Ok(parked) => break parked,

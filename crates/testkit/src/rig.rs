@@ -18,8 +18,8 @@ use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{CopyWith, GuestOptions, Machine};
 use ferrite_serve::blkif::lifecycle::{
-    Attached, Attachment, Config, EngineFactory, FollowConfig, Outcome, ServeError, WorkConfig,
-    run_dir_name, serve,
+    Attachment, Config, EngineFactory, ExpectedAttachment, FollowConfig, Outcome, ServeError,
+    WorkConfig, run_dir_name, serve,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::Counters;
@@ -79,7 +79,7 @@ pub fn follow_config(disk: &DiskPaths) -> FollowConfig {
         domid: disk.domid,
         devid: disk.devid,
         offer: offer(),
-        attached: Attached::Any,
+        attached: ExpectedAttachment::Any,
     }
 }
 

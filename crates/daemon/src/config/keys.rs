@@ -1,4 +1,4 @@
-//! Each key, what may stand there, and where it goes.
+//! The keys of the configuration: their valid values and where they are stored.
 
 use std::path::{Path, PathBuf};
 
@@ -7,20 +7,19 @@ use toml::{Table, Value};
 
 use super::{Config, DiskOptions, HostOptions, nearest};
 
-/// Where images are served from unless the file says otherwise.
+/// The default of `image_folders`.
 pub(super) const IMAGE_FOLDERS: [&str; 4] =
     ["/srv", "/var/lib/xen/images", "/dev", "/run/sr-mount"];
 
-/// What is wrong with a key.
+/// An invalid key.
 #[derive(Debug)]
-pub(super) struct Wrong {
+pub(super) struct KeyError {
     pub(super) key: String,
     pub(super) why: String,
     pub(super) allowed: String,
 }
 
-/// A key of one kind of table: its name, what may stand there, and how it is taken. `false`: that may
-/// not stand there.
+/// A key of one kind of table. `take` stores a value, and returns `false` if it is invalid.
 struct Key<T> {
     name: &'static str,
     allowed: &'static str,
@@ -163,7 +162,7 @@ const DISK: [Key<DiskOptions>; 16] = [
     },
 ];
 
-/// Each key of a disk, with its value as it would be written there.
+/// All keys of a disk with their values, formatted as in the file.
 pub(super) fn values(disk: &DiskOptions) -> [(&'static str, String); DISK.len()] {
     let poll = disk.poll.to_string();
     let cpu = disk.cpu.map_or_else(|| "-".to_owned(), |percent| percent.to_string());
@@ -191,8 +190,8 @@ pub(super) fn values(disk: &DiskOptions) -> [(&'static str, String); DISK.len()]
     ]
 }
 
-/// Takes the whole file.
-pub(super) fn take_all(config: &mut Config, file: &Table) -> Result<(), Wrong> {
+/// Parses the whole file.
+pub(super) fn take_all(config: &mut Config, file: &Table) -> Result<(), KeyError> {
     let known: Vec<&str> = TOP.iter().map(|key| key.name).chain(TABLES).collect();
     for (name, value) in file.iter().filter(|(name, _)| !TABLES.contains(&name.as_str())) {
         take(config, &TOP, &known, "", name, value)?;
@@ -203,14 +202,14 @@ pub(super) fn take_all(config: &mut Config, file: &Table) -> Result<(), Wrong> {
     if let Some(value) = file.get("disks") {
         take_table(&mut config.disks, &DISK, "disks", value)?;
     }
-    // After the disks: an image has what they have, but for what is said of it.
+    // Images come after `disks`: an image has its values for each key that it does not set.
     if let Some(value) = file.get("images") {
         for (path, value) in table("images", value)? {
             let key = format!("images.{path:?}");
             if !is_folder(Path::new(path)) {
                 let why = "an image is named by its absolute path".to_owned();
                 let allowed = "write [images.\"/srv/images/disk.vhd\"]".to_owned();
-                return Err(Wrong { key, why, allowed });
+                return Err(KeyError { key, why, allowed });
             }
             let mut options = config.disks.clone();
             take_table(&mut options, &DISK, &key, value)?;
@@ -220,15 +219,15 @@ pub(super) fn take_all(config: &mut Config, file: &Table) -> Result<(), Wrong> {
     Ok(())
 }
 
-fn table<'a>(key: &str, value: &'a Value) -> Result<&'a Table, Wrong> {
-    value.as_table().ok_or_else(|| Wrong {
+fn table<'a>(key: &str, value: &'a Value) -> Result<&'a Table, KeyError> {
+    value.as_table().ok_or_else(|| KeyError {
         key: key.to_owned(),
         why: format!("{} is not a table", shown(value)),
         allowed: format!("write [{key}], and its keys below"),
     })
 }
 
-fn take_table<T>(to: &mut T, keys: &[Key<T>], prefix: &str, value: &Value) -> Result<(), Wrong> {
+fn take_table<T>(to: &mut T, keys: &[Key<T>], prefix: &str, value: &Value) -> Result<(), KeyError> {
     let known: Vec<&str> = keys.iter().map(|key| key.name).collect();
     let table = table(prefix, value)?;
     table.iter().try_for_each(|(name, value)| take(to, keys, &known, prefix, name, value))
@@ -241,11 +240,11 @@ fn take<T>(
     prefix: &str,
     name: &str,
     value: &Value,
-) -> Result<(), Wrong> {
+) -> Result<(), KeyError> {
     let path = if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") };
     let Some(key) = keys.iter().find(|key| key.name == name) else {
         let meant = nearest(name, known.iter().copied());
-        return Err(Wrong {
+        return Err(KeyError {
             key: path,
             why: "there is no such key".to_owned(),
             allowed: match (meant, elsewhere(name)) {
@@ -257,15 +256,15 @@ fn take<T>(
     };
     match (key.take)(to, value) {
         true => Ok(()),
-        false => Err(Wrong {
+        false => Err(KeyError {
             key: path,
-            why: format!("{} may not stand there", shown(value)),
+            why: format!("{} is not valid here", shown(value)),
             allowed: format!("it takes {}", key.allowed),
         }),
     }
 }
 
-/// Where a key belongs that stands in another table.
+/// The table that a key belongs to, if it stands in a wrong one.
 fn elsewhere(name: &str) -> Option<&'static str> {
     let of_disks = DISK.iter().any(|key| key.name == name);
     let of_host = HOST.iter().any(|key| key.name == name);
@@ -281,7 +280,7 @@ fn elsewhere(name: &str) -> Option<&'static str> {
     }
 }
 
-/// A value as it was written, but not all of a long one.
+/// A value as it was written, shortened if it is long.
 fn shown(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(64) {
@@ -309,13 +308,13 @@ fn folders(value: &Value) -> Option<Vec<PathBuf>> {
     list.collect()
 }
 
-/// What the kernel takes as the name of a socket.
+/// A valid path of a Unix socket.
 fn socket(value: &Value) -> Option<PathBuf> {
     let path = value.as_str().filter(|path| path.len() <= 107 && !path.contains('\0'));
     path.map(PathBuf::from).filter(|path| is_folder(path))
 }
 
-/// Absolute, and without steps upward: what is compared with it has none.
+/// Whether a path is absolute and has no `..`: it is compared with resolved paths, which have none.
 fn is_folder(path: &Path) -> bool {
     path.is_absolute() && !path.components().any(|part| part == std::path::Component::ParentDir)
 }

@@ -1,8 +1,7 @@
-//! The configuration: `/etc/ferrite/ferrite.toml`. Without the file, everything has its default.
+//! The configuration: `/etc/ferrite/ferrite.toml`. Without the file, every key has its default.
 //!
-//! Each key is looked up in a table (`keys.rs`), which says what may stand there. A key that is not
-//! there, or a value that may not stand there, refuses the whole file: half of a configuration is
-//! none that anybody has written.
+//! The keys are in a table (`keys.rs`) with their valid values. An unknown key or an invalid value
+//! refuses the whole file: a half-applied configuration is one that no administrator has written.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,80 +17,81 @@ use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
 use crate::control::protocol::{Setting, Source};
 
-mod doubts;
 mod keys;
 mod nearest;
 #[cfg(test)]
 mod tests;
+mod warnings;
 
 pub use nearest::nearest;
 
-/// Where it is.
+/// The path of the configuration.
 pub const PATH: &str = "/etc/ferrite/ferrite.toml";
 
-/// No configuration of a host is longer.
+/// The longest configuration that is read.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// What the daemon goes by.
+/// The daemon's configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Images are served from these folders and below, and from nowhere else.
+    /// The directories that images may be in, at any depth.
     pub image_folders: Vec<PathBuf>,
-    /// Parents of images may be there and below, besides their image's own folder.
+    /// Directories that parents of images may be in, besides their image's own directory.
     pub parent_folders: Vec<PathBuf>,
-    /// Where metrics are asked for; none: nowhere.
+    /// The path of the socket for metrics. `None`: there is none.
     pub metrics_socket: Option<PathBuf>,
-    /// What all disks of the host share.
+    /// The options that all disks of the host share.
     pub host: HostOptions,
-    /// How a disk is served.
+    /// The options of each disk.
     pub disks: DiskOptions,
-    /// The same for single images.
+    /// The options of single images, by path.
     pub images: BTreeMap<PathBuf, DiskOptions>,
 }
 
-/// What all disks of the host share.
+/// The options that all disks of the host share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostOptions {
-    /// Pages of guests that all disks together may have mapped.
+    /// Most pages of guests that all disks together may have mapped.
     pub map_budget: u32,
-    /// Processors that all disks together may poll with; none: half of them.
+    /// Processors that all disks together may poll with. `None`: half of the host's.
     pub poll_processors: Option<u32>,
-    /// MiB by which the memory for data of all disks together may grow; none: an eighth of the host's.
+    /// MiB by which the data memory of all disks together may grow. `None`: an eighth of the host's
+    /// memory.
     pub memory_mib: Option<u32>,
 }
 
-/// How a disk is served.
+/// The options of one disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskOptions {
-    /// Queues that are offered.
+    /// Most queues that are offered to the guest.
     pub queues: u32,
     /// Rings of up to 2^N pages are offered.
     pub ring_order: u32,
-    /// Requests of up to so many segments are offered.
+    /// Most segments of a request that are offered.
     pub indirect: u16,
-    /// What does the disk I/O.
+    /// The engine for disk I/O.
     pub engine: EngineChoice,
-    /// Completions are asked for, not waited for, where the device can do that.
+    /// Whether completions are polled for, if the device supports that.
     pub poll_storage: bool,
     /// How data gets from and to the guest.
     pub mover: Mover,
-    /// Data passes through pages that this domain grants to itself.
+    /// Whether data passes through pages that this domain grants to itself.
     pub own_grants: bool,
-    /// Pages of the guest that this disk may have mapped.
+    /// Most pages of the guest that this disk may have mapped.
     pub map_budget: u32,
-    /// What requests get for which there is no space.
+    /// What happens to requests that find no space on storage.
     pub on_full: OnFull,
     /// Memory for data in flight.
     pub memory: DataMemory,
     /// Memory for the tables of the disk's store, in MiB.
     pub metadata_memory_mib: u32,
-    /// Memory in which that store remembers contents, in MiB.
+    /// Memory for the index of the disk's store, in MiB.
     pub index_memory_mib: u32,
     /// How long a queue polls before it sleeps.
     pub poll: PollWindow,
     /// Percent of a processor that polling may take.
     pub poll_cpu: u32,
-    /// Percent of a processor that the disk may take in all.
+    /// Percent of a processor that the disk may take in all. `None`: no limit.
     pub cpu: Option<u32>,
     /// Whether neighbouring requests share an operation.
     pub merge: bool,
@@ -137,16 +137,16 @@ impl Default for DiskOptions {
     }
 }
 
-/// Why a configuration is not taken.
+/// Why a configuration is refused.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ConfigError {
-    /// The file.
+    /// The path of the file.
     pub file: PathBuf,
-    /// The key with its tables; none if the file itself is at fault.
+    /// The key with its tables. `None` if the file itself is at fault.
     pub key: Option<String>,
-    /// What is wrong with it.
+    /// The problem.
     pub why: String,
-    /// What may stand there.
+    /// The valid values, or the next step.
     pub allowed: String,
 }
 
@@ -163,10 +163,11 @@ impl fmt::Display for ConfigError {
 impl std::error::Error for ConfigError {}
 
 impl Config {
-    /// Reads the file. One that is not there says nothing, if nobody has asked for it by name.
+    /// Reads the configuration. A missing file has all defaults, unless the user has named it
+    /// (`asked_for`).
     ///
     /// # Errors
-    /// It cannot be read, or something in it is wrong: which key, and what may stand there.
+    /// The file cannot be read, or a key is invalid. The error names the key and its valid values.
     pub fn load(path: &Path, asked_for: bool) -> Result<Config, ConfigError> {
         match read(path) {
             Ok(text) => Config::parse(&text, path),
@@ -180,7 +181,7 @@ impl Config {
         }
     }
 
-    /// What a text says, which is the file `path`'s.
+    /// Parses a configuration. `path` is the file's path, for errors.
     ///
     /// # Errors
     /// As [`load`](Config::load).
@@ -205,12 +206,12 @@ impl Config {
         Ok(config)
     }
 
-    /// How this image is served.
+    /// The options of an image.
     pub fn of_image(&self, image: &Path) -> &DiskOptions {
         self.images.get(image).unwrap_or(&self.disks)
     }
 
-    /// The settings in force of a disk with this image, and where each comes from.
+    /// The values in force for an image, each with its source.
     pub fn settings(&self, image: &Path, in_force: &DiskOptions) -> Vec<Setting> {
         let (now, all) = (keys::values(self.of_image(image)), keys::values(&self.disks));
         let layers = now.into_iter().zip(all).zip(keys::values(&DiskOptions::default()));
@@ -227,8 +228,9 @@ impl Config {
         setting.collect()
     }
 
-    /// Whether an image may be served from there. Links have to be resolved before. A folder may be
-    /// named by a link, and that may point elsewhere later: it is looked up each time.
+    /// Whether the image is in one of the allowed directories. Links in its path have to be
+    /// resolved before. An allowed directory may be a link itself, and its target may change. So it
+    /// is resolved each time.
     pub fn allows(&self, image: &Path) -> bool {
         let is_below = |folder: &Path| image.starts_with(folder);
         self.image_folders.iter().any(|folder| is_below(folder))
@@ -239,7 +241,7 @@ impl Config {
     }
 }
 
-/// Line and column of a byte, both from 1.
+/// Line and column of the beginning of a span, both from 1.
 fn position(text: &str, span: Option<std::ops::Range<usize>>) -> String {
     let before = span.and_then(|span| text.get(..span.start)).unwrap_or("");
     let column = before.rsplit('\n').next().unwrap_or("").chars().count() + 1;

@@ -1,15 +1,15 @@
-//! What somebody meant who wrote something else.
+//! Suggestions for misspelled words.
 
-/// The known word that is nearest to `word`, if one is near enough to have been meant.
+/// The known word that is nearest to `word`, if it is near enough to suggest.
 pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let distances = known.into_iter().map(|name| (distance(word, name), name));
     let (distance, name) = distances.min()?;
     (distance <= 1 + name.len() / 3).then_some(name)
 }
 
-/// Letters to change, take out or put in.
+/// The edit distance: letters to change, remove or insert.
 fn distance(a: &str, b: &str) -> usize {
-    // No word of ours is longer, and what somebody else wrote may be.
+    // No known word is longer, and `a` may have any length.
     let a: Vec<char> = a.chars().take(64).collect();
     let mut row: Vec<usize> = (0..=b.chars().count()).collect();
     for (i, x) in a.iter().enumerate() {

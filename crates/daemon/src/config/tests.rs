@@ -14,7 +14,7 @@ fn parse(text: &str) -> Result<Config, ConfigError> {
     Config::parse(text, Path::new("/etc/ferrite/ferrite.toml"))
 }
 
-/// A file with every key, none of which has its default.
+/// A file that sets each key to another value than its default.
 const ALL: &str = r#"
 image_folders = ["/srv/images", "/dev/vg"]
 parent_folders = ["/srv/templates"]
@@ -232,8 +232,8 @@ fn what_is_probably_not_meant_is_told_and_taken() {
         at("b"),
     );
     let config = parse(&text).unwrap();
-    let doubts = config.doubts(Path::new("f"), Path::new("/run/ferrite"));
-    let told: Vec<String> = doubts.iter().map(ToString::to_string).collect();
+    let warnings = config.warnings(Path::new("f"), Path::new("/run/ferrite"));
+    let told: Vec<String> = warnings.iter().map(ToString::to_string).collect();
     assert_eq!(told.len(), 6, "{told:#?}");
     for (told, words) in told.iter().zip([
         ["f: image_folders: ", "image: No such file"],
@@ -245,7 +245,7 @@ fn what_is_probably_not_meant_is_told_and_taken() {
     ]) {
         assert!(words.iter().all(|word| told.contains(word)), "{words:?}: {told}");
     }
-    // The daemon makes its own folder.
-    assert_eq!(config.doubts(Path::new("f"), &dir.path().join("none")).len(), 5);
-    assert!(Config::default().doubts(Path::new("f"), Path::new("/run/ferrite")).is_empty());
+    // The daemon creates its own directory.
+    assert_eq!(config.warnings(Path::new("f"), &dir.path().join("none")).len(), 5);
+    assert!(Config::default().warnings(Path::new("f"), Path::new("/run/ferrite")).is_empty());
 }

@@ -1,4 +1,4 @@
-//! Asking a daemon.
+//! A client of the daemon's control socket.
 
 use std::fmt;
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
@@ -12,17 +12,17 @@ use serde_json::json;
 
 use super::protocol::{Response, RpcError, VERSION, code};
 
-/// An answer may have all disks of a host in it.
+/// The longest response. It may describe all disks of a host.
 const MAX_ANSWER: u64 = 64 << 20;
 
-/// Why there is no answer.
+/// Why there is no result.
 #[derive(Debug)]
 pub enum ClientError {
-    /// No daemon is there.
+    /// No daemon listens.
     Unreachable(io::Error),
-    /// It did not answer, or not in this language.
+    /// The daemon did not respond, or the response is malformed.
     Broken(io::Error),
-    /// It has answered that it cannot.
+    /// The daemon responded with an error.
     Refused(RpcError),
 }
 
@@ -53,13 +53,13 @@ impl ClientError {
         }
     }
 
-    /// There is no such disk.
+    /// Whether the error says that there is no such disk.
     pub fn is_no_disk(&self) -> bool {
         matches!(self, ClientError::Refused(e) if e.code == code::NO_DISK)
     }
 }
 
-/// Calls one method of the daemon at this socket, and waits no longer than this for the answer.
+/// Calls a method of the daemon at this socket, and waits for the response for `timeout` at most.
 ///
 /// # Errors
 /// See [`ClientError`].

@@ -1,4 +1,4 @@
-//! What each method does.
+//! The methods of the control socket.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -18,35 +18,35 @@ use super::protocol::{
 };
 use super::waits::waits_for;
 use crate::config::nearest;
-use crate::directory::{self, Look};
+use crate::directory::{self, Snapshot};
 use crate::state::DiskId;
 use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen};
 
-/// All of them.
+/// The names of all methods.
 pub(super) const METHODS: [&str; 6] =
     ["attach.wait", "daemon.status", "disk.detach", "disk.list", "disk.show", "upgrade"];
 
-/// How long a disk's image may take to be closed for it.
-const UPGRADE: Duration = Duration::from_secs(60);
+/// How long the upgrade of one disk may take.
+const UPGRADE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The longest wait of a method.
 const MAX_WAIT: Duration = Duration::from_secs(300);
-/// A script is told of a failure after so many tries.
-const FAILED: u64 = 3;
-/// How often xenstore is looked at for a guest that lets go.
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
+/// A failed disk is reported to its script after so many tries.
+const MIN_TRIES: u64 = 3;
+/// How often xenstore is checked for a guest that lets go.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Does what a request asks for.
+/// Calls a method.
 pub(super) fn call(shared: &Shared, method: &str, params: Value) -> Result<Value, RpcError> {
     match method {
-        "daemon.status" => take::<Nothing>(params).and_then(|_| give(&status(shared))),
-        "disk.list" => take::<Nothing>(params).and_then(|_| give(&list(shared))),
+        "daemon.status" => take::<Nothing>(params).and_then(|_| reply(&status(shared))),
+        "disk.list" => take::<Nothing>(params).and_then(|_| reply(&list(shared))),
         "disk.show" => {
-            take::<ShowParams>(params).and_then(|asked| give(&show(shared, asked.disk)?))
+            take::<ShowParams>(params).and_then(|request| reply(&show(shared, request.disk)?))
         }
-        "disk.detach" => take(params).and_then(|asked| give(&detach(shared, &asked)?)),
-        "attach.wait" => take(params).and_then(|asked| give(&wait(shared, &asked)?)),
-        "upgrade" => take(params).and_then(|asked| give(&upgrade(shared, &asked)?)),
+        "disk.detach" => take(params).and_then(|request| reply(&detach(shared, &request)?)),
+        "attach.wait" => take(params).and_then(|request| reply(&wait(shared, &request)?)),
+        "upgrade" => take(params).and_then(|request| reply(&upgrade(shared, &request)?)),
         _ => {
             let meant = nearest(method, METHODS).map(|name| format!("did you mean {name}?"));
             let help = meant.unwrap_or_else(|| format!("there are {}", METHODS.join(", ")));
@@ -61,18 +61,22 @@ fn take<T: DeserializeOwned>(params: Value) -> Result<T, RpcError> {
         params => params,
     };
     serde_json::from_value(params).map_err(|e| {
-        RpcError::new(code::INVALID_PARAMS, e.to_string(), "control.schema.json has all of them")
+        RpcError::new(
+            code::INVALID_PARAMS,
+            e.to_string(),
+            "docs/control.schema.json describes them",
+        )
     })
 }
 
-fn give(result: &impl Serialize) -> Result<Value, RpcError> {
+fn reply(result: &impl Serialize) -> Result<Value, RpcError> {
     serde_json::to_value(result).map_err(|e| RpcError::new(code::FAILED, e.to_string(), ""))
 }
 
 pub(crate) fn status(shared: &Shared) -> Status {
     let no_xen = no_xen(shared);
     let count = |f: fn(&Phase) -> bool| {
-        shared.table.look(|disks| disks.values().filter(|entry| f(&entry.phase)).count() as u32)
+        shared.table.read(|disks| disks.values().filter(|entry| f(&entry.phase)).count() as u32)
     };
     Status {
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -99,17 +103,17 @@ fn seconds(time: SystemTime) -> u64 {
 
 pub(crate) fn list(shared: &Shared) -> Disks {
     let disk = |(id, entry): (&DiskId, &Entry)| describe(*id, entry);
-    let mut disks: Vec<Disk> = shared.table.look(|disks| disks.iter().map(disk).collect());
+    let mut disks: Vec<Disk> = shared.table.read(|disks| disks.iter().map(disk).collect());
     disks.iter_mut().for_each(|disk| disk.full = full(shared, disk));
     Disks { disks, no_xen: no_xen(shared) }
 }
 
-/// Which of a disk's requests wait for space, by its counters.
+/// The requests of a disk that wait for space, by its counters.
 fn full(shared: &Shared, disk: &Disk) -> Option<Full> {
     if disk.phase != PhaseName::Served {
         return None;
     }
-    let counters = stats_file(&shared.places.run.join(disk.disk.file_name()));
+    let counters = stats_file(&shared.paths.run.join(disk.disk.file_name()));
     let seen = snapshot::read(&counters).ok()?;
     let requests = seen.counts.waiting_for_space();
     seen.full_since_unix_s.map(|since| Full { requests, since })
@@ -140,14 +144,14 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
 }
 
 fn found(shared: &Shared, id: DiskId) -> Result<Disk, RpcError> {
-    let found = shared.table.look(|disks| disks.get(&id).map(|entry| describe(id, entry)));
+    let found = shared.table.read(|disks| disks.get(&id).map(|entry| describe(id, entry)));
     let mut disk = found.ok_or_else(|| no_disk(id))?;
     disk.full = full(shared, &disk);
     Ok(disk)
 }
 
 fn no_disk(id: DiskId) -> RpcError {
-    let help = "ferrite disk list (disk.list) has those that are attached";
+    let help = "ferrite disk list (disk.list) shows the attached disks";
     RpcError::new(code::NO_DISK, format!("disk {id} is not attached"), help)
 }
 
@@ -162,123 +166,125 @@ fn failed(e: &StoreError) -> RpcError {
 fn show(shared: &Shared, id: DiskId) -> Result<Details, RpcError> {
     let disk = found(shared, id)?;
     let mut store = store(shared)?;
-    let look = Look::take(&mut store, id).map_err(|e| failed(&e))?;
+    let seen = Snapshot::read(&mut store, id).map_err(|e| failed(&e))?;
     let mode = store.read(&format!("{}/mode", directory::path(id))).map_err(|e| failed(&e))?;
     let of_entry = |entry: &Entry| (entry.phase.clone(), entry.nbd.clone());
-    let (phase, nbd) = shared.table.look(|disks| disks.get(&id).map(of_entry)).unzip();
-    let waits_for = waits_for(&look, phase.as_ref(), disk.full.is_some());
+    let (phase, nbd) = shared.table.read(|disks| disks.get(&id).map(of_entry)).unzip();
+    let waits_for = waits_for(&seen, phase.as_ref(), disk.full.is_some());
     Ok(Details {
         disk,
         nbd: nbd.flatten().map(|path| path.to_string_lossy().into_owned()),
-        backend_state: look.own,
-        frontend_state: look.front,
-        online: look.online,
+        backend_state: seen.own,
+        frontend_state: seen.front,
+        online: seen.online,
         read_only: !mode.is_some_and(|mode| mode.contains(&b'w')),
         settings: settings(shared, id),
         waits_for,
-        hotplug_status: look.hotplug_status,
+        hotplug_status: seen.hotplug_status,
     })
 }
 
-/// What its worker goes by, which an older daemon may have started.
+/// The options of the disk's worker, which an older daemon may have started.
 fn settings(shared: &Shared, id: DiskId) -> Vec<Setting> {
     let of_entry = |entry: &Entry| Some((entry.beside.unwrap_or(id), entry.image.clone()?.path));
-    let Some((kept, image)) = shared.table.look(|disks| disks.get(&id).and_then(of_entry)) else {
+    let Some((kept, image)) = shared.table.read(|disks| disks.get(&id).and_then(of_entry)) else {
         return Vec::new();
     };
     let in_force = shared.serving.options(kept);
     in_force.map(|options| shared.config.settings(&image, &options)).unwrap_or_default()
 }
 
-/// What xl does: it asks the guest, waits, and removes the directories. With force, a guest that does
-/// not let go loses its directory first, which the backend takes for its end.
-fn detach(shared: &Shared, asked: &DetachParams) -> Result<Detached, RpcError> {
-    let id = asked.disk;
+/// Detaches a disk as xl does: asks the guest, waits, and removes the directories. With `force`,
+/// the directory of a guest that does not let go is removed first. The backend takes that for the
+/// guest's end.
+fn detach(shared: &Shared, request: &DetachParams) -> Result<Detached, RpcError> {
+    let id = request.disk;
     found(shared, id)?;
     let mut store = store(shared)?;
-    let mut look = Look::take(&mut store, id).map_err(|e| failed(&e))?;
-    let Some(frontend) = look.frontend.clone() else { return Err(no_disk(id)) };
+    let mut seen = Snapshot::read(&mut store, id).map_err(|e| failed(&e))?;
+    let Some(frontend) = seen.frontend.clone() else { return Err(no_disk(id)) };
     let dir = directory::path(id);
-    let ask = store.transaction(|tx| {
-        // Not twice: a 6 that was answered would be gone.
+    let requested = store.transaction(|tx| {
+        // The state is written once only: 5 would overwrite a 6 that follows it.
         if tx.read(&format!("{dir}/online"))?.is_some_and(|online| online == b"1") {
             tx.write(&format!("{dir}/online"), b"0")?;
             tx.write(&format!("{dir}/state"), b"5")?;
         }
         Ok(())
     });
-    ask.map_err(|e| failed(&e))?;
-    let timeout = Duration::from_secs(asked.timeout_s.into()).min(MAX_WAIT);
-    let mut is_closed = wait_for_close(shared, &mut store, id, timeout, &mut look, |_| false)?;
-    let forced = !is_closed && asked.force;
+    requested.map_err(|e| failed(&e))?;
+    let timeout = Duration::from_secs(request.timeout_s.into()).min(MAX_WAIT);
+    let mut is_closed = wait_for_close(shared, &mut store, id, timeout, &mut seen, |_| false)?;
+    let forced = !is_closed && request.force;
     if forced {
         store.remove(&frontend).map_err(|e| failed(&e))?;
-        // The image has to be closed even so, if it can be opened: the next try shows that.
+        // The image has to be closed even so, if it can be opened. The next try shows whether it
+        // can.
         let tries =
             |disks: &BTreeMap<DiskId, Entry>| disks.get(&id).map_or(0, |entry| entry.starts);
-        let before = shared.table.look(tries);
+        let before = shared.table.read(tries);
         let has_failed =
             |entry: &Entry| entry.starts > before && matches!(entry.phase, Phase::Failed(_));
-        is_closed = wait_for_close(shared, &mut store, id, MAX_WAIT, &mut look, has_failed)?;
+        is_closed = wait_for_close(shared, &mut store, id, MAX_WAIT, &mut seen, has_failed)?;
     }
     if !is_closed {
-        let phase = shared.table.look(|disks| disks.get(&id).map(|entry| entry.phase.clone()));
+        let phase = shared.table.read(|disks| disks.get(&id).map(|entry| entry.phase.clone()));
         let is_full = found(shared, id).is_ok_and(|disk| disk.full.is_some());
-        let waits = waits_for(&look, phase.as_ref(), is_full).unwrap_or_default();
+        let waits = waits_for(&seen, phase.as_ref(), is_full).unwrap_or_default();
         let message = format!("disk {id} is still attached; it waits for {waits}");
-        let help = "it is detached when that is done; it may be asked for again";
+        let help = "it is detached when that is done; the command may be repeated";
         return Err(RpcError::new(code::TIMEOUT, message, help));
     }
     let removed = store.transaction(|tx| {
         tx.remove(&frontend)?;
         tx.remove(&dir)?;
-        // libxl's own note of the disk, as it is made by it alone.
+        // libxl's record of the disk, which only libxl makes.
         tx.remove(&format!("/libxl/{}/device/vbd/{}", id.domid, id.devid))
     });
     removed.map_err(|e| failed(&e))?;
     Ok(Detached { disk: id, forced })
 }
 
-/// Waits until nobody serves the disk any more and the toolstack may remove it, or it is given up as
-/// it is.
+/// Waits until the disk is not served any more and the toolstack may remove it, or until
+/// `is_given_up` holds. Returns whether that was within `timeout`.
 fn wait_for_close(
     shared: &Shared,
     store: &mut Store,
     id: DiskId,
     timeout: Duration,
-    look: &mut Look,
+    seen: &mut Snapshot,
     is_given_up: impl Fn(&Entry) -> bool,
 ) -> Result<bool, RpcError> {
     let end = Instant::now() + timeout;
     loop {
-        *look = Look::take(store, id).map_err(|e| failed(&e))?;
-        let (is_served, is_given_up) = shared.table.look(|disks| {
+        *seen = Snapshot::read(store, id).map_err(|e| failed(&e))?;
+        let (is_served, is_given_up) = shared.table.read(|disks| {
             let entry = disks.get(&id);
             (entry.is_some(), entry.is_some_and(&is_given_up))
         });
-        if is_given_up || (!is_served && (!look.is_there || look.own == 6)) {
+        if is_given_up || (!is_served && (!seen.is_there || seen.own == 6)) {
             return Ok(true);
         }
         let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() || shared.is_stopped(left.min(LOOK_AGAIN)) {
+        if left.is_zero() || shared.is_stopped(left.min(POLL_INTERVAL)) {
             return Ok(false);
         }
     }
 }
 
-/// What a hotplug script asks: whether the disk is there.
-fn wait(shared: &Shared, asked: &WaitParams) -> Result<Attached, RpcError> {
-    let id = directory::id_of(&asked.backend).ok_or_else(|| {
-        let message = format!("{:.200} is no disk's directory", asked.backend);
+/// Waits for a hotplug script until the disk is served or has failed.
+fn wait(shared: &Shared, request: &WaitParams) -> Result<Attached, RpcError> {
+    let id = directory::id_of(&request.backend).ok_or_else(|| {
+        let message = format!("{:.200} is not a disk's directory", request.backend);
         RpcError::new(code::INVALID_PARAMS, message, "it is backend/vbd3/DOMID/DEVID")
     })?;
-    let timeout = Duration::from_secs(asked.timeout_s.into()).min(MAX_WAIT);
+    let timeout = Duration::from_secs(request.timeout_s.into()).min(MAX_WAIT);
     let disk = shared.table.wait_for(timeout, |disks| {
         let entry = disks.get(&id)?;
         let is_known = match entry.phase {
             Phase::Starting => false,
-            // At first the one that had the image before may not have let go of it.
-            Phase::Failed(_) => entry.starts == 0 || entry.starts >= FAILED,
+            // The first tries may fail while an earlier process still holds the image.
+            Phase::Failed(_) => entry.starts == 0 || entry.starts >= MIN_TRIES,
             Phase::Served | Phase::Empty | Phase::Resting(_) => true,
         };
         is_known.then(|| describe(id, entry))
@@ -286,7 +292,7 @@ fn wait(shared: &Shared, asked: &WaitParams) -> Result<Attached, RpcError> {
     let Some(disk) = disk else {
         let (message, help) = match found(shared, id) {
             Ok(_) => ("served", "ferrite disk show (disk.show) says what it waits for"),
-            Err(_) => ("attached", "ferrite disk list (disk.list) names those that are"),
+            Err(_) => ("attached", "ferrite disk list (disk.list) shows the attached disks"),
         };
         let message = format!("disk {id} was not {message} in time");
         return Err(RpcError::new(code::TIMEOUT, message, help));
@@ -302,32 +308,33 @@ fn wait(shared: &Shared, asked: &WaitParams) -> Result<Attached, RpcError> {
     }
 }
 
-/// One disk after the other: a guest's pause is its own, and not all storage is written to at once.
-fn upgrade(shared: &Shared, asked: &UpgradeParams) -> Result<Upgraded, RpcError> {
-    let binary = Path::new(&asked.binary);
+/// Upgrades disks one after the other, so that guests pause one at a time and not all storage is
+/// written to at once.
+fn upgrade(shared: &Shared, request: &UpgradeParams) -> Result<Upgraded, RpcError> {
+    let binary = Path::new(&request.binary);
     if !binary.is_absolute() {
         let help = "name the program by its absolute path, such as /usr/bin/ferrite";
-        return Err(RpcError::new(code::INVALID_PARAMS, "binary is no absolute path", help));
+        return Err(RpcError::new(code::INVALID_PARAMS, "binary is not an absolute path", help));
     }
-    // Before any image is closed for it.
+    // The program is checked before any image is closed.
     runs(binary).map_err(|e| {
         let message = format!("cannot run {}: {e}", binary.display());
         RpcError::new(code::FAILED, message, "name a program of ferrite that root may run")
     })?;
     let any = |disks: &BTreeMap<DiskId, Entry>| -> Vec<DiskId> {
-        // What is served beside another goes with that.
+        // A disk that is served beside another is upgraded with that one.
         let goes = |entry: &Entry| entry.phase != Phase::Empty && entry.beside.is_none();
         let served = disks.iter().filter(|(_, entry)| goes(entry));
         served.map(|(id, _)| *id).collect()
     };
-    let ids = match asked.disk {
+    let ids = match request.disk {
         Some(id) => vec![found(shared, id)?.disk],
-        None => shared.table.look(any),
+        None => shared.table.read(any),
     };
     let mut done = Upgraded { upgraded: Vec::new(), failed: Vec::new() };
     let mut seen = BTreeSet::new();
     for id in ids {
-        // It went with another one of its store.
+        // The disk was upgraded with another one of its store.
         if seen.contains(&id) {
             continue;
         }
@@ -342,18 +349,18 @@ fn upgrade(shared: &Shared, asked: &UpgradeParams) -> Result<Upgraded, RpcError>
     Ok(done)
 }
 
-/// Whether there is such a program; what it is, it has to show.
+/// Whether the file can be executed. Whether it is ferrite shows when it runs.
 fn runs(binary: &Path) -> io::Result<()> {
     let found = binary.metadata()?;
     match found.is_file() && found.permissions().mode() & 0o111 != 0 {
         true => Ok(()),
-        false => Err(io::Error::other("it is no program")),
+        false => Err(io::Error::other("it is not an executable file")),
     }
 }
 
-/// A disk, and those that are served by the same worker; what came of it for each.
+/// Upgrades a disk and all disks of its worker. Returns the result for each.
 fn upgrade_one(shared: &Shared, id: DiskId, binary: &Path) -> Vec<(DiskId, Result<(), Failure>)> {
-    match shared.table.ask_upgrade(id, binary) {
+    match shared.table.request_upgrade(id, binary) {
         Err(failure) => vec![(id, Err(failure))],
         Ok(all) => all.into_iter().map(|id| (id, outcome(shared, id))).collect(),
     }
@@ -361,16 +368,18 @@ fn upgrade_one(shared: &Shared, id: DiskId, binary: &Path) -> Vec<(DiskId, Resul
 
 fn outcome(shared: &Shared, id: DiskId) -> Result<(), Failure> {
     let failure = |why: &str, help: &str| Failure { why: why.to_owned(), help: help.to_owned() };
-    let outcome = shared.table.wait_for(UPGRADE, |disks| match disks.get(&id) {
+    let outcome = shared.table.wait_for(UPGRADE_TIMEOUT, |disks| match disks.get(&id) {
         None => Some(Err(detached())),
         Some(entry) => match &entry.upgrade {
-            Upgrade::Asked(_) => None,
+            Upgrade::Requested(_) => None,
             Upgrade::Done(outcome) => Some(outcome.clone()),
-            Upgrade::None => Some(Err(failure("somebody else asks for the same", "ask again"))),
+            Upgrade::None => {
+                Some(Err(failure("another upgrade of this disk is in progress", "try again later")))
+            }
         },
     });
-    shared.table.change(id, |entry| (entry.upgrade, entry.ticket) = (Upgrade::None, None));
+    shared.table.change(id, |entry| (entry.upgrade, entry.participant) = (Upgrade::None, None));
     outcome.unwrap_or_else(|| {
-        Err(failure("its image is being closed, which takes long", "look at it in a while"))
+        Err(failure("its image is still being closed", "look again later: ferrite disk show"))
     })
 }

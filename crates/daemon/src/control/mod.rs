@@ -1,6 +1,6 @@
-//! The control socket: JSON-RPC 2.0, a message a line, on a Unix socket that is root's alone.
+//! The control socket: JSON-RPC 2.0, one message a line, on a Unix socket for root only.
 //!
-//! `docs/control.schema.json` describes every message; a test compares it with the types here.
+//! `docs/control.schema.json` describes each message. A test compares it with the types here.
 
 pub mod client;
 mod methods;

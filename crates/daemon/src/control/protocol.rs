@@ -1,4 +1,4 @@
-//! What is said on the control socket.
+//! The messages of the control socket.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -6,29 +6,29 @@ use serde_json::Value;
 use crate::params::Format;
 use crate::state::DiskId;
 
-/// Bytes of a line, with its end.
+/// Most bytes of a line, with its end.
 pub const MAX_LINE: usize = 64 << 10;
 
-/// The one version there is.
+/// The version of JSON-RPC.
 pub const VERSION: &str = "2.0";
 
-/// Numbers of errors, by the specification.
+/// Error codes, by the specification of JSON-RPC; the last four are ferrite's.
 pub mod code {
-    /// No JSON.
+    /// The line is not JSON.
     pub const PARSE: i64 = -32700;
-    /// JSON, and no request.
+    /// The JSON is not a request.
     pub const INVALID_REQUEST: i64 = -32600;
     /// There is no such method.
     pub const NO_METHOD: i64 = -32601;
     /// The method does not take these parameters.
     pub const INVALID_PARAMS: i64 = -32602;
-    /// Ours: there is no such disk.
+    /// There is no such disk.
     pub const NO_DISK: i64 = -32001;
-    /// Ours: it was tried and did not work.
+    /// The operation failed.
     pub const FAILED: i64 = -32002;
-    /// Ours: it did not happen in the time given.
+    /// The operation did not end in time.
     pub const TIMEOUT: i64 = -32003;
-    /// Ours: too many clients at work.
+    /// Too many clients wait for responses.
     pub const BUSY: i64 = -32004;
 }
 
@@ -36,20 +36,20 @@ pub mod code {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RpcError {
-    /// See [`code`].
+    /// The error code, see [`code`].
     pub code: i64,
-    /// What went wrong, for people.
+    /// The failed step and its reason, for users.
     pub message: String,
-    /// What to do about it.
+    /// The next step.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub data: Option<Help>,
 }
 
-/// The next step.
+/// Additional data of an error.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Help {
-    /// For the administrator.
+    /// The next step, for the administrator.
     pub help: String,
 }
 
@@ -64,52 +64,52 @@ impl RpcError {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Response {
-    /// [`VERSION`].
+    /// The version: [`VERSION`].
     pub jsonrpc: String,
-    /// What came of it; absent in an error.
+    /// The method's result. Absent after an error.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub result: Option<Value>,
-    /// Why nothing came of it.
+    /// The error. Absent after a success.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub error: Option<RpcError>,
-    /// The request's; null if it could not be told.
+    /// The identifier of the request; null if the request has no valid one.
     pub id: Value,
 }
 
-/// `daemon.status` and `disk.list` take nothing.
+/// The parameters of `daemon.status` and `disk.list`: none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Nothing {}
 
-/// `disk.show`.
+/// The parameters of `disk.show`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ShowParams {
-    /// Which.
+    /// The disk to show.
     pub disk: DiskId,
 }
 
-/// `disk.detach`.
+/// The parameters of `disk.detach`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DetachParams {
-    /// Which.
+    /// The disk to detach.
     pub disk: DiskId,
-    /// Take it from a guest that does not let go.
+    /// Whether the disk is taken from a guest that does not let go.
     #[serde(default)]
     pub force: bool,
-    /// How long the guest has for it.
+    /// How long the guest may take to let go, in seconds.
     #[serde(default = "ten")]
     pub timeout_s: u32,
 }
 
-/// `attach.wait`.
+/// The parameters of `attach.wait`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WaitParams {
-    /// The disk's directory in xenstore, as hotplug scripts are given it in `XENBUS_PATH`.
+    /// The disk's backend directory in xenstore, as hotplug scripts get it in `XENBUS_PATH`.
     pub backend: String,
-    /// How long to wait for it.
+    /// How long to wait for the disk, in seconds.
     #[serde(default = "ten")]
     pub timeout_s: u32,
 }
@@ -118,40 +118,40 @@ fn ten() -> u32 {
     10
 }
 
-/// `daemon.status`.
+/// The result of `daemon.status`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Status {
     /// The daemon's version.
     pub version: String,
-    /// Its process.
+    /// The daemon's process number.
     pub pid: u32,
-    /// Since when it runs, in seconds since 1970.
+    /// The daemon's start, in seconds since 1970.
     pub started: u64,
-    /// Whether xenstore is followed.
+    /// Whether the daemon follows xenstore.
     pub xen: bool,
-    /// Why not.
+    /// Why it does not follow xenstore.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub no_xen: Option<String>,
-    /// Disks that are served.
+    /// Number of disks that are served.
     pub served: u32,
-    /// Disks that cannot be served now.
+    /// Number of disks that cannot be served now.
     pub failed: u32,
-    /// All disks that are attached.
+    /// Number of attached disks.
     pub disks: u32,
 }
 
-/// How far a disk is.
+/// The phase of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PhaseName {
     /// Its image is being opened.
     Starting,
-    /// It is served.
+    /// The disk is served.
     Served,
-    /// It cannot be served now.
+    /// The disk cannot be served now.
     Failed,
-    /// A drive without a medium.
+    /// The drive has no medium.
     Empty,
     /// Its image is left to a later attachment of the same VM.
     Resting,
@@ -161,9 +161,9 @@ pub enum PhaseName {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Full {
-    /// How many.
+    /// Number of requests.
     pub requests: u64,
-    /// Since when, in seconds since 1970.
+    /// The time of the first one, in seconds since 1970.
     pub since: u64,
 }
 
@@ -171,148 +171,148 @@ pub struct Full {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Disk {
-    /// Which.
+    /// The disk.
     pub disk: DiskId,
-    /// How far it is.
+    /// The disk's phase.
     pub phase: PhaseName,
-    /// Since when, in seconds since 1970.
+    /// The time of the last change of the phase, in seconds since 1970.
     pub since: u64,
-    /// Its image's format.
+    /// The image's format.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub format: Option<Format>,
-    /// Its image; what is no text in the name is replaced.
+    /// The image's path. Bytes that are not UTF-8 are replaced.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub image: Option<String>,
-    /// The process that stands for it.
+    /// The process number of its keeper.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub pid: Option<u32>,
-    /// tapdisk's number of it.
+    /// The disk's number for tapdisk's tools.
     pub minor: u32,
     /// How often it was started.
     pub starts: u64,
     /// Its requests that wait for space.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub full: Option<Full>,
-    /// Why it is not served.
+    /// Why the disk is not served.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub why: Option<String>,
-    /// What to do about it.
+    /// The next step for the administrator.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub help: Option<String>,
 }
 
-/// `disk.list`.
+/// The result of `disk.list`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Disks {
-    /// In the order of guests and devices.
+    /// The disks in the order of guests and devices.
     pub disks: Vec<Disk>,
-    /// Why there may be others by now: xenstore is not followed.
+    /// Why the list may be out of date: the daemon does not follow xenstore.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub no_xen: Option<String>,
 }
 
-/// Where a setting comes from.
+/// The source of a setting's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Source {
-    /// Nobody has said anything of it.
+    /// The built-in default.
     Default,
-    /// What the configuration says of all disks.
+    /// The configuration's table `disks`.
     Disks,
-    /// What it says of this image.
+    /// The configuration's table of this image.
     Image,
-    /// What it said when the disk was attached, and does not say any more.
+    /// The configuration at the time of the attachment, which has changed since.
     Earlier,
 }
 
-/// A key of the configuration, for one disk.
+/// A key of the configuration with its value for one disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Setting {
-    /// Its name.
+    /// The key's name.
     pub key: String,
-    /// Its value, as the configuration has it; `-` for none.
+    /// The value, as the configuration has it; `-` for none.
     pub value: String,
-    /// Where that comes from.
+    /// The value's source.
     pub from: Source,
 }
 
-/// `disk.show`.
+/// The result of `disk.show`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Details {
-    /// As in the list.
+    /// The disk, as in the list.
     pub disk: Disk,
-    /// The backend's state in xenstore, 1 to 6; 0: none.
+    /// The backend's state in xenstore, 1 to 6; 0 if there is none.
     pub backend_state: u32,
-    /// The frontend's.
+    /// The frontend's state in xenstore, 1 to 6; 0 if there is none.
     pub frontend_state: u32,
-    /// The toolstack wants it to stay.
+    /// Whether the toolstack wants the disk to stay.
     pub online: bool,
-    /// The toolstack does not let the guest write.
+    /// Whether the toolstack lets the guest only read.
     pub read_only: bool,
-    /// What the process that serves it goes by; none if there is no such process.
+    /// The settings of its worker. Empty if there is none.
     #[serde(skip_serializing_if = "Vec::is_empty", default)]
     pub settings: Vec<Setting>,
-    /// The socket by which clients of NBD find it.
+    /// The path of its NBD socket.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub nbd: Option<String>,
-    /// What the toolstack's script has said.
+    /// The status that the toolstack's hotplug script has written.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub hotplug_status: Option<String>,
-    /// What it waits for.
+    /// What the disk waits for.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub waits_for: Option<String>,
 }
 
-/// `disk.detach`, when the disk is gone.
+/// The result of `disk.detach`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Detached {
-    /// Which.
+    /// The disk.
     pub disk: DiskId,
-    /// It was taken from the guest.
+    /// Whether the disk was taken from the guest.
     pub forced: bool,
 }
 
-/// `attach.wait`, when there is something to say to the script.
+/// The result of `attach.wait`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Attached {
-    /// As in the list.
+    /// The disk, as in the list.
     pub disk: Disk,
 }
 
-/// `upgrade`.
+/// The parameters of `upgrade`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UpgradeParams {
-    /// The program that is to serve the disks, by its absolute path.
+    /// The absolute path of the program that is to serve the disks.
     pub binary: String,
-    /// This disk alone; without it, all that are served.
+    /// The disk to upgrade. Without it, all served disks are.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub disk: Option<DiskId>,
 }
 
-/// `upgrade`, when all was tried.
+/// The result of `upgrade`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Upgraded {
     /// Disks that the program serves now.
     pub upgraded: Vec<DiskId>,
-    /// Disks that are served as before, or not.
+    /// Disks that were not upgraded: they are served as before, or not at all.
     pub failed: Vec<NotUpgraded>,
 }
 
-/// A disk that another program could not be made to serve.
+/// A disk that was not upgraded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NotUpgraded {
-    /// Which.
+    /// The disk.
     pub disk: DiskId,
-    /// Why.
+    /// The reason.
     pub why: String,
-    /// What to do about it.
+    /// The next step.
     pub help: String,
 }

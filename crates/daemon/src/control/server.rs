@@ -1,7 +1,9 @@
-//! Who may ask how much: a thread a client, a bounded number of them, lines of a bounded length.
+//! The server of the control socket: one thread for each client, with a bounded number of clients
+//! and a bounded length of lines.
 //!
-//! A client that says nothing costs its thread and its place, and gives both up when another one needs
-//! the place. One that does not read its answers is left after a while. None holds a lock meanwhile.
+//! A silent client costs a thread and one of the places, and loses both when another client needs
+//! the place. A client that does not read its responses is disconnected after a while. No client
+//! holds a lock meanwhile.
 
 use std::io::{self, BufRead, BufReader, Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
@@ -20,16 +22,16 @@ use crate::Shared;
 use crate::wait::wait_for;
 use ferrite_serve::waker::Waker;
 
-/// Clients at a time.
+/// Most clients at a time.
 pub(super) const MAX_CLIENTS: usize = 16;
-/// Requests of one batch.
+/// Most requests of one batch.
 const MAX_BATCH: usize = 16;
-/// How long an answer waits for a client to read.
+/// How long the write of a response may block.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The pause after the kernel gave no descriptor for a client.
-const EXHAUSTED: Duration = Duration::from_millis(100);
+/// The pause after a failed `accept`, such as for want of descriptors.
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
-/// The control socket, while there is one. Dropping it ends all its clients.
+/// The control socket. Dropping it disconnects all clients.
 pub(crate) struct Server {
     path: PathBuf,
     stop: Arc<Waker>,
@@ -42,10 +44,10 @@ struct Clients(Mutex<Vec<Arc<Client>>>);
 
 struct Client {
     stream: UnixStream,
-    /// When it has last said something.
-    heard: Mutex<Instant>,
-    /// It waits for us, and not we for it.
-    is_asking: AtomicBool,
+    /// The time of the last request or response.
+    last_active: Mutex<Instant>,
+    /// Whether it waits for a response.
+    is_waiting: AtomicBool,
 }
 
 impl Clients {
@@ -53,50 +55,50 @@ impl Clients {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Finds a place for a client: that of the one that has been silent for longest, if there is
-    /// no other.
-    fn enter(&self, stream: &UnixStream) -> io::Result<Option<Arc<Client>>> {
+    /// Adds a client. If all places are taken, it replaces the one that has been silent for
+    /// longest. `None`: all clients wait for responses.
+    fn insert(&self, stream: &UnixStream) -> io::Result<Option<Arc<Client>>> {
         let stream = stream.try_clone()?;
-        let heard = Mutex::new(Instant::now());
-        let client = Arc::new(Client { stream, heard, is_asking: AtomicBool::new(false) });
+        let last_active = Mutex::new(Instant::now());
+        let client = Arc::new(Client { stream, last_active, is_waiting: AtomicBool::new(false) });
         let mut clients = self.lock();
         if clients.len() >= MAX_CLIENTS {
             let silent = clients.iter().enumerate();
-            let silent = silent.filter(|(_, client)| !client.is_asking.load(Ordering::Acquire));
-            let Some((at, _)) = silent.min_by_key(|(_, client)| client.heard()) else {
+            let silent = silent.filter(|(_, client)| !client.is_waiting.load(Ordering::Acquire));
+            let Some((at, _)) = silent.min_by_key(|(_, client)| client.last_active()) else {
                 return Ok(None);
             };
-            // Its thread reads the end, and ends.
+            // The thread of the replaced client reads the end, and ends.
             let _ = clients.swap_remove(at).stream.shutdown(std::net::Shutdown::Both);
         }
         clients.push(client.clone());
         Ok(Some(client))
     }
 
-    fn leave(&self, client: &Arc<Client>) {
+    fn remove(&self, client: &Arc<Client>) {
         self.lock().retain(|other| !Arc::ptr_eq(other, client));
     }
 }
 
 impl Client {
-    fn heard(&self) -> Instant {
-        *self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    fn last_active(&self) -> Instant {
+        *self.last_active.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn hears(&self) {
-        *self.heard.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+    fn touch(&self) {
+        *self.last_active.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
     }
 }
 
 impl Server {
     pub(crate) fn start(shared: &Arc<Shared>) -> io::Result<Server> {
-        let path = shared.places.control();
-        // One daemon at a time has the lock: what is there is a dead one's.
+        let path = shared.paths.control();
+        // This daemon has the lock, so a socket that is there is a dead daemon's.
         match std::fs::remove_file(&path) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
             _ => {}
         }
-        // Its folder is root's alone, so nobody comes between these two.
+        // Only root can enter the directory, so no other user connects between these two steps.
         let listener = UnixListener::bind(&path)?;
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
         listener.set_nonblocking(true)?;
@@ -110,11 +112,12 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Nobody is to come any more. The lock is ours still, so it is no other daemon's.
+        // No client can connect from here on. The lock is still held, so the socket is no other
+        // daemon's.
         let _ = std::fs::remove_file(&self.path);
         self.stop.wake();
         if let Some(thread) = self.thread.take() {
-            // It has nothing that could panic but us.
+            // A panic of that thread was logged already.
             let _ = thread.join();
         }
         for client in self.clients.lock().drain(..) {
@@ -130,39 +133,44 @@ fn accept(shared: &Arc<Shared>, listener: &UnixListener, clients: &Arc<Clients>,
         if stopped {
             return;
         }
-        let greeted = listener.accept().and_then(|(stream, _)| greet(shared, stream, clients));
-        match greeted {
+        let started =
+            listener.accept().and_then(|(stream, _)| start_client(shared, stream, clients));
+        match started {
             Err(e) if e.kind() != io::ErrorKind::WouldBlock => {
                 tracing::debug!("cannot take a client of the control socket: {e}");
-                wait_for([stop.fd()], Some(EXHAUSTED));
+                wait_for([stop.fd()], Some(RETRY_PAUSE));
             }
             _ => {}
         }
     }
 }
 
-fn greet(shared: &Arc<Shared>, stream: UnixStream, clients: &Arc<Clients>) -> io::Result<()> {
+fn start_client(
+    shared: &Arc<Shared>,
+    stream: UnixStream,
+    clients: &Arc<Clients>,
+) -> io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
-    let Some(client) = clients.enter(&stream)? else {
-        let message = format!("{MAX_CLIENTS} clients are waiting for answers already");
+    let Some(client) = clients.insert(&stream)? else {
+        let message = format!("{MAX_CLIENTS} clients wait for responses already");
         let error = RpcError::new(code::BUSY, message, "try again");
         let answer = line(&respond(Value::Null, Err(error)));
         return (&stream).write_all(&answer);
     };
     let (shared, all, entered) = (shared.clone(), clients.clone(), client.clone());
     let spawned = std::thread::Builder::new().name("client".to_owned()).spawn(move || {
-        // Its going is its own business.
+        // A broken connection concerns this client only.
         let _ = serve(&shared, &stream, &client);
-        all.leave(&client);
+        all.remove(&client);
     });
     if spawned.is_err() {
-        clients.leave(&entered);
+        clients.remove(&entered);
     }
     spawned.map(drop)
 }
 
-/// Answers a client until it goes.
+/// Serves a client until it disconnects.
 fn serve(shared: &Shared, stream: &UnixStream, client: &Client) -> io::Result<()> {
     let mut reader = BufReader::new(stream);
     let mut text = Vec::new();
@@ -175,15 +183,15 @@ fn serve(shared: &Shared, stream: &UnixStream, client: &Client) -> io::Result<()
         if read == MAX_LINE && text.last() != Some(&b'\n') {
             let message = format!("a line has at most {MAX_LINE} bytes");
             let error = RpcError::new(code::INVALID_REQUEST, message, "");
-            // Where the next request begins is not known: the client has to begin anew.
+            // The beginning of the next request is unknown, so the client has to connect anew.
             return (&*stream).write_all(&line(&respond(Value::Null, Err(error))));
         }
-        client.hears();
-        client.is_asking.store(true, Ordering::Release);
+        client.touch();
+        client.is_waiting.store(true, Ordering::Release);
         let answer = answer(shared, &text);
         let written = answer.map_or(Ok(()), |answer| (&*stream).write_all(&line(&answer)));
-        client.is_asking.store(false, Ordering::Release);
-        client.hears();
+        client.is_waiting.store(false, Ordering::Release);
+        client.touch();
         written?;
     }
 }
@@ -194,7 +202,7 @@ fn line(answer: &Value) -> Vec<u8> {
     line
 }
 
-/// What is answered to a line; nothing to notifications, and to empty lines.
+/// The response to a line. `None` for notifications and empty lines.
 pub(super) fn answer(shared: &Shared, text: &[u8]) -> Option<Value> {
     if text.trim_ascii().is_empty() {
         return None;
@@ -203,7 +211,7 @@ pub(super) fn answer(shared: &Shared, text: &[u8]) -> Option<Value> {
         |why: &str| Some(respond(Value::Null, Err(RpcError::new(code::INVALID_REQUEST, why, ""))));
     match serde_json::from_slice(text) {
         Err(e) => {
-            let error = RpcError::new(code::PARSE, format!("this is no JSON: {e}"), "");
+            let error = RpcError::new(code::PARSE, format!("the line is not JSON: {e}"), "");
             Some(respond(Value::Null, Err(error)))
         }
         Ok(Value::Array(batch)) if batch.is_empty() => invalid("a batch of no requests"),

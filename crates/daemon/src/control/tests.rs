@@ -13,7 +13,7 @@ fn schema() -> Value {
     serde_json::from_str(include_str!("../../../../docs/control.schema.json")).unwrap()
 }
 
-/// Whether a value is as a part of the schema says; which part is not.
+/// Checks a value against a part of the schema. The error names the part that differs.
 fn check(all: &Value, part: &Value, value: &Value, at: &str) -> Result<(), String> {
     let wrong = |what: &str| Err(format!("{at}: {what}: {value}"));
     if let Some(name) = part["$ref"].as_str() {
@@ -69,8 +69,8 @@ fn check(all: &Value, part: &Value, value: &Value, at: &str) -> Result<(), Strin
     Ok(())
 }
 
-/// Holds for a type if its fullest value has exactly the fields of the schema, and without any of
-/// the required ones it is refused, by both alike.
+/// Checks a type: its fullest value has exactly the fields of the schema. Without any required
+/// field, both the schema and the type refuse it.
 fn same<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(name: &str, full: &T) {
     let all = schema();
     let definition = &all["$defs"][name];

@@ -1,11 +1,11 @@
-//! What a disk waits for, in words for whoever asks why it does not come or go.
+//! Texts that say what a disk waits for, for users who ask why it does not come or go.
 
-use crate::directory::Look;
+use crate::directory::Snapshot;
 use crate::table::Phase;
 
-/// `None`: nothing. `is_full`: requests wait for space.
-pub(super) fn waits_for(look: &Look, phase: Option<&Phase>, is_full: bool) -> Option<String> {
-    let waits = waits_besides(look, phase);
+/// What the disk waits for. `None`: nothing. `is_full`: requests wait for space.
+pub(super) fn waits_for(seen: &Snapshot, phase: Option<&Phase>, is_full: bool) -> Option<String> {
+    let waits = waits_besides(seen, phase);
     match (is_full, waits) {
         (false, waits) => waits,
         (true, None) => Some(SPACE.to_owned()),
@@ -13,31 +13,31 @@ pub(super) fn waits_for(look: &Look, phase: Option<&Phase>, is_full: bool) -> Op
     }
 }
 
-const SPACE: &str = "space on its storage, which is full: what the guest writes is not answered \
+const SPACE: &str = "space on its storage, which is full: the guest's writes wait \
                      until there is some";
 
-fn waits_besides(look: &Look, phase: Option<&Phase>) -> Option<String> {
-    if !look.is_there {
+fn waits_besides(seen: &Snapshot, phase: Option<&Phase>) -> Option<String> {
+    if !seen.is_there {
         return phase.map(|_| "the toolstack has removed the disk; it is being closed".to_owned());
     }
-    if !look.online {
-        return Some(leaving(look, phase));
+    if !seen.online {
+        return Some(leaving(seen, phase));
     }
     match phase {
         None => Some("the daemon has not looked at it yet".to_owned()),
         Some(Phase::Starting) => Some("its image is being opened".to_owned()),
         Some(Phase::Failed(failure)) => Some(format!("{failure}")),
         Some(Phase::Empty) => None,
-        Some(Phase::Served) => coming(look),
+        Some(Phase::Served) => coming(seen),
         Some(Phase::Resting(later)) => {
-            Some(format!("the end of disk {later}, which has the image: it is the same VM's"))
+            Some(format!("the end of disk {later} of the same VM, which has the image"))
         }
     }
 }
 
-fn leaving(look: &Look, phase: Option<&Phase>) -> String {
-    let front = look.front;
-    match (look.own, front) {
+fn leaving(seen: &Snapshot, phase: Option<&Phase>) -> String {
+    let front = seen.front;
+    match (seen.own, front) {
         (6, _) => {
             "the toolstack, which has to remove the disk's directories in xenstore".to_owned()
         }
@@ -45,25 +45,24 @@ fn leaving(look: &Look, phase: Option<&Phase>) -> String {
             "the guest, which has not let go of the disk (its driver is in state {front}): \
              unmount it in the guest, or take it away with --force"
         ),
-        (_, 5) => "the guest's driver, which is closing (state 5): it waits for who has the disk \
-                   open in the guest"
+        (_, 5) => "the guest's driver, which is closing (state 5): a program in the guest \
+                   has the disk open"
             .to_owned(),
         _ if let Some(Phase::Failed(failure)) = phase => format!(
-            "its image, which has to be opened to bring what was answered to the medium, and cannot \
-             be: {failure}. --force gives that up"
+            "its image, which has to be opened to write answered data to the medium, and cannot be: \
+             {failure}. --force gives these data up"
         ),
         _ => {
-            "its image, which is being closed: what was answered is written to the medium, as fast \
-              as that takes it"
+            "its image, which is being closed: answered data are written to the medium, at its speed"
                 .to_owned()
         }
     }
 }
 
-fn coming(look: &Look) -> Option<String> {
-    match (look.own, look.front) {
+fn coming(seen: &Snapshot) -> Option<String> {
+    match (seen.own, seen.front) {
         (4, 4) => None,
-        (2, 3 | 4) if look.has_script && look.hotplug_status.as_deref() != Some("connected") => {
+        (2, 3 | 4) if seen.has_script && seen.hotplug_status.as_deref() != Some("connected") => {
             Some("the toolstack's hotplug script, which has not written hotplug-status".to_owned())
         }
         (_, 5) => Some("the guest's driver, which is closing (state 5)".to_owned()),
@@ -81,55 +80,55 @@ mod tests {
     use super::*;
     use crate::Failure;
 
-    fn look(own: u32, front: u32, online: bool) -> Look {
-        Look { is_there: true, own, front, online, ..Look::default() }
+    fn seen(own: u32, front: u32, online: bool) -> Snapshot {
+        Snapshot { is_there: true, own, front, online, ..Snapshot::default() }
     }
 
     #[test]
     fn a_disk_that_does_not_close_says_what_it_waits_for() {
-        let says = |look: &Look, word: &str| {
-            let said = waits_for(look, Some(&Phase::Served), false).unwrap();
-            assert!(said.contains(word), "{look:?}: {said}");
+        let says = |seen: &Snapshot, word: &str| {
+            let said = waits_for(seen, Some(&Phase::Served), false).unwrap();
+            assert!(said.contains(word), "{seen:?}: {said}");
         };
-        says(&look(5, 4, false), "unmount");
-        says(&look(5, 3, false), "unmount");
-        says(&look(5, 5, false), "which is closing");
-        says(&look(5, 6, false), "its image");
-        says(&look(5, 0, false), "its image");
-        says(&look(6, 6, false), "the toolstack");
-        says(&Look::default(), "it is being closed");
-        assert_eq!(waits_for(&Look::default(), None, false), None);
+        says(&seen(5, 4, false), "unmount");
+        says(&seen(5, 3, false), "unmount");
+        says(&seen(5, 5, false), "which is closing");
+        says(&seen(5, 6, false), "its image");
+        says(&seen(5, 0, false), "its image");
+        says(&seen(6, 6, false), "the toolstack");
+        says(&Snapshot::default(), "it is being closed");
+        assert_eq!(waits_for(&Snapshot::default(), None, false), None);
     }
 
     #[test]
     fn a_disk_that_does_not_come_says_what_it_waits_for() {
         let failure = Failure { why: "no such image".to_owned(), help: "make it".to_owned() };
-        let script = Look { has_script: true, ..look(2, 3, true) };
+        let script = Snapshot { has_script: true, ..seen(2, 3, true) };
         let connected = Some("connected".to_owned());
-        let plugged = Look { hotplug_status: connected, ..script.clone() };
-        for (look, phase, word) in [
-            (look(1, 1, true), None, "not looked at"),
-            (look(1, 1, true), Some(Phase::Starting), "being opened"),
-            (look(2, 1, true), Some(Phase::Failed(failure)), "no such image; make it"),
+        let plugged = Snapshot { hotplug_status: connected, ..script.clone() };
+        for (seen, phase, word) in [
+            (seen(1, 1, true), None, "not looked at"),
+            (seen(1, 1, true), Some(Phase::Starting), "being opened"),
+            (seen(2, 1, true), Some(Phase::Failed(failure)), "no such image; make it"),
             (script, Some(Phase::Served), "hotplug script"),
             (plugged, Some(Phase::Served), "being made"),
-            (look(2, 1, true), Some(Phase::Served), "has not connected (state 1)"),
-            (look(5, 5, true), Some(Phase::Served), "closing"),
-            (look(6, 6, true), Some(Phase::Served), "has closed"),
-            (look(4, 0, true), Some(Phase::Served), "is gone"),
+            (seen(2, 1, true), Some(Phase::Served), "has not connected (state 1)"),
+            (seen(5, 5, true), Some(Phase::Served), "closing"),
+            (seen(6, 6, true), Some(Phase::Served), "has closed"),
+            (seen(4, 0, true), Some(Phase::Served), "is gone"),
         ] {
-            let said = waits_for(&look, phase.as_ref(), false).unwrap();
-            assert!(said.contains(word), "{look:?}: {said}");
+            let said = waits_for(&seen, phase.as_ref(), false).unwrap();
+            assert!(said.contains(word), "{seen:?}: {said}");
         }
-        assert_eq!(waits_for(&look(4, 4, true), Some(&Phase::Served), false), None);
-        assert_eq!(waits_for(&look(2, 1, true), Some(&Phase::Empty), false), None);
+        assert_eq!(waits_for(&seen(4, 4, true), Some(&Phase::Served), false), None);
+        assert_eq!(waits_for(&seen(2, 1, true), Some(&Phase::Empty), false), None);
     }
 
     #[test]
     fn a_disk_that_waits_for_space_says_so_with_what_else_it_waits_for() {
-        let says = |look: &Look| waits_for(look, Some(&Phase::Served), true).unwrap();
-        assert!(says(&look(4, 4, true)).starts_with("space on its storage"));
-        let leaving = says(&look(5, 4, false));
+        let says = |seen: &Snapshot| waits_for(seen, Some(&Phase::Served), true).unwrap();
+        assert!(says(&seen(4, 4, true)).starts_with("space on its storage"));
+        let leaving = says(&seen(5, 4, false));
         assert!(
             leaving.starts_with("the guest") && leaving.contains("; and for space"),
             "{leaving}"

@@ -1,4 +1,4 @@
-//! A loopback machine with a daemon: its disks are served in the daemon's own process.
+//! A loopback machine with a daemon, which serves the disks in its own process.
 
 #![allow(
     dead_code,
@@ -20,7 +20,7 @@ use ferrite_daemon::config::Config;
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{Details, Disk as Listed, Disks, PhaseName, Status};
 use ferrite_daemon::state::DiskId;
-use ferrite_daemon::{Assignment, Connect, Daemon, Failure, Places, Serving, Step};
+use ferrite_daemon::{Assignment, Connect, Daemon, Failure, Paths, Serving, Step};
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::clock::SystemClock;
 use ferrite_loopback::front::{FrontOptions, Frontend};
@@ -43,8 +43,8 @@ use tempfile::TempDir;
 /// Serves disks with threads of this process.
 pub struct InProcess {
     pub loopback: Arc<Loopback>,
-    /// What was forgotten.
-    pub forgotten: Mutex<Vec<DiskId>>,
+    /// The disks whose removal the daemon has requested.
+    pub removed: Mutex<Vec<DiskId>>,
 }
 
 impl Serving for InProcess {
@@ -63,8 +63,8 @@ impl Serving for InProcess {
         };
         let opened = Disk::open(&disk.image.name(), &options).map_err(|e| why(&e))?;
         let device = Arc::new(Device::new(opened, SystemClock::shared()));
-        disk.is_kept(std::process::id(), None, None);
-        disk.is_served();
+        disk.set_keeper(std::process::id(), None, None);
+        disk.set_served();
         let paths = DiskPaths::new(DomId(disk.id.domid), disk.id.devid);
         let mut config = config(&paths, disk.run_dir().join(disk.id.file_name()));
         config.follow.attached = disk.attached.clone();
@@ -89,28 +89,28 @@ impl Serving for InProcess {
         Ok(())
     }
 
-    fn forget(&self, disk: DiskId) {
-        self.forgotten.lock().unwrap().push(disk);
+    fn remove(&self, disk: DiskId) {
+        self.removed.lock().unwrap().push(disk);
     }
 
-    fn forget_older(&self, _: DiskId) -> Result<(), Failure> {
+    fn remove_older(&self, _: DiskId) -> Result<(), Failure> {
         Ok(())
     }
 
-    fn all(&self) -> Vec<DiskId> {
+    fn kept_disks(&self) -> Vec<DiskId> {
         Vec::new()
     }
 }
 
-/// The machine with its toolstack.
+/// The machine and its toolstack.
 pub struct Host {
     machine: Arc<Mutex<Machine>>,
     pub dir: TempDir,
     daemon: Option<Running>,
     serving: Option<Arc<InProcess>>,
-    /// The connections to the store, in the order of their begin.
+    /// The connections to the store, in the order of their start.
     connections: Arc<Mutex<Vec<UnixStream>>>,
-    /// The store's answers are withheld.
+    /// Whether the store's replies are withheld.
     silent: Arc<(Mutex<bool>, Condvar)>,
 }
 
@@ -120,12 +120,12 @@ struct Running {
 }
 
 impl Host {
-    /// With so many guests, numbered from 1 on, and no daemon.
+    /// A machine with `guests` guests, numbered from 1, and without a daemon.
     pub fn new(guests: u32) -> Host {
         Host::with_guests(guests, GuestOptions::default())
     }
 
-    /// With guests of this kind.
+    /// A machine with guests of this kind, and without a daemon.
     pub fn with_guests(guests: u32, options: GuestOptions) -> Host {
         let mut machine = Machine::new().unwrap();
         for _ in 0..guests {
@@ -140,10 +140,10 @@ impl Host {
         host
     }
 
-    /// The way of processes to the store: a socket, as xenstored has one.
+    /// Listens at a socket to the store for other processes, as xenstored does.
     fn listen(&self) {
         let listener = UnixListener::bind(self.store_socket()).unwrap();
-        // It ends with the machine: what it holds does not keep that alive.
+        // The thread ends with the machine, which it must not keep alive.
         let machine = Arc::downgrade(&self.machine);
         let (connections, silent) = (self.connections.clone(), self.silent.clone());
         std::thread::spawn(move || {
@@ -166,12 +166,12 @@ impl Host {
         self.dir.path().join("xenstored")
     }
 
-    /// So many there were until now.
+    /// Number of connections to the store so far.
     pub fn store_connections(&self) -> usize {
         self.connections.lock().unwrap().len()
     }
 
-    /// Ends these, in the order of their begin.
+    /// Ends these connections, in the order of their start.
     pub fn cut_store_connections(
         &self,
         which: impl SliceIndex<[UnixStream], Output = [UnixStream]>,
@@ -181,17 +181,17 @@ impl Host {
         }
     }
 
-    /// Whether the daemon's connections, and those of its threads, are answered.
+    /// Withholds or passes on the replies to the daemon's connections.
     pub fn silence_store(&self, silent: bool) {
         *self.silent.0.lock().unwrap() = silent;
         self.silent.1.notify_all();
     }
 
-    pub fn places(&self) -> Places {
-        Places { run: self.dir.path().join("run") }
+    pub fn paths(&self) -> Paths {
+        Paths { run: self.dir.path().join("run") }
     }
 
-    /// Not to be held while something is waited for.
+    /// The machine. Do not hold the lock while waiting.
     pub fn machine(&self) -> MutexGuard<'_, Machine> {
         self.machine.lock().unwrap()
     }
@@ -208,14 +208,14 @@ impl Host {
         self.dir.path().join("images").join(name)
     }
 
-    /// A raw image.
+    /// Creates a raw image.
     pub fn make_image(&self, name: &str, bytes: u64) -> PathBuf {
         let path = self.image(name);
         std::fs::File::create(&path).unwrap().set_len(bytes).unwrap();
         path
     }
 
-    /// A daemon in a thread.
+    /// Starts a daemon in a thread.
     pub fn start(&mut self) {
         let socket = self.store_socket();
         self.start_with(self.config(), connect(&socket));
@@ -224,17 +224,17 @@ impl Host {
 
     pub fn start_with(&mut self, config: Config, connect: Connect) {
         let loopback = Arc::new(self.machine().loopback(CopyWith::Memcpy).unwrap());
-        let serving = Arc::new(InProcess { loopback, forgotten: Mutex::default() });
+        let serving = Arc::new(InProcess { loopback, removed: Mutex::default() });
         let stop = Arc::new(Waker::new().unwrap());
         let served: Arc<dyn Serving> = serving.clone();
-        let daemon = Daemon::new(config, self.places(), served, connect, stop.clone()).unwrap();
+        let daemon = Daemon::new(config, self.paths(), served, connect, stop.clone()).unwrap();
         let thread = std::thread::spawn(move || daemon.run(&|_| ()));
         self.serving = Some(serving);
         self.daemon = Some(Running { stop, thread });
         wait_until("a control socket", || self.status().is_ok());
     }
 
-    /// Ends the daemon; guests keep their disks.
+    /// Stops the daemon. Guests keep their disks.
     pub fn stop(&mut self) {
         let Running { stop, thread } = self.daemon.take().unwrap();
         stop.wake();
@@ -242,19 +242,20 @@ impl Host {
         self.serving = None;
     }
 
-    /// A daemon that is a process: this program, of which the test `process_daemon` is run.
+    /// Starts a daemon as a process: this program with the test `process_daemon`.
     pub fn spawn(&self, die_at: Option<Step>) -> Child {
         self.spawn_with(die_at, &[])
     }
 
-    /// The same, with these in its environment and in that of its keepers and workers.
+    /// Starts a daemon as a process, with these variables in the environment of it and its
+    /// children.
     pub fn spawn_with(&self, die_at: Option<Step>, more: &[(&str, &str)]) -> Child {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "process_daemon", "--nocapture", "--test-threads=1"]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let guests = self.machine().backend().unwrap().pass_to(&mut command);
         command.env(GUESTS, guests).env(STORE, self.store_socket());
-        command.env(RUN, self.places().run).env(IMAGES, self.dir.path().join("images"));
+        command.env(RUN, self.paths().run).env(IMAGES, self.dir.path().join("images"));
         command.envs(more.iter().copied());
         if let Some(step) = die_at {
             command.env(DIE_AT, format!("{step:?}"));
@@ -262,11 +263,11 @@ impl Host {
         command.spawn().unwrap()
     }
 
-    pub fn forgotten(&self) -> Vec<DiskId> {
-        self.serving.as_ref().unwrap().forgotten.lock().unwrap().clone()
+    pub fn removed(&self) -> Vec<DiskId> {
+        self.serving.as_ref().unwrap().removed.lock().unwrap().clone()
     }
 
-    /// The toolstack attaches a disk.
+    /// Attaches a disk as the toolstack does.
     pub fn attach(&self, domid: u16, index: u32, params: &str) -> DiskPaths {
         self.attach_with(domid, index, params, &[])
     }
@@ -284,13 +285,13 @@ impl Host {
         self.machine().attach_disk(DomId(domid), disk).unwrap()
     }
 
-    /// A frontend that has not begun.
+    /// A frontend that has not connected yet.
     pub fn frontend(&self, disk: &DiskPaths) -> Frontend {
         let guest = self.machine().guest(disk.domid).unwrap();
         Frontend::new(guest, disk.devid).unwrap()
     }
 
-    /// One that is connected.
+    /// A connected frontend.
     pub fn connect(&self, disk: &DiskPaths) -> Frontend {
         let mut front = self.frontend(disk);
         front.connect(&FrontOptions::default(), PATIENCE).unwrap();
@@ -307,7 +308,7 @@ impl Host {
         });
     }
 
-    /// What xl does: it asks, waits for 6, and removes the directories.
+    /// Detaches a disk as xl does: asks the guest, waits for 6, and removes the directories.
     pub fn detach(&self, disk: &DiskPaths) {
         self.machine().unplug(disk).unwrap();
         self.wait_for_state(disk, 6);
@@ -319,7 +320,7 @@ impl Host {
         method: &str,
         params: &impl Serialize,
     ) -> Result<T, ClientError> {
-        client::call(&self.places().control(), method, params, 2 * PATIENCE)
+        client::call(&self.paths().control(), method, params, 2 * PATIENCE)
     }
 
     pub fn status(&self) -> Result<Status, ClientError> {
@@ -334,7 +335,7 @@ impl Host {
         self.call("disk.show", &json!({ "disk": id(disk) }))
     }
 
-    /// Waits until a disk is so far.
+    /// Waits until a disk is in this phase.
     pub fn wait_for_phase(&self, disk: &DiskPaths, phase: PhaseName) -> Listed {
         let mut found = None;
         wait_until(&format!("{phase:?} of {}", disk.backend), || {
@@ -350,11 +351,10 @@ impl Host {
         wait_until("no leftovers", || self.leftovers().is_empty());
     }
 
-    /// Of a test that has failed: its daemons, keepers and workers would live on, and whoever reads
-    /// what this program says would wait for them.
-    /// Also of one that ends with its disks attached.
+    /// Kills all processes of a failed test, or of one that ends with its disks attached. They
+    /// would live on, and a reader of this program's output would wait for them.
     pub fn end_processes(&self) {
-        let ours = format!("{RUN}={}", self.places().run.display());
+        let ours = format!("{RUN}={}", self.paths().run.display());
         let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
         for process in processes {
             let environment = std::fs::read(process.path().join("environ")).unwrap_or_default();
@@ -367,9 +367,9 @@ impl Host {
         }
     }
 
-    /// What disks have left in the run directory.
+    /// The files of disks in the run directory.
     pub fn leftovers(&self) -> Vec<String> {
-        let run = self.places().run;
+        let run = self.paths().run;
         let names = |dir: &Path| -> Vec<String> {
             let entries = std::fs::read_dir(dir).into_iter().flatten();
             entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
@@ -398,7 +398,7 @@ pub fn id(disk: &DiskPaths) -> DiskId {
     DiskId { domid: disk.domid.0, devid: disk.devid }
 }
 
-/// Passes on what comes, unless it is to be withheld.
+/// Copies bytes, unless they are withheld.
 fn forward(mut from: UnixStream, mut to: UnixStream, silent: &(Mutex<bool>, Condvar)) {
     let mut bytes = [0; 4096];
     while let Ok(n @ 1..) = from.read(&mut bytes) {
@@ -411,7 +411,7 @@ fn forward(mut from: UnixStream, mut to: UnixStream, silent: &(Mutex<bool>, Cond
     let _ = to.shutdown(Shutdown::Both);
 }
 
-/// By the socket.
+/// Connects to the store by its socket.
 pub fn connect(socket: &Path) -> Connect {
     let socket = socket.to_owned();
     Box::new(move || {
@@ -419,7 +419,7 @@ pub fn connect(socket: &Path) -> Connect {
     })
 }
 
-/// Writes and reads something.
+/// Writes a block and reads it back.
 pub fn works(front: &mut Frontend, stamp: u8) {
     let buffer = front.space().buffer(1).unwrap();
     buffer.write(0, &[stamp; 4096]);
@@ -434,39 +434,40 @@ pub fn works(front: &mut Frontend, stamp: u8) {
     assert!(data == [stamp; 4096]);
 }
 
-/// So long as something that must not happen is given.
+/// How long a test waits for an event that must not happen.
 pub const A_WHILE: Duration = Duration::from_millis(50);
-/// To tell where a daemon dies.
+/// The steps at which a daemon is killed.
 pub const STEPS: [Step; 4] = [Step::StateWritten, Step::Kept, Step::Served, Step::Forgotten];
 
-/// Has a daemon kill this process at its next such step. The file that says so is gone then.
+/// Lets a daemon kill this process at its next such step. The request is a file, which is removed
+/// then.
 pub fn kill_at(file: &Path, step: Step, victim: i32) {
     let new = file.with_extension("new");
     std::fs::write(&new, format!("{step:?} {victim}")).unwrap();
     std::fs::rename(new, file).unwrap();
 }
 
-/// What [`kill_at`] has asked for.
-fn kill_whom_the_test_names(step: Step) {
+/// Kills the process that [`kill_at`] has named.
+fn kill_victim(step: Step) {
     let file = PathBuf::from(std::env::var(RUN).unwrap()).with_file_name("victim");
     let Ok(text) = std::fs::read_to_string(&file) else { return };
     let Some(victim) = text.strip_prefix(&format!("{step:?} ")) else { return };
     std::fs::remove_file(&file).unwrap();
-    // An upgrade ends the worker by itself.
+    // The worker may have ended already, by an upgrade.
     let _ = kill_process(Pid::from_raw(victim.parse().unwrap()).unwrap(), Signal::KILL);
 }
 
-/// Of a process of the test: the guests, as `BackendHandle` describes them.
+/// The environment variable with the guests, as `BackendHandle` describes them.
 pub const GUESTS: &str = "FERRITE_TEST_GUESTS";
-/// The way to the store.
+/// The environment variable with the path of the store's socket.
 pub const STORE: &str = "FERRITE_TEST_STORE";
 const RUN: &str = "FERRITE_TEST_RUN";
 const IMAGES: &str = "FERRITE_TEST_IMAGES";
-/// What disks do where there is no space, if not the default.
+/// The environment variable with the policy for full storage, if it is not the default.
 pub const ON_FULL: &str = "FERRITE_TEST_ON_FULL";
 const DIE_AT: &str = "FERRITE_TEST_DIE_AT";
 
-/// This process is a daemon that serves by itself, if the environment says so.
+/// Runs a daemon that serves disks itself, if the environment asks for one.
 pub fn be_a_daemon() {
     be_a_daemon_with(|_| {
         let loopback = Loopback::new(CopyWith::Memcpy);
@@ -474,11 +475,11 @@ pub fn be_a_daemon() {
         for guest in BackendHandle::from_arg(&guests).unwrap().guests {
             loopback.add(&guest).unwrap();
         }
-        Arc::new(InProcess { loopback: Arc::new(loopback), forgotten: Mutex::default() })
+        Arc::new(InProcess { loopback: Arc::new(loopback), removed: Mutex::default() })
     });
 }
 
-/// The same with this way to serve.
+/// Runs a daemon that serves disks by `serving`, if the environment asks for one.
 pub fn be_a_daemon_with(serving: impl FnOnce(&Path) -> Arc<dyn Serving>) {
     let env = |name: &str| std::env::var(name).unwrap();
     if std::env::var_os(GUESTS).is_none() {
@@ -489,15 +490,15 @@ pub fn be_a_daemon_with(serving: impl FnOnce(&Path) -> Arc<dyn Serving>) {
     if let Ok(policy) = std::env::var(ON_FULL) {
         config.disks.on_full = policy.parse().unwrap();
     }
-    let places = Places { run: env(RUN).into() };
+    let paths = Paths { run: env(RUN).into() };
     let way = connect(env(STORE).as_ref());
     let stop = Arc::new(Waker::new().unwrap());
-    let daemon = Daemon::new(config, places, serving, way, stop).unwrap();
+    let daemon = Daemon::new(config, paths, serving, way, stop).unwrap();
     let daemon = daemon.with_steps(|step| {
         if std::env::var(DIE_AT).is_ok_and(|at| at == format!("{step:?}")) {
             kill_process(getpid(), Signal::KILL).unwrap();
         }
-        kill_whom_the_test_names(step);
+        kill_victim(step);
     });
     daemon.run(&|_| ()).unwrap();
 }

@@ -17,7 +17,7 @@ use ferrite_testkit::{PATIENCE, wait_until};
 
 use crate::host::Host;
 
-/// One guest's.
+/// The load of one guest.
 pub struct Load {
     stop: Arc<AtomicBool>,
     done: Arc<AtomicU64>,
@@ -29,7 +29,7 @@ impl Load {
         Load::from(host, disk, 0)
     }
 
-    /// On the blocks from this one on, which nobody has written to.
+    /// Starts a load on the blocks from `first_block` on, which must be unwritten.
     pub fn from(host: &Host, disk: &DiskPaths, first_block: u64) -> Load {
         let (stop, done) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
         let front = host.connect(disk);
@@ -38,14 +38,14 @@ impl Load {
         Load { stop, done, thread }
     }
 
-    /// Waits until whoever serves it now has done something: one round may end with answers that a
-    /// process has left that is gone.
+    /// Waits until the current worker has served something. One round may end with responses of a
+    /// worker that is gone.
     pub fn wait_for_progress(&self) {
         let before = self.done.load(Ordering::Relaxed);
         wait_until("progress", || self.done.load(Ordering::Relaxed) > before + 2);
     }
 
-    /// The guest lets go of the disk.
+    /// Stops, and disconnects the guest.
     pub fn end(self) {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().unwrap().close(PATIENCE).unwrap();

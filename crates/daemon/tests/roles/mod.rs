@@ -1,4 +1,5 @@
-//! This program as keeper, worker and daemon, and those processes as tests see them.
+//! This program in the roles of keeper, worker and daemon, and helpers for tests of these
+//! processes.
 
 #![allow(
     dead_code,
@@ -16,7 +17,7 @@ use std::sync::{Arc, Mutex};
 
 use ferrite_daemon::config::DiskOptions;
 use ferrite_daemon::control::protocol::PhaseName;
-use ferrite_daemon::keeping::{OfStore, Programs};
+use ferrite_daemon::keepers::{Programs, StoreWorker};
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Failure};
@@ -28,8 +29,8 @@ use ferrite_io::names;
 use ferrite_io::process::take_given;
 use ferrite_io::sandbox::{Means, user_of};
 use ferrite_keeper::{
-    ALIVE_FD, Ahead, Called, CalledDisk, DOOR_FD, Keep, LINE_FD, Names, Roll, SECOND_FD,
-    become_relay, give_rights_up,
+    ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DiskSpec, LINE_FD, Preopen, SECOND_FD,
+    WorkerChannel, WorkerEvent, WorkerSandbox, become_relay, drop_privileges,
 };
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
@@ -51,16 +52,16 @@ use crate::host::{A_WHILE, GUESTS, Host, STORE, connect};
 
 pub const MIB: u64 = 1 << 20;
 
-/// Of a worker: the pages that it may map with all others of its host, and alone.
+/// A worker's variable: the pages that all disks together may map, and this disk alone.
 pub const MAPS: &str = "FERRITE_TEST_MAPS";
 
-/// Of a worker: the stub domain whose guest's disk it serves.
+/// A worker's variable: the stub domain whose guest's disk it serves.
 pub const STUB: &str = "FERRITE_TEST_STUB";
 
 /// Starts this program as keeper and worker.
 pub struct Roles;
 
-/// What the first argument is of each.
+/// The first argument of a keeper. The other roles have their own.
 const KEEPER: &str = "--keeper";
 /// `O_RDWR | O_CREAT`.
 const CREATE_TO_WRITE: u32 = 0o102;
@@ -69,10 +70,10 @@ const STORE_WORKER: &str = "--store-worker";
 const RELAY: &str = "--relay";
 
 impl Programs for Roles {
-    fn keeper(&self, _: DiskId, _: &Keep) -> Command {
+    fn keeper(&self, _: DiskId, _: &DiskSpec) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.arg(KEEPER);
-        // Of the daemon's own, which is a child of the test: what it inherited is handed on.
+        // The daemon's descriptors are inherited: it is a child of the test.
         command
     }
 
@@ -83,16 +84,16 @@ impl Programs for Roles {
         Ok(vec![WORKER.to_owned(), disk])
     }
 
-    fn of_store(
+    fn store_worker(
         &self,
         disk: &Assignment<'_>,
         run: &Path,
         StoreKey(device, inode): StoreKey,
-    ) -> Result<OfStore, Failure> {
+    ) -> Result<StoreWorker, Failure> {
         let worker = [STORE_WORKER, run.to_str().unwrap(), disk.image.file().to_str().unwrap()];
         let commands = Some(run.join(format!("stores/{device}-{inode}.")));
-        let ahead = vec![Ahead { path: run.join("budget"), flags: CREATE_TO_WRITE, count: 2 }];
-        Ok(OfStore { worker: worker.map(str::to_owned).to_vec(), commands, ahead })
+        let preopens = vec![Preopen { path: run.join("budget"), flags: CREATE_TO_WRITE, count: 2 }];
+        Ok(StoreWorker { worker: worker.map(str::to_owned).to_vec(), commands, preopens })
     }
 
     fn options(&self, worker: &[String]) -> Option<DiskOptions> {
@@ -104,15 +105,15 @@ impl Programs for Roles {
         vec![RELAY.to_owned()]
     }
 
-    fn names(
+    fn sandbox(
         &self,
         disk: &Assignment<'_>,
         run_dir: &Path,
         writable: bool,
-    ) -> Result<Option<Names>, Failure> {
+    ) -> Result<Option<WorkerSandbox>, Failure> {
         let stats = stats_file(run_dir);
         let is_volume = disk.image.volume().is_some();
-        Ok(Some(Names {
+        Ok(Some(WorkerSandbox {
             image: disk.image.file().to_owned(),
             writable: writable || is_volume,
             read: disk.config().parent_folders.clone(),
@@ -129,17 +130,18 @@ fn guests() -> Vec<i32> {
     let text = std::env::var(GUESTS).unwrap();
     let text = text.split_once(';').map_or("", |(_, guests)| guests);
     let numbers = text.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok());
-    // A domain's number is none: those of descriptors that were inherited are higher.
+    // Other numbers in the text are domains'. Inherited descriptors have higher numbers.
     numbers
         .filter(|fd| *fd > SECOND_FD && std::fs::exists(format!("/proc/self/fd/{fd}")).unwrap())
         .collect()
 }
 
-// Tests run on a second thread. Only a process with one gives its rights up; and the children of a
-// keeper's first thread would end when another one becomes another program.
+// The role is taken before `main`, since tests run on a second thread. Only a process with one
+// thread can give up its rights. Besides, children of a keeper's first thread would end with an
+// upgrade.
 ferrite_loopback::before_main!(be_what_is_asked_for);
 
-/// See [`Roles`].
+/// Takes the role that the first argument names. See [`Roles`].
 fn be_what_is_asked_for() {
     match std::env::args().nth(1).as_deref() {
         Some(KEEPER) => {
@@ -151,7 +153,7 @@ fn be_what_is_asked_for() {
         Some(STORE_WORKER) => be_a_store_worker(),
         Some(RELAY) => {
             let keeper = become_relay().unwrap();
-            // Its end is its keeper's.
+            // The relay ends with its keeper.
             let _ = relay(&keeper);
             std::process::exit(0);
         }
@@ -159,7 +161,7 @@ fn be_what_is_asked_for() {
     }
 }
 
-/// What a worker is told of a disk.
+/// The arguments of a disk's worker.
 struct Told {
     domid: DomId,
     devid: u32,
@@ -213,7 +215,7 @@ impl Told {
         }
         let options = OpenOptions {
             read_only,
-            // Who has a store has it for long: tests see that it is told.
+            // Another process may hold a store for long. The short wait lets tests see the message.
             wait_for_lock: Some(if self.image.starts_with("store:") { A_WHILE } else { PATIENCE }),
             state_dir: Some(self.run.join("images")),
             taken_over: true,
@@ -244,16 +246,16 @@ fn engine(alive: &Arc<OwnedFd>) -> EngineFactory {
     })
 }
 
-/// Reaches these guests, each once.
+/// Connects to these guests, each once.
 fn reach(loopback: &Loopback, domids: &[DomId]) {
     static REACHED: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
     let mut reached = REACHED.lock().unwrap();
-    // The store's descriptor is the daemon's, and before the guests'.
+    // The first entry is the store's descriptor, which belongs to the daemon.
     for guest in std::env::var(GUESTS).unwrap().split(';').skip(1) {
         let number = guest.split('/').next().unwrap().parse().unwrap();
         if domids.contains(&DomId(number)) && reached.insert(number) {
             let guest = GuestHandle::from_arg(guest).unwrap();
-            // Until the memory of a worker that was killed is nobody's any more.
+            // The memory of a killed worker is busy for a moment.
             while loopback.add(&guest).is_err() {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
@@ -263,7 +265,8 @@ fn reach(loopback: &Loopback, domids: &[DomId]) {
 
 fn be_a_worker() {
     let line = take_given(LINE_FD).unwrap();
-    let [alive, door, second] = [ALIVE_FD, DOOR_FD, SECOND_FD].map(|fd| take_given(fd).unwrap());
+    let [alive, client_channel, second] =
+        [ALIVE_FD, CLIENT_CHANNEL_FD, SECOND_FD].map(|fd| take_given(fd).unwrap());
     let alive = Arc::new(alive);
     let told = Told::by(&std::env::args().next_back().unwrap());
     let loopback = Loopback::new(CopyWith::Memcpy);
@@ -273,52 +276,53 @@ fn be_a_worker() {
     let config = told.config();
     remember_process();
     let start = told.start();
-    assert!(give_rights_up(Means::default()).unwrap().is_some());
-    // Its end is that of its keeper, or its own.
+    assert!(drop_privileges(Means::default()).unwrap().is_some());
+    // The result does not matter: the worker ends with its keeper or by itself.
     let lines = Lines { first: &line, second: &second };
     let mut open = |read_only| told.open(&alive, read_only);
-    let _ = work_from(start, lines, &door, &loopback, &config, &mut open);
+    let _ = work_from(start, lines, &client_channel, &loopback, &config, &mut open);
     std::process::exit(0);
 }
 
-/// As `ferrite store-worker`. A command is the name of a snapshot of the first volume.
+/// Runs as `ferrite store-worker`. A command is the name of a snapshot of the first volume.
 fn be_a_store_worker() -> ! {
-    let roll = Roll::take().unwrap();
+    let channel = WorkerChannel::take().unwrap();
     let alive = Arc::new(take_given(ALIVE_FD).unwrap());
     let store = PathBuf::from(std::env::args().next_back().unwrap());
     let loopback = Arc::new(Loopback::new(CopyWith::Memcpy));
     remember_process();
     let mut disks = Vec::new();
-    while let Called::Disk(disk) = roll.next().unwrap() {
+    while let WorkerEvent::Disk(disk) = channel.next().unwrap() {
         let told = Told::by(disk.arguments.last().unwrap());
         let start = told.start();
         disks.push((disk, told, start));
     }
     let key = StoreKey::at(&store).unwrap();
-    // What reaches a guest has to be done before; a real one brings its devices.
+    // Guests have to be connected before the rights are dropped. A real worker gets devices
+    // instead.
     let file = store.canonicalize().unwrap().with_extension("guests");
     let guests = std::fs::read_to_string(file).unwrap();
     let guests = guests.split(' ').map(|domid| DomId(domid.parse().unwrap()));
     reach(&loopback, &guests.collect::<Vec<_>>());
-    assert!(give_rights_up(Means::default()).unwrap().is_some());
+    assert!(drop_privileges(Means::default()).unwrap().is_some());
     for (disk, told, start) in disks {
         serve_disk(*disk, told, start, &loopback, &alive);
     }
     loop {
-        match roll.next() {
-            Ok(Called::Disk(disk)) => {
+        match channel.next() {
+            Ok(WorkerEvent::Disk(disk)) => {
                 let told = Told::by(disk.arguments.last().unwrap());
-                serve_disk(*disk, told, Start::Asked, &loopback, &alive);
+                serve_disk(*disk, told, Start::WaitForFollower, &loopback, &alive);
             }
-            Ok(Called::Command(stream)) => snapshot(key, &store, stream, &alive),
-            Ok(Called::All) => {}
+            Ok(WorkerEvent::Command(stream)) => snapshot(key, &store, stream, &alive),
+            Ok(WorkerEvent::All) => {}
             Err(_) => std::process::exit(0),
         }
     }
 }
 
 fn serve_disk(
-    disk: CalledDisk,
+    disk: AssignedDisk,
     told: Told,
     start: Start,
     loopback: &Arc<Loopback>,
@@ -326,8 +330,8 @@ fn serve_disk(
 ) {
     let (loopback, alive) = (loopback.clone(), alive.clone());
     std::thread::spawn(move || {
-        let CalledDisk { line, second, door, handed, .. } = disk;
-        // No policy allows these.
+        let AssignedDisk { line, second, client_channel, handed, .. } = disk;
+        // The sandbox allows none of these files.
         let budget = told.run.join("budget");
         let open = || names::open(&budget, OFlags::RDWR, Mode::empty());
         let opened =
@@ -336,7 +340,7 @@ fn serve_disk(
         let config = told.config();
         let lines = Lines { first: &line, second: &second };
         let mut open = |read_only| told.open(&alive, read_only);
-        let worked = work_from(start, lines, &door, &*loopback, &config, &mut open);
+        let worked = work_from(start, lines, &client_channel, &*loopback, &config, &mut open);
         if let Err(e) = worked {
             eprintln!("worker of {}/{}: {e}", told.domid, told.devid);
             std::process::exit(1);
@@ -372,7 +376,7 @@ pub fn kill(mut daemon: Child) {
     daemon.wait().unwrap();
 }
 
-/// The keeper of a disk that is served: not one that was killed and is known yet.
+/// The running keeper of a served disk, not one that was killed just now.
 pub fn keeper(host: &Host, disk: &DiskPaths) -> i32 {
     let mut keeper = 0;
     wait_until("a keeper with a worker", || {
@@ -387,19 +391,19 @@ pub fn worker(keeper: i32) -> Option<i32> {
     children(keeper, WORKER).next().or_else(|| children(keeper, STORE_WORKER).next())
 }
 
-/// The relay of its NBD clients, while there are some.
+/// The relay of a keeper's NBD clients, if there are any.
 pub fn relay_of(keeper: i32) -> Option<i32> {
     children(keeper, RELAY).next()
 }
 
-/// Those of its children that were started as this.
+/// The children of a keeper in this role.
 fn children(keeper: i32, role: &str) -> impl Iterator<Item = i32> {
-    // A test program has threads besides.
+    // A test program has several threads, each with children of its own.
     let threads = std::fs::read_dir(format!("/proc/{keeper}/task")).into_iter().flatten().flatten();
     let children = threads.filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
     let children = children.collect::<String>();
     let pids = children.split_whitespace().map(|pid| pid.parse().unwrap()).collect::<Vec<i32>>();
-    // A dead one that nobody has asked for has no arguments.
+    // A zombie has no arguments.
     let is_so = move |pid: &i32| {
         let arguments = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         arguments.split(|byte| *byte == 0).nth(1) == Some(role.as_bytes())
@@ -408,13 +412,13 @@ fn children(keeper: i32, role: &str) -> impl Iterator<Item = i32> {
     pids.into_iter()
 }
 
-/// It is gone when this returns, and not only about to be.
+/// Kills a process, and waits until it is gone.
 pub fn kill_pid(pid: i32) {
     kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
     wait_until("its end", || !is_alive(pid));
 }
 
-/// Its worker, which ends a moment later, is gone as well.
+/// Kills a keeper, and waits until it and its worker are gone.
 pub fn kill_keeper(keeper: i32) {
     let worker = worker(keeper);
     kill_pid(keeper);
@@ -422,18 +426,18 @@ pub fn kill_keeper(keeper: i32) {
 }
 
 pub fn is_alive(pid: i32) -> bool {
-    // Nobody here reaps it, and a zombie is as good as gone.
+    // This process does not reap it, so a zombie counts as gone.
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
 }
 
-/// All disks are detached, and nothing is left of those who served them.
+/// Detaches all disks, and checks that their keepers and files are gone.
 pub fn end(host: &Host, disks: &[DiskPaths], keepers: &[i32]) {
     for disk in disks {
         host.detach(disk);
     }
     host.wait_for_no_disks();
-    let sockets = host.places().run.join("keepers");
+    let sockets = host.paths().run.join("keepers");
     wait_until("no keepers", || {
         std::fs::read_dir(&sockets).unwrap().count() == 0 && !keepers.iter().any(|k| is_alive(*k))
     });

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use ferrite_daemon::control::protocol::{Disk, PhaseName};
-use ferrite_daemon::{Daemon, Glance};
+use ferrite_daemon::{Daemon, DaemonView};
 use ferrite_seeing::metrics::{Attached, Host, Server, serve_metrics};
 
 /// As `ferrite disk list` has them.
@@ -21,8 +21,8 @@ fn word(phase: PhaseName) -> &'static str {
 
 /// Answers there. Without that socket disks are served just as well, so the daemon goes on.
 pub(super) fn serve(daemon: &Daemon, socket: &Path, stats: &Path) -> Option<Server> {
-    let glance = daemon.glance();
-    match serve_metrics(socket, stats, Box::new(move || host(&glance))) {
+    let view = daemon.view();
+    match serve_metrics(socket, stats, Box::new(move || host(&view))) {
         Ok(server) => Some(server),
         Err(e) => {
             let socket = socket.display();
@@ -34,14 +34,14 @@ pub(super) fn serve(daemon: &Daemon, socket: &Path, stats: &Path) -> Option<Serv
     }
 }
 
-fn host(glance: &Glance) -> Host {
-    let status = glance.status();
+fn host(view: &DaemonView) -> Host {
+    let status = view.status();
     Host {
         version: status.version,
         started_unix_s: status.started,
         has_xen: status.xen,
         phases: &PHASES,
-        disks: glance.disks().into_iter().map(attached).collect(),
+        disks: view.disks().into_iter().map(attached).collect(),
     }
 }
 

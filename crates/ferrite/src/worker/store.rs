@@ -11,7 +11,7 @@ use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_io::names::with_handed;
 use ferrite_io::sandbox::user_of_store;
-use ferrite_keeper::{ALIVE_FD, Ahead, Called, CalledDisk, Names, Roll};
+use ferrite_keeper::{ALIVE_FD, AssignedDisk, Preopen, WorkerChannel, WorkerEvent, WorkerSandbox};
 use ferrite_serve::blkif::lifecycle::{Lines, ServeError, Start};
 use ferrite_serve::counters::stats_file;
 use ferrite_serve::memory::host_bytes;
@@ -23,7 +23,7 @@ use ferrite_xen::store::Store;
 use rustix::fs::OFlags;
 
 use super::{
-    EMPTY, Means, disk_id, engines, give_rights_up, given, is_namespace, queues_ahead, told_by,
+    EMPTY, Means, disk_id, drop_privileges, engines, given, is_namespace, queues_ahead, told_by,
 };
 use crate::cli::{ServeArgs, StoreWorkerArgs};
 use crate::exit::Failure;
@@ -46,7 +46,7 @@ pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
         Failure::new(format!("cannot serve disks of store {}", args.store.display()), e, help)
     };
     crate::image::allow_many_files();
-    let roll = Roll::take().map_err(failed)?;
+    let channel = WorkerChannel::take().map_err(failed)?;
     let alive = Arc::new(given(ALIVE_FD)?);
     let kind = crate::image::engine(args.engine)?;
     let shared = Arc::new(Shared {
@@ -58,29 +58,29 @@ pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
     // Who was there before this worker may be an orphan. That is looked for while there are rights.
     let mut disks = Vec::new();
     loop {
-        match roll.next().map_err(failed)? {
-            Called::All => break,
-            Called::Disk(disk) => {
-                let start = told_by(&disk.arguments).map_or(Start::Asked, |args| {
+        match channel.next().map_err(failed)? {
+            WorkerEvent::All => break,
+            WorkerEvent::Disk(disk) => {
+                let start = told_by(&disk.arguments).map_or(Start::WaitForFollower, |args| {
                     orphan::start(&shared.run_dir, disk_id(&args), Store::open)
                 });
                 disks.push((disk, start));
             }
-            Called::Command(_) => {}
+            WorkerEvent::Command(_) => {}
         }
     }
     let key = StoreKey::at(&args.store);
     // What disks that come later need is known then.
     host_bytes();
-    give_rights_up(is_namespace(&args.store), &args.store.display())?;
+    drop_privileges(is_namespace(&args.store), &args.store.display())?;
     let desk = key.ok().map(|key| Desk::new(key, &engines(kind, alive)));
     disks.into_iter().for_each(|(disk, start)| begin(*disk, start, &shared));
     let mut commands = Vec::new();
     loop {
-        match roll.next().map_err(failed)? {
-            Called::All => {}
-            Called::Disk(disk) => begin(*disk, Start::Asked, &shared),
-            Called::Command(stream) => {
+        match channel.next().map_err(failed)? {
+            WorkerEvent::All => {}
+            WorkerEvent::Disk(disk) => begin(*disk, Start::WaitForFollower, &shared),
+            WorkerEvent::Command(stream) => {
                 if let Some(desk) = &desk {
                     desk.take(stream, &mut commands);
                 }
@@ -90,7 +90,7 @@ pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
 }
 
 /// Serves a disk on a thread of its own.
-fn begin(disk: CalledDisk, start: Start, shared: &Arc<Shared>) {
+fn begin(disk: AssignedDisk, start: Start, shared: &Arc<Shared>) {
     let Some(args) = told_by(&disk.arguments) else {
         // Whoever follows sees the end of the line, and tells it.
         return tracing::error!("a disk's arguments make no sense: this is a bug in ferrite");
@@ -118,24 +118,24 @@ fn begin(disk: CalledDisk, start: Start, shared: &Arc<Shared>) {
 }
 
 fn serve_disk(
-    disk: CalledDisk,
+    disk: AssignedDisk,
     args: &ServeArgs,
     start: Start,
     shared: &Shared,
 ) -> Result<(), Failure> {
-    let CalledDisk { line, second, door, handed, .. } = disk;
+    let AssignedDisk { line, second, client_channel, handed, .. } = disk;
     let (run_dir, limit, host) = (&shared.run_dir, shared.limit.clone(), shared.host.clone());
     let means = with_handed(handed, || Means::open(args, run_dir, limit, host))?;
     let lines = Lines { first: &line, second: &second };
-    let served: Result<(), ServeError> = means.serve(start, lines, &door, &shared.alive);
+    let served: Result<(), ServeError> = means.serve(start, lines, &client_channel, &shared.alive);
     served.map_err(|e| serve::failed(args, &e))
 }
 
 /// What the worker of a store may have for one of its disks.
-pub(super) fn names(store: PathBuf, run_dir: &Path, run: &Path) -> Names {
+pub(super) fn worker_sandbox(store: PathBuf, run_dir: &Path, run: &Path) -> WorkerSandbox {
     let stats = stats_file(run_dir);
     let StoreKey(device, inode) = StoreKey::at(&store).unwrap_or(StoreKey(0, 0));
-    Names {
+    WorkerSandbox {
         image: store,
         // Whoever opens a store writes it: its journal is carried out.
         writable: true,
@@ -165,18 +165,18 @@ pub(crate) fn commands(run: &Path, store: StoreKey) -> PathBuf {
 
 /// What the keeper opens for a disk with these options, which comes to a worker that has no rights: what
 /// [`Means::open`] opens. What is not used is closed.
-pub(crate) fn ahead(args: &ServeArgs, run: &Path) -> Vec<Ahead> {
+pub(crate) fn preopens(args: &ServeArgs, run: &Path) -> Vec<Preopen> {
     let queues = queues_ahead(args);
     let of_xen = devices().into_iter().map(|(path, kind, flags)| {
         let count = match kind {
             Kind::OfQueue => queues,
             Kind::OfProcess => 1,
         };
-        Ahead { path, flags: flags.bits(), count }
+        Preopen { path, flags: flags.bits(), count }
     });
     let budgets = [serve::MAP_BUDGET, serve::POLL_BUDGET, serve::MEMORY_BUDGET].map(|name| {
         let flags = OFlags::RDWR | OFlags::CREATE;
-        Ahead { path: run.join(name), flags: flags.bits(), count: 1 }
+        Preopen { path: run.join(name), flags: flags.bits(), count: 1 }
     });
     of_xen.chain(budgets).collect()
 }

@@ -14,7 +14,8 @@ use ferrite_io::engines::EngineKind;
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{GuestHandle, GuestOptions, Loopback, LoopbackError, Machine};
 use ferrite_serve::blkif::lifecycle::{
-    Attached, Config, EngineFactory, FollowConfig, Outcome, ServeError, WorkConfig, close, serve,
+    Config, EngineFactory, ExpectedAttachment, FollowConfig, Outcome, ServeError, WorkConfig,
+    close, serve,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::{Counters, Counts};
@@ -450,7 +451,7 @@ fn follow_config(args: &BenchArgs, task: &Task, disk: &DiskPaths) -> FollowConfi
         persistent: args.mover == Mover::Persistent,
     };
     let (backend, domid, devid) = (disk.backend.clone(), disk.domid, disk.devid);
-    FollowConfig { backend, domid, devid, offer, attached: Attached::Any }
+    FollowConfig { backend, domid, devid, offer, attached: ExpectedAttachment::Any }
 }
 
 /// How a disk is worked on whose run directory is this one.

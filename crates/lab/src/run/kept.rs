@@ -13,7 +13,9 @@ use ferrite_disk::CONFIGURED_PARENTS;
 use ferrite_io::clock::{Clock as _, SystemClock};
 use ferrite_io::process::take_given;
 use ferrite_io::sandbox::{Means, user_of};
-use ferrite_keeper::{ALIVE_FD, DOOR_FD, Keep, Keeper, LINE_FD, Names, SECOND_FD};
+use ferrite_keeper::{
+    ALIVE_FD, CLIENT_CHANNEL_FD, DiskSpec, Keeper, LINE_FD, SECOND_FD, WorkerSandbox,
+};
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
 use ferrite_serve::blkif::lifecycle::{
     FollowConfig, Lines, OpenFailure, Opened, Outcome, ServeError, follow, work,
@@ -60,13 +62,13 @@ impl Kept {
         guest: GuestHandle,
         run_dir: &Path,
     ) -> Result<(Kept, Following), Failure> {
-        let keep = keep(args, guest.domid(), run_dir)?;
+        let spec = spec(args, guest.domid(), run_dir)?;
         let mut command = Command::new("/proc/self/exe");
         command.arg("keeper");
         let text = guest.pass_to(&mut command);
         command.env(GUEST, text);
-        keep.start(command).map_err(|e| cannot("start a keeper", e))?;
-        let keeper = Keeper::connect(&keep.socket).map_err(|e| cannot("reach the keeper", e))?;
+        spec.start(command).map_err(|e| cannot("start a keeper", e))?;
+        let keeper = Keeper::connect(&spec.socket).map_err(|e| cannot("reach the keeper", e))?;
         let line = keeper.line(None).map_err(|e| cannot("have a worker", e))?;
         let pid = line.keeper as u32;
         let pids = [pid, child_of(pid).unwrap_or_default()];
@@ -112,14 +114,14 @@ fn child_of(pid: u32) -> Option<u32> {
     children.split_whitespace().next()?.parse().ok()
 }
 
-fn keep(args: &BenchArgs, domid: DomId, run_dir: &Path) -> Result<Keep, Failure> {
+fn spec(args: &BenchArgs, domid: DomId, run_dir: &Path) -> Result<DiskSpec, Failure> {
     let run = run_dir.parent().unwrap_or(run_dir);
     let image = std::fs::canonicalize(&args.image).unwrap_or_else(|_| run.join("no image"));
     let stats = stats_file(run_dir);
     if let Some(folder) = stats.parent() {
         std::fs::create_dir_all(folder).map_err(|e| cannot("make a folder of counters", e))?;
     }
-    let names = Names {
+    let sandbox = WorkerSandbox {
         image,
         writable: args.mode.writes(),
         read: vec![PathBuf::from(CONFIGURED_PARENTS)],
@@ -133,9 +135,9 @@ fn keep(args: &BenchArgs, domid: DomId, run_dir: &Path) -> Result<Keep, Failure>
     // The whole measurement's, which the worker reads its part of.
     worker.extend(std::env::args().skip(1));
     let socket = run_dir.with_extension("sock");
-    let (run_dir, names) = (run_dir.to_owned(), Some(names));
-    let (relay, group, ahead) = (None, None, Vec::new());
-    Ok(Keep { socket, run_dir, worker, names, relay, group, ahead })
+    let (run_dir, sandbox) = (run_dir.to_owned(), Some(sandbox));
+    let (relay, group, preopens) = (None, None, Vec::new());
+    Ok(DiskSpec { socket, run_dir, worker, sandbox, relay, group, preopens })
 }
 
 fn text(path: &Path) -> Result<String, Failure> {
@@ -168,7 +170,8 @@ pub(crate) fn worker(kept: &KeptArgs) -> Result<(), Failure> {
     let words = std::iter::once(&kept.program).chain(&kept.words);
     let args = Cli::try_parse_from(words).map_err(|e| cannot("be a worker", e))?.bench;
     let given = |number| take_given(number).map_err(|e| cannot("be a worker", e));
-    let (line, second, door) = (given(LINE_FD)?, given(SECOND_FD)?, given(DOOR_FD)?);
+    let (line, second, client_channel) =
+        (given(LINE_FD)?, given(SECOND_FD)?, given(CLIENT_CHANNEL_FD)?);
     let alive = Arc::new(given(ALIVE_FD)?);
     let text = std::env::var(GUEST).map_err(|e| cannot("be a worker", e))?;
     let guest = GuestHandle::from_arg(&text).map_err(|e| cannot("reach the guest", e))?;
@@ -176,7 +179,7 @@ pub(crate) fn worker(kept: &KeptArgs) -> Result<(), Failure> {
     loopback.add(&guest).map_err(|e| cannot("reach the guest", e))?;
     let config = host::work_config(&args, guest.domid(), &kept.run_dir)?;
     let means = Means { processes: args.copy_with == CopyWith::ProcessVm, ..Means::default() };
-    ferrite_keeper::give_rights_up(means).map_err(|e| cannot("give rights up", e))?;
+    ferrite_keeper::drop_privileges(means).map_err(|e| cannot("give rights up", e))?;
     let run = kept.run_dir.parent().unwrap_or(&kept.run_dir);
     let open = |_| {
         while flock(&alive, FlockOperation::NonBlockingLockExclusive).is_err() {
@@ -196,5 +199,6 @@ pub(crate) fn worker(kept: &KeptArgs) -> Result<(), Failure> {
         open(read_only).map_err(|Failure { what, why, help, .. }| OpenFailure { what, why, help })
     };
     let lines = Lines { first: &line, second: &second };
-    work(lines, &door, &loopback, &config, &mut open).map_err(|e| cannot("serve the guest", e))
+    work(lines, &client_channel, &loopback, &config, &mut open)
+        .map_err(|e| cannot("serve the guest", e))
 }

@@ -1,8 +1,8 @@
-//! How values of other crates are written in messages.
+//! The JSON forms of other crates' types in messages between processes.
 
 use serde::{Deserialize as _, Deserializer, Serialize as _, Serializer, de};
 
-/// A layout, as its key in xenstore.
+/// A slot layout as its key in xenstore.
 pub(super) mod protocol {
     use ferrite_xen::abi::Protocol;
 
@@ -18,7 +18,7 @@ pub(super) mod protocol {
     }
 }
 
-/// Grant references, as their numbers.
+/// Grant references as their numbers.
 pub(super) mod grants {
     use ferrite_xen::hypervisor::GrantRef;
 
@@ -35,7 +35,7 @@ pub(super) mod grants {
     }
 }
 
-/// Limits of discard, as granularity and alignment.
+/// Discard limits as granularity and alignment in bytes.
 pub(super) mod discard {
     use ferrite_disk::DiscardLimits;
 

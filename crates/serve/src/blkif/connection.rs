@@ -1,4 +1,4 @@
-//! What the queues of one connected frontend share.
+//! The state that the queues of one connected frontend share.
 
 use std::sync::Arc;
 
@@ -10,30 +10,31 @@ use super::request::Limits;
 use crate::path;
 use crate::path::shared::Shared;
 
-/// One connection of a guest to a device: made anew at each reconnect.
+/// One connection of a guest to a device. Each reconnect makes a new one.
 pub struct Connection {
-    /// Its way to the device.
+    /// The connection's link to the device.
     pub shared: Arc<Shared>,
-    /// Layout of the slots.
+    /// The layout of the ring's slots.
     pub protocol: Protocol,
-    /// Segments advertised for INDIRECT; 0 if it was not.
+    /// The advertised segments of an INDIRECT request; 0 if it was not offered.
     pub max_indirect_segments: u16,
     /// Whether DISCARD was offered.
     pub discard: bool,
 }
 
-/// Segments of the largest request that finds a buffer when no other is in flight.
+/// Returns the segments of the largest request that finds a buffer when no other is in flight.
 pub fn largest_request(disk: &Disk) -> u16 {
     (path::largest_request(disk) / PAGE_SIZE) as u16
 }
 
 impl Connection {
-    /// What a request may ask of this disk, now.
+    /// Returns the current limits for a request to this disk.
     pub fn limits(&self, disk: &Disk) -> Limits {
         Limits {
             sectors: disk.sectors(),
             read_only: disk.read_only(),
-            // Whatever was offered: what finds no buffer is refused, and does not wait for one.
+            // A request that finds no buffer is refused instead of waiting, even if it was within
+            // the offer.
             max_indirect_segments: self.max_indirect_segments.min(largest_request(disk)),
             discard: self.discard,
         }

@@ -1,33 +1,32 @@
-//! The in-flight table: what a successor has to know (blkif.md 3.9).
+//! The in-flight table: the state that a successor needs (blkif.md 3.9).
 //!
-//! A file on tmpfs that outlives the process. A response slot overwrites a request slot, so the
-//! ring alone cannot tell which requests were consumed and not answered; this table can. It is
-//! written in the order below, and the process may be killed between any two steps. (A killed
-//! process loses no store that it has made to shared memory; the machine's own crash takes the
-//! guests along, so nothing here is ever synced.)
+//! The table is a file on tmpfs that outlives the process. A response overwrites a request's slot,
+//! so the ring alone does not show which requests were consumed and not answered. This table does.
+//! It is written in the order below, and the process may be killed between any two steps. A killed
+//! process loses no store that it made to shared memory. A crash of the machine ends the guests,
+//! too, so the table is never synced.
 //!
 //! Taking request number `n` (its index on the ring) into entry `e`:
-//! 1. the slot's private copy, the segments of its indirect pages, and `n`, to `e`;
-//! 2. `e.state = TAKEN`;
-//! 3. `req_cons = n + 1`;
-//! 4. only then is anything done for it.
+//! 1. The slot's private copy, the segments of its indirect pages, and `n` are written to `e`.
+//! 2. `e.state = TAKEN`.
+//! 3. `req_cons = n + 1`.
+//! 4. Only then does any work on the request begin.
 //!
 //! Killed before 2, the request is still on the ring. Killed between 2 and 3, the entry says that
 //! `n` was consumed.
 //!
 //! Answering it as response number `m`:
-//! 5. `e.rsp_index = m`, then `e.state = ANSWERING`;
-//! 6. the response to its slot on the ring; a whole batch of them;
-//! 7. the ring's `rsp_prod`: the guest sees the batch;
-//! 8. `rsp_published`;
+//! 5. `e.rsp_index = m`, then `e.state = ANSWERING`.
+//! 6. The response is written to its slot on the ring, for a whole batch of them.
+//! 7. The ring's `rsp_prod` is stored: the guest sees the batch.
+//! 8. `rsp_published` is stored.
 //! 9. `e.state = FREE`, and `e` may be used again.
 //!
-//! Killed after 7, the entry's index is covered by the published producer: it was answered and
-//! must never be again. Killed before, the guest has not seen the answer, and the request is done
-//! again: reads and writes may be repeated.
+//! Killed after 7, the published producer covers the entry's index: the request was answered and
+//! must not be answered again. Killed before, the guest has not seen the answer, and the request is
+//! carried out again: reads and writes may be repeated.
 //!
-//! The table also names the image that is served (`image.rs`): a successor with another one is
-//! refused.
+//! The table also names the served image (`image.rs`). A successor with another image is refused.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -41,10 +40,10 @@ mod image;
 
 use image::{HEADER_BYTES, text};
 
-/// What every version begins with; two digits follow.
+/// The beginning of every version's magic number; two digits follow.
 const NAME: [u8; 6] = *b"FERINF";
-/// The version of the layout that is written. A program reads the one before its own, too, once that has
-/// been in a release (processes.md 6). None has been before this one.
+/// The version of the layout that is written. Once a layout has been in a release, the program with
+/// the next one reads it, too (processes.md 6). No earlier layout has been in a release.
 const VERSION: u8 = 5;
 const MAGIC_AT: usize = 0;
 const SIZE_AT: usize = 8;
@@ -53,16 +52,16 @@ const ENTRIES_AT: usize = 16;
 const SEGMENTS_AT: usize = 20;
 const IDENTITY_LEN_AT: usize = 24;
 const IDENTITY_AT: usize = 64;
-/// Room for the identity, which is text of our own making: with 64 queues and 16 pages a ring, the
-/// most that there are, 12.5 KiB for these.
+/// Room for the identity, a text that this program writes. The largest has 64 queues and 16 pages a
+/// ring, which take 12.5 KiB.
 const IDENTITY_MAX: usize = image::FIRST_AT - IDENTITY_AT;
 
-// Of a queue's region.
+// Offsets in a queue's region.
 const REQ_CONS_AT: usize = 0;
 const RSP_PUBLISHED_AT: usize = 4;
 const QUEUE_HEADER_BYTES: usize = 64;
 
-// Of an entry.
+// Offsets in an entry.
 const STATE_AT: usize = 0;
 const REQ_INDEX_AT: usize = 4;
 const RSP_INDEX_AT: usize = 8;
@@ -74,22 +73,23 @@ const FREE: u32 = 0;
 const TAKEN: u32 = 1;
 const ANSWERING: u32 = 2;
 
-/// What has to be the same for a table to belong to the connection that a guest has now.
+/// The properties that show that a table belongs to the guest's current connection. They must be
+/// equal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// Which guest it is, and which of its devices.
+    /// The guest, and its device.
     pub guest: String,
-    /// Every key of its rings that the frontend published, as text.
+    /// All keys of the rings that the frontend published, as text.
     pub rings: String,
-    /// What the guest reads and writes. Only its key has to be the same.
+    /// The image that the guest reads and writes. Only its key must be equal.
     pub image: DiskIdentity,
-    /// The layout of its slots.
+    /// The layout of the ring's slots.
     pub protocol: Protocol,
-    /// Ring size, 0 to 4.
+    /// Ring order, 0 to 4.
     pub ring_order: u32,
-    /// Queues.
+    /// Number of queues.
     pub queues: u32,
-    /// Segments of the largest request that was offered.
+    /// Segments of the largest offered request.
     pub max_segments: u32,
 }
 
@@ -99,7 +99,7 @@ impl Identity {
         format!("{} order={ring_order} {guest} {rings}", protocol.key())
     }
 
-    /// Whether a table with this line was the same guest's, whatever its rings.
+    /// Returns whether a table with this line belonged to the same guest, with any rings.
     fn is_guest_of(&self, line: &str) -> bool {
         let mut words = line.splitn(3, ' ');
         let protocol = words.next().and_then(|word| Protocol::from_key(Some(word)));
@@ -124,51 +124,53 @@ impl Identity {
 /// Why a table could not be made or used.
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
-    /// The file system's.
+    /// The file system failed.
     #[error("in-flight table {path}: cannot {what}: {source}")]
     Io {
         /// The file.
         path: PathBuf,
-        /// What was tried.
+        /// What was tried, to follow "cannot".
         what: &'static str,
-        /// The reason.
+        /// The error of the system.
         source: io::Error,
     },
-    /// It belongs to another connection, or is no table.
+    /// The table belongs to another connection, or the file is no table.
     #[error(
-        "in-flight table {path} does not belong to the guest's present connection: {why}; what \
-         was in flight cannot be known, so the disk is not taken over. Detach it and attach it \
-         again"
+        "in-flight table {path} does not belong to the guest's present connection: {why}; \
+         the requests in flight are unknown, so the disk is not taken over. Detach it and attach \
+         it again"
     )]
     Foreign {
         /// The file.
         path: PathBuf,
-        /// What differs.
+        /// How the table differs.
         why: String,
     },
-    /// Another version of this program has made it.
+    /// Another version of this program made the table.
     #[error(
-        "in-flight table {path} has version {was}, and this program reads {ours}: what was in flight \
-         is known to the program that made it. Have that serve the disk (ferrite upgrade --binary), \
-         or detach the disk and attach it again"
+        "in-flight table {path} has version {was}, and this program reads {ours}; only \
+         the program that made it can take over. Serve the disk with that program (ferrite upgrade \
+         --binary), or detach the disk and attach it again"
     )]
     OtherVersion {
         /// The file.
         path: PathBuf,
-        /// Its version.
+        /// The table's version.
         was: u8,
-        /// That of the tables that are read.
+        /// The version that this program reads.
         ours: u8,
     },
-    /// It is the same guest's and the same image's, and the guest has made a new connection since.
-    /// That was never served: its table would have taken the place of this one.
-    #[error("in-flight table {path} is of other rings: it says \"{was}\", the guest says \"{is}\"")]
+    /// The table belongs to the same guest and image, but the guest has made a new connection
+    /// since. The new connection was never served: its table would have replaced this one.
+    #[error(
+        "in-flight table {path} belongs to other rings: it has \"{was}\", the guest has \"{is}\""
+    )]
     OtherRings {
         /// The file.
         path: PathBuf,
         /// The rings that were served.
         was: String,
-        /// Those that the guest has now.
+        /// The rings that the guest has now.
         is: String,
     },
     /// The guest was served from another image.
@@ -177,14 +179,14 @@ pub enum TableError {
          Serve the image that it was served from, or detach the disk and attach it again"
     )]
     OtherImage {
-        /// The image that the guest knows: path and key.
+        /// The image that the guest was served from: path and key.
         was: String,
-        /// The one that is to be served.
+        /// The image that is to be served.
         is: String,
     },
 }
 
-/// The table of one connection.
+/// The in-flight table of one connection.
 pub struct Table {
     shm: Arc<Shm>,
     identity: Identity,
@@ -194,30 +196,31 @@ pub struct Table {
 pub struct ImageName(Arc<Shm>);
 
 impl ImageName {
-    /// That of a table, whichever connection it belongs to. `None`: there is no table of this version.
+    /// Opens the image name of any connection's table. Returns `None` if there is no table of this
+    /// version.
     pub fn open(table: &Path) -> Option<ImageName> {
         let shm = Shm::open(table).ok()?;
         is_table(&shm).then(|| ImageName(Arc::new(shm)))
     }
 
-    /// The image that the guest is served from.
+    /// Returns the image that the guest is served from.
     pub fn get(&self) -> DiskIdentity {
         image::named(&self.0)
     }
 
-    /// From now on it is this one.
+    /// Replaces the image's name.
     pub fn set(&self, image: &DiskIdentity) {
         image::name(&self.0, image);
     }
 }
 
-/// How a table of our version begins.
+/// Returns the magic number of this version's tables.
 const fn magic() -> u64 {
     let [a, b, c, d, e, f] = NAME;
     u64::from_le_bytes([a, b, c, d, e, f, b'0' + VERSION / 10, b'0' + VERSION % 10])
 }
 
-/// Which version's table it is; `None`: it is none.
+/// Returns the version of a table, or `None` if the file is no table.
 fn version(shm: &Shm) -> Option<u8> {
     if shm.len() < MAGIC_AT + 8 {
         return None;
@@ -227,7 +230,7 @@ fn version(shm: &Shm) -> Option<u8> {
     digits.parse().ok()
 }
 
-/// Whether there is a header that this program reads.
+/// Returns whether the file has a header that this program reads.
 fn is_table(shm: &Shm) -> bool {
     shm.len() >= HEADER_BYTES && version(shm) == Some(VERSION)
 }
@@ -236,7 +239,7 @@ impl Table {
     /// Makes an empty table. It appears under `path` complete or not at all.
     ///
     /// # Errors
-    /// The file system's; tmpfs may be full.
+    /// Fails if the file system does; tmpfs may be full.
     pub fn create(path: &Path, identity: Identity) -> Result<Table, TableError> {
         let failed = |what| {
             let path = path.to_owned();
@@ -262,10 +265,12 @@ impl Table {
         Ok(Table { shm: Arc::new(shm), identity })
     }
 
-    /// Opens the table that a predecessor left, if it is that of the same connection.
+    /// Opens the table that a predecessor left, if it belongs to the same connection.
     ///
     /// # Errors
-    /// [`TableError::Foreign`] if it is not; [`TableError::OtherImage`], [`TableError::OtherRings`].
+    /// [`TableError::Foreign`] if the table belongs to another connection.
+    /// [`TableError::OtherImage`] and [`TableError::OtherRings`] if only the image or the rings
+    /// differ.
     pub fn open(path: &Path, identity: Identity) -> Result<Table, TableError> {
         let foreign =
             |why: &str| TableError::Foreign { path: path.to_owned(), why: why.to_owned() };
@@ -304,8 +309,8 @@ impl Table {
         Ok(Table { shm: Arc::new(shm), identity })
     }
 
-    /// Whether a predecessor's table has requests that may have no answer yet. One that nobody can use has
-    /// none.
+    /// Returns whether a predecessor's table has requests that may have no answer yet. A table that
+    /// cannot be used has none.
     pub fn has_unanswered(path: &Path) -> bool {
         let Ok(shm) = Shm::open(path) else { return false };
         if !is_table(&shm) {
@@ -319,16 +324,17 @@ impl Table {
         let mut places = (0..queues).flat_map(|queue| {
             (0..entries).map(move |entry| first + queue * queue_bytes + entry * entry_bytes)
         });
-        // Beyond its end: it was made otherwise, and is refused.
+        // An entry beyond the file's end means that the table was made with other limits. Such a
+        // table is refused later.
         places.any(|at| at + entry_bytes <= shm.len() && shm.load_u32(at + STATE_AT) != FREE)
     }
 
-    /// Where it names the image.
+    /// Returns the part of the table that names the image.
     pub fn image(&self) -> ImageName {
         ImageName(self.shm.clone())
     }
 
-    /// One queue's part; each is handed to one thread.
+    /// Splits the table into the parts of its queues. Each part goes to one thread.
     pub fn into_queues(self) -> Vec<QueueTable> {
         let shm = self.shm;
         (0..self.identity.queues as usize)
@@ -343,31 +349,31 @@ impl Table {
     }
 }
 
-/// A request that its guest was not answered for.
+/// A request that was taken and not answered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unanswered {
-    /// Its entry, which stays taken.
+    /// The request's entry, which stays taken.
     pub entry: u32,
-    /// Its index on the ring.
+    /// The request's index on the ring.
     pub req_index: u32,
-    /// Its slot, as it was consumed.
+    /// The request's slot, as it was consumed.
     pub slot: Slot,
-    /// The segments of its indirect pages, as they were consumed.
+    /// The segments of the request's indirect pages, as they were consumed.
     pub indirect: Vec<RawSegment>,
 }
 
-/// Where a queue stands after its process died.
+/// The state of a queue whose process died.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resume {
-    /// Next request to consume.
+    /// The next request to consume.
     pub req_cons: u32,
-    /// Next response to write.
+    /// The next response to write.
     pub rsp_prod: u32,
-    /// To be done again, in the order in which they were taken.
+    /// The requests to carry out again, in the order in which they were taken.
     pub unanswered: Vec<Unanswered>,
 }
 
-/// One queue's part of the table.
+/// The part of the table that belongs to one queue.
 pub struct QueueTable {
     shm: Arc<Shm>,
     base: usize,
@@ -383,7 +389,7 @@ impl QueueTable {
         self.store(self.base + RSP_PUBLISHED_AT, rsp_prod);
     }
 
-    /// Steps 1 to 3 for a request without indirect pages, or whose pages come with
+    /// Does steps 1 to 3. The segments of indirect pages follow with
     /// [`add_indirect`](Self::add_indirect).
     pub fn take(&self, entry: u32, req_index: u32, slot: &Slot) {
         let at = self.entry(entry);
@@ -396,8 +402,8 @@ impl QueueTable {
         self.store(self.base + REQ_CONS_AT, req_index.wrapping_add(1));
     }
 
-    /// Adds the segments of an indirect request. Before this a successor fetches them from the
-    /// guest again, which is as good: nothing was done with them yet.
+    /// Adds the segments of an indirect request. Without them a successor fetches them from the
+    /// guest again. That is equivalent, because no work on the request has begun.
     pub fn add_indirect(&self, entry: u32, segments: &[RawSegment]) {
         let at = self.entry(entry);
         for (i, s) in segments.iter().take(self.max_segments as usize).enumerate() {
@@ -409,7 +415,7 @@ impl QueueTable {
         self.store(at + SEGMENT_COUNT_AT, segments.len() as u32);
     }
 
-    /// Step 5.
+    /// Does step 5.
     pub fn answer(&self, entry: u32, rsp_index: u32) {
         #[cfg(test)]
         crate::blkif::queue::tests::is_answering(rsp_index);
@@ -418,30 +424,32 @@ impl QueueTable {
         self.store(at + STATE_AT, ANSWERING);
     }
 
-    /// Step 8.
+    /// Does step 8.
     pub fn published(&self, rsp_prod: u32) {
         self.store(self.base + RSP_PUBLISHED_AT, rsp_prod);
     }
 
-    /// Step 9.
+    /// Does step 9.
     pub fn free(&self, entry: u32) {
         #[cfg(test)]
         crate::blkif::queue::tests::is_free(self.shm.load_u32(self.entry(entry) + RSP_INDEX_AT));
         self.store(self.entry(entry) + STATE_AT, FREE);
     }
 
-    /// What the predecessor left, given the response producer that stands on the ring now.
-    /// Entries that were answered are freed. `None`: table and producer contradict each other (the
-    /// guest has changed it to something that we cannot have written), and the ring must not be
-    /// served; the table stays as it was.
+    /// Resumes the queue of a predecessor, given the response producer that is on the ring now. It
+    /// frees the entries that were answered.
+    ///
+    /// Returns `None` if table and producer contradict each other, because the guest has changed
+    /// the producer to an impossible value. The ring must not be served then; the table stays as it
+    /// was.
     pub fn resume(&self, shared_rsp_prod: u32) -> Option<Resume> {
         let (req_cons, unanswered) = self.look(shared_rsp_prod)?;
-        // From here on the producer is one that the table knows, wherever a successor is killed.
+        // From here on the table knows this producer, wherever a successor is killed.
         self.published(shared_rsp_prod);
         for entry in 0..self.entries {
             match self.state(entry) {
                 ANSWERING if self.is_seen(entry, shared_rsp_prod) => self.free(entry),
-                // Its index will be another's now.
+                // This response index will be used for another request.
                 ANSWERING => self.store(self.entry(entry) + STATE_AT, TAKEN),
                 _ => {}
             }
@@ -450,10 +458,10 @@ impl QueueTable {
         Some(Resume { req_cons, rsp_prod: shared_rsp_prod, unanswered })
     }
 
-    /// The next request to consume, and the unanswered ones by age. Changes nothing.
+    /// Returns the next request to consume, and the unanswered ones by age. Changes nothing.
     fn look(&self, shared_rsp_prod: u32) -> Option<(u32, Vec<Unanswered>)> {
-        // Ours was there before the table knew of it: a guest that takes answers back would get them
-        // twice.
+        // The producer was on the ring before the table recorded it. A guest that moves the
+        // producer back would get answers twice.
         let published = self.shm.load_u32(self.base + RSP_PUBLISHED_AT);
         if (shared_rsp_prod.wrapping_sub(published) as i32) < 0 {
             return None;
@@ -471,7 +479,7 @@ impl QueueTable {
             }
             unanswered.push(self.read_entry(entry, req_index));
         }
-        // Each consumed request was answered or is here. One answer more or less on the ring, and
+        // Each consumed request was answered or is in the list. If the producer were off by one,
         // there would be an answer without a request, or a request that is never answered.
         if req_cons.wrapping_sub(shared_rsp_prod) as usize != unanswered.len() {
             return None;
@@ -481,20 +489,21 @@ impl QueueTable {
         Some((req_cons, unanswered))
     }
 
-    /// Whether the guest has seen the response of an entry that is being answered.
+    /// Returns whether the guest has seen the response of an entry that is being answered.
     fn is_seen(&self, entry: u32, shared_rsp_prod: u32) -> bool {
         let rsp_index = self.shm.load_u32(self.entry(entry) + RSP_INDEX_AT);
         (rsp_index.wrapping_sub(shared_rsp_prod) as i32) < 0
     }
 
-    /// Every change of the table goes through here, or asks the same.
+    /// Stores a word. Every change of the table goes through here, or checks [`lives`](Self::lives)
+    /// itself.
     fn store(&self, at: usize, value: u32) {
         if self.lives() {
             self.shm.store_u32(at, value);
         }
     }
 
-    /// Whether the process was not killed: tests kill a model of it before any one store.
+    /// Returns whether the process still runs: tests kill a model of it before any single store.
     #[inline]
     fn lives(&self) -> bool {
         #[cfg(test)]

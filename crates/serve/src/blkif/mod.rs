@@ -1,10 +1,10 @@
 //! The blkif frontend of a disk's request path: rings, grants and xenbus.
 //!
-//! * [`request`]: validation of what a guest wrote.
+//! * [`request`]: validation of guest input.
 //! * [`queue`]: one ring, one thread.
-//! * [`connection`]: what the queues of one frontend share.
-//! * [`inflight`]: the table that a successor takes over from.
-//! * [`negotiate`]: what is offered to a frontend, and what it asks for.
+//! * [`connection`]: the state that the queues of one frontend share.
+//! * [`inflight`]: the table from which a successor takes over.
+//! * [`negotiate`]: the offer to a frontend, and its answer.
 //! * [`lifecycle`]: xenbus states from attach to unplug.
 
 mod as_json;

@@ -1,7 +1,7 @@
-//! What is offered to a frontend, and what it asks for (blkif.md 3.3 and 3.4).
+//! The offer to a frontend, and the frontend's answer (blkif.md 3.3 and 3.4).
 //!
-//! Everything under the frontend's directory can be changed by the guest at any time and may hold
-//! anything, so each key is read once, checked strictly, and the checked copy is used (T11).
+//! The guest can change the frontend's directory at any time and may write anything there. So each
+//! key is read once and checked strictly, and only the checked copy is used (T11).
 
 use std::collections::HashSet;
 
@@ -17,71 +17,72 @@ use crate::blkif::as_json;
 pub(crate) const INFO_CDROM: u32 = 1;
 pub(crate) const INFO_REMOVABLE: u32 = 2;
 pub(crate) const INFO_READ_ONLY: u32 = 4;
-/// Most bytes of a guest's value that are repeated in an error.
+/// Most characters of a guest's value that an error repeats.
 const SHOWN_BYTES: usize = 32;
 
-/// The limits that a disk is offered with.
+/// The limits with which a disk is offered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Offer {
-    /// Queues, at least 1.
+    /// Most queues, at least 1.
     pub max_queues: u32,
-    /// Largest ring, 0 to 4.
+    /// Largest ring order, 0 to 4.
     pub max_ring_order: u32,
-    /// Segments of an INDIRECT request; 0: not offered.
+    /// Segments of an INDIRECT request; 0 means not offered.
     pub max_indirect_segments: u16,
-    /// Grants may stay mapped: `feature-persistent`. To be offered only with the mover that does it.
+    /// Grants may stay mapped: `feature-persistent`. Offered only with the mover that supports it.
     pub persistent: bool,
 }
 
-/// What a frontend is told of a disk.
+/// The properties of a disk that a frontend is told.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskFacts {
-    /// Its size, in units of 512 bytes.
+    /// The disk's size in units of 512 bytes.
     pub sectors: u64,
-    /// It is not open for writing.
+    /// The disk is not open for writing.
     pub read_only: bool,
-    /// The medium's own block.
+    /// The physical block size of the medium.
     pub physical_block_bytes: u32,
-    /// How it discards, if it can.
+    /// The limits of discard, if the disk supports it.
     #[serde(with = "as_json::discard")]
     pub discard: Option<DiscardLimits>,
     /// Segments of the largest request that always finds a buffer.
     pub max_segments: u16,
 }
 
-/// One queue as the frontend set it up.
+/// The keys of one queue that the frontend set up.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueueKeys {
-    /// The ring's pages, in order.
+    /// The grants of the ring's pages, in order.
     #[serde(with = "as_json::grants")]
     pub ring: Vec<GrantRef>,
-    /// The guest's end of the event channel.
+    /// The guest's port of the event channel.
     pub port: u32,
 }
 
-/// What a frontend asks for.
+/// The connection that a frontend asks for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wanted {
-    /// Layout of its slots.
+    /// The layout of the ring's slots.
     #[serde(with = "as_json::protocol")]
     pub protocol: Protocol,
-    /// Pages of each ring: `2^order`.
+    /// Each ring has `2^ring_order` pages.
     pub ring_order: u32,
-    /// 1 to the offered number.
+    /// The queues: at least 1, at most the offered number.
     pub queues: Vec<QueueKeys>,
-    /// It says that grants may stay mapped, too.
+    /// The frontend also accepts that grants stay mapped.
     pub persistent: bool,
 }
 
 impl Wanted {
-    /// Whether it is the same connection: what a frontend cannot change without making a new one.
+    /// Returns whether both are the same connection. It compares the keys that a frontend cannot
+    /// change without a new connection.
     pub fn has_rings_of(&self, other: &Wanted) -> bool {
         self.protocol == other.protocol
             && self.ring_order == other.ring_order
             && self.queues == other.queues
     }
 
-    /// The rings in one line; equal lines are the same connection.
+    /// Returns the rings as one line. Equal lines mean the same connection.
     pub fn line(&self) -> String {
         let queue = |q: &QueueKeys| {
             let refs: Vec<_> = q.ring.iter().map(|r| r.0.to_string()).collect();
@@ -94,24 +95,24 @@ impl Wanted {
 /// Why a frontend cannot be connected.
 #[derive(Debug, thiserror::Error)]
 pub enum NegotiateError {
-    /// xenstore's.
+    /// xenstore failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// A key that is missing or makes no sense.
+    /// A key is missing or invalid.
     #[error("the frontend's {key} {why}")]
     Key {
-        /// Which.
+        /// The key's name.
         key: String,
-        /// What is wrong with it.
+        /// How the key is wrong, as the end of a sentence.
         why: String,
     },
 }
 
-/// Writes everything that is known about the disk, with these bits of `info`. Windows reads features before InitWait, Linux
-/// at Connected: both find them, because this is done at both times (blkif.md 3.3).
+/// Writes all keys that describe the disk, with the given bits of `info`. Windows reads features
+/// before InitWait, Linux at Connected. This runs at both times, so both find them (blkif.md 3.3).
 ///
 /// # Errors
-/// xenstore's.
+/// Fails if xenstore fails.
 pub fn publish(
     tx: &mut Transaction<'_>,
     backend: &str,
@@ -130,7 +131,7 @@ pub fn publish(
     // A barrier without a flush makes blkfront send FUA writes that crash the guest (2, rule 8).
     put("feature-flush-cache", 1)?;
     put("feature-barrier", 1)?;
-    // Where nothing stays mapped, a guest that believed otherwise would copy all data for nothing
+    // Without this key a guest might assume persistent grants, and would copy all data in vain
     // (4.5).
     put("feature-persistent", offer.persistent.into())?;
     put("feature-discard", discard.into())?;
@@ -140,16 +141,17 @@ pub fn publish(
         put("discard-secure", 0)?;
     }
     put("sectors", disk.sectors)?;
-    // [MUST] 512 on the wire, always (3.5); what the medium likes better is a hint.
+    // [MUST] 512 on the wire, always (3.5); the medium's preferred block size is only a hint.
     put("sector-size", SECTOR_BYTES)?;
     put("physical-sector-size", disk.physical_block_bytes.into())?;
     put("info", info.into())
 }
 
-/// What a predecessor offered, for a take-over: from our own directory.
+/// Reads the offer of a predecessor from the backend's own directory, for a take-over. Returns the
+/// offer, and whether discard was offered.
 ///
 /// # Errors
-/// xenstore's, or a directory that was tampered with.
+/// Fails if xenstore fails, or if the directory was tampered with.
 pub fn published_offer(store: &mut Store, backend: &str) -> Result<(Offer, bool), NegotiateError> {
     let mut keys = Keys { store, dir: backend };
     let mut number = |key: &str, max| Ok::<_, NegotiateError>(keys.number(key, max)?.unwrap_or(0));
@@ -162,10 +164,10 @@ pub fn published_offer(store: &mut Store, backend: &str) -> Result<(Offer, bool)
     Ok((offer, number("feature-discard", 1)? == 1))
 }
 
-/// Reads and checks what the frontend asks for.
+/// Reads and checks the connection that the frontend asks for.
 ///
 /// # Errors
-/// [`NegotiateError::Key`] names the key that cannot be accepted.
+/// [`NegotiateError::Key`] names a key that cannot be accepted.
 pub fn read_frontend(
     store: &mut Store,
     frontend: &str,
@@ -182,7 +184,8 @@ pub fn read_frontend(
     let ring = keys.ring_shape(offer)?;
     let mut queues = Vec::new();
     for i in 0..queue_count {
-        // Windows writes the number even if it is 1; the keys stay at the top then.
+        // Windows writes the number even if it is 1. The queue's keys are then at the top of the
+        // directory.
         let prefix = if queue_count == 1 { String::new() } else { format!("queue-{i}/") };
         queues.push(keys.queue(&prefix, ring)?);
     }
@@ -194,7 +197,7 @@ pub fn read_frontend(
     if let Some(q) = queues.iter().find(|q| !seen.insert(q.port)) {
         return Err(bad("event-channel", format!("{} is used by two queues", q.port)));
     }
-    // Both ends have to say it. Whatever else stands there is no.
+    // Both ends must announce it. Any value but `1` means no.
     let persistent = offer.persistent && keys.text("feature-persistent")?.as_deref() == Some("1");
     Ok(Wanted { protocol, ring_order: ring.order, queues, persistent })
 }
@@ -207,11 +210,11 @@ fn shown(value: &Option<String>) -> String {
     value.as_deref().unwrap_or_default().chars().take(SHOWN_BYTES).collect()
 }
 
-/// How a frontend spells its rings.
+/// How a frontend names the keys of its rings.
 #[derive(Clone, Copy)]
 struct RingShape {
     order: u32,
-    /// `ring-ref0`, `ring-ref1` ...; otherwise `ring-ref`.
+    /// The keys are `ring-ref0`, `ring-ref1` and so on. Otherwise the key is `ring-ref`.
     numbered: bool,
 }
 
@@ -231,7 +234,7 @@ impl Keys<'_> {
         }
     }
 
-    /// A decimal number of at most `max`, and nothing else: no sign, no space, no `0x`.
+    /// Reads a decimal number of at most `max`. A sign, a space or `0x` is refused.
     fn number(&mut self, key: &str, max: u32) -> Result<Option<u32>, NegotiateError> {
         let Some(text) = self.text(key)? else { return Ok(None) };
         let digits =
@@ -249,7 +252,8 @@ impl Keys<'_> {
         self.number(key, u32::MAX)?.ok_or_else(|| bad(key, "is missing".to_owned()))
     }
 
-    /// blkif.md 3.4: `ring-page-order`, or its older twin `num-ring-pages`, or one page.
+    /// Reads the ring's size (blkif.md 3.4): `ring-page-order`, or the older `num-ring-pages`, or
+    /// one page.
     fn ring_shape(&mut self, offer: &Offer) -> Result<RingShape, NegotiateError> {
         if let Some(order) = self.number("ring-page-order", offer.max_ring_order)? {
             return Ok(RingShape { order, numbered: true });

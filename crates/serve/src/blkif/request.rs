@@ -1,8 +1,7 @@
-//! From what a guest wrote to what may be done: validation of private copies.
+//! Validation of private copies of guest input.
 //!
-//! A [`RawSegment`] becomes a [`Segment`] here or the request is
-//! refused; nothing behind this module sees an unchecked number of a guest's. Rules: blkif.md 2,
-//! threats.md T10, T15, T20.
+//! A [`RawSegment`] becomes a [`Segment`] here, or the request is refused. No other module sees an
+//! unchecked number of a guest. Rules: blkif.md 2, threats.md T10, T15, T20.
 
 use ferrite_xen::abi::{
     DISCARD_SECURE, IndirectOp, MAX_DIRECT_SEGMENTS, Message, PlainOp, RawSegment, SECTOR_BYTES,
@@ -22,7 +21,7 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// `None` unless `first <= last <= 7` (blkif.md 1.3).
+    /// Checks a segment. Returns `None` unless `first <= last <= 7` (blkif.md 1.3).
     pub fn check(raw: &RawSegment) -> Option<Segment> {
         let ok = raw.first_sect <= raw.last_sect && raw.last_sect < SECTORS_PER_FRAME;
         ok.then(|| Segment {
@@ -32,69 +31,69 @@ impl Segment {
         })
     }
 
-    /// The frame. Whether it is really granted only the hypervisor knows.
+    /// Returns the frame's grant. Only the hypervisor knows whether it is really granted.
     pub fn gref(&self) -> GrantRef {
         self.gref
     }
 
-    /// First byte in the frame.
+    /// Returns the segment's first byte in the frame.
     pub fn offset(&self) -> u16 {
         u16::from(self.first_sect) * SECTOR_BYTES as u16
     }
 
-    /// Bytes, 512 to 4096.
+    /// Returns the segment's length in bytes, 512 to 4096.
     pub fn bytes(&self) -> usize {
         usize::from(self.sectors) * SECTOR_BYTES as usize
     }
 }
 
-/// What the disk and its offer to the guest allow at the moment of the check.
+/// The limits of the disk, and of its offer to the guest, at the moment of the check.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// The disk's size, in 512-byte sectors.
     pub sectors: u64,
-    /// Refuse whatever changes the medium.
+    /// Refuse every request that changes the medium.
     pub read_only: bool,
-    /// Segments that were advertised for INDIRECT.
+    /// The segments that were advertised for INDIRECT.
     pub max_indirect_segments: u16,
     /// Whether DISCARD was offered.
     pub discard: bool,
 }
 
-/// Why a request was refused, and what its guest is told.
+/// Why a request was refused. The reason determines the guest's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// More or fewer segments than the operation may have.
+    /// The request has too many or too few segments for its operation.
     #[error("it has {0} segments")]
     SegmentCount(u32),
-    /// A segment that ends before it begins or leaves its frame.
+    /// A segment ends before it begins, or leaves its frame.
     #[error("segment {0} does not lie inside its frame")]
     SegmentShape(u32),
-    /// Sectors that the disk does not have.
+    /// The request is beyond the disk's end.
     #[error("sectors {sector}+{sectors} are not on the disk")]
     Range {
         /// First sector.
         sector: u64,
-        /// Sectors.
+        /// Number of sectors.
         sectors: u64,
     },
-    /// A change to a read-only disk.
+    /// The request changes a read-only disk.
     #[error("the disk is read-only")]
     ReadOnly,
-    /// An indirect request that is neither read nor write.
+    /// The indirect request is neither read nor write.
     #[error("indirect operation {0} is neither read nor write")]
     IndirectOperation(u8),
-    /// DISCARD that was not offered.
+    /// DISCARD was not offered.
     #[error("discard was not offered")]
     DiscardNotOffered,
-    /// An operation that blkif does not have.
+    /// blkif has no such operation.
     #[error("the operation is unknown")]
     UnknownOperation,
 }
 
 impl Refusal {
-    /// What the guest is told. Reads and writes of any kind fail and are never "not supported",
-    /// which Windows takes for success (blkif.md 2, rule 2).
+    /// Returns the answer to the guest. Reads and writes of any kind fail and are never "not
+    /// supported", which Windows takes for success (blkif.md 2, rule 2).
     pub fn outcome(self) -> Outcome {
         match self {
             Refusal::DiscardNotOffered | Refusal::UnknownOperation => Outcome::Unsupported,
@@ -103,8 +102,9 @@ impl Refusal {
     }
 }
 
-/// Upper bound of the data bytes of a request, known before its segments are: what to reserve
-/// before it is taken off the ring. 0 for requests that have no data or will be refused.
+/// Returns an upper bound of a request's data bytes, before its segments are known. The caller
+/// reserves this much before it takes the request off the ring. It is 0 for requests that have no
+/// data or will be refused.
 pub fn reserve_bytes(message: &Message, max_indirect_segments: u16) -> usize {
     match *message {
         Message::Plain { nr_segments, .. } => {
@@ -117,10 +117,10 @@ pub fn reserve_bytes(message: &Message, max_indirect_segments: u16) -> usize {
     }
 }
 
-/// Checks a request that carries its segments with it; they are left in `segments`.
+/// Checks a request whose segments are in its slot. Writes the checked segments to `segments`.
 ///
 /// # Errors
-/// The [`Refusal`] to answer with.
+/// Fails with the [`Refusal`] to answer with.
 pub fn check_direct(
     message: &Message,
     limits: &Limits,
@@ -162,19 +162,19 @@ pub fn check_direct(
     }
 }
 
-/// What an INDIRECT request needs before its segments can be fetched.
+/// The checked head of an INDIRECT request, before its segments are fetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndirectHead {
     /// [`Action::Read`] or [`Action::Write`].
     pub action: Action,
     /// First sector.
     pub sector: u64,
-    /// 1 to the advertised limit.
+    /// Number of segments: 1 to the advertised limit.
     pub nr_segments: u16,
 }
 
-/// Checks the part of an INDIRECT request that stands in the slot; `None` if it is not one that
-/// may be carried out, and [`check_direct`] then says why.
+/// Checks the part of an INDIRECT request that is in the slot. Returns `None` if it must not be
+/// carried out; [`check_direct`] then returns the reason.
 pub fn check_indirect_head(message: &Message, limits: &Limits) -> Option<IndirectHead> {
     let Message::Indirect { op, nr_segments, sector, .. } = *message else { return None };
     let action = match op {
@@ -192,7 +192,7 @@ pub fn check_indirect_head(message: &Message, limits: &Limits) -> Option<Indirec
 /// Checks segments (from the slot, or from private copies of indirect pages) and their range.
 ///
 /// # Errors
-/// The [`Refusal`] to answer with.
+/// Fails with the [`Refusal`] to answer with.
 pub fn check_data(
     action: Action,
     sector: u64,
@@ -219,7 +219,7 @@ fn check_range(
     sectors: u64,
     limits: &Limits,
 ) -> Result<Work, Refusal> {
-    // An empty flush or barrier names no place: Linux leaves its sector as it happens to be.
+    // An empty flush or barrier has no range: Linux leaves its sector uninitialised.
     if sectors == 0 && action != Action::Discard {
         return Ok(Work { action, sector: 0, sectors: 0 });
     }
@@ -308,7 +308,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is let through lies on the disk and in its frames.
+        /// Every request that passes lies on the disk and in its frames.
         #[test]
         fn what_passes_is_inside_the_disk(
             sector in prop_oneof![0u64..1100, any::<u64>()],

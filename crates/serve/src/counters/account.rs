@@ -1,7 +1,7 @@
-//! What a queue's thread writes for its requests.
+//! The counting of a queue's thread.
 //!
-//! Requests of one kind that were taken together and are answered together have one latency. So they
-//! are counted together, which makes most requests cost a comparison and two additions.
+//! Requests of one kind that were taken together and are answered together have one latency. So
+//! they are counted together, which costs most requests a comparison and two additions.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -12,7 +12,7 @@ use super::page::Page;
 use crate::path::work::Action;
 use crate::trace::Stages;
 
-/// What a request is counted as: the number of its block in the queue's page.
+/// The kind of a request: the number of its block in the queue's page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
@@ -20,16 +20,16 @@ pub(crate) enum Kind {
     Write,
     Flush,
     Discard,
-    /// It was refused before anybody knew. It has no block.
+    /// The request was refused before its kind was known. It has no block.
     Refused,
 }
 
-/// Those that have a block.
+/// Number of kinds with a block.
 const KINDS: usize = 4;
 
 impl Kind {
-    /// A flush that brings data counts as a write, and so do a barrier and zeros. To ask where data are
-    /// counts as a read.
+    /// The kind of an action. A flush with data counts as a write, and so do a barrier and zeros. A
+    /// query for data counts as a read.
     #[inline]
     pub(crate) fn of(action: Action) -> Kind {
         match action {
@@ -55,16 +55,16 @@ struct Run {
     sectors: u64,
 }
 
-/// One path's way to its page.
+/// The access of one path to its page.
 pub(crate) struct Account {
     page: Page,
-    /// Requests that were begun, of each kind: what is to stand in the page.
+    /// Requests of each kind that were begun, as the page is to show them.
     submitted: [u64; KINDS + 1],
     run: Run,
 }
 
 impl Account {
-    /// Nothing of the path is in flight.
+    /// An account of a path with nothing in flight.
     pub(crate) fn new(page: Page) -> Account {
         page.begin();
         let words = page.words();
@@ -86,14 +86,14 @@ impl Account {
         self.page.counters()
     }
 
-    /// A request is on its way.
+    /// Counts a request that begins.
     #[inline]
     pub(crate) fn submitted(&mut self, kind: Kind) {
         let n = &mut self.submitted[kind as usize];
         *n = n.wrapping_add(1);
     }
 
-    /// It was answered, and done.
+    /// Counts a request that was answered without an error.
     #[inline]
     pub(crate) fn done(&mut self, kind: Kind, stages: &Stages, sectors: u64) {
         if stages.taken_ns != self.run.taken_ns || kind != self.run.kind {
@@ -106,7 +106,7 @@ impl Account {
         self.run.sectors = self.run.sectors.wrapping_add(sectors);
     }
 
-    /// It was answered with an error.
+    /// Counts a request that was answered with an error.
     #[cold]
     pub(crate) fn failed(&mut self, kind: Kind, stages: &Stages) {
         if kind == Kind::Refused {
@@ -116,7 +116,7 @@ impl Account {
         add(&self.page.words()[kind.block() + ERRORS], 1);
     }
 
-    /// All that were answered so far are in the page. To be called when a batch is answered.
+    /// Writes all answered requests to the page. Call it when a batch is answered.
     #[inline]
     pub(crate) fn settle(&mut self) {
         if self.run.requests > 0 {
@@ -124,7 +124,7 @@ impl Account {
         }
     }
 
-    /// All that was begun and answered is in the page. To be called before the thread may wait.
+    /// Writes everything to the page. Call it before the thread may wait.
     #[inline]
     pub(crate) fn settle_all(&mut self) {
         self.settle();

@@ -1,8 +1,8 @@
-//! The file that a disk's counters are in.
+//! The file of a disk's counters.
 //!
-//! It is there from the first connection of a disk to the disk's removal: the next process opens it and
-//! counts on. Without the file the counters are in memory of this process, since a disk that nobody can
-//! watch is better than none.
+//! It exists from the disk's first connection to its removal: the next process opens it and goes on
+//! counting. Without the file the counters are in memory of this process, since a disk without
+//! statistics is better than none.
 
 use std::fs::File;
 use std::io;
@@ -24,39 +24,39 @@ use super::layout::{
 use super::page::{Page, WeakPage};
 use super::snapshot::{self, Boot};
 
-/// Beside the run directories of all disks: the folder of their counters.
+/// The directory of all counters, beside the run directories of the disks.
 pub const FOLDER: &str = "stats";
 
-/// The file of the disk that has this run directory.
+/// The path of the counters of the disk with this run directory.
 pub fn stats_file(run_dir: &Path) -> PathBuf {
     let name = run_dir.file_name().unwrap_or_default();
     run_dir.parent().unwrap_or(Path::new(".")).join(FOLDER).join(name)
 }
 
-/// A disk's counters; they go on from connection to connection.
+/// A disk's counters. They go on from connection to connection.
 #[derive(Clone, Debug, Default)]
 pub struct Counters(Arc<Mutex<Book>>);
 
 #[derive(Debug, Default)]
 struct Book {
-    /// Where the file belongs, if there is to be one.
+    /// The path of the file, if there is to be one.
     place: Option<PathBuf>,
-    /// The image that is served.
+    /// The path of the served image.
     image: String,
     file: Option<Kept>,
-    /// Pages of paths that there are now, by seat.
+    /// Pages of the current paths, by index.
     pages: Vec<WeakPage>,
-    /// In memory, for paths that have no page in the file.
+    /// Pages in memory, for paths that have none in the file.
     private: Vec<Option<Page>>,
-    /// What others had counted in the file before us,
+    /// The counts in the file by earlier processes.
     others: Counts,
-    /// and we in other files before this one.
+    /// The counts of this process in earlier files.
     earlier: Counts,
-    /// That there is no file has been told.
+    /// Whether a missing file was logged.
     told: bool,
 }
 
-/// The file, open.
+/// The open file.
 #[derive(Debug)]
 struct Kept {
     file: File,
@@ -64,25 +64,26 @@ struct Kept {
 }
 
 impl Counters {
-    /// Has the counters in the disk's file from now on, if there can be one.
+    /// Keeps the counters in the disk's file from now on, if possible.
     pub fn keep_in(&self, run_dir: &Path, image: &str) {
         self.place(run_dir, image);
         self.open();
     }
 
-    /// From the next connection on, the counters are in the disk's file. It is named by what it serves.
+    /// Keeps the counters in the disk's file from the next connection on. The file also names the
+    /// image.
     pub(crate) fn place(&self, run_dir: &Path, image: &str) {
         let mut book = self.book();
         book.place = Some(stats_file(run_dir));
         book.serves(image);
     }
 
-    /// The image is another one.
+    /// Changes the image's name.
     pub(crate) fn serves(&self, image: &str) {
         self.book().serves(image);
     }
 
-    /// Opens the file, if it is not open, or makes it. Counting goes on without it.
+    /// Opens or creates the file, if it is not open. Counting goes on without it.
     pub(crate) fn open(&self) {
         let mut book = self.book();
         if let Err(e) = book.open()
@@ -93,15 +94,15 @@ impl Counters {
         }
     }
 
-    /// A path's page. `seat` is its number among all that the disk has now.
+    /// The page of the path at index `path` among all current paths of the disk.
     ///
     /// # Errors
-    /// Out of memory.
-    pub(crate) fn page(&self, seat: usize) -> io::Result<Page> {
-        self.book().page(seat)
+    /// There is no memory.
+    pub(crate) fn page(&self, path: usize) -> io::Result<Page> {
+        self.book().page(path)
     }
 
-    /// All queues' together, since these counters were made.
+    /// The counts of all queues since this value was made.
     pub fn counts(&self) -> Counts {
         let book = self.book();
         let mut counts = book.earlier.plus(&book.in_file());
@@ -122,7 +123,8 @@ impl Book {
         }
     }
 
-    /// What we have counted in the file. Not by the pages' mappings: without a path they are not there.
+    /// The counts of this process in the file. They are read from the file, since pages are not
+    /// mapped without a path.
     fn in_file(&self) -> Counts {
         let seen = self.file.as_ref().and_then(|kept| snapshot::of(&kept.file).ok());
         seen.map_or(Counts::default(), |seen| seen.counts.since(&self.others))
@@ -141,8 +143,8 @@ impl Book {
         kept.name_image(&self.image);
         kept.name_process();
         let mut others = Counts::default();
-        for seat in 0..kept.used() {
-            let page = kept.page(seat)?;
+        for path in 0..kept.used() {
+            let page = kept.page(path)?;
             page.begin();
             others.add(&page.copy());
         }
@@ -152,16 +154,16 @@ impl Book {
         Ok(())
     }
 
-    fn page(&mut self, seat: usize) -> io::Result<Page> {
-        if let Some(page) = self.pages.get(seat).and_then(WeakPage::upgrade) {
+    fn page(&mut self, path: usize) -> io::Result<Page> {
+        if let Some(page) = self.pages.get(path).and_then(WeakPage::upgrade) {
             return Ok(page);
         }
-        let kept = self.file.as_ref().filter(|_| seat < PAGES);
-        match kept.map(|kept| kept.page(seat)) {
+        let kept = self.file.as_ref().filter(|_| path < PAGES);
+        match kept.map(|kept| kept.page(path)) {
             Some(Ok(page)) => {
-                let len = self.pages.len().max(seat + 1);
+                let len = self.pages.len().max(path + 1);
                 self.pages.resize_with(len, WeakPage::default);
-                self.pages[seat] = page.downgrade();
+                self.pages[path] = page.downgrade();
                 return Ok(page);
             }
             Some(Err(e)) if !std::mem::replace(&mut self.told, true) => {
@@ -169,10 +171,10 @@ impl Book {
             }
             Some(Err(_)) | None => {}
         }
-        if self.private.len() <= seat {
-            self.private.resize(seat + 1, None);
+        if self.private.len() <= path {
+            self.private.resize(path + 1, None);
         }
-        let page = &mut self.private[seat];
+        let page = &mut self.private[path];
         Ok(match page {
             Some(page) => page.clone(),
             None => page.insert(Page::private()?).clone(),
@@ -181,8 +183,7 @@ impl Book {
 }
 
 impl Kept {
-    /// The file that a predecessor has left, if it is one of this disk, this version and this start of
-    /// the machine.
+    /// Opens a predecessor's file, if it is of this disk, this version and this boot.
     fn existing(place: &Path, disk: &str) -> Option<Kept> {
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let file = File::from(names::open(place, flags, Mode::empty()).ok()?);
@@ -194,20 +195,23 @@ impl Kept {
         Some(Kept { file, header })
     }
 
-    /// It appears complete or not at all, in place of what is there. Readers of that keep what they had.
+    /// Creates the file complete or not at all, in place of an old one. Readers of the old one keep
+    /// it.
     fn make(place: &Path, disk: &str) -> io::Result<Kept> {
         let new = place.with_extension("new");
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW;
         let open = || names::open(&new, flags, Mode::RUSR | Mode::WUSR);
         let file = File::from(match open() {
-            // The first disk here. A worker's keeper has made the folder, and lets nobody else.
+            // This is the first disk of the host. For a worker the keeper has made the directory,
+            // and a worker may not.
             Err(Errno::NOENT) => {
                 names::create_dir_all(place.parent().unwrap_or(Path::new(".")), Mode::RWXU)?;
                 open()?
             }
             file => file?,
         });
-        // One that was there may be open to others. A worker is not the owner, and may not ask.
+        // An old file may be readable for others. A worker does not own it, and may not change its
+        // mode.
         if file.metadata()?.permissions().mode() & 0o7777 != 0o600 {
             file.set_permissions(PermissionsExt::from_mode(0o600))?;
         }
@@ -223,7 +227,7 @@ impl Kept {
         Ok(Kept { file, header })
     }
 
-    /// Whether this file still stands there.
+    /// Whether this file is still the one at the path.
     fn is_at(&self, place: &Path) -> bool {
         let (Ok(own), Ok(there)) = (self.file.metadata(), names::symlink_metadata(place)) else {
             return false;
@@ -235,11 +239,11 @@ impl Kept {
         (self.header.load_u64(8 * USED_AT) as usize).min(PAGES)
     }
 
-    fn page(&self, seat: usize) -> io::Result<Page> {
-        let page = Page::of(Shm::part(&self.file, ((1 + seat) * PAGE_BYTES) as u64, PAGE_BYTES)?);
-        // Readers look at a page after it is there.
-        if seat >= self.used() {
-            self.header.store_u64(8 * USED_AT, seat as u64 + 1);
+    fn page(&self, path: usize) -> io::Result<Page> {
+        let page = Page::of(Shm::part(&self.file, ((1 + path) * PAGE_BYTES) as u64, PAGE_BYTES)?);
+        // The page is complete before readers may read it.
+        if path >= self.used() {
+            self.header.store_u64(8 * USED_AT, path as u64 + 1);
         }
         Ok(page)
     }
@@ -250,7 +254,8 @@ impl Kept {
         self.header.store_u64(8 * PID_AT, u64::from(std::process::id()));
     }
 
-    /// Who reads an odd number, or another one afterwards, reads again.
+    /// Changes the image's name. A reader that finds an odd number, or another one afterwards,
+    /// reads again.
     fn name_image(&self, image: &str) {
         let changes = self.header.load_u64(8 * IMAGE_CHANGES_AT) | 1;
         self.header.store_u64(8 * IMAGE_CHANGES_AT, changes);
@@ -259,7 +264,7 @@ impl Kept {
     }
 }
 
-/// What does not fit is cut off.
+/// Stores a text, cut to `max` bytes.
 fn store_text(header: &Shm, at: usize, max: usize, text: &str) {
     let mut len = text.len().min(max);
     while !text.is_char_boundary(len) {
@@ -269,18 +274,18 @@ fn store_text(header: &Shm, at: usize, max: usize, text: &str) {
     header.store_u64(at, len as u64);
 }
 
-/// What this process is to those who look for it.
+/// The identity of this process for readers.
 struct Process {
     boot: Boot,
     started: u64,
 }
 
-/// Asks the kernel what others will know this process by. To be done before a sandbox forbids it.
+/// Reads the identity of this process from the kernel. Call it before a sandbox forbids that.
 pub fn remember_process() {
     whoami();
 }
 
-/// Asked for once.
+/// The identity of this process, which is read once.
 fn whoami() -> &'static Process {
     static PROCESS: OnceLock<Process> = OnceLock::new();
     PROCESS.get_or_init(|| Process {

@@ -1,4 +1,4 @@
-//! What a queue counts beside its requests' kinds and latencies.
+//! The counters of a queue besides the kinds and latencies of its requests.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -7,7 +7,7 @@ use super::layout::{PAGE_WORDS, SPACE_SINCE_AT};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// Their places in a queue's page.
+        /// Offsets in a queue's page.
         #[allow(non_camel_case_types)]
         enum Place {
             $($name,)*
@@ -23,21 +23,21 @@ macro_rules! counters {
         }
 
         impl<'a> QueueCounters<'a> {
-            /// Those in a queue's page.
+            /// The counters in a queue's page.
             #[inline]
             pub(super) fn of(page: &'a [AtomicU64; PAGE_WORDS]) -> QueueCounters<'a> {
                 QueueCounters { $($name: Counter(&page[Place::$name as usize]),)* }
             }
         }
 
-        /// The counters of a disk at one moment, all queues and all connections together.
+        /// The counters of a disk at one moment, of all queues and connections together.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct Counts {
             $($(#[$doc])* pub $name: u64,)*
         }
 
         impl Counts {
-            /// Adds those of a queue's page. The file may be anybody's: sums wrap.
+            /// Adds a queue's page. The file may hold anything, so sums wrap.
             pub(super) fn add(&mut self, page: &[u64; PAGE_WORDS]) {
                 $(self.$name = self.$name.wrapping_add(page[Place::$name as usize]);)*
             }
@@ -47,12 +47,12 @@ macro_rules! counters {
                 Counts { $($name: self.$name.saturating_sub(earlier.$name),)* }
             }
 
-            /// Those of two disks together.
+            /// The sum of the counts of two disks.
             pub fn plus(&self, other: &Counts) -> Counts {
                 Counts { $($name: self.$name.wrapping_add(other.$name),)* }
             }
 
-            /// Names and values, in the order of their definition, for reports.
+            /// Names and values in the order of their definition, for reports.
             pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [$((stringify!($name), self.$name),)*].into_iter()
             }
@@ -65,7 +65,7 @@ counters! {
     requests,
     /// Sweeps that took at least one request off a ring.
     sweeps,
-    /// Operations given to the storage engine for data.
+    /// Data operations given to the storage engine.
     transfers,
     /// Requests that shared such an operation with another.
     merged,
@@ -77,15 +77,15 @@ counters! {
     discard_parts,
     /// Polls for work before a sleep.
     polls,
-    /// Polls that found some.
+    /// Polls that found work.
     hits,
     /// Time spent polling, in nanoseconds.
     polled_ns,
     /// Sleeps.
     sleeps,
-    /// Times that nothing was taken as the disk had used its processor time.
+    /// Times that no requests were taken since the disk had used its processor time.
     throttles,
-    /// How long that was, in nanoseconds.
+    /// Duration of these times, in nanoseconds.
     throttled_ns,
     /// Events taken from the guest.
     events,
@@ -95,19 +95,19 @@ counters! {
     notifications,
     /// Times that buffers were given back to the system, after a while without requests.
     releases,
-    /// Requests that were refused: they ask for what the disk does not have or do.
+    /// Requests that were refused: the disk does not have or do what they ask for.
     refused,
     /// Times that no buffer was free for a request.
     shortages,
     /// Requests that had to wait for space, as their storage was full.
     space_waits,
-    /// Those of them that wait no more.
+    /// Requests that have stopped waiting for space.
     space_waits_ended,
-    /// Entries of a store's V2P that were looked up and were in memory.
+    /// Entries of a store's V2P that were looked up in memory.
     v2p_hits,
     /// Leaves of V2P that had to be read.
     v2p_misses,
-    /// Entries of its P2M that were.
+    /// Entries of a store's P2M that were looked up in memory.
     p2m_hits,
     /// Leaves of P2M that had to be read.
     p2m_misses,
@@ -143,7 +143,7 @@ impl fmt::Display for Counts {
             write!(f, "; held back {} times for {ms} ms (--cpu)", self.throttles)?;
         }
         match (self.metadata_hits, self.metadata_misses) {
-            // A raw disk.
+            // The disk is a raw one.
             (0, 0) => Ok(()),
             (hits, misses) => {
                 write!(f, "; metadata: {hits} requests had it in memory, {misses} waited for it")
@@ -162,7 +162,7 @@ impl Counter<'_> {
         add(self.0, n);
     }
 
-    /// What it is at.
+    /// The current value.
     pub(super) fn value(self) -> u64 {
         self.0.load(Relaxed)
     }

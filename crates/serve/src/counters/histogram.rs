@@ -1,38 +1,39 @@
 //! Latencies by size: four buckets for each doubling.
 //!
-//! A latency goes where its nanoseconds plus 512 belong among the numbers with two bits behind
-//! the first. The offset makes the small ones linear: below 0.5 µs a bucket is 128 ns wide. From 8 µs
-//! on a bucket is no wider than 27 % of what it holds. What takes 34 seconds or longer is in the last.
+//! A latency's bucket is that of its nanoseconds plus 512 among the numbers with two bits after the
+//! first. The offset makes small latencies linear: below 0.5 µs a bucket is 128 ns wide. From 8 µs
+//! on a bucket is no wider than 27 % of its latencies. Latencies of 34 seconds or more are in the
+//! last.
 
 /// Buckets of a histogram.
 pub const BUCKETS: usize = 104;
 
-/// Added to a latency before its bucket is looked for; a power of two.
+/// Added to a latency before its bucket is computed; a power of two.
 const OFFSET: u64 = 1 << OFFSET_BITS;
 const OFFSET_BITS: u32 = 9;
 /// Buckets of a doubling, as a power of two.
 const STEP_BITS: u32 = 2;
 
-/// The bucket of a latency. A float's exponent and first bits are the number that is looked for, and
-/// a conversion is one instruction.
+/// The bucket of a latency. A float's exponent and first bits are the number, and a conversion is
+/// one instruction.
 #[inline]
 pub(super) fn bucket(latency_ns: u64) -> usize {
     const MANTISSA: u32 = f64::MANTISSA_DIGITS - 1;
     const FIRST: u64 = ((f64::MAX_EXP as u64 - 1) + OFFSET_BITS as u64) << STEP_BITS;
-    // Below 2^62: no sign, and no overflow.
+    // Below 2^62 there is no sign and no overflow.
     let value = (latency_ns.min(1 << 62) + OFFSET) as i64 as f64;
     ((value.to_bits() >> (MANTISSA - STEP_BITS)).saturating_sub(FIRST) as usize).min(BUCKETS - 1)
 }
 
-/// The smallest latency of a bucket; of `BUCKETS`: where the last one ends.
+/// The smallest latency of a bucket. For `BUCKETS`: the end of the last one.
 pub fn bucket_start_ns(bucket: usize) -> u64 {
     let (doubling, step) = (bucket >> STEP_BITS, (bucket & ((1 << STEP_BITS) - 1)) as u64);
     let base = OFFSET << doubling;
     base + (base >> STEP_BITS) * step - OFFSET
 }
 
-/// The latency that so many of a hundred thousand stay below: 99,900 for the percentile 99.9. Within
-/// its bucket it is where its rank stands. `None`: there are none.
+/// The latency that this many of a hundred thousand stay below: 99,900 for the percentile 99.9.
+/// Within its bucket it is interpolated by rank. `None`: there are no latencies.
 pub fn quantile_ns(histogram: &[u64; BUCKETS], of_100_000: u64) -> Option<u64> {
     let all: u128 = histogram.iter().map(|&n| u128::from(n)).sum();
     if all == 0 {

@@ -1,12 +1,12 @@
 //! Counters of a disk's queues, in a file that outlives the process.
 //!
-//! Each queue has a page of its own with one writer, so that counting costs a store; readers take
-//! what is there, and may see one counter a moment before another.
+//! Each queue has a page of its own with one writer, so counting costs a store. Readers may see one
+//! counter a moment before another.
 //!
 //! * `book`: the file, which goes on from process to process.
-//! * `account`: what a queue's thread writes for its requests.
-//! * [`snapshot`]: what anybody reads, whatever the file holds.
-//! * [`histogram`]: latencies, by size.
+//! * `account`: the counting of a queue's thread.
+//! * [`snapshot`]: reads any file safely.
+//! * [`histogram`]: latencies by size.
 
 mod account;
 mod book;

@@ -1,4 +1,4 @@
-//! A queue's page.
+//! The counters' page of one queue.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -16,7 +16,7 @@ use super::layout::{
 #[derive(Clone, Debug)]
 pub(crate) struct Page(Arc<Shm>);
 
-/// The same, as long as somebody else has it.
+/// A page, while a path keeps it mapped.
 #[derive(Debug, Default)]
 pub(super) struct WeakPage(Weak<Shm>);
 
@@ -27,13 +27,13 @@ impl WeakPage {
 }
 
 impl Page {
-    /// One in memory that has a page's size.
+    /// The page in a mapping of the size of a page.
     pub(super) fn of(shm: Shm) -> Page {
         debug_assert_eq!(shm.len(), PAGE_BYTES);
         Page(Arc::new(shm))
     }
 
-    /// One that nobody else sees.
+    /// A page in memory of this process.
     pub(super) fn private() -> io::Result<Page> {
         Shm::private(PAGE_BYTES).map(Page::of)
     }
@@ -55,12 +55,13 @@ impl Page {
         QueueCounters::of(self.words())
     }
 
-    /// What is in it now.
+    /// A copy of the page's words.
     pub(super) fn copy(&self) -> [u64; PAGE_WORDS] {
         std::array::from_fn(|i| self.words()[i].load(Relaxed))
     }
 
-    /// Nothing of this queue is in flight, whatever its last process was at when it ended.
+    /// Counts all requests of a dead process as ended, since the queue begins with nothing in
+    /// flight.
     pub(super) fn begin(&self) {
         let counters = self.counters();
         let (waits, ended) = (counters.space_waits, counters.space_waits_ended);
@@ -74,7 +75,7 @@ impl Page {
         }
     }
 
-    /// A request waits for space from now on.
+    /// Counts a request that begins to wait for space.
     pub(crate) fn space_ends(&self) {
         let counters = self.counters();
         if counters.space_waits.value() == counters.space_waits_ended.value() {

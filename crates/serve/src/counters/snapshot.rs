@@ -1,7 +1,7 @@
-//! A disk's counters as anybody sees them who may read the file, whatever it holds.
+//! A disk's counters as a reader sees them, whatever the file holds.
 //!
-//! It is read and not mapped: a file that its writer makes shorter is a short read then, and not the
-//! reader's end.
+//! The file is read and not mapped: if its writer makes it shorter, the read is short and the
+//! reader goes on.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -18,38 +18,38 @@ use super::layout::{
     PAGES, PID_AT, SECTORS, SIZE_AT, SPACE_SINCE_AT, STARTED_AT, SUBMITTED, SUM_NS, USED_AT,
 };
 
-/// How often a file is read that is written just then.
+/// Attempts to read a file that is being written.
 const ATTEMPTS: u32 = 10;
 
-/// Why a file is not a disk's counters that can be shown.
+/// Why a file does not show a disk's counters.
 #[derive(Debug, thiserror::Error)]
 pub enum Problem {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// It is shorter than it says.
+    /// The file is shorter than its header says.
     #[error("it is too short: {0} bytes")]
     Short(u64),
-    /// It is something else.
+    /// The file is not one of counters.
     #[error("it is no file of counters")]
     Foreign,
-    /// It is of another version of this program.
+    /// The file is of another version of ferrite.
     #[error("it is of another version of ferrite ({0:?})")]
     Version(String),
-    /// What it says makes no sense.
+    /// The file's contents are invalid.
     #[error("it says nonsense: {0}")]
-    Nonsense(&'static str),
-    /// Its writer is at it.
+    Invalid(&'static str),
+    /// The file is being written.
     #[error("it is being written")]
     Torn,
 }
 
-/// Which start of the machine: the kernel's random number for it, zeros where it is not known.
+/// A boot of the machine: the kernel's random number for it, zeros if it is unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Boot(pub [u8; 16]);
 
 impl Boot {
-    /// This one.
+    /// The current boot.
     pub fn now() -> Boot {
         let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
@@ -60,19 +60,19 @@ impl Boot {
 /// The counters of one kind of request. Sums wrap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KindCounts {
-    /// Begun.
+    /// Requests that were begun.
     pub submitted: u64,
-    /// Answered, also with an error.
+    /// Requests that were answered, also with an error.
     pub completed: u64,
-    /// Answered with an error.
+    /// Requests that were answered with an error.
     pub errors: u64,
-    /// Sectors of 512 bytes, of those that were done.
+    /// Sectors of 512 bytes of successful requests.
     pub sectors: u64,
-    /// The sum of their latencies, from the ring to the answer.
+    /// The sum of the latencies from the ring to the answer, in nanoseconds.
     pub sum_ns: u64,
-    /// The longest of them.
+    /// The longest latency, in nanoseconds.
     pub max_ns: u64,
-    /// How many there were of each latency.
+    /// The number of requests in each bucket of latencies.
     pub histogram: [u64; BUCKETS],
 }
 
@@ -93,12 +93,12 @@ impl Default for KindCounts {
 }
 
 impl KindCounts {
-    /// Those that are not answered.
+    /// Requests without an answer.
     pub fn in_flight(&self) -> u64 {
         self.submitted.saturating_sub(self.completed)
     }
 
-    /// Those since `earlier`. The longest latency is of all time.
+    /// The counts since `earlier`. The longest latency is of all time.
     pub fn since(&self, earlier: &KindCounts) -> KindCounts {
         KindCounts {
             submitted: self.submitted.saturating_sub(earlier.submitted),
@@ -130,34 +130,35 @@ impl KindCounts {
 /// A disk's counters at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Its name: `vbd-DOMID-DEVID`.
+    /// The disk's name: `vbd-DOMID-DEVID`.
     pub disk: String,
-    /// What is served.
+    /// The path of the served image.
     pub image: String,
-    /// The process that counts, or did last.
+    /// The process that counts, or has counted last.
     pub pid: u32,
-    /// When that was started, see [`Process::started`].
+    /// The start of that process, see [`Process::started`].
     pub started: u64,
-    /// In which start of the machine the file was made.
+    /// The boot in which the file was made.
     pub boot: Boot,
-    /// Seconds since 1970 when the file was made.
+    /// The creation of the file, in seconds since 1970.
     pub made_unix_s: u64,
-    /// All queues' counters.
+    /// The counters of all queues.
     pub counts: Counts,
-    /// Since when requests wait for space, in seconds since 1970; none if no request does.
+    /// The time since when requests wait for space, in seconds since 1970. `None`: no request
+    /// waits.
     pub full_since_unix_s: Option<u64>,
-    /// Of reads.
+    /// The counters of reads.
     pub reads: KindCounts,
-    /// Of writes, barriers, and flushes that bring data.
+    /// The counters of writes, barriers, and flushes with data.
     pub writes: KindCounts,
-    /// Of other flushes.
+    /// The counters of other flushes.
     pub flushes: KindCounts,
-    /// Of discards.
+    /// The counters of discards.
     pub discards: KindCounts,
 }
 
 impl Snapshot {
-    /// The kinds by their names.
+    /// The kinds with their names.
     pub fn kinds(&self) -> [(&'static str, &KindCounts); 4] {
         [
             ("read", &self.reads),
@@ -176,13 +177,13 @@ impl Snapshot {
 /// Reads the counters of a disk.
 ///
 /// # Errors
-/// Why it is none, or not now.
+/// The file is not one of counters, or cannot be read now.
 pub fn read(path: &Path) -> Result<Snapshot, Problem> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
     of(&OpenOptions::new().read(true).custom_flags(flags).open(path)?)
 }
 
-/// The same of an open file.
+/// Reads the counters from an open file.
 ///
 /// # Errors
 /// As [`read`].
@@ -217,10 +218,10 @@ fn read_at(file: &File, at: u64, into: &mut [u8]) -> Result<(), Problem> {
     })
 }
 
-/// What a file says whose bytes these are.
+/// Decodes the bytes of a file.
 ///
 /// # Errors
-/// Why it is no file of counters.
+/// It is not a file of counters.
 pub fn parse(bytes: &[u8]) -> Result<Snapshot, Problem> {
     let used = check(bytes)?;
     let pages = bytes[PAGE_BYTES..].chunks_exact(PAGE_BYTES).take(used);
@@ -236,7 +237,7 @@ pub fn parse(bytes: &[u8]) -> Result<Snapshot, Problem> {
         disk: text(bytes, DISK_TEXT_AT, DISK_TEXT_MAX)?,
         image: text(bytes, IMAGE_TEXT_AT, IMAGE_TEXT_MAX)?,
         pid: u32::try_from(word(bytes, PID_AT))
-            .map_err(|_| Problem::Nonsense("the number of its process"))?,
+            .map_err(|_| Problem::Invalid("the number of its process"))?,
         started: word(bytes, STARTED_AT),
         boot: Boot(boot),
         made_unix_s: word(bytes, MADE_AT),
@@ -266,7 +267,7 @@ pub fn parse(bytes: &[u8]) -> Result<Snapshot, Problem> {
     Ok(snapshot)
 }
 
-/// The pages behind a header that is ours.
+/// The pages after a valid header.
 fn check(bytes: &[u8]) -> Result<usize, Problem> {
     if bytes.len() < PAGE_BYTES {
         return Err(Problem::Short(bytes.len() as u64));
@@ -279,11 +280,11 @@ fn check(bytes: &[u8]) -> Result<usize, Problem> {
         return Err(Problem::Version(String::from_utf8_lossy(&magic[6..]).into_owned()));
     }
     if word(bytes, SIZE_AT) != PAGE_BYTES as u64 {
-        return Err(Problem::Nonsense("the size of its pages"));
+        return Err(Problem::Invalid("the size of its pages"));
     }
     match usize::try_from(word(bytes, USED_AT)) {
         Ok(used) if used <= PAGES => Ok(used),
-        _ => Err(Problem::Nonsense("the number of its queues")),
+        _ => Err(Problem::Invalid("the number of its queues")),
     }
 }
 
@@ -295,23 +296,23 @@ fn word(bytes: &[u8], index: usize) -> u64 {
 
 fn text(bytes: &[u8], at: usize, max: usize) -> Result<String, Problem> {
     let len = usize::try_from(word(bytes, at / 8)).ok().filter(|len| *len <= max);
-    let len = len.ok_or(Problem::Nonsense("the length of a name"))?;
+    let len = len.ok_or(Problem::Invalid("the length of a name"))?;
     Ok(String::from_utf8_lossy(&bytes[at + 8..at + 8 + len]).into_owned())
 }
 
-/// What the kernel knows of a process.
+/// The kernel's data of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// When it was started, in ticks since the machine's start.
+    /// The process's start, in ticks since boot.
     pub started: u64,
-    /// Processor time of all its threads, its own and the kernel's for it, in ticks.
+    /// Processor time of all its threads in user and kernel mode, in ticks.
     pub cpu_ticks: u64,
 }
 
-/// The process of that number, if there is one.
+/// The process of this number, if there is one.
 pub fn process(pid: u32) -> Option<Process> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // Behind the name, which may hold anything: fields from the third on.
+    // The fields from the third on follow the name, which may hold anything.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
     let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
     if fields.first() == Some(&"Z") {

@@ -1,8 +1,8 @@
-//! The socket's place in the file system.
+//! The listening socket's place in the file system.
 //!
-//! A name that a program listens at is refused, one that a program has left is taken. Between the
-//! look and the removal nobody else may come: a file beside the socket is locked from before the
-//! look until the socket is removed (nbd-rules.md 5).
+//! A name that a program listens at is refused. One that a killed program has left is taken. No
+//! other process may interfere between the check and the removal: a file beside the socket is
+//! locked from before the check until the socket is removed (nbd-rules.md 5).
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -13,32 +13,32 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FlockOperation, Mode, OFlags, chmod, flock};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
-/// Clients that wait to be accepted.
+/// Connections that wait to be accepted.
 const BACKLOG: i32 = 64;
 
-/// Why there is no socket.
+/// Why a socket was not bound.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
-    /// Somebody serves there.
+    /// A program listens there.
     #[error("a program listens there already")]
     InUse,
-    /// What is there is no socket.
+    /// The file is not a socket.
     #[error("there is something that is no socket")]
     NoSocket,
-    /// The system's.
+    /// The system has failed.
     #[error("{0}")]
     System(#[from] io::Error),
 }
 
-/// A socket that is listened at, removed with its lock when this is dropped.
+/// A listening socket. It is removed with its lock when this is dropped.
 pub struct Bound {
-    /// For [`Server::run`](super::Server::run).
+    /// The listener for [`Server::run`](super::Server::run).
     pub listener: UnixListener,
-    /// The name was there, and nobody listened: who had it was killed.
+    /// Whether a killed program had left the socket.
     pub was_left: bool,
     path: PathBuf,
     lock_path: PathBuf,
-    /// Which file the socket is: nobody else's is removed.
+    /// Device and inode of the socket: no other file is removed.
     id: (u64, u64),
     _lock: File,
 }
@@ -49,7 +49,7 @@ fn lock_path(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Takes the lock beside a socket; the file may be removed by who had it before.
+/// Takes the lock beside a socket. Its last holder may have removed the file meanwhile.
 fn lock(path: &Path) -> Result<File, BindError> {
     loop {
         let mut options = OpenOptions::new();
@@ -75,7 +75,7 @@ fn lock(path: &Path) -> Result<File, BindError> {
 /// Listens at a path, for this user only (mode 0600). Links are not followed.
 ///
 /// # Errors
-/// See [`BindError`]; nothing was changed.
+/// See [`BindError`]. Nothing was changed.
 pub fn bind(path: &Path) -> Result<Bound, BindError> {
     let lock_path = lock_path(path);
     let lock = lock(&lock_path)?;
@@ -98,7 +98,8 @@ pub fn bind(path: &Path) -> Result<Bound, BindError> {
     }
 }
 
-/// Nobody can connect before the socket has its mode. Also, which file it is.
+/// Listens at a path. Clients can connect only when the socket has its mode. Returns device and
+/// inode, too.
 fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
@@ -115,7 +116,7 @@ fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
     }
 }
 
-/// Removes a socket that nobody listens at; whether there was one.
+/// Removes a socket that no program listens at. Returns whether there was one.
 fn clear(path: &Path) -> Result<bool, BindError> {
     let there = match std::fs::symlink_metadata(path) {
         Ok(there) => there,
@@ -130,9 +131,9 @@ fn clear(path: &Path) -> Result<bool, BindError> {
             std::fs::remove_file(path)?;
             Ok(true)
         }
-        // It was removed meanwhile by a program that does not lock.
+        // A program that does not lock has removed it meanwhile.
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
-        // A full queue is a listener's, too.
+        // A full backlog belongs to a listener, too.
         Ok(_) => Err(BindError::InUse),
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => Err(BindError::InUse),
         Err(e) => Err(e.into()),

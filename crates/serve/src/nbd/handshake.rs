@@ -1,4 +1,4 @@
-//! A client's negotiation on its socket, in bounded time.
+//! The handshake of a client on its socket, in bounded time.
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
@@ -10,21 +10,21 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::negotiation::{Agreed, Export, Negotiation, Next};
 use crate::waker::Waker;
 
-/// What is read at once.
+/// Bytes that are read at a time.
 const READ_BYTES: usize = 8 << 10;
 
-/// A client that may ask for data now.
+/// A client that has finished the handshake.
 pub(super) struct Greeted {
     pub(super) agreed: Agreed,
-    /// The beginning of its requests, which came with its last option.
+    /// The first bytes of its requests, which came with its last option.
     pub(super) input: Vec<u8>,
 }
 
-/// Negotiates with the client of a socket that does not block. `None`: it has gone, or wants nothing
-/// more; we are to stop; or the time is over.
+/// Does the handshake with a client on a socket that does not block. `None`: the client is gone or
+/// wants nothing more, `stop` was woken, or the time is over.
 ///
 /// # Errors
-/// The socket's.
+/// Errors of the socket.
 pub(super) fn greet(
     mut socket: &UnixStream,
     export: Export,
@@ -56,7 +56,7 @@ pub(super) fn greet(
             }
             next = negotiation.go_on(&mut input, &mut out);
         }
-        // What was agreed upon is said before anything that follows from it.
+        // Replies are sent before anything that follows from them.
         match next {
             Next::Close if out.is_empty() => return Ok(None),
             Next::Requests(agreed) if out.is_empty() => return Ok(Some(Greeted { agreed, input })),
@@ -69,7 +69,7 @@ fn is_nothing(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
-/// Waits for the socket; `false`: that is to end.
+/// Waits for the socket. `false`: the handshake has to end.
 fn wait(socket: &UnixStream, flags: PollFlags, stop: &Waker, end: Instant) -> io::Result<bool> {
     loop {
         let Some(left) = end.checked_duration_since(Instant::now()) else { return Ok(false) };

@@ -1,72 +1,72 @@
-//! What a client and we agree upon before its first request: bytes in, bytes out, no I/O.
+//! The negotiation with a client before its first request: bytes in, bytes out, no I/O.
 
 use super::wire::{
     CONTEXT, CONTEXT_ID, FIXED_NEWSTYLE, Fields, NO_ZEROES, OPTION_MAGIC, SERVER_MAGIC, can, info,
     option, push_option_reply, reply,
 };
 
-/// The longest option that is looked at: names have at most 4096 bytes.
+/// The longest option that is decoded: names have at most 4096 bytes.
 pub(super) const MAX_OPTION_BYTES: usize = 32 << 10;
 /// The longest name that the protocol allows.
 pub(super) const MAX_NAME_BYTES: usize = 4096;
-/// Options of one client.
+/// Most options of one client.
 const MAX_OPTIONS: usize = 512;
 /// Bytes of an option before its data.
 pub(super) const OPTION_HEAD_BYTES: usize = 16;
-/// Bytes that fill the answer to `EXPORT_NAME`, unless the client does without them.
+/// The padding of the reply to `EXPORT_NAME`, unless the client refuses it.
 pub(super) const PADDING: [u8; 124] = [0; 124];
 
-/// Requests are of whole sectors (nbd-rules.md 3).
+/// The smallest block: requests are of whole sectors (nbd-rules.md 3).
 pub(super) const MIN_BLOCK_BYTES: u32 = 512;
 /// The largest data of a request.
 pub(super) const MAX_REQUEST_BYTES: u32 = 32 << 20;
 
-/// What is offered, under any name.
+/// The export, under any name.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Export {
-    /// The size of the disk.
+    /// Bytes of the disk.
     pub(super) bytes: u64,
     pub(super) read_only: bool,
     pub(super) trims: bool,
-    /// What requests had better be multiples of; a power of two, [`MIN_BLOCK_BYTES`] at least.
+    /// The preferred multiple of requests in bytes: a power of two, at least [`MIN_BLOCK_BYTES`].
     pub(super) preferred_bytes: u32,
 }
 
-/// What a client wants of its requests' answers.
+/// The negotiated features.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Agreed {
-    /// Reads are answered in chunks.
+    /// Whether reads are answered in chunks.
     pub(super) structured: bool,
-    /// It may ask for `base:allocation`.
+    /// Whether the client may query `base:allocation`.
     pub(super) allocation: bool,
 }
 
-/// What comes next.
+/// The next step of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
-    /// More bytes of the client's.
+    /// More bytes of the client are needed.
     More,
-    /// Its requests.
+    /// The client's requests follow.
     Requests(Agreed),
-    /// Nothing: it is to be closed, once what was said is sent.
+    /// The connection is closed after the output is sent.
     Close,
 }
 
-/// One client's; see the module's text.
+/// The negotiation with one client.
 pub(super) struct Negotiation {
     export: Export,
-    /// The flags that the client has sent, first of all.
+    /// The client's flags, which come first.
     flags: Option<u32>,
     agreed: Agreed,
-    /// The export that `base:allocation` was agreed upon for.
+    /// The export for which `base:allocation` was negotiated.
     context_of: Vec<u8>,
     options: usize,
-    /// Bytes of an option that is too long, which are still to come.
+    /// Bytes of a too long option that are still to come.
     skip: u64,
 }
 
 impl Negotiation {
-    /// Begins one, with what is said first.
+    /// Begins a negotiation, with the greeting in `out`.
     pub(super) fn new(export: Export, out: &mut Vec<u8>) -> Negotiation {
         out.extend(SERVER_MAGIC.to_be_bytes());
         out.extend(OPTION_MAGIC.to_be_bytes());
@@ -81,7 +81,7 @@ impl Negotiation {
         }
     }
 
-    /// Takes what it understands off the front of `input`, and adds the answers to `out`.
+    /// Uses the bytes at the front of `input`, and adds the replies to `out`.
     pub(super) fn go_on(&mut self, input: &mut Vec<u8>, out: &mut Vec<u8>) -> Next {
         let mut taken = 0;
         let next = loop {
@@ -98,7 +98,7 @@ impl Negotiation {
         next
     }
 
-    /// One message; `None`: it is not there in full yet.
+    /// Handles one message. `None`: it is not complete yet.
     fn step(&mut self, input: &[u8], out: &mut Vec<u8>) -> Option<(usize, Next)> {
         if self.skip > 0 {
             let bytes = self.skip.min(input.len() as u64);
@@ -119,7 +119,7 @@ impl Negotiation {
         let all = OPTION_HEAD_BYTES + len as usize;
         if len as usize > MAX_OPTION_BYTES {
             if option == option::EXPORT_NAME {
-                // It has no other answer.
+                // This option has no error reply.
                 return Some((OPTION_HEAD_BYTES, Next::Close));
             }
             push_option_reply(out, option, reply::TOO_BIG, &[]);
@@ -141,7 +141,7 @@ impl Negotiation {
                 return Next::Close;
             }
             option::LIST if data.is_empty() => {
-                // The default export, whose name is empty.
+                // The default export has the empty name.
                 answer(reply::SERVER, &[&0u32.to_be_bytes()]);
                 answer(reply::ACK, &[]);
             }
@@ -150,7 +150,7 @@ impl Negotiation {
                     answer(reply::INVALID, &[]);
                     return Next::More;
                 };
-                // Agreed before, unless another of the infos comes between.
+                // The context was negotiated before, unless another export was named since.
                 let agreed = self.agreed_for(name);
                 for part in self.infos(name, wants_name, agreed.structured) {
                     answer(reply::INFO, &[&part]);
@@ -173,7 +173,7 @@ impl Negotiation {
         Next::More
     }
 
-    /// The oldest way to an export; the only answer to a wrong one is to hang up.
+    /// Handles the oldest way to select an export. A wrong name can only be answered by closing.
     fn export_name(&self, name: &[u8], out: &mut Vec<u8>) -> Next {
         if name.len() > MAX_NAME_BYTES {
             return Next::Close;
@@ -187,13 +187,13 @@ impl Negotiation {
         Next::Requests(agreed)
     }
 
-    /// A context is agreed upon for an export by name.
+    /// Handles a context, which is negotiated for an export by name.
     fn agreed_for(&self, name: &[u8]) -> Agreed {
         let allocation = self.agreed.allocation && self.context_of == name;
         Agreed { allocation, ..self.agreed }
     }
 
-    /// All that there is to say about the export, asked for or not.
+    /// Adds all information about the export, requested or not.
     fn infos(&self, name: &[u8], wants_name: bool, structured: bool) -> Vec<Vec<u8>> {
         let Export { bytes, preferred_bytes, .. } = self.export;
         let flags = self.export.flags(structured);
@@ -233,7 +233,8 @@ impl Negotiation {
 }
 
 impl Export {
-    /// A flush makes durable what any client was answered, so clients may be several (nbd-rules.md 4).
+    /// The export's flags. A flush makes durable what any client was answered, so there may be
+    /// several clients (nbd-rules.md 4).
     fn flags(&self, structured: bool) -> u16 {
         let mut flags = can::HAS_FLAGS | can::FLUSH | can::FUA | can::MULTI_CONN;
         let mut set = |flag, is| flags |= if is { flag } else { 0 };
@@ -245,7 +246,7 @@ impl Export {
     }
 }
 
-/// The name in `INFO` and `GO`, and whether it is to be told. `None`: it makes no sense.
+/// The name in `INFO` and `GO`, and whether it was requested. `None`: the option is malformed.
 fn parse_info(data: &[u8]) -> Option<(&[u8], bool)> {
     let mut fields = Fields(data);
     let name = fields.counted().filter(|name| name.len() <= MAX_NAME_BYTES)?;
@@ -257,14 +258,14 @@ fn parse_info(data: &[u8]) -> Option<(&[u8], bool)> {
     fields.0.is_empty().then_some((name, wants_name))
 }
 
-/// The export's name and the queries. `None`: it makes no sense.
+/// The export's name and the queries. `None`: the option is malformed.
 fn parse_contexts(data: &[u8]) -> Option<(&[u8], Vec<&[u8]>)> {
     let mut fields = Fields(data);
     let name = fields.counted().filter(|name| name.len() <= MAX_NAME_BYTES)?;
     let count = fields.u32()?;
     let mut queries = Vec::new();
     for _ in 0..count {
-        // Each has four bytes at least, so this ends with the option.
+        // Each query has at least four bytes, so this ends with the option.
         queries.push(fields.counted()?);
     }
     fields.0.is_empty().then_some((name, queries))

@@ -1,4 +1,4 @@
-//! The clients of a disk.
+//! The NBD clients of a disk.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -24,76 +24,76 @@ use crate::trace::clients::ClientTraces;
 use crate::tuning::Tuning;
 use crate::waker::{Waker, wait_for};
 
-/// What clients have at least for what needs no I/O; more helps nobody who is alive.
+/// The shortest time that a client gets for steps without I/O. A living client does not need more.
 pub const COURTESY: Duration = Duration::from_secs(10);
-/// How long nobody is accepted after the system had no descriptor or memory for one.
+/// The pause between accepts after the system had no descriptor or memory for one.
 const SHORTAGE: Duration = Duration::from_millis(100);
-/// Requests prefer whole pages.
+/// Requests are best multiples of a page.
 const PAGE_BYTES: u32 = 4096;
-/// The largest block that is told of: NBD's own limit is the length of a request.
+/// The largest preferred block size: NBD limits it to the length of a request.
 const MAX_PREFERRED_BYTES: u32 = 32 << 20;
 
 /// Builds the engine of a client.
 pub type EngineFactory = Arc<dyn Fn(Arc<Arena>, u32) -> io::Result<Box<dyn Engine>> + Send + Sync>;
 
-/// How a disk is served.
+/// How a disk is served to NBD clients.
 #[derive(Clone)]
 pub struct Options {
-    /// Clients may not write, even where the disk could be written.
+    /// Whether clients may only read, even if the disk is writable.
     pub read_only: bool,
-    /// Clients at once; more are turned away.
+    /// Most clients at a time. More are turned away.
     pub max_clients: usize,
-    /// Memory in bytes for the data of each client; 2 MiB at least are taken.
+    /// Bytes of memory for the data of each client. At least 2 MiB are taken.
     pub client_bytes: usize,
-    /// What a client may take to say what it wants,
+    /// The longest negotiation of a client.
     pub greeting: Duration,
-    /// to read its last answers when it has said its last,
+    /// The time for a client to read its last replies after it has disconnected.
     pub goodbye: Duration,
-    /// and to read them when the server stops.
+    /// The time for a client to read its last replies when the server stops.
     pub at_stop: Duration,
-    /// What does the disk I/O.
+    /// Builds the engines for disk I/O.
     pub engine: EngineFactory,
-    /// How requests are gone about.
+    /// Tuning of the paths.
     pub tuning: Tuning,
-    /// Where all that clients do is counted; without, each client counts for itself.
+    /// The counters of all clients. Without them each client has its own.
     pub counters: Option<Counters>,
-    /// TRIM is not offered, whatever the disk can.
+    /// Whether TRIM is not offered, even if the disk supports it.
     pub keeps_all: bool,
-    /// Where clients leave what became of their requests, if anywhere.
+    /// Where clients record their requests, if anywhere.
     pub traces: Option<Arc<ClientTraces>>,
 }
 
-/// What the threads share.
+/// The state that the clients' threads share.
 struct Common {
     device: Arc<Device>,
     options: Options,
     stop: Arc<Waker>,
-    /// Of clients that have gone.
+    /// Requests of clients that have disconnected.
     requests: AtomicU64,
 }
 
-/// A disk's clients, however they come; see the module's text.
+/// A disk's clients, from any source. See the module's text.
 pub struct Clients {
     common: Arc<Common>,
     threads: Vec<JoinHandle<()>>,
 }
 
-/// Those that come to a socket.
+/// The clients of a listening socket.
 pub struct Server {
     clients: Clients,
 }
 
 impl Server {
-    /// A server of this disk, which ends when `stop` is woken; nobody may clear that.
+    /// A server of this disk. It ends when `stop` is woken, which must not be cleared.
     pub fn new(device: Arc<Device>, options: Options, stop: Arc<Waker>) -> Server {
         Server { clients: Clients::new(device, options, stop) }
     }
 
-    /// Accepts clients until it is told to stop. When this returns, all that was taken is answered,
-    /// and no thread of a client is left.
+    /// Accepts clients until `stop` is woken. When this returns, all requests that were taken are
+    /// answered, and all clients' threads have ended.
     ///
     /// # Errors
-    /// The listener fails; clients are sent away.
+    /// The listener fails. Clients are disconnected.
     pub fn run(mut self, listener: &UnixListener) -> io::Result<()> {
         let accepted = self.accept(listener);
         let requests = self.clients.end();
@@ -126,14 +126,14 @@ impl Server {
 }
 
 impl Clients {
-    /// Of this disk, until `stop` is woken; nobody may clear that.
+    /// Clients of this disk, until `stop` is woken, which must not be cleared.
     pub fn new(device: Arc<Device>, options: Options, stop: Arc<Waker>) -> Clients {
         let requests = AtomicU64::new(0);
         let common = Arc::new(Common { device, options, stop, requests });
         Clients { common, threads: Vec::new() }
     }
 
-    /// A thread for a client, if there is room for one more.
+    /// Serves a client on a thread of its own, if there is room for one more.
     pub fn admit(&mut self, socket: UnixStream) {
         self.threads.retain(|client| !client.is_finished());
         let common = self.common.clone();
@@ -154,8 +154,8 @@ impl Clients {
         }
     }
 
-    /// Ends them all. When this returns, all that was taken is answered or will never be, and nothing
-    /// of it is under way. So many requests there were, where each has counted for itself.
+    /// Ends all clients. When this returns, no request is under way: each was answered or never
+    /// will be. Returns the number of requests, if each client has counted for itself.
     pub fn end(self) -> u64 {
         self.common.stop.wake();
         for client in self.threads {
@@ -167,7 +167,7 @@ impl Clients {
     }
 }
 
-/// Whether the next client may have more luck.
+/// Whether the next accept may succeed.
 fn is_passing(e: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
     matches!(e.kind(), WouldBlock | Interrupted | ConnectionAborted)
@@ -179,11 +179,10 @@ fn is_shortage(e: &io::Error) -> bool {
     shortages.iter().any(|errno| e.raw_os_error() == Some(errno.raw_os_error()))
 }
 
-/// Serves one client on this thread until it goes or `stop` is woken; what was counted where it
-/// counts.
+/// Serves one client on this thread until it disconnects or `stop` is woken. Returns its counts.
 ///
 /// # Errors
-/// Of the socket, the engine or the disk.
+/// Errors of the socket, the engine or the disk.
 pub fn serve_one(
     device: &Arc<Device>,
     options: &Options,
@@ -208,7 +207,7 @@ pub fn serve_one(
     Ok(counters.counts())
 }
 
-/// Operations that an engine takes at once.
+/// Operations that an engine takes at a time.
 const ENGINE_ENTRIES: u32 = 256;
 
 impl Common {

@@ -1,8 +1,8 @@
 //! The messages of NBD, as bytes. All numbers are big-endian (nbd-rules.md 1).
 
-/// First in what a server says.
+/// The first magic number of a server.
 pub(super) const SERVER_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
-/// Then, and before each option.
+/// The second magic number of a server, which also precedes each option.
 pub(super) const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
 pub(super) const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
@@ -13,7 +13,7 @@ pub(super) const CHUNK_MAGIC: u32 = 0x668e_33ef;
 pub(super) const FIXED_NEWSTYLE: u16 = 1;
 pub(super) const NO_ZEROES: u16 = 2;
 
-/// What a client may ask for before it has an export.
+/// The options of a client before it has an export.
 pub(super) mod option {
     pub(in crate::nbd) const EXPORT_NAME: u32 = 1;
     pub(in crate::nbd) const ABORT: u32 = 2;
@@ -25,7 +25,7 @@ pub(super) mod option {
     pub(in crate::nbd) const SET_META_CONTEXT: u32 = 10;
 }
 
-/// The answers.
+/// The replies to options.
 pub(super) mod reply {
     pub(in crate::nbd) const ACK: u32 = 1;
     pub(in crate::nbd) const SERVER: u32 = 2;
@@ -36,14 +36,14 @@ pub(super) mod reply {
     pub(in crate::nbd) const TOO_BIG: u32 = 1 << 31 | 9;
 }
 
-/// What is told about an export.
+/// The kinds of information about an export.
 pub(super) mod info {
     pub(in crate::nbd) const EXPORT: u16 = 0;
     pub(in crate::nbd) const NAME: u16 = 1;
     pub(in crate::nbd) const BLOCK_SIZE: u16 = 3;
 }
 
-/// What an export can do.
+/// The flags of an export.
 pub(super) mod can {
     pub(in crate::nbd) const HAS_FLAGS: u16 = 1;
     pub(in crate::nbd) const READ_ONLY: u16 = 1 << 1;
@@ -55,7 +55,7 @@ pub(super) mod can {
     pub(in crate::nbd) const MULTI_CONN: u16 = 1 << 8;
 }
 
-/// Commands.
+/// The commands.
 pub(super) mod command {
     pub(in crate::nbd) const READ: u16 = 0;
     pub(in crate::nbd) const WRITE: u16 = 1;
@@ -66,9 +66,9 @@ pub(super) mod command {
     pub(in crate::nbd) const BLOCK_STATUS: u16 = 7;
 }
 
-/// Flags of commands.
+/// The flags of commands.
 pub(super) mod flag {
-    /// The answer says that it is durable.
+    /// The data are durable when the reply is sent.
     pub(in crate::nbd) const FUA: u16 = 1;
     /// Zeros take space.
     pub(in crate::nbd) const NO_HOLE: u16 = 1 << 1;
@@ -78,7 +78,7 @@ pub(super) mod flag {
     pub(in crate::nbd) const REQ_ONE: u16 = 1 << 3;
 }
 
-/// Errors of commands.
+/// The errors of commands.
 pub(super) mod error {
     pub(in crate::nbd) const PERM: u32 = 1;
     pub(in crate::nbd) const IO: u32 = 5;
@@ -87,7 +87,7 @@ pub(super) mod error {
     pub(in crate::nbd) const OVERFLOW: u32 = 75;
 }
 
-/// Kinds of chunks.
+/// The kinds of chunks.
 pub(super) mod chunk {
     pub(in crate::nbd) const DATA: u16 = 1;
     pub(in crate::nbd) const HOLE: u16 = 2;
@@ -95,7 +95,7 @@ pub(super) mod chunk {
     pub(in crate::nbd) const ERROR: u16 = 1 << 15 | 1;
 }
 
-/// The flag of a chunk that is the last of its reply.
+/// The flag of the last chunk of a reply.
 pub(super) const DONE: u16 = 1;
 
 /// The namespace and name of the one context, and its number on the wire.
@@ -110,7 +110,7 @@ pub(super) const REQUEST_BYTES: usize = 28;
 /// The longest head of a reply.
 pub(super) const MAX_HEAD_BYTES: usize = 32;
 
-/// A request as it came; nothing in it was checked.
+/// A request as it came. Nothing in it was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RawRequest {
     pub(super) flags: u16,
@@ -120,7 +120,7 @@ pub(super) struct RawRequest {
     pub(super) len: u32,
 }
 
-/// Takes numbers from the front of bytes; `None` where they end.
+/// Reads numbers from the front of bytes. `None`: there are too few bytes.
 pub(super) struct Fields<'a>(pub(super) &'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -148,7 +148,7 @@ impl<'a> Fields<'a> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// A length, and so many bytes.
+    /// Reads a length, and this number of bytes.
     pub(super) fn counted(&mut self) -> Option<&'a [u8]> {
         let count = self.u32()?;
         self.bytes(usize::try_from(count).ok()?)
@@ -156,7 +156,8 @@ impl<'a> Fields<'a> {
 }
 
 impl RawRequest {
-    /// `None`: these are not the bytes of a request, and the stream makes no sense from here on.
+    /// Parses a request. `None`: the bytes are not a request, and the rest of the stream is
+    /// unusable.
     pub(super) fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<RawRequest> {
         let mut fields = Fields(bytes);
         if fields.u32()? != REQUEST_MAGIC {
@@ -176,18 +177,18 @@ impl RawRequest {
     }
 }
 
-/// Adds the answer to an option.
+/// Adds the reply to an option.
 pub(super) fn push_option_reply(out: &mut Vec<u8>, option: u32, reply: u32, data: &[&[u8]]) {
     let len: usize = data.iter().map(|part| part.len()).sum();
     out.extend(OPTION_REPLY_MAGIC.to_be_bytes());
     out.extend(option.to_be_bytes());
     out.extend(reply.to_be_bytes());
-    // What is sent here is shorter than the longest option.
+    // The data are shorter than the longest option.
     out.extend((len as u32).to_be_bytes());
     data.iter().for_each(|part| out.extend(*part));
 }
 
-/// What comes before the data of a reply.
+/// The head of a reply, before its data.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Head {
     bytes: [u8; MAX_HEAD_BYTES],
@@ -205,7 +206,7 @@ impl Head {
         head
     }
 
-    /// Of data that go on.
+    /// The head of further data.
     pub(super) fn none() -> Head {
         Head::new(&[])
     }
@@ -214,7 +215,7 @@ impl Head {
         &self.bytes[..usize::from(self.len)]
     }
 
-    /// A simple reply; the data of a read follow.
+    /// A simple reply. The data of a read follow.
     pub(super) fn simple(cookie: u64, error: u32) -> Head {
         let magic = SIMPLE_REPLY_MAGIC.to_be_bytes();
         Head::new(&[&magic, &error.to_be_bytes(), &cookie.to_be_bytes()])
@@ -235,7 +236,7 @@ impl Head {
         }
     }
 
-    /// A chunk whose data follow: `len` bytes, of the disk from `offset` on.
+    /// A chunk whose data follow: `len` bytes of the disk from `offset` on.
     pub(super) fn data(cookie: u64, done: bool, offset: u64, len: u32) -> Head {
         Head::chunk(cookie, chunk::DATA, done, len + 8, &[&offset.to_be_bytes()])
     }
@@ -246,15 +247,15 @@ impl Head {
         Head::chunk(cookie, chunk::HOLE, done, 12, &[&offset, &bytes])
     }
 
-    /// A chunk that says that the request has failed; the last one.
+    /// The last chunk of a reply to a request that has failed.
     pub(super) fn error(cookie: u64, error: u32) -> Head {
         let text_bytes = 0u16.to_be_bytes();
         Head::chunk(cookie, chunk::ERROR, true, 6, &[&error.to_be_bytes(), &text_bytes])
     }
 
-    /// The last chunk, which the extents follow: so many.
+    /// The last chunk, which this number of extents follow.
     pub(super) fn status(cookie: u64, extents: usize) -> Head {
-        // A request has a bounded number of them.
+        // A request has a bounded number of extents.
         let len = 4 + 8 * extents as u32;
         Head::chunk(cookie, chunk::BLOCK_STATUS, true, len, &[&CONTEXT_ID.to_be_bytes()])
     }

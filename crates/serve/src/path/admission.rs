@@ -1,4 +1,4 @@
-//! From a client's request to one in flight.
+//! Turns a client's request into one in flight.
 
 use std::mem;
 
@@ -10,18 +10,18 @@ use super::flight::Ticket;
 use super::work::{Action, Outcome, Work};
 use crate::counters::Kind;
 
-/// What becomes of a request that was [admitted](RequestPath::admit).
+/// The state of a request that was [admitted](RequestPath::admit).
 #[derive(Debug)]
 #[must_use = "a request that is not answered hangs its client"]
 pub enum Admitted {
     /// The path goes on with it.
     Taken,
-    /// The frontend puts its data where [`data`](RequestPath::data) says, and it is
+    /// The frontend has to put its data into [`data`](RequestPath::data), and call
     /// [`fetched`](RequestPath::fetched).
     Fetch(Ticket),
 }
 
-/// Bytes of a buffer beside those of a request: a range that begins or ends inside a block of the
+/// Bytes of a buffer besides those of a request: a range that begins or ends inside a block of the
 /// medium is read whole.
 fn slack(block_bytes: usize) -> usize {
     if block_bytes > SECTOR_BYTES as usize { block_bytes } else { 0 }
@@ -33,8 +33,8 @@ pub fn largest_request(disk: &Disk) -> usize {
 }
 
 impl RequestPath {
-    /// Says that requests are about to be taken. `false`: nothing may be now; this thread is woken
-    /// when that ends.
+    /// Begins to take requests. `false`: none may be taken now. This thread is woken when that
+    /// ends.
     pub fn enter(&mut self) -> bool {
         self.hold.stalled = false;
         self.hold.short = false;
@@ -50,24 +50,24 @@ impl RequestPath {
             self.hold.stalled = true;
             return false;
         }
-        if !self.seat.enter() {
+        if !self.member.enter() {
             self.hold.stalled = true;
-            // One that is at work looks again when that ends.
+            // A busy path tries again when its work ends.
             if self.leave_if_idle() {
-                self.seat.wish();
+                self.member.wish();
             }
             return false;
         }
         true
     }
 
-    /// Whether the disk may be another guest's now. A path does not [`enter`](Self::enter) for nothing
-    /// then, and [stays out](Self::stay_out): the other one would have to wait for it.
+    /// Whether another guest may have the disk now. Then a path should [stay out](Self::stay_out)
+    /// and not [`enter`](Self::enter) without requests: the other guest would have to wait for it.
     pub fn has_company(&self) -> bool {
-        !self.seat.is_at_home()
+        !self.member.is_at_home()
     }
 
-    /// There is nothing to take: nothing holds that back, either, and what comes next is to be heard of.
+    /// Notes that there are no requests to take, so nothing holds this path back.
     pub fn stay_out(&mut self) {
         self.hold.stalled = false;
         self.leave_if_idle();
@@ -78,13 +78,13 @@ impl RequestPath {
         self.flights.reserve(entry);
     }
 
-    /// The number of the entry that the next [`take`](Self::take) gives; `None` if all are in use.
+    /// The entry that the next [`take`](Self::take) uses. `None`: all are in use.
     pub fn next_entry(&self) -> Option<u32> {
         self.flights.peek_free()
     }
 
-    /// A buffer for so many bytes of data, [`largest_request`] at most. `None`: all are in use, and
-    /// this thread finds out by itself when one is free.
+    /// A buffer for this many bytes of data, at most [`largest_request`]. `None`: all are in use.
+    /// This thread notices by itself when one is free.
     pub fn buffer(&mut self, data_bytes: usize) -> Option<Buf> {
         let slack = slack(self.medium.block_bytes);
         if self.flights.in_use() == 0 && self.reactor.tasks() == 0 {
@@ -99,8 +99,8 @@ impl RequestPath {
         buf
     }
 
-    /// An entry for a request, with the [`buffer`](Self::buffer) for its data. `id` and `operation`
-    /// are as its client knows them, for the trace. `None` if all are in use.
+    /// Takes an entry for a request, with the [`buffer`](Self::buffer) for its data. `id` and
+    /// `operation` are the client's values for the trace. `None`: all entries are in use.
     pub fn take(
         &mut self,
         id: u64,
@@ -113,7 +113,7 @@ impl RequestPath {
         Some(ticket)
     }
 
-    /// As [`take`](Self::take), of an entry that was [set aside](Self::set_aside).
+    /// As [`take`](Self::take), for an entry that was [set aside](Self::set_aside).
     pub fn take_set_aside(
         &mut self,
         entry: u32,
@@ -127,14 +127,14 @@ impl RequestPath {
         ticket
     }
 
-    /// Sends a request to its next stage. Whoever calls has checked that its range lies on the
-    /// disk, and that its buffer holds its data.
+    /// Sends a request to its next stage. The caller has checked that its range is on the disk and
+    /// that its data fit into its buffer.
     pub fn admit(&mut self, ticket: Ticket, work: Work) -> Admitted {
         self.admit_with(ticket, work, false)
     }
 
-    /// As [`admit`](Self::admit) for a client whose data came with its request: they are in the
-    /// request's buffer from [`begins_at`](Self::begins_at) on, and are not fetched.
+    /// As [`admit`](Self::admit), for a request that came with its data. They are in its buffer
+    /// from [`begins_at`](Self::begins_at) on, and are not fetched.
     pub fn admit_filled(&mut self, ticket: Ticket, work: Work) {
         match self.admit_with(ticket, work, true) {
             Admitted::Taken => {}
@@ -142,7 +142,7 @@ impl RequestPath {
         }
     }
 
-    /// Where in its buffer a request's first byte belongs, if it begins there on the disk.
+    /// The place of a request's first byte in its buffer, if it begins at `offset` on the disk.
     pub fn begins_at(&self, offset: u64) -> usize {
         offset as usize & (self.medium.block_bytes - 1)
     }
@@ -160,7 +160,7 @@ impl RequestPath {
         flight.record.sector = work.sector;
         flight.record.bytes = u32::try_from(work.bytes()).unwrap_or(u32::MAX);
         let changes = !matches!(work.action, Action::Read | Action::Status);
-        if changes && self.seat.device().flush_has_failed() {
+        if changes && self.member.device().flush_has_failed() {
             self.finish(ticket, Outcome::Failed);
             return Admitted::Taken;
         }
@@ -184,7 +184,7 @@ impl RequestPath {
         Admitted::Taken
     }
 
-    /// Whether a request has to have the disk for itself.
+    /// Whether a request needs the disk alone.
     pub(super) fn needs_to_be_alone(&self, ticket: &Ticket) -> bool {
         let flight = self.flights.see(ticket);
         let below_block = flight.layout.is_some_and(|layout| !layout.is_whole());
@@ -192,18 +192,18 @@ impl RequestPath {
         action == Action::Barrier || (action.takes_data() && below_block)
     }
 
-    /// Whether the requests of this sweep are close together and leave gaps: what the client asks
-    /// for next may belong there.
+    /// Whether the requests of this sweep are close together and leave gaps. The client's next
+    /// requests may fill them.
     pub fn leave_gaps(&self) -> bool {
         self.neighbours.leave_gaps()
     }
 
-    /// Lets neighbours of the sweep have neighbouring buffers, before there are data in them.
+    /// Gives neighbours of the sweep neighbouring buffers, before there are data in them.
     pub fn order_buffers(&mut self) {
         self.neighbours.order_buffers(&mut self.flights, self.medium.block_bytes);
     }
 
-    /// The data of a request were fetched, or could not be.
+    /// Goes on with a request whose data were fetched, or could not be (`ok`).
     pub fn fetched(&mut self, ticket: Ticket, ok: bool, now_ns: u64) {
         self.flights.get(&ticket).record.stages.copied_in_ns = now_ns;
         if ok {
@@ -213,7 +213,7 @@ impl RequestPath {
         }
     }
 
-    /// Starts everything that is ready; `true` if anything was.
+    /// Starts all requests that are ready. Returns whether there were any.
     pub fn start(&mut self) -> bool {
         if self.ready.is_empty() {
             return false;
@@ -246,7 +246,7 @@ pub(super) mod tests {
     use crate::path::work::Action;
     use crate::tuning::Tuning;
 
-    /// One without a thread.
+    /// A path without a thread.
     pub(in super::super) fn path(device: &Arc<Device>, side: Side) -> RequestPath {
         path_with(device, side, None)
     }
@@ -265,7 +265,7 @@ pub(super) mod tests {
         RequestPath::new(Arc::new(shared.on_side(side)), 0, engine, 8).unwrap()
     }
 
-    /// It would sleep without listening to its client.
+    /// Otherwise it would sleep without noticing its client's requests.
     #[test]
     fn a_path_that_was_refused_for_nothing_is_not_held_back_when_it_stays_out() {
         let device = Arc::new(Device::new(Disk::nothing(), SystemClock::shared()));
@@ -274,7 +274,7 @@ pub(super) mod tests {
         assert!(!second.enter() && second.has_company() && second.is_held_back());
         second.stay_out();
         assert!(!second.is_held_back());
-        // The wish stands, and there is nobody whom it keeps waiting for ever.
+        // The turn stays marked as wanted, and no path waits for it for ever.
         assert!(first.has_company());
         first.stay_out();
         assert!(second.enter() && !first.enter());
@@ -282,7 +282,7 @@ pub(super) mod tests {
         assert!(first.enter());
     }
 
-    /// It counts the pages that it was asked for, and has none.
+    /// Counts the pages that are requested from it, and has none.
     struct Asked(Arc<AtomicUsize>);
 
     impl Lender for Asked {

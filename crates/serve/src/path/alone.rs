@@ -1,4 +1,4 @@
-//! Requests that need the whole disk for themselves: barriers, and writes below the medium's block.
+//! Requests that need the disk alone: barriers, and writes below the medium's block.
 
 use std::collections::VecDeque;
 
@@ -6,13 +6,13 @@ use super::RequestPath;
 use super::flight::Ticket;
 use super::work::Outcome;
 
-/// Those of one path.
+/// The requests of one path that need the disk alone.
 #[derive(Default)]
 pub(super) struct Alone {
     waiting: VecDeque<Ticket>,
-    /// The gate was closed for the first of them.
+    /// Whether the path has closed the gate for the first of them.
     has_gate: bool,
-    /// That has been begun.
+    /// Whether that one has begun.
     running: bool,
 }
 
@@ -29,7 +29,7 @@ impl Alone {
         self.waiting.front()
     }
 
-    /// As one that was first before.
+    /// Puts a request in front, which was first before.
     pub(super) fn wait_first(&mut self, ticket: Ticket) {
         self.waiting.push_front(ticket);
     }
@@ -39,7 +39,7 @@ impl Alone {
     }
 }
 
-/// What has waited for those that wait for space is left to a successor with them.
+/// Requests that have waited behind those without space are left to a successor with them.
 impl Drop for Alone {
     fn drop(&mut self) {
         self.waiting.drain(..).for_each(|ticket| {
@@ -49,25 +49,27 @@ impl Drop for Alone {
 }
 
 impl RequestPath {
-    /// Its data is fetched when its turn has come; until then nothing else is taken.
+    /// Queues a request until it can be alone. Its data are fetched then. Until then nothing else
+    /// is taken.
     pub(super) fn wait_to_be_alone(&mut self, ticket: Ticket) {
         self.alone.waiting.push_back(ticket);
     }
 
-    /// Whether nothing is taken, as a request needs the disk for itself.
+    /// Whether no requests are taken, since one needs the disk alone.
     pub fn is_holding_back(&self) -> bool {
         self.alone.running || !self.alone.waiting.is_empty() || self.space.has_barrier()
     }
 
-    /// Requests that storage or this thread works on: all but those that wait to be alone, or for space.
+    /// Number of requests that storage or this thread works on: all except those that wait to be
+    /// alone or for space.
     fn working(&self) -> usize {
         let waiting = self.alone.waiting.len() + self.space.waiting();
         self.flights.in_use() - self.flights.set_aside() - waiting
     }
 
-    /// The request that needs the disk for itself, if its time has come: nothing else of this path
-    /// is under way, no other path has the gate, and all others are idle. Its data is to be fetched
-    /// now, and it is [`alone_fetched`](Self::alone_fetched).
+    /// The request that needs the disk alone, if it can begin: nothing else of this path is under
+    /// way, this path has the gate, and all other paths are idle. Fetch its data now, and call
+    /// [`alone_fetched`](Self::alone_fetched).
     pub fn take_alone(&mut self) -> Option<Ticket> {
         if self.alone.running || self.alone.waiting.is_empty() || self.working() > 0 {
             return None;
@@ -77,17 +79,17 @@ impl RequestPath {
             self.leave_if_idle();
             return None;
         }
-        if !self.seat.close() {
-            // Its holder may be waiting for this path in turn.
+        if !self.member.close() {
+            // The gate's holder may be waiting for this path in turn.
             self.leave_if_idle();
             return None;
         }
         self.alone.has_gate = true;
-        if !self.seat.others_idle() {
+        if !self.member.others_idle() {
             return None;
         }
         if self.is_alone_behind_space() {
-            // Another has found no space meanwhile, and needs the gate to try again.
+            // Another path has found no space meanwhile, and needs the gate to try again.
             self.give_gate_back();
             return None;
         }
@@ -98,7 +100,8 @@ impl RequestPath {
         Some(ticket)
     }
 
-    /// The data of the request that has the disk for itself were fetched, or could not be.
+    /// Goes on with the request that has the disk alone, after its data were fetched or could not
+    /// be (`ok`).
     pub fn alone_fetched(&mut self, ticket: Ticket, ok: bool, now_ns: u64) {
         self.flights.get(&ticket).record.stages.copied_in_ns = now_ns;
         if ok {
@@ -109,7 +112,7 @@ impl RequestPath {
         }
     }
 
-    /// The request that had the disk for itself has ended, if there was one.
+    /// Opens the gate after the request that had the disk alone, if there was one.
     pub(super) fn end_alone(&mut self) {
         if std::mem::take(&mut self.alone.running) {
             self.give_gate_back();
@@ -118,16 +121,17 @@ impl RequestPath {
 
     fn give_gate_back(&mut self) {
         if std::mem::take(&mut self.alone.has_gate) {
-            self.seat.open();
+            self.member.open();
         }
     }
 
-    /// Tells the gate that nothing is under way here, if so, and whoever waits for that. Whether it is so.
+    /// Tells the gate and the paths that wait for it that this path is idle, if it is. Returns
+    /// whether it is.
     pub fn leave_if_idle(&mut self) -> bool {
         self.account.settle();
         let is_idle = self.working() == 0 && !self.alone.running && !self.medium.is_resting();
         if is_idle {
-            self.seat.leave(!self.alone.waiting.is_empty() || self.space.waiting() > 0);
+            self.member.leave(!self.alone.waiting.is_empty() || self.space.waiting() > 0);
         }
         is_idle
     }

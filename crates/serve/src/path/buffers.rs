@@ -1,4 +1,4 @@
-//! Memory for data: used by a path while there are requests, and given back after a while without.
+//! A path's data memory: it is used while there are requests, and given back after a while without.
 
 use ferrite_io::pool::{Buf, QueuePool};
 use ferrite_io::reactor::Reactor;
@@ -6,11 +6,11 @@ use ferrite_io::reactor::Reactor;
 /// A path's part of the pool.
 pub(super) struct Buffers {
     pool: QueuePool,
-    /// Buffers were in use since memory was given back last.
+    /// Whether buffers were in use since memory was given back last.
     warm: bool,
-    /// The kernel does not let go of them.
+    /// Whether the kernel does not unpin the memory.
     pinned: bool,
-    /// Requests were held back once for so many pages.
+    /// The number of pages for which requests were held back once.
     rested_for: u32,
 }
 
@@ -19,7 +19,7 @@ impl Buffers {
         Buffers { pool, warm: false, pinned: false, rested_for: 0 }
     }
 
-    /// A buffer; `None` if all are in use. The first one registers the pool with the engine.
+    /// A buffer. `None`: all are in use. The first one registers the pool with the engine.
     pub(super) fn alloc(&mut self, bytes: usize, reactor: &mut Reactor) -> Option<Buf> {
         if !std::mem::replace(&mut self.warm, true) {
             let all = self.pool.warm();
@@ -28,8 +28,8 @@ impl Buffers {
         self.pool.alloc(bytes)
     }
 
-    /// Has the pool [borrow](QueuePool::borrow_more) what it wants, unless there are buffers in use.
-    /// Nothing is in flight.
+    /// Lets the pool [borrow](QueuePool::borrow_more) pages that it wants, unless buffers are in
+    /// use. Call it when nothing is in flight.
     pub(super) fn borrow_more(&mut self, reactor: &mut Reactor) {
         if self.pool.wants_more() && !self.are_in_use() && reactor.unpin() {
             self.pool.borrow_more();
@@ -37,9 +37,9 @@ impl Buffers {
         }
     }
 
-    /// Whether to hold requests back until what is in flight has ended, so that the pool can borrow: a
-    /// guest that always has some in flight would never let it. Once for each amount, since a
-    /// request may be in flight for as long as it likes.
+    /// Whether to hold requests back until nothing is in flight, so that the pool can borrow. A
+    /// guest that always has requests in flight would never let it. It is done once for each
+    /// amount, since a request may be in flight for any time.
     pub(super) fn rest_to_borrow(&mut self, in_flight: bool) -> bool {
         let Some(pages) = self.pool.more_wanted().filter(|pages| *pages > self.rested_for) else {
             return false;
@@ -54,7 +54,7 @@ impl Buffers {
         self.pool.free(buf);
     }
 
-    /// Whether somebody has one.
+    /// Whether any buffer is in use.
     pub(super) fn are_in_use(&self) -> bool {
         self.pool.in_use() > 0
     }
@@ -64,7 +64,7 @@ impl Buffers {
         self.warm && !self.pinned
     }
 
-    /// Gives the memory back; `true` if that was done.
+    /// Gives the memory back. Returns whether that was done.
     pub(super) fn cool(&mut self, reactor: &mut Reactor) -> bool {
         if !reactor.unpin() {
             self.pinned = true;

@@ -1,4 +1,4 @@
-//! A disk that is served, whichever frontends it has.
+//! A disk that is served, with any number of frontends.
 
 use std::io;
 use std::path::Path;
@@ -16,16 +16,16 @@ use super::turns::Turns;
 use crate::log_limit::{LogLimits, limited};
 use crate::waker::Waker;
 
-/// Bytes of the file that remembers a failed flush.
+/// Bytes of the file that records a failed flush.
 const LATCH_BYTES: usize = 64;
 
 /// Most paths of a device: two frontends with as many queues as a frontend can have.
-const SEATS: usize = 128;
+const MAX_PATHS: usize = 128;
 
-/// A frontend that has to know which image it serves.
-pub trait Heir: Send + Sync {
-    /// From now on it is this one. Nobody has written to it as the device's disk. It cannot fail, and
-    /// must not ask for the disk.
+/// Is told each image that a device serves, and keeps it on record for a successor.
+pub trait Successor: Send + Sync {
+    /// The device serves this image from now on, and nothing was written to it by the device yet.
+    /// It cannot fail, and must not ask for the disk.
     fn serves(&self, image: &DiskIdentity);
 
     /// The device has a disk again, or none for ever.
@@ -35,19 +35,19 @@ pub trait Heir: Send + Sync {
 /// The disk of a device.
 pub(super) enum Slot {
     Here(Arc<Disk>),
-    /// It is the parker's.
+    /// The parker has the disk.
     Away,
-    /// The parker gave none back.
+    /// The parker has not given a disk back.
     Lost,
 }
 
-/// A flush has failed: what the medium holds is not what was answered. Linux takes a failed empty flush for a
-/// disk without a cache and goes on, so all later writes fail until the disk is attached again (blkif.md 2,
-/// rule 3).
+/// The latch of a failed flush: the medium does not hold what was answered. Linux takes a failed
+/// empty flush for a disk without a cache and goes on. So all later writes fail until the disk is
+/// attached again (blkif.md 2, rule 3).
 #[derive(Default)]
 struct Latch {
     is_set: AtomicBool,
-    /// Where that is remembered for successors.
+    /// The file that records the failure for successors.
     file: OnceLock<Shm>,
 }
 
@@ -56,7 +56,7 @@ impl Latch {
         self.is_set.load(Ordering::SeqCst)
     }
 
-    /// `true` the first time.
+    /// Sets the latch. Returns whether it was not set before.
     fn set(&self) -> bool {
         if let Some(file) = self.file.get() {
             file.store_u32(0, 1);
@@ -83,55 +83,55 @@ impl SyncWitness for Latch {
 
 /// A disk that is served, from attach to detach.
 pub struct Device {
-    /// Where times come from.
+    /// The clock of all times.
     pub clock: Arc<dyn Clock>,
-    /// What may be logged about it.
+    /// The limits of log lines about the disk.
     pub log_limits: LogLimits,
     /// Whether a flush has failed.
     failed: Arc<Latch>,
-    /// Somebody sees to it that metadata gets to the medium.
+    /// Whether a path is saving metadata to the medium.
     saving: AtomicBool,
-    /// What requests do where there is no space.
+    /// What happens to requests that find no space.
     pub(super) full: Full,
-    /// What is served.
+    /// The disk that is served.
     pub(super) slot: Mutex<Slot>,
-    /// The slot has changed, or a path rests.
+    /// Signalled when the slot changes or a path rests.
     pub(super) changed: Condvar,
-    /// Who is told which image that is.
-    heirs: Mutex<Vec<Weak<dyn Heir>>>,
-    /// What a path has that rests.
+    /// They are told which image the device serves.
+    successors: Mutex<Vec<Weak<dyn Successor>>>,
+    /// The disk of a resting path.
     no_disk: Arc<Disk>,
-    /// How discards give way to everything else.
+    /// Makes discards give way to everything else.
     pub(super) discards: Turns,
-    /// Exclusion across all paths.
+    /// Excludes paths from the disk while one request needs it alone.
     gate: Gate,
-    /// Requests of a predecessor's that were not begun again yet, while the turn is kept for them.
+    /// A predecessor's requests that have not begun again yet, while their side keeps the turn.
     expected: AtomicUsize,
-    /// What wakes them, by seat.
+    /// The wakers of the paths, by index in the gate.
     wakers: Mutex<Vec<Option<Arc<Waker>>>>,
-    /// What the disk's own work is done with.
+    /// The engines for the disk's background work.
     service: OnceLock<ServiceEngine>,
 }
 
-/// A path's place among those of its device, as long as it lives.
-pub(super) struct Seat {
+/// The registration of a path with its device.
+pub(super) struct Member {
     device: Arc<Device>,
     index: usize,
 }
 
-/// The duty to bring a disk's metadata to its medium, of one queue at a time.
+/// Held by the one path that saves a disk's metadata to its medium.
 pub(super) struct Saving(Arc<Device>);
 
 impl Drop for Saving {
     fn drop(&mut self) {
         self.0.saving.store(false, Ordering::SeqCst);
-        // Who had the duty asks again after this whether anything is dirty: see `take_saving`.
+        // The path that held this looks after it whether anything is dirty: see `claim_saving`.
         fence(Ordering::SeqCst);
     }
 }
 
 impl Device {
-    /// A device in good order.
+    /// A device whose flushes have not failed.
     pub fn new(disk: Disk, clock: Arc<dyn Clock>) -> Device {
         let failed = Arc::<Latch>::default();
         watch(&failed, &disk);
@@ -143,55 +143,55 @@ impl Device {
             full: Full::default(),
             slot: Mutex::new(Slot::Here(Arc::new(disk))),
             changed: Condvar::new(),
-            heirs: Mutex::default(),
+            successors: Mutex::default(),
             no_disk: Arc::new(Disk::nothing()),
             discards: Turns::default(),
-            gate: Gate::new(SEATS),
+            gate: Gate::new(MAX_PATHS),
             expected: AtomicUsize::new(0),
-            wakers: Mutex::new(vec![None; SEATS]),
+            wakers: Mutex::new(vec![None; MAX_PATHS]),
             service: OnceLock::new(),
         }
     }
 
-    /// Its guests are served from now on, with such engines: what the disk does by itself begins.
+    /// Starts the disk's background work with these engines, as its guests are served from now on.
     pub fn begin_service(&self, engine: &ServiceEngine) {
         let engine = self.service.get_or_init(|| engine.clone());
         if let Slot::Here(disk) = &*self.slot() {
-            self.tend(disk, engine);
+            self.start_background_work(disk, engine);
         }
     }
 
-    /// The next disk does so, too.
+    /// Starts the background work of the next disk, if the work was started before.
     pub(super) fn serve_on(&self, disk: &Disk) {
         if let Some(engine) = self.service.get() {
-            self.tend(disk, engine);
+            self.start_background_work(disk, engine);
         }
     }
 
-    fn tend(&self, disk: &Disk, engine: &ServiceEngine) {
+    fn start_background_work(&self, disk: &Disk, engine: &ServiceEngine) {
         if let Err(e) = disk.begin_service(engine) {
             let limit = &self.log_limits.storage;
             limited!(warn, limit, self.clock.now_ns(), "the disk does no work of its own: {e}");
         }
     }
 
-    /// Whether writes are to be refused.
+    /// Whether writes are refused.
     pub fn flush_has_failed(&self) -> bool {
         self.failed.is_set()
     }
 
-    /// Refuses all writes from now on; `true` the first time.
+    /// Refuses all writes from now on. Returns whether they were not refused before.
     pub fn latch_flush_failure(&self) -> bool {
         self.failed.set()
     }
 
-    /// The device goes on with this disk.
+    /// Watches the syncs of this disk, which the device serves from now on.
     pub(super) fn watch(&self, disk: &Disk) {
         watch(&self.failed, disk);
     }
 
-    /// A flush whose failure is not forgotten: the kernel reports a lost write once, to one caller,
-    /// and then never again. So one that succeeds after another has failed says nothing.
+    /// Flushes, and records a failure. The kernel reports a lost write once to one caller, and
+    /// never again. So a flush that succeeds after a failed one proves nothing.
     pub(crate) async fn flush(&self, disk: &Disk, port: &Port) -> io::Result<()> {
         let result = disk.flush(port).await;
         if result.is_ok() && self.flush_has_failed() {
@@ -205,82 +205,83 @@ impl Device {
         result
     }
 
-    /// Whether a flush that has failed of this may be done again: metadata had no space, are dirty as
-    /// before, and no sync has failed.
+    /// Whether a failed flush may be repeated: metadata found no space and are still dirty, and no
+    /// sync has failed.
     fn is_passing(&self, disk: &Disk, e: &io::Error) -> bool {
         self.full.policy == OnFull::Wait && is_full(e) && !disk.is_faulty()
     }
 
-    /// A request has failed, or the disk changes hands. If a sync has failed that no flush has asked
-    /// for (a write that takes space makes one), it counts as a failed flush.
-    pub(crate) fn hear(&self, disk: &Disk) {
+    /// Counts a failed sync as a failed flush, even if no flush requested it: a write that takes
+    /// space makes one. It is called when a request fails or the disk changes hands.
+    pub(crate) fn check_failed_sync(&self, disk: &Disk) {
         if disk.is_faulty() && !self.flush_has_failed() {
             self.failed.refuse_writes(&io::Error::other("a sync of the image has failed"));
         }
     }
 
-    /// Tells this one of each image that the device goes on with, as long as it is there.
-    pub fn add_heir<H: Heir + 'static>(&self, heir: &Arc<H>) {
-        let heir: Weak<dyn Heir> = Arc::downgrade(heir) as Weak<H>;
-        let mut heirs = self.heirs.lock().unwrap_or_else(PoisonError::into_inner);
-        heirs.retain(|heir| heir.strong_count() > 0);
-        heirs.push(heir);
+    /// Tells `successor` each image that the device serves, while it exists.
+    pub fn add_successor<H: Successor + 'static>(&self, successor: &Arc<H>) {
+        let successor: Weak<dyn Successor> = Arc::downgrade(successor) as Weak<H>;
+        let mut successors = self.successors.lock().unwrap_or_else(PoisonError::into_inner);
+        successors.retain(|successor| successor.strong_count() > 0);
+        successors.push(successor);
     }
 
-    /// Tells all of them.
-    pub(super) fn tell_heirs(&self, image: &DiskIdentity) {
-        let heirs = self.heirs.lock().unwrap_or_else(PoisonError::into_inner);
-        heirs.iter().filter_map(Weak::upgrade).for_each(|heir| heir.serves(image));
+    /// Tells all of them the next image.
+    pub(super) fn tell_successors(&self, image: &DiskIdentity) {
+        let successors = self.successors.lock().unwrap_or_else(PoisonError::into_inner);
+        successors.iter().filter_map(Weak::upgrade).for_each(|successor| successor.serves(image));
     }
 
     /// Tells all of them that the device is not parked any more.
-    pub(super) fn heirs_go_on(&self) {
-        let heirs = self.heirs.lock().unwrap_or_else(PoisonError::into_inner);
-        heirs.iter().filter_map(Weak::upgrade).for_each(|heir| heir.goes_on());
+    pub(super) fn resume_successors(&self) {
+        let successors = self.successors.lock().unwrap_or_else(PoisonError::into_inner);
+        successors.iter().filter_map(Weak::upgrade).for_each(|successor| successor.goes_on());
     }
 
     fn wakers(&self) -> MutexGuard<'_, Vec<Option<Arc<Waker>>>> {
         self.wakers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One more path, on the thread that this wakes.
+    /// Registers a path, whose thread `waker` wakes.
     ///
     /// # Errors
-    /// There are too many.
-    pub(super) fn join(self: &Arc<Device>, side: Side, waker: Arc<Waker>) -> io::Result<Seat> {
+    /// There are too many paths.
+    pub(super) fn join(self: &Arc<Device>, side: Side, waker: Arc<Waker>) -> io::Result<Member> {
         let mut wakers = self.wakers();
         let index = self.gate.join(side).ok_or_else(|| {
-            io::Error::other(format!("the disk has {SEATS} queues, and no more can be served"))
+            io::Error::other(format!("the disk has {MAX_PATHS} queues, and no more can be served"))
         })?;
         wakers[index] = Some(waker);
-        Ok(Seat { device: self.clone(), index })
+        Ok(Member { device: self.clone(), index })
     }
 
     pub(super) fn wake_all(&self) {
         self.wakers().iter().flatten().for_each(|waker| waker.wake());
     }
 
-    /// Asks all paths to rest; `false` if they were asked already.
+    /// Asks all paths to rest. Returns whether they were not asked before.
     pub(super) fn ask_to_rest(&self) -> bool {
         let asked = self.gate.park();
         self.wake_all();
         asked
     }
 
-    /// The opposite.
-    pub(super) fn let_go_on(&self) {
+    /// Lets all paths go on.
+    pub(super) fn end_parking(&self) {
         self.gate.unpark();
         self.wake_all();
     }
 
-    /// A predecessor has left requests of this side: until they are begun again, the other side has to
-    /// wait. To be called before there is a path.
+    /// Keeps the turn for this side, whose requests a predecessor has left: the other side waits
+    /// until they have begun again. Call it before there is a path.
     pub(crate) fn keep_for(&self, side: Side) {
         self.gate.keep_for(side);
     }
 
-    /// So many requests of this side will be [begun again](Self::begins_again), and no others.
-    pub(crate) fn expects(&self, side: Side, unanswered: usize) {
+    /// Sets the number of requests of this side that will be repeated: see
+    /// [`count_replay`](Self::count_replay).
+    pub(crate) fn expect_replays(&self, side: Side, unanswered: usize) {
         if self.gate.is_kept_for(side) {
             self.expected.store(unanswered, Ordering::SeqCst);
             if unanswered == 0 {
@@ -289,8 +290,8 @@ impl Device {
         }
     }
 
-    /// One of them was.
-    pub(crate) fn begins_again(&self, side: Side) {
+    /// Counts one repeated request of this side.
+    pub(crate) fn count_replay(&self, side: Side) {
         if self.gate.is_kept_for(side) && self.expected.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.share(side);
         }
@@ -314,24 +315,25 @@ impl Device {
         self.no_disk.clone()
     }
 
-    /// The duty to save what no flush has asked for, if there is something and nobody has it.
-    pub(super) fn take_saving(self: &Arc<Device>, disk: &Disk) -> Option<Saving> {
+    /// Claims the saving of metadata that no flush has requested. `None`: there is nothing to save,
+    /// or another path does it.
+    pub(super) fn claim_saving(self: &Arc<Device>, disk: &Disk) -> Option<Saving> {
         if !disk.is_dirty() {
             return None;
         }
-        // Together with that of who gives the duty back: one of the two sees what the other did.
+        // Pairs with the fence in `Saving::drop`: one of the two paths sees what the other did.
         fence(Ordering::SeqCst);
         let free =
             !self.saving.load(Ordering::Relaxed) && !self.saving.swap(true, Ordering::SeqCst);
         free.then(|| Saving(self.clone()))
     }
 
-    /// From now on remembers a failed flush in this file, which outlives the process. Does nothing
-    /// after that was done once.
+    /// Records a failed flush in this file from now on, which outlives the process. Further calls
+    /// do nothing.
     ///
     /// # Errors
-    /// The file system's.
-    pub fn remember_in(&self, path: &Path) -> io::Result<()> {
+    /// Errors of the file system.
+    pub fn record_failed_flushes_in(&self, path: &Path) -> io::Result<()> {
         if self.failed.file.get().is_some() {
             return Ok(());
         }
@@ -342,9 +344,9 @@ impl Device {
         if latch.load_u32(0) != 0 {
             self.failed.is_set.store(true, Ordering::SeqCst);
         }
-        // The caller serves a device once.
+        // Only one thread calls this for a device.
         let _ = self.failed.file.set(latch);
-        // Another disk's sync may have failed before there was a file, or while it was made.
+        // Another disk's sync may have failed before the file existed.
         if self.failed.is_set() {
             self.failed.set();
         }
@@ -352,15 +354,15 @@ impl Device {
     }
 }
 
-/// The next process has to know of a failed sync, whoever has asked for it (blkif.md 2, rule 3), and the syncs
-/// of other disks may be this one's, too (processes.md 10, rule 11).
+/// Watches a disk's syncs. The next process has to know of a failed sync, whatever has requested it
+/// (blkif.md 2, rule 3). Syncs of other disks may be this one's, too (processes.md 10, rule 11).
 fn watch(failed: &Arc<Latch>, disk: &Disk) {
     let failed: Weak<dyn SyncWitness> = Arc::downgrade(failed) as Weak<Latch>;
     disk.witness_syncs(failed);
 }
 
-impl Seat {
-    /// Below that of all seats; no other path of the device has it now.
+impl Member {
+    /// The member's index, which no other path of the device has now.
     pub(super) fn index(&self) -> usize {
         self.index
     }
@@ -377,25 +379,25 @@ impl Seat {
         self.device.gate.enter(self.index)
     }
 
-    /// As [`enter`](Self::enter), for what was taken before.
+    /// As [`enter`](Self::enter), for requests that were taken before.
     pub(super) fn go_on(&self) -> bool {
         self.device.gate.go_on(self.index)
     }
 
-    /// It could not enter, and is idle. It is woken when it may try again.
+    /// Has the path woken when it may try again. It could not enter, and is idle.
     pub(super) fn wish(&self) {
         if self.device.gate.wish(self.index) {
             self.device.wake_all();
         }
     }
 
-    /// Whether no other guest is to be heeded.
+    /// Whether there is no other guest to wait for.
     pub(super) fn is_at_home(&self) -> bool {
         self.device.gate.is_at_home(self.index)
     }
 
-    /// Nothing of the path is under way, but what `waits` to be alone or for space; whoever waits for that
-    /// is woken.
+    /// Marks the path as idle, except for requests that wait (`waits`) to be alone or for space.
+    /// Wakes the paths that wait for that.
     pub(super) fn leave(&self, waits: bool) {
         if let Some(Wanted { holder, parker, side }) = self.device.gate.leave(self.index, waits) {
             if side {
@@ -430,7 +432,7 @@ impl Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for Member {
     fn drop(&mut self) {
         self.device.wakers()[self.index] = None;
         self.device.gate.forfeit(self.index);

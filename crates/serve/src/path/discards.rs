@@ -1,4 +1,4 @@
-//! Discards of a path: a few at once, and neighbours as one.
+//! The discards of a path: a few at a time, and neighbours as one.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -7,18 +7,18 @@ use super::RequestPath;
 use super::flight::Ticket;
 use super::work::Work;
 
-/// Discards of a path at once. The others wait: each takes little of a guest to ask for, and may be
-/// of its whole disk. A flush waits for no more of them, nor does the end of the path.
+/// Most discards of a path at a time. The others wait: a discard is cheap for a guest to send, and
+/// may cover its whole disk. Flushes and the end of the path wait for the running ones only.
 const DISCARDS: usize = 4;
 
-/// Discards of one path.
+/// The discards of one path.
 #[derive(Default)]
 pub(super) struct Discards {
-    /// Those that have not begun.
+    /// Discards that have not begun.
     waiting: VecDeque<Ticket>,
-    /// How many have.
+    /// Number of running discards.
     running: usize,
-    /// Those that are done together with another one, by its entry.
+    /// Discards that are done together with another one, by the entry of that one.
     joined: HashMap<u16, Vec<Ticket>>,
 }
 
@@ -33,13 +33,14 @@ impl Discards {
 }
 
 impl RequestPath {
-    /// A discard that is begun when its turn has come.
+    /// Queues a discard.
     pub(super) fn discard_soon(&mut self, ticket: Ticket, now_ns: u64) {
         self.discards.waiting.push_back(ticket);
         self.start_discards(now_ns);
     }
 
-    /// Begins discards, as many as there may be; with the path about to stop or rest, they are done.
+    /// Begins as many discards as may run. If the path is about to stop or rest, they count as
+    /// done.
     fn start_discards(&mut self, now_ns: u64) {
         while self.shared.ends_discards() || self.discards.running < DISCARDS {
             let Some(ticket) = self.discards.waiting.pop_front() else { break };
@@ -53,7 +54,7 @@ impl RequestPath {
         }
     }
 
-    /// Has the ones that continue this one, and wait right behind it, done with it.
+    /// Joins waiting discards that continue this one. They are done with it.
     fn join_neighbours(&mut self, ticket: &Ticket) -> Work {
         let mut work = self.flights.see(ticket).work;
         let mut joined = Vec::new();
@@ -71,7 +72,7 @@ impl RequestPath {
         work
     }
 
-    /// A discard has ended, and those that were done with it have, likewise.
+    /// Ends a discard, and those that were done with it.
     pub(super) fn discard_ended(&mut self, entry: u16, result: &io::Result<()>, now_ns: u64) {
         self.discards.running -= 1;
         for ticket in self.discards.joined.remove(&entry).into_iter().flatten() {

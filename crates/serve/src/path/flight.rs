@@ -10,27 +10,27 @@ use super::work::{Action, Outcome, Work};
 use crate::counters::Kind;
 use crate::trace::Record;
 
-/// The right, and the duty, to answer one request. It is handed on by value; dropping it is a
-/// bug, and panics where debug assertions are on.
+/// The right and the obligation to answer one request. It is passed by value. Dropping it is a bug,
+/// and panics where debug assertions are on.
 #[derive(Debug)]
 #[must_use = "a request that is not answered hangs its client"]
 pub struct Ticket(u16);
 
 impl Ticket {
-    /// The entry that it stands for, below the path's number of entries.
+    /// The ticket's entry, below the path's number of entries.
     pub fn entry(&self) -> usize {
         usize::from(self.0)
     }
 
-    /// Gives the ticket to someone who will present its number later (the storage engine, a task),
-    /// or to nobody: to a successor that finds the request in a table.
+    /// Turns the ticket into its number. The engine, a task, or a successor that finds the request
+    /// in a table goes on with it.
     pub fn park(self) -> u16 {
         let entry = self.0;
         std::mem::forget(self);
         entry
     }
 
-    /// The opposite of [`park`](Self::park).
+    /// Turns the number of a [parked](Self::park) ticket back into the ticket.
     pub(super) fn unpark(entry: u16) -> Ticket {
         Ticket(entry)
     }
@@ -46,39 +46,39 @@ impl Drop for Ticket {
 
 /// One request on its way.
 pub(super) struct Flight {
-    /// The answer, as far as it is known.
+    /// The outcome, as far as it is known.
     pub(super) outcome: Outcome,
-    /// What to do; meaningless for refused requests.
+    /// The work; meaningless for refused requests.
     pub(super) work: Work,
-    /// What it is counted as.
+    /// The kind under which it is counted.
     pub(super) kind: Kind,
-    /// Where its data is; none for requests without.
+    /// The buffer of its data. `None`: it has no data.
     pub(super) buf: Option<Buf>,
-    /// How its data lies there.
+    /// The place of its data in the buffer.
     pub(super) layout: Option<Layout>,
-    /// The data read is all zeros and is not in `buf`.
+    /// Whether the data that were read are all zeros and not in `buf`.
     pub(super) zeros: bool,
-    /// Its data are on their way to or from where the disk has said, and the disk is to hear when that
-    /// has ended. None as soon as it has.
+    /// The mark of its operations' places. The disk is told when they have ended, and it is `None`
+    /// then.
     pub(super) mapped: Option<Mark>,
-    /// The pieces that its data was cut into.
+    /// Number of pieces of its data.
     pub(super) pieces: usize,
-    /// Those that have not ended.
+    /// Number of pieces that have not ended.
     pub(super) pieces_left: usize,
-    /// The first failure among those that have.
+    /// The first failure of a piece.
     pub(super) failed: Option<io::Error>,
-    /// It has failed as there was no space.
+    /// Whether it has failed for want of space.
     pub(super) no_space: bool,
-    /// It has waited for space, and is counted as such.
+    /// Whether it has waited for space, and is counted as such.
     pub(super) waits: bool,
-    /// Flushes that were admitted before it.
+    /// Number of flushes that were admitted before it.
     pub(super) flushes: u32,
-    /// Its trace record.
+    /// The trace record.
     pub(super) record: Record,
 }
 
 impl Flight {
-    /// Says how its data lies in its buffer, if it has one.
+    /// Computes the place of its data in its buffer, if it has one.
     pub(super) fn lay_out(&mut self, block_bytes: usize) {
         let (offset, bytes) = (self.work.offset(), self.work.bytes() as usize);
         let buf = self.buf.as_ref().map(Buf::span);
@@ -86,17 +86,17 @@ impl Flight {
     }
 }
 
-/// The table of a path, of a fixed size. With one entry a ring slot, one is always free for a request
-/// that the ring's rules allow.
+/// The table of a path's requests, of a fixed size. With one entry for each ring slot, one is
+/// always free for a request that the ring's rules allow.
 pub(super) struct Flights {
     flights: Vec<Flight>,
     free: Vec<u16>,
-    /// Entries that were set aside and not taken yet.
+    /// Number of entries that were set aside and not taken yet.
     set_aside: usize,
 }
 
 impl Flights {
-    /// A table of `entries`, below `u16::MAX`.
+    /// A table of `entries`, which is below `u16::MAX`.
     pub(super) fn new(entries: u32) -> Flights {
         let flight = || Flight {
             outcome: Outcome::Done,
@@ -121,7 +121,7 @@ impl Flights {
         }
     }
 
-    /// A free entry, made ready for a request; `None` if all are in use.
+    /// Takes a free entry for a request. `None`: all are in use.
     pub(super) fn take(&mut self, id: u64, operation: u8, now_ns: u64) -> Option<Ticket> {
         let entry = self.free.pop()?;
         self.begin(entry, id, operation, now_ns);
@@ -134,7 +134,7 @@ impl Flights {
         self.set_aside += 1;
     }
 
-    /// Makes a [reserved](Self::reserve) entry ready for its request.
+    /// Takes a [reserved](Self::reserve) entry for its request.
     pub(super) fn take_reserved(
         &mut self,
         entry: u32,
@@ -162,7 +162,7 @@ impl Flights {
         f.record.stages.taken_ns = now_ns;
     }
 
-    /// The request of a ticket, to look at.
+    /// The request of a ticket, for reading.
     pub(super) fn see(&self, ticket: &Ticket) -> &Flight {
         &self.flights[ticket.entry()]
     }
@@ -172,27 +172,27 @@ impl Flights {
         &mut self.flights[ticket.entry()]
     }
 
-    /// The request in an entry, of which the caller has a part but not the ticket.
+    /// The request in an entry, for a caller that has a part of it but not the ticket.
     pub(super) fn at(&mut self, entry: u16) -> &mut Flight {
         &mut self.flights[usize::from(entry)]
     }
 
-    /// Ends the duty: the response is published.
+    /// Frees the entry of a request whose response is published.
     pub(super) fn release(&mut self, ticket: Ticket) {
         self.free.push(ticket.park());
     }
 
-    /// Entries that were set aside and not taken yet.
+    /// Number of entries that were set aside and not taken yet.
     pub(super) fn set_aside(&self) -> usize {
         self.set_aside
     }
 
-    /// Entries in use, those set aside included.
+    /// Number of entries in use, including those set aside.
     pub(super) fn in_use(&self) -> usize {
         self.flights.len() - self.free.len()
     }
 
-    /// The number of the entry that the next [`take`](Self::take) gives.
+    /// The entry that the next [`take`](Self::take) uses.
     pub(super) fn peek_free(&self) -> Option<u32> {
         self.free.last().map(|&e| u32::from(e))
     }

@@ -1,17 +1,17 @@
-//! A full storage: what is done about it, and what a device knows of requests that wait for space.
+//! Full storage: the policy for it, and the number of a device's requests that wait for space.
 
 use std::fmt;
 use std::io;
 use std::str::FromStr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What a request gets whose storage has no space for it.
+/// What happens to a request whose storage has no space for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnFull {
-    /// An error.
+    /// It fails with an error.
     #[default]
     Error,
-    /// No answer, until there is space.
+    /// It is not answered until there is space.
     Wait,
 }
 
@@ -38,19 +38,19 @@ impl FromStr for OnFull {
     }
 }
 
-/// Whether this says that there is no space, or no more of it for this user.
+/// Whether an error says that there is no space, or no more of it for this user.
 pub(super) fn is_full(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
-/// A device's storage, as far as requests wait for space on it.
+/// A device's policy for full storage, and its waiting requests.
 #[derive(Debug, Default)]
 pub(super) struct Full {
     pub(super) policy: OnFull,
     waits: Mutex<Waits>,
 }
 
-/// Requests of all paths that wait, and since when.
+/// The requests of all paths that wait for space, and since when.
 #[derive(Debug, Default)]
 pub(super) struct Waits {
     pub(super) requests: usize,

@@ -1,77 +1,81 @@
-//! One request alone on the whole disk.
+//! Exclusive use of the whole disk by one request.
 //!
-//! A barrier has to wait for every queue's writes and hold back their next ones (blkif.md 2,
-//! rule 9), and so has a write that is smaller than the medium's block: it reads the block,
-//! changes a part and writes it back, and must not undo a neighbour's write in between. Both are
-//! rare, so the simplest exclusion serves: stop everything, do it, go on.
+//! A barrier has to wait for every queue's writes and hold back their next ones (blkif.md 2, rule
+//! 9). So has a write that is smaller than the medium's block: it reads the block, changes a part
+//! and writes it back, and must not undo a neighbour's write in between. Both are rare, so the
+//! simplest exclusion serves: stop everything, do it, go on.
 //!
-//! Every path has a seat, and says in it whether it has work under way; whoever closed the gate
-//! waits until no other has. Store-then-load on both sides with SeqCst (Dekker): either the path
-//! sees the gate closed, or the closer sees the path busy.
+//! Every path is a member of the gate, whose state says whether the path has work under way. The
+//! path that closes the gate waits until no other path has. Both sides store and then load with SeqCst (Dekker): either
+//! the path sees the gate closed, or the closing one sees the path busy.
 //!
-//! Parking (`parking.rs`) uses the same word: with `PARK` in it nobody takes requests. Requests
+//! Parking (`parking.rs`) uses the same word: with `PARK` in it no path takes requests. Requests
 //! that were taken end first, and those that wait to be alone still get the gate one by one.
 //!
-//! Two guests on one disk (attachments.md, "A stub domain and its guest") are two sides, and the disk
-//! is one side's at a time: the other's requests wait until all of this side's are answered. So a dead
-//! process leaves requests of one side only, and to do them again undoes no answered write of the other.
-//! Who finds the turn the other side's says that it wants it, and takes it if nobody is busy there. Then
-//! that side takes nothing more, and its last path to leave hands over. Dekker again: it sees the wish,
-//! or who wishes sees it idle.
+//! Two guests on one disk (attachments.md, "A stub domain and its guest") are two sides, and the
+//! disk is one side's at a time: the other's requests wait until all of this side's are answered.
+//! So a dead process leaves requests of one side only, and repeating them undoes no answered write
+//! of the other.
+//!
+//! A path that finds the turn on the other side marks it as wanted, and takes it if that side is
+//! idle. Otherwise that side takes no further requests, and its last busy path hands the turn over.
+//! This is Dekker again: the last path sees the mark, or the wanting path sees it idle.
 
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
-/// Nobody holds the gate.
+/// The holder's word of an open gate.
 const OPEN: u32 = 0;
-/// Beside the holder: all are to rest.
+/// The bit of the holder's word by which all paths are to rest.
 const PARK: u32 = 1 << 31;
 
-/// In the word of turns: whose it is. Above that is a number of the turn, which nobody has for long.
+/// The bit of the turn's word that names the side. A number of the turn is above it, so that no two
+/// turns look alike for long.
 const SIDE: u32 = 1;
+/// The step of the turn's number.
 const NUMBER: u32 = 1 << 1;
-/// And: the other side wants it.
+/// The bit by which the other side wants the turn.
 const WANTED: u32 = 1 << 30;
-/// And: it stays with this side, whoever wants it.
+/// The bit by which this side keeps the turn, even if the other side wants it.
 const KEPT: u32 = 1 << 31;
 
-/// A guest, of the two that a disk may have.
+/// One of the two guests that a disk may have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Side {
-    /// Of the one that the disk is attached to, and of all clients that are no guests.
+    /// The guest that the disk is attached to, and all clients that are not guests.
     #[default]
     First = 0,
-    /// Of its stub domain.
+    /// The stub domain of that guest.
     Second = 1,
 }
 
-/// What a path says of itself.
+/// The activity of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-enum Sitting {
-    /// There is none.
-    Nobody = 0,
+enum Activity {
+    /// The record is free.
+    Free = 0,
     /// Nothing is under way.
     Idle = 1,
     Busy = 2,
-    /// It is parked: it has no file of the disk's.
+    /// The path is parked, and has no file of the disk.
     Resting = 3,
-    /// Nothing is under way, and requests that were taken wait to be alone, or for space.
+    /// Nothing is under way, and requests that were taken wait to be alone or for space.
     Waiting = 4,
 }
 
-/// The atomic operations that a [`Gate`] is made of, all sequentially consistent, so that a scheduler
-/// that tries interleavings can stand in for the processor's.
+/// The atomic operations that a [`Gate`] needs, all sequentially consistent. A scheduler that tries
+/// interleavings can replace the processor's.
 pub trait Word {
-    /// One that holds `value`.
+    /// Makes a word with this value.
     fn holding(value: u32) -> Self;
-    /// What it holds.
+    /// Loads the value.
     fn load(&self) -> u32;
-    /// Lets it hold `value`.
+    /// Stores a value.
     fn store(&self, value: u32);
-    /// Lets it hold `value`, and gives what it held.
+    /// Stores a value, and returns the old one.
     fn swap(&self, value: u32) -> u32;
-    /// Lets it hold `new` if it holds `old`; what else it holds is the error.
+    /// Stores `new` if the value is `old`. The error is the actual value.
     fn replace(&self, old: u32, new: u32) -> Result<u32, u32>;
 }
 
@@ -93,84 +97,88 @@ impl Word for AtomicU32 {
     }
 }
 
-/// A path's [`Sitting`], alone on its cache line: it is stored to at every start and end of a burst.
+/// A path's [`Activity`], alone on its cache line: it is stored at the start and end of every burst.
 #[repr(align(128))]
-struct Seat<W> {
-    sitting: W,
-    /// Whose it is.
+struct MemberState<W> {
+    activity: W,
+    /// The [`Side`] of the path.
     side: W,
 }
 
 /// The gate of one device.
 pub struct Gate<W = AtomicU32> {
-    /// [`OPEN`], or the seat that closed it plus one; perhaps [`PARK`].
+    /// [`OPEN`], or the member that closed the gate plus one; perhaps with [`PARK`].
     holder: W,
-    /// The [`Side`] that may take requests, the number of its turn; perhaps [`WANTED`] or [`KEPT`].
+    /// The [`Side`] that may take requests, and the number of its turn; perhaps with [`WANTED`] or
+    /// [`KEPT`].
     turn: W,
-    seats: Box<[Seat<W>]>,
+    members: Box<[MemberState<W>]>,
 }
 
-/// The word of the next turn, of the other side.
+/// The turn's word after this one, on the other side.
 fn next_turn(word: u32) -> u32 {
     ((word & !WANTED).wrapping_add(NUMBER) & !(WANTED | KEPT)) ^ SIDE
 }
 
-/// Whom a path that has nothing under way any more has to wake.
+/// The paths that have to be woken by a path that has become idle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wanted {
-    /// The seat that has closed the gate.
+    /// The member that has closed the gate.
     pub holder: Option<usize>,
-    /// Whoever parks the device.
+    /// The parker of the device.
     pub parker: bool,
-    /// All of the other side, which may take requests now.
+    /// All paths of the other side, which may take requests now.
     pub side: bool,
 }
 
 impl<W: Word> Gate<W> {
-    /// An open gate with so many empty seats.
-    pub fn new(seats: usize) -> Self {
-        let [nobody, side] = [Sitting::Nobody as u32, Side::First as u32];
-        let seat = || Seat { sitting: W::holding(nobody), side: W::holding(side) };
-        let seats = (0..seats).map(|_| seat()).collect();
-        Gate { holder: W::holding(OPEN), turn: W::holding(side), seats }
+    /// An open gate with this number of free members.
+    pub fn new(members: usize) -> Self {
+        let [free, side] = [Activity::Free as u32, Side::First as u32];
+        let member = || MemberState { activity: W::holding(free), side: W::holding(side) };
+        let members = (0..members).map(|_| member()).collect();
+        Gate { holder: W::holding(OPEN), turn: W::holding(side), members }
     }
 
-    fn sit(&self, seat: usize, sitting: Sitting) {
-        self.seats[seat].sitting.store(sitting as u32);
+    fn set_activity(&self, member: usize, activity: Activity) {
+        self.members[member].activity.store(activity as u32);
     }
 
-    fn sits(&self, seat: usize, sitting: Sitting) -> bool {
-        self.seats[seat].sitting.load() == sitting as u32
+    fn has_activity(&self, member: usize, activity: Activity) -> bool {
+        self.members[member].activity.load() == activity as u32
     }
 
-    /// An idle path takes the first empty seat; `None` if there is none. By one thread at a time.
+    /// Takes the first free member for an idle path. `None`: there is none. Only one thread may call
+    /// it at a time.
     pub fn join(&self, side: Side) -> Option<usize> {
-        let seat = (0..self.seats.len()).find(|&seat| self.sits(seat, Sitting::Nobody))?;
-        self.seats[seat].side.store(side as u32);
-        self.sit(seat, Sitting::Idle);
-        Some(seat)
+        let member =
+            (0..self.members.len()).find(|&member| self.has_activity(member, Activity::Free))?;
+        self.members[member].side.store(side as u32);
+        self.set_activity(member, Activity::Idle);
+        Some(member)
     }
 
-    /// Says that the path is about to take requests. `false`: another holds the gate, all are to rest, or
-    /// it is the other side's turn, and it must not; it will be woken when that ends.
-    pub fn enter(&self, seat: usize) -> bool {
-        self.sit(seat, Sitting::Busy);
+    /// Marks the path as busy, before it takes requests. `false`: it must not take any. Another
+    /// path holds the gate, all are to rest, or it is the other side's turn. The path is woken when
+    /// that ends.
+    pub fn enter(&self, member: usize) -> bool {
+        self.set_activity(member, Activity::Busy);
         let holder = self.holder.load();
-        (holder == OPEN || holder == seat as u32 + 1) && self.has_turn(seat)
+        (holder == OPEN || holder == member as u32 + 1) && self.has_turn(member)
     }
 
-    /// As [`enter`](Self::enter), for requests that the path took before: its side keeps the turn until
-    /// they are answered, whoever wants it.
-    pub fn go_on(&self, seat: usize) -> bool {
-        let side = self.seats[seat].side.load();
-        self.sit(seat, Sitting::Busy);
+    /// As [`enter`](Self::enter), for requests that the path took before: its side keeps the turn
+    /// until they are answered.
+    pub fn go_on(&self, member: usize) -> bool {
+        let side = self.members[member].side.load();
+        self.set_activity(member, Activity::Busy);
         let word = self.holder.load();
-        (word == OPEN || word == seat as u32 + 1) && self.turn.load() & SIDE == side
+        (word == OPEN || word == member as u32 + 1) && self.turn.load() & SIDE == side
     }
 
-    /// Whether it is the turn of this seat's side. It is wished for, if not.
-    fn has_turn(&self, seat: usize) -> bool {
-        let side = self.seats[seat].side.load();
+    /// Whether it is the turn of this member's side. If not, the turn is marked as wanted.
+    fn has_turn(&self, member: usize) -> bool {
+        let side = self.members[member].side.load();
         loop {
             let word = self.turn.load();
             if word & SIDE == side {
@@ -182,7 +190,7 @@ impl<W: Word> Gate<W> {
             if word & WANTED == 0 && self.turn.replace(word, word | WANTED).is_err() {
                 continue;
             }
-            // Who is busy hands over.
+            // A busy path hands the turn over later.
             if self.is_busy(1 - side) {
                 return false;
             }
@@ -192,16 +200,17 @@ impl<W: Word> Gate<W> {
         }
     }
 
-    /// Whether somebody of this side has requests that are not answered, or looks whether it may. Who
-    /// rests may have some that wait for space.
+    /// Whether a path of this side has requests without an answer, or is about to take some. A
+    /// resting path may have requests that wait for space.
     fn is_busy(&self, side: u32) -> bool {
-        let busy = [Sitting::Busy, Sitting::Waiting, Sitting::Resting].map(|busy| busy as u32);
-        let is_busy =
-            |seat: &Seat<W>| busy.contains(&seat.sitting.load()) && seat.side.load() == side;
-        self.seats.iter().any(is_busy)
+        let busy = [Activity::Busy, Activity::Waiting, Activity::Resting].map(|busy| busy as u32);
+        let is_busy = |member: &MemberState<W>| {
+            busy.contains(&member.activity.load()) && member.side.load() == side
+        };
+        self.members.iter().any(is_busy)
     }
 
-    /// Gives the turn to the other side, if that wants it and nobody of this one is busy.
+    /// Gives the turn to the other side, if it wants the turn and this side is idle.
     fn hand_over(&self, side: u32) -> bool {
         let word = self.turn.load();
         word & (SIDE | WANTED) == side | WANTED
@@ -209,13 +218,13 @@ impl<W: Word> Gate<W> {
             && self.turn.replace(word, next_turn(word)).is_ok()
     }
 
-    /// After [`enter`](Self::enter) was refused, of a path that is idle: sees to it that it is woken when
-    /// it may try again. `true`: all have to be woken now, itself included.
-    pub fn wish(&self, seat: usize) -> bool {
+    /// Has an idle path woken when it may try again, after [`enter`](Self::enter) was refused.
+    /// `true`: all paths have to be woken now, this one included.
+    pub fn wish(&self, member: usize) -> bool {
         if self.holder.load() != OPEN {
             return false;
         }
-        let side = self.seats[seat].side.load();
+        let side = self.members[member].side.load();
         loop {
             let word = self.turn.load();
             let has_turn = word & SIDE == side;
@@ -223,7 +232,8 @@ impl<W: Word> Gate<W> {
                 return has_turn;
             }
             if has_turn {
-                // Who is busy hands over. Without a wish of the others, it is free already.
+                // A busy path hands the turn over later. If the other side does not want the turn,
+                // it is free already.
                 return word & WANTED == 0 || self.hand_over(side) || !self.is_busy(side);
             }
             if word & WANTED == 0 && self.turn.replace(word, word | WANTED).is_err() {
@@ -233,12 +243,13 @@ impl<W: Word> Gate<W> {
         }
     }
 
-    /// Whether a path of this seat may take requests without anybody's leave, if the gate is open.
-    pub fn is_at_home(&self, seat: usize) -> bool {
-        self.turn.load() & (SIDE | WANTED) == self.seats[seat].side.load()
+    /// Whether the path of this member may take requests if the gate is open.
+    pub fn is_at_home(&self, member: usize) -> bool {
+        self.turn.load() & (SIDE | WANTED) == self.members[member].side.load()
     }
 
-    /// It is this side's turn until that is [shared](Self::share). Before any path is there.
+    /// Keeps the turn for this side until it is [shared](Self::share). Call it before there is a
+    /// path.
     pub fn keep_for(&self, side: Side) {
         self.turn.store(side as u32 | KEPT);
     }
@@ -248,31 +259,33 @@ impl<W: Word> Gate<W> {
         self.turn.load() == side as u32 | KEPT
     }
 
-    /// What was kept for this side goes from side to side again; all paths have to be woken.
+    /// Ends the keeping of the turn for this side. All paths have to be woken.
     pub fn share(&self, side: Side) -> bool {
         self.turn.replace(side as u32 | KEPT, side as u32).is_ok()
     }
 
-    /// Says that nothing of the path is under way; perhaps something `waits` to be alone, or for space. Some:
-    /// who may be waiting for just this.
-    pub fn leave(&self, seat: usize, waits: bool) -> Option<Wanted> {
-        let sitting = if waits { Sitting::Waiting } else { Sitting::Idle };
-        let was_busy = self.seats[seat].sitting.swap(sitting as u32) == Sitting::Busy as u32;
-        let side = self.seats[seat].side.load();
-        // The other side may have taken its turn just now. Who of this one relied on us is to wish for it.
+    /// Marks the path as idle, except for requests that wait (`waits`) to be alone or for space.
+    /// Returns the paths that may be waiting for this.
+    pub fn leave(&self, member: usize, waits: bool) -> Option<Wanted> {
+        let activity = if waits { Activity::Waiting } else { Activity::Idle };
+        let was_busy = self.members[member].activity.swap(activity as u32) == Activity::Busy as u32;
+        let side = self.members[member].side.load();
+        // The other side may have taken the turn just now. Paths of this side that relied on this
+        // one have to mark it as wanted.
         let side =
             self.hand_over(side) || was_busy && self.turn.load() & (SIDE | WANTED) == 1 - side;
         match self.holder.load() {
             OPEN => side.then_some(Wanted { holder: None, parker: false, side }),
             word => {
                 let holder = (word & !PARK).checked_sub(1).map(|holder| holder as usize);
-                let holder = holder.filter(|&holder| holder != seat);
+                let holder = holder.filter(|&holder| holder != member);
                 Some(Wanted { holder, parker: word & PARK != 0, side })
             }
         }
     }
 
-    /// Changes the word as long as `change` says what it becomes. `true`: it was changed.
+    /// Replaces the holder's word while `change` returns another value. Returns whether it was
+    /// replaced.
     fn change(&self, change: impl Fn(u32) -> Option<u32>) -> bool {
         let mut word = self.holder.load();
         while let Some(next) = change(word) {
@@ -284,60 +297,64 @@ impl<W: Word> Gate<W> {
         false
     }
 
-    /// Tries to take the gate; also `true` if the path has it already.
-    pub fn close(&self, seat: usize) -> bool {
-        let me = seat as u32 + 1;
+    /// Tries to take the gate. Returns whether the path has it.
+    pub fn close(&self, member: usize) -> bool {
+        let me = member as u32 + 1;
         self.change(|word| (word & !PARK == OPEN).then_some(word | me))
             || self.holder.load() & !PARK == me
     }
 
-    /// Whether every other path is idle; with the gate closed it stays so.
-    pub fn others_idle(&self, seat: usize) -> bool {
-        (0..self.seats.len()).all(|other| other == seat || !self.sits(other, Sitting::Busy))
+    /// Whether every other path is idle. It stays so while the gate is closed.
+    pub fn others_idle(&self, member: usize) -> bool {
+        (0..self.members.len())
+            .all(|other| other == member || !self.has_activity(other, Activity::Busy))
     }
 
-    /// Opens the gate that the path holds. All others have to be woken.
+    /// Opens the gate that the path holds. All other paths have to be woken.
     ///
     /// # Panics
-    /// If another holds it: a bug of ours.
-    pub fn open(&self, seat: usize) {
-        let me = seat as u32 + 1;
+    /// If another path holds it, which is a bug in ferrite.
+    pub fn open(&self, member: usize) {
+        let me = member as u32 + 1;
         let opened = self.change(|word| (word & !PARK == me).then_some(word & PARK));
         assert!(opened, "the gate is opened by who closed it");
     }
 
-    /// Nothing of the path is under way any more, nor will be: its seat is empty, and the gate opens
-    /// if it holds it. All others have to be woken.
-    pub fn forfeit(&self, seat: usize) {
-        self.sit(seat, Sitting::Nobody);
-        let me = seat as u32 + 1;
+    /// Frees the member of a path that has ended, and opens the gate if the path held it. All other
+    /// paths have to be woken.
+    pub fn forfeit(&self, member: usize) {
+        self.set_activity(member, Activity::Free);
+        let me = member as u32 + 1;
         self.change(|word| (word & !PARK == me).then_some(word & PARK));
     }
 
-    /// Asks all paths to rest, which have to be woken; `false` if they were asked already.
+    /// Asks all paths to rest. They have to be woken. Returns whether they were not asked before.
     pub fn park(&self) -> bool {
         self.change(|word| (word & PARK == 0).then_some(word | PARK))
     }
 
-    /// The opposite; the paths have to be woken.
+    /// Lets all paths go on. They have to be woken.
     pub fn unpark(&self) {
         self.change(|word| (word & PARK != 0).then_some(word & !PARK));
     }
 
-    /// Whether all are asked to rest.
+    /// Whether all paths are asked to rest.
     pub fn is_parking(&self) -> bool {
         self.holder.load() & PARK != 0
     }
 
-    /// The path rests.
-    pub fn rest(&self, seat: usize) {
-        self.sit(seat, Sitting::Resting);
+    /// Marks the path as resting.
+    pub fn rest(&self, member: usize) {
+        self.set_activity(member, Activity::Resting);
     }
 
-    /// Whether all that there are rest.
+    /// Whether all paths rest.
     pub fn all_rest(&self) -> bool {
-        let rests = |seat| self.sits(seat, Sitting::Resting) || self.sits(seat, Sitting::Nobody);
-        (0..self.seats.len()).all(rests)
+        let rests = |member| {
+            self.has_activity(member, Activity::Resting)
+                || self.has_activity(member, Activity::Free)
+        };
+        (0..self.members.len()).all(rests)
     }
 }
 

@@ -1,12 +1,12 @@
-//! Where a request's data stands in its buffer.
+//! The place of a request's data in its buffer.
 
 use ferrite_io::arena::Span;
 
-/// Where a request's data stands in its buffer: from the offset in the medium's block that it has
-/// on the medium, so that the whole blocks around it can be read and written in place.
+/// The place of a request's data in its buffer. They begin at the same offset in a block as on the
+/// medium, so that the whole blocks around them can be read and written in place.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
-    /// First byte on the disk of the whole blocks.
+    /// Offset of the whole blocks on the disk, in bytes.
     pub(super) offset: u64,
     /// The whole blocks.
     pub(super) blocks: Span,
@@ -15,7 +15,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Of so many bytes from `offset` on, in `buf`. `block_bytes` is a power of two.
+    /// The place in `buf` of this number of bytes from `offset` on the disk on. `block_bytes` is a
+    /// power of two.
     pub(super) fn of(buf: Span, offset: u64, bytes: usize, block_bytes: usize) -> Layout {
         let in_block = block_bytes - 1;
         let before = offset as usize & in_block;
@@ -27,7 +28,7 @@ impl Layout {
         }
     }
 
-    /// Whether the request is of whole blocks only.
+    /// Whether the request consists of whole blocks.
     pub(super) fn is_whole(&self) -> bool {
         self.blocks.len() == self.data.len()
     }

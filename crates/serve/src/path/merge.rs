@@ -15,10 +15,11 @@ use super::pieces::Piece;
 /// The largest shared operation, in bytes.
 const MAX_MERGED_BYTES: usize = 512 << 10;
 
-/// A piece of a request's data, and where it lies.
+/// A piece of a request's data, with its place.
 pub(super) struct Placed {
-    /// Flushes that were taken off the ring before it, its file (of at most 256), its transfer, and
-    /// its place in the file, as one number: comparing several is most of what sorting them costs.
+    /// The sort key: the number of flushes before it, its file (of at most 256), its transfer, and
+    /// its place in the file. It is one number, since comparing several is most of what sorting
+    /// them costs.
     key: u128,
     piece: u16,
     blocks: Span,
@@ -32,14 +33,14 @@ impl Placed {
         Placed { key, piece: index, blocks: piece.blocks }
     }
 
-    /// Whether `next` begins where this ends.
+    /// Whether `next` begins where this piece ends.
     fn touches(&self, next: &Placed) -> bool {
         self.key + self.blocks.len() as u128 == next.key
     }
 }
 
 impl RequestPath {
-    /// Gives all placed pieces to the engine.
+    /// Submits all placed pieces.
     pub(super) fn push_placed(&mut self) {
         let mut placed = std::mem::take(&mut self.placed);
         let merge = self.shared.tuning.merge;
@@ -59,7 +60,7 @@ impl RequestPath {
         self.placed = placed;
     }
 
-    /// Gives neighbours to the engine, in as few operations as the bounds of one allow.
+    /// Submits neighbours in as few operations as the bounds of one allow.
     fn push_run(&mut self, mut run: &[Placed]) {
         while let [first, rest @ ..] = run {
             let mut shared = Run::new(first.blocks);
@@ -74,15 +75,15 @@ impl RequestPath {
         }
     }
 
-    /// Notes of all whose pieces these are that they share one operation.
+    /// Records for all requests of these pieces that they share one operation.
     #[inline]
     fn number_operation(&mut self, pieces: &[Placed]) {
-        // 0 is none, and they come round only after four thousand million.
+        // 0 means none, and numbers repeat only after four thousand million.
         self.operations = self.operations.wrapping_add(1).max(1);
         for placed in pieces {
             let entry = self.pieces.get(placed.piece).entry;
             let record = &mut self.flights.at(entry).record;
-            // Of a request with several pieces, that of the first.
+            // A request with several pieces records the operation of the first.
             if record.transfer == 0 {
                 record.transfer = self.operations;
                 record.sharing = pieces.len() as u16;
@@ -90,7 +91,8 @@ impl RequestPath {
         }
     }
 
-    /// One operation for `first` and those behind it that share it, whose memory `spans` is.
+    /// Submits one operation for `first` and the pieces after it that share it. `spans` is their
+    /// memory.
     fn push_shared(&mut self, first: &Placed, spans: &[Span]) {
         self.counters().transfers.add(1);
         let Piece { transfer, file, offset, .. } = *self.pieces.get(first.piece);
@@ -101,7 +103,7 @@ impl RequestPath {
         }
     }
 
-    /// An operation for data has ended: of one piece, or of several.
+    /// Handles the end of a data operation of one or several pieces.
     pub(super) fn transfer_completed(&mut self, leader: u16, completion: Completion, now_ns: u64) {
         let Some(mut next) = self.pieces.get(leader).next.take() else {
             return self.piece_completed(leader, completion, now_ns);
@@ -118,11 +120,13 @@ impl RequestPath {
         }
     }
 
-    /// Gives a piece its part of a shared operation's bytes; without a whole block it goes on alone.
+    /// Gives a piece its part of a shared operation's bytes. Without a whole block it is submitted
+    /// alone.
     fn share_out(&mut self, index: u16, left: &mut usize, now_ns: u64) {
         let part = self.pieces.get(index).blocks.len().min(*left);
         *left -= part;
-        // Where a shared operation stopped says nothing of a piece in which it got nowhere.
+        // The place where a shared operation has stopped says nothing about a piece that it has not
+        // reached.
         let part = part - part % self.medium.block_bytes;
         if part == 0 {
             return self.push_rest(index);
@@ -152,7 +156,8 @@ impl Run {
         Run { pieces: [first; MAX_VECTORED], count: 1, bytes: first.len() }
     }
 
-    /// Adds a piece, to the last one if it follows it in memory. `false`: the run is full.
+    /// Adds a piece, and joins it with the last one if it follows that in memory. `false`: the run
+    /// is full.
     fn add(&mut self, piece: Span) -> bool {
         if self.bytes + piece.len() > MAX_MERGED_BYTES {
             return false;

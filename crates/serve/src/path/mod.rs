@@ -1,4 +1,4 @@
-//! A disk's request path: checked requests to storage and back, whoever the frontend is.
+//! A disk's request path: checked requests to storage and back, for any frontend.
 //!
 //! A [`RequestPath`] belongs to one thread: an engine, buffers, and the requests in flight. Its
 //! frontend is a loop on that thread (for guests of Xen: [`blkif`](crate::blkif)). A turn of it:
@@ -15,7 +15,7 @@
 //!    followed by [`collect_tasks`](RequestPath::collect_tasks).
 //! 5. Reads are [`read`](RequestPath::read): their data go to the client, and they are
 //!    [`delivered`](RequestPath::delivered).
-//! 6. Whatever has an [`outcome`](RequestPath::outcome) is in
+//! 6. A request with an [`outcome`](RequestPath::outcome) is in
 //!    [`finished`](RequestPath::finished): the client is answered, then the ticket
 //!    [released](RequestPath::release).
 //!
@@ -64,7 +64,7 @@ pub use flight::Ticket;
 
 use alone::Alone;
 use buffers::Buffers;
-use device::Seat;
+use device::Member;
 use discards::Discards;
 use flight::Flights;
 use merge::Placed;
@@ -78,43 +78,44 @@ use space::Space;
 use throttle::Hold;
 use work::Outcome;
 
-/// From here on tokens of operations are the frontend's.
+/// The first token of the frontend's operations.
 pub const FRONTEND_TOKENS: Token = 1 << 32;
-/// Completion of the path's waker becoming readable. Those of pieces are below `u16::MAX`.
+/// The token of the path's waker. Tokens of pieces are below `u16::MAX`.
 const WAKE: Token = FRONTEND_TOKENS - 1;
 
-/// See the module's text.
+/// A disk's request path of one thread, see the module's text.
 pub struct RequestPath {
     shared: Arc<Shared>,
     clock: Arc<dyn Clock>,
     index: usize,
     account: Account,
-    /// Before the seat, so that it is dropped first: it ends when its last operation has.
+    /// It is declared before the member, so that it is dropped first: its drop waits for its last
+    /// operation.
     reactor: Reactor,
-    seat: Seat,
+    member: Member,
     medium: Medium,
     buffers: Buffers,
     flights: Flights,
     hold: Hold,
-    /// Flushes that were admitted; wraps.
+    /// Number of flushes that were admitted; wraps.
     flushes: u32,
     /// Requests of this sweep that could share an operation.
     neighbours: Neighbours,
     /// Requests that storage can begin.
     ready: Vec<Ticket>,
-    /// Those of them whose place on the medium is known.
+    /// Pieces of requests whose place on the medium is known.
     pieces: Pieces,
     placed: Vec<Placed>,
-    /// Operations for data so far; wraps.
+    /// Number of data operations so far; wraps.
     operations: u32,
     alone: Alone,
     discards: Discards,
     space: Space,
-    /// The client has the data of a request until that is answered.
+    /// Whether the client keeps the data of a request until it is answered.
     refetches: bool,
     saver: Saver,
     tasks: TaskResults,
-    /// What requests for it have found.
+    /// The results of requests for the status of a range.
     statuses: Statuses,
     /// Reads that are done and whose data the client does not have yet.
     read: Vec<Ticket>,
@@ -122,17 +123,17 @@ pub struct RequestPath {
     finished: Vec<Ticket>,
 }
 
-/// Where a request's data are.
+/// The place of a request's data.
 #[derive(Clone, Copy, Debug)]
 pub enum Data {
-    /// In the pool's arena.
+    /// The data are in the pool's arena.
     At(Span),
-    /// Nowhere: all that was read are zeros.
+    /// The data are all zeros, and are in no buffer.
     Zeros,
 }
 
 impl RequestPath {
-    /// A path ready to run on the calling thread, with room for so many requests in flight.
+    /// A path ready to run on the calling thread, with room for `entries` requests in flight.
     ///
     /// # Errors
     /// The engine does not take the disk's files.
@@ -143,8 +144,8 @@ impl RequestPath {
         entries: u32,
     ) -> io::Result<RequestPath> {
         let mut reactor = Reactor::new(engine);
-        let seat = shared.device.join(shared.side(), shared.waker(index).clone())?;
-        let account = Account::new(shared.counters.page(seat.index())?);
+        let member = shared.device.join(shared.side(), shared.waker(index).clone())?;
+        let account = Account::new(shared.counters.page(member.index())?);
         let space = Space::new(&shared.device, account.page());
         let scratch = Scratch::new(shared.pool.arena().clone(), shared.pool.scratch(index));
         let medium = Medium::load(shared.device.disk()?, &mut reactor, scratch)?;
@@ -159,7 +160,7 @@ impl RequestPath {
             index,
             account,
             reactor,
-            seat,
+            member,
             medium,
             flights: Flights::new(entries),
             hold: Hold::default(),
@@ -181,29 +182,29 @@ impl RequestPath {
         })
     }
 
-    /// The disk that the path has now.
+    /// The current disk of the path.
     pub fn disk(&self) -> &Disk {
         &self.medium.disk
     }
 
-    /// The engine, for operations of the frontend's, whose tokens begin at [`FRONTEND_TOKENS`].
+    /// The reactor, for operations of the frontend. Their tokens begin at [`FRONTEND_TOKENS`].
     pub fn reactor(&mut self) -> &mut Reactor {
         &mut self.reactor
     }
 
-    /// Hands over what was started, and waits as told. What has completed since is added to `out`.
+    /// Submits operations, and waits according to `wait`. Completions are added to `out`.
     ///
     /// # Errors
-    /// The engine's; the path cannot go on.
+    /// Errors of the engine. The path cannot go on.
     pub fn turn(&mut self, wait: Wait, out: &mut Vec<Completion>) -> io::Result<()> {
         self.account.settle_all();
         self.reactor.turn(wait, out)
     }
 
-    /// An operation of this path has completed.
+    /// Handles the completion of one of this path's operations.
     ///
     /// # Errors
-    /// The waker cannot be waited for; the path cannot go on.
+    /// The waker cannot be waited for. The path cannot go on.
     pub fn completed(&mut self, completion: Completion, now_ns: u64) -> io::Result<()> {
         if completion.token == WAKE {
             completion.result()?;
@@ -217,18 +218,18 @@ impl RequestPath {
         Ok(())
     }
 
-    /// Fixes a request's outcome; it is among the [finished](Self::finished) from now on.
+    /// Sets a request's outcome, and adds it to the [finished](Self::finished) requests.
     pub fn finish(&mut self, ticket: Ticket, outcome: Outcome) {
         self.flights.get(&ticket).outcome = outcome;
         self.finished.push(ticket);
     }
 
-    /// Exchanges `into`, which is empty, for the reads whose data the client is to get.
+    /// Swaps `into`, which is empty, with the list of reads whose data the client is to get.
     pub fn read(&mut self, into: &mut Vec<Ticket>) {
         std::mem::swap(&mut self.read, into);
     }
 
-    /// The client has the data of a read, or could not be given them.
+    /// Ends a read whose data were delivered to the client, or could not be (`ok`).
     pub fn delivered(&mut self, ticket: Ticket, ok: bool, now_ns: u64) {
         self.flights.get(&ticket).record.stages.copied_out_ns = now_ns;
         if ok {
@@ -238,17 +239,18 @@ impl RequestPath {
         }
     }
 
-    /// Exchanges `into`, which is empty, for the requests whose client is to be answered.
+    /// Swaps `into`, which is empty, with the list of requests whose client is to be answered.
     pub fn finished(&mut self, into: &mut Vec<Ticket>) {
         std::mem::swap(&mut self.finished, into);
     }
 
-    /// Whether any request is [finished](Self::finished).
+    /// Whether there are [finished](Self::finished) requests.
     pub fn has_finished(&self) -> bool {
         !self.finished.is_empty()
     }
 
-    /// Ends the duty to answer: the client has its answer, and the [record](Self::record) says when.
+    /// Frees a request's entry after its client was answered. The time is in its
+    /// [record](Self::record).
     pub fn release(&mut self, ticket: Ticket) {
         let flight = self.flights.get(&ticket);
         if let Some(buf) = flight.buf.take() {
@@ -262,8 +264,9 @@ impl RequestPath {
         self.flights.release(ticket);
     }
 
-    /// As [`release`](Self::release), for data that the client gets later: the buffer is the caller's
-    /// until it is [freed](Self::free). The path rests, and others get the gate, without it.
+    /// As [`release`](Self::release), for data that the client gets later. The caller keeps the
+    /// buffer until it is [freed](Self::free). The path can rest, and others can get the gate
+    /// meanwhile.
     pub fn release_keeping(&mut self, ticket: Ticket) -> Option<Buf> {
         let buf = self.flights.get(&ticket).buf.take();
         self.count(&ticket);
@@ -271,15 +274,16 @@ impl RequestPath {
         buf
     }
 
-    /// A request is answered.
+    /// Counts a request that was answered.
     fn count(&mut self, ticket: &Ticket) {
         let flight = self.flights.see(ticket);
         if flight.waits {
             self.space.answered(ticket.entry());
-            // The next one is tried now, whatever this thread is about to do.
+            // The next request that waits for space is tried now, whatever this thread is about to
+            // do.
             self.shared.waker(self.index).wake();
         }
-        // It is of places, and moves nothing.
+        // A status request names a range, but moves no data.
         let moves = flight.work.action != work::Action::Status;
         let sectors = if moves { flight.work.sectors } else { 0 };
         match flight.outcome {
@@ -288,32 +292,32 @@ impl RequestPath {
         }
     }
 
-    /// Takes back a buffer that no request has.
+    /// Frees a buffer that belongs to no request.
     pub fn free(&mut self, buf: Buf) {
         self.buffers.free(buf);
     }
 
-    /// Whether a request has failed as there was no space for it.
+    /// Whether a request has failed for want of space.
     pub fn lacked_space(&self, ticket: &Ticket) -> bool {
         self.flights.see(ticket).no_space
     }
 
-    /// What a request for [`Action::Status`](work::Action::Status) has found; once.
+    /// The result of a request for [`Action::Status`](work::Action::Status). It is returned once.
     pub fn status(&mut self, ticket: &Ticket) -> Vec<Allocation> {
         self.statuses.borrow_mut().remove(&(ticket.entry() as u16)).unwrap_or_default()
     }
 
-    /// How a request has ended.
+    /// The outcome of a request.
     pub fn outcome(&self, ticket: &Ticket) -> Outcome {
         self.flights.see(ticket).outcome
     }
 
-    /// What the trace is to say of a request. The frontend fills in what only it knows.
+    /// The trace record of a request. The frontend adds its own values.
     pub fn record(&mut self, ticket: &Ticket) -> &mut Record {
         &mut self.flights.get(ticket).record
     }
 
-    /// Where an admitted request's data are, or belong; none for one without.
+    /// The place of an admitted request's data. `None`: it has none.
     pub fn data(&self, ticket: &Ticket) -> Option<Data> {
         let flight = self.flights.see(ticket);
         let layout = flight.layout?;
@@ -325,7 +329,7 @@ impl RequestPath {
         self.flights.see(ticket).buf.as_ref().map(|buf| buf.span())
     }
 
-    /// Whether data is on its way to or from storage, apart from that of tasks.
+    /// Whether data are on their way to or from storage, except for those of tasks.
     pub fn has_transfers(&self) -> bool {
         self.pieces.are_in_flight()
     }
@@ -335,7 +339,7 @@ impl RequestPath {
         !self.finished.is_empty() || !self.read.is_empty() || !self.ready.is_empty()
     }
 
-    /// Whether a task lets all else go first: no reason to poll for work, or to sleep.
+    /// Whether a task has yielded: then there is no reason to poll for work or to sleep.
     pub fn has_yielded(&self) -> bool {
         self.discards.are_running() && self.reactor.has_ready()
     }
@@ -345,16 +349,18 @@ impl RequestPath {
         self.hold.stalled || self.is_holding_back()
     }
 
-    /// Whether nothing is in flight. Metadata on its way must not meet that of the next who writes
-    /// some, so a save is in flight, too.
+    /// Whether nothing is in flight. A save counts as in flight: its metadata must not meet those
+    /// of the next writer.
     pub fn is_idle(&self) -> bool {
         self.flights.in_use() == 0 && !self.saver.is_under_way()
     }
 
-    /// Whether the path has been told to stop, and nothing keeps it: nothing is in flight. One that
-    /// rests has nothing begun. What it has set aside it keeps for the parker's end, unless a successor
-    /// is to do it: who unplugs a disk needs the answers, as its guest cannot remove it before. What
-    /// waits for space is left to a successor in any case, if nobody has given it up.
+    /// Whether the path may end: it was told to stop, and nothing is in flight.
+    ///
+    /// A resting path has begun nothing. It keeps entries that were set aside until the parker is
+    /// done, unless a successor is to do them: before a disk can be unplugged, its guest needs the
+    /// answers. Requests that wait for space are left to a successor in any case, unless they were
+    /// given up.
     pub fn may_end(&self) -> bool {
         if !self.shared.stopping() {
             return false;
@@ -363,20 +369,20 @@ impl RequestPath {
         leaves || self.is_idle() || self.leaves_what_waits()
     }
 
-    /// Whether nothing is in flight but what waits for space, with all that comes after it.
+    /// Whether nothing is in flight except for requests that wait for space, and those after them.
     fn leaves_what_waits(&self) -> bool {
         let behind = self.behind_space();
         let in_use = self.flights.in_use() - self.flights.set_aside();
         behind > 0 && behind == in_use && !self.saver.is_under_way()
     }
 
-    /// Whether memory may be [given back](Self::give_memory_back) after a while: there is some,
-    /// and no request needs it.
+    /// Whether memory may be [given back](Self::give_memory_back) after a while: there is some, and
+    /// no request needs it.
     pub fn may_cool(&self) -> bool {
         self.buffers.are_warm() && !self.buffers.are_in_use() && self.flights.in_use() == 0
     }
 
-    /// Nothing has been asked for a while.
+    /// Gives memory back, after a while without requests.
     pub fn give_memory_back(&mut self) {
         // A save is a task without a request, and has metadata in the scratch memory.
         let unused =
@@ -390,7 +396,7 @@ impl RequestPath {
         self.account.counters()
     }
 
-    /// The path has failed, and its client will not be answered by it.
+    /// Drops all requests of a path that has failed. It will not answer its client.
     pub fn abandon(&mut self) {
         let lists = [&mut self.ready, &mut self.read, &mut self.finished];
         let tickets = lists.into_iter().flat_map(|list| list.drain(..));

@@ -1,34 +1,33 @@
-//! Requests of a sweep that lie next to each other on the disk, in whatever order they came.
+//! Requests of a sweep that are adjacent on the disk, in any order of arrival.
 //!
-//! Seen before any data are moved, because two things follow from it: a sweep of requests that are
-//! close together, with gaps between them, is longer, since the rest of a batch may belong there;
-//! and neighbours' buffers are exchanged, so that what is contiguous on the disk is contiguous in
-//! memory and one plain transfer moves it (sources.md 4). A device pays for each
-//! piece of scattered memory.
+//! They are found before data are moved, for two reasons. A sweep of requests that are close
+//! together with gaps is extended, since the rest of a batch may belong there. And neighbours'
+//! buffers are exchanged: data that are contiguous on the disk become contiguous in memory, and one
+//! plain transfer moves them (sources.md 4). A device pays for each piece of scattered memory.
 
 use ferrite_io::pool::Buf;
 
 use super::flight::Flights;
 use super::layout::Layout;
 
-/// The stretch of a disk, in bytes, in which requests are close together: two of the largest
-/// shared operations.
+/// The stretch of a disk in which requests are close together, in bytes: two of the largest shared
+/// operations.
 const CLOSE_BYTES: u64 = 1 << 20;
 
-/// The key's bit that tells writes from reads. Offsets on a disk are below.
+/// The bit of the key that tells writes from reads. Offsets on a disk are below it.
 const WRITE: u64 = 1 << 63;
 
-/// A request that was taken in this sweep.
+/// A request of this sweep.
 #[derive(Clone, Copy)]
 struct Here {
-    /// Where its whole blocks begin on the disk, in bytes, and [`WRITE`].
+    /// Offset of its whole blocks on the disk in bytes, with [`WRITE`].
     key: u64,
     bytes: u32,
     entry: u16,
 }
 
 impl Here {
-    /// Whether `next` begins where this ends.
+    /// Whether `next` begins where this request ends.
     fn touches(&self, next: &Here) -> bool {
         self.key + u64::from(self.bytes) == next.key
     }
@@ -38,19 +37,19 @@ impl Here {
 #[derive(Default)]
 pub(super) struct Neighbours {
     requests: Vec<Here>,
-    /// Used by [`order_buffers`](Self::order_buffers).
+    /// Scratch space of [`order_buffers`](Self::order_buffers).
     bufs: Vec<Buf>,
 }
 
 impl Neighbours {
-    /// One more of the sweep.
+    /// Adds a request of the sweep.
     pub(super) fn add(&mut self, entry: u16, write: bool, layout: &Layout) {
         let key = layout.offset | if write { WRITE } else { 0 };
         // A request is at most 1 MiB.
         self.requests.push(Here { key, bytes: layout.blocks.len() as u32, entry });
     }
 
-    /// Whether they are close together and leave gaps.
+    /// Whether the requests are close together and leave gaps.
     pub(super) fn leave_gaps(&self) -> bool {
         let (mut start, mut end, mut bytes) = (u64::MAX, 0, 0);
         for here in &self.requests {
@@ -63,8 +62,8 @@ impl Neighbours {
         bytes < stretch && stretch <= CLOSE_BYTES
     }
 
-    /// Gives neighbours each other's buffers, so that these follow each other as the requests do
-    /// on the disk. Nothing may be in the buffers yet. Ends the sweep.
+    /// Exchanges the buffers of neighbours, so that these have the order of the requests on the
+    /// disk. The buffers must be empty. It ends the sweep.
     pub(super) fn order_buffers(&mut self, flights: &mut Flights, block_bytes: usize) {
         if self.requests.len() > 1 {
             self.requests.sort_unstable_by_key(|here| here.key);
@@ -77,8 +76,8 @@ impl Neighbours {
         self.requests.clear();
     }
 
-    /// Buffers of one size, so that each fits each, and which their data fill: others would not
-    /// follow each other without a gap.
+    /// Exchanges the buffers of one run. They have to be of one size, so that each fits each
+    /// request, and full: others would leave gaps.
     fn order_run(&mut self, run: &[Here], flights: &mut Flights, block_bytes: usize) {
         let Some(first) = flights.at(run[0].entry).buf.as_ref().map(|buf| buf.span().len()) else {
             return;

@@ -1,25 +1,26 @@
-//! A disk that changes under its frontends.
+//! A disk that is exchanged under its frontends.
 //!
-//! [`Device::park`] has every path end its requests and rest: it takes nothing, and has let go of the
-//! disk and its files. Rings, tables and connections stay. Whoever parks then owns the [`Disk`],
-//! makes another of it (other layers, another size, other files), and
-//! [`Away::go_on_with`] gives that to the paths. In the time between, the guest's requests wait on
-//! its rings.
+//! [`Device::park`] has every path end its requests and rest: it takes no requests, and has closed
+//! the disk and its files. Rings, tables and connections stay. The parker then owns the [`Disk`]
+//! and makes another of it (other layers, another size, other files). [`Away::go_on_with`] gives
+//! that to the paths. Meanwhile the guest's requests wait on its rings.
 //!
-//! The steps, and what a death in between leaves:
-//! 1. `PARK` in the gate's word: no path takes requests (`gate.rs`). What was taken ends as always.
-//! 2. A path with nothing in flight lets go of its files and rests. What waits for space is not in
-//!    flight (blkif.md 2.2): it is tried again on the next disk.
-//! 3. All rest: the device's disk is the parker's. The in-flight table has nothing in flight, but what
-//!    a predecessor left and nobody has begun again.
-//! 4. The parker changes what it likes, in an order of its own that a death may interrupt.
-//! 5. The frontends are told which image they go on with ([`Heir`](super::device::Heir)): the
-//!    in-flight table names that one. So nobody parks a device before its frontends serve it.
-//! 6. The next disk is the device's, and the gate's word is open: the paths load it and go on.
+//! The steps, and the state that a death in between leaves:
+//! 1. `PARK` in the gate's word: no path takes requests (`gate.rs`). Requests that were taken end
+//!    as always.
+//! 2. A path with nothing in flight closes its files and rests. A request that waits for space is
+//!    not in flight (blkif.md 2.2): it is tried again on the next disk.
+//! 3. All paths rest: the parker takes the device's disk. The in-flight table has nothing in
+//!    flight, except for requests of a predecessor that have not begun again.
+//! 4. The parker changes the disk, in an order that a death may interrupt.
+//! 5. The frontends are told the next image ([`Successor`](super::device::Successor)): the
+//!    in-flight table names it. So a device is not parked before its frontends serve it.
+//! 6. The device gets the next disk, and the gate's word is open: the paths load it and go on.
 //!
-//! Dead before step 5, no guest has written to what was prepared. A toolstack removes that, lets a
-//! parent be written again (`chmod u+w`), and restarts with the old image. Dead after step 5, it
-//! restarts with the new one. The table says which (`blkif/inflight/image.rs`): any other is refused.
+//! Before step 5, no guest has written to the next disk. After a death the toolstack removes it,
+//! makes a parent writable again (`chmod u+w`), and restarts with the old image. After step 5, it
+//! restarts with the new image. The table says which one (`blkif/inflight/image.rs`): any other is
+//! refused.
 
 use std::io;
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -32,13 +33,13 @@ use ferrite_io::scratch::Scratch;
 use super::RequestPath;
 use super::device::{Device, Slot};
 
-/// How often a parker looks whether the last to let go of a disk has done so.
+/// How often a parker checks whether all copies of the disk are gone.
 const LOOK_AGAIN: Duration = Duration::from_micros(200);
 
-/// Why a device goes on as before.
+/// Why a device was not parked, and goes on as before.
 #[derive(Debug, thiserror::Error)]
 pub enum NotParked {
-    /// Somebody else parks it.
+    /// Another parker has the device.
     #[error("another change of this disk is under way; try again when it has ended")]
     Busy,
     /// Requests have not ended in time: the storage does not answer, or is too slow.
@@ -47,7 +48,7 @@ pub enum NotParked {
          Check its storage (dmesg), then try again"
     )]
     NotInTime(Duration),
-    /// The disk was lost before.
+    /// An earlier parker has lost the disk.
     #[error("the disk is gone: {0}")]
     Gone(io::Error),
 }
@@ -55,38 +56,38 @@ pub enum NotParked {
 /// Why paths cannot go on with a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unfit {
-    /// Guests have sectors beyond its end.
+    /// Its end is before sectors that guests know.
     #[error("it has {is} sectors, and its guest knows of {was}; a disk cannot shrink in use")]
     Smaller {
-        /// Sectors of 512 bytes that there were.
+        /// Sectors of the old disk, of 512 bytes.
         was: u64,
-        /// Those that there are.
+        /// Sectors of the next disk.
         is: u64,
     },
-    /// Guests write to what cannot be written.
+    /// Guests write to it, and it is read-only.
     #[error("it is read-only, and its guest writes to it")]
     ReadOnly,
-    /// Guests may only read what can be written (threats.md T10).
+    /// Guests may only read, and it is writable (threats.md T10).
     #[error("it is open for writing, and its guest may only read it; open it for reading only")]
     Writable,
-    /// A request as large as guests were offered, with the blocks that it reaches into, would find
+    /// Its blocks are larger. A request of the offered size, with the blocks around it, would find
     /// no buffer.
     #[error("its blocks have {is} bytes, and those of the disk before it had {was}")]
     Blocks {
-        /// Bytes.
+        /// Bytes of the old disk's blocks.
         was: usize,
-        /// Bytes.
+        /// Bytes of the next disk's blocks.
         is: usize,
     },
-    /// The engines were chosen for the other kind.
+    /// The engines were chosen for the other kind of disk.
     #[error("only one of the two disks is served by NVMe commands (--engine)")]
     Engine,
-    /// Successors could not be told which image it is.
+    /// Its identity cannot be read, so it could not be recorded for successors.
     #[error("its image cannot be examined: {0}")]
     Unknown(io::ErrorKind),
 }
 
-/// What the next disk has to be, too.
+/// The properties that the next disk has to match.
 #[derive(Clone, Copy)]
 struct Traits {
     sectors: u64,
@@ -105,7 +106,7 @@ impl Traits {
         }
     }
 
-    /// Why one with these cannot follow, if so.
+    /// Why a disk with these properties cannot follow. `None`: it can.
     fn keeps_out(&self, next: &Traits) -> Option<Unfit> {
         if next.sectors < self.sectors {
             Some(Unfit::Smaller { was: self.sectors, is: next.sectors })
@@ -121,22 +122,22 @@ impl Traits {
 
 /// A disk that paths cannot go on with.
 pub struct Refused {
-    /// The guests still wait.
+    /// The parked device, whose guests still wait.
     pub away: Away,
-    /// What was offered.
+    /// The refused disk.
     pub disk: Disk,
-    /// Why.
+    /// The reason.
     pub unfit: Unfit,
 }
 
-/// The time in which the disk is the parker's. Dropped without a disk, the device has none, and its
-/// frontends fail as if their backend had died.
+/// A parked device. If it is dropped without a disk, the device has none, and its frontends fail as
+/// if their backend had died.
 #[must_use = "guests wait until their disk is back"]
 pub struct Away {
     device: Arc<Device>,
-    /// Of the disk that was taken.
+    /// The properties of the disk that was taken.
     was: Traits,
-    /// Another disk was given back: the slot is the next parker's from then on.
+    /// Whether another disk was given back: the slot may be the next parker's then.
     done: bool,
 }
 
@@ -145,19 +146,19 @@ impl Device {
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The disk, as soon as no parker has it. Paths have their own; this is for everyone else, and
-    /// not to be kept: a parker waits until it is given back.
+    /// The disk, as soon as it is not parked. It is for callers other than paths, which have their
+    /// own copy. Do not keep it: a parker waits until it is dropped.
     ///
     /// # Errors
-    /// A parker gave none back.
+    /// A parker has lost the disk.
     pub fn disk(&self) -> io::Result<Arc<Disk>> {
         self.with_disk(Arc::clone)
     }
 
-    /// The disk, for who does not wait: `None` while a parker has it. See [`disk`](Self::disk).
+    /// The disk, without waiting. `None`: a parker has it. See [`disk`](Self::disk).
     ///
     /// # Errors
-    /// A parker gave none back.
+    /// A parker has lost the disk.
     pub fn disk_now(&self) -> io::Result<Option<Arc<Disk>>> {
         match &*self.slot() {
             Slot::Here(disk) => Ok(Some(disk.clone())),
@@ -166,11 +167,11 @@ impl Device {
         }
     }
 
-    /// Has all paths rest, and takes the disk. The caller may wait as long as `patience`, guests wait
-    /// from now until [`Away::go_on_with`].
+    /// Has all paths rest, and takes the disk. It waits for `patience` at most. Guests wait from
+    /// now until [`Away::go_on_with`].
     ///
     /// # Errors
-    /// All goes on as before.
+    /// The device goes on as before.
     pub fn park(self: &Arc<Device>, patience: Duration) -> Result<(Disk, Away), NotParked> {
         let end = Instant::now() + patience;
         if !self.ask_to_rest() {
@@ -179,15 +180,16 @@ impl Device {
         let mut slot = self.slot();
         loop {
             if let Slot::Lost = &*slot {
-                self.let_go_on();
+                self.end_parking();
                 return Err(NotParked::Gone(lost()));
             }
             if self.all_rest() {
                 match std::mem::replace(&mut *slot, Slot::Away) {
                     Slot::Here(disk) => match Arc::try_unwrap(disk) {
                         Ok(disk) => {
-                            // The next one knows nothing of it.
-                            self.hear(&disk);
+                            // A failed sync of this disk has to be recorded now, since the next
+                            // disk does not know it.
+                            self.check_failed_sync(&disk);
                             let away = Away::from(self, &disk);
                             return Ok((disk, away));
                         }
@@ -198,7 +200,7 @@ impl Device {
             }
             let Some(left) = end.checked_duration_since(Instant::now()) else {
                 drop(slot);
-                self.let_go_on();
+                self.end_parking();
                 return Err(NotParked::NotInTime(patience));
             };
             let waited = self.changed.wait_timeout(slot, left.min(LOOK_AGAIN));
@@ -206,10 +208,10 @@ impl Device {
         }
     }
 
-    /// Does something with the disk, as soon as no parker has it. None gets it meanwhile.
+    /// Calls `work` with the disk, as soon as it is not parked. It cannot be parked meanwhile.
     ///
     /// # Errors
-    /// A parker gave none back.
+    /// A parker has lost the disk.
     pub fn with_disk<T>(&self, work: impl FnOnce(&Arc<Disk>) -> T) -> io::Result<T> {
         let mut slot = self.slot();
         loop {
@@ -226,8 +228,8 @@ impl Device {
     fn put(&self, slot: Slot) {
         *self.slot() = slot;
         self.changed.notify_all();
-        self.let_go_on();
-        self.heirs_go_on();
+        self.end_parking();
+        self.resume_successors();
     }
 }
 
@@ -240,15 +242,15 @@ impl Away {
         Away { device: device.clone(), was: Traits::of(disk), done: false }
     }
 
-    /// All paths go on with this disk.
+    /// Lets all paths go on with this disk.
     ///
     /// # Errors
-    /// It cannot be the next one, and comes back. The guests still wait.
+    /// The disk is refused and comes back. The guests still wait.
     pub fn go_on_with(mut self, disk: Disk) -> Result<(), Box<Refused>> {
         let unfit = match (self.was.keeps_out(&Traits::of(&disk)), disk.identity()) {
             (None, Ok(image)) => {
-                self.device.tell_heirs(&image);
-                // What is in the slot after this may be the next parker's.
+                self.device.tell_successors(&image);
+                // After this the slot may be the next parker's.
                 self.done = true;
                 self.device.serve_on(&disk);
                 self.device.watch(&disk);
@@ -270,19 +272,19 @@ impl Drop for Away {
     }
 }
 
-/// A disk as one path has it.
+/// The disk of one path.
 pub(super) struct Medium {
     pub(super) disk: Arc<Disk>,
     pub(super) port: Port,
-    /// By which the disk hears of operations' ends, if it wants to.
+    /// Reports the end of operations to a disk that needs it.
     reader: Option<Reader>,
-    /// Of what is being mapped.
+    /// The mark of the mapping under way.
     mapping: Option<Mark>,
-    /// What was read is checked.
+    /// Whether data that were read are checked.
     pub(super) has_checks: bool,
-    /// The disk's.
+    /// Bytes of the disk's blocks.
     pub(super) block_bytes: usize,
-    /// It is none: the path rests.
+    /// Whether the path rests and has no disk.
     resting: bool,
 }
 
@@ -304,7 +306,7 @@ impl Medium {
         self.resting
     }
 
-    /// Places of the disk are asked for from now on, until [`end_mapping`](Self::end_mapping).
+    /// Begins to ask for places of the disk, until [`end_mapping`](Self::end_mapping).
     pub(super) fn begin_mapping(&mut self) {
         self.mapping = self.reader.as_ref().map(Reader::enter);
     }
@@ -315,8 +317,7 @@ impl Medium {
         }
     }
 
-    /// Operations of a request go where the disk has said; [`unmap`](Self::unmap) when they have
-    /// ended.
+    /// Keeps the places of a request's operations until [`unmap`](Self::unmap).
     pub(super) fn keep_mapped(&self) -> Option<Mark> {
         Some(self.reader.as_ref()?.keep(self.mapping?))
     }
@@ -329,17 +330,16 @@ impl Medium {
 }
 
 impl RequestPath {
-    /// Rests while the device is parked, as soon as nothing is in flight, and goes on with the disk
-    /// that it has then. To be called at the beginning of each turn.
+    /// Rests while the device is parked, as soon as nothing is in flight. Goes on with the device's
+    /// disk afterwards. Call it at the beginning of each turn.
     ///
     /// # Errors
-    /// The engine does not take or let go of a file, or there is no disk any more; the path cannot
-    /// go on.
+    /// The engine cannot add or remove a file, or there is no disk any more. The path cannot go on.
     pub fn follow(&mut self) -> io::Result<()> {
         if self.shared.gives_up() {
             self.give_up_waiting();
         }
-        match (self.seat.gate().is_parking(), self.medium.resting) {
+        match (self.member.gate().is_parking(), self.medium.resting) {
             (false, false) | (true, true) => Ok(()),
             (true, false) => self.rest(),
             (false, true) => self.load(),
@@ -355,24 +355,24 @@ impl RequestPath {
         self.reactor.clear_files()?;
         self.saver.forget();
         self.medium.reader = None;
-        self.medium.disk = self.seat.device().no_disk();
+        self.medium.disk = self.member.device().no_disk();
         self.medium.port.files = [].into();
         self.medium.resting = true;
-        self.seat.rest();
+        self.member.rest();
         Ok(())
     }
 
     fn load(&mut self) -> io::Result<()> {
-        let disk = match &*self.seat.device().slot() {
+        let disk = match &*self.member.device().slot() {
             Slot::Here(disk) => disk.clone(),
             Slot::Lost => return Err(lost()),
-            // It is parked again already.
+            // The device is parked again already.
             Slot::Away => return Ok(()),
         };
         let scratch = self.medium.port.scratch.clone();
         self.medium = Medium::load(disk, &mut self.reactor, scratch)?;
         self.saver.remember(&self.medium);
-        // A path that is not idle is not counted among those that rest.
+        // A path that is not idle does not count as resting.
         self.leave_if_idle();
         self.save_soon();
         Ok(())
@@ -397,7 +397,7 @@ mod tests {
     fn who_has_given_a_disk_back_does_not_take_it_from_the_next_who_parks() {
         let device = device();
         let (disk, mut first) = device.park(PATIENCE).unwrap();
-        // As in `go_on_with`, whose end another parker need not wait for.
+        // `go_on_with` sets this before it returns, and another parker need not wait for that.
         first.done = true;
         device.put(Slot::Here(Arc::new(disk)));
         let (disk, second) = device.park(PATIENCE).unwrap();

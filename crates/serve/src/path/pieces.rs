@@ -1,42 +1,42 @@
-//! The pieces that requests' data falls into: one for each place on the medium that it lies in.
+//! The pieces of requests' data: one for each place on the medium.
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::{FileId, Transfer};
 
-/// Pieces of one request at most; one that lies in more places is done step by step.
+/// Most pieces of one request. One with more places is done step by step.
 pub(super) const MAX_PIECES: usize = 16;
 
-/// Pieces in flight of a queue, besides one for each request.
+/// Most pieces in flight of a queue, besides one for each request.
 const SPARE_PIECES: usize = 256;
 
-/// A part of a request's data that lies in one place, on its way.
+/// A part of a request's data that is in one place, on its way.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
     /// The request's entry.
     pub(super) entry: u16,
     pub(super) transfer: Transfer,
     pub(super) file: FileId,
-    /// In the file.
+    /// Offset in the file, in bytes.
     pub(super) offset: u64,
     pub(super) blocks: Span,
     /// Bytes that storage has done.
     pub(super) done_bytes: usize,
-    /// Times that storage asked to try again in a row.
+    /// Times in a row that storage has asked to try again.
     pub(super) retries: u32,
-    /// The piece that shares its operation and comes after it on the medium.
+    /// The next piece on the medium that shares the operation.
     pub(super) next: Option<u16>,
 }
 
-/// A queue's pieces: a fixed table, so that the number of one is a token for the engine.
+/// A queue's pieces: a fixed table, so that a piece's number is a token for the engine.
 pub(super) struct Pieces {
     slots: Vec<Option<Piece>>,
     free: Vec<u16>,
-    /// Of those that are not set aside for requests' first pieces.
+    /// Number of free pieces that are not kept for the first pieces of requests.
     spare: usize,
 }
 
 impl Pieces {
-    /// For a ring of so many entries.
+    /// A table for a ring of this many entries.
     pub(super) fn new(entries: u32) -> Pieces {
         let all = entries as usize + SPARE_PIECES;
         // A ring has at most 512 entries.
@@ -47,7 +47,7 @@ impl Pieces {
         }
     }
 
-    /// Sets pieces aside for a request that takes `count`, all but the first of them. `false`:
+    /// Reserves `count - 1` pieces for a request: the first one is always kept for it. `false`:
     /// there are too few now.
     pub(super) fn reserve(&mut self, count: usize) -> bool {
         let more = count - 1;
@@ -58,7 +58,7 @@ impl Pieces {
         ok
     }
 
-    /// The opposite of [`reserve`](Self::reserve), when the request is done.
+    /// Returns the [reserved](Self::reserve) pieces of a request that is done.
     pub(super) fn give_back(&mut self, count: usize) {
         self.spare += count - 1;
     }
@@ -72,7 +72,7 @@ impl Pieces {
         index
     }
 
-    /// Whether any is in flight.
+    /// Whether any piece is in flight.
     pub(super) fn are_in_flight(&self) -> bool {
         self.free.len() < self.slots.len()
     }
@@ -84,7 +84,7 @@ impl Pieces {
         }
     }
 
-    /// The piece has ended.
+    /// Removes a piece that has ended.
     pub(super) fn remove(&mut self, index: u16) -> Piece {
         match self.slots[usize::from(index)].take() {
             Some(piece) => {

@@ -1,4 +1,4 @@
-//! What the paths of one frontend share.
+//! The state that the paths of one frontend share.
 
 use std::io;
 use std::sync::Arc;
@@ -13,19 +13,19 @@ use crate::processors::Processors;
 use crate::tuning::Tuning;
 use crate::waker::Waker;
 
-/// A frontend's way to a device: made anew for each connection of its client.
+/// A frontend's access to a device. It is made anew for each connection of its client.
 pub struct Shared {
     /// The device.
     pub device: Arc<Device>,
-    /// Buffers for the data in flight.
+    /// The buffers for data in flight.
     pub pool: Arc<Pool>,
-    /// How the paths work.
+    /// The tuning of the paths.
     pub tuning: Tuning,
-    /// What they may use of processors.
+    /// The limit of processor time.
     pub processors: Arc<Processors>,
-    /// What they have done.
+    /// The counters of requests.
     pub counters: Counters,
-    /// Whose they are.
+    /// The side of the frontend's guest.
     side: Side,
     stop: AtomicBool,
     leaves: AtomicBool,
@@ -34,10 +34,10 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// For so many paths, each of which is made with its index below that.
+    /// The state for `paths` paths. Each is made with an index below that.
     ///
     /// # Errors
-    /// Out of descriptors.
+    /// There are no descriptors.
     pub fn new(
         device: Arc<Device>,
         pool: Arc<Pool>,
@@ -61,7 +61,7 @@ impl Shared {
         })
     }
 
-    /// The same of a guest on this side.
+    /// Sets the side of the frontend's guest.
     pub(crate) fn on_side(self, side: Side) -> Shared {
         Shared { side, ..self }
     }
@@ -70,19 +70,19 @@ impl Shared {
         self.side
     }
 
-    /// A request that a predecessor left is begun again.
-    pub(crate) fn begins_again(&self) {
-        self.device.begins_again(self.side);
+    /// Counts a request of a predecessor that begins again.
+    pub(crate) fn count_replay(&self) {
+        self.device.count_replay(self.side);
     }
 
-    /// Asks all paths to end what they have in flight, and to take nothing more.
+    /// Asks all paths to end their requests in flight, and to take no more.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.wake_all();
     }
 
-    /// Says that a successor goes on, before [`stop`](Self::stop): while the device is parked, what a
-    /// predecessor left and nobody has begun again is for that one.
+    /// Says before [`stop`](Self::stop) that there will be a successor. While the device is parked,
+    /// it gets a predecessor's requests that have not begun again.
     pub fn leave(&self) {
         self.leaves.store(true, Ordering::Release);
     }
@@ -91,7 +91,8 @@ impl Shared {
         self.leaves.load(Ordering::Acquire)
     }
 
-    /// Says that no successor goes on, before [`stop`](Self::stop): what waits for space fails.
+    /// Says before [`stop`](Self::stop) that there will be no successor: requests that wait for
+    /// space fail.
     pub fn give_up(&self) {
         self.gives_up.store(true, Ordering::Release);
     }
@@ -105,18 +106,18 @@ impl Shared {
         self.stop.load(Ordering::Acquire)
     }
 
-    /// Whether discards are to end early, as hints may: who stops the paths waits for them, and who
-    /// parks the device, too (threats.md T21).
+    /// Whether discards are to end early, which is allowed since they are hints. The stopping code
+    /// and a parker wait for them (threats.md T21).
     pub(super) fn ends_discards(&self) -> bool {
         self.stopping() || self.device.is_parking()
     }
 
-    /// Wakes all of them.
+    /// Wakes all paths.
     pub fn wake_all(&self) {
         self.wakers.iter().for_each(|waker| waker.wake());
     }
 
-    /// The waker that a path listens to.
+    /// The waker of a path.
     pub(super) fn waker(&self, index: usize) -> &Arc<Waker> {
         &self.wakers[index]
     }

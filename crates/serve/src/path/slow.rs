@@ -1,5 +1,5 @@
-//! Whatever has more than one step: flush, discard, barriers, writes below the medium's block,
-//! ranges that lie in several places. One task a request, on this thread.
+//! Requests with several steps: flushes, discards, barriers, writes below the medium's block, and
+//! ranges in several places. Each is a task on the path's thread.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -19,26 +19,27 @@ use super::shared::Shared;
 use super::work::{Action, Work};
 use crate::counters::Page;
 
-/// Places that one request for the status of a range looks at.
+/// Most lookups for one request for the status of a range.
 const QUESTIONS: usize = 512;
 
-/// How long a discard may sleep that has to end when its path does.
+/// The longest sleep of a discard that has to end with its path.
 const STOPS_WITHIN: Duration = Duration::from_millis(50);
 
-/// Tasks that have ended: of which entry, and how.
+/// The entries of tasks that have ended, with their results.
 pub(super) type TaskResults = Rc<RefCell<Vec<(u16, io::Result<()>)>>>;
 
-/// What was found of where a disk has data, by the entry of who asked.
+/// The allocation that was found, by the entry of the request.
 pub(super) type Statuses = Rc<RefCell<HashMap<u16, Vec<Allocation>>>>;
 
 impl RequestPath {
-    /// Makes a task of a request; its result is found by [`collect_tasks`](Self::collect_tasks).
+    /// Makes a task of a request. [`collect_tasks`](Self::collect_tasks) handles its result.
     pub(super) fn start_task(&mut self, ticket: Ticket) {
         let work = self.flights.see(&ticket).work;
         self.start_task_of(ticket, work);
     }
 
-    /// The same, of one that others are [done with](super::discards).
+    /// As [`start_task`](Self::start_task), with the work of several [joined](super::discards)
+    /// requests.
     pub(super) fn start_task_of(&mut self, ticket: Ticket, work: Work) {
         let shared = self.shared.clone();
         let flight = self.flights.get(&ticket);
@@ -62,7 +63,7 @@ impl RequestPath {
         });
     }
 
-    /// Takes up the requests whose tasks have ended.
+    /// Goes on with the requests whose tasks have ended.
     pub fn collect_tasks(&mut self, now_ns: u64) {
         let results = std::mem::take(&mut *self.tasks.borrow_mut());
         for (entry, result) in results {
@@ -120,9 +121,9 @@ impl Task {
         }
     }
 
-    /// In parts, one at a time of all discards of the device. Between them everything else goes first, and
-    /// has as much time as they had. A discard is a hint: it ends early, without an error, when
-    /// the path is to stop or rest.
+    /// Discards in parts, one at a time of all discards of the device. Between two parts everything
+    /// else goes first, and has as much time as the part took. A discard is a hint: it ends early
+    /// without an error when the path is to stop or rest.
     async fn discard(&self) -> io::Result<()> {
         let shared = &self.shared;
         let discards = shared.device.discards.begin();
@@ -148,11 +149,11 @@ impl Task {
         Ok(())
     }
 
-    /// Sleeps for so long, unless discards are to end.
+    /// Sleeps for this time, unless discards are to end.
     async fn rest(&self, mut left: Duration) {
         while !left.is_zero() && !self.shared.ends_discards() {
             let some = left.min(STOPS_WITHIN);
-            // A sleep that fails is none.
+            // A failed sleep ends at once.
             let _ = self.port.io.sleep(some).await;
             left -= some;
         }
@@ -164,7 +165,8 @@ impl Task {
         self.disk.write_zeroes(&self.port, offset, bytes, zeros).await
     }
 
-    /// As much of the range as a bounded number of questions tells: its beginning at least.
+    /// Finds the status of the range with a bounded number of lookups: at least that of its
+    /// beginning.
     async fn status(&self) -> io::Result<()> {
         let (mut at, end) = (self.work.offset(), self.work.offset() + self.work.bytes());
         let mut found: Vec<Allocation> = Vec::new();
@@ -184,26 +186,26 @@ impl Task {
         Ok(())
     }
 
-    /// Lets everything else go first, and waits while the disk has used its processor time.
+    /// Yields to everything else, and waits while the disk has used its processor time.
     async fn pause(&self) {
         let shared = &self.shared;
         self.port.io.yield_to_others().await;
         while let Some(left) = shared.processors.debt(shared.device.clock.now_ns())
             && !shared.ends_discards()
         {
-            // A sleep that fails is none.
+            // A failed sleep ends at once.
             let _ = self.port.io.sleep(left.min(STOPS_WITHIN)).await;
         }
     }
 
-    /// Writes; for what is smaller than the medium's block, reads the blocks around it first.
-    /// The caller has the disk for itself then.
+    /// Writes. For less than the medium's block it reads the blocks around it first, and the caller
+    /// has the disk alone.
     async fn write(&self) -> io::Result<()> {
         let Some(layout) = self.layout else { return Ok(()) };
         if layout.is_whole() {
             return self.transfer(Transfer::Write).await;
         }
-        // The request's bytes step aside while the blocks are read around them.
+        // The request's bytes are copied aside while the blocks around them are read.
         let mut data = vec![0; layout.data.len()];
         self.arena.copy_out(layout.data, &mut data);
         self.transfer(Transfer::Read).await?;
@@ -221,7 +223,8 @@ impl Task {
         }
     }
 
-    /// Everything answered before is on the medium, or the device refuses writes from now on.
+    /// Flushes: everything that was answered is on the medium then, or the device refuses writes
+    /// from now on.
     async fn flush(&self) -> io::Result<()> {
         self.shared.device.flush(&self.disk, &self.port).await
     }

@@ -1,13 +1,14 @@
-//! Requests whose storage is full, and what becomes of them ([`OnFull`]).
+//! Requests whose storage is full, and the policy for them ([`OnFull`]).
 //!
-//! With [`OnFull::Wait`] a request that has found no space is not answered. Nothing of it is under way:
-//! its path rests, lets others have the gate, and takes what needs no space. One request of each path
-//! is tried again after a pause; when it is done, the next one follows at once. Two guests of one disk do
-//! not wait at the same time: the turn stays with the side of who waits (`gate.rs`).
+//! With [`OnFull::Wait`] a request that finds no space is not answered. Nothing of it is under way:
+//! its path rests, lets others have the gate, and takes requests that need no space. One request of
+//! each path is tried again after a pause. When it is done, the next one follows at once. Two
+//! guests of one disk do not wait at the same time: the side with a waiting request keeps the turn
+//! (`gate.rs`).
 //!
-//! Who waits is in the in-flight table as before. A path that is stopped leaves it there for its
-//! successor, unless its client is gone: then it is [given up](RequestPath::give_up_waiting). All of
-//! this is blkif.md 2.2.
+//! A waiting request stays in the in-flight table. A path that is stopped leaves it there for its
+//! successor. If its client is gone, it is [given up](RequestPath::give_up_waiting). All of this is
+//! blkif.md 2.2.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -25,13 +26,13 @@ use super::work::{Action, Outcome};
 use crate::counters::Page;
 use crate::log_limit::limited;
 
-/// The first pause between two tries,
+/// The first pause between two tries.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// and the longest.
+/// The longest pause between two tries.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 impl Device {
-    /// The same device, with requests that do this where there is no space.
+    /// Sets the policy for requests that find no space.
     #[must_use]
     pub fn on_full(mut self, policy: OnFull) -> Device {
         self.full.policy = policy;
@@ -43,7 +44,7 @@ impl Device {
         self.full.waits().requests > 0
     }
 
-    /// One more request waits.
+    /// Counts one more waiting request.
     fn space_ends(&self, e: &io::Error) {
         let mut waits = self.full.waits();
         waits.requests += 1;
@@ -60,7 +61,7 @@ impl Device {
         );
     }
 
-    /// So many requests wait no more.
+    /// Counts this number of requests as not waiting any more.
     fn waits_end(&self, requests: usize, how: End) {
         if requests == 0 {
             return;
@@ -86,7 +87,7 @@ impl Device {
             End::Left => {}
         }
         drop(waits);
-        // Barriers wait for that.
+        // Barriers may wait for that.
         self.wake_all();
     }
 }
@@ -96,36 +97,36 @@ impl Device {
 enum End {
     /// The request is answered.
     Done,
-    /// With an error, which nobody hears.
+    /// The request fails, and there is no client to be told.
     GivenUp,
-    /// A successor waits on.
+    /// A successor goes on waiting.
     Left,
 }
 
-/// When the next try may be.
+/// The time of the next try.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Next {
-    /// Nobody waits, or a request is being tried.
+    /// No request waits, or one is being tried.
     #[default]
     Never,
     AfterPause,
     Now,
 }
 
-/// The requests of one path that wait. Dropped, it leaves them to a successor.
+/// The requests of one path that wait. Dropping it leaves them to a successor.
 pub(super) struct Space {
     device: Arc<Device>,
     page: Page,
     waiting: VecDeque<Ticket>,
-    /// The entry of the one that is being tried.
+    /// The entry of the request that is being tried.
     tried: Option<usize>,
     next: Rc<Cell<Next>>,
     pause: Duration,
-    /// Those that were counted as waiting and have no answer.
+    /// Number of requests that were counted as waiting and have no answer.
     counted: usize,
-    /// No more request is to wait.
+    /// Whether no more requests may wait.
     given_up: bool,
-    /// One of those that wait is a barrier: what came after it is to be done after it.
+    /// Whether a barrier waits: requests after it have to be done after it.
     barrier: bool,
 }
 
@@ -144,7 +145,7 @@ impl Space {
         }
     }
 
-    /// Requests that wait, and of which nothing is under way.
+    /// Number of requests that wait, and of which nothing is under way.
     pub(super) fn waiting(&self) -> usize {
         self.waiting.len()
     }
@@ -160,7 +161,7 @@ impl Space {
         self.device.waits_end(requests, how);
     }
 
-    /// A request is about to be answered that was counted as waiting.
+    /// Counts a waiting request that is about to be answered.
     pub(super) fn answered(&mut self, entry: usize) {
         self.count_out(1, if self.given_up { End::GivenUp } else { End::Done });
         if self.tried == Some(entry) {
@@ -181,15 +182,15 @@ impl Drop for Space {
 }
 
 impl RequestPath {
-    /// Has a client that keeps the data of what it has asked for until that is answered. Then requests
-    /// wait without a buffer, which others may need.
+    /// Says that the client keeps the data of a request until it is answered. Then requests wait
+    /// without a buffer, which others may need.
     pub fn client_keeps_data(&mut self) {
         self.refetches = true;
     }
 
-    /// Whether a request that has found no space is to wait for it.
+    /// Whether a request with this error is to wait for space.
     pub(super) fn may_wait(&self, e: &io::Error) -> bool {
-        let device = self.seat.device();
+        let device = self.member.device();
         let waits = device.full.policy == OnFull::Wait && !self.space.given_up;
         waits && is_full(e) && !device.flush_has_failed()
     }
@@ -212,7 +213,7 @@ impl RequestPath {
             self.space.pause = (self.space.pause * 2).min(LONGEST_PAUSE);
         }
         self.space.barrier |= flight.work.action == Action::Barrier;
-        // Behind the others: it may be larger than they are.
+        // It goes behind the others, since it may be larger than they are.
         self.space.waiting.push_back(ticket);
         self.try_after_pause();
     }
@@ -225,19 +226,19 @@ impl RequestPath {
         space.next.set(Next::AfterPause);
         let (next, pause, io) = (space.next.clone(), space.pause, self.medium.port.io.clone());
         self.reactor.spawn(async move {
-            // A sleep that fails is none.
+            // A failed sleep ends at once.
             let _ = io.sleep(pause).await;
             next.set(Next::Now);
         });
     }
 
-    /// The next request that is tried again for space, if its time has come. Once a turn.
+    /// Tries the next waiting request again, if it is time. Call it once a turn.
     pub fn retry(&mut self) -> Option<Admitted> {
         let is_time = self.space.next.get() == Next::Now && !self.shared.stopping();
         if !is_time || self.alone.is_running() || self.medium.is_resting() {
             return None;
         }
-        if !self.seat.go_on() {
+        if !self.member.go_on() {
             self.leave_if_idle();
             return None;
         }
@@ -258,7 +259,7 @@ impl RequestPath {
             self.flights.get(&ticket).buf = buf;
         }
         self.lay_out_again(&ticket);
-        if self.seat.device().flush_has_failed() {
+        if self.member.device().flush_has_failed() {
             self.finish(ticket, Outcome::Failed);
         } else if work.action == Action::Barrier {
             self.space.barrier = false;
@@ -273,7 +274,7 @@ impl RequestPath {
         Some(Admitted::Taken)
     }
 
-    /// The disk may be another one than when the request was laid out.
+    /// Computes the place of the request's data again, since the disk may be another one now.
     pub(super) fn lay_out_again(&mut self, ticket: &Ticket) {
         let flight = self.flights.get(ticket);
         let before = flight.layout.map(|layout| layout.data);
@@ -289,8 +290,8 @@ impl RequestPath {
         }
     }
 
-    /// Answers all that wait with an error, and lets nothing wait any more: nobody is there who could
-    /// hear of the space when it comes.
+    /// Fails all waiting requests, and lets no more wait: there is no client that could be answered
+    /// later.
     pub fn give_up_waiting(&mut self) {
         self.space.given_up = true;
         self.space.barrier = false;
@@ -300,25 +301,25 @@ impl RequestPath {
         }
     }
 
-    /// Requests of which nothing is under way, nor will be before there is space: those that wait for
+    /// Number of requests that nothing is under way of before there is space: those that wait for
     /// it, and those that may have to come after them.
     pub(super) fn behind_space(&self) -> usize {
         let after = match self.alone.waiting() {
             0 => 0,
-            _ if self.seat.device().waits_for_space() => self.alone.waiting(),
+            _ if self.member.device().waits_for_space() => self.alone.waiting(),
             _ => 0,
         };
         self.space.waiting() + after
     }
 
-    /// Whether the next request that has to be alone is to wait until none waits for space any more: a
-    /// barrier comes after all that was asked for before it (blkif.md 2, rule 9).
+    /// Whether the next request that has to be alone must wait until no request waits for space. A
+    /// barrier comes after all requests before it (blkif.md 2, rule 9).
     pub(super) fn is_alone_behind_space(&self) -> bool {
         let Some(ticket) = self.alone.first() else { return false };
         let flight = self.flights.see(ticket);
-        // A barrier that is tried again is one of those that wait.
+        // A barrier that is tried again was one of the waiting requests.
         let waits = flight.work.action == Action::Barrier && !flight.waits && !self.space.given_up;
-        self.space.barrier || (waits && self.seat.device().waits_for_space())
+        self.space.barrier || (waits && self.member.device().waits_for_space())
     }
 
     /// Whether requests of this path wait for space.
@@ -349,8 +350,8 @@ mod tests {
         let ticket = first.ready.pop().unwrap();
         first.wait_for_space(ticket, &io::Error::from_raw_os_error(28));
         assert!(first.leave_if_idle() && !second.enter());
-        // Also of a path that was parked meanwhile.
-        first.seat.rest();
+        // This holds also for a path that was parked meanwhile.
+        first.member.rest();
         assert!(!second.enter());
         assert!(first.leave_if_idle() && !second.enter());
         first.space.next.set(Next::Now);

@@ -1,4 +1,4 @@
-//! Step 5: to the storage engine, and back from it.
+//! The way to the storage engine and back (step 5 of the request's way).
 
 use std::io;
 
@@ -17,7 +17,7 @@ use super::work::{Action, Outcome};
 use crate::log_limit::limited;
 use crate::trace::Metadata;
 
-/// Where the beginning of a range is read from or written to.
+/// The place of the beginning of a range for a read or write.
 fn find(disk: &Disk, offset: u64, len: u64, transfer: Transfer) -> Extent {
     match transfer {
         Transfer::Read => disk.map(offset, len),
@@ -25,23 +25,23 @@ fn find(disk: &Disk, offset: u64, len: u64, transfer: Transfer) -> Extent {
     }
 }
 
-/// Whether what a request has read, if it has read, failed or does not fit what the disk knows of it. Asked
-/// while the disk counts the request: its places are nobody else's yet.
+/// Whether a read has failed or returned data that do not fit the disk's checksums. Call it while
+/// the disk counts the request, so that its places are not used again yet.
 fn is_doubtful(disk: &Disk, memory: &Arena, flight: &Flight, failed: bool) -> bool {
     let Some(layout) = flight.layout else { return false };
     let is_read = flight.work.action == Action::Read;
     is_read && (failed || !disk.check(memory, layout.offset, layout.blocks))
 }
 
-/// How often in a row an operation may say "try again".
+/// How often in a row an operation may ask to be tried again.
 const RETRIES: u32 = 64;
 
 impl RequestPath {
-    /// Starts everything that is ready. Data that lies in one place goes straight to the engine,
-    /// neighbours together; the rest becomes a task.
+    /// Starts all requests that are ready. Data in one place go straight to the engine, neighbours
+    /// together. All other requests become tasks.
     ///
-    /// All that is mapped here is counted (`disk-base/src/epochs.rs`) from before the first question until
-    /// the operations of its request have ended; tasks are by themselves.
+    /// Everything that is mapped here is counted (`disk-base/src/epochs.rs`) from before the first
+    /// lookup until the operations of its request have ended. Tasks are counted by themselves.
     pub(super) fn start_all(&mut self, ready: &mut Vec<Ticket>) {
         let now_ns = self.clock.now_ns();
         self.medium.begin_mapping();
@@ -64,12 +64,12 @@ impl RequestPath {
         self.medium.end_mapping();
         self.count_lookups();
         if others {
-            self.seat.device().discards.others_begin();
+            self.member.device().discards.others_begin();
         }
         self.push_placed();
     }
 
-    /// What has been looked up in a store's tables by this thread, which is the path's.
+    /// Counts the lookups of this thread in a store's tables.
     pub(super) fn count_lookups(&mut self) {
         if !self.medium.has_checks {
             return;
@@ -122,8 +122,8 @@ impl RequestPath {
         }
     }
 
-    /// Places data that lies in several places, unless there are too many of them or one is not
-    /// known: then it becomes a task.
+    /// Places data that are in several places. If there are too many of them or one is not known,
+    /// the request becomes a task.
     fn place_in_pieces(&mut self, ticket: Ticket, layout: Layout, transfer: Transfer, now_ns: u64) {
         let disk = &self.medium.disk;
         let (mut found, mut count, mut done) = ([None; MAX_PIECES], 0, 0);
@@ -177,13 +177,14 @@ impl RequestPath {
         self.placed.push(Placed::new(index, &piece, flushes));
     }
 
-    /// An operation of one piece has ended: done, to be continued, to be tried again, or failed.
+    /// Handles the end of one piece's operation: it is done, goes on, is tried again, or has
+    /// failed.
     pub(super) fn piece_completed(&mut self, index: u16, completion: Completion, now_ns: u64) {
         let piece = self.pieces.get(index);
         match completion.result() {
             Ok(bytes) => {
                 let before = piece.done_bytes;
-                // A piece of a block cannot be continued from: it is done again.
+                // A transfer cannot go on inside a block, so the block is repeated.
                 let now = before + bytes as usize;
                 piece.done_bytes = if now < piece.blocks.len() {
                     now - now % self.medium.block_bytes
@@ -213,7 +214,7 @@ impl RequestPath {
         }
     }
 
-    /// Starts what is left of a piece, by itself, where it was to be.
+    /// Submits the rest of a piece alone.
     pub(super) fn push_rest(&mut self, index: u16) {
         let piece = *self.pieces.get(index);
         let done = piece.done_bytes;
@@ -222,7 +223,7 @@ impl RequestPath {
         self.reactor.push(u64::from(index), op);
     }
 
-    /// With the last of its pieces a request has ended.
+    /// Ends a piece. The request ends with its last piece.
     fn piece_ended(&mut self, index: u16, error: Option<io::Error>, now_ns: u64) {
         let entry = self.pieces.remove(index).entry;
         let flight = self.flights.at(entry);
@@ -246,14 +247,14 @@ impl RequestPath {
             self.medium.unmap(mark);
         }
         match failed {
-            // Step by step the disk finds out what is damaged (docs/internals/store.md 6).
+            // The task finds out step by step what is damaged (docs/internals/store.md 6).
             _ if doubtful => self.start_task(Ticket::unpark(entry)),
             None => self.data_done(Ticket::unpark(entry), now_ns),
             Some(e) => self.storage_failed(Ticket::unpark(entry), &e, now_ns),
         }
     }
 
-    /// All data of a request is where it belongs.
+    /// Ends a request whose data are all in place.
     pub(super) fn data_done(&mut self, ticket: Ticket, now_ns: u64) {
         let flight = self.flights.get(&ticket);
         flight.record.stages.completed_ns = now_ns;
@@ -264,9 +265,9 @@ impl RequestPath {
         }
     }
 
-    /// The request fails with an error, or waits for space; the disk goes on.
+    /// Fails a request, or lets it wait for space. The disk goes on.
     pub(super) fn storage_failed(&mut self, ticket: Ticket, e: &io::Error, now_ns: u64) {
-        self.shared.device.hear(&self.medium.disk);
+        self.shared.device.check_failed_sync(&self.medium.disk);
         if self.may_wait(e) {
             return self.wait_for_space(ticket, e);
         }
@@ -286,7 +287,7 @@ impl RequestPath {
         );
         let unsupported =
             work.action == Action::Discard && matches!(e.kind(), io::ErrorKind::Unsupported);
-        // Linux then stops to send discards: right, if the medium cannot do them.
+        // Linux then stops sending discards, which is right if the medium does not support them.
         self.finish(ticket, if unsupported { Outcome::Unsupported } else { Outcome::Failed });
     }
 }

@@ -1,5 +1,5 @@
-//! A path whose disk has used its processor time takes no requests. What it has taken goes on, and
-//! it ends when it is asked to.
+//! A path whose disk has used its processor time takes no requests. Requests that were taken go on,
+//! and the path ends when it is asked to.
 
 use std::time::Duration;
 
@@ -8,32 +8,32 @@ use super::RequestPath;
 /// What keeps a path from taking requests.
 #[derive(Default)]
 pub(super) struct Hold {
-    /// There are some, and no buffer for them, or the gate is closed.
+    /// Whether there are requests, but no buffer for them, or the gate is closed.
     pub(super) stalled: bool,
-    /// It is a buffer that they lack.
+    /// Whether they lack a buffer.
     pub(super) short: bool,
-    /// The disk has used its processor time.
+    /// Set while the disk has used its processor time.
     throttled: Option<Throttled>,
 }
 
 struct Throttled {
     since_ns: u64,
-    /// How long it will be before something is.
+    /// The time until requests are taken again.
     left: Duration,
 }
 
 impl RequestPath {
-    /// Whether nothing is to be taken now.
+    /// Whether no requests may be taken now.
     pub fn is_throttled(&self) -> bool {
         self.hold.throttled.is_some() && !self.shared.stopping()
     }
 
-    /// How long nothing is to be taken, if so.
+    /// How long no requests may be taken. `None`: they may.
     pub fn throttled_for(&self) -> Option<Duration> {
         self.hold.throttled.as_ref().map(|throttled| throttled.left)
     }
 
-    /// Finds out whether anything may be taken now; once a turn.
+    /// Checks whether requests may be taken. Call it once a turn.
     pub fn throttle(&mut self, now_ns: u64) {
         let debt = self.shared.processors.debt(now_ns);
         if debt.is_none() && self.hold.throttled.is_none() {

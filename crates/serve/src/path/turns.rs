@@ -1,5 +1,6 @@
-//! Discards give way to everything else. A file's other requests wait while a part of it is punched out, so
-//! a guest that discards all the time would stop its own reads, and those of all of its queues.
+//! Makes discards give way to everything else. A file's other requests wait while a part of it is
+//! punched out. So a guest that discards all the time would stop its own reads, and those of all of
+//! its queues.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -7,18 +8,18 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use ferrite_io::reactor::Io;
 use ferrite_io::shared_lock::{Held, SharedLock};
 
-/// Discards of a device, of all its paths.
+/// The discards of a device, of all its paths.
 #[derive(Default)]
 pub(super) struct Turns {
-    /// Whoever does a part has it, and keeps it while it rests afterwards.
+    /// Held for each part of a discard, and for the rest after it.
     turn: SharedLock,
-    /// Discards that have begun.
+    /// Number of running discards.
     begun: AtomicUsize,
-    /// Something else was begun since the last part.
+    /// Whether other requests have begun since the last part.
     others: AtomicBool,
 }
 
-/// A discard has begun.
+/// A running discard.
 pub(super) struct Begun<'a>(&'a Turns);
 
 impl Turns {
@@ -27,7 +28,7 @@ impl Turns {
         Begun(self)
     }
 
-    /// Something else is begun.
+    /// Notes that another request begins.
     pub(super) fn others_begin(&self) {
         if self.begun.load(Ordering::Relaxed) > 0 && !self.others.load(Ordering::Relaxed) {
             self.others.store(true, Ordering::Relaxed);
@@ -41,8 +42,8 @@ impl Begun<'_> {
         self.0.turn.lock(io).await
     }
 
-    /// Whether something else was begun since this was asked last: then whoever has done a part rests for
-    /// as long as that took. What it kept waiting begins while it rests, and is found the
+    /// Whether other requests have begun since the last call. Then the discard rests for as long as
+    /// its part took. Requests that the part kept waiting begin in that rest, and are noticed the
     /// next time.
     pub(super) fn gives_way(&self) -> bool {
         self.0.others.swap(false, Ordering::Relaxed)

@@ -1,11 +1,11 @@
-//! What a frontend asks of a path, and how that ended.
+//! The requests of a frontend to a path, and their outcome.
 
 use ferrite_disk::SECTOR_BYTES;
 
 /// What to do for a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Fill the segments.
+    /// Read into the segments.
     Read,
     /// Write the segments.
     Write,
@@ -13,19 +13,19 @@ pub enum Action {
     FlushThenWrite,
     /// Flush what was answered before.
     Flush,
-    /// With everything before it answered and nothing after it begun: flush, write the segments
-    /// if any, flush.
+    /// Flush, write the segments if there are any, and flush. Everything before it is answered, and
+    /// nothing after it has begun.
     Barrier,
-    /// Forget the range.
+    /// Discard the range.
     Discard,
-    /// Have the range, of whole blocks of the medium, read as zeros.
+    /// Make the range read as zeros. It consists of whole blocks of the medium.
     Zero,
-    /// Say where the range has data, and where zeros.
+    /// Report where the range has data and where zeros.
     Status,
 }
 
 impl Action {
-    /// Whether data flows from the guest.
+    /// Whether data come from the guest.
     pub fn takes_data(self) -> bool {
         matches!(self, Action::Write | Action::FlushThenWrite | Action::Barrier)
     }
@@ -36,36 +36,36 @@ impl Action {
     }
 }
 
-/// A request that may be carried out: the range lies on the disk.
+/// A request that may be carried out: its range is on the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Work {
-    /// What.
+    /// The action.
     pub action: Action,
-    /// First sector.
+    /// The first sector.
     pub sector: u64,
-    /// Sectors; 0 for a flush or barrier without data.
+    /// Number of sectors; 0 for a flush or barrier without data.
     pub sectors: u64,
 }
 
 impl Work {
-    /// First byte on the disk.
+    /// The offset on the disk in bytes.
     pub fn offset(&self) -> u64 {
         self.sector * SECTOR_BYTES
     }
 
-    /// Bytes.
+    /// The length in bytes.
     pub fn bytes(&self) -> u64 {
         self.sectors * SECTOR_BYTES
     }
 }
 
-/// How a request ended; the frontend says so in its protocol's words.
+/// The outcome of a request, which the frontend translates for its protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// As asked.
+    /// The request was carried out.
     Done,
-    /// With an error. What it was to write may be on the medium in part.
+    /// The request has failed. A write may be on the medium in part.
     Failed,
-    /// Neither this device nor its medium does such a thing.
+    /// The device or its medium does not support the action.
     Unsupported,
 }

@@ -5,18 +5,18 @@ use std::sync::{Mutex, PoisonError};
 
 use ferrite_io::shares::Shares;
 
-/// The time over which a budget is counted, in nanoseconds.
+/// The period of a budget, in nanoseconds.
 const PERIOD_NS: u64 = 100_000_000;
-/// A unit that was not used for so long is another's, in nanoseconds.
+/// A unit that was not used for this long is given back, in nanoseconds.
 pub(crate) const HELD_NS: u64 = 100_000_000;
-/// After a refusal, how long not to ask again, in nanoseconds.
+/// How long not to ask again after a refusal, in nanoseconds.
 const REFUSED_NS: u64 = 100_000_000;
 
-/// Processor time that all queues of a disk together may spend on polling. Counted in periods of
-/// 100 ms; a poll that was begun is never cut short, so a period may end one window over.
+/// The processor time that all queues of a disk together may spend on polling. It is counted in
+/// periods of 100 ms. A poll is never cut short, so a period may exceed the budget by one window.
 ///
 /// The budget of all disks of a host together is handed out in units of one processor. A disk
-/// has one while it polls, and gives it back a moment after its last poll.
+/// claims units while it polls, and gives them back a moment after its last poll.
 #[derive(Debug)]
 pub struct Budget {
     limit_ns: u64,
@@ -24,7 +24,8 @@ pub struct Budget {
     host: Option<Host>,
 }
 
-/// In lines of the processor's cache of its own: what all queues write, beside what they only read.
+/// A value on cache lines of its own: all queues write it, and it lies beside values that they only
+/// read.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 struct Line<T>(T);
@@ -39,10 +40,10 @@ struct Spent {
 struct Host {
     shares: Shares,
     claimed: Mutex<Vec<u32>>,
-    /// How many these are.
+    /// Number of claimed units.
     units: AtomicU32,
     refused_until_ns: AtomicU64,
-    /// When a queue polled last.
+    /// The time of the last poll of any queue.
     polled_ns: Line<AtomicU64>,
 }
 
@@ -53,13 +54,13 @@ pub fn host_units() -> u32 {
 }
 
 impl Budget {
-    /// So many percent of one processor; 100 is one, all the time.
+    /// A budget in percent of one processor.
     pub fn new(percent: u32) -> Budget {
         let limit_ns = PERIOD_NS / 100 * u64::from(percent);
         Budget { limit_ns, spent: Line::default(), host: None }
     }
 
-    /// The same, as far as there are units of the host's to be had.
+    /// A budget that is also limited by the host's units.
     pub fn shared(percent: u32, shares: Shares) -> Budget {
         let host = Host {
             shares,
@@ -71,17 +72,16 @@ impl Budget {
         Budget { host: Some(host), ..Budget::new(percent) }
     }
 
-    /// Whether there are units to be given back.
+    /// Whether units have to be given back.
     pub(crate) fn is_shared(&self) -> bool {
         self.host.is_some()
     }
 
-    /// Whether there is something left of this period.
+    /// Whether budget is left in this period.
     pub(crate) fn is_left(&self, now_ns: u64) -> bool {
         let period = now_ns / PERIOD_NS;
         let spent = &self.spent.0;
-        // Two queues may both begin a period, and the loss of what one has spent in between is
-        // nothing to care about.
+        // Two queues may both begin a period. The loss of one's time in between does not matter.
         if spent.period.load(Relaxed) != period {
             spent.period.store(period, Relaxed);
             spent.ns.store(0, Relaxed);
@@ -91,7 +91,7 @@ impl Budget {
             && self.host.as_ref().is_none_or(|host| host.covers(spent_ns, now_ns))
     }
 
-    /// Takes what was spent, until now.
+    /// Charges polling time that ended now.
     pub(crate) fn spend(&self, ns: u64, now_ns: u64) {
         self.spent.0.ns.fetch_add(ns, Relaxed);
         if let Some(host) = &self.host {
@@ -99,7 +99,7 @@ impl Budget {
         }
     }
 
-    /// Gives back to the host what no queue has used for a while.
+    /// Gives back units that no queue has used for a while.
     pub(crate) fn give_back_unused(&self, now_ns: u64) {
         if let Some(host) = &self.host
             && now_ns.saturating_sub(host.polled_ns.0.load(Relaxed)) >= HELD_NS
@@ -108,7 +108,7 @@ impl Budget {
         }
     }
 
-    /// Gives back to the host all of it.
+    /// Gives back all units.
     pub(crate) fn give_back(&self) {
         if let Some(host) = &self.host {
             host.give_back();
@@ -117,7 +117,7 @@ impl Budget {
 }
 
 impl Host {
-    /// Whether there are units for what was spent and more, claimed if need be.
+    /// Whether the units cover more than the spent time. Claims another one if necessary.
     fn covers(&self, spent_ns: u64, now_ns: u64) -> bool {
         spent_ns < u64::from(self.units.load(Relaxed)) * PERIOD_NS || self.claim(now_ns)
     }
@@ -167,7 +167,7 @@ mod tests {
         assert!(!Budget::new(0).is_left(1));
     }
 
-    /// Disks of a host with so many units.
+    /// Disks of a host with this number of units.
     fn disks<const N: usize>(units: u32, percent: u32) -> [Budget; N] {
         let file = tempfile::NamedTempFile::new().unwrap();
         [(); N].map(|()| Budget::shared(percent, Shares::open(file.path(), units).unwrap()))
@@ -178,7 +178,7 @@ mod tests {
         let disks: [Budget; 3] = disks(2, 100);
         assert_eq!(disks.each_ref().map(|disk| disk.is_left(1)), [true, true, false]);
         assert_eq!(disks.each_ref().map(|disk| disk.is_left(2)), [true, true, false]);
-        // As when the backend ends.
+        // This happens when the backend ends.
         let [first, second, third] = disks;
         drop(first);
         assert!(!third.is_left(REFUSED_NS), "who was refused does not ask again at once");

@@ -1,4 +1,4 @@
-//! How long this thread had to wait for a processor.
+//! The time that this thread had to wait for a processor.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -6,19 +6,19 @@ use std::os::unix::fs::FileExt;
 use ferrite_io::names;
 use rustix::fs::{Mode, OFlags};
 
-/// The scheduler's own count for one thread (`/proc/thread-self/schedstat`, second number).
+/// The scheduler's count for one thread (`/proc/thread-self/schedstat`, second number).
 #[derive(Debug)]
 pub(crate) struct RunDelay(Option<File>);
 
 impl RunDelay {
-    /// Of the calling thread. Kernels without the count give none, and nothing is concluded.
+    /// The count of the calling thread. `None`: the kernel has none, and nothing is concluded.
     pub(crate) fn of_this_thread() -> RunDelay {
         let flags = OFlags::RDONLY;
         let opened = names::open("/proc/thread-self/schedstat", flags, Mode::empty());
         RunDelay(opened.ok().map(File::from))
     }
 
-    /// Nanoseconds, ever.
+    /// The total time in nanoseconds.
     pub(crate) fn total_ns(&self) -> Option<u64> {
         let mut text = [0; 64];
         let read = self.0.as_ref()?.read_at(&mut text, 0).ok()?;
@@ -34,7 +34,7 @@ mod tests {
     #[test]
     fn the_count_never_falls() {
         let delay = RunDelay::of_this_thread();
-        // A kernel may lack it; then there is nothing to test.
+        // Without it in the kernel there is nothing to test.
         let Some(first) = delay.total_ns() else { return };
         std::thread::yield_now();
         assert!(delay.total_ns().unwrap() >= first);

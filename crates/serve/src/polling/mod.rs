@@ -16,10 +16,11 @@
 //!   processor to spare: it pauses. Both are judged over a millisecond or so: one interrupt is a
 //!   gap, too, and a thread that sleeps is now and then woken on a processor that is taken for a
 //!   moment while another is free.
-//! * Where somebody asks the hypervisor for the host's processors ([`HostView`]), that decides. It
-//!   begins where one is idle, and ends when next to none is left. A gap counts for nothing meanwhile:
-//!   it is an emulated or throttled processor, and not one that others want. Without that answer, on a
-//!   domain's only processor nobody polls: whoever we poll for may not be able to run.
+//! * The host's processors decide where a process asks the hypervisor for them ([`HostView`]).
+//!   Polling begins where one is idle, and ends when next to none is left. A gap does not count
+//!   then: it comes from an emulated or throttled processor, and not from other users. Without
+//!   these numbers, a domain's only processor is not polled with: the process that is waited for
+//!   may not be able to run.
 //! * A disk has a [`Budget`] of processor time to poll with, all queues together, and shares
 //!   what all disks of the host have.
 
@@ -34,45 +35,46 @@ mod wakeup;
 pub(crate) use budget::HELD_NS;
 pub use budget::{Budget, host_units};
 pub(crate) use delay::RunDelay;
-pub use host::{HostView, Teller};
+pub use host::{HostMonitor, HostView};
 pub use wakeup::wake_up_ns;
 
-/// The longest window that can be asked for, in microseconds.
+/// The longest window that can be configured, in microseconds.
 pub const MAX_WINDOW_US: u32 = 10_000;
 
-/// The longest window that is found by itself, in nanoseconds: storage that takes longer than
-/// this is not made noticeably slower by a wake-up.
+/// The longest automatic window, in nanoseconds. A wake-up does not slow slower storage down
+/// noticeably.
 const MAX_AUTO_NS: u64 = 200_000;
-/// Windows are at least this long, in nanoseconds.
+/// The shortest automatic window, in nanoseconds.
 const MIN_AUTO_NS: u64 = 5_000;
-/// A stretch without a reading of the clock of more than this, in nanoseconds, was not ours.
+/// The thread did not run in a longer interval between two readings of the clock, in nanoseconds.
 const GAP_NS: u64 = 30_000;
-/// Another thread that has work for a processor keeps it for at least so long, in nanoseconds.
+/// The shortest time for which another thread with work keeps a processor, in nanoseconds.
 const SLICE_NS: u64 = 1_000_000;
-/// Gaps are judged over so much polling, in nanoseconds.
+/// The polling time over which gaps are judged, in nanoseconds.
 const RECENT_NS: u64 = 1_000_000;
-/// Pauses, in nanoseconds: the first, and the longest. Where there is no processor to spare, a
-/// thread that is woken often waits for a slice at least once in the first.
+/// The first and the longest pause, in nanoseconds. Where no processor is to spare, a thread that
+/// is woken often waits for a slice at least once in the first.
 const PAUSE_NS: (u64, u64) = (10_000_000, 1_000_000_000);
-/// How often the time spent waiting for a processor is asked for, in nanoseconds.
+/// How often the time spent waiting for a processor is read, in nanoseconds.
 const CHECK_NS: u64 = 1_000_000;
-/// How often it is looked up what the host says of its processors, in nanoseconds.
-const HEAR_NS: u64 = 1_000_000;
-/// So much has to be idle for polling to begin, in thousandths of a processor: what polling takes of
-/// one, where the rest is the request's own work.
+/// How often the host's numbers are read, in nanoseconds.
+const HOST_CHECK_NS: u64 = 1_000_000;
+/// The idle part of a processor that is needed for polling to begin, in thousandths. Polling takes
+/// that much, and the rest is the request's own work.
 const BEGINS_MILLI: u32 = 750;
-/// And so much for it to go on: whoever wants a processor finds one.
+/// The idle part that is needed for polling to go on, so that another user finds a processor.
 const GOES_ON_MILLI: u32 = 125;
-/// Pauses after it has taken the last of them, in nanoseconds: the first, and the longest. Hits forgive
-/// none of these: on fast storage there are thousands of them before the host says what they cost.
+/// The first and the longest pause after polling has taken the last idle processor, in nanoseconds.
+/// Hits do not shorten them: fast storage gives thousands of hits before the host's numbers show
+/// their cost.
 const YIELD_NS: (u64, u64) = (200_000_000, 10_000_000_000);
 /// Short sleeps in a row before polling begins.
 const SHORT_SLEEPS: u32 = 3;
-/// Polls in vain after a beginning that do not count.
+/// Polls without success after a beginning that do not count.
 const GRACE: u32 = 3;
 /// Polls with success that halve the next pause.
 const FORGIVEN_BY: u32 = 256;
-/// The hit rate is kept as so many parts.
+/// The unit of the hit rate.
 const WHOLE: u32 = 1 << 16;
 
 /// How long a queue polls for work before it sleeps.
@@ -81,7 +83,7 @@ pub enum PollWindow {
     /// As long as it pays.
     #[default]
     Auto,
-    /// So many microseconds, always; 0: never.
+    /// This number of microseconds always; 0: never.
     Fixed(u32),
 }
 
@@ -111,95 +113,95 @@ impl FromStr for PollWindow {
 /// One poll, from its beginning to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Poll {
-    /// When it began.
+    /// The time at its beginning.
     pub(crate) from_ns: u64,
-    /// When it ended.
+    /// The time at its end.
     pub(crate) to_ns: u64,
-    /// The time of it in which the thread did not run.
+    /// The part of it in which the thread did not run.
     pub(crate) stolen_ns: u64,
-    /// Whether something came.
+    /// Whether work came.
     pub(crate) hit: bool,
 }
 
-/// The gap since the last reading of the clock, if it was none of ours.
+/// The time since the last reading of the clock, if the thread did not run in it; 0 otherwise.
 pub(crate) fn stolen_ns(since_ns: u64) -> u64 {
     if since_ns > GAP_NS { since_ns } else { 0 }
 }
 
-/// What the host says of its processors.
+/// The host's numbers of its processors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct HostLook {
+pub(crate) struct HostLoad {
     pub(crate) cpus: u32,
-    /// How many were idle of late, in thousandths.
+    /// Thousandths of processors that were idle recently.
     pub(crate) idle_milli: u32,
 }
 
-/// Whether there is a processor to spare.
+/// Whether a processor is to spare.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Spare {
-    /// Nobody says: what is seen here decides.
+    /// There are no numbers of the host: the queue's own observations decide.
     Unknown,
     Some,
     None,
 }
 
-/// Decides for one queue; see the module text.
+/// Decides about polling for one queue, see the module's text.
 #[derive(Debug)]
 pub(crate) struct Poller {
     window: PollWindow,
-    /// This process has one processor.
+    /// Whether this process has one processor only.
     alone: bool,
     spare: Spare,
-    /// When to look again at what the host says; `u64::MAX`: never.
-    hear_at_ns: u64,
-    /// Since when there is a processor to spare.
+    /// The time of the next reading of the host's numbers; `u64::MAX`: never.
+    host_check_at_ns: u64,
+    /// The time since when a processor is to spare.
     spare_since_ns: u64,
-    /// The next pause after the last one was taken.
+    /// The next pause after polling has taken the last idle processor.
     yield_ns: u64,
     /// The smallest window of [`PollWindow::Auto`].
     min_ns: u64,
-    /// The window now; 0: none.
+    /// The current window; 0: none.
     now_ns: u64,
     short_sleeps: u32,
-    /// Of the last polls, weighted by age; of [`WHOLE`].
+    /// The hit rate of the last polls, weighted by age, in units of [`WHOLE`].
     hit_rate: u32,
     /// Polls in a row that found most things.
     hits: u32,
-    /// Polls that may still find nothing while the window grows to what is needed.
+    /// Polls that may still find nothing while the window grows.
     grace: u32,
     paused_until_ns: u64,
     pause_ns: u64,
-    /// When the time spent waiting was last asked for, and what it was.
+    /// The time of the last reading of the time spent waiting, and its value.
     checked: Option<(u64, u64)>,
     check_at_ns: u64,
-    /// Time spent polling since then.
+    /// The time spent polling since then.
     polled_ns: u64,
     recent: Recent,
 }
 
-/// The last polls together; older ones count less.
+/// The last polls together. Older ones count less.
 #[derive(Debug, Default)]
 struct Recent {
     /// The time in which the thread did not run.
     stolen_ns: u64,
-    /// All of it.
+    /// The whole time.
     took_ns: u64,
 }
 
 impl Poller {
-    /// Nothing is known yet. `wake_up_ns`: what it takes to wake a thread on this machine; `cpus`:
-    /// processors that this process may use; `hears`: somebody may say what the host has.
-    pub(crate) fn new(window: PollWindow, wake_up_ns: u64, cpus: usize, hears: bool) -> Poller {
+    /// A poller without observations. `wake_up_ns`: the time to wake a thread on this machine;
+    /// `cpus`: processors that this process may use; `has_host`: whether the host's numbers may come.
+    pub(crate) fn new(window: PollWindow, wake_up_ns: u64, cpus: usize, has_host: bool) -> Poller {
         let alone = cpus < 2;
-        let never = window == PollWindow::Auto && alone && !hears;
+        let never = window == PollWindow::Auto && alone && !has_host;
         let window = if never { PollWindow::Fixed(0) } else { window };
-        let hears = hears && window == PollWindow::Auto;
+        let has_host = has_host && window == PollWindow::Auto;
         let min_ns = wake_up_ns.clamp(MIN_AUTO_NS, MAX_AUTO_NS / 4);
         Poller {
             window,
             alone,
             spare: Spare::Unknown,
-            hear_at_ns: if hears { 0 } else { u64::MAX },
+            host_check_at_ns: if has_host { 0 } else { u64::MAX },
             spare_since_ns: 0,
             yield_ns: YIELD_NS.0,
             min_ns,
@@ -226,7 +228,7 @@ impl Poller {
         }
     }
 
-    /// Whether there is a processor for it, as far as that is known.
+    /// Whether a processor is to spare, as far as that is known.
     fn may(&self) -> bool {
         match self.spare {
             Spare::Unknown => !self.alone,
@@ -235,19 +237,19 @@ impl Poller {
         }
     }
 
-    /// Whether [`heard`](Self::heard) wants to be told.
-    pub(crate) fn listens(&self, now_ns: u64) -> bool {
-        now_ns >= self.hear_at_ns
+    /// Whether it is time to call [`observe_host`](Self::observe_host).
+    pub(crate) fn is_host_check_due(&self, now_ns: u64) -> bool {
+        now_ns >= self.host_check_at_ns
     }
 
-    /// Whether it would poll, if there was a processor for it: somebody is to ask.
-    pub(crate) fn wants(&self) -> bool {
+    /// Whether it would poll if a processor were to spare, so that the numbers are to be requested.
+    pub(crate) fn wants_host_load(&self) -> bool {
         self.now_ns > 0
     }
 
-    /// What the host says of its processors, if it does.
-    pub(crate) fn heard(&mut self, now_ns: u64, host: Option<HostLook>) {
-        self.hear_at_ns = now_ns + HEAR_NS;
+    /// Takes the host's numbers, if there are any.
+    pub(crate) fn observe_host(&mut self, now_ns: u64, host: Option<HostLoad>) {
+        self.host_check_at_ns = now_ns + HOST_CHECK_NS;
         let polls = self.spare == Spare::Some && self.window_ns(now_ns) > 0;
         let least_milli = if polls { GOES_ON_MILLI } else { BEGINS_MILLI };
         let spare = match host {
@@ -264,7 +266,8 @@ impl Poller {
         }
     }
 
-    /// Others had to wait for what it polled with: it tries again, and ever less if it is no better.
+    /// Pauses because other users had to wait for its processor. The pauses grow while this
+    /// repeats.
     fn yield_processor(&mut self, now_ns: u64) {
         if now_ns - self.spare_since_ns > 4 * self.yield_ns {
             self.yield_ns = YIELD_NS.0;
@@ -274,19 +277,19 @@ impl Poller {
         self.yield_ns = (self.yield_ns * 2).min(YIELD_NS.1);
     }
 
-    /// Whether [`waited`](Self::waited) wants to be told.
-    pub(crate) fn asks_for_wait(&self, now_ns: u64) -> bool {
+    /// Whether it is time to call [`waited`](Self::waited).
+    pub(crate) fn is_wait_check_due(&self, now_ns: u64) -> bool {
         self.window == PollWindow::Auto && now_ns >= self.check_at_ns && self.may()
     }
 
-    /// The time that this thread has spent ready to run but waiting for a processor, ever. If that
-    /// is a time slice more than at the last call, or an eighth of a time most of which was spent
-    /// polling, there is no processor to spare.
+    /// Takes the total time that this thread was ready to run but waited for a processor. No
+    /// processor is to spare if it grew by a time slice since the last call, or by an eighth of a
+    /// time most of which was spent polling.
     pub(crate) fn waited(&mut self, now_ns: u64, total_ns: u64) {
         self.check_at_ns = now_ns + CHECK_NS;
         let polled_ns = std::mem::take(&mut self.polled_ns);
         let Some((then_ns, before_ns)) = self.checked.replace((now_ns, total_ns)) else {
-            // Nothing is known yet, and the first poll may move the guest to where others work.
+            // Nothing is known yet, and the first poll may move the guest to a busy processor.
             self.paused_until_ns = now_ns + PAUSE_NS.0;
             return;
         };
@@ -297,7 +300,7 @@ impl Poller {
         }
     }
 
-    /// A poll is over.
+    /// Takes the result of a poll.
     pub(crate) fn polled(&mut self, poll: Poll) {
         let took_ns = poll.to_ns - poll.from_ns;
         self.polled_ns += took_ns;
@@ -328,8 +331,8 @@ impl Poller {
         }
     }
 
-    /// Stops polling for a while, and begins anew then. A pause that there is already becomes no
-    /// shorter, and as long as a first one from now on.
+    /// Stops polling for a while, and begins anew then. A longer pause that there is already stays,
+    /// and the next pause is as long as a first one.
     fn pause(&mut self, now_ns: u64) {
         let for_ns = if now_ns < self.paused_until_ns {
             PAUSE_NS.0
@@ -346,8 +349,8 @@ impl Poller {
         self.recent = Recent::default();
     }
 
-    /// A sleep of so many nanoseconds is over, counted from the beginning of the poll before it if
-    /// there was one.
+    /// Takes the end of a sleep of this many nanoseconds, counted from the beginning of the poll
+    /// before it, if there was one.
     pub(crate) fn slept(&mut self, idle_ns: u64) {
         if idle_ns > MAX_AUTO_NS {
             self.short_sleeps = 0;
@@ -356,7 +359,7 @@ impl Poller {
         }
         self.short_sleeps = (self.short_sleeps + 1).min(SHORT_SLEEPS);
         if self.short_sleeps == SHORT_SLEEPS {
-            // What would have found this, and a bit: no two sleeps are alike.
+            // The window that would have found this, and a bit more, since no two sleeps are alike.
             let enough_ns = (idle_ns + idle_ns / 4).clamp(self.min_ns, MAX_AUTO_NS);
             self.now_ns = self.now_ns.max(enough_ns);
         }

@@ -4,7 +4,7 @@
 //! They were taken with `ferrite trace record` while `--poll-us auto` served a guest, so pauses and polls of that run are
 //! in the times. What is decided now changes them no more: what comes comes when it came.
 
-use super::{HostLook, MAX_AUTO_NS, Poll, PollWindow, Poller};
+use super::{HostLoad, MAX_AUTO_NS, Poll, PollWindow, Poller};
 
 const WAKE_UP_NS: u64 = 20_000;
 
@@ -43,14 +43,14 @@ fn play(history: &str) -> Played {
         let words: Vec<&str> = line.split(' ').collect();
         let number = |at: usize| words[at].parse::<u64>().expect("a number");
         if words[0] == "host" {
-            host = Some(HostLook { cpus: number(1) as u32, idle_milli: number(2) as u32 });
+            host = Some(HostLoad { cpus: number(1) as u32, idle_milli: number(2) as u32 });
             continue;
         }
         let (idle_ns, work_ns) = (number(0), number(1));
-        if p.listens(now_ns) {
-            p.heard(now_ns, host);
+        if p.is_host_check_due(now_ns) {
+            p.observe_host(now_ns, host);
         }
-        if p.asks_for_wait(now_ns) {
+        if p.is_wait_check_due(now_ns) {
             p.waited(now_ns, 0);
         }
         let window_ns = p.window_ns(now_ns);

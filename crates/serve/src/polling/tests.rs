@@ -105,9 +105,9 @@ fn hits_keep_it_going_and_forgive_earlier_pauses() {
 /// all. From the time that is returned on it polls.
 fn polling_and_told() -> (Poller, u64) {
     let mut p = polling();
-    assert!(p.asks_for_wait(0));
+    assert!(p.is_wait_check_due(0));
     p.waited(0, 0);
-    assert!(!p.asks_for_wait(CHECK_NS - 1));
+    assert!(!p.is_wait_check_due(CHECK_NS - 1));
     assert_eq!(p.window_ns(0), 0, "nothing is known yet");
     p.waited(PAUSE_NS.0, 0);
     assert!(p.window_ns(PAUSE_NS.0) > 0);
@@ -141,7 +141,7 @@ fn waiting_after_sleeps_keeps_nobody_from_polling() {
     }
 }
 
-/// Somebody else works where this sleeps: polling would take from them.
+/// Another task runs on the processor where this thread sleeps: polling would take from it.
 #[test]
 fn waiting_for_a_whole_slice_ends_polling_whatever_was_done_meanwhile() {
     let (mut p, from_ns) = polling_and_told();
@@ -205,7 +205,7 @@ fn a_fixed_window_is_what_was_asked_for() {
         p.polled(poll(i, 70_000, false));
         p.slept(10_000_000);
     }
-    assert!(!p.asks_for_wait(u64::MAX));
+    assert!(!p.is_wait_check_due(u64::MAX));
     assert_eq!(Poller::new(PollWindow::Fixed(0), WAKE_UP_NS, 2, false).window_ns(5), 0);
 }
 
@@ -228,7 +228,7 @@ fn nobody_polls_on_the_only_processor() {
     }
 }
 
-/// The only processor of its domain, on a host whose processors somebody asks for.
+/// A poller with one processor in its domain, on a host whose processors are in demand.
 fn listening() -> Poller {
     Poller::new(PollWindow::Auto, WAKE_UP_NS, 1, true)
 }
@@ -250,11 +250,11 @@ fn play_from(p: &mut Poller, at_ns: &mut u64, history: History<'_>) -> Vec<u64> 
         let end_ns = now_ns + 100_000_000;
         let mut polled_ns = 0;
         while now_ns < end_ns {
-            if p.listens(now_ns) {
-                let host = HostLook { cpus: *cpus, idle_milli: *idle_milli };
-                p.heard(now_ns, (*cpus > 0).then_some(host));
+            if p.is_host_check_due(now_ns) {
+                let host = HostLoad { cpus: *cpus, idle_milli: *idle_milli };
+                p.observe_host(now_ns, (*cpus > 0).then_some(host));
             }
-            if p.asks_for_wait(now_ns) {
+            if p.is_wait_check_due(now_ns) {
                 p.waited(now_ns, 0);
             }
             if p.window_ns(now_ns) >= 50_000 {
@@ -291,7 +291,7 @@ fn it_does_not_begin_where_the_host_has_none() {
 fn it_does_not_poll_when_nobody_says_what_the_host_has() {
     let mut p = listening();
     assert_eq!(play(&mut p, &[(0, 0, false); 3]), [0; 3]);
-    assert!(p.wants(), "somebody is to ask");
+    assert!(p.wants_host_load(), "somebody is to ask");
     let all = play(&mut listening(), &[(8, 7000, false), (0, 0, false)]);
     assert!(all[0] > 70 && all[1] == 0, "{all:?}");
 }
@@ -336,7 +336,9 @@ fn with_several_processors_and_nobody_who_says_it_judges_by_itself() {
 
 #[test]
 fn who_does_not_judge_does_not_listen() {
-    assert!(!Poller::new(PollWindow::Fixed(50), WAKE_UP_NS, 1, true).listens(u64::MAX - 1));
-    assert!(!auto().listens(u64::MAX - 1));
-    assert!(!Poller::new(PollWindow::Auto, WAKE_UP_NS, 1, true).asks_for_wait(1));
+    assert!(
+        !Poller::new(PollWindow::Fixed(50), WAKE_UP_NS, 1, true).is_host_check_due(u64::MAX - 1)
+    );
+    assert!(!auto().is_host_check_due(u64::MAX - 1));
+    assert!(!Poller::new(PollWindow::Auto, WAKE_UP_NS, 1, true).is_wait_check_due(1));
 }

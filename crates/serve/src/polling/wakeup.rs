@@ -1,4 +1,4 @@
-//! The cost of a wake-up here.
+//! The cost of a wake-up on this machine.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -8,16 +8,17 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::waker::Waker;
 
-/// Round trips that are measured at most,
+/// Most round trips of the measurement.
 const ROUNDS: usize = 21;
-/// and for how long, in nanoseconds: on a busy machine each can take many times as long.
+/// The longest measurement, in nanoseconds. On a busy machine each round trip can take many times
+/// as long.
 const MEASURE_NS: u64 = 3_000_000;
-/// If it cannot be measured, in nanoseconds.
+/// The assumed cost if it cannot be measured, in nanoseconds.
 const GUESS_NS: u64 = 20_000;
 
-/// From one thread's signal to another's waking up, in nanoseconds: the median of a few trips
-/// between two threads, measured once in the life of the process. On an idle machine this is
-/// mostly the time that a processor takes to come out of its sleep.
+/// The time from one thread's signal to another's waking up, in nanoseconds. It is the median of a
+/// few trips between two threads, measured once in the life of the process. On an idle machine it
+/// is mostly the time that a processor takes to come out of its sleep.
 pub fn wake_up_ns() -> u64 {
     static MEASURED: OnceLock<u64> = OnceLock::new();
     *MEASURED.get_or_init(|| measure().unwrap_or(GUESS_NS))
@@ -50,7 +51,7 @@ fn measure() -> Option<u64> {
     trips_ns.get(trips_ns.len() / 2).map(|trip_ns| trip_ns / 2)
 }
 
-/// Sleeps until the other has called.
+/// Sleeps until the other thread has signalled.
 fn wait(waker: &Waker) {
     let mut fds = [PollFd::from_borrowed_fd(waker.fd(), PollFlags::IN)];
     while !matches!(poll(&mut fds, None), Ok(1..)) {}

@@ -1,14 +1,14 @@
-//! The traces of a disk's clients of NBD: a file for each that is connected, by its number.
+//! The traces of a disk's NBD clients: a file for each connected client, by its number.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{Record, Span, TraceRing, client_file};
 
-/// Clients at once that have a trace.
+/// Most clients with a trace at a time.
 pub const CLIENTS: u16 = 64;
 
-/// Which numbers are in use, and where the files go.
+/// The numbers in use, and the directory of the files.
 #[derive(Debug)]
 pub struct ClientTraces {
     run_dir: PathBuf,
@@ -16,8 +16,8 @@ pub struct ClientTraces {
     in_use: Mutex<u64>,
 }
 
-/// The trace of one client, which ends when this is dropped. Its file stays for who wants to see it, until
-/// the next one has the number.
+/// The trace of one client, which ends when this is dropped. Its file stays until the next client
+/// gets the number.
 pub(crate) struct ClientTrace {
     ring: TraceRing,
     number: u16,
@@ -25,13 +25,14 @@ pub(crate) struct ClientTrace {
 }
 
 impl ClientTraces {
-    /// In the run directory of the clients' disk.
+    /// Traces in the run directory of the clients' disk.
     pub fn new(run_dir: &Path) -> Arc<ClientTraces> {
         Arc::new(ClientTraces { run_dir: run_dir.to_owned(), in_use: Mutex::new(0) })
     }
 
-    /// The trace of one more client: the lowest number that is free, so that files have no gaps. None where
-    /// all are in use, or no file can be made: the client is served all the same.
+    /// Begins the trace of one more client, with the lowest free number, so that files have no
+    /// gaps. `None`: all numbers are in use or the file cannot be made. The client is served
+    /// without a trace then.
     pub(crate) fn begin(self: &Arc<Self>) -> Option<ClientTrace> {
         let number = {
             let mut in_use = self.in_use();

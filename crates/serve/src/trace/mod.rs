@@ -1,11 +1,12 @@
-//! One fixed-size record a request, always on, and what the queue's thread did meanwhile.
+//! One fixed-size record for each request, always on, and spans of what the queue's thread did
+//! meanwhile.
 //!
-//! Each queue has a file on tmpfs, `trace-<queue>` in the disk's run directory, so that a reader in
+//! Each queue has a file on tmpfs, `trace-<queue>` in the disk's run directory. So a reader in
 //! another process sees it, and it outlives a crash (docs/internals/trace.md 1).
 //!
-//! * `ring`: the file, and its one writer.
-//! * [`clients`]: the files of clients of NBD.
-//! * [`read`]: what anybody reads, whatever the file holds.
+//! * `ring`: the file and its one writer.
+//! * [`clients`]: the files of NBD clients.
+//! * [`read`]: reads any file safely.
 
 use std::fmt;
 
@@ -19,63 +20,64 @@ const RECORD_WORDS: usize = 9;
 const SPAN_WORDS: usize = 4;
 pub use ring::{RECORDS, SPANS, TraceRing};
 
-/// The file of a queue, in the disk's run directory.
+/// The name of a queue's file in the disk's run directory.
 pub fn queue_file(queue: u16) -> String {
     format!("trace-{queue}")
 }
 
-/// The file of a client of NBD, by its number.
+/// The name of an NBD client's file, by the client's number.
 pub fn client_file(client: u16) -> String {
     format!("trace-nbd-{client}")
 }
 
-/// When a request reached each stage, in nanoseconds of `CLOCK_MONOTONIC`; 0 where it did not.
+/// The time when a request reached each stage, in nanoseconds of `CLOCK_MONOTONIC`; 0 if it did
+/// not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stages {
-    /// Taken off the ring and checked.
+    /// It was taken off the ring and checked.
     pub taken_ns: u64,
-    /// Its data (or indirect pages) copied from the guest.
+    /// Its data or indirect pages were copied from the guest.
     pub copied_in_ns: u64,
-    /// Handed to the storage engine.
+    /// It was handed to the storage engine.
     pub submitted_ns: u64,
-    /// Completed by storage.
+    /// Storage completed it.
     pub completed_ns: u64,
-    /// Its data copied to the guest.
+    /// Its data were copied to the guest.
     pub copied_out_ns: u64,
-    /// Its response published.
+    /// Its response was published.
     pub answered_ns: u64,
 }
 
-/// How the queue noticed that there was a request.
+/// How the queue noticed a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Noticed {
-    /// It looked, as it was at work anyway.
+    /// The queue was at work and read the ring.
     #[default]
     Working,
-    /// It was polling.
+    /// The queue polled.
     Poll,
-    /// The guest's event woke it.
+    /// The guest's event woke the queue.
     Event,
-    /// It was taken by a process before this one.
+    /// An earlier process had taken the request.
     Replayed,
 }
 
-/// What a request found of an image's metadata.
+/// How a request found an image's metadata.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Metadata {
-    /// It needed none.
+    /// The request needed none.
     #[default]
     None,
-    /// They were in memory.
+    /// The metadata were in memory.
     Hit,
-    /// It waited for them.
+    /// The request waited for metadata.
     Miss,
 }
 
 impl Noticed {
-    /// All of them, by their numbers in a file.
+    /// All values, in the order of their numbers in a file.
     pub const ALL: [Noticed; 4] =
         [Noticed::Working, Noticed::Poll, Noticed::Event, Noticed::Replayed];
 }
@@ -111,40 +113,40 @@ impl fmt::Display for Metadata {
     }
 }
 
-/// A request's record.
+/// The record of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Record {
-    /// As the guest chose it.
+    /// The identifier that the guest chose.
     pub id: u64,
-    /// First sector of 512 bytes.
+    /// The first sector, of 512 bytes.
     pub sector: u64,
-    /// Data bytes.
+    /// Bytes of data.
     pub bytes: u32,
-    /// Operation byte of the response.
+    /// The operation byte of the response.
     pub operation: u8,
-    /// Status of the response.
+    /// The status of the response.
     pub status: i16,
-    /// Grant segments.
+    /// Number of grant segments.
     pub segments: u16,
-    /// The operation of storage that its first piece went with, by number; 0: none. Requests of one
-    /// queue with the same number shared it.
+    /// Number of the storage operation of its first piece; 0: none. Requests of one queue with the
+    /// same number shared the operation.
     pub transfer: u32,
-    /// The pieces, of this and other requests, that this operation was made of.
+    /// Number of pieces of this and other requests in that operation.
     pub sharing: u16,
     /// How the queue noticed it.
     pub noticed: Noticed,
-    /// What it found of metadata.
+    /// How it found metadata.
     pub metadata: Metadata,
-    /// The guest was sent an event with its answer.
+    /// Whether the guest was sent an event with its response.
     pub notified: bool,
-    /// The ring's count of answers, this one included.
+    /// The ring's count of responses, this one included.
     pub answer: u32,
     /// The time of each stage.
     pub stages: Stages,
 }
 
 impl Record {
-    /// As it is in a file, behind the first word.
+    /// The words in a file after the first one.
     #[inline]
     pub fn words(&self) -> [u64; RECORD_WORDS - 1] {
         let shape = u64::from(self.bytes) << 32
@@ -173,7 +175,7 @@ impl Record {
         ]
     }
 
-    /// What such words say; any words say something.
+    /// Decodes these words. Any words are a record.
     pub fn of_words(w: &[u64; RECORD_WORDS - 1]) -> Record {
         let coarse = w[3] >> 5 & 1 == 1;
         let at = |since: u64| at_ns(w[4], since as u32, coarse);
@@ -202,7 +204,7 @@ impl Record {
     }
 }
 
-/// Units of the times of a request that takes longer than four seconds: 65,536 ns, as a shift.
+/// The unit of the times of a request that takes longer than four seconds: 65,536 ns, as a shift.
 const COARSE: u32 = 16;
 
 /// Whether the times of a request do not fit into 32 bits of nanoseconds.
@@ -211,8 +213,8 @@ fn is_long(s: &Stages) -> bool {
     s.answered_ns.wrapping_sub(s.taken_ns) >= u64::from(u32::MAX)
 }
 
-/// Times as 32 bits: 0 for none, else one more than the nanoseconds since the request was taken. So a record
-/// takes fewer lines of the cache. None is behind the last, which fits.
+/// The times as 32 bits: 0 for none, else one more than the nanoseconds since the request was
+/// taken. So a record takes fewer cache lines. No time is after the last one, which fits.
 #[inline]
 fn times(s: &Stages) -> [u32; 5] {
     let before_ns = s.taken_ns.wrapping_sub(1);
@@ -220,7 +222,7 @@ fn times(s: &Stages) -> [u32; 5] {
     [s.copied_in_ns, s.submitted_ns, s.completed_ns, s.copied_out_ns, s.answered_ns].map(since)
 }
 
-/// The same in long units.
+/// The times in long units.
 #[cold]
 fn long_times(s: &Stages) -> [u32; 5] {
     let units = |at_ns: u64| at_ns.wrapping_sub(s.taken_ns) >> COARSE;
@@ -231,7 +233,7 @@ fn long_times(s: &Stages) -> [u32; 5] {
     [s.copied_in_ns, s.submitted_ns, s.completed_ns, s.copied_out_ns, s.answered_ns].map(since)
 }
 
-/// The opposite; a time that is none is 0.
+/// Decodes a time. A missing time is 0.
 fn at_ns(taken_ns: u64, since: u32, coarse: bool) -> u64 {
     match u64::from(since).checked_sub(1) {
         None => 0,
@@ -239,34 +241,35 @@ fn at_ns(taken_ns: u64, since: u32, coarse: bool) -> u64 {
     }
 }
 
-/// What is known of a stretch of time.
+/// The activity in a span of time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Doing {
-    /// The queue's thread polled; whether it found something. Where it neither polled nor slept, it ran.
+    /// The queue's thread polled, with or without success. Where it neither polled nor slept, it
+    /// ran.
     Polled(bool),
-    /// It slept, or waited for storage; whether the guest's event ended that.
+    /// The thread slept or waited for storage, and the guest's event did not end that.
     #[default]
     Slept,
-    /// As `Slept`, and the guest's event ended it.
+    /// The thread slept or waited for storage, and the guest's event ended that.
     WokenByEvent,
-    /// The guest has consumed so many answers, by the ring's count: not at the beginning of this stretch,
-    /// and at its end. It is the guest's word.
+    /// The guest's count of consumed responses: it reached this value during this span. The value
+    /// is the guest's own.
     Consumed(u32),
 }
 
-/// A stretch of time.
+/// A span of time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Span {
-    /// What is known of it.
+    /// The activity.
     pub doing: Doing,
-    /// Its beginning,
+    /// The beginning, in nanoseconds of `CLOCK_MONOTONIC`.
     pub from_ns: u64,
-    /// and its end, of `CLOCK_MONOTONIC`.
+    /// The end, in nanoseconds of `CLOCK_MONOTONIC`.
     pub to_ns: u64,
 }
 
 impl Span {
-    /// As it is in a file, behind the first word.
+    /// The words in a file after the first one.
     #[inline]
     pub fn words(&self) -> [u64; SPAN_WORDS - 1] {
         let what = match self.doing {
@@ -279,7 +282,7 @@ impl Span {
         [what, self.from_ns, self.to_ns]
     }
 
-    /// What such words say; `None`: something newer.
+    /// Decodes these words. `None`: a newer version has written them.
     pub fn of_words(w: &[u64; SPAN_WORDS - 1]) -> Option<Span> {
         let doing = match w[0] as u32 {
             0 => Doing::Polled(false),
@@ -322,7 +325,7 @@ mod tests {
             },
         };
         assert_eq!(Record::of_words(&record.words()), record);
-        // One that took an hour: its times are rounded, and not lost.
+        // The request took an hour: its times are rounded, and not lost.
         let answered_ns = (1 << 50) + 3_600_000_000_000;
         let slow = Record { stages: Stages { answered_ns, ..record.stages }, ..record };
         let stages = Record::of_words(&slow.words()).stages;

@@ -1,7 +1,7 @@
-//! A queue's records and spans as anybody sees them who may read the file, whatever it holds.
+//! A queue's records and spans as a reader sees them, whatever the file holds.
 //!
-//! It is read and not mapped: a file that its writer makes shorter is a short read then, and not the
-//! reader's end. The writer never learns that somebody reads.
+//! The file is read and not mapped: if its writer makes it shorter, the read is short and the
+//! reader goes on. The writer does not notice its readers.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -13,57 +13,57 @@ use rustix::fs::OFlags;
 use super::ring::{MAGIC, OF_RECORDS, OF_SPANS, Place, SHAPE};
 use super::{RECORD_WORDS, Record, SPAN_WORDS, Span};
 
-/// Why a file is no queue's trace that can be read.
+/// Why a file is not a queue's trace that can be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Problem {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// It is something else.
+    /// The file is not a trace.
     #[error("it is no trace of a queue")]
     Foreign,
-    /// It is of another version of this program.
+    /// The file is of another version of ferrite.
     #[error("it is of another version of ferrite ({0:?})")]
     Version(String),
-    /// What it says makes no sense.
+    /// The file's contents are invalid.
     #[error("it says nonsense: {0}")]
-    Nonsense(&'static str),
+    Invalid(&'static str),
 }
 
-/// What is new since the last look.
+/// The entries since the last read.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct News {
-    /// Oldest first.
+    /// The records, oldest first.
     pub records: Vec<Record>,
-    /// Oldest first.
+    /// The spans, oldest first.
     pub spans: Vec<Span>,
-    /// Records that were overwritten before anybody looked, or while it was done.
+    /// Number of records that were overwritten before or during the read.
     pub lost_records: u64,
-    /// Spans, likewise.
+    /// Number of spans that were overwritten before or during the read.
     pub lost_spans: u64,
 }
 
-/// One who reads a queue's trace while it is written.
+/// Reads a queue's trace while it is written.
 #[derive(Debug)]
 pub struct Reader {
     file: File,
     inode: u64,
-    /// The entries that the next look begins at.
+    /// The number of the next record to read.
     record: u64,
     span: u64,
 }
 
 impl Reader {
-    /// Opens a queue's file. All that is in it is new.
+    /// Opens a queue's file. Everything in it counts as new.
     ///
     /// # Errors
-    /// Why it is none.
+    /// The file is not a trace, or cannot be read.
     pub fn open(path: &Path) -> Result<Reader, Problem> {
         let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
         Reader::of(OpenOptions::new().read(true).custom_flags(flags).open(path)?)
     }
 
-    /// The same of an open file.
+    /// Reads an open file. Everything in it counts as new.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -81,30 +81,30 @@ impl Reader {
             return Err(Problem::Version(String::from_utf8_lossy(&magic[6..]).into_owned()));
         }
         if shape != SHAPE {
-            return Err(Problem::Nonsense("the shape of its rings"));
+            return Err(Problem::Invalid("the shape of its rings"));
         }
         Ok(Reader { file, inode: meta.ino(), record: 0, span: 0 })
     }
 
-    /// The file's number in its file system.
+    /// The file's inode number.
     pub fn inode(&self) -> u64 {
         self.inode
     }
 
-    /// What is in the file now is not new.
+    /// Skips everything that is in the file now.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// The file cannot be read.
     pub fn from_now_on(&mut self) -> Result<(), Problem> {
         [self.record] = words(&self.file, OF_RECORDS.head_at)?;
         [self.span] = words(&self.file, OF_SPANS.head_at)?;
         Ok(())
     }
 
-    /// What has come since the last look: at most a ring of each.
+    /// Reads the entries since the last read, at most a ring of each kind.
     ///
     /// # Errors
-    /// It cannot be read, or says nonsense.
+    /// The file cannot be read, or its contents are invalid.
     pub fn look(&mut self) -> Result<News, Problem> {
         let mut news = News::default();
         news.lost_records =
@@ -128,7 +128,7 @@ pub fn read(path: &Path) -> Result<Vec<Record>, Problem> {
     Ok(Reader::open(path)?.look()?.records)
 }
 
-/// Gives the entries from `next` on to `give`, and says how many of them were lost.
+/// Calls `give` with the entries from `next` on. Returns how many of them were lost.
 fn collect<const WORDS: usize>(
     file: &File,
     place: &Place,
@@ -137,11 +137,11 @@ fn collect<const WORDS: usize>(
 ) -> Result<u64, Problem> {
     let [head] = words(file, place.head_at)?;
     if head < *next {
-        return Err(Problem::Nonsense("its count of entries goes back"));
+        return Err(Problem::Invalid("its count of entries goes back"));
     }
     let first = head.saturating_sub(place.entries).max(*next);
     let bytes = entries(file, place, first, head, WORDS * 8)?;
-    // The writer may be in the middle of the next one, whose place is that of the oldest.
+    // The writer may be writing the next entry, which takes the place of the oldest.
     let [head_now] = words(file, place.head_at)?;
     let whole_from = head_now.saturating_add(1).saturating_sub(place.entries);
     let mut lost = first - *next;
@@ -178,7 +178,7 @@ fn entries(
 
 fn read_at(file: &File, into: &mut [u8], at: usize) -> Result<(), Problem> {
     file.read_exact_at(into, at as u64).map_err(|e| match e.kind() {
-        io::ErrorKind::UnexpectedEof => Problem::Nonsense("its length"),
+        io::ErrorKind::UnexpectedEof => Problem::Invalid("its length"),
         _ => Problem::Io(e),
     })
 }
@@ -221,7 +221,7 @@ mod tests {
         assert_eq!(news.records, (0..3).map(record).collect::<Vec<_>>());
         assert_eq!((news.spans, news.lost_records, news.lost_spans), (vec![span(5)], 0, 0));
         assert_eq!(reader.look().unwrap(), News::default(), "nothing is new");
-        // Across the end of the ring.
+        // These records pass the end of the ring.
         (3..1020).for_each(|id| ring.push(&record(id)));
         assert_eq!(reader.look().unwrap().records.len(), 1017);
         (1020..1030).for_each(|id| ring.push(&record(id)));
@@ -229,7 +229,7 @@ mod tests {
         (0..5000).for_each(|id| ring.push(&record(id)));
         (0..SPANS).for_each(|n| ring.span(&span(n)));
         let news = reader.look().unwrap();
-        // The oldest may be half overwritten.
+        // The oldest entry may be half overwritten.
         assert_eq!(news.records.first(), Some(&record(5001 - RECORDS)));
         assert_eq!((news.records.len() as u64, news.lost_records), (RECORDS - 1, 5001 - RECORDS));
         assert_eq!((news.spans.len() as u64, news.lost_spans), (SPANS - 1, 1));
@@ -251,7 +251,7 @@ mod tests {
     fn an_entry_that_is_not_whole_is_lost_and_not_shown() {
         let (_dir, path, mut ring) = ring();
         (0..3).for_each(|id| ring.push(&record(id)));
-        // As if the writer were a whole round ahead in one place.
+        // The file looks as if the writer were a whole round ahead in one place.
         let file = File::options().write(true).open(&path).unwrap();
         let at = OF_RECORDS.first_at + RECORD_WORDS * 8;
         file.write_all_at(&(2 + RECORDS).to_le_bytes(), at as u64).unwrap();
@@ -327,7 +327,7 @@ mod tests {
         std::os::unix::fs::symlink(&path, dir.path().join("link")).unwrap();
         assert!(Reader::open(&dir.path().join("link")).is_err());
         assert!(Reader::open(dir.path()).is_err());
-        // Counts that no writer has: bounded work, and nothing is shown that is not there.
+        // No writer has such counts: the work is bounded, and no invented entry is shown.
         std::fs::write(&other, with(47, 0xFF)).unwrap();
         let news = Reader::open(&other).unwrap().look().unwrap();
         assert_eq!((news.records.len(), news.lost_records), (0, 0xFF00_0000_0000_0005));

@@ -1,7 +1,7 @@
-//! A queue's file of records and spans, which its one writer goes round and round.
+//! The file of a queue's records and spans: two rings with one writer.
 //!
-//! The writer waits for nobody. The first word of an entry is its number, stored before the others; the
-//! heads are stored after them (docs/internals/trace.md 1, rule 3).
+//! The writer never waits. The first word of an entry is its number and stored before the others;
+//! the heads are stored after them (docs/internals/trace.md 1, rule 3).
 
 use std::io;
 use std::path::Path;
@@ -16,21 +16,22 @@ pub const RECORDS: u64 = 1024;
 pub const SPANS: u64 = 1024;
 /// Bytes before the first record.
 const HEADER_BYTES: usize = 64;
-/// The whole file.
+/// Bytes of the file.
 const FILE_BYTES: usize =
     HEADER_BYTES + RECORDS as usize * RECORD_WORDS * 8 + SPANS as usize * SPAN_WORDS * 8;
 
-/// What a header begins with, and what it says of the shape of the file.
+/// The beginning of a header.
 pub(super) const MAGIC: &[u8; 8] = b"FERTRC03";
+/// The words of a header that describe the file's shape.
 pub(super) const SHAPE: [u64; 4] = [8 * RECORD_WORDS as u64, RECORDS, 8 * SPAN_WORDS as u64, SPANS];
 
-/// Where a ring is in the file.
+/// The place of a ring in the file.
 pub(super) struct Place {
-    /// The number of entries that were ever written.
+    /// Offset of the number of entries that were ever written.
     pub(super) head_at: usize,
-    /// The first entry.
+    /// Offset of the first entry.
     pub(super) first_at: usize,
-    /// Entries.
+    /// Number of entries.
     pub(super) entries: u64,
 }
 
@@ -50,11 +51,10 @@ pub struct TraceRing {
 }
 
 impl TraceRing {
-    /// Creates the file, in place of one that is there: whoever reads that one goes on with what
-    /// it held.
+    /// Creates the file in place of an old one. Readers of the old one keep its contents.
     ///
     /// # Errors
-    /// The file system's.
+    /// Errors of the file system.
     pub fn create(path: &Path) -> io::Result<TraceRing> {
         let new = path.with_extension("new");
         let shm = Shm::create(&new, FILE_BYTES)?;
@@ -66,7 +66,7 @@ impl TraceRing {
         Ok(TraceRing { shm, records: 0, spans: 0 })
     }
 
-    /// Appends one record; the oldest gives way.
+    /// Appends one record, which replaces the oldest.
     #[inline]
     pub fn push(&mut self, record: &Record) {
         let [id, sector, shape, way, taken_ns, a, b, c] = record.words();
@@ -76,7 +76,7 @@ impl TraceRing {
         store(&self.shm, &OF_RECORDS, n, &entry);
     }
 
-    /// Appends one span; the oldest gives way.
+    /// Appends one span, which replaces the oldest.
     #[inline]
     pub fn span(&mut self, span: &Span) {
         let [what, from_ns, to_ns] = span.words();

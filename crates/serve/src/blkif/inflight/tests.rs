@@ -420,7 +420,7 @@ fn whatever_the_guest_does_to_the_producer_after_any_kill_is_refused_or_served()
             let entries: std::collections::BTreeSet<_> =
                 unanswered.iter().map(|u| u.entry).collect();
             assert_eq!(entries.len(), unanswered.len());
-            // It is the same for who takes over after this one, killed at once.
+            // A second successor, after this one is killed at once, sees the same.
             let again = table.resume(producer).unwrap();
             assert_eq!((again.req_cons, again.unanswered), (resume.req_cons, unanswered));
         }

@@ -1,4 +1,4 @@
-//! What the toolstack says of a disk, in the directory that the guest cannot write.
+//! The toolstack's keys of a disk, in the directory that the guest cannot write.
 
 use std::time::Duration;
 
@@ -6,34 +6,36 @@ use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::{Store, StoreError};
 
 use super::error::ServeError;
-use super::look::{State, is_in_use};
+use super::states::{State, is_in_use};
 use crate::blkif::negotiate::{INFO_CDROM, INFO_READ_ONLY, INFO_REMOVABLE};
 use crate::waker::{Waker, wait_for};
 
-/// A disk as the toolstack has attached it. These keys are read once: what becomes of them later
-/// counts when the disk is attached again, as with the kernel's backend.
+/// A disk as the toolstack has attached it. The keys are read once: later changes count when the
+/// disk is attached again, as with the kernel's backend.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attachment {
-    /// The frontend's directory, from the toolstack's own side of it (XSA-175).
+    /// The path of the frontend's directory, from the backend's directory (XSA-175).
     pub frontend: String,
-    /// The guest may not write (`mode`): the medium itself is to be opened read-only (XSA-142).
+    /// Whether the guest may only read (`mode`). The medium itself is then opened read-only
+    /// (XSA-142).
     pub read_only: bool,
-    /// It is a CD-ROM (`device-type`).
+    /// Whether it is a CD-ROM (`device-type`).
     pub cdrom: bool,
-    /// Its medium can be changed (`removable`).
+    /// Whether its medium can be changed (`removable`).
     pub removable: bool,
-    /// Space may be given back, as far as the toolstack is concerned (`discard-enable`).
+    /// Whether the toolstack allows discards (`discard-enable`).
     pub may_discard: bool,
-    /// The toolstack runs a hotplug script (`script`), and says in `hotplug-status` when that has
-    /// connected the disk.
+    /// Whether the toolstack runs a hotplug script (`script`), which writes `hotplug-status` when
+    /// it has connected the disk.
     pub has_script: bool,
 }
 
 impl Attachment {
-    /// What the directory says now; `None` while the toolstack has not written all of it.
+    /// Reads the directory. `None`: the toolstack has not written all keys yet.
     ///
     /// # Errors
-    /// xenstore's; [`ServeError::Attachment`] if the directory is not one of this guest's disks.
+    /// Errors of xenstore; [`ServeError::Attachment`] if the directory is not one of this guest's
+    /// disks.
     pub fn read(
         store: &mut Store,
         backend: &str,
@@ -52,7 +54,7 @@ impl Attachment {
         let frontend = String::from_utf8(frontend)
             .map_err(|_| ServeError::Attachment(format!("{backend}/frontend is not a path")))?;
         let Some(read_only) = keys.read_only(&frontend)? else { return Ok(None) };
-        // What says 1 later than that is another attachment.
+        // A state of 1 that comes later belongs to another attachment.
         if keys.read("state")?.is_none() {
             return Ok(None);
         }
@@ -66,7 +68,7 @@ impl Attachment {
         }))
     }
 
-    /// Waits until the directory says all of it. `None`: asked to stop.
+    /// Waits until the toolstack has written all keys. `None`: `stop` was woken.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -87,7 +89,7 @@ impl Attachment {
                 tracing::info!("waiting for {backend} to be attached");
                 told = true;
             }
-            // What has come with the last answer does not make the descriptor readable.
+            // Events that came with the last reply do not make the descriptor readable.
             let timeout = store.poll_event()?.map(|_| Duration::ZERO);
             let [_, stopped] = wait_for([store.fd(), stop.fd()], timeout)
                 .map_err(|e| ServeError::host("wait for events", e))?;
@@ -97,7 +99,7 @@ impl Attachment {
         }
     }
 
-    /// The `info` key of this disk, on a medium that is read-only or not.
+    /// The value of the `info` key, with a medium that is read-only or not.
     pub(super) fn info(&self, read_only: bool) -> u32 {
         let bits = [
             (self.cdrom, INFO_CDROM),
@@ -108,10 +110,10 @@ impl Attachment {
     }
 }
 
-/// Says in xenstore why a disk that the toolstack has attached is not served; it may be waiting.
+/// Writes to xenstore why an attached disk is not served. The toolstack may be waiting.
 ///
 /// # Errors
-/// xenstore's.
+/// Errors of xenstore.
 pub fn report_failure(store: &mut Store, backend: &str, why: &str) -> Result<(), StoreError> {
     store.write(&error_path(backend), format!("1 {why}").as_bytes())
 }
@@ -129,8 +131,8 @@ impl Keys<'_> {
         self.store.read(&format!("{}/{key}", self.dir))
     }
 
-    /// By `mode`; for a guest that is connected, by what it was told then: a successor must not be
-    /// another disk to it than its predecessor was.
+    /// Reads `mode`. For a connected guest it is what the guest was told: a successor must look
+    /// like the same disk.
     fn read_only(&mut self, frontend: &str) -> Result<Option<bool>, StoreError> {
         let own = State::parse(self.read("state")?.as_deref());
         let front = State::parse(self.store.read(&format!("{frontend}/state"))?.as_deref());
@@ -144,8 +146,7 @@ impl Keys<'_> {
     }
 }
 
-/// The node for errors of the device with this directory: `error/` stands before the part that is
-/// relative to the domain.
+/// The path of a device's error node: `error/` precedes the part that is relative to the domain.
 pub(super) fn error_path(backend: &str) -> String {
     let absolute = backend.strip_prefix("/local/domain/").and_then(|rest| rest.split_once('/'));
     match absolute {

@@ -1,38 +1,38 @@
-//! What follows from a look is done.
+//! Carries out the actions of the state machine.
 
 use std::collections::VecDeque;
 use std::io;
 
-use super::carrier::Carrier;
 use super::inbox::Wait;
 use super::messages::{Order, Reply};
 use super::orphan;
 use super::refusal::Refusal;
+use super::worker_handle::WorkerHandle;
 use super::xenbus::{Action, Answer, Note};
-use super::{Backend, DELAY, Outcome, ServeError};
+use super::{Backend, HOST_RETRY_PAUSE, Outcome, ServeError};
 use crate::blkif::negotiate::{self, DiskFacts, NegotiateError, Wanted};
 use crate::log_limit::limited;
 
-/// What an action came to.
+/// The result of an action.
 enum Done {
-    /// The next one.
+    /// There is no result: the next action follows.
     Nothing,
-    /// More may follow from this.
+    /// An answer, from which more actions may follow.
     Answered(Answer),
-    /// The end.
+    /// The end of serving.
     Ended(Outcome),
 }
 
 impl Backend<'_> {
-    /// Looks once, and does what follows. The outcome, if this is the end.
+    /// Reads all states once, and does what follows. Returns the outcome at the end.
     pub(super) fn follow(&mut self) -> Result<Option<Outcome>, ServeError> {
         (self.wait, self.listens) = (Wait::Anything(None), false);
-        let look = self.look()?;
-        let mut actions = VecDeque::from(self.xenbus.see(look));
+        let snapshot = self.read_states()?;
+        let mut actions = VecDeque::from(self.xenbus.observe(snapshot));
         while let Some(action) = actions.pop_front() {
             match self.carry_out(action)? {
                 Done::Nothing => {}
-                Done::Answered(answer) => actions.extend(self.xenbus.hear(answer)),
+                Done::Answered(answer) => actions.extend(self.xenbus.handle_answer(answer)),
                 Done::Ended(outcome) => return Ok(Some(outcome)),
             }
         }
@@ -69,7 +69,7 @@ impl Backend<'_> {
             Action::Delay(why) => self.delay(&why)?,
             Action::ClearError => self.clear_error()?,
             Action::Note(note) => self.note(&note),
-            Action::LookAgain => self.moved = true,
+            Action::Recheck => self.frontend_changed = true,
             Action::Save => self.order(Order::Save)?,
             Action::CheckSize => self.check_size()?,
             Action::Unplug { announce } => return self.unplugged(announce).map(Done::Ended),
@@ -93,18 +93,19 @@ impl Backend<'_> {
         }
     }
 
-    /// A frontend goes by what it was offered last, until it is at its beginning again.
+    /// Reads the offer that stands in xenstore. A frontend uses the last one that it was offered,
+    /// until it begins anew.
     fn remember_offer(&mut self) -> Result<(), ServeError> {
         match negotiate::published_offer(self.store, self.backend) {
             Ok((offer, _)) => self.standing = offer,
             Err(NegotiateError::Store(e)) => return Err(e.into()),
-            // Nobody has served this directory yet, or somebody has tampered with it.
+            // This directory was not served yet, or its keys were tampered with.
             Err(NegotiateError::Key { .. }) => {}
         }
         Ok(())
     }
 
-    /// What a predecessor had connected.
+    /// Takes over a predecessor's connection.
     fn take_over(&mut self) -> Result<Answer, ServeError> {
         match self.try_take_over() {
             Ok((wanted, how, undone)) => {
@@ -125,7 +126,8 @@ impl Backend<'_> {
         self.order(Order::Enter)?;
         let frontend = self.attachment.frontend.clone();
         let disk = (self.domid, self.devid);
-        let (rings, told_sectors) = orphan::begun(self.store, self.backend, &frontend, disk)?;
+        let (rings, told_sectors) =
+            orphan::predecessors_rings(self.store, self.backend, &frontend, disk)?;
         let wanted = rings.wanted.clone();
         let (how, undone) = self.connected(Order::TakeOver { rings, told_sectors })?;
         Ok((wanted, how, undone))
@@ -155,7 +157,7 @@ impl Backend<'_> {
         self.order(Order::Enter)?;
         let facts = self.facts()?;
         let discard = self.may_discard(&facts)?;
-        // Larger ones would find no buffer.
+        // Larger requests would find no buffer.
         let max_segments = self.standing.max_indirect_segments.min(facts.max_segments);
         self.standing.max_indirect_segments = max_segments;
         let disk = (self.domid, self.devid);
@@ -164,7 +166,8 @@ impl Backend<'_> {
         Ok((wanted, how))
     }
 
-    /// How a frontend is served now, and how many requests are done again.
+    /// Sends an order to connect. Returns the description of the connection, and the number of
+    /// requests that are repeated.
     fn connected(&mut self, order: Order) -> Result<(String, usize), Refusal> {
         match self.worker.carry_out(order)? {
             Reply::Connected { how, undone } => Ok((how, undone)),
@@ -172,7 +175,7 @@ impl Backend<'_> {
         }
     }
 
-    /// Has something done that is not answered.
+    /// Sends an order whose reply carries no value.
     pub(super) fn order(&mut self, order: Order) -> Result<(), ServeError> {
         match self.worker.carry_out(order)? {
             Reply::Done => Ok(()),
@@ -180,7 +183,7 @@ impl Backend<'_> {
         }
     }
 
-    /// What a frontend is to be told of the disk, now.
+    /// The current facts of the disk, for the frontend.
     pub(super) fn facts(&mut self) -> Result<DiskFacts, ServeError> {
         facts(&mut *self.worker)
     }
@@ -189,19 +192,19 @@ impl Backend<'_> {
         negotiate::read_frontend(self.store, &self.attachment.frontend, &self.standing)
     }
 
-    /// The host cannot serve this guest now. It waits, and others are not concerned.
+    /// Makes this guest wait, since the host cannot serve it now. Other guests are not affected.
     fn delay(&mut self, why: &str) -> Result<(), ServeError> {
-        self.wait.at_most(DELAY);
+        self.wait.at_most(HOST_RETRY_PAUSE);
         let now_ns = self.clock.now_ns();
         limited!(error, self.log_limits.connections, now_ns, "the guest has to wait: {why}");
         Ok(self.report_error(why)?)
     }
 
-    /// The end of a disk that nobody holds. `announce`: the toolstack waits for our 6, and its own
-    /// 5 may have come since we looked.
+    /// Ends a disk that is not held any more. `announce`: the toolstack waits for state 6, and may
+    /// have written 5 since the last read.
     fn unplugged(&mut self, announce: bool) -> Result<Outcome, ServeError> {
         if let Err(e) = self.order(Order::Close) {
-            // What is left is for the next try; with the directory, there is none.
+            // The next try does what is left. Without the directory there is no next try.
             match announce {
                 true => self.report_error(&e.to_string())?,
                 false => self.remove_traces()?,
@@ -220,15 +223,15 @@ impl Backend<'_> {
     }
 }
 
-/// What a frontend is to be told of a worker's disk, now.
-pub(super) fn facts(worker: &mut dyn Carrier) -> Result<DiskFacts, ServeError> {
+/// The current facts of a worker's disk, for its frontend.
+pub(super) fn facts(worker: &mut dyn WorkerHandle) -> Result<DiskFacts, ServeError> {
     match worker.carry_out(Order::Describe)? {
         Reply::Facts(facts) => Ok(facts),
         reply => Err(unexpected(&reply)),
     }
 }
 
-/// A worker's reply that belongs to another order.
+/// A reply that does not belong to its order.
 pub(super) fn unexpected(reply: &Reply) -> ServeError {
     let source = io::Error::other(format!("{reply:?}: this is a bug in ferrite"));
     ServeError::host("understand the worker", source)

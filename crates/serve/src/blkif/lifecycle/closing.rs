@@ -1,11 +1,11 @@
-//! Closing the image of a disk that is unplugged, before that is announced: a toolstack that hears
-//! of it may open the image at once.
+//! Closing the image of an unplugged disk. It comes before the end is announced, since the
+//! toolstack may open the image at once.
 //!
-//! A close that has failed is reported and not announced. What was answered is in the image's journal
-//! on this host then, and another host would read an older state. The toolstack gives up after a
-//! while, with an error; when it tries again, or we are started again, the image is closed once more.
-//! That is so for the disk of a dead guest, too: its toolstack goes on all the same, with the error in
-//! its log. Only storage that does not answer at all is not waited for.
+//! A failed close is reported and not announced: the answered writes are in the image's journal on
+//! this host, and another host would read an older state. The toolstack gives up after a while with
+//! an error. When it tries again, or the backend starts again, the image is closed once more. This
+//! holds for the disk of a dead guest, too: its toolstack goes on, with the error in its log. Only
+//! storage that does not answer at all is not waited for.
 
 use std::io;
 use std::sync::Arc;
@@ -15,26 +15,26 @@ use std::time::Duration;
 
 use ferrite_disk::{Disk, Session};
 
-use super::attached::EngineFactory;
+use super::connected::EngineFactory;
 use super::messages::Failure;
 use crate::log_limit::limited;
 use crate::nbd::Clients;
 use crate::path::device::Device;
 
-/// How long the announcement waits for storage: libxl gives a backend 10 s to close.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// How long the announcement waits for storage. libxl gives a backend 10 s to close.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Operations in flight for it.
+/// Operations in flight of a session that closes or saves.
 const ENTRIES: u32 = 32;
 
-/// An image that is being closed, on a thread of its own: storage may be stuck.
+/// The close of an image, on a thread of its own since storage may be stuck.
 pub(super) struct Closing {
     thread: JoinHandle<io::Result<()>>,
     done: Receiver<()>,
 }
 
 impl Closing {
-    /// Of a disk whose frontend is gone, after these clients.
+    /// Begins to close the image, after these clients have ended.
     pub(super) fn begin(
         device: &Arc<Device>,
         engine: &EngineFactory,
@@ -47,12 +47,13 @@ impl Closing {
             let _in_span = span.enter();
             clients.map(Clients::end);
             let closed = device.disk().and_then(|disk| {
-                // Kept from here to there: the one that is unlocked is the one that was closed.
+                // The same disk is kept for both steps: the one that is unlocked is the one that
+                // was closed.
                 let closed = close_disk(&device, disk.clone(), &engine);
                 disk.unlock();
                 closed
             });
-            // Fails if nobody waits any more.
+            // This fails if the waiting side is gone.
             let _ = tell.send(());
             closed
         };
@@ -61,18 +62,18 @@ impl Closing {
         Ok(Closing { thread, done })
     }
 
-    /// Waits until it is done, but not for ever. Whether it is.
+    /// Waits for the close, but at most [`CLOSE_TIMEOUT`]. Returns whether it is done.
     pub(super) fn wait_a_while(&self) -> bool {
-        let done = self.done.recv_timeout(PATIENCE) != Err(RecvTimeoutError::Timeout);
+        let done = self.done.recv_timeout(CLOSE_TIMEOUT) != Err(RecvTimeoutError::Timeout);
         if !done {
             tracing::warn!(
-                "storage takes long to close the image: the disk is said to be unplugged before"
+                "storage is slow to close the image: the end of the disk is announced before"
             );
         }
         done
     }
 
-    /// Waits until it is done.
+    /// Waits until the close is done.
     pub(super) fn wait(self) -> Result<(), Failure> {
         match self.thread.join() {
             Ok(closed) => closed.map_err(|e| Failure::Close(e.to_string())),
@@ -81,10 +82,10 @@ impl Closing {
     }
 }
 
-/// Brings to the medium what was answered and no flush has asked for, when nobody is connected who
-/// would see to it. A look at memory if there is nothing.
+/// Writes answered data to the medium that no flush has requested, while no guest is connected. If
+/// there are none it only reads memory.
 pub(super) fn save(device: &Arc<Device>, engine: &EngineFactory) {
-    // A disk that is gone has nothing that could be saved.
+    // A disk that is gone has nothing to save.
     let Ok(disk) = device.disk() else { return };
     if device.flush_has_failed() || disk.read_only() || !disk.is_dirty() {
         return;
@@ -99,18 +100,18 @@ pub(super) fn save(device: &Arc<Device>, engine: &EngineFactory) {
             error,
             device.log_limits.storage,
             device.clock.now_ns(),
-            "cannot bring the image's metadata up to date: {e}; what was answered is kept on this \
+            "cannot write the image's metadata: {e}; answered writes are kept on this \
              host until that works"
         );
     }
 }
 
-/// Makes an image complete for whoever opens it next, on whatever host: also a raw disk may have gone
-/// through this one's page cache.
+/// Completes an image, so that any host can open it next. A raw disk may have data in this host's
+/// page cache, too.
 ///
 /// # Errors
-/// Those of storage. What was answered is in the image's journal then, unless a sync has failed: then
-/// what was not flushed is as after a power cut.
+/// Errors of storage. Answered writes are in the image's journal then. If a sync has failed, the
+/// image is as after a power cut, except for what was flushed.
 pub fn close(device: &Device, engine: &EngineFactory) -> io::Result<()> {
     close_disk(device, device.disk()?, engine)
 }

@@ -1,4 +1,4 @@
-//! What each half of a backend is told of the disk.
+//! The configurations of both halves of a backend.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,73 +7,76 @@ use ferrite_io::pool::HostMemory;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::mover::Moving;
 
-use super::attached::EngineFactory;
+use super::connected::EngineFactory;
 use crate::blkif::negotiate::Offer;
 use crate::counters::Counters;
 use crate::path::full::OnFull;
 use crate::processors::Processors;
 use crate::tuning::Tuning;
 
-/// What is served to whom, and how, with both halves in one process.
+/// The configuration of a backend with both halves in one process.
 pub struct Config {
-    /// What is followed.
+    /// The configuration of the half that follows xenstore.
     pub follow: FollowConfig,
-    /// What serves.
+    /// The configuration of the half that serves.
     pub work: WorkConfig,
-    /// Storage engines.
+    /// Builds storage engines.
     pub engine: EngineFactory,
 }
 
-/// Which attachment is meant. Names are used again: the toolstack may remove a directory at any time,
-/// and make another one of that name, with another image.
+/// Which attachment to serve. The toolstack may remove a directory at any time, and make another
+/// one of the same name with another image.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Attached {
-    /// The one that is there, or the next one that comes.
+pub enum ExpectedAttachment {
+    /// The current attachment, or the next one that comes.
     Any,
-    /// The one with these `params`, while its state is the toolstack's 1. It is not waited for.
+    /// The attachment with these `params`, while its state is the toolstack's 1. It is not waited
+    /// for.
     New(Vec<u8>),
-    /// The one whose state is not 1 any more. It is not waited for.
+    /// The attachment whose state is not 1 any more. It is not waited for.
     Begun,
 }
 
-/// What the half is told that follows xenstore.
+/// The configuration of the half that follows xenstore.
 #[derive(Clone, Debug)]
 pub struct FollowConfig {
-    /// The backend's directory in xenstore, absolute or relative to our domain:
+    /// The path of the backend's directory, absolute or relative to this domain:
     /// `backend/vbd3/<domid>/<devid>`.
     pub backend: String,
     /// The guest.
     pub domid: DomId,
-    /// Its virtual-device number.
+    /// The virtual-device number.
     pub devid: u32,
-    /// What is offered.
+    /// The features to offer.
     pub offer: Offer,
-    /// Of all that may stand in the directory, this is served and nothing else.
-    pub attached: Attached,
+    /// The attachment to serve. Any other one in the directory is left alone.
+    pub attached: ExpectedAttachment,
 }
 
-/// What the half is told that serves.
+/// The configuration of the half that serves.
 #[derive(Clone)]
 pub struct WorkConfig {
     /// The guest.
     pub domid: DomId,
-    /// How data moves, and what may be mapped for it.
+    /// The mover, and the limits of its mappings.
     pub moving: Moving,
     /// Bytes of the disk's buffer pool.
     pub pool_bytes: usize,
-    /// By what it may grow when storage is slow, up to what the guest's rings can hold; none: it does not.
+    /// The host's budget by which the pool may grow while storage is slow, up to the size of all
+    /// requests on the rings. `None`: it does not grow.
     pub host_memory: Option<Arc<HostMemory>>,
-    /// A directory on tmpfs for the in-flight table and the trace rings.
+    /// The run directory on tmpfs, for the in-flight table and the trace rings.
     pub run_dir: PathBuf,
-    /// No other guest has the disk: it is closed when it is unplugged, before that is announced.
+    /// Whether the image is closed when this disk is unplugged, before that is announced. It is not
+    /// for a disk that another guest has.
     pub closes: bool,
-    /// How queues work.
+    /// Tuning of the queues.
     pub tuning: Tuning,
-    /// What requests get for which there is no space. Heeded by a worker that opens its image; a device
-    /// that is served in one process has its own.
+    /// What happens to requests that find no space. It is used by a worker that opens its image. A
+    /// device in one process has its own policy.
     pub on_full: OnFull,
-    /// What they may use of processors.
+    /// The limit of processor time.
     pub processors: Arc<Processors>,
-    /// Where they count what they do; the caller may look at any time.
+    /// The counters, which the caller may read at any time.
     pub counters: Counters,
 }

@@ -1,15 +1,15 @@
-//! The disk's directories in xenstore: what both sides say, and what we publish.
+//! The disk's directories in xenstore: reading both sides' keys, and publishing the backend's.
 
 use ferrite_xen::store::{StoreError, Transaction};
 
-use super::look::{Look, State};
-use super::{Attached, Attachment, Backend, ServeError};
+use super::states::{Snapshot, State};
+use super::{Attachment, Backend, ExpectedAttachment, ServeError};
 use crate::blkif::negotiate::{self, DiskFacts};
 
 impl Backend<'_> {
-    pub(super) fn look(&mut self) -> Result<Look, StoreError> {
-        let moved = std::mem::take(&mut self.moved);
-        self.directory_moved = false;
+    pub(super) fn read_states(&mut self) -> Result<Snapshot, StoreError> {
+        let frontend_changed = std::mem::take(&mut self.frontend_changed);
+        self.directory_changed = false;
         let front = self.store.read(&format!("{}/state", self.attachment.frontend))?;
         let own = self.read("state")?;
         let online = self.read("online")?;
@@ -22,9 +22,9 @@ impl Backend<'_> {
         let plugged = !self.attachment.has_script
             || self.read("hotplug-status")?.as_deref() == Some(b"connected");
         let dead = front.is_none() && self.guest_is_dead()?;
-        Ok(Look {
+        Ok(Snapshot {
             front: State::parse(front.as_deref()),
-            moved,
+            frontend_changed,
             own: State::parse(own.as_deref()),
             online: online.as_deref() != Some(b"0"),
             plugged,
@@ -33,7 +33,7 @@ impl Backend<'_> {
         })
     }
 
-    /// Whether the guest's home has gone with it.
+    /// Whether the guest's home directory is gone.
     fn guest_is_dead(&mut self) -> Result<bool, StoreError> {
         Ok(!is_there(self.store.read(&format!("/local/domain/{}", self.domid)))?)
     }
@@ -42,14 +42,14 @@ impl Backend<'_> {
         self.store.read(&format!("{}/{key}", self.backend))
     }
 
-    /// Publishes all that is offered, together with our state; that of a disk that is to go is the
-    /// toolstack's 5.
+    /// Publishes all features together with the backend's state. A disk that is to go keeps the
+    /// toolstack's state 5.
     pub(super) fn offer(&mut self, state: State) -> Result<(), ServeError> {
         let facts = self.facts()?;
         let discard = self.may_discard(&facts)?;
         let backend = self.backend;
-        // The frontend measures itself by it before it sets up its rings, and may do requests of that
-        // size before it reads another one.
+        // The frontend sizes its requests by the offer before it sets up rings. It may send such
+        // requests before it reads another offer.
         let offer = if state == State::InitWait { self.offer } else { self.standing };
         let info = self.attachment.info(facts.read_only);
         let frontend = self.attachment.frontend.clone();
@@ -68,9 +68,9 @@ impl Backend<'_> {
         Ok(())
     }
 
-    /// Changes our directory, if that is still the attachment which we serve. A node written a moment
-    /// after the toolstack has removed it would make it again, and it would stay for ever. `None`: it
-    /// is not, and nothing was changed.
+    /// Changes the backend's directory, if it is still the attachment that is served. A key that is
+    /// written just after the toolstack has removed the directory would create it again for ever.
+    /// `None`: it is another attachment, and nothing was changed.
     pub(super) fn update<T>(
         &mut self,
         mut change: impl FnMut(&mut Transaction<'_>) -> Result<T, StoreError>,
@@ -89,7 +89,7 @@ impl Backend<'_> {
         })
     }
 
-    /// Whether discard is offered: the disk can, and the toolstack does not mind.
+    /// Whether discards are offered: the disk supports them, and the toolstack allows them.
     pub(super) fn may_discard(&mut self, facts: &DiskFacts) -> Result<bool, StoreError> {
         Ok(facts.discard.is_some() && self.read("discard-enable")?.as_deref() != Some(b"0"))
     }
@@ -100,8 +100,8 @@ impl Backend<'_> {
         Ok(())
     }
 
-    /// Says that the disk is unplugged, where somebody waits for that. It is asked once more: while
-    /// storage held us up, the toolstack may have given us up, and have attached another disk.
+    /// Announces the end to a waiting toolstack. It checks the directory once more: while storage
+    /// was slow, the toolstack may have given up and attached another disk.
     pub(super) fn announce_unplugged(&mut self) -> Result<(), StoreError> {
         let backend = self.backend;
         let home = format!("/local/domain/{}", self.domid);
@@ -116,12 +116,12 @@ impl Backend<'_> {
     }
 }
 
-/// The state that the toolstack makes a directory with. We never write it.
+/// The state with which the toolstack makes a directory. A backend never writes it.
 const NEW: Option<&[u8]> = Some(b"1");
 
-/// Whether what stands there is the attachment that we serve. The toolstack may have removed that, and
-/// have made a new one of the same name, with another image, for a frontend that begins anew. Its
-/// state is 1, and ours is not any more as soon as we `has_begun`.
+/// Whether the directory holds the attachment that is served. The toolstack may have removed that
+/// and made a new one of the same name, with another image. The new one has state 1, which the
+/// served one has left once it `has_begun`.
 fn is_ours(
     attachment: &Attachment,
     has_begun: bool,
@@ -132,26 +132,27 @@ fn is_ours(
     same && !(has_begun && own == NEW)
 }
 
-/// Whether one that nobody has begun with has the image that we were told of: it may have come in the
-/// place of that one before we had written anything.
+/// Whether a new attachment has the image that was configured. Another one may have taken its place
+/// before the backend wrote anything.
 fn is_meant(
-    attached: &Attached,
+    attached: &ExpectedAttachment,
     own: Option<&[u8]>,
     params: impl FnOnce() -> Result<Option<Vec<u8>>, StoreError>,
 ) -> Result<bool, StoreError> {
     match attached {
-        Attached::New(meant) if own == NEW => Ok(params()?.as_ref() == Some(meant)),
+        ExpectedAttachment::New(meant) if own == NEW => Ok(params()?.as_ref() == Some(meant)),
         _ => Ok(true),
     }
 }
 
-/// Keys that a frontend writes only for more than one queue or page, so that the next one finds them.
+/// Keys that a frontend writes only for several queues or pages. The next frontend may find them.
 const KEYS_OF_MORE: [&str; 3] = ["multi-queue-num-queues", "ring-page-order", "num-ring-pages"];
 
-/// Removes what an earlier driver of the guest has said of its rings, before the next one is offered
-/// the disk: Linux and FreeBSD leave it, and write it for one queue of one page neither. A frontend
-/// writes it after it has seen 2. So it is an old one's where we are beyond 2, and the frontend is at
-/// its beginning in this same transaction.
+/// Removes the ring keys of an earlier driver, before the next driver is offered the disk. Linux
+/// and FreeBSD leave them there, and do not write them for one queue of one page.
+///
+/// A frontend writes them after it has read state 2. So they are old if this transaction finds the
+/// backend beyond 2 and the frontend at its beginning.
 fn remove_old_keys(
     tx: &mut Transaction<'_>,
     backend: &str,
@@ -179,13 +180,14 @@ fn remove_old_keys(
     Ok(())
 }
 
-/// Always `true`: it is written.
+/// Writes the state, and returns `true`.
 fn write_state(tx: &mut Transaction<'_>, backend: &str, state: State) -> Result<bool, StoreError> {
     tx.write(&format!("{backend}/state"), (state as u32).to_string().as_bytes())?;
     Ok(true)
 }
 
-/// Whether a guest has a home. A driver domain may not look, and waits for the toolstack.
+/// Whether a guest's home directory exists. A driver domain may not read it, and relies on the
+/// toolstack.
 fn is_there(home: Result<Option<Vec<u8>>, StoreError>) -> Result<bool, StoreError> {
     match home {
         Ok(home) => Ok(home.is_some()),

@@ -1,29 +1,29 @@
-//! Why serving ended, or cannot begin.
+//! The errors that end serving or keep it from beginning.
 
 use std::io;
 
 use ferrite_xen::store::StoreError;
 
-/// Why serving ended.
+/// The reason why serving has ended.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// xenstore's.
+    /// xenstore has failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The attachment in xenstore is not ours to serve.
+    /// The attachment in xenstore is not one that this backend can serve.
     #[error("{0}")]
     Attachment(String),
     /// The guest is connected, and its connection cannot be taken over.
     #[error("cannot take over the running guest: {0}")]
     TakeOver(String),
-    /// The guest has let go of the disk, and storage failed when its image was to be closed.
+    /// The guest has let go of the disk, and storage failed when its image was closed.
     #[error("cannot close the image: {0}")]
     Close(#[source] io::Error),
-    /// The run directory cannot be used now: there is no space, or another process works in it.
-    /// That delays a connection, and ends nothing.
+    /// The run directory cannot be used now: there is no space, or another process uses it. This
+    /// delays a connection and ends nothing.
     #[error("cannot {what}: {source}")]
     RunDir {
-        /// What was tried.
+        /// The failed step.
         what: String,
         /// The reason.
         source: io::Error,
@@ -31,24 +31,24 @@ pub enum ServeError {
     /// A worker cannot open the image. It tries again when its line is followed anew.
     #[error("{what}: {why}; {help}")]
     Open {
-        /// What was tried.
+        /// The failed step.
         what: String,
         /// The reason.
         why: String,
         /// The next step for the administrator.
         help: String,
     },
-    /// The worker's process is gone, or is not to be believed any more. Its guest waits for the next
-    /// one: follow its line.
+    /// The worker's process is gone, or has broken the protocol. Its guest waits for the next
+    /// worker: follow its line.
     #[error("the worker is lost: {0}")]
     WorkerLost(String),
-    /// We were asked to stop while the worker was at an order; it goes on.
+    /// `stop` was woken while the worker carried out an order, which goes on.
     #[error("asked to stop")]
     Left,
-    /// This host's fault: no memory, no descriptors, a queue that failed.
+    /// A failure of this host, such as no memory or descriptors, or a failed queue.
     #[error("cannot {what}: {source}")]
     Host {
-        /// What was tried.
+        /// The failed step.
         what: String,
         /// The reason.
         source: io::Error,

@@ -1,11 +1,11 @@
-//! A medium that grows under its guest.
+//! A medium that grows in use.
 
 use super::carry_out::unexpected;
 use super::messages::{Order, Reply};
 use super::{Backend, ServeError};
 
 impl Backend<'_> {
-    /// Publishes the medium's size if it has grown, and sees to it that it is asked for again.
+    /// Publishes the medium's size if it has grown, and schedules the next check.
     pub(super) fn check_size(&mut self) -> Result<(), ServeError> {
         let (grown, ask_again) = match self.worker.carry_out(Order::CheckSize)? {
             Reply::Size { grown, ask_again } => (grown, ask_again),
@@ -23,15 +23,15 @@ impl Backend<'_> {
         Ok(())
     }
 
-    /// Publishes a size that has grown: the new number, and our state once more, in one
-    /// transaction, is what makes Linux look (blkif.md 3.7).
+    /// Publishes a new size. Linux reads it when the number and the unchanged state are written in
+    /// one transaction (blkif.md 3.7).
     fn publish_size(&mut self, sectors: u64) -> Result<(), ServeError> {
         let connected = self.xenbus.is_connected();
         let backend = self.backend;
         self.update(|tx| {
             tx.write(&format!("{backend}/sectors"), sectors.to_string().as_bytes())?;
             let path = format!("{backend}/state");
-            // It may be the toolstack's 5 by now.
+            // The toolstack may have written 5 meanwhile.
             match tx.read(&path)? {
                 Some(state) if connected && state == b"4" => tx.write(&path, &state),
                 _ => Ok(()),

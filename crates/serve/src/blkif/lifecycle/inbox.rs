@@ -1,4 +1,4 @@
-//! The one place where a disk's control thread waits, and what it hears there.
+//! The one place where a disk's control thread waits for events.
 
 use std::time::Duration;
 
@@ -8,34 +8,34 @@ use super::attachment::DIRECTORY;
 use super::{Backend, FRONTEND, ServeError};
 use crate::waker::wait_for;
 
-/// What has happened. It says when to look at all states, and never what they are.
+/// An event. It says when to read all states, and never what they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
-    /// Something was written in the disk's directories in xenstore.
+    /// The disk's directories in xenstore were written.
     Store,
-    /// A queue has something to report, or the disk was exchanged.
+    /// A queue has a report, or the disk was exchanged.
     Queue,
     /// The medium may have grown.
     Growth,
-    /// It is time to look again.
+    /// It is time to read again.
     Time,
-    /// We are asked to stop.
+    /// `stop` was woken.
     Stop,
 }
 
-/// What is waited for, beside queues and the stop.
+/// The events to wait for, besides reports and `stop`.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Wait {
-    /// Anything, and no longer than this.
+    /// Any event, for at most this time.
     Anything(Option<Duration>),
-    /// The toolstack, and no longer than this: xenstore was asked too often.
+    /// Events of the toolstack, for at most this time: there were too many requests to xenstore.
     Debt(Duration),
-    /// Nothing, for so long: xenstore has failed. For ever if it is gone.
+    /// No event, for this time or for ever: xenstore has failed or is gone.
     Silence(Option<Duration>),
 }
 
 impl Wait {
-    /// No longer than this.
+    /// Shortens the wait to `limit`.
     pub(super) fn at_most(&mut self, limit: Duration) {
         if let Wait::Anything(timeout) = self {
             *timeout = Some(timeout.map_or(limit, |t| t.min(limit)));
@@ -44,8 +44,7 @@ impl Wait {
 }
 
 impl Backend<'_> {
-    /// Waits for an event. Even a guest that never stops to write keeps nobody from asking us to
-    /// stop.
+    /// Waits for an event. A guest that writes without end cannot hide `stop`.
     pub(super) fn select(&mut self) -> Result<Event, ServeError> {
         let (follows_store, timeout) = match self.wait {
             Wait::Anything(timeout) => (true, timeout),
@@ -55,14 +54,14 @@ impl Backend<'_> {
         let changed = follows_store && {
             self.drain_watches()?;
             match self.wait {
-                Wait::Debt(_) => self.directory_moved,
-                _ => self.moved || self.directory_moved,
+                Wait::Debt(_) => self.directory_changed,
+                _ => self.frontend_changed || self.directory_changed,
             }
         };
-        let has_news = self.worker.has_news();
-        let timeout = if changed || has_news { Some(Duration::ZERO) } else { timeout };
+        let has_pending_events = self.worker.has_pending_events();
+        let timeout = if changed || has_pending_events { Some(Duration::ZERO) } else { timeout };
         let (reports, stop) = (self.worker.reports_fd(), self.stop.fd());
-        // In place of one that is not waited for, the stop once more.
+        // A descriptor that is not waited for is replaced by that of `stop`.
         let store = if follows_store { self.store.fd() } else { stop };
         let listens = self.listens && matches!(self.wait, Wait::Anything(_));
         let growth = self.worker.growth_fd().filter(|_| listens).unwrap_or(stop);
@@ -73,20 +72,20 @@ impl Backend<'_> {
         }
         Ok(match () {
             () if stop => Event::Stop,
-            () if queue || has_news => Event::Queue,
+            () if queue || has_pending_events => Event::Queue,
             () if growth => Event::Growth,
             () if store || changed => Event::Store,
             () => Event::Time,
         })
     }
 
-    /// Takes what watches have to say; `true` if there was anything.
+    /// Reads all events of the watches. Returns whether there were any.
     pub(super) fn drain_watches(&mut self) -> Result<bool, StoreError> {
         let mut any = false;
         while let Some(event) = self.store.poll_event()? {
             any = true;
-            self.moved |= event.token == FRONTEND;
-            self.directory_moved |= event.token == DIRECTORY;
+            self.frontend_changed |= event.token == FRONTEND;
+            self.directory_changed |= event.token == DIRECTORY;
         }
         Ok(any)
     }

@@ -1,5 +1,5 @@
-//! What the two halves of a backend say to each other: owned values and nothing else, so that what
-//! carries them may be a call, as here, or a socket.
+//! The messages between the two halves of a backend. They are owned values only, so that a call or
+//! a socket can carry them.
 
 use std::io;
 use std::time::Duration;
@@ -9,85 +9,85 @@ use serde::{Deserialize, Serialize};
 use super::error::ServeError;
 use crate::blkif::negotiate::{DiskFacts, Wanted};
 
-/// What a worker is to do. It has done it when its [`Reply`] is there.
+/// An order to a worker. It is done when its [`Reply`] comes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Order {
-    /// Say what a frontend is to be told of the disk. Reply: [`Facts`](Reply::Facts).
+    /// Describe the disk for a frontend. Reply: [`Facts`](Reply::Facts).
     Describe,
-    /// Heed what a predecessor has remembered of failed flushes.
+    /// Read what a predecessor has recorded of failed flushes.
     Remember,
-    /// Remove what is left of the disk, or of an older one of its name.
+    /// Remove the files of the disk, or of an older one of its name.
     Forget,
-    /// Enter the run directory, with what has to be there before a guest can write.
+    /// Enter the run directory, and create what has to be there before a guest can write.
     Enter,
     /// Connect a frontend that has nothing in flight. Reply: [`Connected`](Reply::Connected).
     Connect(Rings),
-    /// Go on where a predecessor ended. Reply: [`Connected`](Reply::Connected).
+    /// Take over a predecessor's connection. Reply: [`Connected`](Reply::Connected).
     TakeOver {
-        /// As the predecessor had them.
+        /// The rings that the predecessor had.
         rings: Rings,
-        /// The size that the guest was told.
+        /// The size that the guest was told, in sectors.
         told_sectors: Option<u64>,
     },
-    /// Answer what is in flight, give everything of the guest's back, forget the connection.
+    /// Answer the requests in flight, release everything of the guest's, and remove the connection.
     Detach,
-    /// Answer what is in flight, and leave the table: a successor will go on, or the next connection.
+    /// Answer the requests in flight, and leave the table for a successor or the next connection.
     Stop,
-    /// Answer what is on the rings, whatever the disk has used of processors.
+    /// Answer the requests on the rings without regard to the processor limit.
     Hurry,
-    /// Bring to the medium what no flush has asked for, as nobody is connected.
+    /// Write to the medium what no flush has requested, as no guest is connected.
     Save,
-    /// Ask for the medium's size. Reply: [`Size`](Reply::Size).
+    /// Read the medium's size. Reply: [`Size`](Reply::Size).
     CheckSize,
-    /// Begin to close the image, and wait for a while. If it fails by then, that is the answer.
+    /// Begin to close the image, and wait a while. A failure within that time is the reply.
     Close,
-    /// Wait until it is closed.
+    /// Wait until the image is closed.
     EndClose,
 }
 
-/// A connection to be made.
+/// The rings of a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Rings {
-    /// What the frontend asks for.
+    /// The frontend's keys.
     pub(super) wanted: Wanted,
-    /// Which guest it is, in words that no other guest's device has.
+    /// A text that identifies the guest and device, different from any other's.
     pub(super) guest: String,
-    /// Segments that were offered for INDIRECT.
+    /// Most segments that were offered for INDIRECT.
     pub(super) max_indirect_segments: u16,
     /// Whether DISCARD was offered.
     pub(super) discard: bool,
 }
 
-/// The version of what is said between the halves, when they are two processes. It grows with each new
-/// order, and with each field that the other half has to heed (processes.md 1, rule 10).
+/// The version of the messages between two processes. It grows with each new order, and with each
+/// field that the other half has to read (processes.md 1, rule 10).
 pub(super) const VERSION: u32 = 1;
 
-/// What came of an order.
+/// The reply to an order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Reply {
-    /// It is done.
+    /// The order was carried out.
     Done,
     /// The image is open.
     Opened {
-        /// The worker's [`VERSION`],
+        /// The worker's [`VERSION`].
         version: u32,
-        /// and its program's.
+        /// The version of the worker's program.
         program: String,
     },
-    /// What a frontend is to be told of the disk.
+    /// The facts of the disk, for a frontend.
     Facts(DiskFacts),
     /// A frontend is served.
     Connected {
-        /// How, in one line for the log.
+        /// A description of the connection in one line, for the log.
         how: String,
-        /// Requests of a predecessor's that are done again.
+        /// Number of a predecessor's requests that are repeated.
         undone: usize,
     },
     /// The medium's size.
     Size {
-        /// It has grown to so many sectors.
+        /// The new number of sectors, if the medium has grown.
         grown: Option<u64>,
-        /// When to ask again if nothing is told before.
+        /// When to send the order again. `None`: growth is reported.
         ask_again: Option<Duration>,
     },
 }
@@ -95,7 +95,7 @@ pub(super) enum Reply {
 /// Why an order was not carried out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Failure {
-    /// The frontend's doing, or what a predecessor has left does not belong to it.
+    /// The frontend's keys are wrong, or a predecessor's table does not belong to it.
     Refused(String),
     /// The same guest was served from the same image, by other rings than it has now.
     OtherRings(String),
@@ -103,26 +103,26 @@ pub(super) enum Failure {
     WrongImage(String),
     /// The run directory cannot be used now.
     RunDir {
-        /// What was tried.
+        /// The failed step.
         what: String,
         /// The reason.
         why: String,
     },
-    /// This host's fault.
+    /// A failure of this host.
     Host {
-        /// What was tried.
+        /// The failed step.
         what: String,
         /// The reason.
         why: String,
     },
-    /// Storage failed when the image was to be closed.
+    /// Storage failed when the image was closed.
     Close(String),
     /// The image cannot be opened.
     Open(OpenFailure),
-    /// The worker is gone, or what it says cannot be understood.
+    /// The worker is gone, or has broken the protocol.
     #[serde(skip)]
     Lost(String),
-    /// We were asked to stop, and do not wait for the worker.
+    /// `stop` was woken, and the follower does not wait for the worker.
     #[serde(skip)]
     Left,
 }
@@ -130,7 +130,7 @@ pub(super) enum Failure {
 /// Why an image cannot be opened, for the administrator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpenFailure {
-    /// What was tried.
+    /// The failed step.
     pub what: String,
     /// The reason.
     pub why: String,
@@ -138,14 +138,14 @@ pub struct OpenFailure {
     pub help: String,
 }
 
-/// What a worker says without being asked.
+/// An unsolicited message of a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Report {
-    /// A frontend broke its ring, and the queue takes nothing more.
+    /// A frontend has broken its ring, and the queue takes no more requests.
     Violation {
-        /// Which.
+        /// The queue's number.
         queue: usize,
-        /// How.
+        /// The violation.
         why: String,
     },
     /// A queue has failed, and the disk cannot go on.
@@ -157,7 +157,7 @@ impl Failure {
         Failure::Host { what: what.into(), why: source.to_string() }
     }
 
-    /// What was to be kept in the run directory could not be.
+    /// A file in the run directory could not be written.
     pub(super) fn run_dir(what: impl Into<String>, source: io::Error) -> Self {
         let what = what.into();
         match source.kind() {
@@ -196,16 +196,19 @@ mod tests {
 
     #[test]
     fn what_a_worker_lacks_delays_a_guest_or_ends_its_backend_in_the_same_words_as_here() {
-        let tried = |kind| ServeError::from(Failure::run_dir("keep a table", kind));
+        let tried = |kind| ServeError::from(Failure::run_dir("make the in-flight table", kind));
         let busy = tried(io::ErrorKind::WouldBlock.into());
         assert!(matches!(busy, ServeError::RunDir { .. }), "{busy}");
-        assert_eq!(busy.to_string(), "cannot keep a table: another process serves this disk");
+        assert_eq!(
+            busy.to_string(),
+            "cannot make the in-flight table: another process serves this disk"
+        );
         let full = tried(io::Error::from_raw_os_error(28));
         assert!(matches!(full, ServeError::RunDir { .. }), "{full}");
-        let why = "cannot keep a table: No space left on device (os error 28)";
+        let why = "cannot make the in-flight table: No space left on device (os error 28)";
         assert_eq!(full.to_string(), why);
         let other = tried(io::ErrorKind::OutOfMemory.into());
         assert!(matches!(other, ServeError::Host { .. }), "{other}");
-        assert_eq!(other.to_string(), "cannot keep a table: out of memory");
+        assert_eq!(other.to_string(), "cannot make the in-flight table: out of memory");
     }
 }

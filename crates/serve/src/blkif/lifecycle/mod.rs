@@ -1,13 +1,13 @@
-//! One disk of one guest, from the moment its directory appears to its removal.
+//! One disk of one guest, from the creation of its xenstore directory to its removal.
 //!
-//! [`serve`] is one level-triggered loop: wait for an event (`inbox.rs`), look at all states, ask
-//! the state machine what follows (`xenbus.rs`), and do it (`carry_out.rs`). Events only say when to
-//! look, so lost, merged and spurious ones are alike, and a guest that toggles its state makes work
-//! only as fast as this loop looks (XSA-349, 350).
+//! [`serve`] is one level-triggered loop: wait for an event (`inbox.rs`), read all states, ask the
+//! state machine what follows (`xenbus.rs`), and do it (`carry_out.rs`). Events only say when to
+//! read, so lost, merged and spurious ones make no difference. A guest that toggles its state makes
+//! work only as fast as this loop reads (XSA-349, 350).
 //!
-//! The loop follows xenstore, and touches no ring, disk or file. The worker (`worker.rs`) does that,
-//! and knows nothing of xenstore; what they say to each other is in `messages.rs`. With [`follow`] the
-//! worker is another process, and what they say goes over a socket (`remote/`).
+//! The loop follows xenstore, and touches no ring, disk or file. The worker (`worker.rs`) does
+//! that, and knows nothing of xenstore. Their messages are in `messages.rs`. With [`follow`] the
+//! worker is another process, and the messages pass a socket (`remote/`).
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -23,18 +23,15 @@ use crate::path::device::Device;
 use crate::polling::wake_up_ns;
 use crate::waker::Waker;
 
-mod attached;
 mod attachment;
-mod carrier;
 mod carry_out;
 mod closing;
 mod config;
+mod connected;
 mod directory;
 mod error;
 mod growth;
-mod heir;
 mod inbox;
-mod look;
 mod messages;
 mod orphan;
 mod pace;
@@ -42,61 +39,65 @@ mod refusal;
 mod remote;
 mod reported;
 mod run_dir;
+mod states;
+mod successor;
 mod sweep;
 mod worker;
+mod worker_handle;
 mod xenbus;
 
-pub use attached::EngineFactory;
 pub use attachment::{Attachment, report_failure};
 pub use closing::close;
-pub use config::{Attached, Config, FollowConfig, WorkConfig};
+pub use config::{Config, ExpectedAttachment, FollowConfig, WorkConfig};
+pub use connected::EngineFactory;
 pub use error::ServeError;
-pub use look::State;
 pub use messages::OpenFailure;
 pub use orphan::{Orphan, Start};
 pub use remote::line::{part, retire};
 pub use remote::work::{Lines, Opened, work, work_from};
 pub use reported::clear_error as clear_failure;
-pub use run_dir::{STOPPED, TABLE, forget_run_dir, forget_second, run_dir_name};
+pub use run_dir::{STOPPED, TABLE, remove_run_dir, remove_second, run_dir_name};
+pub use states::State;
 pub use sweep::sweep;
 
 use attachment::DIRECTORY;
-use carrier::Carrier;
 use inbox::{Event, Wait};
 use messages::{Failure, Order, Report};
 use pace::Pace;
 use remote::line::Line;
 use worker::Worker;
+use worker_handle::WorkerHandle;
 use xenbus::Xenbus;
 
-/// When xenstore is asked again that has not done what it was asked; twice as long each time, up to
-/// the maximum.
-const ASK_AGAIN: Duration = Duration::from_millis(10);
-const ASK_AGAIN_MAX: Duration = Duration::from_secs(1);
+/// The first pause before a failed operation on xenstore is tried again. It doubles with each
+/// failure.
+const RETRY_PAUSE: Duration = Duration::from_millis(10);
+/// The longest pause before a failed operation on xenstore is tried again.
+const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// When a connection is tried again that the host could not make.
-const DELAY: Duration = Duration::from_millis(250);
+/// The pause after a connection that the host could not make.
+const HOST_RETRY_PAUSE: Duration = Duration::from_millis(250);
 
 /// The token of the watch on the frontend's state.
 const FRONTEND: &str = "frontend";
 
-/// How serving ended well.
+/// How serving ended without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The disk was unplugged; the guest has let go of it.
+    /// The disk was unplugged, and the guest has let go of it.
     Unplugged,
-    /// We were asked to stop. The guest keeps the disk and waits for a successor.
+    /// `stop` was woken. The guest keeps the disk and waits for a successor.
     Stopped,
-    /// We were asked to stop, and the worker of another process was told nothing of that: it serves
-    /// on, until somebody follows again.
+    /// `stop` was woken, and the worker is another process: it goes on until another follower
+    /// connects.
     Left,
 }
 
 /// Serves `device` until it is unplugged or `stop` is woken.
 ///
 /// # Errors
-/// What only the administrator can mend. No xenstore state is changed then: a guest whose backend
-/// goes to Closing loses its disk, one whose backend is gone waits (blkif.md 3.9).
+/// Failures that the administrator has to repair. No xenstore state is changed then: a guest whose
+/// backend goes to Closing loses its disk, one whose backend is gone waits (blkif.md 3.9).
 pub fn serve(
     store: &mut Store,
     hypervisor: &dyn Hypervisor,
@@ -104,7 +105,7 @@ pub fn serve(
     config: &Config,
     stop: &Waker,
 ) -> Result<Outcome, ServeError> {
-    // Measured now, once: no guest waits for us yet.
+    // It is measured once and now, while no guest waits.
     wake_up_ns();
     let mut worker = Worker::new(hypervisor, device, &config.work, &config.engine)?;
     let facts = carry_out::facts(&mut worker)?;
@@ -114,16 +115,16 @@ pub fn serve(
         Err(outcome) => return Ok(outcome),
     };
     let (clock, log_limits) = (device.clock.clone(), &device.log_limits);
-    let means = FollowMeans { store, worker: Box::new(worker), clock, log_limits, stop };
+    let means = FollowContext { store, worker: Box::new(worker), clock, log_limits, stop };
     Backend::new(means, follow, &facts, attachment)?.run()
 }
 
 /// Follows xenstore for a worker that is another process, until the disk is unplugged or `stop` is
-/// woken. `line` leads to that process. What others have asked of it before does not matter.
+/// woken. `line` leads to that process. Requests of earlier followers make no difference.
 ///
 /// # Errors
-/// As [`serve`]; beside these, [`ServeError::Open`] and [`ServeError::WorkerLost`]. It may be called
-/// again after any error, with the line of a worker that lives.
+/// As [`serve`], and [`ServeError::Open`] and [`ServeError::WorkerLost`]. After any error it may be
+/// called again with the line of a running worker.
 pub fn follow(
     store: &mut Store,
     line: BorrowedFd<'_>,
@@ -131,14 +132,15 @@ pub fn follow(
     log_limits: &LogLimits,
     stop: &Waker,
 ) -> Result<Outcome, ServeError> {
-    follow_and_tell(store, line, config, log_limits, stop, || ())
+    follow_notifying(store, line, config, log_limits, stop, || ())
 }
 
-/// The same; `opened` is called when the worker has the image open, before anybody is told of that.
+/// As [`follow`]. Calls `opened` when the worker has opened the image, before the guest or the
+/// toolstack is told.
 ///
 /// # Errors
 /// As [`follow`].
-pub fn follow_and_tell(
+pub fn follow_notifying(
     store: &mut Store,
     line: BorrowedFd<'_>,
     config: &FollowConfig,
@@ -153,8 +155,8 @@ pub fn follow_and_tell(
     })
 }
 
-/// The same of a worker's second line: of a stub domain whose guest has the same disk. `opened` is called
-/// when the worker serves the guest's, and may serve the stub domain's.
+/// Follows xenstore on a worker's second line: for a stub domain whose guest has the same disk.
+/// Calls `opened` when the worker serves the guest's disk and can serve the stub domain's.
 ///
 /// # Errors
 /// As [`follow`].
@@ -190,7 +192,7 @@ fn follow_a_line(
         open(&mut line, &attachment)?;
         let facts = carry_out::facts(&mut line)?;
         let clock = SystemClock::shared();
-        let means = FollowMeans { store, worker: Box::new(line), clock, log_limits, stop };
+        let means = FollowContext { store, worker: Box::new(line), clock, log_limits, stop };
         Backend::new(means, config, &facts, attachment)?.run()
     };
     match followed() {
@@ -199,7 +201,8 @@ fn follow_a_line(
     }
 }
 
-/// The attachment that is meant, or what follows from its end: `stopped`, if it was waited for.
+/// The configured attachment; or the outcome, if there is none. `stopped`: the outcome if the wait
+/// for it was interrupted.
 fn find(
     store: &mut Store,
     config: &FollowConfig,
@@ -207,13 +210,13 @@ fn find(
     stopped: Outcome,
 ) -> Result<Result<Attachment, Outcome>, ServeError> {
     let backend = &config.backend;
-    if config.attached == Attached::Any {
+    if config.attached == ExpectedAttachment::Any {
         return Ok(Attachment::wait(store, backend, config.domid, stop)?.ok_or(stopped));
     }
     if let Some(attachment) = Attachment::read(store, backend, config.domid)? {
         return Ok(Ok(attachment));
     }
-    // What comes under this name later is another one.
+    // A later attachment of this name is another one.
     for key in ["frontend", "state"] {
         if store.read(&format!("{backend}/{key}"))?.is_none() {
             return Ok(Err(Outcome::Unplugged));
@@ -222,66 +225,67 @@ fn find(
     Err(ServeError::Attachment(format!("{backend} is not complete")))
 }
 
-/// What the half that follows xenstore works with.
-struct FollowMeans<'a> {
+/// The parts of a backend's half that follows xenstore.
+struct FollowContext<'a> {
     store: &'a mut Store,
-    worker: Box<dyn Carrier + 'a>,
+    worker: Box<dyn WorkerHandle + 'a>,
     clock: Arc<dyn Clock>,
     log_limits: &'a LogLimits,
     stop: &'a Waker,
 }
 
-/// The half of a backend that follows xenstore. It has no rings, no disk and no files: what is to
-/// be done with those, the worker is told.
+/// The half of a backend that follows xenstore. It has no rings, no disk and no files: it orders
+/// the worker to use them.
 struct Backend<'a> {
     store: &'a mut Store,
-    worker: Box<dyn Carrier + 'a>,
-    /// Its directory, see [`FollowConfig::backend`].
+    worker: Box<dyn WorkerHandle + 'a>,
+    /// The path of its directory, see [`FollowConfig::backend`].
     backend: &'a str,
     domid: DomId,
     devid: u32,
     clock: Arc<dyn Clock>,
     log_limits: &'a LogLimits,
-    /// What the toolstack has said of the disk.
+    /// The toolstack's keys of the disk.
     attachment: Attachment,
-    /// Which one that has to be.
-    attached: &'a Attached,
-    /// Our state is not the toolstack's 1 any more.
+    /// The attachment that is to be served.
+    attached: &'a ExpectedAttachment,
+    /// Whether the backend's state has left the toolstack's 1.
     has_begun: bool,
-    /// What is offered, as far as this disk's requests fit into buffers.
+    /// The features to offer, as far as this disk's requests fit into buffers.
     offer: Offer,
-    /// What the frontend goes by: the offer that stands in xenstore, which may be a predecessor's.
+    /// The offer that the frontend has read from xenstore. A predecessor may have written it.
     standing: Offer,
     stop: &'a Waker,
-    /// What follows from all states.
+    /// The state machine.
     xenbus: Xenbus,
-    /// What is waited for.
+    /// The events to wait for.
     wait: Wait,
-    /// The frontend has written its state since the last look at it.
-    moved: bool,
-    /// The same of our own directory, which the toolstack and we write.
-    directory_moved: bool,
-    /// How often xenstore is asked.
+    /// Whether the frontend has written its state since it was read last.
+    frontend_changed: bool,
+    /// Whether the backend's directory was written since it was read last, by the toolstack or by
+    /// us.
+    directory_changed: bool,
+    /// The rate of requests to xenstore.
     pace: Pace,
-    /// How long it is left alone when it fails.
+    /// The pause after the next failure of xenstore.
     pause: Duration,
-    /// It is gone, and this was the last word.
+    /// The error that ended the connection to xenstore.
     lost_store: Option<StoreError>,
-    /// The worker tells when the medium may have grown.
+    /// Whether the worker reports growth of the medium.
     listens: bool,
-    /// To so many sectors, and that is not published.
+    /// The new number of sectors of a medium that has grown, until it is published.
     grown: Option<u64>,
 }
 
 impl<'a> Backend<'a> {
-    /// One that has seen nothing, of a disk that was attached so.
+    /// A backend that has read nothing yet.
     fn new(
-        means: FollowMeans<'a>,
+        means: FollowContext<'a>,
         config: &'a FollowConfig,
         facts: &DiskFacts,
         attachment: Attachment,
     ) -> Result<Backend<'a>, ServeError> {
-        let FollowMeans { store, worker, clock, log_limits, stop } = means;
+        let FollowContext { store, worker, clock, log_limits, stop } = means;
         if attachment.read_only && !facts.read_only {
             let why = format!("{} is read-only, and its image is open for writing", config.backend);
             return Err(ServeError::Attachment(why));
@@ -302,23 +306,23 @@ impl<'a> Backend<'a> {
             log_limits,
             attachment,
             attached: &config.attached,
-            has_begun: config.attached == Attached::Begun,
+            has_begun: config.attached == ExpectedAttachment::Begun,
             offer,
             standing: offer,
             stop,
             xenbus: Xenbus::new(),
             wait: Wait::Anything(Some(Duration::ZERO)),
-            moved: false,
-            directory_moved: false,
-            pause: ASK_AGAIN,
+            frontend_changed: false,
+            directory_changed: false,
+            pause: RETRY_PAUSE,
             lost_store: None,
             listens: false,
             grown: None,
         })
     }
 
-    /// Nothing of this disk is left for a successor. Before the toolstack hears that: it may attach
-    /// a disk of this name at once.
+    /// Removes everything that a successor could find. This comes before the end is announced: the
+    /// toolstack may attach a disk of this name at once.
     fn remove_traces(&mut self) -> Result<(), ServeError> {
         self.order(Order::Forget)?;
         Ok(self.clear_error()?)
@@ -329,7 +333,7 @@ impl<'a> Backend<'a> {
             match self.turn() {
                 Err(ServeError::Store(e)) if self.endures(&e) => self.endure(e),
                 turned => {
-                    self.pause = ASK_AGAIN;
+                    self.pause = RETRY_PAUSE;
                     if let Some(outcome) = turned? {
                         return self.lost_store.take().map_or(Ok(outcome), |e| Err(e.into()));
                     }
@@ -338,26 +342,25 @@ impl<'a> Backend<'a> {
         }
     }
 
-    /// Waits for something to change, looks at all states, and does what follows. The outcome, if this
-    /// is the end.
+    /// Waits for an event, reads all states, and does what follows. Returns the outcome at the end.
     fn turn(&mut self) -> Result<Option<Outcome>, ServeError> {
         match self.select()? {
             Event::Stop => return self.stopped().map(Some),
             Event::Queue => {
                 self.worker.clear_reports()?;
-                self.hear_reports()?;
+                self.handle_reports()?;
             }
             Event::Store | Event::Growth | Event::Time => {}
         }
-        if self.owes()? {
+        if self.is_over_budget()? {
             return Ok(None);
         }
         self.follow()
     }
 
-    /// Hears what the worker has to say: all of it, whether or not xenstore can be told. Nothing wakes
-    /// us for what is left.
-    fn hear_reports(&mut self) -> Result<(), ServeError> {
+    /// Handles all reports of the worker, whether or not xenstore accepts them. No event announces
+    /// reports that are left.
+    fn handle_reports(&mut self) -> Result<(), ServeError> {
         let (mut failed, mut told) = (None, Ok(()));
         while let Some(report) = self.worker.report() {
             match report {
@@ -375,40 +378,40 @@ impl<'a> Backend<'a> {
         }
     }
 
-    /// The end that was asked for. A worker that outlives us serves on.
+    /// Ends as `stop` demands. A worker of another process goes on.
     fn stopped(&mut self) -> Result<Outcome, ServeError> {
-        if self.worker.outlives_us() {
+        if self.worker.is_separate_process() {
             return Ok(Outcome::Left);
         }
         self.order(Order::Stop)?;
         Ok(Outcome::Stopped)
     }
 
-    /// Whether the guest is better off if we stay. A worker that outlives us needs no connection that is
-    /// lost: whoever follows next comes with another.
+    /// Whether to go on after this error, for the guest's sake. A separate worker needs no lost
+    /// connection: the next follower opens another one.
     fn endures(&self, e: &StoreError) -> bool {
-        self.xenbus.is_connected() && !(e.is_fatal() && self.worker.outlives_us())
+        self.xenbus.is_connected() && !(e.is_fatal() && self.worker.is_separate_process())
     }
 
-    /// xenstore has failed us, and the guest's data does not depend on it (threats.md T12): it is left
-    /// alone for a while; with the connection to it gone, until the end.
+    /// Leaves xenstore alone for a while after an error, or for ever if the connection is gone. The
+    /// guest's data do not depend on it (threats.md T12).
     fn endure(&mut self, e: StoreError) {
         limited!(
             error,
             self.log_limits.store,
             self.clock.now_ns(),
-            "{e}; the guest is served on, but its states are not followed until this {}",
+            "{e}; the guest is still served, but its states are not followed until this {}",
             if e.is_fatal() { "process is started again" } else { "works" }
         );
-        // A look that failed may have had news.
-        (self.moved, self.directory_moved) = (true, true);
+        // A read that failed may have missed a change.
+        (self.frontend_changed, self.directory_changed) = (true, true);
         self.listens = false;
         if e.is_fatal() {
             self.wait = Wait::Silence(None);
             self.lost_store = Some(e);
         } else {
             self.wait = Wait::Silence(Some(self.pause));
-            self.pause = (self.pause * 2).min(ASK_AGAIN_MAX);
+            self.pause = (self.pause * 2).min(RETRY_PAUSE_MAX);
         }
     }
 }

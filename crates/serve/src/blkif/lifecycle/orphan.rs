@@ -1,48 +1,48 @@
-//! A guest whose worker has died while nobody follows.
+//! A guest whose worker has died while there is no follower.
 //!
-//! The next worker looks at xenstore once, before it gives its rights up, and goes on as a follower would
-//! have it go on (processes.md 2). It decides by all states as they are now, and by no file of the dead
-//! one's. It writes nothing there: what else there is to do waits for a follower.
+//! The next worker reads xenstore once, before it gives up its rights, and goes on as a follower
+//! would order it (processes.md 2). It decides by the current states, and by no file of the dead
+//! worker. It writes nothing to xenstore: everything else waits for a follower.
 
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::{Store, StoreError};
 
 use super::attachment::Attachment;
 use super::error::ServeError;
-use super::look::{State, is_in_use};
 use super::messages::Rings;
 use super::refusal::Refusal;
+use super::states::{State, is_in_use};
 use crate::blkif::negotiate::{self, Wanted};
 
-/// What a worker begins with.
+/// What a new worker starts with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Start {
-    /// Whoever follows asks, now or later.
-    Asked,
-    /// Somebody should follow, and may be about to end: a worker that nobody asks ends, and the next one
-    /// looks anew.
-    Expecting,
-    /// Nobody follows.
+    /// The worker waits for a follower's requests.
+    WaitForFollower,
+    /// There should be a follower, which may be about to end. A worker that gets no request ends,
+    /// and the next one decides anew.
+    ExpectFollower,
+    /// There is no follower, and a guest is connected.
     Orphan(Orphan),
 }
 
-/// A guest that is connected, as xenstore has it.
+/// A connected guest, as xenstore describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Orphan {
-    /// How its image is to be open.
+    /// Whether the image is opened for reading only.
     pub(super) read_only: bool,
     pub(super) keeps_all: bool,
-    /// See [`Order::TakeOver`](super::messages::Order::TakeOver).
+    /// The rings, see [`Order::TakeOver`](super::messages::Order::TakeOver).
     pub(super) rings: Rings,
     pub(super) told_sectors: Option<u64>,
 }
 
 impl Orphan {
-    /// The guest with this directory, if a predecessor had connected it and it has not let go since.
+    /// The guest of this directory, if a predecessor had connected it and it has not let go since.
     ///
     /// # Errors
-    /// xenstore's. Somebody has to look again.
-    pub fn look(
+    /// Errors of xenstore. The states have to be read again.
+    pub fn find(
         store: &mut Store,
         backend: &str,
         domid: DomId,
@@ -54,20 +54,20 @@ impl Orphan {
         if !is_in_use(State::parse(own.as_deref()), State::parse(front.as_deref())) {
             return Ok(None);
         }
-        match begun(store, backend, &attachment.frontend, (domid, devid)) {
+        match predecessors_rings(store, backend, &attachment.frontend, (domid, devid)) {
             Ok((rings, told_sectors)) => {
                 let Attachment { read_only, may_discard, .. } = attachment;
                 Ok(Some(Orphan { read_only, keeps_all: !may_discard, rings, told_sectors }))
             }
             Err(Refusal::Host(e)) => Err(e),
-            // Its keys make no sense: it is told so by who follows.
+            // Its keys are invalid. The next follower reports that.
             Err(_) => Ok(None),
         }
     }
 }
 
-/// The connection that a predecessor has made, and the size that the guest was told.
-pub(super) fn begun(
+/// The rings that a predecessor had connected, and the size in sectors that the guest was told.
+pub(super) fn predecessors_rings(
     store: &mut Store,
     backend: &str,
     frontend: &str,
@@ -81,7 +81,7 @@ pub(super) fn begun(
     Ok((rings, told_sectors))
 }
 
-/// These rings, as a worker is told of them.
+/// The description of a frontend's rings for a worker.
 pub(super) fn rings(
     store: &mut Store,
     (domid, devid): (DomId, u32),
@@ -89,8 +89,8 @@ pub(super) fn rings(
     max_indirect_segments: u16,
     discard: bool,
 ) -> Result<Rings, StoreError> {
-    // Domain numbers are used again; a domain's uuid is not.
-    // A driver domain may not look, and goes by the rest.
+    // Domain numbers are used again, and a domain's uuid is not. A driver domain may not read it,
+    // and uses the rest.
     let vm = match store.read_string(&format!("/local/domain/{domid}/vm")) {
         Err(StoreError::Access { .. }) => None,
         vm => vm?,

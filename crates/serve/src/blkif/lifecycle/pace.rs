@@ -1,11 +1,13 @@
-//! How often xenstore is asked for one disk.
+//! The rate of requests to xenstore for one disk.
 //!
-//! Each time that a connected guest writes its state, whatever it writes, all keys of its rings are
-//! read again; each connection costs this host threads and memory besides. xenstored serves all
-//! guests with one thread. So each disk has so many requests a second, and saves up those that it
-//! does not need. Once they are used up, it waits until the last ones are paid for. What the guest
-//! writes meanwhile is one reading afterwards: only its last state counts. Its queues are threads of
-//! their own, and go on.
+//! Each time a connected guest writes its state, all keys of its rings are read again. Each
+//! connection costs this host threads and memory besides. xenstored serves all guests with one
+//! thread. So each disk has a number of requests a second, and saves up those that it does not
+//! need.
+//!
+//! When they are used up, the loop waits until the last ones are paid for. All writes of the guest
+//! meanwhile cost one read: only its last state counts. Its queues have threads of their own, and
+//! go on.
 
 use std::time::Duration;
 
@@ -15,36 +17,37 @@ use super::inbox::Wait;
 use super::{Backend, ServeError};
 use crate::log_limit::limited;
 
-/// What one request costs of the time that has passed, in nanoseconds: 1,000 a second.
+/// The cost of one request, in nanoseconds of passed time: 1,000 a second.
 const REQUEST_NS: i64 = 1_000_000;
-/// Requests that can be saved up: some fifty connections of an ordinary guest.
+/// Most requests that can be saved up: some fifty connections of an ordinary guest.
 const SAVED: i64 = 10_000;
-/// What a connection costs beside its requests, in requests.
+/// The cost of a connection besides its requests, in requests.
 const CONNECTION: i64 = 100;
 
 /// One disk's account with xenstore.
 #[derive(Debug)]
 pub(super) struct Pace {
-    /// In nanoseconds; below 0 there is something to be paid for.
+    /// The balance in nanoseconds. Below 0 there is a debt.
     balance_ns: i64,
-    /// When it was so.
+    /// The time of that balance.
     at_ns: u64,
-    /// The requests that are paid for.
+    /// Number of requests that the balance includes.
     requests: u64,
 }
 
 impl Pace {
-    /// With everything saved up; `requests` were made before.
+    /// A full account. `requests` were made before.
     pub(super) fn new(now_ns: u64, requests: u64) -> Pace {
         Pace { balance_ns: SAVED * REQUEST_NS, at_ns: now_ns, requests }
     }
 
-    /// A connection was tried.
+    /// Charges a connection.
     pub(super) fn connection(&mut self) {
         self.balance_ns -= CONNECTION * REQUEST_NS;
     }
 
-    /// How long to wait before the next look, with so many requests made by now.
+    /// Charges the requests up to the number `requests`. Returns how long to wait before the next
+    /// read.
     pub(super) fn debt(&mut self, now_ns: u64, requests: u64) -> Option<Duration> {
         let earned_ns = now_ns.saturating_sub(self.at_ns).min((SAVED * REQUEST_NS) as u64) as i64;
         let spent = requests.saturating_sub(self.requests) as i64;
@@ -56,10 +59,10 @@ impl Pace {
 }
 
 impl Backend<'_> {
-    /// Whether xenstore was asked too often, and is left alone until that is paid for. The toolstack's
-    /// changes are looked at as they come. The guest cannot cause these: we write only after a look
-    /// at its state.
-    pub(super) fn owes(&mut self) -> Result<bool, ServeError> {
+    /// Whether there were too many requests to xenstore, which is then left alone. Changes of the
+    /// toolstack are still handled: the guest cannot cause them, since the backend writes only
+    /// after it has read the guest's state.
+    pub(super) fn is_over_budget(&mut self) -> Result<bool, ServeError> {
         let now_ns = self.clock.now_ns();
         let Some(debt) = self.pace.debt(now_ns, self.store.requests()) else { return Ok(false) };
         if !matches!(self.wait, Wait::Debt(_)) {
@@ -73,16 +76,16 @@ impl Backend<'_> {
         }
         self.wait = Wait::Debt(debt);
         self.drain_watches()?;
-        Ok(!(self.directory_moved && self.is_at_end()?))
+        Ok(!(self.directory_changed && self.is_at_end()?))
     }
 
-    /// Whether the disk has gone, or is to go and nobody holds it. Leaves what the guest has written
-    /// for the next look.
+    /// Whether the disk is gone, or is to go and not held. A change of the guest's state is left
+    /// for the next read.
     fn is_at_end(&mut self) -> Result<bool, StoreError> {
-        let moved = self.moved;
-        let look = self.look()?;
-        self.moved |= moved;
-        Ok(look.gone || look.is_unwanted() && !look.is_held())
+        let frontend_changed = self.frontend_changed;
+        let snapshot = self.read_states()?;
+        self.frontend_changed |= frontend_changed;
+        Ok(snapshot.gone || snapshot.is_unwanted() && !snapshot.is_held())
     }
 }
 

@@ -1,4 +1,4 @@
-//! Frontends that cannot be connected, and whose fault that is.
+//! Connections that cannot be made, sorted by their cause.
 
 use ferrite_xen::store::StoreError;
 
@@ -8,21 +8,21 @@ use crate::blkif::negotiate::NegotiateError;
 
 /// Why a connection was not made.
 pub(super) enum Refusal {
-    /// The guest's doing; it is told, and everything else goes on.
+    /// The guest is at fault. It is told, and everything else goes on.
     Guest(String),
     /// The predecessor had connected other rings.
     OtherRings(String),
     /// The predecessor had another image.
     WrongImage(String),
-    /// Ours.
+    /// The host is at fault.
     Host(ServeError),
 }
 
 impl From<NegotiateError> for Refusal {
     fn from(e: NegotiateError) -> Self {
         match e {
-            // A guest can do no more to our reading than forbid it; any other want of xenstored's
-            // is none of its doing, and must not cost it the disk (threats.md T6).
+            // A guest can only forbid a read. Any other failure of xenstored is not its fault, and
+            // must not cost it the disk (threats.md T6).
             NegotiateError::Store(e) if !matches!(e, StoreError::Access { .. }) => {
                 Refusal::Host(e.into())
             }

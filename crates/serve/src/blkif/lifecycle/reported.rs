@@ -1,4 +1,4 @@
-//! What is wrong with a device, where toolstacks look for it.
+//! Errors of a device, in the nodes where toolstacks read them.
 
 use ferrite_xen::store::{Store, StoreError};
 
@@ -6,8 +6,9 @@ use super::Backend;
 use super::attachment::error_path;
 
 impl Backend<'_> {
-    /// Where xl and the kernel's drivers leave errors, for `xenstore-ls` and toolstacks. A guest
-    /// can cause it, so that xenstored refuses it (a quota, say) is no reason to end.
+    /// Writes an error where xl and the kernel's drivers do, for `xenstore-ls` and toolstacks. A
+    /// guest can cause errors, so a refusal by xenstored (a quota, for example) does not end the
+    /// backend.
     pub(super) fn report_error(&mut self, why: &str) -> Result<(), StoreError> {
         let path = error_path(self.backend);
         match self.store.write(&path, format!("1 {why}").as_bytes()) {
@@ -19,7 +20,7 @@ impl Backend<'_> {
         }
     }
 
-    /// What was reported holds no longer.
+    /// Removes an error that does not hold any more.
     pub(super) fn clear_error(&mut self) -> Result<(), StoreError> {
         match clear_error(self.store, self.backend) {
             Err(e) if !e.is_fatal() => {
@@ -31,11 +32,11 @@ impl Backend<'_> {
     }
 }
 
-/// Removes what was reported of the device with this directory, and the node of its guest if that
-/// was all: domain numbers are used up, one a start.
+/// Removes a device's errors. If they were the guest's last ones, its node is removed, too: each
+/// start of a guest uses another domain number.
 ///
 /// # Errors
-/// xenstore's.
+/// Errors of xenstore.
 pub fn clear_error(store: &mut Store, backend: &str) -> Result<(), StoreError> {
     let error = error_path(backend);
     if store.read(&error)?.is_none() {

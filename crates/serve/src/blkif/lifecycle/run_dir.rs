@@ -1,8 +1,9 @@
-//! The run directory of a disk, on tmpfs: made when a guest connects, removed with the disk.
+//! The run directory of a disk, on tmpfs. It is made when a guest connects and removed with the
+//! disk.
 //!
-//! Whoever works in it has a lock on it, which the kernel gives back however the process ends. So a
-//! backend that is at its end takes nothing away from the one that serves the same disk anew, and
-//! [`sweep`](super::sweep()) takes nothing away from anybody who lives.
+//! The process that uses it holds a lock on it, which the kernel releases when the process ends. So
+//! a backend that ends removes nothing of one that serves the same disk anew.
+//! [`sweep`](super::sweep()) removes nothing of a running process.
 
 use std::fs::File;
 use std::io;
@@ -17,34 +18,35 @@ use super::messages::Failure;
 use crate::counters::stats_file;
 use crate::trace::queue_file;
 
-/// What a successor finishes, and which image it is.
+/// The in-flight table, which a successor finishes. It also names the image.
 pub const TABLE: &str = "inflight";
-/// What remembers a failed flush until the disk is detached.
+/// The latch that records a failed flush until the disk is detached.
 const LATCH: &str = "flush-failed";
-/// The last backend has ended by itself, with the image complete. Gone as soon as one connects.
+/// The mark that the last backend has ended normally, with a complete image. It is removed when a
+/// backend connects.
 pub const STOPPED: &str = "stopped";
-/// With the number of a queue or client: the records of its requests.
+/// The trace of a queue or NBD client. Its number follows.
 const TRACE: &str = "trace-";
-/// In the run directory: that of the guest's stub domain, which has the disk, too.
+/// The subdirectory with the files of the guest's stub domain, which has the same disk.
 const SECOND: &str = "second";
-/// Behind the name of a file that is being made.
+/// Suffix of a file that is being written.
 const NEW: &str = ".new";
 
-/// How often it is tried to make a directory that others remove.
+/// Attempts to make a directory that other processes remove.
 const ATTEMPTS: u32 = 100;
 
-/// A run directory that this process works in.
+/// A run directory that this process uses.
 pub(super) struct RunDir {
     path: PathBuf,
-    /// Holds the lock.
+    /// The open directory, which holds the lock.
     _lock: File,
 }
 
 impl RunDir {
-    /// Makes the directory, if it is not there, and locks it.
+    /// Makes the directory, if it is missing, and locks it.
     ///
     /// # Errors
-    /// The file system's; `WouldBlock`: another process works in it.
+    /// Errors of the file system; `WouldBlock`: another process uses the directory.
     pub(super) fn make(path: &Path) -> io::Result<RunDir> {
         for _ in 0..ATTEMPTS {
             names::create_dir_all(path, Mode::RWXU)?;
@@ -52,10 +54,10 @@ impl RunDir {
                 return Ok(dir);
             }
         }
-        Err(io::Error::other("it vanishes again and again"))
+        Err(io::Error::other("other processes keep removing it"))
     }
 
-    /// Locks the directory. `None`: there is none.
+    /// Locks an existing directory. `None`: there is none.
     ///
     /// # Errors
     /// As [`make`](Self::make).
@@ -66,7 +68,7 @@ impl RunDir {
             lock => File::from(lock?),
         };
         flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
-        // Its last owner may have removed it before letting go of it.
+        // The last owner may have removed the directory before it released the lock.
         let same = match names::symlink_metadata(path) {
             Ok(now) => now.ino() == lock.metadata()?.ino(),
             Err(e) if e.kind() == io::ErrorKind::NotFound => false,
@@ -75,11 +77,11 @@ impl RunDir {
         Ok(same.then(|| RunDir { path: path.to_owned(), _lock: lock }))
     }
 
-    /// Removes our files, and the directory if nothing else is in it. With the lock let go, the next
-    /// disk of this name makes its own.
+    /// Removes the disk's files, and the directory if nothing else is in it. When the lock is
+    /// released, the next disk of this name makes its own directory.
     ///
     /// # Errors
-    /// The file system's.
+    /// Errors of the file system.
     pub(super) fn remove(self) -> io::Result<()> {
         self.clear()?;
         match names::remove_dir(&self.path) {
@@ -88,10 +90,10 @@ impl RunDir {
         }
     }
 
-    /// Removes our files, and the counters.
+    /// Removes the disk's files and its counters.
     fn clear(&self) -> io::Result<()> {
         remove_counters(&self.path)?;
-        forget_second(&self.path)?;
+        remove_second(&self.path)?;
         clear(&self.path)
     }
 }
@@ -109,11 +111,12 @@ fn clear(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes what a worker with this run directory has left of its second guest; nobody serves that.
+/// Removes the files of the second guest of the disk with this run directory. The second guest must
+/// not be served any more.
 ///
 /// # Errors
-/// The file system's.
-pub fn forget_second(run_dir: &Path) -> io::Result<()> {
+/// Errors of the file system.
+pub fn remove_second(run_dir: &Path) -> io::Result<()> {
     let second = second(run_dir);
     match names::exists(&second) {
         true => clear(&second).and_then(|()| names::remove_dir(&second)),
@@ -121,15 +124,15 @@ pub fn forget_second(run_dir: &Path) -> io::Result<()> {
     }
 }
 
-/// Where a worker keeps what is of its second guest alone.
+/// The directory with the files of a worker's second guest.
 pub(super) fn second(run_dir: &Path) -> PathBuf {
     run_dir.join(SECOND)
 }
 
-/// Removes the counters of the disk that has this run directory.
+/// Removes the counters of the disk with this run directory.
 ///
 /// # Errors
-/// The file system's.
+/// Errors of the file system.
 pub(super) fn remove_counters(run_dir: &Path) -> io::Result<()> {
     match names::remove_file(stats_file(run_dir)) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
@@ -137,65 +140,65 @@ pub(super) fn remove_counters(run_dir: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes what is left in a disk's run directory, when nobody serves the disk.
+/// Removes a disk's run directory, when the disk is not served.
 ///
 /// # Errors
-/// The file system's; `WouldBlock`: another process works in it.
-pub fn forget_run_dir(path: &Path) -> io::Result<()> {
+/// Errors of the file system; `WouldBlock`: another process uses the directory.
+pub fn remove_run_dir(path: &Path) -> io::Result<()> {
     match RunDir::existing(path)? {
         Some(dir) => dir.remove(),
         None => remove_counters(path),
     }
 }
 
-/// All that a worker opens by name, but for the counters.
+/// All files that a worker opens by name, except for the counters.
 pub(super) struct RunFiles {
     path: PathBuf,
-    /// Since the first connection.
+    /// The locked directory, from the first connection on.
     dir: Option<RunDir>,
-    /// What is in it is not to be heeded, and could not be removed yet.
-    to_be_cleared: bool,
+    /// Whether the directory holds files of an older disk, which could not be removed yet.
+    must_clear: bool,
 }
 
 impl RunFiles {
     pub(super) fn new(path: &Path) -> RunFiles {
-        RunFiles { path: path.to_owned(), dir: None, to_be_cleared: false }
+        RunFiles { path: path.to_owned(), dir: None, must_clear: false }
     }
 
-    /// The run directory.
+    /// The path of the run directory.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What a successor finishes.
+    /// The path of the in-flight table.
     pub(super) fn table(&self) -> PathBuf {
         self.path.join(TABLE)
     }
 
-    /// What remembers a failed flush until the disk is attached again.
+    /// The path of the latch that records a failed flush.
     pub(super) fn latch(&self) -> PathBuf {
         self.path.join(LATCH)
     }
 
-    /// Where a queue's records are.
+    /// The path of a queue's trace.
     pub(super) fn trace(&self, queue: usize) -> PathBuf {
         // Far fewer queues than that are offered.
         self.path.join(queue_file(queue as u16))
     }
 
-    /// Makes the directory, if it is not there, and notes in it that the image is in use.
+    /// Makes the directory, if it is missing, and records that the image is in use.
     pub(super) fn enter(&mut self) -> Result<(), Failure> {
         let path = &self.path;
         if self.dir.is_none() || !names::exists(path) {
             let what = format!("work in {}", path.display());
             self.dir = Some(RunDir::make(path).map_err(|e| Failure::run_dir(what, e))?);
         }
-        if self.to_be_cleared
+        if self.must_clear
             && let Some(dir) = &self.dir
         {
             let what = "remove what an older disk has left";
             dir.clear().map_err(|e| Failure::run_dir(what, e))?;
-            self.to_be_cleared = false;
+            self.must_clear = false;
         }
         match names::remove_file(self.path.join(STOPPED)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
@@ -205,16 +208,16 @@ impl RunFiles {
         }
     }
 
-    /// Removes the directory: nothing of this disk is left for a successor. Where another process still
-    /// works in it, that is done as soon as we enter it.
-    pub(super) fn forget(&mut self) {
+    /// Removes the directory, so that a successor finds nothing. If another process still uses it,
+    /// its files are removed when this one enters it.
+    pub(super) fn remove(&mut self) {
         let dir = match self.dir.take() {
             Some(dir) => Ok(Some(dir)),
             None => RunDir::existing(&self.path),
         };
         let counters = || remove_counters(&self.path);
         let removed = dir.and_then(|dir| dir.map_or_else(counters, RunDir::remove));
-        self.to_be_cleared = removed.is_err();
+        self.must_clear = removed.is_err();
         if let Err(e) = removed {
             tracing::warn!("cannot remove {} yet: {e}", self.path.display());
         }
@@ -255,7 +258,8 @@ mod tests {
         let path = base.path().join("vbd-1-2");
         let first = RunDir::make(&path).unwrap();
         let path_of_other = path.clone();
-        // Somebody who has opened it and waits for nothing but the lock gets none of it.
+        // A process that has opened the old directory and waits for its lock does not get the new
+        // one.
         let waiting = File::open(&path).unwrap();
         first.remove().unwrap();
         flock(&waiting, FlockOperation::LockExclusive).unwrap();

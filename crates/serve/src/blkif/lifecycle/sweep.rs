@@ -1,4 +1,4 @@
-//! What killed backends have left of disks that are no more.
+//! Removes what killed backends have left of removed disks.
 
 use std::path::Path;
 
@@ -8,19 +8,19 @@ use super::reported::clear_error;
 use super::run_dir::{RunDir, remove_counters, run_dir_name};
 use crate::counters::FOLDER;
 
-/// The guest and the device of a run directory.
+/// The guest and the device of a run directory's name.
 fn parse_name(name: &str) -> Option<(u16, u32)> {
     let (domid, devid) = name.strip_prefix("vbd-")?.split_once('-')?;
     let ids = (domid.parse().ok()?, devid.parse().ok()?);
     (run_dir_name(ids.0, ids.1) == name).then_some(ids)
 }
 
-/// Removes what killed backends have left of disks that are no more, in the folder of all run
-/// directories and among the errors in xenstore. `kind` is the folder of the backends' directories,
-/// `backend/vbd3`. What a successor may ask for stays: the guest lives, and the disk is attached.
+/// Removes what killed backends have left of removed disks: run directories and error nodes in
+/// xenstore. `kind` is the parent of the backend directories, `backend/vbd3`. The files of a disk
+/// that is still attached to a living guest stay for its successor.
 ///
 /// # Errors
-/// xenstore's. What cannot be removed is told in the log, and stays.
+/// Errors of xenstore. A file that cannot be removed is logged, and stays.
 pub fn sweep(store: &mut Store, run_dirs: &Path, kind: &str) -> Result<(), StoreError> {
     let entries = std::fs::read_dir(run_dirs).into_iter().flatten().filter_map(Result::ok);
     for entry in entries {
@@ -30,7 +30,8 @@ pub fn sweep(store: &mut Store, run_dirs: &Path, kind: &str) -> Result<(), Store
         if !is_gone(store, kind, domid, devid)? {
             continue;
         }
-        // Who is locked out lives; and once more: nobody connects the disk while we have the lock.
+        // A locked directory belongs to a running process. The disk is checked again under the
+        // lock, since it cannot be connected meanwhile.
         let Ok(Some(dir)) = RunDir::existing(&entry.path()) else { continue };
         if is_gone(store, kind, domid, devid)?
             && let Err(e) = dir.remove()
@@ -52,7 +53,7 @@ pub fn sweep(store: &mut Store, run_dirs: &Path, kind: &str) -> Result<(), Store
     Ok(())
 }
 
-/// The same of counters whose run directory is gone.
+/// Removes counters whose run directory is gone.
 fn sweep_counters(store: &mut Store, run_dirs: &Path, kind: &str) -> Result<(), StoreError> {
     let files = std::fs::read_dir(run_dirs.join(FOLDER)).into_iter().flatten();
     for file in files.filter_map(Result::ok) {
@@ -70,7 +71,7 @@ fn sweep_counters(store: &mut Store, run_dirs: &Path, kind: &str) -> Result<(), 
     Ok(())
 }
 
-/// The node's children; none if it is not there.
+/// Lists a node's children. A missing node has none.
 fn list(store: &mut Store, path: &str) -> Result<Vec<String>, StoreError> {
     match store.list(path) {
         Err(StoreError::NotFound { .. }) => Ok(Vec::new()),
@@ -78,8 +79,8 @@ fn list(store: &mut Store, path: &str) -> Result<Vec<String>, StoreError> {
     }
 }
 
-/// Whether the toolstack has removed the disk, or its guest is no more. A driver domain may not look
-/// for the guest.
+/// Whether the toolstack has removed the disk, or its guest is gone. A driver domain may not read
+/// the guest's node.
 fn is_gone(store: &mut Store, kind: &str, domid: u16, devid: u32) -> Result<bool, StoreError> {
     if store.read(&format!("{kind}/{domid}/{devid}/frontend"))?.is_none() {
         return Ok(true);

@@ -1,8 +1,8 @@
-//! The half of a backend that serves: it owns rings, disk and run directory, does what it is told
-//! ([`Order`]), and reports ([`Report`]). It knows nothing of xenstore.
+//! The half of a backend that serves. It owns rings, disk and run directory, carries out each
+//! [`Order`], and sends [`Report`]s. It knows nothing of xenstore.
 //!
-//! The images, their parents and the journal are open when it begins. What it opens by name is in
-//! the run directory, and all those names are in [`RunFiles`](super::run_dir::RunFiles).
+//! The images, their parents and the journal are open when it begins. All files that it opens by
+//! name later are in the run directory, and are named in [`RunFiles`].
 
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
@@ -13,14 +13,14 @@ use ferrite_disk::{Disk, GrowthWatch};
 use ferrite_io::names;
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
 
-use super::attached::{Attached, EngineFactory, Means};
-use super::carrier::Carrier;
 use super::closing::{self, Closing};
 use super::config::WorkConfig;
+use super::connected::{ConnectedFrontend, ConnectionContext, EngineFactory};
 use super::error::ServeError;
-use super::heir::TableHeir;
 use super::messages::{Failure, Order, Reply, Report, Rings};
 use super::run_dir::{RunFiles, TABLE, second};
+use super::successor::TableSuccessor;
+use super::worker_handle::WorkerHandle;
 use crate::blkif::connection::largest_request;
 use crate::blkif::inflight::Table;
 use crate::blkif::negotiate::DiskFacts;
@@ -31,35 +31,37 @@ use crate::path::gate::Side;
 use crate::trace::clients::ClientTraces;
 use crate::waker::Waker;
 
-/// How often the medium is asked whether it has grown, while the guest is at work.
+/// How often the medium's size is read while the guest works.
 const RESIZE_CHECK: Duration = Duration::from_secs(1);
 
-/// Clients of NBD beside the frontend, and the memory for the data of each.
+/// Most NBD clients beside the frontend.
 const MAX_CLIENTS: usize = 16;
+/// Bytes of data memory for each NBD client.
 const CLIENT_BYTES: usize = 4 << 20;
 
 /// The worker of one disk.
 pub(super) struct Worker<'a> {
-    means: Means<'a>,
-    /// No other guest has the disk: it is closed when it is unplugged.
+    context: ConnectionContext<'a>,
+    /// Whether the image is closed when this disk is unplugged. It is not for a disk that another
+    /// guest has.
     closes: bool,
-    /// The frontend that is served.
-    attached: Option<Attached>,
-    /// The image is being closed.
+    /// The connected frontend.
+    attached: Option<ConnectedFrontend>,
+    /// The close of the image that is under way.
     closing: Option<Closing>,
-    /// Clients beside the frontend, from the first one on.
+    /// The NBD clients, from the first one on.
     clients: Option<Clients>,
-    /// They may not give space back.
+    /// Whether clients are refused discards.
     keeps_all: bool,
-    /// It is known what a predecessor has left, and that it is this disk's.
+    /// Whether the leftovers of a predecessor were read, or removed as an older disk's.
     has_begun: bool,
-    /// Tells of a medium that may have grown.
+    /// Watches the medium for growth.
     growth: GrowthWatch,
-    /// Of which disk.
+    /// The disk that `growth` watches.
     watched: Weak<Disk>,
-    /// Of that disk, as far as its guest was told.
+    /// The disk's sectors, as published to its guest.
     sectors: u64,
-    /// Answered when the size was last asked for.
+    /// Requests that were answered when the size was read last.
     requests: u64,
 }
 
@@ -71,7 +73,7 @@ impl<'a> Worker<'a> {
         engine: &EngineFactory,
     ) -> Result<Worker<'a>, Failure> {
         let (files, domid) = (RunFiles::new(&config.run_dir), config.domid);
-        // What a predecessor has left of either guest is done before the other's requests.
+        // A predecessor's requests of either guest are finished before requests of the other one.
         let second = second(&config.run_dir).join(TABLE);
         for (table, side) in [(files.table(), Side::First), (second, Side::Second)] {
             if Table::has_unanswered(&table) {
@@ -80,21 +82,21 @@ impl<'a> Worker<'a> {
         }
         let image = disk(device)?.identity().map_or(String::new(), |image| image.path);
         config.counters.place(&config.run_dir, &image);
-        let means = means(hypervisor, device, (domid, Side::First), files, config, engine)?;
-        Worker::with(means, config.closes)
+        let context = context(hypervisor, device, (domid, Side::First), files, config, engine)?;
+        Worker::with(context, config.closes)
     }
 
-    /// Of the stub domain of this one's guest, on the same disk.
+    /// A worker for the stub domain of this worker's guest, on the same disk.
     pub(super) fn second(&self, domid: DomId, config: &WorkConfig) -> Result<Worker<'a>, Failure> {
         let files = RunFiles::new(&second(&config.run_dir));
-        let Means { hypervisor, device, engine, .. } = &self.means;
-        let means = means(*hypervisor, device, (domid, Side::Second), files, config, engine)?;
-        // It is closed by the first.
-        Worker::with(means, false)
+        let ConnectionContext { hypervisor, device, engine, .. } = &self.context;
+        let context = context(*hypervisor, device, (domid, Side::Second), files, config, engine)?;
+        // The first guest's worker closes the image.
+        Worker::with(context, false)
     }
 
-    fn with(means: Means<'a>, closes: bool) -> Result<Worker<'a>, Failure> {
-        let disk = disk(&means.device)?;
+    fn with(context: ConnectionContext<'a>, closes: bool) -> Result<Worker<'a>, Failure> {
+        let disk = disk(&context.device)?;
         Ok(Worker {
             closes,
             attached: None,
@@ -106,30 +108,30 @@ impl<'a> Worker<'a> {
             watched: Arc::downgrade(&disk),
             sectors: disk.sectors(),
             requests: u64::MAX,
-            means,
+            context,
         })
     }
 
-    /// Whether clients may give space back: as the toolstack has it for the guest.
+    /// Sets whether clients are refused discards, as the toolstack does for the guest.
     pub(super) fn keep_all(&mut self, keeps_all: bool) {
         self.keeps_all = keeps_all;
     }
 
-    /// One more client of the same disk. It is sent away where that cannot be.
-    pub(super) fn admit(&mut self, client: UnixStream) {
-        let device = self.means.device.clone();
-        let told = |why: &str| {
+    /// Serves one more NBD client of the disk, or closes its connection on failure.
+    pub(super) fn accept_client(&mut self, client: UnixStream) {
+        let device = self.context.device.clone();
+        let reject = |why: &str| {
             let (limit, now_ns) = (&device.log_limits.connections, device.clock.now_ns());
             limited!(warn, limit, now_ns, "a client was turned away: {why}");
         };
-        // What they write may be lost by a flush that fails, too, and is nothing that QEMU knows of.
+        // A failed flush may lose the clients' writes, too, and QEMU would not see them.
         if let Err(e) = self.shut_out_qemu().and_then(|()| self.enter()) {
-            return told(&ServeError::from(e).to_string());
+            return reject(&ServeError::from(e).to_string());
         }
         if self.clients.is_none() {
             let stop = match Waker::new() {
                 Ok(stop) => Arc::new(stop),
-                Err(e) => return told(&e.to_string()),
+                Err(e) => return reject(&e.to_string()),
             };
             let options = self.client_options();
             self.clients = Some(Clients::new(device.clone(), options, stop));
@@ -146,23 +148,23 @@ impl<'a> Worker<'a> {
             client_bytes: CLIENT_BYTES,
             greeting: COURTESY,
             goodbye: COURTESY,
-            // Whoever stops us waits, and does not wait for them.
+            // The caller that stops the worker waits, and must not wait for clients.
             at_stop: Duration::ZERO,
-            engine: self.means.engine.clone(),
-            tuning: self.means.tuning,
-            counters: Some(self.means.counters.clone()),
+            engine: self.context.engine.clone(),
+            tuning: self.context.tuning,
+            counters: Some(self.context.counters.clone()),
             keeps_all: self.keeps_all,
-            traces: Some(ClientTraces::new(self.means.files.path())),
+            traces: Some(ClientTraces::new(self.context.files.path())),
         }
     }
 
-    /// Ends all clients: what the disk works on for them is done when this returns.
+    /// Ends all clients. Their requests that the disk works on are done when this returns.
     pub(super) fn end_clients(&mut self) {
         self.clients.take().map(Clients::end);
     }
 
     fn facts(&self) -> Result<DiskFacts, Failure> {
-        let disk = disk(&self.means.device)?;
+        let disk = disk(&self.context.device)?;
         Ok(DiskFacts {
             sectors: disk.sectors(),
             read_only: disk.read_only(),
@@ -172,54 +174,56 @@ impl<'a> Worker<'a> {
         })
     }
 
-    /// Whether others than the first guest are served now: clients, and its stub domain. Before the first
-    /// order that touches the run directory nobody knows whether a failed flush is remembered there.
+    /// Whether NBD clients and the stub domain may be served. The first order that uses the run
+    /// directory comes before: until then it is unknown whether a flush has failed.
     pub(super) fn has_begun(&self) -> bool {
         self.has_begun
     }
 
-    /// What a predecessor has left of this side's requests is nobody's any more.
-    fn expects_nothing(&self) {
-        self.means.device.expects(self.means.side, 0);
+    /// Drops the requests that a predecessor has left on this side.
+    fn drop_expected(&self) {
+        self.context.device.expect_replays(self.context.side, 0);
     }
 
     fn remember(&self) -> Result<(), Failure> {
-        let latch = self.means.files.latch();
+        let latch = self.context.files.latch();
         if !names::exists(&latch) {
             return Ok(());
         }
-        let device = &self.means.device;
-        device.remember_in(&latch).map_err(|e| Failure::host("remember failed flushes", e))
+        let device = &self.context.device;
+        device
+            .record_failed_flushes_in(&latch)
+            .map_err(|e| Failure::host("record failed flushes", e))
     }
 
     fn enter(&mut self) -> Result<(), Failure> {
-        self.means.files.enter()?;
-        self.means
+        self.context.files.enter()?;
+        self.context
             .device
-            .remember_in(&self.means.files.latch())
-            .map_err(|e| Failure::run_dir("make room to remember failed flushes", e))
+            .record_failed_flushes_in(&self.context.files.latch())
+            .map_err(|e| Failure::run_dir("make room to record failed flushes", e))
     }
 
-    /// Before anybody has anything written by us: the device model has closed the image when the guest's
-    /// driver connects. While somebody of QEMU's has it open, the guest waits.
+    /// Makes sure that QEMU has closed the image, before anything is written. The device model
+    /// closes it when the guest's driver connects. Until then the guest waits.
     fn shut_out_qemu(&self) -> Result<(), Failure> {
-        match disk(&self.means.device)?.shut_out_qemu() {
+        match disk(&self.context.device)?.shut_out_qemu() {
             true => Ok(()),
             false => Err(Failure::RunDir {
                 what: "take the image over from the device model".to_owned(),
-                why: "QEMU, or one of its tools, has it open: the guest's emulated disk is still \
-                      plugged (xen_emul_unplug), or fuser -v shows who else has it"
+                why: "QEMU or one of its tools has it open: the guest's emulated disk is still \
+                      plugged (xen_emul_unplug), or fuser -v shows which process has it"
                     .to_owned(),
             }),
         }
     }
 
     fn connect(&mut self, rings: Rings) -> Result<Reply, Failure> {
-        // Of a half that has ended before it could say so. Rings have one user.
-        self.attached.take().map_or(Ok(()), Attached::stop)?;
+        // A follower that has ended may have left a connection. Rings have one user.
+        self.attached.take().map_or(Ok(()), ConnectedFrontend::stop)?;
         self.shut_out_qemu()?;
-        let attached = Attached::connect(&self.means, rings)?;
-        self.expects_nothing();
+        let attached = ConnectedFrontend::connect(&self.context, rings)?;
+        self.drop_expected();
         let how = attached.describe();
         self.attached = Some(attached);
         Ok(Reply::Connected { how, undone: 0 })
@@ -227,31 +231,33 @@ impl<'a> Worker<'a> {
 
     fn take_over(&mut self, rings: Rings, told_sectors: Option<u64>) -> Result<Reply, Failure> {
         let indirect = rings.max_indirect_segments;
-        if indirect > largest_request(&*disk(&self.means.device)?) {
-            let why = format!("it was offered requests of {indirect} segments");
+        if indirect > largest_request(&*disk(&self.context.device)?) {
+            let why = format!(
+                "it was offered requests of {indirect} segments, which this disk does not take"
+            );
             return Err(Failure::Refused(why));
         }
         self.compare_size(told_sectors)?;
-        // What it has grown by since then is published as if it grew now.
+        // Growth since then is published as if it happened now.
         self.sectors = told_sectors.unwrap_or(self.sectors);
-        // The other half may have ended while this one served on.
+        // The follower may have ended while this worker went on.
         if let Some(attached) = &self.attached
             && attached.serves(&rings)
         {
             return Ok(Reply::Connected { how: attached.describe(), undone: 0 });
         }
-        self.attached.take().map_or(Ok(()), Attached::stop)?;
+        self.attached.take().map_or(Ok(()), ConnectedFrontend::stop)?;
         self.shut_out_qemu()?;
-        let (attached, undone) = Attached::take_over(&self.means, rings)?;
+        let (attached, undone) = ConnectedFrontend::take_over(&self.context, rings)?;
         let how = attached.describe();
         self.attached = Some(attached);
         Ok(Reply::Connected { how, undone })
     }
 
-    /// The guest goes on with the size that it was told last. An image may have grown meanwhile; a
-    /// shorter one is not the one that the guest knows.
+    /// Compares the disk's size with the one that the guest was told last. A larger image has
+    /// grown. A shorter one is not the guest's.
     fn compare_size(&self, told_sectors: Option<u64>) -> Result<(), Failure> {
-        let disk = disk(&self.means.device)?;
+        let disk = disk(&self.context.device)?;
         let sectors = disk.sectors();
         match told_sectors {
             Some(told) if told > sectors => Err(Failure::WrongImage(format!(
@@ -262,22 +268,23 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Asks for the medium's size, and says when to ask again: soon, while the guest is at work;
-    /// when we are told, while it is not.
+    /// Reads the medium's size, and says when to read it again: soon while the guest works. While
+    /// it does not, the growth watch reports changes.
     fn check_size(&mut self) -> Result<Reply, Failure> {
-        let device = &self.means.device;
+        let device = &self.context.device;
         let disk = device.disk_now().map_err(|e| Failure::host("serve the disk", e))?;
-        // Who is parked can be stopped. The disk's return is told (`heir.rs`).
+        // A parked guest can wait. The successor wakes the control thread when the disk is back
+        // (`successor.rs`).
         let Some(disk) = disk else { return Ok(Reply::Size { grown: None, ask_again: None }) };
         if !std::ptr::eq(self.watched.as_ptr(), &*disk) {
             self.growth = disk.growth_watch();
             self.watched = Arc::downgrade(&disk);
         }
-        let requests = self.means.counters.counts().requests;
+        let requests = self.context.counters.counts().requests;
         let idle = std::mem::replace(&mut self.requests, requests) == requests;
         self.growth.ignore();
         let told = idle && self.growth.listen();
-        // After listening has begun: what comes later than this is told.
+        // The size is read after the watch has begun, so no change is missed.
         if let Err(e) = disk.refresh_size() {
             limited!(
                 warn,
@@ -296,7 +303,7 @@ impl<'a> Worker<'a> {
     }
 }
 
-impl Carrier for Worker<'_> {
+impl WorkerHandle for Worker<'_> {
     fn carry_out(&mut self, order: Order) -> Result<Reply, Failure> {
         match order {
             Order::Describe => return Ok(Reply::Facts(self.facts()?)),
@@ -305,31 +312,31 @@ impl Carrier for Worker<'_> {
                 self.has_begun = true;
             }
             Order::Forget => {
-                self.means.files.forget();
-                self.expects_nothing();
+                self.context.files.remove();
+                self.drop_expected();
                 self.has_begun = true;
             }
             Order::Enter => self.enter()?,
             Order::Connect(rings) => return self.connect(rings),
             Order::TakeOver { rings, told_sectors } => return self.take_over(rings, told_sectors),
-            Order::Detach => self.attached.take().map_or(Ok(()), Attached::detach)?,
-            Order::Stop => self.attached.take().map_or(Ok(()), Attached::stop)?,
+            Order::Detach => self.attached.take().map_or(Ok(()), ConnectedFrontend::detach)?,
+            Order::Stop => self.attached.take().map_or(Ok(()), ConnectedFrontend::stop)?,
             Order::Hurry => {
                 if let Some(attached) = &self.attached {
-                    attached.hurry(self.means.device.clock.now_ns());
+                    attached.hurry(self.context.device.clock.now_ns());
                 }
             }
             Order::Save => {
-                // No frontend is connected: there is nobody to do what one had under way again for.
+                // No frontend is connected that could want a predecessor's requests.
                 if self.attached.is_none() {
-                    self.expects_nothing();
+                    self.drop_expected();
                 }
-                closing::save(&self.means.device, &self.means.engine);
+                closing::save(&self.context.device, &self.context.engine);
             }
             Order::CheckSize => return self.check_size(),
             Order::Close if self.closes => {
                 let clients = self.clients.take();
-                let closing = Closing::begin(&self.means.device, &self.means.engine, clients)?;
+                let closing = Closing::begin(&self.context.device, &self.context.engine, clients)?;
                 match closing.wait_a_while() {
                     true => closing.wait()?,
                     false => self.closing = Some(closing),
@@ -342,19 +349,19 @@ impl Carrier for Worker<'_> {
     }
 
     fn reports_fd(&self) -> BorrowedFd<'_> {
-        self.means.control.fd()
+        self.context.control.fd()
     }
 
     fn clear_reports(&mut self) -> Result<(), Failure> {
-        self.means.control.clear();
+        self.context.control.clear();
         Ok(())
     }
 
     fn report(&mut self) -> Option<Report> {
-        self.attached.as_mut().and_then(Attached::report)
+        self.attached.as_mut().and_then(ConnectedFrontend::report)
     }
 
-    fn has_news(&self) -> bool {
+    fn has_pending_events(&self) -> bool {
         false
     }
 
@@ -362,35 +369,35 @@ impl Carrier for Worker<'_> {
         self.growth.fd()
     }
 
-    fn outlives_us(&self) -> bool {
+    fn is_separate_process(&self) -> bool {
         false
     }
 }
 
-/// What connections of a guest are made of.
-fn means<'a>(
+/// The parts that a guest's connections are made of.
+fn context<'a>(
     hypervisor: &'a dyn Hypervisor,
     device: &Arc<Device>,
     (domid, side): (DomId, Side),
     files: RunFiles,
     config: &WorkConfig,
     engine: &EngineFactory,
-) -> Result<Means<'a>, Failure> {
+) -> Result<ConnectionContext<'a>, Failure> {
     let control = Arc::new(Waker::new().map_err(|e| Failure::host("make an eventfd", e))?);
-    let heir = device.with_disk(|disk| {
+    let successor = device.with_disk(|disk| {
         let counters = config.counters.clone();
-        let heir = TableHeir::new(&files.table(), disk, counters, control.clone());
-        let heir = Arc::new(heir);
-        device.add_heir(&heir);
-        heir
+        let successor = TableSuccessor::new(&files.table(), disk, counters, control.clone());
+        let successor = Arc::new(successor);
+        device.add_successor(&successor);
+        successor
     });
-    Ok(Means {
+    Ok(ConnectionContext {
         hypervisor,
         domid,
         device: device.clone(),
         side,
         files,
-        heir: heir.map_err(|e| Failure::host("serve the disk", e))?,
+        successor: successor.map_err(|e| Failure::host("serve the disk", e))?,
         moving: config.moving.clone(),
         pool_bytes: config.pool_bytes,
         host_memory: config.host_memory.clone(),
@@ -402,7 +409,7 @@ fn means<'a>(
     })
 }
 
-/// The disk that is served now. Not to be kept: whoever parks it waits for that.
+/// The disk that is served now. Do not keep it: parking waits until it is dropped.
 fn disk(device: &Device) -> Result<Arc<Disk>, Failure> {
     device.disk().map_err(|e| Failure::host("serve the disk", e))
 }

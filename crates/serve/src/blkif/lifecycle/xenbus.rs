@@ -1,24 +1,25 @@
-//! The state machine of xenbus: what follows from what xenstore says (blkif.md 3.6 to 3.9).
+//! The state machine of xenbus: what follows from the states in xenstore (blkif.md 3.6 to 3.9).
 //!
-//! A [`Look`] at all states goes in, and [`Action`]s come out. Some have an [`Answer`], from which
-//! more follow. There is no I/O here, no clock, and no belief in an order of events: each look is
-//! compared with what was done before, which is all that is remembered. So a look too many changes
-//! nothing, and what xenstore did not take follows from the next look once more.
+//! A [`Snapshot`] of all states goes in, and [`Action`]s come out. Some actions have an [`Answer`],
+//! from which more actions follow. There is no I/O and no clock here, and no order of events is
+//! assumed: each snapshot is compared with what was done before, which is all that is remembered. So
+//! one snapshot too many changes nothing, and an action that xenstore did not accept follows from the
+//! next snapshot again.
 
-use super::look::{Look, State};
+use super::states::{Snapshot, State};
 use crate::blkif::negotiate::Wanted;
 
 #[cfg(test)]
 mod tests;
 
-/// What is to be done, in this order. One that has an answer is the last of its list.
+/// An action. They are carried out in order. One that has an answer is the last of its list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Heed what a predecessor has remembered of failed flushes.
+    /// Read what a predecessor has recorded of failed flushes.
     Remember,
-    /// Remove what an older disk of this name has left.
+    /// Remove the files of an older disk of this name.
     Forget,
-    /// Go on where a predecessor ended. Answer: [`TakenOver`](Answer::TakenOver),
+    /// Take over a predecessor's connection. Answer: [`TakenOver`](Answer::TakenOver),
     /// [`OtherRings`](Answer::OtherRings), [`NotTakenOver`](Answer::NotTakenOver),
     /// [`WrongImage`](Answer::WrongImage) or [`Delayed`](Answer::Delayed).
     TakeOver,
@@ -27,44 +28,44 @@ pub(super) enum Action {
     /// Connect the rings that the frontend has set up. Answer: [`Connected`](Answer::Connected),
     /// [`Refused`](Answer::Refused) or [`Delayed`](Answer::Delayed).
     Connect,
-    /// Answer what is in flight, and give everything of the guest's back.
+    /// Answer the requests in flight, and release everything of the guest's.
     Detach,
-    /// The same for a guest that has other rings. What a successor goes by stays until that of the
-    /// next connection takes its place: this process may end before.
+    /// Answer the requests in flight of a guest that has other rings. Its table stays until that of
+    /// the next connection replaces it, since this process may end before.
     Release,
-    /// Answer what is on the rings, whatever the disk has used of processors.
+    /// Answer the requests on the rings without regard to the processor limit.
     Hurry,
-    /// Publish all that is offered, together with our state.
+    /// Publish all features, together with the backend's state.
     Offer(State),
-    /// Write our state.
+    /// Write the backend's state.
     Write(State),
     /// Report why a frontend is not connected.
     Report(String),
-    /// Report why it has to wait, and look again in a while.
+    /// Report why the guest has to wait, and look again in a while.
     Delay(String),
-    /// Remove what was reported.
+    /// Remove the reported error.
     ClearError,
-    /// Tell the administrator.
+    /// Log a note for the administrator.
     Note(Note),
     /// Look again at once.
-    LookAgain,
-    /// Bring to the medium what no flush has asked for.
+    Recheck,
+    /// Write to the medium what no flush has requested.
     Save,
     /// Publish the medium's size, if it has grown.
     CheckSize,
-    /// The end: nobody holds the disk. `announce`: the toolstack waits for our 6.
+    /// End: the frontend does not hold the disk any more.
     Unplug {
-        /// Write 6.
+        /// Whether the toolstack waits for state 6.
         announce: bool,
     },
-    /// The end: a running guest's connection cannot be taken over.
+    /// End: a running guest's connection cannot be taken over.
     GiveUp(String),
 }
 
-/// What only the log hears.
+/// A note for the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Note {
-    /// The toolstack's script comes first.
+    /// The toolstack's script has to finish first.
     WaitsForScript,
     /// A predecessor's connection is left to its frontend, which goes on from its state.
     NotTakenOver(String),
@@ -72,50 +73,49 @@ pub(super) enum Note {
     OtherRings,
 }
 
-/// What became of an action.
+/// The result of an action.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Answer {
-    /// The rings that the frontend's keys name now; `None` if these make no sense.
+    /// The rings that the frontend's keys name now. `None`: the keys are invalid.
     Rings(Option<Wanted>),
-    /// Connected to these.
+    /// These rings are connected.
     Connected(Wanted),
-    /// The frontend cannot be connected, and that is its own doing.
+    /// The frontend cannot be connected by its own fault.
     Refused {
-        /// Why.
+        /// The reason.
         why: String,
-        /// Something was written meanwhile: what was read may be half of one offer and half of the
-        /// next.
+        /// Whether keys were written meanwhile: the values may be a mixture of two offers.
         stale: bool,
     },
     /// This host cannot do it now.
     Delayed {
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// Taken over with these rings.
+    /// A predecessor's connection is taken over with these rings.
     TakenOver(Wanted),
     /// The same guest was served from the same image, by other rings than it has now.
     OtherRings,
-    /// What the predecessor has left is not of this connection.
+    /// The predecessor's table is not of this connection.
     NotTakenOver {
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// The guest was served from another image.
     WrongImage {
-        /// How that is known.
+        /// The difference.
         why: String,
     },
 }
 
-/// How far the start has come.
+/// The progress of the start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Nothing was seen.
+    /// No states were read yet.
     New,
-    /// A predecessor's connection is not decided on.
+    /// A predecessor's connection is not decided on yet.
     TakingOver,
-    /// Each look is followed.
+    /// Each snapshot is followed.
     Following,
 }
 
@@ -125,15 +125,16 @@ pub(super) struct Xenbus {
     phase: Phase,
     /// The rings that are served.
     connected: Option<Wanted>,
-    /// A frontend that was refused is left alone until it moves: no loop of errors.
+    /// Whether the frontend was refused. It is left alone until its state changes, so there is no
+    /// loop of errors.
     refused: bool,
-    /// The last one; answers belong to it.
-    look: Look,
+    /// The last snapshot. Answers belong to it.
+    snapshot: Snapshot,
 }
 
 impl Xenbus {
     pub(super) fn new() -> Xenbus {
-        Xenbus { phase: Phase::New, connected: None, refused: false, look: Look::default() }
+        Xenbus { phase: Phase::New, connected: None, refused: false, snapshot: Snapshot::default() }
     }
 
     /// Whether a frontend is served.
@@ -141,9 +142,9 @@ impl Xenbus {
         self.connected.is_some()
     }
 
-    /// What follows from a look.
-    pub(super) fn see(&mut self, look: Look) -> Vec<Action> {
-        self.look = look;
+    /// The actions that follow from a snapshot.
+    pub(super) fn observe(&mut self, snapshot: Snapshot) -> Vec<Action> {
+        self.snapshot = snapshot;
         match self.phase {
             Phase::New => self.begin(),
             Phase::TakingOver => self.decide(),
@@ -151,60 +152,63 @@ impl Xenbus {
         }
     }
 
-    /// What follows from the answer to the last action.
-    pub(super) fn hear(&mut self, answer: Answer) -> Vec<Action> {
+    /// The actions that follow from the answer to the last action.
+    pub(super) fn handle_answer(&mut self, answer: Answer) -> Vec<Action> {
         match answer {
             Answer::Rings(rings) => self.compare(rings),
             Answer::Connected(wanted) => self.has_connected(wanted),
-            Answer::Refused { stale: true, .. } => self.and_rest(vec![Action::LookAgain]),
+            Answer::Refused { stale: true, .. } => self.finish(vec![Action::Recheck]),
             Answer::Refused { why, .. } if self.phase == Phase::TakingOver => self.give_up(why),
             Answer::Refused { why, .. } => {
                 self.refused = true;
-                self.and_rest(vec![Action::Report(why), Action::Write(State::Closing)])
+                self.finish(vec![Action::Report(why), Action::Write(State::Closing)])
             }
-            Answer::Delayed { why } => self.and_rest(vec![Action::Delay(why)]),
+            Answer::Delayed { why } => self.finish(vec![Action::Delay(why)]),
             Answer::TakenOver(wanted) => {
                 self.connected = Some(wanted);
-                self.begun(vec![])
+                self.start_following(vec![])
             }
-            // A table is there before its rings are served. So nobody has served these, and all that
-            // the guest has asked for is on them: it was resumed, and did its requests again (3.8).
-            // It is decided on until that has worked: a successor would not see it otherwise.
+            // A table is written before its rings are served. So these rings were not served, and
+            // all requests of the guest are on them: it was resumed, and repeated its requests
+            // (3.8). The phase stays until this has worked, since a successor would not see it
+            // otherwise.
             Answer::OtherRings => vec![Action::Note(Note::OtherRings), Action::Connect],
             Answer::NotTakenOver { why } => self.give_up(why),
-            // Not even at 3: a resumed guest knows its disk.
+            // This holds even at 3: a resumed guest knows its disk.
             Answer::WrongImage { why } => vec![Action::Save, Action::GiveUp(why)],
         }
     }
 
     fn has_connected(&mut self, wanted: Wanted) -> Vec<Action> {
         self.connected = Some(wanted);
-        // Of one that is at 5, only the predecessor's rings were connected; it waits for our 5.
+        // At 5, only the predecessor's rings were connected, and the frontend waits for the
+        // backend's 5.
         let offer = Action::Offer(State::Connected);
-        let offer = Some(offer).filter(|_| self.look.front != State::Closing);
+        let offer = Some(offer).filter(|_| self.snapshot.front != State::Closing);
         match self.phase {
-            Phase::TakingOver => self.begun(offer.into_iter().collect()),
-            _ => self.and_rest(std::iter::once(Action::ClearError).chain(offer).collect()),
+            Phase::TakingOver => self.start_following(offer.into_iter().collect()),
+            _ => self.finish(std::iter::once(Action::ClearError).chain(offer).collect()),
         }
     }
 
     /// A connection that cannot be taken over.
     fn give_up(&mut self, why: String) -> Vec<Action> {
-        // One at work may have requests in flight that would never be answered. Its stub domain does not
-        // wait for them (attachments.md, "A stub domain and its guest").
-        if self.look.front == State::Connected {
+        // A working frontend may have requests in flight that would never be answered. Its stub
+        // domain does not wait for them (attachments.md, "A stub domain and its guest").
+        if self.snapshot.front == State::Connected {
             return vec![Action::Save, Action::GiveUp(why)];
         }
-        // At 3 nothing is in flight: a resumed guest sets up new rings and does its requests again
-        // (3.8). At 5, nobody had connected it, or not these rings: it gets its 5, and goes.
-        self.begun(vec![Action::Note(Note::NotTakenOver(why))])
+        // At 3 nothing is in flight: a resumed guest sets up new rings and repeats its requests
+        // (3.8). At 5, these rings were not connected: the frontend gets the backend's 5 and
+        // closes.
+        self.start_following(vec![Action::Note(Note::NotTakenOver(why))])
     }
 
-    /// The first look.
+    /// The first snapshot.
     fn begin(&mut self) -> Vec<Action> {
-        // The toolstack writes 1 and we never do: a disk that was attached just now, and has
-        // nothing of an older one of its name.
-        let first = match self.look.own {
+        // The toolstack writes 1 and a backend never does. So the disk was attached just now, and
+        // all files are an older disk's.
+        let first = match self.snapshot.own {
             State::Initialising => Action::Forget,
             _ => Action::Remember,
         };
@@ -213,57 +217,58 @@ impl Xenbus {
         actions
     }
 
-    /// A predecessor's connection is taken over, or there is none. Neither writes a state that
-    /// a connected frontend gives its disk up for (3.9).
+    /// Takes over a predecessor's connection, if there is one. Neither case writes a state that
+    /// makes a connected frontend give up its disk (3.9).
     fn decide(&mut self) -> Vec<Action> {
-        let look = self.look;
-        if look.is_in_use() {
+        let snapshot = self.snapshot;
+        if snapshot.is_in_use() {
             self.phase = Phase::TakingOver;
             return vec![Action::TakeOver];
         }
         let mut actions = Vec::new();
-        if look.online && look.is_fresh() {
-            // A frontend that is beyond its beginning has gone by the predecessor's offer.
-            if look.own != State::InitWait || !look.is_held() {
+        if snapshot.online && snapshot.is_fresh() {
+            // A frontend beyond its beginning has read the predecessor's offer.
+            if snapshot.own != State::InitWait || !snapshot.is_held() {
                 actions.push(Action::Offer(State::InitWait));
             }
-            if !look.plugged {
+            if !snapshot.plugged {
                 actions.push(Action::Note(Note::WaitsForScript));
             }
         }
-        self.begun(actions)
+        self.start_following(actions)
     }
 
-    /// The disk is served, so what was reported of it before holds no longer.
-    fn begun(&mut self, mut actions: Vec<Action>) -> Vec<Action> {
+    /// Begins to follow the states. The disk is served, so an error that was reported before does
+    /// not hold any more.
+    fn start_following(&mut self, mut actions: Vec<Action>) -> Vec<Action> {
         self.phase = Phase::Following;
-        actions.extend([Action::ClearError, Action::LookAgain]);
+        actions.extend([Action::ClearError, Action::Recheck]);
         actions
     }
 
-    /// What follows from the frontend's state and the toolstack's wishes (3.6).
+    /// The actions that follow from the frontend's state and the toolstack's wishes (3.6).
     fn follow(&mut self) -> Vec<Action> {
-        let look = self.look;
-        if look.gone {
+        let snapshot = self.snapshot;
+        if snapshot.gone {
             let mut actions = self.detach();
             actions.push(Action::Unplug { announce: false });
             return actions;
         }
         let mut actions = Vec::new();
-        if self.is_connected() && !look.online {
+        if self.is_connected() && !snapshot.online {
             actions.push(Action::Hurry);
         }
-        match look.front {
-            // A fresh start, of a driver that may have died without closing: kexec, firmware.
+        match snapshot.front {
+            // A fresh start. The driver before may have died without closing: kexec, firmware.
             State::Initialising => {
                 actions.extend(self.detach());
                 self.refused = false;
-                if look.own != State::InitWait && look.online {
+                if snapshot.own != State::InitWait && snapshot.online {
                     actions.push(Action::Offer(State::InitWait));
                 }
             }
             State::Initialised | State::Connected => {
-                let may_connect = look.online && look.plugged;
+                let may_connect = snapshot.online && snapshot.plugged;
                 if !self.refused && (may_connect || self.is_connected()) {
                     actions.extend(self.connect());
                     return actions;
@@ -271,40 +276,43 @@ impl Xenbus {
             }
             State::Closing => {
                 self.refused = false;
-                if look.own != State::Closing {
+                if snapshot.own != State::Closing {
                     actions.push(Action::Write(State::Closing));
                 }
             }
             State::Closed | State::Unknown => actions.extend(self.closed()),
             State::InitWait | State::Reconfiguring | State::Reconfigured => {}
         }
-        self.and_rest(actions)
+        self.finish(actions)
     }
 
     /// The frontend has let go of the disk.
     fn closed(&mut self) -> Vec<Action> {
-        let look = self.look;
+        let snapshot = self.snapshot;
         self.refused = false;
         let was_connected = self.is_connected();
         let mut actions = self.detach();
-        // One that closes waits for our 6, whatever it has missed of us (3.6).
-        let waits = look.front == State::Closed;
-        let closes = matches!(look.own, State::Closing | State::Connected);
-        // Otherwise that is announced when the image is closed, too.
-        if (waits || was_connected || closes) && !look.is_unwanted() && look.own != State::Closed {
+        // A frontend that closes waits for the backend's 6, whatever it has missed (3.6).
+        let waits = snapshot.front == State::Closed;
+        let closes = matches!(snapshot.own, State::Closing | State::Connected);
+        // Otherwise 6 is announced when the image is closed, too.
+        if (waits || was_connected || closes)
+            && !snapshot.is_unwanted()
+            && snapshot.own != State::Closed
+        {
             actions.push(Action::Write(State::Closed));
         }
         actions
     }
 
-    /// The frontend has rings.
+    /// The frontend has set up rings.
     fn connect(&mut self) -> Vec<Action> {
         if !self.is_connected() {
             return vec![Action::Connect];
         }
-        // Back with other rings and without having closed: a resumed guest (3.8). We are at 4
-        // all the time, so it may be at 4 again before it was seen at 3.
-        if self.look.front == State::Connected && !self.look.moved {
+        // Other rings without a close mean a resumed guest (3.8). The backend is at 4 all the time,
+        // so the frontend may be back at 4 before it was seen at 3.
+        if self.snapshot.front == State::Connected && !self.snapshot.frontend_changed {
             return self.unchanged();
         }
         vec![Action::ReadRings]
@@ -313,7 +321,7 @@ impl Xenbus {
     fn compare(&mut self, rings: Option<Wanted>) -> Vec<Action> {
         let same = match (&self.connected, &rings) {
             (Some(served), Some(wanted)) => served.has_rings_of(wanted),
-            _ => self.look.front == State::Connected,
+            _ => self.snapshot.front == State::Connected,
         };
         if same {
             return self.unchanged();
@@ -324,10 +332,10 @@ impl Xenbus {
 
     /// The rings are those that are served.
     fn unchanged(&self) -> Vec<Action> {
-        // Said once more if xenstore did not take it.
-        match self.look.own {
-            State::InitWait | State::Closed => self.and_rest(vec![Action::Offer(State::Connected)]),
-            _ => self.and_rest(vec![]),
+        // The state is written again if xenstore did not accept it.
+        match self.snapshot.own {
+            State::InitWait | State::Closed => self.finish(vec![Action::Offer(State::Connected)]),
+            _ => self.finish(vec![]),
         }
     }
 
@@ -335,13 +343,13 @@ impl Xenbus {
         self.connected.take().map(|_| Action::Detach).into_iter().collect()
     }
 
-    /// What ends each look that was followed.
-    fn and_rest(&self, mut actions: Vec<Action>) -> Vec<Action> {
+    /// The actions that end each snapshot.
+    fn finish(&self, mut actions: Vec<Action>) -> Vec<Action> {
         if self.phase != Phase::Following {
             return actions;
         }
         if !self.is_connected() {
-            if self.look.is_unwanted() && !self.look.is_held() {
+            if self.snapshot.is_unwanted() && !self.snapshot.is_held() {
                 actions.push(Action::Unplug { announce: true });
                 return actions;
             }

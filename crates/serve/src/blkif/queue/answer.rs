@@ -1,4 +1,4 @@
-//! Step 6: responses, in batches, in the order that `inflight.rs` sets down.
+//! Step 6: writes responses in batches, in the order that `inflight.rs` prescribes.
 
 use std::io;
 
@@ -16,13 +16,14 @@ fn status(outcome: Outcome) -> i16 {
 }
 
 impl Queue {
-    /// Answers everything that is finished: one batch, published once, one event at most.
+    /// Answers all finished requests in one batch, which is published once and causes one event at
+    /// most.
     pub(super) fn answer(&mut self) -> io::Result<()> {
         if !self.path.has_finished() {
             return Ok(());
         }
         let now_ns = self.clock.now_ns();
-        // Buffers and entries are given back only after the guest can see the batch.
+        // Buffers and entries are given back only once the guest can see the batch.
         self.path.finished(&mut self.answered);
         for ticket in &self.answered {
             let status = status(self.path.outcome(ticket));

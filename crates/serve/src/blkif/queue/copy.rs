@@ -1,8 +1,8 @@
-//! Steps 4 and 6: data between the guest's frames and the pool, a sweep's worth a call.
+//! Steps 4 and 6: copies data between the guest's frames and the pool, one sweep per call.
 //!
-//! How the bytes move is the link's matter ([`ferrite_xen::mover`]). But for persistent grants, of
-//! which frontends know, a grant is free again as soon as the call returns, and so before the
-//! response (blkif.md 2, rule 5).
+//! The ring's link decides how the bytes move ([`ferrite_xen::mover`]). Except for persistent
+//! grants, which the frontend knows about, a grant is free again when the call returns, and so
+//! before the response (blkif.md 2, rule 5).
 
 use ferrite_xen::hypervisor::{CopySegment, Direction};
 
@@ -21,7 +21,8 @@ impl Queue {
         self.copy_in = tickets;
     }
 
-    /// Copies the data of one write whose turn to be alone has come; `false`: that failed.
+    /// Copies the data of one write whose turn to run alone has come. Returns `false` if that
+    /// failed.
     pub(super) fn copy_in_one(&mut self, ticket: &Ticket) -> bool {
         self.segments.clear();
         self.add_segments(ticket);
@@ -30,7 +31,7 @@ impl Queue {
                 && self.all_copied(ticket, 0, self.segments.len()))
     }
 
-    /// Copies the data of all reads that are done.
+    /// Copies the data of all reads that are done to the guest.
     pub(super) fn copy_out(&mut self) {
         let mut tickets = std::mem::take(&mut self.copy_out);
         self.path.read(&mut tickets);
@@ -40,7 +41,8 @@ impl Queue {
         self.copy_out = tickets;
     }
 
-    /// Copies for all `tickets` in one call, then hands each on with its success.
+    /// Copies the data of all `tickets` in one call, then passes each ticket on with its own
+    /// result.
     fn copy_batch(&mut self, direction: Direction, tickets: &mut Vec<Ticket>) {
         self.segments.clear();
         for ticket in tickets.iter() {
@@ -75,7 +77,7 @@ impl Queue {
         }));
     }
 
-    /// Carries out what is in `segments`. `false`: the call itself failed.
+    /// Carries out the copies in `segments`. Returns `false` if the call itself failed.
     pub(super) fn copy_segments(&mut self, direction: Direction) -> bool {
         let arena = self.connection.shared.pool.arena();
         match self.ring.link().copy(arena, direction, &mut self.segments) {
@@ -93,8 +95,8 @@ impl Queue {
         }
     }
 
-    /// Whether every one of these pieces was copied; one that was not fails its whole request
-    /// (XSA-361, XSA-365).
+    /// Returns whether each of these segments was copied. One failed segment fails its whole
+    /// request (XSA-361, XSA-365).
     pub(super) fn all_copied(&mut self, ticket: &Ticket, from: usize, to: usize) -> bool {
         let Some(bad) = self.segments[from..to].iter().find(|s| !s.is_ok()).copied() else {
             return true;

@@ -1,17 +1,17 @@
-//! What a queue's thread leaves for who wants to see it at work: requests, when it polled and slept, and what
-//! the ring shows of its guest (docs/internals/trace.md 1).
+//! What a queue's thread records for observers: requests, when it polled and slept, and what the
+//! ring shows of its guest (docs/internals/trace.md 1).
 
 use super::Queue;
 use crate::trace::{Doing, Noticed, Span, TraceRing};
 
-/// The trace, and what is needed to say it.
+/// The queue's trace, and the state that its records need.
 pub(super) struct Diary {
     pub(super) ring: TraceRing,
-    /// How requests that are taken next were noticed.
+    /// How the thread noticed the requests that it takes next.
     pub(super) noticed: Noticed,
-    /// The thread has looked at the clock before a sleep.
+    /// When the thread last read the clock before a sleep.
     pub(super) awake_until_ns: u64,
-    /// What the guest had consumed by the last look, and when that was.
+    /// The guest's consumed responses at the last look at its ring; `looked_ns` is when that was.
     consumed: u32,
     looked_ns: u64,
 }
@@ -22,7 +22,7 @@ impl Diary {
         Diary { ring, noticed, awake_until_ns: now_ns, consumed, looked_ns: now_ns }
     }
 
-    /// The thread has slept until now.
+    /// Records that the thread slept until `now_ns`, and whether an event woke it.
     pub(super) fn slept(&mut self, event: bool, now_ns: u64) {
         if event {
             self.noticed = Noticed::Event;
@@ -31,7 +31,7 @@ impl Diary {
         self.ring.span(&Span { doing, from_ns: self.awake_until_ns, to_ns: now_ns });
     }
 
-    /// It has polled.
+    /// Records that the thread polled.
     pub(super) fn polled(&mut self, hit: bool, from_ns: u64, to_ns: u64) {
         self.awake_until_ns = to_ns;
         self.ring.span(&Span { doing: Doing::Polled(hit), from_ns, to_ns });
@@ -39,8 +39,8 @@ impl Diary {
 }
 
 impl Queue {
-    /// Notes whether the guest has consumed answers since the last look. One load of a line that was looked
-    /// at for requests just now.
+    /// Records whether the guest has consumed responses since the last look. This costs one load of
+    /// a cache line that was just read for requests.
     #[inline]
     pub(super) fn look_at_guest(&mut self, now_ns: u64) {
         let consumed = self.ring.said_consumed();

@@ -1,7 +1,7 @@
 //! One ring, one thread: requests from the ring to storage and back.
 //!
-//! [`Queue::run`] is one loop; a turn of it is one sweep of ARCHITECTURE.md, "A request's way":
-//! take (`take.rs`), copy in (`copy.rs`), submit and complete ([`path`](crate::path)), copy out
+//! [`Queue::run`] is a loop. One turn is one sweep of ARCHITECTURE.md, "A request's way": take
+//! (`take.rs`), copy in (`copy.rs`), submit and complete ([`path`](crate::path)), copy out
 //! (`copy.rs`), answer (`answer.rs`).
 
 use std::collections::VecDeque;
@@ -43,69 +43,70 @@ const DRAIN: Token = EVENT + 1;
 /// Failure to let the next event through.
 const REARM: Token = EVENT + 2;
 
-/// Everything that a queue is made of.
+/// The parts that a queue is made of.
 pub struct Parts {
-    /// Shared with the other queues.
+    /// The connection, shared with the other queues.
     pub connection: Arc<Connection>,
-    /// Which one this is.
+    /// The queue's index, from 0.
     pub index: usize,
-    /// The ring, attached.
+    /// The ring, attached to the guest's pages.
     pub ring: BackRing,
     /// The storage engine, built over the connection's arena.
     pub engine: Box<dyn Engine>,
-    /// Its part of the in-flight table, started or resumed.
+    /// The queue's part of the in-flight table, started or resumed.
     pub table: QueueTable,
-    /// What a predecessor left undone, oldest first.
+    /// Requests that a predecessor left unanswered, oldest first.
     pub replay: Vec<Unanswered>,
-    /// Where trace records go.
+    /// Where trace records are written.
     pub trace: TraceRing,
 }
 
 /// How a queue ended.
 #[derive(Debug)]
 pub enum QueueEnd {
-    /// As asked, with everything answered.
+    /// The connection was stopped, and every request is answered.
     Stopped,
-    /// The engine or the event channel failed; the disk cannot go on.
+    /// The engine or the event channel failed; the disk cannot continue.
     Failed(io::Error),
 }
 
-/// What a queue reports while it runs.
+/// An event that a running queue reports.
 #[derive(Debug)]
 pub enum QueueEvent {
-    /// The frontend broke the ring; this queue takes nothing more.
+    /// The frontend broke the ring; this queue takes no more requests.
     Violation(RingViolation),
 }
 
-/// A queue, on the thread that serves it.
+/// A queue, owned by the thread that serves it.
 pub struct Queue {
     connection: Arc<Connection>,
     clock: Arc<dyn Clock>,
     index: usize,
-    /// Before the ring, so that it is dropped first: it waits on the descriptor of the ring's link.
+    /// Declared before the ring, so that it is dropped first: the path's operations wait on the
+    /// descriptor of the ring's link.
     path: RequestPath,
     ring: BackRing,
     table: QueueTable,
     diary: Diary,
-    /// Checked segments, for each entry: room for a direct request, and for the largest indirect one
-    /// that the entry has had. A deep ring of large requests, which the pool would not hold, costs
-    /// nothing.
+    /// Checked segments of each entry. Each has room for a direct request, or for the largest
+    /// indirect request that the entry has had. So a deep ring costs no memory for large requests
+    /// that the pool would not hold anyway.
     segments_of: Box<[Vec<Segment>]>,
 
     replay: VecDeque<Unanswered>,
-    /// The frontend broke the ring: nothing more is taken from it.
+    /// The frontend broke the ring: no more requests are taken from it.
     broken: bool,
     events: Events,
     waiting: Waiting,
     prompt: Promptness,
 
-    /// Requests of this sweep whose indirect pages are to be fetched.
+    /// Requests of this sweep whose indirect pages must be fetched.
     fetch: Vec<take::Fetch>,
-    /// Requests of this sweep whose data is to be copied from the guest.
+    /// Requests of this sweep whose data must be copied from the guest.
     copy_in: Vec<Ticket>,
-    /// Reads whose data is to be copied to the guest.
+    /// Reads whose data must be copied to the guest.
     copy_out: Vec<Ticket>,
-    /// Requests that are answered in one batch.
+    /// Requests that are answered in the same batch.
     answered: Vec<Ticket>,
 
     // Scratch space, kept to be used again.
@@ -114,15 +115,15 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// A queue ready to run on the calling thread.
+    /// Makes a queue that runs on the calling thread.
     ///
     /// # Errors
-    /// The engine does not take the disk's files.
+    /// Fails if the engine does not accept the disk's files.
     pub fn new(parts: Parts) -> io::Result<Queue> {
         let Parts { connection, index, ring, engine, table, replay, trace } = parts;
         let shared = connection.shared.clone();
         let mut path = RequestPath::new(shared.clone(), index, engine, ring.entries())?;
-        // Its data are in the guest until it is answered.
+        // The guest keeps a request's data until it is answered.
         path.client_keeps_data();
         replay.iter().for_each(|unanswered| path.set_aside(unanswered.entry));
         let max_segments = usize::from(connection.max_indirect_segments).max(MAX_DIRECT_SEGMENTS);
@@ -151,8 +152,8 @@ impl Queue {
         })
     }
 
-    /// Serves the ring until the connection is stopped. `report` hears of what the control
-    /// thread should know meanwhile.
+    /// Serves the ring until the connection is stopped. `report` is called with events for the
+    /// control thread.
     pub fn run(mut self, report: impl Fn(QueueEvent)) -> QueueEnd {
         match self.serve(&report) {
             Ok(()) => QueueEnd::Stopped,
@@ -164,7 +165,7 @@ impl Queue {
     }
 
     fn serve(&mut self, report: &impl Fn(QueueEvent)) -> io::Result<()> {
-        // A predecessor may have published responses and died before it said so.
+        // A predecessor may have published responses and died before it notified the guest.
         self.ring.link().notify()?;
         let mut completions = Vec::new();
         loop {
@@ -187,7 +188,7 @@ impl Queue {
             if self.path.may_end() {
                 return Ok(());
             }
-            // Tasks begin in the turn itself.
+            // A task needs no hand-over: it begins in the turn itself.
             let handed = started && self.path.has_transfers();
             let looks = handed && self.prompt.looks();
             let begins = started && !handed;
@@ -225,7 +226,7 @@ impl Queue {
         }
     }
 
-    /// Begins the request that needs the disk for itself, if its time has come.
+    /// Starts the request that must run alone, if its turn has come.
     fn start_alone(&mut self) {
         if let Some(ticket) = self.path.take_alone() {
             let ok = self.copy_in_one(&ticket);
@@ -237,8 +238,8 @@ impl Queue {
         self.path.counters()
     }
 
-    /// The queue has failed and its guest will not be answered; the table still says for what, so
-    /// that a successor can do it.
+    /// Ends a failed queue, whose guest gets no more answers. The table still holds the unanswered
+    /// requests, so a successor can carry them out.
     fn abandon(&mut self) {
         let lists = [&mut self.copy_in, &mut self.copy_out, &mut self.answered];
         let fetched = self.fetch.drain(..).map(|fetch| fetch.ticket);

@@ -1,30 +1,32 @@
-//! Whether storage does a sweep within the call that hands it over.
+//! Finds out whether storage finishes a sweep within the call that submits it.
 //!
-//! Where it does (what is in memory already), the queue looks for answers before it asks the guest for an
-//! event, which would come for nothing. Where it does not, one call hands over, listens and waits.
+//! If it does (data in memory already), the queue looks for completions before it asks the guest
+//! for an event, which would only disturb. If not, one call submits, listens and waits.
 
-/// While storage takes its time, one sweep in so many at most is handed over by itself, to see whether it
-/// still does.
+/// While storage is slow, at most one sweep in this many is submitted on its own, to see whether
+/// storage has become prompt.
 const LONGEST: u32 = 64;
 
-/// What is known of it.
+/// The record of recent sweeps.
 #[derive(Debug, Default)]
 pub(super) struct Promptness {
-    /// Sweeps until the next look.
+    /// Sweeps until the next check.
     left: u32,
-    /// How many there were before this look.
+    /// Length of the pause before this check, in sweeps.
     pause: u32,
 }
 
 impl Promptness {
-    /// Whether to hand this sweep over without waiting, and to say what was [`seen`](Self::seen).
+    /// Returns whether to submit this sweep without waiting. If so, the caller reports the result
+    /// to [`seen`](Self::seen).
     pub(super) fn looks(&mut self) -> bool {
         let looks = self.left == 0;
         self.left = self.left.saturating_sub(1);
         looks
     }
 
-    /// Whether all was done once it was handed over. One sweep that was not says little of the next.
+    /// Takes the result of a check: whether the sweep was done once it was submitted. One slow
+    /// sweep says little about the next.
     pub(super) fn seen(&mut self, done: bool) {
         self.pause = if done { 0 } else { (2 * self.pause).clamp(1, LONGEST) };
         self.left = self.pause;
@@ -35,7 +37,7 @@ impl Promptness {
 mod tests {
     use super::*;
 
-    /// How many of so many sweeps were handed over by themselves.
+    /// Returns how many of `sweeps` sweeps were submitted on their own.
     fn looks(prompt: &mut Promptness, sweeps: u32, done: bool) -> u32 {
         let one = |_: &u32| {
             let looks = prompt.looks();
@@ -51,7 +53,7 @@ mod tests {
     fn slow_storage_is_looked_at_ever_less_and_prompt_storage_always() {
         let mut prompt = Promptness::default();
         assert_eq!(looks(&mut prompt, 100, true), 100);
-        // After 1, 2, 4, ... sweeps, and the looks themselves.
+        // After 1, 2, 4, ... sweeps, and the checks themselves.
         assert_eq!(looks(&mut prompt, 134, false), 7);
         assert_eq!(looks(&mut prompt, 6500, false), 100);
         assert_eq!(looks(&mut prompt, 1, false), 1);

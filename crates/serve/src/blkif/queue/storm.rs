@@ -1,17 +1,17 @@
 //! Events that come without requests (threats.md T8, XSA-332).
 //!
-//! The kernel does no storm control for user space (blkif.md 5), so we do: a guest that sends
-//! events with nothing on the ring finds its channel left unacknowledged for a while, and what it
-//! sends meanwhile is merged by the hypervisor into one. Storage goes on, and requests that
-//! come meanwhile wait for the end of that time.
+//! The kernel does no storm control for user space (blkif.md 5), so this module does. If a guest
+//! sends events without requests, its channel is left unacknowledged for a while. The hypervisor
+//! merges the events of that time into one. Storage continues, and requests that arrive meanwhile
+//! wait until that time ends.
 
-/// Events in a row without a request that are nothing special: one that was on its way while its
-/// request was found by looking, say.
+/// How many events in a row without a request are normal. For example, an event may be under way
+/// while its request is found by polling.
 const HARMLESS: u32 = 4;
-/// How long the channel stays silent, in nanoseconds: the first time, and at most.
+/// How long the channel stays masked, in nanoseconds: the first time, and at most.
 const HOLD_NS: (u64, u64) = (50_000, 20_000_000);
 
-/// One queue's events.
+/// The count of one queue's events without requests.
 #[derive(Debug, Default)]
 pub(super) struct Storm {
     empty: u32,
@@ -19,19 +19,19 @@ pub(super) struct Storm {
 }
 
 impl Storm {
-    /// Requests were taken off the ring.
+    /// Records that requests were taken off the ring.
     pub(super) fn taken(&mut self) {
         self.taken_since = true;
     }
 
-    /// An event has come.
+    /// Records that an event came.
     pub(super) fn event(&mut self) {
         self.empty = if self.taken_since { 0 } else { self.empty.saturating_add(1) };
         self.taken_since = false;
     }
 
-    /// For how long to listen to no event, before the next sleep, in nanoseconds; once for each
-    /// event that was one too many.
+    /// Returns for how long to mask events before the next sleep, in nanoseconds. It returns a time
+    /// once for each event beyond the harmless ones.
     pub(super) fn hold_ns(&mut self) -> Option<u64> {
         if self.taken_since || self.empty <= HARMLESS {
             return None;

@@ -1,4 +1,4 @@
-//! Steps 2 and 3: off the ring, into private memory, checked.
+//! Steps 2 and 3: takes requests off the ring into private memory, and checks them.
 
 use ferrite_io::arena::Span;
 use ferrite_io::pool::{Buf, SLAB_BYTES};
@@ -19,19 +19,19 @@ use crate::path::{Admitted, Ticket};
 use crate::trace::Noticed;
 
 /// Most requests that are taken in one sweep. Storage may do a whole sweep inside the call that
-/// hands it over (what is in memory already), and nobody is answered before that ends: with all
-/// of a ring in one sweep, guest and backend take turns, and each sleeps while the other works.
-/// In smaller ones both work. As many segments are one grant copy of the hypervisor's (blkif.md
-/// 4.3), so little is lost by it.
+/// hands it over (data in memory already), and no request is answered before that call ends. With
+/// all of a ring in one sweep, guest and backend take turns, and each sleeps while the other works.
+/// In smaller sweeps both work. The hypervisor copies as many segments in one grant copy (blkif.md
+/// 4.3), so small sweeps cost little.
 const SWEEP: u32 = 16;
 
-/// Most requests of a sweep of requests that are close together and leave gaps. What comes after them
-/// may belong there: cut in the middle, little of a batch would share an operation. With it whole,
-/// there are few operations to wait for.
+/// Most requests of a sweep whose requests are close together and leave gaps. Later requests may
+/// fill the gaps: if the batch were cut in the middle, little of it would share an operation. A
+/// whole batch needs few operations.
 const LONG_SWEEP: u32 = 64;
 
-/// Bytes after which a sweep is long enough, however few its requests: storage that does a whole sweep
-/// at once has the next one's data in the same buffers, which are the best that there are.
+/// Bytes after which a sweep is long enough, however few its requests are. Storage that finishes a
+/// whole sweep at once then has the next sweep's data in the same, warm buffers.
 const SWEEP_BYTES: usize = SLAB_BYTES;
 
 /// An indirect request whose segments are still in the guest.
@@ -42,9 +42,8 @@ pub(super) struct Fetch {
 }
 
 impl Queue {
-    /// Takes requests until the ring is empty, the sweep is full, or something holds it back: no
-    /// entry, no buffer, a closed gate. What is not taken stays on the ring: that is the
-    /// backpressure.
+    /// Takes requests until the ring is empty, the sweep is full, or the path holds back: no entry,
+    /// no buffer, a closed gate. Other requests stay on the ring: that is the backpressure.
     pub(super) fn take(&mut self) -> Result<(), RingViolation> {
         let is_empty =
             || self.replay.is_empty() && self.ring.unconsumed().is_ok_and(|there| there == 0);
@@ -61,7 +60,8 @@ impl Queue {
         self.take_replayed(&limits, now_ns);
         let may_take = self.replay.is_empty() && !self.broken && !self.connection.shared.stopping();
         let taken = if may_take { self.take_from_ring(&limits, now_ns) } else { Ok(()) };
-        // After a violation, too: nothing else may ever wake this queue, and others would wait for it.
+        // This is needed after a violation, too: no event may ever wake this queue again, and other
+        // queues would wait for it.
         self.path.leave_if_idle();
         taken
     }
@@ -101,7 +101,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Does again what a predecessor took and did not answer, oldest first, before anything new.
+    /// Repeats the requests that a predecessor took and did not answer, oldest first, before any
+    /// new one.
     fn take_replayed(&mut self, limits: &Limits, now_ns: u64) {
         while let Some(next) = self.replay.front() {
             if self.path.is_holding_back() {
@@ -110,8 +111,8 @@ impl Queue {
             let request = Request::decode(self.connection.protocol, &next.slot);
             let Ok(buf) = self.reserve(&request.message, limits) else { return };
             let Some(next) = self.replay.pop_front() else { return };
-            // From here on the path is busy until its guest is answered.
-            self.connection.shared.begins_again();
+            // From here on the path is busy until this request is answered.
+            self.connection.shared.count_replay();
             let (id, operation) = (request.id, request.response_op);
             let ticket = self.path.take_set_aside(next.entry, id, operation, buf, now_ns);
             self.path.record(&ticket).noticed = Noticed::Replayed;
@@ -124,7 +125,8 @@ impl Queue {
         }
     }
 
-    /// A buffer for the largest data that the request can have; none if it has none.
+    /// Gets a buffer for the largest data that the request can have, or none if it has no data.
+    /// Fails if there is no buffer now.
     fn reserve(&mut self, message: &Message, limits: &Limits) -> Result<Option<Buf>, ()> {
         let data = reserve_bytes(message, limits.max_indirect_segments);
         if data == 0 {
@@ -135,7 +137,7 @@ impl Queue {
 
     fn check(&mut self, ticket: Ticket, request: &Request, limits: &Limits) {
         if matches!(request.message, Message::Plain { op: PlainOp::Barrier, .. }) {
-            // What came before it has to be admitted before it, too.
+            // Earlier requests must be admitted before a barrier.
             self.fetch_indirect();
         }
         if let (Message::Indirect { pages, .. }, Some(head)) =
@@ -151,8 +153,9 @@ impl Queue {
         }
     }
 
-    /// Fetches the indirect pages of the whole sweep in one call: only the bytes that hold
-    /// descriptors, into the requests' own buffers, which their data will overwrite.
+    /// Fetches the indirect pages of the whole sweep in one call. It fetches only the bytes that
+    /// hold descriptors. They go into the requests' own buffers, where the data overwrite them
+    /// later.
     pub(super) fn fetch_indirect(&mut self) {
         if self.fetch.is_empty() {
             return;
@@ -213,7 +216,7 @@ impl Queue {
         }
     }
 
-    /// Sends a checked request to its next stage.
+    /// Passes a checked request to its next stage.
     fn admit(&mut self, ticket: Ticket, work: Work) {
         let segments = self.segments_of[ticket.entry()].len();
         self.path.record(&ticket).segments = segments as u16;
@@ -235,7 +238,7 @@ impl Queue {
         self.path.finish(ticket, refusal.outcome());
     }
 
-    /// The whole buffer of a request that has data.
+    /// Returns the whole buffer of a request that has data.
     fn buffer(&mut self, ticket: &Ticket) -> Span {
         match self.path.whole_buffer(ticket) {
             Some(buffer) => buffer,
@@ -244,7 +247,7 @@ impl Queue {
     }
 }
 
-/// Where the descriptors of an indirect request go: page number and place in its buffer.
+/// Returns where the descriptors of an indirect request go: page number and span in its buffer.
 fn descriptor_spans(buf: Span, head: &IndirectHead) -> impl Iterator<Item = (usize, Span)> {
     let count = usize::from(head.nr_segments);
     (0..count.div_ceil(SEGMENTS_PER_INDIRECT_PAGE)).map(move |page| {

@@ -1,5 +1,5 @@
-//! What a queue does when there is nothing to do: poll for a while, sleep, and have memory given
-//! back when the sleep is long.
+//! What a queue does without work: it polls for a while, then sleeps, and gives memory back when
+//! the sleep is long.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -15,41 +15,42 @@ use crate::processors::Processors;
 use crate::trace::Noticed;
 use crate::tuning::Tuning;
 
-/// After so many nanoseconds without anything to do, memory is given back. One wake-up; none
-/// follows until there is a request.
+/// After this many nanoseconds without work, memory is given back. That costs one wake-up; no
+/// further one follows until there is a request.
 const COLD_NS: u64 = 5_000_000_000;
-/// What an event is when it is read: a port of Xen's driver, and never a second one (blkif.md 5). An engine that is to read more
-/// tells of each one that it got less, and that is a wake-up and a call more.
+/// Size of an event as it is read: one port of Xen's driver, never a second one (blkif.md 5). An
+/// engine that is asked for more bytes reports each short read, which costs a wake-up and a call.
 const EVENT_BYTES: u32 = 4;
 /// Turns of the polling loop between two readings of the clock.
 const TURNS: u32 = 32;
 
-/// What is known about this queue's waiting.
+/// How this queue waits.
 pub(super) struct Waiting {
     poller: Poller,
     delay: RunDelay,
-    /// When this queue polled last, with a unit of the host's that may have to be given back.
+    /// When this queue polled last, while it holds a unit of the host's polling budget that it may
+    /// have to give back.
     polled_ns: Option<u64>,
-    /// It was given back, and nothing has come since that polling might have found sooner.
+    /// The unit was given back, and since then no work came that polling could have found sooner.
     resting: bool,
-    /// When the last thing to do was done.
+    /// When the queue ran out of work.
     idle_since_ns: Option<u64>,
 }
 
-/// What is known about the guest's events.
+/// The state of the guest's events.
 #[derive(Default)]
 pub(super) struct Events {
-    /// An operation waits for the event channel.
+    /// An operation of the engine waits for the event channel.
     armed: bool,
-    /// The engine reads and writes the channel, in the order in which it is told.
+    /// The engine reads and writes the channel, in the order in which that is submitted.
     by_engine: bool,
     pub(super) storm: Storm,
-    /// Until then they are not listened to.
+    /// Until this time the channel stays masked.
     held_until_ns: u64,
 }
 
 impl Waiting {
-    /// To be made on the queue's thread.
+    /// Makes the state. Must run on the queue's thread.
     pub(super) fn new(tuning: &Tuning, processors: &Processors) -> Waiting {
         let cpus = ferrite_io::processors::count();
         Waiting {
@@ -63,20 +64,23 @@ impl Waiting {
 }
 
 impl Queue {
-    /// How the next turn of the reactor shall wait. Before a sleep, the final check of the ring,
-    /// and only then the event channel is let through again (blkif.md 1.4 and 5). `started`: the turn
-    /// is to hand something over, which nobody polls before; no more than the next step of a task, which
-    /// would wait for the end of the window.
+    /// Returns how the next turn of the reactor shall wait. Before a sleep it checks the ring for
+    /// the last time, and only then lets the event channel through again (blkif.md 1.4 and 5).
+    ///
+    /// `started`: the turn has operations to submit, so the thread does not poll before it. It does
+    /// not poll before the next step of a task either: the step would wait until the polling window
+    /// ends.
     pub(super) fn next_wait(&mut self, started: bool) -> io::Result<Wait> {
         if self.path.is_pending() || self.path.has_yielded() {
             return Ok(Wait::No);
         }
-        // Held back by something that will wake us: the guest's events would only disturb.
+        // The queue is held back by something that will wake it: the guest's events would only
+        // disturb.
         let deaf = self.broken || self.path.is_held_back();
         let now_ns = self.clock.now_ns();
         self.diary.awake_until_ns = now_ns;
         if deaf || self.connection.shared.stopping() {
-            // What held it back may be gone while nothing may be taken: it is found out only then.
+            // The reason may end while no request may be taken. That shows only after the wait.
             return Ok(Wait::Until(self.path.throttled_for().or(self.until_unit_is_free())));
         }
         if let Some(left) = self.path.throttled_for() {
@@ -108,20 +112,22 @@ impl Queue {
         Ok(Wait::Until(self.until_unit_is_free().or(cools.then_some(cold))))
     }
 
-    /// How long to sleep before others of this host may poll, if we have what it takes.
+    /// Returns how long to sleep before other disks of this host may poll, if this queue holds a
+    /// unit of the budget.
     fn until_unit_is_free(&self) -> Option<Duration> {
         self.waiting.polled_ns.map(|_| Duration::from_nanos(HELD_NS))
     }
 
-    /// Lets the guest's next event wake this queue. `false`: not yet, the engine has to take first what
-    /// it has been given.
+    /// Lets the guest's next event wake this queue. Returns `false` if the engine must first
+    /// process what was submitted to it.
     fn listen(&mut self) -> io::Result<bool> {
         let link = self.ring.link();
         let fd = link.event_fd().as_raw_fd();
         match link.rearm_word() {
             Some(word) if self.path.reactor().put(REARM, fd, word) => self.ring.link().rearmed(),
-            // Its reading of an event may be still to come: let through before that, the next event
-            // would be read with this one, and nobody would know.
+            // The engine may still have to read an event that has come. If the channel were let
+            // through before that, the next event would be read together with this one and be
+            // missed.
             Some(_) if self.events.by_engine => return Ok(false),
             _ => self.ring.link().rearm()?,
         }
@@ -132,8 +138,9 @@ impl Queue {
         Ok(true)
     }
 
-    /// An event has come: it is read now, or with the next submission, before the next is let through. That is
-    /// behind the final check of the ring, so not of a channel that brings further ones meanwhile.
+    /// Handles an event. The event is read now, or with the next submission, and before the next
+    /// event is let through. A submission comes after the final check of the ring, so the engine
+    /// only reads channels that cannot bring another event meanwhile.
     pub(super) fn event_came(&mut self) -> io::Result<()> {
         self.events.armed = false;
         let (shut, fd) = {
@@ -150,7 +157,7 @@ impl Queue {
         Ok(())
     }
 
-    /// The engine could not read it.
+    /// Handles the result of the engine's read of an event.
     pub(super) fn event_not_read(&mut self, completion: Completion) -> io::Result<()> {
         match completion.result() {
             Err(e)
@@ -160,15 +167,15 @@ impl Queue {
             }
             // It was read.
             Ok(_) => Ok(()),
-            // The link knows what to do about its descriptor's errors.
+            // The link handles errors of its descriptor.
             Err(_) => self.ring.link().take_event().map(drop),
         }
     }
 
-    /// For how long to poll from now on; 0: not at all.
+    /// Returns for how long to poll from now on, in nanoseconds; 0 means not at all.
     fn window_ns(&mut self, from_ns: u64) -> u64 {
-        self.hear_of_host(from_ns);
-        if self.waiting.poller.asks_for_wait(from_ns)
+        self.read_host_load(from_ns);
+        if self.waiting.poller.is_wait_check_due(from_ns)
             && let Some(total_ns) = self.waiting.delay.total_ns()
         {
             self.waiting.poller.waited(from_ns, total_ns);
@@ -182,9 +189,9 @@ impl Queue {
         if may_poll { window_ns } else { 0 }
     }
 
-    /// Polls for requests and completions for as long as that is worth it. Meanwhile the guest
-    /// is not asked for events, and those that it sends are not acknowledged. `true`: there is
-    /// something.
+    /// Polls for requests and completions while that is worthwhile. Meanwhile the guest is not
+    /// asked for events, and events that it sends are not acknowledged. Returns `true` if there is
+    /// work.
     fn poll(&mut self, from_ns: u64, window_ns: u64) -> bool {
         let poll = self.poll_until(from_ns, from_ns + window_ns);
         self.waiting.poller.polled(poll);
@@ -203,13 +210,14 @@ impl Queue {
         poll.hit
     }
 
-    /// Looks up what the host says of its processors, and has somebody ask it where that matters.
-    fn hear_of_host(&mut self, now_ns: u64) {
+    /// Reads what is known about the host's processors, and requests a fresh value where it
+    /// matters.
+    fn read_host_load(&mut self, now_ns: u64) {
         if let Some(host) = &self.connection.shared.processors.host
-            && self.waiting.poller.listens(now_ns)
+            && self.waiting.poller.is_host_check_due(now_ns)
         {
-            self.waiting.poller.heard(now_ns, host.look(now_ns));
-            if self.waiting.poller.wants() {
+            self.waiting.poller.observe_host(now_ns, host.look(now_ns));
+            if self.waiting.poller.wants_host_load() {
                 host.want();
             }
         }
@@ -217,7 +225,8 @@ impl Queue {
 
     fn poll_until(&mut self, from_ns: u64, end_ns: u64) -> Poll {
         let mut poll = Poll { from_ns, to_ns: from_ns, stolen_ns: 0, hit: false };
-        // Not all engines show in memory that they were asked to stop.
+        // Not every engine shows in memory that it was asked to stop, so the loop checks for that
+        // itself.
         while !poll.hit && poll.to_ns < end_ns && !self.connection.shared.stopping() {
             for _ in 0..TURNS {
                 if self.ring.unconsumed() != Ok(0) || self.path.reactor().may_reap() {
@@ -234,7 +243,7 @@ impl Queue {
         poll
     }
 
-    /// One event of the guest's was taken.
+    /// Counts an event of the guest, and masks the channel after too many.
     fn count_event(&mut self) {
         self.events.storm.event();
         let hold_ns = self.events.storm.hold_ns();
@@ -246,7 +255,8 @@ impl Queue {
         counters.held_events.add(u64::from(hold_ns.is_some()));
     }
 
-    /// The reactor's turn is over; `slept`: it may have waited; `idle`: and nothing came of it.
+    /// Updates the waiting state after a turn of the reactor. `slept`: the turn may have waited.
+    /// `idle`: it brought no completion.
     pub(super) fn woke(&mut self, slept: bool, idle: bool, now_ns: u64) {
         self.waiting.resting &= idle;
         if let Some(polled_ns) = self.waiting.polled_ns

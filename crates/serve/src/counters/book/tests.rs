@@ -19,8 +19,8 @@ fn counters(run_dir: &Path, image: &str) -> Counters {
     counters
 }
 
-fn account(counters: &Counters, seat: usize) -> Account {
-    Account::new(counters.page(seat).unwrap())
+fn account(counters: &Counters, path: usize) -> Account {
+    Account::new(counters.page(path).unwrap())
 }
 
 fn seen(run_dir: &Path) -> Snapshot {
@@ -135,7 +135,7 @@ fn what_is_no_file_of_this_disk_gives_way() {
     assert_eq!(whole(&|bytes| bytes.clear()), 0);
     let mut bytes = std::fs::read(&file).unwrap();
     bytes[8 * USED_AT + 7] = 0x10;
-    assert!(matches!(parse(&bytes), Err(Problem::Nonsense("the number of its queues"))));
+    assert!(matches!(parse(&bytes), Err(Problem::Invalid("the number of its queues"))));
     std::fs::remove_file(&file).unwrap();
     let theirs = base.path().join("theirs");
     std::fs::write(&theirs, b"untouched").unwrap();
@@ -182,7 +182,7 @@ fn a_name_that_is_being_written_is_torn() {
     assert!(matches!(parse(&bytes), Err(Problem::Torn)));
     std::fs::write(stats_file(&dir), &bytes).unwrap();
     assert!(matches!(read(&stats_file(&dir)), Err(Problem::Torn)));
-    // Its writer died there. Whoever comes next writes it whole.
+    // The writer died there. The next writer writes the file whole.
     counters.serves("/b");
     assert_eq!(seen(&dir).image, "/b");
 }

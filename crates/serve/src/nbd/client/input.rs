@@ -14,50 +14,51 @@ use super::output::Reply;
 use super::requests::{Request, Slot};
 use super::steps::{Doing, PART_BYTES, Step};
 
-/// What is received at once besides the data of a large write.
+/// Size of the buffer for received bytes in front of the data of a large write, which go directly
+/// into the memory of their part.
 const INBOX_BYTES: usize = 64 << 10;
-/// Looks into the socket in one turn.
+/// How often one turn of the loop may read from the socket.
 const ROUNDS: usize = 16;
 
-/// The data of a write.
+/// What follows the request that was decoded last.
 enum Payload {
-    /// None: a request comes next.
+    /// No data: a request comes next.
     None,
-    /// Of a write that is refused: so many bytes are dropped before it is answered. Clients look for
-    /// no answer to what they are still sending.
+    /// The data of a refused write: `left` bytes are dropped before the write is answered. Clients
+    /// look for no answer to what they are still sending.
     Dropped { slot: Slot, left: u64 },
-    /// The next part, from that byte of the request on, has no buffer yet.
+    /// The next part of a write, from byte `at` of the request on, has no buffer yet.
     Waits { slot: Slot, at: u64 },
-    /// A part is on its way into its buffer.
+    /// A part of a write is being received into its buffer; `got` of its bytes are there.
     Comes { slot: Slot, at: u64, buf: Buf, data: Span, got: usize },
 }
 
-/// Why no more is decoded.
+/// Why decoding stops.
 enum Stop {
-    /// More bytes have to come.
+    /// More bytes must arrive.
     Starved,
-    /// Something of this client's has to end first.
+    /// A request of this client must end first.
     Blocked,
 }
 
-/// The bytes that were received and not understood yet.
+/// Received bytes that were not decoded yet.
 pub(super) struct Input {
     bytes: Box<[u8]>,
     start: usize,
     end: usize,
     payload: Payload,
-    /// There may be something in the socket.
+    /// The socket may have bytes to read.
     pub(super) readable: bool,
-    /// An operation waits for that.
+    /// An operation of the engine waits until the socket is readable.
     pub(super) armed: bool,
-    /// Nothing more is taken from it.
+    /// Nothing more is read from the socket.
     pub(super) ended: bool,
-    /// Nothing is taken from it now.
+    /// Decoding waits until a request ends, and nothing is read until then.
     pub(super) blocked: bool,
 }
 
 impl Input {
-    /// With what came during the negotiation.
+    /// Makes the input; `first` holds the bytes that arrived together with the negotiation.
     pub(super) fn new(first: &[u8]) -> Input {
         let mut bytes = vec![0; INBOX_BYTES.max(first.len())];
         bytes[..first.len()].copy_from_slice(first);
@@ -77,14 +78,14 @@ impl Input {
         self.end - self.start
     }
 
-    /// Takes so many bytes off the front.
+    /// Takes `bytes` bytes off the front.
     fn take(&mut self, bytes: usize) -> &[u8] {
         let from = self.start;
         self.start += bytes;
         &self.bytes[from..from + bytes]
     }
 
-    /// Moves what is left to the front, so that there is room behind it.
+    /// Moves the bytes that are left to the front, so that there is room behind them.
     fn compact(&mut self) {
         self.bytes.copy_within(self.start..self.end, 0);
         self.end -= self.start;
@@ -93,7 +94,8 @@ impl Input {
 }
 
 impl Client {
-    /// Takes what the socket has, as far as there is room for it. `true`: there may be more at once.
+    /// Decodes and reads what the socket has, as far as there is room. Returns `true` if there may
+    /// be more to read at once.
     pub(super) fn take_input(&mut self) -> bool {
         for _ in 0..ROUNDS {
             if self.input.ended {
@@ -112,7 +114,7 @@ impl Client {
         true
     }
 
-    /// Nothing more comes: what has come in part is nobody's.
+    /// Ends reading, and gives up a write whose data arrived in part.
     pub(super) fn end_input(&mut self) {
         self.input.ended = true;
         match std::mem::replace(&mut self.input.payload, Payload::None) {
@@ -144,7 +146,8 @@ impl Client {
                     *got += first;
                 }
                 input.end += bytes - first;
-                // Less than there was room for: the socket is empty, or says so when it is waited for.
+                // A short read means that the socket is empty. If it is not, the next wait for it
+                // returns at once.
                 input.readable = bytes == room;
             }
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => input.readable = false,
@@ -198,7 +201,7 @@ impl Client {
         }
     }
 
-    /// A buffer for a part of a write; `false`: there is none now.
+    /// Gets a buffer for a part of a write. Returns `false` if there is none now.
     fn begin_part(&mut self, slot: Slot, at: u64) -> bool {
         let raw = self.requests.get(slot).raw;
         let len = (u64::from(raw.len) - at).min(self.part_bytes as u64) as usize;
@@ -208,7 +211,7 @@ impl Client {
         true
     }
 
-    /// A part of a write is there.
+    /// Hands over a part of a write whose data are complete.
     fn end_part(&mut self) {
         let payload = std::mem::replace(&mut self.input.payload, Payload::None);
         let Payload::Comes { slot, at, buf, data, .. } = payload else {
@@ -235,7 +238,7 @@ impl Client {
             return self.end_input();
         }
         let error = self.refusal(&raw);
-        // There is a free one: the caller has looked.
+        // The table has a free slot: the caller has checked that.
         let Some(slot) = self.requests.add(Request::new(raw)) else { return };
         if let Some(error) = error {
             let request = self.requests.get(slot);
@@ -249,7 +252,7 @@ impl Client {
         }
         let doing = match raw.command {
             command::READ => Doing::Read,
-            // A hint that is not taken.
+            // TRIM is a hint. This disk ignores it.
             command::TRIM if !self.export.trims => {
                 self.requests.get(slot).left = 0;
                 return self.end_request(slot);
@@ -272,7 +275,7 @@ impl Client {
         self.todo.push_back(Step { slot: Some(slot), doing, at: 0, len, filled: None });
     }
 
-    /// Why a request is not carried out, if so (nbd-rules.md 3).
+    /// Returns the error for a request that must not be carried out (nbd-rules.md 3).
     fn refusal(&self, raw: &RawRequest) -> Option<u32> {
         let known = match raw.command {
             command::READ => flag::FUA | flag::DF,
@@ -308,7 +311,7 @@ impl Client {
         None
     }
 
-    /// Answers what has failed, or has no data.
+    /// Answers a request that failed, or whose answer carries no data.
     pub(super) fn answer_without_data(&mut self, slot: Slot) {
         let Request { raw, error, .. } = *self.requests.get(slot);
         let chunks = [command::READ, command::BLOCK_STATUS].contains(&raw.command);

@@ -1,12 +1,12 @@
 //! One client after its negotiation: a loop on its thread, over a path of its own.
 //!
-//! A turn of it: requests from the socket ([`input`]), to the path ([`steps`]), one system call that
-//! submits and waits, and what has ended to the socket ([`output`]). Nothing but that call waits.
+//! In a turn of the loop, requests go from the socket ([`input`]) to the path ([`steps`]). One
+//! system call submits and waits, and answers go to the socket ([`output`]). Only that call waits.
 //!
-//! A request holds the path, and with it the gate and whoever parks the disk, only while the disk
-//! works on it. It is given to the path when all its data are there, and its ticket is released
-//! before anything is sent. So a client that stalls in either direction has its own memory, its
-//! thread and its socket, and nobody waits for these.
+//! A request holds the path only while the disk works on it. With the path it holds the gate, and
+//! keeps the disk from being parked. The path gets a request when all its data have arrived, and
+//! its ticket is released before anything is sent. So a client that stalls in either direction
+//! holds up only its own memory, thread and socket.
 
 use std::collections::VecDeque;
 use std::io;
@@ -39,57 +39,59 @@ use output::{Output, Reply};
 use requests::{REQUESTS, Requests, Slot};
 use steps::{PART_BYTES, Part, Step};
 
-/// The socket has something to read,
+/// Token of the operation that waits until the socket is readable.
 const SOCKET: Token = FRONTEND_TOKENS;
-/// or room for more;
+/// Token of the operation that waits until the socket has room for more.
 const ROOM: Token = FRONTEND_TOKENS + 1;
-/// the server is to stop.
+/// Token of the operation that waits until the server stops.
 const STOP: Token = FRONTEND_TOKENS + 2;
 
-/// Parts in flight at once.
+/// Most parts in flight at once.
 const ENTRIES: u32 = REQUESTS as u32;
-/// After so long without a request, memory is given back.
+/// After this long without a request, memory is given back.
 const COLD: Duration = Duration::from_secs(5);
 
 /// A client, on the thread that serves it.
 pub(super) struct Client {
-    /// Before the socket, so that it is dropped first: it waits on its descriptors.
+    /// Declared before the socket, so that it is dropped first: the path's operations wait on the
+    /// socket's descriptor.
     path: RequestPath,
     shared: Arc<Shared>,
     clock: Arc<dyn Clock>,
     socket: UnixStream,
     room: RoomWatch,
-    /// An operation waits for it.
+    /// Kept open because an operation of the engine waits for it.
     _stop: Arc<Waker>,
     export: Export,
     agreed: Agreed,
-    /// Bytes of the largest part.
+    /// Size of the largest part in bytes.
     part_bytes: usize,
     input: Input,
     requests: Requests,
-    /// A long read of a client without chunks, which has one answer: it is alone, so that its parts
-    /// need no more memory than there is, and nothing comes between them.
+    /// A long read of a client without structured replies, which has one single answer. It runs
+    /// alone: so its parts need no more memory than there is, and no other answer comes between
+    /// them.
     exclusive: Option<Slot>,
-    /// For the path.
+    /// Steps that were not handed to the path completely.
     todo: VecDeque<Step>,
     parts: Vec<Part>,
     output: Output,
-    /// The socket has no room, and an operation waits for some.
+    /// The socket has no room, and an operation waits for room.
     full: bool,
-    /// The client is gone, or there is no way to go on with it.
+    /// The connection cannot continue: nothing more is sent.
     broken: bool,
-    /// How long who wants no more may take to read its last answers.
+    /// How long a client that has ended its requests may take to read its last answers.
     goodbye_ns: u64,
-    /// The same when the server stops.
+    /// How long a client may take to read its last answers when the server stops.
     at_stop_ns: u64,
-    /// Nothing more is taken; until then the last answers are to be read.
+    /// Set once no more requests are read: when the wait for the last answers ends.
     ends_at_ns: Option<u64>,
-    /// What no flush has asked for was seen to.
+    /// Writes that the client did not flush were flushed at its end.
     saved: bool,
-    /// Something came free that is waited for.
+    /// A slot or buffer came free that the input or a step waits for: do not sleep.
     again: bool,
     trace: Option<ClientTrace>,
-    /// How what is taken next was noticed.
+    /// How the thread noticed the requests that it takes next, for the trace.
     noticed: Noticed,
 
     // Scratch space, kept to be used again.
@@ -98,10 +100,10 @@ pub(super) struct Client {
 }
 
 impl Client {
-    /// A client that was greeted, ready to be served on the calling thread.
+    /// Makes a client after its handshake, to be served on the calling thread.
     ///
     /// # Errors
-    /// The engine does not take the disk's files; out of descriptors.
+    /// Fails if the engine does not accept the disk's files, or without free descriptors.
     pub(super) fn new(
         shared: Arc<Shared>,
         engine: Box<dyn Engine>,
@@ -144,10 +146,11 @@ impl Client {
         })
     }
 
-    /// Serves the client until it goes, or the server stops: what was taken is answered.
+    /// Serves the client until it disconnects or the server stops. Requests that were taken are
+    /// answered.
     ///
     /// # Errors
-    /// The engine's, or the disk is gone.
+    /// Fails if the engine fails or the disk is gone.
     pub(super) fn run(mut self, goodbye: Duration, at_stop: Duration) -> io::Result<()> {
         self.goodbye_ns = goodbye.as_nanos() as u64;
         self.at_stop_ns = at_stop.as_nanos() as u64;
@@ -184,8 +187,8 @@ impl Client {
         }
     }
 
-    /// Tries a request again that waits for space. While there are such, nothing may be read from the
-    /// socket that would say that the client is gone.
+    /// Retries a request that waits for space. While one waits, the socket may not be read, so a
+    /// client that hung up would not be noticed: this checks for it.
     fn retry(&mut self) {
         match self.path.retry() {
             None | Some(Admitted::Taken) => {}
@@ -223,7 +226,7 @@ impl Client {
         Ok(())
     }
 
-    /// Notes for the trace whether the thread has slept, and whether the client has woken it.
+    /// Records in the trace whether the thread slept, and whether the client woke it.
     fn slept(&mut self, slept: bool, completions: &[Completion], from_ns: u64, to_ns: u64) {
         let woken = slept && completions.iter().any(|completion| completion.token == SOCKET);
         self.noticed = if woken { Noticed::Event } else { Noticed::Working };
@@ -233,7 +236,7 @@ impl Client {
         }
     }
 
-    /// How long the next turn may wait; what wakes it is asked for.
+    /// Returns how long the next turn may wait, and starts the operation that wakes it.
     fn next_wait(&mut self) -> Wait {
         if self.again || self.path.is_pending() || self.path.has_yielded() {
             return Wait::No;
@@ -253,7 +256,7 @@ impl Client {
         Wait::Until(left.or(self.path.may_cool().then_some(COLD)))
     }
 
-    /// Sends what there is room for.
+    /// Sends as many answers as the socket has room for.
     fn send(&mut self) {
         if self.broken {
             self.drop_answers();
@@ -277,7 +280,7 @@ impl Client {
         self.sent = sent;
     }
 
-    /// An answer is with the client, or nobody's.
+    /// Releases the buffer and the slot of an answer that was sent or dropped.
     fn forget(&mut self, reply: Reply) {
         if let Some((buf, _)) = reply.data {
             self.path.free(buf);
@@ -287,7 +290,8 @@ impl Client {
         }
     }
 
-    /// With nobody to answer, only what the disk works on is waited for.
+    /// Drops all answers and steps of a broken connection. Only the disk's work is still waited
+    /// for.
     fn drop_answers(&mut self) {
         self.broken = true;
         if !self.input.ended {
@@ -302,12 +306,12 @@ impl Client {
         }
     }
 
-    /// The client has said its last, or must not go on.
+    /// Ends the connection step by step once its input has ended or it is broken.
     fn begin_to_end(&mut self) {
         if !self.input.ended && !self.broken {
             return;
         }
-        // Whoever is about to go, and the server that stops, wait for no space.
+        // A client that disconnects and a server that stops do not wait for space.
         self.path.give_up_waiting();
         let now_ns = self.clock.now_ns();
         let end_ns = *self.ends_at_ns.get_or_insert(now_ns + self.goodbye_ns);
@@ -317,7 +321,8 @@ impl Client {
         let answered = self.todo.is_empty() && self.path.is_idle();
         if answered && !std::mem::replace(&mut self.saved, answered) && self.path.disk().is_dirty()
         {
-            // Nobody may be here in two seconds to see to it.
+            // Otherwise the thread of a path would flush two seconds later, and there may be none
+            // by then.
             self.todo.push_back(Step::flush(None));
         }
     }

@@ -1,4 +1,4 @@
-//! Answers on their way to a client. Those that it does not read wait here, without the disk.
+//! Answers on their way to a client. What the client does not read waits here, without the disk.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,11 +14,11 @@ use super::requests::Slot;
 /// An answer, or a part of one.
 pub(super) struct Reply {
     pub(super) head: Head,
-    /// What follows it, from the arena,
+    /// Data in the arena that follow the head.
     pub(super) data: Option<(Buf, Span)>,
-    /// or of our own.
+    /// Bytes on the heap that follow the data.
     pub(super) tail: Vec<u8>,
-    /// The request that has ended when this is sent.
+    /// The request that ends when this answer is sent.
     pub(super) ends: Option<Slot>,
 }
 
@@ -32,7 +32,7 @@ impl Reply {
         self.head.bytes().len() + data + self.tail.len()
     }
 
-    /// Its pieces without so many bytes at the front.
+    /// Returns the pieces of the answer without its first `skip` bytes.
     fn pieces(&self, mut skip: usize) -> impl Iterator<Item = Piece<'_>> {
         let data = self.data.as_ref().map(|(_, span)| Piece::Memory(*span));
         let pieces = [Some(Piece::Bytes(self.head.bytes())), data, Some(Piece::Bytes(&self.tail))];
@@ -51,11 +51,11 @@ impl Reply {
     }
 }
 
-/// See the module's text.
+/// The answers that were not sent yet, in order.
 #[derive(Default)]
 pub(super) struct Output {
     replies: VecDeque<Reply>,
-    /// Bytes of the first that were sent.
+    /// How many bytes of the first answer were sent.
     sent: usize,
 }
 
@@ -68,8 +68,8 @@ impl Output {
         self.replies.is_empty()
     }
 
-    /// Sends as much as there is room for; what was sent whole is added to `done`. `false`: there was
-    /// no room for all.
+    /// Sends as much as the socket has room for, and adds the answers that were sent whole to
+    /// `done`. Returns `false` if there was no room for all.
     pub(super) fn send(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -101,7 +101,7 @@ impl Output {
         }
     }
 
-    /// Gives all that was not sent.
+    /// Removes and returns the answers that were not sent whole.
     pub(super) fn drain(&mut self) -> impl Iterator<Item = Reply> {
         self.sent = 0;
         self.replies.drain(..)

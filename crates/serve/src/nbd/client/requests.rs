@@ -1,8 +1,8 @@
-//! What a client waits for: a fixed table.
+//! The unanswered requests of a client: a fixed table.
 
 use super::super::wire::{RawRequest, command, flag};
 
-/// Requests of a client that are not answered; of more, the rest stays in its socket.
+/// Most unanswered requests of a client. Further ones stay in its socket.
 pub(in crate::nbd) const REQUESTS: usize = 128;
 
 /// The number of a request in the table.
@@ -10,21 +10,21 @@ pub(super) type Slot = u8;
 
 const _: () = assert!(REQUESTS <= 256);
 
-/// A request that may be carried out, and how far that is.
+/// A request of the client, and its progress.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Request {
     pub(super) raw: RawRequest,
-    /// Bytes that the path was not given yet.
+    /// Bytes that were not handed to the path yet.
     pub(super) left: u64,
-    /// Its parts on the path.
+    /// The number of its parts on the path.
     pub(super) under_way: u32,
-    /// The first error of those that have ended; 0: none.
+    /// The first error of its parts, as NBD numbers errors; 0 means none.
     pub(super) error: u32,
-    /// It is flushed before it is answered, and that was not begun.
+    /// The request must be flushed before its answer, and the flush was not started.
     pub(super) flush_due: bool,
-    /// The head of a simple reply to a read was sent, which has promised that there is no error.
+    /// The head of a simple reply to a read was sent. It promised that there is no error.
     pub(super) promised: bool,
-    /// The client is gone before it had sent all of it: there is no answer.
+    /// The client was gone before it sent the whole request, so there is no answer.
     pub(super) silent: bool,
 }
 
@@ -43,13 +43,13 @@ impl Request {
         }
     }
 
-    /// Nothing of it is under way or has to be begun.
+    /// Returns whether no part is under way and none is left to start.
     pub(super) fn has_ended(&self) -> bool {
         self.left == 0 && self.under_way == 0
     }
 }
 
-/// See the module's text.
+/// The table of unanswered requests.
 pub(super) struct Requests {
     requests: Vec<Option<Request>>,
     free: Vec<Slot>,
@@ -71,14 +71,14 @@ impl Requests {
         self.requests.len() - self.free.len()
     }
 
-    /// `None`: the table is full.
+    /// Adds a request. Returns `None` if the table is full.
     pub(super) fn add(&mut self, request: Request) -> Option<Slot> {
         let slot = self.free.pop()?;
         self.requests[usize::from(slot)] = Some(request);
         Some(slot)
     }
 
-    /// Whoever has the slot has the request.
+    /// Returns the request of a slot that is in use.
     pub(super) fn get(&mut self, slot: Slot) -> &mut Request {
         match &mut self.requests[usize::from(slot)] {
             Some(request) => request,
@@ -86,7 +86,7 @@ impl Requests {
         }
     }
 
-    /// It is answered.
+    /// Frees the slot of an answered request.
     pub(super) fn remove(&mut self, slot: Slot) {
         self.requests[usize::from(slot)] = None;
         self.free.push(slot);

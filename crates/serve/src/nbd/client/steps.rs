@@ -1,4 +1,4 @@
-//! From a client's request to requests of the path, and back.
+//! Turns a client's requests into requests of the path, and their outcomes into answers.
 
 use ferrite_disk::Allocation;
 use ferrite_io::arena::Span;
@@ -14,17 +14,18 @@ use crate::path::{Admitted, Data, Ticket};
 
 /// The largest part of a request with data.
 pub(super) const PART_BYTES: usize = 1 << 20;
-/// The largest part of a request for zeros: others of this client go on between two.
+/// The largest part of a request for zeros. Other requests of this client may run between two
+/// parts.
 const ZERO_BYTES: u64 = 64 << 20;
 
-/// What the path is asked for.
+/// The operation of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Doing {
     Read,
     Write,
-    /// Zeros that take space.
+    /// Writes zeros that take space.
     WriteZeros,
-    /// Zeros, by whatever means.
+    /// Makes the range read as zeros, by whatever means.
     Zero,
     Discard,
     Flush,
@@ -32,7 +33,7 @@ pub(super) enum Doing {
 }
 
 impl Doing {
-    /// As rings call it, for the trace.
+    /// Returns the operation's number in blkif, for the trace.
     fn operation(self) -> u8 {
         match self {
             Doing::Read => OP_READ,
@@ -44,15 +45,16 @@ impl Doing {
     }
 }
 
-/// What is to be given to the path, in parts.
+/// Work for the path that is handed over in parts.
 pub(super) struct Step {
-    /// The request; none: nobody waits for it.
+    /// The request that the step belongs to. None for the flush at a client's end, which has no
+    /// answer.
     pub(super) slot: Option<Slot>,
     pub(super) doing: Doing,
-    /// From that byte of the request on.
+    /// Where the rest of the step begins, in bytes from the start of the request.
     pub(super) at: u64,
     pub(super) len: u64,
-    /// Data of the client, and where in their buffer they are.
+    /// The client's data of a write: their buffer, and where in it they are.
     pub(super) filled: Option<(Buf, Span)>,
 }
 
@@ -62,7 +64,7 @@ impl Step {
     }
 }
 
-/// A part on the path, by its entry.
+/// A part on the path. The table of parts is indexed by the path's entry.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
     slot: Option<Slot>,
@@ -76,7 +78,7 @@ impl Part {
 }
 
 impl Client {
-    /// Gives the path what it can take.
+    /// Hands the path as many parts as it can take.
     pub(super) fn admit(&mut self) {
         if self.todo.is_empty() || !self.path.enter() {
             return;
@@ -99,7 +101,7 @@ impl Client {
         self.path.leave_if_idle();
     }
 
-    /// One more part of a step; `false`: not now.
+    /// Hands over one more part of a step. Returns `false` if that is not possible now.
     fn admit_part(&mut self, step: &mut Step, now_ns: u64) -> bool {
         let mut offset = step.at;
         if let Some(slot) = step.slot {
@@ -126,7 +128,7 @@ impl Client {
             },
             _ => None,
         };
-        // There is an entry: it was looked for.
+        // There is a free entry: it was checked above.
         let cookie = step.slot.map_or(0, |slot| self.requests.get(slot).raw.cookie);
         let operation = step.doing.operation();
         let Some(ticket) = self.path.take(cookie, operation, buf, now_ns) else { return false };
@@ -151,7 +153,7 @@ impl Client {
         true
     }
 
-    /// What is done next of a step, and how much of it.
+    /// Returns the action and the length in bytes of the next part of a step.
     fn next_part(&self, step: &Step, offset: u64) -> (Action, u64) {
         let data = step.len.min(self.part_bytes as u64);
         match step.doing {
@@ -172,7 +174,8 @@ impl Client {
         }
     }
 
-    /// The buffer of a part, filled if it is written from; `None`: there is none now.
+    /// Returns the buffer of a part, filled if the part is written from it. Returns `None` if there
+    /// is none now.
     fn buffer(&mut self, step: &mut Step, offset: u64, len: u64) -> Option<Buf> {
         // A part is at most PART_BYTES.
         let len = len as usize;
@@ -186,7 +189,7 @@ impl Client {
         };
         let belongs = buf.span().slice(begins_at, len);
         if belongs != data {
-            // The disk was exchanged meanwhile, for one of other blocks.
+            // The disk was exchanged meanwhile for one with other block sizes.
             let mut bytes = vec![0; len];
             self.shared.pool.arena().copy_out(data, &mut bytes);
             self.shared.pool.arena().copy_in(belongs, &bytes);
@@ -194,7 +197,7 @@ impl Client {
         Some(buf)
     }
 
-    /// Does no more of a request that has failed.
+    /// Skips the rest of a step whose request has failed.
     fn skip(&mut self, slot: Slot, step: &mut Step) {
         if let Some((buf, _)) = step.filled.take() {
             self.path.free(buf);
@@ -204,7 +207,7 @@ impl Client {
         self.end_request(slot);
     }
 
-    /// Takes up what has ended.
+    /// Processes the tickets that have finished, and queues their answers.
     pub(super) fn answer(&mut self) {
         let mut tickets = std::mem::take(&mut self.tickets);
         self.path.read(&mut tickets);
@@ -216,7 +219,8 @@ impl Client {
         if !tickets.is_empty() {
             let now_ns = self.clock.now_ns();
             tickets.drain(..).for_each(|ticket| self.part_ended(ticket, now_ns));
-            // Before anything is sent: nobody waits for a client that does not read.
+            // This comes before anything is sent, so that other users of the disk do not wait for a
+            // client that does not read.
             self.path.leave_if_idle();
         }
         self.tickets = tickets;
@@ -226,7 +230,7 @@ impl Client {
         let part = self.parts[ticket.entry()];
         let error = match self.path.outcome(&ticket) {
             Outcome::Done => 0,
-            // A hint that this medium does not take.
+            // Discard is a hint. This medium ignores it.
             Outcome::Unsupported if part.doing == Doing::Discard => 0,
             _ if self.path.lacked_space(&ticket) => error::NO_SPACE,
             _ => error::IO,
@@ -265,7 +269,7 @@ impl Client {
         }
     }
 
-    /// A part of a read: its data go out with the buffer that they are in.
+    /// Queues the answer to a part of a read. The buffer with the data goes out with it.
     fn answer_read(&mut self, slot: Slot, part: Part, data: Option<Data>, buf: &mut Option<Buf>) {
         let request = self.requests.get(slot);
         if request.error != 0 || request.silent {
@@ -285,7 +289,7 @@ impl Client {
             }
             self.output.push(reply);
         } else if let Some(taken) = buf.take() {
-            // The head comes once, before the first part; parts follow one another.
+            // The head is sent once, before the first part. The parts follow one another.
             let span = match data {
                 Some(Data::At(span)) => span,
                 _ => {
@@ -308,7 +312,7 @@ impl Client {
         let mut tail = Vec::new();
         let mut left = part.len;
         for extent in found.iter().take(most) {
-            // All of them together are of one request, whose length has 32 bits.
+            // All extents together cover one request, whose length has 32 bits.
             push_extent(&mut tail, extent.len.min(left) as u32, extent.zeros);
             left -= extent.len.min(left);
         }
@@ -316,7 +320,7 @@ impl Client {
         self.output.push(Reply { tail, ..Reply::new(head, Some(slot)) });
     }
 
-    /// Answers a request if nothing of it is left to be done.
+    /// Answers a request if no part of it is left.
     pub(super) fn end_request(&mut self, slot: Slot) {
         let request = self.requests.get(slot);
         if !request.has_ended() {
@@ -326,7 +330,8 @@ impl Client {
             return self.free_slot(slot);
         }
         if request.error == 0 && std::mem::take(&mut request.flush_due) {
-            // In front: a read that waits until no other is left waits for this one.
+            // The flush goes to the front: a read that waits until it is alone would also wait for
+            // this request.
             return self.todo.push_front(Step::flush(Some(slot)));
         }
         self.path.counters().requests.add(1);
@@ -339,7 +344,7 @@ impl Client {
         }
     }
 
-    /// The client has not sent all of a write, and never will.
+    /// Gives up a write that the client did not send completely.
     pub(super) fn give_up(&mut self, slot: Slot) {
         let waiting: u64 =
             self.todo.iter().filter(|step| step.slot == Some(slot)).map(|step| step.len).sum();
@@ -349,7 +354,7 @@ impl Client {
         self.end_request(slot);
     }
 
-    /// A request is over.
+    /// Frees the slot of a request that is over.
     pub(super) fn free_slot(&mut self, slot: Slot) {
         if self.exclusive == Some(slot) {
             self.exclusive = None;

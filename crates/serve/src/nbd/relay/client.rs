@@ -1,4 +1,4 @@
-//! A client of a relay, and its link to the worker that there is now.
+//! A client of a relay, and its link to the current worker.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -11,22 +11,22 @@ use super::super::negotiation::MAX_REQUEST_BYTES;
 use super::super::server::COURTESY;
 use super::super::wire::{Head, REQUEST_BYTES, RawRequest, command, error};
 use super::handshake::Handshake;
-use super::requests::{Held, Progress, Requests};
+use super::requests::{PendingRequest, Progress, Requests};
 use super::stream::{Got, Inbox, MAX_PIECES, Ready, Watched, send};
 
-/// A link that ends at once is not followed by another at once.
+/// The pause after a link that ended at once.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Rounds of what there is to do for one client, before the others have their turn.
+/// Rounds of work for one client before the others get their turn.
 const ROUNDS: usize = 16;
-/// What a client asks for and does not get while so many links end, one after the other, may be what
-/// ends them.
+/// After this many ended links in a row without progress, the client is dropped: its request may be
+/// what ends them.
 const MAX_TRIES: u32 = 8;
 
-/// The way to the worker.
+/// The link to the worker.
 enum Link {
-    /// None. One is asked for then.
+    /// There is no link. One is requested at this time.
     None(Instant),
-    /// The keeper was asked for one.
+    /// A link was requested from the keeper.
     Asked,
     Open(Open),
 }
@@ -35,53 +35,53 @@ struct Open {
     socket: OwnedFd,
     inbox: Inbox,
     since: Instant,
-    /// Of what the client has said in its handshake, so many bytes were said here, too,
-    asked: usize,
-    /// and so many of what it was told were told again.
-    said: usize,
+    /// Bytes of the client's handshake that were sent on this link.
+    client_bytes: usize,
+    /// Bytes of the server's handshake that were received on this link again.
+    server_bytes: usize,
     progress: Progress,
 }
 
-/// What comes from a client next, in its requests.
-enum Coming {
+/// The next part of the client's requests.
+enum Incoming {
     Request,
     /// The data of a write.
-    Data(Held),
-    /// Those of one that was refused: so many bytes.
+    Data(PendingRequest),
+    /// The data of a write that was refused: this number of bytes.
     Dropped {
         left: usize,
         cookie: u64,
     },
 }
 
-/// See the module's text.
+/// A client and its link.
 pub(super) struct Client {
     socket: OwnedFd,
     inbox: Inbox,
     handshake: Handshake,
-    /// Links that have ended before there was a greeting, or the answer to an option. A worker that
-    /// serves nobody beside the guest's device model greets nobody.
+    /// Links that have ended before a greeting or the reply to an option. A worker sends no
+    /// greeting while the guest's device model has the image.
     tries: u32,
-    /// The client may take until then, if it has to do something.
+    /// The client's deadline, if it has to do something.
     until: Option<Instant>,
-    coming: Coming,
+    incoming: Incoming,
     requests: Requests,
-    /// What it was not told yet, and so many bytes of that it was.
+    /// Replies that the client was not sent in full.
     out: VecDeque<Vec<u8>>,
     out_bytes: usize,
-    told: usize,
+    sent_bytes: usize,
     link: Link,
-    /// Nothing more is taken from it.
+    /// Whether no more is read from the client.
     leaves: bool,
-    /// It does not hear any more.
+    /// Whether the client does not read any more.
     gone: bool,
-    /// It cannot be served on.
+    /// Whether the client has to be dropped.
     broken: bool,
-    /// There may be more to do at once.
+    /// Whether there may be more to do at once.
     again: bool,
 }
 
-/// It is not to be gone on with.
+/// The link cannot be used any more.
 struct Broken;
 
 impl Client {
@@ -92,11 +92,11 @@ impl Client {
             handshake: Handshake::new(),
             tries: 0,
             until: None,
-            coming: Coming::Request,
+            incoming: Incoming::Request,
             requests: Requests::default(),
             out: VecDeque::new(),
             out_bytes: 0,
-            told: 0,
+            sent_bytes: 0,
             link: Link::None(Instant::now()),
             leaves: false,
             gone: false,
@@ -105,7 +105,7 @@ impl Client {
         }
     }
 
-    /// Whether the keeper is to be asked for a link. It counts as asked then.
+    /// Whether a link is to be requested now. Notes that it was.
     pub(super) fn wants_link(&mut self, now: Instant) -> bool {
         let wants = matches!(self.link, Link::None(at) if at <= now);
         if wants {
@@ -114,7 +114,7 @@ impl Client {
         wants
     }
 
-    /// The keeper has answered.
+    /// Takes the keeper's reply: a link or none.
     pub(super) fn link(&mut self, socket: Option<OwnedFd>) {
         let now = Instant::now();
         self.link = match socket {
@@ -122,8 +122,8 @@ impl Client {
                 socket,
                 inbox: Inbox::new(),
                 since: now,
-                asked: 0,
-                said: 0,
+                client_bytes: 0,
+                server_bytes: 0,
                 progress: Progress::new(),
             }),
             None => Link::None(now + PAUSE),
@@ -131,18 +131,18 @@ impl Client {
         self.again = true;
     }
 
-    /// It has gone, or has to.
+    /// Whether the client is gone, or has to be dropped.
     pub(super) fn is_over(&self) -> bool {
         let is_done = self.requests.is_empty() && (self.gone || self.out.is_empty());
         self.broken || (self.leaves && is_done)
     }
 
-    /// The worker has what the client has asked for, as far as there was room for it.
+    /// Whether the worker has all requests of the client that there was room for.
     fn is_left_to_worker(&self) -> bool {
         matches!(&self.link, Link::Open(open) if self.is_agreed(open) && !self.has_more_for(open))
     }
 
-    /// When it is to be gone on with at the latest.
+    /// The latest time for the next call of [`go_on`](Self::go_on).
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         let link = match self.link {
             Link::None(at) => Some(at),
@@ -152,7 +152,7 @@ impl Client {
         [link, again, self.deadline()].into_iter().flatten().min()
     }
 
-    /// When it has to have done what it is waited for.
+    /// The client's deadline, if it has to do something now.
     fn deadline(&self) -> Option<Instant> {
         let is_due = match self.leaves {
             true => self.requests.is_empty(),
@@ -161,7 +161,7 @@ impl Client {
         self.until.filter(|_| is_due)
     }
 
-    /// What its socket is waited for.
+    /// The events to wait for on the client's socket.
     pub(super) fn watch_client(&self) -> Watched<'_> {
         if self.gone {
             return None;
@@ -180,31 +180,31 @@ impl Client {
     }
 
     fn has_more_for(&self, open: &Open) -> bool {
-        open.asked < self.handshake.asked.len()
+        open.client_bytes < self.handshake.client_bytes.len()
             || (self.is_agreed(open) && self.requests.are_to_be_sent(&open.progress))
     }
 
-    /// The worker has agreed to all that the client knows.
+    /// Whether the worker has repeated the whole handshake that the client knows.
     fn is_agreed(&self, open: &Open) -> bool {
-        self.handshake.is_through() && open.said == self.handshake.said.len()
+        self.handshake.is_through() && open.server_bytes == self.handshake.server_bytes.len()
     }
 
-    /// There is a worker that works for it.
+    /// Whether a worker serves the client.
     fn is_served(&self) -> bool {
         matches!(&self.link, Link::Open(open) if self.is_agreed(open))
     }
 
-    /// Whether more bytes of the client's could be understood now.
+    /// Whether more bytes of the client could be used now.
     fn takes_more(&self) -> bool {
-        let room = match &self.coming {
-            Coming::Request if self.handshake.is_through() => self.next_request().is_none(),
-            Coming::Request => self.handshake.is_clients_turn(),
+        let room = match &self.incoming {
+            Incoming::Request if self.handshake.is_through() => self.next_request().is_none(),
+            Incoming::Request => self.handshake.is_clients_turn(),
             _ => true,
         };
         room && !self.leaves
     }
 
-    /// Does what there is to do.
+    /// Does everything that can be done now.
     pub(super) fn go_on(&mut self, ready: Ready, now: Instant) {
         if ready.is_nothing() {
             return;
@@ -212,22 +212,22 @@ impl Client {
         self.again = false;
         self.gone |= ready.gone;
         let is_late = self.deadline().is_some_and(|until| until <= now);
-        // Who is gone was promised nothing that is not under way.
+        // A client that is gone was promised only the requests that are under way.
         self.broken |= is_late || (self.gone && !self.is_served());
         for _ in 0..ROUNDS {
             if self.is_over() {
                 return;
             }
             let had_none = self.requests.is_empty();
-            let mut more = self.hear_client();
+            let mut more = self.read_client();
             more |= self.use_link(now);
-            more |= self.tell();
+            more |= self.send_replies();
             if self.leaves && self.requests.is_empty() && !had_none {
                 self.until = Some(now + COURTESY);
             }
             if !more {
-                // What waits for space ends with the link. Else it would be carried out over newer data
-                // of others (`requests.rs`, 5).
+                // Requests that wait for space end with the link. Otherwise they would overwrite
+                // newer data of others later (`requests.rs`, 5).
                 self.broken |= self.gone && self.is_left_to_worker();
                 return;
             }
@@ -235,8 +235,8 @@ impl Client {
         self.again = true;
     }
 
-    /// Takes what the client says, as far as there is room for it. Whether there was something.
-    fn hear_client(&mut self) -> bool {
+    /// Reads the client's bytes as far as there is room. Returns whether there were any.
+    fn read_client(&mut self) -> bool {
         let mut more = self.understand();
         if self.takes_more() {
             match self.inbox.receive(&self.socket) {
@@ -248,10 +248,10 @@ impl Client {
         more
     }
 
-    /// Nothing more is taken from it. What it was promised it gets.
+    /// Stops reading from the client. It still gets the replies that it was promised.
     fn leave(&mut self) {
         self.leaves = true;
-        self.coming = Coming::Request;
+        self.incoming = Incoming::Request;
         self.until = Some(Instant::now() + COURTESY);
     }
 
@@ -260,7 +260,7 @@ impl Client {
         while !self.leaves {
             let went_on = match self.handshake.is_through() {
                 true => self.understand_request(),
-                false => match self.handshake.hear_client(&mut self.inbox) {
+                false => match self.handshake.read_client(&mut self.inbox) {
                     Ok(went_on) => went_on,
                     Err(_) => {
                         self.leave();
@@ -276,15 +276,15 @@ impl Client {
         more
     }
 
-    /// What stands first in the inbox, if it is a request, and whole.
+    /// The next request, if it is in the inbox in full.
     fn next_request(&self) -> Option<&[u8; REQUEST_BYTES]> {
         self.inbox.peek(REQUEST_BYTES).and_then(|bytes| bytes.try_into().ok())
     }
 
     fn understand_request(&mut self) -> bool {
-        match std::mem::replace(&mut self.coming, Coming::Request) {
-            Coming::Request => self.begin_request(),
-            Coming::Data(mut held) => {
+        match std::mem::replace(&mut self.incoming, Incoming::Request) {
+            Incoming::Request => self.begin_request(),
+            Incoming::Data(mut held) => {
                 let before = held.data.len();
                 let all = held.data_bytes();
                 self.inbox.pour(&mut held.data, all);
@@ -293,17 +293,17 @@ impl Client {
                     self.requests.add(held);
                     return true;
                 }
-                self.coming = Coming::Data(held);
+                self.incoming = Incoming::Data(held);
                 went_on
             }
-            Coming::Dropped { left, cookie } => {
+            Incoming::Dropped { left, cookie } => {
                 let here = self.inbox.left().len().min(left);
                 self.inbox.skip(here);
                 if here == left {
                     self.put(Head::simple(cookie, error::INVALID).bytes().to_vec());
                     return true;
                 }
-                self.coming = Coming::Dropped { left: left - here, cookie };
+                self.incoming = Incoming::Dropped { left: left - here, cookie };
                 here > 0
             }
         }
@@ -312,28 +312,28 @@ impl Client {
     fn begin_request(&mut self) -> bool {
         let Some(head) = self.next_request() else { return false };
         let raw = RawRequest::parse(head).filter(|raw| raw.command != command::DISCONNECT);
-        // It wants no more; or where its next request begins is unknown.
+        // The client disconnects, or the beginning of its next request is unknown.
         let Some(raw) = raw else {
             self.leave();
             return true;
         };
-        let held = Held::new(head, &raw);
+        let held = PendingRequest::new(head, &raw);
         if !self.requests.have_room(&held, self.out.len(), self.out_bytes) {
             return false;
         }
         self.inbox.skip(REQUEST_BYTES);
         if raw.command == command::WRITE && raw.len > MAX_REQUEST_BYTES {
-            // The worker would refuse it, and nobody holds its data (nbd-rules.md 3).
-            self.coming = Coming::Dropped { left: raw.len as usize, cookie: raw.cookie };
+            // The worker would refuse it, and its data are not stored (nbd-rules.md 3).
+            self.incoming = Incoming::Dropped { left: raw.len as usize, cookie: raw.cookie };
         } else if held.data_bytes() > 0 {
-            self.coming = Coming::Data(held);
+            self.incoming = Incoming::Data(held);
         } else {
             self.requests.add(held);
         }
         true
     }
 
-    /// Talks with the worker. Whether there was something to say or to hear.
+    /// Sends and receives on the link. Returns whether there was anything.
     fn use_link(&mut self, now: Instant) -> bool {
         let mut open = match std::mem::replace(&mut self.link, Link::Asked) {
             Link::Open(open) => open,
@@ -342,7 +342,7 @@ impl Client {
                 return false;
             }
         };
-        match self.talk(&mut open) {
+        match self.exchange(&mut open) {
             Ok(more) => {
                 self.link = Link::Open(open);
                 more
@@ -354,49 +354,49 @@ impl Client {
         }
     }
 
-    fn talk(&mut self, open: &mut Open) -> Result<bool, Broken> {
+    fn exchange(&mut self, open: &mut Open) -> Result<bool, Broken> {
         let mut more = false;
-        let asked = &self.handshake.asked[open.asked..];
-        if !asked.is_empty() {
-            let sent = send(&open.socket, &[IoSlice::new(asked)]).map_err(|_| Broken)?;
-            open.asked += sent;
+        let client_bytes = &self.handshake.client_bytes[open.client_bytes..];
+        if !client_bytes.is_empty() {
+            let sent = send(&open.socket, &[IoSlice::new(client_bytes)]).map_err(|_| Broken)?;
+            open.client_bytes += sent;
             more |= sent > 0;
         } else if self.is_agreed(open) {
             more |= self.requests.send(&open.socket, &mut open.progress).map_err(|_| Broken)?;
         }
         let got = open.inbox.receive(&open.socket);
-        more |= self.hear_link(open)?;
+        more |= self.read_link(open)?;
         match got {
             Got::Bytes => Ok(true),
             Got::Nothing => Ok(more),
-            // What it has said before counts.
+            // Bytes that came before the end were used.
             Got::End => Err(Broken),
         }
     }
 
-    /// Takes what the worker has said. Whether something new was there.
-    fn hear_link(&mut self, open: &mut Open) -> Result<bool, Broken> {
+    /// Uses the worker's bytes. Returns whether there was anything new.
+    fn read_link(&mut self, open: &mut Open) -> Result<bool, Broken> {
         let mut more = false;
         loop {
-            let known = &self.handshake.said[open.said..];
+            let known = &self.handshake.server_bytes[open.server_bytes..];
             let count = known.len().min(open.inbox.left().len());
             if open.inbox.left()[..count] != known[..count] {
-                // It serves another disk than the one that the client knows: one that has grown, say.
+                // The worker serves another disk than the client knows, such as one that has grown.
                 self.broken = true;
                 return Ok(true);
             }
             open.inbox.skip(count);
-            open.said += count;
+            open.server_bytes += count;
             if count < known.len() {
                 return Ok(more);
             }
             if self.handshake.is_through() {
                 break;
             }
-            match self.handshake.hear_server(&mut open.inbox) {
+            match self.handshake.read_server(&mut open.inbox) {
                 Ok(Some(at)) => {
-                    open.said = self.handshake.said.len();
-                    let new = self.handshake.said[at..].to_vec();
+                    open.server_bytes = self.handshake.server_bytes.len();
+                    let new = self.handshake.server_bytes[at..].to_vec();
                     self.put(new);
                 }
                 Ok(None) => return Ok(more),
@@ -404,7 +404,7 @@ impl Client {
             }
             more = true;
             self.tries = 0;
-            // For all of it, from its beginning on.
+            // The deadline is for the whole handshake.
             self.until.get_or_insert_with(|| Instant::now() + COURTESY);
             if self.handshake.is_over() {
                 self.leave();
@@ -412,7 +412,7 @@ impl Client {
             }
         }
         while let Some(answer) =
-            self.requests.hear(&mut open.inbox, &mut open.progress).map_err(|_| Broken)?
+            self.requests.read_replies(&mut open.inbox, &mut open.progress).map_err(|_| Broken)?
         {
             more = true;
             self.put(answer);
@@ -420,16 +420,16 @@ impl Client {
         Ok(more)
     }
 
-    /// A link has ended. The next one is asked for.
+    /// Handles the end of a link. The next one is requested.
     fn lose(&mut self, open: &Open, now: Instant) {
-        let waits = self.handshake.is_asked() || self.handshake.said.is_empty();
-        if open.said == self.handshake.said.len() && waits {
+        let waits = self.handshake.is_asked() || self.handshake.server_bytes.is_empty();
+        if open.server_bytes == self.handshake.server_bytes.len() && waits {
             self.tries += 1;
         }
-        // It waits for us now.
+        // The client waits for the relay now.
         self.until = self.until.filter(|_| self.leaves);
         let is_poison = !self.requests.begin_again(&open.progress) || self.tries >= MAX_TRIES;
-        // Nobody would hear the answers.
+        // There is no client to read the replies.
         self.broken |= is_poison || self.gone;
         let pause = if now.duration_since(open.since) < PAUSE { PAUSE } else { Duration::ZERO };
         self.link = Link::None(now + pause);
@@ -442,22 +442,23 @@ impl Client {
         }
     }
 
-    /// Tells the client what it has to hear. Whether there was room for some.
-    fn tell(&mut self) -> bool {
+    /// Sends replies to the client. Returns whether there was room for any.
+    fn send_replies(&mut self) -> bool {
         if self.out.is_empty() {
             return false;
         }
-        let skips = std::iter::once(self.told).chain(std::iter::repeat(0));
+        let skips = std::iter::once(self.sent_bytes).chain(std::iter::repeat(0));
         let pieces = self.out.iter().zip(skips).take(MAX_PIECES);
-        let pieces: Vec<_> = pieces.map(|(answer, told)| IoSlice::new(&answer[told..])).collect();
+        let pieces: Vec<_> =
+            pieces.map(|(answer, sent_bytes)| IoSlice::new(&answer[sent_bytes..])).collect();
         let Ok(mut sent) = send(&self.socket, &pieces) else {
             self.gone = true;
             self.out.clear();
-            (self.out_bytes, self.told) = (0, 0);
+            (self.out_bytes, self.sent_bytes) = (0, 0);
             return true;
         };
         let more = sent > 0;
-        sent += self.told;
+        sent += self.sent_bytes;
         while let Some(first) = self.out.front()
             && sent >= first.len()
         {
@@ -465,7 +466,7 @@ impl Client {
             self.out_bytes -= first.len();
             self.out.pop_front();
         }
-        self.told = sent;
+        self.sent_bytes = sent;
         more
     }
 }

@@ -1,7 +1,7 @@
-//! What a client and the first worker agree upon, word for word. The next worker is told the same, and
-//! has to answer the same: only then it serves the disk that the client knows.
+//! The handshake of a client with the first worker, byte by byte. The next worker gets the same
+//! bytes, and has to send the same replies: only then does it serve the disk that the client knows.
 //!
-//! One option is passed on at a time. So it is known which one an answer belongs to.
+//! One option is passed on at a time, so that each reply belongs to a known option.
 
 use super::super::negotiation::{MAX_NAME_BYTES, MAX_OPTION_BYTES, OPTION_HEAD_BYTES, PADDING};
 use super::super::wire::{
@@ -10,59 +10,64 @@ use super::super::wire::{
 };
 use super::stream::Inbox;
 
-/// Most that a client may say before its first request.
-const MAX_ASKED_BYTES: usize = 64 << 10;
-/// Most that it is told.
+/// Most bytes of a client before its first request.
+const MAX_CLIENT_BYTES: usize = 64 << 10;
+/// Most bytes of the server before the first request.
 const MAX_SAID_BYTES: usize = 256 << 10;
-/// Magic, magic and flags.
+/// Bytes of the greeting: two magic numbers and flags.
 const GREETING_BYTES: usize = 18;
-/// Bytes of an answer to an option, before its data.
+/// Bytes of a reply to an option, before its data.
 const REPLY_HEAD_BYTES: usize = 20;
-/// Size and flags.
+/// Bytes of an export's size and flags.
 const EXPORT_BYTES: usize = 10;
 
-/// How far it is.
+/// The progress of the handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// The server greets.
+    /// The server's greeting is next.
     Greeting,
-    /// The client says its flags,
+    /// The client's flags are next.
     Flags,
-    /// or what it wants.
+    /// An option of the client is next.
     Option,
-    /// The server answers that option.
+    /// The server's replies to this option are next.
     Answers(u32),
     /// The client has its export.
     Through,
-    /// It wanted none.
+    /// The client has ended the handshake without an export.
     Over,
 }
 
-/// See the module's text.
+/// The handshake of one client.
 pub(super) struct Handshake {
     stage: Stage,
-    /// All that the client has said.
-    pub(super) asked: Vec<u8>,
-    /// All that it was told.
-    pub(super) said: Vec<u8>,
-    /// The answer to `EXPORT_NAME` has no bytes to fill it.
+    /// All bytes that the client has sent.
+    pub(super) client_bytes: Vec<u8>,
+    /// All bytes that the server has sent.
+    pub(super) server_bytes: Vec<u8>,
+    /// Whether the reply to `EXPORT_NAME` has no padding.
     no_zeroes: bool,
 }
 
-/// It makes no sense.
+/// The bytes are not a valid handshake.
 #[derive(Debug)]
-pub(super) struct Nonsense;
+pub(super) struct ProtocolError;
 
 impl Handshake {
     pub(super) fn new() -> Handshake {
-        Handshake { stage: Stage::Greeting, asked: Vec::new(), said: Vec::new(), no_zeroes: false }
+        Handshake {
+            stage: Stage::Greeting,
+            client_bytes: Vec::new(),
+            server_bytes: Vec::new(),
+            no_zeroes: false,
+        }
     }
 
     pub(super) fn is_through(&self) -> bool {
         self.stage == Stage::Through
     }
 
-    /// The client has said that it wants nothing, and was answered.
+    /// Whether the client has ended the handshake without an export, and has its reply.
     pub(super) fn is_over(&self) -> bool {
         self.stage == Stage::Over
     }
@@ -71,20 +76,20 @@ impl Handshake {
         matches!(self.stage, Stage::Flags | Stage::Option)
     }
 
-    /// The client waits for an answer.
+    /// Whether the client waits for a reply.
     pub(super) fn is_asked(&self) -> bool {
         matches!(self.stage, Stage::Answers(_))
     }
 
-    /// Takes what the client says next. Whether it was there.
-    pub(super) fn hear_client(&mut self, inbox: &mut Inbox) -> Result<bool, Nonsense> {
+    /// Reads the client's next message. Returns whether it was complete.
+    pub(super) fn read_client(&mut self, inbox: &mut Inbox) -> Result<bool, ProtocolError> {
         let (count, stage) = match self.stage {
             Stage::Flags => {
                 let Some(flags) = inbox.peek(4).and_then(|bytes| Fields(bytes).u32()) else {
                     return Ok(false);
                 };
                 if flags & !u32::from(FIXED_NEWSTYLE | NO_ZEROES) != 0 {
-                    return Err(Nonsense);
+                    return Err(ProtocolError);
                 }
                 self.no_zeroes = flags & u32::from(NO_ZEROES) != 0;
                 (4, Stage::Option)
@@ -93,38 +98,42 @@ impl Handshake {
                 let Some(head) = inbox.peek(OPTION_HEAD_BYTES) else { return Ok(false) };
                 let mut fields = Fields(head);
                 let (magic, option, len) = (fields.u64(), fields.u32(), fields.u32());
-                let (Some(option), Some(len)) = (option, len) else { return Err(Nonsense) };
+                let (Some(option), Some(len)) = (option, len) else { return Err(ProtocolError) };
                 let len = len as usize;
                 let most = match option {
                     option::EXPORT_NAME => MAX_NAME_BYTES,
                     _ => MAX_OPTION_BYTES,
                 };
                 if magic != Some(OPTION_MAGIC) || len > most {
-                    return Err(Nonsense);
+                    return Err(ProtocolError);
                 }
                 (OPTION_HEAD_BYTES + len, Stage::Answers(option))
             }
             _ => return Ok(false),
         };
         let Some(bytes) = inbox.peek(count) else { return Ok(false) };
-        if self.asked.len() + count > MAX_ASKED_BYTES {
-            return Err(Nonsense);
+        if self.client_bytes.len() + count > MAX_CLIENT_BYTES {
+            return Err(ProtocolError);
         }
-        self.asked.extend_from_slice(bytes);
+        self.client_bytes.extend_from_slice(bytes);
         inbox.skip(count);
         self.stage = stage;
         Ok(true)
     }
 
-    /// Takes what the server says next, which is new. Where it begins in `said`, if it was there.
-    pub(super) fn hear_server(&mut self, inbox: &mut Inbox) -> Result<Option<usize>, Nonsense> {
+    /// Reads the server's next message, which is new. Returns where it begins in `server_bytes`, if it was
+    /// complete.
+    pub(super) fn read_server(
+        &mut self,
+        inbox: &mut Inbox,
+    ) -> Result<Option<usize>, ProtocolError> {
         let (count, stage) = match self.stage {
             Stage::Greeting => {
                 let Some(mut fields) = inbox.peek(GREETING_BYTES).map(Fields) else {
                     return Ok(None);
                 };
                 if (fields.u64(), fields.u64()) != (Some(SERVER_MAGIC), Some(OPTION_MAGIC)) {
-                    return Err(Nonsense);
+                    return Err(ProtocolError);
                 }
                 (GREETING_BYTES, Stage::Flags)
             }
@@ -137,33 +146,33 @@ impl Handshake {
                 let mut fields = Fields(head);
                 let (magic, option) = (fields.u64(), fields.u32());
                 let (Some(kind), Some(len)) = (fields.u32(), fields.u32()) else {
-                    return Err(Nonsense);
+                    return Err(ProtocolError);
                 };
                 let len = len as usize;
                 if (magic, option) != (Some(OPTION_REPLY_MAGIC), Some(asked))
                     || len > MAX_OPTION_BYTES
                 {
-                    return Err(Nonsense);
+                    return Err(ProtocolError);
                 }
                 let stage = match (kind, asked) {
                     (reply::ACK, option::GO) => Stage::Through,
                     (reply::ACK, option::ABORT) => Stage::Over,
                     (reply::ACK, _) => Stage::Option,
-                    // An error is the last answer, too.
+                    // An error is the last reply, too.
                     _ if kind >> 31 == 1 => Stage::Option,
                     _ => self.stage,
                 };
                 (REPLY_HEAD_BYTES + len, stage)
             }
-            // It was not asked.
-            _ => return if inbox.left().is_empty() { Ok(None) } else { Err(Nonsense) },
+            // The server must not send anything now.
+            _ => return if inbox.left().is_empty() { Ok(None) } else { Err(ProtocolError) },
         };
         let Some(bytes) = inbox.peek(count) else { return Ok(None) };
-        let at = self.said.len();
+        let at = self.server_bytes.len();
         if at + count > MAX_SAID_BYTES {
-            return Err(Nonsense);
+            return Err(ProtocolError);
         }
-        self.said.extend_from_slice(bytes);
+        self.server_bytes.extend_from_slice(bytes);
         inbox.skip(count);
         self.stage = stage;
         Ok(Some(at))

@@ -1,13 +1,13 @@
-//! The relay of a disk: the process that clients of NBD are connected with, and that passes on what they
-//! and the disk's worker say. It knows what is not answered yet. So a client goes on with the next worker
-//! when one ends, and notices a pause (docs/internals/processes.md 7).
+//! The relay of a disk: the process that NBD clients are connected with. It passes bytes between
+//! them and the disk's worker, and knows the requests without a reply. So when a worker ends,
+//! clients go on with the next one and see only a pause (docs/internals/processes.md 7).
 //!
-//! * `handshake.rs`: what was agreed upon, to be agreed upon again with the next worker.
-//! * `requests.rs`: what was asked for and not answered.
+//! * `handshake.rs`: the handshake, to be repeated with the next worker.
+//! * `requests.rs`: the requests without a reply.
 //! * `client.rs`: one client and its link to the worker.
 //! * `stream.rs`: bytes from and to a socket.
 //!
-//! One thread, one `poll`. It never waits for anybody else, and has nothing but its sockets.
+//! It has one thread with one `poll`, never blocks on another process, and has only its sockets.
 
 mod client;
 mod handshake;
@@ -26,20 +26,20 @@ use rustix::io::Errno;
 use client::Client;
 use stream::Ready;
 
-/// Clients at once. More are turned away.
+/// Most clients at a time. More are turned away.
 const MAX_CLIENTS: usize = 16;
-/// The longest message of the keeper's.
+/// The longest message of the keeper.
 const MESSAGE_BYTES: usize = 64;
 
-/// Relays the clients that come by this socket of the keeper's, for as long as there is the keeper. With
-/// a message `client` comes a client. `link N` asks for a link to the worker, and is answered by the same
-/// with one end of a stream, or with none. `idle N` says that all clients are gone, of N that came.
+/// Relays the clients that come by the keeper's socket, until the keeper ends. A client comes with
+/// the message `client`. `link N` requests a link to the worker. The keeper replies with the same
+/// text and one end of a stream, or none. `idle N` says that all N clients so far are gone.
 ///
 /// # Errors
-/// The keeper is gone, or does not understand.
+/// The keeper is gone, or the socket fails.
 pub fn relay(keeper: &OwnedFd) -> io::Result<Infallible> {
     let mut clients: Vec<(u64, Client)> = Vec::new();
-    let (mut came, mut told_idle) = (0, 0);
+    let (mut came, mut reported_idle) = (0, 0);
     loop {
         let now = Instant::now();
         for (number, client) in &mut clients {
@@ -47,20 +47,20 @@ pub fn relay(keeper: &OwnedFd) -> io::Result<Infallible> {
                 send_with(keeper, format!("link {number}").as_bytes(), None)?;
             }
         }
-        if clients.is_empty() && told_idle != came {
+        if clients.is_empty() && reported_idle != came {
             send_with(keeper, format!("idle {came}").as_bytes(), None)?;
-            told_idle = came;
+            reported_idle = came;
         }
         let (called, ready) = wait(keeper, &clients)?;
         if called {
-            match hear(keeper)? {
+            match receive_message(keeper)? {
                 Some((Message::Client, Some(socket))) => {
                     came += 1;
                     if clients.len() < MAX_CLIENTS {
                         clients.push((came, Client::new(socket)));
                     }
                 }
-                // Its descriptor was lost on the way, for want of one here.
+                // Its descriptor was lost on the way, since this process had none free.
                 Some((Message::Client, None)) => came += 1,
                 Some((Message::Link(number), link)) => {
                     if let Some((_, client)) = clients.iter_mut().find(|(n, _)| *n == number) {
@@ -78,17 +78,17 @@ pub fn relay(keeper: &OwnedFd) -> io::Result<Infallible> {
     }
 }
 
-/// What a keeper says.
+/// A message of the keeper.
 enum Message {
     Client,
     Link(u64),
 }
 
-/// The next message, if it is there.
-fn hear(keeper: &OwnedFd) -> io::Result<Option<(Message, Option<OwnedFd>)>> {
+/// Receives the next message, if there is one.
+fn receive_message(keeper: &OwnedFd) -> io::Result<Option<(Message, Option<OwnedFd>)>> {
     let (bytes, file) = match receive_with(keeper, MESSAGE_BYTES, false) {
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
-        heard => heard?,
+        received => received?,
     };
     let text = std::str::from_utf8(&bytes).unwrap_or_default();
     let number = text.strip_prefix("link ").and_then(|number| number.parse().ok());
@@ -96,16 +96,16 @@ fn hear(keeper: &OwnedFd) -> io::Result<Option<(Message, Option<OwnedFd>)>> {
         ("client", _) => Ok(Some((Message::Client, file))),
         (_, Some(number)) => Ok(Some((Message::Link(number), file))),
         ("", _) => Err(io::ErrorKind::UnexpectedEof.into()),
-        // Of a newer keeper, which does not count on it.
+        // A newer keeper sends unknown messages, and does not rely on them.
         _ => Ok(None),
     }
 }
 
-/// Waits until there is something to do. Whether the keeper has said something, and what has come for
-/// each client.
+/// Waits until there is something to do. Returns whether the keeper has sent a message, and the
+/// events of each client.
 fn wait(keeper: &OwnedFd, clients: &[(u64, Client)]) -> io::Result<(bool, Vec<Ready>)> {
     let mut fds = vec![PollFd::new(keeper, PollFlags::IN)];
-    // Where those of each client are.
+    // Indices of each client's descriptors.
     let mut places = Vec::with_capacity(clients.len());
     let (now, mut first_due) = (Instant::now(), None::<Instant>);
     for (_, client) in clients {
@@ -118,7 +118,7 @@ fn wait(keeper: &OwnedFd, clients: &[(u64, Client)]) -> io::Result<(bool, Vec<Re
         first_due = first_due.into_iter().chain(client.due(now)).min();
     }
     let left = first_due.map(|due| {
-        // Not before it: the kernel counts what is below a millisecond, too.
+        // The wait must not end before that time: the kernel also counts microseconds.
         let left = due.saturating_duration_since(now) + Duration::from_micros(1);
         Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
     });

@@ -1,18 +1,19 @@
-//! What a client has asked for, and was not answered yet: it is asked for again when a link ends.
+//! A client's requests without a reply. They are sent again when a link ends.
 //!
-//! A request may so be carried out twice. All of them may: reads and questions change nothing, and a
+//! So a request may be carried out twice. All of them may: reads and queries change nothing, and a
 //! change of a range leaves the same bytes there, however often it is made. What makes that safe:
 //!
-//! 1. An answer is passed on when it is there in full, and its request is asked for no more. So nothing
-//!    that a client was answered is done again later, and no newer data are overwritten by it.
-//! 2. A link ends when nothing of its requests is under way. A worker closes it then, and a dead worker's
+//! 1. A reply is passed on when it is complete, and its request is not sent again. So no request
+//!    with a reply is repeated later, and newer data are not overwritten by it.
+//! 2. A link ends when none of its requests is under way. A worker closes it then. A dead worker's
 //!    operations have ended before the next one opens the image (processes.md 4).
-//! 3. Between two requests that nobody has answered there is no order, neither of one client nor of a
-//!    client and the guest. So it does not matter that one is carried out at two moments. The guest's
-//!    own requests are done again in the same way, by the in-flight table.
-//! 4. They are asked for in their order.
-//! 5. What a client has asked for that is gone is asked for no more. Its link ends as soon as the worker has
-//!    that, and with the link what waits for space. Others go on, and their data are newer.
+//! 3. Two requests without a reply have no order, neither those of one client nor those of a client
+//!    and the guest. So it does not matter that one is carried out at two moments. The guest's own
+//!    requests are repeated in the same way, by the in-flight table.
+//! 4. They are sent in their order.
+//! 5. Requests of a client that is gone are not sent again. Its link ends as soon as the worker has
+//!    them, and with it the requests that wait for space. Other clients go on, and their data are
+//!    newer.
 
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice};
@@ -24,47 +25,47 @@ use super::super::wire::{
 };
 use super::stream::{Inbox, MAX_PIECES, send};
 
-/// Requests that are held at once, answers that the client has not read included.
+/// Most requests of a client, including replies that the client has not read.
 const MAX_HELD: usize = 128;
-/// Bytes of their data. A longer request is held alone.
+/// Most bytes of their data. A longer request is held alone.
 const MAX_HELD_BYTES: usize = 4 << 20;
-/// What an answer may have besides the data of a read: heads of chunks, extents.
+/// Bytes of a reply besides the data of a read: heads of chunks, extents.
 const MORE_BYTES: usize = 8 << 10;
-/// A request that is not answered before so many links have ended, one after the other: it may be what
-/// ends them.
+/// After this many ended links in a row, a request without a reply is not sent again: it may be
+/// what ends them.
 const MAX_SENDS: u32 = 8;
 
 const SIMPLE_BYTES: usize = 16;
 const CHUNK_BYTES: usize = 20;
-/// Where the cookie stands, in a request and in both kinds of answers.
+/// The place of the cookie in a request and in both kinds of replies.
 const COOKIE_AT: std::ops::Range<usize> = 8..16;
 
 /// A request.
-pub(super) struct Held {
-    /// The client's own cookie. On a link each request has its number.
+pub(super) struct PendingRequest {
+    /// The client's cookie. On a link, the request's number replaces it.
     cookie: [u8; 8],
     head: [u8; REQUEST_BYTES],
     command: u16,
     len: usize,
-    /// Of a write.
+    /// The data of a write.
     pub(super) data: Vec<u8>,
-    /// What has come of its answer.
+    /// The part of the reply that has come.
     reply: Vec<u8>,
-    /// Links on which it was asked for.
+    /// Links on which the request was sent.
     sends: u32,
-    /// It was answered before all of it was sent.
+    /// Whether the reply came before the request was sent in full.
     answered: bool,
 }
 
-/// The worker does not keep to the protocol.
+/// The worker has broken the protocol.
 #[derive(Debug)]
-pub(super) struct Nonsense;
+pub(super) struct ProtocolError;
 
-impl Held {
-    pub(super) fn new(head: &[u8; REQUEST_BYTES], raw: &RawRequest) -> Held {
+impl PendingRequest {
+    pub(super) fn new(head: &[u8; REQUEST_BYTES], raw: &RawRequest) -> PendingRequest {
         let mut cookie = [0; 8];
         cookie.copy_from_slice(&head[COOKIE_AT]);
-        Held {
+        PendingRequest {
             cookie,
             head: *head,
             command: raw.command,
@@ -81,42 +82,43 @@ impl Held {
         if self.command == command::WRITE { self.len } else { 0 }
     }
 
-    /// Bytes that are held for it at most, its answer included.
+    /// Most bytes that are held for it, its reply included.
     fn cost(&self) -> usize {
         match self.command {
-            // A longer one is refused.
+            // A longer read is refused.
             command::READ if self.len <= MAX_REQUEST_BYTES as usize => self.len,
             _ => self.data_bytes(),
         }
     }
 }
 
-/// See the module's text.
+/// A client's requests without a reply, see the module's text.
 #[derive(Default)]
 pub(super) struct Requests {
-    held: BTreeMap<u64, Held>,
-    /// The number of the last.
+    held: BTreeMap<u64, PendingRequest>,
+    /// The number of the last request.
     last: u64,
     cost: usize,
 }
 
-/// How far they were sent on a link, and what of an answer is coming on it.
+/// The progress of the requests on a link.
 pub(super) struct Progress {
-    /// The next to be sent,
+    /// The next request to be sent.
     next: u64,
-    /// and so many bytes of it were.
+    /// Bytes of it that were sent.
     sent: usize,
-    /// The answer to this request goes on until it has so many bytes; and it is complete then.
-    coming: Option<(u64, usize, bool)>,
+    /// The request whose reply is coming, the length that the reply reaches with this part, and
+    /// whether it is complete then.
+    incoming: Option<(u64, usize, bool)>,
 }
 
 impl Progress {
-    /// On a new link.
+    /// The progress on a new link.
     pub(super) fn new() -> Progress {
-        Progress { next: 0, sent: 0, coming: None }
+        Progress { next: 0, sent: 0, incoming: None }
     }
 
-    /// Something of this request was sent.
+    /// Whether any byte of this request was sent.
     fn has_begun(&self, number: u64) -> bool {
         number < self.next || (number == self.next && self.sent > 0)
     }
@@ -127,28 +129,33 @@ impl Requests {
         self.held.is_empty()
     }
 
-    /// Whether there is room for one more, beside answers that the client has not read.
-    pub(super) fn have_room(&self, more: &Held, unread: usize, unread_bytes: usize) -> bool {
+    /// Whether there is room for one more, besides replies that the client has not read.
+    pub(super) fn have_room(
+        &self,
+        more: &PendingRequest,
+        unread: usize,
+        unread_bytes: usize,
+    ) -> bool {
         let bytes = self.cost + unread_bytes;
         let fits = bytes == 0 || bytes + more.cost() <= MAX_HELD_BYTES;
         fits && self.held.len() + unread < MAX_HELD
     }
 
-    /// One that is there in full.
-    pub(super) fn add(&mut self, mut request: Held) {
+    /// Adds a complete request.
+    pub(super) fn add(&mut self, mut request: PendingRequest) {
         self.last += 1;
         request.head[COOKIE_AT].copy_from_slice(&self.last.to_be_bytes());
         self.cost += request.cost();
         self.held.insert(self.last, request);
     }
 
-    fn remove(&mut self, number: u64) -> Option<Held> {
+    fn remove(&mut self, number: u64) -> Option<PendingRequest> {
         let request = self.held.remove(&number)?;
         self.cost -= request.cost();
         Some(request)
     }
 
-    /// A link has ended, and all is asked for again. `false`: one of them was asked for too often.
+    /// Prepares all requests for the next link. `false`: one of them was sent too often.
     pub(super) fn begin_again(&mut self, progress: &Progress) -> bool {
         let answered: Vec<u64> =
             self.held.iter().filter(|(_, held)| held.answered).map(|(n, _)| *n).collect();
@@ -160,12 +167,12 @@ impl Requests {
         self.held.values().all(|held| held.sends < MAX_SENDS)
     }
 
-    /// Whether something is to be sent.
+    /// Whether there is something to send.
     pub(super) fn are_to_be_sent(&self, progress: &Progress) -> bool {
         self.last >= progress.next && self.held.range(progress.next..).next().is_some()
     }
 
-    /// Sends what there is room for. Whether there was some.
+    /// Sends as much as there is room for. Returns whether that was any.
     ///
     /// # Errors
     /// The link has ended.
@@ -192,7 +199,7 @@ impl Requests {
         while let Some((&number, held)) = self.held.range(progress.next..).next() {
             let all = held.head.len() + held.data.len();
             if progress.sent < all {
-                // Numbers that are gone are not waited for.
+                // Numbers of removed requests are skipped.
                 progress.next = number;
                 break;
             }
@@ -205,62 +212,65 @@ impl Requests {
         Ok(sent > 0)
     }
 
-    /// Takes what the worker says next. The answer that is complete with it, if one is: nothing of it was
-    /// there before.
-    pub(super) fn hear(
+    /// Reads the worker's replies. Returns the next complete one, if there is one, with all its
+    /// bytes.
+    pub(super) fn read_replies(
         &mut self,
         inbox: &mut Inbox,
         progress: &mut Progress,
-    ) -> Result<Option<Vec<u8>>, Nonsense> {
+    ) -> Result<Option<Vec<u8>>, ProtocolError> {
         loop {
-            if let Some((number, all, ends)) = progress.coming {
-                let held = self.held.get_mut(&number).ok_or(Nonsense)?;
+            if let Some((number, all, ends)) = progress.incoming {
+                let held = self.held.get_mut(&number).ok_or(ProtocolError)?;
                 inbox.pour(&mut held.reply, all);
                 if held.reply.len() < all {
                     return Ok(None);
                 }
-                progress.coming = None;
+                progress.incoming = None;
                 if ends {
                     return Ok(Some(self.answered(number, progress)));
                 }
             }
-            let Some(coming) = self.begin_answer(inbox, progress)? else { return Ok(None) };
-            progress.coming = Some(coming);
+            let Some(incoming) = self.begin_answer(inbox, progress)? else { return Ok(None) };
+            progress.incoming = Some(incoming);
         }
     }
 
-    /// The head of an answer, or of a chunk of one.
+    /// Reads the head of a reply, or of a chunk of one.
     fn begin_answer(
         &mut self,
         inbox: &mut Inbox,
         progress: &Progress,
-    ) -> Result<Option<(u64, usize, bool)>, Nonsense> {
+    ) -> Result<Option<(u64, usize, bool)>, ProtocolError> {
         let magic = inbox.peek(4).and_then(|bytes| Fields(bytes).u32());
         let bytes = match magic {
             None => return Ok(None),
             Some(SIMPLE_REPLY_MAGIC) => SIMPLE_BYTES,
             Some(CHUNK_MAGIC) => CHUNK_BYTES,
-            Some(_) => return Err(Nonsense),
+            Some(_) => return Err(ProtocolError),
         };
         let Some(head) = inbox.peek(bytes) else { return Ok(None) };
         let mut fields = Fields(&head[4..]);
-        let (first, cookie) = (fields.u32().ok_or(Nonsense)?, fields.u64().ok_or(Nonsense)?);
-        let held = self.held.get_mut(&cookie).ok_or(Nonsense)?;
+        let (first, cookie) =
+            (fields.u32().ok_or(ProtocolError)?, fields.u64().ok_or(ProtocolError)?);
+        let held = self.held.get_mut(&cookie).ok_or(ProtocolError)?;
         if !progress.has_begun(cookie) || held.answered {
-            return Err(Nonsense);
+            return Err(ProtocolError);
         }
         let is_simple = bytes == SIMPLE_BYTES;
         let (more, ends) = match is_simple {
             true if held.command == command::READ && first == 0 => (held.len, true),
             true => (0, true),
-            // Flags and kind.
-            false => (fields.u32().ok_or(Nonsense)? as usize, first >> 16 & u32::from(DONE) != 0),
+            // These are flags and kind.
+            false => {
+                (fields.u32().ok_or(ProtocolError)? as usize, first >> 16 & u32::from(DONE) != 0)
+            }
         };
         let at = held.reply.len();
         let all = at + bytes + more;
         let data = if held.command == command::READ { held.cost() } else { 0 };
         if all > data + MORE_BYTES || (is_simple && at > 0) {
-            return Err(Nonsense);
+            return Err(ProtocolError);
         }
         held.reply.reserve(all - at);
         held.reply.extend_from_slice(head);
@@ -273,7 +283,7 @@ impl Requests {
         if number < progress.next {
             return self.remove(number).map(|held| held.reply).unwrap_or_default();
         }
-        // A write is refused before its data have come, and they follow all the same.
+        // A write was refused before its data were sent, and they still have to follow.
         match self.held.get_mut(&number) {
             Some(held) => {
                 held.answered = true;

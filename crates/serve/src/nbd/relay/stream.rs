@@ -1,4 +1,4 @@
-//! Bytes from and to a socket, without waiting.
+//! Reads and writes of a socket that do not block.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -7,24 +7,24 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 
-/// What is received at once.
+/// Bytes that are received at a time.
 const INBOX_BYTES: usize = 64 << 10;
-/// Pieces that are sent at once.
+/// Pieces that are sent at a time.
 pub(super) const MAX_PIECES: usize = 32;
 
-/// A socket that is waited for.
+/// A socket and the events to wait for.
 pub(super) type Watched<'a> = Option<(BorrowedFd<'a>, PollFlags)>;
 
-/// What has come for a client.
+/// The events of a client.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ready {
-    /// Its socket may be read or written, or is closed for good.
+    /// Whether its socket can be read or written, or is closed.
     pub(super) client: bool,
-    /// The client is gone.
+    /// Whether the client is gone.
     pub(super) gone: bool,
-    /// The same of its link as of its socket.
+    /// Whether its link can be read or written, or is closed.
     pub(super) link: bool,
-    /// A time is over, or something was left to do.
+    /// Whether a time is over, or something was left to do.
     pub(super) due: bool,
 }
 
@@ -34,18 +34,18 @@ impl Ready {
     }
 }
 
-/// What was received and not understood yet.
+/// Bytes that were received and not used yet.
 pub(super) struct Inbox {
     bytes: Box<[u8]>,
     start: usize,
     end: usize,
 }
 
-/// What there was in the socket.
+/// The result of a receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Got {
     Bytes,
-    /// Nothing now, or there is no room for it.
+    /// There is nothing now, or no room for it.
     Nothing,
     /// The other end is closed.
     End,
@@ -60,7 +60,7 @@ impl Inbox {
         &self.bytes[self.start..self.end]
     }
 
-    /// The next so many bytes, if all of them are there: [`INBOX_BYTES`] at most.
+    /// The next `count` bytes, if all of them have come. At most [`INBOX_BYTES`].
     pub(super) fn peek(&self, count: usize) -> Option<&[u8]> {
         self.left().get(..count)
     }
@@ -69,7 +69,7 @@ impl Inbox {
         self.start += count.min(self.end - self.start);
     }
 
-    /// Moves what there is to `into`, until that has so many bytes.
+    /// Moves bytes to `into`, until that has `all` bytes.
     pub(super) fn pour(&mut self, into: &mut Vec<u8>, all: usize) {
         let count = all.saturating_sub(into.len()).min(self.end - self.start);
         into.extend_from_slice(&self.left()[..count]);
@@ -98,7 +98,7 @@ impl Inbox {
 /// Sends as much as there is room for.
 ///
 /// # Errors
-/// Nobody is there any more.
+/// The other end is gone.
 pub(super) fn send(socket: &OwnedFd, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     match sendmsg(socket, pieces, &mut SendAncillaryBuffer::default(), flags) {

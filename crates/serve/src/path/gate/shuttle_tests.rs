@@ -28,13 +28,13 @@ impl Word for AtomicU32 {
     }
 }
 
-/// Three queues, each now working, now alone: nobody ever works beside one that is alone.
+/// Three queues, each now working, now alone: no queue ever works beside one that is alone.
 #[test]
 fn no_queue_works_beside_the_one_that_is_alone() {
     shuttle::check_random(
         || {
             let gate = Arc::new(Gate::new(3));
-            (0..3).for_each(|seat| assert_eq!(gate.join(Side::First), Some(seat)));
+            (0..3).for_each(|member| assert_eq!(gate.join(Side::First), Some(member)));
             let working = Arc::new(AtomicU32::new(0));
             let threads: Vec<_> = (0..3)
                 .map(|me| {
@@ -134,7 +134,7 @@ fn be_alone(gate: &Gate, bells: &[Bell], me: usize, working: &AtomicU32) {
 fn nobody_sleeps_for_ever() {
     let body = || {
         let gate = Arc::new(Gate::new(3));
-        (0..3).for_each(|seat| assert_eq!(gate.join(Side::First), Some(seat)));
+        (0..3).for_each(|member| assert_eq!(gate.join(Side::First), Some(member)));
         let bells: Arc<[Bell; 3]> = Arc::default();
         let working = Arc::new(AtomicU32::new(0));
         let threads: Vec<_> = (0..3)

@@ -68,13 +68,13 @@ fn a_turn_that_is_kept_is_nobody_elses_until_it_is_shared() {
 fn who_was_refused_is_woken_if_nobody_is_left_who_would() {
     let gate = gate();
     assert!(gate.enter(0) && !gate.enter(2) && !gate.enter(1));
-    assert_eq!([0, 2, 1].map(|seat| gate.leave(seat, false).is_some()), [false, false, true]);
-    // Before its wish, the turn went there and back, and is wanted by nobody.
+    assert_eq!([0, 2, 1].map(|member| gate.leave(member, false).is_some()), [false, false, true]);
+    // Before its wish, the turn went there and back, and no queue wants it.
     assert!(gate.enter(2) && gate.leave(2, false).is_none() && gate.enter(0));
     assert!(gate.wish(1));
-    // Who is busy hands over.
+    // A busy queue hands over.
     assert!(!gate.wish(2) && !gate.wish(1));
     assert!(gate.leave(0, false).is_some_and(|wanted| wanted.side));
-    // Nobody is.
+    // No queue is busy.
     assert!(gate.wish(1));
 }

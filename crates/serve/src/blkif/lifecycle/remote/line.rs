@@ -1,8 +1,8 @@
 //! The follower's end of the line.
 //!
-//! A worker may be anybody's by now: it has a guest's rings, and images that guests have written. So
-//! what it says is checked, bounded, and counted. Who says more than it was asked for is not heard any
-//! more. And it may stop to answer, which must not keep us from ending.
+//! A worker may have been taken over: it has a guest's rings, and images that guests have written.
+//! So its messages are checked, limited and counted. A worker that sends more than was requested is
+//! dropped. It may also stop to reply, which must not keep the follower from ending.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,93 +14,104 @@ use ferrite_xen::hypervisor::DomId;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::super::carrier::Carrier;
 use super::super::error::ServeError;
 use super::super::messages::{Failure, Order, Reply, Report, VERSION};
-use super::wire::{Ask, Said, What, hear, say};
+use super::super::worker_handle::WorkerHandle;
+use super::wire::{Message, Request, RequestKind, receive_message, send_message};
 use crate::waker::Waker;
 
-/// Most messages that nobody has asked for, between two orders. A queue has two at most: that its ring
-/// is broken, and that it has failed.
-const UNASKED: u32 = 256;
+/// Most unsolicited messages between two requests. A queue sends two at most: that its ring is
+/// broken, and that it has failed.
+const MAX_UNSOLICITED: u32 = 256;
 /// Most bytes of a text that is passed on. The longest value of xenstore has 4096.
 const TEXT_BYTES: usize = 1024;
-/// The size of an image is not asked for more often than this, whatever the worker says.
-const ASK_AGAIN_MIN: Duration = Duration::from_millis(500);
-/// And at least this often: no time of a worker's is too long for a clock.
-const ASK_AGAIN_MAX: Duration = Duration::from_secs(60);
+/// The shortest interval between checks of the image's size, whatever the worker says.
+const SIZE_INTERVAL_MIN: Duration = Duration::from_millis(500);
+/// The longest interval between checks of the image's size. A longer one could overflow a clock.
+const SIZE_INTERVAL_MAX: Duration = Duration::from_secs(60);
 
-/// How long a second guest's worker is waited for, until it has the image open.
-const JOINED_WITHIN: Duration = Duration::from_secs(2);
+/// How long a second guest waits until its worker has opened the image.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What came of an order, and of which.
-type Answer = (u64, Result<Reply, Failure>);
+/// The number of a request and its result.
+type NumberedReply = (u64, Result<Reply, Failure>);
 
-/// The way to a worker of another process.
+/// A connection to a worker of another process.
 pub(in super::super) struct Line<'a> {
     fd: BorrowedFd<'a>,
     stop: &'a Waker,
-    /// Nothing is waited for any longer than that.
+    /// The end of all waits, if there is one.
     end: Option<Instant>,
-    /// Of the last order. It begins anywhere: answers to a follower that is no more are nobody's.
+    /// Number of the last request. It starts at random: replies to an earlier follower are dropped.
     number: u64,
     reports: VecDeque<Report>,
-    /// It is to be looked at all states.
-    look: bool,
-    /// Messages that nobody has asked for, since the last order.
-    unasked: u32,
+    /// Whether all states are to be read again.
+    recheck: bool,
+    /// Unsolicited messages since the last request.
+    unsolicited: u32,
 }
 
 impl<'a> Line<'a> {
     pub(in super::super) fn new(fd: BorrowedFd<'a>, stop: &'a Waker) -> Line<'a> {
         let number = SplitMix64::from_system().next_u64();
-        Line { fd, stop, end: None, number, reports: VecDeque::new(), look: false, unasked: 0 }
+        Line {
+            fd,
+            stop,
+            end: None,
+            number,
+            reports: VecDeque::new(),
+            recheck: false,
+            unsolicited: 0,
+        }
     }
 
-    /// Has the image opened, unless it is open in this way. Another program than ours is told of: it may
-    /// not know all that it is asked.
+    /// Has the worker open the image, unless it is open in this mode. Logs a worker of another
+    /// version, which may not know all requests.
     pub(in super::super) fn open(
         &mut self,
         read_only: bool,
         keeps_all: bool,
     ) -> Result<(), Failure> {
-        match self.ask(What::Open { read_only, keeps_all })? {
+        match self.request(RequestKind::Open { read_only, keeps_all })? {
             Reply::Opened { version, program } => {
                 let ours = env!("CARGO_PKG_VERSION");
                 if (version, program.as_str()) != (VERSION, ours) {
                     tracing::info!(
                         "the disk is served by ferrite {program} ({version}), and this is ferrite \
-                         {ours} ({VERSION}); ferrite upgrade has it served by this one"
+                         {ours} ({VERSION}); use ferrite upgrade to serve it by this one"
                     );
                 }
                 Ok(())
             }
-            reply => Err(Failure::Lost(format!("it has opened an image and says {reply:.60?}"))),
+            reply => Err(Failure::Lost(format!(
+                "it replied {reply:.60?} to a request to open the image"
+            ))),
         }
     }
 
-    /// On the second line: has this guest served beside the first, when the image is open for that. Who
-    /// follows has to look at the disk's end, too: nothing is waited for longer than [`JOINED_WITHIN`].
+    /// On the second line: has the worker serve this guest beside the first one, when the image is
+    /// open. The follower has to notice the disk's end, too, so it waits for [`JOIN_TIMEOUT`] at
+    /// most.
     pub(in super::super) fn join(&mut self, read_only: bool, domid: DomId) -> Result<(), Failure> {
-        self.end = Some(Instant::now() + JOINED_WITHIN);
-        let joined = self.ask(What::Join { read_only, domid: domid.0 });
+        self.end = Some(Instant::now() + JOIN_TIMEOUT);
+        let joined = self.request(RequestKind::Join { read_only, domid: domid.0 });
         self.end = None;
         joined.map(drop)
     }
 
-    fn ask(&mut self, what: What) -> Result<Reply, Failure> {
+    fn request(&mut self, what: RequestKind) -> Result<Reply, Failure> {
         self.number = self.number.wrapping_add(1);
-        self.unasked = 0;
-        let ask = Ask { number: self.number, what };
+        self.unsolicited = 0;
+        let request = Request { number: self.number, what };
         loop {
-            match say(self.fd, &ask, false) {
+            match send_message(self.fd, &request, false) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.wait(PollFlags::OUT)?,
                 said => break said.map_err(lost)?,
             }
         }
         loop {
-            match self.hear()? {
-                // Whose guest is served no more has failed for that, and not at what was asked.
+            match self.receive_message()? {
+                // If the guest's connection has failed, that is the cause, and not this request.
                 Some((number, Err(e))) if number == self.number => {
                     return Err(self.lost().unwrap_or(e));
                 }
@@ -111,7 +122,7 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// That it has said that it goes on no more.
+    /// The worker's report that it cannot go on.
     fn lost(&self) -> Option<Failure> {
         self.reports.iter().find_map(|report| match report {
             Report::Failed(failure) => Some(failure.clone()),
@@ -119,38 +130,38 @@ impl<'a> Line<'a> {
         })
     }
 
-    /// Takes what has come, up to an answer. `None`: there is nothing more.
-    fn hear(&mut self) -> Result<Option<Answer>, Failure> {
+    /// Reads messages up to a reply. `None`: there are no more.
+    fn receive_message(&mut self) -> Result<Option<NumberedReply>, Failure> {
         loop {
-            match hear(self.fd).map_err(lost)? {
+            match receive_message(self.fd).map_err(lost)? {
                 None => return Ok(None),
-                Some(Said::Answer { number, mut result }) => {
-                    self.count()?;
-                    bound(&mut result);
+                Some(Message::Reply { number, mut result }) => {
+                    self.count_message()?;
+                    limit_reply(&mut result);
                     return Ok(Some((number, result)));
                 }
-                Some(Said::Report(mut report)) => {
-                    self.count()?;
-                    bound_report(&mut report);
+                Some(Message::Report(mut report)) => {
+                    self.count_message()?;
+                    limit_report(&mut report);
                     self.reports.push_back(report);
                 }
-                Some(Said::Look) => {
-                    self.count()?;
-                    self.look = true;
+                Some(Message::Recheck) => {
+                    self.count_message()?;
+                    self.recheck = true;
                 }
             }
         }
     }
 
-    fn count(&mut self) -> Result<(), Failure> {
-        self.unasked += 1;
-        match self.unasked > UNASKED {
-            true => Err(Failure::Lost("it says more than it was asked for".to_owned())),
+    fn count_message(&mut self) -> Result<(), Failure> {
+        self.unsolicited += 1;
+        match self.unsolicited > MAX_UNSOLICITED {
+            true => Err(Failure::Lost("it sent too many unsolicited messages".to_owned())),
             false => Ok(()),
         }
     }
 
-    /// Waits for the worker, but not when we are asked to stop, and not beyond the end.
+    /// Waits for the worker. It ends with `stop`, and at `end`.
     fn wait(&self, flags: PollFlags) -> Result<(), Failure> {
         let left = self.end.map(|end| end.saturating_duration_since(Instant::now()));
         if left.is_some_and(|left| left.is_zero()) {
@@ -176,9 +187,9 @@ impl<'a> Line<'a> {
     }
 }
 
-impl Carrier for Line<'_> {
+impl WorkerHandle for Line<'_> {
     fn carry_out(&mut self, order: Order) -> Result<Reply, Failure> {
-        self.ask(What::Order(order))
+        self.request(RequestKind::Order(order))
     }
 
     fn reports_fd(&self) -> BorrowedFd<'_> {
@@ -186,9 +197,9 @@ impl Carrier for Line<'_> {
     }
 
     fn clear_reports(&mut self) -> Result<(), Failure> {
-        self.look = false;
-        while self.hear()?.is_some() {}
-        self.look = false;
+        self.recheck = false;
+        while self.receive_message()?.is_some() {}
+        self.recheck = false;
         Ok(())
     }
 
@@ -196,38 +207,38 @@ impl Carrier for Line<'_> {
         self.reports.pop_front()
     }
 
-    fn has_news(&self) -> bool {
-        self.look || !self.reports.is_empty()
+    fn has_pending_events(&self) -> bool {
+        self.recheck || !self.reports.is_empty()
     }
 
     fn growth_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    fn outlives_us(&self) -> bool {
+    fn is_separate_process(&self) -> bool {
         true
     }
 }
 
-/// Has a worker answer what is in flight and close its image: the next process of the disk finds all of
-/// it in the image. The worker opens it again when its line is followed.
+/// Has a worker answer the requests in flight and close its image: the next process finds all data
+/// in the image. The worker opens it again when its line is followed.
 ///
 /// # Errors
-/// [`ServeError::Close`]: what was answered is kept on this host, and the worker can be followed on.
-/// [`ServeError::WorkerLost`]; [`ServeError::Left`]: `stop` was woken before, or it takes longer than
-/// `within`.
+/// [`ServeError::Close`]: answered writes are kept on this host, and the worker can be followed
+/// again. [`ServeError::WorkerLost`]: the worker is gone. [`ServeError::Left`]: `stop` was woken,
+/// or it takes longer than `within`.
 pub fn retire(
     line: BorrowedFd<'_>,
     stop: &Waker,
     within: Option<Duration>,
 ) -> Result<(), ServeError> {
     let end = within.map(|within| Instant::now() + within);
-    Line { end, ..Line::new(line, stop) }.ask(What::Retire)?;
+    Line { end, ..Line::new(line, stop) }.request(RequestKind::Retire)?;
     Ok(())
 }
 
-/// On the second line: has a worker forget this guest, whose disk is gone. One that is not there is
-/// forgotten already.
+/// On the second line: has a worker remove this guest, whose disk is gone. A guest that the worker
+/// does not have counts as removed.
 ///
 /// # Errors
 /// As [`retire`].
@@ -238,62 +249,63 @@ pub fn part(
     within: Option<Duration>,
 ) -> Result<(), ServeError> {
     let end = within.map(|within| Instant::now() + within);
-    Line { end, ..Line::new(line, stop) }.ask(What::Part { domid: domid.0 })?;
+    Line { end, ..Line::new(line, stop) }.request(RequestKind::Part { domid: domid.0 })?;
     Ok(())
 }
 
 fn lost(e: io::Error) -> Failure {
     Failure::Lost(match e.kind() {
-        io::ErrorKind::InvalidData => clean(&format!("it says what nobody understands: {e}")),
+        io::ErrorKind::InvalidData => sanitize(&format!("it sent a malformed message: {e}")),
         _ => "its process has ended".to_owned(),
     })
 }
 
-/// What a worker has said is for logs, xenstore and a guest: nothing of it is without end.
-fn bound(result: &mut Result<Reply, Failure>) {
+/// Limits a worker's values, which go to logs, to xenstore and to a guest.
+fn limit_reply(result: &mut Result<Reply, Failure>) {
     match result {
         Ok(Reply::Connected { how: text, .. } | Reply::Opened { program: text, .. }) => {
-            *text = clean(text);
+            *text = sanitize(text);
         }
         Ok(Reply::Size { ask_again: Some(ask_again), .. }) => {
-            *ask_again = (*ask_again).clamp(ASK_AGAIN_MIN, ASK_AGAIN_MAX);
+            *ask_again = (*ask_again).clamp(SIZE_INTERVAL_MIN, SIZE_INTERVAL_MAX);
         }
         Ok(Reply::Done | Reply::Facts(_) | Reply::Size { .. }) => {}
-        Err(failure) => bound_failure(failure),
+        Err(failure) => limit_failure(failure),
     }
 }
 
-fn bound_report(report: &mut Report) {
+fn limit_report(report: &mut Report) {
     match report {
-        Report::Violation { why, .. } => *why = clean(why),
-        // It ends, or hangs at it: another queue's storage may be stuck. The next one is asked for.
+        Report::Violation { why, .. } => *why = sanitize(why),
+        // The worker ends, or hangs since another queue's storage is stuck. The follower requests
+        // the next one.
         Report::Failed(failure) => {
             let why = ServeError::from(failure.clone()).to_string();
-            *failure = Failure::Lost(clean(&format!("it goes on no more: {why}")));
+            *failure = Failure::Lost(sanitize(&format!("it cannot go on: {why}")));
         }
     }
 }
 
-fn bound_failure(failure: &mut Failure) {
+fn limit_failure(failure: &mut Failure) {
     match failure {
         Failure::Refused(why)
         | Failure::OtherRings(why)
         | Failure::WrongImage(why)
         | Failure::Close(why)
-        | Failure::Lost(why) => *why = clean(why),
+        | Failure::Lost(why) => *why = sanitize(why),
         Failure::RunDir { what, why } | Failure::Host { what, why } => {
-            (*what, *why) = (clean(what), clean(why));
+            (*what, *why) = (sanitize(what), sanitize(why));
         }
         Failure::Open(open) => {
-            (open.what, open.why) = (clean(&open.what), clean(&open.why));
-            open.help = clean(&open.help);
+            (open.what, open.why) = (sanitize(&open.what), sanitize(&open.why));
+            open.help = sanitize(&open.help);
         }
         Failure::Left => {}
     }
 }
 
-/// One line of bounded length.
-fn clean(text: &str) -> String {
+/// The text as one line of bounded length.
+fn sanitize(text: &str) -> String {
     let most = text.char_indices().take_while(|(at, c)| at + c.len_utf8() <= TEXT_BYTES);
     most.map(|(_, c)| if c.is_control() { ' ' } else { c }).collect()
 }

@@ -1,4 +1,4 @@
-//! The follower's end of a line whose worker is a test.
+//! The follower's end of a line whose worker is part of the test.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
@@ -7,11 +7,11 @@ use ferrite_xen::abi::Protocol;
 use ferrite_xen::hypervisor::GrantRef;
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
 
-use super::super::carrier::Carrier;
 use super::super::messages::{Failure, Order, Reply, Report, Rings};
+use super::super::worker_handle::WorkerHandle;
 use super::line::Line;
-use super::wire::{Ask, MAX_BYTES, Said, What, hear, say};
-use super::work::hear_ask;
+use super::wire::{MAX_BYTES, Message, Request, RequestKind, receive_message, send_message};
+use super::work::receive_request;
 use crate::blkif::negotiate::{QueueKeys, Wanted};
 use crate::waker::{Waker, wait_for};
 
@@ -20,10 +20,10 @@ fn line() -> (OwnedFd, OwnedFd) {
     socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
 }
 
-/// The next that is asked.
-fn asked(worker: &OwnedFd) -> Ask {
+/// Receives the next request.
+fn asked(worker: &OwnedFd) -> Request {
     loop {
-        if let Some(ask) = hear(worker.as_fd()).unwrap() {
+        if let Some(ask) = receive_message(worker.as_fd()).unwrap() {
             return ask;
         }
         wait_for([worker.as_fd()], None).unwrap();
@@ -31,20 +31,20 @@ fn asked(worker: &OwnedFd) -> Ask {
 }
 
 fn answer(worker: &OwnedFd, number: u64, result: Result<Reply, Failure>) {
-    say(worker.as_fd(), &Said::Answer { number, result }, true).unwrap();
+    send_message(worker.as_fd(), &Message::Reply { number, result }, true).unwrap();
 }
 
-/// What comes of an order whose worker does this.
+/// The result of an order with this worker.
 fn ordered(work: impl FnOnce(&OwnedFd, u64) + Send) -> Result<Reply, Failure> {
     let (follower, worker) = line();
     std::thread::scope(|scope| {
         scope.spawn(move || {
-            let Ask { number, what } = asked(&worker);
-            assert_eq!(what, What::Order(Order::Save));
+            let Request { number, what } = asked(&worker);
+            assert_eq!(what, RequestKind::Order(Order::Save));
             work(&worker, number);
         });
         let stop = Waker::new().unwrap();
-        // The worker's sending ends with it.
+        // The line ends with this closure, and the worker's writes fail then.
         let follower = follower;
         Line::new(follower.as_fd(), &stop).carry_out(Order::Save)
     })
@@ -66,10 +66,10 @@ fn the_largest_order_fits_into_a_message_and_is_read_as_it_was_written() {
     let guest = "g".repeat(4096);
     let rings = Rings { wanted, guest, max_indirect_segments: 256, discard: true };
     let order = Order::TakeOver { rings, told_sectors: Some(u64::MAX) };
-    let ask = Ask { number: u64::MAX, what: What::Order(order) };
+    let ask = Request { number: u64::MAX, what: RequestKind::Order(order) };
     assert!(serde_json::to_vec(&ask).unwrap().len() <= MAX_BYTES / 2);
     let (follower, worker) = line();
-    say(follower.as_fd(), &ask, false).unwrap();
+    send_message(follower.as_fd(), &ask, false).unwrap();
     assert_eq!(asked(&worker), ask);
 }
 
@@ -102,7 +102,7 @@ fn who_is_asked_to_stop_does_not_wait_for_a_worker_that_is_at_an_order_or_takes_
     let mut end = Line::new(follower.as_fd(), &stop);
     stop.wake();
     assert_eq!(end.carry_out(Order::Save), Err(Failure::Left));
-    while say(follower.as_fd(), &0, false).is_ok() {}
+    while send_message(follower.as_fd(), &0, false).is_ok() {}
     assert_eq!(end.carry_out(Order::Save), Err(Failure::Left));
     drop(worker);
 }
@@ -141,7 +141,8 @@ fn what_nobody_understands_is_the_end_of_the_worker_only() {
 
 #[test]
 fn a_worker_that_says_more_than_it_was_asked_for_is_not_heard_to_the_end() {
-    let flood = ordered(|worker, _| while say(worker.as_fd(), &Said::Look, true).is_ok() {});
+    let flood =
+        ordered(|worker, _| while send_message(worker.as_fd(), &Message::Recheck, true).is_ok() {});
     assert!(is_lost(&flood), "{flood:?}");
 }
 
@@ -181,42 +182,47 @@ fn a_worker_whose_queue_has_failed_is_lost_whether_or_not_it_ends() {
     let mut end = Line::new(follower.as_fd(), &stop);
     let why = "no\nmemory".to_owned();
     let failed = Report::Failed(Failure::Host { what: "turn".to_owned(), why });
-    say(worker.as_fd(), &Said::Report(failed), true).unwrap();
+    send_message(worker.as_fd(), &Message::Report(failed), true).unwrap();
     end.clear_reports().unwrap();
     let Some(Report::Failed(Failure::Lost(why))) = end.report() else { panic!("not lost") };
     assert!(why.contains("no memory"), "{why}");
 }
 
-/// A newer daemon's, which may ask it to retire all the same.
+/// A newer daemon may send an unknown request, and has to be able to request the end.
 #[test]
 fn what_a_worker_does_not_know_is_answered_and_it_goes_on() {
     let (follower, worker) = line();
     for what in ["\"Dance\"", "{\"Order\":\"Sing\"}"] {
         let odd = format!("{{\"number\":7,\"what\":{what}}}");
         send(&follower, odd.as_bytes(), SendFlags::NOSIGNAL).unwrap();
-        assert_eq!(hear_ask(worker.as_fd()).unwrap(), None);
-        let Ok(Some(Said::Answer { number: 7, result: Err(Failure::Host { .. }) })) =
-            hear(follower.as_fd())
+        assert_eq!(receive_request(worker.as_fd()).unwrap(), None);
+        let Ok(Some(Message::Reply { number: 7, result: Err(Failure::Host { .. }) })) =
+            receive_message(follower.as_fd())
         else {
             panic!("no answer to {odd}")
         };
     }
-    say(follower.as_fd(), &Ask { number: u64::MAX, what: What::Retire }, true).unwrap();
-    let ask = hear_ask(worker.as_fd()).unwrap();
-    assert_eq!(ask, Some(Ask { number: u64::MAX, what: What::Retire }));
-    assert_eq!(hear_ask(worker.as_fd()).unwrap(), None);
+    send_message(follower.as_fd(), &Request { number: u64::MAX, what: RequestKind::Retire }, true)
+        .unwrap();
+    let ask = receive_request(worker.as_fd()).unwrap();
+    assert_eq!(ask, Some(Request { number: u64::MAX, what: RequestKind::Retire }));
+    assert_eq!(receive_request(worker.as_fd()).unwrap(), None);
     send(&follower, b"{\"what\":\"Retire\"}", SendFlags::NOSIGNAL).unwrap();
-    assert_eq!(hear_ask(worker.as_fd()).unwrap_err().kind(), std::io::ErrorKind::InvalidData);
+    assert_eq!(
+        receive_request(worker.as_fd()).unwrap_err().kind(),
+        std::io::ErrorKind::InvalidData
+    );
 }
 
-/// Each may be newer than the other, and say more than that one knows.
+/// Either end may be newer, and send fields that the other does not know.
 #[test]
 fn fields_that_are_not_known_are_left_alone_on_both_ends() {
     let (follower, worker) = line();
     let ask = r#"{"number":7,"what":{"Open":{"read_only":true,"more":[1]}},"more":{}}"#;
     send(&follower, ask.as_bytes(), SendFlags::NOSIGNAL).unwrap();
-    let asked_for = Ask { number: 7, what: What::Open { read_only: true, keeps_all: false } };
-    assert_eq!(hear_ask(worker.as_fd()).unwrap(), Some(asked_for));
+    let asked_for =
+        Request { number: 7, what: RequestKind::Open { read_only: true, keeps_all: false } };
+    assert_eq!(receive_request(worker.as_fd()).unwrap(), Some(asked_for));
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let number = asked(&worker).number;
@@ -240,15 +246,15 @@ fn what_comes_beside_an_answer_is_heard_after_it() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let number = asked(&worker).number;
-            say(worker.as_fd(), &Said::Report(violation.clone()), true).unwrap();
+            send_message(worker.as_fd(), &Message::Report(violation.clone()), true).unwrap();
             answer(&worker, number, Ok(Reply::Done));
         });
         assert_eq!(end.carry_out(Order::Save), Ok(Reply::Done));
     });
-    assert!(end.has_news());
+    assert!(end.has_pending_events());
     end.clear_reports().unwrap();
     assert_eq!((end.report(), end.report()), (Some(violation), None));
-    assert!(!end.has_news());
-    say(worker.as_fd(), &Said::Look, true).unwrap();
+    assert!(!end.has_pending_events());
+    send_message(worker.as_fd(), &Message::Recheck, true).unwrap();
     assert_eq!(wait_for([end.reports_fd()], None).unwrap(), [true]);
 }

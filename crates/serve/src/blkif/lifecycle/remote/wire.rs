@@ -1,4 +1,4 @@
-//! Messages of the line: a `SOCK_SEQPACKET` socket, JSON, bounded.
+//! The messages of the line: a `SOCK_SEQPACKET` socket, JSON, of bounded size.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -10,68 +10,74 @@ use serde::{Deserialize, Serialize};
 
 use super::super::messages::{Failure, Order, Reply, Report};
 
-/// Most bytes of a message. The largest that there is, rings of 64 queues, has a quarter of that.
+/// Most bytes of a message. The largest one, with rings of 64 queues, has a quarter of that.
 pub(super) const MAX_BYTES: usize = 64 << 10;
 
-/// What a follower asks.
+/// A follower's request.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Ask<W = What> {
-    /// The answer names it.
+pub(super) struct Request<W = RequestKind> {
+    /// The number, which the reply repeats.
     pub(super) number: u64,
-    /// What is to be done.
+    /// The request itself.
     pub(super) what: W,
 }
 
-/// What a worker is to do.
+/// A request to a worker.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum What {
-    /// Have the image open, in this way and no other.
+pub(super) enum RequestKind {
+    /// Open the image in this mode.
     Open {
-        /// The guest may not write.
+        /// Whether the guest may only read.
         read_only: bool,
-        /// Nobody may give space back.
+        /// Whether discards are refused.
         #[serde(default)]
         keeps_all: bool,
     },
-    /// Of an image that is open.
+    /// An order for an open image.
     Order(Order),
-    /// Answer what is in flight and close the image, so that another process may go on.
+    /// Answer the requests in flight and close the image, so that another process can go on.
     Retire,
-    /// On the second line: serve this guest beside the first one, as soon as the image is open for that.
+    /// On the second line: serve this guest beside the first one, as soon as the image is open.
     Join {
-        /// The guest may not write.
+        /// Whether the guest may only read.
         read_only: bool,
-        /// Its number.
+        /// The guest's domain number.
         domid: u16,
     },
-    /// On the second line: answer what is in flight, and forget this guest.
+    /// On the second line: answer the requests in flight, and remove this guest.
     Part {
-        /// Its number.
+        /// The guest's domain number.
         domid: u16,
     },
 }
 
-/// What a worker says.
+/// A worker's message.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Said {
-    /// It is done, or could not be.
-    Answer {
-        /// Of what was asked.
+pub(super) enum Message {
+    /// The reply to a request.
+    #[serde(rename = "Answer")]
+    Reply {
+        /// The request's number.
         number: u64,
-        /// What came of it.
+        /// The request's result.
         result: Result<Reply, Failure>,
     },
-    /// Nobody has asked for it.
+    /// An unsolicited report.
     Report(Report),
-    /// It is time to look at all states: the medium may have grown, or the disk was exchanged.
-    Look,
+    /// All states are to be read again: the medium may have grown, or the disk was exchanged.
+    #[serde(rename = "Look")]
+    Recheck,
 }
 
-/// Sends a message. `wait`: until there is room for it.
+/// Sends a message. `wait`: blocks until there is room for it.
 ///
 /// # Errors
-/// `WouldBlock`: there is none. Otherwise the other end is gone.
-pub(super) fn say<T: Serialize>(line: BorrowedFd<'_>, message: &T, wait: bool) -> io::Result<()> {
+/// `WouldBlock`: there is no room. Otherwise the other end is gone.
+pub(super) fn send_message<T: Serialize>(
+    line: BorrowedFd<'_>,
+    message: &T,
+    wait: bool,
+) -> io::Result<()> {
     let bytes = serde_json::to_vec(message)?;
     if bytes.len() > MAX_BYTES {
         return Err(io::Error::other(format!("a message of {} bytes", bytes.len())));
@@ -86,11 +92,11 @@ pub(super) fn say<T: Serialize>(line: BorrowedFd<'_>, message: &T, wait: bool) -
     }
 }
 
-/// Takes a message. `None`: there is none yet.
+/// Receives a message. `None`: there is none yet.
 ///
 /// # Errors
-/// `UnexpectedEof`: the other end is gone. `InvalidData`: it is no message of ours.
-pub(super) fn hear<T: DeserializeOwned>(line: BorrowedFd<'_>) -> io::Result<Option<T>> {
+/// `UnexpectedEof`: the other end is gone. `InvalidData`: the message is malformed.
+pub(super) fn receive_message<T: DeserializeOwned>(line: BorrowedFd<'_>) -> io::Result<Option<T>> {
     let mut bytes = Vec::with_capacity(MAX_BYTES);
     let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC;
     let whole = match recv(line, rustix::buffer::spare_capacity(&mut bytes), flags) {

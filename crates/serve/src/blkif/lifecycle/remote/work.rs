@@ -1,7 +1,7 @@
-//! The worker's end of the line: a process that serves one disk, and does what it is asked.
+//! The worker's end of the line: a process that serves one disk and carries out requests.
 //!
-//! Whoever follows may end at any moment, also between an order and its answer. So nothing here depends
-//! on who asks: an order that was carried out before is carried out again, or is done already.
+//! A follower may end at any moment, also between a request and its reply. So nothing here depends
+//! on a particular follower: a repeated request is carried out again, or is done already.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -17,87 +17,100 @@ use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 
-use super::super::attached::EngineFactory;
-use super::super::carrier::Carrier;
 use super::super::closing::close;
 use super::super::config::WorkConfig;
+use super::super::connected::EngineFactory;
 use super::super::error::ServeError;
 use super::super::messages::{Failure, OpenFailure, Order, Reply, Report, VERSION};
 use super::super::orphan::{Orphan, Start};
 use super::super::run_dir::{RunFiles, STOPPED, second};
 use super::super::worker::Worker;
-use super::wire::{Ask, Said, What, hear, say};
+use super::super::worker_handle::WorkerHandle;
+use super::wire::{Message, Request, RequestKind, receive_message, send_message};
 use crate::path::device::Device;
 use crate::polling::wake_up_ns;
 use crate::waker::wait_for;
 
-/// How long somebody who should follow may take to ask for the first thing.
-const ASKED_WITHIN: Duration = Duration::from_secs(5);
+/// How long a follower that should exist may take to send its first request.
+const FIRST_REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A message of the door says nothing but that a client comes with it.
-const DOOR_BYTES: usize = 16;
+/// Most bytes of a message on the client channel. It carries only the client's descriptor.
+const CLIENT_MESSAGE_BYTES: usize = 16;
 
-/// A disk that can be served: of what killed predecessors have left, nothing is missing in it.
+/// An open disk that can be served. It includes what killed predecessors have left in journals.
 pub struct Opened {
     /// The disk.
     pub disk: Disk,
-    /// What does its I/O.
+    /// Builds the engine for its I/O.
     pub engine: EngineFactory,
 }
 
-/// The lines of a worker. Each has a guest, and a follower.
+/// The lines of a worker. Each has a guest and a follower.
 #[derive(Clone, Copy)]
 pub struct Lines<'a> {
-    /// Of the guest that the disk is attached to.
+    /// The line of the guest that the disk is attached to.
     pub first: &'a OwnedFd,
-    /// Of its stub domain, which may have the disk at the same time.
+    /// The line of its stub domain, which may have the disk at the same time.
     pub second: &'a OwnedFd,
 }
 
-/// Serves what is asked for on the lines, until one of them ends, and the clients of NBD that come by the
-/// door. `open` opens the image, to be written or only to be read. It has ended well when nothing is open
-/// then: the disk is gone, and others of this process go on.
+/// Serves the requests on both lines until one of them ends, and the NBD clients of the client
+/// channel. `open` opens the image; its argument says whether it is opened for reading only.
+///
+/// It returns `Ok` if a line ends while no image is open: the disk is gone, and other disks of this
+/// process go on.
 ///
 /// # Errors
-/// A line's, also its end: nobody is left who could follow. [`ServeError::Host`]: a queue has failed,
-/// or the hypervisor [is used up](Hypervisor::is_used_up), and the next process may do better.
+/// An error or the end of a line: there can be no follower any more. [`ServeError::Host`]: a queue
+/// has failed, or the hypervisor [is used up](Hypervisor::is_used_up). The next process may
+/// succeed.
 pub fn work(
     lines: Lines<'_>,
-    door: &OwnedFd,
+    client_channel: &OwnedFd,
     hypervisor: &dyn Hypervisor,
     config: &WorkConfig,
     open: &mut dyn FnMut(bool) -> Result<Opened, OpenFailure>,
 ) -> Result<(), ServeError> {
-    work_from(Start::Asked, lines, door, hypervisor, config, open)
+    work_from(Start::WaitForFollower, lines, client_channel, hypervisor, config, open)
 }
 
-/// The same, of a worker that may have a guest to go on with before anybody asks.
+/// As [`work`], of a worker that may have to take over a guest before any request comes.
 ///
 /// # Errors
-/// As [`work`]; also the image cannot be opened for that guest now, or nobody asks who should.
+/// As [`work`]; besides, the image cannot be opened for that guest now, or an expected follower
+/// sends no request.
 pub fn work_from(
     start: Start,
     lines: Lines<'_>,
-    door: &OwnedFd,
+    client_channel: &OwnedFd,
     hypervisor: &dyn Hypervisor,
     config: &WorkConfig,
     open: &mut dyn FnMut(bool) -> Result<Opened, OpenFailure>,
 ) -> Result<(), ServeError> {
-    // Measured now, once: no guest waits for us yet.
+    // It is measured once and now, while no guest waits.
     wake_up_ns();
     let (first, second) = (lines.first.as_fd(), lines.second.as_fd());
-    let door = Some(door);
-    let mut bench = Bench { hypervisor, config, open, second, door, served: None, waits: None };
+    let client_channel = Some(client_channel);
+    let mut process = WorkerProcess {
+        hypervisor,
+        config,
+        open,
+        second,
+        client_channel,
+        served: None,
+        pending_join: None,
+    };
     match start {
-        Start::Asked => {}
-        Start::Expecting => expect([first, second])?,
-        Start::Orphan(orphan) => bench.adopt(orphan)?,
+        Start::WaitForFollower => {}
+        Start::ExpectFollower => wait_for_first_request([first, second])?,
+        Start::Orphan(orphan) => process.take_over_orphan(orphan)?,
     }
     loop {
-        match bench.turn(first) {
+        match process.turn(first) {
             Ok(()) => {}
-            // The keeper has let go of both; of either of them somebody may have a copy for a moment longer.
-            Err(_) if bench.served.is_none() && [first, second].into_iter().any(has_ended) => {
+            // The keeper has closed both lines. Another process may hold a copy of one for a
+            // moment.
+            Err(_) if process.served.is_none() && [first, second].into_iter().any(has_hung_up) => {
                 return Ok(());
             }
             Err(e) => return Err(e),
@@ -105,60 +118,65 @@ pub fn work_from(
     }
 }
 
-fn has_ended(line: BorrowedFd<'_>) -> bool {
+fn has_hung_up(line: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(line, PollFlags::RDHUP)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
-/// Waits for the first thing that is asked.
-fn expect(lines: [BorrowedFd<'_>; 2]) -> Result<(), ServeError> {
-    let asked = wait_for(lines, Some(ASKED_WITHIN));
-    match asked.map_err(|e| ServeError::host("wait for orders", e))?.contains(&true) {
+/// Waits for the first request.
+fn wait_for_first_request(lines: [BorrowedFd<'_>; 2]) -> Result<(), ServeError> {
+    let requests = wait_for(lines, Some(FIRST_REQUEST_TIMEOUT));
+    match requests.map_err(|e| ServeError::host("wait for orders", e))?.contains(&true) {
         true => Ok(()),
         false => {
-            let why = "nobody has asked for anything: the next worker looks whether a daemon runs";
+            let why = "no follower sent a request: the next worker checks whether a daemon runs";
             Err(ServeError::host("go on with a guest", io::Error::other(why)))
         }
     }
 }
 
-/// What is asked next. A follower that is newer than this program may ask what it does not know: it is
-/// told so, since it has to be able to ask for the end.
-pub(super) fn hear_ask(line: BorrowedFd<'_>) -> io::Result<Option<Ask>> {
-    let Some(Ask { number, what }) = hear::<Ask<serde_json::Value>>(line)? else { return Ok(None) };
+/// Receives the next request. A newer follower may send one that this program does not know. It
+/// gets an error, since it must be able to request the end.
+pub(super) fn receive_request(line: BorrowedFd<'_>) -> io::Result<Option<Request>> {
+    let Some(Request { number, what }) = receive_message::<Request<serde_json::Value>>(line)?
+    else {
+        return Ok(None);
+    };
     match serde_json::from_value(what) {
-        Ok(what) => Ok(Some(Ask { number, what })),
+        Ok(what) => Ok(Some(Request { number, what })),
         Err(e) => {
-            let result = Err(Failure::host("do what this program does not know", e.into()));
-            say(line, &Said::Answer { number, result }, true)?;
+            let result =
+                Err(Failure::host("carry out a request that this program does not know", e.into()));
+            send_message(line, &Message::Reply { number, result }, true)?;
             Ok(None)
         }
     }
 }
 
-/// Where a worker sits that may have nothing to work on.
-struct Bench<'a> {
+/// A worker's process, with or without an open image.
+struct WorkerProcess<'a> {
     hypervisor: &'a dyn Hypervisor,
     config: &'a WorkConfig,
     open: &'a mut dyn FnMut(bool) -> Result<Opened, OpenFailure>,
     second: BorrowedFd<'a>,
-    /// Until its other end is gone.
-    door: Option<&'a OwnedFd>,
-    served: Option<Served<'a>>,
-    /// On the second line: until the image is open, and a follower has looked at the first guest's disk.
-    waits: Option<Ask>,
+    /// The client channel, until its other end is gone.
+    client_channel: Option<&'a OwnedFd>,
+    served: Option<OpenImage<'a>>,
+    /// A request to join on the second line. It waits until the image is open and a follower has
+    /// read the first guest's states.
+    pending_join: Option<Request>,
 }
 
 /// An open image.
-struct Served<'a> {
+struct OpenImage<'a> {
     worker: Worker<'a>,
     device: Arc<Device>,
     engine: EngineFactory,
     read_only: bool,
-    /// It is closed, or is being closed: it can be closed again, and nothing else.
+    /// Whether the image is closed or being closed: it can only be closed again.
     closed: bool,
-    /// Its size was asked for, and what tells of growth is listened to.
+    /// Whether the growth watch is polled, after a check of the size.
     listens: bool,
     /// The stub domain of the guest, while it has the disk, too.
     second: Option<Second<'a>>,
@@ -170,43 +188,43 @@ struct Second<'a> {
     listens: bool,
 }
 
-/// What there is to do, by line.
+/// What `select` has found to do, for each line.
 #[derive(Clone, Copy)]
 struct Ready {
-    asked: [bool; 2],
-    /// Something is to be told.
-    told: [bool; 2],
-    /// There is a client at the door.
-    came: bool,
+    requests: [bool; 2],
+    /// Lines with a report to send.
+    reports: [bool; 2],
+    /// Whether there is a client in the client channel.
+    client: bool,
 }
 
-impl<'a> Bench<'a> {
+impl<'a> WorkerProcess<'a> {
     /// Waits, and does what there is to do.
     fn turn(&mut self, first: BorrowedFd<'_>) -> Result<(), ServeError> {
         let ready = self.select(first)?;
-        self.tell(first, ready)?;
-        if ready.came {
-            self.admit();
+        self.send_reports(first, ready)?;
+        if ready.client {
+            self.accept_client();
         }
-        if ready.asked[0]
-            && let Some(ask) = hear_ask(first).map_err(line_failed)?
+        if ready.requests[0]
+            && let Some(request) = receive_request(first).map_err(line_failed)?
         {
-            let result = self.carry_out(ask.what);
-            self.answer(first, ask.number, result)?;
+            let result = self.carry_out(request.what);
+            self.send_reply(first, request.number, result)?;
         }
-        if ready.asked[1]
-            && let Some(ask) = hear_ask(self.second).map_err(line_failed)?
+        if ready.requests[1]
+            && let Some(request) = receive_request(self.second).map_err(line_failed)?
         {
-            self.waits = None;
-            self.carry_out_second(ask)?;
+            self.pending_join = None;
+            self.carry_out_second(request)?;
         }
-        if let Some(ask) = self.waits.take() {
-            self.carry_out_second(ask)?;
+        if let Some(request) = self.pending_join.take() {
+            self.carry_out_second(request)?;
         }
         Ok(())
     }
 
-    /// Waits.
+    /// Waits for something to do.
     fn select(&self, first: BorrowedFd<'_>) -> Result<Ready, ServeError> {
         let served = self.served.as_ref();
         let second = served.and_then(|served| served.second.as_ref());
@@ -219,21 +237,21 @@ impl<'a> Bench<'a> {
             let listens = workers[i].filter(|(_, listens)| *listens);
             listens.and_then(|(worker, _)| worker.growth_fd()).unwrap_or(first)
         };
-        // Until the disk can be served, clients wait where they are.
-        let takes = self.takes_others();
-        let door = self.door.filter(|_| takes).map_or(first, OwnedFd::as_fd);
-        let fds = [first, self.second, fd(0), fd(1), grows(0), grows(1), door];
+        // Clients wait in the channel until the disk can be served.
+        let takes = self.serves_others();
+        let client_channel = self.client_channel.filter(|_| takes).map_or(first, OwnedFd::as_fd);
+        let fds = [first, self.second, fd(0), fd(1), grows(0), grows(1), client_channel];
         let ready = wait_for(fds, None).map_err(|e| ServeError::host("wait for orders", e))?;
-        let told = |i: usize| workers[i].is_some() && (ready[2 + i] || ready[4 + i]);
-        let came = takes && ready[6];
-        Ok(Ready { asked: [ready[0], ready[1]], told: [told(0), told(1)], came })
+        let reports = |i: usize| workers[i].is_some() && (ready[2 + i] || ready[4 + i]);
+        let client = takes && ready[6];
+        Ok(Ready { requests: [ready[0], ready[1]], reports: [reports(0), reports(1)], client })
     }
 
-    /// Goes on with a guest that a predecessor has left, as its follower would have asked. One that comes
-    /// meanwhile asks for the same, and finds it done.
-    fn adopt(&mut self, orphan: Orphan) -> Result<(), ServeError> {
+    /// Takes over a guest that a predecessor has left, as its follower would have requested. A
+    /// follower that comes meanwhile requests the same, and finds it done.
+    fn take_over_orphan(&mut self, orphan: Orphan) -> Result<(), ServeError> {
         let Orphan { read_only, keeps_all, rings, told_sectors } = orphan;
-        // What fails here may work later: the next worker tries it.
+        // A failure here may be temporary: the next worker tries again.
         self.open(read_only, keeps_all)?;
         self.order(Order::Remember)?;
         self.order(Order::Enter)?;
@@ -253,80 +271,82 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Serves the next client that has come by the door.
-    fn admit(&mut self) {
-        let (Some(served), Some(door)) = (&mut self.served, self.door) else { return };
-        match receive_with(door, DOOR_BYTES, false) {
-            Ok((bytes, _)) if bytes.is_empty() => self.door = None,
-            Ok((_, Some(client))) => served.worker.admit(UnixStream::from(client)),
-            // Nobody, or no descriptor was left for him.
+    /// Serves the next client of the client channel.
+    fn accept_client(&mut self) {
+        let (Some(served), Some(client_channel)) = (&mut self.served, self.client_channel) else {
+            return;
+        };
+        match receive_with(client_channel, CLIENT_MESSAGE_BYTES, false) {
+            Ok((bytes, _)) if bytes.is_empty() => self.client_channel = None,
+            Ok((_, Some(client))) => served.worker.accept_client(UnixStream::from(client)),
+            // There was no client, or no descriptor was free for it.
             Ok((_, None)) | Err(_) => {}
         }
     }
 
-    /// Tells what nobody has asked for.
-    fn tell(&mut self, first: BorrowedFd<'_>, ready: Ready) -> Result<(), ServeError> {
+    /// Sends reports on both lines.
+    fn send_reports(&mut self, first: BorrowedFd<'_>, ready: Ready) -> Result<(), ServeError> {
         let Some(served) = &mut self.served else { return Ok(()) };
-        if ready.told[0] {
+        if ready.reports[0] {
             served.listens = false;
-            tell(first, &mut served.worker)?;
+            send_reports(first, &mut served.worker)?;
         }
-        if ready.told[1]
+        if ready.reports[1]
             && let Some(second) = &mut served.second
         {
             second.listens = false;
-            tell(self.second, &mut second.worker)?;
+            send_reports(self.second, &mut second.worker)?;
         }
         Ok(())
     }
 
-    fn answer(
+    fn send_reply(
         &self,
         line: BorrowedFd<'_>,
         number: u64,
         result: Result<Reply, Failure>,
     ) -> Result<(), ServeError> {
         let failed = result.is_err();
-        say(line, &Said::Answer { number, result }, true).map_err(line_failed)?;
+        send_message(line, &Message::Reply { number, result }, true).map_err(line_failed)?;
         // Nothing can be opened here any more. The guests' requests are in their tables.
         if failed && self.hypervisor.is_used_up() {
-            let e = io::Error::other("all devices of Xen are in use or spoiled");
+            let e = io::Error::other("all devices of Xen are in use or unusable");
             return Err(ServeError::host("connect a guest", e));
         }
         Ok(())
     }
 
-    /// The same of the second line. A guest that cannot join yet is answered later.
-    fn carry_out_second(&mut self, Ask { number, what }: Ask) -> Result<(), ServeError> {
-        if matches!(what, What::Join { .. }) && !self.takes_others() {
-            self.waits = Some(Ask { number, what });
+    /// Carries out a request of the second line. A guest that cannot join yet gets its reply later.
+    fn carry_out_second(&mut self, Request { number, what }: Request) -> Result<(), ServeError> {
+        if matches!(what, RequestKind::Join { .. }) && !self.serves_others() {
+            self.pending_join = Some(Request { number, what });
             return Ok(());
         }
         let result = match what {
-            What::Join { read_only, domid } => self.join(read_only, DomId(domid)),
-            What::Part { domid } => self.part(DomId(domid)),
-            What::Order(order) => self.order_second(order),
-            What::Open { .. } | What::Retire => Err(not_here()),
+            RequestKind::Join { read_only, domid } => self.join(read_only, DomId(domid)),
+            RequestKind::Part { domid } => self.part(DomId(domid)),
+            RequestKind::Order(order) => self.order_second(order),
+            RequestKind::Open { .. } | RequestKind::Retire => Err(wrong_line()),
         };
-        self.answer(self.second, number, result)
+        self.send_reply(self.second, number, result)
     }
 
-    /// Whether others than the first guest are served now.
-    fn takes_others(&self) -> bool {
+    /// Whether the stub domain and NBD clients may be served.
+    fn serves_others(&self) -> bool {
         self.served.as_ref().is_some_and(|served| !served.closed && served.worker.has_begun())
     }
 
-    /// Has a second guest. One that is there already is served on.
+    /// Serves a second guest. One that has joined already is served on.
     fn join(&mut self, read_only: bool, domid: DomId) -> Result<Reply, Failure> {
         let Some(served) = &mut self.served else { return Err(not_open()) };
         if served.read_only != read_only {
             return Err(Failure::Open(OpenFailure {
                 what: format!("cannot serve domain {domid} beside its guest"),
                 why: "only one of the two may write to the disk".to_owned(),
-                help: "attach it in the same mode to both (mode=)".to_owned(),
+                help: "attach it to both in the same mode (mode=)".to_owned(),
             }));
         }
-        // Its disk is gone: the daemon has one beside the first at a time.
+        // The older guest's disk is gone: the daemon serves one at a time beside the first.
         if let Some(older) = served.second.as_ref().map(|second| second.domid)
             && older != domid
         {
@@ -340,14 +360,14 @@ impl<'a> Bench<'a> {
         Ok(Reply::Done)
     }
 
-    /// Nothing is left of this second guest, nor of what it has left to a predecessor of this process.
+    /// Removes a second guest, and the requests that it has left to a predecessor of this process.
     fn part(&mut self, domid: DomId) -> Result<Reply, Failure> {
         let Some(served) = &mut self.served else {
-            RunFiles::new(&second(&self.config.run_dir)).forget();
+            RunFiles::new(&second(&self.config.run_dir)).remove();
             return Ok(Reply::Done);
         };
         let mut second = match served.second.take() {
-            // What is here is another's.
+            // The second guest is another domain's.
             Some(second) if second.domid != domid => {
                 served.second = Some(second);
                 return Ok(Reply::Done);
@@ -363,7 +383,7 @@ impl<'a> Bench<'a> {
         let Some(served) = &mut self.served else { return Err(not_open()) };
         let Some(second) = &mut served.second else { return Err(not_open()) };
         match order {
-            // A failed flush is remembered for both, in one place.
+            // A failed flush is recorded for both guests in one place.
             Order::Enter => drop(served.worker.carry_out(Order::Enter)?),
             Order::CheckSize => second.listens = true,
             _ => {}
@@ -371,47 +391,49 @@ impl<'a> Bench<'a> {
         second.worker.carry_out(order)
     }
 
-    /// The image is to be closed: the second guest waits until it is open again, as after a death.
+    /// Disconnects the second guest, since the image is to be closed. It waits until the image is
+    /// open again, as after a death of the worker.
     fn leave_second(&mut self) -> Result<(), Failure> {
         let Some(served) = &mut self.served else { return Ok(()) };
         let Some(mut second) = served.second.take() else { return Ok(()) };
         second.worker.carry_out(Order::Stop)?;
         let why = "the disk of its guest is closed".to_owned();
-        let report = Said::Report(Report::Failed(Failure::Close(why)));
-        say(self.second, &report, true).map_err(|e| Failure::host("tell of the end", e))
+        let report = Message::Report(Report::Failed(Failure::Close(why)));
+        send_message(self.second, &report, true).map_err(|e| Failure::host("report the end", e))
     }
 
-    fn carry_out(&mut self, what: What) -> Result<Reply, Failure> {
+    fn carry_out(&mut self, what: RequestKind) -> Result<Reply, Failure> {
         match what {
-            What::Open { read_only, keeps_all } => {
+            RequestKind::Open { read_only, keeps_all } => {
                 self.open(read_only, keeps_all)?;
                 let program = env!("CARGO_PKG_VERSION").to_owned();
                 return Ok(Reply::Opened { version: VERSION, program });
             }
-            What::Retire => self.retire()?,
-            What::Order(order) => return self.order(order),
-            What::Join { .. } | What::Part { .. } => return Err(not_here()),
+            RequestKind::Retire => self.retire()?,
+            RequestKind::Order(order) => return self.order(order),
+            RequestKind::Join { .. } | RequestKind::Part { .. } => return Err(wrong_line()),
         }
         Ok(Reply::Done)
     }
 
-    /// Has the image open in this way. An open one is taken for what it is: its guest goes on.
+    /// Opens the image in this mode. An image that is open in this mode stays open, and its guest
+    /// goes on.
     fn open(&mut self, read_only: bool, keeps_all: bool) -> Result<(), Failure> {
         if let Some(served) = &self.served {
             if !served.closed && served.read_only == read_only {
                 return Ok(());
             }
-            // The toolstack has attached it once more.
+            // The toolstack has attached the disk once more.
             self.give_up()?;
         }
         let Opened { disk, engine } = match (self.open)(read_only) {
             Ok(opened) => opened,
             Err(e) => {
-                // Who waits to join is to hear of it, too.
-                if let Some(Ask { number, .. }) = self.waits.take() {
+                // A second guest that waits to join gets the error, too.
+                if let Some(Request { number, .. }) = self.pending_join.take() {
                     let result = Err(Failure::Open(e.clone()));
-                    // The line's end is found when it is listened to.
-                    let _ = say(self.second, &Said::Answer { number, result }, true);
+                    // The end of the line is found when it is read.
+                    let _ = send_message(self.second, &Message::Reply { number, result }, true);
                 }
                 return Err(Failure::Open(e));
             }
@@ -420,12 +442,13 @@ impl<'a> Bench<'a> {
         let device = Arc::new(device);
         let mut worker = Worker::new(self.hypervisor, &device, self.config, &engine)?;
         worker.keep_all(keeps_all);
-        // What fails before this leaves the image to others.
+        // After a failure before this point, other processes may open the image.
         if let Ok(disk) = device.disk() {
             disk.keep();
         }
         let (closed, listens, second) = (false, false, None);
-        self.served = Some(Served { worker, device, engine, read_only, closed, listens, second });
+        self.served =
+            Some(OpenImage { worker, device, engine, read_only, closed, listens, second });
         Ok(())
     }
 
@@ -442,7 +465,7 @@ impl<'a> Bench<'a> {
         served.worker.carry_out(order)
     }
 
-    /// Lets go of the image. Its guest, if there is one, waits for a takeover.
+    /// Closes the image. Its guest, if there is one, waits for a takeover.
     fn give_up(&mut self) -> Result<(), Failure> {
         self.leave_second()?;
         let Some(mut served) = self.served.take() else { return Ok(()) };
@@ -453,14 +476,14 @@ impl<'a> Bench<'a> {
             false => {
                 let closed = close(&served.device, &served.engine);
                 closed.map_err(|e| Failure::Close(e.to_string()))?;
-                // Complete as it is, it is not for the next process only.
+                // The image is complete, so any process may open it.
                 served.device.disk().iter().for_each(|disk| disk.let_go());
                 Ok(())
             }
         }
     }
 
-    /// Leaves the image complete. One that cannot be closed stays: it is served on.
+    /// Completes and closes the image. One that cannot be closed stays open and is served.
     fn retire(&mut self) -> Result<(), Failure> {
         self.leave_second()?;
         let Some(served) = &mut self.served else { return Ok(()) };
@@ -470,28 +493,28 @@ impl<'a> Bench<'a> {
             close(&served.device, &served.engine).map_err(|e| Failure::Close(e.to_string()))?;
         }
         self.give_up()?;
-        // Without it the next one takes this one for killed, and does no harm.
+        // Without the mark the next worker takes this one for killed, which does no harm.
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::CLOEXEC;
         let _ = names::open(self.config.run_dir.join(STOPPED), flags, Mode::from(0o600));
         Ok(())
     }
 }
 
-/// Tells what a guest's worker has to say.
-fn tell(line: BorrowedFd<'_>, worker: &mut Worker<'_>) -> Result<(), ServeError> {
+/// Sends the reports of a guest's worker.
+fn send_reports(line: BorrowedFd<'_>, worker: &mut Worker<'_>) -> Result<(), ServeError> {
     worker.clear_reports()?;
     while let Some(report) = worker.report() {
         let failed = match &report {
             Report::Failed(failure) => Some(failure.clone()),
             Report::Violation { .. } => None,
         };
-        say(line, &Said::Report(report), true).map_err(line_failed)?;
-        // The guest's requests are in the table, and the next process does them again.
+        send_message(line, &Message::Report(report), true).map_err(line_failed)?;
+        // The guest's requests are in the table, and the next process repeats them.
         if let Some(failure) = failed {
             return Err(failure.into());
         }
     }
-    say(line, &Said::Look, true).map_err(line_failed)
+    send_message(line, &Message::Recheck, true).map_err(line_failed)
 }
 
 fn not_open() -> Failure {
@@ -499,10 +522,10 @@ fn not_open() -> Failure {
     Failure::host("serve the image", e)
 }
 
-fn not_here() -> Failure {
+fn wrong_line() -> Failure {
     Failure::host("do that for the other guest", io::Error::other("this is a bug in ferrite"))
 }
 
 fn line_failed(e: io::Error) -> ServeError {
-    ServeError::host("go on without anybody who follows", e)
+    ServeError::host("go on without a follower", e)
 }

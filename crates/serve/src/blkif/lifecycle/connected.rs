@@ -1,4 +1,5 @@
-//! A connected frontend: its queues, their threads, and what they leave for a successor.
+//! A connected frontend: its queues with their threads, and the table that they leave for a
+//! successor.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,9 +16,9 @@ use ferrite_xen::hypervisor::{DomId, Hypervisor, HypervisorError, Link, PAGE_SIZ
 use ferrite_xen::mover::{Mover, Moving};
 use ferrite_xen::ring::BackRing;
 
-use super::heir::TableHeir;
 use super::messages::{Failure, Report, Rings};
 use super::run_dir::RunFiles;
+use super::successor::TableSuccessor;
 use crate::blkif::connection::Connection;
 use crate::blkif::inflight::{Identity, QueueTable, Table, TableError, Unanswered};
 use crate::blkif::negotiate::Wanted;
@@ -32,24 +33,24 @@ use crate::trace::TraceRing;
 use crate::tuning::Tuning;
 use crate::waker::Waker;
 
-/// Operations that an engine may have in flight beside a ring's requests: the event channel, the
+/// Operations that an engine may have in flight besides a ring's requests: the event channel, the
 /// waker, and steps of tasks.
 const EXTRA_OPERATIONS: u32 = 32;
 
-/// Builds a queue's storage engine over the arena, for so many operations in flight; called on
-/// the queue's own thread.
+/// Builds a queue's storage engine over the arena, for this number of operations in flight. It is
+/// called on the queue's own thread.
 pub type EngineFactory = Arc<dyn Fn(Arc<Arena>, u32) -> io::Result<Box<dyn Engine>> + Send + Sync>;
 
-/// What connections to a disk are made of.
-pub(super) struct Means<'a> {
+/// The parts that connections to a disk are made of.
+pub(super) struct ConnectionContext<'a> {
     pub(super) hypervisor: &'a dyn Hypervisor,
     pub(super) domid: DomId,
     pub(super) device: Arc<Device>,
-    /// Which of the device's guests is served.
+    /// The side of the guest that is served.
     pub(super) side: Side,
     pub(super) files: RunFiles,
-    /// Keeps the image's name in the table true.
-    pub(super) heir: Arc<TableHeir>,
+    /// Keeps the image's name in the in-flight table up to date.
+    pub(super) successor: Arc<TableSuccessor>,
     pub(super) moving: Moving,
     pub(super) pool_bytes: usize,
     pub(super) host_memory: Option<Arc<HostMemory>>,
@@ -57,20 +58,20 @@ pub(super) struct Means<'a> {
     pub(super) tuning: Tuning,
     pub(super) processors: Arc<Processors>,
     pub(super) counters: Counters,
-    /// Woken by queues that have something to report.
+    /// Woken by queues that have a report.
     pub(super) control: Arc<Waker>,
 }
 
-/// What queue threads tell the control thread.
+/// A message of a queue's thread to the control thread.
 enum Message {
     Event(QueueEvent),
     End(QueueEnd),
 }
 
 /// A connected frontend.
-pub(super) struct Attached {
+pub(super) struct ConnectedFrontend {
     wanted: Wanted,
-    /// Which guest it is, see [`Rings::guest`].
+    /// The guest, see [`Rings::guest`].
     guest: String,
     connection: Arc<Connection>,
     threads: Vec<JoinHandle<()>>,
@@ -81,50 +82,58 @@ pub(super) struct Attached {
 }
 
 /// A queue before its thread runs.
-struct Prepared {
+struct PreparedQueue {
     ring: BackRing,
     table: QueueTable,
     replay: Vec<Unanswered>,
 }
 
-impl Attached {
-    /// Connects a frontend that has nothing in flight.
-    pub(super) fn connect(means: &Means<'_>, rings: Rings) -> Result<Attached, Failure> {
+impl ConnectedFrontend {
+    /// Connects a frontend that has no requests in flight.
+    pub(super) fn connect(
+        context: &ConnectionContext<'_>,
+        rings: Rings,
+    ) -> Result<ConnectedFrontend, Failure> {
         let wanted = &rings.wanted;
-        let moving = moving(means, wanted);
-        let connection = new_connection(means, &rings, moving.mover)?;
+        let moving = moving(context, wanted);
+        let connection = new_connection(context, &rings, moving.mover)?;
         let mut attached = Vec::new();
         for i in 0..wanted.queues.len() {
-            let link = new_link(means, wanted, i, &moving)?;
+            let link = new_link(context, wanted, i, &moving)?;
             attached.push(
                 BackRing::attach(link, wanted.protocol)
                     .map_err(|e| Failure::Refused(format!("queue {i}: {e}")))?,
             );
         }
-        let table = table(means, &rings, Table::create)?.map_err(|e| {
+        let table = table(context, &rings, Table::create)?.map_err(|e| {
             let kind = match &e {
                 TableError::Io { source, .. } => source.kind(),
                 _ => std::io::ErrorKind::Other,
             };
-            Failure::run_dir("keep a table", std::io::Error::new(kind, e))
+            Failure::run_dir("make the in-flight table", std::io::Error::new(kind, e))
         })?;
         let prepared = attached
             .into_iter()
             .zip(table.into_queues())
             .map(|(ring, table)| {
                 table.start(ring.req_cons(), ring.rsp_prod());
-                Prepared { ring, table, replay: Vec::new() }
+                PreparedQueue { ring, table, replay: Vec::new() }
             })
             .collect();
-        Attached::start(means, rings, connection, prepared, moving)
+        ConnectedFrontend::start(context, rings, connection, prepared, moving)
     }
 
-    /// Takes over a frontend that a predecessor had connected (blkif.md 3.9), and says how many of
-    /// its requests are done again. The image's lock, which we hold, says that the predecessor and
-    /// all its I/O are gone: it lies on the open file that its last operation used.
-    pub(super) fn take_over(means: &Means<'_>, rings: Rings) -> Result<(Attached, usize), Failure> {
+    /// Takes over a frontend that a predecessor had connected (blkif.md 3.9). Returns the number of
+    /// its requests that are repeated.
+    ///
+    /// This process holds the image's lock, so the predecessor and all its I/O are gone: the lock
+    /// is on the open file that its last operation used.
+    pub(super) fn take_over(
+        context: &ConnectionContext<'_>,
+        rings: Rings,
+    ) -> Result<(ConnectedFrontend, usize), Failure> {
         let refuse = |why: String| Failure::Refused(why);
-        let table = table(means, &rings, Table::open)?.map_err(|e| {
+        let table = table(context, &rings, Table::open)?.map_err(|e| {
             let why = e.to_string();
             match e {
                 TableError::OtherRings { .. } => Failure::OtherRings(why),
@@ -133,51 +142,51 @@ impl Attached {
             }
         })?;
         let wanted = &rings.wanted;
-        let moving = moving(means, wanted);
-        let connection = new_connection(means, &rings, moving.mover)?;
+        let moving = moving(context, wanted);
+        let connection = new_connection(context, &rings, moving.mover)?;
         let mut prepared = Vec::new();
         let mut undone = 0;
         for (i, table) in table.into_queues().into_iter().enumerate() {
-            let link = new_link(means, wanted, i, &moving)?;
+            let link = new_link(context, wanted, i, &moving)?;
             let resume = table
                 .resume(BackRing::shared_rsp_prod(&*link))
-                .ok_or_else(|| refuse(format!("queue {i}: its guest has changed the ring")))?;
+                .ok_or_else(|| refuse(format!("queue {i}: the guest has changed the ring")))?;
             let ring = BackRing::resume(link, wanted.protocol, resume.req_cons, resume.rsp_prod)
                 .map_err(|e| refuse(format!("queue {i}: {e}")))?;
             undone += resume.unanswered.len();
-            prepared.push(Prepared { ring, table, replay: resume.unanswered });
+            prepared.push(PreparedQueue { ring, table, replay: resume.unanswered });
         }
-        // Before one of them can be begun.
-        means.device.expects(means.side, undone);
-        Ok((Attached::start(means, rings, connection, prepared, moving)?, undone))
+        // The number is set before any of these requests begins.
+        context.device.expect_replays(context.side, undone);
+        Ok((ConnectedFrontend::start(context, rings, connection, prepared, moving)?, undone))
     }
 
     fn start(
-        means: &Means<'_>,
+        context: &ConnectionContext<'_>,
         rings: Rings,
         connection: Arc<Connection>,
-        prepared: Vec<Prepared>,
+        prepared: Vec<PreparedQueue>,
         moving: Moving,
-    ) -> Result<Attached, Failure> {
-        // All of them before the first queue works.
+    ) -> Result<ConnectedFrontend, Failure> {
+        // All trace rings are created before the first queue works.
         let traces: Vec<_> = (0..prepared.len())
-            .map(|i| TraceRing::create(&means.files.trace(i)))
+            .map(|i| TraceRing::create(&context.files.trace(i)))
             .collect::<Result<_, _>>()
             .map_err(|e| Failure::run_dir("make a trace ring", e))?;
-        means.device.begin_service(&means.engine);
+        context.device.begin_service(&context.engine);
         let (sender, messages) = channel();
-        let mut attached = Attached {
+        let mut attached = ConnectedFrontend {
             wanted: rings.wanted,
             guest: rings.guest,
             connection,
             threads: Vec::new(),
             messages,
-            table_path: means.files.table(),
+            table_path: context.files.table(),
             moving,
-            hypervisor: means.hypervisor.name(),
+            hypervisor: context.hypervisor.name(),
         };
         for (index, (prepared, trace)) in prepared.into_iter().zip(traces).enumerate() {
-            match attached.spawn(means, index, prepared, trace, sender.clone()) {
+            match attached.spawn(context, index, prepared, trace, sender.clone()) {
                 Ok(thread) => attached.threads.push(thread),
                 Err(e) => {
                     attached.join();
@@ -190,30 +199,30 @@ impl Attached {
 
     fn spawn(
         &self,
-        means: &Means<'_>,
+        context: &ConnectionContext<'_>,
         index: usize,
-        prepared: Prepared,
+        prepared: PreparedQueue,
         trace: TraceRing,
         sender: Sender<(usize, Message)>,
     ) -> Result<JoinHandle<()>, Failure> {
         let connection = self.connection.clone();
-        let engine = means.engine.clone();
-        let control = means.control.clone();
-        // What it logs is of the same disk as what we log.
+        let engine = context.engine.clone();
+        let control = context.control.clone();
+        // The queue's log lines name the same disk.
         let span = tracing::Span::current();
         let body = move || {
             let _in_span = span.enter();
-            let gone = Gone { index, sender, control };
-            let Prepared { ring, table, replay } = prepared;
+            let gone = ThreadGuard { index, sender, control };
+            let PreparedQueue { ring, table, replay } = prepared;
             let entries = ring.entries() + EXTRA_OPERATIONS;
             let end = engine(connection.shared.pool.arena().clone(), entries).and_then(|engine| {
                 Queue::new(Parts { connection, index, ring, engine, table, replay, trace })
             });
             let end = match end {
-                Ok(queue) => queue.run(|event| gone.tell(Message::Event(event))),
+                Ok(queue) => queue.run(|event| gone.send(Message::Event(event))),
                 Err(e) => QueueEnd::Failed(e),
             };
-            gone.tell(Message::End(end));
+            gone.send(Message::End(end));
         };
         std::thread::Builder::new()
             .name(format!("queue-{index}"))
@@ -221,12 +230,12 @@ impl Attached {
             .map_err(|e| Failure::host("start a queue's thread", e))
     }
 
-    /// Whether these are its rings.
+    /// Whether the frontend is connected by these rings.
     pub(super) fn serves(&self, rings: &Rings) -> bool {
         self.guest == rings.guest && self.wanted.has_rings_of(&rings.wanted)
     }
 
-    /// One line for the log.
+    /// A description of the connection in one line, for the log.
     pub(super) fn describe(&self) -> String {
         format!(
             "{}, {} queue{}, ring order {}, up to {} segments, {} ({})",
@@ -244,7 +253,7 @@ impl Attached {
         )
     }
 
-    /// What a queue has to say.
+    /// The next report of a queue.
     pub(super) fn report(&mut self) -> Option<Report> {
         while let Ok((queue, message)) = self.messages.try_recv() {
             match message {
@@ -261,24 +270,25 @@ impl Attached {
         None
     }
 
-    /// The toolstack wants the disk back: what is on the rings is answered while the guest is there
-    /// to hear it, whatever the disk has used of processors.
+    /// Answers the requests on the rings without regard to the processor limit: the toolstack wants
+    /// the disk back, and the guest may be gone soon.
     pub(super) fn hurry(&self, now_ns: u64) {
         self.connection.shared.processors.forgive(now_ns);
         self.connection.shared.wake_all();
     }
 
-    /// Answers what is in flight, gives everything of the guest's back, forgets the connection. What
-    /// waits for space fails: its guest has let go of its rings, and hears of no answer.
+    /// Answers the requests in flight, releases everything of the guest's, and removes the
+    /// connection. Requests that wait for space fail: the guest has let go of its rings, and reads
+    /// no response.
     pub(super) fn detach(mut self) -> Result<(), Failure> {
         self.connection.shared.give_up();
         self.finish()?;
-        // Nothing is in flight: a successor has nothing to learn from it.
+        // Nothing is in flight, so a successor does not need the table.
         remove(&self.table_path)
     }
 
-    /// Answers what is in flight, and leaves the table: a successor will go on, or the next
-    /// connection puts its own in its place. What waits for space stays in it.
+    /// Answers the requests in flight, and leaves the table for a successor or the next connection.
+    /// Requests that wait for space stay in it.
     pub(super) fn stop(mut self) -> Result<(), Failure> {
         self.connection.shared.leave();
         self.finish()
@@ -313,63 +323,63 @@ impl Attached {
     }
 }
 
-impl Drop for Attached {
+impl Drop for ConnectedFrontend {
     fn drop(&mut self) {
         self.join();
     }
 }
 
-/// A queue's thread: when it ends, however it does, those who wait for the queue go on. Its
+/// Lives in a queue's thread. When that ends in any way, the control thread is told. The queue's
 /// engine has ended by then, and with it all I/O.
-struct Gone {
+struct ThreadGuard {
     index: usize,
     sender: Sender<(usize, Message)>,
     control: Arc<Waker>,
 }
 
-impl Gone {
-    fn tell(&self, message: Message) {
-        // Fails only when the control thread has gone, and then nobody wants to know.
+impl ThreadGuard {
+    fn send(&self, message: Message) {
+        // This fails only when the control thread is gone, which needs no message any more.
         let _ = self.sender.send((self.index, message));
         self.control.wake();
     }
 }
 
-impl Drop for Gone {
+impl Drop for ThreadGuard {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let e = std::io::Error::other("its thread panicked: this is a bug in ferrite");
-            self.tell(Message::End(QueueEnd::Failed(e)));
+            self.send(Message::End(QueueEnd::Failed(e)));
         }
     }
 }
 
 fn new_connection(
-    means: &Means<'_>,
+    context: &ConnectionContext<'_>,
     rings: &Rings,
     mover: Mover,
 ) -> Result<Arc<Connection>, Failure> {
     let queues = rings.wanted.queues.len();
-    let device = means.device.clone();
-    // Others do not need them: they copy by the processor.
-    let lender = if mover == Mover::Copy { means.hypervisor.lender() } else { None };
-    let host = means.host_memory.clone();
+    let device = context.device.clone();
+    // Other movers do not need a lender: they copy by the processor.
+    let lender = if mover == Mover::Copy { context.hypervisor.lender() } else { None };
+    let host = context.host_memory.clone();
     let growth = host.map(|host| Growth { most_bytes: ring_bytes(rings), host });
     let others = Others { lender, growth };
-    let pool = Pool::with_others(means.pool_bytes, queues, Disk::MAX_SCRATCH_BYTES, others)
+    let pool = Pool::with_others(context.pool_bytes, queues, Disk::MAX_SCRATCH_BYTES, others)
         .map_err(|e| Failure::host("get memory for the buffer pool", e))?;
-    let (processors, counters) = (means.processors.clone(), means.counters.clone());
-    let shared = Shared::new(device, pool, queues, means.tuning, processors, counters)
+    let (processors, counters) = (context.processors.clone(), context.counters.clone());
+    let shared = Shared::new(device, pool, queues, context.tuning, processors, counters)
         .map_err(|e| Failure::host("make an eventfd", e))?;
     Ok(Arc::new(Connection {
-        shared: Arc::new(shared.on_side(means.side)),
+        shared: Arc::new(shared.on_side(context.side)),
         protocol: rings.wanted.protocol,
         max_indirect_segments: rings.max_indirect_segments,
         discard: rings.discard,
     }))
 }
 
-/// Bytes of all data that the rings' requests can have at once.
+/// Bytes of data that all requests on the rings can have at once.
 fn ring_bytes(rings: &Rings) -> usize {
     let Rings { wanted, max_indirect_segments, .. } = rings;
     let segments = usize::from(*max_indirect_segments).max(MAX_DIRECT_SEGMENTS);
@@ -377,28 +387,29 @@ fn ring_bytes(rings: &Rings) -> usize {
     wanted.queues.len() * entries * segments * PAGE_SIZE
 }
 
-/// The disk's mover, if the frontend agrees to it; otherwise grant copy, which any frontend takes.
-fn moving(means: &Means<'_>, wanted: &Wanted) -> Moving {
-    if means.moving.mover != Mover::Persistent || wanted.persistent {
-        return means.moving.clone();
+/// The disk's mover, if the frontend supports it; otherwise grant copy, which any frontend
+/// supports.
+fn moving(context: &ConnectionContext<'_>, wanted: &Wanted) -> Moving {
+    if context.moving.mover != Mover::Persistent || wanted.persistent {
+        return context.moving.clone();
     }
     limited!(
         info,
-        means.device.log_limits.connections,
-        means.device.clock.now_ns(),
-        "the connection is not one of persistent grants: data goes by grant copy"
+        context.device.log_limits.connections,
+        context.device.clock.now_ns(),
+        "the frontend does not use persistent grants: data goes by grant copy"
     );
-    Moving { mover: Mover::Copy, maps: means.moving.maps.clone() }
+    Moving { mover: Mover::Copy, maps: context.moving.maps.clone() }
 }
 
 fn new_link(
-    means: &Means<'_>,
+    context: &ConnectionContext<'_>,
     wanted: &Wanted,
     i: usize,
     moving: &Moving,
 ) -> Result<Box<dyn Link>, Failure> {
     let queue = &wanted.queues[i];
-    let link = means.hypervisor.connect(means.domid, &queue.ring, queue.port, moving);
+    let link = context.hypervisor.connect(context.domid, &queue.ring, queue.port, moving);
     link.map_err(|e| match e {
         HypervisorError::Guest { .. } => Failure::Refused(format!("queue {i}: {e}")),
         HypervisorError::Host { .. } => {
@@ -407,16 +418,16 @@ fn new_link(
     })
 }
 
-/// The table of a connection. Nobody exchanges the disk between the look at its image and the moment
-/// when the heir is told of exchanges.
+/// Makes the table of a connection. The disk is not exchanged between the read of its identity and
+/// the registration of the table with the successor.
 fn table(
-    means: &Means<'_>,
+    context: &ConnectionContext<'_>,
     rings: &Rings,
     make: impl FnOnce(&Path, Identity) -> Result<Table, TableError>,
 ) -> Result<Result<Table, TableError>, Failure> {
-    let made = means.device.with_disk(|disk| {
-        let table = make(&means.files.table(), identity(disk, rings)?);
-        Ok(table.inspect(|table| means.heir.keep(table.image())))
+    let made = context.device.with_disk(|disk| {
+        let table = make(&context.files.table(), identity(disk, rings)?);
+        Ok(table.inspect(|table| context.successor.keep(table.image())))
     });
     made.and_then(|made| made).map_err(|e| Failure::host("examine the image", e))
 }

@@ -1,4 +1,4 @@
-//! What a successor finds of the image that is served, when another one takes its place.
+//! Keeps a successor's information about the served image up to date when the image is exchanged.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,39 +7,39 @@ use ferrite_disk::{Disk, DiskIdentity};
 
 use crate::blkif::inflight::ImageName;
 use crate::counters::Counters;
-use crate::path::device::Heir;
+use crate::path::device::Successor;
 use crate::waker::Waker;
 
-/// Keeps the name of the image in the in-flight table true, and has the control thread look at once:
-/// the next image may be larger.
-pub(super) struct TableHeir {
-    /// Of the table that there is, if there is one.
+/// Keeps the image's name in the in-flight table up to date. It also wakes the control thread at
+/// once, since the next image may be larger.
+pub(super) struct TableSuccessor {
+    /// The name in the current table, if there is one.
     name: Mutex<Option<ImageName>>,
     counters: Counters,
     control: Arc<Waker>,
 }
 
-impl TableHeir {
-    /// A predecessor's table counts from the beginning: the disk may be exchanged before its
-    /// connection is taken over. One that names another image is not ours.
+impl TableSuccessor {
+    /// Starts with a predecessor's table, since the disk may be exchanged before its connection is
+    /// taken over. A table of another image is ignored.
     pub(super) fn new(
         table: &Path,
         disk: &Disk,
         counters: Counters,
         control: Arc<Waker>,
-    ) -> TableHeir {
+    ) -> TableSuccessor {
         let is_ours = |name: &ImageName| disk.identity().is_ok_and(|own| own.key == name.get().key);
         let name = Mutex::new(ImageName::open(table).filter(is_ours));
-        TableHeir { name, counters, control }
+        TableSuccessor { name, counters, control }
     }
 
-    /// The connection has this table now.
+    /// Sets the table of the current connection.
     pub(super) fn keep(&self, name: ImageName) {
         *self.name.lock().unwrap_or_else(PoisonError::into_inner) = Some(name);
     }
 }
 
-impl Heir for TableHeir {
+impl Successor for TableSuccessor {
     fn serves(&self, image: &DiskIdentity) {
         let name = self.name.lock().unwrap_or_else(PoisonError::into_inner);
         name.iter().for_each(|name| name.set(image));
@@ -81,9 +81,13 @@ mod tests {
             };
             Table::create(&path, identity).unwrap();
             let disk = Disk::open(&dir.path().join("old"), &OpenOptions::default()).unwrap();
-            let heir =
-                TableHeir::new(&path, &disk, Counters::default(), Arc::new(Waker::new().unwrap()));
-            heir.serves(&next);
+            let successor = TableSuccessor::new(
+                &path,
+                &disk,
+                Counters::default(),
+                Arc::new(Waker::new().unwrap()),
+            );
+            successor.serves(&next);
             ImageName::open(&path).unwrap().get()
         };
         assert_eq!(left(&old), next);

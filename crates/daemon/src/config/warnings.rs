@@ -1,15 +1,15 @@
-//! What may stand in a configuration, and is probably not meant. Storage may come later, so none of it
-//! keeps a daemon from starting.
+//! Warnings about a configuration: valid entries that are probably mistakes. None keeps a daemon
+//! from starting, since storage may come later.
 
 use std::path::{Path, PathBuf};
 
 use super::{Config, ConfigError, keys};
 
 impl Config {
-    /// What a reader should look at: which key, why, and what to do. `run` is the daemon's own folder, which
-    /// it makes itself.
-    pub fn doubts(&self, file: &Path, run: &Path) -> Vec<ConfigError> {
-        let doubt = |key: String, why: String, help: &str| ConfigError {
+    /// The warnings, each with key, reason and next step. `run` is the daemon's own directory,
+    /// which it creates itself.
+    pub fn warnings(&self, file: &Path, run: &Path) -> Vec<ConfigError> {
+        let warning = |key: String, why: String, help: &str| ConfigError {
             file: file.to_owned(),
             key: Some(key),
             why,
@@ -19,8 +19,8 @@ impl Config {
             let e = path.metadata().err()?;
             Some(format!("cannot find {}: {e}", path.display()))
         };
-        let mut doubts = Vec::new();
-        // Not every host has those that nobody has named.
+        let mut warnings = Vec::new();
+        // Not every host has the default directories.
         let is_named =
             |folder: &&PathBuf| keys::IMAGE_FOLDERS.iter().all(|own| *folder != Path::new(own));
         let folders =
@@ -37,24 +37,24 @@ impl Config {
                 } else {
                     continue;
                 };
-                doubts.push(doubt(key.to_owned(), why, help));
+                warnings.push(warning(key.to_owned(), why, help));
             }
         }
         let folder = self.metrics_socket.as_deref().and_then(Path::parent);
         if let Some(why) = folder.filter(|folder| *folder != run).and_then(missing) {
             let help = "correct it, or make the folder: there are no metrics without it";
-            doubts.push(doubt("metrics_socket".to_owned(), why, help));
+            warnings.push(warning("metrics_socket".to_owned(), why, help));
         }
         for image in self.images.keys() {
             let key = format!("images.{image:?}");
             if let Some(why) = missing(image) {
                 let help = "correct it, or make the image: no other gets these settings";
-                doubts.push(doubt(key, why, help));
+                warnings.push(warning(key, why, help));
             } else if !image.canonicalize().is_ok_and(|real| self.allows(&real)) {
                 let why = "it is in none of the folders that images are served from".to_owned();
-                doubts.push(doubt(key, why, "add its folder to image_folders"));
+                warnings.push(warning(key, why, "add its folder to image_folders"));
             }
         }
-        doubts
+        warnings
     }
 }

@@ -1,0 +1,177 @@
+//! The rights of a worker: none but to the files that its keeper opens for it (threats.md T27 and
+//! T28).
+
+use std::ffi::CString;
+use std::fs::DirBuilder;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use ferrite_io::names::policy::{Policy, Right};
+use ferrite_io::names::server::{Images, Served, Server};
+use ferrite_io::names::{self, Broker};
+use ferrite_io::process::{FIRST_GIVEN, take_given};
+use ferrite_io::sandbox::{Lacking, Lockdown, Means};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use serde::{Deserialize, Serialize};
+
+use crate::log;
+
+/// Descriptor of the socket by which a worker requests files.
+pub(crate) const NAMES_FD: RawFd = FIRST_GIVEN + 2;
+/// The environment variable that gives a worker or relay its user and its root directory, as JSON.
+const VARIABLE: &str = "FERRITE_SANDBOX";
+/// A relay's user is its worker's plus this number: no worker of any guest has it.
+const RELAY: u32 = 0x80_0000;
+/// At most one refused file is logged in this time.
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
+
+/// The files and the user of an unprivileged worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerSandbox {
+    /// The disk's image.
+    pub image: PathBuf,
+    /// Whether the image is opened for writing.
+    pub writable: bool,
+    /// Directories and files that the worker may read, besides the image's own directory.
+    #[serde(default)]
+    pub read: Vec<PathBuf>,
+    /// The directory of all images' journals. The worker may write the journals of its image only.
+    #[serde(default)]
+    pub journals: Option<PathBuf>,
+    /// Files outside of its run directory that the worker may write.
+    #[serde(default)]
+    pub own_files: Vec<PathBuf>,
+    /// An empty directory, created if it is missing: the root of the worker's file system.
+    pub root: PathBuf,
+    /// The user of the worker.
+    pub user: u32,
+}
+
+impl WorkerSandbox {
+    fn add_to(&self, policy: &mut Policy, run_dir: &Path) {
+        policy.rules.extend(Policy::of_disk(&self.image, self.writable, &[]).rules);
+        policy.add(run_dir, true, Right::Own);
+        // A file is allowed itself, with nothing below it.
+        self.read.iter().for_each(|path| policy.add(path, true, Right::Read));
+        self.journals.iter().for_each(|path| policy.add(path, true, Right::Journals));
+        self.own_files.iter().for_each(|path| policy.add(path, false, Right::Own));
+    }
+
+    /// Environment variables of a worker.
+    pub(crate) fn environment(&self) -> io::Result<Vec<CString>> {
+        self.environment_for(self.user)
+    }
+
+    /// Environment variables of a relay.
+    pub(crate) fn environment_of_relay(&self) -> io::Result<Vec<CString>> {
+        DirBuilder::new().recursive(true).mode(0o755).create(&self.root)?;
+        self.environment_for(self.user | RELAY)
+    }
+
+    fn environment_for(&self, user: u32) -> io::Result<Vec<CString>> {
+        let text = serde_json::to_string(&(user, &self.root))?;
+        // A backtrace would open files.
+        Ok(vec![CString::new(format!("{VARIABLE}={text}"))?, c"RUST_BACKTRACE=0".into()])
+    }
+}
+
+/// The server of a worker's requests for files. It keeps images open from one worker to the next.
+#[derive(Debug, Default)]
+pub(crate) struct NameService {
+    server: Option<Server>,
+    images: Images,
+    last_logged: Option<Instant>,
+}
+
+impl NameService {
+    /// Creates the directories of a disk's files, since the worker may not.
+    pub(crate) fn make_folders(sandbox: &WorkerSandbox) -> io::Result<()> {
+        let folders = sandbox.own_files.iter().filter_map(|file| file.parent());
+        for folder in folders.chain(sandbox.journals.as_deref()) {
+            DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        }
+        DirBuilder::new().recursive(true).mode(0o755).create(&sandbox.root)
+    }
+
+    /// Creates the directories and a socket pair: the worker's end and the keeper's.
+    pub(crate) fn ends(sandbox: &WorkerSandbox) -> io::Result<(OwnedFd, OwnedFd)> {
+        NameService::make_folders(sandbox)?;
+        let flags = SocketFlags::CLOEXEC;
+        Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+    }
+
+    /// Begins to serve a worker, which may open nothing yet.
+    pub(crate) fn begin(&mut self, keeper_end: OwnedFd, worker: u32) {
+        self.server = Some(Server::new(keeper_end, Policy::default(), worker));
+    }
+
+    /// Allows the worker the files of these disks and nothing else. Each disk comes with its run
+    /// directory.
+    pub(crate) fn allow<'a>(&mut self, disks: impl Iterator<Item = (&'a WorkerSandbox, &'a Path)>) {
+        let mut policy = Policy::default();
+        disks.for_each(|(sandbox, run_dir)| sandbox.add_to(&mut policy, run_dir));
+        if let Some(server) = &mut self.server {
+            server.allow(policy);
+        }
+    }
+
+    pub(crate) fn end(&mut self) {
+        self.server = None;
+    }
+
+    /// A descriptor that is readable when the worker requests a file.
+    pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.server.as_ref().map(Server::fd)
+    }
+
+    /// Serves one request, if there is one. Returns whether the worker may go on: `false` after a
+    /// malformed request.
+    pub(crate) fn serve_request(&mut self) -> bool {
+        let Some(server) = &self.server else { return true };
+        match server.serve_one(&mut self.images) {
+            Ok(Served::Nothing | Served::Answered) => {}
+            Ok(Served::Refused(name)) => {
+                let now = Instant::now();
+                if self.last_logged.is_none_or(|last| now.duration_since(last) >= LOG_INTERVAL) {
+                    self.last_logged = Some(now);
+                    log(&format!(
+                        "the worker was refused {}: the file is outside of its sandbox",
+                        name.display()
+                    ));
+                }
+            }
+            Ok(Served::Ended) => self.end(),
+            Err(e) => {
+                log(&format!("the worker broke the protocol of file requests and is killed: {e}"));
+                self.end();
+                return false;
+            }
+        }
+        true
+    }
+}
+
+/// Gives up all rights of this worker for good: its keeper opens files for it from now on. Call it
+/// when everything that only this process can open is open, and before there is a second thread.
+///
+/// Returns the kernel features that are missing, or `None` if the keeper has not asked for a
+/// sandbox: the process keeps its rights then.
+///
+/// # Errors
+/// The process still has rights, and must end.
+pub fn drop_privileges(means: Means) -> io::Result<Option<Lacking>> {
+    let Some((user, root)) = sandbox()? else { return Ok(None) };
+    names::install(Broker::new(take_given(NAMES_FD)?))?;
+    Lockdown { user, root, means }.enter().map(Some)
+}
+
+/// The user and the root directory that the keeper has given this process, if any.
+pub(crate) fn sandbox() -> io::Result<Option<(u32, PathBuf)>> {
+    match std::env::var(VARIABLE) {
+        Ok(text) => Ok(Some(serde_json::from_str(&text)?)),
+        Err(_) => Ok(None),
+    }
+}
