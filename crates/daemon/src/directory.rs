@@ -2,6 +2,7 @@
 
 use ferrite_serve::blkif::lifecycle::ExpectedAttachment;
 use ferrite_xen::store::{Store, StoreError};
+use ferrite_xen::xenbus::XenbusState;
 
 use crate::params::Format;
 use crate::state::DiskId;
@@ -80,10 +81,10 @@ pub(crate) fn qemu_opens(
 pub struct Snapshot {
     /// Whether the toolstack has written the backend directory.
     pub is_there: bool,
-    /// The backend's xenbus state, 1 to 6; 0 if there is none.
-    pub own: u32,
-    /// The frontend's xenbus state, 1 to 6; 0 if there is none.
-    pub front: u32,
+    /// The backend's state.
+    pub own: XenbusState,
+    /// The frontend's state.
+    pub front: XenbusState,
     /// Whether the toolstack wants the disk to stay.
     pub online: bool,
     /// Whether the toolstack runs a hotplug script for the disk.
@@ -108,7 +109,7 @@ impl Snapshot {
         let state = key("state")?;
         let mut snapshot = Snapshot {
             is_there: frontend.is_some() && state.is_some(),
-            own: number(state.as_deref()),
+            own: XenbusState::parse(state.as_deref()),
             online: key("online")?.as_deref() == Some(b"1"),
             has_script: key("script")?.is_some(),
             hotplug_status: key("hotplug-status")?
@@ -117,11 +118,7 @@ impl Snapshot {
             ..Snapshot::default()
         };
         if let Some(frontend) = &frontend {
-            snapshot.front = match store.read(&format!("{frontend}/state")) {
-                // A driver domain may not read the directory of a guest that is gone.
-                Err(StoreError::Access { .. }) => 0,
-                state => number(state?.as_deref()),
-            };
+            snapshot.front = XenbusState::read(store, frontend)?;
         }
         snapshot.frontend = frontend;
         Ok(snapshot)
@@ -129,12 +126,15 @@ impl Snapshot {
 
     /// Whether the frontend has rings, or had some and has not closed.
     pub fn is_held(&self) -> bool {
-        matches!(self.front, 3..=5)
+        matches!(
+            self.front,
+            XenbusState::Initialised | XenbusState::Connected | XenbusState::Closing
+        )
     }
 
     /// Whether a daemon has announced the disk: this one or a predecessor.
     pub fn has_begun(&self) -> bool {
-        !matches!(self.own, 0 | 1)
+        self.own > XenbusState::Initialising
     }
 
     /// Whether the directory is that of `attached`, and not that of a later attachment of the same
@@ -145,9 +145,10 @@ impl Snapshot {
             // The toolstack writes state 1, and 5 when it detaches. So 2 to 4 are this backend's
             // own.
             ExpectedAttachment::New(params) => {
-                matches!(self.own, 2..=4) || self.params.as_ref() == Some(params)
+                let is_ours = (XenbusState::InitWait..=XenbusState::Connected).contains(&self.own);
+                is_ours || self.params.as_ref() == Some(params)
             }
-            ExpectedAttachment::Begun => self.own != 1,
+            ExpectedAttachment::Begun => self.own != XenbusState::Initialising,
         };
         self.is_there && is_meant
     }
@@ -155,13 +156,8 @@ impl Snapshot {
     /// Whether a thread has to handle the disk: it is attached, or it is leaving and not closed
     /// yet.
     pub fn is_wanted(&self) -> bool {
-        self.is_there && (self.online || self.own != 6)
+        self.is_there && (self.online || self.own != XenbusState::Closed)
     }
-}
-
-fn number(value: Option<&[u8]>) -> u32 {
-    let text = value.and_then(|value| std::str::from_utf8(value).ok());
-    text.and_then(|text| text.parse().ok()).unwrap_or(0)
 }
 
 #[cfg(test)]

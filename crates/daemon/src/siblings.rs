@@ -11,6 +11,7 @@
 use std::time::{Duration, Instant};
 
 use ferrite_xen::store::{Store, StoreError};
+use ferrite_xen::xenbus::XenbusState;
 
 use crate::directory::Snapshot;
 use crate::follow::Follower;
@@ -81,7 +82,7 @@ impl Follower {
     }
 
     fn earlier(&self, store: &mut Store) -> Result<Option<DiskId>, StoreError> {
-        if Snapshot::read(store, self.id)?.own > 2 {
+        if Snapshot::read(store, self.id)?.own > XenbusState::InitWait {
             return Ok(None);
         }
         // The paths are compared without resolving them: hanging storage of another disk would
@@ -94,7 +95,9 @@ impl Follower {
             of_image.map(|(id, _)| *id).collect()
         });
         for id in others {
-            if Snapshot::read(store, id)?.own == 4 && is_move(store, id, self.id)? {
+            if Snapshot::read(store, id)?.own == XenbusState::Connected
+                && is_move(store, id, self.id)?
+            {
                 return Ok(Some(id));
             }
         }
@@ -198,7 +201,8 @@ impl Follower {
     /// Whether the later attachment's guest may write, or may have written.
     fn runs(&self, store: &mut Store, later: DiskId) -> Result<bool, StoreError> {
         let seen = Snapshot::read(store, later)?;
-        let is_connected = seen.own == 4 || matches!(seen.front, 4 | 5);
+        let is_connected = seen.own == XenbusState::Connected
+            || matches!(seen.front, XenbusState::Connected | XenbusState::Closing);
         Ok(is_connected && same_vm(store, later, self.id)?)
     }
 

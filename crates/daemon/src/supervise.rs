@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use ferrite_serve::blkif::lifecycle::{ExpectedAttachment, sweep};
 use ferrite_serve::log_limit::LogLimit;
 use ferrite_xen::store::{Store, StoreError};
+use ferrite_xen::xenbus::XenbusState;
 
 use crate::directory::{self, KIND, Snapshot};
 use crate::follow::{Follower, Task};
@@ -282,7 +283,9 @@ fn task(known: Option<&DiskState>, seen: &Snapshot) -> Option<Task> {
 fn is_untouched(task: &Task, known: Option<&DiskState>, seen: &Snapshot) -> bool {
     match (task, known) {
         (Task::Empty | Task::Gone, _) => true,
-        (Task::Serve(_) | Task::Refuse(_), None) => !seen.has_begun() || seen.own == 2,
+        (Task::Serve(_) | Task::Refuse(_), None) => {
+            !seen.has_begun() || seen.own == XenbusState::InitWait
+        }
         (Task::Serve(_) | Task::Refuse(_), Some(state)) => !seen.has_begun() || state.never_open,
     }
 }

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use ferrite_serve::blkif::lifecycle::ExpectedAttachment;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
+use ferrite_xen::xenbus::XenbusState;
 
 use crate::directory::{self, Snapshot};
 use crate::state::DiskId;
@@ -83,11 +84,14 @@ pub(crate) fn answer(
         let mut has_begun = seen.has_begun();
         if !is_wanted(store, id, &seen)? {
             // Otherwise the next try closes the image, and announces the end.
-            if may.announce && !seen.is_held() && write(store, id, &seen, b"6")? {
+            if may.announce && !seen.is_held() && write(store, id, &seen, XenbusState::Closed)? {
                 return Ok(End::Detached);
             }
-        } else if seen.own == 1 && may.begin && (may.offer || seen.has_script) {
-            has_begun |= write(store, id, &seen, b"2")?;
+        } else if seen.own == XenbusState::Initialising
+            && may.begin
+            && (may.offer || seen.has_script)
+        {
+            has_begun |= write(store, id, &seen, XenbusState::InitWait)?;
         }
         // A state of 1 after that belongs to another attachment.
         if has_begun {
@@ -123,14 +127,19 @@ pub(crate) fn is_wanted(
 
 /// Writes the backend's state unless the directory has changed since `seen`: another attachment may
 /// have come. Returns whether it was written.
-fn write(store: &mut Store, id: DiskId, seen: &Snapshot, state: &[u8]) -> Result<bool, StoreError> {
+fn write(
+    store: &mut Store,
+    id: DiskId,
+    seen: &Snapshot,
+    state: XenbusState,
+) -> Result<bool, StoreError> {
     let dir = directory::path(id);
     let path = format!("{dir}/state");
     store.transaction(|tx| {
-        let is_seen = tx.read(&path)?.is_some_and(|now| now == seen.own.to_string().as_bytes())
+        let is_seen = XenbusState::parse(tx.read(&path)?.as_deref()) == seen.own
             && tx.read(&format!("{dir}/params"))? == seen.params;
         if is_seen {
-            tx.write(&path, state)?;
+            tx.write(&path, state.to_string().as_bytes())?;
         }
         Ok(is_seen)
     })

@@ -14,3 +14,4 @@ pub mod mover;
 pub mod real;
 pub mod ring;
 pub mod store;
+pub mod xenbus;

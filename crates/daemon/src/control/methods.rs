@@ -8,6 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ferrite_serve::counters::{snapshot, stats_file};
 use ferrite_xen::store::{Store, StoreError};
+use ferrite_xen::xenbus::XenbusState;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -174,8 +175,8 @@ fn show(shared: &Shared, id: DiskId) -> Result<Details, RpcError> {
     Ok(Details {
         disk,
         nbd: nbd.flatten().map(|path| path.to_string_lossy().into_owned()),
-        backend_state: seen.own,
-        frontend_state: seen.front,
+        backend_state: seen.own.number(),
+        frontend_state: seen.front.number(),
         online: seen.online,
         read_only: !mode.is_some_and(|mode| mode.contains(&b'w')),
         settings: settings(shared, id),
@@ -262,7 +263,7 @@ fn wait_for_close(
             let entry = disks.get(&id);
             (entry.is_some(), entry.is_some_and(&is_given_up))
         });
-        if is_given_up || (!is_served && (!seen.is_there || seen.own == 6)) {
+        if is_given_up || (!is_served && (!seen.is_there || seen.own == XenbusState::Closed)) {
             return Ok(true);
         }
         let left = end.saturating_duration_since(Instant::now());

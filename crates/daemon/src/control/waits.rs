@@ -1,5 +1,7 @@
 //! Texts that say what a disk waits for, for users who ask why it does not come or go.
 
+use ferrite_xen::xenbus::XenbusState;
+
 use crate::directory::Snapshot;
 use crate::table::Phase;
 
@@ -38,14 +40,14 @@ fn waits_besides(seen: &Snapshot, phase: Option<&Phase>) -> Option<String> {
 fn leaving(seen: &Snapshot, phase: Option<&Phase>) -> String {
     let front = seen.front;
     match (seen.own, front) {
-        (6, _) => {
+        (XenbusState::Closed, _) => {
             "the toolstack, which has to remove the disk's directories in xenstore".to_owned()
         }
-        (_, 3 | 4) => format!(
+        (_, XenbusState::Initialised | XenbusState::Connected) => format!(
             "the guest, which has not let go of the disk (its driver is in state {front}): \
              unmount it in the guest, or take it away with --force"
         ),
-        (_, 5) => "the guest's driver, which is closing (state 5): a program in the guest \
+        (_, XenbusState::Closing) => "the guest's driver, which is closing (state 5): a program in the guest \
                    has the disk open"
             .to_owned(),
         _ if let Some(Phase::Failed(failure)) = phase => format!(
@@ -61,14 +63,22 @@ fn leaving(seen: &Snapshot, phase: Option<&Phase>) -> String {
 
 fn coming(seen: &Snapshot) -> Option<String> {
     match (seen.own, seen.front) {
-        (4, 4) => None,
-        (2, 3 | 4) if seen.has_script && seen.hotplug_status.as_deref() != Some("connected") => {
+        (XenbusState::Connected, XenbusState::Connected) => None,
+        (XenbusState::InitWait, XenbusState::Initialised | XenbusState::Connected)
+            if seen.has_script && seen.hotplug_status.as_deref() != Some("connected") =>
+        {
             Some("the toolstack's hotplug script, which has not written hotplug-status".to_owned())
         }
-        (_, 5) => Some("the guest's driver, which is closing (state 5)".to_owned()),
-        (_, 6) => Some("the guest's driver, which has closed the disk (state 6)".to_owned()),
-        (_, 0) => Some("the guest, whose directory of the disk is gone".to_owned()),
-        (_, front @ (1 | 2)) => {
+        (_, XenbusState::Closing) => {
+            Some("the guest's driver, which is closing (state 5)".to_owned())
+        }
+        (_, XenbusState::Closed) => {
+            Some("the guest's driver, which has closed the disk (state 6)".to_owned())
+        }
+        (_, XenbusState::Unknown) => {
+            Some("the guest, whose directory of the disk is gone".to_owned())
+        }
+        (_, front @ (XenbusState::Initialising | XenbusState::InitWait)) => {
             Some(format!("the guest's driver, which has not connected (state {front})"))
         }
         _ => Some("the connection to the guest, which is being made".to_owned()),
@@ -81,6 +91,8 @@ mod tests {
     use crate::Failure;
 
     fn seen(own: u32, front: u32, online: bool) -> Snapshot {
+        let state = |number: u32| XenbusState::parse(Some(number.to_string().as_bytes()));
+        let (own, front) = (state(own), state(front));
         Snapshot { is_there: true, own, front, online, ..Snapshot::default() }
     }
 

@@ -6,9 +6,10 @@ use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::{Store, StoreError};
 
 use super::error::ServeError;
-use super::states::{State, is_in_use};
+use super::states::is_in_use;
 use crate::blkif::negotiate::{INFO_CDROM, INFO_READ_ONLY, INFO_REMOVABLE};
 use crate::waker::{Waker, wait_for};
+use ferrite_xen::xenbus::XenbusState;
 
 /// A disk as the toolstack has attached it. The keys are read once: later changes count when the
 /// disk is attached again, as with the kernel's backend.
@@ -134,8 +135,8 @@ impl Keys<'_> {
     /// Reads `mode`. For a connected guest it is what the guest was told: a successor must look
     /// like the same disk.
     fn read_only(&mut self, frontend: &str) -> Result<Option<bool>, StoreError> {
-        let own = State::parse(self.read("state")?.as_deref());
-        let front = State::parse(self.store.read(&format!("{frontend}/state"))?.as_deref());
+        let own = XenbusState::parse(self.read("state")?.as_deref());
+        let front = XenbusState::parse(self.store.read(&format!("{frontend}/state"))?.as_deref());
         if is_in_use(own, front)
             && let Some(info) = self.read("info")?
             && let Some(info) = std::str::from_utf8(&info).ok().and_then(|i| i.parse::<u32>().ok())

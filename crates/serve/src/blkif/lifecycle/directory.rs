@@ -2,9 +2,10 @@
 
 use ferrite_xen::store::{StoreError, Transaction};
 
-use super::states::{Snapshot, State};
+use super::states::Snapshot;
 use super::{Attachment, Backend, ExpectedAttachment, ServeError};
 use crate::blkif::negotiate::{self, DiskFacts};
+use ferrite_xen::xenbus::XenbusState;
 
 impl Backend<'_> {
     pub(super) fn read_states(&mut self) -> Result<Snapshot, StoreError> {
@@ -23,9 +24,9 @@ impl Backend<'_> {
             || self.read("hotplug-status")?.as_deref() == Some(b"connected");
         let dead = front.is_none() && self.guest_is_dead()?;
         Ok(Snapshot {
-            front: State::parse(front.as_deref()),
+            front: XenbusState::parse(front.as_deref()),
             frontend_changed,
-            own: State::parse(own.as_deref()),
+            own: XenbusState::parse(own.as_deref()),
             online: online.as_deref() != Some(b"0"),
             plugged,
             gone,
@@ -44,17 +45,17 @@ impl Backend<'_> {
 
     /// Publishes all features together with the backend's state. A disk that is to go keeps the
     /// toolstack's state 5.
-    pub(super) fn offer(&mut self, state: State) -> Result<(), ServeError> {
+    pub(super) fn offer(&mut self, state: XenbusState) -> Result<(), ServeError> {
         let facts = self.facts()?;
         let discard = self.may_discard(&facts)?;
         let backend = self.backend;
         // The frontend sizes its requests by the offer before it sets up rings. It may send such
         // requests before it reads another offer.
-        let offer = if state == State::InitWait { self.offer } else { self.standing };
+        let offer = if state == XenbusState::InitWait { self.offer } else { self.standing };
         let info = self.attachment.info(facts.read_only);
         let frontend = self.attachment.frontend.clone();
         let begun = self.update(|tx| {
-            if state == State::InitWait {
+            if state == XenbusState::InitWait {
                 remove_old_keys(tx, backend, &frontend)?;
             }
             negotiate::publish(tx, backend, &facts, &offer, discard, info)?;
@@ -94,7 +95,7 @@ impl Backend<'_> {
         Ok(facts.discard.is_some() && self.read("discard-enable")?.as_deref() != Some(b"0"))
     }
 
-    pub(super) fn write_state(&mut self, state: State) -> Result<(), StoreError> {
+    pub(super) fn write_state(&mut self, state: XenbusState) -> Result<(), StoreError> {
         let backend = self.backend;
         self.has_begun |= self.update(|tx| write_state(tx, backend, state))?.is_some();
         Ok(())
@@ -110,7 +111,7 @@ impl Backend<'_> {
             if wanted && is_there(tx.read(&home))? {
                 return Ok(false);
             }
-            write_state(tx, backend, State::Closed)
+            write_state(tx, backend, XenbusState::Closed)
         })?;
         Ok(())
     }
@@ -158,10 +159,11 @@ fn remove_old_keys(
     backend: &str,
     frontend: &str,
 ) -> Result<(), StoreError> {
-    let own = State::parse(tx.read(&format!("{backend}/state"))?.as_deref());
-    let front = State::parse(tx.read(&format!("{frontend}/state"))?.as_deref());
-    let is_offered_again = matches!(own, State::Connected | State::Closing | State::Closed);
-    if !is_offered_again || front != State::Initialising {
+    let own = XenbusState::parse(tx.read(&format!("{backend}/state"))?.as_deref());
+    let front = XenbusState::parse(tx.read(&format!("{frontend}/state"))?.as_deref());
+    let is_offered_again =
+        matches!(own, XenbusState::Connected | XenbusState::Closing | XenbusState::Closed);
+    if !is_offered_again || front != XenbusState::Initialising {
         return Ok(());
     }
     for key in KEYS_OF_MORE {
@@ -181,8 +183,12 @@ fn remove_old_keys(
 }
 
 /// Writes the state, and returns `true`.
-fn write_state(tx: &mut Transaction<'_>, backend: &str, state: State) -> Result<bool, StoreError> {
-    tx.write(&format!("{backend}/state"), (state as u32).to_string().as_bytes())?;
+fn write_state(
+    tx: &mut Transaction<'_>,
+    backend: &str,
+    state: XenbusState,
+) -> Result<bool, StoreError> {
+    tx.write(&format!("{backend}/state"), state.to_string().as_bytes())?;
     Ok(true)
 }
 

@@ -57,7 +57,6 @@ pub use remote::line::{part, retire};
 pub use remote::work::{Lines, Opened, work, work_from};
 pub use reported::clear_error as clear_failure;
 pub use run_dir::{STOPPED, TABLE, remove_run_dir, remove_second, run_dir_name};
-pub use states::State;
 pub use sweep::sweep;
 
 use attachment::DIRECTORY;

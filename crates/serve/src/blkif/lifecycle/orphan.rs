@@ -11,8 +11,9 @@ use super::attachment::Attachment;
 use super::error::ServeError;
 use super::messages::Rings;
 use super::refusal::Refusal;
-use super::states::{State, is_in_use};
+use super::states::is_in_use;
 use crate::blkif::negotiate::{self, Wanted};
+use ferrite_xen::xenbus::XenbusState;
 
 /// What a new worker starts with.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,7 +52,7 @@ impl Orphan {
         let Some(attachment) = Attachment::read(store, backend, domid)? else { return Ok(None) };
         let own = store.read(&format!("{backend}/state"))?;
         let front = store.read(&format!("{}/state", attachment.frontend))?;
-        if !is_in_use(State::parse(own.as_deref()), State::parse(front.as_deref())) {
+        if !is_in_use(XenbusState::parse(own.as_deref()), XenbusState::parse(front.as_deref())) {
             return Ok(None);
         }
         match predecessors_rings(store, backend, &attachment.frontend, (domid, devid)) {

@@ -1,52 +1,14 @@
 //! The xenbus states of both sides.
 
-/// XenbusState, `xen/include/public/io/xenbus.h`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum State {
-    /// The node is missing or invalid.
-    #[default]
-    Unknown = 0,
-    /// Initialising, 1.
-    Initialising = 1,
-    /// Initialised for waiting, 2.
-    InitWait = 2,
-    /// Initialised, 3.
-    Initialised = 3,
-    /// Connected, 4.
-    Connected = 4,
-    /// Closing, 5.
-    Closing = 5,
-    /// Closed, 6.
-    Closed = 6,
-    /// Reconfiguring, 7.
-    Reconfiguring = 7,
-    /// Reconfigured, 8.
-    Reconfigured = 8,
-}
-
-impl State {
-    pub(super) fn parse(value: Option<&[u8]>) -> State {
-        match value {
-            Some(b"1") => State::Initialising,
-            Some(b"2") => State::InitWait,
-            Some(b"3") => State::Initialised,
-            Some(b"4") => State::Connected,
-            Some(b"5") => State::Closing,
-            Some(b"6") => State::Closed,
-            Some(b"7") => State::Reconfiguring,
-            Some(b"8") => State::Reconfigured,
-            _ => State::Unknown,
-        }
-    }
-}
+use ferrite_xen::xenbus::XenbusState;
 
 /// All states, read at one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Snapshot {
-    pub(super) front: State,
+    pub(super) front: XenbusState,
     /// The frontend has written its state since the last read, whatever the value.
     pub(super) frontend_changed: bool,
-    pub(super) own: State,
+    pub(super) own: XenbusState,
     pub(super) online: bool,
     /// The toolstack's hotplug script, if there is one, has connected the disk.
     pub(super) plugged: bool,
@@ -75,17 +37,17 @@ impl Snapshot {
     /// Whether this directory was not served before, or a predecessor got no further than its
     /// offer. Otherwise the backend's state follows from the frontend's.
     pub(super) fn is_fresh(&self) -> bool {
-        matches!(self.own, State::Unknown | State::Initialising | State::InitWait)
+        matches!(self.own, XenbusState::Unknown | XenbusState::Initialising | XenbusState::InitWait)
     }
 }
 
 /// Whether a predecessor had connected this frontend and it has not closed since: it may have
 /// requests in flight. Closing on the backend's side is the toolstack's wish to unplug. On the
 /// frontend's side it need not be the end: old blkfronts with a mounted file system go on with I/O.
-pub(super) fn is_in_use(own: State, front: State) -> bool {
-    matches!(own, State::Connected | State::Closing) && is_held(front)
+pub(super) fn is_in_use(own: XenbusState, front: XenbusState) -> bool {
+    matches!(own, XenbusState::Connected | XenbusState::Closing) && is_held(front)
 }
 
-fn is_held(front: State) -> bool {
-    matches!(front, State::Initialised | State::Connected | State::Closing)
+fn is_held(front: XenbusState) -> bool {
+    matches!(front, XenbusState::Initialised | XenbusState::Connected | XenbusState::Closing)
 }

@@ -6,8 +6,9 @@
 //! one snapshot too many changes nothing, and an action that xenstore did not accept follows from the
 //! next snapshot again.
 
-use super::states::{Snapshot, State};
+use super::states::Snapshot;
 use crate::blkif::negotiate::Wanted;
+use ferrite_xen::xenbus::XenbusState;
 
 #[cfg(test)]
 mod tests;
@@ -36,9 +37,9 @@ pub(super) enum Action {
     /// Answer the requests on the rings without regard to the processor limit.
     Hurry,
     /// Publish all features, together with the backend's state.
-    Offer(State),
+    Offer(XenbusState),
     /// Write the backend's state.
-    Write(State),
+    Write(XenbusState),
     /// Report why a frontend is not connected.
     Report(String),
     /// Report why the guest has to wait, and look again in a while.
@@ -161,7 +162,7 @@ impl Xenbus {
             Answer::Refused { why, .. } if self.phase == Phase::TakingOver => self.give_up(why),
             Answer::Refused { why, .. } => {
                 self.refused = true;
-                self.finish(vec![Action::Report(why), Action::Write(State::Closing)])
+                self.finish(vec![Action::Report(why), Action::Write(XenbusState::Closing)])
             }
             Answer::Delayed { why } => self.finish(vec![Action::Delay(why)]),
             Answer::TakenOver(wanted) => {
@@ -183,8 +184,8 @@ impl Xenbus {
         self.connected = Some(wanted);
         // At 5, only the predecessor's rings were connected, and the frontend waits for the
         // backend's 5.
-        let offer = Action::Offer(State::Connected);
-        let offer = Some(offer).filter(|_| self.snapshot.front != State::Closing);
+        let offer = Action::Offer(XenbusState::Connected);
+        let offer = Some(offer).filter(|_| self.snapshot.front != XenbusState::Closing);
         match self.phase {
             Phase::TakingOver => self.start_following(offer.into_iter().collect()),
             _ => self.finish(std::iter::once(Action::ClearError).chain(offer).collect()),
@@ -195,7 +196,7 @@ impl Xenbus {
     fn give_up(&mut self, why: String) -> Vec<Action> {
         // A working frontend may have requests in flight that would never be answered. Its stub
         // domain does not wait for them (attachments.md, "A stub domain and its guest").
-        if self.snapshot.front == State::Connected {
+        if self.snapshot.front == XenbusState::Connected {
             return vec![Action::Save, Action::GiveUp(why)];
         }
         // At 3 nothing is in flight: a resumed guest sets up new rings and repeats its requests
@@ -209,7 +210,7 @@ impl Xenbus {
         // The toolstack writes 1 and a backend never does. So the disk was attached just now, and
         // all files are an older disk's.
         let first = match self.snapshot.own {
-            State::Initialising => Action::Forget,
+            XenbusState::Initialising => Action::Forget,
             _ => Action::Remember,
         };
         let mut actions = vec![first];
@@ -228,8 +229,8 @@ impl Xenbus {
         let mut actions = Vec::new();
         if snapshot.online && snapshot.is_fresh() {
             // A frontend beyond its beginning has read the predecessor's offer.
-            if snapshot.own != State::InitWait || !snapshot.is_held() {
-                actions.push(Action::Offer(State::InitWait));
+            if snapshot.own != XenbusState::InitWait || !snapshot.is_held() {
+                actions.push(Action::Offer(XenbusState::InitWait));
             }
             if !snapshot.plugged {
                 actions.push(Action::Note(Note::WaitsForScript));
@@ -260,28 +261,28 @@ impl Xenbus {
         }
         match snapshot.front {
             // A fresh start. The driver before may have died without closing: kexec, firmware.
-            State::Initialising => {
+            XenbusState::Initialising => {
                 actions.extend(self.detach());
                 self.refused = false;
-                if snapshot.own != State::InitWait && snapshot.online {
-                    actions.push(Action::Offer(State::InitWait));
+                if snapshot.own != XenbusState::InitWait && snapshot.online {
+                    actions.push(Action::Offer(XenbusState::InitWait));
                 }
             }
-            State::Initialised | State::Connected => {
+            XenbusState::Initialised | XenbusState::Connected => {
                 let may_connect = snapshot.online && snapshot.plugged;
                 if !self.refused && (may_connect || self.is_connected()) {
                     actions.extend(self.connect());
                     return actions;
                 }
             }
-            State::Closing => {
+            XenbusState::Closing => {
                 self.refused = false;
-                if snapshot.own != State::Closing {
-                    actions.push(Action::Write(State::Closing));
+                if snapshot.own != XenbusState::Closing {
+                    actions.push(Action::Write(XenbusState::Closing));
                 }
             }
-            State::Closed | State::Unknown => actions.extend(self.closed()),
-            State::InitWait | State::Reconfiguring | State::Reconfigured => {}
+            XenbusState::Closed | XenbusState::Unknown => actions.extend(self.closed()),
+            XenbusState::InitWait | XenbusState::Reconfiguring | XenbusState::Reconfigured => {}
         }
         self.finish(actions)
     }
@@ -293,14 +294,14 @@ impl Xenbus {
         let was_connected = self.is_connected();
         let mut actions = self.detach();
         // A frontend that closes waits for the backend's 6, whatever it has missed (3.6).
-        let waits = snapshot.front == State::Closed;
-        let closes = matches!(snapshot.own, State::Closing | State::Connected);
+        let waits = snapshot.front == XenbusState::Closed;
+        let closes = matches!(snapshot.own, XenbusState::Closing | XenbusState::Connected);
         // Otherwise 6 is announced when the image is closed, too.
         if (waits || was_connected || closes)
             && !snapshot.is_unwanted()
-            && snapshot.own != State::Closed
+            && snapshot.own != XenbusState::Closed
         {
-            actions.push(Action::Write(State::Closed));
+            actions.push(Action::Write(XenbusState::Closed));
         }
         actions
     }
@@ -312,7 +313,7 @@ impl Xenbus {
         }
         // Other rings without a close mean a resumed guest (3.8). The backend is at 4 all the time,
         // so the frontend may be back at 4 before it was seen at 3.
-        if self.snapshot.front == State::Connected && !self.snapshot.frontend_changed {
+        if self.snapshot.front == XenbusState::Connected && !self.snapshot.frontend_changed {
             return self.unchanged();
         }
         vec![Action::ReadRings]
@@ -321,7 +322,7 @@ impl Xenbus {
     fn compare(&mut self, rings: Option<Wanted>) -> Vec<Action> {
         let same = match (&self.connected, &rings) {
             (Some(served), Some(wanted)) => served.has_rings_of(wanted),
-            _ => self.snapshot.front == State::Connected,
+            _ => self.snapshot.front == XenbusState::Connected,
         };
         if same {
             return self.unchanged();
@@ -334,7 +335,9 @@ impl Xenbus {
     fn unchanged(&self) -> Vec<Action> {
         // The state is written again if xenstore did not accept it.
         match self.snapshot.own {
-            State::InitWait | State::Closed => self.finish(vec![Action::Offer(State::Connected)]),
+            XenbusState::InitWait | XenbusState::Closed => {
+                self.finish(vec![Action::Offer(XenbusState::Connected)])
+            }
             _ => self.finish(vec![]),
         }
     }

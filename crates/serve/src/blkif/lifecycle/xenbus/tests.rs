@@ -46,8 +46,8 @@ fn rings(ring: u32) -> Wanted {
     }
 }
 
-fn state(text: &str) -> State {
-    State::parse(Some(text.as_bytes()))
+fn state(text: &str) -> XenbusState {
+    XenbusState::parse(Some(text.as_bytes()))
 }
 
 impl Play {
@@ -65,21 +65,26 @@ impl Play {
                     (self.snapshot.front, self.snapshot.frontend_changed) = (state(value), true)
                 }
                 "vanishes" => {
-                    (self.snapshot.front, self.snapshot.frontend_changed) = (State::Unknown, true)
+                    (self.snapshot.front, self.snapshot.frontend_changed) =
+                        (XenbusState::Unknown, true)
                 }
                 "own" => self.snapshot.own = state(value),
                 "ring" => self.ring = value.parse().ok(),
                 // Both keys are written in one transaction (3.6).
-                "unplug" => (self.snapshot.online, self.snapshot.own) = (false, State::Closing),
+                "unplug" => {
+                    (self.snapshot.online, self.snapshot.own) = (false, XenbusState::Closing)
+                }
                 "offline" => self.snapshot.online = false,
-                "removed" => (self.snapshot.gone, self.snapshot.own) = (true, State::Unknown),
+                "removed" => (self.snapshot.gone, self.snapshot.own) = (true, XenbusState::Unknown),
                 // Another attachment of the same name counts as a missing directory.
                 "replaced" => {
                     (self.snapshot.gone, self.snapshot.online) = (true, true);
                     (self.snapshot.own, self.snapshot.front) =
-                        (State::Initialising, State::Initialising);
+                        (XenbusState::Initialising, XenbusState::Initialising);
                 }
-                "destroyed" => (self.snapshot.dead, self.snapshot.front) = (true, State::Unknown),
+                "destroyed" => {
+                    (self.snapshot.dead, self.snapshot.front) = (true, XenbusState::Unknown)
+                }
                 "script" => self.snapshot.plugged = value == "done",
                 "host" => {
                     self.host = match value {
@@ -157,7 +162,7 @@ impl Play {
             Action::Unplug { announce } => {
                 self.ended = true;
                 if *announce {
-                    self.snapshot.own = State::Closed;
+                    self.snapshot.own = XenbusState::Closed;
                 }
             }
             Action::GiveUp(_) => self.ended = true,
@@ -544,7 +549,7 @@ fn what_no_flush_asked_for_is_saved_when_nobody_is_connected_and_the_size_is_loo
 /// All combinations of states, with and without a connection.
 #[test]
 fn no_look_however_odd_breaks_a_rule() {
-    let states: Vec<State> = (0..=8).map(|n| state(&n.to_string())).collect();
+    let states: Vec<XenbusState> = (0..=8).map(|n| state(&n.to_string())).collect();
     let mut looks = 0;
     for (front, own) in states.iter().flat_map(|f| states.iter().map(move |o| (*f, *o))) {
         for bits in 0..1 << 7 {
@@ -567,10 +572,10 @@ fn no_look_however_odd_breaks_a_rule() {
             assert!(!gone || has(&Action::Unplug { announce: false }), "{snapshot:?}: {actions:?}");
             // The toolstack's 5 is not replaced by 6 before the image is closed.
             let ours = !snapshot.is_unwanted();
-            assert!(ours || !has(&Action::Write(State::Closed)), "{snapshot:?}: {actions:?}");
+            assert!(ours || !has(&Action::Write(XenbusState::Closed)), "{snapshot:?}: {actions:?}");
             // States 5 and 6 are written as answers only (3.9).
-            assert!(front == State::Closing || !has(&Action::Write(State::Closing)));
-            assert!(!snapshot.is_held() || !has(&Action::Write(State::Closed)));
+            assert!(front == XenbusState::Closing || !has(&Action::Write(XenbusState::Closing)));
+            assert!(!snapshot.is_held() || !has(&Action::Write(XenbusState::Closed)));
             // A disk that is in use does not end.
             let ends = actions.iter().any(unplugs);
             assert!(!ends || gone || !snapshot.is_held(), "{snapshot:?}: {actions:?}");
@@ -581,7 +586,7 @@ fn no_look_however_odd_breaks_a_rule() {
             assert!(!has(&Action::Release) || has(&Action::Connect), "{snapshot:?}: {actions:?}");
             // The toolstack and its script come first.
             let allowed = online && plugged && !refused && !connected;
-            let rings = matches!(front, State::Initialised | State::Connected);
+            let rings = matches!(front, XenbusState::Initialised | XenbusState::Connected);
             assert_eq!(
                 has(&Action::Connect),
                 allowed && rings && !gone,
