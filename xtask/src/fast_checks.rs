@@ -16,11 +16,12 @@ use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged};
 const CARGO_DENY: &str = "0.20.2";
 
 /// The crates of this workspace that are linked into the program that serves.
-const PRODUCT: [&str; 12] = [
+const PRODUCT: [&str; 13] = [
     "ferrite",
     "ferrite-daemon",
     "ferrite-disk",
     "ferrite-disk-base",
+    "ferrite-host",
     "ferrite-image-tools",
     "ferrite-images",
     "ferrite-io",

@@ -11,7 +11,7 @@ use ferrite_xenhost::steps::{self, cargo};
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// The crates that have `unsafe` in them.
-const UNSAFE: [&str; 3] = ["ferrite-io", "ferrite-xen", "ferrite-loopback"];
+const UNSAFE: [&str; 4] = ["ferrite-host", "ferrite-io", "ferrite-xen", "ferrite-loopback"];
 
 /// All tests of the crates with `unsafe` in them.
 pub(crate) fn of_unsafe_crates() -> Result<()> {

@@ -20,8 +20,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use ferrite_io::clock::{Clock, SystemClock};
-use ferrite_io::lock_file::lock;
+use ferrite_host::clock::{Clock, SystemClock};
+use ferrite_host::lock_file::lock;
 use ferrite_serve::blkif::lifecycle::{ExpectedAttachment, Outcome};
 use ferrite_serve::log_limit::SharedLogLimit;
 use ferrite_serve::waker::Waker;

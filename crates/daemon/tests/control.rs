@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixStream;
 
 use ferrite_daemon::control::protocol::{MAX_LINE, code};
-use ferrite_io::clock::SplitMix64;
+use ferrite_host::clock::SplitMix64;
 use ferrite_testkit::{PATIENCE, wait_until};
 use host::Host;
 use serde_json::{Value, json};
@@ -156,7 +156,7 @@ fn clients_that_stall_cost_nobody_anything() {
 
 #[test]
 fn random_bytes_harm_nobody() {
-    use ferrite_io::clock::Random as _;
+    use ferrite_host::clock::Random as _;
     let mut host = Host::new(0);
     host.start();
     let mut random = SplitMix64::new(7);

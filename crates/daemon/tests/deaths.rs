@@ -8,7 +8,7 @@ use std::process::Child;
 use std::time::Duration;
 
 use ferrite_daemon::Step;
-use ferrite_io::clock::{Random as _, SplitMix64};
+use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, scale, wait_until};
 use host::{Host, STEPS, works};

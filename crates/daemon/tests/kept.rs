@@ -12,7 +12,7 @@ use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{Details, PhaseName, Source, Upgraded};
 use ferrite_daemon::keepers::Keepers;
 use ferrite_image_tools::NewImage;
-use ferrite_io::directory::HostDirectory;
+use ferrite_host::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
 use ferrite_keeper::{Keeper, socket_name};
 use ferrite_loopback::machine::DiskPaths;

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 
 use ferrite_daemon::control::protocol::Upgraded;
 use ferrite_daemon::keepers::Keepers;
-use ferrite_io::clock::{Random as _, SplitMix64};
+use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_keeper::nbd_socket;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::nbd::{Client, command};

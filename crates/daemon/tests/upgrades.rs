@@ -14,7 +14,7 @@ use ferrite_daemon::Step;
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
 use ferrite_daemon::keepers::Keepers;
-use ferrite_io::clock::{Random as _, SplitMix64};
+use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, images, scale, wait_until};
 use host::{Host, works};

@@ -9,7 +9,7 @@ use std::io::{self, Seek as _, SeekFrom};
 use std::os::unix::fs::{FileExt as _, FileTypeExt as _};
 use std::path::Path;
 
-use ferrite_io::names;
+use ferrite_host::names;
 use rustix::fs::{Mode, OFlags};
 
 use crate::{DiskError, ErrorKind, Format};

@@ -10,7 +10,7 @@ use std::os::fd::BorrowedFd;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
-use ferrite_io::names;
+use ferrite_host::names;
 
 use crate::{DiskError, ErrorKind};
 

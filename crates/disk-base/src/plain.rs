@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::Path;
 
-use ferrite_io::names;
+use ferrite_host::names;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::Disk;
 use ferrite_disk_base::Raw;
 use ferrite_images::Layer;
-use ferrite_io::place::{Place, look_at};
+use ferrite_host::place::{Place, look_at};
 
 /// The marks that tell an image from others while the host is up.
 #[derive(Clone, Debug, PartialEq, Eq)]

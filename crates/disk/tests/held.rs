@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use ferrite_disk::{Disk, ErrorKind, OpenOptions};
-use ferrite_io::names::policy::{Policy, Right};
-use ferrite_io::names::server::{Images, Served, Server};
-use ferrite_io::names::{self, Broker};
+use ferrite_host::names::policy::{Policy, Right};
+use ferrite_host::names::server::{Images, Served, Server};
+use ferrite_host::names::{self, Broker};
 use ferrite_testkit::images;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FlockOperation, flock};

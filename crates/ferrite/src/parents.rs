@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use ferrite_disk::{CONFIGURED_PARENTS, ImageName, Parents};
-use ferrite_io::names;
+use ferrite_host::names;
 
 use crate::exit::{Code, Failure};
 

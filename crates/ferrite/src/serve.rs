@@ -7,8 +7,8 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use ferrite_disk::{Disk, OpenOptions, Session};
-use ferrite_io::clock::SystemClock;
-use ferrite_io::names;
+use ferrite_host::clock::SystemClock;
+use ferrite_host::names;
 use ferrite_io::pool::HostMemory;
 use ferrite_serve::blkif::lifecycle::{
     Attachment, Config, EngineFactory, ExpectedAttachment, FollowConfig, Outcome, STOPPED,

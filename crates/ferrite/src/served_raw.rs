@@ -10,7 +10,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
 use ferrite_disk::{DiskIdentity, Format, ImageName};
-use ferrite_io::names;
+use ferrite_host::names;
 use ferrite_serve::blkif::inflight;
 use ferrite_serve::blkif::lifecycle::{STOPPED, TABLE};
 

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-use ferrite_io::sandbox::user_of_store;
+use ferrite_host::sandbox::user_of_store;
 use ferrite_keeper::{DiskSpec, Group, Keeper, Preopen, WorkerSandbox};
 use ferrite_serve::blkif::lifecycle::part;
 use ferrite_serve::waker::Waker;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_disk::{Disk, OpenOptions};
-use ferrite_io::clock::SystemClock;
+use ferrite_host::clock::SystemClock;
 use ferrite_io::engines::test_engine;
 use ferrite_serve::nbd::{Options, serve_one};
 use ferrite_serve::path::device::Device;

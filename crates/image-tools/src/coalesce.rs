@@ -284,7 +284,7 @@ mod tests {
     use crate::NewImage;
     use crate::files::is_write_protected;
     use ferrite_disk_base::Format;
-    use ferrite_io::directory::HostDirectory;
+    use ferrite_host::directory::HostDirectory;
     use ferrite_io::engines::EngineChoice;
 
     fn work<T>(work: impl FnOnce(&ImageTools<'_>) -> T) -> T {

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrite_io::arena::Arena;
-use ferrite_io::directory::Directory;
+use ferrite_host::directory::Directory;
 use ferrite_io::engine::Engine;
 
 use ferrite_disk::Disk;

@@ -22,7 +22,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 pub use lent::Lender;
 
-use crate::volatile;
+use ferrite_host::volatile;
 
 /// The unit that arenas are made of, in bytes: the huge page of x86-64.
 pub const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -332,7 +332,7 @@ impl fmt::Debug for Arena {
 fn free_huge_pages() -> usize {
     let read = |name: &str| -> Option<usize> {
         let path = format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{name}");
-        crate::names::read_to_string(path).ok()?.trim().parse().ok()
+        ferrite_host::names::read_to_string(path).ok()?.trim().parse().ok()
     };
     let free = read("free_hugepages").unwrap_or(0);
     free.saturating_sub(read("resv_hugepages").unwrap_or(0))
@@ -340,7 +340,7 @@ fn free_huge_pages() -> usize {
 
 /// Whether the kernel acts on the advice to use huge pages.
 fn transparent_huge_pages_on() -> bool {
-    crate::names::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")
+    ferrite_host::names::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")
         .is_ok_and(|modes| !modes.contains("[never]"))
 }
 

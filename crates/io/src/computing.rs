@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::offload::Results;
-use crate::processors;
+use ferrite_host::processors;
 
 /// Threads at most, and never more than there are processors.
 const THREADS: usize = 4;

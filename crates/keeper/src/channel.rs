@@ -11,8 +11,8 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
-use ferrite_io::names::Handed;
-use ferrite_io::process::{
+use ferrite_host::names::Handed;
+use ferrite_host::process::{
     FIRST_GIVEN, MOST_SENT, receive_all_with, send_all_with, send_with, take_given,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

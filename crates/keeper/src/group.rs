@@ -8,8 +8,8 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
-use ferrite_io::clock;
-use ferrite_io::process::{receive_with, take_given};
+use ferrite_host::clock;
+use ferrite_host::process::{receive_with, take_given};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 

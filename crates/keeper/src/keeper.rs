@@ -13,7 +13,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 use std::time::Duration;
 
-use ferrite_io::process::{
+use ferrite_host::process::{
     Fork, Program, become_in_place, environment_without, fork, io_priority, receive_with,
     send_with, set_io_priority_of_group, take_given,
 };

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::Path;
 
-use ferrite_io::process::{send_with, take_given};
+use ferrite_host::process::{send_with, take_given};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, accept_with, socketpair};
 

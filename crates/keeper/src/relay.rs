@@ -6,10 +6,10 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::Duration;
 
-use ferrite_io::process::{
+use ferrite_host::process::{
     FIRST_GIVEN, Program, environment_without, receive_with, send_with, spawn, take_given,
 };
-use ferrite_io::sandbox::{Lockdown, Means};
+use ferrite_host::sandbox::{Lockdown, Means};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};

@@ -9,11 +9,11 @@ use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use ferrite_io::names::policy::{Policy, Right};
-use ferrite_io::names::server::{Images, Served, Server};
-use ferrite_io::names::{self, Broker};
-use ferrite_io::process::{FIRST_GIVEN, take_given};
-use ferrite_io::sandbox::{Lacking, Lockdown, Means};
+use ferrite_host::names::policy::{Policy, Right};
+use ferrite_host::names::server::{Images, Served, Server};
+use ferrite_host::names::{self, Broker};
+use ferrite_host::process::{FIRST_GIVEN, take_given};
+use ferrite_host::sandbox::{Lacking, Lockdown, Means};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use serde::{Deserialize, Serialize};
 

@@ -8,7 +8,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use ferrite_io::process::{FIRST_GIVEN, Program, environment_without, spawn};
+use ferrite_host::process::{FIRST_GIVEN, Program, environment_without, spawn};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;

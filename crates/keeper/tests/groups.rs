@@ -9,8 +9,8 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use ferrite_io::names::{open, with_handed};
-use ferrite_io::process::{receive_with, send_with};
+use ferrite_host::names::{open, with_handed};
+use ferrite_host::process::{receive_with, send_with};
 use ferrite_keeper::{DiskSpec, Group, Keeper, Line, Preopen, WorkerChannel, WorkerEvent};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};

@@ -8,9 +8,9 @@ use std::process::Command;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_io::names;
-use ferrite_io::process::{Fork, fork, receive_with, send_with, take_given};
-use ferrite_io::sandbox::{Means, user_of};
+use ferrite_host::names;
+use ferrite_host::process::{Fork, fork, receive_with, send_with, take_given};
+use ferrite_host::sandbox::{Means, user_of};
 use ferrite_keeper::{
     ALIVE, ALIVE_FD, DiskSpec, Keeper, LINE_FD, Line, WorkerSandbox, drop_privileges,
 };

@@ -224,7 +224,7 @@ impl BackendHandle {
 }
 
 /// The lowest number of what a process may inherit: a process that is started has its own in chosen
-/// places below that ([`ferrite_io::process::spawn`]).
+/// places below that ([`ferrite_host::process::spawn`]).
 const LOWEST_INHERITED: RawFd = 64;
 
 /// The same open file under a number that no process has chosen for something else.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use ferrite_io::clock::Clock;
+use ferrite_host::clock::Clock;
 
 use crate::polling::{Budget, HostView};
 

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use ferrite_disk::{Disk, OpenOptions};
-use ferrite_io::clock::SystemClock;
+use ferrite_host::clock::SystemClock;
 use ferrite_loopback::CopyWith;
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_serve::blkif::lifecycle::{Attachment, Outcome, ServeError, serve};

@@ -6,7 +6,7 @@ use std::fs::OpenOptions;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend, Tag};
 use ferrite_testkit::devices::Loop;
 use ferrite_testkit::errno::{EAGAIN, EIO};

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use ferrite_disk::{Disk, OpenOptions, Session};
 use ferrite_image_tools::NewImage;
-use ferrite_io::clock::SystemClock;
-use ferrite_io::directory::HostDirectory;
-use ferrite_io::shm::Shm;
+use ferrite_host::clock::SystemClock;
+use ferrite_host::directory::HostDirectory;
+use ferrite_host::shm::Shm;
 use ferrite_serve::path::device::Device;
 use ferrite_testkit::faulty::{Fault, Faults, Kind};
 use ferrite_testkit::{images, stores};

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};

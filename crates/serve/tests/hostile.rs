@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_loopback::CopyWith;
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_serve::polling::PollWindow;

@@ -1,6 +1,6 @@
 //! Requests of a sweep that are neighbours on the medium share an operation, and nothing else.
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_serve::tuning::Tuning;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_disk::{Disk, OpenOptions};
-use ferrite_io::clock::SystemClock;
+use ferrite_host::clock::SystemClock;
 use ferrite_loopback::front::FrontOptions;
 use ferrite_serve::nbd::Options;
 use ferrite_serve::path::device::Device;

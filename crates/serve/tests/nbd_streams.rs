@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferrite_io::process::{receive_with, send_with};
+use ferrite_host::process::{receive_with, send_with};
 use ferrite_serve::nbd::relay;
 use ferrite_testkit::nbd::{Client, Served, contexts, info, option, options, request};
 use ferrite_testkit::proc::{Memory, descriptors, threads_named};

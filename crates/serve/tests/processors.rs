@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
-use ferrite_io::clock::Clock;
+use ferrite_host::clock::Clock;
 use ferrite_io::engine::Op;
-use ferrite_io::shares::Shares;
+use ferrite_host::shares::Shares;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use ferrite_io::process::{receive_with, send_with};
+use ferrite_host::process::{receive_with, send_with};
 use ferrite_serve::nbd::relay;
 use ferrite_testkit::PATIENCE;
 use ferrite_testkit::nbd::{Client, command, info, is_closed, option, request};

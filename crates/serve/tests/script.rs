@@ -10,7 +10,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 
 use ferrite_disk::{Disk, OpenOptions, SECTOR_BYTES, Session};
-use ferrite_io::clock::SystemClock;
+use ferrite_host::clock::SystemClock;
 use ferrite_io::engine::{Engine, Op};
 use ferrite_io::engines::test_engine;
 use ferrite_io::pool::Pool;

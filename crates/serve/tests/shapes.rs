@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_loopback::GuestOptions;
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue};
 use ferrite_serve::blkif::negotiate::Offer;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ferrite_io::clock::SplitMix64;
+use ferrite_host::clock::SplitMix64;
 use ferrite_loopback::CopyWith;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend, RingWord};
 use ferrite_serve::blkif::lifecycle::{Outcome, ServeError};

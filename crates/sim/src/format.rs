@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 
 use ferrite_disk::{Port, SyncWitness};
 use ferrite_io::arena::{Arena, Span};
-use ferrite_io::clock::SplitMix64;
+use ferrite_host::clock::SplitMix64;
 use ferrite_simio::{SimDirectory, SimWorld};
 
 /// The directory of one machine, on a tmpfs.

@@ -14,7 +14,7 @@ use ferrite_disk::{
 };
 use ferrite_image_tools::{Convert, ImageTools, NewImage};
 use ferrite_images::{qcow2, vhd};
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 
 use crate::devices::{self, Devices, Remains};
 use crate::format::{Format, Operation, Place};

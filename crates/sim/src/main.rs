@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use ferrite_disk::Format as DiskFormat;
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_sim::images::{Images, Medium};
 use ferrite_sim::model::After;
 use ferrite_sim::paths::{self, Paths};

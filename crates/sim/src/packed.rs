@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use flate2::Compression;
 use flate2::write::DeflateEncoder;
 

@@ -11,7 +11,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use flate2::{Compress, Compression, FlushCompress};
 
 const COPIED: u64 = 1 << 63;

@@ -7,8 +7,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::{SimWorld, State};
-use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_io::directory::{Directory, HostDirectory};
+use ferrite_host::clock::{Random, SplitMix64};
+use ferrite_host::directory::{Directory, HostDirectory};
 
 /// How to take one operation back.
 enum Undo {

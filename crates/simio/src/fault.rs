@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
 
 /// The target of a fault.

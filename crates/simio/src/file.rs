@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt;
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, ftruncate, seek};
 use rustix::io::Errno;
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
 
 /// The bytes that a medium writes as a whole or not at all.

@@ -38,7 +38,7 @@ use std::time::Duration;
 use rustix::fs::fstat;
 
 use ferrite_io::arena::Arena;
-use ferrite_io::clock::{Clock, Random, SplitMix64};
+use ferrite_host::clock::{Clock, Random, SplitMix64};
 use ferrite_io::engine::Engine;
 
 mod directory;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
 use super::*;
-use ferrite_io::directory::Directory;
+use ferrite_host::directory::Directory;
 use ferrite_io::engine::{FileId, Op};
 use ferrite_io::reactor::{Io, Reactor, Wait};
 

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
 use ferrite_io::engines::EngineChoice;
-use ferrite_io::names;
+use ferrite_host::names;
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 use rustix::fs::FileType;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Parents, Session};
 use ferrite_image_tools::{ImageTools, NewImage};
-use ferrite_io::directory::{Directory, HostDirectory};
+use ferrite_host::directory::{Directory, HostDirectory};
 use ferrite_io::engines::test_engine;
 
 use crate::PATIENCE;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use ferrite_disk::{Disk, OpenOptions};
-use ferrite_io::clock::SystemClock;
+use ferrite_host::clock::SystemClock;
 use ferrite_serve::nbd::{EngineFactory, Options, Server, bind};
 use ferrite_serve::path::device::Device;
 use ferrite_serve::tuning::Tuning;

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
-use ferrite_io::clock::{Random, SplitMix64, SystemClock};
+use ferrite_host::clock::{Random, SplitMix64, SystemClock};
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};

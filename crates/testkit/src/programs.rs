@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use ferrite_io::byte_locks::is_locked_by_others;
+use ferrite_host::byte_locks::is_locked_by_others;
 
 use crate::PATIENCE;
 

@@ -1,6 +1,6 @@
 //! A guest that changes its state, its rings and its mind at a high rate (threats.md T4).
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_xen::abi::{PlainOp, Protocol};
 

@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions, TestCheck};
-use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_host::clock::{Clock, SystemClock};
 use ferrite_io::engines::test_engine;
 use ferrite_io::pool::HostMemory;
 use ferrite_loopback::front::{FrontOptions, Frontend};

@@ -22,7 +22,7 @@ use ferrite_daemon::control::protocol::{Details, Disk as Listed, Disks, PhaseNam
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Connect, Daemon, Failure, Paths, Serving, Step};
 use ferrite_disk::{Disk, OpenOptions};
-use ferrite_io::clock::SystemClock;
+use ferrite_host::clock::SystemClock;
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};

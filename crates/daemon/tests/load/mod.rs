@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
-use ferrite_io::clock::{Random as _, SplitMix64};
+use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, wait_until};

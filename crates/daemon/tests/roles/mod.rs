@@ -25,9 +25,9 @@ use ferrite_disk::{Disk, OpenOptions};
 use ferrite_image_tools::stores::Change;
 use ferrite_image_tools::stores::served::ServedStore;
 use ferrite_io::engines::test_engine;
-use ferrite_io::names;
-use ferrite_io::process::take_given;
-use ferrite_io::sandbox::{Means, user_of};
+use ferrite_host::names;
+use ferrite_host::process::take_given;
+use ferrite_host::sandbox::{Means, user_of};
 use ferrite_keeper::{
     ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DiskSpec, LINE_FD, Preopen, SECOND_FD,
     WorkerChannel, WorkerEvent, WorkerSandbox, become_relay, drop_privileges,

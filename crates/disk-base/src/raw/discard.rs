@@ -9,7 +9,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_io::engine::FileId;
-use ferrite_io::nvme::Namespace;
+use ferrite_host::nvme::Namespace;
 use ferrite_io::reactor::Io;
 use rustix::fs::{Stat, fstat, ioctl_blksszget, major, minor};
 use rustix::io::Errno;

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 
-use ferrite_io::nvme::Namespace;
+use ferrite_host::nvme::Namespace;
 use rustix::fs::{
     AtFlags, OFlags, StatxFlags, fcntl_getfl, fcntl_setfl, fstatfs, ioctl_blkpbszget,
     ioctl_blksszget, major, minor, statx,

@@ -8,7 +8,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Weak};
 
-use ferrite_io::names;
+use ferrite_host::names;
 use rustix::fs::inotify::{self, CreateFlags};
 
 use super::medium::Medium;

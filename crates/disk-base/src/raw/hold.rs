@@ -4,7 +4,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferrite_io::names;
+use ferrite_host::names;
 
 /// A file that is open for writing, here and with a keeper: the next process goes on with it if this one
 /// dies. With this it is let go of there, unless it was said to be [kept](Hold::keep).

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
-use ferrite_io::names;
+use ferrite_host::names;
 
 /// The disk of this host that the image is served as, if a daemon's keeper or worker has it open. The
 /// kernel names who has locked it, which is a number, and often of a process that is gone.

@@ -20,9 +20,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_io::clock::{Clock, SystemClock};
-use ferrite_io::names::{self, stat};
-use ferrite_io::nvme::block_device;
+use ferrite_host::clock::{Clock, SystemClock};
+use ferrite_host::names::{self, stat};
+use ferrite_host::nvme::block_device;
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, flock, fstat, major, minor};
 use rustix::io::Errno;
 

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use ferrite_io::names::{self, stat};
+use ferrite_host::names::{self, stat};
 use rustix::fs::{Stat, major, minor};
 
 use super::proc_locks::flock_holder;

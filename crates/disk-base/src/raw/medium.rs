@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use ferrite_io::names;
+use ferrite_host::names;
 
 use crate::{DiskError, ErrorKind};
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use ferrite_io::arena::Span;
-use ferrite_io::nvme::Namespace;
+use ferrite_host::nvme::Namespace;
 use rustix::fs::{SeekFrom, fstat, seek};
 use rustix::io::{Errno, pread};
 

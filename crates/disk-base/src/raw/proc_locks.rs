@@ -1,6 +1,6 @@
 //! Who holds a lock, by the list that the kernel gives.
 
-use ferrite_io::names;
+use ferrite_host::names;
 
 /// How often /proc/locks is read until a lock is believed not to be in it.
 const LOCK_READINGS: usize = 5;

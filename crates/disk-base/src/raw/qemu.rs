@@ -9,7 +9,7 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
-use ferrite_io::byte_locks::{is_locked_by_others, lock_shared, unlock};
+use ferrite_host::byte_locks::{is_locked_by_others, lock_shared, unlock};
 
 /// A permission that somebody uses has a lock on this byte and its number.
 const USED: u32 = 100;

@@ -26,17 +26,17 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_io::clock::{Clock as _, SystemClock};
-use ferrite_io::names;
-use ferrite_io::naming::Handle;
-use ferrite_io::shm::Shm;
+use ferrite_host::clock::{Clock as _, SystemClock};
+use ferrite_host::names;
+use ferrite_host::naming::Handle;
+use ferrite_host::shm::Shm;
 use rustix::fs::{Mode, fstat};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::void::Void;
 use crate::error::warn_once;
 use crate::{DiskError, ErrorKind, Raw};
-use ferrite_io::place;
+use ferrite_host::place;
 
 mod file;
 mod layout;

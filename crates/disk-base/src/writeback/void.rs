@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ferrite_io::shm::Shm;
+use ferrite_host::shm::Shm;
 
 use crate::Rare;
 

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_image_tools::NewImage;
-use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_io::directory::HostDirectory;
+use ferrite_host::clock::{Random, SplitMix64};
+use ferrite_host::directory::HostDirectory;
 use ferrite_testkit::images::{self, tools};
 
 const BYTES: usize = 8 << 20;

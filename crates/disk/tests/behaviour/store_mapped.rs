@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::common::{Queue, dir_in_memory};
 use ferrite_disk::{Disk, Extent, OpenOptions};
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_store::content::DomainKey;
 use ferrite_store::journal::Name;
 use ferrite_store::live::Operation;

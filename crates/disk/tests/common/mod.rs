@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Parents, Port};
 use ferrite_image_tools::ImageTools;
-use ferrite_io::directory::{Directory, HostDirectory};
+use ferrite_host::directory::{Directory, HostDirectory};
 use ferrite_io::engine::{Engine, FileId};
 use ferrite_io::engines::test_engine;
 use ferrite_io::pool::{Buf, Pool, QueuePool};

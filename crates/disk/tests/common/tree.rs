@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName};
 use ferrite_image_tools::NewImage;
-use ferrite_io::directory::{Directory, HostDirectory};
+use ferrite_host::directory::{Directory, HostDirectory};
 use tempfile::TempDir;
 
 use super::vhd::{at, options};

@@ -32,7 +32,7 @@ fn of_probe(probe: &Probe) -> Vec<Check> {
         device(GRANTS, &probe.gntdev, "there", "the way to guests' memory"),
         device(COPY, &probe.grant_copy, "available", "moves all data between guest and buffers"),
         own_grants(probe),
-        processors(probe, ferrite_io::processors::count()),
+        processors(probe, ferrite_host::processors::count()),
         device(EVENTS, &probe.evtchn, "there", "one descriptor a queue wakes its thread"),
     ];
     if probe.evtchn.is_ok() {

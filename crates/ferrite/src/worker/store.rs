@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
-use ferrite_io::names::with_handed;
-use ferrite_io::sandbox::user_of_store;
+use ferrite_host::names::with_handed;
+use ferrite_host::sandbox::user_of_store;
 use ferrite_keeper::{ALIVE_FD, AssignedDisk, Preopen, WorkerChannel, WorkerEvent, WorkerSandbox};
 use ferrite_serve::blkif::lifecycle::{Lines, ServeError, Start};
 use ferrite_serve::counters::stats_file;

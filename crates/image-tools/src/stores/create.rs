@@ -2,7 +2,7 @@
 
 use std::io;
 
-use ferrite_io::clock;
+use ferrite_host::clock;
 
 use super::{DOMAIN, MEMORY, StoreMade, failed, until_stopped};
 use crate::files::Over;

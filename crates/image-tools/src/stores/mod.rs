@@ -12,7 +12,7 @@ use std::path::Path;
 use std::pin::pin;
 use std::task::Poll;
 
-use ferrite_io::clock;
+use ferrite_host::clock;
 use serde::{Deserialize, Serialize};
 
 use super::io_context::IoContext;

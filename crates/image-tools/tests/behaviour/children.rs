@@ -14,7 +14,7 @@ use crate::family::{
 };
 use ferrite_disk::{Disk, ErrorKind, ImageName, OpenOptions, Parents};
 use ferrite_image_tools::{ImageTools, NewImage, Progress, Rebase};
-use ferrite_io::directory::HostDirectory;
+use ferrite_host::directory::HostDirectory;
 
 #[test]
 fn a_write_protected_image_is_read_only_for_root_too() {

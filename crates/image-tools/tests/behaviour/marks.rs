@@ -9,7 +9,7 @@ use crate::common::vhd::at;
 use crate::common::{MIB, Mount, anywhere, dir_on_disk, run, skipped};
 use ferrite_disk::{Format, Parents};
 use ferrite_image_tools::{ImageTools, NewImage, Progress, Rebase};
-use ferrite_io::directory::HostDirectory;
+use ferrite_host::directory::HostDirectory;
 use rustix::fs::{CWD, FileType, FlockOperation, Mode, flock, mknodat};
 
 #[test]

@@ -9,7 +9,7 @@ use crate::common::vhd::options;
 use crate::common::{MIB, Mount, anywhere, run};
 use ferrite_disk::{Disk, Format, ImageName};
 use ferrite_image_tools::{ImageTools, NewImage, Rebase};
-use ferrite_io::directory::HostDirectory;
+use ferrite_host::directory::HostDirectory;
 
 #[test]
 fn a_child_that_was_moved_or_renamed_is_not_taken_for_gone() {

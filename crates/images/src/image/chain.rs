@@ -3,7 +3,7 @@
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
-use ferrite_io::names;
+use ferrite_host::names;
 
 use super::format::ParentNames;
 use super::layer::Layer;

@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_io::directory::HostDirectory;
+use ferrite_host::clock::{Random, SplitMix64};
+use ferrite_host::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
 
 use super::*;

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
-use ferrite_io::clock::SplitMix64;
+use ferrite_host::clock::SplitMix64;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::{MAX_CHANGES, Qcow2, SLICE_BYTES};

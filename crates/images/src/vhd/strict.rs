@@ -4,7 +4,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use ferrite_io::{clock, names};
+use ferrite_host::{clock, names};
 
 use super::check::{Problem, Report};
 use super::format::batmap::{self, Batmap};

@@ -25,7 +25,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::arena::{Arena, Span};
-use crate::clock::{Clock, SystemClock};
+use ferrite_host::clock::{Clock, SystemClock};
 use crate::computing::Work;
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 use crate::offload::{Call, Job, Offload};

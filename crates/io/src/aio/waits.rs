@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::os::fd::RawFd;
 
-use crate::clock::{Clock, SystemClock};
+use ferrite_host::clock::{Clock, SystemClock};
 use crate::engine::{Completion, Token};
 
 /// The pending waits of one engine.

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::SLAB_BYTES;
-use crate::shares::Shares;
+use ferrite_host::shares::Shares;
 
 /// Slabs of one share: the unit in which pools grow.
 const STEP_SLABS: u32 = 8;

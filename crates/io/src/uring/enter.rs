@@ -7,7 +7,7 @@ use io_uring::EnterFlags;
 use io_uring::types::SubmitArgs;
 
 use super::{MAX_TIME_S, Uring, errno_of, timespec};
-use crate::clock::{Clock, SystemClock};
+use ferrite_host::clock::{Clock, SystemClock};
 use crate::engine::Engine;
 
 /// How long to leave a kernel alone that is short of memory, in nanoseconds.

@@ -19,10 +19,10 @@ use rustix::fs::{OFlags, fcntl_getfl, fstat, major, minor};
 use super::table::{Kind, Table};
 use super::{KEPT, Uring, errno_of, setup};
 use crate::arena::{Arena, Span};
-use crate::clock::{Clock, SystemClock};
+use ferrite_host::clock::{Clock, SystemClock};
 use crate::computing::Work;
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
-use crate::nvme::{self, Command, Namespace};
+use ferrite_host::nvme::{self, Command, Namespace};
 use crate::vector::Vector;
 
 /// The main ring's sleep with commands in flight where the caller names no end.

@@ -19,10 +19,10 @@ use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat, major, minor};
 
 use super::Uring;
 use crate::arena::{Arena, Span};
-use crate::clock::{Clock, SystemClock};
+use ferrite_host::clock::{Clock, SystemClock};
 use crate::computing::Work;
 use crate::engine::{Completion, Engine, FileId, Op, Token, Transfer};
-use crate::names;
+use ferrite_host::names;
 
 const PAGE_BYTES: usize = 4096;
 

@@ -10,7 +10,7 @@ use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
 use std::os::fd::AsRawFd;
 
 use super::*;
-use crate::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 
 const PAGE: usize = 4096;
 

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_host::clock::{Clock, SystemClock};
 use ferrite_loopback::bare::Bare;
 use ferrite_loopback::front::GuestSpace;
 use ferrite_loopback::{GuestHandle, GuestOptions};

@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
-use ferrite_io::clock::{Clock as _, SystemClock};
+use ferrite_host::clock::{Clock as _, SystemClock};
 use ferrite_loopback::GuestHandle;
 use ferrite_loopback::front::{FrontError, FrontOptions, FrontQueue, Frontend};
 use rustix::process::{Signal, set_parent_process_death_signal};

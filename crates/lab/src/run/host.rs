@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ferrite_disk::Disk;
-use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_host::clock::{Clock, SystemClock};
 use ferrite_io::engines::EngineKind;
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{GuestHandle, GuestOptions, Loopback, LoopbackError, Machine};

@@ -10,9 +10,9 @@ use std::time::Duration;
 use clap::Parser as _;
 use ferrite::exit::Failure;
 use ferrite_disk::CONFIGURED_PARENTS;
-use ferrite_io::clock::{Clock as _, SystemClock};
-use ferrite_io::process::take_given;
-use ferrite_io::sandbox::{Means, user_of};
+use ferrite_host::clock::{Clock as _, SystemClock};
+use ferrite_host::process::take_given;
+use ferrite_host::sandbox::{Means, user_of};
 use ferrite_keeper::{
     ALIVE_FD, CLIENT_CHANNEL_FD, DiskSpec, Keeper, LINE_FD, SECOND_FD, WorkerSandbox,
 };

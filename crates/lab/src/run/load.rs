@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ferrite_io::clock::{Clock, Random, SplitMix64, SystemClock};
+use ferrite_host::clock::{Clock, Random, SplitMix64, SystemClock};
 use ferrite_loopback::LoopbackError;
 use ferrite_loopback::front::{Buffer, FrontError, FrontQueue, RingWord};
 use ferrite_xen::abi::SECTOR_BYTES;

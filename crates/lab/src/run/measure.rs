@@ -13,7 +13,7 @@ use std::time::Duration;
 use ferrite::exit::{Code, Failure};
 use ferrite::{engine, signals};
 use ferrite_disk::{Disk, OpenOptions};
-use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_host::clock::{Clock, SystemClock};
 use rustix::time::{ClockId, clock_gettime};
 use signal_hook::iterator::Signals;
 

@@ -44,7 +44,7 @@ impl Connection {
 #[cfg(test)]
 mod tests {
     use ferrite_disk::OpenOptions;
-    use ferrite_io::clock::SystemClock;
+    use ferrite_host::clock::SystemClock;
     use ferrite_io::pool::{Pool, SLAB_BYTES};
     use ferrite_xen::abi::{IndirectOp, Message};
     use ferrite_xen::hypervisor::GrantRef;

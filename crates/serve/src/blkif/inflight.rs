@@ -33,7 +33,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrite_disk::DiskIdentity;
-use ferrite_io::shm::Shm;
+use ferrite_host::shm::Shm;
 use ferrite_xen::abi::{MAX_SLOT_BYTES, Protocol, RawSegment, SEGMENT_BYTES, Slot};
 
 mod image;
@@ -261,7 +261,7 @@ impl Table {
         shm.copy_in(IDENTITY_AT, line.as_bytes());
         image::name(&shm, &identity.image);
         shm.store_u64(MAGIC_AT, magic());
-        ferrite_io::names::rename(&new, path).map_err(failed("put it in place"))?;
+        ferrite_host::names::rename(&new, path).map_err(failed("put it in place"))?;
         Ok(Table { shm: Arc::new(shm), identity })
     }
 

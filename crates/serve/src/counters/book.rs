@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::SystemTime;
 
-use ferrite_io::names;
-use ferrite_io::shm::Shm;
+use ferrite_host::names;
+use ferrite_host::shm::Shm;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Weak};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use ferrite_io::shm::Shm;
+use ferrite_host::shm::Shm;
 
 use super::counts::QueueCounters;
 use super::layout::{

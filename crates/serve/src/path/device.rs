@@ -7,8 +7,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use ferrite_disk::ServiceEngine;
 use ferrite_disk::{Disk, DiskIdentity, Port, SyncWitness};
-use ferrite_io::clock::Clock;
-use ferrite_io::shm::Shm;
+use ferrite_host::clock::Clock;
+use ferrite_host::shm::Shm;
 
 use super::full::{Full, OnFull, is_full};
 use super::gate::{Gate, Side, Wanted};

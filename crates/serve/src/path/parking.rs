@@ -382,7 +382,7 @@ impl RequestPath {
 #[cfg(test)]
 mod tests {
     use ferrite_disk::OpenOptions;
-    use ferrite_io::clock::SystemClock;
+    use ferrite_host::clock::SystemClock;
 
     use super::*;
 

@@ -331,7 +331,7 @@ impl RequestPath {
 #[cfg(test)]
 mod tests {
     use ferrite_disk::Disk;
-    use ferrite_io::clock::SystemClock;
+    use ferrite_host::clock::SystemClock;
 
     use super::*;
     use crate::path::admission::tests::path;

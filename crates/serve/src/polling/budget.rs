@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
-use ferrite_io::shares::Shares;
+use ferrite_host::shares::Shares;
 
 /// The period of a budget, in nanoseconds.
 const PERIOD_NS: u64 = 100_000_000;
@@ -49,7 +49,7 @@ struct Host {
 
 /// Processors that all disks of a host may poll with by default: half of them, and at least one.
 pub fn host_units() -> u32 {
-    let cpus = ferrite_io::processors::count();
+    let cpus = ferrite_host::processors::count();
     (cpus / 2).max(1) as u32
 }
 

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use ferrite_io::names;
+use ferrite_host::names;
 use rustix::fs::{Mode, OFlags};
 
 /// The scheduler's count for one thread (`/proc/thread-self/schedstat`, second number).

@@ -9,9 +9,9 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use ferrite_io::clock::Clock;
-use ferrite_io::names;
-use ferrite_io::shm::Shm;
+use ferrite_host::clock::Clock;
+use ferrite_host::names;
+use ferrite_host::shm::Shm;
 use ferrite_xen::hypervisor::HostTimes;
 use rustix::fs::{Mode, OFlags};
 

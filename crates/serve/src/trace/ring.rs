@@ -6,7 +6,7 @@
 use std::io;
 use std::path::Path;
 
-use ferrite_io::shm::Shm;
+use ferrite_host::shm::Shm;
 
 use super::{RECORD_WORDS, Record, SPAN_WORDS, Span};
 
@@ -62,7 +62,7 @@ impl TraceRing {
             shm.store_u64(8 + 8 * i, word);
         }
         shm.store_u64(0, u64::from_le_bytes(*MAGIC));
-        ferrite_io::names::rename(&new, path)?;
+        ferrite_host::names::rename(&new, path)?;
         Ok(TraceRing { shm, records: 0, spans: 0 })
     }
 

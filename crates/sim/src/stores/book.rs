@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 
 use crate::model::{After, Change, Model, Ticket};
 use crate::stamp::Value;

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-use ferrite_io::clock::Random;
+use ferrite_host::clock::Random;
 use ferrite_store::check::{Outcome, Stats};
 
 use super::load::Load;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Volume, open_store};
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_store::check::{How, Outcome, check};
 use ferrite_store::content::DomainKey;
 use ferrite_store::journal::Name;

@@ -10,7 +10,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_simio::{Fault, On, SyncAfter};
 use ferrite_store::owned::Seat;
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use ferrite_io::clock::Random;
+use ferrite_host::clock::Random;
 
 use super::Story;
 use crate::format::{Disk, Format};

@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 
 use crate::format::{Disk, Format, Operation};
 use crate::load::{MAX_REQUEST_SECTORS, Mix};

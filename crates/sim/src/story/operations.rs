@@ -2,8 +2,8 @@
 
 use std::rc::Rc;
 
-use ferrite_io::clock::Random;
-use ferrite_io::directory::Directory;
+use ferrite_host::clock::Random;
+use ferrite_host::directory::Directory;
 use ferrite_simio::SyncAfter;
 
 use super::{FIRST_METADATA, MAX_LAYERS, Story};

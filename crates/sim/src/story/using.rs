@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Weak};
 
 use ferrite_disk::SyncWitness;
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_simio::{Fault, On, SyncAfter};
 
 use super::Story;

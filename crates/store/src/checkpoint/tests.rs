@@ -3,7 +3,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::reactor::Reactor;
 use ferrite_simio::{Fault, On, SimWorld};
 use tempfile::TempDir;

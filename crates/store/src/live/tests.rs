@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::pin::Pin;
 use std::task::Poll;
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::reactor::Reactor;
 use ferrite_simio::{Fault, On};
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::engine::{FileId, Op};
 
 /// What an engine is asked for.

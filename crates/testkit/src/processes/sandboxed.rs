@@ -4,11 +4,11 @@ use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
-use ferrite_io::names::policy::{Policy, Right};
-use ferrite_io::names::server::{Images, Served, Server};
-use ferrite_io::names::{self, Broker};
-use ferrite_io::process::{Fork, fork};
-use ferrite_io::sandbox::{Lockdown, Means, user_of};
+use ferrite_host::names::policy::{Policy, Right};
+use ferrite_host::names::server::{Images, Served, Server};
+use ferrite_host::names::{self, Broker};
+use ferrite_host::process::{Fork, fork};
+use ferrite_host::sandbox::{Lockdown, Means, user_of};
 use ferrite_serve::counters::{remember_process, stats_file};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};

@@ -11,7 +11,7 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ferrite_io::shares::Shares;
+use ferrite_host::shares::Shares;
 
 use super::Maps;
 
@@ -188,7 +188,7 @@ mod tests {
 
     #[test]
     fn a_queue_claims_as_it_grows_and_gives_back_as_it_shrinks() {
-        let maps = Maps::new(Budget::of_disk(96), ferrite_io::clock::SystemClock::shared());
+        let maps = Maps::new(Budget::of_disk(96), ferrite_host::clock::SystemClock::shared());
         let mut claims = Claims::new(maps.clone());
         for used in 0..96 {
             assert!(claims.has_room(used, 1), "{used}");
@@ -207,7 +207,7 @@ mod tests {
 
     #[test]
     fn who_was_refused_does_not_ask_again_at_once() {
-        let maps = Maps::new(Budget::of_disk(32), ferrite_io::clock::SystemClock::shared());
+        let maps = Maps::new(Budget::of_disk(32), ferrite_host::clock::SystemClock::shared());
         let (mut first, mut second) = (Claims::new(maps.clone()), Claims::new(maps.clone()));
         assert!(first.has_room(0, 0));
         assert!(!second.has_room(0, 0));

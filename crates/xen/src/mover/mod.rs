@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use ferrite_io::arena::Arena;
-use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_host::clock::{Clock, SystemClock};
 
 use crate::hypervisor::{CopySegment, Direction, GrantRef};
 

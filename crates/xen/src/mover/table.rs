@@ -4,7 +4,7 @@
 //! places are chosen by a hash with a key of this table's own, at most half of them are in use, and
 //! everything is allocated when the table is made.
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 
 /// No slot, no entry.
 const NONE: u16 = u16::MAX;

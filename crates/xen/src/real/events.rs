@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use ferrite_io::names;
+use ferrite_host::names;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 

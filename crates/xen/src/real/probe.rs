@@ -7,7 +7,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::time::Duration;
 
-use ferrite_io::names;
+use ferrite_host::names;
 
 use super::own_pages::{self, PageDevice};
 use super::{EVTCHN, GNTALLOC, GNTDEV, HostProcessors, events, grants};

@@ -20,7 +20,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_io::clock::{Clock, Random, SplitMix64, SystemClock};
+use ferrite_host::clock::{Clock, Random, SplitMix64, SystemClock};
 use rustix::fs::{Mode, OFlags};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ferrite_io::arena::{Arena, Span};
-use ferrite_io::clock::SystemClock;
+use ferrite_host::clock::SystemClock;
 use ferrite_xen::hypervisor::{CopySegment, Direction, GrantRef, Hypervisor, Link, PAGE_SIZE};
 use ferrite_xen::mover::{Budget, Maps, Mover, Moving};
 use ferrite_xen::real::Xen;

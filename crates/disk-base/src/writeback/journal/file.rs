@@ -8,8 +8,8 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use ferrite_io::names;
-use ferrite_io::shm::Shm;
+use ferrite_host::names;
+use ferrite_host::shm::Shm;
 use rustix::fs::{FlockOperation, Mode, OFlags, flock, major, minor};
 
 use crate::raw::flock_holder;

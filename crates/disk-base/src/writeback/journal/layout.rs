@@ -4,11 +4,11 @@ use std::io::{self, ErrorKind::AlreadyExists, ErrorKind::PermissionDenied, Error
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 
-use ferrite_io::naming::Handle;
-use ferrite_io::shm::Shm;
+use ferrite_host::naming::Handle;
+use ferrite_host::shm::Shm;
 
 use crate::{DiskError, ErrorKind, Format, Raw};
-use ferrite_io::place::{self, Place};
+use ferrite_host::place::{self, Place};
 
 /// `ferrjrn3`, little-endian.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"ferrjrn3");

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::shelf::{Left, Survey};
 use crate::error::warn_once;
 use crate::{DiskError, ErrorKind};
-use ferrite_io::place::Place;
+use ferrite_host::place::Place;
 
 impl Survey {
     /// Refuses an image whose answered writes are elsewhere. Of a copy it is told what it lacks.

@@ -14,9 +14,9 @@ use super::layout::{
 use serde::Serialize;
 
 use crate::{DiskError, ErrorKind, Format, Raw};
-use ferrite_io::naming::Handle;
-use ferrite_io::place::{self, Place};
-use ferrite_io::shm::Shm;
+use ferrite_host::naming::Handle;
+use ferrite_host::place::{self, Place};
+use ferrite_host::shm::Shm;
 
 /// A journal in which something was answered for.
 #[derive(Debug)]
@@ -157,7 +157,7 @@ fn remove_if(path: &Path, unneeded: impl Fn(Option<&Shm>) -> bool) -> Result<(),
 /// The names of all files that are called as journals are.
 fn names(dir: &Path) -> Result<Vec<String>, DiskError> {
     let failed = |e| cannot(dir, "looked through", e);
-    let entries = match ferrite_io::names::read_dir(dir) {
+    let entries = match ferrite_host::names::read_dir(dir) {
         Err(e) if e.kind() == NotFound => return Ok(Vec::new()),
         entries => entries.map_err(failed)?,
     };

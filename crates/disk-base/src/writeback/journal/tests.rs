@@ -5,7 +5,7 @@ use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 
 use super::*;
 use crate::Format;
-use ferrite_io::place::Place;
+use ferrite_host::place::Place;
 
 fn identity() -> Identity {
     let place = Place::from_text("inode 1 on a disk".into());

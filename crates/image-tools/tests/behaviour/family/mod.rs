@@ -9,7 +9,7 @@ use std::path::Path;
 
 use ferrite_disk::{Disk, DiskError, ErrorKind, ImageName};
 use ferrite_image_tools::{Done, NewImage};
-use ferrite_io::directory::{Directory, HostDirectory};
+use ferrite_host::directory::{Directory, HostDirectory};
 use tempfile::TempDir;
 
 use crate::common::vhd::{at, options};

@@ -3,7 +3,7 @@
 //! Strict: what is not understood or out of bounds is refused before anything else of the image
 //! is looked at (threats.md T17). Refusals name the field.
 
-use ferrite_io::clock::Random;
+use ferrite_host::clock::Random;
 
 use crate::qcow2::format::entry::MAX_HOST_BYTES;
 use crate::qcow2::format::refcount;

@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-use ferrite_io::names;
+use ferrite_host::names;
 use serde_json::Value;
 
 use crate::qcow2::format::header::{HEAD_BYTES, Header, MAGIC, MAX_BACKING_NAME_BYTES, be32, be64};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ferrite_io::directory::HostDirectory;
+use ferrite_host::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
 
 use super::*;

@@ -13,7 +13,7 @@ pub(crate) mod locator;
 
 use std::fmt;
 
-use ferrite_io::clock::{self, Random, SplitMix64};
+use ferrite_host::clock::{self, Random, SplitMix64};
 
 /// Bytes of a sector.
 pub(crate) const SECTOR: u64 = 512;

@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
-use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_host::clock::{Clock, SystemClock};
 use rustix::event::{PollFd, PollFlags};
 
 use super::super::super::LoopbackError;

@@ -6,7 +6,7 @@
 //! 2. The word is stored.
 
 use ferrite_disk::DiskIdentity;
-use ferrite_io::shm::Shm;
+use ferrite_host::shm::Shm;
 
 /// Size of the whole header.
 pub(super) const HEADER_BYTES: usize = 20 << 10;

@@ -447,7 +447,7 @@ fn identity(disk: &Disk, rings: &Rings) -> std::io::Result<Identity> {
 }
 
 fn remove(path: &Path) -> Result<(), Failure> {
-    match ferrite_io::names::remove_file(path) {
+    match ferrite_host::names::remove_file(path) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
             Err(Failure::host(format!("remove {}", path.display()), e))
         }

@@ -13,7 +13,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_io::clock::{Clock, SystemClock};
+use ferrite_host::clock::{Clock, SystemClock};
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use ferrite_xen::store::{Store, StoreError};
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ferrite_disk::{Disk, GrowthWatch};
-use ferrite_io::names;
+use ferrite_host::names;
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
 
 use super::closing::{self, Closing};

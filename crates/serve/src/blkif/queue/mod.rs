@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
-use ferrite_io::clock::Clock;
+use ferrite_host::clock::Clock;
 use ferrite_io::engine::{Completion, Engine, Token};
 use ferrite_io::reactor::Wait;
 use ferrite_xen::abi::{MAX_DIRECT_SEGMENTS, RawSegment};

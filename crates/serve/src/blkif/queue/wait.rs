@@ -52,7 +52,7 @@ pub(super) struct Events {
 impl Waiting {
     /// Makes the state. Must run on the queue's thread.
     pub(super) fn new(tuning: &Tuning, processors: &Processors) -> Waiting {
-        let cpus = ferrite_io::processors::count();
+        let cpus = ferrite_host::processors::count();
         Waiting {
             poller: Poller::new(tuning.poll, wake_up_ns(), cpus, processors.host.is_some()),
             delay: RunDelay::of_this_thread(),

@@ -15,7 +15,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_io::clock::Clock;
+use ferrite_host::clock::Clock;
 use ferrite_io::engine::{Completion, Engine, Op, Token};
 use ferrite_io::reactor::Wait;
 use ferrite_io::socket::RoomWatch;

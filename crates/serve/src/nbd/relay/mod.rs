@@ -19,7 +19,7 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use ferrite_io::process::{receive_with, send_with};
+use ferrite_host::process::{receive_with, send_with};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 

@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_xen::hypervisor::DomId;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;

@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_disk::Disk;
-use ferrite_io::clock::SystemClock;
-use ferrite_io::names;
-use ferrite_io::process::receive_with;
+use ferrite_host::clock::SystemClock;
+use ferrite_host::names;
+use ferrite_host::process::receive_with;
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};

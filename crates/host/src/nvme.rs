@@ -13,10 +13,10 @@ use crate::names;
 const IOCTL_ID: libc::Ioctl = 0x4e40;
 /// `_IOWR('N', 0x41, struct nvme_admin_cmd)`.
 const IOCTL_ADMIN: libc::Ioctl = 0xc048_4e41_u32 as libc::Ioctl;
-/// `_IOWR('N', 0x80, struct nvme_uring_cmd)`: data in one piece,
-pub(crate) const URING_IO: u32 = 0xc048_4e80;
-/// and by vectors.
-pub(crate) const URING_IO_VEC: u32 = 0xc048_4e81;
+/// `_IOWR('N', 0x80, struct nvme_uring_cmd)`: a command whose data is in one piece.
+pub const URING_IO: u32 = 0xc048_4e80;
+/// `_IOWR('N', 0x81, struct nvme_uring_cmd)`: a command whose data is in vectors.
+pub const URING_IO_VEC: u32 = 0xc048_4e81;
 
 /// Identify, an admin command.
 const IDENTIFY: u8 = 0x06;
@@ -36,7 +36,7 @@ const MAX_BLOCKS: u64 = 1 << 16;
 /// `struct nvme_passthru_cmd` and `struct nvme_uring_cmd`, which differ in the last word only.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Command {
+pub struct Command {
     opcode: u8,
     flags: u8,
     reserved: u16,
@@ -44,10 +44,10 @@ pub(crate) struct Command {
     dwords_2_3: [u32; 2],
     metadata: u64,
     /// Where the data is, or its vectors.
-    pub(crate) address: u64,
+    pub address: u64,
     metadata_bytes: u32,
     /// Bytes of data, or how many vectors.
-    pub(crate) data_len: u32,
+    pub data_len: u32,
     dwords_10_15: [u32; 6],
     timeout_ms: u32,
     result: u32,
@@ -56,8 +56,8 @@ pub(crate) struct Command {
 const _: () = assert!(size_of::<Command>() == 72);
 
 impl Command {
-    /// As the body of an entry of 128 bytes has it.
-    pub(crate) fn to_bytes(self) -> [u8; 80] {
+    /// The 80 bytes that follow the header of a submission entry of 128 bytes.
+    pub fn to_bytes(self) -> [u8; 80] {
         let mut bytes = [0; 80];
         let mut at = 0;
         let mut put = |part: &[u8]| {
@@ -113,9 +113,8 @@ impl Namespace {
         Ok(found)
     }
 
-    /// One that no controller has.
-    #[cfg(test)]
-    pub(crate) fn pretended(bytes: u64, block_bytes: u32, max_transfer_bytes: u32) -> Namespace {
+    /// A namespace of no controller, for tests of the engine that makes its commands.
+    pub fn pretended(bytes: u64, block_bytes: u32, max_transfer_bytes: u32) -> Namespace {
         Namespace {
             id: 1,
             bytes,
@@ -135,8 +134,11 @@ impl Namespace {
         }
     }
 
-    /// A transfer of `bytes` at `offset`; where in memory is the caller's to say.
-    pub(crate) fn transfer(&self, write: bool, offset: u64, bytes: u64) -> Result<Command, i32> {
+    /// The command that reads or writes `bytes` at `offset`. The caller sets the address of the data.
+    ///
+    /// # Errors
+    /// EINVAL for parts of a block and for more than one command transfers.
+    pub fn transfer(&self, write: bool, offset: u64, bytes: u64) -> Result<Command, i32> {
         let (first, blocks) = self.blocks(offset, bytes)?;
         if blocks > MAX_BLOCKS || bytes > u64::from(self.max_transfer_bytes) {
             return Err(libc::EINVAL);
@@ -149,12 +151,16 @@ impl Namespace {
         })
     }
 
-    pub(crate) fn flush(&self) -> Command {
+    /// The command that makes written data durable.
+    pub fn flush(&self) -> Command {
         Command { opcode: FLUSH, namespace: self.id, ..Command::default() }
     }
 
-    /// Deallocates a range, and the memory that the command reads: its list of ranges.
-    pub(crate) fn deallocate(&self, offset: u64, bytes: u64) -> Result<(Command, [u64; 2]), i32> {
+    /// The command that deallocates a range, and the list of ranges that it reads from memory.
+    ///
+    /// # Errors
+    /// EINVAL for parts of a block and for more than 2^32 blocks.
+    pub fn deallocate(&self, offset: u64, bytes: u64) -> Result<(Command, [u64; 2]), i32> {
         let (first, blocks) = self.blocks(offset, bytes)?;
         let blocks = u32::try_from(blocks).map_err(|_| libc::EINVAL)?;
         let command = Command {
@@ -170,7 +176,7 @@ impl Namespace {
 }
 
 /// The errno for the status of a command that the controller has ended with an error.
-pub(crate) fn errno_of_status(status: i32) -> i32 {
+pub fn errno_of_status(status: i32) -> i32 {
     // The status code type and the code; above them is what the kernel uses for retries.
     match status & 0x7ff {
         0x001 => libc::EOPNOTSUPP,
@@ -262,7 +268,7 @@ fn kernel_limit_bytes(file: BorrowedFd<'_>) -> Option<u32> {
 }
 
 /// Why commands for the namespace are not polled for, if they are not.
-pub(crate) fn not_polled(file: impl AsFd) -> Option<&'static str> {
+pub fn not_polled(file: impl AsFd) -> Option<&'static str> {
     if !has_poll_queues(file) {
         return Some("its driver has no poll queues (nvme.poll_queues=N)");
     }

@@ -16,9 +16,9 @@ use std::time::Duration;
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::{Engine, Op};
 use ferrite_io::engines::EngineKind;
-use ferrite_io::names::{self, Broker};
-use ferrite_io::process::{receive_with, send_with};
-use ferrite_io::sandbox::{Lockdown, Means};
+use ferrite_host::names::{self, Broker};
+use ferrite_host::process::{receive_with, send_with};
+use ferrite_host::sandbox::{Lockdown, Means};
 use ferrite_testkit::wait_until;
 use io_uring::types::Fd;
 use io_uring::{IoUring, opcode};
@@ -214,7 +214,7 @@ fn work(file: File) {
     let threads = (0..16).map(|i| std::thread::spawn(move || vec![i as u8; (i + 1) << 20].len()));
     let threads: Vec<_> = threads.collect();
     assert!(threads.into_iter().all(|thread| thread.join().unwrap() > 0));
-    assert!(ferrite_io::processors::count() > 0);
+    assert!(ferrite_host::processors::count() > 0);
     let hash = std::collections::HashSet::from([1]);
     assert!(hash.contains(&1));
 }

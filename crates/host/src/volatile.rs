@@ -42,7 +42,7 @@ fn split(at: *const u8, len: usize) -> (usize, usize) {
 ///
 /// # Safety
 /// `from` must be mapped readable memory of that length, and must not overlap `to`.
-pub(crate) unsafe fn copy_out(from: *const u8, to: &mut [u8]) {
+pub unsafe fn copy_out(from: *const u8, to: &mut [u8]) {
     let (head, words) = split(from, to.len());
     let (first, rest) = to.split_at_mut(head);
     // SAFETY: every access below is inside from..from+to.len(); words are aligned by `split`.
@@ -64,7 +64,7 @@ pub(crate) unsafe fn copy_out(from: *const u8, to: &mut [u8]) {
 ///
 /// # Safety
 /// `to` must be mapped writable memory of `from.len()` bytes, and must not overlap `from`.
-pub(crate) unsafe fn copy_in(to: *mut u8, from: &[u8]) {
+pub unsafe fn copy_in(to: *mut u8, from: &[u8]) {
     let (head, words) = split(to, from.len());
     let (first, rest) = from.split_at(head);
     // SAFETY: every access below is inside to..to+from.len(); words are aligned by `split`.
@@ -88,7 +88,7 @@ pub(crate) unsafe fn copy_in(to: *mut u8, from: &[u8]) {
 ///
 /// # Safety
 /// `to` must be mapped writable memory of that length.
-pub(crate) unsafe fn fill(to: *mut u8, len: usize, byte: u8) {
+pub unsafe fn fill(to: *mut u8, len: usize, byte: u8) {
     let (head, words) = split(to, len);
     let word = u64::from_ne_bytes([byte; WORD]);
     // SAFETY: every access below is inside to..to+len; words are aligned by `split`.
@@ -125,7 +125,7 @@ unsafe fn bytes_in(to: *mut u8, from: &[u8]) {
 ///
 /// # Safety
 /// `from` must be mapped readable memory of that length.
-pub(crate) unsafe fn is_zero(from: *const u8, len: usize) -> bool {
+pub unsafe fn is_zero(from: *const u8, len: usize) -> bool {
     let (head, words) = split(from, len);
     let tail = head + words * WORD;
     // SAFETY: every access is inside from..from+len; words are aligned by `split`.

@@ -10,12 +10,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-use ferrite_io::names::Broker;
-use ferrite_io::names::policy::{Policy, Right};
-use ferrite_io::names::server::{Images, Served, Server};
-use ferrite_io::names::wire::{Request, What};
-use ferrite_io::naming::Handle;
-use ferrite_io::place::Place;
+use ferrite_host::names::Broker;
+use ferrite_host::names::policy::{Policy, Right};
+use ferrite_host::names::server::{Images, Served, Server};
+use ferrite_host::names::wire::{Request, What};
+use ferrite_host::naming::Handle;
+use ferrite_host::place::Place;
 use ferrite_testkit::devices::Loop;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
