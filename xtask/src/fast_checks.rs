@@ -117,8 +117,7 @@ fn tests_on_aio() -> Result<()> {
         test.env("RUST_TEST_THREADS", &threads).env("FERRITE_TEST_ENGINE", "aio");
     };
     let programs = Programs::build(&[])?;
-    let packages =
-        ["disk-base", "images", "store", "disk", "image-tools", "serve", "ferrite"];
+    let packages = ["disk-base", "images", "store", "disk", "image-tools", "serve", "ferrite"];
     let done = programs.run_all("aio", &packages, steps::cpus(), &on_aio);
     // Of the lab's tests the engine matters to those of the bench alone.
     done.and(programs.run_some("aio", "lab", &["bench"], &on_aio))

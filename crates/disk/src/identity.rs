@@ -3,9 +3,10 @@
 use std::io;
 use std::path::Path;
 
-use crate::Disk;
 use ferrite_disk_base::Raw;
 use ferrite_images::Layer;
+
+use crate::Disk;
 use ferrite_io::place::{Place, look_at};
 
 /// The marks that tell an image from others while the host is up.

@@ -136,7 +136,10 @@ impl Raw {
         Ok(())
     }
 
-    /// Discards the beginning of a range, by one operation; the bytes that this was.
+    /// Discards the beginning of a range by one operation, and returns how many bytes that was.
+    ///
+    /// # Errors
+    /// As [`discard`](Self::discard).
     pub async fn discard_part(
         &self,
         io: &Io,

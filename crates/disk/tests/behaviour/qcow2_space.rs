@@ -5,10 +5,11 @@ use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk, work};
-use crate::model::{Model, check_clean, compare, name, open, pattern, qemu, qemu_img};
 use ferrite_disk::{Disk, Format, ImageName, OpenOptions};
 use ferrite_image_tools::{ImageTools, NewImage, Verdict};
+
+use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk, work};
+use crate::model::{Model, check_clean, compare, name, open, pattern, qemu, qemu_img};
 use ferrite_io::directory::HostDirectory;
 use ferrite_testkit::faulty::{Faults, Kind};
 use ferrite_testkit::images;

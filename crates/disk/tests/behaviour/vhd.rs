@@ -5,10 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::common::vhd::{self, at, create, parent};
-use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk};
 use ferrite_disk::{Disk, Extent, OpenOptions};
 use ferrite_images::vhd::{NewImage, NewParent, Uuid};
+
+use crate::common::vhd::{self, at, create, parent};
+use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk};
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
 use ferrite_io::reactor::Wait;

@@ -6,14 +6,15 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
+use ferrite_disk::{Disk, ErrorKind, ImageName, OpenOptions, Parents};
+use ferrite_image_tools::{ImageTools, NewImage, Progress, Rebase};
+
 use crate::common::vhd::{at, options};
 use crate::common::{MIB, Mount, Queue, anywhere, dir_on_disk, run, skipped, work};
 use crate::family::{
     FORMATS, Family, Watched, clone, clone_anywhere, coalesce, create, link, make_writable, name,
     on, open, snapshot,
 };
-use ferrite_disk::{Disk, ErrorKind, ImageName, OpenOptions, Parents};
-use ferrite_image_tools::{ImageTools, NewImage, Progress, Rebase};
 use ferrite_io::directory::HostDirectory;
 
 #[test]

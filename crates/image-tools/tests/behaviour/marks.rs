@@ -4,11 +4,12 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
+use ferrite_disk::{Format, Parents};
+use ferrite_image_tools::{ImageTools, NewImage, Progress, Rebase};
+
 use crate::common::tree::{FORMATS, Refuses, Tree};
 use crate::common::vhd::at;
 use crate::common::{MIB, Mount, anywhere, dir_on_disk, run, skipped};
-use ferrite_disk::{Format, Parents};
-use ferrite_image_tools::{ImageTools, NewImage, Progress, Rebase};
 use ferrite_io::directory::HostDirectory;
 use rustix::fs::{CWD, FileType, FlockOperation, Mode, flock, mknodat};
 

@@ -4,11 +4,12 @@ use std::fs::{self, Permissions};
 use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt as _;
 
+use ferrite_disk::{Disk, Format, ImageName};
+use ferrite_image_tools::{ImageTools, NewImage, Rebase};
+
 use crate::common::tree::{FORMATS, Refuses, Tree};
 use crate::common::vhd::options;
 use crate::common::{MIB, Mount, anywhere, run};
-use ferrite_disk::{Disk, Format, ImageName};
-use ferrite_image_tools::{ImageTools, NewImage, Rebase};
 use ferrite_io::directory::HostDirectory;
 
 #[test]

@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use crate::common::vhd::{at, options};
-use crate::common::{Loop, MIB, Queue, dir_on_disk, rights};
 use ferrite_disk::{Disk, ErrorKind, ImageName, OpenOptions, Parents};
 use ferrite_image_tools::{Convert, ImageTools, NewImage, Progress};
+
+use crate::common::vhd::{at, options};
+use crate::common::{Loop, MIB, Queue, dir_on_disk, rights};
 use ferrite_io::directory::{Directory, HostDirectory};
 use ferrite_io::engines::EngineChoice;
 use ferrite_testkit::images::tools;

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use ferrite_image_tools::{ImageTools, NewImage};
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
@@ -10,7 +11,6 @@ use ferrite_io::engines::test_engine;
 use super::*;
 use crate::Image;
 use crate::testing::Session;
-use ferrite_image_tools::{ImageTools, NewImage};
 
 const KIB: u64 = 1024;
 

@@ -1,11 +1,12 @@
 //! Mending what can be mended without guessing: everything that is said twice, or that follows
 //! from what is whole.
 
+use ferrite_disk_base::{Commits, DiskError, ErrorKind, Port, Raw};
+
 use super::check::{Problem, Report, survey};
 use super::footers::replace_footers;
 use super::format::batmap::{self, Batmap};
 use super::pieces::write_bytes;
-use ferrite_disk_base::{Commits, DiskError, ErrorKind, Port, Raw};
 
 /// Mends the image in `raw`, open for writing and file 0 of the port: footers from the one that is
 /// whole, the batmap from the bitmaps; space that nothing refers to is given back. Returns what

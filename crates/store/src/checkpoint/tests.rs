@@ -3,6 +3,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
+use ferrite_disk_base::Epochs;
 use ferrite_io::clock::{Random, SplitMix64};
 use ferrite_io::reactor::Reactor;
 use ferrite_simio::{Fault, On, SimWorld};
@@ -18,7 +19,6 @@ use crate::slots::SLOT_BYTES;
 use crate::superblock::Unusable;
 use crate::testing::{self, BYTES, port};
 use crate::tree::{Found, Link};
-use ferrite_disk_base::Epochs;
 
 /// Of a volume: two levels of inner pages.
 const BLOCKS: u64 = 300 * 512;

@@ -4,13 +4,14 @@
 use std::collections::BTreeSet;
 use std::io;
 
+use ferrite_disk_base::{DiskError, Port, Raw};
+
 use crate::qcow2::format::header::{
     AUTOCLEAR_AT, CORRUPT, DIRTY, Header, MAX_REFTABLE_BYTES, be64,
 };
 use crate::qcow2::format::refcount;
 use crate::qcow2::maintenance::check::{Fix, Report, failed, survey};
 use crate::qcow2::tables::meta;
-use ferrite_disk_base::{DiskError, Port, Raw};
 
 /// Changes that are in memory at a time; the rest is found by the next look.
 const MAX_FIXES: usize = 1 << 20;

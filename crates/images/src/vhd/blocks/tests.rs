@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use ferrite_disk_base::{Format, ImageName, OpenOptions};
+use ferrite_image_tools::{ImageTools, NewImage};
 use ferrite_io::directory::HostDirectory;
 use ferrite_io::engines::test_engine;
 
@@ -10,8 +12,6 @@ use crate::Image;
 use crate::image::Layer;
 use crate::testing::Session;
 use crate::vhd::Body;
-use ferrite_disk_base::{Format, ImageName, OpenOptions};
-use ferrite_image_tools::{ImageTools, NewImage};
 
 const BLOCK: u64 = 4096;
 /// Bitmaps that fit into the least memory.
