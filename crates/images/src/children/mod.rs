@@ -1,7 +1,7 @@
 //! Which images stand on an image: whoever writes to it changes all of them.
 //!
 //! An image says what it stands on, and nothing says which images stand on it. So they are looked
-//! for where they can be: in its own folder, and where its [marks](marks) say that one was made.
+//! for where they can be: in its own folder, and where its [marks] say that one was made.
 //! What other programs put on it from elsewhere is not found. Nor is what stands on another name of
 //! the same file in another folder; so such a file may always have children.
 //!

@@ -10,7 +10,7 @@ use super::pieces::write_bytes;
 
 /// Mends the image in `raw`, open for writing and file 0 of the port: footers from the one that is
 /// whole, the batmap from the bitmaps; space that nothing refers to is given back. Returns what
-/// was found before; what is not [mendable](crate::ProblemKind::is_mendable) is as it was. If the places of
+/// was found before; what is not [mendable](ferrite_disk_base::ProblemKind::is_mendable) is as it was. If the places of
 /// blocks make no sense nothing is changed at all.
 ///
 /// The order: the copy of the footer, which counts alone for a while; `fdatasync`; holes where
