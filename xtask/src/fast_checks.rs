@@ -98,13 +98,8 @@ fn tests(programs: &Programs) -> Result<()> {
     let mut runs = programs.every("tests", &uring);
     runs.extend(programs.some("mover-map", "serve", DATA, &map)?);
     runs.extend(programs.some("mover-persistent", "serve", DATA, &persistent)?);
-    let aio = programs.some("aio", "serve", DATA, &on_aio)?;
-    let result = std::thread::scope(|scope| {
-        // Programs on AIO mostly wait, so they take no processor from the others.
-        let aio = scope.spawn(|| run_each(aio, 1));
-        let others = run_each(runs, steps::cpus());
-        aio.join().expect("a runner that does not panic").and(others)
-    });
+    runs.extend(programs.some("aio", "serve", DATA, &on_aio)?);
+    let result = run_each(runs, steps::cpus());
     times::show()?;
     result?;
     // Examples of the documentation.
@@ -113,8 +108,8 @@ fn tests(programs: &Programs) -> Result<()> {
 
 /// Sets the engine of kernels without io_uring. (The tests of `ferrite-io` run on both anyway.)
 pub(crate) fn on_aio(test: &mut Command) {
-    // Most of the time is the kernel's grace period at the end of each context, when no processor is needed.
-    let threads = (4 * steps::cpus()).to_string();
+    // Part of the time is the kernel's grace period at the end of each context, when no processor is needed.
+    let threads = (2 * steps::cpus()).to_string();
     test.env("RUST_TEST_THREADS", threads).env("FERRITE_TEST_ENGINE", "aio");
 }
 

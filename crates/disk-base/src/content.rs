@@ -36,7 +36,7 @@ const MAGICS: [(usize, &[u8], &str, Option<Format>); 12] = [
 
 /// With this a VHD ends, and most begin.
 const FOOTER: &[u8] = b"conectix";
-/// With this a store begins.
+/// The first bytes of a store.
 pub const STORE_MAGIC: &[u8; 8] = b"FERSTORE";
 /// Bytes of a store's block, the unit of content and of everything on the medium. A superblock is one.
 pub const STORE_BLOCK_BYTES: usize = 4096;

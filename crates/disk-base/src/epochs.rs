@@ -61,22 +61,27 @@ impl Word for AtomicU64 {
         AtomicU64::new(value)
     }
 
+    #[inline]
     fn load(&self) -> u64 {
         self.load(Ordering::Acquire)
     }
 
+    #[inline]
     fn store(&self, value: u64) {
         self.store(value, Ordering::Release);
     }
 
+    #[inline]
     fn add(&self, value: u64) {
         self.fetch_add(value, Ordering::AcqRel);
     }
 
+    #[inline]
     fn subtract(&self, value: u64) {
         self.fetch_sub(value, Ordering::AcqRel);
     }
 
+    #[inline]
     fn fence() {
         fence(Ordering::SeqCst);
     }
@@ -205,7 +210,7 @@ impl<A: Word, L: Lock<Queues<A>>> Core<A, L> {
     }
 }
 
-/// The epochs of a disk; see the module text.
+/// The epochs of a disk, and the operations that are counted in them.
 #[derive(Debug)]
 pub struct Epochs(Core<AtomicU64, Mutex<Queues<AtomicU64>>>);
 
@@ -215,7 +220,7 @@ impl Epochs {
         Arc::new(Epochs(Core::new()))
     }
 
-    /// A queue of the disk's.
+    /// Adds a queue of the disk, whose operations are counted from now on.
     pub fn reader(self: &Arc<Epochs>) -> Reader {
         Reader { counts: self.0.join(), epochs: self.clone(), of_one_thread: PhantomData }
     }

@@ -5,7 +5,7 @@ use std::io;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-/// A next step, in the words of the toolstack and in ours: nobody knows here who has asked.
+/// What a user can do who may not write to an image, in the words of the toolstack and of ferrite.
 pub const READ_ONLY: &str =
     "open it read-only (access=r in xl's configuration, --read-only with ferrite)";
 
@@ -62,8 +62,8 @@ impl DiskError {
         self
     }
 
-    /// The same, of a file under the name that it gets in the end: `temporary` is one that nobody
-    /// has named.
+    /// This error with the name of the file that a user knows: `temporary`, which nobody has named, becomes
+    /// `name` in all texts.
     pub fn renamed(mut self, temporary: &Path, name: &Path) -> DiskError {
         let [from, to] = [temporary, name].map(|path| path.display().to_string());
         for text in [&mut self.what, &mut self.why, &mut self.help] {
@@ -96,7 +96,7 @@ impl DiskError {
 /// Texts of [`warn_once`] that are remembered.
 const TEXTS: usize = 64;
 
-/// A note of an image, which is told once although a command opens the image several times.
+/// Warns of an image in the log, once for each text although a command opens the image several times.
 pub fn warn_once(text: &str) {
     static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);

@@ -42,11 +42,11 @@ impl Parents {
         self.allow_found(&names::canonicalize(leaf)?, parent, &names::canonicalize(parent)?)
     }
 
-    /// The same, of what was opened by these names. The kernel says where it is: what a name leads
-    /// to may be another file at each look.
+    /// Whether what was opened by the name `parent` may be a parent in the chain of what was opened as `leaf`.
+    /// The kernel says where the open files are: a name may lead to another file at each look.
     ///
     /// # Errors
-    /// It does not.
+    /// The kernel does not say where one of the files is.
     pub fn allow_opened(
         &self,
         leaf: BorrowedFd<'_>,

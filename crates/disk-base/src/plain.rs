@@ -10,6 +10,9 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 /// Opens a regular file that is there: never through a link, and without waiting for the other end of a pipe.
+///
+/// # Errors
+/// Those of the kernel, and that it is no regular file.
 pub fn open(path: &Path, flags: OFlags) -> io::Result<File> {
     let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let foreign =
@@ -22,7 +25,10 @@ pub fn open(path: &Path, flags: OFlags) -> io::Result<File> {
     }
 }
 
-/// All of such a file, if that is not more than `most` bytes.
+/// Reads all of a regular file that has at most `most` bytes. The name is followed as [`open`] does.
+///
+/// # Errors
+/// As [`open`]. `FileTooLarge`: it has more bytes.
 pub fn read(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
     open(path, OFlags::RDONLY)?.take(most + 1).read_to_end(&mut text)?;

@@ -26,7 +26,7 @@ impl VolumeName {
         is_one.then(|| VolumeName(name.to_owned()))
     }
 
-    /// As text.
+    /// The name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }

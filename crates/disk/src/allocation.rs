@@ -2,9 +2,10 @@
 
 use std::io;
 
+use ferrite_disk_base::Port;
+
 use crate::Disk;
 use crate::pieces::{What, look};
-use ferrite_disk_base::Port;
 
 /// The beginning of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

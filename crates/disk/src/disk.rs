@@ -8,17 +8,17 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::sync::{Arc, Weak};
 
-use ferrite_io::arena::{Arena, Span};
-
-use crate::null::{self, Null};
-use crate::volume::Volume;
 use ferrite_disk_base::{
     DiscardLimits, DiskError, Extent, Format, GrowthWatch, ImageName, OpenOptions, Port, Raw,
     Reader, SCRATCH_BYTES, SECTOR_BYTES, SyncWitness,
 };
 use ferrite_images::{Image, Layer, open_raw};
+use ferrite_io::arena::{Arena, Span};
 use ferrite_store::BLOCK_BYTES;
 use ferrite_store::background::ServiceEngine;
+
+use crate::null::{self, Null};
+use crate::volume::Volume;
 
 /// One open disk, shared by the threads of its queues.
 #[derive(Debug)]
@@ -86,7 +86,7 @@ impl Disk {
         }
     }
 
-    /// All that it lies in, the leaf first.
+    /// All files and devices that it lies in, the leaf first.
     pub fn media(&self) -> Vec<&Raw> {
         match self {
             Disk::Raw(d) => vec![d],

@@ -3,23 +3,23 @@
 
 use std::io;
 
+use ferrite_disk_base::{Extent as Place, Port, Raw};
+use ferrite_images::{Layer, Mapping};
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
 use crate::Disk;
-use ferrite_disk_base::{Extent as Place, Port, Raw};
-use ferrite_images::{Layer, Mapping};
 
 /// Holes are only seen in whole blocks of this many bytes, so that what lies beside them can be
 /// read in whole blocks, too.
 const BLOCK: u64 = 4096;
 
-/// The beginning of a range.
+/// The beginning of a range, and where it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Bytes.
+    /// Bytes, from the start of the range asked for.
     pub len: u64,
-    /// The layer that says so, the leaf is 0; none: no layer has it.
+    /// The index of the layer that says so; the leaf is 0. None: no layer has it.
     pub layer: Option<usize>,
     /// What is there.
     pub what: What,
@@ -38,7 +38,10 @@ pub enum What {
     Zeros,
 }
 
-/// Looks at the beginning of a range, which is inside the disk.
+/// Says where the beginning of a range is, which is inside the disk. It may read metadata, and never data.
+///
+/// # Errors
+/// `InvalidData`: metadata is damaged. Others as the kernel gives them.
 pub async fn look(disk: &Disk, port: &Port, offset: u64, len: u64) -> io::Result<Piece> {
     match disk {
         Disk::Null(_) => Ok(Piece { len, layer: None, what: What::Zeros }),
@@ -68,7 +71,11 @@ async fn look_at_layers(layers: &[Layer], port: &Port, offset: u64, len: u64) ->
     Ok(Piece { len, layer: None, what: What::Zeros })
 }
 
-/// The share of one layer in the beginning of a range: a piece, or nothing for so many bytes.
+/// Says what one layer has of the beginning of a range: a piece; or, with none, how many bytes it has nothing of.
+/// `i` is the index of the layer in its chain.
+///
+/// # Errors
+/// As [`look`].
 pub async fn look_at_layer(
     layer: &Layer,
     i: usize,

@@ -5,6 +5,7 @@ use std::future::Future;
 use std::io;
 use std::sync::Arc;
 
+use ferrite_disk_base::{Port, Rare};
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::engine::Engine;
 use ferrite_io::pool::{Pool, QueuePool, SLAB_BYTES};
@@ -12,7 +13,6 @@ use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 
 use crate::Disk;
-use ferrite_disk_base::{Port, Rare};
 
 /// Bytes that are recovered at once.
 const RECOVERY_BYTES: usize = 1 << 20;

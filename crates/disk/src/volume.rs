@@ -8,16 +8,15 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ferrite_io::arena::Arena;
-use ferrite_io::arena::Span;
-use ferrite_io::engine::Engine;
-
 use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{
     DiscardLimits, DiskError, ErrorKind, Extent, ImageName, OpenOptions, Port, READ_ONLY, Raw,
     Reader, SECTOR_BYTES,
 };
 use ferrite_images::open_store;
+use ferrite_io::arena::Arena;
+use ferrite_io::arena::Span;
+use ferrite_io::engine::Engine;
 use ferrite_store::BLOCK_BYTES;
 use ferrite_store::background::ServiceEngine;
 use ferrite_store::journal::VolumeId;
@@ -125,7 +124,7 @@ impl Volume {
         &self.name
     }
 
-    /// `PATH#NAME`.
+    /// The name of the volume with its store, `PATH#NAME`.
     pub fn path(&self) -> PathBuf {
         let mut path = self.medium().path().as_os_str().to_owned();
         path.push("#");
@@ -141,7 +140,7 @@ impl Volume {
         self.read_only
     }
 
-    /// Nobody ever writes it.
+    /// Whether it is a snapshot, which nobody ever writes.
     pub fn is_snapshot(&self) -> bool {
         self.is_snapshot
     }

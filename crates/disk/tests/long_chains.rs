@@ -5,12 +5,13 @@ mod common;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use crate::common::work;
 use ferrite_disk::{Disk, ErrorKind, Format, ImageName, MAX_LAYERS, OpenOptions};
+use ferrite_image_tools::{Convert, NewImage};
+
+use crate::common::work;
 use ferrite_hostile_inputs::images::Sketch;
 use ferrite_hostile_inputs::images::vhd::{self, Dynamic, Parent};
 use ferrite_hostile_inputs::images::{qcow2, qcow2::Image};
-use ferrite_image_tools::{Convert, NewImage};
 use ferrite_testkit::proc::Memory;
 use tempfile::TempDir;
 

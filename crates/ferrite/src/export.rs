@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_disk::{Disk, OpenOptions, Session};
-use ferrite_image_tools::is_readable;
 use ferrite_host::clock::SystemClock;
+use ferrite_image_tools::is_readable;
 use ferrite_serve::blkif::lifecycle::close;
 use ferrite_serve::nbd::{BindError, COURTESY, EngineFactory, Options, Server, bind};
 use ferrite_serve::path::device::Device;

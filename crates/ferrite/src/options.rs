@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use clap::Args;
 use ferrite_disk::{OpenOptions, size};
-use ferrite_io::pool::HostMemory;
 use ferrite_host::shares::Shares;
+use ferrite_io::pool::HostMemory;
 use ferrite_serve::memory::DataMemory;
 use ferrite_serve::polling::{Budget, PollWindow, host_units};
 use ferrite_serve::tuning::Tuning;

@@ -11,9 +11,9 @@ use clap::Parser as _;
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_disk::{ImageName, Parents};
-use ferrite_io::engines::EngineKind;
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{self, user_of};
+use ferrite_io::engines::EngineKind;
 use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, LINE_FD, SECOND_FD, WorkerSandbox};
 use ferrite_serve::blkif::lifecycle::{
     EngineFactory, Lines, OpenFailure, Opened, ServeError, Start, WorkConfig, work_from,

@@ -148,7 +148,18 @@ fn named(text: &str) -> Vec<Vec<String>> {
 fn a_hint_names_commands_that_exist() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let mut files = Vec::new();
-    for name in ["ferrite", "lab", "disk", "serve", "xen", "io"] {
+    for name in [
+        "ferrite",
+        "lab",
+        "disk-base",
+        "images",
+        "store",
+        "disk",
+        "image-tools",
+        "serve",
+        "xen",
+        "io",
+    ] {
         sources(&crates.join(name).join("src"), &mut files);
     }
     let mut commands = Vec::new();

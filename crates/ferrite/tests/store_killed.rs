@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use ferrite_disk::{Disk, Session};
 use ferrite_host::clock::{Random, SplitMix64, SystemClock};
-use ferrite_io::engines::test_engine;
 use ferrite_host::process::take_given;
+use ferrite_io::engines::test_engine;
 use ferrite_loopback::front::FrontOptions;
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};

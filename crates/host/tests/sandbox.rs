@@ -13,12 +13,12 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_io::arena::Arena;
-use ferrite_io::engine::{Engine, Op};
-use ferrite_io::engines::EngineKind;
 use ferrite_host::names::{self, Broker};
 use ferrite_host::process::{receive_with, send_with};
 use ferrite_host::sandbox::{Lockdown, Means};
+use ferrite_io::arena::Arena;
+use ferrite_io::engine::{Engine, Op};
+use ferrite_io::engines::EngineKind;
 use ferrite_testkit::wait_until;
 use io_uring::types::Fd;
 use io_uring::{IoUring, opcode};

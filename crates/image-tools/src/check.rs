@@ -1,13 +1,14 @@
 //! Whether an image is in order, and what can be done if not.
 
+use ferrite_disk::Disk;
+use ferrite_disk_base::{Class, DiskError, ErrorKind, Format, ImageName, journal};
+use ferrite_images::{Image, Layer, open_as_far, open_medium, open_raw};
+
 use super::formats::Rules;
 use super::io_context::IoContext;
 use super::{
     CheckReport, Checked, Finding, ImageTools, Repaired, broken, formats, refused, unsuitable,
 };
-use ferrite_disk::Disk;
-use ferrite_disk_base::{Class, DiskError, ErrorKind, Format, ImageName, journal};
-use ferrite_images::{Image, Layer, open_as_far, open_medium, open_raw};
 
 impl ImageTools<'_> {
     /// Looks for inconsistencies in an image, and, if `chain` says so, in its parents. Nothing is

@@ -10,6 +10,11 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
+use ferrite_disk::Disk;
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES};
+use ferrite_images::Image;
+use ferrite_images::children::{self, Ask, absolute};
+
 use super::copy::{Copying, Mode};
 use super::create::done;
 use super::files::{Protected, same_file, take_rights};
@@ -17,10 +22,6 @@ use super::formats::leaf;
 use super::io_context::IoContext;
 use super::rebase::{check_snapshots, note_bitmaps};
 use super::{Done, ImageTools, broken, formats, refused, unsuitable};
-use ferrite_disk::Disk;
-use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES};
-use ferrite_images::Image;
-use ferrite_images::children::{self, Ask, absolute};
 
 const UNKNOWN: &str = "mend that first (a clone that was moved: move it back, or, if it stands on nothing where it is, ferrite \
                        image rebase -u CLONE -b PARENT), or say --force if you know that there are none: they would be destroyed";
@@ -280,11 +281,17 @@ fn check_same(upper: &Image, child: &ImageName, pair: &Pair) -> Result<(), DiskE
 mod tests {
     use std::path::Path;
 
+    use ferrite_disk_base::Format;
+
     use super::*;
     use crate::NewImage;
     use crate::files::is_write_protected;
+<<<<<<< HEAD
     use ferrite_disk_base::Format;
     use ferrite_host::directory::HostDirectory;
+=======
+    use ferrite_io::directory::HostDirectory;
+>>>>>>> split
     use ferrite_io::engines::EngineChoice;
 
     fn work<T>(work: impl FnOnce(&ImageTools<'_>) -> T) -> T {

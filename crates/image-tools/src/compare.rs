@@ -3,13 +3,13 @@
 use std::cell::Cell;
 use std::io;
 
+use ferrite_disk::Disk;
+use ferrite_disk::pieces::{What, look};
+use ferrite_disk_base::{DiskError, ImageName, Port, SECTOR_BYTES};
 use ferrite_io::arena::Span;
 
 use super::io_context::{BUFFER_BYTES, IoContext};
 use super::{Comparison, ImageTools, Progress, broken};
-use ferrite_disk::Disk;
-use ferrite_disk::pieces::{What, look};
-use ferrite_disk_base::{DiskError, ImageName, Port, SECTOR_BYTES};
 
 /// A disk, the way to it, memory for 1 MiB of it, and its size.
 pub(super) struct Side<'a> {

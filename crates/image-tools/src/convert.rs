@@ -2,15 +2,16 @@
 
 use std::io;
 
+use ferrite_disk::Disk;
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES};
+use ferrite_images::children::PARTIAL;
+
 use super::copy::{Copying, Mode};
 use super::create::done;
 use super::files::{NewFile, Over, beside, check_apart, check_regular, same_file};
 use super::formats::{Blank, shows_medium};
 use super::resume::{Resume, Source};
 use super::{DAMAGED, Done, ImageTools, NewImage, broken, formats};
-use ferrite_disk::Disk;
-use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES};
-use ferrite_images::children::PARTIAL;
 
 /// How to convert.
 #[derive(Clone, Debug, Default)]

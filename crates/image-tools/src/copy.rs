@@ -8,15 +8,15 @@ use std::io;
 use std::path::Path;
 use std::pin::Pin;
 
+use ferrite_disk::Disk;
+use ferrite_disk::pieces::{What, look, look_at_layer};
+use ferrite_disk_base::{Port, SECTOR_BYTES};
 use ferrite_io::arena::Span;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::io_context::{BUFFER_BYTES, IoContext, Stop, all};
 use super::resume::Resume;
 use super::{ImageTools, Progress};
-use ferrite_disk::Disk;
-use ferrite_disk::pieces::{What, look, look_at_layer};
-use ferrite_disk_base::{Port, SECTOR_BYTES};
 
 /// Pieces on their way at a time.
 const IN_FLIGHT: usize = 16;
@@ -278,10 +278,10 @@ mod tests {
     use std::fs;
     use std::path::PathBuf;
 
+    use ferrite_disk_base::{Format, ImageName};
     use ferrite_simio::{Fault, On, SimWorld};
 
     use super::*;
-    use ferrite_disk_base::{Format, ImageName};
 
     /// The kernel tells of what it has lost once, and a later flush is fine.
     #[test]

@@ -5,12 +5,6 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::files::{NewFile, Over, check_apart, is_write_protected, protect, same_file, same_name};
-use super::formats::Blank;
-use super::io_context::IoContext;
-use super::spec::{NewImage, Parent, absolute_dir};
-use super::undo::Undo;
-use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 use ferrite_disk::Disk;
 use ferrite_disk::pieces::look_at_layer;
 use ferrite_disk_base::size::Human;
@@ -20,6 +14,13 @@ use ferrite_disk_base::{
 };
 use ferrite_images::children::marks::{Held, Mark};
 use ferrite_images::children::{self, absolute, marks};
+
+use super::files::{NewFile, Over, check_apart, is_write_protected, protect, same_file, same_name};
+use super::formats::Blank;
+use super::io_context::IoContext;
+use super::spec::{NewImage, Parent, absolute_dir};
+use super::undo::Undo;
+use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 
 impl ImageTools<'_> {
     /// Makes an image, durably. A parent is made read-only, if it is not yet.

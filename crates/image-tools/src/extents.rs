@@ -1,9 +1,10 @@
 //! The map of a disk: each part of it, and where that is.
 
-use super::io_context::IoContext;
-use super::{ImageTools, Kind, broken};
 use ferrite_disk::pieces::{Piece, What, look};
 use ferrite_disk_base::{DiskError, ImageName, SECTOR_BYTES};
+
+use super::io_context::IoContext;
+use super::{ImageTools, Kind, broken};
 
 impl ImageTools<'_> {
     /// Tells `each` extent of a disk, in order, neighbours of a kind as one. `false`: enough.

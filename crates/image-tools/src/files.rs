@@ -8,16 +8,16 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ferrite_disk::Disk;
+use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw, plain};
+use ferrite_images::children::{self, Ask, NEW, identity};
+use ferrite_images::open_medium;
 use rustix::fs::{
     FlockOperation, OFlags, XattrFlags, flock, fremovexattr, fsetxattr, fstat, lgetxattr,
 };
 use rustix::io::Errno;
 
 use super::{ImageTools, broken, parent_dir, refused, unsuitable};
-use ferrite_disk::Disk;
-use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Raw, plain};
-use ferrite_images::children::{self, Ask, NEW, identity};
-use ferrite_images::open_medium;
 
 /// The attributes with a file's access control list and with its label for SELinux.
 const LIST: &str = "system.posix_acl_access";

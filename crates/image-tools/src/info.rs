@@ -1,9 +1,10 @@
 //! The facts about an image, and the space that it takes.
 
-use super::{ImageTools, Info, LayerInfo, Usage, formats};
 use ferrite_disk::Disk;
 use ferrite_disk_base::{DiskError, Format, ImageName, SECTOR_BYTES};
 use ferrite_images::{Layer, open_as_far};
+
+use super::{ImageTools, Info, LayerInfo, Usage, formats};
 
 impl ImageTools<'_> {
     /// The facts that an image and its parents have of themselves. Their data are not read.

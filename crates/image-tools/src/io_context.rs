@@ -9,14 +9,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 
+use ferrite_disk::Disk;
+use ferrite_disk_base::{Port, SCRATCH_BYTES};
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
+use ferrite_store::owned::OpenEngine;
 
 use super::ImageTools;
-use ferrite_disk::Disk;
-use ferrite_disk_base::{Port, SCRATCH_BYTES};
-use ferrite_store::owned::OpenEngine;
 
 /// Scratch memory: as much as two disks need.
 const SCRATCHES: usize = 2;

@@ -1,8 +1,9 @@
 //! The journals of killed backends, of all images.
 
-use super::{ImageTools, JournalInfo, JournalState, refused};
 use ferrite_disk_base::journal::{self, Kept};
 use ferrite_disk_base::{DiskError, ErrorKind};
+
+use super::{ImageTools, JournalInfo, JournalState, refused};
 
 /// What a journal says of itself.
 fn info(kept: &Kept) -> JournalInfo {

@@ -10,6 +10,11 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
+use ferrite_disk::Disk;
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, OpenOptions, SECTOR_BYTES};
+use ferrite_images::{Image, Layer, children};
+
 use super::compare::Side;
 use super::copy::{Copying, Mode};
 use super::create::done;
@@ -18,10 +23,6 @@ use super::formats::{Blank, leaf};
 use super::io_context::{BUFFER_BYTES, IoContext};
 use super::undo::Undo;
 use super::{Done, ImageTools, NewImage, Progress, broken, formats, refused, unsuitable};
-use ferrite_disk::Disk;
-use ferrite_disk_base::size::Human;
-use ferrite_disk_base::{DiskError, ErrorKind, ImageName, OpenOptions, SECTOR_BYTES};
-use ferrite_images::{Image, Layer, children};
 
 /// Differences are written in units of this.
 const UNIT: usize = 64 << 10;

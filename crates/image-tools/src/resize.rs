@@ -1,13 +1,14 @@
 //! Other sizes for disks.
 
-use super::create::done;
-use super::files::is_write_protected;
-use super::io_context::IoContext;
-use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 use ferrite_disk::Disk;
 use ferrite_disk::pieces::{What, look};
 use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, OpenOptions, SECTOR_BYTES};
+
+use super::create::done;
+use super::files::is_write_protected;
+use super::io_context::IoContext;
+use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 
 /// The size that a disk shall have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

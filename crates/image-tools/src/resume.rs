@@ -5,12 +5,12 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use ferrite_disk_base::plain;
 use rustix::fs::{CWD, OFlags, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::files::beside;
-use ferrite_disk_base::plain;
 
 /// And how far it is.
 const STATE: &str = ".partial.json";

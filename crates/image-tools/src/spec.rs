@@ -4,9 +4,10 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::parent_dir;
 use ferrite_disk::Disk;
 use ferrite_disk_base::{ImageName, SECTOR_BYTES};
+
+use super::parent_dir;
 
 /// The properties of a new image.
 #[derive(Clone, Debug, Default)]

@@ -4,10 +4,11 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use super::files::{protect, same_file};
-use super::{DiskError, ImageTools, broken};
 use ferrite_images::children::marks::{Held, Mark};
 use ferrite_images::{children, open_medium};
+
+use super::files::{protect, same_file};
+use super::{DiskError, ImageTools, broken};
 
 /// The undoing of steps on a parent. It is made before the parent is opened, so that they are
 /// undone when the parent is not locked here any more: others who work on the parent have it locked

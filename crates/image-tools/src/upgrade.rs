@@ -1,11 +1,12 @@
 //! Later versions of formats, for images that stay where they are.
 
-use super::create::done;
-use super::io_context::IoContext;
-use super::{Done, ImageTools, broken, unsuitable};
 use ferrite_disk::Disk;
 use ferrite_disk_base::{DiskError, Format, ImageName, journal};
 use ferrite_images::{Image, open_medium, qcow2};
+
+use super::create::done;
+use super::io_context::IoContext;
+use super::{Done, ImageTools, broken, unsuitable};
 
 impl ImageTools<'_> {
     /// Makes a qcow2 image of version 2 one of version 3. What a killed backend has left is brought

@@ -3,10 +3,6 @@
 use std::io;
 use std::path::Path;
 
-use super::copy::{Copying, Mode};
-use super::io_context::IoContext;
-use super::stores::until_stopped;
-use super::{Convert, Done, ImageTools, Progress, broken, refused};
 use ferrite_disk::Disk;
 use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, Port, SECTOR_BYTES};
 use ferrite_images::children::PARTIAL;
@@ -15,6 +11,11 @@ use ferrite_store::BLOCK_BYTES;
 use ferrite_store::journal::Name;
 use ferrite_store::live::{Live, Operation};
 use ferrite_store::owned::Seat;
+
+use super::copy::{Copying, Mode};
+use super::io_context::IoContext;
+use super::stores::until_stopped;
+use super::{Convert, Done, ImageTools, Progress, broken, refused};
 
 /// The domain of volumes that are made without a word of one.
 const DOMAIN: u16 = 0;

@@ -9,8 +9,8 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_io::arena::Arena;
 use ferrite_host::byte_locks::{is_locked_by_others, lock_shared};
+use ferrite_io::arena::Arena;
 use ferrite_io::engine::{Completion, FileId, Op};
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use rustix::event::{EventfdFlags, eventfd};

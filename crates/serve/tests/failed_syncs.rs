@@ -5,10 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ferrite_disk::{Disk, OpenOptions, Session};
-use ferrite_image_tools::NewImage;
 use ferrite_host::clock::SystemClock;
 use ferrite_host::directory::HostDirectory;
 use ferrite_host::shm::Shm;
+use ferrite_image_tools::NewImage;
 use ferrite_serve::path::device::Device;
 use ferrite_testkit::faulty::{Fault, Faults, Kind};
 use ferrite_testkit::{images, stores};

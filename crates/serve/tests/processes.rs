@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferrite_host::clock::{Random, SplitMix64};
-use ferrite_io::engines::test_engine;
 use ferrite_host::process::{receive_with, send_with, take_given};
+use ferrite_io::engines::test_engine;
 use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, DiskSpec, Keeper, LINE_FD, SECOND_FD};
 use ferrite_loopback::front::FrontOptions;
 use ferrite_loopback::machine::DiskPaths;

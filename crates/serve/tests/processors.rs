@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_host::clock::Clock;
-use ferrite_io::engine::Op;
 use ferrite_host::shares::Shares;
+use ferrite_io::engine::Op;
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};

@@ -3,8 +3,8 @@
 
 use std::process::Stdio;
 
-use ferrite_image_tools::NewImage;
 use ferrite_host::directory::HostDirectory;
+use ferrite_image_tools::NewImage;
 use ferrite_loopback::CopyWith;
 use ferrite_testkit::images;
 use ferrite_testkit::processes::World;

@@ -14,8 +14,8 @@ use std::thread::{JoinHandle, sleep, spawn};
 use std::time::{Duration, Instant};
 
 use ferrite_host::clock::{Random, SplitMix64};
-use ferrite_io::engines::test_engine;
 use ferrite_host::process::take_given;
+use ferrite_io::engines::test_engine;
 use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, DiskSpec, Keeper, LINE_FD, SECOND_FD};
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
-use ferrite_image_tools::{ImageTools, NewImage};
 use ferrite_host::clock::{Random, SplitMix64};
+use ferrite_image_tools::{ImageTools, NewImage};
 use ferrite_simio::{Device, SimWorld};
 
 use crate::format::Place;

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 
 use ferrite_disk::{Port, SyncWitness};
-use ferrite_io::arena::{Arena, Span};
 use ferrite_host::clock::SplitMix64;
+use ferrite_io::arena::{Arena, Span};
 use ferrite_simio::{SimDirectory, SimWorld};
 
 /// The directory of one machine, on a tmpfs.

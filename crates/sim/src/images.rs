@@ -12,9 +12,9 @@ use ferrite_disk::open_medium;
 use ferrite_disk::{
     Disk, DiskError, ErrorKind, Format as Kind, ImageName, OpenOptions, ProblemKind, Session,
 };
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_image_tools::{Convert, ImageTools, NewImage};
 use ferrite_images::{qcow2, vhd};
-use ferrite_host::clock::{Random, SplitMix64};
 
 use crate::devices::{self, Devices, Remains};
 use crate::format::{Format, Operation, Place};

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_disk::SyncWitness;
-use ferrite_io::arena::Span;
 use ferrite_host::clock::{Random, SplitMix64};
+use ferrite_io::arena::Span;
 use ferrite_simio::SimWorld;
 
 use crate::format::{Disk, Queue};

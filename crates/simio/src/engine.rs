@@ -10,8 +10,8 @@ use rustix::fs::{OFlags, fcntl_getfl};
 use crate::fault::{Deferred, Lie, On};
 use crate::file::SECTOR_BYTES;
 use crate::{SimWorld, State};
-use ferrite_io::arena::{Arena, Span};
 use ferrite_host::clock::{Clock, Random};
+use ferrite_io::arena::{Arena, Span};
 use ferrite_io::computing::Work;
 use ferrite_io::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 

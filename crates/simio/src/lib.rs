@@ -37,8 +37,8 @@ use std::time::Duration;
 
 use rustix::fs::fstat;
 
-use ferrite_io::arena::Arena;
 use ferrite_host::clock::{Clock, Random, SplitMix64};
+use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
 
 mod directory;

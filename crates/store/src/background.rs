@@ -8,13 +8,13 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ferrite_disk_base::Port;
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
 use ferrite_io::reactor::Reactor;
 
 use super::live::{Live, Tended};
 use super::pace::{Pace, Stop};
-use ferrite_disk_base::Port;
 
 /// Operations under way.
 pub(super) const ENTRIES: u32 = 32;

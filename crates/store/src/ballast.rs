@@ -8,9 +8,8 @@
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use ferrite_io::shared_lock::SharedLock;
-
 use ferrite_disk_base::Port;
+use ferrite_io::shared_lock::SharedLock;
 
 /// Of what is missing, less than half of this is not asked for.
 const LEAST_BYTES: u64 = 64 << 10;

@@ -9,6 +9,8 @@ use std::io;
 use std::iter;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use ferrite_disk_base::Port;
+
 use super::free_numbers::FreeNumbers;
 use super::layout::Layout;
 use super::medium::{MAX_BLOCKS, Medium, damaged, is_of_a_block};
@@ -20,7 +22,6 @@ use super::superblock::{Roots, Superblock};
 use super::table::{Domain, FrozenTable, Table, Volume};
 use super::tree::{Tree, Written, page_to_write, thaw};
 use super::{BLOCK_BYTES, Damaged, StoreId};
-use ferrite_disk_base::Port;
 
 /// Batches of pages under way at once: each has a piece of the thread's memory, and writes want some, too.
 const BATCHES_AT_ONCE: usize = 2;

@@ -40,6 +40,8 @@ pub use scrubbing::ScrubInfo;
 pub use tending::{Tended, WorkInfo};
 pub use volumes::{Found, Operation, VolumeError};
 
+use ferrite_disk_base::{Epochs, Port, SyncWitness};
+
 use self::checking::Waiting;
 use self::groups::Groups;
 use self::passes::Marks;
@@ -57,7 +59,6 @@ use super::slots::{SLOT_BYTES, Slots};
 use super::space::{SpacePage, UNREADABLE};
 use super::stripes::Stripes;
 use super::{BLOCK_BYTES, opening};
-use ferrite_disk_base::{Epochs, Port, SyncWitness};
 
 /// Locks of blocks.
 const BLOCK_LOCKS: usize = 2048;

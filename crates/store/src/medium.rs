@@ -5,13 +5,13 @@ use std::io;
 use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use ferrite_disk_base::{Commits, Port, SyncWitness};
 use rustix::io::Errno;
 
 use super::ballast::Ballast;
 use super::page::Pointer;
 use super::side_by_side::all;
 use super::{BLOCK_BYTES, Damaged};
-use ferrite_disk_base::{Commits, Port, SyncWitness};
 
 /// Blocks that are read or written at once: those of the largest piece of memory that a task gets.
 pub const MAX_BLOCKS: usize = 16;

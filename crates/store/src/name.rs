@@ -5,8 +5,9 @@ use std::fmt;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
 
-use super::journal::Name;
 use ferrite_disk_base::{DiskError, ErrorKind};
+
+use super::journal::Name;
 
 /// See the module text.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use ferrite_disk_base::Port;
+
 use super::checkpoint::Core;
 use super::free_numbers::FreeNumbers;
 use super::layout::Layout;
@@ -12,7 +14,6 @@ use super::superblock::{Pages as Superblocks, Roots, Superblock, Unusable, choos
 use super::table::Table;
 use super::tree::{FIRST_GENERATION, Link, Tree};
 use super::{BLOCK_BYTES, Damaged, StoreId};
-use ferrite_disk_base::Port;
 
 /// Of its metadata that a small store has in memory, one part of this.
 const SMALLEST_PART: u64 = 16;

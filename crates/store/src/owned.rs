@@ -10,6 +10,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use ferrite_disk_base::{DiskError, ErrorKind, OpenOptions, Port, READ_ONLY, Raw, SCRATCH_BYTES};
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
 use ferrite_io::engines::EngineChoice;
@@ -23,7 +24,6 @@ use super::background::{self, Background, ServiceEngine};
 use super::journal::VolumeId;
 use super::live::{Live, Memory};
 use super::superblock::Unusable;
-use ferrite_disk_base::{DiskError, ErrorKind, OpenOptions, Port, READ_ONLY, Raw, SCRATCH_BYTES};
 
 /// Operations under way while a store is opened.
 const ENTRIES: u32 = 32;
@@ -95,7 +95,7 @@ impl Owned {
         self.raw.files()
     }
 
-    /// What it is in.
+    /// The open file or device that the store is in.
     #[inline]
     pub fn raw(&self) -> &Raw {
         &self.raw
@@ -115,7 +115,7 @@ impl Owned {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many use the store, but for who asks if that is one of them.
+    /// How many use the store. If `is_user`, the caller is one of them and is not counted.
     pub fn users_but(&self, is_user: bool) -> usize {
         self.users().count - usize::from(is_user)
     }
@@ -320,14 +320,14 @@ pub(super) fn port_to(raw: &Raw, engine: OpenEngine<'_>) -> io::Result<(Reactor,
     Ok((reactor, port))
 }
 
-/// What helps if there is no store.
+/// The next step for a user where there is no store.
 pub const CHECK_PATH: &str = "check the path; ferrite store create makes a store";
 
-/// What helps if its own work finds no space.
+/// The next step for a user where the store's own work finds no space.
 pub const MAKE_ROOM: &str =
     "make a few MiB of room on its file system; then ferrite store delete and gc make more";
 
-/// What helps if the file of a store cannot be opened.
+/// The next step for a user where the file of a store cannot be opened.
 pub fn help_of(e: &DiskError) -> &str {
     match e.kind() {
         ErrorKind::NotFound => CHECK_PATH,

@@ -1,11 +1,12 @@
 //! The superblock: the beginning of everything, in two homes (store.md 2 and 5).
 
+use ferrite_disk_base::STORE_MAGIC as MAGIC;
+
 use super::content::checksum;
 use super::fields::{Reader, Writer};
 use super::layout::Layout;
 use super::page::{POINTER_BYTES, Packing, Pointer};
 use super::{BLOCK_BYTES, Damaged, StoreId};
-use ferrite_disk_base::STORE_MAGIC as MAGIC;
 
 /// What this program reads and writes.
 pub const VERSION: u32 = 1;

@@ -6,6 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 
+use ferrite_disk_base::Port;
+
 use super::content::DomainKey;
 use super::fields::{Reader, Writer};
 use super::journal::{Name, VolumeId};
@@ -14,7 +16,6 @@ use super::medium::{Medium, damaged};
 use super::page::{POINTER_BYTES, Pointer};
 use super::tree::{FIRST_GENERATION, FOR_EVER, Link, Tree, Written};
 use super::{BLOCK_BYTES, Damaged};
-use ferrite_disk_base::Port;
 
 /// Entries of a table at most.
 pub const MAX_ENTRIES: u32 = 1 << 16;

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ferrite_disk_base::Port;
 use ferrite_io::arena::Arena;
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::{MIN_REGION_BYTES, Scratch};
@@ -13,7 +14,6 @@ use tempfile::TempDir;
 use super::layout::Layout;
 use super::medium::Medium;
 use super::{StoreId, opening};
-use ferrite_disk_base::Port;
 
 /// Of the store: the smallest there is.
 pub(super) const BYTES: u64 = 18 << 20;

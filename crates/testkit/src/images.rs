@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrite_disk::{Disk, Format, ImageName, OpenOptions, Parents, Session};
-use ferrite_image_tools::{ImageTools, NewImage};
 use ferrite_host::directory::{Directory, HostDirectory};
+use ferrite_image_tools::{ImageTools, NewImage};
 use ferrite_io::engines::test_engine;
 
 use crate::PATIENCE;

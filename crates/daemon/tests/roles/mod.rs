@@ -22,12 +22,12 @@ use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Failure};
 use ferrite_disk::{Disk, OpenOptions};
-use ferrite_image_tools::stores::Change;
-use ferrite_image_tools::stores::served::ServedStore;
-use ferrite_io::engines::test_engine;
 use ferrite_host::names;
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{Means, user_of};
+use ferrite_image_tools::stores::Change;
+use ferrite_image_tools::stores::served::ServedStore;
+use ferrite_io::engines::test_engine;
 use ferrite_keeper::{
     ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DiskSpec, LINE_FD, Preopen, SECOND_FD,
     WorkerChannel, WorkerEvent, WorkerSandbox, become_relay, drop_privileges,

@@ -8,8 +8,8 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferrite_io::engine::FileId;
 use ferrite_host::nvme::Namespace;
+use ferrite_io::engine::FileId;
 use ferrite_io::reactor::Io;
 use rustix::fs::{Stat, fstat, ioctl_blksszget, major, minor};
 use rustix::io::Errno;
@@ -136,7 +136,10 @@ impl Raw {
         Ok(())
     }
 
-    /// Discards the beginning of a range, by one operation; the bytes that this was.
+    /// Discards the beginning of a range by one operation, and returns how many bytes that was.
+    ///
+    /// # Errors
+    /// As [`discard`](Self::discard).
     pub async fn discard_part(
         &self,
         io: &Io,

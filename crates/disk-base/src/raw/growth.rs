@@ -53,7 +53,7 @@ enum Means {
 pub struct GrowthWatch(Means);
 
 impl GrowthWatch {
-    /// Of a medium that never grows.
+    /// A watch of a medium that never grows.
     pub fn never() -> GrowthWatch {
         GrowthWatch(Means::Never)
     }

@@ -58,7 +58,7 @@ pub(super) struct Opened {
     pub(super) holds: Vec<Hold>,
 }
 
-/// Why an image was not opened.
+/// Why a file or device was not opened.
 pub enum Unopened {
     /// Nobody has the permission to write to it. The kernel lets root do it all the same.
     Protected,

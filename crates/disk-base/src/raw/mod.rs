@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use ferrite_io::arena::Span;
 use ferrite_host::nvme::Namespace;
+use ferrite_io::arena::Span;
 use rustix::fs::{SeekFrom, fstat, seek};
 use rustix::io::{Errno, pread};
 
@@ -77,18 +77,30 @@ pub struct Raw {
 }
 
 impl Raw {
-    /// Opens a disk that is nothing but this, as the options say. What is wrong with it is found before
-    /// anything else is done, and nothing is written. Whether images stand on it, nobody has asked.
+    /// Opens and locks a disk that is nothing but this file or device, as the options say. What is wrong with it
+    /// is found before anything else is done, and nothing is written. It does not ask whether images stand on
+    /// it: crate `images` does so.
+    ///
+    /// # Errors
+    /// See [`Unopened`].
     pub fn lock_disk(path: &Path, options: &OpenOptions) -> Result<Raw, Unopened> {
         Raw::lock(path, options, Use::Disk)
     }
 
-    /// Opens what an image with metadata is in, or shall be: of any size, and accessed in sectors.
+    /// Opens and locks what an image with metadata is in, or shall be: of any size, and accessed in sectors. It
+    /// does not ask whether images stand on it.
+    ///
+    /// # Errors
+    /// See [`Unopened`].
     pub fn lock_medium(path: &Path, options: &OpenOptions) -> Result<Raw, Unopened> {
         Raw::lock(path, options, Use::Medium)
     }
 
-    /// Opens what a store is in.
+    /// Opens and locks what a store is in: of any size, and accessed in blocks of 4096 bytes. It does not ask
+    /// whether images stand on it.
+    ///
+    /// # Errors
+    /// See [`Unopened`].
     pub fn lock_store(path: &Path, options: &OpenOptions) -> Result<Raw, Unopened> {
         Raw::lock(path, options, Use::Store)
     }
@@ -145,8 +157,11 @@ impl Raw {
         })
     }
 
-    /// Opens it for a look at metadata, without a lock: whoever uses it is not kept from that, and
+    /// Opens a file or device for a look at metadata, without a lock: whoever uses it is not kept from that, and
     /// what is read may be changing. None: it is neither a file nor a block device.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn glance(path: &Path) -> std::io::Result<Option<Raw>> {
         let Some(opened) = lock::glance(path)? else { return Ok(None) };
         let bytes = size_bytes(&opened.file, opened.medium)?;
@@ -201,12 +216,18 @@ impl Raw {
         self.file.as_fd()
     }
 
-    /// The size in bytes, now.
+    /// Asks for the size in bytes.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn bytes_now(&self) -> std::io::Result<u64> {
         Ok(size_bytes(&self.file, self.medium)?)
     }
 
-    /// What of a file's space is in use on the file system, in bytes; of a device, its size.
+    /// Asks for the bytes that a file takes on its file system; of a device, for its size.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn disk_bytes(&self) -> std::io::Result<u64> {
         if !self.is_file() {
             return self.bytes_now();
@@ -215,8 +236,11 @@ impl Raw {
         Ok(u64::try_from(stat.st_blocks).unwrap_or(0) * 512)
     }
 
-    /// Reads `len` bytes, or as many as there are, while the caller waits: for opening images,
-    /// when there is no reactor yet.
+    /// Reads `len` bytes, or as many as there are, while the caller waits: for opening images, when there is no
+    /// reactor yet.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub fn read_now(&self, offset: u64, len: usize) -> std::io::Result<Vec<u8>> {
         let end = usize::try_from(offset).ok().and_then(|at| Some((at, at.checked_add(len)?)));
         if let Some(known) = end.and_then(|(at, end)| self.head.get(at..end)) {
@@ -308,7 +332,7 @@ impl Raw {
         }
     }
 
-    /// See `Disk::shut_out_qemu`.
+    /// Takes QEMU's locks, unless they are held. `false`: QEMU, or one of its tools, has the image open.
     pub fn shut_out_qemu(&self) -> bool {
         let mut has = self.has_qemus_locks.lock().unwrap_or_else(PoisonError::into_inner);
         // Not again: who tries in vain has locks of their own for a moment.
@@ -327,12 +351,12 @@ impl Raw {
         self.let_go();
     }
 
-    /// See `Disk::keep`.
+    /// Has a keeper go on holding the file when this process dies.
     pub fn keep(&self) {
         self.holds.iter().for_each(Hold::keep);
     }
 
-    /// See `Disk::let_go`.
+    /// Has a keeper hold the file no longer.
     pub fn let_go(&self) {
         self.holds.iter().for_each(Hold::release);
     }
@@ -348,8 +372,11 @@ impl Raw {
         Extent::Data { file: 0, offset, len }
     }
 
-    /// See `Disk::refresh_size`. An image that ends within a block
+    /// Looks whether the medium has grown. Some: the new size in sectors. An image that ends within a block
     /// (somebody is still making it longer) counts up to its last whole block.
+    ///
+    /// # Errors
+    /// The size could not be read.
     pub fn refresh_size(&self) -> Result<Option<u64>, DiskError> {
         let bytes = size_bytes(&self.file, self.medium)
             .map_err(|e| io_error(&self.path, "its size could not be read", e))?;
@@ -384,7 +411,10 @@ impl Raw {
         Ok(())
     }
 
-    /// Flushes that come at once share syncs.
+    /// Makes all that was written durable. Flushes that come at once share syncs.
+    ///
+    /// # Errors
+    /// Those of the kernel, once it has failed for good.
     pub async fn flush(&self, port: &Port) -> std::io::Result<()> {
         if self.read_only {
             return Ok(());
@@ -392,7 +422,7 @@ impl Raw {
         self.commits.join(&port.io, self.commits.sync(port)).await
     }
 
-    /// See `Disk::witness_syncs`.
+    /// Tells `witness` of each sync of this medium that fails.
     pub fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
         self.commits.witness(witness);
     }

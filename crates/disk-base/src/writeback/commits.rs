@@ -36,7 +36,7 @@ use super::void::Void;
 use super::witnesses::{SyncWitness, Witnesses};
 use crate::{Port, Rare};
 
-/// See the module text.
+/// The commits of a disk, which flushes that come at once share.
 #[derive(Default)]
 pub struct Commits {
     /// Held by the commit that runs.
@@ -61,18 +61,18 @@ impl fmt::Debug for Commits {
 }
 
 impl Commits {
-    /// Those of a disk that has its medium for itself.
+    /// Commits of a disk that has its medium for itself.
     pub fn new() -> Commits {
         Commits::default()
     }
 
-    /// Those of a medium that several disks have their data on. A doubt is a failure to its witnesses: the
+    /// Commits of a medium that several disks have their data on. A doubt is a failure to its witnesses: the
     /// disk whose task was dropped may be gone, and the others have heard of nothing.
     pub fn of_many() -> Commits {
         Commits { serves_many: true, ..Commits::default() }
     }
 
-    /// A sync that fails makes a journal void from now on. An image has one at most.
+    /// Gives the journal that a failed sync makes void. An image has one at most.
     pub fn end_with(&self, journal: Option<Void>) {
         if let Some(void) = journal {
             // The first is the only one.
@@ -80,7 +80,7 @@ impl Commits {
         }
     }
 
-    /// Tells this one of a failed sync, also of one that was before.
+    /// Adds who is told of a failed sync, also of one that was before.
     pub fn witness(&self, witness: Weak<dyn SyncWitness>) {
         self.witnesses.add(witness, || self.is_faulty());
     }
@@ -94,8 +94,11 @@ impl Commits {
         self.turns.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The outcome of a commit that began after this was called: of `commit`, or of another's, and
+    /// Waits for the outcome of a commit that began after this was called: of `commit`, or of another's, and
     /// then `commit` is dropped before its first step.
+    ///
+    /// # Errors
+    /// Those of the commit.
     pub async fn join(
         &self,
         io: &Io,
@@ -120,7 +123,10 @@ impl Commits {
         Ok(running)
     }
 
-    /// Syncs the image; one that fails is the last.
+    /// Syncs the image. One sync that fails is the last.
+    ///
+    /// # Errors
+    /// Those of the kernel.
     pub async fn sync(&self, port: &Port) -> io::Result<()> {
         let _alone = self.syncing.lock(&port.io).await?;
         self.check()?;
@@ -214,12 +220,12 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// What is kept of an error.
+    /// Keeps what can be told again of an error.
     pub fn of(e: &io::Error) -> Failure {
         Failure { kind: e.kind(), errno: e.raw_os_error(), text: e.to_string() }
     }
 
-    /// The error, for one more who is told.
+    /// Makes the error anew, for one more who is told.
     pub fn error(&self) -> io::Error {
         match self.errno {
             Some(errno) => io::Error::from_raw_os_error(errno),

@@ -6,8 +6,8 @@
 //! Whoever opens the image next recovers the records.
 //!
 //! # Whose it is
-//! It is named after the image's own identifier and its [`Place`], which a volume keeps under another
-//! device number. Both have to be alike. `shelf` finds it, and what looks as if it was the image's:
+//! It is named after the image's own identifier and its [`Place`](ferrite_io::place::Place), which a
+//! volume keeps under another device number. Both have to be alike. `shelf` finds it, and what looks as if it was the image's:
 //! the journal of an image with this identifier at another place, or of another one at this place.
 //!
 //! The file is short at first, and grows ahead of its use: space that it has counts, so a record
@@ -230,7 +230,7 @@ impl Journal {
         self.stuck &= self.len() > 0;
     }
 
-    /// What makes it void; none without a file.
+    /// What makes the journal void when a sync fails. None: the journal has no file.
     pub fn void(&self) -> Option<Void> {
         self.file.as_ref().map(|(shm, _)| Void::new(Arc::clone(shm), VOID_AT))
     }
@@ -246,18 +246,18 @@ impl Journal {
         shm.store_u64(TOLD_AT, next);
     }
 
-    /// Records in it.
+    /// How many records are in it.
     #[expect(clippy::len_without_is_empty, reason = "nobody asks that")]
     pub fn len(&self) -> usize {
         self.fresh as usize - self.free.len()
     }
 
-    /// Records that there is room for, whatever happens.
+    /// For how many records there is room, whatever happens.
     pub fn room(&self) -> usize {
         self.ready as usize - self.len()
     }
 
-    /// Records that there is room for if the tmpfs has it.
+    /// For how many records there is room if the tmpfs has it.
     pub fn left(&self) -> usize {
         self.capacity as usize - self.len()
     }

@@ -6,8 +6,8 @@ use ferrite_host::shm::Shm;
 
 use crate::Rare;
 
-/// Says of a journal that what its records refer to may be lost: nobody takes them over. It does so
-/// also after the journal was made longer.
+/// Makes a journal void: what its records refer to may be lost, so nobody takes them over. It does so also
+/// after the journal was made longer.
 pub struct Void {
     shm: Arc<Shm>,
     at: usize,

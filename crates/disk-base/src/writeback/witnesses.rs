@@ -11,7 +11,7 @@ pub trait SyncWitness: Send + Sync {
     fn sync_has_failed(&self, e: &io::Error);
 }
 
-/// All who want to know.
+/// All who want to know of a failed sync.
 #[derive(Default)]
 pub struct Witnesses(Mutex<Vec<Weak<dyn SyncWitness>>>);
 

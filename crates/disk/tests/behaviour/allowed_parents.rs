@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use ferrite_disk::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, Parents};
+use ferrite_image_tools::NewImage;
+
 use crate::common::vhd::at;
 use crate::common::{Loop, MIB, dir_on_disk};
 use crate::model::{name, tools};
-use ferrite_disk::{Disk, DiskError, ErrorKind, ImageName, OpenOptions, Parents};
-use ferrite_image_tools::NewImage;
 use rustix::fs::{FlockOperation, flock, inotify};
 use tempfile::TempDir;
 

@@ -4,10 +4,15 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::model::{name, session_of, tools};
 use ferrite_disk::{Disk, OpenOptions, Parents, Session};
 use ferrite_image_tools::{ImageTools, NewImage};
+<<<<<<< HEAD
 use ferrite_host::directory::HostDirectory;
+=======
+
+use crate::model::{name, session_of, tools};
+use ferrite_io::directory::HostDirectory;
+>>>>>>> split
 use ferrite_io::engine::Op;
 use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use tempfile::TempDir;

@@ -5,9 +5,10 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-use crate::model::{Model, compare, name, pattern, tools};
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_image_tools::NewImage;
+
+use crate::model::{Model, compare, name, pattern, tools};
 use ferrite_testkit::errno::ENOSPC;
 use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use ferrite_testkit::places::Small;

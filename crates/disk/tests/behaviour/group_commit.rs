@@ -9,9 +9,10 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
 
-use crate::model::{name, tools};
 use ferrite_disk::{Disk, OpenOptions, Port, Session};
 use ferrite_image_tools::NewImage;
+
+use crate::model::{name, tools};
 use ferrite_testkit::errno::{EIO, ENOSPC};
 use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use tempfile::TempDir;

@@ -5,9 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::{Loop, MIB, Mount, Queue, dir_in_memory, dir_on_disk, run, skipped, work};
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
 use ferrite_image_tools::{JournalInfo, JournalState, NewImage};
+
+use crate::common::{Loop, MIB, Mount, Queue, dir_in_memory, dir_on_disk, run, skipped, work};
 use ferrite_testkit::errno::EIO;
 use ferrite_testkit::faulty::{Faults, Kind, Ops};
 

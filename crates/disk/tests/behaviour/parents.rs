@@ -5,10 +5,11 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 
-use crate::common::vhd::{at, name, options, peer};
-use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk, work};
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
 use ferrite_image_tools::{Convert, Extent, Kind, NewImage};
+
+use crate::common::vhd::{at, name, options, peer};
+use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk, work};
 use ferrite_io::engine::{FileId, Op};
 use ferrite_io::engines::test_engine;
 use ferrite_testkit::errno::EIO;

@@ -5,9 +5,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk, run, skipped, work};
 use ferrite_disk::{Disk, DiskIdentity, Format, ImageName, OpenOptions};
 use ferrite_image_tools::NewImage;
+
+use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk, run, skipped, work};
 
 /// A file that QEMU serves under another name, by FUSE. Its number is 1, and nobody knows when it
 /// was made.

@@ -3,8 +3,9 @@
 
 use std::path::Path;
 
-use crate::model::{name, qemu, tools};
 use ferrite_image_tools::Rebase;
+
+use crate::model::{name, qemu, tools};
 use tempfile::TempDir;
 
 fn text(path: &Path) -> &str {

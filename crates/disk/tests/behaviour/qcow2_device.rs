@@ -6,9 +6,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::task::Poll;
 
-use crate::model::{check_clean, name, session_of, tools};
 use ferrite_disk::{Disk, Extent, Mark, OpenOptions, Reader, Session};
 use ferrite_image_tools::{ImageTools, NewImage};
+
+use crate::model::{check_clean, name, session_of, tools};
 use ferrite_testkit::places::dir_on_disk;
 use tempfile::TempDir;
 

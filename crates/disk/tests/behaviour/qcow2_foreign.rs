@@ -7,10 +7,11 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk, run, skipped, work};
-use crate::model::wait_until_released;
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
 use ferrite_image_tools::{ImageTools, NewImage, Progress};
+
+use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk, run, skipped, work};
+use crate::model::wait_until_released;
 
 const IMAGE: &str = "FERRITE_TEST_IMAGE";
 const MERGED: &str = "FERRITE_TEST_MERGED";

@@ -4,11 +4,12 @@
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use ferrite_disk::{OpenOptions, Session};
+use ferrite_image_tools::{CheckReport, Info, NewImage};
+
 use crate::model::{
     Model, check_clean, compare, name, open, pattern, peek, poke, qemu, qemu_img, session, tools,
 };
-use ferrite_disk::{OpenOptions, Session};
-use ferrite_image_tools::{CheckReport, Info, NewImage};
 use ferrite_testkit::places::dir_on_disk;
 use tempfile::TempDir;
 

@@ -8,9 +8,10 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, Weak};
 use std::task::Poll;
 
-use crate::model::{name, tools};
 use ferrite_disk::{Disk, OpenOptions, Port, Session, SyncWitness};
 use ferrite_image_tools::NewImage;
+
+use crate::model::{name, tools};
 use ferrite_testkit::errno::EIO;
 use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use tempfile::TempDir;

@@ -7,11 +7,12 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
-use crate::common::{MIB, Queue, dir_in_memory, work};
 use ferrite_disk::Disk;
 use ferrite_image_tools::stores::{Change, StoreCheck};
 use ferrite_store::journal::Name;
 use ferrite_store::live::Operation;
+
+use crate::common::{MIB, Queue, dir_in_memory, work};
 use ferrite_testkit::errno::ENOSPC;
 use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use ferrite_testkit::places::Small;

@@ -5,11 +5,12 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use crate::common::vhd::{at, create, name, offline_files, options, parent, queue};
-use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk};
 use ferrite_disk::open_medium;
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_images::vhd::{self, NewImage, Problem, Vhd};
+
+use crate::common::vhd::{at, create, name, offline_files, options, parent, queue};
+use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk};
 use ferrite_io::engine::Op;
 use ferrite_io::engines::EngineChoice;
 use ferrite_io::pool::Pool;

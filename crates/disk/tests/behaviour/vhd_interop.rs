@@ -5,11 +5,12 @@ use std::hash::{DefaultHasher, Hasher};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use crate::common::vhd::{at, check_by_vhd_util, create, create_sparse, name, parent, peer, queue};
-use crate::common::{MIB, Queue, dir_on_disk, skipped, work};
 use ferrite_disk::ImageName;
 use ferrite_image_tools::Convert;
 use ferrite_images::vhd::NewImage;
+
+use crate::common::vhd::{at, check_by_vhd_util, create, create_sparse, name, parent, peer, queue};
+use crate::common::{MIB, Queue, dir_on_disk, skipped, work};
 use rustix::fs::{SeekFrom, seek};
 
 /// What a peer may make of a size: nothing but the size itself.

@@ -5,14 +5,15 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use crate::common::vhd::{
-    at, check_by_vhd_util, create, name, offline, options, parent, peer, queue,
-};
-use crate::common::{MIB, Queue, dir_on_disk, work};
 use ferrite_disk::open_medium;
 use ferrite_disk::{Disk, ImageName, OpenOptions, Parents};
 use ferrite_image_tools::{ImageTools, NewImage as New, Verdict};
 use ferrite_images::vhd::{self, NewImage, Problem, Vhd};
+
+use crate::common::vhd::{
+    at, check_by_vhd_util, create, name, offline, options, parent, peer, queue,
+};
+use crate::common::{MIB, Queue, dir_on_disk, work};
 use ferrite_io::engine::Op;
 use ferrite_testkit::faulty::Faults;
 

@@ -4,11 +4,12 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use crate::common::vhd::{at, create, name, offline, options, parent, peer, queue};
-use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk};
 use ferrite_disk::open_medium;
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_images::vhd::{self, Footer, NewImage, Problem, Uuid, Vhd};
+
+use crate::common::vhd::{at, create, name, offline, options, parent, peer, queue};
+use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk};
 use tempfile::TempDir;
 
 const BYTES: u64 = 9 * MIB + 512;

@@ -12,8 +12,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Parents, Port};
-use ferrite_image_tools::ImageTools;
 use ferrite_host::directory::{Directory, HostDirectory};
+use ferrite_image_tools::ImageTools;
 use ferrite_io::engine::{Engine, FileId};
 use ferrite_io::engines::test_engine;
 use ferrite_io::pool::{Buf, Pool, QueuePool};

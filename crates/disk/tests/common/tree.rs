@@ -7,8 +7,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName};
-use ferrite_image_tools::NewImage;
 use ferrite_host::directory::{Directory, HostDirectory};
+use ferrite_image_tools::NewImage;
 use tempfile::TempDir;
 
 use super::vhd::{at, options};

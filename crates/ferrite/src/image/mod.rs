@@ -5,8 +5,8 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use ferrite_image_tools::{Convert, ImageTools, NewImage, Rebase, Verdict};
 use ferrite_host::directory::HostDirectory;
+use ferrite_image_tools::{Convert, ImageTools, NewImage, Rebase, Verdict};
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Serialize;

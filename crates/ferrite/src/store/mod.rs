@@ -6,9 +6,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use ferrite_disk::{DiskError, ErrorKind, Parents, size};
+use ferrite_host::directory::HostDirectory;
 use ferrite_image_tools::stores::{Change, StoreCheck, StoreChecked, StoreListed};
 use ferrite_image_tools::{ImageTools, Progress, Verdict};
-use ferrite_host::directory::HostDirectory;
 use ferrite_store::journal::Name;
 use ferrite_store::name::StoreName;
 use ferrite_store::page::Packing;

@@ -22,9 +22,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferrite_disk::ImageName;
+use ferrite_host::clock;
 use ferrite_image_tools::Progress;
 use ferrite_image_tools::stores::served::ServedStore;
-use ferrite_host::clock;
 use ferrite_serve::blkif::lifecycle::EngineFactory;
 use ferrite_serve::waker::Waker;
 use ferrite_store::owned::StoreKey;

@@ -3,17 +3,17 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use ferrite_io::scratch::MAX_PIECE_BYTES;
-
-use super::files::is_write_protected;
-use super::spec::{NewImage, Parent};
-use super::{Checked, Finding, LayerInfo, broken, unsuitable};
 use ferrite_disk::{Disk, Volume};
 use ferrite_disk_base::{Counts, DiskError, ErrorKind, Format, ImageName, Port, ProblemKind, Raw};
 use ferrite_images::qcow2::Qcow2;
 use ferrite_images::vhd::Vhd;
 use ferrite_images::{Image, ImageFormat, Layer, each_format};
+use ferrite_io::scratch::MAX_PIECE_BYTES;
 use ferrite_store::BLOCK_BYTES;
+
+use super::files::is_write_protected;
+use super::spec::{NewImage, Parent};
+use super::{Checked, Finding, LayerInfo, broken, unsuitable};
 
 mod qcow2;
 mod raw;

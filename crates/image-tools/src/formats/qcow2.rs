@@ -4,13 +4,14 @@ use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
-use super::{Looked, New, Offline, Rules, examined, finding, of_medium};
-use crate::spec::Parent;
-use crate::{Finding, LayerInfo, SnapshotInfo, broken, unsuitable};
 use ferrite_disk_base::{DiskError, ErrorKind, Format, Port, Raw};
 use ferrite_images::ImageFormat;
 use ferrite_images::children::absolute;
 use ferrite_images::qcow2::{self, NewImage as NewQcow2, Qcow2, Told};
+
+use super::{Looked, New, Offline, Rules, examined, finding, of_medium};
+use crate::spec::Parent;
+use crate::{Finding, LayerInfo, SnapshotInfo, broken, unsuitable};
 
 impl Offline for Qcow2 {
     fn check_new(new: New<'_>) -> Result<(), DiskError> {

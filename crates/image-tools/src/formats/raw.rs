@@ -2,9 +2,10 @@
 
 use std::io;
 
+use ferrite_disk_base::{DiskError, Format, Port, Raw, SECTOR_BYTES};
+
 use super::{New, Offline, examined, of_medium, without_units};
 use crate::{LayerInfo, NewImage, broken};
-use ferrite_disk_base::{DiskError, Format, Port, Raw, SECTOR_BYTES};
 
 impl Offline for Raw {
     fn check_new(new: New<'_>) -> Result<(), DiskError> {

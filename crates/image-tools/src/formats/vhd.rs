@@ -3,14 +3,15 @@
 use std::io;
 use std::os::unix::fs::MetadataExt;
 
-use super::{Looked, New, Offline, Rules, finding, leaf, of_medium, without_units};
-use crate::spec::Parent;
-use crate::{Finding, LayerInfo, NewImage};
 use ferrite_disk_base::{DiskError, Format, Port, Raw};
 use ferrite_images::vhd::{
     self, DEFAULT_BLOCK_BYTES, NewImage as NewVhd, NewParent, Problem, Stamp, Uuid, Vhd,
 };
 use ferrite_images::{ImageFormat as _, Layer};
+
+use super::{Looked, New, Offline, Rules, finding, leaf, of_medium, without_units};
+use crate::spec::Parent;
+use crate::{Finding, LayerInfo, NewImage};
 
 impl Offline for Vhd {
     fn check_new(new: New<'_>) -> Result<(), DiskError> {

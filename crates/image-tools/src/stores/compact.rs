@@ -3,12 +3,13 @@
 use std::io;
 use std::path::Path;
 
-use super::{MEMORY, StoreCompacted, cannot_compact, failed, until_stopped};
-use crate::{ImageTools, Progress};
 use ferrite_disk_base::{DiskError, Port};
 use ferrite_store::live::Live;
 use ferrite_store::pace::Pace;
 use ferrite_store::page::Packing;
+
+use super::{MEMORY, StoreCompacted, cannot_compact, failed, until_stopped};
+use crate::{ImageTools, Progress};
 
 /// Rounds at most: each makes room for the next one.
 const ROUNDS: usize = 16;

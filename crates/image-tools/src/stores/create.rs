@@ -2,13 +2,17 @@
 
 use std::io;
 
+<<<<<<< HEAD
 use ferrite_host::clock;
 
 use super::{DOMAIN, MEMORY, StoreMade, failed, until_stopped};
 use crate::files::Over;
 use crate::io_context::IoContext;
 use crate::{ImageTools, Progress};
+=======
+>>>>>>> split
 use ferrite_disk_base::{DiskError, ErrorKind};
+use ferrite_io::clock;
 use ferrite_store::content::DomainKey;
 use ferrite_store::journal::Name;
 use ferrite_store::layout::Layout;
@@ -16,6 +20,11 @@ use ferrite_store::live::{Live, Operation};
 use ferrite_store::medium::Medium;
 use ferrite_store::name::StoreName;
 use ferrite_store::{BLOCK_BYTES, opening};
+
+use super::{DOMAIN, MEMORY, StoreMade, failed, until_stopped};
+use crate::files::Over;
+use crate::io_context::IoContext;
+use crate::{ImageTools, Progress};
 
 impl ImageTools<'_> {
     /// Makes a store without volumes, and with one domain, durably: of a file of so many bytes, or of a device, or a part of it.

@@ -12,14 +12,18 @@ use std::path::Path;
 use std::pin::pin;
 use std::task::Poll;
 
+<<<<<<< HEAD
 use ferrite_host::clock;
 use serde::{Deserialize, Serialize};
 
 use super::io_context::IoContext;
 use super::{ImageTools, broken};
+=======
+>>>>>>> split
 use ferrite_disk_base::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port};
 use ferrite_images::children::PARTIAL;
 use ferrite_images::open_medium;
+use ferrite_io::clock;
 use ferrite_store::BLOCK_BYTES;
 use ferrite_store::check::{self, How, Outcome, damage_of};
 use ferrite_store::content::DomainKey;
@@ -29,6 +33,10 @@ use ferrite_store::name::StoreName;
 use ferrite_store::owned::{CHECK_PATH, MAKE_ROOM, help_of};
 use ferrite_store::pace::Pace;
 use ferrite_store::superblock::Unusable;
+use serde::{Deserialize, Serialize};
+
+use super::io_context::IoContext;
+use super::{ImageTools, broken};
 
 pub use report::{
     StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreMade, StoreRepaired,

@@ -3,14 +3,14 @@
 
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
-
-use crate::{Verdict, refused};
 use ferrite_disk_base::{Counts, DiskError, ErrorKind};
 use ferrite_store::BLOCK_BYTES;
 use ferrite_store::check::{Outcome, Stats, StoreFinding};
 use ferrite_store::live::{Live, Passed, StoreInfo, VolumeInfo, WorkInfo};
 use ferrite_store::page::Packing;
+use serde::{Deserialize, Serialize};
+
+use crate::{Verdict, refused};
 
 /// A new store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

@@ -11,6 +11,15 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferrite_disk_base::{DiskError, ErrorKind, Port};
+use ferrite_store::BLOCK_BYTES;
+use ferrite_store::check::Outcome;
+use ferrite_store::journal::Name;
+use ferrite_store::live::{Live, ScrubInfo};
+use ferrite_store::owned::{OpenEngine, Seat, StoreKey};
+use ferrite_store::pace::{Pace, Stop};
+use ferrite_store::page::{P2M_ENTRIES, Packing};
+
 use super::compact::compact_live;
 use super::{
     Change, StoreCheck, StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreRepaired,
@@ -22,14 +31,6 @@ use super::{
 };
 use crate::Progress;
 use crate::io_context::IoContext;
-use ferrite_disk_base::{DiskError, ErrorKind, Port};
-use ferrite_store::BLOCK_BYTES;
-use ferrite_store::check::Outcome;
-use ferrite_store::journal::Name;
-use ferrite_store::live::{Live, ScrubInfo};
-use ferrite_store::owned::{OpenEngine, Seat, StoreKey};
-use ferrite_store::pace::{Pace, Stop};
-use ferrite_store::page::{P2M_ENTRIES, Packing};
 
 /// How often it is looked whether long work is still wanted.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

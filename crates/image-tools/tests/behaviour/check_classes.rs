@@ -4,10 +4,11 @@ use std::fs::File;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
 
-use crate::common::vhd::{at, peer};
-use crate::common::{MIB, dir_on_disk, work};
 use ferrite_disk::{Class, ImageName};
 use ferrite_image_tools::{CheckReport, NewImage, Verdict};
+
+use crate::common::vhd::{at, peer};
+use crate::common::{MIB, dir_on_disk, work};
 use tempfile::TempDir;
 
 /// Of the images here.

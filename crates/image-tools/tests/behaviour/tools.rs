@@ -3,11 +3,12 @@
 use std::fs;
 use std::path::Path;
 
-use crate::common::vhd::{at, options, peer};
-use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk, work};
 use ferrite_disk::{Disk, ImageName, OpenOptions};
 use ferrite_image_tools::{Convert, NewImage};
 use ferrite_images::vhd;
+
+use crate::common::vhd::{at, options, peer};
+use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk, work};
 
 fn name(text: &str, path: &Path) -> ImageName {
     ImageName::parse(&format!("{text}:{}", path.to_str().unwrap())).unwrap()

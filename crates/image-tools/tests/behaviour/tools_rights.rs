@@ -4,10 +4,11 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use crate::common::vhd::at;
-use crate::common::{MIB, dir_on_disk, rights, skipped};
 use ferrite_disk::ImageName;
 use ferrite_image_tools::{Convert, ImageTools, NewImage};
+
+use crate::common::vhd::at;
+use crate::common::{MIB, dir_on_disk, rights, skipped};
 use rustix::fs::{XattrFlags, lgetxattr, lremovexattr, setxattr};
 use tempfile::TempDir;
 

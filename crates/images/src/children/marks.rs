@@ -34,6 +34,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
+<<<<<<< HEAD
 use ferrite_host::directory::Directory;
 use ferrite_host::names;
 use ferrite_host::naming::Handle;
@@ -42,6 +43,16 @@ use rustix::fs::{FlockOperation, OFlags, flock, fstat};
 use crate::vhd::{decode, unescape};
 use ferrite_disk_base::plain;
 use ferrite_host::place::{self, Place, lasting_file_system, look_at};
+=======
+use ferrite_disk_base::plain;
+use ferrite_io::directory::Directory;
+use ferrite_io::names;
+use ferrite_io::naming::Handle;
+use rustix::fs::{FlockOperation, OFlags, flock, fstat};
+
+use crate::vhd::{decode, unescape};
+use ferrite_io::place::{self, Place, lasting_file_system, look_at};
+>>>>>>> split
 
 /// Behind the parent's name.
 const SUFFIX: &str = ".ferrite-children";
@@ -60,7 +71,7 @@ const MAX_BYTES: u64 = 16 << 20;
 /// How often a list may be replaced by others before it is locked.
 const MAX_TRIES: u32 = 1 << 16;
 
-/// Where a child was made.
+/// What a parent notes of a child: where it was made, and which file it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mark {
     /// Where the child was made.
@@ -82,7 +93,7 @@ enum Medium {
     Unsure(String),
 }
 
-/// A line of the list.
+/// A line of the list of marks that is beside a parent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Line {
     /// It names a child.
@@ -125,7 +136,10 @@ enum Whereabouts {
 }
 
 impl Mark {
-    /// Of a child of `parent` that is about to be made in the file `made`; none: on a device.
+    /// A mark of a child of `parent` that is about to be made in the file `made`. None: it is made on a device.
+    ///
+    /// # Errors
+    /// The parent or the child cannot be examined.
     pub fn of(parent: &Path, child: PathBuf, made: Option<&Path>) -> io::Result<Mark> {
         let (medium, handle) = match made {
             None => (Medium::Device(Place::at(&child)?), None),
@@ -335,7 +349,7 @@ fn plain(word: &str) -> Option<String> {
     String::from_utf8(unescape(word.as_bytes())).ok().filter(|text| !text.is_empty())
 }
 
-/// Where the marks of the image in `file` are.
+/// The path of the list of marks of the image in `file`.
 pub fn beside(file: &Path) -> PathBuf {
     with(file, SUFFIX)
 }
@@ -386,7 +400,10 @@ impl Line {
     }
 }
 
-/// The marks of the image in `file`.
+/// Reads the marks of the image in `file`. Without a list there are none.
+///
+/// # Errors
+/// The list cannot be read.
 pub fn read(file: &Path) -> io::Result<Vec<Line>> {
     let text = match plain::read(&beside(file), MAX_BYTES) {
         // Beside a file with so long a name there can be none.
@@ -416,11 +433,11 @@ pub(crate) fn former_names(file: &Path, place: &Place, doubtful: bool) -> io::Re
     Ok(names)
 }
 
-/// The marks, which nobody else changes until this is dropped.
+/// The lock of a list of marks, which nobody else changes until this is dropped.
 #[derive(Debug)]
 pub struct Held {
     _lock: File,
-    /// What the list did not have before.
+    /// The mark that was added. None: the list had it before.
     pub added: Option<Mark>,
 }
 

@@ -1,7 +1,7 @@
 //! Which images stand on an image: whoever writes to it changes all of them.
 //!
 //! An image says what it stands on, and nothing says which images stand on it. So they are looked
-//! for where they can be: in its own folder, and where its [marks](marks) say that one was made.
+//! for where they can be: in its own folder, and where its [marks] say that one was made.
 //! What other programs put on it from elsewhere is not found. Nor is what stands on another name of
 //! the same file in another folder; so such a file may always have children.
 //!
@@ -18,22 +18,32 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+<<<<<<< HEAD
 use ferrite_host::directory::Directory;
 use ferrite_host::names;
+=======
+use ferrite_disk_base::{DiskError, ErrorKind, Format, READ_ONLY, Raw};
+use ferrite_io::directory::Directory;
+use ferrite_io::names;
+>>>>>>> split
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
 use crate::qcow2::{backing_path, is_on_raw, is_qcow2};
 use crate::vhd::{Head, Lineage, Uuid, head, lineage};
+<<<<<<< HEAD
 use ferrite_disk_base::{DiskError, ErrorKind, Format, READ_ONLY, Raw};
 use ferrite_host::place::Place;
+=======
+use ferrite_io::place::Place;
+>>>>>>> split
 
 pub mod marks;
 
 use marks::{Family, Held, Line, Mark, State};
 
-/// What a new file is called until it is complete: it is no image yet, or no longer.
+/// The end of the name of a new file until it is complete: it is no image yet, or no longer.
 pub const NEW: &str = ".ferrite-new";
-/// The same of a copy that can be gone on with.
+/// The end of the name of a copy that can be gone on with.
 pub const PARTIAL: &str = ".partial";
 
 /// More images than any chain has that is read here.
@@ -53,12 +63,12 @@ pub enum Ask {
 /// What is known of the images on a parent.
 #[derive(Debug, Default)]
 pub struct Children {
-    /// One of them.
+    /// An image that stands on it. There may be more.
     pub child: Option<PathBuf>,
-    /// Why there may be others.
+    /// Why there may be others that were not seen.
     pub unknown: Option<Unknown>,
-    /// An image beside it whose parent is not there: that may be this one's former name. It does not
-    /// keep who only serves the parent from it, or one lost image would do so for all in the folder.
+    /// An image beside it whose parent is not there: this one may have had that name. It does not keep anybody
+    /// from serving the parent, or one lost image would do so for all in the folder.
     pub lost: Option<Lost>,
 }
 
@@ -227,7 +237,11 @@ impl Target {
     }
 }
 
-/// A file's directory without links, and its name, which may be one: that is how it was named.
+/// The absolute path of a file, with its folder freed of links. The last name may be a link: that is how the
+/// file was named.
+///
+/// # Errors
+/// The path has no last name, or its folder cannot be found.
 pub fn absolute(path: &Path) -> io::Result<PathBuf> {
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
@@ -258,7 +272,7 @@ fn glances(paths: &[PathBuf]) -> io::Result<Vec<Raw>> {
 /// Whether a file is a mount itself (`mount --bind`): its other name is in a folder that nobody knows.
 ///
 /// # Errors
-/// Those of the file.
+/// The file cannot be examined.
 pub fn is_mount_point(file: &Path) -> io::Result<bool> {
     let mount = |path: &Path| {
         statx(CWD, path, AtFlags::empty(), StatxFlags::MNT_ID).map(|stat| stat.stx_mnt_id)
@@ -553,8 +567,11 @@ pub fn inherit(
     Ok(())
 }
 
-/// Refuses to write to an image that others stand on. It is open and locked, so that no image is
-/// put on it meanwhile. Of a block device nobody knows it.
+/// Refuses to write to an image that others stand on. The image is open and locked, so that no image is put
+/// on it meanwhile. Nobody knows whether an image stands on a block device, so none is refused.
+///
+/// # Errors
+/// `Refused`: an image stands on it, or may do so. `Io`: that could not be found out.
 pub fn check_none(medium: &Raw, ask: Ask) -> Result<(), DiskError> {
     if !medium.is_file() {
         return Ok(());

@@ -2,12 +2,11 @@
 
 use std::io;
 
+use ferrite_disk_base::{Extent, Port};
 use ferrite_io::arena::Span;
 
-use ferrite_disk_base::{Extent, Port};
-
-/// Where copy-on-write gets the rest of a cluster from. Formats are compiled for the one type that
-/// it is, so that asking costs a call at most.
+/// The layers below one, where copy-on-write gets the rest of a cluster from. Formats are compiled for the one
+/// type that it is, so that asking costs a call at most.
 #[allow(async_fn_in_trait, reason = "the futures stay on the thread that makes them")]
 pub trait Backing: Copy {
     /// Whether there is nothing: what the layer above does not have is zeros.

@@ -3,12 +3,16 @@
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
+<<<<<<< HEAD
 use ferrite_host::names;
+=======
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, OpenOptions, Parents};
+use ferrite_io::names;
+>>>>>>> split
 
 use super::format::ParentNames;
 use super::layer::Layer;
-use ferrite_disk_base::size::Human;
-use ferrite_disk_base::{DiskError, ErrorKind, ImageName, OpenOptions, Parents};
 
 /// Memory for the tables of a chain that stay there as a whole: 32 VHDs of 2,040 GiB each.
 const MAX_TABLE_BYTES: u64 = 256 << 20;
@@ -21,7 +25,11 @@ pub(super) fn open_chain(name: &ImageName, options: &OpenOptions) -> Result<Vec<
     }
 }
 
-/// The same, as far as it can be opened, and why it ends there.
+/// Opens an image and its parents as far as these can be opened. The error says why the chain ends there.
+/// The leaf is opened as the options say, parents read-only.
+///
+/// # Errors
+/// The leaf cannot be opened.
 pub fn open_as_far(
     name: &ImageName,
     options: &OpenOptions,

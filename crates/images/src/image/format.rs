@@ -7,13 +7,13 @@ use std::fmt;
 use std::io;
 use std::sync::{Arc, Weak};
 
+use ferrite_disk_base::journal::Identity;
+use ferrite_disk_base::{DiskError, Epochs, Format, ImageName, Port, Raw, SyncWitness};
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 
 use super::backing::Backing;
 use super::mapping::Mapping;
-use ferrite_disk_base::journal::Identity;
-use ferrite_disk_base::{DiskError, Epochs, Format, ImageName, Port, Raw, SyncWitness};
 
 /// An image's names of its parent.
 pub struct ParentNames {
@@ -23,7 +23,7 @@ pub struct ParentNames {
     pub candidates: Vec<ImageName>,
 }
 
-/// One open image; see the module text. All but `find`, `load` and `unpack` of what reads and writes
+/// What an open image does as a layer of a chain. Of what reads and writes, all but `find`, `load` and `unpack`
 /// is asked of the leaf only.
 #[allow(async_fn_in_trait, reason = "the futures stay on the thread that makes them")]
 pub trait ImageFormat: fmt::Display {

@@ -5,6 +5,9 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, Weak};
 
+use ferrite_disk_base::{
+    DiskError, Epochs, ErrorKind, Format, ImageName, OpenOptions, Port, Raw, SyncWitness, journal,
+};
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 
@@ -14,11 +17,8 @@ use super::mapping::Mapping;
 use crate::open_raw;
 use crate::qcow2::Qcow2;
 use crate::vhd::Vhd;
-use ferrite_disk_base::{
-    DiskError, Epochs, ErrorKind, Format, ImageName, OpenOptions, Port, Raw, SyncWitness, journal,
-};
 
-/// One open image of a chain. What it does stands with [`ImageFormat`].
+/// One open image of a chain, whatever its format is. [`ImageFormat`] says what it does.
 #[derive(Debug)]
 pub enum Layer {
     /// Byte for byte; the last of a chain.

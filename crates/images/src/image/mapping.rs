@@ -6,7 +6,7 @@
 pub enum Mapping {
     /// The layer has it. A write goes there, and [`Layer::written`] follows it.
     ///
-    /// [`Layer::written`]: super::Layer::written
+    /// [`Layer::written`]: crate::ImageFormat::written
     Data {
         /// Byte offset in the layer's file.
         offset: u64,
@@ -26,22 +26,22 @@ pub enum Mapping {
     /// The table that says it is not in memory: [`Layer::load`], for a write [`Layer::prepare`], and the
     /// question is repeated.
     ///
-    /// [`Layer::load`]: super::Layer::load
-    /// [`Layer::prepare`]: super::Layer::prepare
+    /// [`Layer::load`]: crate::Layer::load
+    /// [`Layer::prepare`]: crate::ImageFormat::prepare
     Miss {
         /// Bytes.
         len: u64,
     },
     /// It is compressed: only [`Layer::unpack`] reads it.
     ///
-    /// [`Layer::unpack`]: super::Layer::unpack
+    /// [`Layer::unpack`]: crate::ImageFormat::unpack
     Compressed {
         /// Bytes.
         len: u64,
     },
     /// A write needs what is around it copied first: only [`Layer::write_copying`] writes it.
     ///
-    /// [`Layer::write_copying`]: super::Layer::write_copying
+    /// [`Layer::write_copying`]: crate::ImageFormat::write_copying
     Cow {
         /// Bytes.
         len: u64,

@@ -16,11 +16,10 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 
-use ferrite_io::arena::Span;
-
 use ferrite_disk_base::{
     DiskError, Epochs, Extent, ImageName, OpenOptions, Port, Raw, Reader, SECTOR_BYTES, SyncWitness,
 };
+use ferrite_io::arena::Span;
 
 pub(crate) mod backing;
 mod chain;
@@ -85,7 +84,10 @@ impl Backing for Below<'_> {
 }
 
 impl Image {
-    /// Opens the chain that begins with `name`; see `Disk::open`.
+    /// Opens and locks the chain of images that begins with `name`. Nothing is written by that.
+    ///
+    /// # Errors
+    /// One of the images cannot be opened; the text says which, and why.
     pub fn open(name: &ImageName, options: &OpenOptions) -> Result<Image, DiskError> {
         let layers = chain::open_chain(name, options)?;
         let bytes = layers.first().map_or(0, Layer::bytes);
@@ -94,8 +96,10 @@ impl Image {
         Ok(Image::of(layers, shortcut))
     }
 
-    /// Opens one image without its parents: what it does not have is zeros. For merging it into
-    /// them.
+    /// Opens one image without its parents, to merge it into them: what it does not have is zeros.
+    ///
+    /// # Errors
+    /// It cannot be opened.
     pub fn open_alone(name: &ImageName, options: &OpenOptions) -> Result<Image, DiskError> {
         Ok(Image::of(vec![Layer::open(name, options)?], None))
     }
@@ -106,7 +110,7 @@ impl Image {
         Image { layers: layers.into(), shortcut, parent_sync, is_above_journal }
     }
 
-    /// The leaf by itself; the parents are closed.
+    /// Closes the parents, and gives the leaf by itself.
     pub fn into_leaf(self) -> Option<Layer> {
         self.layers.into_iter().next()
     }
@@ -141,7 +145,8 @@ impl Image {
         self.layers.iter().flat_map(|layer| layer.medium().files()).collect()
     }
 
-    /// See `Disk::reserve`.
+    /// Says where the beginning of a range is to be written, in bytes; never blocks. Where nothing is, that is a
+    /// place that nothing names yet.
     pub fn reserve(&self, offset: u64, len: u64) -> Extent {
         match self.leaf().reserve(self.below_leaf(), offset, len) {
             Mapping::Data { offset, len } => Extent::Data { file: 0, offset, len },
@@ -153,7 +158,8 @@ impl Image {
         }
     }
 
-    /// The leaf's answer, or that of the layers below; of a single page, by the shortcut.
+    /// Says where the beginning of a range is read from, in bytes; never blocks. The leaf answers, or the layers
+    /// below it; for a single page the shortcut does.
     pub fn map(&self, offset: u64, len: u64) -> Extent {
         let len = match self.leaf().find(offset, len) {
             Mapping::Data { offset, len } => return Extent::Data { file: 0, offset, len },
@@ -193,7 +199,8 @@ impl Image {
         }
     }
 
-    /// See `Disk::written`.
+    /// Makes visible what was written where [`reserve`](Self::reserve) said, in memory and in the journal.
+    #[inline]
     pub fn written(&self, offset: u64, len: u64) {
         self.leaf().written(offset, len);
     }
@@ -207,12 +214,13 @@ impl Image {
         self.while_mapped(read(&self.layers, 0, map, port, offset, buf)).await
     }
 
-    /// A queue's part in the epochs of the leaf.
+    /// For a queue that maps: the leaf hears by it when the queue's operations have ended. None: the leaf's places
+    /// never become another's.
     pub fn reader(&self) -> Option<Reader> {
         self.leaf().epochs().map(Epochs::reader)
     }
 
-    /// See `Disk::while_mapped`.
+    /// Runs steps that map, and that use what they have mapped.
     pub async fn while_mapped<T>(&self, steps: impl Future<Output = T>) -> T {
         match self.leaf().epochs() {
             Some(epochs) => epochs.during(steps).await,
@@ -258,6 +266,7 @@ impl Image {
     }
 
     /// Whether the leaf has changes of metadata that are not on the medium. A look at memory.
+    #[inline]
     pub fn is_dirty(&self) -> bool {
         self.leaf().is_dirty()
     }
@@ -269,6 +278,7 @@ impl Image {
     }
 
     /// Whether a sync has failed, and so nothing is committed any more. A look at memory.
+    #[inline]
     pub fn is_faulty(&self) -> bool {
         self.leaf().is_faulty() || self.parent_sync.is_faulty()
     }
@@ -283,8 +293,11 @@ impl Image {
         parent_sync
     }
 
-    /// Nothing is given up above a parent's journal: the guest would read what that says, and after a
-    /// power cut something else.
+    /// Discards the beginning of a range, and returns how many bytes that was. Nothing is given up above a
+    /// parent's journal: the guest would read what that says, and after a power cut something else.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write); `Unsupported`: the medium has no discard.
     pub async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
         if self.is_above_journal {
             return Ok(len);

@@ -2,16 +2,17 @@
 
 use std::path::Path;
 
+use ferrite_disk_base::{DiskError, ErrorKind, OpenOptions, READ_ONLY, Raw, Unopened};
+
 use crate::children::{self, Ask};
 use crate::qcow2::Qcow2;
 use crate::vhd::Vhd;
-use ferrite_disk_base::{DiskError, ErrorKind, OpenOptions, READ_ONLY, Raw, Unopened};
 
 /// Opens a disk that is nothing but a file or device, as the options say. What is wrong with it is
 /// found before anything else is done, and nothing is written.
 ///
 /// # Errors
-/// As `Disk::open`.
+/// It cannot be opened or locked, or an image stands on it; the text says why, and what to do.
 pub fn open_raw(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
     unwritten(path, Raw::lock_disk(path, options), options)
 }
@@ -19,7 +20,7 @@ pub fn open_raw(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
 /// Opens what a store is in: of any size, and accessed in blocks of 4096 bytes.
 ///
 /// # Errors
-/// As `Disk::open`.
+/// It cannot be opened or locked, or an image stands on it; the text says why, and what to do.
 pub fn open_store(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
     unwritten(path, Raw::lock_store(path, options), options)
 }
@@ -27,7 +28,7 @@ pub fn open_store(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> 
 /// Opens what an image with metadata is in, or shall be: of any size, and accessed in sectors.
 ///
 /// # Errors
-/// As `Disk::open`.
+/// It cannot be opened or locked, or an image stands on it; the text says why, and what to do.
 pub fn open_medium(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
     unwritten(path, Raw::lock_medium(path, options), options)
 }

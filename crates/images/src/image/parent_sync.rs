@@ -10,11 +10,11 @@ use std::io;
 use std::sync::Weak;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use ferrite_disk_base::{Port, SyncWitness, Witnesses};
 use ferrite_io::reactor::Unheard;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::layer::Layer;
-use ferrite_disk_base::{Port, SyncWitness, Witnesses};
 
 const DUE: u8 = 0;
 const DONE: u8 = 1;

@@ -3,12 +3,12 @@
 use std::io;
 use std::sync::Weak;
 
+use ferrite_disk_base::{Format, Port, Raw, SECTOR_BYTES, SyncWitness};
 use ferrite_io::arena::Span;
 
 use super::backing::Backing;
 use super::format::ImageFormat;
 use super::mapping::Mapping;
-use ferrite_disk_base::{Format, Port, Raw, SECTOR_BYTES, SyncWitness};
 
 impl ImageFormat for Raw {
     fn format(&self) -> Format {

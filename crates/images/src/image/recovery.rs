@@ -7,9 +7,10 @@
 
 use std::io;
 
+use ferrite_disk_base::{Port, SECTOR_BYTES};
+
 use super::Image;
 use super::mapping::Mapping;
-use ferrite_disk_base::{Port, SECTOR_BYTES};
 
 /// A part of the disk that a parent has from its journal, at least in part.
 #[derive(Clone, Copy, Debug)]
@@ -23,7 +24,7 @@ pub struct Unrecovered {
 }
 
 impl Image {
-    /// The parts, as long as nothing was loaded or written.
+    /// The parts of the disk that only the journal of a parent knows, as long as nothing was loaded or written.
     pub fn unrecovered(&self) -> Vec<Unrecovered> {
         let bytes = self.sectors() * SECTOR_BYTES;
         let parents = self.layers.iter().enumerate().skip(1);
@@ -38,8 +39,11 @@ impl Image {
         parts.filter(|part| part.start < part.end).collect()
     }
 
-    /// How many bytes of a part from `at` on are alike, and whether the leaf needs a copy of them:
-    /// it has nothing there, and the parent has.
+    /// Says of a part, from the byte `at` on, whether the leaf needs a copy (it has nothing there, and the parent
+    /// has), and for how many bytes that is so.
+    ///
+    /// # Errors
+    /// Those of reading metadata.
     pub async fn lacks(&self, port: &Port, part: Unrecovered, at: u64) -> io::Result<(bool, u64)> {
         let (own, len) = self.has(port, 0, at, part.end - at).await?;
         if own {

@@ -4,12 +4,13 @@ use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::Port;
+
 use super::Qcow2;
 use crate::qcow2::alloc::clusters;
 use crate::qcow2::alloc::state::State;
 use crate::qcow2::tables::changes::{L1_KEYS, l1_key};
 use crate::qcow2::tables::meta;
-use ferrite_disk_base::Port;
 
 /// Commits that it may take at a close until nothing is left to write.
 const MAX_LAST_COMMITS: usize = 1 << 20;

@@ -4,6 +4,8 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
+use ferrite_disk_base::journal::Identity;
+use ferrite_disk_base::{DiskError, Epochs, Format, Port, Raw, SyncWitness};
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 
@@ -15,8 +17,6 @@ use crate::image::mapping::Mapping;
 use crate::qcow2::alloc::state::State;
 use crate::qcow2::format::entry::{self, COPIED, Cluster, own};
 use crate::qcow2::tables::cache::Cache;
-use ferrite_disk_base::journal::Identity;
-use ferrite_disk_base::{DiskError, Epochs, Format, Port, Raw, SyncWitness};
 
 impl ImageFormat for Qcow2 {
     fn format(&self) -> Format {

@@ -25,12 +25,12 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{Epochs, Extent};
 use ferrite_io::shared_lock::SharedLock;
 
 use crate::image::backing::Backing;
 use crate::image::format::ImageFormat;
-use ferrite_disk_base::size::Human;
-use ferrite_disk_base::{Epochs, Extent};
 
 mod alloc;
 mod commit;
@@ -66,7 +66,7 @@ const CLUSTER_LOCKS: usize = 64;
 /// Entries that may differ from the disk's until a commit has to be made.
 pub(super) const MAX_CHANGES: u32 = 1 << 16;
 
-/// An open image; see the module text.
+/// An open qcow2 image, without its parents.
 pub struct Qcow2 {
     base: Arc<Base>,
     header: Header,
@@ -100,7 +100,7 @@ impl Qcow2 {
         self.base.state()
     }
 
-    /// Of the format.
+    /// The version of the format: 2 or 3.
     pub fn version(&self) -> u32 {
         self.header.version
     }

@@ -6,7 +6,15 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
+<<<<<<< HEAD
 use ferrite_host::clock::SplitMix64;
+=======
+use ferrite_disk_base::journal::{self, Identity, Journal, Left, Record};
+use ferrite_disk_base::{
+    DiskError, Epochs, ErrorKind, Format, ImageName, OpenOptions, READ_ONLY, Raw,
+};
+use ferrite_io::clock::SplitMix64;
+>>>>>>> split
 use ferrite_io::shared_lock::SharedLock;
 
 use super::{MAX_CHANGES, Qcow2, SLICE_BYTES};
@@ -21,10 +29,6 @@ use crate::qcow2::maintenance::snapshots;
 use crate::qcow2::tables::cache::Cache;
 use crate::qcow2::tables::changes::WORDS;
 use crate::qcow2::tables::meta::{TABLE_PIECE, read_whole};
-use ferrite_disk_base::journal::{self, Identity, Journal, Left, Record};
-use ferrite_disk_base::{
-    DiskError, Epochs, ErrorKind, Format, ImageName, OpenOptions, READ_ONLY, Raw,
-};
 
 const HELP_DAMAGED: &str =
     "check it (ferrite image check), and take a backup of it before anything";

@@ -3,10 +3,11 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::Port;
+
 use super::Qcow2;
 use crate::qcow2::alloc::grow::is_full;
 use crate::qcow2::format::header::AUTOCLEAR_AT;
-use ferrite_disk_base::Port;
 
 impl Qcow2 {
     /// What has to be done before the first write, and so before the first change that only the

@@ -4,12 +4,13 @@ use std::collections::HashSet;
 use std::io;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::journal::Record;
+
 use super::Qcow2;
 use crate::qcow2::format::entry::{self, COPIED, Cluster};
 use crate::qcow2::format::header::be64;
 use crate::qcow2::tables::changes::L1_KEYS;
 use crate::qcow2::tables::meta::{TABLE_PIECE, read_whole};
-use ferrite_disk_base::journal::Record;
 
 /// Bytes of tables that are read while the guest waits for its disk to come back: those of 512 GiB
 /// of data, with the usual clusters.

@@ -4,6 +4,7 @@ use std::process::Command;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use ferrite_disk_base::{OpenOptions, Port, Raw};
 use ferrite_io::arena::Arena;
 use ferrite_io::engines::test_engine;
 use ferrite_io::reactor::Reactor;
@@ -16,7 +17,6 @@ use crate::Image;
 use crate::image::Layer;
 use crate::open_medium;
 use crate::testing::Session;
-use ferrite_disk_base::{OpenOptions, Port, Raw};
 
 mod leaks;
 mod memory;

@@ -1,5 +1,7 @@
 //! Looking for inconsistencies, without changing anything.
 
+use ferrite_disk_base::{Class, Counts, DiskError, ProblemKind, Raw};
+
 use super::footers::End;
 use super::format::batmap::{self, Batmap};
 use super::format::footer::{Footer, Kind};
@@ -7,7 +9,6 @@ use super::format::header::Header;
 use super::format::layout::{Layout, Placed, UNUSED};
 use super::format::{Malformed, SECTOR};
 use super::meta::{self, Footers, MetaError};
-use ferrite_disk_base::{Class, Counts, DiskError, ProblemKind, Raw};
 
 /// What can be wrong with an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -77,7 +78,7 @@ impl ProblemKind for Problem {
     }
 }
 
-/// One inconsistency.
+/// One inconsistency of a VHD.
 pub type Finding = ferrite_disk_base::Finding<Problem>;
 
 /// What a check has found.

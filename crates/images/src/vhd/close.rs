@@ -3,6 +3,8 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::{Port, Rare};
+
 use super::footers::{End, clear_before_footer, last_sector};
 use super::format::batmap::{Batmap, covered_bytes};
 use super::format::{SECTOR, footer};
@@ -10,7 +12,6 @@ use super::meta::FooterAt;
 use super::pieces::write_bytes;
 use super::{Body, Sparse, Vhd};
 use crate::image::format::ImageFormat as _;
-use ferrite_disk_base::{Port, Rare};
 
 impl Vhd {
     /// While an image is open the copy of the footer at its beginning counts; the one at the end

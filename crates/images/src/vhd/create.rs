@@ -5,6 +5,8 @@
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
+use ferrite_disk_base::{DiskError, ErrorKind, Port, Raw};
+
 use super::format::batmap::{self, Batmap};
 use super::format::footer::{self, Creator, Footer, Kind};
 use super::format::header::{self, DEFAULT_BLOCK_BYTES, Header};
@@ -12,7 +14,6 @@ use super::format::layout::{Layout, UNUSED};
 use super::format::locator::{self, Locator, MAX_TEXT_BYTES};
 use super::format::{MAX_BLOCKS, MAX_DISK_BYTES, SECTOR, Stamp, Uuid, whole_sectors};
 use super::pieces::{write_bytes, write_filled};
-use ferrite_disk_base::{DiskError, ErrorKind, Port, Raw};
 
 /// The image that a new differencing image is made on.
 #[derive(Clone, Debug)]

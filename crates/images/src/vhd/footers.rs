@@ -2,10 +2,11 @@
 
 use std::io;
 
+use ferrite_disk_base::{Commits, Port, Raw};
+
 use super::format::SECTOR;
 use super::format::footer::Footer;
 use super::pieces::{erase, write_bytes};
-use ferrite_disk_base::{Commits, Port, Raw};
 
 /// Where a file ends, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

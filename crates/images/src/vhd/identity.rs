@@ -8,13 +8,14 @@
 
 use std::io;
 
+use ferrite_disk_base::{Port, Rare};
+
 use super::footers::replace_footers;
 use super::format::footer::Footer;
 use super::meta::FooterAt;
 use super::pieces::write_bytes;
 use super::{Body, Vhd};
 use crate::image::format::ImageFormat as _;
-use ferrite_disk_base::{Port, Rare};
 
 impl Vhd {
     /// Gives this image, a parent that has all data of the child and a disk at least as large, the

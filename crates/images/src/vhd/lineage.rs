@@ -2,11 +2,12 @@
 
 use std::io;
 
+use ferrite_disk_base::Raw;
+
 use super::format::footer::{Footer, Kind};
 use super::format::header::{self, Header};
 use super::meta::{Footers, MetaError, read_array, read_parent_paths};
 use super::{Parent, Uuid};
-use ferrite_disk_base::Raw;
 
 /// What begins a footer.
 const COOKIE: &[u8] = b"conectix";

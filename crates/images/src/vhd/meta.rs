@@ -3,12 +3,13 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use ferrite_disk_base::{DiskError, ErrorKind, Raw};
+
 use super::format::batmap::{self, Batmap};
 use super::format::footer::{Footer, Kind};
 use super::format::header::{self, Header};
 use super::format::layout::{Layout, UNUSED};
 use super::format::{Malformed, SECTOR, locator};
-use ferrite_disk_base::{DiskError, ErrorKind, Raw};
 
 /// Bytes of the table that are read at once.
 const TABLE_PIECE: usize = 1 << 20;

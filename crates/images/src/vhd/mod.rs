@@ -14,6 +14,11 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
+use ferrite_disk_base::journal::{self, Identity, Journal};
+use ferrite_disk_base::size::Human;
+use ferrite_disk_base::{
+    Commits, DiskError, ErrorKind, Format, ImageName, OpenOptions, Port, Raw, SyncWitness,
+};
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 use ferrite_io::shared_lock::SharedLock;
@@ -21,11 +26,6 @@ use ferrite_io::shared_lock::SharedLock;
 use crate::image::backing::Backing;
 use crate::image::format::{ImageFormat, ParentNames};
 use crate::image::mapping::Mapping;
-use ferrite_disk_base::journal::{self, Identity, Journal};
-use ferrite_disk_base::size::Human;
-use ferrite_disk_base::{
-    Commits, DiskError, ErrorKind, Format, ImageName, OpenOptions, Port, Raw, SyncWitness,
-};
 
 mod blocks;
 mod check;

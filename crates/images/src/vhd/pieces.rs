@@ -5,9 +5,8 @@ use std::io;
 use std::pin::Pin;
 use std::task::Poll;
 
-use ferrite_io::engine::FileId;
-
 use ferrite_disk_base::{Port, Raw};
+use ferrite_io::engine::FileId;
 
 /// Bytes of the arena that one batch of operations uses.
 const BATCH_BYTES: usize = 64 << 10;

@@ -1,15 +1,16 @@
 //! Mending what can be mended without guessing: everything that is said twice, or that follows
 //! from what is whole.
 
+use ferrite_disk_base::{Commits, DiskError, ErrorKind, Port, Raw};
+
 use super::check::{Problem, Report, survey};
 use super::footers::replace_footers;
 use super::format::batmap::{self, Batmap};
 use super::pieces::write_bytes;
-use ferrite_disk_base::{Commits, DiskError, ErrorKind, Port, Raw};
 
 /// Mends the image in `raw`, open for writing and file 0 of the port: footers from the one that is
 /// whole, the batmap from the bitmaps; space that nothing refers to is given back. Returns what
-/// was found before; what is not [mendable](crate::ProblemKind::is_mendable) is as it was. If the places of
+/// was found before; what is not [mendable](ferrite_disk_base::ProblemKind::is_mendable) is as it was. If the places of
 /// blocks make no sense nothing is changed at all.
 ///
 /// The order: the copy of the footer, which counts alone for a while; `fdatasync`; holes where

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use ferrite_disk_base::{DiskError, ErrorKind, Port, Rare};
+
 use super::footers::replace_footers;
 use super::format::batmap::{self, Batmap};
 use super::format::footer::Footer;
@@ -12,7 +14,6 @@ use super::pieces::{write_bytes, write_zeros};
 use super::table::{self, ENTRIES};
 use super::{Body, Sparse, Vhd};
 use crate::image::format::ImageFormat as _;
-use ferrite_disk_base::{DiskError, ErrorKind, Port, Rare};
 
 impl Vhd {
     /// Gives the disk another size, at once: no data is moved but what is in the way of a larger

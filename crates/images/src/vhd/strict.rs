@@ -4,7 +4,12 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+<<<<<<< HEAD
 use ferrite_host::{clock, names};
+=======
+use ferrite_disk_base::{DiskError, Raw};
+use ferrite_io::{clock, names};
+>>>>>>> split
 
 use super::check::{Problem, Report};
 use super::format::batmap::{self, Batmap};
@@ -15,7 +20,6 @@ use super::format::layout::UNUSED;
 use super::format::locator::{self, Locator};
 use super::format::{SECTOR, Uuid, be32, be64, whole_sectors};
 use super::meta::{self, Footers, MetaError};
-use ferrite_disk_base::{DiskError, Raw};
 
 /// How far clocks may be apart, in seconds.
 const SLACK_S: u32 = 1800;

@@ -9,6 +9,8 @@
 use std::io;
 use std::ops::Range;
 
+use ferrite_disk_base::{Port, Rare};
+
 use super::footers::{End, last_sector};
 use super::format::batmap::Batmap;
 use super::format::footer::{Footer, Kind};
@@ -17,7 +19,6 @@ use super::format::layout::{Layout, Placed, UNUSED};
 use super::format::{MAX_BLOCKS, MAX_DISK_BYTES, Malformed, SECTOR, whole_sectors};
 use super::pieces::{copy, erase, write_bytes, write_filled, write_pieces};
 use super::{Sparse, Vhd};
-use ferrite_disk_base::{Port, Rare};
 
 /// Entries in a sector of the table.
 pub(super) const ENTRIES: u32 = 128;

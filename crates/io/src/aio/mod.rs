@@ -25,12 +25,12 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::arena::{Arena, Span};
-use ferrite_host::clock::{Clock, SystemClock};
 use crate::computing::Work;
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 use crate::offload::{Call, Job, Offload};
 use crate::vector::Vector;
 use context::{Context, Iocb};
+use ferrite_host::clock::{Clock, SystemClock};
 use waits::Waits;
 
 /// How long to leave a kernel alone that is short of memory, in nanoseconds.

@@ -5,8 +5,8 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::os::fd::RawFd;
 
-use ferrite_host::clock::{Clock, SystemClock};
 use crate::engine::{Completion, Token};
+use ferrite_host::clock::{Clock, SystemClock};
 
 /// The pending waits of one engine.
 #[derive(Default)]

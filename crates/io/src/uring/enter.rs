@@ -7,8 +7,8 @@ use io_uring::EnterFlags;
 use io_uring::types::SubmitArgs;
 
 use super::{MAX_TIME_S, Uring, errno_of, timespec};
-use ferrite_host::clock::{Clock, SystemClock};
 use crate::engine::Engine;
+use ferrite_host::clock::{Clock, SystemClock};
 
 /// How long to leave a kernel alone that is short of memory, in nanoseconds.
 const SHORTAGE_NS: u64 = 1_000_000;

@@ -19,11 +19,11 @@ use rustix::fs::{OFlags, fcntl_getfl, fstat, major, minor};
 use super::table::{Kind, Table};
 use super::{KEPT, Uring, errno_of, setup};
 use crate::arena::{Arena, Span};
-use ferrite_host::clock::{Clock, SystemClock};
 use crate::computing::Work;
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
-use ferrite_host::nvme::{self, Command, Namespace};
 use crate::vector::Vector;
+use ferrite_host::clock::{Clock, SystemClock};
+use ferrite_host::nvme::{self, Command, Namespace};
 
 /// The main ring's sleep with commands in flight where the caller names no end.
 const LONG: Duration = Duration::from_secs(3600);

@@ -19,9 +19,9 @@ use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat, major, minor};
 
 use super::Uring;
 use crate::arena::{Arena, Span};
-use ferrite_host::clock::{Clock, SystemClock};
 use crate::computing::Work;
 use crate::engine::{Completion, Engine, FileId, Op, Token, Transfer};
+use ferrite_host::clock::{Clock, SystemClock};
 use ferrite_host::names;
 
 const PAGE_BYTES: usize = 4096;

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use ferrite_disk::{ImageName, Parents};
-use ferrite_image_tools::{Convert, ImageTools};
 use ferrite_host::directory::HostDirectory;
+use ferrite_image_tools::{Convert, ImageTools};
 use ferrite_io::engines::EngineChoice;
 use ferrite_xenhost::steps;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};

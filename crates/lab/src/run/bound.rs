@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use ferrite_disk::{Disk, OpenOptions};
-use ferrite_io::arena::{Arena, Span};
 use ferrite_host::clock::{Clock as _, Random as _, SplitMix64, SystemClock};
+use ferrite_io::arena::{Arena, Span};
 use ferrite_io::engine::{Completion, Engine, FileId, Op};
 use ferrite_io::engines::EngineKind;
 use ferrite_loopback::GuestHandle;

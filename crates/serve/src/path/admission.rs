@@ -231,8 +231,8 @@ pub(super) mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use ferrite_disk::Disk;
-    use ferrite_io::arena::{Arena, Lender, Span};
     use ferrite_host::clock::SystemClock;
+    use ferrite_io::arena::{Arena, Lender, Span};
     use ferrite_io::engine::{FileId, Transfer};
     use ferrite_io::engines::test_engine;
     use ferrite_io::pool::{Growth, HostMemory, Others, PAGE_BYTES, Pool, SLAB_BYTES, STEP_BYTES};

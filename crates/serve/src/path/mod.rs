@@ -27,8 +27,8 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 use ferrite_disk::{Allocation, Disk};
-use ferrite_io::arena::Span;
 use ferrite_host::clock::Clock;
+use ferrite_io::arena::Span;
 use ferrite_io::engine::{Completion, Engine, Op, Token};
 use ferrite_io::pool::Buf;
 use ferrite_io::reactor::{Reactor, Wait};

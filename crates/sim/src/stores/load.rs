@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_disk::Disk;
-use ferrite_io::arena::Span;
 use ferrite_host::clock::{Random, SplitMix64};
+use ferrite_io::arena::Span;
 use ferrite_store::journal::Name;
 use ferrite_store::live::{Live, Operation, Tended};
 use ferrite_store::owned::{Owned, Seat};

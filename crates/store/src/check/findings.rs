@@ -1,8 +1,7 @@
 //! What is wrong with a store: counted by class, and listed, the worst first.
 
-use serde::{Deserialize, Serialize};
-
 use ferrite_disk_base::{Class, Counts};
+use serde::{Deserialize, Serialize};
 
 /// Findings that are listed; the rest is counted.
 const MAX_LISTED: usize = 1000;

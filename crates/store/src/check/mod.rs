@@ -17,6 +17,8 @@ use serde::{Deserialize, Serialize};
 
 pub use findings::{Findings, StoreFinding};
 
+use ferrite_disk_base::Port;
+
 use super::checkpoint::Core;
 use super::layout::Layout;
 use super::medium::Medium;
@@ -24,7 +26,6 @@ use super::pace::Pace;
 use super::space::{Bits, Kind};
 use super::superblock::{Roots, Unusable};
 use super::{BLOCK_BYTES, Damaged, opening};
-use ferrite_disk_base::Port;
 
 /// Memory for pages: they are read once.
 const PAGES_BYTES: usize = 1 << 20;

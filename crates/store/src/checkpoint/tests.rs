@@ -3,7 +3,12 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
+<<<<<<< HEAD
 use ferrite_host::clock::{Random, SplitMix64};
+=======
+use ferrite_disk_base::Epochs;
+use ferrite_io::clock::{Random, SplitMix64};
+>>>>>>> split
 use ferrite_io::reactor::Reactor;
 use ferrite_simio::{Fault, On, SimWorld};
 use tempfile::TempDir;
@@ -18,7 +23,6 @@ use crate::slots::SLOT_BYTES;
 use crate::superblock::Unusable;
 use crate::testing::{self, BYTES, port};
 use crate::tree::{Found, Link};
-use ferrite_disk_base::Epochs;
 
 /// Of a volume: two levels of inner pages.
 const BLOCKS: u64 = 300 * 512;

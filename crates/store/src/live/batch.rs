@@ -9,6 +9,7 @@ use std::collections::hash_map::Entry;
 use std::io;
 use std::ops::Range;
 
+use ferrite_disk_base::{Failure, Port};
 use foldhash::{HashMap, HashMapExt};
 
 use super::leaves::{Change, Claim, Leaf, check};
@@ -22,7 +23,6 @@ use crate::journal::{Filling, NewContent, Record, VolumeId};
 use crate::medium::MAX_BLOCKS;
 use crate::side_by_side::{all, both};
 use crate::space::Given;
-use ferrite_disk_base::{Failure, Port};
 
 /// Pages of P2M in which one turn looks for numbers: a pass waits for it.
 const MOST_PAGES: u32 = 256;

@@ -4,10 +4,11 @@
 use std::io;
 use std::time::Duration;
 
+use ferrite_disk_base::Port;
+
 use super::Live;
 use super::writing::Lanes;
 use crate::journal::Filling;
-use ferrite_disk_base::Port;
 
 /// How long a sync waits for a journal block that says so. A guest that flushes often sends the next write within it.
 const AT_ONCE: Duration = Duration::from_millis(5);

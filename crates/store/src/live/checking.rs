@@ -11,11 +11,12 @@ use std::cell::Cell;
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use ferrite_disk_base::Port;
+
 use super::room::Whose;
 use super::{BLOCK_BYTES, Live};
 use crate::check::{Asker, Begun, Check, How, Outcome};
 use crate::pace::Pace;
-use ferrite_disk_base::Port;
 
 /// Writes that wait for a pass. They go before a check.
 #[derive(Debug, Default)]

@@ -7,6 +7,7 @@
 use std::collections::BTreeSet;
 use std::io;
 
+use ferrite_disk_base::Port;
 use serde::{Deserialize, Serialize};
 
 use super::leaves::{Leaf, is_lost, words};
@@ -18,7 +19,6 @@ use crate::pace::Pace;
 use crate::packing::pack;
 use crate::page::{GROUP_BLOCKS, Packing, Whereabouts, decode_number};
 use crate::space::Bits;
-use ferrite_disk_base::Port;
 
 /// A round begins when one part of this is new of what is in use, and at least 64 MiB.
 const NEW_PART: u64 = 4;

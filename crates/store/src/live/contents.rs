@@ -2,13 +2,14 @@
 
 use std::io;
 
+use ferrite_disk_base::Port;
+
 use super::leaves::{Leaf, bytes, is_lost, words};
 use super::{Live, damaged};
 use crate::Damaged;
 use crate::content::{ContentHash, checksum};
 use crate::pace::Pace;
 use crate::page::{HASHES, P2M_ENTRIES, Whereabouts};
-use ferrite_disk_base::Port;
 
 /// Numbers from one to the next that stand for each other. A pass makes ways short again.
 const MAX_WAY: u32 = 64;

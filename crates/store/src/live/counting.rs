@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::io;
 
+use ferrite_disk_base::Port;
+
 use super::leaves::Leaf;
 use super::passes::numbers_of;
 use super::{BLOCK_BYTES, Live, damaged};
@@ -12,7 +14,6 @@ use crate::page::{P2M_ENTRIES, V2P_ENTRIES, Whereabouts, decode_number};
 use crate::pages::{PageId, Pages};
 use crate::space::{Bits, Kind};
 use crate::tree::Found;
-use ferrite_disk_base::Port;
 
 /// Leaves that are looked at before others have their turn.
 const STEP: u64 = 64;

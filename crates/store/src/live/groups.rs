@@ -5,12 +5,13 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
+use ferrite_disk_base::Port;
+
 use super::{BLOCK_BYTES, Live, damaged};
 use crate::Damaged;
 use crate::content::checksum;
 use crate::packing::unpack;
 use crate::page::{Packing, Whereabouts};
-use ferrite_disk_base::Port;
 
 /// Groups that are remembered: 1 MiB of them.
 const REMEMBERED: usize = 16;

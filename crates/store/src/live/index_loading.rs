@@ -6,12 +6,13 @@
 use std::io;
 use std::ops::Range;
 
+use ferrite_disk_base::{Failure, Port};
+
 use super::leaves::{Leaf, bytes, is_lost};
 use super::{BLOCK_BYTES, Live};
 use crate::content::ContentHash;
 use crate::page::{HASHES, P2M_ENTRIES, Whereabouts};
 use crate::side_by_side::all;
-use ferrite_disk_base::{Failure, Port};
 
 /// Pages of P2M in a row of which nothing found room: the index is full.
 const FULL_PAGES: u32 = 64;

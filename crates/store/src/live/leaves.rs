@@ -5,6 +5,8 @@ use std::io;
 use std::sync::Mutex;
 use std::time::Duration;
 
+use ferrite_disk_base::Port;
+
 use super::{BLOCK_BYTES, Core, Live, checkpoint, damaged, lock};
 use crate::journal::{NewContent, VolumeId};
 use crate::medium::is_of_a_block;
@@ -14,7 +16,6 @@ use crate::side_by_side::all;
 use crate::slots::View;
 use crate::tree::{FOR_EVER, Found, Way};
 use crate::{Damaged, content::ContentHash};
-use ferrite_disk_base::Port;
 
 /// How long somebody waits who finds no room in memory, and makes none.
 const AGAIN: Duration = Duration::from_millis(1);

@@ -2,6 +2,7 @@
 
 use std::io;
 
+use ferrite_disk_base::Port;
 use serde::{Deserialize, Serialize};
 
 use super::{BLOCK_BYTES, Core, Index, Live, lock};
@@ -12,7 +13,6 @@ use crate::opening;
 use crate::page::Packing;
 use crate::superblock::VERSION;
 use crate::table::Volume;
-use ferrite_disk_base::Port;
 
 /// Memory for who only looks at a store.
 const LOOK_BYTES: usize = 1 << 20;

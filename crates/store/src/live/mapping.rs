@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use ferrite_disk_base::{Extent, Reader};
 use ferrite_io::arena::{Arena, Span};
 
 use super::leaves::{Leaf, bytes};
@@ -14,7 +15,6 @@ use crate::content::{checksum, is_zeros};
 use crate::journal::VolumeId;
 use crate::page::{P2M_ENTRIES, V2P_ENTRIES, Whereabouts, decode_number};
 use crate::pages::Kind;
-use ferrite_disk_base::{Extent, Reader};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 /// Numbers that stand for others, one after the other, which are followed without a step.
@@ -35,7 +35,7 @@ pub(super) enum Spot {
 }
 
 impl Live {
-    /// For a queue that [maps](Live::map).
+    /// For a queue that [maps](Live::map): the store hears by it when its operations have ended.
     pub fn reader(&self) -> Reader {
         self.epochs.reader()
     }

@@ -10,6 +10,7 @@ use std::pin::pin;
 use std::task::Poll;
 use std::time::Duration;
 
+use ferrite_disk_base::Port;
 use ferrite_io::shared_lock::Held;
 
 use super::{BLOCK_BYTES, Live, damaged};
@@ -22,7 +23,6 @@ use crate::page::P2M_ENTRIES;
 use crate::side_by_side::all;
 use crate::space::{Bits, Changes, NoRoom, Passes};
 use crate::tree::Link;
-use ferrite_disk_base::Port;
 
 /// Between looks whether all have left who were here before.
 const AGAIN: Duration = Duration::from_millis(1);

@@ -3,6 +3,7 @@
 use std::io;
 use std::ops::Range;
 
+use ferrite_disk_base::Port;
 use ferrite_io::arena::Span;
 
 use super::leaves::{Leaf, is_lost};
@@ -15,7 +16,6 @@ use crate::medium::MAX_BLOCKS;
 use crate::page::{V2P_ENTRIES, Whereabouts, decode_number};
 use crate::pages::{PageId, Pages};
 use crate::side_by_side::all;
-use ferrite_disk_base::Port;
 
 /// Parts of one request that are under way at once.
 const PARTS_AT_ONCE: usize = 4;

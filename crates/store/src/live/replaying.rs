@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::time::Duration;
 
+use ferrite_disk_base::Port;
+
 use super::leaves::{Change, Leaf, bytes};
 use super::scrubbing::NO_HASH;
 use super::{BLOCK_BYTES, Live, damaged};
@@ -16,7 +18,6 @@ use crate::journal::{Block, NewContent, Record, Replay, Scan, VolumeId};
 use crate::medium::{MAX_BLOCKS, is_of_a_block};
 use crate::numbers::Numbers;
 use crate::page::Whereabouts;
-use ferrite_disk_base::Port;
 
 /// Blocks that one change of a replay is about, at most: they are in two leaves.
 const MAX_CHANGE: u64 = 512;

@@ -5,9 +5,10 @@
 
 use std::io;
 
+use ferrite_disk_base::Port;
+
 use super::Live;
 use crate::checkpoint::Core;
-use ferrite_disk_base::Port;
 
 /// Whose change of leaves it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -10,6 +10,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::Port;
 use serde::{Deserialize, Serialize};
 
 use super::leaves::{Leaf, is_lost};
@@ -22,7 +23,6 @@ use crate::medium::MAX_BLOCKS;
 use crate::pace::Pace;
 use crate::page::{P2M_ENTRIES, V2P_ENTRIES, Whereabouts, decode_number};
 use crate::tree::Next;
-use ferrite_disk_base::Port;
 
 /// Bad contents that are remembered: with more than these the medium is lost.
 const MAX_BAD: usize = 1 << 16;

@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::io;
 
+use ferrite_disk_base::Port;
+
 use super::leaves::{Leaf, bytes, is_lost};
 use super::passes::{Look, Passed, numbers_of};
 use super::{Core, Live, damaged};
@@ -12,7 +14,6 @@ use crate::page::{HASHES, P2M_ENTRIES, Pointer, Whereabouts, decode_number};
 use crate::side_by_side::all;
 use crate::space::Places;
 use crate::tree::{Link, Way};
-use ferrite_disk_base::Port;
 
 /// Leaves that are not read, before others have their turn.
 const STEP: u64 = 64;

@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::Port;
 use serde::{Deserialize, Serialize};
 
 use super::compacting::{Compacting, CompactionInfo};
@@ -11,7 +12,6 @@ use super::passes::{Look, Passed};
 use super::scrubbing::{ScrubInfo, Scrubbing};
 use super::{BLOCK_BYTES, Live};
 use crate::pace::Pace;
-use ferrite_disk_base::Port;
 
 /// What is read for the index counts so many times: guests have just begun.
 const LOADING_PRICE: u64 = 4;

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use ferrite_disk_base::Port;
+
 use super::room::Whose;
 use super::writing::Lanes;
 use super::{Core, Live};
@@ -9,7 +11,6 @@ use crate::content::DomainKey;
 use crate::journal::{Filling, Name, Record, VolumeId};
 use crate::table::{Domain, MAX_ENTRIES, Volume};
 use crate::tree::{Link, Tree};
-use ferrite_disk_base::Port;
 
 /// Why an operation cannot be done. Nothing has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

@@ -3,6 +3,7 @@
 
 use std::io;
 
+use ferrite_disk_base::Port;
 use ferrite_io::arena::Span;
 use ferrite_io::shared_lock::Held;
 
@@ -17,7 +18,6 @@ use crate::content::{ContentHash, DomainKey, checksum, is_zeros};
 use crate::journal::{Filling, Record, VolumeId};
 use crate::page::{V2P_ENTRIES, Whereabouts};
 use crate::side_by_side::all;
-use ferrite_disk_base::Port;
 
 /// Bytes that other threads hash. Less is done before they have begun.
 const HASHED_BESIDE: usize = 64 << 10;

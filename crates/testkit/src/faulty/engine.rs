@@ -6,8 +6,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_io::arena::Span;
 use ferrite_host::clock::{Random, SplitMix64};
+use ferrite_io::arena::Span;
 use ferrite_io::computing::Work;
 use ferrite_io::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 

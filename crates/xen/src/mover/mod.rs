@@ -22,8 +22,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use ferrite_io::arena::Arena;
 use ferrite_host::clock::{Clock, SystemClock};
+use ferrite_io::arena::Arena;
 
 use crate::hypervisor::{CopySegment, Direction, GrantRef};
 

@@ -7,8 +7,8 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferrite_io::arena::Arena;
 use ferrite_host::names;
+use ferrite_io::arena::Arena;
 use rustix::fs::{Mode, OFlags};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 

@@ -11,8 +11,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ferrite_io::arena::{Arena, Lender, Span};
 use ferrite_host::names;
+use ferrite_io::arena::{Arena, Lender, Span};
 use rustix::fs::{Mode, OFlags};
 
 use super::uapi;

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use ferrite_io::arena::{Arena, Span};
 use ferrite_host::clock::SystemClock;
+use ferrite_io::arena::{Arena, Span};
 use ferrite_xen::hypervisor::{CopySegment, Direction, GrantRef, Hypervisor, Link, PAGE_SIZE};
 use ferrite_xen::mover::{Budget, Maps, Mover, Moving};
 use ferrite_xen::real::Xen;

@@ -32,9 +32,9 @@ pub(super) const MAX_PATH_BYTES: usize = 4096;
 pub(super) const TOLD_AT: usize = HEADER_BYTES - 128;
 const _: () = assert!(PATH_AT + MAX_PATH_BYTES <= TOLD_AT);
 
-/// Words that a format tells about its image besides the records.
+/// How many words a format tells about its image besides the records.
 pub const TOLD_WORDS: usize = 7;
-/// These words.
+/// The words that a format tells about its image besides the records.
 pub type Told = [u64; TOLD_WORDS];
 
 /// Which image a journal belongs to.
@@ -65,7 +65,7 @@ impl Identity {
         Ok(Identity { format, id, place: Place::of(raw.fd(), &path)?, path, handle })
     }
 
-    /// Of its journal, as people name it.
+    /// The name of its journal, as people see it.
     pub fn name(&self) -> String {
         self.file_name().trim_end_matches(EXTENSION).to_owned()
     }
@@ -75,7 +75,7 @@ impl Identity {
     }
 }
 
-/// The contents of a record; the format that wrote it knows the meaning of key and words.
+/// A record; the format that wrote it knows the meaning of key and words.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     /// Where it is in the journal.
@@ -86,7 +86,7 @@ pub struct Record {
     pub words: Box<[u64]>,
 }
 
-/// The place of a record.
+/// The place of a record in the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot(pub(super) u32);
 

@@ -8,10 +8,11 @@ use crate::{DiskError, ErrorKind};
 use ferrite_host::place::Place;
 
 impl Survey {
-    /// Refuses an image whose answered writes are elsewhere. Of a copy it is told what it lacks.
+    /// Refuses an image whose answered writes are in a journal that is found by another way only. If it is a copy,
+    /// the log says what it lacks.
     ///
     /// # Errors
-    /// See there.
+    /// `Refused`: the writes are elsewhere; the text says where, and what to do.
     pub fn check(&self, path: &Path) -> Result<(), DiskError> {
         let what = || format!("cannot open image {}", path.display());
         match self {
@@ -69,8 +70,8 @@ impl Left {
     }
 }
 
-/// Why an image cannot be opened that is not as the journal of this name has it: what is said of
-/// these parts of the disk.
+/// The error for an image that is not as the journal called `name` has it. `parts` are the first and last bytes
+/// of what is lost.
 pub fn lost(what: &str, name: &str, parts: &[(u64, u64)]) -> DiskError {
     let named: Vec<_> = parts.iter().take(8).map(|(a, b)| format!("{a} to {b}")).collect();
     let more = match parts.len() - named.len() {
@@ -89,7 +90,7 @@ pub fn lost(what: &str, name: &str, parts: &[(u64, u64)]) -> DiskError {
     DiskError::new(ErrorKind::Refused, what, why, help)
 }
 
-/// The parts of a disk that consist of these units of so many bytes: first and last byte.
+/// The first and last bytes of the parts of a disk that consist of these units. `bytes` is the size of a unit.
 pub fn parts(mut units: Vec<u64>, bytes: u64, disk_bytes: u64) -> Vec<(u64, u64)> {
     units.retain(|unit| *unit < disk_bytes.div_ceil(bytes));
     units.sort_unstable();

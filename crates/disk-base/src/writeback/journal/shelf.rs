@@ -21,9 +21,9 @@ use ferrite_host::shm::Shm;
 /// A journal in which something was answered for.
 #[derive(Debug)]
 pub struct Left {
-    /// Of the file, without its extension.
+    /// The name of its file, without the extension.
     pub name: String,
-    /// None: it is of another version of this program.
+    /// The format of the image. None: another version of this program made the journal.
     pub format: Option<Format>,
     /// Where the image was.
     pub(crate) path: PathBuf,
@@ -35,17 +35,17 @@ pub struct Left {
 /// The journals that there are for an image.
 #[derive(Debug, Default)]
 pub struct Survey {
-    /// Its own, if that says something.
+    /// The image's own journal, if that says something.
     pub own: Option<Left>,
-    /// That of an image with the same identifier which is not where it was any more. It may be this
-    /// one, or this one may be a copy of it from some time ago.
+    /// The journal of an image with the same identifier which is not where it was any more. It may be this one, or
+    /// this one may be a copy of it from some time ago.
     pub moved: Option<Left>,
-    /// That of an image with another identifier which was at this place.
+    /// The journal of an image with another identifier which was at this place.
     pub here: Option<Left>,
     /// That of this image by another way to its bytes: its loop device, or the file behind that.
     pub(crate) other_way: Option<Left>,
-    /// That of an image with the same identifier which is where it was, and nobody has open. This
-    /// one is a copy of it.
+    /// The journal of an image with the same identifier which is where it was, and nobody has open. This image is
+    /// a copy of that one.
     pub original: Option<Left>,
 }
 
@@ -249,22 +249,23 @@ pub enum JournalState {
     Stale,
 }
 
-/// A journal on the shelf.
+/// A journal that was left on this host.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Kept {
-    /// Of the file, without its extension.
+    /// The name of its file, without the extension.
     pub name: String,
-    /// None: nobody knows, see `state`.
+    /// The format of the image. None: nobody knows, see `state`.
     pub format: Option<Format>,
     /// Where the image was.
     pub path: PathBuf,
-    /// In it.
+    /// How many records are in it.
     pub records: u64,
     /// What has become of it and of its image.
     pub state: JournalState,
 }
 
-/// All journals. None is held for it: a backend that starts meanwhile is not kept from its own.
+/// Lists all journals of this host. None is held for it: a backend that starts meanwhile is not kept from its
+/// own.
 ///
 /// # Errors
 /// They cannot be read.

@@ -6,7 +6,6 @@ use std::path::Path;
 
 use ferrite_disk::{Disk, DiskError, ImageName, OpenOptions, Session};
 use ferrite_image_tools::ImageTools;
-
 use ferrite_testkit::images::{self, work};
 
 pub(crate) use ferrite_testkit::images::{name, session as session_of};

@@ -3,9 +3,10 @@
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use ferrite_disk_base::{Commits, Port, Raw};
+
 use crate::qcow2::alloc::state::State;
 use crate::qcow2::tables::meta;
-use ferrite_disk_base::{Commits, Port, Raw};
 
 /// See the module text.
 pub(in crate::qcow2) struct Base {

@@ -4,13 +4,14 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::Port;
+
 use crate::qcow2::alloc::Allocator;
 use crate::qcow2::alloc::fingerprint::Writer;
 use crate::qcow2::alloc::grow::{full, is_full};
 use crate::qcow2::format::header::MAX_REFTABLE_BYTES;
 use crate::qcow2::format::refcount;
 use crate::qcow2::tables::meta;
-use ferrite_disk_base::Port;
 
 /// Refcount blocks that are made at once cover about so much, so that small clusters do not need
 /// two syncs for every few hundred KiB.

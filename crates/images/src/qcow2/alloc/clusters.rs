@@ -5,9 +5,10 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
+use ferrite_disk_base::Epochs;
+
 use crate::qcow2::alloc::quarantine::{Left, Quarantine};
 use crate::qcow2::alloc::refs::Refs;
-use ferrite_disk_base::Epochs;
 
 /// Free clusters with space behind them, to be given to writes in order.
 #[derive(Clone, Copy, Debug, Default)]

@@ -2,11 +2,12 @@
 
 use std::io;
 
+use ferrite_disk_base::Port;
+
 use crate::qcow2::alloc::Allocator;
 use crate::qcow2::alloc::clusters::Dirty;
 use crate::qcow2::alloc::fingerprint::Writer;
 use crate::qcow2::tables::meta::{self, read_whole};
-use ferrite_disk_base::Port;
 
 /// Counts that one commit lowers at most: each may need a slice of its own in memory.
 const MAX_LOWERED: usize = 1024;

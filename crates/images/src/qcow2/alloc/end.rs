@@ -3,8 +3,9 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
-use crate::qcow2::alloc::Allocator;
 use ferrite_disk_base::Port;
+
+use crate::qcow2::alloc::Allocator;
 
 /// Refcount blocks looked at to find the last cluster in use; behind so many empty ones the rest
 /// is taken for used.

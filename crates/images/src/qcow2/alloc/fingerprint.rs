@@ -19,11 +19,12 @@
 use std::io;
 use std::ops::Range;
 
+use ferrite_disk_base::Raw;
+use ferrite_disk_base::journal::{Journal, TOLD_WORDS, Told};
+
 use crate::qcow2::format::header::{HEAD_BYTES, Header};
 use crate::qcow2::format::refcount;
 use crate::qcow2::tables::meta::read_whole;
-use ferrite_disk_base::Raw;
-use ferrite_disk_base::journal::{Journal, TOLD_WORDS, Told};
 
 /// Slices of refcounts that are looked at, from the first on: half a TiB of the file, with the
 /// usual clusters. They are read at each opening for writing.

@@ -3,9 +3,10 @@
 use std::cell::Cell;
 use std::io;
 
+use ferrite_disk_base::Port;
+
 use crate::qcow2::alloc::Allocator;
 use crate::qcow2::tables::meta::{TRIES, out_of_memory};
-use ferrite_disk_base::Port;
 
 /// See the module text. Dropped, with its task, too, it is free again.
 pub(in crate::qcow2) struct Fresh<'a> {

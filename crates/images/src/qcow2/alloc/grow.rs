@@ -3,11 +3,12 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::Port;
+
 use crate::qcow2::alloc::Allocator;
 use crate::qcow2::alloc::clusters::Run;
 use crate::qcow2::format::entry::MAX_HOST_BYTES;
 use crate::qcow2::tables::meta;
-use ferrite_disk_base::Port;
 
 /// The first run, and how far runs grow: from the second on each is twice as long as the one
 /// before, so a disk with few writes stays small and one with many waits seldom.

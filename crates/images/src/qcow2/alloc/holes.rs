@@ -7,8 +7,9 @@
 use std::io;
 use std::ops::Range;
 
-use crate::qcow2::alloc::Allocator;
 use ferrite_disk_base::Port;
+
+use crate::qcow2::alloc::Allocator;
 
 impl Allocator {
     /// Has the file system back all tables that there were when the image was opened. The caller has

@@ -35,10 +35,10 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use ferrite_disk_base::Port;
 use ferrite_io::shared_lock::{Held, SharedLock};
 
 use crate::qcow2::format::header::Header;
-use ferrite_disk_base::Port;
 
 pub(in crate::qcow2) mod base;
 mod blocks;

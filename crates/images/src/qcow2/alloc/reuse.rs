@@ -22,9 +22,10 @@
 
 use std::io;
 
+use ferrite_disk_base::{Port, Rare};
+
 use crate::qcow2::alloc::Allocator;
 use crate::qcow2::alloc::clusters::{Clusters, Run};
-use ferrite_disk_base::{Port, Rare};
 
 /// Slices of refcounts that are looked at in one go: half a GiB each, with the usual clusters.
 const SLICES_AT_ONCE: u32 = 8;

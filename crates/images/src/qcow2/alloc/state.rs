@@ -5,12 +5,13 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
+use ferrite_disk_base::Epochs;
+use ferrite_disk_base::journal::Journal;
+
 use crate::qcow2::alloc::clusters::Clusters;
 use crate::qcow2::alloc::fingerprint::{Fingerprint, Writer};
 use crate::qcow2::alloc::refs::Refs;
 use crate::qcow2::tables::changes::Changes;
-use ferrite_disk_base::Epochs;
-use ferrite_disk_base::journal::Journal;
 
 /// See the module text.
 pub(in crate::qcow2) struct State {

@@ -6,13 +6,14 @@
 
 use std::io;
 
+use ferrite_disk_base::{Class, Counts, DiskError, ErrorKind, ProblemKind, Raw};
+
 use crate::qcow2::format::entry::{self, COPIED, Cluster};
 use crate::qcow2::format::header::{
     CORRUPT, DIRTY, EXT_BITMAPS, HEAD_BYTES, Header, HeaderError, be32, be64,
 };
 use crate::qcow2::format::refcount;
 use crate::qcow2::maintenance::snapshots::Entries;
-use ferrite_disk_base::{Class, Counts, DiskError, ErrorKind, ProblemKind, Raw};
 
 /// Clusters whose counts are in memory: two of four bytes each.
 const WINDOW: u64 = 1 << 22;
@@ -79,7 +80,7 @@ impl ProblemKind for Problem {
     }
 }
 
-/// One inconsistency.
+/// One inconsistency of a qcow2 image.
 pub type Finding = ferrite_disk_base::Finding<Problem>;
 
 /// What a check has found.

@@ -5,13 +5,14 @@
 use std::io;
 use std::path::Path;
 
+use ferrite_disk_base::{DiskError, ErrorKind, Format, Port, Raw, SECTOR_BYTES};
+
 use crate::qcow2::format::header::{
     Backing, Header, MAX_DISK_BYTES, MAX_L1_BYTES, MAX_REFTABLE_BYTES,
 };
 use crate::qcow2::format::refcount;
 use crate::qcow2::format::unpack::Compression;
 use crate::qcow2::tables::meta;
-use ferrite_disk_base::{DiskError, ErrorKind, Format, Port, Raw, SECTOR_BYTES};
 
 /// What a new image shall be.
 #[derive(Clone, Debug)]

@@ -6,11 +6,15 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
+<<<<<<< HEAD
 use ferrite_host::names;
+=======
+use ferrite_disk_base::Raw;
+use ferrite_io::names;
+>>>>>>> split
 use serde_json::Value;
 
 use crate::qcow2::format::header::{HEAD_BYTES, Header, MAGIC, MAX_BACKING_NAME_BYTES, be32, be64};
-use ferrite_disk_base::Raw;
 
 /// The fields that all versions have.
 const FIELDS_BYTES: usize = 24;

@@ -4,13 +4,14 @@
 use std::collections::BTreeSet;
 use std::io;
 
+use ferrite_disk_base::{DiskError, Port, Raw};
+
 use crate::qcow2::format::header::{
     AUTOCLEAR_AT, CORRUPT, DIRTY, Header, MAX_REFTABLE_BYTES, be64,
 };
 use crate::qcow2::format::refcount;
 use crate::qcow2::maintenance::check::{Fix, Report, failed, survey};
 use crate::qcow2::tables::meta;
-use ferrite_disk_base::{DiskError, Port, Raw};
 
 /// Changes that are in memory at a time; the rest is found by the next look.
 const MAX_FIXES: usize = 1 << 20;
@@ -24,7 +25,7 @@ const SECTOR: u64 = 512;
 /// again, refcounts are what there are references, flags what the refcounts say, and marks of an
 /// unfinished use are removed, and then the file gives back what no cluster in use has. Returns what
 /// was found before. If anything was found that is not
-/// [mendable](crate::ProblemKind::is_mendable), nothing is changed at all.
+/// [mendable](ferrite_disk_base::ProblemKind::is_mendable), nothing is changed at all.
 ///
 /// The order: counts; sync; flags, which depend on them; sync; marks in the header; sync. After a
 /// crash in between, a repair finds what is left to do.

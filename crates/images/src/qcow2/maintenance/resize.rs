@@ -3,11 +3,12 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::{Port, Rare};
+
 use crate::image::format::ImageFormat;
 use crate::qcow2::Qcow2;
 use crate::qcow2::format::header::{MAX_DISK_BYTES, MAX_L1_BYTES};
 use crate::qcow2::tables::meta;
-use ferrite_disk_base::{Port, Rare};
 
 impl Qcow2 {
     /// Gives the disk another size; the image has to be opened again to be used with it. What is

@@ -3,8 +3,9 @@
 
 use std::io;
 
-use crate::qcow2::format::header::{Header, MAX_L1_BYTES, be32, be64};
 use ferrite_disk_base::Raw;
+
+use crate::qcow2::format::header::{Header, MAX_L1_BYTES, be32, be64};
 
 /// Of the table, at a time.
 const PIECE_BYTES: usize = 64 << 10;
@@ -27,9 +28,9 @@ pub struct Told {
     pub name: String,
     /// When it was made, in seconds since 1970.
     pub created_unix_s: u64,
-    /// Of its disk; none: as large as the image's.
+    /// Bytes of its disk. None: as many as the image's.
     pub disk_bytes: Option<u64>,
-    /// Of a machine's memory and devices that was saved with it.
+    /// Bytes of a machine's memory and devices that were saved with it.
     pub vm_state_bytes: u64,
 }
 

@@ -2,11 +2,12 @@
 
 use std::io;
 
+use ferrite_disk_base::{DiskError, ErrorKind, Port, Raw, SECTOR_BYTES};
+
 use crate::qcow2::format::header::{HEAD_BYTES, Header, be64};
 use crate::qcow2::maintenance::check::{failed, survey};
 use crate::qcow2::maintenance::snapshots::Entries;
 use crate::qcow2::tables::meta;
-use ferrite_disk_base::{DiskError, ErrorKind, Port, Raw, SECTOR_BYTES};
 
 const SECTOR: usize = SECTOR_BYTES as usize;
 

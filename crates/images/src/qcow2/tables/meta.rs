@@ -5,11 +5,10 @@ use std::io;
 use std::pin::Pin;
 use std::task::Poll;
 
+use ferrite_disk_base::{Port, Raw};
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 use ferrite_io::scratch::MAX_PIECE_BYTES;
-
-use ferrite_disk_base::{Port, Raw};
 
 /// How often in a row.
 const RETRIES: u32 = 16;

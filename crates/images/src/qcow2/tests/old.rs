@@ -3,11 +3,11 @@
 
 use std::fs::File;
 
+use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName};
 use ferrite_simio::On;
 
 use super::trouble::{Machine, open_in};
 use super::*;
-use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName};
 
 fn old(cluster_bytes: u32) -> NewImage {
     NewImage { version: 2, cluster_bytes, ..NewImage::new(8 << 20) }

@@ -3,12 +3,12 @@
 use std::future::{Future, poll_fn};
 use std::task::Poll;
 
+use ferrite_disk_base::ProblemKind as _;
 use ferrite_simio::{Fault, On, SimWorld};
 use tempfile::TempDir;
 
 use super::*;
 use crate::open_medium;
-use ferrite_disk_base::ProblemKind as _;
 
 /// EIO, as the kernel gives it.
 pub(super) const EIO: i32 = 5;

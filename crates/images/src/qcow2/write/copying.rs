@@ -3,6 +3,7 @@
 
 use std::io;
 
+use ferrite_disk_base::{Extent, Port};
 use ferrite_io::arena::Span;
 use ferrite_io::scratch::{MAX_PIECE_BYTES, Piece};
 
@@ -13,7 +14,6 @@ use crate::qcow2::alloc::fresh::{Fate, Fresh};
 use crate::qcow2::format::entry::{Cluster, own};
 use crate::qcow2::tables::meta::{self, TRIES, out_of_memory};
 use crate::qcow2::{CLUSTER_LOCKS, Qcow2};
-use ferrite_disk_base::{Extent, Port};
 
 /// A cluster that gets a new place. While this lives it gets no other one.
 struct Copying<'a> {

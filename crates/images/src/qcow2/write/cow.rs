@@ -4,6 +4,7 @@ use std::io;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::Port;
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 use ferrite_io::scratch::MAX_PIECE_BYTES;
@@ -17,7 +18,6 @@ use crate::qcow2::format::unpack;
 use crate::qcow2::tables::changes::l1_key;
 use crate::qcow2::tables::meta::{self, TRIES, out_of_memory};
 use crate::qcow2::{Qcow2, TABLE_LOCKS};
-use ferrite_disk_base::Port;
 
 impl Qcow2 {
     /// Reads the slice that [`find`](Self::find) lacked, or says what is wrong with an entry.

@@ -7,6 +7,7 @@
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use ferrite_disk_base::Port;
 use ferrite_io::arena::Span;
 
 use crate::image::backing::Backing;
@@ -14,7 +15,6 @@ use crate::image::format::ImageFormat;
 use crate::image::mapping::Mapping;
 use crate::qcow2::format::entry::{self, Cluster};
 use crate::qcow2::{CLUSTER_LOCKS, Qcow2};
-use ferrite_disk_base::Port;
 
 /// What to do about the beginning of a range.
 enum Step {

@@ -3,11 +3,11 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::Port;
 use ferrite_io::engine::FileId;
 
 use super::entry::{Entry, State as Where};
 use super::{Blocks, GENERATIONS, SECTOR, State};
-use ferrite_disk_base::Port;
 
 impl Blocks {
     /// Reads the bitmaps of the range that are not in memory.

@@ -18,11 +18,12 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::{Port, Rare};
+
 use super::entry::{Entry, State as Where};
 use super::{Blocks, Record, SECTOR};
 use crate::vhd::format::layout::UNUSED;
 use crate::vhd::pieces::write_pieces;
-use ferrite_disk_base::{Port, Rare};
 
 /// Blocks that are committed at once: 4 MiB of bitmaps of the usual size.
 const BATCH: usize = 8192;

@@ -6,13 +6,13 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::{Extent, Port, Raw};
 use ferrite_io::arena::Span;
 
 use super::entry::{Entry, State as Where};
 use super::{Blocks, Look, Part, masks};
 use crate::image::backing::Backing;
 use crate::image::mapping::Mapping;
-use ferrite_disk_base::{Extent, Port, Raw};
 
 /// Blocks without a place that one part of a discard passes over: some ten microseconds.
 const BLOCKS_A_PART: usize = 1 << 14;

@@ -3,11 +3,12 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::{Port, Raw};
+
 use super::entry::{Entry, State as Where};
 use super::{Blocks, Look, SECTOR};
 use crate::vhd::footers::End;
 use crate::vhd::format::layout::{Layout, Placed};
-use ferrite_disk_base::{Port, Raw};
 
 impl Blocks {
     /// Where the footer of a file belongs, if the image was changed or `anyway`; no block is placed

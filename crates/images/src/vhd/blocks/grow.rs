@@ -4,12 +4,13 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use ferrite_disk_base::{Port, Rare, Raw};
+
 use super::entry::State as Where;
 use super::{Blocks, Part, State};
 use crate::vhd::footers::last_sector;
 use crate::vhd::format::SECTOR;
 use crate::vhd::pieces::write_bytes;
-use ferrite_disk_base::{Port, Rare, Raw};
 
 /// The smallest and the largest step in bytes.
 const MIN_STEP_BYTES: u64 = 16 << 20;

@@ -12,14 +12,14 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use ferrite_disk_base::Commits;
+use ferrite_disk_base::journal::{Journal, Slot as Record};
 use ferrite_io::shared_lock::SharedLock;
 
 use super::format::SECTOR;
 use super::format::footer;
 use super::format::layout::{Layout, UNUSED};
 use crate::image::mapping::Mapping;
-use ferrite_disk_base::Commits;
-use ferrite_disk_base::journal::{Journal, Slot as Record};
 
 mod cache;
 mod commit;

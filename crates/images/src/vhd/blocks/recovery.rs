@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 
+use ferrite_disk_base::journal::Record;
+
 use super::entry::{Entry, State as Where};
 use super::{Blocks, RECORD_WORDS, SECTOR, State};
-use ferrite_disk_base::journal::Record;
 
 impl Blocks {
     /// Recovers a journal's records: in memory everything is as it was, and dirty. `keep`: the

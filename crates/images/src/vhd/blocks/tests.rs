@@ -2,7 +2,13 @@
 
 use std::sync::Arc;
 
+<<<<<<< HEAD
 use ferrite_host::directory::HostDirectory;
+=======
+use ferrite_disk_base::{Format, ImageName, OpenOptions};
+use ferrite_image_tools::{ImageTools, NewImage};
+use ferrite_io::directory::HostDirectory;
+>>>>>>> split
 use ferrite_io::engines::test_engine;
 
 use super::*;
@@ -10,8 +16,6 @@ use crate::Image;
 use crate::image::Layer;
 use crate::testing::Session;
 use crate::vhd::Body;
-use ferrite_disk_base::{Format, ImageName, OpenOptions};
-use ferrite_image_tools::{ImageTools, NewImage};
 
 const BLOCK: u64 = 4096;
 /// Bitmaps that fit into the least memory.

@@ -1,12 +1,12 @@
 //! Who finds content again beside a pass: the steps of all in orders that a scheduler chooses, with the claims and the
 //! epochs that a store has.
 
+use ferrite_disk_base::ShuttledEpochs;
 use shuttle::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use shuttle::sync::{Arc, Mutex};
 use shuttle::thread;
 
 use super::*;
-use ferrite_disk_base::ShuttledEpochs;
 
 /// Contents: one that a volume has, one that is nobody's, and two that are not there yet.
 const NUMBERS: usize = 5;

@@ -1,12 +1,12 @@
 //! What a queue does for a store ends with the queue, at any step. What it has given to the kernel ends first.
 //! Others go on with what it has left.
 
+use ferrite_disk_base::Extent;
 use ferrite_io::reactor::Wait;
 
 use super::mapping::Mapped;
 use super::passes::{nothing_is_lost_and_nothing_left, read_one, write_new};
 use super::*;
-use ferrite_disk_base::Extent;
 
 /// Blocks of `v0` that have something.
 const USED: usize = 40;

@@ -4,13 +4,14 @@ use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
+use ferrite_disk_base::Extent;
+
 use super::super::leaves::{Change, Leaf, bytes, words};
 use super::passes::{read_one, write_new};
 use super::*;
 use crate::content::ContentHash;
 use crate::journal::NewContent;
 use crate::page::Whereabouts;
-use ferrite_disk_base::Extent;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
