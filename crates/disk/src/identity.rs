@@ -5,13 +5,9 @@ use std::path::Path;
 
 use ferrite_disk_base::Raw;
 use ferrite_images::Layer;
-<<<<<<< HEAD
-use ferrite_host::place::{Place, look_at};
-=======
 
 use crate::Disk;
-use ferrite_io::place::{Place, look_at};
->>>>>>> split
+use ferrite_host::place::{Place, look_at};
 
 /// The marks that tell an image from others while the host is up.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -286,12 +286,7 @@ mod tests {
     use super::*;
     use crate::NewImage;
     use crate::files::is_write_protected;
-<<<<<<< HEAD
-    use ferrite_disk_base::Format;
     use ferrite_host::directory::HostDirectory;
-=======
-    use ferrite_io::directory::HostDirectory;
->>>>>>> split
     use ferrite_io::engines::EngineChoice;
 
     fn work<T>(work: impl FnOnce(&ImageTools<'_>) -> T) -> T {

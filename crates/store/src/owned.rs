@@ -11,10 +11,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use ferrite_disk_base::{DiskError, ErrorKind, OpenOptions, Port, READ_ONLY, Raw, SCRATCH_BYTES};
+use ferrite_host::names;
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
 use ferrite_io::engines::EngineChoice;
-use ferrite_host::names;
 use ferrite_io::reactor::Reactor;
 use ferrite_io::scratch::Scratch;
 use rustix::fs::FileType;

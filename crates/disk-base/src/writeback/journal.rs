@@ -6,7 +6,7 @@
 //! Whoever opens the image next recovers the records.
 //!
 //! # Whose it is
-//! It is named after the image's own identifier and its [`Place`](ferrite_io::place::Place), which a
+//! It is named after the image's own identifier and its [`Place`](ferrite_host::place::Place), which a
 //! volume keeps under another device number. Both have to be alike. `shelf` finds it, and what looks as if it was the image's:
 //! the journal of an image with this identifier at another place, or of another one at this place.
 //!

@@ -3,9 +3,9 @@
 use std::path::Path;
 
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
-use ferrite_image_tools::NewImage;
 use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_host::directory::HostDirectory;
+use ferrite_image_tools::NewImage;
 use ferrite_testkit::images::{self, tools};
 
 const BYTES: usize = 8 << 20;

@@ -6,13 +6,9 @@ use std::sync::Arc;
 
 use ferrite_disk::{Disk, OpenOptions, Parents, Session};
 use ferrite_image_tools::{ImageTools, NewImage};
-<<<<<<< HEAD
-use ferrite_host::directory::HostDirectory;
-=======
 
 use crate::model::{name, session_of, tools};
-use ferrite_io::directory::HostDirectory;
->>>>>>> split
+use ferrite_host::directory::HostDirectory;
 use ferrite_io::engine::Op;
 use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use tempfile::TempDir;

@@ -7,14 +7,10 @@ use std::path::{Path, PathBuf};
 
 use ferrite_disk::{Disk, Format, ImageName, OpenOptions};
 use ferrite_image_tools::{ImageTools, NewImage, Verdict};
-<<<<<<< HEAD
-use ferrite_host::directory::HostDirectory;
-=======
 
 use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk, work};
 use crate::model::{Model, check_clean, compare, name, open, pattern, qemu, qemu_img};
-use ferrite_io::directory::HostDirectory;
->>>>>>> split
+use ferrite_host::directory::HostDirectory;
 use ferrite_testkit::faulty::{Faults, Kind};
 use ferrite_testkit::images;
 use tempfile::TempDir;

@@ -8,14 +8,10 @@ use std::sync::{Mutex, PoisonError};
 
 use ferrite_disk::{ErrorKind, ImageName};
 use ferrite_image_tools::NewImage;
-<<<<<<< HEAD
-use ferrite_host::byte_locks::is_locked_by_others;
-=======
 
 use crate::common::vhd::{at, peer};
 use crate::common::{Loop, MIB, dir_on_disk, image, open, open_read_only, work};
-use ferrite_io::byte_locks::is_locked_by_others;
->>>>>>> split
+use ferrite_host::byte_locks::is_locked_by_others;
 
 /// `qemu-io` with a file open, until it is dropped.
 struct Holder(Child);

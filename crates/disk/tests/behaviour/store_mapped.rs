@@ -9,16 +9,12 @@ use std::thread;
 use std::time::Duration;
 
 use ferrite_disk::{Disk, Extent, OpenOptions};
-<<<<<<< HEAD
-use ferrite_host::clock::{Random, SplitMix64};
-=======
->>>>>>> split
 use ferrite_store::content::DomainKey;
 use ferrite_store::journal::Name;
 use ferrite_store::live::Operation;
 
 use crate::common::{Queue, dir_in_memory};
-use ferrite_io::clock::{Random, SplitMix64};
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_testkit::stores::{SMALLEST, create, on_a_port, operate, options, seat};
 
 const BLOCK: usize = 4096;

@@ -7,14 +7,10 @@ use std::sync::Arc;
 
 use ferrite_disk::{Disk, Extent, OpenOptions};
 use ferrite_images::vhd::{NewImage, NewParent, Uuid};
-<<<<<<< HEAD
-use ferrite_host::clock::{Random, SplitMix64};
-=======
 
 use crate::common::vhd::{self, at, create, parent};
 use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk};
-use ferrite_io::clock::{Random, SplitMix64};
->>>>>>> split
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
 use ferrite_io::reactor::Wait;
 use ferrite_testkit::errno::EIO;

@@ -2,17 +2,8 @@
 
 use std::io;
 
-<<<<<<< HEAD
-use ferrite_host::clock;
-
-use super::{DOMAIN, MEMORY, StoreMade, failed, until_stopped};
-use crate::files::Over;
-use crate::io_context::IoContext;
-use crate::{ImageTools, Progress};
-=======
->>>>>>> split
 use ferrite_disk_base::{DiskError, ErrorKind};
-use ferrite_io::clock;
+use ferrite_host::clock;
 use ferrite_store::content::DomainKey;
 use ferrite_store::journal::Name;
 use ferrite_store::layout::Layout;

@@ -12,18 +12,10 @@ use std::path::Path;
 use std::pin::pin;
 use std::task::Poll;
 
-<<<<<<< HEAD
-use ferrite_host::clock;
-use serde::{Deserialize, Serialize};
-
-use super::io_context::IoContext;
-use super::{ImageTools, broken};
-=======
->>>>>>> split
 use ferrite_disk_base::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port};
+use ferrite_host::clock;
 use ferrite_images::children::PARTIAL;
 use ferrite_images::open_medium;
-use ferrite_io::clock;
 use ferrite_store::BLOCK_BYTES;
 use ferrite_store::check::{self, How, Outcome, damage_of};
 use ferrite_store::content::DomainKey;

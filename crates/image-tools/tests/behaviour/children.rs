@@ -15,13 +15,7 @@ use crate::family::{
     FORMATS, Family, Watched, clone, clone_anywhere, coalesce, create, link, make_writable, name,
     on, open, snapshot,
 };
-<<<<<<< HEAD
-use ferrite_disk::{Disk, ErrorKind, ImageName, OpenOptions, Parents};
-use ferrite_image_tools::{ImageTools, NewImage, Progress, Rebase};
 use ferrite_host::directory::HostDirectory;
-=======
-use ferrite_io::directory::HostDirectory;
->>>>>>> split
 
 #[test]
 fn a_write_protected_image_is_read_only_for_root_too() {

@@ -10,13 +10,7 @@ use ferrite_image_tools::{ImageTools, NewImage, Progress, Rebase};
 use crate::common::tree::{FORMATS, Refuses, Tree};
 use crate::common::vhd::at;
 use crate::common::{MIB, Mount, anywhere, dir_on_disk, run, skipped};
-<<<<<<< HEAD
-use ferrite_disk::{Format, Parents};
-use ferrite_image_tools::{ImageTools, NewImage, Progress, Rebase};
 use ferrite_host::directory::HostDirectory;
-=======
-use ferrite_io::directory::HostDirectory;
->>>>>>> split
 use rustix::fs::{CWD, FileType, FlockOperation, Mode, flock, mknodat};
 
 #[test]

@@ -10,13 +10,7 @@ use ferrite_image_tools::{ImageTools, NewImage, Rebase};
 use crate::common::tree::{FORMATS, Refuses, Tree};
 use crate::common::vhd::options;
 use crate::common::{MIB, Mount, anywhere, run};
-<<<<<<< HEAD
-use ferrite_disk::{Disk, Format, ImageName};
-use ferrite_image_tools::{ImageTools, NewImage, Rebase};
 use ferrite_host::directory::HostDirectory;
-=======
-use ferrite_io::directory::HostDirectory;
->>>>>>> split
 
 #[test]
 fn a_child_that_was_moved_or_renamed_is_not_taken_for_gone() {

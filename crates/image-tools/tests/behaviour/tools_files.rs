@@ -10,14 +10,10 @@ use std::time::Duration;
 
 use ferrite_disk::{Disk, ErrorKind, ImageName, OpenOptions, Parents};
 use ferrite_image_tools::{Convert, ImageTools, NewImage, Progress};
-<<<<<<< HEAD
-use ferrite_host::directory::{Directory, HostDirectory};
-=======
 
 use crate::common::vhd::{at, options};
 use crate::common::{Loop, MIB, Queue, dir_on_disk, rights};
-use ferrite_io::directory::{Directory, HostDirectory};
->>>>>>> split
+use ferrite_host::directory::{Directory, HostDirectory};
 use ferrite_io::engines::EngineChoice;
 use ferrite_testkit::images::tools;
 use rustix::fs::{CWD, FileType, Mode, mknodat};

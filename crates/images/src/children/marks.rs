@@ -34,25 +34,14 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-<<<<<<< HEAD
+use ferrite_disk_base::plain;
 use ferrite_host::directory::Directory;
 use ferrite_host::names;
 use ferrite_host::naming::Handle;
 use rustix::fs::{FlockOperation, OFlags, flock, fstat};
 
 use crate::vhd::{decode, unescape};
-use ferrite_disk_base::plain;
 use ferrite_host::place::{self, Place, lasting_file_system, look_at};
-=======
-use ferrite_disk_base::plain;
-use ferrite_io::directory::Directory;
-use ferrite_io::names;
-use ferrite_io::naming::Handle;
-use rustix::fs::{FlockOperation, OFlags, flock, fstat};
-
-use crate::vhd::{decode, unescape};
-use ferrite_io::place::{self, Place, lasting_file_system, look_at};
->>>>>>> split
 
 /// Behind the parent's name.
 const SUFFIX: &str = ".ferrite-children";

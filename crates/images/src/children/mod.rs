@@ -18,24 +18,14 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-<<<<<<< HEAD
+use ferrite_disk_base::{DiskError, ErrorKind, Format, READ_ONLY, Raw};
 use ferrite_host::directory::Directory;
 use ferrite_host::names;
-=======
-use ferrite_disk_base::{DiskError, ErrorKind, Format, READ_ONLY, Raw};
-use ferrite_io::directory::Directory;
-use ferrite_io::names;
->>>>>>> split
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 
 use crate::qcow2::{backing_path, is_on_raw, is_qcow2};
 use crate::vhd::{Head, Lineage, Uuid, head, lineage};
-<<<<<<< HEAD
-use ferrite_disk_base::{DiskError, ErrorKind, Format, READ_ONLY, Raw};
 use ferrite_host::place::Place;
-=======
-use ferrite_io::place::Place;
->>>>>>> split
 
 pub mod marks;
 

@@ -3,13 +3,9 @@
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 
-<<<<<<< HEAD
-use ferrite_host::names;
-=======
 use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{DiskError, ErrorKind, ImageName, OpenOptions, Parents};
-use ferrite_io::names;
->>>>>>> split
+use ferrite_host::names;
 
 use super::format::ParentNames;
 use super::layer::Layer;

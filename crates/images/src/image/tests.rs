@@ -3,14 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-<<<<<<< HEAD
 use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_host::directory::HostDirectory;
-=======
 use ferrite_image_tools::{ImageTools, NewImage};
-use ferrite_io::clock::{Random, SplitMix64};
-use ferrite_io::directory::HostDirectory;
->>>>>>> split
 use ferrite_io::engines::test_engine;
 
 use super::*;

@@ -6,15 +6,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
-<<<<<<< HEAD
-use ferrite_host::clock::SplitMix64;
-=======
 use ferrite_disk_base::journal::{self, Identity, Journal, Left, Record};
 use ferrite_disk_base::{
     DiskError, Epochs, ErrorKind, Format, ImageName, OpenOptions, READ_ONLY, Raw,
 };
-use ferrite_io::clock::SplitMix64;
->>>>>>> split
+use ferrite_host::clock::SplitMix64;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::{MAX_CHANGES, Qcow2, SLICE_BYTES};

@@ -4,12 +4,8 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-<<<<<<< HEAD
-use ferrite_host::{clock, names};
-=======
 use ferrite_disk_base::{DiskError, Raw};
-use ferrite_io::{clock, names};
->>>>>>> split
+use ferrite_host::{clock, names};
 
 use super::check::{Problem, Report};
 use super::format::batmap::{self, Batmap};

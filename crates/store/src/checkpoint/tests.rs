@@ -3,12 +3,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-<<<<<<< HEAD
-use ferrite_host::clock::{Random, SplitMix64};
-=======
 use ferrite_disk_base::Epochs;
-use ferrite_io::clock::{Random, SplitMix64};
->>>>>>> split
+use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::reactor::Reactor;
 use ferrite_simio::{Fault, On, SimWorld};
 use tempfile::TempDir;

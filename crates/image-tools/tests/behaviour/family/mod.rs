@@ -8,8 +8,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use ferrite_disk::{Disk, DiskError, ErrorKind, ImageName};
-use ferrite_image_tools::{Done, NewImage};
 use ferrite_host::directory::{Directory, HostDirectory};
+use ferrite_image_tools::{Done, NewImage};
 use tempfile::TempDir;
 
 use crate::common::vhd::{at, options};

@@ -6,12 +6,8 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-<<<<<<< HEAD
-use ferrite_host::names;
-=======
 use ferrite_disk_base::Raw;
-use ferrite_io::names;
->>>>>>> split
+use ferrite_host::names;
 use serde_json::Value;
 
 use crate::qcow2::format::header::{HEAD_BYTES, Header, MAGIC, MAX_BACKING_NAME_BYTES, be32, be64};

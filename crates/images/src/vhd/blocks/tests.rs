@@ -2,13 +2,9 @@
 
 use std::sync::Arc;
 
-<<<<<<< HEAD
-use ferrite_host::directory::HostDirectory;
-=======
 use ferrite_disk_base::{Format, ImageName, OpenOptions};
+use ferrite_host::directory::HostDirectory;
 use ferrite_image_tools::{ImageTools, NewImage};
-use ferrite_io::directory::HostDirectory;
->>>>>>> split
 use ferrite_io::engines::test_engine;
 
 use super::*;
