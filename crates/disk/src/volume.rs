@@ -76,7 +76,7 @@ impl Volume {
             return Err(DiskError::new(ErrorKind::NotFound, what, why, help));
         };
         if is_snapshot && !options.read_only {
-            let why = "it is a snapshot, which nobody writes";
+            let why = "it is a snapshot, which takes no writes";
             let help = format!("{READ_ONLY}, or make a clone of it (ferrite store clone)");
             return Err(DiskError::new(ErrorKind::Permission, what, why, help));
         }

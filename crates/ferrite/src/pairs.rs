@@ -128,7 +128,7 @@ impl Sorted {
     /// What stands where it cannot mean anything.
     fn compare(&self) -> Result<(), Error> {
         if self.all.iter().any(|token| token.is(XEN)) {
-            return Err(refused("with several images, each --xen stands behind its IMAGE"));
+            return Err(refused("with several images, --xen must follow the IMAGE it applies to"));
         }
         let help = |token: &Token| token.is("help") || token.is("-h");
         for disk in self.disks.iter().filter(|disk| !disk.iter().any(help)) {
@@ -257,7 +257,7 @@ mod tests {
     #[test]
     fn what_belongs_to_no_disk_or_to_all_is_refused_where_it_means_nothing() {
         for (words, why) in [
-            ("serve --xen 1/1 a --xen 1/2 b", "each --xen stands behind its IMAGE"),
+            ("serve --xen 1/1 a --xen 1/2 b", "--xen must follow the IMAGE it applies to"),
             ("serve a b --xen 1/2", "no --xen DOMID/DEVID behind the image a"),
             ("serve a --xen 1/1 b", "no --xen DOMID/DEVID behind the image b"),
             ("serve a --xen 1/1 --cpu 5 b --xen 1/2", "--cpu is one number for all"),

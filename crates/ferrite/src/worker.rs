@@ -201,7 +201,7 @@ fn drop_privileges(nvme: bool, whose: &dyn Display) -> Result<(), Failure> {
             tracing::info!("this worker's sandbox is as strict as it can be: {lacking}")
         }
         Err(e) => {
-            let help = "a worker that could do anything serves nobody: run as root";
+            let help = "run as root: a worker that keeps its rights serves no disk";
             return Err(Failure::new(format!("cannot serve {whose}"), e, help));
         }
     }

@@ -289,7 +289,7 @@ fn open(
     if options.unlocked {
         return refuse(
             "a store in use is looked at by its owner only",
-            "leave -U out when nobody uses it",
+            "leave -U out when no process uses it",
         );
     }
     let to_write = OpenOptions { read_only: false, opened: None, ..options.clone() };

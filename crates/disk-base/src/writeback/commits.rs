@@ -131,7 +131,9 @@ impl Commits {
         let _alone = self.syncing.lock(&port.io).await?;
         self.check()?;
         let unheard = |unheard| match unheard {
-            Unheard::Failed => self.fail(&io::Error::other("a sync has failed, and nobody waited")),
+            Unheard::Failed => {
+                self.fail(&io::Error::other("a sync has failed after its task had ended"))
+            }
             Unheard::Unknown => self.doubt(),
         };
         port.io.sync_heard(port.files[0], unheard).await.inspect_err(|e| self.fail(e))
@@ -141,7 +143,7 @@ impl Commits {
     /// may recover what was answered, as after a death in the middle of it.
     pub fn doubt(&self) {
         if self.serves_many {
-            let e = io::Error::other("nobody knows how a sync has ended");
+            let e = io::Error::other("the result of a sync is unknown");
             self.witnesses.tell(&e, || self.end());
         } else {
             self.end();

@@ -38,7 +38,7 @@ pub(crate) enum StoreCommand {
     List(StoreArg),
     /// Show what a store, or one volume of it, says of itself.
     Info(EitherArg),
-    /// Keep what a volume is now as a snapshot, which nobody writes. Takes no time, copies nothing.
+    /// Keep the present state of a volume as a snapshot, which takes no writes. Takes no time, copies nothing.
     Snapshot(SnapshotArgs),
     /// Make a volume that begins as another volume or snapshot is. Takes no time, copies nothing.
     Clone(CloneArgs),

@@ -155,7 +155,7 @@ fn lost(store: &Path, asked: &Ask, why: impl std::fmt::Display) -> Failure {
             Failure::new(what, why, help)
         }
         _ => {
-            let what = format!("nobody waits any more for what was asked of store {store}");
+            let what = format!("the request to store {store} was cancelled");
             Failure::new(what, why, "no disk has changed; run the same command again")
         }
     }

@@ -51,7 +51,9 @@ impl ParentSync {
 
     fn unheard(&self, how: Unheard) {
         match how {
-            Unheard::Failed => self.fail(&io::Error::other("a sync has failed, and nobody waited")),
+            Unheard::Failed => {
+                self.fail(&io::Error::other("a sync has failed after its task had ended"))
+            }
             // The next process syncs again.
             Unheard::Unknown => self.state.store(FAULTY, Ordering::Release),
         }

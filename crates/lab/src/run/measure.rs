@@ -144,7 +144,7 @@ pub(super) fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> 
             code: Code::USAGE,
             what: format!("refused to write to {}", args.image),
             why: "this mode overwrites what the image holds".to_owned(),
-            help: "use an image that nobody needs and say --force-overwrite, or measure null:"
+            help: "use an image without needed data and say --force-overwrite, or measure null:"
                 .to_owned(),
         });
     }

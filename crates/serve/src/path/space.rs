@@ -80,8 +80,7 @@ impl Device {
                 limited!(info, limit, now_ns, "{text} {waited_s} s");
             }
             End::GivenUp => {
-                let text =
-                    "what waited for space on this disk was not written: who asked is gone, after";
+                let text = "a write that waited for space on this disk was dropped: its client is gone, after";
                 limited!(warn, limit, now_ns, "{text} {waited_s} s");
             }
             End::Left => {}

@@ -195,7 +195,7 @@ impl Check<'_> {
             Some(at) => keys.swap(0, at),
             None => {
                 let why = format!(
-                    "the hash of number {number} is another content's: who writes that would get this"
+                    "the hash of number {number} is another content's: a write of that content would get this one"
                 );
                 self.add(StoreFinding::damage("hash", why));
             }

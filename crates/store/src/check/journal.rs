@@ -123,7 +123,7 @@ impl Check<'_> {
             return Ok(());
         }
         let Some(key) = names.keys.get(&new.domain) else {
-            self.add(finding("a record is of no domain"));
+            self.add(finding("a record refers to a missing dedup domain"));
             return Ok(());
         };
         if !self.how.contents {

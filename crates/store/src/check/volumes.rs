@@ -50,7 +50,7 @@ impl Check<'_> {
         let domain = u32::from(volume.domain);
         if !self.core.domains.entries().contains_key(&domain) {
             let name = Some(volume.name.as_str().into());
-            let finding = StoreFinding::damage("volume", "it is of no domain");
+            let finding = StoreFinding::damage("volume", "it refers to a missing dedup domain");
             self.add(StoreFinding { volume: name, ..finding });
         }
         let Some(root) = root_of(&volume.tree) else { return Ok(0) };

@@ -181,7 +181,8 @@ impl Live {
     /// sync has failed the kernel may have them, the medium not, and no later sync would say so.
     async fn data_of(&self, port: &Port, keys: &Keys, new: &NewContent) -> io::Result<Data> {
         let key = keys.get(&new.domain);
-        let key = key.ok_or_else(|| damaged(Damaged("a record is of no domain")))?;
+        let key =
+            key.ok_or_else(|| damaged(Damaged("a record refers to a missing dedup domain")))?;
         let data = match self.medium.read(port, new.place, 1).await {
             Ok(data) => data,
             // A cut in a write may leave such a place. It may as well be that of an answered write.

@@ -193,7 +193,8 @@ impl Live {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         let domain = core.domains.entries().get(&volume.domain.into());
-        let domain = domain.ok_or_else(|| damaged(Damaged("a volume is of no domain")))?;
+        let domain =
+            domain.ok_or_else(|| damaged(Damaged("volume refers to a missing dedup domain")))?;
         Ok(Domain { number: volume.domain, key: domain.key.clone() })
     }
 
