@@ -16,7 +16,7 @@ use ferrite_daemon::keepers::Keepers;
 use ferrite_disk::{Disk, Session, open_store};
 use ferrite_io::engines::test_engine;
 use ferrite_loopback::machine::DiskPaths;
-use ferrite_store::owned::Seat;
+use ferrite_store::owned::StoreHandle;
 use ferrite_testkit::{PATIENCE, scale, stores, wait_until};
 use host::{A_WHILE, Host, id, works};
 use load::Load;
@@ -137,8 +137,8 @@ fn disks_of_one_store_share_content_and_other_stores_and_images_have_processes_o
     assert!(keepers[0] != keepers[1] && keepers[1] != keepers[2] && keepers[0] != keepers[2]);
     end(&host, &[first, second, third, image], &keepers);
     is_swept(&host);
-    let seat = Seat::open(&store, &stores::options(), open_store).unwrap();
-    let info = seat.store().live().list();
+    let handle = StoreHandle::open(&store, &stores::options(), open_store).unwrap();
+    let info = handle.store().live().list();
     assert!(info.iter().any(|volume| volume.name == "a"), "{info:?}");
     // Two volumes have the same block.
     let read = |name: &str| {
@@ -232,7 +232,7 @@ fn a_volume_and_a_store_have_one_owner() {
     let daemon = host.spawn(None);
     wait_until("the daemon", || host.status().is_ok());
     // Another process has the store open.
-    let theirs = Seat::open(&store, &stores::options(), open_store).unwrap();
+    let theirs = StoreHandle::open(&store, &stores::options(), open_store).unwrap();
     let disk = attach_volume(&host, 1, "a");
     let refused = host.wait_for_phase(&disk, PhaseName::Failed);
     assert!(refused.why.unwrap().contains("pool"));
@@ -241,9 +241,9 @@ fn a_volume_and_a_store_have_one_owner() {
     // Now other processes do not get the store, also while the worker is replaced.
     let pid = keeper(&host, &disk);
     for _ in 0..3 {
-        assert!(Seat::open(&store, &stores::options(), open_store).is_err());
+        assert!(StoreHandle::open(&store, &stores::options(), open_store).is_err());
         kill_pid(worker(pid).unwrap());
-        assert!(Seat::open(&store, &stores::options(), open_store).is_err());
+        assert!(StoreHandle::open(&store, &stores::options(), open_store).is_err());
         let mut front = host.connect(&disk);
         works(&mut front, 3);
         front.close(PATIENCE).unwrap();
@@ -283,8 +283,8 @@ fn commands_come_to_the_worker_of_a_store_and_to_the_next_one() {
     loads.into_iter().for_each(Load::end);
     end(&host, &disks, &[keeper]);
     is_swept(&host);
-    let seat = Seat::open(&store, &stores::options(), open_store).unwrap();
-    let names: Vec<String> = seat.store().live().list().into_iter().map(|v| v.name).collect();
+    let handle = StoreHandle::open(&store, &stores::options(), open_store).unwrap();
+    let names: Vec<String> = handle.store().live().list().into_iter().map(|v| v.name).collect();
     assert_eq!(names, ["a", "b", "c", "d", "one", "two"]);
     kill(daemon);
 }

@@ -4,7 +4,7 @@ use std::io;
 
 use ferrite_disk_base::Port;
 
-use crate::Disk;
+use crate::disk::{Disk, Work};
 use crate::pieces::{What, look};
 
 /// The beginning of a range.
@@ -23,11 +23,13 @@ impl Disk {
     /// # Errors
     /// `InvalidInput`: not inside the disk, or empty. `InvalidData`: metadata is damaged. Others as
     /// the kernel gives them.
-    pub async fn allocation(&self, port: &Port, offset: u64, len: u64) -> io::Result<Allocation> {
-        if len == 0 || !self.contains(offset, len) {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        let piece = self.while_mapped(look(self, port, offset, len)).await?;
-        Ok(Allocation { len: piece.len.min(len), zeros: piece.what == What::Zeros })
+    pub fn allocation<'a>(&'a self, port: &'a Port, offset: u64, len: u64) -> Work<'a, Allocation> {
+        Box::pin(async move {
+            if len == 0 || !self.contains(offset, len) {
+                return Err(io::ErrorKind::InvalidInput.into());
+            }
+            let piece = self.while_mapped(look(self, port, offset, len)).await?;
+            Ok(Allocation { len: piece.len.min(len), zeros: piece.what == What::Zeros })
+        })
     }
 }

@@ -6,6 +6,7 @@ use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
+use std::pin::Pin;
 use std::sync::{Arc, Weak};
 
 use ferrite_disk_base::{
@@ -19,6 +20,10 @@ use ferrite_store::background::ServiceEngine;
 
 use crate::null::{self, Null};
 use crate::volume::Volume;
+
+/// Work on a disk that may wait. It is boxed once, here, for two reasons: the formats' steps are compiled into this
+/// crate and not again into each that uses a disk, and a task of any caller stays small.
+pub type Work<'a, T> = Pin<Box<dyn Future<Output = io::Result<T>> + 'a>>;
 
 /// One open disk, shared by the threads of its queues.
 #[derive(Debug)]
@@ -252,8 +257,8 @@ impl Disk {
         }
     }
 
-    /// Runs what maps and uses what it has mapped. All other `async fn`s here do so themselves, and are
-    /// not to be among these steps: a write of a store may wait for the end of whatever is. Dropped before its end, it keeps places that come free from then on out of use.
+    /// Runs what maps and uses what it has mapped. All [`Work`] does so itself, and is not to be among
+    /// these steps: a write of a store may wait for the end of whatever is. Dropped before its end, it keeps places that come free from then on out of use.
     pub async fn while_mapped<T>(&self, steps: impl Future<Output = T>) -> T {
         match self {
             Disk::Image(d) => d.while_mapped(steps).await,
@@ -356,19 +361,21 @@ impl Disk {
     /// # Errors
     /// `InvalidInput`: not inside the disk. `InvalidData`: metadata is damaged. Others as the
     /// kernel gives them.
-    pub async fn read(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
-        if !self.contains(offset, buf.len() as u64) {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        match self {
-            Disk::Raw(d) => d.read(port, offset, buf).await,
-            Disk::Image(d) => d.read(port, offset, buf).await,
-            Disk::Store(d) => d.read(port, offset, buf).await,
-            Disk::Null(_) => {
-                port.memory().fill(buf, 0);
-                Ok(())
+    pub fn read<'a>(&'a self, port: &'a Port, offset: u64, buf: Span) -> Work<'a, ()> {
+        Box::pin(async move {
+            if !self.contains(offset, buf.len() as u64) {
+                return Err(io::ErrorKind::InvalidInput.into());
             }
-        }
+            match self {
+                Disk::Raw(d) => d.read(port, offset, buf).await,
+                Disk::Image(d) => d.read(port, offset, buf).await,
+                Disk::Store(d) => d.read(port, offset, buf).await,
+                Disk::Null(_) => {
+                    port.memory().fill(buf, 0);
+                    Ok(())
+                }
+            }
+        })
     }
 
     /// Writes a range, whatever steps that takes. It is visible, and survives the death of this
@@ -376,14 +383,16 @@ impl Disk {
     ///
     /// # Errors
     /// As [`read`](Disk::read); `PermissionDenied`: read-only; `StorageFull`.
-    pub async fn write(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
-        self.check_change(offset, buf.len() as u64)?;
-        match self {
-            Disk::Raw(_) => port.io.write_all(port.files[0], offset, buf).await,
-            Disk::Image(d) => d.write(port, offset, buf).await,
-            Disk::Store(d) => d.write(port, offset, buf).await,
-            Disk::Null(_) => Ok(()),
-        }
+    pub fn write<'a>(&'a self, port: &'a Port, offset: u64, buf: Span) -> Work<'a, ()> {
+        Box::pin(async move {
+            self.check_change(offset, buf.len() as u64)?;
+            match self {
+                Disk::Raw(_) => port.io.write_all(port.files[0], offset, buf).await,
+                Disk::Image(d) => d.write(port, offset, buf).await,
+                Disk::Store(d) => d.write(port, offset, buf).await,
+                Disk::Null(_) => Ok(()),
+            }
+        })
     }
 
     /// Everything written before is on the medium when this returns `Ok`.
@@ -391,14 +400,16 @@ impl Disk {
     /// # Errors
     /// As the kernel gives them. It reports a lost write once only, so the caller must not take
     /// a later success for good (blkif.md 2, rule 3).
-    pub async fn flush(&self, port: &Port) -> io::Result<()> {
-        match self {
-            Disk::Raw(d) => d.flush(port).await,
-            Disk::Image(_) if self.read_only() => Ok(()),
-            Disk::Image(d) => d.flush(port).await,
-            Disk::Store(d) => d.flush(port).await,
-            Disk::Null(_) => Ok(()),
-        }
+    pub fn flush<'a>(&'a self, port: &'a Port) -> Work<'a, ()> {
+        Box::pin(async move {
+            match self {
+                Disk::Raw(d) => d.flush(port).await,
+                Disk::Image(_) if self.read_only() => Ok(()),
+                Disk::Image(d) => d.flush(port).await,
+                Disk::Store(d) => d.flush(port).await,
+                Disk::Null(_) => Ok(()),
+            }
+        })
     }
 
     /// The last thing to be done with a disk: a flush, and what makes its image complete for
@@ -406,12 +417,14 @@ impl Disk {
     ///
     /// # Errors
     /// As [`flush`](Disk::flush).
-    pub async fn close(&self, port: &Port) -> io::Result<()> {
-        match self {
-            Disk::Image(d) if !self.read_only() => d.close(port).await,
-            Disk::Store(d) => d.close(port).await,
-            _ => self.flush(port).await,
-        }
+    pub fn close<'a>(&'a self, port: &'a Port) -> Work<'a, ()> {
+        Box::pin(async move {
+            match self {
+                Disk::Image(d) if !self.read_only() => d.close(port).await,
+                Disk::Store(d) => d.close(port).await,
+                _ => self.flush(port).await,
+            }
+        })
     }
 
     /// Guests are served from now on, with such engines: what a disk does by itself begins, on a thread of its own.
@@ -461,14 +474,16 @@ impl Disk {
     /// # Errors
     /// `Unsupported`: this medium cannot, and will not later. `PermissionDenied`: read-only.
     /// `InvalidInput`: not inside the disk. Others as the kernel gives them.
-    pub async fn discard(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
-        self.check_change(offset, len)?;
-        let mut done = 0;
-        while done < len {
-            done += self.discard_part(port, offset + done, len - done).await?;
-            port.io.yield_to_others().await;
-        }
-        Ok(())
+    pub fn discard<'a>(&'a self, port: &'a Port, offset: u64, len: u64) -> Work<'a, ()> {
+        Box::pin(async move {
+            self.check_change(offset, len)?;
+            let mut done = 0;
+            while done < len {
+                done += self.discard_part(port, offset + done, len - done).await?;
+                port.io.yield_to_others().await;
+            }
+            Ok(())
+        })
     }
 
     /// The beginning of a [`discard`](Disk::discard): a bounded amount of work, however long the
@@ -479,14 +494,16 @@ impl Disk {
     ///
     /// # Errors
     /// As [`discard`](Disk::discard).
-    pub async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
-        self.check_change(offset, len)?;
-        match self {
-            Disk::Raw(d) => d.discard_part(&port.io, &port.files, offset, len).await,
-            Disk::Image(d) => d.discard_part(port, offset, len).await,
-            Disk::Store(d) => d.discard_part(port, offset, len).await,
-            Disk::Null(_) => Ok(len),
-        }
+    pub fn discard_part<'a>(&'a self, port: &'a Port, offset: u64, len: u64) -> Work<'a, u64> {
+        Box::pin(async move {
+            self.check_change(offset, len)?;
+            match self {
+                Disk::Raw(d) => d.discard_part(&port.io, &port.files, offset, len).await,
+                Disk::Image(d) => d.discard_part(port, offset, len).await,
+                Disk::Store(d) => d.discard_part(port, offset, len).await,
+                Disk::Null(_) => Ok(len),
+            }
+        })
     }
 
     /// Makes a range read as zeros, by the cheapest means the medium has; at the last, by
@@ -496,20 +513,22 @@ impl Disk {
     /// # Errors
     /// `PermissionDenied`: read-only. `InvalidInput`: not inside the disk, or not aligned to
     /// [`block_bytes`](Disk::block_bytes). Others as the kernel gives them.
-    pub async fn write_zeroes(
-        &self,
-        port: &Port,
+    pub fn write_zeroes<'a>(
+        &'a self,
+        port: &'a Port,
         offset: u64,
         len: u64,
         zeros: Span,
-    ) -> io::Result<()> {
-        self.check_change(offset, len)?;
-        match self {
-            Disk::Raw(d) => d.write_zeroes(&port.io, &port.files, offset, len, zeros).await,
-            Disk::Image(d) => d.write_zeroes(port, offset, len, zeros).await,
-            Disk::Store(d) => d.write_zeroes(port, offset, len).await,
-            Disk::Null(_) => Ok(()),
-        }
+    ) -> Work<'a, ()> {
+        Box::pin(async move {
+            self.check_change(offset, len)?;
+            match self {
+                Disk::Raw(d) => d.write_zeroes(&port.io, &port.files, offset, len, zeros).await,
+                Disk::Image(d) => d.write_zeroes(port, offset, len, zeros).await,
+                Disk::Store(d) => d.write_zeroes(port, offset, len).await,
+                Disk::Null(_) => Ok(()),
+            }
+        })
     }
 
     /// The second line of defence for ranges and read-only disks (threats.md T10).

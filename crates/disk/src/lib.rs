@@ -2,7 +2,7 @@
 //!
 //! A disk is a *translation*. [`Disk::map`] answers from memory, without waiting, where a range
 //! of the disk lies; the caller merges neighbours and does the I/O on its own queue. Whatever has
-//! to wait (flush, discard, writing zeros) is an `async fn` on the caller's [`Port`].
+//! to wait (flush, discard, writing zeros) is [`Work`] on the caller's [`Port`].
 //!
 //! * [`Raw`]: a regular file or a block device, byte for byte.
 //! * [`Image`]: a chain of images with metadata: allocation, snapshots, clones.
@@ -22,7 +22,7 @@ mod session;
 mod volume;
 
 pub use allocation::Allocation;
-pub use disk::Disk;
+pub use disk::{Disk, Work};
 #[cfg(feature = "testing")]
 pub use ferrite_disk_base::TestCheck;
 pub use ferrite_disk_base::{

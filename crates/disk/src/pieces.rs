@@ -8,7 +8,7 @@ use ferrite_images::{Layer, Mapping};
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
-use crate::Disk;
+use crate::disk::{Disk, Work};
 
 /// Holes are only seen in whole blocks of this many bytes, so that what lies beside them can be
 /// read in whole blocks, too.
@@ -42,22 +42,24 @@ pub enum What {
 ///
 /// # Errors
 /// `InvalidData`: metadata is damaged. Others as the kernel gives them.
-pub async fn look(disk: &Disk, port: &Port, offset: u64, len: u64) -> io::Result<Piece> {
-    match disk {
-        Disk::Null(_) => Ok(Piece { len, layer: None, what: What::Zeros }),
-        Disk::Raw(raw) => match disk.map(offset, len) {
-            Place::Data { offset, len, .. } => Ok(data(raw, 0, offset, len)),
-            Place::Zeros { len } | Place::Slow { len } => {
-                Ok(Piece { len, layer: Some(0), what: What::Zeros })
+pub fn look<'a>(disk: &'a Disk, port: &'a Port, offset: u64, len: u64) -> Work<'a, Piece> {
+    Box::pin(async move {
+        match disk {
+            Disk::Null(_) => Ok(Piece { len, layer: None, what: What::Zeros }),
+            Disk::Raw(raw) => match disk.map(offset, len) {
+                Place::Data { offset, len, .. } => Ok(data(raw, 0, offset, len)),
+                Place::Zeros { len } | Place::Slow { len } => {
+                    Ok(Piece { len, layer: Some(0), what: What::Zeros })
+                }
+            },
+            Disk::Store(volume) => {
+                let (zeros, len) = volume.look(port, offset, len).await?;
+                let what = if zeros { What::Zeros } else { What::Shared };
+                Ok(Piece { len, layer: Some(0), what })
             }
-        },
-        Disk::Store(volume) => {
-            let (zeros, len) = volume.look(port, offset, len).await?;
-            let what = if zeros { What::Zeros } else { What::Shared };
-            Ok(Piece { len, layer: Some(0), what })
+            Disk::Image(image) => look_at_layers(image.layers(), port, offset, len).await,
         }
-        Disk::Image(image) => look_at_layers(image.layers(), port, offset, len).await,
-    }
+    })
 }
 
 async fn look_at_layers(layers: &[Layer], port: &Port, offset: u64, len: u64) -> io::Result<Piece> {

@@ -21,7 +21,7 @@ use ferrite_store::BLOCK_BYTES;
 use ferrite_store::background::ServiceEngine;
 use ferrite_store::journal::VolumeId;
 use ferrite_store::live::{Found, Live};
-use ferrite_store::owned::{Owned, Seat};
+use ferrite_store::owned::{Owned, StoreHandle};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
@@ -37,14 +37,14 @@ pub struct Volume {
     read_only: bool,
     is_snapshot: bool,
     /// None: it was closed, and others may use it.
-    seat: Mutex<Option<Seat>>,
+    handle: Mutex<Option<StoreHandle>>,
 }
 
 impl Volume {
     /// Opens a volume of a store that this process has, or opens the store.
     pub(crate) fn open(name: &ImageName, options: &OpenOptions) -> Result<Volume, DiskError> {
         let (path, volume) = parts(name)?;
-        Volume::of(Seat::open(path, options, open_store)?, path, volume, options)
+        Volume::of(StoreHandle::open(path, options, open_store)?, path, volume, options)
     }
 
     /// The same, on an engine of the caller's.
@@ -57,17 +57,17 @@ impl Volume {
         engine: &dyn Fn(Arc<Arena>) -> io::Result<Box<dyn Engine>>,
     ) -> Result<Volume, DiskError> {
         let (path, volume) = parts(name)?;
-        Volume::of(Seat::open_on(path, options, open_store, engine)?, path, volume, options)
+        Volume::of(StoreHandle::open_on(path, options, open_store, engine)?, path, volume, options)
     }
 
     fn of(
-        mut seat: Seat,
+        mut handle: StoreHandle,
         path: &Path,
         name: &str,
         options: &OpenOptions,
     ) -> Result<Volume, DiskError> {
         let what = format!("cannot open volume {name} of store {}", path.display());
-        let store = seat.store().clone();
+        let store = handle.store().clone();
         // Until it is known who uses it, its number may be deleted, and become another's.
         let changing = store.changing();
         let Some(Found { number, blocks, is_snapshot }) = store.live().volume_called(name) else {
@@ -80,7 +80,7 @@ impl Volume {
             let help = format!("{READ_ONLY}, or make a clone of it (ferrite store clone)");
             return Err(DiskError::new(ErrorKind::Permission, what, why, help));
         }
-        if !seat.take(number, !options.read_only) {
+        if !handle.take(number, !options.read_only) {
             let why = "another disk of this process uses it";
             let help = "give each disk a volume of its own (ferrite store clone), or open it \
                         read-only everywhere";
@@ -94,7 +94,7 @@ impl Volume {
             sectors: blocks * BLOCK / SECTOR_BYTES,
             read_only: options.read_only,
             is_snapshot,
-            seat: Mutex::new(Some(seat)),
+            handle: Mutex::new(Some(handle)),
         })
     }
 
@@ -115,7 +115,7 @@ impl Volume {
 
     /// Whether others of this process use the store.
     pub(crate) fn is_shared(&self) -> bool {
-        let is_user = self.seat.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        let is_user = self.handle.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         self.store.users_but(is_user) > 0
     }
 
@@ -223,17 +223,17 @@ impl Volume {
 
     /// Disks of the store are served from now on.
     pub(crate) fn begin_service(&self, engine: &ServiceEngine) -> io::Result<()> {
-        self.seat().as_ref().map_or(Ok(()), |seat| seat.serve(engine))
+        self.handle().as_ref().map_or(Ok(()), |handle| handle.serve(engine))
     }
 
-    fn seat(&self) -> MutexGuard<'_, Option<Seat>> {
-        self.seat.lock().unwrap_or_else(PoisonError::into_inner)
+    fn handle(&self) -> MutexGuard<'_, Option<StoreHandle>> {
+        self.handle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// It was closed: others may use it, and the store if nobody here does.
     pub(crate) fn unlock(&self) {
-        if let Some(seat) = self.seat().take() {
-            seat.leave();
+        if let Some(handle) = self.handle().take() {
+            handle.leave();
         }
     }
 }

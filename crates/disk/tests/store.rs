@@ -16,7 +16,7 @@ use ferrite_store::background::ServiceEngine;
 use ferrite_store::journal::Name;
 use ferrite_store::live::Operation;
 use ferrite_testkit::faulty::Faults;
-use ferrite_testkit::stores::{SMALLEST, create, on_a_port_of, operate, options, seat};
+use ferrite_testkit::stores::{SMALLEST, create, handle, on_a_port_of, operate, options};
 
 const BLOCK: usize = 4096;
 
@@ -231,7 +231,7 @@ fn a_disk_is_copied_into_a_volume_and_out_of_it() {
         drop(used);
         assert!(tools.compare(&other, &volume, true).unwrap().identical);
     });
-    let live = seat(&store).unwrap();
+    let live = handle(&store).unwrap();
     let live = live.store().live();
     assert_eq!(live.volume("copy.partial"), None);
 }
@@ -247,7 +247,11 @@ fn what_was_flushed_is_told_behind_the_flush() {
     let Disk::Store(volume) = &*queue.disk else { panic!("a volume is a store's") };
     let (port, volume) = (queue.port(), volume.store().clone());
     // As the thread of a store in service does.
-    queue.reactor.block_on(async { volume.live().catch_up(&port).await }).unwrap().unwrap();
+    queue
+        .reactor
+        .block_on(async { volume.live().run_durability_work(&port).await })
+        .unwrap()
+        .unwrap();
     drop((volume, port, queue));
     // No checkpoint has it: the journal says that it was durable, so it is not looked at, and this is rot.
     let bytes = fs::read(&store).unwrap();
@@ -270,13 +274,13 @@ fn a_snapshot_or_clone_of_a_tebibyte_writes_what_one_of_a_small_volume_does() {
     for part in 0..500 {
         large.write(part * (TIB / 500) * BLOCK as u64, &[(part % 251) as u8 + 1; BLOCK]).unwrap();
     }
-    let seat = seat(&store).unwrap();
-    let live = seat.store().live();
+    let handle = handle(&store).unwrap();
+    let live = handle.store().live();
     let faults = Faults::none();
     let written = |operation: fn(Name, u32) -> Operation, of: &str, called: &str| {
         faults.list();
         let of = live.volume(of).unwrap();
-        on_a_port_of(&faults, seat.store().files(), async |port| {
+        on_a_port_of(&faults, handle.store().files(), async |port| {
             live.operate(port, operation(name(called), of)).await.unwrap();
         });
         let writes = faults.take_list().into_iter();

@@ -10,7 +10,7 @@ use ferrite_images::open_store;
 use ferrite_store::BLOCK_BYTES;
 use ferrite_store::journal::Name;
 use ferrite_store::live::{Live, Operation};
-use ferrite_store::owned::Seat;
+use ferrite_store::owned::StoreHandle;
 
 use super::copy::{Copying, Mode};
 use super::io_context::IoContext;
@@ -55,16 +55,16 @@ impl ImageTools<'_> {
         let source = self.open(from, true)?;
         let bytes = source.sectors() * SECTOR_BYTES;
         let options = self.medium_options(false);
-        let seat = Seat::open_on(path, &options, open_store, self.engine)?;
-        let live = seat.store().live();
+        let handle = StoreHandle::open_on(path, &options, open_store, self.engine)?;
+        let live = handle.store().live();
         if live.volume(volume).is_some() {
             let help = "choose another name, or delete the volume first (ferrite store delete)";
             return Err(refused(what(), format!("{to} is there"), help));
         }
         let mut context = Copying::context(self).map_err(cannot)?;
-        let port = context.port_of(seat.store().files()).map_err(cannot)?;
+        let port = context.port_of(handle.store().files()).map_err(cannot)?;
         if let Some(left) = live.volume(&partial) {
-            if !how.force || seat.store().is_used(left) {
+            if !how.force || handle.store().is_used(left) {
                 let why = format!("{to}{PARTIAL} is there, of a conversion that was interrupted");
                 return Err(refused(what(), why, "start again with --force"));
             }

@@ -13,7 +13,7 @@ use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
 use ferrite_io::reactor::Reactor;
 
-use super::live::{Live, Tended};
+use super::live::{BackgroundTask, Live};
 use super::pace::{Pace, Stop};
 
 /// Operations under way.
@@ -64,27 +64,27 @@ impl Background {
     }
 }
 
-/// All that a store has to do, until it is asked to stop.
+/// Runs the background work of a store until `stop` is asked for.
 pub(super) fn work(
     live: &Live,
     (mut reactor, port): (Reactor, Port),
     stop: Arc<Stop>,
 ) -> io::Result<()> {
     let pace = Pace::bounded(Some(BYTES_A_SECOND), Some(stop));
-    reactor.block_on(async { tend(live, &port, &pace).await })
+    reactor.block_on(async { run_until_stopped(live, &port, &pace).await })
 }
 
-/// Until `pace` ends it, or the store can change no more.
-async fn tend(live: &Live, port: &Port, pace: &Pace) {
+/// Runs task after task, until `pace` ends it or a failed sync has ended all changes of the store.
+async fn run_until_stopped(live: &Live, port: &Port, pace: &Pace) {
     let mut scrub_at = Instant::now() + FIRST_SCRUB;
     while !live.is_faulty() {
         if Instant::now() >= scrub_at {
             live.begin_scrub();
             scrub_at = Instant::now() + SCRUB_AGAIN;
         }
-        let rested = match live.tend(port, pace).await {
-            Ok(Tended::Something) => Ok(()),
-            Ok(Tended::Nothing) => pace.rest(&port.io, IDLE).await,
+        let rested = match live.run_background_task(port, pace).await {
+            Ok(BackgroundTask::Ran) => Ok(()),
+            Ok(BackgroundTask::Idle) => pace.rest(&port.io, IDLE).await,
             Err(e) if pace.check().is_ok() => {
                 tracing::warn!("work of the store behind service has failed: {e}");
                 pace.rest(&port.io, FAILED).await

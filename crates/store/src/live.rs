@@ -5,7 +5,6 @@
 //! across no waiting.
 
 mod batch;
-mod behind;
 mod checking;
 mod compacting;
 mod contents;
@@ -19,9 +18,10 @@ mod passes;
 mod reading;
 mod replaying;
 mod room;
+mod scheduler;
 mod scrubbing;
 mod sweeping;
-mod tending;
+mod sync_records;
 mod turns;
 mod volumes;
 mod writing;
@@ -36,8 +36,8 @@ pub use checking::MadeWay;
 pub use compacting::CompactionInfo;
 pub use listing::{Look, StoreInfo, VolumeInfo};
 pub use passes::Passed;
+pub use scheduler::{BackgroundTask, WorkInfo};
 pub use scrubbing::ScrubInfo;
-pub use tending::{Tended, WorkInfo};
 pub use volumes::{Found, Operation, VolumeError};
 
 use ferrite_disk_base::{Epochs, Port, SyncWitness};
@@ -45,7 +45,7 @@ use ferrite_disk_base::{Epochs, Port, SyncWitness};
 use self::checking::Waiting;
 use self::groups::Groups;
 use self::passes::Marks;
-use self::tending::Duties;
+use self::scheduler::Scheduler;
 use self::turns::{MAX_LEAVES, Turns};
 use super::checkpoint::{self, Core, lock};
 use super::free_numbers::FreeNumbers;
@@ -110,7 +110,7 @@ pub struct Live {
     passing: SharedLock,
     waiting: Waiting,
     marks: Mutex<Marks>,
-    duties: Mutex<Duties>,
+    scheduler: Mutex<Scheduler>,
     groups: Mutex<Groups>,
     finds_bad: AtomicBool,
 }
@@ -132,7 +132,7 @@ impl Live {
         live.replay(port).await?;
         let end = live.core().numbers_end;
         live.core().free_numbers = FreeNumbers::opened(end);
-        *live.duties() = Duties::new(end);
+        *live.scheduler() = Scheduler::new(end);
         Ok(live)
     }
 
@@ -158,7 +158,7 @@ impl Live {
             passing: SharedLock::new(),
             waiting: Waiting::default(),
             marks: Mutex::new(marks),
-            duties: Mutex::default(),
+            scheduler: Mutex::default(),
             groups: Mutex::default(),
             finds_bad: AtomicBool::new(false),
         }
@@ -180,8 +180,8 @@ impl Live {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn duties(&self) -> MutexGuard<'_, Duties> {
-        self.duties.lock().unwrap_or_else(PoisonError::into_inner)
+    fn scheduler(&self) -> MutexGuard<'_, Scheduler> {
+        self.scheduler.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// All that was written before is durable.

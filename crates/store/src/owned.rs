@@ -126,20 +126,24 @@ impl Owned {
     }
 }
 
-/// A user of a store. With the last one the store is this process's no longer.
-pub struct Seat {
+/// A handle on a store that this process has open. Dropping the last one closes the store.
+pub struct StoreHandle {
     store: Arc<Owned>,
-    /// And whether it is written.
+    /// The volume in use, and whether it is written.
     volume: Option<(VolumeId, bool)>,
 }
 
-impl Seat {
+impl StoreHandle {
     /// Opens the store at `path` for its commands, or joins those who have it here.
     ///
     /// # Errors
     /// As `Disk::open`.
-    pub fn open(path: &Path, options: &OpenOptions, medium: OpenMedium) -> Result<Seat, DiskError> {
-        Seat::open_on(path, options, medium, &|arena| {
+    pub fn open(
+        path: &Path,
+        options: &OpenOptions,
+        medium: OpenMedium,
+    ) -> Result<StoreHandle, DiskError> {
+        StoreHandle::open_on(path, options, medium, &|arena| {
             EngineChoice::Auto.decide()?.kind.open(arena, ENTRIES)
         })
     }
@@ -147,21 +151,23 @@ impl Seat {
     /// The same on another engine.
     ///
     /// # Errors
-    /// As [`open`](Seat::open).
+    /// As [`open`](StoreHandle::open).
     pub fn open_on(
         path: &Path,
         options: &OpenOptions,
         medium: OpenMedium,
         engine: OpenEngine<'_>,
-    ) -> Result<Seat, DiskError> {
+    ) -> Result<StoreHandle, DiskError> {
         let mut stores = stores();
-        if let Some(seat) = StoreKey::at(path).ok().and_then(|key| Seat::among(&stores, key)) {
-            return Ok(seat);
+        if let Some(handle) =
+            StoreKey::at(path).ok().and_then(|key| StoreHandle::among(&stores, key))
+        {
+            return Ok(handle);
         }
         let store = Arc::new(open(path, options, medium, engine)?);
         store.users().count = 1;
         stores.insert(store.key(), Arc::downgrade(&store));
-        Ok(Seat { store, volume: None })
+        Ok(StoreHandle { store, volume: None })
     }
 
     /// The store is in service from now on: until its last user goes it does by itself what nobody asks for. This
@@ -183,11 +189,11 @@ impl Seat {
     }
 
     /// Joins those who have a store in this process. None: nobody has.
-    pub fn join(key: StoreKey) -> Option<Seat> {
-        Seat::among(&stores(), key)
+    pub fn join(key: StoreKey) -> Option<StoreHandle> {
+        StoreHandle::among(&stores(), key)
     }
 
-    fn among(stores: &BTreeMap<StoreKey, Weak<Owned>>, key: StoreKey) -> Option<Seat> {
+    fn among(stores: &BTreeMap<StoreKey, Weak<Owned>>, key: StoreKey) -> Option<StoreHandle> {
         let store = stores.get(&key)?.upgrade()?;
         let mut users = store.users();
         // It has ended, and its last operations may be under way.
@@ -196,7 +202,7 @@ impl Seat {
         }
         users.count += 1;
         drop(users);
-        Some(Seat { store, volume: None })
+        Some(StoreHandle { store, volume: None })
     }
 
     /// Whether nobody else uses the store.
@@ -247,7 +253,7 @@ impl Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for StoreHandle {
     fn drop(&mut self) {
         let (mut stores, mut users) = loop {
             let stores = stores();

@@ -1,10 +1,10 @@
 //! Locks for tasks, in a number that never changes.
 //!
-//! **Blocks.** Whoever changes blocks has the locks of all of them. They are taken in the order of the locks, so
-//! nobody waits in a circle. Two blocks may have one lock: then one of them waits for nothing.
+//! **Blocks.** A task that changes blocks holds the locks of all of them. It takes them in the order of the locks, so
+//! tasks never wait in a circle. Two blocks may share one lock: then one task waits without need.
 //!
-//! **Lanes.** Whoever gives a number to a journal block has one of these until it has ended. Who has all of them
-//! knows that no number is under way, and that none is given.
+//! **The journal.** A task that writes a journal block holds one of these locks from the block's number to its end.
+//! A task that holds all of them knows that no number is under way, and that none is given.
 
 use std::io;
 use std::ops::Range;

@@ -16,7 +16,7 @@ use ferrite_store::layout::Layout;
 use ferrite_store::live::Operation;
 use ferrite_store::medium::Medium;
 use ferrite_store::opening;
-use ferrite_store::owned::Seat;
+use ferrite_store::owned::StoreHandle;
 
 use crate::faulty::Faults;
 
@@ -83,10 +83,10 @@ pub fn create(path: &Path, bytes: u64, volumes: &[(&str, u64)]) {
 /// # Panics
 /// It cannot be done.
 pub fn operate(path: &Path, operation: Operation) -> u32 {
-    let seat = seat(path).unwrap();
-    on_a_port(seat.store().files(), async |port| {
-        let done = seat.store().live().operate(port, operation).await.unwrap();
-        seat.store().live().close(port).await.unwrap();
+    let handle = handle(path).unwrap();
+    on_a_port(handle.store().files(), async |port| {
+        let done = handle.store().live().operate(port, operation).await.unwrap();
+        handle.store().live().close(port).await.unwrap();
         done
     })
 }
@@ -94,7 +94,7 @@ pub fn operate(path: &Path, operation: Operation) -> u32 {
 /// Opens a store, or joins those who have it in this process.
 ///
 /// # Errors
-/// See [`Seat::open`].
-pub fn seat(path: &Path) -> Result<Seat, DiskError> {
-    Seat::open_on(path, &options(), open_store, &|arena| test_engine().open(arena, ENTRIES))
+/// See [`StoreHandle::open`].
+pub fn handle(path: &Path) -> Result<StoreHandle, DiskError> {
+    StoreHandle::open_on(path, &options(), open_store, &|arena| test_engine().open(arena, ENTRIES))
 }

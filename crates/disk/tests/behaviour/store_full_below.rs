@@ -16,7 +16,7 @@ use crate::common::{MIB, Queue, dir_in_memory, work};
 use ferrite_testkit::errno::ENOSPC;
 use ferrite_testkit::faulty::{Faults, Kind, Ops};
 use ferrite_testkit::places::Small;
-use ferrite_testkit::stores::{SMALLEST, create, on_a_port, on_a_port_of, options, seat};
+use ferrite_testkit::stores::{SMALLEST, create, handle, on_a_port, on_a_port_of, options};
 use tempfile::TempDir;
 
 const BLOCK: usize = 4096;
@@ -112,7 +112,7 @@ fn a_deleted_volume_makes_room_for_another_one() {
     }
     has(&mut a, 1, 0..full);
     a.flush().unwrap();
-    let deleted = seat(&host.store).unwrap();
+    let deleted = handle(&host.store).unwrap();
     let live = deleted.store().live();
     let delete = Operation::Delete(live.volume_called("b").unwrap().number);
     on_a_port(deleted.store().files(), async |port| live.operate(port, delete).await.unwrap());
@@ -165,11 +165,11 @@ fn new_data_wait_until_what_a_checkpoint_has_spent_is_there_again() {
     let dir = dir_in_memory();
     let store = dir.path().join("s");
     create(&store, SMALLEST, &[("a", 256)]);
-    let seat = seat(&store).unwrap();
-    let live = seat.store().live();
+    let handle = handle(&store).unwrap();
+    let live = handle.store().live();
     let a = live.volume("a").unwrap();
     let faults = Faults::none();
-    on_a_port_of(&faults, seat.store().files(), async |port| {
+    on_a_port_of(&faults, handle.store().files(), async |port| {
         let write = async |block: u64| {
             let piece = port.scratch.take(BLOCK).await;
             piece.copy_in(&content(1, block));

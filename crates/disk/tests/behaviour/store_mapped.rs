@@ -15,7 +15,7 @@ use ferrite_store::live::Operation;
 
 use crate::common::{Queue, dir_in_memory};
 use ferrite_host::clock::{Random, SplitMix64};
-use ferrite_testkit::stores::{SMALLEST, create, on_a_port, operate, options, seat};
+use ferrite_testkit::stores::{SMALLEST, create, handle, on_a_port, operate, options};
 
 const BLOCK: usize = 4096;
 const BLOCKS: u64 = 48;
@@ -161,10 +161,10 @@ fn who_maps_while_places_are_given_again_never_reads_anothers_data() {
         let writers: Vec<_> = (0..2u64)
             .map(|i| scope.spawn(move || write_all(&disks[i as usize], i, &models[i as usize])))
             .collect();
-        let seat = seat(&store).unwrap();
-        on_a_port(seat.store().files(), async |port| {
+        let handle = handle(&store).unwrap();
+        on_a_port(handle.store().files(), async |port| {
             while failed.is_none() && !writers.iter().all(thread::ScopedJoinHandle::is_finished) {
-                match seat.store().live().gc(port).await {
+                match handle.store().live().gc(port).await {
                     Ok(passed) => freed += passed.freed,
                     Err(e) => failed = Some(e),
                 }

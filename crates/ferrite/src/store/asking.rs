@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::owner;
-use super::wire::{self, Ask, MAX_ANSWER, MAX_QUESTION, Question, Said, VERSION};
+use super::wire::{self, Ask, MAX_ANSWER, MAX_QUESTION, Question, Reply, VERSION};
 use crate::exit::{Code, Failure};
 
 /// How long an owner may take to say that it has understood. It waits for nobody; the host may be busy.
@@ -76,7 +76,7 @@ fn ask_on(
     let shown = path.to_string_lossy().into_owned();
     let question = Question { version: VERSION, store, path: shown, what };
     let mut heard = Vec::new();
-    let mut hear = |most, waits: &dyn Fn() -> bool| -> io::Result<Option<Said>> {
+    let mut hear = |most, waits: &dyn Fn() -> bool| -> io::Result<Option<Reply>> {
         let line = wire::read_line(stream, &mut heard, most, waits)?;
         // An end without a line: it may have been done.
         Ok(if line.is_empty() { None } else { Some(serde_json::from_slice(&line)?) })
@@ -85,10 +85,10 @@ fn ask_on(
     let end = Instant::now() + PATIENCE;
     let first = asked.and_then(|()| hear(MAX_QUESTION, &|| goes_on() && Instant::now() < end));
     match first {
-        Ok(Some(Said::Begun)) => {}
+        Ok(Some(Reply::Begun)) => {}
         // One that has ended before it began has done nothing.
-        Ok(Some(Said::NotOpen) | None) => return Ok(None),
-        Ok(Some(said)) => return end_of(said).map(Some),
+        Ok(Some(Reply::NotOpen) | None) => return Ok(None),
+        Ok(Some(reply)) => return end_of(reply).map(Some),
         Err(_) if !goes_on() => return Err(interrupted(path, what)),
         Err(e) if e.kind() == io::ErrorKind::TimedOut => {
             return Err(lost(path, what, "the process that serves the store does not answer"));
@@ -98,10 +98,10 @@ fn ask_on(
     }
     loop {
         match hear(MAX_ANSWER, &goes_on) {
-            Ok(Some(Said::Progress { done_bytes, total_bytes })) => {
+            Ok(Some(Reply::Progress { done_bytes, total_bytes })) => {
                 shows(Progress { done_bytes, total_bytes });
             }
-            Ok(Some(said)) => return end_of(said).map(Some),
+            Ok(Some(reply)) => return end_of(reply).map(Some),
             Err(_) if !goes_on() => return Err(interrupted(path, what)),
             Err(e) if !is_gone(&e) => return Err(lost(path, what, e)),
             Ok(None) | Err(_) => {
@@ -119,15 +119,15 @@ fn is_gone(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
 }
 
-fn end_of(said: Said) -> Result<Value, Failure> {
+fn end_of(reply: Reply) -> Result<Value, Failure> {
     let nonsense = || {
         let help = "look at the log of the process that serves the store";
         Failure::new("cannot work on the store", "its owner answers what makes no sense", help)
     };
-    match said {
-        Said::Done(answer) if is_plain(&answer) => Ok(answer),
-        Said::Failed { code, what, why, help } => Err(Said::failure(code, what, why, help)),
-        Said::Done(_) | Said::Begun | Said::Progress { .. } | Said::NotOpen => Err(nonsense()),
+    match reply {
+        Reply::Done(answer) if is_plain(&answer) => Ok(answer),
+        Reply::Failed { code, what, why, help } => Err(Reply::failure(code, what, why, help)),
+        Reply::Done(_) | Reply::Begun | Reply::Progress { .. } | Reply::NotOpen => Err(nonsense()),
     }
 }
 

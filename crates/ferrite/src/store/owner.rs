@@ -36,7 +36,7 @@ use rustix::net::{
 use serde_json::Value;
 
 use super::of_contents;
-use super::wire::{self, Ask, Compressing, MAX_QUESTION, Question, Said, VERSION};
+use super::wire::{self, Ask, Compressing, MAX_QUESTION, Question, Reply, VERSION};
 use crate::exit::{Code, Failure};
 
 /// Commands at a time.
@@ -113,9 +113,13 @@ impl Place {
         let path = self.path.clone();
         let served = || {
             let wake = Arc::new(Waker::new()?);
-            let desk = Desk(Arc::new(What { key: self.key, engine, is_ending: is_ending.clone() }));
+            let server = CommandServer(Arc::new(What {
+                key: self.key,
+                engine,
+                is_ending: is_ending.clone(),
+            }));
             let end = wake.clone();
-            let body = move || accept(&self.listener, &desk, &end);
+            let body = move || accept(&self.listener, &server, &end);
             let thread =
                 std::thread::Builder::new().name("store-commands".to_owned()).spawn(body)?;
             Ok::<_, io::Error>((wake, thread))
@@ -175,7 +179,7 @@ impl Drop for Serving {
 }
 
 /// Where commands on one store are done.
-pub(crate) struct Desk(Arc<What>);
+pub(crate) struct CommandServer(Arc<What>);
 
 /// What the threads share.
 struct What {
@@ -184,18 +188,18 @@ struct What {
     is_ending: Arc<AtomicBool>,
 }
 
-fn accept(listener: &UnixListener, desk: &Desk, end: &Waker) {
+fn accept(listener: &UnixListener, server: &CommandServer, end: &Waker) {
     let mut commands: Vec<JoinHandle<()>> = Vec::new();
     loop {
         let listening = PollFd::new(listener, PollFlags::IN);
         let mut fds = [listening, PollFd::from_borrowed_fd(end.fd(), PollFlags::IN)];
         // What fails is found by what follows.
         let _ = poll(&mut fds, None);
-        if desk.0.is_ending.load(Ordering::Relaxed) {
+        if server.0.is_ending.load(Ordering::Relaxed) {
             break;
         }
         match accept_with(listener.as_fd(), SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-            Ok(stream) => desk.take(stream.into(), &mut commands),
+            Ok(stream) => server.take(stream.into(), &mut commands),
             Err(Errno::AGAIN | Errno::CONNABORTED) => {}
             Err(e) => {
                 tracing::debug!("cannot take a command: {e}");
@@ -210,11 +214,11 @@ fn accept(listener: &UnixListener, desk: &Desk, end: &Waker) {
     }
 }
 
-impl Desk {
+impl CommandServer {
     /// Of this store, on engines of this kind, for as long as the process lives.
-    pub(crate) fn new(key: StoreKey, engine: &EngineFactory) -> Desk {
+    pub(crate) fn new(key: StoreKey, engine: &EngineFactory) -> CommandServer {
         let (engine, is_ending) = (engine.clone(), Arc::default());
-        Desk(Arc::new(What { key, engine, is_ending }))
+        CommandServer(Arc::new(What { key, engine, is_ending }))
     }
 
     /// Has a command done for whoever has come, besides those that are under way: on a thread of its own.
@@ -224,8 +228,8 @@ impl Desk {
             let why = format!("{MAX_COMMANDS} commands on the store are under way");
             let failure = Failure::new("cannot do that now", why, "try again when one has ended");
             // A socket's first line has room.
-            let said = Said::from(failure.with_code(Code::BUSY));
-            let _ = wire::write_line(&stream, &said, Duration::ZERO);
+            let reply = Reply::from(failure.with_code(Code::BUSY));
+            let _ = wire::write_line(&stream, &reply, Duration::ZERO);
             return;
         }
         let what = self.0.clone();
@@ -240,15 +244,15 @@ impl What {
     fn serve(&self, stream: &UnixStream) {
         let end = Instant::now() + COURTESY;
         let waits = || Instant::now() < end && !self.is_ending.load(Ordering::Relaxed);
-        let said = match wire::read_line(stream, &mut Vec::new(), MAX_QUESTION, waits) {
+        let reply = match wire::read_line(stream, &mut Vec::new(), MAX_QUESTION, waits) {
             Ok(line) => self.answer(stream, &line),
             Err(e) if e.kind() == io::ErrorKind::InvalidData => not_understood("it is too long"),
             Err(_) => return,
         };
-        let _ = wire::write_line(stream, &said, COURTESY);
+        let _ = wire::write_line(stream, &reply, COURTESY);
     }
 
-    fn answer(&self, stream: &UnixStream, line: &[u8]) -> Said {
+    fn answer(&self, stream: &UnixStream, line: &[u8]) -> Reply {
         let asked = match serde_json::from_slice::<Question<Value>>(line) {
             Ok(asked) if asked.version == VERSION => asked,
             Ok(_) => return not_understood("it has another version"),
@@ -259,13 +263,15 @@ impl What {
             Err(e) => return not_understood(&e.to_string()),
         };
         if asked.store != self.key {
-            return Said::NotOpen;
+            return Reply::NotOpen;
         }
         let path = PathBuf::from(asked.path);
         let engine = |arena| (self.engine)(arena, ENTRIES);
-        let Some(store) = ServedStore::join(self.key, &path, &engine) else { return Said::NotOpen };
-        if wire::write_line(stream, &Said::Begun, COURTESY).is_err() {
-            return Said::NotOpen;
+        let Some(store) = ServedStore::join(self.key, &path, &engine) else {
+            return Reply::NotOpen;
+        };
+        if wire::write_line(stream, &Reply::Begun, COURTESY).is_err() {
+            return Reply::NotOpen;
         }
         let goes_on = || !self.is_ending.load(Ordering::Relaxed) && !wire::is_gone(stream);
         let told = Cell::new(Instant::now());
@@ -275,14 +281,14 @@ impl What {
                 return goes_on();
             }
             told.set(now);
-            let said = Said::Progress { done_bytes, total_bytes };
-            goes_on() && wire::write_line(stream, &said, COURTESY).is_ok()
+            let reply = Reply::Progress { done_bytes, total_bytes };
+            goes_on() && wire::write_line(stream, &reply, COURTESY).is_ok()
         };
         let done = store
             .map_err(Failure::from)
             .and_then(|mut store| carry_out(&mut store, what, &goes_on, &far));
         match done {
-            Ok(done) => Said::Done(done),
+            Ok(done) => Reply::Done(done),
             // It is we who were told to stop.
             Err(failure) if failure.code == Code::INTERRUPTED => {
                 let (why, help) =
@@ -318,7 +324,7 @@ fn carry_out(
     done.map_err(|e| Failure::new("cannot answer", e, "this is a bug in ferrite"))
 }
 
-fn not_understood(why: &str) -> Said {
+fn not_understood(why: &str) -> Reply {
     let help = "the store is served by another version of this program: use that";
     Failure::new("cannot understand what is asked", why, help).into()
 }

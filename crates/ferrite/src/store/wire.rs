@@ -48,7 +48,7 @@ pub(super) enum Ask {
     },
     Collect,
     Stats,
-    /// And choose before how content is compressed, if anything is said.
+    /// And choose before how content is compressed, if anything is reply.
     Compact {
         compress: Option<Compressing>,
     },
@@ -56,7 +56,7 @@ pub(super) enum Ask {
     Scrub {
         rate: u64,
     },
-    /// So many bytes of content a second at most, if anything is said.
+    /// So many bytes of content a second at most, if anything is reply.
     Check {
         deep: bool,
         rate: Option<u64>,
@@ -70,10 +70,10 @@ pub(super) enum Ask {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Compressing(pub(super) Option<Packing>);
 
-/// A line of the answer. [`Said::Begun`] and [`Said::Progress`] are followed by others.
+/// A line of the answer. [`Reply::Begun`] and [`Reply::Progress`] are followed by others.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum Said {
+pub(super) enum Reply {
     /// The question is understood.
     Begun,
     /// How far it is.
@@ -92,13 +92,13 @@ pub(super) enum Said {
     },
 }
 
-impl From<Failure> for Said {
-    fn from(Failure { code, what, why, help }: Failure) -> Said {
-        Said::Failed { code: code.number(), what, why, help }
+impl From<Failure> for Reply {
+    fn from(Failure { code, what, why, help }: Failure) -> Reply {
+        Reply::Failed { code: code.number(), what, why, help }
     }
 }
 
-impl Said {
+impl Reply {
     /// How the command ends.
     pub(super) fn failure(code: u8, what: String, why: String, help: String) -> Failure {
         Failure { code: Code::of_another(code), what, why, help }

@@ -28,7 +28,7 @@ use super::{
 use crate::cli::{ServeArgs, StoreWorkerArgs};
 use crate::exit::Failure;
 use crate::serve;
-use crate::store::owner::Desk;
+use crate::store::owner::CommandServer;
 use crate::store::prefix;
 
 /// What all disks have together.
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
     // What disks that come later need is known then.
     host_bytes();
     drop_privileges(is_namespace(&args.store), &args.store.display())?;
-    let desk = key.ok().map(|key| Desk::new(key, &engines(kind, alive)));
+    let server = key.ok().map(|key| CommandServer::new(key, &engines(kind, alive)));
     disks.into_iter().for_each(|(disk, start)| begin(*disk, start, &shared));
     let mut commands = Vec::new();
     loop {
@@ -81,8 +81,8 @@ pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
             WorkerEvent::All => {}
             WorkerEvent::Disk(disk) => begin(*disk, Start::WaitForFollower, &shared),
             WorkerEvent::Command(stream) => {
-                if let Some(desk) = &desk {
-                    desk.take(stream, &mut commands);
+                if let Some(server) = &server {
+                    server.take(stream, &mut commands);
                 }
             }
         }

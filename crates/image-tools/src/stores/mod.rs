@@ -179,11 +179,11 @@ impl ImageTools<'_> {
     pub fn store_stats(&self, store: &Path) -> Result<StoreStats, DiskError> {
         let what = cannot_look(store);
         let cannot = |e| failed(what.clone(), store, e);
-        let is_behind = {
+        let has_background_work = {
             let (mut context, port, bytes) = self.store(store, &what, true)?;
             context.run(Look::open(&port, bytes)).map_err(cannot)?.has_records()
         };
-        if is_behind {
+        if has_background_work {
             let (mut context, port, bytes) = self.store(store, &what, false)?;
             let replayed = async { Live::open(&port, bytes, MEMORY).await?.close(&port).await };
             context.run(replayed).map_err(cannot)?;

@@ -16,7 +16,7 @@ use ferrite_store::BLOCK_BYTES;
 use ferrite_store::check::Outcome;
 use ferrite_store::journal::Name;
 use ferrite_store::live::{Live, ScrubInfo};
-use ferrite_store::owned::{OpenEngine, Seat, StoreKey};
+use ferrite_store::owned::{OpenEngine, StoreHandle, StoreKey};
 use ferrite_store::pace::{Pace, Stop};
 use ferrite_store::page::{P2M_ENTRIES, Packing};
 
@@ -39,7 +39,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 pub struct ServedStore {
     /// As who has asked calls it.
     path: PathBuf,
-    seat: Option<Seat>,
+    handle: Option<StoreHandle>,
     context: IoContext,
     port: Port,
 }
@@ -54,11 +54,11 @@ impl ServedStore {
         path: &Path,
         engine: OpenEngine<'_>,
     ) -> Option<Result<ServedStore, DiskError>> {
-        let seat = Seat::join(key)?;
+        let handle = StoreHandle::join(key)?;
         let joined = || -> io::Result<ServedStore> {
             let mut context = IoContext::on(engine, 0)?;
-            let port = context.port_of(seat.store().files())?;
-            Ok(ServedStore { path: path.to_owned(), seat: Some(seat), context, port })
+            let port = context.port_of(handle.store().files())?;
+            Ok(ServedStore { path: path.to_owned(), handle: Some(handle), context, port })
         };
         Some(joined().map_err(|e| failed(cannot_look(path), path, e)))
     }
@@ -68,15 +68,15 @@ impl ServedStore {
         what: String,
         work: impl AsyncFnOnce(&Live, &Port) -> io::Result<T>,
     ) -> Result<T, DiskError> {
-        let ServedStore { seat, context, port, path } = self;
-        let seat = seat.as_ref().expect("it is there until the end");
-        let work = work(seat.store().live(), port);
+        let ServedStore { handle, context, port, path } = self;
+        let handle = handle.as_ref().expect("it is there until the end");
+        let work = work(handle.store().live(), port);
         context.run(work).map_err(|e| failed(what, path, e))
     }
 
     /// What the store and its volumes say of themselves.
     pub fn list(&self) -> StoreListed {
-        let live = self.seat.as_ref().expect("it is there until the end").store().live();
+        let live = self.handle.as_ref().expect("it is there until the end").store().live();
         StoreListed {
             path: self.path.display().to_string(),
             store: live.info(),
@@ -90,7 +90,7 @@ impl ServedStore {
     /// It cannot be done: nothing has changed.
     pub fn change(&mut self, volume: &Name, change: &Change) -> Result<VolumeDone, DiskError> {
         let what = change.what(&self.path, volume);
-        let store = self.seat.as_ref().expect("it is there until the end").store().clone();
+        let store = self.handle.as_ref().expect("it is there until the end").store().clone();
         // From here on its name means this volume, and no disk begins to use it.
         let _changing = store.changing();
         let number = store.live().volume(volume.as_str());
@@ -264,12 +264,12 @@ impl Ends {
 
 impl Drop for ServedStore {
     fn drop(&mut self) {
-        let Some(seat) = self.seat.take() else { return };
-        if seat.is_last() {
-            let (store, port) = (seat.store().clone(), &self.port);
+        let Some(handle) = self.handle.take() else { return };
+        if handle.is_last() {
+            let (store, port) = (handle.store().clone(), &self.port);
             // What was done is durable. The next opening carries out what no checkpoint has.
             let _ = self.context.run(store.live().close(port));
         }
-        seat.leave();
+        handle.leave();
     }
 }

@@ -11,8 +11,8 @@ use ferrite_disk::Disk;
 use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::arena::Span;
 use ferrite_store::journal::Name;
-use ferrite_store::live::{Live, Operation, Tended};
-use ferrite_store::owned::{Owned, Seat};
+use ferrite_store::live::{BackgroundTask, Live, Operation};
+use ferrite_store::owned::{Owned, StoreHandle};
 use ferrite_store::pace::Pace;
 
 use super::book::{Book, Deed, parts};
@@ -53,7 +53,7 @@ type Open = Box<dyn Fn(&str, bool) -> Result<Disk, String>>;
 pub(super) struct Load {
     pub(super) store: Arc<Owned>,
     /// The store stays this process's, whatever volumes there are.
-    pub(super) _seat: Seat,
+    pub(super) _handle: StoreHandle,
     pub(super) open: Open,
     pub(super) disks: RefCell<BTreeMap<String, Rc<Disk>>>,
     pub(super) book: Rc<RefCell<Book>>,
@@ -108,7 +108,9 @@ impl Load {
                 Request::Checkpoint => {
                     self.passed(self.live().checkpoint(&queue.port).await, "a checkpoint")
                 }
-                Request::Tend => self.passed(self.tend(&queue).await, "work behind service"),
+                Request::Tend => {
+                    self.passed(self.run_background_task(&queue).await, "work behind service")
+                }
             };
             if let Err(text) = done {
                 self.trouble.borrow_mut().get_or_insert(text);
@@ -292,7 +294,7 @@ impl Load {
     }
 
     /// Some steps of the store's own work: compaction, scrubbing, and passes if they are wanted.
-    async fn tend(&self, queue: &Queue) -> io::Result<()> {
+    async fn run_background_task(&self, queue: &Queue) -> io::Result<()> {
         let live = self.live();
         match self.below(4) {
             0 => live.begin_scrub(),
@@ -300,7 +302,9 @@ impl Load {
             _ => {}
         }
         for _ in 0..1 + self.below(12) {
-            if live.tend(&queue.port, &Pace::unbounded()).await? == Tended::Nothing {
+            if live.run_background_task(&queue.port, &Pace::unbounded()).await?
+                == BackgroundTask::Idle
+            {
                 break;
             }
         }
@@ -311,7 +315,9 @@ impl Load {
     pub(super) async fn tend_to_the_end(&self, queue: &Queue) -> io::Result<()> {
         let live = self.live();
         live.begin_scrub();
-        while live.tend(&queue.port, &Pace::unbounded()).await? == Tended::Something {}
+        while live.run_background_task(&queue.port, &Pace::unbounded()).await?
+            == BackgroundTask::Ran
+        {}
         Ok(())
     }
 

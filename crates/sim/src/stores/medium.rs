@@ -13,7 +13,7 @@ use ferrite_store::layout::Layout;
 use ferrite_store::live::{LEAST_METADATA, Live, Memory, Operation};
 use ferrite_store::medium::Medium as Blocks;
 use ferrite_store::opening;
-use ferrite_store::owned::Seat;
+use ferrite_store::owned::StoreHandle;
 use ferrite_store::page::Packing;
 
 use crate::devices::Devices;
@@ -106,9 +106,9 @@ impl StoreMedium {
     }
 
     /// The store, opened by this process or joined.
-    pub(super) fn seat(&self, machine: &Machine) -> Result<Seat, String> {
+    pub(super) fn handle(&self, machine: &Machine) -> Result<StoreHandle, String> {
         let engine = |arena| Ok(machine.world.engine(arena));
-        Seat::open_on(&self.path(&machine.place), &self.options(false), open_store, &engine)
+        StoreHandle::open_on(&self.path(&machine.place), &self.options(false), open_store, &engine)
             .map_err(text)
     }
 

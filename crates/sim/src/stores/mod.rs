@@ -12,7 +12,7 @@ use std::rc::Rc;
 
 use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_simio::{Fault, On, SyncAfter};
-use ferrite_store::owned::Seat;
+use ferrite_store::owned::StoreHandle;
 
 mod book;
 mod content;
@@ -235,19 +235,19 @@ impl<'a> Story<'a> {
 
     /// The store as a process has it. None: it could not be opened, as something has failed.
     fn load(&mut self, faulty: bool, requests: u64) -> Result<Option<Rc<Load>>, String> {
-        let seat = match self.medium.seat(&self.machine) {
+        let handle = match self.medium.handle(&self.machine) {
             Err(_) if faulty || self.machine.world.stopped() => return Ok(None),
-            seat => seat?,
+            handle => handle?,
         };
-        Ok(Some(self.load_of(seat, faulty, requests)))
+        Ok(Some(self.load_of(handle, faulty, requests)))
     }
 
-    fn load_of(&mut self, seat: Seat, faulty: bool, requests: u64) -> Rc<Load> {
-        let store = seat.store().clone();
+    fn load_of(&mut self, handle: StoreHandle, faulty: bool, requests: u64) -> Rc<Load> {
+        let store = handle.store().clone();
         let (medium, place) = (self.medium.clone(), self.machine.place.clone());
         Rc::new(Load {
             store,
-            _seat: seat,
+            _handle: handle,
             open: Box::new(move |name, writes| medium.volume(&place, name, !writes)),
             disks: RefCell::default(),
             book: self.book.clone(),

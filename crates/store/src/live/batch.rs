@@ -14,8 +14,8 @@ use foldhash::{HashMap, HashMapExt};
 
 use super::leaves::{Change, Claim, Leaf, check};
 use super::room::Whose;
-use super::turns::{Entrusted, Gets};
-use super::writing::Lanes;
+use super::turns::{BlockTarget, QueuedWrite};
+use super::writing::JournalLock;
 use super::{BLOCK_BYTES, Core, Live, damaged};
 use crate::Damaged;
 use crate::content::ContentHash;
@@ -65,7 +65,7 @@ enum Gives {
 }
 
 pub(super) struct Batch {
-    parts: Vec<Entrusted>,
+    parts: Vec<QueuedWrite>,
     /// By part.
     failed: Vec<Option<Failure>>,
     blocks: Vec<Block>,
@@ -73,15 +73,15 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    fn of(parts: Vec<Entrusted>) -> Batch {
+    fn of(parts: Vec<QueuedWrite>) -> Batch {
         let mut known: HashMap<ContentHash, usize> = HashMap::new();
         let (mut blocks, mut fresh) = (Vec::new(), Vec::new());
         for (part, entrusted) in parts.iter().enumerate() {
             let of = &entrusted.part;
             for (i, gets) in of.gets.iter().enumerate() {
                 let gets = match *gets {
-                    Gets::Number(number) => Wanted::Number(number),
-                    Gets::New(hash, checksum) => Wanted::Fresh(match known.entry(hash) {
+                    BlockTarget::Number(number) => Wanted::Number(number),
+                    BlockTarget::New(hash, checksum) => Wanted::Fresh(match known.entry(hash) {
                         Entry::Occupied(known) => *known.get(),
                         Entry::Vacant(free) => {
                             let (domain, at) = (of.domain, (part, i));
@@ -120,7 +120,7 @@ impl Batch {
     /// Those that cannot be carried out any more: there is no such block now, or nobody has it locked.
     fn fail_if_gone(&mut self, core: &Core) {
         for Block { part, number, .. } in &self.blocks {
-            let Entrusted { part: of, .. } = &self.parts[*part];
+            let QueuedWrite { part: of, .. } = &self.parts[*part];
             let failed = &mut self.failed[*part];
             match check(core, of.volume, *number) {
                 Err(e) => drop(failed.get_or_insert_with(|| Failure::of(&e))),
@@ -225,7 +225,7 @@ fn is_of(new: &NewContent, volume: VolumeId, block: u64) -> bool {
 
 impl Live {
     /// Carries out the writes of one turn, and tells all who wait.
-    pub(super) async fn write_all(&self, port: &Port, parts: Vec<Entrusted>) {
+    pub(super) async fn write_all(&self, port: &Port, parts: Vec<QueuedWrite>) {
         let mut batch = Batch::of(parts);
         if let Err(e) = self.write_batch(port, &mut batch).await {
             batch.fail_all(&e);
@@ -239,7 +239,7 @@ impl Live {
     async fn write_batch(&self, port: &Port, batch: &mut Batch) -> io::Result<()> {
         self.give_places(port, batch).await?;
         let Some(mut claim) = self.claim_batch(port, batch).await? else { return Ok(()) };
-        let told = self.tell_of(port, Lanes::One, |core| {
+        let told = self.tell_of(port, JournalLock::Shared, |core| {
             batch.fail_if_gone(core);
             Ok(())
         });

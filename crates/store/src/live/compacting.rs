@@ -130,7 +130,7 @@ impl Live {
             let core = self.core();
             (core.layout.places(), core.space.given())
         };
-        let compacting = &mut self.duties().compacting;
+        let compacting = &mut self.scheduler().compacting;
         let moved_then = compacting.moved;
         if compacting.round.is_none() {
             compacting.given_then = given;
@@ -145,7 +145,7 @@ impl Live {
             let core = self.core();
             (core.space.given(), core.layout.places() - core.space.free())
         };
-        let compacting = &self.duties().compacting;
+        let compacting = &self.scheduler().compacting;
         let new = given - compacting.given_then;
         compacting.round.is_none() && new >= (used / NEW_PART).max(LEAST_NEW)
     }
@@ -162,13 +162,13 @@ impl Live {
 
     /// The same for who has the pass: nobody else changes entries that are there, or frees places.
     pub(super) async fn compact_alone(&self, port: &Port, pace: &Pace) -> io::Result<Option<u64>> {
-        let at = self.duties().compacting.round.as_ref().map(|round| (round.volume, round.leaf));
+        let at = self.scheduler().compacting.round.as_ref().map(|round| (round.volume, round.leaf));
         let Some((volume, leaf)) = at else { return Ok(None) };
         let Some((volume, leaf)) = self.leaf_from(port, volume, leaf).await? else {
             return Ok(self.end_round());
         };
         let before = {
-            let compacting = &mut self.duties().compacting;
+            let compacting = &mut self.scheduler().compacting;
             // What fails is not in the way of what comes behind it.
             if let Some(round) = &mut compacting.round {
                 (round.volume, round.leaf) = (volume, leaf + 1);
@@ -181,12 +181,12 @@ impl Live {
             Err(e) if e.kind() == io::ErrorKind::NotFound || is_lost(&e) => {}
             done => done?,
         }
-        Ok(Some((self.duties().compacting.moved - before) * BLOCK_BYTES as u64))
+        Ok(Some((self.scheduler().compacting.moved - before) * BLOCK_BYTES as u64))
     }
 
     fn end_round(&self) -> Option<u64> {
         let places = self.core().layout.places();
-        let moved = self.duties().compacting.end();
+        let moved = self.scheduler().compacting.end();
         if moved >= places / MOVED_PART {
             self.marks().passes.want();
         }
@@ -245,7 +245,7 @@ impl Live {
             return Ok(None);
         }
         let (number, entry) = self.meant_by(port, number).await?;
-        let is_new = match &mut self.duties().compacting.round {
+        let is_new = match &mut self.scheduler().compacting.round {
             Some(round) => round.seen.set(number),
             None => false,
         };
@@ -312,7 +312,7 @@ impl Live {
         };
         self.page_done(port, pace).await?;
         let moved = self.change_places(port, &good, &entries).await?;
-        let compacting = &mut self.duties().compacting;
+        let compacting = &mut self.scheduler().compacting;
         compacting.moved += moved;
         if matches!(entries.first(), Some(Whereabouts::Packed { .. })) {
             compacting.packed += moved;

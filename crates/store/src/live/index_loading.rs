@@ -71,7 +71,7 @@ impl Live {
     /// # Errors
     /// The kernel's. What is damaged is left out: its content is stored once more.
     pub async fn load_index(&self, port: &Port) -> io::Result<Option<u64>> {
-        let pages = self.duties().loading.next();
+        let pages = self.scheduler().loading.next();
         if pages.is_empty() {
             return Ok(None);
         }
@@ -98,7 +98,7 @@ impl Live {
                     }
                 }
             }
-            self.duties().loading.found(contents, loaded);
+            self.scheduler().loading.found(contents, loaded);
         }
         Ok(Some((pages.end - pages.start) * (1 + HASH_PAGES) * BLOCK_BYTES as u64))
     }

@@ -142,7 +142,7 @@ impl Live {
     /// See [`Marks::claim`].
     pub(super) fn claim_content(&self, phase: Phase, number: u64) -> bool {
         // Who writes what is bad on the medium makes a good copy of it.
-        let refuses = self.finds_bad() && self.duties().scrub.refuses(number);
+        let refuses = self.finds_bad() && self.scheduler().scrub.refuses(number);
         !refuses && (phase == Phase::None || self.marks().claim(phase, number))
     }
 
@@ -178,7 +178,7 @@ impl Live {
 
     fn changes(&self) -> Changes {
         let blocks = self.numbers().ended();
-        Changes { blocks, indexed: self.duties().loading.done() }
+        Changes { blocks, indexed: self.scheduler().loading.done() }
     }
 
     /// Whether a write that has found no room fails at once: a pass would find nothing.
@@ -268,7 +268,7 @@ impl Live {
         passed.freed = self.sweep_places(port, pace).await?;
         let free_places = self.core().space.free();
         self.marks().passes.end(free_places, passed.is_thorough.then_some(changes));
-        self.duties().passed = Some(passed);
+        self.scheduler().passed = Some(passed);
         drop(ends);
         Ok(passed)
     }

@@ -107,7 +107,7 @@ impl Live {
     /// Begins a round, unless one is under way.
     pub fn begin_scrub(&self) {
         let pages = self.core().numbers_end.div_ceil(P2M_ENTRIES as u64);
-        let scrub = &mut self.duties().scrub;
+        let scrub = &mut self.scheduler().scrub;
         if scrub.at.is_none() {
             let bad = std::mem::take(&mut scrub.bad);
             scrub.refused.extend(bad);
@@ -118,12 +118,12 @@ impl Live {
 
     /// How far the round is that is under way, or what the last one has found.
     pub fn scrub_info(&self) -> ScrubInfo {
-        self.duties().scrub.info()
+        self.scheduler().scrub.info()
     }
 
     /// What the last round has found, or this one up to now.
     pub fn scrub_findings(&self) -> Findings {
-        self.duties().scrub.found.clone()
+        self.scheduler().scrub.found.clone()
     }
 
     /// One step of a round that others may go through, too. Gives the bytes that were read; none: no round is under
@@ -139,14 +139,14 @@ impl Live {
     /// One step, by who has the pass: no number becomes another content's meanwhile. Gives the bytes that were read;
     /// none: no round is under way. What cannot be read is a finding.
     pub(super) async fn scrub(&self, port: &Port) -> Option<u64> {
-        let at = self.duties().scrub.at?;
+        let at = self.scheduler().scrub.at?;
         match at {
             At::Contents(page) => {
                 // So no place becomes another's before it was read.
                 let bytes = self.epochs.during(self.scrub_contents(port, page)).await;
                 let numbers = page * P2M_ENTRIES as u64..(page + 1) * P2M_ENTRIES as u64;
                 let bad: Vec<u64> = {
-                    let scrub = &mut self.duties().scrub;
+                    let scrub = &mut self.scheduler().scrub;
                     scrub.read_bytes += bytes;
                     scrub.bad.range(numbers).copied().collect()
                 };
@@ -155,7 +155,7 @@ impl Live {
                     // This process does not give them to writers, and the next round tries again.
                     tracing::debug!("bad contents keep their names: {e}");
                 }
-                let scrub = &mut self.duties().scrub;
+                let scrub = &mut self.scheduler().scrub;
                 scrub.at = Some(At::Contents(page + 1));
                 if page + 1 >= scrub.pages {
                     scrub.at = Some(At::Volume(0, 0)).filter(|_| !scrub.bad.is_empty());
@@ -165,7 +165,7 @@ impl Live {
             }
             At::Volume(volume, leaf) => {
                 let next = self.scrub_volume(port, volume, leaf).await;
-                let scrub = &mut self.duties().scrub;
+                let scrub = &mut self.scheduler().scrub;
                 scrub.at = next.map(|(volume, leaf)| At::Volume(volume, leaf));
                 self.end_if_done(scrub);
                 Some((LEAVES * BLOCK_BYTES) as u64)
@@ -213,7 +213,7 @@ impl Live {
         while let Ok(Whereabouts::SameAs { number: lower }) = self.whereabouts(port, number).await {
             number = lower;
         }
-        let scrub = &mut self.duties().scrub;
+        let scrub = &mut self.scheduler().scrub;
         if scrub.refused.len() < MAX_BAD {
             scrub.refused.insert(number);
             if scrub.at.is_some() {
@@ -246,7 +246,7 @@ impl Live {
             Ok(entries) => entries,
             Err(e) => {
                 let why = format!("page {page} of P2M cannot be read: {e}");
-                self.duties().scrub.found.add(StoreFinding::damage("page", why));
+                self.scheduler().scrub.found.add(StoreFinding::damage("page", why));
                 return 0;
             }
         };
@@ -256,7 +256,7 @@ impl Live {
                 Whereabouts::Plain { place, checksum } => contents.push((place, checksum, number)),
                 // The lower one was read before.
                 Whereabouts::SameAs { number: lower } => {
-                    let scrub = &mut self.duties().scrub;
+                    let scrub = &mut self.scheduler().scrub;
                     if scrub.bad.contains(&lower) {
                         scrub.is_bad(number);
                     }
@@ -294,7 +294,7 @@ impl Live {
                 self.groups().forget();
             }
             if self.unpacked(port, entry).await.is_err() {
-                self.duties().scrub.is_bad(number);
+                self.scheduler().scrub.is_bad(number);
             }
         }
     }
@@ -304,7 +304,7 @@ impl Live {
         if let Ok(bytes) = self.medium.read(port, run[0].0, run.len()).await {
             for (block, (_, sum, number)) in bytes.chunks(BLOCK_BYTES).zip(run) {
                 if checksum(block) != *sum {
-                    self.duties().scrub.is_bad(*number);
+                    self.scheduler().scrub.is_bad(*number);
                 }
             }
             return;
@@ -313,7 +313,7 @@ impl Live {
         for (place, sum, number) in run {
             let block = self.medium.read(port, *place, 1).await;
             if !block.is_ok_and(|block| checksum(&block) == *sum) {
-                self.duties().scrub.is_bad(*number);
+                self.scheduler().scrub.is_bad(*number);
             }
         }
     }
@@ -368,7 +368,7 @@ impl Live {
         let mut run = 0..0;
         for (word, block) in words.iter().zip(leaf * V2P_ENTRIES as u64..) {
             let number = decode_number(word.to_le_bytes(), &layout).map_err(damaged)?;
-            if !self.duties().scrub.bad.contains(&number) {
+            if !self.scheduler().scrub.bad.contains(&number) {
                 continue;
             }
             if run.end != block {
@@ -385,7 +385,7 @@ impl Live {
     fn name_bad(&self, name: &str, block: u64, count: u64, why: &str) {
         if count > 0 {
             let bytes = |blocks: u64| Some(blocks * BLOCK_BYTES as u64);
-            self.duties().scrub.found.add(StoreFinding {
+            self.scheduler().scrub.found.add(StoreFinding {
                 volume: Some(name.to_owned()),
                 offset_bytes: bytes(block),
                 length_bytes: bytes(count),

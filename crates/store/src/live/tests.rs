@@ -14,14 +14,14 @@ use crate::content::DomainKey;
 use crate::journal::{Name, VolumeId};
 use crate::testing::{self, BYTES, Machine, SCRATCH_BYTES};
 
-mod behind;
 mod checking;
 mod dropped;
 mod flips;
 mod mapping;
 mod passes;
 mod room;
-mod tending;
+mod scheduler;
+mod sync_records;
 mod turns;
 mod unreadable;
 
@@ -118,14 +118,14 @@ impl Process {
     fn flush(&mut self) -> io::Result<()> {
         let Process { live, port, reactor } = self;
         reactor.block_on(async { live.flush(port).await })??;
-        self.catch_up();
+        self.run_durability_work();
         Ok(())
     }
 
     /// What nobody waits for, and nobody hears of.
-    fn catch_up(&mut self) {
+    fn run_durability_work(&mut self) {
         let Process { live, port, reactor } = self;
-        let _ = reactor.block_on(async { live.catch_up(port).await });
+        let _ = reactor.block_on(async { live.run_durability_work(port).await });
     }
 
     /// Sectors of a volume.
@@ -157,7 +157,7 @@ impl Process {
         beside: Beside,
     ) -> io::Result<Vec<io::Result<()>>> {
         let done = self.only_write(writes, beside)?;
-        self.catch_up();
+        self.run_durability_work();
         Ok(done)
     }
 

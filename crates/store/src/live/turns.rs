@@ -22,12 +22,12 @@ pub(super) const MAX_LEAVES: usize = 1 + 2 * medium::MAX_BLOCKS;
 /// Blocks of one turn, at most: a journal block has as many records of new content, and a few more.
 const MAX_BLOCKS: usize = 64;
 
-/// What a block gets.
+/// The content that a block refers to after a write.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Gets {
-    /// Content that the store has, or zeros.
+pub(super) enum BlockTarget {
+    /// Content that the store has, by its number, or zeros.
     Number(u64),
-    /// Content that it has not: its name and checksum.
+    /// Content that the store lacks: its hash and checksum.
     New(ContentHash, u32),
 }
 
@@ -37,15 +37,15 @@ pub(super) struct Part {
     pub(super) domain: u16,
     pub(super) first: u64,
     pub(super) bytes: Vec<u8>,
-    /// By block.
-    pub(super) gets: Vec<Gets>,
+    /// The target of each block.
+    pub(super) gets: Vec<BlockTarget>,
 }
 
-/// What somebody waits for.
+/// The state between a queued write and its waiter.
 enum Answer {
     Open(Option<Waker>),
     Given(io::Result<()>),
-    /// Nobody waits any more. The blocks may be another's.
+    /// The waiter was dropped. Another task may have locked the blocks since.
     Left,
 }
 
@@ -55,13 +55,13 @@ fn lock<T>(what: &Mutex<T>) -> MutexGuard<'_, T> {
     what.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A part that was handed over. Whoever drops it without an answer has failed.
-pub(super) struct Entrusted {
+/// A part that waits in a turn for its leader. Dropped without an answer, it fails.
+pub(super) struct QueuedWrite {
     pub(super) part: Part,
     answer: Shared,
 }
 
-impl Entrusted {
+impl QueuedWrite {
     pub(super) fn answer(&self, result: io::Result<()>) {
         let mut answer = lock(&self.answer);
         if let Answer::Open(waker) = &mut *answer {
@@ -72,22 +72,22 @@ impl Entrusted {
         }
     }
 
-    /// Whether its blocks are locked for it still.
+    /// Whether its waiter still holds the locks of its blocks.
     pub(super) fn is_awaited(&self) -> bool {
         matches!(*lock(&self.answer), Answer::Open(_))
     }
 }
 
-impl Drop for Entrusted {
+impl Drop for QueuedWrite {
     fn drop(&mut self) {
         self.answer(Err(io::ErrorKind::BrokenPipe.into()));
     }
 }
 
-/// The answer that is to come.
-pub(super) struct Seat(Shared);
+/// Waits for the answer to a queued write.
+pub(super) struct Waiter(Shared);
 
-impl Seat {
+impl Waiter {
     pub(super) async fn wait(self) -> io::Result<()> {
         poll_fn(|cx| {
             let answer = &mut *lock(&self.0);
@@ -103,14 +103,14 @@ impl Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for Waiter {
     fn drop(&mut self) {
         *lock(&self.0) = Answer::Left;
     }
 }
 
 struct Turn {
-    parts: Vec<Entrusted>,
+    parts: Vec<QueuedWrite>,
     blocks: usize,
 }
 
@@ -130,24 +130,24 @@ impl Turns {
 
     /// Hands a part over to the turn of this thread. Whoever is told to lead has to
     /// [close](Leader::close) it, and to answer all.
-    pub(super) fn join(&self, thread: usize, part: Part) -> (Seat, Option<Leader<'_>>) {
+    pub(super) fn join(&self, thread: usize, part: Part) -> (Waiter, Option<Leader<'_>>) {
         let answer = Arc::new(Mutex::new(Answer::Open(None)));
-        let seat = Seat(answer.clone());
+        let waiter = Waiter(answer.clone());
         let blocks = part.gets.len();
-        let entrusted = Entrusted { part, answer };
+        let queued = QueuedWrite { part, answer };
         let mut open = lock(&self.open);
         let place = open.entry(thread);
         if let Entry::Occupied(known) = &place {
             let mut turn = lock(known.get());
             if self.has_room(&turn, blocks) {
                 turn.blocks += blocks;
-                turn.parts.push(entrusted);
-                return (seat, None);
+                turn.parts.push(queued);
+                return (waiter, None);
             }
         }
-        let turn = Arc::new(Mutex::new(Turn { parts: vec![entrusted], blocks }));
+        let turn = Arc::new(Mutex::new(Turn { parts: vec![queued], blocks }));
         place.insert_entry(turn.clone());
-        (seat, Some(Leader { turns: self, thread, turn }))
+        (waiter, Some(Leader { turns: self, thread, turn }))
     }
 
     /// Each part is in one leaf of V2P, and each content may be in one of P2M and of the hashes each.
@@ -166,7 +166,7 @@ pub(super) struct Leader<'a> {
 
 impl Leader<'_> {
     /// Nobody joins any more. All who did.
-    pub(super) fn close(self) -> Vec<Entrusted> {
+    pub(super) fn close(self) -> Vec<QueuedWrite> {
         self.leave();
         std::mem::take(&mut lock(&self.turn).parts)
     }

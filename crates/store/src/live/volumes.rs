@@ -5,7 +5,7 @@ use std::io;
 use ferrite_disk_base::Port;
 
 use super::room::Whose;
-use super::writing::Lanes;
+use super::writing::JournalLock;
 use super::{Core, Live};
 use crate::content::DomainKey;
 use crate::journal::{Filling, Name, Record, VolumeId};
@@ -252,7 +252,7 @@ impl Live {
         block.add(&record);
         // Step 2. All wait, not the volume's records only: that is simpler, and not for long.
         let apply = async |live: &Live| live.core().apply(&record).map_err(invalid);
-        let told = self.tell(port, Lanes::All, block, check, apply).await;
+        let told = self.tell(port, JournalLock::Exclusive, block, check, apply).await;
         // Step 3.
         let done = match told {
             Ok(()) => self.flush(port).await,

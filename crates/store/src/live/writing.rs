@@ -11,7 +11,7 @@ use super::leaves::{Change, Leaf, is_lost};
 use super::passes::Phase;
 use super::reading::{blocks_of, parts};
 use super::room::Whose;
-use super::turns::{Gets, Part};
+use super::turns::{BlockTarget, Part};
 use super::{BLOCK_BYTES, Core, Live, damaged};
 use crate::Damaged;
 use crate::content::{ContentHash, DomainKey, checksum, is_zeros};
@@ -24,15 +24,15 @@ const HASHED_BESIDE: usize = 64 << 10;
 /// Parts of one request that are under way at once.
 const PARTS_AT_ONCE: usize = 4;
 
-/// What else may have a number while a journal block is under way.
+/// How a journal block locks the journal while it is written.
 #[derive(Clone, Copy)]
-pub(super) enum Lanes {
-    /// Others.
-    One,
-    /// Others, and the block has no records.
-    Empty,
-    /// Nothing.
-    All,
+pub(super) enum JournalLock {
+    /// Beside other blocks.
+    Shared,
+    /// Beside other blocks; the block has no records.
+    SharedEmpty,
+    /// Alone.
+    Exclusive,
 }
 
 /// Whose contents are shared, and what makes their names.
@@ -68,14 +68,14 @@ impl Source {
 /// Whole blocks, and what they get.
 struct Named {
     bytes: Vec<u8>,
-    gets: Vec<Gets>,
+    gets: Vec<BlockTarget>,
 }
 
 impl Named {
     fn of(key: &DomainKey, bytes: Vec<u8>) -> Named {
         let name = |block: &[u8]| match is_zeros(block) {
-            true => Gets::Number(0),
-            false => Gets::New(key.hash(block), checksum(block)),
+            true => BlockTarget::Number(0),
+            false => BlockTarget::New(key.hash(block), checksum(block)),
         };
         let gets = bytes.chunks(BLOCK_BYTES).map(name).collect();
         Named { bytes, gets }
@@ -256,14 +256,14 @@ impl Live {
         self.with_room(port, write).await
     }
 
-    /// Hands a part over to the turn of this thread, or carries that out.
+    /// Queues a part in the turn of this thread, or carries the turn out as its leader.
     async fn write_together(&self, port: &Port, part: Part) -> io::Result<()> {
-        let (seat, leader) = self.turns.join(port.io.id(), part);
+        let (waiter, leader) = self.turns.join(port.io.id(), part);
         if let Some(leader) = leader {
             port.io.yield_to_others().await;
             self.write_all(port, leader.close()).await;
         }
-        seat.wait().await
+        waiter.wait().await
     }
 
     /// The blocks around a range, as far as it leaves something of them.
@@ -281,12 +281,12 @@ impl Live {
     }
 
     /// Section 3, step 3: content that the store has is not written once more.
-    async fn look_up(&self, port: &Port, phase: Phase, gets: &mut [Gets]) -> io::Result<()> {
+    async fn look_up(&self, port: &Port, phase: Phase, gets: &mut [BlockTarget]) -> io::Result<()> {
         for gets in gets {
-            if let Gets::New(hash, _) = gets
+            if let BlockTarget::New(hash, _) = gets
                 && let Some(number) = self.find(port, phase, hash).await?
             {
-                *gets = Gets::Number(number);
+                *gets = BlockTarget::Number(number);
             }
         }
         Ok(())
@@ -329,7 +329,7 @@ impl Live {
         let make = async |live: &Live| {
             live.with_all(port, &mut claim, &leaves, |core| change.make(core)).await
         };
-        self.tell(port, Lanes::One, block, |core| change.check(core), make).await
+        self.tell(port, JournalLock::Shared, block, |core| change.check(core), make).await
     }
 
     /// Writes a journal block; when it has ended well `act` changes the memory. No checkpoint begins in
@@ -337,12 +337,12 @@ impl Live {
     pub(super) async fn tell(
         &self,
         port: &Port,
-        lanes: Lanes,
+        lock: JournalLock,
         block: Filling,
         check: impl FnMut(&Core) -> io::Result<()>,
         act: impl AsyncFnOnce(&Live) -> io::Result<()>,
     ) -> io::Result<()> {
-        let told = self.tell_of(port, lanes, check).await?;
+        let told = self.tell_of(port, lock, check).await?;
         let (place, block) = told.block(self, block);
         self.medium.write(port, place, &block).await?;
         act(self).await?;
@@ -350,12 +350,12 @@ impl Live {
         Ok(())
     }
 
-    /// A number for a journal block, for which checkpoints are made. `check` is asked when no volume can come or
-    /// go any more: a replay has to be able to carry out what the block says.
+    /// Takes a number for a journal block, after checkpoints if the journal has no room. `check` is called when no
+    /// volume can be added or removed any more, since a replay must be able to carry out the block's records.
     pub(super) async fn tell_of(
         &self,
         port: &Port,
-        lanes: Lanes,
+        lock: JournalLock,
         mut check: impl FnMut(&Core) -> io::Result<()>,
     ) -> io::Result<Told<'_>> {
         if self.medium.is_faulty() {
@@ -364,15 +364,15 @@ impl Live {
             self.medium.sync(port).await?;
         }
         loop {
-            let (held, begun) = match lanes {
-                Lanes::One | Lanes::Empty => {
+            let (held, begun) = match lock {
+                JournalLock::Shared | JournalLock::SharedEmpty => {
                     let held = vec![self.lanes.lock_one(&port.io).await?];
                     check(&self.core())?;
                     let mut numbers = self.numbers();
-                    let is_empty = matches!(lanes, Lanes::Empty);
+                    let is_empty = matches!(lock, JournalLock::SharedEmpty);
                     (held, if is_empty { numbers.begin_empty() } else { numbers.begin() })
                 }
-                Lanes::All => {
+                JournalLock::Exclusive => {
                     let held = self.lanes.lock_all(&port.io).await?;
                     check(&self.core())?;
                     (held, self.numbers().begin_operation())

@@ -74,13 +74,13 @@ pub struct Xen {
     root: PathBuf,
     restriction: AtomicU8,
     /// What was opened ahead: nothing else is opened then.
-    ahead: Option<Ahead>,
+    ahead: Option<Preopen>,
     /// Where pages come from that this domain grants to itself.
     own: Option<Arc<PageDevice>>,
 }
 
 /// One of each for every queue.
-struct Ahead {
+struct Preopen {
     grants: Arc<Kept>,
     events: Arc<Kept>,
     were_too_few: AtomicBool,
@@ -137,14 +137,14 @@ impl Xen {
         let grants = (0..queues).map(|_| xen.open_grants()).collect::<Result<_, _>>()?;
         let events = (0..queues).map(|_| xen.open_events()).collect::<Result<_, _>>()?;
         let (grants, events) = (Kept::new(grants), Kept::new(events));
-        let ahead = Ahead { grants, events, were_too_few: AtomicBool::new(false) };
+        let ahead = Preopen { grants, events, were_too_few: AtomicBool::new(false) };
         Ok(Xen { ahead: Some(ahead), ..xen })
     }
 
     /// What connects nobody, and [is used up](Hypervisor::is_used_up): nothing could be opened ahead.
     pub fn nothing() -> Xen {
         let [grants, events] = [(); 2].map(|()| Kept::new(Vec::new()));
-        let ahead = Ahead { grants, events, were_too_few: AtomicBool::new(true) };
+        let ahead = Preopen { grants, events, were_too_few: AtomicBool::new(true) };
         Xen { ahead: Some(ahead), ..Xen::new() }
     }
 
@@ -184,7 +184,7 @@ impl Xen {
     /// One of what was opened ahead, or a new one.
     fn device(
         &self,
-        kept: fn(&Ahead) -> &Arc<Kept>,
+        kept: fn(&Preopen) -> &Arc<Kept>,
         open: fn(&Xen) -> Result<OwnedFd, HypervisorError>,
         domid: DomId,
     ) -> Result<Device, HypervisorError> {

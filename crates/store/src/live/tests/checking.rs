@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::passes::{read_one, write_new};
 use super::*;
 use crate::check::{Findings, How, Outcome};
-use crate::live::Tended;
+use crate::live::BackgroundTask;
 use crate::pace::Pace;
 
 pub(super) const DEEP: How = How { contents: true, deep: true, rate: None, mend: false };
@@ -198,7 +198,8 @@ fn the_stores_own_work_that_needs_no_pass_goes_on_beside_a_check() {
         process.check_beside(DEEP, async |Beside { live, port, is_over, .. }| {
             live.begin_scrub();
             live.begin_compaction();
-            while live.tend(port, &Pace::unbounded()).await? == Tended::Something {}
+            while live.run_background_task(port, &Pace::unbounded()).await? == BackgroundTask::Ran {
+            }
             assert!(!is_over.get(), "it has waited for the check");
             Ok(())
         });

@@ -86,7 +86,7 @@ fn new_content_that_cannot_be_read_is_an_error_of_its_block_and_keeps_no_store_c
     drop(process);
     machine.world.kill_process().unwrap();
     let mut process = Process::of(&machine).unwrap();
-    process.tend().unwrap();
+    process.run_background_task().unwrap();
     put(&mut process, 0, 8);
     assert_eq!(get(&mut process, 0).unwrap(), 8);
     assert_eq!(place_of(&mut process, 0), place_of(&mut process, 2), "that one is found");

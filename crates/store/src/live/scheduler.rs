@@ -13,40 +13,40 @@ use super::scrubbing::{ScrubInfo, Scrubbing};
 use super::{BLOCK_BYTES, Live};
 use crate::pace::Pace;
 
-/// What is read for the index counts so many times: guests have just begun.
+/// How often a byte counts that is read for the index: guests have just begun.
 const LOADING_PRICE: u64 = 4;
-/// What scrubbing reads counts so many times: nobody waits for it.
+/// How often a byte counts that scrubbing reads: no request waits for it.
 const SCRUB_PRICE: u64 = 16;
-/// And what compaction moves, beside what reading and writing it has cost.
+/// How often a byte counts that compaction moves, beside the I/O for it.
 const COMPACTION_PRICE: u64 = 2;
 
-/// What the store does by itself, and how far that is.
+/// The background work of a store, and its progress.
 #[derive(Debug, Default)]
-pub(super) struct Duties {
+pub(super) struct Scheduler {
     pub(super) loading: Loading,
     pub(super) scrub: Scrubbing,
     pub(super) compacting: Compacting,
-    /// What the last pass has found.
+    /// The findings of the last pass.
     pub(super) passed: Option<Passed>,
 }
 
-impl Duties {
-    /// Of a store with so many numbers.
-    pub(super) fn new(numbers_end: u64) -> Duties {
-        Duties { loading: Loading::new(numbers_end), ..Duties::default() }
+impl Scheduler {
+    /// The background work of a store with `numbers_end` numbers.
+    pub(super) fn new(numbers_end: u64) -> Scheduler {
+        Scheduler { loading: Loading::new(numbers_end), ..Scheduler::default() }
     }
 }
 
-/// What a step has done.
+/// The result of one step of background work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tended {
-    /// Something, and there may be more.
-    Something,
-    /// There is nothing to do for now.
-    Nothing,
+pub enum BackgroundTask {
+    /// A task ran, and more may be due.
+    Ran,
+    /// No task is due now.
+    Idle,
 }
 
-/// What a store in use has done by itself, since it was opened. Sizes are bytes.
+/// The background work that a store in use has done since it was opened. Sizes are bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkInfo {
     /// Passes that have begun.
@@ -78,8 +78,8 @@ impl Live {
     pub fn work(&self) -> WorkInfo {
         let passes = self.marks().passes;
         let scrub = self.scrub_info();
-        let duties = self.duties();
-        let passed = duties.passed.unwrap_or_default();
+        let scheduler = self.scheduler();
+        let passed = scheduler.passed.unwrap_or_default();
         let bytes = |blocks: u64| blocks * BLOCK_BYTES as u64;
         WorkInfo {
             passes: passes.count(),
@@ -88,57 +88,61 @@ impl Live {
             dead_bytes: bytes(passed.dead),
             joined_bytes: bytes(passed.joined),
             freed_bytes: bytes(passed.freed),
-            index_done: duties.loading.done(),
-            index_all: duties.loading.all,
-            index_loaded: duties.loading.loaded,
+            index_done: scheduler.loading.done(),
+            index_all: scheduler.loading.all,
+            index_loaded: scheduler.loading.loaded,
             scrub,
-            compaction: duties.compacting.info(),
+            compaction: scheduler.compacting.info(),
         }
     }
 
-    /// Does the next piece of the store's own work: what makes room comes first. The caller is in no epoch.
-    /// Ended by `pace` it has lost nothing. Dropped, it may keep places that come free out of use.
+    /// Runs the next task of the store's background work. Tasks that make room come first. The caller is in no epoch.
+    /// A task that `pace` ends loses nothing. A task that is dropped may keep freed places out of use.
     ///
     /// # Errors
-    /// `Interrupted`: `pace` has ended it. Others are those of what it did: it can be tried again.
-    pub async fn tend(&self, port: &Port, pace: &Pace) -> io::Result<Tended> {
+    /// `Interrupted`: `pace` has ended the task. Other errors are the task's: it can be tried again.
+    pub async fn run_background_task(
+        &self,
+        port: &Port,
+        pace: &Pace,
+    ) -> io::Result<BackgroundTask> {
         pace.check()?;
-        if self.is_behind() {
-            self.catch_up(port).await?;
-            return Ok(Tended::Something);
+        if self.has_background_work() {
+            self.run_durability_work(port).await?;
+            return Ok(BackgroundTask::Ran);
         }
-        // Who has the pass may have it for long. What needs it comes later, and all else goes on.
+        // Another task may hold the pass for long. Tasks that need it come later, all others go on.
         if self.wants_pass()
             && let Some(_alone) = self.passing.try_lock()
         {
             self.pass(port, pace, Look::ForDead).await?;
-            return Ok(Tended::Something);
+            return Ok(BackgroundTask::Ran);
         }
         if let Some(bytes) = self.load_index(port).await? {
             pace.used(&port.io, LOADING_PRICE * bytes).await?;
-            return Ok(Tended::Something);
+            return Ok(BackgroundTask::Ran);
         }
         if self.wants_compaction() {
             self.begin_compaction();
         }
-        let Some(alone) = self.passing.try_lock() else { return Ok(Tended::Nothing) };
+        let Some(alone) = self.passing.try_lock() else { return Ok(BackgroundTask::Idle) };
         let moved = self.compact_alone(port, pace).await?;
         drop(alone);
         if let Some(bytes) = moved {
             pace.used(&port.io, COMPACTION_PRICE * bytes).await?;
-            return Ok(Tended::Something);
+            return Ok(BackgroundTask::Ran);
         }
         if self.wants_pass() {
-            return Ok(Tended::Something);
+            return Ok(BackgroundTask::Ran);
         }
-        let Some(alone) = self.passing.try_lock() else { return Ok(Tended::Nothing) };
+        let Some(alone) = self.passing.try_lock() else { return Ok(BackgroundTask::Idle) };
         let read = self.scrub(port).await;
         drop(alone);
         if let Some(bytes) = read {
             pace.used(&port.io, SCRUB_PRICE * bytes).await?;
-            return Ok(Tended::Something);
+            return Ok(BackgroundTask::Ran);
         }
-        Ok(Tended::Nothing)
+        Ok(BackgroundTask::Idle)
     }
 
     /// Whether scrubbing has ever found anything bad.

@@ -24,7 +24,7 @@ fn a_flush_is_told_by_the_next_journal_block_or_else_by_an_empty_one() {
     process.flush().unwrap();
     assert_eq!(next(&process), before + 1, "an empty one");
     process.flush().unwrap();
-    process.catch_up();
+    process.run_durability_work();
     assert_eq!(next(&process), before + 1, "there was nothing to tell");
     process.write(&[write("v0", 8..16, 8)], false).unwrap().remove(0).unwrap();
     let Process { live, port, reactor } = &mut process;

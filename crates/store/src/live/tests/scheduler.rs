@@ -2,18 +2,18 @@
 
 use super::passes::{nothing_is_lost_and_nothing_left, read_one, write_new};
 use super::*;
-use crate::live::Tended;
+use crate::live::BackgroundTask;
 use crate::pace::Pace;
 use crate::page::{Packing, Whereabouts};
 
 impl Process {
     /// All that there is to do, and how many steps that takes.
-    pub(super) fn tend(&mut self) -> io::Result<usize> {
+    pub(super) fn run_background_task(&mut self) -> io::Result<usize> {
         let Process { live, port, reactor } = self;
         let pace = Pace::unbounded();
         let all = async {
             let mut steps = 0;
-            while live.tend(port, &pace).await? == Tended::Something {
+            while live.run_background_task(port, &pace).await? == BackgroundTask::Ran {
                 steps += 1;
             }
             Ok(steps)
@@ -46,7 +46,11 @@ fn what_was_written_before_a_death_is_found_again_once_the_index_is_loaded() {
         let mut process = Process::of(&machine).unwrap();
         let end = process.numbers_end();
         if is_loaded {
-            assert_eq!(process.tend().unwrap() as u64, end.div_ceil(8 * 256), "steps");
+            assert_eq!(
+                process.run_background_task().unwrap() as u64,
+                end.div_ceil(8 * 256),
+                "steps"
+            );
             let work = process.live.work();
             assert_eq!((work.index_done, work.index_all, work.index_loaded), (3, 3, 128));
         }
@@ -75,7 +79,7 @@ fn a_pass_begins_by_itself_before_a_write_has_to_wait_for_room() {
             write_new(&mut process, "v0", block, 16, value).unwrap();
             waited += process.live.marks().passes.count() - begun;
             value += 16;
-            process.tend().unwrap_or_else(|e| panic!("round {round}: {e}"));
+            process.run_background_task().unwrap_or_else(|e| panic!("round {round}: {e}"));
         }
     }
     let passes = process.live.marks().passes.count();
@@ -87,15 +91,18 @@ fn a_pass_begins_by_itself_before_a_write_has_to_wait_for_room() {
 #[test]
 fn a_store_with_room_or_without_garbage_is_left_alone() {
     let (_machine, mut process) = with_a_volume();
-    process.tend().unwrap();
+    process.run_background_task().unwrap();
     write_new(&mut process, "v0", 0, 16, 1).unwrap();
-    assert_eq!(process.tend().unwrap(), 0);
+    assert_eq!(process.run_background_task().unwrap(), 0);
     for block in (0..BLOCKS).step_by(16) {
         write_new(&mut process, "v0", block, 16, 1 + block).unwrap();
     }
-    process.tend().unwrap();
+    process.run_background_task().unwrap();
     let passes = process.live.marks().passes.count();
-    assert_eq!((process.tend().unwrap(), process.live.marks().passes.count()), (0, passes));
+    assert_eq!(
+        (process.run_background_task().unwrap(), process.live.marks().passes.count()),
+        (0, passes)
+    );
 }
 
 #[test]
@@ -115,7 +122,7 @@ fn content_that_is_there_twice_is_joined_by_a_pass_and_stays_while_either_is_in_
         write_new(&mut process, "v0", 1000 + block, 16, 1 + block).unwrap();
     }
     let free = process.live.core().space.free();
-    process.tend().unwrap();
+    process.run_background_task().unwrap();
     let joined = process.gc().unwrap().joined;
     assert!((90..=96).contains(&joined), "{joined}: the index has no room for a few");
     process.gc().unwrap();
@@ -138,7 +145,7 @@ fn content_that_is_there_twice_is_joined_by_a_pass_and_stays_while_either_is_in_
         process = Process::of(&machine).unwrap();
     }
     // Found again by the lower one.
-    process.tend().unwrap();
+    process.run_background_task().unwrap();
     let end = process.numbers_end();
     write_new(&mut process, "v0", 500, 16, 1).unwrap();
     assert_eq!(process.numbers_end(), end);
@@ -178,7 +185,7 @@ fn scrubbing_names_bad_blocks_by_all_who_have_them_and_writers_do_not_get_them()
     process.flush().unwrap();
     let scrub = |process: &mut Process| {
         process.live.begin_scrub();
-        process.tend().unwrap();
+        process.run_background_task().unwrap();
         (process.live.scrub_info(), process.live.scrub_findings())
     };
     let (info, found) = scrub(&mut process);
@@ -221,7 +228,7 @@ fn scrubbing_names_bad_blocks_by_all_who_have_them_and_writers_do_not_get_them()
     reactor.block_on(async { live.close(port).await }).unwrap().unwrap();
     drop(process);
     let mut process = Process::of(&machine).unwrap();
-    process.tend().unwrap();
+    process.run_background_task().unwrap();
     write_new(&mut process, "v0", 29, 1, 30).unwrap();
     write_new(&mut process, "v0", 100, 1, 17).unwrap();
     assert!(read_one(&mut process, "v0", 29) == 30 && is_bad(&mut process, 1504));
@@ -251,7 +258,7 @@ fn who_has_read_a_bad_block_gets_a_good_one_by_writing_it_again() {
 impl Process {
     fn compact(&mut self) -> crate::live::CompactionInfo {
         self.live.begin_compaction();
-        self.tend().unwrap();
+        self.run_background_task().unwrap();
         self.live.work().compaction
     }
 
@@ -415,7 +422,7 @@ fn a_damaged_group_is_an_error_of_its_blocks_and_never_data() {
     }
     assert!((1..=16).contains(&bad), "{bad}");
     process.live.begin_scrub();
-    process.tend().unwrap();
+    process.run_background_task().unwrap();
     assert_eq!(process.live.scrub_info().bad_contents, bad);
 }
 
@@ -432,7 +439,7 @@ fn each_step_of_a_compaction_can_be_the_last() {
             story.all_durable();
             story.machine.world.stop_at(Some(story.machine.world.step() + stop));
             process.live.begin_compaction();
-            let done = process.tend().and_then(|_| {
+            let done = process.run_background_task().and_then(|_| {
                 let Process { live, port, reactor } = &mut process;
                 reactor.block_on(async { live.checkpoint(port).await })??;
                 process.gc()
