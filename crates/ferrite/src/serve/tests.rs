@@ -332,17 +332,22 @@ fn disks_of_a_process_that_is_killed_come_back_together() {
                 scope.spawn(move || load.run(stop, progress))
             })
             .collect();
-        for kill in 0..4 {
+        let both_answer = || {
             let before = progress.each_ref().map(|progress| progress.load(Ordering::Relaxed));
             wait_until("answers of both disks", || {
                 let mut now = progress.iter().zip(before);
                 now.all(|(now, before)| now.load(Ordering::Relaxed) > before + 20)
             });
+        };
+        for kill in 0..4 {
+            both_answer();
             std::thread::sleep(Duration::from_millis(7 * kill));
             served.child.kill().unwrap();
             served.child.wait().unwrap();
             served = world.serve(words);
         }
+        // A process that answers takes signals. One that has just been started is ended by them.
+        both_answer();
         stop.store(true, Ordering::Relaxed);
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<Load>>()
     });
