@@ -139,7 +139,7 @@ fn a_disk_has_the_same_names_for_all_commands_and_they_say_what_failed() {
     };
     assert_eq!(text(&upgrade(&[]).stdout), "no disk is served\n");
     // It is not even begun.
-    for (binary, why) in [("/nothere", "No such file"), ("/etc/passwd", "no program")] {
+    for (binary, why) in [("/nothere", "No such file"), ("/etc/passwd", "not an executable file")] {
         let output = upgrade(&["--binary", binary]);
         let said = text(&output.stderr);
         let expected = format!("ferrite: cannot upgrade disks: cannot run {binary}: ");

@@ -191,7 +191,7 @@ mod tests {
         assert!(asked(&[]).unwrap().is_none());
         assert!(asked(&[json!("not-open")]).unwrap().is_none());
         let failure = asked(&[json!("begun")]).unwrap_err();
-        assert!(failure.what.contains("nobody waits") && failure.why.contains("has ended"));
+        assert!(failure.what.contains("was cancelled") && failure.why.contains("has ended"));
         let done = asked(&[json!("begun"), json!({ "done": { "a": 1 } })]).unwrap();
         assert_eq!(done, Some(json!({ "a": 1 })));
     }
