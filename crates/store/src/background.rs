@@ -1,7 +1,7 @@
 //! The thread that does the work of a store in service that nobody asks for (store.md 15).
 //!
 //! It has an engine and memory of its own, so it stands in no queue's way. What it does are the bounded steps of
-//! [`Live::tend`]. It is started when the process has given up all rights that it does not need.
+//! [`Live::run_background_task`]. It is started when the process has given up all rights that it does not need.
 
 use std::io;
 use std::sync::Arc;
