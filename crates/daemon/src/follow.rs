@@ -34,7 +34,7 @@ pub(crate) enum Task {
     Serve(Image),
     /// Nothing: the drive has no medium.
     Empty,
-    /// Remove what is left of a disk that was detached while no daemon ran.
+    /// Remove the leftovers of a disk that was detached while no daemon ran.
     Gone,
     /// Refuse the disk for this reason: the toolstack's keys are invalid.
     Refuse(String),

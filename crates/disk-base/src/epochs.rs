@@ -215,7 +215,7 @@ impl<A: Word, L: Lock<Queues<A>>> Core<A, L> {
 pub struct Epochs(Core<AtomicU64, Mutex<Queues<AtomicU64>>>);
 
 impl Epochs {
-    /// Epochs of a disk that nobody reads yet.
+    /// Epochs of a disk without readers.
     pub fn new() -> Arc<Epochs> {
         Arc::new(Epochs(Core::new()))
     }

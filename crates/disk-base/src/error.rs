@@ -46,7 +46,7 @@ pub struct DiskError {
 }
 
 impl DiskError {
-    /// An error of a step (`what`), its reason (`why`), and the next step for whoever reads it (`help`).
+    /// An error of a step (`what`), its reason (`why`), and the next step for the user (`help`).
     pub fn new(
         kind: ErrorKind,
         what: impl Into<String>,
@@ -87,7 +87,7 @@ impl DiskError {
         &self.why
     }
 
-    /// The next step for whoever reads it.
+    /// The next step for the user.
     pub fn help(&self) -> &str {
         &self.help
     }

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 /// Opens a regular file that is there: never through a link, and without waiting for the other end of a pipe.
 ///
 /// # Errors
-/// Those of the kernel, and that it is no regular file.
+/// Errors of the kernel, and that it is no regular file.
 pub fn open(path: &Path, flags: OFlags) -> io::Result<File> {
     let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let foreign =

@@ -161,7 +161,7 @@ impl Raw {
     /// what is read may be changing. None: it is neither a file nor a block device.
     ///
     /// # Errors
-    /// Those of the kernel.
+    /// Errors of the kernel.
     pub fn glance(path: &Path) -> std::io::Result<Option<Raw>> {
         let Some(opened) = lock::glance(path)? else { return Ok(None) };
         let bytes = size_bytes(&opened.file, opened.medium)?;
@@ -219,7 +219,7 @@ impl Raw {
     /// Asks for the size in bytes.
     ///
     /// # Errors
-    /// Those of the kernel.
+    /// Errors of the kernel.
     pub fn bytes_now(&self) -> std::io::Result<u64> {
         Ok(size_bytes(&self.file, self.medium)?)
     }
@@ -227,7 +227,7 @@ impl Raw {
     /// Asks for the bytes that a file takes on its file system; of a device, for its size.
     ///
     /// # Errors
-    /// Those of the kernel.
+    /// Errors of the kernel.
     pub fn disk_bytes(&self) -> std::io::Result<u64> {
         if !self.is_file() {
             return self.bytes_now();
@@ -240,7 +240,7 @@ impl Raw {
     /// reactor yet.
     ///
     /// # Errors
-    /// Those of the kernel.
+    /// Errors of the kernel.
     pub fn read_now(&self, offset: u64, len: usize) -> std::io::Result<Vec<u8>> {
         let end = usize::try_from(offset).ok().and_then(|at| Some((at, at.checked_add(len)?)));
         if let Some(known) = end.and_then(|(at, end)| self.head.get(at..end)) {
@@ -403,7 +403,7 @@ impl Raw {
     /// Fills `buf` with what is at `offset`.
     ///
     /// # Errors
-    /// Those of the kernel.
+    /// Errors of the kernel.
     pub async fn read(&self, port: &Port, offset: u64, buf: Span) -> std::io::Result<()> {
         port.io.read_exact(port.files[0], offset, buf).await?;
         #[cfg(feature = "testing")]
@@ -414,7 +414,7 @@ impl Raw {
     /// Makes all that was written durable. Flushes that come at once share syncs.
     ///
     /// # Errors
-    /// Those of the kernel, once it has failed for good.
+    /// Errors of the kernel, once it has failed for good.
     pub async fn flush(&self, port: &Port) -> std::io::Result<()> {
         if self.read_only {
             return Ok(());

@@ -126,7 +126,7 @@ impl Commits {
     /// Syncs the image. One sync that fails is the last.
     ///
     /// # Errors
-    /// Those of the kernel.
+    /// Errors of the kernel.
     pub async fn sync(&self, port: &Port) -> io::Result<()> {
         let _alone = self.syncing.lock(&port.io).await?;
         self.check()?;

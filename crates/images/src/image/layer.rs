@@ -121,7 +121,7 @@ impl Layer {
     /// Reads the metadata that [`find`](Self::find) lacked.
     ///
     /// # Errors
-    /// Those of the kernel. `InvalidData`: the metadata is damaged.
+    /// Errors of the kernel. `InvalidData`: the metadata is damaged.
     pub async fn load(&self, port: &Port, file: FileId, offset: u64, len: u64) -> io::Result<()> {
         each_format!(self, image => ImageFormat::load(image, port, file, offset, len).await)
     }

@@ -208,7 +208,7 @@ impl Image {
     /// Fills `buf` with what the disk has at `offset`.
     ///
     /// # Errors
-    /// Those of the kernel. `InvalidData`: metadata is damaged.
+    /// Errors of the kernel. `InvalidData`: metadata is damaged.
     pub async fn read(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
         let map = |offset, len| self.map(offset, len);
         self.while_mapped(read(&self.layers, 0, map, port, offset, buf)).await
@@ -286,7 +286,7 @@ impl Image {
     /// Makes all that was written durable, in the leaf and in its parents.
     ///
     /// # Errors
-    /// Those of the kernel.
+    /// Errors of the kernel.
     pub async fn flush(&self, port: &Port) -> io::Result<()> {
         let parent_sync = self.parent_sync.ensure(port, &self.layers).await;
         self.leaf().commit(port).await?;

@@ -21,7 +21,7 @@ impl Qcow2 {
     /// free, and a cut of the power before that leaks it at the most.
     ///
     /// # Errors
-    /// `InvalidInput`: such a size is not possible here. Those of the kernel.
+    /// `InvalidInput`: such a size is not possible here. Errors of the kernel.
     pub async fn resize(&self, port: &Port, bytes: u64, below_bytes: u64) -> io::Result<()> {
         let invalid = |text: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         if bytes == 0 || !bytes.is_multiple_of(512) || bytes > MAX_DISK_BYTES {
