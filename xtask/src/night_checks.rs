@@ -53,18 +53,27 @@ pub(crate) fn fuzz_targets() -> Result<()> {
     logged("fuzz-targets", check.env("CUSTOM_LIBFUZZER_PATH", "/unused/libfuzzer.a"))
 }
 
-/// A disk that is parked a thousand times in each format: five times as often as with each commit. It
+/// All tests with all their rounds, of which each commit has a fifth.
+pub(crate) fn all_rounds() -> Result<()> {
+    let programs = Programs::build(&[])?;
+    let all = |test: &mut Command| {
+        test.env("FERRITE_TEST_REQUIRE_PEERS", "1").env("FERRITE_TEST_SCALE", "5");
+    };
+    run_each(programs.every("rounds", &all), steps::cpus())
+}
+
+/// A disk that is parked a thousand times in each format: 25 times as often as with each commit. It
 /// prints the pauses.
 pub(crate) fn parking() -> Result<()> {
     let mut test = cargo();
     test.args(["test", "--locked", "--package", "ferrite-serve", "--test", "parking"]);
-    test.args(["--", "--nocapture"]).env("FERRITE_TEST_SCALE", "5");
+    test.args(["--", "--nocapture"]).env("FERRITE_TEST_SCALE", "25");
     steps::run(&mut test)
 }
 
-/// The process of a store with ten guests, killed twenty times as often as with each commit.
+/// The process of a store with ten guests, killed forty times as often as with each commit.
 pub(crate) fn killed_store() -> Result<()> {
     let mut test = cargo();
     test.args(["test", "--locked", "--package", "ferrite", "--test", "store_killed"]);
-    steps::run(test.env("FERRITE_TEST_SCALE", "20"))
+    steps::run(test.env("FERRITE_TEST_SCALE", "40"))
 }

@@ -28,6 +28,8 @@ enum Part {
     XenTrixie,
     /// Every test on a real Xen host, on Xen 4.17 (Debian 12).
     XenBookworm,
+    /// All tests with all their rounds, of which each commit has a fifth.
+    Rounds,
     /// The tests of the disks, the backend and the programs on Linux AIO.
     Aio,
     /// Instructions a request, beside the figures of the repository.
@@ -91,6 +93,7 @@ fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
     match part {
         Part::XenTrixie => xen(TRIXIE.name, cases),
         Part::XenBookworm => xen(BOOKWORM.name, cases),
+        Part::Rounds => night_checks::all_rounds(),
         Part::Aio => night_checks::tests_on_aio(),
         Part::Instructions => night_checks::instructions(),
         Part::Valgrind => night_checks::valgrind(),

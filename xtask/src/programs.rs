@@ -48,6 +48,19 @@ struct Profile {
     test: bool,
 }
 
+/// The packages and names of the programs that run longest: each more than ten seconds.
+const LONGEST: [(&str, &str); 9] = [
+    ("disk", "behaviour"),
+    ("store", "ferrite_store"),
+    ("image-tools", "behaviour"),
+    ("daemon", "groups"),
+    ("serve", "limits"),
+    ("sim", "finds"),
+    ("sim", "stores"),
+    ("lab", "bench"),
+    ("images", "ferrite_images"),
+];
+
 impl Programs {
     /// Builds what `targets` (`--lib`, `--test name`) select, or all test programs if that is empty.
     pub(crate) fn build(targets: &[&str]) -> Result<Programs> {
@@ -81,10 +94,16 @@ impl Programs {
         self.0.iter().find(fits).with_context(|| format!("cargo built no {name} in {package}"))
     }
 
-    /// All test programs of the workspace, for one run each; the one that cargo named last comes first.
+    /// All test programs of the workspace, for one run each: the longest first, so that no long one is last.
     pub(crate) fn every<'a>(&'a self, check: &'a str, told: Told<'a>) -> Vec<Run<'a>> {
-        let tests = self.0.iter().rev().filter(|program| program.is_test);
-        tests.map(|program| Run { check, program, told }).collect()
+        let mut tests: Vec<_> = self.0.iter().filter(|program| program.is_test).collect();
+        tests.sort_by_key(|program| {
+            let of_this = |(package, name): &(&str, &str)| {
+                *package == program.package && *name == program.name
+            };
+            LONGEST.iter().position(of_this).unwrap_or(LONGEST.len())
+        });
+        tests.into_iter().map(|program| Run { check, program, told }).collect()
     }
 
     /// All test programs of these packages, for one run each.

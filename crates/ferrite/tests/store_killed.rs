@@ -28,7 +28,7 @@ use ferrite_xen::store::Store;
 const GUESTS: u32 = 10;
 const DEVID: u32 = 202 << 8;
 /// Kills with each commit.
-const KILLS: u32 = 12;
+const KILLS: u32 = 6;
 
 /// What leads to the guests and to xenstore, for each connection.
 const HANDLES: &str = "FERRITE_TEST_HANDLES";

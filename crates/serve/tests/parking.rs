@@ -231,12 +231,12 @@ fn after_an_exchange_for_another_image_that_one_is_served_and_before_it_the_old_
 
 #[test]
 fn a_disk_that_is_exchanged_at_any_moment_is_a_pause() {
-    parked_under_load(World::new(CopyWith::Memcpy), 200 * scale() as usize, 1);
+    parked_under_load(World::new(CopyWith::Memcpy), 40 * scale() as usize, 1);
 }
 
 #[test]
 fn images_that_are_exchanged_at_any_moment_have_what_was_answered() {
     for (i, format) in images::FORMATS.into_iter().enumerate() {
-        parked_under_load(World::with_format(format), 200 * scale() as usize, 10 + i as u64);
+        parked_under_load(World::with_format(format), 40 * scale() as usize, 10 + i as u64);
     }
 }

@@ -18,6 +18,7 @@ use ferrite_sim::model::After;
 use ferrite_sim::plan::{Cut, Plan, Scenario, Violation};
 use ferrite_sim::story::tell;
 use ferrite_simio::Lie;
+use ferrite_testkit::rounds;
 
 /// The first of so many fixed seeds whose story ends badly.
 fn find(format: &impl Format, scenario: Scenario, seeds: u64) -> Option<Box<Violation>> {
@@ -386,7 +387,7 @@ fn a_medium_that_ignores_each_sync_is_found_in_each_format() {
 /// A commit has two syncs: without the first, references may be durable before what they refer to.
 #[test]
 fn a_medium_that_ignores_each_second_sync_is_found_in_each_format() {
-    for which in 0..2 {
+    for which in 0..u64::from(rounds(2)) {
         served().for_each(|images| drop(find_lie(images, &Lie::Sync { of: 2, which }, 0..200)));
     }
 }

@@ -6,15 +6,16 @@ use ferrite_sim::format::Format;
 use ferrite_sim::images::{Images, Medium};
 use ferrite_sim::plan::{Plan, Scenario};
 use ferrite_sim::story::tell;
+use ferrite_testkit::rounds;
 
 /// A program that one test starts would, for a moment, hold the locks of another test's images.
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// Tells the stories of the first so many seeds.
-fn tell_all(format: &impl Format, seeds: u64) {
+fn tell_all(format: &impl Format, seeds: u32) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     for scenario in Scenario::ALL {
-        for seed in 0..seeds {
+        for seed in 0..u64::from(seeds) {
             if let Err(found) = tell(format, &Plan::new(seed, scenario)) {
                 panic!("{found}");
             }
@@ -24,8 +25,8 @@ fn tell_all(format: &impl Format, seeds: u64) {
 
 #[test]
 fn raw_keeps_its_promises() {
-    tell_all(&Images::new(ferrite_disk::Format::Raw), 10);
-    tell_all(&Images::new(ferrite_disk::Format::Raw).on(Medium::Devices), 4);
+    tell_all(&Images::new(ferrite_disk::Format::Raw), rounds(10));
+    tell_all(&Images::new(ferrite_disk::Format::Raw).on(Medium::Devices), rounds(4));
 }
 
 /// Stories that ended badly once.
@@ -76,14 +77,14 @@ fn what_a_table_has_that_only_a_journal_refers_to_is_recovered_from_a_parent() {
 
 #[test]
 fn vhd_keeps_its_promises() {
-    tell_all(&Images::new(ferrite_disk::Format::Vhd), 5);
-    tell_all(&Images::new(ferrite_disk::Format::Vhd).on(Medium::Devices), 3);
+    tell_all(&Images::new(ferrite_disk::Format::Vhd), rounds(5));
+    tell_all(&Images::new(ferrite_disk::Format::Vhd).on(Medium::Devices), rounds(3));
 }
 
 #[test]
 fn qcow2_keeps_its_promises() {
-    tell_all(&Images::new(ferrite_disk::Format::Qcow2), 5);
-    tell_all(&Images::new(ferrite_disk::Format::Qcow2).on(Medium::Devices), 3);
+    tell_all(&Images::new(ferrite_disk::Format::Qcow2), rounds(5));
+    tell_all(&Images::new(ferrite_disk::Format::Qcow2).on(Medium::Devices), rounds(3));
 }
 
 /// A write was answered behind a sync that failed for another, and the process died with the news.

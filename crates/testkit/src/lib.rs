@@ -39,6 +39,20 @@ pub fn scale() -> u32 {
     scale.map_or(1, |s| s.parse().expect("FERRITE_TEST_SCALE is a number"))
 }
 
+/// The rounds of a test that has `full` of them by night, where [`scale`] is [`NIGHT`]: with each commit a fifth, and
+/// one at least.
+pub fn rounds(full: u32) -> u32 {
+    (full * scale()).div_ceil(NIGHT)
+}
+
+/// Whether a test has its full [`rounds`].
+pub fn is_night() -> bool {
+    scale() >= NIGHT
+}
+
+/// The [`scale`] of `cargo xtask nightly --only rounds`.
+pub const NIGHT: u32 = 5;
+
 /// Waits for something that happens soon.
 #[track_caller]
 pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {

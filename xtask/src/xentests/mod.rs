@@ -51,14 +51,12 @@ pub(crate) enum Tests {
 
 /// The tests of each commit: a guest of each kind, each process of a disk killed, each format, and storage that
 /// is full. All others are left to the night.
-const OF_COMMITS: [&str; 12] = [
+const OF_COMMITS: [&str; 10] = [
     "hvm/raw-boots-by-qemu-and-is-ours-when-the-driver-comes",
     "pvh/migrated-under-verify",
-    "pvh/killed-three-times-under-verify",
     "deaths/each-process-and-all-at-once-under-verify",
     "full/a-qcow2-fails-a-vhd-waits-and-other-guests-go-on",
     "store/two-clones-of-one-guest-and-their-worker-killed",
-    "recovery/killed-three-times-under-verify",
     "images/a-vhd-leaf-changes-and-its-parent-does-not",
     "fio/2-queues-order-4-indirect-256",
     "xl/both-scripts-find-every-image-and-say-what-they-do-not",

@@ -207,6 +207,7 @@ fn of_who_enters_and_who_removes_one_sees_the_other() {
 mod shuttle_tests {
     use std::sync::Arc;
 
+    use ferrite_testkit::rounds;
     use shuttle::sync::Mutex;
     use shuttle::sync::atomic::{AtomicU64, Ordering::SeqCst};
     use shuttle::thread;
@@ -318,13 +319,13 @@ mod shuttle_tests {
 
     #[test]
     fn a_step_that_began_before_a_removal_is_none_after_it() {
-        shuttle::check_random(a_step_under_way, 30_000);
-        shuttle::check_pct(a_step_under_way, 30_000, 5);
+        shuttle::check_random(a_step_under_way, rounds(30_000) as usize);
+        shuttle::check_pct(a_step_under_way, rounds(30_000) as usize, 5);
     }
 
     #[test]
     fn nobody_uses_a_place_that_was_given_to_somebody_else() {
-        shuttle::check_random(all_at_once, 10_000);
-        shuttle::check_pct(all_at_once, 5_000, 4);
+        shuttle::check_random(all_at_once, rounds(10_000) as usize);
+        shuttle::check_pct(all_at_once, rounds(5_000) as usize, 4);
     }
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
 use ferrite_image_tools::{ImageTools, NewImage, Progress};
+use ferrite_testkit::rounds;
 
 use crate::common::{MIB, Queue, dir_in_memory, dir_on_disk, run, skipped, work};
 use crate::model::wait_until_released;
@@ -19,9 +20,13 @@ const STATE: &str = "FERRITE_TEST_STATE";
 /// A cluster has 64 KiB; each write has one of its own.
 const CLUSTERS: u64 = 512;
 const CLUSTER: u64 = 64 << 10;
-const TRIES: u64 = 25;
 /// Writes from one flush of the backend to the next.
 const FLUSHED: u64 = 37;
+
+/// Backends that are killed, each after some more answers than the one before.
+fn tries() -> u64 {
+    rounds(25).max(10).into()
+}
 
 fn offset(write: u64) -> u64 {
     write * 211 % CLUSTERS * CLUSTER
@@ -113,7 +118,7 @@ struct Noticed {
 /// in one whose backend was killed behind a flush, with nothing that could be lost.
 fn noticed_after(old: bool, program: &str, args: &[&str]) -> Option<Noticed> {
     let mut noticed = Noticed::default();
-    for round in 0..TRIES {
+    for round in 0..tries() {
         let (dir, state) = (dir_on_disk(), dir_in_memory());
         let path = dir.path().join("a.qcow2");
         match old {
@@ -121,7 +126,7 @@ fn noticed_after(old: bool, program: &str, args: &[&str]) -> Option<Noticed> {
             true => {}
             false => create(&path),
         }
-        let answered = killed_after(1 + round * 7, &path, state.path());
+        let answered = killed_after(1 + round * 175 / tries(), &path, state.path());
         let mut all = args.to_vec();
         all.push(path.to_str().unwrap());
         wait_until_released(&path);
@@ -169,20 +174,20 @@ fn refused_after(program: &str, args: &[&str]) -> Option<u64> {
 #[test]
 fn leaks_that_qemu_img_mends_after_a_kill_are_not_taken_for_free_space() {
     let Some(refused) = refused_after("qemu-img", &["check", "-q", "-r", "leaks"]) else { return };
-    assert!(refused >= TRIES - 5, "{refused} of {TRIES}");
+    assert!(refused >= tries() - 5, "{refused} of {}", tries());
 }
 
 #[test]
 fn what_qemu_img_repairs_after_a_kill_is_refused_and_says_what_is_lost() {
     let Some(refused) = refused_after("qemu-img", &["check", "-q", "-r", "all"]) else { return };
-    assert!(refused >= TRIES - 5, "{refused} of {TRIES}");
+    assert!(refused >= tries() - 5, "{refused} of {}", tries());
 }
 
 #[test]
 fn a_discard_by_qemu_io_after_a_kill_is_seen() {
     let args = ["-f", "qcow2", "-d", "unmap", "-c", "discard 0 64k"];
     let Some(refused) = refused_after("qemu-io", &args) else { return };
-    assert!(refused >= TRIES - 5, "{refused} of {TRIES}");
+    assert!(refused >= tries() - 5, "{refused} of {}", tries());
 }
 
 #[test]
@@ -192,12 +197,12 @@ fn an_old_image_that_another_program_has_changed_after_a_kill_is_refused() {
     let discards = ["-f", "qcow2", "-d", "unmap", "-c", "discard 0 64k"];
     // In the first 37 writes there is nothing on disk to discard.
     for (program, args, least) in [
-        ("qemu-img", &repairs[..], TRIES - 5),
-        ("qemu-img", &frees_leaks, TRIES - 5),
-        ("qemu-io", &discards, 15),
+        ("qemu-img", &repairs[..], tries() - 5),
+        ("qemu-img", &frees_leaks, tries() - 5),
+        ("qemu-io", &discards, tries() * 3 / 5),
     ] {
         let Some(noticed) = noticed_after(true, program, args) else { return };
-        eprintln!("{program} {args:?}: {noticed:?} of {TRIES}");
+        eprintln!("{program} {args:?}: {noticed:?} of {}", tries());
         // What was changed and opens has all that was answered, or has missed it.
         assert!(noticed.refused + noticed.missed <= noticed.changed, "{program} {args:?}");
         // Killed in the moment in which refcounts were being written: see docs/images.md.

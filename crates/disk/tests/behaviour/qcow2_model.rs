@@ -9,6 +9,7 @@ use std::time::Duration;
 use crate::model::{Model, check_clean, compare, pattern, qemu, qemu_img, session};
 use ferrite_disk::{OpenOptions, Session};
 use ferrite_io::engines::test_engine;
+use ferrite_testkit::rounds;
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -248,7 +249,7 @@ fn run_child(parent: &str, child: &str, ops: &[Op]) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig { cases: rounds(24), failure_persistence: None, ..Default::default() })]
 
     #[test]
     fn an_image_behaves_as_a_disk(ops in proptest::collection::vec(op(), 1..60)) {

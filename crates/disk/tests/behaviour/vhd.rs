@@ -15,6 +15,7 @@ use ferrite_io::engine::Op;
 use ferrite_io::reactor::Wait;
 use ferrite_testkit::errno::EIO;
 use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
+use ferrite_testkit::rounds;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use tempfile::TempDir;
@@ -250,12 +251,12 @@ fn run(dir: impl Fn() -> TempDir, cases: u32) {
 
 #[test]
 fn an_image_on_disk_is_what_its_model_says() {
-    run(dir_on_disk, 16);
+    run(dir_on_disk, rounds(16));
 }
 
 #[test]
 fn an_image_in_memory_is_what_its_model_says() {
-    run(dir_in_memory, 64);
+    run(dir_in_memory, rounds(64));
 }
 
 #[test]
@@ -404,7 +405,7 @@ fn an_image_on_a_block_device_is_what_its_model_says() {
     let blocks = prop_oneof![Just(4096u32), Just(65536), Just(2 << 20)];
     let bases = prop_oneof![Just(Base::None), Just(Base::Vhd)];
     let media = prop_oneof![Just(512u32), Just(4096)];
-    let mut runner = TestRunner::new(Config { cases: 12, ..Config::default() });
+    let mut runner = TestRunner::new(Config { cases: rounds(12), ..Config::default() });
     let kinds = (blocks, bases, any::<bool>());
     runner
         .run(&(media, kinds, steps), |(medium, kind, steps)| {

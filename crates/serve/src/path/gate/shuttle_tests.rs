@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use ferrite_testkit::rounds;
 use shuttle::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use shuttle::sync::{Condvar, Mutex};
 use shuttle::thread;
@@ -152,8 +153,8 @@ fn nobody_sleeps_for_ever() {
             .collect();
         threads.into_iter().for_each(|t| t.join().unwrap());
     };
-    shuttle::check_random(body, 5000);
-    shuttle::check_pct(body, 2000, 3);
+    shuttle::check_random(body, rounds(5000) as usize);
+    shuttle::check_pct(body, rounds(2000) as usize, 3);
 }
 
 /// Two queues of a guest and two of its stub domain, each with some work: no two sides ever work at
@@ -196,6 +197,6 @@ fn two_sides_never_work_at_once_and_none_sleeps_for_ever() {
             .collect();
         threads.into_iter().for_each(|t| t.join().unwrap());
     };
-    shuttle::check_random(body, 5000);
-    shuttle::check_pct(body, 2000, 3);
+    shuttle::check_random(body, rounds(5000) as usize);
+    shuttle::check_pct(body, rounds(2000) as usize, 3);
 }
