@@ -87,7 +87,7 @@ fn aio(chosen: Option<EngineKind>) -> Check {
     }
 }
 
-/// Block devices whose completions can be asked for, and NVMe namespaces as character devices.
+/// Block devices with poll queues, and NVMe namespaces as character devices.
 fn polled_storage() -> Check {
     let name = "polled storage";
     let names = |dir: &str, fits: &dyn Fn(&str) -> bool| {
@@ -187,7 +187,7 @@ fn has_capability(status: &str, number: u32) -> bool {
         .is_some_and(|set| set >> number & 1 == 1)
 }
 
-/// The record of requests in flight is a file there, written at every request.
+/// The in-flight table is a file there, which each request changes.
 fn run_directory() -> Check {
     let name = "/run";
     match rustix::fs::statfs("/run") {

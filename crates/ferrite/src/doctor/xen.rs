@@ -12,7 +12,7 @@ const COPY: &str = "grant copy";
 const EVENTS: &str = "event channels";
 const STORE: &str = "xenstore";
 
-/// The interfaces that serving a guest takes.
+/// The interfaces that are needed to serve a guest.
 pub(super) const REQUIRED: [&str; 5] = [HYPERVISOR, GRANTS, COPY, EVENTS, STORE];
 
 pub(super) fn checks() -> Vec<Check> {
@@ -41,7 +41,7 @@ fn of_probe(probe: &Probe) -> Vec<Check> {
     checks
 }
 
-/// Pages that a disk at work takes at most.
+/// The most pages that an active disk takes.
 const OWN_PAGES: u64 = LENT_PAGES as u64;
 
 fn own_grants(probe: &Probe) -> Check {
@@ -69,7 +69,7 @@ fn own_grants(probe: &Probe) -> Check {
     }
 }
 
-/// Of the host, beside `ours`.
+/// The host's processors, besides `ours`.
 fn processors(probe: &Probe, ours: usize) -> Check {
     let name = "processors";
     let [before, now] = match &probe.processors {
@@ -147,7 +147,7 @@ fn device(name: &'static str, result: &Result<(), String>, found: &str, used_for
     }
 }
 
-/// Asks xenstore which domain this is: a question that costs nothing and needs everything.
+/// Asks xenstore for this domain's number: a cheap request that needs all of the connection.
 fn store() -> Check {
     let asked = Store::open().and_then(|mut store| store.read_string("domid"));
     match asked {
@@ -170,7 +170,7 @@ mod tests {
 
     use super::*;
 
-    /// All is well, in domain 0.
+    /// The findings of domain 0 where everything works.
     fn good() -> Probe {
         Probe {
             hypervisor: Some("xen".into()),
