@@ -47,7 +47,7 @@ impl Volume {
         Volume::of(StoreHandle::open(path, options, open_store)?, path, volume, options)
     }
 
-    /// As [`open`](Self::open), on an engine of the caller.
+    /// Opens a volume with the caller's engine: of a store that is open in this process, or opens the store.
     ///
     /// # Errors
     /// As [`Disk::open`](crate::Disk::open).

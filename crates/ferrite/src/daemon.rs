@@ -71,7 +71,7 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
             }
         })
         .map_err(|e| cannot(&args.places.run_dir, &e))?;
-    tracing::info!("stopped; disks are served on, and followed by the next daemon");
+    tracing::info!("stopped; disks stay served, and the next daemon takes them over");
     Ok(())
 }
 

@@ -57,7 +57,7 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<(), Failure> {
     let binary = binary.ok().and_then(|path| path.into_os_string().into_string().ok());
     let binary = binary.ok_or_else(|| {
         let help = "name it with --binary";
-        Failure::new("cannot tell which program to take", "its name is not known", help)
+        Failure::new("cannot tell which program to use", "its name is not known", help)
     })?;
     let asked = UpgradeParams { binary, disk: args.disk.map(id) };
     let done: Upgraded =

@@ -39,7 +39,7 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     let engine = engines(kind);
     recover(&device, &engine).map_err(|e| {
         let what = format!(
-            "{} cannot be completed with what a killed backend had answered",
+            "{} cannot be completed with the writes that a killed backend had answered",
             args.image.display()
         );
         let help =
@@ -73,7 +73,7 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
         Failure::new(format!("cannot serve {}", args.image.display()), e, help)
     })?;
     closed.map_err(|e| {
-        let help = "what was answered is kept on this host: mend the cause and run the same command \
+        let help = "answered writes are kept on this host: remove the cause and run the same command \
                     again, or open it with ferrite image check, or of a volume ferrite store check";
         Failure::new(format!("cannot close {}", args.image.display()), e, help)
     })?;
@@ -126,7 +126,7 @@ fn no_socket(path: &Path, e: &BindError) -> Failure {
         }
         BindError::System(_) => {
             let help =
-                "its folder has to be there and be yours, and the name be shorter than 108 bytes";
+                "its folder must exist and be yours, and the name must be shorter than 108 bytes";
             Failure::new(what, e, help)
         }
     }

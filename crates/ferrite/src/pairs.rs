@@ -134,7 +134,7 @@ impl Sorted {
             let image = disk[0].words[0].display();
             if !disk.iter().any(|token| token.is(XEN)) {
                 return Err(refused(&format!(
-                    "there is no --xen DOMID/DEVID behind the image {image}"
+                    "the image {image} has no --xen DOMID/DEVID after it"
                 )));
             }
             if let Some(name) = OF_ALL.iter().find(|name| disk.iter().any(|token| token.is(name))) {
@@ -257,8 +257,8 @@ mod tests {
     fn what_belongs_to_no_disk_or_to_all_is_refused_where_it_means_nothing() {
         for (words, why) in [
             ("serve --xen 1/1 a --xen 1/2 b", "--xen must follow the IMAGE it applies to"),
-            ("serve a b --xen 1/2", "no --xen DOMID/DEVID behind the image a"),
-            ("serve a --xen 1/1 b", "no --xen DOMID/DEVID behind the image b"),
+            ("serve a b --xen 1/2", "the image a has no --xen DOMID/DEVID"),
+            ("serve a --xen 1/1 b", "the image b has no --xen DOMID/DEVID"),
             ("serve a --xen 1/1 --cpu 5 b --xen 1/2", "--cpu is one number for all"),
             ("serve a --xen 1/1 b --xen 1/2 --poll-host=1", "--poll-host is one number"),
             ("serve a --xen 1/1 b --xen 1/2 --xen 1/3", "--xen"),

@@ -81,7 +81,7 @@ fn configured(file: &Path) -> Result<Vec<PathBuf>, Failure> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         text => text.map_err(|e| {
             let what = format!("cannot read {}", file.display());
-            Failure::new(what, e, "it says which folders parents of images may be in")
+            Failure::new(what, e, "correct it: it lists the folders where parents of images may be")
         })?,
     };
     let lines = text.lines().map(str::trim).enumerate();

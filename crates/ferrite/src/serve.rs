@@ -92,7 +92,7 @@ fn run_on(args: &ServeArgs, host: &Host<'_>) -> Result<(), Failure> {
         }
     };
     if let Err(e) = sweep(&mut store, host.run, &format!("backend/{BACKEND_KIND}")) {
-        tracing::warn!("cannot look for what disks that are gone have left: {e}");
+        tracing::warn!("cannot look for remains of detached disks: {e}");
     }
     let limit = limit(args);
     let _commands = commands(&disks)?;
@@ -308,7 +308,7 @@ fn recover_parents(disk: &Arc<Disk>, engine: &EngineFactory) -> io::Result<()> {
 
 fn no_copy(args: &ServeArgs, e: io::Error) -> Failure {
     let what = format!(
-        "{} cannot be completed with what a killed backend had answered",
+        "{} cannot be completed with the writes that a killed backend had answered",
         args.image.display()
     );
     let help =
@@ -432,7 +432,7 @@ pub(crate) fn failed(args: &ServeArgs, e: &ServeError) -> Failure {
         | ServeError::WorkerLost(_)
         | ServeError::Left => "the guest waits: mend the cause and run the same command again",
         ServeError::Close(_) => {
-            "what was answered is kept on this host: mend the cause and run the same command again, \
+            "answered writes are kept on this host: remove the cause and run the same command again, \
              or open it with ferrite image check, or of a volume ferrite store check"
         }
         ServeError::Attachment(_) => "check DOMID/DEVID against xl list and xl block-list",

@@ -277,7 +277,7 @@ fn lock(args: &ServeArgs, alive: &OwnedFd) -> Result<(), Failure> {
             Err(e) => e.to_string(),
         };
         let what = format!("cannot open {}", args.image.display());
-        let help = "it is tried again: look whether the storage answers";
+        let help = "it is tried again; check whether the storage answers";
         return Err(Failure::new(what, why, help));
     }
 }

@@ -111,7 +111,7 @@ fn a_worker_without_rights_takes_disks_that_come_later() {
     stream.shutdown(Shutdown::Write).unwrap();
     let mut said = String::new();
     stream.read_to_string(&mut said).unwrap();
-    assert!(said.contains("cannot understand what is asked"), "{said}");
+    assert!(said.contains("cannot understand the question"), "{said}");
     assert_eq!(first.line(None).unwrap().start, start);
     for keeper in [first, later] {
         keeper.leave().unwrap();

@@ -56,7 +56,7 @@ fn io_uring(chosen: Option<EngineKind>) -> Check {
 /// The advice where io_uring does not work, from the value of `kernel.io_uring_disabled`.
 fn advice(disabled: Option<&str>) -> &'static str {
     match disabled {
-        Some("2") => "switched off for everybody; sysctl kernel.io_uring_disabled=0 allows it",
+        Some("2") => "disabled for all users; sysctl kernel.io_uring_disabled=0 allows it",
         Some("1") => {
             "only for privileged users and the group of kernel.io_uring_group; run as root, join \
              the group, or sysctl kernel.io_uring_disabled=0"
@@ -246,7 +246,7 @@ mod tests {
 
     #[test]
     fn the_advice_names_the_setting_that_forbids_io_uring() {
-        assert!(advice(Some("2")).contains("everybody"));
+        assert!(advice(Some("2")).contains("all users"));
         assert!(advice(Some("1")).contains("io_uring_group"));
         assert!(advice(None).contains("CONFIG_IO_URING"));
     }

@@ -79,7 +79,12 @@ fn processors(probe: &Probe, ours: usize) -> Check {
                 1 => "no disk polls (--poll-us auto), as this domain has one processor",
                 _ => "disks poll (--poll-us auto) by what they see of this domain's processors",
             };
-            return check(name, State::Warn, format!("Xen does not tell the host's: {why}"), means);
+            return check(
+                name,
+                State::Warn,
+                format!("Xen does not report the host's processors: {why}"),
+                means,
+            );
         }
     };
     let idle = f64::from(now.idle_milli(before, APART.as_nanos() as u64)) / 1000.0;

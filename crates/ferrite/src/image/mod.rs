@@ -264,7 +264,7 @@ fn check(tools: &ImageTools<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), 
         }
         Verdict::Unsupported => {
             let help = "use the program that made it, or convert it with that".into();
-            let why = "it has something that is not supported here";
+            let why = "it has features that are not supported here";
             (Code::NOT_CHECKED, format!("cannot check {image}"), why, help)
         }
         Verdict::Refused => {
@@ -276,10 +276,10 @@ fn check(tools: &ImageTools<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), 
         }
         Verdict::Damaged => {
             let help = match is_of_chain {
-                true => "what to do is said with what was found".into(),
+                true => "the findings name the next steps".into(),
                 false => format!("ferrite image repair {image} shows what can be mended"),
             };
-            let why = "it does not read what it should";
+            let why = "parts of it do not read correctly";
             (Code::CORRUPT, format!("{image} is damaged"), why, help)
         }
     };
@@ -329,7 +329,7 @@ pub(crate) fn state_dir(needed: bool) -> Result<Option<PathBuf>, Failure> {
     match made.and_then(|()| path.read_dir()) {
         Ok(_) => Ok(Some(path.to_owned())),
         Err(e) if needed && path.parent().is_some_and(Path::exists) => {
-            let help = "run it as root, who serves disks";
+            let help = "run it as root, as disks are served";
             Err(Failure::new(format!("cannot read {STATE_DIR}"), e, help))
         }
         Err(e) => {

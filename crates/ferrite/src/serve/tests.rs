@@ -295,7 +295,7 @@ fn the_same_disk_or_image_twice_is_refused_before_anything_is_opened() {
     let locked = File::open(&a).unwrap();
     locked.lock().unwrap();
     for (words, why) in [
-        ("a.img --xen 1/xvda b.img --xen 1/51712", "cannot serve 1/51712: it is there twice"),
+        ("a.img --xen 1/xvda b.img --xen 1/51712", "cannot serve 1/51712: it is named twice"),
         ("a.img --xen 1/xvda a.img --xen 1/xvdb", "as 1/51728: 1/51712 has the same image"),
         ("a.img --xen 1/xvda link --xen 2/xvda", "has the same image"),
         ("b.img --xen 1/xvdb name --read-only --xen 1/xvda a.img --xen 2/xvda", "the same image"),

@@ -23,7 +23,7 @@ pub(super) fn compare(disks: &[&ServeArgs]) -> Result<(), Failure> {
         if before.iter().any(|other| other.xen == disk.xen) {
             let what = format!("cannot serve {}", disk.xen);
             let help = "give each IMAGE a --xen of its own";
-            return Err(Failure::new(what, "it is there twice", help).with_code(Code::USAGE));
+            return Err(Failure::new(what, "it is named twice", help).with_code(Code::USAGE));
         }
         let Some(file) = file(disk) else { continue };
         // Read-only disks may share an image.
@@ -70,7 +70,7 @@ pub(super) fn serve(
     let what = format!("{} of {} disks ended with a failure", failed.len(), disks.len());
     let names: Vec<_> = disks.iter().zip(&ends).filter(|(_, end)| end.is_some()).collect();
     let names: Vec<_> = names.iter().map(|(disk, _)| disk.xen.to_string()).collect();
-    let help = "what to do about each stands above";
+    let help = "the messages above tell what to do for each";
     Err(Failure::new(what, names.join(", "), help).with_code(if same {
         *code
     } else {

@@ -120,7 +120,7 @@ fn is_gone(e: &io::Error) -> bool {
 fn end_of(reply: Reply) -> Result<Value, Failure> {
     let nonsense = || {
         let help = "look at the log of the process that serves the store";
-        Failure::new("cannot work on the store", "its owner answers what makes no sense", help)
+        Failure::new("cannot work on the store", "its owner sent an invalid answer", help)
     };
     match reply {
         Reply::Done(answer) if is_plain(&answer) => Ok(answer),
@@ -146,7 +146,7 @@ fn lost(store: &Path, asked: &Ask, why: impl std::fmt::Display) -> Failure {
     let store = store.display();
     match asked {
         Ask::Change { .. } => {
-            let what = format!("cannot say whether that was done with store {store}");
+            let what = format!("cannot tell whether the change of store {store} was made");
             let help = format!(
                 "ferrite store list {store} shows it; then run the same command again if it was not"
             );
@@ -199,7 +199,7 @@ mod tests {
         let done = |text: &str| asked(&[json!("begun"), json!({ "done": [{ "name": text }] })]);
         assert!(done("a name").is_ok());
         for bad in ["\u{1b}[31m", "a\nb", "\u{9b}"] {
-            assert!(done(bad).unwrap_err().why.contains("makes no sense"), "{bad:?}");
+            assert!(done(bad).unwrap_err().why.contains("invalid answer"), "{bad:?}");
         }
         for bad in [json!("begun"), json!("not-open"), json!({ "frob": 1 }), json!(7)] {
             asked(&[json!("begun"), bad]).unwrap_err();

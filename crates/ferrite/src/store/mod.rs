@@ -127,15 +127,15 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
         StoreCommand::Check(it) => {
             let how = of_contents(it.deep, it.rate);
             let what = Ask::Check { deep: it.deep, rate: it.rate };
-            let help = "ferrite store scrub keeps writes from finding what is damaged; then take what is \
-                        named from a backup; what is not named reads what it should";
+            let help = "ferrite store scrub keeps writes from sharing damaged blocks; then restore the named \
+                        parts from a backup; all other parts read correctly";
             check(out, &it.store, help, |store| {
                 here_or_there(out, store, &what, || tools.check_store(store, how))
             })
         }
         StoreCommand::Scrub(it) => {
             let what = Ask::Scrub { rate: it.rate };
-            let help = "take what is named from a backup; what is not named reads what it should";
+            let help = "restore the named parts from a backup; all other parts read correctly";
             check(out, &it.store, help, |store| {
                 here_or_there(out, store, &what, || tools.scrub_store(store, it.rate))
             })
@@ -196,8 +196,8 @@ fn of_store(arg: &StoreArg) -> Result<StoreName, Failure> {
     match &name.volume {
         None => Ok(name),
         Some(_) => {
-            let why = "it names a volume, and this command is about the whole store";
-            let help = "leave # and what is behind it out; a # of the store's own path needs another one at the end";
+            let why = "it names a volume, and this command needs a whole store";
+            let help = "leave out # and the volume's name; if the store's own path has a #, add another # at the end";
             Err(Failure::new(format!("cannot use {name}"), why, help).with_code(Code::USAGE))
         }
     }
@@ -284,13 +284,13 @@ fn check(
     match checked.verdict() {
         Verdict::InOrder | Verdict::Leaks => Ok(()),
         Verdict::Unsupported | Verdict::Refused => {
-            let why = "it has something that this version does not know";
-            let help = "use the version of this program that has used it";
+            let why = "it has features that this version does not support";
+            let help = "use the version of this program that has written to it";
             let failure = Failure::new(format!("cannot check {path}"), why, help);
             Err(failure.with_code(Code::NOT_CHECKED))
         }
         Verdict::Damaged => {
-            let why = "it does not read what it should";
+            let why = "parts of it do not read correctly";
             Err(Failure::new(format!("{path} is damaged"), why, help).with_code(Code::CORRUPT))
         }
     }

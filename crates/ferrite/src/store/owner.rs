@@ -71,7 +71,7 @@ impl Place {
         let place = |(key, store): (StoreKey, PathBuf)| {
             let made = Place::make(key).map_err(|e| {
                 tracing::warn!(
-                    "no socket for commands on store {}: {e}; they are told that it is in use",
+                    "no socket for commands on store {}: {e}; they will find it in use",
                     store.display()
                 );
             });
@@ -325,7 +325,7 @@ fn carry_out(
 
 fn not_understood(why: &str) -> Reply {
     let help = "the store is served by another version of this program: use that";
-    Failure::new("cannot understand what is asked", why, help).into()
+    Failure::new("cannot understand the question", why, help).into()
 }
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ pub(super) fn done(done: &VolumeDone) -> String {
         "cloned" => format!("{path}#{name}: clone of {origin}, {size}\n"),
         "rolled-back" => format!("{path}#{name}: rolled back, {size} now\n"),
         _ => format!(
-            "{path}#{name} of {size} is deleted; gc frees what nothing else in the store has\n"
+            "{path}#{name} of {size} is deleted; gc frees blocks that no other volume references\n"
         ),
     }
 }

@@ -93,7 +93,7 @@ pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
 fn begin(disk: AssignedDisk, start: Start, shared: &Arc<Shared>) {
     let Some(args) = told_by(&disk.arguments) else {
         // The keeper sees the end of the connection, and reports it.
-        return tracing::error!("a disk's arguments make no sense: this is a bug in ferrite");
+        return tracing::error!("a disk's arguments are invalid: this is a bug in ferrite");
     };
     let DiskId { domid, devid } = disk_id(&args);
     let shared = shared.clone();

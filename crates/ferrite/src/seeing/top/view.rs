@@ -13,7 +13,7 @@ use super::Wish;
 use crate::plain::one_line;
 use crate::seeing::table::{COLUMNS, NAME_WIDTH};
 
-const KEYS: &str = "q ends  < > sort by  r turns the order  arrows scroll";
+const KEYS: &str = "q ends  < > sort by  r reverses the order  arrows scroll";
 
 /// The disks, and how they are shown.
 pub(super) struct View {

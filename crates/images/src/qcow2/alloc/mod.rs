@@ -17,7 +17,7 @@
 //!     |                                                                        v
 //!     +---- quarantined <------------------ due <------------------------- leaving
 //!   the count of 0 is durable,       no entry on                      the entry on the
-//!   and nobody uses the place        the medium refers                medium still refers
+//!   and the place is not used        the medium refers                medium still refers
 //!   any more (`epochs`)              to it                            to it
 //! ```
 //! Each step is a method of that name, most of them of `Clusters`:
