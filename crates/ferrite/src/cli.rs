@@ -75,13 +75,13 @@ pub(crate) enum Command {
     /// Serve disks of one store for their keeper, for as long as that lives.
     #[command(hide = true)]
     StoreWorker(StoreWorkerArgs),
-    /// Give one disk to programs of this host, in the foreground, until a signal comes.
+    /// Export one disk to programs on this host, in the foreground, until a signal comes.
     Export(ExportArgs),
     /// Show what this kernel and Xen offer, what would be used, and why.
     Doctor(DoctorArgs),
     /// Make, inspect, copy, merge and repair disk images that are not in use.
     Image(ImageArgs),
-    /// Make, look at and check stores, which hold equal blocks once, and their volumes.
+    /// Make, inspect and check stores, which hold equal blocks once, and their volumes.
     Store(StoreArgs),
     /// Show statistics of disks: requests, data and latencies, one line per disk.
     Stat(StatArgs),
@@ -168,8 +168,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=6400))]
     pub(crate) cpu: Option<u32>,
 
-    /// What happens to a write when the storage has no space: error: it fails; wait: it waits for space, without an
-    /// answer.
+    /// If the storage has no space for a write: fail it (error), or answer it when there is space (wait).
     #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error)]
     pub(crate) on_full: OnFull,
 
@@ -364,8 +363,7 @@ pub(crate) struct NbdArgs {
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) clients: u32,
 
-    /// What happens to a write when the storage has no space: error: it fails; wait: it waits for space, without an
-    /// answer.
+    /// If the storage has no space for a write: fail it (error), or answer it when there is space (wait).
     #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error)]
     pub(crate) on_full: OnFull,
 

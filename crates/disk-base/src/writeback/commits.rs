@@ -1,8 +1,8 @@
 //! Shared commits: one runs at a time, for all flushes that wait for it.
 //!
 //! A flush is answered by a commit that began after the flush had come: all earlier writes were dirty then. So flushes
-//! that come while a commit runs wait for the next one, which serves all of them: 16 at once cost two commits, and not
-//! 16. The present commit cannot serve them, since it may lack writes from just before they came.
+//! that come while a commit runs wait for the next one, which serves all of them: instead of 16 commits, 16 concurrent
+//! flushes cost two. The present commit cannot serve them, since it may lack writes from just before they came.
 //!
 //! Commits are numbered as they begin ([`Turns`]). A waiter gets the lock in the order of arrival. Then either a commit
 //! of a sufficient number has ended, or the waiter makes one. All waiters of a failed commit get its error. A commit

@@ -47,7 +47,7 @@ pub(crate) struct ImageArgs {
 pub(crate) enum ImageCommand {
     /// Make an empty image, thin unless --fixed says otherwise, or one on a parent.
     Create(CreateArgs),
-    /// Show what an image and its parents say about themselves.
+    /// Show the properties of an image and its parents.
     Info(OneArgs),
     /// Keep the present state of a disk: its file becomes PARENT, read-only, and a new child takes its name. Takes no
     /// time, copies nothing.

@@ -80,7 +80,7 @@ impl<'a> Entries<'a> {
         Entries { raw, header, file_bytes, index: 0, at, piece_at: 0, piece: Vec::new() }
     }
 
-    /// The byte behind the last entry that was read.
+    /// The offset after the last entry that was read.
     pub(in crate::qcow2) fn end(&self) -> u64 {
         self.at
     }

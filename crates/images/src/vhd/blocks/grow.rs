@@ -96,7 +96,7 @@ impl Blocks {
         };
         if !cut {
             // This overwrites the footer: until `close` writes it again, the copy at 0 serves. The
-            // table on disk names nothing behind this point, so nothing can be lost.
+            // table on disk names nothing past this point, so nothing can be lost.
             self.mend_copy(port).await?;
             write_bytes(port, port.files[0], &[(from, &[0; SECTOR as usize])]).await?;
             self.sync(port).await?;
