@@ -65,7 +65,7 @@ fn domains_are_made_when_they_are_named() {
     assert!(text.contains("of its domain"), "{text}");
     // The keys differ.
     let bytes = fs::read(place.path("s")).unwrap();
-    // Number 1 is the same in all stores, so that any command finds the domain.
+    // All stores have the domain `default`, so that any command finds a domain.
     place.store_ok(&["create", "t", "--size", "32M"]);
     let fresh = json(&place.store_ok(&["info", "t", "--json"]));
     assert_eq!(fresh["domains"], serde_json::json!(["default"]));

@@ -301,7 +301,7 @@ impl Host {
         Ok(())
     }
 
-    /// Waits for that time; fails if anything ends before.
+    /// Waits for that time; fails if a guest or a backend fails before.
     pub(crate) fn watch(&mut self, until_ns: u64) -> Result<(), Failure> {
         self.wait(until_ns, |host, left| {
             host.progress.show(&format!("measuring, {} s left", left.as_secs() + 1));
