@@ -19,14 +19,14 @@ use std::time::Instant;
 /// Options of `cargo xtask test`.
 #[derive(clap::Args)]
 pub(crate) struct TestArguments {
-    /// Everything but the tests on a real Xen host.
+    /// Run everything but the tests on a real Xen host.
     #[arg(long, conflicts_with = "xen")]
     fast: bool,
-    /// Only the tests on a real Xen host, and all of them, those of the night too; with a value,
-    /// those whose name contains it or one of its parts between commas.
+    /// Run only the tests on a real Xen host: all of them, including the nightly ones; with a value, those whose name
+    /// contains it or one of its parts between commas.
     #[arg(long, value_name = "FILTER", num_args = 0..=1)]
     xen: Option<Option<String>>,
-    /// Shows the names of the Xen tests.
+    /// List the names of the Xen tests.
     #[arg(long)]
     list: bool,
     /// Xen hosts to run at the same time; each keeps one processor busy. Default: up to two.
@@ -41,14 +41,13 @@ pub(crate) struct TestArguments {
     /// The mover of every `ferrite serve` of the Xen tests: copy, map or persistent.
     #[arg(long, value_name = "MOVER")]
     mover: Option<String>,
-    /// Whether every `ferrite serve` of the Xen tests has own grants. The tests of these grants are not among those
-    /// that can be run without.
+    /// Whether every `ferrite serve` of the Xen tests has own grants. The tests of own grants cannot be run without.
     #[arg(long, value_name = "true|false", action = clap::ArgAction::Set)]
     own_grants: Option<bool>,
-    /// Debian release that the Xen host is made of: trixie or bookworm.
+    /// The Debian release of the Xen host: trixie or bookworm.
     #[arg(long, default_value = "trixie")]
     suite: String,
-    /// Fail when the checks have taken so many minutes, and print their times until then.
+    /// Fail after so many minutes, and print the times of the checks until then.
     #[arg(long, value_name = "MINUTES")]
     limit: Option<u64>,
 }
@@ -57,12 +56,12 @@ pub(crate) struct TestArguments {
 enum BackendArgument {
     /// This project.
     Ferrite,
-    /// The kernel's, as the measure of the tests themselves.
+    /// The kernel's backend, to validate the tests themselves.
     Blkback,
 }
 
-/// The package that hosts install, with the program that the tests of the workspace use, and the tests of the
-/// hypervisor's and the store's interfaces, which need a dom0 but no guest.
+/// The package for hosts with the program of the workspace's tests, and the tests of the hypervisor's and the store's
+/// interfaces, which need a dom0 but no guest.
 fn programs_of_the_host() -> Result<Vec<Program>> {
     let programs = step("build the programs of the Xen host", || Programs::build(&[]))?;
     let package = pack(&programs.binary("ferrite", "ferrite")?)?;
@@ -70,15 +69,15 @@ fn programs_of_the_host() -> Result<Vec<Program>> {
     Ok(vec![package, on_xen])
 }
 
-/// The package that hosts install, with the program as tests run it.
+/// Builds the package for hosts, with the program as tests run it.
 pub(crate) fn build_package() -> Result<Program> {
     pack(&step("build ferrite", Programs::build_ferrite)?)
 }
 
-/// The package that hosts install, with this program in it.
+/// Builds the package for hosts with this program.
 fn pack(program: &Path) -> Result<Program> {
     step("pack", || {
-        // Each boot copies it twice: without the compiler's notes it is a third as large.
+        // Each boot copies it twice: without debug information it has a third of the size.
         let stripped = steps::target_dir().join("ferrite-stripped");
         let mut strip = Command::new("strip");
         run_logged(strip.arg("-o").arg(&stripped).arg(program), &fresh_log("strip")?)?;
@@ -87,7 +86,7 @@ fn pack(program: &Path) -> Result<Program> {
     })
 }
 
-/// Runs the checks that were asked for and prints the summary.
+/// Runs the selected checks and prints the summary.
 pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
     if arguments.list {
         for case in xentests::all() {
@@ -114,7 +113,7 @@ pub(crate) fn test(arguments: &TestArguments) -> Result<ExitCode> {
     let suite = Suite::by_name(&arguments.suite)?;
     let mut outcomes = Vec::new();
     std::thread::scope(|scope| {
-        // Downloading and unpacking fit beside the compiler.
+        // Downloading and unpacking run concurrently with the compiler.
         let root = with_xen.then(|| scope.spawn(move || root::ensure(suite)));
         if with_rest {
             outcomes.extend(fast_checks::run());

@@ -1,13 +1,13 @@
-//! All that the code cites is in the repository: each page exists, and each number on it.
+//! Checks citations in the code: each cited page exists, and each number on it.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Where pages are that a comment may name by their file names.
+/// The folders of pages that a comment may name by their file names.
 const FOLDERS: [&str; 3] = ["", "docs", "docs/internals"];
 
-/// Where the citing code is.
+/// The folders of the citing code.
 const CODE: [&str; 3] = ["crates", "xtask/src", "fuzz"];
 
 fn top() -> PathBuf {
@@ -40,7 +40,7 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// A file's comments as running text: a citation may go on in the next line.
+/// A file's comments as running text: a citation may continue on the next line.
 fn comments(code: &str) -> String {
     let mut text = String::new();
     for line in code.lines() {
@@ -55,13 +55,13 @@ fn comments(code: &str) -> String {
     text
 }
 
-/// Each page that a text names, and what follows the name.
+/// Each page that a text names, and the text after the name.
 fn citations(text: &str) -> Vec<(&str, &str)> {
     let is_name = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
     let cite = |(at, _): (usize, &str)| {
         let begin = text[..at].rfind(|c| !is_name(c)).map_or(0, |i| i + 1);
         let rest = &text[at + 3..];
-        // What the tasks write is no page.
+        // Files that tasks write are not pages.
         let is_made = text[..begin].ends_with("target/bench/");
         let is_whole = begin < at && !rest.starts_with(is_name) && !is_made;
         is_whole.then_some((&text[begin..at + 3], rest))
@@ -69,7 +69,7 @@ fn citations(text: &str) -> Vec<(&str, &str)> {
     text.match_indices(".md").filter_map(cite).collect()
 }
 
-/// The numbers at the begin of a text, joined by commas, `and` or `to`, and what comes after them.
+/// The numbers at the beginning of a text, joined by commas, `and` or `to`, and the rest.
 fn numbers<'a>(mut text: &'a str, prefix: &str) -> (Vec<&'a str>, &'a str) {
     let mut found = Vec::new();
     loop {

@@ -1,5 +1,6 @@
-//! `cargo xtask demo`: on a real Xen host xl attaches a disk that the daemon serves to a Linux guest. The process that
-//! serves it is killed in mid-write; all data is as written. `--all` adds the other kinds of guests, a migration, a clone.
+//! `cargo xtask demo`: on a real Xen host xl attaches a disk that the daemon serves to a Linux guest. The serving
+//! process is killed during writes; all data is as written. `--all` adds the other kinds of guests, a migration, a
+//! clone.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -20,7 +21,7 @@ use crate::xentests::Bench;
 use crate::xentests::guests::{begin_verifying, migrate, stop_verifying};
 use crate::{checks, needs};
 
-/// The store of the guests that share, with one volume.
+/// The store of the guests that share data, with one volume.
 const STORE: &str = "/lab/demo.store";
 
 /// Limit of a command in the guest, in seconds; an emulated host can be slow.
@@ -44,7 +45,7 @@ pub(crate) struct DemoArguments {
     all: bool,
 }
 
-/// What the demonstration is about to show.
+/// The text before the demonstration.
 const FIRST: &str = "\
 This demonstration shows that a Linux guest loses nothing when the process that serves its disk is killed:
   1. QEMU emulates a Xen host on this machine: the hypervisor, domain 0 with Ferrite's package, xl.
@@ -52,13 +53,13 @@ This demonstration shows that a Linux guest loses nothing when the process that 
   3. The guest makes an ext4 and writes files with checksums. In the middle of it the disk's worker is killed.
   4. The guest reads all files back from the disk, and both the file system and the image are checked.";
 
-/// What `--all` shows beyond it.
+/// The additional text for `--all`.
 const MORE: &str = "\
   5. A PVH guest on a qcow2 migrates to this same host while it writes and verifies.
   6. The disk of a running guest, a volume of a store, is cloned; the clone boots a guest of its own.
   7. An HVM guest boots from a raw image by its firmware, and its worker is killed.";
 
-/// Runs the demonstration; its last line says PASS or FAIL.
+/// Runs the demonstration; its last line is PASS or FAIL.
 pub(crate) fn run(arguments: &DemoArguments) -> Result<ExitCode> {
     println!("{FIRST}");
     if arguments.all {
@@ -145,7 +146,7 @@ fn paravirtual(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     shown.timed("partition, make ext4", || make_file_system(bench, &mut guest))?;
     let written = shown.timed("write, with the worker killed", || {
         let job = guest.begin(bench.xenhost, WRITE, LIMIT_S)?;
-        // Not all is written then: the sums come last.
+        // At this point only some files are written: the checksums are the last.
         let some = "until [ -e /mnt/file3 ]; do sleep 0.1; done; [ ! -e /tmp/sums ]";
         guest.sh(bench.xenhost, some, LIMIT_S)?;
         disk.kill_worker(bench.xenhost)?;
@@ -188,7 +189,7 @@ fn migrated(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     end(bench, &mut guest, image)
 }
 
-/// The disk of a guest is cloned. The clone boots a guest of its own, and both go on from what there was.
+/// Clones the disk of a guest. The clone boots another guest, and both continue from the same state.
 fn cloned(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     let create = format!(
         "rm -f {STORE}; ferrite store create {STORE} --size 2G && ferrite store create {STORE}#web 256M"
@@ -207,7 +208,7 @@ fn cloned(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     copy.sh(bench.xenhost, "load-ext4 && mount /dev/xvda1 /mnt && cp /mnt/sums /tmp", LIMIT_S)?;
     disk.kill_worker(bench.xenhost)?;
     for guest in [&mut web, &mut copy] {
-        // What one writes the other one does not read.
+        // Neither guest reads the other's writes.
         let own = "hostname >/mnt/own && cat /proc/sys/kernel/random/uuid >>/mnt/own && \
                    sha256sum /mnt/own >/tmp/own && sync";
         guest.sh(bench.xenhost, own, LIMIT_S)?;
@@ -236,7 +237,7 @@ fn cloned(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     end_with(bench, &mut copy, &format!("ferrite store check --deep {STORE}"))
 }
 
-/// What the volumes of the store have, and what that takes, in bytes.
+/// The bytes of the store's volumes, and the space that they take.
 fn space(bench: &mut Bench<'_>) -> Result<(u64, u64)> {
     let stats = bench.xenhost.sh(&format!("ferrite store stats --json {STORE}"))?;
     let stats: Value = serde_json::from_str(&stats).with_context(|| format!("odd: {stats}"))?;
@@ -244,7 +245,7 @@ fn space(bench: &mut Bench<'_>) -> Result<(u64, u64)> {
     Ok((of("mapped_bytes")?, of("stored_bytes")?))
 }
 
-/// An HVM guest boots from its raw image by QEMU, and goes on by its rings.
+/// An HVM guest boots from its raw image by QEMU, and then uses its rings.
 fn with_firmware(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     let (image, options) = ("/lab/demo.raw", GuestOptions::hvm());
     bootdisk::write(bench.xenhost, &options, image, 256)?;
@@ -263,7 +264,7 @@ fn with_firmware(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     end(bench, &mut guest, image)
 }
 
-/// A guest that has booted, with the disk that xl attaches.
+/// Starts a guest with the disk that xl attaches.
 fn start(
     bench: &mut Bench<'_>,
     options: &GuestOptions,
@@ -273,12 +274,12 @@ fn start(
     bench.guest_of_words(options, image, words, |_, _| Ok(()))
 }
 
-/// The guest has nothing to complain of, and neither has who checks its image.
+/// Checks that neither the guest nor a check of its image reports an error.
 fn end(bench: &mut Bench<'_>, guest: &mut Guest, image: &str) -> Result<()> {
     end_with(bench, guest, &format!("ferrite image check {image}"))
 }
 
-/// The same, with that for a check.
+/// Checks that with this command.
 fn end_with(bench: &mut Bench<'_>, guest: &mut Guest, check: &str) -> Result<()> {
     guest.check_blkfront(bench.xenhost)?;
     guest.destroy(bench.xenhost)?;

@@ -1,7 +1,7 @@
-//! `cargo xtask dist`: what is installed on a host, as a tar and as a Debian package.
+//! `cargo xtask dist`: the files for a host, as a tar and as a Debian package.
 //!
-//! The package is written with dpkg-deb, which is wherever Debian packages are made. cargo-deb would
-//! be built first, takes as many lines of description, and calls the same layout.
+//! The package is written with dpkg-deb, which every Debian machine has. cargo-deb would have to be built first, needs
+//! as many lines of description, and makes the same layout.
 
 use crate::libc_free;
 use crate::needs;
@@ -24,7 +24,7 @@ pub(crate) struct DistArguments {
     is_static: bool,
 }
 
-/// The pages of the documentation that hosts get, with all that these name.
+/// The pages of the documentation that hosts get. Links of these lead only to pages of this list.
 const PAGES: [&str; 21] = [
     "operations.md",
     "watching.md",
@@ -62,7 +62,7 @@ pub(crate) fn dist(arguments: &DistArguments) -> Result<()> {
     Ok(())
 }
 
-/// Makes and tries the packages whose program is linked statically.
+/// Makes and tests the packages with a statically linked program.
 pub(crate) fn check_static() -> Result<()> {
     make(true, "dist-static", Squeeze::Little).map(drop)
 }
@@ -76,7 +76,7 @@ fn make(is_static: bool, folder: &str, squeeze: Squeeze) -> Result<Made> {
 }
 
 fn build(is_static: bool) -> Result<PathBuf> {
-    // Hosts have processors of all ages.
+    // Hosts may have old processors.
     let flags = "-C target-cpu=x86-64";
     let mut folder = steps::target_dir().join("lab-build");
     let mut build = if is_static {
@@ -96,14 +96,14 @@ fn build(is_static: bool) -> Result<PathBuf> {
     Ok(folder.join("release/ferrite"))
 }
 
-/// Packs the program that the tests have built, and tries the package.
+/// Packs the program of the tests, and tests the package.
 pub(crate) fn check() -> Result<()> {
     packages::ensure(&[needs::DIST])?;
     let program = Programs::build(&[])?.binary("ferrite", "ferrite")?;
     try_out(&pack(&program, &steps::target_dir().join("dist-check"), Squeeze::Little)?, false)
 }
 
-/// Unpacks the package and has its program start and work on images.
+/// Unpacks the package and runs its program.
 fn try_out(made: &Made, is_static: bool) -> Result<()> {
     let log = fresh_log("dist-try")?;
     let folder = made.deb.with_file_name("unpacked");
@@ -144,8 +144,7 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
     Ok(())
 }
 
-/// Has systemd look at the units, where there is one: it names keys that it does not know, and programs
-/// that are not there.
+/// Has systemd verify the units, if it is installed: it reports unknown keys and missing programs.
 fn verify_units(root: &Path, log: &Path) -> Result<()> {
     if Command::new("systemd-analyze").arg("--version").output().is_err() {
         return Ok(());
@@ -153,7 +152,7 @@ fn verify_units(root: &Path, log: &Path) -> Result<()> {
     for unit in ["ferrite.service", "ferrite@.service"] {
         let path = root.join("usr/lib/systemd/system").join(unit);
         let text = fs::read_to_string(&path)?;
-        // Installed nowhere, the program is where it was unpacked; other units are not asked for.
+        // The program is not installed, so it is used from where it was unpacked; other units are not checked.
         let program = root.join("usr/bin/ferrite");
         let text = text.replace("/usr/bin/ferrite", &program.display().to_string());
         let text = text.lines().filter(|line| !line.starts_with("Documentation="));
@@ -167,7 +166,7 @@ fn verify_units(root: &Path, log: &Path) -> Result<()> {
     Ok(())
 }
 
-/// How hard to compress: what is tried and thrown away need not be small.
+/// The compression level: a package for a test need not be small.
 #[derive(Clone, Copy)]
 pub(crate) enum Squeeze {
     Little,
@@ -184,7 +183,7 @@ impl Squeeze {
     }
 }
 
-/// Puts everything in its place below a folder, and packs that.
+/// Puts all files in their places below a folder, and packs that.
 pub(crate) fn pack(program: &Path, to: &Path, squeeze: Squeeze) -> Result<Made> {
     let log = fresh_log("dist")?;
     let _ = fs::remove_dir_all(to);
@@ -206,7 +205,7 @@ pub(crate) fn pack(program: &Path, to: &Path, squeeze: Squeeze) -> Result<Made> 
     Ok(Made { tar, deb })
 }
 
-/// The files as they are installed.
+/// The files in their installed places.
 fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> {
     let put = |from: &Path, path: &str, mode: u32| -> Result<()> {
         let to = root.join(path);
@@ -217,7 +216,7 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     };
     let ours = |name: &str| steps::repository().join("dist").join(name);
     put(program, "usr/bin/ferrite", 0o755)?;
-    // tapdisk's own is in sbin. xl's scripts look into this folder first.
+    // tapdisk's own is in sbin. xl's scripts search this folder first.
     std::os::unix::fs::symlink("ferrite", root.join("usr/bin/tap-ctl"))?;
     put(&ours("ferrite@.service"), "usr/lib/systemd/system/ferrite@.service", 0o644)?;
     put(&ours("ferrite.service"), "usr/lib/systemd/system/ferrite.service", 0o644)?;
@@ -250,7 +249,7 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     Ok(())
 }
 
-/// The files for dpkg, beside those of the package.
+/// The files for dpkg, besides those of the package.
 fn control(program: &Path, root: &Path) -> Result<()> {
     let folder = root.join("DEBIAN");
     fs::create_dir_all(&folder)?;
@@ -272,8 +271,8 @@ fn control(program: &Path, root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The libraries that a program needs, as Debian calls them, from what readelf says of it; none if
-/// it is linked statically.
+/// The libraries that a program needs, by their Debian names, from the output of readelf; none if it is linked
+/// statically.
 fn needs(dynamic: &str) -> Option<String> {
     dynamic.contains("(NEEDED)").then(|| {
         let versions = dynamic.split("Name: GLIBC_").skip(1).filter_map(|rest| {
@@ -290,7 +289,7 @@ fn needs(dynamic: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// But for the journal, which is not for hosts.
+    /// Except the journal, which is not for hosts.
     #[test]
     fn every_page_that_a_packaged_one_names_is_packaged() {
         let docs = steps::repository().join("docs");

@@ -1,5 +1,4 @@
-//! The commands that the documentation shows, taken from it, so that what is tested is what is
-//! printed.
+//! The commands of the documentation, extracted from it, so that the printed commands are tested.
 
 /// A page of the documentation.
 pub(crate) struct Page(&'static str);
@@ -63,7 +62,7 @@ mod tests {
         targets.filter_map(|rest| rest.split(')').next()).collect()
     }
 
-    /// The anchors of all headings in a text, as sites that show Markdown make them.
+    /// The anchors of all headings in a text, as on sites that show Markdown.
     fn anchors(text: &str) -> Vec<String> {
         let prose = text.split("```").step_by(2);
         let headings = prose.flat_map(str::lines).filter(|line| line.starts_with('#'));
@@ -134,7 +133,7 @@ mod tests {
         let line = line.expect("the README attaches a disk to a guest g");
         let (words, image) = line.split_once("qcow2:").expect("a qcow2 image");
         assert!(blocks[0].contains(&format!("ferrite image create {image} ")), "{blocks:?}");
-        // What may differ: the guest's name for the disk.
+        // The guest's name for the disk may differ.
         let words = words.replace("vdev=xvdb", "vdev=xvda");
         let manual = include_str!("../../docs/operations.md");
         assert!(manual.contains(&format!("\"{words}qcow2:/srv/")), "{words}");

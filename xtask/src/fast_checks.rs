@@ -15,7 +15,7 @@ use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged};
 /// The licence gate. Built once into the cache, without optimisation: it runs for a second.
 const CARGO_DENY: &str = "0.20.2";
 
-/// The crates of this workspace that are linked into the program that serves.
+/// The crates of this workspace that are linked into the serving program.
 const PRODUCT: [&str; 13] = [
     "ferrite",
     "ferrite-daemon",
@@ -31,14 +31,14 @@ const PRODUCT: [&str; 13] = [
     "ferrite-store",
     "ferrite-xen",
 ];
-/// Those that tasks link: they compile while the product does not.
+/// The crates that tasks link: they compile while the product does not.
 const TOOLS: [&str; 1] = ["ferrite-xenhost"];
 
-/// The backend's tests in which data moves.
+/// The backend's tests that move data.
 pub(crate) const DATA: &[&str] =
     &["served", "exactness", "shapes", "model", "hostile", "limits", "lifecycle", "takeover"];
 
-/// Runs them all, the quickest to fail first.
+/// Runs all checks, the quickest ones first.
 pub(crate) fn run() -> Vec<Outcome> {
     let mut outcomes = vec![
         check("format", || logged("format", cargo().args(["fmt", "--all", "--check"]))),
@@ -83,7 +83,7 @@ fn documentation() -> Result<()> {
     logged("doc", doc.env("RUSTDOCFLAGS", "-Dwarnings"))
 }
 
-/// Every test on io_uring, and those in which data moves on Linux AIO and with the other movers.
+/// Every test on io_uring, and those that move data on Linux AIO and with the other movers.
 fn tests(programs: &Programs) -> Result<()> {
     // The peers were installed: a test that cannot find one fails.
     let uring = |test: &mut Command| {
@@ -108,19 +108,18 @@ fn tests(programs: &Programs) -> Result<()> {
 
 /// Sets the engine of kernels without io_uring. (The tests of `ferrite-io` run on both anyway.)
 pub(crate) fn on_aio(test: &mut Command) {
-    // Part of the time is the kernel's grace period at the end of each context, when no processor is needed.
+    // Part of the time is the kernel's grace period at the end of each context, which needs no processor.
     let threads = (2 * steps::cpus()).to_string();
     test.env("RUST_TEST_THREADS", threads).env("FERRITE_TEST_ENGINE", "aio");
 }
 
-/// The program that serves links none of the worlds and tools that tests and measurements use, and
-/// tasks link nothing of the product.
+/// The serving program links none of the crates for tests and measurements, and tasks link nothing of the product.
 fn product_links_no_tests() -> Result<()> {
     links_only("ferrite", &PRODUCT)?;
     links_only("xtask", &TOOLS)
 }
 
-/// Of this workspace's libraries a package links these, no more and no less.
+/// Checks that a package links exactly these libraries of this workspace.
 fn links_only(package: &str, allowed: &[&str]) -> Result<()> {
     let mut tree = cargo();
     tree.args(["tree", "--locked", "--package", package, "--edges", "normal"]);

@@ -1,4 +1,4 @@
-//! The fuzz targets (`fuzz/`), each in turn for its share of the night.
+//! The fuzz targets (`fuzz/`), each for a share of the nightly run.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -14,13 +14,12 @@ use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged, say, step};
 const CARGO_FUZZ: &str = "0.13.2";
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
 
-/// The most that an input may take (issue: a clear error within a second and 64 MiB; the sanitizer takes
-/// some of the rest).
+/// The limits of an input (issue: a clear error within a second and 64 MiB; the sanitizer takes some of the rest).
 const LIMITS: [&str; 4] =
     ["-timeout=2", "-rss_limit_mb=256", "-malloc_limit_mb=64", "-max_len=131072"];
 
-/// Runs all targets, so many seconds in all on every processor. New inputs are kept in
-/// `target/fuzz/TARGET/corpus`, those that found something in `.../found`.
+/// Runs all targets, so many seconds in total on every processor. New inputs are kept in `target/fuzz/TARGET/corpus`,
+/// failing ones in `.../found`.
 pub(crate) fn nightly(seconds: u64) -> Result<bool> {
     packages::ensure(&[needs::FUZZ])?;
     let build = build()?;
@@ -49,7 +48,7 @@ fn folder() -> PathBuf {
     steps::repository().join("fuzz")
 }
 
-/// The targets' names: of their programs.
+/// The targets' names, which are those of their programs.
 fn targets() -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir(folder().join("fuzz_targets"))? {
@@ -60,8 +59,8 @@ fn targets() -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Builds all targets and gives the folder that they are in. Coverage and the sanitizer are part
-/// of the stable toolchain, but behind flags of the compiler's unstable ones.
+/// Builds all targets; returns their folder. Coverage and the sanitizer are part of the stable toolchain, but need
+/// unstable flags of the compiler.
 fn build() -> Result<PathBuf> {
     let tools = steps::target_dir().join("tools");
     let program = tools.join("bin/cargo-fuzz");
@@ -88,7 +87,7 @@ fn build() -> Result<PathBuf> {
     Ok(out.join(TRIPLE).join("release"))
 }
 
-/// Runs one target; false if it found something.
+/// Runs one target; `false` after a failure.
 fn run(build: &std::path::Path, target: &str, seconds: u64) -> Result<bool> {
     let kept = steps::target_dir().join("fuzz").join(target);
     for dir in ["corpus", "found"] {
@@ -99,7 +98,7 @@ fn run(build: &std::path::Path, target: &str, seconds: u64) -> Result<bool> {
     command.arg(kept.join("corpus")).arg(folder().join("corpus").join(target)).args(LIMITS);
     command.arg(format!("-max_total_time={seconds}")).arg("-print_final_stats=1");
     command.arg(format!("-artifact_prefix={}/", kept.join("found").display()));
-    // Memory kept for inspection would count.
+    // Memory that is kept for inspection would count.
     command.env("ASAN_OPTIONS", "detect_leaks=0:quarantine_size_mb=1");
     say(format!("fuzz {target} for {seconds} s ..."));
     let result = run_logged(&mut command, &log);

@@ -1,7 +1,7 @@
-//! Compiling the program for hosts with any libc: everything is linked into it, for a target of its own.
+//! Compiles the program for hosts with any libc: everything is linked into it, for a separate target.
 //!
-//! rustup brings the library of that target with `rustup target add`. Without it Debian's newest
-//! compiler (the one that its browsers are built with) compiles the library from its source, too.
+//! rustup brings the library of that target with `rustup target add`. Without it Debian's newest compiler (for building
+//! browsers) compiles the library from its source, too.
 
 use crate::needs;
 use anyhow::{Context, Result};
@@ -12,13 +12,13 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The target whose programs need nothing of the host but its kernel.
+/// The target whose programs need only the host's kernel.
 pub(crate) const TARGET: &str = "x86_64-unknown-linux-musl";
 
 /// `cargo build` for the target.
 ///
 /// # Errors
-/// When no compiler for it is there, nor can be installed.
+/// No compiler for it is installed, nor can be.
 pub(crate) fn build(rust_flags: &str) -> Result<Command> {
     let mut build = if has_library()? {
         let mut build = cargo();
@@ -33,15 +33,15 @@ pub(crate) fn build(rust_flags: &str) -> Result<Command> {
     Ok(build)
 }
 
-/// Whether the compiler at hand has its library for the target.
+/// Whether the available compiler has its library for the target.
 fn has_library() -> Result<bool> {
     let sysroot = output(Command::new("rustc").args(["--print", "sysroot"]))?;
     Ok(Path::new(sysroot.trim()).join("lib/rustlib").join(TARGET).join("lib").is_dir())
 }
 
 fn from_source(rust_flags: &str) -> Result<Command> {
-    // LLVM's unwinder is compiled for glibc, but asks only one thing of it alone: how its last words
-    // are printed before it aborts.
+    // LLVM's unwinder is compiled for glibc, but needs only one function that only glibc has: for its message before it
+    // aborts.
     let flags = format!(
         "{rust_flags} -C target-feature=+crt-static -C link-self-contained=no -L native={} \
          -C link-arg=-Wl,--defsym=__fprintf_chk=abort",
@@ -52,14 +52,14 @@ fn from_source(rust_flags: &str) -> Result<Command> {
     // rustup's libraries are not for Debian's compiler.
     build.env_remove("LD_LIBRARY_PATH");
     build.env("RUSTC", needs::DEBIANS_RUSTC).env("RUSTFLAGS", flags);
-    // Building the library is behind a flag of the compiler's unstable ones.
+    // Building the library needs an unstable flag of the compiler.
     build.env("RUSTC_BOOTSTRAP", "1").args(["build", "-Zbuild-std=std"]);
     build.env("CARGO_TARGET_X86_64_UNKNOWN_LINUX_MUSL_LINKER", "musl-gcc");
     Ok(build)
 }
 
-/// A folder with nothing but what the library unwinds the stack with: where it is, there are libraries
-/// that are not for this libc. (GCC's own unwinder needs more of glibc.)
+/// A folder with only the library for unwinding: its own folder also has libraries for another libc. (GCC's own
+/// unwinder needs more of glibc.)
 fn unwinder() -> Result<PathBuf> {
     let folder = steps::target_dir().join("libc-free");
     fs::create_dir_all(&folder)?;

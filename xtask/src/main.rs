@@ -39,48 +39,48 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Shows a real Xen host serving a disk to a Linux guest through the death of the process that serves it.
+    /// Show a real Xen host that serves a disk to a Linux guest, also after the death of the serving process.
     Demo(demo::DemoArguments),
-    /// Runs the tests.
+    /// Run the tests.
     Test(checks::TestArguments),
-    /// Takes lines out of the code, one at a time: a test must notice each.
+    /// Remove lines of the code, one at a time: a test must fail for each.
     Mutants(mutants::MutantsArguments),
-    /// The checks that take hours: all tests on two releases of Xen, mutants, power cuts, fuzz targets and more.
+    /// Run the checks that take hours: all tests on two releases of Xen, mutants, power cuts, fuzz targets and more.
     Nightly(nightly::NightlyArguments),
-    /// Compares Ferrite with other backends and with the bare machine.
+    /// Compare Ferrite with other backends and with the bare machine.
     #[command(disable_help_flag = true)]
     Bench {
         /// `cargo xtask bench --help` lists them.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
     },
-    /// Makes what is installed on a host: a tar and a Debian package.
+    /// Make the packages for hosts: a tar and a Debian package.
     Dist(dist::DistArguments),
-    /// The Xen host: a real Xen host in an emulator.
+    /// Manage the Xen host: a real Xen host in an emulator.
     #[command(subcommand)]
     Xenhost(XenHostTask),
 }
 
 #[derive(Subcommand)]
 enum XenHostTask {
-    /// Builds the Xen host's root image, if it is not there yet.
+    /// Build the Xen host's root image, if it does not exist yet.
     Build {
         /// Debian release: trixie or bookworm.
         #[arg(long, default_value = "trixie")]
         suite: String,
     },
-    /// Boots a host, runs commands in its dom0, and powers off.
+    /// Boot a host, run commands in its dom0, and power off.
     Run {
         /// Debian release: trixie or bookworm.
         #[arg(long, default_value = "trixie")]
         suite: String,
-        /// Starts a guest first.
+        /// Start a guest first.
         #[arg(long)]
         guest: bool,
-        /// Builds ferrite and puts it into the dom0's PATH.
+        /// Build ferrite and put it into dom0's PATH.
         #[arg(long)]
         ferrite: bool,
-        /// Shell commands, each run for itself; `guest: COMMAND` runs in the guest.
+        /// Shell commands, each run separately; `guest: COMMAND` runs in the guest.
         #[arg(required = true)]
         commands: Vec<String>,
         /// Limit for each command, in seconds.
@@ -127,14 +127,14 @@ fn run(task: Task) -> Result<ExitCode> {
 /// Runs the comparison, a program of the lab, which links the product. Tasks link nothing of it.
 fn compare(arguments: &[OsString]) -> Result<ExitCode> {
     let mut run = steps::cargo();
-    // Files that arguments name are where the user is.
+    // File names in arguments are relative to the user's folder.
     run.current_dir(std::env::current_dir()?);
     run.args(["run", "--quiet", "--locked", "--package", "ferrite-lab"]);
     let status = run.args(["--bin", "ferrite-compare", "--"]).args(arguments).status()?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Runs each command in the dom0 or the guest and shows what it printed.
+/// Runs each command in dom0 or the guest and shows its output.
 fn run_commands(
     xenhost: &mut xenhost::XenHost,
     guest: bool,

@@ -2,7 +2,7 @@
 
 use ferrite_xenhost::packages::Need;
 
-/// The commands that the tests outside the Xen host take.
+/// The commands for the tests outside the Xen host.
 pub(crate) const CHECKS: &[Need] = &[
     ("chromium", "chromium"),
     ("curl", "curl"),
@@ -18,14 +18,14 @@ pub(crate) const CHECKS: &[Need] = &[
     ("/usr/lib/python3/dist-packages/prometheus_client/__init__.py", "python3-prometheus-client"),
 ];
 
-/// The command that vhdimount mounts with for a user who is not root. The package has it under both
-/// its names, that of FUSE 2 (libvhdi in bookworm) and that of FUSE 3.
+/// The command with which vhdimount mounts for a user other than root. The package has it under both its names, that of
+/// FUSE 2 (libvhdi in bookworm) and that of FUSE 3.
 pub(crate) const MOUNTS: &[Need] = &[("fusermount", "fuse3"), ("fusermount3", "fuse3")];
 
-/// The commands that building the fuzz targets takes.
+/// The commands for building the fuzz targets.
 pub(crate) const FUZZ: &[Need] = &[("cc", "gcc"), ("c++", "g++")];
 
-/// The commands that packing takes.
+/// The commands for packing.
 pub(crate) const DIST: &[Need] = &[
     ("dpkg-deb", "dpkg"),
     ("tar", "tar"),
@@ -34,14 +34,14 @@ pub(crate) const DIST: &[Need] = &[
     ("readelf", "binutils"),
 ];
 
-/// Debian's newest compiler, whatever else is in PATH.
+/// Debian's newest compiler, independent of PATH.
 pub(crate) const DEBIANS_CARGO: &str = "/usr/bin/cargo";
 pub(crate) const DEBIANS_RUSTC: &str = "/usr/bin/rustc";
 
 /// LLVM's unwinder.
 pub(crate) const UNWINDER: &str = "/usr/lib/llvm-19/lib/libunwind.a";
 
-/// The files that compiling for any libc takes where the compiler at hand cannot.
+/// The packages for compiling for any libc if the available compiler cannot.
 pub(crate) const LIBC_FREE: &[Need] = &[
     (DEBIANS_CARGO, "cargo-web"),
     (DEBIANS_RUSTC, "rustc-web"),

@@ -1,4 +1,4 @@
-//! The checks of the night that need no Xen host and take no share of a fixed time.
+//! The nightly checks without a Xen host and without a share of a fixed time.
 
 use std::process::Command;
 
@@ -8,18 +8,18 @@ use crate::fast_checks::{logged, on_aio};
 use crate::programs::{Programs, run_each};
 use ferrite_xenhost::steps::{self, cargo};
 
-/// The disks, the backend and the program once more, on the engine of kernels without io_uring.
+/// The tests of the disks, the backend and the programs, on the engine of kernels without io_uring.
 pub(crate) fn tests_on_aio() -> Result<()> {
     let programs = Programs::build(&[])?;
     let packages = ["disk-base", "images", "store", "disk", "image-tools", "serve", "ferrite"];
     let mut runs = programs.of_packages("aio", &packages, &on_aio);
-    // Of the lab's tests the engine matters to those of the bench alone.
+    // Of the lab's tests the engine matters only to those of the bench.
     runs.extend(programs.some("aio", "lab", &["bench"], &on_aio)?);
     run_each(runs, steps::cpus())
 }
 
-/// What a request costs the backend's own code, beside the figures of the repository (docs/performance.md,
-/// "Part instructions").
+/// Instructions per request of the backend's own code, compared with the recorded figures (docs/performance.md, "Part
+/// instructions").
 pub(crate) fn instructions() -> Result<()> {
     let compare = Programs::build(&[])?.binary("lab", "ferrite-compare")?;
     let mut count = Command::new(compare);
@@ -27,7 +27,7 @@ pub(crate) fn instructions() -> Result<()> {
     logged("instructions", count.args(["instructions", "--runs", "1", "--hold"]))
 }
 
-/// The code that touches rings, under valgrind. Miri is no part of a stable toolchain.
+/// The code that accesses rings, under valgrind. Miri is not part of a stable toolchain.
 pub(crate) fn valgrind() -> Result<()> {
     let programs = Programs::build(&[])?;
     for (package, library, tests) in [
@@ -44,8 +44,8 @@ pub(crate) fn valgrind() -> Result<()> {
     Ok(())
 }
 
-/// The night's fuzz targets, which are a workspace of their own. Checking links nothing, so the
-/// fuzzer's own library need not be built, nor be where this says.
+/// The nightly fuzz targets, which are a workspace of their own. A check links nothing, so the fuzzer's library need
+/// not be built, nor exist at this path.
 pub(crate) fn fuzz_targets() -> Result<()> {
     let mut check = cargo();
     check.args(["check", "--locked", "--manifest-path", "fuzz/Cargo.toml", "--target-dir"]);

@@ -1,4 +1,4 @@
-//! The checks that take hours. `cargo xtask test` has the quick and decisive ones.
+//! The checks that take hours. `cargo xtask test` has the quick and most important ones.
 
 use std::process::ExitCode;
 
@@ -14,10 +14,10 @@ use ferrite_xenhost::steps;
 /// Options of `cargo xtask nightly`.
 #[derive(clap::Args)]
 pub(crate) struct NightlyArguments {
-    /// For how long in all: power cuts and fuzz targets share what the other parts leave.
+    /// The total time: power cuts and fuzz targets share the time that the other parts leave.
     #[arg(default_value_t = 8.0)]
     hours: f64,
-    /// Only these parts.
+    /// Run only these parts.
     #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME")]
     only: Vec<Part>,
 }
@@ -32,23 +32,23 @@ enum Part {
     Rounds,
     /// The tests of the disks, the backend and the programs on Linux AIO.
     Aio,
-    /// Instructions a request, beside the figures of the repository.
+    /// Instructions per request, compared with the recorded figures.
     Instructions,
-    /// The code that touches rings, under valgrind.
+    /// The code that accesses rings, under valgrind.
     Valgrind,
     /// Every test of the data path under AddressSanitizer.
     Sanitizer,
     /// The tar and the Debian package.
     Packages,
-    /// The packages whose program is linked statically.
+    /// The packages with a statically linked program.
     Static,
-    /// Images of both releases in a store, beside a count by hand.
+    /// Images of both releases in a store, compared with an independent count.
     Truth,
-    /// A disk that is parked a thousand times in each format, and how long its guest waits.
+    /// A disk that is parked a thousand times in each format, and the pauses of its guest.
     Parking,
     /// The process of a store with ten guests, killed hundreds of times.
     Store,
-    /// Mutants, as long as that takes.
+    /// All mutants.
     Mutants,
     /// The simulator's fixed stories, then new ones.
     PowerCuts,
@@ -56,7 +56,7 @@ enum Part {
     Fuzz,
 }
 
-/// Those that go on until their time is over.
+/// The parts that run until their time is over.
 const OPEN_ENDED: [Part; 2] = [Part::PowerCuts, Part::Fuzz];
 
 impl Part {
@@ -66,7 +66,7 @@ impl Part {
     }
 }
 
-/// Runs the parts, also those behind one that failed, and ends with a table of their times.
+/// Runs the parts, also after a failure, and ends with a table of their times.
 pub(crate) fn nightly(arguments: &NightlyArguments) -> Result<ExitCode> {
     packages::ensure(&[packages::XEN_HOST, needs::DIST, needs::CHECKS])?;
     let wanted = |part: &Part| arguments.only.is_empty() || arguments.only.contains(part);
@@ -76,19 +76,19 @@ pub(crate) fn nightly(arguments: &NightlyArguments) -> Result<ExitCode> {
         let share = share_s(arguments.hours, &chosen[i..]);
         parts.push(check(&part.name(), || run(*part, share, &mut cases)));
     }
-    // The table ends with the parts: their cases are details.
+    // The parts are the end of the table: their cases are details.
     cases.extend(parts);
     Ok(summary(&cases))
 }
 
-/// Seconds for the first of these parts, if it is open-ended: its share of the time that is left.
+/// Seconds for the first of these parts, if it is open-ended: its share of the remaining time.
 fn share_s(hours: f64, to_run: &[Part]) -> u64 {
     let shares = to_run.iter().filter(|part| OPEN_ENDED.contains(part)).count();
     let left_s = (hours * 3600.0 - steps::elapsed_s()).max(0.0);
     (left_s / shares.max(1) as f64) as u64
 }
 
-/// Runs one part; the tests on the Xen host are added to `cases`, one by one.
+/// Runs one part; each test on the Xen host is added to `cases`.
 fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
     match part {
         Part::XenTrixie => xen(TRIXIE.name, cases),

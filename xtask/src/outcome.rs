@@ -1,4 +1,4 @@
-//! How checks end: a line for each with its time, and a limit of time for all of them.
+//! The results of checks: a line for each with its time, and a time limit for all of them.
 
 use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
@@ -9,7 +9,7 @@ use anyhow::Result;
 use crate::unsteady;
 use ferrite_xenhost::steps::{self, say, step};
 
-/// How a check ended.
+/// The result of a check.
 #[derive(Clone)]
 pub(crate) struct Outcome {
     pub(crate) name: String,
@@ -17,13 +17,13 @@ pub(crate) struct Outcome {
     pub(crate) failure: Option<String>,
 }
 
-/// The checks of this run, ended or not, for the table that an interrupted run prints.
+/// The checks of this run, running or ended, for the table of an interrupted run.
 static CHECKS: Mutex<Vec<Check>> = Mutex::new(Vec::new());
 
 struct Check {
     name: String,
     began: Instant,
-    /// None while the check runs.
+    /// `None` while the check runs.
     outcome: Option<Outcome>,
 }
 
@@ -76,9 +76,9 @@ pub(crate) fn limit(minutes: u64) {
     });
 }
 
-/// One line for each check, then the reasons of failures, then the line that counts both.
+/// One line for each check, then the reasons of failures, then the line with the number of both.
 ///
-/// A log is read from its end, so the reasons stand there although they were printed before.
+/// A log is read from its end, so the reasons are repeated there.
 pub(crate) fn summary(outcomes: &[Outcome]) -> ExitCode {
     print_table(outcomes);
     for outcome in outcomes {

@@ -1,4 +1,4 @@
-//! Stories of disks on machines whose power fails (`ferrite-sim`): a fixed set, and hours of new ones.
+//! Stories of disks on machines whose power fails (`ferrite-sim`): a fixed set, and new ones for hours.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,9 +16,8 @@ use ferrite_xenhost::steps::{self, fresh_log, run_logged, say, step};
 /// Seeds of the fixed set, from 1 on; each is a story of every scenario, format and medium.
 const FIXED_SEEDS: u64 = 8;
 
-/// Of these stories every step is cut: scenario, medium, seed, in VHD and in qcow2. They are short, and
-/// together they have all that changes metadata: creating, first writes to a block, bits, snapshot,
-/// coalescing, growing, discard.
+/// Stories of which every step is cut: scenario, medium, seed, in VHD and in qcow2. They are short, and together they
+/// have all changes of metadata: creating, first writes to a block, bits, snapshot, coalescing, growing, discard.
 const STEP_BY_STEP: [(&str, &str, &str); 4] = [
     ("operations", "file", "3"),
     ("first-writes", "file", "3"),
@@ -26,12 +25,12 @@ const STEP_BY_STEP: [(&str, &str, &str); 4] = [
     ("discards", "file", "3"),
 ];
 
-/// The same of stores: use, recovery and closing; snapshots, rollbacks and passes.
+/// Such stories of stores: use, recovery and closing; snapshots, rollbacks and passes.
 const STORE_STEPS: [(&str, &str, &str); 2] =
     [("close", "file", "3"), ("operations", "device", "6")];
 
-/// Of these those steps are cut that belong to one of the formats' rare paths (`ferrite_disk::Rare`):
-/// format, scenario, medium, seed. None of the paths may be left out.
+/// Stories of which those steps are cut that belong to a rare path of a format (`ferrite_disk::Rare`): format,
+/// scenario, medium, seed. They must take all rare paths.
 const RARE: [(&str, &str, &str, &str); 8] = [
     ("vhd", "emptied", "device", "4"),
     ("vhd", "failures", "device", "1"),
@@ -43,11 +42,10 @@ const RARE: [(&str, &str, &str, &str); 8] = [
     ("qcow2", "full", "device", "1"),
 ];
 
-/// Seconds of new ones.
+/// Seconds of new stories.
 const FRESH_S: &str = "30";
 
-/// The fixed set, every step of some short stories, and new stories, on two processors where there
-/// are two.
+/// Runs the fixed set, every step of some short stories, and new stories, on two processors if there are two.
 pub(crate) fn test() -> Result<()> {
     let program = build()?;
     let runs = steps::cpus().clamp(1, 2);
@@ -91,7 +89,7 @@ fn step_by_step() -> Vec<Vec<&'static str>> {
     usual.chain(stores).chain(rare).map(words).collect()
 }
 
-/// Names of the rare paths, and how often they were cut at each step, as the simulator tells.
+/// Names of the rare paths, and how often they were cut at each step, from the simulator's output.
 fn cut_paths(log: &str) -> Vec<(String, u64)> {
     let told = log.lines().filter_map(|line| line.strip_prefix("paths cut at each step: "));
     let paths = told.flat_map(|line| line.split(", ")).filter_map(|path| {
@@ -101,7 +99,7 @@ fn cut_paths(log: &str) -> Vec<(String, u64)> {
     paths.collect()
 }
 
-/// Says how often each path was cut, and fails if one never was.
+/// Reports how often each path was cut, and fails if one never was.
 fn all_taken(paths: &[(String, u64)]) -> Result<()> {
     let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
     for (name, times) in paths {
@@ -120,7 +118,7 @@ fn all_taken(paths: &[(String, u64)]) -> Result<()> {
     Ok(())
 }
 
-/// New stories on every processor; what is found stays in the build folder. False: something was.
+/// Runs new stories on every processor; failures are kept in the build folder. `false`: there is one.
 pub(crate) fn nightly(seconds: u64) -> Result<bool> {
     packages::ensure(&[needs::CHECKS])?;
     let program = build()?;
@@ -142,7 +140,7 @@ pub(crate) fn nightly(seconds: u64) -> Result<bool> {
     Ok(good)
 }
 
-/// The simulator; what it has images checked with was installed.
+/// The simulator; the programs for its checks are installed.
 fn told_by(program: &Path) -> Command {
     let mut command = Command::new(program);
     command.env("FERRITE_TEST_REQUIRE_PEERS", "1");

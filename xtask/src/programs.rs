@@ -1,7 +1,7 @@
 //! The test programs of the workspace: compiled once, run as often as checks need them.
 //!
-//! They are always built for the whole workspace. `--package` would give the crates they depend on
-//! another set of features, and everything would be compiled once more for each such choice.
+//! They are always built for the whole workspace. With `--package` the dependencies would have other features, and
+//! everything would be compiled again for each such choice.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ pub(crate) struct Program {
 /// The test programs of the workspace, and the programs that they use.
 pub(crate) struct Programs(Vec<Program>);
 
-/// The fields of cargo's messages that are of use here.
+/// The fields of cargo's messages that are used here.
 #[derive(Deserialize)]
 struct Message {
     manifest_path: Option<PathBuf>,
@@ -62,22 +62,21 @@ const LONGEST: [(&str, &str); 9] = [
 ];
 
 impl Programs {
-    /// Builds what `targets` (`--lib`, `--test name`) select, or all test programs if that is empty.
+    /// Builds the test programs that `targets` (`--lib`, `--test name`) select, or all if that is empty.
     pub(crate) fn build(targets: &[&str]) -> Result<Programs> {
         let mut build = cargo();
         build.args(["test", "--locked", "--workspace", "--no-run", "--message-format=json"]);
         parse(&steps::output(build.args(targets))?)
     }
 
-    /// Builds `ferrite` alone, as tests run it: the program that goes into the Xen host.
+    /// Builds only `ferrite`, as tests run it, for the Xen host.
     pub(crate) fn build_ferrite() -> Result<PathBuf> {
         let mut build = cargo();
         build.args(["build", "--locked", "--package", "ferrite", "--message-format=json"]);
         parse(&steps::output(&mut build)?)?.binary("ferrite", "ferrite")
     }
 
-    /// The path of the test program of a package's test file, or of its library under the library's
-    /// name.
+    /// The path of the test program of a package's test file, or of its library under the library's name.
     pub(crate) fn test_file(&self, package: &str, name: &str) -> Result<PathBuf> {
         Ok(self.find(package, name, true)?.file.clone())
     }
@@ -167,7 +166,7 @@ impl Program {
     }
 }
 
-/// Runs test programs in this order, `at_once` at a time. A program that fails is run once more, by itself.
+/// Runs test programs in this order, `at_once` at a time. A program that fails is run once more, alone.
 ///
 /// # Errors
 /// All programs that failed twice.

@@ -1,4 +1,4 @@
-//! How long each test program took: the slowest are shown, all are in a file of the build folder.
+//! The time of each test program: the slowest are shown, all are in a file of the build folder.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use ferrite_xenhost::steps::{self, say};
 
 /// Programs that the summary shows.
 const SHOWN: usize = 12;
-/// The file with all of them, in the build folder.
+/// The file with all times, in the build folder.
 const FILE: &str = "test-times.txt";
 
 static TIMES: Mutex<Vec<(String, Duration)>> = Mutex::new(Vec::new());

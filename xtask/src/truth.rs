@@ -1,7 +1,7 @@
-//! A store beside a count by hand: images of Debian in it, and how many different blocks they have.
+//! Compares a store with an independent count: images of Debian in it, and the number of their different blocks.
 //!
-//! Nothing of the product does the counting. So a store that shares too little shows, and so does one that says
-//! that it has less than it has.
+//! The count uses nothing of the product. So it detects a store that shares too little, and one that reports less than
+//! it has.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -19,12 +19,12 @@ use ferrite_xenhost::root::{self, Suite};
 use ferrite_xenhost::steps::{self, fresh_log, output, run_logged, say};
 
 const BLOCK_BYTES: usize = 4096;
-/// What a store may take, as a share of what a count by hand finds.
+/// The largest ratio of the store's content to the independent count.
 const STORED_AT_MOST: f64 = 1.01;
-/// Its metadata at most, as a share of what the images have. A clone brings none.
+/// The largest ratio of its metadata to the content of the images. A clone adds none.
 const METADATA_AT_MOST: f64 = 0.02;
 
-/// What an owner does to a copy of a system: programs go, others come, a large file grows.
+/// The changes of a copy of a system: programs are removed, others added, a large file grows.
 const CHANGES: &str = "rm /usr/bin/perl\nrm /usr/bin/fio\nwrite /bin/bash /srv/shell\n\
                        write /proc/self/exe /srv/program\n";
 
@@ -36,11 +36,11 @@ struct Stats {
     metadata_bytes: u64,
 }
 
-/// Puts images of these releases into a store, beside the same files on another file system, a clone and a changed
-/// copy of the first, and compares what that takes with a count.
+/// Puts images of these releases into a store, with the same files on another file system, a clone and a changed copy
+/// of the first, and compares the used space with a count.
 pub(crate) fn test(suites: &[Suite]) -> Result<()> {
     let dir = steps::target_dir().join("truth");
-    // What an earlier run left when it was killed.
+    // Files of an earlier run that was killed.
     let _ = std::fs::remove_dir_all(&dir);
     std::fs::create_dir_all(&dir)?;
     let done = in_dir(&dir, suites);
@@ -68,7 +68,7 @@ fn in_dir(dir: &Path, suites: &[Suite]) -> Result<()> {
         ferrite(&["image", "convert", &from, &format!("store:{}", volume(name))])?;
     }
     ferrite(&["store", "clone", &volume(images[0].0), "clone"])?;
-    // The second one gives back what the first has kept.
+    // The second pass frees what the first one has kept.
     ferrite(&["store", "gc", &store])?;
     ferrite(&["store", "gc", &store])?;
     for (name, image) in &images {
@@ -81,7 +81,7 @@ fn in_dir(dir: &Path, suites: &[Suite]) -> Result<()> {
     judge(&stats, &count(&images)?)
 }
 
-/// The same files on a file system of another shape, as on the disk of another guest.
+/// The same files on a file system with other parameters, as on another guest's disk.
 fn made_anew(dir: &Path, image: &Path, log: &Path) -> Result<PathBuf> {
     let (tree, anew) = (dir.join("tree"), dir.join("again.raw"));
     std::fs::create_dir_all(&tree)?;
@@ -95,7 +95,7 @@ fn made_anew(dir: &Path, image: &Path, log: &Path) -> Result<PathBuf> {
     Ok(anew)
 }
 
-/// A copy in which its owner has worked.
+/// A copy with changes.
 fn changed(dir: &Path, image: &Path, log: &Path) -> Result<PathBuf> {
     let (copy, script) = (dir.join("changed.raw"), dir.join("changes"));
     run_logged(Command::new("cp").arg("--sparse=always").arg(image).arg(&copy), log)?;
@@ -104,14 +104,14 @@ fn changed(dir: &Path, image: &Path, log: &Path) -> Result<PathBuf> {
     Ok(copy)
 }
 
-/// What a count by hand finds.
+/// The result of an independent count.
 #[derive(Default)]
 struct Count {
-    /// Blocks of the images that are not zeros.
+    /// Nonzero blocks of the images.
     of_images: u64,
-    /// The same with those of the clone, which has all that the first image has.
+    /// Nonzero blocks of the images and of the clone, which has the first image's blocks.
     mapped: u64,
-    /// Those that differ.
+    /// Different nonzero blocks.
     distinct: u64,
 }
 
@@ -134,7 +134,7 @@ fn count(images: &[(&str, PathBuf)]) -> Result<Count> {
     Ok(Count { of_images, mapped, distinct: known.len() as u64 })
 }
 
-/// The next block. What an image has behind its last whole one is compared by nobody: roots have none.
+/// The next block. A partial block at the end is ignored: root images have none.
 fn whole(file: &mut impl Read, block: &mut [u8]) -> Result<bool> {
     match file.read_exact(block) {
         Ok(()) => Ok(true),
@@ -143,7 +143,7 @@ fn whole(file: &mut impl Read, block: &mut [u8]) -> Result<bool> {
     }
 }
 
-/// 128 bits of a block, by another function than the store's.
+/// A hash of 128 bits of a block, by another function than the store's.
 fn name(block: &[u8]) -> [u64; 2] {
     [1_u8, 2].map(|half| {
         let mut hasher = DefaultHasher::new();

@@ -1,9 +1,8 @@
 //! Tests that failed and then passed by themselves.
 //!
-//! On a machine that others use, a test may fail for want of time. One such failure among thousands
-//! of tests says nothing about the change that is tested. So a failed test program is run once more,
-//! alone. If it passes then, it is named in the summary with all that was seen of its failure, and
-//! somebody has to find out why. A run with more than [`MAX`] of them fails.
+//! On a shared machine, a test may fail for lack of time. One such failure among thousands of tests does not concern
+//! the change under test. So a failed test program is run once more, alone. If it passes then, the summary names it
+//! with the details of its failure, and it has to be investigated. A run with more than [`MAX`] of them fails.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -11,10 +10,10 @@ use anyhow::{Result, anyhow};
 
 use ferrite_xenhost::steps::{self, say};
 
-/// So many tests of a run may be unsteady.
+/// The most unsteady tests of a run.
 pub(crate) const MAX: usize = 3;
 
-/// Those of this run.
+/// The unsteady tests of this run.
 static FOUND: Mutex<Vec<Unsteady>> = Mutex::new(Vec::new());
 
 /// A test that failed once.
@@ -22,14 +21,14 @@ static FOUND: Mutex<Vec<Unsteady>> = Mutex::new(Vec::new());
 pub(crate) struct Unsteady {
     /// Its name.
     pub(crate) name: String,
-    /// How it failed.
+    /// Its failure.
     pub(crate) failure: String,
 }
 
-/// Gives a test that has failed another try, alone. Its first failure is shown at once.
+/// Runs a failed test once more, alone. Its first failure is shown at once.
 ///
 /// # Errors
-/// It failed again, and how.
+/// The second failure.
 pub(crate) fn try_again(
     name: &str,
     failure: &anyhow::Error,
@@ -42,14 +41,14 @@ pub(crate) fn try_again(
     Ok(())
 }
 
-/// A test has passed by itself that failed like this before.
+/// Records a test that has passed alone after this failure.
 pub(crate) fn add(name: &str, failure: String) {
     say(format!("{name} is unsteady: it failed and then passed"));
     let mut found = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
     found.push(Unsteady { name: name.to_owned(), failure });
 }
 
-/// All that were found.
+/// All unsteady tests.
 pub(crate) fn found() -> Vec<Unsteady> {
     FOUND.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }

@@ -95,7 +95,7 @@ fn tapdisks_numbers_and_names_of_disks_are_the_same_for_the_next_daemon() {
     assert_eq!(minors(&host), [(3, 0), (4, 1)]);
     assert_eq!(tapdisk_names(&host), names(&[(3, 0), (4, 1)]));
     host.stop();
-    // The new disk is found first, and gets no number of another one.
+    // The new disk is found first, and gets a number of its own.
     let disk = attach(&host, 2);
     host.start();
     fronts.push((host.connect(&disk), disk));
@@ -222,7 +222,7 @@ fn an_image_that_cannot_be_served_fails_alone_with_a_reason_and_is_tried_again()
     let failed = host.wait_for_phase(&refused, PhaseName::Failed);
     assert!(failed.why.unwrap().contains("none of the folders"));
     assert!(failed.help.unwrap().contains("image_folders"));
-    // Without a script the disk does not seem to come.
+    // Without a script the disk cannot be attached.
     wait_until("a second try", || {
         host.disks().iter().any(|disk| disk.disk == id(&refused) && disk.starts > 1)
     });

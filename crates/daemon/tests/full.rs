@@ -140,7 +140,7 @@ fn a_client_of_nbd_waits_for_space_whoever_ends_meanwhile() {
     let socket = nbd_socket(&host.paths().run.join(host::id(&full.disk).file_name()));
     let mut client = Client::over(UnixStream::connect(&socket).unwrap());
     client.go(true);
-    // A client that is gone writes nothing over the data of others when there is space.
+    // A disconnected client's request must not overwrite others' data when there is space.
     let mut dead = Client::over(UnixStream::connect(&socket).unwrap());
     dead.go(true);
     dead.send(command::WRITE, 0, 6 * MIB, BYTES as u32, &[0xDD; BYTES]);

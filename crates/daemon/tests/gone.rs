@@ -1,4 +1,4 @@
-//! What detached disks leave: complete images, and nothing else.
+//! Detached disks leave complete images, and nothing else.
 
 mod host;
 mod roles;

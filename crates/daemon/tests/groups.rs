@@ -277,7 +277,7 @@ fn commands_come_to_the_worker_of_a_store_and_to_the_next_one() {
     loads.iter().for_each(Load::wait_for_progress);
     kill_pid(worker(keeper).unwrap());
     loads.iter().for_each(Load::wait_for_progress);
-    // The command's client may have been handed to a worker that is gone.
+    // The command's client may have been passed to a worker that has ended.
     wait_until("an answer", || command(&host, "two") == "done");
     assert_ne!(command(&host, "two"), "done", "it is there");
     loads.into_iter().for_each(Load::end);

@@ -92,7 +92,7 @@ fn has_no_rights(pid: i32) -> bool {
     status.lines().any(|line| line == "Seccomp:\t2")
 }
 
-/// A daemon may know that the disk is to rest, for example.
+/// A daemon may know, for example, that the disk must rest.
 #[test]
 fn a_worker_that_a_daemon_should_ask_opens_nothing_by_itself() {
     let gone = Gone::new();

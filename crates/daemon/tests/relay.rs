@@ -48,7 +48,7 @@ fn client(host: &Host, disk: &DiskPaths, structured: bool) -> Client {
     client
 }
 
-/// A client that writes and reads back without end, several requests at a time.
+/// A client that writes and reads back in a loop, several requests at a time.
 struct Busy {
     stop: Arc<AtomicBool>,
     done: Arc<AtomicU64>,
@@ -82,7 +82,7 @@ struct Slot {
     from: u64,
     stamp: u8,
     bytes: u32,
-    /// The operation of the request under way.
+    /// The operation of the request in flight.
     asked: u16,
     cookie: u64,
 }

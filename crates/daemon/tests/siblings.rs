@@ -149,7 +149,7 @@ fn a_daemon_that_starts_again_leaves_the_image_to_the_later_attachment() {
     }
     front.close(PATIENCE).unwrap();
     pair.host.detach(&target);
-    // The target's guest wrote last and is gone, and the source's guest does not know these data.
+    // The target's guest wrote last and has ended, and the source's guest does not know these data.
     for _ in 0..2 {
         let failed = pair.host.wait_for_phase(&pair.source.0, PhaseName::Failed);
         assert!(failed.why.unwrap().contains("2/51712"));

@@ -29,7 +29,7 @@ fn process_daemon() {
     host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
 }
 
-/// Writes what the toolstack writes before it attaches the disk to the stub domain.
+/// Writes the toolstack's keys from before it attaches the disk to the stub domain.
 fn be_stub_of(host: &Host, stub: u16, guest: u16) {
     let write = |path: String, number: u16| {
         host.store().write(&path, number.to_string().as_bytes()).unwrap();
@@ -264,7 +264,7 @@ fn a_guests_disk_that_is_gone_is_closed_and_its_stub_domains_is_detached_later()
     kill(daemon);
 }
 
-/// Its requests under way cannot be repeated, so the guest's disk does not wait for them.
+/// Its requests in flight cannot be repeated, so the guest's disk does not wait for them.
 #[test]
 fn a_stub_domain_that_went_while_nobody_looked_keeps_nobody_waiting() {
     let pair = Pair::new("raw", 1, 2);
@@ -392,7 +392,7 @@ fn a_stub_domains_disk_of_another_image_is_its_own() {
     kill(daemon);
 }
 
-/// The stub domain's requests are meant for the image that it was attached with.
+/// The stub domain's requests are for the image that it was attached with.
 #[test]
 fn a_stub_domain_has_nothing_of_another_image_that_its_guest_gets() {
     let pair = Pair::new("raw", 1, 2);
@@ -424,7 +424,7 @@ fn a_stub_domain_has_nothing_of_another_image_that_its_guest_gets() {
     kill(daemon);
 }
 
-/// Its requests under way are in a table of its own.
+/// Its requests in flight are in a table of its own.
 #[test]
 fn a_disk_that_was_served_alone_stays_so_though_its_guests_is_attached() {
     let pair = Pair::new("raw", 1, 2);

@@ -1,5 +1,5 @@
-//! What guests and xenstore can do to a daemon, its keepers and its workers (threats.md). An
-//! attacker loses only its own disk, and other guests are served.
+//! Attacks of guests and through xenstore on a daemon, its keepers and its workers (threats.md). An attacker loses only
+//! its own disk, and other guests are served.
 
 mod host;
 mod load;
@@ -56,7 +56,7 @@ fn ticks(pid: i32) -> u64 {
     fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
 }
 
-/// An action that is repeated without end beside the test.
+/// An action that is repeated in a loop during the test.
 struct Beside<T> {
     stop: Arc<AtomicBool>,
     done: Arc<AtomicU64>,
@@ -85,7 +85,7 @@ impl<T: Send + 'static> Beside<T> {
     }
 }
 
-/// T3.
+/// threats.md T3.
 #[test]
 fn a_guest_that_floods_xenstore_takes_no_memory_of_the_daemon_and_holds_no_other_disk_up() {
     const MOST_KIB: u64 = 4 << 10;
@@ -124,7 +124,7 @@ fn a_guest_that_floods_xenstore_takes_no_memory_of_the_daemon_and_holds_no_other
     kill(daemon);
 }
 
-/// Reads the state and the traces of the disk without end.
+/// Reads the state and the traces of the disk in a loop.
 fn look(host: &Host, disk: &DiskPaths) -> Beside<u64> {
     let control = host.paths().control();
     let run_dir = host.paths().run.join(host::id(disk).file_name());
@@ -143,7 +143,7 @@ fn look(host: &Host, disk: &DiskPaths) -> Beside<u64> {
     })
 }
 
-/// T4.
+/// threats.md T4.
 #[test]
 fn a_restless_guest_is_served_or_unplugged_as_it_ends_and_nothing_is_left_of_it() {
     // The guest loses rings that it drops while their grants are in use.
@@ -164,7 +164,7 @@ fn a_restless_guest_is_served_or_unplugged_as_it_ends_and_nothing_is_left_of_it(
         if round % 3 == 2 {
             host.machine().unplug(&disk).unwrap();
             (0..200).for_each(|_| guest.act());
-            // Ways in which a guest ends that is asked to let go.
+            // The ways in which a guest ends after the toolstack's request.
             match round % 2 {
                 0 => guest.front.set_state(6).unwrap(),
                 _ => guest.front.remove_key("state").unwrap(),
@@ -188,7 +188,7 @@ fn a_restless_guest_is_served_or_unplugged_as_it_ends_and_nothing_is_left_of_it(
     kill(daemon);
 }
 
-/// T8.
+/// threats.md T8.
 #[test]
 fn a_storm_of_events_costs_a_worker_little_and_disturbs_no_other_disk() {
     let host = Host::new(2);
@@ -217,7 +217,7 @@ fn a_storm_of_events_costs_a_worker_little_and_disturbs_no_other_disk() {
     kill(daemon);
 }
 
-/// T9.
+/// threats.md T9.
 #[test]
 fn guests_that_want_all_mappings_of_the_host_share_what_it_gives_and_leave_nothing_of_it() {
     // Pages of guests, in claims of 32.
@@ -266,7 +266,7 @@ fn free_shares(host: &Host, of_host: u32) -> u32 {
     own.len() as u32
 }
 
-/// T12: a guest has gone without a word, and another one has its number and its device's.
+/// threats.md T12: a guest has ended without closing, and another one has its number and its device's.
 #[test]
 fn a_number_that_another_guest_gets_leads_to_that_guests_image_and_not_to_the_old_ones() {
     for is_kept in [true, false] {
@@ -307,7 +307,7 @@ fn a_number_that_another_guest_gets_leads_to_that_guests_image_and_not_to_the_ol
     }
 }
 
-/// T12.
+/// threats.md T12.
 #[test]
 fn events_of_xenstore_that_mean_nothing_and_silence_of_it_change_nothing_for_a_guest() {
     let host = Host::new(3);
@@ -349,7 +349,7 @@ fn events_of_xenstore_that_mean_nothing_and_silence_of_it_change_nothing_for_a_g
     kill(daemon);
 }
 
-/// T18. A raw image is cut off, and three quarters of a qcow2 image were never written.
+/// threats.md T18. A raw image is truncated, and three quarters of a qcow2 image were never written.
 #[test]
 fn guests_whose_storage_fails_see_nothing_of_each_other() {
     const CUT: u64 = 512 << 10;
@@ -403,7 +403,7 @@ fn fill(front: &mut Frontend, byte: u8) {
     }
 }
 
-/// T19.
+/// threats.md T19.
 #[test]
 fn what_was_flushed_is_in_the_image_and_what_was_answered_is_there_when_all_are_killed() {
     for format in ["raw", "vhd", "qcow2"] {

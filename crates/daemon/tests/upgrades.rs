@@ -39,7 +39,7 @@ enum Victim {
 
 const VICTIMS: [Victim; 3] = [Victim::Daemon, Victim::Keeper, Victim::Worker];
 
-/// A guest with a disk that is upgraded again and again.
+/// A guest with a disk that is upgraded repeatedly.
 struct Story {
     host: Host,
     disk: DiskPaths,

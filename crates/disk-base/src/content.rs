@@ -1,8 +1,8 @@
-//! The looks of a file whose name says nothing of its format.
+//! Detects the format of a file whose name tells none.
 //!
-//! It never chooses a format: a guest can write anything into a raw disk. But an image that is
-//! taken for a raw disk by mistake is overwritten by its guest, header first, so what looks like
-//! one is opened as raw only if somebody has said that it is.
+//! The result never chooses a format: a guest can write anything into a raw disk. But an image that is taken for a raw
+//! disk by mistake is overwritten by its guest, header first. So a file that looks like an image is opened as raw only
+//! if the user has named that format.
 
 use std::fs::File;
 use std::io::{self, Seek as _, SeekFrom};
@@ -14,11 +14,10 @@ use rustix::fs::{Mode, OFlags};
 
 use crate::{DiskError, ErrorKind, Format};
 
-/// Images of formats that are not read here, by the extensions of their names.
+/// Image formats that are not supported here, by the extensions of their names.
 pub(crate) const FOREIGN_EXTENSIONS: [&str; 6] = ["vhdx", "avhdx", "vmdk", "vdi", "qed", "qcow"];
 
-/// Marks by their places in an image, the names of their formats, and the format if it is read
-/// here.
+/// Magic bytes by their places in an image, the names of their formats, and the format if it is supported here.
 const MAGICS: [(usize, &[u8], &str, Option<Format>); 12] = [
     (0, b"QFI\xfb\0\0\0\x01", "a qcow image of version 1", None),
     (0, b"QFI\xfb", "a qcow2 image", Some(Format::Qcow2)),
@@ -34,19 +33,19 @@ const MAGICS: [(usize, &[u8], &str, Option<Format>); 12] = [
     (64, b"\x7f\x10\xda\xbe", "a VDI image", None),
 ];
 
-/// With this a VHD ends, and most begin.
+/// A VHD ends with this, and most begin with it.
 const FOOTER: &[u8] = b"conectix";
 /// The first bytes of a store.
 pub const STORE_MAGIC: &[u8; 8] = b"FERSTORE";
-/// Bytes of a store's block, the unit of content and of everything on the medium. A superblock is one.
+/// Bytes of a store's block, the unit of content and of everything on the medium. A superblock has one.
 pub const STORE_BLOCK_BYTES: usize = 4096;
 /// Bytes of a superblock of a store.
 const PAGE_BYTES: u64 = STORE_BLOCK_BYTES as u64;
-/// Bytes from there to the end; old programs have written one less.
+/// Bytes from a footer to the end; old programs have written one less.
 const FOOTERS_BYTES: [u64; 2] = [512, 511];
 
-/// Refuses what looks like an image of some format. What cannot be looked at is let through: who
-/// opens it says why.
+/// Refuses a file that looks like an image of some format. A file that cannot be read passes: opening it reports the
+/// reason.
 pub(crate) fn refuse_images(path: &Path) -> Result<(), DiskError> {
     let Ok(Some((name, format))) = look(path) else { return Ok(()) };
     let shown = path.display();
@@ -83,7 +82,7 @@ fn look(path: &Path) -> io::Result<Option<(&'static str, Option<Format>)>> {
             return Ok(Some(("a VHD", Some(Format::Vhd))));
         }
     }
-    // A store without its first page is opened by another one of its four.
+    // A store without its first page is opened by another one of its four copies.
     let pages = [2 * PAGE_BYTES, PAGE_BYTES].iter().filter_map(|bytes| end.checked_sub(*bytes));
     for at in pages.chain([PAGE_BYTES]) {
         if read(&file, at)?.starts_with(STORE_MAGIC) {
@@ -93,7 +92,7 @@ fn look(path: &Path) -> io::Result<Option<(&'static str, Option<Format>)>> {
     Ok(None)
 }
 
-/// A sector's bytes, zeros behind the end.
+/// A sector's bytes, zeros past the end.
 fn read(file: &File, at: u64) -> io::Result<[u8; 512]> {
     let mut bytes = [0; 512];
     let mut got = 0;

@@ -1,33 +1,31 @@
-//! When a place that came free is nobody's any more.
+//! Tells when a freed place is no longer in use.
 //!
-//! A queue asks where a range is (`Disk::map`), and its operation goes there some
-//! time later. In between the place may lose its last mapping. It may be given to somebody else only
-//! after all operations that were told of it have ended: a read would show another's data, and a write
-//! in place would overwrite them.
+//! A queue asks for the place of a range (`Disk::map`), and its operation goes there some time later. In between the
+//! place may lose its last mapping. It may be reused only after all operations that were given the place have ended: a
+//! read would show another disk range's data, and a write in place would overwrite them.
 //!
-//! So operations are counted, by the parity of the epoch in which they *enter*: before the first
-//! mapping is looked at. They *leave* when the last operation on what was mapped has ended. The epoch
-//! goes from E to E + 1 only where no operation of E + 1's parity is counted. That is the parity of
-//! E - 1, and nobody enters with it any more. **What lost its last mapping in epoch F is nobody's from
-//! epoch F + 2 on.**
+//! So operations are counted, by the parity of the epoch in which they *enter*: before the first mapping is read. They
+//! *leave* when the last operation on the mapped places has ended. The epoch advances from E to E + 1 only if no
+//! operation of E + 1's parity is counted. That is the parity of E - 1, and no operation enters with it any more. **A
+//! place that lost its last mapping in epoch F is unused from epoch F + 2 on.**
 //!
 //! # Why
-//! 1. Who enters counts itself, fences, and looks at mappings. Who removes a mapping does so, fences,
-//!    and looks at counts ([`Epochs::removed`]). So if the operation has seen the old mapping, each look
-//!    at the counts after the removal sees its count, until it leaves. This is all that is asked of the
-//!    way in which mappings are read: qcow2's readers take no lock.
-//! 2. `removed` and each step of the epoch are under one lock. So the two steps from F to F + 2 look at
-//!    the counts after the removal, at one parity each. Whichever the operation has, one step waits for
-//!    its end. It may have seen an epoch of long ago; it has one of the two parities all the same.
-//! 3. A queue that comes later is not among those that were looked at. It came under the lock, so it sees
-//!    the mapping removed.
+//! 1. A thread that enters counts itself, fences, and reads mappings. A thread that removes a mapping does so, fences,
+//!    and reads counts ([`Epochs::removed`]). So if the operation has seen the old mapping, each reading of the counts
+//!    after the removal sees its count, until it leaves. Nothing else is required of the way in which mappings are
+//!    read: qcow2's readers take no lock.
+//! 2. `removed` and each step of the epoch are under one lock. So the two steps from F to F + 2 read the counts after
+//!    the removal, at one parity each. Whichever parity the operation has, one step waits for its end. It may have seen
+//!    a much earlier epoch; it has one of the two parities all the same.
+//! 3. A queue that is added later is not among the counts that were read. It was added under the lock, so it sees the
+//!    mapping removed.
 //!
-//! Nobody waits: an operation that hangs keeps the epoch, and with it freed places, where they are. One
-//! whose end nobody learns of (a task that was dropped while the kernel may still write) keeps them for
-//! good, as does a queue that ends with some under way. The next opening finds those places.
+//! Nothing waits: an operation that hangs keeps the epoch, and with it freed places, as they are. An operation whose
+//! end is never reported (a task that was dropped while the kernel may still write) keeps them for good, as does a
+//! queue that ends with operations in flight. The next opening finds those places.
 //!
-//! Only disks whose places come free have epochs: an image in qcow2 that is written to. A VHD's blocks
-//! keep their places while it is open, raw has no others, and parents do not change.
+//! Only disks whose places are freed have epochs: a writable qcow2 image. A VHD's blocks keep their places while it is
+//! open, raw has no other places, and parents do not change.
 
 use std::cell::Cell;
 use std::future::Future;
@@ -35,7 +33,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The first epoch, so that there is one two before it, in which nothing was removed.
+/// The first epoch. There is one two before it, in which nothing was removed.
 const FIRST: u64 = 2;
 
 /// The parity of the epoch in which an operation has entered.
@@ -43,16 +41,15 @@ const FIRST: u64 = 2;
 #[must_use = "an operation that does not leave keeps freed places out of use"]
 pub struct Mark(bool);
 
-/// What counts are made of, so that a scheduler that tries interleavings can stand in for the
-/// processor.
+/// The operations on counts. A scheduler that tries interleavings can replace the processor's.
 trait Word {
     fn holding(value: u64) -> Self;
-    /// What was done before the value was stored comes before what follows.
+    /// Acquires: what was done before the value was stored comes before what follows.
     fn load(&self) -> u64;
     fn store(&self, value: u64);
     fn add(&self, value: u64);
     fn subtract(&self, value: u64);
-    /// Of two threads that each store, fence, and load what the other stores, one sees the other's.
+    /// Full fence: of two threads that each store, fence, and load the other's word, one sees the other's store.
     fn fence();
 }
 
@@ -87,7 +84,7 @@ impl Word for AtomicU64 {
     }
 }
 
-/// A mutex, for the same reason.
+/// A mutex, replaceable for the same reason.
 trait Lock<T> {
     fn around(value: T) -> Self;
     fn with<R>(&self, use_it: impl FnOnce(&mut T) -> R) -> R;
@@ -108,7 +105,7 @@ fn mark(epoch: u64) -> Mark {
     Mark(epoch & 1 != 0)
 }
 
-/// Operations by parity, in cache lines that nothing else is in.
+/// Operations by parity, in cache lines of their own.
 #[repr(align(128))]
 #[derive(Debug)]
 struct Counts<A>([A; 2]);
@@ -122,13 +119,13 @@ impl<A: Word> Counts<A> {
         &self.0[usize::from(mark.0)]
     }
 
-    /// One more, by the one thread whose counts these are.
+    /// Adds one, on the one thread that changes these counts.
     fn add_own(&self, mark: Mark) {
         let count = self.of(mark);
         count.store(count.load() + 1);
     }
 
-    /// One less, by the one thread whose counts these are.
+    /// Subtracts one, on the one thread that changes these counts.
     fn subtract_own(&self, mark: Mark) {
         let count = self.of(mark);
         count.store(count.load() - 1);
@@ -139,14 +136,14 @@ impl<A: Word> Counts<A> {
     }
 }
 
-/// Counts by whom they are of. Also those of queues that have ended with some under way.
+/// Counts of each queue, also of queues that have ended with operations in flight.
 type Queues<A> = Vec<Arc<Counts<A>>>;
 
 /// The epoch and all counts.
 #[derive(Debug)]
 struct Core<A, L> {
     now: A,
-    /// Operations of tasks, on whichever thread.
+    /// Operations of tasks, on any thread.
     tasks: Counts<A>,
     queues: L,
 }
@@ -162,15 +159,14 @@ impl<A: Word, L: Lock<Queues<A>>> Core<A, L> {
         counts
     }
 
-    /// A queue ends. With operations under way it stays among those that are looked at: nobody knows
-    /// when they end.
+    /// Removes a queue. With operations in flight its counts stay, since their end is never reported.
     fn part(&self, counts: &Arc<Counts<A>>) {
         if counts.are_zero() {
             self.queues.with(|queues| queues.retain(|known| !Arc::ptr_eq(known, counts)));
         }
     }
 
-    /// By the one thread whose counts these are.
+    /// Enters, on the one thread that changes these counts.
     fn enter(&self, counts: &Counts<A>) -> Mark {
         let mark = mark(self.now.load());
         counts.add_own(mark);
@@ -196,7 +192,7 @@ impl<A: Word, L: Lock<Queues<A>>> Core<A, L> {
 
     fn ended(&self) -> u64 {
         self.queues.with(|queues| {
-            // Two steps are enough for all that was removed before this.
+            // Two steps are enough for everything that was removed before this call.
             for _ in 0..2 {
                 let next = self.now.load() + 1;
                 let is_zero = |counts: &Counts<A>| counts.of(mark(next)).load() == 0;
@@ -210,7 +206,7 @@ impl<A: Word, L: Lock<Queues<A>>> Core<A, L> {
     }
 }
 
-/// The epochs of a disk, and the operations that are counted in them.
+/// The epochs of a disk, and the operations that they count.
 #[derive(Debug)]
 pub struct Epochs(Core<AtomicU64, Mutex<Queues<AtomicU64>>>);
 
@@ -225,7 +221,7 @@ impl Epochs {
         Reader { counts: self.0.join(), epochs: self.clone(), of_one_thread: PhantomData }
     }
 
-    /// Runs what maps and uses what it has mapped. Dropped before its end, it counts for good.
+    /// Runs steps that map and use the mapped places. If they are dropped before their end, they count for good.
     pub async fn during<T>(&self, steps: impl Future<Output = T>) -> T {
         let mark = self.0.enter_task();
         let done = steps.await;
@@ -233,19 +229,19 @@ impl Epochs {
         done
     }
 
-    /// The epoch in which mappings were removed, by this thread or by one that it has heard of since.
+    /// The epoch in which mappings were removed, by this thread or by one that synchronised with it since.
     pub fn removed(&self) -> u64 {
         self.0.removed()
     }
 
-    /// Goes on as far as what is counted allows. What was [removed](Self::removed) in the epoch that
-    /// this gives, or before, is nobody's.
+    /// Advances as far as the counts allow. Places [removed](Self::removed) in the returned epoch, or before, are
+    /// unused.
     pub fn ended(&self) -> u64 {
         self.0.ended()
     }
 }
 
-/// A queue's part in the epochs of its disk, on its thread.
+/// A queue's handle to the epochs of its disk, on its thread.
 ///
 /// ```text
 /// let mark = reader.enter();              // once for all that is mapped now
@@ -271,15 +267,15 @@ impl Reader {
         self.epochs.0.enter(&self.counts)
     }
 
-    /// An operation goes to what was mapped since [`enter`](Self::enter) gave this mark, which has not
-    /// left yet. So the count is up, and needs no fence of its own.
+    /// Counts an operation on places that were mapped since [`enter`](Self::enter) gave this mark, which has not left
+    /// yet. So the count is up, and needs no fence of its own.
     #[inline]
     pub fn keep(&self, mark: Mark) -> Mark {
         self.counts.add_own(mark);
         mark
     }
 
-    /// What has the mark has ended.
+    /// The operation with this mark has ended.
     #[inline]
     pub fn leave(&self, mark: Mark) {
         self.counts.subtract_own(mark);

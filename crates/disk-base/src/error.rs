@@ -1,34 +1,34 @@
-//! Why a disk could not be opened or asked for its size.
+//! Errors of opening a disk, or of reading its size.
 
 use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-/// What a user can do who may not write to an image, in the words of the toolstack and of ferrite.
+/// The next step for a user who may not write to an image, in the words of the toolstack and of ferrite.
 pub const READ_ONLY: &str =
     "open it read-only (access=r in xl's configuration, --read-only with ferrite)";
 
-/// The kind of an error, by which a program acts; the text is for people.
+/// The kind of an error, for programs; the text is for people.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// The image argument itself makes no sense.
+    /// The image argument itself is invalid.
     Usage,
     /// There is no such image.
     NotFound,
-    /// Somebody else uses it: locked, mounted, claimed. Trying again later may help.
+    /// Another process uses it: locked, mounted, claimed. Trying again later may help.
     InUse,
-    /// It is there, but cannot be a disk: a directory, a socket, a wrong size.
+    /// It exists, but cannot be a disk: a directory, a socket, a wrong size.
     Unsuitable,
     /// Its contents contradict themselves.
     Damaged,
-    /// This user may not, or the medium is write-protected.
+    /// This user has no permission, or the medium is write-protected.
     Permission,
-    /// It would destroy something, or let it be read, and was not told to.
+    /// The operation would destroy data, or disclose them, and was not forced.
     Refused,
-    /// It stands on an image where parents are not allowed.
+    /// Its parent is in a folder where parents are not allowed.
     Parent,
-    /// It was told to stop.
+    /// It was interrupted.
     Interrupted,
     /// The kernel reported something else.
     Io,
@@ -56,14 +56,13 @@ impl DiskError {
         DiskError { kind, what: what.into(), why: why.into(), help: help.into(), source: None }
     }
 
-    /// Adds the error of the kernel or of a library that is behind this one.
+    /// Adds the error of the kernel or of a library that caused this one.
     pub fn with_source(mut self, source: impl Into<io::Error>) -> DiskError {
         self.source = Some(source.into());
         self
     }
 
-    /// This error with the name of the file that a user knows: `temporary`, which nobody has named, becomes
-    /// `name` in all texts.
+    /// This error with the name of the file that the user knows: `temporary` becomes `name` in all texts.
     pub fn renamed(mut self, temporary: &Path, name: &Path) -> DiskError {
         let [from, to] = [temporary, name].map(|path| path.display().to_string());
         for text in [&mut self.what, &mut self.why, &mut self.help] {
@@ -93,7 +92,7 @@ impl DiskError {
     }
 }
 
-/// Texts of [`warn_once`] that are remembered.
+/// The number of texts that [`warn_once`] remembers.
 const TEXTS: usize = 64;
 
 /// Warns of an image in the log, once for each text although a command opens the image several times.

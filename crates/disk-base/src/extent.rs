@@ -1,4 +1,4 @@
-//! Where a part of a disk is, in the words that queues understand.
+//! The place of a part of a disk, as queues need it.
 
 /// The beginning of a range, translated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,19 +12,19 @@ pub enum Extent {
         /// Bytes, from the start of the range asked for.
         len: u64,
     },
-    /// Reads give zeros; writes vanish.
+    /// Reads give zeros; writes are discarded.
     Zeros {
         /// Bytes, from the start of the range asked for.
         len: u64,
     },
-    /// It takes steps to get there: `Disk::read` or `Disk::write`.
+    /// Reaching the bytes takes steps: `Disk::read` or `Disk::write`.
     Slow {
         /// Bytes, from the start of the range asked for.
         len: u64,
     },
 }
 
-/// The values about discard that a guest gets.
+/// The values about discard that a guest is offered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiscardLimits {
     /// Smaller pieces than this free nothing.

@@ -7,24 +7,24 @@ use serde::{Deserialize, Serialize};
 /// Findings that are listed; the rest is counted.
 const MAX_LISTED: usize = 1000;
 
-/// How bad a finding is, the worst first.
+/// The severity of a finding, the worst first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Class {
-    /// The image does not read what it should, or would not after the next write.
+    /// The image does not read correctly, or would not after the next write.
     Damage,
-    /// It has something that this program does not know, so nothing can be said about the rest.
+    /// It has something that this program does not know, so the rest could not be checked.
     Unsupported,
-    /// Another program refuses the image. Looked for only if that is asked for.
+    /// Another program refuses the image. Checked only on request.
     Foreign,
-    /// The image reads what it should; something that is there twice is there once.
+    /// The image reads correctly; one of two copies is missing.
     Harmless,
     /// Space that nothing refers to.
     Leak,
 }
 
 impl Class {
-    /// Whether the image can be used all the same, and reads what it should.
+    /// Whether the image can be used nevertheless, and reads correctly.
     pub fn is_harmless(self) -> bool {
         match self {
             Class::Damage | Class::Unsupported => false,
@@ -35,19 +35,19 @@ impl Class {
 
 /// A kind of inconsistency of a format.
 pub trait Kind: Copy {
-    /// How bad it is.
+    /// Its severity.
     fn class(self) -> Class;
 
-    /// Whether a repair mends it, without guessing.
+    /// Whether a repair can correct it, without guessing.
     fn is_mendable(self) -> bool;
 
-    /// Whether the image can be used all the same, and reads what it should.
+    /// Whether the image can be used nevertheless, and reads correctly.
     fn is_harmless(self) -> bool {
         self.class().is_harmless()
     }
 }
 
-/// How many findings there are of each class, listed or not.
+/// The number of findings of each class, listed or not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
     /// Of [`Class::Damage`].
@@ -60,12 +60,12 @@ pub struct Counts {
     pub harmless: u64,
     /// Of [`Class::Leak`].
     pub leaks: u64,
-    /// Of all of them, those that a repair mends.
+    /// Of all of them, those that can be repaired.
     pub mendable: u64,
 }
 
 impl Counts {
-    /// One more.
+    /// Counts one finding.
     pub fn add(&mut self, class: Class, mendable: bool) {
         *match class {
             Class::Damage => &mut self.damage,
@@ -77,7 +77,7 @@ impl Counts {
         self.mendable += u64::from(mendable);
     }
 
-    /// Of all classes.
+    /// The number of all findings.
     pub fn total(&self) -> u64 {
         self.damage + self.unsupported + self.foreign + self.harmless + self.leaks
     }
@@ -88,15 +88,15 @@ impl Counts {
 pub struct Finding<P> {
     /// The kind of problem.
     pub problem: P,
-    /// Byte offset in the file of what is wrong.
+    /// Byte offset of the damage in the file.
     pub offset: u64,
     /// The reason.
     pub why: String,
 }
 
 impl<P: Kind> Finding<P> {
-    /// Counts it, and lists it if there is room, or if something less bad can make room for it.
-    /// Within a class, what cannot be mended comes first.
+    /// Counts it, and lists it if there is room, or if a less severe one can make room for it. Within a class, those
+    /// that cannot be repaired come first.
     pub fn list(self, findings: &mut Vec<Finding<P>>, counts: &mut Counts) {
         let rank = |finding: &Finding<P>| (finding.problem.class(), finding.problem.is_mendable());
         let (class, mendable) = rank(&self);

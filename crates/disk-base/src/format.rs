@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-/// How a disk's sectors lie in its file.
+/// The arrangement of a disk's sectors in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
-    /// One after the other.
+    /// In the order of the disk.
     Raw,
     /// Microsoft's Virtual Hard Disk.
     Vhd,
@@ -16,7 +16,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// Those of images.
+    /// The formats of images.
     pub const ALL: [Format; 3] = [Format::Raw, Format::Vhd, Format::Qcow2];
 
     /// The name that commands and reports use.
@@ -29,16 +29,16 @@ impl Format {
         }
     }
 
-    /// By name; `None` for others.
+    /// The format of this name; `None` for others.
     pub fn by_name(name: &str) -> Option<Format> {
         Format::ALL.into_iter().chain([Format::Store]).find(|f| f.name() == name)
     }
 
-    /// The format by the extension of a file's name; raw, if it says nothing.
+    /// The format by the extension of a file's name; raw for other extensions.
     pub fn of_path(path: &Path) -> Format {
         let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default();
         let format = Format::by_name(&extension.to_ascii_lowercase());
-        // A store has many volumes: which one, only a name with a prefix says.
+        // A store has many volumes, and only a name with a prefix names one.
         format.filter(|format| *format != Format::Store).unwrap_or(Format::Raw)
     }
 

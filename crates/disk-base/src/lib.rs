@@ -1,11 +1,11 @@
-//! What images and stores are built of.
+//! The basis of images and stores.
 //!
-//! * [`Extent`]: where a part of a disk is. [`Port`]: the way of one thread to a disk's files.
+//! * [`Extent`]: the place of a part of a disk. [`Port`]: one thread's access to a disk's files.
 //! * [`Raw`]: a regular file or a block device, byte for byte, open and locked.
 //! * [`Commits`], [`journal`]: metadata that was answered for and is not durable yet.
-//! * [`Epochs`]: when a place that came free is nobody's any more.
+//! * [`Epochs`]: when a freed place is no longer in use.
 //! * [`ImageName`], [`OpenOptions`], [`Parents`]: which disk is opened, and how.
-//! * [`DiskError`], [`Finding`]: what is wrong, in words for people.
+//! * [`DiskError`], [`Finding`]: errors and damage, in words for people.
 
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
-//! The name of a disk says its format. Contents never choose one: a guest that may write a raw disk
-//! could turn it into an image that names any file of the host as its parent.
+//! The name of a disk gives its format. The content never does: a guest that may write a raw disk could turn it into an
+//! image that names any file of the host as its parent.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
@@ -9,27 +9,27 @@ use crate::format::Format;
 use crate::volume_name::VolumeName;
 use crate::{DiskError, ErrorKind, content};
 
-/// A file, and what is in it.
+/// A file, and its format.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImageName {
     /// How to read the file.
     pub format: Format,
-    /// Where it is; of a volume `PATH#NAME`, of which [`volume`](ImageName::volume) has the parts.
+    /// Its path; of a volume `PATH#NAME`, whose parts [`volume`](ImageName::volume) gives.
     pub path: PathBuf,
 }
 
 impl ImageName {
-    /// From `raw:PATH`, `vhd:PATH`, `qcow2:PATH`, `store:PATH#NAME`, or a path whose extension says it.
-    /// A path with a colon in its first part is written with a prefix, or as `./a:b`.
+    /// Parses `raw:PATH`, `vhd:PATH`, `qcow2:PATH`, `store:PATH#NAME`, or a path whose extension names the format. A
+    /// path with a colon in its first part needs a prefix, or the form `./a:b`.
     ///
     /// # Errors
-    /// A prefix that is no format, or no path; an extension of a format that is not read here.
+    /// A prefix that is no format, or no path; an extension of an unsupported format.
     pub fn parse(text: &(impl AsRef<OsStr> + ?Sized)) -> Result<ImageName, DiskError> {
         ImageName::parse_as(text, None)
     }
 
-    /// The same of an image that is there. If nothing says that it is raw, it is not what looks like
-    /// an image: that would be overwritten.
+    /// Parses the name of an existing image. If only the extension makes it raw, the file must not look like an image:
+    /// the guest would overwrite it.
     ///
     /// # Errors
     /// As [`parse_as`](Self::parse_as); `Unsuitable`: it looks like an image.
@@ -44,12 +44,12 @@ impl ImageName {
         Ok(name)
     }
 
-    /// Whether there is a prefix.
+    /// Whether the text has a prefix.
     pub fn says_format(text: &(impl AsRef<OsStr> + ?Sized)) -> bool {
         prefix(text.as_ref()).is_some()
     }
 
-    /// The store that a volume is in, and the volume's name.
+    /// The path of a volume's store, and the volume's name.
     pub fn volume(&self) -> Option<(&Path, &str)> {
         let parts = parts_of_volume(self.path.as_os_str());
         parts.filter(|_| self.format == Format::Store)
@@ -63,7 +63,7 @@ impl ImageName {
         if self.format == Format::Store { Err(self.no_image()) } else { Ok(()) }
     }
 
-    /// What is said of a volume where only an image can be.
+    /// The error for a volume where only an image is possible.
     pub fn no_image(&self) -> DiskError {
         let what = format!("cannot work on {}", self.path.display());
         let why = "it is a volume of a store, and this is for images in files of their own";
@@ -72,11 +72,10 @@ impl ImageName {
         DiskError::new(ErrorKind::Usage, what, why, help)
     }
 
-    /// As [`parse`](Self::parse), in the format that was said, whatever the extension says.
+    /// As [`parse`](Self::parse), in the given format, whatever the extension is.
     ///
     /// # Errors
-    /// A prefix that is no format, another one, or no path; an extension of a format that is not
-    /// read here.
+    /// A prefix that is no format, another one, or no path; an extension of an unsupported format.
     pub fn parse_as(
         text: &(impl AsRef<OsStr> + ?Sized),
         said: Option<Format>,
@@ -127,16 +126,16 @@ impl ImageName {
     }
 }
 
-/// The text before the first colon, if that is no part of a path, and the rest.
+/// The text before the first colon, if it is not part of a path, and the rest.
 fn prefix(text: &OsStr) -> Option<(&OsStr, &OsStr)> {
-    // Names of files are bytes.
+    // File names are bytes.
     let mut parts = text.as_bytes().splitn(2, |byte| *byte == b':');
     let (prefix, path) = parts.next().zip(parts.next())?;
     let both = (OsStr::from_bytes(prefix), OsStr::from_bytes(path));
     (!prefix.contains(&b'/')).then_some(both)
 }
 
-/// What is before the last `#`, and behind it, if these can be a path and a volume's name.
+/// The parts before and after the last `#`, if these can be a path and a volume's name.
 fn parts_of_volume(text: &OsStr) -> Option<(&Path, &str)> {
     let text = text.as_bytes();
     let at = text.iter().rposition(|byte| *byte == b'#')?;
@@ -221,7 +220,7 @@ mod tests {
             assert_eq!(ImageName::parse(text).unwrap_err().kind(), ErrorKind::Usage, "{text}");
         }
         assert!(ImageName::parse_as("store:a#b", Some(Format::Raw)).is_err());
-        // The name of a file says nothing of volumes.
+        // A file name alone does not name a volume.
         let raw = ImageName::parse("a.store").unwrap();
         assert_eq!((raw.format, raw.volume()), (Format::Raw, None));
         assert_eq!(ImageName::parse("a#b").unwrap().volume(), None);

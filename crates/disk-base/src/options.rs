@@ -1,4 +1,4 @@
-//! How a disk is opened.
+//! The options of opening a disk.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use crate::parents::Parents;
 
-/// Bytes of metadata that a disk keeps in memory by default, besides what it cannot do without.
+/// Bytes of optional metadata that a disk keeps in memory by default.
 pub const METADATA_BYTES: usize = 16 << 20;
 
-/// Bytes in which a store remembers contents by default, at most 8 for each: 128 GiB of them.
+/// Bytes of a store's index of contents by default, at most 8 for each: 128 GiB of them.
 pub const INDEX_BYTES: usize = 256 << 20;
 
 /// The longest chain that is made and served. XAPI's storage manager ends at 30.
@@ -21,45 +21,43 @@ pub const MAX_LAYERS: usize = 256;
 pub struct OpenOptions {
     /// Open the medium itself read-only (XSA-142: a flag above a writable file is not enough).
     pub read_only: bool,
-    /// How long to wait for a holder of the lock to let go; none: fail at once. A process that
-    /// takes over from a killed one waits until the dead one's last operation has ended.
+    /// How long to wait for the lock; `None`: fail at once. A process that takes over from a killed one waits until the
+    /// dead one's last operation has ended.
     pub wait_for_lock: Option<Duration>,
-    /// Where answered changes of metadata are kept until they are durable, so that they survive
-    /// the death of this process; on tmpfs. None: they do not.
+    /// The folder, on tmpfs, of answered changes of metadata until they are durable, so that they survive the death of
+    /// this process. `None`: they do not.
     pub state_dir: Option<PathBuf>,
-    /// There is such a directory, and it cannot be read: the log says so of images of which a
-    /// process that died may have left something there.
+    /// The folder exists, and cannot be read. Images that may have a dead process's journal there are logged.
     pub unseen_state: bool,
-    /// Memory in bytes for tables and bitmaps that can be read again. A store is given it by whoever
-    /// opens it first.
+    /// Memory in bytes for tables and bitmaps that can be read again. For a store, the first process to open it sets
+    /// this.
     pub metadata_bytes: usize,
-    /// Memory in bytes in which a store remembers contents, given in the same way.
+    /// Memory in bytes for a store's index of contents, set in the same way.
     pub index_bytes: usize,
-    /// Use files as block devices are used: they keep their size and their space, and what was
-    /// never written in them may be anything.
+    /// Use files as if they were block devices: they keep their size and their space, and unwritten parts may have any
+    /// content.
     pub fixed_size: bool,
-    /// Take no locks and mind nobody's: others may be writing to it. Read-only, and what is read
-    /// may be stale, or of several moments.
+    /// Take no locks and ignore those of others: another process may write to it. Read-only, and the data may be
+    /// outdated or inconsistent.
     pub unlocked: bool,
     /// The longest chain that is opened.
     pub max_layers: usize,
-    /// Open for writing also what is write-protected by its mode, and what other images stand on:
-    /// whoever asks for that sees to it that all of them read what they did before, or knows
-    /// better. The kernel has a say in it, too.
+    /// Open for writing also images that are write-protected by their mode, or that have children. The caller ensures
+    /// that all children read the same as before, or that they may be lost. The kernel still checks permissions.
     pub even_parent: bool,
-    /// Where the image's parents may be.
+    /// The folders where the image's parents may be.
     pub parents: Parents,
-    /// A killed process had it open for writing, and its guest is connected still. Of the images that
-    /// may stand on it, those are asked that it knows of itself: the guest waits.
+    /// A killed process had it open for writing, and its guest is still connected. Since the guest waits, only children
+    /// that the image's own list names are examined.
     pub taken_over: bool,
-    /// Who named the image has said its format in so many words, and vouches for it: `Disk::open` sees
-    /// that in the name. Never of a parent, which an image names.
+    /// The user has named the format explicitly, and vouches for it: `Disk::open` sees that in the name. Never set for
+    /// a parent, which an image names.
     pub format_said: bool,
-    /// QEMU, as the device model of the guest that this is for, has a raw image open until the guest's
-    /// own driver connects: QEMU's locks are taken by `shut_out_qemu`, and not before.
+    /// QEMU, as the guest's device model, has the raw image open until the guest's own driver connects. QEMU's locks
+    /// are taken by `shut_out_qemu`, and not before.
     pub qemu_first: bool,
-    /// The open file of the image itself, if the caller has that already: whoever has it locked can
-    /// open it in no other way, and nobody gets between.
+    /// The open file of the image, if the caller has it already: a caller that has it locked could not open it again,
+    /// and the path may have changed.
     pub opened: Option<Arc<OwnedFd>>,
 }
 

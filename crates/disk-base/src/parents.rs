@@ -1,9 +1,8 @@
-//! Where the parents of an image may be.
+//! The places where parents of an image are allowed.
 //!
-//! An image says itself which files it stands on, so whoever has made it chooses them. One that
-//! comes from a user could name the disk of another one, or any file of the host, and a guest would
-//! read it. So parents are where the image is, or where somebody who may decide that has said.
-//! The place that counts is where a name leads to in the end, through links and `..`.
+//! An image names its own parents, so its author chooses them. A user's image could name another user's disk, or any
+//! file of the host, and a guest would read it. So parents have to be where the image is, or where the administrator
+//! allows them. The place of a file is where its name finally leads, through links and `..`.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -20,10 +19,9 @@ pub const CONFIGURED: &str = "/etc/ferrite/parents";
 /// The images that may be parents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Parents {
-    /// Files in the folder of the image that is opened, and below; and everything that one of these
-    /// is, or has in it.
+    /// Files in the folder of the opened image, and below it; and those listed here, or in a folder that is listed.
     Within(Vec<PathBuf>),
-    /// Whatever the image names.
+    /// Any file that the image names.
     Any,
 }
 
@@ -34,7 +32,7 @@ impl Default for Parents {
 }
 
 impl Parents {
-    /// Whether `parent` may be one in the chain of `leaf`.
+    /// Whether `parent` is allowed in the chain of `leaf`.
     ///
     /// # Errors
     /// One of the two cannot be found.
@@ -42,11 +40,11 @@ impl Parents {
         self.allow_found(&names::canonicalize(leaf)?, parent, &names::canonicalize(parent)?)
     }
 
-    /// Whether what was opened by the name `parent` may be a parent in the chain of what was opened as `leaf`.
-    /// The kernel says where the open files are: a name may lead to another file at each look.
+    /// Whether the file opened by the name `parent` is allowed in the chain of the file opened as `leaf`. The kernel
+    /// gives the places of the open files, since a name may lead to another file each time.
     ///
     /// # Errors
-    /// The kernel does not say where one of the files is.
+    /// The kernel does not give the place of one of the files.
     pub fn allow_opened(
         &self,
         leaf: BorrowedFd<'_>,
@@ -59,7 +57,7 @@ impl Parents {
         }
     }
 
-    /// `leaf` and `found` are without links; `found` is what `parent` has led to.
+    /// Checks paths without links; `found` is the file that `parent` leads to.
     fn allow_found(&self, leaf: &Path, parent: &Path, found: &Path) -> io::Result<bool> {
         let Parents::Within(named) = self else { return Ok(true) };
         let named: Vec<PathBuf> =
@@ -70,8 +68,8 @@ impl Parents {
         }
         let meta = names::symlink_metadata(found)?;
         if meta.file_type().is_block_device() {
-            // Volumes have links as names (/dev/VG/LV), in folders that only the system changes:
-            // those of the file system that has the devices.
+            // Volumes have links as names (/dev/VG/LV), in folders that only the system changes: those of the file
+            // system of devices.
             let folder = names::canonicalize(folder(parent))?;
             let systems = names::metadata(&folder)?.dev() == meta.dev();
             let name = folder.join(parent.file_name().unwrap_or_default());
@@ -81,7 +79,7 @@ impl Parents {
         Ok(meta.is_file() && own.is_some_and(|own| found.starts_with(own)))
     }
 
-    /// The error for `image`, whose parent must not be that one.
+    /// The error for `image`, whose parent is not allowed.
     pub fn refusal(image: &Path, parent: &Path) -> DiskError {
         let found = names::canonicalize(parent).unwrap_or_else(|_| parent.to_owned());
         let leads = match found == parent {
@@ -105,7 +103,7 @@ impl Parents {
         )
     }
 
-    /// The error for `image`, whose parent this process's keeper does not let it see.
+    /// The error for `image`, whose parent this process's keeper hides from it.
     pub fn outside(image: &Path, parent: &Path) -> DiskError {
         DiskError::new(
             ErrorKind::Parent,
@@ -125,7 +123,7 @@ impl Parents {
     }
 }
 
-/// The name by which `parent` is allowed: the folder that it is in, or a device by itself.
+/// The path that would allow `parent`: its folder, or the device itself.
 pub fn to_allow(parent: &Path) -> PathBuf {
     match names::canonicalize(parent) {
         Ok(found) if names::is_file(&found) => folder(&found).to_owned(),
@@ -133,7 +131,7 @@ pub fn to_allow(parent: &Path) -> PathBuf {
     }
 }
 
-/// Where an open file is.
+/// The place of an open file.
 fn place(file: BorrowedFd<'_>) -> io::Result<PathBuf> {
     names::of_open(file)
 }
@@ -142,7 +140,7 @@ fn folder(path: &Path) -> &Path {
     path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// The folder of an image, if that is one: below the root there is everything.
+/// The folder of an image, unless it is the root, which has every file below it.
 fn own_folder(leaf: &Path) -> Option<&Path> {
     leaf.parent().filter(|dir| dir.parent().is_some())
 }

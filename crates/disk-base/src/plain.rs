@@ -1,5 +1,4 @@
-//! Files whose names can be foreseen by anybody who may write in their folder, and who may have put
-//! something else there.
+//! Opens files with predictable names. Another user who may write in the folder may have put something else there.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -9,7 +8,7 @@ use ferrite_host::names;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-/// Opens a regular file that is there: never through a link, and without waiting for the other end of a pipe.
+/// Opens an existing regular file: never through a link, and without waiting for the other end of a pipe.
 ///
 /// # Errors
 /// Errors of the kernel, and that it is no regular file.
@@ -17,7 +16,7 @@ pub fn open(path: &Path, flags: OFlags) -> io::Result<File> {
     let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let foreign =
         || io::Error::other("it is no regular file (a link, a pipe, a folder): move it away");
-    // A link, and a pipe that nobody reads.
+    // A link, or a pipe without a reader.
     match names::open(path, flags, Mode::empty()).map(File::from) {
         Err(Errno::LOOP | Errno::NXIO | Errno::ISDIR) => Err(foreign()),
         Ok(file) if !file.metadata()?.is_file() => Err(foreign()),

@@ -1,4 +1,4 @@
-//! The services that a disk's steps need of the thread that they run on.
+//! The services of a thread that a disk's steps use.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -11,19 +11,19 @@ use ferrite_io::scratch::Scratch;
 /// Scratch memory in bytes that each thread of a disk with metadata needs.
 pub const SCRATCH_BYTES: usize = 256 << 10;
 
-/// One thread's way to a disk's files: the `async fn`s of `Disk` run on it.
+/// One thread's access to a disk's files: the `async fn`s of `Disk` run on it.
 #[derive(Clone)]
 pub struct Port {
     /// The thread's reactor.
     pub io: Io,
-    /// `Disk::files`, registered with it, in that order.
+    /// `Disk::files`, registered with the reactor, in that order.
     pub files: Rc<[FileId]>,
     /// Memory for metadata, of the engine's arena.
     pub scratch: Scratch,
 }
 
 impl Port {
-    /// The arena that data is in.
+    /// The arena of the data.
     #[inline]
     pub fn memory(&self) -> &Arc<Arena> {
         self.scratch.arena()

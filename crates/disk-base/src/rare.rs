@@ -1,38 +1,37 @@
-//! Paths that few requests take, and on which the order of writes matters. Each says so in the log, at
-//! debug level: the simulator counts them, and its tests fail where one is not taken.
+//! Rare paths on which the order of writes matters. Each is logged at debug level: the simulator counts them, and its
+//! tests fail if one is not taken.
 
-/// One of them.
+/// A rare path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rare {
-    /// VHD: the batmap on disk says of no block any more that it is full.
+    /// VHD: all bits of the batmap on disk were cleared.
     BatmapCleared,
-    /// VHD: a commit after one that has failed.
+    /// VHD: a commit after a failed one.
     CommitAgain,
-    /// VHD: a table of more entries has got its place.
+    /// VHD: a table of more entries was placed.
     TableGrown,
-    /// VHD: the footer was written to the end that a device has got meanwhile.
+    /// VHD: the footer was written to the new end of a device that has grown.
     DeviceGrown,
-    /// VHD: the rest of the last block was made zeros, as it becomes part of the disk.
+    /// VHD: the rest of the last block became zeros, as it becomes part of the disk.
     TailCleared,
     /// VHD: a parent has taken the identity of its child.
     IdentityTaken,
-    /// qcow2: a cluster that came free while the image is open is used again. Compressed data or a
-    /// table were there.
+    /// qcow2: a cluster that was freed while the image is open is used again. It had compressed data or a table.
     ClusterReused,
-    /// qcow2: one that had data which were not compressed is.
+    /// qcow2: such a cluster that had uncompressed data is used again.
     DataClusterReused,
-    /// qcow2: L1 has more entries.
+    /// qcow2: L1 got more entries.
     LongerL1,
     /// A sync has failed, and nothing is committed any more.
     SyncFailed,
-    /// The journal says nothing any more, since a sync has failed.
+    /// The journal became void, since a sync has failed.
     JournalVoided,
     /// The writes in the journal of a parent were copied into the leaf.
     ParentRecovered,
 }
 
 impl Rare {
-    /// All of them.
+    /// All rare paths.
     pub const ALL: [Rare; 12] = [
         Rare::BatmapCleared,
         Rare::CommitAgain,
@@ -69,7 +68,7 @@ impl Rare {
         }
     }
 
-    /// Says in the log that this path was taken.
+    /// Logs that this path was taken.
     pub fn taken(self) {
         tracing::debug!(target: Rare::TARGET, path = self.name());
     }

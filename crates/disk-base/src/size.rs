@@ -1,10 +1,10 @@
-//! Sizes as people write and read them.
+//! Sizes in text for people.
 
 use std::fmt;
 
 use crate::SECTOR_BYTES;
 
-/// Why a size was not understood.
+/// The reason why a size is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
     /// Not digits with an optional unit.
@@ -15,11 +15,11 @@ pub enum SizeError {
     TooLarge(String),
 }
 
-/// Bytes from `512`, `16M`, `1.5G`, `1GiB`. Units are powers of 1024, in either case. A fraction is
-/// of a unit, and is rounded up to whole sectors.
+/// Parses `512`, `16M`, `1.5G`, `1GiB` to bytes. Units are powers of 1024, in either case. A fraction needs a unit, and
+/// is rounded up to whole sectors.
 ///
 /// # Errors
-/// [`SizeError`] for anything else, and for 8 EiB and more.
+/// [`SizeError`] for other texts, and for 8 EiB and more.
 pub fn parse(text: &str) -> Result<u64, SizeError> {
     let syntax = || SizeError::Syntax(text.chars().take(40).collect());
     let number_end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -49,20 +49,20 @@ pub fn parse(text: &str) -> Result<u64, SizeError> {
     if bytes > i64::MAX as u64 { Err(too_large()) } else { Ok(bytes) }
 }
 
-/// Digits, and so few that nothing overflows.
+/// Whether these are digits, and few enough not to overflow.
 fn is_fraction(text: &str) -> bool {
     (1..=9).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// The bytes of the digits behind the point, of a unit.
+/// The bytes of the digits after the point, of a unit.
 fn fraction_bytes(digits: &str, shift: u32) -> u64 {
     let tenths = 10u64.pow(digits.len() as u32);
     let bytes = u128::from(digits.parse().unwrap_or(0u64)) << shift;
     u64::try_from(bytes.div_ceil(tenths.into())).unwrap_or(0).next_multiple_of(SECTOR_BYTES)
 }
 
-/// Shows bytes in the largest unit that leaves the number whole or with one digit behind the
-/// point: `512 bytes`, `1.5 GiB`.
+/// Shows bytes in the largest unit in which the number is whole or has one digit after the point: `512 bytes`, `1.5
+/// GiB`.
 #[derive(Clone, Copy, Debug)]
 pub struct Human(pub u64);
 

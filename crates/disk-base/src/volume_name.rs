@@ -1,10 +1,10 @@
-//! The syntax of the name that a volume of a store has.
+//! The syntax of a volume's name.
 
 use serde::{Deserialize, Serialize};
 
 const NAME_BYTES: usize = 63;
 
-/// The name of a volume or domain: 1 to 63 letters, digits, and `-`, `_`, `.` but at the beginning.
+/// The name of a volume or domain: 1 to 63 letters, digits, and `-`, `_`, `.`; the first is a letter or digit.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String")]
 pub struct VolumeName(String);
@@ -18,7 +18,7 @@ impl TryFrom<String> for VolumeName {
 }
 
 impl VolumeName {
-    /// This name, if it is one.
+    /// This name, if it is valid.
     pub fn new(name: &str) -> Option<VolumeName> {
         let good = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
         let begins = name.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric());

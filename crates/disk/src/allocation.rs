@@ -1,4 +1,4 @@
-//! Where a disk in use has data.
+//! The allocated parts of a disk in use.
 
 use std::io;
 
@@ -17,12 +17,10 @@ pub struct Allocation {
 }
 
 impl Disk {
-    /// Says whether the beginning of a range has data. It may have to read metadata for that, and
-    /// never data.
+    /// Whether the beginning of a range has data. It may read metadata for that, and never data.
     ///
     /// # Errors
-    /// `InvalidInput`: not inside the disk, or empty. `InvalidData`: metadata is damaged. Others as
-    /// the kernel gives them.
+    /// `InvalidInput`: not inside the disk, or empty. `InvalidData`: metadata is damaged. Errors of the kernel.
     pub fn allocation<'a>(&'a self, port: &'a Port, offset: u64, len: u64) -> Work<'a, Allocation> {
         Box::pin(async move {
             if len == 0 || !self.contains(offset, len) {

@@ -1,4 +1,4 @@
-//! One open disk, whatever it is made of: the words that everything above it uses.
+//! One open disk of any kind: the interface for everything above it.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -22,7 +22,7 @@ use crate::null::{self, Null};
 use crate::volume::Volume;
 
 /// Work on a disk that may wait. It is boxed once, here, for two reasons: the formats' steps are compiled into this
-/// crate and not again into each that uses a disk, and a task of any caller stays small.
+/// crate and not into each user of it, and a task of any caller stays small.
 pub type Work<'a, T> = Pin<Box<dyn Future<Output = io::Result<T>> + 'a>>;
 
 /// One open disk, shared by the threads of its queues.
@@ -34,7 +34,7 @@ pub enum Disk {
     Image(Image),
     /// A volume of a store.
     Store(Volume),
-    /// No medium at all.
+    /// A disk without a medium.
     Null(Null),
 }
 
@@ -71,7 +71,7 @@ impl Disk {
         }
     }
 
-    /// A disk that keeps nothing, for whoever has none now.
+    /// A disk that stores nothing, as a placeholder.
     pub fn nothing() -> Disk {
         Disk::Null(Null::nothing())
     }
@@ -81,7 +81,7 @@ impl Disk {
         self.medium().is_some_and(Raw::direct)
     }
 
-    /// The part that lies in files; none of a disk without.
+    /// The medium of the disk; `None` for a disk without one.
     pub(crate) fn medium(&self) -> Option<&Raw> {
         match self {
             Disk::Raw(d) => Some(d),
@@ -91,7 +91,7 @@ impl Disk {
         }
     }
 
-    /// All files and devices that it lies in, the leaf first.
+    /// All files and devices of the disk, the leaf first.
     pub fn media(&self) -> Vec<&Raw> {
         match self {
             Disk::Raw(d) => vec![d],
@@ -112,8 +112,7 @@ impl Disk {
         }
     }
 
-    /// Whether the range lies inside the disk. Everything a guest asks for goes through this
-    /// before it gets to [`map`](Disk::map).
+    /// Whether the range lies inside the disk. Every range of a guest is checked by this before [`map`](Disk::map).
     pub fn contains(&self, offset: u64, len: u64) -> bool {
         offset.checked_add(len).is_some_and(|end| end <= self.sectors() * SECTOR_BYTES)
     }
@@ -137,13 +136,13 @@ impl Disk {
     /// 512 or 4096.
     pub fn block_bytes(&self) -> u32 {
         match self {
-            // It changes parts of its blocks by itself.
+            // It changes parts of its blocks itself.
             Disk::Store(_) => SECTOR_BYTES as u32,
             _ => self.medium().map_or(SECTOR_BYTES as u32, Raw::block_bytes),
         }
     }
 
-    /// Smaller writes than this may cost the medium a read first: a hint for the guest.
+    /// Smaller writes may cost the medium a read first: a hint for the guest.
     pub fn physical_block_bytes(&self) -> u32 {
         match self {
             Disk::Store(_) => BLOCK_BYTES as u32,
@@ -151,7 +150,7 @@ impl Disk {
         }
     }
 
-    /// The values to publish about discard; none: do not offer it.
+    /// The discard values to publish; `None`: do not offer it.
     pub fn discard_limits(&self) -> Option<DiscardLimits> {
         match self {
             Disk::Raw(d) => d.discard_limits(),
@@ -172,12 +171,11 @@ impl Disk {
         }
     }
 
-    /// Says where the beginning of a range is read from; never blocks. What it says may be used as
-    /// long as the caller is counted: by a [`Reader`], or [`while_mapped`](Disk::while_mapped).
+    /// Finds the beginning of a range for a read; never blocks. The result may be used as long as the caller is
+    /// counted: by a [`Reader`], or [`while_mapped`](Disk::while_mapped).
     ///
     /// # Panics
-    /// If the range is empty or not inside the disk: callers check first, with
-    /// [`contains`](Disk::contains).
+    /// If the range is empty or not inside the disk: callers check first, with [`contains`](Disk::contains).
     pub fn map(&self, offset: u64, len: u64) -> Extent {
         assert!(len > 0 && self.contains(offset, len), "unchecked range {offset}+{len}");
         match self {
@@ -188,9 +186,9 @@ impl Disk {
         }
     }
 
-    /// Says where the beginning of a range is to be written; never blocks. Where nothing is, that
-    /// is a place that nothing names yet; [`written`](Disk::written) has the tables name it. The caller
-    /// is counted as for [`map`](Disk::map).
+    /// Finds the place for a write of the beginning of a range; never blocks. An unallocated range gets a new place
+    /// that no metadata refer to yet; after [`written`](Disk::written) the tables do. The caller is counted as for
+    /// [`map`](Disk::map).
     ///
     /// # Panics
     /// As [`map`](Disk::map).
@@ -204,12 +202,12 @@ impl Disk {
         }
     }
 
-    /// Whether [`reserve`](Disk::reserve) ever names a place: otherwise each write takes steps.
+    /// Whether [`reserve`](Disk::reserve) ever returns a place: otherwise each write takes steps.
     pub fn reserves(&self) -> bool {
         !matches!(self, Disk::Store(_))
     }
 
-    /// Whether [`check`](Disk::check) has anything to say of this disk, now and later.
+    /// Whether [`check`](Disk::check) applies to this disk, now and later.
     pub fn has_checks(&self) -> bool {
         match self {
             #[cfg(feature = "testing")]
@@ -219,10 +217,9 @@ impl Disk {
         }
     }
 
-    /// Whether data of a disk that [has checks](Disk::has_checks) are what was written there. They were
-    /// read from where [`map`](Disk::map) said, and the caller is still counted. `false`: they are
-    /// damaged, or were written meanwhile. [`read`](Disk::read) finds out, and gives no wrong data.
-    /// Never blocks.
+    /// Whether data of a disk that [has checks](Disk::has_checks) are those written there. They were read from the
+    /// place that [`map`](Disk::map) returned, and the caller is still counted. `false`: they are damaged, or were
+    /// written meanwhile; [`read`](Disk::read) tells the two apart, and returns no wrong data. Never blocks.
     pub fn check(&self, memory: &Arena, offset: u64, data: Span) -> bool {
         match self {
             #[cfg(feature = "testing")]
@@ -235,7 +232,7 @@ impl Disk {
         }
     }
 
-    /// Has the data of a raw disk checked by a test, before it is used.
+    /// Has a test check the data of a raw disk, before they are used.
     ///
     /// # Panics
     /// If it is no raw disk, or has a check.
@@ -247,8 +244,8 @@ impl Disk {
         }
     }
 
-    /// For a queue that maps: the disk hears by it when its operations have ended. None: places of
-    /// this disk never become another's.
+    /// A reader for a queue that maps: it tells the disk when its operations have ended. `None`: places of this disk
+    /// are not reused.
     pub fn reader(&self) -> Option<Reader> {
         match self {
             Disk::Image(d) => d.reader(),
@@ -257,8 +254,9 @@ impl Disk {
         }
     }
 
-    /// Runs what maps and uses what it has mapped. All [`Work`] does so itself, and is not to be among
-    /// these steps: a write of a store may wait for the end of whatever is. Dropped before its end, it keeps places that come free from then on out of use.
+    /// Runs steps that map and use the mapped places. All [`Work`] does so itself, and must not be among these steps: a
+    /// write of a store may wait for the end of all steps. If they are dropped before their end, places that are freed
+    /// from then on stay unused.
     pub async fn while_mapped<T>(&self, steps: impl Future<Output = T>) -> T {
         match self {
             Disk::Image(d) => d.while_mapped(steps).await,
@@ -267,9 +265,9 @@ impl Disk {
         }
     }
 
-    /// Looks whether the medium has grown. Some: the new size in sectors, which
-    /// [`sectors`](Disk::sectors) gives from now on. A medium that has shrunk keeps its size
-    /// here (what is gone fails as it is used) and is reported once in the log.
+    /// Reads whether the medium has grown. `Some`: the new size in sectors, which [`sectors`](Disk::sectors) returns
+    /// from now on. A medium that has shrunk keeps its size here (I/O to the missing part fails) and is reported once
+    /// in the log.
     ///
     /// # Errors
     /// The medium's size could not be read.
@@ -280,8 +278,8 @@ impl Disk {
         }
     }
 
-    /// Takes QEMU's locks, unless they are held: see [`OpenOptions::qemu_first`](crate::OpenOptions).
-    /// `false`: QEMU, or one of its tools, has the image open. It can be tried again.
+    /// Takes QEMU's locks, unless they are held: see [`OpenOptions::qemu_first`](crate::OpenOptions). `false`: QEMU, or
+    /// one of its tools, has the image open, and it can be tried again.
     pub fn shut_out_qemu(&self) -> bool {
         match self {
             Disk::Raw(d) => d.shut_out_qemu(),
@@ -289,7 +287,7 @@ impl Disk {
         }
     }
 
-    /// Tells when [`refresh_size`](Disk::refresh_size) may have something new.
+    /// A watch that notifies when [`refresh_size`](Disk::refresh_size) may have a new size.
     pub fn growth_watch(&self) -> GrowthWatch {
         match self {
             Disk::Raw(d) => d.growth_watch(),
@@ -308,34 +306,34 @@ impl Disk {
         }
     }
 
-    /// Whether the disk has metadata, so that translating can hit or miss what is in memory.
+    /// Whether the disk has metadata, so that mapping can hit or miss memory.
     pub fn has_metadata(&self) -> bool {
         matches!(self, Disk::Image(_) | Disk::Store(_))
     }
 
-    /// The kernel has been given the data of a range that was written where
-    /// [`reserve`](Disk::reserve) said: readers see it from now on, and it survives the death of this
-    /// process. To be called before the write is answered. Memory only, never blocks.
+    /// Called when the kernel has been given the data of a range that [`reserve`](Disk::reserve) placed: readers see it
+    /// from now on, and it survives the death of this process. Called before the write is answered. Changes memory
+    /// only, never blocks.
     pub fn written(&self, offset: u64, len: u64) {
         if let Disk::Image(d) = self {
             d.written(offset, len);
         }
     }
 
-    /// Whether there are answered changes that only this host's memory has, because no flush came
-    /// since: a [`flush`](Disk::flush) writes them down. A look at memory.
+    /// Whether there are answered changes that are only in this host's memory, because no [`flush`](Disk::flush) came
+    /// since. Reads memory only.
     pub fn is_dirty(&self) -> bool {
         matches!(self, Disk::Image(d) if d.is_dirty())
     }
 
-    /// Whether a parent has answered writes of a killed process that only this host's memory knows
-    /// of: [`recover_parents`](crate::Session::recover_parents) is due before the disk is used.
+    /// Whether a parent has answered writes of a killed process that are only in this host's memory:
+    /// [`recover_parents`](crate::Session::recover_parents) is needed before the disk is used.
     pub fn is_unrecovered(&self) -> bool {
         matches!(self, Disk::Image(d) if !self.read_only() && !d.unrecovered().is_empty())
     }
 
-    /// Whether a sync has failed: what was written before may be lost, whoever was told so. No
-    /// [`flush`](Disk::flush) succeeds any more. A look at memory.
+    /// Whether a sync has failed: earlier writes may be lost, whichever disk asked for the sync. No
+    /// [`flush`](Disk::flush) succeeds any more. Reads memory only.
     pub fn is_faulty(&self) -> bool {
         match self {
             Disk::Raw(d) => d.is_faulty(),
@@ -345,8 +343,8 @@ impl Disk {
         }
     }
 
-    /// Has this one told of each failed sync that may have lost data of this disk, also one that other disks
-    /// have asked for, before anybody is.
+    /// Has this witness told of each failed sync that may have lost data of this disk, also of one that other disks
+    /// have asked for, before any request is answered with it.
     pub fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
         match self {
             Disk::Raw(d) => d.witness_syncs(witness),
@@ -356,11 +354,10 @@ impl Disk {
         }
     }
 
-    /// Reads a range, whatever steps that takes.
+    /// Reads a range, with all steps that this takes.
     ///
     /// # Errors
-    /// `InvalidInput`: not inside the disk. `InvalidData`: metadata is damaged. Others as the
-    /// kernel gives them.
+    /// `InvalidInput`: not inside the disk. `InvalidData`: metadata is damaged. Errors of the kernel.
     pub fn read<'a>(&'a self, port: &'a Port, offset: u64, buf: Span) -> Work<'a, ()> {
         Box::pin(async move {
             if !self.contains(offset, buf.len() as u64) {
@@ -378,8 +375,8 @@ impl Disk {
         })
     }
 
-    /// Writes a range, whatever steps that takes. It is visible, and survives the death of this
-    /// process, when this returns `Ok`; [`flush`](Disk::flush) makes it durable.
+    /// Writes a range, with all steps that this takes. It is visible, and survives the death of this process, when this
+    /// returns `Ok`; [`flush`](Disk::flush) makes it durable.
     ///
     /// # Errors
     /// As [`read`](Disk::read); `PermissionDenied`: read-only; `StorageFull`.
@@ -398,8 +395,8 @@ impl Disk {
     /// Everything written before is on the medium when this returns `Ok`.
     ///
     /// # Errors
-    /// As the kernel gives them. It reports a lost write once only, so the caller must not take
-    /// a later success for good (blkif.md 2, rule 3).
+    /// Errors of the kernel. It reports a lost write once only, so the caller must not trust a later success (blkif.md
+    /// 2, rule 3).
     pub fn flush<'a>(&'a self, port: &'a Port) -> Work<'a, ()> {
         Box::pin(async move {
             match self {
@@ -412,8 +409,8 @@ impl Disk {
         })
     }
 
-    /// The last thing to be done with a disk: a flush, and what makes its image complete for
-    /// other programs. Nothing may be under way.
+    /// The last operation on a disk: a flush, and the completion of its image for other programs. Nothing may be in
+    /// flight.
     ///
     /// # Errors
     /// As [`flush`](Disk::flush).
@@ -427,12 +424,11 @@ impl Disk {
         })
     }
 
-    /// Guests are served from now on, with such engines: what a disk does by itself begins, on a thread of its own.
-    /// It ends with [`unlock`](Disk::unlock), or when the disk is dropped. To be called when the process has given
-    /// up all rights that it does not need.
+    /// Called when guests are served, with such engines: the disk's background work begins, on a thread of its own. It
+    /// ends with [`unlock`](Disk::unlock), or when the disk is dropped. The process has dropped its rights before.
     ///
     /// # Errors
-    /// No thread can be made. The disk can be served all the same.
+    /// No thread can be made. The disk can be served nevertheless.
     pub fn begin_service(&self, engine: &ServiceEngine) -> io::Result<()> {
         match self {
             Disk::Store(d) => d.begin_service(engine),
@@ -440,8 +436,8 @@ impl Disk {
         }
     }
 
-    /// Lets others open what was [closed](Disk::close), while this process still has it open.
-    /// Nothing may be written from now on. A block device stays claimed until it is dropped.
+    /// Lets other processes open a [closed](Disk::close) disk, while this process still has it open. Nothing may be
+    /// written from now on. A block device stays claimed until it is dropped.
     pub fn unlock(&self) {
         match self {
             Disk::Raw(d) => d.unlock(),
@@ -451,15 +447,15 @@ impl Disk {
         }
     }
 
-    /// A guest is served from it: if this process dies, a keeper that has opened it has it open, and
-    /// locked, for the next one (docs/internals/processes.md 5). Until this is said, the keeper lets go of
-    /// it when it is dropped.
+    /// Called when a guest is served from it. If this process dies, a keeper that has opened the image keeps it open,
+    /// and locked, for the successor (docs/internals/processes.md 5). Before this call, the keeper closes it when it is
+    /// dropped.
     pub fn keep(&self) {
         self.media().into_iter().for_each(Raw::keep);
     }
 
-    /// A keeper has it open no longer: its locks end with this process and its last operation. It stays if it
-    /// is a store's that other disks of this process go on with.
+    /// Has a keeper close it: its locks end with this process and its last operation. The medium of a store stays open
+    /// if other disks of this process use it.
     pub fn let_go(&self) {
         match self {
             Disk::Store(d) if d.is_shared() => {}
@@ -467,13 +463,12 @@ impl Disk {
         }
     }
 
-    /// Tells the medium that a range is not needed any more. It reads as zeros or as before, or,
-    /// in an image with a parent, as the parent; bytes outside of it are never touched, however it
-    /// is aligned (threats.md T20).
+    /// Tells the medium that a range is not needed any more. It then reads as zeros or as before, or, in an image with
+    /// a parent, as the parent; bytes outside of it are never changed, however it is aligned (threats.md T20).
     ///
     /// # Errors
-    /// `Unsupported`: this medium cannot, and will not later. `PermissionDenied`: read-only.
-    /// `InvalidInput`: not inside the disk. Others as the kernel gives them.
+    /// `Unsupported`: this medium has no discard. `PermissionDenied`: read-only. `InvalidInput`: not inside the disk.
+    /// Errors of the kernel.
     pub fn discard<'a>(&'a self, port: &'a Port, offset: u64, len: u64) -> Work<'a, ()> {
         Box::pin(async move {
             self.check_change(offset, len)?;
@@ -486,9 +481,9 @@ impl Disk {
         })
     }
 
-    /// The beginning of a [`discard`](Disk::discard): a bounded amount of work, however long the
-    /// range is and whatever the image has in it. Gives the bytes that are done; 0: metadata was
-    /// read, go on. Between two parts callers [let others go first][yield], and may end.
+    /// The beginning of a [`discard`](Disk::discard): a bounded amount of work, however long the range is and whatever
+    /// the image has in it. Returns the bytes that are done; 0: metadata was read, call again. Between two parts
+    /// callers [let others go first][yield], and may end.
     ///
     /// [yield]: ferrite_io::reactor::Io::yield_to_others
     ///
@@ -506,13 +501,12 @@ impl Disk {
         })
     }
 
-    /// Makes a range read as zeros, by the cheapest means the medium has; at the last, by
-    /// writing `zeros`, memory full of zeros whose length is a multiple of
-    /// [`block_bytes`](Disk::block_bytes), over and over.
+    /// Makes a range read as zeros, by the cheapest means of the medium. The last of these writes `zeros` repeatedly,
+    /// memory full of zeros whose length is a multiple of [`block_bytes`](Disk::block_bytes).
     ///
     /// # Errors
     /// `PermissionDenied`: read-only. `InvalidInput`: not inside the disk, or not aligned to
-    /// [`block_bytes`](Disk::block_bytes). Others as the kernel gives them.
+    /// [`block_bytes`](Disk::block_bytes). Errors of the kernel.
     pub fn write_zeroes<'a>(
         &'a self,
         port: &'a Port,
@@ -543,7 +537,7 @@ impl Disk {
     }
 }
 
-/// One line for people: what was opened, its size, and how it is accessed.
+/// One line for people: the image, its size, and how it is accessed.
 impl fmt::Display for Disk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

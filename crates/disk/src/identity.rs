@@ -1,4 +1,4 @@
-//! Which image a disk is: what stays the same as long as a guest has it.
+//! The identity of a disk, which stays the same as long as a guest has it.
 
 use std::io;
 use std::path::Path;
@@ -9,13 +9,13 @@ use ferrite_images::Layer;
 use crate::Disk;
 use ferrite_host::place::{Place, look_at};
 
-/// The marks that tell an image from others while the host is up.
+/// The properties that distinguish an image from others while the host is up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskIdentity {
-    /// Format, UUID where the format has one, and what the file or device is, whatever number it has
-    /// now. The size is not in it: images grow while they are served.
+    /// Format, UUID if the format has one, and the identity of the file or device without its present device number.
+    /// The size is not in it: images grow while they are served.
     pub key: String,
-    /// Where it is, as it was named.
+    /// Its path, as it was named.
     pub path: String,
 }
 
@@ -25,7 +25,7 @@ impl DiskIdentity {
 }
 
 impl Disk {
-    /// Of the disk's own image, without its parents.
+    /// The identity of the disk's own image, without its parents.
     ///
     /// # Errors
     /// The file cannot be examined.
@@ -52,10 +52,10 @@ fn of_medium(raw: &Raw) -> io::Result<String> {
 }
 
 impl DiskIdentity {
-    /// That of a raw disk which is at this path now, opened by nobody.
+    /// The identity of a raw disk at this path, which is not opened.
     ///
     /// # Errors
-    /// There is nothing, or it cannot be examined.
+    /// There is none, or it cannot be examined.
     pub fn raw_at(path: &Path) -> io::Result<DiskIdentity> {
         let key = format!("raw, {}", Place::while_up(look_at(path)?)?.text());
         Ok(DiskIdentity { key, path: path.display().to_string() })

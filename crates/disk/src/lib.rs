@@ -1,15 +1,15 @@
-//! Virtual disks: where a guest's blocks really are.
+//! Virtual disks: the places of a guest's blocks.
 //!
-//! A disk is a *translation*. [`Disk::map`] answers from memory, without waiting, where a range
-//! of the disk lies; the caller merges neighbours and does the I/O on its own queue. Whatever has
-//! to wait (flush, discard, writing zeros) is [`Work`] on the caller's [`Port`].
+//! A disk is a *translation*. [`Disk::map`] answers from memory, without waiting, the place of a range of the disk; the
+//! caller merges adjacent requests and does the I/O on its own queue. Operations that wait (flush, discard, writing
+//! zeros) is [`Work`] on the caller's [`Port`].
 //!
 //! * [`Raw`]: a regular file or a block device, byte for byte.
 //! * [`Image`]: a chain of images with metadata: allocation, snapshots, clones.
 //! * [`Volume`]: of a store, which holds equal blocks once.
-//! * [`Null`]: reads zeros, forgets writes; for measuring everything above it.
+//! * [`Null`]: reads zeros, discards writes; for measuring everything above it.
 //!
-//! What a disk's own interface shows of the crates below is re-exported here.
+//! Items of the crates below that a disk's interface uses are re-exported here.
 
 #![forbid(unsafe_code)]
 

@@ -8,7 +8,7 @@ use ferrite_disk_base::{DiscardLimits, DiskError, ErrorKind, OpenOptions, SECTOR
 const DEFAULT_BYTES: u64 = 1 << 40;
 pub(crate) const PHYSICAL_BLOCK_BYTES: u32 = 4096;
 
-/// Reads give zeros, writes vanish, flush and discard succeed.
+/// Reads give zeros, writes are discarded, flush and discard succeed.
 #[derive(Debug)]
 pub struct Null {
     sectors: u64,
@@ -16,7 +16,7 @@ pub struct Null {
 }
 
 impl Null {
-    /// A disk of one sector, for whoever has none now.
+    /// A disk of one sector, as a placeholder.
     pub(crate) fn nothing() -> Null {
         Null { sectors: 1, read_only: true }
     }

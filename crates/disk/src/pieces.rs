@@ -1,5 +1,5 @@
-//! Where the parts of a disk are: the chain asked from memory, its metadata loaded where that
-//! takes it, and the holes of files.
+//! The places of a disk's parts: the chain is asked from memory, its metadata are loaded if needed, and holes of files
+//! are found.
 
 use std::io;
 
@@ -10,38 +10,37 @@ use rustix::io::Errno;
 
 use crate::disk::{Disk, Work};
 
-/// Holes are only seen in whole blocks of this many bytes, so that what lies beside them can be
-/// read in whole blocks, too.
+/// Only holes of whole blocks of this size count, so that the data beside them can be read in whole blocks, too.
 const BLOCK: u64 = 4096;
 
-/// The beginning of a range, and where it is.
+/// The beginning of a range, and its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// Bytes, from the start of the range asked for.
     pub len: u64,
-    /// The index of the layer that says so; the leaf is 0. None: no layer has it.
+    /// The index of the layer that has it; the leaf is 0. `None`: no layer has it.
     pub layer: Option<usize>,
-    /// What is there.
+    /// Its content.
     pub what: What,
 }
 
-/// What a part of a disk is.
+/// The content of a part of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     /// Bytes of the layer's file from here on.
     Data(u64),
     /// Compressed in the layer's file.
     Packed,
-    /// Somewhere in a store, block for block.
+    /// In a store, block by block.
     Shared,
     /// It reads as zeros.
     Zeros,
 }
 
-/// Says where the beginning of a range is, which is inside the disk. It may read metadata, and never data.
+/// Finds the beginning of a range, which is inside the disk. It may read metadata, and never data.
 ///
 /// # Errors
-/// `InvalidData`: metadata is damaged. Others as the kernel gives them.
+/// `InvalidData`: metadata is damaged. Errors of the kernel.
 pub fn look<'a>(disk: &'a Disk, port: &'a Port, offset: u64, len: u64) -> Work<'a, Piece> {
     Box::pin(async move {
         match disk {
@@ -73,8 +72,8 @@ async fn look_at_layers(layers: &[Layer], port: &Port, offset: u64, len: u64) ->
     Ok(Piece { len, layer: None, what: What::Zeros })
 }
 
-/// Says what one layer has of the beginning of a range: a piece; or, with none, how many bytes it has nothing of.
-/// `i` is the index of the layer in its chain.
+/// Finds the beginning of a range in one layer: a piece; or, without one, the number of bytes that the layer lacks. `i`
+/// is the index of the layer in its chain.
 ///
 /// # Errors
 /// As [`look`].
@@ -105,7 +104,7 @@ pub async fn look_at_layer(
     }
 }
 
-/// Data of a file, or the hole that is there.
+/// Data of a file, or a hole.
 fn data(raw: &Raw, layer: usize, offset: u64, len: u64) -> Piece {
     let piece = |what, len| Piece { len, layer: Some(layer), what };
     match hole(raw, offset, len) {
@@ -120,7 +119,7 @@ enum Ahead {
     Data(u64),
 }
 
-/// Data or a hole at `offset`; none: the file system does not tell.
+/// Data or a hole at `offset`; `None`: the file system does not tell.
 fn hole(raw: &Raw, offset: u64, len: u64) -> Option<Ahead> {
     if !raw.is_file() {
         return None;
@@ -128,12 +127,12 @@ fn hole(raw: &Raw, offset: u64, len: u64) -> Option<Ahead> {
     let file = raw.files().pop()?;
     let data_at = match seek(&file, SeekFrom::Data(offset)) {
         Ok(at) => at / BLOCK * BLOCK,
-        // Nothing but a hole up to the end, or no hole was ever heard of here.
+        // Only a hole up to the end, or the file system has no holes.
         Err(Errno::NXIO) => u64::MAX,
         Err(_) => return None,
     };
     if data_at > offset {
-        // A file that ends has no hole behind its end: reading there is the format's trouble.
+        // Past the end of a file there is no hole: reading there is left to the format.
         let end = raw.bytes_now().ok()?;
         return (offset < end).then(|| Ahead::Hole((data_at - offset).min(len)));
     }

@@ -1,5 +1,4 @@
-//! A disk with an engine and memory of its own, for one thread: what offline tools, and the end of
-//! serving, work with.
+//! A disk with an engine and memory of its own, for one thread: for offline tools, and for the end of serving.
 
 use std::future::Future;
 use std::io;
@@ -23,7 +22,7 @@ pub struct Session {
     port: Port,
     pool: Arc<Pool>,
     buffers: QueuePool,
-    /// Last, as its drop waits for operations on all of the above.
+    /// The last field, as its drop waits for operations on all of the above.
     reactor: Reactor,
 }
 
@@ -31,7 +30,7 @@ impl Session {
     /// Registers the disk's files with an engine that `open` makes on a new arena.
     ///
     /// # Errors
-    /// No memory, no engine, or it does not take the files.
+    /// No memory, no engine, or it does not accept the files.
     pub fn new(
         disk: Arc<Disk>,
         open: impl FnOnce(Arc<Arena>) -> io::Result<Box<dyn Engine>>,
@@ -61,7 +60,7 @@ impl Session {
         self.pool.zero_page()
     }
 
-    /// Runs a future to its end, and tasks beside it.
+    /// Runs a future to its end, and tasks meanwhile.
     ///
     /// # Errors
     /// See [`Reactor::block_on`].
@@ -108,7 +107,7 @@ impl Session {
     /// See [`Disk::flush`].
     ///
     /// # Errors
-    /// See there.
+    /// Those of [`Disk::flush`].
     pub fn flush(&mut self) -> io::Result<()> {
         self.reactor.block_on(self.disk.flush(&self.port))?
     }
@@ -116,7 +115,7 @@ impl Session {
     /// See [`Disk::discard`].
     ///
     /// # Errors
-    /// See there.
+    /// Those of [`Disk::discard`].
     pub fn discard(&mut self, offset: u64, len: u64) -> io::Result<()> {
         self.reactor.block_on(self.disk.discard(&self.port, offset, len))?
     }
@@ -124,17 +123,17 @@ impl Session {
     /// See [`Disk::write_zeroes`].
     ///
     /// # Errors
-    /// See there.
+    /// Those of [`Disk::write_zeroes`].
     pub fn write_zeroes(&mut self, offset: u64, len: u64) -> io::Result<()> {
         let zeros = self.zero_page();
         self.reactor.block_on(self.disk.write_zeroes(&self.port, offset, len, zeros))?
     }
 
-    /// Copies what only this host's memory knows of the disk's parents into the disk's own image,
-    /// durably, and returns how many bytes that took. Nobody else uses the disk meanwhile.
+    /// Copies the journals of the disk's parents into the disk's own image, durably; returns the bytes that were
+    /// copied. No one else uses the disk meanwhile.
     ///
     /// # Errors
-    /// Those of reading and writing. Done again, it goes on.
+    /// Those of reading and writing. A second call continues.
     pub fn recover_parents(&mut self) -> io::Result<u64> {
         let disk = self.disk.clone();
         let Disk::Image(image) = &*disk else { return Ok(0) };
@@ -163,7 +162,7 @@ impl Session {
     /// See [`Disk::close`].
     ///
     /// # Errors
-    /// See there.
+    /// Those of [`Disk::close`].
     pub fn close(mut self) -> io::Result<()> {
         self.reactor.block_on(self.disk.close(&self.port))?
     }

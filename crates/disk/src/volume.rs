@@ -1,7 +1,7 @@
 //! A volume of a store, as a disk (docs/internals/store.md).
 //!
-//! Whole blocks that are in memory's tables are mapped for reads; all else takes steps. Reads and writes have
-//! any alignment.
+//! Whole blocks whose tables are in memory are mapped for reads; all else takes steps. Reads and writes have any
+//! alignment.
 
 use std::fmt;
 use std::io;
@@ -25,7 +25,7 @@ use ferrite_store::owned::{Owned, StoreHandle};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// Bytes that a leaf of a volume's tree is about: a discard goes from leaf to leaf.
+/// Bytes of a leaf of a volume's tree: a discard goes from leaf to leaf.
 const LEAF: u64 = 512 * BLOCK;
 
 /// See the module text.
@@ -36,18 +36,18 @@ pub struct Volume {
     sectors: u64,
     read_only: bool,
     is_snapshot: bool,
-    /// None: it was closed, and others may use it.
+    /// `None`: the volume was closed, and other processes may use it.
     handle: Mutex<Option<StoreHandle>>,
 }
 
 impl Volume {
-    /// Opens a volume of a store that this process has, or opens the store.
+    /// Opens a volume of a store that is open in this process, or opens the store.
     pub(crate) fn open(name: &ImageName, options: &OpenOptions) -> Result<Volume, DiskError> {
         let (path, volume) = parts(name)?;
         Volume::of(StoreHandle::open(path, options, open_store)?, path, volume, options)
     }
 
-    /// The same, on an engine of the caller's.
+    /// Opens a volume with the caller's engine: of a store that is open in this process, or opens the store.
     ///
     /// # Errors
     /// As [`Disk::open`](crate::Disk::open).
@@ -68,7 +68,7 @@ impl Volume {
     ) -> Result<Volume, DiskError> {
         let what = format!("cannot open volume {name} of store {}", path.display());
         let store = handle.store().clone();
-        // Until it is known who uses it, its number may be deleted, and become another's.
+        // Until its use is registered, the volume may be deleted, and its number reused.
         let changing = store.changing();
         let Some(Found { number, blocks, is_snapshot }) = store.live().volume_called(name) else {
             let help = format!("ferrite store list {} names those that it has", path.display());
@@ -98,7 +98,7 @@ impl Volume {
         })
     }
 
-    /// The store that it is in.
+    /// Its store.
     pub fn store(&self) -> &Arc<Owned> {
         &self.store
     }
@@ -107,13 +107,13 @@ impl Volume {
         self.store.live()
     }
 
-    /// The file or device that the store is in.
+    /// The file or device of the store.
     #[inline]
     pub fn medium(&self) -> &Raw {
         self.store.raw()
     }
 
-    /// Whether others of this process use the store.
+    /// Whether other disks of this process use the store.
     pub(crate) fn is_shared(&self) -> bool {
         let is_user = self.handle.lock().unwrap_or_else(PoisonError::into_inner).is_some();
         self.store.users_but(is_user) > 0
@@ -140,7 +140,7 @@ impl Volume {
         self.read_only
     }
 
-    /// Whether it is a snapshot, which nobody ever writes.
+    /// Whether it is a snapshot, which is never written.
     pub fn is_snapshot(&self) -> bool {
         self.is_snapshot
     }
@@ -190,13 +190,13 @@ impl Volume {
         done
     }
 
-    /// Others may be using other volumes: a checkpoint does them no harm, and the last one is what
-    /// makes the next opening short.
+    /// Makes a checkpoint. It does not disturb other volumes that are in use, and the last one makes the next opening
+    /// short.
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
         self.live().close(port).await
     }
 
-    /// Whole blocks of one leaf at most; what is at the ends stays as it is.
+    /// Discards the whole blocks of at most one leaf; partial blocks at the ends stay unchanged.
     pub(crate) async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
         let (first, end) = (offset.next_multiple_of(BLOCK), (offset + len) / BLOCK * BLOCK);
         if first >= end {
@@ -214,14 +214,14 @@ impl Volume {
         done
     }
 
-    /// Whether the beginning of a range is zeros that take no space, and how far that goes at least.
+    /// Whether the beginning of a range is zeros that take no space, and for at least how many bytes.
     pub(crate) async fn look(&self, port: &Port, offset: u64, len: u64) -> io::Result<(bool, u64)> {
         let (is_zeros, blocks) = self.live().zeros_from(port, self.number, offset / BLOCK).await?;
         let end = (offset / BLOCK + blocks) * BLOCK;
         Ok((is_zeros, len.min(end - offset)))
     }
 
-    /// Disks of the store are served from now on.
+    /// Begins the background work of the store, as its disks are served from now on.
     pub(crate) fn begin_service(&self, engine: &ServiceEngine) -> io::Result<()> {
         self.handle().as_ref().map_or(Ok(()), |handle| handle.serve(engine))
     }
@@ -230,7 +230,7 @@ impl Volume {
         self.handle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// It was closed: others may use it, and the store if nobody here does.
+    /// Releases the closed volume, and the store if no other disk of this process uses it.
     pub(crate) fn unlock(&self) {
         if let Some(handle) = self.handle().take() {
             handle.leave();

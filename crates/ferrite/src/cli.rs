@@ -35,7 +35,7 @@ pub(crate) struct Cli {
     pub(crate) command: Command,
 }
 
-/// Prints why the command line is not understood, or the help that it asks for.
+/// Prints why the command line is invalid, or the help that it asks for.
 pub(crate) fn refuse(e: &clap::Error) -> ExitCode {
     // With standard error closed, the code is all that can be given.
     let _ = e.print();
@@ -46,8 +46,8 @@ pub(crate) fn refuse(e: &clap::Error) -> ExitCode {
     }
 }
 
-/// Whether the command is `image check` or `store check`, whatever else there is: 2 would say that it has found
-/// damage.
+/// Whether the command is `image check` or `store check`, whatever its other words. Their exit code 2 means damage, so
+/// a usage error of them needs another one.
 fn is_check() -> bool {
     let understood = Cli::command().ignore_errors(true).try_get_matches();
     let Ok(understood) = understood else { return false };
@@ -67,7 +67,7 @@ pub(crate) enum Command {
     Daemon(DaemonArgs),
     /// See the disks that the daemon serves, and detach them.
     Disk(DiskArgs),
-    /// Have disks that are served be served by another program, unseen by their guests.
+    /// Serve disks by another version of the program, without an interruption for their guests.
     Upgrade(UpgradeArgs),
     /// Serve one disk for its keeper: with the options of serve, for as long as the keeper lives.
     #[command(hide = true)]
@@ -75,19 +75,19 @@ pub(crate) enum Command {
     /// Serve disks of one store for their keeper, for as long as that lives.
     #[command(hide = true)]
     StoreWorker(StoreWorkerArgs),
-    /// Give one disk to programs of this host, in the foreground, until a signal comes.
+    /// Export one disk to programs on this host, in the foreground, until a signal comes.
     Export(ExportArgs),
     /// Show what this kernel and Xen offer, what would be used, and why.
     Doctor(DoctorArgs),
-    /// Make, look at, copy, merge and mend disk images that nobody is using.
+    /// Make, inspect, copy, merge and repair disk images that are not in use.
     Image(ImageArgs),
-    /// Make, look at and check stores, which hold equal blocks once, and their volumes.
+    /// Make, inspect and check stores, which hold equal blocks once, and their volumes.
     Store(StoreArgs),
-    /// Show what disks do: requests, data, latencies, a line a disk.
+    /// Show statistics of disks: requests, data and latencies, one line per disk.
     Stat(StatArgs),
-    /// Show what disks do on the terminal, until q is pressed.
+    /// Show statistics of disks on the terminal, until q is pressed.
     Top(TopArgs),
-    /// Run the published measurements on this machine: what follows is for ferrite-lab.
+    /// Run the published measurements on this machine. The arguments are those of ferrite-lab.
     #[command(disable_help_flag = true)]
     Lab(LabArgs),
     /// Record the requests of a disk one by one; make tables, pictures and a model of them.
@@ -98,7 +98,7 @@ pub(crate) enum Command {
 }
 
 impl Command {
-    /// What `serve` is to do, if it is that.
+    /// The options of `serve`, if that is the command.
     pub(crate) fn into_serve(self) -> Option<ServeArgs> {
         match self {
             Command::Serve(args) => Some(args),
@@ -107,7 +107,7 @@ impl Command {
     }
 }
 
-/// Behind the options of `serve`.
+/// The help of `serve` after its options.
 const SEVERAL: &str = "\
 With several images, options before the first one hold for each disk. Options behind an image hold for
 that disk alone: --xen always stands there. --cpu, --poll-host and --map-budget-host stand before the
@@ -155,35 +155,32 @@ pub(crate) struct ServeArgs {
           value_parser = clap::value_parser!(u32).range(0..=256))]
     pub(crate) indirect: u32,
 
-    /// What does the disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
+    /// Engine for disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
     #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
     pub(crate) engine: EngineChoice,
 
-    /// Ask the device for completions instead of waiting for its interrupts, where IMAGE is a block
-    /// device with poll queues: a processor is busy whenever requests are in flight.
+    /// Poll the device for completions instead of waiting for its interrupts, if IMAGE is a block device with poll
+    /// queues: a processor is busy while requests are in flight.
     #[arg(long)]
     pub(crate) poll_storage: bool,
 
-    /// Use no more processor time than this, in percent of one processor: 200 is two; without it,
-    /// there is no bound.
+    /// Limit the processor time, in percent of one processor: 200 is two. Without it there is no limit.
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=6400))]
     pub(crate) cpu: Option<u32>,
 
-    /// Where there is no space for a write: answer it with an error, or let it wait, without an answer,
-    /// until there is some: error, wait.
+    /// If the storage has no space for a write: fail it (error), or answer it when there is space (wait).
     #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error)]
     pub(crate) on_full: OnFull,
 
-    /// How data gets from and to the guest: copy, map, or persistent.
+    /// How data moves between the guest and buffers: copy, map, or persistent.
     #[arg(long, value_name = "HOW", default_value_t = Mover::Copy)]
     pub(crate) mover: Mover,
 
-    /// Have data pass through pages that this domain grants to itself, as far as there are any: they
-    /// are copied faster.
+    /// Copy data through pages that this domain grants to itself, if it has any: these copies are faster.
     #[arg(long, value_name = "true|false", default_value_t = true, action = ArgAction::Set)]
     pub(crate) own_grants: bool,
 
-    /// Keep up to N pages of the guest mapped; what does not fit is copied.
+    /// Keep up to N pages of the guest mapped; data in other pages is copied.
     #[arg(long, value_name = "N", default_value_t = DISK_MAPPINGS)]
     pub(crate) map_budget: u32,
 
@@ -203,12 +200,12 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) tuning: TuningArgs,
 
-    /// The disks behind the first one (`pairs.rs`).
+    /// The disks after the first one (`pairs.rs`).
     #[arg(skip)]
     pub(crate) others: Vec<ServeArgs>,
 }
 
-/// Where the daemon keeps what outlives it, and where it is asked.
+/// The daemon's folder.
 #[derive(Debug, Args)]
 pub(crate) struct RunDirArgs {
     /// The daemon's folder, on tmpfs: control socket, state of disks, journals.
@@ -223,7 +220,7 @@ pub(crate) struct DaemonArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
 
-    /// Say whether the configuration is right, and end.
+    /// Check the configuration, report, and end.
     #[arg(long)]
     pub(crate) check_config: bool,
 
@@ -238,7 +235,7 @@ pub(crate) struct DiskArgs {
     pub(crate) command: DiskCommand,
 }
 
-/// One disk, in each command of this kind.
+/// The argument of each command about one disk.
 #[derive(Debug, Args)]
 pub(crate) struct DiskArg {
     /// The guest's number, and the device as a number or as xvda, hda, sda; or the disk's directory in
@@ -247,10 +244,10 @@ pub(crate) struct DiskArg {
     pub(crate) disk: Vbd,
 }
 
-/// What to do with disks.
+/// The commands of `ferrite disk`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum DiskCommand {
-    /// All disks that are attached, and how they are.
+    /// List all attached disks and their state.
     List {
         /// Print JSON instead of a table.
         #[arg(long)]
@@ -258,7 +255,7 @@ pub(crate) enum DiskCommand {
         #[command(flatten)]
         places: RunDirArgs,
     },
-    /// One disk, and what it waits for.
+    /// Show one disk, and what it waits for.
     Show {
         #[command(flatten)]
         disk: DiskArg,
@@ -268,14 +265,14 @@ pub(crate) enum DiskCommand {
         #[command(flatten)]
         places: RunDirArgs,
     },
-    /// Take a disk from its guest, which is to have unmounted it; xl block-detach does the same.
+    /// Detach a disk from its guest, which should have unmounted it; xl block-detach does the same.
     Detach {
         #[command(flatten)]
         disk: DiskArg,
-        /// Take it even if the guest does not let go: what it has not written is lost.
+        /// Detach it even if the guest does not release it: data that the guest has not written yet are lost.
         #[arg(long)]
         force: bool,
-        /// How long the guest has for it.
+        /// How long the guest may take to release it.
         #[arg(long, value_name = "SECONDS", default_value_t = 10,
               value_parser = clap::value_parser!(u32).range(0..=300))]
         timeout: u32,
@@ -285,7 +282,7 @@ pub(crate) enum DiskCommand {
         #[command(flatten)]
         places: RunDirArgs,
     },
-    /// Wait until a disk is served; what hotplug scripts of toolstacks ask.
+    /// Wait until a disk is served, as hotplug scripts of toolstacks do.
     Wait {
         #[command(flatten)]
         disk: DiskArg,
@@ -307,7 +304,7 @@ pub(crate) struct WorkerArgs {
     #[command(flatten)]
     pub(crate) serve: ServeArgs,
 
-    /// Where all run directories are.
+    /// The parent of all run directories.
     #[arg(long, value_name = "DIR", default_value = "/run/ferrite")]
     pub(crate) run_dir: PathBuf,
 }
@@ -318,11 +315,11 @@ pub(crate) struct StoreWorkerArgs {
     /// The store.
     pub(crate) store: PathBuf,
 
-    /// Where all run directories are.
+    /// The parent of all run directories.
     #[arg(long, value_name = "DIR", default_value = "/run/ferrite")]
     pub(crate) run_dir: PathBuf,
 
-    /// What does disk I/O of commands.
+    /// The engine for disk I/O of commands.
     #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
     pub(crate) engine: EngineChoice,
 
@@ -338,10 +335,10 @@ pub(crate) struct ExportArgs {
     pub(crate) command: ExportCommand,
 }
 
-/// By which protocol.
+/// The protocols.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ExportCommand {
-    /// By NBD, on a Unix socket: for QEMU, nbd-client, nbdcopy and whatever else uses libnbd.
+    /// Serve NBD on a Unix socket: for QEMU, nbd-client, nbdcopy and other programs that use libnbd.
     Nbd(NbdArgs),
 }
 
@@ -352,8 +349,8 @@ pub(crate) struct NbdArgs {
     /// device; store:PATH#NAME for a volume of a store; null: or null:SIZE for a disk that keeps nothing.
     pub(crate) image: OsString,
 
-    /// Listen here. The socket is made for this user only, and removed at the end; one that a killed
-    /// server has left is taken.
+    /// Listen here. The socket is accessible to this user only, and removed at the end. The socket that a killed server
+    /// has left is replaced.
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: PathBuf,
 
@@ -361,25 +358,24 @@ pub(crate) struct NbdArgs {
     #[arg(long)]
     pub(crate) read_only: bool,
 
-    /// Serve up to N clients at once, each with a thread of its own; more are turned away.
+    /// Serve up to N clients at once, each with a thread of its own; further clients are disconnected.
     #[arg(long, value_name = "N", default_value_t = 16,
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) clients: u32,
 
-    /// Where there is no space for a write: answer it with an error, or let it wait, without an answer,
-    /// until there is some: error, wait.
+    /// If the storage has no space for a write: fail it (error), or answer it when there is space (wait).
     #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error)]
     pub(crate) on_full: OnFull,
 
-    /// Memory for data in flight of each client; at least 2 MiB are taken.
+    /// Memory for data in flight of each client; at least 2 MiB.
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = parse_bytes)]
     pub(crate) memory: usize,
 
-    /// What does the disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
+    /// Engine for disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
     #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
     pub(crate) engine: EngineChoice,
 
-    /// Give each request to the storage by itself, even where neighbours could share an operation.
+    /// Send each request to the storage by itself, even where adjacent ones could share an operation.
     #[arg(long)]
     pub(crate) no_merge: bool,
 
@@ -393,11 +389,11 @@ pub(crate) struct NbdArgs {
 /// `ferrite upgrade`.
 #[derive(Debug, Args)]
 pub(crate) struct UpgradeArgs {
-    /// This disk alone: the guest's number, and the device as a number or as xvda, hda, sda.
+    /// Only this disk: the guest's number, and the device as a number or as xvda, hda, sda.
     #[arg(value_name = "DOMID/DEVID")]
     pub(crate) disk: Option<Vbd>,
 
-    /// The program; by default the one that this is.
+    /// The program to serve the disks; default: this program.
     #[arg(long, value_name = "FILE")]
     pub(crate) binary: Option<PathBuf>,
 
@@ -412,7 +408,7 @@ pub(crate) struct UpgradeArgs {
 /// `ferrite generate`.
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
-    /// Where to: man/ and the completions are made there.
+    /// The directory in which man/ and the completions are written.
     pub(crate) directory: PathBuf,
 }
 

@@ -29,7 +29,7 @@ use crate::worker::{arguments, store, told_by, worker_sandbox};
 
 mod metrics;
 
-/// systemd hears no more often than this that nothing has changed.
+/// systemd gets an unchanged status at most this often.
 const ALIVE: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
@@ -71,11 +71,11 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
             }
         })
         .map_err(|e| cannot(&args.places.run_dir, &e))?;
-    tracing::info!("stopped; disks are served on, and followed by the next daemon");
+    tracing::info!("stopped; disks stay served, and the next daemon takes them over");
     Ok(())
 }
 
-/// Where systemd has started us, it hears that we are there, that we live, and how we are.
+/// Tells systemd, if it has started this process, that the daemon is ready and alive, and its status.
 fn tell_systemd(status: &str) {
     let states = [NotifyState::Ready, NotifyState::Watchdog, NotifyState::Status(status)];
     if let Err(e) = sd_notify::notify(false, &states) {
@@ -88,14 +88,14 @@ fn cannot(run: &Path, e: &std::io::Error) -> Failure {
     Failure::new(what, e, "run one daemon a host, as root, with tmpfs mounted on /run")
 }
 
-/// This program, which is keeper and worker as well.
+/// This program, which also runs as keeper and worker.
 struct Ours;
 
 impl Programs for Ours {
-    /// What this process is, also when its name is another program's by now.
+    /// The running program's file, also when another program has its name by now.
     fn keeper(&self, disk: DiskId, spec: &DiskSpec) -> Command {
         let mut command = Command::new("/proc/self/exe");
-        // What stands there is for those who look at processes.
+        // This argument only tells people who list processes which store it is.
         let of = spec.group.as_ref().and_then(|group| group.run_dir.file_name());
         let of = of.map_or_else(|| disk.to_string().into(), ToOwned::to_owned);
         command.arg0("ferrite").arg("keeper").arg(of);
@@ -147,7 +147,7 @@ fn no_text(disk: &Assignment<'_>) -> DiskFailure {
     }
 }
 
-/// What the configuration would have said.
+/// The options as the configuration would give them.
 fn options(args: &ServeArgs) -> DiskOptions {
     DiskOptions {
         queues: args.queues,
@@ -173,7 +173,7 @@ fn mib(bytes: usize) -> u32 {
     u32::try_from(bytes >> 20).unwrap_or(u32::MAX)
 }
 
-/// What `ferrite serve` would be told of the disk.
+/// The options that `ferrite serve` would get for the disk.
 fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
     let options = &disk.options;
     let folders: &[PathBuf] = &disk.config().parent_folders;

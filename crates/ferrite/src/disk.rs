@@ -1,4 +1,4 @@
-//! `ferrite disk`: asking the daemon, and showing what it answers.
+//! `ferrite disk`: asks the daemon, and shows its answers.
 
 use std::io;
 use std::path::Path;
@@ -19,13 +19,13 @@ use crate::exit::{Code, Failure};
 use crate::plain::one_line;
 use crate::vdev::Vbd;
 
-/// What the daemon has beside the time that a method may take.
+/// Time for the daemon's answer, besides the time that the method itself may take.
 const ANSWER: Duration = Duration::from_secs(40);
-/// When to ask once more for a daemon that is being started again.
+/// The pause before connecting again to a daemon that is restarting.
 const ASK_AGAIN: Duration = Duration::from_millis(200);
-/// All disks of a host, one after the other; most take far less than a second.
+/// Time for upgrading all disks of a host, one after the other. Most take far less than a second.
 const UPGRADE: Duration = Duration::from_secs(3600);
-/// Closing an image is waited for as long as the daemon waits.
+/// Time for detaching: the daemon waits as long for the image to be closed.
 const DETACH: Duration = Duration::from_secs(320);
 
 pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
@@ -57,7 +57,7 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<(), Failure> {
     let binary = binary.ok().and_then(|path| path.into_os_string().into_string().ok());
     let binary = binary.ok_or_else(|| {
         let help = "name it with --binary";
-        Failure::new("cannot tell which program to take", "its name is not known", help)
+        Failure::new("cannot tell which program to use", "its name is not known", help)
     })?;
     let asked = UpgradeParams { binary, disk: args.disk.map(id) };
     let done: Upgraded =
@@ -74,7 +74,7 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<(), Failure> {
     Err(Failure::new(what, &first.why, first.help.clone()))
 }
 
-/// What has come of an upgrade, besides its failures.
+/// The result of an upgrade, without its failures.
 fn upgraded(done: &Upgraded, binary: &str) -> String {
     match (done.upgraded.len(), done.failed.len()) {
         (0, 0) => "no disk is served\n".to_owned(),
@@ -83,7 +83,7 @@ fn upgraded(done: &Upgraded, binary: &str) -> String {
     }
 }
 
-/// So many of them.
+/// The number of disks, with its verb.
 fn are(disks: usize) -> String {
     match disks {
         1 => "1 disk is".to_owned(),
@@ -91,7 +91,7 @@ fn are(disks: usize) -> String {
     }
 }
 
-/// Also for a daemon that is being started again: xl's script fails a whole guest otherwise.
+/// Waits also for a daemon that is restarting: otherwise xl's script fails a whole guest.
 fn wait(run: &Path, disk: Vbd, timeout: u32) -> Result<Attached, Failure> {
     let end = Instant::now() + seconds(timeout);
     loop {
@@ -112,14 +112,14 @@ fn wait(run: &Path, disk: Vbd, timeout: u32) -> Result<Attached, Failure> {
     }
 }
 
-/// Whether there was a daemon that serves the disk, and that is to be there again.
+/// Whether the daemon that serves the disk is restarting.
 fn comes_again(e: &ClientError, run: &Path, disk: Vbd) -> bool {
     match e {
-        // It has ended in good order, and was at this disk.
+        // The daemon has ended in good order while it served this disk.
         ClientError::Unreachable(e) if e.kind() == io::ErrorKind::NotFound => {
             States::file(&places(run).states(), id(disk)).exists()
         }
-        // It was killed, or has ended before it could answer.
+        // The daemon was killed, or ended before it could answer.
         ClientError::Unreachable(e) => e.kind() == io::ErrorKind::ConnectionRefused,
         ClientError::Broken(e) => matches!(
             e.kind(),
@@ -152,12 +152,12 @@ fn call<T: DeserializeOwned>(
     client::call(&places(run).control(), method, params, timeout)
 }
 
-/// What was to be done with a disk, and was not.
+/// The failure of an operation on a disk.
 fn of_disk(what: &str, disk: Vbd, e: &ClientError) -> Failure {
     not_answered(&format!("{what} {disk}"), e, why(disk, e))
 }
 
-/// The daemon names the disk for whoever sees nothing else.
+/// The reason. It names the disk, since a script's log may have nothing else.
 fn why(disk: Vbd, e: &ClientError) -> String {
     let why = e.to_string();
     why.strip_prefix(&format!("disk {disk} ")).map_or(why.clone(), |rest| format!("it {rest}"))
@@ -188,7 +188,7 @@ fn list(run: &Path, json: bool) -> Result<(), Failure> {
     let disks: Disks = call(run, "disk.list", &Nothing {}, ANSWER)
         .map_err(|e| not_answered(what, &e, e.to_string()))?;
     tell(json, &disks, || print!("{}", table(&disks.disks)))?;
-    // An empty list would be taken for a host without disks.
+    // Programs would take an empty list for a host without disks.
     match disks.no_xen {
         None => Ok(()),
         Some(why) => {
@@ -203,7 +203,7 @@ fn list(run: &Path, json: bool) -> Result<(), Failure> {
     }
 }
 
-/// A line a disk, and one for what it fails of.
+/// One line per disk, and one for the reason if it has failed.
 fn table(disks: &[Disk]) -> String {
     let mut rows = vec![["DISK", "PHASE", "FOR", "PID", "FORMAT", "IMAGE"].map(str::to_owned)];
     for disk in disks {
@@ -248,7 +248,7 @@ fn phase(phase: PhaseName) -> &'static str {
     }
 }
 
-/// How long ago that was, in one unit.
+/// The time since then, in one unit.
 fn age(since: u64) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
     let seconds = now.saturating_sub(since);

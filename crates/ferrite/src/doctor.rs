@@ -40,14 +40,14 @@ struct Check {
 #[derive(Debug, Serialize)]
 struct Report {
     schema: u32,
-    /// The engine for disk I/O; none: there is none that works here.
+    /// The engine for disk I/O; `None`: none works here.
     engine: Option<&'static str>,
     /// Whether guests can be served here.
     xen: bool,
     checks: Vec<Check>,
 }
 
-/// Looks at everything and prints it. It fails where guests cannot be served.
+/// Prints all findings. It fails where guests cannot be served.
 pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let report = examine();
     let text = if args.json { json(&report)? } else { table(&report) };
@@ -122,7 +122,7 @@ fn table(report: &Report) -> String {
     text
 }
 
-/// A small file of the kernel's, without the newline at its end.
+/// The content of a small file of the kernel, without the newline at its end.
 fn read(path: &str) -> Option<String> {
     std::fs::read_to_string(path).ok().map(|text| text.trim_end().to_owned())
 }

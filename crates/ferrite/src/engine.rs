@@ -8,10 +8,10 @@ use ferrite_serve::blkif::lifecycle::EngineFactory;
 
 use crate::exit::Failure;
 
-/// Chooses the engine, for all queues and all connections to come.
+/// Chooses the engine for all queues and all later connections.
 ///
 /// # Errors
-/// This kernel, or the disk, cannot do what was asked for.
+/// This kernel, or the disk, does not support what was asked for.
 pub fn choose(
     choice: EngineChoice,
     poll_storage: bool,
@@ -39,7 +39,7 @@ pub fn choose(
     Ok(kind)
 }
 
-/// One for every queue.
+/// A factory that makes one engine for each queue.
 pub fn engines(kind: EngineKind) -> EngineFactory {
     Arc::new(move |arena, entries| kind.open(arena, entries))
 }

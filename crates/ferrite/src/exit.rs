@@ -1,4 +1,4 @@
-//! How a command ends when it did not work: text for people, an exit code for programs.
+//! Failures of commands: text for people, an exit code for programs.
 
 use std::fmt;
 use std::io::Write;
@@ -8,37 +8,37 @@ use ferrite_disk::{DiskError, ErrorKind};
 
 use crate::plain::one_line;
 
-/// An exit code, besides 0. Part of the interface: scripts depend on them.
+/// An exit code other than 0. Part of the interface: scripts depend on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Code(u8);
 
 impl Code {
-    /// It was tried and did not work.
+    /// The operation failed.
     pub const FAILED: Code = Code(1);
-    /// The command line makes no sense.
+    /// The command line is invalid.
     pub const USAGE: Code = Code(2);
-    /// The named thing is not there.
+    /// The named object does not exist.
     pub const NOT_FOUND: Code = Code(3);
-    /// The named thing is in use by somebody else.
+    /// The named object is in use by another process.
     pub const BUSY: Code = Code(4);
     /// The image contradicts itself.
     const DAMAGED: Code = Code(5);
-    /// A signal asked for the end: what a shell says of a command that Ctrl-C has ended.
+    /// A signal ended the command: the code that a shell gives for Ctrl-C.
     pub const INTERRUPTED: Code = Code(130);
 
-    /// Of `image compare`, as of qemu-img: they differ,
+    /// Exit code of `image compare`, as of qemu-img: the images differ.
     pub const DIFFER: Code = Code(1);
-    /// or that could not be found out.
+    /// Exit code of `image compare`, as of qemu-img: they could not be compared.
     pub const NOT_COMPARED: Code = Code(2);
 
-    /// Of `image check`, as of qemu-img: it could not be done,
+    /// Exit code of `image check`, as of qemu-img: the check could not be done.
     pub const NOT_CHECKED: Code = Code(1);
-    /// the image does not read what it should,
+    /// Exit code of `image check`, as of qemu-img: the image is damaged.
     pub const CORRUPT: Code = Code(2);
-    /// or it does, and has space that nothing refers to.
+    /// Exit code of `image check`, as of qemu-img: the image is intact, but has space that nothing refers to.
     pub const LEAKS: Code = Code(3);
 
-    /// The one that another process ends a command with.
+    /// The exit code that another process sent for a command.
     pub(crate) fn of_another(number: u8) -> Code {
         match number {
             0 => Code::FAILED,
@@ -46,7 +46,7 @@ impl Code {
         }
     }
 
-    /// For those who need a number.
+    /// The code as a number.
     pub const fn number(self) -> u8 {
         self.0
     }
@@ -81,7 +81,7 @@ impl Failure {
         Failure { code: Code::FAILED, what: what.into(), why: why.to_string(), help: help.into() }
     }
 
-    /// The same with another code, unless somebody has interrupted it.
+    /// The same failure with another code. An interruption keeps its own code.
     pub fn with_code(self, code: Code) -> Failure {
         match self.code {
             Code::INTERRUPTED => self,

@@ -29,7 +29,7 @@ pub(crate) fn run(args: &ExportArgs) -> Result<(), Failure> {
 
 fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     let stop = stop_on_signals()?;
-    // Of one that was killed I/O may still be under way, and its socket is there.
+    // A killed server's I/O may still be in flight, and its socket may still exist.
     let bound = bind(&args.socket).map_err(|e| no_socket(&args.socket, &e))?;
     let commands = Place::of(iter::once(args.image.as_os_str()));
     let disk = open(args, bound.was_left.then_some(TAKE_OVER_WAIT))?;
@@ -39,7 +39,7 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     let engine = engines(kind);
     recover(&device, &engine).map_err(|e| {
         let what = format!(
-            "{} cannot be completed with what a killed backend had answered",
+            "{} cannot be completed with the writes that a killed backend had answered",
             args.image.display()
         );
         let help =
@@ -63,7 +63,8 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     tracing::info!("listening at {}", args.socket.display());
     let served = Server::new(device.clone(), options, stop).run(&bound.listener);
     drop(commands);
-    // Before the socket goes: whoever waits for its end finds the image whole.
+    // The image is closed before the socket is removed: a program that waits for the socket to go finds the image
+    // complete.
     let closed = close(&device, &engine);
     let flushed = !device.flush_has_failed();
     drop((device, bound));
@@ -72,7 +73,7 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
         Failure::new(format!("cannot serve {}", args.image.display()), e, help)
     })?;
     closed.map_err(|e| {
-        let help = "what was answered is kept on this host: mend the cause and run the same command \
+        let help = "answered writes are kept on this host: remove the cause and run the same command \
                     again, or open it with ferrite image check, or of a volume ferrite store check";
         Failure::new(format!("cannot close {}", args.image.display()), e, help)
     })?;
@@ -88,7 +89,7 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
 }
 
 fn open(args: &NbdArgs, wait_for_lock: Option<Duration>) -> Result<Disk, Failure> {
-    // Without it an image is served all the same if it is only read.
+    // An image that is only read can be served without this folder.
     let _ = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(RUN_DIR);
     let images = Path::new(RUN_DIR).join(IMAGES);
     let is_seen = is_readable(&images);
@@ -103,7 +104,7 @@ fn open(args: &NbdArgs, wait_for_lock: Option<Duration>) -> Result<Disk, Failure
     Ok(Disk::open(&args.image, &args.store.give(options))?)
 }
 
-/// Writes of a killed backend to an image that is a parent now become the leaf's.
+/// Copies writes of a killed backend to an image that is now a parent into the leaf.
 fn recover(device: &Device, engine: &EngineFactory) -> std::io::Result<()> {
     let disk = device.disk()?;
     if disk.is_unrecovered() {
@@ -125,7 +126,7 @@ fn no_socket(path: &Path, e: &BindError) -> Failure {
         }
         BindError::System(_) => {
             let help =
-                "its folder has to be there and be yours, and the name be shorter than 108 bytes";
+                "its folder must exist and be yours, and the name must be shorter than 108 bytes";
             Failure::new(what, e, help)
         }
     }

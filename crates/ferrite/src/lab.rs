@@ -1,4 +1,4 @@
-//! `ferrite lab`: the program that measures, which is one of its own, so that nothing that serves links it.
+//! `ferrite lab`: runs the measuring program. That is a separate program, so that servers do not link it.
 
 use std::io;
 use std::os::unix::process::CommandExt as _;
@@ -10,7 +10,7 @@ use crate::exit::{Code, Failure};
 
 const PROGRAM: &str = "ferrite-lab";
 
-/// Becomes that program: the one beside this, or else one in PATH.
+/// Executes that program: the one beside this, or else one in PATH.
 pub(crate) fn run(args: &LabArgs) -> Result<(), Failure> {
     let mut command = Command::new(beside().unwrap_or_else(|| PROGRAM.into()));
     let error = command.args(&args.words).exec();

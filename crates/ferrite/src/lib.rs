@@ -1,4 +1,4 @@
-//! The program, and what programs beside it share with it: exit codes, signals, logs, options.
+//! The program, and the parts that other programs share with it: exit codes, signals, logs, options.
 
 #![forbid(unsafe_code)]
 
@@ -29,17 +29,17 @@ mod tap_ctl;
 mod vdev;
 mod worker;
 
-/// A server tells what happens to it; other commands speak of trouble only.
+/// The log level of a server. Other commands log problems only.
 const SERVER_LOG: &str = "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info";
 
-/// The commands that are not for users, and have no options.
+/// The internal commands, which have no options.
 const KEEPER: &str = "keeper";
 const RELAY: &str = "relay";
 
-/// All of `ferrite`.
+/// The whole program `ferrite`.
 pub fn main() -> ExitCode {
     name_process();
-    // Before anything that takes memory: there is one for each disk.
+    // Keepers come before anything that takes memory: there is one for each disk.
     match std::env::args_os().nth(1) {
         Some(command) if command == KEEPER => return keeper(),
         Some(command) if command == RELAY => return relay(),
@@ -91,17 +91,17 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// What is run by a descriptor is called by that: all of ours are to be found by one name. A link to the
-/// program that has a name of its own keeps it.
+/// Names the process `ferrite`. A program that is run by a descriptor would have the descriptor's number as its name. A
+/// process started by a link with another name keeps that name.
 fn name_process() {
     let called = std::env::args_os().next();
     if called.as_deref().and_then(|name| Path::new(name).file_name()) == Some("ferrite".as_ref()) {
-        // Only `ps` shows it.
+        // The name is only for `ps`, so a failure is ignored.
         let _ = rustix::thread::set_name(c"ferrite");
     }
 }
 
-/// The process that a disk's worker is the child of.
+/// The keeper: the parent of a disk's worker.
 fn keeper() -> ExitCode {
     match ferrite_keeper::run(&[]) {
         Ok(never) => match never {},
@@ -112,7 +112,7 @@ fn keeper() -> ExitCode {
     }
 }
 
-/// The process that clients of a disk's NBD socket are connected with.
+/// The relay: the process that clients of a disk's NBD socket connect to.
 fn relay() -> ExitCode {
     let relayed =
         ferrite_keeper::become_relay().and_then(|keeper| ferrite_serve::nbd::relay(&keeper));

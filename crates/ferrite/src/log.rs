@@ -1,4 +1,4 @@
-//! Log messages go to standard error; whoever emits them keeps their rate down.
+//! Log messages go to standard error. Each caller limits its own rate.
 
 use std::fmt;
 use std::io;
@@ -7,8 +7,8 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 
-/// What a line begins with: the time, and the disk that the whole process is about. Workers of many disks
-/// write to one log.
+/// The beginning of a line: the time, and the disk that the whole process serves. Workers of many disks write to one
+/// log.
 struct Stamp(Option<String>);
 
 impl FormatTime for Stamp {
@@ -33,7 +33,7 @@ pub fn set_up(verbose: u8, quiet: &str, disk: Option<String>) {
         .with_env_filter(filter.unwrap_or_else(|_| EnvFilter::new(default)))
         .with_writer(io::stderr)
         .with_timer(Stamp(disk))
-        // It would panic where a message cannot be written, and serving outlives those who read them.
+        // It would panic if a message cannot be written, and a server must outlive the reader of its log.
         .log_internal_errors(false)
         .init();
     if !understood {

@@ -1,4 +1,4 @@
-//! Options that several programs have.
+//! Options that several programs share.
 
 use std::io;
 use std::path::Path;
@@ -12,26 +12,24 @@ use ferrite_serve::memory::DataMemory;
 use ferrite_serve::polling::{Budget, PollWindow, host_units};
 use ferrite_serve::tuning::Tuning;
 
-/// How the backend goes about its work; for a server and for a bench.
+/// Options of the queues; for a server and for a bench.
 #[derive(Debug, Args)]
 pub struct TuningArgs {
-    /// Look for work for so many microseconds before sleeping; auto: as long as it pays, and not
-    /// where no processor is idle; 0: never.
+    /// Poll for so many microseconds before sleeping; auto: as long as it pays, and not without an idle processor; 0:
+    /// never.
     #[arg(long, value_name = "US|auto", default_value_t = PollWindow::Auto)]
     pub poll_us: PollWindow,
 
-    /// Processor time that polling may take, in percent of one processor.
+    /// Limit of processor time for polling, in percent of one processor.
     #[arg(long, value_name = "PERCENT", default_value_t = 100,
           value_parser = clap::value_parser!(u32).range(0..=6400))]
     pub poll_cpu: u32,
 
-    /// Processors that all disks of this host together may poll with; by default half of
-    /// them, and at least one.
+    /// Limit of processors that poll for all disks of this host together; by default half of them, and at least one.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4096))]
     pub poll_host: Option<u32>,
 
-    /// Give each request to the storage by itself, even where neighbours could share an
-    /// operation.
+    /// Send each request to the storage by itself, even where adjacent ones could share an operation.
     #[arg(long)]
     pub no_merge: bool,
 }
@@ -42,7 +40,7 @@ impl TuningArgs {
         Tuning { poll: self.poll_us, merge: !self.no_merge }
     }
 
-    /// What a disk may poll with, as far as the others that share the file leave it.
+    /// The disk's budget for polling. All disks of the host share it in the file.
     ///
     /// # Errors
     /// The file cannot be opened.
@@ -52,21 +50,20 @@ impl TuningArgs {
     }
 }
 
-/// Memory of a store whose volumes are served. Who opens the store first decides.
+/// Memory of a store whose volumes are served. The first process to open the store sets it.
 #[derive(Debug, Args)]
 pub struct StoreMemoryArgs {
     /// Memory for the tables of a store.
     #[arg(long, value_name = "SIZE", default_value = "16M", value_parser = bytes)]
     pub metadata_memory: usize,
 
-    /// Memory in which a store remembers contents, at most 8 bytes for each; what it forgets is stored
-    /// once more.
+    /// Memory of a store's index of contents, at most 8 bytes for each; forgotten contents are stored once more.
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = bytes)]
     pub index_memory: usize,
 }
 
 impl StoreMemoryArgs {
-    /// These options with that memory.
+    /// Adds the memory to the options.
     pub fn give(&self, options: OpenOptions) -> OpenOptions {
         let (metadata_bytes, index_bytes) = (self.metadata_memory, self.index_memory);
         OpenOptions { metadata_bytes, index_bytes, ..options }
@@ -81,19 +78,17 @@ fn bytes(text: &str) -> Result<usize, String> {
 /// Memory for data; for a server and for a bench.
 #[derive(Debug, Args)]
 pub struct MemoryArgs {
-    /// Memory for data in flight; at least 1 MiB a queue is taken. auto: 8 MiB, and more while storage is
-    /// slow.
+    /// Memory for data in flight; at least 1 MiB per queue. auto: 8 MiB, and more while storage is slow.
     #[arg(long, value_name = "SIZE|auto", default_value_t = DataMemory::Auto)]
     pub memory: DataMemory,
 
-    /// Memory by which all disks of this host with --memory auto may grow together; by default an eighth
-    /// of what it has.
+    /// Limit of the growth of all disks of this host with --memory auto; by default an eighth of the host's memory.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub memory_host: Option<u64>,
 }
 
 impl MemoryArgs {
-    /// By what the memory may grow, as far as the others that share the file leave it.
+    /// The budget by which the memory may grow. All disks of the host share it in the file.
     ///
     /// # Errors
     /// The file cannot be opened.

@@ -1,8 +1,7 @@
 //! Several disks on one command line: `ferrite serve IMAGE --xen A IMAGE --xen B`.
 //!
-//! What stands before the first image holds for all disks. What stands behind an image is that disk's,
-//! and takes the place of what holds for all. So the words are sorted by disk, and each disk's are
-//! understood as those of a command with one image.
+//! Options before the first image hold for all disks. Options after an image are that disk's, and replace those for
+//! all. So the words are sorted by disk, and each disk's words are parsed as a command with one image.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
@@ -13,22 +12,22 @@ use clap::{Command as Definition, CommandFactory as _, Error, Parser as _};
 use crate::cli::{Cli, Command, ServeArgs};
 
 const SERVE: &str = "serve";
-/// Says which disk it is.
+/// The option that names the disk.
 const XEN: &str = "xen";
-/// What bounds all disks of the process, or of the host: one disk cannot have its own.
+/// Options that bound all disks of the process or of the host: a disk cannot have its own.
 const OF_ALL: [&str; 4] = ["cpu", "poll-host", "map-budget-host", "memory-host"];
 
-/// Understands a command line.
+/// Parses a command line.
 ///
 /// # Errors
-/// As clap tells them, help among them.
+/// Those of clap, which include the help.
 pub(crate) fn parse(words: Vec<OsString>) -> Result<Cli, Error> {
     let Some(sorted) = sort(&words).filter(|sorted| sorted.disks.len() > 1) else {
         return Cli::try_parse_from(words);
     };
     sorted.compare()?;
     let mut disks = sorted.disks.iter().map(|disk| sorted.parse(disk));
-    // There are two at least.
+    // There are at least two.
     let mut cli = disks.next().unwrap_or_else(|| Cli::try_parse_from(&words))?;
     for disk in disks {
         let disk = disk?;
@@ -50,20 +49,20 @@ fn serve(command: &mut Command) -> Option<&mut ServeArgs> {
 /// An option with its value, or an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Token {
-    /// An option's long name; of short ones, all of the word. `None`: an image, and what is behind `--`.
+    /// An option's long name, or the whole word of a short option. `None`: an image, or a word after `--`.
     option: Option<String>,
     words: Vec<OsString>,
 }
 
-/// The words of `serve`.
+/// The words of `serve`, sorted.
 struct Sorted {
-    /// The program, and what stands before the first image.
+    /// The program, and the words before the first image.
     all: Vec<Token>,
-    /// Each begins with an image.
+    /// The words of each disk. The first is its image.
     disks: Vec<Vec<Token>>,
 }
 
-/// `None`: it is another command.
+/// Sorts the words. `None`: it is another command.
 fn sort(words: &[OsString]) -> Option<Sorted> {
     let definition = Cli::command();
     let definition = definition.find_subcommand(SERVE)?;
@@ -77,7 +76,7 @@ fn sort(words: &[OsString]) -> Option<Sorted> {
     let mut rest = words[before + 1..].iter();
     while let Some(word) = rest.next() {
         let token = match option(word) {
-            // No disk begins behind it: an option could not follow.
+            // No further disk can follow, since no option can.
             _ if word == "--" => Token {
                 option: Some("--".to_owned()),
                 words: [word].into_iter().chain(rest.by_ref()).cloned().collect(),
@@ -125,7 +124,7 @@ impl Token {
 }
 
 impl Sorted {
-    /// What stands where it cannot mean anything.
+    /// Refuses options at places where they have no meaning.
     fn compare(&self) -> Result<(), Error> {
         if self.all.iter().any(|token| token.is(XEN)) {
             return Err(refused("with several images, --xen must follow the IMAGE it applies to"));
@@ -135,7 +134,7 @@ impl Sorted {
             let image = disk[0].words[0].display();
             if !disk.iter().any(|token| token.is(XEN)) {
                 return Err(refused(&format!(
-                    "there is no --xen DOMID/DEVID behind the image {image}"
+                    "the image {image} has no --xen DOMID/DEVID after it"
                 )));
             }
             if let Some(name) = OF_ALL.iter().find(|name| disk.iter().any(|token| token.is(name))) {
@@ -148,7 +147,7 @@ impl Sorted {
         Ok(())
     }
 
-    /// The command line of a disk by itself.
+    /// Parses the command line of one disk.
     fn parse(&self, disk: &[Token]) -> Result<Cli, Error> {
         let own = |token: &&Token| {
             !token.option.as_deref().is_some_and(|name| disk.iter().any(|own| own.is(name)))
@@ -184,7 +183,7 @@ mod tests {
         Ok((verbose, [first].into_iter().chain(others).collect()))
     }
 
-    /// Image, device, queues, whether it is read-only.
+    /// Image, device, queues, and whether it is read-only.
     fn told(words: &str) -> Vec<(String, String, u32, bool)> {
         let (_, disks) = disks(words).unwrap();
         let told = |d: &ServeArgs| {
@@ -210,7 +209,7 @@ mod tests {
         let (_, both) = disks(words).unwrap();
         assert_eq!([both[0].own_grants, both[1].own_grants], [false, true]);
         assert!(both.iter().all(|disk| disk.read_only));
-        // One that may be given several times is replaced like others.
+        // An option that may be given several times is replaced like others.
         let words = "serve --parents x --mover map a --xen 1/1 b --parents y --parents z --xen 1/2";
         let (_, both) = disks(words).unwrap();
         assert_eq!(both[0].parents.named().len(), 1);
@@ -258,8 +257,8 @@ mod tests {
     fn what_belongs_to_no_disk_or_to_all_is_refused_where_it_means_nothing() {
         for (words, why) in [
             ("serve --xen 1/1 a --xen 1/2 b", "--xen must follow the IMAGE it applies to"),
-            ("serve a b --xen 1/2", "no --xen DOMID/DEVID behind the image a"),
-            ("serve a --xen 1/1 b", "no --xen DOMID/DEVID behind the image b"),
+            ("serve a b --xen 1/2", "the image a has no --xen DOMID/DEVID"),
+            ("serve a --xen 1/1 b", "the image b has no --xen DOMID/DEVID"),
             ("serve a --xen 1/1 --cpu 5 b --xen 1/2", "--cpu is one number for all"),
             ("serve a --xen 1/1 b --xen 1/2 --poll-host=1", "--poll-host is one number"),
             ("serve a --xen 1/1 b --xen 1/2 --xen 1/3", "--xen"),

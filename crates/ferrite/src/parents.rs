@@ -1,4 +1,4 @@
-//! Where parents of images may be: what the command line and the host say.
+//! The folders in which parents of images are allowed: those of the command line and of the host.
 
 use std::env;
 use std::ffi::OsStr;
@@ -11,50 +11,50 @@ use ferrite_host::names;
 
 use crate::exit::{Code, Failure};
 
-/// Allows all.
+/// The word that allows all folders.
 const ANY: &str = "any";
 
-/// Names another file than [`CONFIGURED_PARENTS`].
+/// The environment variable that names another file than [`CONFIGURED_PARENTS`].
 const CONFIGURED_BY: &str = "FERRITE_PARENTS_FILE";
 
-/// Of all commands that open chains.
+/// The option of all commands that open chains.
 #[derive(Debug, Args)]
 pub struct ParentsArgs {
-    /// Allow parents of images in DIR and below, or the one image DIR, and not only in the image's
-    /// own folder and below; any: wherever they are. May be given several times.
+    /// Allow parents of images in DIR and below, or the one image DIR, besides the image's own folder and below; any:
+    /// in all folders. May be given several times.
     #[arg(long = "parents", value_name = "DIR|any", global = true)]
     named: Vec<PathBuf>,
 }
 
 impl ParentsArgs {
-    /// As if these had been given.
+    /// The arguments as if these folders had been given.
     pub fn of(folders: &[PathBuf]) -> ParentsArgs {
         ParentsArgs { named: folders.to_vec() }
     }
 
-    /// The host's own list.
+    /// The file with the host's own list.
     pub fn list() -> PathBuf {
         env::var_os(CONFIGURED_BY).map_or(CONFIGURED_PARENTS.into(), PathBuf::from)
     }
 
-    /// Those that were given.
+    /// The folders that were given.
     pub fn named(&self) -> &[PathBuf] {
         &self.named
     }
 
-    /// With what the host's own list says.
+    /// The folders that were given, and those of the host's own list.
     ///
     /// # Errors
-    /// The list cannot be read, or makes no sense.
+    /// The list cannot be read, or is invalid.
     pub fn allowed(&self) -> Result<Parents, Failure> {
         self.allowed_with(&ParentsArgs::list())
     }
 
-    /// The same for this image. A volume of a store has no parents, so the list is not read: the worker of a store
-    /// may not.
+    /// The allowed parents of this image. A volume of a store has no parents, so the list is not read: the worker of a
+    /// store is not permitted to.
     ///
     /// # Errors
-    /// As of [`allowed`](Self::allowed).
+    /// Those of [`allowed`](Self::allowed).
     pub fn allowed_for(&self, image: &OsStr) -> Result<Parents, Failure> {
         self.allowed_for_with(image, &ParentsArgs::list())
     }
@@ -75,13 +75,13 @@ impl ParentsArgs {
     }
 }
 
-/// A folder a line; `#` begins what is for people.
+/// Reads a list with one folder per line. `#` begins a comment.
 fn configured(file: &Path) -> Result<Vec<PathBuf>, Failure> {
     let text = match names::read_to_string(file) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         text => text.map_err(|e| {
             let what = format!("cannot read {}", file.display());
-            Failure::new(what, e, "it says which folders parents of images may be in")
+            Failure::new(what, e, "correct it: it lists the folders where parents of images may be")
         })?,
     };
     let lines = text.lines().map(str::trim).enumerate();
@@ -118,7 +118,7 @@ mod tests {
     #[test]
     fn the_list_is_not_read_for_a_volume_of_a_store() {
         let none = ParentsArgs::of(&[]);
-        // A folder cannot be read.
+        // A folder cannot be read as a file.
         let list = tempfile::tempdir().unwrap();
         let of = |image| none.allowed_for_with(OsStr::new(image), list.path());
         assert_eq!(of("store:/lab/pool.store#web").unwrap(), Parents::default());

@@ -1,5 +1,5 @@
-//! Names of files and what images say of themselves, made harmless for terminals: whoever chooses a
-//! name must not write to the terminal of who looks at it, or forge a line.
+//! Makes names of files and texts from images harmless for terminals. The author of a name must not control the
+//! reader's terminal, or forge a line.
 
 use std::borrow::Cow;
 

@@ -1,4 +1,4 @@
-//! `ferrite serve`: disks of guests, in the foreground.
+//! `ferrite serve`: serves disks to guests, in the foreground.
 
 use std::io;
 use std::iter;
@@ -40,36 +40,36 @@ mod together;
 
 /// The kind of backend that xl and XAPI make for tapdisk: `backend/vbd3/<domid>/<devid>`.
 const BACKEND_KIND: &str = "vbd3";
-/// On tmpfs: what is kept here concerns running guests only.
+/// On tmpfs: its files concern running guests only.
 pub(crate) const RUN_DIR: &str = "/run/ferrite";
-/// In there, the file by which all backends of this host share what may be mapped.
+/// The file in the run directory by which all backends of this host share the limit of mapped pages.
 pub(crate) const MAP_BUDGET: &str = "map-budget";
-/// In there, the file by which they share processors to poll with.
+/// The file in the run directory by which they share processors to poll with.
 pub(crate) const POLL_BUDGET: &str = "poll-budget";
-/// In there, the file by which they share memory for data while storage is slow.
+/// The file in the run directory by which they share memory for data while storage is slow.
 pub(crate) const MEMORY_BUDGET: &str = "memory-budget";
-/// In there, what was answered and is not yet in the images' metadata.
+/// The folder in the run directory for answered writes that are not yet in the images' metadata.
 pub(crate) const IMAGES: &str = "images";
 /// How long a takeover waits for the killed predecessor's last I/O to end.
 pub(crate) const TAKE_OVER_WAIT: Duration = Duration::from_secs(60);
-/// And how much of that before it is told what is waited for.
+/// The part of that wait after which a message says what it waits for.
 const UNTOLD: Duration = Duration::from_secs(1);
 
-/// Operations in flight before a guest is served.
+/// The queue depth of the engine that recovers a disk before its guest is served.
 pub(crate) const RECOVERY_ENTRIES: u32 = 32;
 
-/// Where disks are served: the parts that tests have their own of.
+/// The interfaces of the host, which tests replace.
 pub(crate) struct Host<'a> {
-    /// The folder for what outlives the process.
+    /// The folder for files that outlive the process.
     run: &'a Path,
-    /// A way to xenstore, for each disk its own.
+    /// Connects to xenstore, once for each disk.
     connect: &'a (dyn Fn() -> Result<Store, StoreError> + Sync),
-    /// What leads to the guest of one disk.
+    /// The interface to the guest of one disk.
     hypervisor: &'a (dyn Fn(&ServeArgs) -> Arc<dyn Hypervisor> + Sync),
 }
 
-/// Serves disks. How an image is to be opened is known when the toolstack has attached its disk; what
-/// is wrong with it is said before that, on any machine, with Xen or without.
+/// Serves disks. The options for opening an image are known only when the toolstack has attached its disk. So images
+/// are opened once before that: their errors are reported on any machine, with Xen or without.
 pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     let connect = Store::open;
     let hypervisor = |args: &ServeArgs| -> Arc<dyn Hypervisor> {
@@ -79,7 +79,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     run_on(args, &Host { run, connect: &connect, hypervisor: &hypervisor })
 }
 
-/// The same on this host.
+/// [`run`] with the given interfaces of the host.
 fn run_on(args: &ServeArgs, host: &Host<'_>) -> Result<(), Failure> {
     let disks: Vec<&ServeArgs> = iter::once(args).chain(&args.others).collect();
     together::compare(&disks)?;
@@ -92,7 +92,7 @@ fn run_on(args: &ServeArgs, host: &Host<'_>) -> Result<(), Failure> {
         }
     };
     if let Err(e) = sweep(&mut store, host.run, &format!("backend/{BACKEND_KIND}")) {
-        tracing::warn!("cannot look for what disks that are gone have left: {e}");
+        tracing::warn!("cannot look for remains of detached disks: {e}");
     }
     let limit = limit(args);
     let _commands = commands(&disks)?;
@@ -109,7 +109,7 @@ fn run_on(args: &ServeArgs, host: &Host<'_>) -> Result<(), Failure> {
     }
 }
 
-/// Has commands on the stores of these disks done, as long as the result lives.
+/// Runs commands on the stores of these disks, as long as the result lives.
 fn commands(disks: &[&ServeArgs]) -> Result<Vec<Serving>, Failure> {
     let places = Place::of(disks.iter().map(|disk| disk.image.as_os_str()));
     if places.is_empty() {
@@ -139,7 +139,7 @@ fn serve_one(
         Ok((disk, kind))
     });
     let (disk, kind) = found.inspect_err(|failure| {
-        // The toolstack waits. That xenstore refuses it changes nothing about the failure.
+        // The toolstack waits for this report. An error of xenstore does not change the failure.
         let _ = report_failure(store, &backend, &format!("{}: {}", failure.what, failure.why));
     })?;
     let engine = engines(kind);
@@ -166,7 +166,7 @@ fn serve_one(
     let outcome = serve(store, &*hypervisor, &device, &config, stop);
     if let Ok(Outcome::Stopped) = outcome {
         close(&device, &config.engine).map_err(|e| failed(args, &ServeError::Close(e)))?;
-        // Without it the next one takes this one for killed, and does no harm.
+        // Without this file a successor takes this process for killed, which does no harm.
         let _ = std::fs::write(config.work.run_dir.join(STOPPED), "");
     }
     match outcome {
@@ -189,17 +189,17 @@ fn offer(args: &ServeArgs) -> Offer {
     }
 }
 
-/// What this process may use of processors.
+/// The limit of processor time of this process.
 pub(crate) fn limit(args: &ServeArgs) -> Option<Arc<Limit>> {
     args.cpu.map(limit_of)
 }
 
-/// The same, in percent of one.
+/// The limit in percent of one processor.
 pub(crate) fn limit_of(percent: u32) -> Arc<Limit> {
     Arc::new(Limit::new(percent, SystemClock::shared()))
 }
 
-/// How a disk is served with these options, in a process that may use so much of processors.
+/// The configuration of a disk with these options, in a process with this limit of processor time.
 pub(crate) fn work_config(
     args: &ServeArgs,
     run: &Path,
@@ -221,7 +221,7 @@ pub(crate) fn work_config(
     })
 }
 
-/// The toolstack's settings of the disk, when they are there. `None`: stopped before.
+/// Waits for the toolstack's settings of the disk. `None`: stopped before they came.
 fn attachment(
     args: &ServeArgs,
     store: &mut Store,
@@ -238,7 +238,7 @@ fn attachment(
     Attachment::wait(store, backend, domid, stop).map_err(|e| failed(args, &e))
 }
 
-/// Opens the image to read it, and lets go of it: so that what is wrong with it is said at once.
+/// Opens the image for reading, and closes it, so that its errors are reported at once.
 fn try_open(args: &ServeArgs, run: &Path) -> Result<(), Failure> {
     open(args, true, run).map(drop)
 }
@@ -254,12 +254,12 @@ fn open(args: &ServeArgs, read_only: bool, run: &Path) -> Result<Disk, Failure> 
     }
 }
 
-/// Of one that was killed I/O may still be under way.
+/// Whether a predecessor was killed: its I/O may still be in flight.
 fn is_taken_over(args: &ServeArgs, run: &Path) -> bool {
     was_killed(&run.join(run_dir_name(args.xen.domain, args.xen.device)))
 }
 
-/// The same; of a killed predecessor's image it is waited for so long, and no longer.
+/// Opens the image. It waits at most this long for a killed predecessor's I/O.
 pub(crate) fn open_within(
     args: &ServeArgs,
     read_only: bool,
@@ -281,7 +281,7 @@ pub(crate) fn open_within(
     Ok(Disk::open(&served_raw::name(&run_dir, &args.image), &options)?)
 }
 
-/// Writes of a killed backend to an image that is a parent now become the leaf's.
+/// Copies writes of a killed backend to an image that is now a parent into the leaf.
 pub(crate) fn complete(
     args: &ServeArgs,
     disk: Disk,
@@ -289,7 +289,7 @@ pub(crate) fn complete(
 ) -> Result<Disk, Failure> {
     let disk = Arc::new(disk);
     recover_parents(&disk, engine).map_err(|e| no_copy(args, e))?;
-    // The session has ended, and with it all other users.
+    // The session has ended, so this is the only reference.
     Arc::into_inner(disk).ok_or_else(|| no_copy(args, io::ErrorKind::ResourceBusy.into()))
 }
 
@@ -308,7 +308,7 @@ fn recover_parents(disk: &Arc<Disk>, engine: &EngineFactory) -> io::Result<()> {
 
 fn no_copy(args: &ServeArgs, e: io::Error) -> Failure {
     let what = format!(
-        "{} cannot be completed with what a killed backend had answered",
+        "{} cannot be completed with the writes that a killed backend had answered",
         args.image.display()
     );
     let help =
@@ -335,7 +335,7 @@ fn make_run(run: &Path) -> io::Result<()> {
     names::create_dir_all(run, Mode::RWXU)
 }
 
-/// Without the file that is shared, the disk has what it has: it is no reason not to serve it.
+/// The host's shared memory budget. Without its file the disk is served with its own memory alone.
 fn host_memory(args: &ServeArgs, run: &Path) -> Option<Arc<HostMemory>> {
     let path = run.join(MEMORY_BUDGET);
     make_run(run).and_then(|()| args.memory.host(&path)).unwrap_or_else(|e| {
@@ -347,8 +347,7 @@ fn host_memory(args: &ServeArgs, run: &Path) -> Option<Arc<HostMemory>> {
     })
 }
 
-/// Without the file that is shared, the disk is bounded by itself alone: it is no reason not to
-/// serve it.
+/// The disk's budget for polling. Without the host's shared file the disk is served with its own limit alone.
 fn processors(
     args: &ServeArgs,
     run: &Path,
@@ -365,17 +364,17 @@ fn processors(
         );
         Budget::new(percent)
     });
-    // Where that decides.
+    // The host's view matters only for `auto`.
     let host = host.filter(|_| args.tuning.poll_us == PollWindow::Auto);
     Arc::new(Processors::new(polling, host, limit))
 }
 
-/// What the host says of its processors. It is looked for where that decides.
+/// The host's report of its processors. It is opened only for options that use it.
 fn host_view(args: &ServeArgs, run: &Path) -> Option<Arc<HostView>> {
     (args.tuning.poll_us == PollWindow::Auto).then(|| view_of_host(run)).flatten()
 }
 
-/// The same, for disks of any options.
+/// The host's report of its processors, for disks of any options.
 pub(crate) fn view_of_host(run: &Path) -> Option<Arc<HostView>> {
     let view = HostView::open(run);
     let told = |e: &io::Error| {
@@ -387,8 +386,8 @@ pub(crate) fn view_of_host(run: &Path) -> Option<Arc<HostView>> {
     view.inspect_err(told).ok().map(Arc::new)
 }
 
-/// Tells the disks of this host of its processors for as long as this process lives. Without it each
-/// judges by what it sees.
+/// Publishes the host's processors to its disks for as long as this process lives. Without it each disk judges by this
+/// domain's processors.
 pub(crate) fn tell_of_processors(run: &Path) {
     let asks = HostProcessors::open().and_then(|mut xen| {
         let teller = HostMonitor::open(run)?;
@@ -408,7 +407,7 @@ fn make_dir(path: &Path) -> Result<(), Failure> {
     })
 }
 
-/// SIGTERM, SIGINT and SIGHUP end the process in good order: everything taken is answered.
+/// SIGTERM, SIGINT and SIGHUP end the process in good order: all requests that were taken are answered.
 pub(crate) fn stop_on_signals() -> Result<Arc<Waker>, Failure> {
     let stop = Arc::new(Waker::new().map_err(signals::cannot)?);
     let mut signals = signals::listen()?;
@@ -433,7 +432,7 @@ pub(crate) fn failed(args: &ServeArgs, e: &ServeError) -> Failure {
         | ServeError::WorkerLost(_)
         | ServeError::Left => "the guest waits: mend the cause and run the same command again",
         ServeError::Close(_) => {
-            "what was answered is kept on this host: mend the cause and run the same command again, \
+            "answered writes are kept on this host: remove the cause and run the same command again, \
              or open it with ferrite image check, or of a volume ferrite store check"
         }
         ServeError::Attachment(_) => "check DOMID/DEVID against xl list and xl block-list",

@@ -1,9 +1,9 @@
 //! An image that is served raw stays raw as long as its guest is connected.
 //!
-//! An image whose name says no format is refused if it looks like one of another format. A guest may
-//! write such a thing into its raw disk at any time, and must not keep its own backend from coming
-//! back by that. So the in-flight table's name of the image counts: what a predecessor has served raw
-//! to the guest that is connected, a successor takes for raw again.
+//! An image whose name names no format is refused if its content looks like another format. But a guest may write such
+//! content into its raw disk at any time, and that must not keep its backend from restarting. So the image name in the
+//! in-flight table counts: if a predecessor has served the image raw to the connected guest, a successor takes it for
+//! raw again.
 
 use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
@@ -14,12 +14,12 @@ use ferrite_host::names;
 use ferrite_serve::blkif::inflight;
 use ferrite_serve::blkif::lifecycle::{STOPPED, TABLE};
 
-/// Whether a predecessor was killed: its guest is connected, and it has not ended by itself.
+/// Whether a predecessor was killed: its guest is connected, and it did not end in good order.
 pub(crate) fn was_killed(run_dir: &Path) -> bool {
     names::exists(run_dir.join(TABLE)) && !names::exists(run_dir.join(STOPPED))
 }
 
-/// The image's name, with a prefix if a predecessor has served it raw to the guest that is connected.
+/// The image's name, with the prefix `raw:` if a predecessor has served it raw to the connected guest.
 pub(crate) fn name<'a>(run_dir: &Path, image: &'a OsStr) -> Cow<'a, OsStr> {
     match says_nothing(image) && was_served_raw(run_dir, image.as_ref()) {
         true => Cow::Owned([OsStr::new("raw:"), image].into_iter().collect::<OsString>()),
@@ -32,7 +32,7 @@ fn was_served_raw(run_dir: &Path, image: &Path) -> bool {
     served.is_some_and(|served| DiskIdentity::raw_at(image).is_ok_and(|raw| raw.key == served))
 }
 
-/// Whether it is raw because nothing says otherwise.
+/// Whether it is raw because neither its name nor a prefix gives a format.
 fn says_nothing(image: &OsStr) -> bool {
     !ImageName::says_format(image) && Format::of_path(image.as_ref()) == Format::Raw
 }
@@ -81,7 +81,7 @@ mod tests {
         assert_eq!(name(dir.path(), &image), image);
         serve(dir.path(), image.to_str().unwrap());
         assert_eq!(name(dir.path(), &image), raw);
-        // The guest has let it go.
+        // The guest has disconnected.
         fs::remove_file(at(TABLE)).unwrap();
         assert_eq!(name(dir.path(), &image), image);
     }

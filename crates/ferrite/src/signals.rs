@@ -10,15 +10,14 @@ use signal_hook::iterator::Signals;
 
 use crate::exit::Failure;
 
-/// All of them. SIGHUP is the end of the terminal; who started this under nohup(1) wants it to
-/// outlive that.
+/// The signals. SIGHUP, the end of the terminal, is ignored by a program that was started under nohup(1).
 fn ending() -> Vec<c_int> {
     let mut signals = vec![SIGTERM, SIGINT];
     signals.extend((!is_ignored(SIGHUP)).then_some(SIGHUP));
     signals
 }
 
-/// Whether the kernel discards the signal, as whoever started this process has told it to.
+/// Whether the parent of this process has had the signal ignored.
 fn is_ignored(signal: c_int) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -26,18 +25,18 @@ fn is_ignored(signal: c_int) -> bool {
     mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
-/// Has the signals wait for whoever reads them.
+/// Receives the signals.
 ///
 /// # Errors
-/// The system lets nobody listen.
+/// The system does not allow a handler.
 pub fn listen() -> Result<Signals, Failure> {
     Signals::new(ending()).map_err(cannot)
 }
 
-/// A flag that each of them sets.
+/// A flag that each signal sets.
 ///
 /// # Errors
-/// The system lets nobody listen.
+/// The system does not allow a handler.
 pub fn flag() -> Result<Arc<AtomicBool>, Failure> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in ending() {
@@ -46,10 +45,10 @@ pub fn flag() -> Result<Arc<AtomicBool>, Failure> {
     Ok(stop)
 }
 
-/// A flag that the first of them sets; a second one ends the process at once.
+/// A flag that the first signal sets. A second one ends the process at once.
 ///
 /// # Errors
-/// The system lets nobody listen.
+/// The system does not allow a handler.
 pub fn flag_once() -> Result<Arc<AtomicBool>, Failure> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in ending() {
@@ -60,10 +59,10 @@ pub fn flag_once() -> Result<Arc<AtomicBool>, Failure> {
     Ok(stop)
 }
 
-/// Each of them ends the process at once. The flag says nothing.
+/// Each signal ends the process at once. The flag is never set.
 ///
 /// # Errors
-/// The system lets nobody listen.
+/// The system does not allow a handler.
 pub fn end_at_once() -> Result<Arc<AtomicBool>, Failure> {
     let now = Arc::new(AtomicBool::new(true));
     for signal in ending() {
@@ -73,7 +72,7 @@ pub fn end_at_once() -> Result<Arc<AtomicBool>, Failure> {
     Ok(Arc::new(AtomicBool::new(false)))
 }
 
-/// The exit code of a process that was told to end.
+/// The exit code of a process that a signal ended.
 const INTERRUPTED: c_int = crate::exit::Code::INTERRUPTED.number() as c_int;
 
 pub(crate) fn cannot(e: io::Error) -> Failure {

@@ -1,8 +1,8 @@
-//! `tap-ctl`, as scripts of toolstacks call tapdisk's: xl's `block-tap` asks for the process and the
-//! number of a disk when it is attached, and has it ended when it is detached.
+//! `tap-ctl`, as scripts of toolstacks call tapdisk's. xl's `block-tap` asks for the process and the number of a disk
+//! when it is attached, and has it ended when it is detached.
 //!
-//! The daemon serves what is attached, so nothing has to be made here, and nothing ended that the
-//! toolstack has not detached. As of tapdisk's program the exit code is an `errno`; callers compare it.
+//! The daemon serves attached disks, so this program makes nothing, and ends nothing that the toolstack has not
+//! detached. As with tapdisk's program the exit code is an `errno`; callers compare it.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write as _};
@@ -26,16 +26,16 @@ use crate::plain::one_line;
 /// The name by which scripts call this program.
 const NAME: &str = "tap-ctl";
 
-/// In the environment of a toolstack's script: the directory of its disk.
+/// The environment variable of a toolstack's script with the directory of its disk.
 const DISK: &str = "XENBUS_PATH";
 
-/// What the daemon has for an answer.
+/// How long the daemon may take to answer.
 const ANSWER: Duration = Duration::from_secs(20);
-/// A disk that is being opened is waited for so long. xl gives its script forty seconds.
+/// How long to wait for a disk that is being opened. xl gives its script forty seconds.
 const SERVED_S: u32 = 10;
-/// A disk that is being closed is waited for so long.
+/// How long to wait for a disk that is being closed.
 const CLOSED: Duration = Duration::from_secs(30);
-/// How often that is asked.
+/// The pause between those questions.
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 
 /// A stand-in for tapdisk's tap-ctl, by which xl's block-tap finds disks that the daemon serves.
@@ -50,16 +50,16 @@ struct Cli {
 enum Verb {
     /// A line for each disk that is served: pid=PID minor=MINOR state=0 args=TYPE:PATH.
     List {
-        /// Only that of this process.
+        /// Only disks of this process.
         #[arg(short, value_name = "PID")]
         pid: Option<u32>,
-        /// Only that of this number.
+        /// Only the disk of this number.
         #[arg(short, value_name = "MINOR")]
         minor: Option<u32>,
-        /// Only those of this type: aio, vhd or qcow2.
+        /// Only disks of this type: aio, vhd or qcow2.
         #[arg(short = 't', value_name = "TYPE")]
         kind: Option<String>,
-        /// Only those of this image; one that is being opened is waited for.
+        /// Only disks of this image; one that is being opened is waited for.
         #[arg(short, value_name = "PATH")]
         file: Option<String>,
         #[command(flatten)]
@@ -76,7 +76,7 @@ enum Verb {
         #[command(flatten)]
         places: RunDirArgs,
     },
-    /// What block-tap asks for where a disk is not served: it is told why not.
+    /// Called by block-tap for a disk that is not served: fails with the reason.
     #[command(hide = true)]
     Allocate {
         #[command(flatten)]
@@ -85,10 +85,10 @@ enum Verb {
     /// Refused: the daemon serves what the toolstack attaches, and nothing else.
     #[command(hide = true)]
     Spawn,
-    /// Nothing: there is no number that was allocated.
+    /// Does nothing: no number was allocated.
     #[command(hide = true)]
     Free {
-        /// What allocate has said.
+        /// The number from allocate.
         #[arg(short)]
         minor: String,
     },
@@ -136,9 +136,9 @@ fn not_served() -> Refusal {
     }
 }
 
-/// xl prints what block-tap says, and that says no more than "Could not allocate minor" of a refusal
-/// here. Of the step after it, it says for what: "Could not spawn tapdisk for" the number that it was
-/// given. So that number is the reason.
+/// Reports why the disk is not served. xl prints block-tap's output, which is only "Could not allocate minor" if this
+/// step fails. If the next step fails, it is "Could not spawn tapdisk for" and the number of this step. So the number
+/// is the reason.
 fn allocate(daemon: &Daemon<'_>) -> Result<(), Refusal> {
     let asked_for = std::env::var(DISK).ok();
     let id = asked_for.and_then(|path| directory::id_of(&path)).ok_or_else(not_served)?;
@@ -191,7 +191,7 @@ impl Daemon<'_> {
     }
 }
 
-/// What is looked for.
+/// The filters of `list`.
 struct Wanted<'a> {
     pid: Option<u32>,
     minor: Option<u32>,
@@ -216,7 +216,7 @@ fn list(daemon: &Daemon<'_>, wanted: &Wanted<'_>) -> Result<(), Refusal> {
         for disk in disks.iter().filter(unserved) {
             let asked = WaitParams { backend: directory::path(disk.disk), timeout_s: SERVED_S };
             if let Err(e) = daemon.call::<Attached>("attach.wait", &asked, SERVED_S) {
-                // Not found is no failure; the script's log has this.
+                // A missing disk is no failure, so the script's log has the reason.
                 let _ = writeln!(io::stderr(), "disk {}: {}", disk.disk, one_line(&e.to_string()));
             }
         }
@@ -229,8 +229,8 @@ fn list(daemon: &Daemon<'_>, wanted: &Wanted<'_>) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Of several lines block-tap takes the last one: that is the disk that it was started for. If that one
-/// is not served, another disk of the same image does not stand for it.
+/// The disks that match. block-tap takes the last line, so that is the disk that it was started for. If that one is not
+/// served, no other disk of the same image may replace it.
 fn found(mut disks: Vec<Disk>, wanted: &Wanted<'_>) -> Vec<Disk> {
     disks.retain(|disk| wanted.is(disk) && (is_served(disk) || is_to_be_served(disk)));
     disks.sort_by_key(|disk| (disk.since, !is_served(disk)));
@@ -245,12 +245,12 @@ fn is_served(disk: &Disk) -> bool {
     disk.phase == PhaseName::Served
 }
 
-/// One that rests is left to a later attachment, whose line is meant.
+/// Whether the disk will be served. A disk that rests is left out: its line comes with a later attachment.
 fn is_to_be_served(disk: &Disk) -> bool {
     matches!(disk.phase, PhaseName::Starting | PhaseName::Failed)
 }
 
-/// Scripts read this.
+/// One line, which scripts parse.
 fn line(disk: &Disk) -> Option<String> {
     let (pid, format, image) = (disk.pid?, disk.format?, disk.image.as_ref()?);
     // A line break in a name would be another disk's line.
@@ -258,7 +258,7 @@ fn line(disk: &Disk) -> Option<String> {
     Some(format!("pid={pid} minor={} state=0 args={}:{image}", disk.minor, format.tapdisk_word()))
 }
 
-/// A disk that is not there any more is destroyed already. One that is attached is the toolstack's.
+/// Waits for the end of a disk. A disk that is gone already is a success. An attached disk belongs to the toolstack.
 fn destroy(daemon: &Daemon<'_>, pid: u32, minor: u32) -> Result<(), Refusal> {
     let end = Instant::now() + CLOSED;
     loop {

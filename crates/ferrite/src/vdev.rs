@@ -1,6 +1,6 @@
-//! Which virtual block device of which guest: `DOMID/DEVID`, or as others name it.
+//! A guest's virtual block device: `DOMID/DEVID`, or other forms of its name.
 //!
-//! A device number says how the guest shall name the disk (blkif.md 3.1):
+//! A device number gives the guest's name of the disk (blkif.md 3.1):
 //! `xvd`: `202 << 8 | disk << 4 | partition`, from the 17th disk or 16th partition on
 //! `1 << 28 | disk << 8 | partition`; `hd`: majors 3 and 22, 6 bits of partition; `sd`: major 8.
 
@@ -12,7 +12,7 @@ use ferrite_xen::hypervisor::DomId;
 /// Domain numbers from here on are the hypervisor's own (`DOMID_FIRST_RESERVED`).
 const FIRST_RESERVED_DOMAIN: u16 = 0x7FF0;
 
-/// Where a disk's directory is; before it may be the home of the backend's domain.
+/// The directory of a disk; the home of the backend's domain may precede it.
 const DIRECTORY: &str = "backend/vbd3/";
 
 const EXTENDED: u32 = 1 << 28;

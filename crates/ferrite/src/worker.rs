@@ -36,24 +36,24 @@ pub(crate) mod store;
 
 /// The folder with nothing in it that is the root of workers' file systems.
 const EMPTY: &str = "empty";
-/// How long it is waited for what keeps the image away: a predecessor's last I/O, or somebody who has
-/// locked it. Then it is said, and whoever follows asks again (processes.md 4).
+/// How long to wait for the image: for a predecessor's last I/O, or for another process that has locked it. Then the
+/// failure is reported, and the next worker waits again (processes.md 4).
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How often it is asked for the lock.
+/// The pause between attempts to get the lock.
 const ASK_AGAIN: Duration = Duration::from_millis(5);
 
-/// No option allows more queues.
+/// The most queues that an option allows.
 const MOST_QUEUES: u32 = 64;
-/// The guest's stub domain is offered so many.
+/// The number of queues that the guest's stub domain is offered.
 const OF_STUB_DOMAIN: usize = 1;
 
-/// Serves for as long as there is a keeper.
+/// Serves for as long as the keeper lives.
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let WorkerArgs { serve: args, run_dir } = args;
     let line = given(LINE_FD)?;
     let (alive, client_channel) = (Arc::new(given(ALIVE_FD)?), given(CLIENT_CHANNEL_FD)?);
     let second = given(SECOND_FD)?;
-    // Now, while this process may, and for all connections: nobody else has a copy of these.
+    // The host's view is opened while this process has the rights, for all connections.
     let host = serve::view_of_host(run_dir);
     let means = Means::open(args, run_dir, serve::limit(args), host)?;
     let start = orphan::start(run_dir, disk_id(args), Store::open);
@@ -68,7 +68,7 @@ fn disk_id(args: &ServeArgs) -> DiskId {
     DiskId { domid: args.xen.domain.0, devid: args.xen.device }
 }
 
-/// What a disk is served with, besides its image.
+/// The means to serve a disk, besides its image.
 struct Means<'a> {
     args: &'a ServeArgs,
     run_dir: &'a Path,
@@ -78,7 +78,7 @@ struct Means<'a> {
 }
 
 impl<'a> Means<'a> {
-    /// Opens it: devices of Xen and files of budgets.
+    /// Opens devices of Xen and files of budgets.
     fn open(
         args: &'a ServeArgs,
         run_dir: &'a Path,
@@ -89,14 +89,14 @@ impl<'a> Means<'a> {
         let (xen, no_xen) = match xen {
             Ok(xen) if args.own_grants => (xen.with_own_grants(), None),
             Ok(xen) => (xen, None),
-            // The next worker may have more luck.
+            // The next worker may be able to open it.
             Err(e) => (Xen::nothing(), Some(e.to_string())),
         };
         let config = serve::work_config(args, run_dir, limit, host)?;
         Ok(Means { args, run_dir, xen, no_xen, config })
     }
 
-    /// Serves the disk until its line ends.
+    /// Serves the disk until its control connection ends.
     fn serve(
         &self,
         start: Start,
@@ -125,7 +125,7 @@ fn open(
     alive: &Arc<OwnedFd>,
     read_only: bool,
 ) -> Result<Opened, Failure> {
-    // First of all: until then the image may be a dead worker's.
+    // The lock comes first: until then the image may be a dead worker's.
     lock(args, alive)?;
     let disk = serve::open_within(args, read_only, run_dir, PATIENCE)?;
     tracing::info!("opened {disk}");
@@ -138,8 +138,8 @@ fn open(
     Ok(Opened { disk, engine })
 }
 
-/// For so many queues devices are opened. A guest keeps what it was connected with, also when the option
-/// was made smaller since.
+/// The number of queues for which devices are opened. A connected guest keeps its number, also when the option was made
+/// smaller since.
 fn queues_ahead(args: &ServeArgs) -> usize {
     args.queues.max(MOST_QUEUES) as usize + OF_STUB_DOMAIN
 }
@@ -178,12 +178,12 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
         ("--no-merge", args.tuning.no_merge),
     ];
     all.extend(switches.iter().filter(|(_, on)| *on).map(|(name, _)| (*name).to_owned()));
-    // What it is called may begin with a dash.
+    // The image's name may begin with a dash.
     all.extend(["--".to_owned(), args.image.to_str()?.to_owned()]);
     Some(all)
 }
 
-/// What a worker with these arguments was told to serve, and how.
+/// The options that a worker with these arguments was started with.
 pub(crate) fn told_by(arguments: &[String]) -> Option<ServeArgs> {
     let words = ["ferrite".to_owned()].into_iter().chain(arguments.iter().cloned());
     match Cli::try_parse_from(words).ok()?.command {
@@ -192,7 +192,7 @@ pub(crate) fn told_by(arguments: &[String]) -> Option<ServeArgs> {
     }
 }
 
-/// From here on this process has no rights, and its keeper opens files for it.
+/// Drops all rights of this process. From here on its keeper opens files for it.
 fn drop_privileges(nvme: bool, whose: &dyn Display) -> Result<(), Failure> {
     match ferrite_keeper::drop_privileges(sandbox::Means { nvme, ..sandbox::Means::default() }) {
         Ok(None) => tracing::warn!("this worker has all rights of its keeper"),
@@ -208,15 +208,15 @@ fn drop_privileges(nvme: bool, whose: &dyn Display) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether it is an NVMe namespace by its device for commands.
+/// Whether the path is an NVMe namespace's character device for commands.
 fn is_namespace(path: &Path) -> bool {
     path.metadata().is_ok_and(|meta| meta.file_type().is_char_device())
 }
 
-/// What a worker with these options may have of this host. `None`: the image's name is not text.
+/// The sandbox of a worker with these options. `None`: the image's name is not text.
 ///
 /// # Errors
-/// The host's list of parents makes no sense.
+/// The host's list of parents is invalid.
 pub(crate) fn worker_sandbox(
     args: &ServeArgs,
     run_dir: &Path,
@@ -234,7 +234,7 @@ pub(crate) fn worker_sandbox(
     Ok(Some(WorkerSandbox {
         image,
         writable: writable && !args.read_only,
-        // It reads the list by itself.
+        // The worker reads the list itself.
         read: [parents, vec![ParentsArgs::list()]].concat(),
         journals: Some(run.join(serve::IMAGES)),
         own_files: vec![stats.with_extension("new"), stats],
@@ -243,7 +243,7 @@ pub(crate) fn worker_sandbox(
     }))
 }
 
-/// Which file the image is in; of a volume, its store's.
+/// The file of the image; of a volume, its store's.
 fn image(args: &ServeArgs) -> Option<PathBuf> {
     let name = ImageName::parse(args.image.to_str()?).ok()?;
     let store = name.volume().map(|(store, _)| store.to_owned());
@@ -261,7 +261,7 @@ fn given(number: i32) -> Result<OwnedFd, Failure> {
     })
 }
 
-/// Waits until no operation of a worker before this one is under way. The lock stays for good.
+/// Waits until no earlier worker has I/O in flight. The lock is kept to the end.
 fn lock(args: &ServeArgs, alive: &OwnedFd) -> Result<(), Failure> {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -277,13 +277,13 @@ fn lock(args: &ServeArgs, alive: &OwnedFd) -> Result<(), Failure> {
             Err(e) => e.to_string(),
         };
         let what = format!("cannot open {}", args.image.display());
-        let help = "it is tried again: look whether the storage answers";
+        let help = "it is tried again; check whether the storage answers";
         return Err(Failure::new(what, why, help));
     }
 }
 
-/// One for every queue. The lock is held until its last operation has ended, however this process
-/// does.
+/// A factory that makes one engine for each queue. The lock is held until the last operation has ended, however this
+/// process ends.
 fn engines(kind: EngineKind, alive: Arc<OwnedFd>) -> EngineFactory {
     Arc::new(move |arena, entries| {
         let mut engine = kind.open(arena, entries)?;
@@ -292,7 +292,7 @@ fn engines(kind: EngineKind, alive: Arc<OwnedFd>) -> EngineFactory {
     })
 }
 
-/// For the log, as long as it is another reason than the last one, and for whoever follows.
+/// Reports a failure to the log, unless it is the same as the last one, and to the keeper.
 fn told(failure: Failure, last: &mut Option<String>) -> OpenFailure {
     let Failure { what, why, help, .. } = failure;
     if last.as_ref() != Some(&why) {
@@ -409,7 +409,7 @@ mod tests {
         assert_eq!(of(&any, true).read[0], Path::new("/"));
     }
 
-    /// It is the name that commands are allowed by, whatever stands before it.
+    /// Commands are permitted by the image's name, whatever format precedes it.
     #[test]
     fn the_image_is_what_is_named_without_its_format() {
         for (name, path) in [("raw:/dev/ng0n1", "/dev/ng0n1"), ("/dev/ng0n1", "/dev/ng0n1")] {

@@ -17,7 +17,7 @@ fn serve(image: &Path, more: &[&str]) -> Output {
     ferrite(&args)
 }
 
-/// Fails with this code, says why on standard error, what to do next, and nothing else.
+/// Fails with this code, and prints on standard error only the reason and the next step.
 #[track_caller]
 fn assert_refused(output: &Output, code: i32, why: &str) {
     let text = String::from_utf8_lossy(&output.stderr);
@@ -153,14 +153,14 @@ fn doctor_prints_json_for_programs() {
     }
 }
 
-/// What serves a guest outlives the pipe that reads its messages.
+/// A server outlives the pipe that reads its messages.
 #[test]
 fn messages_that_nobody_reads_end_nothing() {
     let dir = TempDir::new().unwrap();
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
-    // Not understood: that is a message.
+    // An invalid value: that is a message.
     command.args(["image", "create", "disk.img", "1M"]).env("RUST_LOG", "=,=");
     let status = command.current_dir(dir.path()).stderr(writer).status().unwrap();
     assert!(status.success(), "{status}");
@@ -171,8 +171,8 @@ fn messages_that_nobody_reads_end_nothing() {
 fn the_lab_is_the_program_beside_ours_with_all_words_and_its_exit_code() {
     let folder = tempfile::tempdir().unwrap();
     let ours = folder.path().join("ferrite");
-    // A program that this process has open for writing cannot be executed, nor can one that a child of another test
-    // has inherited so. Other processes write these.
+    // A program that this process has open for writing cannot be executed, nor can one that a child of another test has
+    // inherited so. So another process writes these.
     let copied = Command::new("cp")
         .args([env!("CARGO_BIN_EXE_ferrite").as_ref(), ours.as_os_str()])
         .status();

@@ -1,4 +1,4 @@
-//! The daemon as a program, on a machine without Xen, and what its documentation shows.
+//! The daemon as a program, on a machine without Xen, and the examples of its documentation.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -41,7 +41,7 @@ impl Daemon {
         Daemon::with("")
     }
 
-    /// With this configuration, where `RUN` stands for its folder.
+    /// A daemon with this configuration, in which `RUN` is replaced by its folder.
     fn with(config: &str) -> Daemon {
         let dir = tempfile::tempdir().unwrap();
         let config = config.replace("RUN", dir.path().join("run").to_str().unwrap());
@@ -78,7 +78,7 @@ impl Drop for Daemon {
     }
 }
 
-/// Whether this machine is one of Xen's: its daemon would serve real guests.
+/// Whether this machine is a Xen host: its daemon would serve real guests.
 fn has_xen() -> bool {
     Path::new("/proc/xen/capabilities").exists() || Path::new("/dev/xen/xenbus").exists()
 }
@@ -89,7 +89,7 @@ fn without_xen_it_runs_answers_and_says_so() {
         return;
     }
     let mut daemon = Daemon::start();
-    // Nobody is to take an empty list for a host without disks.
+    // An empty list must not look like a host without disks.
     let listed = daemon.disk(&["list"]);
     assert_eq!((listed.status.code(), text(&listed.stdout).contains("DISK")), (Some(1), true));
     let said = text(&listed.stderr);
@@ -138,7 +138,7 @@ fn a_disk_has_the_same_names_for_all_commands_and_they_say_what_failed() {
         ferrite(&all)
     };
     assert_eq!(text(&upgrade(&[]).stdout), "no disk is served\n");
-    // It is not even begun.
+    // The upgrade does not begin.
     for (binary, why) in [("/nothere", "No such file"), ("/etc/passwd", "not an executable file")] {
         let output = upgrade(&["--binary", binary]);
         let said = text(&output.stderr);
@@ -170,7 +170,7 @@ fn a_wrong_configuration_is_named_and_the_daemon_does_not_start() {
     let output = ferrite(&["daemon", "--config", path, "--check-config"]);
     assert!(output.status.success());
     assert!(text(&output.stdout).contains("is right"));
-    // What is probably not meant is told; storage may come later, so it is taken.
+    // Probable mistakes are reported; storage may appear later, so they are accepted.
     fs::write(&file, "image_folders = [\"/nothere\"]\n[images.\"/not/there.vhd\"]\n").unwrap();
     let output = ferrite(&["daemon", "--config", path, "--check-config"]);
     assert!(output.status.success());
@@ -196,14 +196,14 @@ fn the_configuration_that_is_shown_is_right_and_has_every_default() {
     assert_eq!(config.image_folders, defaults.image_folders);
     assert!(config.metrics_socket.is_some() && defaults.metrics_socket.is_none());
     let mut disks = config.disks.clone();
-    // It has no default that could be shown.
+    // It has no default value.
     disks.cpu = None;
     assert_eq!(disks, defaults.disks);
     assert_eq!(config.host.map_budget, defaults.host.map_budget);
     assert_eq!(config.images.len(), 1);
 }
 
-/// The command in watching.md, run beside a daemon.
+/// The command in watching.md, run with a daemon.
 fn shown_scrape(daemon: &Daemon) -> Output {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/watching.md");
     let page = fs::read_to_string(page).unwrap();
@@ -231,7 +231,7 @@ fn metrics_are_there_where_the_configuration_says_so() {
     assert!(value("ferrite_daemon_cpu_seconds_total").is_some());
     assert!(value("ferrite_daemon_start_time_seconds") > Some(1e9));
     drop(daemon);
-    // Off by default; and a socket that cannot be made keeps nobody from serving disks.
+    // Off by default; and a socket that cannot be made does not prevent serving disks.
     let daemon = Daemon::start();
     assert!(!shown_scrape(&daemon).status.success());
     drop(daemon);
@@ -259,21 +259,21 @@ fn the_commands_that_are_shown_work() {
             continue;
         }
         let output = Command::new("sh").args(["-ec", &line]).env("PATH", &path).output().unwrap();
-        // A list says that there is no Xen.
+        // The listing reports that there is no Xen.
         let says = text(&output.stderr).contains("cannot tell which disks are attached: no Xen");
         assert!(output.status.success() || says, "{line}: {}", text(&output.stderr));
         assert!(!output.stdout.is_empty(), "{line}");
         seen += 1;
     }
     assert!(seen >= 2);
-    // And those that name a disk, or the system's files, are commands.
+    // The lines that name a disk, or the system's files, are commands.
     for line in ["disk show 3/xvdb", "disk detach 3/51728", "daemon --check-config"] {
         let args: Vec<&str> = line.split(' ').chain(["--help"]).collect();
         assert!(ferrite(&args).status.success(), "{line}");
     }
 }
 
-/// The script with programs in the place of xenstore's and of the daemon's.
+/// The script with replacements for xenstore's programs and the daemon's.
 fn script(dir: &Path, waited: &str, with_daemon: bool) -> (Output, String) {
     use std::os::unix::fs::PermissionsExt as _;
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../dist/block-ferrite");
@@ -322,11 +322,11 @@ fn the_script_connects_what_is_served_and_says_why_not() {
     let expected = "backend/vbd3/3/51728/hotplug-error\nferrite: no image \n\
                     backend/vbd3/3/51728/hotplug-status\nerror\n";
     assert_eq!(written, expected);
-    // A disk that is served by hand has offered itself.
+    // A disk that is served by hand is offered already.
     let (output, written) = script(dir.path(), "exit 1", false);
     assert!(output.status.success());
     assert_eq!(written, connected);
-    // One that a daemon has begun with is asked for, also while that is started again.
+    // A disk that a daemon has begun to serve is asked for, also during a restart of the daemon.
     fs::create_dir(dir.path().join("disks")).unwrap();
     fs::write(dir.path().join("disks/vbd-3-51728.json"), "{}").unwrap();
     let (output, _) = script(dir.path(), "exit 1", false);
@@ -339,7 +339,7 @@ fn a_disk_is_waited_for_while_its_daemon_is_started_again_and_not_where_none_was
     let dir = tempfile::tempdir().unwrap();
     let run = dir.path().to_str().unwrap().to_owned();
     let wait = ["disk", "wait", "backend/vbd3/3/51728", "--timeout", "60", "--run-dir", &run];
-    // Nobody has begun with it.
+    // No daemon has begun to serve it.
     assert!(!ferrite(&wait).status.success());
     fs::create_dir(dir.path().join("disks")).unwrap();
     fs::write(dir.path().join("disks/vbd-3-51728.json"), "{}").unwrap();

@@ -1,4 +1,4 @@
-//! How commands end: exit codes that programs can tell apart, signals, and what messages say.
+//! The ends of commands: exit codes that programs can tell apart, signals, and messages.
 
 mod images;
 
@@ -30,7 +30,7 @@ fn a_check_says_by_its_code_whether_it_was_done_and_what_it_found() {
     place.fails(1, &["check", "no.qcow2"]);
     let unknown = place.image(&["--engine", "auto", "check", "--frobnicate", "a.qcow2"]);
     assert_eq!(unknown.status.code(), Some(1));
-    // The first refcount block counts a cluster behind the end.
+    // The first refcount block counts a cluster past the end.
     let whole = fs::read(place.path("a.qcow2")).unwrap();
     let at = |place: usize| u64::from_be_bytes(whole[place..place + 8].try_into().unwrap());
     let block = at(at(48) as usize);
@@ -56,7 +56,7 @@ fn a_check_says_by_its_code_whether_it_was_done_and_what_it_found() {
     }
 }
 
-/// The exit code of `qemu-img check`; none where it is not installed.
+/// The exit code of `qemu-img check`; `None` if it is not installed.
 fn qemu_check(path: &str) -> Option<Option<i32>> {
     let output = Command::new("qemu-img").args(["check", path]).output();
     Some(installed("qemu-img", output)?.status.code())
@@ -68,7 +68,7 @@ fn an_image_that_contradicts_itself_has_an_exit_code_of_its_own() {
         let place = Place::new();
         place.pattern("a.img", 8 * MIB, &[(0, MIB)]);
         place.ok(&["convert", "a.img", name]);
-        // The first entry of the block table; where the table of all tables is.
+        // The first entry of the block table, or the field with the place of the L1 table.
         let at = if name == "a.vhd" { 1536 } else { 40 };
         let mut file = File::options().write(true).open(place.path(name)).unwrap();
         file.seek(SeekFrom::Start(at)).unwrap();
@@ -112,7 +112,7 @@ fn an_error_names_no_temporary_file() {
     }
 }
 
-/// All sources of a directory.
+/// All source files of a directory.
 fn sources(dir: &Path, to: &mut Vec<PathBuf>) {
     for path in fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()) {
         match path.is_dir() {
@@ -124,7 +124,7 @@ fn sources(dir: &Path, to: &mut Vec<PathBuf>) {
 
 /// The commands that a text names: `ferrite image WORD`, `ferrite store WORD` and `ferrite WORD`.
 fn named(text: &str) -> Vec<Vec<String>> {
-    // A literal may go on in the next line.
+    // A literal may continue on the next line.
     let text = text.replace('\\', " ").split_whitespace().collect::<Vec<_>>().join(" ");
     let word = |text: &str| {
         let end = text.find(|c: char| !c.is_ascii_lowercase() && c != '-');
@@ -176,7 +176,7 @@ fn a_hint_names_commands_that_exist() {
     commands.sort();
     commands.dedup();
     assert!(commands.iter().any(|c| c == &["image", "check"]), "{commands:?}");
-    // Options behind it are another program's, or come before a command.
+    // Options after it belong to another program, or precede a command.
     commands.retain(|c| c.last().is_some_and(|word| !word.starts_with('-')));
     for command in commands.iter().filter(|c| !PROSE.contains(&c.last().unwrap().as_str())) {
         let mut help = Command::new(env!("CARGO_BIN_EXE_ferrite"));
@@ -185,5 +185,5 @@ fn a_hint_names_commands_that_exist() {
     }
 }
 
-/// What follows the program's name where that is no command.
+/// Words after the program's name that are not commands.
 const PROSE: [&str; 4] = ["over", "processes", "runs", ""];

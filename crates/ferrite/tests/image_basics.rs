@@ -1,4 +1,4 @@
-//! `ferrite image` as its users see it: the plain way of each command.
+//! `ferrite image`: the usual use of each command.
 
 mod images;
 

@@ -13,14 +13,14 @@ use ferrite_disk::{Disk, ImageName, OpenOptions};
 use images::{MIB, Place, json, qemu_img};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// A file that is overwritten where `ranges` say, as a guest would.
+/// Overwrites a part of a file, as a guest would.
 fn change(place: &Place, name: &str, at: u64, byte: u8) {
     let mut file = File::options().write(true).open(place.path(name)).unwrap();
     file.seek(SeekFrom::Start(at)).unwrap();
     file.write_all(&[byte; 4096]).unwrap();
 }
 
-/// `NAME.img` as a VHD on `parent.vhd`, with what differs from that.
+/// Makes `NAME.img` a VHD on `parent.vhd`, with the differing data only.
 fn child_with(place: &Place, child: &str, parent: &str, ranges: &[(u64, u64)]) {
     place.ok(&["clone", parent, child]);
     place.write(child, ranges);
@@ -87,7 +87,7 @@ fn a_sibling_that_names_the_parent_as_it_was_called_before_is_not_destroyed() {
     child_with(&place, "one.qcow2", "base.qcow2", &[(0, 4096)]);
     child_with(&place, "two.qcow2", "base.qcow2", &[]);
     fs::rename(place.path("base.qcow2"), place.path("renamed.qcow2")).unwrap();
-    // Who would write to it is told before the mode is changed.
+    // Its next writer is warned before the mode is changed.
     let name = ImageName::parse(&place.path("renamed.qcow2")).unwrap();
     let text = Disk::open_image(&name, &OpenOptions::default()).err().unwrap().to_string();
     assert!(text.contains("two.qcow2") && !text.contains("chmod"), "{text}");
@@ -96,7 +96,7 @@ fn a_sibling_that_names_the_parent_as_it_was_called_before_is_not_destroyed() {
     let text = place.fails(1, &["coalesce", "one.qcow2"]);
     assert!(text.contains("two.qcow2 has lost its parent") && text.contains("rebase -u"), "{text}");
     assert_eq!(fs::read(place.path("renamed.qcow2")).unwrap(), before);
-    // Told of the new name it is a sibling as any other.
+    // Rebased to the new name it is a sibling like any other.
     place.ok(&["rebase", "-u", "two.qcow2", "-b", "renamed.qcow2"]);
     let text = place.fails(1, &["coalesce", "one.qcow2"]);
     assert!(text.contains("two.qcow2 has the same parent"), "{text}");
@@ -158,7 +158,7 @@ fn a_damaged_footer_is_found_and_mended_with_force() {
     assert_eq!(place.ok(&["repair", "a.vhd"]), "a.vhd: in order\n");
     let end = fs::metadata(place.path("a.vhd")).unwrap().len() - 512;
     let mut file = File::options().read(true).write(true).open(place.path("a.vhd")).unwrap();
-    // Bytes of the random UUID: no other ones have the same sum, and the footer's checksum is a sum.
+    // Bytes of the random UUID: no other bytes have the same sum, and the footer's checksum is a sum.
     let damage = [0xff; 6];
     file.seek(SeekFrom::Start(end + 70)).unwrap();
     file.write_all(&damage).unwrap();
@@ -182,7 +182,7 @@ fn damage_that_cannot_be_mended_is_told_by_the_exit_code() {
     let place = Place::new();
     place.pattern("a.img", 8 * MIB, &[(0, MIB)]);
     place.ok(&["convert", "a.img", "a.vhd"]);
-    // The first entry of the block table: far outside of the file.
+    // The first entry of the block table: far past the end of the file.
     let mut file = File::options().write(true).open(place.path("a.vhd")).unwrap();
     file.seek(SeekFrom::Start(1536)).unwrap();
     file.write_all(&[0x70, 0, 0, 0]).unwrap();
@@ -223,7 +223,7 @@ fn a_conversion_that_was_interrupted_goes_on() {
     place.pattern("a.img", 64 * MIB, &[(0, 40 * MIB), (60 * MIB, MIB)]);
     place.ok(&["convert", "a.img", "whole.vhd"]);
     let meta = fs::metadata(place.path("a.img")).unwrap();
-    // What an interrupted run leaves: the image up to some point, and the note.
+    // The files of an interrupted run: the image up to some point, and the state.
     place.ok(&["create", "part.vhd", "64M"]);
     place.write("part.vhd", &[(0, 16 * MIB)]);
     fs::rename(place.path("part.vhd"), place.path("b.vhd.partial")).unwrap();
@@ -236,8 +236,8 @@ fn a_conversion_that_was_interrupted_goes_on() {
     place.has_no_leftovers();
 }
 
-/// Begins to convert a file of so many MiB to `b.vhd`, and ends that with a signal as soon as some
-/// of it is there. What it said; none: it was done before.
+/// Begins to convert a file of so many MiB to `b.vhd`, and interrupts it with a signal as soon as some of it exists.
+/// Returns the output; `None`: it was done before.
 fn interrupt(place: &Place, mib: u64, signal: Signal) -> Option<String> {
     let mut source = fs::File::create(place.path("a.img")).unwrap();
     let mut piece = vec![0; MIB as usize];
@@ -327,7 +327,7 @@ fn a_merge_that_names_its_parent_never_merges_the_next_one() {
         let merge = ["coalesce", &leaf, "--into", &middle];
         place.ok(&merge);
         let after = fs::read(place.path(&leaf)).unwrap();
-        // Run again by somebody who was not told, or another name than was meant.
+        // Run again by a user who missed the first run's success, or with a wrong name.
         for into in [&middle, &format!("midle.{extension}")] {
             let text = place.fails(3, &["coalesce", &leaf, "--into", into]);
             assert!(text.contains("does not stand on") && text.contains("merged before"), "{text}");
@@ -337,7 +337,7 @@ fn a_merge_that_names_its_parent_never_merges_the_next_one() {
     }
 }
 
-/// The option that a command has told to use, with what follows it.
+/// The option that a message tells the user to add, with its value.
 fn told(text: &str) -> [String; 2] {
     let mut words = text.split_whitespace().skip_while(|word| *word != "--parents");
     [(); 2].map(|()| words.next().unwrap_or_default().trim_end_matches(',').to_owned())
@@ -375,7 +375,7 @@ fn a_clone_in_another_folder_says_what_it_takes_to_use_it() {
             assert!(text.contains(&template) && text.contains("--parents"), "{command:?}: {text}");
             assert_eq!(told(&text)[1], option[1], "{text}");
         }
-        // The image itself is in order, and what it stands on was not looked at.
+        // The image itself is intact, and its parent was not checked.
         let text = place.ok(&["check", &guest]);
         assert!(text.contains("not looked at") && text.contains("--parents"), "{text}");
         place.ok(&[&["info", &guest][..], &option].concat());

@@ -1,4 +1,4 @@
-//! The commands of docs/images.md, as they stand there, and the names in their JSON.
+//! The commands of docs/images.md, as printed there, and the names in their JSON.
 
 mod images;
 mod pages;
@@ -23,7 +23,7 @@ fn the_commands_in_the_documentation_work() {
     pages::run(&script);
 }
 
-/// All names that the commands print, on images of every kind.
+/// All field names of the commands' output, on images of every kind.
 fn printed() -> BTreeSet<String> {
     let place = Place::new();
     place.pattern("a.img", 4 * MIB, &[(MIB, MIB)]);

@@ -1,5 +1,4 @@
-//! `ferrite image` on a file system that is full. Needs root, or user namespaces; passes
-//! without them, saying so.
+//! `ferrite image` on a full file system. Needs root, or user namespaces; otherwise it passes and reports that.
 
 mod images;
 
@@ -7,8 +6,8 @@ use std::process::Command;
 
 use images::{MIB, Place, engine};
 
-/// Runs a script in a file system of 8 MiB that is its own, in which `$F` is `ferrite image` and
-/// `$SRC` the source; what it said. None: this user cannot mount one.
+/// Runs a script in a file system of 8 MiB of its own, in which `$F` is `ferrite image` and `$SRC` the source; returns
+/// the output. `None`: this user cannot mount one.
 fn on_a_small_disk(place: &Place, script: &str) -> Option<String> {
     let root = rustix::process::geteuid().is_root();
     let private: &[&str] = if root { &["-m"] } else { &["-r", "-m"] };
@@ -51,13 +50,13 @@ fn a_conversion_that_fills_the_disk_goes_on_when_there_is_room() {
         let (failed, went_on) = text.split_once("full\n").unwrap();
         assert!(failed.contains("o space left") && failed.contains("--resume"), "{text}");
         assert!(!went_on.contains("partial"), "{text}");
-        // Images have metadata of their own to write before anything counts as done.
+        // Images have metadata of their own to write before any data count as done.
         let from_the_start = went_on.starts_with("  \"done_bytes\": 0\n");
         assert!(to != "b.img" || !from_the_start, "{text}");
     }
 }
 
-/// Nothing is promised where not even a beginning was possible, and nothing is left.
+/// If a conversion cannot begin, it offers no resume, and leaves nothing.
 #[test]
 fn a_conversion_that_cannot_begin_leaves_nothing() {
     let place = Place::new();
@@ -70,7 +69,7 @@ fn a_conversion_that_cannot_begin_leaves_nothing() {
     assert!(text.ends_with("filler\n") && !text.contains("b.img.partial\n"), "{text}");
 }
 
-/// Without the image that it was for, nothing keeps it from being used.
+/// Without the image that it was protected for, it can be used again.
 #[test]
 fn a_parent_is_as_it_was_when_the_disk_is_too_full_for_its_child() {
     for format in ["vhd", "qcow2"] {
@@ -119,7 +118,7 @@ fn a_snapshot_that_there_is_no_space_for_leaves_one_name() {
     }
 }
 
-/// As for who is not root.
+/// As for a user other than root.
 #[test]
 fn journals_that_cannot_be_read_are_not_none() {
     let place = Place::new();

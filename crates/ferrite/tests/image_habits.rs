@@ -1,5 +1,4 @@
-//! `ferrite image` for whoever is used to qemu-img, on images in use, on chains with holes, and
-//! under names that are no text.
+//! `ferrite image` for users of qemu-img, on images in use, on chains with holes, and under names that are not text.
 
 mod images;
 
@@ -31,10 +30,10 @@ fn an_image_in_use_is_looked_at_if_that_is_asked_for() {
             assert!(text.starts_with("note: ") && text.contains("stale"), "{text}");
             assert!(!output.stdout.is_empty());
         }
-        // Who only looks keeps nobody from it, and others stay locked out.
+        // Reading without a lock does not block the owner, and other commands stay locked out.
         place.fails(4, &["resize", name, "16M"]);
         drop(used);
-        // A child that another test has just forked has a copy of it until it is another program.
+        // A child that another test has just forked has a copy of it until it executes its program.
         let end = Instant::now() + Duration::from_secs(30);
         while place.image(&["info", name]).status.code() == Some(4) {
             assert!(Instant::now() < end, "{name} stays locked");
@@ -124,7 +123,7 @@ fn disks_of_different_sizes_differ_if_they_are_compared_strictly() {
     place.ok(&["compare", "--strict", "a.img", "a.img"]);
 }
 
-/// A name with a byte that no text has.
+/// A name with a byte that is not UTF-8.
 fn odd(name: &str) -> OsString {
     let bytes = name.bytes().map(|byte| if byte == b'?' { 0xff } else { byte });
     OsStr::from_bytes(&bytes.collect::<Vec<u8>>()).to_owned()

@@ -1,5 +1,5 @@
-//! Images made to harm (threats.md T17): every command that looks at one says what is wrong
-//! within two seconds of its own time and 64 MiB, and writes nothing.
+//! Hostile images (threats.md T17): every command that reads one reports the damage within two seconds of processor
+//! time and 64 MiB, and writes nothing.
 
 mod images;
 
@@ -9,7 +9,7 @@ use std::process::Command;
 
 use images::{MIB, Place, engine};
 
-/// What an image's file is made to hold.
+/// Changes an image's file.
 type Bend = fn(&mut File);
 
 fn put(file: &mut File, at: u64, bytes: &[u8]) {
@@ -17,10 +17,10 @@ fn put(file: &mut File, at: u64, bytes: &[u8]) {
     file.write_all(bytes).unwrap();
 }
 
-/// With a processor's second and 64 MiB of memory besides the program itself; the exit code.
+/// Runs with two seconds of processor time and 64 MiB of memory besides the program itself; returns the exit code.
 fn limited(place: &Place, args: &[&str]) -> (Option<i32>, String) {
     let program = env!("CARGO_BIN_EXE_ferrite");
-    // Data only: code, and the rings of the kernel, are not what an image can make larger.
+    // Data only: an image cannot enlarge code or the kernel's rings.
     let script = r#"ulimit -t 2; ulimit -d 65536; exec "$0" image --engine "$@""#;
     let mut command = Command::new("sh");
     command.args(["-c", script, program, &engine()]).args(args).current_dir(place.path("."));

@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt as _;
 
 use images::{MIB, Place, json, qemu_img};
 
-/// Two parents that differ, and a leaf on the first with data of its own.
+/// Two different parents, and a leaf on the first with data of its own.
 fn place(extension: &str) -> (Place, [String; 3]) {
     let place = Place::new();
     let names = ["one", "two", "leaf"].map(|name| format!("{name}.{extension}"));
@@ -55,7 +55,7 @@ fn a_parent_that_was_moved_is_found_again() {
         place.fails(1, &["map", &leaf]);
         place.ok(&["rebase", "-u", "-b", &there, &leaf]);
         place.ok(&["compare", "-s", &leaf, "expected.img"]);
-        // Only what it had itself.
+        // Only its own data.
         let own =
             json(&place.ok(&["info", "--json", &leaf]))["chain"][0]["allocated_bytes"].clone();
         assert!(own.as_u64().unwrap() <= 4 * MIB, "{own}");
@@ -111,7 +111,7 @@ fn a_parent_with_a_colon_in_its_name_is_no_protocol() {
         let place = Place::new();
         place.pattern("a.img", 4 * MIB, &[(0, MIB)]);
         place.pattern("b.img", 4 * MIB, &[(2 * MIB, MIB)]);
-        // What another reading of the name would find.
+        // Files that another reading of the name would find.
         for other in ["p.qcow2", "p1.qcow2"] {
             place.ok(&["convert", "b.img", other]);
         }

@@ -1,4 +1,4 @@
-//! What `ferrite image` cannot do leaves everything as it was, and says so.
+//! Refused operations of `ferrite image` leave everything unchanged, and report the reason.
 
 mod images;
 
@@ -60,7 +60,7 @@ fn a_new_image_that_could_not_be_opened_is_refused_before_anything_is_written() 
     place.ok(&["info", "x.vhd"]);
 }
 
-/// The name of a qcow2's parent is text.
+/// The name of a qcow2's parent must be text.
 #[test]
 fn a_snapshot_under_a_name_that_the_format_does_not_have_leaves_one_name() {
     let place = Place::new();
@@ -113,7 +113,7 @@ fn a_conversion_that_another_one_is_at_work_on_is_busy() {
     let file = fs::File::open(place.path("b.img.partial")).unwrap();
     file.lock().unwrap();
     place.fails(4, &["convert", "a.img", "b.img"]);
-    // A child of another test has the file, too, until it runs its program.
+    // A child of another test has the file open, too, until it executes its program.
     file.unlock().unwrap();
     drop(file);
     let text = place.fails(1, &["convert", "raw:b.img.partial", "b.img", "--force"]);
@@ -150,7 +150,7 @@ fn what_qemu_reads_differently_is_said() {
     }
 }
 
-/// It was shrunk, and cannot grow again: what its parent has would come to light.
+/// It was shrunk, and cannot grow again: its parent's data would become visible.
 #[test]
 fn a_disk_that_is_smaller_than_its_parent_is_told_what_is_left() {
     for format in ["vhd", "qcow2"] {
@@ -184,7 +184,7 @@ fn a_name_that_is_too_long_is_said_to_be() {
     }
     place.ok(&["convert", "a.img", &name(238)]);
     place.ok(&["create", "--force", &name(238), "1M"]);
-    // No list of children can be beside it.
+    // No list of children can exist beside it.
     fs::rename(place.path(&name(238)), place.path(&name(250))).unwrap();
     place.ok(&["resize", &name(250), "2M"]);
 }
@@ -231,8 +231,8 @@ fn a_chain_is_whole_again_when_the_parent_of_its_middle_was_moved() {
     }
 }
 
-/// Whoever names files, or the parents in an image, must not write to the terminal of who looks at
-/// it, or forge a line there.
+/// The author of a file name, or of a parent's name in an image, must not control the reader's terminal, or forge a
+/// line there.
 #[test]
 fn what_is_in_a_name_is_shown_and_not_sent_to_the_terminal() {
     let place = Place::new();
@@ -253,7 +253,7 @@ fn what_is_in_a_name_is_shown_and_not_sent_to_the_terminal() {
     harmless(&place.fails(3, &["map", name]));
 }
 
-/// Its output is not read on: whatever it is at, it does not come to look at a flag.
+/// Its output is no longer read: in any state it must not need to check a flag.
 #[test]
 fn a_command_that_only_looks_ends_when_it_is_told_to() {
     let place = Place::new();
@@ -327,7 +327,7 @@ fn refusals_name_the_file_that_is_in_the_way() {
         assert!(said.contains(why), "{command:?}: {said}");
         assert_eq!(names(&place), before, "{command:?}");
     }
-    // What it stands on, and not where that is.
+    // Removes its parent, not that parent's folder.
     fs::remove_file(place.path("base.qcow2")).unwrap();
     rustix::fs::mknodat(
         rustix::fs::CWD,
@@ -341,7 +341,7 @@ fn refusals_name_the_file_that_is_in_the_way() {
     assert!(said.contains("base.qcow2 is no file or device"), "{said}");
 }
 
-/// As one of another user's, which even root may not change.
+/// As a file of another user, which even root may not change.
 #[test]
 fn a_parent_that_cannot_be_made_read_only_is_not_said_to_be_it() {
     let place = Place::new();

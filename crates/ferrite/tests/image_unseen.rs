@@ -1,4 +1,4 @@
-//! Who may not read what killed backends have left is told, where there may be something of the image.
+//! A user who may not read the folder of journals is warned, if there may be one of the image.
 
 mod images;
 
@@ -14,11 +14,11 @@ use ferrite_io::engines::test_engine;
 use images::{MIB, Place};
 use rustix::process::geteuid;
 
-/// Of nobody.
+/// The user `nobody`.
 const USER: u32 = 65534;
 const SAYS: &str = "is not seen";
 
-/// A killed backend has left it with a journal.
+/// An image that a killed backend has left with a journal.
 fn killed(image: &str, state: &Path) {
     let name = ImageName::parse(image).unwrap();
     let options = OpenOptions { state_dir: Some(state.to_owned()), ..OpenOptions::default() };
@@ -27,7 +27,7 @@ fn killed(image: &str, state: &Path) {
     session.write(MIB, &[1; 512]).unwrap();
 }
 
-/// What `ferrite image` tells somebody who may only read the image.
+/// The output of `ferrite image` for a user who may only read the image.
 fn told(place: &Place, args: &[&str]) -> String {
     let output = place.command(args).uid(USER).gid(USER).output().unwrap();
     let text = String::from_utf8(output.stderr).unwrap();
@@ -35,7 +35,7 @@ fn told(place: &Place, args: &[&str]) -> String {
     text
 }
 
-/// A ring lets go of its files some time after it is gone.
+/// A ring releases its files some time after its end.
 fn wait_for_release(place: &Place, image: &str) {
     let end = Instant::now() + Duration::from_secs(30);
     while !place.image(&["info", image]).status.success() {
@@ -64,7 +64,7 @@ fn a_copy_that_lacks_what_a_killed_backend_has_answered_is_told_of_once() {
             assert_eq!(text.matches("copy is a copy of").count(), 1, "{args:?}: {text}");
             assert!(text.contains(name), "{args:?}: {text}");
         }
-        // Nothing is lacking any more.
+        // The image is complete now.
         place.ok(&["repair", "--force", name]);
         let output = place.image(&["info", &format!("{format}:copy")]);
         assert_eq!(String::from_utf8(output.stderr).unwrap(), "", "{name}");
@@ -77,7 +77,7 @@ fn only_images_of_which_something_may_be_left_are_warned_of() {
         eprintln!("skipped: only root can be somebody else");
         return;
     }
-    // As a backend makes it.
+    // With the mode that a backend uses.
     fs::DirBuilder::new().recursive(true).mode(0o700).create("/run/ferrite").unwrap();
     let (place, state) = (Place::new(), tempfile::tempdir().unwrap());
     fs::set_permissions(place.path("."), Permissions::from_mode(0o755)).unwrap();
@@ -96,7 +96,7 @@ fn only_images_of_which_something_may_be_left_are_warned_of() {
     for name in ["left.qcow2", "recent.vhd"] {
         let text = told(&place, &["info", name]);
         assert!(text.contains(SAYS) && text.contains(name) && text.contains("root"), "{text}");
-        // Whoever looks at images in use sees nothing of that, and was told so.
+        // A command that reads images in use never has these data, and was warned of that.
         assert!(!told(&place, &["info", "-U", name]).contains(SAYS));
     }
     assert!(!place.ok(&["info", "recent.vhd"]).is_empty());

@@ -1,4 +1,4 @@
-//! Images under names that say nothing of a format.
+//! Images under names without a format.
 
 mod images;
 
@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt as _;
 
 use images::{MIB, Place};
 
-/// What other formats have where.
+/// The magic bytes of other formats, and their offsets.
 const OTHERS: [(u64, &[u8]); 10] = [
     (0, b"QFI\xfb\0\0\0\x01"),
     (0, b"QFI\xfb\0\0\0\x03"),

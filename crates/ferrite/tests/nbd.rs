@@ -1,4 +1,4 @@
-//! `ferrite export nbd` with the clients that people have, and its ends.
+//! `ferrite export nbd` with usual clients, and its ends.
 
 use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader};
@@ -29,7 +29,7 @@ struct Export {
 }
 
 impl Export {
-    /// Of a new image.
+    /// With a new image.
     fn new(name: &str) -> Export {
         let dir = places::dir_in_memory();
         let image = dir.path().join(name);
@@ -67,7 +67,7 @@ impl Export {
         while !said.contains("listening at") {
             assert!(log.read_line(&mut said).unwrap() > 0, "it does not start: {said}");
         }
-        // Its log is read on, so that it is never full.
+        // Its log is read all the time, so that the pipe is never full.
         std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
         self.child = Some(child);
     }
@@ -78,7 +78,7 @@ impl Export {
         child.wait().unwrap()
     }
 
-    /// One that does not start: its exit code, and what it says.
+    /// A start that fails: its exit code, and its output.
     fn fails(&self) -> (Option<i32>, String) {
         let output = self.command(&[]).output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
@@ -99,7 +99,7 @@ impl Drop for Export {
     }
 }
 
-/// Runs a script of nbdsh's, with `h` a connected handle and `uri` in its place. false: not installed.
+/// Runs a script of nbdsh, with `h` a connected handle and `uri` replaced. `false`: not installed.
 #[track_caller]
 fn nbdsh(uri: &str, script: &str) -> bool {
     let script = format!("uri = '{uri}'\n{script}");
@@ -140,7 +140,7 @@ fn nbdcopy_and_qemu_img_copy_into_every_format_and_out_of_it() {
     for name in ["disk.img", "disk.vhd", "disk.qcow2"] {
         let mut export = Export::new(name);
         let at = |name: &str| export.dir.path().join(name).to_str().unwrap().to_owned();
-        // Data with a hole in their middle.
+        // Data with a hole in the middle.
         let mut bytes = data(64 * MIB);
         bytes[20 * MIB..40 * MIB].fill(0);
         fs::write(at("in"), &bytes).unwrap();
@@ -184,7 +184,7 @@ fn qemu_io_writes_zeroes_discards_and_flushes() {
     args.push(&uri);
     let Some(said) = peer("qemu-io", &args) else { return };
     assert!(!said.contains("failed"), "{said}");
-    // Requests of many in flight.
+    // Many requests in flight.
     let many = ["bench", "-f", "raw", "-c", "2000", "-d", "32", "-s", "4096", "-w", &uri];
     peer("qemu-img", &many).unwrap();
 }
@@ -303,8 +303,8 @@ fn clients_behind_nbdkits_filters_are_served() {
     }
     let out = fs::read(format!("{input}.out")).unwrap();
     assert!(out[..8 * MIB] == data(8 * MIB)[..]);
-    // What succeeds between errors is right. One at a time: nbdkit 1.32 does not survive a client that
-    // hangs up with several under way.
+    // Successful requests between errors are correct. One at a time: nbdkit 1.32 crashes if a client disconnects with
+    // several in flight.
     let script = "n = 0\nfor i in range(200):\n    try:\n        b = h.pread(4096, i * 4096)\n    \
                   except nbd.Error:\n        n += 1\n    else:\n        \
                   assert b == open(\"INPUT\", \"rb\").read()[i * 4096:][:4096]\nassert 0 < n < 200";
@@ -313,7 +313,7 @@ fn clients_behind_nbdkits_filters_are_served() {
     let errors =
         ["-U", "-", "--filter=error", "nbd", &socket, "error-pread-rate=30%", "--run", &run];
     peer("nbdkit", &errors).unwrap();
-    // A client that is killed with requests under way.
+    // A client that is killed with requests in flight.
     let late = format!(
         "timeout -s KILL 0.3 nbdkit -U - --filter=delay nbd {socket} delay-read=20ms --run \
          'timeout 20 nbdcopy $uri null:'; true"
@@ -376,22 +376,22 @@ fn a_name_that_is_taken_is_left_alone() {
         assert_eq!(is, Some(code), "{said}");
         assert!(said.contains(why) && said.contains("help: "), "{said}");
     };
-    // By a server of ours,
+    // The path is taken by a server of ours.
     refused(&export, 4, "listens there already");
     peer("nbdinfo", &["--size", &export.uri()]);
     assert!(export.signal(Signal::TERM).success());
-    // by any other program,
+    // The path is taken by any other program.
     let listener = UnixListener::bind(export.socket()).unwrap();
     refused(&export, 4, "listens there already");
     drop(listener);
-    // which has left it: that is taken,
+    // The path has a socket that no program listens at: it is replaced.
     export.start(&[]);
     assert!(export.signal(Signal::TERM).success());
-    // by a file,
+    // The path is a file.
     fs::write(export.socket(), "precious").unwrap();
     refused(&export, 1, "no socket");
     assert_eq!(fs::read(export.socket()).unwrap(), b"precious");
-    // by a link to somebody's socket, or in place of the lock.
+    // The path is a link to another user's socket, or the lock is one.
     fs::remove_file(export.socket()).unwrap();
     symlink(other.socket(), export.socket()).unwrap();
     refused(&export, 1, "no socket");
@@ -418,7 +418,7 @@ fn an_image_that_is_in_use_or_missing_is_told_of_and_no_socket_is_left() {
     assert!(UnixStream::connect(export.socket()).is_ok());
 }
 
-/// Of nobody.
+/// The user `nobody`.
 const USER: u32 = 65534;
 
 #[test]
@@ -427,7 +427,7 @@ fn a_user_may_export_what_takes_no_journal_and_is_told_who_may_export_the_rest()
         eprintln!("skipped: only root can be somebody else");
         return;
     }
-    // As a backend makes it.
+    // With the mode that a backend uses.
     fs::DirBuilder::new().recursive(true).mode(0o700).create("/run/ferrite/images").unwrap();
     for (name, more, starts) in [
         ("disk.qcow2", &["--read-only"][..], true),

@@ -1,4 +1,4 @@
-//! The commands of docs/nbd.md, and those of README.md without Xen, as they stand there.
+//! The commands of docs/nbd.md, and those of README.md without Xen, as printed there.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,7 +9,7 @@ use ferrite_testkit::programs::peer;
 const PAGE: &str = include_str!("../../../docs/nbd.md");
 const README: &str = include_str!("../../../README.md");
 
-/// What stands in blocks of shell commands.
+/// The blocks of shell commands.
 fn commands(text: &str) -> String {
     let blocks = text.split("```sh\n").skip(1);
     blocks.map(|block| block.split("```").next().unwrap()).collect()
@@ -17,7 +17,7 @@ fn commands(text: &str) -> String {
 
 #[test]
 fn the_commands_in_the_documentation_work() {
-    // They are there or not together.
+    // Either both are installed or none.
     for program in ["nbdinfo", "qemu-io"] {
         if peer(program, &["--version"]).is_none() {
             return;
@@ -28,7 +28,7 @@ fn the_commands_in_the_documentation_work() {
     run(&script, dir_on_disk().path());
 }
 
-/// The image is whole afterwards, and nothing listens any more.
+/// The image is intact afterwards, and nothing listens any more.
 #[test]
 fn the_readme_serves_a_disk_without_xen() {
     if peer("nbdinfo", &["--version"]).is_none() {
@@ -45,7 +45,7 @@ fn the_readme_serves_a_disk_without_xen() {
 
 /// Runs commands in a folder, with this program in PATH: each has to succeed.
 fn run(commands: &str, dir: &Path) {
-    // A server that is left by a command that fails would keep this test's pipe open.
+    // A server that remains after a failed command would keep this test's pipe open.
     let script = format!("trap 'kill $(jobs -p) || true' EXIT\n{commands}");
     let program = Path::new(env!("CARGO_BIN_EXE_ferrite"));
     let path =

@@ -1,4 +1,4 @@
-//! What packages take from the program, and from the folder dist/.
+//! The files of packages that come from the program, and from the folder dist/.
 
 use std::fs;
 use std::path::Path;
@@ -43,9 +43,9 @@ fn the_service_calls_the_program_as_it_is_called() {
     let words: Vec<&str> = line.split_whitespace().collect();
     assert_eq!(words[0], "/usr/bin/ferrite");
     let output = ferrite(&words[1..]);
-    // The image is missing: the line was understood.
+    // The image is missing, so the line was understood.
     assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
-    // Nothing gets better by trying that again; what was killed is recovered from.
+    // Usage errors are not retried; a killed server is recovered.
     assert_eq!(setting(&unit, "RestartPreventExitStatus"), "2 3 5");
     assert_eq!(setting(&unit, "Restart"), "on-failure");
 }

@@ -1,4 +1,4 @@
-//! Keepers and workers of this program, as whoever looks at processes finds them.
+//! The names and arguments of keepers and workers in lists of processes.
 
 use std::fs;
 use std::io::Read as _;
@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use ferrite_keeper::{DiskSpec, Keeper};
 use ferrite_testkit::wait_until;
 
-/// They are run by descriptors and by /proc/self/exe, after which the kernel would call them.
+/// They are run by descriptors and by /proc/self/exe, which the kernel would use as their names.
 #[test]
 fn keeper_and_worker_are_called_ferrite_whatever_they_were_run_by() {
     let dir = tempfile::tempdir().unwrap();
@@ -41,7 +41,7 @@ fn keeper_and_worker_are_called_ferrite_whatever_they_were_run_by() {
     keeper.end().unwrap();
 }
 
-/// The kernel names who has locked an image: a number, and often that of a worker which is gone.
+/// The kernel gives the process that has locked an image: a number, and often that of an ended worker.
 #[test]
 fn an_image_that_is_served_is_refused_with_the_disks_number() {
     let dir = tempfile::tempdir().unwrap();

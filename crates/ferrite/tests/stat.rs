@@ -1,4 +1,4 @@
-//! `ferrite stat`, beside a backend that serves a guest.
+//! `ferrite stat` with a backend that serves a guest.
 
 use std::io::{BufRead, BufReader, Read as _};
 use std::path::PathBuf;
@@ -39,7 +39,7 @@ fn work(front: &mut Frontend, requests: u64) {
     }
 }
 
-/// What the only disk's line has, by the titles above.
+/// The cells of the only disk's line, with their titles.
 fn cells(report: &str) -> Vec<(String, String)> {
     let lines: Vec<&str> = report.lines().collect();
     assert_eq!(lines.len(), 2, "{report}");
@@ -116,7 +116,7 @@ fn what_is_no_disk_is_named_once_and_the_others_are_shown() {
     rig.stop().unwrap();
 }
 
-/// One that reports again and again, and its output.
+/// A command that reports repeatedly, and its output.
 fn endless(rig: &Rig) -> (Child, BufReader<std::process::ChildStdout>) {
     let mut command = stat(rig, &["-i", "0.1", "--json"]);
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -130,7 +130,7 @@ fn line(stdout: &mut impl BufRead) -> serde_json::Value {
     json(&line)
 }
 
-/// How it ends by itself, and what it said.
+/// Its exit code and error output.
 fn end(mut child: Child) -> (Option<i32>, String) {
     let deadline = Instant::now() + PATIENCE;
     while child.try_wait().unwrap().is_none() {
@@ -151,7 +151,7 @@ fn it_goes_on_until_it_is_told_to_end_or_nobody_reads() {
         let first = line(&mut stdout);
         assert_eq!(first["disks"].as_array().unwrap().len(), 1);
         work(&mut front, 5);
-        // The work shows in some line, and later ones are without.
+        // The requests appear in some line, and later lines are without.
         while line(&mut stdout)["disks"][0]["write"]["per_s"] == 0.0 {}
         while line(&mut stdout)["disks"][0]["write"]["per_s"] != 0.0 {}
         let pid = rustix::process::Pid::from_child(&child);
@@ -182,7 +182,7 @@ fn disks_that_go_and_come_are_followed() {
     while disks(line(&mut stdout)) != 1 {}
     drop(front);
     rig.stop().unwrap();
-    // Nobody serves it now, and its counters stay for the next one.
+    // The disk is not served now, and its counters stay for the next process.
     assert_eq!(disks(line(&mut stdout)), 1);
     child.kill().unwrap();
     child.wait().unwrap();
@@ -197,7 +197,7 @@ fn the_commands_of_the_documentation_are_understood_and_its_columns_are_the_ones
     for line in page.lines().filter(|line| line.starts_with("ferrite stat") && !line.contains('['))
     {
         let words = line.split(" #").next().unwrap().split_whitespace().skip(2);
-        // Once each, however long it would go on.
+        // Once each, although it would continue.
         let args: Vec<&str> = words.chain(["--count", "1"]).collect();
         let args = match args.iter().position(|word| *word == "-n") {
             Some(at) => [&args[..at], &args[at + 2..]].concat(),

@@ -1,5 +1,4 @@
-//! Volumes of a store with the programs that people have: by NBD through a death of the server, and copied
-//! in and out.
+//! Volumes of a store with usual programs: by NBD across a kill of the server, and copied in and out.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt as _;
@@ -25,7 +24,7 @@ fn works(dir: &Path, args: &[&str]) -> Output {
     output
 }
 
-/// A server, which a test that fails does not leave behind.
+/// A server, which is killed when this is dropped.
 struct Server(Child);
 
 impl Drop for Server {
@@ -35,7 +34,7 @@ impl Drop for Server {
     }
 }
 
-/// An export of a volume, when it listens.
+/// An export of a volume that listens.
 fn export(dir: &Path, volume: &str) -> Server {
     let args = ["export", "nbd", volume, "--socket", "nbd.sock", "--index-memory", "1M"];
     let mut child = ferrite(dir, &args).stderr(Stdio::piped()).spawn().unwrap();
@@ -80,12 +79,12 @@ fn what_nbd_clients_were_told_is_there_after_a_death_of_the_server() {
         works(dir, &["store", "create", volume, "32M"]);
     }
     let mut server = export(dir, "store:s#a");
-    // Whoever else wants to read a volume is told that the store is in use.
+    // Another reader of a volume gets that the store is in use.
     let refused = ferrite(dir, &["image", "info", "store:s#b"]).output().unwrap();
     assert_eq!(refused.status.code(), Some(BUSY), "{refused:?}");
     for round in 1..6u32 {
         let at = round * 3;
-        // Of any alignment, and twice the same content.
+        // With any alignment, and the same content twice.
         let writes = [
             format!("write -P {round} {at}M 1M"),
             format!("write -P {round} {}K 1M", at * 1024 + 1536),
@@ -107,7 +106,7 @@ fn what_nbd_clients_were_told_is_there_after_a_death_of_the_server() {
     }
     end(server, Signal::TERM);
     works(dir, &["store", "check", "s", "--deep"]);
-    // The other volume has nothing of it.
+    // The other volume has none of it.
     let server = export(dir, "store:s#b");
     qemu_io(dir, &["read -P 0 0 32M"]);
     end(server, Signal::TERM);
@@ -131,7 +130,7 @@ fn a_volume_that_is_copied_in_and_out_is_what_qemu_reads() {
     assert!(output.status.success(), "{output:?}");
     let info = works(dir, &["image", "info", "store:s#web"]);
     assert!(String::from_utf8_lossy(&info.stdout).contains("store"), "{info:?}");
-    // What works on files does not take a volume for one.
+    // Commands on files refuse a volume.
     let refused = ferrite(dir, &["image", "resize", "store:s#web", "64M"]).output().unwrap();
     assert_eq!(refused.status.code(), Some(2), "{refused:?}");
     works(dir, &["store", "check", "s", "--deep"]);
@@ -158,7 +157,7 @@ fn what_a_scrub_has_found_damaged_is_written_back_from_a_backup() {
     let copied = ferrite(dir, &["image", "convert", "store:s#a", "copy.raw"]).output().unwrap();
     let text = String::from_utf8_lossy(&copied.stderr);
     assert_eq!(copied.status.code(), Some(5), "{text}");
-    // To mend it changes the store, and so does looking at it.
+    // A repair changes the store, and so does reading it.
     assert!(text.contains("--force") && !text.contains("--resume"), "{text}");
     let resumed = ferrite(dir, &["image", "convert", "--resume", "store:s#a", "copy.raw"]).output();
     let text = String::from_utf8_lossy(&resumed.as_ref().unwrap().stderr).into_owned();
@@ -187,7 +186,7 @@ fn a_name_that_has_no_room_for_what_is_behind_it_meanwhile_is_refused() {
     works(dir, &["image", "convert", "a.img", &to(55)]);
 }
 
-/// Each command opens the store anew, and knows what the ones before it have written.
+/// Each command opens the store again, and finds the content that earlier ones have written.
 #[test]
 fn an_image_that_is_copied_in_twice_is_there_once() {
     let dir = places::dir_in_memory();

@@ -1,4 +1,4 @@
-//! The commands of docs/store.md, as they stand there, and the names in their JSON.
+//! The commands of docs/store.md, as printed there, and the names in their JSON.
 
 mod images;
 mod pages;
@@ -23,7 +23,7 @@ fn the_commands_in_the_documentation_work() {
     pages::run(&script);
 }
 
-/// All names that the commands print.
+/// All field names of the commands' output.
 fn printed() -> BTreeSet<String> {
     let place = Place::new();
     let mut names = BTreeSet::new();

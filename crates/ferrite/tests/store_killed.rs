@@ -1,4 +1,4 @@
-//! Ten guests on the volumes of one store, whose process is killed again and again while passes run.
+//! Ten guests on the volumes of one store, whose process is killed repeatedly while passes run.
 
 use std::fs::File;
 use std::io::Write;
@@ -30,9 +30,9 @@ const DEVID: u32 = 202 << 8;
 /// Kills with each commit.
 const KILLS: u32 = 6;
 
-/// What leads to the guests and to xenstore, for each connection.
+/// The environment variable with the handles to the guests and to xenstore, one for each connection.
 const HANDLES: &str = "FERRITE_TEST_HANDLES";
-/// The store, if this is its process.
+/// The environment variable with the store, for its process.
 const STORE: &str = "FERRITE_TEST_STORE";
 
 fn ferrite(args: &[&str], store: &Path, name: &str) {
@@ -47,7 +47,7 @@ fn volume(store: &Path, guest: u32) -> PathBuf {
     format!("store:{}#guest-{guest}", store.display()).into()
 }
 
-/// Has a byte for each pass that has ended, in whichever process.
+/// The file with a byte for each completed pass, in any process.
 fn passes_of(store: &Path) -> PathBuf {
     store.with_extension("passes")
 }
@@ -56,7 +56,7 @@ fn count_passes(store: &Path) -> u64 {
     passes_of(store).metadata().map_or(0, |found| found.len())
 }
 
-/// The process that has the store: a thread a guest, and one for passes.
+/// The process of the store: a thread per guest, and one for passes.
 #[test]
 fn store_process() {
     let Ok(store) = std::env::var(STORE) else { return };
@@ -64,7 +64,7 @@ fn store_process() {
     let disks: Vec<Disk> = (0..GUESTS).map(|i| open(&volume(&store, i))).collect();
     let handles = env(HANDLES);
     let (first, others) = handles.split_once('|').unwrap();
-    // The guests are the same in all of them, and can be taken once.
+    // All connections have the same guests, which can be taken once.
     let first = BackendHandle::from_arg(first).unwrap();
     let fd = |handle: &str| take_given(handle.split(';').next().unwrap().parse().unwrap()).unwrap();
     let connections = [first.store].into_iter().chain(others.split('|').map(fd));
@@ -86,7 +86,7 @@ fn store_process() {
     });
 }
 
-/// One after the other, until this process is killed or nothing is served any more.
+/// Runs passes one after the other, until this process is killed or no disk is served any more.
 fn passes(path: &Path) {
     let name = format!("store:{}#passes", path.display());
     let disk = Arc::new(Disk::open(&name, &ferrite_disk::OpenOptions::default()).unwrap());
@@ -143,7 +143,7 @@ impl World {
     }
 }
 
-/// The one that serves. A test that has failed leaves none behind.
+/// The serving process, which is killed when this is dropped.
 struct Process(Child);
 
 impl Process {
@@ -183,7 +183,7 @@ fn ten_guests_on_one_store_have_what_they_were_answered_whenever_it_is_killed() 
         || guests.iter().map(|guest| guest.progress.load(Ordering::Relaxed)).sum::<u64>();
     let mut served = 0;
     for at in 0..kills {
-        // The others die before they serve anything, while they replay.
+        // The others are killed before they serve, during the replay.
         if random.below(4) > 0 {
             let (before, passes) = (progress(), count_passes(&world.store));
             guests[random.below(u64::from(GUESTS)) as usize].wait_for(1);
@@ -194,7 +194,7 @@ fn ten_guests_on_one_store_have_what_they_were_answered_whenever_it_is_killed() 
         std::thread::sleep(Duration::from_micros(random.below(80_000)));
         child.kill();
         if at % 4 == 0 {
-            // Before anything else opens it.
+            // Before any other process opens it.
             ferrite(&["store", "check", "STORE"], &world.store, "");
         }
         child = world.spawn();
@@ -208,7 +208,7 @@ fn ten_guests_on_one_store_have_what_they_were_answered_whenever_it_is_killed() 
         let contents = contents(&volume(&world.store, i));
         loads.iter().for_each(|load| load.check(&contents));
     }
-    // The last one serves on, and ends when all disks have.
+    // The last one serves on, and ends after all disks.
     let mut last = world.spawn();
     let World { mut machine, disks, store } = world;
     let fronts: Vec<_> = stopped.into_iter().map(|(front, loads)| go_on(front, loads)).collect();
@@ -220,7 +220,7 @@ fn ten_guests_on_one_store_have_what_they_were_answered_whenever_it_is_killed() 
     ferrite(&["store", "check", "--deep", "STORE"], &store, "");
 }
 
-/// All that a volume has.
+/// The contents of a volume.
 fn contents(volume: &Path) -> Vec<u8> {
     let disk = Arc::new(open(volume));
     let kind = test_engine();

@@ -1,5 +1,5 @@
-//! The keeper and the worker of a store as they are, on a machine without Xen: the worker has given up its rights
-//! when disks come to it, and has to do with what they bring.
+//! The real keeper and worker of a store, on a machine without Xen: the worker has dropped its rights when disks come
+//! to it, and can use only the files that come with them.
 
 use std::io::Read as _;
 use std::net::Shutdown;
@@ -25,7 +25,7 @@ impl World {
         self.dir.path().join(name)
     }
 
-    /// As the daemon has it.
+    /// As the daemon makes it.
     fn spec(&self, domid: u16, options: &[&str]) -> DiskSpec {
         let run = self.at("run");
         let text = |path: PathBuf| path.into_os_string().into_string().unwrap();
@@ -72,7 +72,7 @@ impl World {
     }
 }
 
-/// A test that has failed leaves nobody behind.
+/// A failed test leaves no processes behind.
 impl Drop for World {
     fn drop(&mut self) {
         for domid in 1..=3 {
@@ -83,7 +83,7 @@ impl Drop for World {
     }
 }
 
-/// A thread of the worker hears it.
+/// Whether a thread of the worker answers.
 fn is_served(keeper: &Keeper) -> bool {
     let line = keeper.second_line().unwrap();
     part(line.fd.as_fd(), DomId(99), &Waker::new().unwrap(), Some(PATIENCE)).is_ok()
@@ -101,17 +101,17 @@ fn a_worker_without_rights_takes_disks_that_come_later() {
     for keeper in [&later, &other] {
         wait_until("a disk that comes later", || is_served(keeper));
     }
-    // Nobody has ended for that.
+    // No process has ended because of that.
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(first.line(None).unwrap().start, start);
     assert!(is_served(&first));
-    // A command finds somebody. This one asks for nothing.
+    // A command finds the worker's socket. This one sends no question.
     let socket = std::fs::read_dir(world.at("run/stores")).unwrap().next().unwrap().unwrap();
     let mut stream = UnixStream::connect(socket.path()).unwrap();
     stream.shutdown(Shutdown::Write).unwrap();
     let mut said = String::new();
     stream.read_to_string(&mut said).unwrap();
-    assert!(said.contains("cannot understand what is asked"), "{said}");
+    assert!(said.contains("cannot understand the question"), "{said}");
     assert_eq!(first.line(None).unwrap().start, start);
     for keeper in [first, later] {
         keeper.leave().unwrap();

@@ -1,4 +1,4 @@
-//! `ferrite store` on a store that nobody serves: what it does, and what it says.
+//! `ferrite store` on a store that is not served: its effects, and its output.
 
 mod images;
 
@@ -41,7 +41,7 @@ fn volumes_are_made_listed_and_deleted() {
     assert_eq!(lines[0], "NAME    KIND      SIZE   DOMAIN   FROM");
     assert_eq!(lines[3], "monday  snapshot  1 GiB  default  disk");
     place.store_ok(&["rollback", "s#disk", "monday"]);
-    // What was made from it stays, and says no more what it was made from: the name may be another's.
+    // Its clones stay, and no longer name their origin: the name may be reused.
     let deleted = json(&place.store_ok(&["delete", "s#monday", "--json"]));
     assert_eq!(
         (&deleted["done"], &deleted["volume"]["name"]),
@@ -63,9 +63,9 @@ fn domains_are_made_when_they_are_named() {
     assert_eq!((&info["volumes"], &info["snapshots"]), (&4.into(), &1.into()));
     let text = place.store_fails(1, &["rollback", "s#guest", "monday"]);
     assert!(text.contains("of its domain"), "{text}");
-    // Keys differ.
+    // The keys differ.
     let bytes = fs::read(place.path("s")).unwrap();
-    // All stores have the first one, so that any command finds a domain.
+    // All stores have the domain `default`, so that any command finds a domain.
     place.store_ok(&["create", "t", "--size", "32M"]);
     let fresh = json(&place.store_ok(&["info", "t", "--json"]));
     assert_eq!(fresh["domains"], serde_json::json!(["default"]));
@@ -155,7 +155,7 @@ fn a_store_is_found_in_another_folder_behind_a_link_and_with_a_sign_in_its_name(
     place.store_ok(&["snapshot", &format!("{}#disk", place.path("s")), "wednesday"]);
     let listed = json(&place.store_ok(&["list", "folder/link", "--json"]));
     assert_eq!(names(&listed), ["copy", "disk", "monday", "tuesday", "wednesday"]);
-    // A new one takes the place of no link.
+    // A new store does not replace a link.
     let text = place.store_fails(1, &["create", "folder/link", "--size", "64M", "--force"]);
     assert!(text.contains("no regular file"), "{text}");
     place.store_ok(&["create", "folder/a#b#", "--size", "64M"]);
@@ -177,7 +177,7 @@ fn what_is_no_store_or_a_part_of_one_is_refused_in_words() {
     }
     place.store_fails(1, &["list", "dir"]);
     let whole = fs::read(place.path("s")).unwrap();
-    // Another version, in all pages of the superblock; its checksum is beside the point.
+    // Another version, in all pages of the superblock; its checksum does not matter.
     let mut later = whole.clone();
     for at in [0, 4096, whole.len() - 8192, whole.len() - 4096] {
         later[at + 8] = 9;
@@ -199,7 +199,7 @@ fn what_is_no_store_or_a_part_of_one_is_refused_in_words() {
     assert!(String::from_utf8(output.stdout).unwrap().contains("longer than"));
 }
 
-/// The store is opened by another page of its superblock. A guest of a raw disk would overwrite it.
+/// The store is opened by another page of its superblock. As a raw disk it would be overwritten by its guest.
 #[test]
 fn a_store_whose_first_pages_are_lost_is_no_raw_disk() {
     let place = place();
@@ -242,7 +242,7 @@ fn a_damaged_copy_is_told_of_and_mended_where_that_is_honest() {
     assert!(text.contains("in order") && text.contains("1 block written again"), "{text}");
     let checked = json(&place.store_ok(&["check", "--deep", "s", "--json"]));
     assert_eq!(checked["findings"], serde_json::json!([]));
-    // Both homes: nothing is there that could be gone by.
+    // Both copies: no valid one is left.
     let end = bytes.len();
     for at in [100, end - 8192 + 100] {
         bytes[at] ^= 8;

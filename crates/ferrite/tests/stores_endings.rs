@@ -1,4 +1,4 @@
-//! How commands on stores end: in use, without space or rights, interrupted, killed.
+//! The ends of commands on stores: in use, without space or rights, interrupted, killed.
 
 mod images;
 
@@ -36,7 +36,7 @@ fn a_store_in_use_has_the_exit_code_of_an_image_in_use() {
     }
     place.store_fails(1, &["check", "s"]);
     place.store_fails(1, &["scrub", "s"]);
-    // Two who only look go together.
+    // Two commands that only read can run at once.
     owner.unlock().unwrap();
     owner.lock_shared().unwrap();
     place.store_ok(&["list", "s"]);
@@ -44,7 +44,7 @@ fn a_store_in_use_has_the_exit_code_of_an_image_in_use() {
     place.store_fails(4, &["delete", "s#disk"]);
 }
 
-/// Runs a script in a file system of 8 MiB that is its own; what it said. None: this user cannot mount one.
+/// Runs a script in a file system of 8 MiB of its own; returns the output. `None`: this user cannot mount one.
 fn on_a_small_disk(place: &Place, script: &str) -> Option<String> {
     let root = rustix::process::geteuid().is_root();
     let private: &[&str] = if root { &["-m"] } else { &["-r", "-m"] };
@@ -88,7 +88,7 @@ fn a_store_that_there_is_no_space_for_is_not_made_and_one_that_is_there_has_some
     assert!(failed.lines().count() == 2 && rest.ends_with("s: in order\n"), "{text}");
 }
 
-/// As a user who has no rights at all.
+/// Runs as a user without any rights.
 fn as_nobody(place: &Place, args: &[&str]) -> Option<(i32, String)> {
     if !rustix::process::geteuid().is_root() {
         return None;
@@ -122,13 +122,13 @@ fn without_rights_nothing_is_made_and_nothing_is_shown() {
         assert_eq!(code, 1, "{args:?}: {text}");
         assert!(text.contains("ermission denied") && text.contains("\nhelp: "), "{text}");
     }
-    // Who may read it may look at it.
+    // A user who may read it can inspect it.
     fs::set_permissions(place.path("s"), PermissionsExt::from_mode(0o644)).unwrap();
     assert_eq!(as_nobody(&place, &["list", "s"]).unwrap().0, 0);
     assert_eq!(as_nobody(&place, &["create", "s#a", "1G"]).unwrap().0, 1);
 }
 
-/// A store so large that making it takes a while: its program, when it has begun.
+/// A store so large that making it takes a while: its running program.
 fn being_made(dir: &Path) -> Child {
     let mut command = listening();
     command.args(["store", "create", "s", "--size", "8T"]).current_dir(dir);

@@ -1,5 +1,5 @@
-//! Commands on a store that another process serves: what they do there, and what is left when one of the two
-//! is killed in the middle.
+//! Commands on a store that another process serves: their effects, and the state when one of the two is killed
+//! meanwhile.
 
 mod images;
 mod pages;
@@ -15,7 +15,7 @@ use std::time::Duration;
 use images::{Place, json};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// An export of a volume, which a test that fails does not leave behind.
+/// An export of a volume, which is killed when this is dropped.
 struct Owner(Child);
 
 impl Drop for Owner {
@@ -25,7 +25,7 @@ impl Drop for Owner {
     }
 }
 
-/// A store with a volume, which is exported.
+/// A store with an exported volume.
 struct World {
     place: Place,
 }
@@ -41,7 +41,7 @@ impl World {
 
     fn command(&self, args: &[&str]) -> Command {
         let mut command = self.place.command_of("store", args);
-        // Where sockets are if this is not root.
+        // The folder of sockets for a user other than root.
         command.env("XDG_RUNTIME_DIR", self.place.path("own"));
         command
     }
@@ -64,7 +64,7 @@ impl World {
         String::from_utf8(output.stderr).unwrap()
     }
 
-    /// Exports the volume, when it listens.
+    /// Exports the volume; it listens when this returns.
     fn export(&self) -> Owner {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
         command.args([
@@ -88,7 +88,7 @@ impl World {
         Owner(child)
     }
 
-    /// A volume with content: 4 MiB, of which half is there twice.
+    /// A volume with 4 MiB of content, half of which is there twice.
     fn fill(&self, name: &str) {
         let block = |i: u32| (i % 768).to_le_bytes().repeat(1024);
         let bytes: Vec<u8> = (1..=1024).flat_map(block).collect();
@@ -132,7 +132,7 @@ fn commands_on_a_served_store_say_and_do_what_they_do_on_one_that_is_not() {
     world.ok(&["create", "s#c", "1G", "--domain", "tenant"]);
     assert!(world.ok(&["delete", "s#c"]).contains("is deleted"));
     assert!(world.ok(&["gc", "s"]).contains("freed"));
-    // By another name it is the same store.
+    // Another path leads to the same store.
     std::os::unix::fs::symlink("s", world.place.path("link")).unwrap();
     assert!(world.ok(&["list", "link"]).contains("s1"));
     let left = world.ok(&["list", "s"]);
@@ -187,7 +187,7 @@ fn the_stats_of_a_served_store_are_those_that_a_look_at_its_medium_finds() {
     }
     // A block of zeros in 768 takes no space.
     assert_eq!(served["mapped_bytes"], 3 * 1023 * 4096);
-    // What is written twice at once may be there twice.
+    // Equal content that is written at the same time may be stored twice.
     assert!(served["distinct_bytes"].as_u64().unwrap() >= 767 * 4096, "{served}");
 }
 
@@ -198,7 +198,7 @@ fn a_served_store_is_scrubbed_and_what_is_damaged_is_named() {
     let owner = world.export();
     assert!(world.ok(&["scrub", "s"]).contains("s: in order"));
     assert!(world.ok(&["scrub", "s"]).contains("of content read"));
-    // The 300th block of the volume has content that no other has.
+    // The 300th block of the volume has unique content.
     let store = fs::read(world.place.path("s")).unwrap();
     let block = 300u32.to_le_bytes().repeat(1024);
     let at = store.chunks(4096).position(|here| here == block).unwrap() as u64 * 4096;
@@ -225,7 +225,7 @@ fn a_served_store_is_checked_beside_its_export_and_what_is_there_twice_is_writte
     let owner = world.export();
     assert!(world.ok(&["check", "s", "--deep"]).contains("s: in order"));
     assert!(world.ok(&["repair", "s"]).contains("in order"));
-    // But for content, what is there twice are pages of trees. Of each the second one is damaged.
+    // Besides content, equal blocks are the two copies of tree pages. The second copy of each is damaged.
     let path = world.place.path("s");
     let medium = fs::File::options().write(true).open(&path).unwrap();
     let mut known = BTreeSet::new();
@@ -241,7 +241,7 @@ fn a_served_store_is_checked_beside_its_export_and_what_is_there_twice_is_writte
     assert!(world.fails(1, &["repair", "s"]).contains("--force"));
     world.ok(&["repair", "s", "--force"]);
     assert!(world.ok(&["check", "s"]).contains("s: in order"));
-    // Content is there once.
+    // Content is stored once.
     let store = fs::read(&path).unwrap();
     let block = 300u32.to_le_bytes().repeat(1024);
     let at = store.chunks(4096).position(|here| here == block).unwrap() as u64 * 4096;
@@ -310,7 +310,7 @@ fn two_commands_at_once_are_both_done_and_of_the_same_name_one() {
     drop(owner);
 }
 
-/// Every answered change is there, every other one is whole or not there, and the store is in order.
+/// Every answered change is there, every other one is complete or absent, and the store is intact.
 #[test]
 fn a_killed_owner_leaves_each_command_done_or_not() {
     let world = World::new();
@@ -331,7 +331,7 @@ fn a_killed_owner_leaves_each_command_done_or_not() {
         std::thread::sleep(Duration::from_millis(u64::from(round) * 2));
         end(owner, Signal::KILL);
         let ended = command.unwrap().wait_with_output().unwrap();
-        // A command that comes after the death does it by itself.
+        // A command after the kill runs by itself.
         let done = ended.status.success();
         let said = String::from_utf8(ended.stderr).unwrap();
         assert!(done || said.contains("has ended") || said.contains("in use"), "{args:?}: {said}");

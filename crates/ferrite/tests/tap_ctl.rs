@@ -1,4 +1,4 @@
-//! `tap-ctl`, by whose name scripts of toolstacks call this program.
+//! `tap-ctl`, the name under which scripts of toolstacks call this program.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, channel};
 use ferrite_testkit::wait_until;
 use serde_json::{Value, json};
 
-/// A daemon that answers what it is told, one connection a request, and says what it was asked.
+/// A daemon that sends these answers, one connection per request, and records the requests.
 fn answering(dir: &Path, answers: Vec<(&'static str, Value)>) -> Receiver<(String, Value)> {
     let listener = UnixListener::bind(dir.join("control.sock")).unwrap();
     let (asked, was_asked) = channel();
@@ -22,7 +22,7 @@ fn answering(dir: &Path, answers: Vec<(&'static str, Value)>) -> Receiver<(Strin
             BufReader::new(&stream).read_line(&mut line).unwrap();
             let mut request: Value = serde_json::from_str(&line).unwrap();
             let method = request["method"].as_str().unwrap().to_owned();
-            // Another question than expected gets no answer.
+            // An unexpected request gets no answer.
             if method != expected {
                 return;
             }
@@ -57,7 +57,7 @@ impl Program {
         command.output().unwrap()
     }
 
-    /// As block-tap does what follows where no disk is found: what it says of its failure.
+    /// Runs block-tap's next steps if no disk is found; returns its error message.
     fn create(&self, backend: &str) -> String {
         let script =
             "minor=$(tap-ctl allocate --run-dir $RUN) || { echo Could not allocate minor; exit; }
@@ -135,7 +135,7 @@ fn an_image_that_cannot_be_opened_is_not_found_and_the_log_has_the_reason() {
     let output = program.call("list -t vhd -f /srv/a.vhd");
     assert!(output.status.success() && output.stdout.is_empty());
     assert_eq!(text(&output.stderr), "disk 3/51712: no such image\n");
-    // What block-tap does next.
+    // block-tap's next step.
     let output = program.call("allocate");
     assert_eq!(output.status.code(), Some(95));
     assert!(text(&output.stderr).contains("ferrite disk list"));
@@ -152,7 +152,7 @@ fn xls_script_says_why_a_disk_is_not_served() {
     let said = program.create("backend/vbd3/3/51712");
     let why = "disk 3/51712: cannot open /srv/a.vhd: it is in use\\nby another; end that";
     assert_eq!(said, format!("Could not spawn tapdisk for {why}\n"));
-    // Of one that is served there is no reason, and of another host's disk.
+    // There is no reason for a served disk, nor for another host's disk.
     for backend in ["backend/vbd3/4/51712", "backend/vbd3/5/51712", "backend/vbd/1"] {
         assert_eq!(program.create(backend), "Could not allocate minor\n", "{backend}");
     }
@@ -184,7 +184,7 @@ fn a_detached_disk_is_waited_for_and_one_that_is_attached_stays() {
         assert_eq!(output.status.code(), Some(exit), "{}", text(&output.stderr));
         assert_eq!(asked.iter().count(), questions);
     }
-    // Both numbers count: the one may be another disk's by now.
+    // Both numbers count: one of them may belong to another disk by now.
     for line in ["destroy -p 72 -m 3", "destroy -p 71 -m 2"] {
         let program = Program::new();
         let _asked = answering(program.dir.path(), vec![listed.clone()]);

@@ -1,4 +1,4 @@
-//! Each command on a terminal, where libraries behave differently than on a pipe.
+//! Each command on a terminal, where libraries behave differently from a pipe.
 
 mod images;
 
@@ -6,7 +6,7 @@ use std::process::Command;
 
 use images::{MIB, Place};
 
-/// Runs a shell line on a terminal of its own; its exit code and what the terminal showed.
+/// Runs a shell line on a terminal of its own; returns its exit code and the terminal's output.
 fn on_terminal(place: &Place, line: &str) -> (i32, String) {
     let mut script = Command::new("script");
     script.args(["--quiet", "--return", "--command", line, "/dev/null"]);
@@ -15,7 +15,7 @@ fn on_terminal(place: &Place, line: &str) -> (i32, String) {
     (output.status.code().unwrap(), String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// What is shown on standard error alone; a bar that comes and goes does not count.
+/// The output on standard error only; a progress bar that is cleared does not count.
 fn errors(place: &Place, args: &str) -> (i32, String) {
     let program = env!("CARGO_BIN_EXE_ferrite");
     let (code, text) = on_terminal(place, &format!("{program} {args} >/dev/null"));

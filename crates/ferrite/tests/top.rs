@@ -9,9 +9,9 @@ use ferrite_testkit::wait_until;
 use rustix::process::{Pid, Signal, kill_process};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_ferrite");
-/// To a screen of its own,
+/// The sequence that switches to the alternate screen.
 const ENTERS: &str = "\u{1b}[?1049h";
-/// to the screen that was there before, and the cursor shows.
+/// The sequence that switches back to the former screen.
 const LEAVES: &str = "\u{1b}[?1049l";
 const CURSOR: &str = "\u{1b}[?25h";
 
@@ -22,10 +22,10 @@ fn folder() -> tempfile::TempDir {
     base
 }
 
-/// A shell line on a terminal of its own, which is written to and read.
+/// Starts a shell line on a terminal of its own, which is written to and read.
 fn start(line: &str) -> (Child, ChildStdin, ChildStdout) {
     let mut script = Command::new("script");
-    // One that nobody has made larger has no room for anything.
+    // A terminal without a size has no room for anything.
     let line = format!("stty cols 160 rows 24; {line}");
     script.args(["--quiet", "--return", "--command", &line, "/dev/null"]);
     script.env_remove("RUST_LOG").env("TERM", "xterm").stdin(Stdio::piped());
@@ -34,8 +34,8 @@ fn start(line: &str) -> (Child, ChildStdin, ChildStdout) {
     (child, stdin, stdout)
 }
 
-/// Runs a shell line on a terminal of its own. As soon as it shows the disk, it gets these keys. Its exit
-/// code, and what the terminal got.
+/// Runs a shell line on a terminal of its own. As soon as it shows the disk, it gets these keys. Returns its exit code,
+/// and the terminal's output.
 fn on_terminal(line: &str, keys: &str) -> (i32, String) {
     let (mut child, mut stdin, mut stdout) = start(line);
     let (mut shown, mut bytes, mut is_told) = (Vec::new(), [0; 4096], false);
@@ -71,7 +71,7 @@ fn a_terminal_is_left_as_it_was_by_keys_and_by_signals() {
     }
 }
 
-/// What a process is doing, by the kernel's letter.
+/// The state of a process, by the kernel's letter.
 fn state(pid: i32) -> Option<char> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(") ")?.1.chars().next()
@@ -84,7 +84,7 @@ fn stopped_it_leaves_the_screen_and_comes_back_when_it_goes_on() {
     let top = format!("{PROGRAM} top --stats {}", base.path().join(FOLDER).display());
     let line =
         format!("sh -c 'echo $$ >{}; exec timeout --foreground 60 {top}'", pid_file.display());
-    // timeout(1) stays beside it; its child is the one to stop.
+    // timeout(1) keeps running; its child is the process to stop.
     let (mut child, mut stdin, mut stdout) = start(&line);
     let shown = Arc::new(Mutex::new(String::new()));
     let all = shown.clone();
@@ -101,7 +101,7 @@ fn stopped_it_leaves_the_screen_and_comes_back_when_it_goes_on() {
     let pid: i32 = children.unwrap().trim().parse().unwrap();
     let signal = |signal| kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
     for round in 1..3 {
-        // By others, then by its key.
+        // Stopped by another process, then by its key.
         match round {
             1 => signal(Signal::TSTP),
             _ => stdin.write_all(b"\x1a").unwrap(),

@@ -1,4 +1,4 @@
-//! `ferrite trace`, beside a backend that serves a guest.
+//! `ferrite trace` with a backend that serves a guest.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
@@ -21,7 +21,7 @@ fn rig() -> (Rig, Frontend) {
     (rig, front)
 }
 
-/// In the folder of the rig, which is that of all run directories.
+/// Runs in the rig's folder, which has all run directories.
 fn trace(rig: &Rig, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
     command.arg("trace").args(args).current_dir(rig.dir.path()).env_remove("RUST_LOG");
@@ -42,11 +42,11 @@ fn done(output: Output) -> String {
     text(&output.stdout)
 }
 
-/// So many requests, and a pause in which the worker goes to sleep: storage may be too fast for that otherwise.
+/// So many requests, and a pause in which the worker goes to sleep: with fast storage it would not otherwise.
 const BURST: u64 = 128;
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Reads and writes of several sizes, several at a time, for as long as `command` runs.
+/// Reads and writes of several sizes, several at a time, while `command` runs.
 fn beside_work(front: &mut Frontend, mut command: Command) -> Output {
     let ended = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -125,7 +125,7 @@ fn a_disk_is_recorded_on_when_another_process_serves_it() {
         front.queues[0].write(sector, &buffer, 0, 4096).unwrap();
         assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
     };
-    // All that comes after it says so is recorded.
+    // All requests after its message are recorded.
     let mut said = String::new();
     BufReader::new(child.stderr.as_mut().unwrap()).read_line(&mut said).unwrap();
     assert_eq!(said, format!("recording {disk}; Ctrl-C ends it\n"));
@@ -189,7 +189,7 @@ fn the_commands_of_the_documentation_work() {
     drop(front);
 }
 
-/// The page as a browser has made it of its script.
+/// The page as rendered by a browser.
 fn rendered(page: &Path, more: &[&str]) -> Option<String> {
     let profile = page.with_extension("profile");
     let mut chromium = Command::new("chromium");

@@ -1,4 +1,4 @@
-//! The bytes of clients of NBD.
+//! The bytes of NBD clients.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -14,23 +14,23 @@ use ferrite_serve::path::device::Device;
 use ferrite_serve::tuning::Tuning;
 use ferrite_serve::waker::Waker;
 
-/// Longer than any of this takes.
+/// A time limit far above the duration of any input.
 const LONG: Duration = Duration::from_secs(60);
-/// Bytes of an input that are looked at: each request may be answered with all of the disk.
+/// The bytes of an input that are used: each request may be answered with all of the disk.
 const MAX_INPUT_BYTES: usize = 4096;
-/// Of the disk; its longest reads have several parts.
+/// Size of the disk; its longest reads have several parts.
 const DISK_BYTES: u64 = 2 << 20;
-/// The most that options, and what surrounds data, take of an answer.
+/// The most bytes of an answer besides data: options and headers.
 const MORE_BYTES: u64 = 64 << 10;
 
-/// The flags and options that lead to requests: structured replies, `base:allocation`, GO.
+/// The flags and options before requests: structured replies, `base:allocation`, GO.
 const GREETING: &[u8] = b"\0\0\0\x03\
     IHAVEOPT\0\0\0\x08\0\0\0\0\
     IHAVEOPT\0\0\0\x0a\0\0\0\x1b\0\0\0\0\0\0\0\x01\0\0\0\x0fbase:allocation\
     IHAVEOPT\0\0\0\x07\0\0\0\x06\0\0\0\0\0\0";
 
-/// The first byte says what the others are: a client's bytes from its first one on (0), from its first
-/// request on (1), or requests whose magic is put right, each with what it writes (others).
+/// The client's stream. The first byte gives the meaning of the others: the whole stream (0), the stream from the first
+/// request on (1), or requests whose magic is corrected, each with its data (others).
 fn stream(input: &[u8]) -> Vec<u8> {
     let Some((how, bytes)) = input.split_first() else { return Vec::new() };
     match how {
@@ -42,7 +42,7 @@ fn stream(input: &[u8]) -> Vec<u8> {
                 let mut head = [0; 28];
                 head[..request.len()].copy_from_slice(request);
                 head[..4].copy_from_slice(&0x2560_9513u32.to_be_bytes());
-                // Known commands and small numbers, mostly.
+                // Mostly known commands and small numbers.
                 head[6] = 0;
                 head[7] %= 10;
                 head[16..20].fill(0);
@@ -57,7 +57,7 @@ fn stream(input: &[u8]) -> Vec<u8> {
     }
 }
 
-/// A client's bytes, to a server of a disk that keeps nothing. The server ends with the client.
+/// Sends a client's bytes to a server of a null disk. The server ends with the client.
 pub(crate) fn nbd(input: &[u8]) {
     let input = &input[..input.len().min(MAX_INPUT_BYTES)];
     let disk = Disk::open("null:2M", &OpenOptions::default()).expect("it takes nothing");
@@ -81,7 +81,7 @@ pub(crate) fn nbd(input: &[u8]) {
     std::thread::scope(|scope| {
         let mut writer = &theirs;
         scope.spawn(move || {
-            // The server hangs up when a stream makes no sense.
+            // The server disconnects after an invalid stream.
             let _ = writer.write_all(&stream);
             let _ = writer.shutdown(Shutdown::Write);
         });

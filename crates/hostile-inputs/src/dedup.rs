@@ -1,5 +1,4 @@
-//! What is on the medium of a store that somebody else has made: with checksums as they have to be, where
-//! the input asks for them.
+//! The structures on the medium of a hostile store, with correct checksums if the input asks for them.
 
 use std::cell::Cell;
 
@@ -12,13 +11,13 @@ use ferrite_store::space::{SpacePage, choose as choose_space};
 use ferrite_store::superblock::{Superblock, choose};
 use ferrite_store::{BLOCK_BYTES, Damaged, StoreId};
 
-/// Of the store that blocks of the journal and pages are looked at for.
+/// The id of the store that journal blocks and pages belong to.
 const ID: StoreId = [3; 16];
 const BYTES: u64 = 64 << 20;
 
-/// The bytes that an input has for each page of the superblock.
+/// The bytes of an input for each page of the superblock.
 const HEAD_BYTES: usize = 256;
-/// Where a block of the journal has its checksum.
+/// The offset of the checksum in a block of the journal.
 const JOURNAL_SUM_AT: usize = 60;
 const MAX_JOURNAL: usize = 16;
 
@@ -28,7 +27,7 @@ fn padded(head: &[u8]) -> Vec<u8> {
     page
 }
 
-/// The four pages of the superblock. The first byte says which checksums are set right.
+/// The four pages of the superblock. The first byte selects the checksums that are corrected.
 pub(crate) fn superblock(input: &[u8]) {
     let Some((seal, heads)) = input.split_first() else { return };
     let page = |i: usize| {
@@ -62,8 +61,8 @@ pub(crate) fn superblock(input: &[u8]) {
     assert!(layout.journal(found.replay_from) < layout.space_page(0, 0));
 }
 
-/// Blocks of a journal, each with a length of two bytes. What the length has besides says whether the
-/// checksum is set right.
+/// Blocks of a journal, each with a length of two bytes. The other bits of the length select whether the checksum is
+/// corrected.
 pub(crate) fn journal(input: &[u8]) {
     let layout = Layout::of(BYTES).expect("a store");
     let Some((from, mut rest)) = input.split_first() else { return };
@@ -110,7 +109,7 @@ pub(crate) fn journal(input: &[u8]) {
     }
 }
 
-/// A space page, with the checksum as it has to be.
+/// A space page, with the correct checksum.
 fn space_page(input: &[u8], layout: &Layout) {
     let mut page = padded(input);
     let sum = checksum(&page[..BLOCK_BYTES - 4]).to_le_bytes();

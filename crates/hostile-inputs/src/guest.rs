@@ -1,4 +1,4 @@
-//! The writes of guests on rings.
+//! Requests of guests on rings.
 
 use ferrite_serve::blkif::request::{
     Limits, Segment, check_data, check_direct, check_indirect_head, reserve_bytes,
@@ -9,10 +9,10 @@ use ferrite_xen::abi::{
     SEGMENTS_PER_INDIRECT_PAGE, Slot,
 };
 
-/// Bytes of the slot and of what the disk is like, in front of the indirect descriptors.
+/// Bytes of the slot and of the disk's properties, before the indirect descriptors.
 const HEAD_BYTES: usize = MAX_SLOT_BYTES + 12;
 
-/// The slots of requests, indirect descriptors behind them, and all checks before the disk.
+/// Slots of requests with their indirect descriptors, and all checks before the disk.
 pub(crate) fn ring(input: &[u8]) {
     let mut head = [0; HEAD_BYTES];
     let len = input.len().min(HEAD_BYTES);
@@ -65,7 +65,7 @@ fn check_request(message: &Message, limits: &Limits, descriptors: &[u8]) {
     }
 }
 
-/// An operation that may be carried out lies on the disk, and in the memory that was put aside for it.
+/// Checks that an accepted operation is inside the disk, and in the memory that was reserved for it.
 fn check_work(work: &Work, segments: &[Segment], limits: &Limits, reserved: usize) {
     let end = work.sector.checked_add(work.sectors);
     assert!(end.is_some_and(|end| end <= limits.sectors) || work.sectors == 0, "{work:?}");

@@ -1,10 +1,10 @@
-//! Inputs that were made to harm, and what has to be true of everything that reads them.
+//! Hostile inputs, and the rules that all code that reads them must keep.
 //!
-//! * [`TARGETS`]: one function a parser of what guests, clients, images and xenstore can send. The fuzzer
-//!   (`fuzz/` in the repository) calls them with what it makes up; `tests/corpus.rs` calls them
-//!   with what it has found so far, on every test run.
-//! * [`images`]: images as plain bytes, from the specifications of their formats and not from our
-//!   code that reads them, to be damaged at will.
+//! * [`TARGETS`]: one function for each parser of data from guests, clients, images and xenstore. The fuzzer (`fuzz/`
+//!   in the repository) calls them with generated inputs; `tests/corpus.rs` calls them with the inputs found so far, on
+//!   every test run.
+//! * [`images`]: images as plain bytes, from the specifications of their formats and not from our code that reads them,
+//!   for tests to damage.
 
 #![forbid(unsafe_code)]
 
@@ -23,7 +23,7 @@ pub use whole::Recipe;
 /// A function that takes any bytes. It panics if the code that it calls breaks a rule.
 pub type Target = fn(&[u8]);
 
-/// All of them, by the names of the fuzz targets and of their corpora.
+/// All targets, by the names of the fuzz targets and of their corpora.
 pub const TARGETS: [(&str, Target); 17] = [
     ("counters", seen::counters),
     ("dedup_journal", dedup::journal),
@@ -47,7 +47,7 @@ pub const TARGETS: [(&str, Target); 17] = [
 /// Runs the target of that name.
 ///
 /// # Panics
-/// If there is none, or the input has found something.
+/// If there is none, or the input breaks a rule.
 pub fn run(name: &str, input: &[u8]) {
     match TARGETS.iter().find(|(known, _)| *known == name) {
         Some((_, target)) => target(input),

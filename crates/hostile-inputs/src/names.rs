@@ -1,9 +1,9 @@
-//! The texts of people and images.
+//! Texts from users and images.
 
 use ferrite_disk::size::{self, Human};
 use ferrite_disk::{Format, ImageName};
 
-/// [`ImageName::parse`]: whatever it takes, it takes again with the format in front.
+/// [`ImageName::parse`]: a name that it accepts is also accepted with the format as its prefix.
 pub(crate) fn image_name(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     match ImageName::parse(text) {
@@ -21,7 +21,7 @@ pub(crate) fn image_name(input: &[u8]) {
     }
 }
 
-/// [`size::parse`]: no overflow, and no number that means another one.
+/// [`size::parse`]: no overflow, and no wrong value.
 pub(crate) fn size(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     match size::parse(text) {

@@ -11,10 +11,10 @@ use ferrite_xen::store::wire::{
 };
 use rustix::net::{AddressFamily, SendFlags, Shutdown, SocketFlags, SocketType};
 
-/// More than this is not put into a socket at once, so that nobody has to read at the other end.
+/// The most bytes that are written to a socket at once, so that no reader is needed at the other end.
 const STREAM_BYTES: usize = 64 << 10;
 
-/// The decoder of the stream, and of payloads. The first byte says how the stream is cut.
+/// The decoder of the stream, and of payloads. The first byte decides how the stream is split.
 pub(crate) fn store_wire(input: &[u8]) {
     let Some((cut, stream)) = input.split_first() else { return };
     let mut decoder = Decoder::new();
@@ -54,7 +54,7 @@ fn check_message(message: &Message) {
     }
 }
 
-/// A client whose server says what the input says, and then hangs up.
+/// A client whose server sends the input, and then disconnects.
 pub(crate) fn store_client(input: &[u8]) {
     let (mut store, _server) = store_that_says(input);
     let _ = store.read("/a");
@@ -71,8 +71,8 @@ pub(crate) fn store_client(input: &[u8]) {
     let _ = store.write("/a", b"value");
 }
 
-/// The keys of a frontend: values, one a line, in the order in which they are asked for; a line
-/// that begins with `-` is a key that is not there.
+/// The keys of a frontend: values, one per line, in the order of their reading; a line that begins with `-` is a
+/// missing key.
 pub(crate) fn store_keys(input: &[u8]) {
     let mut stream = Vec::new();
     for (i, line) in input.split(|b| *b == b'\n').take(512).enumerate() {
@@ -96,7 +96,7 @@ pub(crate) fn store_keys(input: &[u8]) {
     }
 }
 
-/// A client, and its server's end, which has to stay for the client to be able to ask.
+/// A client, and its server's end, which must stay open for the client's requests.
 fn store_that_says(stream: &[u8]) -> (Store, OwnedFd) {
     let (ours, theirs) = pair();
     let mut stream = &stream[..stream.len().min(STREAM_BYTES)];

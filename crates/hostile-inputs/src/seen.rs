@@ -1,4 +1,4 @@
-//! Files of disks that others read: counters and traces, which a worker writes, recordings, and states.
+//! Files of disks that other programs read: counters and traces, which a worker writes, recordings, and states.
 
 use std::io::Write as _;
 use std::sync::OnceLock;
@@ -12,13 +12,13 @@ use ferrite_seeing::trace::{export, file, model, report};
 use ferrite_serve::counters::snapshot::{Process, of, parse};
 use ferrite_serve::trace::read::Reader;
 
-/// A file of counters: read, told as rates and as metrics.
+/// A file of counters: read, and shown as rates and as metrics.
 pub(crate) fn counters(input: &[u8]) {
     let parsed = parse(input);
     let mut file = tempfile::tempfile().expect("there is room");
     file.write_all(input).expect("there is room");
     let read = of(&file);
-    // Of a file what is behind its last queue is not looked at, as in a longer text.
+    // Bytes of a file after its last queue are ignored, as in a longer text.
     assert_eq!(read.as_ref().ok(), parsed.as_ref().ok());
     let Ok(snapshot) = parsed else { return };
     let process = Some(Process { started: snapshot.started, cpu_ticks: u64::MAX });
@@ -32,8 +32,7 @@ pub(crate) fn counters(input: &[u8]) {
         assert!(rates.read.per_s.is_finite() && rates.queue_depth.is_finite());
         assert!(rates.cpu_percent.is_none_or(f64::is_finite));
     }
-    // No name and no number makes another line. The whole format is checked by seeing's own tests: that
-    // takes too long here.
+    // No name and no number makes another line. The tests of `seeing` check the whole format: that takes too long here.
     static LINES: OnceLock<usize> = OnceLock::new();
     let lines = |disk: Sample| text_of(Host::default(), vec![disk]).matches('\n').count();
     let plain = || {
@@ -45,7 +44,7 @@ pub(crate) fn counters(input: &[u8]) {
     assert_eq!(lines(now), expected);
 }
 
-/// A recording, with the sum that it should have, or a queue's trace: read, and made into all that is made of it.
+/// A recording, with a correct checksum, or a queue's trace: read, and exported in all forms.
 pub(crate) fn trace(input: &[u8]) {
     let mut traced = tempfile::tempfile().expect("there is room");
     traced.write_all(input).expect("there is room");
@@ -70,7 +69,7 @@ pub(crate) fn trace(input: &[u8]) {
     report::html(&trace, &mut text).expect("there is memory");
 }
 
-/// The state file of a disk: what is read of it is written so that it reads the same.
+/// The state file of a disk: a state that was read and written again reads the same.
 pub(crate) fn state(input: &[u8]) {
     let folder = tempfile::tempdir().expect("there is room");
     let states = States::open(folder.path()).expect("it is ours");

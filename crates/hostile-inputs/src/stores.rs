@@ -1,5 +1,5 @@
-//! A whole store that somebody else has made: a valid one, of which an input changes bytes. Where the input asks for it, all
-//! checksums that lead there are as they have to be, and both copies are equal.
+//! A whole hostile store: a valid one, of which an input changes bytes. If the input asks for it, all checksums on the
+//! way there are corrected, and both copies are equal.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -21,23 +21,23 @@ use ferrite_store::medium::Medium;
 use ferrite_store::{BLOCK_BYTES, opening};
 use tempfile::TempDir;
 
-/// The smallest store there is.
+/// The smallest store.
 const BYTES: u64 = 18 << 20;
 const BLOCK: u64 = BLOCK_BYTES as u64;
 const SCRATCH_BYTES: usize = 8 * MIN_REGION_BYTES;
-/// Of a request.
+/// The most bytes of a request.
 const DATA_BYTES: usize = 16 * BLOCK_BYTES;
 const MEMORY: Memory = Memory { metadata: LEAST_METADATA, index: 1 << 12 };
 
-/// Bytes that an input has for each change: which block, where in it, the value, and how.
+/// Bytes of an input for each change: the block, the place in it, the value, and the kind.
 const CHANGE_BYTES: usize = 6;
 const MAX_CHANGES: usize = 64;
-/// Where a block of the journal has its checksum.
+/// The offset of the checksum in a block of the journal.
 const JOURNAL_SUM_AT: usize = 60;
-/// Pages on the longest way from a superblock to content, and one more.
+/// A bound above the number of pages from a superblock to content.
 const DEPTH: usize = 10;
 
-/// A place and its checksum, as a pointer and an entry of P2M have them, at these bytes of the store.
+/// A place and its checksum, as in a pointer and an entry of P2M, at these bytes of the store.
 struct Reference {
     at: usize,
     to: u64,
@@ -56,7 +56,7 @@ fn block(bytes: &[u8], place: u64) -> &[u8] {
     &bytes[place as usize * BLOCK_BYTES..][..BLOCK_BYTES]
 }
 
-/// A process's way to a file, on a machine on which nothing goes wrong.
+/// A port to a file, on a machine without faults.
 fn port(file: File) -> io::Result<(Port, Reactor)> {
     let arena = Arena::new(SCRATCH_BYTES + DATA_BYTES)?;
     let mut reactor = Reactor::new(SimWorld::new(1).engine(arena.clone()));
@@ -66,7 +66,7 @@ fn port(file: File) -> io::Result<(Port, Reactor)> {
 }
 
 impl Valid {
-    /// A store with a bit of everything, of which the journal has the last part.
+    /// A store with every structure. Its last changes are in the journal.
     fn make() -> io::Result<Valid> {
         let dir = TempDir::new_in("/dev/shm")?;
         let path = dir.path().join("store");
@@ -125,7 +125,7 @@ impl Valid {
         Ok(Valid { bytes, used, references, copies })
     }
 
-    /// Changes bytes; with the checksums of all that leads there.
+    /// Changes bytes, and corrects all checksums on the way there.
     fn changed(&self, input: &[u8]) -> (Vec<u8>, BTreeSet<u64>) {
         let (mut bytes, mut changed) = (self.bytes.clone(), BTreeSet::new());
         let Some((flags, changes)) = input.split_first() else { return (bytes, changed) };
@@ -177,7 +177,7 @@ impl Valid {
     }
 }
 
-/// Checks, opens and uses the store. What it does not read is an error.
+/// Checks, opens and uses the store. Data that it cannot read must be errors.
 pub(crate) fn store(input: &[u8]) {
     static VALID: OnceLock<Valid> = OnceLock::new();
     let valid = VALID.get_or_init(|| Valid::make().expect("a valid store"));
@@ -218,7 +218,7 @@ fn use_it(valid: &Valid, bytes: &[u8], changed: &BTreeSet<u64>) -> io::Result<()
         live.gc(&port).await?;
         live.close(&port).await
     })?;
-    // What its check has found no fault with can be used.
+    // A store without findings can be used.
     assert!(used.is_ok() || !is_sound, "{used:?}");
     Ok(())
 }

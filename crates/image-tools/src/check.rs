@@ -1,4 +1,4 @@
-//! Whether an image is in order, and what can be done if not.
+//! Checks and repairs of images.
 
 use ferrite_disk::Disk;
 use ferrite_disk_base::{Class, DiskError, ErrorKind, Format, ImageName, journal};
@@ -11,17 +11,16 @@ use super::{
 };
 
 impl ImageTools<'_> {
-    /// Looks for inconsistencies in an image, and, if `chain` says so, in its parents. Nothing is
-    /// written.
+    /// Checks an image, and with `chain` its parents. Nothing is written.
     ///
     /// # Errors
-    /// It cannot be read, or is in use. What is wrong with it is in the report.
+    /// It cannot be read, or is in use. Damage is in the report.
     pub fn check(&self, name: &ImageName, chain: bool) -> Result<CheckReport, DiskError> {
         self.check_by(name, chain, false)
     }
 
-    /// The same, by the rules of other programs, too, which refuse images that are in order here:
-    /// of `vhd-util check`, which XAPI runs before it coalesces.
+    /// Checks also by the rules of other programs, which refuse images that are valid here: of `vhd-util check`, which
+    /// XAPI runs before it coalesces.
     ///
     /// # Errors
     /// Those of [`check`](Self::check).
@@ -49,23 +48,23 @@ impl ImageTools<'_> {
             let path = layer.medium().path().to_owned();
             images.push(self.check_one(&ImageName { format: layer.format(), path }, rules(i))?);
         }
-        // What was found is told, also where the rest cannot be looked at.
+        // Findings are reported even if the rest cannot be checked.
         let is_sound = images.iter().all(Checked::is_usable);
         match end {
             None => {}
             Some(e) if is_sound && matches!(e.kind(), ErrorKind::InUse | ErrorKind::Io) => {
                 return Err(e);
             }
-            // A parent that may not be one is not looked at.
+            // A parent that is not allowed is not checked.
             Some(e) if e.kind() == ErrorKind::Parent && chain && is_sound => return Err(e),
             Some(e) if e.kind() == ErrorKind::Parent => {
                 let why = format!("not looked at: {} ({})", e.why(), e.help());
                 images[0].add_last(of_chain(why, Class::Harmless));
             }
-            // A parent that is missing, for one.
+            // For example, a missing parent.
             Some(e) if is_sound && e.kind() == ErrorKind::Unsuitable => return Err(e),
             Some(e) if is_sound => match layers.last() {
-                // It is in order by itself, and what it stands on is not.
+                // The image itself is intact, and its parent is not.
                 Some(child) => images.push(self.check_unusable(child, e)?),
                 None => {
                     let why = format!("{} ({})", e.why(), e.help());
@@ -77,7 +76,7 @@ impl ImageTools<'_> {
         Ok(CheckReport::of(images))
     }
 
-    /// The finding about the parent of an image, which cannot be opened.
+    /// The finding about an image's parent that cannot be opened.
     fn check_unusable(&self, child: &Layer, e: DiskError) -> Result<Checked, DiskError> {
         let names = child.parents()?.map_or(Vec::new(), |parents| parents.candidates);
         let Some(parent) = names.into_iter().find(|name| name.path.exists()) else {
@@ -98,8 +97,8 @@ impl ImageTools<'_> {
         formats::check(&raw, name.format, rules)
     }
 
-    /// Mends what can be mended without guessing, if `force` says so; otherwise only tells what
-    /// that would be. What a killed backend has left is brought into the image first.
+    /// Repairs what can be repaired without guessing, if `force` is set; otherwise only reports these repairs. The
+    /// journal of a killed backend is written into the image first.
     ///
     /// # Errors
     /// It cannot be read or written, or is in use.
@@ -113,20 +112,20 @@ impl ImageTools<'_> {
         if !force {
             return Ok(Repaired { done: false, before: before.clone(), after: before });
         }
-        // Without its parents, which may not be there.
+        // Its parents are not opened: they may be missing.
         let unusable = match Image::open_alone(name, &ImageTools::even_parents(self.options(false)))
         {
             Ok(image) => self.close(&Disk::Image(image), &name.path).map(|()| None)?,
             Err(e) if !matches!(e.kind(), ErrorKind::Unsuitable | ErrorKind::Damaged) => {
                 return Err(e);
             }
-            // It cannot be opened: that may be what is to be mended.
+            // The damage that keeps it from being opened may be repairable.
             Err(e) => Some(e),
         };
         let options = ImageTools::even_parents(self.medium_options(false));
         let raw = open_medium(&name.path, &options)?;
         match unusable {
-            // What was answered lies where the image says that there is nothing.
+            // The journal may have data in blocks that the image takes for unused.
             Some(e) if journal::any_at(self.readable_state(), &raw)? => return Err(e),
             _ => {}
         }
@@ -139,7 +138,7 @@ impl ImageTools<'_> {
     }
 }
 
-/// A finding where a chain is opened.
+/// A finding about the chain.
 fn of_chain(why: String, class: Class) -> Finding {
     let kind = "chain".into();
     let harmless = class.is_harmless();
@@ -150,7 +149,7 @@ impl Repaired {
     /// The findings for which `force` was needed and not given, as an error.
     ///
     /// # Errors
-    /// There is something to mend.
+    /// There is something to repair.
     pub fn or_refused(&self) -> Result<(), DiskError> {
         let mendable = self.after.counts.mendable > 0;
         let what = format!("cannot repair {}", self.after.path);

@@ -1,9 +1,9 @@
-//! A child merged into its parent.
+//! Merges a child into its parent.
 //!
-//! The order: what the parent stands on knows of the child's name; what the child has is copied into
-//! the parent, then synced; the parent gets the child's identity, where the format has such a thing,
-//! and its owner and mode; the parent is renamed over the child. Until the last step the child shadows every byte that changes, and reads as ever; so a crash at
-//! any point leaves a chain that is whole, and running it again does what is left.
+//! The order: the grandparent's list gets the child's name; the child's data are copied into the parent, then synced;
+//! the parent gets the child's identity, if the format has one, and its owner and mode; the parent is renamed over the
+//! child. Until the last step the child shadows every byte that changes, and reads as before. So a crash at any point
+//! leaves a valid chain, and running it again does the rest.
 
 use std::fs;
 use std::io;
@@ -28,38 +28,37 @@ const UNKNOWN: &str = "mend that first (a clone that was moved: move it back, or
 const LOST: &str = "if it stood on this image, say so (ferrite image rebase -u IMAGE -b PARENT, with the parent's name of \
                     now); otherwise give it its parent back, move it to another folder, or say --force";
 
-/// The two images, as their chain has them.
+/// The two images of a merge.
 struct Pair {
     parent: ImageName,
     parent_bytes: u64,
     child_bytes: u64,
-    /// Of what the parent stands on.
+    /// Bytes of the grandparent's disk.
     below_bytes: u64,
 }
 
 impl ImageTools<'_> {
-    /// Merges `child` into its parent, which takes the child's name. The child's own children stay
-    /// as they are. If another image stands on the parent, or that cannot be excluded, its content
-    /// would change: that takes `force`.
+    /// Merges `child` into its parent, which takes the child's name. The child's own children stay as they are. If the
+    /// parent has another child, or may have one, that child's content would change: this needs `force`.
     ///
     /// # Errors
-    /// One of the two is in use; `Refused`; those of the images. The child is whole in any case.
+    /// One of the two is in use; `Refused`; those of the images. The child is intact in any case.
     pub fn coalesce(&self, child: &ImageName, force: bool) -> Result<Done, DiskError> {
         self.merge(child, &self.pair(child)?, force)
     }
 
-    /// Merges the two. What the chain said when nobody had it locked is asked again when both are.
+    /// Merges the two. What was read from the chain before the locks is checked again when both are locked.
     fn merge(&self, child: &ImageName, pair: &Pair, force: bool) -> Result<Done, DiskError> {
         let what = || format!("cannot coalesce {}", child.path.display());
         let cannot = |e| broken(what(), e);
         self.check_alone(child, &pair.parent, force)?;
-        // Both locked against everybody, the child without its parent.
+        // Both are locked against all others, the child without its parent.
         let upper = Image::open_alone(child, &ImageTools::even_parents(self.options(false)))?;
         check_same(&upper, child, pair)?;
         check_snapshots(&upper.layers()[0], what())?;
         let upper = Disk::Image(upper);
         self.close(&upper, &child.path)?;
-        // What is open can be written to; others go by the mode, also after a crash.
+        // A file that is open for writing can be written to; other processes go by the mode, also after a crash.
         let protected = Protected::lift(&pair.parent.path).map_err(cannot)?;
         let (lower, lost) = self.lower(child, pair, force)?;
         protected.restore().map_err(cannot)?;
@@ -81,7 +80,7 @@ impl ImageTools<'_> {
         Ok(done(child, pair.child_bytes, notes))
     }
 
-    /// The parent, locked, as large as the child, and nobody else's; or what of others is lost.
+    /// Opens the parent, locked, as large as the child, and without other children; or reports which of these are lost.
     fn lower(
         &self,
         child: &ImageName,
@@ -101,11 +100,11 @@ impl ImageTools<'_> {
         open()
     }
 
-    /// As [`coalesce`](Self::coalesce), but into this parent only: if the two were merged before,
-    /// and perhaps nobody was told, the next one is not touched.
+    /// As [`coalesce`](Self::coalesce), but into this parent only: if the two were merged before, and the caller
+    /// perhaps missed that, the next image of the chain is not merged.
     ///
     /// # Errors
-    /// As there; the child stands on another image, and `NotFound` if there is none of that name.
+    /// As there; the child has another parent, and `NotFound` if no image has that name.
     pub fn coalesce_into(
         &self,
         child: &ImageName,
@@ -134,7 +133,7 @@ impl ImageTools<'_> {
         self.merge(child, &pair, force)
     }
 
-    /// The steps that follow the copying; the locks of both are held until the end.
+    /// The steps after the copy; the locks of both are held until the end.
     fn take_place(
         &self,
         upper: Disk,
@@ -155,10 +154,10 @@ impl ImageTools<'_> {
         self.sync_dir(&child.path)
     }
 
-    /// The parent's own children are gone, or lost, as it has the child's content; the child's will be
-    /// its. The lists say so before the names do: once the parent has the child's name, nobody merges
-    /// again to bring them up to date. If the merge is cut off in between and the child is renamed
-    /// rather than merged again, what stands on the child is not found under its new name.
+    /// Updates the lists of children. The parent's own children are lost, as it has the child's content; the child's
+    /// children become its own. The lists are updated before the names: once the parent has the child's name, no later
+    /// merge would update them. If the merge stops in between and the child is renamed rather than merged again, its
+    /// children are not found under its new name.
     fn hand_over(&self, child: &ImageName, parent: &ImageName) -> io::Result<()> {
         let (child, parent) = (fs::canonicalize(&child.path)?, fs::canonicalize(&parent.path)?);
         let inherited = children::lists(&child)?;
@@ -166,7 +165,7 @@ impl ImageTools<'_> {
         children::inherit(self.directory, &inherited, &parent)
     }
 
-    /// The two images in the chain, if they can be merged at all.
+    /// The two images in the chain, if they can be merged.
     fn pair(&self, child: &ImageName) -> Result<Pair, DiskError> {
         let refuse = |why: String, help: &str| {
             Err(unsuitable(format!("cannot coalesce {}", child.path.display()), why, help))
@@ -222,7 +221,7 @@ impl ImageTools<'_> {
         Ok(pair)
     }
 
-    /// Refuses what would destroy another child of the parent, or might; if it is forced, says what.
+    /// Refuses a merge that would destroy another child of the parent, or might; with `force`, reports it.
     fn check_alone(
         &self,
         child: &ImageName,
@@ -263,8 +262,8 @@ impl ImageTools<'_> {
     }
 }
 
-/// Whether a child that is locked now is still what it was: another command may have made a
-/// snapshot of it, merged or resized it.
+/// Checks that a child which is locked now has not changed: another command may have made a snapshot of it, merged or
+/// resized it.
 fn check_same(upper: &Image, child: &ImageName, pair: &Pair) -> Result<(), DiskError> {
     let is_parent = |path: &PathBuf| same_file(path, &pair.parent.path).unwrap_or(false);
     let same = formats::parents_of(upper).iter().any(is_parent);
@@ -323,7 +322,7 @@ mod tests {
         all
     }
 
-    /// Changes between a command's reading of the chain and its locks must be seen by the command.
+    /// The command must notice changes between its reading of the chain and its locks.
     fn refused_after(force: bool, between: impl Fn(&ImageTools<'_>, &[ImageName; 2])) {
         for format in [Format::Vhd, Format::Qcow2] {
             let dir = tempfile::TempDir::new().unwrap();

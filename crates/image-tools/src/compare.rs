@@ -1,4 +1,4 @@
-//! Whether two disks read the same.
+//! Compares the contents of two disks.
 
 use std::cell::Cell;
 use std::io;
@@ -11,14 +11,14 @@ use ferrite_io::arena::Span;
 use super::io_context::{BUFFER_BYTES, IoContext};
 use super::{Comparison, ImageTools, Progress, broken};
 
-/// A disk, the way to it, memory for 1 MiB of it, and its size.
+/// A disk, a port to it, memory for 1 MiB of it, and its size.
 pub(super) struct Side<'a> {
     pub(super) disk: &'a Disk,
     pub(super) port: Port,
     pub(super) buf: Span,
     pub(super) bytes: u64,
-    /// Whether there are zeros, and up to where: asked once for each part of the disk, as some
-    /// file systems (tmpfs) walk all of it for the answer.
+    /// Whether there are zeros, and their end: computed once for each part of the disk, as some file systems (tmpfs)
+    /// walk all of it for the answer.
     part: Cell<(bool, u64)>,
 }
 
@@ -31,9 +31,9 @@ impl<'a> Side<'a> {
 }
 
 impl Side<'_> {
-    /// How many bytes from `at` on are known to be zeros, and if none, how many can be read.
+    /// The number of bytes from `at` on that are known to be zeros, and if none, the number that can be read.
     pub(super) async fn ahead(&self, at: u64, len: u64) -> io::Result<(bool, u64)> {
-        // What a disk that has ended would have is zeros.
+        // Past the end of the shorter disk there are zeros.
         if at >= self.bytes {
             return Ok((true, len));
         }
@@ -57,11 +57,11 @@ impl Side<'_> {
 }
 
 impl ImageTools<'_> {
-    /// Compares what two disks read as. They may have different sizes if the rest is zeros, but not
-    /// if it is `strict`: then they differ where one of them ends.
+    /// Compares the contents of two disks. Their sizes may differ if the rest is zeros. With `strict` a different size
+    /// is a difference at the end of the shorter one.
     ///
     /// # Errors
-    /// One of them cannot be opened or read; `Interrupted` if the progress said to stop.
+    /// One of them cannot be opened or read; `Interrupted` if the progress callback stopped it.
     pub fn compare(
         &self,
         a: &ImageName,

@@ -1,4 +1,4 @@
-//! Copies of disks, in whichever format.
+//! Copies of disks, in any format.
 
 use std::io;
 
@@ -13,16 +13,16 @@ use super::formats::{Blank, shows_medium};
 use super::resume::{Resume, Source};
 use super::{DAMAGED, Done, ImageTools, NewImage, broken, formats};
 
-/// How to convert.
+/// The options of a conversion.
 #[derive(Clone, Debug, Default)]
 pub struct Convert {
-    /// The file at the destination may be lost.
+    /// The file at the destination may be overwritten.
     pub force: bool,
-    /// Go on where an interrupted conversion ended.
+    /// Resume an interrupted conversion.
     pub resume: bool,
-    /// All of the destination's space at once.
+    /// Allocate all of the destination's space at once.
     pub fixed: bool,
-    /// The unit of allocation; none: the usual one.
+    /// The unit of allocation; `None`: the default.
     pub unit_bytes: Option<u32>,
 }
 
@@ -33,15 +33,15 @@ impl Convert {
 }
 
 impl ImageTools<'_> {
-    /// Copies what `from` reads as into a new image `to`, its chain flattened. What is zeros is
-    /// neither read, where that is known, nor written.
+    /// Copies the content of `from` into a new image `to`, without parents. Known zeros are not read, and zeros are not
+    /// written.
     ///
-    /// The image is called `to` when it is complete and durable. Until then it is `to.partial`,
-    /// with a state file beside it that [`Convert::resume`] goes on from.
+    /// The image is called `to` when it is complete and durable. Until then it is `to.partial`, with a state file
+    /// beside it from which [`Convert::resume`] continues.
     ///
     /// # Errors
-    /// `Refused`: `to` exists, or an earlier conversion's remains. `Io` with `Interrupted` if the
-    /// progress said to stop: what there is can be resumed. Those of the two images.
+    /// `Refused`: `to` exists, or an earlier conversion's remains. `Io` with `Interrupted` if the progress callback
+    /// stopped it: it can be resumed. Those of the two images.
     pub fn convert(
         &self,
         from: &ImageName,
@@ -68,7 +68,7 @@ impl ImageTools<'_> {
         };
         let is_untold = fresh.is_untold();
         let (file, state) = self.destination(to, how, fresh)?;
-        // No journal: what is not durable is written again.
+        // No journal: data that are not durable are written again.
         let target = file.open_disk(to.format)?;
         let mut context = Copying::context(self).map_err(cannot)?;
         let mode = match self.is_device(&to.path) && shows_medium(to.format, &new) {
@@ -94,14 +94,14 @@ impl ImageTools<'_> {
         Ok(done(to, bytes, formats::warnings(to, &new, None, bytes)))
     }
 
-    /// The notes of an earlier copy are gone, durably: they would pass for this one's.
+    /// Removes the state of an earlier copy, durably: it would pass for this one's.
     fn forget(&self, to: &ImageName) -> Result<(), DiskError> {
         let what = || format!("cannot make {}", to.path.display());
         Resume::remove(&to.path).map_err(|e| broken(what(), e))?;
         self.sync_dir(&to.path)
     }
 
-    /// The file to write to, and how far it is. From here on it stays, whatever comes.
+    /// The file to write to, and the state. From here on the file stays, even after a failure.
     fn destination(
         &self,
         to: &ImageName,
@@ -112,7 +112,7 @@ impl ImageTools<'_> {
         let mut file = self.old_file(&to.path, PARTIAL, Over::forced(how.force))?;
         let mut exists = !self.is_device(&to.path) && file.path().symlink_metadata().is_ok();
         if exists && same_file(file.path(), &to.path).unwrap_or(false) {
-            // After a crash, a second name of what was finished.
+            // After a crash this may be a second name of a finished image.
             self.directory.remove(file.path()).map_err(|e| broken(what(), e))?;
             exists = false;
         }
@@ -167,7 +167,7 @@ impl ImageTools<'_> {
         }
         let cannot = |e| broken(what(), e);
         if exists {
-            // Locked, if somebody is at work on it.
+            // Locked, if another process works on it.
             file.open()?;
         }
         self.forget(to)?;
@@ -190,7 +190,7 @@ impl ImageTools<'_> {
     }
 }
 
-/// The files that the source is in.
+/// The files of the source.
 fn sources(disk: &Disk, name: &ImageName) -> io::Result<Vec<Source>> {
     match disk {
         Disk::Image(image) => {

@@ -1,5 +1,4 @@
-//! Copying from disk to disk: several pieces on their way at a time, zeros neither read nor
-//! written.
+//! Copies from disk to disk: several pieces in flight at a time, zeros neither read nor written.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -18,7 +17,7 @@ use super::io_context::{BUFFER_BYTES, IoContext, Stop, all};
 use super::resume::Resume;
 use super::{ImageTools, Progress};
 
-/// Pieces on their way at a time.
+/// Pieces in flight at a time.
 const IN_FLIGHT: usize = 16;
 /// Bytes of a piece of data, at most.
 const PIECE: u64 = BUFFER_BYTES as u64;
@@ -26,17 +25,17 @@ const PIECE: u64 = BUFFER_BYTES as u64;
 const ZERO_PIECE: u64 = 256 << 20;
 /// A unit of this many bytes that is all zeros is not written.
 const ZERO_UNIT: usize = 64 << 10;
-/// After so many bytes they are made durable, so that an interrupted copy can go on there.
+/// After so many bytes they are made durable, so that an interrupted copy can continue there.
 const SYNC_EVERY: u64 = 1 << 30;
 
 /// The part of the source that is copied, and its meaning for the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// All of it, into a disk of zeros: zeros are left out.
+    /// The whole source, into a disk of zeros: zeros are skipped.
     Fill,
-    /// All of it, over whatever is there: zeros are written.
+    /// The whole source, over other data: zeros are written.
     Replace,
-    /// The leaf's own contents, over something else: zeros that the leaf has are written as zeros.
+    /// The leaf's own data, over other data: zeros of the leaf are written as zeros.
     Merge,
 }
 
@@ -48,7 +47,7 @@ struct Piece {
     zeros: bool,
 }
 
-/// The two disks, and how far it is.
+/// The two disks, and the progress.
 pub(super) struct Copying<'a> {
     tools: &'a ImageTools<'a>,
     mode: Mode,
@@ -57,22 +56,22 @@ pub(super) struct Copying<'a> {
     buffers: Vec<Span>,
     /// Memory that stays zero.
     zeros: Span,
-    /// Whoever has it looks for the next piece.
+    /// Held by the worker that looks for the next piece.
     looking: SharedLock,
     next: Cell<u64>,
-    /// Up to here there is data: how far a run of it goes is asked once, as some file systems
-    /// (tmpfs) walk all of it for the answer.
+    /// The end of the present run of data: computed once for each run, as some file systems (tmpfs) walk all of it for
+    /// the answer.
     data_end: Cell<u64>,
     end: u64,
-    /// Where the pieces begin that are on their way.
+    /// The offsets of pieces in flight.
     in_flight: RefCell<BTreeSet<u64>>,
     stop: Stop,
     unsynced: Cell<u64>,
     syncing: Cell<bool>,
-    /// A flush has failed: the kernel may have dropped what it could not write, and says so once
-    /// only. What is noted before is all that can be gone on from.
+    /// A flush has failed: the kernel may have dropped data, and reports that only once. Only the state noted before
+    /// can be resumed.
     faulty: Cell<bool>,
-    /// Where it is noted how far it is, beside this path.
+    /// The state to note, and the path beside which it is noted.
     notes: Option<(RefCell<Resume>, &'a Path)>,
 }
 
@@ -110,14 +109,14 @@ impl<'a> Copying<'a> {
         IoContext::new(tools, IN_FLIGHT + 1)
     }
 
-    /// Begins where the state says, and notes beside `path` how far it gets.
+    /// Resumes from the state, and notes the progress beside `path`.
     pub(super) fn go_on(&mut self, state: Resume, path: &'a Path) {
         self.next.set(state.done_bytes);
         self.notes = Some((RefCell::new(state), path));
     }
 
-    /// Copies everything, and makes the destination complete. If it is stopped or fails, what
-    /// was copied is made durable all the same.
+    /// Copies everything, and completes the destination. If it is stopped or fails, the copied data are made durable
+    /// nevertheless.
     pub(super) async fn run(&self) -> io::Result<()> {
         let worker = |buf: &Span| -> Pin<Box<dyn Future<Output = io::Result<()>> + '_>> {
             let buf = *buf;
@@ -132,18 +131,18 @@ impl<'a> Copying<'a> {
         match all(self.buffers.iter().map(worker).collect()).await {
             Ok(()) => self.to.0.close(&self.to.1).await,
             Err(e) => {
-                // The first trouble counts, not what follows from it.
+                // The first error counts, not its consequences.
                 let _ = self.sync().await;
                 Err(e)
             }
         }
     }
 
-    /// One of the workers: takes pieces as long as there are any.
+    /// A worker: takes pieces as long as there are any.
     async fn work(&self, buf: Span) -> io::Result<()> {
         while let Some(piece) = self.next().await? {
             self.copy(piece, buf).await?;
-            // What failed stays in there: nothing behind it counts as done.
+            // A failed piece stays in the set: nothing after it counts as done.
             self.in_flight.borrow_mut().remove(&piece.at);
             self.unsynced.set(self.unsynced.get() + piece.len);
             if self.unsynced.get() >= SYNC_EVERY && !self.syncing.get() {
@@ -153,7 +152,7 @@ impl<'a> Copying<'a> {
         Ok(())
     }
 
-    /// The next piece that there is something to do for.
+    /// The next piece that has to be copied.
     async fn next(&self) -> io::Result<Option<Piece>> {
         let _held = self.looking.lock(&self.from.1.io).await?;
         loop {
@@ -199,12 +198,12 @@ impl<'a> Copying<'a> {
         }
     }
 
-    /// As much of a range as is whole blocks, the disk's last part counted as one.
+    /// The whole blocks of a range; the disk's last part counts as one.
     fn whole_blocks(&self, at: u64, len: u64) -> u64 {
         if at + len == self.end { len } else { len / self.block() * self.block() }
     }
 
-    /// The kind of the beginning of the rest, and its length; none: nothing to copy.
+    /// The kind of the beginning of the rest, and its length; `None`: nothing to copy.
     async fn look(&self, at: u64) -> io::Result<(Option<What>, u64)> {
         let (disk, port) = &self.from;
         match (self.mode, disk) {
@@ -252,8 +251,8 @@ impl<'a> Copying<'a> {
         })
     }
 
-    /// Makes durable what was copied, and notes it. The order: what is complete is found, then
-    /// synced, then noted.
+    /// Makes the copied data durable, and notes the progress. The order: the complete pieces are found, then synced,
+    /// then noted.
     async fn sync(&self) -> io::Result<()> {
         if self.faulty.get() {
             return Err(io::Error::other("an earlier flush has failed"));
@@ -283,7 +282,7 @@ mod tests {
 
     use super::*;
 
-    /// The kernel tells of what it has lost once, and a later flush is fine.
+    /// The kernel reports lost data once, and a later flush succeeds.
     #[test]
     fn nothing_is_noted_as_durable_after_a_flush_that_failed() {
         let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();
@@ -320,7 +319,7 @@ mod tests {
         let fault = Fault { on, range: 0..u64::MAX, per_mille: 1000, errno: 5, times: 1 };
         world.set_faults(vec![fault]);
         context.run(copying.sync()).unwrap_err();
-        // It is stopped, and would make durable what there is.
+        // The stopped copy makes its data durable.
         context.run(copying.run()).unwrap_err();
         assert!(Resume::load(&to).is_none());
     }

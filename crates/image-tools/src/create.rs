@@ -1,4 +1,4 @@
-//! New images: empty ones, and those on a parent.
+//! Makes images: empty ones, and children.
 
 use std::fs;
 use std::io;
@@ -26,7 +26,7 @@ impl ImageTools<'_> {
     /// Makes an image, durably. A parent is made read-only, if it is not yet.
     ///
     /// # Errors
-    /// It exists already, or cannot be made like this.
+    /// It exists already, or cannot be made with these options.
     pub fn create(&self, name: &ImageName, new: &NewImage) -> Result<Done, DiskError> {
         let mut undo = Undo::new(self);
         let parent = match &new.parent {
@@ -53,7 +53,7 @@ impl ImageTools<'_> {
         Ok(done(name, bytes, notes))
     }
 
-    /// The note wherever a new image is opened whose parents are not in its folder.
+    /// A note about opening an image whose parents are in other folders.
     fn note_elsewhere(&self, child: &ImageName, parent: &Parent) -> Option<String> {
         let mut paths = vec![parent.path.clone()];
         if let Disk::Image(image) = &parent.disk {
@@ -91,7 +91,7 @@ impl ImageTools<'_> {
         written.map_err(|e| file.named(e))
     }
 
-    /// The same, with errors that name the file as it is called now.
+    /// [`write_new`](Self::write_new), with errors that name the file by its present name.
     fn write_under(
         &self,
         file: &mut NewFile<'_>,
@@ -131,7 +131,7 @@ impl ImageTools<'_> {
         Ok(Parent { disk, name: name.clone(), path })
     }
 
-    /// Sees to it that nobody writes to a parent from now on.
+    /// Makes a parent read-only.
     pub(super) fn keep(
         &self,
         parent: &Parent,
@@ -143,7 +143,7 @@ impl ImageTools<'_> {
         if !self.is_device(path) && !is_write_protected(path).map_err(cannot)? {
             let mode = fs::metadata(path).map_err(cannot)?.mode() & 0o7777;
             match protect(path, true) {
-                // As it is now, nobody writes to it.
+                // A file system that is read-only has no writers.
                 Err(e) if e.kind() == io::ErrorKind::ReadOnlyFilesystem => {
                     let path = path.display();
                     notes.push(format!(
@@ -170,9 +170,9 @@ impl ImageTools<'_> {
         Ok(())
     }
 
-    /// Sees to it that a parent knows of a child that is not to be found in its folder, before that
-    /// has its name; until then it is `made`. What this returns is kept until it has. Without `help`
-    /// for who cannot have the parent told, that is no error.
+    /// Adds a child to its parent's list, if it is not found by its name in the parent's folder. That comes before the
+    /// child has its name; until then it is `made`. The caller keeps the result until it has. Without `help` it is no
+    /// error if the list cannot be written.
     pub(super) fn mark(
         &self,
         parent: &Path,
@@ -220,14 +220,14 @@ impl ImageTools<'_> {
         }
     }
 
-    /// Whether a child is found in its parent's folder, as its name says what it is.
+    /// Whether a child is found in its parent's folder, as its name is that of an image.
     fn is_found(&self, file: &Path, child: &Path, format: Format) -> bool {
         let named = child.parent() == file.parent() && Format::of_path(child) == format;
         named && !self.is_device(child)
     }
 
-    /// Sees to it that a parent which knows of `child` knows the name, too, that this is about to
-    /// get; or that the image has which is about to be put in its place.
+    /// If a parent's list has `child`, adds the name that this image is about to get; or that of the image that is
+    /// about to replace it.
     pub(super) fn mark_renamed(
         &self,
         parent: &Path,
@@ -253,20 +253,21 @@ impl ImageTools<'_> {
         self.mark(parent, name, &made, known.then_some(&help), notes)
     }
 
-    /// Writes of a killed backend, in its journal or in the page cache, are brought to the
-    /// medium: a parent has to be complete without it, and must not change any more.
+    /// Writes of a killed backend, in its journal or in the page cache, are written to the medium: a parent has to be
+    /// complete without them, and must not change any more.
     fn recover(&self, name: &ImageName) -> Result<(), DiskError> {
         let options = ImageTools::even_parents(self.options(false));
         let disk = match ImageTools::open_to_write(name, &options) {
             Ok(disk) => disk,
-            // Readers have it open, so it is nobody's to write; or we may not. It may be complete.
+            // Readers have it open, so no one may write it; or this user may not. It may be complete.
             Err(e) if matches!(e.kind(), ErrorKind::InUse | ErrorKind::Permission) => return Ok(()),
             Err(e) => return Err(e),
         };
         self.close(&disk, &name.path)
     }
 
-    /// A flush is one of the leaf: what its parents lack would be on this host only, for ever.
+    /// Checks that no parent has a journal to recover. A flush syncs the leaf only, so a parent's journal would stay on
+    /// this host for ever.
     fn check_recovered(&self, parent: &Disk) -> Result<(), DiskError> {
         let Disk::Image(image) = parent else { return Ok(()) };
         for layer in image.layers() {
@@ -282,7 +283,7 @@ impl ImageTools<'_> {
         Ok(())
     }
 
-    /// Completes an image that was opened for writing.
+    /// Closes an image that was opened for writing.
     pub(super) fn close(&self, disk: &Disk, path: &Path) -> Result<(), DiskError> {
         let cannot = |e| broken(format!("cannot complete {}", path.display()), e);
         let mut context = IoContext::new(self, 0).map_err(cannot)?;
@@ -290,17 +291,17 @@ impl ImageTools<'_> {
         context.run(disk.close(&port)).map_err(cannot)
     }
 
-    /// `leaf` becomes `parent`, and what has its name from then on is a new image on that.
-    /// Nothing is copied. Both names are in one directory.
+    /// `leaf` becomes `parent`, and a new child of it gets the name `leaf`. Nothing is copied. Both names are in one
+    /// directory.
     ///
-    /// If a step fails, the second name goes away again, while the leaf has the first.
+    /// If a step fails, the second name is removed again, and the leaf keeps the first.
     ///
-    /// The order: its own parent knows of the second name; that name for the file; the new leaf, whole
-    /// and synced; the new leaf over the old name. A crash before the last leaves the leaf as it was, a crash after it the
-    /// new one, and there is always one.
+    /// The order: the leaf's parent gets the second name on its list; the file gets that name; the new leaf is written
+    /// and synced; the new leaf is renamed over the old name. A crash before the last step leaves the old leaf, a crash
+    /// after it the new one, and there is always one.
     ///
     /// # Errors
-    /// The leaf is in use, or a parent itself; `parent` exists and is something else.
+    /// The leaf is in use, or has children; `parent` exists and is another file.
     pub fn snapshot(&self, leaf: &ImageName, parent: &ImageName) -> Result<Done, DiskError> {
         let what = || format!("cannot make a snapshot of {}", leaf.path.display());
         let cannot = |e: io::Error| broken(what(), e);
@@ -317,13 +318,13 @@ impl ImageTools<'_> {
         }
         check_length(what(), &disk, &leaf.path)?;
         self.close(&disk, &leaf.path)?;
-        // The lock stays on the file, whose name is the parent's from the last step on.
+        // The lock stays on the file, which has the parent's name from the last step on.
         let path = absolute(&parent.path).map_err(cannot)?;
         let parent = Parent { disk, name: parent.clone(), path };
         let new = NewImage::default();
         formats::check_new(leaf, &new, Some(&parent), bytes)?;
         let mut notes = Vec::new();
-        // Each is undone when the names are what they were before it.
+        // Each is undone after the names have been restored.
         let mut undo_below = Undo::new(self);
         if let Some(below) = parent.disk.media().get(1) {
             let marked = self.mark_renamed(below.path(), leaf, &parent.name, &mut notes)?;
@@ -348,8 +349,8 @@ impl ImageTools<'_> {
         Ok(done(leaf, bytes, notes))
     }
 
-    /// The end of one that was interrupted behind its last step, or was done: if nothing was written
-    /// to the disk since, there is nothing left to do.
+    /// Completes a snapshot that was interrupted after its last step, or was done: if nothing was written to the disk
+    /// since, nothing is left to do.
     fn snapshot_again(
         &self,
         leaf: &ImageName,
@@ -377,7 +378,7 @@ impl ImageTools<'_> {
         Ok(done(leaf, bytes, vec![note]))
     }
 
-    /// Whether a disk's own image has nothing: all that is read is its parents'.
+    /// Whether a disk's own image has no data: everything is read from its parents.
     fn is_blank(&self, disk: &Disk) -> io::Result<bool> {
         let Disk::Image(image) = disk else { return Ok(false) };
         let mut context = IoContext::new(self, 0)?;
@@ -440,7 +441,7 @@ impl ImageTools<'_> {
     }
 }
 
-/// Refuses a new image on a chain that is as long as one may be.
+/// Refuses a child of a chain that already has the maximum length.
 fn check_length(what: String, parent: &Disk, path: &Path) -> Result<(), DiskError> {
     let layers = parent.media().len();
     if layers < MAX_LAYERS {

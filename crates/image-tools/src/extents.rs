@@ -1,4 +1,4 @@
-//! The map of a disk: each part of it, and where that is.
+//! The map of a disk: the place of each part.
 
 use ferrite_disk::pieces::{Piece, What, look};
 use ferrite_disk_base::{DiskError, ImageName, SECTOR_BYTES};
@@ -7,7 +7,7 @@ use super::io_context::IoContext;
 use super::{ImageTools, Kind, broken};
 
 impl ImageTools<'_> {
-    /// Tells `each` extent of a disk, in order, neighbours of a kind as one. `false`: enough.
+    /// Passes each extent of a disk to `each`, in order, adjacent ones of a kind merged. `false`: stop.
     ///
     /// # Errors
     /// The image cannot be opened or its metadata not be read.

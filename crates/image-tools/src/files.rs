@@ -1,4 +1,4 @@
-//! New files under temporary names, and how they get their own.
+//! Makes files under temporary names, and gives them their own.
 
 use std::ffi::OsString;
 use std::fs::{self, File, Permissions};
@@ -19,20 +19,20 @@ use rustix::io::Errno;
 
 use super::{ImageTools, broken, parent_dir, refused, unsuitable};
 
-/// The attributes with a file's access control list and with its label for SELinux.
+/// The extended attributes for a file's access control list and for its SELinux label.
 const LIST: &str = "system.posix_acl_access";
 const LABEL: &str = "security.selinux";
-/// The kernel has none that is longer.
+/// The kernel's limit.
 const MAX_ATTRIBUTE_BYTES: usize = 64 << 10;
 
-/// The fate of a file that has the name already.
+/// What happens to an existing file of the name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Over {
-    /// Nothing: it stays, and the new one is not made.
+    /// It stays, and the new one is not made.
     Keep,
-    /// It is lost, if nobody is using it.
+    /// It is replaced, if it is not in use.
     Lose,
-    /// The caller has it locked, and knows.
+    /// It is replaced: the caller has it locked.
     Mine,
 }
 
@@ -42,29 +42,29 @@ impl Over {
     }
 }
 
-/// A file that is being made; away again if it was made here and does not get its name.
+/// A file that is being made. If it was made here and does not get its name, it is removed.
 ///
-/// It is locked from its beginning until it has its name: one that is not is a program's that was
-/// killed, and whoever wants its temporary name removes it. A name may be another file's at any time
-/// but when that is locked, so each is compared with the locked file before it is used.
+/// It is locked from its creation until it has its name. An unlocked one belongs to a killed program, and is removed by
+/// the next command that needs its temporary name. Only while a file is locked is its name certain, so each name is
+/// compared with the locked file before it is used.
 pub(super) struct NewFile<'a> {
     tools: &'a ImageTools<'a>,
     path: PathBuf,
-    /// It, locked.
+    /// The locked file.
     file: Option<Arc<OwnedFd>>,
     to: PathBuf,
-    /// There is a file with that name, which is replaced.
+    /// A file with that name exists, and is replaced.
     replaces: bool,
-    /// It is locked, so that nobody is using it.
+    /// The lock of the replaced file, so that no process uses it.
     _replaced: Option<Raw>,
-    /// It needs no other name: a device, which is written where it is.
+    /// It gets no other name: a device, which is written in place.
     in_place: bool,
-    /// Made here, and nobody's loss if it goes. What was there before is somebody else's: of a
-    /// program at work, of one that was interrupted, or an image that happens to have this name.
+    /// It was made here, so it may be removed. A file that existed before belongs to another process, to an interrupted
+    /// command, or is an image that happens to have this name.
     ours: bool,
 }
 
-/// Refuses a folder, a pipe and the like under a temporary name: it is no file that was being made.
+/// Refuses a folder, a pipe and the like under a temporary name: it is not an unfinished file.
 pub(super) fn check_regular(temporary: &Path, what: String) -> Result<(), DiskError> {
     match fs::symlink_metadata(temporary) {
         Ok(meta) if !meta.is_file() && !meta.is_symlink() => {
@@ -84,7 +84,7 @@ pub(super) fn beside(path: &Path, suffix: &str) -> PathBuf {
 }
 
 impl ImageTools<'_> {
-    /// Begins a file that is to be called `to`.
+    /// Begins a file that will get the name `to`.
     pub(super) fn new_file(&self, to: &Path, over: Over) -> Result<NewFile<'_>, DiskError> {
         let what = || format!("cannot make {}", to.display());
         let mut file = self.old_file(to, NEW, over)?;
@@ -93,10 +93,10 @@ impl ImageTools<'_> {
         }
         match file.create() {
             Ok(()) => {}
-            // Of a program that was killed, or of one that is at work.
+            // It belongs to a program that was killed, or to a running one.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 check_regular(&file.path, what())?;
-                // Or, after a crash, a second name of a file that was finished.
+                // Or, after a crash, it is a second name of a finished file.
                 if !same_file(&file.path, to).unwrap_or(false) {
                     file.open()?;
                 }
@@ -108,7 +108,7 @@ impl ImageTools<'_> {
         Ok(file)
     }
 
-    /// Goes on with a file that is there under its temporary name. It stays if that fails.
+    /// Continues with an existing file under its temporary name. It stays if that fails.
     pub(super) fn old_file(
         &self,
         to: &Path,
@@ -141,7 +141,7 @@ impl ImageTools<'_> {
         Ok(new(path, replaced.is_some(), replaced, false))
     }
 
-    /// A block device, or what is used as one, has one name for all that is ever in it.
+    /// Whether the path is a block device, or used as one: it keeps its name.
     pub(super) fn is_device(&self, path: &Path) -> bool {
         let meta = fs::metadata(path);
         meta.is_ok_and(|m| m.file_type().is_block_device() || (self.fixed_size && m.is_file()))
@@ -168,7 +168,7 @@ impl ImageTools<'_> {
         Ok(Some(replaced))
     }
 
-    /// Makes what was done to the directory of `path` durable.
+    /// Syncs the directory of `path`.
     pub(super) fn sync_dir(&self, path: &Path) -> Result<(), DiskError> {
         let dir = parent_dir(path);
         let failed = |e| broken(format!("cannot sync directory {}", dir.display()), e);
@@ -187,7 +187,7 @@ impl NewFile<'_> {
         Ok(raw)
     }
 
-    /// Opens the disk that is in it.
+    /// Opens the disk in it.
     pub(super) fn open_disk(&self, format: Format) -> Result<Disk, DiskError> {
         let name = ImageName { format, path: self.path.clone() };
         Disk::open_image(&name, &self.options()).map_err(|e| self.named(e))
@@ -206,7 +206,7 @@ impl NewFile<'_> {
         })
     }
 
-    /// Why it could not be made.
+    /// The error when it could not be made.
     pub(super) fn not_made(&self, e: io::Error) -> DiskError {
         let what = format!("cannot make {}", self.to.display());
         match e.kind() {
@@ -219,23 +219,23 @@ impl NewFile<'_> {
         }
     }
 
-    /// An error, of the name that was asked for.
+    /// An error with the name that was asked for.
     pub(super) fn named(&self, e: DiskError) -> DiskError {
         e.renamed(&self.path, &self.to)
     }
 
-    /// Where it is while it is being made.
+    /// Its present path.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Makes it, empty and locked. Somebody who took it for left over before it was locked has it
-    /// locked, or has removed it.
+    /// Makes it, empty and locked. A process that takes it for an abandoned file before it is locked has it locked, or
+    /// has removed it.
     pub(super) fn create(&mut self) -> io::Result<()> {
         let file = self.tools.directory.create_new(&self.path)?;
         let locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
         self.file = Some(Arc::new(file));
-        // Who has it locked is about to remove it.
+        // The process that has it locked is about to remove it.
         self.ours = locked != Err(Errno::AGAIN);
         match locked {
             Ok(()) if self.is_there() => Ok(()),
@@ -244,7 +244,7 @@ impl NewFile<'_> {
         }
     }
 
-    /// Whatever comes, it stays under its temporary name, for somebody who goes on later.
+    /// Keeps it under its temporary name in any case, for a later command that resumes.
     pub(super) fn keep(&mut self) {
         self.ours = false;
     }
@@ -261,12 +261,12 @@ impl NewFile<'_> {
         }
         if self.replaces {
             if self.to.exists() {
-                // What is replaced may have been a parent; this one is not.
+                // The replaced file may have been a parent; this one is not.
                 take_rights(&self.path, &self.to, 0o200).map_err(|e| broken(what(), e))?;
             }
             directory.rename(&self.path, &self.to).map_err(|e| broken(what(), e))?;
         } else {
-            // A link fails if somebody has made a file of that name meanwhile; a rename does not.
+            // A link fails if another process has made a file of that name meanwhile; a rename does not.
             match directory.hard_link(&self.path, &self.to) {
                 Ok(()) => directory.remove(&self.path).map_err(|e| broken(what(), e))?,
                 Err(e) if has_no_links(&e) => {
@@ -297,13 +297,13 @@ fn has_no_links(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::Unsupported | io::ErrorKind::PermissionDenied)
 }
 
-/// Whether two paths are of the same file, or nodes of the same block device.
+/// Whether two paths are the same file, or nodes of the same block device.
 pub(super) fn same_file(a: &Path, b: &Path) -> io::Result<bool> {
     Ok(identity(&fs::metadata(a)?) == identity(&fs::metadata(b)?))
 }
 
-/// Whether two paths are one name, by whichever spelling, link or mount: what replaces the one
-/// replaces the other. Two names of one file are not.
+/// Whether two paths are one name, by any spelling, link or mount: replacing one replaces the other. Two names of one
+/// file are not.
 pub(super) fn same_name(a: &Path, b: &Path) -> io::Result<bool> {
     let same = match same_file(a, b) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => false,
@@ -312,7 +312,7 @@ pub(super) fn same_name(a: &Path, b: &Path) -> io::Result<bool> {
     Ok(same && (fs::metadata(a)?.nlink() == 1 || fs::canonicalize(a)? == fs::canonicalize(b)?))
 }
 
-/// Refuses to make an image of what is read for it: a file of `source`, whatever leads to it.
+/// Refuses a destination that is a file of `source`, whatever path leads to it.
 pub(super) fn check_apart(what: String, source: &Disk, to: &Path) -> Result<(), DiskError> {
     let Ok(target) = fs::metadata(to).map(|meta| identity(&meta)) else { return Ok(()) };
     for medium in source.media() {
@@ -325,23 +325,22 @@ pub(super) fn check_apart(what: String, source: &Disk, to: &Path) -> Result<(), 
     Ok(())
 }
 
-/// Whether nobody has the permission to write it.
+/// Whether no user has the permission to write it.
 pub(super) fn is_write_protected(path: &Path) -> io::Result<bool> {
     Ok(fs::metadata(path)?.permissions().mode() & 0o222 == 0)
 }
 
-/// Gives a file that is about to take another one's name that one's owner, access control list,
-/// label and mode, with `more` permissions. Who may not give it away gives it to the group; if that
-/// may not be, or the list cannot be had, the group gets nothing: beside a list, the mode's bits of
-/// the group are what the list may give at most.
+/// Gives a file that will replace another one that file's owner, access control list, label and mode, with `more`
+/// permissions. A user who may not change the owner changes the group. If that fails, too, or the list cannot be set,
+/// the group gets no permission: with a list, the mode's group bits are the most that the list grants.
 pub(super) fn take_rights(path: &Path, from: &Path, more: u32) -> io::Result<()> {
     let old = fs::metadata(from)?;
-    // Not through a link that somebody has put there.
+    // Not through a link that another user has put there.
     let file = plain::open(path, OFlags::RDONLY)?;
     let (user, group) = (Some(old.uid()), Some(old.gid()));
     let given = fchown(&file, user, group).or_else(|_| fchown(&file, None, group));
     if let Ok(Some(label)) = attribute(from, LABEL) {
-        // Without the right to do so the file has its folder's.
+        // Without permission the file keeps its folder's label.
         let _ = fsetxattr(&file, LABEL, &label, XattrFlags::empty());
     }
     let listed = take_list(&file, from);
@@ -349,7 +348,7 @@ pub(super) fn take_rights(path: &Path, from: &Path, more: u32) -> io::Result<()>
     file.set_permissions(Permissions::from_mode((old.mode() | more) & 0o777 & !lost))
 }
 
-/// Gives a file the access control list of another one; or none, whatever its folder gave it.
+/// Gives a file the access control list of another one; or none, if its folder gave it one.
 fn take_list(file: &File, from: &Path) -> io::Result<()> {
     if let Some(list) = attribute(from, LIST)? {
         return Ok(fsetxattr(file, LIST, &list, XattrFlags::empty())?);
@@ -360,7 +359,7 @@ fn take_list(file: &File, from: &Path) -> io::Result<()> {
     }
 }
 
-/// An extended attribute of a file, if it has that.
+/// An extended attribute of a file, if it has it.
 fn attribute(path: &Path, name: &str) -> io::Result<Option<Vec<u8>>> {
     let mut value = vec![0; MAX_ATTRIBUTE_BYTES];
     match lgetxattr(path, name, &mut value[..]) {
@@ -373,11 +372,11 @@ fn attribute(path: &Path, name: &str) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// A file that is write-protected again when this is dropped, if it was before.
+/// A file that becomes write-protected again when this is dropped, if it was before.
 pub(super) struct Protected<'a>(Option<&'a Path>);
 
 impl<'a> Protected<'a> {
-    /// Of a file with the mode that it has.
+    /// Keeps the present mode of a file.
     pub(super) fn of(path: &'a Path) -> io::Result<Protected<'a>> {
         Ok(Protected(is_write_protected(path)?.then_some(path)))
     }
@@ -389,12 +388,12 @@ impl<'a> Protected<'a> {
         Ok(guard)
     }
 
-    /// It is as it was.
+    /// Restores the mode.
     pub(super) fn restore(mut self) -> io::Result<()> {
         self.0.take().map_or(Ok(()), |path| protect(path, true))
     }
 
-    /// It stays as it is now.
+    /// Keeps the present mode.
     pub(super) fn forget(mut self) {
         self.0 = None;
     }
@@ -410,7 +409,7 @@ impl Drop for Protected<'_> {
     }
 }
 
-/// Takes everybody's permission to write away, or gives it to the owner. Not a device's.
+/// Removes all write permissions, or gives one to the owner. Devices are skipped.
 pub(super) fn protect(path: &Path, protect: bool) -> io::Result<()> {
     let meta = fs::metadata(path)?;
     if !meta.is_file() {
@@ -427,7 +426,7 @@ mod tests {
 
     use super::*;
 
-    /// The list's mask would be what the group may do.
+    /// The list's mask would be the group's permission.
     #[test]
     fn where_the_list_cannot_be_had_the_group_gets_nothing() {
         let (dir, without) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());

@@ -1,4 +1,4 @@
-//! The facts about an image, and the space that it takes.
+//! The properties of an image, and the space that it takes.
 
 use ferrite_disk::Disk;
 use ferrite_disk_base::{DiskError, Format, ImageName, SECTOR_BYTES};
@@ -7,7 +7,7 @@ use ferrite_images::{Layer, open_as_far};
 use super::{ImageTools, Info, LayerInfo, Usage, formats};
 
 impl ImageTools<'_> {
-    /// The facts that an image and its parents have of themselves. Their data are not read.
+    /// The properties of an image and its parents. Their data are not read.
     ///
     /// # Errors
     /// It cannot be opened, or one of its parents.
@@ -18,7 +18,7 @@ impl ImageTools<'_> {
         }
     }
 
-    /// The same of as much of the chain as can be opened, and why it ends there.
+    /// The properties of as much of the chain as can be opened, and why it ends there.
     ///
     /// # Errors
     /// The image itself cannot be opened.

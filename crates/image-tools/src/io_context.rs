@@ -18,27 +18,27 @@ use ferrite_store::owned::OpenEngine;
 
 use super::ImageTools;
 
-/// Scratch memory: as much as two disks need.
+/// Scratch memory for two disks.
 const SCRATCHES: usize = 2;
-/// Of a buffer.
+/// Bytes of a buffer.
 pub(super) const BUFFER_BYTES: usize = 1 << 20;
 
-/// See the module text. One thread's.
+/// See the module text. It belongs to one thread.
 pub(super) struct IoContext {
     scratch: Scratch,
-    /// Those that are nobody's yet.
+    /// The free buffers.
     buffers: Vec<Span>,
     /// Its drop waits for operations on memory and files.
     reactor: Reactor,
 }
 
 impl IoContext {
-    /// With memory for so many buffers.
+    /// A context with memory for so many buffers.
     pub(super) fn new(tools: &ImageTools<'_>, buffers: usize) -> io::Result<IoContext> {
         IoContext::on(tools.engine, buffers)
     }
 
-    /// The same, on an engine that this opens.
+    /// A context on an engine that this opens.
     pub(super) fn on(engine: OpenEngine<'_>, buffers: usize) -> io::Result<IoContext> {
         let scratch_bytes = SCRATCHES * SCRATCH_BYTES;
         let arena = Arena::new(buffers * BUFFER_BYTES + scratch_bytes)?;
@@ -48,12 +48,12 @@ impl IoContext {
         Ok(IoContext { scratch, buffers, reactor: Reactor::new(engine(arena)?) })
     }
 
-    /// The way to a disk's files.
+    /// A port to a disk's files.
     pub(super) fn port(&mut self, disk: &Disk) -> io::Result<Port> {
         self.port_of(disk.files())
     }
 
-    /// The way to files.
+    /// A port to files.
     pub(super) fn port_of(&mut self, files: Vec<Arc<OwnedFd>>) -> io::Result<Port> {
         let files = files.into_iter().map(|f| self.reactor.add_file(f));
         let files = files.collect::<io::Result<_>>()?;
@@ -85,7 +85,7 @@ impl Stop {
     }
 }
 
-/// Runs all futures to their ends, beside each other; the first error counts.
+/// Runs all futures to their ends, concurrently; the first error counts.
 pub(super) async fn all<'a>(
     mut futures: Vec<Pin<Box<dyn Future<Output = io::Result<()>> + 'a>>>,
 ) -> io::Result<()> {

@@ -1,11 +1,11 @@
-//! The journals of killed backends, of all images.
+//! The journals of killed backends.
 
 use ferrite_disk_base::journal::{self, Kept};
 use ferrite_disk_base::{DiskError, ErrorKind};
 
 use super::{ImageTools, JournalInfo, JournalState, refused};
 
-/// What a journal says of itself.
+/// The properties of a journal.
 fn info(kept: &Kept) -> JournalInfo {
     JournalInfo {
         name: kept.name.clone(),
@@ -29,12 +29,11 @@ impl ImageTools<'_> {
         self.state_dir.as_deref().map_or_else(|| Ok(Vec::new()), journal::all)
     }
 
-    /// Gives up what the journals with these names say; with `stale`, what all of images that are
-    /// gone say. What an image that is there still needs takes `force`. Nothing is dropped unless
-    /// all can be.
+    /// Drops the journals with these names; with `stale`, all journals whose images are gone. A journal that an
+    /// existing image needs is dropped only with `force`. Either all are dropped or none.
     ///
     /// # Errors
-    /// There is none with a name; it is in use; `Refused`.
+    /// No journal has a given name; it is in use; `Refused`.
     pub fn drop_journals(
         &self,
         names: &[String],

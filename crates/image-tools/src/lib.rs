@@ -1,11 +1,10 @@
-//! Operations on images that nobody is using: made, copied, merged, looked at. `ferrite image`
-//! is a command line for this, and the simulator cuts its power.
+//! Operations on images that are not in use: making, copying, merging, inspecting. `ferrite image` is the command line
+//! for this, and the simulator cuts its power.
 //!
-//! Each operation is a function of a [`ImageTools`], whatever the formats are. Those that make or
-//! replace files keep to one order, so that a crash at any point leaves every name with an image
-//! that was whole before or is whole now:
-//! 1. the new image is written under a temporary name beside its own, and synced,
-//! 2. it gets its name by one operation on the directory, which is then synced.
+//! Each operation is a function of [`ImageTools`], for all formats. Operations that make or replace files keep to one
+//! order. So a crash at any point leaves every name with an intact image, the old or the new one:
+//! 1. The new image is written under a temporary name beside its own, and synced.
+//! 2. It gets its name by one operation on the directory, which is then synced.
 
 #![forbid(unsafe_code)]
 
@@ -41,8 +40,8 @@ mod undo;
 mod upgrade;
 mod volumes;
 
-/// The longest chain that is read and merged here, so that one that is too long to be served can be
-/// made shorter. Each image takes a descriptor.
+/// The longest chain that is read and merged here, so that a chain that is too long to be served can be shortened. Each
+/// image takes a descriptor.
 const MAX_LAYERS_OFFLINE: usize = 4 * MAX_LAYERS;
 
 pub use convert::Convert;
@@ -51,30 +50,29 @@ pub use report::*;
 pub use resize::NewSize;
 pub use spec::NewImage;
 
-/// Where operations get what they need of their world.
+/// The environment of operations.
 pub struct ImageTools<'a> {
     /// Entries of directories are changed through this.
     pub directory: &'a dyn Directory,
-    /// Opens what does the I/O.
+    /// Opens the engine for I/O.
     pub engine: &'a dyn Fn(Arc<Arena>) -> io::Result<Box<dyn Engine>>,
     /// See [`OpenOptions::state_dir`]. One that this user may not read is not used, see
     /// [`OpenOptions::unseen_state`].
     pub state_dir: Option<PathBuf>,
     /// See [`OpenOptions::fixed_size`].
     pub fixed_size: bool,
-    /// Look at images that others are using: see [`OpenOptions::unlocked`]. What is written is
-    /// locked all the same.
+    /// Read images that are in use: see [`OpenOptions::unlocked`]. Images that are written are locked nevertheless.
     pub unlocked: bool,
     /// See [`OpenOptions::parents`].
     pub parents: Parents,
-    /// Told now and then how far it is. `false`: stop in good order, as soon as possible.
+    /// Called at times with the progress. `false`: stop in good order, as soon as possible.
     pub progress: &'a dyn Fn(Progress) -> bool,
 }
 
-/// How far an operation is.
+/// The progress of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes of the disk that are behind.
+    /// Bytes of the disk that are done.
     pub done_bytes: u64,
     /// Bytes of the disk.
     pub total_bytes: u64,
@@ -82,7 +80,7 @@ pub struct Progress {
 
 impl ImageTools<'_> {
     fn options(&self, read_only: bool) -> OpenOptions {
-        // What a process at work has in its journal changes under whoever reads it.
+        // The journal of a running process would change while it is read.
         let used = self.state_dir.as_deref().filter(|_| !self.unlocked);
         let state_dir = used.filter(|dir| is_readable(dir)).map(Path::to_owned);
         let unseen_state = used.is_some() && state_dir.is_none();
@@ -94,7 +92,7 @@ impl ImageTools<'_> {
         self.state_dir.as_deref().filter(|dir| is_readable(dir))
     }
 
-    /// For what is not opened as a disk that may have been in use: no journal.
+    /// Options for a medium that is not opened as a disk which may have been in use: without a journal.
     fn medium_options(&self, read_only: bool) -> OpenOptions {
         OpenOptions {
             read_only,
@@ -106,8 +104,7 @@ impl ImageTools<'_> {
         }
     }
 
-    /// For what is written to although other images stand on it: they read the same afterwards, or
-    /// are to be lost.
+    /// Options for writing to an image that has children: they read the same afterwards, or may be lost.
     fn even_parents(options: OpenOptions) -> OpenOptions {
         OpenOptions { even_parent: true, ..options }
     }
@@ -119,25 +116,25 @@ impl ImageTools<'_> {
         }
     }
 
-    /// Opens a disk for writing that can be read. Who opens it for writing begins a journal, which
-    /// would stay if it turned out later that a parent is missing.
+    /// Opens a disk for writing, after it was opened for reading. Opening for writing begins a journal, which would
+    /// stay if a parent then proved to be missing.
     fn open_to_write(name: &ImageName, options: &OpenOptions) -> Result<Disk, DiskError> {
         drop(Disk::open_image(name, &OpenOptions { read_only: true, ..options.clone() })?);
         Disk::open_image(name, options)
     }
 }
 
-/// Whether this user may read a directory, if it is there.
+/// Whether this user may read a directory, if it exists.
 pub fn is_readable(dir: &Path) -> bool {
     !dir.read_dir().is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied)
 }
 
-/// It would take something away, and was not told to.
+/// The error of an operation that would lose data without `force`.
 fn refused(what: String, why: impl Into<String>, help: &str) -> DiskError {
     DiskError::new(ErrorKind::Refused, what, why, help)
 }
 
-/// It is not what this operation can work on.
+/// The error for an image that the operation cannot work on.
 fn unsuitable(what: String, why: impl Into<String>, help: &str) -> DiskError {
     DiskError::new(ErrorKind::Unsuitable, what, why, help)
 }
@@ -145,7 +142,7 @@ fn unsuitable(what: String, why: impl Into<String>, help: &str) -> DiskError {
 const DAMAGED: &str =
     "it is damaged: ferrite image check, or of a volume ferrite store check, says where";
 
-/// The kernel, or an image's metadata, stopped it.
+/// The error of the kernel, or of an image's metadata.
 fn broken(what: impl Into<String>, e: io::Error) -> DiskError {
     let (kind, help) = match e.kind() {
         io::ErrorKind::InvalidData => (ErrorKind::Damaged, DAMAGED),

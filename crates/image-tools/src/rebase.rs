@@ -1,9 +1,8 @@
-//! Another parent for an image.
+//! Gives an image another parent.
 //!
-//! The order: a new image on the new parent, under a temporary name, gets what the disk needs and is
-//! synced; then it gets the old one's identity; then the parent knows of it; then it gets its name,
-//! by one operation on the directory.
-//! Until that the old image is as it was, and the disk reads the same before and after.
+//! The order: a new child of the new parent, under a temporary name, gets the disk's differing data and is synced; then
+//! it gets the old image's identity; then the parent's list gets it; then it gets its name, by one operation on the
+//! directory. Until that the old image is unchanged, and the disk reads the same before and after.
 
 use std::fs;
 use std::io;
@@ -24,23 +23,24 @@ use super::io_context::{BUFFER_BYTES, IoContext};
 use super::undo::Undo;
 use super::{Done, ImageTools, NewImage, Progress, broken, formats, refused, unsuitable};
 
-/// Differences are written in units of this.
+/// The unit in which differences are written.
 const UNIT: usize = 64 << 10;
 
-/// Whether the disk reads the same on the new parent.
+/// Whether the disk must read the same on the new parent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rebase {
-    /// It does: where the parents differ, the image gets what the old one has.
+    /// It reads the same: where the parents differ, the image gets the old parent's data.
     Safe,
-    /// Only the image's own data stay: for a parent that was moved, and reads the same.
+    /// Only the image's own data stay: for a parent that was moved, and has the same content.
     Unsafe,
 }
 
 impl ImageTools<'_> {
-    /// Has an image stand on another parent, which becomes read-only. With `force` the image may be
-    /// a parent itself, if nobody has its children open: they find it by its name and identity.
+    /// Gives an image another parent, which becomes read-only. With `force` the image may have children, if they are
+    /// not open: they find it by its name and identity.
     ///
     /// # Errors
+    /// One of them is in use; `Refused`; those of the images. The image is intact in any case.
     /// One of them is in use; `Refused`; those of the images. The image is whole in any case.
     pub fn rebase(
         &self,
@@ -54,11 +54,11 @@ impl ImageTools<'_> {
         let options = OpenOptions { even_parent: force, ..self.options(false) };
         let old = match how {
             Rebase::Safe => ImageTools::open_to_write(name, &options)?,
-            // Its parent may not be there.
+            // Its parent may be missing.
             Rebase::Unsafe => Disk::Image(Image::open_alone(name, &options)?),
         };
         let unit_bytes = check_image(&old, name)?;
-        // What a killed backend has answered is of the image from here on.
+        // Writes that a killed backend has answered become the image's from here on.
         self.close(&old, &name.path)?;
         let mut notes = Vec::new();
         note_bitmaps(leaf(&old), &name.path, &mut notes);
@@ -74,8 +74,8 @@ impl ImageTools<'_> {
             "see to it that files can be made beside the parent, or convert that into a copy";
         let marked = self.mark(&below.name.path, name, file.path(), Some(help), &mut notes)?;
         undo.marked(&below.name.path, marked);
-        // That was to see whether it can be told: who makes another image on it does not wait for
-        // the copy.
+        // This only tested that the list can be written. Other commands that make children of the parent do not wait
+        // for the copy.
         undo.unlock_lists();
         self.write_new(&mut file, name.format, &new, (Some(&below), Blank::Zeros), bytes)?;
         let to = file.open_disk(name.format)?;
@@ -91,10 +91,10 @@ impl ImageTools<'_> {
         let port = context.port(&to).map_err(cannot)?;
         let _locked = to.files();
         context.run(formats::take_identity(&port, to, &old)).map_err(cannot)?;
-        // Others may have taken the line for one of an image that is gone.
+        // Another command may have removed the line as that of a missing child.
         let marked = self.mark(&below.name.path, name, file.path(), Some(help), &mut Vec::new())?;
         undo.marked(&below.name.path, marked);
-        // What stands on it finds it by its name.
+        // Its children find it by its name.
         let kept = fs::canonicalize(&name.path).and_then(|kept| children::lists(&kept));
         let inherited = kept.and_then(|kept| children::inherit(self.directory, &kept, file.path()));
         inherited.map_err(cannot)?;
@@ -152,7 +152,7 @@ impl ImageTools<'_> {
         Ok(is_protected)
     }
 
-    /// Writes to a disk what makes it read as another one, of the same size, and completes it.
+    /// Writes to a disk so that it reads as another one of the same size, and completes it.
     fn equalize(&self, from: &Disk, to: &Disk) -> io::Result<()> {
         let mut context = IoContext::new(self, 2)?;
         let from = Side::new(&mut context, from)?;
@@ -171,7 +171,7 @@ impl ImageTools<'_> {
     }
 }
 
-/// Does it for the beginning of a range; returns the bytes that are equal now.
+/// Equalizes the beginning of a range; returns the bytes that are equal now.
 async fn equalize_piece(from: &Side<'_>, to: &Side<'_>, at: u64) -> io::Result<u64> {
     let left = from.bytes - at;
     let ((no_data, len), (is_zero, len_to)) =
@@ -193,8 +193,7 @@ async fn equalize_piece(from: &Side<'_>, to: &Side<'_>, at: u64) -> io::Result<u
     Ok(len)
 }
 
-/// Refuses a parent that is larger than the disk: what is behind its end would come to light if the
-/// disk grows.
+/// Refuses a parent that is larger than the disk: data past the disk's end would become visible if the disk grows.
 fn check_size(name: &ImageName, bytes: u64, parent_bytes: u64) -> Result<(), DiskError> {
     if bytes >= parent_bytes {
         return Ok(());
@@ -216,7 +215,7 @@ pub(super) fn check_snapshots(layer: &Layer, what: String) -> Result<(), DiskErr
     Err(refused(what, why, "delete them first (qemu-img snapshot -d)"))
 }
 
-/// Says of the image whose layer this is that its dirty bitmaps do not outlive what is done to it.
+/// Notes that the dirty bitmaps of the image with this layer will be lost.
 pub(super) fn note_bitmaps(layer: Option<&Layer>, path: &Path, notes: &mut Vec<String>) {
     let count = layer.map_or(0, formats::dirty_bitmaps);
     if count > 0 {
@@ -228,7 +227,7 @@ pub(super) fn note_bitmaps(layer: Option<&Layer>, path: &Path, notes: &mut Vec<S
     }
 }
 
-/// Whether the image itself can be made anew; its unit of allocation.
+/// Checks that the image itself can be made again; returns its unit of allocation.
 fn check_image(old: &Disk, name: &ImageName) -> Result<Option<u32>, DiskError> {
     let what = || format!("cannot rebase {}", name.path.display());
     let Some(layer) = leaf(old) else {

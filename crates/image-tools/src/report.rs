@@ -1,15 +1,14 @@
-//! The results of operations, with the names that they have everywhere, also as JSON
-//! (docs/images.md). Sizes and offsets are bytes.
+//! The results of operations, with the field names of the JSON output (docs/images.md). Sizes and offsets are bytes.
 
 use serde::Serialize;
 
 pub use ferrite_disk_base::journal::JournalState;
 use ferrite_disk_base::{Class, Counts};
 
-/// An image and what it stands on.
+/// An image and its parents.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Info {
-    /// Of the virtual disk.
+    /// Bytes of the virtual disk.
     pub virtual_bytes: u64,
     /// The layers, the image itself first.
     pub chain: Vec<LayerInfo>,
@@ -21,21 +20,20 @@ pub struct Info {
 /// One image of a chain.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LayerInfo {
-    /// Where it is.
+    /// Its path.
     pub path: String,
     /// `raw`, `vhd`, `qcow2` or `store`.
     pub format: &'static str,
     /// The format's own kinds: fixed, dynamic, differencing; the version of qcow2.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kind: Option<String>,
-    /// Of the virtual disk that it knows of.
+    /// Bytes of the layer's virtual disk.
     pub virtual_bytes: u64,
-    /// Of the disk, with space in the image; none: more of it would have to be read than is
-    /// sensible.
+    /// Bytes of the disk that have space in the image; `None`: too many tables would have to be read.
     pub allocated_bytes: Option<u64>,
-    /// Of the file's length.
+    /// Length of the file.
     pub file_bytes: u64,
-    /// Of space that the file takes on its file system.
+    /// Space that the file takes on its file system.
     pub disk_bytes: u64,
     /// The unit of allocation: a block of VHD, a cluster of qcow2.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -43,45 +41,45 @@ pub struct LayerInfo {
     /// Its identity, if the format has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
-    /// The program that made it, if the format says so.
+    /// The program that made it, if the format records that.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub creator: Option<String>,
-    /// The snapshots inside of it, the first thousand.
+    /// The internal snapshots, the first thousand.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<SnapshotInfo>,
-    /// Answered writes of a backend that is running or was killed are not in its metadata yet.
+    /// Answered writes of a running or killed backend are not in its metadata yet.
     pub journal: bool,
-    /// Nobody but root may write it: the mode of a parent. Nobody may write a snapshot in a store.
+    /// Only root may write it: the mode of a parent. A snapshot in a store cannot be written at all.
     pub read_only: bool,
 }
 
-/// A snapshot inside of a qcow2 image: other programs make them, and they are kept.
+/// An internal snapshot of a qcow2 image: other programs make them, and they are kept.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SnapshotInfo {
-    /// By which other programs know it.
+    /// Its identifier.
     pub id: String,
-    /// By which people do.
+    /// Its name.
     pub name: String,
-    /// Of its disk.
+    /// Bytes of its disk.
     pub virtual_bytes: u64,
     /// When it was made, in seconds since 1970.
     pub created_unix_s: u64,
-    /// Of a machine's memory and devices that were saved with it.
+    /// Bytes of saved memory and devices of the machine.
     pub vm_state_bytes: u64,
 }
 
 /// The space that a disk takes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Usage {
-    /// Of the virtual disk.
+    /// Bytes of the virtual disk.
     pub virtual_bytes: u64,
-    /// Of data in all layers.
+    /// Bytes of data in all layers.
     pub allocated_bytes: Option<u64>,
-    /// Of all files' lengths.
+    /// Length of all files.
     pub file_bytes: u64,
-    /// Of space that all files take on their file systems.
+    /// Space that all files take on their file systems.
     pub disk_bytes: u64,
-    /// By layer, the leaf first.
+    /// The layers, the leaf first.
     pub chain: Vec<LayerInfo>,
 }
 
@@ -93,24 +91,24 @@ pub enum Kind {
     Data,
     /// Compressed bytes of a file.
     Compressed,
-    /// A layer says that it is zeros, or its file has a hole there.
+    /// Zeros by a layer's metadata, or by a hole in its file.
     Zero,
-    /// No layer has it: it reads as zeros.
+    /// No layer has data: it reads as zeros.
     Unallocated,
 }
 
 /// A part of a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Extent {
-    /// Where it begins in the disk.
+    /// Its offset in the disk.
     pub start_bytes: u64,
-    /// How long it is.
+    /// Its length.
     pub length_bytes: u64,
     /// The kind of content.
     pub kind: Kind,
     /// The index in the chain of the layer that has it, 0 for the leaf.
     pub layer: Option<usize>,
-    /// Where it begins in the layer's file.
+    /// Its offset in the layer's file.
     pub offset_bytes: Option<u64>,
 }
 
@@ -121,10 +119,10 @@ impl Extent {
     }
 }
 
-/// How two disks compare.
+/// The result of a comparison.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Comparison {
-    /// They read the same; where only the longer one has anything, that is zeros.
+    /// They read the same; the rest of the longer one is zeros.
     pub identical: bool,
     /// The first byte that differs.
     pub first_difference_bytes: Option<u64>,
@@ -135,54 +133,54 @@ pub struct Comparison {
 /// The image after an operation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Done {
-    /// Where the image is.
+    /// Its path.
     pub path: String,
     /// `raw`, `vhd` or `qcow2`.
     pub format: &'static str,
-    /// Of the virtual disk.
+    /// Bytes of the virtual disk.
     pub virtual_bytes: u64,
-    /// The steps besides those that were asked for, and those that are left to do.
+    /// The additional steps that were done, and those that are left to the user.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
 }
 
-/// One inconsistency.
+/// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// Where in the file.
+    /// Its offset in the file.
     pub offset_bytes: Option<u64>,
     /// The kind of problem, in one word.
     pub kind: String,
     /// The reason.
     pub why: String,
-    /// How bad it is.
+    /// Its class.
     pub class: Class,
-    /// The image can be used, and reads what it should.
+    /// The image can be used, and reads correctly.
     pub harmless: bool,
-    /// `repair` mends it.
+    /// `repair` can repair it.
     pub mendable: bool,
 }
 
 /// The findings of one image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Checked {
-    /// Where it is.
+    /// Its path.
     pub path: String,
     /// `raw`, `vhd` or `qcow2`.
     pub format: &'static str,
     /// All findings, by class.
     pub counts: Counts,
-    /// The worst first, at most 1,000. Empty: it is in order.
+    /// The worst first, at most 1,000. Empty: the image is intact.
     pub findings: Vec<Finding>,
     /// Findings that are not listed.
     pub more_findings: u64,
-    /// Of the file, that no cluster in use has (qcow2), at least: `repair` gives it back. No finding, as
+    /// Bytes of the file that no cluster in use has (qcow2), at least: `repair` returns them. This is no finding, as
     /// other programs leave such space, too.
     pub unused_bytes: u64,
 }
 
 impl Checked {
-    /// Adds damage, before everything else.
+    /// Adds damage, before all other findings.
     pub(super) fn add_last(&mut self, finding: Finding) {
         self.counts.add(finding.class, finding.mendable);
         self.findings.push(finding);
@@ -193,7 +191,7 @@ impl Checked {
         self.findings.insert(0, finding);
     }
 
-    /// Whether it reads what it should.
+    /// Whether it reads correctly.
     pub fn is_usable(&self) -> bool {
         self.counts.damage == 0 && self.counts.unsupported == 0
     }
@@ -205,7 +203,7 @@ impl Checked {
 }
 
 impl Verdict {
-    /// The verdict of so many findings.
+    /// The verdict for these counts.
     pub fn of(counts: &Counts) -> Verdict {
         match *counts {
             Counts { damage: 1.., .. } => Verdict::Damaged,
@@ -217,28 +215,28 @@ impl Verdict {
     }
 }
 
-/// The verdict of a check: it decides how a program ends that was asked for one.
+/// The verdict of a check. It decides the exit code of the command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
-    /// It reads what it should, and has no space that nothing refers to.
+    /// It reads correctly, and has no space that nothing refers to.
     InOrder,
-    /// It reads what it should; there is space that nothing refers to.
+    /// It reads correctly; there is space that nothing refers to.
     Leaks,
-    /// It could not be checked: it has what is not supported.
+    /// It could not be checked: it has an unsupported feature.
     Unsupported,
-    /// Another program refuses it, which was asked for.
+    /// Another program, whose rules were checked, refuses it.
     Refused,
-    /// It does not read what it should.
+    /// It does not read correctly.
     Damaged,
 }
 
 /// The findings of a check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct CheckReport {
-    /// All images read what they should.
+    /// All images read correctly.
     pub usable: bool,
-    /// The worst of all images'.
+    /// The worst verdict of all images.
     pub verdict: Verdict,
     /// The image, and its parents if they were asked for.
     pub images: Vec<Checked>,
@@ -254,25 +252,25 @@ impl CheckReport {
 /// The repairs that were made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Repaired {
-    /// It was tried; otherwise it was only looked at.
+    /// Repairs were made; otherwise they were only reported.
     pub done: bool,
-    /// Before it.
+    /// The findings before.
     pub before: Checked,
-    /// After it.
+    /// The findings after.
     pub after: Checked,
 }
 
-/// Writes that a backend, killed or running, has answered and not put into an image yet.
+/// Writes that a killed or running backend has answered and not written into an image yet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct JournalInfo {
-    /// By which it is dropped.
+    /// The name for `drop`.
     pub name: String,
-    /// `vhd` or `qcow2`; none: another version of this program made it, or it is not complete.
+    /// `vhd` or `qcow2`; `None`: another version of this program made it, or it is not complete.
     pub format: Option<&'static str>,
-    /// Where the image was.
+    /// The image's path.
     pub path: String,
-    /// Answered changes of metadata; without any, nothing is lost with it.
+    /// Answered changes of metadata; with 0, dropping it loses nothing.
     pub records: u64,
-    /// The fate of the journal.
+    /// The state of the journal.
     pub state: JournalState,
 }

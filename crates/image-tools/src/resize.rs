@@ -1,4 +1,4 @@
-//! Other sizes for disks.
+//! Changes the size of disks.
 
 use ferrite_disk::Disk;
 use ferrite_disk::pieces::{What, look};
@@ -10,12 +10,12 @@ use super::files::is_write_protected;
 use super::io_context::IoContext;
 use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 
-/// The size that a disk shall have.
+/// The new size of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewSize {
-    /// So many bytes.
+    /// To so many bytes.
     To(u64),
-    /// So many bytes more than now.
+    /// By so many bytes.
     By(u64),
 }
 
@@ -26,11 +26,10 @@ impl From<u64> for NewSize {
 }
 
 impl ImageTools<'_> {
-    /// Makes a disk larger, at once; or, if nothing is allocated behind its new end and `force`
-    /// says so, smaller.
+    /// Makes a disk larger, at once; or smaller, with `force` and if nothing is allocated past its new end.
     ///
     /// # Errors
-    /// `Refused`: something would be lost. Those of the image.
+    /// `Refused`: data would be lost. Those of the image.
     pub fn resize(
         &self,
         name: &ImageName,
@@ -64,14 +63,14 @@ impl ImageTools<'_> {
         }
         let notes = formats::resize_notes(&disk, bytes);
         match bytes == before {
-            // One that was interrupted may have come so far, and not be durable.
+            // An interrupted resize may have got this far, and may not be durable.
             true => self.close(&disk, &name.path)?,
             false => self.set_size(disk, name, bytes)?,
         }
         Ok(done(name, bytes, notes))
     }
 
-    /// Whether nothing is allocated behind the new end.
+    /// Checks that nothing is allocated past the new end.
     fn check_tail(
         &self,
         disk: &Disk,
@@ -114,7 +113,7 @@ impl ImageTools<'_> {
         Ok(())
     }
 
-    /// Gives an open disk another size; it is closed by that.
+    /// Resizes an open disk, and closes it.
     pub(super) fn set_size(
         &self,
         disk: Disk,

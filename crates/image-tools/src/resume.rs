@@ -1,4 +1,4 @@
-//! The note that an interrupted conversion leaves beside its file, so that it can go on.
+//! The state file beside an unfinished conversion, from which the conversion can be resumed.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -12,23 +12,23 @@ use serde::{Deserialize, Serialize};
 
 use super::files::beside;
 
-/// And how far it is.
+/// The suffix of the state file.
 const STATE: &str = ".partial.json";
-/// The name that it is written under first.
+/// The suffix under which it is written first.
 const NEXT: &str = ".partial.json.new";
-/// Both take a multiple of this.
+/// The sizes of both are multiples of this.
 const UNIT_BYTES: usize = 4096;
 
-/// Far more than what is ever written there.
+/// A bound far above the size of a state.
 const MAX_STATE_BYTES: u64 = 1 << 20;
 
-/// A file of the source as it was.
+/// A file of the source when the conversion began.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Source {
-    /// As it is shown: JSON has no other bytes.
+    /// Its path as shown: JSON has no other bytes.
     path: String,
-    /// 0: nothing tells whether it has changed. A device's node has no length, and a store is written whenever it is
-    /// opened.
+    /// 0: the size does not tell whether it has changed. A device's node has no length, and a store is written whenever
+    /// it is opened.
     file_bytes: u64,
     modified_ns: i128,
     inode: u64,
@@ -42,7 +42,7 @@ impl Source {
         Ok(Source { path, file_bytes: meta.len(), modified_ns, inode: meta.ino() })
     }
 
-    /// As it is whenever somebody looks.
+    /// The source without values that change by themselves.
     pub(super) fn untold(self) -> Source {
         Source { file_bytes: 0, ..self }
     }
@@ -53,14 +53,14 @@ impl Source {
 pub(super) struct Resume {
     /// The source's files, the leaf first.
     pub(super) sources: Vec<Source>,
-    /// Some of the source is in memory only, where a process that died left it: after a cut of the
-    /// power it is gone, and the files have not changed.
+    /// Some of the source is only in a dead process's journal: after a power cut that is gone, and the files have not
+    /// changed.
     pub(super) journal: bool,
     /// `raw`, `vhd` or `qcow2`.
     pub(super) format: String,
-    /// Of the disk.
+    /// Bytes of the disk.
     pub(super) virtual_bytes: u64,
-    /// Of the disk, from its beginning: durable in the file that is not complete.
+    /// Bytes from the beginning of the disk that are durable in the unfinished file.
     pub(super) done_bytes: u64,
 }
 
@@ -69,18 +69,18 @@ impl Resume {
         beside(to, STATE)
     }
 
-    /// Whether nothing tells if the source has changed.
+    /// Whether a change of the source cannot be detected.
     pub(super) fn is_untold(&self) -> bool {
         self.sources.iter().any(|source| source.file_bytes == 0)
     }
 
-    /// The note that was left for `to`; none: nothing, or nothing of use.
+    /// The state for `to`; `None`: there is none, or it is useless.
     pub(super) fn load(to: &Path) -> Option<Resume> {
         let text = plain::read(&Resume::path(to), MAX_STATE_BYTES).ok()?;
         serde_json::from_slice(&text).ok()
     }
 
-    /// Whether something is in its place that was never left here.
+    /// Whether the file at its path was not written by this program.
     pub(super) fn is_foreign(to: &Path) -> io::Result<bool> {
         match fs::symlink_metadata(Resume::path(to)) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -89,22 +89,22 @@ impl Resume {
         }
     }
 
-    /// Leaves it for the first time, with all the space that [`save`](Self::save) will ever need:
-    /// what interrupts may be a disk that is full.
+    /// Writes the first state, with all the space that [`save`](Self::save) will need: the interruption may be a full
+    /// disk.
     pub(super) fn begin(&self, to: &Path) -> io::Result<()> {
         self.save(to)?;
         self.reserve(to)
     }
 
-    /// Takes the space for the next [`save`](Self::save).
+    /// Reserves the space for the next [`save`](Self::save).
     pub(super) fn reserve(&self, to: &Path) -> io::Result<()> {
         let mut file = new_file(&beside(to, NEXT))?;
         file.write_all(&self.text()?)?;
         file.sync_all()
     }
 
-    /// Leaves it. What it says is durable must be. The order: it is written over what was reserved,
-    /// or left by the save before the last; synced; and the two files exchange their names.
+    /// Writes the state. The data that it counts as durable must be. The order: it is written over the reserved file,
+    /// or that of the save before the last; synced; and the two files exchange their names.
     pub(super) fn save(&self, to: &Path) -> io::Result<()> {
         let (next, text) = (beside(to, NEXT), self.text()?);
         let mut file = match reserved(&next) {
@@ -117,7 +117,7 @@ impl Resume {
         exchange(&next, &Resume::path(to))
     }
 
-    /// Its text, as long as it can ever get.
+    /// Its text, padded to the longest that it can get.
     fn text(&self) -> io::Result<Vec<u8>> {
         let longest = Resume { done_bytes: u64::MAX, ..self.clone() };
         let bytes = serde_json::to_vec_pretty(&longest)?.len().next_multiple_of(UNIT_BYTES);
@@ -126,12 +126,12 @@ impl Resume {
         Ok(text)
     }
 
-    /// The name of the next one until it is whole.
+    /// The path of the next state until it is complete.
     pub(super) fn next(to: &Path) -> PathBuf {
         beside(to, NEXT)
     }
 
-    /// It is of no use any more.
+    /// Removes the state.
     pub(super) fn remove(to: &Path) -> io::Result<()> {
         for suffix in [STATE, NEXT] {
             match fs::remove_file(beside(to, suffix)) {
@@ -143,13 +143,13 @@ impl Resume {
     }
 }
 
-/// The file that was reserved under a name, if it is nobody else's.
+/// The file that was reserved under a name, if it is still this program's.
 fn reserved(path: &Path) -> Option<File> {
     let file = plain::open(path, OFlags::WRONLY).ok()?;
     (file.metadata().ok()?.nlink() == 1).then_some(file)
 }
 
-/// An empty file under a name, in the place of whatever is there.
+/// Makes an empty file under a name, which replaces an existing one.
 fn new_file(path: &Path) -> io::Result<File> {
     match fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
@@ -157,8 +157,7 @@ fn new_file(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Gives `to` the content of `next`, in one step; what was there has the other name then, where the
-/// file system can do that.
+/// Gives `to` the content of `next`, in one step; the old content gets the other name, if the file system can do that.
 fn exchange(next: &Path, to: &Path) -> io::Result<()> {
     match renameat_with(CWD, next, CWD, to, RenameFlags::EXCHANGE) {
         Err(Errno::NOENT | Errno::INVAL | Errno::NOSYS) => fs::rename(next, to),

@@ -1,4 +1,4 @@
-//! The wishes for a new image, and its parent.
+//! The options for a new image, and its parent.
 
 use std::fs;
 use std::io;
@@ -12,17 +12,17 @@ use super::parent_dir;
 /// The properties of a new image.
 #[derive(Clone, Debug, Default)]
 pub struct NewImage {
-    /// Of the disk; none: the parent's.
+    /// Bytes of the disk; `None`: the parent's.
     pub bytes: Option<u64>,
     /// The parent that it is made on.
     pub parent: Option<ImageName>,
-    /// All space at once.
+    /// Allocate all space at once.
     pub fixed: bool,
-    /// The unit of allocation: a block of VHD, a cluster of qcow2; none: the usual one.
+    /// The unit of allocation: a block of VHD, a cluster of qcow2; `None`: the default.
     pub unit_bytes: Option<u32>,
-    /// The file that is there under its name may be lost.
+    /// An existing file of its name may be lost.
     pub force: bool,
-    /// Even if its parent is in another folder and cannot be told of it.
+    /// Go on if its parent is in another folder and its list cannot be written.
     pub unmarked: bool,
 }
 
@@ -30,7 +30,7 @@ pub struct NewImage {
 pub(super) struct Parent {
     pub(super) disk: Disk,
     pub(super) name: ImageName,
-    /// Where it is: its directory without links, and its name.
+    /// Its path: its directory without links, and its name.
     pub(super) path: PathBuf,
 }
 

@@ -1,4 +1,4 @@
-//! Steps for a new image before it has its name, which are undone if it never gets it.
+//! Steps for a new image before it has its name. They are undone if it never gets it.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -10,14 +10,13 @@ use ferrite_images::{children, open_medium};
 use super::files::{protect, same_file};
 use super::{DiskError, ImageTools, broken};
 
-/// The undoing of steps on a parent. It is made before the parent is opened, so that they are
-/// undone when the parent is not locked here any more: others who work on the parent have it locked
-/// then.
+/// Undoes steps on a parent. It is made before the parent is opened, so that its drop runs after the parent's lock is
+/// released: other commands that work on the parent lock it.
 pub(super) struct Undo<'a> {
     tools: &'a ImageTools<'a>,
-    /// The parent, and the mode that it had.
+    /// The parent, and its former mode.
     protected: Option<(PathBuf, u32)>,
-    /// Parents that know of the child, and what their lists say of it.
+    /// Parents whose lists got the child, and the line.
     marked: Vec<(PathBuf, Mark)>,
     /// Their lists of children.
     held: Vec<Held>,
@@ -28,31 +27,31 @@ impl<'a> Undo<'a> {
         Undo { tools, protected: None, marked: Vec::new(), held: Vec::new() }
     }
 
-    /// The parent had another mode.
+    /// Notes the parent's former mode.
     pub(super) fn protected(&mut self, parent: &Path, mode: u32) {
         self.protected = Some((parent.into(), mode));
     }
 
-    /// The parent knows of the child. Its list stays locked until the child has its name.
+    /// Notes that the parent's list got the child. The list stays locked until the child has its name.
     pub(super) fn marked(&mut self, parent: &Path, held: Option<Held>) {
         let added = held.as_ref().and_then(|held| held.added.clone());
         self.marked.extend(added.map(|mark| (parent.into(), mark)));
         self.held.extend(held);
     }
 
-    /// Others may put images on the parents; these are marked again before the child has its name.
+    /// Allows other children of the parents; these lists get the child again before it has its name.
     pub(super) fn unlock_lists(&mut self) {
         self.held.clear();
     }
 
-    /// The child has its name.
+    /// The child has its name: nothing is undone.
     pub(super) fn forget(mut self) {
         self.protected = None;
         self.marked.clear();
     }
 
-    /// The mode comes first: an image is opened for writing as its mode allows. It is taken away
-    /// again if that shows that others stand on the parent, or that somebody is putting one on it.
+    /// Restores the mode. That comes first, since the mode decides whether an image can be opened for writing. The
+    /// write permission is removed again if the parent has other children, or is about to get one.
     fn unprotect(&self, parent: &Path, mode: u32) -> std::io::Result<()> {
         fs::set_permissions(parent, Permissions::from_mode(mode))?;
         match open_medium(parent, &self.tools.medium_options(false)) {
@@ -82,8 +81,8 @@ impl Drop for Undo<'_> {
     }
 }
 
-/// A second name of an image: away again when this is dropped, unless the first one is another
-/// image's by then. The caller has the image locked for so long.
+/// A second name of an image. It is removed when this is dropped, unless the first name is another image's by then. The
+/// caller has the image locked until then.
 pub(super) struct Link<'a> {
     tools: &'a ImageTools<'a>,
     first: &'a Path,

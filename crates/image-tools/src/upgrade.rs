@@ -1,4 +1,4 @@
-//! Later versions of formats, for images that stay where they are.
+//! Upgrades images to later versions of their formats, in place.
 
 use ferrite_disk::Disk;
 use ferrite_disk_base::{DiskError, Format, ImageName, journal};
@@ -9,19 +9,17 @@ use super::io_context::IoContext;
 use super::{Done, ImageTools, broken, unsuitable};
 
 impl ImageTools<'_> {
-    /// Makes a qcow2 image of version 2 one of version 3. What a killed backend has left is brought
-    /// into it first.
+    /// Converts a qcow2 image of version 2 to version 3. The journal of a killed backend is written into it first.
     ///
     /// # Errors
-    /// It is of another format, is damaged, or has something that keeps it from that. Those of the
-    /// image.
+    /// It is of another format, is damaged, or has a feature that prevents it. Those of the image.
     pub fn upgrade(&self, name: &ImageName) -> Result<Done, DiskError> {
         let what = || format!("cannot amend {}", name.path.display());
         if name.format != Format::Qcow2 {
             let help = "ferrite image convert makes a qcow2 copy of it";
             return Err(unsuitable(what(), "only qcow2 has versions to choose from", help));
         }
-        // Without its parents, which may not be there.
+        // Its parents are not opened: they may be missing.
         let disk = Disk::Image(Image::open_alone(name, &self.options(false))?);
         self.close(&disk, &name.path)?;
         let bytes = disk.sectors() * ferrite_disk_base::SECTOR_BYTES;

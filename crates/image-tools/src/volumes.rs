@@ -17,12 +17,12 @@ use super::io_context::IoContext;
 use super::stores::until_stopped;
 use super::{Convert, Done, ImageTools, Progress, broken, refused};
 
-/// The domain of volumes that are made without a word of one.
+/// The domain of volumes that are made without a given one.
 const DOMAIN: u16 = 0;
 
 impl ImageTools<'_> {
-    /// Copies what `from` reads as into a new volume. Until it is complete and durable the volume is called
-    /// `NAME.partial`: then a clone of it gets the name, and it ends.
+    /// Copies the content of `from` into a new volume. Until it is complete and durable the volume is called
+    /// `NAME.partial`. Then a clone of it gets the name, and it is deleted.
     pub(super) fn convert_into(
         &self,
         from: &ImageName,
@@ -71,7 +71,7 @@ impl ImageTools<'_> {
             operate(&mut context, live, &port, Operation::Delete(left)).map_err(cannot)?;
         }
         let blocks = bytes.div_ceil(BLOCK_BYTES as u64);
-        // What the store has is found from the first block on: nobody else loads the index here.
+        // Equal content is found from the first block on: no background work loads the index here.
         let goes_on = || (self.progress)(Progress { done_bytes: 0, total_bytes: bytes });
         context.run(until_stopped(&goes_on, live.load_whole_index(&port))).map_err(cannot)?;
         let create = Operation::Create(partial_name, blocks, DOMAIN);
@@ -85,7 +85,7 @@ impl ImageTools<'_> {
         let copied = context.run(copying.run());
         drop(copying);
         drop(target);
-        // What could not be copied takes no space. If it cannot be deleted, --force does it.
+        // An unfinished copy takes no space. If it cannot be deleted, --force does it.
         let named = copied.and_then(|()| {
             operate(&mut context, live, &port, Operation::Clone(name, made)).map(drop)
         });

@@ -1,9 +1,9 @@
-//! Disks whose sectors lie in images with metadata.
+//! Disks in images with metadata.
 //!
 //! * [`Image`]: a chain of layers, the leaf first. [`Layer`]: one of them, whatever its format is.
-//! * [`ImageFormat`]: the duties of a format. [`vhd`] and [`qcow2`] are the formats.
-//! * [`children`]: which images stand on an image, so that nobody writes below them.
-//! * [`open_raw`], [`open_medium`], [`open_store`]: what a disk lies in, opened and locked.
+//! * [`ImageFormat`]: the interface of a format. [`vhd`] and [`qcow2`] are the formats.
+//! * [`children`]: the children of an image, which must not be written while it has any.
+//! * [`open_raw`], [`open_medium`], [`open_store`]: open and lock a disk's file or device.
 
 #![forbid(unsafe_code)]
 

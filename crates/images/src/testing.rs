@@ -1,5 +1,5 @@
-//! A chain of images with an engine and memory of its own, for tests: what crate `disk` has above this
-//! one, without ranges that are checked.
+//! A chain of images with an engine and memory of its own, for tests. It is what crate `disk` adds to this one, without
+//! checks of ranges.
 
 use std::future::Future;
 use std::io;
@@ -20,7 +20,7 @@ pub(crate) struct Session {
     port: Port,
     pool: Arc<Pool>,
     buffers: QueuePool,
-    /// Last, as its drop waits for operations on all of the above.
+    /// The last field, as its drop waits for operations on all of the above.
     reactor: Reactor,
 }
 

@@ -1,6 +1,6 @@
-//! Measurements. One run of a load against the backend on the loopback (`run/`) ends in a report
-//! (`report.rs`). Comparisons (`compare/`) are made of many such runs, and of runs of peers. So are the
-//! published experiments (`experiments/`), whose results make a page (`page/`).
+//! Measurements. One run of a load against the backend on the loopback (`run/`) gives a report (`report.rs`).
+//! Comparisons (`compare/`) consist of many such runs, and of runs of peers. So do the published experiments
+//! (`experiments/`), whose results make a page (`page/`).
 
 #![forbid(unsafe_code)]
 

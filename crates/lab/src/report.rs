@@ -1,4 +1,4 @@
-//! The result, for people and for programs.
+//! The result as text and as JSON.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -16,18 +16,18 @@ use crate::run::tally::{Counter, Tally};
 use crate::run::task::Task;
 use ferrite::exit::Failure;
 
-/// Said with every figure.
+/// Printed with every figure.
 pub(crate) const WHERE: &str = "loopback, not Xen";
 
 /// The medium of a run.
 pub(crate) struct Medium {
-    /// One line.
+    /// Its description in one line.
     description: String,
-    /// Past the page cache.
+    /// Whether I/O bypasses the page cache.
     direct: bool,
-    /// By which engine.
+    /// The engine.
     engine: EngineKind,
-    /// How long opening it took.
+    /// The time of opening it.
     open_us: f64,
 }
 
@@ -42,19 +42,19 @@ impl Medium {
     }
 }
 
-/// The part of the counted time that its counters may be late before the result says so.
+/// The largest delay of the counters, as part of the counted time, that is not reported.
 const LATE_PART: f64 = 0.05;
 
-/// Observations of the backend before the first request, and apart from the requests.
+/// Figures of the backend that do not belong to requests.
 #[derive(Debug, Default)]
 pub(crate) struct Aside {
     pub(crate) counts: Counts,
-    /// How much later than the guests' counted time these counts began or ended.
+    /// The delay of the counters relative to the guests' counted time.
     pub(crate) late_ns: u64,
     pub(crate) idle_rss_kib: Option<u64>,
     pub(crate) idle_file_kib: Option<u64>,
     pub(crate) idle: Option<Idle>,
-    /// Of all backends, connected and at rest after the load.
+    /// Memory of all backends, connected and at rest after the load.
     pub(crate) rest_pss_kib: Option<u64>,
     pub(crate) segments_per_copy: Option<f64>,
 }
@@ -80,7 +80,7 @@ impl Latency {
     }
 }
 
-/// All that is known of a run; the fields of the JSON, which scripts and comparisons depend on.
+/// All figures of a run: the fields of the JSON, which scripts and comparisons depend on.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Report {
     schema: u32,
@@ -88,27 +88,27 @@ pub(crate) struct Report {
     place: String,
     pub(crate) iops: f64,
     mib_per_s: f64,
-    /// Of the whole process, the kernel's workers for its rings included.
+    /// Processor time of the whole process, the kernel's workers for its rings included.
     pub(crate) backend_cpu_us_per_io: f64,
-    /// Of the guests' queue threads.
+    /// Processor time of the guests' queue threads.
     pub(crate) guest_cpu_us_per_io: f64,
     pub(crate) lat_us: Latency,
-    /// Of the whole process, when all guests were connected and had sent nothing.
+    /// Memory of the whole process, when all guests were connected and had sent nothing.
     pub(crate) idle_rss_kib: Option<u64>,
-    /// Pages of files in it: the program.
+    /// The part of it that is file pages: the program.
     idle_file_kib: Option<u64>,
-    /// Wake-ups of the backend while nobody asked it for anything; only with --idle.
+    /// Wake-ups of the backend without requests; only with --idle.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) idle: Option<Idle>,
-    /// Of all backends, connected and at rest after the load; what is shared in parts.
+    /// Memory of all backends, connected and at rest after the load; shared pages count in parts.
     #[serde(default)]
     pub(crate) rest_pss_kib: Option<u64>,
-    /// By keepers and workers.
+    /// Whether disks had keepers and workers.
     #[serde(default)]
     kept: bool,
-    /// The cost of waking a thread here, as the backend has measured it.
+    /// The cost of waking a thread here, as measured by the backend.
     pub(crate) wake_up_us: f64,
-    /// On average, over ramp and all.
+    /// The average, including the ramp.
     pub(crate) segments_per_copy: Option<f64>,
     pub(crate) ios: u64,
     errors: u64,
@@ -117,7 +117,7 @@ pub(crate) struct Report {
     image: String,
     disk: String,
     direct: bool,
-    /// Opening the image: for a format with metadata, reading what is needed of it.
+    /// The time of opening the image: for a format with metadata, of reading its tables.
     pub(crate) open_us: f64,
     engine: String,
     mode: Mode,
@@ -133,7 +133,7 @@ pub(crate) struct Report {
     poll_us: String,
     /// The queues' counters in the counted time, by name.
     pub(crate) counts: BTreeMap<String, u64>,
-    /// How much later than the counted time those began or ended: the machine was busy.
+    /// The delay of these counters relative to the counted time: the machine was busy.
     late_us: f64,
     memory_bytes: usize,
     seconds: f64,
@@ -149,6 +149,8 @@ fn us(ns: u64) -> f64 {
 }
 
 impl Report {
+    /// Combines the figures of a run.
+    ///
     /// # Errors
     /// There is nothing to report.
     pub(crate) fn new(
@@ -213,15 +215,17 @@ impl Report {
         })
     }
 
+    /// The report as JSON.
+    ///
     /// # Errors
-    /// A number that JSON does not have: a bug.
+    /// A number that JSON cannot express: a bug.
     pub(crate) fn json(&self) -> Result<String, Failure> {
         serde_json::to_string_pretty(self).map(|text| text + "\n").map_err(|e| {
             Failure::new("cannot print the result as JSON", e, "run it without --json")
         })
     }
 
-    /// A few lines.
+    /// The report in a few lines.
     pub(crate) fn text(&self) -> String {
         let many = |n: u32, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
         let mut text = format!("{WHERE}\n");

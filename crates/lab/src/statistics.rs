@@ -1,27 +1,27 @@
-//! What several runs say together: mean, deviation, and how sure the mean is.
+//! Statistics of several runs: mean, deviation, and the confidence interval of the mean.
 
 use std::f64::consts::FRAC_2_PI;
 
-/// How sure an interval is.
+/// The confidence of an interval.
 const CONFIDENCE: f64 = 0.95;
-/// No quantile that is asked for is larger: with one degree of freedom it is 12.7.
+/// A bound above all quantiles used: with one degree of freedom it is 12.7.
 const MAX_QUANTILE: f64 = 1000.0;
-/// Halvings that leave nothing of that but the last digit of a number.
+/// Halvings of that which leave only the last digit of a number.
 const HALVINGS: u32 = 70;
 
-/// Several runs of one thing.
+/// Several runs of one subject.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Summary {
     pub(crate) n: u32,
     pub(crate) mean: f64,
-    /// Of the sample; 0 for a single run.
+    /// The sample's standard deviation; 0 for a single run.
     pub(crate) stddev: f64,
-    /// The mean is within that of it, with 95 % confidence (Student); 0 for a single run.
+    /// Half the width of the mean's interval with 95 % confidence (Student); 0 for a single run.
     pub(crate) ci95: f64,
 }
 
 impl Summary {
-    /// Of nothing, not a number.
+    /// Without values, not a number.
     pub(crate) fn of(values: &[f64]) -> Summary {
         let n = values.len();
         let mean = values.iter().sum::<f64>() / n as f64;
@@ -35,12 +35,12 @@ impl Summary {
     }
 }
 
-/// Run by run.
+/// The ratios of each run.
 pub(crate) fn ratios(ours: &[f64], theirs: &[f64]) -> Vec<f64> {
     ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs).collect()
 }
 
-/// The multiple of the standard error that the interval of 95 % reaches to each side.
+/// The multiple of the standard error that is half the interval of 95 %.
 fn student(freedom: u32) -> f64 {
     let (mut low, mut high) = (0.0, MAX_QUANTILE);
     for _ in 0..HALVINGS {
@@ -59,7 +59,7 @@ fn within(t: f64, freedom: u32) -> f64 {
     let angle = (t / f64::from(freedom).sqrt()).atan();
     let (sin, cos) = angle.sin_cos();
     let odd = freedom % 2 == 1;
-    // The first power, and those that follow by two each.
+    // The first power, and the following ones by twos.
     let (mut term, mut at) = if odd { (cos, 1) } else { (1.0, 0) };
     let mut sum = 0.0;
     while at + 2 <= freedom {
@@ -73,7 +73,7 @@ fn within(t: f64, freedom: u32) -> f64 {
     }
 }
 
-/// The line through points that is nearest to them by the sum of squares: where it begins, and its slope.
+/// The least-squares line through points: its value at 0, and its slope.
 pub(crate) fn line(points: &[(f64, f64)]) -> (f64, f64) {
     let n = points.len() as f64;
     let mean = |of: fn(&(f64, f64)) -> f64| points.iter().map(of).sum::<f64>() / n;

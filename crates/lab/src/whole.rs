@@ -1,20 +1,20 @@
-//! Files that are there whole, or as they were before.
+//! Replaces files atomically.
 
 use std::fs::{self, Permissions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
-/// As any new file, before the mask of the user.
+/// The mode of a new file, before the user's mask.
 const MODE: u32 = 0o666;
 
-/// Writes a file whole or not at all: a full disk does not cost what it held before.
+/// Writes a file atomically: a full disk does not lose the old content.
 ///
 /// # Errors
 /// It cannot be written.
 pub(crate) fn write(path: &Path, text: &str) -> io::Result<()> {
     let path = match fs::metadata(path) {
-        // A terminal or a pipe stays what it is.
+        // A terminal or a pipe is written directly.
         Ok(there) if !there.is_file() => return fs::write(path, text),
         Ok(_) => path.canonicalize()?,
         Err(_) => path.to_owned(),
@@ -43,7 +43,7 @@ mod tests {
         write(&link, "new").unwrap();
         assert_eq!(fs::read_to_string(&file).unwrap(), "new");
         assert!(link.is_symlink() && fs::read_dir(folder.path()).unwrap().count() == 2);
-        // Others may read it, as far as the user's mask says so.
+        // Others may read it, as the user's mask allows.
         fs::write(folder.path().join("plain"), "").unwrap();
         let mode =
             |name: &str| fs::metadata(folder.path().join(name)).unwrap().permissions().mode();

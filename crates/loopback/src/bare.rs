@@ -1,9 +1,8 @@
-//! The copies of a load without anything around them: what the backend's speed is measured against.
+//! The copies of a load alone, as the baseline of the backend's speed.
 //!
-//! The memory is the same as with a backend: on one side frames of a guest, whose process is
-//! another one, on the other an [`Arena`]. The calls are the same as [`copy`](super::copy) makes,
-//! in the direction of reads from a disk without a medium: one page of zeros to every frame.
-//! There are no grants, no rings and no events.
+//! The memory is as with a backend: on one side frames of a guest, which is another process, on the other an [`Arena`].
+//! The calls are those of [`copy`](super::copy), in the direction of reads from a disk without a medium: one page of
+//! zeros to every frame. There are no grants, no rings and no events.
 
 use std::io;
 use std::sync::Arc;
@@ -22,7 +21,7 @@ pub struct Bare {
     frames: u32,
     /// The guest's process.
     pid: libc::pid_t,
-    /// For each frame: the page that is copied, and where the frame is in that process.
+    /// For each frame: the page to copy, and the frame's address in that process.
     local: Vec<libc::iovec>,
     remote: Vec<libc::iovec>,
 }
@@ -52,10 +51,10 @@ impl Bare {
         Ok(Bare { memory, arena, page, frames, pid: pid as libc::pid_t, local, remote })
     }
 
-    /// Copies to each frame once, in calls of up to `batch` pages where the kernel copies.
+    /// Copies to each frame once, in calls of up to `batch` pages if the kernel copies.
     ///
     /// # Errors
-    /// The kernel's: the guest's process has not announced itself, or is gone.
+    /// Those of the kernel: the guest's process has not announced itself, or has ended.
     pub fn round(&self, with: CopyWith, batch: usize) -> io::Result<()> {
         match with {
             CopyWith::Memcpy => {
@@ -71,8 +70,8 @@ impl Bare {
 
     fn memcpy(&self, frame: u32) {
         let from = self.arena.ptr(self.page);
-        // SAFETY: both are whole mapped pages, of different objects. The guest may change the
-        // bytes meanwhile: nothing looks at them (see memory.rs).
+        // SAFETY: both are whole mapped pages, of different objects. The guest may change the bytes meanwhile: nothing
+        // depends on them (see memory.rs).
         unsafe { self.memory.frame(frame).copy_from_nonoverlapping(from, PAGE_SIZE) }
     }
 

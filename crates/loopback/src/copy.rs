@@ -1,6 +1,5 @@
-//! Grant copies: memcpy through a mapping of the guest, or process_vm_readv and process_vm_writev
-//! into the frontend's process. Both do real work; neither is a hypercall, and every figure says
-//! which it was.
+//! Grant copies: memcpy through a mapping of the guest, or process_vm_readv and process_vm_writev into the frontend's
+//! process. Both do real work; neither is a hypercall, and every figure names the one used.
 
 use std::fmt;
 use std::io;
@@ -14,7 +13,7 @@ use super::memory::GuestMemory;
 use ferrite_xen::hypervisor::{CopySegment, Direction, GNTST_GENERAL_ERROR, GNTST_OKAY, PAGE_SIZE};
 use ferrite_xen::mover::move_bytes;
 
-/// The means by which bytes are copied.
+/// The copy method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopyWith {
     /// The processor, through a mapping of the whole guest.
@@ -44,10 +43,10 @@ impl FromStr for CopyWith {
     }
 }
 
-/// Most pieces of one process_vm call: the kernel's `UIO_MAXIOV`.
+/// The most pieces of one process_vm call: the kernel's `UIO_MAXIOV`.
 const VM_BATCH: usize = 1024;
 
-/// One connection's means to copy.
+/// The copy method of one connection.
 pub(super) enum Copier {
     Memcpy,
     ProcessVm(Box<ProcessVm>),
@@ -113,11 +112,11 @@ fn memcpy_one(
 /// The frontend's address space, and room for one call's arguments.
 pub(super) struct ProcessVm {
     pid: libc::pid_t,
-    /// Where frame 0 is there.
+    /// The address of frame 0 in that process.
     base: u64,
     local: Vec<libc::iovec>,
     remote: Vec<libc::iovec>,
-    /// Which segment of the batch each pair of iovecs is.
+    /// The segment of the batch for each pair of iovecs.
     index: Vec<usize>,
 }
 
@@ -170,7 +169,7 @@ impl ProcessVm {
         self.index.push(index);
     }
 
-    /// Goes on behind a piece that could not be transferred, so that each gets its own status.
+    /// Transfers a batch. It continues after a piece that could not be transferred, so that each gets its own status.
     fn transfer(&self, direction: Direction, batch: &mut [CopySegment]) -> io::Result<()> {
         let mut from = 0;
         while from < self.index.len() {
@@ -179,7 +178,7 @@ impl ProcessVm {
                 Err(e) => match e.raw_os_error() {
                     Some(libc::EFAULT) => 0,
                     Some(libc::EINTR) => continue,
-                    // The guest is gone: as for a domain that has died, every piece fails.
+                    // The guest has ended: as for a domain that has died, every piece fails.
                     Some(libc::ESRCH) => {
                         let rest = &self.index[from..];
                         rest.iter().for_each(|i| batch[*i].status = GNTST_GENERAL_ERROR);
@@ -199,8 +198,7 @@ impl ProcessVm {
         Ok(())
     }
 
-    /// How many pieces from `from` on `bytes` transferred bytes are, in whole; a piece that was
-    /// cut has failed.
+    /// The number of complete pieces from `from` on in `bytes` transferred bytes; a partial piece has failed.
     fn whole_pieces(&self, from: usize, bytes: usize) -> usize {
         let mut left = bytes;
         let fits = |piece: &&libc::iovec| match left.checked_sub(piece.iov_len) {

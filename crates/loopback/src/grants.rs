@@ -1,16 +1,16 @@
-//! A guest's grant table: which frames the backend may reach, and which it is reaching now.
+//! A guest's grant table: the frames that the backend may access, and those that it accesses now.
 //!
-//! One 64-bit word a reference, changed by compare-and-swap only, as in version 1 of Xen's tables
-//! but with the number of users in it: so that a frontend that takes a grant back either gets it
-//! back for good or learns that it is in use, however many copies run (threats.md T5, T14).
+//! Each reference is one 64-bit word, changed by compare-and-swap only. It is like version 1 of Xen's tables, but with
+//! the number of users. So a frontend that revokes a grant either gets it back for good or learns that it is in use,
+//! however many copies run (threats.md T5, T14).
 //!
 //! | bits | meaning |
 //! |---|---|
 //! | 0 | the backend may use the frame |
 //! | 2 | for reading only |
-//! | 3, 4 | the backend reads, writes it at this moment |
-//! | 8..24 | how many copies and mappings use it |
-//! | 24..40 | which domain may |
+//! | 3, 4 | the backend is reading, writing it now |
+//! | 8..24 | the number of copies and mappings that use it |
+//! | 24..40 | the domain that may use it |
 //! | 40..64 | frame number |
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -32,7 +32,7 @@ const FRAME_SHIFT: u32 = 40;
 /// Frame numbers are below this: 64 GiB of guest memory.
 pub const MAX_FRAMES: u32 = 1 << 24;
 
-/// The backend's way of using a frame.
+/// The backend's access to a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Reads it: data of writes, indirect pages.
@@ -41,23 +41,22 @@ pub enum Access {
     Write,
 }
 
-/// The backend reaches the frame at this moment; it cannot be taken back now.
+/// The backend is using the frame; its grant cannot be revoked now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the backend is still using grant {}", .0.0)]
 pub struct InUse(pub GrantRef);
 
-/// The words of a table. Private copies of nothing: they live in the guest's memory, and the guest
-/// can write anything there.
+/// The words of a table. They are in the guest's memory, and the guest can write anything there.
 #[derive(Clone, Copy)]
 pub struct GrantTable<'a>(pub(super) &'a [AtomicU64]);
 
 impl GrantTable<'_> {
-    /// References there are; they run from 0.
+    /// The number of references; they run from 0.
     pub fn len(&self) -> u32 {
         self.0.len() as u32
     }
 
-    /// Never.
+    /// Always `false`.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -66,7 +65,7 @@ impl GrantTable<'_> {
         self.0.get(gref.0 as usize)
     }
 
-    /// The frontend lets `domid` use `frame`.
+    /// Grants `domid` the frame `frame`, for the frontend.
     ///
     /// # Panics
     /// If there is no such reference, or the frame number does not fit: a bug of the frontend.
@@ -76,14 +75,14 @@ impl GrantTable<'_> {
             | if read_only { READ_ONLY } else { 0 }
             | u64::from(domid.0) << DOMID_SHIFT
             | u64::from(frame) << FRAME_SHIFT;
-        // Release: what was written to the frame before is seen by whoever pins the grant.
+        // Release: the thread that pins the grant sees earlier writes to the frame.
         self.entry(gref).expect("a reference of the table").store(word, Ordering::Release);
     }
 
-    /// The frontend takes the grant back.
+    /// Revokes the grant, for the frontend.
     ///
     /// # Errors
-    /// [`InUse`]: nothing changed, and the frame must not be used for anything else.
+    /// [`InUse`]: nothing changed, and the frame must not be reused.
     pub fn revoke(&self, gref: GrantRef) -> Result<(), InUse> {
         let Some(entry) = self.entry(gref) else { return Ok(()) };
         // Acquire: the backend's accesses have ended before the frame is used again.
@@ -93,12 +92,12 @@ impl GrantTable<'_> {
             .map_err(|_| InUse(gref))
     }
 
-    /// Whether the backend reaches the frame at this moment.
+    /// Whether the backend is using the frame now.
     pub fn in_use(&self, gref: GrantRef) -> bool {
         self.entry(gref).is_some_and(|e| e.load(Ordering::Acquire) & USERS != 0)
     }
 
-    /// The word as it stands; for reports and hostile tests.
+    /// The raw word; for reports and hostile tests.
     pub fn raw(&self, gref: GrantRef) -> Option<u64> {
         self.entry(gref).map(|e| e.load(Ordering::Acquire))
     }
@@ -108,17 +107,17 @@ impl GrantTable<'_> {
         self.raw(gref).filter(|word| word & PERMIT != 0).map(|word| (word >> FRAME_SHIFT) as u32)
     }
 
-    /// Writes a whole word, whatever it means; what a hostile frontend does.
+    /// Writes a raw word, as a hostile frontend does.
     pub fn set_raw(&self, gref: GrantRef, word: u64) {
         if let Some(entry) = self.entry(gref) {
             entry.store(word, Ordering::Release);
         }
     }
 
-    /// The backend starts to use the grant; the frame's number, below `frames`.
+    /// Begins a use of the grant by the backend; returns the frame's number, below `frames`.
     ///
     /// # Errors
-    /// The status that Xen gives: absent, revoked, somebody else's and read-only ones are general
+    /// Xen's status: absent, revoked, another domain's and read-only grants are general errors there.
     /// errors there.
     pub(super) fn pin(
         &self,
@@ -148,8 +147,8 @@ impl GrantTable<'_> {
         }
     }
 
-    /// The backend has stopped using a grant that it pinned. A frontend that has scribbled over
-    /// the word meanwhile loses its own count, nothing else.
+    /// Ends a use of a pinned grant. A frontend that has overwritten the word meanwhile loses its own count, nothing
+    /// else.
     pub(super) fn unpin(&self, gref: GrantRef) {
         let Some(entry) = self.entry(gref) else { return };
         let _ = entry.fetch_update(Ordering::Release, Ordering::Relaxed, |word| {
@@ -160,7 +159,7 @@ impl GrantTable<'_> {
         });
     }
 
-    /// Forgets all uses: the process that had them is gone, and its mappings with it.
+    /// Clears all uses: the process that had them has ended, and its mappings with it.
     pub(super) fn clear_uses(&self) {
         for entry in self.0 {
             let _ = entry.fetch_update(Ordering::AcqRel, Ordering::Relaxed, |word| {
@@ -169,7 +168,7 @@ impl GrantTable<'_> {
         }
     }
 
-    /// References that the backend uses at this moment; 0 when nothing is connected (T7).
+    /// References that the backend is using; 0 when nothing is connected (T7).
     pub fn users(&self) -> u64 {
         self.0.iter().map(|e| (e.load(Ordering::Acquire) & USERS) >> USERS_SHIFT).sum()
     }
@@ -250,7 +249,7 @@ mod tests {
             s.spawn(|| {
                 for _ in 0..20_000 {
                     if table.pin(REF, BACK, Access::Read, 1).is_ok() {
-                        // While it is pinned, the other side must not believe it has it back.
+                        // While it is pinned, the frontend must not get it back.
                         assert_eq!(owned.load(Ordering::SeqCst), 0);
                         table.unpin(REF);
                     }

@@ -1,4 +1,4 @@
-//! The parts of a guest, and how its descriptors reach other processes.
+//! The parts of a guest, and how its descriptors are passed to other processes.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -13,7 +13,7 @@ use super::LoopbackError;
 use super::memory::GuestMemory;
 use ferrite_xen::hypervisor::DomId;
 
-/// How large a guest is.
+/// The size of a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestOptions {
     /// Frames of 4096 bytes. They cost memory only once they are touched.
@@ -25,7 +25,7 @@ pub struct GuestOptions {
 }
 
 impl Default for GuestOptions {
-    /// 64 MiB, a reference for each frame and as many again, 64 channels.
+    /// 64 MiB, two references per frame, 64 channels.
     fn default() -> Self {
         GuestOptions { frames: 16 * 1024, grants: 32 * 1024, ports: 64 }
     }
@@ -38,7 +38,7 @@ struct Channel {
     to_front: OwnedFd,
 }
 
-/// The descriptors that every party of a guest has.
+/// The descriptors of a guest, which all parties have.
 #[derive(Debug)]
 pub(super) struct Descriptors {
     memory: Arc<OwnedFd>,
@@ -50,12 +50,12 @@ impl Descriptors {
         self.memory.clone()
     }
 
-    /// Where the backend waits and the frontend notifies; the port has been checked.
+    /// The descriptor on which the backend waits and the frontend notifies; the port has been checked.
     pub(super) fn to_back(&self, port: u32) -> BorrowedFd<'_> {
         self.channels[port as usize].to_back.as_fd()
     }
 
-    /// Where the frontend waits and the backend notifies.
+    /// The descriptor on which the frontend waits and the backend notifies.
     pub(super) fn to_front(&self, port: u32) -> BorrowedFd<'_> {
         self.channels[port as usize].to_front.as_fd()
     }
@@ -66,11 +66,11 @@ impl Descriptors {
     }
 }
 
-/// Everything that a party needs to take part in a guest's life: its memory, its event channels,
-/// and, for a frontend, a connection to the store.
+/// Everything that a party needs to use a guest: its memory, its event channels, and, for a frontend, a connection to
+/// the store.
 ///
-/// Goes to a child process by [`pass_to`](Self::pass_to) there and [`from_arg`](Self::from_arg)
-/// here.
+/// It is passed to a child process by [`pass_to`](Self::pass_to) in the parent and [`from_arg`](Self::from_arg) in the
+/// child.
 #[derive(Debug)]
 pub struct GuestHandle {
     domid: DomId,
@@ -97,7 +97,7 @@ impl GuestHandle {
         })
     }
 
-    /// The same with a connection to the store, which must act for this guest.
+    /// The handle with a connection to the store, which must act for this guest.
     pub fn with_store(self, store: OwnedFd) -> GuestHandle {
         GuestHandle { store: Some(store), ..self }
     }
@@ -107,12 +107,12 @@ impl GuestHandle {
         GuestHandle { domid: self.domid, descriptors: self.descriptors.clone(), store: None }
     }
 
-    /// Whose it is.
+    /// The guest's domain.
     pub fn domid(&self) -> DomId {
         self.domid
     }
 
-    /// The connection to the store, once.
+    /// Takes the connection to the store, once.
     pub fn take_store(&mut self) -> Option<OwnedFd> {
         self.store.take()
     }
@@ -152,19 +152,19 @@ impl GuestHandle {
         format!("{}/{memory}/{}/{store}", self.domid, channels.join(","))
     }
 
-    /// Lets the process that `command` will start inherit the descriptors, and gives the text
-    /// that [`from_arg`](Self::from_arg) needs there, as an argument or in the environment.
-    /// This process keeps its copies (the store's too) as long as `command` exists.
+    /// Lets the process that `command` will start inherit the descriptors; returns the text for
+    /// [`from_arg`](Self::from_arg) there, as an argument or in the environment. This process keeps its copies (the
+    /// store's too) as long as `command` exists.
     pub fn pass_to(self, command: &mut Command) -> String {
         let text = self.describe();
         inherit(command, vec![self]);
         text
     }
 
-    /// The guest that a parent process passed. Can be called once for each text.
+    /// The guest that a parent process passed. To be called once for each text.
     ///
     /// # Errors
-    /// The text is malformed, or what it names was not inherited.
+    /// The text is malformed, or a descriptor was not inherited.
     pub fn from_arg(text: &str) -> Result<GuestHandle, LoopbackError> {
         Self::parse(text).map_err(|problem| LoopbackError::Handle {
             text: text.chars().take(80).collect(),
@@ -189,8 +189,8 @@ impl GuestHandle {
     }
 }
 
-/// Everything that a backend process needs: a connection to the store that acts for dom0, and the
-/// guests that it may serve.
+/// Everything that a backend process needs: a connection to the store that acts for dom0, and the guests that it may
+/// serve.
 #[derive(Debug)]
 pub struct BackendHandle {
     /// The connection; [`pass_to`](Self::pass_to) passes it on.
@@ -212,7 +212,7 @@ impl BackendHandle {
     /// As [`GuestHandle::from_arg`].
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`GuestHandle::from_arg`].
     pub fn from_arg(text: &str) -> Result<BackendHandle, LoopbackError> {
         let mut parts = text.split(';');
         let store = inherited(parts.next().unwrap_or_default()).map_err(|problem| {
@@ -223,11 +223,11 @@ impl BackendHandle {
     }
 }
 
-/// The lowest number of what a process may inherit: a process that is started has its own in chosen
-/// places below that ([`ferrite_host::process::spawn`]).
+/// The lowest number of inherited descriptors: a started process has its own at chosen numbers below
+/// ([`ferrite_host::process::spawn`]).
 const LOWEST_INHERITED: RawFd = 64;
 
-/// The same open file under a number that no process has chosen for something else.
+/// The same open file under a number that no process uses for another purpose.
 pub(super) fn raised(fd: OwnedFd) -> Result<OwnedFd, Errno> {
     rustix::io::fcntl_dupfd_cloexec(fd, LOWEST_INHERITED)
 }
@@ -276,9 +276,9 @@ fn inherit<T: Inheritable>(command: &mut Command, owners: Vec<T>) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Takes a descriptor that was inherited on purpose: it is open, beyond the standard three, and
-/// not close-on-exec. Everything that this process opens itself is close-on-exec, so nobody else
-/// here owns it; taking it sets the flag, so it can be taken once.
+/// Takes a descriptor that was inherited on purpose: it is open, beyond the standard three, and not close-on-exec.
+/// Everything that this process opens itself is close-on-exec, so nothing else here owns it. Taking it sets the flag,
+/// so it can be taken once.
 fn inherited(number: &str) -> Result<OwnedFd, String> {
     let fd: RawFd = number.parse().map_err(|e| format!("descriptor {number:?}: {e}"))?;
     // SAFETY: only asks for a flag; a number that is not open gives EBADF.
@@ -286,7 +286,7 @@ fn inherited(number: &str) -> Result<OwnedFd, String> {
     if fd <= 2 || flags < 0 || flags & libc::FD_CLOEXEC != 0 {
         return Err(format!("descriptor {fd} was not inherited"));
     }
-    // SAFETY: open, and owned by nobody in this process, as said above.
+    // SAFETY: open, and not owned by anything else in this process, as explained above.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|e| format!("descriptor: {e}"))?;
     Ok(fd)

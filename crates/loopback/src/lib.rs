@@ -1,11 +1,11 @@
 //! Guests without Xen: the same interfaces, between threads or processes of one Linux machine.
 //!
-//! It is not Xen, and no figure from it is called Xen. What stands in for what:
+//! It is not Xen, and no figure from it is called Xen. The replacements:
 //!
 //! | Xen | here | where |
 //! |---|---|---|
 //! | guest memory | frames of a sealed memfd | [`memory`] |
-//! | grant table | one 64-bit atomic word a reference, in the same memfd | [`grants`] |
+//! | grant table | one 64-bit atomic word per reference, in the same memfd | [`grants`] |
 //! | event channels | pairs of eventfds | [`guest`] |
 //! | map | mmap of the memfd's frames (real page-table work) | [`link`] |
 //! | grant copy | memcpy, or process_vm_readv and process_vm_writev | [`copy`] |
@@ -13,10 +13,9 @@
 //! | toolstack | [`machine::Machine`] | [`machine`] |
 //! | blkfront | [`front::Frontend`] | [`front`] |
 //!
-//! Whatever a frontend can reach (its memory, its grants, its part of the store) is as hostile as
-//! on Xen, and is treated so. What it can *not* reach on Xen it partly can here: it knows the
-//! eventfds, and names the process that `process_vm_*` calls go to. Loopback is for tests and
-//! measurements; it isolates nobody.
+//! Everything that a frontend can access (its memory, its grants, its part of the store) is as hostile as on Xen, and
+//! is treated so. Some resources that it could *not* access on Xen it can here: it has the eventfds, and names the
+//! process for `process_vm_*` calls. Loopback is for tests and measurements; it is no isolation.
 
 pub mod bare;
 pub mod copy;
@@ -40,26 +39,26 @@ pub use link::Loopback;
 pub use machine::Machine;
 pub use server::StoreServer;
 
-/// Whom the frontends grant their frames to, and who serves the disks: dom0.
+/// The domain of the backend, to which frontends grant their frames: dom0.
 pub const BACKEND_DOMID: DomId = DomId(0);
 
-/// Why something in the loopback world failed.
+/// The error of a loopback operation.
 #[derive(Debug, thiserror::Error)]
 pub enum LoopbackError {
     /// A system call failed.
     #[error("cannot {what}: {source}")]
     System {
-        /// The step that was tried.
+        /// The failed step.
         what: String,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// The text that should describe inherited descriptors does not.
+    /// The text for inherited descriptors is invalid.
     #[error("{text:?} does not describe a guest: {problem}; pass what GuestHandle::pass_to gave")]
     Handle {
-        /// The value that was given.
+        /// The text.
         text: String,
-        /// Its fault.
+        /// The reason.
         problem: String,
     },
     /// The descriptor is not the memory of a guest.
@@ -68,12 +67,12 @@ pub enum LoopbackError {
     /// Another backend serves this guest.
     #[error("guest {domid} is already served by process {pid}; stop that one first")]
     Busy {
-        /// Which guest.
+        /// The guest.
         domid: DomId,
-        /// The backend that serves it.
+        /// The process of that backend.
         pid: u32,
     },
-    /// The store refused something that the toolstack or a frontend asked of it.
+    /// The store refused a request of the toolstack or of a frontend.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// Something did not happen in time.
@@ -81,10 +80,10 @@ pub enum LoopbackError {
     Timeout {
         /// The event that did not come, as in "the backend did not reach state 4".
         what: String,
-        /// How long it was waited for.
+        /// The duration of the wait.
         ms: u64,
     },
-    /// A frontend has used up something of its guest's.
+    /// A frontend has used up a resource of its guest.
     #[error("the guest has no free {what} left; create it with more (GuestOptions)")]
     Exhausted {
         /// Frames, grants or ports.
@@ -93,15 +92,14 @@ pub enum LoopbackError {
 }
 
 impl LoopbackError {
-    /// For `map_err`: adds what was tried to the kernel's answer.
+    /// For `map_err`: adds the failed step to the kernel's error.
     pub(crate) fn system<E: Into<io::Error>>(what: impl Into<String>) -> impl FnOnce(E) -> Self {
         let what = what.into();
         move |e| LoopbackError::System { what, source: e.into() }
     }
 }
 
-/// Has a function of a test program called before its `main`, while there is one thread: for a process
-/// that plays another role.
+/// Has a function of a test program called before its `main`, while there is one thread: for a process in another role.
 #[macro_export]
 macro_rules! before_main {
     ($role:path) => {
@@ -109,7 +107,7 @@ macro_rules! before_main {
             extern "C" fn role() {
                 $role();
             }
-            // SAFETY: the loader calls what stands in this section, after the standard library's own.
+            // SAFETY: the loader calls the functions in this section, after the standard library's own.
             #[used]
             #[unsafe(link_section = ".init_array")]
             static ROLE: extern "C" fn() = role;

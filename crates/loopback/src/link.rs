@@ -1,4 +1,4 @@
-//! [`Loopback`]: the hypervisor's place, for a set of guests.
+//! [`Loopback`]: replaces the hypervisor for a set of guests.
 
 use std::collections::HashMap;
 use std::io;
@@ -19,15 +19,15 @@ use ferrite_xen::hypervisor::{
 };
 use ferrite_xen::mover::{Carrier, Grants, Mapping, Moving};
 
-/// The way to a set of guests. One process at a time serves a guest; when that process has died,
-/// however it did, the next one may.
+/// The access to a set of guests. One process at a time serves a guest; when that process has died, in any way, the
+/// next one may.
 pub struct Loopback {
     copy_with: CopyWith,
     guests: RwLock<HashMap<DomId, Arc<Attached>>>,
     copies: Arc<Copies>,
 }
 
-/// The bytes that connections copied that have ended.
+/// The copies of connections that have ended.
 #[derive(Default)]
 struct Copies {
     calls: AtomicU64,
@@ -35,34 +35,34 @@ struct Copies {
 }
 
 impl Loopback {
-    /// With no guests yet.
+    /// A loopback without guests.
     pub fn new(copy_with: CopyWith) -> Loopback {
         Loopback { copy_with, guests: RwLock::default(), copies: Arc::default() }
     }
 
-    /// The means by which bytes are copied.
+    /// The copy method.
     pub fn copy_with(&self) -> CopyWith {
         self.copy_with
     }
 
-    /// How often connections that have ended have copied, and how many segments in all.
+    /// The copies and their segments, of connections that have ended.
     pub fn copies(&self) -> (u64, u64) {
         let Copies { calls, segments } = &*self.copies;
         (calls.load(Ordering::Relaxed), segments.load(Ordering::Relaxed))
     }
 
-    /// Attaches to a guest, and clears what a predecessor that died has left in it: uses of
-    /// grants, bound ports. That is what Xen does when the predecessor's descriptors close.
+    /// Attaches to a guest, and clears the state that a dead predecessor has left in it: uses of grants, bound ports.
+    /// Xen does that when the predecessor's descriptors are closed.
     ///
     /// # Errors
-    /// Somebody else serves the guest, or it is none.
+    /// Another process serves the guest, or it is no guest.
     pub fn add(&self, guest: &GuestHandle) -> Result<(), LoopbackError> {
         let attached = Arc::new(Attached::new(guest)?);
         self.guests.write().unwrap_or_else(PoisonError::into_inner).insert(guest.domid(), attached);
         Ok(())
     }
 
-    /// Forgets a guest. Its connections go on until they are dropped.
+    /// Removes a guest. Its connections remain until they are dropped.
     pub fn remove(&self, domid: DomId) {
         self.guests.write().unwrap_or_else(PoisonError::into_inner).remove(&domid);
     }
@@ -121,7 +121,7 @@ impl Hypervisor for Loopback {
     }
 }
 
-/// Guards the change of a guest's owner among the threads of one process.
+/// Guards the owner of a guest among the threads of one process.
 static OWNERS: Mutex<()> = Mutex::new(());
 
 /// A guest that this process serves.
@@ -159,8 +159,7 @@ impl Drop for Attached {
     fn drop(&mut self) {
         let _guard = OWNERS.lock().unwrap_or_else(PoisonError::into_inner);
         let me = std::process::id();
-        // A child that was forked with the value in it owns nothing; a word that the guest has
-        // scribbled on stays as it is.
+        // A forked child with a copy of the value owns nothing; a word that the guest has overwritten stays as it is.
         let _ = self.memory.owner().fetch_update(Ordering::AcqRel, Ordering::Relaxed, |word| {
             let users = (word as u32).checked_sub(1)?;
             ((word >> 32) as u32 == me).then_some(u64::from(me) << 32 | u64::from(users))
@@ -168,10 +167,10 @@ impl Drop for Attached {
     }
 }
 
-/// Whether a process runs; one that has ended and was not waited for does not.
+/// Whether a process runs; a zombie does not.
 fn is_running(pid: u32) -> bool {
     let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
-    // The state follows the command's name, which is in parentheses and may contain anything.
+    // The state follows the command's name, which is in parentheses and may have any characters.
     let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
     !matches!(state, Some('Z' | 'X'))
 }
@@ -197,23 +196,23 @@ impl Drop for Pins {
     }
 }
 
-/// Why pages cannot be mapped.
+/// The reason why pages cannot be mapped.
 enum MapError {
-    /// By the guest's grant table.
+    /// The guest's grant table refused it.
     Refused { gref: GrantRef, status: i16 },
-    /// By the kernel.
+    /// The kernel refused it.
     Memory(io::Error),
 }
 
 /// Granted pages, mapped.
 struct Mapped {
-    // Dropped in this order: the mapping goes before the grants count as unused.
+    // Dropped in this order: the mapping ends before the grants count as unused.
     mapping: FrameMapping,
     _pins: Pins,
 }
 
 impl Mapped {
-    /// All of them or none.
+    /// Maps all of them or none.
     fn map(guest: &Arc<Attached>, grefs: &[GrantRef], writable: bool) -> Result<Mapped, MapError> {
         let access = if writable { Access::Write } else { Access::Read };
         let mut pins = Pins { guest: guest.clone(), grefs: Vec::with_capacity(grefs.len()) };
@@ -234,7 +233,7 @@ unsafe impl Mapping for Mapped {
     }
 }
 
-/// One guest's pages, for its link's mover.
+/// One guest's pages, for the mover of its link.
 struct GuestGrants {
     guest: Arc<Attached>,
     copier: Copier,
@@ -262,10 +261,9 @@ impl Grants for GuestGrants {
 
 /// One connected queue.
 ///
-/// [`event_fd`](Link::event_fd) is the eventfd itself. Events that come between
-/// [`take_event`](Link::take_event) and [`rearm`](Link::rearm) gather in it, and `take_event` does
-/// not give them out; but it does poll readable, which /dev/xen/evtchn would not. A backend polls
-/// it after `rearm` only, so that it sees no difference.
+/// [`event_fd`](Link::event_fd) is the eventfd itself. Events between [`take_event`](Link::take_event) and
+/// [`rearm`](Link::rearm) accumulate in it, and `take_event` does not return them; but it polls readable, which
+/// /dev/xen/evtchn would not. A backend polls it only after `rearm`, so it sees no difference.
 struct LoopbackLink {
     carrier: Carrier<Mapped>,
     ring: Mapped,

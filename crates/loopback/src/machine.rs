@@ -1,4 +1,4 @@
-//! A host with guests: the store, the toolstack's part in it, and everybody's way to take part.
+//! A host with guests: the store, the toolstack's operations on it, and handles for all parties.
 //!
 //! ```
 //! use ferrite_loopback::{CopyWith, Machine, machine::Disk};
@@ -31,7 +31,7 @@ use super::{
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::Store;
 
-/// The kind under which libxl puts disks of a tapback-like backend (blkif.md 3.1).
+/// The backend kind that libxl uses for disks of a tapback-like backend (blkif.md 3.1).
 pub const KIND: &str = "vbd3";
 
 /// The toolstack's settings of a disk.
@@ -54,16 +54,16 @@ impl Disk {
         Disk { devid, mode: "w", params: String::new(), backend_keys: Vec::new() }
     }
 
-    /// The same, read-only.
+    /// The disk, read-only.
     pub fn read_only(self) -> Disk {
         Disk { mode: "r", ..self }
     }
 }
 
-/// Where a disk is in the store.
+/// The paths of a disk in the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskPaths {
-    /// Whose disk.
+    /// The guest.
     pub domid: DomId,
     /// Its number.
     pub devid: u32,
@@ -85,7 +85,7 @@ impl DiskPaths {
     }
 }
 
-/// The host. Dropping it ends the store; guests end when the last handle of them does.
+/// The host. Dropping it ends the store; a guest ends when its last handle is dropped.
 pub struct Machine {
     server: StoreServer,
     /// The toolstack's connection.
@@ -95,10 +95,10 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// With an empty store and no guests.
+    /// A host with an empty store and no guests.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Those of the kernel.
     pub fn new() -> Result<Machine, LoopbackError> {
         let server = StoreServer::start()?;
         let mut toolstack = Store::from_fd(server.connect(BACKEND_DOMID)?);
@@ -117,10 +117,10 @@ impl Machine {
         Ok(domid)
     }
 
-    /// The same with a number that a guest had which is gone.
+    /// Adds a guest with the number of one that has ended.
     ///
     /// # Errors
-    /// As of [`add_guest`](Self::add_guest).
+    /// Those of [`add_guest`](Self::add_guest).
     pub fn add_guest_numbered(
         &mut self,
         domid: DomId,
@@ -147,7 +147,7 @@ impl Machine {
             .ok_or_else(|| LoopbackError::NotAGuest(format!("domain {domid} does not exist")))
     }
 
-    /// The parts that a frontend of this guest needs, with a store connection of its own.
+    /// A handle for a frontend of this guest, with a store connection of its own.
     ///
     /// # Errors
     /// There is no such guest, or the kernel gives no socket.
@@ -163,7 +163,7 @@ impl Machine {
         Ok(Store::from_fd(self.server.connect(BACKEND_DOMID)?))
     }
 
-    /// The same, with the number of requests that the store has had by it.
+    /// A connection for dom0, with a counter of its requests.
     ///
     /// # Errors
     /// The kernel gives no socket.
@@ -180,7 +180,7 @@ impl Machine {
         Ok(Store::from_fd(self.server.connect(domid)?))
     }
 
-    /// This process's way to all guests that there are now.
+    /// This process's access to all present guests.
     ///
     /// # Errors
     /// Another process serves one of them.
@@ -190,7 +190,7 @@ impl Machine {
         Ok(loopback)
     }
 
-    /// The parts that a backend in a process of its own needs to serve all guests that there are now.
+    /// A handle for a backend in a process of its own, to serve all present guests.
     ///
     /// # Errors
     /// The kernel gives no socket.
@@ -210,7 +210,7 @@ impl Machine {
         let letter = char::from(b'a' + (disk.devid >> 4 & 0xF) as u8);
         self.toolstack.transaction(|t| {
             let (front, back) = (&paths.frontend, &paths.backend);
-            // A fresh start, should the device have been there before.
+            // Removes the remains of an earlier device.
             t.remove(front)?;
             t.mkdir(front)?;
             t.set_permissions(front, &[('n', domid), ('r', BACKEND_DOMID)])?;
@@ -242,7 +242,7 @@ impl Machine {
         Ok(paths)
     }
 
-    /// Asks the backend to give the disk up, as `xl block-detach` does (blkif.md 3.6).
+    /// Requests the backend to close the disk, as `xl block-detach` does (blkif.md 3.6).
     ///
     /// # Errors
     /// The store's.
@@ -264,8 +264,7 @@ impl Machine {
         })?)
     }
 
-    /// The guest is gone: its directory, and the handle here. What others have of its memory
-    /// stays until they let go of it.
+    /// Destroys the guest: its directory, and the handle here. Its memory remains while other parties have it.
     ///
     /// # Errors
     /// The store's.
@@ -284,7 +283,7 @@ impl Machine {
         state(&mut self.toolstack, &format!("{}/state", disk.backend))
     }
 
-    /// Waits until the backend is in one of `states`; which one it is.
+    /// Waits until the backend is in one of `states`; returns the state.
     ///
     /// # Errors
     /// [`LoopbackError::Timeout`].
@@ -299,7 +298,7 @@ impl Machine {
     }
 }
 
-/// The number in the node; 0, which is Unknown, if there is none or it is no number.
+/// The number in the node; 0, which is Unknown, if there is none.
 pub(super) fn state(store: &mut Store, path: &str) -> Result<u32, LoopbackError> {
     let value = store.read(path)?.unwrap_or_default();
     Ok(std::str::from_utf8(&value).ok().and_then(|v| v.parse().ok()).unwrap_or(0))
@@ -339,7 +338,7 @@ fn wait_watched(
             let what = format!("{path} did not become one of {states:?} (it is {now})");
             return Err(LoopbackError::Timeout { what, ms });
         }
-        // Events that came with the reply are not shown by the descriptor: look again soon.
+        // The descriptor does not signal events that came with a reply, so check again soon.
         wait_readable(store, left.min(Duration::from_millis(20)))?;
     }
 }

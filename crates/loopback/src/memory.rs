@@ -1,4 +1,4 @@
-//! A guest's memory: one memfd that frontend and backend map, each for itself.
+//! A guest's memory: one memfd that frontend and backend map separately.
 //!
 //! Layout: a header page ([`GuestMemory`]'s words), the grant table, then the frames. Frame
 //! numbers count from the first frame, so that no grant can name the header or the table.
@@ -6,10 +6,9 @@
 //! The memfd is sealed against shrinking and growing: an access inside the mapping never faults.
 //! Sizes are read once, checked against the file, and kept privately.
 //!
-//! Why raw accesses are sound: each party has a mapping of its own, at addresses that no other
-//! party's pointers derive from, and nobody ever makes a `&[u8]` or `&mut [u8]` of it. What the
-//! other side changes arrives like a device's writes: words that decisions rest on are atomics,
-//! read once; data bytes are copied in and out and nothing depends on their value.
+//! Why raw accesses are sound: each party has a mapping of its own, at addresses that no other party's pointers derive
+//! from, and no `&[u8]` or `&mut [u8]` of it is ever made. Changes of the other side are like a device's writes: words
+//! that decide anything are atomics, read once; data bytes are copied in and out and nothing depends on their value.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -35,25 +34,25 @@ const AT_GRANTS: usize = 12;
 const AT_PORTS: usize = 16;
 /// The frontend's process, for process_vm calls.
 const AT_FRONT_PID: usize = 24;
-/// Where that process has mapped the whole file.
+/// The address at which that process has mapped the whole file.
 const AT_FRONT_BASE: usize = 32;
 /// The backend that serves the guest: process in the upper half, connections in the lower.
 const AT_OWNER: usize = 40;
 const AT_PORT_STATES: usize = 1024;
 
-/// Most event channels of a guest: their states fill the header page.
+/// The most event channels of a guest: their states fill the header page.
 pub const MAX_PORTS: u32 = ((PAGE_SIZE - AT_PORT_STATES) / 4) as u32;
-/// Most grant references of a guest (8 MiB of table).
+/// The most grant references of a guest (8 MiB of table).
 pub const MAX_GRANTS: u32 = 1 << 20;
 
 /// An event channel that the frontend has not opened.
 const PORT_CLOSED: u32 = 0;
-/// Open, no backend on the other end: `ECS_UNBOUND`.
+/// Open, without a bound backend: `ECS_UNBOUND`.
 const PORT_UNBOUND: u32 = 1;
 /// A backend is bound to it: `ECS_INTERDOMAIN`.
 const PORT_BOUND: u32 = 2;
 
-/// Where things are in the file.
+/// The places in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub(super) frames: u32,
@@ -121,7 +120,7 @@ impl GuestMemory {
         Ok(Arc::into_inner(file).expect("the mapping was the only other user"))
     }
 
-    /// Maps a guest's file; its header is checked, whoever wrote it.
+    /// Maps a guest's file; its header is checked, since any party may have written it.
     pub(super) fn attach(file: Arc<OwnedFd>) -> Result<GuestMemory, LoopbackError> {
         let refuse = |why: String| Err(LoopbackError::NotAGuest(why));
         let seals = rustix::fs::fcntl_get_seals(&file)
@@ -185,7 +184,7 @@ impl GuestMemory {
         unsafe { AtomicU64::from_ptr(self.base.add(offset).as_ptr().cast()) }
     }
 
-    /// Whose memory it says it is.
+    /// The domain in the header.
     pub(super) fn domid(&self) -> DomId {
         DomId(self.word(AT_DOMID).load(Ordering::Relaxed) as u16)
     }
@@ -213,8 +212,8 @@ impl GuestMemory {
         unsafe { self.base.add(self.layout.frames_at() + frame as usize * PAGE_SIZE) }
     }
 
-    /// Maps arbitrary frames one behind the other. Their page-table entries are made now, as a
-    /// hypervisor makes them, and not at the first access.
+    /// Maps arbitrary frames contiguously. Their page-table entries are made now, as a hypervisor makes them, and not
+    /// at the first access.
     pub(super) fn map_frames(&self, frames: &[u32], writable: bool) -> io::Result<FrameMapping> {
         let len = frames.len() * PAGE_SIZE;
         // SAFETY: reserves addresses of the kernel's choice.
@@ -238,23 +237,22 @@ impl GuestMemory {
         Ok(mapping)
     }
 
-    /// The frontend says where process_vm calls find the guest's memory: in the calling process,
-    /// in this mapping.
+    /// Announces the address of the guest's memory for process_vm calls: in the calling process, in this mapping.
     pub(super) fn announce_frontend(&self) {
         let base = self.base.as_ptr().addr() as u64;
         self.wide_word(AT_FRONT_BASE).store(base, Ordering::Relaxed);
         self.word(AT_FRONT_PID).store(std::process::id(), Ordering::Release);
     }
 
-    /// The frontend's announcement: process, and address of frame 0 there. Unchecked: the kernel
-    /// checks both at each call.
+    /// The frontend's announcement: process, and address of frame 0 there. Unchecked: the kernel checks both at each
+    /// call.
     pub(super) fn frontend(&self) -> (u32, u64) {
         let pid = self.word(AT_FRONT_PID).load(Ordering::Acquire);
         let base = self.wide_word(AT_FRONT_BASE).load(Ordering::Relaxed);
         (pid, base.wrapping_add(self.layout.frames_at() as u64))
     }
 
-    /// Process (upper half) and number of its users (lower half) that serve this guest.
+    /// The process (upper half) that serves this guest, and the number of its users (lower half).
     pub(super) fn owner(&self) -> &AtomicU64 {
         self.wide_word(AT_OWNER)
     }
@@ -263,25 +261,25 @@ impl GuestMemory {
         (port < self.layout.ports).then(|| self.word(AT_PORT_STATES + port as usize * 4))
     }
 
-    /// The frontend opens a channel for the backend to bind to.
+    /// Opens a channel, for the frontend, that the backend can bind to.
     pub(super) fn open_port(&self) -> Result<u32, LoopbackError> {
         let change = |port: &u32| self.change_port(*port, PORT_CLOSED, PORT_UNBOUND);
         (0..self.layout.ports).find(change).ok_or(LoopbackError::Exhausted { what: "ports" })
     }
 
-    /// The frontend closes a channel; the backend's events go nowhere from then on.
+    /// Closes a channel, for the frontend; later events of the backend are lost.
     pub(super) fn close_port(&self, port: u32) {
         if let Some(state) = self.port(port) {
             state.store(PORT_CLOSED, Ordering::Release);
         }
     }
 
-    /// The backend binds to a channel; `false` if it is not open, or bound already.
+    /// Binds the backend to a channel; `false` if it is not open, or bound already.
     pub(super) fn bind_port(&self, port: u32) -> bool {
         self.change_port(port, PORT_UNBOUND, PORT_BOUND)
     }
 
-    /// The backend leaves a channel, which can be bound again.
+    /// Unbinds the backend from a channel, which can be bound again.
     pub(super) fn unbind_port(&self, port: u32) {
         self.change_port(port, PORT_BOUND, PORT_UNBOUND);
     }
@@ -299,8 +297,8 @@ impl GuestMemory {
         (0..self.layout.ports).filter(bound).count()
     }
 
-    /// Does the part of the kernel and Xen when a backend domain's process dies: its mappings and uses of
-    /// grants end, and its channels can be bound again (blkif.md 3.9).
+    /// Does what the kernel and Xen do when a backend's process dies: its mappings and uses of grants end, and its
+    /// channels can be bound again (blkif.md 3.9).
     pub(super) fn clear_leftovers(&self) {
         self.grants().clear_uses();
         (0..self.layout.ports).for_each(|port| self.unbind_port(port));
@@ -314,7 +312,7 @@ impl Drop for GuestMemory {
     }
 }
 
-/// Frames mapped one behind the other, until it is dropped.
+/// Contiguously mapped frames, until it is dropped.
 pub(super) struct FrameMapping {
     base: NonNull<u8>,
     len: usize,
@@ -332,7 +330,7 @@ impl FrameMapping {
         self.len
     }
 
-    /// First byte of one of the frames, in the order in which they were given.
+    /// First byte of one of the frames, in the given order.
     pub(super) fn page(&self, page: usize) -> NonNull<u8> {
         assert!(page < self.len / PAGE_SIZE, "page {page} of {}", self.len / PAGE_SIZE);
         // SAFETY: inside the mapping.
@@ -366,7 +364,7 @@ mod tests {
         let (file, a) = guest();
         let b = GuestMemory::attach(file).unwrap();
         assert_eq!(b.domid(), DomId(3));
-        // SAFETY: the frame is mapped and nobody else accesses it.
+        // SAFETY: the frame is mapped and nothing else accesses it.
         unsafe {
             a.frame(7).add(4095).write(0x5a);
             assert_eq!(b.frame(7).add(4095).read(), 0x5a);
@@ -379,7 +377,7 @@ mod tests {
         let mapping = memory.map_frames(&[5, 2, 7], true).unwrap();
         assert_eq!(mapping.len(), 3 * PAGE_SIZE);
         for (i, frame) in [5, 2, 7].into_iter().enumerate() {
-            // SAFETY: both are mapped and nobody else accesses them.
+            // SAFETY: both are mapped and nothing else accesses them.
             unsafe {
                 memory.frame(frame).write(frame as u8);
                 assert_eq!(mapping.base().add(i * PAGE_SIZE).read(), frame as u8);

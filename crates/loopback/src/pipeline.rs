@@ -1,10 +1,9 @@
-//! The least that two processes need when one does the other's disk I/O: what a backend in a
-//! process of its own can be measured against.
+//! The least that two processes need when one does the other's disk I/O, as the baseline for a backend in a process of
+//! its own.
 //!
-//! The front writes words to shared memory, each a request, and gets words back. Data lie in the same
-//! memory, in the order of the places that requests name, and the back copies them once. Two
-//! eventfds wake whoever says that it sleeps. There is nothing else: no grants, no checks of what
-//! the other side says, no books. Both sides are ours.
+//! The front writes words to shared memory, each a request, and gets words back. Data are in the same memory, in the
+//! order of the places that requests name, and the back copies them once. Two eventfds wake a side that announces that
+//! it sleeps. There is nothing else: no grants, no checks of the other side, no bookkeeping. Both sides are ours.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -23,21 +22,21 @@ use ferrite_xen::hypervisor::{DomId, PAGE_SIZE};
 /// The only channel.
 const PORT: u32 = 0;
 
-// The places of the shared words: on cache lines of their own.
+// The offsets of the shared words, on cache lines of their own.
 const REQUESTS: usize = 0;
 const BACK_SLEEPS: usize = 8;
 const ANSWERS: usize = 16;
 const FRONT_SLEEPS: usize = 24;
 const SLOTS: usize = 32;
 
-/// In a word, from bit 48 on the place; below it the sector, or whether it went well.
+/// A word has the place from bit 48 on; below it the sector, or whether the request succeeded.
 const PLACE_SHIFT: u32 = 48;
 const WRITE: u64 = 1 << 47;
 
-/// What goes through a pipeline.
+/// The dimensions of a pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Places, and so requests in flight at most.
+    /// Places, which is also the most requests in flight.
     pub places: u16,
     /// Pages of each place.
     pub pages: u32,
@@ -53,7 +52,7 @@ impl Shape {
         GuestHandle::create(DomId(1), GuestOptions { frames, grants: 1, ports: 1 })
     }
 
-    /// Slots of each direction: as many as places, or more.
+    /// Slots of each direction: at least as many as places.
     fn slots(self) -> usize {
         usize::from(self.places).next_power_of_two()
     }
@@ -72,7 +71,7 @@ impl Shape {
     }
 }
 
-/// What both sides have.
+/// The state of both sides.
 struct Shared {
     memory: GuestMemory,
     descriptors: Arc<Descriptors>,
@@ -92,8 +91,8 @@ impl Shared {
 
     fn word(&self, i: usize) -> &AtomicU64 {
         assert!(i < self.shape.words());
-        // SAFETY: the words lie in the first frames, which `attach` has found to be there. They are
-        // aligned, mapped as long as `self`, and only ever accessed atomically.
+        // SAFETY: the words lie in the first frames, whose presence `attach` has checked. They are aligned, mapped as
+        // long as `self`, and only ever accessed atomically.
         unsafe { AtomicU64::from_ptr(self.memory.frame(0).as_ptr().cast::<u64>().add(i)) }
     }
 
@@ -105,7 +104,7 @@ impl Shared {
         self.word(SLOTS + self.shape.slots() + (i as usize & (self.shape.slots() - 1)))
     }
 
-    /// Says that the other side's next word shall come with an event, unless it is there already.
+    /// Requests an event with the other side's next word; returns whether a word is there already.
     fn final_check(&self, sleeps: usize, head: usize, taken: u64) -> bool {
         if self.word(head).load(Ordering::Acquire) != taken {
             return true;
@@ -116,7 +115,7 @@ impl Shared {
         self.word(head).load(Ordering::Acquire) != taken
     }
 
-    /// Shows the other side what was written; whether it is to have an event.
+    /// Publishes the written words; returns whether the other side wants an event.
     fn publish(&self, head: usize, upto: u64, sleeps: usize) -> bool {
         self.word(head).store(upto, Ordering::Release);
         fence(Ordering::SeqCst);
@@ -128,7 +127,7 @@ impl Shared {
     }
 }
 
-/// The side that has requests.
+/// The side that makes requests.
 pub struct Front {
     shared: Shared,
     written: u64,
@@ -137,6 +136,8 @@ pub struct Front {
 }
 
 impl Front {
+    /// Attaches the front.
+    ///
     /// # Errors
     /// The memory cannot be mapped, or has another shape.
     pub fn attach(handle: &GuestHandle, shape: Shape) -> Result<Front, LoopbackError> {
@@ -151,13 +152,13 @@ impl Front {
         for frame in 0..frames {
             let page = self.shared.memory.frame(shape.data_frame() + frame).cast::<u64>();
             for i in 0..PAGE_SIZE / size_of::<u64>() {
-                // SAFETY: inside the frame, aligned; the back reads it only once it was asked to.
+                // SAFETY: inside the frame, aligned; the back reads it only after a request.
                 unsafe { page.add(i).write_volatile(next()) }
             }
         }
     }
 
-    /// Writes a request of a place that has none.
+    /// Writes a request for an idle place.
     pub fn send(&mut self, place: u16, sector: u64, write: bool) {
         let way = if write { WRITE } else { 0 };
         let word = u64::from(place) << PLACE_SHIFT | way | sector;
@@ -165,7 +166,7 @@ impl Front {
         self.written += 1;
     }
 
-    /// Publishes what was sent.
+    /// Publishes the written requests.
     ///
     /// # Errors
     /// The kernel's, of the event.
@@ -190,7 +191,7 @@ impl Front {
         self.shared.word(ANSWERS).load(Ordering::Acquire) != self.taken
     }
 
-    /// The next answer: its place, and whether it went well.
+    /// The next answer: its place, and whether the request succeeded.
     pub fn take(&mut self) -> Option<(u16, bool)> {
         if !self.has_answer() {
             return None;
@@ -200,12 +201,12 @@ impl Front {
         Some(((word >> PLACE_SHIFT) as u16, word & 1 == 1))
     }
 
-    /// Asks for an event with the next answer; whether one is there.
+    /// Requests an event with the next answer; returns whether one is there.
     pub fn final_check(&self) -> bool {
         self.shared.final_check(FRONT_SLEEPS, ANSWERS, self.taken)
     }
 
-    /// Sleeps until an event comes, or for so long.
+    /// Sleeps until an event comes, or for at most this time.
     ///
     /// # Errors
     /// The kernel's.
@@ -224,14 +225,14 @@ impl Front {
     }
 }
 
-/// A request, as the back sees it.
+/// A request, on the back's side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// Where its data are.
+    /// The place of its data.
     pub place: u16,
-    /// Where they belong on the disk.
+    /// Its sector on the disk.
     pub sector: u64,
-    /// Which way.
+    /// Whether it is a write.
     pub write: bool,
 }
 
@@ -244,6 +245,8 @@ pub struct Back {
 }
 
 impl Back {
+    /// Attaches the back.
+    ///
     /// # Errors
     /// The memory cannot be mapped, or has another shape.
     pub fn attach(handle: &GuestHandle, shape: Shape) -> Result<Back, LoopbackError> {
@@ -270,8 +273,8 @@ impl Back {
     /// Copies a place's data to the arena.
     pub fn fetch(&self, place: u16, arena: &Arena, to: Span) {
         let bytes = self.check(place, to);
-        // SAFETY: both are mapped memory of that size, of different objects. The front may change
-        // the bytes meanwhile: nothing looks at them (see memory.rs).
+        // SAFETY: both are mapped memory of that size, of different objects. The front may change the bytes meanwhile:
+        // nothing depends on them (see memory.rs).
         unsafe { arena.ptr(to).copy_from_nonoverlapping(self.data(place), bytes) }
     }
 
@@ -299,7 +302,7 @@ impl Back {
         self.written += 1;
     }
 
-    /// Publishes what was answered.
+    /// Publishes the written answers.
     ///
     /// # Errors
     /// The kernel's, of the event.
@@ -314,7 +317,7 @@ impl Back {
         }
     }
 
-    /// Asks for an event with the next request; whether one is there.
+    /// Requests an event with the next request; returns whether one is there.
     pub fn final_check(&self) -> bool {
         self.shared.final_check(BACK_SLEEPS, REQUESTS, self.taken)
     }
@@ -333,7 +336,7 @@ impl Back {
     }
 }
 
-/// Wakes the back of this pipeline, whatever it waits for.
+/// Wakes the back of this pipeline from any wait.
 ///
 /// # Errors
 /// The kernel's.

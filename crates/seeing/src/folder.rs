@@ -1,4 +1,4 @@
-//! The counters of all disks of this host: a file each (`serve/src/counters/`).
+//! The counters of all disks of this host: one file per disk (`serve/src/counters/`).
 
 use std::collections::BTreeMap;
 use std::io;
@@ -8,67 +8,67 @@ use std::time::Instant;
 use ferrite_serve::counters::snapshot::{Boot, Problem, Process, Snapshot, read};
 use rustix::param::clock_ticks_per_second;
 
-/// Files that are looked at, at most: far more than a host has disks.
+/// The most files that are read: far more than a host has disks.
 const MOST: usize = 10_000;
 
-/// A disk at one moment.
+/// The state of a disk at one time.
 #[derive(Clone, Debug)]
 pub struct Sample {
     /// Its counters.
     pub snapshot: Snapshot,
-    /// The process that counts, if it lives.
+    /// The process that counts, if it is running.
     pub process: Option<Process>,
-    /// When that was.
+    /// The time of the sample.
     pub at: Instant,
     /// Seconds since the counters began.
     pub age_s: f64,
-    /// Seconds that the process lives.
+    /// Seconds since the process was started.
     pub process_age_s: f64,
 }
 
 impl Sample {
-    /// The guest's number and the device's.
+    /// The numbers of the guest and of the device.
     pub fn ids(&self) -> (u16, u32) {
         ids(&self.snapshot.disk).unwrap_or_default()
     }
 }
 
-/// A look at the folder.
+/// The result of one reading of the folder.
 #[derive(Debug, Default)]
 pub struct Seen {
     /// The disks, by guest and device.
     pub disks: Vec<Sample>,
-    /// What is no disk that can be shown, and was not told before.
+    /// Files that cannot be shown as disks, unless they were reported before.
     pub problems: Vec<String>,
 }
 
-/// The folder, from look to look.
+/// The folder, with its state between readings.
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
     boot: Boot,
-    /// By file, what was told.
+    /// The last problem that was reported for each file.
     told: BTreeMap<String, String>,
 }
 
-/// The guest and the device of a name.
+/// The guest and the device from a file name.
 fn ids(name: &str) -> Option<(u16, u32)> {
     let (domid, devid) = name.strip_prefix("vbd-")?.split_once('-')?;
     Some((domid.parse().ok()?, devid.parse().ok()?))
 }
 
 impl Folder {
-    /// This one; it need not be there yet.
+    /// The folder at this path, which may not exist yet.
     pub fn new(path: impl Into<PathBuf>) -> Folder {
         Folder { path: path.into(), boot: Boot::now(), told: BTreeMap::new() }
     }
 
-    /// Where it is.
+    /// The path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Looks. A folder that is not there has no disks.
+    /// Reads all files. A missing folder has no disks.
     ///
     /// # Errors
     /// The folder cannot be read.
@@ -86,13 +86,13 @@ impl Folder {
         let mut problems = BTreeMap::new();
         for name in names {
             let text = name.to_string_lossy();
-            // One that is being made.
+            // A file that is being made.
             if text.strip_suffix(".new").is_some_and(|name| ids(name).is_some()) {
                 continue;
             }
             match self.sample(&text) {
                 Ok(sample) => seen.disks.push(sample),
-                // It went away meanwhile.
+                // It was removed meanwhile.
                 Err(Problem::Io(e)) if e.kind() == io::ErrorKind::NotFound => {}
                 Err(problem) => {
                     problems.insert(text.into_owned(), problem.to_string());
@@ -118,7 +118,7 @@ impl Folder {
         if snapshot.disk != name {
             return Err(Problem::Invalid("the name of its disk"));
         }
-        // A process that may not ask for it has written zeros.
+        // A process without permission to read the boot id has written zeros.
         if snapshot.boot != self.boot && snapshot.boot != Boot::default() {
             return Err(Problem::Invalid("the start of this machine"));
         }

@@ -1,9 +1,9 @@
-//! What is seen of the disks that are served on this host.
+//! Statistics of the disks that are served on this host.
 //!
 //! * [`folder`]: the counters of all disks of this host.
-//! * [`rates`]: what they have done in a time.
+//! * [`rates`]: the rates between two samples.
 //! * [`trace`]: the requests of a disk, one by one.
-//! * [`metrics`]: all of it for programs that collect such things.
+//! * [`metrics`]: all of it for monitoring programs.
 
 #![forbid(unsafe_code)]
 

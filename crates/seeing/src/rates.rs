@@ -1,4 +1,4 @@
-//! What a disk has done in a time.
+//! The rates of a disk between two samples.
 
 use ferrite_serve::counters::histogram::{BUCKETS, quantile_ns};
 use ferrite_serve::counters::snapshot::{KindCounts, Snapshot};
@@ -10,71 +10,71 @@ use crate::folder::Sample;
 /// Bytes of a sector.
 const SECTOR: f64 = 512.0;
 
-/// One kind of request. Latencies are in microseconds, from the ring to the answer.
+/// The rates of one kind of request. Latencies are in microseconds, from the ring to the answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct KindRates {
-    /// Answered a second.
+    /// Answers per second.
     pub per_s: f64,
-    /// Bytes a second, of those that were done.
+    /// Bytes per second of successful requests.
     pub bytes_per_s: f64,
-    /// The mean; none without requests, as all latencies.
+    /// The mean latency; `None` without requests, as all latencies.
     pub mean_us: Option<f64>,
-    /// The median.
+    /// The median latency.
     pub p50_us: Option<f64>,
-    /// That of which one in a hundred takes longer.
+    /// The latency that one request in a hundred exceeds.
     pub p99_us: Option<f64>,
-    /// That of which one in a thousand takes longer.
+    /// The latency that one request in a thousand exceeds.
     pub p999_us: Option<f64>,
-    /// Begun and not answered, now.
+    /// Requests in flight at the second sample.
     pub in_flight: u64,
-    /// Answered with an error in this time.
+    /// Requests answered with an error.
     pub errors: u64,
 }
 
-/// What a disk has done in a time.
+/// The rates of a disk between two samples.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Rates {
     /// Its name: `vbd-DOMID-DEVID`.
     pub disk: String,
-    /// What is served.
+    /// The image.
     pub image: String,
     /// The process that serves it, or did last.
     pub pid: u32,
-    /// Whether that lives.
+    /// Whether that process is running.
     pub alive: bool,
-    /// The time.
+    /// The time between the samples, in seconds.
     pub seconds: f64,
-    /// Reads,
+    /// Reads.
     pub read: KindRates,
-    /// writes,
+    /// Writes.
     pub write: KindRates,
-    /// flushes without data,
+    /// Flushes without data.
     pub flush: KindRates,
-    /// discards,
+    /// Discards.
     pub discard: KindRates,
-    /// and the first two together.
+    /// Reads and writes together.
     pub data: KindRates,
-    /// Requests on their way, on average.
+    /// Requests in flight, on average.
     pub queue_depth: f64,
-    /// Requests that waited for metadata, of a hundred that need some.
+    /// Requests that waited for metadata, in percent of those that need metadata.
     pub metadata_miss_percent: Option<f64>,
-    /// Polls that found work, of a hundred.
+    /// Polls that found work, in percent.
     pub poll_hit_percent: Option<f64>,
-    /// Processor time of the process, in percent of one processor; none without a process.
+    /// Processor time of the process, in percent of one processor; `None` without a process.
     pub cpu_percent: Option<f64>,
-    /// Requests that were answered with an error or refused, in this time.
+    /// Requests that were answered with an error or refused.
     pub errors: u64,
 }
 
 impl Rates {
-    /// Since `before`; without it, or if that was of another disk of this name, since the counters began.
+    /// The rates since `before`; without it, or if that belongs to another disk of this name, since the counters began.
     pub fn between(before: Option<&Sample>, now: &Sample) -> Rates {
         let before = before.filter(|before| is_same(&before.snapshot, &now.snapshot));
         let seconds = match before {
             Some(before) => now.at.saturating_duration_since(before.at).as_secs_f64(),
             None => now.age_s,
         };
-        // The first second of a disk, and two looks at once.
+        // Guards the first second of a disk, and two samples at once.
         let per = 1.0 / seconds.max(0.001);
         let kinds = now.snapshot.kinds();
         let deltas = match before {
@@ -115,7 +115,7 @@ impl Rates {
     }
 }
 
-/// Whether the later one goes on where the earlier one was.
+/// Whether the later sample continues the earlier one.
 fn is_same(before: &Snapshot, now: &Snapshot) -> bool {
     before.made_unix_s == now.made_unix_s
         && before.counts.requests <= now.counts.requests
@@ -156,7 +156,7 @@ fn percent(of: u64, others: u64) -> Option<f64> {
     (all > 0.0).then(|| 100.0 * of as f64 / all)
 }
 
-/// Since the earlier sample of the same process; without it, since the process was started.
+/// Processor time since the earlier sample of the same process; without one, since the process was started.
 fn cpu_percent(before: Option<&Sample>, now: &Sample, seconds: f64) -> Option<f64> {
     let process = now.process?;
     let same = |before: &&Sample| {
@@ -308,7 +308,7 @@ mod tests {
         for _ in 0..3000 {
             let mut bytes = whole.clone();
             for _ in 0..next() % 4 {
-                // Mostly where lengths and numbers are.
+                // Mostly changes where lengths and numbers are.
                 let end = if next().is_multiple_of(2) { 300 } else { bytes.len() as u64 };
                 bytes[(next() % end) as usize] = next() as u8;
             }

@@ -63,7 +63,7 @@ fn a_guest_is_told_what_its_disk_is_and_cannot_write_one_of_mode_r() {
     }
 }
 
-/// As with the kernel's backend: until the disk is attached again.
+/// As with the kernel's backend, the new mode applies when the disk is attached again.
 #[test]
 fn a_mode_that_changes_under_a_guest_changes_nothing_for_it_or_for_a_successor() {
     for (before, after) in [("w", "r"), ("r", "w")] {
@@ -76,7 +76,7 @@ fn a_mode_that_changes_under_a_guest_changes_nothing_for_it_or_for_a_successor()
         assert_eq!(writes(&rig, &mut front), before == "w", "{before}, then {after}");
         front.close(PATIENCE).unwrap();
 
-        // A guest that has closed knows nothing of before.
+        // A guest that has closed keeps no earlier mode.
         assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
         rig.start();
         front.connect(&FrontOptions::default(), PATIENCE).unwrap();
@@ -85,7 +85,7 @@ fn a_mode_that_changes_under_a_guest_changes_nothing_for_it_or_for_a_successor()
     }
 }
 
-/// A medium that can be written is no medium for a disk that must not be (XSA-142).
+/// A disk that must not be written needs a medium that is opened read-only (XSA-142).
 #[test]
 fn a_disk_of_mode_r_is_not_served_from_an_image_that_is_open_for_writing() {
     let rig = Rig::without_backend(plan(vec![("mode", "r".into())]));
@@ -123,8 +123,8 @@ fn a_disk_with_a_hotplug_script_is_offered_at_once_and_connected_when_the_script
     let mut front = rig.frontend();
     front.wait_for_backend(&[2], PATIENCE).unwrap();
     front.offer(&FrontOptions::default()).unwrap();
-    // Each of these makes the backend look, and only the last lets it go on. Another growth of the
-    // image is seen when it has looked.
+    // Each of these makes the backend read the state, and only the last lets it go on. Another growth of the image is
+    // seen after that.
     let image = std::fs::OpenOptions::new().write(true).open(&rig.image).unwrap();
     for (n, status) in ["", "error", "connected"].into_iter().enumerate() {
         image.set_len(BYTES * (n as u64 + 2)).unwrap();

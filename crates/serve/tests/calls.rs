@@ -1,4 +1,4 @@
-//! How often a queue calls the kernel for storage that takes its time.
+//! How often a queue calls the kernel, with slow storage.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
@@ -15,7 +15,7 @@ const ROUNDS: u64 = 1000;
 /// No operation has this number.
 const UNKNOWN: u8 = 200;
 
-/// Calls for each round of so many requests that come at once, which storage has at the same time.
+/// System calls for each round of so many concurrent requests.
 fn calls_a_round(requests: usize) -> f64 {
     let calls = Arc::new(AtomicU64::new(0));
     let tuning = Tuning { poll: PollWindow::Fixed(0), merge: true };
@@ -25,7 +25,7 @@ fn calls_a_round(requests: usize) -> f64 {
     let queue = &mut front.queues[0];
     let mut before = 0;
     for round in 0..ROUNDS {
-        // What a queue does once, and until it knows its storage, is not of interest.
+        // Calls that a queue makes once, and until it has measured its storage, do not count.
         if round == ROUNDS / 5 {
             before = calls.load(Ordering::Relaxed);
         }
@@ -40,30 +40,30 @@ fn calls_a_round(requests: usize) -> f64 {
     all as f64 / (ROUNDS - ROUNDS / 5) as f64
 }
 
-/// A request alone takes two turns of the loop: one until storage has it, one until the guest has another.
+/// A single request takes two turns of the loop: one until storage has it, one until the guest has another.
 #[test]
 fn each_turn_of_a_queue_is_one_call_where_storage_takes_its_time() {
     let calls = calls_a_round(1);
-    // One sweep in 65 is handed over by itself. Where the guest is as quick as storage, one turn has both.
+    // One sweep in 65 is submitted separately. If the guest is as fast as storage, one turn has both.
     assert!((1.9..2.05).contains(&calls), "{calls} calls a request");
 }
 
-/// Neighbours are one operation, and so are done at once.
+/// Adjacent requests are one operation, and so are done at once.
 #[test]
 fn a_sweep_of_many_requests_takes_no_more_calls_than_one_of_one() {
     let calls = calls_a_round(16);
     assert!((1.9..2.05).contains(&calls), "{calls} calls a sweep of 16");
 }
 
-/// A sweep ends after 16 requests, and the second is handed over while the first is under way.
+/// A sweep ends after 16 requests, and the second is submitted while the first is in flight.
 #[test]
 fn a_full_ring_takes_two_calls_a_sweep() {
     let calls = calls_a_round(32);
     assert!(calls < 4.1, "{calls} calls for two sweeps of 16");
 }
 
-/// The one that came before is read by then at the latest, and this one must not be read with it. Nothing
-/// of an unknown operation is in flight, whose end would have the ring looked at.
+/// The previous event is read by then at the latest, and this one must not be read with it. No unknown operation is in
+/// flight whose end would have the ring read.
 #[test]
 fn an_event_behind_the_final_check_of_the_ring_is_seen() {
     let (about_to_wait, waits) = mpsc::channel();
@@ -81,7 +81,7 @@ fn an_event_behind_the_final_check_of_the_ring_is_seen() {
     let mut front = rig.connect(&FrontOptions::default());
     let queue = &mut front.queues[0];
     for _ in 0..100 {
-        // Each is sent when the backend has just seen that there is none.
+        // Each is sent just after the backend has seen that there is none.
         waits.recv_timeout(PATIENCE).expect("the backend sleeps, and there is a request");
         queue.message(UNKNOWN, Message::Unknown).unwrap();
         queue.push().unwrap();

@@ -1,4 +1,4 @@
-//! A disk that knows what its data have to be: nothing that does not fit gets to a guest.
+//! A disk with checksums: data that fail the check never reach a guest.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ use ferrite_xen::abi::{STATUS_ERROR, STATUS_OKAY};
 const BYTES: u64 = 4 << 20;
 const LONGEST: usize = 1 << 20;
 
-/// A check that finds fault with a range of sectors, so many times.
+/// A check that rejects a range of sectors, so many times.
 #[derive(Clone, Default)]
 struct Faulty {
     sectors: Arc<Mutex<(u64, u64)>>,
@@ -62,7 +62,7 @@ fn holds(buffer: &Buffer, bytes: usize, value: u8) -> bool {
     buffer.to_vec(0, bytes).iter().all(|b| *b == value)
 }
 
-/// With all of the disk written.
+/// Writes the whole disk.
 fn written(rig: &Rig) -> (ferrite_loopback::front::Frontend, Buffer) {
     let options = FrontOptions { max_indirect: 256, ..FrontOptions::default() };
     let mut front = rig.connect(&options);
@@ -87,7 +87,7 @@ fn data_that_do_not_fit_are_an_error_for_their_request_and_never_get_to_the_gues
         assert_eq!(read(queue, &buffer, sector + 2048, bytes), STATUS_OKAY);
         assert!(holds(&buffer, bytes, 0x77));
     }
-    // The disk is as good as ever.
+    // The disk works as before.
     assert_eq!(write(queue, &buffer, 1000, 4096), STATUS_OKAY);
     faulty.set((0, 0), 0);
     assert_eq!(read(queue, &buffer, 1000, 4096), STATUS_OKAY);

@@ -1,6 +1,5 @@
-//! Two guests on one process, storage that is short, fails, is truncated or has holes, and grants
-//! that are no good (threats.md T18): neither guest gets a byte of the other's, and no page of a
-//! read that failed has anything of an earlier request's.
+//! Two guests in one process, storage that is short, fails, is truncated or has holes, and invalid grants (threats.md
+//! T18): neither guest gets a byte of the other's, and no page of a failed read has data of an earlier request.
 
 use std::fs::OpenOptions;
 use std::path::PathBuf;
@@ -16,13 +15,13 @@ use ferrite_testkit::rig::{Plan, Rig, mover};
 use ferrite_testkit::{PATIENCE, images, scale};
 use ferrite_xen::mover::Mover;
 
-/// Requests that a guest has in flight, each with a part of the disk and of the buffer for itself.
+/// Requests in flight of a guest, each with its own part of the disk and of the buffer.
 const PARTS: usize = 8;
 const PART_BYTES: usize = 128 << 10;
 const BYTES: usize = PARTS * PART_BYTES;
-/// Where an image is cut.
+/// The offset at which an image is truncated.
 const CUT: usize = BYTES / 2 + 5 * 512;
-/// Values that a guest writes, and as many that it marks pages for reading with.
+/// Values that a guest writes, and as many with which it marks pages for reading.
 const VALUES: u8 = 32;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,13 +36,13 @@ enum What {
 struct Asked {
     tag: Tag,
     what: What,
-    /// What the part of the buffer was filled with.
+    /// The mark in this part of the buffer.
     mark: u8,
     /// First byte on the disk and in the buffer.
     offset: usize,
     at: usize,
     len: usize,
-    /// A page of it that is not granted as it should be.
+    /// Its page with an invalid grant.
     bad_page: Option<usize>,
 }
 
@@ -54,13 +53,13 @@ struct Tenant {
     buffer: Buffer,
     faults: Faults,
     random: SplitMix64,
-    /// What its disk holds.
+    /// The contents of its disk.
     model: Vec<u8>,
     /// The first of its values.
     first: u8,
     turn: u8,
     asked: Vec<Asked>,
-    /// Requests that succeeded, and that failed.
+    /// The numbers of successful and of failed requests.
     results: (usize, usize),
 }
 
@@ -69,7 +68,7 @@ fn options() -> FrontOptions {
 }
 
 impl Tenant {
-    /// With values from `first` on, and a sparse image of its own or this medium.
+    /// A guest with values from `first` on, and a sparse image of its own or this medium.
     fn new(first: u8, medium: Option<PathBuf>) -> Tenant {
         let faults = Faults::none();
         let plan = Plan {
@@ -91,7 +90,7 @@ impl Tenant {
         self.random.below(bound as u64) as usize
     }
 
-    /// From now on storage does what it likes.
+    /// Adds random faults of storage.
     fn break_storage(&mut self) {
         let ends = [Fault::Errno(EIO), Fault::Nothing, Fault::Errno(EAGAIN), Fault::Half];
         let others = [Fault::Short(512), Fault::None, Fault::None, Fault::None];
@@ -100,7 +99,7 @@ impl Tenant {
         self.faults.set([Ops::among(&Kind::TRANSFERS).meet_any(seed, &faults)]);
     }
 
-    /// One request for each part; `only_reads` leaves the medium as it is.
+    /// Sends one request for each part; `only_reads` leaves the medium unchanged.
     fn ask(&mut self, only_reads: bool) {
         for part in 0..PARTS {
             self.turn = (self.turn + 1) % VALUES;
@@ -134,7 +133,7 @@ impl Tenant {
         self.front.queues[0].push().unwrap();
     }
 
-    /// Takes the grant of some page back, or its half, for one request in six.
+    /// Revokes the grant of a page, or makes it read-only, for one request in six.
     fn spoil(&mut self, what: What, at: usize, len: usize) -> Option<usize> {
         if what == What::Discard || self.below(6) > 0 {
             return None;
@@ -148,7 +147,7 @@ impl Tenant {
         Some(page)
     }
 
-    /// Takes all answers, and looks at everything that there is to see.
+    /// Reads all answers, and checks all visible bytes.
     fn check(&mut self) {
         let replies = self.front.queues[0].drain(PATIENCE).unwrap();
         let medium = self.rig.sectors(0, BYTES);
@@ -156,7 +155,7 @@ impl Tenant {
             let reply = replies.iter().find(|reply| reply.tag == asked.tag).unwrap();
             if let Some(page) = asked.bad_page {
                 self.buffer.grant(page, false);
-                // What a guest lends for good it cannot spoil for one request.
+                // With persistent grants a guest cannot revoke a page for one request.
                 let lent = mover() == Mover::Persistent;
                 assert!(!reply.is_ok() || lent, "{asked:?}: OKAY with a bad grant");
             }
@@ -190,7 +189,7 @@ impl Tenant {
         let there = &self.model[asked.offset..][..asked.len];
         match (asked.what, is_ok) {
             (What::Read, true) => assert!(data == there, "{asked:?}: other bytes"),
-            // Pages before and behind the bad one may have been copied: what was asked for.
+            // Pages before and after the bad one may have been copied, with the requested data.
             (What::Read, false) if asked.bad_page.is_some() => {
                 let mut pairs = data.iter().zip(there);
                 assert!(pairs.all(|(got, there)| got == there || *got == asked.mark), "{asked:?}");
@@ -201,7 +200,7 @@ impl Tenant {
         }
     }
 
-    /// A write that failed may have been done in part; so may a discard that did not.
+    /// A failed write may have been done in part; so may a successful discard.
     fn check_medium(&mut self, asked: &Asked, is_ok: bool, medium: &[u8]) {
         let range = asked.offset..asked.offset + asked.len;
         let (old, new) = (&mut self.model[range.clone()], &medium[range]);
@@ -215,7 +214,7 @@ impl Tenant {
         old.copy_from_slice(new);
     }
 
-    /// Reads of an image that is shorter than its disk, and then has a hole where it was cut.
+    /// Reads of an image that is shorter than its disk, and then has a hole there.
     fn cut(&mut self) {
         let image = OpenOptions::new().write(true).open(&self.rig.image).unwrap();
         image.set_len(CUT as u64).unwrap();
@@ -234,14 +233,14 @@ impl Tenant {
         image.set_len(BYTES as u64).unwrap();
     }
 
-    /// Another connection, with another pool.
+    /// Makes a new connection, with a new pool.
     fn reconnect(&mut self) {
         self.front.close(PATIENCE).unwrap();
         self.front.connect(&options(), PATIENCE).unwrap();
     }
 }
 
-/// Both guests at once, and each in turn, with storage that works and that does not.
+/// Both guests at once, and each in turn, with working and with failing storage.
 fn alternate(tenants: &mut [Tenant; 2], rounds: u32) {
     for round in 0..rounds {
         for tenant in tenants.iter_mut() {
@@ -282,7 +281,7 @@ fn two_guests_see_nothing_of_each_other_or_of_what_was_before() {
     end(tenants);
 }
 
-/// After a while without requests their buffers go back to the system, and come anew.
+/// After a while without requests their buffers are returned to the system, and allocated again.
 #[test]
 fn buffers_that_were_given_back_and_are_used_again_show_nothing() {
     let mut tenants = [Tenant::new(0x40, None), Tenant::new(0x80, None)];
@@ -301,7 +300,7 @@ fn buffers_that_were_given_back_and_are_used_again_show_nothing() {
     end(tenants);
 }
 
-/// Reads of ranges that an image has in part: the rest is zeros, whatever the buffer had in it.
+/// Reads of ranges that an image has in part: the rest is zeros, whatever the buffer had.
 #[test]
 fn what_is_nowhere_in_an_image_reads_as_zeros_beside_what_is_there() {
     const CLUSTER: usize = 64 << 10;
@@ -321,7 +320,7 @@ fn what_is_nowhere_in_an_image_reads_as_zeros_beside_what_is_there() {
             queue.write(at as u64, &buffer, 0, sectors * 512).unwrap();
             assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
             model[at * 512..(at + sectors) * 512].fill(round);
-            // Whatever was in the pool's buffers before is in what is not written.
+            // Unwritten parts of buffers have older content of the pool.
             for _ in 0..4 {
                 let sectors = 1 + random.below(512) as usize;
                 let at = random.below((model.len() / 512 - sectors) as u64) as usize;
@@ -336,7 +335,7 @@ fn what_is_nowhere_in_an_image_reads_as_zeros_beside_what_is_there() {
     }
 }
 
-/// There a request's blocks are read whole, with what stands around its own bytes.
+/// Such a request reads whole blocks, with bytes around its own.
 #[test]
 fn parts_of_blocks_come_without_what_is_around_them() {
     let dir = dir_in_memory();

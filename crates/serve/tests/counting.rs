@@ -1,4 +1,4 @@
-//! What others see of a disk while it is served, in the file of its counters.
+//! The file of a disk's counters, read while it is served.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ fn seen(rig: &Rig) -> Snapshot {
     read(&stats_file(rig.run_dir())).unwrap()
 }
 
-/// The counters, as soon as they are so. The queue writes them a moment after its guest has the answer.
+/// The counters, once the condition holds. The queue writes them a moment after its guest has the answer.
 fn when(rig: &Rig, what: &str, is_so: impl Fn(&Snapshot) -> bool) -> Snapshot {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -42,7 +42,7 @@ fn each_kind_of_request_is_counted_with_its_data_and_its_time() {
         queue.read(0, &buffer, 0, 8192).unwrap();
         assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
     }
-    // Behind the end of the disk.
+    // Past the end of the disk.
     queue.read(1 << 20, &buffer, 0, 4096).unwrap();
     assert!(!queue.next_reply(PATIENCE).unwrap().is_ok());
     let now = when(&rig, "fourteen requests", |now| now.counts.refused == 1);
@@ -52,7 +52,7 @@ fn each_kind_of_request_is_counted_with_its_data_and_its_time() {
     assert!(now.writes.max_ns > 0 && now.writes.sum_ns >= now.writes.max_ns);
     assert!(now.writes.sum_ns <= 10 * now.writes.max_ns);
     assert_eq!((now.image.as_str(), now.pid), (rig.image.to_str().unwrap(), std::process::id()));
-    // A page that says whose they are, and one a queue.
+    // A page with the disk's name, and one per queue.
     let name = stats_file(rig.run_dir()).display().to_string();
     let bytes: usize = mappings()
         .iter()
@@ -66,7 +66,7 @@ fn each_kind_of_request_is_counted_with_its_data_and_its_time() {
     assert_eq!(bytes, (1 + front.queues.len()) * 4096);
     front.close(PATIENCE).unwrap();
 
-    // The next process, and a connection after another, count on.
+    // The next process, and a later connection, continue the counts.
     rig.stop().unwrap();
     rig.start();
     let mut front = rig.connect(&FrontOptions::default());
@@ -91,7 +91,7 @@ fn what_is_in_flight_shows_while_its_queue_waits() {
     let mut front = rig.connect(&FrontOptions::default());
     let buffer = buffer_of(&front);
     let (end, mut writes) = (Instant::now() + PATIENCE, 0);
-    // One that we look at too late is no failure: the next one is as long on its way.
+    // Reading one too late is no failure: the next one is in flight as long.
     let mut shown = false;
     while !shown {
         assert!(Instant::now() < end, "none of {writes} writes was seen in flight");

@@ -1,5 +1,5 @@
-//! A request that costs a guest nothing and may cover its whole disk (threats.md T21). Its cost is
-//! bounded by the space that there is to free, all other requests go first, and it delays no end.
+//! Discards: such a request costs a guest nothing and may cover its whole disk (threats.md T21). Its cost is bounded by
+//! the space to free, all other requests go first, and it does not delay the backend's end.
 
 use std::fs::OpenOptions;
 use std::path::PathBuf;
@@ -21,12 +21,12 @@ use rustix::fs::{FallocateFlags, fallocate};
 use tempfile::TempDir;
 
 const TIB: u64 = 1 << 40;
-/// So large that a discard of all of it, a GiB at a time, is a million parts.
+/// So large that a discard of all of it, a GiB at a time, has a million parts.
 const PIB: u64 = 1 << 50;
 const PARTS: u64 = 1 << 20;
-/// In all slots of a ring of four pages.
+/// The number of slots of a ring of four pages.
 const DISCARDS: u64 = 128;
-/// Requests that a queue takes off its ring at once.
+/// Requests that a queue takes from its ring at once.
 const SWEEP: u64 = 16;
 
 /// A disk of one queue on this image.
@@ -53,7 +53,7 @@ fn all_ok(replies: &[Reply]) -> bool {
     replies.iter().all(|reply| reply.is_ok())
 }
 
-/// Discards of a whole disk, in all slots; the parts that they were done in.
+/// Discards the whole disk, in all slots; returns the number of parts.
 fn parts(rig: &Rig, front: &mut Frontend, bytes: u64) -> u64 {
     let before = rig.counters.counts();
     discard_all(&mut front.queues[0], bytes, DISCARDS);
@@ -62,8 +62,8 @@ fn parts(rig: &Rig, front: &mut Frontend, bytes: u64) -> u64 {
     rig.counters.counts().since(&before).discard_parts
 }
 
-/// 64 TiB are 2^30 clusters, behind 2^17 entries of L1; of VHD, which ends before, a million blocks.
-/// A part takes thousands of these.
+/// 64 TiB are 2^30 clusters, in 2^17 entries of L1; in VHD, which is smaller, a million blocks. A part covers thousands
+/// of these.
 #[test]
 fn discards_of_whole_thin_images_take_few_parts_and_what_is_allocated_some_more() {
     for (format, bytes, most) in [("qcow2", 64 * TIB, 4), ("vhd", 2040 << 30, 80)] {
@@ -71,21 +71,21 @@ fn discards_of_whole_thin_images_take_few_parts_and_what_is_allocated_some_more(
         let (rig, mut front, buffer) = connected(images::make(dir.path(), format, bytes));
         let empty = parts(&rig, &mut front, bytes);
         assert!((DISCARDS..=DISCARDS * most).contains(&empty), "{format}: {empty} parts");
-        // Each of these gets a cluster and a table, or a block.
+        // Each of these allocates a cluster and a table, or a block.
         const WRITES: u64 = 16;
         for i in 0..WRITES {
             front.queues[0].write(i * (bytes / 512 / WRITES), &buffer, 0, 4096).unwrap();
             assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
         }
         let some = parts(&rig, &mut front, bytes);
-        // A table is looked at in 16 slices, each of which may have to be read first.
+        // A table is read in 16 slices, each of which may need I/O.
         let most = DISCARDS * (most + 20 * WRITES);
         assert!((empty..=most).contains(&some), "{format}: {some} parts");
         front.close(PATIENCE).unwrap();
     }
 }
 
-/// A file that is all hole is one part, and one with something in it, a part for each GiB.
+/// A file that is one hole is one part, and one with data has a part for each GiB.
 #[test]
 fn discards_of_a_whole_sparse_file_take_what_there_is_to_free() {
     let dir = dir_in_memory();
@@ -94,18 +94,18 @@ fn discards_of_a_whole_sparse_file_take_what_there_is_to_free() {
     let (rig, mut front, _buffer) = connected(image);
     fallocate(&file, FallocateFlags::KEEP_SIZE, 15 * TIB, 65 << 20).unwrap();
     let freed = parts(&rig, &mut front, 16 * TIB);
-    // The first few find it, and the last GiB of the disk frees it; there are four at once.
+    // The first few find the data, and the last GiB of the disk frees it; four run at once.
     assert!((15 << 10..5 * (16 << 10) + DISCARDS).contains(&freed), "{freed} parts");
     assert_eq!(parts(&rig, &mut front, 16 * TIB), DISCARDS);
     front.close(PATIENCE).unwrap();
 }
 
-/// Behind discards of the whole disk come reads, in one batch: they are answered before most of
-/// those have ended, since each lets others go first after each part.
+/// Reads are sent after discards of the whole disk, in one batch. They are answered before most of the discards have
+/// ended, since each lets others go first after each part.
 #[test]
 fn reads_behind_discards_of_the_whole_disk_overtake_them() {
-    // Seven sweeps take all of them. Each turn does two parts, and the first one of each discard that
-    // it begins; they have three parts, or sixty-four.
+    // Seven sweeps take all of them. Each turn does two parts, and the first part of each new discard; a discard has
+    // three parts, or sixty-four.
     for (format, bytes, most) in [("qcow2", 64 * TIB, 28), ("vhd", 2040 << 30, 0)] {
         let dir = dir_in_memory();
         let (_rig, mut front, buffer) = connected(images::make(dir.path(), format, bytes));
@@ -124,7 +124,7 @@ fn reads_behind_discards_of_the_whole_disk_overtake_them() {
     }
 }
 
-/// The reason for which a backend ends.
+/// The reason of a backend's end.
 #[derive(Clone, Copy, Debug)]
 enum End {
     Stop,
@@ -132,18 +132,17 @@ enum End {
     Close,
 }
 
-/// A disk whose discards are a million parts each.
+/// A disk whose discards have a million parts each.
 fn with_long_discards(dir: &TempDir) -> (Rig, Frontend) {
     let image = sparse(dir, PIB);
     let file = OpenOptions::new().write(true).open(&image).unwrap();
-    // Beside the discards, so that there is always something to free.
+    // Outside of the discards, so that there is always space to free.
     fallocate(&file, FallocateFlags::KEEP_SIZE, 0, 65 << 20).unwrap();
     let (rig, front, _buffer) = connected(image);
     (rig, front)
 }
 
-/// Sends discards in all slots, until all are taken. The next backend answers those that are on the
-/// ring at the end.
+/// Sends discards in all slots, until all are taken. The next backend answers those that are on the ring at the end.
 fn discards_under_way(rig: &Rig, front: &mut Frontend) {
     let before = rig.counters.counts();
     for _ in 0..DISCARDS {
@@ -161,7 +160,7 @@ fn discards_under_way(rig: &Rig, front: &mut Frontend) {
     }
 }
 
-/// They end, and are answered, when the queue is to stop, those that are under way, too.
+/// They end, and are answered, when the queue stops, including those in flight.
 #[test]
 fn discards_end_early_and_well_when_the_backend_is_to_end() {
     for end in [End::Stop, End::Unplug, End::Close] {
@@ -206,8 +205,8 @@ fn discards_end_early_and_well_when_the_disk_is_parked() {
     front.close(PATIENCE).unwrap();
 }
 
-/// A device is told of each GiB, whether there is something to free or not: reads behind discards of
-/// all of it are answered before the first of these, which end early when the queue is to stop.
+/// A device gets each GiB, whether there is space to free or not: reads sent after discards of all of it are answered
+/// before the first of these, which end early when the queue stops.
 #[test]
 fn discards_of_a_whole_device_let_reads_go_first_and_hold_up_no_end() {
     let dir = dir_in_memory();
@@ -234,14 +233,14 @@ fn discards_of_a_whole_device_let_reads_go_first_and_hold_up_no_end() {
     assert!(replies.len() as u64 == DISCARDS - READS && all_ok(&replies));
 }
 
-/// Small discards of blocks that each follow the one before, or of every other block.
+/// Small discards of adjacent blocks, or of every other block.
 fn small_discards(queue: &mut FrontQueue, count: u64, step: u64) {
     for i in 0..count {
         queue.discard(i * step * 8, 8, false).unwrap();
     }
 }
 
-/// A disk whose operations its test sees.
+/// A disk whose operations the test records.
 fn watched(dir: &TempDir, queues: u32) -> (Rig, Frontend, Faults) {
     let faults = Faults::none();
     let image = sparse(dir, TIB);
@@ -251,7 +250,7 @@ fn watched(dir: &TempDir, queues: u32) -> (Rig, Frontend, Faults) {
     (rig, front, faults)
 }
 
-/// Those that wait while others are done become one, if they are neighbours.
+/// Waiting discards are merged, if they are adjacent.
 #[test]
 fn discards_that_follow_each_other_are_done_together() {
     for (step, few) in [(1, true), (2, false)] {
@@ -266,14 +265,14 @@ fn discards_that_follow_each_other_are_done_together() {
         let replies = front.queues[0].drain(PATIENCE).unwrap();
         assert!(replies.len() == DISCARDS as usize && all_ok(&replies));
         let punched = faults.seen(&[Kind::PunchHole]);
-        // At most the first four of each sweep, and those that joined meanwhile.
+        // At most the first four of each sweep, and those that were merged meanwhile.
         assert_eq!(punched <= 64, few, "{punched} of {DISCARDS}");
         assert_eq!(rig.counters.counts().discard_parts, punched);
         front.close(PATIENCE).unwrap();
     }
 }
 
-/// Those that were done together with one that fails fail, too.
+/// Discards that were merged with a failing one fail, too.
 #[test]
 fn each_of_the_discards_that_are_done_together_is_answered_as_all_of_them() {
     let dir = dir_in_memory();
@@ -285,7 +284,7 @@ fn each_of_the_discards_that_are_done_together_is_answered_as_all_of_them() {
     front.close(PATIENCE).unwrap();
 }
 
-/// A file's other requests wait while a part of it is punched out, in line with all that punch.
+/// Other requests for a file wait while a part of it is punched, as all of these are serialised.
 #[test]
 fn discards_of_all_queues_are_done_one_at_a_time() {
     let dir = dir_in_memory();
@@ -302,8 +301,8 @@ fn discards_of_all_queues_are_done_one_at_a_time() {
     front.close(PATIENCE).unwrap();
 }
 
-/// The file system allows no other access to a file while it punches. Reads get as much time as
-/// discards, and do far more in it than they would between two discards.
+/// The file system allows no other access to a file while it punches. Reads get as much time as discards, and do far
+/// more in it than between two discards.
 #[test]
 fn reads_beside_discards_have_half_of_the_time() {
     let dir = dir_in_memory();

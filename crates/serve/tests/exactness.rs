@@ -1,5 +1,5 @@
-//! Answers to the last bit: padding (threats.md T2), read-only disks and bounds (T10), what a
-//! hardened frontend checks (T14), discards of any shape (T20).
+//! Exact answers: padding (threats.md T2), read-only disks and bounds (T10), the checks of a hardened frontend (T14),
+//! discards of any shape (T20).
 
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend};
 use ferrite_testkit::PATIENCE;
@@ -17,7 +17,7 @@ fn small() -> Plan {
     Plan { bytes: BYTES, ..Plan::default() }
 }
 
-/// Every sector tells its number.
+/// The content of a sector is its number.
 fn pattern(sector: u64, bytes: usize) -> Vec<u8> {
     (sector..sector + bytes as u64 / 512).flat_map(|s| s.to_le_bytes().repeat(64)).collect()
 }
@@ -163,7 +163,7 @@ fn a_read_touches_the_bytes_that_it_was_told_and_no_others() {
         let queue = &mut front.queues[0];
         let shapes = (0..8u8).flat_map(|first| (first..8).map(move |last| (first, last)));
         for (i, (first, last)) in shapes.enumerate() {
-            // The shape in question between two others; once direct, once indirect.
+            // The shape under test between two others; once direct, once indirect.
             let shapes = [(3, 4), (first, last), (0, 0)];
             for indirect in [false, true] {
                 let pages = if indirect { 33 } else { 3 };
@@ -197,7 +197,7 @@ fn a_read_touches_the_bytes_that_it_was_told_and_no_others() {
     }
 }
 
-/// The frontend's own checks see to operation, id, one response each, and released grants.
+/// The frontend's own checks cover operation, id, one response each, and released grants.
 #[test]
 fn a_frontend_that_checks_everything_finds_no_fault() {
     let rig = Rig::new(small());
@@ -286,13 +286,13 @@ fn a_discard_takes_what_it_names_and_nothing_beside_it() {
     let queue = &mut front.queues[0];
     let ranges = [(1, 1), (8, 8), (17, 30), (100, 8191 - 100), (8191, 1), (4095, 3)];
     for (i, (sector, nr_sectors)) in ranges.into_iter().enumerate() {
-        // Secure or not, or anything else: the flag means nothing without discard-secure.
+        // Secure or not, or any other value: without discard-secure the flag has no meaning.
         let flag = [0, 1, 0xFF][i % 3];
         queue.message(OP_DISCARD, Message::Discard { sector, nr_sectors, flag }).unwrap();
         assert_eq!(status(queue), STATUS_OKAY);
         let range = sector as usize * 512..(sector + nr_sectors) as usize * 512;
         let medium = rig.medium();
-        // Inside: as before, or zeros, sector by sector.
+        // Inside: the old data, or zeros, sector by sector.
         for (sector, now) in range.clone().step_by(512).zip(medium[range.clone()].chunks(512)) {
             let before = &expected[sector..sector + 512];
             assert!(now == before || now.iter().all(|b| *b == 0), "sector {}", sector / 512);

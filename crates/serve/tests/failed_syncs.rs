@@ -1,5 +1,5 @@
-//! A failed sync is remembered for the next process, whichever request caused it (blkif.md 2, rule
-//! 3). It counts for all disks of a store (processes.md 10, rule 11).
+//! A failed sync is recorded for the next process, whichever request caused it (blkif.md 2, rule 3). It counts for all
+//! disks of a store (processes.md 10, rule 11).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -44,13 +44,13 @@ fn a_failed_sync_is_remembered_for_every_disk_of_the_store() {
     assert!(!silent.flush_has_failed() && !is_set("b"));
     faults.once(Kind::Sync, Fault::Errno(Errno::IO.raw_os_error()));
     session.flush().unwrap_err();
-    // None of them has asked for anything since.
+    // None of them has sent a request since.
     assert!(asks.flush_has_failed() && silent.flush_has_failed() && early.flush_has_failed());
     assert!(is_set("b"));
-    // One that has no file yet writes it down when it gets one.
+    // A device without a file writes the record when it gets one.
     early.record_failed_flushes_in(&latch("c")).unwrap();
     assert!(is_set("c"));
-    // The next process knows it, although its sync succeeds.
+    // The next process reads it, although its own sync succeeds.
     drop((session, asks, silent, early));
     let next = device(&store, "b");
     assert!(!next.flush_has_failed());
@@ -86,7 +86,7 @@ fn a_failed_sync_that_no_guest_has_asked_for_is_remembered_before_anybody_is_tol
         assert!(!device.flush_has_failed(), "{name}");
         session.write(0, &[8; 4096]).unwrap();
         faults.once(Kind::Sync, Fault::Errno(Errno::IO.raw_os_error()));
-        // Not by way of the device: no request of its own has failed.
+        // Not through the device: no request of its own has failed.
         session.flush().unwrap_err();
         assert!(device.flush_has_failed(), "{name}");
         assert_eq!(Shm::open(&latch).unwrap().load_u32(0), 1, "{name}");

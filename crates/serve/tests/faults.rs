@@ -1,5 +1,5 @@
-//! Storage that fails in every way (threats.md T6, T18; blkif.md 2, rule 3): the request gets an
-//! error or is done, the guest gets no byte that is not its own, and the disk goes on.
+//! Storage with every kind of failure (threats.md T6, T18; blkif.md 2, rule 3): the request gets an error or is done,
+//! the guest gets only its own bytes, and the disk goes on.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -57,7 +57,7 @@ fn short_transfers_are_continued_until_all_is_done() {
     let (rig, faults) = rig();
     let (mut front, buffer) = connected(&rig);
     let queue = &mut front.queues[0];
-    // Whole sectors, and pieces that end within one and have to be done again.
+    // Whole sectors, and pieces that end within one and have to be repeated.
     faults.set([Ops::among(&Kind::TRANSFERS).meet(Fault::Part)]);
     for (sector, bytes) in [(0, 4096), (9, 11 * 4096), (100, 1 << 20), (3, 512)] {
         let data = pattern(sector, bytes);
@@ -76,7 +76,7 @@ fn errors_fail_their_request_and_leave_the_guests_pages_alone() {
     let (rig, faults) = rig();
     let (mut front, buffer) = connected(&rig);
     let queue = &mut front.queues[0];
-    // Data that earlier requests left in the pool must not be seen.
+    // Data of earlier requests in the pool must not be visible.
     buffer.fill(0, buffer.len(), 0x66);
     assert_eq!(write(queue, &buffer, 0, 1 << 20), STATUS_OKAY);
     for fault in [EIO, ENOSPC, ENOMEM].map(Fault::Errno).into_iter().chain([Fault::Nothing]) {
@@ -135,7 +135,7 @@ fn try_again_is_tried_again_and_not_for_ever() {
     front.close(PATIENCE).unwrap();
 }
 
-/// An interrupted flush says nothing about the written data: it is no reason to give up a disk.
+/// An interrupted flush means nothing for the written data: the disk need not fail.
 #[test]
 fn an_interrupted_flush_is_done_again() {
     let (rig, faults) = rig();
@@ -149,7 +149,7 @@ fn an_interrupted_flush_is_done_again() {
     front.close(PATIENCE).unwrap();
 }
 
-/// Sees that writes of all kinds fail and reads do not.
+/// Checks that writes of all kinds fail and reads do not.
 fn assert_latched(front: &mut Frontend, buffer: &Buffer, when: &str) {
     for queue in &mut front.queues {
         assert_eq!(write(queue, buffer, 0, 4096), STATUS_ERROR, "{when}");
@@ -188,7 +188,7 @@ fn after_a_failed_flush_all_writes_fail_until_the_disk_is_attached_again() {
         assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
         rig.start();
         assert_latched(&mut front, &buffer, "after a take-over");
-        // The guest starts another kernel.
+        // The guest boots another kernel.
         front.close(PATIENCE).unwrap();
         front.connect(&two, PATIENCE).unwrap();
         assert_latched(&mut front, &buffer, "after a reconnection");
@@ -210,7 +210,7 @@ fn after_a_failed_flush_all_writes_fail_until_the_disk_is_attached_again() {
     }
 }
 
-/// The kernel tells one caller of a lost write: the next sync succeeds and means nothing.
+/// The kernel reports a lost write to one caller: a later successful sync means nothing.
 #[test]
 fn a_barrier_that_waited_while_a_flush_failed_fails_too() {
     for segments in [0, 1] {
@@ -223,7 +223,7 @@ fn a_barrier_that_waited_while_a_flush_failed_fails_too() {
         front.queues[0].flush().unwrap();
         front.queues[0].push().unwrap();
         faults.wait_for(Kind::Sync, 1);
-        // Taken in one sweep: the answer to the first says that the second was taken, too.
+        // Taken in one sweep: the answer to the first shows that the second was taken, too.
         front.queues[1].read(BYTES / 512, &buffer, 0, 4096).unwrap();
         let data = [buffer.segment(0, 0, 7)];
         front.queues[1].plain(PlainOp::Barrier, 0, &data[..segments]).unwrap();
@@ -236,8 +236,8 @@ fn a_barrier_that_waited_while_a_flush_failed_fails_too() {
     }
 }
 
-/// Taking space syncs, too, and the kernel reports the failure only once. Writes into space that
-/// the image already has could still be written, and would be answered.
+/// Allocating space also syncs, and the kernel reports the failure only once. Writes into allocated space could still
+/// be written, and would be answered.
 #[test]
 fn a_sync_that_fails_for_a_write_counts_as_a_failed_flush() {
     let faults = Faults::none();
@@ -259,8 +259,7 @@ fn a_sync_that_fails_for_a_write_counts_as_a_failed_flush() {
     front.close(PATIENCE).unwrap();
 }
 
-/// Between the guest's leaving and its coming back nothing is connected, and the process may be
-/// replaced just then.
+/// While a guest reconnects there is no connection, and the process may be replaced just then.
 #[test]
 fn a_failed_flush_is_remembered_while_nobody_is_connected() {
     let (mut rig, faults) = rig();
@@ -277,7 +276,7 @@ fn a_failed_flush_is_remembered_while_nobody_is_connected() {
     front.close(PATIENCE).unwrap();
 }
 
-/// The order in which storage is asked, and with a barrier never two things at once.
+/// The order of operations on storage, and with a barrier never two at once.
 #[test]
 fn flushes_and_barriers_are_steps_in_their_order() {
     let (rig, faults) = rig();
@@ -303,10 +302,10 @@ fn flushes_and_barriers_are_steps_in_their_order() {
         assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
         assert_eq!(asked(), steps, "{op:?}");
     }
-    // Nothing before or behind a barrier is under way with it.
+    // No request before or after a barrier is in flight with it.
     let ops = [PlainOp::Read, PlainOp::Read, PlainOp::Barrier, PlainOp::Read, PlainOp::Barrier];
     for (page, op) in ops.into_iter().enumerate() {
-        // A page each: an answer gives back what its own request has granted.
+        // A page each: an answer releases the grants of its own request.
         queue.plain(op, 0, &[buffer.segment(page, 0, 7)]).unwrap();
     }
     assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.is_ok()));
@@ -314,8 +313,7 @@ fn flushes_and_barriers_are_steps_in_their_order() {
     front.close(PATIENCE).unwrap();
 }
 
-/// A barrier is for the whole disk: no queue has anything under way beside it (blkif.md 2, rule
-/// 9).
+/// A barrier is for the whole disk: no queue has a request in flight meanwhile (blkif.md 2, rule 9).
 #[test]
 fn nothing_is_under_way_on_any_queue_beside_a_barrier() {
     let (rig, faults) = rig();
@@ -323,8 +321,7 @@ fn nothing_is_under_way_on_any_queue_beside_a_barrier() {
     const PLACE: u64 = BYTES / 512 - 8;
     // Only barriers flush here.
     faults.watch_alone([Ops::from(Kind::Write).at(PLACE * 512), Kind::Sync.into()]);
-    // Operations stay under way for long enough to meet others, even where all threads share a
-    // processor.
+    // Operations stay in flight for long enough to meet others, even if all threads share a processor.
     faults.set([Ops::from(Kind::Write).meet(Fault::LateBelow(Duration::from_millis(1)))]);
     let space = front.space().clone();
     let threads: Vec<_> = std::mem::take(&mut front.queues)
@@ -379,8 +376,8 @@ fn a_medium_without_discard_says_so_and_one_that_fails_does_not() {
     front.close(PATIENCE).unwrap();
 }
 
-/// A part of a block is written by reading the block first: that may fail, too, and then nothing
-/// is written, and the disk is open for others again.
+/// A part of a block is written by reading the block first. If that fails, nothing is written, and the disk is
+/// available to others again.
 #[test]
 fn errors_around_partial_blocks_change_nothing_and_hold_nothing_up() {
     let dir = dir_in_memory();
@@ -465,8 +462,8 @@ fn random_faults_under_load_lose_no_request_and_no_byte() {
     front.close(PATIENCE).unwrap();
 }
 
-/// The engine fails as a whole. The backend ends with the reason and leaves states and table as
-/// they are; a successor carries out the unanswered requests.
+/// The engine fails as a whole. The backend ends with the reason and leaves states and table unchanged; a successor
+/// executes the unanswered requests.
 #[test]
 fn an_engine_that_breaks_ends_the_backend_and_not_the_disk() {
     let (mut rig, faults) = rig();
@@ -496,7 +493,7 @@ fn a_queue_that_breaks_does_not_hold_up_one_that_waits_to_be_alone() {
     let mut front = rig.connect(&two);
     let buffer = front.space().buffer(2).unwrap();
     for round in 0..10 {
-        // Queue 0 has work under way as its engine breaks; queue 1 wants the disk for itself.
+        // Queue 0 has requests in flight when its engine fails; queue 1 waits to be alone on the disk.
         faults.break_engine("queue-0");
         front.queues[0].write(0, &buffer, 0, 4096).unwrap();
         front.queues[1].plain(PlainOp::Barrier, 64, &[buffer.segment(1, 0, 7)]).unwrap();

@@ -1,6 +1,5 @@
-//! Storage that is full: an error or a wait, as the disk is configured. Other disks are not
-//! affected, the image stays whole, and with space all requests succeed. Needs root; passes
-//! without, saying so.
+//! Full storage: an error or a wait, as the disk is configured. Other disks are not affected, the image stays intact,
+//! and with space all requests succeed. Needs root; otherwise it passes and reports that.
 
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
@@ -24,10 +23,10 @@ use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
 const FORMATS: [&str; 3] = ["raw", "vhd", "qcow2"];
-/// Bytes of a request, and their sectors.
+/// Bytes of a request.
 const CHUNK: usize = 256 << 10;
 const SECTORS: u64 = CHUNK as u64 / 512;
-/// More than there is space for.
+/// More requests than there is space for.
 const CHUNKS: u64 = 32;
 const NO_SPACE: u32 = 28;
 
@@ -43,18 +42,18 @@ impl Place {
         let (dir, state) = (dir_in_memory(), dir_in_memory());
         let small = Small::mount(dir.path(), "size=5m")?;
         let image = images::make(dir.path(), format, 64 * MIB);
-        // The journal of answered writes is kept elsewhere, as in production.
+        // The journal of answered writes is in another folder, as in production.
         symlink(state.path(), images::state_dir(&image)).unwrap();
         Some(Place { image, small, _dirs: [dir, state] })
     }
 
-    /// A backend with fewer buffers than requests that wait.
+    /// A backend with fewer buffers than waiting requests.
     fn rig(&self, on_full: OnFull) -> Rig {
         let image = Some(self.image.clone());
         Rig::new(Plan { image, on_full, pool_bytes: 2 << 20, ..Plan::default() })
     }
 
-    /// Nothing is wrong with the image.
+    /// Checks that the image is intact.
     fn is_whole(&self) {
         images::check(&self.image);
         if self.image.extension().is_some_and(|extension| extension == "qcow2") {
@@ -67,9 +66,9 @@ impl Place {
 struct Guest {
     front: Frontend,
     buffers: Vec<Buffer>,
-    /// Of the writes, by chunk.
+    /// The requests of the writes, by chunk.
     tags: Vec<Tag>,
-    /// Chunks that were written.
+    /// Chunks that have been written.
     done: Vec<u64>,
 }
 
@@ -91,15 +90,14 @@ impl Guest {
         self.tags.push(self.front.queues[0].write(chunk * SECTORS, buffer, 0, CHUNK).unwrap());
     }
 
-    /// Writes all at once.
+    /// Sends all writes at once.
     fn write_all(&mut self) {
         (self.tags, self.done) = (Vec::new(), Vec::new());
         (0..CHUNKS).for_each(|chunk| self.write(chunk));
         self.queue().push().unwrap();
     }
 
-    /// Writes all chunks at once, and reads the answers of those that had space. Returns how many
-    /// were errors.
+    /// Sends all writes at once, and reads the answers of those that had space. Returns the number of errors.
     fn write_all_and_hear(&mut self) -> usize {
         self.write_all();
         let mut errors = 0;
@@ -113,14 +111,14 @@ impl Guest {
         errors
     }
 
-    /// Writes all at once, until the rest waits.
+    /// Sends all writes at once, until the rest waits.
     fn write_until_full(&mut self, rig: &Rig) {
         self.write_all();
         self.wait_until_full(rig);
         assert!(!self.done.is_empty());
     }
 
-    /// Waits until all that has no answer waits.
+    /// Waits until all unanswered requests wait for space.
     fn wait_until_full(&mut self, rig: &Rig) {
         wait_until("a full disk", || {
             while let Some(reply) = self.queue().take().unwrap() {
@@ -137,8 +135,8 @@ impl Guest {
         self.done.push(chunk);
     }
 
-    /// Waits for this request. Now and then one that has waited is done before: it needed less than
-    /// several at once.
+    /// Waits for this request. A request that has waited may be answered earlier: it needs less space than several at
+    /// once.
     fn hear(&mut self, tag: Tag) {
         loop {
             let reply = self.queue().next_reply(PATIENCE).unwrap();
@@ -150,7 +148,7 @@ impl Guest {
         }
     }
 
-    /// Checks what the disk has in a chunk.
+    /// Checks the data of a chunk.
     fn has(&mut self, chunk: u64, fill: u8) {
         let buffer = &self.buffers[CHUNKS as usize];
         buffer.fill(0, CHUNK, 0xEE);
@@ -160,12 +158,12 @@ impl Guest {
         assert!(buffer.to_vec(0, CHUNK).iter().all(|byte| *byte == fill), "chunk {chunk}");
     }
 
-    /// All that was written so far is there.
+    /// Checks that all answered writes are there.
     fn has_what_is_done(&mut self) {
         self.done.clone().into_iter().for_each(|chunk| self.has(chunk, chunk as u8 + 1));
     }
 
-    /// All that was not answered is done, and all of it is there.
+    /// Checks that all unanswered writes are done, and are there.
     fn goes_on(&mut self) {
         while (self.done.len() as u64) < CHUNKS {
             let reply = self.queue().next_reply(PATIENCE).unwrap();
@@ -181,7 +179,7 @@ impl Guest {
     }
 }
 
-/// Requests of the guest's that wait.
+/// The guest's waiting requests.
 fn waiting(rig: &Rig) -> u64 {
     rig.counters.counts().waiting_for_space()
 }
@@ -234,8 +232,7 @@ fn writes_that_find_no_space_wait_for_it_and_what_needs_none_goes_on() {
         let other = Rig::new(Plan::default());
         let mut beside = other.connect(&FrontOptions::default());
         guest.write_until_full(&rig);
-        // Reads work, and flushes of answered writes, though more requests wait than there are
-        // buffers.
+        // Reads work, and flushes of answered writes, though more requests wait than there are buffers.
         guest.has_what_is_done();
         guest.flush();
         let buffer = beside.space().buffer(1).unwrap();
@@ -256,7 +253,7 @@ fn writes_that_find_no_space_wait_for_it_and_what_needs_none_goes_on() {
     }
 }
 
-/// One is tried again after a pause, and again after a longer one: a full disk is not asked for more.
+/// A request is retried after a pause, and again after a longer one, so that a full disk gets few requests.
 #[test]
 fn requests_that_wait_are_tried_now_and_then() {
     let Some(place) = Place::new("raw") else { return };
@@ -271,7 +268,7 @@ fn requests_that_wait_are_tried_now_and_then() {
     guest.front.close(PATIENCE).unwrap();
 }
 
-/// Metadata that finds no space is as dirty as before: nothing is lost.
+/// Metadata without space is as dirty as before: nothing is lost.
 #[test]
 fn a_flush_whose_metadata_finds_no_space_waits_for_it() {
     for format in ["vhd", "qcow2"] {
@@ -343,8 +340,8 @@ fn a_guest_that_closes_waits_until_it_lets_go_of_its_rings() {
     let mut guest = Guest::new(&rig);
     guest.write_until_full(&rig);
     let disk = rig.disk.clone();
-    // The toolstack has asked, and the guest is closing: waiting requests are answered if there is
-    // space in time.
+    // The toolstack has requested the end, and the guest is closing: waiting requests are answered if there is space in
+    // time.
     rig.machine.unplug(&disk).unwrap();
     guest.front.set_state(5).unwrap();
     guest.front.wait_for_backend(&[5], PATIENCE).unwrap();
@@ -385,7 +382,7 @@ fn a_barrier_comes_after_the_writes_before_it_that_wait_and_before_those_after_i
     guest.queue().push().unwrap();
     let behind = 2;
     let waits = guest.queue().in_flight() - behind;
-    // A backend that stops takes none of them with it.
+    // A backend that stops loses none of them.
     assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
     rig.start();
     wait_until("the next one waits", || waiting(&rig) as usize == waits);
@@ -401,7 +398,7 @@ fn a_barrier_comes_after_the_writes_before_it_that_wait_and_before_those_after_i
     end(&mut rig);
 }
 
-/// It has the gate by then, without which nothing can be tried again.
+/// It holds the gate by then, and without the gate no request can be retried.
 #[test]
 fn a_barrier_that_has_begun_to_wait_for_others_lets_them_wait_for_space() {
     let faults = Faults::none();
@@ -417,8 +414,7 @@ fn a_barrier_that_has_begun_to_wait_for_others_lets_them_wait_for_space() {
     front.queues[0].plain(PlainOp::Barrier, 0, &[]).unwrap();
     front.queues[0].push().unwrap();
     wait_until("the barrier is taken", || rig.counters.counts().sweeps == 2);
-    // The test holds without this pause, too. With it, the gate is closed before the write has
-    // failed.
+    // The test also passes without this pause. With it, the gate is closed before the write has failed.
     std::thread::sleep(Duration::from_millis(20));
     drop(held);
     wait_until("the write waits", || waiting(&rig) == 1);

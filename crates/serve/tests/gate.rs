@@ -1,5 +1,5 @@
-//! Requests that need the disk for themselves, beside queues that break (threats.md T4, T24): they
-//! wait only for requests that are under way elsewhere.
+//! Requests that must be alone on the disk, and queues that fail (threats.md T4, T24): they wait only for requests in
+//! flight on other queues.
 
 use ferrite_loopback::front::{Buffer, FrontOptions, FrontQueue, Frontend, RingWord};
 use ferrite_serve::polling::PollWindow;
@@ -15,12 +15,12 @@ use ferrite_xen::abi::PlainOp;
 #[derive(Clone, Copy)]
 enum Alone {
     Barrier,
-    /// A write of a part of the medium's block.
+    /// A write of a part of a block of the medium.
     SmallWrite,
 }
 
 impl Alone {
-    /// Asks for it, in a page of its own for each number.
+    /// Sends it, with a page of its own for each number.
     fn ask(self, queue: &mut FrontQueue, buffer: &Buffer, number: usize) {
         let (sector, page) = (number as u64 * 8, number % buffer.pages());
         match self {
@@ -48,7 +48,7 @@ fn hold(faults: &Faults, kind: Kind) -> impl Drop {
     held
 }
 
-/// Queues that do not look for work: a ring is looked at when its queue is woken.
+/// Queues that do not poll: a ring is read when its queue is woken.
 fn three_queues(plan: Plan) -> (Rig, Frontend, Buffer, Faults) {
     let faults = Faults::none();
     let tuning = Tuning { poll: PollWindow::Fixed(0), ..Tuning::default() };
@@ -58,8 +58,8 @@ fn three_queues(plan: Plan) -> (Rig, Frontend, Buffer, Faults) {
     (rig, front, buffer, faults)
 }
 
-/// The guest breaks a ring while another queue has the disk for itself, and sends no event. The
-/// broken queue finds it when the gate wakes it, and is not woken again.
+/// The guest breaks a ring while another queue is alone on the disk, and sends no event. The broken queue finds that
+/// when the gate wakes it, and is not woken again.
 fn a_broken_ring_holds_up_nobody(plan: Plan, alone: Alone) {
     let (mut rig, mut front, buffer, faults) = three_queues(plan);
     let held = hold(&faults, alone.begins_with());
@@ -97,8 +97,8 @@ fn a_write_below_the_block_does_not_wait_for_a_ring_that_was_broken_without_an_e
     a_broken_ring_holds_up_nobody(Plan { image, ..Plan::default() }, Alone::SmallWrite);
 }
 
-/// A queue whose engine breaks while it works ends, and the backend with it: a request of another
-/// queue that waits to be alone must not wait for it.
+/// A queue whose engine fails during work ends, and the backend with it. Another queue's request that waits to be alone
+/// must not wait for it.
 #[test]
 fn a_queue_that_ends_with_work_under_way_is_not_waited_for() {
     let plan = Plan { bytes: 4 << 20, ..Plan::default() };

@@ -1,5 +1,5 @@
-//! Frontends that publish nonsense (threats.md T11): refused cleanly, told so, and no harm to a
-//! correct one that comes after.
+//! Frontends that publish invalid values (threats.md T11): refused with a reason, and without harm to a correct
+//! frontend later.
 
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -21,12 +21,12 @@ fn plan() -> Plan {
     Plan { bytes: 1 << 20, pool_bytes: 4 << 20, ..Plan::default() }
 }
 
-/// Peak of address space and peak of memory, in KiB.
+/// Peaks of address space and of memory, in KiB.
 fn peaks() -> [u64; 2] {
     ["VmPeak", "VmHWM"].map(status_kib)
 }
 
-/// Offers keys changed by `edit`, and sees the frontend refused with a reason that contains `why`.
+/// Offers keys changed by `edit`, and checks that the frontend is refused with a reason that contains `why`.
 fn refused(
     rig: &mut Rig,
     front: &mut Frontend,
@@ -61,7 +61,7 @@ fn works(front: &mut Frontend) {
     front.close(PATIENCE).unwrap();
 }
 
-/// Texts that are no valid number.
+/// Texts that are not valid numbers.
 fn bad_numbers() -> Vec<Vec<u8>> {
     let mut bad: Vec<Vec<u8>> = [
         "-1",
@@ -110,7 +110,7 @@ fn numbers_that_are_none_are_refused_and_cost_nothing() {
             refused(&mut rig, &mut front, options, key, |keys| keys.set_bytes(key, &bad));
         }
     }
-    // References and ports may be any number, but have to be one, and mean something.
+    // References and ports may have any number, but must be valid.
     let zeros = vec![b'0'; 2000];
     for bad in bad_numbers().into_iter().filter(|b| *b != zeros) {
         let key = "queue-1/ring-ref3";
@@ -172,7 +172,7 @@ fn references_that_mean_nothing_are_refused() {
     refused(&mut rig, &mut front, &many, "two queues", |keys| {
         copy(keys, &format!("queue-0/{port}"), &format!("queue-1/{port}"));
     });
-    // Not granted, granted for reading only, granted to another domain, out of all bounds.
+    // Not granted, granted for reading only, granted to another domain, out of range.
     let pages = front.space().buffer(3).unwrap();
     pages.revoke(0).unwrap();
     pages.grant(1, true);
@@ -212,7 +212,7 @@ fn a_ring_in_an_impossible_state_is_refused() {
         front.set_state(1).unwrap();
         front.wait_for_backend(&[2], PATIENCE).unwrap();
         front.read_features().unwrap();
-        // Written between the making of the ring and the word that it is there.
+        // Written after the ring was made and before it is announced.
         let space = front.space().clone();
         let ring = ring_page(&space, req_prod);
         front
@@ -230,8 +230,8 @@ fn a_ring_in_an_impossible_state_is_refused() {
     works(&mut front);
 }
 
-/// The backend's ports are of this guest: a channel of another's cannot even be named, its number
-/// is one of our own that is not open.
+/// The backend's ports are connected to this guest: a channel of another guest cannot be named. Its number is an
+/// unopened channel of this one.
 #[test]
 fn a_channel_of_another_guest_is_not_reached() {
     let mut rig = Rig::without_backend(plan());
@@ -269,8 +269,7 @@ fn what_was_offered_is_the_limit_of_what_may_be_asked() {
     works(&mut front);
 }
 
-/// A guest that only changes its mind, as fast as it can, is followed, and one that stops is
-/// served.
+/// A guest that only changes its state, as fast as it can, is followed, and one that stops is served.
 #[test]
 fn a_frontend_may_toggle_its_state_as_it_likes() {
     let rig = Rig::new(plan());
@@ -301,8 +300,8 @@ fn a_frontend_may_toggle_its_state_as_it_likes() {
     works(&mut front);
 }
 
-/// Firmware, a system, another system: Linux writes these keys for more than one queue or page only,
-/// and never removes them.
+/// Firmware, a system, another system: Linux writes these keys only for more than one queue or page, and never removes
+/// them.
 #[test]
 fn a_driver_with_one_queue_is_connected_after_one_with_more_that_has_left_its_keys() {
     let rig = Rig::new(Plan { bytes: 1 << 20, ..Plan::default() });

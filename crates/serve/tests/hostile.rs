@@ -1,5 +1,5 @@
-//! Guests that lie about their memory: words that change while they are read (threats.md T1),
-//! grants that are no good (T5), and indices that are impossible (T13).
+//! Guests that change their memory during reads (threats.md T1), use invalid grants (T5), and publish impossible
+//! indices (T13).
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -26,15 +26,15 @@ const MEDIUM: u8 = 0x22;
 /// Never granted.
 const PRIVATE: u8 = 0x33;
 
-/// Asks for `message`, with the id's upper half as its only name: the flipper changes the bytes
-/// where the lower half of the response's id will stand.
+/// Sends `message`, identified by the id's upper half only: the flipper changes the bytes of the lower half of the
+/// response's id.
 fn raw(queue: &mut FrontQueue, number: u64, message: Message) {
     let response_op = OP_READ;
     let request = Request { id: number << 32, response_op, message };
     queue.raw_request(&request.encode(Protocol::X86_64));
 }
 
-/// Takes all answers; each must be of `pending`.
+/// Takes all answers; each must be one of `pending`.
 fn take_all(queue: &mut FrontQueue, pending: &mut HashSet<u64>) -> usize {
     let mut taken = 0;
     while let Some((response, _)) = queue.take_raw().unwrap() {
@@ -47,8 +47,8 @@ fn take_all(queue: &mut FrontQueue, pending: &mut HashSet<u64>) -> usize {
     taken
 }
 
-/// Changes the fields that a backend decides on, as fast as a processor can: operation, counts,
-/// shapes of segments in the slots and on the indirect pages. Leaves the ids.
+/// Changes the fields that decide a backend's actions, as fast as a processor can: operation, counts, shapes of
+/// segments in the slots and on the indirect pages. The ids stay.
 fn flip(front_ring: &ferrite_loopback::front::RawRing, descriptors: &Buffer) -> u64 {
     let mut flips = 0;
     for index in 0..front_ring.entries() {
@@ -143,7 +143,7 @@ fn words_that_change_while_they_are_read_do_no_harm() {
     assert!(known(&data.to_vec(0, data.len())), "foreign bytes reached the guest");
     assert!(known(&rig.medium()), "foreign bytes reached the medium");
     assert_eq!(private.to_vec(0, private.len()), vec![PRIVATE; private.len()]);
-    // The queue is as good as new; numbers of the front's own start at 0, like all tags.
+    // The queue works as before; numbers of the front start at 0, like all tags.
     let queue = &mut front.queues[0];
     queue.write(0, &data, 0, 4096).unwrap();
     assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
@@ -151,7 +151,7 @@ fn words_that_change_while_they_are_read_do_no_harm() {
     assert_eq!(space.memory().grants().users(), 0);
 }
 
-/// A queue, what to ask of it, and a proof that it goes on.
+/// A queue under test, and a check that it goes on.
 struct Victim {
     front: Frontend,
     good: Buffer,
@@ -232,7 +232,7 @@ fn a_bad_grant_fails_its_request_and_nothing_else() {
             }
         }
         assert_eq!(rig.sectors(0, 4096 * 40), vec![0; 4096 * 40], "nothing was written");
-        // A page for reading only is good for writes, not for reads.
+        // A page for reading only is valid for writes, not for reads.
         let segments = with_bad(&v.good, 11, odd.gref(1).0);
         v.queue().plain(PlainOp::Read, 0, &segments).unwrap();
         assert_eq!(v.status(), STATUS_ERROR);
@@ -245,8 +245,8 @@ fn a_bad_grant_fails_its_request_and_nothing_else() {
     }
 }
 
-/// A request's buffer still has the descriptors of the request before it, which name good pages.
-/// The page that should replace them was not copied.
+/// A request's buffer still has the descriptors of the previous request, which name valid pages. The page that should
+/// replace them was not copied.
 #[test]
 fn a_page_of_descriptors_that_was_not_copied_is_not_read() {
     const SEGMENTS: usize = 16;
@@ -260,7 +260,7 @@ fn a_page_of_descriptors_that_was_not_copied_is_not_read() {
             descriptors.write(at, &v.good.segment(i % v.good.pages(), 0, 7).encode());
         }
     }
-    // Data of requests that fill every buffer that there may be.
+    // Data of requests that fill every possible buffer.
     let data: Vec<_> = (0..SEGMENTS).map(|page| descriptors.segment(page, 0, 7)).collect();
     for _ in 0..4 {
         while v.queue().free_slots() > 1 {
@@ -294,7 +294,7 @@ fn pages_in_unusual_places_are_pages() {
     assert_eq!(rig.sectors(0, 11 * 4096), vec![0x77; 11 * 4096]);
     v.queue().plain(PlainOp::Read, 0, &one).unwrap();
     assert_eq!(v.status(), STATUS_OKAY);
-    // The ring's page as data: all of it to the disk, and its unused end from the disk.
+    // The ring's page as data: all of it is written to the disk, and its unused end read from the disk.
     let ring = v.queue().ring_grefs()[0];
     let whole = RawSegment { gref: ring.0, first_sect: 0, last_sect: 7 };
     v.queue().plain(PlainOp::Write, 800, &[whole]).unwrap();
@@ -303,7 +303,7 @@ fn pages_in_unusual_places_are_pages() {
     v.queue().plain(PlainOp::Read, 1600, &[end]).unwrap();
     assert_eq!(v.status(), STATUS_OKAY);
     v.goes_on(&rig);
-    // The ring's page, and a data page, as page of descriptors: whatever they say there.
+    // The ring's page, and a data page, as page of descriptors, with any content.
     for gref in [ring, v.good.gref(0)] {
         for op in [IndirectOp::Read, IndirectOp::Write] {
             let pages = [gref; 8];
@@ -327,7 +327,7 @@ fn pages_in_unusual_places_are_pages() {
     v.goes_on(&rig);
 }
 
-/// Every 512 bytes of a page tell the round and the place.
+/// Every 512 bytes of a page have the round and the place.
 fn stamp(buffer: &Buffer, page: usize, round: u32) {
     for sector in 0..8 {
         let word = u64::from(round) << 32 | (page * 8 + sector) as u64;
@@ -362,10 +362,10 @@ fn a_grant_revoked_in_the_middle_of_a_copy_is_an_error_or_was_in_time() {
         });
         let segments: Vec<_> = (0..11).map(|page| pages.segment(page, 0, 7)).collect();
         let (mut good, mut bad) = (0, 0);
-        // A page that stays mapped cannot be revoked.
+        // The grant of a page that stays mapped cannot be revoked.
         let lent = mover() == Mover::Persistent;
         let (mut round, end) = (0, Instant::now() + PATIENCE);
-        // On a busy machine it may take long until a grant is revoked while the backend copies.
+        // On a busy machine it may take long to revoke a grant while the backend copies.
         while round < 1000 * scale() || good == 0 || (bad == 0 && !lent) {
             assert!(Instant::now() < end || round < 1000 * scale(), "{good} good, {bad} bad");
             round += 1;
@@ -412,7 +412,7 @@ fn an_impossible_producer_stops_its_ring_and_no_other() {
         front.queues[0].notify().unwrap();
         let said = rig.wait_for_error();
         assert!(said.contains("queue 0"), "{said}");
-        // Mended or not, it stays stopped.
+        // It stays stopped, also if the ring is corrected.
         ring.store(RingWord::ReqProd, front.queues[0].req_prod());
         front.queues[0].write(8, &buffer, 0, 4096).unwrap();
         front.queues[0].push().unwrap();
@@ -429,8 +429,8 @@ fn an_impossible_producer_stops_its_ring_and_no_other() {
     rig.join().unwrap();
 }
 
-/// Whether to send an event follows from the producer that the backend itself published, not from
-/// the one on the page: a guest that sleeps is woken.
+/// The producer that the backend itself published decides whether it sends an event, not the one on the page: a
+/// sleeping guest is woken.
 #[test]
 fn an_event_comes_though_the_producer_says_already_what_it_will_be() {
     let tuning = Tuning { poll: PollWindow::Fixed(0), ..Tuning::default() };
@@ -476,7 +476,7 @@ fn shared_words_that_are_the_backends_own_may_be_scribbled_on() {
     let mut random = SplitMix64::new(10);
     for round in 0..200 * scale() {
         let n = 1 + random.below(32);
-        // The backend's own count does not come from here.
+        // The backend does not read its own index from here.
         ring.store(RingWord::RspProd, random.next_u64() as u32);
         for i in 0..n {
             let at = i as usize * 4096;
@@ -496,7 +496,7 @@ fn shared_words_that_are_the_backends_own_may_be_scribbled_on() {
                     assert!(reply.is_ok());
                     answered += 1;
                 }
-                // The scribbled value, until the backend has answered.
+                // The overwritten value, until the backend has answered.
                 Ok(None) | Err(_) if answered == 0 => std::thread::yield_now(),
                 Ok(None) => std::thread::yield_now(),
                 Err(e) => panic!("{e}"),

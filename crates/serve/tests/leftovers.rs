@@ -1,5 +1,5 @@
-//! What is left of disks that are no more (threats.md T22): nothing, however their guests and
-//! their backends ended. What a successor may ask for stays.
+//! Remains of detached disks (threats.md T22): none, in whatever way their guests and backends ended. State that a
+//! successor needs stays.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -28,19 +28,19 @@ fn works(front: &mut Frontend) {
     assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
 }
 
-/// One test at a time: they count what this process has open.
+/// Serialises the tests: they count the open files of this process.
 fn alone() -> impl Drop {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Names of what is in a folder.
+/// The names in a folder.
 fn names(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).into_iter().flatten();
     entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect()
 }
 
-/// Names of all that there is: files in memory, counters, and errors in the store.
+/// The names of all remains: files in memory, counters, and errors in the store.
 fn leftovers(rig: &Rig) -> BTreeSet<String> {
     let mut store = rig.machine.store().unwrap();
     let errors = store.list(&format!("error/{KIND}")).unwrap_or_default();
@@ -55,7 +55,7 @@ fn has_error(rig: &Rig) -> bool {
     rig.machine.store().unwrap().read(&path).unwrap().is_some()
 }
 
-/// Which file the disk's counters are in.
+/// The identity of the disk's file of counters.
 fn counters_of(rig: &Rig) -> u64 {
     std::fs::metadata(stats_file(rig.run_dir())).unwrap().ino()
 }
@@ -64,7 +64,7 @@ fn sweep_all(rig: &Rig) {
     sweep(&mut rig.machine.store().unwrap(), rig.dir.path(), KIND).unwrap();
 }
 
-/// Of a disk that was attached just now, too.
+/// This holds also for a disk that was just attached.
 #[test]
 fn there_is_a_table_while_a_guest_is_connected() {
     let _alone = alone();
@@ -74,7 +74,7 @@ fn there_is_a_table_while_a_guest_is_connected() {
     assert!(table.exists());
     works(&mut front);
     assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
-    // The program says so when the image is complete.
+    // The program writes this when the image is complete.
     let stopped = rig.run_dir().join(STOPPED);
     std::fs::write(&stopped, "").unwrap();
     rig.start();
@@ -121,7 +121,7 @@ fn a_guest_that_is_started_again_and_again_leaves_nothing_whatever_it_does() {
         rig.reboot();
         assert_eq!(leftovers(&rig), BTreeSet::from(["disk.img".to_owned()]), "round {round}");
         if round < 4 {
-            // The first of each kind may load what stays loaded.
+            // The first run of each kind may load code that stays loaded.
             after_first = descriptors();
         }
         // The store's end of a connection is closed a moment later.
@@ -141,7 +141,7 @@ fn what_a_killed_backend_has_left_stays_for_its_successor_and_goes_with_its_gues
         let mut rig = Rig::new(plan());
         let mut front = rig.connect(&FrontOptions::default());
         works(&mut front);
-        // A stop leaves what a kill leaves.
+        // A stop leaves as much as a kill.
         assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
         report_failure(&mut rig.machine.store().unwrap(), &rig.disk.backend, "why not").unwrap();
         sweep_all(&rig);
@@ -157,7 +157,7 @@ fn what_a_killed_backend_has_left_stays_for_its_successor_and_goes_with_its_gues
             true => rig.machine.destroy(rig.domid).unwrap(),
             false => rig.machine.remove_disk(&disk).unwrap(),
         }
-        // A process that is at its end still works there.
+        // A process that is ending still uses the folder.
         let holder = File::open(rig.run_dir()).unwrap();
         flock(&holder, FlockOperation::LockExclusive).unwrap();
         sweep_all(&rig);
@@ -166,7 +166,7 @@ fn what_a_killed_backend_has_left_stays_for_its_successor_and_goes_with_its_gues
         drop(holder);
         sweep_all(&rig);
         assert!(!rig.run_dir().exists() && !counters.exists());
-        // Counters without a run directory, too, and nothing that is no disk's.
+        // Counters without a run directory are removed, too. Files that belong to no disk stay.
         let other = counters.with_file_name("theirs");
         [&counters, &other].into_iter().for_each(|path| std::fs::write(path, "").unwrap());
         sweep_all(&rig);
@@ -192,7 +192,7 @@ fn a_disk_that_another_process_serves_waits_until_that_has_ended() {
     front.finish(PATIENCE).unwrap();
     works(&mut front);
 
-    // A take-over waits in the same way, and the requests in flight wait with it.
+    // A takeover waits in the same way, and the requests in flight wait with it.
     assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
     let holder = File::open(rig.run_dir()).unwrap();
     flock(&holder, FlockOperation::LockExclusive).unwrap();
@@ -209,7 +209,7 @@ fn a_disk_inherits_nothing_from_one_of_its_name_whose_backend_is_not_dead_yet() 
     let _alone = alone();
     let mut rig = Rig::without_backend(plan());
     std::fs::create_dir(rig.run_dir()).unwrap();
-    // A flush of its had failed.
+    // A flush of the predecessor had failed.
     let mut latch = [0; 64];
     latch[0] = 1;
     std::fs::write(rig.run_dir().join("flush-failed"), latch).unwrap();
@@ -230,7 +230,7 @@ fn a_disk_inherits_nothing_from_one_of_its_name_whose_backend_is_not_dead_yet() 
     works(&mut front);
     assert!(!rig.run_dir().join("trace-7").exists());
     assert_ne!(counters_of(&rig), older);
-    // What this one leaves is its successor's.
+    // The state that it leaves belongs to its successor.
     assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
     rig.start();
     works(&mut front);

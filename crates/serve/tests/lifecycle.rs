@@ -44,10 +44,10 @@ fn an_image_that_grows_is_a_larger_disk_at_once() {
     front.queues[0].write(BYTES / 512, &buffer, 0, 4096).unwrap();
     assert_eq!(front.queues[0].next_reply(PATIENCE).unwrap().status, STATUS_ERROR);
 
-    // A guest learns of it by the backend's state being written once more.
+    // A guest detects it because the backend's state is written once more.
     let mut store = rig.machine.guest_store(rig.domid).unwrap();
     store.watch(&format!("{}/state", rig.disk.backend), "state").unwrap();
-    // Each watch has an event to begin with.
+    // Each watch has an initial event.
     wait_until("the first event", || store.poll_event().unwrap().is_some());
     let image = std::fs::OpenOptions::new().write(true).open(&rig.image).unwrap();
     image.set_len(2 * BYTES).unwrap();
@@ -69,7 +69,7 @@ fn an_image_that_grows_is_a_larger_disk_at_once() {
     front.close(PATIENCE).unwrap();
 }
 
-/// The toolstack's 5 stands until the guest has let go: it is how it asks (blkif.md 3.6).
+/// The toolstack's 5 stays until the guest has released the disk: it is the toolstack's request (blkif.md 3.6).
 #[test]
 fn an_image_that_grows_while_its_disk_is_to_be_unplugged_does_not_take_that_back() {
     let mut rig = Rig::new(plan());
@@ -85,7 +85,7 @@ fn an_image_that_grows_while_its_disk_is_to_be_unplugged_does_not_take_that_back
     grown(&mut front, 2);
     assert_eq!(front.backend_state().unwrap(), 5);
     works(&mut front);
-    // Back with other rings (3.8) meanwhile.
+    // Meanwhile the guest reconnects with other rings (3.8).
     front.offer(&FrontOptions::default()).unwrap();
     works(&mut front);
     grown(&mut front, 3);
@@ -154,7 +154,7 @@ fn a_disk_that_is_unplugged_before_anybody_connects_is_let_go_of() {
 
 #[test]
 fn a_backend_that_starts_late_finds_its_frontend_wherever_it_is() {
-    // Before the toolstack has made the disk at all.
+    // Before the toolstack has made the disk.
     let mut rig = Rig::without_backend(plan());
     rig.machine.remove_disk(&rig.disk.clone()).unwrap();
     rig.start();
@@ -165,7 +165,7 @@ fn a_backend_that_starts_late_finds_its_frontend_wherever_it_is() {
     works(&mut front);
     front.close(PATIENCE).unwrap();
 
-    // A frontend that did not wait for the backend's 2, at 3 and at 4.
+    // A frontend that did not wait for the backend's 2, in state 3 and in state 4.
     for state in [3, 4] {
         let mut rig = Rig::without_backend(plan());
         let mut front = rig.frontend();
@@ -226,7 +226,7 @@ fn a_guest_that_closes_may_come_back_any_number_of_times() {
         if round % 2 == 0 {
             front.close(PATIENCE).unwrap();
         } else {
-            // Without a word of farewell.
+            // Without closing.
             front.set_state(6).unwrap();
             front.wait_for_backend(&[6], PATIENCE).unwrap();
             front.queues.drain(..).for_each(|queue| queue.release().unwrap());
@@ -239,7 +239,7 @@ fn another_kernel_in_the_same_guest_starts_afresh() {
     let rig = Rig::new(plan());
     let (mut front, buffer) = connected(&rig);
     for round in 0..5u32 {
-        // In the middle of its work.
+        // During requests.
         for i in 0..32 {
             front.queues[0].write(i * 8, &buffer, i as usize * 4096, 4096).unwrap();
         }
@@ -254,8 +254,7 @@ fn another_kernel_in_the_same_guest_starts_afresh() {
     assert_eq!(front.space().memory().bound_ports(), 0);
 }
 
-/// A guest that was resumed elsewhere and is back (3.8): at 3 with other rings, without a close
-/// between.
+/// A guest that was resumed elsewhere and is back (3.8): in state 3 with other rings, without closing in between.
 #[test]
 fn a_frontend_that_is_back_at_3_with_other_rings_is_connected_to_those() {
     let rig = Rig::new(plan());
@@ -273,7 +272,7 @@ fn a_frontend_that_is_back_at_3_with_other_rings_is_connected_to_those() {
         });
         front.finish(PATIENCE).unwrap();
         works(&mut front);
-        // The same once more is no reason to do anything.
+        // The same state once more has no effect.
         front.set_state(3).unwrap();
         works(&mut front);
         front.set_state(4).unwrap();
@@ -303,7 +302,7 @@ fn a_guest_that_is_destroyed_with_requests_in_flight_leaves_nothing() {
         assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
         assert_eq!((space.memory().grants().users(), space.memory().bound_ports()), (0, 0));
         assert!(!rig.run_dir().join("inflight").exists());
-        // The guest read no answers; the frontend's own process may go on for a while.
+        // The guest read no answers; the frontend's own process may continue for a while.
         let end = front.close(Duration::from_millis(50));
         assert!(end.is_err());
     }
@@ -356,8 +355,8 @@ fn what_is_in_flight_is_answered_before_a_disk_closes() {
     }
 }
 
-/// threats.md T3: a guest that writes its state as fast as it can makes the backend look, and
-/// keeps it neither from its other work nor from ending.
+/// threats.md T3: a guest that writes its state as fast as it can makes the backend read it, and delays neither its
+/// other work nor its end.
 #[test]
 fn a_storm_of_states_holds_nothing_up() {
     let mut rig = Rig::new(plan());
@@ -381,7 +380,7 @@ fn a_storm_of_states_holds_nothing_up() {
     while Instant::now() < end {
         works(&mut front);
     }
-    // Growth is seen as ever.
+    // Growth is detected as usual.
     let image = std::fs::OpenOptions::new().write(true).open(&rig.image).unwrap();
     image.set_len(2 * BYTES).unwrap();
     wait_until("the new size", || front.read_features().unwrap().sectors == 2 * BYTES / 512);
@@ -404,7 +403,7 @@ fn a_take_over_waits_for_nothing_that_the_guest_has_to_do() {
     let (mut front, _buffer) = connected(&rig);
     for _ in 0..5 {
         assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
-        // Closing meanwhile: the successor goes on with that.
+        // The guest is closing meanwhile: the successor continues with that.
         front.set_state(5).unwrap();
         rig.start();
         front.wait_for_backend(&[5], PATIENCE).unwrap();

@@ -1,4 +1,4 @@
-//! What a guest can use up: nothing that it does not give back (threats.md T7), no log (T16), no
+//! Resources that a guest can use: it returns all of them (threats.md T7). It causes no flood of the log (T16), no
 //! processor time once its ring is stopped (T13), no mappings beyond its budget (T9).
 //!
 //! All of it is counted for the whole process, so these tests run one at a time.
@@ -20,7 +20,7 @@ use ferrite_xen::mover::{Budget, Mover};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
-/// Counts lines as a log at its usual level would have them.
+/// Counts log lines at the usual level.
 struct Lines;
 
 static LINES: AtomicU64 = AtomicU64::new(0);
@@ -41,7 +41,7 @@ impl Subscriber for Lines {
     fn exit(&self, _: &Id) {}
 }
 
-/// The only test that runs, with a log that is counted.
+/// The lock of the only running test, with a log that is counted.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     static LOG: Once = Once::new();
@@ -67,8 +67,7 @@ struct Held {
 }
 
 fn held() -> Held {
-    // Heaps of threads and their stacks come and go; files, devices and arenas have names or are
-    // shared.
+    // Heaps and stacks of threads are made and freed; files, devices and arenas have names or are shared.
     let named = |line: &&String| line.contains(" rw-s ") || line.contains('/');
     Held {
         descriptors: proc::descriptors(),
@@ -78,7 +77,7 @@ fn held() -> Held {
     }
 }
 
-/// Sends `count` requests of every wrong kind there is, as fast as they are answered.
+/// Sends `count` requests of every invalid kind, as fast as they are answered.
 fn send_errors(front: &mut Frontend, count: u32) {
     let good = front.space().buffer(2).unwrap();
     for queue in &mut front.queues {
@@ -119,7 +118,7 @@ fn errors_leave_nothing_behind_not_even_when_the_domain_is_destroyed() {
     let mut rig = Rig::new(plan());
     let mut front = rig.frontend();
     let space = front.space().clone();
-    // Everything that is made at the first use, and the allocator's memory for each size of it.
+    // Everything that is allocated at the first use, and the allocator's memory for each size of it.
     for _ in 0..2 {
         front.connect(&many(), PATIENCE).unwrap();
         send_errors(&mut front, 12_000);
@@ -141,7 +140,7 @@ fn errors_leave_nothing_behind_not_even_when_the_domain_is_destroyed() {
     assert!(after.mappings <= before.mappings, "{before:?} became {after:?}");
     assert!(after.rss_kib < before.rss_kib + 8192, "{before:?} became {after:?}");
 
-    // And with the guest gone in the middle of it.
+    // And with the guest gone during its requests.
     front.connect(&many(), PATIENCE).unwrap();
     let good = space.buffer(2).unwrap();
     for queue in &mut front.queues {
@@ -155,7 +154,7 @@ fn errors_leave_nothing_behind_not_even_when_the_domain_is_destroyed() {
     front.queues.drain(..).for_each(|queue| queue.release().unwrap());
 }
 
-/// Lines that appear while `work` runs, beyond what the seconds that it takes allow.
+/// Checks that `work` adds no more log lines than its seconds allow.
 fn assert_quiet(what: &str, work: impl FnOnce()) {
     let (lines, start) = (LINES.load(Ordering::SeqCst), Instant::now());
     work();
@@ -223,7 +222,7 @@ fn frontends_that_are_refused_again_and_again_are_a_handful_of_lines_too() {
     });
 }
 
-/// The largest guests there are, on disks that together may map less than a tenth of their pages.
+/// The largest guests, on disks that together may map less than a tenth of their pages.
 fn exhaust_mappings(mover: Mover) {
     const OF_DISK: usize = 256;
     const OF_HOST: usize = 640;
@@ -276,12 +275,12 @@ fn exhaust_mappings(mover: Mover) {
 fn guests_that_want_all_mappings_get_their_share_and_the_rest_copied() {
     let _alone = alone();
     let exhaust = || [Mover::Map, Mover::Persistent].into_iter().for_each(exhaust_mappings);
-    // Once for everything that is made at the first use.
+    // Once for everything that is allocated at the first use.
     exhaust();
     let before = held();
     let mut last = before.rss_kib;
-    // What is lost is lost each time; an allocator's store fills up once. AddressSanitizer keeps
-    // something of every thread that there ever was, so there only the rest is looked at.
+    // A leak grows each time; an allocator's store fills up once. AddressSanitizer keeps memory for each former thread,
+    // so with it only the rest is checked.
     let sanitized = std::env::var_os("ASAN_OPTIONS").is_some();
     let returns = (0..6).any(|_| {
         exhaust();
@@ -295,13 +294,13 @@ fn guests_that_want_all_mappings_get_their_share_and_the_rest_copied() {
     assert!(after.mappings <= before.mappings, "{before:?} became {after:?}");
 }
 
-/// Time that this process's threads of that name have used, in clock ticks.
+/// The processor time of this process's threads of that name, in clock ticks.
 fn ticks_of(name: &str) -> u64 {
     proc::threads_named(name).iter().filter_map(|thread| proc::ticks(thread)).sum()
 }
 
-/// Does `work` until that has taken this thread some time of a processor, in the same ticks. What a
-/// busy machine takes from it, it takes from a thread beside it, too.
+/// Repeats `work` until it has used some processor time of this thread, in the same ticks. A busy machine delays
+/// another thread as much.
 fn keep_busy(mut work: impl FnMut()) -> u64 {
     let own = || proc::ticks("").unwrap();
     let before = own();

@@ -1,4 +1,4 @@
-//! Requests of a sweep that are neighbours on the medium share an operation, and nothing else.
+//! Adjacent requests of a sweep share an operation, and nothing else.
 
 use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
@@ -11,7 +11,7 @@ use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_xen::abi::{STATUS_ERROR, STATUS_OKAY};
 
 const PAGE: usize = 4096;
-/// Requests that are put on the ring before the backend hears of them: one sweep.
+/// Requests that are put on the ring before the backend is notified: one sweep.
 const SWEEP: usize = 16;
 
 fn rig(merge: bool) -> (Rig, Faults) {
@@ -35,7 +35,7 @@ fn shuffled() -> impl Iterator<Item = usize> {
     (0..SWEEP).map(|i| i * 7 % SWEEP)
 }
 
-/// Writes all pages in one sweep; the statuses, in the order of the pages.
+/// Writes all pages in one sweep; returns the statuses, in the order of the pages.
 fn write_all(front: &mut Frontend, buffer: &Buffer) -> Vec<i16> {
     let queue = &mut front.queues[0];
     let tags: Vec<_> = shuffled()
@@ -50,7 +50,7 @@ fn write_all(front: &mut Frontend, buffer: &Buffer) -> Vec<i16> {
     statuses
 }
 
-/// Reads all pages in one sweep and finds what was written.
+/// Reads all pages in one sweep and checks the data.
 fn read_all_back(front: &mut Frontend, buffer: &Buffer) {
     let queue = &mut front.queues[0];
     for page in shuffled() {
@@ -77,13 +77,13 @@ fn neighbours_share_an_operation_and_every_page_gets_to_its_place() {
     }
 }
 
-/// So the next sweep's data are in the same buffers.
+/// So the next sweep's data use the same buffers.
 #[test]
 fn a_megabyte_is_a_sweep() {
     const LARGE: usize = 128 << 10;
     let (rig, _) = rig(true);
     let mut front = rig.connect(&FrontOptions::default());
-    // Each its own pages: a frontend looks whether those of an answered request are still used.
+    // Each has its own pages: a frontend checks that those of an answered request are released.
     let buffer = front.space().buffer(SWEEP * LARGE / PAGE).unwrap();
     let queue = &mut front.queues[0];
     for i in 0..SWEEP {
@@ -94,13 +94,13 @@ fn a_megabyte_is_a_sweep() {
     front.close(PATIENCE).unwrap();
 }
 
-/// Pages in stretches of 112 KiB, of each the even before the odd ones (sources.md 4).
+/// Pages in stretches of 112 KiB, in each the even before the odd ones (sources.md 4).
 fn even_before_odd(stretches: usize) -> impl Iterator<Item = usize> {
     let stretch = |start| (start..start + 28).step_by(2).chain((start + 1..start + 28).step_by(2));
     (0..stretches).flat_map(move |n| stretch(n * 28))
 }
 
-/// Its kind and bytes, if it is one.
+/// Its kind and bytes, if it is a transfer.
 fn transfer(op: &Op) -> Option<(Kind, usize)> {
     match op {
         Op::Write { buf, .. } | Op::Read { buf, .. } => Some((Kind::of(op), buf.len())),
@@ -117,7 +117,7 @@ fn a_batch_in_the_wrong_order_is_one_operation_on_one_piece_of_memory() {
     let mut front = rig.connect(&front_options);
     let buffer = front.space().buffer(2 * BATCH).unwrap();
     (0..BATCH).for_each(|page| buffer.write(page * PAGE, &[page as u8 + 1; PAGE]));
-    // Of a vectored operation it would have the first piece.
+    // The list has the first piece of a vectored operation.
     faults.list();
     let queue = &mut front.queues[0];
     for page in even_before_odd(STRETCHES) {
@@ -151,7 +151,7 @@ fn neighbours_of_all_sizes_get_to_their_places_in_any_order() {
         let mut pieces = Vec::new();
         let mut at = 0;
         while pieces.len() < 64 {
-            // Whole pages mostly, and some that leave a part of their buffer free.
+            // Mostly whole pages, and some that leave a part of their buffer free.
             let sectors = [8, 8, 8, 16, 24, 7][random.below(6) as usize];
             pieces.push((at, sectors));
             at += sectors;
@@ -213,7 +213,7 @@ fn a_short_shared_operation_is_continued_from_where_it_stopped() {
     }
 }
 
-/// A request that alone gets nowhere fails. This one did not have the operation alone.
+/// A single request that makes no progress fails. This one shared the operation.
 #[test]
 fn a_shared_operation_that_stops_inside_a_block_fails_nobody() {
     for short in [100, PAGE + 100, 15 * PAGE + 511] {

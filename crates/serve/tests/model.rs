@@ -1,5 +1,5 @@
-//! Random requests of all kinds and shapes, many in flight on several queues. They are compared
-//! with a model of the disk that knows what each of them may read and leave (threats.md T15).
+//! Random requests of all kinds and shapes, many in flight on several queues. They are compared with a model of the
+//! disk with the allowed results of each (threats.md T15).
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,10 +15,10 @@ use ferrite_xen::abi::{IndirectOp, PlainOp, Protocol, RawSegment};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-/// Small, so that requests meet.
+/// Small, so that requests overlap.
 const SECTORS: u64 = 1024;
 
-/// What a request does.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Read,
@@ -40,7 +40,7 @@ impl Kind {
     }
 }
 
-/// One request: where, and how its data is cut: first sector in the page and sectors, a page each.
+/// One request: its place, and the shape of its data: first sector in the page and sectors, for each page.
 #[derive(Clone, Debug)]
 struct Ask {
     queue: usize,
@@ -95,7 +95,7 @@ fn ask() -> impl Strategy<Value = Ask> {
     })
 }
 
-/// A frontend's shape, and batches of requests; each batch is in flight together.
+/// A frontend's options, and batches of requests; those of each batch are in flight together.
 #[derive(Clone, Debug)]
 struct Session {
     options: FrontOptions,
@@ -142,7 +142,7 @@ impl Model {
         }
     }
 
-    /// Whether `a` is over before `b` begins: a barrier of their own queue is or is between them.
+    /// Whether `a` is over before `b` begins: one is a barrier of their own queue, or there is one between them.
     fn precedes(batch: &[Ask], a: usize, b: usize) -> bool {
         a < b
             && batch[a].queue == batch[b].queue
@@ -155,8 +155,8 @@ impl Model {
         self.left(batch, numbers, sector, |i| !Self::precedes(batch, read, i), before)
     }
 
-    /// Returns what the writers that `counts` selects may have left in a sector. `surely` selects
-    /// writers that surely came before the moment in question.
+    /// Returns the possible values of a sector after the writers that `counts` selects. `surely` selects writers that
+    /// certainly came before the time in question.
     fn left(
         &self,
         batch: &[Ask],
@@ -169,7 +169,7 @@ impl Model {
         let writers: Vec<usize> =
             (0..batch.len()).filter(touches).filter(|i| batch[*i].kind.writes()).collect();
         let discards = (0..batch.len()).filter(touches).any(|i| batch[i].kind == Kind::Discard);
-        // A write is covered if another came surely after it and surely before the moment.
+        // A write is covered if another came certainly after it and certainly before that time.
         let covered =
             |w: usize| writers.iter().any(|&x| x != w && surely(x) && Self::precedes(batch, w, x));
         let mut all: Candidates =
@@ -183,7 +183,7 @@ impl Model {
         all
     }
 
-    /// The batch is over.
+    /// Ends the batch.
     fn answer(&mut self, batch: &[Ask], numbers: &[u32]) {
         let left: Vec<Candidates> = (0..SECTORS)
             .map(|sector| self.left(batch, numbers, sector, |_| true, |_| true))
@@ -196,7 +196,7 @@ fn value_of(write: u32, sector: u64) -> u64 {
     if write == 0 { 0 } else { u64::from(write) << 32 | sector }
 }
 
-/// Puts a batch into flight, waits for it, and checks what was read.
+/// Sends a batch, waits for it, and checks the read data.
 fn run_batch(front: &mut Frontend, model: &mut Model, batch: &[Ask], buffers: &[Buffer]) {
     let queues = front.queues.len();
     let mut numbers = Vec::new();
@@ -231,7 +231,7 @@ fn run_batch(front: &mut Frontend, model: &mut Model, batch: &[Ask], buffers: &[
             Kind::Discard => queue.discard(ask.sector, ask.sectors(), false),
         }
         .unwrap();
-        // Some are on their way while others are still being made.
+        // Some are in flight while others are still being made.
         if i % 3 == 0 {
             queue.push().unwrap();
         }
@@ -242,7 +242,7 @@ fn run_batch(front: &mut Frontend, model: &mut Model, batch: &[Ask], buffers: &[
     for queue in &mut front.queues {
         assert!(queue.drain(PATIENCE).unwrap().iter().all(|r| r.is_ok()));
     }
-    // Which queue each was really on.
+    // The actual queue of each.
     let batch: Vec<Ask> =
         batch.iter().map(|a| Ask { queue: a.queue % queues, ..a.clone() }).collect();
     for (i, ask) in batch.iter().enumerate().filter(|(_, a)| a.kind == Kind::Read) {
@@ -272,7 +272,7 @@ fn against_the_model(image: PathBuf, copy_with: CopyWith, cases: u32) {
     let buffers: Vec<Buffer> = (0..24).map(|_| front.space().buffer(40).unwrap()).collect();
     let state = std::cell::RefCell::new((&mut front, Model::new()));
     let config = Config { cases, failure_persistence: None, ..Config::default() };
-    // Sessions build on each other, so a smaller one would not show the same: no shrinking.
+    // Sessions depend on earlier ones, so a smaller one would not fail in the same way: no shrinking.
     let config = Config { max_shrink_iters: 0, ..config };
     TestRunner::new(config)
         .run(&session(), |session| {
@@ -328,8 +328,7 @@ fn images_do_what_the_model_does() {
     }
 }
 
-/// Whatever is not whole blocks is read, changed and written back, alone on the disk: no
-/// neighbour's write may be undone.
+/// Partial blocks are read, changed and written back, alone on the disk: no write of adjacent sectors may be lost.
 #[test]
 fn a_medium_with_blocks_of_4096_bytes_does_what_the_model_does() {
     let dir = dir_in_memory();
@@ -337,8 +336,8 @@ fn a_medium_with_blocks_of_4096_bytes_does_what_the_model_does() {
     against_the_model(device.0.clone(), CopyWith::Memcpy, 40 * scale());
 }
 
-/// One queue changes a sector of a block again and again, the other writes the whole block. The
-/// second queue's data must not be replaced by older data that the first queue's write has read.
+/// One queue repeatedly changes a sector of a block, the other writes the whole block. The second queue's data must not
+/// be replaced by older data from the first queue's read.
 #[test]
 fn a_neighbours_write_is_not_undone_by_a_partial_one() {
     let dir = dir_in_memory();
@@ -381,8 +380,8 @@ fn a_neighbours_write_is_not_undone_by_a_partial_one() {
     front.close(PATIENCE).unwrap();
 }
 
-/// A large write is known in full only once its page of descriptors is fetched. A barrier behind
-/// it has to wait for that, too, where both need the disk for themselves.
+/// The range of a large write is known only after its page of descriptors was fetched. A later barrier has to wait for
+/// that, too, if both need the disk alone.
 #[test]
 fn a_barrier_does_not_overtake_a_large_write_of_partial_blocks() {
     let dir = dir_in_memory();

@@ -1,5 +1,5 @@
-//! Movers as frontends see them: what is offered, what both ends agree on, and successors that
-//! move data in another way than their predecessors.
+//! Movers as frontends see them: the offer, the agreement of both ends, and successors with another mover than their
+//! predecessors.
 
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_testkit::PATIENCE;
@@ -89,10 +89,10 @@ fn a_successor_may_move_data_in_another_way() {
                 works(&mut front, seed);
             }
             front.close(PATIENCE).unwrap();
-            // The guest goes by what it was offered: it may not be surprised.
+            // The guest relies on the offer that it got, so it must hold.
             let persistent = first == Mover::Persistent && second == Mover::Persistent;
             assert_eq!(rig.counts().hits > 0, persistent, "{first}, then {second}");
-            // The next connection is the successor's own.
+            // The next connection uses the successor's offer.
             front.connect(&options, PATIENCE).unwrap();
             works(&mut front, 4);
             assert_eq!(front.features().persistent, second == Mover::Persistent);

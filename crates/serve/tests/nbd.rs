@@ -1,4 +1,4 @@
-//! NBD as its clients see it: what is agreed upon, what each request brings, and what is refused.
+//! NBD as its clients see it: the negotiation, the results of requests, and the errors.
 
 use ferrite_testkit::nbd::{
     ACK, Client, Served, command, contexts, info, option, options, request,
@@ -117,7 +117,7 @@ fn what_was_written_is_read_in_one_piece_or_in_many() {
         client.write(MIB - 512, &data);
         assert!(client.read(MIB - 512, 32 << 20) == data, "structured: {structured}");
         assert_eq!(client.read(0, 512), [0; 512]);
-        // Many at once are answered, each with its own data, in whatever order.
+        // Many concurrent requests are answered, each with its own data, in any order.
         let cookies: Vec<u64> =
             (0..300u64).map(|i| client.send(command::READ, 0, MIB + i * 512, 512, &[])).collect();
         let mut seen: Vec<u64> = (0..300)
@@ -138,7 +138,7 @@ fn requests_that_are_wrong_get_their_error_and_the_next_is_served() {
     let served = raw();
     let mut client = served.client();
     let cases = [
-        // Parts of sectors, nothing, and more than was offered.
+        // Parts of sectors, length 0, and more than the limit.
         (command::READ, 0, 1, 512, EINVAL),
         (command::READ, 0, 0, 511, EINVAL),
         (command::READ, 0, 0, 0, EINVAL),
@@ -146,7 +146,7 @@ fn requests_that_are_wrong_get_their_error_and_the_next_is_served() {
         (command::TRIM, 0, 0, 100, EINVAL),
         (command::WRITE_ZEROES, 0, 100, 512, EINVAL),
         (command::BLOCK_STATUS, 0, 0, 0, EINVAL),
-        // Beyond the end.
+        // Past the end.
         (command::READ, 0, BYTES, 512, EINVAL),
         (command::READ, 0, u64::MAX - 511, 512, EINVAL),
         (command::TRIM, 0, BYTES - 512, 1024, EINVAL),
@@ -160,14 +160,14 @@ fn requests_that_are_wrong_get_their_error_and_the_next_is_served() {
         (command::READ, 1 << 15, 0, 512, EINVAL),
         (command::WRITE_ZEROES, 1 << 4, 0, 512, EINVAL),
         (command::FLUSH, 1 << 2, 0, 0, EINVAL),
-        // One chunk is at most so long.
+        // The limit of a single chunk.
         (command::READ, 1 << 2, 0, 2 << 20, EOVERFLOW),
     ];
     for (command, flags, offset, len, error) in cases {
         let reply = client.call(command, flags, offset, len, &[]);
         assert_eq!(reply.error, error, "{command} {flags} {offset} {len}");
     }
-    // The data of a write that is refused are no requests.
+    // The data of a refused write are not parsed as requests.
     let data = [&request(command::DISCONNECT, 0, 0, 0, 0)[..], &[0; 1004]].concat();
     for (offset, len, error) in
         [(1, 1032, EINVAL), (0, 1031, EINVAL), (BYTES - 512, 1024, ENOSPC), (BYTES, 512, ENOSPC)]
@@ -183,7 +183,7 @@ fn requests_that_are_wrong_get_their_error_and_the_next_is_served() {
     assert_eq!(client.call(command::READ, 1 << 2, 0, 64 << 10, &[]).chunks, 1);
 }
 
-/// A client that still sends knows of no request yet that an answer could be of.
+/// While a client sends data, it does not expect an answer to that request.
 #[test]
 fn a_write_that_is_refused_is_answered_when_its_data_have_come_and_not_without_them() {
     let served = raw();

@@ -1,5 +1,4 @@
-//! Clients of NBD beside other clients: a client affects the others only through the disk's
-//! contents.
+//! Several NBD clients: a client affects the others only through the disk's contents.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -39,7 +38,7 @@ fn clients_see_what_others_have_flushed_and_what_they_have_only_written_too() {
     }
 }
 
-/// A guest, a client and QEMU of one device.
+/// A guest, a client and QEMU with one device.
 #[test]
 fn a_guest_and_clients_have_one_disk() {
     let mut rig = Rig::new(Plan::default());
@@ -76,7 +75,7 @@ fn a_guest_and_clients_have_one_disk() {
     rig.stop().unwrap();
 }
 
-/// A guest's request that needs the disk alone, and a thread that parks the disk.
+/// A guest's request that must be alone on the disk, and a thread that parks the disk.
 fn everybody_gets_the_disk(rig: &Rig) {
     let mut front = rig.connect(&FrontOptions::default());
     let buffer = front.space().buffer(1).unwrap();
@@ -100,13 +99,13 @@ fn a_client_that_does_not_read_its_answers_holds_nothing_but_its_own() {
     for structured in [true, false] {
         let mut stalled = served.connect();
         stalled.go(structured);
-        // More than socket, buffers and table take.
+        // More than socket, buffers and table can hold.
         let cookies: Vec<u64> =
             (0..40).map(|_| stalled.send(command::READ, 0, 0, 2 << 20, &[])).collect();
         everybody_gets_the_disk(&rig);
         other.write(32 * MIB, &vec![8; 8 << 20]);
         assert_eq!(other.read(32 * MIB, 8 << 20), vec![8; 8 << 20]);
-        // It was only slow.
+        // The client was only slow.
         for _ in cookies {
             let reply = stalled.reply();
             assert!(reply.error == 0 && reply.data == vec![7; 2 << 20]);
@@ -117,7 +116,7 @@ fn a_client_that_does_not_read_its_answers_holds_nothing_but_its_own() {
     rig.stop().unwrap();
 }
 
-/// Memory is given back after five seconds without a request, but not what waits to be sent.
+/// Memory is freed after five seconds without a request, but not unsent data.
 #[test]
 fn answers_that_are_read_late_are_what_they_were() {
     let served = Served::new("raw", BYTES, options());
@@ -142,7 +141,7 @@ fn a_client_that_does_not_send_what_it_writes_holds_nothing_and_writes_nothing()
     stalled.say(&[1; 96]);
     assert_eq!(stalled.reply().error, 0);
     assert_eq!(other.read(0, 4096), [1; 4096]);
-    // The client goes with a part of a write that has many.
+    // The client disconnects after a part of a write with many parts.
     stalled.send(command::WRITE, 0, 8 * MIB, 4 << 20, &vec![2; (3 << 20) + 77]);
     drop(stalled);
     served.stop();
@@ -261,7 +260,7 @@ fn storage_that_fails_is_an_error_of_that_request_and_not_of_its_neighbours() {
             assert_eq!((reply.cookie, reply.error), (long, 5));
             client.flush();
         } else {
-            // Its head has promised the data: only the end of the stream can take that back.
+            // Its head has promised the data, so only the end of the stream can report the failure.
             let mut all = Vec::new();
             let _ = client.stream.read_to_end(&mut all);
             assert!(all.len() < (4 << 20), "{} bytes", all.len());
@@ -283,7 +282,7 @@ fn what_was_answered_is_on_the_medium_soon_after_the_last_client_has_gone() {
     }
 }
 
-/// Writes of parts of a block, by clients that know nothing of each other.
+/// Writes of parts of a block, by independent clients.
 #[test]
 fn sectors_of_a_device_with_larger_blocks_are_written_one_by_one() {
     let dir = dir_on_disk();

@@ -1,6 +1,6 @@
-//! Random bytes from clients of NBD, straight to the server and by a relay, while another client works:
-//! it gets its answers, and what is left of the others when they have gone is nothing. Alone in its
-//! program: it counts what the process has.
+//! Random bytes from NBD clients, directly to the server and through a relay, while another client works: it gets its
+//! answers, and after the others nothing remains. This test is alone in its program, because it counts the resources of
+//! the process.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -21,14 +21,14 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 const MIB: u64 = 1 << 20;
 const BYTES: u64 = 16 * MIB;
-/// Of the disk, the part that only the witness writes to.
+/// The part of the disk that only the witness writes.
 const WITNESS_FROM: u64 = 12 * MIB;
-/// Streams at once.
+/// Concurrent streams.
 const AT_ONCE: usize = 4;
-/// KiB that a client takes: its buffers, its table and its thread, once for each at once and for the
-/// witness; and the pages of the disk, which is a file in memory.
+/// KiB of a client: its buffers, its table and its thread, once for each concurrent one and for the witness; and the
+/// pages of the disk, which is a file in memory.
 const MOST_KIB: u64 = (AT_ONCE as u64 + 1) * (12 << 10) + (16 << 10);
-/// What a relay takes besides for each of them.
+/// Additional KiB of a relay for each of them.
 const RELAY_KIB: u64 = (AT_ONCE as u64 + 1) * (9 << 10);
 
 fn greeting(structured: bool) -> Vec<u8> {
@@ -45,7 +45,7 @@ fn greeting(structured: bool) -> Vec<u8> {
     bytes
 }
 
-/// A request that is right, or nearly, with as many bytes of data as it says, or nearly.
+/// A valid request, or almost, with as many bytes of data as it says, or almost.
 fn any_request() -> impl Strategy<Value = Vec<u8>> {
     let len = prop_oneof![
         8 => (0..64u32).prop_map(|sectors| sectors * 512),
@@ -62,7 +62,7 @@ fn any_request() -> impl Strategy<Value = Vec<u8>> {
     let loss = prop_oneof![9 => Just(0usize), 1 => 1..600usize];
     (command, flags, any::<u64>(), offset, len, loss).prop_map(
         |(command, flags, cookie, offset, len, loss)| {
-            // Only what stays below the witness's part.
+            // Only ranges below the witness's part.
             let len = if offset < BYTES { len.min(8 << 20) } else { len };
             let data =
                 if command == 1 { (len as usize).min(1 << 20).saturating_sub(loss) } else { 0 };
@@ -82,7 +82,7 @@ fn any_stream() -> impl Strategy<Value = Vec<u8>> {
         4 => (any::<bool>(), requests(), any::<u16>()).prop_map(|(structured, requests, cut)| {
             let mut bytes = greeting(structured);
             requests.iter().for_each(|request| bytes.extend(request));
-            // Some end anywhere.
+            // Some end at any byte.
             let cut = if cut % 4 == 0 { usize::from(cut) % bytes.len() } else { bytes.len() };
             bytes.truncate(cut);
             bytes
@@ -90,13 +90,13 @@ fn any_stream() -> impl Strategy<Value = Vec<u8>> {
     ]
 }
 
-/// Says all of it, hears all that is said, and goes.
+/// Sends everything, reads all replies, and disconnects.
 fn play(stream: &UnixStream, bytes: &[u8]) {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     std::thread::scope(|scope| {
         let (mut writer, mut reader) = (stream, stream);
         scope.spawn(move || {
-            // The server hangs up when it makes no sense.
+            // The server disconnects after an invalid request.
             let _ = writer.write_all(bytes);
             let _ = writer.shutdown(Shutdown::Write);
         });
@@ -115,7 +115,7 @@ fn play(stream: &UnixStream, bytes: &[u8]) {
     });
 }
 
-/// The keeper of a relay, both threads of this process: a link is a connection with the server.
+/// The keeper of a relay, both as threads of this process: a link is a connection with the server.
 fn relayed(served: &Served) -> impl Fn() -> UnixStream + Sync {
     let kind = SocketType::SEQPACKET;
     let (ours, theirs) = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();

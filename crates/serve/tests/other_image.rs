@@ -1,4 +1,4 @@
-//! A guest that waits for its backend's successor is served from the image that it knows, or not.
+//! A guest that waits for a successor is served only from the same image.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ fn write(front: &mut Frontend, sector: u64, byte: u8) {
     assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
 }
 
-/// The successor ends, and says why; the guest's state stays.
+/// The successor ends with a reason; the guest's state stays.
 fn refused(rig: &mut Rig) -> String {
     rig.start();
     let error = rig.join().unwrap_err();
@@ -38,7 +38,7 @@ fn a_copy_of_the_image_that_a_guest_knows_is_not_taken_over_and_the_image_is_und
         write(&mut front, 8, 1);
         assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
 
-        // A copy has all that the original has, its UUID, too.
+        // A copy has all of the original's data, and its UUID.
         let copy = dir.path().join(format!("copy.{format}"));
         fs::copy(&image, &copy).unwrap();
         rig.image = copy.clone();
@@ -90,7 +90,7 @@ fn an_image_that_is_shorter_than_what_its_guest_was_told_is_not_taken_over_and_a
         file.set_len(times * BYTES).unwrap();
         rig.start();
         write(&mut front, 8, 1);
-        // The guest is told of the size that the file got while no backend ran.
+        // The guest gets the size to which the file has grown while no backend ran.
         let end = Instant::now() + PATIENCE;
         while front.read_features().unwrap().sectors != times * BYTES / 512 {
             assert!(Instant::now() < end, "the new size is not published");

@@ -1,5 +1,4 @@
-//! A guest cannot have xenstore asked for its disk without end: what it may cause is counted at the
-//! store, with a clock that stands still.
+//! Limits of the requests to xenstore that a guest can cause for its disk, counted at the store, with a stopped clock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,19 +10,19 @@ use ferrite_serve::blkif::lifecycle::Outcome;
 use ferrite_testkit::PATIENCE;
 use ferrite_testkit::rig::{Hands, Plan, Rig};
 
-/// Requests to xenstore that a disk has at once, and what a connection takes of them beside its own.
+/// The initial budget of requests to xenstore for a disk, and the additional ones of a connection.
 const SAVED: u64 = 10_000;
 const CONNECTION: u64 = 100;
-/// More than one reading of everything takes.
+/// A bound above one reading of all keys.
 const READING: u64 = 400;
 
-/// What is not done then waits for the clock.
+/// After this time, an action waits for the clock.
 const SOON: Duration = Duration::from_secs(3);
 
 struct Host {
     rig: Rig,
     clock: Arc<Hands>,
-    /// Requests to xenstore that were made for the disk.
+    /// Requests to xenstore for the disk.
     requests: Arc<AtomicU64>,
 }
 
@@ -42,8 +41,8 @@ impl Host {
         self.requests.load(Ordering::SeqCst)
     }
 
-    /// A connected guest writes its state until so many requests were made, and then thousands of
-    /// times more. Its requests are served all the time.
+    /// A connected guest writes its state until so many requests were made, and then thousands of times more. Its
+    /// requests are served all the time.
     fn rewrite_until(&self, front: &mut Frontend, requests: u64) {
         while self.requests() < requests {
             front.set_state(4).unwrap();
@@ -54,7 +53,7 @@ impl Host {
         }
     }
 
-    /// The backend ends by itself, though the clock stands still.
+    /// The backend ends, though the clock stands still.
     fn end(&mut self) -> Outcome {
         let end = Instant::now() + PATIENCE;
         while self.rig.is_running() {
@@ -64,7 +63,7 @@ impl Host {
         self.rig.join().unwrap()
     }
 
-    /// One whose guest has used up all.
+    /// A host whose guest has used up the budget.
     fn in_debt() -> (Host, Frontend) {
         let host = Host::new();
         let mut front = host.rig.connect(&FrontOptions::default());
@@ -85,7 +84,7 @@ fn a_guest_that_rewrites_its_state_makes_as_many_requests_as_its_disk_has_and_is
     let made = host.requests();
     assert!(made <= SAVED + READING, "{made} requests to xenstore");
 
-    // What it writes now waits, and the last of it counts.
+    // Its writes are now handled later, and only the last one counts.
     front.set_state(3).unwrap();
     front.set_state(4).unwrap();
     front.set_state(5).unwrap();
@@ -96,7 +95,7 @@ fn a_guest_that_rewrites_its_state_makes_as_many_requests_as_its_disk_has_and_is
     front.set_state(6).unwrap();
     front.wait_for_backend(&[6], PATIENCE).unwrap();
 
-    // In two seconds there were two thousand more; what it does not ask for comes back.
+    // In two seconds two thousand more were earned; unused ones accumulate.
     let made = host.requests();
     assert!(made <= SAVED + 2000 + READING, "{made} requests to xenstore");
     host.clock.turn(Duration::from_secs(10));
@@ -114,7 +113,7 @@ fn a_connection_takes_more_than_its_requests() {
     let host = Host::new();
     let mut front = host.rig.frontend();
     let mut times = 0;
-    // The clock stands still: one of them is waited for in vain.
+    // The clock stands still: one of them is never handled.
     while front.connect(&FrontOptions::default(), SOON).is_ok() {
         times += 1;
         let taken = host.requests() + times * CONNECTION;
@@ -136,7 +135,7 @@ fn a_connection_takes_more_than_its_requests() {
 fn a_disk_whose_guest_has_used_up_all_is_stopped_at_once() {
     let (mut host, mut front) = Host::in_debt();
     assert_eq!(host.rig.stop().unwrap(), Outcome::Stopped);
-    // It was in use all the time, and a successor goes on.
+    // It was in use all the time, and a successor continues.
     host.rig.start();
     works(&mut front);
     front.close(PATIENCE).unwrap();
@@ -171,7 +170,7 @@ fn a_disk_whose_guest_has_used_up_all_goes_at_once_when_the_toolstack_removes_it
 fn a_disk_whose_guest_has_used_up_all_goes_at_once_when_it_is_unplugged_and_let_go() {
     let (mut host, front) = Host::in_debt();
     let disk = host.rig.disk.clone();
-    // What `xl destroy` does: the frontend's directory first, and then it waits for our 6.
+    // As `xl destroy`: it removes the frontend's directory first, and then waits for our 6.
     host.rig.machine.store().unwrap().remove(&disk.frontend).unwrap();
     host.rig.machine.unplug(&disk).unwrap();
     assert_eq!(host.end(), Outcome::Unplugged);

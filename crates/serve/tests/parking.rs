@@ -1,5 +1,5 @@
-//! A disk that is parked and exchanged while a guest works, and backends that die at every step of
-//! that: the guest sees pauses. No error, no lost or wrong byte, no request without an answer.
+//! A disk that is parked and exchanged while a guest works, and backends that are killed at every step: the guest sees
+//! pauses. No error, no lost or wrong byte, no request without an answer.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -20,26 +20,26 @@ use rustix::process::{Signal, getpid, kill_process};
 
 use ferrite_testkit::processes::{RUN_DIR, World, be_a_backend, env, open, under_load};
 
-/// The steps of a change: a backend may be told to die before one.
+/// The steps of a change: a backend may be killed before one.
 const STEPS: [&str; 4] = ["park", "close", "open", "go on"];
 
-/// Where a backend dies, as `STEP ROUND`; without it, it parks and never dies of it.
+/// The point of a backend's death, as `STEP ROUND`; without it the backend parks and does not die.
 const DIES: &str = "FERRITE_TEST_DIES";
-/// Which image the disk is exchanged for, once; without it, the image stays.
+/// The image that replaces the disk, once; without it, the image stays.
 const NEXT: &str = "FERRITE_TEST_NEXT";
-/// The steps of such an exchange. Dead before one of them, a backend is followed by one with the old
-/// image. In `named` only the table knows with which one, and after that it is the new one.
+/// The steps of such an exchange. A backend killed before one of them is followed by one with the old image. In `named`
+/// only the table knows which image it is, and after that it is the new one.
 const EXCHANGE: [&str; 7] = ["park", "close", "make", "open", "go on", "named", "gone on"];
 const NAMED: &str = "named";
 /// How often a backend parks.
 const ROUNDS: &str = "FERRITE_TEST_ROUNDS";
 
-/// Not a test: the backend, when this program is run again with the environment that says so.
+/// Not a test: the backend, if this program was started again with that environment.
 #[test]
 fn process_backend() {
     be_a_backend(|device, image, counters| match std::env::var(NEXT) {
         Ok(next) => {
-            // Before it serves nothing tells the table.
+            // Before it serves, the table is not up to date.
             while counters.counts().requests == 0 {
                 std::thread::sleep(Duration::from_micros(200));
             }
@@ -49,7 +49,7 @@ fn process_backend() {
     });
 }
 
-/// Where a backend says how long its pauses were.
+/// The file of a backend's pauses.
 fn report_in(run_dir: &Path) -> PathBuf {
     run_dir.join("pauses")
 }
@@ -64,7 +64,7 @@ fn close(disk: Disk) {
     Session::new(Arc::new(disk), engine).unwrap().close().unwrap();
 }
 
-/// Dies when the frontends are told of an image, some of which may have heard of it before.
+/// Dies when the frontends are told of an image, after some of them.
 struct DiesNamed;
 
 impl Successor for DiesNamed {
@@ -73,7 +73,7 @@ impl Successor for DiesNamed {
     }
 }
 
-/// Exchanges the disk once, at a random moment, and dies before the step that it is told.
+/// Exchanges the disk once, at a random time, and dies before the given step.
 fn exchange(device: &Arc<Device>, image: &Path, next: &Path) {
     let dies = std::env::var(DIES).unwrap_or_default();
     let step = |step: &str| {
@@ -100,7 +100,7 @@ fn exchange(device: &Arc<Device>, image: &Path, next: &Path) {
         // The queues were not told.
         std::process::exit(2);
     }
-    // Its guest writes to it, or not yet.
+    // Its guest is writing, or has not begun.
     std::thread::sleep(Duration::from_micros(u64::from(std::process::id()) * 991 % 40_000));
     step("gone on");
 }
@@ -119,7 +119,7 @@ fn park_again_and_again(device: &Arc<Device>, image: &Path) {
         let start = Instant::now();
         let (disk, away) = device.park(PATIENCE).unwrap();
         step("close");
-        // A disk that is put back as it is, one that was closed, and one that was left as by a death.
+        // A disk that is put back unchanged, one that was closed, and one that was left as by a death.
         let disk = match round % 3 {
             0 => disk,
             1 => {
@@ -146,7 +146,7 @@ fn park_again_and_again(device: &Arc<Device>, image: &Path) {
     }
 }
 
-/// Backends die before each step, in each kind of round; the last one parks `rounds` times.
+/// Kills backends before each step, in each kind of round; the last one parks `rounds` times.
 fn parked_under_load(world: World, rounds: usize, seed: u64) {
     let options = FrontOptions { queues: 2, max_indirect: 64, ..FrontOptions::default() };
     under_load(world, options, seed, |world, _| {
@@ -178,7 +178,7 @@ fn named(world: &World) -> PathBuf {
     ImageName::open(&world.run_dir().join(TABLE)).unwrap().get().path.into()
 }
 
-/// A backend with this image ends by itself, and says why.
+/// A backend with this image ends with a reason.
 fn is_refused(world: &World, image: &Path) {
     let served = world.image();
     world.serve_from(image.to_owned());
@@ -187,8 +187,8 @@ fn is_refused(world: &World, image: &Path) {
     world.serve_from(served);
 }
 
-/// Backends die before each step of an exchange for another image. Each time the next one serves
-/// the image that the table names: the old image before the exchange, and the new one after it.
+/// Kills backends before each step of an exchange for another image. Each time the next one serves the image in the
+/// table: the old image before the exchange, and the new one after it.
 fn exchanged_under_load(world: World, extension: &str, rounds: usize, seed: u64) {
     let options = FrontOptions { queues: 2, max_indirect: 64, ..FrontOptions::default() };
     under_load(world, options, seed, |world, _| {
@@ -209,7 +209,7 @@ fn exchanged_under_load(world: World, extension: &str, rounds: usize, seed: u64)
                 is_refused(world, &other);
             }
             if serves == world.image() {
-                // The prepared image, which has no writes yet.
+                // The prepared image, without writes.
                 let _ = std::fs::remove_file(&other);
                 // Its parent was made read-only for it.
                 std::fs::set_permissions(&serves, Permissions::from_mode(0o600)).unwrap();

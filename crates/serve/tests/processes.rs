@@ -1,4 +1,4 @@
-//! A guest whose disk has a daemon, a keeper and a worker, all of which die under it.
+//! A guest whose disk has a daemon, a keeper and a worker, all of which are killed.
 
 use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
@@ -34,7 +34,7 @@ use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_child_subreape
 const DEVID: u32 = 202 << 8;
 /// The guests' descriptors, for workers.
 const GUESTS: &str = "FERRITE_TEST_GUESTS";
-/// The daemon's way to the store.
+/// The daemon's connection to the store.
 const STORE: &str = "FERRITE_TEST_STORE";
 const IMAGE: &str = "FERRITE_TEST_IMAGE";
 
@@ -55,13 +55,13 @@ fn spec() -> DiskSpec {
     }
 }
 
-/// The daemon: it follows, and has a keeper whenever there is none.
+/// The daemon: it follows the disk, and starts a keeper whenever there is none.
 #[test]
 fn daemon_process() {
     if is_of_no_role() {
         return;
     }
-    // The guests' descriptors behind it stay as they are: the keeper gets them.
+    // The following descriptors of guests stay: the keeper gets them.
     let connection = env(STORE).split(';').next().unwrap().parse().unwrap();
     let mut store = Store::from_fd(take_given(connection).unwrap());
     let config = follow_config(&DiskPaths::new(DomId(1), DEVID));
@@ -71,7 +71,7 @@ fn daemon_process() {
         let Ok(keeper) = Keeper::connect(&spec.socket) else {
             let mut command = Command::new(std::env::current_exe().unwrap());
             command.args(["--exact", "keeper_process", "--nocapture", "--test-threads=1"]);
-            // The one before may be on its way out.
+            // The former one may be ending.
             let _ = spec.start(command);
             lost = None;
             continue;
@@ -123,7 +123,7 @@ fn worker_process() {
     let _ = work(lines, &client_channel, &loopback, &config, &mut open);
 }
 
-/// Of which nothing is left.
+/// A resource that is used up.
 struct UsedUp;
 
 impl Hypervisor for UsedUp {
@@ -197,7 +197,7 @@ impl Host<'_> {
         wait_for("a keeper", || Keeper::connect(&socket).ok())
     }
 
-    /// The keeper's number, and the worker's.
+    /// The keeper's process id, and the worker's.
     fn processes(&self) -> (i32, i32) {
         wait_for("a worker", || {
             let keeper = self.keeper().line(None).ok()?.keeper;
@@ -215,7 +215,7 @@ impl Host<'_> {
         let (keeper, worker) = self.processes();
         kill(keeper);
         reap(keeper);
-        // Its worker goes with it, and is ours to bury.
+        // Its worker ends with it, and is reaped here.
         reap(worker);
     }
 
@@ -343,7 +343,7 @@ fn a_worker_is_killed_twenty_times_and_its_guest_waits_a_moment() {
         let before: [usize; 2] = *before.get_or_insert_with(now);
         host.kill_worker();
         if i == 19 {
-            // A connection of ours is closed there a moment later.
+            // A connection of this process is closed there a moment later.
             wait_for("what there was", || (now() <= before).then_some(()));
         }
     });
@@ -372,7 +372,7 @@ fn all_die_at_once_three_times_and_a_daemon_brings_them_back() {
         kill(keeper);
         host.kill_daemon();
         reap(keeper);
-        // Either of them has buried it.
+        // One of the two has reaped it.
         let _ = waitpid(Pid::from_raw(worker), WaitOptions::empty());
         host.start_daemon();
     });

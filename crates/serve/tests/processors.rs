@@ -1,5 +1,5 @@
-//! What a disk uses of its host's processors: polling is shared by the backends of a host, which are
-//! processes, and a disk that has used its processor time is held back and no other one.
+//! Use of the host's processors by disks: the backends of a host, which are processes, share polling, and a disk that
+//! has used up its processor time is delayed, alone.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -31,14 +31,14 @@ use ferrite_xen::store::Store;
 use rustix::fs::{FallocateFlags, fallocate};
 
 const DEVID: u32 = 202 << 8;
-/// The backend's process: what it serves, where it lives, and how many may poll.
+/// The environment of the backend's process: its disk, its directory, and the number of polling processors.
 const BACKEND: &str = "FERRITE_TEST_BACKEND";
 const DIR: &str = "FERRITE_TEST_DIR";
 const SHARED: &str = "FERRITE_TEST_SHARED";
 const UNITS: &str = "FERRITE_TEST_UNITS";
 
-/// A clock that advances by a microsecond at each reading, and by the time that the test adds. So a
-/// unit is not given back early on a busy machine.
+/// A clock that advances by a microsecond at each reading, and by the time that the test adds. So a busy machine does
+/// not make it return a unit early.
 #[derive(Default)]
 struct Ticks(AtomicU64);
 
@@ -56,8 +56,8 @@ fn env(name: &str) -> String {
     std::env::var(name).unwrap()
 }
 
-/// Not a test: the backend, when this program is run again with the environment that says so. For
-/// each line of its input it says how often it has polled, and slept; `turn` moves its clock.
+/// Not a test: the backend, if this program was started again with that environment. For each line of its input it
+/// prints how often it has polled and slept; `turn` advances its clock.
 #[test]
 fn process_backend() {
     let Ok(handle) = std::env::var(BACKEND) else { return };
@@ -134,7 +134,7 @@ impl Backend {
         Backend { child, input, output }
     }
 
-    /// How often it has polled, and slept.
+    /// How often it has polled and slept.
     fn say(&mut self, what: &str) -> (u64, u64) {
         writeln!(self.input, "{what}").unwrap();
         let mut line = String::new();
@@ -163,8 +163,7 @@ impl Guest {
         Guest { machine, disk, dir, backend, front }
     }
 
-    /// Looks of its backend while it has something to do and sleeps a few times, before each of
-    /// which it would poll.
+    /// The polls of its backend while it has work and sleeps a few times, before each of which it would poll.
     fn polls(&mut self) -> u64 {
         let (polls, sleeps) = self.backend.say("");
         let end = Instant::now() + PATIENCE;
@@ -178,7 +177,7 @@ impl Guest {
         }
     }
 
-    /// The same, a while later.
+    /// The polls a while later.
     fn polls_later(&mut self) -> u64 {
         self.backend.say("turn");
         self.polls()
@@ -206,7 +205,7 @@ fn works(front: &mut Frontend) {
     assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
 }
 
-/// Without data no buffers are used, and nothing wakes an idle queue to let go of them.
+/// Without data no buffers are used, and nothing wakes an idle queue to free them.
 fn flushes(front: &mut Frontend) {
     front.queues[0].flush().unwrap();
     assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
@@ -229,7 +228,7 @@ fn as_many_backends_poll_as_the_host_has_units_and_others_follow_them() {
     assert_eq!(c.polls(), 0, "there are two units");
     assert_eq!(c.polls_later(), 0);
 
-    // It is killed, and another has its unit at once, also when it is back.
+    // It is killed, and another has its unit at once, also after a restart.
     a.kill();
     assert!(c.polls_later() > 0);
     a.restart(&shared, 2);
@@ -237,8 +236,8 @@ fn as_many_backends_poll_as_the_host_has_units_and_others_follow_them() {
     assert_eq!(a.polls_later(), 0);
     assert!(b.polls() > 0 && c.polls() > 0);
 
-    // Its guest has nothing to do, and it gives its unit back by itself. Its queue may still be at its
-    // last poll: each try is a while later for it, too.
+    // Its guest is idle, and it returns its unit. Its queue may still be in its last poll: each try advances its time,
+    // too.
     wait_until("that an idle backend gives its unit back", || {
         b.backend.say("turn");
         a.polls_later() > 0
@@ -246,7 +245,7 @@ fn as_many_backends_poll_as_the_host_has_units_and_others_follow_them() {
     assert!(c.polls() > 0);
     assert_eq!(b.polls_later(), 0);
 
-    // Its guest lets go of the disk.
+    // Its guest releases the disk.
     c.front.close(PATIENCE).unwrap();
     assert!(b.polls_later() > 0);
     c.front.connect(&FrontOptions::default(), PATIENCE).unwrap();
@@ -260,7 +259,7 @@ fn as_many_backends_poll_as_the_host_has_units_and_others_follow_them() {
     c.end();
 }
 
-/// Time that stands still, and processor time, as a test says.
+/// A stopped clock, and processor time set by a test.
 #[derive(Default)]
 struct World {
     now: Hands,
@@ -282,14 +281,14 @@ impl Clock for World {
 }
 
 impl World {
-    /// The process has used so much in a moment.
+    /// The process uses so much processor time at once.
     fn use_up(&self, cpu: Duration) {
         self.cpu.fetch_add(cpu.as_nanos() as u64, Ordering::SeqCst);
         self.now.turn(Duration::from_millis(2));
     }
 }
 
-/// A disk with half a processor, or without a bound.
+/// A disk with half a processor, or without a limit.
 fn plan(world: &Arc<World>, limited: bool) -> Plan {
     let clock: Arc<dyn Clock> = world.clone();
     let limit = limited.then(|| Arc::new(Limit::new(50, clock.clone())));
@@ -311,7 +310,7 @@ fn a_disk_that_has_used_its_processor_time_is_held_back_and_its_neighbour_is_not
     (0..100).for_each(|_| works(&mut front));
     assert_eq!(limited.counters.counts().throttles, 0);
 
-    // 50 ms were saved up: 150 are owed, and earned in 300.
+    // 50 ms were saved: 150 are owed, and earned in 300.
     world.use_up(Duration::from_millis(200));
     let buffer = front.space().buffer(4).unwrap();
     let held = hold(&mut front, &mut neighbour, &buffer);
@@ -337,7 +336,7 @@ fn a_disk_that_has_used_its_processor_time_is_held_back_and_its_neighbour_is_not
     assert!(counts.throttles >= 1 && counts.throttled_ns >= 250_000_000, "{counts:?}");
     assert_eq!(other.counters.counts().throttles, 0);
 
-    // Again in debt, for ever: it is stopped, and its guest waits for the next one.
+    // In debt again, for long: it is stopped, and its guest waits for the next one.
     world.use_up(Duration::from_secs(3600));
     hold(&mut front, &mut neighbour, &buffer);
     let before = limited.counters.counts().requests;
@@ -350,8 +349,8 @@ fn a_disk_that_has_used_its_processor_time_is_held_back_and_its_neighbour_is_not
     assert_eq!(other.stop().unwrap(), Outcome::Stopped);
 }
 
-/// Waits until the queues know of the debt: a queue that was about to read its ring may still take
-/// requests. Returns how many requests are held back.
+/// Waits until the queues know of the debt: a queue that was about to read its ring may still take requests. Returns
+/// the number of delayed requests.
 fn hold(front: &mut Frontend, neighbour: &mut Frontend, buffer: &Buffer) -> u64 {
     for queue in &mut front.queues {
         queue.write(8, buffer, 0, 4096).unwrap();
@@ -378,8 +377,8 @@ fn a_disk_in_debt_is_unplugged_at_once() {
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
 }
 
-/// A queue that waits for a buffer does not listen to its guest. While its disk is in debt it does
-/// not see that a buffer is free again, and no other thread wakes it.
+/// A queue that waits for a buffer ignores its guest. While its disk is in debt it does not see that a buffer is free
+/// again, and no other thread wakes it.
 #[test]
 fn a_disk_in_debt_that_was_out_of_buffers_goes_on_when_it_has_paid() {
     const AT_ONCE: u64 = 30;
@@ -417,7 +416,7 @@ fn a_disk_in_debt_that_was_out_of_buffers_goes_on_when_it_has_paid() {
     front.close(PATIENCE).unwrap();
 }
 
-/// A discard of a million parts, of a file with something to free.
+/// A discard of a million parts, in a file with space to free.
 #[test]
 fn a_discard_pauses_while_its_disk_is_in_debt_and_ends_when_that_is_unplugged() {
     const BYTES: u64 = 1 << 50;
@@ -431,7 +430,7 @@ fn a_discard_pauses_while_its_disk_is_in_debt_and_ends_when_that_is_unplugged() 
     let other = disk(&world, false);
     let mut front = rig.connect(&FrontOptions::default());
     let mut neighbour = other.connect(&FrontOptions::default());
-    // The discard leaves out the allocated space, so that there is always some to free.
+    // The discard excludes the allocated space, so that there is always some to free.
     front.queues[0].discard(1 << 20, BYTES / 512 - (1 << 20), false).unwrap();
     front.queues[0].push().unwrap();
     let counters = rig.counters.clone();
@@ -441,7 +440,7 @@ fn a_discard_pauses_while_its_disk_is_in_debt_and_ends_when_that_is_unplugged() 
     (0..100).for_each(|_| works(&mut neighbour));
     let before = parts();
     (0..500).for_each(|_| works(&mut neighbour));
-    // The part that was under way ends, some day.
+    // The present part ends in any case.
     assert!(parts() <= before + 1, "{} parts, and {before} before", parts());
     assert!(front.queues[0].take().unwrap().is_none());
     rig.machine.remove_disk(&rig.disk.clone()).unwrap();
@@ -450,8 +449,8 @@ fn a_discard_pauses_while_its_disk_is_in_debt_and_ends_when_that_is_unplugged() 
     neighbour.close(PATIENCE).unwrap();
 }
 
-/// A backend in debt whose predecessor's engine has failed as a whole with 16 writes, of which the first
-/// was answered since. Their pages are the guest's as long as it has the buffer.
+/// A backend in debt. Its predecessor's engine has failed with 16 writes in flight, the first of which was answered
+/// since. Their pages are the guest's as long as it has the buffer.
 fn with_writes_to_do_again(world: &Arc<World>) -> (Rig, Frontend, Buffer) {
     let faults = Faults::none();
     let large = Plan { engine: faults.factory(), bytes: 4 << 20, ..plan(world, true) };
@@ -460,7 +459,7 @@ fn with_writes_to_do_again(world: &Arc<World>) -> (Rig, Frontend, Buffer) {
     let buffer = front.space().buffer(32).unwrap();
     works(&mut front);
     buffer.fill(0, 128 << 10, 0x42);
-    // A request on the ring together with a write is taken when the engine is given the write.
+    // A request on the ring together with a write is taken before the engine gets the write.
     let broken = faults.clone();
     faults.before_each(move |op| {
         if matches!(op, Op::Write { .. }) {
@@ -482,8 +481,8 @@ fn with_writes_to_do_again(world: &Arc<World>) -> (Rig, Frontend, Buffer) {
     (rig, front, buffer)
 }
 
-/// The requests that a predecessor took are carried out before the queue ends. They do not all fit
-/// into this backend's memory at once.
+/// The requests that a predecessor took are executed before the queue ends. They do not all fit into this backend's
+/// memory at once.
 #[test]
 fn a_disk_in_debt_with_requests_to_do_again_is_unplugged_at_once() {
     let world = Arc::new(World::default());
@@ -493,8 +492,7 @@ fn a_disk_in_debt_with_requests_to_do_again_is_unplugged_at_once() {
     assert!(rig.sectors(0, 2 << 20).iter().all(|byte| *byte == 0x42));
 }
 
-/// In debt the backend has not begun its predecessor's requests, and with its disk parked it
-/// cannot.
+/// In debt the backend has not begun its predecessor's requests, and with its disk parked it cannot.
 #[test]
 fn a_parked_disk_with_requests_to_do_again_is_stopped_at_once_and_leaves_them() {
     let world = Arc::new(World::default());

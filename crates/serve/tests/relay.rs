@@ -1,4 +1,4 @@
-//! A relay between a client and workers that a test plays: the exact bytes that each of them gets.
+//! A relay between a client and simulated workers: the exact bytes that each of them gets.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -13,10 +13,10 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 const GREETING: &[u8] = b"NBDMAGICIHAVEOPT\0\x03";
 const SIZE: u64 = 1 << 30;
-/// Has flags, takes flushes.
+/// HAS_FLAGS and SEND_FLUSH.
 const FLAGS: u16 = 5;
 
-/// The keeper of a relay that is a thread here.
+/// The keeper of a relay, which is a thread here.
 struct Keeper(OwnedFd);
 
 /// A worker's end of a link.
@@ -27,7 +27,7 @@ impl Keeper {
         let kind = SocketType::SEQPACKET;
         let (ours, theirs) =
             socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
-        // It ends with our end.
+        // It ends with this process's end of the socket.
         std::thread::spawn(move || relay(&theirs).unwrap_err());
         Keeper(ours)
     }
@@ -45,7 +45,7 @@ impl Keeper {
         ours
     }
 
-    /// Gives the client a link that it asks for.
+    /// Gives the client its requested link.
     fn link(&self) -> Worker {
         let asked = self.hear();
         assert!(asked.starts_with("link "), "{asked}");
@@ -55,7 +55,7 @@ impl Keeper {
         Worker(ours)
     }
 
-    /// A client that may ask for data, without chunks, and its worker.
+    /// A client after negotiation, without chunks, and its worker.
     fn served(&self) -> (Client, Worker) {
         let stream = self.connect();
         let mut worker = self.link();
@@ -71,7 +71,7 @@ impl Keeper {
 
 impl Worker {
     fn say(&mut self, bytes: &[u8]) {
-        // If the relay has hung up, the test checks the relay's report instead.
+        // If the relay has disconnected, the test checks the relay's report instead.
         let _ = self.0.write_all(bytes);
     }
 
@@ -126,7 +126,7 @@ fn what_was_not_answered_is_asked_again_in_its_order_and_an_answer_in_part_is_no
     worker.hears(&[&write[..], &flush, &read, &last].concat());
     worker.done(2, 0);
     assert_eq!(client.reply().cookie, 2);
-    // The half of an answer to the read.
+    // Half of an answer to the read.
     worker.done(3, 0);
     worker.say(&[1; 300]);
     drop(worker);
@@ -150,7 +150,7 @@ fn what_was_not_answered_is_asked_again_in_its_order_and_an_answer_in_part_is_no
     assert_eq!(client.reply().error, 28);
     worker.done(1, 0);
     assert_eq!(client.reply().cookie, 1);
-    // Nothing is left to be asked again.
+    // No request is left to be repeated.
     drop(worker);
     let mut worker = keeper.link();
     worker.greet(SIZE);
@@ -160,7 +160,7 @@ fn what_was_not_answered_is_asked_again_in_its_order_and_an_answer_in_part_is_no
     assert_eq!(keeper.hear(), "idle 1");
 }
 
-/// Its write may wait for space, and others write meanwhile.
+/// Its write may wait for space, and other clients write meanwhile.
 #[test]
 fn what_a_client_that_is_gone_has_asked_for_ends_with_its_link() {
     let keeper = Keeper::new();
@@ -212,7 +212,7 @@ fn a_request_that_ends_its_links_is_given_up_with_its_client() {
 #[test]
 fn a_worker_that_talks_nonsense_is_asked_again_on_another_link() {
     let nonsense: [&[u8]; 4] = [
-        // No answer at all; an answer without a request; data of a flush; a chunk without end.
+        // Not an answer; an answer without a request; data for a flush; an endless chunk.
         &[0xff; 16],
         b"\x67\x44\x66\x98\0\0\0\0\0\0\0\0\0\0\0\x09",
         b"\x67\x44\x66\x98\0\0\0\0\0\0\0\0\0\0\0\x02\0\0\0\0",
@@ -243,7 +243,7 @@ fn a_write_that_is_refused_before_its_data_have_come_leaves_the_next_request_whe
     let long = [&request(command::WRITE, 0, 1, 0, data.len() as u32)[..], &data].concat();
     let sent = std::thread::spawn(move || {
         sender.write_all(&long).unwrap();
-        // And one that is too long for everybody.
+        // And a request that exceeds every limit.
         sender.write_all(&request(command::WRITE, 0, 5, 0, (32 << 20) + 512)).unwrap();
         std::io::copy(&mut std::io::repeat(2).take((32 << 20) + 512), &mut sender).unwrap();
         sender.write_all(&request(command::FLUSH, 0, 6, 0, 0)).unwrap();
@@ -281,7 +281,7 @@ fn at_the_bound_no_more_is_taken_from_a_client_and_its_answers_free_room() {
     assert_eq!(client.reply().data.len(), mib as usize);
     worker.hears(&of(5));
     worker.hears_nothing();
-    // With the client gone, no worker is asked again.
+    // Without the client, no worker gets a request again.
     drop((client, worker));
     assert_eq!(keeper.hear(), "idle 1");
 }
@@ -308,7 +308,7 @@ fn a_handshake_goes_on_where_it_was_and_a_client_that_is_silent_in_it_ends() {
     let mut export = [0; 10];
     client.read_exact(&mut export).unwrap();
     assert_eq!(export[..8], SIZE.to_be_bytes());
-    // A client that is silent, and a client that sends nonsense.
+    // A client that is silent, and a client that sends invalid data.
     let mut silent = keeper.connect();
     let mut silents = keeper.link();
     silents.say(GREETING);

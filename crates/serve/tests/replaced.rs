@@ -1,5 +1,5 @@
-//! A backend that storage holds up while the toolstack gives its disk up, and attaches another one
-//! under the same name. That one is not touched.
+//! A backend that waits for storage while the toolstack removes its disk, and attaches another one under the same name.
+//! The new disk is not touched.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +14,7 @@ use ferrite_testkit::rig::{Plan, Rig, engines};
 
 const BYTES: u64 = 1 << 20;
 
-/// Time for the backend to see what was written. Too little of it makes a test weaker, and nothing
+/// Time for the backend to see a write. Too little makes a test weaker, but not wrong.
 /// else.
 const A_WHILE: Duration = Duration::from_millis(300);
 
@@ -26,8 +26,7 @@ fn wait_for(flag: &AtomicBool) {
     }
 }
 
-/// A connected frontend whose write is stuck in storage while `meanwhile` is done, and the backend's
-/// end.
+/// A connected frontend whose write hangs in storage during `meanwhile`, and the backend's end.
 fn held_up(meanwhile: impl FnOnce(&mut Rig, &mut Frontend)) -> (Rig, Result<Outcome, String>) {
     let faults = Faults::none();
     let plan = Plan { bytes: BYTES, engine: faults.factory(), ..Plan::default() };
@@ -46,7 +45,7 @@ fn held_up(meanwhile: impl FnOnce(&mut Rig, &mut Frontend)) -> (Rig, Result<Outc
     (rig, outcome)
 }
 
-/// The toolstack has waited long enough: both directories go, and come back for another image.
+/// The toolstack does not wait any longer: both directories are removed, and made again for another image.
 fn replace(rig: &mut Rig) {
     let disk = rig.disk.clone();
     rig.machine.remove_disk(&disk).unwrap();
@@ -87,7 +86,7 @@ fn a_backend_that_was_held_up_while_its_disk_was_unplugged_does_not_close_the_ne
     is_untouched(&mut rig);
 }
 
-/// Then its own state was not written yet, and tells nothing.
+/// Its own state was not written yet, and so proves nothing.
 #[test]
 fn a_backend_that_was_held_up_before_it_wrote_anything_does_not_close_the_next_disk_of_that_name() {
     let (closes, goes_on) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));

@@ -1,6 +1,5 @@
-//! Want of memory, descriptors, space and luck in every call that is made for a guest (threats.md
-//! T6, XSA-362): a request gets an error or is done after all, a connection is made later, and no
-//! guest ever loses its disk to a want of the host's.
+//! Lack of memory, descriptors or space in every call for a guest (threats.md T6, XSA-362): a request gets an error or
+//! is done after all, a connection is made later, and no guest loses its disk by a lack of the host's resources.
 
 mod nth;
 
@@ -22,12 +21,12 @@ use tempfile::TempDir;
 
 const ERRNOS: [i32; 5] = [ENOMEM, EAGAIN, EINTR, ENOSPC, EIO];
 const BYTES: u64 = 1 << 20;
-/// In place of the format of an image.
+/// A raw file, instead of the format of an image.
 const RAW: &str = "raw";
-/// Calls of a kind of which one fails, in a run of the usual length.
+/// The calls of a kind that fail in turn, in a run of the usual length.
 const CALLS: u64 = 24;
 
-/// Threads that serve queues and panicked. Their end would look like an error of the host's.
+/// Panics of threads that serve queues. Their end would look like an error of the host.
 static PANICS: AtomicU32 = AtomicU32::new(0);
 
 fn count_panics() {
@@ -53,20 +52,20 @@ fn two_queues() -> FrontOptions {
     FrontOptions { queues: 2, check_release: false, ..FrontOptions::default() }
 }
 
-/// A disk's life with one fault in it.
+/// A disk's life with one fault.
 struct Life {
     rig: Rig,
     front: Frontend,
     buffer: Buffer,
     nth: Arc<Nth>,
-    /// Backends that have ended with an error.
+    /// The number of backends that have ended with an error.
     ended: u32,
     errors: usize,
     _image_dir: TempDir,
 }
 
 impl Life {
-    /// On an image in this format, or a raw file.
+    /// With an image in this format, or a raw file.
     fn new(format: &str, nth: Arc<Nth>) -> Life {
         count_panics();
         let dir = ferrite_testkit::places::dir_in_memory();
@@ -86,7 +85,7 @@ impl Life {
         self.rig.start_with(store, Box::new(hypervisor));
     }
 
-    /// Waits for `done`; a backend that has ended for a good reason is followed by another.
+    /// Waits for `done`; a backend that has ended with a valid reason is replaced.
     fn until(&mut self, what: &str, mut done: impl FnMut(&mut Life) -> bool) {
         let end = Instant::now() + PATIENCE;
         while !done(self) {
@@ -125,7 +124,7 @@ impl Life {
         self.front.set_state(4).unwrap();
     }
 
-    /// Whatever was asked is answered.
+    /// All answers to the requests.
     fn replies(&mut self) -> Vec<Reply> {
         let mut replies = Vec::new();
         for queue in &mut self.front.queues {
@@ -138,7 +137,7 @@ impl Life {
                     life.errors += usize::from(!reply.is_ok());
                     replies.push(reply);
                 }
-                // Asks for the next event, as a guest does.
+                // Requests the next event, as a guest does.
                 queue.final_check();
             }
             life.front.queues.iter().all(|queue| queue.in_flight() == 0)
@@ -146,7 +145,7 @@ impl Life {
         replies
     }
 
-    /// Requests of all kinds; whether a flush among them failed.
+    /// Sends requests of all kinds; whether a flush among them failed.
     fn work(&mut self) -> bool {
         for (q, queue) in self.front.queues.iter_mut().enumerate() {
             let (buffer, at) = (&self.buffer, q as u64 * 512);
@@ -238,7 +237,7 @@ fn live_on(format: &str, call: Call, n: u64, times: u64, errno: i32) -> Lived {
     Lived { reached: nth.was_reached(), ended: life.ended, errors: life.errors }
 }
 
-/// One life for each call of this kind that can fail, each with another error, or with all.
+/// Runs one life for each call of this kind that can fail, each with another error, or with all errors.
 fn each(call: Call, most: u64, check: impl Fn(u64, Lived)) {
     each_on(RAW, call, most, check);
 }
@@ -265,7 +264,7 @@ fn each_on(format: &str, call: Call, most: u64, check: impl Fn(u64, Lived)) {
 fn an_engine_that_cannot_be_built_is_built_by_a_successor() {
     for call in [Kind::Make, Kind::AddFile].map(Call::Engine) {
         each(call, CALLS, |n, lived| {
-            // The one behind those of the two queues is for closing: the guest is served until then.
+            // The engine after those of the two queues is for closing: the guest is served until then.
             let least = u32::from(n <= 2);
             assert!((least..=1).contains(&lived.ended) && lived.errors == 0, "{call:?} {n}");
         });
@@ -329,14 +328,14 @@ fn a_store_that_refuses_anything_once_costs_nobody_a_disk() {
     });
 }
 
-/// The further work of an image: setting space aside, reading and writing metadata, commits.
+/// Other work of an image: allocating space, reading and writing metadata, commits.
 fn an_image_outlives_the_same(format: &str) {
     each_on(format, Call::Storage, 2 * CALLS, |n, lived| {
         assert_eq!(lived.ended, 0, "{format} {n}");
     });
     for call in [Kind::AddFile, Kind::Submit, Kind::Wait, Kind::Wakeup].map(Call::Engine) {
         each_on(format, call, CALLS / 4, |n, lived| {
-            // A request may have waited for another's metadata.
+            // A request may have waited for another one's metadata.
             let bearable = usize::from(call == Call::Engine(Kind::Wakeup));
             let Lived { ended, errors, .. } = lived;
             let what = format!("{format} {call:?} {n}: {ended} ended, {errors} errors");
@@ -351,7 +350,7 @@ fn an_image_outlives_the_same(format: &str) {
     for errno in ERRNOS {
         let lived = live_on(format, Call::Storage, 1, u64::MAX, errno);
         assert_eq!(lived.ended, 0, "{format} {errno}");
-        // Every write; where nothing was written, reads need no storage.
+        // Every write; unwritten ranges are read without storage.
         assert!(lived.errors >= 10, "{format} {errno}: {} errors", lived.errors);
     }
 }

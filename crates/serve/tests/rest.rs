@@ -1,4 +1,4 @@
-//! A disk whose guest does nothing costs nothing: no thread of its backend runs.
+//! A disk with an idle guest costs nothing: no thread of its backend runs.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use ferrite_testkit::PATIENCE;
 use ferrite_testkit::proc::threads;
 use ferrite_testkit::rig::{Plan, Rig};
 
-/// How often these threads were put to run, ever.
+/// How often these threads have been scheduled.
 fn wake_ups(threads: &BTreeSet<String>) -> u64 {
     let of = |thread: &String| {
         let status = std::fs::read_to_string(format!("/proc/self/task/{thread}/status"));
@@ -20,8 +20,8 @@ fn wake_ups(threads: &BTreeSet<String>) -> u64 {
     threads.iter().map(of).sum()
 }
 
-/// Waits until these threads are not woken any more: the size is asked for once more before the
-/// backend has itself told. How often they ever were.
+/// Waits until these threads are not woken any more: the size is read once more before the backend has itself notified.
+/// Returns how often they have been scheduled.
 fn rest(threads: &BTreeSet<String>) -> u64 {
     let end = Instant::now() + PATIENCE;
     let mut last = wake_ups(threads);

@@ -1,5 +1,4 @@
-//! A backend without rights, whose keeper opens files for it (threats.md T27 and T28). That such a one
-//! takes over is in takeover.rs.
+//! A backend without rights, whose keeper opens files for it (threats.md T27 and T28). takeover.rs tests its takeover.
 
 use std::process::Stdio;
 
@@ -9,7 +8,7 @@ use ferrite_loopback::CopyWith;
 use ferrite_testkit::images;
 use ferrite_testkit::processes::World;
 
-/// Not a test: the backend, when this program is run again with the environment that says so.
+/// Not a test: the backend, if this program was started again with that environment.
 #[test]
 fn process_backend() {
     ferrite_testkit::processes::be_a_backend(|_, _, _| {});

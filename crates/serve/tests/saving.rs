@@ -1,5 +1,5 @@
-//! Metadata of what was answered gets to the medium though no flush asks for it (ARCHITECTURE.md,
-//! "A write into new space costs what one into old space does").
+//! Metadata of answered writes reach the medium without a flush (ARCHITECTURE.md, "A write into new space costs what
+//! one into old space does").
 
 use std::path::Path;
 use std::time::Duration;
@@ -11,12 +11,12 @@ use ferrite_testkit::places::dir_in_memory;
 use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_testkit::{PATIENCE, images};
 
-/// Of an image's blocks; a write into a new one leaves metadata to save.
+/// Bytes of an image's block; a write into a new one leaves metadata to save.
 const BLOCK: usize = 2 << 20;
 const BYTES: u64 = 4 * BLOCK as u64;
 
-/// Serves this image to a guest with two queues. It has grown for its first block, which takes a
-/// sync, so that those to come are the saves'.
+/// Serves this image to a guest with two queues. It has grown for its first block, which takes a sync, so that later
+/// syncs are those of saves.
 fn connected(image: &Path, faults: &Faults) -> (Rig, Frontend, Buffer) {
     let (image, engine) = (Some(image.to_owned()), faults.factory());
     let rig = Rig::new(Plan { image, engine, ..Plan::default() });
@@ -34,7 +34,7 @@ fn write(queue: &mut FrontQueue, buffer: &Buffer, sector: u64, byte: u8) {
     assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
 }
 
-/// Stops the backend; then the power goes, and with it the journal.
+/// Stops the backend and cuts the power, which loses the journal.
 fn after_a_crash(rig: &mut Rig, image: &Path) -> Vec<u8> {
     assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
     std::fs::remove_dir_all(images::state_dir(image)).unwrap();
@@ -49,7 +49,7 @@ fn what_is_being_saved_as_the_guest_leaves_is_saved() {
     let faults = Faults::none();
     let (mut rig, mut front, buffer) = connected(&image, &faults);
     faults.forget();
-    // Storage that takes its time: the guest is gone before the next step.
+    // Slow storage: the guest is gone before the next step.
     faults.once(Kind::Sync, Fault::Late(Duration::from_millis(300)));
     write(&mut front.queues[0], &buffer, BLOCK as u64 / 512, 0xA1);
     faults.wait_for(Kind::Sync, 1);
@@ -83,7 +83,7 @@ fn what_is_written_during_a_save_is_saved_by_another() {
     // Another block of the image.
     write(&mut front.queues[1], &buffer, 2 * BLOCK as u64 / 512, 0xA2);
     drop(held);
-    // The other one of the first save, then that of the second, which is not cut short.
+    // The other sync of the first save, then that of the second, which is complete.
     faults.wait_for(Kind::Sync, 3);
     let bytes = after_a_crash(&mut rig, &image);
     let written = |block: usize, byte| bytes[block * BLOCK..][..4096] == [byte; 4096];

@@ -1,5 +1,5 @@
-//! A frontend without a ring: a client in another thread asks, and a model says what every read
-//! must bring. All that a request path needs of a frontend is in this file.
+//! A frontend without a ring: a client in another thread sends requests, and a model has the expected data of every
+//! read. This file has everything that a request path needs of a frontend.
 
 use std::collections::VecDeque;
 use std::os::fd::AsRawFd;
@@ -30,17 +30,17 @@ use proptest::test_runner::TestRunner;
 
 const SECTORS: u64 = 4096;
 const POOL_BYTES: usize = 8 << 20;
-/// Requests in flight at once, of a path.
+/// Requests in flight of a path.
 const ENTRIES: u32 = 8;
 const CLUSTER_SECTORS: u64 = 128;
-/// Most sectors of a request.
+/// The most sectors of a request.
 const LONGEST: u64 = 64;
 
-/// What a client asks for.
+/// A request of a client.
 #[derive(Clone, Copy, Debug)]
 struct Ask {
     work: Work,
-    /// What a write fills its sectors with.
+    /// The byte that a write fills its sectors with.
     fill: u8,
 }
 
@@ -55,7 +55,7 @@ impl Ask {
     }
 }
 
-/// How a request ended.
+/// The result of a request.
 #[derive(Debug)]
 struct Reply {
     ask: Ask,
@@ -64,7 +64,7 @@ struct Reply {
     read: Vec<u8>,
 }
 
-/// The frontend's end of what would be a ring.
+/// The frontend's end, instead of a ring.
 struct Inbox {
     asks: Receiver<Ask>,
     bell: Arc<Waker>,
@@ -76,9 +76,9 @@ struct Script {
     path: RequestPath,
     shared: Arc<Shared>,
     inbox: Inbox,
-    /// Asked for and not taken yet.
+    /// Requests that have not been taken yet.
     waiting: VecDeque<Ask>,
-    /// By entry, what was taken.
+    /// The taken requests, by entry.
     asks: Vec<Option<Ask>>,
 }
 
@@ -116,7 +116,7 @@ impl Script {
             }
             let busy = started || self.path.is_pending() || self.path.has_yielded();
             let more = !self.waiting.is_empty() && !self.path.is_held_back();
-            // What waits has met something in flight, whose end is a completion.
+            // Waiting requests overlap one in flight, whose end is a completion.
             let wait =
                 if busy || (more && self.path.is_idle()) { Wait::No } else { Wait::Until(None) };
             self.path.turn(wait, &mut completions).unwrap();
@@ -141,7 +141,7 @@ impl Script {
         self.path.reactor().push(FRONTEND_TOKENS, Op::Readable { fd });
     }
 
-    /// Takes what can be taken, in order; those whose data are to be fetched.
+    /// Takes all possible requests, in order; returns those with data to fetch.
     fn take(&mut self) -> Vec<Ticket> {
         self.waiting.extend(self.inbox.asks.try_iter());
         let mut fetch = Vec::new();
@@ -173,7 +173,7 @@ impl Script {
         fetch
     }
 
-    /// Puts a write's data where they belong.
+    /// Puts a write's data into its buffer.
     fn fetch(&mut self, ticket: &Ticket) {
         let Some(Data::At(span)) = self.path.data(ticket) else { return };
         let ask = self.asks[ticket.entry()].unwrap();
@@ -199,17 +199,17 @@ impl Script {
     }
 }
 
-/// The other end: it asks, hears, and compares.
+/// The client: it sends requests, and compares the answers.
 struct Client {
     asks: Sender<Ask>,
     bell: Arc<Waker>,
     replies: Receiver<Reply>,
-    /// What each sector has; none after a discard, which may leave or zero it.
+    /// The value of each sector; `None` after a discard, which may leave or zero it.
     model: Vec<Option<u8>>,
 }
 
 impl Client {
-    /// Asks for a whole cluster, or for nothing but a flush.
+    /// Sends a request for a whole cluster, or a flush.
     fn ask(&self, action: Action, cluster: u64, fill: u8) {
         let sectors = if action == Action::Flush { 0 } else { CLUSTER_SECTORS };
         let work = Work { action, sector: cluster * CLUSTER_SECTORS, sectors };
@@ -226,8 +226,7 @@ impl Client {
         self.hear().outcome
     }
 
-    /// Asks for all of it at once, and compares each answer with what the model had when all before
-    /// it that meets it was done.
+    /// Sends all requests at once, and compares each answer with the model after all earlier requests that overlap it.
     fn play(&mut self, script: &[Ask]) {
         let mut expected: Vec<(Ask, Vec<Option<u8>>)> = Vec::new();
         for ask in script {
@@ -256,18 +255,18 @@ impl Client {
     }
 }
 
-/// What is done to the disk while it is parked.
+/// The change of the disk while it is parked.
 #[derive(Clone, Copy)]
 enum Change {
-    /// Nothing: the paths go on with the same one, whatever is dirty in it.
+    /// None: the paths go on with the same disk and its dirty metadata.
     None,
     /// It is closed, and opened again.
     Reopened,
-    /// It is dropped as by a death, and opened again with what the journal has.
+    /// It is dropped as by a death, and opened again with the journal.
     Recovered,
 }
 
-/// Parks the device again and again until the clients have ended; how often.
+/// Parks the device repeatedly until the clients have ended; returns how often.
 fn park(device: &Arc<Device>, image: &Path, ended: &AtomicBool) -> usize {
     let mut count = 0;
     while !ended.load(Ordering::SeqCst) {
@@ -287,14 +286,14 @@ fn park(device: &Arc<Device>, image: &Path, ended: &AtomicBool) -> usize {
         };
         away.go_on_with(disk).map_err(|refused| refused.unfit).unwrap();
         count += 1;
-        // The clients' turn.
+        // Lets the clients run.
         thread::yield_now();
     }
     count
 }
 
-/// Plays each client's scripts, on a path of its own, on a disk of that format. What the disk has at
-/// the end is what the models say. How often it was parked meanwhile, if it is to be.
+/// Plays each client's scripts, on a path of its own, on a disk of that format. At the end the disk must match the
+/// models. Returns how often it was parked meanwhile, if it is to be.
 fn play(format: &str, clients: &[Vec<Vec<Ask>>], parks: bool) -> usize {
     let dir = ferrite_testkit::places::dir_in_memory();
     let image = images::make(dir.path(), format, SECTORS * SECTOR_BYTES);
@@ -337,7 +336,7 @@ fn play(format: &str, clients: &[Vec<Vec<Ask>>], parks: bool) -> usize {
 
 fn open(image: &Path) -> Disk {
     let state_dir = Some(images::state_dir(image));
-    // A ring lets go of its files a moment later.
+    // A ring releases its files a moment later.
     let wait_for_lock = Some(PATIENCE);
     let options = OpenOptions { state_dir, wait_for_lock, ..OpenOptions::default() };
     Disk::open(image, &options).unwrap()
@@ -363,7 +362,7 @@ fn connect() -> (Client, Inbox) {
     (client, Inbox { asks, bell, replies: reply })
 }
 
-/// The part of the disk that a client uses, so that each knows what is in its own.
+/// The part of the disk of a client, which no other client uses.
 fn of_client(index: usize, clients: usize) -> std::ops::Range<u64> {
     let each = SECTORS / clients as u64;
     index as u64 * each..(index as u64 + 1) * each
@@ -430,7 +429,7 @@ fn a_disk_that_is_parked_and_exchanged_again_and_again_has_all_that_was_answered
     }
 }
 
-/// Stops the paths, after a test that fails, too.
+/// Stops the paths, also after a failed test.
 struct Stop<'a>(&'a Shared);
 
 impl Drop for Stop<'_> {
@@ -439,8 +438,7 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// A read of one path hangs in its engine. The other path discards what is read, and writes until its
-/// device is full.
+/// A read of one path hangs in its engine. The other path discards that range, and writes until its device is full.
 #[test]
 fn a_place_that_a_read_hangs_on_is_given_out_when_it_has_ended() {
     let dir = ferrite_testkit::places::dir_in_memory();

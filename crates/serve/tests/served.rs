@@ -1,4 +1,4 @@
-//! A well-behaved guest on a disk that is served in full: handshakes, data, restarts.
+//! A correct guest and its disk: handshakes, data, restarts.
 
 use std::path::PathBuf;
 
@@ -35,7 +35,7 @@ fn what_is_written_is_read_back_and_is_on_the_medium() {
     front.close(PATIENCE).unwrap();
 }
 
-/// The bitmap of a block of a differencing VHD is read with its first request, and then known.
+/// The bitmap of a block of a differencing VHD is read with its first request, and then cached.
 #[test]
 fn metadata_that_has_to_be_read_is_a_miss_once() {
     let dir = ferrite_testkit::places::dir_in_memory();
@@ -56,8 +56,8 @@ fn metadata_that_has_to_be_read_is_a_miss_once() {
     front.close(PATIENCE).unwrap();
 }
 
-/// A leaf of each of a store's tables is read with the first request for it. Writes take steps whatever memory
-/// has, so they say nothing.
+/// A leaf of each of a store's tables is read with the first request for it. Writes take steps in any case, so they
+/// prove nothing.
 #[test]
 fn tables_of_a_store_that_have_to_be_read_are_missed_once_each_and_counted_apart() {
     let dir = ferrite_testkit::places::dir_in_memory();

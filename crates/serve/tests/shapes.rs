@@ -1,4 +1,4 @@
-//! Legal requests of extreme shapes, with a model of the disk beside them (threats.md T15).
+//! Valid requests of extreme shapes, compared with a model of the disk (threats.md T15).
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ fn plan() -> Plan {
     Plan { bytes: BYTES, ..Plan::default() }
 }
 
-/// A sector of its own for each number.
+/// A unique sector for each number.
 fn sector_of(number: u32) -> Vec<u8> {
     (0..128u32).flat_map(|i| (number.wrapping_mul(0x9E37_79B9) ^ i).to_le_bytes()).collect()
 }
@@ -32,7 +32,7 @@ impl Model {
         Model(vec![0; BYTES as usize])
     }
 
-    /// Fills the segments' pages with new data, notes it at `sector`, and asks for the write.
+    /// Fills the segments' pages with new data, notes it at `sector`, and sends the write.
     fn write(
         &mut self,
         queue: &mut FrontQueue,
@@ -103,9 +103,9 @@ fn requests_of_single_sectors_and_holes_do_what_they_say() {
     let queue = &mut front.queues[0];
     let mut model = Model::new();
     let mut shapes: Vec<Vec<(usize, u8, u8)>> = Vec::new();
-    // Eleven times one sector, at each place in its page.
+    // Eleven segments of one sector, at each place in its page.
     shapes.extend((0..8).map(|s| (0..11).map(|page| (page, s, s)).collect()));
-    // As many as there may be, of one sector each, at each place.
+    // The most segments, of one sector each, at each place.
     shapes.extend([0, 3, 7].map(|s| (0..256).map(|page| (page, s, s)).collect()));
     // Every second sector of each page, from the even and the odd ones.
     let holes =
@@ -135,7 +135,7 @@ fn requests_beyond_the_offer_are_answered_once_and_carry_nothing() {
     let buffer = front.space().buffer(1).unwrap();
     let queue = &mut front.queues[0];
     buffer.fill(0, 4096, 0xDD);
-    // 4096 segments are what the wire can carry.
+    // 4096 segments, the most that a request can express.
     let segments = vec![buffer.segment(0, 0, 0); 4096];
     for n in [257, 512, 4096] {
         queue.indirect(IndirectOp::Write, 0, &segments[..n]).unwrap();
@@ -216,8 +216,8 @@ fn writes_that_overlap_in_flight_leave_one_of_them_in_each_sector() {
     front.close(PATIENCE).unwrap();
 }
 
-/// Each of sixteen queues, in a thread of its own: writes, a barrier, writes again, to one
-/// place, all in flight together. The barrier orders them.
+/// Each of sixteen queues, in a thread of its own: writes, a barrier, writes again, to one place, all in flight
+/// together. The barrier orders them.
 #[test]
 fn storms_of_barriers_on_sixteen_queues_end_and_keep_their_order() {
     let offer = Offer { max_queues: 16, ..offer() };
@@ -243,7 +243,7 @@ fn storms_of_barriers_on_sixteen_queues_end_and_keep_their_order() {
                     for i in 0..30usize {
                         let segment = [buffer.segment(i, 0, 7)];
                         match i % 3 {
-                            // The same place; the barrier's own write; again the same place.
+                            // The same place; the barrier's own write; the same place again.
                             1 => queue.plain(PlainOp::Barrier, place, &segment).unwrap(),
                             _ => queue.plain(PlainOp::Write, place, &segment).unwrap(),
                         };
@@ -271,7 +271,7 @@ fn storms_of_barriers_on_sixteen_queues_end_and_keep_their_order() {
     front.close(PATIENCE).unwrap();
 }
 
-/// With buffers for a fraction of what the rings can hold, each request is served in the end.
+/// With buffers for a fraction of the rings' requests, each request is served in the end.
 #[test]
 fn largest_requests_on_all_queues_at_once_share_a_small_pool() {
     let guest = GuestOptions { frames: 32 * 1024, grants: 64 * 1024, ports: 64 };
@@ -305,8 +305,8 @@ fn largest_requests_on_all_queues_at_once_share_a_small_pool() {
     front.close(PATIENCE).unwrap();
 }
 
-/// One at a time, each after its own short while, from a guest that does not sleep: each of them
-/// meets the backend at another step on its way to sleep, and must not be forgotten there.
+/// One at a time, each after a short delay, from a guest that does not sleep: each of them reaches the backend at
+/// another step before its sleep, and must not be missed.
 #[test]
 fn single_requests_wake_a_backend_that_is_about_to_sleep() {
     let rig = Rig::new(plan());

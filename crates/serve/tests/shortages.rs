@@ -1,6 +1,5 @@
-//! The host has no descriptor, no memory or no space left just as a guest connects (threats.md
-//! T6): the backend says so and ends, the guest's disk stays as it is, and a successor that finds
-//! enough connects it.
+//! The host has no descriptor, no memory or no space left when a guest connects (threats.md T6): the backend reports
+//! that and ends, the guest's disk stays unchanged, and a successor with enough resources connects it.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
@@ -15,7 +14,7 @@ use ferrite_testkit::places::{Small, dir_in_memory};
 use ferrite_testkit::rig::{Plan, Rig};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// One test at a time: descriptors are the whole process's.
+/// Serialises the tests: descriptors are counted for the whole process.
 fn alone() -> impl Drop {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -42,8 +41,7 @@ fn is_connected(rig: &Rig, front: &mut Frontend) -> bool {
     let end = Instant::now() + PATIENCE;
     loop {
         assert!(Instant::now() < end, "neither connected nor ended");
-        // A queue's engine is built on the queue's own thread, behind the backend's 4: only an
-        // answer says that all went well.
+        // A queue's engine is built on the queue's own thread, after the backend's 4: only an answer proves success.
         if !rig.is_running() {
             return false;
         }
@@ -67,7 +65,7 @@ fn is_connected(rig: &Rig, front: &mut Frontend) -> bool {
     }
 }
 
-/// The backend has ended for a reason of the host's, and the guest may go on waiting.
+/// The backend has ended for a reason of the host, and the guest may continue to wait.
 fn has_given_up(rig: &mut Rig, front: &mut Frontend) -> String {
     let error = rig.join().unwrap_err();
     assert!(matches!(error, ServeError::Host { .. }), "{error}");
@@ -78,7 +76,7 @@ fn has_given_up(rig: &mut Rig, front: &mut Frontend) -> String {
     text
 }
 
-/// A backend with enough of everything.
+/// A backend with enough resources.
 fn works(front: &mut Frontend) {
     front.finish(PATIENCE).unwrap();
     let buffer = front.space().buffer(1).unwrap();
@@ -100,7 +98,7 @@ fn open_descriptors() -> BTreeSet<u64> {
     numbers
 }
 
-/// Leaves this process so many descriptors, as long as it lives.
+/// Leaves this process so many descriptors, until it is dropped.
 struct Few(Rlimit);
 
 impl Few {
@@ -190,7 +188,7 @@ fn with_run_directory(limits: &str) -> Option<Result<(), String>> {
     let disk = rig.disk.clone();
     rig.machine.unplug(&disk).unwrap();
     assert_eq!(rig.join().unwrap(), Outcome::Unplugged);
-    // But for the folder of counters, which is of all disks.
+    // Except the folder of counters, which belongs to all disks.
     let _ = std::fs::remove_dir(base.join(FOLDER));
     assert_eq!(std::fs::read_dir(&base).unwrap().count(), 0);
     Some(reason.map_or(Ok(()), |reason| Err(reason.replace(run_dir.to_str().unwrap(), ""))))

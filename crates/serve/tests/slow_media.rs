@@ -1,4 +1,4 @@
-//! Storage that takes long for each request, however many are under way.
+//! Slow storage, with any number of requests in flight.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -11,18 +11,18 @@ use ferrite_testkit::PATIENCE;
 use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
 use ferrite_testkit::rig::{Plan, Rig};
 
-/// One page of ring.
+/// The requests of one ring page.
 const REQUESTS: usize = 32;
-/// What a disk has in any case.
+/// The minimum memory of a disk.
 const OWN: usize = 8 << 20;
-/// Several times what growing takes.
+/// Several times the replies that growing takes.
 const MOST_REPLIES: usize = 300;
 
-/// Has the guest keep its ring full of the largest reads until the storage has had `enough` of them at
-/// once, or none has come for long; how many it had, and what the host had given.
+/// Keeps the guest's ring full of the largest reads until the storage has had `enough` of them at once, or none has
+/// come for long. Returns that number, and the memory that the host had given.
 fn keep_full(host_bytes: u64, enough: usize) -> (usize, usize) {
     let faults = Faults::none();
-    // Long enough that a busy machine's delays are small beside it.
+    // Long enough to exceed the delays of a busy machine.
     let late = Fault::Late(Duration::from_millis(100));
     faults.set([Ops::among(&[Kind::Read]).meet(late)]);
     let memory = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! A request of several steps goes on at once, however long its queue polls for the next one.
+//! A request of several steps continues at once, however long its queue polls for the next one.
 
 use ferrite_loopback::front::FrontOptions;
 use ferrite_serve::polling::PollWindow;

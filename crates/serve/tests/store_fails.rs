@@ -1,5 +1,4 @@
-//! A xenstore that does not answer, or is gone: the guest's data does not wait for it (threats.md
-//! T12).
+//! A xenstore that does not answer, or has ended: the guest's data do not wait for it (threats.md T12).
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -20,18 +19,18 @@ use ferrite_xen::store::Store;
 const BYTES: u64 = 1 << 20;
 /// How long the backend waits for a reply: long enough for those that are not withheld.
 const TIMEOUT: Duration = Duration::from_secs(3);
-/// Time for something to be seen. Too little of it makes a test weaker, and nothing else.
+/// Time for an event to be seen. Too little makes a test weaker, but not wrong.
 const A_WHILE: Duration = Duration::from_millis(300);
 
-/// Stands between a backend and the store.
+/// A proxy between a backend and the store.
 #[derive(Clone)]
 struct Between {
     client: Arc<UnixStream>,
     /// Replies are withheld.
     silent: Arc<(Mutex<bool>, Condvar)>,
-    /// Where this is asked for, silence begins.
+    /// A request for this begins the silence.
     silent_at: Arc<Mutex<Option<&'static str>>>,
-    /// Messages or parts of them that went to the store.
+    /// Messages or parts of them that were sent to the store.
     asked: Arc<AtomicUsize>,
 }
 
@@ -76,7 +75,7 @@ impl Between {
         self.be_silent(false);
     }
 
-    /// Waits until a request was given up and another made, with `meanwhile` done all the time.
+    /// Waits until a request has timed out and another was made, with `meanwhile` repeated.
     fn wait_for_timeout(&self, mut meanwhile: impl FnMut()) {
         let end = Instant::now() + PATIENCE;
         while !*self.silent.0.lock().unwrap() {
@@ -125,7 +124,7 @@ fn works(rig: &Rig, front: &mut Frontend) {
 fn a_store_that_does_not_answer_holds_no_data_up_and_is_followed_when_it_does() {
     let (mut rig, between) = rig();
     let mut front = rig.connect(&FrontOptions::default());
-    // It cannot be told of the new size.
+    // The new size cannot be written.
     between.be_silent_at(Some("/sectors"));
     let image = std::fs::OpenOptions::new().write(true).open(&rig.image).unwrap();
     image.set_len(2 * BYTES).unwrap();
@@ -178,7 +177,7 @@ fn a_store_that_is_gone_ends_the_backend_when_it_is_stopped_and_no_sooner() {
     front.close(PATIENCE).unwrap();
 }
 
-/// Both are waiting to be heard when the store goes: nothing wakes the control thread for the second.
+/// Both failures are pending when the store ends: nothing wakes the control thread for the second.
 #[test]
 fn a_queue_that_has_failed_ends_the_backend_behind_one_that_the_store_cannot_be_told_of() {
     let faults = Faults::none();
@@ -187,7 +186,7 @@ fn a_queue_that_has_failed_ends_the_backend_behind_one_that_the_store_cannot_be_
     let options = FrontOptions { queues: 2, check_release: false, ..FrontOptions::default() };
     let mut front = rig.connect(&options);
     works(&rig, &mut front);
-    // It looks at the frontend, and waits.
+    // It reads the frontend, and waits.
     between.be_silent(true);
     front.set_state(4).unwrap();
     std::thread::sleep(A_WHILE);

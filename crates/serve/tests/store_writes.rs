@@ -1,5 +1,5 @@
-//! What a backend writes to xenstore in a disk's life: these nodes, in this order, together where
-//! they have to change together. Toolstacks and frontends know this order, and are not asked.
+//! The writes of a backend to xenstore in a disk's life: these nodes, in this order, and in one transaction where they
+//! must change together. Toolstacks and frontends rely on this order.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -17,18 +17,18 @@ use ferrite_xen::store::wire::{Decoder, Message, MessageType, NO_TRANSACTION, st
 
 const BYTES: u64 = 1 << 20;
 
-/// The nodes of an offer, which are written together with the state behind them.
+/// The nodes of an offer, which are written together with the state after them.
 const OFFER: &str = "feature-max-indirect-segments multi-queue-max-queues max-ring-page-order \
                      max-ring-pages feature-flush-cache feature-barrier feature-persistent \
                      feature-discard discard-granularity discard-alignment discard-secure sectors \
                      sector-size physical-sector-size info";
 
-/// What went by on a connection to the store.
+/// The observed writes of a connection to the store.
 #[derive(Default)]
 struct Writes {
-    /// Of transactions that have not ended.
+    /// Writes of open transactions.
     open: HashMap<u32, Vec<String>>,
-    /// Of those that are to end: their ends' requests.
+    /// Writes of transactions that are about to end, by the request that ends them.
     ending: HashMap<u32, Vec<String>>,
     done: Vec<String>,
 }
@@ -73,7 +73,7 @@ impl Writes {
     }
 }
 
-/// A backend, and what it has written.
+/// A backend, and its writes.
 fn start(rig: &mut Rig) -> Arc<Mutex<Writes>> {
     let writes = Arc::new(Mutex::new(Writes::default()));
     let (theirs, client) = UnixStream::pair().unwrap();
@@ -142,13 +142,13 @@ fn a_disks_life_is_these_writes_in_this_order() {
     works(&mut front);
     expect(&writes, &["[OFFER state=2]", "[OFFER state=4]"].repeat(2));
 
-    // A driver that is back with other rings (blkif.md 3.8).
+    // A driver that reconnects with other rings (blkif.md 3.8).
     front.offer(&FrontOptions::default()).unwrap();
     works(&mut front);
     front.finish(PATIENCE).unwrap();
     expect(&writes, &["[OFFER state=4]"]);
 
-    // The toolstack wants it back.
+    // The toolstack detaches it.
     rig.machine.unplug(&rig.disk.clone()).unwrap();
     works(&mut front);
     front.close(PATIENCE).unwrap();
@@ -177,7 +177,7 @@ fn a_refused_driver_is_told_why_and_the_next_one_takes_that_back() {
     front.close(PATIENCE).unwrap();
 }
 
-/// blkif.md 3.9: a guest that sees 5 or 6 gives its disk up.
+/// blkif.md 3.9: a guest that sees 5 or 6 closes its disk.
 #[test]
 fn nothing_is_written_when_a_backend_stops_and_its_successor_takes_over() {
     let mut rig = rig();

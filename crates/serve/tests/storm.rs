@@ -1,5 +1,5 @@
-//! Events that come without requests, as fast as a guest can send them (threats.md T8): they
-//! cost the backend next to nothing, and neither the guest's own requests nor other guests wait.
+//! Events without requests, as fast as a guest can send them (threats.md T8): they cost the backend almost nothing, and
+//! neither the guest's own requests nor other guests wait.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,19 +12,19 @@ use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_testkit::storm::Storm;
 use ferrite_testkit::{PATIENCE, scale};
 
-/// The longest time for which events are not listened to.
+/// The longest time for which events are masked.
 const HOLD: Duration = Duration::from_millis(20);
-/// Events until it is as long as that.
+/// Events until the time is that long.
 const WARM_UP: u64 = 16;
 
-/// One test at a time: they compare what threads of this process get to do.
+/// Serialises the tests: they compare the progress of threads of this process.
 fn alone() -> impl Drop {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn connected(options: &FrontOptions) -> (Rig, Frontend, Buffer) {
-    // Looking for work before a sleep costs time of its own, which other tests look at.
+    // Polling costs time of its own, which other tests measure.
     let tuning = Tuning { poll: PollWindow::Fixed(0), ..Tuning::default() };
     let rig = Rig::new(Plan { bytes: 4 << 20, tuning, ..Plan::default() });
     let front = rig.connect(options);
@@ -38,7 +38,7 @@ fn cpu_time(id: &str) -> Duration {
     Duration::from_nanos(stat.split(' ').next().unwrap().parse().unwrap())
 }
 
-/// Reads as much as it can for so long; how many requests.
+/// Reads as much as it can for so long; returns the number of requests.
 fn pace(queue: &mut FrontQueue, buffer: &Buffer, for_so_long: Duration) -> u64 {
     let end = Instant::now() + for_so_long;
     let mut answered = 0;
@@ -62,8 +62,8 @@ fn write(queue: &mut FrontQueue, buffer: &Buffer, sector: u64) {
 fn events_without_requests_cost_little_and_disturb_no_other_guest() {
     let _alone = alone();
     let (_quiet_rig, mut quiet, quiet_buffer) = connected(&FrontOptions::default());
-    // A thread names itself when it runs for the first time, which may be after the connection: this
-    // one has run when it has answered.
+    // A thread sets its name when it runs for the first time, which may be after the connection: it has run when it has
+    // answered.
     pace(&mut quiet.queues[0], &quiet_buffer, Duration::from_millis(1));
     let before = threads_named("queue-");
     let (rig, mut front, _buffer) = connected(&FrontOptions::default());
@@ -96,7 +96,7 @@ fn events_without_requests_cost_little_and_disturb_no_other_guest() {
     println!("the other guest: {beside_calm} requests beside calm, {beside_storm} beside storm");
     assert!(sent > 100 * seen.events, "{sent} events sent: this was no storm");
 
-    // One event and at most two sleeps a hold; the first holds are shorter.
+    // One event and at most two sleeps per hold; the first holds are shorter.
     let holds = (raged.as_nanos() / HOLD.as_nanos()) as u64;
     let most = holds + WARM_UP + 6 * u64::from(scale());
     assert!(seen.events > 0 && seen.events <= most, "{} events, at most {most}", seen.events);
@@ -123,7 +123,7 @@ fn requests_are_answered_in_the_middle_of_a_storm_and_as_ever_after_it() {
         }
         assert!(rig.sectors(0, 4 * 4096).iter().all(|byte| *byte == round as u8 | 1));
     }
-    // Until all channels are held as long as they can be.
+    // Until all channels are held for the longest time.
     let end = Instant::now() + PATIENCE;
     let counts = rig.counters.counts();
     while rig.counters.counts().since(&counts).held_events < 4 * WARM_UP {
@@ -131,7 +131,7 @@ fn requests_are_answered_in_the_middle_of_a_storm_and_as_ever_after_it() {
         std::thread::sleep(HOLD);
     }
     storm.end();
-    // What is pending may be held once more on each channel, and not again.
+    // A pending event may be held once more on each channel, and not again.
     front.queues.iter_mut().for_each(|queue| write(queue, &buffer, 0));
     let counts = rig.counters.counts();
     for _ in 0..100 {
@@ -142,7 +142,7 @@ fn requests_are_answered_in_the_middle_of_a_storm_and_as_ever_after_it() {
     front.close(PATIENCE).unwrap();
 }
 
-/// An event with each request, asked for or not, is how a guest without event indices works.
+/// A guest without event indices sends an event with each request, needed or not.
 #[test]
 fn one_event_a_request_is_never_held_back() {
     let _alone = alone();
@@ -164,7 +164,7 @@ fn one_event_a_request_is_never_held_back() {
     front.close(PATIENCE).unwrap();
 }
 
-/// A ring that its guest has broken is not served any more, and neither are its events.
+/// A ring that its guest has broken is not served any more, and its events are ignored.
 #[test]
 fn a_storm_on_a_broken_ring_wakes_nobody() {
     let _alone = alone();
@@ -182,7 +182,7 @@ fn a_storm_on_a_broken_ring_wakes_nobody() {
     }
     storm.end();
     let seen = rig.counters.counts().since(&counts);
-    // Of queue 1, and one that queue 0 was waiting for.
+    // Those of queue 1, and one that queue 0 was waiting for.
     assert!(seen.events <= 101 && seen.held_events == 0, "{seen:?}");
     front.close(PATIENCE).unwrap();
 }

@@ -1,4 +1,4 @@
-//! How many requests are begun before the first answer.
+//! The number of requests that are begun before the first answer.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,7 +10,7 @@ use ferrite_testkit::errno::EIO;
 use ferrite_testkit::faulty::{Faults, Ops};
 use ferrite_testkit::rig::{Plan, Rig};
 
-/// Grant copies of the hypervisor's that are one call.
+/// Grant copies that the hypervisor does in one call.
 const SWEEP: u32 = 16;
 
 #[test]
@@ -24,7 +24,7 @@ fn a_guest_is_answered_before_all_of_its_ring_is_done() {
     let begun = AtomicU32::new(0);
     let most = Arc::new(AtomicU32::new(0));
     let seen = most.clone();
-    // Each operation ends as soon as it is handed over, like one on what is in memory.
+    // Each operation ends as soon as it is submitted, like one in memory.
     faults.set([Ops::storage().fail(EIO)]);
     faults.before_each(move |_| {
         let begun = begun.fetch_add(1, Ordering::Relaxed) + 1;

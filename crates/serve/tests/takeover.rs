@@ -1,5 +1,5 @@
-//! Backends that are killed at any moment, and their successors (blkif.md 3.9): the guest sees a
-//! pause. No error, no lost or wrong byte, no request without an answer or with two.
+//! Backends that are killed at any time, and their successors (blkif.md 3.9): the guest sees a pause. No error, no lost
+//! or wrong byte, no request without an answer or with two.
 
 mod nth;
 
@@ -20,7 +20,7 @@ use ferrite_testkit::{PATIENCE, images, scale};
 
 use nth::{Call, FailingHypervisor, Nth};
 
-/// Not a test: the backend, when this program is run again with the environment that says so.
+/// Not a test: the backend, if this program was started again with that environment.
 #[test]
 fn process_backend() {
     ferrite_testkit::processes::be_a_backend(|_, _, _| {});
@@ -34,7 +34,7 @@ fn a_killed_backend_is_a_pause_on_images_and_what_it_answered_is_there() {
     }
 }
 
-/// With a keeper that opens files for it and no rights of its own (threats.md T27 and T28).
+/// With a keeper that opens files for it and without rights of its own (threats.md T27 and T28).
 #[test]
 fn a_killed_backend_without_rights_is_a_pause_on_all_images() {
     for (i, format) in ["raw"].iter().chain(&images::FORMATS).enumerate() {
@@ -68,7 +68,7 @@ fn a_killed_backend_is_a_pause_for_a_32_bit_guest() {
     killed_under_load(World::new(CopyWith::Memcpy), options, 8 * scale(), 3);
 }
 
-/// Killed between the reading and the writing of a block, of which a part was to change.
+/// Killed between reading and writing a block that was to be changed in part.
 #[test]
 fn a_killed_backend_is_a_pause_on_blocks_of_4096_bytes() {
     let Some(world) = World::with_large_blocks(CopyWith::Memcpy) else { return };
@@ -76,7 +76,7 @@ fn a_killed_backend_is_a_pause_on_blocks_of_4096_bytes() {
     killed_under_load(world, options, 8 * scale(), 4);
 }
 
-/// Killed while states are written and rings are mapped: each step is taken up again.
+/// Killed while states are written and rings are mapped: the successor continues at each step.
 #[test]
 fn a_backend_killed_in_a_handshake_is_followed_by_one_that_goes_on_with_it() {
     let world = World::new(CopyWith::Memcpy);
@@ -124,7 +124,7 @@ fn interrupted() -> (Rig, Frontend, Buffer) {
     (rig, front, buffer)
 }
 
-/// Sees the take-over refused because of `why`, and nothing changed.
+/// Checks that the takeover is refused because of `why`, and that nothing changed.
 fn refused(rig: &mut Rig, front: &mut Frontend, why: &str) {
     rig.start();
     let error = rig.join().unwrap_err();
@@ -156,7 +156,7 @@ fn without_the_right_table_nothing_is_taken_over_and_nothing_touched() {
         (Vec::new(), "inflight"),
         (vec![0; right.len()], "not a table"),
         (changed(0, 1), "not a table"),
-        // Somewhere in the text of whose it is.
+        // A byte in the text of the owner.
         (changed(70, 1), "does not belong"),
         (right[..right.len() - 64].to_vec(), "does not belong"),
         (right[..100].to_vec(), "not a table"),
@@ -166,12 +166,12 @@ fn without_the_right_table_nothing_is_taken_over_and_nothing_touched() {
         refused(&mut rig, &mut front, why);
     }
     std::fs::write(&path, &right).unwrap();
-    // The guest names a ring that is none.
+    // The guest names a page that is not a ring.
     let ring = front.queues[0].ring_grefs()[0].0;
     front.write_key("ring-ref", b"8191").unwrap();
     refused(&mut rig, &mut front, "8191");
     front.write_key("ring-ref", ring.to_string().as_bytes()).unwrap();
-    // Another guest by the same number.
+    // Another guest with the same number.
     let vm = format!("/local/domain/{}/vm", rig.domid);
     let mut store = rig.machine.store().unwrap();
     store.write(&vm, b"/vm/another").unwrap();
@@ -184,8 +184,7 @@ fn without_the_right_table_nothing_is_taken_over_and_nothing_touched() {
     front.close(PATIENCE).unwrap();
 }
 
-/// Old blkfronts go to 5 while a file system is mounted ("Device in use; refusing to close"), and
-/// do I/O as before.
+/// Old blkfronts go to 5 while a file system is mounted ("Device in use; refusing to close"), and continue their I/O.
 #[test]
 fn a_guest_that_closes_and_is_not_done_is_taken_over() {
     let (mut rig, mut front, _buffer) = interrupted();
@@ -203,7 +202,7 @@ fn a_guest_that_closes_and_is_not_done_is_taken_over() {
     rig.start();
     assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
     front.close(PATIENCE).unwrap();
-    // With nothing to take over the guest is let go.
+    // Without anything to take over the guest is released.
     for state in [4, 5] {
         front.connect(&FrontOptions::default(), PATIENCE).unwrap();
         assert_eq!(rig.stop().unwrap(), Outcome::Stopped);
@@ -217,8 +216,7 @@ fn a_guest_that_closes_and_is_not_done_is_taken_over() {
     }
 }
 
-/// A guest that was resumed while no backend ran (3.8): it is at 3, with rings that no backend has
-/// seen.
+/// A guest that was resumed while no backend ran (3.8): it is in state 3, with rings that no backend has seen.
 #[test]
 fn a_resumed_guest_whose_rings_are_new_is_connected() {
     let (mut rig, mut front, _buffer) = interrupted();
@@ -240,13 +238,13 @@ fn a_resumed_guest_whose_rings_are_new_is_connected() {
     front.close(PATIENCE).unwrap();
 }
 
-/// As Linux resumes: it goes from 3 to 4 by itself where the backend stands at 4, and does all
-/// requests again that had no answer.
+/// Resumes as Linux does: it goes from 3 to 4 by itself if the backend is in state 4, and repeats all unanswered
+/// requests.
 fn resume_at_four(front: &mut Frontend, buffer: &Buffer) {
     let queues = 1 + front.queues.len() as u32 % 2;
     front.offer(&FrontOptions { queues, ..FrontOptions::default() }).unwrap();
     front.set_state(4).unwrap();
-    // A page each: one that is answered has to be free, whatever the other queue does.
+    // A page each: that of an answered request must be free, whatever the other queue does.
     for (i, queue) in front.queues.iter_mut().enumerate() {
         queue.write(0, buffer, i * 4096, 4096).unwrap();
         queue.push().unwrap();
@@ -287,7 +285,7 @@ fn a_guest_that_was_resumed_and_is_at_work_while_nobody_serves_it_is_connected()
     front.close(PATIENCE).unwrap();
 }
 
-/// A host that fails or a kill between the end of the old rings and the table of the new ones.
+/// A host that crashes or a kill between the end of the old rings and the table of the new ones.
 #[test]
 fn a_backend_that_ends_while_it_connects_a_resumed_guest_is_followed_by_one_that_connects_it() {
     for connection in [2, 3] {
@@ -337,8 +335,8 @@ fn a_backend_killed_at_any_moment_is_a_pause_for_a_guest_that_is_resumed_all_the
     world.end(front, last);
 }
 
-/// A guest relies on the published offer: until its rings are set up for their shape, and until it
-/// goes to 4 for its requests.
+/// A guest relies on the published offer: for the shape of its rings until they are set up, and for its requests until
+/// it goes to 4.
 #[test]
 fn a_guest_gets_what_it_was_offered_from_a_successor_that_would_offer_less_until_it_begins_anew() {
     let more = FrontOptions { queues: 2, order: 2, max_indirect: 64, ..FrontOptions::default() };
@@ -355,8 +353,7 @@ fn a_guest_gets_what_it_was_offered_from_a_successor_that_would_offer_less_until
             assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
         }
     };
-    // The guest's state when the successor begins: at 2, at 3 with rings that no backend has seen,
-    // at 4.
+    // The guest's state when the successor begins: 2, 3 with rings that no backend has seen, or 4.
     for front_at in [1, 3, 4] {
         let mut rig = Rig::new(Plan { bytes: 4 << 20, ..Plan::default() });
         let mut front = rig.frontend();
@@ -376,7 +373,7 @@ fn a_guest_gets_what_it_was_offered_from_a_successor_that_would_offer_less_until
         front.finish(PATIENCE).unwrap();
         large(&mut front);
         assert_eq!(published(&mut front), was);
-        // Resumed, and no state is written meanwhile that it would wait for.
+        // Resumed, without a change of state that it would wait for.
         front.offer(&more).unwrap();
         front.set_state(4).unwrap();
         large(&mut front);
@@ -411,7 +408,7 @@ fn a_ring_that_was_changed_meanwhile_is_not_taken_over() {
     front.close(PATIENCE).unwrap();
 }
 
-/// Of `inflight.rs`: where the words of the only queue stand in its file.
+/// By `inflight.rs`: the offset of the words of the only queue in its file.
 const PUBLISHED_AT: u64 = (20 << 10) + 4;
 const ENTRIES_AT: u64 = (20 << 10) + 64;
 const REQ_INDEX_AT: u64 = 4;
@@ -419,8 +416,8 @@ const RSP_INDEX_AT: u64 = 8;
 const TAKEN: u32 = 1;
 const ANSWERING: u32 = 2;
 
-/// Killed with one answer published and its entry not yet free, two requests in hand. One answer
-/// more on the ring would leave these two with room for one.
+/// Killed with one published answer whose entry is not yet free, and two requests in flight. One more answer on the
+/// ring would leave these two with room for one.
 #[test]
 fn a_guest_that_answers_itself_after_a_kill_is_refused_at_every_restart() {
     let mut rig = Rig::new(Plan { bytes: 1 << 20, ..Plan::default() });
@@ -444,7 +441,7 @@ fn a_guest_that_answers_itself_after_a_kill_is_refused_at_every_restart() {
     let set = |at, value: u32| table.write_all_at(&value.to_le_bytes(), at).unwrap();
     assert_eq!(word(PUBLISHED_AT), 3);
     set(PUBLISHED_AT, 1);
-    // How many entries were used depends on how many requests a sweep found: one is the model of all.
+    // The number of used entries depends on how many requests a sweep found: one is the model of all.
     let mut used = vec![0; entry_bytes as usize];
     table.read_exact_at(&mut used, ENTRIES_AT).unwrap();
     assert!(used[16..16 + 64].iter().any(|byte| *byte != 0), "the first entry was not used");

@@ -1,6 +1,6 @@
-//! Guests that change their state, their rings and their minds at a high rate while requests are
-//! in flight and others look at the disk (threats.md T4; XSA-350, XSA-331): the disk ends
-//! Connected or Closed as its guest wants in the end, and leaves no descriptor, mapping or thread.
+//! Guests that change their state and their rings at a high rate while requests are in flight and other programs read
+//! the disk's state (threats.md T4; XSA-350, XSA-331): the disk ends Connected or Closed as its guest's last state
+//! says, and leaves no descriptor, mapping or thread.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,32 +22,31 @@ use ferrite_xen::hypervisor::DomId;
 
 const BYTES: u64 = 4 << 20;
 
-/// One test at a time: they count what this process has open.
+/// Serialises the tests: they count the resources of this process.
 fn alone() -> impl Drop {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Storage takes up to two milliseconds longer, so that a guest that goes away does so in the middle
-/// of it.
+/// Storage takes up to two milliseconds longer, so that a guest disconnects with requests in flight.
 fn plan() -> Plan {
     let faults = Faults::none();
     faults.set([Ops::storage().meet(Fault::LateBelow(Duration::from_millis(2)))]);
     Plan {
         bytes: BYTES,
         pool_bytes: 4 << 20,
-        // Rings that are forgotten with their grants in place are lost to the guest.
+        // Rings that are dropped with their grants in place are lost to the guest.
         guest: GuestOptions { frames: 96 << 10, grants: 128 << 10, ports: 64 },
         engine: faults.factory(),
         ..Plan::default()
     }
 }
 
-/// What this process has.
+/// The resources of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Holdings {
     descriptors: usize,
-    /// Of files: guests' memory, rings, tables, traces.
+    /// Mappings of files: guests' memory, rings, tables, traces.
     file_mappings: usize,
     queue_threads: usize,
 }
@@ -68,7 +67,7 @@ impl Holdings {
         proc::mappings().len()
     }
 
-    /// Threads are gone a moment after they were joined.
+    /// Waits for the same resources: threads end a moment after they were joined.
     fn come_back(self, when: &str) {
         let end = Instant::now() + PATIENCE;
         while Holdings::now() != self {
@@ -78,7 +77,7 @@ impl Holdings {
     }
 }
 
-/// Reads what a disk's queues count and trace, without end.
+/// Reads the counters and traces of a disk's queues in a loop.
 struct Observer {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<u64>,
@@ -93,7 +92,7 @@ impl Observer {
         Observer { stop, thread }
     }
 
-    /// The traces that it has read.
+    /// The number of traces that it has read.
     fn end(self) -> u64 {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().unwrap()
@@ -108,7 +107,7 @@ fn observe(counters: &Counters, traces: &[PathBuf], stop: &AtomicBool) -> u64 {
         assert!(counts.requests >= before.requests && counts.events >= before.events);
         before = counts;
         for path in traces {
-            // There is none of a queue that has never been.
+            // A queue that never existed has none.
             let Ok(records) = trace::read::read(path) else { continue };
             read += 1;
             for record in records {
@@ -152,7 +151,7 @@ fn toggle(seed: u64) {
     let requests = rig.counters.counts().requests;
     println!("{} actions in {toggled:?} of {:?}", guest.actions(), start.elapsed());
     println!("{requests} requests answered, {traces} traces read");
-    // How many there is time for depends on what else the machine does; reconnecting needs some 100.
+    // How many there is time for depends on the machine's load; reconnecting needs some 100.
     assert!(requests > 300 && traces > 0, "nothing was in flight or nobody looked");
 }
 
@@ -174,7 +173,7 @@ fn unplug(seed: u64) {
         (0..before).for_each(|_| guest.act());
         rig.machine.unplug(&disk).unwrap();
         (0..after).for_each(|_| guest.act());
-        // What a guest does in the end that is asked to let go: it closes, or its driver is gone.
+        // The ways in which a guest ends after the toolstack's request: it closes, or its driver is gone.
         match round % 2 {
             0 => guest.front.set_state(6).unwrap(),
             _ => guest.front.remove_key("state").unwrap(),
@@ -195,7 +194,7 @@ fn unplug(seed: u64) {
     }
 }
 
-/// The frontend's directory as the toolstack makes it.
+/// Makes the frontend's directory as the toolstack does.
 fn make_directory(rig: &Rig, domid: DomId) {
     let mut store = rig.machine.store().unwrap();
     let (front, back) = (&rig.disk.frontend, &rig.disk.backend);
@@ -251,8 +250,8 @@ fn a_guest_that_closes_what_was_never_open_is_told_that_it_is_closed() {
     guest.reconnect();
 }
 
-/// What a guest does that was resumed elsewhere (blkif.md 3.8): the backend has been at 4 all the
-/// time, and may not have looked when the guest was at 3.
+/// As a guest that was resumed elsewhere (blkif.md 3.8): the backend was in state 4 all the time, and may not have read
+/// the guest's state 3.
 #[test]
 fn rings_that_change_unseen_are_found_all_the_same() {
     let _alone = alone();

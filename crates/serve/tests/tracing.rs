@@ -20,8 +20,7 @@ fn reader(rig: &Rig) -> Reader {
     Reader::open(&rig.run_dir().join("trace-0")).unwrap()
 }
 
-/// All that comes until there are so many records. The queue writes one a moment after its guest has the
-/// answer.
+/// Reads until there are so many records. The queue writes one a moment after its guest has the answer.
 fn until(reader: &mut Reader, records: usize) -> News {
     let end = Instant::now() + PATIENCE;
     let mut all = News::default();
@@ -66,7 +65,7 @@ fn a_queue_that_sleeps_notices_requests_by_events_and_says_so() {
     let first = seen.records.iter().find(|record| record.noticed == Noticed::Event).unwrap();
     let sleep = |span: &&ferrite_serve::trace::Span| span.doing == Doing::WokenByEvent;
     assert!(seen.spans.iter().find(sleep).unwrap().to_ns <= first.stages.taken_ns);
-    // The guest asks for an event for each answer, and has consumed the answer before.
+    // The guest requests an event for each answer, and has consumed the previous answer before.
     let numbers: Vec<_> = seen.records.iter().map(|record| record.answer).collect();
     assert_eq!(numbers, (1..=50).collect::<Vec<_>>());
     let consumed = seen.spans.iter().filter_map(|span| match span.doing {
@@ -97,7 +96,7 @@ fn requests_that_shared_an_operation_have_its_number_and_others_have_numbers_of_
     let mut reader = reader(&rig);
     let buffer = front.space().buffer(1).unwrap();
     in_turn(&mut front, 2);
-    // Every other page, and the first eight pages: put on the ring before the queue hears of them.
+    // Every other page, and the first eight pages: put on the ring before the queue is notified.
     for page in (0..8).chain((8..SWEEP).map(|page| page * 2)) {
         front.queues[0].write(8 * page, &buffer, 0, 4096).unwrap();
     }
@@ -123,7 +122,7 @@ fn a_request_that_waits_for_metadata_says_so_and_the_next_one_there_does_not() {
     in_turn(&mut front, 4);
     front.close(PATIENCE).unwrap();
     rig.stop().unwrap();
-    // Nothing is in memory now.
+    // Nothing is cached now.
     rig.start();
     let mut front = rig.connect(&FrontOptions::default());
     let mut reader = reader(&rig);

@@ -37,14 +37,14 @@ use rustix::process::{Pid, Signal, kill_process, set_child_subreaper};
 
 const GUESTS: &str = "FERRITE_TEST_GUESTS";
 const IMAGE: &str = "FERRITE_TEST_IMAGE";
-/// An action that has not happened in this time does not happen.
+/// An action that has not happened in this time is taken not to happen.
 const A_WHILE: Duration = Duration::from_millis(200);
 
 fn is_of_no_role() -> bool {
     std::env::var_os(GUESTS).is_none()
 }
 
-/// Not a test: a keeper, when this program is run again.
+/// Not a test: a keeper, if this program was started again for it.
 #[test]
 fn keeper_process() {
     if is_of_no_role() {
@@ -87,7 +87,7 @@ fn worker_process() {
     let _ = work(lines, &client_channel, &loopback, &config, &mut open);
 }
 
-/// A follower of one of the lines, as the daemon's thread of a disk is.
+/// A follower of one of the lines, as a disk's thread in the daemon.
 struct Follower {
     stop: Arc<Waker>,
     thread: JoinHandle<Outcome>,
@@ -203,12 +203,12 @@ impl Host {
         self.kill_worker_when(|| true);
     }
 
-    /// Kills it at a moment that is like this: it is stopped while that is looked at.
+    /// Kills it in a state that fulfils this condition: it is stopped while that is checked.
     fn kill_worker_when(&self, is_so: impl Fn() -> bool) {
         let worker = self.worker();
         wait_until("such a moment", || {
             kill_process(worker, Signal::STOP).unwrap();
-            // Its threads go on for a moment.
+            // Its threads run for another moment.
             wait_until("its stop", || is_stopped(worker));
             let is_so = is_so();
             kill_process(worker, if is_so { Signal::KILL } else { Signal::CONT }).unwrap();
@@ -263,7 +263,7 @@ fn ask(front: &mut Frontend) -> Buffer {
     buffer
 }
 
-/// Asks, and is answered.
+/// Sends a request, and waits for its answer.
 fn works(front: &mut Frontend) {
     let _asked = ask(front);
     assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
@@ -282,16 +282,16 @@ fn is_stopped(process: Pid) -> bool {
     stats.all(|stat| stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')))
 }
 
-/// Tests that kill have the processors to themselves.
+/// Serialises tests that kill processes: each has all processors.
 fn alone() -> impl Drop {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Places that both guests write to: pages at the disk's end.
+/// Places that both guests write: pages at the disk's end.
 const REGISTERS: u64 = 4;
 const FIRST_REGISTER: u64 = (CHUNKS * CHUNK - REGISTERS * 4096) / 512;
-/// Requests for them that a guest has at a time.
+/// Requests in flight of a guest for these places.
 const DEPTH: usize = 6;
 
 /// Writes and reads the sectors that the other guest uses, too.
@@ -313,7 +313,7 @@ fn share(
         {
             count += 1;
             let register = random.below(REGISTERS);
-            // Two of its own there at once have no order, and a death may show both twice.
+            // Two of its own requests for one place have no order, and a death may show both twice.
             let is_free =
                 |(_, event): &(usize, Event)| !(event.is_write && event.register == register);
             let is_write = random.below(2) == 0 && asked.values().all(is_free);
@@ -350,7 +350,7 @@ fn share(
     }
 }
 
-/// A guest that works on the sectors that both have.
+/// A guest that uses the sectors that both have.
 struct Sharing {
     thread: JoinHandle<(Frontend, Vec<Event>)>,
     stop: Arc<AtomicBool>,
@@ -382,7 +382,7 @@ fn share_on(
     Sharing { thread, stop: stop.clone() }
 }
 
-/// A guest at work on chunks of its own, and on the sectors that both have.
+/// A guest with load on chunks of its own, and on the sectors that both have.
 struct Busy {
     progress: Arc<AtomicU64>,
     load: JoinHandle<Load>,
@@ -445,7 +445,7 @@ fn a_worker_of_two_guests_is_killed_twenty_times_and_no_old_write_comes_after_a_
     }
 }
 
-/// Each is out of work after every request, while the other one takes its turn.
+/// Each is idle after every request, while the other one is served.
 #[test]
 fn guests_that_ask_for_one_thing_at_a_time_are_always_heard() {
     let _alone = alone();
@@ -462,7 +462,7 @@ fn guests_that_ask_for_one_thing_at_a_time_are_always_heard() {
     host.end(fronts, followers.map(Some));
 }
 
-/// Both have been there, and the worker dies when the stub domain alone has requests under way.
+/// Both have been connected, and the worker is killed when only the stub domain has requests in flight.
 fn with_what_the_second_left() -> (Host, [Follower; 1], Frontend, Sharing) {
     let host = Host::new("raw");
     let [first, second] = [0, 1].map(|which| host.follow(which));
@@ -541,7 +541,7 @@ fn a_stub_domain_that_is_gone_for_good_is_not_waited_for() {
 fn a_stub_domain_comes_and_goes_beside_its_guest() {
     let _alone = alone();
     let host = Host::new("vhd");
-    // It is the first to ask.
+    // It is the first with a request.
     let second = host.follow(1);
     sleep(A_WHILE);
     let first = host.follow(0);

@@ -1,4 +1,4 @@
-//! The state of a disk that a toolstack finds once it is told that the disk is unplugged.
+//! The state of a disk when a toolstack learns that it is unplugged.
 
 use std::path::PathBuf;
 use std::sync::mpsc::channel;
@@ -36,7 +36,7 @@ fn an_image_is_whole_and_free_as_soon_as_its_disk_is_said_to_be_closed() {
             rig.machine.unplug(&disk).unwrap();
             front.close(PATIENCE).unwrap();
             rig.machine.wait_for_backend(&disk, &[6], PATIENCE).unwrap();
-            // At once, and without a journal: what was answered is in the image.
+            // At once, and without a journal: answered writes are in the image.
             let opened = Disk::open(image.to_str().unwrap(), &OpenOptions::default());
             drop(opened.unwrap_or_else(|e| panic!("{format}, round {round}: {e}")));
             assert_eq!(images::state_dir(&image).read_dir().unwrap().count(), 0);
@@ -49,7 +49,7 @@ fn an_image_is_whole_and_free_as_soon_as_its_disk_is_said_to_be_closed() {
     }
 }
 
-/// Another host may open the file as soon as it hears of it.
+/// Another host may open the file as soon as it learns of that.
 #[test]
 fn what_a_raw_disk_was_written_is_on_the_medium_when_its_disk_is_said_to_be_closed() {
     let faults = Faults::none();

@@ -1,4 +1,4 @@
-//! Block devices of the simulated machine: files of a fixed size, full of what was there before.
+//! Block devices of the simulated machine: files of a fixed size, with old content.
 
 use std::fs::File;
 use std::io;
@@ -14,13 +14,13 @@ use ferrite_simio::{Device, SimWorld};
 use crate::format::Place;
 use crate::stamp;
 
-/// How much of a device is not zeros in the beginning, at most: more costs time and shows nothing.
+/// The most bytes of a device that are not zeros at first: more costs time and tests nothing more.
 const OLD_BYTES: u64 = 14 << 20;
 
-/// Requests that an older image has seen.
+/// Requests that an older image has executed.
 const OLD_WRITES: u64 = 60;
 
-/// The contents of a device that somebody else had before.
+/// The old content of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Remains {
     Nothing,
@@ -51,12 +51,12 @@ impl Devices {
         Devices { device, remains }
     }
 
-    /// A device of so many bytes at least, or makes it that large.
+    /// Provides a device of at least so many bytes, or enlarges it.
     pub(crate) fn provide(&self, place: &Place, path: &Path, bytes: u64) -> io::Result<()> {
         self.enlarge(&place.world, place.seed, path, bytes)
     }
 
-    /// The same, on a machine that is at work.
+    /// Enlarges a device on a running machine.
     pub(crate) fn enlarge(
         &self,
         world: &SimWorld,
@@ -98,8 +98,8 @@ impl Devices {
     }
 }
 
-/// Makes an image on a device and uses it, on another machine: its process was killed, or closed it
-/// in good order; and what it left in memory is there or not.
+/// Makes an image on a device and uses it, on another machine. Its process was killed, or closed it in good order; its
+/// state in memory exists or not.
 pub(crate) fn leave_image(place: &Place, name: &ImageName, new: &NewImage) -> Result<(), String> {
     let seed = !place.seed;
     let mut random = SplitMix64::new(seed);

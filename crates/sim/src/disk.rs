@@ -65,8 +65,8 @@ impl Disk for ferrite_disk::Disk {
     }
 }
 
-/// The beginning of a range, and whether it was read: otherwise it takes steps, which are not to be counted
-/// with what is mapped.
+/// Reads the beginning of a range if it is mapped; returns its length, and whether it was read. Otherwise it takes
+/// steps, which must not be counted with mapped operations.
 async fn read_mapped(
     disk: &ferrite_disk::Disk,
     queue: &Queue,
@@ -88,7 +88,7 @@ async fn read_mapped(
     }
 }
 
-/// The same of a write.
+/// Writes the beginning of a range if it has a place, as `read_mapped` reads.
 async fn write_mapped(
     disk: &ferrite_disk::Disk,
     queue: &Queue,

@@ -1,4 +1,4 @@
-//! The formats and media that can be put to the test.
+//! The formats and media that can be tested.
 
 use std::future::Future;
 use std::io;
@@ -15,30 +15,30 @@ use ferrite_simio::{SimDirectory, SimWorld};
 /// The directory of one machine, on a tmpfs.
 #[derive(Clone)]
 pub struct Place {
-    /// Where images are.
+    /// The folder of images.
     pub images: PathBuf,
     /// Memory that outlives a process and not a power cut.
     pub state: PathBuf,
-    /// How entries of `images` are changed.
+    /// The directory operations on `images`.
     pub directory: SimDirectory,
-    /// Where engines are from.
+    /// The source of engines.
     pub world: SimWorld,
-    /// The choices that a format is free to make follow from it.
+    /// The seed of the format's free choices.
     pub seed: u64,
-    /// Devices are too small for all that their disks can have.
+    /// Devices are too small for the full content of their disks.
     pub tight: bool,
-    /// Units of allocation are those that images usually have.
+    /// Images have the usual units of allocation.
     pub usual_units: bool,
 }
 
 impl Place {
-    /// An image by its name.
+    /// The path of an image.
     pub fn image(&self, name: &str) -> PathBuf {
         self.images.join(name)
     }
 }
 
-/// One queue's way to the disk.
+/// One queue's access to the disk.
 #[derive(Clone)]
 pub struct Queue {
     /// The port that the disk's steps run on.
@@ -62,7 +62,7 @@ pub trait Disk: 'static {
     /// The files that each queue registers.
     fn files(&self) -> Vec<Arc<OwnedFd>>;
 
-    /// Tells this one of a failed sync before anybody else is told.
+    /// Sets the witness that is told of a failed sync before any request is answered with it.
     fn witness_syncs(&self, witness: Weak<dyn SyncWitness>);
 
     /// Reads all of `to`.
@@ -72,14 +72,14 @@ pub trait Disk: 'static {
     fn write(&self, queue: &Queue, offset: u64, from: Span)
     -> impl Future<Output = io::Result<()>>;
 
-    /// All that was answered is durable.
+    /// Makes all answered writes durable.
     fn flush(&self, queue: &Queue) -> impl Future<Output = io::Result<()>>;
 
-    /// The range is not needed any more.
+    /// Discards the range.
     fn discard(&self, queue: &Queue, offset: u64, len: u64)
     -> impl Future<Output = io::Result<()>>;
 
-    /// The range becomes zeros.
+    /// Makes the range zeros.
     fn write_zeroes(
         &self,
         queue: &Queue,
@@ -87,114 +87,111 @@ pub trait Disk: 'static {
         len: u64,
     ) -> impl Future<Output = io::Result<()>>;
 
-    /// The end of its use; it promises what a flush does.
+    /// Closes the disk, which promises as much as a flush.
     fn close(&self, queue: &Queue) -> impl Future<Output = io::Result<()>>;
 }
 
-/// The changes to an image that is not open.
+/// The changes of an image that is not open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// A new image of so many sectors.
+    /// Make an image of so many sectors.
     Create(u64),
-    /// A new leaf on top; what was the leaf gets this number, which no other layer has.
+    /// Make a new leaf on top; the old leaf gets this number, which no other layer has.
     Snapshot(u64),
-    /// The leaf's contents go into its parent, which is the leaf from then on.
+    /// Merge the leaf into its parent, which becomes the leaf.
     Coalesce,
-    /// So many sectors instead of fewer.
+    /// Enlarge to so many sectors.
     Grow(u64),
-    /// Another image on top of the leaf, which stays as it is. The number is its own.
+    /// Make another child of the leaf, which stays unchanged. The number identifies it.
     Clone(u64),
-    /// Another image with all that the leaf has. The number is its own.
+    /// Copy the leaf's content to another image. The number identifies it.
     Convert(u64),
-    /// As [`Snapshot`](Operation::Snapshot), by a program that knows nothing of journals, whatever
-    /// state the image is in.
+    /// As [`Snapshot`](Operation::Snapshot), by a program that does not know journals, in any state of the image.
     Overlay(u64),
-    /// The contents of the leaf's parent go into the parent of that, in a chain of so many layers: the
-    /// leaf stays.
+    /// Merge the leaf's parent into the parent of that, in a chain of so many layers; the leaf stays.
     CoalesceInner(u64),
 }
 
-/// A kind of disk: how images of it are made, opened and checked.
+/// A kind of disk: how its images are made, opened and checked.
 pub trait Format {
-    /// Its disks.
+    /// The type of its disks.
     type Disk: Disk;
 
-    /// The part of a command line that says which it is.
+    /// The name on a command line.
     fn name(&self) -> String;
 
     /// Makes an image of `sectors`, durable, before the story begins.
     ///
     /// # Errors
-    /// A text for people; so for all of these.
+    /// A text for people; also for the other methods.
     fn create(&self, place: &Place, sectors: u64) -> Result<(), String>;
 
     /// Opens the disk for writing.
     ///
     /// # Errors
-    /// As above.
+    /// A text for people.
     fn open(&self, place: &Place) -> Result<Self::Disk, String>;
 
-    /// Checks the image, which is not open. `thorough`: also by other people's programs.
+    /// Checks the image, which is not open. `thorough`: also by other programs.
     ///
     /// # Errors
-    /// Its fault.
+    /// The damage.
     fn check(&self, place: &Place, thorough: bool) -> Result<(), String>;
 
-    /// The further changes that can be made to an image of it that is not open.
+    /// Whether the format supports this operation.
     fn can(&self, operation: Operation) -> bool {
         let _ = operation;
         false
     }
 
-    /// Does it. An operation that was interrupted can be done again.
+    /// Executes an operation. An interrupted operation can be repeated.
     ///
     /// # Errors
-    /// As above; and where the format cannot.
+    /// A text for people; also if the format does not support it.
     fn operate(&self, place: &Place, operation: Operation) -> Result<(), String> {
         let _ = place;
         Err(format!("{operation:?} is not for this format"))
     }
 
-    /// Whether there is an image.
+    /// Whether the image exists.
     fn exists(&self, place: &Place) -> bool {
         let _ = place;
         true
     }
 
-    /// Opens what [`Operation::Clone`] or [`Operation::Convert`] have made, for reading, once it is
-    /// checked; none: it is not there yet.
+    /// Checks and opens the image that [`Operation::Clone`] or [`Operation::Convert`] has made, for reading; `None`: it
+    /// does not exist yet.
     ///
     /// # Errors
-    /// As above.
+    /// A text for people.
     fn open_copy(&self, place: &Place, operation: Operation) -> Result<Option<Self::Disk>, String> {
         let _ = (place, operation);
         Ok(None)
     }
 
-    /// Takes away what such an operation has left.
+    /// Removes the image of such an operation.
     ///
     /// # Errors
-    /// As above.
+    /// A text for people.
     fn remove_copy(&self, place: &Place, operation: Operation) -> Result<(), String> {
         let _ = (place, operation);
         Ok(())
     }
 
-    /// Does to the image, which is not open and all durable, what other programs do and ours do
-    /// not. Its contents stay.
+    /// Changes the image as other programs do and ours do not. It is not open and all durable. Its content stays.
     ///
     /// # Errors
-    /// As above.
+    /// A text for people.
     fn change_by_others(&self, place: &Place, random: &mut SplitMix64) -> Result<(), String> {
         let _ = (place, random);
         Ok(())
     }
 
-    /// Does to an image that is not open what other programs do, durably: it reads as before. False:
-    /// nothing can be done.
+    /// Changes an image as other programs do, durably: it reads as before. `false`: not supported. The image is not
+    /// open.
     ///
     /// # Errors
-    /// As above.
+    /// A text for people.
     fn give_past(&self, place: &Place) -> Result<bool, String> {
         let _ = place;
         Ok(false)
@@ -209,43 +206,43 @@ pub trait Format {
         Ok(disk)
     }
 
-    /// The same, durably, to an image that fills its medium then: a write may find no space. False:
-    /// nothing can be done.
+    /// Changes an image as other programs do, durably, so that it fills its medium: a write may find no space. `false`:
+    /// not supported.
     ///
     /// # Errors
-    /// As above.
+    /// A text for people.
     fn fill_up(&self, place: &Place) -> Result<bool, String> {
         let _ = place;
         Ok(false)
     }
 
-    /// Whether a disk whose flush has failed can be used on: a later flush fails, too, unless all
-    /// that was answered is durable with it.
+    /// Whether a disk may be used after a failed flush: a later flush fails, too, unless it makes all answered writes
+    /// durable.
     fn can_go_on(&self, place: &Place) -> bool {
         let _ = place;
         false
     }
 
-    /// The means to make the leaf's device larger while the disk is open; none: it is large enough.
+    /// Enlarges the leaf's device while the disk is open; `None`: it is large enough.
     fn enlarger(&self, place: &Place, sectors: u64) -> Option<Box<dyn Fn() -> io::Result<()>>> {
         let _ = (place, sectors);
         None
     }
 
-    /// The administrator's steps after a crash, which the documents demand.
+    /// The administrator's steps after a crash, as the documents require.
     ///
     /// # Errors
-    /// As above.
+    /// A text for people.
     fn administer(&self, place: &Place) -> io::Result<()> {
         let _ = place;
         Ok(())
     }
 
-    /// The bytes of its first table.
+    /// The byte range of its first table.
     fn first_table(&self) -> Range<u64> {
         0..16 << 10
     }
 
-    /// Sectors near which its metadata changes.
+    /// Sectors near which its metadata change.
     fn hot_spots(&self, place: &Place, sectors: u64) -> Vec<u64>;
 }

@@ -1,4 +1,4 @@
-//! Images in the formats of this project, alone or on top of others, in files or on devices.
+//! Images in the formats of this project, alone or in chains, in files or on devices.
 
 use std::fs::{self, File};
 use std::io;
@@ -20,26 +20,26 @@ use crate::devices::{self, Devices, Remains};
 use crate::format::{Format, Operation, Place};
 use crate::{packed, past, qemu, tails};
 
-/// Units of allocation in bytes, the likelier ones more than once. Small ones, so that small disks
-/// have several tables.
+/// Units of allocation in bytes, the likelier ones more than once. They are small, so that small disks have several
+/// tables.
 const BLOCKS: [u32; 8] =
     [2 << 20, 2 << 20, 2 << 20, 512 << 10, 512 << 10, 512 << 10, 64 << 10, 4 << 10];
 const CLUSTERS: [u32; 8] = [4 << 10, 4 << 10, 4 << 10, 512, 512, 16 << 10, 64 << 10, 2 << 20];
 
-/// The block size of a new layer, whatever it is made on.
+/// The block size of a new layer, on any parent.
 const USUAL_BLOCK: u32 = 2 << 20;
 const USUAL_CLUSTER: u32 = 64 << 10;
 
-/// The places of images.
+/// The medium of images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Medium {
-    /// Files, which grow and have holes.
+    /// Files, which can grow and have holes.
     Files,
     /// Block devices.
     Devices,
 }
 
-/// The images of one format, which is not [`Kind::Store`]: a volume is no image.
+/// The images of one format other than [`Kind::Store`]: a volume is no image.
 #[derive(Clone, Copy, Debug)]
 pub struct Images {
     kind: Kind,
@@ -49,25 +49,25 @@ pub struct Images {
 
 /// The seed's choices for the images of a story.
 struct Shape {
-    /// Of the first image: blocks, or clusters.
+    /// The unit of the first image: blocks, or clusters.
     unit_bytes: u32,
-    /// All space at once.
+    /// All space is allocated at once.
     fixed: bool,
     devices: Devices,
 }
 
 impl Images {
-    /// In files.
+    /// Images in files.
     pub const fn new(kind: Kind) -> Images {
         Images { kind, medium: Medium::Files, unit_bytes: None }
     }
 
-    /// The same on another medium.
+    /// Images on another medium.
     pub const fn on(self, medium: Medium) -> Images {
         Images { medium, ..self }
     }
 
-    /// The same with the first image's blocks or clusters of this size, whatever the seed says.
+    /// The first image has blocks or clusters of this size, instead of the seed's choice.
     pub const fn in_units(self, unit_bytes: u32) -> Images {
         Images { unit_bytes: Some(unit_bytes), ..self }
     }
@@ -105,7 +105,7 @@ impl Images {
             }
             Operation::Clone(n) => {
                 let kind = match self.kind {
-                    // A VHD stands on VHDs and raw images only.
+                    // A VHD's parents are VHDs and raw images only.
                     Kind::Qcow2 => Kind::Qcow2,
                     _ => of(n + place.seed, &[Kind::Vhd, Kind::Qcow2]),
                 };
@@ -115,7 +115,7 @@ impl Images {
         }
     }
 
-    /// Says of an image on a device that it is complete: the device is there in any case.
+    /// The file that marks an image on a device as complete: the device always exists.
     fn mark(&self, name: &ImageName) -> PathBuf {
         let mut path = name.path.clone().into_os_string();
         path.push(".made");
@@ -129,7 +129,7 @@ impl Images {
     fn options(&self, place: &Place, read_only: bool) -> OpenOptions {
         OpenOptions {
             read_only,
-            // A story goes on with its disk while a clone of it is there to be looked at.
+            // A story uses its disk while a clone of it is checked.
             even_parent: true,
             state_dir: Some(place.state.clone()),
             fixed_size: self.on_devices(),
@@ -160,7 +160,7 @@ impl Images {
         bad.map_or(Ok(()), Err)
     }
 
-    /// The bytes of a device that is too small: about half of it can be written. None: it has all.
+    /// The bytes of a device that is too small: about half of it can be written. `None`: it is large enough.
     fn tight_bytes(&self, place: &Place, sectors: u64) -> Option<u64> {
         let Shape { unit_bytes, fixed, .. } = self.shape(place);
         if !place.tight || fixed || !self.on_devices() {
@@ -175,20 +175,20 @@ impl Images {
         }
     }
 
-    /// The bytes that an image may come to take, whatever is done to it.
+    /// The most bytes that an image may take.
     fn room_bytes(&self, kind: Kind, sectors: u64) -> u64 {
         let bytes = sectors * 512;
         match kind {
             Kind::Raw | Kind::Store => bytes,
-            // Blocks keep their places. The smallest have a sector for a bitmap, and are aligned.
-            // A fixed image has its footer at the end of its device, which cannot grow then.
+            // Blocks keep their places. The smallest have a sector for a bitmap, and are aligned. A fixed image has its
+            // footer at the end of its device, which cannot grow then.
             Kind::Vhd => 2 * bytes + (48 << 20),
-            // Clusters that are replaced, or leaked, are not used again at once.
+            // Clusters that are replaced, or leaked, are not reused at once.
             Kind::Qcow2 => 3 * bytes + (64 << 20),
         }
     }
 
-    /// The device of a new image, if it is to be on one.
+    /// Provides the device of a new image, if it is to be on one.
     fn provide(
         &self,
         place: &Place,
@@ -250,8 +250,8 @@ impl Images {
         self.make(place, &self.leaf(place), &new, sectors)
     }
 
-    /// A device cannot get another one's name, but its administrator can give it another one, and
-    /// does, as XAPI does it; if the new leaf does not come to be, he takes that back.
+    /// A device cannot get another one's name. But its administrator can rename it, as XAPI does; if the new leaf is
+    /// not made, the rename is undone.
     fn snapshot_device(&self, place: &Place, number: u64) -> Result<(), String> {
         let (leaf, parent) = (self.leaf(place), self.name(place, &format!("layer-{number}")));
         let sectors = self.tools(place, |tools| tools.info(&leaf)).map_err(|e| e.to_string())?;
@@ -304,8 +304,7 @@ impl Images {
 
     fn coalesce(&self, place: &Place) -> Result<(), String> {
         let leaf = self.leaf(place);
-        // Done again after an interruption that came behind its last step, there is nothing to
-        // merge left.
+        // If it is repeated after an interruption after its last step, nothing is left to merge.
         let alone =
             |tools: &ImageTools<'_>| tools.info(&leaf).is_ok_and(|info| info.chain.len() == 1);
         let done = self.tools(place, |tools| match alone(tools) {
@@ -315,7 +314,7 @@ impl Images {
         done.map_err(|e| e.to_string())
     }
 
-    /// The parent of the leaf goes into its own; unless that was done before, and not told.
+    /// Merges the leaf's parent into its own parent, unless that was done before, unreported.
     fn coalesce_inner(&self, place: &Place, layers: u64) -> Result<(), String> {
         let leaf = self.leaf(place);
         let done = self.tools(place, |tools| {
@@ -331,9 +330,8 @@ impl Images {
         done.map_err(|e| e.to_string())
     }
 
-    /// The part of another program: it gives the image, whose process was killed, another name, and
-    /// puts a new leaf on it. Image and journal are left alone. Our own tools complete an image that
-    /// gets a child, so they are shown a copy.
+    /// Acts as another program: renames the image, whose process was killed, and makes a new leaf on it. Image and
+    /// journal stay unchanged. Our own tools complete an image that gets a child, so they get a copy.
     fn overlay(&self, place: &Place, number: u64) -> Result<(), String> {
         let (leaf, parent) = (self.leaf(place), self.name(place, &format!("layer-{number}")));
         let real = place.image("real");
@@ -362,7 +360,7 @@ impl Images {
         let info = self.tools(place, |tools| tools.info(&leaf)).map_err(|e| e.to_string())?;
         let new = NewImage { parent: Some(leaf.clone()), ..NewImage::default() };
         let done = self.make(place, &clone, &new, info.virtual_bytes / 512);
-        // The story goes on with the leaf.
+        // The story continues with the leaf.
         if !self.on_devices() {
             let mode = fs::Permissions::from_mode(0o644);
             fs::set_permissions(&leaf.path, mode).map_err(|e| e.to_string())?;
@@ -370,7 +368,7 @@ impl Images {
         done
     }
 
-    /// Now and then somebody stops it, and has it go on.
+    /// Converts the image. At times it is interrupted and resumed.
     fn convert(&self, place: &Place, operation: Operation) -> Result<(), String> {
         let (leaf, copy) = (self.leaf(place), self.copy(place, operation));
         let info = self.tools(place, |tools| tools.info(&leaf)).map_err(|e| e.to_string())?;
@@ -397,7 +395,7 @@ impl Images {
             let how = Convert { force, resume, fixed, unit_bytes: None };
             match tools.convert(&leaf, &copy, &how) {
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                // There is nothing to go on with, or it is done and was not told.
+                // There is nothing to resume, or it is done, unreported.
                 Err(e) if e.kind() == ErrorKind::Refused && !force => {
                     (resume, force) = (false, true)
                 }
@@ -504,7 +502,7 @@ impl Format for Images {
     }
 
     fn can_go_on(&self, place: &Place) -> bool {
-        // What is as simple as a device is as forgetful: there the backend remembers.
+        // A raw disk on a device has no memory of a failed sync: there the backend remembers it.
         self.kind != Kind::Raw && !self.shape(place).fixed
     }
 
@@ -516,8 +514,7 @@ impl Format for Images {
         Some(Box::new(move || devices.enlarge(&world, seed, &leaf.path, bytes)))
     }
 
-    /// The footer of a VHD on a device that was made larger is copied to the new end, if it is not
-    /// there.
+    /// Copies the footer of a VHD on a device that was enlarged to the new end, if it is not there.
     fn administer(&self, place: &Place) -> io::Result<()> {
         let leaf = self.leaf(place);
         if self.kind != Kind::Vhd || !self.on_devices() || !place.tight || !self.is_made(&leaf) {
@@ -540,13 +537,13 @@ impl Format for Images {
         if sector(end)?.starts_with(cookie) || !footer.starts_with(cookie) {
             return Ok(());
         }
-        // Nobody has written there: the world has nothing to take back.
+        // No process has written there, so the world has nothing to revert.
         device.write_all_at(&footer, end)
     }
 
     fn first_table(&self) -> Range<u64> {
         match self.kind {
-            // Behind the copy of the footer and the header.
+            // After the copy of the footer and the header.
             Kind::Vhd => 1536..2048,
             _ => 0..16 << 10,
         }
@@ -558,7 +555,7 @@ impl Format for Images {
         let units = match self.kind {
             Kind::Raw | Kind::Store => vec![sectors.max(2) / 2],
             Kind::Vhd => vec![unit_bytes / 512, u64::from(USUAL_BLOCK) / 512],
-            // What an L2 table of one cluster maps.
+            // The range that an L2 table of one cluster maps.
             Kind::Qcow2 => vec![tables(unit_bytes), tables(u64::from(USUAL_CLUSTER)) / 64],
         };
         let spots = units.iter().flat_map(|unit| (0..=sectors / unit).map(move |i| i * unit));

@@ -1,16 +1,16 @@
-//! Stories of disks on a machine that fails: the real code of the formats, on the simulated
-//! machine of [`ferrite_simio`], against a [`model`] of what each sector may hold.
+//! Stories of disks on a machine that fails: the real code of the formats, on the simulated machine of
+//! [`ferrite_simio`], compared with a [`model`] of the allowed contents of each sector.
 //!
-//! A [`story`] is a few rounds of load on one disk, each ended by closing the disk, by the death
-//! of the process or by a power cut, at any step; then the disk is opened again, looked at by its
-//! own check, and compared. Everything in a story follows from its seed.
+//! A [`story`] is a few rounds of load on one disk. Each round ends by closing the disk, by the death of the process or
+//! by a power cut, at any step. Then the disk is opened again, checked, and compared. Everything in a story follows
+//! from its seed.
 //!
-//! * [`mod@format`]: what can be put to the test, and how it is made and opened.
+//! * [`mod@format`]: the formats under test, and how images are made and opened.
 //! * [`load`]: requests from several queues.
 //! * [`machine`]: the directory, the files and the processes of a story.
-//! * [`paths`]: how often each of the formats' rare paths was taken.
-//! * [`plan`]: which story, and what was found in it.
-//! * [`stamp`]: contents that say where they come from.
+//! * [`paths`]: how often each rare path of the formats was taken.
+//! * [`plan`]: the choice of a story, and its findings.
+//! * [`stamp`]: contents that identify their write.
 //! * [`stores`]: stories of a store with many volumes.
 
 #![forbid(unsafe_code)]

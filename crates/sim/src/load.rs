@@ -1,4 +1,4 @@
-//! Requests from several queues, each with several at a time.
+//! Requests from several queues, several at a time each.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -18,7 +18,7 @@ use crate::stamp;
 /// Sectors of the largest request.
 pub const MAX_REQUEST_SECTORS: u64 = 128;
 
-/// How often each kind of request is issued, in relation to the others.
+/// The relative frequency of each kind of request.
 #[derive(Clone, Copy, Debug)]
 pub struct Mix {
     /// Reads.
@@ -33,73 +33,73 @@ pub struct Mix {
     pub zeroes: u64,
     /// Sectors of the largest request.
     pub max_sectors: u64,
-    /// Of a hundred requests, how many are near a hot spot of the format.
+    /// The percentage of requests near a hot spot of the format.
     pub near: u64,
-    /// Requests are as large as can be, one beside the other, from the end to the beginning.
+    /// Requests have the largest size, adjacent, from the end to the beginning.
     pub whole: bool,
 }
 
 /// The state that all tasks of one load share.
 pub struct Load<D> {
-    /// The disk; its own in each round.
+    /// The disk; each round has its own.
     pub disk: D,
-    /// The contents that it may hold.
+    /// The allowed contents.
     pub model: Rc<RefCell<Model>>,
     /// The seed of the contents.
     pub seed: u64,
-    /// The number of the next write; goes on from round to round.
+    /// The number of the next write; it continues from round to round.
     pub numbers: Rc<Cell<u64>>,
     /// The source of the next operations.
     pub random: RefCell<SplitMix64>,
-    /// Requests that are not issued yet.
+    /// Requests that have not been issued yet.
     pub left: Cell<u64>,
     /// Tasks that have not ended.
     pub tasks: Cell<usize>,
     /// See [`crate::plan::Plan::trace`].
     pub trace: Option<u64>,
-    /// The machine, which stops some steps after a certain flush has begun.
+    /// The machine, which stops some steps after the beginning of a certain flush.
     pub world: SimWorld,
-    /// Flushes until then; 0: it does not.
+    /// Flushes until then; 0: it does not stop.
     pub flushes_left: Cell<u64>,
-    /// How many steps after its beginning.
+    /// The number of those steps.
     pub steps_into_flush: u64,
-    /// The mixture.
+    /// The mix of requests.
     pub mix: Mix,
     /// See [`crate::format::Format::hot_spots`].
     pub hot_spots: Vec<u64>,
     /// Whether requests may fail.
     pub may_fail: bool,
-    /// Whether the guest goes on after a failed flush.
+    /// Whether the guest continues after a failed flush.
     pub goes_on: bool,
-    /// Flushes that have failed while the guest went on.
+    /// Failed flushes while the guest continued.
     pub failures: Cell<u64>,
-    /// The faults are failed syncs, and nothing else.
+    /// The only faults are failed syncs.
     pub syncs_fail: bool,
     /// A flush has failed because of one.
     pub told_of_sync: Cell<bool>,
-    /// A sync has failed, whoever has asked for it.
+    /// A sync has failed, whichever request it was for.
     pub witness: Arc<Witness>,
-    /// A flush has failed: nothing more is issued, as a backend does it.
+    /// A flush has failed: no more requests are issued, as by a backend.
     pub flush_failed: Cell<bool>,
     /// Whether the medium may have no space.
     pub full: bool,
-    /// The events of the medium meanwhile.
+    /// An event of the medium during the load.
     pub midway: Midway,
     /// The first fault.
     pub trouble: RefCell<Option<String>>,
 }
 
-/// Something that is done once, when only so many requests are left.
+/// An action that is executed once, when only `left` requests are left.
 #[derive(Default)]
 pub struct Midway {
-    /// How many.
+    /// The number of requests.
     pub left: u64,
-    /// What.
+    /// The action.
     pub work: Option<Box<dyn Fn() -> io::Result<()>>>,
 }
 
-/// What a backend remembers for the next process: no write succeeds any more, and so what was answered beside
-/// the sync may be gone.
+/// A backend's record for the next process: no write succeeds any more, so writes that were answered during the sync
+/// may be lost.
 #[derive(Default)]
 pub struct Witness(AtomicBool);
 
@@ -123,7 +123,7 @@ enum Request {
 }
 
 impl<D: Disk> Load<D> {
-    /// One of the tasks: issues one request after the other, with its data in `buf`.
+    /// A task: issues one request after the other, with its data in `buf`.
     pub async fn task(self: Rc<Self>, queue: Queue, buf: Span) {
         while self.left.get() > 0 && !self.flush_failed.get() && self.trouble.borrow().is_none() {
             self.left.set(self.left.get() - 1);
@@ -175,8 +175,7 @@ impl<D: Disk> Load<D> {
         }
     }
 
-    /// Small requests are many, and where the format's metadata changes. What moves no data may
-    /// be `large`.
+    /// Chooses a range. Many requests are small and near changes of metadata. Requests without data may be `large`.
     fn range(&self, random: &mut SplitMix64, large: bool) -> (u64, u64) {
         let all = self.disk.sectors();
         let mut max = [1, 8, self.mix.max_sectors][random.below(3) as usize];
@@ -249,7 +248,7 @@ impl<D: Disk> Load<D> {
             Change::Zero => ("write of zeros", self.disk.write_zeroes(queue, offset, len).await),
             Change::Discard => ("discard", self.disk.discard(queue, offset, len).await),
         };
-        // The guest is told that the medium cannot.
+        // The guest gets the answer that the medium does not support it.
         let cannot = matches!(&done, Err(e) if e.kind() == io::ErrorKind::Unsupported);
         self.trace(ticket, &(change, &done));
         self.model.borrow_mut().answer(ticket, done.is_ok());
@@ -274,7 +273,7 @@ impl<D: Disk> Load<D> {
             println!("flush: {done:?}");
         }
         match done {
-            // A flush beside one that failed may have been told of nothing.
+            // A flush concurrent with a failed one may not have got the failure.
             Ok(()) if !self.flush_failed.get() && failures == self.failures.get() => {
                 self.model.borrow_mut().flushed(issued);
                 Ok(())

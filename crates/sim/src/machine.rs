@@ -21,10 +21,10 @@ use tempfile::TempDir;
 use crate::format::{Place, Queue};
 use crate::load::MAX_REQUEST_SECTORS;
 
-/// Requests of a queue at a time, at most.
+/// The most concurrent requests of a queue.
 pub const MAX_DEPTH: usize = 4;
 
-/// Queues of a disk, at most.
+/// The most queues of a disk.
 pub const MAX_QUEUES: usize = 3;
 
 const BUFFER_BYTES: usize = MAX_REQUEST_SECTORS as usize * 512;
@@ -32,12 +32,12 @@ const ZEROS_BYTES: usize = 4096;
 const SCRATCH_BYTES: usize = 256 << 10;
 const QUEUE_BYTES: usize = SCRATCH_BYTES + ZEROS_BYTES + MAX_DEPTH * BUFFER_BYTES;
 
-/// Turns without a step after which time is moved, and how often that is done before giving up.
+/// Turns without a step after which time is advanced, and how often that is done before the story fails.
 const PATIENCE: u32 = 1000;
 const MAX_NAPS: u32 = 50;
 
 thread_local! {
-    /// One arena does for all stories of a thread, one after the other.
+    /// One arena, which all stories of a thread use in turn.
     static ARENA: RefCell<Option<Arc<Arena>>> = const { RefCell::new(None) };
 }
 
@@ -45,17 +45,17 @@ thread_local! {
 pub struct Machine {
     /// The world that it is part of.
     pub world: SimWorld,
-    /// Where.
+    /// Its directories.
     pub place: Place,
     arena: Arc<Arena>,
     _dir: TempDir,
 }
 
 impl Machine {
-    /// A machine with nothing on it.
+    /// An empty machine.
     ///
     /// # Errors
-    /// This real machine's.
+    /// Those of the real machine.
     pub fn new(seed: u64) -> io::Result<Machine> {
         let dir = TempDir::with_prefix_in("ferrite-sim-", "/dev/shm")?;
         let at = |name: &str| -> io::Result<_> {
@@ -80,7 +80,7 @@ impl Machine {
     /// A process with `count` queues, each of which has registered all `files`.
     ///
     /// # Errors
-    /// The world stands still.
+    /// The world has stopped.
     pub fn queues(&self, count: usize, files: &[Arc<OwnedFd>]) -> io::Result<Vec<Thread>> {
         (0..count).map(|i| self.queue(i, files)).collect()
     }
@@ -98,15 +98,14 @@ impl Machine {
         Ok(Thread { reactor, queue, memory })
     }
 
-    /// Lets the threads run in an order that the world chooses, until `done` or until the world
-    /// stands still.
+    /// Runs the threads in an order that the world chooses, until `done` or until the world stops.
     ///
     /// # Errors
-    /// Nothing goes on, and it is not done.
+    /// No thread progresses, and it is not done.
     pub fn drive(&self, threads: &mut [Thread], done: impl Fn() -> bool) -> Result<(), String> {
         let (mut still, mut naps, mut before) = (0, 0, self.world.step());
         let mut out = Vec::new();
-        // Tasks that nobody waits for may have locks that a thread wants which runs alone later.
+        // Detached tasks may hold locks that a thread needs which runs alone later.
         while !done() || threads.iter().any(|thread| thread.reactor.tasks() > 0) {
             let i = self.world.below(threads.len() as u64) as usize;
             match threads[i].reactor.turn(Wait::No, &mut out) {
@@ -129,7 +128,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Runs one `async fn` on a thread; none: the world stood still before its end.
+    /// Runs one `async fn` on a thread; `None`: the world stopped before its end.
     ///
     /// # Errors
     /// As [`drive`](Machine::drive).
@@ -149,19 +148,19 @@ impl Machine {
         Ok(result.take())
     }
 
-    /// Puts the memory that outlives a process aside as it is at the moment of its death: the
-    /// process of a story is dropped in good order, and may still write to it then.
+    /// Saves the memory that outlives a process as it is at the moment of its death: the process of a story is dropped
+    /// in good order, and may still write to it then.
     ///
     /// # Errors
-    /// This real machine's; so for all of these.
+    /// Those of the real machine.
     pub fn set_aside(&self) -> io::Result<()> {
         copy(&self.place.state, &self.aside())
     }
 
-    /// Kills the process, whose threads are gone.
+    /// Kills the process, whose threads have ended.
     ///
     /// # Errors
-    /// As above.
+    /// Those of the real machine.
     pub fn kill_process(&self) -> io::Result<()> {
         self.world.kill_process()?;
         if self.aside().exists() {
@@ -175,10 +174,10 @@ impl Machine {
         self.place.state.with_extension("aside")
     }
 
-    /// Cuts the power: what is in memory is gone, too.
+    /// Cuts the power: memory is lost, too.
     ///
     /// # Errors
-    /// This real machine's.
+    /// Those of the real machine.
     pub fn cut_power(&self) -> io::Result<()> {
         self.world.cut_power()?;
         for dir in [self.place.state.clone(), self.aside()] {
@@ -189,7 +188,7 @@ impl Machine {
         fs::create_dir(&self.place.state)
     }
 
-    /// The same, of a story that has ended badly: what is to be said of it.
+    /// Keeps the files of a failed story; returns the text for the report.
     pub(crate) fn kept(&self, dir: &Path) -> String {
         match self.keep(dir) {
             Ok(()) => format!("; the files are in {}", dir.display()),
@@ -200,14 +199,14 @@ impl Machine {
     /// Copies all files of the machine to a directory.
     ///
     /// # Errors
-    /// This real machine's.
+    /// Those of the real machine.
     pub fn keep(&self, to: &Path) -> io::Result<()> {
         copy(&self.place.images, &to.join("images"))?;
         copy(&self.place.state, &to.join("state"))
     }
 }
 
-/// Copies a directory with all that is in it.
+/// Copies a directory recursively.
 fn copy(from: &Path, to: &Path) -> io::Result<()> {
     fs::create_dir_all(to)?;
     for entry in fs::read_dir(from)? {

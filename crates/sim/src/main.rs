@@ -1,5 +1,4 @@
-//! `ferrite-sim`: tells stories of disks on a machine whose power fails, and says which of them
-//! ended badly.
+//! `ferrite-sim`: runs stories of disks on a machine whose power fails, and reports failed ones.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -18,17 +17,17 @@ use ferrite_simio::Lie;
 
 /// Cuts the power of a simulated machine while it uses virtual disks.
 ///
-/// The same seed tells exactly the same story. Exit code 1: a disk held what it must not hold.
+/// The same seed gives exactly the same story. Exit code 1: a disk had content that is not allowed.
 #[derive(Parser)]
 #[command(name = "ferrite-sim", version)]
 struct Arguments {
     /// The first story's seed; the next ones count up from it. Default: a random one.
     #[arg(long)]
     seed: Option<u64>,
-    /// Tell stories for that long.
+    /// Run stories for so many seconds.
     #[arg(long, value_name = "S")]
     seconds: Option<u64>,
-    /// Tell a story of each kind for so many seeds.
+    /// Run a story of each kind for so many seeds.
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "seconds")]
     seeds: u64,
     /// mixed, first-writes, bitmaps, flush-storm, discards, zeroes, close, compressed, past, full,
@@ -38,29 +37,28 @@ struct Arguments {
     /// raw, vhd, qcow2, store; or all.
     #[arg(long, default_value = "all", value_name = "FORMAT", value_parser = ["all", "raw", "vhd", "qcow2", "store"])]
     format: String,
-    /// What images are in: file, device; or all.
+    /// The medium of images: file, device; or all.
     #[arg(long, default_value = "all", value_name = "MEDIUM", value_parser = ["all", "file", "device"])]
     medium: String,
-    /// Blocks or clusters of this size, in bytes, instead of what the seed says.
+    /// Blocks or clusters of this size, in bytes, instead of the seed's choice.
     #[arg(long, value_name = "BYTES")]
     unit: Option<u32>,
-    /// Tell each story once for each step of each of its rounds and for each kind of end.
+    /// Run each story once for each step of each of its rounds and for each kind of end.
     #[arg(long)]
     steps: bool,
-    /// The same for those steps that belong to a rare path, and for no others.
+    /// As --steps, but only for steps that belong to a rare path.
     #[arg(long, conflicts_with_all = ["steps", "cut"])]
     rare_steps: bool,
-    /// End this round, and the story, at this step by this: the numbers of a report, and power or
-    /// death.
+    /// End this round, and the story, at this step in this way: the numbers of a report, and power or death.
     #[arg(long, value_name = "ROUND:STEP:KIND", value_parser = cut, conflicts_with = "steps")]
     cut: Option<Cut>,
     /// Print every request that touches this sector.
     #[arg(long, value_name = "SECTOR")]
     trace: Option<u64>,
-    /// The medium ignores syncs, which has to be found: WHICH:OF, from 0:1, which is each.
+    /// The medium ignores syncs, which the story must find: WHICH:OF, from 0:1, which is each.
     #[arg(long, value_name = "WHICH:OF", value_parser = lie)]
     lie: Option<Lie>,
-    /// Keep the files of a story that ends badly there.
+    /// Keep the files of a failed story in this folder.
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
 }
@@ -95,7 +93,7 @@ fn lie(text: &str) -> Result<Lie, String> {
     if which < of { Ok(Lie::Sync { of, which }) } else { Err("WHICH is less than OF".into()) }
 }
 
-/// The stories so far.
+/// The totals of all stories so far.
 #[derive(Default)]
 struct Sum {
     stories: u64,
@@ -176,7 +174,7 @@ fn media(arguments: &Arguments) -> impl Iterator<Item = Medium> + Clone + '_ {
     media.into_iter().filter(|(name, _)| is(&arguments.medium, name)).map(|(_, medium)| medium)
 }
 
-/// The media of stores, if stories are told of them.
+/// The media of stores, if stories of stores are run.
 fn stores(arguments: &Arguments, scenario: Scenario) -> impl Iterator<Item = Medium> + '_ {
     let are_told = is(&arguments.format, "store") && stores::SCENARIOS.contains(&scenario);
     media(arguments).filter(move |_| are_told)
@@ -188,7 +186,7 @@ fn images(arguments: &Arguments) -> impl Iterator<Item = Images> + '_ {
     all.map(|images| arguments.unit.map_or(images, |unit| images.in_units(unit)))
 }
 
-/// What tells a story.
+/// Runs a story.
 type Tell<'a> = &'a dyn Fn(&Plan) -> Result<Told, Box<Violation>>;
 
 fn told(
@@ -217,7 +215,7 @@ fn told(
         Ok(cut_round.map(|steps| (steps, paths)))
     };
     for round in 0.. {
-        // As far as the round goes if nothing ends it.
+        // The whole round, without a cut.
         let Some((steps, paths)) = tell_cut(round, u64::MAX, After::Death)? else { break };
         for step in steps.filter(|step| arguments.steps || paths.have(*step)) {
             for after in [After::PowerCut, After::Death] {

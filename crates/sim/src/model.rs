@@ -1,5 +1,4 @@
-//! The contents that a disk may hold: for each sector, every write to it that may still, or again,
-//! be read.
+//! The allowed contents of a disk: for each sector, every write to it that may still, or again, be read.
 //!
 //! Time here is a count of events: each request is given one number when it is issued and one
 //! when it is answered. A write *supersedes* another one if it was issued after that one's answer.
@@ -12,14 +11,14 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::stamp::Value;
 
-/// The operation on a range.
+/// The change of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     /// Written, by the write of this number.
     Write(u64),
     /// Made zeros.
     Zero,
-    /// Discarded: it reads as before, as zeros, or as what is below.
+    /// Discarded: it reads as before, as zeros, or as the layers below.
     Discard,
 }
 
@@ -44,7 +43,7 @@ struct Record {
     value: Value,
     issued: u64,
     answered: Option<u64>,
-    /// It may be there, and supersedes nothing: a discard, or a request that failed.
+    /// It may be there, and supersedes nothing: a discard, or a failed request.
     weak: bool,
     durable: bool,
 }
@@ -55,14 +54,14 @@ impl Record {
     }
 }
 
-/// After what the disk is looked at.
+/// The event before the disk is examined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum After {
-    /// The process died; the kernel has all that it was given.
+    /// The process died; the kernel has all writes that it was given.
     Death,
     /// The power was cut.
     PowerCut,
-    /// It was closed in an orderly way, which promises what a flush does.
+    /// It was closed, which promises as much as a flush.
     Close,
 }
 
@@ -72,10 +71,10 @@ pub struct Model {
     now: u64,
     sectors: u64,
     history: BTreeMap<u64, Vec<Record>>,
-    /// The sectors that a flush may have something to say about.
+    /// The sectors that a flush may change the state of.
     open: BTreeSet<u64>,
-    /// The contents that layers below the leaf may hold, besides zeros: all that a snapshot has ever
-    /// put there, since merging a layer brings back what was below it.
+    /// The contents that layers below the leaf may have, besides zeros: everything that a snapshot has ever put there,
+    /// since merging a layer reveals the layers below it.
     below: BTreeMap<u64, Vec<Value>>,
     reads: usize,
 }
@@ -91,12 +90,12 @@ impl Model {
         self.sectors
     }
 
-    /// It has grown; the new part is zeros.
+    /// Enlarges the disk; the new part is zeros.
     pub fn grow(&mut self, sectors: u64) {
         self.sectors = self.sectors.max(sectors);
     }
 
-    /// The present contents are below a new leaf from now on. Only after [`observe`](Model::observe).
+    /// Moves the present contents below a new leaf. Only after [`observe`](Model::observe).
     pub fn snapshot(&mut self) {
         for (sector, records) in &self.history {
             let below = self.below.entry(*sector).or_default();
@@ -106,7 +105,7 @@ impl Model {
         }
     }
 
-    /// The same where what is there is not durable: it may be what was there before, too.
+    /// As [`snapshot`](Model::snapshot), if the present contents are not durable: earlier ones may be below, too.
     pub fn overlay(&mut self) {
         for (sector, records) in &self.history {
             let below = self.below.entry(*sector).or_default();
@@ -118,8 +117,9 @@ impl Model {
         }
     }
 
-    /// What an operation has made of this disk, which was issued as the flush `issued` and ends now: all that was
-    /// answered before is in it, durably; what was under way then or came since, perhaps.
+    /// The model of a copy that an operation has made of this disk. The operation was issued as the flush `issued` and
+    /// ends now: the copy has all writes that were answered before, durably, and perhaps those that were in flight then
+    /// or came since.
     pub fn shared(&self, issued: u64) -> Model {
         let now = self.now + 1;
         let mut history = self.history.clone();
@@ -134,19 +134,19 @@ impl Model {
         Model { now, sectors, history, open, ..Model::default() }
     }
 
-    /// It takes another disk's place: what is issued from now on is later than all that was there.
+    /// The model of a disk that replaces another one: requests from now on are later than all of the other's.
     pub fn behind(self, other: &Model) -> Model {
         Model { now: self.now.max(other.now), ..self }
     }
 
-    /// A read is issued.
+    /// Issues a read.
     pub fn issue_read(&mut self, first: u64, sectors: u64) -> Ticket {
         self.now += 1;
         self.reads += 1;
         Ticket { first, sectors, issued: self.now, changes: false }
     }
 
-    /// A change is issued.
+    /// Issues a change.
     pub fn issue(&mut self, first: u64, sectors: u64, change: Change) -> Ticket {
         self.now += 1;
         let issued = self.now;
@@ -169,7 +169,7 @@ impl Model {
         Ticket { first, sectors, issued, changes: true }
     }
 
-    /// A change is answered.
+    /// Answers a change.
     pub fn answer(&mut self, ticket: Ticket, ok: bool) {
         assert!(ticket.changes, "a read is answered with what it found");
         self.now += 1;
@@ -183,10 +183,10 @@ impl Model {
         }
     }
 
-    /// A read is answered: `found` for each of its sectors, or no answer at all.
+    /// Answers a read: `found` for each of its sectors, or no answer at all.
     ///
     /// # Errors
-    /// The first sector that has what it may not have.
+    /// The first sector with content that is not allowed.
     pub fn answer_read(
         &mut self,
         ticket: Ticket,
@@ -202,13 +202,13 @@ impl Model {
         Ok(())
     }
 
-    /// A flush is issued.
+    /// Issues a flush.
     pub fn issue_flush(&mut self) -> u64 {
         self.now += 1;
         self.now
     }
 
-    /// The flush that was issued as `flush` has succeeded.
+    /// Answers the flush that was issued as `flush`, successfully.
     pub fn flushed(&mut self, flush: u64) {
         self.now += 1;
         let prune = self.reads == 0;
@@ -228,7 +228,7 @@ impl Model {
     /// Checks one sector of a disk that was opened again.
     ///
     /// # Errors
-    /// It has what it may not have.
+    /// Its content is not allowed.
     pub fn check_after(
         &self,
         after: After,
@@ -244,8 +244,8 @@ impl Model {
         }
     }
 
-    /// The contents of a sector that were found are its only ones: requests that were never answered are
-    /// history. After a power cut or closing, it is durable.
+    /// Makes the content that was found the only one of the sector: unanswered requests no longer matter. After a power
+    /// cut or closing, it is durable.
     pub fn observe(&mut self, after: After, sector: u64, found: Value) {
         self.now += 2;
         let now = self.now;
@@ -269,12 +269,12 @@ impl Model {
         });
     }
 
-    /// The sectors that anything was ever done to.
+    /// The sectors that were ever changed.
     pub fn touched(&self) -> impl Iterator<Item = u64> + '_ {
         self.history.keys().copied()
     }
 
-    /// `counts`: which records supersede others.
+    /// `counts`: the records that supersede others.
     fn check(
         &self,
         sector: u64,

@@ -1,4 +1,4 @@
-//! Compressed clusters in qcow2 images, which other programs make and we only read and replace.
+//! Compressed clusters in qcow2 images: other programs make them, and ours only read and replace them.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -20,15 +20,14 @@ struct Image {
     reftable: u64,
 }
 
-/// Compressed data that leave some of their cluster free: the first byte that is.
+/// A cluster that compressed data fill partly: the first free byte.
 struct Half {
     cluster: u64,
     end: u64,
 }
 
-/// Compresses about half of the clusters that an image has, where they are; of those two may share
-/// one host cluster then, and the other is free. Nobody has the image open, and all of it is
-/// durable.
+/// Compresses about half of an image's clusters, in place. Two may then share one host cluster, and the other becomes
+/// free. The image is not open, and all durable.
 pub(crate) fn pack(path: &Path, random: &mut SplitMix64) -> io::Result<()> {
     let file = File::options().read(true).write(true).open(path)?;
     let mut head = [0; 104];
@@ -47,7 +46,7 @@ pub(crate) fn pack(path: &Path, random: &mut SplitMix64) -> io::Result<()> {
             let at = (l1 & PLACE) + at;
             let entry = image.word(at)?;
             let own = entry & !PLACE == COPIED;
-            // Refcounts of 16 bits are what images have here.
+            // Images here have refcounts of 16 bits.
             if own && order == 4 && random.below(2) == 0 {
                 image.pack_one(at, entry & PLACE, &mut half)?;
             }

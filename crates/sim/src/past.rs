@@ -1,9 +1,8 @@
-//! The changes of other programs to a qcow2 image before a story goes on with it: they have
-//! compressed some of its clusters, made internal snapshots, left free clusters between others, and
-//! refcounts of another width in a table that has hardly any room. Counts go down in such an image
-//! with nearly every write, and its table of refcounts has to grow.
+//! Changes of other programs to a qcow2 image before a story uses it: compressed clusters, internal snapshots, free
+//! clusters between used ones, and refcounts of another width in a table with hardly any room. In such an image nearly
+//! every write lowers counts, and its table of refcounts has to grow.
 //!
-//! The image reads as before. Nobody has it open, and it has no snapshots yet.
+//! The image reads as before. It is not open, and it has no snapshots yet.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -20,10 +19,10 @@ const OFFSET: u64 = 0x00FF_FFFF_FFFF_FE00;
 const ZERO: u64 = 1;
 const SECTOR: u64 = 512;
 
-/// Of clusters that nothing refers to.
+/// The most bytes of leaked clusters.
 const MAX_LEAKED_BYTES: u64 = 8 << 20;
 
-/// Places in the header.
+/// Offsets in the header.
 const VERSION: usize = 4;
 const CLUSTER_BITS: usize = 20;
 const DISK_BYTES: usize = 24;
@@ -44,18 +43,18 @@ struct Image {
     /// Tables, with their places.
     tables: Vec<(u64, Vec<u64>)>,
     snapshots: u64,
-    /// Counted, and not referred to.
+    /// Clusters with a count and no reference.
     leaked: Range<u64>,
-    /// Free clusters that may stay so; none: all of them.
+    /// The number of free clusters to leave; `None`: all of them.
     spare: Option<u64>,
     /// The first cluster that was never used.
     end: u64,
-    /// Where the next compressed data go, and where the cluster for them ends.
+    /// The place of the next compressed data, and the end of their cluster.
     packing: (u64, u64),
 }
 
-/// Gives an image a past in which it came to be as full as its medium: all that it has is compressed,
-/// and of free clusters there are a few. The byte at which it ends.
+/// Changes an image so that it fills its medium: all data are compressed, and a few clusters are free. Returns the end
+/// in bytes.
 pub(crate) fn give_full(file: File, random: &mut SplitMix64) -> io::Result<u64> {
     let mut image = Image::read(file)?;
     image.pack(|| true)?;
@@ -65,10 +64,10 @@ pub(crate) fn give_full(file: File, random: &mut SplitMix64) -> io::Result<u64> 
     Ok(image.end << image.bits)
 }
 
-/// Gives an image a past, which `random` chooses.
+/// Changes an image by the choices of `random`.
 pub(crate) fn give(file: File, random: &mut SplitMix64) -> io::Result<()> {
     let mut image = Image::read(file)?;
-    // Of eight clusters, how many are compressed.
+    // Of eight clusters, the number of compressed ones.
     let share = [0, 2, 7][random.below(3) as usize];
     image.pack(|| random.below(8) < share)?;
     image.take_snapshots(random.below(3))?;
@@ -108,13 +107,13 @@ impl Image {
         1 << self.bits
     }
 
-    /// Clusters behind all others; the byte at which they begin.
+    /// Appends clusters; returns the byte at which they begin.
     fn add(&mut self, clusters: u64) -> u64 {
         self.end += clusters;
         (self.end - clusters) << self.bits
     }
 
-    /// Compresses clusters, one behind the other. Where they were nothing is then.
+    /// Compresses clusters, contiguously. Their old places become free.
     fn pack(&mut self, mut chosen: impl FnMut() -> bool) -> io::Result<()> {
         for table in 0..self.tables.len() {
             for entry in 0..self.tables[table].1.len() {
@@ -131,20 +130,20 @@ impl Image {
         Ok(())
     }
 
-    /// Puts compressed data behind those before; the entry that refers to them.
+    /// Appends compressed data; returns the entry that refers to them.
     fn put(&mut self, data: &[u8]) -> io::Result<u64> {
         let len = data.len() as u64;
         let x = 62 - (self.bits - 8);
         let more = |at: u64| (at + len - 1) / SECTOR - at / SECTOR;
         let (mut at, mut end) = self.packing;
-        // Only so many sectors can be said in an entry.
+        // An entry can express only so many sectors.
         if more(at) >> (62 - x) != 0 {
             at = at.next_multiple_of(SECTOR);
         }
         if at + len > end {
             let clusters = len.div_ceil(self.cluster_bytes());
             let place = self.add(clusters);
-            // What follows directly goes on where that ended.
+            // Adjacent data continue in the same cluster.
             if place != end {
                 at = place;
             }
@@ -155,7 +154,7 @@ impl Image {
         Ok(COMPRESSED | more(at) << x | at)
     }
 
-    /// Snapshots of what there is now, one like the other.
+    /// Makes identical snapshots of the present state.
     fn take_snapshots(&mut self, count: u64) -> io::Result<()> {
         if count == 0 {
             return Ok(());
@@ -164,7 +163,7 @@ impl Image {
         for i in 0..count {
             let clusters = l1_bytes.div_ceil(self.cluster_bytes());
             let l1 = self.add(clusters);
-            // Flags do not count in them.
+            // Flags do not count in snapshots.
             let entries: Vec<u64> = self.l1.iter().map(|entry| entry & !COPIED).collect();
             self.write(l1, &entries)?;
             let id = (i + 1).to_string();
@@ -188,8 +187,7 @@ impl Image {
         Ok(())
     }
 
-    /// Clusters that nothing refers to, so many that the table of refcounts has room for about `left` more
-    /// only; unless that takes much.
+    /// Leaks so many clusters that the table of refcounts has room for about `left` more, unless that takes too many.
     fn leak(&mut self, order: u32, left: u64) {
         let per_table = (self.cluster_bytes() / 8) << (self.bits + 3 - order);
         // A cluster of the table, and its blocks.
@@ -201,7 +199,7 @@ impl Image {
         }
     }
 
-    /// References to each cluster, but for those of the counts' own clusters.
+    /// References to each cluster, except for those to the counts' own clusters.
     fn references(&self) -> io::Result<Vec<u64>> {
         let mut refs = vec![0; self.end as usize];
         refs[self.leaked.start as usize..self.leaked.end as usize].fill(1);
@@ -242,8 +240,7 @@ impl Image {
         Ok(refs)
     }
 
-    /// New counts behind everything else, in a table that is just large enough; and the flags that
-    /// say which of them are one.
+    /// Writes new counts after everything else, in a table that is just large enough, and the flags for counts of one.
     fn count_anew(&mut self, order: u32) -> io::Result<()> {
         let mut refs = self.references()?;
         let per_block = 1u64 << (self.bits + 3 - order);
@@ -315,7 +312,7 @@ fn deflated(bytes: &[u8]) -> io::Result<Vec<u8>> {
     Ok(out)
 }
 
-/// The bytes of a file; zeros behind its end.
+/// The bytes of a file; zeros past its end.
 fn read(file: &File, at: u64, len: u64) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; len as usize];
     let there = file.metadata()?.len().saturating_sub(at).min(len) as usize;

@@ -1,4 +1,4 @@
-//! How often the rare paths of the formats are taken: they say so in the log.
+//! Counts how often rare paths of the formats are taken, by their log messages.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -16,33 +16,32 @@ thread_local! {
     static WORLD: RefCell<Option<SimWorld>> = const { RefCell::new(None) };
 }
 
-/// Steps of the machine that belong to a path, before its end and after that: what it has made
-/// durable, and what is written next.
+/// The machine's steps around the end of a path that belong to it: the writes that it made durable, and the next ones.
 const STEPS_BEFORE: u64 = 48;
 const STEPS_AFTER: u64 = 12;
 
-/// Numbers of times, by the path's name.
+/// The number of times for each path, by its name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Paths {
     times: BTreeMap<String, u64>,
-    /// The machine's steps at which each of them ended for the first time.
+    /// The machine's step at which each path ended for the first time.
     steps: Vec<u64>,
 }
 
 impl Paths {
-    /// Adds how often those of another story were taken.
+    /// Adds the counts of another story.
     pub fn add(&mut self, other: &Paths) {
         for (name, times) in &other.times {
             *self.times.entry(name.clone()).or_default() += times;
         }
     }
 
-    /// How often one was taken.
+    /// How often a path was taken.
     pub fn times(&self, path: Rare) -> u64 {
         self.times.get(path.name()).copied().unwrap_or(0)
     }
 
-    /// Whether a step of the story belongs to one of them.
+    /// Whether a step of the story belongs to a path.
     pub fn have(&self, step: u64) -> bool {
         let near =
             |end: &u64| (end.saturating_sub(STEPS_BEFORE)..=end + STEPS_AFTER).contains(&step);
@@ -50,7 +49,7 @@ impl Paths {
     }
 }
 
-/// `NAME TIMES, ...`, those that were never taken, too.
+/// `NAME TIMES, ...`, including paths that were never taken.
 impl fmt::Display for Paths {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let all = Rare::ALL.map(|path| format!("{} {}", path.name(), self.times(path)));
@@ -58,19 +57,19 @@ impl fmt::Display for Paths {
     }
 }
 
-/// Has all threads of this program count from now on. Whoever has set up another log keeps that, and
-/// nothing is counted.
+/// Counts in all threads of this program from now on. If another log was set up before, that stays, and nothing is
+/// counted.
 pub fn count() {
     let _ = tracing::subscriber::set_global_default(Counter);
 }
 
-/// All that this thread counts from now on happens on this machine.
+/// Later counts of this thread belong to this machine.
 pub(crate) fn of(world: &SimWorld) {
     WORLD.set(Some(world.clone()));
     taken();
 }
 
-/// The paths that this thread has counted since it was last asked.
+/// The counts of this thread since the last call.
 pub(crate) fn taken() -> Paths {
     TAKEN.take()
 }
@@ -106,7 +105,7 @@ impl Visit for Name {
         TAKEN.with_borrow_mut(|taken| {
             let times = taken.times.entry(path.to_owned()).or_default();
             *times += 1;
-            // One whose sync has failed says so with each flush from then on.
+            // After a failed sync each flush logs it again.
             if *times == 1 {
                 taken.steps.extend(WORLD.with_borrow(|world| world.as_ref().map(SimWorld::step)));
             }

@@ -10,46 +10,44 @@ use crate::load::{MAX_REQUEST_SECTORS, Mix};
 use crate::model::After;
 use crate::paths::Paths;
 
-/// The subjects of stories.
+/// The scenarios of stories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scenario {
     /// Everything.
     Mixed,
-    /// Writes to all parts of a disk that has nothing yet.
+    /// Writes to all parts of an empty disk.
     FirstWrites,
     /// Single sectors in few places.
     Bitmaps,
     /// As many flushes as writes.
     FlushStorm,
-    /// Discard, and writes to what was discarded.
+    /// Discards, and writes to discarded ranges.
     Discards,
     /// Writes of zeros.
     Zeroes,
-    /// Opened, used a little, closed, again and again.
+    /// Opened, used a little, closed, repeatedly.
     Close,
     /// Writes to an image that another program has compressed, and compresses again.
     Compressed,
-    /// On an image that has a past: a parent with data, or snapshots, compressed clusters and free
-    /// ones between others.
+    /// An image that other programs have changed: a parent with data, or snapshots, compressed clusters and free ones
+    /// between used ones.
     Past,
-    /// On a device that is full, with an image in which all is compressed: what comes free is used
-    /// again at once.
+    /// A full device, with an image in which all data are compressed: freed clusters are reused at once.
     Full,
     /// Made, snapshotted, coalesced, resized, with a little use in between.
     Operations,
-    /// In each round something fails, and the guest goes on and flushes again.
+    /// Each round has a fault, and the guest continues and flushes again.
     Failures,
-    /// Full blocks are discarded, made zeros and written again.
+    /// Full blocks are discarded, zeroed and written again.
     Emptied,
-    /// Made larger; or on a device that is too small, and made larger while it is in use.
+    /// The disk is enlarged; or its device is too small, and enlarged during use.
     Growth,
-    /// Chains that others make longer, on images whose process was killed, and that get shorter in
-    /// their middle.
+    /// Chains that other programs extend, on images of killed processes, and that are shortened in the middle.
     Chains,
 }
 
 impl Scenario {
-    /// All of them.
+    /// All scenarios.
     pub const ALL: [Scenario; 15] = [
         Scenario::Mixed,
         Scenario::FirstWrites,
@@ -109,12 +107,12 @@ impl Scenario {
             Scenario::FlushStorm => Mix { reads: 5, writes: 50, flushes: 45, ..mix },
             Scenario::Discards => Mix { reads: 10, writes: 40, flushes: 8, discards: 40, ..mix },
             Scenario::Zeroes => Mix { reads: 10, writes: 40, flushes: 8, zeroes: 40, ..mix },
-            // What is written in small pieces leaves clusters that are worth compressing.
+            // Small writes leave clusters that can be compressed.
             Scenario::Compressed => Mix { flushes: 12, max_sectors: 12, near: 30, ..mix },
             Scenario::Past => {
                 Mix { reads: 10, flushes: 10, discards: 12, max_sectors: 24, near: 90, ..mix }
             }
-            // What is replaced comes free with the second flush after that.
+            // A replaced cluster becomes free with the second flush.
             Scenario::Full => {
                 let mix = Mix { reads: 2, writes: 70, max_sectors: 24, near: 30, ..mix };
                 Mix { flushes: 25, discards: 3, zeroes: 3, ..mix }
@@ -137,31 +135,31 @@ impl Scenario {
     }
 }
 
-/// An end of a round that is not the seed's choice.
+/// An end of a round that the seed does not choose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
-    /// Which, from 0. Those before it are as the seed says, and it is the last.
+    /// The round, from 0. Earlier ones follow the seed, and it is the last.
     pub round: u64,
-    /// The world's step that is the last, as in reports.
+    /// The last step of the world, as in reports.
     pub step: u64,
-    /// By what.
+    /// The kind of end.
     pub after: After,
 }
 
-/// The story to tell.
+/// The story to run.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// Everything else follows from it.
+    /// The seed, from which everything else follows.
     pub seed: u64,
-    /// Its subject.
+    /// Its scenario.
     pub scenario: Scenario,
-    /// Ends the story; none: as the seed says.
+    /// The end of the story; `None`: the seed's.
     pub cut: Option<Cut>,
-    /// Where the files go if something is found.
+    /// The folder for the files of a failed story.
     pub keep: Option<PathBuf>,
     /// Prints every request that touches this sector.
     pub trace: Option<u64>,
-    /// The medium's lies, once there is an image.
+    /// Syncs that the medium ignores, once there is an image.
     pub lie: Option<Lie>,
 }
 
@@ -175,10 +173,10 @@ impl Plan {
 /// A story without a finding.
 #[derive(Clone, Debug, Default)]
 pub struct Told {
-    /// The world's steps at which the round of the plan's cut could have been cut: from its first
-    /// to where it ended. None: there was no such round.
+    /// The world's steps at which the round of the plan's cut could have been cut: from its first to its end. `None`:
+    /// there was no such round.
     pub cut_round: Option<RangeInclusive<u64>>,
-    /// Steps in all.
+    /// The number of steps.
     pub steps: u64,
     /// Power cuts.
     pub cuts: u64,
@@ -186,22 +184,22 @@ pub struct Told {
     pub deaths: u64,
     /// Disks closed.
     pub closes: u64,
-    /// How often each of the rare paths was taken: in the round of the plan's cut, if it has one.
+    /// How often each rare path was taken: in the round of the plan's cut, if it has one.
     pub paths: Paths,
 }
 
 /// The finding.
 #[derive(Clone, Debug)]
 pub struct Violation {
-    /// Of what.
+    /// The format.
     pub format: String,
-    /// In which story.
+    /// The story.
     pub plan: Plan,
-    /// In which of its rounds, from 0.
+    /// The round, from 0.
     pub round: u64,
-    /// The world's step at which the round ended, or had come to.
+    /// The world's step at which the round ended.
     pub step: u64,
-    /// What.
+    /// The finding.
     pub what: String,
 }
 

@@ -1,4 +1,4 @@
-//! qcow2 images in the eyes of qemu-img.
+//! Checks qcow2 images with qemu-img.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,14 +8,14 @@ use crate::format::Place;
 
 const LEAF: &str = "disk.qcow2";
 
-/// The exit code of `qemu-img check` if it found nothing worse than lost clusters.
+/// The exit code of `qemu-img check` for leaked clusters and nothing worse.
 const LEAKS: i32 = 3;
 
-/// Where it is set, a peer that is missing is an error: of this machine, not of an image.
+/// If this is set, a missing peer is an error: of this machine, not of an image.
 const REQUIRE: &str = "FERRITE_TEST_REQUIRE_PEERS";
 
-/// Checks the leaf. What nothing refers to is allowed: a power cut may leave it. Without qemu-img
-/// nothing is checked, which is said once.
+/// Checks the leaf. Leaked clusters are allowed: a power cut may leave them. Without qemu-img nothing is checked, which
+/// is reported once.
 pub(crate) fn check(place: &Place) -> Result<(), String> {
     check_with("qemu-img", &place.images, std::env::var_os(REQUIRE).is_some())
 }
@@ -50,7 +50,7 @@ mod tests {
         assert_eq!(check_with(missing, dir.path(), false), Ok(()));
         let error = check_with(missing, dir.path(), true).unwrap_err();
         assert!(error.contains("cannot be started"), "{error}");
-        // One that is there is heard.
+        // A result of an installed program counts.
         let error = check_with("false", dir.path(), false).unwrap_err();
         assert!(error.contains("exit status: 1"), "{error}");
     }

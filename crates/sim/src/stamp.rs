@@ -7,7 +7,7 @@ pub const SECTOR: usize = 512;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"ferrsim1");
 
-/// The content of a sector, as the model knows it.
+/// The content of a sector in the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Value {
     /// Zeros only.
@@ -36,7 +36,7 @@ pub fn write(to: &mut [u8], seed: u64, sector: u64, number: u64) {
     }
 }
 
-/// The contents of the bytes of `sector`; else their fault.
+/// The value of the bytes of `sector`; otherwise an error.
 ///
 /// # Errors
 /// A text for people.

@@ -1,8 +1,7 @@
-//! The bytes behind the end of a disk that does not fill its last unit: other programs leave anything. Nobody
-//! looks there before the disk grows.
+//! The bytes after the end of a disk that does not fill its last unit: other programs may leave any. They are not read
+//! before the disk grows.
 //!
-//! The machine is not told of these changes: a crash may be behind us, and what it knows of the file
-//! stays true.
+//! The machine is not told of these changes: a crash may have happened, and its knowledge of the file stays true.
 
 use std::fs::File;
 use std::io;
@@ -12,15 +11,15 @@ use ferrite_host::clock::{Random, SplitMix64};
 
 const SECTOR: u64 = 512;
 
-/// Noise behind the last entry of a qcow2 image's L1, in what is left of its clusters.
+/// Writes noise after the last entry of a qcow2 image's L1, in the rest of its clusters.
 pub(crate) fn of_qcow2(file: &File, random: &mut SplitMix64) -> io::Result<()> {
     let cluster = 1 << number(file, 20, 4)?;
     let end = number(file, 40, 8)? + number(file, 36, 4)? * 8;
     noise(file, end, end.next_multiple_of(cluster), random)
 }
 
-/// Noise in the last block of a sparse VHD with a disk of so many bytes, and bits that say it is there, as QEMU sets all of a
-/// block.
+/// Writes noise in the last block of a sparse VHD with a disk of so many bytes, and sets its bits, as QEMU sets all of
+/// a block.
 pub(crate) fn of_vhd(file: &File, bytes: u64, random: &mut SplitMix64) -> io::Result<()> {
     let header = number(file, 16, 8)?;
     let (table, block_bytes) = (number(file, header + 16, 8)?, number(file, header + 32, 4)?);
@@ -43,7 +42,7 @@ pub(crate) fn of_vhd(file: &File, bytes: u64, random: &mut SplitMix64) -> io::Re
     noise(file, data + within, data + block_bytes, random)
 }
 
-/// Within what the file has.
+/// Noise within the file's length.
 fn noise(file: &File, from: u64, to: u64, random: &mut SplitMix64) -> io::Result<()> {
     let to = to.min(file.metadata()?.len());
     let noise: Vec<u8> = (from..to).map(|_| random.next_u64() as u8).collect();

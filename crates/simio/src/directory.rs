@@ -1,5 +1,5 @@
-//! Directories of a simulated world. What is done to them is done at once, to the real directory;
-//! a power cut takes back the last of what no sync made durable.
+//! Directories of a simulated world. Operations are done at once, on the real directory; a power cut reverts the last
+//! of those that no sync made durable.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,23 +10,23 @@ use crate::{SimWorld, State};
 use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_host::directory::{Directory, HostDirectory};
 
-/// How to take one operation back.
+/// How to revert an operation.
 enum Undo {
-    /// Take away the name that it gave.
+    /// Remove the name that it made.
     Remove(PathBuf),
-    /// Bring files back, first the one that was renamed, then the one that it replaced.
+    /// Restore files, first the one that was renamed, then the one that it replaced.
     Bring(Vec<Back>),
 }
 
-/// How a name comes back: from a file that has another one, the first.
+/// How a name is restored: from another name of the file, the first path.
 enum Back {
     Move(PathBuf, PathBuf),
-    /// Which it keeps.
+    /// The other name stays.
     Link(PathBuf, PathBuf),
 }
 
 struct Operation {
-    /// Where entries changed.
+    /// The directories of the changed entries.
     directories: Vec<PathBuf>,
     undo: Undo,
 }
@@ -40,13 +40,13 @@ impl Entries {
         self.0.is_empty()
     }
 
-    /// The journal is written up to the last operation on this directory.
+    /// Writes the journal up to the last operation on this directory.
     fn sync(&mut self, directory: &Path) {
         let last = self.0.iter().rposition(|op| op.directories.iter().any(|d| d == directory));
         self.0.drain(..last.map_or(0, |last| last + 1));
     }
 
-    /// Some of the operations, from the first on, are durable; the others never were.
+    /// Makes some of the operations, from the first on, durable, and reverts the others.
     pub(super) fn cut(&mut self, random: &mut SplitMix64) -> io::Result<()> {
         let kept = random.below(self.0.len() as u64 + 1) as usize;
         for op in self.0.split_off(kept).into_iter().rev() {
@@ -71,19 +71,19 @@ impl Entries {
 #[derive(Clone)]
 pub struct SimDirectory {
     world: SimWorld,
-    /// Where files go that lose their last name, on the same file system: they may come back.
+    /// The folder of files without a name, on the same file system: they may be restored.
     attic: PathBuf,
 }
 
 impl SimWorld {
-    /// The machine's directories. `attic` is one that nobody else uses, on the same file system.
+    /// The machine's directories. `attic` is used for nothing else, on the same file system.
     pub fn directories(&self, attic: &Path) -> SimDirectory {
         SimDirectory { world: self.clone(), attic: attic.to_owned() }
     }
 }
 
 impl SimDirectory {
-    /// One step: nothing if the world stands still, else the work, and what is left of it to say.
+    /// Makes one step: fails if the world has stopped, else does the work, and reports its errors.
     fn step<T>(&self, work: impl FnOnce(&mut State) -> io::Result<T>) -> io::Result<T> {
         let state = &mut *self.world.state();
         state.check()?;
@@ -93,8 +93,8 @@ impl SimDirectory {
         Ok(done)
     }
 
-    /// Takes a name away. A file that has another one does not go to the attic: it would have more
-    /// names there than on a real machine.
+    /// Removes a name. A file with another name does not go to the attic, where it would have more names than on a real
+    /// machine.
     fn put_away(&self, state: &State, path: &Path) -> io::Result<Back> {
         if let Some(other) = other_name(path)? {
             std::fs::remove_file(path)?;

@@ -15,31 +15,31 @@ use ferrite_io::arena::{Arena, Span};
 use ferrite_io::computing::Work;
 use ferrite_io::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 
-/// The time that the clock goes on by one poll of the completions, at most, in nanoseconds.
+/// The longest time, in nanoseconds, by which one poll of the completions advances the clock.
 const LOOK_NS: u64 = 20_000;
 
-/// An operation that the machine has been given.
+/// An operation in flight.
 pub(super) struct InFlight {
     token: Token,
     op: Op,
-    /// All of a vectored transfer's spans.
+    /// The spans of a vectored transfer.
     bufs: Vec<Span>,
-    /// The memory that they are in.
+    /// The memory of these spans.
     arena: Arc<Arena>,
-    /// In the world's table; none: the operation names a file that is not in the engine's, or wants
-    /// to change one that was opened read-only.
+    /// Its index in the world's table; `None`: the operation names a file that is not registered, or would change one
+    /// that was opened read-only.
     file: Option<usize>,
     /// The step of its submission.
     since: u64,
-    /// When a timer ends, in nanoseconds of the world's clock.
+    /// The end of a timer, in nanoseconds of the world's clock.
     due_ns: u64,
     cancelled: bool,
 }
 
-/// A file that is kept open, as the kernel would.
+/// A file that is kept open, as by the kernel.
 struct Opened {
     _file: Arc<OwnedFd>,
-    /// In the world's table.
+    /// Its index in the world's table.
     index: usize,
     writable: bool,
 }
@@ -52,7 +52,7 @@ pub(super) struct SimEngine {
     life: u64,
     files: Vec<Opened>,
     queued: Vec<InFlight>,
-    /// What is being computed: it dies with its process, and touches no file.
+    /// Running computations: they die with their process, and use no file.
     computing: Vec<(Token, Work)>,
     done: Vec<Completion>,
 }
@@ -78,7 +78,7 @@ impl SimEngine {
         self.queued.push(InFlight { token, op, bufs, arena, file, since, due_ns, cancelled });
     }
 
-    /// Whether the process of this engine still lives in a world that moves.
+    /// Whether the process of this engine is alive in a world that has not stopped.
     fn check(&self, state: &State) -> io::Result<()> {
         if self.life != state.life {
             return Err(io::Error::other("the process of this engine is dead"));
@@ -86,7 +86,7 @@ impl SimEngine {
         state.check()
     }
 
-    /// Completes one operation, if one can be, and says whether.
+    /// Completes one operation, if possible; whether it did.
     fn complete_one(&mut self) -> io::Result<bool> {
         let state = &mut *self.world.state.borrow_mut();
         let now_ns = self.world.clock.now_ns();
@@ -107,13 +107,13 @@ impl SimEngine {
         let op = mine.swap_remove(ready[i]);
         let step = state.next_step();
         let raw = state.perform(&op, step)?;
-        // The last step of a world is done, but nobody is told.
+        // The last step of a world is done, but not reported.
         state.check()?;
         self.done.push(Completion { token: op.token, raw });
         Ok(true)
     }
 
-    /// Moves the clock to the first timer of this engine; whether there is one.
+    /// Advances the clock to the first timer of this engine; whether there is one.
     fn next_timer(&self) -> bool {
         let state = self.world.state();
         let mine = state.in_flight.get(&self.number).into_iter().flatten();
@@ -242,10 +242,10 @@ impl Engine for SimEngine {
 }
 
 impl Drop for SimEngine {
-    /// As with the real ones, what the kernel was given ends before the files are closed.
+    /// As with real engines, operations in flight end before the files are closed.
     fn drop(&mut self) {
         let state = &mut *self.world.state.borrow_mut();
-        // In a world that stands still they stay in flight, for the cut to decide about.
+        // In a stopped world they stay in flight, for the cut to decide about.
         if self.check(state).is_err() {
             return;
         }
@@ -257,7 +257,7 @@ impl Drop for SimEngine {
 }
 
 impl InFlight {
-    /// Whether nothing outside has to come first.
+    /// Whether it needs no event from outside.
     fn may_end(&self, now_ns: u64) -> bool {
         match self.op {
             _ if self.cancelled => true,
@@ -271,7 +271,7 @@ impl InFlight {
         self.bufs.iter().map(|b| b.len() as u64).sum()
     }
 
-    /// The bytes that it touches; none for what is no change or transfer.
+    /// The bytes that it changes or transfers; empty for other operations.
     fn range(&self) -> std::ops::Range<u64> {
         match self.op {
             Op::Read { offset, .. } | Op::Write { offset, .. } => offset..offset + self.len(),
@@ -329,7 +329,7 @@ impl State {
         Ok(())
     }
 
-    /// Does what an operation does, and says what it completes with. Errors are the simulator's.
+    /// Executes an operation; returns its result. Errors are the simulator's.
     fn perform(&mut self, op: &InFlight, step: u64) -> io::Result<i32> {
         let Some(on) = On::of(&op.op) else {
             let failed = matches!(op.op, Op::Readable { fd } if fd < 0);
@@ -392,7 +392,7 @@ impl State {
         self.files[index].1.write(step, offset, data)
     }
 
-    /// A sync is answered.
+    /// Answers a sync.
     fn sync(&mut self, index: usize, since: u64) {
         self.make_deferred_sync();
         if self.faults.ignores_sync() {
@@ -406,15 +406,15 @@ impl State {
         }
     }
 
-    /// No write has come that a sync of before does not count for.
+    /// Makes a deferred sync: no write has come that would show it as wrong.
     pub(super) fn make_deferred_sync(&mut self) {
         if let Some(Deferred { file, since }) = self.faults.deferred.take() {
             self.files[file].1.sync(since);
         }
     }
 
-    /// The part of an operation in flight that a dead process, or a power cut, leaves. `some`: parts
-    /// of it at the most; else all of it, of which the cut then takes what it likes.
+    /// Applies the part of an operation in flight that remains after a death or a power cut. `some`: at most parts of
+    /// it; else all of it, from which the cut then takes some.
     pub(super) fn apply_torn(&mut self, op: &InFlight, some: bool) -> io::Result<()> {
         if op.file.is_none() {
             return Ok(());
@@ -446,7 +446,7 @@ impl State {
         }
     }
 
-    /// Any of the sectors of a write, in runs; another change happens or does not.
+    /// Applies some of the sectors of a write, in runs; another change is applied or not.
     fn apply_parts(&mut self, op: &InFlight, step: u64) -> io::Result<()> {
         let (Op::Write { offset, .. }, Some(index)) = (op.op, op.file) else {
             return if self.random.below(2) == 0 { self.apply_all(op, step) } else { Ok(()) };

@@ -1,4 +1,4 @@
-//! The faults of a simulated world, and where they hit.
+//! The faults of a simulated world, and their places.
 
 use std::ops::Range;
 
@@ -34,67 +34,66 @@ impl On {
     }
 }
 
-/// Operations of one kind, in one range of every file, fail now and then.
+/// A fault: operations of one kind, in one range of every file, fail at times.
 #[derive(Clone, Debug)]
 pub struct Fault {
-    /// Of which kind.
+    /// The kind of operation.
     pub on: On,
-    /// Those that touch these bytes. Syncs touch all.
+    /// The bytes that an operation must touch. Syncs touch all.
     pub range: Range<u64>,
-    /// How many of a thousand.
+    /// How many of a thousand fail.
     pub per_mille: u64,
     /// The error.
     pub errno: i32,
-    /// How often at most.
+    /// The most failures.
     pub times: u64,
 }
 
-/// Untrue answers of a medium. A format is none the better for it: this is how a simulator
-/// is known to find what it is there to find.
+/// False answers of a medium. A format cannot handle these: they test that the simulator finds data loss.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Lie {
     /// Of so many syncs, the one of this number, from 0, is answered and does nothing.
     Sync {
-        /// Syncs.
+        /// The number of syncs.
         of: u64,
-        /// Which of them.
+        /// The one that does nothing.
         which: u64,
     },
-    /// A sync does nothing if a write that touches these bytes follows it before the next sync: as
-    /// if that write had been made ahead of it.
+    /// A sync does nothing if a write to these bytes follows it before the next sync, as if that write had come before
+    /// it.
     SyncBefore(Range<u64>),
     /// Of a thousand writes, so many are answered and not made.
     Write {
-        /// How many.
+        /// The number of these.
         per_mille: u64,
     },
 }
 
-/// A sync that was answered, and is made only if no write follows that says otherwise.
+/// A sync that was answered, and is made only if no later write forbids it.
 #[derive(Clone, Copy)]
 pub(super) struct Deferred {
-    /// In the world's table.
+    /// Its file's index in the world's table.
     pub(super) file: usize,
     /// See [`SimFile::sync`](super::file::SimFile::sync).
     pub(super) since: u64,
 }
 
-/// All that goes wrong.
+/// All faults.
 #[derive(Default)]
 pub(super) struct Faults {
     pub(super) list: Vec<Fault>,
     pub(super) lie: Option<Lie>,
-    /// Syncs that were answered.
+    /// The number of answered syncs.
     pub(super) syncs: u64,
     pub(super) deferred: Option<Deferred>,
-    /// Transfers cut short, of a thousand.
+    /// Partial transfers, of a thousand.
     pub(super) short: u64,
-    /// Operations that the kernel asks to try again, of a thousand.
+    /// Operations that the kernel asks to retry, of a thousand.
     pub(super) again: u64,
 }
 
 impl Faults {
-    /// The errno that an operation ends with, if it fails.
+    /// The errno of an operation, if it fails.
     pub(super) fn hit(
         &mut self,
         on: On,
@@ -110,12 +109,12 @@ impl Faults {
         Some(hit.errno)
     }
 
-    /// Whether the medium only says that it has made this write.
+    /// Whether the medium answers this write without making it.
     pub(super) fn drops_write(&self, random: &mut SplitMix64) -> bool {
         matches!(self.lie, Some(Lie::Write { per_mille }) if random.below(1000) < per_mille)
     }
 
-    /// Whether this sync, the next one, is only said to be made.
+    /// Whether the medium answers the next sync without making it.
     pub(super) fn ignores_sync(&mut self) -> bool {
         self.syncs += 1;
         matches!(self.lie, Some(Lie::Sync { of, which }) if (self.syncs - 1) % of == which)

@@ -1,8 +1,8 @@
 //! One file of a simulated world.
 //!
-//! The real file (sparse, on a tmpfs) holds what a process would read now: the page cache. What a
-//! power cut may bring back is kept here, beside it: for each sector that a sync has not made
-//! durable all that it held since, and the list of changes of the file's size and allocation.
+//! The real file (sparse, on a tmpfs) has what a process would read now: the page cache. The states to which a power
+//! cut may revert are kept here: for each sector that no sync has made durable, all its contents since, and the list of
+//! changes of the file's size and allocation.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -15,31 +15,31 @@ use rustix::io::Errno;
 use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::engine::Op;
 
-/// The bytes that a medium writes as a whole or not at all.
+/// The unit that a medium writes atomically.
 pub(super) const SECTOR_BYTES: u64 = 512;
 
 const SECTOR: usize = SECTOR_BYTES as usize;
 
-/// The bytes that a device forgets as a whole or not at all.
+/// The unit that a device discards atomically.
 const DISCARD_BYTES: u64 = 16 << 10;
 
 type Sector = Box<[u8; SECTOR]>;
 
-/// The contents of a sector from some moment on.
+/// The content of a sector from some step on.
 struct Version {
-    /// The step at which it came.
+    /// The step at which it was written.
     at: u64,
-    /// The change of allocation that brought it; none: a write within the file. What makes a file
-    /// longer is on the medium before its new length is (ext4 `data=ordered`, XFS, btrfs).
+    /// The change of allocation that made it; `None`: a write within the file. Data that make a file longer reach the
+    /// medium before its new length (ext4 `data=ordered`, XFS, btrfs).
     change: Option<u64>,
-    /// A sync failed to write it, and the kernel has forgotten that it is dirty.
+    /// A sync failed to write it, and the kernel has dropped its dirty mark.
     lost: bool,
-    /// None: zeros.
+    /// `None`: zeros.
     bytes: Option<Sector>,
 }
 
-/// A change of size or allocation that is not durable. They become so in order, as in the journal
-/// of a file system.
+/// A change of size or allocation that is not durable. They become durable in order, as in the journal of a file
+/// system.
 struct Change {
     at: u64,
     size_before: u64,
@@ -47,17 +47,17 @@ struct Change {
     divisible: bool,
 }
 
-/// How a power cut treats what was not synced.
+/// The choices of a power cut for unsynced sectors.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fate {
-    /// Of 100 sectors, how many take the last value that they had.
+    /// Of 100 sectors, how many keep their last content.
     newest: u64,
-    /// Of 100 of the others, how many take the oldest.
+    /// Of 100 of the others, how many revert to the oldest.
     oldest: u64,
 }
 
 impl Fate {
-    /// Evenly mixed fates hide what shows only when nearly all, or nearly nothing, was written.
+    /// Chooses a fate. Evenly mixed ones hide faults that need almost all, or almost no, sectors written.
     pub(super) fn choose(random: &mut SplitMix64) -> Fate {
         let newest = [0, 3, 50, 97, 100][random.below(5) as usize];
         let oldest = [100, 50, 0][random.below(3) as usize];
@@ -68,9 +68,9 @@ impl Fate {
 /// The abilities of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// Discard: any of the range is zeros then.
+    /// Whether it can discard: parts of the range become zeros.
     pub discards: bool,
-    /// Making a range zeros without being sent them.
+    /// Whether it can zero a range without transferring zeros.
     pub zeroes: bool,
 }
 
@@ -92,14 +92,14 @@ impl SimFile {
         Ok(SimFile { file, size, device: None, sectors, changes, first_change: 0 })
     }
 
-    /// It is a device from now on.
+    /// Makes it a device.
     pub(super) fn become_device(&mut self, device: Device) -> io::Result<()> {
         self.size = self.file.metadata()?.len();
         self.device = Some(device);
         Ok(())
     }
 
-    /// The errno with which it refuses what it cannot do.
+    /// The errno of an operation that it does not support.
     pub(super) fn refuses(&self, op: &Op) -> Option<i32> {
         let can = match (self.device, op) {
             (None, Op::Discard { .. }) | (Some(_), Op::Allocate { .. }) => false,
@@ -111,7 +111,7 @@ impl SimFile {
         (!can).then_some(libc::EOPNOTSUPP)
     }
 
-    /// How much of a write it takes: a device no more than it has.
+    /// The bytes of a write that it accepts: a device at most those that it has.
     pub(super) fn room(&self, offset: u64, len: u64) -> u64 {
         match self.device {
             None => len,
@@ -126,7 +126,7 @@ impl SimFile {
         Ok(len)
     }
 
-    /// Writes, and remembers what was there.
+    /// Writes, and records the old content.
     pub(super) fn write(&mut self, at: u64, offset: u64, data: &[u8]) -> io::Result<()> {
         if data.is_empty() {
             return Ok(());
@@ -150,7 +150,7 @@ impl SimFile {
         Ok(())
     }
 
-    /// Makes a range zero: a hole, or freshly allocated space. A device does what a write does.
+    /// Zeros a range: a hole, or newly allocated space. A device does the same as for a write.
     pub(super) fn zero(&mut self, at: u64, offset: u64, len: u64) -> io::Result<()> {
         let end = offset.saturating_add(len).min(self.size);
         if offset >= end {
@@ -173,7 +173,7 @@ impl SimFile {
             self.write(at, start, &vec![0; (stop - start) as usize])?;
             from = stop;
         }
-        // Sectors that are zero already may come back from an earlier moment.
+        // Sectors that are zero already may be restored from an earlier step.
         let range = offset.div_ceil(SECTOR_BYTES)..end / SECTOR_BYTES;
         for (_, versions) in self.sectors.range_mut(range) {
             if versions.last().is_some_and(|v| v.at != at) {
@@ -183,7 +183,7 @@ impl SimFile {
         Ok(())
     }
 
-    /// A device forgets what it likes of a range.
+    /// Discards parts of a range of a device.
     pub(super) fn discard(
         &mut self,
         at: u64,
@@ -203,7 +203,7 @@ impl SimFile {
         Ok(())
     }
 
-    /// The file reaches to `end` at least.
+    /// Makes the file at least as long as `end`.
     pub(super) fn allocate(&mut self, at: u64, end: u64) -> io::Result<()> {
         self.set_len(at, self.size.max(end))
     }
@@ -222,7 +222,7 @@ impl SimFile {
         Ok(())
     }
 
-    /// Everything up to step `since` is durable.
+    /// Makes everything up to step `since` durable.
     pub(super) fn sync(&mut self, since: u64) {
         let done = self.changes.iter().take_while(|c| c.at <= since).count();
         self.changes.drain(..done);
@@ -237,7 +237,7 @@ impl SimFile {
         });
     }
 
-    /// A sync that failed: of what was dirty, some was written, and the rest the kernel forgets.
+    /// Fails a sync: some dirty sectors are written, and the kernel drops the others' dirty marks.
     pub(super) fn fail_sync(&mut self, since: u64, random: &mut SplitMix64) {
         for versions in self.sectors.values_mut() {
             let Some(newest) = versions.iter().rposition(|v| v.at <= since) else { continue };
@@ -251,7 +251,7 @@ impl SimFile {
         self.sectors.retain(|_, versions| versions.len() > 1);
     }
 
-    /// Somebody else has changed it, durably.
+    /// Notes that another program has changed it, durably.
     pub(super) fn changed_outside(&mut self) -> io::Result<()> {
         self.size = self.file.metadata()?.len();
         self.sectors.clear();
@@ -259,17 +259,17 @@ impl SimFile {
         Ok(())
     }
 
-    /// Whether there is anything that a power cut could take.
+    /// Whether a power cut would change nothing.
     pub(super) fn is_durable(&self) -> bool {
         self.sectors.is_empty() && self.changes.is_empty()
     }
 
-    /// Whether something can be read that a failed sync has not written, and none to come will.
+    /// Whether some content can be read that a failed sync has not written, and no later one will.
     pub(super) fn has_forgotten(&self) -> bool {
         self.sectors.values().flatten().any(|version| version.lost)
     }
 
-    /// The file as one possible power cut leaves it.
+    /// Reverts the file to one possible state after a power cut.
     pub(super) fn cut(&mut self, fate: Fate, random: &mut SplitMix64) -> io::Result<()> {
         let kept = match fate.newest {
             0 => 0,
@@ -279,7 +279,7 @@ impl SimFile {
         let size = self.changes.get(kept).map_or(self.size, |c| c.size_before);
         let half = self.changes.get(kept).is_some_and(|c| c.divisible);
         let (kept, half) = (self.first_change + kept as u64, half);
-        // Changing nothing would change the file's times.
+        // Setting the same size would change the file's times.
         if self.file.metadata()?.len() != size {
             ftruncate(&self.file, size)?;
         }
@@ -303,7 +303,7 @@ impl SimFile {
         Ok(())
     }
 
-    /// Remembers a change of size or allocation.
+    /// Records a change of size or allocation.
     fn change(&mut self, at: u64, divisible: bool) -> u64 {
         self.changes.push(Change { at, size_before: self.size, divisible });
         self.first_change + self.changes.len() as u64 - 1
@@ -316,7 +316,7 @@ impl SimFile {
         versions.push(Version { at, change, lost: false, bytes: pack(after) });
     }
 
-    /// Remembers what stood in a range that becomes zero. Its ends may lie within sectors.
+    /// Records the old content of a range that becomes zero. Its ends may be within sectors.
     fn forget(&mut self, at: u64, change: u64, offset: u64, end: u64) -> io::Result<()> {
         let mut from = offset;
         while let Some((start, stop)) = data_after(&self.file, from, end)? {
@@ -334,7 +334,7 @@ impl SimFile {
             }
             from = stop.next_multiple_of(SECTOR_BYTES);
         }
-        // Sectors that are zero now, in a hole perhaps, and may come back from an earlier moment.
+        // Sectors that are zero now, perhaps in a hole, and may be restored from an earlier step.
         let range = offset / SECTOR_BYTES..end.div_ceil(SECTOR_BYTES);
         for (sector, versions) in self.sectors.range_mut(range) {
             let whole = sector * SECTOR_BYTES >= offset;
@@ -346,8 +346,8 @@ impl SimFile {
     }
 }
 
-/// The contents of a sector after a power cut that keeps the changes before number `kept`; `half`: of
-/// that one, too, its share of this sector.
+/// The content of a sector after a power cut that keeps the changes before number `kept`; `half`: and this sector's
+/// share of that one.
 fn survivor(
     versions: Vec<Version>,
     kept: u64,
@@ -378,7 +378,7 @@ fn pack(bytes: &[u8]) -> Option<Sector> {
     Some(sector)
 }
 
-/// The next stretch of a file, inside of `from..end`, that is no hole.
+/// The next range of a file, inside of `from..end`, that is no hole.
 fn data_after(file: &File, from: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
     if from >= end {
         return Ok(None);

@@ -1,26 +1,23 @@
-//! A simulated machine: its files lose what was not synced when the power is cut.
+//! A simulated machine: its files lose unsynced data when the power is cut.
 //!
-//! Everything in it follows from one seed. A [`SimWorld`] outlives its engines, as a machine
-//! outlives processes. The files are real ones on a tmpfs, opened and locked as ever, and hold
-//! what a process reads now; the world remembers what a medium might hold instead, down to single
-//! sectors of 512 bytes. [`SimWorld::cut_power`] puts one such state into the files,
-//! [`SimWorld::kill_process`] ends what was in flight. Whatever opens the files afterwards, ours
-//! or anybody's program, needs to know nothing of this.
+//! Everything in it follows from one seed. A [`SimWorld`] outlives its engines, as a machine outlives processes. The
+//! files are real ones on a tmpfs, opened and locked as usual, and have what a process reads now. The world records the
+//! states that a medium might have instead, down to single sectors of 512 bytes. [`SimWorld::cut_power`] puts one such
+//! state into the files, [`SimWorld::kill_process`] ends operations in flight. Programs that open the files afterwards,
+//! ours or others, need no knowledge of this.
 //!
-//! Rules of what is durable, and when (see `docs/simulator.md`):
-//! * A write takes effect when it completes, in an order that the seed chooses. Until a sync that
-//!   was submitted after that has completed, a power cut leaves any value that the sector had
-//!   since, each sector for itself.
+//! Rules of durability (see `docs/simulator.md`):
+//! * A write takes effect when it completes, in an order that the seed chooses. Until a sync that was submitted after
+//!   that has completed, a power cut leaves any content that the sector had since, each sector independently.
 //! * Changes of size, holes and directory entries become durable in the order in which they were
 //!   made, a file or the directories each by themselves, as in a journalled file system.
-//! * A sync that fails leaves each sector either durable or forgotten: a later one does not
-//!   write it again.
+//! * A failed sync leaves each sector either durable or forgotten: a later one does not write it.
 //!
-//! Files can be made devices ([`SimWorld::set_device`]): they have the size that they have, no
-//! holes and nothing to allocate, and a write behind their end fails.
+//! Files can be made devices ([`SimWorld::set_device`]): they keep their size, have no holes and nothing to allocate,
+//! and a write past their end fails.
 //!
-//! The world counts steps: each submission, each completion, each directory operation. It can be
-//! stopped at any of them, and from then on nothing moves until it is cut or killed.
+//! The world counts steps: each submission, each completion, each directory operation. It can be stopped at any of
+//! them, and from then on nothing moves until it is cut or killed.
 
 #![forbid(unsafe_code)]
 
@@ -60,12 +57,12 @@ use file::{Fate, SimFile};
 /// Device and inode number of a file.
 type Identity = (u64, u64);
 
-/// Which syncs count.
+/// The syncs that count.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SyncAfter {
     /// All of them.
     Anything,
-    /// Those before which these bytes of a file were written, since the last one.
+    /// Those before which these bytes of a file were written, since the last sync.
     Write(Range<u64>),
     /// Those after a fault.
     Fault,
@@ -74,7 +71,7 @@ pub enum SyncAfter {
 /// See [`SimWorld::stop_at_sync`].
 struct StopAtSync {
     after: SyncAfter,
-    /// Whether the next one counts.
+    /// Whether the next sync counts.
     counts: bool,
     left: u64,
     steps: u64,
@@ -87,10 +84,10 @@ pub struct SimWorld {
     clock: Arc<SimClock>,
 }
 
-/// The state of a world that is stopped.
+/// The state of a world, and whether it is stopped.
 struct State {
     random: SplitMix64,
-    /// In the order in which they came: numbers of inodes differ from run to run.
+    /// In the order of their registration: inode numbers differ from run to run.
     files: Vec<(Identity, SimFile)>,
     /// The files that are devices, for ever.
     devices: Vec<(Identity, Device)>,
@@ -99,15 +96,15 @@ struct State {
     step: u64,
     stop_at: Option<u64>,
     stop_at_sync: Option<StopAtSync>,
-    /// Which processes' lives the engines belong to: those of earlier ones are dead.
+    /// The number of the present process: engines of earlier ones are dead.
     life: u64,
     next_engine: u64,
-    /// Of all engines of this life, by their numbers.
+    /// The operations of all engines of this process, by their numbers.
     in_flight: BTreeMap<u64, Vec<InFlight>>,
 }
 
 impl SimWorld {
-    /// A machine whose whole future follows from `seed` and what it is asked to do.
+    /// A machine whose whole future follows from `seed` and its requests.
     pub fn new(seed: u64) -> SimWorld {
         let state = State {
             random: SplitMix64::new(seed),
@@ -126,20 +123,20 @@ impl SimWorld {
         SimWorld { state: Rc::new(RefCell::new(state)), clock }
     }
 
-    /// An engine of the process that lives now, on the memory of `arena`.
+    /// An engine of the present process, on the memory of `arena`.
     pub fn engine(&self, arena: Arc<Arena>) -> Box<dyn Engine> {
         Box::new(SimEngine::new(self.clone(), arena))
     }
 
-    /// The machine's clock: it goes on when its engines work, and by [`Clock::sleep`].
+    /// The machine's clock: it advances when its engines work, and by [`Clock::sleep`].
     pub fn clock(&self) -> Arc<dyn Clock> {
         self.clock.clone()
     }
 
-    /// Makes a file a device, of the size that it has now; or tells that it is a larger one now.
+    /// Makes a file a device, of its present size; or notes that the device is larger now.
     ///
     /// # Errors
-    /// The real file could not be looked at.
+    /// The real file could not be examined.
     pub fn set_device(&self, fd: impl AsFd, device: Device) -> io::Result<()> {
         let state = &mut *self.state();
         let stat = fstat(&fd)?;
@@ -152,18 +149,17 @@ impl SimWorld {
         Ok(())
     }
 
-    /// The faults from now on, instead of those before.
+    /// Sets the faults from now on.
     pub fn set_faults(&self, faults: Vec<Fault>) {
         self.state().faults.list = faults;
     }
 
-    /// The medium's lies from now on; none: it tells the truth.
+    /// Sets the false answers of the medium; `None`: there are none.
     pub fn set_lie(&self, lie: Option<Lie>) {
         self.state().faults.lie = lie;
     }
 
-    /// Transfers that are cut short, and operations that the kernel asks to try again, of a
-    /// thousand each.
+    /// Sets the partial transfers, and the operations that the kernel asks to retry, of a thousand each.
     pub fn set_nuisances(&self, short: u64, again: u64) {
         let mut state = self.state();
         state.faults.short = short;
@@ -175,24 +171,24 @@ impl SimWorld {
         self.state().step
     }
 
-    /// Stops the world as soon as this step has been made; none: not at all.
+    /// Stops the world as soon as this step has been made; `None`: never.
     pub fn stop_at(&self, step: Option<u64>) {
         let mut state = self.state();
         (state.stop_at, state.stop_at_sync) = (step, None);
     }
 
-    /// Stops the world so many `steps` after the beginning of a sync, the so manyth from now on,
-    /// from 1, of those that count: what is written before a sync without a need for its order is
-    /// all in doubt then.
+    /// Stops the world so many `steps` after the beginning of a sync: the `sync`-th counting one from now on, from 1.
+    /// So all writes before a sync whose order does not matter are still uncertain.
     pub fn stop_at_sync(&self, after: SyncAfter, sync: u64, steps: u64) {
         let counts = after == SyncAfter::Anything;
         self.state().stop_at_sync = Some(StopAtSync { after, counts, left: sync, steps });
     }
 
-    /// Somebody else has changed a file, or a device, that no engine uses, and all that it holds
-    /// now is durable.
+    /// Notes that another program has changed a file, or a device, that no engine uses. All of its present content is
+    /// durable.
     ///
     /// # Errors
+    /// The real file could not be opened.
     /// The real file could not be opened.
     pub fn changed_outside(&self, fd: impl AsFd) -> io::Result<()> {
         let state = &mut *self.state();
@@ -200,7 +196,7 @@ impl SimWorld {
         state.files[index].1.changed_outside()
     }
 
-    /// Whether the world stands still. All that its engines and directories are asked to do fails.
+    /// Whether the world has stopped. All requests to its engines and directories fail then.
     pub fn stopped(&self) -> bool {
         self.state().stopped()
     }
@@ -210,8 +206,8 @@ impl SimWorld {
         self.state().random.below(bound)
     }
 
-    /// Cuts the power: all processes are gone, and the files hold one of the states that the rules
-    /// in the module text allow. Engines of before are dead: they only want to be dropped.
+    /// Cuts the power: all processes end, and the files get one of the states that the rules in the module text allow.
+    /// Earlier engines are dead and can only be dropped.
     ///
     /// # Errors
     /// The real files could not be changed.
@@ -231,8 +227,8 @@ impl SimWorld {
         Ok(())
     }
 
-    /// Kills the process: what its operations had completed stays, what was in flight is done
-    /// in part. Engines of before are dead: they only want to be dropped.
+    /// Kills the process: completed operations stay, those in flight are done in part. Earlier engines are dead and can
+    /// only be dropped.
     ///
     /// # Errors
     /// The real files could not be changed.
@@ -245,8 +241,8 @@ impl SimWorld {
         Ok(())
     }
 
-    /// Whether something can be read that a sync has failed to write, and that no later one will,
-    /// though it succeeds. Only who was told of the failure knows.
+    /// Whether some content can be read that a sync has failed to write, and no later one will write, though it
+    /// succeeds. Only the failed sync reported that.
     pub fn has_forgotten(&self) -> bool {
         self.state().files.iter().any(|(_, file)| file.has_forgotten())
     }
@@ -267,7 +263,7 @@ impl State {
         self.stop_at.is_some_and(|at| self.step >= at)
     }
 
-    /// A sync has been submitted.
+    /// Notes that a sync was submitted.
     fn sync_begins(&mut self) {
         let Some(stop) = self.stop_at_sync.as_mut().filter(|stop| stop.counts) else { return };
         stop.left -= 1;
@@ -279,7 +275,7 @@ impl State {
         }
     }
 
-    /// These bytes of a file were written.
+    /// Notes that these bytes of a file were written.
     fn written(&mut self, bytes: Range<u64>) {
         if let Some(stop) = &mut self.stop_at_sync
             && let SyncAfter::Write(range) = &stop.after
@@ -288,20 +284,20 @@ impl State {
         }
     }
 
-    /// Something has gone wrong.
+    /// Notes a fault.
     fn failed(&mut self) {
         if let Some(stop) = &mut self.stop_at_sync {
             stop.counts |= stop.after == SyncAfter::Fault;
         }
     }
 
-    /// Makes a step, and says its number.
+    /// Makes a step; returns its number.
     fn next_step(&mut self) -> u64 {
         self.step += 1;
         self.step
     }
 
-    /// Ends the life of all engines. The order of their operations is the seed's.
+    /// Takes the operations of all engines, which end. The order of the operations is the seed's.
     fn take_in_flight(&mut self) -> Vec<InFlight> {
         self.life += 1;
         let mut ops: Vec<InFlight> =
@@ -312,18 +308,18 @@ impl State {
         ops
     }
 
-    /// Takes a file into the world, if it is not there; what it holds at that time is durable.
-    /// The index stays good until the power is cut.
+    /// Adds a file to the world, if it is not there; its present content is durable. The index is valid until the power
+    /// is cut.
     fn add_file(&mut self, fd: impl AsFd) -> io::Result<usize> {
         let stat = fstat(&fd)?;
         let identity = (stat.st_dev, stat.st_ino);
         if let Some(i) = self.files.iter().position(|(other, _)| *other == identity) {
             return Ok(i);
         }
-        // A descriptor of our own has no flags of the caller's, and may write what a reader may not.
+        // A descriptor of our own has none of the caller's flags, and may write a file that was opened read-only.
         let path = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
         let file = match File::options().read(true).write(true).open(&path) {
-            // Nobody will write it.
+            // The file cannot be written.
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => File::open(path)?,
             file => file?,
         };

@@ -55,7 +55,7 @@ fn add(reactor: &mut Reactor, path: &Path) -> FileId {
     reactor.add_file(Arc::new(file.into())).unwrap()
 }
 
-/// The contents that a power cut after `work` may leave of the file, over many seeds.
+/// The possible contents of the file after a power cut after `work`, over many seeds.
 fn outcomes(bytes: u64, work: impl Fn(&mut Rig)) -> BTreeSet<Vec<u8>> {
     let outcome = |seed| {
         let mut rig = Rig::new(seed, bytes);
@@ -277,7 +277,7 @@ fn a_world_stops_at_exactly_the_step_that_was_asked_for() {
     }
 }
 
-/// A value that it holds until it is dropped may be a lock: the next one would write before it.
+/// A value that the task holds until it is dropped may be a lock: the next holder would write before it.
 #[test]
 fn a_task_of_a_reactor_that_is_dropped_ends_behind_its_operation() {
     struct Guard(PathBuf, Rc<RefCell<Vec<u8>>>);
@@ -330,7 +330,7 @@ fn the_last_directory_operations_that_were_not_synced_may_be_undone() {
         let names = ["a", "b", "file"].map(|n| fs::metadata(at(n)).ok().map(|m| m.len()));
         seen.insert(names);
     }
-    // In order: nothing, the link, the renaming over the old file, the removal.
+    // In order: nothing, the link, the rename over the old file, the removal.
     let old = [Some(0), None, Some(512)];
     let linked = [Some(0), Some(512), Some(512)];
     let renamed = [None, Some(512), Some(0)];
@@ -385,7 +385,7 @@ fn a_device_keeps_its_size_and_a_discard_leaves_what_was_there_or_zeros() {
     assert_eq!(seen.len(), 4);
 }
 
-/// The order in which work and writes end, and the steps that this has taken.
+/// The order in which work and writes end, and the steps that this took.
 fn ends(seed: u64) -> (Vec<usize>, u64) {
     let mut rig = Rig::new(seed, 8192);
     let ended = Rc::new(RefCell::new(Vec::new()));

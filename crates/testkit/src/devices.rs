@@ -1,14 +1,14 @@
-//! Loop devices and file systems on them. They need root; a test without it ends early and says so.
+//! Loop devices and file systems on them. They need root; a test without it ends early and reports that.
 
 use std::path::{Path, PathBuf};
 
 use crate::programs::{run, skipped};
 
-/// A loop device, as long as it lives.
+/// A loop device, until this is dropped.
 pub struct Loop(pub PathBuf);
 
 impl Loop {
-    /// One with blocks of so many bytes. `None` where there are none, see [`skipped`].
+    /// Attaches one with blocks of so many bytes. `None` if there are none, see [`skipped`].
     #[track_caller]
     pub fn attach(file: &Path, block_bytes: u32) -> Option<Loop> {
         let block = block_bytes.to_string();
@@ -26,11 +26,11 @@ impl Drop for Loop {
     }
 }
 
-/// A mounted file system, as long as it lives.
+/// A mounted file system, until this is dropped.
 pub struct Mount(pub PathBuf);
 
 impl Mount {
-    /// `None` where that is not possible, see [`skipped`].
+    /// Mounts a file system. `None` if that is impossible, see [`skipped`].
     #[track_caller]
     pub fn new(args: &[&str], at: &Path) -> Option<Mount> {
         let mut all = args.to_vec();

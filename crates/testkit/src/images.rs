@@ -1,4 +1,4 @@
-//! Images in every format, the tools that work on them, and what is in them.
+//! Images in every format, the tools for them, and their contents.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,25 +13,25 @@ use crate::PATIENCE;
 /// The formats, alone and as the leaf of a chain.
 pub const FORMATS: [&str; 4] = ["vhd", "qcow2", "chain.vhd", "chain.qcow2"];
 
-/// Operations of a session that are under way at once.
+/// Operations in flight of a session.
 const ENTRIES: u32 = 64;
 
-/// The name of an image, with the format that its path says.
+/// The name of an image, with the format of its path.
 pub fn name(path: &Path) -> ImageName {
     ImageName::parse(path.to_str().unwrap()).unwrap()
 }
 
-/// A place to work on images that nobody uses, and whose answered metadata is in this directory.
+/// Runs operations on images that are not in use, with this directory for answered metadata.
 pub fn work<T>(state_dir: Option<&Path>, work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
     work(&ImageTools { state_dir: state_dir.map(Path::to_owned), ..tools(&HostDirectory) })
 }
 
-/// The same, where the parents of images may be anywhere.
+/// Runs operations with parents of images allowed anywhere.
 pub fn anywhere<T>(directory: &dyn Directory, work: impl FnOnce(&ImageTools<'_>) -> T) -> T {
     work(&ImageTools { parents: Parents::Any, ..tools(directory) })
 }
 
-/// What can be done with images, on the engine that the tests run on.
+/// The operations on images, with the engine of the tests.
 pub fn tools(directory: &dyn Directory) -> ImageTools<'_> {
     ImageTools {
         fixed_size: false,
@@ -44,17 +44,17 @@ pub fn tools(directory: &dyn Directory) -> ImageTools<'_> {
     }
 }
 
-/// A session of a disk, on that engine.
+/// A session of a disk, with that engine.
 pub fn session(disk: Disk) -> Session {
     Session::new(Arc::new(disk), |arena| test_engine().open(arena, ENTRIES)).unwrap()
 }
 
-/// Where the answered metadata of images in this directory is kept.
+/// The directory for answered metadata of images in this one.
 pub fn state_dir(image: &Path) -> PathBuf {
     image.parent().unwrap().join("state")
 }
 
-/// A new image that reads as zeros; of a chain, the leaf.
+/// Makes an image of zeros; of a chain, the leaf.
 pub fn make(dir: &Path, format: &str, bytes: u64) -> PathBuf {
     let name = |file: &str| name(&dir.join(file));
     let (chain, extension) = match format.strip_prefix("chain.") {
@@ -72,7 +72,7 @@ pub fn make(dir: &Path, format: &str, bytes: u64) -> PathBuf {
     leaf.path
 }
 
-/// An empty qcow2 image with clusters of 512 bytes: a write of some MiB takes space, with a sync.
+/// Makes an empty qcow2 image with clusters of 512 bytes: a write of some MiB allocates space, with a sync.
 pub fn make_of_small_clusters(dir: &Path, bytes: u64) -> PathBuf {
     let image = name(&dir.join("small.qcow2"));
     let new = NewImage { bytes: Some(bytes), unit_bytes: Some(512), ..NewImage::default() };
@@ -80,8 +80,8 @@ pub fn make_of_small_clusters(dir: &Path, bytes: u64) -> PathBuf {
     image.path
 }
 
-/// What a disk goes on with that is exchanged: a child of an image that nobody has open; of a raw
-/// image, which has none, a copy.
+/// Makes the image that replaces another one under a disk: a child of an image that is not open; for a raw image, which
+/// has none, a copy.
 pub fn make_next(image: &Path, next: &Path) {
     if name(image).format == Format::Raw {
         std::fs::copy(image, next).unwrap();
@@ -91,21 +91,21 @@ pub fn make_next(image: &Path, next: &Path) {
     work(Some(&state_dir(image)), |tools| tools.create(&name(next), &new)).unwrap();
 }
 
-/// That nothing is wrong with an image that nobody has open, and its parents.
+/// Checks that an image that is not open, and its parents, are intact.
 #[track_caller]
 pub fn check(image: &Path) {
     let report = work(Some(&state_dir(image)), |tools| tools.check(&name(image), true)).unwrap();
     assert!(report.usable, "{report:?}");
 }
 
-/// Writes to an image that nobody has open, and closes it in good order.
+/// Writes to an image that is not open, and closes it in good order.
 pub fn write(image: &Path, offset: u64, bytes: &[u8]) {
     let mut session = session(Disk::open(image, &OpenOptions::default()).unwrap());
     session.write(offset, bytes).unwrap();
     session.close().unwrap();
 }
 
-/// All sectors of an image that nobody has open, with what a process that died had answered.
+/// All sectors of an image that is not open, including a dead process's journal.
 pub fn contents(image: &Path) -> Vec<u8> {
     let state_dir = Some(state_dir(image));
     let wait_for_lock = Some(PATIENCE);

@@ -1,4 +1,4 @@
-//! Storage that takes its time and moves nothing, and how often its kernel is called.
+//! Storage with a delay and without data, which counts system calls.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,29 +14,29 @@ use ferrite_io::engines::test_engine;
 
 use crate::faulty::EngineFactory;
 
-/// How long a transfer takes.
+/// The duration of a transfer.
 const TAKES: Duration = Duration::from_millis(1);
 
-/// An engine whose transfers are timers of the one that tests run on.
+/// An engine whose transfers are timers of the tests' engine.
 struct Late {
     inner: Box<dyn Engine>,
-    /// What transfers move, by token.
+    /// The bytes of transfers, by token.
     bytes: HashMap<Token, i32>,
-    /// Something waits to be handed over.
+    /// An operation is queued.
     queued: bool,
     calls: Arc<AtomicU64>,
     before_wait: BeforeWait,
 }
 
-/// What happens when everything is decided for a wait, and the kernel was not told yet.
+/// Called when everything is prepared for a wait, before the system call.
 pub type BeforeWait = Arc<dyn Fn() + Send + Sync>;
 
-/// Builds such engines; they count the calls that hand over, wait, or both.
+/// Builds such engines; they count the calls that submit, wait, or both.
 pub fn factory(calls: &Arc<AtomicU64>) -> EngineFactory {
     factory_with(calls, Arc::new(|| ()))
 }
 
-/// The same, in which something happens before each wait.
+/// Builds such engines, with a call before each wait.
 pub fn factory_with(calls: &Arc<AtomicU64>, before_wait: BeforeWait) -> EngineFactory {
     let calls = calls.clone();
     Arc::new(move |arena, entries| {

@@ -1,4 +1,4 @@
-//! What the tests of several crates share. `README.md` says which floor may be used where.
+//! Code that the tests of several crates share. `README.md` tells which layer may be used where.
 
 #![forbid(unsafe_code)]
 
@@ -30,10 +30,10 @@ pub mod storm;
 
 use std::time::{Duration, Instant};
 
-/// Long enough for anything that ends at all, on a machine that is busy with other things.
+/// A time limit for anything that ends at all, on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How much longer than usual the tests with loops run: `FERRITE_TEST_SCALE`, 1 if it is not set.
+/// How many times longer than usual the tests with loops run: `FERRITE_TEST_SCALE`, 1 if it is not set.
 pub fn scale() -> u32 {
     let scale = std::env::var("FERRITE_TEST_SCALE").ok();
     scale.map_or(1, |s| s.parse().expect("FERRITE_TEST_SCALE is a number"))
@@ -53,7 +53,7 @@ pub fn is_night() -> bool {
 /// The [`scale`] of `cargo xtask nightly --only rounds`.
 pub const NIGHT: u32 = 5;
 
-/// Waits for something that happens soon.
+/// Waits until a condition holds.
 #[track_caller]
 pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let end = Instant::now() + PATIENCE;

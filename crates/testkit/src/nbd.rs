@@ -1,5 +1,4 @@
-//! A disk that is served by NBD in this process, and a client that says what it is told to say,
-//! right or wrong.
+//! A disk that is served by NBD in this process, and a client that sends exactly what a test says, valid or not.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -43,7 +42,7 @@ pub mod command {
     pub const BLOCK_STATUS: u16 = 7;
 }
 
-/// The answer to an option that ends its answers.
+/// The answer that ends the answers to an option.
 pub const ACK: u32 = 1;
 
 const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
@@ -53,23 +52,23 @@ const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 
 /// A server in this process.
 pub struct Served {
-    /// The image is in it, if it was made here, and the socket.
+    /// The directory of the socket, and of the image, if it was made here.
     pub dir: TempDir,
-    /// Where it listens.
+    /// The path of the socket.
     pub socket: PathBuf,
-    /// What it serves.
+    /// The served device.
     pub device: Arc<Device>,
     stop: Arc<Waker>,
     thread: Option<JoinHandle<std::io::Result<()>>>,
 }
 
-/// The engines that the tests are run with.
+/// The engines of the tests.
 pub fn engines() -> EngineFactory {
     let kind = ferrite_io::engines::test_engine();
     Arc::new(move |arena, entries| kind.open(arena, entries))
 }
 
-/// How most tests serve.
+/// The server's options in most tests.
 pub fn options() -> Options {
     Options {
         read_only: false,
@@ -87,7 +86,7 @@ pub fn options() -> Options {
 }
 
 impl Served {
-    /// A new image of that format.
+    /// Serves a new image of that format.
     pub fn new(format: &str, bytes: u64, options: Options) -> Served {
         let dir = places::dir_in_memory();
         let image = images::make(dir.path(), format, bytes);
@@ -97,7 +96,7 @@ impl Served {
         Served::of(dir, Arc::new(Device::new(disk, SystemClock::shared())), options)
     }
 
-    /// A device, which others may serve, too.
+    /// Serves a device, which others may serve, too.
     pub fn of(dir: TempDir, device: Arc<Device>, options: Options) -> Served {
         let socket = dir.path().join("nbd.sock");
         let stop = Arc::new(Waker::new().unwrap());
@@ -107,17 +106,17 @@ impl Served {
         Served { dir, socket, device, stop, thread: Some(thread) }
     }
 
-    /// By which programs find it.
+    /// The URI for other programs.
     pub fn uri(&self) -> String {
         format!("nbd+unix:///?socket={}", self.socket.display())
     }
 
-    /// A client that has negotiated nothing.
+    /// A client before its negotiation.
     pub fn connect(&self) -> Client {
         Client::over(UnixStream::connect(&self.socket).unwrap())
     }
 
-    /// One that can ask for data, with chunks and `base:allocation`.
+    /// A client after negotiation, with structured replies and `base:allocation`.
     pub fn client(&self) -> Client {
         let mut client = self.connect();
         client.go(true);
@@ -144,16 +143,16 @@ impl Drop for Served {
     }
 }
 
-/// An answer, its chunks together.
+/// An answer with all its chunks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Reply {
-    /// Of the request.
+    /// The cookie of the request.
     pub cookie: u64,
-    /// 0: none.
+    /// The error; 0: none.
     pub error: u32,
-    /// What was read, zeros of holes included.
+    /// The read data, zeros of holes included.
     pub data: Vec<u8>,
-    /// Chunks with data or holes.
+    /// The number of chunks with data or holes.
     pub chunks: usize,
     /// Lengths and flags of extents.
     pub extents: Vec<(u32, u32)>,
@@ -161,17 +160,17 @@ pub struct Reply {
 
 /// See the module's text.
 pub struct Client {
-    /// What it talks on.
+    /// Its connection.
     pub stream: UnixStream,
     cookie: u64,
-    /// Lengths of the reads that were asked for, by cookie.
+    /// Lengths of requested reads, by cookie.
     reads: HashMap<u64, (u64, usize)>,
-    /// Answers of which chunks have come, and not the last.
+    /// Incomplete answers, by cookie.
     parts: HashMap<u64, Reply>,
 }
 
 impl Client {
-    /// Hears the greeting, and answers it.
+    /// Reads the greeting, and answers it.
     pub fn over(stream: UnixStream) -> Client {
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         stream.set_write_timeout(Some(PATIENCE)).unwrap();
@@ -209,12 +208,12 @@ impl Client {
         u64::from_be_bytes(self.bytes(8).try_into().unwrap())
     }
 
-    /// Whether the server has closed the connection, with nothing more to say.
+    /// Whether the server has closed the connection, without unread data.
     pub fn is_closed(&mut self) -> bool {
         is_closed(&self.stream)
     }
 
-    /// Asks for an option.
+    /// Sends an option.
     pub fn ask(&mut self, option: u32, data: &[u8]) {
         let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();
         bytes.extend(option.to_be_bytes());
@@ -223,7 +222,7 @@ impl Client {
         self.say(&bytes);
     }
 
-    /// One answer to an option.
+    /// Reads one answer to an option.
     #[track_caller]
     pub fn answer(&mut self, option: u32) -> (u32, Vec<u8>) {
         assert_eq!(self.u64(), OPTION_REPLY_MAGIC);
@@ -232,7 +231,7 @@ impl Client {
         (kind, self.bytes(len as usize))
     }
 
-    /// All answers to an option: the last is an ACK or an error.
+    /// Sends an option and reads all answers: the last is an ACK or an error.
     #[track_caller]
     pub fn option(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
         self.ask(option, data);
@@ -247,7 +246,7 @@ impl Client {
         }
     }
 
-    /// Negotiates the export; the size and the flags.
+    /// Negotiates the export; returns the size and the flags.
     #[track_caller]
     pub fn go(&mut self, structured: bool) -> (u64, u16) {
         if structured {
@@ -262,7 +261,7 @@ impl Client {
         (size, u16::from_be_bytes(data[10..12].try_into().unwrap()))
     }
 
-    /// Sends a request, and what else it has; its cookie.
+    /// Sends a request with its data; returns its cookie.
     #[track_caller]
     pub fn send(&mut self, command: u16, flags: u16, offset: u64, len: u32, data: &[u8]) -> u64 {
         self.cookie += 1;
@@ -275,7 +274,7 @@ impl Client {
         cookie
     }
 
-    /// The next answer, all of it. Chunks of several may come in turn.
+    /// Reads the next complete answer. Chunks of several may be interleaved.
     #[track_caller]
     pub fn reply(&mut self) -> Reply {
         loop {
@@ -340,7 +339,7 @@ impl Client {
         }
     }
 
-    /// A request and its answer, where nothing else is under way.
+    /// Sends a request and reads its answer, without others in flight.
     #[track_caller]
     pub fn call(&mut self, command: u16, flags: u16, offset: u64, len: u32, data: &[u8]) -> Reply {
         let cookie = self.send(command, flags, offset, len, data);
@@ -370,7 +369,7 @@ impl Client {
     }
 }
 
-/// Whether the other end of a stream is closed, with nothing more to say.
+/// Whether the other end of a stream is closed, without unread data.
 pub fn is_closed(mut stream: &UnixStream) -> bool {
     use std::io::ErrorKind::{ConnectionReset, Interrupted};
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -378,7 +377,7 @@ pub fn is_closed(mut stream: &UnixStream) -> bool {
         match stream.read(&mut [0]) {
             Ok(bytes) => return bytes == 0,
             Err(e) if e.kind() == Interrupted => {}
-            // It had not read all that was said.
+            // The server had not read everything that was sent.
             Err(e) => return e.kind() == ConnectionReset,
         }
     }

@@ -1,4 +1,4 @@
-//! A reader of OpenMetrics 1.0 as text that takes nothing but what the specification allows.
+//! A strict reader of OpenMetrics 1.0 text.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,16 +22,16 @@ pub struct Family {
     pub kind: String,
     /// Its unit.
     pub unit: String,
-    /// What is said of it.
+    /// Its help text.
     pub help: String,
-    /// In their order.
+    /// Its samples, in order.
     pub samples: Vec<Sample>,
 }
 
 /// Reads a whole exposition.
 ///
 /// # Errors
-/// The line that is wrong, and why.
+/// The invalid line, and why.
 pub fn parse(text: &str) -> Result<Vec<Family>, String> {
     let body = text.strip_suffix("# EOF\n").ok_or("it does not end with # EOF")?;
     let mut families: Vec<Family> = Vec::new();
@@ -112,7 +112,7 @@ fn sample(line: &str) -> Result<Sample, String> {
     Ok(Sample { name: name.to_owned(), labels, value: value(number)? })
 }
 
-/// A number of the specification: no spaces, no words but these.
+/// A number by the specification: no spaces, only these words.
 fn value(text: &str) -> Result<f64, String> {
     match text {
         "+Inf" => return Ok(f64::INFINITY),
@@ -145,7 +145,7 @@ fn label(text: &str) -> Result<(String, String, &str), String> {
     Err("a label's value without an end".to_owned())
 }
 
-/// What is demanded of a family as a whole.
+/// Checks the rules for a family as a whole.
 fn check(family: &Family) -> Result<(), String> {
     if !family.unit.is_empty() && !family.name.ends_with(&format!("_{}", family.unit)) {
         return Err("the name does not end with the unit".to_owned());
@@ -178,7 +178,7 @@ fn check(family: &Family) -> Result<(), String> {
     if family.kind == "histogram" { histograms(family) } else { Ok(()) }
 }
 
-/// Buckets grow in their order, the last one has all, and one histogram follows the other.
+/// Checks histograms: buckets grow, the last one has all values, and histograms follow one another.
 fn histograms(family: &Family) -> Result<(), String> {
     let mut of: Vec<(BTreeMap<String, String>, Vec<&Sample>)> = Vec::new();
     for sample in &family.samples {

@@ -1,4 +1,4 @@
-//! Directories and files for a test, which go with it.
+//! Directories and files of a test, which are removed with it.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -6,11 +6,10 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
-/// A directory on the disk of the machine, where direct I/O usually works: in the build folder, as
-/// cargo has one for tests.
+/// A directory on the machine's disk, where direct I/O usually works: in the build folder, which cargo has for tests.
 pub fn dir_on_disk() -> TempDir {
     let program = std::env::current_exe().unwrap();
-    // It is in `deps` of a profile's folder.
+    // The program is in `deps` of a profile's folder.
     let build = program.ancestors().nth(3).expect("a test is in the build folder");
     let dir = build.join("tmp");
     std::fs::create_dir_all(&dir).unwrap();
@@ -33,7 +32,7 @@ pub fn image(dir: &TempDir, bytes: u64) -> PathBuf {
 pub struct Small(PathBuf);
 
 impl Small {
-    /// With these options of a tmpfs. `None` where one may not mount, and says so.
+    /// Mounts a tmpfs with these options. `None` without the permission, which is reported.
     pub fn mount(on: &Path, limits: &str) -> Option<Small> {
         let options = format!("mode=711,{limits}");
         let mut command = Command::new("mount");
@@ -45,7 +44,7 @@ impl Small {
         Some(Small(on.to_owned()))
     }
 
-    /// Has other limits from now on.
+    /// Changes the limits.
     pub fn change(&self, limits: &str) {
         let mut command = Command::new("mount");
         command.args(["-o", &format!("remount,{limits}")]).arg(&self.0);

@@ -1,4 +1,4 @@
-//! What this process has and uses, as the kernel counts it.
+//! The resources of this process, by the kernel's counts.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,27 +12,27 @@ pub fn status_kib(name: &str) -> u64 {
     value.trim().trim_end_matches(" kB").parse().unwrap()
 }
 
-/// The memory of this process, from a moment on.
+/// The growth of this process's memory.
 pub struct Memory {
     before_kib: u64,
 }
 
 impl Memory {
-    /// From now on.
+    /// Watches from now on.
     pub fn watch() -> Memory {
-        // Sets the peak to what is in use now, where the kernel offers that.
+        // Resets the peak to the present use, if the kernel supports that.
         let _ = fs::write("/proc/self/clear_refs", "5");
         Memory { before_kib: status_kib("VmRSS") }
     }
 
-    /// How much more it had at most.
+    /// The peak of the growth.
     pub fn taken_kib(&self) -> u64 {
         status_kib("VmHWM").saturating_sub(self.before_kib)
     }
 }
 
-/// Whether this process runs the test alone, as a test of memory has to. Otherwise it is run in
-/// a process of its own, and has to pass there. `test`: its whole name.
+/// Whether this process runs the test alone, as tests of memory must. Otherwise it is run in a process of its own, and
+/// has to pass there. `test`: its full name.
 pub fn runs_alone(test: &str) -> bool {
     const ALONE: &str = "FERRITE_TEST_ALONE";
     if std::env::var_os(ALONE).is_some() {
@@ -46,7 +46,7 @@ pub fn runs_alone(test: &str) -> bool {
     false
 }
 
-/// Open descriptors, with the one that this takes.
+/// The number of open descriptors, including the one that this takes.
 pub fn descriptors() -> usize {
     fs::read_dir("/proc/self/fd").unwrap().count()
 }
@@ -63,15 +63,15 @@ pub fn threads() -> BTreeSet<String> {
     tasks.map(|task| task.unwrap().file_name().into_string().unwrap()).collect()
 }
 
-/// Those of threads whose names begin so.
+/// The numbers of threads whose names have this prefix.
 pub fn threads_named(prefix: &str) -> BTreeSet<String> {
     let name = |id: &String| fs::read_to_string(format!("/proc/self/task/{id}/comm"));
     let is_named = |id: &String| name(id).is_ok_and(|name| name.starts_with(prefix));
     threads().into_iter().filter(is_named).collect()
 }
 
-/// Clock ticks that a thread of this process has used, or `None` if it has ended; an empty name is this
-/// thread's.
+/// Clock ticks that a thread of this process has used, or `None` if it has ended; an empty name means the calling
+/// thread.
 pub fn ticks(thread: &str) -> Option<u64> {
     let folder =
         if thread.is_empty() { "thread-self".into() } else { format!("self/task/{thread}") };

@@ -1,4 +1,4 @@
-//! Backends as processes of their own, and a guest that keeps them busy and knows what it was answered.
+//! Backends as processes, and a guest that keeps them busy and checks its answers.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -31,35 +31,35 @@ use crate::{PATIENCE, images, wait_until};
 
 mod sandboxed;
 
-/// Bytes that one request at a time works on,
+/// Bytes of a chunk. Each chunk has one request at a time.
 pub const CHUNK: u64 = 256 << 10;
-/// as sectors,
+/// Sectors of a chunk.
 const CHUNK_SECTORS: u64 = CHUNK / 512;
-/// and how many of these a disk has.
+/// The number of chunks of a disk.
 pub const CHUNKS: u64 = 128;
 const DEVID: u32 = 202 << 8;
-/// Most requests in flight a queue.
+/// The most requests in flight per queue.
 const DEPTH: usize = 48;
 
 const BACKEND: &str = "FERRITE_TEST_BACKEND";
 const IMAGE: &str = "FERRITE_TEST_IMAGE";
-/// Where a backend keeps what outlives it.
+/// The environment variable with the backend's run directory.
 pub const RUN_DIR: &str = "FERRITE_TEST_RUN_DIR";
-/// That it has a keeper and no rights.
+/// The environment variable for a backend with a keeper and without rights.
 const SANDBOXED: &str = "FERRITE_TEST_SANDBOXED";
 const COPY_WITH: &str = "FERRITE_TEST_COPY_WITH";
 
-/// A variable that the backend was given.
+/// The value of a backend's environment variable.
 pub fn env(name: &str) -> String {
     std::env::var(name).unwrap()
 }
 
-/// The descriptors above this one that this process was given by the one that has started it: what
-/// guests are reached by, which is handed on.
+/// The descriptors above this one that this process has inherited from its parent: they lead to guests, and are passed
+/// on.
 pub fn inherited(above: RawFd) -> Vec<RawFd> {
     let fds = std::fs::read_dir("/proc/self/fd").unwrap().map(|fd| fd.unwrap().file_name());
     let fds = fds.filter_map(|fd| fd.into_string().unwrap().parse::<RawFd>().ok());
-    // Not close-on-exec.
+    // Without the close-on-exec flag.
     let is_inherited = |fd: &RawFd| {
         let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).unwrap_or_default();
         let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
@@ -69,8 +69,8 @@ pub fn inherited(above: RawFd) -> Vec<RawFd> {
     fds.filter(|fd| *fd > above && is_inherited(fd)).collect()
 }
 
-/// The backend, when this program is run again with the environment that says so. While it serves,
-/// `beside` runs in a thread of its own.
+/// Runs the backend, if this program was started again with that environment. While it serves, `beside` runs in a
+/// thread of its own.
 pub fn be_a_backend(beside: impl FnOnce(&Arc<Device>, &Path, &Counters) + Send) {
     let Ok(handle) = std::env::var(BACKEND) else { return };
     if std::env::var_os(SANDBOXED).is_some() {
@@ -79,7 +79,7 @@ pub fn be_a_backend(beside: impl FnOnce(&Arc<Device>, &Path, &Counters) + Send) 
     serve_as(&handle, None, beside);
 }
 
-/// Serves; with a keeper's socket, by its names and with no rights.
+/// Serves; with a keeper's socket, by its names and without rights.
 fn serve_as(
     handle: &str,
     keeper: Option<OwnedFd>,
@@ -109,7 +109,7 @@ fn serve_as(
     });
 }
 
-/// Opens an image as a backend does whose predecessor was killed.
+/// Opens an image as a backend with a killed predecessor does.
 pub fn open(image: &Path) -> Disk {
     let state_dir = Some(images::state_dir(image));
     let wait_for_lock = Some(PATIENCE);
@@ -119,20 +119,20 @@ pub fn open(image: &Path) -> Disk {
 
 /// A machine whose backends are processes.
 pub struct World {
-    /// With its store and hypervisor.
+    /// The machine, with its store and hypervisor.
     pub machine: Machine,
-    /// Where the disk is in the store.
+    /// The disk's paths in the store.
     pub disk: DiskPaths,
     dir: tempfile::TempDir,
     copy_with: CopyWith,
     device: Option<Loop>,
-    /// In place of `disk.img`.
+    /// An image instead of `disk.img`.
     image: RefCell<Option<PathBuf>>,
     sandboxed: bool,
 }
 
 impl World {
-    /// One with a guest and a raw disk.
+    /// A machine with a guest and a raw disk.
     pub fn new(copy_with: CopyWith) -> World {
         let mut machine = Machine::new().unwrap();
         let domid = machine.add_guest(GuestOptions::default()).unwrap();
@@ -152,12 +152,12 @@ impl World {
         }
     }
 
-    /// Where backends keep what outlives them.
+    /// The run directory of backends.
     pub fn run_dir(&self) -> &Path {
         self.dir.path()
     }
 
-    /// The same on an image of this format.
+    /// A machine with an image of this format.
     pub fn with_format(format: &str) -> World {
         let world = World::new(CopyWith::Memcpy);
         let image = images::make(world.dir.path(), format, CHUNKS * CHUNK);
@@ -165,19 +165,19 @@ impl World {
         world
     }
 
-    /// The same on a medium with blocks of 4096 bytes, if there can be one.
+    /// A machine with a medium with blocks of 4096 bytes, if possible.
     pub fn with_large_blocks(copy_with: CopyWith) -> Option<World> {
         let world = World::new(copy_with);
         let device = Some(Loop::attach(&world.image(), 4096)?);
         Some(World { device, ..world })
     }
 
-    /// Backends that are started from now on have a keeper each, and no rights of their own.
+    /// Later backends have a keeper each, and no rights.
     pub fn sandboxed(self) -> World {
         World { sandboxed: true, ..self }
     }
 
-    /// What is served.
+    /// The served image.
     pub fn image(&self) -> PathBuf {
         match (&self.device, &*self.image.borrow()) {
             (Some(device), _) => device.0.clone(),
@@ -186,22 +186,22 @@ impl World {
         }
     }
 
-    /// Backends that are started from now on serve this image.
+    /// Later backends serve this image.
     pub fn serve_from(&self, image: PathBuf) {
         self.image.replace(Some(image));
     }
 
-    /// A backend: this program, of which the test `process_backend` is run.
+    /// Starts a backend: this program, with the test `process_backend`.
     pub fn spawn(&self) -> Child {
         self.spawn_with(&[])
     }
 
-    /// With more in its environment.
+    /// Starts a backend with additional environment variables.
     pub fn spawn_with(&self, more: &[(&str, &str)]) -> Child {
         self.command(more).spawn().unwrap()
     }
 
-    /// The same, not started yet.
+    /// The command of a backend.
     pub fn command(&self, more: &[(&str, &str)]) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "process_backend", "--nocapture", "--test-threads=1"]);
@@ -210,16 +210,14 @@ impl World {
         command.env(BACKEND, handle).env(COPY_WITH, self.copy_with.to_string());
         command.env(IMAGE, self.image()).env(RUN_DIR, self.dir.path());
         if self.sandboxed {
-            // A backtrace looks into files, and so does the heap that a test's thread has had for its
-            // own before.
+            // A backtrace reads files, and so does the heap of a test's thread.
             command.env(SANDBOXED, "yes").env("RUST_BACKTRACE", "0").env("MALLOC_ARENA_MAX", "1");
         }
         command.envs(more.iter().copied());
         command
     }
 
-    /// Runs backends and kills all but the last one, each after it has done something, or even
-    /// before.
+    /// Starts backends and kills all but the last one, each after some progress or even before.
     pub fn kill_backends(
         &self,
         kills: u32,
@@ -244,7 +242,7 @@ impl World {
         self.spawn()
     }
 
-    /// Ends the disk, and sees its last backend end well.
+    /// Ends the disk, and checks that its last backend ends successfully.
     pub fn end(mut self, mut front: Frontend, mut last: Child) {
         let space = front.space().clone();
         front.close(PATIENCE).unwrap();
@@ -255,7 +253,7 @@ impl World {
     }
 }
 
-/// What a sector holds: who wrote it, and where it belongs.
+/// The content of a sector: its writer, and its place.
 pub fn word(stamp: u32, sector: u64) -> [u8; 8] {
     (u64::from(stamp) << 32 | sector).to_le_bytes()
 }
@@ -266,7 +264,7 @@ fn assert_sector(bytes: &[u8], stamp: u32, sector: u64, what: &str) {
     assert!(ok, "{what}: sector {sector} is not that of write {stamp}: {:x?}", &bytes[..16]);
 }
 
-/// One request on its way.
+/// A request in flight.
 struct Asked {
     chunk: usize,
     write: Option<u32>,
@@ -275,11 +273,11 @@ struct Asked {
     buffer: usize,
 }
 
-/// One queue's load, on chunks of its own, each with one request at a time: so that what a read
-/// has to give is known to the byte.
+/// The load of one queue, on chunks of its own, each with one request at a time. So the expected data of each read are
+/// known to the byte.
 pub struct Load {
     queue: FrontQueue,
-    /// Who wrote each sector.
+    /// The writer of each sector.
     written: Vec<Vec<u32>>,
     first_chunk: u64,
     idle: Vec<usize>,
@@ -296,7 +294,7 @@ impl Load {
         Load::on(front, queue, index * chunks..(index + 1) * chunks, seed + index)
     }
 
-    /// On these chunks, of [`CHUNKS`].
+    /// A load on these chunks, of [`CHUNKS`].
     pub fn on(front: &Frontend, queue: FrontQueue, chunks: Range<u64>, seed: u64) -> Load {
         let first_chunk = chunks.start;
         let chunks = (chunks.end - chunks.start) as usize;
@@ -323,7 +321,7 @@ impl Load {
         let buffer = self.free_buffers.pop().unwrap();
         let at = self.random.below(self.idle.len() as u64) as usize;
         let chunk = self.idle.swap_remove(at);
-        // Mostly small, some as large as they can be.
+        // Mostly small, some of the largest size.
         let most = if self.random.below(4) == 0 { CHUNK_SECTORS } else { 64 };
         let sectors = 1 + self.random.below(most);
         let from = self.random.below(CHUNK_SECTORS - sectors + 1);
@@ -335,7 +333,7 @@ impl Load {
             for s in 0..sectors {
                 data.write(s as usize * 512, &word(self.stamp, sector + s).repeat(64));
             }
-            // Now and then as a barrier, which needs the disk for itself.
+            // At times a barrier, which must be alone on the disk.
             let barrier = sectors == 8 || self.random.below(100) == 0 && sectors <= 64;
             let segments: Vec<RawSegment> = (0..sectors.div_ceil(8) as usize)
                 .map(|p| data.segment(p, 0, (sectors - p as u64 * 8).min(8) as u8 - 1))
@@ -378,8 +376,8 @@ impl Load {
         taken
     }
 
-    /// Keeps the queue full until told to stop, then waits for what is in flight; sleeps like a
-    /// guest does, until an event comes.
+    /// Keeps the queue full until told to stop, then waits for requests in flight; sleeps as a guest does, until an
+    /// event comes.
     pub fn run(mut self, stop: &AtomicBool, progress: &AtomicU64) -> Load {
         let mut total = 0;
         loop {
@@ -400,7 +398,7 @@ impl Load {
         }
     }
 
-    /// What it was answered is in the image.
+    /// Checks that answered writes are in the image.
     pub fn check(&self, image: &[u8]) {
         for (chunk, written) in self.written.iter().enumerate() {
             for (i, stamp) in written.iter().enumerate() {
@@ -411,7 +409,7 @@ impl Load {
     }
 }
 
-/// A guest is kept busy while its backends are killed, and what it was answered is compared.
+/// Keeps a guest busy while its backends are killed, and compares the answered data.
 pub fn killed_under_load(world: World, options: FrontOptions, kills: u32, seed: u64) {
     let mut random = SplitMix64::new(seed ^ 0xD1E);
     under_load(world, options, seed, |world, progress| {
@@ -419,8 +417,7 @@ pub fn killed_under_load(world: World, options: FrontOptions, kills: u32, seed: 
     });
 }
 
-/// A guest is kept busy while `deaths` goes through backends, the last of which serves; what it was
-/// answered is compared.
+/// Keeps a guest busy while `deaths` replaces backends, the last of which serves; compares the answered data.
 pub fn under_load(
     world: World,
     options: FrontOptions,
@@ -435,7 +432,7 @@ pub fn under_load(
     let last = deaths(&world, &guest.progress);
     guest.wait_for(200);
     let (front, loads) = guest.stop();
-    // A last time before the image is looked at: what was answered counts, not what was flushed.
+    // Killed once more before the image is compared: answered writes count, not only flushed ones.
     let mut last = last;
     last.kill().unwrap();
     last.wait().unwrap();
@@ -450,18 +447,18 @@ pub fn under_load(
 pub struct Guest {
     front: Frontend,
     stop: Arc<AtomicBool>,
-    /// Requests that were answered.
+    /// The number of answered requests.
     pub progress: Arc<AtomicU64>,
     threads: Vec<std::thread::JoinHandle<Load>>,
 }
 
 impl Guest {
-    /// One whose backend is there, or comes.
+    /// A guest whose backend exists, or will be started.
     pub fn connect(world: &World, options: &FrontOptions, seed: u64) -> Guest {
         Guest::of(&world.machine, &world.disk, options, seed)
     }
 
-    /// The guest of a disk, of [`CHUNKS`].
+    /// The guest of a disk with [`CHUNKS`].
     pub fn of(machine: &Machine, disk: &DiskPaths, options: &FrontOptions, seed: u64) -> Guest {
         let guest = machine.guest(disk.domid).unwrap();
         let mut front = Frontend::new(guest, disk.devid).unwrap();
@@ -481,7 +478,7 @@ impl Guest {
         Guest { front, stop, progress, threads }
     }
 
-    /// Waits for so many answers more.
+    /// Waits for so many more answers.
     pub fn wait_for(&self, answers: u64) {
         let before = self.progress.load(Ordering::Relaxed);
         let end = Instant::now() + PATIENCE;
@@ -491,7 +488,7 @@ impl Guest {
         }
     }
 
-    /// Waits until all that it has asked for is answered.
+    /// Waits until all of its requests are answered.
     pub fn stop(self) -> (Frontend, Vec<Load>) {
         self.stop.store(true, Ordering::Relaxed);
         let loads = self.threads.into_iter().map(|thread| thread.join().unwrap());
@@ -499,7 +496,7 @@ impl Guest {
     }
 }
 
-/// A guest whose backend serves on, with what it has asked for before.
+/// Continues a guest whose backend serves on, with its earlier load.
 pub fn go_on(mut front: Frontend, loads: Vec<Load>) -> Frontend {
     front.queues.extend(loads.into_iter().map(|load| load.queue));
     let buffer = front.space().buffer(1).unwrap();

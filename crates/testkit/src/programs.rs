@@ -1,4 +1,4 @@
-//! Programs of others, which a machine has or not, and what they are kept from.
+//! Other programs, which may be missing, and their locks.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -11,13 +11,13 @@ use ferrite_host::byte_locks::is_locked_by_others;
 
 use crate::PATIENCE;
 
-/// Says that all of what tests can use has to be there.
+/// The environment variable that requires all of these programs.
 const REQUIRE: &str = "FERRITE_TEST_REQUIRE_PEERS";
 
-/// Who writes to an image has a lock there that QEMU minds.
+/// The lock of a writer on an image that QEMU respects.
 const QEMU_WRITES: u32 = 101;
 
-/// Says that a test cannot be done here; an error where that is not to be.
+/// Reports that a test cannot run here; an error if that is not allowed.
 #[track_caller]
 pub fn skipped(why: &str) {
     let demanded = std::env::var_os(REQUIRE).is_some();
@@ -25,9 +25,9 @@ pub fn skipped(why: &str) {
     eprintln!("skipped: {why}");
 }
 
-/// Waits until nobody writes to an image, as far as QEMU knows. This process may just have dropped it:
-/// an io_uring keeps its files some time longer, and so does a program that another thread is about to
-/// start. QEMU does not wait for either.
+/// Waits until no process writes to an image, by QEMU's locks. This process may just have closed it: an io_uring keeps
+/// its files some time longer, and so does a program that another thread is about to start. QEMU does not wait for
+/// either.
 pub fn wait_until_released(path: &Path) {
     let Ok(file) = File::open(path) else { return };
     let end = Instant::now() + PATIENCE;
@@ -37,7 +37,7 @@ pub fn wait_until_released(path: &Path) {
     }
 }
 
-/// Runs a program, again as long as it says that QEMU's locks keep it from an image.
+/// Runs a program, again as long as it fails because of QEMU's locks on an image.
 ///
 /// # Errors
 /// The system's, if there is no such program.
@@ -54,14 +54,13 @@ pub fn output(program: &str, args: &[impl AsRef<OsStr>]) -> io::Result<Output> {
     }
 }
 
-/// Runs a program of the system's; its output, or `None` if there is none or it failed.
+/// Runs a program of the system; its output, or `None` if it is missing or failed.
 pub fn run(program: &str, args: &[&str]) -> Option<String> {
     let output = output(program, args).ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// What a peer said, if it is there. `None`: it is not, which is said, and is an error where peers are
-/// demanded.
+/// The output of a peer. `None`: it is not installed, which is reported, and is an error if peers are required.
 #[track_caller]
 pub fn installed(program: &str, said: io::Result<Output>) -> Option<Output> {
     match said {
@@ -74,7 +73,7 @@ pub fn installed(program: &str, said: io::Result<Output>) -> Option<Output> {
     }
 }
 
-/// The output of a peer, which has to succeed. `None`: as of [`installed`].
+/// The output of a peer, which has to succeed. `None`: as for [`installed`].
 #[track_caller]
 pub fn peer(program: &str, args: &[&str]) -> Option<String> {
     let output = installed(program, output(program, args))?;
@@ -84,8 +83,8 @@ pub fn peer(program: &str, args: &[&str]) -> Option<String> {
     Some(out)
 }
 
-/// Runs `qemu-img` on images that nobody writes to: whether it succeeded, and all that it said.
-/// `None`: as of [`installed`].
+/// Runs `qemu-img` on images that no process writes to: whether it succeeded, and its output. `None`: as for
+/// [`installed`].
 #[track_caller]
 pub fn qemu_img(args: &[&str]) -> Option<(bool, String)> {
     args.iter().map(Path::new).filter(|path| path.is_file()).for_each(wait_until_released);
@@ -104,7 +103,7 @@ pub fn qemu(args: &[&str]) -> bool {
     }
 }
 
-/// That `qemu-img check` finds nothing.
+/// Checks that `qemu-img check` finds nothing.
 #[track_caller]
 pub fn check_clean(path: &Path) {
     qemu(&["check", "-q", "-f", "qcow2", path.to_str().unwrap()]);

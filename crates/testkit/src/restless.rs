@@ -1,4 +1,4 @@
-//! A guest that changes its state, its rings and its mind at a high rate (threats.md T4).
+//! A guest that changes its state and its rings at a high rate (threats.md T4).
 
 use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_loopback::front::{Buffer, FrontOptions, Frontend};
@@ -6,7 +6,7 @@ use ferrite_xen::abi::{PlainOp, Protocol};
 
 use crate::PATIENCE;
 
-/// A guest that does anything at any time.
+/// A guest that acts at random.
 pub struct Restless {
     /// Its disk.
     pub front: Frontend,
@@ -16,7 +16,7 @@ pub struct Restless {
 }
 
 impl Restless {
-    /// With a disk that is offered, or will be soon.
+    /// A guest with a disk that is offered, or will be soon.
     pub fn new(mut front: Frontend, seed: u64) -> Restless {
         front.wait_for_backend(&[2], PATIENCE).unwrap();
         front.read_features().unwrap();
@@ -24,24 +24,24 @@ impl Restless {
         Restless { front, buffer, random: SplitMix64::new(seed), actions: 0 }
     }
 
-    /// What it has done so far.
+    /// The number of its actions so far.
     pub fn actions(&self) -> u64 {
         self.actions
     }
 
-    /// A number of its own.
+    /// A number from its own generator.
     pub fn below(&mut self, bound: u64) -> u64 {
         self.random.below(bound)
     }
 
-    /// Rings of some kind.
+    /// Random options of a connection.
     pub fn shape(&mut self) -> FrontOptions {
         let protocol = [Protocol::X86_64, Protocol::X86_32][self.below(2) as usize];
         let (order, queues) = (self.below(3) as u32, 1 + self.below(4) as u32);
         FrontOptions { protocol, order, queues, check_release: false, ..FrontOptions::default() }
     }
 
-    /// Each may fail, as the toolstack may have taken the directory away.
+    /// Acts at random. Each action may fail, as the toolstack may have removed the directory.
     pub fn act(&mut self) {
         self.actions += 1;
         match self.below(24) {
@@ -55,7 +55,7 @@ impl Restless {
         }
     }
 
-    /// Other rings, without a word about the old ones, whose memory is used again or not.
+    /// Offers other rings, without closing the old ones, whose memory is reused or not.
     fn offer(&mut self) {
         if self.below(2) == 0 {
             self.front.queues.clear();
@@ -101,9 +101,8 @@ impl Restless {
         }
     }
 
-    /// Comes to its senses: closes whatever there is, connects as one should, uses the disk, and
-    /// closes it. Only with both steps of closing can it know that its old rings are its own
-    /// again: the first state that it finds may be from before the backend looked last.
+    /// Behaves correctly: closes everything, connects, uses the disk, and closes it. Only both steps of closing prove
+    /// that the old rings are released: the first state that it finds may be from before the backend's last reading.
     pub fn reconnect(&mut self) {
         self.front.set_state(5).unwrap();
         self.front.wait_for_backend(&[5, 6], PATIENCE).unwrap();

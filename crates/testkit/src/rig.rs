@@ -1,5 +1,5 @@
-//! A loopback machine with one guest and one disk that a real backend serves: the lifecycle, the
-//! queues and a storage engine as in production, only the hypervisor is the loopback's.
+//! A loopback machine with one guest and one disk that a real backend serves. Lifecycle, queues and storage engine are
+//! those of production; only the hypervisor is the loopback's.
 
 #![allow(dead_code, unreachable_pub, reason = "a unit test of the backend has it as a module, too")]
 
@@ -35,18 +35,18 @@ use ferrite_xen::mover::{Budget, Counts, DISK_MAPPINGS, Maps, Mover, Moving};
 use ferrite_xen::store::Store;
 use tempfile::TempDir;
 
-/// The mover that the tests are run with.
+/// The mover of the tests.
 pub fn mover() -> Mover {
     let mover = std::env::var("FERRITE_TEST_MOVER").ok();
     mover.map_or(Mover::Copy, |m| m.parse().expect("FERRITE_TEST_MOVER is a mover"))
 }
 
-/// Data moved that way, within that budget.
+/// Moves data by that mover, within that budget.
 pub fn moving(mover: Mover, budget: Budget) -> Moving {
     Moving { mover, maps: Maps::new(budget, SystemClock::shared()) }
 }
 
-/// What disks are offered with.
+/// The features that disks offer.
 pub fn offer() -> Offer {
     Offer {
         max_queues: 4,
@@ -56,13 +56,13 @@ pub fn offer() -> Offer {
     }
 }
 
-/// One for every queue.
+/// A factory that makes one engine for each queue.
 pub fn engines() -> EngineFactory {
     let kind = test_engine();
     Arc::new(move |arena, entries| kind.open(arena, entries))
 }
 
-/// What a backend is told that serves this disk as most do.
+/// The usual configuration of a backend for this disk.
 pub fn config(disk: &DiskPaths, run_dir: PathBuf) -> Config {
     Config {
         follow: follow_config(disk),
@@ -71,7 +71,7 @@ pub fn config(disk: &DiskPaths, run_dir: PathBuf) -> Config {
     }
 }
 
-/// The same for the half that follows the store.
+/// The configuration of the half that follows the store.
 pub fn follow_config(disk: &DiskPaths) -> FollowConfig {
     let backend = disk.backend.clone();
     FollowConfig {
@@ -83,7 +83,7 @@ pub fn follow_config(disk: &DiskPaths) -> FollowConfig {
     }
 }
 
-/// The same for the half that serves.
+/// The configuration of the half that serves.
 pub fn work_config(domid: DomId, run_dir: PathBuf) -> WorkConfig {
     WorkConfig {
         domid,
@@ -99,12 +99,12 @@ pub fn work_config(domid: DomId, run_dir: PathBuf) -> WorkConfig {
     }
 }
 
-/// A clock that goes on when its test says so.
+/// A clock that a test advances.
 #[derive(Default)]
 pub struct Hands(AtomicU64);
 
 impl Hands {
-    /// So far.
+    /// Advances the clock.
     pub fn turn(&self, how_far: Duration) {
         self.0.fetch_add(how_far.as_nanos() as u64, Ordering::SeqCst);
     }
@@ -120,39 +120,39 @@ impl Clock for Hands {
     }
 }
 
-/// What to build.
+/// The properties of a rig.
 pub struct Plan {
     /// Bytes of the image.
     pub bytes: u64,
-    /// What the guest is offered.
+    /// The offered features.
     pub offer: Offer,
     /// Memory for data.
     pub pool_bytes: usize,
-    /// By what that may grow.
+    /// The budget by which that may grow.
     pub host_memory: Option<Arc<HostMemory>>,
-    /// Whether the image is opened so.
+    /// Whether the image is opened read-only.
     pub read_only: bool,
-    /// How the hypervisor copies grants.
+    /// The hypervisor's method of grant copies.
     pub copy_with: CopyWith,
-    /// What builds the engines of all queues.
+    /// The factory of the engines of all queues.
     pub engine: EngineFactory,
-    /// How queues work.
+    /// The options of queues.
     pub tuning: Tuning,
-    /// What requests get for which there is no space.
+    /// What happens to requests without space.
     pub on_full: OnFull,
-    /// What the disk may have of the host's processors.
+    /// The disk's limits of the host's processors.
     pub processors: Arc<Processors>,
-    /// The clock that the disk's limits go by.
+    /// The clock of the disk's limits.
     pub clock: Arc<dyn Clock>,
-    /// By the mover that `FERRITE_TEST_MOVER` names, grant copy if it is not set.
+    /// The mover of `FERRITE_TEST_MOVER`, grant copy if it is not set.
     pub moving: Moving,
-    /// In place of a fresh sparse file.
+    /// An image instead of a new sparse file.
     pub image: Option<PathBuf>,
-    /// What the guest has.
+    /// The size of the guest.
     pub guest: GuestOptions,
-    /// What its data are checked by.
+    /// The check of its data.
     pub check: Option<TestCheck>,
-    /// Further keys that the toolstack gives the backend.
+    /// Additional keys of the backend from the toolstack.
     pub backend_keys: Vec<(&'static str, String)>,
 }
 
@@ -189,22 +189,22 @@ type Running = JoinHandle<Result<Outcome, ServeError>>;
 
 /// The machine, and the backend in a thread of this process.
 pub struct Rig {
-    /// With its store and hypervisor.
+    /// The machine, with its store and hypervisor.
     pub machine: Machine,
     /// The guest.
     pub domid: DomId,
-    /// Where the disk is in the store.
+    /// The disk's paths in the store.
     pub disk: DiskPaths,
-    /// The run directory is in it, and the image if the plan has none.
+    /// The directory with the run directory, and with the image if the plan has none.
     pub dir: TempDir,
-    /// What is served.
+    /// The served image.
     pub image: PathBuf,
-    /// Of all queues.
+    /// The counters of all queues.
     pub counters: Counters,
     run_dir: PathBuf,
     plan: Plan,
     backend: Option<(Arc<Waker>, Running)>,
-    /// The one that was started last.
+    /// The device that was started last.
     device: Weak<Device>,
 }
 
@@ -216,7 +216,7 @@ impl Rig {
         rig
     }
 
-    /// The same before its backend is started.
+    /// A machine whose backend is not started.
     pub fn without_backend(plan: Plan) -> Rig {
         let mut machine = Machine::new().unwrap();
         let domid = machine.add_guest(plan.guest).unwrap();
@@ -242,12 +242,12 @@ impl Rig {
         }
     }
 
-    /// The toolstack attaches the disk (again).
+    /// Attaches the disk (again), as the toolstack does.
     pub fn attach(&mut self) {
         self.disk = self.machine.attach_disk(self.domid, self.plan.virtual_disk()).unwrap();
     }
 
-    /// The guest has gone with its disk, and was started again under another number, as guests are.
+    /// Restarts the guest under another number, with a new disk.
     pub fn reboot(&mut self) {
         self.machine.destroy(self.domid).unwrap();
         assert_eq!(self.join().unwrap(), Outcome::Unplugged);
@@ -264,7 +264,7 @@ impl Rig {
         self.start_with(store, Box::new(hypervisor));
     }
 
-    /// The same with another way to the store or to the guest.
+    /// Starts a backend with another connection to the store or to the guest.
     pub fn start_with(&mut self, mut store: Store, hypervisor: Box<dyn Hypervisor>) {
         let attachment = Attachment::read(&mut store, &self.disk.backend, self.domid);
         let options = OpenOptions {
@@ -300,12 +300,12 @@ impl Rig {
         self.backend = Some((stopper, thread));
     }
 
-    /// What the backend serves. Not to be kept.
+    /// The served device. Not to be kept.
     pub fn device(&self) -> Arc<Device> {
         self.device.upgrade().unwrap()
     }
 
-    /// Asks the backend to stop, and gives what it ended with.
+    /// Stops the backend; returns its result.
     pub fn stop(&mut self) -> Result<Outcome, ServeError> {
         let (stop, thread) = self.backend.take().expect("a backend runs");
         stop.wake();
@@ -340,7 +340,7 @@ impl Rig {
         front
     }
 
-    /// What the backend has reported as an error in the store; forgotten by being read.
+    /// The error that the backend has reported in the store; reading removes it.
     pub fn take_error(&mut self) -> Option<String> {
         let path = self.disk.backend.replace("/local/domain/0/", "/local/domain/0/error/");
         let path = format!("{path}/error");
@@ -364,12 +364,12 @@ impl Rig {
         }
     }
 
-    /// What the medium holds.
+    /// The content of the medium.
     pub fn medium(&self) -> Vec<u8> {
         std::fs::read(&self.image).unwrap()
     }
 
-    /// What the medium holds from a sector on.
+    /// The content of the medium from a sector on.
     pub fn sectors(&self, sector: u64, bytes: usize) -> Vec<u8> {
         let mut file = std::fs::File::open(&self.image).unwrap();
         file.seek(SeekFrom::Start(sector * 512)).unwrap();
@@ -378,28 +378,28 @@ impl Rig {
         data
     }
 
-    /// From the next start on, the backend is one of this mover.
+    /// Sets the mover of the next backend.
     pub fn change_mover(&mut self, mover: Mover) {
         self.plan.moving = moving(mover, Budget::of_disk(DISK_MAPPINGS));
         self.plan.offer.persistent = mover == Mover::Persistent;
     }
 
-    /// From the next start on, the backend offers this.
+    /// Sets the offered features of the next backend.
     pub fn change_offer(&mut self, offer: Offer) {
         self.plan.offer = offer;
     }
 
-    /// From the next start on, the backend has so much memory for data.
+    /// Sets the data memory of the next backend.
     pub fn change_pool(&mut self, bytes: usize) {
         self.plan.pool_bytes = bytes;
     }
 
-    /// What its movers may have mapped, claimed from its budget.
+    /// The mappings that its movers have claimed from the budget.
     pub fn claimed_mappings(&self) -> usize {
         self.plan.moving.maps.budget().claimed()
     }
 
-    /// What its movers have done.
+    /// The counts of its movers.
     pub fn counts(&self) -> Counts {
         self.plan.moving.maps.counts()
     }

@@ -23,15 +23,15 @@ use crate::faulty::Faults;
 /// The smallest store.
 pub const SMALLEST: u64 = 18 << 20;
 
-/// Operations under way at once.
+/// Operations in flight.
 const ENTRIES: u32 = 32;
 
-/// Little memory, so that pages go and come.
+/// Little memory, so that pages are evicted.
 pub fn options() -> OpenOptions {
     OpenOptions { metadata_bytes: 512 << 10, index_bytes: 1 << 20, ..OpenOptions::default() }
 }
 
-/// Does something on an engine of its own.
+/// Runs steps on an engine of its own.
 ///
 /// # Panics
 /// There is no engine.
@@ -42,7 +42,7 @@ pub fn on_a_port<T>(
     on_a_port_of(&Faults::none(), files, work)
 }
 
-/// The same, on an engine that fails and lists as its test says.
+/// Runs steps on an engine with a test's faults and list.
 ///
 /// # Panics
 /// There is no engine.
@@ -78,10 +78,10 @@ pub fn create(path: &Path, bytes: u64, volumes: &[(&str, u64)]) {
     }
 }
 
-/// Does something with whole volumes, and closes the store. Gives the number of what is new.
+/// Executes an operation on whole volumes, and closes the store; returns the number of the new volume.
 ///
 /// # Panics
-/// It cannot be done.
+/// It fails.
 pub fn operate(path: &Path, operation: Operation) -> u32 {
     let handle = handle(path).unwrap();
     on_a_port(handle.store().files(), async |port| {
@@ -91,7 +91,7 @@ pub fn operate(path: &Path, operation: Operation) -> u32 {
     })
 }
 
-/// Opens a store, or joins those who have it in this process.
+/// Opens a store, or returns a handle if it is open in this process.
 ///
 /// # Errors
 /// See [`StoreHandle::open`].

@@ -6,10 +6,10 @@ use std::thread::JoinHandle;
 
 use ferrite_loopback::front::{FrontQueue, GuestSpace};
 
-/// A port that no queue is behind.
+/// A port without a queue.
 const NOBODY: u32 = 60;
 
-/// A thread of the guest's that sends events without end, to ports that may change.
+/// A thread of the guest that sends events in a loop, to ports that may change.
 pub struct Storm {
     ports: Vec<Arc<AtomicU32>>,
     stop: Arc<AtomicBool>,
@@ -17,7 +17,7 @@ pub struct Storm {
 }
 
 impl Storm {
-    /// For so many ports; to nobody so far.
+    /// For so many ports; without queues at first.
     pub fn new(space: &Arc<GuestSpace>, ports: usize) -> Storm {
         let ports: Vec<_> = (0..ports).map(|_| Arc::new(AtomicU32::new(NOBODY))).collect();
         let stop = Arc::new(AtomicBool::new(false));
@@ -35,18 +35,18 @@ impl Storm {
         Storm { ports, stop, thread: thread.unwrap() }
     }
 
-    /// From now on to these queues.
+    /// Sends to these queues from now on.
     pub fn rage(&self, queues: &[FrontQueue]) {
         let ports = queues.iter().map(FrontQueue::port);
         self.ports.iter().zip(ports).for_each(|(to, port)| to.store(port, Ordering::Relaxed));
     }
 
-    /// The same work, and it reaches nobody.
+    /// Sends to ports without queues, at the same rate.
     pub fn calm(&self) {
         self.ports.iter().for_each(|to| to.store(NOBODY, Ordering::Relaxed));
     }
 
-    /// The events that it has sent.
+    /// Ends the thread; the number of sent events.
     pub fn end(self) -> u64 {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().unwrap()

@@ -8,16 +8,16 @@ use crate::steps::run_logged;
 use anyhow::{Context, Result};
 use std::path::Path;
 
-/// What makes the disk without mounting it: on a FAT, which these programs write into a file.
+/// The programs that make the disk without mounting it: they write into a FAT in a file.
 pub(crate) const PACKAGES: [&str; 4] = ["syslinux", "syslinux-common", "mtools", "dosfstools"];
 
-/// The disk in the dom0's root, without the boot's own init, which [`write`] adds.
+/// The disk in dom0's root, without the boot's own init, which [`write`] adds.
 const TEMPLATE: &str = "/boot/guest-disk.raw";
 
-/// Where its one partition begins: 1 MiB.
+/// The offset of its one partition: 1 MiB.
 const PARTITION_AT: &str = "1048576";
 
-/// Within the root. The rest of the disk, beyond the partition, is the tests'.
+/// Makes the disk, within the root. The space after the partition is for tests.
 pub(crate) const RECIPE: &str = r#"
 umask 022
 at=$1 disk=$2 base=$3
@@ -38,7 +38,7 @@ syslinux --install --offset "$at" "$disk"
 pub(crate) fn make(tree: &Path, base: &Path, log: &Path) -> Result<()> {
     let within = "/boot/guest.cpio.gz";
     run_logged(as_root("cp").arg(base).arg(tree.join(&within[1..])), log)?;
-    // syslinux hands files to mtools by their names in /proc. The mount ends with the command.
+    // syslinux passes files to mtools by their names in /proc. The mount ends with the command.
     let mut shell = as_root("unshare");
     let mounted = "mount -t proc proc \"$0/proc\"; exec chroot \"$0\" /bin/sh -ec \"$@\"";
     shell.args(["--mount", "sh", "-ec", mounted]).arg(tree);
@@ -46,7 +46,7 @@ pub(crate) fn make(tree: &Path, base: &Path, log: &Path) -> Result<()> {
     run_logged(&mut shell, log).context("cannot make the disk that HVM guests boot from")
 }
 
-/// Completes a copy of the disk for a guest with `options`, in the dom0: `mib` MiB at `path`.
+/// Completes a copy of the disk for a guest with `options`, in dom0: `mib` MiB at `path`.
 pub fn write(xenhost: &mut XenHost, options: &GuestOptions, path: &str, mib: u32) -> Result<()> {
     let arguments = kernel_arguments(xenhost, options);
     let loader = format!(

@@ -1,4 +1,4 @@
-//! Commands to the dom0 over a virtio-serial port, and their answers.
+//! Commands to dom0 over a virtio-serial port, and their answers.
 
 use anyhow::{Context, Result, bail};
 use std::io::{ErrorKind, Read, Write};
@@ -6,12 +6,12 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// How a command ended.
+/// The result of a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Output {
-    /// The exit status; 124 or 137 when its time was up.
+    /// The exit status; 124 or 137 after its time limit.
     pub status: i32,
-    /// Standard output and error together.
+    /// Standard output and error.
     pub stdout: String,
 }
 
@@ -22,7 +22,7 @@ impl Output {
     }
 }
 
-/// An answer's largest length; more is a broken frame.
+/// The longest answer; a longer one is a broken frame.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
 
 /// The host's end of the port.
@@ -47,7 +47,7 @@ impl Channel {
         }
     }
 
-    /// Waits until the agent in the dom0 speaks.
+    /// Waits until the agent in dom0 answers.
     pub(crate) fn wait_ready(&mut self, patience: Duration) -> Result<()> {
         let deadline = Instant::now() + patience;
         let line = self.line(deadline)?;
@@ -57,7 +57,7 @@ impl Channel {
         Ok(())
     }
 
-    /// Runs `command` in the dom0, for at most `limit`; its answer must be there `grace` later.
+    /// Runs `command` in dom0, for at most `limit`; its answer must come within `grace` after that.
     pub(crate) fn run(
         &mut self,
         command: &str,
@@ -75,7 +75,7 @@ impl Channel {
             let (answered, status, length) = parse_header(&header)
                 .with_context(|| format!("a broken answer from the dom0: {header:?}"))?;
             let bytes = self.take(length, deadline)?;
-            // An answer that came too late for its own request is not for this one.
+            // A late answer to an earlier request is skipped.
             if answered == id {
                 let stdout = String::from_utf8_lossy(&bytes).into_owned();
                 return Ok(Output { status, stdout });
@@ -120,7 +120,7 @@ impl Channel {
     }
 }
 
-/// `ID STATUS LENGTH`.
+/// Parses `ID STATUS LENGTH`.
 fn parse_header(line: &str) -> Option<(u64, i32, usize)> {
     let mut words = line.split(' ');
     let header = (
@@ -131,12 +131,12 @@ fn parse_header(line: &str) -> Option<(u64, i32, usize)> {
     words.next().is_none().then_some(header)
 }
 
-/// A command as one line, as `printf %b` turns it back.
+/// A command as one line, for `printf %b`.
 pub(crate) fn escape(command: &str) -> String {
     command.trim().replace('\\', "\\\\").replace('\n', "\\n")
 }
 
-/// A word that the shell takes as it is.
+/// A word quoted for the shell.
 pub fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''"))
 }

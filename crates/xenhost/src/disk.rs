@@ -1,4 +1,4 @@
-//! Disks of guests: xenstore directories as a toolstack writes them, and the backend serving.
+//! Disks of guests: xenstore directories as a toolstack writes them, and their backends.
 
 use crate::XenHost;
 use crate::channel::quote;
@@ -10,9 +10,9 @@ use anyhow::{Result, bail};
 pub enum Backend {
     /// `ferrite serve`, kind vbd3.
     Ferrite,
-    /// The kernel's blkback, kind vbd: shows that a test holds for a backend known to be good.
+    /// The kernel's blkback, kind vbd: shows that a test passes with another backend.
     Blkback,
-    /// QEMU's, kind qdisk, a process for each guest.
+    /// QEMU's backend, kind qdisk, a process for each guest.
     Qdisk,
 }
 
@@ -29,7 +29,7 @@ impl Backend {
 /// The options of a disk.
 #[derive(Clone, Debug)]
 pub struct DiskOptions {
-    /// Image file or block device in the dom0.
+    /// The image file or block device in dom0.
     pub image: String,
     /// The guest's name for it, xvda to xvdp.
     pub name: &'static str,
@@ -53,22 +53,22 @@ pub struct Disk {
     backend: Backend,
     domid: u32,
     devid: u32,
-    /// blkback takes block devices only: the loop device over an image file.
+    /// The loop device of an image file: blkback accepts block devices only.
     device: Option<String>,
-    /// How often the backend was started, which names its log.
+    /// The number of starts of the backend, which is part of its log's name.
     starts: u32,
     pid: Option<u32>,
 }
 
-/// How long a backend may take for a change of state.
+/// The time limit of a backend's change of state.
 const STATE_LIMIT_S: u64 = 60;
 
-/// A shell condition: the process has ended. One that only waits to be reaped holds nothing.
+/// A shell condition: the process has ended. A zombie holds nothing.
 pub fn ended(pid: u32) -> String {
     format!("! grep -qs '^State:[[:space:]]*[^ZX[:space:]]' /proc/{pid}/status")
 }
 
-/// The device number of xvda to xvdp: major 202, sixteen minors a disk.
+/// The device number of xvda to xvdp: major 202, sixteen minors per disk.
 fn devid(name: &str) -> Result<u32> {
     match name.strip_prefix("xvd").map(str::as_bytes) {
         Some([letter @ b'a'..=b'p']) => Ok((202 << 8) | (u32::from(letter - b'a') << 4)),
@@ -94,13 +94,13 @@ impl Disk {
         if backend == Backend::Blkback {
             disk.device = Some(disk.block_device(xenhost)?);
         }
-        // The backend waits for its directory: whoever comes first must not matter.
+        // The backend waits for its directory: either may come first.
         disk.start_backend(xenhost)?;
         disk.write_directories(xenhost)?;
         Ok(disk)
     }
 
-    /// Writes the directories of a disk that the process of another one serves, too: see [`Disk::of_serve`].
+    /// Writes the directories of a disk that another disk's process also serves: see [`Disk::of_serve`].
     pub fn attach_beside(
         xenhost: &mut XenHost,
         guest: &Guest,
@@ -111,7 +111,7 @@ impl Disk {
         Ok(disk)
     }
 
-    /// What `ferrite serve` is told to serve this disk. Behind the arguments of another one, one process serves both.
+    /// The arguments of `ferrite serve` for this disk. After the arguments of another one, one process serves both.
     pub fn of_serve(&self) -> String {
         format!("{} --xen {}/{}", quote(&self.options.image), self.domid, self.devid)
     }
@@ -123,12 +123,12 @@ impl Disk {
         Ok(disk)
     }
 
-    /// A disk that the toolstack attaches, and that somebody serves.
+    /// A disk that the toolstack attaches, and that the daemon or another process serves.
     pub fn of_toolstack(guest: &Guest, options: DiskOptions) -> Result<Disk> {
         Self::new(guest, Backend::Ferrite, options)
     }
 
-    /// The same of the domain that the guest has become.
+    /// Continues with the domain that the guest has become.
     pub fn follow(&mut self, guest: &Guest) {
         self.domid = guest.domid();
     }
@@ -138,7 +138,7 @@ impl Disk {
         format!("/dev/{}", self.options.name)
     }
 
-    /// The image in the dom0.
+    /// The image in dom0.
     pub fn image(&self) -> &str {
         &self.options.image
     }
@@ -153,8 +153,8 @@ impl Disk {
         format!("/local/domain/0/backend/{}/{}/{}", self.backend.kind(), self.domid, self.devid)
     }
 
-    /// Writes both directories as libxl does: each owned by its end, readable by the other. The
-    /// backend's state comes last: to the kernel's backend a frontend without one is gone.
+    /// Writes both directories as libxl does: each owned by its end, readable by the other. The backend's state comes
+    /// last: the kernel's backend takes a frontend without a state for a removed one.
     fn write_directories(&self, xenhost: &mut XenHost) -> Result<()> {
         let (front, back, domid) = (self.frontend(), self.backend_dir(), self.domid);
         let mode = if self.options.read_only { "r" } else { "w" };
@@ -187,7 +187,7 @@ impl Disk {
             .map(drop)
     }
 
-    /// The block device that blkback serves: the image itself or a loop device over it.
+    /// The block device for blkback: the image itself or a loop device of it.
     fn block_device(&self, xenhost: &mut XenHost) -> Result<String> {
         let image = quote(&self.options.image);
         xenhost.sh(&format!(
@@ -195,7 +195,7 @@ impl Disk {
         ))
     }
 
-    /// Starts the backend's process in the background; blkback is always there.
+    /// Starts the backend's process in the background; blkback is always running.
     pub fn start_backend(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let process = match self.backend {
             Backend::Blkback => return Ok(()),
@@ -205,7 +205,7 @@ impl Disk {
                 xenhost.serve_arguments,
                 self.options.arguments,
             ),
-            // As a toolstack starts it.
+            // The command line of a toolstack.
             Backend::Qdisk => format!(
                 "$(ls /usr/libexec/xen-qemu-system-i386 /usr/lib/xen-*/bin/qemu-system-i386 \
                  2>/dev/null | head -n 1) -xen-domid {} -xen-attach -name qdisk -machine xenpv \
@@ -225,7 +225,7 @@ impl Disk {
         format!("/tmp/backend-{}-{}.{}.log", self.domid, self.devid, self.starts)
     }
 
-    /// Those of all its starts, as a pattern for the shell.
+    /// The logs of all its starts, as a shell pattern.
     fn logs(&self) -> String {
         format!("/tmp/backend-{}-{}.*.log", self.domid, self.devid)
     }
@@ -238,7 +238,7 @@ impl Disk {
         Ok(xenhost.dom0(&format!("tail -n 60 {}", self.log()), 20)?.stdout)
     }
 
-    /// The domain that has it.
+    /// The guest's domain.
     pub fn domid(&self) -> u32 {
         self.domid
     }
@@ -276,7 +276,7 @@ impl Disk {
         )))
     }
 
-    /// The logs of the backend's starts and both directories, for whoever looks into a failure.
+    /// The logs of the backend's starts and both directories, as evidence for a failure.
     pub fn describe(&self, xenhost: &mut XenHost) -> String {
         let (front, back, logs) = (self.frontend(), self.backend_dir(), self.logs());
         let command = format!(
@@ -286,12 +286,12 @@ impl Disk {
         format!("backend of {}:\n{}\n", self.options.name, told.trim_end())
     }
 
-    /// Unplugs as a toolstack does: online=0 and state=5, waits for 6, removes the directories.
+    /// Unplugs as a toolstack does: writes online=0 and state=5, waits for 6, removes the directories.
     pub fn unplug(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let back = self.backend_dir();
         xenhost.sh(&format!("xenstore-write {back}/online 0 {back}/state 5"))?;
         if self.backend == Backend::Qdisk {
-            // It removes its directory by itself, and its process is the guest's, not the disk's.
+            // qdisk removes its directory itself, and its process belongs to the guest.
             self.wait(xenhost, "the backend's end", &format!("! xenstore-exists {back}/state"))?;
             self.forget(xenhost)?;
             return self.stop_backend(xenhost);
@@ -301,7 +301,7 @@ impl Disk {
         self.wait_backend_gone(xenhost)
     }
 
-    /// Removes the directories and what blkback needed, without asking anyone.
+    /// Removes the directories and blkback's resources, without waiting.
     fn forget(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let (front, back) = (self.frontend(), self.backend_dir());
         xenhost.sh(&format!(
@@ -320,8 +320,8 @@ impl Disk {
         self.wait(xenhost, "the backend ending by itself", &condition)
     }
 
-    /// Removes a disk whose guest is gone. Ferrite sees that by itself; blkback has to be told, as
-    /// a toolstack does. One that the toolstack has attached may be gone with its guest, state and all.
+    /// Removes a disk whose guest has ended. Ferrite detects that itself; blkback needs the toolstack's steps. The
+    /// directories of a disk that the toolstack has attached may be removed already.
     pub fn remove_after_destroy(&mut self, xenhost: &mut XenHost) -> Result<()> {
         match self.backend {
             Backend::Ferrite => self.wait_backend_gone(xenhost)?,
@@ -334,20 +334,20 @@ impl Disk {
         let closed =
             format!("! xenstore-exists {directory} || [ \"$(xenstore-read {directory})\" = 6 ]");
         self.wait(xenhost, "the backend's end without its guest", &closed)?;
-        // What the daemon knows of it goes when the image is closed.
+        // The daemon removes its state of the disk when the image is closed.
         let known = format!("! [ -e /run/ferrite/disks/vbd-{}-{}.json ]", self.domid, self.devid);
         self.wait(xenhost, "the daemon without the disk", &known)?;
         self.forget(xenhost)
     }
 
-    /// Asks the serving process to end, as an administrator does for an upgrade.
+    /// Asks the serving process to end, as for an upgrade.
     pub fn stop_backend(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let Some(pid) = self.pid.take() else { bail!("no backend process to stop") };
         xenhost.sh(&format!("kill -TERM {pid}"))?;
         self.wait(xenhost, "the backend's end after SIGTERM", &ended(pid))
     }
 
-    /// Removes whatever is left of the disk after its guest is gone, in good order or not.
+    /// Removes the rest of the disk after its guest has ended, in any way.
     pub fn sweep(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let (front, back) = (self.frontend(), self.backend_dir());
         xenhost.sh(&format!(
@@ -367,7 +367,7 @@ impl Disk {
         xenhost.wait_until("the killed backend's end", &ended(pid), STATE_LIMIT_S)
     }
 
-    /// A shell line that prints the process which serves a disk of the daemon's.
+    /// A shell line that prints the process that serves a disk of the daemon.
     pub fn worker(&self) -> String {
         format!(
             "for pid in $(cat /proc/$(xenstore-read {}/kthread-pid)/task/*/children); do \
@@ -376,7 +376,7 @@ impl Disk {
         )
     }
 
-    /// Kills that process, and waits for the next one.
+    /// Kills that process, and waits for its successor.
     pub fn kill_worker(&self, xenhost: &mut XenHost) -> Result<()> {
         let worker = self.worker();
         let old = xenhost.sh(&worker)?;
@@ -385,7 +385,7 @@ impl Disk {
         self.wait(xenhost, "the next worker", &next)
     }
 
-    /// Tells blkback that its medium has grown; Ferrite sees to it by itself.
+    /// Tells blkback that its medium has grown; Ferrite detects that itself.
     pub fn notice_growth(&self, xenhost: &mut XenHost) -> Result<()> {
         match &self.device {
             Some(device) => xenhost.sh(&format!("losetup -c {device}")).map(drop),

@@ -5,22 +5,22 @@ use crate::channel::{Output, escape, quote};
 use anyhow::{Context, Result, bail};
 use std::time::Instant;
 
-/// How a guest is virtualised.
+/// The virtualisation of a guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Kind {
-    /// Without the processor's help.
+    /// Without hardware virtualisation.
     #[default]
     Pv,
-    /// With it, on a host that has [`Processor::Amd`](crate::qemu::Processor).
+    /// With hardware virtualisation, on a host that has [`Processor::Amd`](crate::qemu::Processor).
     Pvh,
-    /// The same, with firmware and a device model: it boots from its disk.
+    /// As PVH, with firmware and a device model: it boots from its disk.
     Hvm,
 }
 
-/// How a guest is made; blkfront's parameters decide what it asks of the backend.
+/// The properties of a guest; blkfront's parameters decide its connection to the backend.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestOptions {
-    /// How it is virtualised.
+    /// The virtualisation.
     pub kind: Kind,
     /// Virtual processors; Linux asks for one queue for each, up to `queues`.
     pub vcpus: u32,
@@ -28,11 +28,11 @@ pub struct GuestOptions {
     pub queues: Option<u32>,
     /// blkfront's `max_ring_page_order`.
     pub ring_order: Option<u32>,
-    /// blkfront's `max_indirect_segments`; up to 11 means none at all.
+    /// blkfront's `max_indirect_segments`; up to 11 means no indirect requests.
     pub indirect: Option<u32>,
-    /// Its memory beside what its disks take, in MiB.
+    /// Its memory without that for its disks, in MiB.
     pub base_mib: u32,
-    /// Whether it reads the host's own counter of time stamps, so that its times compare with the dom0's.
+    /// Whether it reads the host's time stamp counter, so that its times compare with dom0's.
     pub host_time: bool,
 }
 
@@ -62,7 +62,7 @@ impl GuestOptions {
         GuestOptions { kind: Kind::Hvm, vcpus: 1, ..GuestOptions::default() }
     }
 
-    /// The guest in the toolstack's words.
+    /// The guest's configuration for the toolstack.
     fn config(&self, name: &str, arguments: &str, disks: &[String]) -> String {
         let kind = match self.kind {
             Kind::Pv => "pv",
@@ -70,7 +70,7 @@ impl GuestOptions {
             Kind::Hvm => "hvm",
         };
         let boots = match self.kind {
-            // By the IDE disk that is the default no guest came up in three minutes.
+            // With the default IDE disk no guest booted within three minutes.
             Kind::Hvm => {
                 "boot=\"c\"\nhdtype=\"ahci\"\nvga=\"none\"\nnographic=1\nvnc=0\nusb=0\n".to_owned()
             }
@@ -100,8 +100,8 @@ impl GuestOptions {
         set.collect::<Vec<_>>().join(",")
     }
 
-    /// With persistent grants blkfront has a page of its own for each segment of each slot of its
-    /// rings: a gigabyte for two of the largest rings.
+    /// With persistent grants blkfront has a page for each segment of each slot of its rings: a gigabyte for two of the
+    /// largest rings.
     fn memory_mib(&self) -> u32 {
         let slots = self.queues.unwrap_or(self.vcpus) * (32 << self.ring_order.unwrap_or(0));
         let segments = self.indirect.unwrap_or(32).max(11) + 1;
@@ -109,20 +109,20 @@ impl GuestOptions {
     }
 }
 
-/// Memory of a guest beside what its disks take; the less, the faster its kernel is up.
+/// Memory of a guest without that for its disks; with less memory its kernel boots faster.
 const GUEST_MEMORY_MIB: u32 = 256;
-/// The most that a guest may cost from its start to its agent, in seconds of the emulator's processor time:
-/// the clock of a busy machine does not tell a slow guest from one that stands still. 4 s when
-/// nothing else runs, ten times that on a machine with ten times the work.
+/// The most processor time of the emulator, in seconds, from a guest's start to its agent. The clock of a busy machine
+/// does not distinguish a slow guest from one that hangs. 4 s when nothing else runs, ten times that on a machine with
+/// ten times the work.
 const START_LIMIT_CPU_S: f64 = 180.0;
-/// And by the clock: one that stands still costs next to nothing.
+/// The limit by the clock: a guest that hangs takes almost no processor time.
 const START_LIMIT_S: u64 = 600;
-/// How long the toolstack may take to make a guest: with a device model a quarter of a minute.
+/// The time limit of the toolstack for making a guest: with a device model it takes 15 s.
 const CREATE_LIMIT_S: u64 = 180;
-/// How long one of the dom0's commands waits for the guest meanwhile.
+/// How long one of dom0's commands waits for the guest.
 const START_CHECK_S: u64 = 30;
 
-/// Messages of blkfront that mean the backend broke the protocol or failed a request.
+/// Messages of blkfront about a breach of the protocol by the backend, or a failed request.
 const BLKFRONT_COMPLAINTS: &[&str] = &[
     "disabled for further use",
     "blkfront: xvd.*error",
@@ -139,31 +139,31 @@ pub struct Guest {
     tty: String,
     log: String,
     next_id: u64,
-    /// Bytes of the console's log that lie behind us.
+    /// Bytes of the console's log that have been read.
     seen: usize,
-    /// Where in the log its last boot begins.
+    /// The offset of its last boot in the log.
     starts_at: usize,
 }
 
-/// How a guest has become another domain.
+/// The ways in which a guest becomes another domain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Follow {
     /// By a reboot.
     Booted,
     /// From a file.
     Restored,
-    /// From another host, which may be this one.
+    /// By a migration from another host, which may be the same one.
     Migrated,
 }
 
-/// A command that runs in a guest while we do something else.
+/// A command that runs in a guest concurrently.
 #[derive(Debug)]
 #[must_use]
 pub struct Job {
     id: String,
     command: String,
     limit_s: u64,
-    /// Where in the console's log its answer is looked for.
+    /// The offset in the console's log from which its answer is searched.
     from: usize,
 }
 
@@ -173,8 +173,8 @@ impl Guest {
         Self::create_with(xenhost, options, &[])
     }
 
-    /// Makes a guest with disks that the toolstack attaches, in its own words, and leaves it paused.
-    /// Such a guest may reboot.
+    /// Makes a guest with disks that the toolstack attaches, in its own words, and leaves it paused. Such a guest may
+    /// reboot.
     pub fn create_with(
         xenhost: &mut XenHost,
         options: &GuestOptions,
@@ -203,7 +203,7 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Finds the domain that has the guest's name, and its console.
+    /// Finds the guest's domain by its name, and its console.
     fn find(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let name = &self.name;
         let found = xenhost.sh(&format!(
@@ -217,9 +217,8 @@ impl Guest {
         Ok(())
     }
 
-    /// Goes on with the guest as another domain, after `how` has made that of it: a reboot, a restore.
-    /// A domain that was restored begins the log of its name anew or goes on with it, as it is called
-    /// when its console comes.
+    /// Continues with the guest as another domain, after `how` has made it one: a reboot, a restore. The log of a
+    /// restored domain begins anew or continues the old one, depending on the domain's name when its console is opened.
     pub fn follow(&mut self, xenhost: &mut XenHost, how: Follow) -> Result<()> {
         let old = self.domid;
         let name = &self.name;
@@ -242,7 +241,7 @@ impl Guest {
         self.find(xenhost)
     }
 
-    /// Makes a guest without a disk and waits until it takes commands.
+    /// Makes a guest without a disk and waits until it accepts commands.
     pub fn start(xenhost: &mut XenHost, options: &GuestOptions) -> Result<Guest> {
         let mut guest = Self::create(xenhost, options)?;
         guest.unpause(xenhost)?;
@@ -265,7 +264,7 @@ impl Guest {
         xenhost.sh(&format!("xl unpause {}", self.domid)).map(drop)
     }
 
-    /// Waits until the guest takes commands.
+    /// Waits until the guest accepts commands.
     pub fn wait_ready(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let (began, began_cpu_s) = (Instant::now(), xenhost.cpu_s());
         let patience = xenhost.pace().patience();
@@ -296,8 +295,8 @@ impl Guest {
         xenhost.dom0(&command, 20).map_or_else(|error| error.to_string(), |output| output.stdout)
     }
 
-    /// Where a guest stands that does not answer, in few lines: the states of its disks, its
-    /// processors, and the end of its console. There its kernel is made to tell which tasks wait.
+    /// The state of a guest that does not answer, in few lines: its disks, its processors, and the end of its console,
+    /// where its kernel is made to list waiting tasks.
     fn standstill(&self, xenhost: &mut XenHost) -> String {
         let (domid, log) = (self.domid, &self.log);
         let command = format!(
@@ -310,14 +309,14 @@ impl Guest {
         xenhost.dom0(&command, 40).map_or_else(|error| error.to_string(), |output| output.stdout)
     }
 
-    /// The domain and its console, for whoever looks into a failure.
+    /// The domain and its console, as evidence for a failure.
     pub fn describe(&self, xenhost: &mut XenHost) -> String {
         format!("guest {}:\n{}\n", self.name, self.console(xenhost).trim_end())
     }
 
-    /// A shell line for the dom0 that gives a command to the guest, and the job it becomes.
+    /// A shell line for dom0 that gives a command to the guest, and the job.
     fn submit(&mut self, command: &str, limit_s: u64) -> (String, Job) {
-        // The number of nanoseconds makes a marker that no output holds by chance.
+        // The nanoseconds make a marker that no output has by chance.
         let salt = std::time::SystemTime::now()
             .duration_since(std::time::UNIX_EPOCH)
             .map_or(0, |since| since.subsec_nanos());
@@ -337,10 +336,10 @@ impl Guest {
         Ok(job)
     }
 
-    /// Waits for a command begun before.
+    /// Waits for a command that was begun before.
     ///
     /// # Errors
-    /// When the guest does not answer in the command's time and some.
+    /// The guest does not answer within the command's time and a margin.
     pub fn finish(&mut self, xenhost: &mut XenHost, job: &Job) -> Result<Output> {
         self.collect(xenhost, "true", job)
     }
@@ -351,10 +350,10 @@ impl Guest {
         self.collect(xenhost, &send, &job)
     }
 
-    /// Runs `before` in the dom0, then reads the guest's console up to the job's end.
+    /// Runs `before` in dom0, then reads the guest's console up to the job's end.
     fn collect(&mut self, xenhost: &mut XenHost, before: &str, job: &Job) -> Result<Output> {
         let end = format!("@@{} end", job.id);
-        // One that was begun before a migration ends in another log.
+        // A command that was begun before a migration ends in another log.
         let from = job.from.min(self.seen);
         let command = format!("{before}; {}", read_to(&self.log, from, &end));
         let console = xenhost.dom0(&command, job.limit_s + 10)?;
@@ -373,13 +372,13 @@ impl Guest {
         }
     }
 
-    /// Waits for a command that must succeed, and gives its trimmed output.
+    /// Waits for a command that must succeed; returns its trimmed output.
     pub fn finish_ok(&mut self, xenhost: &mut XenHost, job: &Job) -> Result<String> {
         let output = self.finish(xenhost, job)?;
         self.expect_success(xenhost, &job.command, &output)
     }
 
-    /// Runs a shell command in the guest that must succeed, and gives its trimmed output.
+    /// Runs a shell command in the guest that must succeed; returns its trimmed output.
     pub fn sh(&mut self, xenhost: &mut XenHost, command: &str, limit_s: u64) -> Result<String> {
         let output = self.run(xenhost, command, limit_s)?;
         self.expect_success(xenhost, command, &output)
@@ -409,13 +408,13 @@ impl Guest {
         Ok(self.run(xenhost, &format!("dmesg | tail -n {lines}"), 20)?.stdout)
     }
 
-    /// The lines of blkfront about its disks.
+    /// The messages of blkfront about its disks.
     pub fn blkfront_log(&mut self, xenhost: &mut XenHost) -> Result<String> {
         let output = self.run(xenhost, "dmesg | grep -E 'blkfront|vbd|xvd' | cut -c1-300", 20)?;
         Ok(output.stdout.trim().to_owned())
     }
 
-    /// Fails when blkfront has complained of the backend.
+    /// Fails if blkfront has complained about the backend.
     pub fn check_blkfront(&mut self, xenhost: &mut XenHost) -> Result<()> {
         let pattern = BLKFRONT_COMPLAINTS.join("|");
         let command = format!("dmesg | grep -E {}", quote(&pattern));
@@ -433,7 +432,7 @@ impl Guest {
     }
 }
 
-/// What a guest's kernel is told, by the toolstack or by the boot loader.
+/// The arguments of a guest's kernel, from the toolstack or the boot loader.
 pub(crate) fn kernel_arguments(xenhost: &XenHost, options: &GuestOptions) -> String {
     format!(
         "console=hvc0 rdinit=/init quiet panic=-1 {} lab.blkfront={}",
@@ -442,8 +441,8 @@ pub(crate) fn kernel_arguments(xenhost: &XenHost, options: &GuestOptions) -> Str
     )
 }
 
-/// A shell line for the dom0 that prints the console's log from a byte on, up to the line that
-/// begins with `marker`. tail ends by itself once sed has closed the pipe.
+/// A shell line for dom0 that prints the console's log from a byte on, up to the line that begins with `marker`. tail
+/// ends once sed has closed the pipe.
 fn read_to(log: &str, from: usize, marker: &str) -> String {
     let log = quote(log);
     format!(
@@ -455,7 +454,7 @@ fn read_to(log: &str, from: usize, marker: &str) -> String {
 /// The part of a console between the two markers, and the status in the first.
 fn cut_answer(console: &str, begin: &str, end: &str) -> Option<Output> {
     let start = console.rfind(begin)?;
-    // The marker that ends an answer begins like the one that begins it: take the one before.
+    // The marker at the end of an answer begins like the one at its beginning: take the one before.
     let start =
         if console[start..].starts_with(end) { console[..start].rfind(begin)? } else { start };
     let (status, rest) = console[start + begin.len()..].split_once('\n')?;

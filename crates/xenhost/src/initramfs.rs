@@ -1,11 +1,11 @@
-//! The guests' initial RAM disk: a cached base with the programs, and the boot's own init before it.
+//! The guests' initial RAM disk: a cached base with the programs, and before it an init for each boot.
 
 use crate::packages::as_root;
 use crate::steps::run_logged;
 use anyhow::{Context, Result};
 use std::path::Path;
 
-/// Programs taken from the dom0's root, with the libraries they need.
+/// Programs from dom0's root, with their libraries.
 pub(crate) const PROGRAMS: &[&str] = &[
     "/usr/bin/busybox",
     "/usr/bin/fio",
@@ -20,15 +20,15 @@ pub(crate) const PROGRAMS: &[&str] = &[
     "/usr/sbin/fstrim",
 ];
 
-/// Kernel modules with all they depend on; `load-MODULE` in the guest inserts them in order.
+/// Kernel modules with their dependencies; `load-MODULE` in the guest inserts them in order.
 pub(crate) const MODULES: &[&str] = &["xen-blkfront", "ext4"];
 
 /// The scripts that make the base, as part of the recipe.
 pub(crate) const RECIPE: &[&str] = &[MAKE_BASE, MAKE_STUB];
 
-/// Debian's fio is linked with client libraries of network storage: 50 MB that every start of fio
-/// would load and relocate, most of a guest's time under emulation. A stub defines the functions
-/// that fio takes from them, with their versions, and stands in for all those libraries.
+/// Debian's fio is linked with client libraries of network storage: each start of fio would load and relocate 50 MB,
+/// most of a guest's time under emulation. A stub library defines the functions that fio imports from them, with their
+/// versions, and replaces all these libraries.
 const MAKE_STUB: &str = r#"
 real='^(libc|libm|libz|libaio)\.so'
 foreign=$(readelf -d "$tree/usr/bin/fio" | sed -n 's/.*NEEDED.*\[\(.*\)\]/\1/p' | grep -vE "$real" || true)
@@ -48,8 +48,8 @@ done
 rm -f "$stage.real" "$stage.symbols" "$stage.c" "$stage.map"
 "#;
 
-/// The part that is the same for all boots, made once from the root's files. Modules are stored
-/// unpacked, so that the guest's small insmod can take them.
+/// The part that is the same for all boots, made once from the root's files. Modules are stored unpacked, as the
+/// guest's small insmod requires.
 const MAKE_BASE: &str = r#"
 umask 022
 tree=$1 kernel=$2 out=$3 programs=$4 modules=$5
@@ -102,8 +102,8 @@ pub(crate) fn make_base(tree: &Path, kernel: &str, out: &Path, log: &Path) -> Re
     run_logged(&mut shell, log).context("cannot make the guests' initial RAM disk")
 }
 
-/// Writes a whole RAM disk: an archive with `init`, then the base. The kernel unpacks archives one
-/// after the other; the first is stored, so Xen's domain builder does not try to unpack them.
+/// Writes a whole RAM disk: an archive with `init`, then the base. The kernel unpacks archives one after the other; the
+/// first is uncompressed, so Xen's domain builder does not try to unpack them.
 pub(crate) fn assemble(base: &Path, init: &str, out: &Path) -> Result<()> {
     init_only(init, out)?;
     let mut file = std::fs::File::options().append(true).open(out)?;
@@ -113,7 +113,7 @@ pub(crate) fn assemble(base: &Path, init: &str, out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The first archive by itself, for a boot loader that gives the kernel several.
+/// The first archive alone, for a boot loader that passes several to the kernel.
 pub(crate) fn init_only(init: &str, out: &Path) -> Result<()> {
     let mut image = Vec::new();
     append_entry(&mut image, "init", 0o100_755, init.as_bytes());

@@ -22,14 +22,14 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// How long the host may take from power-on to its agent; 20 s when nothing else runs.
+/// The time limit from power-on to the agent; 20 s when nothing else runs.
 const BOOT_LIMIT: Duration = Duration::from_secs(600);
-/// The time that an answer may take beyond its command's own limit on a busy machine.
+/// The additional time of an answer after its command's own limit, on a busy machine.
 const GRACE: Duration = Duration::from_secs(20);
-/// Size of the payload's file system, where images are made as well; a sparse file.
+/// Size of the payload's file system, which also has tests' images; a sparse file.
 const PAYLOAD_BYTES: u64 = 8 << 30;
 
-/// First part of the names of what a run keeps on disk; the process's id follows.
+/// The prefix of a run's files on disk; the process's id follows.
 const RUN_PREFIX: &str = "ferrite-lab-";
 
 /// Scratch disk with 512-byte sectors.
@@ -40,20 +40,20 @@ pub const SCRATCH_4096: &str = "scratch4096";
 /// NVMe scratch disk; `modprobe nvme` brings it up.
 pub const SCRATCH_NVME: &str = "scratchnvme";
 
-/// Something of ours for the dom0.
+/// A program for dom0.
 #[derive(Clone, Debug)]
 pub struct Program {
     /// Its name there; a Debian package (`.deb`) is installed.
     pub name: &'static str,
-    /// The file here.
+    /// The local file.
     pub file: PathBuf,
 }
 
-/// A running Xen host. It must be kept by the thread that booted it: QEMU dies with that thread.
+/// A running Xen host. The thread that booted it must keep it: QEMU dies with that thread.
 pub struct XenHost {
     channel: Channel,
     qemu: Qemu,
-    /// Held for its end: the folder goes with the host.
+    /// Its drop removes the folder.
     _dir: RunDir,
     guests: u32,
     processor: Processor,
@@ -63,12 +63,12 @@ pub struct XenHost {
 }
 
 impl XenHost {
-    /// Boots a host for PV guests, whose dom0 finds `programs` in its PATH.
+    /// Boots a host for PV guests, whose dom0 has `programs` in its PATH.
     pub fn boot(root: &Root, programs: &[Program]) -> Result<XenHost> {
         Self::boot_at(Hardware::default(), root, programs, &[])
     }
 
-    /// Boots a host on this hardware; `arguments` are the emulator's.
+    /// Boots a host with this hardware; `arguments` are the emulator's.
     pub fn boot_at(
         hardware: Hardware,
         root: &Root,
@@ -78,7 +78,7 @@ impl XenHost {
         step("boot Xen and its dom0", || Self::boot_quietly(hardware, root, programs, arguments))
     }
 
-    /// Boots a host with a processor of its own.
+    /// Boots a host with this processor.
     pub fn boot_on(processor: Processor, root: &Root, programs: &[Program]) -> Result<XenHost> {
         step(&format!("boot Xen and its dom0 ({processor:?})"), || {
             let hardware = Hardware { processor, ..Hardware::default() };
@@ -136,7 +136,7 @@ impl XenHost {
         Ok(xenhost)
     }
 
-    /// The measure of the host's time.
+    /// The clock of the host.
     fn pace(&self) -> Pace {
         self.pace
     }
@@ -146,24 +146,24 @@ impl XenHost {
         self.processor
     }
 
-    /// How often the host has stood still so far: some hundred seconds of its own, in which nothing
-    /// went on. Seen with the processor of AMD only, once in some forty starts of guests.
+    /// How often the host has hung so far: some hundred seconds of its time without progress. This happens only with
+    /// the processor of AMD, about once in forty starts of guests.
     pub fn standstills(&mut self) -> Result<u32> {
         let told = self.sh("dmesg | grep -c 'Long readout interval' || true")?;
         told.parse().with_context(|| format!("odd answer: {told}"))
     }
 
-    /// Processor time the emulator has used, in seconds.
+    /// Processor time of the emulator, in seconds.
     pub fn cpu_s(&self) -> f64 {
         self.qemu.cpu_s()
     }
 
-    /// Runs a shell command in the dom0.
+    /// Runs a shell command in dom0.
     ///
     /// # Errors
-    /// When no answer comes, with the console's end: the host is then of no further use.
+    /// No answer comes; the error has the console's end. The host is then unusable.
     pub fn dom0(&mut self, command: &str, limit_s: u64) -> Result<Output> {
-        // The dom0 ends a command after `limit_s` of its own seconds; here they may be long ones.
+        // dom0 ends a command after `limit_s` of its own seconds; outside these may be longer.
         let grace = GRACE + Duration::from_secs(limit_s) * (self.pace.patience() - 1);
         let result = self.channel.run(command, Duration::from_secs(limit_s), grace);
         result.map_err(|error| {
@@ -175,7 +175,7 @@ impl XenHost {
         })
     }
 
-    /// Runs a shell command in the dom0 that must succeed, and gives its trimmed output.
+    /// Runs a shell command in dom0 that must succeed; returns its trimmed output.
     pub fn sh(&mut self, command: &str) -> Result<String> {
         self.sh_for(command, 60)
     }
@@ -194,7 +194,7 @@ impl XenHost {
         Ok(output.stdout.trim().to_owned())
     }
 
-    /// Runs `condition` in the dom0 until it succeeds or `limit_s` seconds are over.
+    /// Repeats `condition` in dom0 until it succeeds or `limit_s` seconds are over.
     pub fn wait_until(&mut self, what: &str, condition: &str, limit_s: u64) -> Result<()> {
         let command = format!("until {{ {condition}; }} >/dev/null 2>&1; do sleep 0.1; done");
         let output = self.dom0(&command, limit_s)?;
@@ -206,7 +206,7 @@ impl XenHost {
         Ok(())
     }
 
-    /// The device node of a scratch disk in the dom0.
+    /// The device node of a scratch disk in dom0.
     pub fn scratch(&mut self, serial: &str) -> Result<String> {
         let command = format!(
             "for d in /sys/block/vd*; do [ \"$(cat $d/serial)\" = {serial} ] && echo /dev/${{d##*/}}; done; true"
@@ -218,8 +218,8 @@ impl XenHost {
         Ok(device)
     }
 
-    /// Starts the daemon, for all images of the payload's disk, with these tables of its configuration
-    /// besides, and gives its process.
+    /// Starts the daemon, for all images on the payload's disk, with these additional tables of its configuration;
+    /// returns its process.
     pub fn start_daemon(&mut self, tables: &str) -> Result<u32> {
         let configuration = format!("image_folders = [\"/lab\", \"/dev\"]\n{tables}");
         let pid = self.sh(&format!(
@@ -231,20 +231,20 @@ impl XenHost {
         pid.parse().with_context(|| format!("odd answer: {pid}"))
     }
 
-    /// A name no guest of this boot has had.
+    /// A guest name that is new in this boot.
     fn next_guest(&mut self) -> String {
         self.guests += 1;
         format!("g{}", self.guests)
     }
 
-    /// Keeps a copy of the console in `to`, for whoever looks into a failure.
+    /// Keeps a copy of the console in `to`, as evidence for a failure.
     pub fn save_console(&self, to: &Path) -> Result<()> {
         std::fs::copy(self.qemu.console(), to)?;
         Ok(())
     }
 }
 
-/// Makes the boot's own disk: scripts, programs, the guests' RAM disk, and room for images.
+/// Makes the disk of the boot: scripts, programs, the guests' RAM disk, and room for images.
 fn make_payload(dir: &Path, root: &Root, programs: &[Program]) -> Result<PathBuf> {
     let tree = dir.join("payload");
     std::fs::create_dir_all(tree.join("bin"))?;
@@ -274,8 +274,8 @@ fn write_program(path: &Path, text: &str) -> Result<()> {
     Ok(())
 }
 
-/// A boot's folder in the cache, removed with it, and its control socket in the system's folder
-/// for temporary files, because Unix sockets allow no long paths.
+/// A boot's folder in the cache, removed with it, and its control socket in the system's folder for temporary files,
+/// because paths of Unix sockets must be short.
 struct RunDir {
     path: PathBuf,
     socket: PathBuf,
@@ -303,14 +303,14 @@ impl Drop for RunDir {
     }
 }
 
-/// Removes what runs that were killed have left.
+/// Removes files of killed runs.
 fn remove_stale(base: &Path) {
     let Ok(entries) = std::fs::read_dir(base) else { return };
     for entry in entries.filter_map(Result::ok) {
         let name = entry.file_name().to_string_lossy().into_owned();
         let pid = name.strip_prefix(RUN_PREFIX).and_then(|rest| rest.split('-').next());
         if pid.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
-            // Another user's leftovers stay; ours go.
+            // Another user's files stay; ours are removed.
             let path = entry.path();
             let _ = if path.is_dir() {
                 std::fs::remove_dir_all(&path)

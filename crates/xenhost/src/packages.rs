@@ -1,4 +1,4 @@
-//! Commands that are needed, and the Debian packages that bring them.
+//! Required commands, and their Debian packages.
 
 use crate::steps;
 use anyhow::{Result, bail};
@@ -6,10 +6,10 @@ use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A command and the package it comes from.
+/// A command and its package.
 pub type Need = (&'static str, &'static str);
 
-/// The commands that booting the Xen host takes.
+/// The commands for booting the Xen host.
 pub const XEN_HOST: &[Need] = &[
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("debootstrap", "debootstrap"),
@@ -24,7 +24,7 @@ pub const XEN_HOST: &[Need] = &[
     ("readelf", "binutils"),
 ];
 
-/// Finds a command the way a root shell would: the system folders count even when PATH lacks them.
+/// Finds a command as a root shell does: the system folders count even if PATH lacks them.
 pub fn find(command: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let system = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"].iter().map(PathBuf::from);
@@ -36,7 +36,7 @@ pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// A command that runs as root: itself when we are root, through sudo otherwise.
+/// A command that runs as root: directly if this process is root, otherwise through sudo.
 pub fn as_root(program: &str) -> Command {
     if is_root() {
         return Command::new(program);
@@ -49,12 +49,12 @@ pub fn as_root(program: &str) -> Command {
     command
 }
 
-/// Whether commands can be run as root without surprising anyone.
+/// Whether commands can be run as root without a password.
 fn can_be_root() -> bool {
     is_root() || (find("sudo").is_some() && as_root("true").status().is_ok_and(|s| s.success()))
 }
 
-/// Installs what is missing with apt-get, or says in one line what to install.
+/// Installs missing packages with apt-get, or reports in one line what to install.
 pub fn ensure(groups: &[&[Need]]) -> Result<()> {
     let needed = groups.iter().flat_map(|group| group.iter());
     let missing: Vec<&Need> = needed.filter(|need| find(need.0).is_none()).collect();

@@ -7,45 +7,44 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-/// An empty disk for the dom0, made anew for each boot.
+/// An empty disk for dom0, new for each boot.
 #[derive(Clone, Debug)]
 pub(crate) struct Scratch {
-    /// Its serial number, by which the dom0 finds it.
+    /// Its serial number, by which dom0 finds it.
     pub(crate) serial: &'static str,
     /// Its size; a sparse file.
     pub(crate) bytes: u64,
     /// Its logical sector size.
     pub(crate) sector_bytes: u32,
-    /// Whether it is an NVMe device (the dom0 loads its driver when a test wants it), otherwise a
-    /// virtio one.
+    /// Whether it is an NVMe device (dom0 loads its driver when a test needs it), otherwise a virtio one.
     pub(crate) nvme: bool,
 }
 
-/// Guards against the flaws of real processors flush the emulator's address translation at each
-/// entry into the hypervisor: without them everything is several times faster.
+/// Mitigations of processor flaws flush the emulator's address translation at each entry into the hypervisor: without
+/// them everything is several times faster.
 const XEN_SPEED: &str = "spec-ctrl=no xpti=no pv-l1tf=no";
-/// The same for Linux. Read-only kernel pages cost a hypercall each; the rest is not looked at.
+/// The same for Linux. Read-only kernel pages cost a hypercall each; the others are not checked.
 ///
-/// And without `cmpxchg16b`, by which the kernel takes and gives memory. QEMU before 8.0 makes its flags of what happens
-/// to be where the last ones were saved (`helper_cmpxchg16b` reads `cc_op`, which nothing has brought up to date). An
-/// interrupt right behind it saves that, with any bit set, and the kernel goes on with it: guests died of a double
-/// fault, or of a damaged list, in the allocator.
+/// It also disables `cmpxchg16b`, which the kernel's allocator uses. QEMU before 8.0 computes the flags of that
+/// instruction from stale ones (`helper_cmpxchg16b` reads `cc_op`, which is not up to date). An interrupt directly
+/// after the instruction saves these flags, with any bit set, and the kernel continues with them: guests died of a
+/// double fault, or of a damaged list, in the allocator.
 const LINUX_CLOCK: &str =
     "mitigations=off rodata=off lsm=capability audit=0 nowatchdog clearcpuid=cx16";
 
-/// The measure of the host's time.
+/// The clock of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pace {
-    /// Time passes as it does outside.
+    /// The real time.
     Clock,
-    /// Each instruction takes a nanosecond, and idle time is skipped: what is measured depends on
-    /// the instructions of guest, hypervisor and dom0, and hardly on how loaded this machine is.
-    /// Nothing is left out that a real host does, so the figures are for unmodified kernels.
+    /// Each instruction takes a nanosecond, and idle time is skipped. So measurements depend on the instructions of
+    /// guest, hypervisor and dom0, and hardly on the load of this machine. Nothing that a real host does is omitted, so
+    /// the figures are for unmodified kernels.
     Instructions,
 }
 
 impl Pace {
-    /// How much longer than inside a step may take outside.
+    /// How many times longer a step may take outside than inside.
     pub(crate) fn patience(self) -> u32 {
         match self {
             Pace::Clock => 1,
@@ -53,7 +52,7 @@ impl Pace {
         }
     }
 
-    /// The options on the hypervisor's command line for the sake of speed.
+    /// The options on the hypervisor's command line for speed.
     fn xen_arguments(self) -> &'static str {
         match self {
             Pace::Clock => XEN_SPEED,
@@ -61,7 +60,7 @@ impl Pace {
         }
     }
 
-    /// The options on the kernels' command lines, for the sake of speed and of this emulator.
+    /// The options on the kernels' command lines, for speed and for this emulator.
     pub(crate) fn linux_arguments(self) -> &'static str {
         match self {
             Pace::Clock => LINUX_CLOCK,
@@ -70,19 +69,18 @@ impl Pace {
     }
 }
 
-/// The processor that is emulated.
+/// The emulated processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Processor {
-    /// Without virtualisation: for PV guests.
+    /// Without hardware virtualisation: for PV guests.
     Plain,
-    /// With AMD's, nested paging too: for PVH and HVM guests. A guest of these costs a quarter to a half
-    /// more, since each of its exits is emulated in full.
+    /// With AMD's virtualisation and nested paging: for PVH and HVM guests. Such a guest costs a quarter to a half
+    /// more, since each of its exits is emulated.
     Amd,
 }
 
 impl Processor {
-    /// QEMU's name for it. Westmere: with newer models its emulation of SMAP and XSAVE breaks PV
-    /// kernels now and then.
+    /// QEMU's name for it. Westmere: the emulation of SMAP and XSAVE in newer models sometimes breaks PV kernels.
     fn model(self) -> &'static str {
         match self {
             Processor::Plain => "Westmere",
@@ -91,30 +89,30 @@ impl Processor {
     }
 }
 
-/// The machine that a host runs on.
+/// The hardware of a host.
 #[derive(Clone, Copy, Debug)]
 pub struct Hardware {
-    /// The measure of its time.
+    /// The clock.
     pub pace: Pace,
     /// Its processor.
     pub processor: Processor,
-    /// How many of them. The dom0 has one, which is pinned to the first where there are more.
+    /// The number of processors. dom0 has one, which is pinned to the first if there are more.
     pub cpus: u32,
     /// Memory of the whole host, in MiB.
     pub host_mib: u32,
-    /// Memory of the dom0, fixed, so that the toolstack never balloons it, in MiB.
+    /// Memory of dom0 in MiB, fixed, so that the toolstack never balloons it.
     pub dom0_mib: u32,
 }
 
 impl Default for Hardware {
-    /// For PV guests, by the clock.
+    /// Hardware for PV guests, with the real time.
     fn default() -> Self {
         let (pace, processor) = (Pace::Clock, Processor::Plain);
         Hardware { pace, processor, cpus: 1, host_mib: 3 << 10, dom0_mib: 1 << 10 }
     }
 }
 
-/// A running QEMU; dropped, it is killed.
+/// A running QEMU, which is killed when this is dropped.
 pub(crate) struct Qemu {
     child: Child,
     console: PathBuf,
@@ -130,16 +128,16 @@ pub(crate) struct Machine<'a> {
     pub(crate) payload: &'a Path,
     /// Extra disks.
     pub(crate) scratch: &'a [Scratch],
-    /// Where QEMU listens for the control channel.
+    /// The path at which QEMU listens for the control channel.
     pub(crate) socket: &'a Path,
-    /// What it is made of.
+    /// Its hardware.
     pub(crate) hardware: Hardware,
     /// Further arguments of the emulator.
     pub(crate) arguments: &'a [String],
 }
 
 impl Qemu {
-    /// Starts the machine; it waits for somebody to connect to the control channel.
+    /// Starts the machine; it waits for a connection to the control channel.
     pub(crate) fn start(machine: &Machine<'_>) -> Result<Qemu> {
         let console = machine.dir.join("console.log");
         let mut command = command(machine, &console)?;
@@ -158,7 +156,7 @@ impl Qemu {
         &self.console
     }
 
-    /// Processor time the emulator has used, in seconds: what a step costs on a busy machine.
+    /// Processor time of the emulator, in seconds: the cost of a step, independent of the machine's load.
     pub(crate) fn cpu_s(&self) -> f64 {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()));
         let ticks = stat.ok().and_then(|text| {
@@ -180,7 +178,7 @@ impl Qemu {
 
 impl Drop for Qemu {
     fn drop(&mut self) {
-        // Both fail only when the process is gone, which is what we want.
+        // Both fail only if the process has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -188,10 +186,10 @@ impl Drop for Qemu {
 
 fn command(machine: &Machine<'_>, console: &Path) -> Result<Command> {
     let (root, hardware) = (machine.root, machine.hardware);
-    // setpriv: the machine dies with us, however we die.
+    // setpriv: the machine is killed when this process dies.
     let mut command = Command::new(packages::find("setpriv").unwrap_or_else(|| "setpriv".into()));
     command.args(["--pdeathsig", "KILL", "--", "qemu-system-x86_64"]);
-    // thread=single: Xen's own locking is not what is being tested, and it boots as fast.
+    // thread=single: Xen's locking is not under test, and it boots as fast.
     command.args(["-machine", "q35", "-accel", "tcg,thread=single"]);
     command.args(["-cpu", hardware.processor.model()]);
     if hardware.pace == Pace::Instructions {
@@ -211,7 +209,7 @@ fn command(machine: &Machine<'_>, console: &Path) -> Result<Command> {
         if hardware.cpus > 1 { "dom0_vcpus_pin " } else { "" },
         hardware.pace.xen_arguments()
     ));
-    // A machine that stands still beside others stalls every grace period: no fault of the dom0.
+    // A machine that hangs while others run stalls every grace period, which is not dom0's fault.
     command.arg("-initrd").arg(format!(
         "{} console=hvc0 root=/dev/vda rw init=/lab-init quiet rcupdate.rcu_cpu_stall_suppress=1 \
          {},{}",
@@ -222,7 +220,7 @@ fn command(machine: &Machine<'_>, console: &Path) -> Result<Command> {
     let drive = |file: &Path, id: &str, more: &str| {
         format!("file={},if=none,format=raw,cache=unsafe,id={id}{more}", file.display())
     };
-    // The cached root is never written: what the dom0 changes goes with the machine.
+    // The cached root is never written: dom0's changes are lost with the machine.
     command.arg("-drive").arg(drive(&root.image(), "root", ",snapshot=on"));
     command.args(["-device", "virtio-blk-pci,drive=root,serial=root"]);
     command.arg("-drive").arg(drive(machine.payload, "lab", ",discard=unmap"));

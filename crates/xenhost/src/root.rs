@@ -1,4 +1,4 @@
-//! The Xen host's root image: a small Debian with Xen, built once for each recipe and kept.
+//! The Xen host's root image: a small Debian with Xen, built once for each recipe and cached.
 
 use crate::packages::as_root;
 use crate::steps::{self, run_logged, step};
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 /// A Debian release with its Xen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Suite {
-    /// The release's code name, as debootstrap takes it.
+    /// The release's code name, as for debootstrap.
     pub name: &'static str,
     /// Its Xen version, part of package and folder names.
     pub xen: &'static str,
@@ -21,7 +21,7 @@ pub const TRIXIE: Suite = Suite { name: "trixie", xen: "4.20" };
 pub const BOOKWORM: Suite = Suite { name: "bookworm", xen: "4.17" };
 
 impl Suite {
-    /// The suite called `name`.
+    /// The suite with this name.
     pub fn by_name(name: &str) -> Result<Suite> {
         match [TRIXIE, BOOKWORM].into_iter().find(|suite| suite.name == name) {
             Some(suite) => Ok(suite),
@@ -45,25 +45,25 @@ impl Suite {
             ]
             .map(String::from),
         );
-        // The device model of HVM guests, which is the backend qdisk, too.
+        // The device model of HVM guests, which is also the backend qdisk.
         list.extend(["qemu-system-xen", "seabios"].map(String::from));
         list.extend(bootdisk::PACKAGES.map(String::from));
         if self == TRIXIE {
-            // dm-vdo, which is in this release's kernel: what a store is compared with.
+            // dm-vdo, which this release's kernel has: the peer of a store.
             list.extend(["vdo", "dmsetup"].map(String::from));
         }
         list
     }
 }
 
-/// In the first stage of debootstrap already: what the second stage's packages run on.
+/// Packages of the first stage of debootstrap: those of the second stage need them.
 const BASE_PACKAGES: &str =
     "kmod,udev,iproute2,procps,util-linux,busybox-static,zstd,ca-certificates,initramfs-tools";
 
-/// The dom0's initial RAM disk holds just what finds the root: half the size, seconds less to boot.
+/// dom0's initial RAM disk has only the modules to find the root: half the size, seconds less to boot.
 const INITRD_MODULES: &str = "virtio_pci\nvirtio_blk\next4\n";
 
-/// Kept out of the image: nobody reads manuals in the Xen host.
+/// Excluded from the image: manuals.
 const DPKG_CONF: &str = "force-unsafe-io
 path-exclude=/usr/share/doc/*
 path-exclude=/usr/share/man/*
@@ -71,7 +71,7 @@ path-exclude=/usr/share/locale/*
 path-exclude=/usr/share/info/*
 ";
 
-/// The root's own init does one thing: hand over to the boot's payload, which is not cached.
+/// The root's own init only starts the boot's payload, which is not cached.
 const HANDOVER: &str = "#!/bin/bash
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin
 mount -t devtmpfs dev /dev 2>/dev/null
@@ -83,7 +83,7 @@ sleep 1000000
 /// Size of the root file system; a sparse file.
 const ROOT_BYTES: &str = "3G";
 
-/// A finished root: everything a boot reads, nothing it writes.
+/// A finished root: everything that a boot reads. It is never written.
 #[derive(Clone, Debug)]
 pub struct Root {
     dir: PathBuf,
@@ -95,15 +95,15 @@ impl Root {
     pub fn xen(&self) -> PathBuf {
         self.dir.join("xen")
     }
-    /// The dom0's kernel; guests boot the same.
+    /// dom0's kernel; guests boot the same.
     pub fn kernel(&self) -> PathBuf {
         self.dir.join("vmlinuz")
     }
-    /// The dom0's initial RAM disk.
+    /// dom0's initial RAM disk.
     pub fn initrd(&self) -> PathBuf {
         self.dir.join("initrd")
     }
-    /// The dom0's root file system.
+    /// dom0's root file system.
     pub fn image(&self) -> PathBuf {
         self.dir.join("root.ext4")
     }
@@ -111,14 +111,14 @@ impl Root {
     pub fn guest_base(&self) -> PathBuf {
         self.dir.join("guest.cpio.gz")
     }
-    /// The release that the root was made of.
+    /// The release of the root.
     pub fn suite(&self) -> Suite {
         self.suite
     }
 }
 
-/// Where roots and built tools are kept: outside of the build folder, since they do not change with the code. Each
-/// has a name that says what it is made of.
+/// The folder of roots and built tools: outside of the build folder, since they do not change with the code. Each has a
+/// name with its recipe.
 pub fn cache_dir() -> PathBuf {
     let given =
         |name: &str| std::env::var_os(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
@@ -139,7 +139,7 @@ pub fn ensure(suite: Suite) -> Result<Root> {
     if dir.is_dir() {
         return Ok(root);
     }
-    // The name is only given to a complete root, so that an interrupted build is never taken for one.
+    // Only a complete root gets the name, so that an interrupted build is never used.
     let building = cache.join(format!("building-{}-{}", suite.name, std::process::id()));
     remove_leftovers(&cache)?;
     std::fs::create_dir(&building)?;
@@ -157,7 +157,7 @@ pub fn ensure(suite: Suite) -> Result<Root> {
     }
 }
 
-/// Removes builds that were interrupted: those whose process is gone.
+/// Removes interrupted builds: those whose process has ended.
 fn remove_leftovers(cache: &Path) -> Result<()> {
     for entry in std::fs::read_dir(cache)? {
         let entry = entry?;
@@ -172,7 +172,7 @@ fn remove_leftovers(cache: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Everything that decides what is in the root; a change gives another cache entry.
+/// A hash of everything that decides the content of the root; a change gives another cache entry.
 fn recipe_hash(suite: Suite) -> u64 {
     let guest =
         initramfs::PROGRAMS.join(" ") + &initramfs::MODULES.join(" ") + &initramfs::RECIPE.concat();
@@ -191,7 +191,7 @@ fn recipe_hash(suite: Suite) -> u64 {
     fnv1a(parts.join("\0").as_bytes())
 }
 
-/// FNV-1a: the standard hasher promises no stable value from one Rust to the next.
+/// FNV-1a: the standard hasher's values may change from one Rust version to the next.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
@@ -224,7 +224,7 @@ fn install(suite: Suite, tree: &Path, mirror: &str, log: &Path) -> Result<()> {
     put("etc/apt/sources.list", &format!("deb {mirror} {} main\n", suite.name))?;
     put("etc/fstab", "")?;
     put("lab-init", HANDOVER)?;
-    // The machine's own way to the network holds in the root as well, while it is built.
+    // The root uses the machine's network settings while it is built.
     run_logged(
         as_root("cp").args(["-rL", "/etc/resolv.conf"]).arg(tree.join("etc/resolv.conf")),
         log,
@@ -249,7 +249,7 @@ fn install(suite: Suite, tree: &Path, mirror: &str, log: &Path) -> Result<()> {
     )
 }
 
-/// Writes a file inside the root, which may belong to root.
+/// Writes a file inside the root, which may need root's permission.
 fn put_file(path: &Path, text: &str, log: &Path) -> Result<()> {
     let parent = path.parent().context("a file in the root has no folder")?;
     run_logged(as_root("mkdir").arg("-p").arg(parent), log)?;
@@ -301,7 +301,7 @@ fn kernel_release(tree: &Path) -> Result<String> {
     bail!("no kernel in {}", boot.display())
 }
 
-/// The machine's own Debian mirror, from its apt sources; $FERRITE_LAB_MIRROR overrides it.
+/// The machine's Debian mirror, from its apt sources; $FERRITE_LAB_MIRROR overrides it.
 fn mirror() -> Result<String> {
     if let Ok(mirror) = std::env::var("FERRITE_LAB_MIRROR") {
         return Ok(mirror);

@@ -1,5 +1,4 @@
-//! Long steps: one line when they begin, one with the seconds when they end, and the tail of the
-//! log when they fail.
+//! Long steps: one line at the beginning, one with the seconds at the end, and the tail of the log after a failure.
 
 use anyhow::{Context, Result, bail};
 use std::fs::File;
@@ -17,7 +16,7 @@ const LINES_OF_A_PANIC: usize = 4;
 
 static START: OnceLock<Instant> = OnceLock::new();
 
-/// Starts the clock that every progress line shows.
+/// Starts the clock of progress lines.
 pub fn start_clock() {
     START.get_or_init(Instant::now);
 }
@@ -30,7 +29,7 @@ pub fn elapsed_s() -> f64 {
 /// Prints one progress line: seconds since the start, then the text.
 pub fn say(text: impl AsRef<str>) {
     let mut out = std::io::stdout().lock();
-    // A closed standard output must not end the run: the exit code still tells.
+    // A closed standard output must not end the run: the exit code remains.
     let _ = writeln!(out, "[{:6.1} s] {}", elapsed_s(), text.as_ref());
     let _ = out.flush();
 }
@@ -53,12 +52,12 @@ pub fn chain(error: &anyhow::Error) -> String {
     error.chain().map(ToString::to_string).collect::<Vec<_>>().join("\n  because: ")
 }
 
-/// Lines of a long text that are kept at its begin and at its end: what was done, and what came of it.
+/// The lines of a long text that are kept at its beginning and at its end.
 const KEPT_LINES: (usize, usize) = (24, 48);
 /// Characters of a line that are kept.
 const KEPT_COLUMNS: usize = 500;
 
-/// A text of a bounded length for any other.
+/// Shortens a text to a bounded length.
 pub fn shorten(text: &str) -> String {
     let (first, last) = KEPT_LINES;
     let mut lines: Vec<String> = text.lines().map(shorten_line).collect();
@@ -76,7 +75,7 @@ fn shorten_line(line: &str) -> String {
     }
 }
 
-/// Runs a command with its output going to `log` (appended), and shows the log's tail on failure.
+/// Runs a command with its output appended to `log`, and shows the log's tail on failure.
 pub fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
     let shown = describe(command);
     let out = File::options()
@@ -97,7 +96,7 @@ pub fn run_logged(command: &mut Command, log: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The panics of the first failed tests, out of a log that also has the words of others after them.
+/// The panics of the first failed tests in a log, which also has other tests' output after them.
 fn panics(log: &Path) -> String {
     let Ok(file) = File::open(log) else { return String::new() };
     let (mut text, mut panics, mut follow) = (String::new(), 0, 0);
@@ -123,7 +122,7 @@ pub fn fresh_log(name: &str) -> Result<PathBuf> {
     Ok(log)
 }
 
-/// Runs a command with its output shown as it comes.
+/// Runs a command with its output shown.
 pub fn run(command: &mut Command) -> Result<()> {
     let shown = describe(command);
     let status =
@@ -134,7 +133,7 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Runs a command and gives its standard output.
+/// Runs a command; returns its standard output.
 pub fn output(command: &mut Command) -> Result<String> {
     let shown = describe(command);
     let out =
@@ -173,7 +172,7 @@ fn describe(command: &Command) -> String {
     text
 }
 
-/// The repository's root folder, where the lock file of the package that runs is.
+/// The repository's root folder, which has the lock file of the running package.
 pub fn repository() -> PathBuf {
     let manifest = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
@@ -181,7 +180,7 @@ pub fn repository() -> PathBuf {
     top.map_or_else(|| PathBuf::from("."), Path::to_path_buf)
 }
 
-/// Where cargo builds.
+/// Cargo's build folder.
 pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR")
         .map_or_else(|| repository().join("target"), |dir| repository().join(PathBuf::from(dir)))
@@ -195,7 +194,7 @@ pub fn cargo() -> Command {
     command
 }
 
-/// The processors this machine lets us use.
+/// The number of processors that this process may use.
 pub fn cpus() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

@@ -1,5 +1,5 @@
-//! A copy of the source, so that no mutant is ever in the work tree. Files that are as they were
-//! keep their times: little is compiled for each mutant.
+//! A copy of the source, so that no mutant is ever in the work tree. Unchanged files keep their times, so little is
+//! compiled for each mutant.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -12,19 +12,19 @@ use rustix::fs::{FlockOperation, flock};
 use super::list::Mutant;
 use ferrite_xenhost::steps;
 
-/// Another build folder, which may have the dependencies already.
+/// The environment variable for another build folder, which may have the dependencies already.
 const TARGET: &str = "FERRITE_MUTANTS_TARGET";
 
 /// See the module text.
 pub(super) struct Copy {
     source: PathBuf,
     build: PathBuf,
-    /// Nobody else changes the copy.
+    /// The lock against concurrent runs.
     _lock: File,
 }
 
 impl Copy {
-    /// Brings the copy up to date with the work tree.
+    /// Updates the copy from the work tree.
     pub(super) fn make() -> Result<Copy> {
         let folder = steps::target_dir().join("mutants");
         fs::create_dir_all(&folder)?;
@@ -57,34 +57,34 @@ impl Copy {
         fs::write(&to, bytes).with_context(|| to.display().to_string())
     }
 
-    /// Puts a mutant in.
+    /// Applies a mutant.
     pub(super) fn apply(&self, mutant: &Mutant) -> Result<()> {
         let file = Path::new(&mutant.file);
         let text = fs::read_to_string(steps::repository().join(file))?;
         self.put(file, mutant.mutate(&text)?.as_bytes())
     }
 
-    /// Takes it out again.
+    /// Reverts it.
     pub(super) fn restore(&self, mutant: &Mutant) -> Result<()> {
         let file = Path::new(&mutant.file);
         self.put(file, &fs::read(steps::repository().join(file))?)
     }
 
-    /// `cargo` in the copy, with a build folder of its own unless told otherwise: a mutant's
-    /// programs must never lie where the real ones are looked for.
+    /// `cargo` in the copy, with a build folder of its own by default: a mutant's programs must never be where the real
+    /// ones are searched.
     pub(super) fn cargo(&self) -> Command {
         let mut cargo = steps::cargo();
         cargo.current_dir(&self.source).env("CARGO_TARGET_DIR", &self.build);
         cargo
     }
 
-    /// The simulator that was built last.
+    /// The last simulator that was built.
     pub(super) fn simulator(&self) -> PathBuf {
         self.build.join("debug/ferrite-sim")
     }
 }
 
-/// All files of the work tree that belong to it, new ones too.
+/// All files of the work tree that belong to the repository, new ones too.
 fn tracked() -> Result<BTreeSet<PathBuf>> {
     let mut git = Command::new("git");
     git.current_dir(steps::repository());

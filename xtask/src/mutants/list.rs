@@ -1,4 +1,4 @@
-//! The list of mutants, and whether it fits the code.
+//! The list of mutants, and the check whether it fits the code.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,25 +12,25 @@ use ferrite_xenhost::steps;
 
 const LIST: &str = "xtask/mutants.toml";
 
-/// Lines between a test's attribute and its name, at most: comments and other attributes.
+/// The most lines between a test's attribute and its name: comments and other attributes.
 const ATTRIBUTE_LINES: usize = 8;
 
-/// One mistake, and what must notice it.
+/// A mutant, and the test that must fail.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Mutant {
     pub(super) name: String,
     /// The promise that it breaks.
     pub(super) breaks: String,
-    /// In the repository.
+    /// The path of the file in the repository.
     pub(super) file: String,
-    /// Lines of that file, which are there once. Indentation does not count.
+    /// Lines of that file that occur once. Indentation does not count.
     line: String,
-    /// The text that stands there instead.
+    /// The replacement.
     with: String,
-    /// A test: package, target, name.
+    /// The test: package, target, name.
     test: Option<String>,
-    /// Or stories of the simulator: its arguments.
+    /// Stories of the simulator instead of a test: its arguments.
     stories: Option<String>,
 }
 
@@ -40,7 +40,7 @@ struct List {
     mutant: Vec<Mutant>,
 }
 
-/// All of them.
+/// Reads all mutants.
 pub(super) fn read() -> Result<Vec<Mutant>> {
     let path = steps::repository().join(LIST);
     let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
@@ -48,7 +48,7 @@ pub(super) fn read() -> Result<Vec<Mutant>> {
     Ok(list.mutant)
 }
 
-/// Says which of them do not fit the code any more.
+/// Reports mutants that do not fit the code any more.
 pub(super) fn check(mutants: &[Mutant]) -> Result<()> {
     let (mut names, mut bad) = (BTreeSet::new(), Vec::new());
     for mutant in mutants {
@@ -83,7 +83,7 @@ impl Mutant {
         }
     }
 
-    /// The file's text with the mistake in it.
+    /// The file's text with the mutant.
     pub(super) fn mutate(&self, text: &str) -> Result<String> {
         let wanted: Vec<&str> = self.line.trim().lines().map(str::trim).collect();
         let lines: Vec<&str> = text.lines().collect();
@@ -132,7 +132,7 @@ fn exists(package: &str, target: &[String], name: &str) -> Result<()> {
     bail!("{package} {} has no test {name}", target.join(" "))
 }
 
-/// The Rust files of a folder, if there is one.
+/// The Rust files of a folder, if it exists.
 fn sources(folder: &Path, to: &mut Vec<PathBuf>) -> Result<()> {
     if !folder.is_dir() {
         return Ok(());

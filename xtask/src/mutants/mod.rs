@@ -1,5 +1,5 @@
-//! Tests of the tests: lines of code that keep a promise are taken out, one at a time, and a named
-//! test must fail. The list is `xtask/mutants.toml`; `docs/mutants.md` says how to add to it.
+//! Tests of the tests: lines of code that keep a promise are removed, one at a time, and a named test must fail. The
+//! list is `xtask/mutants.toml`; `docs/mutants.md` tells how to add to it.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -23,17 +23,17 @@ use stop::Stop;
 /// Options of `cargo xtask mutants`.
 #[derive(clap::Args)]
 pub(crate) struct MutantsArguments {
-    /// Only those whose name contains one of these.
+    /// Run only those whose name contains one of these.
     names: Vec<String>,
-    /// Shows them, and what must notice each.
+    /// List them, with the test for each.
     #[arg(long, conflicts_with = "check")]
     list: bool,
-    /// Only looks whether each can be applied and its test exists, as `cargo xtask test` does.
+    /// Check only that each can be applied and its test exists, as `cargo xtask test` does.
     #[arg(long)]
     check: bool,
 }
 
-/// Runs those that were asked for.
+/// Runs the selected mutants.
 pub(crate) fn mutants(arguments: &MutantsArguments) -> Result<ExitCode> {
     let named = |mutant: &Mutant| {
         let is = |name: &String| mutant.name.contains(name);
@@ -63,7 +63,7 @@ pub(crate) fn mutants(arguments: &MutantsArguments) -> Result<ExitCode> {
     Ok(if run(&chosen)? { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The quick part, for every run of the tests: no mutant is out of date.
+/// The quick part, for every run of the tests: no mutant is outdated.
 pub(crate) fn check() -> Result<()> {
     let mutants = list::read()?;
     list::check(&mutants)?;
@@ -71,7 +71,7 @@ pub(crate) fn check() -> Result<()> {
     Ok(())
 }
 
-/// All of them. False: one survived.
+/// Runs all of them. `false`: one survived.
 pub(crate) fn nightly() -> Result<bool> {
     run(&list::read()?)
 }
@@ -121,7 +121,7 @@ fn names(mutants: &[Mutant]) -> String {
     mutants.iter().map(|mutant| mutant.name.as_str()).collect::<Vec<_>>().join(", ")
 }
 
-/// A test that fails without any mutant, or runs nothing, would notice everything.
+/// Checks the tests without a mutant: one that fails or runs nothing would fail for every mutant.
 fn control(copy: &Copy, mutants: &[Mutant], stop: &Stop) -> Result<()> {
     let mut proofs: Vec<Proof> = mutants.iter().map(Mutant::proof).collect::<Result<_>>()?;
     proofs.sort();

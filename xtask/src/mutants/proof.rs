@@ -14,16 +14,16 @@ use super::copy::Copy;
 use super::stop::Stop;
 use ferrite_xenhost::steps::{fresh_log, run_logged};
 
-/// A test that takes longer hangs: with a mutant, that is how it notices.
+/// The time limit of a test: some mutants make it hang.
 const LIMIT: Duration = Duration::from_secs(900);
 
-/// Memory of a test; none needs nearly as much.
+/// The memory limit of a test, far above its need.
 const MEMORY_BYTES: u64 = 4 << 30;
 
-/// Of what a failing test says.
+/// The characters of a failed test's message that are shown.
 const SHOWN_CHARS: usize = 160;
 
-/// Stories within which the simulator has to notice.
+/// The number of stories within which the simulator must find the fault.
 const MAX_STORIES: u64 = 1000;
 
 /// See the module text.
@@ -35,9 +35,9 @@ pub(super) enum Proof {
     Stories(Vec<String>),
 }
 
-/// How it ended.
+/// The result.
 pub(super) enum End {
-    /// Nothing was noticed; whether anything was run.
+    /// No failure; whether anything was run.
     Passed {
         ran: bool,
     },
@@ -92,7 +92,7 @@ impl Proof {
     }
 }
 
-/// The simulator's finding, by its output.
+/// The simulator's finding, from its output.
 fn told(end: Option<ExitStatus>, text: &str) -> Result<End> {
     let line = |mark: &str| text.lines().find(|line| line.contains(mark)).map(str::to_owned);
     let stories = line(" stories in ").unwrap_or_default();
@@ -112,7 +112,7 @@ fn told(end: Option<ExitStatus>, text: &str) -> Result<End> {
     }
 }
 
-/// The message of a test that fails: the line after its panic's place.
+/// The message of a failed test: the line after its panic's place.
 fn complaint(text: &str) -> String {
     let mut lines = text.lines().skip_while(|line| !line.contains("panicked at"));
     match (lines.next(), lines.next()) {
@@ -121,8 +121,8 @@ fn complaint(text: &str) -> String {
     }
 }
 
-/// Runs a command with its output in `log`. None: it took too long, and was killed with all that
-/// it had started.
+/// Runs a command with its output in `log`. `None`: it took too long, and was killed with all processes that it had
+/// started.
 fn limited(command: &mut Command, log: &Path, stop: &Stop) -> Result<Option<ExitStatus>> {
     let out = File::create(log)?;
     command.env("FERRITE_TEST_REQUIRE_PEERS", "1").process_group(0).stdin(Stdio::null());
@@ -145,7 +145,7 @@ fn limited(command: &mut Command, log: &Path, stop: &Stop) -> Result<Option<Exit
     }
 }
 
-/// Programs that are started meanwhile cannot take all of the host's memory, whatever a mutant makes of it.
+/// Limits the memory of programs that are started meanwhile: a mutant might take all of the host's.
 fn with_little_memory<T>(start: impl FnOnce() -> T) -> Result<T> {
     let ours = getrlimit(Resource::Data);
     let least = ours.current.map_or(MEMORY_BYTES, |current| current.min(MEMORY_BYTES));

@@ -1,4 +1,4 @@
-//! Ctrl-C: what runs is ended, and what was seen so far is told.
+//! Ctrl-C: the running test is ended, and the results so far are reported.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_default};
 
-/// While it lives, the first signal is only remembered.
+/// While it lives, the first signal is only recorded.
 pub(super) struct Stop(Arc<AtomicBool>);
 
 const SIGNALS: [c_int; 2] = [SIGINT, SIGTERM];
@@ -17,7 +17,7 @@ impl Stop {
     pub(super) fn listen() -> Result<Stop> {
         let asked = Arc::new(AtomicBool::new(false));
         for signal in SIGNALS {
-            // In this order: the first one finds the flag down, the second one up.
+            // In this order: the first signal finds the flag clear, the second one finds it set.
             register_conditional_default(signal, asked.clone())
                 .and_then(|_| register(signal, asked.clone()))
                 .context("cannot listen to signals")?;
@@ -31,7 +31,7 @@ impl Stop {
 }
 
 impl Drop for Stop {
-    /// From now on signals do again what they did before.
+    /// Restores the former effect of signals.
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }

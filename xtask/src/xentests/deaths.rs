@@ -1,4 +1,4 @@
-//! A disk's processes die, one by one and all at once: its guest sees a pause and nothing else.
+//! A disk's processes are killed, one by one and all at once: its guest sees only a pause.
 
 use super::guests::{begin_verifying, has_migrated, stop_verifying, wait_for_requests};
 use super::toolstack::xl_knows_us;
@@ -16,10 +16,10 @@ pub(super) const CASES: &[Case] = &[
     ferrite("deaths/workers-die-while-their-guest-migrates", while_migrating).on_amd(),
 ];
 
-/// Requests of the guest between one death and the next.
+/// Requests of the guest between two kills.
 const BETWEEN: u32 = 64;
 
-/// How often each of them dies.
+/// How often each process is killed.
 struct Deaths {
     worker: u32,
     keeper: u32,
@@ -32,7 +32,7 @@ struct Deaths {
 const FEW: Deaths = Deaths { worker: 3, keeper: 1, daemon: 1, alone: 1, all: 1 };
 const MANY: Deaths = Deaths { worker: 20, keeper: 3, daemon: 5, alone: 3, all: 3 };
 
-/// Another program than the one that runs, for an upgrade.
+/// A second program file, for an upgrade.
 const NEXT: &str = "/lab/next/ferrite";
 
 fn keeper(disk: &Disk) -> String {
@@ -45,7 +45,7 @@ fn kill(bench: &mut Bench<'_>, disk: &Disk, pids: &str, what: &str) -> Result<()
     wait_for_next(bench, disk, &old, what)
 }
 
-/// The worker from before.
+/// The worker before the kill.
 fn begin_death(bench: &mut Bench<'_>, disk: &Disk, pids: &str) -> Result<String> {
     let old = bench.xenhost.sh(&format!("old=$({}); kill -9 {pids}; echo $old", disk.worker()))?;
     if old.is_empty() {
@@ -59,7 +59,7 @@ fn wait_for_next(bench: &mut Bench<'_>, disk: &Disk, old: &str, what: &str) -> R
     bench.xenhost.wait_until(what, &next, 60)
 }
 
-/// A guest that verifies what it writes until it is told to stop.
+/// A guest that verifies its writes until it is told to stop.
 fn verifying_guest(bench: &mut Bench<'_>, options: &GuestOptions) -> Result<(Guest, Disk, Job)> {
     bench.start_daemon()?;
     let image = bench.image(256)?;
@@ -137,7 +137,7 @@ fn kill_daemon(bench: &mut Bench<'_>, pids: &str) -> Result<()> {
     bench.xenhost.wait_until("the daemon's end", &ended(daemon), 60)
 }
 
-/// The next worker serves the guest by itself, and the next daemon leaves it at that.
+/// The successor serves the guest without a daemon, and the next daemon keeps it.
 fn without_a_daemon(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk) -> Result<()> {
     let daemon = bench.daemon.context("a daemon")?.to_string();
     kill_daemon(bench, &daemon)?;
@@ -149,7 +149,7 @@ fn without_a_daemon(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk) -> Re
     expect_eq("the worker when a daemon comes", &bench.xenhost.sh(&disk.worker())?, &alone)
 }
 
-/// Another program serves the disk, and nobody asked the guest.
+/// Upgrades the disk to another program, without the guest's participation.
 fn upgrade(bench: &mut Bench<'_>, disk: &Disk) -> Result<()> {
     let program = format!("readlink /proc/$({})/exe", disk.worker());
     bench
@@ -158,7 +158,7 @@ fn upgrade(bench: &mut Bench<'_>, disk: &Disk) -> Result<()> {
     expect_eq("the program that serves", &bench.xenhost.sh(&program)?.as_str(), &NEXT)
 }
 
-/// One keeper with one worker, and nobody who was not waited for.
+/// One keeper with one worker, and no zombies.
 fn nothing_is_left(bench: &mut Bench<'_>, disk: &Disk) -> Result<()> {
     let processes = bench.xenhost.sh(&format!("{PROCESSES} | wc -l"))?;
     expect_eq("daemon, keeper and worker", &processes.as_str(), &"3")?;
@@ -175,7 +175,7 @@ fn open_files(bench: &mut Bench<'_>, pid: &str) -> Result<u32> {
     Ok(bench.xenhost.sh(&format!("ls /proc/{pid}/fd | wc -l"))?.parse()?)
 }
 
-/// The source's worker dies and the target's, in whatever the migration is at.
+/// Kills the source's worker and the target's at various points of the migration.
 fn while_migrating(bench: &mut Bench<'_>) -> Result<()> {
     if !xl_knows_us(bench)? {
         return Ok(());

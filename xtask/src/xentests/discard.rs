@@ -1,4 +1,4 @@
-//! Discard gives space back, and what was discarded reads as zeros.
+//! Discard frees space, and discarded ranges read as zeros.
 
 use super::{Bench, Case, any, expect_eq};
 use anyhow::{Context, Result, bail};
@@ -25,7 +25,7 @@ fn whole_disk(bench: &mut Bench<'_>) -> Result<()> {
         bail!("32 MiB were written, but the image takes {full} KiB");
     }
     guest.sh(bench.xenhost, "blkdiscard /dev/xvda", 120)?;
-    // What is not zero is counted: with direct reads, the guest's cache has no say.
+    // Counts nonzero bytes with direct reads, which bypass the guest's cache.
     let count = "dd if=/dev/xvda bs=1M count=33 iflag=direct 2>/dev/null | tr -d '\\0' | wc -c";
     expect_eq("bytes that are not zero", &guest.sh(bench.xenhost, count, 200)?.as_str(), &"0")?;
     let left = used_kib(bench, disk.image())?;

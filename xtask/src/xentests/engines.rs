@@ -1,4 +1,4 @@
-//! The engines for disk I/O, where the kernel does not give the best of them.
+//! The engines for disk I/O, if the kernel does not offer the best one.
 
 use super::recovery::{Load, killed_under_verify};
 use super::{Bench, Case, expect_eq, ferrite};
@@ -8,7 +8,7 @@ use ferrite_xenhost::guest::GuestOptions;
 pub(super) const CASES: &[Case] =
     &[ferrite("engines/aio-is-taken-where-io-uring-is-disabled", without_uring)];
 
-/// Since Linux 6.6; before that io_uring can only be left out by flag.
+/// Since Linux 6.6; before that io_uring can only be disabled by a flag.
 const SWITCH: &str = "/proc/sys/kernel/io_uring_disabled";
 
 fn without_uring(bench: &mut Bench<'_>) -> Result<()> {
@@ -33,7 +33,7 @@ fn doctor_says_so(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A guest that verifies what it writes, and whose backend is killed and started meanwhile.
+/// A guest that verifies its writes, and whose backend is killed and restarted meanwhile.
 fn served_by_aio(bench: &mut Bench<'_>) -> Result<()> {
     let (mut guest, mut disk) = bench.guest_with_image(&GuestOptions::default(), 256)?;
     let log = disk.backend_log(bench.xenhost)?;
@@ -42,7 +42,7 @@ fn served_by_aio(bench: &mut Bench<'_>) -> Result<()> {
     }
     let load = Load { kills: 1, options: "--fsync=64", large: "--bs=128k --size=16m" };
     killed_under_verify(bench, &mut guest, &mut disk, &load)?;
-    // What fio has written at 64 MiB.
+    // fio has written data at 64 MiB.
     guest.sh(bench.xenhost, "blkdiscard -f -o 67108864 -l 8388608 /dev/xvda", 60)?;
     let sum = |from: &str| format!("dd if={from} bs=1M count=8 2>/dev/null | sha256sum");
     let found = guest.sh(bench.xenhost, &sum("/dev/xvda skip=64"), 60)?;

@@ -1,4 +1,4 @@
-//! Disks that domain 0 itself uses, by the kernel's NBD client.
+//! Disks that domain 0 uses itself, by the kernel's NBD client.
 
 use super::{Bench, Case, ferrite};
 use anyhow::{Context, Result};
@@ -7,8 +7,8 @@ use ferrite_xenhost::disk::ended;
 pub(super) const CASES: &[Case] =
     &[ferrite("export/a-vhd-is-mounted-in-domain-0-by-nbd-client", mounted)];
 
-/// Makes a file system, and has fio verify files in it, past the cache and through it. Their sums are
-/// left beside them.
+/// Makes a file system, and has fio verify files in it, past the cache and through it. Their checksums are written
+/// beside them.
 const WRITE_FILES: &str = "mkfs.ext4 -q /dev/nbd0 && mkdir -p /mnt/nbd && \
      mount /dev/nbd0 /mnt/nbd && cd /mnt/nbd && for direct in 0 1; do \
      fio --name=verify$direct --directory=. --ioengine=libaio --direct=$direct --rw=randrw \
@@ -16,11 +16,11 @@ const WRITE_FILES: &str = "mkfs.ext4 -q /dev/nbd0 && mkdir -p /mnt/nbd && \
      --verify_fatal=1 --do_verify=1 --minimal 2>&1 || exit 1; done; \
      sha256sum verify* >sums && cd / && umount /mnt/nbd";
 
-/// What was written is there, and the file system is as it has to be.
+/// The written files are there, and the file system is intact.
 const CHECK_FILES: &str = "mount /dev/nbd0 /mnt/nbd && cd /mnt/nbd && sha256sum -c --status sums && \
      cd / && umount /mnt/nbd && e2fsck -fn /dev/nbd0 2>&1";
 
-/// Runs commands while /dev/nbd0 is the disk behind a socket.
+/// Runs commands while /dev/nbd0 is connected to a socket.
 fn with_nbd(bench: &mut Bench<'_>, socket: &str, commands: &str) -> Result<()> {
     bench.xenhost.sh(&format!("modprobe nbd && nbd-client -unix {socket} /dev/nbd0 2>&1"))?;
     let done = bench.xenhost.sh_for(commands, 300).map(drop);

@@ -1,4 +1,4 @@
-//! The uses that people make of disks: partitions, ext4, mounting, growing.
+//! Usual uses of disks: partitions, ext4, mounting, growing.
 
 use super::{Bench, Case, any, expect_eq};
 use anyhow::{Result, bail};
@@ -45,7 +45,7 @@ fn grows(bench: &mut Bench<'_>) -> Result<()> {
     if blocks < 400 << 10 {
         bail!("the file system has {blocks} KiB after it has grown to 448 MiB");
     }
-    // The new room holds data, and the old data are what they were.
+    // The new space can be used, and the old data are unchanged.
     guest.sh(bench.xenhost, "dd if=/dev/zero of=/mnt/big bs=1M count=280 && sync", 300)?;
     guest.sh(bench.xenhost, CHECK_FILES, 120)?;
     guest.sh(bench.xenhost, "cd / && umount /mnt && e2fsck -fn /dev/xvda", 120).map(drop)

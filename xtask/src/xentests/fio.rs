@@ -16,15 +16,15 @@ pub(super) const CASES: &[Case] = &[
     any("fio/fsync-reaches-the-medium", fsync_reaches_the_medium),
 ];
 
-/// Block size and bytes for each of the two jobs; some hundred requests each, because an emulated
-/// host answers some hundred a second.
+/// Block size and bytes for each of the two jobs; some hundred requests each, because an emulated host answers some
+/// hundred per second.
 const SIZES: &[(&str, &str)] =
     &[("512", "96k"), ("4k", "1m"), ("16k", "3m"), ("64k", "6m"), ("256k", "8m"), ("1m", "16m")];
 
-/// Room that each block size has on the disk.
+/// Space of each block size on the disk.
 const AREA_MIB: u32 = 128;
 
-/// The options all verifying runs share: two jobs, each pinned to its processor and so to its queue.
+/// The options of all verifying runs: two jobs, each pinned to its processor and so to its queue.
 const COMMON: &str = "--ioengine=libaio --direct=1 --verify=crc32c --verify_fatal=1 --do_verify=1 \
      --iodepth=32 --numjobs=2 --cpus_allowed=0,1 --cpus_allowed_policy=split --randrepeat=1 \
      --thread --group_reporting --minimal";
@@ -40,7 +40,7 @@ fn shape(bench: &mut Bench<'_>, queues: u32, ring_order: u32, indirect: u32) -> 
     let image = bench.image(areas * AREA_MIB)?;
     let (mut guest, disk) = bench.guest_with(&options, DiskOptions::new(&image, "xvda"))?;
     check_negotiated(bench, &mut guest, &disk, &options)?;
-    // One run of fio for all sizes: its start alone costs a second here.
+    // One run of fio for all sizes: a start takes a second here.
     let mut command = format!("fio {COMMON} --filename={} --offset_increment=64m", disk.node());
     for (area, (block, bytes)) in SIZES.iter().enumerate() {
         command += &format!(
@@ -56,7 +56,7 @@ fn shape(bench: &mut Bench<'_>, queues: u32, ring_order: u32, indirect: u32) -> 
     guest.sh(bench.xenhost, &command, 900).map(drop)
 }
 
-/// A test of a shape is worth nothing when the guest got another one.
+/// Checks the negotiated options: a test of options is worthless if the guest got others.
 fn check_negotiated(
     bench: &mut Bench<'_>,
     guest: &mut Guest,
@@ -68,7 +68,7 @@ fn check_negotiated(
         "for key in multi-queue-num-queues ring-page-order; do \
          xenstore-read {front}/$key 2>/dev/null || echo 0; done"
     ))?;
-    // Linux writes neither for one queue or a ring of one page.
+    // Linux writes no key for one queue or a ring of one page.
     let queues = options.queues.filter(|queues| *queues > 1).unwrap_or(0);
     let order = options.ring_order.unwrap_or(0);
     expect_eq("queues and ring order in xenstore", &keys, &format!("{queues}\n{order}"))?;
@@ -91,7 +91,7 @@ fn check_negotiated(
     expect_eq("segments a request", &limit, &segments.to_string())
 }
 
-/// A flush of the guest must come out as flushes of the block device below.
+/// A flush of the guest must cause flushes of the block device below.
 fn fsync_reaches_the_medium(bench: &mut Bench<'_>) -> Result<()> {
     let device = bench.xenhost.scratch(ferrite_xenhost::SCRATCH_512)?;
     let (mut guest, disk) =
@@ -112,7 +112,7 @@ fn fsync_reaches_the_medium(bench: &mut Bench<'_>) -> Result<()> {
     guest.sh(bench.xenhost, &command, 300)?;
     let sent = guest.sh(bench.xenhost, &of_guest, 20)?.parse::<u64>()? - guest_before;
     let done = bench.xenhost.sh(&of_medium)?.parse::<u64>()? - medium_before;
-    // 256 writes, a flush between each eight and the next.
+    // 256 writes, with a flush after each eight.
     if sent < 31 || done < sent {
         bail!("the guest sent {sent} flushes, and the medium did {done}");
     }

@@ -1,4 +1,4 @@
-//! Storage that is full under thin images: what their guest sees is as `on_full` says, and others see nothing.
+//! Full storage under thin images: their guest gets the effect of `on_full`, and other guests are not affected.
 
 use super::guests::verifying;
 use super::toolstack::{running_guest, xl_knows_us};
@@ -18,11 +18,11 @@ pub(super) const CASES: &[Case] = &[
     }),
 ];
 
-/// What a guest writes, in MiB; there is space for half of it.
+/// MiB that a guest writes; there is space for half of it.
 const PIECES: u32 = 12;
 const SPACE: u32 = 6;
 
-/// In the guest: a MiB that is like no other of the disk.
+/// In the guest: a MiB that is unique on the disk.
 const PIECE: &str = "[ -e /tmp/data ] || dd if=/dev/urandom of=/tmp/data bs=1M count=1 2>/dev/null; \
      piece() { (echo $1; cat /tmp/data) | head -c 1048576; }; \
      put() { piece $1 | dd of=$disk bs=1M seek=$1 count=1 iflag=fullblock oflag=direct 2>/tmp/why; }; \
@@ -37,7 +37,7 @@ struct Small {
 }
 
 impl Small {
-    /// Full but for some MiB.
+    /// Fills the file system except for some MiB.
     fn make(bench: &mut Bench<'_>, name: &str, format: &'static str) -> Result<Small> {
         let folder = format!("/lab/full-{name}");
         let image = format!("{folder}/a.{format}");
@@ -53,7 +53,7 @@ impl Small {
         bench.xenhost.sh(&format!("rm {}/other", self.folder)).map(drop)
     }
 
-    /// As xl is told of it.
+    /// The disk's configuration for xl.
     fn words(&self, name: &str) -> String {
         let (format, target) = match self.format {
             "qcow2" => ("raw", format!("qcow2:{}", self.image)),
@@ -62,7 +62,7 @@ impl Small {
         format!("vdev={name},format={format},backendtype=tap,script=block-ferrite,target={target}")
     }
 
-    /// The detached image is whole to us and to QEMU, which finds what the guest has found.
+    /// The detached image is intact for us and for QEMU, which reads the same data as the guest.
     fn check(&self, bench: &mut Bench<'_>, pieces: u32, sum: &str) -> Result<()> {
         let (image, raw) = (&self.image, "/lab/full-image.raw");
         bench.xenhost.sh(&format!("ferrite image check {image}"))?;
@@ -78,7 +78,7 @@ impl Small {
     }
 }
 
-/// One guest has both disks, another one works on storage that is not full.
+/// One guest has both disks, another one uses storage that is not full.
 fn both_policies(bench: &mut Bench<'_>, fails: &'static str, waits: &'static str) -> Result<()> {
     if !xl_knows_us(bench)? {
         return Ok(());
@@ -107,8 +107,8 @@ fn both_policies(bench: &mut Bench<'_>, fails: &'static str, waits: &'static str
     wait_for_none(bench, "the end of the disks")
 }
 
-/// A write that finds no space is an error to the guest. All before it is there, and may be written over.
-/// The number of pieces that are there.
+/// A write without space is an error for the guest. All earlier data are there, and can be overwritten. Returns the
+/// number of pieces that are there.
 fn has_errors(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<u32> {
     let until_full = format!(
         "disk=/dev/xvda; {PIECE}; n=0; while [ $n -lt {PIECES} ] && put $n; do n=$((n + 1)); done; \
@@ -123,8 +123,8 @@ fn has_errors(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<u32> {
     Ok(written)
 }
 
-/// A write that finds no space has no answer until there is some. What takes none goes on, and so do other
-/// guests; a worker that dies leaves the wait to the next one.
+/// A write without space is answered when there is some. Requests that need none continue, and so do other guests; the
+/// successor of a killed worker continues the wait.
 fn has_waits(
     bench: &mut Bench<'_>,
     guest: &mut Guest,
@@ -152,13 +152,13 @@ fn has_waits(
     guest.sh(bench.xenhost, &each("is_there", PIECES - 1), 120).map(drop)
 }
 
-/// The other guest writes, and reads what it has written.
+/// The other guest writes, and reads its data.
 fn works(bench: &mut Bench<'_>, other: &mut Guest) -> Result<()> {
     let verify = verifying("/dev/xvda", "");
     other.sh(bench.xenhost, &verify, 120).map(drop).context("a guest beside a full disk")
 }
 
-/// The guest has no more to do with the disk, whose image is as it saw it.
+/// The guest has released the disk, and the image has the guest's data.
 fn detached(
     bench: &mut Bench<'_>,
     guest: &mut Guest,
@@ -168,7 +168,7 @@ fn detached(
 ) -> Result<()> {
     let read = format!("dd if=/dev/{name} bs=1M count={pieces} iflag=direct 2>/dev/null | md5sum");
     let sum = guest.sh(bench.xenhost, &read, 120)?;
-    // xl gives up after ten seconds, in which a busy emulator gets little done.
+    // xl gives up after ten seconds, in which a busy emulator makes little progress.
     let detach = format!("ferrite disk detach --timeout 60 {}/{name}", guest.domid());
     bench.xenhost.sh_for(&detach, 90)?;
     small.check(bench, pieces, &sum).with_context(|| format!("the image of {name}"))

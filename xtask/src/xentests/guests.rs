@@ -1,4 +1,4 @@
-//! Guests that the processor helps to virtualise.
+//! Guests with hardware virtualisation.
 
 use super::recovery::{Load, killed_under_verify};
 use super::toolstack::xl_knows_us;
@@ -14,7 +14,7 @@ pub(super) const CASES: &[Case] = &[
     ferrite("pvh/migrated-three-times-under-verify", |bench| migrated(bench, 3)).on_amd(),
 ];
 
-/// An exit of such a guest is emulated in full: half of what a PV guest does in the same time.
+/// Each exit of such a guest is emulated: it does half as much as a PV guest in the same time.
 const THREE_KILLS: Load = Load { kills: 3, options: "", large: "--bs=128k --size=8m" };
 
 /// A command that writes an area, and verifies it.
@@ -31,7 +31,7 @@ fn killed(bench: &mut Bench<'_>) -> Result<()> {
     killed_under_verify(bench, &mut guest, &mut disk, &THREE_KILLS)
 }
 
-/// What was written before is there after each of these, and is verified by those that wrote it.
+/// Data written before are there after each of these, and are verified by the writers.
 fn saved_and_rebooted(bench: &mut Bench<'_>) -> Result<()> {
     if !xl_knows_us(bench)? {
         return Ok(());
@@ -53,7 +53,7 @@ fn saved_and_rebooted(bench: &mut Bench<'_>) -> Result<()> {
     rebooted(bench, &mut guest, &mut disk)
 }
 
-/// What was written and verified before a reboot is there after it.
+/// Data written and verified before a reboot are there after it.
 pub(super) fn rebooted(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk) -> Result<()> {
     let node = disk.node();
     let mark = format!(
@@ -61,7 +61,7 @@ pub(super) fn rebooted(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk
          2>/dev/null && sync"
     );
     guest.sh(bench.xenhost, &mark, 60)?;
-    // It does not answer that.
+    // It does not answer this command.
     let _gone = guest.begin(bench.xenhost, "sync; reboot -f", 60)?;
     bench.follow(guest, disk, Follow::Booted)?;
     let read =
@@ -71,8 +71,8 @@ pub(super) fn rebooted(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk
     guest.sh(bench.xenhost, &verifying(&node, "--verify_only=1"), 400).map(drop)
 }
 
-/// The guest writes its first disk and verifies it, again and again, until [`stop_verifying`]. It is at work when
-/// this returns.
+/// The guest repeatedly writes its first disk and verifies it, until [`stop_verifying`]. It has begun when this
+/// returns.
 pub(crate) fn begin_verifying(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<Job> {
     let verify = verifying("/dev/xvda", "");
     let until_told = format!("until [ -e /tmp/stop ]; do {verify} || exit 1; done");
@@ -81,7 +81,7 @@ pub(crate) fn begin_verifying(bench: &mut Bench<'_>, guest: &mut Guest) -> Resul
     Ok(under_way)
 }
 
-/// It has done more since what was done to it, and all was well.
+/// Checks that it has made progress since, and that all was correct.
 pub(crate) fn stop_verifying(
     bench: &mut Bench<'_>,
     guest: &mut Guest,
@@ -93,8 +93,8 @@ pub(crate) fn stop_verifying(
     guest.check_blkfront(bench.xenhost)
 }
 
-/// `xl` to this same host does all that it does between two. The source of a migration is still there,
-/// suspended and connected, when its target gets the disk.
+/// `xl` migrates the guest to this same host, with all steps of a migration. The source is still there, suspended and
+/// connected, when the target gets the disk.
 pub(crate) fn migrate(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk) -> Result<()> {
     let name = guest.name();
     let migrate = format!("xl migrate -s '' {name} 'xl migrate-receive' 2>&1 | grep -v progress");
@@ -102,7 +102,7 @@ pub(crate) fn migrate(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk)
     bench.follow(guest, disk, Follow::Migrated)
 }
 
-/// By what `xl` says.
+/// Checks the output of `xl`.
 pub(super) fn has_migrated(told: &str) -> Result<()> {
     if !told.contains("Migration successful.") || told.contains("unable to remove device") {
         bail!("the migration went wrong:\n{told}");
@@ -129,7 +129,7 @@ fn migrated(bench: &mut Bench<'_>, times: u32) -> Result<()> {
         .map(drop)
 }
 
-/// Waits until the guest has finished so many requests more.
+/// Waits until the guest has finished so many more requests.
 pub(super) fn wait_for_requests(bench: &mut Bench<'_>, guest: &mut Guest, more: u32) -> Result<()> {
     let finished = "$(awk '{print $1+$5}' /sys/block/xvda/stat)";
     let command =

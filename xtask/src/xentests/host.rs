@@ -10,7 +10,7 @@ pub(super) const CASES: &[Case] = &[
 
 fn interfaces(bench: &mut Bench<'_>) -> Result<()> {
     let told = bench.xenhost.sh_for("on_xen --ignored --test-threads=1", 300)?;
-    // None at all would be a success to the test program.
+    // Without any test the program would succeed.
     if told.contains("running 0 tests") {
         bail!("there was nothing to run:\n{told}");
     }

@@ -1,4 +1,4 @@
-//! HVM guests: firmware and boot loader read the disk by the device model, and then its driver comes.
+//! HVM guests: firmware and boot loader read the disk by the device model, until the guest's driver takes over.
 
 use super::guests::{rebooted, verifying, wait_for_requests};
 use super::toolstack::xl_knows_us;
@@ -14,14 +14,14 @@ pub(super) const CASES: &[Case] = &[
     ferrite("hvm/vhd-boots-by-our-socket-and-goes-on-by-its-rings", vhd).on_amd(),
 ];
 
-/// A disk as xl is told of it.
+/// A disk's configuration for xl.
 struct Spec {
     image: &'static str,
     words: &'static str,
     by: By,
 }
 
-/// How the device model has it.
+/// The device model's access to the disk.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum By {
     /// It opens the image itself.
@@ -47,7 +47,7 @@ fn vhd(bench: &mut Bench<'_>) -> Result<()> {
     boots(bench, &Spec { image, words, by: By::Socket })
 }
 
-/// What all images are made of.
+/// The source of all images.
 const RAW: &str = "/lab/hvm.raw";
 
 fn boots(bench: &mut Bench<'_>, spec: &Spec) -> Result<()> {
@@ -87,29 +87,29 @@ fn boots(bench: &mut Bench<'_>, spec: &Spec) -> Result<()> {
     bench.xenhost.sh(&format!("ferrite image check {image} && rm /lab/hvm.*")).map(drop)
 }
 
-/// The boot loader is in the middle of the kernel and its RAM disk, which are 18 MB.
+/// Waits until the boot loader is reading the kernel and its RAM disk, which have 18 MB.
 fn wait_for_loader(bench: &mut Bench<'_>, disk: &Disk) -> Result<()> {
     let worker = disk.worker();
-    // Asking takes the emulated processor from the guest: not often.
+    // The check takes the emulated processor from the guest: not often.
     let read = format!(
         "sleep 2; [ $(awk '/^read_bytes/ {{print $2}}' /proc/$({worker})/io) -ge 4000000 ]"
     );
     bench.xenhost.wait_until("4 MB read from the image", &read, 300)
 }
 
-/// A shell condition.
+/// A shell condition: the device model has the disk open.
 fn device_model_has(disk: &Disk, by: By) -> String {
     let (domid, image) = (disk.domid(), disk.image());
     match by {
         By::Image => {
             format!("ls -l /proc/$(pgrep -f -- '-xen-domid {domid} ')/fd | grep -F {image}")
         }
-        // The other end of a connection that somebody has accepted.
+        // The server's end of an accepted connection.
         By::Socket => format!("grep -E ' 03 +[0-9]+ .*/vbd-{domid}-51712/nbd$' /proc/net/unix"),
     }
 }
 
-/// The guest's driver has unplugged the emulated disk.
+/// Waits until the guest's driver has unplugged the emulated disk.
 fn has_let_go(bench: &mut Bench<'_>, disk: &Disk, by: By) -> Result<()> {
     let gone = format!("! {}", device_model_has(disk, by));
     bench.xenhost.wait_until("the device model without the disk", &gone, 30)

@@ -1,4 +1,4 @@
-//! Disks whose sectors lie in images: chains with a history, served to a real guest.
+//! Disks in images: chains with a history, served to a real guest.
 
 use super::recovery::{THREE_KILLS, killed_under_verify};
 use super::{Bench, Case, expect_eq, ferrite};
@@ -16,11 +16,11 @@ pub(super) const CASES: &[Case] = &[
 
 const MIB: u32 = 256;
 
-/// An image with something in it, made read-only, and a leaf over it.
+/// An image with data, made read-only, and a leaf on it.
 struct Chain {
     parent: String,
     leaf: String,
-    /// Of the parent's file.
+    /// The checksum of the parent's file.
     sum: String,
 }
 
@@ -44,10 +44,10 @@ impl Chain {
         bench.guest_with(&GuestOptions::default(), DiskOptions::new(&self.leaf, "xvda"))
     }
 
-    /// After the disk was unplugged: the chain is in order, and the parent as it was.
+    /// After the disk was unplugged: the chain is intact, and the parent unchanged.
     fn check(&self, bench: &mut Bench<'_>) -> Result<()> {
         let Chain { parent, leaf, sum } = self;
-        // What a killed backend had set aside stays allocated: 3.
+        // Space that a killed backend had set aside stays allocated: 3.
         let check = format!("ferrite image check {leaf} || [ $? = 3 ]");
         bench.xenhost.sh(&check).context("the leaf")?;
         bench.xenhost.sh(&format!("ferrite image check {parent}")).context("the parent")?;
@@ -79,8 +79,8 @@ fn qcow2_parent(bench: &mut Bench<'_>) -> Result<()> {
     parent_stays(bench, "qcow2")
 }
 
-/// The guest reads what the parent has, writes over parts of it and around it, and finds both
-/// after the disk was unplugged and plugged in again.
+/// The guest reads the parent's data, overwrites parts of it and around it, and finds both after the disk was unplugged
+/// and plugged in again.
 fn parent_stays(bench: &mut Bench<'_>, extension: &str) -> Result<()> {
     let chain = Chain::make(bench, extension)?;
     let (mut guest, mut disk) = chain.attach(bench)?;
@@ -122,7 +122,7 @@ fn discard(bench: &mut Bench<'_>) -> Result<()> {
     let full = used(bench)?;
     guest.sh(bench.xenhost, "blkdiscard -f -o 4194304 -l 25165824 /dev/xvda && sync", 60)?;
     let freed = used(bench)?;
-    // More than four extents do not fit into an inode of ext4: the holes cost it a block for them.
+    // More than four extents do not fit into an inode of ext4: the holes need a block for them.
     let list_kib = 4;
     if full < 32 << 10 || freed + (24 << 10) > full + list_kib {
         bail!("the image took {full} KiB, and {freed} KiB after 24 MiB of it were discarded");

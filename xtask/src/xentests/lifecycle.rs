@@ -1,4 +1,4 @@
-//! Disks that come and go, and guests that end without a word.
+//! Disks that are attached and detached, and guests that end without closing them.
 
 use super::{Bench, Case, any, expect_eq, ferrite};
 use anyhow::{Result, bail};
@@ -11,7 +11,7 @@ pub(super) const CASES: &[Case] = &[
     ferrite("lifecycle/destroyed-guest-leaves-nothing-open", nothing_left_open),
 ];
 
-/// Writes that never end by themselves.
+/// Writes that do not end by themselves.
 pub(super) const ENDLESS_IO: &str = "fio --name=endless --ioengine=libaio --direct=1 --rw=randrw --bs=16k \
      --iodepth=32 --size=64m --time_based --runtime=1000 --filename=/dev/xvda --minimal";
 
@@ -57,7 +57,7 @@ fn destroyed(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The process that served the guest holds, once the guest is gone, what it held before.
+/// After the guest's end, the process that served it has no more open files than before.
 fn nothing_left_open(bench: &mut Bench<'_>) -> Result<()> {
     let image = bench.image(128)?;
     let mut guest = bench.paused_guest(&GuestOptions::default())?;
@@ -84,7 +84,7 @@ fn open_files(bench: &mut Bench<'_>, pid: u32) -> Result<u64> {
     Ok(bench.xenhost.sh(&format!("ls /proc/{pid}/fd | wc -l"))?.parse()?)
 }
 
-/// Waits until requests are under way.
+/// Waits until requests are in flight.
 fn wait_for_io(bench: &mut Bench<'_>, guest: &mut ferrite_xenhost::guest::Guest) -> Result<()> {
     let command =
         "until [ $(awk '{print $1+$5}' /sys/block/xvda/stat) -ge 200 ]; do sleep 0.1; done";

@@ -1,4 +1,4 @@
-//! The media below: files that must not be written, and block devices of both sector sizes.
+//! The media: write-protected files, and block devices of both sector sizes.
 
 use super::{Bench, Case, any, expect_eq, ferrite};
 use anyhow::{Result, bail};
@@ -9,7 +9,7 @@ use ferrite_xenhost::{SCRATCH_512, SCRATCH_4096};
 pub(super) const CASES: &[Case] = &[
     any("media/a-read-only-disk-refuses-writes", read_only),
     any("media/block-device-with-512-byte-sectors", |bench| block_device(bench, SCRATCH_512)),
-    // The kernel's backend passes 4096-byte sectors on to the guest; on the wire here it is 512.
+    // The kernel's backend passes 4096-byte sectors on to the guest; the unit on the ring is 512.
     ferrite("media/block-device-with-4096-byte-sectors", |bench| block_device(bench, SCRATCH_4096)),
 ];
 

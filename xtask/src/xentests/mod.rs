@@ -31,21 +31,21 @@ use ferrite_xenhost::guest::{Follow, Guest, GuestOptions, Kind};
 use ferrite_xenhost::qemu::Processor;
 use ferrite_xenhost::steps;
 
-/// Which backends a test is about.
+/// The backends of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Applies {
-    /// Any backend: the kernel's shows that the test itself is right.
+    /// Any backend: the kernel's validates the test itself.
     Any,
     /// Features of Ferrite only.
     Ferrite,
 }
 
-/// Which tests run unless others are asked for.
+/// The tests that run by default.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tests {
-    /// Those of each commit.
+    /// The tests of each commit.
     OfCommits,
-    /// All, as by night.
+    /// All tests, as in the nightly run.
     All,
 }
 
@@ -75,12 +75,12 @@ pub(crate) struct Case {
 }
 
 impl Case {
-    /// Whether each commit is tested with it.
+    /// Whether it is a test of each commit.
     fn is_of_commits(&self) -> bool {
         OF_COMMITS.contains(&self.name)
     }
 
-    /// The same test, on a host that has PVH and HVM guests.
+    /// The test on a host that has PVH and HVM guests.
     const fn on_amd(self) -> Case {
         Case { processor: Processor::Amd, ..self }
     }
@@ -94,7 +94,7 @@ const fn ferrite(name: &'static str, run: fn(&mut Bench<'_>) -> Result<()>) -> C
     Case { applies: Applies::Ferrite, ..any(name, run) }
 }
 
-/// Every test, in the order in which they run: the longest first, so that two hosts end together.
+/// Every test, in the order in which they run: the longest first, so that two hosts end at about the same time.
 pub(crate) fn all() -> Vec<Case> {
     [
         hvm::CASES,
@@ -121,7 +121,7 @@ pub(crate) fn all() -> Vec<Case> {
     .concat()
 }
 
-/// The host that a test works with; knows what it has made, to check and remove it afterwards.
+/// The host of a test. It records what the test has made, to check and remove it afterwards.
 pub(crate) struct Bench<'a> {
     /// The host.
     pub(crate) xenhost: &'a mut XenHost,
@@ -132,7 +132,7 @@ pub(crate) struct Bench<'a> {
     images: u32,
     /// The process of `ferrite daemon`.
     daemon: Option<u32>,
-    /// Guests that were started again, as the host had stood still.
+    /// Guests that were started again, since the host had hung.
     started_again: u32,
 }
 
@@ -149,7 +149,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// A sparse image of `mib` MiB in the dom0.
+    /// Makes a sparse image of `mib` MiB in dom0.
     fn image(&mut self, mib: u32) -> Result<String> {
         self.images += 1;
         let path = format!("/lab/image{}.raw", self.images);
@@ -157,35 +157,35 @@ impl<'a> Bench<'a> {
         Ok(path)
     }
 
-    /// A paused guest, so that its disks are there when it starts.
+    /// Makes a paused guest, so that its disks are there when it starts.
     fn paused_guest(&mut self, options: &GuestOptions) -> Result<Guest> {
         let guest = Guest::create(self.xenhost, options)?;
         self.guests.push(guest.clone());
         Ok(guest)
     }
 
-    /// A disk for a guest, without waiting for it to be connected.
+    /// Attaches a disk to a guest, without waiting for the connection.
     fn attach(&mut self, guest: &Guest, options: DiskOptions) -> Result<Disk> {
         let disk = Disk::attach(self.xenhost, guest, self.backend, options)?;
         self.disks.push(disk.clone());
         Ok(disk)
     }
 
-    /// A disk that the process of another one serves.
+    /// Attaches a disk that another disk's process also serves.
     fn attach_beside(&mut self, guest: &Guest, options: DiskOptions) -> Result<Disk> {
         let disk = Disk::attach_beside(self.xenhost, guest, options)?;
         self.disks.push(disk.clone());
         Ok(disk)
     }
 
-    /// A disk whose directories the toolstack will write.
+    /// Serves a disk whose directories the toolstack will write.
     fn serve(&mut self, guest: &Guest, options: DiskOptions) -> Result<Disk> {
         let disk = Disk::serve(self.xenhost, guest, options)?;
         self.disks.push(disk.clone());
         Ok(disk)
     }
 
-    /// A disk plugged into a running guest.
+    /// Plugs a disk into a running guest.
     fn plug(&mut self, guest: &mut Guest, options: DiskOptions) -> Result<Disk> {
         let disk = self.attach(guest, options)?;
         disk.wait_connected(self.xenhost)?;
@@ -193,8 +193,7 @@ impl<'a> Bench<'a> {
         Ok(disk)
     }
 
-    /// A running guest with one disk, as a toolstack starts it. On a host that stands still now and then
-    /// it is started once more when that has happened.
+    /// Starts a guest with one disk, as a toolstack does. If the host hangs meanwhile, the guest is started once more.
     fn guest_with(&mut self, options: &GuestOptions, disk: DiskOptions) -> Result<(Guest, Disk)> {
         let stood = self.standstills(options)?;
         match self.try_guest_with(options, disk.clone()) {
@@ -206,12 +205,12 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// How often the host has stood still, if it is one that does.
+    /// How often the host has hung, if it is one that may.
     fn standstills(&mut self, options: &GuestOptions) -> Result<u32> {
         if options.kind == Kind::Pv { Ok(0) } else { self.xenhost.standstills() }
     }
 
-    /// Forgets the guest that was made last, and its disk.
+    /// Removes the last guest, and its disk.
     fn give_up_guest(&mut self, error: &anyhow::Error) -> Result<()> {
         self.started_again += 1;
         steps::say(format!("the host stood still, the guest is started again: {error}"));
@@ -238,18 +237,18 @@ impl<'a> Bench<'a> {
         Ok((guest, disk))
     }
 
-    /// From now on each disk is served that the toolstack attaches.
+    /// Starts the daemon: it serves each disk that the toolstack attaches.
     pub(crate) fn start_daemon(&mut self) -> Result<()> {
         self.start_daemon_with("")
     }
 
-    /// The same, with these tables of its configuration.
+    /// Starts the daemon with these tables of its configuration.
     fn start_daemon_with(&mut self, tables: &str) -> Result<()> {
         self.daemon = Some(self.xenhost.start_daemon(tables)?);
         Ok(())
     }
 
-    /// Ends it when all disks are gone; one that stays is an error.
+    /// Ends the daemon when all disks are gone; one that remains is an error.
     fn stop_daemon(&mut self) -> Result<()> {
         let Some(pid) = self.daemon.take() else { return Ok(()) };
         let gone = "[ -z \"$(ls /run/ferrite/disks)\" ]";
@@ -261,13 +260,13 @@ impl<'a> Bench<'a> {
         waited
     }
 
-    /// A running guest with a disk that xl attaches.
+    /// Starts a guest with a disk that xl attaches.
     fn guest_of_xl(&mut self, options: &GuestOptions, image: &str) -> Result<(Guest, Disk)> {
         let words = format!("format=raw,script=block-ferrite,access=w,target={image}");
         self.guest_of_words(options, image, &words, |_, _| Ok(()))
     }
 
-    /// The same, attached by other words. `early` is called when the guest has begun to boot.
+    /// Starts a guest with a disk of another configuration. `early` is called when the guest has begun to boot.
     pub(crate) fn guest_of_words(
         &mut self,
         options: &GuestOptions,
@@ -305,7 +304,7 @@ impl<'a> Bench<'a> {
         Ok((guest, disk))
     }
 
-    /// A guest has become another domain, with its disk.
+    /// Continues with a guest that has become another domain, with its disk.
     fn follow(&mut self, guest: &mut Guest, disk: &mut Disk, how: Follow) -> Result<()> {
         guest.follow(self.xenhost, how)?;
         disk.follow(guest);
@@ -319,7 +318,7 @@ impl<'a> Bench<'a> {
         wait_for_node(self.xenhost, guest, disk)
     }
 
-    /// A guest with a disk over a new image.
+    /// Starts a guest with a disk on a new image.
     fn guest_with_image(
         &mut self,
         options: &GuestOptions,
@@ -329,12 +328,12 @@ impl<'a> Bench<'a> {
         self.guest_with(options, DiskOptions::new(&image, "xvda"))
     }
 
-    /// An unmodified guest with a disk over a new image.
+    /// Starts an unmodified guest with a disk on a new image.
     fn default_guest(&mut self, image_mib: u32) -> Result<(Guest, Disk)> {
         self.guest_with_image(&GuestOptions::default(), image_mib)
     }
 
-    /// Traces that no test may leave behind in a living guest: a complaint of blkfront.
+    /// Checks that blkfront in a running guest has not complained.
     fn check_guests(&mut self) -> Result<()> {
         for guest in &mut self.guests {
             let alive = self.xenhost.dom0(&format!("xl list {}", guest.domid()), 30)?.status == 0;
@@ -345,8 +344,8 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// The evidence of a failed test beside the reason: the guests' consoles, logs and xenstore
-    /// of the disks, the dom0's kernel.
+    /// The evidence for a failed test besides the reason: the guests' consoles, logs and xenstore of the disks, dom0's
+    /// kernel.
     fn evidence(&mut self) -> String {
         let mut text = String::new();
         for guest in &self.guests {
@@ -361,9 +360,9 @@ impl<'a> Bench<'a> {
         text + "dom0's kernel:\n" + &kernel.unwrap_or_default() + "\n"
     }
 
-    /// Removes all guests and disks; what stays although it must go is an error.
+    /// Removes all guests and disks; anything that remains is an error.
     fn clean_up(&mut self) -> Result<()> {
-        // By what there is: guests become other domains.
+        // By the present list: guests become other domains.
         let destroy =
             "for id in $(xl list | awk 'NR > 2 {print $2}'); do xl destroy $id; done 2>&1; true";
         self.xenhost.sh_for(destroy, 180)?;
@@ -371,7 +370,7 @@ impl<'a> Bench<'a> {
             .wait_until("every guest gone, no zombie", "[ $(xl list | wc -l) = 2 ]", 60)
             .with_context(|| "a domain stays: somebody still holds its memory")?;
         self.stop_daemon()?;
-        // Backends end by themselves when their guests are gone.
+        // Backends end by themselves after their guests.
         let ended = self.xenhost.dom0(&format!("timeout 20 sh -c '{ENDED}'"), 30)?.status == 0;
         for disk in &mut self.disks {
             disk.sweep(self.xenhost)?;
@@ -387,7 +386,7 @@ impl<'a> Bench<'a> {
         if !left.is_empty() {
             bail!("these are left when all disks are gone:\n{left}");
         }
-        // What it complains of is said before the trace, and where it was in it.
+        // The complaint precedes the trace, and its place is in the trace.
         let broken = "dmesg | grep -E -B8 -A24 'BUG:|Oops|general protection|Call Trace' | \
                       grep -vE '  \\? |^--$' | head -48 | grep .";
         let said = self.xenhost.dom0(broken, 30)?;
@@ -401,8 +400,8 @@ impl<'a> Bench<'a> {
 /// Waits for the end of all backends.
 const ENDED: &str = "while pgrep -x ferrite >/dev/null; do sleep 0.2; done";
 
-/// Prints what disks must not leave behind (threats.md T22): files in memory, and errors in
-/// xenstore. The folders and the files of the budgets are the host's.
+/// Prints remains of disks (threats.md T22): files in memory, and errors in xenstore. The folders and the files of the
+/// budgets belong to the host.
 const LEFT: &str = "find /run/ferrite /dev/shm -mindepth 1 ! -path /run/ferrite/images \
      ! -path /run/ferrite/stats ! -path /run/ferrite/keepers ! -path /run/ferrite/empty ! -path /run/ferrite/stores \
      ! -path /run/ferrite/map-budget ! -path /run/ferrite/poll-budget \
@@ -420,7 +419,7 @@ fn wait_for_node(xenhost: &mut XenHost, guest: &mut Guest, disk: &Disk) -> Resul
         .with_context(|| format!("{node} does not appear in the guest"))
 }
 
-/// Fails with both values when they differ.
+/// Fails with both values if they differ.
 fn expect_eq<T: PartialEq + std::fmt::Debug>(what: &str, got: &T, want: &T) -> Result<()> {
     if got != want {
         bail!("{what}: {got:?} instead of {want:?}");

@@ -13,7 +13,7 @@ pub(super) const CASES: &[Case] = &[
     ferrite("nvme/polled-passthrough-serves-a-verify-and-a-kill", |bench| passthrough(bench, true)),
 ];
 
-/// Loads the driver with a poll queue; the name of the device, as `nvme0`.
+/// Loads the driver with a poll queue; returns the name of the device, such as `nvme0`.
 fn load(bench: &mut Bench<'_>) -> Result<String> {
     let command = format!(
         "lsmod | grep -q '^nvme ' || modprobe nvme poll_queues=1
@@ -48,7 +48,7 @@ fn iopoll(bench: &mut Bench<'_>) -> Result<()> {
     let before = interrupts(bench, &device)?;
     verify(bench, &mut guest, &mut disk)?;
     let taken = interrupts(bench, &device)? - before;
-    // Flushes and discards go by interrupt, reads and writes do not.
+    // Flushes and discards use interrupts, reads and writes do not.
     let count = format!("awk '{{print $1+$5}}' /sys/block/{block}/stat");
     let ios: u64 = bench.xenhost.sh(&count)?.parse()?;
     if ios < 1000 || taken > ios / 4 {
@@ -74,12 +74,12 @@ fn passthrough(bench: &mut Bench<'_>, polled: bool) -> Result<()> {
     let is_old = "[ $(uname -r | awk -F. '{ print $1 * 100 + $2 }') -lt 605 ]";
     let refused = polled && bench.xenhost.dom0(is_old, 20)?.status == 0;
     expect_eq("whether polling is refused", &log.contains("is not polled"), &refused)?;
-    // Nobody else may have the namespace meanwhile.
+    // No other program may open the namespace meanwhile.
     if bench.xenhost.dom0(&format!("mkfs.ext4 -q /dev/{device}n1"), 60)?.status == 0 {
         bail!("the namespace's block device is not claimed");
     }
     verify(bench, &mut guest, &mut disk)?;
-    // Opening the block device to claim it reads its partition table, and no more.
+    // Claiming the block device reads its partition table, and no more.
     let through = block_layer(bench, &device)? - before;
     if through > 100 {
         bail!("{through} requests went through the block layer");
@@ -87,7 +87,7 @@ fn passthrough(bench: &mut Bench<'_>, polled: bool) -> Result<()> {
     Ok(())
 }
 
-/// Requests that the block device's own statistics know of.
+/// Requests in the block device's own statistics.
 fn block_layer(bench: &mut Bench<'_>, device: &str) -> Result<u64> {
     let count = format!("awk '{{print $1+$5}}' /sys/block/{device}n1/stat");
     Ok(bench.xenhost.sh(&count)?.parse()?)
@@ -102,7 +102,7 @@ fn interrupts(bench: &mut Bench<'_>, device: &str) -> Result<u64> {
     Ok(bench.xenhost.sh(&command)?.parse()?)
 }
 
-/// A guest that verifies what it writes, and whose backend is killed and started meanwhile.
+/// A guest that verifies its writes, and whose backend is killed and restarted meanwhile.
 fn verify(bench: &mut Bench<'_>, guest: &mut Guest, disk: &mut Disk) -> Result<()> {
     let load = Load { kills: 1, options: "--fsync=64", large: "--bs=1m --size=16m" };
     killed_under_verify(bench, guest, disk, &load)?;

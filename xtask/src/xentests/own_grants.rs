@@ -1,4 +1,4 @@
-//! Pages that the dom0 grants to itself: what a death leaves of them, and what happens without.
+//! Pages that dom0 grants to itself: after a kill, and without them.
 
 use super::toolstack::xl_knows_us;
 use super::xl::wait_for_none;
@@ -14,10 +14,10 @@ pub(super) const CASES: &[Case] = &[
     ferrite("own-grants/switched-off", switched_off),
 ];
 
-/// Most pages of the whole dom0.
+/// The most pages of the whole dom0.
 const LIMIT: &str = "/sys/module/xen_gntalloc/parameters/limit";
 
-/// Pages that a queue has at first, if there are as many.
+/// Pages of a new queue, if there are as many.
 const FIRST: u64 = 16;
 
 /// Writes and verifies large requests and small ones, from memory at odd offsets.
@@ -36,7 +36,7 @@ fn verify(
     guest.sh(bench.xenhost, &command, 600).map(drop)
 }
 
-/// Own pages that the backend has in its memory now.
+/// Own pages that the backend has mapped now.
 fn pages(bench: &mut Bench<'_>, disk: &Disk) -> Result<u64> {
     match disk.pid() {
         Some(pid) => pages_of(bench, &pid.to_string()),
@@ -44,7 +44,7 @@ fn pages(bench: &mut Bench<'_>, disk: &Disk) -> Result<u64> {
     }
 }
 
-/// Own pages of this process, which the dom0's shell knows.
+/// Own pages of this process, which is a shell expression in dom0.
 fn pages_of(bench: &mut Bench<'_>, pid: &str) -> Result<u64> {
     let count = format!(
         "n=0; while read range _ _ _ _ name; do case $name in *xen/gntalloc*) \
@@ -53,8 +53,8 @@ fn pages_of(bench: &mut Bench<'_>, pid: &str) -> Result<u64> {
     Ok(bench.xenhost.sh(&count)?.parse()?)
 }
 
-/// As many as a queue has at first: with one page that a dead backend has left there would be too few
-/// for the next one.
+/// With a limit of as many pages as a new queue takes: a single page that a dead backend has left would be missing for
+/// the next one.
 fn killed(bench: &mut Bench<'_>) -> Result<()> {
     let options = GuestOptions { queues: Some(1), ..GuestOptions::default() };
     let before = bench.xenhost.sh(&format!("cat {LIMIT}; echo {FIRST} >{LIMIT}"))?;
@@ -72,7 +72,7 @@ fn killed(bench: &mut Bench<'_>) -> Result<()> {
     bench.xenhost.sh(&format!("echo {before} >{LIMIT}")).map(drop)
 }
 
-/// The same by processes that have given up all their rights, the next of which begins by itself.
+/// The same with processes without rights, whose successor starts by itself.
 fn killed_workers(bench: &mut Bench<'_>) -> Result<()> {
     if !xl_knows_us(bench)? {
         return Ok(());
@@ -107,7 +107,7 @@ fn load(disk: &Disk) -> String {
     )
 }
 
-/// Waits until this process has as many as there are.
+/// Waits until this process has as many pages as possible.
 fn wait_for_pages(bench: &mut Bench<'_>, pid: &str) -> Result<()> {
     let mut had = 0;
     for _ in 0..100 {
@@ -119,7 +119,7 @@ fn wait_for_pages(bench: &mut Bench<'_>, pid: &str) -> Result<()> {
     bail!("a disk at work has {had} own pages, not {FIRST}")
 }
 
-/// As the hypervisor counts them.
+/// By the hypervisor's count.
 fn no_grants_in_use(bench: &mut Bench<'_>) -> Result<()> {
     let grants = "xl dmesg -c >/dev/null; xl debug-keys g; sleep 1; xl dmesg >/tmp/grants; \
          grep -q 'for remote d0' /tmp/grants || { cat /tmp/grants; exit 1; }; \

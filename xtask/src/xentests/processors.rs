@@ -1,4 +1,4 @@
-//! The processor time that a disk may take of the dom0's, beside one that nothing bounds.
+//! The limit of a disk's processor time in dom0, compared with a disk without a limit.
 
 use super::{Bench, Case, ferrite, wait_for_node};
 use anyhow::{Context, Result, bail};
@@ -10,10 +10,10 @@ pub(super) const CASES: &[Case] = &[ferrite(
     bounded,
 )];
 
-/// Of one processor; the disk beside it takes several times as much of the Xen host's.
+/// Percent of one processor; the other disk takes several times as much of the Xen host's.
 const PERCENT: u32 = 5;
 
-/// The processor time of the disk that nothing bounds when they are compared.
+/// The processor time of the unlimited disk at the comparison.
 const TICKS_TO_COMPARE: u64 = 40;
 
 /// The same reads from both disks, until these are gone.
@@ -36,7 +36,7 @@ fn bounded(bench: &mut Bench<'_>) -> Result<()> {
     let mut count = 1000;
     let of_free = loop {
         wait_for_reads(bench, &mut guest, count)?;
-        // The dom0's clock counts few ticks where its machine stands still.
+        // dom0's clock counts few ticks while its machine hangs.
         match processor_ticks(bench, &free)? - before.1 {
             ticks if ticks < TICKS_TO_COMPARE && count < 5000 => count += 500,
             ticks => break ticks,
@@ -52,11 +52,11 @@ fn bounded(bench: &mut Bench<'_>) -> Result<()> {
             reads.1
         );
     }
-    // Requests wait in its ring all the time.
+    // Its ring always has waiting requests.
     held.unplug(bench.xenhost).context("unplugging the disk that is held back")?;
     wait_for_reads(bench, &mut guest, reads.1 + 200)?;
-    // Linux may keep a read that it began as the disk went, and with it all that its xenstore
-    // thread has to do: the other disk goes as the guest does.
+    // Linux may keep a read that it began while the disk was removed, and with it all work of its xenstore thread: the
+    // other disk is removed with the guest.
     guest.destroy(bench.xenhost)?;
     free.remove_after_destroy(bench.xenhost)?;
     for (disk, is_held) in [(&held, true), (&free, false)] {
@@ -79,7 +79,7 @@ fn attach(
     bench.attach(guest, options)
 }
 
-/// The processor time of the disk's process, in the dom0's clock ticks.
+/// The processor time of the disk's process, in dom0's clock ticks.
 fn processor_ticks(bench: &mut Bench<'_>, disk: &Disk) -> Result<u64> {
     let pid = disk.pid().context("nobody serves the disk")?;
     Ok(bench.xenhost.sh(&format!("awk '{{print $14+$15}}' /proc/{pid}/stat"))?.parse()?)
@@ -91,7 +91,7 @@ fn reads(bench: &mut Bench<'_>, guest: &mut Guest, name: &str) -> Result<u64> {
     Ok(guest.sh(bench.xenhost, &count, 30)?.parse()?)
 }
 
-/// Waits until the guest has finished so many reads of the disk that nothing bounds.
+/// Waits until the guest has finished so many reads of the unlimited disk.
 fn wait_for_reads(bench: &mut Bench<'_>, guest: &mut Guest, count: u64) -> Result<()> {
     let command = format!(
         "until [ $(awk '{{print $1}}' /sys/block/xvdb/stat) -ge {count} ]; do sleep 0.1; done"

@@ -1,4 +1,4 @@
-//! The backend dies and comes back; the guest sees a pause and nothing else.
+//! The backend is killed and restarted; the guest sees only a pause.
 
 use super::{Bench, Case, ferrite};
 use anyhow::{Context, Result};
@@ -10,19 +10,18 @@ pub(super) const CASES: &[Case] = &[
     ferrite("recovery/stopped-and-started-under-verify", stopped),
 ];
 
-/// The load of a guest whose backend dies: how often, the options of all jobs, and the large
-/// requests among them.
+/// The load of a guest whose backend is killed: how often, the options of all jobs, and the large requests among them.
 pub(super) struct Load {
     pub(super) kills: u32,
     pub(super) options: &'static str,
     pub(super) large: &'static str,
 }
 
-/// Three times, while all is written and verified again.
+/// Three kills, while all is written and verified again.
 pub(super) const THREE_KILLS: Load =
     Load { kills: 3, options: "--loops=2", large: "--bs=128k --size=24m" };
 
-/// Writes and verifies, in large and small requests at once.
+/// Writes and verifies, in large and small concurrent requests.
 fn verify_job(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk, load: &Load) -> Result<Job> {
     let (options, large) = (load.options, load.large);
     let command = format!(
@@ -41,7 +40,7 @@ fn finished(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<u64> {
     Ok(guest.sh(bench.xenhost, command, 30)?.parse()?)
 }
 
-/// Waits until the guest has finished `more` requests beyond `from`.
+/// Waits until the guest has finished `more` requests after `from`.
 fn wait_for_progress(
     bench: &mut Bench<'_>,
     guest: &mut Guest,
@@ -61,7 +60,7 @@ fn killed(bench: &mut Bench<'_>) -> Result<()> {
     killed_under_verify(bench, &mut guest, &mut disk, &THREE_KILLS)
 }
 
-/// A guest that verifies what it writes, and whose backend dies meanwhile.
+/// A guest that verifies its writes, and whose backend is killed meanwhile.
 pub(super) fn killed_under_verify(
     bench: &mut Bench<'_>,
     guest: &mut Guest,

@@ -14,12 +14,12 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Instant;
 
-/// Which tests to run, and how.
+/// The selection of tests, and their options.
 #[derive(Clone, Debug)]
 pub(crate) struct Selection {
-    /// Which of them.
+    /// The set of tests.
     pub(crate) tests: Tests,
-    /// Groups or parts of names, with commas between them; nothing for all.
+    /// Groups or parts of names, separated by commas; `None`: all.
     pub(crate) filter: Option<String>,
     /// The backend of the disks.
     pub(crate) backend: Backend,
@@ -31,12 +31,12 @@ pub(crate) struct Selection {
     pub(crate) programs: Vec<Program>,
 }
 
-/// How one test ended.
+/// The result of one test.
 #[derive(Clone, Debug)]
 pub(crate) struct Report {
     /// The test's name.
     pub(crate) name: &'static str,
-    /// Time it took, boot excluded.
+    /// Its duration, without the boot.
     pub(crate) seconds: f64,
     /// Why it failed, without the evidence.
     pub(crate) failure: Option<String>,
@@ -49,10 +49,10 @@ impl From<Report> for Outcome {
     }
 }
 
-/// A test that is to be run.
+/// A test that is still to be run.
 struct Due {
     case: Case,
-    /// How it failed before: it is run for the second time, and the last.
+    /// Its first failure, if this is its second and last run.
     failure: Option<String>,
 }
 
@@ -69,7 +69,7 @@ pub(crate) fn run(root: &Root, selection: &Selection) -> Result<Vec<Report>> {
     let queue = Mutex::new(cases);
     let reports = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
-        // Of several, the last begins with the tests that need another processor than most.
+        // Of several hosts, the last begins with the tests that need a rarer processor.
         for last in (1..=hosts).map(|host| host > 1 && host == hosts) {
             let (queue, reports) = (&queue, &reports);
             let first = if last { Processor::Amd } else { Processor::Plain };
@@ -101,9 +101,8 @@ fn selected(selection: &Selection) -> Result<Vec<Case>> {
     Ok(cases)
 }
 
-/// One host's work: takes tests until there are none. A host that a test has left in a state that
-/// cannot be trusted is replaced by a new one, and so is one of another processor than the test needs:
-/// those with the same processor come first.
+/// One host's work: takes tests until there are none. A host that a test has left unusable is replaced by a new one,
+/// and so is one whose processor the test cannot use: tests for the same processor come first.
 fn work(
     root: &Root,
     selection: &Selection,
@@ -136,7 +135,7 @@ fn work(
         host = usable;
         let report = match (report.failure.clone(), due.failure) {
             (failure @ Some(_), None) => {
-                // After all others, as far as this host's are concerned.
+                // After all others of this host.
                 put_last(queue, Due { case: due.case, failure });
                 continue;
             }
@@ -174,7 +173,7 @@ fn put_last(queue: &Mutex<VecDeque<Due>>, due: Due) {
     }
 }
 
-/// Runs one test and cleans up; the host comes back when it is as good as before.
+/// Runs one test and cleans up; returns the host if it is still usable.
 fn run_case(mut xenhost: XenHost, backend: Backend, case: Case) -> (Report, Option<XenHost>) {
     let began = Instant::now();
     steps::say(format!("xen {} ...", case.name));

@@ -1,4 +1,4 @@
-//! Volumes of a store as disks of several guests, which one process serves.
+//! Volumes of a store as disks of several guests, served by one process.
 
 use super::guests::wait_for_requests;
 use super::toolstack::{running_guest, xl_knows_us};
@@ -16,16 +16,16 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 const STORE: &str = "/lab/pool.store";
-/// What the guests' disks were cloned from has random data there, and nothing behind it.
+/// The source of the guests' clones has random data there, and nothing after it.
 const FILLED_MIB: u64 = 8;
 const DISK_MIB: u64 = 64;
-/// Each guest writes the second half of that data, and more behind it. The first half it leaves alone.
+/// Each guest writes the second half of that data, and more after it, and leaves the first half unchanged.
 const KEPT_MIB: u64 = FILLED_MIB / 2;
 const KILLS: u32 = 3;
-/// Requests of a guest between one death and the next.
+/// Requests of a guest between two kills.
 const BETWEEN: u32 = 16;
 
-/// A store with the volumes `a` and `b`, clones of the snapshot `monday`. Gives the image of what they all have.
+/// A store with the volumes `a` and `b`, clones of the snapshot `monday`. Returns the image of their common content.
 fn make_store(bench: &mut Bench<'_>) -> Result<String> {
     let source = bench.image(DISK_MIB as u32)?;
     bench.xenhost.sh_for(
@@ -95,8 +95,8 @@ fn clones(bench: &mut Bench<'_>) -> Result<()> {
     check_store(bench, &source)
 }
 
-/// xl attaches the disks, and the daemon's one process serves both. It is killed, the store is worked on in
-/// use, and one disk goes and comes again under the other.
+/// xl attaches the disks, and one process of the daemon serves both. It is killed, commands work on the store in use,
+/// and one disk is detached and attached again while the other is in use.
 fn by_daemon(bench: &mut Bench<'_>) -> Result<()> {
     if !xl_knows_us(bench)? {
         return Ok(());
@@ -145,12 +145,12 @@ fn by_daemon(bench: &mut Bench<'_>) -> Result<()> {
     check_store(bench, &source)
 }
 
-/// Nothing of the store is damaged, the snapshot is as it was, and what nobody has written is there once.
+/// The store is intact, the snapshot is unchanged, and unwritten data are stored once.
 fn check_store(bench: &mut Bench<'_>, source: &str) -> Result<()> {
     bench.xenhost.sh_for(&format!("ferrite store check --deep {STORE}"), 300)?;
     bench.xenhost.sh_for(&format!("ferrite image compare store:{STORE}#monday {source}"), 300)?;
     let shared = shared_bytes(bench, STORE)?;
-    // Of the four volumes that have it at least: what neither guest has written is there once.
+    // At least four volumes have it: data that neither guest has written are stored once.
     let least = (3 * KEPT_MIB) << 20;
     ensure!(shared >= least, "the volumes share {shared} bytes, not {least}");
     Ok(())
@@ -164,7 +164,7 @@ struct Pair {
 }
 
 impl Pair {
-    /// Ends the guests, and with the second of them the process.
+    /// Ends the guests, and the process with the second one.
     fn end(&mut self, bench: &mut Bench<'_>) -> Result<()> {
         for guest in &mut self.guests {
             guest.check_blkfront(bench.xenhost)?;
@@ -198,8 +198,8 @@ fn start_pair(
     Ok(Pair { guests, serving })
 }
 
-/// The guest writes blocks of its own and verifies them, again and again, until there is /tmp/stop. It is at work
-/// when this returns.
+/// The guest repeatedly writes blocks of its own and verifies them, until /tmp/stop exists. It has begun when this
+/// returns.
 fn begin_verifying(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<Job> {
     let verify = format!(
         "fio --name=verify --ioengine=libaio --direct=1 --rw=randwrite --bsrange=4k-64k --size={FILLED_MIB}m \
@@ -213,7 +213,7 @@ fn begin_verifying(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<Job> {
     Ok(job)
 }
 
-/// It has verified all that it wrote, and what it left alone is as it was.
+/// It has verified its writes, and the rest is unchanged.
 fn stop_verifying(bench: &mut Bench<'_>, guest: &mut Guest, job: &Job, kept: &str) -> Result<()> {
     guest.sh(bench.xenhost, "touch /tmp/stop", 60)?;
     guest.finish_ok(bench.xenhost, job).context("fio that verifies")?;
@@ -223,7 +223,7 @@ fn stop_verifying(bench: &mut Bench<'_>, guest: &mut Guest, job: &Job, kept: &st
     expect_eq("what the guest left alone", &sum.as_str(), &kept)
 }
 
-/// What the volumes have together, less what that is when equal blocks count once.
+/// The bytes of all volumes, less the bytes of their different blocks.
 fn shared_bytes(bench: &mut Bench<'_>, store: &str) -> Result<u64> {
     let told = bench.xenhost.sh_for(&format!("ferrite store stats --json {store}"), 120)?;
     let stats: Value = serde_json::from_str(&told).with_context(|| format!("odd: {told}"))?;

@@ -1,4 +1,4 @@
-//! Disks that xl attaches, and what the documentation tells people to type.
+//! Disks that xl attaches, and the commands of the documentation.
 
 use super::{Bench, Case, expect_eq, ferrite};
 use crate::docs;
@@ -16,16 +16,16 @@ pub(super) const CASES: &[Case] = &[
     ferrite("docs/a-disk-is-served-as-printed", served_as_printed),
 ];
 
-/// Since 4.19 xl hands disks to a backend of this kind; before, it refuses.
+/// Since 4.19 xl accepts a backend of this kind for disks; before, it refuses.
 const FIRST_XEN_MINOR_WITH_TAP: u32 = 19;
 
-/// In the guest: what is written to the disk is read from it.
+/// In the guest: data written to the disk are read from it.
 pub(super) const USE: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
      dd if=/dev/urandom of=/tmp/data bs=64k count=4 2>/dev/null; \
      dd if=/tmp/data of=/dev/xvdb bs=64k oflag=direct 2>/dev/null; \
      dd if=/dev/xvdb bs=64k count=4 iflag=direct 2>/dev/null | cmp - /tmp/data";
 
-/// In the guest: succeeds if a write gets through, whatever its own kernel thinks of that.
+/// In the guest: succeeds if a write reaches the backend, whatever its own kernel does.
 pub(super) const WRITE: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; blockdev --setrw /dev/xvdb; \
      dd if=/dev/zero of=/dev/xvdb bs=4k count=1 oflag=direct";
 
@@ -71,7 +71,7 @@ fn attached_by_xl(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The guest says so and cannot write, and the image itself is open for nothing but reading.
+/// The guest reports a read-only disk and cannot write, and the image itself is open for reading only.
 fn is_read_only(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk) -> Result<()> {
     let sum = format!("sha256sum <{}", disk.image());
     let before = bench.xenhost.sh(&sum)?;
@@ -95,7 +95,7 @@ fn is_read_only(bench: &mut Bench<'_>, guest: &mut Guest, disk: &Disk) -> Result
     Ok(())
 }
 
-/// An older xl knows of no backend, and leaves nothing behind.
+/// An older xl refuses the backend, and leaves nothing behind.
 fn refused_by_xl(bench: &mut Bench<'_>, image: &str) -> Result<()> {
     let guest = bench.paused_guest(&GuestOptions::default())?;
     let spec = format!("format=raw,vdev=xvdb,backendtype=tap,target={image}");
@@ -106,16 +106,16 @@ fn refused_by_xl(bench: &mut Bench<'_>, image: &str) -> Result<()> {
     }
     let directory = format!("/local/domain/0/backend/vbd3/{}", guest.domid());
     bench.xenhost.sh(&format!("! xenstore-exists {directory}"))?;
-    // A guest that never ran cannot be asked whether all was well.
+    // A guest that never ran cannot be checked.
     guest.destroy(bench.xenhost)
 }
 
-/// A script that waits for /tmp/go before it is ours.
+/// A script that waits for /tmp/go before it runs ours.
 const SLOW_SCRIPT: &str = "#!/bin/sh\n\
      [ \"$1\" = remove ] || until [ -e /tmp/go ]; do sleep 0.1; done\n\
      exec /etc/xen/scripts/block-ferrite \"$@\"\n";
 
-/// xl compares the backend's state with 2 whenever it comes to look, however late.
+/// xl compares the backend's state with 2 when it reads it, however late.
 fn connected_by_script(bench: &mut Bench<'_>) -> Result<()> {
     if !xl_knows_us(bench)? {
         return Ok(());
@@ -133,7 +133,7 @@ fn connected_by_script(bench: &mut Bench<'_>) -> Result<()> {
         bench.xenhost.sh(&format!("setsid {xl} >/tmp/xl.log 2>&1 & echo $!"))?.parse()?;
     let offered = format!("[ \"$(xenstore-read {}/state)\" = 3 ]", disk.frontend());
     bench.xenhost.wait_until("the guest's rings", &offered, 60)?;
-    // When this has been noticed, the backend has looked at the guest's state, too.
+    // When this has been noticed, the backend has read the guest's state, too.
     bench.xenhost.sh(&format!("truncate -s 65M {image}"))?;
     let noticed = format!("[ \"$(xenstore-read {}/sectors)\" = 133120 ]", disk.backend_dir());
     bench.xenhost.wait_until("the new size", &noticed, 60)?;
@@ -147,8 +147,8 @@ fn connected_by_script(bench: &mut Bench<'_>) -> Result<()> {
     disk.wait_backend_gone(bench.xenhost)
 }
 
-/// Domain 0 as the guest of the daemon. xl stands still between its first word and its look at ours: it
-/// finds 2, not 4, however long that takes.
+/// Domain 0 as the guest of the daemon. xl pauses between its first write and its reading of our state: it finds 2, not
+/// 4, however long that takes.
 fn domain_0(bench: &mut Bench<'_>) -> Result<()> {
     if !xl_knows_us(bench)? {
         return Ok(());
@@ -184,8 +184,8 @@ fn domain_0(bench: &mut Bench<'_>) -> Result<()> {
     bench.xenhost.sh(&format!("! xenstore-exists {back} && ! xenstore-exists {front}")).map(drop)
 }
 
-/// Types blocks of commands into one shell of the dom0, in a folder with an image `disk.img` and
-/// with what is installed from the repository. `after` is called after each block.
+/// Runs blocks of commands in one shell of dom0, in a folder with an image `disk.img` and with the installed files of
+/// the repository. `after` is called after each block.
 fn type_in(
     bench: &mut Bench<'_>,
     blocks: &[String],
@@ -218,7 +218,7 @@ fn type_in(
     bench.xenhost.wait_until("the end of ferrite", "! pgrep -x ferrite", 60)
 }
 
-/// A guest by the name that the documentation gives it.
+/// The guest with the name from the documentation.
 fn guest_g(bench: &mut Bench<'_>) -> Result<Guest> {
     let guest = running_guest(bench)?;
     bench.xenhost.sh(&format!("xl rename {} g", guest.domid()))?;

@@ -1,4 +1,4 @@
-//! What xl does with disks that the daemon serves.
+//! xl's operations on disks that the daemon serves.
 
 use super::guests::wait_for_requests;
 use super::lifecycle::ENDLESS_IO;
@@ -28,11 +28,11 @@ const HALF_BESIDE: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
      --rw=randrw --bs=4k-16k --iodepth=8 --randrepeat=1 --verify=crc32c --verify_fatal=1 --do_verify=1 \
      --minimal";
 
-/// The disk that these tests attach, as xl and xenstore call it.
+/// The name of the tests' disk in xl and xenstore.
 const NAME: &str = "xvdb";
 const DEVID: u32 = 51728;
 
-/// What xl is told of a disk. Without a script it takes its own block-tap.
+/// xl's configuration of a disk. Without a script xl uses its own block-tap.
 fn attach(guest: &Guest, words: &str) -> String {
     format!("xl block-attach {} 'vdev={NAME},backendtype=tap,{words}'", guest.name())
 }
@@ -81,7 +81,7 @@ fn both_scripts(bench: &mut Bench<'_>) -> Result<()> {
         detach(bench, &guest)?;
     }
     footer_taken(bench, &mut guest)?;
-    // Nobody can open it: each script says so in its way, and xl prints what ours says.
+    // The image cannot be opened: each script reports that in its way, and xl prints our message.
     for (words, said) in [
         ("format=raw,target=/lab/xl/none", "tapdisk for disk"),
         ("format=raw,target=/lab/xl/none", "cannot open /lab/xl/none"),
@@ -91,7 +91,7 @@ fn both_scripts(bench: &mut Bench<'_>) -> Result<()> {
         if refused.status == 0 || !refused.stdout.contains(said) {
             bail!("{words}: xl ends with {}: {}", refused.status, refused.stdout);
         }
-        // xl leaves it to its caller to take away what it could not attach.
+        // xl leaves a disk that it could not attach to its caller.
         detach(bench, &guest)?;
     }
     read_only(bench, &mut guest)?;
@@ -99,7 +99,7 @@ fn both_scripts(bench: &mut Bench<'_>) -> Result<()> {
     bench.xenhost.sh("rm -r /lab/xl").map(drop)
 }
 
-/// block-tap has written what the daemon says of the disk, and where QEMU finds its socket.
+/// block-tap has written the daemon's properties of the disk, and the path of the socket for QEMU.
 fn found_by_tap_ctl(
     bench: &mut Bench<'_>,
     guest: &Guest,
@@ -118,15 +118,15 @@ fn found_by_tap_ctl(
     expect_eq("the path", &path, &format!("/run/blktap-control/nbd{pid}.{minor}"))?;
     let socket = format!("/run/ferrite/vbd-{}-{DEVID}/nbd", guest.domid());
     expect_eq("the socket", &bench.xenhost.sh(&format!("readlink {path}"))?, &socket)?;
-    // The script of a disk that is attached is not run for its end; who calls it so does no harm.
+    // The script of an attached disk is not run for its end; calling it does no harm.
     let destroy = format!("tap-ctl destroy -p {pid} -m {minor} 2>&1");
     let refused = bench.xenhost.dom0(&destroy, 60)?;
     expect_eq("tap-ctl destroy of an attached disk", &refused.status, &16)?;
     Ok(path)
 }
 
-/// QEMU's own client, by the address that libxl makes of the socket: it and the guest, which has the disk, see what
-/// the other has written and flushed.
+/// QEMU's own client, with libxl's address of the socket. It and the guest, which has the disk, see each other's
+/// flushed writes.
 fn seen_by_qemu_io(bench: &mut Bench<'_>, guest: &mut Guest, socket: &str) -> Result<()> {
     let qemu_io =
         |commands: &str| format!("qemu-io -f raw {commands} 'nbd+unix:///?socket={socket}' 2>&1");
@@ -144,8 +144,8 @@ fn seen_by_qemu_io(bench: &mut Bench<'_>, guest: &mut Guest, socket: &str) -> Re
     Ok(())
 }
 
-/// A VHD on a volume that tapdisk had open when its host crashed: what xl says of it vouches for it, and
-/// it is anybody's again when it is closed.
+/// A VHD on a volume that tapdisk had open when its host crashed: xl's configuration vouches for the format, and the
+/// image is normal again when it is closed.
 fn footer_taken(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
     let device =
         bench.xenhost.sh("truncate -s 72M /lab/xl/volume && losetup -f --show /lab/xl/volume")?;
@@ -178,8 +178,8 @@ fn read_only(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
     expect_eq("the image's checksum", &bench.xenhost.sh(sum)?, &before)
 }
 
-/// A drive with a medium, whose `params` are written again as xl does for another medium. One without a
-/// medium is refused by xl itself, and nothing is left of it.
+/// A drive with a medium, whose `params` are rewritten as xl does for another medium. xl itself refuses one without a
+/// medium, and leaves nothing behind.
 fn drives(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
     let words = "format=raw,devtype=cdrom,access=r,script=block-ferrite,target=/lab/xl/a.raw";
     bench.xenhost.sh(&attach(guest, words))?;
@@ -202,7 +202,7 @@ fn drives(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
     bench.xenhost.sh(&format!("! xenstore-exists {directory}")).map(drop)
 }
 
-/// Four queues each, as large guests have them.
+/// Four queues each, as in large guests.
 fn thirty() -> GuestOptions {
     GuestOptions { vcpus: 4, ..GuestOptions::default() }
 }
@@ -213,7 +213,7 @@ fn thirty_names() -> impl Iterator<Item = String> {
     one.chain(('a'..='d').map(|letter| format!("xvda{letter}")))
 }
 
-/// The processes of the program: a worker's name is that of the descriptor which it was started by.
+/// The processes of the program: a worker's name is that of the descriptor from which it was started.
 pub(super) const PROCESSES: &str =
     "for p in /proc/[0-9]*; do case $(readlink $p/exe) in */ferrite) echo ${p#/proc/};; esac; done";
 
@@ -242,8 +242,8 @@ fn thirty_disks(bench: &mut Bench<'_>) -> Result<()> {
             "format=raw,vdev={name},backendtype=tap,script=block-ferrite,target=/lab/xl/{name}"
         ));
     }
-    // xl gives all of a new guest's disks ten seconds together: an emulated processor starts some
-    // thirty in that time. The others are attached one by one.
+    // xl gives all disks of a new guest ten seconds together: an emulated processor starts about thirty in that time.
+    // The others are attached one by one.
     let later = specs.split_off(10);
     let mut guest = Guest::create_with(bench.xenhost, &thirty(), &specs)?;
     bench.guests.push(guest.clone());
@@ -253,7 +253,7 @@ fn thirty_disks(bench: &mut Bench<'_>) -> Result<()> {
         bench.xenhost.sh(&format!("xl block-attach {} '{spec}'", guest.name()))?;
     }
     let names = thirty_names().collect::<Vec<_>>().join(" ");
-    // Each has its own, on the image of its name.
+    // Each has its own data, on the image of its name.
     let write = format!(
         "for n in {names}; do until [ -b /dev/$n ]; do sleep 0.2; done; \
          echo this-is-$n | dd of=/dev/$n bs=4k conv=sync oflag=direct 2>/dev/null || exit 1; done"
@@ -263,7 +263,7 @@ fn thirty_disks(bench: &mut Bench<'_>) -> Result<()> {
         "for n in {names}; do [ \"$(head -n 1 /lab/xl/$n)\" = this-is-$n ] || exit 1; done; \
          [ $(ferrite disk list | grep -c ' served ') = 30 ]"
     ))?;
-    // At rest they have given back what they need for requests.
+    // At rest they have freed the memory for requests.
     bench.xenhost.sh("sleep 8")?;
     let (kib, processes) = memory(bench)?;
     steps::say(format!("30 disks of 4 queues at rest: {kib} KiB (PSS) in {processes} processes"));
@@ -276,10 +276,10 @@ fn thirty_disks(bench: &mut Bench<'_>) -> Result<()> {
     bench.xenhost.sh("rm -r /lab/xl").map(drop)
 }
 
-/// What keeper and worker of a disk may take at rest.
+/// The most memory of a disk's keeper and worker at rest.
 const DISK_KIB: u32 = 3 << 10;
 
-/// No disk is there, and no process but the daemon.
+/// Waits until there is no disk, and no process but the daemon.
 pub(super) fn wait_for_none(bench: &mut Bench<'_>, what: &str) -> Result<()> {
     let none = format!("[ -z \"$(ls /run/ferrite/disks)\" ] && [ $({PROCESSES} | wc -l) = 1 ]");
     bench.xenhost.wait_until(what, &none, 60)
@@ -300,8 +300,7 @@ fn held_saved_destroyed(bench: &mut Bench<'_>) -> Result<()> {
     wait_for_none(bench, "the end of the destroyed guest's disk")
 }
 
-/// A guest that does nothing: it is paused. xl gives up, the disk says what it waits for, and goes when the
-/// guest lets go.
+/// A paused guest. xl gives up, the disk shows what it waits for, and is removed when the guest releases it.
 fn held(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
     let second = bench.image(16)?;
     let words = format!("format=raw,script=block-ferrite,target={second}");
@@ -319,7 +318,7 @@ fn held(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
     bench.xenhost.sh(&format!("xl block-detach {name} {NAME}")).map(drop)
 }
 
-/// The guest is suspended for its memory, and goes on with the rings that it had.
+/// The guest is suspended and saved, and continues with the same rings.
 fn saved(bench: &mut Bench<'_>, guest: &mut Guest, directory: &str) -> Result<()> {
     let job = guest.begin(bench.xenhost, VERIFY, 600)?;
     wait_for_requests(bench, guest, 64)?;
@@ -337,8 +336,8 @@ const VERIFY: &str = "fio --name=verify --ioengine=libaio --direct=1 --rw=randwr
      --size=2m --offset=64m --iodepth=32 --randrepeat=1 --verify=crc32c --verify_fatal=1 \
      --do_verify=1 --loops=4 --filename=/dev/xvda --minimal";
 
-/// Guest and domain 0 at work on halves of one disk, which is one disk for both; its worker is killed under
-/// them. The relay is there as long as domain 0's client.
+/// Guest and domain 0 use halves of one disk; its worker is killed meanwhile. The relay runs as long as domain 0's
+/// client.
 fn mounted_beside(bench: &mut Bench<'_>) -> Result<()> {
     if !xl_knows_us(bench)? {
         return Ok(());
@@ -347,7 +346,7 @@ fn mounted_beside(bench: &mut Bench<'_>) -> Result<()> {
     let image = bench.image(128)?;
     let mut guest = running_guest(bench)?;
     bench.xenhost.sh(&attach(&guest, &format!("format=raw,target={image}")))?;
-    // As block-tap has named it, which gives it to QEMU.
+    // The path that block-tap has written for QEMU.
     let socket = key(bench, &guest, "physical-device-path")?;
     let keeper = key(bench, &guest, "kthread-pid")?;
     let relay = format!("pgrep -P {keeper} -f 'ferrite relay'");
@@ -366,7 +365,7 @@ fn mounted_beside(bench: &mut Bench<'_>) -> Result<()> {
                 dd if=/dev/urandom of=more bs=64k count=9 2>/dev/null && sha256sum more >>sums && \
                 cd / && sync";
     guest.sh(bench.xenhost, read, 120).context("the guest reads what domain 0 has written")?;
-    // As docs/operations.md has it, beside the guest that has it mounted.
+    // As in docs/operations.md, while the guest has it mounted.
     bench.xenhost.sh(&format!("nbd-client -unix {socket} /dev/nbd0 -readonly 2>&1"))?;
     bench.xenhost.sh_for(
         "mount -o ro,noload /dev/nbd0 /mnt/nbd && cd /mnt/nbd && sha256sum -c --status sums && \

@@ -1,4 +1,4 @@
-//! A guest that writes and reads back without end.
+//! A guest that writes and reads back in a loop.
 
 #![allow(
     dead_code,

@@ -52,7 +52,7 @@ use crate::host::{A_WHILE, GUESTS, Host, STORE, connect};
 
 pub const MIB: u64 = 1 << 20;
 
-/// A worker's variable: the pages that all disks together may map, and this disk alone.
+/// A worker's variable: the pages that all disks together, and this disk alone, may map.
 pub const MAPS: &str = "FERRITE_TEST_MAPS";
 
 /// A worker's variable: the stub domain whose guest's disk it serves.

@@ -1,4 +1,4 @@
-//! Epochs whose steps a scheduler orders, for tests.
+//! Epochs whose steps are ordered by a scheduler, for tests.
 
 use shuttle::sync::Mutex;
 use shuttle::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -40,7 +40,7 @@ impl<T> Lock<T> for Mutex<T> {
     }
 }
 
-/// The epochs of tasks, for tests of others who try what a scheduler chooses.
+/// The epochs of tasks, for tests of other crates that use the scheduler.
 #[derive(Debug)]
 pub struct ShuttledEpochs(Core<AtomicU64, Mutex<Queues<AtomicU64>>>);
 
@@ -51,7 +51,7 @@ impl Default for ShuttledEpochs {
 }
 
 impl ShuttledEpochs {
-    /// Runs steps that map and use what they have mapped, as [`Epochs::during`](super::Epochs::during) does.
+    /// Runs steps that map and use the mapped places, as [`Epochs::during`](super::Epochs::during) does.
     pub fn during<T>(&self, steps: impl FnOnce() -> T) -> T {
         let mark = self.0.enter_task();
         let done = steps();

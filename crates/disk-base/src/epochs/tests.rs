@@ -16,7 +16,7 @@ fn what_was_removed_is_nobodys_when_all_who_entered_before_have_left() {
     }
     a.leave(first);
     assert!(epochs.ended() < removed);
-    // Who enters after the removal does not matter, however many are always under way.
+    // Operations that enter after the removal do not matter, however many are in flight.
     let mut later = a.enter();
     b.leave(second);
     for _ in 0..2 {
@@ -43,7 +43,7 @@ fn an_operation_that_was_kept_outlives_the_sweep_that_mapped_it() {
     assert!(epochs.ended() >= removed);
 }
 
-/// A queue that fails, and a task that is called off, may have something in the kernel's hands.
+/// A queue that fails, and a task that is cancelled, may have operations in the kernel.
 #[test]
 fn what_ends_without_a_word_counts_for_good() {
     let epochs = Epochs::new();
@@ -84,7 +84,7 @@ fn a_task_counts_until_its_end() {
 #[derive(Clone, Debug)]
 enum Step {
     Join,
-    /// Of the queue with this number, modulo how many there are; so below.
+    /// Of the queue with this number, modulo the number of queues.
     End(usize),
     Enter(usize),
     Leave(usize),
@@ -109,9 +109,9 @@ proptest! {
     fn a_place_is_nobodys_just_when_nobody_is_left_who_may_have_been_told_of_it(steps in steps()) {
         let epochs = Epochs::new();
         let mut queues: Vec<Option<Reader>> = Vec::new();
-        // By number: its queue and its mark.
+        // By number: an operation's queue and its mark.
         let mut under_way: HashMap<usize, (usize, Mark)> = HashMap::new();
-        // What was removed, and who was under way then.
+        // The epochs of removals, and the operations in flight at that time.
         let mut removed: Vec<(u64, Vec<usize>)> = Vec::new();
         let mut lost = Vec::new();
         let mut number = 0;
@@ -149,7 +149,7 @@ proptest! {
                 prop_assert!(*epoch > ended || !readers.iter().any(is_left));
             }
         }
-        // With nobody under way the rest is nobody's at once.
+        // Without operations in flight all places are unused at once.
         for (queue, mark) in under_way.values() {
             queues[*queue].as_ref().unwrap().leave(*mark);
         }
@@ -158,9 +158,8 @@ proptest! {
     }
 }
 
-/// A processor may let a load go before a store that stands before it. Each round has its own counts
-/// and its own mapping: one thread enters and looks at the mapping, one removes it and looks at the
-/// counts.
+/// A processor may move a load before an earlier store. Each round has its own counts and its own mapping: one thread
+/// enters and reads the mapping, one removes it and reads the counts.
 #[test]
 fn of_who_enters_and_who_removes_one_sees_the_other() {
     const ROUNDS: usize = 30_000;
@@ -216,9 +215,9 @@ mod shuttle_tests {
 
     struct World {
         core: Core<AtomicU64, Mutex<Queues<AtomicU64>>>,
-        /// The place that readers are told of.
+        /// The place that readers get.
         mapping: AtomicU64,
-        /// By place: it was given to somebody else.
+        /// By place: it was reused.
         given: [AtomicU64; PLACES],
     }
 
@@ -231,7 +230,7 @@ mod shuttle_tests {
             assert_eq!(self.given[place].load(SeqCst), 0, "place {place} is another's");
         }
 
-        /// Gives what is nobody's to somebody else.
+        /// Reuses the places that are unused.
         fn give(&self, removed: &[(u64, usize)]) {
             let ended = self.core.ended();
             let nobodys = removed.iter().filter(|(epoch, _)| *epoch <= ended);
@@ -239,8 +238,8 @@ mod shuttle_tests {
         }
     }
 
-    /// Two queues, one of which comes and goes, a task, who removes, and who goes on to later epochs
-    /// beside that.
+    /// Two queues, one of which comes and goes, a task, a thread that removes, and one that advances the epoch
+    /// meanwhile.
     fn all_at_once() {
         let world = Arc::new(World {
             core: Core::new(),
@@ -292,7 +291,7 @@ mod shuttle_tests {
         threads.into_iter().for_each(|thread| thread.join().unwrap());
     }
 
-    /// A task that has seen an epoch of long ago, who removes, and a step that began before that.
+    /// A task that has seen a much earlier epoch, a thread that removes, and a step that began before that.
     fn a_step_under_way() {
         let world = Arc::new(World {
             core: Core::new(),

@@ -1,4 +1,4 @@
-//! A raw disk whose data are checked by a test, to see what is done above a disk with a doubt.
+//! A raw disk whose data a test checks, to test the code above a disk with checksums.
 
 use std::fmt;
 use std::io;
@@ -6,15 +6,15 @@ use std::sync::{Arc, OnceLock};
 
 use ferrite_io::arena::{Arena, Span};
 
-/// Says whether these bytes are what was written from that offset on.
+/// Whether these bytes are those that were written from that offset on.
 pub type TestCheck = Arc<dyn Fn(u64, &[u8]) -> bool + Send + Sync>;
 
-/// The check of a disk that has one.
+/// The check of a disk, if it has one.
 #[derive(Default)]
 pub struct Checked(OnceLock<TestCheck>);
 
 impl Checked {
-    /// Gives the disk a check.
+    /// Sets the disk's check.
     ///
     /// # Panics
     /// If it has one.
@@ -27,7 +27,7 @@ impl Checked {
         self.0.get().is_some()
     }
 
-    /// Whether `data`, which was read from `offset` on, is what the check expects. `true` without a check.
+    /// Whether `data`, read from `offset` on, passes the check. `true` without a check.
     pub fn fits(&self, memory: &Arena, offset: u64, data: Span) -> bool {
         self.0.get().is_none_or(|check| {
             let mut bytes = vec![0; data.len()];
@@ -36,7 +36,7 @@ impl Checked {
         })
     }
 
-    /// The end of a read that is made step by step.
+    /// Checks the data of a read that is made step by step.
     pub(crate) fn demand(&self, memory: &Arena, offset: u64, data: Span) -> io::Result<()> {
         match self.fits(memory, offset, data) {
             true => Ok(()),

@@ -1,9 +1,8 @@
-//! Giving back what a guest does not need any more.
+//! Discards ranges that a guest does not need any more.
 //!
-//! In a file a range is punched out, exactly: the file system frees whole blocks and writes
-//! zeros into the rest. A device is told with `BLKDISCARD`, which works in logical blocks only,
-//! so the range is shrunk to them; a discard is a hint, and touching the neighbours would not be
-//! (threats.md T20).
+//! In a file exactly the range is punched out: the file system frees whole blocks and writes zeros into the rest. A
+//! device gets `BLKDISCARD`, which works in logical blocks only, so the range is shrunk to them. A discard is a hint;
+//! changing neighbouring data would be an error (threats.md T20).
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,27 +18,27 @@ use super::lock::Opened;
 use super::medium::{Medium, sysfs_number};
 use crate::DiscardLimits;
 
-/// One operation's share, so that each ends within reasonable time and a long discard lets
-/// others through (blkif.md 2, rule 10).
+/// The bytes of one operation, so that each ends within reasonable time and a long discard lets other requests through
+/// (blkif.md 2, rule 10).
 const CHUNK_BYTES: u64 = 1 << 30;
 
-/// A file that has no more space than this is punched at once, however large its holes are: the work
-/// is what is freed.
+/// A file that has no more space than this is punched at once, however large its holes are: the work depends on the
+/// space that is freed.
 const LITTLE_BYTES: u64 = 64 << 20;
 
-/// How this medium discards.
+/// The way in which this medium discards.
 #[derive(Debug)]
 pub(super) struct Discard {
     limits: DiscardLimits,
-    /// What ranges are shrunk to; 1: they are exact.
+    /// The unit to which ranges are shrunk; 1: they are exact.
     unit_bytes: u64,
     chunk_bytes: u64,
-    /// The kernel said that it cannot after all.
+    /// The kernel has reported that it cannot discard.
     refused: AtomicBool,
 }
 
 impl Discard {
-    /// None if the medium cannot.
+    /// `None` if the medium cannot discard.
     pub(super) fn of(opened: &Opened, fixed_size: bool) -> Option<Discard> {
         match opened.medium {
             Medium::File if fixed_size => Some(for_fixed_file()),
@@ -48,7 +47,7 @@ impl Discard {
         }
     }
 
-    /// By commands, in the namespace's blocks.
+    /// Discards by NVMe commands, in the namespace's blocks.
     pub(super) fn of_namespace(namespace: &Namespace) -> Option<Discard> {
         let block = namespace.block_bytes;
         namespace.deallocates.then_some(Discard {
@@ -64,9 +63,9 @@ impl Discard {
     }
 }
 
-/// Whether the file system can punch holes is only known once it has: asking it to punch one
-/// behind the end would change no data, but the file's times. A guest that was offered too much
-/// is told with the first discard that it tries, and stops (blkif.md 2, rule 4).
+/// Whether the file system can punch holes is only known after it has: a test past the end would change no data, but
+/// the file's times. A guest that was offered discard in vain gets an error for its first one, and stops (blkif.md 2,
+/// rule 4).
 fn for_file(opened: &Opened) -> Discard {
     let block = u32::try_from(opened.stat.st_blksize).unwrap_or(0);
     let plausible = block.is_power_of_two() && (512..=1 << 20).contains(&block);
@@ -81,7 +80,7 @@ fn for_file(opened: &Opened) -> Discard {
     }
 }
 
-/// A file that is used as a device is, is asked what a device is asked.
+/// A file that is used as a device is treated as a device.
 fn for_fixed_file() -> Discard {
     let unit = crate::SECTOR_BYTES as u32;
     Discard {
@@ -109,8 +108,8 @@ fn for_device(opened: &Opened) -> Option<Discard> {
     })
 }
 
-/// As much as the device takes at once, in whole steps. The kernel cuts to the device's limit
-/// itself, so below 1 MiB there is no gain in doing it here.
+/// The most that the device takes at once, in whole steps. The kernel splits at the device's limit itself, so below 1
+/// MiB there is no gain in doing it here.
 fn device_chunk(max: u64, step: u64) -> u64 {
     let chunk = max.min(CHUNK_BYTES) / step * step;
     chunk.max((1u64 << 20).next_multiple_of(step))
@@ -153,7 +152,7 @@ impl Raw {
         let at_once = len > how.chunk_bytes && self.frees_little();
         let chunk = if at_once { u64::MAX } else { how.chunk_bytes };
         let Some((_, part)) = chunks(offset, len, chunk).next() else { return Ok(0) };
-        // Chunks end at whole units, so a part shrinks at the range's own ends only.
+        // Chunks end at whole units, so a part shrinks only at the range's own ends.
         let Some((offset, len)) = shrink(offset, part, how.unit_bytes) else { return Ok(part) };
         let done = match self.is_file() {
             true => io.punch_hole(files[0], offset, len).await,
@@ -176,7 +175,7 @@ impl Raw {
     }
 }
 
-/// The kernel's ways to say that it will never do this.
+/// Whether the error means that the kernel will never do this.
 pub(super) fn is_unsupported(e: &io::Error) -> bool {
     let errno = e.raw_os_error().map(Errno::from_raw_os_error);
     matches!(errno, Some(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NOTTY))
@@ -186,14 +185,14 @@ fn unsupported() -> io::Error {
     Errno::OPNOTSUPP.into()
 }
 
-/// The part of a range that consists of whole units; none if there is no such part.
+/// The part of a range that consists of whole units; `None` if there is no such part.
 fn shrink(offset: u64, len: u64, unit: u64) -> Option<(u64, u64)> {
     let start = offset.checked_next_multiple_of(unit)?;
     let end = (offset + len) / unit * unit;
     (start < end).then(|| (start, end - start))
 }
 
-/// Cuts a range at the multiples of `chunk`, so that only its own ends are uneven.
+/// Splits a range at the multiples of `chunk`, so that only its own ends are uneven.
 pub(super) fn chunks(offset: u64, len: u64, chunk: u64) -> impl Iterator<Item = (u64, u64)> {
     let (mut at, end) = (offset, offset + len);
     std::iter::from_fn(move || {

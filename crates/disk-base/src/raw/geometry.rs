@@ -1,4 +1,4 @@
-//! How an open image may be accessed: past the page cache where possible, and in which blocks.
+//! The access to an open image: past the page cache where possible, and the block size.
 
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,18 +14,18 @@ use super::lock::Opened;
 use super::medium::{Medium, Use, sysfs_number};
 use crate::SECTOR_BYTES;
 
-/// The largest block that the path above this crate is built for.
+/// The largest block that the code above this crate supports.
 const MAX_BLOCK_BYTES: u32 = 4096;
 
-/// What most file systems work in, and the safe guess where nothing is known.
+/// The block size of most file systems, and the safe guess.
 const USUAL_BLOCK_BYTES: u32 = 4096;
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// What makes io_uring copy to and from a tmpfs on the spot: without the first flag it hands
-/// every write, and without the second every transfer, to a worker thread, which costs three
-/// times the transfer itself. Both change nothing else there. Kernels whose tmpfs refuses the
-/// first (before 6.6) do not need the second, and some of them answer it with `EAGAIN`.
+/// The flags with which io_uring copies to and from a tmpfs directly. Without the first flag it passes every write, and
+/// without the second every transfer, to a worker thread, which costs three times the transfer itself. Neither changes
+/// anything else there. Kernels whose tmpfs refuses the first (before 6.6) do not need the second, and some of them
+/// answer it with `EAGAIN`.
 const IN_MEMORY: OFlags = OFlags::DIRECT.union(OFlags::NONBLOCK);
 
 /// Block sizes in bytes, and whether I/O goes past the page cache.
@@ -35,12 +35,12 @@ pub(super) struct Geometry {
     pub(super) block_bytes: u32,
     /// At least `block_bytes`.
     pub(super) physical_block_bytes: u32,
-    /// Why `O_DIRECT` is not used; none: it is.
+    /// Why `O_DIRECT` is not used; `None`: it is used.
     pub(super) buffered_because: Option<String>,
 }
 
 impl Geometry {
-    /// Commands go past every cache of the kernel's, in the namespace's blocks.
+    /// Geometry for commands, which bypass all caches of the kernel, in the namespace's blocks.
     pub(super) fn of_namespace(namespace: &Namespace) -> Geometry {
         Geometry {
             block_bytes: if namespace.block_bytes > 512 { MAX_BLOCK_BYTES } else { 512 },
@@ -49,15 +49,15 @@ impl Geometry {
         }
     }
 
-    /// Of what is read a little of, and never written.
+    /// Geometry of a medium that is briefly read, and never written.
     pub(super) fn of_glance() -> Geometry {
         let buffered_because = Some("it is only looked at".to_owned());
         let block_bytes = SECTOR_BYTES as u32;
         Geometry { block_bytes, physical_block_bytes: block_bytes, buffered_because }
     }
 
-    /// Decides, and sets the open file's flags accordingly: on the one open file that also holds
-    /// the locks, rather than by opening it again.
+    /// Chooses the geometry, and sets the flags of the open file accordingly. It is the file that holds the locks, so
+    /// it is not opened again.
     pub(super) fn choose(
         opened: &Opened,
         size_bytes: u64,
@@ -68,7 +68,7 @@ impl Geometry {
             .and_then(|block| match use_ {
                 Use::Disk => check_block(block, size_bytes),
                 Use::Medium => check_medium_block(block),
-                // What is behind its last whole block is not used.
+                // Bytes after its last whole block are not used.
                 Use::Store => check_block(block, 0),
             })
             .and_then(|block| try_direct(&opened.file, base, block));
@@ -100,8 +100,7 @@ impl fmt::Display for Geometry {
     }
 }
 
-/// The alignment in bytes that `O_DIRECT` needs, of offsets, lengths and memory alike, or why it
-/// cannot be used.
+/// The alignment in bytes that `O_DIRECT` needs, of offsets, lengths and memory alike, or why it cannot be used.
 fn direct_block(opened: &Opened) -> Result<u32, String> {
     let x = statx(&opened.file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
     if let Ok(x) = x
@@ -119,7 +118,7 @@ fn direct_block(opened: &Opened) -> Result<u32, String> {
     }
 }
 
-/// For kernels before 6.1 and file systems that do not answer `STATX_DIOALIGN`.
+/// The alignment on kernels before 6.1 and file systems that do not answer `STATX_DIOALIGN`.
 fn file_block(opened: &Opened) -> Result<u32, String> {
     if is_tmpfs(opened) {
         return Err("tmpfs is nothing but page cache".into());
@@ -129,7 +128,7 @@ fn file_block(opened: &Opened) -> Result<u32, String> {
     Ok(block.and_then(|b| u32::try_from(b).ok()).unwrap_or(USUAL_BLOCK_BYTES))
 }
 
-/// The node of a device lies on a tmpfs, too; its data do not.
+/// Whether the file is on a tmpfs. The node of a device is on one, too, but its data are not.
 fn is_tmpfs(opened: &Opened) -> bool {
     opened.medium == Medium::File
         && fstatfs(&opened.file).is_ok_and(|s| s.f_type as u64 == TMPFS_MAGIC)
@@ -146,7 +145,7 @@ fn check_block(block: u32, size_bytes: u64) -> Result<u32, String> {
     Ok(block)
 }
 
-/// Images have sectors of 512 bytes, and grow by them.
+/// Checks the block size for images, which have sectors of 512 bytes, and grow by them.
 fn check_medium_block(block: u32) -> Result<u32, String> {
     match block {
         0..=512 => Ok(SECTOR_BYTES as u32),
@@ -154,8 +153,7 @@ fn check_medium_block(block: u32) -> Result<u32, String> {
     }
 }
 
-/// Switches to `O_DIRECT`, and reads one block to see that it works: some file systems accept the
-/// flag and refuse the I/O.
+/// Switches to `O_DIRECT`, and reads one block as a test: some file systems accept the flag and refuse the I/O.
 fn try_direct(file: &OwnedFd, base: OFlags, block: u32) -> Result<u32, String> {
     fcntl_setfl(file, base | OFlags::DIRECT)
         .map_err(|e| format!("the file system refuses direct I/O: {e}"))?;
@@ -171,7 +169,7 @@ fn try_direct(file: &OwnedFd, base: OFlags, block: u32) -> Result<u32, String> {
     }
 }
 
-/// Writes smaller than this, or not aligned to it, may cost a read.
+/// The block size below which, or without alignment to it, a write may cost a read.
 fn physical_block(opened: &Opened) -> u32 {
     let told = match opened.medium {
         Medium::BlockDevice | Medium::Nvme => ioctl_blkpbszget(&opened.file).unwrap_or(0),

@@ -1,8 +1,8 @@
-//! Word of a medium that has grown, so that nobody has to ask for its size over and over.
+//! Notifications that a medium has grown, so that its size need not be polled.
 //!
-//! A local file is watched by inotify; its own I/O tells as well, so that the watch is for times
-//! without any. A block device's new size comes as an event of the kernel's to everybody who
-//! listens (netlink(7), `NETLINK_KOBJECT_UEVENT`). Neither tells of a file on a network: there
+//! A local file is watched by inotify. Its own I/O reveals growth, too, so the watch is for times without any. A block
+//! device's new size comes as an event of the kernel to all listeners (netlink(7), `NETLINK_KOBJECT_UEVENT`). A file on
+//! a network has no notifications: its size has to be polled.
 //! one has to ask.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,10 +13,10 @@ use rustix::fs::inotify::{self, CreateFlags};
 
 use super::medium::Medium;
 
-/// Buffer for words that are not read, only counted, in bytes.
+/// Buffer for events, which are not parsed, in bytes.
 const WORDS_BYTES: usize = 4096;
-/// `statfs(2)` types of file systems whose files are changed by other machines or processes
-/// without inotify: NFS, CIFS, SMB2, FUSE, Ceph, 9P, GFS2, OCFS2, AFS.
+/// `statfs(2)` types of file systems whose files other machines or processes change without inotify: NFS, CIFS, SMB2,
+/// FUSE, Ceph, 9P, GFS2, OCFS2, AFS.
 const REMOTE: [u64; 9] = [
     0x6969,
     0xFF53_4D42,
@@ -29,12 +29,12 @@ const REMOTE: [u64; 9] = [
     0x5346_414F,
 ];
 
-/// How word of growth comes.
+/// The source of notifications.
 #[derive(Debug)]
 enum Means {
     Inotify {
         notify: OwnedFd,
-        /// Not kept open: a disk that is let go of gives up its lock.
+        /// Not kept open: a disk that is closed has to release its lock.
         file: Weak<OwnedFd>,
         watch: Option<i32>,
     },
@@ -43,12 +43,11 @@ enum Means {
     },
     /// It never grows.
     Never,
-    /// Nobody tells.
+    /// There are no notifications: poll.
     Ask,
 }
 
-/// Tells that a medium may have grown; what it is then says
-/// `Disk::refresh_size`.
+/// Notifies that a medium may have grown; `Disk::refresh_size` then gives the size.
 #[derive(Debug)]
 pub struct GrowthWatch(Means);
 
@@ -66,9 +65,8 @@ impl GrowthWatch {
         GrowthWatch(means.unwrap_or(Means::Ask))
     }
 
-    /// Begins to listen. From now on [`fd`](Self::fd) becomes readable when the medium may have
-    /// grown; what was before is not told. `false`: nobody tells here, the caller has to ask now
-    /// and then.
+    /// Begins to listen. From now on [`fd`](Self::fd) becomes readable when the medium may have grown; earlier growth
+    /// is not reported. `false`: there are no notifications, the caller has to poll.
     pub fn listen(&mut self) -> bool {
         match &mut self.0 {
             Means::Inotify { notify, file, watch } => {
@@ -84,7 +82,7 @@ impl GrowthWatch {
         }
     }
 
-    /// Ends listening, and forgets what was heard.
+    /// Ends listening, and drops pending events.
     pub fn ignore(&mut self) {
         match &mut self.0 {
             Means::Inotify { notify, watch, .. } => {
@@ -98,7 +96,7 @@ impl GrowthWatch {
         }
     }
 
-    /// The descriptor to wait for; none where nothing is ever told.
+    /// The descriptor to wait for; `None` without notifications.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         match &self.0 {
             Means::Inotify { notify, .. } => Some(notify.as_fd()),
@@ -121,7 +119,7 @@ fn events() -> Option<Means> {
     Some(Means::Events { socket: names::device_events().ok()? })
 }
 
-/// Reads until there is nothing left; that some may have been lost does not matter.
+/// Reads all events; lost ones do not matter.
 fn drain(fd: &OwnedFd) {
     let mut words = [0; WORDS_BYTES];
     while matches!(rustix::io::read(fd, &mut words), Ok(1..)) {}

@@ -1,4 +1,4 @@
-//! What a keeper has open with this process (docs/internals/processes.md 5).
+//! Files that a keeper has open together with this process (docs/internals/processes.md 5).
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_host::names;
 
-/// A file that is open for writing, here and with a keeper: the next process goes on with it if this one
-/// dies. With this it is let go of there, unless it was said to be [kept](Hold::keep).
+/// A file that is open for writing, here and in a keeper: if this process dies, the successor continues with it. When
+/// this is dropped, the keeper closes the file, unless it was [kept](Hold::keep).
 #[derive(Debug)]
 pub(super) struct Hold {
     file: Arc<OwnedFd>,
@@ -19,12 +19,12 @@ impl Hold {
         Hold { file, ends: AtomicBool::new(true) }
     }
 
-    /// Only [`release`](Hold::release) ends it from now on.
+    /// Keeps the file in the keeper until [`release`](Hold::release).
     pub(super) fn keep(&self) {
         self.ends.store(false, Ordering::Relaxed);
     }
 
-    /// The keeper lets go of it.
+    /// Has the keeper close the file.
     pub(super) fn release(&self) {
         names::release(self.file.as_fd());
     }

@@ -1,4 +1,4 @@
-//! Whose disk an image is that somebody has locked: by processes of ours that have it open.
+//! Finds the disk that a locked image is served as, by Ferrite's processes that have it open.
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
@@ -6,10 +6,10 @@ use std::path::Path;
 
 use ferrite_host::names;
 
-/// The disk of this host that the image is served as, if a daemon's keeper or worker has it open. The
-/// kernel names who has locked it, which is a number, and often of a process that is gone.
+/// The disk of this host that the image is served as, if a daemon's keeper or worker has it open. The kernel gives only
+/// the number of the process that took the lock, which often has ended.
 ///
-/// Only who may look at all processes finds it: no worker does (threats.md T28).
+/// This works only with the permission to inspect all processes, which workers lack (threats.md T28).
 pub(super) fn disk_of(path: &Path) -> Option<String> {
     if names::are_brokered() {
         return None;
@@ -19,7 +19,7 @@ pub(super) fn disk_of(path: &Path) -> Option<String> {
     processes.filter(|process| is_number(&process.file_name())).find_map(|process| {
         let process = process.path();
         let disk = disk_in(&fs::read(process.join("cmdline")).ok()?)?;
-        // Names only: what is behind others' descriptors may not answer.
+        // Only names are read: other processes' files may block.
         let mut open = fs::read_dir(process.join("fd")).ok()?.flatten();
         let has_it = open.any(|fd| fs::read_link(fd.path()).is_ok_and(|name| name == path));
         has_it.then_some(disk)
@@ -41,7 +41,7 @@ fn disk_in(arguments: &[u8]) -> Option<String> {
         "worker" => words.flatten().find_map(|word| word.strip_prefix("--xen="))?,
         _ => return None,
     };
-    // Anybody may call a process so.
+    // Any process can have these arguments.
     let is_disk = disk.bytes().all(|byte| byte.is_ascii_digit() || byte == b'/');
     (is_disk && disk.contains('/')).then(|| disk.to_owned())
 }

@@ -1,19 +1,18 @@
-//! Opening an image so that nobody else has it.
+//! Opens an image exclusively.
 //!
-//! Three locks, all held by the very open file that all I/O goes through:
-//! * `flock`, exclusive for a writer, shared for readers. It belongs to the open file, not to the
-//!   process, and an io_uring keeps the open file until its last operation has ended. So when a
-//!   process was killed, the lock becomes free only after the dead process's last write has
-//!   reached the medium or failed, and whoever takes over can neither overtake that write nor be
-//!   overtaken by it.
-//! * `O_EXCL` on a block device that is to be written: refused while it is mounted or claimed by
-//!   device mapper, RAID or another exclusive opener, and refuses them from then on.
-//! * QEMU's own, since it knows neither of the two ([`qemu`]). They come after the `flock` and go
-//!   before it, so whoever has that meets no others of ours that would contradict. On the disk of
-//!   an HVM guest they may come as late as the guest's own driver (locks.md).
+//! Three locks, all held by the open file that does all I/O:
+//! * `flock`, exclusive for a writer, shared for readers. It belongs to the open file, not to the process, and an
+//!   io_uring keeps the open file until its last operation has ended. So when a process was killed, the lock is
+//!   released only after the dead process's last write has reached the medium or failed. A process that takes over can
+//!   neither overtake that write nor be overtaken by it.
+//! * `O_EXCL` on a block device that is to be written: refused while it is mounted or claimed by device mapper, RAID or
+//!   another exclusive opener, and refuses them from then on.
+//! * QEMU's own, since QEMU uses neither of the two ([`qemu`]). They are taken after the `flock` and released before
+//!   it, so no other process of ours has contradicting ones. On the disk of an HVM guest they may be taken as late as
+//!   the guest's own driver connects (locks.md).
 //!
-//! A file that is attached to a loop device is not opened for writing, nor a loop device whose file is
-//! locked. That is a look and no lock: what is attached afterwards is not noticed.
+//! A file that is attached to a loop device is not opened for writing, nor a loop device whose file is locked. That is
+//! a check and no lock: a later attachment is not noticed.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -36,16 +35,16 @@ use crate::{DiskError, ErrorKind, OpenOptions};
 
 const RETRY_AFTER: Duration = Duration::from_millis(20);
 
-/// Device managers lock a block device for a moment, to look at it, after every close of it by a
-/// writer; that is no reason to fail.
+/// Device managers lock a block device for a moment, to examine it, after every close of it by a writer; that is no
+/// reason to fail.
 const DEVICE_GRACE: Duration = Duration::from_millis(500);
 
-/// How long the kernel is given to end the last operations of a process that is gone; a slower
-/// medium takes `wait_for_lock`.
+/// How long the kernel may take to end the last operations of a process that has died; for a slower medium there is
+/// `wait_for_lock`.
 const GONE_GRACE: Duration = Duration::from_secs(5);
 
-/// A worker thread of the kernel lets go of a file a little after the end of its last operation,
-/// so an image that this process has just closed may be locked for a moment.
+/// A kernel thread releases a file a little after the end of its last operation, so an image that this process has just
+/// closed may be locked for a moment.
 const OWN_GRACE: Duration = Duration::from_millis(500);
 
 /// An image that is open and locked.
@@ -53,14 +52,14 @@ pub(super) struct Opened {
     pub(super) file: Arc<OwnedFd>,
     pub(super) stat: Stat,
     pub(super) medium: Medium,
-    /// Of the file. And the block device of an NVMe namespace that is used by commands, so that nobody
-    /// else mounts or claims it.
+    /// The keeper's hold of the file. For an NVMe namespace that is used by commands, also of its block device, so that
+    /// no other process mounts or claims it.
     pub(super) holds: Vec<Hold>,
 }
 
-/// Why a file or device was not opened.
+/// The reason why a file or device was not opened.
 pub enum Unopened {
-    /// Nobody has the permission to write to it. The kernel lets root do it all the same.
+    /// No user has the permission to write to it. The kernel would let root write it nevertheless.
     Protected,
     /// Any other reason.
     Other(DiskError),
@@ -72,14 +71,14 @@ impl From<DiskError> for Unopened {
     }
 }
 
-/// The end of one attempt.
+/// The result of one attempt.
 enum Attempt {
     Done(Opened),
-    /// Not now; how long to try again in any case, and why not.
+    /// In use: how long to try again in any case, and the reason.
     Busy(Duration, String),
 }
 
-/// Opens and locks `path`, again and again until the options' time is over while it is in use.
+/// Opens and locks `path`. While it is in use, it tries again until the options' time is over.
 pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, Unopened> {
     let clock = SystemClock;
     let start_ns = clock.now_ns();
@@ -178,7 +177,7 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
     if !read_only && let Some(why) = other_way(&before, medium) {
         return Ok(Attempt::Busy(DEVICE_GRACE, why));
     }
-    // Whoever had the image may have put another one in its place before letting it go.
+    // The former holder may have replaced the image before releasing it.
     let stat = fstat(&file).map_err(|e| io_error(path, "it could not be examined", e))?;
     let now = names::stat(path).map_err(|e| open_error(path, read_only, e))?;
     if [before, now]
@@ -187,7 +186,7 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
     {
         return Ok(Attempt::Busy(grace, "it was replaced while it was being opened".into()));
     }
-    // An image may have been put on it before it was locked.
+    // A child may have been made before it was locked.
     if is_protected(&stat) {
         return Err(Unopened::Protected);
     }
@@ -197,7 +196,7 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
     Ok(Attempt::Done(Opened { file, stat, medium, holds }))
 }
 
-/// Who uses the same bytes by way of a loop device.
+/// The user of the same bytes by way of a loop device.
 fn other_way(stat: &Stat, medium: Medium) -> Option<String> {
     match medium {
         Medium::File => loops::writer_of(stat).map(|device| {
@@ -210,7 +209,7 @@ fn other_way(stat: &Stat, medium: Medium) -> Option<String> {
     }
 }
 
-/// Takes QEMU's locks; false if QEMU does with it what does not go together with what we want.
+/// Takes QEMU's locks; `false` if QEMU's use of the image conflicts with ours.
 pub(super) fn share_with_qemu(path: &Path, file: &OwnedFd, read_only: bool) -> bool {
     qemu::Permissions::new(read_only).take(file).unwrap_or_else(|e| {
         tracing::warn!(
@@ -221,21 +220,20 @@ pub(super) fn share_with_qemu(path: &Path, file: &OwnedFd, read_only: bool) -> b
     })
 }
 
-/// Gives up QEMU's locks that were not all got.
+/// Releases QEMU's locks after an incomplete attempt.
 pub(super) fn stand_back(file: &OwnedFd) {
     qemu::release(file);
 }
 
-/// Gives up the locks of a file that stays open. The `flock` is the last, as it says that all are
-/// gone.
+/// Releases the locks of a file that stays open. The `flock` is the last, as it tells that all are released.
 pub(super) fn release(file: &OwnedFd) {
     qemu::release(file);
-    // There is nothing that could be done about an error: the lock goes with the file.
+    // An error cannot be handled: the lock ends with the file.
     let _ = flock(file, FlockOperation::Unlock);
 }
 
-/// Opens the block device of an NVMe namespace for itself alone, where there is one and it is to
-/// be written: commands to the character device ask nobody.
+/// Claims the block device of an NVMe namespace, if there is one and it is to be written: commands to the character
+/// device check no claims.
 fn claim(medium: Medium, stat: &Stat, read_only: bool) -> Result<Option<Hold>, (String, Errno)> {
     let device = block_device((major(stat.st_rdev), minor(stat.st_rdev)));
     let Some(device) = device.filter(|_| medium == Medium::Nvme && !read_only) else {
@@ -249,15 +247,15 @@ fn claim(medium: Medium, stat: &Stat, read_only: bool) -> Result<Option<Hold>, (
     }
 }
 
-/// The kernel lets a write-protected device be opened for writing, and fails the writes. A
-/// partition is protected by itself or with its disk.
+/// Whether a device is write-protected. The kernel lets it be opened for writing, and fails the writes. A partition is
+/// protected by itself or with its disk.
 fn is_write_protected(stat: &Stat) -> bool {
     let device = (major(stat.st_rdev), minor(stat.st_rdev));
     ["ro", "../ro"].iter().any(|name| sysfs_number(device, name) == Some(1))
 }
 
-/// Never `O_CREAT`, never `O_TRUNC`. `O_NONBLOCK` guards against a name that turns into a pipe
-/// between the look and the open; [`Geometry`](super::Geometry) clears it again.
+/// The flags of opening: never `O_CREAT`, never `O_TRUNC`. `O_NONBLOCK` guards against a name that becomes a pipe
+/// between the check and the open; [`Geometry`](super::Geometry) clears it again.
 fn flags(medium: Medium, read_only: bool) -> OFlags {
     let access = match (read_only, medium) {
         (true, _) => OFlags::RDONLY,
@@ -267,7 +265,7 @@ fn flags(medium: Medium, read_only: bool) -> OFlags {
     access | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK
 }
 
-/// Looks before opening: opening a device of the wrong kind can have effects by itself.
+/// Checks the kind before opening: opening a device of the wrong kind can have effects by itself.
 fn classify(path: &Path, stat: &Stat) -> Result<Medium, DiskError> {
     let (why, help) = match FileType::from_raw_mode(stat.st_mode) {
         FileType::RegularFile => return Ok(Medium::File),
@@ -319,7 +317,7 @@ fn open_error(path: &Path, read_only: bool, e: Errno) -> DiskError {
     DiskError::new(kind, cannot_open(path), why, help).with_source(e)
 }
 
-/// Who holds the `flock`, as far as the kernel tells.
+/// The result for a locked image, with the holder of the `flock` if the kernel tells.
 fn locked(stat: &Stat, grace: Duration) -> Attempt {
     // The kernel names no holder that has ended, nor one of another process namespace.
     let device = (major(stat.st_dev), minor(stat.st_dev));
@@ -356,7 +354,7 @@ fn busy_reason(stat: &Stat, medium: Medium, e: Errno) -> String {
     }
 }
 
-/// Lines are `36 35 98:0 /root /mount/point options ...`.
+/// The mount point of a device. Lines are `36 35 98:0 /root /mount/point options ...`.
 fn mount_point_in<'a>(mounts: &'a str, device: &str) -> Option<&'a str> {
     mounts.lines().find_map(|line| {
         let mut words = line.split(' ').skip(2);

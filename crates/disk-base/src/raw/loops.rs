@@ -1,5 +1,5 @@
-//! Loop devices give a file a second way to its bytes, and the locks of one are not those of the
-//! other: a mounted file system would be written to under its feet.
+//! Loop devices are a second access to a file's bytes, with separate locks: writes to the file would corrupt a file
+//! system that is mounted from the loop device.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
@@ -23,7 +23,7 @@ pub(super) fn writer_of(file: &Stat) -> Option<String> {
     Some(format!("/dev/{}", device.file_name()?.to_string_lossy()))
 }
 
-/// The file behind a loop device or a partition of one, and the process that has locked it.
+/// The file of a loop device or of a partition of one, and the process that has locked it.
 pub(super) fn locker_of(device: &Stat) -> Option<(PathBuf, u32)> {
     let dir = format!("/sys/dev/block/{}:{}", major(device.st_rdev), minor(device.st_rdev));
     let path = ["loop", "../loop"].iter().find_map(|name| behind(&Path::new(&dir).join(name)))?;

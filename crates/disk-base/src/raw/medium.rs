@@ -15,14 +15,14 @@ pub(super) enum Medium {
     Nvme,
 }
 
-/// What a file or device is opened for.
+/// The purpose of opening a file or device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Use {
-    /// To be a disk itself.
+    /// As a raw disk.
     Disk,
-    /// To hold an image.
+    /// As the medium of an image.
     Medium,
-    /// To be a store, which is accessed in its own blocks.
+    /// As a store, which is accessed in its own blocks.
     Store,
 }
 

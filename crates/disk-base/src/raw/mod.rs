@@ -41,10 +41,10 @@ pub use lock::Unopened;
 use medium::{Medium, Use, cannot_open, io_error};
 pub(crate) use proc_locks::flock_holder;
 
-/// What is read at once of an image that is only looked at: mostly all that is asked of it.
+/// The bytes of an image that are read at once when it is only examined: mostly all that is needed.
 const GLANCE_BYTES: usize = 4096;
 
-/// How often a flush may be interrupted, or be without the kernel's resources, in a row.
+/// How often in a row a flush may be interrupted, or lack the kernel's resources.
 const FLUSH_RETRIES: u32 = 16;
 
 /// An open and locked raw image.
@@ -54,41 +54,41 @@ pub struct Raw {
     path: PathBuf,
     medium: Medium,
     inode: (u64, u64),
-    /// A file that is used as a device is: see [`OpenOptions::fixed_size`].
+    /// The file is used as a device: see [`OpenOptions::fixed_size`].
     fixed_size: bool,
     read_only: bool,
-    /// QEMU's locks are held, or are not to be.
+    /// QEMU's locks are held, or not wanted.
     has_qemus_locks: Mutex<bool>,
     geometry: Geometry,
     sectors: AtomicU64,
     shrink_reported: AtomicBool,
     discard: Option<discard::Discard>,
-    /// With a keeper.
+    /// The keeper's holds.
     holds: Vec<Hold>,
-    /// Its first bytes, of what is only looked at.
+    /// The first bytes of a medium that is only examined.
     head: Vec<u8>,
-    /// How far [`zero`] got down its list of means.
+    /// The index of the means that [`zero`] uses now.
     zero_means: AtomicU8,
-    /// Of a disk that is nothing but this.
+    /// The commits of a raw disk.
     commits: Box<Commits>,
-    /// The check of its data, by a test.
+    /// A test's check of its data.
     #[cfg(feature = "testing")]
     pub checked: checked::Checked,
 }
 
 impl Raw {
-    /// Opens and locks a disk that is nothing but this file or device, as the options say. What is wrong with it
-    /// is found before anything else is done, and nothing is written. It does not ask whether images stand on
-    /// it: crate `images` does so.
+    /// Opens and locks a raw disk on this file or device, as the options say. Errors are found before anything else is
+    /// done, and nothing is written. Crate `images` checks for children, not this.
     ///
     /// # Errors
+    /// See [`Unopened`].
     /// See [`Unopened`].
     pub fn lock_disk(path: &Path, options: &OpenOptions) -> Result<Raw, Unopened> {
         Raw::lock(path, options, Use::Disk)
     }
 
-    /// Opens and locks what an image with metadata is in, or shall be: of any size, and accessed in sectors. It
-    /// does not ask whether images stand on it.
+    /// Opens and locks the medium of an image with metadata, which may be yet to be made: of any size, and accessed in
+    /// sectors. Children are not checked.
     ///
     /// # Errors
     /// See [`Unopened`].
@@ -96,8 +96,8 @@ impl Raw {
         Raw::lock(path, options, Use::Medium)
     }
 
-    /// Opens and locks what a store is in: of any size, and accessed in blocks of 4096 bytes. It does not ask
-    /// whether images stand on it.
+    /// Opens and locks the medium of a store: of any size, and accessed in blocks of 4096 bytes. Children are not
+    /// checked.
     ///
     /// # Errors
     /// See [`Unopened`].
@@ -157,8 +157,8 @@ impl Raw {
         })
     }
 
-    /// Opens a file or device for a look at metadata, without a lock: whoever uses it is not kept from that, and
-    /// what is read may be changing. None: it is neither a file nor a block device.
+    /// Opens a file or device to read metadata, without a lock: other users are not blocked, and the data may change
+    /// meanwhile. `None`: it is neither a file nor a block device.
     ///
     /// # Errors
     /// Errors of the kernel.
@@ -189,7 +189,7 @@ impl Raw {
         Ok(Some(raw))
     }
 
-    /// Where it is, as it was named.
+    /// Its path, as it was named.
     #[inline]
     pub fn path(&self) -> &Path {
         &self.path
@@ -201,7 +201,7 @@ impl Raw {
         self.medium == Medium::File && !self.fixed_size
     }
 
-    /// Whether it can be synced by who may not write to it: an NVMe flush is a command.
+    /// Whether it can be synced while opened read-only: an NVMe flush is a command.
     pub fn can_sync_read_only(&self) -> bool {
         self.medium != Medium::Nvme
     }
@@ -255,7 +255,7 @@ impl Raw {
         while got < span {
             match pread(&self.file, &mut memory[start + got..start + span], from + got as u64) {
                 Ok(0) => break,
-                // What follows a piece of a block is the end of the file.
+                // A partial block is followed by the end of the file.
                 Ok(n) if !n.is_multiple_of(SECTOR_BYTES as usize) => {
                     got += n;
                     break;
@@ -269,7 +269,7 @@ impl Raw {
         Ok(memory.split_off((start + before).min(memory.len())))
     }
 
-    /// The size in sectors of 512 bytes, as it was last looked at.
+    /// The size in sectors of 512 bytes, as last read.
     #[inline]
     pub fn sectors(&self) -> u64 {
         self.sectors.load(Ordering::Acquire)
@@ -287,7 +287,7 @@ impl Raw {
         self.geometry.block_bytes
     }
 
-    /// Bytes. Smaller writes than this may cost the medium a read first.
+    /// Physical block size in bytes. Smaller writes may cost the medium a read first.
     #[inline]
     pub fn physical_block_bytes(&self) -> u32 {
         self.geometry.physical_block_bytes
@@ -305,7 +305,7 @@ impl Raw {
         self.medium == Medium::Nvme
     }
 
-    /// What a guest is told about discard. None: the medium has no discard.
+    /// The discard values for a guest. `None`: the medium has no discard.
     pub fn discard_limits(&self) -> Option<DiscardLimits> {
         self.discard.as_ref().and_then(discard::Discard::limits)
     }
@@ -322,8 +322,7 @@ impl Raw {
         }
     }
 
-    /// The next part of a file, from a place on, that may have data: all of it, where the file
-    /// system does not tell.
+    /// The next part of a file, from a place on, that may have data: all of it, if the file system does not tell.
     pub fn data_from(&self, from: u64) -> Option<Range<u64>> {
         match seek(&self.file, SeekFrom::Data(from)) {
             Ok(data) => Some(data..seek(&self.file, SeekFrom::Hole(data)).unwrap_or(u64::MAX)),
@@ -335,7 +334,7 @@ impl Raw {
     /// Takes QEMU's locks, unless they are held. `false`: QEMU, or one of its tools, has the image open.
     pub fn shut_out_qemu(&self) -> bool {
         let mut has = self.has_qemus_locks.lock().unwrap_or_else(PoisonError::into_inner);
-        // Not again: who tries in vain has locks of their own for a moment.
+        // Not again: even a failed attempt holds locks for a moment.
         if !*has {
             *has = lock::share_with_qemu(&self.path, &self.file, self.read_only);
             if !*has {
@@ -345,18 +344,18 @@ impl Raw {
         *has
     }
 
-    /// Gives up the locks, while it stays open.
+    /// Releases the locks, while the file stays open.
     pub fn unlock(&self) {
         lock::release(&self.file);
         self.let_go();
     }
 
-    /// Has a keeper go on holding the file when this process dies.
+    /// Has a keeper keep the file open when this process dies.
     pub fn keep(&self) {
         self.holds.iter().for_each(Hold::keep);
     }
 
-    /// Has a keeper hold the file no longer.
+    /// Has a keeper close the file.
     pub fn let_go(&self) {
         self.holds.iter().for_each(Hold::release);
     }
@@ -366,14 +365,14 @@ impl Raw {
         vec![self.file.clone()]
     }
 
-    /// Says where a range is: at the same place in the file.
+    /// The place of a range: the same offset in the file.
     #[inline]
     pub fn map(&self, offset: u64, len: u64) -> Extent {
         Extent::Data { file: 0, offset, len }
     }
 
-    /// Looks whether the medium has grown. Some: the new size in sectors. An image that ends within a block
-    /// (somebody is still making it longer) counts up to its last whole block.
+    /// Reads whether the medium has grown. `Some`: the new size in sectors. An image that ends within a block (another
+    /// process is making it longer) counts up to its last whole block.
     ///
     /// # Errors
     /// The size could not be read.
@@ -395,12 +394,12 @@ impl Raw {
         Ok((now > before).then_some(now))
     }
 
-    /// What tells that the medium may have grown.
+    /// A watch that notifies when the medium may have grown.
     pub fn growth_watch(&self) -> GrowthWatch {
         GrowthWatch::of(&self.file, self.medium)
     }
 
-    /// Fills `buf` with what is at `offset`.
+    /// Fills `buf` with the data at `offset`.
     ///
     /// # Errors
     /// Errors of the kernel.
@@ -411,7 +410,7 @@ impl Raw {
         Ok(())
     }
 
-    /// Makes all that was written durable. Flushes that come at once share syncs.
+    /// Makes all written data durable. Concurrent flushes share syncs.
     ///
     /// # Errors
     /// Errors of the kernel, once it has failed for good.
@@ -422,7 +421,7 @@ impl Raw {
         self.commits.join(&port.io, self.commits.sync(port)).await
     }
 
-    /// Tells `witness` of each sync of this medium that fails.
+    /// Has `witness` told of each failed sync of this medium.
     pub fn witness_syncs(&self, witness: Weak<dyn SyncWitness>) {
         self.commits.witness(witness);
     }
@@ -434,7 +433,7 @@ impl Raw {
     }
 }
 
-/// The size of the medium now. For a device this moves the file position, which nothing uses.
+/// The present size of the medium. For a device this moves the file position, which nothing uses.
 fn size_bytes(file: &OwnedFd, medium: Medium) -> rustix::io::Result<u64> {
     match medium {
         Medium::File => Ok(u64::try_from(fstat(file)?.st_size).unwrap_or(0)),
@@ -446,7 +445,7 @@ fn size_bytes(file: &OwnedFd, medium: Medium) -> rustix::io::Result<u64> {
     }
 }
 
-/// What the controller says about an NVMe namespace, if it can be used so.
+/// The controller's description of an NVMe namespace, if it can be used by commands.
 fn namespace(path: &Path, opened: &Opened, read_only: bool) -> Result<Namespace, DiskError> {
     let refuse =
         |kind, why: String, help: &str| Err(DiskError::new(kind, cannot_open(path), why, help));

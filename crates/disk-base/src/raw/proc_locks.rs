@@ -1,22 +1,22 @@
-//! Who holds a lock, by the list that the kernel gives.
+//! The holder of a lock, by the kernel's list.
 
 use ferrite_host::names;
 
 /// How often /proc/locks is read until a lock is believed not to be in it.
 const LOCK_READINGS: usize = 5;
 
-/// Looks through /proc/locks for a `flock` on a file. File systems that show another device number
-/// there than in `stat` are not found, nor are holders in other process namespaces.
+/// Searches /proc/locks for a `flock` on a file. It finds no locks of file systems whose device number there differs
+/// from `stat`'s, nor holders in other process namespaces.
 ///
-/// The kernel gives the list out page by page and finds its place again by counting. A lock that is
-/// given back in between hides one behind it, so nobody is believed to hold none after one reading.
+/// The kernel returns the list page by page and finds its position again by counting. A lock that is released in
+/// between hides one after it, so one reading without a holder proves nothing.
 pub(crate) fn flock_holder((major, minor): (u32, u32), inode: u64) -> Option<u32> {
     let inode = format!("{major:02x}:{minor:02x}:{inode}");
     let locks = || names::read_to_string("/proc/locks").ok();
     (0..LOCK_READINGS).find_map(|_| holder_in(&locks()?, &inode))
 }
 
-/// Lines are `1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF`; waiters have `->` behind the
+/// The holder by one reading. Lines are `1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF`; waiters have `->` after the
 /// number.
 fn holder_in(locks: &str, inode: &str) -> Option<u32> {
     locks.lines().find_map(|line| {

@@ -1,35 +1,35 @@
 //! QEMU's locks ("disk image file locking" in its manual), held as QEMU holds them.
 //!
-//! QEMU's programs do not know `flock`. They tell each other what they do with an image by shared
-//! locks on its bytes: at 100 and a permission's number, who uses the permission; at 200 and that
-//! number, who lets nobody else use it. Whoever opens an image takes its own locks first and looks
-//! for those that contradict then, so that of two who do that at the same time one at least sees
-//! the other. Who opens with `-U` (`force-share`) forbids nothing.
+//! QEMU's programs do not use `flock`. They announce their use of an image by shared locks on its bytes: byte 100 plus
+//! a permission's number is locked by each user of the permission; byte 200 plus that number by each process that
+//! forbids others to use it. A process that opens an image takes its own locks first and then checks for contradicting
+//! ones. So of two that do that at the same time at least one sees the other. A process that opens with `-U`
+//! (`force-share`) forbids nothing.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
 use ferrite_host::byte_locks::{is_locked_by_others, lock_shared, unlock};
 
-/// A permission that somebody uses has a lock on this byte and its number.
+/// The lock of a used permission is on this byte plus its number.
 const USED: u32 = 100;
-/// A permission that others must not use, likewise.
+/// The lock of a permission that others must not use is on this byte plus its number.
 const FORBIDDEN: u32 = 200;
 
-/// To read what does not change in between.
+/// To read data that do not change in between.
 const CONSISTENT_READ: u32 = 0;
 const WRITE: u32 = 1;
 const RESIZE: u32 = 3;
 
-/// What is done with an image, and what others must not do meanwhile.
+/// The permissions that are used, and those that others must not use.
 pub(super) struct Permissions {
     used: &'static [u32],
     forbidden: &'static [u32],
 }
 
-/// Of who reads an image: a leaf that is opened read-only, and parents.
+/// The permissions of a reader: of a leaf that is opened read-only, and of parents.
 const READER: Permissions = Permissions { used: &[CONSISTENT_READ], forbidden: &[WRITE, RESIZE] };
-/// Of who writes.
+/// The permissions of a writer.
 const WRITER: Permissions =
     Permissions { used: &[CONSISTENT_READ, WRITE, RESIZE], forbidden: &[WRITE, RESIZE] };
 
@@ -38,13 +38,13 @@ impl Permissions {
         if read_only { &READER } else { &WRITER }
     }
 
-    /// Takes the locks for an open file, until it is closed or [let go](release). `false`: others
-    /// do with it what does not go together with this, and the file is to be closed.
+    /// Takes the locks for an open file, until it is closed or [let go](release). `false`: another process's use
+    /// conflicts with this, and the file is to be closed.
     ///
     /// # Errors
     /// The file system has no such locks; QEMU has none there, either.
     pub(super) fn take(&self, file: &OwnedFd) -> io::Result<bool> {
-        // Who waits for an image must not keep QEMU from anything by trying.
+        // A process that waits for an image must not block QEMU by its attempts.
         if self.contradicts_others(file)? {
             return Ok(false);
         }
@@ -69,9 +69,9 @@ impl Permissions {
     }
 }
 
-/// Gives up the locks of an open file.
+/// Releases the locks of an open file.
 pub(super) fn release(file: impl AsFd) {
-    // There is nothing that could be done about an error: the locks go with the file.
+    // An error cannot be handled: the locks end with the file.
     let _ = unlock(file, USED, FORBIDDEN);
 }
 
@@ -116,7 +116,7 @@ mod tests {
         }
     }
 
-    /// Between the look and the locks, that is.
+    /// The other process comes between the check and the locks.
     #[test]
     fn of_two_at_the_same_time_one_at_least_is_told() {
         let file = tempfile::NamedTempFile::new().unwrap();

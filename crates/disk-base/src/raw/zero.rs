@@ -11,21 +11,21 @@ use super::Raw;
 use super::discard::{chunks, is_unsupported};
 use super::medium::Medium;
 
-/// The means, in the order in which they are tried. The first two are one system call and move
-/// no data on most media; the first also keeps the space reserved.
+/// The means, in the order in which they are tried. The first two are one system call and move no data on most media;
+/// the first also keeps the space reserved.
 const ZERO_RANGE: u8 = 0;
 const PUNCH_HOLE: u8 = 1;
 
-/// One operation's share. A device may have to write every byte of it.
+/// The bytes of one operation. A device may have to write every byte of it.
 const FILE_CHUNK_BYTES: u64 = 1 << 30;
 const DEVICE_CHUNK_BYTES: u64 = 64 << 20;
 
 impl Raw {
-    /// Makes `len` bytes from `offset` on zeros, by the cheapest means that the medium has. `zeros` is memory
-    /// that stays zero, for a medium that has none.
+    /// Makes `len` bytes from `offset` on zeros, by the cheapest means of the medium. `zeros` is memory that stays
+    /// zero, for a medium without such means.
     ///
     /// # Errors
-    /// `InvalidInput` if the range or the memory is not of whole blocks. Others as the kernel gives them.
+    /// `InvalidInput` if the range or the memory is not of whole blocks. Errors of the kernel.
     pub async fn write_zeroes(
         &self,
         io: &Io,
@@ -49,7 +49,7 @@ impl Raw {
         Ok(())
     }
 
-    /// A means that the medium lacks is not tried again.
+    /// Zeros one chunk. A means that the medium lacks is not tried again.
     async fn zero_chunk(
         &self,
         io: &Io,
@@ -69,7 +69,7 @@ impl Raw {
                 Err(e) if is_unsupported(&e) => {
                     self.zero_means.fetch_max(means + 1, Ordering::Relaxed);
                 }
-                // A range of sectors that is none of the device's larger blocks.
+                // The range has whole sectors, but not whole blocks of a device with larger ones.
                 Err(e)
                     if e.kind() == io::ErrorKind::InvalidInput
                         && self.medium == Medium::BlockDevice =>

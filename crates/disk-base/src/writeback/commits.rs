@@ -1,27 +1,24 @@
-//! One commit at a time, for all that wait for it.
+//! Shared commits: one runs at a time, for all flushes that wait for it.
 //!
-//! A flush is answered by a commit that began after the flush had come: what was written before the
-//! flush was dirty then. So flushes that come while a commit runs wait for the next one, which
-//! serves all of them: 16 at once cost two commits, and not 16. The commit that runs is no good to
-//! them, since it may have missed what was written just before they came.
+//! A flush is answered by a commit that began after the flush had come: all earlier writes were dirty then. So flushes
+//! that come while a commit runs wait for the next one, which serves all of them: instead of 16 commits, 16 concurrent
+//! flushes cost two. The present commit cannot serve them, since it may lack writes from just before they came.
 //!
-//! Commits are numbered as they begin ([`Turns`]). Who waits gets the lock in the order of coming,
-//! and finds either that a commit of a high enough number has ended, or that it is his to make. All
-//! who waited for a commit that has failed get its error. A commit that was dropped with its task
-//! answers nobody.
+//! Commits are numbered as they begin ([`Turns`]). A waiter gets the lock in the order of arrival. Then either a commit
+//! of a sufficient number has ended, or the waiter makes one. All waiters of a failed commit get its error. A commit
+//! that was dropped with its task answers no flush.
 //!
-//! # A sync that fails
-//! It has made the kernel forget what was not written, and the next sync is told nothing of it. So
-//! from then on no sync, no commit and no flush succeeds, also those that an earlier commit could
-//! answer, until the image is opened again. The journal is void at once: the next process does not
-//! bring back what is perhaps lost. Before that the witnesses are told, who remember it for the next
-//! process: what another task has answered meanwhile is not in its journal any more.
+//! # A failed sync
+//! The kernel has dropped unwritten data, and the next sync does not report it. So from then on no sync, no commit and
+//! no flush succeeds, not even a flush that an earlier commit could answer, until the image is opened again. The
+//! journal is void at once: the next process must not recover data that may be lost. Before that the witnesses are
+//! told, which record the failure for the next process: changes that another task answers meanwhile are not in the
+//! journal any more.
 //!
-//! The kernel tells of a lost write once for each open file, to any of the syncs that are under way.
-//! So there is one at a time ([`sync`](Commits::sync)): whoever comes after one that has failed finds
-//! that, and does not get a success for what another was told is lost. A sync that is dropped with
-//! its task counts as failed, unless it is known to have succeeded; if nobody can know, the journal
-//! stays.
+//! The kernel reports a lost write once for each open file, to any of the concurrent syncs. So there is one at a time
+//! ([`sync`](Commits::sync)): the next sync after a failed one finds the failure, and does not report success for data
+//! that are lost. A sync that is dropped with its task counts as failed, unless it is known to have succeeded; if that
+//! is unknown, the journal stays.
 
 use std::fmt;
 use std::future::Future;
@@ -36,21 +33,21 @@ use super::void::Void;
 use super::witnesses::{SyncWitness, Witnesses};
 use crate::{Port, Rare};
 
-/// The commits of a disk, which flushes that come at once share.
+/// The commits of a disk, which concurrent flushes share.
 #[derive(Default)]
 pub struct Commits {
-    /// Held by the commit that runs.
+    /// Held by the present commit.
     running: SharedLock,
     turns: Mutex<Turns>,
-    /// Held by the sync that is under way.
+    /// Held by the present sync.
     syncing: SharedLock,
     /// A sync has failed. Set while `syncing` is held.
     faulty: AtomicBool,
-    /// The journal's, if there is one.
+    /// Makes the journal void, if there is one.
     void: OnceLock<Void>,
-    /// They know of a failed sync before anybody is told.
+    /// They are told of a failed sync before any request is answered with it.
     witnesses: Witnesses,
-    /// Whether they are told of a doubt, too.
+    /// Whether witnesses are told of an unknown outcome, too.
     serves_many: bool,
 }
 
@@ -61,31 +58,31 @@ impl fmt::Debug for Commits {
 }
 
 impl Commits {
-    /// Commits of a disk that has its medium for itself.
+    /// Commits of a disk that does not share its medium.
     pub fn new() -> Commits {
         Commits::default()
     }
 
-    /// Commits of a medium that several disks have their data on. A doubt is a failure to its witnesses: the
-    /// disk whose task was dropped may be gone, and the others have heard of nothing.
+    /// Commits of a medium that several disks share. Witnesses are told of an unknown outcome as of a failure: the disk
+    /// whose task was dropped may be gone, and the others would not learn of it.
     pub fn of_many() -> Commits {
         Commits { serves_many: true, ..Commits::default() }
     }
 
-    /// Gives the journal that a failed sync makes void. An image has one at most.
+    /// Sets the journal that a failed sync makes void. An image has at most one.
     pub fn end_with(&self, journal: Option<Void>) {
         if let Some(void) = journal {
-            // The first is the only one.
+            // The first one is the only one.
             let _ = self.void.set(void);
         }
     }
 
-    /// Adds who is told of a failed sync, also of one that was before.
+    /// Adds a witness of failed syncs, also of earlier ones.
     pub fn witness(&self, witness: Weak<dyn SyncWitness>) {
         self.witnesses.add(witness, || self.is_faulty());
     }
 
-    /// From now on everybody finds that a sync has failed. `true`: the first time.
+    /// Marks a sync as failed, for all callers. `true`: it is the first.
     fn end(&self) -> bool {
         !self.faulty.swap(true, Ordering::AcqRel)
     }
@@ -94,8 +91,8 @@ impl Commits {
         self.turns.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for the outcome of a commit that began after this was called: of `commit`, or of another's, and
-    /// then `commit` is dropped before its first step.
+    /// Waits for the outcome of a commit that began after this call: of `commit`, or of another task's; then `commit`
+    /// is dropped before its first step.
     ///
     /// # Errors
     /// Those of the commit.
@@ -116,14 +113,14 @@ impl Commits {
         done
     }
 
-    /// No commit runs as long as this is held. What the holder commits answers nobody else.
+    /// No commit runs while this is held. The holder's own commits answer no flush.
     pub async fn pause(&self, io: &Io) -> io::Result<Held<'_>> {
         let running = self.running.lock(io).await?;
         self.check()?;
         Ok(running)
     }
 
-    /// Syncs the image. One sync that fails is the last.
+    /// Syncs the image. After one failure all later syncs fail.
     ///
     /// # Errors
     /// Errors of the kernel.
@@ -139,8 +136,8 @@ impl Commits {
         port.io.sync_heard(port.files[0], unheard).await.inspect_err(|e| self.fail(e))
     }
 
-    /// Nobody knows any more what is on the medium: nothing is committed from now on. The next process
-    /// may recover what was answered, as after a death in the middle of it.
+    /// Marks the state of the medium as unknown: nothing is committed from now on. The next process may recover
+    /// answered changes, as after a death in the middle of the sync.
     pub fn doubt(&self) {
         if self.serves_many {
             let e = io::Error::other("the result of a sync is unknown");
@@ -150,8 +147,8 @@ impl Commits {
         }
     }
 
-    /// The kernel has forgotten what was not written. Witnesses know it first: from the moment that the
-    /// journal is void the next process does not find what is answered meanwhile, and must not vouch for it.
+    /// Handles a failed sync: the kernel has dropped unwritten data. Witnesses are told first: once the journal is
+    /// void, the next process does not find changes that are answered meanwhile, and must not vouch for them.
     fn fail(&self, e: &io::Error) {
         if self.witnesses.tell(e, || self.end()) {
             Rare::SyncFailed.taken();
@@ -165,7 +162,7 @@ impl Commits {
         self.faulty.load(Ordering::Acquire)
     }
 
-    /// Refuses to go on after that.
+    /// The error after a failed sync.
     fn check(&self) -> io::Result<()> {
         if !self.is_faulty() {
             return Ok(());
@@ -176,18 +173,18 @@ impl Commits {
     }
 }
 
-/// The first commit that is good enough for a flush.
+/// The first commit that can answer a flush.
 #[derive(Clone, Copy)]
 struct Arrival(u64);
 
 /// A commit that has begun.
 struct Turn(u64);
 
-/// Which commits have begun, and how the last one ended that was not dropped.
+/// The commits that have begun, and the result of the last one that was not dropped.
 #[derive(Default)]
 struct Turns {
     begun: u64,
-    /// Its number; 0: none has ended.
+    /// The number of that last one; 0: none has ended.
     ended: u64,
     failure: Option<Failure>,
 }
@@ -213,7 +210,7 @@ impl Turns {
     }
 }
 
-/// An error that several are told.
+/// An error that is returned to several callers.
 #[derive(Clone, Debug)]
 pub struct Failure {
     kind: io::ErrorKind,
@@ -222,12 +219,12 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// Keeps what can be told again of an error.
+    /// Stores the parts of an error that can be repeated.
     pub fn of(e: &io::Error) -> Failure {
         Failure { kind: e.kind(), errno: e.raw_os_error(), text: e.to_string() }
     }
 
-    /// Makes the error anew, for one more who is told.
+    /// Makes the error again, for one more caller.
     pub fn error(&self) -> io::Error {
         match self.errno {
             Some(errno) => io::Error::from_raw_os_error(errno),

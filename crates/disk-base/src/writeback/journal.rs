@@ -1,24 +1,21 @@
-//! Metadata that was answered for and is not durable yet, in memory that outlives the process.
+//! Answered changes of metadata that are not durable yet, in memory that outlives the process.
 //!
-//! An answered write survives the death of the process (not of the power): its data was given to
-//! the kernel before the answer, and the change of metadata that makes it visible is here, until a
-//! commit has made it durable. The file is on tmpfs, one for each image that is open for writing.
-//! Whoever opens the image next recovers the records.
+//! An answered write survives the death of the process (not a power cut): its data was given to the kernel before the
+//! answer, and the change of metadata that makes it visible is here, until a commit has made it durable. The file is on
+//! tmpfs, one for each image that is open for writing. The next process to open the image recovers the records.
 //!
-//! # Whose it is
-//! It is named after the image's own identifier and its [`Place`](ferrite_host::place::Place), which a
-//! volume keeps under another device number. Both have to be alike. `shelf` finds it, and what looks as if it was the image's:
-//! the journal of an image with this identifier at another place, or of another one at this place.
+//! # The image of a journal
+//! A journal is named after the image's own identifier and its [`Place`](ferrite_host::place::Place), which a volume
+//! keeps under another device number. Both have to match. `shelf` finds it, and the journals that may be the image's:
+//! of an image with this identifier at another place, or of another one at this place.
 //!
-//! The file is short at first, and grows ahead of its use: space that it has counts, so a record
-//! that there is room for can be made, whatever becomes of the tmpfs.
+//! The file is short at first, and grows ahead of its use: allocated space counts, so a record that there is room for
+//! can be made, whatever happens to the tmpfs.
 //!
-//! After a flush whose sync failed it says nothing any more: what it refers to may be lost, as
-//! after a power cut.
+//! After a flush whose sync failed it is void: the data that it refers to may be lost, as after a power cut.
 //!
-//! Order of stores: a record's words first, then its key (release), so that a record that is seen
-//! is whole; a record is changed by single words; it is freed by clearing its key. A process may
-//! die between any two of these.
+//! Order of stores: a record's words first, then its key (release), so that a visible record is complete; a record is
+//! changed by single words; it is freed by clearing its key. A process may die between any two of these.
 
 use std::io::{self, ErrorKind::InvalidData, ErrorKind::NotFound};
 use std::os::unix::ffi::OsStrExt as _;
@@ -55,25 +52,24 @@ pub use refusals::{lost, parts};
 pub use shelf::JournalState;
 pub use shelf::{Kept, Left, Survey, all, any_at, drop_kept, forget, survey, told_of};
 
-/// Records that the file always has space for besides those that are in it, as long as the tmpfs
-/// has some: more than writes are in flight at a time, but for the largest rings.
+/// Free records that the file always has space for, as long as the tmpfs has some: more than writes are in flight at a
+/// time, except with the largest rings.
 const AHEAD: u32 = 1 << 10;
-/// How long another process may still hold a journal whose image it has let go of, and how often that
-/// is tried.
+/// How long another process may still hold a journal after it has closed the image.
 const GRACE_MS: u64 = 2000;
 const RETRY_AFTER_MS: u64 = 10;
 /// Records that a new file has space for.
 const FIRST: u32 = 2 * AHEAD;
 
-/// The records of one image. With no directory for it there is only the bound on their number.
+/// The records of one image. Without a directory it only bounds their number.
 pub struct Journal {
     file: Option<(Arc<Shm>, Held)>,
     words: usize,
     /// Slots below `fresh` that have no record.
     free: Vec<u32>,
-    /// From here on no slot was ever used. Most images need few, and chains are long.
+    /// Slots from here on were never used. Most images need few, and chains are long.
     fresh: u32,
-    /// From here on the file has no space yet.
+    /// Slots from here on have no space in the file yet.
     ready: u32,
     capacity: u32,
     /// The tmpfs had no space to grow into.
@@ -81,11 +77,12 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens the image's journal in `dir`, or makes one for `capacity` records of so many words.
-    /// The records that are in it come back, and stay where they are. What nobody will ask for of
-    /// those who had the image before is removed: the caller has it locked.
+    /// Opens the image's journal in `dir`, or makes one for `capacity` records of so many words. Its records are
+    /// returned, and stay in place. Useless journals of earlier images at this place are removed: the caller has the
+    /// image locked.
     ///
     /// # Errors
+    /// It cannot be made or read; it is of another kind; another process has it open.
     /// It cannot be made or read; it is of another kind; another process has it open.
     pub fn open(
         dir: Option<&Path>,
@@ -104,7 +101,7 @@ impl Journal {
                     check(&path, &shm, identity, words, capacity)?;
                     (shm, held)
                 }
-                // Another one, as others may have this one mapped.
+                // A new file, as other processes may have the old one mapped.
                 _ => {
                     held.remove().map_err(|e| cannot(&path, "removed", e))?;
                     make(dir, &path, identity, words, capacity)?
@@ -115,14 +112,13 @@ impl Journal {
         Ok((journal, records))
     }
 
-    /// One that dies with the process: only the bound on its number of records.
+    /// A journal that dies with the process: it only bounds the number of records.
     pub fn without(words: usize, capacity: u32) -> Journal {
         let (free, fresh, ready, stuck) = (Vec::new(), 0, capacity, false);
         Journal { file: None, words, free, fresh, ready, capacity, stuck }
     }
 
-    /// The records that a process has left behind, for those that only want to read; none if there
-    /// is no journal.
+    /// The records that a process has left, for a reader; none if there is no journal.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -162,7 +158,7 @@ impl Journal {
         file_bytes(slot, self.words)
     }
 
-    /// Sees to it that there is room for so many more records, if the tmpfs has it.
+    /// Makes room for so many more records, if the tmpfs has it.
     pub fn reserve(&mut self, records: usize) {
         let wanted = (self.fresh as usize + records).saturating_sub(self.free.len());
         if wanted <= self.ready as usize || self.ready == self.capacity || self.stuck {
@@ -183,10 +179,10 @@ impl Journal {
         }
     }
 
-    /// A new record; `None`: there is no room, and a commit has to make some first.
+    /// Makes a record; `None`: there is no room, and a commit has to make some first.
     ///
     /// # Panics
-    /// If `key` is `u64::MAX`, or the number of words is not what the journal was made for.
+    /// If `key` is `u64::MAX`, or the number of words does not fit the journal.
     pub fn claim(&mut self, key: u64, words: &[u64]) -> Option<Slot> {
         assert!(key < u64::MAX && words.len() == self.words, "not a record of this journal");
         let slot = match self.free.pop() {
@@ -204,7 +200,7 @@ impl Journal {
             }
             shm.store_u64(at, key + 1);
         }
-        // As much again as there is: who commits at half of it shall find that.
+        // Doubles the space, so that a commit at half of it finds room.
         self.reserve(self.len().max(AHEAD as usize));
         Some(Slot(slot))
     }
@@ -220,7 +216,7 @@ impl Journal {
         }
     }
 
-    /// The change of the record is durable now, or no longer true.
+    /// Frees a record: its change is durable now, or no longer true.
     pub fn release(&mut self, slot: Slot) {
         if let Some((shm, _)) = &self.file {
             shm.store_u64(self.at(slot.0), 0);
@@ -230,13 +226,12 @@ impl Journal {
         self.stuck &= self.len() > 0;
     }
 
-    /// What makes the journal void when a sync fails. None: the journal has no file.
+    /// The means to make the journal void when a sync fails. `None`: the journal has no file.
     pub fn void(&self) -> Option<Void> {
         self.file.as_ref().map(|(shm, _)| Void::new(Arc::clone(shm), VOID_AT))
     }
 
-    /// Says something about the image besides the records, in place of what was said before. A
-    /// process that dies has said the one or the other.
+    /// Replaces the note about the image besides the records. After a death either the old or the new note is there.
     pub fn tell(&mut self, told: &Told) {
         let Some((shm, _)) = &self.file else { return };
         let next = if shm.load_u64(TOLD_AT) == 1 { 2 } else { 1 };
@@ -246,23 +241,23 @@ impl Journal {
         shm.store_u64(TOLD_AT, next);
     }
 
-    /// How many records are in it.
+    /// The number of records.
     #[expect(clippy::len_without_is_empty, reason = "nobody asks that")]
     pub fn len(&self) -> usize {
         self.fresh as usize - self.free.len()
     }
 
-    /// For how many records there is room, whatever happens.
+    /// The number of further records for which there is certainly room.
     pub fn room(&self) -> usize {
         self.ready as usize - self.len()
     }
 
-    /// For how many records there is room if the tmpfs has it.
+    /// The number of further records for which there is room if the tmpfs has it.
     pub fn left(&self) -> usize {
         self.capacity as usize - self.len()
     }
 
-    /// The image is closed in good order: there is nothing to recover.
+    /// Removes the journal: the image is closed in good order, and there is nothing to recover.
     ///
     /// # Errors
     /// The file system's.
@@ -277,8 +272,8 @@ impl Journal {
     }
 }
 
-/// Says that what a process that died has left of an image may be in a directory that cannot be
-/// read, unless it was not written to since the host was started: no journal is older.
+/// Warns that a directory which cannot be read may have a dead process's journal of the image, unless the image was not
+/// written since the host started: no journal is older.
 pub fn warn_unseen(raw: &Raw) {
     let boot = clock_gettime(ClockId::Realtime).tv_sec - clock_gettime(ClockId::Boottime).tv_sec;
     if fstat(raw.fd()).is_ok_and(|stat| raw.is_file() && stat.st_mtime < boot) {
@@ -291,8 +286,8 @@ pub fn warn_unseen(raw: &Raw) {
     ));
 }
 
-/// Holds the journal that is there. The caller has the image, so whoever else holds it is about to let
-/// go: a process that ends, or one that has just been forked and is not its program yet.
+/// Takes the existing journal. The caller has the image, so another holder is about to release it: a process that ends,
+/// or one that has just been forked and has not executed its program yet.
 fn take(path: &Path) -> io::Result<Option<Held>> {
     for _ in 0..GRACE_MS / RETRY_AFTER_MS {
         match Held::take(path) {
@@ -304,7 +299,7 @@ fn take(path: &Path) -> io::Result<Option<Held>> {
     Held::take(path)
 }
 
-/// Makes the file of an image's journal, which has none.
+/// Makes the file of an image's journal.
 fn make(
     dir: &Path,
     path: &Path,
@@ -317,7 +312,7 @@ fn make(
     let shm = match held.lengthen(file_bytes(capacity.min(FIRST), words)) {
         Ok(shm) => shm,
         Err(e) => {
-            // There is nothing in it, and the first error is the one to tell of.
+            // It is empty, and the first error is the one to report.
             let _ = held.remove();
             return Err(cannot(path, "made", e));
         }
@@ -334,12 +329,12 @@ fn make(
         (PATH_LEN_AT, PATH_AT, identity.path.as_os_str().as_bytes(), MAX_PATH_BYTES),
         (HANDLE_LEN_AT, HANDLE_AT, &handle, Handle::MAX_BYTES),
     ] {
-        // A part of it would be of another one.
+        // A part of the path would be another one.
         let bytes = if bytes.len() <= most { bytes } else { &[] };
         shm.store_u32(len_at, bytes.len() as u32);
         shm.copy_in(at, bytes);
     }
-    // Last: a process may die before, and what it leaves is no journal then.
+    // The magic is last: if the process dies before, the file is no journal.
     shm.store_u64(0, MAGIC);
     Ok((shm, held))
 }

@@ -1,4 +1,4 @@
-//! The end of a journal whose image has lost writes.
+//! Makes the journal of an image with lost writes void.
 
 use std::sync::Arc;
 
@@ -6,15 +6,15 @@ use ferrite_host::shm::Shm;
 
 use crate::Rare;
 
-/// Makes a journal void: what its records refer to may be lost, so nobody takes them over. It does so also
-/// after the journal was made longer.
+/// Makes a journal void: its records may refer to lost data, so no process may recover them. It works also after the
+/// journal was made longer.
 pub struct Void {
     shm: Arc<Shm>,
     at: usize,
 }
 
 impl Void {
-    /// By a word at this place in the journal's file.
+    /// Uses a word at this place in the journal's file.
     pub(super) fn new(shm: Arc<Shm>, at: usize) -> Void {
         Void { shm, at }
     }

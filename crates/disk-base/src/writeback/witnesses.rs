@@ -1,24 +1,23 @@
-//! Who has to know of a failed sync before anybody is told.
+//! Witnesses, which are told of a failed sync before any request is answered with it.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 
-/// Whoever's data are lost by a sync that failed, also if it was another's (docs/internals/blkif.md 2, rule 3,
+/// Told when a failed sync loses its data, also if another disk asked for the sync (docs/internals/blkif.md 2, rule 3,
 /// and processes.md 10, rule 11).
 pub trait SyncWitness: Send + Sync {
-    /// A sync has failed with `e`. Called before anybody is told so, from the thread that found it, more than
-    /// once perhaps.
+    /// A sync has failed with `e`. Called before any request is answered with that, from the thread that found it,
+    /// possibly more than once.
     fn sync_has_failed(&self, e: &io::Error);
 }
 
-/// All who want to know of a failed sync.
+/// All witnesses of a medium.
 #[derive(Default)]
 pub struct Witnesses(Mutex<Vec<Weak<dyn SyncWitness>>>);
 
 impl Witnesses {
-    /// One more, unless it is there: a device that is parked goes on with the same disk again and again. It is
-    /// told at once if `is_faulty`, which is set after [`tell`](Self::tell), and so is seen
-    /// here by whom that has missed.
+    /// Adds a witness, unless it is there: a parked device attaches the same disk repeatedly. It is told at once if
+    /// `is_faulty`. That is set after [`tell`](Self::tell), so a witness that missed the call sees it here.
     pub fn add(&self, witness: Weak<dyn SyncWitness>, is_faulty: impl Fn() -> bool) {
         let mut all = self.all();
         all.retain(|other| other.strong_count() > 0 && !other.ptr_eq(&witness));
@@ -28,7 +27,7 @@ impl Witnesses {
         all.push(witness);
     }
 
-    /// Tells all of them, and then does `and_then`, before another can be added.
+    /// Tells all of them, and then runs `and_then`, before another can be added.
     pub fn tell<T>(&self, e: &io::Error, and_then: impl FnOnce() -> T) -> T {
         let all = self.all();
         all.iter().filter_map(Weak::upgrade).for_each(|witness| witness.sync_has_failed(e));

@@ -1,4 +1,4 @@
-//! The socket of the metrics: what the daemon knows goes beside what is counted.
+//! The socket of the metrics: it gives the daemon's own state besides the counters of disks.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use ferrite_daemon::control::protocol::{Disk, PhaseName};
 use ferrite_daemon::{Daemon, DaemonView};
 use ferrite_seeing::metrics::{Attached, Host, Server, serve_metrics};
 
-/// As `ferrite disk list` has them.
+/// The names that `ferrite disk list` uses.
 const PHASES: [&str; 5] = ["starting", "served", "failed", "empty", "resting"];
 
 fn word(phase: PhaseName) -> &'static str {
@@ -19,7 +19,7 @@ fn word(phase: PhaseName) -> &'static str {
     }
 }
 
-/// Answers there. Without that socket disks are served just as well, so the daemon goes on.
+/// Serves metrics on the socket. Disks do not need it, so without it the daemon goes on.
 pub(super) fn serve(daemon: &Daemon, socket: &Path, stats: &Path) -> Option<Server> {
     let view = daemon.view();
     match serve_metrics(socket, stats, Box::new(move || host(&view))) {

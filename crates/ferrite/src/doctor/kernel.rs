@@ -56,7 +56,7 @@ fn io_uring(chosen: Option<EngineKind>) -> Check {
 /// The advice where io_uring does not work, from the value of `kernel.io_uring_disabled`.
 fn advice(disabled: Option<&str>) -> &'static str {
     match disabled {
-        Some("2") => "switched off for everybody; sysctl kernel.io_uring_disabled=0 allows it",
+        Some("2") => "disabled for all users; sysctl kernel.io_uring_disabled=0 allows it",
         Some("1") => {
             "only for privileged users and the group of kernel.io_uring_group; run as root, join \
              the group, or sysctl kernel.io_uring_disabled=0"
@@ -87,7 +87,7 @@ fn aio(chosen: Option<EngineKind>) -> Check {
     }
 }
 
-/// Block devices whose completions can be asked for, and NVMe namespaces as character devices.
+/// Block devices with poll queues, and NVMe namespaces as character devices.
 fn polled_storage() -> Check {
     let name = "polled storage";
     let names = |dir: &str, fits: &dyn Fn(&str) -> bool| {
@@ -187,7 +187,7 @@ fn has_capability(status: &str, number: u32) -> bool {
         .is_some_and(|set| set >> number & 1 == 1)
 }
 
-/// The record of requests in flight is a file there, written at every request.
+/// The in-flight table is a file there, which each request changes.
 fn run_directory() -> Check {
     let name = "/run";
     match rustix::fs::statfs("/run") {
@@ -246,7 +246,7 @@ mod tests {
 
     #[test]
     fn the_advice_names_the_setting_that_forbids_io_uring() {
-        assert!(advice(Some("2")).contains("everybody"));
+        assert!(advice(Some("2")).contains("all users"));
         assert!(advice(Some("1")).contains("io_uring_group"));
         assert!(advice(None).contains("CONFIG_IO_URING"));
     }

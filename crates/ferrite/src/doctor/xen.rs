@@ -12,7 +12,7 @@ const COPY: &str = "grant copy";
 const EVENTS: &str = "event channels";
 const STORE: &str = "xenstore";
 
-/// The interfaces that serving a guest takes.
+/// The interfaces that are needed to serve a guest.
 pub(super) const REQUIRED: [&str; 5] = [HYPERVISOR, GRANTS, COPY, EVENTS, STORE];
 
 pub(super) fn checks() -> Vec<Check> {
@@ -41,7 +41,7 @@ fn of_probe(probe: &Probe) -> Vec<Check> {
     checks
 }
 
-/// Pages that a disk at work takes at most.
+/// The most pages that an active disk takes.
 const OWN_PAGES: u64 = LENT_PAGES as u64;
 
 fn own_grants(probe: &Probe) -> Check {
@@ -69,7 +69,7 @@ fn own_grants(probe: &Probe) -> Check {
     }
 }
 
-/// Of the host, beside `ours`.
+/// The host's processors, besides `ours`.
 fn processors(probe: &Probe, ours: usize) -> Check {
     let name = "processors";
     let [before, now] = match &probe.processors {
@@ -79,7 +79,12 @@ fn processors(probe: &Probe, ours: usize) -> Check {
                 1 => "no disk polls (--poll-us auto), as this domain has one processor",
                 _ => "disks poll (--poll-us auto) by what they see of this domain's processors",
             };
-            return check(name, State::Warn, format!("Xen does not tell the host's: {why}"), means);
+            return check(
+                name,
+                State::Warn,
+                format!("Xen does not report the host's processors: {why}"),
+                means,
+            );
         }
     };
     let idle = f64::from(now.idle_milli(before, APART.as_nanos() as u64)) / 1000.0;
@@ -147,7 +152,7 @@ fn device(name: &'static str, result: &Result<(), String>, found: &str, used_for
     }
 }
 
-/// Asks xenstore which domain this is: a question that costs nothing and needs everything.
+/// Asks xenstore for this domain's number: a cheap request that needs all of the connection.
 fn store() -> Check {
     let asked = Store::open().and_then(|mut store| store.read_string("domid"));
     match asked {
@@ -170,7 +175,7 @@ mod tests {
 
     use super::*;
 
-    /// All is well, in domain 0.
+    /// The findings of domain 0 where everything works.
     fn good() -> Probe {
         Probe {
             hypervisor: Some("xen".into()),

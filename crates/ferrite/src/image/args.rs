@@ -10,7 +10,7 @@ use ferrite_io::engines::EngineChoice;
 use crate::exit::Failure;
 use crate::parents::ParentsArgs;
 
-/// `ferrite image`.
+/// The arguments of `ferrite image`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "An image is named vhd:PATH, qcow2:PATH or raw:PATH, or by a path that ends \
@@ -18,7 +18,7 @@ use crate::parents::ParentsArgs;
                         an image. Sizes are bytes, or numbers with K, M, G, T, P (powers of 1024)."
 )]
 pub(crate) struct ImageArgs {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub(crate) command: ImageCommand,
 
@@ -29,15 +29,15 @@ pub(crate) struct ImageArgs {
     #[arg(long, global = true)]
     pub(crate) json: bool,
 
-    /// As qemu-img's: json is --json.
+    /// As qemu-img's option: json is --json.
     #[arg(long, global = true, value_enum, value_name = "FORM", default_value = "human")]
     pub(crate) output: OutputForm,
 
-    /// As qemu-img's; on a terminal progress is shown without it, too.
+    /// As qemu-img's option. On a terminal progress is shown without it, too.
     #[arg(short = 'p', long, global = true)]
     pub(crate) progress: bool,
 
-    /// What does the disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
+    /// Engine for disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
     #[arg(long, global = true, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
     pub(crate) engine: EngineChoice,
 }
@@ -47,60 +47,60 @@ pub(crate) struct ImageArgs {
 pub(crate) enum ImageCommand {
     /// Make an empty image, thin unless --fixed says otherwise, or one on a parent.
     Create(CreateArgs),
-    /// Show what an image and its parents say about themselves.
+    /// Show the properties of an image and its parents.
     Info(OneArgs),
-    /// Keep what the disk is now: its file becomes PARENT, read-only, and a new image on that
-    /// takes its name. Takes no time, copies nothing.
+    /// Keep the present state of a disk: its file becomes PARENT, read-only, and a new child takes its name. Takes no
+    /// time, copies nothing.
     Snapshot(SnapshotArgs),
-    /// Make a new disk that begins as PARENT is. PARENT becomes read-only.
+    /// Make a new disk that begins as a copy of PARENT, which becomes read-only. Copies nothing.
     Clone(CloneArgs),
     /// Copy a disk into a new image of any format, its parents included.
     Convert(ConvertArgs),
-    /// Look for inconsistencies in an image; ends with 2 if it does not read what it should, with 3
-    /// if it only has space that nothing refers to, and with 1 if it could not be checked.
+    /// Look for inconsistencies in an image; ends with 2 if it is damaged, with 3 if it only has space that nothing
+    /// refers to, and with 1 if it could not be checked.
     Check(CheckArgs),
-    /// Mend what can be mended without guessing; without --force, only show what that would be.
+    /// Repair what can be repaired without guessing; without --force, only show the repairs.
     Repair(RepairArgs),
     /// Merge a child into its parent, which takes the child's name.
     Coalesce(CoalesceArgs),
-    /// Have an image stand on another parent, and read as it does.
+    /// Give an image another parent, and keep its contents.
     Rebase(RebaseArgs),
     /// Make a disk larger, or smaller where nothing is allocated.
     Resize(ResizeArgs),
-    /// Make a qcow2 image of version 2 one of version 3 (-o compat=1.1).
+    /// Convert a qcow2 image of version 2 to version 3 in place (-o compat=1.1).
     Amend(AmendArgs),
-    /// Show which parts of a disk are where.
+    /// Show which image has which parts of a disk.
     Map(OneArgs),
-    /// Compare what two disks read as; ends with 1 if they differ.
+    /// Compare the contents of two disks; ends with 1 if they differ.
     Compare(CompareArgs),
-    /// Show what a disk takes: in its images, and on the file systems.
+    /// Show the space that a disk takes in its images and on the file systems.
     Du(OneArgs),
-    /// Show, or give up, what killed backends have answered and not written into their images.
+    /// List or drop journals of killed backends: answered writes that are not in their images yet.
     #[command(subcommand)]
     Journal(JournalCommand),
 }
 
-/// `journal`.
+/// The arguments of `journal`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum JournalCommand {
-    /// Show all journals of this host.
+    /// List all journals of this host.
     List,
-    /// Give up what journals say. Whoever opens their images next does not see those writes.
+    /// Drop journals: their writes are lost.
     Drop(DropArgs),
 }
 
-/// `journal drop`.
+/// The arguments of `journal drop`.
 #[derive(Debug, Args)]
 pub(crate) struct DropArgs {
     /// The journals, as `list` names them.
     #[arg(required_unless_present = "stale")]
     pub(crate) names: Vec<String>,
 
-    /// All those whose images are gone.
+    /// Drop all journals whose images are gone.
     #[arg(long)]
     pub(crate) stale: bool,
 
-    /// Even if the image is there and lacks what the journal says.
+    /// Drop it even if the image exists and lacks the journal's writes.
     #[arg(long)]
     pub(crate) force: bool,
 }
@@ -121,7 +121,7 @@ impl ImageArgs {
     }
 }
 
-/// An image that is there.
+/// The arguments that name an existing image.
 #[derive(Debug, Args)]
 pub(crate) struct NamedArgs {
     /// The image.
@@ -138,43 +138,43 @@ impl NamedArgs {
         existing(&self.image, self.format)
     }
 
-    /// The same of what can be a volume of a store.
+    /// The name of an image or of a volume of a store.
     pub(crate) fn disk(&self) -> Result<ImageName, Failure> {
         existing_disk(&self.image, self.format)
     }
 }
 
-/// An image that is only looked at.
+/// The arguments of commands that only read an image.
 #[derive(Debug, Args)]
 pub(crate) struct OneArgs {
     #[command(flatten)]
     pub(crate) named: NamedArgs,
 
-    /// Look at it even if it is in use: what is shown may be stale, or not fit together.
+    /// Read it even if it is in use: the output may be outdated or inconsistent.
     #[arg(short = 'U', long)]
     pub(crate) force_share: bool,
 }
 
-/// The name of an image that is made, in the format that its user says, or its name.
+/// The name of a new image. The format is the one given, or that of its name.
 pub(crate) fn name(text: &OsStr, format: Option<FormatName>) -> Result<ImageName, Failure> {
     let name = new_disk(text, format)?;
     name.must_be_image()?;
     Ok(name)
 }
 
-/// The same of what can be a volume of a store.
+/// The name of a new image or of a new volume of a store.
 pub(crate) fn new_disk(text: &OsStr, format: Option<FormatName>) -> Result<ImageName, Failure> {
     Ok(ImageName::parse_as(text, format.map(Format::from))?)
 }
 
-/// Of an image that is there.
+/// The name of an existing image.
 pub(crate) fn existing(text: &OsStr, format: Option<FormatName>) -> Result<ImageName, Failure> {
     let name = existing_disk(text, format)?;
     name.must_be_image()?;
     Ok(name)
 }
 
-/// The same of what can be a volume of a store.
+/// The name of an existing image or volume of a store.
 pub(crate) fn existing_disk(
     text: &OsStr,
     format: Option<FormatName>,
@@ -182,7 +182,7 @@ pub(crate) fn existing_disk(
     Ok(ImageName::of_existing(text, format.map(Format::from))?)
 }
 
-/// `create`.
+/// The arguments of `create`.
 #[derive(Debug, Args)]
 pub(crate) struct CreateArgs {
     /// The new image.
@@ -192,15 +192,15 @@ pub(crate) struct CreateArgs {
     #[arg(short = 'f', long, value_enum, value_name = "FORMAT")]
     pub(crate) format: Option<FormatName>,
 
-    /// Of the disk; may be left out with --parent.
+    /// Size of the disk; may be left out with --parent.
     #[arg(value_parser = bytes, required_unless_present = "parent")]
     pub(crate) size: Option<u64>,
 
-    /// Make it on this image, which becomes read-only.
+    /// Make it a child of this image, which becomes read-only.
     #[arg(long, value_name = "IMAGE")]
     pub(crate) parent: Option<OsString>,
 
-    /// Take all space at once.
+    /// Allocate all space at once.
     #[arg(long, conflicts_with = "parent")]
     pub(crate) fixed: bool,
 
@@ -210,21 +210,21 @@ pub(crate) struct CreateArgs {
     #[command(flatten)]
     pub(crate) marking: MarkArgs,
 
-    /// Overwrite what has the name.
+    /// Overwrite an existing file of that name.
     #[arg(long)]
     pub(crate) force: bool,
 }
 
-/// What a parent in another folder is told.
+/// Whether a parent in another folder must record its child.
 #[derive(Debug, Args)]
 pub(crate) struct MarkArgs {
-    /// Even if PARENT is in another folder where no note of its child can be left: whoever merges
-    /// into it there will not be warned.
+    /// Go on even if PARENT is in another folder and no note of its child can be written there: a later merge into it
+    /// gives no warning.
     #[arg(long)]
     pub(crate) unmarked: bool,
 }
 
-/// The unit of allocation.
+/// The argument for the unit of allocation.
 #[derive(Debug, Args)]
 pub(crate) struct UnitArgs {
     /// Allocate in units of so many bytes: a VHD's blocks (2M), a qcow2's clusters (64K).
@@ -232,7 +232,7 @@ pub(crate) struct UnitArgs {
     pub(crate) block: Option<u32>,
 }
 
-/// `snapshot`.
+/// The arguments of `snapshot`.
 #[derive(Debug, Args)]
 pub(crate) struct SnapshotArgs {
     /// The disk. It must not be in use.
@@ -242,10 +242,10 @@ pub(crate) struct SnapshotArgs {
     pub(crate) parent: OsString,
 }
 
-/// `clone`.
+/// The arguments of `clone`.
 #[derive(Debug, Args)]
 pub(crate) struct CloneArgs {
-    /// What the new disk begins as.
+    /// The image that the new disk begins as a copy of.
     pub(crate) parent: OsString,
 
     /// The new disk, a VHD or qcow2.
@@ -254,15 +254,15 @@ pub(crate) struct CloneArgs {
     #[command(flatten)]
     pub(crate) marking: MarkArgs,
 
-    /// Overwrite what has the name.
+    /// Overwrite an existing file of that name.
     #[arg(long)]
     pub(crate) force: bool,
 }
 
-/// `convert`.
+/// The arguments of `convert`.
 #[derive(Debug, Args)]
 pub(crate) struct ConvertArgs {
-    /// What is copied.
+    /// The image to copy.
     pub(crate) source: OsString,
 
     /// The new image.
@@ -276,23 +276,23 @@ pub(crate) struct ConvertArgs {
     #[arg(short = 'O', long, value_enum)]
     pub(crate) to: Option<FormatName>,
 
-    /// Go on where an interrupted run ended.
+    /// Continue an interrupted run.
     #[arg(long)]
     pub(crate) resume: bool,
 
-    /// Take all space at once.
+    /// Allocate all space at once.
     #[arg(long)]
     pub(crate) fixed: bool,
 
     #[command(flatten)]
     pub(crate) unit: UnitArgs,
 
-    /// Overwrite what has the name, and start again if there is an interrupted run.
+    /// Overwrite an existing file of that name, and start again after an interrupted run.
     #[arg(long, conflicts_with = "resume")]
     pub(crate) force: bool,
 }
 
-/// `check`.
+/// The arguments of `check`.
 #[derive(Debug, Args)]
 pub(crate) struct CheckArgs {
     #[command(flatten)]
@@ -302,39 +302,39 @@ pub(crate) struct CheckArgs {
     #[arg(long)]
     pub(crate) chain: bool,
 
-    /// By the rules of other programs, too: of vhd-util, which XAPI runs before it coalesces.
+    /// Check the rules of other programs, too: of vhd-util, which XAPI runs before it coalesces.
     #[arg(long)]
     pub(crate) strict: bool,
 }
 
-/// `repair`.
+/// The arguments of `repair`.
 #[derive(Debug, Args)]
 pub(crate) struct RepairArgs {
     #[command(flatten)]
     pub(crate) named: NamedArgs,
 
-    /// Do it.
+    /// Write the repairs.
     #[arg(long)]
     pub(crate) force: bool,
 }
 
-/// `coalesce`.
+/// The arguments of `coalesce`.
 #[derive(Debug, Args)]
 pub(crate) struct CoalesceArgs {
     /// The child.
     pub(crate) child: OsString,
 
-    /// Only into this parent: an error if the child stands on another one, and another error (3) if it
-    /// is not there, as after they were merged.
+    /// Merge only into this parent: an error if the child has another one, and another error (3) if it does not exist,
+    /// as after an earlier merge.
     #[arg(long, value_name = "PARENT")]
     pub(crate) into: Option<OsString>,
 
-    /// Even if that destroys other children of the parent, or may.
+    /// Merge even if that destroys other children of the parent, or may.
     #[arg(long)]
     pub(crate) force: bool,
 }
 
-/// `rebase`.
+/// The arguments of `rebase`.
 #[derive(Debug, Args)]
 pub(crate) struct RebaseArgs {
     #[command(flatten)]
@@ -344,43 +344,43 @@ pub(crate) struct RebaseArgs {
     #[arg(short = 'b', long, value_name = "IMAGE")]
     pub(crate) parent: OsString,
 
-    /// The new parent is the old one, which was moved: only the image's own data are kept, and the
-    /// old parent need not be there. If they differ, so does the disk afterwards.
+    /// The new parent is the old one under a new name: only the image's own data are kept, and the old parent need not
+    /// exist. If the two differ, the disk changes.
     #[arg(short = 'u', long = "unsafe")]
     pub(crate) is_unsafe: bool,
 
-    /// Even an image that others stand on: they change with it if the new parent differs.
+    /// Rebase even an image that has children: they change with it if the new parent differs.
     #[arg(long)]
     pub(crate) force: bool,
 }
 
-/// `resize`.
+/// The arguments of `resize`.
 #[derive(Debug, Args)]
 pub(crate) struct ResizeArgs {
     #[command(flatten)]
     pub(crate) named: NamedArgs,
 
-    /// Its new size; with + before it, how much is added.
+    /// Its new size; with + before it, the growth.
     #[arg(value_parser = new_size)]
     pub(crate) size: NewSize,
 
-    /// Cut off what is behind the new end, where nothing is allocated; resize a read-only image.
+    /// Cut off data past the new end, where nothing is allocated; resize a read-only image.
     #[arg(long)]
     pub(crate) force: bool,
 }
 
-/// `amend`.
+/// The arguments of `amend`.
 #[derive(Debug, Args)]
 pub(crate) struct AmendArgs {
     #[command(flatten)]
     pub(crate) named: NamedArgs,
 
-    /// What is changed, as qemu-img calls it: compat=1.1 (or compat=v3).
+    /// The change, in qemu-img's words: compat=1.1 (or compat=v3).
     #[arg(short = 'o', value_name = "OPTION", value_parser = amendment)]
     pub(crate) amendment: Amendment,
 }
 
-/// What can be changed of an image where it is.
+/// The changes of format that are made in place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Amendment {
     /// qcow2's version 2 becomes version 3.
@@ -394,7 +394,7 @@ fn amendment(text: &str) -> Result<Amendment, String> {
     }
 }
 
-/// `compare`.
+/// The arguments of `compare`.
 #[derive(Debug, Args)]
 pub(crate) struct CompareArgs {
     /// One image.
@@ -402,15 +402,15 @@ pub(crate) struct CompareArgs {
     /// The other.
     pub(crate) b: OsString,
 
-    /// The format of the one, whatever its name says.
+    /// The format of the first image, whatever its name says.
     #[arg(short = 'f', value_enum, value_name = "FORMAT")]
     pub(crate) format_a: Option<FormatName>,
 
-    /// The format of the other.
+    /// The format of the second image, whatever its name says.
     #[arg(short = 'F', value_enum, value_name = "FORMAT")]
     pub(crate) format_b: Option<FormatName>,
 
-    /// Disks of different sizes differ, even if what one has more is zeros.
+    /// Disks of different sizes differ, even if the rest of the larger one is zeros.
     #[arg(short = 's', long)]
     pub(crate) strict: bool,
 }

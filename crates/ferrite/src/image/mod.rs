@@ -1,5 +1,5 @@
-//! `ferrite image`: disk images that nobody is using. The work is `ferrite_image_tools`; here are
-//! names, options, progress and text.
+//! `ferrite image`: disk images that are not in use. `ferrite_image_tools` does the work; this module has names,
+//! options, progress and text.
 
 use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt;
@@ -25,12 +25,12 @@ use args::{
 };
 use progress::Shown;
 
-/// Where answered changes of images in use are kept; see `serve`.
+/// The folder of answered changes of images in use; see `serve`.
 const STATE_DIR: &str = "/run/ferrite/images";
 /// Operations in flight.
 pub(crate) const ENTRIES: u32 = 128;
 
-/// Does one command.
+/// Runs one command.
 pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
     allow_many_files();
     let kind = engine(args.engine)?;
@@ -129,7 +129,7 @@ pub(crate) fn json(result: &impl Serialize) -> Result<String, Failure> {
         .map_err(|e| Failure::new("cannot print JSON", e, "run the command without --json"))
 }
 
-/// Whoever has closed standard output wants no more of it.
+/// Prints text. A closed standard output is no failure: its reader wants no more.
 pub(crate) fn print(text: &str) -> Result<(), Failure> {
     match io::stdout().lock().write_all(text.as_bytes()) {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
@@ -139,7 +139,8 @@ pub(crate) fn print(text: &str) -> Result<(), Failure> {
     }
 }
 
-/// Whether a command may end anywhere: it writes nothing. (Comparing ends by itself, and clears its bar.)
+/// Whether a signal may end the command at any point, as it writes nothing. `compare` ends by itself, and removes its
+/// progress bar.
 fn changes_nothing(command: &ImageCommand) -> bool {
     match command {
         ImageCommand::Info(_)
@@ -152,7 +153,7 @@ fn changes_nothing(command: &ImageCommand) -> bool {
     }
 }
 
-/// Whether the command shall look at an image that may be in use, and says what that is worth.
+/// Whether the command may read an image that is in use. If so, a note says that the output may be outdated.
 fn looks(command: &ImageCommand) -> bool {
     let one = match command {
         ImageCommand::Info(one) | ImageCommand::Map(one) | ImageCommand::Du(one) => one,
@@ -167,7 +168,7 @@ fn looks(command: &ImageCommand) -> bool {
     one.force_share
 }
 
-/// As much as there is of a chain that cannot be opened as a whole, and why it cannot.
+/// Prints as much of a chain as can be opened, and why the rest cannot.
 fn info(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure> {
     let (info, end) = tools.info_as_far(&one.named.disk()?)?;
     out.say(&info, text::info)?;
@@ -201,7 +202,7 @@ fn convert(
     Ok(tools.convert(&from, &to, &how)?)
 }
 
-/// Extents are printed as they are found: there may be millions.
+/// Prints extents as they are found: there may be millions.
 fn map(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure> {
     let name = one.named.disk()?;
     let mut printed = Ok(());
@@ -222,7 +223,7 @@ fn map(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failu
             false => head + &text::extent(extent),
         })
     });
-    // What failed before there was anything to show shows nothing.
+    // If the command fails before the first extent, nothing is printed.
     if mapped.is_ok() && first {
         put(head());
     }
@@ -238,7 +239,7 @@ fn map(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failu
     }
 }
 
-/// The findings are the result; damage decides how the command ends.
+/// Prints the findings. Damage decides the exit code.
 fn check(tools: &ImageTools<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Failure> {
     let report = args.one.named.name().and_then(|name| {
         Ok(match args.strict {
@@ -248,7 +249,7 @@ fn check(tools: &ImageTools<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), 
     });
     let report = report.map_err(|e| e.with_code(Code::NOT_CHECKED))?;
     out.say(&report, text::report)?;
-    // What it is about may be an image below the one that was named.
+    // The damaged image may be a parent of the one that was named.
     let worst = report.images.iter().find(|image| image.verdict() == report.verdict);
     let image = worst.map_or("", |image| &image.path);
     let is_of_chain = worst
@@ -263,7 +264,7 @@ fn check(tools: &ImageTools<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), 
         }
         Verdict::Unsupported => {
             let help = "use the program that made it, or convert it with that".into();
-            let why = "it has something that is not supported here";
+            let why = "it has features that are not supported here";
             (Code::NOT_CHECKED, format!("cannot check {image}"), why, help)
         }
         Verdict::Refused => {
@@ -275,10 +276,10 @@ fn check(tools: &ImageTools<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), 
         }
         Verdict::Damaged => {
             let help = match is_of_chain {
-                true => "what to do is said with what was found".into(),
+                true => "the findings name the next steps".into(),
                 false => format!("ferrite image repair {image} shows what can be mended"),
             };
-            let why = "it does not read what it should";
+            let why = "parts of it do not read correctly";
             (Code::CORRUPT, format!("{image} is damaged"), why, help)
         }
     };
@@ -304,11 +305,11 @@ fn compare(tools: &ImageTools<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<
     }
 }
 
-/// Each image of a chain takes a descriptor, and each queue of a disk some. The usual limit is kept low for
-/// programs that use select(2).
+/// Raises the limit of open files: each image of a chain takes a descriptor, and each queue of a disk some. The usual
+/// soft limit is low for programs that use select(2).
 pub(crate) fn allow_many_files() {
     let limit = getrlimit(Resource::Nofile);
-    // If not, there are as many as there may be now.
+    // If it fails, the present limit stays.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
@@ -320,16 +321,15 @@ pub(crate) fn engine(choice: EngineChoice) -> Result<EngineKind, Failure> {
     Ok(chosen.kind)
 }
 
-/// Where a killed backend has left what it had answered; none where it can have left nothing. The log
-/// tells of images of which something may be there if this user may not look, unless `needed` says
-/// that there is no going on without.
+/// The folder in which a killed backend has left answered changes. `None`: it cannot have left any. If this user may
+/// not read the folder, images that may have changes there are logged. With `needed` that is a failure.
 pub(crate) fn state_dir(needed: bool) -> Result<Option<PathBuf>, Failure> {
     let path = Path::new(STATE_DIR);
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path);
     match made.and_then(|()| path.read_dir()) {
         Ok(_) => Ok(Some(path.to_owned())),
         Err(e) if needed && path.parent().is_some_and(Path::exists) => {
-            let help = "run it as root, who serves disks";
+            let help = "run it as root, as disks are served";
             Err(Failure::new(format!("cannot read {STATE_DIR}"), e, help))
         }
         Err(e) => {

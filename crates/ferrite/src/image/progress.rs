@@ -1,4 +1,4 @@
-//! How far an operation is, on one line of the terminal.
+//! The progress of an operation, on one line of the terminal.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -9,8 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 const LINE: &str = "{bar:40} {percent:>3}% {bytes_per_sec} {eta_precise} left";
 
-/// A bar, from the first time on that there is something to show. On anything but a terminal,
-/// nothing.
+/// A progress bar, shown once the total is known. Without a terminal it shows nothing.
 pub(crate) struct Shown {
     bar: RefCell<Option<ProgressBar>>,
     quiet: bool,
@@ -22,9 +21,9 @@ impl Shown {
         Shown { bar: RefCell::new(None), quiet, stop }
     }
 
-    /// Shows it; `false`: somebody wants it to stop.
+    /// Shows the progress. `false`: the command was interrupted.
     pub(crate) fn show(&self, progress: Progress) -> bool {
-        // Nothing is known yet of how much there is.
+        // The total is not known yet.
         if !self.quiet && progress.total_bytes > 0 {
             let mut bar = self.bar.borrow_mut();
             let bar = bar.get_or_insert_with(|| new_bar(progress.total_bytes));
@@ -33,7 +32,7 @@ impl Shown {
         !self.stop.load(Ordering::Relaxed)
     }
 
-    /// Takes the line away.
+    /// Clears the line.
     pub(crate) fn clear(&self) {
         if let Some(bar) = self.bar.borrow_mut().take() {
             bar.finish_and_clear();

@@ -119,7 +119,10 @@ pub(super) fn comparison(found: &Comparison) -> String {
     match (found.identical, a == b) {
         (true, true) => "they read the same\n".into(),
         (true, false) => {
-            format!("they read the same; what {} has more is zeros\n", Human(a.max(b)))
+            format!(
+                "they read the same; the rest of the larger one ({}) is zeros\n",
+                Human(a.max(b))
+            )
         }
         (false, _) => String::new(),
     }
@@ -137,8 +140,7 @@ fn findings(image: &Checked) -> String {
     let mut out = format!("{}: {what}\n", one_line(&image.path));
     if image.unused_bytes > 0 {
         let unused = Human(image.unused_bytes);
-        let _ =
-            writeln!(out, "  {unused} of the file are not in use: repair --force gives them back");
+        let _ = writeln!(out, "  {unused} of the file are unused: repair --force frees them");
     }
     for found in &image.findings {
         let at = found.offset_bytes.map_or(String::new(), |at| format!(" at byte {at}"));
@@ -202,9 +204,7 @@ pub(super) fn journals(all: &[JournalInfo]) -> String {
                 "away: the image is not there, and may have another name or be on a volume that is \
                  not attached"
             }
-            JournalState::Stale if journal.path.is_empty() => {
-                "no journal, or one that was begun only"
-            }
+            JournalState::Stale if journal.path.is_empty() => "no journal, or an incomplete one",
             JournalState::Stale => "stale: the image is gone",
         };
         let _ = writeln!(out, "{}\n  image   {}", one_line(&journal.name), one_line(&journal.path));

@@ -1,4 +1,4 @@
-//! What commands are told that look at disks.
+//! The options of commands that show disks.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -22,14 +22,14 @@ impl FromStr for DiskName {
     }
 }
 
-/// Which disks are looked at.
+/// The disks to show.
 #[derive(Debug, Args)]
 pub(crate) struct Watched {
     /// Only these, each as DOMID/DEVID (3/xvda) or by its name (vbd-3-51712).
     #[arg(value_name = "DISK")]
     pub(crate) disks: Vec<DiskName>,
 
-    /// Where the disks' counters are.
+    /// The folder of the disks' counters.
     #[arg(long, value_name = "DIR", default_value = "/run/ferrite/stats")]
     pub(crate) stats: PathBuf,
 }
@@ -37,16 +37,15 @@ pub(crate) struct Watched {
 /// `ferrite stat`.
 #[derive(Debug, Args)]
 pub(crate) struct StatArgs {
-    /// Report again and again, with so many seconds between; the first report is of all time since the
-    /// disk was attached.
+    /// Report repeatedly, with so many seconds between; the first report covers all time since the disk was attached.
     #[arg(short, long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) interval: Option<Duration>,
 
-    /// End after so many reports; without it, after one, or with an interval never.
+    /// End after so many reports; by default after one, or never with an interval.
     #[arg(short = 'n', long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) count: Option<u64>,
 
-    /// Print a line of JSON a report.
+    /// Print each report as one line of JSON.
     #[arg(long)]
     pub(crate) json: bool,
 
@@ -57,7 +56,7 @@ pub(crate) struct StatArgs {
 /// `ferrite top`.
 #[derive(Debug, Args)]
 pub(crate) struct TopArgs {
-    /// Look again after so many seconds.
+    /// Refresh after so many seconds.
     #[arg(short, long, value_name = "SECONDS", value_parser = seconds, default_value = "1")]
     pub(crate) interval: Duration,
 

@@ -1,4 +1,4 @@
-//! What is seen of the disks that are served on this host.
+//! Statistics of the disks that are served on this host.
 
 pub(crate) mod args;
 pub(crate) mod stat;
@@ -15,18 +15,18 @@ use ferrite_seeing::rates::Rates;
 use crate::exit::{Code, Failure};
 use crate::plain::one_line;
 
-/// Looks again and again: what each disk has done since the look before.
+/// Reads the counters repeatedly: what each disk has done since the last reading.
 struct Watch {
     folder: Folder,
-    /// Only these; all, if there are none.
+    /// Only these disks; empty: all.
     wanted: Vec<String>,
     before: BTreeMap<String, Sample>,
 }
 
-/// One look.
+/// One reading.
 struct Look {
     rates: Vec<Rates>,
-    /// Told once each.
+    /// Problems, each of which is reported once.
     problems: Vec<String>,
 }
 
@@ -59,7 +59,7 @@ impl Watch {
         Failure::new(what, e, "counters of guests' disks are for root")
     }
 
-    /// Those that were asked for and are not there.
+    /// The disks that were asked for and have no counters.
     fn missing(&self, look: &Look) -> Vec<&str> {
         let there = |name: &str| look.rates.iter().any(|rates| rates.disk == name);
         self.wanted.iter().map(String::as_str).filter(|name| !there(name)).collect()
@@ -74,7 +74,7 @@ impl Watch {
     }
 }
 
-/// On standard error, whose end is no reason to end.
+/// Reports problems on standard error. A closed standard error is no reason to end.
 fn tell(problems: &[String]) {
     use io::Write as _;
     let mut stderr = io::stderr().lock();

@@ -1,4 +1,4 @@
-//! `ferrite stat`: what disks do, a line a disk and interval.
+//! `ferrite stat`: statistics of disks, one line per disk and interval.
 
 use std::ffi::c_int;
 use std::io::{self, Write as _};
@@ -21,7 +21,7 @@ struct Report<'a> {
     disks: &'a [Rates],
 }
 
-/// Reports until it is asked to end, nobody reads, or the last report is made.
+/// Reports until it is interrupted, standard output is closed, or the last report is made.
 pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
     let interval = args.interval.unwrap_or(Duration::from_secs(1));
     let count = args.count.or(args.interval.is_none().then_some(1));
@@ -33,7 +33,7 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
         tell(&look.problems);
         let missing = watch.missing(&look);
         if report == 1 && !missing.is_empty() {
-            // Who looks once wants an answer; who goes on looking waits for the disk.
+            // A single report fails if the disk is missing. Repeated reports wait for it.
             let failure = watch.is_missing(&missing);
             match count {
                 Some(1) => return Err(failure),
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
             return Ok(());
         }
         next += interval;
-        // After a long stop, no reports in a row.
+        // After the process was stopped for long, it does not catch up on reports.
         next = next.max(Instant::now());
         match end.recv_timeout(next.saturating_duration_since(Instant::now())) {
             Err(RecvTimeoutError::Timeout) => {}
@@ -85,7 +85,7 @@ fn json(disks: &[Rates]) -> Result<String, Failure> {
     Ok(line + "\n")
 }
 
-/// Hears of signals that ask this program to end, and of these.
+/// Receives the signals that ask this program to end, and `more`.
 pub(super) fn heard(more: &[c_int]) -> Result<Receiver<c_int>, Failure> {
     let (sender, receiver) = channel();
     let mut signals = signals::listen()?;
@@ -96,7 +96,7 @@ pub(super) fn heard(more: &[c_int]) -> Result<Receiver<c_int>, Failure> {
         .name("signals".to_owned())
         .spawn(move || {
             for signal in signals.forever() {
-                // Who is not there any more is at its end.
+                // A receiver that is gone is about to end.
                 let _ = sender.send(signal);
             }
         })

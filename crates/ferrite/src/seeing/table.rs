@@ -6,7 +6,7 @@ use ferrite_seeing::rates::Rates;
 
 use crate::plain::one_line;
 
-/// A column: what stands above it, its width, and what is in it.
+/// A column: its title, its width, and its values.
 pub(super) struct Column {
     pub(super) title: &'static str,
     pub(super) width: usize,
@@ -23,7 +23,7 @@ const fn column(
     Column { title, width, text, value }
 }
 
-/// All but the first, which is the disk's name.
+/// All columns but the first, which is the disk's name.
 pub(super) const COLUMNS: [Column; 15] = [
     column("r/s", 8, |r| whole(r.read.per_s), |r| r.read.per_s),
     column("w/s", 8, |r| whole(r.write.per_s), |r| r.write.per_s),
@@ -42,22 +42,22 @@ pub(super) const COLUMNS: [Column; 15] = [
     column("err", 6, |r| r.errors.to_string(), |r| r.errors as f64),
 ];
 
-/// The least that names take.
+/// The least width of names.
 pub(super) const NAME_WIDTH: usize = 14;
 
 impl Column {
-    /// What stands in it for this disk.
+    /// The column's text for this disk.
     pub(super) fn cell(&self, rates: &Rates) -> String {
         (self.text)(rates)
     }
 
-    /// The order of two disks by it, the larger one first.
+    /// Compares two disks by this column, the larger one first.
     pub(super) fn order(&self, a: &Rates, b: &Rates) -> Ordering {
         (self.value)(b).total_cmp(&(self.value)(a))
     }
 }
 
-/// Titles and a line a disk.
+/// Titles, and one line per disk.
 pub(super) fn table(rates: &[Rates]) -> String {
     let name = |rates: &Rates| one_line(&rates.disk).into_owned();
     let width = rates.iter().map(|rates| name(rates).chars().count()).max().unwrap_or(0);

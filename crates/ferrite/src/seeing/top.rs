@@ -1,4 +1,4 @@
-//! `ferrite top`: all disks on a terminal, again and again.
+//! `ferrite top`: statistics of all disks on a terminal, updated repeatedly.
 
 use std::io::{self, IsTerminal as _};
 use std::sync::mpsc::{Receiver, TryRecvError};
@@ -18,23 +18,23 @@ mod view;
 use screen::Screen;
 use view::View;
 
-/// How soon a signal is heeded.
+/// The longest delay until a signal is handled.
 const GLANCE: Duration = Duration::from_millis(100);
 
-/// What a key asks for.
+/// The effect of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wish {
     Quit,
-    /// As shells' other programs are stopped.
+    /// Stop the process, as Ctrl-Z does.
     Stop,
-    /// So many columns to the right.
+    /// Sort by another column: so many to the right.
     Sort(isize),
     Reverse,
-    /// So many lines down.
+    /// Scroll so many lines down.
     Scroll(isize),
 }
 
-/// Shows them until it is asked to end.
+/// Shows the disks until it is asked to end.
 pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     if !(io::stdin().is_terminal() && io::stdout().is_terminal()) {
         let why = "standard input and output are no terminal";
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     }
     let signals = heard(&[SIGTSTP, SIGCONT])?;
     let mut watch = Watch::new(&args.watched);
-    // The folder may be none of ours: said while the terminal is as it was.
+    // The folder may be invalid: that is reported before the terminal changes.
     let first = watch.look()?;
     let mut view = View::new(args.interval);
     view.show(first.rates, &first.problems);
@@ -82,11 +82,11 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     }
 }
 
-/// What a signal asks for.
+/// The effect of a signal.
 enum Told {
     Nothing,
     Stop,
-    /// Somebody had stopped this process, and others have had the terminal.
+    /// The process was stopped and continues: other programs have used the terminal.
     Continue,
     End,
 }

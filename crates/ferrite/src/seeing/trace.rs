@@ -20,17 +20,17 @@ use crate::exit::{Code, Failure};
 use crate::plain::one_line;
 use crate::signals;
 
-/// `ferrite trace`.
+/// The arguments of `ferrite trace`.
 #[derive(Debug, Args)]
 pub(crate) struct TraceArgs {
     #[command(subcommand)]
     command: TraceCommand,
 }
 
-/// What to do.
+/// The commands of `ferrite trace`.
 #[derive(Debug, Subcommand)]
 enum TraceCommand {
-    /// Keep what a disk does from now on in a file.
+    /// Record the requests of a disk into a file.
     Record {
         /// The disk, as DOMID/DEVID (3/xvda) or by its name (vbd-3-51712).
         #[arg(value_name = "DISK")]
@@ -46,28 +46,28 @@ enum TraceCommand {
         /// A recording, or a disk that is recorded first.
         #[arg(value_name = "FILE|DISK")]
         source: Source,
-        /// perfetto: JSON that ui.perfetto.dev and chrome://tracing load; csv: a line a request; spans: the same for
-        /// what the disk's threads and the guest did meanwhile.
+        /// perfetto: JSON that ui.perfetto.dev and chrome://tracing load; csv: one line per request; spans: one line
+        /// for each activity of the disk's threads and the guest meanwhile.
         #[arg(long, value_enum, value_name = "FORMAT")]
         format: Format,
-        /// Where to; standard output, if it is not given.
+        /// The output file; default: standard output.
         #[arg(short, long, value_name = "FILE")]
         output: Option<PathBuf>,
         #[command(flatten)]
         live: LiveArgs,
     },
-    /// Make pictures: one page of HTML, which needs no network.
+    /// Draw diagrams: one page of HTML, which needs no network.
     Report {
         /// A recording, or a disk that is recorded first.
         #[arg(value_name = "FILE|DISK")]
         source: Source,
-        /// The page.
+        /// The file of the page.
         #[arg(short, long, value_name = "FILE")]
         output: PathBuf,
         #[command(flatten)]
         live: LiveArgs,
     },
-    /// Say what a request costs: time = X + Y x size, stage by stage, with 95 % intervals.
+    /// Estimate the cost of a request: time = X + Y x size, stage by stage, with 95 % intervals.
     Model {
         /// A recording, or a disk that is recorded first.
         #[arg(value_name = "FILE|DISK")]
@@ -80,14 +80,14 @@ enum TraceCommand {
     },
 }
 
-/// How a disk is recorded.
+/// Options of a recording.
 #[derive(Debug, Args)]
 struct LiveArgs {
     /// Record a disk for so long, or until Ctrl-C.
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "10")]
     seconds: Duration,
 
-    /// End with so many requests; 2000000 are the most.
+    /// End after so many requests; at most 2000000.
     #[arg(long, value_name = "N", default_value_t = MOST_REQUESTS as u64,
           value_parser = clap::value_parser!(u64).range(1..=MOST_REQUESTS as u64))]
     requests: u64,
@@ -96,7 +96,7 @@ struct LiveArgs {
     places: RunDirArgs,
 }
 
-/// What to look at.
+/// The source of the requests.
 #[derive(Clone, Debug)]
 enum Source {
     Disk(DiskName),
@@ -106,13 +106,13 @@ enum Source {
 impl FromStr for Source {
     type Err = String;
 
-    /// What is the name of a disk is one; `./3/xvda` is a file.
+    /// A text that is the name of a disk is a disk; `./3/xvda` is a file.
     fn from_str(text: &str) -> Result<Source, String> {
         Ok(text.parse().map_or_else(|_| Source::File(text.into()), Source::Disk))
     }
 }
 
-/// For which programs.
+/// The format of an export.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Format {
     Perfetto,
@@ -130,7 +130,7 @@ struct Model<'a> {
     rows: &'a [Fit],
 }
 
-/// All of `ferrite trace`.
+/// Runs `ferrite trace`.
 pub(crate) fn run(args: &TraceArgs) -> Result<(), Failure> {
     match &args.command {
         TraceCommand::Record { disk, output, live } => {
@@ -204,7 +204,7 @@ fn record(disk: &DiskName, args: &LiveArgs) -> Result<Trace, Failure> {
     let run_dir = args.places.run_dir.join(&disk.0);
     let bounds = Bounds { time: args.seconds, requests: args.requests as usize };
     let mut has_begun = false;
-    // All that comes after the first question is recorded.
+    // Requests after the first check are all recorded.
     let stop = || {
         if !std::mem::replace(&mut has_begun, true) {
             let _ = writeln!(io::stderr().lock(), "recording {}; Ctrl-C ends it", disk.0);
@@ -235,7 +235,7 @@ fn seconds_of(trace: &Trace) -> f64 {
     trace.until_ns.saturating_sub(trace.from_ns) as f64 / 1e9
 }
 
-/// What it says of a guest's doings is for its user alone.
+/// Creates the file for this user only: it tells what a guest did.
 fn create(path: &Path) -> Result<File, Failure> {
     let mut options = OpenOptions::new();
     let file = options.write(true).create(true).truncate(true).mode(0o600).open(path);
@@ -249,7 +249,7 @@ fn cannot_write(path: &Path, e: io::Error) -> Failure {
 fn print(text: &[u8]) -> Result<(), Failure> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(text).and_then(|()| stdout.flush()) {
-        // Nobody reads any more.
+        // The reader has closed standard output.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         printed => {
             printed.map_err(|e| Failure::new("cannot print", e, "check where standard output goes"))

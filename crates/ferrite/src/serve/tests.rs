@@ -1,5 +1,5 @@
-//! Several disks of one process, as who types the command has them: by their words, signals, exit codes
-//! and messages. Guests and xenstore are the loopback's.
+//! Several disks of one process, tested by command lines, signals, exit codes and messages. Guests and xenstore are the
+//! loopback's.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -25,12 +25,12 @@ use super::*;
 
 const WORDS: &str = "FERRITE_TEST_WORDS";
 const RUN: &str = "FERRITE_TEST_RUN";
-/// What leads to the guests and to xenstore, for each connection.
+/// The environment variable with the handles to the guests and to xenstore, one for each connection.
 const HANDLES: &str = "FERRITE_TEST_HANDLES";
 /// The soft limit when the command starts.
 const FEW_DESCRIPTORS: u32 = 40;
 
-/// The command, when this program is run again with the environment that says so.
+/// The command. It runs when this test program is started with that environment variable.
 #[test]
 fn process() {
     let Ok(handles) = std::env::var(HANDLES) else { return };
@@ -38,7 +38,7 @@ fn process() {
     let run = PathBuf::from(std::env::var(RUN).unwrap());
     let loopback = Arc::new(Loopback::new(CopyWith::Memcpy));
     let (first, others) = handles.split_once('|').unwrap();
-    // The guests are the same in all of them.
+    // All connections have the same guests.
     let first = BackendHandle::from_arg(first).unwrap();
     first.guests.iter().for_each(|guest| loopback.add(guest).unwrap());
     let fd = |handle: &str| take_given(handle.split(';').next().unwrap().parse().unwrap()).unwrap();
@@ -67,7 +67,7 @@ struct World {
     dir: TempDir,
 }
 
-/// A process with disks, and what it has said.
+/// A process with disks, and its output.
 struct Served {
     child: Child,
     said: PathBuf,
@@ -104,12 +104,12 @@ impl World {
             Err(_) => word.to_owned(),
         };
         let words: Vec<_> = words.split(' ').map(word).collect();
-        // So few do not suffice for several disks.
+        // Too few for several disks.
         let limited = format!("ulimit -Sn {FEW_DESCRIPTORS} && exec \"$0\" \"$@\"");
         let mut command = Command::new("sh");
         command.args(["-c", &limited]).arg(std::env::current_exe().unwrap());
         command.args(["--exact", "serve::tests::process", "--nocapture", "--test-threads=1"]);
-        // One more than disks: whoever has several looks for what is left first.
+        // One more than disks: a process with several disks first checks for stale directories.
         let handles = (0..=words.iter().filter(|word| *word == "--xen").count())
             .map(|_| self.machine.backend().unwrap().pass_to(&mut command));
         let handles: Vec<_> = handles.collect();
@@ -124,13 +124,13 @@ impl World {
         connect(Frontend::new(self.machine.guest(disk.domid).unwrap(), disk.devid).unwrap())
     }
 
-    /// Of a guest that has another disk.
+    /// A frontend of the guest that has `other`.
     fn front_beside(&self, other: &Frontend, disk: &DiskPaths) -> Frontend {
         let store = self.machine.guest_store(disk.domid).unwrap();
         connect(Frontend::on(other.space().clone(), store, disk.devid).unwrap())
     }
 
-    /// Of [`three`].
+    /// The frontends of [`three`].
     fn fronts(&self, disks: &[DiskPaths; 3]) -> [Frontend; 3] {
         let a = self.front(&disks[0]);
         let b = self.front_beside(&a, &disks[1]);
@@ -179,7 +179,7 @@ impl Drop for Served {
 }
 
 fn connect(mut front: Frontend) -> Frontend {
-    // Requests of the load have up to 64.
+    // The load has requests of up to 64 segments.
     let options = FrontOptions { max_indirect: 64, ..FrontOptions::default() };
     front.connect(&options, PATIENCE).unwrap();
     front
@@ -236,10 +236,10 @@ fn each_disk_of_a_process_has_all_that_a_disk_has_and_a_signal_ends_them_in_orde
     served.signal(Signal::TERM);
     served.ends_with(0, &[]);
     assert!(disks.iter().all(|disk| of(disk).join(STOPPED).exists()));
-    // Complete as they are: others may open them.
+    // The images are complete: other programs may open them.
     let raw = fs::read(world.dir.path().join("a.img")).unwrap();
     assert_eq!(raw[4096..8192], [1; 4096]);
-    // The same command takes all of them over.
+    // The same command takes over all disks.
     let mut served = world.serve(THREE);
     for (byte, front) in (1..).zip(&mut fronts) {
         reads(front, byte);
@@ -280,7 +280,7 @@ fn a_disk_that_fails_is_named_at_once_and_the_others_are_served() {
     let front = world.front(&disks[2]);
     world.unplug(&disks[2], front);
     served.ends_with(4, &["disk 1/51728: cannot open image"]);
-    // Codes that differ say no more than that it failed.
+    // Different codes become the general code of a failure.
     let mut served = world.serve("no.img --xen 1/xvda locked.img --xen 1/xvdb");
     served.ends_with(1, &["2 of 2 disks", "1/51712, 1/51728"]);
 }
@@ -291,11 +291,11 @@ fn the_same_disk_or_image_twice_is_refused_before_anything_is_opened() {
     let (a, _b) = (world.image("a.img"), world.image("b.img"));
     symlink(&a, world.dir.path().join("link")).unwrap();
     fs::hard_link(&a, world.dir.path().join("name")).unwrap();
-    // Whoever opened it would end with another code.
+    // Opening this image would give another exit code.
     let locked = File::open(&a).unwrap();
     locked.lock().unwrap();
     for (words, why) in [
-        ("a.img --xen 1/xvda b.img --xen 1/51712", "cannot serve 1/51712: it is there twice"),
+        ("a.img --xen 1/xvda b.img --xen 1/51712", "cannot serve 1/51712: it is named twice"),
         ("a.img --xen 1/xvda a.img --xen 1/xvdb", "as 1/51728: 1/51712 has the same image"),
         ("a.img --xen 1/xvda link --xen 2/xvda", "has the same image"),
         ("b.img --xen 1/xvdb name --read-only --xen 1/xvda a.img --xen 2/xvda", "the same image"),
@@ -304,14 +304,14 @@ fn the_same_disk_or_image_twice_is_refused_before_anything_is_opened() {
     }
     assert!(!world.run().exists());
     locked.unlock().unwrap();
-    // Readers share it.
+    // Two read-only disks may share an image.
     let mut served = world.serve("--read-only a.img --xen 1/xvda link --xen 2/xvda");
     wait_until("both", || served.said().matches("waiting for backend").count() == 2);
     served.signal(Signal::TERM);
     served.ends_with(0, &[]);
 }
 
-/// What two disks of one process were answered stands in their images, however often it is killed.
+/// Answered writes of two disks of one process are in their images after any number of kills.
 #[test]
 fn disks_of_a_process_that_is_killed_come_back_together() {
     let mut world = World::new();
@@ -346,7 +346,7 @@ fn disks_of_a_process_that_is_killed_come_back_together() {
             served.child.wait().unwrap();
             served = world.serve(words);
         }
-        // A process that answers takes signals. One that has just been started is ended by them.
+        // A process that answers handles signals. A process that has just started is ended by them.
         both_answer();
         stop.store(true, Ordering::Relaxed);
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<Load>>()
@@ -358,7 +358,7 @@ fn disks_of_a_process_that_is_killed_come_back_together() {
     }
 }
 
-/// What a volume reads as.
+/// The contents of a volume.
 fn volume(store: &Path, name: &str) -> Vec<u8> {
     let disk =
         Disk::open(&format!("store:{}#{name}", store.display()), &stores::options()).unwrap();
@@ -379,8 +379,8 @@ fn store_command(words: &[&str]) -> Result<(), Failure> {
     }
 }
 
-/// Two guests on two volumes of one store, and commands beside them. What the guests were answered is there
-/// after each death, and each command is done or not.
+/// Two guests on two volumes of one store, and commands at the same time. After each kill, answered writes are there,
+/// and each command is done completely or not at all.
 #[test]
 fn volumes_of_a_store_come_back_together_with_what_commands_have_done() {
     let mut world = World::new();
@@ -414,7 +414,7 @@ fn volumes_of_a_store_come_back_together_with_what_commands_have_done() {
             store_command(&["gc", here]).unwrap();
             store_command(&["clone", &format!("{here}#b"), &format!("b{round}")]).unwrap();
             store_command(&["stats", here]).unwrap();
-            // One in the middle of which the process dies.
+            // This command is running when the process dies.
             let last = scope.spawn(|| store_command(&["gc", here]));
             std::thread::sleep(Duration::from_millis(5 * round));
             served.child.kill().unwrap();

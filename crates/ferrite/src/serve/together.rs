@@ -1,5 +1,4 @@
-//! Several disks in one process: each has a thread, a run directory and a connection to xenstore, and
-//! ends by itself.
+//! Several disks in one process. Each has a thread, a run directory and a connection to xenstore, and ends by itself.
 
 use std::collections::HashMap;
 use std::fs::Metadata;
@@ -12,11 +11,11 @@ use ferrite_disk::ImageName;
 use crate::cli::ServeArgs;
 use crate::exit::{Code, Failure};
 
-/// A disk's; a failure was told.
+/// A disk's thread. A failure has been reported.
 type Thread<'scope> = ScopedJoinHandle<'scope, Result<(), Code>>;
 
-/// Refuses what cannot be meant, before anything is opened. The images' own locks are behind this: they
-/// know of a file by all of its names.
+/// Refuses contradictory arguments before anything is opened. The images' own locks remain the safeguard: they know a
+/// file by all of its names.
 pub(super) fn compare(disks: &[&ServeArgs]) -> Result<(), Failure> {
     let mut images = HashMap::new();
     for (i, disk) in disks.iter().enumerate() {
@@ -24,10 +23,10 @@ pub(super) fn compare(disks: &[&ServeArgs]) -> Result<(), Failure> {
         if before.iter().any(|other| other.xen == disk.xen) {
             let what = format!("cannot serve {}", disk.xen);
             let help = "give each IMAGE a --xen of its own";
-            return Err(Failure::new(what, "it is there twice", help).with_code(Code::USAGE));
+            return Err(Failure::new(what, "it is named twice", help).with_code(Code::USAGE));
         }
         let Some(file) = file(disk) else { continue };
-        // Those who only read share an image.
+        // Read-only disks may share an image.
         let other: Option<&ServeArgs> = images.insert(file, *disk);
         if let Some(other) = other.filter(|other| !(other.read_only && disk.read_only)) {
             let what = format!("cannot serve {} as {}", disk.image.display(), disk.xen);
@@ -40,7 +39,8 @@ pub(super) fn compare(disks: &[&ServeArgs]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Which file or device it is, and which volume of it. `None`: none, or that is told when it is opened.
+/// The identity of the file or device, and of a volume in it. `None`: there is none, or opening it will report the
+/// error.
 fn file(disk: &ServeArgs) -> Option<((bool, u64, u64), Option<String>)> {
     let name = ImageName::parse(disk.image.to_str()?).ok()?;
     let of = |meta: Metadata| match meta.file_type().is_block_device() {
@@ -54,13 +54,13 @@ fn file(disk: &ServeArgs) -> Option<((bool, u64, u64), Option<String>)> {
     path.metadata().ok().map(|meta| (of(meta), volume))
 }
 
-/// Serves each disk on a thread of its own, until the last has ended. Why one has failed is said at once.
+/// Serves each disk on a thread of its own, until the last has ended. Failures are reported at once.
 pub(super) fn serve(
     disks: &[&ServeArgs],
     serve: impl Fn(&ServeArgs) -> Result<(), Failure> + Sync,
 ) -> Result<(), Failure> {
     let ends: Vec<Option<Code>> = scope(|scope| {
-        // All of them run before the first is waited for.
+        // All threads are started before the first is waited for.
         let threads: Vec<_> = disks.iter().map(|disk| start(scope, disk, &serve)).collect();
         threads.into_iter().zip(disks).map(|(thread, disk)| end(disk, thread)).collect()
     });
@@ -70,7 +70,7 @@ pub(super) fn serve(
     let what = format!("{} of {} disks ended with a failure", failed.len(), disks.len());
     let names: Vec<_> = disks.iter().zip(&ends).filter(|(_, end)| end.is_some()).collect();
     let names: Vec<_> = names.iter().map(|(disk, _)| disk.xen.to_string()).collect();
-    let help = "what to do about each stands above";
+    let help = "the messages above tell what to do for each";
     Err(Failure::new(what, names.join(", "), help).with_code(if same {
         *code
     } else {
@@ -83,19 +83,19 @@ fn start<'scope>(
     disk: &'scope ServeArgs,
     serve: &'scope (impl Fn(&ServeArgs) -> Result<(), Failure> + Sync),
 ) -> io::Result<Thread<'scope>> {
-    // Whatever is logged of the disk names it.
+    // All log messages of the thread name the disk.
     let span = tracing::error_span!("disk", id = %disk.xen);
     let body = move || span.in_scope(|| serve(disk)).map_err(|failure| told(disk, failure));
     Builder::new().name(thread_name(disk)).spawn_scoped(scope, body)
 }
 
-/// The kernel names the interrupt of an event channel after the thread that opened the device, and makes a folder of that
-/// name in /proc: with a slash in it that is a warning with a trace in the dom0's log.
+/// The thread's name. The kernel names the interrupt of an event channel after the thread that opened the device, and
+/// makes a folder of that name in /proc. With a slash in it, the kernel warns with a trace in dom0's log.
 fn thread_name(disk: &ServeArgs) -> String {
     format!("disk {}", disk.xen).replace('/', "-")
 }
 
-/// Waits for the end of a disk's thread; how that failed.
+/// Waits for the end of a disk's thread; its failure.
 fn end(disk: &ServeArgs, thread: io::Result<Thread<'_>>) -> Option<Code> {
     let help = "run the same command again";
     let what = format!("cannot serve {}", disk.xen);
@@ -108,7 +108,7 @@ fn end(disk: &ServeArgs, thread: io::Result<Thread<'_>>) -> Option<Code> {
     }
 }
 
-/// The others are served on, so it is not told at the end alone.
+/// Reports a failure at once, since other disks may be served for long.
 fn told(disk: &ServeArgs, failure: Failure) -> Code {
     let code = failure.code;
     let what = format!("disk {}: {}", disk.xen, failure.what);

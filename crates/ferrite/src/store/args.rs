@@ -8,7 +8,7 @@ use ferrite_io::engines::EngineChoice;
 
 use crate::image::args::bytes;
 
-/// `ferrite store`.
+/// The arguments of `ferrite store`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "A store is a file or block device, PATH. A volume or snapshot in it is PATH#NAME: the last # \
@@ -16,7 +16,7 @@ use crate::image::args::bytes;
                   are bytes, or numbers with K, M, G, T, P (powers of 1024)."
 )]
 pub(crate) struct StoreArgs {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub(crate) command: StoreCommand,
 
@@ -24,7 +24,7 @@ pub(crate) struct StoreArgs {
     #[arg(long, global = true)]
     pub(crate) json: bool,
 
-    /// What does the disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
+    /// Engine for disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
     #[arg(long, global = true, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
     pub(crate) engine: EngineChoice,
 }
@@ -34,30 +34,29 @@ pub(crate) struct StoreArgs {
 pub(crate) enum StoreCommand {
     /// Make a store (PATH --size SIZE), or an empty volume in one (PATH#NAME SIZE).
     Create(CreateArgs),
-    /// Show the volumes and snapshots of a store, a line each.
+    /// List the volumes and snapshots of a store, one per line.
     List(StoreArg),
-    /// Show what a store, or one volume of it, says of itself.
+    /// Show the properties of a store, or of one volume of it.
     Info(EitherArg),
-    /// Keep the present state of a volume as a snapshot, which takes no writes. Takes no time, copies nothing.
+    /// Keep the present state of a volume as a read-only snapshot. Takes no time, copies nothing.
     Snapshot(SnapshotArgs),
-    /// Make a volume that begins as another volume or snapshot is. Takes no time, copies nothing.
+    /// Make a volume that begins as a copy of another volume or snapshot. Takes no time, copies nothing.
     Clone(CloneArgs),
-    /// Have a volume be what a snapshot is: what was written since is lost.
+    /// Set a volume back to a snapshot: later writes are lost.
     Rollback(RollbackArgs),
-    /// Delete a volume or snapshot, at once. What was made from it stays as it is.
+    /// Delete a volume or snapshot, at once. Its clones stay as they are.
     Delete(VolumeArg),
-    /// Look for what is not in order, and name it; ends with 2 if there is damage, and with 1 if it
-    /// could not be checked.
+    /// Look for damage, and name it; ends with 2 if there is any, and with 1 if the store could not be checked.
     Check(CheckArgs),
-    /// Read all content and compare it with its checksums; ends as check does.
+    /// Read all content and compare it with its checksums; exit codes as for check.
     Scrub(ScrubArgs),
-    /// Find out what nothing in the store has any more, and free its space.
+    /// Free blocks that no volume references.
     Gc(StoreArg),
-    /// Put content into the order in which it is read, compressed if the store is, and free what that leaves.
+    /// Rewrite content in the order in which it is read, compressed if the store is, and free the old space.
     Compact(CompactArgs),
-    /// Show what the space of a store is for.
+    /// Show the use of a store's space.
     Stats(StoreArg),
-    /// Write again what is there twice and damaged once; without --force, only show what that would be.
+    /// Restore damaged metadata from its second copy; without --force, only show the repairs.
     Repair(RepairArgs),
 }
 
@@ -77,7 +76,7 @@ pub(crate) struct VolumeArg {
     pub(crate) volume: OsString,
 }
 
-/// One of both.
+/// The name of a store, volume or snapshot.
 #[derive(Debug, Args)]
 pub(crate) struct EitherArg {
     /// The store, volume or snapshot.
@@ -85,30 +84,30 @@ pub(crate) struct EitherArg {
     pub(crate) name: OsString,
 }
 
-/// `create`.
+/// The arguments of `create`.
 #[derive(Debug, Args)]
 pub(crate) struct CreateArgs {
     /// The new store, or the new volume.
     #[arg(value_name = "PATH[#NAME]")]
     pub(crate) name: OsString,
 
-    /// Of the volume; a multiple of 4 KiB.
+    /// Size of the volume; a multiple of 4 KiB.
     #[arg(value_parser = bytes, conflicts_with = "store_size")]
     pub(crate) size: Option<u64>,
 
-    /// Of the store's file, which takes no more space than what is in it. A device needs none.
+    /// Size of the store's file, which takes no more space than its content. A device needs none.
     #[arg(long = "size", value_name = "SIZE", value_parser = bytes)]
     pub(crate) store_size: Option<u64>,
 
-    /// Have the volume share content with those of this domain only; it is made if it is not there.
+    /// Let the volume share content only within this domain, which is made if it does not exist.
     #[arg(long, value_name = "NAME", default_value = DOMAIN, conflicts_with_all = ["store_size", "force"])]
     pub(crate) domain: OsString,
 
-    /// Have the new store compress content, behind the writes of guests.
+    /// Let the new store compress content, after the writes of guests are answered.
     #[arg(long, value_name = "HOW", conflicts_with = "size")]
     pub(crate) compress: Option<Compress>,
 
-    /// Overwrite what has the store's name, or is on the device.
+    /// Overwrite an existing file of the store's name, or the content of the device.
     #[arg(long)]
     pub(crate) force: bool,
 }
@@ -124,18 +123,18 @@ pub(crate) enum Compress {
     Zstd,
 }
 
-/// `compact`.
+/// The arguments of `compact`.
 #[derive(Debug, Args)]
 pub(crate) struct CompactArgs {
     #[command(flatten)]
     pub(crate) store: StoreArg,
 
-    /// Compress content so from now on; what is compressed stays so until it is written again.
+    /// Use this compression from now on; content that is already compressed keeps its own until it is rewritten.
     #[arg(long, value_name = "HOW")]
     pub(crate) compress: Option<Compress>,
 }
 
-/// `snapshot`.
+/// The arguments of `snapshot`.
 #[derive(Debug, Args)]
 pub(crate) struct SnapshotArgs {
     #[command(flatten)]
@@ -145,7 +144,7 @@ pub(crate) struct SnapshotArgs {
     pub(crate) snap: OsString,
 }
 
-/// `clone`.
+/// The arguments of `clone`.
 #[derive(Debug, Args)]
 pub(crate) struct CloneArgs {
     #[command(flatten)]
@@ -155,7 +154,7 @@ pub(crate) struct CloneArgs {
     pub(crate) new: OsString,
 }
 
-/// `rollback`.
+/// The arguments of `rollback`.
 #[derive(Debug, Args)]
 pub(crate) struct RollbackArgs {
     #[command(flatten)]
@@ -165,7 +164,7 @@ pub(crate) struct RollbackArgs {
     pub(crate) snap: OsString,
 }
 
-/// `check`.
+/// The arguments of `check`.
 #[derive(Debug, Args)]
 pub(crate) struct CheckArgs {
     #[command(flatten)]
@@ -180,7 +179,7 @@ pub(crate) struct CheckArgs {
     pub(crate) rate: Option<u64>,
 }
 
-/// `scrub`.
+/// The arguments of `scrub`.
 #[derive(Debug, Args)]
 pub(crate) struct ScrubArgs {
     #[command(flatten)]
@@ -191,13 +190,13 @@ pub(crate) struct ScrubArgs {
     pub(crate) rate: u64,
 }
 
-/// `repair`.
+/// The arguments of `repair`.
 #[derive(Debug, Args)]
 pub(crate) struct RepairArgs {
     #[command(flatten)]
     pub(crate) store: StoreArg,
 
-    /// Do it.
+    /// Write the repairs.
     #[arg(long)]
     pub(crate) force: bool,
 }

@@ -1,7 +1,6 @@
-//! Commands on a store that another process serves: they are done there (store.md 8).
+//! Commands on a store that another process serves: that process, the owner, runs them (store.md 8).
 //!
-//! Nothing that an owner says is believed to be harmless: its answers are bounded, and have no control
-//! characters.
+//! The owner's answers are not trusted: they are bounded, and have no control characters.
 
 use std::fs;
 use std::io;
@@ -18,21 +17,20 @@ use super::owner;
 use super::wire::{self, Ask, MAX_ANSWER, MAX_QUESTION, Question, Reply, VERSION};
 use crate::exit::{Code, Failure};
 
-/// How long an owner may take to say that it has understood. It waits for nobody; the host may be busy.
+/// How long an owner may take to acknowledge a command. It does not wait for other commands, but the host may be busy.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What comes of asking.
+/// The result of asking an owner.
 pub(super) enum Asked<T> {
-    /// An owner has answered, or was lost.
+    /// An owner has answered, or the connection to it was lost.
     Answered(Result<T, Failure>),
-    /// Somebody listens who has not opened the store yet, or has closed it.
+    /// A process listens that has not opened the store yet, or has closed it.
     NotOpen,
-    /// Nobody listens.
+    /// No process listens.
     Nobody,
 }
 
-/// Has the owner of a store do something. `shows` is told how far that is, and says when
-/// to stop waiting for it.
+/// Has the owner of a store run a command. `shows` gets the progress, and says when to stop waiting.
 pub(super) fn ask<T: DeserializeOwned>(
     store: &Path,
     what: &Ask,
@@ -54,7 +52,7 @@ pub(super) fn ask<T: DeserializeOwned>(
     asked
 }
 
-/// Those who may have it.
+/// The sockets at which an owner may listen.
 fn sockets(key: StoreKey) -> Vec<PathBuf> {
     let prefix = wire::prefix(key);
     let entries = wire::folders().into_iter().filter_map(|folder| fs::read_dir(folder).ok());
@@ -64,7 +62,7 @@ fn sockets(key: StoreKey) -> Vec<PathBuf> {
     ours.map(|entry| entry.path()).collect()
 }
 
-/// By a stream that blocks nobody. None: this one has not opened the store.
+/// Asks on a nonblocking stream. `None`: this process has not opened the store.
 fn ask_on(
     stream: &UnixStream,
     store: StoreKey,
@@ -78,7 +76,7 @@ fn ask_on(
     let mut heard = Vec::new();
     let mut hear = |most, waits: &dyn Fn() -> bool| -> io::Result<Option<Reply>> {
         let line = wire::read_line(stream, &mut heard, most, waits)?;
-        // An end without a line: it may have been done.
+        // The stream ended without a line: the command may have been done.
         Ok(if line.is_empty() { None } else { Some(serde_json::from_slice(&line)?) })
     };
     let asked = wire::write_line(stream, &question, PATIENCE);
@@ -86,7 +84,7 @@ fn ask_on(
     let first = asked.and_then(|()| hear(MAX_QUESTION, &|| goes_on() && Instant::now() < end));
     match first {
         Ok(Some(Reply::Begun)) => {}
-        // One that has ended before it began has done nothing.
+        // A process that ends before it begins has done nothing.
         Ok(Some(Reply::NotOpen) | None) => return Ok(None),
         Ok(Some(reply)) => return end_of(reply).map(Some),
         Err(_) if !goes_on() => return Err(interrupted(path, what)),
@@ -122,7 +120,7 @@ fn is_gone(e: &io::Error) -> bool {
 fn end_of(reply: Reply) -> Result<Value, Failure> {
     let nonsense = || {
         let help = "look at the log of the process that serves the store";
-        Failure::new("cannot work on the store", "its owner answers what makes no sense", help)
+        Failure::new("cannot work on the store", "its owner sent an invalid answer", help)
     };
     match reply {
         Reply::Done(answer) if is_plain(&answer) => Ok(answer),
@@ -131,7 +129,7 @@ fn end_of(reply: Reply) -> Result<Value, Failure> {
     }
 }
 
-/// Whether no text in it has control characters: it may go to a terminal.
+/// Whether its texts have no control characters, so that they may go to a terminal.
 fn is_plain(value: &Value) -> bool {
     match value {
         Value::String(text) => !text.contains(char::is_control),
@@ -143,12 +141,12 @@ fn is_plain(value: &Value) -> bool {
     }
 }
 
-/// What was asked may have been done.
+/// The failure where the command may have been done.
 fn lost(store: &Path, asked: &Ask, why: impl std::fmt::Display) -> Failure {
     let store = store.display();
     match asked {
         Ask::Change { .. } => {
-            let what = format!("cannot say whether that was done with store {store}");
+            let what = format!("cannot tell whether the change of store {store} was made");
             let help = format!(
                 "ferrite store list {store} shows it; then run the same command again if it was not"
             );
@@ -173,14 +171,14 @@ mod tests {
 
     use super::*;
 
-    /// What comes of an owner that says these lines, and ends.
+    /// The result of asking an owner that sends these lines, and ends.
     fn asked(lines: &[Value]) -> Result<Option<Value>, Failure> {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
         for line in lines {
             theirs.write_all(format!("{line}\n").as_bytes()).unwrap();
         }
-        // What was asked is not lost on somebody who is gone.
+        // The owner keeps its end open, so the question can be sent.
         let _asked = theirs.try_clone().unwrap();
         theirs.shutdown(std::net::Shutdown::Write).unwrap();
         ask_on(&ours, StoreKey(1, 2), Path::new("s"), &Ask::List, &|_| true)
@@ -201,12 +199,12 @@ mod tests {
         let done = |text: &str| asked(&[json!("begun"), json!({ "done": [{ "name": text }] })]);
         assert!(done("a name").is_ok());
         for bad in ["\u{1b}[31m", "a\nb", "\u{9b}"] {
-            assert!(done(bad).unwrap_err().why.contains("makes no sense"), "{bad:?}");
+            assert!(done(bad).unwrap_err().why.contains("invalid answer"), "{bad:?}");
         }
         for bad in [json!("begun"), json!("not-open"), json!({ "frob": 1 }), json!(7)] {
             asked(&[json!("begun"), bad]).unwrap_err();
         }
-        // It does not end a command as if that had been done.
+        // An answer without a valid exit code is not a success.
         let failed = json!({ "failed": { "code": 0, "what": "w", "why": "y", "help": "h" } });
         assert_eq!(asked(&[failed]).unwrap_err().code, Code::FAILED);
     }

@@ -1,4 +1,4 @@
-//! `ferrite store`: stores and their volumes. The work is `ferrite_image_tools::stores`; here are names,
+//! `ferrite store`: stores and their volumes. `ferrite_image_tools::stores` does the work; this module has names,
 //! options, progress and text.
 
 use std::ffi::OsStr;
@@ -33,7 +33,7 @@ pub(crate) use wire::prefix;
 
 use args::{CompactArgs, Compress, CreateArgs, StoreArg, StoreArgs, StoreCommand, VolumeArg};
 
-/// Does one command.
+/// Runs one command.
 pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
     let kind = engine(args.engine)?;
     let stop = match args.command {
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
     let tools = ImageTools {
         directory: &HostDirectory,
         engine: &|arena| kind.open(arena, ENTRIES),
-        // An image that a store takes the place of may have something there.
+        // An image that is replaced by a store may have a journal there.
         state_dir: state_dir(false)?,
         fixed_size: false,
         unlocked: false,
@@ -70,11 +70,11 @@ impl Out<'_> {
     }
 }
 
-/// Tries while somebody opens the store, and pauses between them.
+/// Attempts while another process opens the store, with pauses between them.
 const TRIES: u32 = 20;
 const AGAIN: Duration = Duration::from_millis(50);
 
-/// Does it here, or has the store's owner do it.
+/// Runs the command here, or has the store's owner run it.
 fn here_or_there<T: DeserializeOwned>(
     out: &Out,
     store: &Path,
@@ -92,7 +92,7 @@ fn here_or_there<T: DeserializeOwned>(
         match asking::ask(store, what, &|far| out.shown.show(far)) {
             Asked::Answered(done) => return done,
             Asked::NotOpen if tries < TRIES && goes_on() => std::thread::sleep(AGAIN),
-            // Its owner may have ended since we looked.
+            // Its owner may have ended since the first attempt.
             Asked::Nobody if tries == 1 => {}
             Asked::NotOpen | Asked::Nobody => return Err(e.into()),
         }
@@ -127,15 +127,15 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
         StoreCommand::Check(it) => {
             let how = of_contents(it.deep, it.rate);
             let what = Ask::Check { deep: it.deep, rate: it.rate };
-            let help = "ferrite store scrub keeps writes from finding what is damaged; then take what is \
-                        named from a backup; what is not named reads what it should";
+            let help = "ferrite store scrub keeps writes from sharing damaged blocks; then restore the named \
+                        parts from a backup; all other parts read correctly";
             check(out, &it.store, help, |store| {
                 here_or_there(out, store, &what, || tools.check_store(store, how))
             })
         }
         StoreCommand::Scrub(it) => {
             let what = Ask::Scrub { rate: it.rate };
-            let help = "take what is named from a backup; what is not named reads what it should";
+            let help = "restore the named parts from a backup; all other parts read correctly";
             check(out, &it.store, help, |store| {
                 here_or_there(out, store, &what, || tools.scrub_store(store, it.rate))
             })
@@ -181,7 +181,7 @@ fn compact(tools: &ImageTools<'_>, out: &Out, args: &CompactArgs) -> Result<(), 
     out.say(&here_or_there(out, &store, &what, here)?, text::compacted)
 }
 
-/// A check that reads all content, so many bytes of it a second at most.
+/// The options of a check that reads all content, at most `rate` bytes of it a second.
 fn of_contents(deep: bool, rate: Option<u64>) -> StoreCheck {
     StoreCheck { contents: true, deep, rate, mend: false }
 }
@@ -190,14 +190,14 @@ fn entry(text: &OsStr) -> Result<Name, Failure> {
     Ok(StoreName::entry(text)?)
 }
 
-/// A store, and no volume of it.
+/// The name of a store. The name of a volume is refused.
 fn of_store(arg: &StoreArg) -> Result<StoreName, Failure> {
     let name = StoreName::parse(&arg.store)?;
     match &name.volume {
         None => Ok(name),
         Some(_) => {
-            let why = "it names a volume, and this command is about the whole store";
-            let help = "leave # and what is behind it out; a # of the store's own path needs another one at the end";
+            let why = "it names a volume, and this command needs a whole store";
+            let help = "leave out # and the volume's name; if the store's own path has a #, add another # at the end";
             Err(Failure::new(format!("cannot use {name}"), why, help).with_code(Code::USAGE))
         }
     }
@@ -254,7 +254,7 @@ fn info(tools: &ImageTools<'_>, out: &Out, name: &StoreName) -> Result<(), Failu
     let listed = list(tools, out, &name.path)?;
     let Some(volume) = &name.volume else {
         return match out.json {
-            // Volumes are what `list` is for.
+            // `list` shows the volumes.
             true => out.say(&listed.store, |_| String::new()),
             false => out.say(&listed, text::info),
         };
@@ -270,7 +270,7 @@ fn info(tools: &ImageTools<'_>, out: &Out, name: &StoreName) -> Result<(), Failu
     }
 }
 
-/// The findings are the result; damage decides how the command ends.
+/// Prints the findings. Damage decides the exit code.
 fn check(
     out: &Out,
     store: &StoreArg,
@@ -284,13 +284,13 @@ fn check(
     match checked.verdict() {
         Verdict::InOrder | Verdict::Leaks => Ok(()),
         Verdict::Unsupported | Verdict::Refused => {
-            let why = "it has something that this version does not know";
-            let help = "use the version of this program that has used it";
+            let why = "it has features that this version does not support";
+            let help = "use the version of this program that has written to it";
             let failure = Failure::new(format!("cannot check {path}"), why, help);
             Err(failure.with_code(Code::NOT_CHECKED))
         }
         Verdict::Damaged => {
-            let why = "it does not read what it should";
+            let why = "parts of it do not read correctly";
             Err(Failure::new(format!("{path} is damaged"), why, help).with_code(Code::CORRUPT))
         }
     }

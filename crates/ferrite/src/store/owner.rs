@@ -1,9 +1,9 @@
-//! Commands on the store that this process serves: where they come, and who does them (store.md 8).
+//! Commands on the store that this process serves: its socket, and the threads that run them (store.md 8).
 //!
-//! A store's owner listens in the folder of such sockets, under the store's device and inode. So a command finds
-//! it by what the store is, whatever it is called. A socket is there before the store is open. A process that
-//! has not opened it says so. What a killed owner has left refuses connections, and is removed by whoever finds
-//! that: the next owner, or a command.
+//! A store's owner listens in a folder of such sockets, under the store's device and inode. So a command finds it by
+//! the store's identity, whatever the path. A socket exists before the store is open; a process that has not opened it
+//! answers so. A killed owner's socket refuses connections, and is removed by the next process that finds it: the next
+//! owner, or a command.
 //!
 //! Each command has a thread, an engine and memory of its own, so it has no queue wait.
 
@@ -39,15 +39,15 @@ use super::of_contents;
 use super::wire::{self, Ask, Compressing, MAX_QUESTION, Question, Reply, VERSION};
 use crate::exit::{Code, Failure};
 
-/// Commands at a time.
+/// The most commands at a time.
 const MAX_COMMANDS: usize = 8;
-/// Operations of one of them under way.
+/// The most operations of one command in flight.
 const ENTRIES: u32 = 32;
-/// What a command may take to say what it wants, and to read its answer.
+/// How long a client may take to send its question, and to read the answer.
 const COURTESY: Duration = Duration::from_secs(5);
-/// How often a command is told how far it is.
+/// How often a client gets the progress.
 const TELL_AGAIN: Duration = Duration::from_millis(200);
-/// How often it is looked whether they have ended, at the end.
+/// How often the end of the server checks whether its commands have ended.
 const END_AGAIN: Duration = Duration::from_millis(5);
 /// The pause after the kernel gave no descriptor.
 const EXHAUSTED: Duration = Duration::from_millis(100);
@@ -60,7 +60,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// One for each store that these images are volumes of. Without one its store is served all the same.
+    /// One place for each store that these images are volumes of. A store is served without one if it cannot be made.
     pub(crate) fn of<'a>(images: impl Iterator<Item = &'a OsStr>) -> Vec<Place> {
         let stores = images.filter_map(|image| {
             let name = ImageName::parse(image).ok()?;
@@ -71,7 +71,7 @@ impl Place {
         let place = |(key, store): (StoreKey, PathBuf)| {
             let made = Place::make(key).map_err(|e| {
                 tracing::warn!(
-                    "no socket for commands on store {}: {e}; they are told that it is in use",
+                    "no socket for commands on store {}: {e}; they will find it in use",
                     store.display()
                 );
             });
@@ -80,7 +80,7 @@ impl Place {
         stores.into_iter().filter_map(place).collect()
     }
 
-    /// In the first folder that this user can have.
+    /// Makes the socket in the first folder that this user can write to.
     fn make(key: StoreKey) -> io::Result<Place> {
         let mut made = Err(io::ErrorKind::NotFound.into());
         for folder in wire::folders() {
@@ -96,7 +96,7 @@ impl Place {
         DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
         remove_left(folder);
         let number = u64::from_ne_bytes(clock::secret()?);
-        // Who finds it by its name finds somebody listening.
+        // The socket gets its name only when it is listened at.
         let unnamed = folder.join(format!("new.{number:016x}"));
         let listener = UnixListener::bind(&unnamed)?;
         let path = folder.join(format!("{}{number:016x}", wire::prefix(key)));
@@ -107,7 +107,7 @@ impl Place {
         Ok(Place { listener, key, path })
     }
 
-    /// Does what is asked there, on engines of this kind, for as long as the result lives.
+    /// Serves commands there, on engines of this kind, for as long as the result lives.
     pub(crate) fn serve(self, engine: &EngineFactory) -> Option<Serving> {
         let (is_ending, engine) = (Arc::new(AtomicBool::new(false)), engine.clone());
         let path = self.path.clone();
@@ -134,22 +134,22 @@ impl Place {
     }
 }
 
-/// Removes sockets at which nobody listens.
+/// Removes sockets at which no process listens.
 fn remove_left(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         drop(connect(&entry.path()));
     }
 }
 
-/// Connects to an owner, and waits for nobody. What a dead one has left is removed.
+/// Connects to an owner, without blocking. A dead owner's socket is removed.
 ///
 /// # Errors
-/// Nobody is there, or nobody who accepts.
+/// No owner is there, or none that accepts.
 pub(super) fn connect(path: &Path) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     let connected = rustix::net::connect(&socket, &SocketAddrUnix::new(path)?);
-    // One without its name yet is about to be listened at.
+    // A socket that does not have its name yet is about to be listened at.
     let is_new = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"new."));
     if connected == Err(Errno::CONNREFUSED) && !is_new {
         let _ = fs::remove_file(path);
@@ -158,8 +158,7 @@ pub(super) fn connect(path: &Path) -> io::Result<UnixStream> {
     Ok(UnixStream::from(socket))
 }
 
-/// Commands are done as long as it lives. Its end waits for those under way, for
-/// a while; long ones end early.
+/// Serves commands as long as it lives. Its drop waits for those in flight for a while; long ones are interrupted.
 pub(crate) struct Serving {
     is_ending: Arc<AtomicBool>,
     wake: Arc<Waker>,
@@ -178,7 +177,7 @@ impl Drop for Serving {
     }
 }
 
-/// Where commands on one store are done.
+/// The server of commands on one store.
 pub(crate) struct CommandServer(Arc<What>);
 
 /// What the threads share.
@@ -193,7 +192,7 @@ fn accept(listener: &UnixListener, server: &CommandServer, end: &Waker) {
     loop {
         let listening = PollFd::new(listener, PollFlags::IN);
         let mut fds = [listening, PollFd::from_borrowed_fd(end.fd(), PollFlags::IN)];
-        // What fails is found by what follows.
+        // The following calls report what fails.
         let _ = poll(&mut fds, None);
         if server.0.is_ending.load(Ordering::Relaxed) {
             break;
@@ -207,7 +206,7 @@ fn accept(listener: &UnixListener, server: &CommandServer, end: &Waker) {
             }
         }
     }
-    // What does not end by then ends with the process.
+    // Commands that take longer end with the process.
     let until = Instant::now() + COURTESY;
     while !commands.iter().all(JoinHandle::is_finished) && Instant::now() < until {
         std::thread::sleep(END_AGAIN);
@@ -215,32 +214,32 @@ fn accept(listener: &UnixListener, server: &CommandServer, end: &Waker) {
 }
 
 impl CommandServer {
-    /// Of this store, on engines of this kind, for as long as the process lives.
+    /// A server for this store, on engines of this kind, for as long as the process lives.
     pub(crate) fn new(key: StoreKey, engine: &EngineFactory) -> CommandServer {
         let (engine, is_ending) = (engine.clone(), Arc::default());
         CommandServer(Arc::new(What { key, engine, is_ending }))
     }
 
-    /// Has a command done for whoever has come, besides those that are under way: on a thread of its own.
+    /// Runs the command of a new client on a thread of its own, besides those in flight.
     pub(crate) fn take(&self, stream: UnixStream, commands: &mut Vec<JoinHandle<()>>) {
         commands.retain(|command| !command.is_finished());
         if commands.len() >= MAX_COMMANDS {
             let why = format!("{MAX_COMMANDS} commands on the store are under way");
             let failure = Failure::new("cannot do that now", why, "try again when one has ended");
-            // A socket's first line has room.
+            // A socket has room for its first line.
             let reply = Reply::from(failure.with_code(Code::BUSY));
             let _ = wire::write_line(&stream, &reply, Duration::ZERO);
             return;
         }
         let what = self.0.clone();
         let command = std::thread::Builder::new().name("store-command".to_owned());
-        // Who is sent away so sees the end.
+        // A client that gets no thread sees the end of its stream.
         commands.extend(command.spawn(move || what.serve(&stream)).ok());
     }
 }
 
 impl What {
-    /// Answers one question. Who does not ask, or does not listen, is left.
+    /// Answers one question. Clients that do not ask, or do not read, are disconnected.
     fn serve(&self, stream: &UnixStream) {
         let end = Instant::now() + COURTESY;
         let waits = || Instant::now() < end && !self.is_ending.load(Ordering::Relaxed);
@@ -289,7 +288,7 @@ impl What {
             .and_then(|mut store| carry_out(&mut store, what, &goes_on, &far));
         match done {
             Ok(done) => Reply::Done(done),
-            // It is we who were told to stop.
+            // This process is stopping and interrupted the command.
             Err(failure) if failure.code == Code::INTERRUPTED => {
                 let (why, help) =
                     ("the process that serves the store ends", "run the same command again");
@@ -326,7 +325,7 @@ fn carry_out(
 
 fn not_understood(why: &str) -> Reply {
     let help = "the store is served by another version of this program: use that";
-    Failure::new("cannot understand what is asked", why, help).into()
+    Failure::new("cannot understand the question", why, help).into()
 }
 
 #[cfg(test)]

@@ -26,12 +26,12 @@ pub(super) fn done(done: &VolumeDone) -> String {
         "cloned" => format!("{path}#{name}: clone of {origin}, {size}\n"),
         "rolled-back" => format!("{path}#{name}: rolled back, {size} now\n"),
         _ => format!(
-            "{path}#{name} of {size} is deleted; gc frees what nothing else in the store has\n"
+            "{path}#{name} of {size} is deleted; gc frees blocks that no other volume references\n"
         ),
     }
 }
 
-/// A line a volume.
+/// One line per volume.
 pub(super) fn list(listed: &StoreListed) -> String {
     let mut rows = vec![["NAME", "KIND", "SIZE", "DOMAIN", "FROM"].map(str::to_owned)];
     rows.extend(listed.volumes.iter().map(|volume| {
@@ -117,7 +117,7 @@ pub(super) fn stats(all: &StoreStats) -> String {
     text
 }
 
-/// What a store that is served has done by itself.
+/// The background work of a served store.
 fn work(work: &WorkInfo) -> String {
     let part = |done: u64, all: u64| 100 * done.min(all) / all.max(1);
     let (scrub, compaction) = (&work.scrub, &work.compaction);
@@ -167,7 +167,7 @@ pub(super) fn report(checked: &StoreChecked) -> String {
     report_of(checked, "in order")
 }
 
-/// `order`: what is said if nothing was found.
+/// `order`: the text if there are no findings.
 fn report_of(checked: &StoreChecked, order: &str) -> String {
     let path = one_line(&checked.path);
     let mut text: String = checked.findings.iter().map(finding).collect();

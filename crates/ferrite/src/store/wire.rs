@@ -1,5 +1,5 @@
-//! What is said between a command and who serves the store (store.md 8): a question, and lines of JSON until
-//! it is answered. Both ends read with a bound of bytes, and wait no longer than they mean to.
+//! The protocol between a command and the process that serves the store (store.md 8): a question, and lines of JSON up
+//! to the answer. Both ends bound the bytes that they read, and the time that they wait.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -17,14 +17,14 @@ use serde_json::Value;
 use crate::exit::{Code, Failure};
 use crate::serve::RUN_DIR;
 
-/// Bytes of a question, with its end.
+/// The most bytes of a question, with its newline.
 pub(super) const MAX_QUESTION: usize = 64 << 10;
-/// Bytes of an answer: a store may have 65,536 volumes.
+/// The most bytes of an answer: a store may have 65,536 volumes.
 pub(super) const MAX_ANSWER: usize = 64 << 20;
-/// The one version there is.
+/// The only version.
 pub(super) const VERSION: u32 = 1;
 
-/// How often who waits looks whether that is still wanted.
+/// How often a waiting end checks whether to go on waiting.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// A question.
@@ -32,12 +32,12 @@ const LOOK: Duration = Duration::from_millis(50);
 pub(super) struct Question<T = Ask> {
     pub(super) version: u32,
     pub(super) store: StoreKey,
-    /// What the store is called by who asks; for texts only.
+    /// The client's path of the store; for texts only.
     pub(super) path: String,
     pub(super) what: T,
 }
 
-/// What is to be done.
+/// The command.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Ask {
@@ -48,15 +48,15 @@ pub(super) enum Ask {
     },
     Collect,
     Stats,
-    /// And choose before how content is compressed, if anything is reply.
+    /// Compacts the store. A compression that is given is set first.
     Compact {
         compress: Option<Compressing>,
     },
-    /// So many bytes a second.
+    /// The limit in bytes a second.
     Scrub {
         rate: u64,
     },
-    /// So many bytes of content a second at most, if anything is reply.
+    /// The limit in bytes of content a second; `None`: no content is read.
     Check {
         deep: bool,
         rate: Option<u64>,
@@ -66,7 +66,7 @@ pub(super) enum Ask {
     },
 }
 
-/// None: not at all.
+/// A compression; `None`: contents are not compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Compressing(pub(super) Option<Packing>);
 
@@ -74,9 +74,9 @@ pub(super) struct Compressing(pub(super) Option<Packing>);
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Reply {
-    /// The question is understood.
+    /// The owner has understood the question.
     Begun,
-    /// How far it is.
+    /// The progress.
     Progress {
         done_bytes: u64,
         total_bytes: u64,
@@ -99,25 +99,25 @@ impl From<Failure> for Reply {
 }
 
 impl Reply {
-    /// How the command ends.
+    /// A failure of the command.
     pub(super) fn failure(code: u8, what: String, why: String, help: String) -> Failure {
         Failure { code: Code::of_another(code), what, why, help }
     }
 }
 
-/// Where those who serve stores listen: root's, and those of who runs this.
+/// The folders in which owners listen: root's, and this user's.
 pub(super) fn folders() -> Vec<PathBuf> {
     let own = std::env::var_os("XDG_RUNTIME_DIR").map(|own| PathBuf::from(own).join("ferrite"));
     let all = [Some(PathBuf::from(RUN_DIR)), own];
     all.into_iter().flatten().map(|folder| folder.join("stores")).collect()
 }
 
-/// How the names of sockets begin that are about this store.
+/// The prefix of names of sockets for this store.
 pub(crate) fn prefix(StoreKey(device, inode): StoreKey) -> String {
     format!("{device}-{inode}.")
 }
 
-/// Waits for this, for a moment.
+/// Waits for this condition, for a moment.
 fn wait_for(stream: &UnixStream, flags: PollFlags) -> io::Result<()> {
     let timeout = Timespec { tv_sec: 0, tv_nsec: LOOK.subsec_nanos().into() };
     match poll(&mut [PollFd::new(stream, flags)], Some(&timeout)) {
@@ -126,17 +126,17 @@ fn wait_for(stream: &UnixStream, flags: PollFlags) -> io::Result<()> {
     }
 }
 
-/// Whether the other end hears nothing any more.
+/// Whether the other end has closed the stream.
 pub(super) fn is_gone(stream: &UnixStream) -> bool {
     let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
     poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
 }
 
-/// Reads one line of so many bytes at most. What comes behind it is left in `buffer`. Empty: the other end has
-/// gone.
+/// Reads one line of at most `most` bytes. Bytes after it stay in `buffer`. An empty line: the other end has closed the
+/// stream.
 ///
 /// # Errors
-/// `TimedOut`: `goes_on` has said so. `InvalidData`: it is longer.
+/// `TimedOut`: `goes_on` ended the wait. `InvalidData`: the line is longer.
 pub(super) fn read_line(
     stream: &UnixStream,
     buffer: &mut Vec<u8>,
@@ -170,10 +170,10 @@ pub(super) fn read_line(
     }
 }
 
-/// Says one line.
+/// Writes one line.
 ///
 /// # Errors
-/// `TimedOut`: the other end does not read. Otherwise it has gone.
+/// `TimedOut`: the other end does not read. Otherwise it has closed the stream.
 pub(super) fn write_line(
     stream: &UnixStream,
     line: &impl Serialize,

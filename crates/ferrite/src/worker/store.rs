@@ -31,7 +31,7 @@ use crate::serve;
 use crate::store::owner::CommandServer;
 use crate::store::prefix;
 
-/// What all disks have together.
+/// State that all disks share.
 struct Shared {
     run_dir: PathBuf,
     alive: Arc<OwnedFd>,
@@ -39,7 +39,7 @@ struct Shared {
     host: Option<Arc<HostView>>,
 }
 
-/// Serves for as long as there is a keeper.
+/// Serves for as long as the keeper lives.
 pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
     let failed = |e: io::Error| {
         let help = "a keeper starts it; ferrite serve serves disks by hand";
@@ -55,7 +55,7 @@ pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
         limit: args.cpu.map(serve::limit_of),
         host: serve::view_of_host(&args.run_dir),
     });
-    // Who was there before this worker may be an orphan. That is looked for while there are rights.
+    // A worker before this one may be an orphan. It is looked for while there are rights.
     let mut disks = Vec::new();
     loop {
         match channel.next().map_err(failed)? {
@@ -70,7 +70,7 @@ pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
         }
     }
     let key = StoreKey::at(&args.store);
-    // What disks that come later need is known then.
+    // Computed now, for disks that come later.
     host_bytes();
     drop_privileges(is_namespace(&args.store), &args.store.display())?;
     let server = key.ok().map(|key| CommandServer::new(key, &engines(kind, alive)));
@@ -92,8 +92,8 @@ pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
 /// Serves a disk on a thread of its own.
 fn begin(disk: AssignedDisk, start: Start, shared: &Arc<Shared>) {
     let Some(args) = told_by(&disk.arguments) else {
-        // Whoever follows sees the end of the line, and tells it.
-        return tracing::error!("a disk's arguments make no sense: this is a bug in ferrite");
+        // The keeper sees the end of the connection, and reports it.
+        return tracing::error!("a disk's arguments are invalid: this is a bug in ferrite");
     };
     let DiskId { domid, devid } = disk_id(&args);
     let shared = shared.clone();
@@ -102,8 +102,8 @@ fn begin(disk: AssignedDisk, start: Start, shared: &Arc<Shared>) {
         let served = catch_unwind(AssertUnwindSafe(|| serve_disk(disk, &args, start, &shared)));
         match served {
             Ok(Ok(())) => tracing::debug!("the disk is gone"),
-            // What is left of it in this process is not known. All guests' requests are in their tables, and the
-            // next process does them again.
+            // After a panic the disk's state in this process is unknown. All guests' requests are in their tables, and
+            // the successor does them again.
             Ok(Err(failure)) => {
                 failure.report();
                 std::process::exit(1);
@@ -131,13 +131,13 @@ fn serve_disk(
     served.map_err(|e| serve::failed(args, &e))
 }
 
-/// What the worker of a store may have for one of its disks.
+/// The sandbox of a store's worker for one of its disks.
 pub(super) fn worker_sandbox(store: PathBuf, run_dir: &Path, run: &Path) -> WorkerSandbox {
     let stats = stats_file(run_dir);
     let StoreKey(device, inode) = StoreKey::at(&store).unwrap_or(StoreKey(0, 0));
     WorkerSandbox {
         image: store,
-        // Whoever opens a store writes it: its journal is carried out.
+        // Opening a store writes it: its journal is replayed.
         writable: true,
         read: Vec::new(),
         journals: None,
@@ -147,7 +147,7 @@ pub(super) fn worker_sandbox(store: PathBuf, run_dir: &Path, run: &Path) -> Work
     }
 }
 
-/// The arguments of the worker of a store, after the program's name, when its first disk has these. `None`: its
+/// The arguments of the worker of a store, after the program's name, when its first disk has these options. `None`: its
 /// name is not text.
 pub(crate) fn arguments(args: &ServeArgs, run: &Path) -> Option<Vec<String>> {
     let mut all = vec!["store-worker".to_owned()];
@@ -158,13 +158,13 @@ pub(crate) fn arguments(args: &ServeArgs, run: &Path) -> Option<Vec<String>> {
     Some(all)
 }
 
-/// How the names of sockets begin where commands on this store come.
+/// The prefix of names of sockets for commands on this store.
 pub(crate) fn commands(run: &Path, store: StoreKey) -> PathBuf {
     run.join("stores").join(prefix(store))
 }
 
-/// What the keeper opens for a disk with these options, which comes to a worker that has no rights: what
-/// [`Means::open`] opens. What is not used is closed.
+/// The files that the keeper opens for a disk with these options, for a worker without rights: those that
+/// [`Means::open`] opens. Unused ones are closed.
 pub(crate) fn preopens(args: &ServeArgs, run: &Path) -> Vec<Preopen> {
     let queues = queues_ahead(args);
     let of_xen = devices().into_iter().map(|(path, kind, flags)| {

@@ -1,6 +1,6 @@
-//! A directory with images, and the programs that work on it.
+//! A directory with images, and helpers that run programs in it.
 
-// Each test program uses a part of it.
+// Each test program uses some of it.
 #![allow(dead_code)]
 
 use std::fs::{self, File};
@@ -16,7 +16,7 @@ use tempfile::TempDir;
 
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// A process that another test has forked holds the locks of this one's images until it runs its program.
+/// A process that another test has forked holds the locks of this one's images until it executes its program.
 static FORKS: RwLock<()> = RwLock::new(());
 
 /// See the module text.
@@ -50,28 +50,28 @@ impl Place {
         spawned.and_then(Child::wait_with_output).expect("ferrite runs")
     }
 
-    /// `ferrite image` in the directory, on the engine that the tests run on.
+    /// `ferrite image` in the directory, on the engine of the tests.
     pub(crate) fn command(&self, args: &[&str]) -> Command {
         self.command_of("image", args)
     }
 
-    /// The same of `image` or `store`.
+    /// `ferrite image` or `ferrite store` in the directory.
     pub(crate) fn command_of(&self, of: &str, args: &[&str]) -> Command {
         let mut command = listening();
         command.args([of, "--engine", &engine()]).args(args);
         command.current_dir(self.0.path()).env_remove("RUST_LOG");
-        // Not what this host allows.
+        // Independent of this host's configuration.
         command.env("FERRITE_PARENTS_FILE", self.0.path().join("no-list"));
         command
     }
 
-    /// It works, says nothing on standard error, and this on standard output.
+    /// Runs `ferrite image`, which has to succeed without output on standard error; returns standard output.
     #[track_caller]
     pub(crate) fn ok(&self, args: &[&str]) -> String {
         Place::worked(self.image(args), args)
     }
 
-    /// The same of `ferrite store`.
+    /// Runs `ferrite store`, which has to succeed without output on standard error; returns standard output.
     #[track_caller]
     pub(crate) fn store_ok(&self, args: &[&str]) -> String {
         Place::worked(self.store(args), args)
@@ -84,13 +84,13 @@ impl Place {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// It fails with this code, and says why in two lines.
+    /// Runs `ferrite image`, which has to fail with this code and two lines.
     #[track_caller]
     pub(crate) fn fails(&self, code: i32, args: &[&str]) -> String {
         Place::failed(self.image(args), code, args)
     }
 
-    /// The same of `ferrite store`.
+    /// Runs `ferrite store`, which has to fail with this code and two lines.
     #[track_caller]
     pub(crate) fn store_fails(&self, code: i32, args: &[&str]) -> String {
         Place::failed(self.store(args), code, args)
@@ -106,7 +106,7 @@ impl Place {
         text
     }
 
-    /// A file of that length with bytes that are not zero in these ranges (offset, length).
+    /// A file of that length with nonzero bytes in these ranges (offset, length).
     pub(crate) fn pattern(&self, name: &str, len: u64, ranges: &[(u64, u64)]) {
         let _ = fs::remove_file(self.path(name));
         let mut file = File::create(self.path(name)).unwrap();
@@ -149,7 +149,7 @@ impl Place {
         }
     }
 
-    /// No temporary file is left.
+    /// Checks that no temporary file is left.
     #[track_caller]
     pub(crate) fn has_no_leftovers(&self) {
         for entry in fs::read_dir(self.0.path()).unwrap() {
@@ -159,14 +159,14 @@ impl Place {
     }
 }
 
-/// `ferrite`, with no signal ignored, as it may be where the tests were started (nohup).
+/// `ferrite` without ignored signals, which it may inherit from the tests (nohup).
 pub(crate) fn listening() -> Command {
     let mut command = Command::new("env");
     command.args(["--default-signal=HUP,INT,TERM", env!("CARGO_BIN_EXE_ferrite")]);
     command
 }
 
-/// What the option `--engine` is told.
+/// The value of the option `--engine`.
 pub(crate) fn engine() -> String {
     EngineChoice::Only(test_engine()).to_string()
 }
@@ -175,7 +175,7 @@ fn bytes(offset: u64, len: u64) -> Vec<u8> {
     (offset..offset + len).map(|at| (at % 251) as u8 + 1).collect()
 }
 
-/// What an interrupted conversion of one file leaves.
+/// Writes the state file of an interrupted conversion of one file.
 pub(crate) fn note(
     path: &str,
     meta: &fs::Metadata,
@@ -202,7 +202,7 @@ pub(crate) fn json(text: &str) -> serde_json::Value {
     serde_json::from_str(text).unwrap()
 }
 
-/// What `qemu-img` says; none where it is not installed.
+/// The output of `qemu-img`; `None` if it is not installed.
 #[track_caller]
 pub(crate) fn qemu_img(args: &[&str]) -> Option<String> {
     let output = installed("qemu-img", Command::new("qemu-img").args(args).output())?;

@@ -1,6 +1,6 @@
-//! What pages of the documentation say: commands, and the names in tables.
+//! The commands and tables of documentation pages.
 
-// Each test program uses a part of it.
+// Each test program uses some of it.
 #![allow(dead_code)]
 
 use std::collections::BTreeSet;
@@ -10,7 +10,7 @@ use std::process::Command;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// What stands in blocks of shell commands.
+/// The blocks of shell commands.
 pub(crate) fn commands(text: &str) -> String {
     let mut inside = false;
     let mut out = String::new();
@@ -25,7 +25,7 @@ pub(crate) fn commands(text: &str) -> String {
     out
 }
 
-/// Runs commands, one after the other, in a folder of their own. All of them work.
+/// Runs commands, one after the other, in a folder of their own. All have to succeed.
 pub(crate) fn run(script: &str) {
     let dir = TempDir::new().unwrap();
     let program = Path::new(env!("CARGO_BIN_EXE_ferrite"));
@@ -38,7 +38,7 @@ pub(crate) fn run(script: &str) {
     assert!(output.status.success(), "{text}");
 }
 
-/// What stands between backticks.
+/// The texts between backticks.
 pub(crate) fn quoted(text: &str) -> impl Iterator<Item = String> {
     text.split('`').skip(1).step_by(2).map(str::to_owned)
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 pub mod qcow2;
 pub mod vhd;
 
-/// A file of which only parts are not zero. Later parts lie over earlier ones.
+/// A file with only some nonzero parts. Later parts overwrite earlier ones.
 #[derive(Clone, Debug, Default)]
 pub struct Sketch {
     bytes: u64,
@@ -16,7 +16,7 @@ pub struct Sketch {
 }
 
 impl Sketch {
-    /// Zeros.
+    /// A file of zeros.
     pub fn new(bytes: u64) -> Sketch {
         Sketch { bytes, parts: Vec::new() }
     }
@@ -26,7 +26,7 @@ impl Sketch {
         self.bytes
     }
 
-    /// Cuts the file off, or lengthens it by zeros.
+    /// Cuts the file off, or extends it by zeros.
     pub fn set_bytes(&mut self, bytes: u64) {
         self.bytes = bytes;
         self.parts.retain(|(at, _)| *at < bytes);
@@ -35,24 +35,24 @@ impl Sketch {
         }
     }
 
-    /// Puts bytes into the file, which grows as far as they need.
+    /// Writes bytes to the file, which grows as needed.
     pub fn put(&mut self, at: u64, part: &[u8]) -> &mut Sketch {
         self.bytes = self.bytes.max(at + part.len() as u64);
         self.parts.push((at, part.to_vec()));
         self
     }
 
-    /// A big-endian number.
+    /// Writes a big-endian number.
     pub fn put_u32(&mut self, at: u64, value: u32) -> &mut Sketch {
         self.put(at, &value.to_be_bytes())
     }
 
-    /// A big-endian number.
+    /// Writes a big-endian number.
     pub fn put_u64(&mut self, at: u64, value: u64) -> &mut Sketch {
         self.put(at, &value.to_be_bytes())
     }
 
-    /// The bytes that are there.
+    /// Bytes of the file.
     pub fn get(&self, at: u64, len: usize) -> Vec<u8> {
         let mut out = vec![0; len];
         let end = at + len as u64;
@@ -66,10 +66,10 @@ impl Sketch {
         out
     }
 
-    /// Makes the file, or replaces what is in it.
+    /// Writes the file, or replaces its content.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Those of the kernel.
     pub fn save(&self, path: &Path) -> io::Result<()> {
         let file = File::options().create(true).truncate(true).write(true).open(path)?;
         file.set_len(self.bytes)?;

@@ -1,6 +1,6 @@
 //! qcow2, by QEMU's `docs/interop/qcow2.txt`.
 //!
-//! All images of [`Image::build`] have the same plan, one cluster each but for long tables: header,
+//! All images of [`Image::build`] have the same layout, one cluster for each structure except long tables: header,
 //! refcount table, refcount block, L1 table, L2 table, then data.
 
 use super::Sketch;
@@ -39,9 +39,9 @@ pub struct Image {
     pub version: u32,
     /// Clusters of `1 << cluster_bits` bytes.
     pub cluster_bits: u32,
-    /// Bytes of the disk; one L2 table has to do.
+    /// Bytes of the disk; at most those of one L2 table.
     pub disk_bytes: u64,
-    /// Guest clusters that are there, full of their number.
+    /// Allocated guest clusters, full of their number.
     pub present: Vec<u64>,
     /// Guest clusters that read as zeros.
     pub zeros: Vec<u64>,
@@ -49,7 +49,7 @@ pub struct Image {
     pub backing: Option<(String, Option<String>)>,
 }
 
-/// A small disk, with clusters as small as there are: a file of a few KiB has all there is.
+/// A small disk, with the smallest clusters: a file of a few KiB has every structure.
 pub fn small() -> Image {
     Image {
         version: 3,
@@ -67,32 +67,32 @@ impl Image {
         1 << self.cluster_bits
     }
 
-    /// Where the refcount table is.
+    /// The offset of the refcount table.
     pub fn reftable_at(&self) -> u64 {
         self.cluster()
     }
 
-    /// Where the only refcount block is.
+    /// The offset of the only refcount block.
     pub fn refblock_at(&self) -> u64 {
         2 * self.cluster()
     }
 
-    /// Where the L1 table is.
+    /// The offset of the L1 table.
     pub fn l1_at(&self) -> u64 {
         3 * self.cluster()
     }
 
-    /// Where the only L2 table is.
+    /// The offset of the only L2 table.
     pub fn l2_at(&self) -> u64 {
         4 * self.cluster()
     }
 
-    /// Where data begin.
+    /// The offset of data.
     pub fn data_at(&self) -> u64 {
         5 * self.cluster()
     }
 
-    /// The image.
+    /// Builds the image.
     pub fn build(&self) -> Sketch {
         let mut out = Sketch::new(self.data_at() + self.present.len() as u64 * self.cluster());
         self.put_header(&mut out);
@@ -132,7 +132,7 @@ impl Image {
     }
 }
 
-/// A header extension at `end`, which moves behind it.
+/// Writes a header extension at `end`, and advances `end`.
 fn extension(out: &mut Sketch, end: &mut u64, kind: u32, data: &[u8]) {
     out.put_u32(*end, kind).put_u32(*end + 4, data.len() as u32).put(*end + 8, data);
     *end += 8 + (data.len() as u64).next_multiple_of(8);

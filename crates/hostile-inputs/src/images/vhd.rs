@@ -4,11 +4,11 @@ use super::Sketch;
 
 /// Bytes of a footer.
 pub const FOOTER_BYTES: u64 = 512;
-/// Bytes of the header of a dynamic disk, which stands behind the footer's copy here.
+/// Bytes of the header of a dynamic disk, which follows the footer's copy here.
 pub const HEADER_BYTES: u64 = 1024;
-/// Where the block table of [`Dynamic`] is.
+/// The offset of the block table of [`Dynamic`].
 pub const TABLE_AT: u64 = FOOTER_BYTES + HEADER_BYTES;
-/// A block that has no place.
+/// The table entry of an unallocated block.
 pub const UNUSED: u32 = u32::MAX;
 
 /// "Disk type" of the footer.
@@ -18,7 +18,7 @@ pub const DYNAMIC: u32 = 3;
 /// See [`FIXED`].
 pub const DIFFERENCING: u32 = 4;
 
-/// A footer or dynamic header: what its checksum covers, and where that stands.
+/// A footer or dynamic header: the range and the place of its checksum.
 #[derive(Clone, Copy, Debug)]
 pub enum Sealed {
     /// 512 bytes.
@@ -40,7 +40,7 @@ impl Sealed {
         self.shape().0
     }
 
-    /// Sets the checksum right: the complement of the sum of all other bytes.
+    /// Corrects the checksum: the complement of the sum of all other bytes.
     ///
     /// # Panics
     /// If the bytes are fewer than the structure's.
@@ -51,7 +51,7 @@ impl Sealed {
         structure[at..at + 4].copy_from_slice(&(!sum).to_be_bytes());
     }
 
-    /// Changes bytes of a structure of a file, with the right checksum.
+    /// Changes bytes of a structure of a file, and corrects the checksum.
     pub fn forge(self, file: &mut Sketch, structure_at: u64, field: usize, value: &[u8]) {
         let mut bytes = file.get(structure_at, self.bytes());
         bytes[field..field + value.len()].copy_from_slice(value);
@@ -60,7 +60,7 @@ impl Sealed {
     }
 }
 
-/// A footer. The creator is one whose `current_size` everybody believes.
+/// A footer. Its creator is one whose `current_size` all programs use.
 pub fn footer(disk_type: u32, disk_bytes: u64, uuid: [u8; 16]) -> Vec<u8> {
     let mut out = vec![0; FOOTER_BYTES as usize];
     let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
@@ -104,16 +104,16 @@ pub struct Dynamic {
     pub disk_bytes: u64,
     /// Bytes of a block.
     pub block_bytes: u32,
-    /// Blocks that are there, all sectors present and full of the block's number.
+    /// Allocated blocks, with all sectors present and full of the block's number.
     pub present: Vec<u32>,
     /// The parent.
     pub parent: Option<Parent>,
 }
 
-/// A parent as its child names it.
+/// A parent as named in its child.
 #[derive(Clone, Debug)]
 pub struct Parent {
-    /// The identity; zeros: raw.
+    /// The identity; zeros: a raw parent.
     pub uuid: [u8; 16],
     /// Platform code and text of each locator.
     pub locators: Vec<([u8; 4], Vec<u8>)>,
@@ -131,12 +131,12 @@ impl Parent {
     }
 }
 
-/// Little-endian, as Windows has it.
+/// Little-endian, as in Windows.
 pub fn utf16(text: &str) -> Vec<u8> {
     text.encode_utf16().flat_map(u16::to_le_bytes).collect()
 }
 
-/// A small disk: 64 KiB, in blocks of 4 KiB, so that a file of a few KiB has all there is.
+/// A small disk: 64 KiB, in blocks of 4 KiB, so that a file of a few KiB has every structure.
 pub fn small() -> Dynamic {
     Dynamic {
         uuid: [7; 16],
@@ -166,14 +166,14 @@ impl Dynamic {
         (u64::from(self.entries()) * 4).next_multiple_of(512)
     }
 
-    /// Where the first present block is: behind the table and the locators.
+    /// The offset of the first present block: after the table and the locators.
     pub fn blocks_at(&self) -> u64 {
         let locators = self.parent.iter().flat_map(|p| &p.locators);
         let texts: u64 = locators.map(|(_, text)| (text.len() as u64).next_multiple_of(512)).sum();
         TABLE_AT + self.table_bytes() + texts
     }
 
-    /// The image.
+    /// Builds the image.
     pub fn build(&self) -> Sketch {
         let disk_type = if self.parent.is_some() { DIFFERENCING } else { DYNAMIC };
         let footer = footer(disk_type, self.disk_bytes, self.uuid);

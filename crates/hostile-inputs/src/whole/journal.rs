@@ -1,4 +1,4 @@
-//! A dead process's files in the state directory, which somebody has changed.
+//! A dead process's files in the state directory, changed by an attacker.
 
 use std::fs;
 use std::io::Read;
@@ -11,15 +11,15 @@ use crate::images::{Sketch, qcow2, vhd};
 
 /// Bytes of a journal's header; the rest are records.
 const HEADER_BYTES: usize = 4096;
-/// Where the header has the image's identifier, which begins with the mark of a qcow2 image, and
-/// where that has its mark.
+/// The offset of the image's identifier in the header, which begins with the mark of a qcow2 image, and the offset of
+/// the mark in that image.
 const ID_AT: u64 = 8;
 const MARK_AT: u64 = 88;
-/// Where the header has the words of a record.
+/// The offset of the number of words of a record in the header.
 const WORDS_AT: usize = 24;
 
-/// The first byte: which format, whether the image is opened for writing, and whether the header
-/// is the input's, too. Then the records (with the header in front), as they stand in the file.
+/// The first byte: the format, whether the image is opened for writing, and whether the header is part of the input.
+/// Then the records (after the header), as in the file.
 pub(crate) fn journal(input: &[u8]) {
     let Some((flags, bytes)) = input.split_first() else { return };
     let format = if flags & 1 == 0 { Format::Vhd } else { Format::Qcow2 };
@@ -51,7 +51,7 @@ pub(crate) fn journal(input: &[u8]) {
     });
 }
 
-/// Records that were believed are written to the image, which has to be one after that.
+/// Valid records are written to the image, which must be a valid one after that.
 fn recover(stage: &Stage, format: Format, disk: ferrite_disk::Disk) {
     let mut session = session(disk);
     let mut before = vec![0; 4096];
@@ -66,7 +66,7 @@ fn recover(stage: &Stage, format: Format, disk: ferrite_disk::Disk) {
     assert!(!read || again && before == after, "what was taken over is lost");
 }
 
-/// The journal of a process that had nothing to say, and its name.
+/// An empty journal, and its name.
 fn template(stage: &Stage, format: Format) -> Option<(String, Sketch)> {
     let made = stage.template(format);
     if made.is_none() {
@@ -85,7 +85,7 @@ fn template(stage: &Stage, format: Format) -> Option<(String, Sketch)> {
     made
 }
 
-/// The next input finds none.
+/// Removes the journal, so that the next input finds none.
 fn clear(stage: &Stage) {
     let entries = fs::read_dir(stage.state()).expect("the state directory");
     for entry in entries.flatten() {

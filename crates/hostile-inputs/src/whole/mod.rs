@@ -1,5 +1,4 @@
-//! Whole files: images and journals, opened as a disk, read, and written to where that is the
-//! question.
+//! Whole files: images and journals, opened as a disk, read, and written to if the input asks for it.
 
 mod journal;
 mod recipe;
@@ -17,7 +16,7 @@ pub(crate) use journal::journal;
 pub use recipe::Recipe;
 use stage::Stage;
 
-/// The most that an image may cost: ranges mapped, and bytes of a read.
+/// The limits of the work with an image: mapped ranges, and bytes of a read.
 const MAPPED_RANGES: usize = 48;
 const READ_BYTES: usize = 4096;
 
@@ -41,7 +40,7 @@ fn image(format: Format, input: &[u8]) {
         if let Some(disk) = readable {
             read_around(disk);
         }
-        // Opening for writing, and going away again, is no write either.
+        // Opening for writing and dropping writes nothing, either.
         let writable = opened(stage.open(format, false, None));
         assert_eq!(stage.fingerprint(), before, "opening or reading has changed a file");
         if let Some(disk) = writable.filter(|_| recipe.writes()) {
@@ -57,7 +56,7 @@ fn image(format: Format, input: &[u8]) {
     });
 }
 
-/// An image that opens, or an error that says something.
+/// An image that opens, or an error with a text.
 fn opened(result: Result<Disk, DiskError>) -> Option<Disk> {
     match result {
         Ok(disk) => Some(disk),
@@ -74,11 +73,11 @@ fn session(disk: Disk) -> Session {
     Session::new(disk.into(), |arena| Ok(world.engine(arena))).expect("a session")
 }
 
-/// An image with damage that cannot be lived with is not opened.
+/// An image with unusable damage must not open.
 fn check(stage: &Stage, format: Format, opens: bool) {
     let options = OpenOptions { read_only: true, ..OpenOptions::default() };
     let raw = open_medium(&stage.path(format), &options).expect("a regular file");
-    // Reasons, and those for which there is no image.
+    // All reasons, and those that make the image unusable.
     let (all, fatal): (Vec<String>, Vec<String>) = match format {
         Format::Vhd => {
             use vhd::Problem::{Footers, Header, Overlap, Place};
@@ -98,7 +97,7 @@ fn check(stage: &Stage, format: Format, opens: bool) {
     assert!(all.iter().all(|why| !why.is_empty() && why.len() < 4096));
 }
 
-/// A repair mends all that it can, and a second one finds nothing more to mend.
+/// A repair repairs everything that it can, and a second one finds nothing more.
 fn repair(stage: &Stage, format: Format) {
     let Ok(raw) = open_medium(&stage.path(format), &OpenOptions::default()) else { return };
     let pool = Pool::with_scratch(1 << 20, 1, 256 << 10).expect("memory");
@@ -127,12 +126,12 @@ fn repair(stage: &Stage, format: Format) {
     }
 }
 
-/// Asks for the whole disk, range by range, and reads some of each.
+/// Maps the whole disk, range by range, and reads some of each.
 fn read_around(disk: Disk) {
     let mut session = session(disk);
     let end = session.disk().sectors() * 512;
     let files = session.disk().files().len();
-    // From the start on, and again from places further on: tables have their ends there.
+    // From the beginning, and again from later places, where tables end.
     for start in [0, end / 3, end.saturating_sub(64 << 10)].map(whole_sectors) {
         let mut at = start;
         for _ in 0..MAPPED_RANGES / 3 {
@@ -148,7 +147,7 @@ fn read_around(disk: Disk) {
             let piece = len.min(READ_BYTES as u64) as usize;
             let mut bytes = vec![0xEE; piece];
             if session.read(at, &mut bytes).is_err() {
-                // It is gone for good: metadata that make no sense, or a file that is too short.
+                // The data are lost: invalid metadata, or a truncated file.
                 at += piece as u64;
                 continue;
             }
@@ -160,7 +159,7 @@ fn read_around(disk: Disk) {
     }
 }
 
-/// Writes here and there: what is answered is what is read.
+/// Writes to some ranges, and checks that they read the same.
 fn write_around(disk: Disk) {
     let mut session = session(disk);
     let end = session.disk().sectors() * 512;

@@ -1,22 +1,22 @@
-//! How the fuzzer's bytes become a file.
+//! Makes a file from the fuzzer's bytes.
 
 use ferrite_disk::Format;
 
 use crate::images::Sketch;
 use crate::images::vhd::Sealed;
 
-/// Files have room for blocks of the usual size, but an input has not: one stretch of zeros is
-/// put in. And checksums are set right on demand, since no change of a byte would get past them.
+/// Files need room for blocks of the usual size, but inputs are small. So one range of zeros is inserted. Checksums are
+/// corrected on request, since no change of a byte would pass them.
 ///
-/// In front of the file's bytes: a byte of flags, an unused one, where the zeros go (`u16`) and
-/// how many there are (`u32`), both in sectors and little-endian.
+/// Before the file's bytes: a byte of flags, an unused one, the place of the zeros (`u16`) and their number (`u32`),
+/// both in sectors and little-endian.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Recipe {
     /// See the constants.
     pub flags: u8,
-    /// In sectors.
+    /// The place of the zeros, in sectors.
     pub hole_at: u16,
-    /// In sectors.
+    /// The number of zeros, in sectors.
     pub hole: u32,
     /// The file without the hole.
     pub bytes: Vec<u8>,
@@ -25,22 +25,22 @@ pub struct Recipe {
 const HEAD_BYTES: usize = 8;
 /// Bytes of a file without its hole.
 const MAX_BYTES: usize = 128 << 10;
-/// 2 GiB.
+/// The most zeros: 2 GiB.
 const MAX_HOLE: u32 = 1 << 22;
 
 impl Recipe {
-    /// The checksums of footers.
+    /// Flag: correct the checksums of footers.
     pub const SEAL_FOOTERS: u8 = 1;
-    /// The checksum of the dynamic header.
+    /// Flag: correct the checksum of the dynamic header.
     pub const SEAL_HEADER: u8 = 2;
-    /// The footer at the end is the one at the beginning.
+    /// Flag: copy the footer at the beginning to the end.
     pub const SAME_FOOTERS: u8 = 4;
-    /// The image is written to.
+    /// Flag: write to the image.
     pub const WRITE: u8 = 8;
-    /// The image is repaired.
+    /// Flag: repair the image.
     pub const REPAIR: u8 = 16;
 
-    /// `None`: too short for one.
+    /// Decodes an input. `None`: it is too short.
     pub fn decode(input: &[u8]) -> Option<Recipe> {
         let (head, bytes) = input.split_first_chunk::<HEAD_BYTES>()?;
         Some(Recipe {
@@ -51,7 +51,7 @@ impl Recipe {
         })
     }
 
-    /// The opposite.
+    /// Encodes it as an input.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![self.flags, 0];
         out.extend(self.hole_at.to_le_bytes());

@@ -1,4 +1,4 @@
-//! A directory in memory with an image of each input in turn, and parents that it may name.
+//! A directory in memory with the image of each input in turn, and parents that it may name.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -11,12 +11,12 @@ use tempfile::TempDir;
 
 use crate::images::{Sketch, qcow2, vhd};
 
-/// The limits of a program, so that inputs of a few KiB can be too much for it.
+/// Small limits, which inputs of a few KiB can exceed.
 const METADATA_BYTES: usize = 1 << 20;
-/// Files are compared by so many bytes at their beginnings and by their allocation.
+/// Files are compared by their first bytes, so many, and by their allocation.
 const COMPARED_BYTES: u64 = 256 << 10;
 
-/// See the module text. Of one thread.
+/// See the module text. It belongs to one thread.
 pub(super) struct Stage {
     dir: TempDir,
     parents: Vec<PathBuf>,
@@ -69,17 +69,17 @@ impl Stage {
         Ok(Stage { dir, parents: paths, templates: RefCell::default() })
     }
 
-    /// The image of that format.
+    /// The path of that format's image.
     pub(super) fn path(&self, format: Format) -> PathBuf {
         self.dir.path().join(format!("image.{format}"))
     }
 
-    /// Where journals are.
+    /// The folder of journals.
     pub(super) fn state(&self) -> PathBuf {
         self.dir.path().join("state")
     }
 
-    /// The journal of that format's image with nothing in it, if it was made already.
+    /// The empty journal of that format's image, if it was made already.
     pub(super) fn template(&self, format: Format) -> Option<(String, Sketch)> {
         let templates = self.templates.borrow();
         templates.iter().find(|(of, _)| *of == format).map(|(_, journal)| journal.clone())
@@ -108,7 +108,7 @@ impl Stage {
         Disk::open_image(&ImageName { format, path: self.path(format) }, &options)
     }
 
-    /// Changes when a file does.
+    /// A value that changes when a file does.
     pub(super) fn fingerprint(&self) -> Vec<Fingerprint> {
         let images = Format::ALL.map(|format| self.path(format));
         images

@@ -1,4 +1,4 @@
-//! The differences from format to format: each has a file here.
+//! The differences between formats: each has a file here.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ mod qcow2;
 mod raw;
 mod vhd;
 
-/// A new image: what it is called, shall be and stands on, and the bytes of its disk.
+/// A new image: its name, properties and parent, and the bytes of its disk.
 #[derive(Clone, Copy)]
 pub(super) struct New<'a> {
     pub(super) path: &'a Path,
@@ -28,12 +28,12 @@ pub(super) struct New<'a> {
     pub(super) bytes: u64,
 }
 
-/// The contents of an image on a device where nothing was written to it yet.
+/// The content of a new image on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Blank {
     /// Zeros.
     Zeros,
-    /// Anything, where the format has no say in it: every byte will be written.
+    /// Any content, if the format cannot hide it: every byte will be written.
     Anything,
 }
 
@@ -42,7 +42,7 @@ pub(super) enum Blank {
 pub(super) enum Rules<'a> {
     /// None.
     Ours,
-    /// Theirs, of an image whose parent is there, if it has one and that was found.
+    /// The rules of other programs, for an image whose parent has this path, if it has one that was found.
     Theirs(Option<&'a Path>),
 }
 
@@ -54,78 +54,76 @@ struct Looked {
     unused_bytes: u64,
 }
 
-/// The tools' operations on images of a format. One that most formats have nothing to say about has
-/// an answer here.
+/// The tools' operations on images of a format. Operations that most formats do not need have a default.
 trait Offline: ImageFormat + Sized {
-    /// Refuses what a new image cannot be, before anything is made or changed.
+    /// Refuses invalid options of a new image, before anything is made or changed.
     fn check_new(new: New<'_>) -> Result<(), DiskError>;
 
     /// Writes an image without data into a new file or a device, durably.
     async fn empty(port: &Port, raw: &Raw, new: New<'_>) -> Result<(), DiskError>;
 
-    /// Whether an image on a device shows what was on it before, until that is written over.
+    /// Whether an image on a device shows the device's old data until they are overwritten.
     fn shows_medium(_: &NewImage) -> bool {
         false
     }
 
-    /// The operations that other programs for such images cannot do with a new one.
+    /// The operations of other programs that do not work with a new image.
     fn warnings(_: New<'_>) -> Vec<String> {
         Vec::new()
     }
 
-    /// Whether an image of this format can stand on a parent of that one.
+    /// Whether an image of this format can have a parent of that one.
     fn stands_on(_: Format) -> bool {
         false
     }
 
-    /// Looks for inconsistencies in one image.
+    /// Checks one image.
     fn check(_: &Raw, _: Rules<'_>) -> Result<Looked, DiskError> {
         Ok(Looked::default())
     }
 
-    /// Mends what can be mended.
+    /// Repairs one image.
     async fn repair(_: &Port, _: &Raw) -> Result<(), DiskError> {
         Ok(())
     }
 
-    /// The facts that an image has of itself.
+    /// The properties of an image.
     fn info(&self) -> Result<LayerInfo, DiskError>;
 
-    /// Bytes of its unit of allocation.
+    /// Bytes of the unit of allocation.
     fn unit_bytes(&self) -> Option<u32> {
         None
     }
 
-    /// Snapshots inside of it.
+    /// The number of internal snapshots.
     fn inner_snapshots(&self) -> io::Result<usize> {
         Ok(0)
     }
 
-    /// Dirty bitmaps inside of it that are up to date.
+    /// The number of dirty bitmaps inside that are up to date.
     fn dirty_bitmaps(&self) -> u32 {
         0
     }
 
-    /// Bytes of a disk that QEMU sees once the image has got another size.
+    /// The bytes of the disk that QEMU sees after a resize.
     fn qemu_bytes(&self, bytes: u64) -> u64 {
         bytes
     }
 
-    /// Gives it another size, above a disk of `below_bytes`; it is closed by that.
+    /// Resizes it, above a disk of `below_bytes`, and closes it.
     async fn resize(self, port: &Port, bytes: u64, below_bytes: u64) -> Result<(), DiskError>;
 
-    /// Completes a parent that has all of its child, with the child's identity if the format has
-    /// one.
+    /// Completes a parent that has all data of its child, with the child's identity if the format has one.
     async fn take_identity(self, port: &Port, _child: &Layer) -> io::Result<()> {
         self.close(port).await
     }
 }
 
-/// Asks a format, whatever it is: the one place for those of which no image is open yet.
+/// Dispatches to a format: the one place for operations without an open image.
 macro_rules! ask_format {
     ($format:expr, $type:ident => $ask:expr) => {
         match $format {
-            // No image is a volume, and who names one was refused before.
+            // A volume is not an image, and its name was refused before.
             Format::Raw | Format::Store => {
                 type $type = Raw;
                 $ask
@@ -142,7 +140,7 @@ macro_rules! ask_format {
     };
 }
 
-/// The same for an open image that is used up by it.
+/// Dispatches to the format of an open image, which is consumed.
 macro_rules! consume {
     ($layer:expr, $image:ident => $do:expr) => {
         match $layer {
@@ -156,7 +154,7 @@ macro_rules! consume {
     };
 }
 
-/// Refuses what a new image of a format cannot be, before anything is made or changed.
+/// Refuses invalid options of a new image of a format, before anything is made or changed.
 pub(super) fn check_new(
     name: &ImageName,
     new: &NewImage,
@@ -171,7 +169,7 @@ pub(super) fn check_new(
     ask_format!(name.format, Is => <Is as Offline>::check_new(new))
 }
 
-/// Whether an image on a device shows what was on it before, until that is written over.
+/// Whether an image on a device shows the device's old data until they are overwritten.
 pub(super) fn shows_medium(format: Format, new: &NewImage) -> bool {
     ask_format!(format, Is => <Is as Offline>::shows_medium(new))
 }
@@ -193,7 +191,7 @@ pub(super) async fn empty(
     ask_format!(format, Is => <Is as Offline>::empty(port, raw, new).await)
 }
 
-/// Writes zeros over what is on a device.
+/// Overwrites a device with zeros.
 async fn zero_device(port: &Port, raw: &Raw, bytes: u64) -> io::Result<()> {
     if raw.bytes_now()? < bytes {
         return Err(io::ErrorKind::StorageFull.into());
@@ -204,7 +202,7 @@ async fn zero_device(port: &Port, raw: &Raw, bytes: u64) -> io::Result<()> {
     port.io.sync(port.files[0]).await
 }
 
-/// The operations that other programs for such images cannot do with a new one.
+/// The operations of other programs that do not work with a new image.
 pub(super) fn warnings(
     name: &ImageName,
     new: &NewImage,
@@ -215,7 +213,7 @@ pub(super) fn warnings(
     ask_format!(name.format, Is => <Is as Offline>::warnings(new))
 }
 
-/// Whether an image of this format can stand on a parent of that one.
+/// Whether an image of this format can have a parent of that one.
 pub(super) fn stands_on(child: Format, parent: Format) -> bool {
     ask_format!(child, Is => <Is as Offline>::stands_on(parent))
 }
@@ -230,7 +228,7 @@ fn without_units(new: New<'_>, why: &str) -> Result<(), DiskError> {
     Err(DiskError::new(ErrorKind::Usage, what, why, help))
 }
 
-/// The layer that a disk is, without those below it.
+/// The disk's own layer, without those below it.
 pub(super) fn leaf(disk: &Disk) -> Option<&Layer> {
     match disk {
         Disk::Image(image) => image.layers().first(),
@@ -238,17 +236,17 @@ pub(super) fn leaf(disk: &Disk) -> Option<&Layer> {
     }
 }
 
-/// The facts that a layer has of itself.
+/// The properties of a layer.
 pub(super) fn layer_info(layer: &Layer) -> Result<LayerInfo, DiskError> {
     each_format!(layer, image => Offline::info(image))
 }
 
-/// The facts that a disk without layers has of itself.
+/// The properties of a disk without layers.
 pub(super) fn raw_info(raw: &Raw) -> Result<LayerInfo, DiskError> {
     Offline::info(raw)
 }
 
-/// The facts of a volume. Those of its file are those of the whole store.
+/// The properties of a volume. Those of its file are those of the whole store.
 pub(super) fn volume_info(volume: &Volume, virtual_bytes: u64) -> Result<LayerInfo, DiskError> {
     let path = volume.path().display().to_string();
     let unit_bytes = Some(BLOCK_BYTES as u64);
@@ -266,17 +264,17 @@ pub(super) fn unit_bytes(layer: &Layer) -> Option<u32> {
     each_format!(layer, image => Offline::unit_bytes(image))
 }
 
-/// Snapshots inside of a layer.
+/// The number of internal snapshots of a layer.
 pub(super) fn inner_snapshots(layer: &Layer) -> io::Result<usize> {
     each_format!(layer, image => Offline::inner_snapshots(image))
 }
 
-/// Dirty bitmaps inside of a layer that are up to date.
+/// The number of dirty bitmaps inside of a layer that are up to date.
 pub(super) fn dirty_bitmaps(layer: &Layer) -> u32 {
     each_format!(layer, image => Offline::dirty_bitmaps(image))
 }
 
-/// The facts of the file.
+/// The properties of the file.
 fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
     let path: &Path = raw.path();
     Ok(LayerInfo {
@@ -300,7 +298,7 @@ fn examined<T>(raw: &Raw, found: io::Result<T>) -> Result<T, DiskError> {
     found.map_err(|e| broken(format!("cannot examine {}", raw.path().display()), e))
 }
 
-/// The reactions of other programs for such images to another size of a disk.
+/// Notes on how other programs treat the resized disk.
 pub(super) fn resize_notes(disk: &Disk, bytes: u64) -> Vec<String> {
     let seen = |layer: &Layer| each_format!(layer, image => Offline::qemu_bytes(image, bytes));
     let qemu_bytes = leaf(disk).map_or(bytes, seen);
@@ -313,10 +311,10 @@ pub(super) fn resize_notes(disk: &Disk, bytes: u64) -> Vec<String> {
     if qemu_bytes < bytes { vec![note()] } else { Vec::new() }
 }
 
-/// Gives a disk another size; it is closed by that.
+/// Resizes a disk, and closes it.
 pub(super) async fn resize(port: &Port, disk: Disk, bytes: u64) -> Result<(), DiskError> {
     let (layer, below_bytes) = match disk {
-        // A volume keeps its size; who names one was refused before.
+        // A volume keeps its size; its name was refused before.
         Disk::Null(_) | Disk::Store(_) => return Ok(()),
         Disk::Raw(raw) => (Some(Layer::Raw(raw)), 0),
         Disk::Image(image) => {
@@ -333,7 +331,7 @@ pub(super) async fn resize(port: &Port, disk: Disk, bytes: u64) -> Result<(), Di
     consume!(layer, image => Offline::resize(image, port, bytes, below_bytes).await)
 }
 
-/// Completes a parent that has all of its child, with the child's identity if the format has one.
+/// Completes a parent that has all data of its child, with the child's identity if the format has one.
 pub(super) async fn take_identity(port: &Port, parent: Disk, child: &Disk) -> io::Result<()> {
     let Disk::Image(parent) = parent else { return Ok(()) };
     match (parent.into_leaf(), leaf(child)) {
@@ -345,14 +343,14 @@ pub(super) async fn take_identity(port: &Port, parent: Disk, child: &Disk) -> io
     }
 }
 
-/// Where the parent of an open image may be.
+/// The possible paths of an open image's parent.
 pub(super) fn parents_of(image: &Image) -> Vec<PathBuf> {
     let parents = image.layers().first().map(Layer::parents);
     let Some(Ok(Some(parents))) = parents else { return Vec::new() };
     parents.candidates.into_iter().map(|name| name.path).collect()
 }
 
-/// Looks for inconsistencies in one image.
+/// Checks one image.
 pub(super) fn check(raw: &Raw, format: Format, rules: Rules<'_>) -> Result<Checked, DiskError> {
     let Looked { findings, counts, unused_bytes } =
         ask_format!(format, Is => <Is as Offline>::check(raw, rules))?;
@@ -373,7 +371,7 @@ fn finding<P: ProblemKind>(kind: &str, found: &ferrite_disk_base::Finding<P>) ->
     }
 }
 
-/// Mends what can be mended.
+/// Repairs one image.
 pub(super) async fn repair(port: &Port, raw: &Raw, format: Format) -> Result<(), DiskError> {
     ask_format!(format, Is => <Is as Offline>::repair(port, raw).await)
 }

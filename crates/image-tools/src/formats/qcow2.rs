@@ -96,10 +96,10 @@ fn new_qcow2(New { path, new, parent, bytes }: New<'_>) -> Result<NewQcow2, Disk
 
 /// A parent's name for a new image.
 fn qcow2_backing(parent: &Parent, child: &Path) -> Result<(String, Format), DiskError> {
-    // In one directory they stay together when that is moved.
+    // A relative name stays valid when the directory is moved.
     let together = absolute(child).is_ok_and(|p| p.parent() == parent.path.parent());
     let path = match parent.path.file_name() {
-        // What is before a colon would be taken for a protocol, here and by QEMU.
+        // A prefix before a colon would be taken for a protocol, here and by QEMU.
         Some(name) if together && name.as_bytes().contains(&b':') => Path::new(".").join(name),
         Some(name) if together => name.into(),
         _ => parent.path.clone(),

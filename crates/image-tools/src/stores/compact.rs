@@ -1,4 +1,4 @@
-//! Content of a store put in order, and compressed.
+//! Compaction of a store: orders content, and compresses it.
 
 use std::io;
 use std::path::Path;
@@ -11,11 +11,11 @@ use ferrite_store::page::Packing;
 use super::{MEMORY, StoreCompacted, cannot_compact, failed, until_stopped};
 use crate::{ImageTools, Progress};
 
-/// Rounds at most: each makes room for the next one.
+/// The most rounds: each makes room for the next one.
 const ROUNDS: usize = 16;
 
 impl ImageTools<'_> {
-    /// Chooses how content of a store is compressed from now on.
+    /// Sets how content of a store is compressed from now on.
     ///
     /// # Errors
     /// It is in use, damaged, or cannot be written.
@@ -30,10 +30,10 @@ impl ImageTools<'_> {
         context.run(set).map_err(|e| failed(what, store, e))
     }
 
-    /// Puts content into the order in which it is read, compressed if the store is, and frees what it leaves.
+    /// Rewrites content in the order in which it is read, compressed if the store is, and frees the old space.
     ///
     /// # Errors
-    /// It is in use, damaged, or cannot be read or written, or was told to stop: nothing is lost then.
+    /// It is in use, damaged, or cannot be read or written, or was stopped: no data are lost then.
     pub fn compact_store(&self, store: &Path) -> Result<StoreCompacted, DiskError> {
         let what = cannot_compact(store);
         let (mut context, port, bytes) = self.store(store, &what, false)?;
@@ -48,7 +48,7 @@ impl ImageTools<'_> {
     }
 }
 
-/// As long as that makes room.
+/// Compacts in rounds, as long as that makes room.
 pub(super) async fn compact_live(live: &Live, port: &Port, pace: &Pace) -> io::Result<()> {
     let mut moved = live.work().compaction.moved_bytes;
     for _ in 0..ROUNDS {

@@ -18,10 +18,11 @@ use crate::io_context::IoContext;
 use crate::{ImageTools, Progress};
 
 impl ImageTools<'_> {
-    /// Makes a store without volumes, and with one domain, durably: of a file of so many bytes, or of a device, or a part of it.
+    /// Makes a store without volumes, and with one domain, durably: in a file of so many bytes, or on a device, or a
+    /// part of it.
     ///
     /// # Errors
-    /// Something is there and `force` does not say that it is to be lost; or it cannot be made.
+    /// The name or device is taken and `force` is not set; or the store cannot be made.
     pub fn create_store(
         &self,
         name: &StoreName,
@@ -36,7 +37,7 @@ impl ImageTools<'_> {
         }
         let bad_size =
             |e: ferrite_store::layout::BadSize| usage(e.to_string(), "choose another size");
-        // Before anything is made, or lost.
+        // Checked before anything is made, or lost.
         bytes.map(Layout::of).transpose().map_err(bad_size)?;
         let mut file = self.new_file(path, Over::forced(force))?;
         let raw = file.open()?;
@@ -55,7 +56,7 @@ impl ImageTools<'_> {
                 port.io.set_len(port.files[0], bytes).await?;
             }
             opening::create(&Medium::default(), &port, &layout, id).await?;
-            // Who makes volumes without a word of a domain finds this one.
+            // Volumes that are made without a given domain use this one.
             let live = Live::open(&port, bytes, MEMORY).await?;
             let key = DomainKey(clock::secret()?);
             let name = Name::new(DOMAIN).ok_or(io::ErrorKind::InvalidInput)?;

@@ -1,5 +1,5 @@
-//! Stores that nobody serves: made, looked at, checked, and what is done with their volumes; and what can be done
-//! with those that this process [serves](served). `ferrite store` is a command line for this.
+//! Stores that are not served: making, inspecting and checking them, and changing their volumes. [`served`] has the
+//! operations on stores that this process serves. `ferrite store` is the command line for this.
 
 mod compact;
 mod create;
@@ -37,36 +37,36 @@ pub use report::{
 
 use super::Progress;
 
-/// The domain of volumes for which none is said.
+/// The domain of volumes that are made without a given one.
 pub const DOMAIN: &str = "default";
 
-/// Of a store that is open for one operation. Nothing is looked up by content.
+/// The memory of a store that is open for one operation. It has no index, as nothing is looked up by content.
 const MEMORY: Memory = Memory { metadata: METADATA_BYTES, index: 0 };
 
-/// What is to be done with a volume.
+/// A change of a volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Change {
-    /// It is made: of so many bytes, in a domain, which is made if it is not there.
+    /// Make it: of so many bytes, in a domain, which is made if it does not exist.
     Create(u64, Name),
-    /// A snapshot of it is made.
+    /// Make a snapshot of it.
     Snapshot(Name),
-    /// Another volume is made of it.
+    /// Make another volume of it.
     Clone(Name),
-    /// It gets what a snapshot of it has.
+    /// Set it back to a snapshot of it.
     Rollback(Name),
-    /// It ends.
+    /// Delete it.
     Delete,
 }
 
-/// How a store is checked.
+/// The depth of a check.
 pub type StoreCheck = How;
 
 impl ImageTools<'_> {
-    /// Does something with a volume, durably.
+    /// Changes a volume, durably.
     ///
     /// # Errors
-    /// The store is in use, cannot be opened, or the operation cannot be done: nothing has changed.
+    /// The store is in use, cannot be opened, or the change is impossible: nothing has changed.
     pub fn change_volume(
         &self,
         store: &Path,
@@ -81,7 +81,7 @@ impl ImageTools<'_> {
             if let Err(e) = live.close(&port).await
                 && done.is_ok()
             {
-                // What was done is durable: it is in the journal.
+                // The change is durable: it is in the journal.
                 tracing::warn!(
                     "the store has no checkpoint of this ({e}): the next command makes it"
                 );
@@ -92,7 +92,7 @@ impl ImageTools<'_> {
         Ok(change.done(store, volume))
     }
 
-    /// What a store, or a volume of it, says of itself.
+    /// The properties of a store, or of a volume of it.
     ///
     /// # Errors
     /// It is in use, cannot be opened, or there is no such volume.
@@ -104,10 +104,10 @@ impl ImageTools<'_> {
         Ok(StoreListed { path, store: look.info(), volumes: look.list() })
     }
 
-    /// Looks for what is not in order. Nothing is written.
+    /// Checks a store. Nothing is written.
     ///
     /// # Errors
-    /// It is in use, is no store, or cannot be read. What is damaged is in the report.
+    /// It is in use, is no store, or cannot be read. Damage is in the report.
     pub fn check_store(&self, store: &Path, how: StoreCheck) -> Result<StoreChecked, DiskError> {
         let what = cannot_check(store);
         let (mut context, port, bytes) = self.store(store, &what, !how.mend)?;
@@ -115,8 +115,8 @@ impl ImageTools<'_> {
         outcome.map(|outcome| StoreChecked::of(store, outcome)).map_err(|e| failed(what, store, e))
     }
 
-    /// A check that reads all content, so many bytes a second at most. If some is damaged no write finds it from
-    /// now on: who writes it back gets a good copy. Otherwise nothing is written.
+    /// Reads and checks all content, at most so many bytes a second. If content is damaged, writes no longer share it:
+    /// writing the same data again stores a good copy. Otherwise nothing is written.
     ///
     /// # Errors
     /// As [`check_store`](Self::check_store).
@@ -128,7 +128,7 @@ impl ImageTools<'_> {
         }
         match self.forget_damaged(store, rate) {
             Err(e) if e.kind() == ErrorKind::Interrupted => return Err(e),
-            // What was found is to be told all the same.
+            // The findings are reported nevertheless.
             Err(e) => tracing::warn!("writes may find the damaged content again: {e}"),
             Ok(()) => {}
         }
@@ -163,8 +163,7 @@ impl ImageTools<'_> {
         context.run(check::check(port, bytes, how, &progress))
     }
 
-    /// Writes again what is there twice and damaged once, if `force` says so. Otherwise it only tells what
-    /// that would be.
+    /// Restores damaged metadata from its second copy, if `force` is set. Otherwise it only reports these repairs.
     ///
     /// # Errors
     /// As [`check_store`](Self::check_store).
@@ -172,7 +171,7 @@ impl ImageTools<'_> {
         repaired(force, |how| self.check_store(store, how))
     }
 
-    /// What the space of a store is for. What its journal has is carried out before, if there is any.
+    /// The use of a store's space. The journal is replayed before, if it is not empty.
     ///
     /// # Errors
     /// It is in use, damaged, or cannot be read.
@@ -202,16 +201,16 @@ impl ImageTools<'_> {
         }
     }
 
-    /// Finds out what no volume has any more, and frees its space.
+    /// Frees the space of content that no volume references.
     ///
     /// # Errors
-    /// It is in use, damaged, cannot be read, or was told to stop: nothing is lost then.
+    /// It is in use, damaged, cannot be read, or was stopped: no data are lost then.
     pub fn collect_store(&self, store: &Path) -> Result<StoreCollected, DiskError> {
         let what = cannot_collect(store);
         let (mut context, port, bytes) = self.store(store, &what, false)?;
         let goes_on = || (self.progress)(Progress { done_bytes: 0, total_bytes: 0 });
         let collected = until_stopped(&goes_on, async {
-            // Content that is there twice is found by it.
+            // The pass also joins equal content that is stored twice.
             let memory = Memory { index: INDEX_BYTES, ..MEMORY };
             let live = Live::open(&port, bytes, memory).await?;
             live.load_whole_index(&port).await?;
@@ -256,7 +255,7 @@ impl Change {
         VolumeDone { path: store.display().to_string(), volume, done: self.word().into() }
     }
 
-    /// What something new is called, if there is something new.
+    /// The name of the new volume or snapshot, if the change makes one.
     fn new_name<'a>(&'a self, volume: &'a Name) -> Option<&'a Name> {
         match self {
             Change::Create(..) => Some(volume),
@@ -292,7 +291,7 @@ fn cannot_check(store: &Path) -> String {
     format!("cannot check store {}", store.display())
 }
 
-/// A repair, by three checks at most.
+/// A repair, with at most three checks.
 fn repaired(
     force: bool,
     mut check: impl FnMut(StoreCheck) -> Result<StoreChecked, DiskError>,
@@ -306,7 +305,7 @@ fn repaired(
     Ok(StoreRepaired { done: true, mended: mended.mended, before, after })
 }
 
-/// A future that ends early, where it waits, if that is wanted. What it has done by then stays.
+/// Runs a future that may be stopped where it waits. The steps done by then stay done.
 pub(super) async fn until_stopped<T>(
     goes_on: &dyn Fn() -> bool,
     future: impl Future<Output = io::Result<T>>,
@@ -319,17 +318,17 @@ pub(super) async fn until_stopped<T>(
     .await
 }
 
-/// There is no volume of a name.
+/// The error that no volume has a name.
 #[derive(Debug, thiserror::Error)]
 #[error("there is no volume or snapshot {}", .0.as_str())]
 struct NoVolume(Name);
 
-/// The name of something new is that of a copy that is not complete.
+/// The error that a new name is that of an unfinished copy.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: so a copy is called that is not complete, and image convert --force deletes it", .0.as_str())]
 struct NameOfACopy(Name);
 
-/// Does it, and gives what is new, or what it was done with.
+/// Makes the change; returns the new volume, or the changed one.
 ///
 /// # Errors
 /// A [`VolumeError`]: nothing has changed. Or the kernel's.
@@ -373,7 +372,7 @@ pub async fn change_live(
     after.or(before).ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// Why something could not be done with a store.
+/// The error of an operation on a store.
 fn failed(what: impl Into<String>, store: &Path, e: io::Error) -> DiskError {
     let (what, shown) = (what.into(), store.display());
     let inner = e.get_ref();
@@ -427,7 +426,7 @@ fn failed(what: impl Into<String>, store: &Path, e: io::Error) -> DiskError {
     }
 }
 
-/// An error at the opening of a store's file, in words that are right for a store.
+/// An error at the opening of a store's file, in words for a store.
 fn of_store(what: &str, path: &Path, e: &DiskError) -> DiskError {
     let help = match e.kind() {
         ErrorKind::InUse => {

@@ -1,5 +1,5 @@
-//! The results of operations on stores, with the names that they have everywhere, also as JSON (docs/store.md).
-//! Sizes and offsets are bytes.
+//! The results of operations on stores, with the field names of the JSON output (docs/store.md). Sizes and offsets are
+//! bytes.
 
 use std::path::Path;
 
@@ -15,79 +15,79 @@ use crate::{Verdict, refused};
 /// A new store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct StoreMade {
-    /// Where it is.
+    /// Its path.
     pub path: String,
     /// Its size.
     pub store_bytes: u64,
 }
 
-/// What was done with a volume.
+/// The result of a change of a volume.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeDone {
-    /// Where the store is.
+    /// The path of the store.
     pub path: String,
     /// `created`, `snapshot`, `cloned`, `rolled-back` or `deleted`.
     pub done: String,
-    /// What is new, or what it was done with; of what was deleted, as it was before.
+    /// The new volume, or the changed one; for a deletion, its last state.
     pub volume: VolumeInfo,
 }
 
 /// A store and its volumes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreListed {
-    /// Where it is.
+    /// Its path.
     pub path: String,
-    /// What it says of itself.
+    /// The properties of the store.
     pub store: StoreInfo,
-    /// In the order of their names.
+    /// The volumes in the order of their names.
     pub volumes: Vec<VolumeInfo>,
 }
 
-/// What a store's space is for.
+/// The use of a store's space.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StoreStats {
-    /// Where it is.
+    /// Its path.
     pub path: String,
-    /// In bytes.
+    /// The statistics, in bytes.
     #[serde(flatten)]
     pub stats: Stats,
-    /// Of a store that is served: what it does by itself.
+    /// The background work of a served store.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub work: Option<WorkInfo>,
-    /// And what its last scrubbing has found.
+    /// The findings of its last scrub.
     #[serde(skip_serializing_if = "Vec::is_empty", default)]
     pub findings: Vec<StoreFinding>,
 }
 
-/// What compaction of a store has done.
+/// The result of a compaction.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreCompacted {
-    /// Where it is.
+    /// Its path.
     pub path: String,
-    /// How content is compressed.
+    /// The compression of content.
     pub compress: Option<Packing>,
-    /// Content that has another place now.
+    /// Content that was moved.
     pub moved_bytes: u64,
-    /// Of that, what was compressed.
+    /// Moved content that was compressed.
     pub packed_bytes: u64,
-    /// What that takes now.
+    /// Its size after compression.
     pub packed_to_bytes: u64,
-    /// Room for content that is given to nobody now.
+    /// Free room for content.
     pub free_bytes: u64,
 }
 
-/// What a pass over a store has done.
+/// The result of a garbage collection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreCollected {
-    /// Where it is.
+    /// Its path.
     pub path: String,
-    /// Content that volumes have.
+    /// Content that volumes reference.
     pub live_bytes: u64,
-    /// Content that none had any more.
+    /// Content that no volume referenced any more.
     pub dead_bytes: u64,
-    /// Space that came free, with that of pages.
+    /// Space that was freed, with that of pages.
     pub freed_bytes: u64,
-    /// Room for content that is given to nobody now.
+    /// Free room for content.
     pub free_bytes: u64,
 }
 
@@ -118,20 +118,20 @@ impl StoreCollected {
     }
 }
 
-/// What a check has found.
+/// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreChecked {
-    /// Where it is.
+    /// Its path.
     pub path: String,
     /// All findings, by class.
     pub counts: Counts,
-    /// The worst first, at most 1,000. Empty: it is in order.
+    /// The worst first, at most 1,000. Empty: the store is intact.
     pub findings: Vec<StoreFinding>,
     /// Findings that are not listed.
     pub more_findings: u64,
     /// Content that was read and compared.
     pub read_bytes: u64,
-    /// Blocks that were written again.
+    /// Blocks that were rewritten.
     #[serde(skip)]
     pub mended: u64,
 }
@@ -159,21 +159,21 @@ impl StoreChecked {
 /// The repairs that were made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreRepaired {
-    /// It was tried; otherwise it was only looked at.
+    /// Repairs were made; otherwise they were only reported.
     pub done: bool,
-    /// Blocks that were written again.
+    /// Blocks that were rewritten.
     pub mended: u64,
-    /// Before it.
+    /// The findings before.
     pub before: StoreChecked,
-    /// After it.
+    /// The findings after.
     pub after: StoreChecked,
 }
 
 impl StoreRepaired {
-    /// The findings for which `force` was needed and not given, or that nothing mends, as an error.
+    /// The findings for which `force` was needed and not given, or that cannot be repaired, as an error.
     ///
     /// # Errors
-    /// There is something to mend, or damage.
+    /// There is something to repair, or damage.
     pub fn or_refused(&self) -> Result<(), DiskError> {
         let what = format!("cannot repair {}", self.after.path);
         if !self.done && self.after.counts.mendable > 0 {

@@ -1,7 +1,7 @@
-//! Commands on a store that this process serves. Guests go on beside them.
+//! Commands on a store that this process serves. Guests go on meanwhile.
 //!
-//! Who does them has an engine and memory of its own. The store stays this process's until the last command has
-//! ended, as if a disk used it.
+//! The thread of a command has an engine and memory of its own. The store stays open in this process until the last
+//! command has ended, as if a disk used it.
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
@@ -32,12 +32,12 @@ use super::{
 use crate::Progress;
 use crate::io_context::IoContext;
 
-/// How often it is looked whether long work is still wanted.
+/// How often long work checks whether to go on.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
-/// A way to such a store. One thread's.
+/// A handle to such a store, for one thread.
 pub struct ServedStore {
-    /// As who has asked calls it.
+    /// The client's path of the store.
     path: PathBuf,
     handle: Option<StoreHandle>,
     context: IoContext,
@@ -45,7 +45,7 @@ pub struct ServedStore {
 }
 
 impl ServedStore {
-    /// Joins those who have the store. None: nobody in this process has. `path` is for texts only.
+    /// A handle to an open store. `None`: it is not open in this process. `path` is for texts only.
     ///
     /// # Errors
     /// There is no engine, or no memory.
@@ -74,7 +74,7 @@ impl ServedStore {
         context.run(work).map_err(|e| failed(what, path, e))
     }
 
-    /// What the store and its volumes say of themselves.
+    /// The properties of the store and its volumes.
     pub fn list(&self) -> StoreListed {
         let live = self.handle.as_ref().expect("it is there until the end").store().live();
         StoreListed {
@@ -84,14 +84,14 @@ impl ServedStore {
         }
     }
 
-    /// Does something with a volume, durably. One that a disk uses is neither rolled back nor deleted.
+    /// Changes a volume, durably. A volume that a disk uses is neither rolled back nor deleted.
     ///
     /// # Errors
-    /// It cannot be done: nothing has changed.
+    /// The change is impossible: nothing has changed.
     pub fn change(&mut self, volume: &Name, change: &Change) -> Result<VolumeDone, DiskError> {
         let what = change.what(&self.path, volume);
         let store = self.handle.as_ref().expect("it is there until the end").store().clone();
-        // From here on its name means this volume, and no disk begins to use it.
+        // From here on the name stays with this volume, and no disk begins to use it.
         let _changing = store.changing();
         let number = store.live().volume(volume.as_str());
         if let Change::Rollback(_) | Change::Delete = change
@@ -112,10 +112,10 @@ impl ServedStore {
         Ok(change.done(&self.path, done))
     }
 
-    /// Finds out what no volume has any more, and frees its space. `goes_on` says when to stop.
+    /// Frees the space of content that no volume references. `goes_on` says when to stop.
     ///
     /// # Errors
-    /// Metadata are damaged, cannot be read, or it was told to stop: nothing is lost then.
+    /// Metadata are damaged, cannot be read, or it was stopped: no data are lost then.
     pub fn collect(&mut self, goes_on: &dyn Fn() -> bool) -> Result<StoreCollected, DiskError> {
         let what = cannot_collect(&self.path);
         let (passed, free_bytes) = self.run(what, async |live, port| {
@@ -126,7 +126,7 @@ impl ServedStore {
         Ok(StoreCollected::of(&self.path, passed, free_bytes))
     }
 
-    /// What the store's space is for.
+    /// The use of the store's space.
     ///
     /// # Errors
     /// As [`collect`](Self::collect).
@@ -140,8 +140,7 @@ impl ServedStore {
         Ok(StoreStats { path, stats, work: Some(work), findings: found.listed })
     }
 
-    /// Chooses how content is compressed from now on, if that is said, and puts it into the order in which it is
-    /// read.
+    /// Sets the compression, if one is given, and rewrites content in the order in which it is read.
     ///
     /// # Errors
     /// As [`collect`](Self::collect).
@@ -161,10 +160,10 @@ impl ServedStore {
         })
     }
 
-    /// Looks for what is not in order in what a checkpoint of now has. `goes_on` is told how far it is.
+    /// Checks the state of a new checkpoint. `goes_on` gets the progress.
     ///
     /// # Errors
-    /// It cannot be read, it was told to stop, or a write waits for room. What is damaged is in the report.
+    /// It cannot be read, it was stopped, or a write waits for room. Damage is in the report.
     pub fn check(
         &mut self,
         how: StoreCheck,
@@ -183,7 +182,7 @@ impl ServedStore {
         Ok(StoreChecked::of(&self.path, outcome))
     }
 
-    /// Writes again what is there twice and damaged once, if `force` says so, beside guests.
+    /// Restores damaged metadata from its second copy, if `force` is set, while guests go on.
     ///
     /// # Errors
     /// As [`check`](Self::check).
@@ -195,11 +194,11 @@ impl ServedStore {
         repaired(force, |how| self.check(how, goes_on))
     }
 
-    /// Reads all content, so many bytes a second at most: goes through the round of scrubbing that is under way, or
-    /// a new one. `goes_on` is told how far it is; what ends early goes on behind service.
+    /// Reads all content, at most so many bytes a second: continues the present round of scrubbing, or starts a new
+    /// one. `goes_on` gets the progress; a round that is stopped continues as background work.
     ///
     /// # Errors
-    /// A tree cannot be read. What is damaged is in the report.
+    /// A tree cannot be read. Damage is in the report.
     pub fn scrub(
         &mut self,
         rate: Option<u64>,
@@ -228,8 +227,7 @@ impl ServedStore {
     }
 }
 
-/// Long work, and how it is told to end. It is never dropped: it may be in an epoch, and nobody would ever
-/// leave that.
+/// Ends long work on request. The work is never dropped: it may be in an epoch, which would then never end.
 struct Ends {
     stop: Arc<Stop>,
     pace: Pace,
@@ -242,7 +240,7 @@ impl Ends {
         Ok(Ends { stop, pace })
     }
 
-    /// Has work that goes by this pace end when `goes_on` says so.
+    /// Has work with this pace end when `goes_on` says so.
     async fn early<T>(
         &self,
         port: &Port,
@@ -267,7 +265,7 @@ impl Drop for ServedStore {
         let Some(handle) = self.handle.take() else { return };
         if handle.is_last() {
             let (store, port) = (handle.store().clone(), &self.port);
-            // What was done is durable. The next opening carries out what no checkpoint has.
+            // All changes are durable. The next opening replays those without a checkpoint.
             let _ = self.context.run(store.live().close(port));
         }
         handle.leave();

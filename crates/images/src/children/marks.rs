@@ -1,28 +1,27 @@
-//! What a parent knows of its children in other folders, or without the name of an image: a file
-//! beside it, `PARENT.ferrite-children`, with a line for each.
+//! A parent's list of its children in other folders, and of children whose names are not those of images: a file beside
+//! the parent, `PARENT.ferrite-children`, with a line for each child.
 //!
-//! A file, since any file system has files, also for who may not write to the parent, as an
-//! attribute of the parent would need; and since an administrator can read and change it.
+//! It is a file because every file system has files. An attribute of the parent would need permission to write to the
+//! parent. Besides, an administrator can read and change a file.
 //!
-//! A line says on which image the child was made, on which file system, which file it is there, and
-//! where: `of=PLACE on=FILE-SYSTEM handle=HEX file:///PATH`, or `of=PLACE device=PLACE file:///PATH`
-//! for a child on a block device, in words that stay the same when the host starts again. The URL is the
-//! last word: who does not know one of the others takes the line for one that makes no sense.
+//! A line names the image that the child was made on, the child's file system, its file there, and its path: `of=PLACE
+//! on=FILE-SYSTEM handle=HEX file:///PATH`, or `of=PLACE device=PLACE file:///PATH` for a child on a block device.
+//! These words stay the same when the host restarts. The URL is the last word: a reader that does not know one of the
+//! others takes the line for an invalid one.
 //!
-//! A child that is not there is gone, if its file system is there and says that it has no such file any
-//! more: a handle is that of one file, whatever its name. Without a handle, or for who may not ask by
-//! it, a path at which nothing is says nothing: the child may have been moved. On a device it is gone if
-//! the device is there. A line that does not say on which file system the child was
-//! counts, and so does one that makes no sense. A child does not count whose chain does not lead to
-//! the parent any more. Lines of both kinds are left out when the next one is added, and a line learns
-//! then which file its child is now.
+//! A child is gone if its file system is there and reports that the file no longer exists: a handle belongs to one
+//! file, whatever its name. Without a handle, or without the permission to use it, an empty path proves nothing: the
+//! child may have been moved. On a device the child is gone if the device is there without it. A line without the
+//! child's file system counts as a child, and so does an invalid line. A child whose chain no longer leads to the
+//! parent does not count. Lines of both kinds are left out when the next line is added. At that time a line also gets
+//! the present file of its child.
 //!
-//! Whoever renames the parent leaves the list: another one in its folder that names it by its place is
-//! the parent's, too, in those lines only.
+//! A rename of the parent leaves the list behind. So in the parent's folder the lines of other lists that name it by
+//! its place are the parent's, too.
 //!
-//! The order of adding one, before the child gets its name, or another one: the new list under another name, synced;
-//! that over the old one; the folder, synced. The list stays locked until the child has its name:
-//! before that, it would look as if it was gone.
+//! The order of adding a child, before the child gets its name, or another one: write the new list under another name
+//! and sync it; rename it over the old one; sync the folder. The list stays locked until the child has its name:
+//! without the lock the child would look as if it was gone.
 
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
@@ -43,89 +42,88 @@ use rustix::fs::{FlockOperation, OFlags, flock, fstat};
 use crate::vhd::{decode, unescape};
 use ferrite_host::place::{self, Place, lasting_file_system, look_at};
 
-/// Behind the parent's name.
+/// The suffix after the parent's name.
 const SUFFIX: &str = ".ferrite-children";
-/// The same of a list on its way, which needs no longer names.
+/// The suffix of a list that is being written. It allows no longer names than `SUFFIX`.
 const NEXT: &str = ".ferrite-list.new";
-/// Before what a child was made on, and before the child's file system or device.
+/// The words before the image that a child was made on, and before the child's file system or device.
 const OF: &str = "of=";
 const ON: &str = "on=";
 const DEVICE: &str = "device=";
-/// Before what its file system knows the child by, in hexadecimal digits.
+/// The word before the child's handle in its file system, in hexadecimal digits.
 const HANDLE: &str = "handle=";
-/// Before where it is.
+/// The word before the child's path.
 const URL: &str = "file://";
-/// A list of more than this is nobody's: 100,000 children.
+/// The largest list: 100,000 children. A larger file is not a list.
 const MAX_BYTES: u64 = 16 << 20;
-/// How often a list may be replaced by others before it is locked.
+/// How often other processes may replace a list before it is locked.
 const MAX_TRIES: u32 = 1 << 16;
 
-/// What a parent notes of a child: where it was made, and which file it is.
+/// A parent's record of a child: where it was made, and its file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mark {
     /// Where the child was made.
     pub child: PathBuf,
     medium: Medium,
-    /// Of its file, where the file system has such.
+    /// The handle of its file, where the file system has handles.
     handle: Option<Handle>,
-    /// On which image; none: it does not say.
+    /// The image that it was made on; `None`: the line does not say.
     parent: Option<Place>,
 }
 
-/// What a child is on.
+/// The file system or device of a child.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Medium {
     FileSystem(String),
     Device(Place),
-    /// A word that names none for sure: `device`, or a number that a file system has only until the
-    /// host goes down.
+    /// A word that may not identify the medium: `device`, or a number that a file system has only until the host
+    /// restarts.
     Unsure(String),
 }
 
-/// A line of the list of marks that is beside a parent.
+/// A line of the list beside a parent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Line {
     /// It names a child.
     Mark(Mark),
-    /// What makes no sense: somebody may have meant a child by it.
+    /// An invalid line, which may stand for a child.
     Unknown(Vec<u8>),
 }
 
-/// What has become of it.
+/// The present state of a marked child.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     /// The chain of the image at this path leads to the parent.
     Child(PathBuf),
-    /// It is no more, or its chain does not lead there.
+    /// The file is gone, or its chain does not lead to the parent.
     Gone,
-    /// Why that is not known.
+    /// The reason why the state is not known.
     Unknown(String),
 }
 
-/// Whom a mark is examined for.
+/// The parent whose marks are examined.
 pub(crate) trait Family {
     /// Whether the chain of the image at a path leads to the parent.
     fn is_below(&self, path: &Path) -> io::Result<bool>;
-    /// Whether an image stands on any other; what is no image any more does not say.
+    /// Whether an image has any parent; a file that is no image any more has none.
     fn has_parent(&self, path: &Path) -> io::Result<bool>;
-    /// Whether a file, by its device and number, is one that does not matter: the parent itself, or
-    /// who asks.
+    /// Whether a file, by its device and inode, does not count: the parent itself, or the image of the caller.
     fn is_excepted(&self, file: (u64, u64)) -> bool;
 }
 
-/// Where the file of a mark is.
+/// The present place of a mark's file.
 enum Whereabouts {
     AtPath,
-    /// No more, or something else has its path and nobody knows of it.
+    /// It is gone, or another file has its path and the handle leads nowhere.
     Nowhere,
-    /// Under another name.
+    /// It has another name.
     Elsewhere(OwnedFd),
-    /// There is no handle, or the kernel does not say.
+    /// There is no handle, or the kernel does not tell.
     Unknown(Option<io::Error>),
 }
 
 impl Mark {
-    /// A mark of a child of `parent` that is about to be made in the file `made`. None: it is made on a device.
+    /// A mark for a child of `parent` that is about to be made in the file `made`. `None`: it is made on a device.
     ///
     /// # Errors
     /// The parent or the child cannot be examined.
@@ -192,12 +190,12 @@ impl Mark {
         line
     }
 
-    /// Whether it says that it is of another one.
+    /// Whether the line names another parent.
     pub(crate) fn is_of_another(&self, parent: &Place) -> bool {
         self.parent.as_ref().is_some_and(|its| its != parent)
     }
 
-    /// Looks what has become of it.
+    /// Finds the present state of the child.
     pub(crate) fn state(&self, family: &impl Family) -> State {
         let child = self.child.display();
         match family.is_below(&self.child) {
@@ -205,12 +203,12 @@ impl Mark {
             Err(e) if !matches!(e.kind(), NotFound | NotADirectory) => {
                 State::Unknown(format!("{child} was made on it, and cannot be read: {e}"))
             }
-            // It is not there, or something else is.
+            // The file is missing, or the path has another file.
             Ok(false) | Err(_) => self.missing(family),
         }
     }
 
-    /// What has become of it if no child of the parent is there.
+    /// The state if no child of the parent is at the path.
     fn missing(&self, family: &impl Family) -> State {
         let why = match &self.medium {
             Medium::FileSystem(_) if self.is_mounted() => match self.whereabouts() {
@@ -232,7 +230,7 @@ impl Mark {
         State::Unknown(format!("{} was made on it, {why}", self.child.display()))
     }
 
-    /// Its file may have been deleted or moved.
+    /// The state if its file may have been deleted or moved.
     fn unknown(&self, error: Option<io::Error>) -> State {
         let child = self.child.display();
         let there =
@@ -248,7 +246,7 @@ impl Mark {
         now.is_ok_and(|now| matches!(&self.medium, Medium::FileSystem(system) if *system == now))
     }
 
-    /// Where its file is, if its file system is there.
+    /// The place of its file, if its file system is there.
     fn whereabouts(&self) -> Whereabouts {
         if self.is_at_path() {
             return Whereabouts::AtPath;
@@ -262,17 +260,17 @@ impl Mark {
         }
     }
 
-    /// Whether its file is known, and not the one that is at its path.
+    /// Whether its file is known and is not the one at its path.
     pub(crate) fn is_displaced(&self) -> bool {
         self.handle.is_some() && !self.is_at_path()
     }
 
-    /// Whether what is at its path is its file.
+    /// Whether the file at its path is its file.
     fn is_at_path(&self) -> bool {
         self.handle.is_some() && handle_at(&self.child) == self.handle
     }
 
-    /// What has become of it if its file has another name. Only the kernel's cache knows which.
+    /// The state if its file has another name. Only the kernel's cache knows the name.
     fn moved(&self, file: &OwnedFd, family: &impl Family) -> State {
         let child = self.child.display();
         let link = names::of_descriptor(file.as_fd());
@@ -294,8 +292,8 @@ impl Mark {
         State::Unknown(format!("{child} was made on it and was moved ({now})"))
     }
 
-    /// The same, of the file that is at its path: of an image that was made anew there, or whose
-    /// line comes from a time without handles.
+    /// The mark with the file that is now at its path: of an image that was made again there, or of a line from before
+    /// handles.
     pub(crate) fn refreshed(mut self) -> Mark {
         let is_new = || self.handle.is_none() || matches!(self.whereabouts(), Whereabouts::Nowhere);
         if self.is_mounted() && is_new() {
@@ -322,7 +320,7 @@ fn from_hex(digits: &str) -> Option<Vec<u8>> {
     rest.is_empty().then(|| pairs.iter().map(|p| pair(p)).collect())?
 }
 
-/// A text in one word: also one that has a `%` or a line's end itself.
+/// A text as one word, also with a `%` or a line break in it.
 fn escape(text: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     for byte in text {
@@ -373,12 +371,12 @@ impl Line {
         self.mark().is_some_and(|mark| mark.child == child)
     }
 
-    /// Whether it is of the image at this place.
+    /// Whether it is a child of the image at this place.
     pub(crate) fn is_of(&self, parent: &Place) -> bool {
         self.mark().is_some_and(|mark| mark.parent.as_ref() == Some(parent))
     }
 
-    /// The same, of what stands on `now` if it stood on `then`.
+    /// The mark with the parent `now`, if its parent was `then`.
     pub(crate) fn handed_over(mut self, then: &Place, now: &Place) -> Line {
         if let Line::Mark(Mark { parent: Some(parent), .. }) = &mut self
             && parent == then
@@ -395,7 +393,7 @@ impl Line {
 /// The list cannot be read.
 pub fn read(file: &Path) -> io::Result<Vec<Line>> {
     let text = match plain::read(&beside(file), MAX_BYTES) {
-        // Beside a file with so long a name there can be none.
+        // No list can exist beside a file with so long a name.
         Err(e) if matches!(e.kind(), NotFound | InvalidFilename) => return Ok(Vec::new()),
         text => text?,
     };
@@ -403,8 +401,8 @@ pub fn read(file: &Path) -> io::Result<Vec<Line>> {
     Ok(lines.map(Line::parse).collect())
 }
 
-/// Names of the image in `file` before it was renamed: those of other lists in its folder with a line
-/// of its `place`; with `doubtful`, also those of lists that cannot be read.
+/// Former names of the image in `file`: those of other lists in its folder with a line of its `place`; with `doubtful`,
+/// also those of lists that cannot be read.
 pub(crate) fn former_names(file: &Path, place: &Place, doubtful: bool) -> io::Result<Vec<PathBuf>> {
     let mut names = Vec::new();
     for entry in names::read_dir(file.parent().unwrap_or(Path::new("/")))? {
@@ -422,16 +420,15 @@ pub(crate) fn former_names(file: &Path, place: &Place, doubtful: bool) -> io::Re
     Ok(names)
 }
 
-/// The lock of a list of marks, which nobody else changes until this is dropped.
+/// The lock of a list of marks, which no other process changes until this is dropped.
 #[derive(Debug)]
 pub struct Held {
     _lock: File,
-    /// The mark that was added. None: the list had it before.
+    /// The mark that was added. `None`: the list had it before.
     pub added: Option<Mark>,
 }
 
-/// Adds a mark to those of the image in `file`, durably; see the module text. `keep` says what becomes
-/// of the others.
+/// Adds a mark to the list of the image in `file`, durably; see the module text. `keep` decides about the other lines.
 pub(crate) fn leave(
     directory: &dyn Directory,
     file: &Path,
@@ -443,7 +440,7 @@ pub(crate) fn leave(
     let mark = Line::Mark(mark.clone());
     let added = if old.contains(&mark) { None } else { mark.mark().cloned() };
     let mut lines = distinct(old.into_iter().filter_map(keep).collect());
-    // Its file has the name of another line still if that is about to be renamed.
+    // While it is about to be renamed, its file still has the name in another line.
     if !lines.contains(&mark) {
         lines.push(mark);
     }
@@ -451,7 +448,7 @@ pub(crate) fn leave(
     Ok(Held { _lock: lock, added })
 }
 
-/// The same without a new one. Without any, there is no list.
+/// Reviews the list without adding a mark. An empty list is removed.
 pub(crate) fn review(
     directory: &dyn Directory,
     file: &Path,
@@ -462,7 +459,7 @@ pub(crate) fn review(
     list.replace(&lines).map(drop)
 }
 
-/// The list of an image, locked. If nothing comes of it, it is away again when it has nothing.
+/// The locked list of an image. On failure an empty list is removed again.
 struct List<'a> {
     directory: &'a dyn Directory,
     file: &'a Path,
@@ -474,7 +471,7 @@ impl<'a> List<'a> {
         Ok(List { directory, file, lock: lock(directory, &beside(file))? })
     }
 
-    /// Puts a list with these lines in its place; returns the lock of the one that has the name.
+    /// Replaces the list by these lines; returns the lock of the new list.
     fn replace(self, lines: &[Line]) -> io::Result<File> {
         let lines: Vec<u8> = lines.iter().flat_map(Line::text).collect();
         let path = beside(self.file);
@@ -490,7 +487,7 @@ impl<'a> List<'a> {
             _ => {}
         }
         let mut new = File::from(self.directory.create_new(&next)?);
-        // Nobody waits for this one yet.
+        // No process waits for this one yet.
         flock(&new, FlockOperation::NonBlockingLockExclusive)?;
         let written = new.write_all(&lines).and_then(|()| new.sync_all());
         if let Err(e) = written.and_then(|()| self.directory.rename(&next, &path)) {
@@ -505,7 +502,7 @@ impl<'a> List<'a> {
 impl Drop for List<'_> {
     fn drop(&mut self) {
         let path = beside(self.file);
-        // Another one with the name is somebody else's.
+        // A file of that name with another identity belongs to another process.
         if has_name(&self.lock, &path).unwrap_or(false)
             && self.lock.metadata().is_ok_and(|list| list.len() == 0)
         {
@@ -514,7 +511,7 @@ impl Drop for List<'_> {
     }
 }
 
-/// Each line once, without those whose file is where another line says it is.
+/// Each line once, without those whose file is at the path of another line.
 pub(crate) fn distinct(lines: Vec<Line>) -> Vec<Line> {
     let file = |line: &Line| {
         let mark = line.mark()?;
@@ -530,7 +527,7 @@ pub(crate) fn distinct(lines: Vec<Line>) -> Vec<Line> {
     lines.into_iter().filter(|line| !is_followed(line) && seen.insert(line.text())).collect()
 }
 
-/// Locks the list that has the name, made if there is none.
+/// Locks the list of that name, which is made if there is none.
 fn lock(directory: &dyn Directory, path: &Path) -> io::Result<File> {
     for _ in 0..MAX_TRIES {
         let list = match plain::open(path, OFlags::RDONLY) {
@@ -541,7 +538,7 @@ fn lock(directory: &dyn Directory, path: &Path) -> io::Result<File> {
             list => list.map_err(|e| named(path, e))?,
         };
         flock(&list, FlockOperation::LockExclusive)?;
-        // Whoever had it may have put another one in its place.
+        // Its former holder may have replaced it.
         if has_name(&list, path)? {
             return Ok(list);
         }
@@ -554,7 +551,7 @@ fn has_name(list: &File, path: &Path) -> io::Result<bool> {
     Ok(now.is_ok_and(|now| (now.dev(), now.ino()) == (list.dev(), list.ino())))
 }
 
-/// An error of a list, which is not the file that the caller speaks of.
+/// An error about the list, since the caller's context names another file.
 fn named(list: &Path, e: io::Error) -> io::Error {
     io::Error::new(e.kind(), format!("{}: {e}", list.display()))
 }

@@ -1,14 +1,13 @@
-//! Which images stand on an image: whoever writes to it changes all of them.
+//! The children of an image: a write to the image changes all of them.
 //!
-//! An image says what it stands on, and nothing says which images stand on it. So they are looked
-//! for where they can be: in its own folder, and where its [marks] say that one was made.
-//! What other programs put on it from elsewhere is not found. Nor is what stands on another name of
-//! the same file in another folder; so such a file may always have children.
+//! An image names its parent, and nothing names its children. So they are searched where they can be: in the parent's
+//! own folder, and where its [marks] say that one was made. Children that other programs made in other folders are not
+//! found. Neither are children of another name of the same file in another folder, so a file with such a name always
+//! counts as one that may have children.
 //!
-//! A coalesce asks all files of the folder what they are. Opening a disk for writing asks only those
-//! with the name of an image: the first bytes of a raw disk are its guest's, which could claim to
-//! stand on another guest's disk and keep that from being served. It reads the head of each once, and
-//! more only of what may be a child by that, or is a fixed VHD.
+//! A coalesce examines all files of the folder. Opening a disk for writing examines only those with names of images:
+//! the first bytes of a raw disk are its guest's. A guest could otherwise claim another guest's disk as its parent, and
+//! keep that from being served. Each file's head is read once, and more only of a possible child or a fixed VHD.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -31,38 +30,38 @@ pub mod marks;
 
 use marks::{Family, Held, Line, Mark, State};
 
-/// The end of the name of a new file until it is complete: it is no image yet, or no longer.
+/// The suffix of a new file until it is complete: it is no image yet, or no longer.
 pub const NEW: &str = ".ferrite-new";
-/// The end of the name of a copy that can be gone on with.
+/// The suffix of a copy that can be resumed.
 pub const PARTIAL: &str = ".partial";
 
-/// More images than any chain has that is read here.
+/// A bound above the length of any chain that is read here.
 const MAX_CHAIN: usize = 4096;
 
-/// Which files of the folder are asked.
+/// The files of the folder that are examined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ask {
-    /// Those that the marks name.
+    /// The files that the marks name.
     Marked,
-    /// Those whose name says that they are images, and those that can be.
+    /// Files whose name is that of an image, and all that may be one.
     Named,
-    /// All, and what cannot be asked counts.
+    /// All files. A file that cannot be examined counts.
     All,
 }
 
-/// What is known of the images on a parent.
+/// The children that were found.
 #[derive(Debug, Default)]
 pub struct Children {
-    /// An image that stands on it. There may be more.
+    /// A child. There may be more.
     pub child: Option<PathBuf>,
-    /// Why there may be others that were not seen.
+    /// The reason why there may be others that were not seen.
     pub unknown: Option<Unknown>,
-    /// An image beside it whose parent is not there: this one may have had that name. It does not keep anybody
-    /// from serving the parent, or one lost image would do so for all in the folder.
+    /// An image beside this one whose parent does not exist: this one may have had that name. It does not refuse
+    /// serving this one, or one lost image would do so for all in the folder.
     pub lost: Option<Lost>,
 }
 
-/// An image that stands on nothing that is there. A qcow2 knows its parent by its name alone.
+/// An image whose parent does not exist. A qcow2 knows its parent by its name alone.
 #[derive(Debug)]
 pub struct Lost {
     pub(crate) child: PathBuf,
@@ -76,29 +75,29 @@ impl fmt::Display for Lost {
     }
 }
 
-/// What an image stands on, as seen by another one.
+/// The relation of another image to this one.
 enum Stands {
     Here,
     Elsewhere,
-    /// On what is not there, as far as its name goes.
+    /// Its parent does not exist, as far as its name tells.
     Nowhere(PathBuf),
 }
 
-/// Something that may be a child.
+/// A file that may be a child.
 #[derive(Debug)]
 pub struct Unknown {
     /// Why it may be one.
     pub why: String,
-    /// For who wants to write to the parent.
+    /// The next step for the user.
     pub(crate) help: String,
 }
 
-/// An image that others may stand on.
+/// An image that may have children.
 struct Target {
     identity: (u64, u64),
-    /// Of a VHD.
+    /// The UUID of a VHD.
     uuid: Option<Uuid>,
-    /// What it was called when images were made on it that may name it so still.
+    /// Former names that its children may still use.
     former: Vec<PathBuf>,
 }
 
@@ -131,7 +130,7 @@ impl Target {
             || !self.former.is_empty() && is_former()
     }
 
-    /// Whether the image at `path` stands on this one.
+    /// Whether the image at `path` is a child of this one.
     fn carries(&self, path: &Path) -> io::Result<Stands> {
         let Some(raw) = Raw::glance(path)? else { return Ok(Stands::Elsewhere) };
         match lineage(&raw)? {
@@ -148,8 +147,8 @@ impl Target {
         }
     }
 
-    /// The same of one with the name of an image: what its head excludes is not read on. The name
-    /// may be of the other format than the image.
+    /// [`carries`](Self::carries) for a file with the name of an image. It reads no further than its head if that
+    /// excludes a child. The format may differ from the name's.
     fn carries_named(&self, path: &Path) -> io::Result<Stands> {
         let Some(raw) = Raw::glance(path)? else { return Ok(Stands::Elsewhere) };
         let of_another = |head: &Head| match head.parent {
@@ -157,7 +156,7 @@ impl Target {
             Some(Uuid::NIL) => false,
             Some(parent) => ![Some(parent), Some(head.uuid)].contains(&self.uuid),
         };
-        // A fixed VHD begins with what its guest has written, so its name counts first.
+        // A fixed VHD begins with data of its guest, so its name counts first.
         if Format::of_path(path) != Format::Qcow2 || !is_qcow2(&raw)? {
             if head(&raw).is_some_and(|head| of_another(&head)) {
                 return Ok(Stands::Elsewhere);
@@ -169,8 +168,7 @@ impl Target {
         Ok(self.carries_qcow2(backing_path(&raw)?))
     }
 
-    /// Whether the image at `path` stands on this one, with any number of others between the two but
-    /// not `except`.
+    /// Whether the image at `path` is below this one, with any number of images but `except` between the two.
     fn is_below(&self, path: &Path, except: Option<(u64, u64)>) -> io::Result<bool> {
         let Some(first) = Raw::glance(path)? else { return Ok(false) };
         let (mut images, mut seen) = (vec![first], HashSet::new());
@@ -201,7 +199,7 @@ impl Target {
                 return Ok(true);
             }
             let there = those_there(image.path(), parents)?;
-            // What is raw says nothing of a parent.
+            // A raw image has no parent.
             if !on_raw {
                 images.extend(glances(&there)?);
             }
@@ -209,8 +207,8 @@ impl Target {
         Ok(false)
     }
 
-    /// A VHD knows its parent by its UUID, too, which copies of it have as well. So if there is
-    /// something at its places, that counts, and if there is nothing, this one was moved away.
+    /// A VHD also names its parent by its UUID, which copies of the parent have as well. So if there is a file at one
+    /// of its paths, that counts. If there is none, this one was moved away from there.
     fn carries_vhd(&self, child: &Lineage) -> bool {
         let Some(parent) = &child.parent else { return false };
         let at_place = parent.paths.iter().any(|path| self.is(path));
@@ -220,17 +218,18 @@ impl Target {
         let moved = || !parent.paths.iter().any(names::exists);
         match self.uuid {
             Some(uuid) if uuid == parent.uuid => at_place || moved(),
-            // A coalesce of the two was interrupted behind the exchange of identities.
+            // A coalesce of the two was interrupted after the exchange of identities.
             Some(uuid) if uuid == child.uuid => at_place,
             _ => false,
         }
     }
 }
 
-/// The absolute path of a file, with its folder freed of links. The last name may be a link: that is how the
-/// file was named.
+/// The absolute path of a file, with its folder freed of links. The last name may be a link: the user named the file by
+/// that.
 ///
 /// # Errors
+/// The path has no last name, or its folder cannot be found.
 /// The path has no last name, or its folder cannot be found.
 pub fn absolute(path: &Path) -> io::Result<PathBuf> {
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
@@ -238,7 +237,7 @@ pub fn absolute(path: &Path) -> io::Result<PathBuf> {
     Ok(names::canonicalize(folder.unwrap_or(Path::new(".")))?.join(name))
 }
 
-/// Those of the places of an image's parent where something is.
+/// Those places of an image's parent at which a file exists.
 fn those_there(child: &Path, parents: Vec<PathBuf>) -> io::Result<Vec<PathBuf>> {
     let (there, missing): (Vec<_>, Vec<_>) =
         parents.into_iter().partition(|path| names::exists(path));
@@ -259,7 +258,7 @@ fn glances(paths: &[PathBuf]) -> io::Result<Vec<Raw>> {
     Ok(found)
 }
 
-/// Whether a file is a mount itself (`mount --bind`): its other name is in a folder that nobody knows.
+/// Whether a file is a mount itself (`mount --bind`): its other name is in an unknown folder.
 ///
 /// # Errors
 /// The file cannot be examined.
@@ -270,7 +269,7 @@ pub fn is_mount_point(file: &Path) -> io::Result<bool> {
     Ok(mount(file)? != mount(file.parent().unwrap_or(Path::new("/")))?)
 }
 
-/// A parent that marks are of, and who asks for them.
+/// A parent whose marks are examined, and the image that asks.
 struct Asked<'a> {
     target: &'a Target,
     except: Option<(u64, u64)>,
@@ -296,7 +295,7 @@ impl Family for Asked<'_> {
     }
 }
 
-/// Looks for images that stand on the one at `parent`, besides `except`.
+/// Searches for children of the image at `parent`, besides `except`.
 ///
 /// # Errors
 /// The parent itself cannot be examined.
@@ -314,18 +313,18 @@ pub fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result<Childr
     let file = names::canonicalize(parent)?;
     let names = names(&file, &mut found)?;
     let place = Place::lasting(&file)?;
-    // Who has served the image until now has looked at the others.
+    // The process that has served the image so far has examined the others.
     if ask != Ask::Marked {
         target.former = marks::former_names(&file, &place, ask == Ask::All).unwrap_or_default();
     }
-    // What has the path of a child that was moved says nothing of that.
+    // The file at the path of a child that was moved proves nothing about the child.
     let may_count =
         |line: &Line| line.mark().is_none_or(|mark| counts(&mark.child) || mark.is_displaced());
     let is_its = |line: &Line| line.is_of(&place) && may_count(line);
     for name in &target.former {
         marked(name, &target, except, is_its, &mut found);
     }
-    // What else stands on another image that has the name now is that one's.
+    // If another image has a former name now, files that name it are that image's children.
     target.former.retain(|name| !names::exists(name));
     for name in &names {
         marked(name, &target, except, may_count, &mut found);
@@ -342,12 +341,12 @@ pub fn look(parent: &Path, except: Option<&Path>, ask: Ask) -> io::Result<Childr
 /// Whether the chain of the image at `path` leads to the one at `parent`.
 ///
 /// # Errors
-/// One of the chain cannot be examined.
+/// An image of the chain cannot be examined.
 pub fn is_below(parent: &Path, path: &Path) -> io::Result<bool> {
     Target::of(parent)?.is_below(path, None)
 }
 
-/// The names that a file has in its folder; nobody knows what stands on the others.
+/// The names of a file in its folder. Children of its names in other folders cannot be found.
 fn names(file: &Path, found: &mut Children) -> io::Result<Vec<PathBuf>> {
     let meta = names::metadata(file)?;
     if meta.nlink() <= 1 || meta.file_type().is_block_device() {
@@ -376,7 +375,7 @@ fn names(file: &Path, found: &mut Children) -> io::Result<Vec<PathBuf>> {
     Ok(names)
 }
 
-/// Other names of a child: who merges it leaves them what it was, on a parent that changes.
+/// Other names of a child: a merge leaves them its old state, on a parent that changes.
 fn other_names(file: &Path, found: &mut Children) -> io::Result<()> {
     let names = names(file, found)?;
     let other = names.into_iter().find(|name| name != file && !is_unfinished(name));
@@ -384,14 +383,13 @@ fn other_names(file: &Path, found: &mut Children) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a name is that of an image that is being made. After a crash it may be one more name of
-/// an image that was finished.
+/// Whether the name is that of an image that is being made. After a crash it may be a second name of a finished image.
 fn is_unfinished(path: &Path) -> bool {
     let name = path.as_os_str().as_bytes();
     [NEW, PARTIAL].iter().any(|suffix| name.ends_with(suffix.as_bytes()))
 }
 
-/// Those that the marks name.
+/// Examines the files that the marks name.
 fn marked(
     file: &Path,
     target: &Target,
@@ -426,7 +424,7 @@ fn marked(
     }
 }
 
-/// Those in the folder.
+/// Examines the files of the folder.
 fn in_folder(
     file: &Path,
     target: &Target,
@@ -467,7 +465,7 @@ fn in_folder(
     }
 }
 
-/// Also as one of QEMU's that is not read here: it may stand on one that is.
+/// Whether the name is that of an image, also of QEMU's other formats: they may have a parent of a known format.
 fn is_named_as_image(path: &Path) -> bool {
     let is_foreign = || path.extension().is_some_and(|end| end == "qed" || end == "qcow");
     Format::of_path(path) != Format::Raw || is_foreign()
@@ -477,19 +475,19 @@ fn is_file(path: &Path) -> bool {
     names::metadata(path).is_ok_and(|meta| meta.is_file())
 }
 
-/// Notes beside the image in `file` that `mark` is of a child of it, and forgets those that are gone.
+/// Adds `mark`, of a child of the image in `file`, to the image's list, and removes marks of children that are gone.
 ///
 /// # Errors
-/// That is not durable.
+/// The list cannot be made durable.
 pub fn leave_mark(directory: &dyn Directory, file: &Path, mark: &Mark) -> io::Result<Held> {
     let (target, place) = (Target::of(file)?, Place::lasting(file)?);
     marks::leave(directory, file, mark, |line| reviewed(line, &target, &place))
 }
 
-/// Forgets a mark of a child of the image in `file` that was not made, and those that are gone.
+/// Removes the mark of a child that was not made, and marks of children that are gone.
 ///
 /// # Errors
-/// That is not durable.
+/// The list cannot be made durable.
 pub fn take_mark_back(directory: &dyn Directory, file: &Path, mark: &Mark) -> io::Result<()> {
     let (target, place) = (Target::of(file)?, Place::lasting(file)?);
     let is_it = |line: &Line| line.mark() == Some(mark);
@@ -497,10 +495,10 @@ pub fn take_mark_back(directory: &dyn Directory, file: &Path, mark: &Mark) -> io
     marks::review(directory, file, keep)
 }
 
-/// What becomes of a line of an image's list when that is written anew.
+/// Decides what happens to a line when an image's list is rewritten.
 fn reviewed(line: Line, target: &Target, place: &Place) -> Option<Line> {
     let Line::Mark(mark) = line else { return Some(line) };
-    // One that had this name before may have the child.
+    // The image that had this name before may be the child's parent.
     let is_anothers = mark.is_of_another(place) && names::exists(&mark.child);
     match mark.state(&Asked { target, except: None }) {
         State::Child(path) if path == mark.child => Some(Line::Mark(mark.refreshed())),
@@ -509,13 +507,13 @@ fn reviewed(line: Line, target: &Target, place: &Place) -> Option<Line> {
     }
 }
 
-/// The lists that have marks of an image, and what it is: see [`forget_all`].
+/// The lists with marks of an image, and its identity: see [`forget_all`].
 pub struct Lists(Vec<PathBuf>, Place);
 
 /// Finds the lists with marks of the image in `file`.
 ///
 /// # Errors
-/// It cannot be examined.
+/// The image cannot be examined.
 pub fn lists(file: &Path) -> io::Result<Lists> {
     let place = Place::lasting(file)?;
     let mut names = marks::former_names(file, &place, false)?;
@@ -523,10 +521,10 @@ pub fn lists(file: &Path) -> io::Result<Lists> {
     Ok(Lists(names, place))
 }
 
-/// Forgets all marks of an image, which may have another name by now. Those of others stay.
+/// Removes all marks of an image, which may have been renamed since. Marks of other images stay.
 ///
 /// # Errors
-/// That is not durable.
+/// The lists cannot be made durable.
 pub fn forget_all(directory: &dyn Directory, Lists(names, place): &Lists) -> io::Result<()> {
     for name in names.iter().filter(|name| names::exists(marks::beside(name))) {
         let is_own = Some(name) == names.last();
@@ -540,11 +538,11 @@ pub fn forget_all(directory: &dyn Directory, Lists(names, place): &Lists) -> io:
     Ok(())
 }
 
-/// What stands on an image will stand on the one in `file`, which gets its name: the lines say so, and
-/// are found wherever that is renamed to.
+/// Transfers the marks of an image to the one in `file`, which will get its name. They name the new parent, and are
+/// found after it is renamed.
 ///
 /// # Errors
-/// That is not durable.
+/// The lists cannot be made durable.
 pub fn inherit(
     directory: &dyn Directory,
     Lists(names, place): &Lists,
@@ -557,11 +555,11 @@ pub fn inherit(
     Ok(())
 }
 
-/// Refuses to write to an image that others stand on. The image is open and locked, so that no image is put
-/// on it meanwhile. Nobody knows whether an image stands on a block device, so none is refused.
+/// Refuses to write to an image that has children. The image is open and locked, so no child can be made meanwhile.
+/// Children of a block device cannot be found, so a device is never refused.
 ///
 /// # Errors
-/// `Refused`: an image stands on it, or may do so. `Io`: that could not be found out.
+/// `Refused`: the image has a child, or may have one. `Io`: the search failed.
 pub fn check_none(medium: &Raw, ask: Ask) -> Result<(), DiskError> {
     if !medium.is_file() {
         return Ok(());
@@ -569,7 +567,7 @@ pub fn check_none(medium: &Raw, ask: Ask) -> Result<(), DiskError> {
     let path = medium.path();
     let what = format!("cannot open image {} for writing", path.display());
     let look = || match names::metadata(path)?.nlink() {
-        // What stands on it has named it, and it has no name any more.
+        // The file has no name any more, so its children cannot find it.
         0 => Ok(Children::default()),
         _ => look(path, None, ask),
     };

@@ -1,4 +1,4 @@
-//! A chain is opened from its leaf on: each image says where the next one may be.
+//! Opens a chain from its leaf on: each image names its parent.
 
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use ferrite_host::names;
 use super::format::ParentNames;
 use super::layer::Layer;
 
-/// Memory for the tables of a chain that stay there as a whole: 32 VHDs of 2,040 GiB each.
+/// Memory for tables of a chain that are kept completely: 32 VHDs of 2,040 GiB each.
 const MAX_TABLE_BYTES: u64 = 256 << 20;
 
 /// Opens an image and its parents. The leaf is opened as the options say, parents read-only.
@@ -21,8 +21,8 @@ pub(super) fn open_chain(name: &ImageName, options: &OpenOptions) -> Result<Vec<
     }
 }
 
-/// Opens an image and its parents as far as these can be opened. The error says why the chain ends there.
-/// The leaf is opened as the options say, parents read-only.
+/// Opens an image and its parents, as many of these as can be opened. The error tells why the chain ends there. The
+/// leaf is opened as the options say, parents read-only.
 ///
 /// # Errors
 /// The leaf cannot be opened.
@@ -31,8 +31,8 @@ pub fn open_as_far(
     options: &OpenOptions,
 ) -> Result<(Vec<Layer>, Option<DiskError>), DiskError> {
     let mut layers = vec![Layer::open(name, options)?];
-    // How many there are is known at the end; until then each gets little, so that a chain that
-    // is made to harm takes little, too (threats.md T17).
+    // The length of the chain is not known yet. Until then each layer gets little, so a hostile chain also takes little
+    // (threats.md T17).
     let metadata_bytes = options.metadata_bytes / 16;
     let (read_only, opened, format_said) = (true, None, false);
     let parents = OpenOptions { read_only, metadata_bytes, opened, format_said, ..options.clone() };
@@ -51,8 +51,7 @@ pub fn open_as_far(
     Ok((layers, end))
 }
 
-/// Tables that stay in memory as a whole add up: a file that is all hole can have 32 MiB of them
-/// (threats.md T17).
+/// Bounds the tables that are kept completely: a sparse file may have 32 MiB of them (threats.md T17).
 fn check_tables(layers: &[Layer]) -> Result<(), DiskError> {
     let bytes: u64 = layers.iter().map(Layer::table_bytes).sum();
     if bytes <= MAX_TABLE_BYTES {
@@ -123,7 +122,7 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
     }
 }
 
-/// Paths as they are from the root, in one line.
+/// Absolute paths in one line.
 fn whole(paths: &[&PathBuf]) -> String {
     let whole = |path: &&PathBuf| {
         let whole = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
@@ -132,7 +131,7 @@ fn whole(paths: &[&PathBuf]) -> String {
     paths.iter().map(whole).collect::<Vec<_>>().join(", ")
 }
 
-/// Whether there is a folder, a pipe or a socket.
+/// Whether the path is a folder, a pipe or a socket.
 fn is_no_medium(path: &Path) -> bool {
     names::metadata(path).is_ok_and(|meta| {
         let kind = meta.file_type();
@@ -140,8 +139,8 @@ fn is_no_medium(path: &Path) -> bool {
     })
 }
 
-/// Whether what was opened by a parent's name may be one: the name may have led elsewhere when it
-/// was checked, since whoever has a folder can swap links in it at any moment.
+/// Refuses a file that was opened by a parent's name and is not allowed. The name may have led elsewhere when it was
+/// checked: the owner of a folder can replace links in it at any moment.
 fn check_opened(
     leaf: &Layer,
     child: &Path,

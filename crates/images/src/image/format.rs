@@ -1,7 +1,7 @@
-//! The duties of a format as a layer of a chain.
+//! The interface of a format as a layer of a chain.
 //!
-//! A new format is a folder with a type that does this, a variant of [`Format`] and of
-//! [`Layer`](super::Layer), and what the tools want to know of it (`tools/formats/`).
+//! A new format is a folder with a type that implements it, a variant of [`Format`] and of [`Layer`](super::Layer), and
+//! the functions that the tools need (`tools/formats/`).
 
 use std::fmt;
 use std::io;
@@ -17,46 +17,46 @@ use super::mapping::Mapping;
 
 /// An image's names of its parent.
 pub struct ParentNames {
-    /// The parent's name there.
+    /// The parent's name in the image.
     pub(crate) name: String,
-    /// Where it may be, the likeliest first.
+    /// The possible places of the parent, the likeliest first.
     pub candidates: Vec<ImageName>,
 }
 
-/// What an open image does as a layer of a chain. Of what reads and writes, all but `find`, `load` and `unpack`
-/// is asked of the leaf only.
+/// An open image as a layer of a chain. Of the methods for reading and writing, only `find`, `load` and `unpack` are
+/// called for parents; the others for the leaf only.
 #[allow(async_fn_in_trait, reason = "the futures stay on the thread that makes them")]
 pub trait ImageFormat: fmt::Display {
     /// Its name.
     fn format(&self) -> Format;
 
-    /// The bytes of the virtual disk that this layer knows of.
+    /// The size of the virtual disk of this layer, in bytes.
     fn bytes(&self) -> u64;
 
-    /// The file or device that it is in.
+    /// The file or device of the image.
     fn medium(&self) -> &Raw;
 
-    /// Memory for tables that stay there as a whole.
+    /// Memory for tables that are kept completely.
     fn table_bytes(&self) -> u64 {
         0
     }
 
-    /// Memory for metadata that can be read again.
+    /// Sets the memory for metadata that can be read again.
     fn set_metadata_bytes(&mut self, _: usize) {}
 
-    /// Its names of its parent; none: it has none.
+    /// Its names of its parent; `None`: it has no parent.
     fn parents(&self) -> Result<Option<ParentNames>, DiskError> {
         Ok(None)
     }
 
-    /// For a read. No waiting, no lock.
+    /// Finds a range for a read. It does not wait and takes no lock.
     fn find(&self, offset: u64, len: u64) -> Mapping;
 
-    /// For a write; may set space aside.
+    /// Finds a place for a write; it may allocate space.
     fn reserve(&self, below: impl Backing, offset: u64, len: u64) -> Mapping;
 
-    /// The data of a placed write was given to the kernel: it is visible from now on, in memory
-    /// and in the journal.
+    /// Called when the data of a placed write were given to the kernel. They become visible, in memory and in the
+    /// journal.
     fn written(&self, _offset: u64, _len: u64) {}
 
     /// Reads the metadata that [`find`](Self::find) lacked at `offset`.
@@ -64,13 +64,13 @@ pub trait ImageFormat: fmt::Display {
         Ok(())
     }
 
-    /// Makes [`reserve`](Self::reserve) answer for the range: metadata loaded, space in the file, room
-    /// in the journal.
+    /// Enables [`reserve`](Self::reserve) to answer for the range: it loads metadata, and makes space in the file and
+    /// room in the journal.
     async fn prepare(&self, _: &Port, _offset: u64, _len: u64) -> io::Result<()> {
         Ok(())
     }
 
-    /// Writes `buf`, at most what `reserve` said, and copies what is around it from below.
+    /// Writes `buf`, no more than `reserve` said, and copies the data around it from below.
     async fn write_copying(
         &self,
         port: &Port,
@@ -86,15 +86,15 @@ pub trait ImageFormat: fmt::Display {
         port.io.read_exact(file, offset, buf).await
     }
 
-    /// Flush: everything that was answered is durable, data and metadata. Once it has failed
-    /// because of a sync, the next process finds what a power cut would have left: the guest was
-    /// told. Where only a write was told, it finds what was answered.
+    /// Flush: all answered writes become durable, data and metadata. If it failed because of a sync, the next process
+    /// finds the state after a power cut: the guest got an error. If only a write failed, the next process finds all
+    /// answered writes.
     async fn commit(&self, port: &Port) -> io::Result<()>;
 
     /// See `Disk::witness_syncs`.
     fn witness_syncs(&self, witness: Weak<dyn SyncWitness>);
 
-    /// Whether a sync has failed, and so nothing is committed any more. A look at memory.
+    /// Whether a sync has failed, so that nothing is committed any more. Reads memory only.
     fn is_faulty(&self) -> bool;
 
     /// See `Disk::discard_part`.
@@ -116,30 +116,29 @@ pub trait ImageFormat: fmt::Display {
         zeros: Span,
     ) -> io::Result<()>;
 
-    /// Who hears of operations' ends; none: its places never become another's while it is open.
+    /// The epochs that are told when operations end; `None`: places are not reused while the image is open.
     fn epochs(&self) -> Option<&Arc<Epochs>> {
         None
     }
 
-    /// Whether there is something for [`commit`](Self::commit) to do besides a sync. A look at
-    /// memory.
+    /// Whether [`commit`](Self::commit) has to do more than a sync. Reads memory only.
     fn is_dirty(&self) -> bool {
         false
     }
 
-    /// The parts that a reader has recovered of a process that died: ranges of the disk in bytes,
-    /// start and length, that are at least in part of that.
+    /// The parts that a reader has recovered from a dead process's journal: ranges of the disk in bytes, start and
+    /// length. At least a part of each was recovered.
     fn recovered(&self) -> Vec<(u64, u64)> {
         Vec::new()
     }
 
-    /// By which its journal is found; none: it has no journal.
+    /// The identity by which its journal is found; `None`: it has no journal.
     fn journal_identity(&self) -> io::Result<Option<Identity>> {
         Ok(None)
     }
 
-    /// A commit, and everything that makes the image complete for other programs. It fails as
-    /// [`commit`](Self::commit) does: a cluster that was copied may be lost with what was flushed
-    /// long ago, and the next process must not put it in the place of the old one.
+    /// Commits, and makes the image complete for other programs. After [`commit`](Self::commit) has failed it fails,
+    /// too: a copied cluster may be lost together with data that were flushed long ago, and the next process must not
+    /// use it in place of the old one.
     async fn close(&self, port: &Port) -> io::Result<()>;
 }

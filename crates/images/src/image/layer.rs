@@ -18,10 +18,10 @@ use crate::open_raw;
 use crate::qcow2::Qcow2;
 use crate::vhd::Vhd;
 
-/// One open image of a chain, whatever its format is. [`ImageFormat`] says what it does.
+/// One open image of a chain, whatever its format is. [`ImageFormat`] is its interface.
 #[derive(Debug)]
 pub enum Layer {
-    /// Byte for byte; the last of a chain.
+    /// A raw image, the last of a chain.
     Raw(Raw),
     /// Microsoft's format.
     Vhd(Vhd),
@@ -29,8 +29,7 @@ pub enum Layer {
     Qcow2(Box<Qcow2>),
 }
 
-/// Does the same with a layer whatever its format is: the one place where one becomes another. With
-/// `as mut` it is changed.
+/// Dispatches to the layer's format: the one place for this. With `as mut` the layer is borrowed mutably.
 #[macro_export]
 macro_rules! each_format {
     ($layer:expr, $image:ident $(as $mut:tt)? => $done:expr) => {
@@ -68,13 +67,13 @@ impl Layer {
         each_format!(self, image => ImageFormat::format(image))
     }
 
-    /// The size in bytes of the disk that this layer knows of.
+    /// The size of the virtual disk of this layer, in bytes.
     #[inline]
     pub fn bytes(&self) -> u64 {
         each_format!(self, image => ImageFormat::bytes(image))
     }
 
-    /// The file or device that it is in.
+    /// The file or device of the image.
     #[inline]
     pub fn medium(&self) -> &Raw {
         each_format!(self, image => ImageFormat::medium(image))
@@ -88,15 +87,15 @@ impl Layer {
         each_format!(self, image as mut => ImageFormat::set_metadata_bytes(image, bytes))
     }
 
-    /// Where its parent may be, as it says itself. None: it has no parent.
+    /// The possible places of its parent, as the image names it. `None`: it has no parent.
     ///
     /// # Errors
-    /// It has one, and does not tell where.
+    /// It has a parent, and its name cannot be read.
     pub fn parents(&self) -> Result<Option<ParentNames>, DiskError> {
         each_format!(self, image => ImageFormat::parents(image))
     }
 
-    /// Refuses a parent that the image says it was not made on.
+    /// Refuses a parent that is not the one recorded in the image.
     pub(super) fn accepts_parent(&self, parent: &Layer) -> Result<(), DiskError> {
         match (self, parent) {
             (Layer::Vhd(child), Layer::Vhd(parent)) => child.accepts_parent(parent),
@@ -104,8 +103,7 @@ impl Layer {
         }
     }
 
-    /// Says where the beginning of a range is read from, from memory alone. `offset` and `len` are in bytes
-    /// of the disk.
+    /// Finds the beginning of a range for a read, from memory alone. `offset` and `len` are in bytes of the disk.
     pub fn find(&self, offset: u64, len: u64) -> Mapping {
         each_format!(self, image => ImageFormat::find(image, offset, len))
     }
@@ -203,10 +201,10 @@ impl Layer {
         each_format!(self, image => ImageFormat::recovered(image))
     }
 
-    /// Whether a process that died has answered what is not in its file yet.
+    /// Whether a dead process has left answered writes in a journal that are not in the file yet.
     ///
     /// # Errors
-    /// Its journal cannot be looked for.
+    /// The journal cannot be looked for.
     pub fn has_journal(&self, dir: Option<&Path>) -> Result<bool, DiskError> {
         let identity =
             each_format!(self, image => ImageFormat::journal_identity(image)).map_err(|e| {

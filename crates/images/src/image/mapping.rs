@@ -1,10 +1,10 @@
-//! The answer of a layer to the question where a range is.
+//! A layer's answer for a range.
 
-/// A layer's place for the beginning of a range. Lengths are bytes from its start, never 0;
-/// offsets are in the layer's file.
+/// A layer's answer for the beginning of a range. Lengths are bytes from its start, never 0; offsets are in the layer's
+/// file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mapping {
-    /// The layer has it. A write goes there, and [`Layer::written`] follows it.
+    /// The layer has data. A write goes there, and [`Layer::written`] follows it.
     ///
     /// [`Layer::written`]: crate::ImageFormat::written
     Data {
@@ -18,15 +18,16 @@ pub enum Mapping {
         /// Bytes.
         len: u64,
     },
-    /// The layer has nothing: the one below is asked.
+    /// The layer has no data: the one below is asked.
     Backing {
         /// Bytes.
         len: u64,
     },
-    /// The table that says it is not in memory: [`Layer::load`], for a write [`Layer::prepare`], and the
-    /// question is repeated.
+    /// The table for the range is not in memory. After [`Layer::load`], or for a write [`Layer::prepare`], the caller
+    /// asks again.
     ///
     /// [`Layer::load`]: crate::Layer::load
+    /// [`Layer::prepare`]: crate::ImageFormat::prepare
     /// [`Layer::prepare`]: crate::ImageFormat::prepare
     Miss {
         /// Bytes.
@@ -39,7 +40,7 @@ pub enum Mapping {
         /// Bytes.
         len: u64,
     },
-    /// A write needs what is around it copied first: only [`Layer::write_copying`] writes it.
+    /// A write must copy the data around it first: only [`Layer::write_copying`] writes it.
     ///
     /// [`Layer::write_copying`]: crate::ImageFormat::write_copying
     Cow {

@@ -1,14 +1,12 @@
-//! A disk whose sectors lie in images with metadata: a chain of layers, the leaf first.
+//! A disk in images with metadata: a chain of layers, the leaf first.
 //!
-//! The first layer that answers for a sector wins; what none has is zeros. Only the leaf is ever
-//! written. On the hot path ([`Image::map`], [`Image::written`]) nothing waits and no lock is taken
-//! for metadata that is in memory; what is not there, and whatever allocates or commits, is an
-//! `async fn` on the caller's [`Port`].
+//! The first layer that has a sector wins; sectors that none has are zeros. Only the leaf is written. On the hot path
+//! ([`Image::map`], [`Image::written`]) no call waits and no lock is taken, if the metadata are in memory. Missing
+//! metadata, allocation and commits are `async fn`s on the caller's [`Port`].
 //!
-//! A write goes: `map` says where (space for it may be set aside by that), the data is written,
-//! [`Image::written`] makes it visible in memory and in the journal, the guest is answered. The
-//! metadata on the medium follows with the next [`Image::flush`], in the order that the format's
-//! `commit` gives.
+//! A write: `map` gives the place (it may allocate space), the data are written, [`Image::written`] makes them visible
+//! in memory and in the journal, the guest gets the answer. The metadata reach the medium with the next
+//! [`Image::flush`], in the order of the format's `commit`.
 
 use std::fmt;
 use std::future::Future;
@@ -45,7 +43,7 @@ pub use recovery::Unrecovered;
 use parent_sync::ParentSync;
 use shortcut::{GROUP_BYTES, Owner, Owners, PAGE_BYTES, Shortcut};
 
-/// The shortcut's part of the memory for metadata.
+/// The shortcut's share of the memory for metadata.
 const SHORTCUT_SHARE: usize = 4;
 
 /// A chain of layers, open and locked.
@@ -53,18 +51,18 @@ const SHORTCUT_SHARE: usize = 4;
 pub struct Image {
     /// The leaf first.
     layers: Box<[Layer]>,
-    /// Of a chain that is long enough for it.
+    /// The shortcut of a chain that is long enough for one.
     shortcut: Option<Shortcut>,
     parent_sync: ParentSync,
-    /// A parent has parts that only this host's memory knows of; see [`recovery`].
+    /// A parent has parts that only this host's journal has; see [`recovery`].
     is_above_journal: bool,
 }
 
-/// The layers below one.
+/// The layers below a layer.
 #[derive(Clone, Copy)]
 struct Below<'a> {
     layers: &'a [Layer],
-    /// Index of the first of them in the chain, and so of its file.
+    /// Index of the first of them in the chain, and of its file.
     first: usize,
 }
 
@@ -84,10 +82,10 @@ impl Backing for Below<'_> {
 }
 
 impl Image {
-    /// Opens and locks the chain of images that begins with `name`. Nothing is written by that.
+    /// Opens and locks the chain of images that begins with `name`. It writes nothing.
     ///
     /// # Errors
-    /// One of the images cannot be opened; the text says which, and why.
+    /// One of the images cannot be opened; the text tells which, and why.
     pub fn open(name: &ImageName, options: &OpenOptions) -> Result<Image, DiskError> {
         let layers = chain::open_chain(name, options)?;
         let bytes = layers.first().map_or(0, Layer::bytes);
@@ -96,7 +94,7 @@ impl Image {
         Ok(Image::of(layers, shortcut))
     }
 
-    /// Opens one image without its parents, to merge it into them: what it does not have is zeros.
+    /// Opens one image without its parents, to merge it into them: data that it lacks are zeros.
     ///
     /// # Errors
     /// It cannot be opened.
@@ -110,7 +108,7 @@ impl Image {
         Image { layers: layers.into(), shortcut, parent_sync, is_above_journal }
     }
 
-    /// Closes the parents, and gives the leaf by itself.
+    /// Closes the parents, and returns the leaf.
     pub fn into_leaf(self) -> Option<Layer> {
         self.layers.into_iter().next()
     }
@@ -134,7 +132,7 @@ impl Image {
         self.leaf().bytes() / SECTOR_BYTES
     }
 
-    /// The file or device that the leaf is in.
+    /// The file or device of the leaf.
     #[inline]
     pub fn medium(&self) -> &Raw {
         self.leaf().medium()
@@ -145,8 +143,8 @@ impl Image {
         self.layers.iter().flat_map(|layer| layer.medium().files()).collect()
     }
 
-    /// Says where the beginning of a range is to be written, in bytes; never blocks. Where nothing is, that is a
-    /// place that nothing names yet.
+    /// Finds the place for a write of the beginning of a range, in bytes; never blocks. An unallocated range gets a new
+    /// place that no metadata refer to yet.
     pub fn reserve(&self, offset: u64, len: u64) -> Extent {
         match self.leaf().reserve(self.below_leaf(), offset, len) {
             Mapping::Data { offset, len } => Extent::Data { file: 0, offset, len },
@@ -158,8 +156,8 @@ impl Image {
         }
     }
 
-    /// Says where the beginning of a range is read from, in bytes; never blocks. The leaf answers, or the layers
-    /// below it; for a single page the shortcut does.
+    /// Finds the beginning of a range for a read, in bytes; never blocks. The leaf answers, or the layers below it; for
+    /// a single page the shortcut does.
     pub fn map(&self, offset: u64, len: u64) -> Extent {
         let len = match self.leaf().find(offset, len) {
             Mapping::Data { offset, len } => return Extent::Data { file: 0, offset, len },
@@ -182,12 +180,12 @@ impl Image {
     fn map_page(&self, shortcut: &Shortcut, page: u64, offset: u64, len: u64) -> Extent {
         match shortcut.get(page) {
             Some(Owner::Nobody) => Extent::Zeros { len },
-            // What it knew then it may have to read again.
+            // Its metadata may have been evicted since then.
             Some(Owner::Layer(layer)) => find(&self.layers[layer..=layer], layer, offset, len),
             Some(Owner::Ask) => self.below_leaf().map(offset, len),
             None => {
                 let extent = self.below_leaf().map(offset, len);
-                // What is not in memory of this page is not of its neighbours either.
+                // If this page's metadata are not in memory, those of its neighbours are not either.
                 if !matches!(extent, Extent::Slow { .. }) {
                     let group = offset / GROUP_BYTES;
                     let below = self.below_leaf();
@@ -199,13 +197,13 @@ impl Image {
         }
     }
 
-    /// Makes visible what was written where [`reserve`](Self::reserve) said, in memory and in the journal.
+    /// Makes data visible that were written to the place from [`reserve`](Self::reserve), in memory and in the journal.
     #[inline]
     pub fn written(&self, offset: u64, len: u64) {
         self.leaf().written(offset, len);
     }
 
-    /// Fills `buf` with what the disk has at `offset`.
+    /// Fills `buf` with the disk's data at `offset`.
     ///
     /// # Errors
     /// Errors of the kernel. `InvalidData`: metadata is damaged.
@@ -214,13 +212,13 @@ impl Image {
         self.while_mapped(read(&self.layers, 0, map, port, offset, buf)).await
     }
 
-    /// For a queue that maps: the leaf hears by it when the queue's operations have ended. None: the leaf's places
-    /// never become another's.
+    /// A reader for a queue that maps: it tells the leaf when the queue's operations have ended. `None`: the leaf's
+    /// places are not reused.
     pub fn reader(&self) -> Option<Reader> {
         self.leaf().epochs().map(Epochs::reader)
     }
 
-    /// Runs steps that map, and that use what they have mapped.
+    /// Runs steps that map, and use the places that they got.
     pub async fn while_mapped<T>(&self, steps: impl Future<Output = T>) -> T {
         match self.leaf().epochs() {
             Some(epochs) => epochs.during(steps).await,
@@ -265,7 +263,7 @@ impl Image {
         Ok(())
     }
 
-    /// Whether the leaf has changes of metadata that are not on the medium. A look at memory.
+    /// Whether the leaf has changes of metadata that are not on the medium. Reads memory only.
     #[inline]
     pub fn is_dirty(&self) -> bool {
         self.leaf().is_dirty()
@@ -277,13 +275,13 @@ impl Image {
         self.leaf().witness_syncs(witness);
     }
 
-    /// Whether a sync has failed, and so nothing is committed any more. A look at memory.
+    /// Whether a sync has failed, so that nothing is committed any more. Reads memory only.
     #[inline]
     pub fn is_faulty(&self) -> bool {
         self.leaf().is_faulty() || self.parent_sync.is_faulty()
     }
 
-    /// Makes all that was written durable, in the leaf and in its parents.
+    /// Makes all written data durable, in the leaf and in its parents.
     ///
     /// # Errors
     /// Errors of the kernel.
@@ -293,8 +291,8 @@ impl Image {
         parent_sync
     }
 
-    /// Discards the beginning of a range, and returns how many bytes that was. Nothing is given up above a
-    /// parent's journal: the guest would read what that says, and after a power cut something else.
+    /// Discards the beginning of a range, and returns its bytes. Above a parent's journal nothing is discarded: the
+    /// guest would read the journal's data, and other data after a power cut.
     ///
     /// # Errors
     /// As [`write`](Self::write); `Unsupported`: the medium has no discard.
@@ -343,7 +341,7 @@ impl fmt::Display for Image {
     }
 }
 
-/// The part of `left` bytes that a layer has answered for.
+/// The bytes of a layer's answer, at most `left`.
 fn part(len: u64, left: usize) -> io::Result<usize> {
     match usize::try_from(len).unwrap_or(left).min(left) {
         0 => Err(io::Error::new(io::ErrorKind::InvalidData, "a layer answered for no bytes")),
@@ -351,7 +349,7 @@ fn part(len: u64, left: usize) -> io::Result<usize> {
     }
 }
 
-/// The first layer that answers for the beginning of a range.
+/// The answer of the first layer that has the beginning of a range.
 fn find(layers: &[Layer], first: usize, offset: u64, len: u64) -> Extent {
     let mut len = len;
     for (i, layer) in layers.iter().enumerate() {
@@ -367,7 +365,7 @@ fn find(layers: &[Layer], first: usize, offset: u64, len: u64) -> Extent {
     Extent::Zeros { len }
 }
 
-/// Reads where `map` says, which knows these layers.
+/// Reads the ranges that `map` finds in these layers.
 async fn read(
     layers: &[Layer],
     first: usize,
@@ -399,8 +397,8 @@ async fn read(
     Ok(())
 }
 
-/// Has the layer that could not answer at once load its metadata, or unpack its data into `buf`.
-/// Returns the bytes that are in `buf` now.
+/// Has the layer that could not answer at once load its metadata, or unpack its data into `buf`. Returns the bytes that
+/// are in `buf` now.
 async fn read_slow(
     layers: &[Layer],
     first: usize,

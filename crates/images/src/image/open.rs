@@ -1,4 +1,4 @@
-//! Opening what a disk lies in: locked, and for writing only if no image stands on it.
+//! Opens the files and devices of disks: locked, and for writing only if the image has no children.
 
 use std::path::Path;
 
@@ -8,38 +8,37 @@ use crate::children::{self, Ask};
 use crate::qcow2::Qcow2;
 use crate::vhd::Vhd;
 
-/// Opens a disk that is nothing but a file or device, as the options say. What is wrong with it is
-/// found before anything else is done, and nothing is written.
+/// Opens a raw disk on a file or device, as the options say. Errors are found before anything else is done, and nothing
+/// is written.
 ///
 /// # Errors
-/// It cannot be opened or locked, or an image stands on it; the text says why, and what to do.
+/// It cannot be opened or locked, or it has a child; the text tells why, and the next step.
 pub fn open_raw(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
     unwritten(path, Raw::lock_disk(path, options), options)
 }
 
-/// Opens what a store is in: of any size, and accessed in blocks of 4096 bytes.
+/// Opens the medium of a store: of any size, and accessed in blocks of 4096 bytes.
 ///
 /// # Errors
-/// It cannot be opened or locked, or an image stands on it; the text says why, and what to do.
+/// It cannot be opened or locked, or it has a child; the text tells why, and the next step.
 pub fn open_store(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
     unwritten(path, Raw::lock_store(path, options), options)
 }
 
-/// Opens what an image with metadata is in, or shall be: of any size, and accessed in sectors.
+/// Opens the medium of an image with metadata, which may be yet to be made: of any size, and accessed in sectors.
 ///
 /// # Errors
-/// It cannot be opened or locked, or an image stands on it; the text says why, and what to do.
+/// It cannot be opened or locked, or it has a child; the text tells why, and the next step.
 pub fn open_medium(path: &Path, options: &OpenOptions) -> Result<Raw, DiskError> {
     unwritten(path, Raw::lock_medium(path, options), options)
 }
 
 impl Vhd {
-    /// Opens and locks the image at `path`. Its whole table is read and checked; nothing is
-    /// written. What a process that died has left in the journal is recovered. Its parent is not
-    /// opened.
+    /// Opens and locks the image at `path`. Its whole table is read and checked; nothing is written. The journal of a
+    /// process that died is recovered. Its parent is not opened.
     ///
     /// # Errors
-    /// It cannot be opened or locked, or makes no sense; the text says where and what.
+    /// It cannot be opened or locked, or is invalid; the text tells where and why.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<Vhd, DiskError> {
         Vhd::of(open_medium(path, options)?, options)
     }
@@ -52,7 +51,7 @@ impl Qcow2 {
     }
 }
 
-/// The medium, if nobody stands on what is to be written.
+/// The medium, if it has no child or is only read.
 fn unwritten(
     path: &Path,
     medium: Result<Raw, Unopened>,
@@ -70,7 +69,7 @@ fn unwritten(
     Ok(medium)
 }
 
-/// Nobody has the permission to write to it. The kernel lets root do it all the same.
+/// The error for a file without write permission. The kernel would let root write it nevertheless.
 fn protected(path: &Path) -> DiskError {
     let of_mode = "it is read-only by its mode";
     let help = format!("{READ_ONLY}, or make a new image on it (ferrite image clone)");

@@ -1,9 +1,8 @@
-//! Flushing what was written to a disk's images before they were parents.
+//! Syncs data that were written to a disk's images before they became parents.
 //!
-//! If another program puts an image on one whose backend was killed, the guest goes on with the new
-//! one, and takes a flush for all that was answered before. What the dead process had written is
-//! perhaps not on the medium yet; no record says so if it only replaced what was there. So the
-//! first flush syncs the parents, too. Nobody writes to them from then on.
+//! If another program makes a child of an image whose backend was killed, the guest goes on with the child, and expects
+//! a flush to cover all earlier answers. The dead process's writes may not be on the medium yet; if they only replaced
+//! data, no record tells of them. So the first flush syncs the parents, too. No process writes to them from then on.
 
 use std::fmt;
 use std::io;
@@ -18,7 +17,7 @@ use super::layer::Layer;
 
 const DUE: u8 = 0;
 const DONE: u8 = 1;
-/// A sync has failed, and the kernel tells that once.
+/// A sync has failed. The kernel reports that once.
 const FAULTY: u8 = 2;
 
 /// Whether the parents are synced; see the module text.
@@ -29,7 +28,7 @@ pub(super) struct ParentSync {
 }
 
 impl ParentSync {
-    /// Of a chain of so many layers.
+    /// The state for a chain of so many layers.
     pub(super) fn new(layers: usize) -> ParentSync {
         let state = if layers > 1 { DUE } else { DONE };
         ParentSync {
@@ -39,12 +38,12 @@ impl ParentSync {
         }
     }
 
-    /// Tells this one of a failed sync before anybody else hears of it.
+    /// Sets the witness that is told first of a failed sync.
     pub(super) fn witness(&self, witness: Weak<dyn SyncWitness>) {
         self.witnesses.add(witness, || self.is_faulty());
     }
 
-    /// The kernel has forgotten what was not written.
+    /// Notes a failed sync: the kernel has dropped the data.
     fn fail(&self, e: &io::Error) {
         self.witnesses.tell(e, || self.state.store(FAULTY, Ordering::Release));
     }

@@ -1,9 +1,9 @@
-//! Recovery of what only this host's memory knows of a disk's parents: it becomes the leaf's.
+//! Recovery of a parent's journal into the leaf.
 //!
-//! If another program puts an image on one whose backend was killed, what was answered is in the
-//! journal of a parent, which nobody writes to any more. The guest takes a flush for all of that,
-//! too, and the journal does not outlive the host: so the leaf gets a copy, before the disk is used.
-//! A journal that a killed coalesce has left costs nothing: the leaf has what it says.
+//! If another program makes a child of an image whose backend was killed, answered writes are in the journal of a
+//! parent, which no process writes to any more. The guest expects a flush to cover them, and the journal does not
+//! outlive the host. So the leaf gets a copy before the disk is used. The journal of a killed coalesce costs nothing:
+//! the leaf has its data.
 
 use std::io;
 
@@ -12,19 +12,19 @@ use ferrite_disk_base::{Port, SECTOR_BYTES};
 use super::Image;
 use super::mapping::Mapping;
 
-/// A part of the disk that a parent has from its journal, at least in part.
+/// A part of the disk that a parent has from its journal, at least partly.
 #[derive(Clone, Copy, Debug)]
 pub struct Unrecovered {
     /// Index of the parent in the chain.
     layer: usize,
     /// First byte of the disk.
     pub start: u64,
-    /// The byte behind the last one.
+    /// The first byte after it.
     pub end: u64,
 }
 
 impl Image {
-    /// The parts of the disk that only the journal of a parent knows, as long as nothing was loaded or written.
+    /// The parts of the disk that only a parent's journal has, before anything was loaded or written.
     pub fn unrecovered(&self) -> Vec<Unrecovered> {
         let bytes = self.sectors() * SECTOR_BYTES;
         let parents = self.layers.iter().enumerate().skip(1);
@@ -39,10 +39,11 @@ impl Image {
         parts.filter(|part| part.start < part.end).collect()
     }
 
-    /// Says of a part, from the byte `at` on, whether the leaf needs a copy (it has nothing there, and the parent
-    /// has), and for how many bytes that is so.
+    /// Tells for a part, from the byte `at` on, whether the leaf needs a copy (it has no data there, and the parent
+    /// has), and for how many bytes that holds.
     ///
     /// # Errors
+    /// Those of reading metadata.
     /// Those of reading metadata.
     pub async fn lacks(&self, port: &Port, part: Unrecovered, at: u64) -> io::Result<(bool, u64)> {
         let (own, len) = self.has(port, 0, at, part.end - at).await?;
@@ -52,7 +53,7 @@ impl Image {
         self.has(port, part.layer, at, len).await
     }
 
-    /// Whether a layer answers for the beginning of a range, and how long that is so.
+    /// Whether a layer has the beginning of a range, and for how many bytes that holds.
     async fn has(&self, port: &Port, layer: usize, at: u64, len: u64) -> io::Result<(bool, u64)> {
         loop {
             match self.layers[layer].find(at, len) {

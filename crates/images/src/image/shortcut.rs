@@ -1,12 +1,11 @@
-//! Which of the layers below the leaf answers for a page, remembered.
+//! A cache of which layer below the leaf has a page.
 //!
-//! Those layers do not change while they are open, so an answer stays true; without this, a read
-//! behind a long chain asks each layer, and each answer is a cache miss or two. Pages, because that
-//! is what small reads are; larger ranges ask the layers, and have fewer requests to do it for.
+//! Those layers do not change while they are open, so an answer stays true. Without the cache, a read from a long chain
+//! asks each layer, and each answer costs a cache miss or two. It holds pages, because small reads have that size;
+//! larger ranges ask the layers, and have fewer requests to do it for.
 //!
-//! A layer's knowledge of the pages around the one that is asked for stands in the same cache line,
-//! so a miss finds out about a whole group of them. A page takes a byte here, so that the table of a
-//! disk in use stays in the processor's cache.
+//! A layer's entries of neighbouring pages are in the same cache line, so a miss looks up a whole group of them. A page
+//! takes a byte here, so the table of a disk in use stays in the processor's cache.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -16,22 +15,22 @@ use super::mapping::Mapping;
 /// The unit in bytes.
 pub(super) const PAGE_BYTES: u64 = 4096;
 
-/// Pages that are found out about together.
+/// Pages that are looked up together.
 const GROUP_PAGES: u64 = 64;
 pub(super) const GROUP_BYTES: u64 = GROUP_PAGES * PAGE_BYTES;
 
 /// With fewer layers below the leaf there is nothing to gain.
 const MIN_BELOW: usize = 2;
 
-/// Pages of an entry,
+/// Pages of an entry.
 const ENTRY_PAGES: u64 = 8;
-/// bits of each,
+/// Bits of each page's owner in an entry.
 const OWNER_BITS: u32 = 6;
-/// and what is above them: which pages they are of those that share the entry.
+/// The position of the tag in an entry, above the owners: which of the pages that share the entry it holds.
 const TAG_SHIFT: u32 = ENTRY_PAGES as u32 * OWNER_BITS;
 
-/// Owners in an entry; from the last on the layers by their index in the chain, the first of which
-/// is 1.
+/// The owner of a page that was not looked up. From `LAYERS` on, owners are layers by their index in the chain, the
+/// first of which is 1.
 const UNKNOWN: u64 = 0;
 const NOBODY: u64 = 1;
 const ASK: u64 = 2;
@@ -41,23 +40,23 @@ const MAX_LAYER: u64 = (1 << OWNER_BITS) - 1 - LAYERS;
 /// The layer that has a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Owner {
-    /// The layer with this index has all of it, in one piece.
+    /// The layer with this index has the whole page, in one piece.
     Layer(usize),
     /// It reads as zeros.
     Nobody,
-    /// The layers know: it is in several places.
+    /// The page is in several places: the layers have to be asked.
     Ask,
 }
 
-/// A table with an entry for each eight pages by their number modulo its size; those that come later
-/// take the place of those before. Written and read by all queues, each entry for itself.
+/// A table with an entry for each eight pages, by their number modulo its size; later pages replace earlier ones.
+/// Written and read by all queues, each entry atomically.
 #[derive(Debug)]
 pub(super) struct Shortcut {
     entries: Box<[AtomicU64]>,
 }
 
 impl Shortcut {
-    /// For a disk of so many bytes; none for a short chain.
+    /// The shortcut of a disk of so many bytes; `None` for a short chain.
     pub(super) fn new(layers: usize, disk_bytes: u64, budget_bytes: usize) -> Option<Shortcut> {
         if layers <= MIN_BELOW {
             return None;
@@ -96,7 +95,7 @@ impl Shortcut {
         }
     }
 
-    /// Remembers who has the pages of a group.
+    /// Stores the owners of the pages of a group.
     pub(super) fn put(&self, group: u64, owners: &Owners) {
         for (i, owners) in owners.0.chunks_exact(ENTRY_PAGES as usize).enumerate() {
             let (entry, tag) = self.entry(group * GROUP_PAGES + i as u64 * ENTRY_PAGES);
@@ -111,23 +110,23 @@ fn code(owner: Option<Owner>) -> u64 {
         None => UNKNOWN,
         Some(Owner::Nobody) => NOBODY,
         Some(Owner::Layer(layer)) if layer as u64 <= MAX_LAYER => layer as u64 + LAYERS,
-        // The rest of a very long chain is asked.
+        // Layers beyond the limit of an entry have to be asked.
         Some(Owner::Layer(_) | Owner::Ask) => ASK,
     }
 }
 
-/// The layers that have the pages of a group; none: not known without I/O.
+/// The owners of the pages of a group; `None`: not known without I/O.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Owners([Option<Owner>; GROUP_PAGES as usize]);
 
 impl Owners {
-    /// The share of these layers, the first of which has index `first` in the chain, in a group of
-    /// a disk that ends at `disk_bytes`.
+    /// Looks up the owners of a group in these layers, the first of which has index `first` in the chain, of a disk
+    /// that ends at `disk_bytes`.
     pub(super) fn of(layers: &[Layer], first: usize, group: u64, disk_bytes: u64) -> Owners {
         let mut owners = [None; GROUP_PAGES as usize];
         let start = group * GROUP_BYTES;
         let bytes = disk_bytes.saturating_sub(start).min(GROUP_BYTES);
-        // A bit for each page that nobody has answered for yet.
+        // A bit for each page without an owner so far.
         let mut open = mask(0, bytes.div_ceil(PAGE_BYTES));
         for (i, layer) in layers.iter().enumerate() {
             for (from, to) in runs(std::mem::take(&mut open)) {
@@ -137,7 +136,7 @@ impl Owners {
                     let at = page * PAGE_BYTES;
                     let found = layer.find(start + at, end - at);
                     let (len, answer) = answer(found, first + i);
-                    // Up to the disk's end, where a page may be cut off, or to the last whole one.
+                    // Up to the disk's end, which may cut a page off, or to the last whole page.
                     let upto = match at + len {
                         upto if upto >= end => to,
                         upto => upto / PAGE_BYTES,
@@ -167,7 +166,7 @@ enum Answer {
     Below,
 }
 
-/// The bytes that it is about, and the answer.
+/// The length of a mapping, and the answer.
 fn answer(found: Mapping, layer: usize) -> (u64, Answer) {
     match found {
         Mapping::Data { len, .. } => (len, Answer::Is(Some(Owner::Layer(layer)))),
@@ -222,7 +221,7 @@ mod tests {
             assert_eq!(table.get(page as u64), owner, "page {page}");
         }
         table.put(1, &all(Some(Owner::Layer(2))));
-        // 128 pages have a place of their own.
+        // Pages 0 to 127 do not share entries.
         assert_eq!((table.get(128), table.get(128 * 77)), (None, None));
         table.put(2, &all(Some(Owner::Nobody)));
         assert_eq!((table.get(0), table.get(128)), (None, Some(Owner::Nobody)));

@@ -1,4 +1,4 @@
-//! The shortcut beside the layers themselves.
+//! Compares the shortcut with the layers themselves.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -25,8 +25,8 @@ fn session(name: &ImageName, metadata_bytes: usize) -> Session {
     Session::new(disk, |arena| kind.open(arena, 32)).unwrap()
 }
 
-/// A layer of each kind and more, each longer than its parent, no end at the end of a page, with
-/// writes of single sectors, pages and many pages in each.
+/// A layer of each kind and more, each longer than its parent, none ending at a page boundary, with writes of single
+/// sectors, pages and many pages in each.
 fn chain(dir: &Path, random: &mut SplitMix64) -> ImageName {
     let kind = test_engine();
     let workshop = ImageTools {
@@ -64,7 +64,7 @@ fn chain(dir: &Path, random: &mut SplitMix64) -> ImageName {
     parent.unwrap()
 }
 
-/// Where each sector of a range is, none for zeros; none at all if that takes I/O.
+/// The place of each sector of a range, `None` for zeros; no result if that takes I/O.
 fn sectors(
     map: impl Fn(u64, u64) -> Extent,
     offset: u64,
@@ -88,7 +88,7 @@ fn sectors(
 
 #[test]
 fn the_shortcut_says_what_the_layers_say() {
-    // Room for all, and for next to nothing: then entries take each other's places.
+    // One budget has room for all pages. The other has room for few, so entries replace each other.
     for (seed, metadata_bytes) in [(1, 16 << 20), (2, 16 << 20), (3, 0)] {
         let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();
         let mut random = SplitMix64::new(seed);
@@ -104,7 +104,7 @@ fn the_shortcut_says_what_the_layers_say() {
             let in_page = (8 - first % 8).min(all - first);
             let len = (1 + random.below(in_page)) * SECTOR_BYTES;
             let offset = first * SECTOR_BYTES;
-            // So that it is in memory, for a while at least.
+            // The read loads the metadata, for a while at least.
             open.read(offset, &mut vec![0; len as usize]).unwrap();
             let quick = sectors(|offset, len| image.map(offset, len), offset, len);
             let slow = sectors(|o, len| find(&image.layers, 0, o, len), offset, len);

@@ -1,4 +1,4 @@
-//! Bringing the disk up to date.
+//! Commits: brings the disk up to date.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -12,12 +12,12 @@ use crate::qcow2::alloc::state::State;
 use crate::qcow2::tables::changes::{L1_KEYS, l1_key};
 use crate::qcow2::tables::meta;
 
-/// Commits that it may take at a close until nothing is left to write.
+/// The most commits of a close until nothing is left to write.
 const MAX_LAST_COMMITS: usize = 1 << 20;
 
-/// What a commit takes with it.
+/// The changes that a commit writes.
 struct Dirty {
-    /// Counts, and clusters on their way to be free.
+    /// Counts, and clusters that are becoming free.
     clusters: clusters::Dirty,
     /// Slices of tables.
     slices: Vec<u64>,
@@ -25,7 +25,7 @@ struct Dirty {
     l1: Vec<usize>,
 }
 
-/// A commit under way. One whose task was dropped has failed.
+/// A commit in progress. If its task was dropped it has failed.
 struct Commit<'a> {
     image: &'a Qcow2,
     dirty: Dirty,
@@ -39,19 +39,18 @@ impl Drop for Commit<'_> {
 }
 
 impl Qcow2 {
-    /// A flush: all that was answered is durable, the data and what makes them visible.
+    /// A flush: all answered writes become durable, the data and the metadata that refer to them.
     ///
     /// The order of writes:
-    /// 1. counts that may go down, since a commit before has removed the reference durably;
-    ///    counts of new clusters; sync. The sync also makes all data durable that were written to
-    ///    new clusters, and what new tables were filled with.
-    /// 2. entries of tables and of L1, which make new clusters and tables reachable; sync. Those
-    ///    of new tables, too: a commit that failed may have written what refers to the table.
+    /// 1. Counts that may be lowered, since an earlier commit has removed the reference durably; counts of new
+    ///    clusters; sync. The sync also makes all data durable that were written to new clusters, and the contents of
+    ///    new tables.
+    /// 2. Entries of tables and of L1, which make new clusters and tables reachable; sync. Entries in new tables are
+    ///    written here, too: a failed commit may have written an entry that refers to such a table.
     ///
-    /// A cut of the power in 1 leaves clusters with a count and no reference; in 2, any subset of
-    /// the entries: each refers to what 1 has made durable. Each entry is within a sector, so it is
-    /// old or new. What changes after the beginning belongs to the next commit: its entries are
-    /// left out, because their counts may not have been written.
+    /// A power cut in 1 leaves clusters with a count and no reference. In 2 it leaves any subset of the entries: each
+    /// refers to data that 1 has made durable. Each entry is within a sector, so it is old or new. Changes after the
+    /// beginning belong to the next commit: their entries are left out, because their counts may not have been written.
     pub(crate) async fn commit(&self, port: &Port) -> io::Result<()> {
         self.base.commits.join(&port.io, self.commit_alone(port)).await
     }
@@ -65,8 +64,8 @@ impl Qcow2 {
         done
     }
 
-    /// A commit without a change. What a process had replaced on disk before it died, and was
-    /// recovered from it, is without a reference once that is durable.
+    /// A commit without a change. A cluster that a dead process had replaced on disk, as recovery found, loses its
+    /// reference once that is durable.
     async fn sync_and_leave(&self, port: &Port) -> io::Result<()> {
         self.base.sync(port).await?;
         let mut state = self.state();
@@ -156,19 +155,19 @@ impl Qcow2 {
                     self.cache.pin(self.slice(key).0, -1);
                 }
             } else if changes.changed.insert(key, old).is_some() && key < L1_KEYS {
-                // It was pinned by both.
+                // Both changes had pinned it.
                 self.cache.pin(self.slice(key).0, -1);
             }
         }
         clusters.end_commit(&mut dirty.clusters, done);
     }
 
-    /// The last commit, and what other programs expect of an image that nobody uses: no count too
-    /// high, no unused space behind the end. Counts that are too low are a repair's.
+    /// The last commit. It makes the image as other programs expect one that is not in use: no count too high, no
+    /// unused space after the end. Counts that are too low are left to a repair.
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
         let _alone = self.base.commits.pause(&port.io).await?;
         {
-            // Places that were given to writes that failed.
+            // Places given to failed writes.
             let mut state = self.state();
             let state = &mut *state;
             for (cluster, host) in std::mem::take(&mut state.pending) {

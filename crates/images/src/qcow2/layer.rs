@@ -1,4 +1,4 @@
-//! What a layer of a chain answers: from memory here, and by other files of this folder where it waits.
+//! The answers of a qcow2 layer: from memory here, and from other files of this folder where it waits.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -35,8 +35,8 @@ impl ImageFormat for Qcow2 {
         size_of_val(&*self.l1) as u64
     }
 
-    /// Memory for entries that can be read again. What was recovered from a process that died,
-    /// to be written, stays where it is.
+    /// Sets the memory for entries that can be read again. Entries recovered from a dead process, which have to be
+    /// written, are kept.
     fn set_metadata_bytes(&mut self, bytes: usize) {
         if self.state().changes.changed.is_empty() {
             self.cache = Cache::new(bytes, self.cache.slice_entries());
@@ -50,9 +50,9 @@ impl ImageFormat for Qcow2 {
         }))
     }
 
-    /// Where the beginning of a range is read: from memory, without a lock.
+    /// Finds the beginning of a range for a read: from memory, without a lock.
     fn find(&self, offset: u64, len: u64) -> Mapping {
-        // Behind the end of a parent that is shorter than its child there are zeros.
+        // Past the end of a parent that is shorter than its child the disk is zeros.
         let len = match self.bytes().checked_sub(offset) {
             None | Some(0) => return Mapping::Zeros { len },
             Some(left) => len.min(left),
@@ -69,12 +69,11 @@ impl ImageFormat for Qcow2 {
         }
     }
 
-    /// Where the beginning of a range is written. Data for a place are made visible by
-    /// [`written`](Self::written).
+    /// Finds the place for a write of the beginning of a range. [`written`](Self::written) makes the data visible.
     fn reserve(&self, below: impl Backing, offset: u64, len: u64) -> Mapping {
         let (cluster, within) = self.split(offset);
         let slow = Mapping::Miss { len: len.min(self.cluster_bytes() - within) };
-        // An entry's flag counts only in a table that is the image's own.
+        // An entry's flag counts only in a table that this image does not share.
         if !self.writable(self.l1_entry(cluster)) {
             return slow;
         }
@@ -97,13 +96,13 @@ impl ImageFormat for Qcow2 {
         }
     }
 
-    /// The data of a placed write were given to the kernel: from now on they are what is read, and
-    /// they survive this process. Memory only.
+    /// Called when the data of a placed write were given to the kernel: from now on they are read, and they survive
+    /// this process. Changes memory only.
     fn written(&self, offset: u64, len: u64) {
         let first = offset >> self.header.cluster_bits;
         let last = (offset + len - 1) >> self.header.cluster_bits;
         for cluster in first..=last {
-            // None: evicted, and so not pinned by a place given.
+            // `None`: evicted, and so not pinned by a place given.
             if self.entry(cluster).is_some_and(|e| self.in_place(e).is_none()) {
                 let mut state = self.state();
                 if let Some(host) = state.pending.remove(&cluster) {
@@ -192,14 +191,14 @@ impl ImageFormat for Qcow2 {
     }
 }
 
-/// Why a cluster got no place.
+/// The reason why a cluster got no place.
 enum Why {
     Slow,
     Copy,
 }
 
 impl Qcow2 {
-    /// What clusters of the same kind, and in one piece, there are from the first entry on.
+    /// The run of clusters of one kind, adjacent in the file, from the first entry on.
     fn scan(&self, entries: &[AtomicU64], within: u64, len: u64) -> Mapping {
         let size = self.cluster_bytes();
         let clusters = (within + len).div_ceil(size).min(entries.len() as u64) as usize;
@@ -226,8 +225,8 @@ impl Qcow2 {
         }
     }
 
-    /// Data behind the end of the file: an image may end within its last cluster, and what is not
-    /// there reads as zeros. Whole clusters outside are damage.
+    /// Cuts data off at the end of the file: an image may end within its last cluster, and missing bytes read as zeros.
+    /// Whole clusters outside are damage.
     fn clip(&self, offset: u64, len: u64) -> Mapping {
         let limit = self.alloc.limit();
         if offset < limit {
@@ -241,7 +240,7 @@ impl Qcow2 {
         }
     }
 
-    /// A place for clusters that have none that they may be written to.
+    /// Gives a place to clusters without one, for a write.
     fn place_fresh(&self, below: impl Backing, offset: u64, len: u64) -> Mapping {
         let (cluster, within) = self.split(offset);
         let size = self.cluster_bytes();
@@ -276,8 +275,7 @@ impl Qcow2 {
         }
     }
 
-    /// The place of one cluster that has none, the same for all that write to it at once. With
-    /// `expected`, only if it is that one.
+    /// The place of one cluster without one, the same for concurrent writes. With `expected`, only if it is that place.
     fn place_cluster(
         &self,
         state: &mut State,
@@ -285,11 +283,11 @@ impl Qcow2 {
         expected: Option<u64>,
     ) -> Result<u64, Why> {
         let same = |host| expected.is_none_or(|e| e == host);
-        // A range may go on in another table, and in memory it may be one that is shared.
+        // The range may continue in another table, which may be shared.
         if !self.writable(self.l1_entry(cluster)) {
             return Err(Why::Slow);
         }
-        // Again, under the lock: the entry may have changed.
+        // Read again under the lock: the entry may have changed.
         let entry = self.entry(cluster).ok_or(Why::Slow)?;
         if let Some(host) = self.in_place(entry) {
             return if same(host) { Ok(host) } else { Err(Why::Slow) };
@@ -317,7 +315,7 @@ impl Qcow2 {
         let Some((host, _)) = state.clusters.take() else { return Err(Why::Slow) };
         let host = host * self.cluster_bytes();
         state.pending.insert(cluster, host);
-        // Until it is visible: `written` cannot wait for the slice.
+        // Pinned until the data are visible: `written` cannot wait for the slice.
         self.cache.pin(self.slice(cluster).0, 1);
         Ok(host)
     }

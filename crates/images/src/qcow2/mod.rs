@@ -1,25 +1,23 @@
 //! qcow2, versions 2 and 3.
 //!
-//! A guest's cluster is found through L1 (whole in memory) and a slice of an L2 table (cached);
-//! reads and writes of what has its place take no lock and change nothing. A cluster without one
-//! gets a place from a run of fresh clusters, whose space reads as zeros, so a write of a part of
-//! it needs no copying unless a backing file has data below. Copying, tables, refcounts and
-//! commits are slow paths.
+//! A guest's cluster is found through L1 (whole in memory) and a slice of an L2 table (cached). Reads and writes of
+//! clusters with a place take no lock and change nothing. A cluster without one gets a place from a run of fresh
+//! clusters, whose space reads as zeros. So a write of a part of it needs no copy unless a backing file has data below.
+//! Copies, tables, refcounts and commits are slow paths.
 //!
 //! * `format`: the structures, as pure code over bytes.
-//! * `tables`: slices of tables in memory, what of them is dirty, and how metadata is read and written.
+//! * `tables`: slices of tables in memory, their dirty entries, and I/O of metadata.
 //! * `alloc`: the allocator, and the states of a cluster of the file.
-//! * `write`: what takes more than a place that is there: new tables, copies, zeros.
-//! * `ready`: what the header says of the one who writes.
-//! * `commit` and `recovery`: what is dirty becomes durable, and what a dead process had answered.
-//! * `maintenance`: what is done to an image besides serving it.
+//! * `write`: writes that need more than an existing place: new tables, copies, zeros.
+//! * `ready`: the changes of the header before the first write.
+//! * `commit` and `recovery`: dirty state becomes durable, and a dead process's journal is replayed.
+//! * `maintenance`: changes of images that are not served.
 //!
-//! # What survives what
-//! The order of writes is with `Qcow2::commit`. On disk, a refcount is never smaller
-//! than the number of references: after a cut of the power clusters may be leaked, nothing else.
-//! Clusters that are free, or come free, are used before the file grows (`reuse`).
-//! What a guest discards in a file keeps its place and loses its space (a hole). On a device its place
-//! is free, and becomes another's when nothing is on its way there any more (`epochs`).
+//! # After a crash
+//! `Qcow2::commit` has the order of writes. On disk, a refcount is never smaller than the number of references: after a
+//! power cut clusters may be leaked, nothing else. Clusters that are free, or become free, are used before the file
+//! grows (`reuse`). A discarded cluster in a file keeps its place and loses its space (a hole). On a device its place
+//! is free, and is reused when no operation on it is in flight any more (`epochs`).
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -63,7 +61,7 @@ const SLICE_BYTES: u64 = 4096;
 const TABLE_LOCKS: usize = 16;
 const CLUSTER_LOCKS: usize = 64;
 
-/// Entries that may differ from the disk's until a commit has to be made.
+/// The most entries that may differ from the disk's until a commit is needed.
 pub(super) const MAX_CHANGES: u32 = 1 << 16;
 
 /// An open qcow2 image, without its parents.
@@ -73,25 +71,24 @@ pub struct Qcow2 {
     l1: Box<[AtomicU64]>,
     cache: Cache,
     alloc: Allocator,
-    /// By cluster, sorted: entries that a dead process has answered for, where this one only
-    /// reads.
+    /// By cluster, sorted: entries that a dead process has answered for, if this process only reads.
     answered: Vec<(u64, u64)>,
-    /// The first write may begin: the header says what it has to.
+    /// The first write may begin: the header has been prepared.
     ready: AtomicBool,
     /// The autoclear features while this process writes: the mark of its journal, 0 without one.
     mark: u64,
-    /// Those that the header has.
+    /// The autoclear features in the header.
     autoclear: AtomicU64,
     /// The cluster that was unpacked last: its entry and its bytes.
     unpacked: Mutex<(u64, Vec<u8>)>,
     epochs: Arc<Epochs>,
-    /// Who makes the image ready for the first write.
+    /// Held by the task that prepares the image for the first write.
     readying: SharedLock,
-    /// Who holds scratch memory and may need more.
+    /// Held by a task that holds scratch memory and may need more.
     nested: SharedLock,
-    /// By L1 index: who loads a slice or makes a table.
+    /// By L1 index: held by a task that loads a slice or makes a table.
     tables: [SharedLock; TABLE_LOCKS],
-    /// By guest cluster: who replaces a cluster.
+    /// By guest cluster: held by a task that replaces a cluster.
     clusters: [SharedLock; CLUSTER_LOCKS],
 }
 
@@ -111,7 +108,7 @@ impl Qcow2 {
         self.header.cluster_bytes()
     }
 
-    /// Guest cluster and byte in it.
+    /// The guest cluster of an offset, and the byte in it.
     fn split(&self, offset: u64) -> (u64, u64) {
         (offset >> self.header.cluster_bits, offset & (self.cluster_bytes() - 1))
     }
@@ -150,19 +147,19 @@ impl Qcow2 {
         self.cache.read(slice, |entries| entries[i].load(Ordering::Acquire))
     }
 
-    /// Bytes from `offset` to the end of what one slice maps.
+    /// Bytes from `offset` to the end of the range of its slice.
     fn slice_left(&self, offset: u64) -> u64 {
         let mapped = self.cache.slice_entries() as u64 * self.cluster_bytes();
         mapped - offset % mapped
     }
 
-    /// Bytes from `offset` to the end of what one L2 table maps.
+    /// Bytes from `offset` to the end of the range of its L2 table.
     fn table_left(&self, offset: u64) -> u64 {
         let mapped = self.header.l2_entries() * self.cluster_bytes();
         mapped - offset % mapped
     }
 
-    /// Whether an entry's cluster may be written where it is.
+    /// The place of an entry's cluster, if it may be written there.
     fn in_place(&self, entry: u64) -> Option<u64> {
         match self.decode(entry)? {
             Cluster::Data { host, copied: true } => {
@@ -173,7 +170,7 @@ impl Qcow2 {
         }
     }
 
-    /// Whether a cluster that this layer does not have reads as zeros, as far as memory tells.
+    /// Whether a cluster that this layer lacks reads as zeros, as far as memory tells.
     fn zeros_below(&self, below: impl Backing, cluster: u64) -> bool {
         let size = self.cluster_bytes();
         let (mut at, end) = (cluster * size, ((cluster + 1) * size).min(self.bytes()));
@@ -186,13 +183,13 @@ impl Qcow2 {
         true
     }
 
-    /// Replaces an entry, for all threads and for the next process. The slice is in memory, its
-    /// table is the image's own, and the journal has room.
+    /// Replaces an entry, for all threads and for the next process. The slice is in memory, its table is not shared,
+    /// and the journal has room.
     fn publish(&self, state: &mut State, cluster: u64, new: u64) {
         debug_assert!(self.l1_entry(cluster) & COPIED != 0, "a shared table is changed");
         let (slice, i) = self.slice(cluster);
         let old = self.entry(cluster).unwrap_or(0);
-        // The record first: what can be read was noted.
+        // The record comes first: every entry that can be read is in the journal.
         if state.changes.note(cluster, old, new) {
             self.cache.pin(slice, 1);
         }
@@ -200,7 +197,7 @@ impl Qcow2 {
         self.leave(state, old, new);
     }
 
-    /// Notes which clusters an entry does not refer to any more.
+    /// Notes the clusters that the new entry does not refer to any more.
     fn leave(&self, state: &mut State, old: u64, new: u64) {
         let kept = self.decode(new).and_then(|c| c.host());
         match self.decode(old) {

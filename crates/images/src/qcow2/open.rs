@@ -1,5 +1,5 @@
-//! Opening: the header, L1 and the refcount table are read and checked, nothing is written, and
-//! what a process that died has left in the journal is recovered.
+//! Opening: reads and checks the header, L1 and the refcount table, writes nothing, and recovers the journal of a dead
+//! process.
 
 use std::io;
 use std::path::Path;
@@ -40,7 +40,7 @@ struct Tables {
 }
 
 impl Qcow2 {
-    /// The image in `medium`.
+    /// Opens the image in `medium`.
     pub(crate) fn of(medium: Raw, options: &OpenOptions) -> Result<Qcow2, DiskError> {
         let cannot = Cannot(format!("cannot open image {}", medium.path().display()));
         let read_only = medium.read_only();
@@ -51,7 +51,7 @@ impl Qcow2 {
         if !read_only {
             check_writable(&header, &cannot)?;
         }
-        // A mark tells, where there are marks.
+        // Images with a mark tell whether there is a journal.
         if options.unseen_state && (header.version < 3 || header.mark().is_some()) {
             journal::warn_unseen(&medium);
         }
@@ -100,9 +100,8 @@ impl Qcow2 {
         }
     }
 
-    /// The backing file: a path, from the image's own folder if it is not absolute, and a format
-    /// that the image says. Contents are not looked at for that, and other ways of naming that
-    /// qemu has (`nbd:...`, `json:...`) are refused.
+    /// The backing file: a path, relative to the image's own folder if it is not absolute, and a format that the image
+    /// names. The format is never guessed from the content, and QEMU's other names (`nbd:...`, `json:...`) are refused.
     pub(crate) fn parent(&self) -> Result<Option<ImageName>, DiskError> {
         let Some(backing) = &self.header.backing else { return Ok(None) };
         let path = self.base.medium.path();
@@ -120,7 +119,7 @@ impl Qcow2 {
             None => return refuse("it does not say which format its backing file has".into()),
         };
         let name = match backing.name.strip_prefix("file:") {
-            // QEMU takes another one from the folder that it runs in.
+            // QEMU takes such a path relative to its working directory.
             Some(absolute) if absolute.starts_with('/') => absolute,
             _ => &backing.name,
         };
@@ -134,8 +133,8 @@ impl Qcow2 {
 }
 
 impl Tables {
-    /// `all`: also those that only a writer needs, and who looks whether others have written since
-    /// a process died. Most parents are read without.
+    /// Reads the tables. `all`: also those that only a writer needs, and the check whether other programs have written
+    /// since a process died. Most parents are read without.
     fn read(
         medium: &Raw,
         header: Header,
@@ -166,7 +165,7 @@ impl Tables {
     }
 }
 
-/// The clusters of all tables, each once, inside of the file.
+/// The clusters of all tables, each once, within the file.
 fn metadata(
     header: &Header,
     l1: &[u64],
@@ -225,8 +224,8 @@ fn check_writable(header: &Header, cannot: &Cannot) -> Result<(), DiskError> {
     Ok(())
 }
 
-/// qcow2 has no identifier: its mark is one, while it is open. In version 2, which has no marks,
-/// what stays the same as long as the image is open does for one.
+/// The identity of an image. qcow2 has no identifier, so its mark is one while it is open. In version 2, which has no
+/// marks, fields that do not change while the image is open replace it.
 pub(super) fn identity(medium: &Raw, header: &Header) -> io::Result<Identity> {
     let mut id = [0; 16];
     if header.version < 3 {
@@ -269,8 +268,8 @@ impl Cannot {
         DiskError::new(kind, &self.0, e.to_string(), help)
     }
 
-    /// The mark that this process sets, the journal, and what is in it. `left`: something is. Who
-    /// only reads sets none, and leaves the journal as it is.
+    /// The mark that this process sets, the journal, and its records. `left`: there are any. A reader sets no mark, and
+    /// leaves the journal unchanged.
     fn journal(
         &self,
         dir: &Path,
@@ -293,8 +292,8 @@ impl Cannot {
         Ok((mark.unwrap_or(0), journal, records))
     }
 
-    /// The image's own journal, if that says something. Refused: it has lost its journal, as another
-    /// program has written to it, or somebody has put an older copy in its place.
+    /// The image's own journal, if it has records. Refused: the image has lost its journal, since another program has
+    /// written to it, or it was replaced by an older copy.
     fn find(
         &self,
         dir: Option<&Path>,
@@ -310,15 +309,15 @@ impl Cannot {
             return Err(self.lost(&here, header));
         }
         if header.mark().is_none() {
-            // Another image of version 2 may be just as large.
+            // Another image of version 2 may have the same size.
             (found.moved, found.original) = (None, None);
         }
         found.check(medium.path())?;
         Ok(found.own)
     }
 
-    /// Of an image of version 2 that has a journal. Refused: another program has written to it since
-    /// `left`.
+    /// The fingerprint of an image of version 2 that has a journal. Refused: another program has written to the image
+    /// since `left`.
     fn fingerprint(
         &self,
         dir: Option<&Path>,

@@ -1,4 +1,4 @@
-//! What an image says of whoever writes to it: the mark of the journal, and in version 2 the bait.
+//! Changes of an image for its writer: the mark of the journal, and in version 2 the bait.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -10,11 +10,10 @@ use crate::qcow2::alloc::grow::is_full;
 use crate::qcow2::format::header::AUTOCLEAR_AT;
 
 impl Qcow2 {
-    /// What has to be done before the first write, and so before the first change that only the
-    /// journal knows: the mark of that journal is in the header, durably, a file that ends
-    /// within a cluster is made longer, and all tables have space. Autoclear features of others
-    /// are cleared, since they are not kept up to date (one that stays would make other programs
-    /// believe a bitmap that lacks what is written now).
+    /// Prepares the image for the first write, and so for the first change that only the journal has. The mark of that
+    /// journal is written to the header, durably, a file that ends within a cluster is made longer, and all tables get
+    /// space. Other programs' autoclear features are cleared, since they are not maintained here: a bitmap flag that
+    /// stays would make other programs trust a bitmap that lacks these writes.
     pub(in crate::qcow2) async fn make_ready(&self, port: &Port) -> io::Result<()> {
         let _alone = self.readying.lock(&port.io).await?;
         if self.ready.load(Ordering::Acquire) {
@@ -26,7 +25,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The mark, and a file with whole clusters and without holes in its tables.
+    /// Writes the mark, and makes a file with whole clusters and without holes in its tables.
     async fn lengthen(&self, port: &Port) -> io::Result<()> {
         let _alone = self.alloc.pause(port).await?;
         self.set_autoclear(port, self.mark).await?;
@@ -34,7 +33,7 @@ impl Qcow2 {
         self.alloc.fill_holes_of_tables(port).await
     }
 
-    /// Lays the bait, where there is none and one is needed. Does without where there is no space.
+    /// Makes the bait, if there is none and one is needed. Without space there is none.
     async fn lay_bait(&self, port: &Port) -> io::Result<()> {
         if !self.state().needs_bait() {
             return Ok(());
@@ -48,9 +47,9 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Nothing is in the journal any more, so it need not be looked for. Before that is removed: a
-    /// process that dies in between leaves an empty one. A mark without a journal says nothing,
-    /// either; whoever writes after this sets it again.
+    /// Removes the mark: the journal is empty, so it need not be looked for. That comes before the journal is removed,
+    /// since a process that dies in between leaves an empty one. A mark without a journal means nothing, either; a
+    /// later writer sets it again.
     pub(super) async fn unmark(&self, port: &Port) -> io::Result<()> {
         let marked = self.mark != 0 && self.autoclear.load(Ordering::Acquire) == self.mark;
         if marked && self.state().changes.journal.len() == 0 {
@@ -60,7 +59,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Makes the header have these autoclear features, durably; version 2 has none.
+    /// Sets these autoclear features in the header, durably; version 2 has none.
     async fn set_autoclear(&self, port: &Port, features: u64) -> io::Result<()> {
         if self.autoclear.load(Ordering::Acquire) == features {
             return Ok(());

@@ -1,4 +1,4 @@
-//! What a process that died had answered, and no commit had made durable.
+//! Replays the journal of a dead process: its answered changes that no commit had made durable.
 
 use std::collections::HashSet;
 use std::io;
@@ -12,20 +12,20 @@ use crate::qcow2::format::header::be64;
 use crate::qcow2::tables::changes::L1_KEYS;
 use crate::qcow2::tables::meta::{TABLE_PIECE, read_whole};
 
-/// Bytes of tables that are read while the guest waits for its disk to come back: those of 512 GiB
-/// of data, with the usual clusters.
+/// The bytes of tables that are read while the guest waits for its disk: those of 512 GiB of data, with the usual
+/// clusters.
 const LOOKED_THROUGH_BYTES: u64 = 64 << 20;
 
 impl Qcow2 {
-    /// Makes what a dead process has answered for visible again. Its operations have ended: it
-    /// held the image's lock until then. Who may write has it among his changes; who may not, of
-    /// whom there may be several, lays it over what he reads, and leaves the journal as it is.
+    /// Makes the answered changes of a dead process visible again. Its operations have ended: it held the image's lock
+    /// until then. A writer takes them into its own changes. A reader, of which there may be several, lays them over
+    /// the tables that it reads, and leaves the journal unchanged.
     ///
-    /// A record is believed if the disk has the entry from before the change, or the one after
-    /// it: any other means that somebody else has written to the image since.
+    /// A record is valid if the disk has the entry from before the change, or the one after it: any other entry means
+    /// that another program has written to the image since.
     pub(super) fn recover(&mut self, records: Vec<Record>) -> io::Result<()> {
         let writable = !self.base.medium.read_only();
-        // L1 first: it says where the others' tables are.
+        // L1 first: it has the places of the other tables.
         let mut records = records;
         records.sort_unstable_by_key(|r| (r.key < L1_KEYS, r.key));
         if records.windows(2).any(|pair| pair[0].key == pair[1].key) {
@@ -50,7 +50,7 @@ impl Qcow2 {
                     self.leave_record(record.key, old, new);
                     self.state().changes.journal.release(record.slot);
                 } else if record.key < L1_KEYS {
-                    // Its table may be one that only a record refers to.
+                    // Only a record may refer to its table.
                     self.lay_over(record.key, new);
                 }
                 continue;
@@ -76,10 +76,9 @@ impl Qcow2 {
         self.check_unused(&counted).map(|_| ())
     }
 
-    /// Clusters that only records refer to have a count if a commit has come so far; or because
-    /// another program has given them to something else since. That one has taken the mark away by
-    /// which the journal was found, so where there is one, and many tables, they are not read. The
-    /// bytes that were.
+    /// Checks that clusters which only records refer to are not used otherwise. Such a cluster has a count if a commit
+    /// got so far, or if another program has allocated it since. Such a program has removed the mark by which the
+    /// journal was found. So an image with a mark and many tables is not read. Returns the bytes that were read.
     pub(super) fn check_unused(&self, clusters: &HashSet<u64>) -> io::Result<u64> {
         let tables = self.l1.iter().filter(|l1| l1.load(Ordering::Relaxed) & entry::OFFSET != 0);
         let bytes = tables.count() as u64 * self.cluster_bytes();
@@ -111,7 +110,7 @@ impl Qcow2 {
         Ok(bytes)
     }
 
-    /// The entry of a record's key, which is in memory from then on.
+    /// Loads the entry of a record's key into memory; returns it.
     fn entry_on_disk(&self, key: u64) -> io::Result<u64> {
         if key >= L1_KEYS {
             let entry = self.l1.get((key - L1_KEYS) as usize);
@@ -148,7 +147,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Records come in the order of their keys, those of L1 first. The slice is in memory.
+    /// Lays a record over an entry. Records come in the order of their keys, those of L1 first. The slice is in memory.
     fn lay_over(&mut self, key: u64, new: u64) {
         if key >= L1_KEYS {
             self.l1[(key - L1_KEYS) as usize].store(new, Ordering::Relaxed);
@@ -159,9 +158,9 @@ impl Qcow2 {
         self.answered.push((key, new));
     }
 
-    /// What is in a table that only a record of L1 refers to is as little on the disk as the record,
-    /// though the table itself may have it: a process between the dead one and this one has then
-    /// taken its records for done. What the table before it had too is not of that.
+    /// Lays the entries of a table over, if only a record of L1 refers to that table. They are as little on the disk as
+    /// the record, though they may be in the table: a process between the dead one and this one has then taken its
+    /// records for done. Entries that the table before it had, too, are not among them.
     fn lay_table_over(&mut self, index: u64, old: u64) -> io::Result<()> {
         let table = |entry: u64| -> io::Result<Vec<u64>> {
             let bytes = match entry & entry::OFFSET {
@@ -183,8 +182,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The entries of a slice whose bytes were read: those of the file, and over them what a dead
-    /// process has answered for and this one cannot write.
+    /// The entries of a slice whose bytes were read: those of the file, overlaid by a dead process's records that this
+    /// process cannot write.
     pub(super) fn entries_of(&self, slice: u64, bytes: &[u8]) -> Vec<u64> {
         let mut entries: Vec<u64> = bytes.chunks_exact(8).map(|e| be64(e, 0)).collect();
         let first = slice * self.cache.slice_entries() as u64;
@@ -198,13 +197,13 @@ impl Qcow2 {
         entries
     }
 
-    /// The commit under way has replaced `old` on disk, but not lowered its count yet.
+    /// Notes the cluster of `old`: a dead process's commit has replaced it on disk, but may not have lowered its count.
     fn leave_record(&self, key: u64, old: u64, new: u64) {
         let old = if key >= L1_KEYS { old & !COPIED } else { old };
         self.leave(&mut self.state(), old, new);
     }
 
-    /// Whether an entry of a table refers to what is a table itself.
+    /// Whether an entry of a table refers to a cluster of metadata.
     pub(super) fn overlaps_metadata(&self, entry: u64) -> bool {
         let host = self.decode(entry).as_ref().and_then(Cluster::host);
         host.is_some_and(|h| self.alloc.is_table(h >> self.header.cluster_bits))

@@ -25,7 +25,7 @@ mod reuse;
 mod trouble;
 mod upgrade;
 
-/// A reactor and the way to one file.
+/// A reactor and a port to one file.
 fn port_to(raw: &Raw) -> (Reactor, Port) {
     let arena = Arena::new(2 << 20).unwrap();
     let kind = test_engine();
@@ -37,7 +37,7 @@ fn port_to(raw: &Raw) -> (Reactor, Port) {
 }
 
 fn options() -> OpenOptions {
-    // The kernel lets go of a dead ring's files some time later.
+    // The kernel releases a dead ring's files some time later.
     let wait_for_lock = Some(std::time::Duration::from_secs(10));
     OpenOptions { wait_for_lock, ..OpenOptions::default() }
 }
@@ -73,7 +73,7 @@ fn with_qcow2<T>(session: &Session, look: impl FnOnce(&Qcow2) -> T) -> T {
     look(qcow2_of(session.disk()))
 }
 
-/// What QEMU finds: 0 nothing, 2 errors, 3 leaks; none where it is not installed.
+/// QEMU's result: 0 nothing, 2 errors, 3 leaks; `None` where it is not installed.
 fn qemu_check(path: &Path) -> Option<i32> {
     let output = Command::new("qemu-img").args(["check", "-U", "-f", "qcow2"]).arg(path).output();
     installed("qemu-img", output)?.status.code()
@@ -120,7 +120,7 @@ fn new_images_are_clean_and_stay_so_in_use() {
     }
 }
 
-/// Changes the count of the cluster with a guest's first byte, and sees it found and mended.
+/// Changes the count of the cluster of a guest's first byte, which is found and repaired.
 #[test]
 fn wrong_counts_are_found_and_mended() {
     for (count, problem) in [(0u64, Problem::CountTooLow), (2, Problem::Leak)] {
@@ -132,7 +132,7 @@ fn wrong_counts_are_found_and_mended() {
         session.close().unwrap();
         let file = std::fs::File::options().read(true).write(true).open(&path).unwrap();
         let last = file.metadata().unwrap().len().div_ceil(65536) - 1;
-        // The last cluster is the one: an L2 table was made before.
+        // The guest's cluster is the last one: an L2 table was made before.
         file.write_all_at(&count.to_be_bytes(), (2 << 16) + last * 8).unwrap();
         let raw = medium(&path);
         let report = check(&raw).unwrap();
@@ -149,7 +149,7 @@ fn wrong_counts_are_found_and_mended() {
     }
 }
 
-/// A write that fails may have left some of its data in the place that it was given.
+/// A failed write may have left some of its data in its place.
 #[test]
 fn what_a_failed_write_has_left_does_not_come_up_after_zeros() {
     let dir = tempfile::tempdir().unwrap();
@@ -186,7 +186,7 @@ fn compressed(path: &Path) {
     file.write_all_at(&(1u64 << 62 | host).to_be_bytes(), table).unwrap();
 }
 
-/// Between the look at an entry and the reading, another thread may need its place in memory.
+/// Between finding an entry and reading the data, another thread may need the entry's place in memory.
 #[test]
 fn a_compressed_cluster_is_read_though_its_entry_was_let_go() {
     let dir = tempfile::tempdir().unwrap();
@@ -258,7 +258,7 @@ proptest! {
         session.close().unwrap();
         let file = std::fs::File::options().write(true).open(&path).unwrap();
         for (word, value) in words {
-            // Behind the header: that has tests of its own.
+            // The header has tests of its own.
             file.write_all_at(&value.to_be_bytes(), (1 << 16) + word * 8).unwrap();
         }
         let before = std::fs::read(&path).unwrap();

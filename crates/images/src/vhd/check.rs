@@ -1,4 +1,4 @@
-//! Looking for inconsistencies, without changing anything.
+//! Checks an image without changing it.
 
 use ferrite_disk_base::{Class, Counts, DiskError, ProblemKind, Raw};
 
@@ -10,35 +10,34 @@ use super::format::layout::{Layout, Placed, UNUSED};
 use super::format::{Malformed, SECTOR};
 use super::meta::{self, Footers, MetaError};
 
-/// What can be wrong with an image.
+/// The kinds of findings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Problem {
-    /// No whole footer at the end; the copy at the beginning serves. Normal while an image is open
-    /// and after a crash.
+    /// No intact footer at the end; the copy at the beginning serves. Normal while an image is open and after a crash.
     EndFooter,
     /// The copy of the footer at the beginning is damaged.
     FooterCopy,
-    /// The two footers say different things, or neither is whole: there is no image.
+    /// The two footers differ, or neither is intact: there is no image.
     Footers,
-    /// The dynamic header, or what it says of the places of tables: there are no blocks.
+    /// The dynamic header, or its places of tables, are invalid: there are no blocks.
     Header,
     /// An entry of the block table outside of the image, or over metadata.
     Place,
-    /// Two blocks that lie over each other.
+    /// Two blocks that overlap.
     Overlap,
     /// The batmap is damaged. It is not used then.
     Batmap,
-    /// The batmap says that a block is full which is not: sectors of the parent are hidden.
+    /// The batmap has a bit for a block that is not full: sectors of the parent are hidden.
     BatmapBit,
     /// A bitmap could not be read.
     Bitmap,
-    /// No parent locator makes sense.
+    /// No valid parent locator.
     Locators,
     /// Space of a file that nothing refers to.
     Leak,
-    /// A version, kind or feature that is not supported: there are no blocks.
+    /// An unsupported version, kind or feature: there are no blocks.
     Unsupported,
-    /// `vhd-util check` refuses it, or libvhd cannot read it. Only of strict checks.
+    /// `vhd-util check` refuses the image, or libvhd cannot read it. Only in strict checks.
     Refused,
 }
 
@@ -81,14 +80,14 @@ impl ProblemKind for Problem {
 /// One inconsistency of a VHD.
 pub type Finding = ferrite_disk_base::Finding<Problem>;
 
-/// What a check has found.
+/// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// The worst first, at most 1,000.
     pub findings: Vec<Finding>,
     /// All findings, listed or not.
     pub counts: Counts,
-    /// Of all findings, each once.
+    /// The kinds of all findings, each once.
     kinds: Vec<Problem>,
 }
 
@@ -101,7 +100,7 @@ impl Report {
         }
     }
 
-    /// Adds what is wrong with a structure, or that it is one of a kind that is not supported.
+    /// Adds damage of a structure, or that it is of an unsupported kind.
     fn add_bad(&mut self, problem: Problem, bad: Malformed) {
         let problem = if bad.unsupported { Problem::Unsupported } else { problem };
         self.add(problem, bad.offset, bad.why);
@@ -128,7 +127,7 @@ impl Report {
     }
 }
 
-/// What a repair has to know besides the findings.
+/// The data that a repair needs besides the findings.
 pub(super) struct Survey {
     pub(super) footer: Footer,
     pub(super) sparse: Option<SparseSurvey>,
@@ -137,18 +136,18 @@ pub(super) struct Survey {
 pub(super) struct SparseSurvey {
     pub(super) header: Header,
     pub(super) batmap: Option<Batmap>,
-    /// Bits of the batmap, as the bitmaps say.
+    /// Bits of the batmap, by the bitmaps.
     pub(super) full: Vec<u8>,
-    /// Where a file ends.
+    /// The end of the file.
     pub(super) end: End,
-    /// Parts before that which nothing refers to.
+    /// Parts before the end that nothing refers to.
     pub(super) gaps: Vec<(u64, u64)>,
 }
 
-/// Checks the image in `raw`, which nobody has open for writing. Reads all bitmaps.
+/// Checks the image in `raw`, which no process has open for writing. Reads all bitmaps.
 ///
 /// # Errors
-/// It cannot be read; what is wrong with it is in the report.
+/// It cannot be read; damage is in the report.
 pub fn check(raw: &Raw) -> Result<Report, DiskError> {
     let mut report = Report::default();
     survey(raw, &mut report).map_err(|e| e.for_image(raw.path()))?;
@@ -239,7 +238,7 @@ fn survey_blocks(
         check_batmap(raw, report, footer, batmap, &full)?;
     }
     let (used, mut gaps) = layout.unused(&placed);
-    // Less between two parts is how blocks are aligned.
+    // Smaller gaps come from the alignment of blocks.
     gaps.retain(|(from, to)| to - from >= 4096);
     let qemu = footer.kind == Kind::Dynamic
         && layout.qemu_overwrites_batmap(placed.iter().map(|p| p.sector));
@@ -248,7 +247,7 @@ fn survey_blocks(
         full.fill(0);
     }
     check_leaks(report, raw, footers, end.footer, &gaps);
-    // With entries that make no sense nothing can be said about what is unused.
+    // With invalid entries, unused space cannot be determined.
     let unsound = [Problem::Place, Problem::Overlap, Problem::Bitmap].map(|p| report.has(p));
     Ok((unsound == [false; 3]).then_some(SparseSurvey { header, batmap, full, end, gaps }))
 }
@@ -307,7 +306,7 @@ fn check_batmap(
 }
 
 fn check_leaks(report: &mut Report, raw: &Raw, footers: &Footers, end: u64, gaps: &[(u64, u64)]) {
-    // All space of a device is there whether it is used or not.
+    // All space of a device exists, used or not.
     if !raw.is_file() {
         return;
     }

@@ -1,4 +1,4 @@
-//! Leaving an image complete for other programs.
+//! Closes an image so that it is complete for other programs.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -14,17 +14,15 @@ use super::{Body, Sparse, Vhd};
 use crate::image::format::ImageFormat as _;
 
 impl Vhd {
-    /// While an image is open the copy of the footer at its beginning counts; the one at the end
-    /// is gone once the image has grown. The order here:
+    /// Completes the image. While an image is open the copy of the footer at its beginning counts; the one at the end
+    /// is overwritten once the image has grown. The order here:
     ///
     /// 1. A commit: all data and metadata is durable.
-    /// 2. Where a file's footer stands further on than the last part that is used, there are zeros
-    ///    before it; `fdatasync`.
-    /// 3. The batmap and the footer behind the last block; `fdatasync`. The batmap is a hint with
-    ///    a checksum, so half of it is as good as none.
-    /// 4. A file is cut off behind the footer; `fdatasync`. Before that the footer is followed by
-    ///    unused space, and the copy counts. On a device that has grown there are zeros where the
-    ///    footer was; `fdatasync`.
+    /// 2. If a file's footer is not directly after the last used part, the space between becomes zeros; `fdatasync`.
+    /// 3. The batmap and the footer after the last block; `fdatasync`. The batmap is a hint with a checksum, so a
+    ///    partial one is ignored.
+    /// 4. A file is cut off after the footer; `fdatasync`. Before that the footer is followed by unused space, and the
+    ///    copy counts. On a device that has grown the old footer becomes zeros; `fdatasync`.
     /// 5. The journal, which is empty since 1, is removed.
     pub(super) async fn complete(&self, port: &Port) -> io::Result<()> {
         self.commit(port).await?;
@@ -80,9 +78,8 @@ impl Vhd {
         write_bytes(port, port.files[0], &pieces).await
     }
 
-    /// Before the first bit of a bitmap is cleared the batmap says of no block any more that it is
-    /// full, durably: whoever opens the image after a crash believes it without a look at the
-    /// bitmap. Closing writes it anew.
+    /// Clears all bits of the batmap, durably, before the first bit of a bitmap is cleared: a process that opens the
+    /// image after a crash trusts the batmap without reading the bitmap. Closing writes it anew.
     pub(super) async fn forget_full(&self, port: &Port, sparse: &Sparse) -> io::Result<()> {
         let Some(batmap) = &sparse.batmap else { return Ok(()) };
         if !sparse.full_on_disk.load(Ordering::Acquire) || sparse.blocks.whole() {

@@ -1,6 +1,6 @@
-//! New images. The order of writes: everything but the footers, `fdatasync`, the footers,
-//! `fdatasync`. Without a footer a file is no VHD, and each of the two is one sector, so at any
-//! moment there is either no image or a whole one.
+//! Makes images. The order of writes: everything but the footers, `fdatasync`, the footers, `fdatasync`. Without a
+//! footer a file is no VHD, and each of the two is one sector. So at any moment there is either no image or a complete
+//! one.
 
 use std::io;
 use std::path::{Component, Path, PathBuf};
@@ -24,17 +24,17 @@ pub struct NewParent {
     pub bytes: u64,
     /// When it was last changed, in seconds since 1970.
     pub modified_unix_s: u64,
-    /// Where it is, absolute.
+    /// Its absolute path.
     pub path: PathBuf,
 }
 
-/// What a new image shall be.
+/// The properties of a new image.
 #[derive(Clone, Debug)]
 pub struct NewImage {
     /// The size of its disk in bytes: whole sectors, up to [`MAX_DISK_BYTES`]. libvhd (and so
     /// XAPI's storage manager) handles whole blocks of 2 MiB only.
     pub bytes: u64,
-    /// All of it at once; without it blocks come as they are written.
+    /// Allocate the whole disk at once; otherwise blocks are allocated when they are written.
     pub fixed: bool,
     /// Makes it a differencing image.
     pub parent: Option<NewParent>,
@@ -56,12 +56,12 @@ impl NewImage {
         }
     }
 
-    /// An image of which only `bytes` is new yet, on a parent.
+    /// A differencing image of which only `bytes` is given, on a parent.
     pub fn differencing(bytes: u64, parent: NewParent) -> NewImage {
         NewImage { parent: Some(parent), ..NewImage::dynamic(bytes) }
     }
 
-    /// What libvhd, and XAPI with it, cannot do with the image at `path` that this will be.
+    /// The reasons why libvhd, and XAPI with it, cannot use the image at `path` that this will be.
     pub fn not_for_libvhd(&self, path: &Path) -> Vec<String> {
         let mut out = Vec::new();
         if !self.fixed && self.block_bytes != DEFAULT_BLOCK_BYTES {
@@ -84,15 +84,15 @@ impl NewImage {
         out
     }
 
-    /// What QEMU cannot do with it: its bitmap of a small block has no bytes, so it looks for the
-    /// data where the bitmap is.
+    /// The reason why QEMU cannot use it: QEMU's bitmap of a small block has no bytes, so QEMU reads the bitmap as
+    /// data.
     pub fn not_for_qemu(&self) -> Option<String> {
         const LEAST_BYTES: u32 = 4096;
         (!self.fixed && self.block_bytes < LEAST_BYTES)
             .then(|| "QEMU reads something else in it: its blocks have less than 4 KiB".into())
     }
 
-    /// Whether the image at `path` can be this, before anything is made.
+    /// Checks the options for the image at `path`, before anything is made.
     ///
     /// # Errors
     /// The options contradict each other.
@@ -100,12 +100,12 @@ impl NewImage {
         Plan::new(self, path).map(drop).map_err(|why| refused(path, &why))
     }
 
-    /// Makes the image in `raw`, a new, empty file or a block device, which is file 0 of `port`.
-    /// What was on a device is lost, and is what a fixed image on it reads as.
+    /// Makes the image in `raw`, a new, empty file or a block device, which is file 0 of `port`. An image on a device
+    /// is lost; a fixed image on it reads as the device's old data.
     ///
     /// # Errors
-    /// The options contradict each other, or the medium: nothing was written then. Or the
-    /// kernel's: there is no image.
+    /// The options contradict each other, or do not fit the medium: nothing was written then. Those of the kernel:
+    /// there is no image.
     pub async fn create(&self, port: &Port, raw: &Raw) -> Result<Footer, DiskError> {
         let medium_bytes = raw.bytes_now().map_err(|e| failed(raw.path(), e))?;
         let device_bytes = (!raw.is_file()).then_some(medium_bytes / SECTOR * SECTOR);
@@ -123,20 +123,20 @@ impl NewImage {
     }
 }
 
-/// All that is written.
+/// The places of everything that is written.
 struct Plan {
     footer: Footer,
     sparse: Option<SparsePlan>,
-    /// Where metadata ends, or the data of a fixed disk.
+    /// The end of metadata, or of the data of a fixed disk.
     end: u64,
-    /// Where the footer of a file stands.
+    /// The place of a file's footer.
     footer_at: u64,
 }
 
 struct SparsePlan {
     header: Header,
     batmap: Option<Batmap>,
-    /// Texts of locators, and where they are.
+    /// Texts of locators, and their places.
     texts: Vec<(u64, Vec<u8>)>,
 }
 
@@ -206,7 +206,7 @@ impl Plan {
         let (io, file) = (&port.io, port.files[0]);
         let footer_at = device_bytes.map_or(self.footer_at, |bytes| bytes - SECTOR);
         if device_bytes.is_some() {
-            // What may have been an image is none from here on.
+            // An image that was on the medium is invalid from here on.
             let none = [0; SECTOR as usize];
             write_bytes(port, file, &[(0, &none), (footer_at, &none)]).await?;
             io.sync(file).await?;
@@ -264,7 +264,7 @@ pub(super) fn set_parent(
     header.parent_uuid = parent.uuid;
     header.parent_timestamp = footer::timestamp(parent.modified_unix_s);
     let relative = way_to(child, &parent.path)?;
-    // The order that libvhd writes and reads them in.
+    // The order in which libvhd writes and reads them.
     let texts = [
         Some((*b"MacX", locator::encode_url(&relative))),
         locator::encode_windows(&relative).map(|text| (*b"W2ku", text)),
@@ -277,7 +277,7 @@ pub(super) fn set_parent(
         if room > MAX_TEXT_BYTES {
             return Err("the parent's path is too long".into());
         }
-        // In bytes, as everybody writes it; the specification has sectors.
+        // In bytes, as all programs write it; the specification says sectors.
         *slot = Locator { code, space: room as u32, len: len as u32, offset: at };
         text.resize(room as usize, 0);
         out.push((at, text));
@@ -286,7 +286,7 @@ pub(super) fn set_parent(
     Ok(out)
 }
 
-/// The way from a child's directory to its parent.
+/// The path from a child's directory to its parent.
 fn way_to(child: &Path, parent: &Path) -> Result<PathBuf, String> {
     let dir = child.parent().filter(|dir| !dir.as_os_str().is_empty());
     let dir = dir.unwrap_or(Path::new(".")).canonicalize();
@@ -294,7 +294,7 @@ fn way_to(child: &Path, parent: &Path) -> Result<PathBuf, String> {
     Ok(relative_path(&dir, parent))
 }
 
-/// The way from a directory to a file, both absolute: `./NAME`, `../OTHER/NAME`.
+/// The path from a directory to a file, both absolute: `./NAME`, `../OTHER/NAME`.
 fn relative_path(dir: &Path, file: &Path) -> PathBuf {
     let (from, to): (Vec<Component<'_>>, Vec<Component<'_>>) =
         (dir.components().collect(), file.components().collect());

@@ -1,4 +1,4 @@
-//! Replacing an image's footers so that there is one whole image at any moment.
+//! Replaces an image's footers so that there is a valid image at any moment.
 
 use std::io;
 
@@ -8,27 +8,27 @@ use super::format::SECTOR;
 use super::format::footer::Footer;
 use super::pieces::{erase, write_bytes};
 
-/// Where a file ends, in bytes.
+/// The end of a file, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct End {
-    /// Of the last part that is used.
+    /// The end of the last used part.
     pub(super) used: u64,
-    /// Where the footer belongs: there, or further on (see `Layout::footer_at`).
+    /// The place of the footer: at `used`, or later (see `Layout::footer_at`).
     pub(super) footer: u64,
 }
 
-/// Byte offset of a medium's last sector, where the footer of a device stands.
+/// Byte offset of a medium's last sector, which has the footer of a device.
 ///
 /// # Errors
-/// The kernel does not say how large it is.
+/// The kernel does not give the size.
 pub(super) fn last_sector(raw: &Raw) -> io::Result<u64> {
     Ok((raw.bytes_now()? / SECTOR * SECTOR).saturating_sub(SECTOR))
 }
 
-/// Makes zeros, durable, of what is before the place of a file's footer and is not used: the footer
-/// that an image had before it grew, a table that was moved, what a process wrote that died. QEMU
-/// puts its first block there, says that it is wholly present, and writes only what its guest did.
-/// The copy of the footer is whole, since the one at the end may lie there.
+/// Overwrites unused space before the place of a file's footer with zeros, durably: an old footer from before the image
+/// grew, a table that was moved, or a dead process's writes. QEMU places its first block there, marks it as wholly
+/// present, and writes only the guest's data. The copy of the footer is intact, since the one at the end may be
+/// overwritten.
 pub(super) async fn clear_before_footer(
     port: &Port,
     commits: &Commits,
@@ -43,18 +43,15 @@ pub(super) async fn clear_before_footer(
     Ok(())
 }
 
-/// Replaces the footers of the dynamic or differencing image in `raw`, which is file 0 of the port.
-/// Everything that the new one refers to is durable, and the copy at the beginning is whole
-/// (`Blocks::mend_copy`).
+/// Replaces the footers of the dynamic or differencing image in `raw`, which is file 0 of the port. Everything that the
+/// new one refers to is durable, and the copy at the beginning is intact (`Blocks::mend_copy`).
 ///
-/// First what is before the footer and not used becomes zeros. Of two footers of one image that at the end counts, so that is written first, then the copy at
-/// the beginning, each with an `fdatasync`. Two footers of different images are refused by whoever
-/// opens the image; so when a file gets another identity, zeros come to the end before that, and
-/// the copy counts for a while. On a device nothing but the end counts: there an image with
-/// another identity is none until all is done.
+/// First, unused space before the footer becomes zeros. Of two footers of one image the one at the end counts. So that
+/// is written first, then the copy at the beginning, each with an `fdatasync`. An image with footers of two identities
+/// is refused. So when a file gets another identity, its end becomes zeros before that, and the copy counts for a
+/// while. On a device only the end counts: an image that gets another identity is invalid until all is done.
 ///
-/// A file is cut off behind its footer when that, or the zeros, are durable: its last sector is
-/// never anything else.
+/// A file is cut off after its footer when that, or the zeros, are durable: its last sector is never anything else.
 pub(super) async fn replace_footers(
     port: &Port,
     commits: &Commits,

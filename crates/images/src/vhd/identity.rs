@@ -1,10 +1,10 @@
-//! The end of a coalesce: the parent takes the child's place.
+//! The end of a coalesce: the parent replaces the child.
 //!
-//! Merging is copying what the child has into the parent, as any write; that is not done here.
-//! Meanwhile the child shadows all of it, so it may stop at any moment. When the data is durable
-//! the parent gets the child's identity, and can then be renamed over the child, whose children
-//! find in it what they were made on. Between the two the chain is whole: a child whose parent has
-//! its own identity is opened all the same (see [`Vhd::accepts_parent`]).
+//! The merge itself copies the child's data into the parent, as any write; that is not done here. Meanwhile the child
+//! shadows all of it, so it may stop at any moment. When the data are durable the parent gets the child's identity, and
+//! can then be renamed over the child. The child's children find in it the image that they were made on. Between the
+//! two steps the chain is valid: a child whose parent has the child's own identity is opened (see
+//! [`Vhd::accepts_parent`]).
 
 use std::io;
 
@@ -18,11 +18,11 @@ use super::{Body, Vhd};
 use crate::image::format::ImageFormat as _;
 
 impl Vhd {
-    /// Gives this image, a parent that has all data of the child and a disk at least as large, the
-    /// identity of the child. It is closed by that. Its file is file 0 of the port.
+    /// Gives this image the child's identity, and closes it. This image is the parent: it has all data of the child and
+    /// a disk at least as large. Its file is file 0 of the port.
     ///
     /// # Errors
-    /// The kernel's; the identity is the old or the new one.
+    /// Those of the kernel; the identity is the old or the new one.
     pub async fn take_identity(self, port: &Port, child: &Vhd) -> io::Result<()> {
         self.close(port).await?;
         let footer =
@@ -35,7 +35,7 @@ impl Vhd {
                 Rare::IdentityTaken.taken();
                 Ok(())
             }
-            // Its only one: a single sector. There may be space between the disk and that.
+            // A fixed image has only this one, in a single sector. There may be space between the disk and it.
             (Body::Fixed, FooterAt::End(at)) => {
                 write_bytes(port, port.files[0], &[(at, &footer.bytes())]).await?;
                 self.commits.sync(port).await

@@ -1,4 +1,4 @@
-//! What an image says about its parent, for those who only look: it may be in use, or damaged.
+//! Reads an image's parent, without opening the image: it may be in use, or damaged.
 
 use std::io;
 
@@ -12,20 +12,20 @@ use super::{Parent, Uuid};
 /// What begins a footer.
 const COOKIE: &[u8] = b"conectix";
 
-/// Which image it is, and what it stands on.
+/// An image's identity, and its parent.
 pub(crate) struct Lineage {
     pub(crate) uuid: Uuid,
     pub(crate) parent: Option<Parent>,
 }
 
-/// What the copy of the footer at the beginning of an image says.
+/// The footer copy at the beginning of an image.
 pub(crate) struct Head {
     pub(crate) uuid: Uuid,
-    /// What it stands on; none: nothing.
+    /// Its parent; `None`: it has none.
     pub(crate) parent: Option<Uuid>,
 }
 
-/// Of a VHD with such a copy; none: it is fixed, damaged, or no VHD.
+/// The head of a VHD with such a copy; `None`: it is fixed, damaged, or no VHD.
 pub(crate) fn head(raw: &Raw) -> Option<Head> {
     let footer = Footer::parse(&read_array(raw, 0).ok()?, 0).ok()?;
     let parent = match footer.kind {
@@ -40,10 +40,10 @@ pub(crate) fn head(raw: &Raw) -> Option<Head> {
     Some(Head { uuid: footer.uuid, parent })
 }
 
-/// Of a VHD; none: it is none.
+/// The identity and parent of a VHD; `None`: the file is no VHD.
 ///
 /// # Errors
-/// It is one, and does not tell.
+/// It is a VHD, and its parent cannot be read.
 pub(crate) fn lineage(raw: &Raw) -> io::Result<Option<Lineage>> {
     let told = |e: MetaError| match e {
         MetaError::Io(_, e) => e,

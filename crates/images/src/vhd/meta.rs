@@ -1,4 +1,4 @@
-//! Reading and checking an image's metadata, from the open file, while the caller waits.
+//! Reads and checks an image's metadata from the open file. The calls block.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -14,26 +14,26 @@ use super::format::{Malformed, SECTOR, locator};
 /// Bytes of the table that are read at once.
 const TABLE_PIECE: usize = 1 << 20;
 
-/// What tapdisk writes over the footer at the end of a dynamic or differencing image that it opens.
+/// tapdisk writes this over the footer at the end of a dynamic or differencing image that it opens.
 const TAKEN: [u8; SECTOR as usize] = [0xc7; SECTOR as usize];
 
-/// Where a footer was found.
+/// The place at which a footer was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FooterAt {
     /// At the end, where it should be.
     End(u64),
-    /// The copy at the beginning; the end has none that is whole.
+    /// The copy at the beginning; the end has no intact one.
     Start,
-    /// The same on a device; tapdisk has taken away the one that belongs here.
+    /// The copy at the beginning of a device; tapdisk has removed the footer that belongs at this offset.
     Taken(u64),
 }
 
 /// Why metadata could not be read.
 #[derive(Debug)]
 pub(super) enum MetaError {
-    /// By the kernel.
+    /// An error of the kernel.
     Io(u64, std::io::Error),
-    /// What was read makes no sense.
+    /// Invalid metadata.
     Bad(Malformed),
 }
 
@@ -53,7 +53,7 @@ impl fmt::Display for MetaError {
 }
 
 impl MetaError {
-    /// The error for whoever wanted the image at `path`.
+    /// The error for the image at `path`.
     pub(super) fn for_image(self, path: &Path) -> DiskError {
         let what = format!("cannot open image {}", path.display());
         match self {
@@ -95,7 +95,7 @@ pub(super) fn read_array<const N: usize>(raw: &Raw, offset: u64) -> Result<[u8; 
     Ok(out)
 }
 
-/// The footers of an image, each as far as it is whole.
+/// The footers of an image that are intact.
 pub(super) struct Footers {
     pub(super) start: Result<Footer, Malformed>,
     pub(super) end: Result<Footer, Malformed>,
@@ -107,7 +107,7 @@ pub(super) struct Footers {
 }
 
 impl FooterAt {
-    /// Where the rest of an image in a medium of so many bytes ends: nothing lies over its footer.
+    /// The end of the room for other parts of an image in a medium of so many bytes: none overlaps its footer.
     pub(super) fn room(self, medium_bytes: u64) -> u64 {
         match self {
             FooterAt::End(at) | FooterAt::Taken(at) => at,
@@ -124,7 +124,7 @@ impl Footers {
             return Err(Malformed::new(0, why).into());
         }
         let start = Footer::parse(&read_array(raw, 0)?, 0);
-        // Of old versions of Virtual PC the last byte of the footer is missing.
+        // Old versions of Virtual PC omit the last byte of the footer.
         let short = medium_bytes % SECTOR == SECTOR - 1;
         let end_at =
             if short { medium_bytes - 511 } else { medium_bytes / SECTOR * SECTOR - SECTOR };
@@ -137,22 +137,20 @@ impl Footers {
         Ok(Footers { start, end, end_at, medium_bytes, is_taken, is_file: raw.is_file() })
     }
 
-    /// The footer that counts: the one at the end, as for everybody else. While an image in a file
-    /// is open its end is not written, so after a crash the copy at its beginning serves.
+    /// The valid footer: the one at the end, as for other programs. While an image in a file is open its end is not
+    /// written, so after a crash the copy at its beginning serves.
     ///
-    /// A guest can write the first sector of a fixed disk, and the last of an image that tapdisk
-    /// had open when the host crashed. So two footers that are whole and of different images are
-    /// refused: one of them is a guest's.
+    /// A guest can write the first sector of a fixed disk, and the last of an image that tapdisk had open when the host
+    /// crashed. So two intact footers of different images are refused: one of them is a guest's.
     ///
-    /// A device has its footer at its end while it is open, too, and if that is missing the device
-    /// has grown. Then what is at its beginning may be a fixed disk's first sector, and what its
-    /// guest has written there names any file of the host as its parent, or shows it what other
-    /// guests have left on the rest of the device. So there a copy alone is never believed.
+    /// A device has its footer at its end while it is open, too. If it is missing there, the device has grown. Then the
+    /// beginning may be a fixed disk's first sector. A footer that a guest has written there could name any file of the
+    /// host as its parent, or show it data of other guests on the rest of the device. So on a device a copy alone is
+    /// never trusted.
     ///
-    /// But tapdisk takes the footer at the end away while it has an image open, also on a device, and
-    /// writes something of its own there. Of fixed disks it does not, and their guests do not get at
-    /// the last sector of a device that has grown. So with that there the copy is believed, if who
-    /// named the image has said that it is a VHD.
+    /// But tapdisk removes the footer at the end while it has an image open, also on a device, and writes a pattern of
+    /// its own there. It does not do that to fixed disks, and their guests cannot write the last sector of a device
+    /// that has grown. So with that pattern the copy is trusted, if the user has named the format VHD.
     pub(super) fn choose(&self, format_said: bool) -> Result<(Footer, FooterAt), Malformed> {
         match (&self.start, &self.end) {
             (Ok(start), Ok(end)) if start.uuid != end.uuid || start.kind != end.kind => {
@@ -179,19 +177,18 @@ impl Footers {
     }
 }
 
-/// What a dynamic or differencing image's metadata says.
+/// The metadata of a dynamic or differencing image.
 pub(super) struct Sparse {
     pub(super) header: Header,
     pub(super) layout: Layout,
     pub(super) batmap: Option<Batmap>,
-    /// By block: its table entry.
+    /// The table entry of each block.
     pub(super) places: Vec<u32>,
-    /// A bit for each block that the batmap says is full, the highest of a byte first; empty
-    /// without a valid one.
+    /// A bit for each block that is full by the batmap, the highest of a byte first; empty without a valid batmap.
     pub(super) full: Vec<u8>,
 }
 
-/// Reads the dynamic header and what it names, without the table.
+/// Reads the dynamic header and the structures that it names, without the table.
 pub(super) fn read_header(
     raw: &Raw,
     footer: &Footer,
@@ -209,7 +206,7 @@ pub(super) fn read_header(
         }
         _ => None,
     };
-    // A batmap that does not fit is not used; everything else has to.
+    // A batmap that does not fit is ignored; all other parts have to fit.
     let with = Layout::new(footer, &header, batmap.as_ref(), medium_bytes);
     match with {
         Ok(layout) => Ok((header, batmap, layout)),
@@ -277,8 +274,8 @@ pub(super) fn read_sparse(
     Ok(Sparse { header, layout, batmap, places, full })
 }
 
-/// The paths that the locators say: those first that end with the parent's name in the header, as
-/// nothing says whether a `%` is one or begins an escape; then those that are relative to the image.
+/// The paths in the locators. First come those that end with the parent's name in the header, as a `%` may or may not
+/// begin an escape; then those relative to the image.
 pub(super) fn read_parent_paths(raw: &Raw, header: &Header) -> Result<Vec<PathBuf>, MetaError> {
     let dir = raw.path().parent().unwrap_or(Path::new(""));
     let (mut relative, mut absolute): (Vec<PathBuf>, Vec<PathBuf>) = Default::default();
@@ -286,7 +283,7 @@ pub(super) fn read_parent_paths(raw: &Raw, header: &Header) -> Result<Vec<PathBu
         let text = read(raw, locator.offset, locator.len as usize)?;
         let paths = locator::decode(locator.code, &text)
             .map_err(|why| Malformed::new(locator.offset, format!("parent locator: {why}")));
-        // One that is not understood is no harm while there is another.
+        // A locator that is not understood is no harm while there is another.
         for path in paths.unwrap_or_default() {
             let list = if path.is_absolute() { &mut absolute } else { &mut relative };
             let path = dir.join(path);

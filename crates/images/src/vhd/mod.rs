@@ -1,4 +1,4 @@
-//! VHD: fixed, dynamic and differencing images, as blktap's `vhd-util`, Hyper-V and QEMU have them.
+//! VHD: fixed, dynamic and differencing images, as of blktap's `vhd-util`, Hyper-V and QEMU.
 //!
 //! * `format`: the structures, as pure code over bytes.
 //! * `meta`: reading and checking them from a file.
@@ -58,20 +58,20 @@ use format::batmap::Batmap;
 use format::header::Header;
 use meta::{FooterAt, Footers};
 
-/// What a differencing image says about its parent.
+/// A differencing image's record of its parent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parent {
     /// Its identity; nil: the parent is a raw image.
     pub uuid: Uuid,
     /// Its file name, for people.
     pub name: String,
-    /// Where it may be, the likeliest first.
+    /// Its possible paths, the likeliest first.
     pub paths: Vec<PathBuf>,
 }
 
-/// How an image's sectors are found.
+/// The way to find an image's sectors.
 enum Body {
-    /// One after the other.
+    /// In the order of the disk.
     Fixed,
     /// By a table.
     Sparse(Box<Sparse>),
@@ -80,9 +80,9 @@ enum Body {
 struct Sparse {
     header: Header,
     batmap: Option<Batmap>,
-    /// The batmap on disk says of some block that it is full.
+    /// The batmap on disk has a set bit.
     full_on_disk: AtomicBool,
-    /// Held by whoever changes that.
+    /// Held by a task that changes that.
     forgetting: SharedLock,
     blocks: Blocks,
     parent: Option<Parent>,
@@ -93,13 +93,13 @@ pub struct Vhd {
     raw: Raw,
     footer: Footer,
     footer_at: FooterAt,
-    /// Makes all syncs.
+    /// Does all syncs.
     commits: Arc<Commits>,
     body: Body,
 }
 
 impl Vhd {
-    /// The image in `raw`. Its whole table is read and checked; nothing is written.
+    /// Opens the image in `raw`. Its whole table is read and checked; nothing is written.
     pub(crate) fn of(raw: Raw, options: &OpenOptions) -> Result<Vhd, DiskError> {
         let path = raw.path().to_owned();
         let bad = |e: meta::MetaError| e.for_image(&path);
@@ -143,17 +143,17 @@ impl Vhd {
         self.footer.current_size
     }
 
-    /// The file or device that it is in.
+    /// The file or device of the image.
     pub fn medium(&self) -> &Raw {
         &self.raw
     }
 
-    /// What its footer says.
+    /// Its footer.
     pub fn footer(&self) -> &Footer {
         &self.footer
     }
 
-    /// Bytes of a block; none of a fixed image.
+    /// Bytes of a block; `None` for a fixed image.
     pub fn block_bytes(&self) -> Option<u32> {
         match &self.body {
             Body::Fixed => None,
@@ -171,7 +171,7 @@ impl Vhd {
         }
     }
 
-    /// Its parent; none but in a differencing image.
+    /// Its parent, if it is a differencing image.
     pub fn parent(&self) -> Option<&Parent> {
         match &self.body {
             Body::Fixed => None,
@@ -179,9 +179,9 @@ impl Vhd {
         }
     }
 
-    /// Whether `parent` is the parent that this image was made on. A parent that carries this
-    /// image's own identity is one, too: a coalesce was interrupted after its last step, the
-    /// parent has all of this image's sectors and is to be renamed over it.
+    /// Whether `parent` is the parent that this image was made on. A parent with this image's own identity is one, too:
+    /// a coalesce was interrupted after its last step, and the parent, which has all of this image's sectors, is to be
+    /// renamed over it.
     pub(crate) fn accepts_parent(&self, parent: &Vhd) -> Result<(), DiskError> {
         let expected = self.parent().map_or(Uuid::NIL, |p| p.uuid);
         let found = parent.footer.uuid;
@@ -353,10 +353,9 @@ impl ImageFormat for Vhd {
     }
 }
 
-/// A device may have grown below the image, or lost its footer with another program's crash
-/// (tapdisk takes it away while it has an image open). Where it ended before, and whether what is
-/// in it is a fixed disk, nobody but its owner knows: what looks like a footer within a fixed disk
-/// a guest may have written.
+/// The error for a device without a footer. A device may have grown below the image, or lost its footer when another
+/// program crashed (tapdisk removes it while it has an image open). Only its owner knows where it ended before, and
+/// whether it has a fixed disk: a guest may have written a fake footer within a fixed disk.
 fn no_footer(raw: &Raw, footers: &Footers, bad: &Malformed) -> DiskError {
     let (path, seek) = (raw.path().display(), footers.end_at / format::SECTOR);
     let taken = match footers.is_taken {
@@ -427,8 +426,8 @@ fn sparse(
     Ok(Sparse { header, batmap, full_on_disk, forgetting, blocks, parent })
 }
 
-/// The image's journal, what a process that died has left in it, and its name. A copy has the UUID
-/// of its original, and nothing in it says whether it was made before what the journal says or after.
+/// The image's journal, the records that a dead process has left in it, and its name. A copy has the UUID of its
+/// original, and nothing in it tells whether it was made before or after the journal's records.
 fn journal_of(
     raw: &Raw,
     footer: &Footer,
@@ -454,7 +453,7 @@ fn journal_of(
     Ok((journal, records, identity.name()))
 }
 
-/// One line for people: what it is, its size, and its medium.
+/// One line for people: the kind, the size, and the medium.
 impl fmt::Display for Vhd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = self.footer.kind;

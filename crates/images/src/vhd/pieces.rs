@@ -1,4 +1,4 @@
-//! Metadata to and from the file, through a thread's port.
+//! Reads and writes metadata of the file, through a thread's port.
 
 use std::future::{Future, poll_fn};
 use std::io;
@@ -10,14 +10,14 @@ use ferrite_io::engine::FileId;
 
 /// Bytes of the arena that one batch of operations uses.
 const BATCH_BYTES: usize = 64 << 10;
-/// Bytes of one operation, where there are more.
+/// Bytes of one operation of a longer transfer.
 const PART_BYTES: usize = 32 << 10;
 
-/// Writes a piece for each item, many at the same time. `piece` appends its bytes, at most 64 KiB,
-/// and returns its byte offset in the file.
+/// Writes a piece for each item, many at the same time. `piece` appends its bytes, at most 64 KiB, and returns its byte
+/// offset in the file.
 ///
 /// # Errors
-/// The first of them. Nothing is in flight any more then; others may have been written.
+/// The first error. Nothing is in flight any more then; other pieces may have been written.
 pub(super) async fn write_pieces<T>(
     port: &Port,
     file: FileId,
@@ -57,7 +57,7 @@ pub(super) async fn write_pieces<T>(
     Ok(())
 }
 
-/// Waits for all of them; the first error, once none is left running.
+/// Waits for all of them; the first error, once all have ended.
 async fn all<F: Future<Output = io::Result<()>>>(
     futures: impl Iterator<Item = F>,
 ) -> io::Result<()> {
@@ -99,11 +99,10 @@ pub(super) async fn write_bytes(
     .await
 }
 
-/// Makes zeros of a part of the medium, file 0 of the port; without space, where a file system has
-/// holes.
+/// Makes a part of the medium, file 0 of the port, read as zeros; without space, if the file system has holes.
 ///
 /// # Errors
-/// The kernel's.
+/// Those of the kernel.
 pub(super) async fn erase(port: &Port, raw: &Raw, offset: u64, len: u64) -> io::Result<()> {
     if raw.is_file() {
         match port.io.punch_hole(port.files[0], offset, len).await {
@@ -114,10 +113,10 @@ pub(super) async fn erase(port: &Port, raw: &Raw, offset: u64, len: u64) -> io::
     write_zeros(port, raw, offset, len).await
 }
 
-/// The same, with space for it.
+/// Makes a part of the medium read as zeros, with space for it.
 ///
 /// # Errors
-/// The kernel's.
+/// Those of the kernel.
 pub(super) async fn write_zeros(port: &Port, raw: &Raw, offset: u64, len: u64) -> io::Result<()> {
     let zeros = port.scratch.take(BATCH_BYTES).await;
     port.memory().fill(zeros.span(), 0);
@@ -127,7 +126,7 @@ pub(super) async fn write_zeros(port: &Port, raw: &Raw, offset: u64, len: u64) -
 /// Copies a part of a file to another place in it; they do not overlap.
 ///
 /// # Errors
-/// The kernel's.
+/// Those of the kernel.
 pub(super) async fn copy(
     port: &Port,
     file: FileId,

@@ -1,5 +1,4 @@
-//! Mending what can be mended without guessing: everything that is said twice, or that follows
-//! from what is whole.
+//! Repairs without guessing: everything that the image has twice, or that follows from intact parts.
 
 use ferrite_disk_base::{Commits, DiskError, ErrorKind, Port, Raw};
 
@@ -8,14 +7,14 @@ use super::footers::replace_footers;
 use super::format::batmap::{self, Batmap};
 use super::pieces::write_bytes;
 
-/// Mends the image in `raw`, open for writing and file 0 of the port: footers from the one that is
-/// whole, the batmap from the bitmaps; space that nothing refers to is given back. Returns what
-/// was found before; what is not [mendable](ferrite_disk_base::ProblemKind::is_mendable) is as it was. If the places of
-/// blocks make no sense nothing is changed at all.
+/// Repairs the image in `raw`, open for writing and file 0 of the port: footers from an intact one, the batmap from the
+/// bitmaps; unused space is returned. Returns the findings from before the repair; damage that is not
+/// [mendable](ferrite_disk_base::ProblemKind::is_mendable) stays. If the places of blocks are invalid nothing is
+/// changed at all.
 ///
-/// The order: the copy of the footer, which counts alone for a while; `fdatasync`; holes where
-/// nothing is; the batmap, which is a hint with a checksum; then the footers, one at a time. After a
-/// crash in between, a repair finds what is left to do.
+/// The order: the copy of the footer, which counts alone for a while; `fdatasync`; holes in unused space; the batmap,
+/// which is a hint with a checksum; then the footers, one at a time. After a crash in between, another repair finds the
+/// rest.
 ///
 /// # Errors
 /// It cannot be read or written.
@@ -38,7 +37,7 @@ pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
     if raw.is_file() {
         for (from, to) in &sparse.gaps {
             match port.io.punch_hole(file, *from, to - from).await {
-                // A file system without holes keeps it.
+                // A file system without holes keeps the space.
                 Err(e) if e.kind() == std::io::ErrorKind::Unsupported => break,
                 done => done.map_err(failed)?,
             }

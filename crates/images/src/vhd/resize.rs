@@ -1,4 +1,4 @@
-//! Other sizes.
+//! Changes the size of a disk.
 
 use std::io;
 
@@ -16,17 +16,16 @@ use super::{Body, Sparse, Vhd};
 use crate::image::format::ImageFormat as _;
 
 impl Vhd {
-    /// Gives the disk another size, at once: no data is moved but what is in the way of a larger
-    /// table. The image is closed by that.
+    /// Changes the size of the disk, at once: only data in the way of a larger table are moved. The image is closed by
+    /// that.
     ///
-    /// Where the table has no room, a larger one takes its place (`table`), and then the footers
-    /// are replaced: until then it is a table with room. Where there was room, the entries that the
-    /// disk gets become unused before the footers are replaced: nobody has looked at them so far.
+    /// If the table has no room, a larger one replaces it (`table`), and then the footers are replaced: until then it
+    /// is a table with room. If there was room, the entries that the disk gets become unused before the footers are
+    /// replaced: they were never checked.
     ///
     /// # Errors
-    /// Not whole sectors, too large, no room on the device, or smaller with something allocated
-    /// behind the new end: nothing was changed. The kernel's: as after a crash, the size is the
-    /// old or the new one.
+    /// Not whole sectors, too large, no room on the device, or smaller with data allocated past the new end: nothing
+    /// was changed. Those of the kernel: as after a crash, the size is the old or the new one.
     pub async fn resize(self, port: &Port, bytes: u64) -> Result<(), DiskError> {
         let path = self.raw.path().display().to_string();
         let error = |kind, why: String, help: &str| {
@@ -75,12 +74,12 @@ impl Vhd {
         }
     }
 
-    /// At any moment the medium ends with a whole footer, and what the disk gets reads as zeros:
+    /// Makes a fixed disk larger. At any moment the medium ends with an intact footer, and the added part reads as
+    /// zeros:
     ///
-    /// 1. A file is made longer by writing the footer, as it was, where the new one shall be, in
-    ///    one sector; `fdatasync`. A device ends where it ended.
-    /// 2. What lies between the old end and the new one, in a file the old footer, becomes zeros;
-    ///    `fdatasync`.
+    /// 1. A file is made longer by writing the unchanged footer to the place of the new one, in one sector;
+    ///    `fdatasync`. A device keeps its end.
+    /// 2. The space between the old end and the new one, in a file the old footer, becomes zeros; `fdatasync`.
     /// 3. The footer, one sector, becomes the new one; `fdatasync`.
     async fn grow_fixed(&self, port: &Port, footer: &Footer) -> io::Result<()> {
         let file = port.files[0];
@@ -109,8 +108,8 @@ impl Vhd {
         self.commits.sync(port).await
     }
 
-    /// The part of the last block that was behind the disk's end and will not be: its bits may be
-    /// set, and on a device there may be anything. Zeros, durable.
+    /// Overwrites the part of the last block that was past the disk's end and will be within it: its bits may be set,
+    /// and on a device it may have any content. Zeros, durable.
     async fn clear_tail(&self, port: &Port, sparse: &Sparse) -> io::Result<()> {
         let block_bytes = u64::from(sparse.header.block_bytes);
         let (block, within) = (self.bytes() / block_bytes, self.bytes() % block_bytes);
@@ -132,7 +131,7 @@ impl Vhd {
         blocks: u32,
     ) -> io::Result<()> {
         let mut end = sparse.blocks.end_of_file();
-        // What is before the new footer of a file, the old one perhaps, becomes zeros.
+        // Unused space before the new footer of a file, perhaps with the old one, becomes zeros.
         sparse.blocks.mend_copy(port).await?;
         if blocks > sparse.header.max_entries || sparse.blocks.is_table_behind_a_block() {
             end = self.move_table(port, sparse, footer, blocks).await?;
@@ -145,10 +144,10 @@ impl Vhd {
         replace_footers(port, &self.commits, &self.raw, &self.footer, footer, end).await
     }
 
-    /// The batmap of the disk with its new size: its checksum is made for as many bytes as that says.
+    /// The batmap of the disk with its new size, which gives the length for the checksum.
     pub(super) fn full_blocks(&self, sparse: &Sparse, footer: &Footer) -> Vec<u8> {
         let mut full = sparse.blocks.batmap(batmap::covered_bytes(footer.current_size) as usize);
-        // The last block may have become larger than what its bits were looked at for.
+        // The last block may have more sectors now than its bits were checked for.
         let last = (self.bytes() / u64::from(sparse.header.block_bytes)) as usize;
         if let Some(byte) = full.get_mut(last / 8) {
             *byte &= !(0x80 >> (last % 8));

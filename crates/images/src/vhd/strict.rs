@@ -1,5 +1,5 @@
-//! What `vhd-util check` refuses, and what libvhd cannot read, in images that are in order here:
-//! XAPI runs that before it coalesces. The rules are in docs/internals/formats.md.
+//! Checks for what `vhd-util check` refuses and libvhd cannot read, in images that are valid here: XAPI runs that
+//! before it coalesces. The rules are in docs/internals/formats.md.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -17,14 +17,14 @@ use super::format::locator::{self, Locator};
 use super::format::{SECTOR, Uuid, be32, be64, whole_sectors};
 use super::meta::{self, Footers, MetaError};
 
-/// How far clocks may be apart, in seconds.
+/// The largest difference of clocks, in seconds.
 const SLACK_S: u32 = 1800;
-/// The first version of blktap's images without doubt about the batmap, and the last one.
+/// The first version of blktap's images that certainly have a batmap, and the last one.
 const SURE_OF_BATMAP: u32 = 0x0001_0002;
 const NEWEST: u32 = 0x0001_0003;
 
-/// Checks as [`check`](super::check()) does, and what others ask for besides. `parent`: where the
-/// image's parent is, if there is one and it was found.
+/// Checks as [`check`](super::check()) does, and the rules of other programs besides. `parent`: the path of the image's
+/// parent, if there is one and it was found.
 ///
 /// # Errors
 /// The image cannot be read.
@@ -41,7 +41,7 @@ pub fn check_strictly(raw: &Raw, parent: Option<&Path>) -> Result<Report, DiskEr
 struct Rules<'a> {
     raw: &'a Raw,
     report: &'a mut Report,
-    /// Seconds since 2000.
+    /// The present time in seconds since 2000.
     now: u32,
 }
 
@@ -50,7 +50,7 @@ impl Rules<'_> {
         self.report.add(Problem::Refused, offset, why);
     }
 
-    /// Adds those of the reasons that hold.
+    /// Adds those of the reasons that apply.
     fn refuse_if<const N: usize>(&mut self, offset: u64, reasons: [(bool, &str); N]) {
         for (_, why) in reasons.into_iter().filter(|(holds, _)| *holds) {
             self.refuse(offset, why);
@@ -168,7 +168,7 @@ impl Rules<'_> {
         }
     }
 
-    /// Where table and batmap end.
+    /// The end of table and batmap.
     fn batmap(&mut self, footer: &Footer, header: &Header, end_at: u64) -> Result<u64, MetaError> {
         let table_end = header.table_offset + whole_sectors(u64::from(header.max_entries) * 4);
         let Some(at) = Batmap::header_offset(footer, header) else { return Ok(table_end) };
@@ -233,7 +233,7 @@ impl Rules<'_> {
         Ok(())
     }
 
-    /// A locator's path has to end with the parent's name, and to lead to it.
+    /// Checks a locator's path: it has to end with the parent's name, and to lead to it.
     fn path(
         &mut self,
         locator: &Locator,
@@ -277,7 +277,7 @@ fn same_file(a: &Path, b: &Path) -> bool {
     }
 }
 
-/// Where the texts of all locators end, also of those that nobody reads any more.
+/// The end of the texts of all locators, also of unused ones.
 fn locators_end(header: &[u8]) -> u64 {
     let entries = header[LOCATORS_AT..].chunks_exact(Locator::BYTES).take(LOCATORS);
     let ends = entries.filter(|entry| entry[..4] != [0; 4]).map(|entry| {

@@ -1,10 +1,10 @@
-//! A larger block table, where libvhd has it: it takes an image whose metadata does not end before
-//! the first block for damaged, and XAPI then coalesces it no more.
+//! A larger block table, at the place that libvhd requires. libvhd takes an image whose metadata does not end before
+//! the first block for damaged, and XAPI then no longer coalesces it.
 //!
-//! So the first blocks make room: they are copied behind the last one. The alternative, room at
-//! creation for the largest disk, would cost each image 4 MiB, and would not help those that others
-//! made. The new table has room for twice as many blocks as are needed, so growing in small steps
-//! moves it seldom, and what all tables of an image leave behind is less than the last one.
+//! So the first blocks make room: they are copied to after the last one. The alternative, room at creation for the
+//! largest disk, would cost each image 4 MiB, and would not help images that other programs made. The new table has
+//! room for twice as many blocks as are needed. So growing in small steps seldom moves it, and all old tables of an
+//! image together are smaller than the present one.
 
 use std::io;
 use std::ops::Range;
@@ -23,18 +23,18 @@ use super::{Sparse, Vhd};
 /// Entries in a sector of the table.
 pub(super) const ENTRIES: u32 = 128;
 
-/// A table that is to be, and the batmap behind it.
+/// The new table, and the batmap after it.
 struct Plan {
     header: Header,
     table_bytes: u64,
     /// The batmap, and byte offset of its header.
     batmap: Option<(u64, Batmap)>,
-    /// Where both end.
+    /// The end of both.
     end: u64,
 }
 
 impl Plan {
-    /// One at `table_offset` for so many blocks and as many again.
+    /// A table at `table_offset` for twice so many blocks.
     fn at(table_offset: u64, footer: &Footer, old: &Header, blocks: u32) -> Plan {
         let largest = MAX_DISK_BYTES.div_ceil(u64::from(old.block_bytes)).min(MAX_BLOCKS.into());
         // At most MAX_BLOCKS, which fits.
@@ -54,19 +54,18 @@ impl Plan {
 }
 
 impl Vhd {
-    /// Gives the image a table with room for `blocks`, and a batmap. Returns where a file ends then.
-    /// The copy of the footer is whole.
+    /// Gives the image a table with room for `blocks`, and a batmap. Returns the end of the file after that. The copy
+    /// of the footer is intact.
     ///
-    /// 1. The blocks that are in the way are copied behind the last one; `fdatasync`. (In a file the
-    ///    footer at the end makes place for them, see `Blocks::grow_file`.)
-    /// 2. The table names the copies, a sector of it at a time; `fdatasync`. Each entry has the old
-    ///    place or the new one, and both have the same.
+    /// 1. The blocks that are in the way are copied to after the last one; `fdatasync`. (In a file the footer at the
+    ///    end makes room for them, see `Blocks::grow_file`.)
+    /// 2. The table names the copies, a sector of it at a time; `fdatasync`. Each entry has the old place or the new
+    ///    one, and both have the same data.
     /// 3. The new table and batmap are written where those blocks were; `fdatasync`.
     /// 4. The first sector of the dynamic header, which has the table's place and size and the
     ///    checksum, is replaced; `fdatasync`.
-    /// 5. What the old table, the old batmap and the moved blocks have left becomes zeros. Whoever
-    ///    replaces the footers syncs that. At the end of a file it is cut off, or becomes zeros
-    ///    then (`clear_before_footer`).
+    /// 5. The old table, the old batmap and the old places of moved blocks become zeros. Replacing the footers syncs
+    ///    that. At the end of a file they are cut off, or become zeros then (`clear_before_footer`).
     pub(super) async fn move_table(
         &self,
         port: &Port,
@@ -87,7 +86,7 @@ impl Vhd {
         let placed: Vec<Placed> = sparse.blocks.placed().collect();
         let (used, gaps) = layout.unused(&placed);
         let first = placed.iter().map(Placed::start).min().unwrap_or(used);
-        // Less than 4 KiB between two blocks is how they are aligned.
+        // A gap below 4 KiB between two blocks comes from their alignment.
         for (from, to) in gaps.iter().filter(|(from, to)| *to <= first || to - from >= 4096) {
             erase(port, &self.raw, *from, to - from).await?;
         }
@@ -96,7 +95,7 @@ impl Vhd {
         Ok(End { used, footer: layout.footer_at(used, qemu) })
     }
 
-    /// Steps 1 and 2: no block begins before `end`.
+    /// Steps 1 and 2: moves blocks so that none begins before `end`.
     async fn make_room(&self, port: &Port, sparse: &Sparse, end: u64) -> io::Result<()> {
         let file = port.files[0];
         let in_the_way: Vec<Placed> = sparse.blocks.placed().filter(|p| p.start() < end).collect();
@@ -120,7 +119,7 @@ impl Vhd {
         self.commits.sync(port).await
     }
 
-    /// Steps 3 and 4.
+    /// Steps 3 and 4: writes the table and the batmap.
     async fn write_plan(
         &self,
         port: &Port,
@@ -147,8 +146,7 @@ impl Vhd {
     }
 }
 
-/// Writes these sectors of a table at `offset`: blocks of the disk as they are, others without a
-/// place.
+/// Writes these sectors of a table at `offset`: unchanged entries for blocks of the disk, unused ones for others.
 pub(super) async fn write(
     port: &Port,
     sparse: &Sparse,

@@ -1,6 +1,6 @@
-//! The path to a real disk beside the least that two processes can do: a shared ring, two eventfds,
-//! io_uring with fixed buffers and files, and one copy a request (`crate::run::bound`). fio has no
-//! second process between it and the disk, so no backend reaches it.
+//! Compares the path to a real disk with the least that two processes can do: a shared ring, two eventfds, io_uring
+//! with fixed buffers and files, and one copy per request (`crate::run::bound`). fio has no second process between it
+//! and the disk, so no backend reaches fio.
 
 use super::Setup;
 use super::fio::{self, Job};
@@ -13,10 +13,10 @@ use ferrite_xenhost::steps;
 const PART: &str = "bound";
 const IMAGE_MIB: usize = 2048;
 const DEPTHS: [u32; 3] = [1, 8, 32];
-/// How both wait, and for how many microseconds both poll before they sleep.
+/// The waiting methods of both, and for how many microseconds both poll before they sleep.
 const WAITS: [(&str, u32); 2] = [("events", 0), ("polling", 200)];
 
-/// Measures it all, in the build folder's file system.
+/// Runs all measurements, in the build folder's file system.
 pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
     let image = Image::make(&steps::target_dir().join("bench"), IMAGE_MIB)?;
     let image = image.path();

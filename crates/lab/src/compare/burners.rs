@@ -1,11 +1,11 @@
-//! Work that leaves no processor idle.
+//! Load that leaves no processor idle.
 
 use ferrite_xenhost::steps;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-/// A thread for each processor that does nothing as fast as it can, until this is dropped.
+/// A busy thread for each processor, until this is dropped.
 pub(crate) struct Burners {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,

@@ -1,4 +1,4 @@
-//! The path to a real disk, past the page cache, beside fio.
+//! Compares the path to a real disk, past the page cache, with fio.
 
 use super::Setup;
 use super::fio::{self, Job};
@@ -39,7 +39,7 @@ const LOADS: &[Load] = &[
 
 const POLLING: &str = "polling";
 
-/// Measures it all, in the build folder's file system.
+/// Runs all measurements, in the build folder's file system.
 pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
     let image = Image::make(&steps::target_dir().join("bench"), IMAGE_MIB)?;
     let image = image.path();
@@ -79,15 +79,15 @@ fn many_at_a_time(setup: &Setup, image: &str, load: &Load) -> Result<Measurement
     let ours = rounds.each(|r| r.of("ferrite").iops);
     let row = Measurement::of_runs(PART, load.name() + ": rate", "IOPS", &ours)
         .against_runs("fio", &rounds.each(|r| r.of("fio").iops));
-    // No disk behind another process reaches fio with small requests: the part `bound` has their aim.
+    // With small requests no disk behind another process reaches fio: part `bound` has their target.
     Ok(if load.block == "1m" { row.target(Target::AtLeast(0.95)) } else { row })
 }
 
-/// The time that the path adds to a request that has nobody to share its costs with. The guest stays awake:
-/// the time that this machine takes to wake it is none of the backend's.
+/// The time that the path adds to a single request in flight. The guest stays awake: the time that this machine takes
+/// to wake it does not belong to the backend.
 fn one_at_a_time(setup: &Setup, image: &str, mode: &'static str) -> Result<Vec<Measurement>> {
     let load = random(mode, 1);
-    // How ferrite waits, and what it may add.
+    // The ways of waiting, their options, and the time that each may add.
     let waits = [("events", "--poll-us 0", 20.0), (POLLING, "--poll-us auto", 10.0)];
     let mut plan = Plan::new(load.name()).add("fio", || fio::run(&load.job(image), setup.seconds));
     for (name, options, _) in &waits {
@@ -131,7 +131,7 @@ fn engines(setup: &Setup, image: &str) -> Result<Vec<Measurement>> {
     Ok(rows)
 }
 
-/// Neighbours in one sweep as one operation, or each for itself.
+/// Merges adjacent requests of a sweep into one operation, or not.
 fn merging(setup: &Setup, image: &str) -> Result<Vec<Measurement>> {
     let load = random("read", 32);
     let run = |option: &'static str| {

@@ -13,11 +13,13 @@ use std::process::Command;
 pub(crate) struct Ferrite {
     program: PathBuf,
     bench: PathBuf,
-    /// How long each run measures.
+    /// The duration of each run.
     seconds: f64,
 }
 
 impl Ferrite {
+    /// Builds the programs.
+    ///
     /// # Errors
     /// It cannot be built.
     pub(crate) fn build(seconds: f64) -> Result<Ferrite> {
@@ -31,10 +33,10 @@ impl Ferrite {
         Ok(Ferrite { program, bench, seconds })
     }
 
-    /// The programs that lie beside this one.
+    /// The programs in the folder of this one.
     ///
     /// # Errors
-    /// They do not.
+    /// They are not there.
     pub(crate) fn beside(seconds: f64) -> Result<Ferrite> {
         let this = std::env::current_exe().context("cannot find this program's own file")?;
         let (program, bench) =
@@ -48,15 +50,15 @@ impl Ferrite {
         Ok(Ferrite { program, bench, seconds })
     }
 
-    /// One run on `image`, with these options, parted by spaces.
+    /// One run on `image`, with these options, separated by spaces.
     ///
     /// # Errors
-    /// It failed, or its result makes no sense.
+    /// It failed, or its result is invalid.
     pub(crate) fn bench(&self, image: &str, options: &str) -> Result<Sample> {
         self.bench_for(self.seconds, image, options)
     }
 
-    /// The same, for so long.
+    /// One run of this duration.
     ///
     /// # Errors
     /// As [`bench`](Self::bench).
@@ -71,7 +73,7 @@ impl Ferrite {
         &self.program
     }
 
-    /// The same load by the least pipeline of two processes.
+    /// A run of the same load by the least pipeline of two processes.
     ///
     /// # Errors
     /// As [`bench`](Self::bench).
@@ -81,7 +83,7 @@ impl Ferrite {
         parse_bound(&steps::output(command.args(options.split_whitespace()))?)
     }
 
-    /// A bare loop of the same copies; a request is a page.
+    /// A run of the same copies in a bare loop; a request is a page.
     ///
     /// # Errors
     /// As [`bench`](Self::bench).

@@ -1,4 +1,4 @@
-//! Runs of fio with io_uring: the peer of everything that ends in a file.
+//! Runs of fio with io_uring: the peer of all disks with a file.
 
 use super::rounds::Sample;
 use anyhow::{Context, Result, bail};
@@ -6,18 +6,18 @@ use serde_json::Value;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// From fio's start to where it counts, about: its own start, and the ramp.
+/// The time from fio's start to its counting, about: its own start, and the ramp.
 const START: Duration = Duration::from_millis(450);
-/// The ramp, as fio is told.
+/// fio's option for the ramp.
 const RAMP: &str = "--ramp_time=0.3";
 
 /// A job of fio.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Job<'a> {
     pub(crate) image: &'a str,
-    /// As in `--rw`.
+    /// The value of `--rw`.
     pub(crate) mode: &'static str,
-    /// As in `--bs`.
+    /// The value of `--bs`.
     pub(crate) block: &'static str,
     pub(crate) depth: u32,
     /// Past the page cache.
@@ -26,20 +26,21 @@ pub(crate) struct Job<'a> {
     pub(crate) timed: bool,
 }
 
-/// One run of so many seconds, in a thread of fio's own process: a job in a session of its own would get another
-/// share of a busy machine than ferrite does.
+/// One run of so many seconds, in a thread of fio's own process: a job in a session of its own would get another share
+/// of a busy machine than ferrite does.
 ///
 /// # Errors
-/// It failed, or its result makes no sense.
+/// It failed, or its result is invalid.
+/// It failed, or its result is invalid.
 pub(crate) fn run(job: &Job<'_>, seconds: f64) -> Result<Sample> {
     let mut command = Command::new("fio");
     watched(command.args(arguments(job, seconds)), None, job.mode, seconds)
 }
 
-/// One run of fio with the processor time of that process by its requests, or of fio itself.
+/// One run of fio with the processor time per request of that process, or of fio itself.
 ///
 /// # Errors
-/// It failed, or its result makes no sense.
+/// It failed, or its result is invalid.
 pub(super) fn watched(
     fio: &mut Command,
     server: Option<u32>,
@@ -105,17 +106,17 @@ fn parse(text: &str, mode: &str) -> Result<Sample> {
     Ok(Sample { iops, lat_us, p50_us, ..Sample::UNKNOWN })
 }
 
-/// Processor time of a process so far: of all its threads, those that have ended and the kernel's
-/// workers for its rings (iou-wrk) included, which belong to it. fio's own figures are those of
-/// the job's thread alone, and leave out most of what io_uring does on tmpfs.
+/// The processor time of a process so far: of all its threads, including those that have ended and the kernel's workers
+/// for its rings (iou-wrk), which belong to it. fio's own figures are those of the job's thread alone, and omit most of
+/// io_uring's work on tmpfs.
 fn cpu_s(pid: u32) -> Result<f64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).context("it has ended")?;
     let ticks = cpu_ticks(&stat).with_context(|| format!("/proc/{pid}/stat holds {stat:?}"))?;
     Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
 }
 
-/// utime and stime: fields 14 and 15. The second, the name, may hold anything but ends the last
-/// parenthesis.
+/// utime and stime: fields 14 and 15. The second field, the name, may have any characters; the last parenthesis ends
+/// it.
 fn cpu_ticks(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_whitespace().skip(11);
@@ -165,7 +166,7 @@ mod tests {
         let image = Image::make(&std::env::temp_dir(), 4).unwrap();
         let image = image.path();
         let job = Job { image: &image, mode: "randread", block: "4k", depth: 2, ..FAST };
-        // Processor time is counted in hundredths of a second, and the machine may be busy.
+        // The resolution of processor time is a hundredth of a second, and the machine may be busy.
         let fast = run(&job, 2.0).unwrap();
         assert!(fast.iops > 0.0 && fast.cpu_us > 0.0 && fast.lat_us.is_nan(), "{fast:?}");
         let timed = run(&Job { timed: true, mode: "randwrite", ..job }, 0.2).unwrap();

@@ -1,4 +1,4 @@
-//! Many guests on one machine: what they get together, and what they cost when they ask nothing.
+//! Many guests on one machine: their rate together, and their cost when idle.
 
 use super::Setup;
 use super::image::Image;
@@ -10,11 +10,11 @@ use std::path::Path;
 const PART: &str = "guests";
 const COUNTS: [&str; 5] = ["1", "2", "4", "8", "15"];
 const IMAGE_MIB: usize = 1024;
-/// The options of an idle disk: those that a Linux guest asks for by default.
+/// The options of an idle disk: those of a Linux guest by default.
 const IDLE: &str = "--queues 4 --load-queues 1 --depth 1 --idle 5";
 const IDLE_GUESTS: u32 = 15;
 
-/// Measures it all; 4 KiB random reads, 32 in flight for each guest.
+/// Runs all measurements: 4 KiB random reads, 32 in flight for each guest.
 pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
     let image = Image::make(Path::new("/dev/shm"), IMAGE_MIB)?;
     let mut rows = aggregate(setup, "null", "null:")?;

@@ -1,4 +1,4 @@
-//! Images to measure on.
+//! Images for measurements.
 
 use anyhow::{Context, Result};
 use ferrite_xenhost::steps::step;
@@ -10,8 +10,7 @@ use std::path::Path;
 const MIB: usize = 1 << 20;
 const BLOCK: usize = 4096;
 
-/// A file in which every block has been written. It has no name any more, so nothing is left of
-/// it however this program ends.
+/// A file in which every block has been written. Its name has been removed, so it is freed however this program ends.
 pub(crate) struct Image {
     file: File,
 }
@@ -31,13 +30,13 @@ impl Image {
         })
     }
 
-    /// The path that other programs open: as long as this program runs.
+    /// The path by which other programs open it, as long as this program runs.
     pub(crate) fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }
 }
 
-/// A new file in which every block has been written, and of which no two blocks of 4 KiB are equal.
+/// Makes a file in which every block has been written, and no two blocks of 4 KiB are equal.
 pub(crate) fn filled(path: &Path, mib: usize) -> Result<File> {
     let file = File::options().read(true).write(true).create_new(true).open(path);
     let mut file = file.with_context(|| format!("cannot make {}", path.display()))?;
@@ -51,7 +50,7 @@ pub(crate) fn filled(path: &Path, mib: usize) -> Result<File> {
     Ok(file)
 }
 
-/// A MiB that no storage can make smaller.
+/// A MiB that no storage can compress.
 fn noise() -> Vec<u8> {
     let mut state = 0x9E37_79B9_7F4A_7C15_u64;
     let mut next = || {
@@ -76,7 +75,7 @@ mod tests {
         assert!(bytes.chunks(BLOCK).all(|block| block.iter().any(|b| *b != 0)));
         let distinct: std::collections::HashSet<&[u8]> = bytes.chunks(BLOCK).collect();
         assert_eq!(distinct.len(), 2 * MIB / BLOCK);
-        // Empty: the folder can be removed.
+        // The folder is empty, as it can be removed.
         std::fs::remove_dir(&dir).unwrap();
     }
 }

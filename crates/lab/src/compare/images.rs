@@ -1,4 +1,4 @@
-//! Images with metadata beside raw ones, by the same path.
+//! Compares images with metadata with raw ones, on the same path.
 
 mod huge;
 
@@ -15,13 +15,13 @@ use std::time::Instant;
 
 const PART: &str = "images";
 const MIB: usize = 1024;
-/// Layers of the chain over its base.
+/// Layers of the chain above its base.
 const CHAIN: u32 = 20;
-/// Their size: each has nearly all of its blocks, so together they take twenty times that much of
-/// this machine's memory.
+/// The size of the layers: each has nearly all of its blocks, so together they take twenty times that much of this
+/// machine's memory.
 const CHAIN_MIB: usize = 512;
 
-/// Measures it all, in memory and in the build folder's file system.
+/// Runs all measurements, in memory and in the build folder's file system.
 pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
     let disk = steps::target_dir().join("bench");
     fs::create_dir_all(&disk)?;
@@ -42,7 +42,7 @@ pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
     Ok(rows)
 }
 
-/// A folder of our own, removed at the end.
+/// A folder of this program, removed at the end.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -55,7 +55,7 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // What cannot be removed is said by whoever finds it.
+        // A folder that cannot be removed stays.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
@@ -96,7 +96,7 @@ impl<'a> Set<'a> {
         steps::output(command.arg("image").args(arguments))
     }
 
-    /// The samples of some images, by one load.
+    /// Measures some images in turn, by one load.
     fn race(&self, name: &str, images: &[(&'static str, &str)], load: &str) -> Result<Rounds> {
         let mut plan = Plan::new(format!("{}: {name}", self.medium));
         for (name, image) in images {
@@ -136,7 +136,7 @@ impl<'a> Set<'a> {
         Ok(rows)
     }
 
-    /// Partly filled, and behind many snapshots with writes to each.
+    /// Partly filled images, and chains of many snapshots with writes to each.
     fn chains(&self) -> Result<Vec<Measurement>> {
         let (partial, chain) = (file(self.dir, "partial.vhd"), file(self.dir, "chain.vhd"));
         step("make a partly filled VHD and a chain", || {
@@ -163,14 +163,14 @@ impl<'a> Set<'a> {
         Ok(rows)
     }
 
-    /// Writes here and there, for a moment.
+    /// Writes to random places, for a moment.
     fn scatter(&self, image: &str) -> Result<()> {
         let load = "--mode randwrite --depth 32 --force-overwrite";
         self.setup.ferrite.bench_for(0.1, image, load).map(drop)
     }
 
-    /// Writes to a disk that has nothing yet, from the first moment on: beside a full disk of its format, and beside a raw
-    /// file that has nothing either.
+    /// Writes to a new, empty disk, from the first moment on. It is compared with a full disk of its format, and with
+    /// an empty raw file.
     fn fresh(&self) -> Result<Vec<Measurement>> {
         let load = "--mode randwrite --depth 32 --force-overwrite";
         let full =
@@ -197,7 +197,7 @@ impl<'a> Set<'a> {
                 .against_runs("fresh raw", &values("fresh raw"))
         };
         let rate = |of, peer, least| self.rate(name(of), &rounds, of, peer, least);
-        // What the file system takes for space that was never written.
+        // The cost that the file system adds for unwritten space.
         let iops = |of: &str| rounds.each(|r| r.of(of).iops);
         let raw = format!("disk, {}", name("fresh raw"));
         let raw = Measurement::of_runs(PART, raw, "IOPS", &iops("fresh raw"));
@@ -212,8 +212,8 @@ impl<'a> Set<'a> {
         ])
     }
 
-    /// Contiguous blocks of the disk that come out of order: a stretch of 112 KiB at once, as a
-    /// guest's block layer sends what it has gathered.
+    /// Contiguous blocks of the disk that come out of order: a stretch of 112 KiB at once, as a guest's block layer
+    /// sends it.
     fn interleaved(&self) -> Result<Vec<Measurement>> {
         let run = |options: &'static str| {
             let options = format!("--batch --depth 28 --block 4K {options}");
@@ -237,7 +237,7 @@ impl<'a> Set<'a> {
         let timed = |run: &dyn Fn() -> Result<()>| -> Result<Sample> {
             let began = Instant::now();
             run()?;
-            // A rate, so that ratios read like all others: MiB a second.
+            // A rate, so that ratios read like all others: MiB per second.
             Ok(Sample { iops: MIB as f64 / began.elapsed().as_secs_f64(), ..Sample::UNKNOWN })
         };
         let ours = || self.image(&["convert", "--force", &self.raw, &to]).map(drop);

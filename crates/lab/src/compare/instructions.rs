@@ -1,5 +1,5 @@
-//! Instructions of the backend's own code a request, as valgrind counts them: times scatter, and
-//! these do not. The kernel's part is not in them.
+//! Instructions per request of the backend's own code, counted by valgrind: times vary from run to run, and these
+//! counts do not. The kernel's part is not counted.
 
 use super::image;
 use super::result::{Measurement, Target};
@@ -15,20 +15,20 @@ use std::process::Command;
 
 const PART: &str = "instructions";
 const IMAGE_MIB: usize = 256;
-/// The figures that this commit is held to.
+/// The recorded figures, which this commit must meet.
 const RECORDED: &str = "crates/lab/src/compare/instructions.json";
 /// Steps of the short run and of the longer one, of 32 requests each.
 const STEPS: (u32, u32) = (200, 1000);
-/// The most that a count may be of that of another program.
+/// The largest ratio of a count to that of another program.
 const MOST: f64 = 1.005;
-/// The most that a count may be of the recorded one; as much less is refused, too.
+/// The largest ratio of a count to the recorded one; its inverse is the smallest.
 const HELD: f64 = 1.02;
 
 /// Options of the part `instructions`.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Options of the part instructions")]
 pub(super) struct InstructionsArguments {
-    /// A `ferrite-bench` of another state of the code: it is counted in turn with today's.
+    /// A `ferrite-bench` of another commit: it is counted in turn with today's.
     #[arg(long, value_name = "PROGRAM")]
     before: Option<PathBuf>,
     /// Fail if a count is not within 2 % of the recorded one, as CI does.
@@ -36,11 +36,10 @@ pub(super) struct InstructionsArguments {
     hold: bool,
 }
 
-/// Counts 4 KiB random reads, 32 at a time, one queue, events only, on the engine whose calls valgrind
-/// knows.
+/// Counts 4 KiB random reads, 32 at a time, one queue, events only, on the engine whose system calls valgrind supports.
 pub(super) fn run(rounds: u32, arguments: &InstructionsArguments) -> Result<Vec<Measurement>> {
     packages::ensure(&[&[("valgrind", "valgrind")]])?;
-    // The same code on every machine, whatever its processor has.
+    // The same code on every machine, whatever its processor supports.
     let ferrite = release::build_ferrite()?.file;
     let bench = ferrite.with_file_name("ferrite-bench");
     let images = Images::make(&ferrite)?;
@@ -69,7 +68,7 @@ pub(super) fn run(rounds: u32, arguments: &InstructionsArguments) -> Result<Vec<
     Ok(rows)
 }
 
-/// The figures of the repository, by the names of images.
+/// The recorded figures, by the names of images.
 struct Recorded(BTreeMap<String, f64>);
 
 fn recorded() -> Result<Recorded> {
@@ -84,8 +83,8 @@ impl Recorded {
     }
 }
 
-/// Each figure has to be near the recorded one, in both directions: a gain that nobody writes down would
-/// hide the next loss.
+/// Checks that each figure is near the recorded one, in both directions: a gain that is not recorded would hide the
+/// next loss.
 fn hold(rows: &[Measurement]) -> Result<()> {
     let wrong: Vec<String> = rows.iter().filter_map(deviation).collect();
     ensure!(
@@ -148,8 +147,7 @@ impl Drop for Images {
     }
 }
 
-/// A short and a longer run differ in nothing but the requests: the beginning and the end are in
-/// both.
+/// A short and a longer run differ only in the number of requests: beginning and end are in both.
 fn instructions(program: &Path, image: &str) -> Result<Sample> {
     let [(short, few), (long, many)] =
         [count(program, image, STEPS.0)?, count(program, image, STEPS.1)?];
@@ -157,7 +155,7 @@ fn instructions(program: &Path, image: &str) -> Result<Sample> {
     Ok(Sample { instructions: (long - short) / (many - few), ..Sample::UNKNOWN })
 }
 
-/// The instructions of the queue's thread, and its requests. What the other threads do depends on time.
+/// The instructions of the queue's thread, and its requests. The work of other threads depends on time.
 fn count(program: &Path, image: &str, steps: u32) -> Result<(f64, f64)> {
     let counts = tempfile::tempdir().context("cannot make a folder for the counts")?;
     let mut command = Command::new("valgrind");

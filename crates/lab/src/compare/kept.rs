@@ -1,5 +1,5 @@
-//! Disks as the daemon has them, by a keeper and a worker without rights each: beside the same disk
-//! served by one process, and what many of them take at rest.
+//! Disks as in the daemon, each with a keeper and a worker without rights: compared with the same disk served by one
+//! process, and the memory of many at rest.
 
 use super::Setup;
 use super::image;
@@ -11,12 +11,12 @@ const PART: &str = "kept";
 const TMPFS: &str = "/dev/shm";
 const IMAGE_MIB: usize = 512;
 const DISKS: u32 = 30;
-/// All four queues work, and are at rest for longer than buffers are kept.
+/// All four queues work, and then rest for longer than buffers are kept.
 const REST: &str = "--kept --queues 4 --guests 30 --rest 8";
 
-/// Measures it all; 4 KiB random reads, 32 in flight.
+/// Runs all measurements: 4 KiB random reads, 32 in flight.
 pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
-    // Workers open it by its name.
+    // Workers open the image by its name.
     let folder = tempfile::Builder::new().prefix("ferrite-bench-").tempdir_in(TMPFS)?;
     let path = folder.path().join("disk.img");
     image::filled(&path, IMAGE_MIB)?;

@@ -1,5 +1,5 @@
-//! The path from ring to storage on tmpfs and without storage: beside fio, beside bare copies, and
-//! with several queues.
+//! The path from ring to storage on tmpfs and without storage: compared with fio and with bare copies, and with several
+//! queues.
 
 use super::Setup;
 use super::burners::Burners;
@@ -17,7 +17,7 @@ const IMAGE_MIB: usize = 1024;
 /// The disk without storage.
 const NULL: &str = "null:";
 
-/// Measures it all; 4 KiB random reads, 32 in flight.
+/// Runs all measurements: 4 KiB random reads, 32 in flight.
 pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
     let image = Image::make(Path::new(TMPFS), IMAGE_MIB)?;
     let image = image.path();
@@ -60,7 +60,7 @@ fn beside_fio(setup: &Setup, image: &str) -> Result<Vec<Measurement>> {
     Ok(rows)
 }
 
-/// The cost of the rings, the checks and the books: the same copies with nothing around them.
+/// The cost of the rings, the checks and the bookkeeping: compared with bare copies.
 fn beside_bare_copies(setup: &Setup) -> Result<Vec<Measurement>> {
     let ferrite = &setup.ferrite;
     let batches = ferrite.bench(NULL, "--copy-with process-vm")?.segments_per_copy;
@@ -85,7 +85,7 @@ fn beside_bare_copies(setup: &Setup) -> Result<Vec<Measurement>> {
     Ok(vec![memcpy, process_vm])
 }
 
-/// Guests sleep at once here: what they spend on looking would count as the cost of a request.
+/// Guests sleep at once here: their polling would count as the cost of a request.
 fn queues(setup: &Setup, medium: &str, image: &str) -> Result<Vec<Measurement>> {
     let run = |options: &'static str| move || setup.ferrite.bench(image, options);
     let rounds = Plan::new(format!("{medium}: queues"))
@@ -95,8 +95,7 @@ fn queues(setup: &Setup, medium: &str, image: &str) -> Result<Vec<Measurement>> 
         .add("one of four", run("--queues 4 --load-queues 1"))
         .run(setup.runs)?;
     let name = |what| format!("{medium}, 4 KiB randread, depth 32, {what}");
-    // With one queue the slower of front and back sets the pace; with two, two processors do the
-    // work of both.
+    // With one queue the slower of front and back determines the rate; with two, two processors share the work of both.
     let bound = rounds.each(|r| {
         let one = r.of("one");
         let (front, back) = (one.guest_cpu_us, one.cpu_us);
@@ -117,7 +116,7 @@ fn queues(setup: &Setup, medium: &str, image: &str) -> Result<Vec<Measurement>> 
     Ok(vec![rate, cpu, one_job])
 }
 
-/// The ways to move data beside each other, for small requests and for large ones.
+/// Compares the ways to move data, for small requests and for large ones.
 fn movers(setup: &Setup, medium: &str, image: &str) -> Result<Vec<Measurement>> {
     let mut rows = Vec::new();
     for (block, depth) in [(4, 32), (128, 8)] {
@@ -146,7 +145,7 @@ fn movers(setup: &Setup, medium: &str, image: &str) -> Result<Vec<Measurement>> 
     Ok(rows)
 }
 
-/// Polling must not cost anything where nobody has a processor to spare.
+/// Polling must not cost anything on a machine without an idle processor.
 fn without_idle_processors(setup: &Setup, image: &str) -> Result<Vec<Measurement>> {
     let _burners = Burners::start();
     let mut rows = Vec::new();

@@ -1,4 +1,4 @@
-//! Where and when it was measured: figures mean little without.
+//! The machine and date of a measurement.
 
 use std::process::Command;
 

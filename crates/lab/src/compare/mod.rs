@@ -1,6 +1,6 @@
 //! `cargo xtask bench`: the comparison with other backends, each part a module of its own.
 //!
-//! It is a program of its own, so that tasks link nothing of the product.
+//! It is a program of its own, so that `xtask` links nothing of the product.
 
 mod bound;
 pub(crate) mod burners;
@@ -34,24 +34,24 @@ use std::process::ExitCode;
 use crate::experiments;
 use crate::experiments::findings::{Findings, Outcome};
 
-/// Where `ferrite lab report` looks, below the folder that one is in.
+/// The folder that `ferrite lab report` reads, inside the given one.
 const RESULTS: &str = "lab-results";
 
 /// Compares Ferrite with other backends and with the bare machine.
 #[derive(clap::Parser)]
 #[command(name = "cargo xtask bench", bin_name = "cargo xtask bench")]
 struct BenchArguments {
-    /// What to compare; nothing for all of it.
+    /// The parts to run; by default all.
     #[arg(value_enum)]
     parts: Vec<Part>,
-    /// Rounds: how often each thing is measured, in turn with its peers. Not for the part xen.
+    /// Rounds: how often each subject is measured, in turn with its peers. Not for the part xen.
     #[arg(long, value_name = "N", default_value_t = 5,
           value_parser = clap::value_parser!(u32).range(1..))]
     runs: u32,
     /// Seconds that each run measures. Not for the part xen.
     #[arg(long, value_name = "S", default_value_t = 3.0, value_parser = seconds)]
     seconds: f64,
-    /// The most guests of the parts persistent and aggregate; each takes up to a minute to start.
+    /// The largest number of guests of the parts persistent and aggregate; each takes up to a minute to start.
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
     most_guests: u32,
     #[command(flatten)]
@@ -63,33 +63,33 @@ struct BenchArguments {
 /// A part of the comparison, which can run alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Part {
-    /// The path from ring to storage, on tmpfs and without storage, beside fio and bare copies.
+    /// The path from ring to storage, on tmpfs and without storage, compared with fio and bare copies.
     Loopback,
-    /// The path to a real disk, beside fio.
+    /// The path to a real disk, compared with fio.
     Disk,
-    /// The path to a real disk, beside the least pipeline of two processes.
+    /// The path to a real disk, compared with the least pipeline of two processes.
     Bound,
-    /// VHD and qcow2, full, partly filled, fresh and in chains, beside raw.
+    /// VHD and qcow2, full, partly filled, fresh and in chains, compared with raw.
     Images,
-    /// A volume of a store, beside raw on the same disk.
+    /// A volume of a store, compared with raw on the same disk.
     Store,
-    /// Disks by NBD, beside qemu-nbd.
+    /// Disks by NBD, compared with qemu-nbd.
     Nbd,
     /// Many guests, and disks at rest.
     Guests,
-    /// Disks by a keeper and a worker each, beside one process.
+    /// Disks with a keeper and a worker each, compared with one process.
     Kept,
-    /// Instructions a request of the backend's own code, by valgrind.
+    /// Instructions per request of the backend's own code, by valgrind.
     Instructions,
     /// A real Xen host that counts instructions: blkback, qdisk and ferrite on one RAM disk.
     Xen,
-    /// The same host: a volume of a store beside dm-vdo and blkback.
+    /// The same host: a volume of a store, compared with dm-vdo and blkback.
     Vdo,
     /// The same host: the kernel's network backend, from guest to guest.
     Network,
     /// Many guests: persistent grants four ways.
     Persistent,
-    /// Many guests: copied data beside mapped pages.
+    /// Many guests: copied data compared with mapped pages.
     Aggregate,
 }
 
@@ -112,7 +112,7 @@ impl Part {
         Part::Aggregate,
     ];
 
-    /// The part's name: in the results, and of their file.
+    /// The part's name, in the results and of their file.
     fn name(self) -> &'static str {
         match self {
             Part::Loopback => "loopback",
@@ -155,11 +155,11 @@ impl Part {
 /// The peers that ferrite is compared with.
 const PEERS: &[Need] = &[("fio", "fio"), ("qemu-img", "qemu-utils")];
 
-/// The programs and lengths that the parts on this machine share.
+/// The programs and durations that the parts on this machine share.
 struct Setup {
     ferrite: ferrite::Ferrite,
     runs: u32,
-    /// How long each run measures.
+    /// The duration of each run.
     seconds: f64,
 }
 
@@ -171,7 +171,7 @@ impl Setup {
     }
 }
 
-/// Writes what an experiment on Xen has found, for `ferrite lab report`. It has no table of its own.
+/// Writes the results of an experiment on Xen, for `ferrite lab report`. It has no table of its own.
 fn joined(name: &str, findings: Findings) -> Result<Vec<Measurement>> {
     let experiment = experiments::find(name).context("there is no such experiment")?;
     let outcome = Outcome::new(experiment, findings, machine::describe(), false);
@@ -188,8 +188,8 @@ fn seconds(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Runs the parts that were asked for. Each writes `target/bench/PART.json` and prints its table
-/// as soon as it is done; one that fails does not keep the others from running.
+/// Runs the selected parts. Each writes `target/bench/PART.json` and prints its table as soon as it is done; after a
+/// failure the others still run.
 pub(crate) fn main() -> ExitCode {
     steps::start_clock();
     let arguments = BenchArguments::parse();

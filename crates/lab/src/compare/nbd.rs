@@ -1,4 +1,4 @@
-//! Disks by NBD beside qemu-nbd: files of the same length, the same client, in turn.
+//! Compares NBD disks with qemu-nbd's: files of the same length, the same client, in turn.
 
 use super::Setup;
 use super::fio;
@@ -16,10 +16,10 @@ use tempfile::TempDir;
 
 const PART: &str = "nbd";
 const IMAGE_MIB: usize = 512;
-/// What a server may take to listen.
+/// How long a server may take to listen.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A load: fio's name for it, the block size, the requests in flight, and what it is to reach.
+/// A load: fio's name for it, the block size, the requests in flight, and the target.
 struct Load(&'static str, &'static str, u32, f64);
 
 const LOADS: &[Load] = &[
@@ -38,11 +38,11 @@ pub(crate) struct Server {
     socket: PathBuf,
 }
 
-/// What fio, by its nbd engine, asks of one.
+/// A load of fio's nbd engine.
 pub(crate) struct Client {
-    /// As in `--rw`.
+    /// The value of `--rw`.
     pub(crate) mode: &'static str,
-    /// As in `--bs`.
+    /// The value of `--bs`.
     pub(crate) block: &'static str,
     pub(crate) depth: u32,
     pub(crate) mib: usize,
@@ -51,7 +51,7 @@ pub(crate) struct Client {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // In good order: a journal of an image that is gone would stay.
+        // It ends in good order: otherwise a journal of a removed image would stay.
         let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
         let _ = self.child.wait();
         let _ = std::fs::remove_file(&self.socket);
@@ -59,6 +59,8 @@ impl Drop for Server {
 }
 
 impl Server {
+    /// Starts a server.
+    ///
     /// # Errors
     /// It ends, or does not listen.
     pub(crate) fn start(command: &mut Command, socket: &Path) -> Result<Server> {
@@ -95,6 +97,8 @@ impl Server {
         Server::start(&mut command, &socket)
     }
 
+    /// Runs fio on the server.
+    ///
     /// # Errors
     /// fio failed, or the server has ended.
     pub(crate) fn run(&self, client: &Client) -> Result<Sample> {
@@ -118,7 +122,7 @@ impl Load {
     }
 }
 
-/// Measures it all, on tmpfs and in the build folder's file system.
+/// Runs all measurements, on tmpfs and in the build folder's file system.
 pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
     let memory = TempDir::new_in("/dev/shm")?;
     let on_disk = steps::target_dir().join("bench");

@@ -1,4 +1,4 @@
-//! The measurements of a part of the comparison, and the file that they go into.
+//! The measurements of a part of the comparison, and their file.
 
 use super::rounds::median;
 use anyhow::{Context, Result};
@@ -6,28 +6,28 @@ use ferrite_xenhost::steps;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// One figure, beside the same figure of a peer from the same run where there is one.
+/// One figure, with the same figure of a peer from the same run if there is one.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Measurement {
-    /// The part of the comparison it belongs to.
+    /// The part of the comparison.
     pub(crate) part: &'static str,
-    /// The row's name: the thing that was measured.
+    /// The row's name: the subject of the measurement.
     pub(crate) name: String,
     /// The median of all runs, in `unit`.
     pub(crate) value: f64,
     /// The unit of `value` and `peer_value`: "IOPS", "MB/s", "us", ...
     pub(crate) unit: &'static str,
-    /// The peer that it is compared with.
+    /// The peer of the comparison.
     pub(crate) peer: Option<String>,
     /// The peer's median, in `unit`.
     pub(crate) peer_value: Option<f64>,
     /// `value` over `peer_value`.
     pub(crate) ratio: Option<f64>,
-    /// The bound of the ratio, or of the value where there is no peer.
+    /// The target of the ratio, or of the value without a peer.
     pub(crate) target: Option<Target>,
-    /// How often it was measured.
+    /// The number of runs.
     pub(crate) runs: u32,
-    /// The figure of each run, where there were several, and of the peer in its turn.
+    /// The figure of each run, if there were several, and of the peer in its turn.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) values: Vec<f64>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -45,7 +45,7 @@ pub(crate) enum Target {
 }
 
 impl Target {
-    /// Whether `value` keeps the bound.
+    /// Whether `value` meets the target.
     pub(crate) fn met(self, value: f64) -> bool {
         match self {
             Target::AtLeast(bound) => value >= bound,
@@ -88,8 +88,8 @@ impl Measurement {
         Measurement { runs: values.len() as u32, values: values.to_vec(), ..row }
     }
 
-    /// Beside a peer that was measured in turn. The ratio is the median of the runs' ratios, which
-    /// is not that of the medians: what disturbed a run disturbed its neighbour too.
+    /// Adds a peer that was measured in turn. The ratio is the median of the runs' ratios, which differs from the ratio
+    /// of the medians: a disturbance of one run disturbs the next one, too.
     pub(crate) fn against_runs(self, peer: impl Into<String>, peer_values: &[f64]) -> Self {
         let pairs = self.values.iter().zip(peer_values);
         let ratios: Vec<f64> = pairs.map(|(ours, theirs)| ours / theirs).collect();
@@ -97,7 +97,7 @@ impl Measurement {
         Measurement { ratio: Some(median(&ratios)), peer_values: peer_values.to_vec(), ..row }
     }
 
-    /// Beside a peer's figure.
+    /// Adds a peer's figure.
     pub(crate) fn against(mut self, peer: impl Into<String>, peer_value: f64) -> Self {
         self.peer = Some(peer.into());
         self.peer_value = Some(peer_value);
@@ -105,13 +105,13 @@ impl Measurement {
         self
     }
 
-    /// With a target for the ratio, or for the value where there is no peer.
+    /// Sets the target of the ratio, or of the value without a peer.
     pub(crate) fn target(mut self, target: Target) -> Self {
         self.target = Some(target);
         self
     }
 
-    /// Whether the target is met; nothing without one.
+    /// Whether the target is met; `None` without one.
     pub(crate) fn met(&self) -> Option<bool> {
         let target = self.target?;
         let compared = if self.peer.is_some() { self.ratio? } else { self.value };

@@ -1,17 +1,17 @@
-//! Things measured in turn: what the machine does to one run it does to its neighbours too, so
-//! ratios are taken within a round, and medians over the rounds.
+//! Subjects measured in turn. A disturbance of the machine affects adjacent runs alike, so ratios are taken within a
+//! round, and medians over the rounds.
 
 use anyhow::Result;
 use ferrite_xenhost::steps::step;
 
-/// One run. What a run does not tell is not a number, and so meets no target.
+/// One run. A figure that a run does not give is NaN, and so meets no target.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sample {
-    /// Requests a second.
+    /// Requests per second.
     pub(crate) iops: f64,
-    /// Processor time of the process that serves, by its requests.
+    /// Processor time per request of the serving process.
     pub(crate) cpu_us: f64,
-    /// The same of the guests.
+    /// Processor time per request of the guests.
     pub(crate) guest_cpu_us: f64,
     /// The mean latency.
     pub(crate) lat_us: f64,
@@ -21,32 +21,32 @@ pub(crate) struct Sample {
     pub(crate) p99_us: f64,
     /// The latency that one request of a thousand exceeds.
     pub(crate) p999_us: f64,
-    /// Opening the image.
+    /// The time of opening the image.
     pub(crate) open_us: f64,
     /// The cost of waking a thread on this machine.
     pub(crate) wake_up_us: f64,
-    /// Segments of one grant copy.
+    /// Segments per grant copy.
     pub(crate) segments_per_copy: f64,
-    /// The part of the requests for which metadata had to be read first.
+    /// The share of the requests for which metadata had to be read first.
     pub(crate) misses: f64,
     /// Pages of a store's P2M that were read.
     pub(crate) p2m_misses: f64,
-    /// Entries of it that were looked up in memory.
+    /// Entries of a store's P2M that were found in memory.
     pub(crate) p2m_hits: f64,
-    /// Operations on the storage, by requests.
+    /// Operations on the storage, per request.
     pub(crate) operations: f64,
-    /// Resident before the first request.
+    /// Resident memory before the first request.
     pub(crate) idle_rss_kib: f64,
     /// Context switches of the idle backend.
     pub(crate) idle_switches: f64,
-    /// Of all backends, at rest after the load.
+    /// Memory of all backends, at rest after the load.
     pub(crate) rest_pss_kib: f64,
-    /// Instructions of the backend's own code, by its requests.
+    /// Instructions per request of the backend's own code.
     pub(crate) instructions: f64,
 }
 
 impl Sample {
-    /// Of which nothing is known.
+    /// A sample without any figure.
     pub(crate) const UNKNOWN: Sample = Sample {
         iops: f64::NAN,
         cpu_us: f64::NAN,
@@ -71,7 +71,7 @@ impl Sample {
 
 type Run<'a> = Box<dyn Fn() -> Result<Sample> + 'a>;
 
-/// The things to be measured in turn.
+/// The subjects to be measured in turn.
 pub(crate) struct Plan<'a> {
     title: String,
     series: Vec<(String, Run<'a>)>,
@@ -82,7 +82,7 @@ impl<'a> Plan<'a> {
         Plan { title: title.into(), series: Vec::new() }
     }
 
-    /// One more thing, by the name that its samples are asked for with.
+    /// Adds a subject, by the name of its samples.
     pub(crate) fn add(
         mut self,
         name: impl Into<String>,
@@ -92,7 +92,7 @@ impl<'a> Plan<'a> {
         self
     }
 
-    /// Measures everything once a round.
+    /// Measures everything once per round.
     ///
     /// # Errors
     /// The first run that fails.
@@ -101,7 +101,7 @@ impl<'a> Plan<'a> {
         step(&what, || self.measure(rounds, |_| Ok(())))
     }
 
-    /// The same, unseen; `before` is called before each run with its name.
+    /// Measures without printing; `before` is called before each run with its name.
     ///
     /// # Errors
     /// The first run that fails, or `before`.
@@ -126,7 +126,7 @@ impl<'a> Plan<'a> {
         &self.title
     }
 
-    /// How many things are measured.
+    /// The number of subjects.
     pub(crate) fn len(&self) -> usize {
         self.series.len()
     }
@@ -145,8 +145,10 @@ pub(crate) struct Round<'a> {
 }
 
 impl Round<'_> {
+    /// The sample of this name.
+    ///
     /// # Panics
-    /// If nothing of that name was measured: a bug of the caller.
+    /// If there is none: a bug of the caller.
     pub(crate) fn of(&self, name: &str) -> Sample {
         match self.names.iter().position(|n| n == name) {
             Some(i) => self.samples[i],
@@ -173,7 +175,7 @@ impl Rounds {
     }
 }
 
-/// The middle; the mean of both middles of an even number.
+/// The median; the mean of both middle values of an even number.
 pub(crate) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -208,7 +210,7 @@ mod tests {
             }
         };
         let plan = Plan::new("a test").add("a", run("a", 100.0)).add("b", run("b", 50.0));
-        // The machine gets slower by each round.
+        // The machine gets slower with each round.
         let slower = || {
             load.set(load.get() / 2.0);
             Ok(Sample::UNKNOWN)

@@ -1,4 +1,4 @@
-//! A volume of a store beside raw, on the same disk and by the same path: the aims of issue 14.
+//! Compares a volume of a store with raw, on the same disk and path: the targets of issue 14.
 
 use super::Setup;
 use super::image;
@@ -13,19 +13,19 @@ use std::process::Command;
 const PART: &str = "store";
 /// The map of such a volume is 12 MiB: 8 bytes a block of V2P, and 16 of P2M.
 const VOLUME_MIB: usize = 2048;
-/// What a store has if nobody says another size.
+/// The memory of a store by default.
 const MEMORY: &str = "--metadata-cache 16M";
-/// V2P of such a volume is 128 MiB, 8 times that, though it has few blocks.
+/// A volume whose V2P has 128 MiB, 8 times the memory, though it has few blocks.
 const WIDE: &str = "64G";
-/// Blocks of it, anywhere: of 20 leaves of V2P 19 are there.
+/// The blocks of that volume, at random places: of 20 leaves of V2P 19 exist.
 const WIDE_BLOCKS: u64 = 100_000;
 const DISTINCT: &str = "--mode randwrite --depth 32 --distinct --force-overwrite";
 const CHURN: &str = "--mode churn --depth 32 --distinct --force-overwrite";
-/// Of the store that is not full.
+/// The size of a store with free room.
 const ROOM: &str = "16G";
 const SNAPSHOTS: usize = 100;
 
-/// Measures it all, in the build folder's file system.
+/// Runs all measurements, in the build folder's file system.
 pub(super) fn run(setup: &Setup) -> Result<Vec<Measurement>> {
     let parent = steps::target_dir().join("bench");
     std::fs::create_dir_all(&parent)?;
@@ -56,7 +56,8 @@ impl<'a> Set<'a> {
         step(&format!("fill a raw image and two volumes of {VOLUME_MIB} MiB"), || {
             image::filled(set.raw.as_ref(), VOLUME_MIB)?;
             set.fill(&set.store, ROOM)?;
-            // One volume leaves a tenth of it, beside the journal. Half of that is for the store's own work.
+            // One volume leaves a tenth of the store free, besides the journal. Half of that is for the store's own
+            // work.
             set.fill(&set.full, &format!("{}M", VOLUME_MIB * 119 / 100))
         })?;
         Ok(set)
@@ -70,7 +71,7 @@ impl<'a> Set<'a> {
     fn fill(&self, store: &str, size: &str) -> Result<()> {
         self.ferrite(&["store", "create", store, "--size", size])?;
         self.ferrite(&["image", "convert", &self.raw, &format!("store:{store}#disk")])?;
-        // What a store could hold once would be measured as what it has found.
+        // Equal blocks would be measured as a gain of deduplication.
         let stats = self.ferrite(&["store", "stats", store, "--json"])?;
         let stats: Value = serde_json::from_str(&stats)?;
         let of = |name: &str| stats[name].as_u64().context("stats lack a figure");
@@ -90,7 +91,7 @@ impl<'a> Set<'a> {
         self.setup.ferrite.bench(&format!("store:{store}#{volume}"), load)
     }
 
-    /// A volume and raw, by one load.
+    /// Measures a volume and raw in turn, by one load.
     fn race(&self, name: &str, load: &str, volume: &str) -> Result<Rounds> {
         let ours = format!("{load} {MEMORY}");
         Plan::new(format!("store: {name}"))
@@ -99,12 +100,12 @@ impl<'a> Set<'a> {
             .run(self.setup.runs)
     }
 
-    /// A volume whose map does not fit.
+    /// Makes a volume whose map does not fit into memory.
     fn widen(&self) -> Result<()> {
         self.ferrite(&["store", "create", &format!("{}#wide", self.store), WIDE])?;
         let load = format!("{DISTINCT} {MEMORY}");
         step(&format!("write to {WIDE_BLOCKS} blocks of a volume of {WIDE}"), || {
-            // Each run has the same blocks in the same order.
+            // Each run writes the same blocks in the same order.
             let mut seconds = 4.0;
             while self.mapped("wide")? < WIDE_BLOCKS * 4096 {
                 self.setup.ferrite.bench_for(seconds, &self.volume("wide"), &load)?;
@@ -114,7 +115,7 @@ impl<'a> Set<'a> {
         })
     }
 
-    /// Bytes that a volume has.
+    /// Bytes that a volume has mapped.
     fn mapped(&self, volume: &str) -> Result<u64> {
         let stats = self.ferrite(&["store", "stats", &self.store, "--json"])?;
         let stats: Value = serde_json::from_str(&stats)?;
@@ -153,7 +154,7 @@ impl<'a> Set<'a> {
         Ok(rows)
     }
 
-    /// Two clones of one volume, of which one has been snapshotted often, with writes in between.
+    /// Two clones of one volume, one of which has had many snapshots, with writes in between.
     fn snapshots(&self) -> Result<Vec<Measurement>> {
         let load = format!("{DISTINCT} {MEMORY}");
         step(&format!("make {SNAPSHOTS} snapshots"), || {
@@ -178,7 +179,7 @@ impl<'a> Set<'a> {
         Ok(vec![rate(&name, &rounds, "none", 0.9)])
     }
 
-    /// A store that has to collect its garbage while it is written.
+    /// A store that has to collect garbage during writes.
     fn full(&self) -> Result<Vec<Measurement>> {
         let beside_empty = |name: &str, load: &str| {
             let load = format!("{load} {MEMORY}");

@@ -2,7 +2,7 @@
 
 use super::result::{Measurement, Target};
 
-/// A table with one row a measurement.
+/// A table with one row per measurement.
 pub(crate) fn markdown(measurements: &[Measurement]) -> String {
     let mut text = String::from(
         "| what | ferrite | peer | ratio | target | runs |\n|---|---|---|---|---|---|\n",
@@ -38,7 +38,7 @@ fn target(row: &Measurement) -> String {
     }
 }
 
-/// A number with three digits that count, in thousands or millions where it is large.
+/// A number with three significant digits, in thousands or millions if it is large.
 pub(crate) fn figure(value: f64) -> String {
     let (value, unit) = match value.abs() {
         v if v >= 1e6 => (value / 1e6, " M"),

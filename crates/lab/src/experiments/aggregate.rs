@@ -1,4 +1,4 @@
-//! Many guests and disks together: copied data beside mapped pages.
+//! Many guests and disks together: copied data compared with mapped pages.
 
 use anyhow::Result;
 
@@ -22,9 +22,9 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
 
 const IMAGE_MIB: usize = 1024;
 pub(crate) const GUESTS: [u32; 4] = [1, 2, 5, 10];
-/// Disks of each of ten guests: a ring each, as if there were more guests.
+/// Disks of each of ten guests: a ring each, as with more guests.
 const DISKS: [u32; 2] = [3, 9];
-/// In bytes, of what a guest asks for at once.
+/// The bytes of one transfer of a guest.
 pub(crate) const SIZES: [(u32, &str); 7] = [
     (512, "512 B"),
     (4096, "4 KiB"),
@@ -34,14 +34,14 @@ pub(crate) const SIZES: [(u32, &str); 7] = [
     (MAX_REQUEST, "1 MiB"),
     (4 * MAX_REQUEST, "4 MiB"),
 ];
-/// The most that a request of a ring carries, with 256 indirect segments. More goes as several at once.
+/// The largest request of a ring, with 256 indirect segments. Larger transfers become several concurrent requests.
 pub(crate) const MAX_REQUEST: u32 = 1 << 20;
-/// Sizes that are also written, and used with several disks.
+/// Sizes that are also used for writes, and with several disks.
 const MIDDLE: [(u32, &str); 2] = [SIZES[1], SIZES[3]];
 pub(crate) const MOVERS: [&str; 2] = ["copy", "map"];
 pub(crate) const MIB_S: f64 = 1_048_576.0;
 
-/// A place of the surface.
+/// A point of the measured surface.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) guests: u32,
@@ -51,7 +51,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Each of the guests reads its disk.
+    /// Each guest reads its disk.
     pub(crate) fn reads(guests: u32, size: (u32, &'static str)) -> Place {
         Place { guests, disks: 1, size, mode: "read" }
     }
@@ -71,7 +71,7 @@ impl Place {
         self.size.0.min(MAX_REQUEST)
     }
 
-    /// At most 1 MiB of each disk in flight, and 32 requests; or one transfer that is larger.
+    /// At most 1 MiB of each disk in flight, and 32 requests; or one larger transfer.
     fn options(self, mover: &str) -> String {
         let (rings, request, bytes) = (self.guests * self.disks, self.request(), self.size.0);
         let (depth, batch) = match bytes / request {
@@ -114,10 +114,10 @@ fn run(lab: &Lab) -> Result<Findings> {
     Ok(findings(&places, &guests, &sizes, &rates))
 }
 
-/// MiB/s of a place with a mover, a value a round.
+/// MiB/s at a point with a mover, a value per round.
 type Rates<'a> = &'a dyn Fn(Place, &str) -> Vec<f64>;
 
-/// What the rates of these places say, which are at least those of all these guests and sizes.
+/// The findings from the rates at these points, which include at least all of these guests and sizes.
 pub(crate) fn findings(
     places: &[Place],
     guests: &[u32],
@@ -151,7 +151,7 @@ fn rows(rates: Rates<'_>, place: Place) -> Vec<Row> {
     vec![rate(rates, place, "copy"), rate(rates, place, "map"), over]
 }
 
-/// How far copies are ahead at each place.
+/// The gain of copies at each point.
 fn surface(rates: Rates<'_>, guests: &[u32], sizes: &[(u32, &'static str)]) -> Chart {
     let chart = Chart::new("Reads together: copy over map", "bytes a request", "times").surface();
     guests.iter().fold(chart, |chart, guests| {
@@ -168,7 +168,7 @@ fn of_guests(guests: u32) -> String {
     if guests == 1 { "1 guest".into() } else { format!("{guests} guests") }
 }
 
-/// The rates as a picture a mover, with a line a number of guests.
+/// The rates as one chart per mover, with a line per number of guests.
 fn charts(rates: Rates<'_>, guests: &[u32], sizes: &[(u32, &'static str)]) -> Vec<Chart> {
     let picture = |mover: &str| {
         let title = format!("Reads together: {mover}");

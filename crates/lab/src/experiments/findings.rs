@@ -1,4 +1,4 @@
-//! What an experiment has found, and the file that it goes into.
+//! The results of an experiment, and their file.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::whole;
 
 /// The version of the file's contents.
 const SCHEMA: u32 = 1;
-/// The place of what does not run on the loopback.
+/// The place of experiments that do not run on the loopback.
 pub(super) const ON_XEN: &str = "Xen in an emulator";
 
 /// One figure, of several runs.
@@ -28,7 +28,7 @@ pub(crate) struct Row {
     /// The source's own figure.
     pub(crate) published: Option<f64>,
     pub(crate) target: Option<Target>,
-    /// Whether the mean keeps the target.
+    /// Whether the mean meets the target.
     pub(crate) met: Option<bool>,
 }
 
@@ -48,7 +48,7 @@ impl Row {
     }
 }
 
-/// A place in a chart, with the interval of its height.
+/// A point in a chart, with the interval of its height.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Point {
     pub(crate) x: f64,
@@ -63,7 +63,7 @@ pub(crate) struct Series {
     pub(crate) points: Vec<Point>,
 }
 
-/// A picture of rows.
+/// A chart of rows.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Chart {
     pub(crate) title: String,
@@ -73,15 +73,15 @@ pub(crate) struct Chart {
     pub(crate) kind: Kind,
 }
 
-/// How a chart is drawn.
+/// The form of a chart.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Kind {
     Lines,
-    /// A field a point, by line and place.
+    /// A field per point, by line and place.
     Surface,
-    /// A line a party, along which time passes. Each series is a moment, `party: what`, whose y says on which way it
-    /// is: 0 there, 1 back.
+    /// A lane per party, along a time axis. Each series is a moment, `party: what`, whose y gives the direction: 0 to
+    /// the receiver, 1 back.
     Lanes,
 }
 
@@ -91,7 +91,7 @@ impl Chart {
         Chart { title, x, y, series: Vec::new(), kind: Kind::Lines }
     }
 
-    /// A line at one height from the first to the last of these places.
+    /// Adds a line at one height from the first to the last of these places.
     pub(crate) fn level(
         mut self,
         name: &str,
@@ -111,14 +111,14 @@ impl Chart {
         Chart { kind: Kind::Lanes, ..self }
     }
 
-    /// One more moment of a chart of lanes.
+    /// Adds a moment to a chart of lanes.
     pub(crate) fn moment(mut self, name: &str, at: f64, back: bool) -> Chart {
         let point = Point { x: at, y: f64::from(u8::from(back)), ci95: 0.0 };
         self.series.push(Series { name: name.into(), points: vec![point] });
         self
     }
 
-    /// One more line: where, and the row that says how high.
+    /// Adds a line: its places, and the row of each height.
     pub(crate) fn line<'a>(
         mut self,
         name: impl Into<String>,
@@ -131,21 +131,21 @@ impl Chart {
     }
 }
 
-/// What a run of an experiment gives.
+/// The results of a run of an experiment.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Findings {
     pub(crate) rows: Vec<Row>,
     pub(crate) charts: Vec<Chart>,
-    /// What could not be measured here, and why.
+    /// What could not be measured here, with the reason.
     pub(crate) missing: Vec<String>,
 }
 
-/// The file of an experiment: all that the report needs of it.
+/// The file of an experiment, with everything that the report needs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Outcome {
     schema: u32,
     pub(crate) experiment: String,
-    /// On the loopback or on Xen.
+    /// Loopback or Xen.
     #[serde(rename = "where")]
     pub(crate) place: String,
     pub(crate) shows: String,
@@ -153,9 +153,9 @@ pub(crate) struct Outcome {
     pub(crate) differs: String,
     /// Processors, kernel, load.
     pub(crate) machine: String,
-    /// Of Ferrite.
+    /// Ferrite's version.
     pub(crate) version: String,
-    /// A quick run, whose figures say nothing.
+    /// A quick run, whose figures are meaningless.
     pub(crate) quick: bool,
     pub(crate) rows: Vec<Row>,
     pub(crate) charts: Vec<Chart>,
@@ -188,7 +188,7 @@ impl Outcome {
         Outcome { place: of.how.place().into(), ..outcome }
     }
 
-    /// Of an experiment that does not run here, but on Xen.
+    /// The outcome of an experiment on Xen.
     pub(crate) fn about(about: About, findings: Findings, machine: String, quick: bool) -> Outcome {
         let About { experiment, shows, source, differs } = about;
         let Findings { rows, charts, missing } = findings;
@@ -209,10 +209,10 @@ impl Outcome {
         }
     }
 
-    /// Writes the file, whole or not at all.
+    /// Writes the file, atomically.
     ///
     /// # Errors
-    /// A figure is no number, or the folder cannot be written to.
+    /// A figure is not a number, or the folder cannot be written to.
     pub(crate) fn write(&self, folder: &Path) -> Result<PathBuf> {
         for row in &self.rows {
             let sound = [row.mean, row.stddev, row.ci95].iter().all(|value| value.is_finite());
@@ -225,6 +225,8 @@ impl Outcome {
         Ok(path)
     }
 
+    /// Reads the file.
+    ///
     /// # Errors
     /// It cannot be read, or is of another version.
     pub(crate) fn read(path: &Path) -> Result<Outcome> {

@@ -1,4 +1,4 @@
-//! Neighbours on the disk that come one by one and out of order.
+//! Adjacent blocks of the disk that come one by one and out of order.
 
 use anyhow::Result;
 
@@ -20,7 +20,7 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
 
 const IMAGE_MIB: usize = 512;
 const MEDIA: [(&str, Medium); 2] = [("disk", Medium::Disk), ("tmpfs", Medium::Memory)];
-/// What a guest sends at once: the blocks of a stretch in order, interleaved, and scattered over the disk.
+/// The guest's patterns: the blocks of a stretch in order, interleaved, and scattered over the disk.
 const PATTERNS: [(&str, &str); 3] =
     [("in order", "read"), ("interleaved", "interleaved"), ("scattered", "randread")];
 const PUBLISHED: f64 = 1.419 / 0.359;
@@ -32,7 +32,7 @@ fn run(lab: &Lab) -> Result<Findings> {
         let mut plan = Plan::new(format!("fragmentation, {name}"));
         for (pattern, mode) in PATTERNS {
             for (how, option) in [("merged", ""), ("alone", "--no-merge")] {
-                // 28 blocks of 4 KiB are a stretch.
+                // A stretch has 28 blocks of 4 KiB.
                 let options = format!("--mode {mode} --block 4K --depth 28 --batch {option}");
                 plan = plan.add(format!("{pattern}, {how}"), lab.bench(image.path(), options));
             }

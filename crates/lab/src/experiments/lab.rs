@@ -1,4 +1,4 @@
-//! What every experiment is run with: programs, images, rounds of runs, and a line that says how far it is.
+//! The means of every experiment: programs, images, rounds of runs, and a progress line.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -21,35 +21,35 @@ use crate::compare::image;
 use crate::compare::rounds::{Plan, Rounds, Sample};
 
 const LINE: &str = "{prefix} {bar:30} {pos}/{len} {eta} left, {wide_msg}";
-/// A run in which the machine had no time for a single request is done again so often.
+/// How often a run is repeated in which the machine had no time for a single request.
 const TRIES: u32 = 5;
 /// Operations in flight while an image is converted.
 const ENTRIES: u32 = 128;
-/// Of a store, which is a sparse file.
+/// The size of a store, which is a sparse file.
 const STORE_SIZE: &str = "1G";
-/// Images on tmpfs.
+/// The folder of images on tmpfs.
 const TMPFS: &str = "/dev/shm";
 
-/// How to run experiments.
+/// The settings of experiments.
 pub(crate) struct Settings {
-    /// How often each thing is measured, in turn.
+    /// How often each subject is measured, in turn.
     pub(crate) rounds: u32,
-    /// Of each run.
+    /// The duration of each run.
     pub(crate) seconds: f64,
-    /// As little as shows that it works.
+    /// A minimal run to test that it works.
     pub(crate) quick: bool,
-    /// Where images on a disk are made.
+    /// The folder of images on a disk.
     pub(crate) disk: PathBuf,
 }
 
-/// The same, with what it takes.
+/// The settings, and the programs.
 pub(crate) struct Lab {
     pub(crate) settings: Settings,
     ferrite: Ferrite,
     stop: Arc<AtomicBool>,
 }
 
-/// What holds an experiment's images.
+/// The medium of an experiment's images.
 #[derive(Clone, Copy)]
 pub(crate) enum Medium {
     Memory,
@@ -69,16 +69,16 @@ impl Image {
 }
 
 impl Lab {
-    /// With the programs that lie beside this one.
+    /// Uses the programs in the folder of this one.
     ///
     /// # Errors
-    /// They do not.
+    /// They are not there.
     pub(crate) fn new(settings: Settings, stop: Arc<AtomicBool>) -> Result<Lab> {
         let ferrite = Ferrite::beside(settings.seconds)?;
         Ok(Lab { settings, ferrite, stop })
     }
 
-    /// All of them, or the first and the last for a quick look.
+    /// All values, or the first and the last for a quick run.
     pub(crate) fn some<T: Copy>(&self, values: &[T]) -> Vec<T> {
         match (self.settings.quick, values) {
             (true, [first, .., last]) => vec![*first, *last],
@@ -86,7 +86,7 @@ impl Lab {
         }
     }
 
-    /// A raw image in which all of `mib` MiB have been written; 64 at most for a quick look.
+    /// Makes a raw image in which all of `mib` MiB have been written; at most 64 for a quick run.
     ///
     /// # Errors
     /// There is no room.
@@ -98,7 +98,7 @@ impl Lab {
         Ok(Image { path, _folder: folder })
     }
 
-    /// The same in another format, which the name says, with allocation units of so many bytes.
+    /// Makes a copy in another format, given by the name, with allocation units of so many bytes.
     ///
     /// # Errors
     /// There is no room.
@@ -122,7 +122,7 @@ impl Lab {
         Ok(Image { path, _folder: folder })
     }
 
-    /// The same as the volume `disk` of a new store, which has room for several such.
+    /// Makes a copy as the volume `disk` of a new store, which has room for several such volumes.
     ///
     /// # Errors
     /// There is no room.
@@ -149,7 +149,7 @@ impl Lab {
         TempDir::with_prefix_in(prefix(), parent).with_context(cannot)
     }
 
-    /// `ferrite`.
+    /// The program `ferrite`.
     ///
     /// # Errors
     /// It is not beside this program.
@@ -159,7 +159,7 @@ impl Lab {
         Ok(program)
     }
 
-    /// A run of `ferrite-bench` for a plan, by options parted by spaces.
+    /// A run of `ferrite-bench` for a plan, with options separated by spaces.
     pub(crate) fn bench<'a>(
         &'a self,
         image: &'a (impl AsRef<OsStr> + ?Sized),
@@ -178,16 +178,16 @@ impl Lab {
         }
     }
 
-    /// Measures all of a plan in turn, as often as was asked for.
+    /// Measures all of a plan in turn, for the number of rounds in the settings.
     ///
     /// # Errors
-    /// A run failed, or somebody wants an end.
+    /// A run failed, or a signal asked for the end.
     pub(crate) fn measure(&self, plan: Plan<'_>) -> Result<Rounds> {
         let runs = u64::from(self.settings.rounds) * plan.len() as u64;
         let bar = ProgressBar::with_draw_target(Some(runs), ProgressDrawTarget::stderr());
         let bar = bar.with_style(ProgressStyle::with_template(LINE)?);
         bar.set_prefix(plan.title().to_owned());
-        // The time that is left moves while a run goes on.
+        // The remaining time also changes during a run.
         bar.enable_steady_tick(Duration::from_millis(500));
         let mut first = true;
         let measured = plan.measure(self.settings.rounds, |name| {
@@ -197,12 +197,14 @@ impl Lab {
             Ok(())
         });
         bar.finish_and_clear();
-        // Ctrl-C ends the run as well: what that says is not the reason.
+        // Ctrl-C ends the run as well: its error is not the reason.
         self.check().and(measured)
     }
 
+    /// Checks for a signal.
+    ///
     /// # Errors
-    /// Somebody wants an end.
+    /// A signal asked for the end.
     pub(crate) fn check(&self) -> Result<()> {
         match self.stop.load(Ordering::Relaxed) {
             true => bail!(Interrupted),
@@ -223,7 +225,7 @@ impl std::fmt::Display for Interrupted {
 
 impl std::error::Error for Interrupted {}
 
-/// What the folders of images begin with: whoever finds one knows whose it is.
+/// The prefix of image folders, by which they can be recognised.
 fn prefix() -> String {
     format!("ferrite-lab-{}-", std::process::id())
 }

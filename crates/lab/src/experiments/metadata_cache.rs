@@ -1,4 +1,4 @@
-//! How large the cache of an image's tables has to be.
+//! The size of the cache of an image's tables.
 
 use anyhow::Result;
 
@@ -18,14 +18,14 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
     how: How::Here(run),
 };
 
-/// A slot has a slice of 4 KiB, which says where 512 clusters are. With clusters of 4 KiB that is 2 MiB of the disk, so
+/// A slot has a slice of 4 KiB, with the places of 512 clusters. With clusters of 4 KiB that is 2 MiB of the disk, so
 /// 128 slots have all of it.
 const IMAGE_MIB: usize = 256;
 const CLUSTER_BYTES: u32 = 4096;
 const SLOT_KIB: u32 = 4;
-/// The cache has whole sets of eight: 8 is the nearest to the ten of the thesis.
+/// The cache has whole sets of eight: 8 is the nearest to the thesis's ten.
 const SLOTS: [u32; 5] = [8, 16, 32, 64, 128];
-/// With several requests in flight, all that come to a new slice together would count as misses of it.
+/// With several requests in flight, all concurrent requests to a new slice would count as its misses.
 const MODES: [(&str, &str, u32); 2] = [("sequential", "read", 1), ("random", "randread", 8)];
 
 fn run(lab: &Lab) -> Result<Findings> {

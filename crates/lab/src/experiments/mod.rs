@@ -1,5 +1,4 @@
-//! The experiments of the published sources, each a file: what it shows, how it is run, and why our
-//! figures are not theirs.
+//! The experiments of the published sources, each a file: what it shows, how it is run, and why our figures differ.
 
 pub(crate) mod aggregate;
 pub(crate) mod findings;
@@ -27,14 +26,14 @@ pub(crate) struct Experiment {
     pub(crate) name: &'static str,
     /// One sentence.
     pub(crate) shows: &'static str,
-    /// Who has published it, and what came out.
+    /// The source, and its result.
     pub(crate) source: &'static str,
-    /// Why our figures are not those of the source.
+    /// Why our figures differ from the source's.
     pub(crate) differs: &'static str,
     pub(crate) how: How,
 }
 
-/// What runs an experiment.
+/// The program that runs an experiment.
 #[derive(Clone, Copy)]
 pub(crate) enum How {
     /// `ferrite-lab`, on this machine.
@@ -44,7 +43,7 @@ pub(crate) enum How {
 }
 
 impl How {
-    /// In the words of the results' files.
+    /// The place, in the words of the results' files.
     pub(crate) fn place(self) -> &'static str {
         match self {
             How::Here(_) => report::WHERE,
@@ -53,12 +52,12 @@ impl How {
     }
 }
 
-/// All of them, in the order of the report.
+/// All experiments, in the order of the report.
 pub(crate) fn all() -> impl Iterator<Item = &'static Experiment> {
     HERE.iter().chain(on_xen::EXPERIMENTS)
 }
 
-/// Those that run on this machine, in the order in which they run.
+/// The experiments on this machine, in the order in which they run.
 pub(crate) const HERE: &[Experiment] = &[
     request_size::EXPERIMENT,
     queue_length::EXPERIMENT,
@@ -73,7 +72,7 @@ pub(crate) const HERE: &[Experiment] = &[
     peers::EXPERIMENT,
 ];
 
-/// The one of that name.
+/// The experiment of that name.
 pub(crate) fn find(name: &str) -> Option<&'static Experiment> {
     all().find(|experiment| experiment.name == name)
 }

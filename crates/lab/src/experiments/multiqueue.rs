@@ -19,9 +19,9 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
 };
 
 const IMAGE_MIB: usize = 1024;
-/// Queues, and the requests in flight of each: 32 together.
+/// Queues, and the requests in flight of each: 32 in total.
 const QUEUES: [(u32, u32); 3] = [(1, 32), (2, 16), (4, 8)];
-/// KiB, the same with 1 MiB: 8 together.
+/// The same with requests of 1 MiB: 8 in total.
 const LARGE: [(u32, u32); 3] = [(1, 8), (2, 4), (4, 2)];
 const MODES: [(&str, &str); 2] = [("random", "randread"), ("sequential", "read")];
 const SINGLE: &str = "a single job";

@@ -2,7 +2,7 @@
 
 use super::{Experiment, How};
 
-/// One processor executes an instruction a nanosecond there, and knows no caches.
+/// One processor executes an instruction per nanosecond there, without a model of caches.
 pub(super) const EXPERIMENTS: &[Experiment] = &[
     Experiment {
         name: "xen",

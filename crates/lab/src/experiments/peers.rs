@@ -1,4 +1,4 @@
-//! Programs that serve disks to others, by one client and one protocol.
+//! Programs that serve disks, compared by one client and one protocol.
 
 use std::path::Path;
 use std::process::Command;
@@ -25,12 +25,12 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
 const IMAGE_MIB: usize = 256;
 const FIO: &str = "fio";
 const OURS: &str = "ferrite";
-/// fio's names: what is done, and the size of it.
+/// The loads in fio's words: mode and block size.
 const LOADS: [(&str, &str); 2] = [("randread", "4k"), ("read", "1m")];
 const DEPTHS: [u32; 3] = [1, 8, 32];
 const FORMATS: [&str; 3] = ["raw", "vhd", "qcow2"];
 const SERVERS: [&str; 4] = ["qemu-nbd", "qemu-storage-daemon", "nbdkit", OURS];
-/// Of an image in another format, as other programs make them.
+/// The unit of an image in another format, as other programs make it.
 const QCOW2_CLUSTER_BYTES: u32 = 65536;
 const VHD_BLOCK_BYTES: u32 = 2 << 20;
 
@@ -59,7 +59,7 @@ fn run(lab: &Lab) -> Result<Findings> {
     Ok(findings)
 }
 
-/// The servers that are installed; the others are named.
+/// The servers that are installed; missing ones are named.
 fn present(lab: &Lab, missing: &mut Vec<String>) -> Vec<&'static str> {
     let is_there = |name: &str| match name {
         OURS => lab.program().is_ok(),
@@ -107,7 +107,7 @@ fn add<'a>(
     plan
 }
 
-/// Each run has a server of its own, as only one at a time may have an image.
+/// Each run has a server of its own, as only one at a time may open an image.
 fn start(lab: &Lab, server: &str, image: &Path, format: &str) -> Result<Server> {
     let socket = image.with_extension("sock");
     let format = if format == "vhd" { "vpc" } else { format };
@@ -145,7 +145,7 @@ fn start(lab: &Lab, server: &str, image: &Path, format: &str) -> Result<Server> 
     Server::start(&mut command, &socket)
 }
 
-/// A rate and a cost for each, and how ours compares.
+/// A rate and a cost for each, and their ratios to ours.
 fn rows(
     rounds: &Rounds,
     format: &str,

@@ -1,4 +1,4 @@
-//! Persistent grants: who keeps pages granted and mapped, and from how many guests on that pays.
+//! Persistent grants: which side keeps pages granted and mapped, and from how many guests on that pays.
 
 use anyhow::Result;
 
@@ -21,11 +21,11 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
 
 const IMAGE_MIB: usize = 512;
 pub(crate) const GUESTS: [u32; 5] = [1, 2, 4, 8, 15];
-/// A front and a back. Pages stay granted only where both say so: a front that keeps them is as another with a back
-/// that maps, and a back that keeps mappings copies from a front that does not.
+/// A front and a back. Pages stay granted only if both support it: with a mapping back a front that keeps them is as
+/// any other, and a back that keeps mappings copies from a front that does not.
 pub(crate) struct Way {
     pub(crate) name: &'static str,
-    /// What moves the back's data.
+    /// The back's mover.
     pub(crate) mover: &'static str,
     /// Whether the front keeps its pages granted.
     pub(crate) front: bool,
@@ -37,7 +37,7 @@ pub(crate) const WAYS: [Way; 4] = [
     Way { name: "back only", mover: "persistent", front: false },
     Way { name: "both", mover: "persistent", front: true },
 ];
-/// What the source has of 15 guests.
+/// The source's figures for 15 guests.
 const PUBLISHED: [(&str, f64); 2] = [("neither", 340_668.0), ("both", 1_245_575.0)];
 
 fn run(lab: &Lab) -> Result<Findings> {
@@ -58,7 +58,7 @@ fn key(way: &str, guests: u32) -> String {
     format!("{way}, {guests} guests")
 }
 
-/// What the rates say, which are a value a round, of a way and a number of guests.
+/// The findings from the rates of each way and number of guests, which are a value per round.
 pub(crate) fn findings(guests: &[u32], rates: impl Fn(&str, u32) -> Vec<f64>) -> Findings {
     let mut rows = Vec::new();
     let mut chart = Chart::new("4 KiB random reads, all guests together", "guests", "IOPS");
@@ -96,7 +96,7 @@ pub(crate) fn findings(guests: &[u32], rates: impl Fn(&str, u32) -> Vec<f64>) ->
     Findings { rows, charts: vec![chart, ahead], missing }
 }
 
-/// Where the gain, by number of guests, goes through 1, between the measured numbers on a straight line.
+/// The number of guests at which the gain is 1, interpolated on a straight line between the measured numbers.
 fn break_even(gains: &[(f64, f64)]) -> Option<f64> {
     gains.windows(2).find_map(|pair| {
         let [(x, from), (y, to)] = pair else { return None };

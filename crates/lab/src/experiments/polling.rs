@@ -1,4 +1,4 @@
-//! To poll for work, or to wait for events.
+//! Polling for work, compared with waiting for events.
 
 use anyhow::Result;
 
@@ -20,9 +20,9 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
 };
 
 const IMAGE_MIB: usize = 512;
-/// Microseconds.
+/// Polling windows in microseconds.
 const WINDOWS: [&str; 7] = ["0", "5", "20", "50", "100", "300", "auto"];
-/// No events are waited for within it.
+/// The longest window: within it no events are waited for.
 const LONGEST: &str = "300";
 
 fn run(lab: &Lab) -> Result<Findings> {

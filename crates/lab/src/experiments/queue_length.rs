@@ -1,4 +1,4 @@
-//! How many requests a ring holds, and what that gives.
+//! The number of requests that a ring holds, and the rate.
 
 use anyhow::Result;
 
@@ -21,7 +21,7 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
 const IMAGE_MIB: usize = 1024;
 /// Pages of a ring, their order, and the requests that it holds.
 const RINGS: [(u32, u32, u32); 3] = [(1, 0, 32), (2, 1, 64), (16, 4, 512)];
-/// KiB of a request, and memory for all that are in flight.
+/// KiB of a request, and memory for all requests in flight.
 const SIZES: [(u32, &str); 2] = [(4, "8M"), (44, "32M")];
 const MEDIA: [(&str, Medium); 2] = [("disk", Medium::Disk), ("tmpfs", Medium::Memory)];
 

@@ -1,4 +1,4 @@
-//! What a request costs by its size, and what cutting large ones up costs.
+//! The cost of a request by its size, and the cost of splitting large ones.
 
 use anyhow::Result;
 
@@ -20,9 +20,9 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
 };
 
 const IMAGE_MIB: usize = 1024;
-/// One request at a time, in KiB.
+/// Sizes of a single request in flight, in KiB.
 const SIZES: [u32; 9] = [4, 8, 16, 44, 88, 176, 352, 704, 1024];
-/// A little more than 1 MiB at once, as so many requests of so many KiB.
+/// A little more than 1 MiB in total, as so many requests of so many KiB.
 const CUTS: [(u32, u32); 4] = [(44, 24), (88, 12), (704, 2), (1024, 1)];
 const KIB_S: f64 = 1024.0;
 
@@ -53,7 +53,7 @@ fn cut(size: u32) -> String {
     format!("1 MiB in {size} KiB")
 }
 
-/// The guest never sleeps, so that no time for waking it is in a request's.
+/// The guest never sleeps, so no request includes the time to wake it.
 fn one_at_a_time(size: u32) -> String {
     format!("--mode randread --block {size}K --depth 1 --guest-poll 1000")
 }
@@ -81,7 +81,7 @@ fn by_size(rounds: &Rounds, sizes: &[u32]) -> Findings {
     Findings { rows: rows.into_iter().chain(times).collect(), charts: vec![chart], missing: vec![] }
 }
 
-/// The same data at once in smaller and larger requests.
+/// The same data in flight in smaller and larger requests.
 fn pieces(rounds: &Rounds, cuts: &[(u32, u32)]) -> Findings {
     let rate = |size: u32| {
         let each = rounds.each(|r| r.of(&cut(size)).iops * f64::from(size) / KIB_S);

@@ -1,4 +1,4 @@
-//! How large the memory for a store's tables has to be: Parallax's experiment on a translation like its own.
+//! The size of the memory for a store's tables: Parallax's experiment on a similar translation.
 
 use anyhow::Result;
 
@@ -21,10 +21,10 @@ pub(super) const EXPERIMENT: Experiment = Experiment {
 
 /// 32,768 blocks.
 const VOLUME_MIB: usize = 128;
-/// Blocks that a page of P2M is about.
+/// Blocks of a page of P2M.
 const PAGE_BLOCKS: usize = 256;
 const BLOCKS_A_MIB: usize = 256;
-/// Of 4,176 bytes with what finds it: the least, and what has room for 128 pages of P2M with V2P.
+/// Slots of 4,176 bytes with their index entry: the least number, and one with room for 128 pages of P2M with V2P.
 const MEMORY: [(u32, usize); 2] = [(88, 88 * 4176), (193, 193 * 4176)];
 
 fn run(lab: &Lab) -> Result<Findings> {
@@ -60,7 +60,7 @@ fn findings(rounds: &Rounds, blocks: usize) -> Findings {
         let rate = each(pages, |s| s.iops);
         rate_rows.push(Row::new(format!("sequential, {pages} pages: rate"), "IOPS", &rate));
     }
-    // The first number is 1, so that the last block may be of one page more.
+    // Numbers begin with 1, so the last block may be on one more page.
     let compulsory = (blocks / PAGE_BLOCKS + 1) as f64;
     let read = each(193, |s| s.p2m_misses);
     let read = Row::new("sequential, 193 pages: pages of P2M that were read", "pages", &read);

@@ -1,4 +1,4 @@
-//! A chart as a file of its own: an SVG picture with its title, its key and its colours.
+//! A chart as a file: an SVG picture with its title, its key and its colours.
 
 use super::chart::WIDTH;
 use super::{STYLE, chart, escape, lanes, surface};
@@ -8,7 +8,7 @@ use crate::experiments::findings::{Chart, Kind};
 const TITLE: f64 = 26.0;
 const KEY: f64 = 22.0;
 
-/// The picture, which needs nothing else.
+/// The picture, without references to other files.
 pub(super) fn svg(chart: &Chart) -> String {
     let (inner, height) = match chart.kind {
         Kind::Lines => (chart::svg(chart), chart::HEIGHT),

@@ -6,22 +6,22 @@ use super::escape;
 use crate::compare::table::figure;
 use crate::experiments::findings::{Chart, Point, Series};
 
-/// Of the picture, in its own units.
+/// The size of the picture, in its own units.
 pub(super) const WIDTH: f64 = 640.0;
 pub(super) const HEIGHT: f64 = 320.0;
-/// Room for the axes' words.
+/// Room for the axes' labels.
 const LEFT: f64 = 70.0;
 const BOTTOM: f64 = 46.0;
 const TOP: f64 = 12.0;
 const RIGHT: f64 = 16.0;
-/// Colours of lines, as the style sheet has them.
+/// The number of line colours in the style sheet.
 pub(super) const COLOURS: usize = 6;
-/// Lines across, beside the axis.
+/// Horizontal lines, besides the axis.
 const GRID: u32 = 4;
-/// From this ratio of places on, doublings are equally far apart.
+/// From this ratio of places on, the axis is logarithmic.
 const WIDE: f64 = 16.0;
 
-/// Places in the picture.
+/// Converts places to coordinates.
 struct Scale {
     from: f64,
     to: f64,
@@ -51,7 +51,7 @@ impl Scale {
     }
 }
 
-/// The next of 1, 2, 2.5, 5 times a power of ten; 1 for nothing.
+/// The next of 1, 2, 2.5, 5 times a power of ten; 1 for 0.
 pub(super) fn round_up(value: f64) -> f64 {
     if value <= 0.0 || !value.is_finite() {
         return 1.0;
@@ -61,7 +61,7 @@ pub(super) fn round_up(value: f64) -> f64 {
     steps.iter().map(|step| step * power).find(|step| *step >= value).unwrap_or(10.0 * power)
 }
 
-/// Lines, with their axes.
+/// The lines, with their axes.
 pub(super) fn svg(chart: &Chart) -> String {
     let scale = Scale::of(chart);
     let mut text = format!(
@@ -130,7 +130,7 @@ fn axes(text: &mut String, chart: &Chart, scale: &Scale) {
     );
 }
 
-/// A place on the axis.
+/// The label of a place on the axis.
 pub(super) fn short(place: f64) -> String {
     match place {
         p if p >= 1_048_576.0 => format!("{}M", p / 1_048_576.0),
@@ -169,7 +169,7 @@ mod tests {
     #[test]
     fn a_line_goes_from_the_first_point_to_the_last_within_the_picture() {
         let text = svg(&chart(&[(4.0, 100.0), (1024.0, 50.0)]));
-        // 100 is the top of its axis; the second is half as high.
+        // 100 is the top of its axis; the second point is half as high.
         assert!(text.contains(&format!("d=\"M{LEFT:.1} {TOP:.1}L624.0 143.0\"")), "{text}");
         assert!(text.contains("&lt;a&gt;, 4 KiB: 100 ± 0.00 us"), "{text}");
     }

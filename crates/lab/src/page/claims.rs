@@ -1,4 +1,4 @@
-//! What the experiments have shown in a table of Markdown, a row each, with all that was missed.
+//! The results of the experiments as a Markdown table, a row each, with all missed targets.
 
 use std::fmt::Write as _;
 
@@ -8,17 +8,17 @@ use crate::compare::result::Target;
 use crate::compare::table::figure;
 use crate::experiments::findings::{Outcome, Row};
 
-/// Between these two the table stands in a document.
+/// The table is between these two lines of a document.
 pub(crate) const BEGIN: &str = "<!-- figures of the lab: begin -->\n";
 pub(crate) const END: &str = "<!-- figures of the lab: end -->";
 
-/// Misses of one experiment that the table names.
+/// The most misses of one experiment in the table.
 const MISSES: usize = 6;
 
-/// The document with the table of these results in the place of the one that it has.
+/// The document, whose table is replaced by that of these results.
 ///
 /// # Errors
-/// It has no place for one.
+/// It has no such lines.
 pub(crate) fn replaced(document: &str, outcomes: &[Outcome]) -> Result<String> {
     let places = document.find(BEGIN).zip(document.find(END));
     let places = places.map(|(begin, end)| (begin + BEGIN.len(), end));
@@ -57,7 +57,7 @@ fn table(outcomes: &[Outcome]) -> String {
     text
 }
 
-/// What others have published, else what has a target, else a ratio, else anything.
+/// The row with a published figure, else one with a target, else a ratio, else any.
 fn headline(rows: &[Row]) -> Option<&Row> {
     let first = |fits: fn(&&Row) -> bool| rows.iter().find(fits);
     first(|row| row.published.is_some())
@@ -75,7 +75,7 @@ fn miss(row: &Row) -> String {
     format!("{} {} ({bound})", cell(&row.name), figure(row.mean))
 }
 
-/// Text that does not end a cell.
+/// Escapes text for a cell.
 fn cell(text: &str) -> String {
     text.replace('|', "/").replace('\n', " ")
 }

@@ -1,4 +1,4 @@
-//! A chart as a time line: a lane a party, and a line that goes from moment to moment and from lane to lane.
+//! A chart as a time line: a lane per party, and a line from moment to moment and from lane to lane.
 
 use std::fmt::Write as _;
 
@@ -13,7 +13,7 @@ const RIGHT: f64 = 16.0;
 const TOP: f64 = 24.0;
 const LANE: f64 = 84.0;
 const BOTTOM: f64 = 44.0;
-/// Lines across time.
+/// Vertical lines of the time axis.
 const GRID: u32 = 5;
 
 /// A moment, with its number in the key.
@@ -48,12 +48,12 @@ fn parties<'a>(moments: &[Moment<'a>]) -> Vec<&'a str> {
     parties
 }
 
-/// Of the picture.
+/// The height of the picture.
 pub(super) fn height(chart: &Chart) -> f64 {
     TOP + parties(&moments(chart)).len() as f64 * LANE + BOTTOM
 }
 
-/// The lanes, the way there and the way back.
+/// The lanes, the path to the receiver and the path back.
 pub(super) fn svg(chart: &Chart) -> String {
     let moments = moments(chart);
     let parties = parties(&moments);
@@ -110,7 +110,7 @@ pub(super) fn svg(chart: &Chart) -> String {
     text + "</svg>"
 }
 
-/// A moment as a point with its number. Numbers of neighbours are at different heights.
+/// A moment as a point with its number. Adjacent numbers are at different heights.
 fn mark(text: &mut String, chart: &Chart, moment: &Moment<'_>, colour: usize, (x, y): (f64, f64)) {
     let step = 11.0 * (moment.number % 3) as f64;
     let label = if moment.back() { y + 16.0 + step } else { y - 8.0 - step };
@@ -126,7 +126,7 @@ fn mark(text: &mut String, chart: &Chart, moment: &Moment<'_>, colour: usize, (x
     );
 }
 
-/// What the numbers are.
+/// The moments of the numbers.
 pub(super) fn key(chart: &Chart) -> String {
     let item = |moment: &Moment<'_>| {
         format!(

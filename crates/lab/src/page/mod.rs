@@ -1,4 +1,4 @@
-//! All results as one page, which needs nothing else: no script, no network.
+//! All results as one page without scripts or references to other files.
 
 mod alone;
 mod chart;
@@ -32,7 +32,7 @@ pub(crate) fn html(outcomes: &[Outcome]) -> String {
     text + "</body></html>\n"
 }
 
-/// How many targets an experiment has met.
+/// The number of targets that an experiment has met.
 fn verdict(outcome: &Outcome) -> String {
     let met = outcome.rows.iter().filter(|row| row.met == Some(true)).count();
     let all = outcome.rows.iter().filter(|row| row.met.is_some()).count();
@@ -75,7 +75,7 @@ fn section(text: &mut String, outcome: &Outcome) {
     );
 }
 
-/// The charts that stand beside words elsewhere: an experiment, and which one of its own.
+/// The charts that other documents show: an experiment, and the index of its chart.
 const PICTURES: [(&str, usize); 2] = [("aggregate", 2), ("polling", 0)];
 
 /// These charts as files: name and contents.
@@ -123,7 +123,7 @@ fn target(row: &Row) -> String {
     }
 }
 
-/// Text that is nothing else in HTML, attributes included.
+/// Escapes text for HTML, attributes included.
 fn escape(text: &str) -> String {
     text.chars().fold(String::new(), |mut safe, c| {
         match c {

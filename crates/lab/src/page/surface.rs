@@ -1,4 +1,4 @@
-//! A chart as a field of cells: a row a line, a column a place, the stronger its colour the higher.
+//! A chart as a field of cells: a row per line, a column per place, with stronger colours for higher values.
 
 use std::fmt::Write as _;
 
@@ -10,13 +10,13 @@ use crate::experiments::findings::Chart;
 /// Room for the names of lines, in the picture's units.
 const LEFT: f64 = 84.0;
 const ROW: f64 = 34.0;
-/// Room for the places' names, and for that of their axis.
+/// Room for the labels of the places and of their axis.
 const BOTTOM: f64 = 40.0;
-/// How strong the colour of the lowest and of the highest cell is.
+/// The opacity of the lowest cell.
 const FAINT: f64 = 0.08;
 const STRONG: f64 = 0.75;
 
-/// The cells, and what stands beside them.
+/// The cells and their labels.
 pub(super) fn svg(chart: &Chart) -> String {
     let columns = chart.series.iter().map(|series| series.points.len()).max().unwrap_or(0);
     let width = (WIDTH - LEFT) / columns.max(1) as f64;
@@ -55,12 +55,12 @@ pub(super) fn svg(chart: &Chart) -> String {
     text + "</svg>"
 }
 
-/// Of the picture.
+/// The height of the picture.
 pub(super) fn height(chart: &Chart) -> f64 {
     chart.series.len() as f64 * ROW + BOTTOM
 }
 
-/// From the lowest to the highest value of the chart.
+/// The opacity, from the lowest to the highest value of the chart.
 fn strength(chart: &Chart) -> impl Fn(f64) -> f64 {
     let values = || chart.series.iter().flat_map(|series| &series.points).map(|point| point.y);
     let low = values().fold(f64::INFINITY, f64::min);

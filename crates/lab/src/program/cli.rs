@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-/// The published measurements that Ferrite stands on, run on this machine.
+/// Runs the published measurements on which Ferrite's design is based, on this machine.
 #[derive(Debug, Parser)]
 #[command(
     name = "ferrite-lab",
@@ -19,11 +19,11 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Name all experiments, what each shows, and who has published it.
+    /// List all experiments, what each shows, and its source.
     List,
     /// Run experiments, and write a file of figures for each.
     Run(RunArgs),
-    /// Run the experiment `peers`, and print how Ferrite compares with qemu-nbd, qemu-storage-daemon, nbdkit and fio.
+    /// Run the experiment `peers`, and compare Ferrite with qemu-nbd, qemu-storage-daemon, nbdkit and fio.
     Peers(Measuring),
     /// Join all results in a folder into one page.
     Report(ReportArgs),
@@ -32,14 +32,14 @@ pub(crate) enum Command {
     Generate(GenerateArgs),
 }
 
-/// `ferrite-lab run`.
+/// The arguments of `ferrite-lab run`.
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     /// The experiments, by name.
     #[arg(value_name = "NAME", required_unless_present = "all")]
     pub(crate) names: Vec<String>,
 
-    /// Run all of them that need no Xen; one that fails does not keep the others from running.
+    /// Run all experiments that need no Xen; after a failure the others still run.
     #[arg(long, conflicts_with = "names")]
     pub(crate) all: bool,
 
@@ -47,18 +47,18 @@ pub(crate) struct RunArgs {
     pub(crate) measuring: Measuring,
 }
 
-/// How to measure.
+/// The settings of measurements.
 #[derive(Debug, Args)]
 pub(crate) struct Measuring {
-    /// Where results go.
+    /// The folder for results.
     #[arg(long, value_name = "DIR", default_value = "lab-results")]
     pub(crate) results: PathBuf,
 
-    /// Where images on a disk are made, 1 GiB at most; by default where results go.
+    /// The folder for images on a disk, at most 1 GiB; by default that of the results.
     #[arg(long, value_name = "DIR")]
     pub(crate) disk: Option<PathBuf>,
 
-    /// How often each thing is measured, in turn with the others.
+    /// How often each subject is measured, in turn with the others.
     #[arg(long, value_name = "N", default_value_t = 3,
           value_parser = clap::value_parser!(u32).range(3..=100))]
     pub(crate) rounds: u32,
@@ -67,15 +67,15 @@ pub(crate) struct Measuring {
     #[arg(long, value_name = "S", default_value = "0.5", value_parser = seconds)]
     pub(crate) seconds: f64,
 
-    /// A quick look whether it works: one short run of each thing, and fewer of them. The figures say nothing.
+    /// Only test that it works: one short run of each subject, and fewer subjects. The figures are meaningless.
     #[arg(long, conflicts_with_all = ["seconds", "rounds"])]
     pub(crate) quick: bool,
 }
 
-/// `ferrite-lab report`.
+/// The arguments of `ferrite-lab report`.
 #[derive(Debug, Args)]
 pub(crate) struct ReportArgs {
-    /// Where the results are.
+    /// The folder with the results.
     #[arg(long, value_name = "DIR", default_value = "lab-results")]
     pub(crate) results: PathBuf,
 
@@ -87,15 +87,15 @@ pub(crate) struct ReportArgs {
     #[arg(long, value_name = "DIR")]
     pub(crate) pictures: Option<PathBuf>,
 
-    /// Replace the table of figures in this document of Markdown, which has a line before and after it.
+    /// Replace the table of figures in this Markdown document, between its marker lines.
     #[arg(long, value_name = "FILE")]
     pub(crate) table: Option<PathBuf>,
 }
 
-/// `ferrite-lab generate`.
+/// The arguments of `ferrite-lab generate`.
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
-    /// Where to: man/ and the completions are made there.
+    /// The directory in which man/ and the completions are written.
     pub(crate) directory: PathBuf,
 }
 

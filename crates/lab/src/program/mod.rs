@@ -24,7 +24,7 @@ use crate::experiments::{self, Experiment, How};
 use crate::page::{self, claims};
 use crate::whole;
 
-/// Of a quick look.
+/// Seconds of a quick run.
 const QUICK_SECONDS: f64 = 0.1;
 
 /// The program.
@@ -62,7 +62,7 @@ fn list() -> Result<(), Failure> {
     print(&experiments::all().map(line).collect::<String>())
 }
 
-/// Runs the experiments in turn. One that fails does not keep the others from running.
+/// Runs the experiments in turn. After a failure the others still run.
 fn run(args: &RunArgs) -> Result<(), Failure> {
     let chosen = chosen(args)?;
     let lab = lab(&args.measuring)?;
@@ -115,8 +115,10 @@ fn table(outcome: &Outcome) -> String {
     outcome.rows.iter().map(line).chain(missing).collect()
 }
 
+/// The selected experiments.
+///
 /// # Errors
-/// There is none of that name, or it needs Xen.
+/// None has that name, or it needs Xen.
 fn chosen(args: &RunArgs) -> Result<Vec<&'static Experiment>, Failure> {
     if args.all {
         return Ok(experiments::HERE.iter().collect());
@@ -143,15 +145,15 @@ fn chosen(args: &RunArgs) -> Result<Vec<&'static Experiment>, Failure> {
 fn lab(args: &Measuring) -> Result<Lab, Failure> {
     let stop = signals::flag()?;
     let results = folder(&args.results, "--results")?;
-    // Whoever learns that after an hour has lost the hour. Not every experiment needs the other folder.
+    // Checked now, since a failure after an hour would lose the hour. Not every experiment needs the other folder.
     tempfile::tempfile_in(&results).map_err(|e| unusable(&results, "--results", &e))?;
     let disk = args.disk.as_ref().map(|disk| folder(disk, "--disk")).transpose()?;
-    // Programs that are started elsewhere find the images, too.
+    // An absolute path, so that programs started in other folders find the images.
     let disk = disk.unwrap_or(results);
     prepare(args, disk, stop).map_err(|e| failed("cannot measure", &e))
 }
 
-/// Makes a folder, if it is not there.
+/// Makes a folder, if it does not exist.
 fn folder(path: &Path, option: &str) -> Result<PathBuf, Failure> {
     let made = fs::create_dir_all(path).and_then(|()| path.canonicalize());
     made.map_err(|e| unusable(path, option, &e))
@@ -204,7 +206,7 @@ fn report(args: &ReportArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Writes a file, and says so.
+/// Writes a file, and reports that.
 fn write(path: &Path, text: &str) -> Result<(), Failure> {
     whole::write(path, text).map_err(|e| {
         let what = format!("cannot write {}", path.display());
@@ -213,10 +215,10 @@ fn write(path: &Path, text: &str) -> Result<(), Failure> {
     print(&format!("{}\n", path.display()))
 }
 
-/// All results in a folder: those of the list in its order, then those that runs on Xen have named themselves.
+/// All results in a folder: those of the list in its order, then those from Xen by name.
 ///
 /// # Errors
-/// A file cannot be read, or is none.
+/// A file cannot be read, or is invalid.
 fn read(folder: &Path) -> Result<Vec<Outcome>> {
     let entries = match fs::read_dir(folder) {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Vec::new()),

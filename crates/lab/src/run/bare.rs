@@ -1,5 +1,5 @@
-//! `ferrite-bench bare`: the copies of a load on `null:` in a bare loop. What the path from ring
-//! to ring costs beside them is what `ferrite-bench null:` shows beside this.
+//! `ferrite-bench bare`: the copies of a load on `null:` in a bare loop. The difference to `ferrite-bench null:` is the
+//! cost of the path from ring to ring.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _, stdin, stdout};
 use std::process::{Child, Command, Stdio};
@@ -18,9 +18,9 @@ use super::cli::BareArgs;
 use super::measure::CpuTime;
 use ferrite::exit::Failure;
 
-/// Rounds between two looks at the clock.
+/// Rounds between two readings of the clock.
 const ROUNDS: u32 = 64;
-/// Rounds before any count: pages get touched, caches warm.
+/// The time before any count: pages get touched, caches warm.
 const RAMP: Duration = Duration::from_millis(100);
 
 /// One run of bare copies; the fields of its JSON.
@@ -35,7 +35,7 @@ pub(crate) struct Report {
     pub(crate) cpu_us_per_page: f64,
 }
 
-/// Measures and prints JSON; or is the guest whose memory it is.
+/// Measures and prints JSON; or acts as the guest that has the memory.
 pub(crate) fn run(args: &BareArgs) -> Result<(), Failure> {
     let outcome = match &args.guest {
         Some(guest) => be_guest(guest, args.pages),
@@ -100,9 +100,9 @@ fn start_guest(guest: &GuestHandle, pages: u32) -> anyhow::Result<Guest> {
     Ok(guest)
 }
 
-/// Has the memory in its address space, every page touched.
+/// Maps the memory, and touches every page.
 fn be_guest(guest: &str, pages: u32) -> anyhow::Result<()> {
-    // Nobody else ends a guest whose starter was killed.
+    // Nothing else ends a guest whose parent was killed.
     set_parent_process_death_signal(Some(Signal::KILL)).context("cannot bind to the starter")?;
     let space = GuestSpace::attach(&GuestHandle::from_arg(guest)?)?;
     let buffer = space.buffer(pages as usize)?;

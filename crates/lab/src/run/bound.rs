@@ -1,9 +1,8 @@
-//! `ferrite-bench bound`: the least pipeline of two processes that does a load, in the place of
-//! Ferrite and blkif. What a backend in a process of its own can reach is this, not what fio reaches
-//! in one process.
+//! `ferrite-bench bound`: the least pipeline of two processes for a load, instead of Ferrite and blkif. This is the
+//! limit of a backend in a process of its own; fio, in one process, has another.
 //!
-//! The load, its times, its guest's way to wait and the engine are those of a measurement. Only the
-//! carrier and the backend's loop are others, and there is nothing in them that could be left out.
+//! The load, its times, its guest's way of waiting and the engine are those of a measurement. Only the carrier and the
+//! backend's loop differ, and these have no unnecessary steps.
 
 use std::io::{self, BufRead as _, BufReader, Write as _, stdout};
 use std::os::fd::{AsRawFd as _, OwnedFd};
@@ -35,7 +34,7 @@ use super::task::{Said, Task, Times};
 use crate::report::Latency;
 use ferrite::exit::Failure;
 
-/// The token of the watch on the front's events; places are below it.
+/// The token of the watch on the front's events; smaller tokens are places.
 const EVENT: u64 = 1 << 32;
 /// Turns of the polling loop between two readings of the clock.
 const TURNS: u32 = 32;
@@ -75,7 +74,7 @@ fn measure(args: &BoundArgs) -> anyhow::Result<()> {
     let stop = Arc::new(AtomicBool::new(false));
     let (stopped, served, shared) = (stop.clone(), task.clone(), handle.share());
     let poll_us = args.poll_us;
-    // The engine belongs to the thread that makes it.
+    // An engine belongs to the thread that makes it.
     let serve = move || Server::new(&shared, &served, file, poll_us)?.run(&stopped);
     let server = std::thread::Builder::new().name("bound".into()).spawn(serve)?;
     let times = times(args.seconds);
@@ -98,7 +97,7 @@ fn measure(args: &BoundArgs) -> anyhow::Result<()> {
     }
 }
 
-/// As Ferrite has it open: past the page cache, or what is fastest on tmpfs.
+/// Opens the image as Ferrite does: past the page cache, or in the fastest way on tmpfs.
 fn open(args: &BoundArgs) -> anyhow::Result<Disk> {
     anyhow::ensure!(args.mode.moves_data_only(), "this pipeline reads and writes only");
     let writes = args.mode.writes();
@@ -179,16 +178,16 @@ fn start_front(handle: &GuestHandle, task: &Task) -> anyhow::Result<FrontProcess
     Ok(FrontProcess(child.context("cannot start the front's process")?))
 }
 
-/// The back: shared memory on one side, the engine on the other.
+/// The back: between shared memory and the engine.
 struct Server {
     back: Back,
     engine: Box<dyn Engine>,
     arena: Arc<Arena>,
-    /// Of each place.
+    /// The buffer of each place.
     spans: Vec<Span>,
     file: FileId,
     poll_ns: u64,
-    /// Requests that write, by place.
+    /// Whether the request of each place writes.
     writes: Vec<bool>,
     armed: bool,
 }
@@ -236,7 +235,7 @@ impl Server {
         Ok(())
     }
 
-    /// Begins all requests that are there.
+    /// Begins all new requests.
     fn start(&mut self) -> bool {
         let mut any = false;
         while let Some(request) = self.back.take() {
@@ -256,7 +255,7 @@ impl Server {
         any
     }
 
-    /// As the polling of a queue with a fixed window (`serve/src/blkif/queue/wait.rs`).
+    /// Polls as a queue with a fixed window does (`serve/src/blkif/queue/wait.rs`).
     fn poll(&mut self) -> bool {
         let end_ns = SystemClock.now_ns() + self.poll_ns;
         while self.poll_ns > 0 {
@@ -303,7 +302,7 @@ impl Server {
     }
 }
 
-/// The front's process: does its task and says what came of it.
+/// The front's process: runs its task and prints the result.
 pub(crate) fn front(args: &GuestArgs) -> Result<(), Failure> {
     let outcome = work(args).unwrap_or_else(|e| Said::Failed(format!("{e:#}")));
     say(&outcome).map_err(|e| {
@@ -312,7 +311,7 @@ pub(crate) fn front(args: &GuestArgs) -> Result<(), Failure> {
 }
 
 fn work(args: &GuestArgs) -> anyhow::Result<Said> {
-    // Nobody else ends a front whose starter was killed.
+    // Nothing else ends a front whose parent was killed.
     set_parent_process_death_signal(Some(Signal::KILL)).context("cannot bind to the starter")?;
     let task: Task = serde_json::from_str(&args.task).context("the task makes no sense")?;
     let front = Front::attach(&GuestHandle::from_arg(&args.guest)?, shape(&task))?;

@@ -30,7 +30,7 @@ pub(crate) struct Cli {
     pub(crate) bench: BenchArgs,
 }
 
-/// A part of the bench that is run by its name, in place of a measurement.
+/// A part of the bench that is selected by name, instead of a measurement.
 #[derive(Debug, Parser)]
 #[command(name = "ferrite-bench")]
 pub(crate) struct PartCli {
@@ -38,33 +38,33 @@ pub(crate) struct PartCli {
     pub(crate) part: Part,
 }
 
-/// The commands of the bench besides a measurement, and the one that packages use.
+/// The commands besides a measurement, and the one for packages.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Part {
-    /// One guest of a measurement, which starts it.
+    /// One guest of a measurement. The measurement starts it.
     Guest(GuestArgs),
-    /// The keeper of one guest's worker, which the measurement starts.
+    /// The keeper of one guest's worker. The measurement starts it.
     Keeper,
-    /// That worker, which its keeper starts.
+    /// A worker. Its keeper starts it.
     Worker(KeptArgs),
-    /// The copies of a measurement alone: the measure of everything around them.
+    /// The copies of a measurement alone, as the baseline of everything around them.
     Bare(BareArgs),
-    /// The least pipeline of two processes that does a load: the measure of what a backend can reach.
+    /// The least pipeline of two processes for a load: the limit of any backend.
     Bound(BoundArgs),
-    /// The front of that, which the measurement starts.
+    /// The front of that pipeline. The measurement starts it.
     BoundFront(GuestArgs),
     /// Write the manual page and completions for shells, for packages.
     Generate(GenerateArgs),
 }
 
-/// `ferrite-bench generate`.
+/// The arguments of `ferrite-bench generate`.
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
-    /// Where to: man/ and the completions are made there.
+    /// The directory in which man/ and the completions are written.
     pub(crate) directory: PathBuf,
 }
 
-/// What to measure.
+/// The arguments of a measurement.
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     /// A disk image (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it) or block
@@ -90,14 +90,13 @@ pub(crate) struct BenchArgs {
           value_parser = clap::value_parser!(u32).range(1..=512))]
     pub(crate) depth: u32,
 
-    /// Send that many at once, and the next when all of them were answered, instead of one for
-    /// each answer.
+    /// Send so many requests at once, and the next batch when all were answered, instead of one for each answer.
     #[arg(long)]
     pub(crate) batch: bool,
 
-    /// Measure no time: send a batch of as many as the depth N times, each when the backend sleeps and
-    /// all answers are there, and print the number of requests. So counts of what the backend executes do
-    /// not depend on who was faster.
+    /// Measure no time: send a batch of as many requests as the depth N times, each when the backend sleeps and all
+    /// answers are there, and print the number of requests. So counts of the backend's instructions do not depend on
+    /// timing.
     #[arg(long, value_name = "N", conflicts_with_all = ["batch", "json", "idle", "rest", "kept"],
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) steps: Option<u32>,
@@ -106,24 +105,24 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "SIZE", default_value = "4K", value_parser = block)]
     pub(crate) block: u32,
 
-    /// What the guests do.
+    /// The guests' load.
     #[arg(long, value_enum, default_value_t = Mode::Randread)]
     pub(crate) mode: Mode,
 
-    /// Write no block of 4 KiB twice. Otherwise each request in flight writes what it has written before,
-    /// which a store has already.
+    /// Write no block of 4 KiB twice. Otherwise each request in flight rewrites its earlier data, which a store has
+    /// already.
     #[arg(long)]
     pub(crate) distinct: bool,
 
-    /// Overwrite what IMAGE holds: the modes that write destroy it.
+    /// Overwrite the content of IMAGE: the modes that write destroy it.
     #[arg(long)]
     pub(crate) force_overwrite: bool,
 
-    /// How data gets from and to a guest: copy, map, or persistent.
+    /// How data moves between a guest and buffers: copy, map, or persistent.
     #[arg(long, value_name = "HOW", default_value_t = Mover::Copy)]
     pub(crate) mover: Mover,
 
-    /// What copies: memcpy, or process-vm (the kernel, between address spaces).
+    /// The copy method: memcpy, or process-vm (the kernel, between address spaces).
     #[arg(long, value_name = "HOW", default_value_t = CopyWith::Memcpy)]
     pub(crate) copy_with: CopyWith,
 
@@ -131,17 +130,16 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N", default_value = "10", value_parser = seconds)]
     pub(crate) seconds: f64,
 
-    /// Before that, leave everything connected and idle for N seconds, and count how often
-    /// something of the backend is woken.
+    /// Before that, leave everything connected and idle for N seconds, and count the wake-ups of the backend.
     #[arg(long, value_name = "N", value_parser = seconds)]
     pub(crate) idle: Option<f64>,
 
-    /// Serve each guest as the daemon does: by a keeper and a worker without rights, processes of their
-    /// own. Takes root.
+    /// Serve each guest as the daemon does: by a keeper and a worker without rights, processes of their own. Needs
+    /// root.
     #[arg(long)]
     pub(crate) kept: bool,
 
-    /// After the load, leave everything connected for N seconds, and tell the backends' memory.
+    /// After the load, leave everything connected for N seconds, and report the backends' memory.
     #[arg(long, value_name = "N", value_parser = seconds)]
     pub(crate) rest: Option<f64>,
 
@@ -154,29 +152,28 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4))]
     pub(crate) ring_order: Option<u32>,
 
-    /// What does the disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
+    /// Engine for disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
     #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
     pub(crate) engine: EngineChoice,
 
-    /// Ask the device for completions instead of waiting for its interrupts, where IMAGE is a block
-    /// device with poll queues: a processor is busy whenever requests are in flight.
+    /// Poll the device for completions instead of waiting for its interrupts, if IMAGE is a block device with poll
+    /// queues: a processor is busy while requests are in flight.
     #[arg(long)]
     pub(crate) poll_storage: bool,
 
     #[command(flatten)]
     pub(crate) memory: MemoryArgs,
 
-    /// Memory for tables of the image that can be read again; each image has a few in any case.
+    /// Memory for tables of the image that can be read again; each image has some in any case.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub(crate) metadata_cache: Option<usize>,
 
-    /// Whether guests offer to keep pages granted: by default with the mover that wants it.
+    /// Whether guests offer to keep pages granted: by default with the mover that uses it.
     #[arg(long, value_name = "BOOL")]
     pub(crate) front_persistent: Option<bool>,
 
-    /// Microseconds that a guest polls for responses, the event already asked for, before it
-    /// sleeps, as Linux guests do that poll before they halt. By default 50 where every queue can
-    /// have two processors, otherwise 0.
+    /// Microseconds that a guest polls for responses, with the event already requested, before it sleeps, as Linux
+    /// guests do that poll before they halt. By default 50 if every queue can have two processors, otherwise 0.
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub(crate) guest_poll: Option<u32>,
 
@@ -199,18 +196,18 @@ pub(crate) enum Mode {
     Read,
     /// Write one block after the other.
     Write,
-    /// Read blocks anywhere.
+    /// Read blocks at random places.
     Randread,
-    /// Write blocks anywhere.
+    /// Write blocks at random places.
     Randwrite,
-    /// Read and write blocks anywhere, half of each.
+    /// Read and write blocks at random places, half of each.
     Randrw,
-    /// Read stretches of 112 KiB one after the other, of each the even blocks and then the odd
-    /// ones: what is contiguous on the disk comes out of order.
+    /// Read stretches of 112 KiB one after the other, the even blocks of each and then the odd ones: contiguous blocks
+    /// come out of order.
     Interleaved,
-    /// Write blocks anywhere, with a flush after each.
+    /// Write blocks at random places, with a flush after each.
     Flush,
-    /// Discard blocks anywhere.
+    /// Discard blocks at random places.
     Discard,
     /// Read blocks of the first half, while as many blocks of the second half are discarded: only reads
     /// are counted.
@@ -221,7 +218,7 @@ pub(crate) enum Mode {
 }
 
 impl Mode {
-    /// Whether half of its requests read and count, and the others are in their way.
+    /// Whether half of its requests are reads that count, and the others are disturbance.
     pub(crate) fn counts_reads_only(self) -> bool {
         matches!(self, Mode::Storm | Mode::Churn)
     }
@@ -237,14 +234,14 @@ impl Mode {
     }
 }
 
-/// `ferrite-bench worker`.
+/// The arguments of `ferrite-bench worker`.
 #[derive(Debug, Args)]
 pub(crate) struct KeptArgs {
     /// The disk's run directory.
     #[arg(long)]
     pub(crate) run_dir: PathBuf,
 
-    /// What stands for the program's name.
+    /// The program's name, for the argument parser.
     #[arg(skip = "ferrite-bench")]
     pub(crate) program: String,
 
@@ -253,22 +250,22 @@ pub(crate) struct KeptArgs {
     pub(crate) words: Vec<String>,
 }
 
-/// `ferrite-bench guest`.
+/// The arguments of `ferrite-bench guest`.
 #[derive(Debug, Args)]
 pub(crate) struct GuestArgs {
-    /// The guest, as text for what was inherited.
+    /// The handle to the inherited guest, as text.
     pub(crate) guest: String,
-    /// What it shall do, as JSON.
+    /// Its task, as JSON.
     pub(crate) task: String,
 }
 
-/// `ferrite-bench bare`.
+/// The arguments of `ferrite-bench bare`.
 #[derive(Debug, Args)]
 pub(crate) struct BareArgs {
-    /// What copies: memcpy or process-vm.
+    /// The copy method: memcpy or process-vm.
     pub(crate) copy_with: CopyWith,
 
-    /// Pages that are copied to, again and again.
+    /// Pages that are copied to repeatedly.
     #[arg(long, value_name = "N", default_value_t = 32,
           value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) pages: u32,
@@ -282,13 +279,12 @@ pub(crate) struct BareArgs {
     #[arg(long, value_name = "N", default_value = "2", value_parser = seconds)]
     pub(crate) seconds: f64,
 
-    /// Be the guest, which was inherited as this text says: hold its memory until standard input
-    /// ends.
+    /// Act as the guest, with this handle: hold its memory until standard input ends.
     #[arg(long, value_name = "GUEST")]
     pub(crate) guest: Option<String>,
 }
 
-/// `ferrite-bench bound`; the options are those of a measurement.
+/// The arguments of `ferrite-bench bound`; the options are those of a measurement.
 #[derive(Debug, Args)]
 pub(crate) struct BoundArgs {
     /// A plain file or a block device.
@@ -303,11 +299,11 @@ pub(crate) struct BoundArgs {
     #[arg(long, value_name = "SIZE", default_value = "4K", value_parser = block)]
     pub(crate) block: u32,
 
-    /// What the front does.
+    /// The front's load.
     #[arg(long, value_enum, default_value_t = Mode::Randread)]
     pub(crate) mode: Mode,
 
-    /// Overwrite what IMAGE holds.
+    /// Overwrite the content of IMAGE.
     #[arg(long)]
     pub(crate) force_overwrite: bool,
 
@@ -325,7 +321,7 @@ pub(crate) struct BoundArgs {
     pub(crate) seconds: f64,
 }
 
-/// The largest request that the protocol has.
+/// The largest request of the protocol.
 const MAX_BLOCK_BYTES: u64 = 1 << 20;
 
 fn block(text: &str) -> Result<u32, String> {

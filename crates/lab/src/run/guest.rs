@@ -17,7 +17,7 @@ use super::tally::Tally;
 use super::task::{Said, Task, Times};
 use ferrite::exit::Failure;
 
-/// Does its task and says what came of it, on standard output, to whoever started it.
+/// Runs its task and prints the result on standard output.
 pub(crate) fn run(args: &GuestArgs) -> Result<(), Failure> {
     let outcome = work(args).unwrap_or_else(|e| Said::Failed(format!("{e:#}")));
     say(&outcome).map_err(|e| {
@@ -26,7 +26,7 @@ pub(crate) fn run(args: &GuestArgs) -> Result<(), Failure> {
 }
 
 fn work(args: &GuestArgs) -> anyhow::Result<Said> {
-    // Nobody else ends a guest whose backend was killed.
+    // Nothing else ends a guest whose backend was killed.
     set_parent_process_death_signal(Some(Signal::KILL)).context("cannot bind to the backend")?;
     let task: Task = serde_json::from_str(&args.task).context("the task makes no sense")?;
     let handle = GuestHandle::from_arg(&args.guest)?;
@@ -48,8 +48,8 @@ fn work(args: &GuestArgs) -> anyhow::Result<Said> {
     Ok(Said::Done(Tally::sum(&tallies)))
 }
 
-/// As a 64-bit Linux guest. On a backend that wants no persistent grants each page is granted for
-/// its request only; on one that does, data is copied through pages that stay granted.
+/// Options as of a 64-bit Linux guest. On a backend without persistent grants each page is granted for its request
+/// only. On one with them, data is copied through pages that stay granted.
 fn options(task: &Task) -> FrontOptions {
     FrontOptions {
         order: task.ring_order,

@@ -1,4 +1,4 @@
-//! The machine: guests that are processes, and their backends, which are threads of this one.
+//! The machine: guests as processes, and their backends as threads of this process.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
@@ -42,14 +42,14 @@ use ferrite::exit::Failure;
 
 /// The number of the guests' disk: xvda.
 pub(crate) const DEVID: u32 = 202 << 8;
-/// Where in-flight tables and traces go; on tmpfs, as in production.
+/// The folders for in-flight tables and traces; on tmpfs, as in production.
 const RUN_DIRS: [&str; 2] = ["/dev/shm", "/run"];
 
 const SECOND: Duration = Duration::from_secs(1);
 
 /// The events.
 enum Event {
-    /// A guest said something.
+    /// A guest sent a line.
     Said(usize, Said),
     /// A guest's process closed its output, which is its end.
     Gone(usize),
@@ -87,7 +87,7 @@ impl Drop for Backend {
     }
 }
 
-/// What serves all guests from this process.
+/// Serves all guests from this process.
 struct Own {
     loopback: Arc<Loopback>,
     device: Arc<Device>,
@@ -96,21 +96,21 @@ struct Own {
 
 /// Everything that runs.
 pub(crate) struct Host {
-    // Dropped in this order: guests first, or their backends would wait for what they do next.
+    // Dropped in this order: guests first, or their backends would wait for their next requests.
     guests: Vec<Guest>,
     backends: Vec<Backend>,
     events: Receiver<Event>,
-    /// The counts of each guest that has ended well.
+    /// The counts of each guest that has ended successfully.
     done: Vec<Option<Tally>>,
-    /// Of each backend.
+    /// The counters of each backend.
     counters: Vec<Counters>,
     progress: Progress,
     machine: Machine,
-    /// The guests are served by this process.
+    /// Set if this process serves the guests.
     own: Option<Own>,
-    /// Or by these.
+    /// The keepers that serve the guests otherwise.
     kept: Vec<Kept>,
-    /// Of all backends.
+    /// The run directory of all backends.
     run_dir: TempDir,
 }
 
@@ -132,7 +132,7 @@ impl Host {
         }
         let own = match args.kept {
             true => {
-                // The image is the workers'.
+                // The workers open the image.
                 drop(disk);
                 None
             }
@@ -193,7 +193,7 @@ impl Host {
         })
     }
 
-    /// The same by a keeper and its worker.
+    /// Starts a keeper and its worker as the backend.
     fn keep_backend(
         &mut self,
         i: usize,
@@ -219,7 +219,7 @@ impl Host {
         let stopped = stop.clone();
         let body = move || {
             let end = run(&mut store, &stopped);
-            // Nobody listens any more when the bench has failed.
+            // After a failure of the bench no thread receives events.
             let _ = events.send(Event::Ended(i, end));
         };
         let thread = std::thread::Builder::new()
@@ -268,7 +268,7 @@ impl Host {
         Ok(())
     }
 
-    /// Makes the image complete for whoever opens it next; all guests have ended.
+    /// Completes the image for other programs; all guests have ended.
     pub(crate) fn close(&self) -> Result<(), Failure> {
         let Some(own) = &self.own else { return Ok(()) };
         close(&own.device, &own.engine).map_err(|e| {
@@ -280,18 +280,18 @@ impl Host {
         })
     }
 
-    /// Counts what wakes the backends while nobody asks them for anything.
+    /// Counts the wake-ups of the backends without requests.
     pub(crate) fn leave_idle(&mut self, seconds: f64) -> Result<Idle, Failure> {
         let before = Switches::now();
         self.progress.show("leaving everything idle");
-        // This thread is not counted. It sleeps through, unless somebody has something to say.
+        // This thread is not counted. It sleeps to the end, unless an event comes.
         let until_ns = SystemClock.now_ns() + Duration::from_secs_f64(seconds).as_nanos() as u64;
         self.wait(until_ns, |_, left| left)?;
         let context_switches = Switches::now().since(&before);
         Ok(Idle { seconds, context_switches })
     }
 
-    /// Tells all guests when to start and when to end.
+    /// Sends all guests the times of start and end.
     pub(crate) fn go(&mut self, times: Times) -> Result<(), Failure> {
         let failed = |e| Failure::new("cannot start the guests", e, "run it again");
         let line = serde_json::to_string(&times).map_err(std::io::Error::from).map_err(failed)?;
@@ -301,7 +301,7 @@ impl Host {
         Ok(())
     }
 
-    /// Waits for that moment, and sees to it that everything goes on until then.
+    /// Waits for that time; fails if a guest or a backend fails before.
     pub(crate) fn watch(&mut self, until_ns: u64) -> Result<(), Failure> {
         self.wait(until_ns, |host, left| {
             host.progress.show(&format!("measuring, {} s left", left.as_secs() + 1));
@@ -309,7 +309,7 @@ impl Host {
         })
     }
 
-    /// Waits until then, each time for as long as `nap` says of what is left.
+    /// Waits until that time. `nap` gives the length of each sleep from the remaining time.
     fn wait(
         &mut self,
         until_ns: u64,
@@ -352,7 +352,7 @@ impl Host {
         }
     }
 
-    /// Hears the guests out, and ends the backends; the sum of all counts.
+    /// Reads the guests' results, and ends the backends; the sum of all counts.
     pub(crate) fn finish(&mut self) -> Result<Tally, Failure> {
         while self.done.iter().any(Option::is_none) {
             if let Some((i, Said::Done(tally))) = self.next(None)? {
@@ -376,15 +376,13 @@ impl Host {
         Ok(Tally::sum(&tallies))
     }
 
-    /// Segments of a copy, on average over everything since the start; `None` if nothing was copied
-    /// or the backends have not ended.
+    /// Segments per copy, on average since the start; `None` if nothing was copied or the backends have not ended.
     pub(crate) fn segments_per_copy(&self) -> Option<f64> {
         let (calls, segments) = self.own.as_ref()?.loopback.copies();
         (calls > 0).then(|| segments as f64 / calls as f64)
     }
 
-    /// The next words of a guest; `None`: nothing within the time. Guests give up on their own when
-    /// nothing happens, so the wait ends.
+    /// The next line of a guest; `None`: none within the time. Guests time out themselves, so the wait ends.
     fn next(&mut self, timeout: Option<Duration>) -> Result<Option<(usize, Said)>, Failure> {
         let event = match timeout {
             Some(timeout) => self.events.recv_timeout(timeout),
@@ -411,7 +409,7 @@ impl Host {
         }
     }
 
-    /// The guest's own words, or its backend's if that failed first.
+    /// The guest's own error, or its backend's if that failed first.
     fn guest_failed(&self, i: usize, why: String) -> Failure {
         let ended = self.events.try_iter().find_map(|event| match event {
             Event::Ended(i, Err(e)) => Some(backend_failed(i, &e)),
@@ -430,10 +428,10 @@ fn size(task: &Task) -> GuestOptions {
     let pages_of_request = task.block_pages() + 1;
     let pages_of_queue = task.depth * pages_of_request + (1 << task.ring_order);
     let frames = queues * pages_of_queue;
-    // Persistent grants take a second page for each one.
+    // Persistent grants need a second page for each one.
     let frames = if task.persistent { 2 * frames } else { frames };
-    // A reference for each page that stays granted and one for each request's; the queues take
-    // those in lots of 64, and the first 8 are reserved.
+    // A reference for each page that stays granted and one for each request's; the queues take those in lots of 64, and
+    // the first 8 are reserved.
     let grants = 2 * frames + 64 * queues + 8;
     GuestOptions { frames, grants, ports: queues }
 }
@@ -454,7 +452,7 @@ fn follow_config(args: &BenchArgs, task: &Task, disk: &DiskPaths) -> FollowConfi
     FollowConfig { backend, domid, devid, offer, attached: ExpectedAttachment::Any }
 }
 
-/// How a disk is worked on whose run directory is this one.
+/// The configuration of a disk with this run directory.
 pub(super) fn work_config(
     args: &BenchArgs,
     domid: DomId,
@@ -473,7 +471,7 @@ pub(super) fn work_config(
         pool_bytes: args.memory.memory.bytes(),
         host_memory,
         run_dir: run_dir.to_owned(),
-        // Several guests may have it.
+        // Several guests may have it open.
         closes: false,
         tuning: args.tuning.tuning(),
         on_full: OnFull::Error,
@@ -482,7 +480,7 @@ pub(super) fn work_config(
     })
 }
 
-/// For everything that a backend keeps on tmpfs.
+/// Makes the folder for all files that a backend keeps on tmpfs.
 pub(crate) fn run_dir() -> Result<TempDir, Failure> {
     let prefix = format!("ferrite-bench-{}-", std::process::id());
     let make = |dir| tempfile::Builder::new().prefix(&prefix).tempdir_in(dir);
@@ -496,7 +494,7 @@ fn spawn(handle: GuestHandle, task: &Task) -> std::io::Result<Child> {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()
 }
 
-/// Has signals come as events.
+/// Forwards signals as events.
 fn pass_on(mut signals: Signals, events: Sender<Event>) -> Result<(), Failure> {
     let pass_on = move || {
         for _ in signals.forever() {
@@ -509,7 +507,7 @@ fn pass_on(mut signals: Signals, events: Sender<Event>) -> Result<(), Failure> {
     started.map(drop).map_err(no_resources)
 }
 
-/// Passes on what a guest says.
+/// Forwards the lines of a guest.
 fn listen(i: usize, from: ChildStdout, events: &Sender<Event>) {
     for line in BufReader::new(from).lines().map_while(Result::ok) {
         let said = serde_json::from_str(&line)

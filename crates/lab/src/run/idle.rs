@@ -1,4 +1,4 @@
-//! The backend at rest: its memory, and what wakes it.
+//! The backend at rest: its memory, and its wake-ups.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -6,20 +6,19 @@ use std::time::Duration;
 use ferrite_host::clock::{Clock, SystemClock};
 use serde::{Deserialize, Serialize};
 
-/// What the loopback calls the memory of guests.
+/// The loopback's name for the memory of guests.
 const GUESTS: &str = "/memfd:ferrite-guest";
 
 /// A time without requests.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Idle {
     pub(crate) seconds: f64,
-    /// Of all threads of the process but the one that measures: a thread that sleeps through has
-    /// none.
+    /// Context switches of all threads of the process but the one that measures: a sleeping thread has none.
     pub(crate) context_switches: u64,
 }
 
-/// Memory that this process has resident, with everything connected and nothing to do. Threads
-/// that have just been started are given the time to get there: until nothing changes any more.
+/// Resident memory of this process, with everything connected and idle. It waits until the figure no longer changes, as
+/// new threads may still be starting.
 pub(crate) fn rss_kib() -> Option<u64> {
     let now = || status_value("/proc/self/status", "VmRSS:");
     let mut last = now()?;
@@ -36,8 +35,8 @@ pub(crate) fn rss_kib() -> Option<u64> {
     Some(last)
 }
 
-/// Memory of a process with all that it shares in parts, in KiB; without guests' memory, which a
-/// backend has not mapped on Xen. What cannot be read counts as nothing.
+/// Memory of a process with shared pages in parts, in KiB; without guests' memory, which a backend on Xen has not
+/// mapped. Unreadable values count as 0.
 pub(crate) fn pss_kib(pid: u32) -> u64 {
     let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default();
     let (mut all, mut is_guests) = (0, false);
@@ -53,13 +52,12 @@ pub(crate) fn pss_kib(pid: u32) -> u64 {
     all
 }
 
-/// Pages of files in it: the program, which the kernel has once for all of its
-/// processes and can read again.
+/// File pages in it: the program, which the kernel has once for all processes and can read again.
 pub(crate) fn file_kib() -> Option<u64> {
     status_value("/proc/self/status", "RssFile:")
 }
 
-/// Context switches of each thread of this process but the calling one, wanted or not.
+/// Context switches of each thread of this process but the calling one, voluntary or not.
 pub(crate) struct Switches(BTreeMap<String, u64>);
 
 impl Switches {
@@ -71,7 +69,7 @@ impl Switches {
         Switches(names.filter(|tid| *tid != me).filter_map(count).collect())
     }
 
-    /// A thread that has come since then counts with all it has, one that has gone as one switch.
+    /// A thread that was started since counts with all of its switches, one that has ended as one.
     pub(crate) fn since(&self, before: &Switches) -> u64 {
         let grown = |(tid, now): (&String, &u64)| now - before.0.get(tid).unwrap_or(&0).min(now);
         let gone = before.0.keys().filter(|tid| !self.0.contains_key(*tid)).count() as u64;

@@ -1,5 +1,5 @@
-//! Backends as the daemon has them: a keeper and its worker for each guest, processes of their own
-//! (docs/internals/processes.md). The worker has given up all rights, and this process follows.
+//! Backends as in the daemon: a keeper and its worker for each guest, in processes of their own
+//! (docs/internals/processes.md). The worker has dropped all rights, and this process follows it.
 
 use std::os::fd::{AsFd as _, RawFd};
 use std::path::{Path, PathBuf};
@@ -31,11 +31,11 @@ use super::cli::{BenchArgs, Cli, KeptArgs};
 use super::host::{self, DEVID};
 use super::measure;
 
-/// Where keeper and worker find their guest.
+/// The environment variable with the guest's handle, for keeper and worker.
 const GUEST: &str = "FERRITE_BENCH_GUEST";
-/// Numbers up to this are the keeper's and the worker's own.
+/// Descriptors up to this belong to the keeper and the worker themselves.
 const OWN_FDS: RawFd = 7;
-/// How long a worker waits for the lock of one that was there before.
+/// How often a worker tries to get the lock of a predecessor.
 const ASK_AGAIN: Duration = Duration::from_millis(5);
 
 /// One guest's keeper. It ends, and its worker with it, when this is dropped.
@@ -55,8 +55,7 @@ impl Drop for Kept {
 }
 
 impl Kept {
-    /// Starts them for this guest, with `run_dir` for all that the disk keeps. The other part is how it
-    /// is followed.
+    /// Starts them for this guest, with `run_dir` for all files of the disk. The second result follows it.
     pub(crate) fn start(
         args: &BenchArgs,
         guest: GuestHandle,
@@ -76,7 +75,7 @@ impl Kept {
         Ok((kept, Following(line)))
     }
 
-    /// What the worker has counted.
+    /// The counts of the worker.
     pub(crate) fn counts(&self) -> Counts {
         snapshot::read(&self.stats).map_or(Counts::default(), |snapshot| snapshot.counts)
     }
@@ -87,14 +86,14 @@ impl Kept {
         self.pids.iter().map(ticks).sum()
     }
 
-    /// The memory of both in KiB, what is shared in parts, and without the guests': on Xen that is not
-    /// mapped.
+    /// The memory of both in KiB, with shared pages in parts, and without the guests' memory, which is not mapped on
+    /// Xen.
     pub(crate) fn pss_kib(&self) -> u64 {
         self.pids.iter().map(|pid| super::idle::pss_kib(*pid)).sum()
     }
 }
 
-/// A line to be followed.
+/// A control connection to be followed.
 pub(crate) struct Following(ferrite_keeper::Line);
 
 impl Following {
@@ -132,7 +131,7 @@ fn spec(args: &BenchArgs, domid: DomId, run_dir: &Path) -> Result<DiskSpec, Fail
     };
     let mut worker = vec!["worker".to_owned(), "--run-dir".to_owned(), text(run_dir)?];
     worker.push("--".to_owned());
-    // The whole measurement's, which the worker reads its part of.
+    // The arguments of the whole measurement, of which the worker uses its part.
     worker.extend(std::env::args().skip(1));
     let socket = run_dir.with_extension("sock");
     let (run_dir, sandbox) = (run_dir.to_owned(), Some(sandbox));
@@ -149,7 +148,7 @@ fn cannot(what: &str, e: impl std::fmt::Display) -> Failure {
     Failure::new(format!("cannot {what}"), e, help)
 }
 
-/// `ferrite-bench keeper`: a guest's descriptors are handed on to each worker.
+/// `ferrite-bench keeper`: a guest's descriptors are passed to each worker.
 pub(crate) fn keeper() -> Result<(), Failure> {
     let text = std::env::var(GUEST).map_err(|e| cannot("be a keeper", e))?;
     let numbers = text.split_once('/').map_or("", |(_, fds)| fds);
@@ -164,7 +163,7 @@ pub(crate) fn keeper() -> Result<(), Failure> {
     }
 }
 
-/// `ferrite-bench worker`: as `ferrite worker`, with the loopback for Xen.
+/// `ferrite-bench worker`: as `ferrite worker`, with the loopback instead of Xen.
 pub(crate) fn worker(kept: &KeptArgs) -> Result<(), Failure> {
     remember_process();
     let words = std::iter::once(&kept.program).chain(&kept.words);

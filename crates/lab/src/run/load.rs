@@ -1,4 +1,4 @@
-//! One queue of a guest: keeps so many requests in flight, and counts.
+//! One queue of a guest: keeps a number of requests in flight, and counts.
 
 use std::time::Duration;
 
@@ -17,8 +17,7 @@ use super::task::{Task, Times};
 /// The stretch whose blocks come out of order, as in the thesis's third experiment (sources.md 4).
 const INTERLEAVED_SECTORS: u64 = 112 << 10 >> 9;
 
-/// The block that comes at place `i`, of so many: in each whole stretch the even ones, then the
-/// odd ones.
+/// The `i`-th of so many blocks: in each whole stretch the even ones, then the odd ones.
 fn interleaved(i: u64, stretch: u64, blocks: u64) -> u64 {
     if stretch < 3 || i / stretch >= blocks / stretch {
         return i;
@@ -27,7 +26,7 @@ fn interleaved(i: u64, stretch: u64, blocks: u64) -> u64 {
     start + if within < evens { 2 * within } else { 2 * (within - evens) + 1 }
 }
 
-/// What a request asks for.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum What {
     Read,
@@ -36,12 +35,12 @@ pub(crate) enum What {
     Discard,
 }
 
-/// Chooses what to do next, in one part of the disk.
+/// Chooses the next request, in one part of the disk.
 struct Choice {
     mode: Mode,
-    /// Places below this read, where only reads count.
+    /// Places below this read, if only reads count.
     readers: u16,
-    /// The last request was a write that a flush follows.
+    /// The last request was a write, and a flush follows.
     flush: bool,
     first: u64,
     block_sectors: u64,
@@ -51,13 +50,13 @@ struct Choice {
 }
 
 impl Choice {
-    /// The same choices each time, and others in each part.
+    /// The same choices in each run, and different ones in each part.
     fn new(task: &Task, (first, sectors): (u64, u64)) -> Choice {
         let block_sectors = u64::from(task.block_bytes) / SECTOR_BYTES;
         let mut blocks = sectors / block_sectors;
         let stretch = INTERLEAVED_SECTORS / block_sectors;
         if task.mode == Mode::Interleaved && stretch > 0 && blocks > stretch {
-            // Whole stretches only, so that a batch of a stretch is always one.
+            // Only whole stretches, so that a batch of a stretch is always one.
             blocks -= blocks % stretch;
         }
         Choice {
@@ -78,13 +77,13 @@ impl Choice {
         block
     }
 
-    /// One after the other.
+    /// A write, or the flush after it, in turn.
     fn write_or_flush(&mut self) -> What {
         self.flush = !self.flush;
         if self.flush { What::Write } else { What::Flush }
     }
 
-    /// A sector, and what to do there.
+    /// A sector, and the kind of request.
     fn next(&mut self, place: u16) -> (u64, What) {
         let half = self.blocks.div_ceil(2);
         let counts = self.counts(place);
@@ -117,21 +116,19 @@ impl Choice {
     }
 }
 
-/// Carries the requests of a load to whoever serves them. A request is known by its place, which has
-/// data of its own.
+/// Carries the requests of a load to their server. A request is identified by its place, which has data of its own.
 pub(crate) trait Carrier {
-    /// Writes a request of a place that has none.
+    /// Writes a request for an idle place.
     fn send(&mut self, place: u16, sector: u64, what: What) -> Result<(), FrontError>;
-    /// Publishes what was sent.
+    /// Publishes the requests written so far.
     fn push(&mut self) -> Result<(), FrontError>;
     fn in_flight(&self) -> usize;
     fn has_response(&self) -> bool;
-    /// Asks for an event with the next response; whether one is there.
+    /// Requests an event with the next response; whether a response is there already.
     fn final_check(&self) -> bool;
-    /// Waits until there is a response: asks for an event, sleeps, looks again. `false` if none
-    /// came in time.
+    /// Waits for a response: requests an event, sleeps, checks again. `false` if none came in time.
     fn wait(&mut self, timeout: Duration) -> Result<bool, FrontError>;
-    /// The next response: its place, and whether all went well.
+    /// The next response: its place, and whether it is a success.
     fn take(&mut self) -> Result<Option<(u16, bool)>, FrontError>;
 }
 
@@ -140,16 +137,16 @@ pub(crate) struct Blkif {
     queue: FrontQueue,
     buffer: Buffer,
     block_bytes: usize,
-    /// From place to place in the buffer.
+    /// The distance of places in the buffer.
     stride: usize,
     /// The place of each request in flight, by its tag.
     place_of: Vec<u16>,
     stamp: Option<Stamp>,
 }
 
-/// What makes pages differ from all that was ever written.
+/// Makes pages differ from all earlier ones.
 struct Stamp {
-    /// The moment at which this load began: no other one, of this part, has it.
+    /// The start of this load, which no other load of this part has.
     began_ns: u64,
     pages: u64,
 }
@@ -163,13 +160,13 @@ impl Stamp {
 }
 
 impl Blkif {
-    /// The data that is written is not zeros, which a disk could make less of.
+    /// The written data is not zeros, which a disk could treat specially.
     pub(crate) fn new(queue: FrontQueue, buffer: Buffer, task: &Task, first: u64) -> Blkif {
         let mut random = SplitMix64::new(first);
         for at in (0..buffer.len()).step_by(8) {
             buffer.write(at, &random.next_u64().to_le_bytes());
         }
-        // Parts have other noise.
+        // Each part has different data.
         let stamp = Stamp { began_ns: SystemClock.now_ns(), pages: 0 };
         Blkif {
             stamp: task.distinct.then_some(stamp),
@@ -231,17 +228,17 @@ impl Carrier for Blkif {
     }
 }
 
-/// A load with whoever carries it, for one thread.
+/// A load with its carrier, for one thread.
 pub(crate) struct Load<C> {
     carrier: C,
     poll_ns: u64,
     batch: bool,
     choice: Choice,
-    /// When the request of each place was sent.
+    /// The time at which the request of each place was sent.
     sent_ns: Vec<u64>,
     /// Numbers of places without a request.
     idle: Vec<u16>,
-    /// Places whose requests have just ended, and whether well.
+    /// Places whose requests have just ended, and whether successfully.
     ended: Vec<(u16, bool)>,
     counter: Counter,
 }
@@ -261,8 +258,8 @@ impl<C: Carrier> Load<C> {
         }
     }
 
-    /// Runs from start to end. A request's time is from before it is put on the ring to after
-    /// its response and those beside it were taken off. The carrier is given back, idle.
+    /// Runs from start to end. A request's time is from before it is put on the ring to after all responses of its
+    /// batch were taken off. Returns the carrier, idle.
     pub(crate) fn run(mut self, times: Times) -> Result<(C, Tally), FrontError> {
         let clock = SystemClock;
         let wait_ns = times.start_ns.saturating_sub(clock.now_ns());
@@ -295,7 +292,7 @@ impl<C: Carrier> Load<C> {
         Ok((self.carrier, self.counter.tally(cpu_ns)))
     }
 
-    /// Waits for responses, as a guest does: awake for a while, then asleep until an event comes.
+    /// Waits for responses, as a guest does: polls for a while, then sleeps until an event comes.
     fn take_some(&mut self) -> Result<(), FrontError> {
         if self.poll_ns > 0 && !self.carrier.final_check() {
             let end_ns = SystemClock.now_ns() + self.poll_ns;
@@ -334,8 +331,8 @@ impl<C: Carrier> Load<C> {
 }
 
 impl Load<Blkif> {
-    /// Sends a batch when the backend sleeps, and asks for one event with its last answer. So the backend
-    /// does the same each time, however fast each of both is.
+    /// Sends a batch when the backend sleeps, and requests one event with its last answer. So the backend runs the same
+    /// steps each time, whatever the timing.
     pub(crate) fn run_in_steps(mut self, steps: u32) -> Result<(Blkif, Tally), FrontError> {
         let ring = self.carrier.queue.ring();
         for _ in 0..steps {

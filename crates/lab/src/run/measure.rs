@@ -1,9 +1,8 @@
 //! A measurement: the real backend, driven by guests that are processes of this machine.
 //!
-//! This process is the backend, as `ferrite serve` is one: lifecycle, a thread a queue, the engine.
-//! Only the hypervisor is the loopback's. Each guest is a child process (`host.rs` starts it,
-//! `guest.rs` runs there) that keeps the rings full (`load.rs`) and hands its counts back. So the
-//! processor time of this process is the backend's, and nothing of the guests is in it.
+//! This process is the backend, as `ferrite serve` is: lifecycle, a thread per queue, the engine. Only the hypervisor
+//! is the loopback's. Each guest is a child process (`host.rs` starts it, `guest.rs` runs there) that keeps the rings
+//! full (`load.rs`) and returns its counts. So the processor time of this process is the backend's alone.
 
 use std::io::{self, Write as _};
 use std::path::Path;
@@ -24,16 +23,16 @@ use super::tally::Tally;
 use super::task::{self, Times};
 use crate::report::{self, Aside, Report};
 
-/// How long anything may take that should take no time, on a machine that is busy.
+/// The time limit for steps that should take no time, on a busy machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
-/// From the go to the first request, so that all guests have heard it.
+/// The time from the start signal to the first request, so that all guests have received it.
 pub(super) const LEAD_NS: u64 = 50_000_000;
-/// From the first request to where counting begins: pages get touched, caches warm.
+/// The time from the first request to the first count: pages get touched, caches warm.
 pub(super) const RAMP_NS: u64 = 250_000_000;
 
-/// How long it may take to look at the memory of all backends.
+/// The time limit for reading the memory of all backends.
 const MEASURING_NS: u64 = 2_000_000_000;
-/// In the run directory, what was answered and is not yet in the image.
+/// The folder in the run directory for answered changes that are not yet in the image.
 pub(super) const IMAGES: &str = "images";
 
 /// Measures, and prints the result.
@@ -41,7 +40,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let signals = signals::listen()?;
     let stopped = signals::flag()?;
     let measured = measure(args, signals);
-    // Ctrl-C ends the guests' processes as well: whatever is said of that is not the reason.
+    // Ctrl-C ends the guests' processes as well: their errors are not the reason.
     if stopped.load(Ordering::Relaxed) {
         return Err(interrupted());
     }
@@ -108,7 +107,7 @@ fn measure(args: &BenchArgs, signals: Signals) -> Result<(), Failure> {
     judge(&tally)
 }
 
-/// What guests do that send their requests in steps: there is no time in it.
+/// Runs guests that send their requests in steps, without times.
 fn count_steps(mut host: Host) -> Result<(), Failure> {
     host.go(Times { start_ns: 0, from_ns: 0, until_ns: 0, leave_ns: 0 })?;
     let tally = host.finish()?;
@@ -128,7 +127,7 @@ fn judge(tally: &Tally) -> Result<(), Failure> {
     }
 }
 
-/// Read-only if that is enough. Measuring must not cost anybody their data.
+/// Opens the image, read-only if that is enough, so that measuring loses no data.
 pub(super) fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> {
     let usual = OpenOptions::default();
     let options = OpenOptions {
@@ -151,8 +150,8 @@ pub(super) fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> 
     Ok(disk)
 }
 
-/// The processor time of a process, and its moment. All of its threads count, those that
-/// have ended and those that io_uring starts in the kernel too: they belong to this process.
+/// The processor time of a process, and when it was read. All of its threads count, including those that have ended and
+/// those that io_uring starts in the kernel.
 pub(crate) struct CpuTime {
     pub(super) cpu_ns: u64,
     pub(super) at_ns: u64,
@@ -170,7 +169,7 @@ impl CpuTime {
         self.rate_until(&CpuTime::now())
     }
 
-    /// The same until `now`.
+    /// Processors in use from then to `now`.
     pub(super) fn rate_until(&self, now: &CpuTime) -> f64 {
         (now.cpu_ns - self.cpu_ns) as f64 / (now.at_ns - self.at_ns).max(1) as f64
     }

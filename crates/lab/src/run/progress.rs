@@ -1,8 +1,8 @@
-//! How far it is, on one line of the terminal.
+//! The progress, on one line of the terminal.
 
 use std::io::{IsTerminal, Write as _, stderr};
 
-/// A line that is written over. On anything but a terminal, nothing.
+/// A line that is overwritten. Without a terminal nothing is printed.
 pub(crate) struct Progress {
     shown: bool,
     on_terminal: bool,

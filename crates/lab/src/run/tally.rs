@@ -1,4 +1,4 @@
-//! Counts of requests, and of the time that each took.
+//! Counts of requests, and their times.
 
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ const MAX_NS: u64 = 60_000_000_000;
 /// Times are kept to three digits.
 const DIGITS: u8 = 3;
 
-/// Counts while they grow.
+/// Counts during a run.
 pub(crate) struct Counter {
     ios: u64,
     errors: u64,
@@ -22,19 +22,19 @@ impl Counter {
         Counter { ios: 0, errors: 0, max_ns: 0, times }
     }
 
-    /// A request that was done well.
+    /// Counts a successful request.
     pub(crate) fn add(&mut self, took_ns: u64) {
         self.ios += 1;
         self.max_ns = self.max_ns.max(took_ns);
         self.times.saturating_record(took_ns);
     }
 
-    /// One that was not.
+    /// Counts a failed one.
     pub(crate) fn add_error(&mut self) {
         self.errors += 1;
     }
 
-    /// All that another has counted.
+    /// Adds the counts of another.
     pub(crate) fn merge(&mut self, tally: &Tally) {
         self.ios += tally.ios;
         self.errors += tally.errors;
@@ -44,7 +44,7 @@ impl Counter {
         }
     }
 
-    /// The counts in a form that travels.
+    /// The counts in a form for transport.
     pub(crate) fn tally(&self, cpu_ns: u64) -> Tally {
         let times = self.times.iter_recorded();
         Tally {
@@ -69,13 +69,13 @@ impl Counter {
         self.times.mean().min(self.max_ns as f64)
     }
 
-    /// The time that this part of all requests took at most; not more than the longest.
+    /// The time within which this share of all requests was done; not more than the longest.
     pub(crate) fn quantile_ns(&self, part: f64) -> u64 {
         self.times.value_at_quantile(part).min(self.max_ns)
     }
 }
 
-/// Counts of a guest or of a queue, as text on their way from process to process.
+/// Counts of a guest or of a queue, for transport as text between processes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Tally {
     pub(crate) ios: u64,
@@ -95,7 +95,7 @@ impl Tally {
 }
 
 impl Counter {
-    /// With all that these have counted.
+    /// A counter with the sum of these.
     pub(crate) fn of(tallies: &[Tally]) -> Counter {
         let mut sum = Counter::new();
         tallies.iter().for_each(|t| sum.merge(t));

@@ -1,4 +1,4 @@
-//! Each guest's task, and the words that it and the backend's process exchange.
+//! Each guest's task, and the lines that it and the backend's process exchange.
 
 use std::num::NonZero;
 
@@ -12,7 +12,7 @@ use super::cli::{BenchArgs, Mode};
 use super::tally::Tally;
 use ferrite::exit::{Code, Failure};
 
-/// How long guests poll before they sleep, where there are processors enough.
+/// How long guests poll before they sleep, if there are enough processors.
 const POLL_US: u32 = 50;
 
 /// One guest's work.
@@ -48,33 +48,33 @@ impl Task {
     }
 }
 
-/// Moments of the monotonic clock, which is the same in all processes.
+/// Times of the monotonic clock, which is the same in all processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Times {
-    /// First request.
+    /// The time of the first request.
     pub(crate) start_ns: u64,
-    /// Requests that end from here on count,
+    /// Requests that end from this time on count.
     pub(crate) from_ns: u64,
-    /// until here. No request is sent after it.
+    /// Requests that end from this time on do not count, and none is sent.
     pub(crate) until_ns: u64,
-    /// The guest lets go of its disk then.
+    /// The time at which the guest releases its disk.
     pub(crate) leave_ns: u64,
 }
 
-/// A guest's words, one line each.
+/// The lines of a guest.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Said {
     /// It is connected.
     Ready,
-    /// It has ended well.
+    /// It has ended successfully.
     Done(Tally),
-    /// It has not.
+    /// It has failed.
     Failed(String),
 }
 
-/// The guests' tasks. Every queue of every guest has its own part of the disk, all of the same
-/// size: nobody reads or writes what another does, whoever writes.
+/// The guests' tasks. Every queue of every guest has its own part of the disk, all of the same size, so no two queues
+/// share a block.
 pub(crate) fn split(args: &BenchArgs, disk: &Disk) -> Result<Vec<Task>, Failure> {
     let ring_order = ring_order(args)?;
     let segments = (args.block as usize).div_ceil(PAGE_SIZE);
@@ -138,8 +138,8 @@ fn ring_order(args: &BenchArgs) -> Result<u32, Failure> {
     }
 }
 
-/// Waking a processor that has gone to sleep can take longer than a request, and would be what is
-/// measured. But who polls on a processor that others need takes their time.
+/// The polling time. Waking a sleeping processor can take longer than a request, and would be measured. But a guest
+/// that polls on a processor that others need takes their time.
 fn poll_us(args: &BenchArgs, loaded: u32) -> u32 {
     let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
     let wanted = 2 * args.guests as usize * loaded as usize;
@@ -168,7 +168,7 @@ mod tests {
         let tasks = try_split("null:1M --guests 2 --queues 3 --block 8K").unwrap();
         assert_eq!(tasks.len(), 2);
         let parts: Vec<_> = tasks.iter().flat_map(|t| t.parts.clone()).collect();
-        // 2048 sectors among 6 queues, in blocks of 16.
+        // 2048 sectors for 6 queues, in blocks of 16.
         let expected: Vec<(u64, u64)> = (0..6).map(|i| (i * 336, 336)).collect();
         assert_eq!(parts, expected);
     }

@@ -1,28 +1,28 @@
-//! The faults that a frontend finds.
+//! The errors that a frontend finds.
 
 use super::super::LoopbackError;
 use super::super::grants::InUse;
 use ferrite_xen::store::StoreError;
 
-/// Why a frontend could not go on. The middle group are breaches of the protocol by the backend:
-/// for each of them a hardened blkfront disables the disk (blkif.md 2, rules 1, 2, 5, 6).
+/// Why a frontend stopped. The middle group are breaches of the protocol by the backend: a hardened blkfront disables
+/// the disk for each of them (blkif.md 2, rules 1, 2, 5, 6).
 #[derive(Debug, thiserror::Error)]
 pub enum FrontError {
-    /// The loopback's own: memory, grants, ports, time.
+    /// An error of the loopback: memory, grants, ports, time.
     #[error(transparent)]
     Loopback(#[from] LoopbackError),
-    /// The store's.
+    /// An error of the store.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The kernel's, about events.
+    /// An error of the kernel, about events.
     #[error("cannot wait for or send an event: {0}")]
     Event(#[from] std::io::Error),
-    /// The backend has written something that is no number where one is expected.
+    /// The backend has written a key that should be a number and is none.
     #[error("the backend's key {key} is {value:?}, which is no number")]
     Key {
-        /// Which key.
+        /// The key.
         key: String,
-        /// The value that it holds.
+        /// Its value.
         value: String,
     },
 
@@ -32,14 +32,14 @@ pub enum FrontError {
          requests made"
     )]
     BogusProducer {
-        /// The value that the backend published.
+        /// The producer index that the backend published.
         rsp_prod: u32,
         /// Responses taken.
         rsp_cons: u32,
         /// Requests made.
         req_prod: u32,
     },
-    /// A response to something that was never asked, or was answered already.
+    /// A response to a request that was never made, or was answered already.
     #[error("a response references no pending request: id {id:#x}")]
     NotPending {
         /// The response's id.
@@ -56,36 +56,36 @@ pub enum FrontError {
         /// The value that it must have.
         expected: u8,
     },
-    /// A read or write that is "not supported", which Windows takes for success (rule 2).
+    /// A read or write with the status "not supported", which Windows takes for success (rule 2).
     #[error("the backend says that it does not support operation {operation}")]
     NotSupported {
-        /// Which, READ or WRITE.
+        /// The operation, READ or WRITE.
         operation: u8,
     },
-    /// A response before the backend has let go of the request's pages (rule 5, T14).
+    /// A response before the backend has released the request's pages (rule 5, T14).
     #[error("the response to {id:#x} came while {in_use}")]
     StillUsed {
         /// The request's id.
         id: u64,
-        /// Which page.
+        /// The page.
         in_use: InUse,
     },
-    /// After the connection was closed, the backend has still mapped the ring (T7).
+    /// After the connection was closed, the backend still has the ring mapped (T7).
     #[error("the queue is closed, and {0}")]
     StillMapped(InUse),
 
     /// No slot is free.
     #[error("the ring is full: {entries} requests are in flight")]
     Full {
-        /// Slots.
+        /// The number of slots.
         entries: u32,
     },
     /// The request has more segments than the connection allows.
     #[error("{segments} segments are more than this connection's limit, {limit}")]
     TooManySegments {
-        /// Asked for.
+        /// Segments of the request.
         segments: usize,
-        /// Allowed: 11 without indirect requests.
+        /// The most that are allowed: 11 without indirect requests.
         limit: usize,
     },
 }

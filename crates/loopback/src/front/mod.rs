@@ -1,4 +1,4 @@
-//! A blkif frontend: what a guest's block driver does, and what a hostile one can do.
+//! A blkif frontend: a guest's block driver, which can also behave as a hostile one.
 //!
 //! [`Frontend`] takes a disk through the xenbus handshake (blkif.md 3.6); [`FrontQueue`] carries
 //! requests. Both check the backend as strictly as a hardened blkfront: see [`FrontError`].
@@ -39,7 +39,7 @@ pub use queue::{FrontQueue, QueueOptions, Reply, Tag};
 pub use ring::{RawRing, RingWord};
 pub use space::{Buffer, GuestSpace};
 
-/// Which keys tell the backend about the ring (blkif.md 3.4).
+/// The keys that describe the ring (blkif.md 3.4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RingKeys {
     /// As Linux and Windows: `ring-ref` for one page, `ring-page-order` and `ring-refN` for more.
@@ -52,24 +52,24 @@ pub enum RingKeys {
     Both,
 }
 
-/// The kind of frontend to be.
+/// The properties of a frontend.
 #[derive(Clone, Copy, Debug)]
 pub struct FrontOptions {
-    /// Whose layout.
+    /// The layout of the ring.
     pub protocol: Protocol,
     /// Whether to write the `protocol` key. Without it the backend takes the frontend for 32-bit
     /// x86.
     pub protocol_key: bool,
-    /// The ring order wanted; less if the backend offers less.
+    /// The wanted ring order; lower if the backend offers less.
     pub order: u32,
-    /// The queues wanted; fewer if the backend offers fewer.
+    /// The wanted number of queues; lower if the backend offers fewer.
     pub queues: u32,
-    /// How the ring is written down.
+    /// The keys for the ring.
     pub ring_keys: RingKeys,
     /// Whether to write `multi-queue-num-queues` for a single queue, too, as Windows does.
     pub always_num_queues: bool,
-    /// Most segments of an indirect request; fewer if the backend offers fewer. Linux takes 32; 11
-    /// or fewer: no indirect requests.
+    /// The most segments of an indirect request; fewer if the backend offers fewer. Linux uses 32; with 11 or fewer
+    /// there are no indirect requests.
     pub max_indirect: usize,
     /// See [`QueueOptions::id_bits`].
     pub id_bits: u64,
@@ -77,13 +77,13 @@ pub struct FrontOptions {
     pub regrant: bool,
     /// See [`QueueOptions::check_release`].
     pub check_release: bool,
-    /// The value of `feature-persistent`, by default Linux's 1. With a backend that says the same,
-    /// [`read`](FrontQueue::read) and [`write`](FrontQueue::write) go through pages of the queue's
-    /// own that stay granted, whatever `regrant` says.
+    /// The value of `feature-persistent`, by default 1 as in Linux. If the backend has the same value,
+    /// [`read`](FrontQueue::read) and [`write`](FrontQueue::write) use pages of the queue that stay granted, whatever
+    /// `regrant` is.
     pub persistent: bool,
-    /// Leave keys of an earlier connection where this one writes none, as Linux does.
+    /// Keep keys of an earlier connection that this one does not write, as Linux does.
     pub keep_keys: bool,
-    /// Ask for `order` and `queues` even if the backend offers less, as a hostile frontend may.
+    /// Use `order` and `queues` even if the backend offers less, as a hostile frontend may.
     pub exceed_offer: bool,
 }
 
@@ -109,8 +109,8 @@ impl Default for FrontOptions {
 }
 
 impl FrontOptions {
-    /// A Windows guest: ids are kernel addresses, the number of queues is always written, and
-    /// rings and requests are as large as the backend offers.
+    /// A Windows guest: ids are kernel addresses, the number of queues is always written, and rings and requests are as
+    /// large as the backend offers.
     pub fn windows() -> Self {
         FrontOptions {
             order: MAX_RING_ORDER,
@@ -127,7 +127,7 @@ impl FrontOptions {
     }
 }
 
-/// The features that the backend has published (blkif.md 3.3). Zero or `false` where a key is absent.
+/// The features that the backend has published (blkif.md 3.3). 0 or `false` for an absent key.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Features {
     /// `multi-queue-max-queues`.
@@ -160,7 +160,7 @@ pub struct Features {
     pub info: u64,
 }
 
-/// The entries that a frontend publishes about a connection, before it does: names and values.
+/// The entries that a frontend will publish about a connection: names and values.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Keys(pub Vec<(String, Vec<u8>)>);
 
@@ -170,13 +170,13 @@ impl Keys {
         self.set_bytes(key, value.to_string().as_bytes());
     }
 
-    /// The same with a value that need not be text.
+    /// Adds or replaces a key whose value need not be text.
     pub fn set_bytes(&mut self, key: &str, value: &[u8]) {
         self.remove(key);
         self.0.push((key.to_owned(), value.to_vec()));
     }
 
-    /// Leaves a key out.
+    /// Removes a key.
     pub fn remove(&mut self, key: &str) {
         self.0.retain(|(k, _)| k != key);
     }
@@ -188,17 +188,16 @@ impl Keys {
     }
 }
 
-/// One disk of a guest, seen from the guest.
+/// One disk of a guest, on the guest's side.
 pub struct Frontend {
     space: Arc<GuestSpace>,
     store: Store,
     frontend: String,
     backend: String,
     features: Features,
-    /// Our value of `feature-persistent`.
+    /// This side's value of `feature-persistent`.
     persistent: bool,
-    /// The connected queues; a thread may take its own out. What is here is released by
-    /// [`close`](Self::close).
+    /// The connected queues; a thread may take its own out. [`close`](Self::close) releases those that are here.
     pub queues: Vec<FrontQueue>,
 }
 
@@ -233,7 +232,7 @@ impl Frontend {
         &self.space
     }
 
-    /// This frontend's connection to the store, for whatever a test wants to do there.
+    /// This frontend's connection to the store, for other operations of a test.
     pub fn store(&mut self) -> &mut Store {
         &mut self.store
     }
@@ -248,17 +247,18 @@ impl Frontend {
         &self.backend
     }
 
-    /// The backend's features when [`read_features`](Self::read_features) was last called:
-    /// by [`connect`](Self::connect), when the backend was in state 4.
+    /// The backend's features at the last call of [`read_features`](Self::read_features): [`connect`](Self::connect)
+    /// calls it when the backend is in state 4.
     pub fn features(&self) -> &Features {
         &self.features
     }
 
-    /// Goes from any state to Connected: waits for the backend's 2, makes the queues, writes the
-    /// keys and 3, waits for the backend's 4, reads its features, writes 4. Queues that are there
-    /// are [abandoned](FrontQueue::abandon): a guest that has not closed starts afresh.
+    /// Goes from any state to Connected: waits for the backend's 2, makes the queues, writes the keys and 3, waits for
+    /// the backend's 4, reads its features, writes 4. Existing queues are [abandoned](FrontQueue::abandon), as by a
+    /// guest that restarts without closing.
     ///
     /// # Errors
+    /// The backend does not follow in time, or the guest's resources are exhausted.
     /// The backend does not follow in time, or the guest has not enough left.
     pub fn connect(&mut self, o: &FrontOptions, timeout: Duration) -> Result<(), FrontError> {
         if self.state()? != 1 {
@@ -270,20 +270,21 @@ impl Frontend {
         self.finish(timeout)
     }
 
-    /// The middle of [`connect`](Self::connect): makes the queues, and writes the keys and state
-    /// 3, for what was read of the backend.
+    /// The middle of [`connect`](Self::connect): makes the queues, and writes the keys and state 3, by the features
+    /// that were read.
     ///
     /// # Errors
+    /// The guest's resources are exhausted, or the store refuses a key.
     /// The guest has not enough left, or the store refuses a key.
     pub fn offer(&mut self, o: &FrontOptions) -> Result<(), FrontError> {
         self.offer_edited(o, |_| {})
     }
 
-    /// As [`offer`](Self::offer), with the keys changed by `edit` before they are written: what a
-    /// hostile frontend does (threats.md T11). Names are relative to the frontend's directory.
+    /// As [`offer`](Self::offer), with the keys changed by `edit` before they are written, as by a hostile frontend
+    /// (threats.md T11). Names are relative to the frontend's directory.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`offer`](Self::offer).
     pub fn offer_edited(
         &mut self,
         o: &FrontOptions,
@@ -323,13 +324,13 @@ impl Frontend {
     pub fn finish(&mut self, timeout: Duration) -> Result<(), FrontError> {
         self.wait_for_backend(&[4], timeout)?;
         self.read_features()?;
-        // It may have said nothing yet when the queues were made.
+        // The backend may not have published it yet when the queues were made.
         let persistent = self.persistent && self.features.persistent;
         self.queues.iter_mut().for_each(|queue| queue.set_persistent(persistent));
         self.set_state(4)
     }
 
-    /// The keys for the queues that there are.
+    /// The keys for the present queues.
     fn keys(&self, o: &FrontOptions, order: u32) -> Keys {
         let mut keys = Keys::default();
         if o.protocol_key {
@@ -368,7 +369,7 @@ impl Frontend {
     fn publish(&mut self, keys: &Keys, keep_keys: bool) -> Result<(), FrontError> {
         let frontend = &self.frontend;
         Ok(self.store.transaction(|t| {
-            // What an earlier connection with other keys has left.
+            // Keys that an earlier connection has left.
             let is_old = |key: &&String| !keep_keys && is_connection_key(key);
             for old in t.list(frontend)?.iter().filter(is_old) {
                 t.remove(&format!("{frontend}/{old}"))?;
@@ -380,12 +381,11 @@ impl Frontend {
         })?)
     }
 
-    /// Goes to Closed: 5, waits for the backend's 5 or 6, 6, waits for the backend's 6, releases
-    /// the queues that are here.
+    /// Goes to Closed: 5, waits for the backend's 5 or 6, 6, waits for the backend's 6, releases the queues that are
+    /// here.
     ///
     /// # Errors
-    /// The backend does not follow in time; [`FrontError::StillMapped`] if it is Closed and has
-    /// not let go of a ring.
+    /// The backend does not follow in time; [`FrontError::StillMapped`] if it is Closed and has not released a ring.
     pub fn close(&mut self, timeout: Duration) -> Result<(), FrontError> {
         self.set_state(5)?;
         self.wait_for_backend(&[5, 6], timeout)?;
@@ -398,7 +398,7 @@ impl Frontend {
         outcome
     }
 
-    /// Waits until the backend is in one of these states; which one it is.
+    /// Waits until the backend is in one of these states; returns the state.
     ///
     /// # Errors
     /// [`LoopbackError::Timeout`].
@@ -419,7 +419,7 @@ impl Frontend {
         Ok(state(&mut self.store, &format!("{}/state", self.backend))?)
     }
 
-    /// Our own state; 0 if there is none.
+    /// This side's state; 0 if there is none.
     ///
     /// # Errors
     /// The store's.
@@ -427,7 +427,7 @@ impl Frontend {
         Ok(state(&mut self.store, &format!("{}/state", self.frontend))?)
     }
 
-    /// Writes our state, whatever that means to the backend.
+    /// Writes this side's state, without checks.
     ///
     /// # Errors
     /// The store's.
@@ -435,7 +435,7 @@ impl Frontend {
         self.write_key("state", state.to_string().as_bytes())
     }
 
-    /// Writes any key of ours.
+    /// Writes any key of the frontend.
     ///
     /// # Errors
     /// The store's.
@@ -443,7 +443,7 @@ impl Frontend {
         Ok(self.store.write(&format!("{}/{key}", self.frontend), value)?)
     }
 
-    /// Removes any key of ours.
+    /// Removes any key of the frontend.
     ///
     /// # Errors
     /// The store's.
@@ -451,7 +451,7 @@ impl Frontend {
         Ok(self.store.remove(&format!("{}/{key}", self.frontend))?)
     }
 
-    /// Reads a key of the backend's.
+    /// Reads a key of the backend.
     ///
     /// # Errors
     /// The store's.
@@ -459,10 +459,10 @@ impl Frontend {
         Ok(self.store.read_string(&format!("{}/{key}", self.backend))?)
     }
 
-    /// Reads what the backend publishes now.
+    /// Reads the backend's present features.
     ///
     /// # Errors
-    /// [`FrontError::Key`] for one that is no number.
+    /// [`FrontError::Key`] for a value that is not a number.
     pub fn read_features(&mut self) -> Result<&Features, FrontError> {
         let mut number = |key: &str| match self.backend_key(key)? {
             None => Ok(0),
@@ -492,7 +492,7 @@ impl Frontend {
     }
 }
 
-/// Keys of [`Frontend::keys`], with any number at their end.
+/// Whether the key is one of [`Frontend::keys`], with any number at its end.
 fn is_connection_key(key: &str) -> bool {
     ["ring-ref", "queue-", "ring-page-order", "num-ring-pages", "event-channel", "protocol"]
         .iter()

@@ -1,6 +1,6 @@
-//! The frontend's side of persistent grants, as Linux has it: data is copied to and from pages of
-//! the queue's own, which are granted for reading and writing and used again, the last one first,
-//! as long as the backend keeps them mapped (blkif.md 4.5).
+//! The frontend's side of persistent grants, as in Linux: data is copied to and from pages of the queue, which are
+//! granted for reading and writing. They are reused, the last one first, as long as the backend keeps them mapped
+//! (blkif.md 4.5).
 
 use std::sync::Arc;
 
@@ -11,12 +11,12 @@ use super::space::{Buffer, GuestSpace, SECTORS_PER_PAGE};
 use ferrite_xen::abi::{IndirectOp, SECTOR_BYTES};
 use ferrite_xen::hypervisor::PAGE_SIZE;
 
-/// A queue's pages that are not in use, each a buffer of one page.
+/// A queue's free pages, each a buffer of one page.
 #[derive(Default)]
 pub(super) struct PagePool(Vec<Buffer>);
 
 impl PagePool {
-    /// So that the next `pages` times [`take`](Self::take) find one.
+    /// Ensures that the next `pages` calls of [`take`](Self::take) find a page.
     pub(super) fn reserve(
         &mut self,
         space: &Arc<GuestSpace>,
@@ -24,18 +24,18 @@ impl PagePool {
     ) -> Result<(), FrontError> {
         while self.0.len() < pages {
             let new = space.buffer(1)?;
-            // Below those that the backend has mapped.
+            // Used after the pages that the backend has mapped.
             self.0.insert(0, new);
         }
         Ok(())
     }
 
-    /// The page that was given back last.
+    /// Takes the page that was returned last.
     pub(super) fn take(&mut self) -> Buffer {
         self.0.pop().expect("reserved before")
     }
 
-    /// Keeps a page that the backend has mapped. Any other is granted to nobody from now on.
+    /// Keeps a page that the backend has mapped. The grant of any other page is revoked.
     pub(super) fn give(&mut self, page: Buffer, table: &GrantTable<'_>) {
         if table.in_use(page.gref(0)) {
             self.0.push(page);
@@ -43,7 +43,7 @@ impl PagePool {
     }
 }
 
-/// A piece of data on its way through a page of the pool.
+/// A piece of data in a page of the pool.
 pub(super) struct Bounce {
     page: Buffer,
     /// The caller's frame, and the bytes in it.
@@ -54,7 +54,7 @@ pub(super) struct Bounce {
 }
 
 impl Bounce {
-    /// Sectors `first..=last` of a page of `buffer`, copied to `page` if they are to be written.
+    /// Takes sectors `first..=last` of a page of `buffer`, and copies them to `page` for a write.
     pub(super) fn new(
         page: Buffer,
         buffer: &Buffer,
@@ -77,7 +77,7 @@ impl Bounce {
         bounce
     }
 
-    /// Copies to the caller what was read; the page.
+    /// Copies read data to the caller; returns the page.
     pub(super) fn finish(self, space: &GuestSpace, is_ok: bool) -> Buffer {
         if self.is_read && is_ok {
             copy(space.memory(), self.page.frame(0), self.frame, self.from, self.len);

@@ -20,27 +20,26 @@ use ferrite_xen::hypervisor::{GrantRef, PAGE_SIZE};
 
 pub use replies::Reply;
 
-/// How a queue behaves; part of [`FrontOptions`](super::FrontOptions).
+/// The options of a queue; part of [`FrontOptions`](super::FrontOptions).
 #[derive(Clone, Copy, Debug)]
 pub struct QueueOptions {
-    /// Whose layout.
+    /// The layout of the ring.
     pub protocol: Protocol,
     /// The ring has `2^order` pages.
     pub order: u32,
-    /// Most segments of an indirect request; 11 or fewer: none are made.
+    /// The most segments of an indirect request; with 11 or fewer there are none.
     pub max_indirect: usize,
     /// Ids are the slot's number with these bits flipped: 0 looks like Linux, a kernel address
     /// like Windows.
     pub id_bits: u64,
-    /// Grant each page for its request, and take it back at the response, as a frontend without
-    /// persistent grants does. Otherwise pages stay granted as their [`Buffer`] has them.
+    /// Grant each page for its request, and revoke the grant at the response, as a frontend without persistent grants
+    /// does. Otherwise pages stay granted as their [`Buffer`] has them.
     pub regrant: bool,
-    /// Check at each response that the backend has let go of the request's pages. To be switched
-    /// off where requests in flight share pages.
+    /// Check at each response that the backend has released the request's pages. To be switched off if requests in
+    /// flight share pages.
     pub check_release: bool,
-    /// Both ends use persistent grants: data goes through pages that stay granted and that the
-    /// backend may keep mapped (blkif.md 4.5). Of requests whose segments the caller made, no
-    /// release is expected either.
+    /// Both ends use persistent grants: data goes through pages that stay granted and that the backend may keep mapped
+    /// (blkif.md 4.5). For requests with the caller's own segments no release is expected either.
     pub persistent: bool,
 }
 
@@ -51,7 +50,7 @@ pub struct Tag(pub u16);
 #[derive(Default)]
 struct Pending {
     active: bool,
-    /// The operation that the response has to name.
+    /// The expected operation of the response.
     operation: u8,
     /// Pages of the data and of the descriptors.
     grefs: Vec<GrantRef>,
@@ -70,7 +69,7 @@ pub struct FrontQueue {
     ring_pages: Option<Buffer>,
     ring_grefs: Vec<GrantRef>,
     port: u32,
-    /// Requests written, and those of them that the backend has been shown.
+    /// The index after the last written request, and the published one.
     req_prod: u32,
     req_published: u32,
     rsp_cons: u32,
@@ -78,7 +77,7 @@ pub struct FrontQueue {
     free: Vec<Tag>,
     /// Pages for descriptors, by tag; made when first needed.
     indirect: Vec<Option<Buffer>>,
-    /// References for `regrant` that are not in use.
+    /// Unused references for `regrant`.
     spare_grants: Vec<GrantRef>,
     pool: PagePool,
 }
@@ -87,10 +86,10 @@ impl FrontQueue {
     /// Allocates and grants a ring, and opens a channel.
     ///
     /// # Errors
-    /// The guest has not enough left.
+    /// The guest's resources are exhausted.
     pub fn new(space: &Arc<GuestSpace>, options: QueueOptions) -> Result<Self, LoopbackError> {
         let pages = space.buffer(1 << options.order)?;
-        // Backwards, so that nobody comes to rely on ring pages being neighbours.
+        // Backwards, so that ring pages are not adjacent.
         let order = || (0..pages.pages()).rev();
         let frames: Vec<u32> = order().map(|page| pages.frame(page)).collect();
         let ring_grefs = order().map(|page| pages.gref(page)).collect();
@@ -118,7 +117,7 @@ impl FrontQueue {
         })
     }
 
-    /// Both ends have said what they think of persistent grants; nothing was sent yet.
+    /// Sets whether both ends support persistent grants; nothing was sent yet.
     pub(super) fn set_persistent(&mut self, persistent: bool) {
         self.options.persistent = persistent;
     }
@@ -214,7 +213,7 @@ impl FrontQueue {
         self.message(OP_DISCARD, Message::Discard { sector, nr_sectors, flag })
     }
 
-    /// A request of the plain layout with these segments, all valid or not.
+    /// A request of the plain layout with these segments, unchecked.
     ///
     /// # Errors
     /// [`FrontError::Full`], [`FrontError::TooManySegments`].
@@ -236,7 +235,7 @@ impl FrontQueue {
         Ok(tag)
     }
 
-    /// An indirect request with these segments, all valid or not.
+    /// An indirect request with these segments, unchecked.
     ///
     /// # Errors
     /// [`FrontError::Full`], [`FrontError::TooManySegments`], or the guest has no page left.
@@ -263,7 +262,7 @@ impl FrontQueue {
         Ok(tag)
     }
 
-    /// Any request; its own id is replaced. The pages that it names are not looked at.
+    /// Any request; its id is replaced. The pages that it names are not checked.
     ///
     /// # Errors
     /// [`FrontError::Full`].
@@ -273,8 +272,7 @@ impl FrontQueue {
         Ok(tag)
     }
 
-    /// Any bytes in the next slot. Nothing is remembered: its response, if there is one, is taken
-    /// with [`take_raw`](Self::take_raw).
+    /// Any bytes in the next slot. Nothing is recorded: [`take_raw`](Self::take_raw) takes a response to it.
     pub fn raw_request(&mut self, slot: &Slot) {
         self.ring.put_slot(self.req_prod, slot);
         self.req_prod = self.req_prod.wrapping_add(1);
@@ -343,7 +341,7 @@ impl FrontQueue {
         Ok(tag)
     }
 
-    /// So that granting a request's pages cannot fail halfway.
+    /// Reserves references, so that granting a request's pages cannot fail halfway.
     fn reserve_grants(&mut self, pages: usize) -> Result<(), FrontError> {
         if self.options.regrant && self.spare_grants.len() < pages {
             self.space.take_grants(pages.max(64), &mut self.spare_grants)?;
@@ -363,7 +361,7 @@ impl FrontQueue {
         gref
     }
 
-    /// A page of the pool in place of the caller's, with its data if it is to be written.
+    /// Replaces the caller's page by one of the pool, with its data for a write.
     fn bounce(
         &mut self,
         tag: Tag,
@@ -388,7 +386,7 @@ impl FrontQueue {
         let place = &mut self.indirect[tag.0 as usize];
         if place.as_ref().is_none_or(|b| b.pages() < pages) {
             let buffer = self.space.buffer(pages)?;
-            // What may stay mapped is mapped for reading and writing, whatever it is used for.
+            // A page that may stay mapped is granted for reading and writing, whatever its use.
             let read_only = !self.options.persistent;
             (0..pages).for_each(|page| buffer.grant(page, read_only));
             *place = Some(buffer);
@@ -437,8 +435,8 @@ impl FrontQueue {
         self.req_prod = self.req_prod.wrapping_add(1);
     }
 
-    /// RING_PUSH_REQUESTS_AND_CHECK_NOTIFY: shows the backend what was submitted, and sends an
-    /// event if it asked for one; whether it did.
+    /// RING_PUSH_REQUESTS_AND_CHECK_NOTIFY: publishes the requests, and sends an event if the backend asked for one;
+    /// returns whether it did.
     ///
     /// # Errors
     /// The kernel's, about the event.
@@ -476,8 +474,8 @@ impl FrontQueue {
         (0..pages.pages()).try_for_each(|page| pages.revoke(page)).map_err(FrontError::StillMapped)
     }
 
-    /// Forgets the queue with all its grants in place, as a guest does that starts another kernel
-    /// or resumes elsewhere. Only its channel is closed.
+    /// Drops the queue with all its grants in place, as a guest does that starts another kernel or resumes elsewhere.
+    /// Only its channel is closed.
     pub fn abandon(mut self) {
         std::mem::forget(self.ring_pages.take());
         self.indirect.drain(..).for_each(std::mem::forget);
@@ -486,7 +484,7 @@ impl FrontQueue {
 }
 
 impl Drop for FrontQueue {
-    /// Frames that the backend has let go of can be used again, the ring's pages (a [`Buffer`]) too.
+    /// Frames that the backend has released can be reused, the ring's pages (a [`Buffer`]) too.
     fn drop(&mut self) {
         self.space.memory().close_port(self.port);
         self.space.give_grants(self.spare_grants.drain(..));

@@ -1,5 +1,5 @@
-//! The frontend's side of a ring's memory: everything by atomics and volatile accesses, and
-//! through `&self`, so that a hostile test can change it from another thread at any moment.
+//! The frontend's side of a ring's memory. All accesses are atomic or volatile, and through `&self`, so that a hostile
+//! test can change it from another thread at any time.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -10,17 +10,17 @@ use ferrite_xen::hypervisor::PAGE_SIZE;
 /// One of the four shared words of a ring's header (blkif.md 1.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RingWord {
-    /// Ours: the producer of requests.
+    /// The frontend's: the producer of requests.
     ReqProd = 0,
-    /// The backend's: where it wants an event.
+    /// The backend's: the index at which it wants an event.
     ReqEvent = 4,
     /// The backend's: the producer of responses.
     RspProd = 8,
-    /// Ours: where we want an event.
+    /// The frontend's: the index at which it wants an event.
     RspEvent = 12,
 }
 
-/// A ring's pages, mapped one behind the other.
+/// A ring's pages, mapped contiguously.
 pub struct RawRing {
     pages: FrameMapping,
     protocol: Protocol,
@@ -52,7 +52,7 @@ impl RawRing {
         self.word(word).load(Ordering::Acquire)
     }
 
-    /// Writes a shared word, whoever it belongs to.
+    /// Writes a shared word, also one of the backend.
     pub fn store(&self, word: RingWord, value: u32) {
         self.word(word).store(value, Ordering::Release);
     }
@@ -62,7 +62,7 @@ impl RawRing {
         unsafe { AtomicU32::from_ptr(self.pages.base().add(word as usize).as_ptr().cast()) }
     }
 
-    /// Where the slot of a free-running index begins, in bytes from the ring's first.
+    /// The offset of the slot of a free-running index, in bytes from the beginning of the ring.
     pub fn slot_at(&self, index: u32) -> usize {
         let slot = (index & (self.entries - 1)) as usize;
         RING_HEADER_BYTES + slot * self.protocol.slot_bytes()

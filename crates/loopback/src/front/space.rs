@@ -1,4 +1,4 @@
-//! A frontend's view of its own memory: who has which frame, grant and port, and buffers.
+//! A frontend's bookkeeping of its memory: frames, grants and ports in use, and buffers.
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,12 +15,12 @@ const FIRST_GRANT: u32 = 8;
 /// 512-byte sectors in a frame.
 pub(super) const SECTORS_PER_PAGE: usize = PAGE_SIZE / SECTOR_BYTES as usize;
 
-/// The frames and grants that are not in use.
+/// The unused frames and grants.
 struct Free {
     /// Free frames as (first, count), in order, never adjacent.
     frames: Vec<(u32, u32)>,
     grants: Vec<GrantRef>,
-    /// Pages that were given up while the backend had them mapped: frame and grant.
+    /// Pages that were dropped while the backend had them mapped: frame and grant.
     held: Vec<(u32, GrantRef)>,
 }
 
@@ -42,8 +42,8 @@ impl Free {
     }
 }
 
-/// One guest, as its frontends see it. They share it when they are threads of one process; a guest
-/// has its frontends in one process only.
+/// One guest, as its frontends use it. Frontends in threads of one process share it; all frontends of a guest are in
+/// one process.
 pub struct GuestSpace {
     domid: DomId,
     memory: GuestMemory,
@@ -52,10 +52,11 @@ pub struct GuestSpace {
 }
 
 impl GuestSpace {
-    /// Attaches to a guest and announces this process as its frontend. Frames and references that
-    /// an earlier frontend has left granted are not used again.
+    /// Attaches to a guest and announces this process as its frontend. Frames and references that an earlier frontend
+    /// has left granted are not reused.
     ///
     /// # Errors
+    /// Those of the kernel, or it is no guest.
     /// The kernel's, or it is no guest.
     pub fn attach(guest: &GuestHandle) -> Result<Arc<GuestSpace>, LoopbackError> {
         let memory = guest.map()?;
@@ -65,7 +66,7 @@ impl GuestSpace {
         let mut grants: Vec<GrantRef> = (FIRST_GRANT..layout.grants).map(GrantRef).collect();
         let mut taken: Vec<u32> = grants.iter().filter_map(|g| table.granted_frame(*g)).collect();
         grants.retain(|g| table.raw(*g) == Some(0));
-        // The lowest are given out first.
+        // The lowest are used first.
         grants.reverse();
         taken.sort_unstable();
         let mut frames = Vec::new();
@@ -81,30 +82,30 @@ impl GuestSpace {
         Ok(Arc::new(GuestSpace { domid: guest.domid(), memory, descriptors, free }))
     }
 
-    /// Whose it is.
+    /// The guest's domain.
     pub fn domid(&self) -> DomId {
         self.domid
     }
 
-    /// The mapping, with the grant table; what a hostile frontend scribbles on.
+    /// The mapping, with the grant table, for hostile tests.
     pub fn memory(&self) -> &GuestMemory {
         &self.memory
     }
 
-    /// The backend notifies here.
+    /// The descriptor on which the backend's events arrive.
     pub(super) fn event_fd(&self, port: u32) -> BorrowedFd<'_> {
         self.descriptors.to_front(port)
     }
 
-    /// Sends the backend an event on `port`, whether a ring is behind it or not.
+    /// Sends the backend an event on `port`, also without a ring.
     ///
     /// # Errors
-    /// The kernel's; a full counter is none.
+    /// Those of the kernel; a full counter is none.
     pub fn notify(&self, port: u32) -> std::io::Result<()> {
         signal(self.descriptors.to_back(port))
     }
 
-    /// The free ones, with those that the backend has let go of meanwhile.
+    /// The free ones, including those that the backend has released meanwhile.
     fn free(&self) -> MutexGuard<'_, Free> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         if !free.held.is_empty() {
@@ -120,7 +121,7 @@ impl GuestSpace {
         free
     }
 
-    /// Frames one behind the other.
+    /// Takes contiguous frames.
     pub(super) fn take_frames(&self, count: u32) -> Result<u32, LoopbackError> {
         let mut free = self.free();
         let fits = free.frames.iter().position(|(_, n)| *n >= count);
@@ -138,7 +139,7 @@ impl GuestSpace {
         self.free().give_frames(first, count);
     }
 
-    /// Takes a page back, now or once the backend has let go of it.
+    /// Returns a page, now or once the backend has released it.
     fn give_page(&self, frame: u32, gref: GrantRef) {
         let revoked = self.memory.grants().revoke(gref).is_ok();
         let mut free = self.free();
@@ -168,12 +169,12 @@ impl GuestSpace {
         self.free().grants.extend(grants);
     }
 
-    /// Lets the backend use a frame of ours.
+    /// Grants the backend a frame.
     pub fn grant(&self, gref: GrantRef, frame: u32, read_only: bool) {
         self.memory.grants().grant(gref, BACKEND_DOMID, frame, read_only);
     }
 
-    /// Frames and references that nobody has; equal before and after means that nothing leaked.
+    /// The numbers of unused frames and references; if they are the same before and after, nothing leaked.
     pub fn free_counts(&self) -> (u32, usize) {
         let free = self.free();
         (free.frames.iter().map(|(_, n)| n).sum(), free.grants.len())
@@ -196,8 +197,8 @@ impl GuestSpace {
     }
 }
 
-/// Pages of the guest, one behind the other, each with a grant reference of its own. Bytes go in
-/// and out by copies; the backend may be changing them.
+/// Contiguous pages of the guest, each with a grant reference of its own. Bytes are copied in and out; the backend may
+/// be changing them.
 pub struct Buffer {
     space: Arc<GuestSpace>,
     first: u32,
@@ -216,7 +217,7 @@ impl Buffer {
         self.grefs.len()
     }
 
-    /// Whose pages they are.
+    /// The guest of the pages.
     pub(super) fn space(&self) -> &GuestSpace {
         &self.space
     }
@@ -232,12 +233,12 @@ impl Buffer {
         self.first + page as u32
     }
 
-    /// Grants a page anew, perhaps with other rights.
+    /// Grants a page again, perhaps with other rights.
     pub fn grant(&self, page: usize, read_only: bool) {
         self.space.grant(self.gref(page), self.frame(page), read_only);
     }
 
-    /// Takes a page's grant back.
+    /// Revokes a page's grant.
     ///
     /// # Errors
     /// [`InUse`]; it is still granted then.
@@ -250,7 +251,7 @@ impl Buffer {
         RawSegment { gref: self.gref(page).0, first_sect: first, last_sect: last }
     }
 
-    /// Bytes `from..from + len` as segments, one a page; both are multiples of 512.
+    /// Bytes `from..from + len` as segments, one per page; both are multiples of 512.
     pub(super) fn pieces(
         &self,
         from: usize,
@@ -304,8 +305,7 @@ impl Buffer {
         unsafe { to.write_bytes(byte, len) };
     }
 
-    /// Sets one byte, in one store that no compiler moves or merges: for changes while a backend
-    /// looks.
+    /// Sets one byte, in one volatile store, for changes while a backend reads.
     pub fn poke(&self, at: usize, byte: u8) {
         // SAFETY: `ptr` checked the bounds.
         unsafe { self.ptr(at, 1).write_volatile(byte) };
@@ -313,8 +313,7 @@ impl Buffer {
 }
 
 impl Drop for Buffer {
-    /// A page that the backend is still using, and its reference, are used again only once it has
-    /// let go of them.
+    /// A page that the backend is still using, and its reference, are reused only after the backend has released them.
     fn drop(&mut self) {
         for (i, gref) in self.grefs.iter().enumerate() {
             self.space.give_page(self.first + i as u32, *gref);

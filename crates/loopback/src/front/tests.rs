@@ -71,7 +71,7 @@ fn requests_arrive_as_they_were_made_in_both_layouts() {
             let mut w = World::new(QueueOptions { protocol, order, ..options() });
             assert_eq!(w.queue.entries(), 32 << order);
             let buffer = w.space.buffer(2).unwrap();
-            // More than once around, so that slots on every page are used.
+            // More than once around the ring, so that slots on every page are used.
             for i in 0..2 * w.queue.entries() as u64 {
                 let tag = w.queue.read(i, &buffer, 512, 4096).unwrap();
                 w.queue.push().unwrap();
@@ -125,7 +125,7 @@ fn a_large_transfer_is_indirect_and_its_descriptors_are_on_granted_pages() {
     for i in [0, 1, 255] {
         assert_eq!(descriptor(&arena, page, i), buffer.segment(i, 0, 7));
     }
-    // Rule 1: answered as what it does.
+    // Rule 1: an INDIRECT request is answered with its inner operation.
     w.answer(request.id, OP_WRITE, STATUS_OKAY);
     assert!(w.queue.next_reply(SOON).unwrap().is_ok());
     let limit = w.queue.read(0, &w.space.buffer(257).unwrap(), 0, 257 * PAGE_SIZE);
@@ -199,7 +199,7 @@ fn a_response_before_the_pages_are_released_is_found() {
         w.queue.push().unwrap();
         let request = w.receive(Protocol::X86_64);
         let Message::Plain { segments, .. } = request.message else { panic!() };
-        // Maps the data page, as a backend of the mapping kind does.
+        // Maps the data page, as a mapping backend does.
         let port = w.space.memory().open_port().unwrap();
         let mapping = w
             .loopback
@@ -238,7 +238,7 @@ fn regranting_grants_for_one_request_only_and_leaks_nothing() {
             w.queue.next_reply(SOON).unwrap();
         }
     }
-    // One request is still out when the queue goes.
+    // One request is still in flight when the queue is dropped.
     w.queue.write(0, &buffer, 0, PAGE_SIZE).unwrap();
     drop(buffer);
     drop(w.back);

@@ -11,7 +11,7 @@ use ferrite_xen::hypervisor::{
 
 const DOMID: DomId = DomId(7);
 
-/// One guest, attached both ways, with ring pages 1 and 2 granted as references 10 and 11.
+/// One guest, attached on both sides, with ring pages 1 and 2 granted as references 10 and 11.
 struct World {
     loopback: Loopback,
     guest: GuestHandle,
@@ -38,13 +38,13 @@ impl World {
     }
 
     fn put(&self, frame: u32, byte: u8) {
-        // SAFETY: a whole frame that nobody uses at the moment.
+        // SAFETY: a whole frame that is not used at the moment.
         unsafe { self.front.frame(frame).write_bytes(byte, PAGE_SIZE) };
     }
 
     fn byte(&self, frame: u32, at: usize) -> u8 {
         assert!(at < PAGE_SIZE);
-        // SAFETY: inside the frame, which nobody writes at the moment.
+        // SAFETY: inside the frame, which is not written at the moment.
         unsafe { self.front.frame(frame).add(at).read() }
     }
 }
@@ -250,7 +250,7 @@ fn a_process_vm_copy_goes_on_behind_a_page_that_is_not_there() {
     for i in 0..4 {
         world.front.grants().grant(GrantRef(20 + i), BACKEND_DOMID, 30 + i, false);
     }
-    // What a hostile frontend can do: its process has no memory where it says the guest is.
+    // As a hostile frontend can: its process has no memory at the announced address.
     let flags = rustix::mm::MprotectFlags::empty();
     // SAFETY: frame 31 is not used through this mapping any more.
     unsafe { rustix::mm::mprotect(world.front.frame(31).as_ptr().cast(), PAGE_SIZE, flags) }
@@ -302,12 +302,12 @@ fn a_frame_that_is_revoked_during_copies_is_copied_or_refused() {
 fn a_guest_whose_backend_died_can_be_served_again() {
     let world = World::new(CopyWith::Memcpy);
     let link = world.connect().unwrap();
-    // As a killed process leaves it: the pages in use, the port bound, an owner that is no more.
+    // The state that a killed process leaves: pages in use, a bound port, an owner that has ended.
     std::mem::forget(link);
     let mut gone = std::process::Command::new("true").spawn().unwrap();
     let pid = gone.id();
     world.front.owner().store(u64::from(pid) << 32 | 2, Ordering::Release);
-    // It has ended at the latest when its output is closed; a zombie does not serve anybody.
+    // It has ended by the time its output is closed; a zombie serves no guest.
     while is_running(pid) {
         std::thread::sleep(Duration::from_millis(1));
     }

@@ -1,4 +1,4 @@
-//! One client of the store: its requests, watches, transactions, and what waits to be sent.
+//! One client of the store: its requests, watches, transactions, and unsent messages.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,24 +13,24 @@ use ferrite_xen::store::wire::{
     decode_permissions, encode_permissions, is_node_path, nul_terminated, split_string,
 };
 
-/// Most watches of a guest (xenstored's `quota-watches`).
+/// The most watches of a guest (xenstored's `quota-watches`).
 const WATCHES_MAX: usize = 128;
-/// Most transactions that a guest may have open (xenstored's `quota-transactions`).
+/// The most open transactions of a guest (xenstored's `quota-transactions`).
 const TRANSACTIONS_MAX: usize = 10;
-/// Most bytes of a watch's token.
+/// The longest token of a watch, in bytes.
 const TOKEN_MAX: usize = 256;
-/// Bytes that may wait for a client before its next request is read.
+/// The most unsent bytes of a client with which its next request is still read.
 const UNSENT_MAX: usize = 64 << 10;
 
 struct Watch {
-    /// Absolute, or a special one that begins with `@`.
+    /// The absolute path, or a special one that begins with `@`.
     path: String,
-    /// As the client wrote it.
+    /// The path as the client wrote it.
     given: String,
     token: String,
 }
 
-/// A message that waits to be sent.
+/// A message that is not sent yet.
 struct Unsent {
     bytes: Vec<u8>,
     is_event: bool,
@@ -39,21 +39,21 @@ struct Unsent {
 pub(super) struct Connection {
     domid: DomId,
     socket: OwnedFd,
-    /// Its requests, counted.
+    /// The number of its requests.
     requests: Arc<AtomicU64>,
     decoder: Decoder,
     watches: Vec<Watch>,
     transactions: BTreeMap<u32, Draft>,
     next_transaction: u32,
     unsent: VecDeque<Unsent>,
-    /// Bytes in `unsent`, and of its first message those that were sent.
+    /// Bytes in `unsent`, and the bytes of its first message that were sent.
     unsent_bytes: usize,
     sent_of_first: usize,
     /// Events in `unsent`: one that waits already is not queued again (XSA-326).
     waiting_events: HashSet<Vec<u8>>,
 }
 
-/// Nothing more can be said to this client.
+/// The connection is closed.
 pub(super) struct Closed;
 
 type Outcome = Result<Vec<u8>, ErrorName>;
@@ -79,7 +79,7 @@ impl Connection {
         self.socket.as_fd()
     }
 
-    /// A client that does not read its replies is not read from.
+    /// Whether to read from the client: not from one that does not read its replies.
     pub(super) fn wants_input(&self) -> bool {
         self.unsent_bytes < UNSENT_MAX
     }
@@ -88,7 +88,7 @@ impl Connection {
         !self.unsent.is_empty()
     }
 
-    /// Reads once, and carries out what came; the changes that others have to hear of.
+    /// Reads once, and executes the requests; returns the changes for other clients' watches.
     pub(super) fn receive(&mut self, tree: &mut Tree) -> Result<Vec<Change>, Closed> {
         let mut bytes = [0; PAYLOAD_MAX];
         match rustix::io::read(&self.socket, &mut bytes) {
@@ -104,7 +104,7 @@ impl Connection {
         Ok(changes)
     }
 
-    /// Sends what the socket takes.
+    /// Sends as much as the socket accepts.
     pub(super) fn send(&mut self) -> Result<(), Closed> {
         while let Some(first) = self.unsent.front() {
             let flags = rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT;
@@ -208,7 +208,7 @@ impl Connection {
         }
     }
 
-    /// The requests that work on nodes, in a transaction or not.
+    /// Executes the requests on nodes, in a transaction or not.
     fn on_nodes(
         &self,
         tree: &Tree,
@@ -241,7 +241,7 @@ impl Connection {
         }
     }
 
-    /// `path` with the caller's own directory before a relative one; `None` if it is malformed.
+    /// `path`, which is relative to the caller's own directory if it is not absolute; `None` if it is malformed.
     fn absolute(&self, path: &str) -> Option<String> {
         let absolute = match path.starts_with('/') {
             true => path.to_owned(),
@@ -267,7 +267,7 @@ impl Connection {
         let (given, rest) = split_string(payload).ok_or(ErrorName::Inval)?;
         let (token, _) = split_string(rest).ok_or(ErrorName::Inval)?;
         let path = if given.starts_with('@') {
-            // Who comes and goes is not for guests to know.
+            // Guests must not see which domains come and go.
             let allowed = self.domid == DomId(0);
             allowed.then(|| given.to_owned()).ok_or(ErrorName::Acces)?
         } else {
@@ -297,7 +297,7 @@ impl Connection {
         Ok(OK_PAYLOAD.to_vec())
     }
 
-    /// Queues the events that this client gets for `change`.
+    /// Queues the events of this client for `change`.
     pub(super) fn tell(&mut self, tree: &Tree, change: &Change) {
         let path = &change.path;
         if !path.starts_with('@') && !tree.is_visible(self.domid, path) {

@@ -1,8 +1,8 @@
-//! A xenstored in small: one thread that serves xenstore's wire protocol from memory.
+//! A small xenstored: one thread that serves xenstore's wire protocol from memory.
 //!
-//! It keeps to what backends and frontends rely on: permissions, transactions that conflict,
-//! watches that fire once when they are set and then for changes at or below their node, quotas
-//! for guests. It has no more than that: no targets, no live update, no logs.
+//! It has the features that backends and frontends use: permissions, transactions that conflict, watches that fire once
+//! when they are set and then for changes at or below their node, quotas for guests. It has no targets, no live update,
+//! no logs.
 
 mod connection;
 mod tree;
@@ -23,7 +23,7 @@ use ferrite_xen::hypervisor::DomId;
 
 pub use self::connection::home;
 
-/// Questions of other threads to the server's.
+/// Requests of other threads to the server's thread.
 #[derive(Default)]
 struct Inbox {
     connections: Vec<(DomId, OwnedFd, Arc<AtomicU64>)>,
@@ -51,7 +51,7 @@ pub struct StoreServer {
 }
 
 impl StoreServer {
-    /// With an empty tree.
+    /// Starts a server with an empty tree.
     ///
     /// # Errors
     /// The kernel gives no descriptor or no thread.
@@ -67,8 +67,7 @@ impl StoreServer {
         Ok(StoreServer { shared, thread: Some(thread) })
     }
 
-    /// A new connection that acts for `domid`; what [`Store::from_fd`](ferrite_xen::store::Store)
-    /// takes.
+    /// A new connection that acts for `domid`, for [`Store::from_fd`](ferrite_xen::store::Store).
     ///
     /// # Errors
     /// The kernel gives no socket.
@@ -76,7 +75,7 @@ impl StoreServer {
         self.connect_counted(domid).map(|(socket, _)| socket)
     }
 
-    /// The same, with the number of requests that have come by it.
+    /// A new connection with a counter of its requests.
     ///
     /// # Errors
     /// The kernel gives no socket.
@@ -97,12 +96,12 @@ impl StoreServer {
         Ok((theirs, requests))
     }
 
-    /// Tells those who watch `@introduceDomain` that a domain has come.
+    /// Fires watches of `@introduceDomain`: a domain was created.
     pub fn announce_introduced(&self) {
         self.shared.ask(|inbox| inbox.events.push("@introduceDomain"));
     }
 
-    /// Tells those who watch `@releaseDomain` that a domain has gone.
+    /// Fires watches of `@releaseDomain`: a domain has ended.
     pub fn announce_released(&self) {
         self.shared.ask(|inbox| inbox.events.push("@releaseDomain"));
     }
@@ -117,7 +116,7 @@ impl Drop for StoreServer {
     }
 }
 
-/// The thread's own.
+/// The state of the thread.
 struct Server {
     shared: Arc<Shared>,
     tree: Tree,
@@ -140,7 +139,7 @@ impl Server {
         }
     }
 
-    /// `false`: the server ends.
+    /// Handles requests of other threads. `false`: the server ends.
     fn take_inbox(&mut self) -> bool {
         let mut inbox = self.shared.inbox.lock().unwrap_or_else(PoisonError::into_inner);
         let connections = std::mem::take(&mut inbox.connections);
@@ -155,7 +154,7 @@ impl Server {
         !stop
     }
 
-    /// Waits until something can be done; which connections are ready, in their order.
+    /// Waits for work; returns the ready connections, in their order.
     fn wait(&self) -> rustix::io::Result<Vec<(usize, PollFlags)>> {
         let mut fds = Vec::with_capacity(self.connections.len() + 1);
         fds.push(PollFd::new(&self.shared.wake, PollFlags::IN));

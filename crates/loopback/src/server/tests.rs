@@ -86,7 +86,7 @@ fn a_guest_does_not_hear_of_what_it_may_not_read() {
     assert!(next_event(&mut guest).is_some(), "the first one says nothing");
     dom0.write("/hidden", b"1").unwrap();
     dom0.set_permissions("/hidden", &[('n', DomId(0))]).unwrap();
-    // A request of its own comes back after whatever was queued before it.
+    // The reply to its request comes after all queued messages.
     guest.read("x").unwrap();
     while guest.poll_event().unwrap().is_some() {}
     dom0.write("/hidden/below", b"1").unwrap();
@@ -155,10 +155,10 @@ fn a_flood_of_changes_waits_as_one_event_for_a_client_that_does_not_read() {
         while decoder.next_message().unwrap().is_some() {
             events += 1;
         }
-        // The server sends what has waited once there is room.
+        // The server sends waiting messages once there is room.
         dom0.read("/").unwrap();
     }
-    // The rest is what the kernel's socket buffer held.
+    // The others are in the kernel's socket buffer.
     assert!((2..2_000).contains(&events), "{events} messages");
 }
 

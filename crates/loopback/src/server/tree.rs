@@ -1,8 +1,8 @@
-//! The nodes, their permissions, and changes to them that are made as a whole or not at all.
+//! The nodes, their permissions, and atomic changes of them.
 //!
-//! Every request works on a [`Draft`] over the [`Tree`]: a single request's is committed at once,
-//! a transaction's at its end. A draft remembers the generation of each node that it looked at;
-//! if one has changed by then, the commit is refused, and the client begins again.
+//! Every request works on a [`Draft`] over the [`Tree`]: a single request's is committed at once, a transaction's at
+//! its end. A draft records the generation of each node that it read. If one has changed by then, the commit is
+//! refused, and the client begins again.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -10,13 +10,13 @@ use std::sync::Arc;
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::wire::{ErrorName, Permission};
 
-/// Most bytes of a guest's node (xenstored's `quota-maxentity`).
+/// The largest node of a guest in bytes (xenstored's `quota-maxentity`).
 pub(super) const VALUE_MAX: usize = 2048;
-/// Most nodes that a guest may own (xenstored's `quota-nodes`).
+/// The most nodes that a guest may own (xenstored's `quota-nodes`).
 pub(super) const NODES_MAX: i64 = 1000;
-/// Most nodes that a guest's transaction may look at.
+/// The most nodes that a guest's transaction may read.
 const SEEN_MAX: usize = 1024;
-/// Most entries of a node's permissions.
+/// The most entries of a node's permissions.
 const PERMISSIONS_MAX: usize = 16;
 
 /// One node. Shared between the tree and drafts; never changed in place.
@@ -56,7 +56,7 @@ enum Wanted {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Change {
     pub(super) path: String,
-    /// Went with its parent: only for those who watch this very node.
+    /// Removed with its parent: only for watches of this very node.
     pub(super) exact: bool,
 }
 
@@ -65,12 +65,12 @@ pub(super) struct Change {
 pub(super) struct Tree {
     nodes: HashMap<String, Arc<Node>>,
     generation: u64,
-    /// Nodes by their owners.
+    /// The number of nodes of each owner.
     owned: HashMap<DomId, i64>,
 }
 
 impl Tree {
-    /// With the root only, dom0's.
+    /// A tree with only the root, owned by dom0.
     pub(super) fn new() -> Tree {
         let root = Node {
             value: Vec::new(),
@@ -85,8 +85,8 @@ impl Tree {
         }
     }
 
-    /// Whether `caller` may know about a change at `path`: it may read the node, or, if that is
-    /// gone, the nearest one above it (XSA-115).
+    /// Whether `caller` may learn of a change at `path`: it may read the node, or, if that is removed, the nearest one
+    /// above it (XSA-115).
     pub(super) fn is_visible(&self, caller: DomId, path: &str) -> bool {
         let mut at = path;
         loop {
@@ -97,10 +97,10 @@ impl Tree {
         }
     }
 
-    /// Makes the changes of `draft`; what watchers have to be told.
+    /// Makes the changes of `draft`; returns the changes for watches.
     ///
     /// # Errors
-    /// `Again`: a node that the draft rests on has changed.
+    /// `Again`: a node that the draft has read was changed.
     pub(super) fn commit(&mut self, draft: Draft) -> Result<Vec<Change>, ErrorName> {
         let unchanged = |(path, generation): (&String, &Option<u64>)| {
             self.nodes.get(path).map(|n| n.generation) == *generation
@@ -128,13 +128,13 @@ impl Tree {
         Ok(draft.fires)
     }
 
-    /// A node's number that changes when the node does.
+    /// A node's generation, which changes with the node.
     pub(super) fn generation(&self, path: &str) -> u64 {
         self.nodes.get(path).map_or(0, |n| n.generation)
     }
 }
 
-/// Changes in the making.
+/// Uncommitted changes.
 #[derive(Debug, Default)]
 pub(super) struct Draft {
     changed: BTreeMap<String, Option<Arc<Node>>>,
@@ -145,7 +145,7 @@ pub(super) struct Draft {
 
 type Outcome<T> = Result<T, ErrorName>;
 
-/// A caller's look at the tree through its draft. Paths are absolute and well-formed.
+/// A caller's view of the tree through its draft. Paths are absolute and well-formed.
 pub(super) struct View<'a> {
     pub(super) tree: &'a Tree,
     pub(super) draft: &'a mut Draft,
@@ -167,8 +167,8 @@ impl View<'_> {
         Ok(node)
     }
 
-    /// The node, if the caller may use it so. Whether one exists that it may not see it learns
-    /// from nothing but its parents' permissions.
+    /// The node, if the caller has this permission. Only its parents' permissions decide whether the caller learns that
+    /// the node exists.
     fn get(&mut self, path: &str, wanted: Wanted) -> Outcome<Arc<Node>> {
         match self.find(path)? {
             Some(node) if node.allows(self.caller, wanted) => Ok(node),
@@ -181,7 +181,7 @@ impl View<'_> {
         }
     }
 
-    /// The nearest node above `path`; there is always the root.
+    /// The nearest existing node above `path`; the root always exists.
     fn nearest(&mut self, path: &str) -> Outcome<(String, Arc<Node>)> {
         let mut at = parent(path);
         loop {
@@ -255,8 +255,8 @@ impl View<'_> {
         }
     }
 
-    /// Makes the node and those missing above it, with the permissions of the nearest there is; a
-    /// guest owns what it makes.
+    /// Makes the node and missing ones above it, with the permissions of the nearest existing one; a guest owns the
+    /// nodes that it makes.
     fn create(&mut self, path: &str, value: &[u8]) -> Outcome<()> {
         let (mut at, mut above) = self.nearest(path)?;
         if !above.allows(self.caller, Wanted::Write) {
@@ -286,7 +286,7 @@ impl View<'_> {
         Ok(())
     }
 
-    /// One that is not there is removed already, if its parent is.
+    /// Removes a node. A missing node counts as removed, if its parent exists.
     pub(super) fn remove(&mut self, path: &str) -> Outcome<()> {
         if path == "/" {
             return Err(ErrorName::Inval);
@@ -317,7 +317,7 @@ impl View<'_> {
         Ok(())
     }
 
-    /// Only the owner and dom0 change permissions, and only dom0 gives a node away.
+    /// Sets permissions. Only the owner and dom0 may change them, and only dom0 may change the owner.
     pub(super) fn set_permissions(
         &mut self,
         path: &str,
@@ -461,7 +461,7 @@ mod tests {
         assert_eq!(tree.commit(draft), Err(ErrorName::Again));
         assert_eq!(run(&mut tree, DOM0, |v| v.read("/copy")), Err(ErrorName::NoEnt));
 
-        // What it only reads gives no conflict that matters, and what it made itself it sees.
+        // A guest that only reads gets no conflict, and it sees its own changes.
         let mut draft = Draft::default();
         let mut view = View { tree: &tree, draft: &mut draft, caller: DOM0 };
         view.write("/mine", b"1").unwrap();

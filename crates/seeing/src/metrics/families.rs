@@ -1,7 +1,6 @@
-//! The metrics: their names, and where their values are.
+//! The metrics: their names, and the sources of their values.
 //!
-//! Everything in a file of counters may be anything. Counters may go back, which who reads them takes for
-//! a new start.
+//! A file of counters may have any content. Counters may go back, which a reader takes for a restart.
 
 use std::fmt;
 
@@ -21,12 +20,12 @@ use crate::folder::Sample;
 /// Bytes of a sector.
 const SECTOR: f64 = 512.0;
 
-/// What a field of `Counts` is called outside.
+/// The public name of a field of `Counts`.
 struct Counted {
     field: &'static str,
     name: &'static str,
     help: &'static str,
-    /// Nanoseconds there, seconds here.
+    /// Nanoseconds in the field, seconds in the metric.
     is_time: bool,
 }
 
@@ -38,7 +37,7 @@ const fn time(field: &'static str, name: &'static str, help: &'static str) -> Co
     Counted { field, name, help, is_time: true }
 }
 
-/// All but `requests`, which is the sum of what is told by kind.
+/// All fields but `requests`, which is the sum of the metrics by kind.
 const COUNTED: [Counted; 24] = [
     number("sweeps", "sweeps", "Turns that took at least one request off a ring"),
     number("transfers", "transfers", "Operations given to the storage for data"),
@@ -66,7 +65,7 @@ const COUNTED: [Counted; 24] = [
     number("space_waits_ended", "space_waits_ended", "Those of them that wait no more"),
 ];
 
-/// Which disk, and one more word.
+/// The labels of a disk, and one more.
 struct Labels<'a> {
     name: &'a str,
     domid: u64,
@@ -90,7 +89,7 @@ impl<'a> Labels<'a> {
     }
 }
 
-/// A family that is being told.
+/// A family that is being encoded.
 struct Family<'a>(MetricEncoder<'a>);
 
 impl Family<'_> {
@@ -117,7 +116,7 @@ impl Collector for Everything {
     }
 }
 
-/// A metric with these words before all its samples.
+/// Begins a metric, with these words before all its samples.
 fn begin<'a>(
     to: &'a mut DescriptorEncoder<'_>,
     name: &'a str,
@@ -155,7 +154,7 @@ impl Everything {
             .encode_gauge(&self.skipped)
     }
 
-    /// What the daemon knows of disks.
+    /// Metrics from the daemon.
     fn attached(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let names: Vec<String> = self.host.disks.iter().map(Attached::name).collect();
         let disks = || names.iter().zip(&self.host.disks);
@@ -190,7 +189,7 @@ impl Everything {
         Ok(())
     }
 
-    /// What is counted for each kind of request.
+    /// Counters by kind of request.
     fn kinds(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let help = "Requests that were answered, also with an error";
         let mut family = begin(to, "ferrite_disk_requests", help, None, MetricType::Counter)?;
@@ -228,7 +227,7 @@ impl Everything {
         Ok(())
     }
 
-    /// What is counted for all requests together.
+    /// Counters of all requests together.
     fn counts(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
         for Counted { field, name, help, is_time } in &COUNTED {
             let name = format!("ferrite_disk_{name}");
@@ -247,7 +246,7 @@ impl Everything {
         Ok(())
     }
 
-    /// Who counts, and since when.
+    /// The counting processes, and their start times.
     fn processes(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let help = "Whether the process lives that serves the disk, or did last";
         let mut family = begin(to, "ferrite_disk_worker_alive", help, None, MetricType::Gauge)?;
@@ -285,8 +284,8 @@ fn seconds(ticks: u64) -> f64 {
     ticks as f64 / clock_ticks_per_second() as f64
 }
 
-/// How many there are, and where each bucket ends. The encoder adds them up with a check for overflow:
-/// what a hostile file has beyond that is left out.
+/// The number of values, and the bound of each bucket. The encoder adds them up with a check for overflow: a hostile
+/// file's excess is omitted.
 fn histogram(kind: &KindCounts) -> (u64, [(f64, u64); BUCKETS]) {
     let mut all = 0u64;
     let buckets = std::array::from_fn(|i| {

@@ -1,19 +1,19 @@
-//! What a client of the metrics may ask for: `GET /metrics`, once a connection.
+//! The requests of a metrics client: `GET /metrics`, once per connection.
 
-/// Bytes of a request, up to its empty line.
+/// The most bytes of a request, up to its empty line.
 pub(super) const MAX_HEAD: usize = 8 << 10;
 
-/// What is asked for.
+/// The request of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Asked {
     Metrics,
-    /// Something else: the status, and what there is.
+    /// Another request: the status, and the text.
     Other(&'static str, &'static str),
 }
 
-/// What is said to those who come when there are enough.
+/// The answer to clients beyond the limit.
 pub(super) const BUSY: Asked = Asked::Other("503 Service Unavailable", "ask again in a second");
-/// And to those whose request has no end.
+/// The answer to clients whose request is too long.
 pub(super) const TOO_LONG: Asked =
     Asked::Other("431 Request Header Fields Too Large", "a request has at most 8 KiB");
 
@@ -24,7 +24,7 @@ pub(super) fn is_complete(head: &[u8], seen: usize) -> bool {
     has(b"\r\n\r\n") || has(b"\n\n")
 }
 
-/// Takes a request's first line; its fields change nothing.
+/// Parses a request's first line; its fields are ignored.
 pub(super) fn understand(head: &[u8]) -> Asked {
     let bad = Asked::Other("400 Bad Request", "write GET /metrics HTTP/1.1");
     let line = head.split(|byte| *byte == b'\n').next().unwrap_or_default();
@@ -44,7 +44,7 @@ pub(super) fn understand(head: &[u8]) -> Asked {
 }
 
 impl Asked {
-    /// The answer up to its body; that ends with the connection.
+    /// The answer up to its body, which ends with the connection.
     pub(super) fn head(self) -> String {
         let (status, content) = match self {
             Asked::Metrics => {
@@ -56,7 +56,7 @@ impl Asked {
         format!("HTTP/1.1 {status}\r\nContent-Type: {content}\r\n{allow}Connection: close\r\n\r\n")
     }
 
-    /// All of an answer without metrics.
+    /// A complete answer without metrics.
     pub(super) fn whole(self) -> String {
         match self {
             Asked::Metrics => self.head(),

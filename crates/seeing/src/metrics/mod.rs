@@ -1,8 +1,8 @@
-//! The counters of all disks as OpenMetrics, for whoever asks on a Unix socket.
+//! The counters of all disks as OpenMetrics, on a Unix socket.
 //!
-//! * `families`: which metrics there are.
-//! * `http`: what a client may ask for.
-//! * `server`: how much of it, and for how long.
+//! * `families`: the metrics.
+//! * `http`: the requests of clients.
+//! * `server`: the limits of clients, and the socket.
 
 use std::path::Path;
 
@@ -14,33 +14,33 @@ mod server;
 
 pub use server::{Server, serve_metrics};
 
-/// What the daemon knows and the counters do not.
+/// State of the daemon that the counters do not have.
 #[derive(Clone, Debug, Default)]
 pub struct Host {
     /// The daemon's version.
     pub version: String,
     /// When it was started, in seconds since 1970.
     pub started_unix_s: u64,
-    /// It follows xenstore.
+    /// Whether it follows xenstore.
     pub has_xen: bool,
-    /// All phases that a disk may be in.
+    /// All possible phases of a disk.
     pub phases: &'static [&'static str],
-    /// The disks that are attached.
+    /// The attached disks.
     pub disks: Vec<Attached>,
 }
 
-/// A disk that is attached.
+/// An attached disk.
 #[derive(Clone, Debug, Default)]
 pub struct Attached {
-    /// Its guest,
+    /// The guest's domain number.
     pub domid: u16,
-    /// and its number there.
+    /// The device number.
     pub devid: u32,
     /// One of [`Host::phases`].
     pub phase: &'static str,
-    /// Starts that it has taken.
+    /// The number of starts.
     pub starts: u64,
-    /// The process that stands for it.
+    /// The keeper's process.
     pub keeper: Option<u32>,
     /// Its image.
     pub image: Option<String>,
@@ -48,16 +48,16 @@ pub struct Attached {
     pub format: Option<&'static str>,
 }
 
-/// All that one answer has.
+/// The content of one answer.
 #[derive(Debug)]
 struct Everything {
     host: Host,
     disks: Vec<Sample>,
-    /// Files that are no disk's counters.
+    /// Files that are not a disk's counters.
     skipped: usize,
 }
 
-/// Everything, as text.
+/// Writes the answer as text.
 ///
 /// # Errors
 /// Those of `to`.
@@ -68,9 +68,9 @@ fn write(everything: Everything, to: &mut dyn std::fmt::Write) -> std::fmt::Resu
 }
 
 impl Everything {
-    /// A look at the folder.
+    /// Reads the folder.
     fn look(folder: &Path, host: Host) -> Everything {
-        // A folder that is looked at for the first time names all its problems.
+        // A new `Folder` reports all problems.
         match Folder::new(folder).look() {
             Ok(seen) => Everything { host, disks: seen.disks, skipped: seen.problems.len() },
             Err(_) => Everything { host, disks: Vec::new(), skipped: 1 },
@@ -78,7 +78,7 @@ impl Everything {
     }
 }
 
-/// What an answer would be, for tests.
+/// The text of an answer, for tests.
 pub fn text_of(host: Host, disks: Vec<Sample>) -> String {
     let mut text = String::new();
     match write(Everything { host, disks, skipped: 0 }, &mut text) {

@@ -1,5 +1,5 @@
-//! Who may ask how much: a thread a client, few of them, each for a short time. None holds a lock
-//! meanwhile, and none of it is kept.
+//! The server of metrics: a thread per client, few clients, each for a short time. A thread holds no lock meanwhile,
+//! and keeps no state.
 
 use std::fmt;
 use std::io::{self, Read as _, Write as _};
@@ -19,28 +19,28 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use super::http::{self, Asked, MAX_HEAD};
 use super::{Everything, Host, write};
 
-/// Clients at a time.
+/// The most clients at a time.
 pub(super) const MAX_CLIENTS: usize = 4;
-/// A client's time, from its coming to the end of its answer.
+/// The time limit of a client, from its connection to the end of its answer.
 const CLIENT: Duration = Duration::from_secs(10);
-/// Bytes that wait for a client.
+/// Bytes that are buffered for a client.
 const BUFFER: usize = 16 << 10;
 /// The pause after the kernel gave no descriptor for a client.
 const EXHAUSTED: Duration = Duration::from_millis(100);
-/// Clients that the kernel keeps for us.
+/// The kernel's backlog of clients.
 const BACKLOG: i32 = 16;
 
-/// What the daemon knows, asked for at each answer.
+/// Returns the daemon's state, for each answer.
 type Ask = Box<dyn Fn() -> Host + Send + Sync>;
 
-/// The socket of the metrics, while there is one.
+/// The socket of the metrics.
 pub struct Server {
     stop: Arc<Waker>,
     socket: PathBuf,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What all clients have.
+/// The state that all clients share.
 struct Shared {
     folder: PathBuf,
     ask: Ask,
@@ -48,10 +48,10 @@ struct Shared {
     patience: Duration,
 }
 
-/// Answers `GET /metrics` on this socket, which is the user's alone, with the counters in `folder`.
+/// Answers `GET /metrics` on this socket, which only this user can connect to, with the counters in `folder`.
 ///
 /// # Errors
-/// The socket cannot be made, or something else stands there.
+/// The socket cannot be made, or the path is another file.
 pub fn serve_metrics(socket: &Path, folder: &Path, ask: Ask) -> io::Result<Server> {
     serve_for(socket, folder, ask, CLIENT)
 }
@@ -67,10 +67,10 @@ fn serve_for(socket: &Path, folder: &Path, ask: Ask, patience: Duration) -> io::
     Ok(Server { stop, socket: socket.to_owned(), thread: Some(thread) })
 }
 
-/// A socket that nobody else can connect to at any moment: its mode is its file's from the start.
+/// Makes a socket that no other user can ever connect to: its file has its mode from the beginning.
 fn listen(path: &Path) -> io::Result<UnixListener> {
     match std::fs::symlink_metadata(path) {
-        // A dead daemon's.
+        // A dead daemon's socket.
         Ok(there) if there.file_type().is_socket() => std::fs::remove_file(path)?,
         Ok(_) => return Err(io::Error::other("there is a file that is no socket")),
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -88,7 +88,7 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.stop.wake();
         if let Some(thread) = self.thread.take() {
-            // It has nothing that could panic but us.
+            // The thread panics only by a bug here.
             let _ = thread.join();
         }
         let _ = std::fs::remove_file(&self.socket);
@@ -123,20 +123,20 @@ fn greet(shared: &Arc<Shared>, stream: UnixStream) -> io::Result<()> {
     let place = Place(shared.clone());
     if shared.clients.fetch_add(1, Ordering::Relaxed) >= MAX_CLIENTS {
         stream.set_nonblocking(true)?;
-        // Its going is its own business.
+        // An error concerns only this client.
         let _ = (&stream).write_all(http::BUSY.whole().as_bytes());
         return Ok(());
     }
     stream.set_nonblocking(false)?;
     let end = Instant::now() + shared.patience;
     let client = move || {
-        // The same.
+        // An error concerns only this client.
         let _ = serve(&place.0, &mut Client { stream, end });
     };
     Builder::new().name("scrape".to_owned()).spawn(client).map(drop)
 }
 
-/// A client's place, given up at its end.
+/// A client's slot, which is freed at its end.
 struct Place(Arc<Shared>);
 
 impl Drop for Place {
@@ -145,7 +145,7 @@ impl Drop for Place {
     }
 }
 
-/// A client, and when its time is over.
+/// A client, and the end of its time.
 struct Client {
     stream: UnixStream,
     end: Instant,
@@ -191,7 +191,7 @@ fn serve(shared: &Shared, client: &mut Client) -> io::Result<()> {
     text.0.flush()
 }
 
-/// Its request.
+/// Reads its request.
 fn hear(client: &mut Client) -> io::Result<Asked> {
     let mut head = vec![0; MAX_HEAD];
     let mut len = 0;
@@ -208,7 +208,7 @@ fn hear(client: &mut Client) -> io::Result<Asked> {
     Ok(http::TOO_LONG)
 }
 
-/// Text goes on as it is made, so that an answer of any length takes little memory.
+/// Sends text as it is produced, so that an answer of any length takes little memory.
 struct Text<W>(W);
 
 impl<W: io::Write> fmt::Write for Text<W> {

@@ -1,4 +1,4 @@
-//! Recordings for other programs: the JSON of Chrome's trace events, which Perfetto's page loads, and CSV.
+//! Exports recordings: as the JSON of Chrome's trace events, which Perfetto's page loads, and as CSV.
 
 use std::io::{self, BufWriter, Write};
 
@@ -6,7 +6,7 @@ use ferrite_serve::trace::{Doing, Record};
 
 use super::{Line, STAGES, Stretch, Trace, Whose, operation, stages, stretches};
 
-/// A line a request.
+/// Writes one line per request.
 ///
 /// # Errors
 /// The writer's.
@@ -29,7 +29,7 @@ pub fn csv(trace: &Trace, to: impl Write) -> io::Result<()> {
     out.flush()
 }
 
-/// A line for each stretch of time of a queue's thread, and of its guest.
+/// Writes one line per stretch of time of a queue's thread, and of its guest.
 ///
 /// # Errors
 /// The writer's.
@@ -60,7 +60,7 @@ pub fn csv_of_spans(trace: &Trace, to: impl Write) -> io::Result<()> {
     out.flush()
 }
 
-/// A process with two threads a queue, the worker's and the guest's, and each request with its stages as
+/// Writes a process with two threads per queue, the worker's and the guest's, and each request with its stages as
 /// asynchronous slices, since they overlap.
 ///
 /// # Errors
@@ -76,7 +76,7 @@ pub fn perfetto(trace: &Trace, to: impl Write) -> io::Result<()> {
         for (tid, whose, is) in
             [(worker(line), "worker", Whose::Worker), (guest(line), "guest", Whose::Guest)]
         {
-            // The other end of a client's socket shows nothing, and an empty track would say that it idled.
+            // A client's guest side is unknown, and an empty track would mean that it idled.
             if is == Whose::Worker || stretches.iter().any(|stretch| stretch.whose == is) {
                 write!(out, ",\n{{\"ph\":\"M\",\"pid\":1,\"tid\":{tid},\"name\":\"thread_name\",")?;
                 write!(out, "\"args\":{{\"name\":\"{} {whose}\"}}}}", Line::of(line))?;
@@ -93,7 +93,7 @@ pub fn perfetto(trace: &Trace, to: impl Write) -> io::Result<()> {
     out.flush()
 }
 
-/// The numbers of the lines that anything is known of, in their order.
+/// The numbers of the lines with any data, in order.
 pub(super) fn lines(trace: &Trace) -> Vec<u16> {
     let requests = trace.requests.iter().map(|(line, _)| *line);
     let all = requests.chain(trace.spans.iter().map(|(line, _)| *line));
@@ -113,7 +113,7 @@ struct Times {
 }
 
 impl Times {
-    /// In microseconds since the beginning of the recording.
+    /// Microseconds since the beginning of the recording.
     fn us(&self, at_ns: u64) -> String {
         length(at_ns.saturating_sub(self.from_ns))
     }
@@ -219,13 +219,12 @@ mod tests {
         assert!(lines.iter().all(|line| line.split(',').count() == 9), "{text}");
     }
 
-    /// Read back by the format's rules, the export has each request with its stages, and what each thread
-    /// did.
+    /// Read back by the format's rules, the export has each request with its stages, and the stretches of each thread.
     #[test]
     fn what_a_reader_of_trace_events_finds_is_the_recording() {
         let mut trace = trace(20);
         trace.requests[5].0 = 64;
-        // Before the beginning, and times that go back.
+        // A time before the beginning, and times that go back.
         trace.spans[0].1.from_ns = 0;
         trace.requests[3].1.stages.completed_ns = 1;
         let mut text = Vec::new();

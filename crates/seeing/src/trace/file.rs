@@ -15,25 +15,25 @@ const HEADER: usize = 10;
 /// Words of a request and of a span, their queue included.
 const REQUEST: usize = 9;
 const SPAN: usize = 4;
-/// Bytes of the names of a disk and of an image, at most.
+/// The most bytes of the names of a disk and of an image.
 const TEXTS: [usize; 2] = [128, 4096];
-/// Bytes of a file, at most.
+/// The most bytes of a file.
 const MOST_BYTES: usize =
     8 * (HEADER + 1 + REQUEST * MOST_REQUESTS + SPAN * MOST_SPANS) + TEXTS[0] + TEXTS[1];
 
-/// Why a file is no recording.
+/// The reason why a file is no recording.
 #[derive(Debug, thiserror::Error)]
 pub enum Problem {
     /// It cannot be read.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// It is something else.
+    /// It has another format.
     #[error("it is no trace that ferrite has recorded")]
     Foreign,
     /// It is of another version of this program.
     #[error("it is of version {0:?} of such files, and this program reads version \"01\"")]
     Version(String),
-    /// It is not what was written.
+    /// It is damaged.
     #[error("it is damaged: {0}")]
     Damaged(&'static str),
 }
@@ -74,7 +74,7 @@ pub fn write(trace: &Trace, to: impl Write) -> io::Result<()> {
     out.to.flush()
 }
 
-/// The beginning of a text, of whole characters.
+/// The beginning of a text, in whole characters.
 fn cut(text: &str, bytes: usize) -> &str {
     let mut end = text.len().min(bytes);
     while !text.is_char_boundary(end) {
@@ -99,7 +99,7 @@ impl<W: Write> Summed<W> {
     }
 }
 
-/// The same bytes with the sum that makes a recording of them: who harms one on purpose has it right.
+/// The bytes with the checksum of a valid recording, as in a file that was damaged on purpose.
 pub fn with_sum(bytes: &[u8]) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
     if let Some(end) = bytes.len().checked_sub(8) {
@@ -113,19 +113,19 @@ pub fn with_sum(bytes: &[u8]) -> Vec<u8> {
 /// Reads a recording.
 ///
 /// # Errors
-/// Why it is none.
+/// The reason why it is none.
 pub fn read(path: &Path) -> Result<Trace, Problem> {
     let file = File::open(path)?;
     let mut bytes = Vec::new();
-    // One that is longer than any is not read to its end.
+    // A longer file than any recording is not read to its end.
     file.take(MOST_BYTES as u64 + 1).read_to_end(&mut bytes)?;
     parse(&bytes)
 }
 
-/// What a file says whose bytes these are.
+/// Parses the bytes of a file.
 ///
 /// # Errors
-/// Why it is no recording.
+/// The reason why it is no recording.
 pub fn parse(bytes: &[u8]) -> Result<Trace, Problem> {
     let magic = bytes.get(..MAGIC.len()).ok_or(Problem::Foreign)?;
     if magic[..6] != MAGIC[..6] {
@@ -180,7 +180,7 @@ pub fn parse(bytes: &[u8]) -> Result<Trace, Problem> {
     })
 }
 
-/// Entries with their queues, which stand in their first words.
+/// Parses entries, whose first word has the queue.
 fn entries<const WORDS: usize, T>(
     words: &[[u8; 8]],
     of: impl Fn(&[u64; WORDS]) -> Result<T, Problem>,

@@ -1,4 +1,4 @@
-//! What a disk does while it is looked at: the rings of all its queues, read as they are written.
+//! Records a running disk: the rings of all its queues are read as they are written.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,21 +14,21 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::{LINES, Line, MOST_REQUESTS, MOST_SPANS, QUEUES, Trace};
 
-/// Between two looks, if little is new, and if much is.
+/// The pauses between two readings, with few and with many new entries.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(500), Duration::from_micros(50));
-/// Between two looks at which queues there are.
+/// The interval of checks for new queues.
 const SCAN_NS: u64 = 20_000_000;
 
-/// When a recording ends.
+/// The limits of a recording.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// After this time.
+    /// The duration.
     pub time: Duration,
-    /// With so many requests.
+    /// The number of requests.
     pub requests: usize,
 }
 
-/// Why a disk cannot be recorded.
+/// The reason why a disk cannot be recorded.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// It has no trace: no guest or client is connected.
@@ -39,7 +39,7 @@ pub enum Failure {
     Queue(PathBuf, Problem),
 }
 
-/// Records what the disk with this run directory does from now on, until `Bounds` or `stop` end it.
+/// Records the disk with this run directory from now on, until `Bounds` or `stop` end it.
 ///
 /// # Errors
 /// It has no trace, or one that cannot be read.
@@ -50,7 +50,7 @@ pub fn record(
 ) -> Result<Trace, Failure> {
     let mut queues = Queues { run_dir: run_dir.to_owned(), readers: BTreeMap::new() };
     let mut trace = begin(run_dir);
-    // What is there already is of before.
+    // Existing entries are from before.
     queues.scan(&mut trace, true)?;
     if queues.readers.is_empty() {
         return Err(Failure::NotThere(run_dir.to_owned()));
@@ -91,7 +91,7 @@ fn begin(run_dir: &Path) -> Trace {
     }
 }
 
-/// Of the clock that queues go by.
+/// The time of the queues' clock.
 fn now_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
@@ -107,8 +107,7 @@ impl Queues {
         self.run_dir.join(Line::of(line).file())
     }
 
-    /// Finds queues and clients that have come, and those of a next connection or process, which have other
-    /// files.
+    /// Finds new queues and clients, and those of a later connection or process, which have other files.
     fn scan(&mut self, trace: &mut Trace, is_first: bool) -> Result<(), Failure> {
         self.scan_lines(0..QUEUES, trace, is_first)?;
         self.scan_lines(QUEUES..LINES, trace, is_first)
@@ -124,7 +123,7 @@ impl Queues {
             let path = self.path(queue);
             let inode = match std::fs::symlink_metadata(&path) {
                 Ok(meta) => meta.ino(),
-                // They have no gaps.
+                // Their numbers have no gaps.
                 Err(e) if e.kind() == io::ErrorKind::NotFound => break,
                 Err(e) => return Err(Failure::Queue(path, e.into())),
             };
@@ -138,7 +137,7 @@ impl Queues {
                 Ok(reader)
             });
             let reader = match opened {
-                // It went away meanwhile.
+                // It was removed meanwhile.
                 Err(Problem::Io(e)) if e.kind() == io::ErrorKind::NotFound => break,
                 opened => opened.map_err(|problem| Failure::Queue(path.clone(), problem))?,
             };
@@ -150,7 +149,7 @@ impl Queues {
         Ok(())
     }
 
-    /// Adds what is new. Whether that is so much that more may be lost soon.
+    /// Adds new entries. `true`: there are so many that more may be lost soon.
     fn look(&mut self, trace: &mut Trace) -> Result<bool, Failure> {
         let mut much = false;
         for (queue, reader) in &mut self.readers {
@@ -227,7 +226,7 @@ mod tests {
                 let mut new = ring(dir.path(), 0);
                 (0..2000).for_each(|id| new.push(&Record { id: 10 + id, ..Record::default() }));
             }
-            // It is found by a look at the folder.
+            // A later check of the folder finds it.
             turns.get() > 400
         });
         let trace = trace.unwrap();

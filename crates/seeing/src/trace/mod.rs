@@ -1,11 +1,11 @@
-//! The requests of one disk, one by one: recorded while it is served, kept in a file, and made into
-//! pictures, tables and a model (docs/internals/trace.md).
+//! The requests of one disk, one by one: recorded while it is served, kept in a file, and shown as diagrams, tables and
+//! a model (docs/internals/trace.md).
 //!
-//! * [`live`]: what a disk does now.
+//! * [`live`]: records a running disk.
 //! * [`mod@file`]: a recording.
 //! * [`export`]: for other programs.
 //! * [`model`]: time = X + Y x size.
-//! * [`report`] makes pictures of it.
+//! * [`report`]: diagrams.
 
 use std::fmt;
 
@@ -18,26 +18,26 @@ pub mod live;
 pub mod model;
 pub mod report;
 
-/// Queues of a disk, at most.
+/// The most queues of a disk.
 pub const QUEUES: u16 = 64;
 /// Numbers of [`Line`]s: queues, then clients of NBD.
 pub const LINES: u16 = QUEUES + CLIENTS;
-/// Requests of a recording, at most.
+/// The most requests of a recording.
 pub const MOST_REQUESTS: usize = 2_000_000;
-/// Spans of a recording, at most.
+/// The most spans of a recording.
 pub const MOST_SPANS: usize = 4_000_000;
 
-/// What brings requests to a disk, by its number in a recording: a queue of the guest's, or a client of NBD.
+/// A source of requests of a disk, by its number in a recording: a queue of the guest, or a client of NBD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Line {
-    /// With this number.
+    /// The queue with this number.
     Queue(u16),
-    /// Likewise.
+    /// The client with this number.
     Client(u16),
 }
 
 impl Line {
-    /// That with this number in a recording.
+    /// The line with this number in a recording.
     pub fn of(number: u16) -> Line {
         match number.checked_sub(QUEUES) {
             Some(client) => Line::Client(client),
@@ -45,7 +45,7 @@ impl Line {
         }
     }
 
-    /// By which frontend its requests come.
+    /// The frontend of its requests.
     pub fn frontend(self) -> &'static str {
         match self {
             Line::Queue(_) => "blkif",
@@ -53,7 +53,7 @@ impl Line {
         }
     }
 
-    /// Its own number, beside others of its frontend.
+    /// Its number among the lines of its frontend.
     pub fn number(self) -> u16 {
         let (Line::Queue(number) | Line::Client(number)) = self;
         number
@@ -77,34 +77,34 @@ impl fmt::Display for Line {
     }
 }
 
-/// What a disk did in a time.
+/// A recording of a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Trace {
     /// Its name: `vbd-DOMID-DEVID`.
     pub disk: String,
-    /// What was served.
+    /// The image.
     pub image: String,
-    /// When the recording began, in nanoseconds of the clock of all times here.
+    /// The beginning of the recording, in nanoseconds of the clock of all times here.
     pub from_ns: u64,
-    /// When it ended.
+    /// The end of the recording.
     pub until_ns: u64,
-    /// When it began, in nanoseconds since 1970.
+    /// The beginning in nanoseconds since 1970.
     pub began_unix_ns: u64,
-    /// Each with the number of its [`Line`], in the order in which they were taken.
+    /// Each request with the number of its [`Line`], in the order in which they were taken.
     pub requests: Vec<(u16, Record)>,
-    /// Each with the number of its [`Line`], in the order in which they ended.
+    /// Each span with the number of its [`Line`], in the order in which they ended.
     pub spans: Vec<(u16, Span)>,
-    /// Requests that nobody has read before they were overwritten.
+    /// Requests that were overwritten before they were read.
     pub lost_requests: u64,
-    /// Spans, likewise.
+    /// Spans that were overwritten before they were read.
     pub lost_spans: u64,
 }
 
 /// The stages of a request, in their order.
 pub const STAGES: [&str; 5] = ["copy in", "start", "storage", "copy out", "answer"];
 
-/// How long each of [`STAGES`] took, in nanoseconds; none for one that the request did not have. Together
-/// they are the time from the ring to the answer.
+/// The time of each of [`STAGES`], in nanoseconds; `None` for a stage that the request did not have. Their sum is the
+/// time from the ring to the answer.
 pub fn stages(record: &Record) -> [Option<u64>; 5] {
     let s = &record.stages;
     let mut before = s.taken_ns;
@@ -135,30 +135,30 @@ pub fn operation(record: &Record) -> &'static str {
     }
 }
 
-/// Whose time it was.
+/// The owner of a stretch of time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whose {
-    /// The thread's that serves a line.
+    /// The thread that serves a line.
     Worker,
-    /// Its guest's.
+    /// The guest of a line.
     Guest,
 }
 
-/// A stretch of time of a line: what was known, and in between what follows from it.
+/// A stretch of time of a line: a recorded span, or an interval between two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stretch {
-    /// Whose.
+    /// The owner.
     pub whose: Whose,
-    /// What it did; none: the thread ran.
+    /// Its activity; `None`: the thread ran.
     pub doing: Option<Doing>,
-    /// From then,
+    /// The beginning.
     pub from_ns: u64,
-    /// until then.
+    /// The end.
     pub to_ns: u64,
 }
 
 impl Stretch {
-    /// In a word or two.
+    /// Its name in a word or two.
     pub fn name(&self) -> &'static str {
         match self.doing {
             None => "ran",
@@ -171,11 +171,12 @@ impl Stretch {
     }
 }
 
-/// What a line's thread and guest did, in the order of the ends. Of one of both no two overlap: what began
-/// before the recording or another's end is cut there. Where the thread neither polled nor slept, it ran.
+/// The stretches of a line's thread and guest, in the order of their ends. Those of one owner do not overlap: a stretch
+/// is cut at the beginning of the recording and at the end of another. When the thread neither polled nor slept, it
+/// ran.
 pub fn stretches(trace: &Trace, line: u16) -> Vec<Stretch> {
     let mut all = Vec::new();
-    // Nothing is known of the thread before its first stretch.
+    // The thread's state before its first stretch is unknown.
     let (mut worker_ns, mut guest_ns) = (None, trace.from_ns);
     for (_, span) in trace.spans.iter().filter(|(of, _)| *of == line) {
         let Span { doing, mut from_ns, to_ns } = *span;
@@ -207,8 +208,8 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// So many requests, each 10 us after the one before: reads and writes of one to eight blocks on two
-    /// queues. Storage takes 20 us and 1 us a KiB.
+    /// A recording of so many requests, each 10 us after the one before: reads and writes of one to eight blocks on two
+    /// queues. Storage takes 20 us and 1 us per KiB.
     pub(crate) fn trace(requests: u64) -> Trace {
         let mut trace = Trace {
             disk: "vbd-3-51712".to_owned(),
@@ -269,7 +270,7 @@ pub(crate) mod tests {
                 (1, Span { doing: Doing::Slept, from_ns: 100, to_ns: 130 }),
                 span(Doing::Consumed(3), 90, 140),
                 span(Doing::Polled(true), 130, 150),
-                // As only a broken worker has it.
+                // Only a broken worker writes this.
                 span(Doing::Polled(false), 60, 140),
                 span(Doing::WokenByEvent, 140, 170),
                 span(Doing::Consumed(4), 130, 180),
@@ -308,7 +309,7 @@ pub(crate) mod tests {
         for record in [read, write] {
             assert_eq!(stages(record).iter().flatten().sum::<u64>(), latency_ns(record));
         }
-        // Times that go back, as only a broken worker has them.
+        // Times that go back: only a broken worker writes them.
         let stages = Stages { completed_ns: 5, answered_ns: 3, taken_ns: 9, ..Stages::default() };
         let odd = Record { stages, ..Record::default() };
         assert_eq!(super::stages(&odd), [None, None, Some(0), None, Some(0)]);

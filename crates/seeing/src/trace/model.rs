@@ -1,35 +1,35 @@
-//! The cost of requests as a beginning and a price a KiB, by stage: time = X + Y x size, by least squares, with
-//! 95 % intervals (sources.md 4).
+//! The cost of requests as a constant and a cost per KiB, by stage: time = X + Y x size, by least squares, with 95 %
+//! intervals (sources.md 4).
 
 use ferrite_serve::trace::Record;
 use serde::Serialize;
 
 use super::{STAGES, Trace, latency_ns, operation, stages};
 
-/// One line: a stage of reads or of writes.
+/// One fit: a stage of reads or of writes.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Fit {
     /// `read` or `write`.
     pub operation: &'static str,
     /// One of [`STAGES`], or `all`.
     pub stage: &'static str,
-    /// Requests.
+    /// The number of requests.
     pub n: u64,
-    /// Their mean, in microseconds.
+    /// Their mean time, in microseconds.
     pub mean_us: f64,
-    /// What a request of no size takes, in microseconds. None where all are of one size.
+    /// The time of a request of size 0, in microseconds. `None` if all have one size.
     pub x_us: Option<f64>,
-    /// It is within this of that, at 95 %.
+    /// Half the width of its 95 % interval.
     pub x_ci95_us: Option<f64>,
-    /// What each KiB adds, in microseconds.
+    /// The time per KiB, in microseconds.
     pub y_us_per_kib: Option<f64>,
-    /// It is within this of that, at 95 %.
+    /// Half the width of its 95 % interval.
     pub y_ci95_us_per_kib: Option<f64>,
-    /// The part of the scatter that size explains.
+    /// The share of the variance that size explains.
     pub r2: Option<f64>,
 }
 
-/// The fits of all stages that there are, of reads and writes that were done.
+/// The fits of all present stages, of successful reads and writes.
 pub fn fits(trace: &Trace) -> Vec<Fit> {
     let mut fits = Vec::new();
     for name in ["read", "write"] {
@@ -51,7 +51,7 @@ pub fn fits(trace: &Trace) -> Vec<Fit> {
     fits
 }
 
-/// Means and squares, added up so that large numbers lose nothing.
+/// Means and squares, summed without loss of precision for large numbers.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     n: u64,
@@ -103,7 +103,7 @@ impl Sums {
     }
 }
 
-/// Student's t that 95 % are within, of so many degrees of freedom.
+/// The 95 % quantile of Student's t with so many degrees of freedom.
 fn student_95(freedom: u64) -> f64 {
     const FIRST: [f64; 30] = [
         12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
@@ -119,7 +119,7 @@ fn student_95(freedom: u64) -> f64 {
         + (5.0 * z.powi(5) + 16.0 * z.powi(3) + 3.0 * z) / (96.0 * n * n)
 }
 
-/// All as a table.
+/// All fits as a table.
 pub fn text(fits: &[Fit]) -> String {
     let mut out = format!(
         "{:<6} {:<9} {:>9} {:>11} {:>22} {:>26} {:>6}\n",

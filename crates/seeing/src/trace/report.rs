@@ -1,7 +1,6 @@
-//! Pictures of a recording: one page of HTML that asks nobody for anything.
+//! Diagrams of a recording: one page of HTML without references to other files.
 //!
-//! The page has all that it shows in it, so that is bounded: the first requests one by one, and the whole
-//! recording as counts.
+//! The page contains its data, so these are bounded: the first requests one by one, and the whole recording as counts.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -13,16 +12,16 @@ use super::export::lines;
 use super::model::{Fit, fits};
 use super::{Line, STAGES, Trace, latency_ns, operation, stages};
 
-/// Requests that are shown one by one.
+/// The requests that are shown one by one.
 const SHOWN: usize = 4000;
-/// Spans beside them.
+/// The spans that are shown one by one.
 const SHOWN_SPANS: usize = 16_000;
-/// Columns of what goes over time.
+/// Columns of the diagrams over time.
 const COLUMNS: usize = 120;
-/// Rows of the heat map: so many for each doubling, from a microsecond on.
+/// Rows of the heat map for each doubling, from a microsecond on.
 const ROWS_A_DOUBLING: u32 = 2;
 const ROWS: usize = 52;
-/// Sizes, and numbers of pieces, that have a bar.
+/// The most bars of sizes, and of numbers of pieces.
 const BARS: usize = 64;
 
 const PARTS: [&str; 6] = [
@@ -40,7 +39,7 @@ const PARTS: [&str; 6] = [
 /// The writer's.
 pub fn html(trace: &Trace, mut to: impl Write) -> io::Result<()> {
     let [head, plots_css, css, body, plots, script] = PARTS;
-    // In a script, JSON without this character ends nothing.
+    // JSON without this character cannot end the script.
     let data = serde_json::to_string(&Data::of(trace))?.replace('<', "\\u003c");
     let title = format!("<title>{}</title>", escaped(&format!("{}: trace", trace.disk)));
     for part in [head, &title, "<style>", plots_css, css, "</style></head>\n", body] {
@@ -59,8 +58,7 @@ fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
-/// All that the page shows. Times are in microseconds, but for those of single requests: nanoseconds
-/// since the beginning.
+/// The data of the page. Times are in microseconds; those of single requests in nanoseconds since the beginning.
 #[derive(Serialize)]
 struct Data<'a> {
     disk: &'a str,
@@ -75,13 +73,13 @@ struct Data<'a> {
     stage_names: [&'static str; 5],
     operations: Vec<Latencies>,
     stages: Vec<Latencies>,
-    /// From a request's answer to when the guest was seen to have consumed it.
+    /// The time from a request's answer to its consumption by the guest.
     unnoticed: Option<Latencies>,
     fits: Vec<Fit>,
     over_time: OverTime,
-    /// By KiB: reads, writes.
+    /// Numbers of reads and writes by KiB.
     sizes: Vec<(f64, u64, u64)>,
-    /// By pieces of the operation that a request went with: requests.
+    /// Numbers of requests by the pieces of their operation.
     sharing: Vec<(u16, u64)>,
     noticed: Vec<(String, usize)>,
     hits: usize,
@@ -115,13 +113,12 @@ struct OverTime {
     p99_us: Vec<Option<f64>>,
     /// Microseconds at which rows of `heat` begin.
     rows_us: Vec<f64>,
-    /// By column and row: requests.
+    /// Numbers of requests by column and row.
     heat: Vec<Vec<u32>>,
 }
 
-/// A request: queue, operation, when it was taken, its stages, bytes, sector, segments, status, noticed,
-/// metadata, operation of storage, pieces that shared it, notified, and when the guest was seen to have
-/// consumed the answer: not before the first, by the second.
+/// A request: queue, operation, when it was taken, its stages, bytes, sector, segments, status, noticed, metadata,
+/// operation of storage, pieces that shared it, notified, and the interval in which the guest consumed the answer.
 #[derive(Serialize)]
 struct Shown(
     u16,
@@ -190,7 +187,7 @@ impl Shown {
             since(r.stages.taken_ns),
             stages(r),
             r.bytes,
-            // Numbers of 64 bits are none of JavaScript's.
+            // JavaScript has no numbers of 64 bits.
             r.sector.to_string(),
             r.segments,
             r.status,
@@ -247,8 +244,7 @@ fn by_stage(trace: &Trace) -> Vec<Latencies> {
     all.into_iter().filter_map(of).collect()
 }
 
-/// For each request, when the guest was seen to have consumed its answer: not before the first time, by the
-/// second (docs/internals/trace.md 1, rule 9).
+/// For each request, the interval in which the guest consumed its answer (docs/internals/trace.md 1, rule 9).
 fn consumed(trace: &Trace) -> Vec<Option<(u64, u64)>> {
     let mut seen = vec![None; trace.requests.len()];
     for queue in lines(trace) {
@@ -306,7 +302,7 @@ fn over_time(trace: &Trace) -> OverTime {
     }
 }
 
-/// The row of the heat map.
+/// The row in the heat map.
 fn row(ns: u64) -> usize {
     let doublings = (ns as f64 / 1e3).max(1.0).log2();
     ((doublings * f64::from(ROWS_A_DOUBLING)) as usize).min(ROWS - 1)
@@ -325,7 +321,7 @@ fn sizes(trace: &Trace) -> Vec<(f64, u64, u64)> {
     let data = all.into_iter().filter(|(_, (reads, writes))| reads + writes > 0);
     let mut bars: Vec<_> =
         data.map(|(bytes, (reads, writes))| (f64::from(bytes) / 1024.0, reads, writes)).collect();
-    // The most usual ones, in their order.
+    // The most frequent ones, in order of size.
     bars.sort_by_key(|(_, reads, writes)| std::cmp::Reverse(reads + writes));
     bars.truncate(BARS);
     bars.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -340,7 +336,7 @@ fn sharing(trace: &Trace) -> Vec<(u16, u64)> {
     all.into_iter().collect()
 }
 
-/// What threads did until then: queue, kind, from, to.
+/// The activities of threads until then: queue, kind, from, to.
 fn spans(trace: &Trace, until_ns: u64) -> Vec<(u16, u8, u64, u64)> {
     let since = |ns: u64| ns.saturating_sub(trace.from_ns);
     let shown = trace.spans.iter().filter(|(_, span)| span.from_ns <= until_ns);
@@ -350,7 +346,7 @@ fn spans(trace: &Trace, until_ns: u64) -> Vec<(u16, u8, u64, u64)> {
             Doing::Polled(true) => 1,
             Doing::Slept => 2,
             Doing::WokenByEvent => 3,
-            // It is at its requests.
+            // It belongs to the requests.
             Doing::Consumed(_) => return None,
         };
         Some((*queue, kind, since(span.from_ns), since(span.to_ns)))
@@ -390,7 +386,7 @@ mod tests {
         assert_eq!(data["sharing"], serde_json::json!([[2, 100]]));
     }
 
-    /// Addresses are in comments and namespaces only, and the page forbids itself to ask for any.
+    /// Addresses are only in comments and namespaces, and the page's policy forbids requests.
     #[test]
     fn a_page_asks_nobody_for_anything() {
         let page = page(&trace(10));
@@ -412,11 +408,11 @@ mod tests {
     fn an_answer_is_consumed_when_the_guest_was_first_seen_to_have_it() {
         let mut trace = trace(4);
         assert_eq!(consumed(&trace)[0], Some((1_025_400, 1_030_400)));
-        // The first look finds both of the queue's answers consumed.
+        // The first reading finds both of the queue's answers consumed.
         trace.spans.retain(|(_, span)| span.doing != Doing::Consumed(1));
         let [first, _, second, _] = consumed(&trace)[..] else { panic!() };
         assert_eq!((first.unwrap().1, first.unwrap()), (second.unwrap().1, second.unwrap()));
-        // Nobody has looked.
+        // There are no readings.
         trace.spans.clear();
         assert_eq!(consumed(&trace), [None; 4]);
     }

@@ -1,5 +1,4 @@
-//! Calls for a resource that fail when it is their turn: the n-th of its kind, around the real
-//! hypervisor and store, and by a rule for the engine.
+//! Fails the n-th call for a resource: by wrappers of the real hypervisor and store, and by a rule for the engine.
 
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part")]
 
@@ -22,26 +21,26 @@ use ferrite_xen::mover::Moving;
 use ferrite_xen::store::Store;
 use ferrite_xen::store::wire::{Decoder, ErrorName, Message};
 
-/// What can fail.
+/// The calls that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {
-    /// An operation on storage ends.
+    /// The end of an operation on storage.
     Storage,
-    /// A call of the engine's.
+    /// A call of the engine.
     Engine(Kind),
-    /// A ring is mapped and a channel bound.
+    /// Mapping a ring and binding a channel.
     Connect,
-    /// Grants are copied.
+    /// Copying grants.
     Copy,
-    /// One of them is.
+    /// Copying one segment.
     CopySegment,
-    /// The guest is sent an event.
+    /// Sending the guest an event.
     Notify,
-    /// The guest's event is taken.
+    /// Taking the guest's event.
     TakeEvent,
-    /// Its events are let through again.
+    /// Enabling events again.
     Rearm,
-    /// The store is asked for anything.
+    /// Any request to the store.
     Store,
 }
 
@@ -52,7 +51,7 @@ pub struct Nth {
     pub times: u64,
     pub errno: i32,
     seen: AtomicU64,
-    /// Those of the engine.
+    /// The faults of the engine.
     pub faults: Faults,
 }
 
@@ -83,12 +82,12 @@ impl Nth {
         }
     }
 
-    /// Whether there were so many calls that one failed.
+    /// Whether there were enough calls for a failure.
     pub fn was_reached(&self) -> bool {
         self.seen() >= self.n
     }
 
-    /// Counts a call; the error number that it fails with.
+    /// Counts a call; returns its error number, if it fails.
     fn errno(&self, call: Call) -> Option<i32> {
         if call != self.call {
             return None;
@@ -102,7 +101,7 @@ impl Nth {
     }
 }
 
-/// The way to guests.
+/// Wraps the access to guests.
 pub struct FailingHypervisor {
     pub inner: Loopback,
     pub nth: Arc<Nth>,
@@ -135,7 +134,7 @@ struct FailingLink {
     nth: Arc<Nth>,
 }
 
-/// What the hypervisor says of one page that it did not copy, for want of this or that.
+/// The hypervisor's status of a page that it could not copy, for a lack of resources.
 fn status(errno: i32) -> i16 {
     match errno {
         ENOMEM => -7,
@@ -191,7 +190,7 @@ impl Link for FailingLink {
     }
 }
 
-/// A way to the store behind `server`, which refuses the n-th request itself.
+/// A connection to the store through `server`, which refuses the n-th request itself.
 pub fn store(server: OwnedFd, nth: &Arc<Nth>) -> Store {
     let (client, ours) = UnixStream::pair().unwrap();
     let server = UnixStream::from(server);
@@ -222,7 +221,7 @@ fn send(to: &Mutex<UnixStream>, message: &Message) -> io::Result<()> {
     to.lock().unwrap().write_all(&message.encode())
 }
 
-/// Until the end of the stream, or of whom they are for.
+/// Reads messages until the end of either stream.
 fn each_message(mut from: &UnixStream, mut f: impl FnMut(&Message) -> io::Result<()>) {
     let mut decoder = Decoder::new();
     let mut bytes = [0; 4096];

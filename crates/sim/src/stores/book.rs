@@ -1,4 +1,4 @@
-//! The volumes of a store as the model knows them: which there are, and what each may hold.
+//! The volumes of a store in the model, and the allowed contents of each.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,23 +7,23 @@ use ferrite_host::clock::{Random, SplitMix64};
 use crate::model::{After, Change, Model, Ticket};
 use crate::stamp::Value;
 
-/// Volumes and snapshots at most.
+/// The most volumes and snapshots.
 const MOST: usize = 8;
 
 /// A volume, or a snapshot.
 pub(super) struct Entry {
     pub(super) model: Model,
-    /// The other contents that it may have: a rollback was not answered.
+    /// The other possible contents: a rollback was not answered.
     other: Option<Model>,
     pub(super) domain: u16,
     pub(super) is_snapshot: bool,
-    /// Requests and operations under way.
+    /// Requests and operations in flight.
     pub(super) uses: usize,
-    /// An operation is about to end it or to change it, or has failed to: nobody else begins to use it.
+    /// An operation is about to delete or change it, or has failed to: no new use begins.
     pub(super) is_held: bool,
 }
 
-/// An operation on whole volumes. `name`: what it is about, or what it makes.
+/// An operation on whole volumes. `name`: its volume, or the one that it makes.
 #[derive(Clone, Debug)]
 pub(super) enum Deed {
     Create { name: String, sectors: u64, domain: u16 },
@@ -42,12 +42,12 @@ impl Deed {
         }
     }
 
-    /// Nobody may use the volume that it is about.
+    /// Whether its volume must not be in use.
     pub(super) fn is_alone(&self) -> bool {
         matches!(self, Deed::Rollback { .. } | Deed::Delete { .. })
     }
 
-    /// What it only takes from.
+    /// The volume that it only reads.
     fn source(&self) -> Option<&String> {
         match self {
             Deed::Share { of, .. } => Some(of),
@@ -57,12 +57,12 @@ impl Deed {
     }
 }
 
-/// A deed that may be done, or not: it was not answered, or has failed.
+/// An operation that may or may not be done: it was not answered, or has failed.
 struct Pending {
     deed: Deed,
-    /// When, by the clock of the model that it takes from.
+    /// The time of its issue, by the clock of its source's model.
     issued: u64,
-    /// It has failed: what it would have made.
+    /// Set if it has failed: the volume that it would have made.
     failed: Option<Option<Entry>>,
 }
 
@@ -79,12 +79,12 @@ impl Entry {
         Entry { model, other: None, domain, is_snapshot, uses: 0, is_held: false }
     }
 
-    /// The sectors that anything was ever done to.
+    /// The sectors that were ever changed.
     pub(super) fn touched(&self) -> impl Iterator<Item = u64> + '_ {
         [Some(&self.model), self.other.as_ref()].into_iter().flatten().flat_map(Model::touched)
     }
 
-    /// Checks what all looked-at sectors hold, and keeps that.
+    /// Checks the contents of all sectors that were read, and stores them.
     pub(super) fn examine(
         &mut self,
         after: After,
@@ -105,7 +105,7 @@ impl Entry {
             }
         }
         self.other = None;
-        // Nobody writes a snapshot, and it was durable before it was there.
+        // A snapshot is never written, and was durable before it existed.
         let after = if self.is_snapshot { After::Close } else { after };
         for (sector, found) in found {
             if let Ok(value) = found {
@@ -131,13 +131,15 @@ impl Book {
         Some(names[random.below(names.len() as u64) as usize].clone())
     }
 
+    /// The entry of this name.
+    ///
     /// # Panics
     /// If there is none.
     pub(super) fn entry(&mut self, name: &str) -> &mut Entry {
         self.entries.get_mut(name).unwrap_or_else(|| panic!("the book has no {name}"))
     }
 
-    /// Chooses a deed that can be done now.
+    /// Chooses an operation that can be executed now.
     pub(super) fn choose(&mut self, random: &mut SplitMix64, sizes: &[u64]) -> Option<Deed> {
         let has_room = self.entries.len() + self.pending.len() < MOST;
         let written = self.entries.values().filter(|e| !e.is_snapshot && !e.is_held).count();
@@ -171,14 +173,14 @@ impl Book {
         }
     }
 
-    /// A deed begins.
+    /// Issues an operation.
     pub(super) fn issue(&mut self, deed: &Deed) {
         let clock = deed.source().unwrap_or(deed.name()).clone();
         let issued = self.entries.get_mut(&clock).map_or(0, |e| e.model.issue_flush());
         self.pending.push(Pending { deed: deed.clone(), issued, failed: None });
     }
 
-    /// Whom it keeps from what.
+    /// Blocks new uses that the operation excludes, or releases them.
     pub(super) fn hold(&mut self, deed: &Deed, holds: bool) {
         if let Some(source) = deed.source()
             && let Some(entry) = self.entries.get_mut(source)
@@ -209,7 +211,7 @@ impl Book {
         }
     }
 
-    /// It has ended.
+    /// Answers an operation.
     pub(super) fn answer(&mut self, deed: &Deed, ok: bool) {
         let is_it = |p: &Pending| p.failed.is_none() && p.deed.name() == deed.name();
         let Some(at) = self.pending.iter().position(is_it) else { return };
@@ -235,15 +237,15 @@ impl Book {
         }
     }
 
-    /// New content of a volume, or an operation on it, has been answered. So a checkpoint is behind all that had failed
-    /// before, and none of that comes back.
+    /// New content of a volume, or an operation on it, was answered. So a checkpoint is later than all earlier
+    /// failures, and none of these operations comes back.
     pub(super) fn has_gone_on(&mut self, name: &str) {
         let is_over =
             |p: &Pending| p.failed.is_some() && p.deed.is_alone() && p.deed.name() == name;
         self.pending.retain(|p| !is_over(p));
     }
 
-    /// The names that a new process finds say which deeds were done; of a rollback the contents will.
+    /// The names that a new process finds tell which operations were done; for a rollback the contents will.
     pub(super) fn reconcile(&mut self, found: &BTreeSet<String>) -> Result<(), String> {
         for pending in std::mem::take(&mut self.pending) {
             let Pending { deed, issued, failed } = pending;
@@ -272,12 +274,12 @@ impl Book {
         Err(format!("the store has the volumes {found:?}, and should have {known:?}"))
     }
 
-    /// A flush begins, of all volumes: a sync is one for all of them.
+    /// Issues a flush of all volumes: a sync covers all of them.
     pub(super) fn issue_flush(&mut self) -> Vec<(String, u64)> {
         self.entries.iter_mut().map(|(name, e)| (name.clone(), e.model.issue_flush())).collect()
     }
 
-    /// It has succeeded.
+    /// Answers it successfully.
     pub(super) fn flushed(&mut self, flush: &[(String, u64)]) {
         for (name, issued) in flush {
             if let Some(entry) = self.entries.get_mut(name) {
@@ -286,7 +288,7 @@ impl Book {
         }
     }
 
-    /// A write begins: each of its blocks has a number of its own, so that blocks repeat and writes do not.
+    /// Issues a write: each of its blocks has a number of its own, so that blocks repeat and writes do not.
     pub(super) fn issue_write(
         &mut self,
         name: &str,
@@ -301,7 +303,7 @@ impl Book {
     }
 }
 
-/// The parts of a write that are in one block each, and the numbers of their contents.
+/// The parts of a write by block, and the numbers of their contents.
 pub(super) fn parts(
     first: u64,
     sectors: u64,

@@ -1,12 +1,11 @@
-//! What a sector has: a stamp, of which the store may find others like it anywhere, and every second one of which can be
-//! compressed.
+//! The contents of sectors: stamps. The store may find equal ones anywhere, and every second one can be compressed.
 
 use crate::stamp::{self, SECTOR, Value};
 
-/// Of a stamp that says all: this is repeated where it is to be compressed.
+/// The unique part of a stamp, which is repeated if it is to be compressible.
 const PATTERN: usize = 32;
 
-/// Sectors of a block: a content has one, wherever it is.
+/// Sectors of a block: a content is one block, in any place.
 pub(super) const PER_BLOCK: u64 = 8;
 
 /// Fills a sector, at its place in its block, with the content of this number.
@@ -18,7 +17,7 @@ pub(super) fn write(to: &mut [u8], seed: u64, sector: u64, number: u64) {
     }
 }
 
-/// What a sector has.
+/// The content of a sector.
 fn read(bytes: &[u8], seed: u64, sector: u64) -> Result<Value, String> {
     let number = bytes[16..24].iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte));
     let mut expected = [0; SECTOR];
@@ -29,7 +28,7 @@ fn read(bytes: &[u8], seed: u64, sector: u64) -> Result<Value, String> {
     }
 }
 
-/// What sectors have, the first of which is `first`.
+/// The contents of sectors, the first of which is `first`.
 pub(super) fn read_all(bytes: &[u8], seed: u64, first: u64) -> Vec<(u64, Result<Value, String>)> {
     let all = bytes.chunks_exact(SECTOR).zip(first..);
     all.map(|(bytes, at)| (at, read(bytes, seed, at))).collect()

@@ -1,4 +1,4 @@
-//! Requests to the volumes of a store from several queues, and what is done with the store meanwhile.
+//! Requests to the volumes of a store from several queues, and operations on the store meanwhile.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -22,10 +22,10 @@ use crate::load::MAX_REQUEST_SECTORS;
 use crate::model::Change;
 use crate::stamp::SECTOR;
 
-/// Looks whether a volume is nobody's yet.
+/// The interval of checks whether a volume is unused.
 const AGAIN: Duration = Duration::from_millis(1);
 
-/// How often each kind of request is issued, in relation to the others.
+/// The relative frequency of each kind of request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Mix {
     pub(super) reads: u64,
@@ -36,23 +36,23 @@ pub(super) struct Mix {
     pub(super) deeds: u64,
     pub(super) passes: u64,
     pub(super) checkpoints: u64,
-    /// Steps of the store's own work.
+    /// Steps of the store's background work.
     pub(super) tends: u64,
-    /// Of a hundred writes, how many have contents that were written before.
+    /// The percentage of writes with contents that were written before.
     pub(super) again: u64,
-    /// Of a hundred requests, how many are near the ends of leaves.
+    /// The percentage of requests near the ends of leaves.
     pub(super) near: u64,
-    /// Writes are as large as can be.
+    /// Writes have the largest size.
     pub(super) large: bool,
 }
 
 /// Opens a volume, for writing or not.
 type Open = Box<dyn Fn(&str, bool) -> Result<Disk, String>>;
 
-/// What all tasks of one process share.
+/// The state that all tasks of one process share.
 pub(super) struct Load {
     pub(super) store: Arc<Owned>,
-    /// The store stays this process's, whatever volumes there are.
+    /// Keeps the store open in this process, whatever volumes are open.
     pub(super) _handle: StoreHandle,
     pub(super) open: Open,
     pub(super) disks: RefCell<BTreeMap<String, Rc<Disk>>>,
@@ -93,7 +93,7 @@ impl Load {
         self.store.live()
     }
 
-    /// One of the tasks: issues one request after the other, with its data in `buf`.
+    /// A task: issues one request after the other, with its data in `buf`.
     pub(super) async fn task(self: Rc<Self>, queue: Queue, buf: Span) {
         while self.left.get() > 0 && self.trouble.borrow().is_none() {
             self.left.set(self.left.get() - 1);
@@ -146,7 +146,7 @@ impl Load {
         Request::Flush
     }
 
-    /// A volume to use, and its disk. It is in use until [`end`](Load::end).
+    /// Chooses a volume and its disk. It is in use until [`end`](Load::end).
     fn begin(&self, to_write: bool) -> Option<(String, Rc<Disk>)> {
         let mut book = self.book.borrow_mut();
         let is_good = |e: &super::book::Entry| !to_write || !e.is_snapshot;
@@ -160,7 +160,7 @@ impl Load {
         self.book.borrow_mut().entry(name).uses -= 1;
     }
 
-    /// Mostly whole blocks, and mostly near the ends of leaves and of the volume.
+    /// Chooses a range: mostly whole blocks, and mostly near the ends of leaves and of the volume.
     fn range(&self, sectors: u64, most: u64) -> (u64, u64) {
         let mut random = self.random.borrow_mut();
         let leaf = 512 * PER_BLOCK;
@@ -219,7 +219,7 @@ impl Load {
         let (first, sectors) = self.range(disk.sectors(), MAX_REQUEST_SECTORS);
         let blocks = (first + sectors).div_ceil(PER_BLOCK) - first / PER_BLOCK;
         let next = self.numbers.get();
-        // What was written lately, or long ago: that may be nobody's any more.
+        // Recent or old content; no volume may reference the old one any more.
         let back = if self.below(2) == 0 { next.min(64) } else { next };
         let is_new = self.below(100) >= self.mix.again;
         let number = if is_new { next } else { next - self.below(back) };
@@ -293,7 +293,7 @@ impl Load {
         }
     }
 
-    /// Some steps of the store's own work: compaction, scrubbing, and passes if they are wanted.
+    /// Some steps of the store's background work: compaction, scrubbing, and passes if they are wanted.
     async fn run_background_task(&self, queue: &Queue) -> io::Result<()> {
         let live = self.live();
         match self.below(4) {
@@ -311,7 +311,7 @@ impl Load {
         Ok(())
     }
 
-    /// All that is to be done behind service, with a look at all content.
+    /// Finishes all background work, with a check of all content.
     pub(super) async fn tend_to_the_end(&self, queue: &Queue) -> io::Result<()> {
         let live = self.live();
         live.begin_scrub();
@@ -321,7 +321,7 @@ impl Load {
         Ok(())
     }
 
-    /// Something with whole volumes, if there is something to do.
+    /// Executes an operation on whole volumes, if there is one.
     async fn do_deed(&self, queue: &Queue) -> Result<(), String> {
         let deed = self.book.borrow_mut().choose(&mut self.random.borrow_mut(), self.sizes);
         match deed {
@@ -338,7 +338,7 @@ impl Load {
             }
         }
         if deed.is_alone() {
-            // Who has it open has it taken.
+            // An open volume is in use.
             drop(self.disks.borrow_mut().remove(deed.name()));
         }
         self.book.borrow_mut().issue(&deed);
@@ -350,14 +350,14 @@ impl Load {
         }
         self.book.borrow_mut().answer(&deed, done.is_ok());
         self.book.borrow_mut().hold(&deed, false);
-        // What it has become in memory is known, unless its sync has failed: nobody uses it then.
+        // Its state in memory is known, unless a sync has failed: then it is not used.
         if done.is_ok() || !self.live().is_faulty() {
             self.open_again(deed.name())?;
         } else if let Some(entry) = self.book.borrow_mut().entries.get_mut(deed.name()) {
             entry.is_held = true;
         }
         if done.is_ok() {
-            // All that was answered before is durable with it.
+            // All writes that were answered before are durable with it.
             self.book.borrow_mut().flushed(&flush);
         }
         self.passed(done, &format!("{deed:?}"))
@@ -380,13 +380,13 @@ impl Load {
         })
     }
 
-    /// Opens all volumes that there are.
+    /// Opens all existing volumes.
     pub(super) fn open_all(&self) -> Result<(), String> {
         let names: Vec<String> = self.book.borrow().entries.keys().cloned().collect();
         names.iter().try_for_each(|name| self.open_again(name))
     }
 
-    /// Opens a volume that has no disk, if there is one of that name.
+    /// Opens a volume without a disk, if one has that name.
     fn open_again(&self, name: &str) -> Result<(), String> {
         let known = self.book.borrow().entries.get(name).map(|entry| entry.is_snapshot);
         let Some(is_snapshot) = known else { return Ok(()) };
@@ -395,7 +395,7 @@ impl Load {
         Ok(())
     }
 
-    /// Whether something may have ended so.
+    /// Whether this result is allowed.
     fn passed(&self, done: io::Result<()>, what: &str) -> Result<(), String> {
         match done {
             Err(e) if e.kind() == io::ErrorKind::StorageFull && self.may_be_full => Ok(()),

@@ -1,5 +1,4 @@
-//! What a store has after an end, compared with the book; and what is in use when a story is over, compared with a
-//! count from scratch.
+//! Compares a store after an end with the book, and its used space at the end of a story with a full count.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -17,7 +16,7 @@ use crate::stamp::{SECTOR, Value};
 
 type Found = Vec<(u64, Result<Value, String>)>;
 
-/// Blocks that are not zeros, by volume; and how many contents differ, in a domain.
+/// Nonzero blocks by volume, and the number of different contents in a domain.
 #[derive(Default)]
 struct Count {
     mapped: BTreeMap<String, u64>,
@@ -25,7 +24,7 @@ struct Count {
 }
 
 impl Story<'_> {
-    /// The store's own check; the volumes that there are; the contents of each.
+    /// Examines the store's own check, the existing volumes, and the contents of each.
     pub(super) fn examine(&mut self, after: After) -> Result<(), String> {
         is_sound(&self.medium.check(&self.machine)?)?;
         let load = self.open_whole().map_err(|e| format!("after {after:?}: {e}"))?;
@@ -33,7 +32,7 @@ impl Story<'_> {
         self.look(after, &load, &mut threads[0]).map(drop)
     }
 
-    /// Opens the store with all volumes that are there now, while nothing is wrong.
+    /// Opens the store with all present volumes, without faults.
     fn open_whole(&mut self) -> Result<Rc<Load>, String> {
         self.machine.world.set_nuisances(0, 0);
         let load = self.load(false, 0)?.ok_or("the world stands still")?;
@@ -83,7 +82,7 @@ impl Story<'_> {
         Ok(count)
     }
 
-    /// The parts of a volume that anything was ever done to, and one more; now and then all of them.
+    /// The parts of a volume that were ever changed, and one more; at times all of them.
     fn pieces(&mut self, name: &str, sectors: u64, all: bool) -> BTreeSet<u64> {
         let piece = MAX_REQUEST_SECTORS;
         let mut book = self.book.borrow_mut();
@@ -95,7 +94,7 @@ impl Story<'_> {
         pieces.into_iter().map(|at| at * piece).filter(|at| *at < sectors).collect()
     }
 
-    /// Two passes leave nothing dead, and lose nothing.
+    /// Checks that two passes leave no garbage, and lose nothing.
     pub(super) fn finish(&mut self) -> Result<(), String> {
         let load = self.open_whole()?;
         let mut threads = self.threads(&load, 1)?;
@@ -132,7 +131,7 @@ impl Story<'_> {
     }
 }
 
-/// Nothing that a cut can leave is damage.
+/// Checks that there is no damage after a cut.
 fn is_sound(outcome: &Outcome) -> Result<(), String> {
     let counts = outcome.findings.counts;
     match outcome.findings.listed.first() {
@@ -156,7 +155,7 @@ impl Count {
         self.mapped.insert(name.to_owned(), mapped);
     }
 
-    /// Whether that is all that is in use.
+    /// Whether this is all used space.
     fn is(&self, stats: &Stats) -> Result<(), String> {
         let blocks = |bytes: u64| bytes / 4096;
         let found: BTreeMap<String, u64> =

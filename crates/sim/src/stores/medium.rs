@@ -21,7 +21,7 @@ use crate::format::Place;
 use crate::images::Medium;
 use crate::machine::Machine;
 
-/// Domains of each story. Equal contents are in all of them.
+/// Domains of each story. All have equal contents.
 pub(super) const DOMAINS: u16 = 2;
 
 const BLOCK: u64 = 4096;
@@ -40,7 +40,7 @@ fn text(e: impl std::fmt::Display) -> String {
 }
 
 impl StoreMedium {
-    /// Small ones: the journal wraps, and tables do not fit their memory.
+    /// Chooses small sizes: the journal wraps, and tables do not fit into their memory.
     pub(super) fn choose(on: Medium, random: &mut SplitMix64) -> StoreMedium {
         let mut of = |all: &[u64]| all[random.below(all.len() as u64) as usize];
         let journal_blocks = of(&[16, 16, 24, 72]);
@@ -89,7 +89,7 @@ impl StoreMedium {
         }
     }
 
-    /// The open file, for who does not come by a disk.
+    /// The open file, without a disk.
     fn files(&self, machine: &Machine) -> Result<Vec<Arc<std::os::fd::OwnedFd>>, String> {
         let file = File::options().read(true).write(true).open(self.path(&machine.place));
         Ok(vec![Arc::new(file.map_err(text)?.into())])
@@ -105,14 +105,14 @@ impl StoreMedium {
         }
     }
 
-    /// The store, opened by this process or joined.
+    /// The store, opened by this process or already open.
     pub(super) fn handle(&self, machine: &Machine) -> Result<StoreHandle, String> {
         let engine = |arena| Ok(machine.world.engine(arena));
         StoreHandle::open_on(&self.path(&machine.place), &self.options(false), open_store, &engine)
             .map_err(text)
     }
 
-    /// A volume of a store that is open.
+    /// A volume of an open store.
     pub(super) fn volume(
         &self,
         place: &Place,
@@ -125,7 +125,7 @@ impl StoreMedium {
         Volume::open_on(&name, &self.options(read_only), &engine).map(Disk::Store).map_err(text)
     }
 
-    /// What its own check says, of all that is on the medium.
+    /// The result of its own check, of everything on the medium.
     pub(super) fn check(&self, machine: &Machine) -> Result<Outcome, String> {
         let mut thread = machine.queues(1, &self.files(machine)?).map_err(text)?.remove(0);
         let (port, bytes) = (thread.queue.port.clone(), self.bytes());

@@ -1,10 +1,10 @@
 //! Stories of stores: many volumes that share contents, on one machine whose power fails (docs/simulator.md).
 //!
 //! * `medium`: the store and its file or device.
-//! * `book`: which volumes there are, and what each may hold.
-//! * `content`: what is written.
-//! * `load`: requests, and what is done with whole volumes and with the store.
-//! * `look`: what is found after an end, and what is in use at the end of a story.
+//! * `book`: the volumes, and the allowed contents of each.
+//! * `content`: the contents that are written.
+//! * `load`: requests, and operations on whole volumes and on the store.
+//! * `look`: comparisons after an end, and of the used space at the end of a story.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -34,10 +34,10 @@ const EIO: i32 = 5;
 
 /// Sectors of volumes: small ones, and those with several leaves.
 const SIZES: [u64; 6] = [8, 320, 4096, 4104, 8192, 24_576];
-/// Two of them have more than the store has room for.
+/// Two of these are larger than the store.
 const LARGE: [u64; 2] = [16_384, 24_576];
 
-/// The subjects of stories that are told of stores. Others have no meaning there.
+/// The scenarios that apply to stores.
 pub const SCENARIOS: [Scenario; 8] = [
     Scenario::Mixed,
     Scenario::FlushStorm,
@@ -54,11 +54,11 @@ pub const SCENARIOS: [Scenario; 8] = [
 enum Round {
     /// The store is used.
     Use,
-    /// It is opened, which carries out the journal, and nothing else.
+    /// It is opened, which replays the journal, and nothing else.
     Recover,
 }
 
-/// Tells the story.
+/// Runs the story.
 ///
 /// # Errors
 /// The finding.
@@ -95,12 +95,12 @@ struct Story<'a> {
     numbers: Rc<Cell<u64>>,
     random: SplitMix64,
     rounds: Vec<Round>,
-    /// The ends that nobody has looked at yet.
+    /// The ends since the last examination.
     after: Option<After>,
     ended_at: u64,
 }
 
-/// How a process came to its end.
+/// The end of a process.
 #[derive(PartialEq, Eq)]
 enum Ended {
     Closed,
@@ -159,7 +159,7 @@ impl<'a> Story<'a> {
         if self.plan.scenario == Scenario::Full { &LARGE } else { &SIZES }
     }
 
-    /// Use and its end, and what is there afterwards.
+    /// A round: use, its end, and the examination.
     fn round(&mut self, round: u64, told: &mut Told) -> Result<(), String> {
         let forced = self.plan.cut.filter(|cut| cut.round == round);
         let faulty = self.random.below(4) == 0 && forced.is_none();
@@ -182,7 +182,7 @@ impl<'a> Story<'a> {
         if forced.is_some() {
             told.cut_round = Some(began..=self.ended_at);
         }
-        // Of several ends in a row that one counts that takes the most.
+        // Of several ends in a row the one counts that loses most.
         let after = match self.after {
             Some(After::PowerCut) => After::PowerCut,
             _ if after == After::Close && self.after.is_some() => After::Death,
@@ -196,7 +196,7 @@ impl<'a> Story<'a> {
         self.examine(after)
     }
 
-    /// The faults of a round.
+    /// Sets the faults of a round.
     fn trouble(&mut self, faulty: bool) {
         let random = &mut self.random;
         let nuisances = [(0, 0), (50, 20), (400, 200)][random.below(3) as usize];
@@ -212,7 +212,8 @@ impl<'a> Story<'a> {
         self.machine.world.set_faults(faults);
     }
 
-    /// At which step the world stops: many rounds end in a sync, when all since the last one is in doubt.
+    /// Chooses the step at which the world stops: many rounds end in a sync, when all changes since the last one are
+    /// uncertain.
     fn choose_stop(&mut self, forced: Option<Cut>) {
         let world = &self.machine.world;
         world.stop_at(forced.map(|cut| cut.step));
@@ -233,7 +234,7 @@ impl<'a> Story<'a> {
         }
     }
 
-    /// The store as a process has it. None: it could not be opened, as something has failed.
+    /// The store as opened by a process. `None`: it could not be opened because of a fault.
     fn load(&mut self, faulty: bool, requests: u64) -> Result<Option<Rc<Load>>, String> {
         let handle = match self.medium.handle(&self.machine) {
             Err(_) if faulty || self.machine.world.stopped() => return Ok(None),
@@ -270,7 +271,7 @@ impl<'a> Story<'a> {
         self.machine.queues(count, &load.store.files()).map_err(|e| e.to_string())
     }
 
-    /// Opens the store and its volumes, and loads them until all is done or the world stands still.
+    /// Opens the store and its volumes, and loads them until all is done or the world stops.
     fn use_it(&mut self, faulty: bool) -> Result<Ended, String> {
         let queues = 1 + self.random.below(MAX_QUEUES as u64) as usize;
         let depth = 1 + self.random.below(MAX_DEPTH as u64) as usize;
@@ -302,7 +303,7 @@ impl<'a> Story<'a> {
         self.close(&load, &mut threads[0])
     }
 
-    /// A process that does nothing but open the store; it dies or closes it.
+    /// A process that only opens the store; it dies or closes it.
     fn recover(&mut self, faulty: bool) -> Result<Ended, String> {
         let Some(load) = self.load(faulty, 0)? else { return Ok(Ended::Stopped) };
         if self.random.below(2) == 0 || self.machine.world.stopped() {
@@ -322,12 +323,12 @@ impl<'a> Story<'a> {
         }
     }
 
-    /// Closes each volume. It promises what a flush does.
+    /// Closes each volume, which promises as much as a flush.
     fn close(&mut self, load: &Rc<Load>, thread: &mut Thread) -> Result<Ended, String> {
         let issued = self.book.borrow_mut().issue_flush();
         let disks: BTreeMap<_, _> = std::mem::take(&mut *load.disks.borrow_mut());
         if disks.is_empty() {
-            // Operations that failed have taken all of them, and nobody is left to close the store.
+            // Failed operations have taken all of them, and no volume is left to close the store.
             return Ok(Ended::Stopped);
         }
         for disk in disks.into_values() {
@@ -345,7 +346,7 @@ impl<'a> Story<'a> {
         Ok(Ended::Closed)
     }
 
-    /// The end of a process, one way or the other.
+    /// Ends the process in one of the ways.
     fn end(&mut self, after: After, told: &mut Told) -> Result<(), String> {
         let world = &self.machine.world;
         self.ended_at = world.step();
@@ -391,7 +392,7 @@ fn mix(scenario: Scenario) -> Mix {
         Scenario::Full => {
             Mix { reads: 2, writes: 90, passes: 1, again: 5, near: 5, large: true, ..mix }
         }
-        // What was thrown away is found again while a pass is about to sweep it.
+        // Garbage is found again as content while a pass is about to sweep it.
         Scenario::Emptied => {
             Mix { reads: 10, discards: 12, zeroes: 12, passes: 12, tends: 12, again: 90, ..mix }
         }

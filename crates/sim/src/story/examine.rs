@@ -13,12 +13,12 @@ use crate::model::After;
 use crate::stamp;
 
 impl<F: Format> Story<'_, F> {
-    /// Checks the image, opens it, compares all that was ever touched, and now and then the rest.
+    /// Checks the image, opens it, compares all sectors that were ever changed, and at times the rest.
     pub(super) fn examine(&mut self, after: After, sizes: &[u64]) -> Result<(), String> {
         self.look(after, sizes, true)
     }
 
-    /// The same. `observe`: what is found is what there is from now on.
+    /// Examines the image. `observe`: the contents that are found are the present ones from now on.
     pub(super) fn look(
         &mut self,
         after: After,
@@ -27,7 +27,7 @@ impl<F: Format> Story<'_, F> {
     ) -> Result<(), String> {
         let thorough = self.random.below(16) == 0;
         let place = &self.machine.place;
-        // After a death, too: the power may be cut before anybody looks at what is in memory.
+        // After a death, too: the power may be cut before the memory is examined.
         self.format.check(place, thorough).map_err(|e| format!("its check says: {e}"))?;
         let disk = Rc::new(self.format.open(place).map_err(|e| format!("after {after:?}: {e}"))?);
         let sectors = disk.sectors();

@@ -1,4 +1,4 @@
-//! One story: what happens follows from its seed, what may be found afterwards from the model.
+//! One story: its events follow from its seed, the allowed contents from the model.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -16,7 +16,7 @@ mod examine;
 mod operations;
 mod using;
 
-/// Many large writes, so that what is below has much.
+/// Many large writes, so that the layers below have many data.
 const DENSE: Mix = Mix {
     reads: 0,
     writes: 92,
@@ -28,22 +28,22 @@ const DENSE: Mix = Mix {
     whole: false,
 };
 
-/// The disk from its end to its beginning, and anew.
+/// The disk from its end to its beginning, repeatedly.
 const FULL: Mix = Mix { writes: 100, flushes: 0, zeroes: 0, whole: true, ..DENSE };
 
 /// Few sectors in many places.
 const SPARSE: Mix = Mix { reads: 0, writes: 100, flushes: 0, zeroes: 0, max_sectors: 1, ..DENSE };
 
-/// Where formats have their first metadata.
+/// The offset of the formats' first metadata.
 const FIRST_METADATA: u64 = 16 << 10;
 
 /// Sectors of the largest disk.
 const LARGEST: u64 = 5 * 4096 + 8;
 
-/// Layers of a chain at most.
+/// The most layers of a chain.
 const MAX_LAYERS: u64 = 4;
 
-/// Tells the story.
+/// Runs the story.
 ///
 /// # Errors
 /// The finding.
@@ -81,17 +81,17 @@ struct Story<'a, F: Format> {
     numbers: Rc<Cell<u64>>,
     random: SplitMix64,
     rounds: u64,
-    /// Readable bytes are not those on the medium, and no program can know that.
+    /// Readable bytes differ from the medium, which no program can detect.
     over: bool,
     ended_at: u64,
     layers: u64,
-    /// Clones and copies that were made.
+    /// The number of clones and copies that were made.
     copies: u64,
-    /// Layers that others made. Numbers of layers are never used again.
+    /// The number of layers that other programs made. Numbers of layers are never reused.
     overlays: u64,
-    /// A parent may have a journal, of which the leaf has nothing yet.
+    /// A parent may have a journal that the leaf lacks.
     unrecovered: bool,
-    /// Sectors that are always looked at: where the disk ended before it grew.
+    /// Sectors that are always examined: the ends of the disk before it grew.
     edges: Vec<u64>,
     /// The faults of this round are failed syncs.
     syncs_fail: bool,
@@ -143,7 +143,7 @@ impl<'a, F: Format> Story<'a, F> {
             died: false,
         })
     }
-    /// Load, its end, and what is there afterwards.
+    /// A round: load, its end, and the examination.
     fn round(&mut self, round: u64, told: &mut Told) -> Result<(), String> {
         let forced = self.plan.cut.filter(|cut| cut.round == round);
         let operations = self.plan.scenario == Scenario::Operations;
@@ -190,11 +190,11 @@ impl<'a, F: Format> Story<'a, F> {
                 self.do_whole(snapshot)?;
             }
         }
-        // A cut that has ended the operation is over.
+        // A cut that has ended the operation is done.
         self.use_and_look(forced.filter(|_| !operations && told.cut_round.is_none()), told)
     }
 
-    /// Something to be compressed.
+    /// Makes data that can be compressed.
     fn begin_compressed(&mut self) -> Result<(), String> {
         self.use_disk(false, (0, 0), None)?;
         let sectors = self.model.borrow().sectors();
@@ -202,7 +202,7 @@ impl<'a, F: Format> Story<'a, F> {
         self.change_by_others()
     }
 
-    /// Another program works on the image, once it was closed in good order.
+    /// Has another program change the image, after it was closed in good order.
     fn change_by_others(&mut self) -> Result<(), String> {
         self.trouble(false);
         self.close_whole()?;
@@ -211,7 +211,7 @@ impl<'a, F: Format> Story<'a, F> {
         self.examine(After::Death, &[sectors]).map_err(|e| format!("after others: {e}"))
     }
 
-    /// Opens the disk and closes it, and nothing goes wrong.
+    /// Opens the disk and closes it, without faults.
     fn close_whole(&mut self) -> Result<(), String> {
         let disk = self.format.open(&self.machine.place)?;
         let disk = self.format.begin_use(&self.machine.place, disk).map_err(|e| e.to_string())?;
@@ -226,7 +226,7 @@ impl<'a, F: Format> Story<'a, F> {
         Ok(())
     }
 
-    /// One of three stories begins on a parent that has something.
+    /// One of three stories begins on a parent with data.
     fn begin_chain(&mut self) -> Result<(), String> {
         let snapshot = Operation::Snapshot(self.layers);
         let tight = self.machine.place.tight;
@@ -237,8 +237,7 @@ impl<'a, F: Format> Story<'a, F> {
         self.do_whole(snapshot)
     }
 
-    /// The disk has much. Then other programs do what they do to images, or it gets a leaf with a
-    /// little of everything.
+    /// Fills much of the disk. Then other programs change the image, or it gets a leaf with a little of everything.
     fn begin_past(&mut self) -> Result<(), String> {
         let requests = 10 + self.random.below(40);
         self.use_and_close(Some((DENSE, requests)))?;
@@ -255,7 +254,7 @@ impl<'a, F: Format> Story<'a, F> {
         Ok(())
     }
 
-    /// All of the disk is written and compressed, and its device has no more space.
+    /// Writes and compresses the whole disk, on a device without free space.
     fn begin_filled(&mut self) -> Result<(), String> {
         let all = self.model.borrow().sectors().div_ceil(MAX_REQUEST_SECTORS);
         self.use_and_close(Some((FULL, all)))?;
@@ -264,7 +263,7 @@ impl<'a, F: Format> Story<'a, F> {
         self.examine(After::Close, &[sectors])
     }
 
-    /// Everything is written, in one layer or in two, and other programs can see it.
+    /// Writes everything, in one layer or in two, and closes it, so that other programs see it.
     fn begin_full(&mut self) -> Result<(), String> {
         let snapshot = Operation::Snapshot(self.layers);
         let all = self.model.borrow().sectors().div_ceil(MAX_REQUEST_SECTORS);
@@ -277,14 +276,14 @@ impl<'a, F: Format> Story<'a, F> {
         Ok(())
     }
 
-    /// Use in which nothing goes wrong; of this kind, and with so many requests.
+    /// Use without faults, with this mix, and with so many requests.
     fn use_and_close(&mut self, work: Option<(Mix, u64)>) -> Result<(), String> {
         self.use_disk(false, (0, 0), work)?;
         let sectors = self.model.borrow().sectors();
         self.examine(After::Close, &[sectors])
     }
 
-    /// Of a round that is cut, what can be cut counts, and nothing before.
+    /// In a cut round only the part that can be cut counts.
     fn count_anew(&self, forced: Option<Cut>) {
         if forced.is_some() {
             paths::taken();
@@ -295,7 +294,7 @@ impl<'a, F: Format> Story<'a, F> {
         all[self.random.below(N as u64) as usize]
     }
 
-    /// The end of a process, one way or the other.
+    /// Ends the process in one of the ways.
     fn end(&mut self, after: After, told: &mut Told) -> Result<(), String> {
         let world = &self.machine.world;
         self.ended_at = world.step();
@@ -319,7 +318,7 @@ impl<'a, F: Format> Story<'a, F> {
     }
 }
 
-/// Sectors of a story's disk: small, so that requests meet.
+/// Sectors of a story's disk: few, so that requests overlap.
 fn sizes(random: &mut SplitMix64) -> u64 {
     let sizes = [1, 9, 2048, 4096, 3 * 4096, 3 * 4096 + 1, LARGEST];
     sizes[random.below(sizes.len() as u64) as usize]

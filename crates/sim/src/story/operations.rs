@@ -13,7 +13,7 @@ use crate::paths;
 use crate::plan::{Cut, Scenario, Told};
 
 impl<F: Format> Story<'_, F> {
-    /// An operation that the format has.
+    /// Chooses an operation that the format supports.
     pub(super) fn choose(&mut self) -> Operation {
         let sectors = self.model.borrow().sectors();
         let grown = sectors + self.one_of([1, 8, 4096, 9000]);
@@ -32,7 +32,7 @@ impl<F: Format> Story<'_, F> {
         }
     }
 
-    /// A larger disk; none, where the device is what grows.
+    /// Grows the disk, unless the device is what grows.
     pub(super) fn grow(&mut self, forced: Option<Cut>, told: &mut Told) -> Result<(), String> {
         let sectors = self.model.borrow().sectors();
         let grown = Operation::Grow(sectors + self.one_of([1, 8, 4096, 9000]));
@@ -42,7 +42,7 @@ impl<F: Format> Story<'_, F> {
         }
     }
 
-    /// A layer more, or one less.
+    /// Adds or removes a layer.
     pub(super) fn change_chain(
         &mut self,
         forced: Option<Cut>,
@@ -71,14 +71,14 @@ impl<F: Format> Story<'_, F> {
         }
     }
 
-    /// Whether an operation makes all durable that was answered: not if it leaves the leaf alone, and
-    /// not what is in the journal of a parent.
+    /// Whether an operation makes all answered writes durable: not if it leaves the leaf alone, and not those in the
+    /// journal of a parent.
     fn promises(&self, operation: Operation) -> bool {
         !self.unrecovered
             && !matches!(operation, Operation::Overlay(_) | Operation::CoalesceInner(_))
     }
 
-    /// An operation that nothing interrupts.
+    /// Executes an operation without interruption.
     pub(super) fn do_whole(&mut self, operation: Operation) -> Result<(), String> {
         let issued = self.model.borrow_mut().issue_flush();
         let done = self.format.operate(&self.machine.place, operation);
@@ -111,7 +111,7 @@ impl<F: Format> Story<'_, F> {
         Ok(())
     }
 
-    /// An operation that may be interrupted, and is done again then.
+    /// Executes an operation that may be interrupted, and is then repeated.
     pub(super) fn operate(
         &mut self,
         operation: Operation,
@@ -129,7 +129,7 @@ impl<F: Format> Story<'_, F> {
         self.machine.world.stop_at(stop);
         let often = [Scenario::Growth, Scenario::Chains].contains(&self.plan.scenario);
         if often && forced.is_none() && self.random.below(4) > 0 {
-            // What refers to something else is often at the beginning.
+            // References to other images are often at the beginning.
             let head = self.random.below(2) == 0;
             let (after, syncs, reach) = match head {
                 true => (SyncAfter::Write(0..FIRST_METADATA), 4, 2),
@@ -150,7 +150,7 @@ impl<F: Format> Story<'_, F> {
         }
         if stopped {
             self.machine.set_aside().map_err(|e| e.to_string())?;
-            // Not done, or done and not told: a discard may show what was there in either case.
+            // Not done, or done and unreported: in either case a discard may reveal the layers below.
             if let (Err(_), Operation::Snapshot(_)) = (&done, operation) {
                 self.model.borrow_mut().snapshot();
             }
@@ -158,7 +158,7 @@ impl<F: Format> Story<'_, F> {
             done?;
         }
         self.end(after, told)?;
-        // Whoever grows a disk may find the old end or the new one.
+        // After an interrupted grow the old end or the new one may be found.
         if let Operation::Grow(_) = operation {
             self.edges.push(before);
         }
@@ -175,7 +175,7 @@ impl<F: Format> Story<'_, F> {
         } else if !stopped {
             return Err(format!("after {after:?} a new image is not there"));
         }
-        // Within seconds a file system writes its journal, whether who asked for it lives or not.
+        // A file system writes its journal within seconds, also after the death of the process.
         let place = &self.machine.place;
         place.directory.sync(&place.images).map_err(|e| e.to_string())?;
         let made = matches!(operation, Operation::Create(_)) && self.format.exists(place);
@@ -188,7 +188,7 @@ impl<F: Format> Story<'_, F> {
         self.examine(after, &[sectors])
     }
 
-    /// The end of a process that has made an operation, or was stopped while it did.
+    /// Ends a process that has executed an operation, or was stopped during it.
     pub(super) fn end_of_operation(&mut self, forced: Option<Cut>, stopped: bool) -> After {
         match (forced, stopped) {
             (Some(cut), _) => cut.after,
@@ -197,8 +197,8 @@ impl<F: Format> Story<'_, F> {
         }
     }
 
-    /// An operation that makes another image of the leaf, and may be interrupted. The leaf stays as
-    /// it is, and what has the other's name is whole.
+    /// Executes an operation that makes another image of the leaf, and may be interrupted. The leaf stays unchanged,
+    /// and an image with the other name is complete.
     pub(super) fn copy(
         &mut self,
         operation: Operation,
@@ -224,10 +224,10 @@ impl<F: Format> Story<'_, F> {
             false => done.map_err(|e| format!("{operation:?}, nothing was wrong: {e}"))?,
         }
         self.end(after, told)?;
-        // It promises no more of the leaf than that it does not change.
+        // The operation promises only that the leaf does not change.
         let after = if after == After::Close { After::Death } else { after };
         let sectors = self.model.borrow().sectors();
-        // First, with what the leaf was when it was copied: the power may have taken from it since.
+        // First, with the leaf's contents at the time of the copy: a power cut may have lost some since.
         let whole = self.examine_copy(operation)?;
         self.examine(after, &[sectors])?;
         if !whole && !stopped {
@@ -246,12 +246,12 @@ impl<F: Format> Story<'_, F> {
         self.format.remove_copy(&self.machine.place, operation)
     }
 
-    /// Compares what such an operation has made with the leaf. Whether there is anything.
+    /// Compares the result of such an operation with the leaf; returns whether it exists.
     pub(super) fn examine_copy(&mut self, operation: Operation) -> Result<bool, String> {
         let of = |e| format!("what {operation:?} made: {e}");
         let disk = self.format.open_copy(&self.machine.place, operation).map_err(of)?;
         let Some(disk) = disk.map(Rc::new) else { return Ok(false) };
-        // A device may have room for more.
+        // A device may have more room.
         let sectors = self.model.borrow().sectors();
         if disk.sectors() < sectors {
             return Err(of(format!("{} sectors instead of {sectors}", disk.sectors())));

@@ -1,4 +1,4 @@
-//! A round of load, and what goes wrong in it.
+//! A round of load, and its faults.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -16,18 +16,18 @@ use crate::model::After;
 use crate::paths;
 use crate::plan::{Cut, Scenario, Told};
 
-/// EIO, as the kernel gives it.
+/// EIO, as the kernel returns it.
 const EIO: i32 = 5;
 
-/// How a disk was used.
+/// The result of a use.
 #[derive(Default)]
 pub(super) struct Used {
     closed: bool,
-    /// A flush has failed, or closing has, and that was the last of it.
+    /// A flush has failed, or closing has, and the use ended with that.
     flush_failed: bool,
     /// A flush has failed because of a sync.
     told_of_sync: bool,
-    /// A sync has failed, and perhaps nobody was told yet.
+    /// A sync has failed, and perhaps no request was answered with that yet.
     sync_failed: bool,
 }
 
@@ -74,17 +74,17 @@ impl<F: Format> Story<'_, F> {
         if after == After::Death && goes_on && used.told_of_sync {
             return self.succeed(sectors);
         }
-        // A process that dies with the news of a failed sync has told nobody but the next one.
+        // A process that dies after an unreported failed sync has told only the next process.
         if !used.flush_failed && !used.sync_failed && !forgotten {
             return self.examine(after, &[sectors]);
         }
-        // Also without a power cut what no flush has promised may be gone.
+        // Data that no flush has promised may be lost without a power cut, too.
         self.over = after == After::Death;
         self.examine(After::PowerCut, &[sectors])
     }
 
-    /// Many rounds end while metadata is on its way: in one of the syncs, or in a flush, which this
-    /// says (see [`Load`]).
+    /// Many rounds end during writes of metadata: in one of the syncs, or in a flush, which this chooses (see
+    /// [`Load`]).
     fn end_in_metadata(&mut self) -> (u64, u64) {
         let scenario = self.plan.scenario;
         let in_sync = [Scenario::Past, Scenario::Failures].contains(&scenario);
@@ -105,19 +105,19 @@ impl<F: Format> Story<'_, F> {
         (1 + self.random.below(flushes), 1 + self.random.below(24))
     }
 
-    /// Whether it is a write of metadata that fails, and the next commit is what matters.
+    /// Whether a write of metadata fails, and the next commit is tested.
     fn metadata_fails(&self) -> bool {
         self.plan.scenario == Scenario::Failures && !self.plan.seed.is_multiple_of(2)
     }
 
-    /// Whether the guest goes on after a failed flush.
+    /// Whether the guest continues after a failed flush.
     fn goes_on(&self) -> bool {
         let failures = self.plan.scenario == Scenario::Failures;
         failures && self.format.can_go_on(&self.machine.place)
     }
 
-    /// The guest was told that a sync has failed, and the process died. The next one finds what a
-    /// power cut would have left, and nothing that it makes durable refers to what is lost.
+    /// The guest got the failure of a sync, and the process died. The next one finds the state after a power cut, and
+    /// nothing that it makes durable refers to lost data.
     fn succeed(&mut self, sectors: u64) -> Result<(), String> {
         self.look(After::PowerCut, &[sectors], false)?;
         self.trouble(false);
@@ -126,7 +126,7 @@ impl<F: Format> Story<'_, F> {
         self.examine(After::PowerCut, &[sectors])
     }
 
-    /// The faults of a round.
+    /// Sets the faults of a round.
     pub(super) fn trouble(&mut self, faulty: bool) {
         let metadata = self.metadata_fails();
         let random = &mut self.random;
@@ -140,7 +140,7 @@ impl<F: Format> Story<'_, F> {
             faults.push(Fault { on, range: 0..u64::MAX, per_mille, errno: EIO, times });
         }
         if faulty && self.plan.scenario == Scenario::Failures {
-            // One write of metadata, and the next may succeed; or anything.
+            // One write of metadata fails, and the next may succeed; or any write fails.
             let range = if metadata { self.format.first_table() } else { 0..u64::MAX };
             let on = if metadata || random.below(3) == 0 { On::Write } else { On::Sync };
             let per_mille = [300, 1000][random.below(2) as usize];
@@ -150,7 +150,7 @@ impl<F: Format> Story<'_, F> {
         self.machine.world.set_faults(faults);
     }
 
-    /// At which step the world stops; none: when all is done.
+    /// Chooses the step at which the world stops; none: when all is done.
     pub(super) fn end_of_round(&mut self, forced: Option<Cut>) -> Option<u64> {
         if let Some(cut) = forced {
             return Some(cut.step);
@@ -162,8 +162,8 @@ impl<F: Format> Story<'_, F> {
         Some(self.machine.world.step() + 1 + self.random.below(reach))
     }
 
-    /// Opens the disk, and loads it until all is done or the world stands still.
-    /// `flush`, `steps`: see [`Load`]. `work`: this, and not what the scenario is about.
+    /// Opens the disk, and loads it until all is done or the world stops. `flush`, `steps`: see [`Load`]. `work`: a
+    /// load instead of the scenario's.
     pub(super) fn use_disk(
         &mut self,
         faulty: bool,
@@ -182,7 +182,7 @@ impl<F: Format> Story<'_, F> {
             _ if work.is_some() => 0,
             Scenario::Chains => 8 + self.random.below(40),
             Scenario::Close | Scenario::Operations => 1 + self.random.below(12),
-            // Many find no space.
+            // Many requests find no space.
             Scenario::Compressed | Scenario::Full => 40 + self.random.below(400),
             _ => 8 + self.random.below(180),
         };
@@ -246,7 +246,7 @@ impl<F: Format> Story<'_, F> {
         Ok(used)
     }
 
-    /// The world stood still before there was anything to use.
+    /// The result if the world stopped before the disk was open.
     fn stopped(&self) -> Result<Used, String> {
         if self.machine.world.stopped() {
             self.machine.set_aside().map_err(|e| e.to_string())?;
@@ -254,7 +254,7 @@ impl<F: Format> Story<'_, F> {
         Ok(Used::default())
     }
 
-    /// Whether it was closed, and whether that has failed.
+    /// Closes the disk; whether it was closed, and whether that failed.
     fn close(
         &mut self,
         load: &Rc<Load<F::Disk>>,

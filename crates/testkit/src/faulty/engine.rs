@@ -1,4 +1,4 @@
-//! An engine around another one, whose operations fare as the [`Faults`] say.
+//! An engine around another one, whose operations fail as the [`Faults`] say.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,22 +14,22 @@ use ferrite_io::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Tr
 use super::Faults;
 use super::rules::{Asked, Fault, Kind};
 
-/// Marks the timers that operations wait for.
+/// Marks the timers of delayed operations.
 const LATE: Token = 1 << 62;
 
-/// An operation that waits for its time.
+/// A delayed operation.
 enum Waiting {
     One(Op),
     Vectored(Transfer, FileId, u64, Vec<Span>),
 }
 
-/// See the module text. Pinning, draining and putting are left out, as the trait allows: each event is
-/// an operation that rules can see.
+/// See the module text. Pinning, draining and putting are not supported, as the trait allows: each event is an
+/// operation that rules can see.
 pub(super) struct Faulty {
     inner: Box<dyn Engine>,
     faults: Faults,
     done: Vec<Completion>,
-    /// Operations on storage by token, and whether they have to be alone.
+    /// Operations on storage by token, and whether they must be alone.
     under_way: HashMap<Token, bool>,
     late: HashMap<Token, Waiting>,
     random: SplitMix64,
@@ -47,7 +47,7 @@ impl Faulty {
         }
     }
 
-    /// An operation begins; what is to become of it.
+    /// Begins an operation; returns its fault.
     fn begin(&mut self, token: Token, op: &Op, bytes: Option<u64>) -> Fault {
         let asked = Asked::op(op, bytes);
         if asked.kind.is_storage() {
@@ -56,7 +56,7 @@ impl Faulty {
         self.faults.decide(&asked, Some(op))
     }
 
-    /// How many of so many bytes are transferred; `None`: all.
+    /// The number of bytes to transfer of so many; `None`: all.
     fn short(&mut self, fault: Fault, bytes: usize) -> Option<usize> {
         match fault {
             Fault::Short(n) => Some(n.min(bytes)),

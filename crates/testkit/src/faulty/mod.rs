@@ -1,5 +1,5 @@
-//! The one storage engine that fails as its test says: a script of [`Rule`]s around any other engine,
-//! counters of what it was asked for, and a list of the operations where a test wants it.
+//! A storage engine that fails as a test says: a list of [`Rule`]s around any other engine, counters of its operations,
+//! and a list of them if a test needs it.
 
 mod engine;
 mod null;
@@ -21,38 +21,38 @@ use rules::Asked;
 pub use null::Null;
 pub use rules::{Fault, Kind, Ops, Rule};
 
-/// Builds an engine for so many operations at once on an arena.
+/// Builds an engine on an arena for so many operations in flight.
 pub type EngineFactory = Arc<dyn Fn(Arc<Arena>, u32) -> io::Result<Box<dyn Engine>> + Send + Sync>;
 
 type Hook = Box<dyn FnMut(&Op) + Send>;
 
-/// What is under way in all engines together.
+/// The operations in flight in all engines together.
 #[derive(Default)]
 pub struct Traffic {
-    /// Operations on storage.
+    /// Operations on storage in flight.
     under_way: AtomicUsize,
-    /// The most of them at once.
+    /// The most of them at a time.
     most: AtomicUsize,
-    /// One of them that has to be alone.
+    /// An operation that must be alone is in flight.
     alone: AtomicBool,
-    /// Operations that had to be alone and were begun.
+    /// The number of begun operations that must be alone.
     begun_alone: AtomicUsize,
-    /// Operations that were beside one that had to be alone.
+    /// The number of operations concurrent with one that must be alone.
     beside: AtomicUsize,
 }
 
 impl Traffic {
-    /// The most operations on storage that were under way at once, but for those that had to be alone.
+    /// The most concurrent operations on storage, without those that must be alone.
     pub fn most(&self) -> usize {
         self.most.load(SeqCst)
     }
 
-    /// How many operations that had to be alone were begun.
+    /// The number of begun operations that must be alone.
     pub fn begun_alone(&self) -> usize {
         self.begun_alone.load(SeqCst)
     }
 
-    /// How many operations were beside one that had to be alone.
+    /// The number of operations concurrent with one that must be alone.
     pub fn beside(&self) -> usize {
         self.beside.load(SeqCst)
     }
@@ -78,26 +78,26 @@ impl Traffic {
     }
 }
 
-/// What the engines of a disk go by, and what they have seen.
+/// The rules of a disk's engines, and their records.
 #[derive(Default)]
 struct State {
     rules: Vec<Rule>,
     seen: [u64; Kind::COUNT],
-    /// All operations on storage, since somebody wanted to know them.
+    /// All operations on storage, once a test has asked for the list.
     list: Option<Vec<Op>>,
-    /// Which operations have to be alone.
+    /// The operations that must be alone.
     alone: Vec<Ops>,
-    /// The engine of the thread with this name refuses to go on.
+    /// The engine of the thread with this name fails as a whole.
     broken: Option<String>,
 }
 
-/// Decides what fails, for all engines of a disk. Shared with the test.
+/// Decides which operations fail, for all engines of a disk. Shared with the test.
 #[derive(Clone, Default)]
 pub struct Faults {
     state: Arc<Mutex<State>>,
     hook: Arc<Mutex<Option<Hook>>>,
     traffic: Arc<Traffic>,
-    /// For [`Fault::Held`].
+    /// Blocks operations with [`Fault::Held`].
     gate: Arc<Mutex<()>>,
 }
 
@@ -111,32 +111,32 @@ impl Faults {
         self.state.lock().unwrap()
     }
 
-    /// From now on these rules are followed, and no others.
+    /// Replaces all rules.
     pub fn set(&self, rules: impl IntoIterator<Item = Rule>) {
         self.state().rules = rules.into_iter().collect();
     }
 
-    /// Nothing fails any more.
+    /// Removes all rules.
     pub fn clear(&self) {
         self.set([]);
     }
 
-    /// The next of these operations meets this; all others succeed.
+    /// The next of these operations gets this fault; all others succeed.
     pub fn once(&self, ops: impl Into<Ops>, fault: Fault) {
         self.set([ops.into().meet(fault).once()]);
     }
 
-    /// The next operations on storage meet these, one after the other; then all succeed.
+    /// The next operations on storage get these faults, one after the other; then all succeed.
     pub fn in_order(&self, faults: &[Fault]) {
         self.set(faults.iter().map(|fault| Ops::storage().meet(*fault).once()));
     }
 
-    /// Does this before each operation on storage is begun.
+    /// Calls this before each operation on storage begins.
     pub fn before_each(&self, look: impl FnMut(&Op) + Send + 'static) {
         *self.hook.lock().unwrap() = Some(Box::new(look));
     }
 
-    /// From now on operations with [`Fault::Held`] wait, until this is dropped.
+    /// Blocks operations with [`Fault::Held`], until the result is dropped.
     pub fn hold(&self) -> impl Drop {
         self.gate.lock().unwrap()
     }
@@ -146,23 +146,23 @@ impl Faults {
         self.state().broken = Some(thread.to_owned());
     }
 
-    /// Watches whether these operations are alone on the disk.
+    /// Checks whether these operations are alone on the disk.
     pub fn watch_alone(&self, alone: impl IntoIterator<Item = Ops>) {
         self.state().alone = alone.into_iter().collect();
     }
 
-    /// What was seen of that.
+    /// The results of that check.
     pub fn traffic(&self) -> &Traffic {
         &self.traffic
     }
 
-    /// How many of these kinds there were.
+    /// The number of operations of these kinds.
     pub fn seen(&self, kinds: &[Kind]) -> u64 {
         let state = self.state();
         kinds.iter().map(|kind| state.seen[*kind as usize]).sum()
     }
 
-    /// Counts from zero.
+    /// Resets the counters.
     pub fn forget(&self) {
         self.state().seen = Default::default();
     }
@@ -177,40 +177,40 @@ impl Faults {
         }
     }
 
-    /// Keeps a list of all operations on storage from now on. Of a vectored one it has the first piece.
+    /// Lists all operations on storage from now on. Of a vectored one the list has the first piece.
     pub fn list(&self) {
         self.state().list = Some(Vec::new());
     }
 
-    /// The list since it was taken last.
+    /// The list since it was last taken.
     ///
     /// # Panics
-    /// Where none is kept.
+    /// If none is kept.
     pub fn take_list(&self) -> Vec<Op> {
         std::mem::take(self.state().list.as_mut().expect("a list is kept"))
     }
 
-    /// An engine around this one.
+    /// Wraps an engine.
     pub fn around(&self, inner: Box<dyn Engine>) -> Box<dyn Engine> {
         Box::new(Faulty::new(inner, self.clone()))
     }
 
-    /// One around the engine that the tests run on.
+    /// Wraps the engine of the tests.
     ///
     /// # Errors
-    /// That engine's; and what a rule for [`Kind::Make`] says.
+    /// That engine's, and those of rules for [`Kind::Make`].
     pub fn open(&self, arena: Arc<Arena>, entries: u32) -> io::Result<Box<dyn Engine>> {
         self.check(Kind::Make)?;
         Ok(self.around(test_engine().open(arena, entries)?))
     }
 
-    /// One for every queue of a backend.
+    /// A factory that makes one engine for each queue of a backend.
     pub fn factory(&self) -> EngineFactory {
         let faults = self.clone();
         Arc::new(move |arena, entries| faults.open(arena, entries))
     }
 
-    /// What is to become of a call to the engine itself.
+    /// The fault of a call to the engine itself.
     fn check(&self, kind: Kind) -> io::Result<()> {
         match self.decide(&Asked::call(kind), None) {
             Fault::None => Ok(()),
@@ -238,7 +238,7 @@ impl Faults {
         errno.map_or(Fault::None, Fault::Errno)
     }
 
-    /// Says of an operation that begins whether it has to be alone.
+    /// Begins an operation; whether it must be alone.
     fn begin(&self, asked: &Asked) -> bool {
         let alone = self.state().alone.iter().any(|ops| ops.have(asked));
         self.traffic.begin(alone);

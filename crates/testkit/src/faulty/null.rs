@@ -1,4 +1,4 @@
-//! Storage without a medium: whatever it is asked succeeds at once, and nothing is done.
+//! Storage without a medium: every operation succeeds at once, and does nothing.
 
 use std::io;
 use std::os::fd::OwnedFd;

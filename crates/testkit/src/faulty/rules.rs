@@ -1,4 +1,4 @@
-//! Which operations meet which fault.
+//! The rules that assign faults to operations.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -6,42 +6,42 @@ use std::time::Duration;
 use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::engine::{FileId, Op};
 
-/// What an engine is asked for.
+/// The operations of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A read, in one piece or several.
     Read,
-    /// A write, likewise.
+    /// A write, in one piece or several.
     Write,
     /// A sync.
     Sync,
-    /// A range is given back.
+    /// Punching a hole.
     PunchHole,
-    /// A range becomes zeros.
+    /// Zeroing a range.
     ZeroRange,
-    /// A range gets space.
+    /// Allocating a range.
     Allocate,
-    /// A file gets another length.
+    /// Changing the length of a file.
     SetLen,
-    /// A device is told that a range is unused.
+    /// Discarding a range of a device.
     Discard,
-    /// A descriptor or a time is waited for.
+    /// Waiting for a descriptor or a time.
     Wakeup,
-    /// The engine is built.
+    /// Building the engine.
     Make,
-    /// It takes a file.
+    /// Registering a file.
     AddFile,
-    /// It hands operations to the kernel without waiting.
+    /// Submitting operations without waiting.
     Submit,
-    /// The same, and waits.
+    /// Submitting and waiting.
     Wait,
 }
 
 impl Kind {
-    /// How many there are.
+    /// The number of kinds.
     pub(super) const COUNT: usize = Kind::Wait as usize + 1;
 
-    /// Those that do something to a file.
+    /// The kinds of operations on files.
     pub const STORAGE: [Kind; 8] = [
         Kind::Read,
         Kind::Write,
@@ -53,10 +53,10 @@ impl Kind {
         Kind::Discard,
     ];
 
-    /// Those that move data.
+    /// The kinds that transfer data.
     pub const TRANSFERS: [Kind; 2] = [Kind::Read, Kind::Write];
 
-    /// That of an operation.
+    /// The kind of an operation.
     pub fn of(op: &Op) -> Kind {
         match op {
             Op::Read { .. } => Kind::Read,
@@ -71,47 +71,47 @@ impl Kind {
         }
     }
 
-    /// Whether it does something to a file.
+    /// Whether it is an operation on a file.
     pub(super) fn is_storage(self) -> bool {
         Kind::STORAGE.contains(&self)
     }
 }
 
-/// What becomes of an operation.
+/// What happens to an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The kernel does it.
+    /// The kernel executes it.
     None,
     /// It fails with this error number.
     Errno(i32),
-    /// The kernel does at most so many bytes of a transfer, from its first, and all of anything else.
+    /// The kernel does at most so many bytes of a transfer, from the first on, and all of any other operation.
     Short(usize),
-    /// Half of its bytes, likewise.
+    /// The kernel does half of the bytes of a transfer.
     Half,
-    /// Any number of its bytes, from 512 on; all of one that has no more.
+    /// The kernel does any number of the bytes, from 512 on; all of a shorter one.
     Part,
-    /// It ends without having done anything, and without an error.
+    /// It ends without an effect and without an error.
     Nothing,
-    /// Its thread waits until the test lets go of [`Faults::hold`](super::Faults::hold). Then the
-    /// kernel does it, or it fails with this error number.
+    /// Its thread waits until the test drops the result of [`Faults::hold`](super::Faults::hold). Then the kernel
+    /// executes it, or it fails with this error number.
     Held(Option<i32>),
-    /// It is begun after this time, while its engine goes on with others.
+    /// It begins after this time, while its engine continues with others.
     Late(Duration),
-    /// The same after any time below that.
+    /// It begins after a random time below this.
     LateBelow(Duration),
 }
 
-/// Where in a file.
+/// The place in a file.
 #[derive(Clone, Debug)]
 enum Place {
     Anywhere,
     /// It begins at this byte.
     At(u64),
-    /// It has a byte of this range.
+    /// It touches a byte of this range.
     Touching(Range<u64>),
 }
 
-/// Some of the operations on storage, or calls to the engine.
+/// A set of operations on storage, or of calls to the engine.
 #[derive(Clone, Debug)]
 pub struct Ops {
     kinds: Vec<Kind>,
@@ -120,46 +120,46 @@ pub struct Ops {
 }
 
 impl Ops {
-    /// All on storage.
+    /// All operations on storage.
     pub fn storage() -> Ops {
         Ops::among(&Kind::STORAGE)
     }
 
-    /// Those of these kinds.
+    /// Operations of these kinds.
     pub fn among(kinds: &[Kind]) -> Ops {
         Ops { kinds: kinds.to_vec(), file: None, place: Place::Anywhere }
     }
 
-    /// On this file only.
+    /// Only those on this file.
     pub fn on(mut self, file: FileId) -> Ops {
         self.file = Some(file);
         self
     }
 
-    /// Those only that begin at this byte.
+    /// Only those that begin at this byte.
     pub fn at(mut self, offset: u64) -> Ops {
         self.place = Place::At(offset);
         self
     }
 
-    /// Those only that have a byte of this range.
+    /// Only those that touch a byte of this range.
     pub fn touching(mut self, range: Range<u64>) -> Ops {
         self.place = Place::Touching(range);
         self
     }
 
-    /// Meets this whenever it is its turn.
+    /// They get this fault.
     pub fn meet(self, fault: Fault) -> Rule {
         let draw = Draw::Always(fault);
         Rule { ops: self, after: 0, times: u64::MAX, matched: 0, draw }
     }
 
-    /// Fails with this error number.
+    /// They fail with this error number.
     pub fn fail(self, errno: i32) -> Rule {
         self.meet(Fault::Errno(errno))
     }
 
-    /// Each meets one of these, as the seed says.
+    /// Each gets one of these faults, as the seed says.
     pub fn meet_any(self, seed: u64, faults: &[Fault]) -> Rule {
         let draw = Draw::Any(SplitMix64::new(seed), faults.to_vec());
         Rule { draw, ..self.meet(Fault::None) }
@@ -190,7 +190,7 @@ impl From<Kind> for Ops {
     }
 }
 
-/// What an engine is asked for, as the rules look at it.
+/// An operation as the rules see it.
 pub(super) struct Asked {
     pub(super) kind: Kind,
     file: Option<FileId>,
@@ -199,7 +199,7 @@ pub(super) struct Asked {
 }
 
 impl Asked {
-    /// An operation; of a vectored one the first span stands in it, and `bytes` are all of it.
+    /// From an operation; a vectored one has its first span here, and `bytes` are those of all spans.
     pub(super) fn op(op: &Op, bytes: Option<u64>) -> Asked {
         let (file, offset, len) = match *op {
             Op::Read { file, offset, buf } | Op::Write { file, offset, buf } => {
@@ -216,20 +216,20 @@ impl Asked {
         Asked { kind: Kind::of(op), file, offset, bytes: bytes.unwrap_or(len) }
     }
 
-    /// A call to the engine itself.
+    /// From a call to the engine itself.
     pub(super) fn call(kind: Kind) -> Asked {
         Asked { kind, file: None, offset: 0, bytes: 0 }
     }
 }
 
-/// Which fault it is.
+/// The choice of the fault.
 #[derive(Clone, Debug)]
 enum Draw {
     Always(Fault),
     Any(SplitMix64, Vec<Fault>),
 }
 
-/// Some operations, and what they meet. The first rule of a script that has something to say says it.
+/// A set of operations, and their fault. The first rule of a list that applies decides.
 #[derive(Clone, Debug)]
 pub struct Rule {
     ops: Ops,
@@ -240,22 +240,22 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// So many of its operations go by before.
+    /// Skip so many of its operations first.
     pub fn after(self, operations: u64) -> Rule {
         Rule { after: operations, ..self }
     }
 
-    /// No more than so many of them.
+    /// Apply to at most so many of them.
     pub fn times(self, times: u64) -> Rule {
         Rule { times, ..self }
     }
 
-    /// The next one only.
+    /// Apply to the next one only.
     pub fn once(self) -> Rule {
         self.times(1)
     }
 
-    /// What it has to say; it counts all operations that are its own.
+    /// The fault for an operation, if the rule applies; it counts all of its operations.
     pub(super) fn decide(&mut self, asked: &Asked) -> Option<Fault> {
         if !self.ops.have(asked) {
             return None;

@@ -1,4 +1,4 @@
-//! A keeper and its worker, of one program: the keeper opens files, and the worker has no rights.
+//! A keeper and its worker in one program: the keeper opens files, and the worker has no rights.
 
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,14 +19,13 @@ use super::{DEVID, IMAGE, RUN_DIR, env};
 /// An empty folder in the run directory.
 const ROOT: &str = "empty";
 
-/// Has `work` done by a child, with the socket to this process that opens files for it. It ends as the
-/// child does.
+/// Runs `work` in a child, with the socket to this process that opens files for it. It ends as the child does.
 pub(super) fn keep(work: impl FnOnce(OwnedFd)) {
     let (ours, theirs) =
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
     let run_dir = PathBuf::from(env(RUN_DIR));
     std::fs::create_dir_all(run_dir.join(ROOT)).unwrap();
-    // Of the threads of a test program, one that waits is left behind.
+    // Another thread of a test program that waits is not copied.
     if fork().unwrap() == Fork::Child {
         set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
         drop(ours);
@@ -57,9 +56,9 @@ pub(super) fn keep(work: impl FnOnce(OwnedFd)) {
     std::process::exit(status.exit_status().unwrap_or(1));
 }
 
-/// From here on this process has nothing but what its keeper opens for it.
+/// Drops all rights of this process: its keeper opens files for it.
 pub(super) fn give_rights_up(keeper: OwnedFd) {
-    // By files, as the program does at its beginning.
+    // Read from files, as the program does at its beginning.
     remember_process();
     names::install(Broker::new(keeper)).unwrap();
     let root = PathBuf::from(env(RUN_DIR)).join(ROOT);

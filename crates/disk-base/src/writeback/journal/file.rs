@@ -1,7 +1,7 @@
-//! The files of journals, and whose they are.
+//! The files of journals, and their holders.
 //!
-//! A file is looked into by anybody. It is made longer, replaced and removed only by who has it
-//! [`Held`], and never made shorter: others have it mapped.
+//! Any process may read a file. Only the process that has it [`Held`] makes it longer, replaces or removes it. It is
+//! never made shorter: other processes have it mapped.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -16,7 +16,7 @@ use crate::raw::flock_holder;
 
 use super::layout::{HEADER_BYTES, MAGIC, VOID_AT, file_bytes, slots};
 
-/// A journal's file, open and locked. While it has its name, nobody else holds the journal.
+/// A journal's file, open and locked. While it has its name, no other process holds the journal.
 #[derive(Debug)]
 pub(super) struct Held {
     file: File,
@@ -24,10 +24,10 @@ pub(super) struct Held {
 }
 
 impl Held {
-    /// Of the file that is there; `None`: there is none.
+    /// Takes the existing file; `None`: there is none.
     ///
     /// # Errors
-    /// `WouldBlock`: somebody else holds it. Otherwise the file system's.
+    /// `WouldBlock`: another process holds it. Otherwise the file system's.
     pub(super) fn take(path: &Path) -> io::Result<Option<Held>> {
         loop {
             let file = match open(path, OFlags::empty()) {
@@ -35,17 +35,17 @@ impl Held {
                 file => file?,
             };
             let held = Held::lock(file, path)?;
-            // Whoever had it may have removed or replaced it.
+            // The former holder may have removed or replaced it.
             if held.has_its_name()? {
                 return Ok(Some(held));
             }
         }
     }
 
-    /// A new one, without a byte.
+    /// Makes an empty file.
     ///
     /// # Errors
-    /// `AlreadyExists`; `WouldBlock`: somebody else was faster. Otherwise the file system's.
+    /// `AlreadyExists`; `WouldBlock`: another process was faster. Otherwise the file system's.
     pub(super) fn create(path: &Path) -> io::Result<Held> {
         let held = Held::lock(open(path, OFlags::CREATE | OFlags::EXCL)?, path)?;
         match held.has_its_name()? {
@@ -72,7 +72,7 @@ impl Held {
         &self.path
     }
 
-    /// Its memory; `None`: nothing, not even a header.
+    /// Maps it; `None`: it has not even a header.
     pub(super) fn map(&self) -> io::Result<Option<Shm>> {
         match self.file.metadata()?.len() {
             0 => Ok(None),
@@ -85,7 +85,7 @@ impl Held {
         Shm::lengthen(&self.file, bytes)
     }
 
-    /// Takes its name away.
+    /// Removes its name.
     pub(super) fn remove(self) -> io::Result<()> {
         match self.has_its_name()? {
             true => names::remove_file(&self.path),
@@ -94,29 +94,29 @@ impl Held {
     }
 }
 
-/// Never through a link, and without waiting for the other end of a pipe.
+/// Opens a file, never through a link, and without waiting for the other end of a pipe.
 fn open(path: &Path, flags: OFlags) -> io::Result<File> {
     let flags = flags | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     Ok(names::open(path, flags, Mode::RUSR | Mode::WUSR)?.into())
 }
 
-/// Whether somebody holds a journal's file. It is not held for that, not even shared: a backend
-/// that starts just then would take that for another one.
+/// Whether a process holds a journal's file. The check takes no lock, not even a shared one: a backend that starts just
+/// then would find that lock.
 pub(super) fn is_held(path: &Path) -> io::Result<bool> {
     let meta = names::symlink_metadata(path)?;
     let (dev, ino) = (meta.dev(), meta.ino());
     Ok(flock_holder((major(dev), minor(dev)), ino).is_some())
 }
 
-/// The judgement of a journal.
+/// The state of a journal's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Content {
-    /// Nobody needs it: its maker died over it, everything in it is durable, or it is void. Whose
-    /// it was is all the same then; an image may have been resized since.
+    /// The journal is useless: its maker died while making it, everything in it is durable, or it is void. Its image
+    /// does not matter then; that may have been resized since.
     Nothing,
-    /// Something was answered for in it.
+    /// It has answered changes.
     Records,
-    /// Another version of this program has made it, which may have answered for something.
+    /// Another version of this program has made it, and it may have answered changes.
     Foreign,
 }
 

@@ -1,4 +1,4 @@
-//! What stands where in a journal's file, whose it is, and what is said when one makes no sense.
+//! The layout of a journal's file, its image, and the errors about it.
 
 use std::io::{self, ErrorKind::AlreadyExists, ErrorKind::PermissionDenied, ErrorKind::WouldBlock};
 use std::os::fd::AsFd as _;
@@ -16,9 +16,9 @@ pub(super) const HEADER_BYTES: usize = 8192;
 pub(super) const WORD_BYTES: usize = 8;
 pub(super) const EXTENSION: &str = ".journal";
 
-/// Where the header says, by anything but 0, that the records are void.
+/// The place of the word that makes the records void, if it is not 0.
 pub(super) const VOID_AT: usize = 40;
-/// The image's format, the lengths of what it is known by, and these.
+/// The place of the image's format, of the lengths of its identity, and of these.
 pub(super) const FORMAT_AT: usize = 48;
 pub(super) const PLACE_LEN_AT: usize = 56;
 pub(super) const PATH_LEN_AT: usize = 60;
@@ -28,36 +28,36 @@ pub(super) const HANDLE_AT: usize = PLACE_AT + place::MAX_BYTES;
 pub(super) const PATH_AT: usize = HANDLE_AT + Handle::MAX_BYTES;
 /// The longest path that the kernel takes.
 pub(super) const MAX_PATH_BYTES: usize = 4096;
-/// Which of the two that follow is what was [told](super::Journal::tell) last: 1 or 2; 0: nothing was.
+/// The word for which of the two following notes is the [last](super::Journal::tell): 1 or 2; 0: there is none.
 pub(super) const TOLD_AT: usize = HEADER_BYTES - 128;
 const _: () = assert!(PATH_AT + MAX_PATH_BYTES <= TOLD_AT);
 
-/// How many words a format tells about its image besides the records.
+/// Words of a format's note about its image besides the records.
 pub const TOLD_WORDS: usize = 7;
-/// The words that a format tells about its image besides the records.
+/// A format's note about its image besides the records.
 pub type Told = [u64; TOLD_WORDS];
 
-/// Which image a journal belongs to.
+/// The identity of a journal's image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     pub(crate) format: Format,
     /// The image's own identifier.
     pub id: [u8; 16],
     pub(crate) place: Place,
-    /// By which it was opened; for people, and to look whether it is there.
+    /// The path by which it was opened; for people, and to check whether it exists.
     pub(super) path: PathBuf,
-    /// Of a file, which may have another name then.
+    /// The handle of a file, which may have been renamed.
     pub(super) handle: Option<Handle>,
 }
 
 impl Identity {
-    /// Of the image with this identifier in `raw`.
+    /// The identity of the image with this identifier in `raw`.
     ///
-    /// When the file was changed last says nothing: the process that died did that itself, to its
-    /// end, and had no chance to note it. So recovery examines what the records refer to,
-    /// and a qcow2 image is marked.
+    /// The time of the file's last change is useless: the dead process changed the file to its end, and could not note
+    /// the time. So recovery examines what the records refer to, and a qcow2 image is marked.
     ///
     /// # Errors
+    /// The file cannot be examined.
     /// The file cannot be examined.
     pub fn of(raw: &Raw, format: Format, id: [u8; 16]) -> io::Result<Identity> {
         let path = std::path::absolute(raw.path())?;
@@ -65,7 +65,7 @@ impl Identity {
         Ok(Identity { format, id, place: Place::of(raw.fd(), &path)?, path, handle })
     }
 
-    /// The name of its journal, as people see it.
+    /// The name of its journal, as users see it.
     pub fn name(&self) -> String {
         self.file_name().trim_end_matches(EXTENSION).to_owned()
     }
@@ -75,14 +75,14 @@ impl Identity {
     }
 }
 
-/// A record; the format that wrote it knows the meaning of key and words.
+/// A record; its format knows the meaning of key and words.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Where it is in the journal.
+    /// Its slot in the journal.
     pub slot: Slot,
-    /// What it is about, in the numbers of its format.
+    /// Its key, in the numbers of its format.
     pub key: u64,
-    /// What its format says of that.
+    /// Its words, in the meaning of its format.
     pub words: Box<[u64]>,
 }
 
@@ -105,7 +105,7 @@ pub(super) fn told_at(which: u64) -> usize {
     TOLD_AT + WORD_BYTES + (which as usize - 1) * TOLD_WORDS * WORD_BYTES
 }
 
-/// The note that a process has [left](Journal::tell), if it has.
+/// The note that a process has [left](Journal::tell), if any.
 pub(super) fn told(shm: &Shm) -> Option<Told> {
     let which = shm.load_u64(TOLD_AT);
     let words = (1..=2).contains(&which).then(|| told_at(which))?;
@@ -128,15 +128,15 @@ pub(super) fn halves(id: [u8; 16]) -> [u64; 2] {
     [n as u64, (n >> 64) as u64]
 }
 
-/// The version of a journal, by how it begins. `None`: it is no journal.
+/// The version of a journal by its magic. `None`: it is no journal.
 fn version(magic: u64) -> Option<char> {
     let [name @ .., digit] = magic.to_le_bytes();
     let [ours @ .., _] = MAGIC.to_le_bytes();
     (name == ours && digit.is_ascii_digit()).then_some(char::from(digit))
 }
 
-/// Nobody knows what a journal says that another version of this program has left. A program reads the
-/// version before its own, too, once that has been in a release (processes.md 6).
+/// The error for a journal of another version of this program, whose content is unknown. A program reads the version
+/// before its own, too, once that has been in a release (processes.md 6).
 pub(super) fn foreign(path: &Path, shm: &Shm) -> DiskError {
     let what = format!("cannot recover what {} says", path.display());
     let word = |version: Option<char>| version.map_or_else(String::new, |v| format!(" {v}"));
@@ -155,7 +155,7 @@ pub(super) fn foreign(path: &Path, shm: &Shm) -> DiskError {
     DiskError::new(ErrorKind::Unsuitable, what, why, help)
 }
 
-/// Why [`Held`](super::file::Held) could not be had.
+/// The error when a journal cannot be [`Held`](super::file::Held).
 pub(super) fn not_held(path: &Path, verb: &str, e: io::Error) -> DiskError {
     if !matches!(e.kind(), WouldBlock | AlreadyExists) {
         return cannot(path, verb, e);

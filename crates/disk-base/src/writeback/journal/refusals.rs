@@ -1,4 +1,4 @@
-//! What is said when answered writes cannot be had, although their journal is there.
+//! Errors about answered writes that cannot be recovered, although their journal exists.
 
 use std::path::Path;
 
@@ -8,10 +8,11 @@ use crate::{DiskError, ErrorKind};
 use ferrite_host::place::Place;
 
 impl Survey {
-    /// Refuses an image whose answered writes are in a journal that is found by another way only. If it is a copy,
-    /// the log says what it lacks.
+    /// Refuses an image whose answered writes are in a journal under another identity. If the image is a copy, its
+    /// missing writes are logged.
     ///
     /// # Errors
+    /// `Refused`: the writes are elsewhere; the text tells where, and the next step.
     /// `Refused`: the writes are elsewhere; the text says where, and what to do.
     pub fn check(&self, path: &Path) -> Result<(), DiskError> {
         let what = || format!("cannot open image {}", path.display());
@@ -70,8 +71,8 @@ impl Left {
     }
 }
 
-/// The error for an image that is not as the journal called `name` has it. `parts` are the first and last bytes
-/// of what is lost.
+/// The error for an image that does not match the journal called `name`. `parts` are the first and last bytes of the
+/// lost ranges.
 pub fn lost(what: &str, name: &str, parts: &[(u64, u64)]) -> DiskError {
     let named: Vec<_> = parts.iter().take(8).map(|(a, b)| format!("{a} to {b}")).collect();
     let more = match parts.len() - named.len() {
@@ -90,7 +91,7 @@ pub fn lost(what: &str, name: &str, parts: &[(u64, u64)]) -> DiskError {
     DiskError::new(ErrorKind::Refused, what, why, help)
 }
 
-/// The first and last bytes of the parts of a disk that consist of these units. `bytes` is the size of a unit.
+/// The ranges of a disk that consist of these units, as first and last bytes. `bytes` is the size of a unit.
 pub fn parts(mut units: Vec<u64>, bytes: u64, disk_bytes: u64) -> Vec<(u64, u64)> {
     units.retain(|unit| *unit < disk_bytes.div_ceil(bytes));
     units.sort_unstable();

@@ -1,4 +1,4 @@
-//! Finding journals: an image's own, those that may be its own, and all there are.
+//! Finds journals: an image's own, those that may be its own, and all of a host.
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind::NotFound, ErrorKind::WouldBlock};
@@ -18,38 +18,38 @@ use ferrite_host::naming::Handle;
 use ferrite_host::place::{self, Place};
 use ferrite_host::shm::Shm;
 
-/// A journal in which something was answered for.
+/// A journal with answered changes.
 #[derive(Debug)]
 pub struct Left {
     /// The name of its file, without the extension.
     pub name: String,
     /// The format of the image. None: another version of this program made the journal.
     pub format: Option<Format>,
-    /// Where the image was.
+    /// The image's path.
     pub(crate) path: PathBuf,
     place: Place,
     /// The keys of its records, in the format's own numbers.
     pub keys: Vec<u64>,
 }
 
-/// The journals that there are for an image.
+/// The journals that concern an image.
 #[derive(Debug, Default)]
 pub struct Survey {
-    /// The image's own journal, if that says something.
+    /// The image's own journal, if it has answered changes.
     pub own: Option<Left>,
-    /// The journal of an image with the same identifier which is not where it was any more. It may be this one, or
-    /// this one may be a copy of it from some time ago.
+    /// The journal of an image with the same identifier that has left its place. It may be this image, or this one may
+    /// be an older copy of it.
     pub moved: Option<Left>,
-    /// The journal of an image with another identifier which was at this place.
+    /// The journal of an image with another identifier that was at this place.
     pub here: Option<Left>,
-    /// That of this image by another way to its bytes: its loop device, or the file behind that.
+    /// The journal of this image by another way to its bytes: its loop device, or the file of that.
     pub(crate) other_way: Option<Left>,
-    /// The journal of an image with the same identifier which is where it was, and nobody has open. This image is
-    /// a copy of that one.
+    /// The journal of an image with the same identifier that is still at its place, and not open. This image is a copy
+    /// of that one.
     pub original: Option<Left>,
 }
 
-/// Looks for the journals that have to do with an image. Nothing is changed.
+/// Finds the journals that concern an image. Nothing is changed.
 ///
 /// # Errors
 /// They cannot be read, or one of them is another version's.
@@ -79,8 +79,7 @@ pub fn survey(dir: Option<&Path>, identity: &Identity) -> Result<Survey, DiskErr
     Ok(found)
 }
 
-/// The note that the last process to write to an image has left besides the records, even if
-/// there are none.
+/// The note that the last writer of an image has left besides the records, even if there are none.
 ///
 /// # Errors
 /// Its journal cannot be read.
@@ -94,7 +93,7 @@ pub fn told_of(dir: &Path, identity: &Identity) -> Result<Option<Told>, DiskErro
     }
 }
 
-/// Whether any journal says something of what was in a file or on a device.
+/// Whether any journal has answered changes of an image in this file or on this device.
 ///
 /// # Errors
 /// As [`survey`].
@@ -104,11 +103,11 @@ pub fn any_at(dir: Option<&Path>, raw: &Raw) -> Result<bool, DiskError> {
     survey(dir, &identity).map(|found| found.here.is_some())
 }
 
-/// Removes what is left of images that were in this file or on this device before: what is made
-/// there now is another one. The caller has it locked, so what somebody holds is not of it.
+/// Removes journals of images that were in this file or on this device before: a new image is made there now. The
+/// caller has it locked, so a journal that is held belongs to another image.
 ///
 /// # Errors
-/// It cannot be removed.
+/// They cannot be removed.
 pub fn forget(dir: Option<&Path>, raw: &Raw) -> Result<(), DiskError> {
     let Some(dir) = dir else { return Ok(()) };
     let identity = Identity::of(raw, Format::Raw, [0; 16]);
@@ -116,7 +115,7 @@ pub fn forget(dir: Option<&Path>, raw: &Raw) -> Result<(), DiskError> {
     at_place(dir, &identity)?.iter().try_for_each(|path| remove_if(path, |_| true))
 }
 
-/// Removes those of this place that say nothing, but for the one at `own`.
+/// Removes the useless ones of this place, except for the one at `own`.
 pub(super) fn sweep(dir: &Path, identity: &Identity, own: &Path) -> Result<(), DiskError> {
     let others = at_place(dir, identity)?.into_iter().filter(|path| path != own);
     others.into_iter().try_for_each(|path| {
@@ -130,7 +129,7 @@ fn at_place(dir: &Path, identity: &Identity) -> Result<Vec<PathBuf>, DiskError> 
     for name in names(dir)?.into_iter().filter(|name| halves_of(name).1 == place) {
         let path = dir.join(&name);
         let Ok(shm) = Shm::look(&path) else { continue };
-        // Of another version's there is only the name to go by.
+        // For another version's only the name tells its image.
         if Content::of(&shm) == Content::Foreign
             || shm.len() >= HEADER_BYTES && place_of(&shm) == identity.place
         {
@@ -140,7 +139,7 @@ fn at_place(dir: &Path, identity: &Identity) -> Result<Vec<PathBuf>, DiskError> 
     Ok(paths)
 }
 
-/// Removes a journal that nobody holds, if what is in it is `unneeded`.
+/// Removes a journal that is not held, if its content is `unneeded`.
 fn remove_if(path: &Path, unneeded: impl Fn(Option<&Shm>) -> bool) -> Result<(), DiskError> {
     let held = match Held::take(path) {
         Err(e) if e.kind() == WouldBlock => return Ok(()),
@@ -154,7 +153,7 @@ fn remove_if(path: &Path, unneeded: impl Fn(Option<&Shm>) -> bool) -> Result<(),
     }
 }
 
-/// The names of all files that are called as journals are.
+/// The names of all files with names of journals.
 fn names(dir: &Path) -> Result<Vec<String>, DiskError> {
     let failed = |e| cannot(dir, "looked through", e);
     let entries = match ferrite_host::names::read_dir(dir) {
@@ -177,7 +176,7 @@ fn halves_of(name: &str) -> (String, String) {
     (id.to_owned(), place.to_owned())
 }
 
-/// A journal, if something was answered for in it.
+/// A journal, if it has answered changes.
 ///
 /// # Errors
 /// It cannot be read, or it is another version's.
@@ -203,13 +202,13 @@ fn left(dir: &Path, name: &str) -> Result<Option<Left>, DiskError> {
 }
 
 impl Left {
-    /// Whether the image is still where it was.
+    /// Whether the image is still at its place.
     pub(super) fn is_there(&self) -> bool {
         Place::at(&self.path).is_ok_and(|place| place == self.place)
     }
 }
 
-/// Bytes that were written by [`make`](super::make), or any others.
+/// Bytes that [`make`](super::make) has written, or any others.
 fn bytes(shm: &Shm, len_at: usize, at: usize, most: usize) -> Vec<u8> {
     let mut bytes = vec![0; (shm.load_u32(len_at) as usize).min(most)];
     shm.copy_out(at, &mut bytes);
@@ -239,11 +238,11 @@ fn format_of(shm: &Shm) -> Option<Format> {
 pub enum JournalState {
     /// A process has the image open.
     InUse,
-    /// Its image is where it was: its next user recovers it.
+    /// Its image is at its place: the next process to open it recovers the changes.
     Kept,
-    /// Another version of this program has left it: only that one can recover it.
+    /// Another version of this program has left it: only that version can recover it.
     Foreign,
-    /// Its image is not where it was: renamed, or not mounted or attached now.
+    /// Its image is not at its place: renamed, or not mounted or attached now.
     Away,
     /// Its image is gone.
     Stale,
@@ -254,27 +253,27 @@ pub enum JournalState {
 pub struct Kept {
     /// The name of its file, without the extension.
     pub name: String,
-    /// The format of the image. None: nobody knows, see `state`.
+    /// The format of the image. `None`: it is unknown, see `state`.
     pub format: Option<Format>,
-    /// Where the image was.
+    /// The image's path.
     pub path: PathBuf,
-    /// How many records are in it.
+    /// The number of records.
     pub records: u64,
-    /// What has become of it and of its image.
+    /// The state of the journal and its image.
     pub state: JournalState,
 }
 
-/// Lists all journals of this host. None is held for it: a backend that starts meanwhile is not kept from its
-/// own.
+/// Lists all journals of this host. None is held for that, so a backend that starts meanwhile gets its own.
 ///
 /// # Errors
+/// They cannot be read.
 /// They cannot be read.
 pub fn all(dir: &Path) -> Result<Vec<Kept>, DiskError> {
     let kept = |file: &String| kept(dir, file).transpose();
     names(dir)?.iter().filter_map(kept).collect()
 }
 
-/// None: it is gone.
+/// A journal of the list; `None`: it is gone.
 fn kept(dir: &Path, file: &str) -> Result<Option<Kept>, DiskError> {
     let path = dir.join(file);
     match file::is_held(&path) {
@@ -283,7 +282,7 @@ fn kept(dir: &Path, file: &str) -> Result<Option<Kept>, DiskError> {
     }
 }
 
-/// The same, if it is known whether somebody else holds it.
+/// A journal of the list, if it is known whether a process holds it.
 fn examine(dir: &Path, file: &str, in_use: bool) -> Result<Option<Kept>, DiskError> {
     let path = dir.join(file);
     let name = file.strip_suffix(EXTENSION).unwrap_or(file).to_owned();
@@ -299,7 +298,7 @@ fn examine(dir: &Path, file: &str, in_use: bool) -> Result<Option<Kept>, DiskErr
     };
     match Content::of(&shm) {
         Content::Foreign => return Ok(Some(unknown(state(JournalState::Foreign)))),
-        // Its maker died over it.
+        // Its maker died while making it.
         Content::Nothing if shm.len() < HEADER_BYTES => {
             return Ok(Some(unknown(state(JournalState::Stale))));
         }
@@ -312,9 +311,8 @@ fn examine(dir: &Path, file: &str, in_use: bool) -> Result<Option<Kept>, DiskErr
     Ok(Some(Kept { name, format, path: was, records, state }))
 }
 
-/// The fate of the image that was at `path`. It is gone only if its file system says so: an image
-/// that is not at its path may have been renamed, or not be mounted or attached now. A device tells
-/// nobody that it will not come back.
+/// The state of the image that was at `path`. It is gone only if its file system says so: a missing file may have been
+/// renamed, or not be mounted or attached now. A removed device may always come back.
 fn whereabouts(path: &Path, place: &Place, handle: Option<&Handle>) -> JournalState {
     let now = Place::at(path);
     if now.as_ref().is_ok_and(|now| now == place) {
@@ -331,7 +329,7 @@ fn whereabouts(path: &Path, place: &Place, handle: Option<&Handle>) -> JournalSt
     if is_mounted && is_gone() { JournalState::Stale } else { JournalState::Away }
 }
 
-/// Removes journals, and with them what they say: all, or none if one is not what it was.
+/// Drops journals with their changes: all, or none if one has changed.
 ///
 /// # Errors
 /// One is in use, or has changed; they cannot be removed.
@@ -343,8 +341,8 @@ pub fn drop_kept(dir: &Path, all: &[&Kept]) -> Result<(), DiskError> {
     })
 }
 
-/// Holds a journal that is still what it was; none: it is gone. A backend may have been started and
-/// killed since, and its image may be there again.
+/// Holds a journal that has not changed; `None`: it is gone. A backend may have been started and killed since, and its
+/// image may exist again.
 fn hold(dir: &Path, kept: &Kept) -> Result<Option<Held>, DiskError> {
     let file = format!("{}{EXTENSION}", kept.name);
     let path = dir.join(&file);

@@ -81,7 +81,7 @@ fn a_list_says_what_is_in_use_and_keeps_nobody_from_opening_it() {
     assert_eq!(state(), JournalState::InUse);
     drop(journal);
 
-    // Nobody locks a file, shared or not, without having opened it.
+    // A process has a file open before it locks it, shared or not.
     let path = path_in(dir.path());
     let watch = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).unwrap();
     inotify::add_watch(&watch, &path, WatchFlags::OPEN).unwrap();
@@ -129,13 +129,13 @@ fn a_journal_that_a_process_has_open_stays_as_it_is() {
     assert!(before > file_bytes(FIRST, 8) as u64);
     let error = Journal::open(Some(dir.path()), &identity(), 8, 1 << 16).err().unwrap();
     assert_eq!((error.kind(), bytes()), (ErrorKind::InUse, before));
-    // What the holder answers for then is there for the next one.
+    // Changes that the holder answers then are there for the successor.
     holder.claim(7, &[7; 8]).unwrap();
     drop(holder);
     assert_eq!(Journal::open(Some(dir.path()), &identity(), 8, 1 << 16).unwrap().1[0].key, 7);
 }
 
-/// One reads what a dead process has left, while another opens the image.
+/// One process reads a dead process's journal, while another opens the image.
 #[test]
 fn a_journal_that_is_made_anew_is_not_cut_off_below_who_reads_the_old_one() {
     let dir = tempfile::tempdir().unwrap();
@@ -158,7 +158,7 @@ fn a_process_that_lost_its_journals_name_does_not_remove_the_next_ones() {
     assert_eq!(open(dir.path()).1.len(), 1);
 }
 
-/// As a later version, or an earlier one, may have left it.
+/// The journal of a later version, or of an earlier one.
 #[test]
 fn the_journal_of_another_version_is_refused_and_stays() {
     let dir = tempfile::tempdir().unwrap();
@@ -176,7 +176,7 @@ fn the_journal_of_another_version_is_refused_and_stays() {
         refused(Journal::open(Some(dir.path()), &identity(), 3, 4).err());
         refused(Journal::peek(Some(dir.path()), &identity(), 3, 4).err());
         refused(survey(Some(dir.path()), &identity()).err());
-        // It may be of this image, when it was elsewhere, or had another identifier.
+        // It may belong to this image, from another place, or with another identifier.
         let elsewhere = Identity { place: Place::from_text("inode 2".into()), ..identity() };
         refused(survey(Some(dir.path()), &elsewhere).err());
         refused(survey(Some(dir.path()), &Identity { id: [8; 16], ..identity() }).err());
@@ -202,7 +202,7 @@ fn journals_are_found_by_identifier_and_place() {
     assert_eq!(find(&other), (false, None, Some(vec![5])));
     assert_eq!(find(&Identity { id: [8; 16], ..elsewhere }), (false, None, None));
 
-    // What says nothing is removed by whoever has the place, and only that.
+    // Only useless journals are removed by the next image at the place.
     Journal::open(Some(dir.path()), &other, 3, 4).unwrap();
     assert_eq!(all(dir.path()).unwrap().len(), 2);
     open(dir.path());
@@ -221,7 +221,7 @@ fn a_copy_beside_its_original_has_no_journal_and_none_is_asked_for() {
     journal.claim(5, &[1, 2, 3]).unwrap();
     let copy = Identity { place: Place::from_text("inode 2".into()), ..identity() };
     let found = || survey(Some(dir.path()), &copy).unwrap();
-    // Of one that is in use there is nothing to tell: a copy of it lacks more than that.
+    // A journal in use is not reported: a copy of its image lacks more than that.
     assert!(found().moved.is_none() && found().original.is_none());
     drop(journal);
     assert!(found().moved.is_none() && found().original.is_some());
@@ -271,7 +271,7 @@ fn a_journal_is_short_until_it_is_used_and_the_next_process_gets_all_of_it() {
 fn where_a_journal_cannot_grow_its_room_is_what_it_has() {
     let dir = tempfile::tempdir().unwrap();
     let (mut journal, _) = Journal::open(Some(dir.path()), &identity(), 1, 1 << 16).unwrap();
-    // Longer than it could ever get.
+    // Longer than any journal can get.
     std::fs::OpenOptions::new()
         .write(true)
         .open(path_in(dir.path()))

@@ -1,4 +1,4 @@
-//! The terminal: taken, left to others for a while, and left as it was.
+//! The terminal: taken, released while the process is stopped, and restored.
 
 use std::io;
 
@@ -13,7 +13,7 @@ use signal_hook::low_level::emulate_default_handler;
 
 use super::view::View;
 
-/// The whole screen. Restored when this is dropped, and by ratatui's own hook when there is a panic.
+/// The whole screen. Restored when this is dropped, and by ratatui's own hook on a panic.
 pub(super) struct Screen(DefaultTerminal);
 
 impl Drop for Screen {
@@ -32,7 +32,7 @@ impl Screen {
         self.0.draw(|frame| view.draw(frame)).map(drop)
     }
 
-    /// Leaves the terminal to the shell until this process is told to go on.
+    /// Releases the terminal to the shell until this process is continued.
     pub(super) fn stop(&mut self) -> io::Result<()> {
         self.0.show_cursor()?;
         ratatui::try_restore()?;
@@ -40,14 +40,14 @@ impl Screen {
         self.again()
     }
 
-    /// Takes the terminal again, whatever others have made of it.
+    /// Takes the terminal again, in whatever state other programs left it.
     pub(super) fn again(&mut self) -> io::Result<()> {
-        // What it knows of the terminal's mode may not be so any more.
+        // Its record of the terminal's mode may be outdated.
         disable_raw_mode()?;
         enable_raw_mode()?;
         execute!(io::stdout(), EnterAlternateScreen, Clear(ClearType::All))?;
-        // One that knows nothing of what is shown draws all of it. To clear the one that is there would
-        // ask the terminal for its cursor, and wait for the answer.
+        // A new `Terminal` draws everything. Clearing the old one would ask the terminal for its cursor, and wait for
+        // the answer.
         self.0 = Terminal::new(CrosstermBackend::new(io::stdout()))?;
         Ok(())
     }

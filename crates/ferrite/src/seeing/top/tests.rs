@@ -42,7 +42,7 @@ fn screen(view: &View, width: u16, height: u16) -> Vec<String> {
     (0..height).map(line).collect()
 }
 
-/// The disks in the order in which they stand there.
+/// The disks in the order of their lines.
 fn order(view: &View) -> Vec<String> {
     let names = |line: &String| line.strip_prefix("vbd-").map(|rest| rest[..1].to_owned());
     screen(view, 140, 10).iter().filter_map(names).collect()

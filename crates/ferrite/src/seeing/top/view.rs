@@ -1,4 +1,4 @@
-//! What stands on the screen.
+//! The contents of the screen.
 
 use std::time::Duration;
 
@@ -13,13 +13,13 @@ use super::Wish;
 use crate::plain::one_line;
 use crate::seeing::table::{COLUMNS, NAME_WIDTH};
 
-const KEYS: &str = "q ends  < > sort by  r turns the order  arrows scroll";
+const KEYS: &str = "q ends  < > sort by  r reverses the order  arrows scroll";
 
 /// The disks, and how they are shown.
 pub(super) struct View {
     interval: Duration,
     disks: Vec<Rates>,
-    /// By which column; `None`: by the disks' numbers.
+    /// The column to sort by; `None`: by the disks' numbers.
     sort: Option<usize>,
     reversed: bool,
     scroll: usize,
@@ -32,7 +32,7 @@ impl View {
         View { interval, disks, sort, reversed, scroll: 0, problem: None }
     }
 
-    /// These are the disks now, by their numbers.
+    /// Sets the disks, sorted by their numbers.
     pub(super) fn show(&mut self, disks: Vec<Rates>, problems: &[String]) {
         self.disks = disks;
         if let Some(problem) = problems.last() {

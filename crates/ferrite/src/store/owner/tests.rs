@@ -69,7 +69,7 @@ fn what_a_killed_owner_has_left_is_removed_and_what_another_listens_at_stays() {
     let folder = world.dir.path().join("stores");
     let left = folder.join("1-2.3");
     drop(UnixListener::bind(&left).unwrap());
-    // One that is about to be listened at.
+    // This one is about to be listened at.
     let coming = folder.join("new.4");
     drop(UnixListener::bind(&coming).unwrap());
     let other = Place::make_in(&folder, StoreKey(9, 9)).unwrap();
@@ -103,12 +103,12 @@ fn what_makes_no_sense_is_answered_with_a_failure() {
         let said = world.ask_roughly(bad);
         assert!(said.contains("cannot understand"), "{said:?} to {} bytes", bad.len());
     }
-    // And goes on.
+    // The server goes on.
     assert!(world.ask(&world.question(&json!("list"))).contains("begun"));
 }
 
 impl World {
-    /// The other end may have left before all was said.
+    /// Sends a line. The other end may close before all is sent.
     fn ask_roughly(&self, line: &str) -> String {
         let mut stream = self.connect();
         let _ = stream.write_all(line.as_bytes()).and_then(|()| stream.write_all(b"\n"));
@@ -127,7 +127,7 @@ fn who_says_nothing_holds_nobody_up_and_at_the_bound_is_told_of_it() {
     assert!(world.ask(&list).contains("begun"));
     let one_more = world.connect();
     wait_until("all places are taken", || world.ask_roughly(&list).contains("try again"));
-    // They have said nothing for too long, or have gone.
+    // They have sent nothing for too long, or have closed.
     drop((silent, one_more));
     wait_until("a place is free", || world.ask_roughly(&list).contains("begun"));
 }

@@ -1,4 +1,4 @@
-//! What the allocator shares with the tables: the medium, its syncs, and the lock on what changes.
+//! State that the allocator shares with the tables: the medium, its syncs, and the lock of mutable state.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -26,14 +26,14 @@ impl Base {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// After one that fails entries that refer to clusters which were copied must not reach the
-    /// disk: in these there is data of long ago, too.
+    /// Syncs. After a failed sync, entries that refer to copied clusters must not reach the disk: old data in these may
+    /// be lost, too.
     pub(in crate::qcow2) async fn sync(&self, port: &Port) -> io::Result<()> {
         self.commits.sync(port).await
     }
 
-    /// Changes the header's first sector, in which all of its fields are, and syncs it. A sector
-    /// is never torn. One at a time: while the image is in use, who does it has `growth`.
+    /// Changes the header's first sector, which has all of its fields, and syncs it. A sector is never torn. One caller
+    /// at a time: while the image is in use, it holds `growth`.
     pub(in crate::qcow2) async fn patch_header(
         &self,
         port: &Port,

@@ -1,4 +1,4 @@
-//! Blocks of refcounts for clusters that none counts yet, and a longer table of them.
+//! Makes refcount blocks for clusters that no block counts yet, and a longer table of blocks.
 
 use std::io;
 use std::ops::Range;
@@ -13,17 +13,17 @@ use crate::qcow2::format::header::MAX_REFTABLE_BYTES;
 use crate::qcow2::format::refcount;
 use crate::qcow2::tables::meta;
 
-/// Refcount blocks that are made at once cover about so much, so that small clusters do not need
-/// two syncs for every few hundred KiB.
+/// Refcount blocks that are made together cover about so many bytes. Otherwise small clusters would need two syncs for
+/// every few hundred KiB.
 const BLOCKS_COVER_BYTES: u64 = 1 << 30;
 const MAX_BLOCKS_AT_ONCE: u64 = 64;
 
 /// Entries in a sector of the refcount table.
 const SECTOR_ENTRIES: u64 = 64;
 
-/// The header is being made to name another refcount table. Called off or failed, it may name
-/// either, and what is added to one is missing in the other: nothing that needs counts of new
-/// blocks may get to the disk any more.
+/// The header is being changed to another refcount table. If this is cancelled or fails, the header may name either
+/// table, and an entry added to one is missing in the other. So nothing that needs counts of new blocks may reach the
+/// disk any more.
 struct Renaming<'a> {
     alloc: &'a Allocator,
     done: bool,
@@ -40,31 +40,31 @@ impl Drop for Renaming<'_> {
 /// New blocks of refcounts that the table does not have yet.
 struct Made {
     slices: Range<u64>,
-    /// Slices with counts that are not 0.
+    /// Slices with counts that are not all 0.
     counts: Vec<(u64, Vec<u8>)>,
 }
 
 impl Made {
-    /// The table is about to get them.
+    /// Called before the table gets the blocks.
     fn appear(&self, alloc: &Allocator) {
         let mut state = alloc.base.state();
         state.counts_change(Writer::Growth, self.slices.clone());
         self.counts.iter().for_each(|(slice, bytes)| state.counts_become(*slice, bytes));
     }
 
-    /// It has them.
+    /// Called when the table has the blocks.
     fn appeared(&self, alloc: &Allocator) {
         alloc.base.state().counts_changed(Writer::Growth, &self.slices);
     }
 }
 
 impl Allocator {
-    /// Sees to it that there is a refcount block for cluster `at`; the first free cluster from
-    /// there on that the caller may look at.
+    /// Ensures that there is a refcount block for cluster `at`; returns the first free cluster from there on that the
+    /// caller may use.
     ///
-    /// Order: a new block, with the counts of itself and of what was made with it; sync; the entry
-    /// of the table that refers to it; sync. Only then does anything refer to a cluster that it
-    /// counts. A cut of the power before the second sync leaves unused space.
+    /// Order: a new block, with the counts of itself and of the blocks made with it; sync; the table entry that refers
+    /// to it; sync. Only then does anything refer to a cluster that it counts. A power cut before the second sync
+    /// leaves unused space.
     pub(super) async fn cover(&self, port: &Port, at: u64) -> io::Result<u64> {
         let (block, entries, table) = {
             let clusters = &self.base.state().clusters;
@@ -103,17 +103,16 @@ impl Allocator {
         Ok(at + count)
     }
 
-    /// What is about to be written may refer to clusters up to `end`, even if that fails or is
-    /// called off: nothing else gets them, and they are not cut off.
+    /// Keeps clusters up to `end` in the file: entries that are about to be written may refer to them, even if the
+    /// write fails or is cancelled. They are not given out, and not cut off.
     fn keep_in_file(&self, end: u64) {
         let clusters = &mut self.base.state().clusters;
         clusters.used_end = clusters.used_end.max(end);
         clusters.end = Some(end);
     }
 
-    /// How many blocks that are missing are made together: neighbours, whose own counts are all in
-    /// one slice, and whose entries are in one sector, which is never torn: the first of them
-    /// counts the others.
+    /// The number of missing blocks that are made together. They are neighbours: their own counts are all in one slice,
+    /// and their table entries in one sector, which is never torn. The first of them counts the others.
     fn blocks_at_once(&self, at: u64, block: u64, entries: u64) -> u64 {
         let clusters = &self.base.state().clusters;
         let wanted = (BLOCKS_COVER_BYTES >> self.cluster_bits) / entries;
@@ -166,12 +165,11 @@ impl Allocator {
         self.reftable.load(Ordering::Acquire)
     }
 
-    /// Replaces the refcount table by one of at least twice the size, so that it covers cluster
-    /// `at`, where new blocks, and behind them the table, are put.
+    /// Replaces the refcount table by one of at least twice the size, which covers cluster `at`. New blocks, and after
+    /// them the table, are placed there.
     ///
-    /// Order: blocks and table; sync; the header's sector, which names the table; sync. Then the
-    /// old table's clusters are free. A cut before the second sync leaves unused space, one after
-    /// it leaks the old table at the most.
+    /// Order: blocks and table; sync; the header's sector, which names the table; sync. Then the old table's clusters
+    /// are free. A power cut before the second sync leaves unused space; after it, it leaks at most the old table.
     async fn grow_reftable(&self, port: &Port, at: u64) -> io::Result<u64> {
         let bits = self.cluster_bits;
         let (mut table, entries) = {

@@ -1,5 +1,5 @@
-//! Who has which cluster, in memory: the states of [`super`]'s picture, and the steps between them.
-//! Under the lock of the image's state, so that a step and what entries say of it are one.
+//! The state of each cluster in memory: the states of [`super`]'s picture, and the steps between them. All are under
+//! the lock of the image's state, so that a step and its entry change together.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -10,7 +10,7 @@ use ferrite_disk_base::Epochs;
 use crate::qcow2::alloc::quarantine::{Left, Quarantine};
 use crate::qcow2::alloc::refs::Refs;
 
-/// Free clusters with space behind them, to be given to writes in order.
+/// A run of free clusters with space, given to writes in order.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::qcow2) struct Run {
     pub(in crate::qcow2) next: u64,
@@ -25,46 +25,45 @@ impl Run {
     }
 }
 
-/// What a commit takes with it of the allocator.
+/// The allocator's changes that a commit takes.
 pub(in crate::qcow2) struct Dirty {
     /// Slices of refcounts, with their places.
     pub(super) refs: Vec<(u64, u64)>,
-    /// Clusters that lose a reference with it, and whether they have data that are not compressed.
+    /// Clusters that lose a reference with it, and whether they have uncompressed data.
     leaving: Vec<(u64, bool)>,
-    /// Clusters that came free, and whose counts it brings to the disk.
+    /// Clusters that became free, and whose counts this commit writes.
     lowered: Vec<Left>,
 }
 
 /// See the module text.
 pub(in crate::qcow2) struct Clusters {
     pub(super) refs: Refs,
-    /// Set aside: clusters are taken from here.
+    /// The run that clusters are taken from.
     pub(super) run: Run,
-    /// What follows it.
+    /// The runs after it.
     pub(super) spares: VecDeque<Run>,
     /// Runs that are being set aside: their counts stay in memory, too.
     pub(super) claimed: Vec<Run>,
-    /// Where free clusters between others are looked for; none: it is not yet known where the
-    /// clusters in use end.
+    /// Where free clusters between used ones are searched; `None`: the end of the used clusters is not known yet.
     pub(super) search: Option<Range<u64>>,
-    /// Clusters that are free and may not be given out, or not yet.
+    /// Free clusters that may not be given out, or not yet.
     pub(super) quarantine: Quarantine,
-    /// By which it is known who may have been told of a cluster.
+    /// Tells whether an operation may still use a cluster's place.
     epochs: Arc<Epochs>,
-    /// Slices of refcounts to be searched once more: clusters in them came free, and may be used. Whether
-    /// they had data that were not compressed.
+    /// Slices of refcounts to be searched again: clusters in them became free and may be used. The value: whether they
+    /// had uncompressed data.
     to_search: BTreeMap<u64, bool>,
-    /// Nothing is looked for between others any more.
+    /// Free clusters between used ones are not searched any more.
     pub(super) only_behind: bool,
-    /// Where the next run is looked for, as a cluster; none: not yet known.
+    /// The cluster at which the next run is searched; `None`: not known yet.
     pub(super) end: Option<u64>,
     /// Clusters of the next run.
     pub(super) step: u64,
-    /// Behind the last cluster that is in use.
+    /// The cluster after the last one in use.
     pub(super) used_end: u64,
-    /// Clusters that lose a reference with the changes that no commit has taken yet.
+    /// Clusters that lose a reference with changes that no commit has taken yet.
     leaving: Vec<(u64, bool)>,
-    /// Clusters to which no entry on disk refers any more: their counts may go down.
+    /// Clusters that no entry on disk refers to any more: their counts may be lowered.
     due: Vec<Left>,
 }
 
@@ -88,7 +87,7 @@ impl Clusters {
         }
     }
 
-    /// Free clusters have been set aside.
+    /// Adds free clusters that have been set aside.
     pub(super) fn set_aside(&mut self, runs: Vec<Run>) {
         self.claimed.clear();
         self.spares.extend(runs);
@@ -120,14 +119,14 @@ impl Clusters {
         Some((cluster, self.run.zeroed))
     }
 
-    /// Slices of refcounts that have to stay in memory: a cluster is taken without waiting.
+    /// Slices of refcounts that have to stay in memory, so that taking a cluster does not wait.
     pub(super) fn kept_refs(&self) -> Vec<u64> {
         let runs = self.spares.iter().chain(&self.claimed).chain([&self.run]);
         runs.map(|run| self.refs.slice_of(run.next)).collect()
     }
 
-    /// Nothing refers to a fresh cluster after all. Data may be on the way to it, or it cannot be
-    /// written, so it is not given out again before the image is opened next.
+    /// Takes back a fresh cluster that nothing refers to. Data may be in flight to it, or it cannot be written, so it
+    /// is not given out again before the image is opened next.
     pub(in crate::qcow2) fn untake(&mut self, cluster: u64) {
         self.quarantine.hold(cluster, self.refs.slice_of(cluster));
         if self.refs.get(cluster).is_some() {
@@ -137,8 +136,8 @@ impl Clusters {
         }
     }
 
-    /// Nothing refers to a fresh cluster after all, nothing is on the way to it, and there is no
-    /// reason to think that it cannot be written: it is the next but one to be given out.
+    /// Takes back a fresh cluster that nothing refers to. Nothing is in flight to it, and no write to it has failed: it
+    /// is given out after the next one.
     pub(in crate::qcow2) fn give_back(&mut self, cluster: u64) {
         if self.refs.get(cluster).is_none() {
             return self.untake(cluster);
@@ -147,13 +146,13 @@ impl Clusters {
         self.spares.push_back(Run { next: cluster, end: cluster + 1, zeroed: false });
     }
 
-    /// Entries in memory do not refer to clusters any more; those on the medium still do. `data`: they
-    /// have data that are not compressed.
+    /// Marks clusters that entries in memory do not refer to any more; entries on the medium still do. `data`: they
+    /// have uncompressed data.
     pub(in crate::qcow2) fn leave(&mut self, clusters: impl Iterator<Item = u64>, data: bool) {
         self.leaving.extend(clusters.map(|cluster| (cluster, data)));
     }
 
-    /// No entry on the medium refers to clusters any more, or counts are too high by one.
+    /// Marks clusters that no entry on the medium refers to any more, or whose counts are too high by one.
     pub(in crate::qcow2) fn due(&mut self, clusters: impl Iterator<Item = u64>) {
         self.all_due(clusters.map(|cluster| (cluster, false)));
     }
@@ -163,13 +162,13 @@ impl Clusters {
         self.due.extend(clusters.map(|(cluster, data)| Left { cluster, data, removed }));
     }
 
-    /// What leaves has left: the entries that do not refer to it any more are durable.
+    /// Moves leaving clusters on: the entries without their references are durable.
     pub(in crate::qcow2) fn have_left(&mut self) {
         let leaving = std::mem::take(&mut self.leaving);
         self.all_due(leaving.into_iter());
     }
 
-    /// One whose count may go down.
+    /// Takes a cluster whose count may be lowered.
     pub(super) fn next_due(&mut self) -> Option<Left> {
         self.due.pop()
     }
@@ -185,12 +184,12 @@ impl Clusters {
         }
     }
 
-    /// One whose count could not be lowered.
+    /// Takes back a cluster whose count could not be lowered.
     pub(super) fn still_due(&mut self, left: Left) {
         self.due.push(left);
     }
 
-    /// Ends the quarantine of clusters that nobody can have been told of.
+    /// Ends the quarantine of clusters that no operation can use any more.
     pub(super) fn end_quarantine(&mut self) {
         if !self.quarantine.is_waiting() {
             return;
@@ -200,8 +199,8 @@ impl Clusters {
         }
     }
 
-    /// Free clusters around this one are looked for once more; before the first search all are
-    /// still ahead.
+    /// Has free clusters around this one searched again. Before the first search there is nothing to do, as it will
+    /// find them.
     pub(super) fn search_again(&mut self, cluster: u64, data: bool) {
         if self.search.is_some() && !self.only_behind {
             *self.to_search.entry(self.refs.slice_of(cluster)).or_insert(data) |= data;
@@ -213,24 +212,23 @@ impl Clusters {
         self.to_search.keys().copied().find(|slice| !self.quarantine.is_shut(*slice))
     }
 
-    /// Whether a slice is to be searched once more, and if so, whether for places of data that were not
-    /// compressed.
+    /// Whether a slice is to be searched again, and if so, whether for places of uncompressed data.
     pub(super) fn to_search(&self, slice: u64) -> Option<bool> {
         self.to_search.get(&slice).copied()
     }
 
-    /// It was, to its end.
+    /// Marks a slice as searched to its end.
     pub(super) fn searched_again(&mut self, slice: u64) {
         self.to_search.remove(&slice);
     }
 
-    /// Forgets the runs that were being set aside by a task that was dropped.
+    /// Drops the runs that a task was setting aside when it was dropped.
     pub(in crate::qcow2) fn unclaim(&mut self) {
         self.search_claimed_again();
         self.claimed.clear();
     }
 
-    /// Looks once more at where the runs are that are being set aside.
+    /// Has the places of runs that are being set aside searched again.
     pub(super) fn search_claimed_again(&mut self) {
         for run in self.claimed.clone() {
             self.search_again(run.next, false);
@@ -243,7 +241,7 @@ impl Clusters {
         runs.any(|run| (run.next..run.end).contains(&cluster))
     }
 
-    /// Takes what is dirty for a commit.
+    /// Takes the dirty state for a commit.
     pub(in crate::qcow2) fn begin_commit(&mut self) -> Dirty {
         Dirty {
             refs: self.refs.begin_writing(),
@@ -252,7 +250,7 @@ impl Clusters {
         }
     }
 
-    /// The end of a commit. After one that failed everything is as dirty as before it.
+    /// Ends a commit. After a failed one everything is as dirty as before.
     pub(in crate::qcow2) fn end_commit(&mut self, dirty: &mut Dirty, done: bool) {
         self.refs.end_writing(&dirty.refs, done);
         self.quarantine.committed(&mut dirty.lowered, done);
@@ -264,17 +262,17 @@ impl Clusters {
         }
     }
 
-    /// Whether there are counts that a commit has to write.
+    /// Whether a commit has counts to write.
     pub(in crate::qcow2) fn has_dirty_counts(&self) -> bool {
         self.refs.dirty() > 0
     }
 
-    /// Whether the disk lacks anything that is known here.
+    /// Whether the disk lacks any change in memory.
     pub(in crate::qcow2) fn is_dirty(&self) -> bool {
         self.has_dirty_counts() || !self.due.is_empty() || !self.leaving.is_empty()
     }
 
-    /// Gives up what is set aside.
+    /// Drops the clusters that are set aside.
     pub(in crate::qcow2) fn forget_runs(&mut self) {
         self.run = Run::default();
         self.spares.clear();

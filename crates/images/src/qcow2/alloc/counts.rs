@@ -1,4 +1,4 @@
-//! Counts in memory and on their way to the disk.
+//! Refcounts: reads them into memory, and writes them to the disk.
 
 use std::io;
 
@@ -13,7 +13,7 @@ use crate::qcow2::tables::meta::{self, read_whole};
 const MAX_LOWERED: usize = 1024;
 
 impl Allocator {
-    /// Reads the refcounts around a cluster. Where there is no block they are all 0, and stay so.
+    /// Reads the refcounts around a cluster. Without a block they are all 0, and stay so.
     pub(in crate::qcow2) async fn load_refs(&self, port: &Port, cluster: u64) -> io::Result<()> {
         let (slice, offset, len) = {
             let clusters = &self.base.state().clusters;
@@ -33,7 +33,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// Lowers the counts of clusters that nothing on disk refers to any more.
+    /// Lowers the counts of clusters that no entry on disk refers to any more.
     pub(in crate::qcow2) async fn lower_counts(&self, port: &Port) -> io::Result<()> {
         for _ in 0..MAX_LOWERED {
             let Some(left) = self.base.state().clusters.next_due() else { break };
@@ -46,7 +46,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// Writes the counts that a commit has taken; nothing is synced.
+    /// Writes the counts that a commit has taken, without a sync.
     pub(in crate::qcow2) async fn write_counts(
         &self,
         port: &Port,
@@ -67,11 +67,11 @@ impl Allocator {
         Ok(())
     }
 
-    /// Takes a cluster that a record of a process that died refers to. A commit of that one may have
-    /// written its count already: it was taken before its data were there. `true`: it has one.
+    /// Takes a cluster that a dead process's record refers to. A commit of that process may have written its count
+    /// already, since a cluster is taken before its data are written. `true`: it has a count.
     ///
     /// # Errors
-    /// `InvalidData`: it is not that one's any more. Those of reading.
+    /// `InvalidData`: the cluster is not that process's any more. Those of reading.
     pub(in crate::qcow2) fn take_recovered(&self, cluster: u64) -> io::Result<bool> {
         let others = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
         if (cluster << self.cluster_bits) + self.cluster_bytes() > self.limit() {

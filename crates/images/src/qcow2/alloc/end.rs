@@ -1,4 +1,4 @@
-//! The end of the file: where it is, and what is behind the last cluster in use.
+//! The end of the file: where it is, and the space after the last cluster in use.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -7,13 +7,13 @@ use ferrite_disk_base::Port;
 
 use crate::qcow2::alloc::Allocator;
 
-/// Refcount blocks looked at to find the last cluster in use; behind so many empty ones the rest
-/// is taken for used.
+/// The refcount blocks that are examined to find the last cluster in use; after so many empty ones the rest is taken
+/// for used.
 const MAX_EMPTY_BLOCKS: usize = 64;
 
 impl Allocator {
-    /// Where the clusters in use end, by the refcounts, but not behind the end of the file, nor
-    /// before the last table: refcounts that deny one are wrong, or made to harm (T17).
+    /// The end of the clusters in use by the refcounts. It is not after the end of the file, nor before the last table:
+    /// refcounts that deny a table are wrong, or hostile (T17).
     pub(super) async fn find_end(&self, port: &Port) -> io::Result<u64> {
         let file_end = self.base.medium.bytes_now()?.div_ceil(self.cluster_bytes());
         let (mut slices, entries) = {
@@ -43,8 +43,7 @@ impl Allocator {
         Ok(end)
     }
 
-    /// Sees to it that the file has whole clusters. Whoever calls this has [paused](Self::pause) the
-    /// others.
+    /// Ensures that the file has whole clusters. The caller has [paused](Self::pause) the other tasks.
     pub(in crate::qcow2) async fn lengthen(&self, port: &Port) -> io::Result<()> {
         let medium = &self.base.medium;
         let bytes = medium.bytes_now()?;
@@ -58,8 +57,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// From now on clusters are set aside behind the end only: between others there may be nothing
-    /// but single ones.
+    /// From now on clusters are set aside only after the end: between used clusters there may be only single ones.
     pub(super) async fn only_behind_the_end(&self, port: &Port) -> io::Result<()> {
         if self.base.state().clusters.end.is_none() {
             self.find_end(port).await?;
@@ -70,11 +68,11 @@ impl Allocator {
         Ok(())
     }
 
-    /// Gives up what is set aside, and cuts the file off behind the last cluster in use.
-    /// `was_written`: a backend that was killed may have set space aside ahead of its use.
+    /// Drops the clusters that are set aside, and cuts the file off after the last cluster in use. `was_written`: a
+    /// killed backend may have set space aside ahead of its use.
     pub(in crate::qcow2) async fn cut_off(&self, port: &Port, was_written: bool) -> io::Result<()> {
         if was_written && self.base.state().clusters.end.is_none() {
-            // Without that the file stays as long as it is.
+            // If this fails, the file keeps its length.
             let _ = self.find_end(port).await;
         }
         let medium = &self.base.medium;
@@ -92,9 +90,8 @@ impl Allocator {
         Ok(())
     }
 
-    /// Whether a file has data from a cluster on. What was set aside and not used has none, but for
-    /// blocks that the file system has filled with zeros. If there is some, its counts may be wrong:
-    /// only a repair reads what refers to it.
+    /// Whether a file has data from a cluster on. Unused space that was set aside has none, except blocks that the file
+    /// system has filled with zeros. If there are data, their counts may be wrong: only a repair reads the references.
     fn has_data_behind(&self, from: u64) -> io::Result<bool> {
         const MAX_ZEROS_BYTES: u64 = 1 << 20;
         let (mut at, mut left) = (from, MAX_ZEROS_BYTES);

@@ -1,20 +1,17 @@
-//! By what is noticed that another program has written to an image of version 2 whose backend was
-//! killed. Version 2 has nothing to mark an image by that others clear; but who gives out clusters,
-//! frees them, or repairs them, changes refcounts.
+//! Detects writes of another program to an image of version 2 whose backend was killed. Version 2 has no mark that
+//! other programs clear. But a program that allocates, frees or repairs clusters changes refcounts.
 //!
-//! A cluster that has a count and no reference, the bait, is what repairs free, also where there is nothing
-//! else that they would. It is laid before the first write, and freed at a good close; a cut of the
-//! power leaks it.
+//! The bait is a cluster with a count and no reference. A repair frees it, even if it has nothing else to do. It is
+//! made before the first write, and freed at a clean close; a power cut leaks it.
 //!
-//! The journal keeps a sum of the header and of all refcounts as they are on disk. The sum of a
-//! slice of refcounts is taken as it is written, those of all slices when the image is opened. Who
-//! takes the journal over reads them again.
+//! The journal has a checksum of the header and of all refcounts on disk. The sum of a slice of refcounts is computed
+//! when it is written, those of all slices when the image is opened. A process that takes the journal over reads them
+//! again.
 //!
-//! Order: what is about to be written is [left out](Fingerprint::change) of the journal's sum; the
-//! writes; their end; it is [in the sum](Fingerprint::changed) again. A process may die between any
-//! two of these. A sync is not waited for: what was given to the kernel outlives the process, and
-//! the journal does not outlive the host. The bait is on disk before the journal has it, and goes from
-//! the journal before it goes from the disk.
+//! Order: slices that are about to be written are [left out](Fingerprint::change) of the journal's sum; the writes;
+//! their end; they are [added](Fingerprint::changed) again. A process may die between any two of these. No sync is
+//! needed: data given to the kernel outlive the process, and the journal does not outlive the host. The bait is on disk
+//! before the journal has it, and is removed from the journal before it is removed from the disk.
 
 use std::io;
 use std::ops::Range;
@@ -26,19 +23,19 @@ use crate::qcow2::format::header::{HEAD_BYTES, Header};
 use crate::qcow2::format::refcount;
 use crate::qcow2::tables::meta::read_whole;
 
-/// Slices of refcounts that are looked at, from the first on: half a TiB of the file, with the
-/// usual clusters. They are read at each opening for writing.
+/// The slices of refcounts in the sum, from the first on: half a TiB of the file, with the usual clusters. They are
+/// read at each opening for writing.
 const MAX_SLICES: u64 = 4096;
 
-/// The place of the refcount table in the header, which changes while the image is open.
+/// The fields of the refcount table in the header, which change while the image is open.
 const REFTABLE_FIELDS: Range<usize> = 48..60;
 
-/// Who writes refcounts: each at most once at a time.
+/// The writers of refcounts: each writes at most one range at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Writer {
     /// A commit.
     Commit,
-    /// Whoever makes new blocks of them.
+    /// A task that makes new blocks.
     Growth,
 }
 
@@ -46,16 +43,16 @@ pub(super) enum Writer {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::qcow2) struct Fingerprint {
     header: u64,
-    /// Of each slice; 0: all of its counts are.
+    /// The sum of each slice; 0: all of its counts are 0.
     sums: Vec<u64>,
-    /// Slices that are left out, by who writes them.
+    /// The slices that are left out, by their writer.
     left_out: [Range<u64>; 2],
-    /// The bait; 0: there is none.
+    /// The cluster of the bait; 0: there is none.
     bait: u64,
 }
 
 impl Fingerprint {
-    /// Reads all that is in it.
+    /// Reads all slices and the header.
     pub(in crate::qcow2) fn read(
         medium: &Raw,
         header: &Header,
@@ -77,8 +74,7 @@ impl Fingerprint {
         Ok(found)
     }
 
-    /// Whether the image is as its last process has told: then the bait that was laid by that is
-    /// this one's.
+    /// Whether the image is as its last process recorded it. Then that process's bait becomes this one's.
     pub(in crate::qcow2) fn accept(
         &mut self,
         medium: &Raw,
@@ -106,11 +102,11 @@ impl Fingerprint {
         }
     }
 
-    /// Of all slices but those in some ranges.
+    /// The sum of all slices but those in some ranges.
     fn sum_without(&self, ranges: &[Range<u64>]) -> u64 {
         let counted = |slice: u64| !ranges.iter().any(|range| range.contains(&slice));
         let sums = self.sums.iter().zip(0..).filter(|(sum, slice)| **sum != 0 && counted(*slice));
-        // The place in the file is in it: two slices may have the same counts.
+        // The slice's number is part of the sum: two slices may have the same counts.
         sums.fold(0, |all: u64, (sum, slice)| all.wrapping_add(mix(mix(1, slice), *sum)))
     }
 
@@ -120,18 +116,18 @@ impl Fingerprint {
         [self.header, sum, commit.start, commit.end, growth.start, growth.end, self.bait]
     }
 
-    /// Whether the image, of which this was read, is as a dead process has told, but for the bait.
+    /// Whether the image that was read is as a dead process recorded it, except for the bait.
     fn is_as_told(&self, told: &Told) -> bool {
         let [header, sum, from, to, also_from, also_to, _] = *told;
         self.header == header && self.sum_without(&[from..to, also_from..also_to]) == sum
     }
 
-    /// From now on the journal says what is in this.
+    /// Starts to record the sum in the journal.
     pub(in crate::qcow2) fn tell(&self, journal: &mut Journal) {
         journal.tell(&self.told());
     }
 
-    /// Slices of refcounts are about to be written.
+    /// Leaves slices of refcounts out, which are about to be written.
     pub(super) fn change(&mut self, journal: &mut Journal, who: Writer, slices: Range<u64>) {
         if slices.is_empty() {
             return;
@@ -139,40 +135,40 @@ impl Fingerprint {
         let left_out = &mut self.left_out[who as usize];
         *left_out = match left_out.is_empty() {
             true => slices,
-            // A write before has failed.
+            // An earlier write has failed.
             false => left_out.start.min(slices.start)..left_out.end.max(slices.end),
         };
         self.tell(journal);
     }
 
-    /// What is being written to a slice that is left out.
+    /// Computes the sum of a slice that is left out and being written.
     pub(super) fn write(&mut self, slice: u64, bytes: &[u8]) {
         self.set(slice, sum_of_counts(bytes));
     }
 
-    /// All slices of a range are written as was said before.
+    /// Adds the slices again: all of the range are written.
     pub(super) fn changed(&mut self, journal: &mut Journal, who: Writer, slices: &Range<u64>) {
         let left_out = &mut self.left_out[who as usize];
-        // One that has failed before may be without this one's slices.
+        // A failed write may have slices outside this range.
         if slices.start <= left_out.start && left_out.end <= slices.end {
             *left_out = 0..0;
         }
         self.tell(journal);
     }
 
-    /// The bait; 0: there is none.
+    /// The cluster of the bait; 0: there is none.
     pub(super) fn bait(&self) -> u64 {
         self.bait
     }
 
-    /// There is another bait, or none, on disk.
+    /// Records that there is another bait, or none, on disk.
     pub(super) fn set_bait(&mut self, journal: &mut Journal, bait: u64) {
         self.bait = bait;
         self.tell(journal);
     }
 }
 
-/// What the refcounts on disk say of a cluster.
+/// The refcount of a cluster on disk.
 fn count_of(medium: &Raw, header: &Header, table: &[u64], cluster: u64) -> io::Result<u64> {
     let (entries, bits) = (header.block_entries(), header.cluster_bits);
     match usize::try_from(cluster / entries).ok().and_then(|block| table.get(block)) {
@@ -184,7 +180,7 @@ fn count_of(medium: &Raw, header: &Header, table: &[u64], cluster: u64) -> io::R
     }
 }
 
-/// Of a slice of refcounts.
+/// The sum of a slice of refcounts.
 fn sum_of_counts(slice: &[u8]) -> u64 {
     if slice.iter().all(|byte| *byte == 0) { 0 } else { sum(1, slice) | 1 }
 }

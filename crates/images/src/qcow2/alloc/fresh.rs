@@ -1,4 +1,4 @@
-//! A cluster that was taken, and nothing refers to yet.
+//! A cluster that was taken, and that nothing refers to yet.
 
 use std::cell::Cell;
 use std::io;
@@ -8,7 +8,7 @@ use ferrite_disk_base::Port;
 use crate::qcow2::alloc::Allocator;
 use crate::qcow2::tables::meta::{TRIES, out_of_memory};
 
-/// See the module text. Dropped, with its task, too, it is free again.
+/// A fresh cluster. If it is dropped, also with its task, it is free again.
 pub(in crate::qcow2) struct Fresh<'a> {
     alloc: &'a Allocator,
     cluster: u64,
@@ -17,12 +17,12 @@ pub(in crate::qcow2) struct Fresh<'a> {
     fate: Cell<Fate>,
 }
 
-/// What becomes of a fresh cluster.
+/// What happens to a fresh cluster when it is dropped.
 #[derive(Clone, Copy)]
 pub(in crate::qcow2) enum Fate {
     /// An entry refers to it.
     Referred,
-    /// It is as good as any other: no write to it has failed, and none is in flight.
+    /// It can be used again: no write to it has failed, and none is in flight.
     Good,
     /// Neither is known.
     Unknown,
@@ -37,14 +37,13 @@ impl Fresh<'_> {
         self.fate.set(fate);
     }
 
-    /// Something refers to it, or it is used without; its number.
+    /// Notes that something refers to it, or that it is used without a reference; returns its number.
     pub(in crate::qcow2) fn refer(self) -> u64 {
         self.becomes(Fate::Referred);
         self.cluster
     }
 
-    /// The result of something that is not a write to it, and after which nobody goes on if it
-    /// has failed.
+    /// The result of a step that does not write to it, and after whose failure the task ends.
     pub(in crate::qcow2) fn is_good_without<T>(&self, done: io::Result<T>) -> io::Result<T> {
         done.inspect_err(|_| self.becomes(Fate::Good))
     }
@@ -61,7 +60,7 @@ impl Drop for Fresh<'_> {
 }
 
 impl Allocator {
-    /// A fresh cluster, however long it takes to find one.
+    /// Takes a fresh cluster, however long the search takes.
     pub(in crate::qcow2) async fn take(&self, port: &Port) -> io::Result<Fresh<'_>> {
         for _ in 0..TRIES {
             if let Some((cluster, zeroed)) = self.base.state().clusters.take() {
@@ -72,7 +71,7 @@ impl Allocator {
         Err(out_of_memory())
     }
 
-    /// Fresh clusters, one after the other, with counts of one; the byte offset of the first.
+    /// Takes adjacent fresh clusters, with counts of one; the byte offset of the first.
     pub(in crate::qcow2) async fn take_neighbours(
         &self,
         port: &Port,
@@ -91,7 +90,7 @@ impl Allocator {
             match first {
                 Some(first) if first + got == cluster => got += 1,
                 other => {
-                    // A hole, which a refcount block fills: what was taken is free again.
+                    // A refcount block is in between: the clusters taken so far are free again.
                     let clusters = &mut self.base.state().clusters;
                     (0..got).for_each(|i| {
                         if let Some(first) = other {

@@ -1,4 +1,4 @@
-//! Fresh clusters behind the last one: a run of free ones, with space behind them.
+//! Sets fresh clusters aside after the last one: a run of free clusters with space.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -10,16 +10,16 @@ use crate::qcow2::alloc::clusters::Run;
 use crate::qcow2::format::entry::MAX_HOST_BYTES;
 use crate::qcow2::tables::meta;
 
-/// The first run, and how far runs grow: from the second on each is twice as long as the one
-/// before, so a disk with few writes stays small and one with many waits seldom.
+/// The size of the first run. Each later run is twice as long as the one before, so a disk with few writes stays small
+/// and one with many waits seldom.
 const FIRST_RUN_BYTES: u64 = 1 << 20;
 const LONGEST_RUN_BYTES: u64 = 64 << 20;
 
-/// Slices of refcounts without a free cluster, behind what should be the last one in use, until
-/// they are taken for damage.
+/// The slices of refcounts without a free cluster, after the supposed last one in use, that are searched until they are
+/// taken for damage.
 const MAX_USED_SLICES: u32 = 4096;
 
-/// Called off or done, the next caller may look for a run.
+/// When this is dropped, the next caller may search for a run.
 struct Refilling<'a>(&'a Allocator);
 
 impl Drop for Refilling<'_> {
@@ -38,7 +38,7 @@ impl Allocator {
             if !clusters.spares.is_empty() {
                 return Ok(());
             }
-            // Left by a task that was dropped.
+            // Runs that a dropped task has left.
             clusters.unclaim();
             let (shortest, longest) = (FIRST_RUN_BYTES, LONGEST_RUN_BYTES);
             let count = |bytes: u64| (bytes >> self.cluster_bits).max(4);
@@ -56,15 +56,15 @@ impl Allocator {
         let clusters = &mut self.base.state().clusters;
         match found {
             Ok(runs) => clusters.set_aside(runs),
-            // This was ahead of its use: first, what is there is used up.
+            // This run was ahead of its use: the present one is used up first.
             Err(e) if is_full(&e) && clusters.run.left() > 0 => clusters.step = clusters.run.left(),
             Err(e) => return Err(e),
         }
         Ok(())
     }
 
-    /// [Provides](Self::provide) for as many clusters as there is space for, at least one, if
-    /// there is not enough for all. The next run will not be that long either.
+    /// [Provides](Self::provide) space for as many clusters as possible, at least one, if there is not enough for all.
+    /// The next run gets shorter, too.
     pub(super) async fn provide_some(
         &self,
         port: &Port,
@@ -81,7 +81,7 @@ impl Allocator {
         }
     }
 
-    /// Sets clusters aside behind those in use.
+    /// Sets clusters aside after those in use.
     async fn extend(&self, port: &Port, end: u64, step: u64) -> io::Result<Run> {
         let mut at = end;
         let mut looked_at = 0;
@@ -102,8 +102,7 @@ impl Allocator {
         Ok(run)
     }
 
-    /// Claims free clusters from `at` on within its slice of refcounts, or tells where to look
-    /// next.
+    /// Claims free clusters from `at` on within its slice of refcounts, or tells where to search next.
     fn free_run(&self, at: u64, step: u64) -> Result<Run, u64> {
         let clusters = &mut self.base.state().clusters;
         let entries = clusters.refs.slice_entries();
@@ -116,8 +115,8 @@ impl Allocator {
         Ok(run)
     }
 
-    /// Makes space behind clusters, or as many of them as the medium has; the end, and whether
-    /// the space reads as zeros.
+    /// Makes space for clusters, or for as many of them as the medium has; their end, and whether the space reads as
+    /// zeros.
     pub(super) async fn provide(
         &self,
         port: &Port,
@@ -135,20 +134,20 @@ impl Allocator {
             if to <= from {
                 return Err(full("the device is full"));
             }
-            // It may be larger than it was.
+            // The device may be larger than at opening.
             self.limit.fetch_max(to, Ordering::AcqRel);
             return Ok((to >> bits, false));
         }
         let mut zeroed = true;
         if from < there {
-            // Left from a run that was not used up, or freed: whatever is in it.
+            // Space that an unused run or a freed cluster has left may have any content.
             let old = there.min(to) - from;
             zeroed = port.io.zero_range(file, from, old).await.is_ok()
                 || port.io.punch_hole(file, from, old).await.is_ok();
         }
         match port.io.allocate(file, from, to - from).await {
             Ok(()) => {}
-            // A file system without allocation: a longer file, at least.
+            // A file system without allocation: the file is made longer at least.
             Err(e) if e.kind() == io::ErrorKind::Unsupported => {
                 if to > there {
                     port.io.set_len(file, to).await?;

@@ -1,8 +1,8 @@
-//! Space for tables that are in the file but not on its file system.
+//! Allocates file-system space for tables that are holes.
 //!
-//! A new image has tables that nobody has written yet, and a copy of one has a hole wherever a table is
-//! zero. Data take all the space that there is. So a table has its own before the first write is
-//! taken: otherwise writes would be answered whose references no commit finds space for.
+//! A new image has tables that were never written, and a copy of an image has a hole wherever a table is zero. Data may
+//! take all free space. So each table gets space before the first write is accepted: otherwise writes would be answered
+//! whose references no commit has space for.
 
 use std::io;
 use std::ops::Range;
@@ -12,11 +12,11 @@ use ferrite_disk_base::Port;
 use crate::qcow2::alloc::Allocator;
 
 impl Allocator {
-    /// Has the file system back all tables that there were when the image was opened. The caller has
+    /// Has the file system allocate all tables that existed when the image was opened. The caller has
     /// [lengthened](Self::lengthen) the file to whole clusters.
     ///
     /// # Errors
-    /// `StorageFull`: not all of them have space; the image is as before.
+    /// `StorageFull`: not all of them have space; the image is unchanged.
     pub(in crate::qcow2) async fn fill_holes_of_tables(&self, port: &Port) -> io::Result<()> {
         if !self.base.medium.is_file() {
             return Ok(());
@@ -27,7 +27,7 @@ impl Allocator {
                 continue;
             }
             match port.io.allocate(port.files[0], run.start, run.end - run.start).await {
-                // A file system without allocation promises nothing.
+                // A file system without allocation gives no guarantee.
                 Err(e) if e.kind() == io::ErrorKind::Unsupported => return Ok(()),
                 done => done?,
             }
@@ -36,7 +36,7 @@ impl Allocator {
     }
 }
 
-/// The bytes of sorted clusters, neighbours as one.
+/// The byte ranges of sorted clusters, adjacent ones merged.
 fn runs(clusters: &[u64], cluster_bits: u32) -> impl Iterator<Item = Range<u64>> + '_ {
     clusters
         .chunk_by(|cluster, next| cluster + 1 == *next)

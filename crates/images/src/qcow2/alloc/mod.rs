@@ -1,9 +1,9 @@
-//! The allocator: who has which cluster of the file.
+//! The allocator: the state of each cluster of the file.
 //!
-//! [`Allocator`] does what waits for the medium. It sets clusters aside, behind the last one ([`grow`])
-//! and between others ([`reuse`]). It takes one, writes counts, and gives the file's end back.
-//! [`Clusters`](clusters::Clusters) is what it knows, under the lock of [`State`](state::State): a step
-//! of a cluster and the entry that it is for are one.
+//! [`Allocator`] does the steps that wait for the medium: it sets clusters aside, after the last one ([`grow`]) and
+//! between others ([`reuse`]). It takes one, writes counts, and gives the file's end back.
+//! [`Clusters`](clusters::Clusters) is its knowledge, under the lock of [`State`](state::State): a step of a cluster
+//! and its entry change together.
 //!
 //! # The states of a cluster
 //! ```text
@@ -17,14 +17,14 @@
 //!     |                                                                        v
 //!     +---- quarantined <------------------ due <------------------------- leaving
 //!   the count of 0 is durable,       no entry on                      the entry on the
-//!   and nobody uses the place        the medium refers                medium still refers
+//!   and the place is not used        the medium refers                medium still refers
 //!   any more (`epochs`)              to it                            to it
 //! ```
 //! Each step is a method of that name, most of them of `Clusters`:
-//! * `set_aside`: nothing on the medium knows of it.
-//! * `take`: from now on it counts as used. Until its data are written it is `State::pending`, or
-//!   somebody copies to it. [`Fresh`](fresh::Fresh) is one without a reference; given up, it goes
-//!   the way of `give_back` or `untake`.
+//! * `set_aside`: nothing on the medium refers to it.
+//! * `take`: from now on it counts as used. Until its data are written it is `State::pending`, or a copy is written to
+//!   it. [`Fresh`](fresh::Fresh) is a cluster without a reference; when it is dropped, it goes by `give_back` or
+//!   `untake`.
 //! * `refer`: an entry of the tables has it.
 //! * `leave`: an entry had it. Until the commit that removes the reference is durable it is leaving.
 //! * `due`: the next commit lowers the count.
@@ -61,20 +61,20 @@ pub(in crate::qcow2) struct Allocator {
     base: Arc<Base>,
     cluster_bits: u32,
     refcount_order: u32,
-    /// Clusters that tables were in when the image was opened, sorted.
+    /// The clusters of tables when the image was opened, sorted.
     metadata: Box<[u64]>,
-    /// Where the refcount table is.
+    /// Byte offset of the refcount table.
     reftable: AtomicU64,
-    /// Places from here on, in bytes, are outside of the file.
+    /// The end of the file, in bytes.
     limit: AtomicU64,
-    /// Somebody is about to look for the next run.
+    /// A task is about to search for the next run.
     refilling: AtomicBool,
-    /// Held by whoever changes where the file ends, the refcount table, or the header.
+    /// Held by a task that changes the end of the file, the refcount table, or the header.
     growth: SharedLock,
 }
 
 impl Allocator {
-    /// For an image whose file ends at `limit`, and with tables in these clusters.
+    /// An allocator for an image whose file ends at `limit`, and with tables in these clusters.
     pub(in crate::qcow2) fn new(
         base: Arc<Base>,
         header: &Header,
@@ -97,7 +97,7 @@ impl Allocator {
         1 << self.cluster_bits
     }
 
-    /// Places from here on, in bytes, are outside of the file.
+    /// The end of the file, in bytes.
     #[inline]
     pub(in crate::qcow2) fn limit(&self) -> u64 {
         self.limit.load(Ordering::Acquire)
@@ -108,13 +108,12 @@ impl Allocator {
         self.metadata.binary_search(&cluster).is_ok()
     }
 
-    /// Nothing is set aside, and the header is not changed, as long as this is held.
+    /// While this is held, no clusters are set aside and the header is not changed.
     pub(in crate::qcow2) async fn pause(&self, port: &Port) -> io::Result<Held<'_>> {
         self.growth.lock(&port.io).await
     }
 
-    /// Whether this caller has to set the next run aside: one does while the others go on with what
-    /// is left of this one.
+    /// Whether this caller has to set the next run aside: one does, while the others use the rest of the present one.
     pub(in crate::qcow2) fn wants_run(&self) -> bool {
         let low = self.base.state().clusters.is_low();
         low && !self.refilling.swap(true, Ordering::AcqRel)

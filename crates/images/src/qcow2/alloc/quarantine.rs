@@ -1,17 +1,16 @@
-//! Clusters that came free while the image is open, and may not be given out yet. [`reuse`](super::reuse)
-//! says why.
+//! Clusters that became free while the image is open, and may not be given out yet. [`reuse`](super::reuse) tells why.
 
 use std::collections::HashSet;
 
-/// Clusters that are remembered one by one. Of slices of refcounts with further ones nothing is given
-/// out before the next opening: so a reader that never ends costs a bounded amount of memory.
+/// The number of clusters that are recorded one by one. Slices of refcounts with further ones are closed until the next
+/// opening. So a reader that never ends costs bounded memory.
 const MAX_HELD: usize = 1 << 16;
 
 /// A cluster that lost a reference.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Left {
     pub(super) cluster: u64,
-    /// Data that are not compressed were there.
+    /// It had uncompressed data.
     pub(super) data: bool,
     /// An epoch in which no mapping refers to it any more.
     pub(super) removed: u64,
@@ -20,18 +19,18 @@ pub(super) struct Left {
 /// See the module text.
 #[derive(Default)]
 pub(super) struct Quarantine {
-    /// All of them. Those that are in no list below stay until the next opening.
+    /// All recorded clusters. Those that are in no list below stay until the next opening.
     held: HashSet<u64>,
-    /// Slices of refcounts that have further ones.
+    /// Slices of refcounts with further ones.
     shut: HashSet<u64>,
-    /// Their counts of 0 are in memory only.
+    /// Clusters whose counts of 0 are in memory only.
     lowered: Vec<Left>,
-    /// Their counts are on disk; somebody may have been told of them.
+    /// Clusters whose counts are on disk; an operation may still use their places.
     waiting: Vec<Left>,
 }
 
 impl Quarantine {
-    /// A free cluster is not to be given out before the next opening. `false`: it was known.
+    /// Keeps a free cluster from being given out before the next opening. `false`: it was recorded before.
     pub(super) fn hold(&mut self, cluster: u64, slice: u64) -> bool {
         if self.held.len() == MAX_HELD && !self.held.contains(&cluster) {
             self.shut.insert(slice);
@@ -40,25 +39,26 @@ impl Quarantine {
         self.held.insert(cluster)
     }
 
-    /// A cluster has lost its last reference, on disk, too, and its count is 0 in memory.
+    /// Begins the quarantine of a cluster that has lost its last reference, on disk, too, and whose count is 0 in
+    /// memory.
     pub(super) fn begin(&mut self, left: Left, slice: u64) {
         if self.hold(left.cluster, slice) {
             self.lowered.push(left);
         }
     }
 
-    /// Those whose counts a commit takes with it.
+    /// Takes the clusters whose counts a commit writes.
     pub(super) fn take_lowered(&mut self) -> Vec<Left> {
         std::mem::take(&mut self.lowered)
     }
 
-    /// The commit has written their counts, or failed.
+    /// Ends that commit: their counts are written, or it has failed.
     pub(super) fn committed(&mut self, lowered: &mut Vec<Left>, done: bool) {
         let next = if done { &mut self.waiting } else { &mut self.lowered };
         next.append(lowered);
     }
 
-    /// Lets those go that lost their last mapping in this epoch or before.
+    /// Releases clusters that lost their last mapping in this epoch or before.
     pub(super) fn end(&mut self, ended: u64) -> Vec<Left> {
         let free: Vec<Left> = self.waiting.extract_if(.., |left| left.removed <= ended).collect();
         free.iter().for_each(|left| {
@@ -67,7 +67,7 @@ impl Quarantine {
         free
     }
 
-    /// Whether some are only kept by who may have been told of them.
+    /// Whether some wait only for operations that may use them.
     pub(super) fn is_waiting(&self) -> bool {
         !self.waiting.is_empty()
     }
@@ -77,7 +77,7 @@ impl Quarantine {
         self.held.contains(&cluster)
     }
 
-    /// Whether nothing of a slice may.
+    /// Whether no cluster of a slice may be given out.
     pub(super) fn is_shut(&self, slice: u64) -> bool {
         self.shut.contains(&slice)
     }

@@ -10,9 +10,9 @@ const KEPT_SLICES: usize = 64;
 
 struct Slice {
     bytes: Box<[u8]>,
-    /// Differs from what is on disk.
+    /// It differs from the disk.
     dirty: bool,
-    /// Being written by a commit: what is on disk is not known.
+    /// A commit is writing it: the content on disk is not known.
     writing: bool,
 }
 
@@ -63,7 +63,7 @@ impl Refs {
         cluster / self.slice_entries()
     }
 
-    /// Byte offset of a slice in the file; none: there is no block, and all its counts are 0.
+    /// Byte offset of a slice in the file; `None`: there is no block, and all its counts are 0.
     pub(in crate::qcow2) fn offset(&self, slice: u64) -> Option<u64> {
         let per_block = self.block_entries / self.slice_entries();
         let block = usize::try_from(slice / per_block).ok()?;
@@ -96,8 +96,8 @@ impl Refs {
         self.dirty += usize::from(!std::mem::replace(&mut slice.dirty, true));
     }
 
-    /// Puts a slice in as it is on disk; one that is here already stays as it is. Others that are
-    /// clean make room, but for those in `keep`.
+    /// Puts a slice from the disk in; one that is here already stays as it is. Clean slices make room, but for those in
+    /// `keep`.
     pub(in crate::qcow2) fn install(&mut self, slice: u64, bytes: Box<[u8]>, keep: &[u64]) {
         if self.slices.len() >= KEPT_SLICES {
             self.slices.retain(|n, s| s.dirty || s.writing || keep.contains(n));
@@ -105,13 +105,13 @@ impl Refs {
         self.slices.entry(slice).or_insert(Slice { bytes, dirty: false, writing: false });
     }
 
-    /// Slices that differ from what is on disk.
+    /// The number of slices that differ from the disk.
     pub(in crate::qcow2) fn dirty(&self) -> usize {
         self.dirty
     }
 
-    /// Takes the dirty slices for writing: number and offset each.
-    /// [`end_writing`](Self::end_writing) is told how that went.
+    /// Takes the dirty slices for writing: number and offset of each. [`end_writing`](Self::end_writing) gets the
+    /// result.
     pub(in crate::qcow2) fn begin_writing(&mut self) -> Vec<(u64, u64)> {
         let dirty: Vec<u64> =
             self.slices.iter().filter(|(_, s)| s.dirty).map(|(n, _)| *n).collect();
@@ -128,12 +128,12 @@ impl Refs {
         out
     }
 
-    /// The bytes of a slice now.
+    /// The present bytes of a slice.
     pub(in crate::qcow2) fn bytes(&self, slice: u64) -> &[u8] {
         self.slices.get(&slice).map_or(&[], |s| &s.bytes)
     }
 
-    /// The end of what [`begin_writing`](Self::begin_writing) began.
+    /// Ends the writing that [`begin_writing`](Self::begin_writing) began.
     pub(in crate::qcow2) fn end_writing(&mut self, slices: &[(u64, u64)], durable: bool) {
         for (n, _) in slices {
             if let Some(slice) = self.slices.get_mut(n) {

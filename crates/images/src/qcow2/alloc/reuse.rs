@@ -1,24 +1,22 @@
-//! Free clusters between others: snapshots that were deleted, other programs' discards, discards on a
-//! device, and compressed data that were replaced leave them. They are used before the file grows.
+//! Free clusters between used ones. They come from deleted snapshots, discards of other programs, discards on a device,
+//! and replaced compressed data. They are used before the file grows.
 //!
-//! Each slice of refcounts is looked at once, from the start of the file on, some whenever fresh
-//! clusters are needed; so opening costs nothing, and a full image of any size little at a time.
-//! What was free when the image was opened is given out at once: its release was durable then, and
-//! whoever held the image before has nothing in flight any more.
+//! Each slice of refcounts is searched once, from the start of the file on, a few whenever fresh clusters are needed.
+//! So opening costs nothing, and a full image of any size a little at a time. Clusters that were free at opening are
+//! given out at once: their release was durable then, and the previous process has nothing in flight any more.
 //!
-//! # What comes free while the image is open
-//! There is one rule, whatever was in the cluster: data, compressed data, a table. It is given out again
-//! when all of these have happened:
-//! 1. A commit has removed the last reference from the disk, and synced that. Until then a cut of
-//!    the power could bring the reference back, and with it another's data.
-//! 2. The epoch is two further than it was then ([`epochs`](crate::epochs)): nobody reads there any more,
-//!    and no write in place is on its way there.
-//! 3. A later commit has brought its count of 0 to the disk. A process that dies then leaves a
-//!    journal whose references to it are believed by that count.
+//! # Clusters that become free while the image is open
+//! One rule holds for data, compressed data and tables. A cluster is given out again when all of these have happened:
+//! 1. A commit has removed the last reference from the disk, and synced that. Until then a power cut could bring the
+//!    reference back, and with it another cluster's data.
+//! 2. The epoch is two further than it was then ([`epochs`](crate::epochs)): no read of the place is in flight, and no
+//!    write in place.
+//! 3. A later commit has written its count of 0 to the disk. A process that dies then leaves a journal whose references
+//!    to the cluster are checked against that count.
 //!
-//! The epoch goes on when a commit has ended, and when clusters are wanted. Until all three have happened
-//! the cluster is in [`quarantine`](super::quarantine). Then its slice of refcounts is searched once more.
-//! A reader that never ends blocks nobody: what comes free is found after the next opening.
+//! The epoch advances when a commit has ended, and when clusters are wanted. Until all three have happened the cluster
+//! is in [`quarantine`](super::quarantine). Then its slice of refcounts is searched again. A reader that never ends
+//! blocks no writer: the freed clusters are found after the next opening.
 
 use std::io;
 
@@ -27,14 +25,14 @@ use ferrite_disk_base::{Port, Rare};
 use crate::qcow2::alloc::Allocator;
 use crate::qcow2::alloc::clusters::{Clusters, Run};
 
-/// Slices of refcounts that are looked at in one go: half a GiB each, with the usual clusters.
+/// The slices of refcounts that are searched at once: half a GiB each, with the usual clusters.
 const SLICES_AT_ONCE: u32 = 8;
-/// Runs that are set aside in one go; each takes calls to the kernel of its own.
+/// The runs that are set aside at once; each takes system calls of its own.
 const MAX_RUNS: usize = 64;
 
 impl Allocator {
-    /// Sets free clusters aside that are between others, `wanted` at most; none: there are no
-    /// more, or none were found this time.
+    /// Sets free clusters between used ones aside, at most `wanted`; `None`: there are no more, or none were found this
+    /// time.
     pub(in crate::qcow2) async fn reuse(&self, port: &Port, wanted: u64) -> io::Result<Vec<Run>> {
         self.base.state().clusters.end_quarantine();
         let mut left = wanted;
@@ -59,7 +57,7 @@ impl Allocator {
                 Err(_) => {}
             }
             if runs.last().is_none_or(|last| last.end != run.end) {
-                // What got no space is searched once more, if there is some by then.
+                // Clusters for which there was no space are searched again later.
                 self.base.state().clusters.search_claimed_again();
                 break;
             }
@@ -67,7 +65,7 @@ impl Allocator {
         Ok(runs)
     }
 
-    /// The cluster from which on to look; where there is no block of refcounts there is nothing.
+    /// The cluster at which to search on; ranges without a block of refcounts are skipped.
     fn next_to_search(&self) -> Option<u64> {
         let clusters = &mut self.base.state().clusters;
         if let Some(slice) = clusters.next_to_search() {
@@ -91,8 +89,8 @@ impl Allocator {
         found
     }
 
-    /// Claims the free clusters of the slice of `from`, from there on, or all of one that is
-    /// searched once more; how many.
+    /// Claims the free clusters of the slice of `from`, from there on, or of a whole slice that is searched again;
+    /// their number.
     fn claim_in_slice(&self, clusters: &mut Clusters, from: u64, wanted: u64) -> u64 {
         let Some(range) = clusters.search.clone() else { return 0 };
         let (slice, entries) = (clusters.refs.slice_of(from), clusters.refs.slice_entries());
@@ -100,11 +98,11 @@ impl Allocator {
             return 0;
         }
         let to_search = clusters.to_search(slice);
-        // What came free may have been taken behind all that there was at first.
+        // Freed clusters may be after the first search's end.
         let end = to_search.and(clusters.end).unwrap_or(range.end).min((slice + 1) * entries);
         let (mut at, mut got) = (if to_search.is_some() { slice * entries } else { from }, 0);
         while at < end && got < wanted && clusters.claimed.len() < MAX_RUNS {
-            // Refcounts that deny a table are wrong, or made to harm (T17).
+            // Refcounts that deny a table are wrong, or hostile (T17).
             let free = |cluster: &u64| {
                 clusters.refs.get(*cluster) == Some(0)
                     && !self.is_table(*cluster)

@@ -1,5 +1,5 @@
-//! What changes, under one short lock: the allocator's part and that of the tables. A step of a cluster
-//! and the entry that it is for are one.
+//! The mutable state under one short lock: the allocator's part and that of the tables. A step of a cluster and its
+//! entry change together.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -17,11 +17,11 @@ use crate::qcow2::tables::changes::Changes;
 pub(in crate::qcow2) struct State {
     /// Entries that are not on disk yet.
     pub(in crate::qcow2) changes: Changes,
-    /// Places given to writes of clusters that have none, until the data are there.
+    /// Places given to writes of unallocated clusters, until the data are written.
     pub(in crate::qcow2) pending: HashMap<u64, u64>,
     /// Clusters that are being copied to a new place.
     pub(in crate::qcow2) copying: HashSet<u64>,
-    /// Who has which cluster.
+    /// The states of clusters.
     pub(in crate::qcow2) clusters: Clusters,
     /// In version 2, if there is a journal.
     fingerprint: Option<Fingerprint>,
@@ -43,31 +43,31 @@ impl State {
         }
     }
 
-    /// Records that nobody has a claim on: each place given needs one later.
+    /// Journal records that are not claimed: each place given needs one later.
     pub(in crate::qcow2) fn room(&self) -> usize {
         self.changes.journal.room().saturating_sub(self.pending.len())
     }
 
-    /// Whether the disk lacks anything that is known here.
+    /// Whether the disk lacks any change in memory.
     pub(in crate::qcow2) fn is_dirty(&self) -> bool {
         !self.changes.changed.is_empty() || self.clusters.is_dirty()
     }
 
-    /// Slices of refcounts are about to be written.
+    /// Called before slices of refcounts are written.
     pub(super) fn counts_change(&mut self, who: Writer, slices: Range<u64>) {
         if let Some(fingerprint) = &mut self.fingerprint {
             fingerprint.change(&mut self.changes.journal, who, slices);
         }
     }
 
-    /// What is being written to one of them.
+    /// The new bytes of one of them.
     pub(super) fn counts_become(&mut self, slice: u64, bytes: &[u8]) {
         if let Some(fingerprint) = &mut self.fingerprint {
             fingerprint.write(slice, bytes);
         }
     }
 
-    /// All of them are written as was said before.
+    /// Called when all of them are written.
     pub(super) fn counts_changed(&mut self, who: Writer, slices: &Range<u64>) {
         if let Some(fingerprint) = &mut self.fingerprint {
             fingerprint.changed(&mut self.changes.journal, who, slices);
@@ -86,7 +86,7 @@ impl State {
         }
     }
 
-    /// The bait is not needed any more: nothing is left that only the journal knows, or will be.
+    /// Drops the bait: the journal has nothing, and will have nothing, that the disk lacks.
     pub(in crate::qcow2) fn free_bait(&mut self) {
         let bait = self.fingerprint.as_ref().map_or(0, Fingerprint::bait);
         if bait != 0 {

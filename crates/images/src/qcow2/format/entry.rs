@@ -10,15 +10,15 @@ const COMPRESSED: u64 = 1 << 62;
 pub(crate) const ZERO: u64 = 1;
 /// Bits 9 to 55.
 pub(crate) const OFFSET: u64 = 0x00FF_FFFF_FFFF_FE00;
-/// Host clusters end here: what the offset bits can say.
+/// Host clusters end here: the largest offset that an entry can hold.
 pub(crate) const MAX_HOST_BYTES: u64 = 1 << 56;
 
-/// The entry of a cluster of its own at a place.
+/// The entry of a cluster at a place that only it refers to.
 pub(crate) fn own(host: u64) -> u64 {
     host | COPIED
 }
 
-/// What cannot be decoded.
+/// An entry that cannot be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BadEntry {
     entry: u64,
@@ -31,8 +31,8 @@ impl fmt::Display for BadEntry {
     }
 }
 
-/// Where compressed data are: from a byte on, in whole 512-byte sectors of which the first and the
-/// last may belong to other clusters, too.
+/// The place of compressed data: from a byte on, in whole 512-byte sectors. The first and the last may belong to other
+/// clusters, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Packed {
     /// First byte.
@@ -52,9 +52,9 @@ impl Packed {
 /// A decoded L2 entry. Offsets are bytes in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cluster {
-    /// Ask the backing file.
+    /// The data are in the backing file.
     Unallocated,
-    /// Reads as zeros; may have a place of its own, whose bytes do not count.
+    /// Reads as zeros; it may have a place, whose bytes do not count.
     Zero {
         /// The place, if there is one.
         host: Option<u64>,
@@ -73,7 +73,7 @@ pub(crate) enum Cluster {
 }
 
 impl Cluster {
-    /// The place of the cluster's own, if it has one.
+    /// The place of the cluster, if it has one.
     pub(crate) fn host(&self) -> Option<u64> {
         match *self {
             Cluster::Data { host, .. } => Some(host),
@@ -83,7 +83,7 @@ impl Cluster {
     }
 }
 
-/// Decodes an L2 entry of ordinary data, which almost all are; none: it may be anything else.
+/// Decodes an L2 entry of ordinary data, as almost all are; `None`: it may be anything else.
 #[inline]
 pub(crate) fn data(entry: u64, cluster_bits: u32) -> Option<Cluster> {
     let host = entry & !COPIED;
@@ -136,7 +136,7 @@ fn packed(entry: u64, cluster_bits: u32) -> Result<Cluster, BadEntry> {
     Ok(Cluster::Packed(Packed { offset, len: end - offset }))
 }
 
-/// Where the L2 table of an L1 entry is, and whether it may be written; none: there is no table.
+/// The place of the L2 table of an L1 entry, and whether it may be written; `None`: there is no table.
 pub(crate) fn l2_table(entry: u64, cluster_bits: u32) -> Result<Option<(u64, bool)>, BadEntry> {
     let bad = |why| Err(BadEntry { entry, why });
     let (host, copied) = (entry & OFFSET, entry & COPIED != 0);

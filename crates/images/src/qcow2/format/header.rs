@@ -1,7 +1,7 @@
 //! The header, its extensions and the backing file's name: everything in the first cluster.
 //!
-//! Strict: what is not understood or out of bounds is refused before anything else of the image
-//! is looked at (threats.md T17). Refusals name the field.
+//! Strict: unknown or out-of-range values are refused before anything else of the image is read (threats.md T17).
+//! Refusals name the field.
 
 use ferrite_host::clock::Random;
 
@@ -16,19 +16,19 @@ pub(in crate::qcow2) const MAGIC: u32 = 0x5146_49FB;
 const HEADER_V2_BYTES: usize = 72;
 const HEADER_V3_BYTES: usize = 104;
 
-/// How much of the first cluster is read: headers are far smaller, and a cluster may have 2 MiB.
+/// The bytes of the first cluster that are read: headers are far smaller, and a cluster may have 2 MiB.
 pub(crate) const HEAD_BYTES: u64 = 64 << 10;
 
 const EXT_END: u32 = 0;
 const EXT_BACKING_FORMAT: u32 = 0xE279_2ACA;
 const EXT_FEATURE_NAMES: u32 = 0x6803_F857;
 pub(in crate::qcow2) const EXT_BITMAPS: u32 = 0x2385_2875;
-/// More extensions than any program writes.
+/// A bound above the number of extensions that any program writes.
 const MAX_EXTENSIONS: usize = 64;
 
 /// Incompatible feature: refcounts may be wrong.
 pub(crate) const DIRTY: u64 = 1;
-/// Incompatible feature: anything may be wrong; not to be written to.
+/// Incompatible feature: anything may be wrong; the image must not be written.
 pub(crate) const CORRUPT: u64 = 1 << 1;
 const EXTERNAL_DATA: u64 = 1 << 2;
 const COMPRESSION_TYPE: u64 = 1 << 3;
@@ -38,15 +38,15 @@ const KNOWN_INCOMPATIBLE: u64 = DIRTY | CORRUPT | COMPRESSION_TYPE;
 /// Autoclear feature: the dirty bitmaps inside are up to date.
 const BITMAPS_VALID: u64 = 1;
 
-/// Autoclear features of ours, which nobody else knows: whoever else writes to the image has to
-/// clear them, so as long as they are there nobody has. This one says that the image is open, and
-/// that a journal may say more than its tables.
+/// Autoclear features of ours, which no other program knows: any other program that writes to the image must clear
+/// them, so none has while they are there. This one tells that the image is open, and that a journal may have more than
+/// its tables.
 const OPEN: u64 = 1 << 63;
-/// The others are the number of that opening, by which its journal is known. It is a number of its
-/// own each time, so a copy that was made during another one is told apart.
+/// The other features of ours are the number of that opening, by which its journal is found. Each opening has a number
+/// of its own, so a copy that was made during another one is recognised.
 const OPENING: u64 = 0x7fff_ffff_ffff_0000;
 
-/// Limits of ours; those of tables are qemu's.
+/// Limits of ours; those of tables are QEMU's.
 pub(crate) const MAX_DISK_BYTES: u64 = 64 << 40;
 pub(crate) const MAX_L1_BYTES: u64 = 32 << 20;
 pub(crate) const MAX_REFTABLE_BYTES: u64 = 8 << 20;
@@ -56,25 +56,25 @@ pub(in crate::qcow2) const MAX_BACKING_NAME_BYTES: u32 = 1023;
 /// Why an image is not opened.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum HeaderError {
-    /// No qcow2 image at all.
+    /// The file is not a qcow2 image.
     #[error("it is no qcow2 image: {0}")]
     NotQcow2(String),
-    /// Damaged, or made to harm.
+    /// Damaged, or hostile.
     #[error("it is damaged: {0}")]
     Damaged(String),
-    /// In order, but with something that is not supported here.
+    /// Intact, but with an unsupported feature.
     #[error("it uses {0}, which is not supported")]
     Unsupported(String),
 }
 
 use HeaderError::{Damaged, NotQcow2, Unsupported};
 
-/// The backing file as the image names it.
+/// The backing file as named in the image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Backing {
-    /// A path, or what qemu takes for one.
+    /// A path, or another name that QEMU accepts.
     pub(crate) name: String,
-    /// `raw`, `qcow2`, ...; none: the image does not say.
+    /// `raw`, `qcow2`, ...; `None`: the image does not name a format.
     pub(crate) format: Option<String>,
 }
 
@@ -97,11 +97,11 @@ pub(crate) struct Header {
     pub(crate) refcount_order: u32,
     pub(crate) compression: Compression,
     pub(crate) backing: Option<Backing>,
-    /// Extensions that are carried along: not those that the fields above stand for.
+    /// Other extensions, which are kept: those without a field above.
     pub(crate) extensions: Vec<(u32, Vec<u8>)>,
 }
 
-/// Big-endian fields of a byte string that is known to be long enough.
+/// A big-endian field of bytes that are known to be long enough.
 pub(crate) fn be32(bytes: &[u8], at: usize) -> u32 {
     bytes[at..at + 4].iter().fold(0, |n, b| n << 8 | u32::from(*b))
 }
@@ -120,22 +120,22 @@ impl Header {
         self.cluster_bytes() / 8
     }
 
-    /// Clusters of the guest's, the last one maybe a part.
+    /// Guest clusters; the last one may be cut off.
     pub(crate) fn guest_clusters(&self) -> u64 {
         self.disk_bytes.div_ceil(self.cluster_bytes())
     }
 
-    /// The mark of a process that has the image open, or had and died.
+    /// The mark of a process that has the image open, or had it open and died.
     pub(crate) fn mark(&self) -> Option<u64> {
         (self.autoclear & OPEN != 0).then_some(self.autoclear & (OPEN | OPENING))
     }
 
-    /// One for the next process; none in version 2, which has no such features.
+    /// A mark for the next process; `None` in version 2, which has no such features.
     pub(crate) fn new_mark(&self, random: &mut dyn Random) -> Option<u64> {
         (self.version >= 3).then(|| OPEN | random.next_u64() & OPENING)
     }
 
-    /// Dirty bitmaps inside, if they are up to date: whoever does not keep them says that they are not.
+    /// The number of dirty bitmaps inside that are up to date. A program that does not maintain them clears that flag.
     pub(crate) fn valid_bitmaps(&self) -> u32 {
         let found = self.extensions.iter().find(|(kind, _)| *kind == EXT_BITMAPS);
         match found {
@@ -151,8 +151,8 @@ impl Header {
         refcount::entries(self.cluster_bits, self.refcount_order)
     }
 
-    /// Parses the first bytes of an image file of `file_bytes`: all of it, the first cluster or
-    /// [`HEAD_BYTES`], whichever is least, is given; more does no harm.
+    /// Parses the first bytes of an image file of `file_bytes`: the whole file, the first cluster or [`HEAD_BYTES`],
+    /// whichever is least; more bytes do no harm.
     pub(crate) fn parse(bytes: &[u8], file_bytes: u64) -> Result<Header, HeaderError> {
         let mut header = fixed_fields(bytes)?;
         let head = bytes.len().min(header.cluster_bytes() as usize);
@@ -174,7 +174,7 @@ impl Header {
         Ok(header)
     }
 
-    /// Fills in what version 3 has more; the length of the header.
+    /// Parses the fields that only version 3 has; returns the length of the header.
     fn version_3_fields(&mut self, bytes: &[u8]) -> Result<usize, HeaderError> {
         if self.version == 2 {
             return Ok(HEADER_V2_BYTES);
@@ -260,8 +260,8 @@ impl Header {
         u64::from(self.reftable_clusters) << self.cluster_bits
     }
 
-    /// The ranges of the tables that the header names, with their names. Those that are not there
-    /// have no bytes. The snapshot table's length is not in the header: its first byte counts.
+    /// The ranges of the tables that the header names, with their names. Missing tables have no bytes. The snapshot
+    /// table's length is not in the header: its first byte counts.
     pub(crate) fn places(&self) -> [(&'static str, u64, u64); 4] {
         let snapshots = u64::from(self.snapshots.min(1));
         [
@@ -281,7 +281,7 @@ impl Header {
             if !offset.is_multiple_of(self.cluster_bytes()) {
                 return Err(Damaged(format!("{name} is in the middle of a cluster: {offset:#x}")));
             }
-            // Only the header's own cluster may be cut off.
+            // Only the header's own cluster may be cut off by the end of the file.
             if offset > 0 && end.is_none_or(|end| end > file_bytes) {
                 return Err(Damaged(format!("{name} at {offset:#x} is outside of the file")));
             }
@@ -297,8 +297,8 @@ impl Header {
         Ok(())
     }
 
-    /// The bytes of the header, its extensions and the backing name, without what follows them in
-    /// the cluster; none if they do not fit into [`HEAD_BYTES`] or a cluster.
+    /// The bytes of the header, its extensions and the backing name, without the rest of the cluster; `None` if they do
+    /// not fit into [`HEAD_BYTES`] or a cluster.
     pub(crate) fn encode(&self) -> Option<Vec<u8>> {
         let mut out = Vec::with_capacity(512);
         let backing_len = self.backing.as_ref().map_or(0, |b| b.name.len());
@@ -408,7 +408,7 @@ fn extensions(bytes: &[u8], from: usize, end: usize) -> Result<Vec<(u32, Vec<u8>
     Ok(found)
 }
 
-/// What the image itself calls an incompatible feature.
+/// The image's own name of an incompatible feature.
 fn feature_name(extensions: &[(u32, Vec<u8>)], bit: u32) -> String {
     let names = extensions.iter().find(|(kind, _)| *kind == EXT_FEATURE_NAMES);
     let entries = names.iter().flat_map(|(_, data)| data.chunks_exact(48));

@@ -1,5 +1,5 @@
-//! Entries of a refcount block: 1 to 64 bits wide, the narrow ones from the least significant bit
-//! of each byte on, the wide ones big endian.
+//! Entries of a refcount block: 1 to 64 bits wide. Narrow ones start from the least significant bit of each byte on;
+//! wide ones are big endian.
 
 /// Entries of a block of `1 << cluster_bits` bytes.
 pub(crate) fn entries(cluster_bits: u32, order: u32) -> u64 {

@@ -5,21 +5,21 @@ use std::io::{self, Read};
 use flate2::{Decompress, FlushDecompress, Status};
 use ruzstd::decoding::{FrameDecoder, StreamingDecoder};
 
-/// How an image's compressed clusters are packed.
+/// The compression of an image's clusters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Compression {
     /// Deflate without a zlib header; what qemu calls `zlib`.
     #[default]
     Deflate,
-    /// One zstd frame a cluster.
+    /// One zstd frame per cluster.
     Zstd,
 }
 
-/// The memory that a frame may ask for: more than four times the largest cluster. A hostile
-/// frame's own figure is not believed.
+/// The memory that a frame may ask for: more than four times the largest cluster. A hostile frame's own figure is not
+/// trusted.
 const MAX_ZSTD_WINDOW_BYTES: u64 = 8 << 20;
 
-/// Unpacks one cluster of exactly `to.len()` bytes; what follows it in `packed` is ignored.
+/// Unpacks one cluster of exactly `to.len()` bytes; further bytes of `packed` are ignored.
 ///
 /// # Errors
 /// `InvalidData`, with the reason.

@@ -1,8 +1,7 @@
-//! Looking for inconsistencies, without changing anything: every reference to a cluster is
-//! counted, and compared with what the refcounts say.
+//! Checks an image without changing it: every reference to a cluster is counted, and compared with the refcounts.
 //!
-//! The counts of a window of clusters are in memory at a time, so the memory does not depend on
-//! the size of the image; an image with clusters all over a large file is read several times.
+//! The counts of a window of clusters are in memory at a time, so the memory does not depend on the size of the image;
+//! an image with clusters all over a large file is read several times.
 
 use std::io;
 
@@ -18,10 +17,10 @@ use crate::qcow2::maintenance::snapshots::Entries;
 /// Clusters whose counts are in memory: two of four bytes each.
 const WINDOW: u64 = 1 << 22;
 
-/// Windows that are looked at. A file can have holes of any size, so clusters can be anywhere.
+/// The most windows that are examined. A file can have holes of any size, so clusters can be anywhere.
 const MAX_WINDOWS: u32 = 1024;
 
-/// Of metadata, at a time.
+/// The metadata read at a time.
 const PIECE_BYTES: u64 = 64 << 10;
 
 /// A file system needs a few blocks for itself.
@@ -30,10 +29,10 @@ const LEAST_UNUSED_BYTES: u64 = 64 << 10;
 /// The largest directory of bitmaps.
 const MAX_LIST_BYTES: u64 = 64 << 20;
 
-/// What can be wrong with an image.
+/// The kinds of findings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Problem {
-    /// There is no header that makes sense, and so no image.
+    /// There is no valid header, and so no image.
     Header,
     /// It is marked as one whose refcounts may be wrong, or as corrupt.
     Marked,
@@ -41,15 +40,15 @@ pub enum Problem {
     Entry,
     /// A reference to something outside of the file.
     Outside,
-    /// A cluster with more references than its refcount says: it would be given out again.
+    /// A cluster with more references than its refcount: it would be given out again.
     CountTooLow,
-    /// A cluster with fewer references than its refcount says.
+    /// A cluster with fewer references than its refcount.
     Leak,
-    /// An entry that says wrongly whether its cluster has other references.
+    /// An entry with a wrong flag for whether its cluster has other references.
     Flag,
     /// The list of snapshots or of bitmaps cannot be read.
     List,
-    /// A version or feature that is not supported: nothing else was looked at.
+    /// An unsupported version or feature: nothing else was checked.
     Unsupported,
 }
 
@@ -83,7 +82,7 @@ impl ProblemKind for Problem {
 /// One inconsistency of a qcow2 image.
 pub type Finding = ferrite_disk_base::Finding<Problem>;
 
-/// What a check has found.
+/// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// The worst first, at most 1,000.
@@ -92,12 +91,12 @@ pub struct Report {
     pub counts: Counts,
     /// Clusters of the disk.
     pub clusters: u64,
-    /// Those that have a place, compressed or not.
+    /// Clusters that have a place, compressed or not.
     pub allocated_clusters: u64,
     /// Compressed ones among them.
     pub compressed_clusters: u64,
-    /// Of the file: what is behind the last cluster in use, and what other free clusters take on the
-    /// file system at least. A program that was killed leaves that.
+    /// Unused bytes of the file: those after the last cluster in use, and at least the space that other free clusters
+    /// take on the file system. A killed program leaves them.
     pub unused_bytes: u64,
 }
 
@@ -112,13 +111,13 @@ impl Report {
         self.counts.total() == 0
     }
 
-    /// Whether all that was found can be mended.
+    /// Whether all findings can be repaired.
     pub(in crate::qcow2) fn is_mendable(&self) -> bool {
         self.counts.mendable == self.counts.total()
     }
 }
 
-/// Something that has to be written so that refcounts and references agree.
+/// A change that makes refcounts and references agree.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::qcow2) enum Fix {
     /// The count of a cluster, as there are references.
@@ -129,10 +128,10 @@ pub(in crate::qcow2) enum Fix {
     Free { first: u64, end: u64 },
 }
 
-/// Checks the image in `raw`, which nobody has open for writing. Reads all tables.
+/// Checks the image in `raw`, which no process has open for writing. Reads all tables.
 ///
 /// # Errors
-/// It cannot be read; what is wrong with it is in the report.
+/// It cannot be read; damage is in the report.
 pub fn check(raw: &Raw) -> Result<Report, DiskError> {
     let (_, report) = survey(raw, |_| {}).map_err(|e| failed(raw, "check", e))?;
     Ok(report)
@@ -144,7 +143,7 @@ pub(in crate::qcow2) fn failed(raw: &Raw, verb: &str, e: io::Error) -> DiskError
     DiskError::new(ErrorKind::Io, what, e.to_string(), help).with_source(e)
 }
 
-/// Checks, and tells what would mend it.
+/// Checks, and passes each possible repair to `fix`.
 pub(in crate::qcow2) fn survey(
     raw: &Raw,
     mut fix: impl FnMut(Fix),
@@ -189,7 +188,7 @@ pub(in crate::qcow2) fn survey(
         windows += 1;
         match walk.next {
             Some(next) if windows < MAX_WINDOWS => {
-                // Between the two nothing has a reference or a count.
+                // No cluster between the two has a reference or a count.
                 walk.free(walk.window_end(), next);
                 walk.first = next;
             }
@@ -208,14 +207,14 @@ pub(in crate::qcow2) fn survey(
     Ok((Some(header), report))
 }
 
-/// Reads metadata; what is behind the end of the file is zeros.
+/// Reads metadata; past the end of the file there are zeros.
 fn read(raw: &Raw, offset: u64, len: u64) -> io::Result<Vec<u8>> {
     let mut bytes = raw.read_now(offset, len as usize)?;
     bytes.resize(len as usize, 0);
     Ok(bytes)
 }
 
-/// One look at all references, counting those to a window of clusters.
+/// One pass over all references, which counts those to a window of clusters.
 struct Walk<'a> {
     raw: &'a Raw,
     header: &'a Header,
@@ -223,12 +222,12 @@ struct Walk<'a> {
     file_clusters: u64,
     /// The first cluster of the window.
     first: u64,
-    /// What the refcounts say, and what there is.
+    /// The refcounts on disk, and the references that were counted.
     stored: Vec<u64>,
     found: Vec<u32>,
-    /// The first cluster behind the window that has a reference or a count.
+    /// The first cluster after the window that has a reference or a count.
     next: Option<u64>,
-    /// Free clusters so far, and those of them that are the last so far.
+    /// Free clusters so far, and the free ones at the end so far.
     free: u64,
     tail: u64,
     report: &'a mut Report,
@@ -236,7 +235,8 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// Everything is walked through for each window; what has no window is reported with the first.
+    /// Whether to report findings that belong to no window. Each window takes a pass over everything; these are
+    /// reported in the first.
     fn once(&self) -> bool {
         self.first == 0
     }
@@ -281,7 +281,7 @@ impl Walk<'_> {
         }
     }
 
-    /// These clusters are free, as far as the file has them.
+    /// Notes free clusters, up to the end of the file.
     fn free(&mut self, first: u64, end: u64) {
         let end = end.min(self.file_clusters);
         if first < end {
@@ -304,7 +304,7 @@ impl Walk<'_> {
         Ok((self.tail << bits) + more / unit * unit)
     }
 
-    /// What the refcounts say of the window.
+    /// Reads the refcounts of the window.
     fn load_counts(&mut self) -> io::Result<()> {
         let (bits, order) = (self.header.cluster_bits, self.header.refcount_order);
         let entries = self.header.block_entries();
@@ -335,7 +335,7 @@ impl Walk<'_> {
             && offset >> self.header.cluster_bits < self.file_clusters
     }
 
-    /// A reference to a cluster; what the refcounts say of it, if that is in the window.
+    /// Counts a reference to a cluster; returns the cluster's refcount if it is in the window.
     fn refer(&mut self, cluster: u64) -> Option<u64> {
         match cluster.checked_sub(self.first) {
             None => None,
@@ -374,7 +374,7 @@ impl Walk<'_> {
         self.refer(offset >> self.header.cluster_bits);
     }
 
-    /// A table of tables, and all that they refer to. Flags count only in what is in use.
+    /// Walks through a table of tables, and everything that they refer to. Flags count only in tables in use.
     fn l1(&mut self, offset: u64, entries: u32, active: bool) -> io::Result<()> {
         let doubled = self.doubled(offset, entries)?;
         self.each_entry(offset, entries, |walk, index, entry| {
@@ -401,8 +401,8 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Tables that more than one entry names, sorted. No program makes such an image, opening it is
-    /// refused, and a small one could have the same table looked at a hundred thousand times.
+    /// Tables that more than one entry names, sorted. No program makes such an image, and opening it is refused. In a
+    /// small image the same table could be checked a hundred thousand times.
     fn doubled(&mut self, offset: u64, entries: u32) -> io::Result<Vec<u64>> {
         let bits = self.header.cluster_bits;
         let mut tables = Vec::new();
@@ -495,13 +495,13 @@ impl Walk<'_> {
         }
     }
 
-    /// Bit 63 says that the count is exactly one, in tables that are in use.
+    /// Checks bit 63, which is set in tables in use if the count is exactly one.
     fn flag(&mut self, count: Option<u64>, at: u64, entry: u64, active: bool) {
         let Some(count) = count.filter(|_| active) else { return };
         if (count == 1) != (entry & COPIED != 0) {
             let text = format!("entry {entry:#018x}, whose cluster has the refcount {count}");
             self.report.add(Problem::Flag, at, text);
-            // The count itself may be wrong: repairs look again when it is right.
+            // The count itself may be wrong: a repair checks again when it is right.
             (self.fix)(Fix::Flag { offset: at, entry: entry ^ COPIED });
         }
     }
@@ -521,7 +521,7 @@ impl Walk<'_> {
             self.l1(entry.l1_offset, entry.l1_entries, false)?;
         }
         let (start, at) = (self.header.snapshots_offset, entries.end());
-        // The first cluster was counted with the header's places.
+        // The first cluster was counted with the places in the header.
         if at > start {
             let first = (start >> self.header.cluster_bits) + 1;
             let end = at.div_ceil(self.header.cluster_bytes());

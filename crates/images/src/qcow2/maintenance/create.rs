@@ -1,6 +1,5 @@
-//! New images. The order of writes: all tables, `fdatasync`, the header, `fdatasync`. Without its
-//! header, which begins with one sector, a file is no image, so at any moment there is either none
-//! or a whole one.
+//! Makes images. The order of writes: all tables, `fdatasync`, the header, `fdatasync`. Without its header, which
+//! begins with one sector, a file is no image. So at any moment there is either no image or a complete one.
 
 use std::io;
 use std::path::Path;
@@ -14,12 +13,12 @@ use crate::qcow2::format::refcount;
 use crate::qcow2::format::unpack::Compression;
 use crate::qcow2::tables::meta;
 
-/// What a new image shall be.
+/// The properties of a new image.
 #[derive(Clone, Debug)]
 pub struct NewImage {
     /// The size of its disk in bytes: whole sectors, up to 64 TiB.
     pub bytes: u64,
-    /// The image below it: its name, as it is seen from the new image's folder, and its format.
+    /// The image below it: its name relative to the new image's folder, and its format.
     pub backing: Option<(String, Format)>,
     /// 2 or 3.
     pub version: u32,
@@ -27,8 +26,7 @@ pub struct NewImage {
     pub cluster_bytes: u32,
     /// Bits of a refcount: a power of 2 up to 64; 16 in version 2.
     pub refcount_bits: u32,
-    /// Room in the tables for a disk of so many bytes, so that growing up to that size moves
-    /// nothing; 0: none.
+    /// Room in the tables for a disk of so many bytes, so that growing to that size moves no table; 0: none.
     pub room_for_bytes: u64,
 }
 
@@ -45,7 +43,7 @@ impl NewImage {
         }
     }
 
-    /// Whether the image at `path` can be this, before anything is made.
+    /// Checks the options for the image at `path`, before anything is made.
     ///
     /// # Errors
     /// The options contradict each other.
@@ -53,12 +51,12 @@ impl NewImage {
         Plan::new(self).map(drop).map_err(|why| refused(path, why))
     }
 
-    /// Makes the image in `raw`, a new, empty file or a block device, which is file 0 of `port`.
-    /// What was on a device is lost.
+    /// Makes the image in `raw`, a new, empty file or a block device, which is file 0 of `port`. Data on a device are
+    /// lost.
     ///
     /// # Errors
-    /// The options contradict each other, or the medium: nothing was written then. Or the
-    /// kernel's: there is no image.
+    /// The options contradict each other, or do not fit the medium: nothing was written then. Those of the kernel:
+    /// there is no image.
     pub async fn create(&self, port: &Port, raw: &Raw) -> Result<(), DiskError> {
         let failed = |e: io::Error| {
             let help = "check the space on the medium and the kernel's log (dmesg)";
@@ -80,7 +78,7 @@ impl NewImage {
     }
 }
 
-/// All that is written. The refcount table is behind the header, then come blocks and L1.
+/// The places of everything that is written. The refcount table is after the header, then come blocks and L1.
 struct Plan {
     header: Header,
     head: Vec<u8>,
@@ -98,7 +96,7 @@ impl Plan {
         let guest = disk.div_ceil(header.cluster_bytes());
         let tables = guest.div_ceil(header.l2_entries());
         let l1_clusters = (tables * 8).div_ceil(header.cluster_bytes());
-        // Everything that a full disk has, but refcounts; these for themselves, generously.
+        // Everything that a full disk has, except refcounts; with a generous margin for their own clusters.
         let all = guest + tables + l1_clusters + 1;
         let all_blocks = all.div_ceil(entries) + all.div_ceil(entries).div_ceil(entries / 2) + 1;
         let reftable = (all_blocks * 8).div_ceil(header.cluster_bytes());

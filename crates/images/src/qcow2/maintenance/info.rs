@@ -1,4 +1,4 @@
-//! What an image tells about itself, besides its header.
+//! Properties of an image besides its header.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -8,13 +8,12 @@ use crate::qcow2::Qcow2;
 use crate::qcow2::format::entry;
 use crate::qcow2::maintenance::snapshots::{self, Told};
 
-/// Of tables that are read to say how much is allocated: those of a full disk of 2 TiB, with
-/// clusters of 64 KiB.
+/// The bytes of tables that are read to find the allocated size: those of a full disk of 2 TiB, with clusters of 64
+/// KiB.
 const MAX_TABLE_BYTES: u64 = 256 << 20;
 
 impl Qcow2 {
-    /// Bytes of the disk that have space in this image, compressed or not; none: it has more
-    /// tables than are read for that.
+    /// Bytes of the disk that have space in this image, compressed or not; `None`: it has too many tables to read.
     ///
     /// # Errors
     /// Those of reading.
@@ -30,7 +29,7 @@ impl Qcow2 {
         Ok(Some((clusters << self.header.cluster_bits).min(self.bytes())))
     }
 
-    /// Clusters with a place that one table knows of.
+    /// The clusters with a place in one table.
     fn allocated_in(&self, index: usize) -> io::Result<u64> {
         let l1 = self.l1[index].load(Ordering::Relaxed);
         let Ok(Some((table, _))) = entry::l2_table(l1, self.header.cluster_bits) else {
@@ -47,7 +46,7 @@ impl Qcow2 {
                 Some(entry::Cluster::Packed(_)) => true,
                 other => other.is_some_and(|cluster| cluster.host().is_some()),
             };
-            // What a process that died had answered is in memory only.
+            // A dead process's answered writes are in memory only.
             let in_memory = self
                 .cache
                 .read(slice, |entries| entries.iter().map(|e| e.load(Ordering::Relaxed)).collect());
@@ -57,15 +56,15 @@ impl Qcow2 {
         Ok(found as u64)
     }
 
-    /// How many dirty bitmaps it had that were up to date when it was opened.
+    /// The number of dirty bitmaps that were up to date when it was opened.
     pub fn valid_bitmaps(&self) -> u32 {
         self.header.valid_bitmaps()
     }
 
-    /// The snapshots inside of it.
+    /// The internal snapshots.
     ///
     /// # Errors
-    /// Those of reading; the table makes no sense.
+    /// Those of reading; the table is invalid.
     pub fn snapshots(&self) -> io::Result<Vec<Told>> {
         snapshots::list(self.medium(), &self.header)
     }

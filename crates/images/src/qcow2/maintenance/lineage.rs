@@ -1,5 +1,4 @@
-//! What an image says about its parent, for those who only look: it may be in use, or have features
-//! that are not supported here.
+//! Reads an image's name of its parent, without opening the image: it may be in use, or have unsupported features.
 
 use std::ffi::OsStr;
 use std::io;
@@ -12,9 +11,9 @@ use serde_json::Value;
 
 use crate::qcow2::format::header::{HEAD_BYTES, Header, MAGIC, MAX_BACKING_NAME_BYTES, be32, be64};
 
-/// The fields that all versions have.
+/// The length of the fields that all versions have.
 const FIELDS_BYTES: usize = 24;
-/// The fields of a QED image.
+/// The length of the fields of a QED image.
 const QED_FIELDS_BYTES: usize = 64;
 
 /// Whether it begins as a qcow2 image does.
@@ -23,7 +22,8 @@ pub(crate) fn is_qcow2(raw: &Raw) -> io::Result<bool> {
     Ok(head.len() == FIELDS_BYTES && be32(&head, 0) == MAGIC)
 }
 
-/// Whether the backing file of a qcow2 image is raw: what its guest has written there says nothing.
+/// Whether the backing file of a qcow2 image is raw: a raw file's content is its guest's, and tells nothing about a
+/// parent.
 pub(crate) fn is_on_raw(raw: &Raw) -> io::Result<bool> {
     let head = raw.read_now(0, HEAD_BYTES as usize)?;
     let header = Header::parse(&head, raw.bytes_now()?).ok();
@@ -31,11 +31,11 @@ pub(crate) fn is_on_raw(raw: &Raw) -> io::Result<bool> {
     Ok(format.is_some_and(|format| format == "raw"))
 }
 
-/// Where the backing file of an image of QEMU's is: qcow of any version, or QED, which is read no
-/// further here. None: it is no such image, or has none on this host.
+/// The path of the backing file of an image of QEMU's: qcow of any version, or QED, of which no more is read here.
+/// `None`: it is no such image, or its backing file is not on this host.
 ///
 /// # Errors
-/// It has one, and does not tell.
+/// It has a backing file, and its name cannot be read.
 pub(crate) fn backing_path(raw: &Raw) -> io::Result<Option<PathBuf>> {
     let head = raw.read_now(0, QED_FIELDS_BYTES)?;
     let Some((offset, len)) = qcow_name(&head).or_else(|| qed_name(&head)) else { return Ok(None) };
@@ -54,33 +54,34 @@ pub(crate) fn backing_path(raw: &Raw) -> io::Result<Option<PathBuf>> {
     };
     let first = name.split(|b| *b == b'/').next().unwrap_or_default();
     if name.len() < all.len() || first.contains(&b':') {
-        // What has such a name was meant, though nobody would open it by that.
+        // A file of this very name counts, though QEMU would not open it by that name.
         let so_called = folder.join(OsStr::from_bytes(&all));
         if names::exists(&so_called) {
             return Ok(Some(so_called));
         }
     }
-    // Other schemes are of no files of this host.
+    // Names with other schemes are not files of this host.
     if name.is_empty() || first.contains(&b':') {
         return Ok(None);
     }
     Ok(Some(folder.join(OsStr::from_bytes(name))))
 }
 
-/// Where the name of a backing file is, and its length.
+/// The place and length of the name of a backing file.
 fn qcow_name(head: &[u8]) -> Option<(u64, u32)> {
     let is_qcow = head.len() >= FIELDS_BYTES && be32(head, 0) == MAGIC && be64(head, 8) != 0;
     is_qcow.then(|| (be64(head, 8), be32(head, 16)))
 }
 
-/// The same of QED, whose words are little-endian. A bit of its features says that there is one.
+/// The place and length of the name in a QED image, whose words are little-endian. A feature bit tells whether there is
+/// one.
 fn qed_name(head: &[u8]) -> Option<(u64, u32)> {
     let word = |at| be32(head, at).swap_bytes();
     let is_on = head.len() >= QED_FIELDS_BYTES && head.starts_with(b"QED\0") && word(16) & 1 != 0;
     is_on.then(|| (u64::from(word(56)), word(60)))
 }
 
-/// The file that a description of QEMU's names, if it names one only.
+/// The file that a `json:` name of QEMU's names, if it is only one.
 fn file_of_json(json: &[u8]) -> Option<PathBuf> {
     let mut left = vec![serde_json::from_slice::<Value>(json).ok()?];
     let mut files = Vec::new();

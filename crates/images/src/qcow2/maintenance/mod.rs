@@ -1,4 +1,4 @@
-//! What is done to an image besides serving it: making, looking, mending, changing its size or version.
+//! Maintenance of images that are not served: making, checking, repairing, changing size or version.
 
 pub(in crate::qcow2) mod check;
 pub(in crate::qcow2) mod create;

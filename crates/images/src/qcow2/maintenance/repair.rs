@@ -1,5 +1,5 @@
-//! Making refcounts and flags what the references say, and giving unused space back. What an image
-//! holds is not touched.
+//! Repairs: corrects refcounts and flags by the references, and frees unused space. The content of the disk is not
+//! changed.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,25 +13,24 @@ use crate::qcow2::format::refcount;
 use crate::qcow2::maintenance::check::{Fix, Report, failed, survey};
 use crate::qcow2::tables::meta;
 
-/// Changes that are in memory at a time; the rest is found by the next look.
+/// Changes that are in memory at a time; the next pass finds the rest.
 const MAX_FIXES: usize = 1 << 20;
 
-/// Looks until nothing is left to do.
+/// The most passes until nothing is left to repair.
 const MAX_ROUNDS: u32 = 1 << 12;
 
 const SECTOR: u64 = 512;
 
-/// Mends the image in `raw`, open for writing and file 0 of the port: leaked clusters are free
-/// again, refcounts are what there are references, flags what the refcounts say, and marks of an
-/// unfinished use are removed, and then the file gives back what no cluster in use has. Returns what
-/// was found before. If anything was found that is not
+/// Repairs the image in `raw`, open for writing and file 0 of the port. It frees leaked clusters, sets refcounts to the
+/// number of references and flags by the refcounts, and removes marks of an unfinished use. Then it returns unused
+/// space of the file. Returns the findings from before the repair. If a finding is not
 /// [mendable](ferrite_disk_base::ProblemKind::is_mendable), nothing is changed at all.
 ///
-/// The order: counts; sync; flags, which depend on them; sync; marks in the header; sync. After a
-/// crash in between, a repair finds what is left to do.
+/// The order: counts; sync; flags, which depend on them; sync; marks in the header; sync. After a crash in between,
+/// another repair finds the rest.
 ///
 /// # Errors
-/// It cannot be read or written; a block device has no room for refcounts that are missing.
+/// It cannot be read or written; a block device has no room for missing refcounts.
 pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
     let (header, before) = survey(raw, |_| {}).map_err(|e| failed(raw, "repair", e))?;
     let is_wasteful = before.unused_bytes > 0;
@@ -52,7 +51,7 @@ pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
 
 async fn unmark(port: &Port, header: &Header) -> io::Result<()> {
     if let Some(mark) = header.mark() {
-        // A journal does not know of what is changed here.
+        // A journal does not know of these changes.
         let (at, features) = (AUTOCLEAR_AT, header.autoclear & !mark);
         change(port, 0, |head| head[at..at + 8].copy_from_slice(&features.to_be_bytes())).await?;
         meta::sync(port).await?;
@@ -96,17 +95,18 @@ async fn mend(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
     Ok(())
 }
 
-/// Cuts the file off behind the last cluster in use, and makes holes of other free clusters.
+/// Cuts the file off after the last cluster in use, and punches holes at other free clusters.
 ///
-/// The order: sync; the holes and the file's end; sync. Without the first one, a cut of the power
-/// could bring back an older entry that refers to a cluster which has lost its data: what a process
+/// The order: sync; the holes and the file's end; sync. Without the first one, a power cut could bring back an older
+/// entry that refers to a cluster which has lost its data: writes of a killed process are visible here, and may not be
+/// on the medium.
 /// that was killed had written is seen here, and may not be on the medium.
 async fn give_back(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
     let mut free: Vec<(u64, u64)> = Vec::new();
     let (_, report) = survey(raw, |fix| {
         let Fix::Free { first, end } = fix else { return };
         let has_room = free.len() < MAX_FIXES;
-        // Two windows may have parts of one.
+        // Two windows may each have a part of one range.
         match free.last_mut().filter(|last| last.1 == first) {
             Some(last) => last.1 = end,
             None if has_room => free.push((first, end)),
@@ -125,7 +125,7 @@ async fn give_back(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
             port.io.set_len(file, from).await?;
         } else {
             match port.io.punch_hole(file, from, to - from).await {
-                // It stays as large as it is.
+                // The file keeps its size.
                 Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
                 done => done?,
             }
@@ -134,8 +134,7 @@ async fn give_back(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
     meta::sync(port).await
 }
 
-/// Sets counts, a sector of a block at a time. They come in the order of their clusters. Blocks
-/// that are missing are made first.
+/// Sets counts, a sector of a block at a time, in the order of their clusters. Missing blocks are made first.
 async fn set_counts(
     port: &Port,
     raw: &Raw,
@@ -171,12 +170,11 @@ async fn set_counts(
     Ok(())
 }
 
-/// Makes empty blocks of refcounts behind the end of the file, where nothing refers to, and those
-/// that count them, and a longer table if this one ends before them. What they should say is found
-/// by the next look.
+/// Makes empty blocks of refcounts after the end of the file, where nothing refers to, the blocks that count them, and
+/// a longer table if the present one is too short. The next pass finds their counts.
 ///
-/// The order: blocks and a longer table; sync; the entries of the table, or the header's sector
-/// that names the longer one. A crash before leaves unused space behind the end of the file.
+/// The order: blocks and a longer table; sync; the entries of the table, or the header's sector that names the longer
+/// one. A crash before that leaves unused space after the end of the file.
 async fn make_blocks(
     port: &Port,
     raw: &Raw,
@@ -187,7 +185,7 @@ async fn make_blocks(
     let (bits, entries) = (header.cluster_bits, header.block_entries());
     let first = raw.bytes_now()?.div_ceil(header.cluster_bytes());
     let present = |table: &[u64], block: u64| table.get(block as usize).is_some_and(|o| *o != 0);
-    // New blocks and the table have to be counted themselves.
+    // New blocks and the table need counts themselves.
     let (used, table_clusters) = loop {
         let blocks = missing.len() as u64;
         let needed = missing.last().map_or(0, |last| last + 1).max(table.len() as u64);

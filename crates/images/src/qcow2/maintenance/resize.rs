@@ -1,4 +1,4 @@
-//! Other sizes for a disk, while nobody else uses it.
+//! Changes the size of a disk that is not in use.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -11,14 +11,13 @@ use crate::qcow2::format::header::{MAX_DISK_BYTES, MAX_L1_BYTES};
 use crate::qcow2::tables::meta;
 
 impl Qcow2 {
-    /// Gives the disk another size; the image has to be opened again to be used with it. What is
-    /// behind the new end has to be unallocated, and what was behind the old one, too: an image on
-    /// a parent of `below_bytes`, more than the disk has, cannot grow, since the parent's data
-    /// would come to light.
+    /// Changes the size of the disk; the image has to be opened again to use it. Nothing may be allocated past the new
+    /// end. Nor may the parent have data past the old end: an image on a parent of `below_bytes`, more than the disk
+    /// has, cannot grow, since the parent's data would become visible.
     ///
-    /// The order: entries of a longer L1 (behind the old ones, or all of them in a new place);
-    /// sync; the header's sector, which has size, place and length; sync. Then the old table is
-    /// free, and a cut of the power before that leaks it at the most.
+    /// The order: entries of a longer L1 (after the old ones, or all of them in a new place); sync; the header's
+    /// sector, which has size, place and length; sync. Then the old table is free. A power cut before that leaks at
+    /// most the old table.
     ///
     /// # Errors
     /// `InvalidInput`: such a size is not possible here. Errors of the kernel.
@@ -44,7 +43,7 @@ impl Qcow2 {
         let entries = needed.max(old_entries);
         let room = (old_entries * 8).next_multiple_of(self.cluster_bytes());
         let offset = if entries * 8 <= room {
-            // What is behind the last entry was never looked at.
+            // Bytes after the last entry were never checked.
             let new = vec![0; (entries - old_entries) as usize * 8];
             self.write_l1(port, old_offset, old_entries, new).await?;
             old_offset
@@ -55,7 +54,7 @@ impl Qcow2 {
                 self.l1.iter().flat_map(|e| e.load(Ordering::Acquire).to_be_bytes()).collect();
             all.resize((count * self.cluster_bytes()) as usize, 0);
             self.write_l1(port, offset, 0, all).await?;
-            // Their counts, before anything refers to them.
+            // The counts have to be durable before anything refers to the clusters.
             self.commit(port).await?;
             offset
         };

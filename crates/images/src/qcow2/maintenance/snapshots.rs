@@ -1,5 +1,5 @@
-//! The table of internal snapshots: other programs make and delete them, here they are kept as
-//! they are. Read entry by entry, in bounded memory (threats.md T17).
+//! The table of internal snapshots. Other programs make and delete them; here they are kept unchanged. It is read entry
+//! by entry, in bounded memory (threats.md T17).
 
 use std::io;
 
@@ -7,30 +7,30 @@ use ferrite_disk_base::Raw;
 
 use crate::qcow2::format::header::{Header, MAX_L1_BYTES, be32, be64};
 
-/// Of the table, at a time.
+/// The bytes of the table read at a time.
 const PIECE_BYTES: usize = 64 << 10;
 /// The largest table.
 const MAX_TABLE_BYTES: u64 = 64 << 20;
-/// What every entry has, and what of the rest is understood.
+/// The fields that every entry has, and the extra fields that are used.
 const ENTRY_BYTES: u64 = 40;
 const EXTRA_BYTES: u64 = 16;
-/// Of a name that is told.
+/// The bytes of a name that are shown.
 const MAX_NAME_BYTES: u64 = 255;
-/// Snapshots that are told.
+/// The snapshots that are shown.
 const MAX_TOLD: usize = 1000;
 
-/// What a snapshot says about itself.
+/// The properties of a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Told {
-    /// By which QEMU names it.
+    /// QEMU's identifier of it.
     pub id: String,
-    /// What its maker has called it.
+    /// The name that it was given.
     pub name: String,
     /// When it was made, in seconds since 1970.
     pub created_unix_s: u64,
-    /// Bytes of its disk. None: as many as the image's.
+    /// Bytes of its disk. `None`: as many as the image's.
     pub disk_bytes: Option<u64>,
-    /// Bytes of a machine's memory and devices that were saved with it.
+    /// Bytes of saved memory and device state of the machine.
     pub vm_state_bytes: u64,
 }
 
@@ -46,13 +46,13 @@ pub(in crate::qcow2) struct Entry {
 }
 
 impl Entry {
-    /// Whether it has what an entry need not have in version 2.
+    /// Whether it has the sizes that are optional in version 2.
     pub(in crate::qcow2) fn has_sizes(&self) -> bool {
         self.extra_len >= EXTRA_BYTES
     }
 }
 
-/// An entry that makes no sense, and so nothing behind it does.
+/// An invalid entry, so that none after it can be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the entry of internal snapshot {index} at {at:#x} makes no sense")]
 pub(in crate::qcow2) struct BadEntry {
@@ -67,7 +67,7 @@ pub(in crate::qcow2) struct Entries<'a> {
     file_bytes: u64,
     index: u32,
     at: u64,
-    /// Where the piece that was read last begins.
+    /// The offset of the piece that was read last.
     piece_at: u64,
     piece: Vec<u8>,
 }
@@ -75,17 +75,17 @@ pub(in crate::qcow2) struct Entries<'a> {
 impl<'a> Entries<'a> {
     pub(in crate::qcow2) fn new(raw: &'a Raw, header: &'a Header, file_bytes: u64) -> Entries<'a> {
         let at = header.snapshots_offset;
-        // A table may be in the last cluster, with which the file need not end.
+        // The table may be in the last cluster, before whose end the file may end.
         let file_bytes = file_bytes.next_multiple_of(header.cluster_bytes());
         Entries { raw, header, file_bytes, index: 0, at, piece_at: 0, piece: Vec::new() }
     }
 
-    /// The byte behind the last entry that was read.
+    /// The offset after the last entry that was read.
     pub(in crate::qcow2) fn end(&self) -> u64 {
         self.at
     }
 
-    /// The next entry; none: that was all.
+    /// The next entry; `None` after the last one.
     pub(in crate::qcow2) fn next(&mut self) -> io::Result<Option<Result<Entry, BadEntry>>> {
         if self.index == self.header.snapshots {
             return Ok(None);
@@ -117,7 +117,7 @@ impl<'a> Entries<'a> {
         Ok(Some(Ok(entry)))
     }
 
-    /// Bytes of the table; zeros behind the end of the file.
+    /// Bytes of the table; zeros past the end of the file.
     fn bytes(&mut self, at: u64, len: u64) -> io::Result<Vec<u8>> {
         let inside = |this: &Self| {
             at >= this.piece_at && at + len <= this.piece_at + this.piece.len() as u64
@@ -152,7 +152,7 @@ impl<'a> Entries<'a> {
     }
 }
 
-/// What the snapshots of an image say about themselves: the first thousand.
+/// The properties of the first thousand snapshots.
 pub(in crate::qcow2) fn list(raw: &Raw, header: &Header) -> io::Result<Vec<Told>> {
     let mut entries = Entries::new(raw, header, raw.bytes_now()?);
     let mut all = Vec::new();
@@ -166,13 +166,13 @@ pub(in crate::qcow2) fn list(raw: &Raw, header: &Header) -> io::Result<Vec<Told>
     Ok(all)
 }
 
-/// The clusters that the table and the snapshots' L1 tables are in, but for the table's first.
+/// The clusters of the table and of the snapshots' L1 tables, except for the table's first one.
 pub(in crate::qcow2) fn clusters(
     raw: &Raw,
     header: &Header,
     file_bytes: u64,
 ) -> io::Result<Vec<u64>> {
-    /// More than a disk of 16 TiB has with 10,000 snapshots.
+    /// A bound above that of a disk of 16 TiB with 10,000 snapshots.
     const MAX_CLUSTERS: u64 = 1 << 18;
     let bits = header.cluster_bits;
     let mut entries = Entries::new(raw, header, file_bytes);

@@ -1,4 +1,4 @@
-//! Version 2 becomes version 3, which can be marked as open.
+//! Converts version 2 to version 3, which can be marked as open.
 
 use std::io;
 
@@ -11,26 +11,24 @@ use crate::qcow2::tables::meta;
 
 const SECTOR: usize = SECTOR_BYTES as usize;
 
-/// Makes the image in `raw`, open for writing and file 0 of the port, one of version 3; false: it
-/// was one. Nobody has anything of it in a journal.
+/// Converts the image in `raw`, open for writing and file 0 of the port, to version 3; `false`: it has that version. No
+/// journal has changes of it.
 ///
-/// A longer header takes the place of what follows it. The order of writes:
-/// 1. the backing file's name, if there is no room for it in the first sector any more, behind where it
-///    was; sync,
-/// 2. the first sector, which has all the rest and is never torn; sync.
+/// The header gets longer, over the bytes that follow it. The order of writes:
+/// 1. The backing file's name, if it no longer fits into the first sector: it is moved to after its old place; sync.
+/// 2. The first sector, which has all the rest and is never torn; sync.
 ///
-/// A cut of the power before the second sync leaves the one version or the other, whole.
+/// A power cut before the second sync leaves one version or the other, complete.
 ///
 /// # Errors
-/// It is damaged, its header has no room, or its snapshots do not say what version 3 wants to know.
-/// Those of the medium.
+/// It is damaged, its header has no room, or its snapshots lack sizes that version 3 requires. Those of the medium.
 pub async fn upgrade(port: &Port, raw: &Raw) -> Result<bool, DiskError> {
     let (header, report) = survey(raw, |_| {}).map_err(|e| failed(raw, "amend", e))?;
     let refuse = |why: &str, help: &str| {
         let what = format!("cannot amend {}", raw.path().display());
         Err(DiskError::new(ErrorKind::Unsuitable, what, why, help))
     };
-    // A flag that version 2 has no meaning for would get one.
+    // A flag without a meaning in version 2 would get one.
     let Some(header) = header.filter(|_| report.counts.damage + report.counts.unsupported == 0)
     else {
         let help = "check it (ferrite image check), and mend what can be mended";
@@ -52,14 +50,14 @@ pub async fn upgrade(port: &Port, raw: &Raw) -> Result<bool, DiskError> {
     Ok(true)
 }
 
-/// What is written.
+/// The bytes that are written.
 struct Plan {
     first_sector: Vec<u8>,
-    /// The backing file's name in sectors of its own, and where.
+    /// The backing file's name in sectors of its own, and their place.
     name: Option<(u64, Vec<u8>)>,
 }
 
-/// None: there is no room. The name of the backing file was at byte `name_at`.
+/// Plans the new header. `None`: there is no room. The name of the backing file was at byte `name_at`.
 fn plan(header: &Header, name_at: u64) -> Option<Plan> {
     let mut sector = header.encode()?;
     if sector.len() <= SECTOR {
@@ -89,7 +87,7 @@ async fn write(port: &Port, plan: &Plan) -> io::Result<()> {
     meta::sync(port).await
 }
 
-/// Whether all say how large their disk and the state of their machine are, as version 3 wants.
+/// Whether all snapshots have the sizes of their disk and machine state, as version 3 requires.
 fn snapshots_have_sizes(raw: &Raw, header: &Header) -> io::Result<bool> {
     let mut entries = Entries::new(raw, header, raw.bytes_now()?);
     while let Some(entry) = entries.next()? {

@@ -1,9 +1,8 @@
 //! L2 entries in memory: slices of tables in a cache of fixed size.
 //!
-//! Readers take no lock. A slot's tag says which slice it holds and changes with each use of the
-//! slot, so it is looked at before the entries are read and once more after it (a seqlock): a
-//! slice that was evicted meanwhile is a miss. All changes are made under the lock of the image's
-//! state, which the caller holds.
+//! Readers take no lock. A slot's tag names its slice, and changes with each use of the slot. It is read before and
+//! after the entries (a seqlock): a slice that was evicted meanwhile is a miss. All changes are made under the lock of
+//! the image's state, which the caller holds.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
@@ -17,9 +16,9 @@ const USE_BITS: u32 = 24;
 
 struct Slot {
     entries: OnceLock<Box<[AtomicU64]>>,
-    /// Looked at since the last eviction passed by.
+    /// It was read since the last eviction passed it.
     used: AtomicBool,
-    /// Reasons why it must stay. Changed under the lock of the state only.
+    /// The number of reasons to keep the slice. Changed under the lock of the state only.
     pins: AtomicU32,
 }
 
@@ -32,10 +31,10 @@ pub(in crate::qcow2) struct Cache {
 }
 
 impl Cache {
-    /// For at most `bytes` of entries, `slice_entries` to a slice, but at least one set of slots.
+    /// A cache of at most `bytes` of entries, `slice_entries` to a slice, but at least one set of slots.
     ///
-    /// The number of sets is a power of two, so that slices that share a set share it in any
-    /// smaller cache, too: what was pinned there has room here.
+    /// The number of sets is a power of two, so that slices that share a set share it in any smaller cache, too: pinned
+    /// slices of a larger cache have room here.
     pub(in crate::qcow2) fn new(bytes: usize, slice_entries: usize) -> Cache {
         let sets = 1 << (bytes / (slice_entries * 8 * WAYS)).max(1).ilog2();
         let slot = || Slot {
@@ -70,8 +69,8 @@ impl Cache {
         })
     }
 
-    /// What `look` makes of the entries of a slice, if it is here. `look` may be shown entries
-    /// that are just being replaced; its answer is thrown away then.
+    /// The result of `look` for the entries of a slice, if it is here. `look` may see entries that are being replaced;
+    /// its result is discarded then.
     #[inline]
     pub(in crate::qcow2) fn read<T>(
         &self,
@@ -96,21 +95,20 @@ impl Cache {
         self.find(slice).is_some()
     }
 
-    /// Changes an entry; gives the old one. Under the lock of the state.
+    /// Changes an entry; returns the old one. Under the lock of the state.
     ///
     /// # Panics
-    /// If the slice is not here: what is changed is pinned first.
+    /// If the slice is not here: the caller pins it first.
     pub(in crate::qcow2) fn set_entry(&self, slice: u64, i: usize, entry: u64) -> u64 {
         let Some(entries) = self.find(slice).and_then(|(i, _)| self.slots[i].entries.get()) else {
             unreachable!("slice {slice} is changed, but not in memory")
         };
-        // Release: who sees the entry sees what was stored before it.
+        // Release: a thread that sees the entry also sees what was stored before it.
         entries[i].swap(entry, Ordering::AcqRel)
     }
 
-    /// Whether a slice may get a reason to stay. The last slot of a set keeps none: what others
-    /// need to read can always be put in, whatever becomes of those reasons. Under the lock of the
-    /// state.
+    /// Whether a slice may get a reason to stay. The last slot of a set keeps none, so that a slice for reading can
+    /// always be put in. Under the lock of the state.
     pub(in crate::qcow2) fn can_pin(&self, slice: u64) -> bool {
         let pinned = |i: usize| self.slots[i].pins.load(Ordering::Relaxed) > 0;
         self.find(slice).is_some_and(|(i, _)| pinned(i))
@@ -133,8 +131,8 @@ impl Cache {
         self.slots[i].pins.store(pins, Ordering::Relaxed);
     }
 
-    /// Puts a slice in, in the place of one that is not pinned. Under the lock of the state. A
-    /// slice that is here already stays as it is.
+    /// Puts a slice in, in place of one that is not pinned. Under the lock of the state. A slice that is here already
+    /// stays as it is.
     ///
     /// # Panics
     /// If all are pinned.
@@ -157,7 +155,7 @@ impl Cache {
         self.tags[i].store((slice + 1) << USE_BITS | uses, Ordering::Release);
     }
 
-    /// An empty slot, or the first that nobody has looked at lately; the others lose that mark.
+    /// An empty slot, or the first that was not used lately; the slots passed lose that mark.
     fn victim(&self, slice: u64) -> Option<usize> {
         let set = self.set(slice);
         let empty = |i: &usize| self.tags[*i].load(Ordering::Relaxed) >> USE_BITS == 0;
@@ -170,7 +168,7 @@ impl Cache {
             return Some(i);
         }
         set.clone().for_each(|i| self.slots[i].used.store(false, Ordering::Relaxed));
-        // Not always the same one: the uses of the set's first slot serve as a hand of the clock.
+        // Starts at different slots: the uses of the set's first slot serve as a clock hand.
         let turn = (self.tags[set.start].load(Ordering::Relaxed) as usize) % WAYS;
         (0..WAYS).map(|n| set.start + (turn + n) % WAYS).find(free)
     }

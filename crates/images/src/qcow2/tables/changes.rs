@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashMap};
 
 use ferrite_disk_base::journal::{Journal, Slot};
 
-/// Words of a journal record: the entry now, the one on disk, and the one that may have got there
-/// with a commit that was not finished. The key is the guest's cluster, or [`l1_key`].
+/// Words of a journal record: the present entry, the one on disk, and one that a commit which did not finish may have
+/// written. The key is the guest's cluster, or [`l1_key`].
 pub(in crate::qcow2) const WORDS: usize = 3;
 
 /// The key of an L1 entry: above all guest's clusters.
@@ -14,7 +14,7 @@ pub(in crate::qcow2) fn l1_key(index: usize) -> u64 {
     L1_KEYS | index as u64
 }
 
-/// The first of them.
+/// The first of the keys of L1 entries.
 pub(in crate::qcow2) const L1_KEYS: u64 = 1 << 62;
 
 /// See the module text.
@@ -22,9 +22,9 @@ pub(in crate::qcow2) struct Changes {
     pub(in crate::qcow2) journal: Journal,
     /// Records of entries that differ from the disk's, by key.
     slots: HashMap<u64, Slot>,
-    /// Entries changed since the last commit began, with what they were then, by key.
+    /// Entries changed since the last commit began, with their value at that time, by key.
     pub(in crate::qcow2) changed: BTreeMap<u64, u64>,
-    /// What the commit that is under way makes durable.
+    /// The entries that the present commit makes durable.
     pub(in crate::qcow2) committing: BTreeMap<u64, u64>,
 }
 
@@ -38,14 +38,14 @@ impl Changes {
         }
     }
 
-    /// Notes that an entry was `old` and is `new`; the record comes before anybody
-    /// is answered. True: nothing was noted since the last commit began.
+    /// Notes that an entry was `old` and is `new`; the record is made before any request is answered. `true`: nothing
+    /// was noted since the last commit began.
     pub(in crate::qcow2) fn note(&mut self, key: u64, old: u64, new: u64) -> bool {
         match self.slots.get(&key) {
             Some(slot) => {
-                // A commit under way, or one that failed, may have brought `old` to the disk. There
-                // is nothing else that it may have: an entry gets a place of its own at once or after
-                // it was made zeros, and keeps that at least until it is durable.
+                // The present commit, or a failed one, may have written `old` to the disk. No other value is possible:
+                // an entry gets a place of its own at once or after it was made zeros, and keeps that at least until it
+                // is durable.
                 self.journal.store(*slot, 2, old);
                 self.journal.store(*slot, 0, new);
             }
@@ -66,12 +66,12 @@ impl Changes {
         self.slots.contains_key(&key)
     }
 
-    /// Takes in a record of a process that died.
+    /// Takes a record of a dead process.
     pub(in crate::qcow2) fn recover(&mut self, key: u64, slot: Slot) {
         self.slots.insert(key, slot);
     }
 
-    /// What the record of an entry says is on disk.
+    /// Notes that an entry on disk is as its record.
     pub(in crate::qcow2) fn committed(&mut self, key: u64) {
         let Some(slot) = self.slots.get(&key).copied() else { return };
         match self.changed.get(&key) {

@@ -1,4 +1,4 @@
-//! Reading and writing metadata: private copies, through the port's scratch memory.
+//! Reads and writes metadata: private copies, through the port's scratch memory.
 
 use std::future::{Future, poll_fn};
 use std::io;
@@ -10,20 +10,20 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 use ferrite_io::scratch::MAX_PIECE_BYTES;
 
-/// How often in a row.
+/// Retries of an operation in a row.
 const RETRIES: u32 = 16;
 
-/// How often something is made ready that others use up meanwhile, until that is an error.
+/// How often something is prepared that other tasks use up meanwhile, before that is an error.
 pub(in crate::qcow2) const TRIES: u32 = 64;
 
 /// Bytes of a table that are read at once.
 pub(in crate::qcow2) const TABLE_PIECE: u64 = 1 << 20;
 
-/// Reads what is there; behind the end of the file there are zeros. Offset and length are
-/// multiples of 512.
+/// Reads bytes; past the end of the file there are zeros. Offset and length are multiples of 512.
 ///
-/// There is memory for the bytes only while there is scratch memory to read them through: that
-/// bounds how many are at it, and so what compressed clusters of megabytes take when a guest asks for
+/// Memory for the bytes is held only together with scratch memory to read them through. That bounds the number of
+/// concurrent callers, and so the memory of compressed clusters of megabytes when a guest requests as many at once as
+/// it can (threats.md T17).
 /// as many at once as it can (threats.md T17).
 pub(in crate::qcow2) async fn read(
     port: &Port,
@@ -103,8 +103,8 @@ pub(in crate::qcow2) async fn write_zeros(
     Ok(())
 }
 
-/// Writes blocks of one size, a piece of scratch memory full of them at once. `bytes` gives a
-/// block's contents when its turn has come.
+/// Writes blocks of one size, a piece of scratch memory full of them at once. `bytes` gives a block's content when it
+/// is written.
 pub(in crate::qcow2) async fn write_blocks(
     port: &Port,
     file: FileId,
@@ -132,7 +132,7 @@ pub(in crate::qcow2) async fn write_blocks(
 
 type Step<'a> = Pin<Box<dyn Future<Output = io::Result<()>> + 'a>>;
 
-/// Waits for all of them, whatever happens to some; the first error.
+/// Waits for all steps, also after failures; the first error.
 async fn all(mut steps: Vec<Step<'_>>) -> io::Result<()> {
     let mut result = Ok(());
     poll_fn(|cx| {
@@ -151,19 +151,19 @@ async fn all(mut steps: Vec<Step<'_>>) -> io::Result<()> {
     result
 }
 
-/// Everything written before is on the medium.
+/// Syncs: all earlier writes are on the medium.
 pub(in crate::qcow2) async fn sync(port: &Port) -> io::Result<()> {
     port.io.sync(port.files[0]).await
 }
 
-/// Reads metadata while nothing else runs; what is behind the end of the file is zeros.
+/// Reads metadata while nothing else runs; past the end of the file there are zeros.
 pub(in crate::qcow2) fn read_whole(medium: &Raw, offset: u64, len: usize) -> io::Result<Vec<u8>> {
     let mut bytes = medium.read_now(offset, len)?;
     bytes.resize(len, 0);
     Ok(bytes)
 }
 
-/// Whatever is made ready is used up by others at once.
+/// The error if each prepared resource is used up by others at once.
 pub(in crate::qcow2) fn out_of_memory() -> io::Error {
     let text = "qcow2 image: its metadata does not fit into the memory for it";
     io::Error::new(io::ErrorKind::OutOfMemory, text)

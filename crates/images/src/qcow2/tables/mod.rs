@@ -1,4 +1,4 @@
-//! Tables of entries in memory, what of them is not on disk yet, and metadata read and written.
+//! Tables of entries in memory, their changes that are not on disk yet, and I/O of metadata.
 
 pub(in crate::qcow2) mod cache;
 pub(in crate::qcow2) mod changes;

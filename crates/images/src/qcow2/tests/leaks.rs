@@ -1,11 +1,11 @@
-//! What failed writes leave.
+//! Leaks after failed writes.
 
 use ferrite_simio::{Fault, On};
 
 use super::trouble::{EIO, Machine, on_parent};
 use super::*;
 
-/// Places for writes are given out ahead only where there is nothing below.
+/// Without a parent, places for writes are given out ahead.
 fn alone(cluster_bytes: u32) -> impl FnOnce(&Path) {
     move |path| create(path, &NewImage { cluster_bytes, ..NewImage::new(8 << 20) })
 }
@@ -15,7 +15,7 @@ fn fail_now_and_then(machine: &Machine, per_mille: u64) {
     machine.world.set_faults(vec![fault(On::Write), fault(On::Change)]);
 }
 
-/// One of the things that guests do.
+/// One of several operations of a guest.
 fn use_it(machine: &mut Machine, i: u64) -> std::io::Result<()> {
     let at = machine.world.below(8 << 11) * 512;
     let len = (512 << machine.world.below(8)).min((8 << 20) - at);

@@ -1,4 +1,4 @@
-//! The memory for metadata is small.
+//! Images with little memory for metadata.
 
 use super::*;
 
@@ -12,7 +12,7 @@ fn open_with(path: &Path, options: &OpenOptions) -> Session {
     Session::new(Arc::new(disk), |arena| kind.open(arena, 16)).unwrap()
 }
 
-/// A chain shares the memory, and who recovers has all of it: then entries are elsewhere.
+/// A chain shares the memory, and recovery has all of it: so entries are in other places.
 #[test]
 fn what_a_dead_process_had_in_memory_fits_into_that_of_the_next() {
     let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();
@@ -38,7 +38,7 @@ fn what_a_dead_process_had_in_memory_fits_into_that_of_the_next() {
     }
 }
 
-/// The places that they were given keep their entries in memory.
+/// The places of failed writes keep their entries in memory.
 #[test]
 fn writes_that_failed_do_not_keep_others_from_what_they_need() {
     let dir = tempfile::tempdir().unwrap();
@@ -75,7 +75,7 @@ fn writes_that_failed_do_not_keep_others_from_what_they_need() {
     assert!(check(&medium(&path)).unwrap().is_clean());
 }
 
-/// Between two looks at an entry another thread may need its place in memory.
+/// Between two reads of an entry another thread may need its place in memory.
 #[test]
 fn a_compressed_cluster_is_read_while_its_entry_comes_and_goes() {
     let dir = tempfile::tempdir().unwrap();

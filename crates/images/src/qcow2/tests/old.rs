@@ -1,5 +1,5 @@
-//! Images of version 2, which cannot be marked: whether another program has written to one after a
-//! process died is told by its refcounts.
+//! Images of version 2, which cannot be marked: their refcounts tell whether another program has written since a
+//! process died.
 
 use std::fs::File;
 
@@ -27,11 +27,11 @@ fn nearly_full(path: &Path) {
     session.close().unwrap();
 }
 
-/// Writes `bytes` at a time, as long as the world goes on; where what was answered is.
+/// Writes `bytes` at a time, as long as the world goes on; returns the offsets of answered writes.
 fn write_until_it_stops(machine: &mut Machine, from: u64, bytes: usize) -> Vec<u64> {
     let mut answered = Vec::new();
     for i in 0..24 {
-        // What is in flight in a world that stands still keeps its memory.
+        // Operations in flight in a stopped world keep their memory.
         if machine.world.stopped() {
             break;
         }
@@ -50,7 +50,7 @@ fn write_until_it_stops(machine: &mut Machine, from: u64, bytes: usize) -> Vec<u
     answered
 }
 
-/// How often it died, a step or more later each time.
+/// Kills the process at each step in turn; how often.
 fn dies_everywhere(make: &dyn Fn(&Path), steps: usize, from: u64, bytes: usize) -> u32 {
     let mut deaths = 0;
     for stop in (1..).step_by(steps) {
@@ -100,7 +100,7 @@ fn an_old_image_is_recovered_while_its_refcount_table_grows() {
     assert!(deaths > 50, "{deaths}");
 }
 
-/// A process has died, and left what it had answered.
+/// Kills the process, which leaves a journal.
 fn died(machine: Machine) -> tempfile::TempDir {
     let Machine { dir, world, session } = machine;
     drop(session);
@@ -109,7 +109,7 @@ fn died(machine: Machine) -> tempfile::TempDir {
     dir
 }
 
-/// Another program mends what it finds: what that was.
+/// Repairs the image as another program would; the findings.
 fn repaired(dir: &Path) -> Report {
     let raw = medium(&dir.join("a.qcow2"));
     let (mut reactor, port) = port_to(&raw);
@@ -129,8 +129,7 @@ fn is_refused(dir: &Path, lost: &str) {
     assert!(error.why().contains(lost), "{error}");
 }
 
-/// The counts of clusters are on disk, and the entries that refer to them are not: to everybody
-/// else they are leaks.
+/// Counts of clusters are on disk, and the entries that refer to them are not: to other programs they are leaks.
 #[test]
 fn leaks_that_another_program_has_freed_after_half_a_commit_are_missed() {
     let mut freed = [0, 0];
@@ -147,7 +146,7 @@ fn leaks_that_another_program_has_freed_after_half_a_commit_are_missed() {
         let before = repaired(dir.path());
         let bait = u64::from(version == 2);
         if before.counts.leaks == bait {
-            // Nothing but the bait: what was answered with an error was written all the same.
+            // Only the bait was found: data of failed writes are on disk all the same.
             continue;
         }
         assert!(before.findings.iter().any(|f| f.problem == Problem::Leak), "{before:?}");
@@ -157,7 +156,7 @@ fn leaks_that_another_program_has_freed_after_half_a_commit_are_missed() {
     assert!(freed.iter().all(|times| *times > 2), "{freed:?}");
 }
 
-/// Also where nothing but the bait could be repaired.
+/// This holds also if only the bait can be repaired.
 #[test]
 fn a_repair_after_a_death_is_noticed_though_it_finds_nothing_else() {
     let mut machine = Machine::new(1, |path| create(path, &old(65536)));
@@ -168,7 +167,7 @@ fn a_repair_after_a_death_is_noticed_though_it_finds_nothing_else() {
     is_refused(dir.path(), "lost: bytes 1048576 to 1114111");
 }
 
-/// The counts that were being written may be anything, but for the bait's.
+/// Counts that were being written may have any value, but not the bait's.
 #[test]
 fn a_repair_after_a_death_within_a_commit_is_noticed_wherever_that_was() {
     let (mut refused, mut done) = (0, 0);
@@ -188,7 +187,7 @@ fn a_repair_after_a_death_within_a_commit_is_noticed_wherever_that_was() {
                 assert_eq!(done, 0, "a death after fewer than {stop} steps was not noticed");
                 refused += 1;
             }
-            // The journal says nothing any more.
+            // The journal has no records any more.
             Ok(_) => done += 1,
         }
     }
@@ -216,7 +215,7 @@ fn the_bait_of_dead_processes_is_freed_by_a_good_close() {
 
 #[test]
 fn what_another_program_has_changed_in_counts_or_header_is_noticed() {
-    // The count of the header's cluster in the first block, and a byte behind the header.
+    // The count of the header's cluster in the first block, and a byte after the header.
     for (at, byte) in [(2 << 16, 7), (80, 1)] {
         let mut machine = Machine::new(1, |path| create(path, &old(65536)));
         machine.session.write(0, &[1; 512]).unwrap();
@@ -229,7 +228,7 @@ fn what_another_program_has_changed_in_counts_or_header_is_noticed() {
     }
 }
 
-/// A program that keeps the mark, as one that copies blocks of the file does.
+/// As with a program that keeps the mark, such as one that copies blocks of the file.
 #[test]
 fn an_entry_that_is_neither_old_nor_new_is_refused_with_what_is_lost() {
     for version in [2, 3] {

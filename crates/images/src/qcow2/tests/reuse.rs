@@ -1,4 +1,4 @@
-//! Clusters that come free while an image is open.
+//! Clusters that become free while an image is open.
 
 use std::cell::Cell;
 
@@ -19,7 +19,7 @@ fn packed_cluster(qcow2: &Qcow2) -> u64 {
 
 #[test]
 fn compressed_data_stay_until_who_began_to_read_them_is_done() {
-    // The reader is given up after so many polls, or waited for.
+    // The reader is dropped after so many polls, or waited for.
     for times in 1..6 {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.qcow2");
@@ -64,7 +64,7 @@ fn compressed_data_stay_until_who_began_to_read_them_is_done() {
     }
 }
 
-/// A process that dies leaves a journal that is believed by the counts on disk.
+/// A dead process's journal is checked against the counts on disk.
 #[test]
 fn a_cluster_is_not_given_out_before_its_count_is_down_on_disk() {
     let dir = tempfile::tempdir().unwrap();
@@ -91,7 +91,7 @@ fn a_cluster_is_not_given_out_before_its_count_is_down_on_disk() {
     session.close().unwrap();
 }
 
-/// Where the task is dropped there may be something on the way to its fresh cluster.
+/// When the task is dropped, a write to its fresh cluster may be in flight.
 #[test]
 fn a_task_that_is_dropped_while_it_makes_a_table_or_copies_leaks_nothing() {
     for times in 1..40 {

@@ -1,4 +1,4 @@
-//! A machine on which writes fail, and whose power is cut at any step after that.
+//! A machine whose writes fail, and whose power is cut at any step after that.
 
 use std::future::{Future, poll_fn};
 use std::task::Poll;
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use super::*;
 use crate::open_medium;
 
-/// EIO, as the kernel gives it.
+/// EIO, as the kernel returns it.
 pub(super) const EIO: i32 = 5;
 
 pub(super) struct Machine {
@@ -42,13 +42,12 @@ impl Machine {
         self.world.set_faults(vec![fault]);
     }
 
-    /// The world stands still so many steps from now.
+    /// Stops the world so many steps from now.
     pub(super) fn stop_after(&self, steps: u64) {
         self.world.stop_at(Some(self.world.step() + steps));
     }
 
-    /// The power is cut; what is on the medium is in order, but for leaks. Whether the world had
-    /// been stopped before.
+    /// Cuts the power; the medium is intact, except for leaks. Returns whether the world had been stopped before.
     fn end(self) -> bool {
         let Machine { dir, world, session } = self;
         let stopped = world.stopped();
@@ -61,7 +60,7 @@ impl Machine {
     }
 }
 
-/// With a journal.
+/// Opens the image with a journal.
 pub(super) fn open_in(dir: &Path, read_only: bool) -> Image {
     let name = ferrite_disk_base::ImageName {
         format: ferrite_disk_base::Format::Qcow2,
@@ -79,7 +78,7 @@ fn small(path: &Path) {
     create(path, &NewImage { cluster_bytes: 512, ..NewImage::new(8 << 20) });
 }
 
-/// With clusters of so many bytes, on a parent that is full of fives.
+/// Makes an image with clusters of so many bytes, on a parent that is full of fives.
 pub(super) fn on_parent(cluster_bytes: u32) -> impl FnOnce(&Path) {
     move |path| {
         std::fs::write(path.with_file_name("parent"), vec![5; 8 << 20]).unwrap();
@@ -88,8 +87,8 @@ pub(super) fn on_parent(cluster_bytes: u32) -> impl FnOnce(&Path) {
     }
 }
 
-/// A commit that fails may have written the entry of a new table before. What the table gets then
-/// may only be written behind the counts of what it refers to.
+/// A failed commit may have written the entry of a new table. Entries of that table may then only be written after the
+/// counts of the clusters that they refer to.
 #[test]
 fn a_table_that_a_failed_commit_made_reachable_refers_to_nothing_without_a_count() {
     for seed in 0..4 {
@@ -114,7 +113,7 @@ fn a_table_that_a_failed_commit_made_reachable_refers_to_nothing_without_a_count
 
 /// An image whose refcount table will have to grow.
 fn small_table(path: &Path) {
-    // It has room for 2 MiB, and the disk is made larger than that.
+    // It has room for 2 MiB, and the disk is larger.
     let new = NewImage { cluster_bytes: 512, refcount_bits: 64, ..NewImage::new(1 << 20) };
     create(path, &new);
     let mut session = open(path);
@@ -129,7 +128,7 @@ fn small_table(path: &Path) {
     session.close().unwrap();
 }
 
-/// Whether the header that could not be written names the new refcount table, nobody knows.
+/// After the failed write the header may name either refcount table.
 #[test]
 fn a_refcount_table_that_may_be_the_one_in_use_is_left_alone() {
     for seed in 0..4 {
@@ -145,7 +144,7 @@ fn a_refcount_table_that_may_be_the_one_in_use_is_left_alone() {
             }
             machine.stop_after(stop);
             for i in 0..4 {
-                // What is in flight in a world that stands still keeps its memory.
+                // Operations in flight in a stopped world keep their memory.
                 if !machine.world.stopped() {
                     let _ = machine.session.write(at + (i << 14), &[3; 1 << 14]);
                 }
@@ -160,7 +159,7 @@ fn a_refcount_table_that_may_be_the_one_in_use_is_left_alone() {
     }
 }
 
-/// The same where the task that writes the header is dropped.
+/// As above, where the task that writes the header is dropped.
 #[test]
 fn a_refcount_table_whose_naming_was_called_off_is_left_alone() {
     for times in (1..).step_by(2) {
@@ -190,7 +189,7 @@ fn a_refcount_table_whose_naming_was_called_off_is_left_alone() {
     }
 }
 
-/// Polls a future so often at most; whether it was not done by then.
+/// Polls a future at most so often; whether it was not done by then.
 async fn given_up_after(work: impl Future, times: u64) -> bool {
     let mut work = std::pin::pin!(work);
     let mut left = times;
@@ -264,7 +263,7 @@ fn counts_of_the_next_run_are_there_whatever_is_read_meanwhile() {
     }
 }
 
-/// The refcount table is made so large that it has entries for the blocks that it needs itself.
+/// The refcount table is made large enough to have entries for its own blocks.
 #[test]
 fn a_table_far_behind_what_refcounts_cover_does_no_harm() {
     let dir = tempfile::tempdir().unwrap();
@@ -272,7 +271,7 @@ fn a_table_far_behind_what_refcounts_cover_does_no_harm() {
     create(&path, &NewImage { cluster_bytes: 512, ..NewImage::new(1 << 20) });
     let l1 = with_qcow2(&open(&path), |qcow2| qcow2.header.l1_offset);
     let file = std::fs::File::options().write(true).open(&path).unwrap();
-    // In the 128th block of 256 counts each, and the last two are free.
+    // In the 128th block of 256 counts each; the last two are free.
     let table = 32765u64 << 9;
     file.write_all_at(&(COPIED | table).to_be_bytes(), l1).unwrap();
     file.set_len(table + 512).unwrap();
@@ -284,8 +283,8 @@ fn a_table_far_behind_what_refcounts_cover_does_no_harm() {
     assert_eq!(bytes, [1; 512]);
 }
 
-/// Zeros that are noted by the entry alone would hide the place that a write is on its way to, and
-/// the next one would bring up what a failed write has left in it.
+/// If the entry became zeros, it would hide the place of a write in flight. The next write would make a failed write's
+/// data visible.
 #[test]
 fn the_entry_of_a_cluster_with_a_place_given_stays() {
     let dir = tempfile::tempdir().unwrap();
@@ -300,13 +299,13 @@ fn the_entry_of_a_cluster_with_a_place_given_stays() {
     assert!(!with_qcow2(&session, |qcow2| qcow2.state().pending.contains_key(&0)));
 }
 
-/// Of what was written before a sync that failed, nobody knows whether it is on the medium: after a
-/// flush or a close has said so the records must not bring back what refers to it.
+/// Data written before a failed sync may or may not be on the medium. After a flush or a close has reported that, the
+/// records must not bring back entries that refer to them.
 #[test]
 fn what_a_failed_sync_has_lost_is_not_recovered() {
     for (seed, closing) in (0..16).map(|i| (i / 2, i % 2 == 1)) {
         let mut machine = Machine::new(seed, on_parent(65536));
-        // The first one syncs the parent, too.
+        // The first flush syncs the parent, too.
         machine.session.flush().unwrap();
         machine.session.write(4096, &[1; 512]).unwrap();
         machine.fail_once(On::Sync, 0..u64::MAX);
@@ -328,7 +327,7 @@ fn what_a_failed_sync_has_lost_is_not_recovered() {
     }
 }
 
-/// The table is reachable by the journal alone, though what is in it is on the medium.
+/// Only the journal refers to the table, though the table's contents are on the medium.
 #[test]
 fn a_reader_is_told_of_clusters_in_a_table_that_only_the_journal_names() {
     for seed in 0..4 {
@@ -367,7 +366,7 @@ fn an_entry_that_changes_after_a_commit_that_failed_is_recovered() {
     }
 }
 
-/// What was answered with an error may be on the medium.
+/// A write that was answered with an error may be on the medium.
 #[test]
 fn a_refcount_block_that_the_table_may_name_is_not_cut_off() {
     for seed in 0..8 {
@@ -423,7 +422,7 @@ fn what_a_larger_device_has_room_for_can_be_read_and_written_again() {
     assert_eq!(with_qcow2(&session, |qcow2| qcow2.state().clusters.used_end()), used);
 }
 
-/// A larger L1 table is not looked for between others, where there may be nothing but single ones.
+/// A place for a larger L1 table is not searched between used clusters, where there may be only single ones.
 #[test]
 fn single_free_clusters_are_left_alone_when_many_neighbours_are_needed() {
     let dir = tempfile::tempdir().unwrap();
@@ -444,7 +443,7 @@ fn single_free_clusters_are_left_alone_when_many_neighbours_are_needed() {
     assert!(!qcow2.state().clusters.is_quarantined(8));
 }
 
-/// While the guest waits: the tables of one disk may be 8 GiB.
+/// The guest waits meanwhile, and the tables of one disk may have 8 GiB.
 #[test]
 fn many_tables_of_a_marked_image_are_not_read_when_it_is_recovered() {
     let read = |tables: u64, version: u32| {

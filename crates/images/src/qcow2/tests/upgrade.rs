@@ -1,10 +1,10 @@
-//! Version 2 becomes version 3.
+//! Conversion of version 2 to version 3.
 
 use ferrite_simio::SimWorld;
 
 use super::*;
 
-/// Images of version 2 with data, on a parent whose name has about so many bytes; 0: on none.
+/// Images of version 2 with data, on a parent whose name has about so many bytes; 0: without a parent.
 fn made(dir: &Path, name_bytes: usize) -> std::path::PathBuf {
     let path = dir.join("a.qcow2");
     std::fs::write(dir.join("parent"), vec![5; 1 << 20]).unwrap();
@@ -27,8 +27,7 @@ fn version(path: &Path) -> u32 {
     with_qcow2(&open(path), Qcow2::version)
 }
 
-/// Upgrades with an engine of this world, which may stop meanwhile: then there is no reason for the
-/// error.
+/// Upgrades with an engine of this world, which may stop meanwhile: an error has no reason then.
 fn upgraded(world: &SimWorld, path: &Path) -> Result<bool, Option<ferrite_disk_base::DiskError>> {
     let raw = medium(path);
     let arena = Arena::new(2 << 20).unwrap();
@@ -43,7 +42,7 @@ fn upgraded(world: &SimWorld, path: &Path) -> Result<bool, Option<ferrite_disk_b
 
 #[test]
 fn an_image_has_the_one_version_or_the_other_wherever_the_power_is_cut() {
-    // In the first sector, in it until the header is longer, and never in it.
+    // Names that stay in the first sector, that leave it with the longer header, and that never fit into it.
     for name_bytes in [0, 20, 390, 900] {
         let mut cuts = 0;
         for stop in 1.. {
@@ -80,7 +79,7 @@ fn what_is_damaged_or_has_no_room_stays_as_it_is() {
     };
     let dir = tempfile::tempdir().unwrap();
     let path = made(dir.path(), 0);
-    // An entry with the flag that only version 3 has.
+    // An entry with a flag that only version 3 has.
     let table = with_qcow2(&open(&path), |qcow2| qcow2.l1_entry(0) & entry::OFFSET);
     let file = std::fs::File::options().write(true).open(&path).unwrap();
     file.write_all_at(&1u64.to_be_bytes(), table).unwrap();

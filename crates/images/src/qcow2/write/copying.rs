@@ -1,5 +1,4 @@
-//! A cluster that cannot be written where it is gets a new place, and there what is written and everything
-//! around it.
+//! Copies a cluster that cannot be written in place: a new place gets the written data and the rest of the cluster.
 
 use std::io;
 
@@ -23,7 +22,7 @@ struct Copying<'a> {
     /// Byte offset of the new place.
     host: u64,
     zeroed: bool,
-    /// The place, where it is a fresh cluster.
+    /// The place, if it is a fresh cluster.
     fresh: Option<Fresh<'a>>,
 }
 
@@ -46,19 +45,18 @@ impl Drop for Copying<'_> {
     }
 }
 
-/// How a cluster that could not be written where it is can be written.
+/// The way to write a cluster that could not be written in place.
 enum Begun<'a> {
-    /// To a new place.
+    /// Copy it to a new place.
     Copying(Copying<'a>),
-    /// Where another write has got a place meanwhile: nothing has to be copied.
+    /// Another write has got a place meanwhile: nothing has to be copied.
     Join(u64),
-    /// There is something to prepare first.
+    /// Metadata has to be prepared first.
     NotYet,
 }
 
 impl Qcow2 {
-    /// Writes `buf`, part of one cluster that cannot be written where it is, and everything around
-    /// it, to a new place.
+    /// Writes `buf`, part of one cluster that cannot be written in place, and the rest of the cluster, to a new place.
     pub(crate) async fn write_copying(
         &self,
         port: &Port,
@@ -71,7 +69,7 @@ impl Qcow2 {
         let _alone = lock.lock(&port.io).await?;
         for _ in 0..TRIES {
             match self.reserve(below, offset, buf.len() as u64) {
-                // Somebody has copied it meanwhile.
+                // Another task has copied it meanwhile.
                 Mapping::Data { offset: to, len } => {
                     let part = buf.slice(0, buf.len().min(len as usize));
                     port.io.write_all(port.files[0], to, part).await?;
@@ -105,7 +103,7 @@ impl Qcow2 {
     async fn begin_copying(&self, port: &Port, cluster: u64) -> io::Result<Begun<'_>> {
         let Some(old) = self.entry(cluster) else { return Ok(Begun::NotYet) };
         let own_place = match self.decode(old) {
-            // Zeros with a place of their own: what is in it is not read before the entry says so.
+            // Zeros with a place: the place is not read before the entry refers to it.
             Some(Cluster::Zero { host: Some(host), copied: true })
                 if host + self.cluster_bytes() <= self.alloc.limit() =>
             {
@@ -131,7 +129,7 @@ impl Qcow2 {
         Ok(Begun::Copying(copying))
     }
 
-    /// Copies; false: the cluster has changed meanwhile.
+    /// Copies; `false`: the cluster has changed meanwhile.
     async fn copy(
         &self,
         port: &Port,
@@ -158,8 +156,8 @@ impl Qcow2 {
         done.map(|()| false)
     }
 
-    /// Fills the new place of a cluster, a piece of scratch memory at a time: what is in `buf` from
-    /// there, the rest from where it was.
+    /// Fills the new place of a cluster, a piece of scratch memory at a time: data of `buf`, the rest from the old
+    /// place.
     async fn copy_pieces(
         &self,
         port: &Port,
@@ -172,12 +170,12 @@ impl Qcow2 {
         let start = copying.cluster * size;
         let (from, to) = (offset - start, offset - start + buf.len() as u64);
         let source = copying.is_good_without(self.source(port, copying).await)?;
-        // The piece's own zeros need not be written into space that is zeros.
+        // Zeros of the piece need not be written into space that is zeros.
         let skip = copying.zeroed && matches!(source, Source::Zeros);
         let mut at = 0;
         while at < size {
             let end = (at + MAX_PIECE_BYTES as u64).min(size);
-            // What of the piece is in the buffer.
+            // The part of the piece that is in the buffer.
             let (first, last) = (from.clamp(at, end), to.clamp(at, end));
             if first < last && (skip || (first == at && last == end)) {
                 let part = buf.slice((first - from) as usize, (last - first) as usize);
@@ -229,10 +227,11 @@ impl Qcow2 {
         port.io.write_all(port.files[0], copying.host + at, span).await
     }
 
-    /// A piece of scratch memory with what is below a part of a cluster.
+    /// A piece of scratch memory with the data below a part of a cluster.
     ///
-    /// Whoever holds scratch memory may not wait for more. So if the layers below have all that it
-    /// takes in memory, their data are read by their places (parents do not change); otherwise one
+    /// A task that holds scratch memory may not wait for more. So if the layers below have all needed metadata in
+    /// memory, their data are read by their places (parents do not change). Otherwise one task at a time may hold a
+    /// piece while the layers take more.
     /// task at a time may hold a piece and have the layers take more.
     async fn piece_of_below(
         &self,
@@ -243,7 +242,7 @@ impl Qcow2 {
         len: usize,
     ) -> io::Result<Piece> {
         let start = copying.cluster * self.cluster_bytes() + at;
-        // Behind the end of the disk nobody has anything.
+        // Past the end of the disk no layer has data.
         let there = self.bytes().saturating_sub(start).min(len as u64) as usize;
         let (extents, nested) = match in_memory(below, start, there as u64) {
             Some(extents) => (Some(extents), None),
@@ -276,7 +275,7 @@ impl Qcow2 {
         Ok(piece)
     }
 
-    /// Where the old bytes of a cluster are.
+    /// The place of the old bytes of a cluster.
     async fn source(&self, port: &Port, copying: &Copying<'_>) -> io::Result<Source> {
         Ok(match self.decode(copying.old) {
             Some(Cluster::Data { host, .. }) => Source::File(host),
@@ -290,7 +289,7 @@ impl Qcow2 {
     }
 }
 
-/// Where the layers below have a range; none: it takes I/O to know.
+/// The layers' places of a range; `None`: finding them takes I/O.
 fn in_memory(below: impl Backing, start: u64, len: u64) -> Option<Vec<Extent>> {
     let (mut at, end) = (start, start + len);
     let mut extents = Vec::new();
@@ -305,7 +304,7 @@ fn in_memory(below: impl Backing, start: u64, len: u64) -> Option<Vec<Extent>> {
     Some(extents)
 }
 
-/// Where the bytes of a cluster come from.
+/// The source of the bytes of a cluster.
 enum Source {
     Zeros,
     Bytes(Vec<u8>),

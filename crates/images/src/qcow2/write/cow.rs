@@ -1,4 +1,4 @@
-//! What takes I/O before a range can be read or written.
+//! Steps with I/O before a range can be read or written.
 
 use std::io;
 use std::sync::PoisonError;
@@ -20,15 +20,15 @@ use crate::qcow2::tables::meta::{self, TRIES, out_of_memory};
 use crate::qcow2::{Qcow2, TABLE_LOCKS};
 
 impl Qcow2 {
-    /// Reads the slice that [`find`](Self::find) lacked, or says what is wrong with an entry.
+    /// Reads the slice that [`find`](Self::find) lacked, or reports an invalid entry.
     pub(crate) async fn load(&self, port: &Port, file: FileId, offset: u64) -> io::Result<()> {
         let cluster = offset >> self.header.cluster_bits;
         self.load_slice(port, file, cluster).await?;
         self.check_entry(cluster)
     }
 
-    /// One slice, into the cache. Locked for each table: a slice that was read before another task
-    /// changed it, wrote it and let it go must not be put in after that.
+    /// Reads one slice into the cache. Locked per table: a slice that was read before another task changed, wrote and
+    /// evicted it must not be put in after that.
     async fn load_slice(&self, port: &Port, file: FileId, cluster: u64) -> io::Result<()> {
         let index = self.l1_index(cluster);
         let _alone = self.tables[index % TABLE_LOCKS].lock(&port.io).await?;
@@ -48,7 +48,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Where a slice is in the file; none: there is no table.
+    /// The place of a slice in the file; `None`: there is no table.
     pub(in crate::qcow2) fn slice_offset(&self, slice: u64) -> io::Result<Option<u64>> {
         let entries = self.cache.slice_entries() as u64;
         let l1 = self.l1[self.l1_index(slice * entries)].load(Ordering::Acquire);
@@ -58,7 +58,7 @@ impl Qcow2 {
         Ok(table.map(|(offset, _)| offset + in_table))
     }
 
-    /// Why an entry that is in memory cannot be used, if it cannot.
+    /// The error of an entry in memory that cannot be used.
     pub(in crate::qcow2) fn check_entry(&self, cluster: u64) -> io::Result<()> {
         let Some(entry) = self.entry(cluster) else { return Ok(()) };
         let (version, bits) = (self.header.version, self.header.cluster_bits);
@@ -74,10 +74,10 @@ impl Qcow2 {
         }
     }
 
-    /// Makes [`reserve`](Self::reserve) answer for the beginning of a range.
+    /// Enables [`reserve`](Self::reserve) to answer for the beginning of a range.
     pub(crate) async fn prepare(&self, port: &Port, offset: u64) -> io::Result<()> {
         self.prepare_entry(port, offset).await?;
-        // On a full file system what has a place can still be written.
+        // On a full file system clusters with a place can still be written.
         if !self.has_place(offset >> self.header.cluster_bits) && self.state().clusters.is_low() {
             self.alloc.set_aside(port).await?;
         }
@@ -93,13 +93,13 @@ impl Qcow2 {
         own || self.state().pending.contains_key(&cluster)
     }
 
-    /// Makes the entry at the beginning of a range one that can be changed: it is in memory, in a
-    /// table of the image's own, and there is room to note it.
+    /// Makes the entry at the beginning of a range changeable: it is in memory, in a table that is not shared, and
+    /// there is room to note it.
     pub(in crate::qcow2) async fn prepare_entry(&self, port: &Port, offset: u64) -> io::Result<()> {
         if !self.ready.load(Ordering::Acquire) {
             self.make_ready(port).await?;
         }
-        // At half of the journal: others go on with the rest while this one commits.
+        // At half of the journal: other tasks use the rest while this one commits.
         let (room, left, changes) = {
             let mut state = self.state();
             let pending = state.pending.len();
@@ -120,7 +120,7 @@ impl Qcow2 {
             if self.can_pin(&self.state(), cluster) {
                 return Ok(());
             }
-            // What others have changed is in the way.
+            // Changes of other tasks pin the slice.
             self.commit(port).await?;
         }
         Err(out_of_memory())
@@ -131,11 +131,10 @@ impl Qcow2 {
         self.cache.can_pin(self.slice(cluster).0)
     }
 
-    /// Sees to it that the table of an L1 entry is there and the image's own. A table that a
-    /// snapshot shares is copied; the old one loses a reference once the new one is on disk.
+    /// Ensures that the table of an L1 entry exists and is not shared. A table that a snapshot shares is copied; the
+    /// old one loses a reference once the new one is on disk.
     ///
-    /// The new table's contents are given to the kernel before the entry can be noted, so they are
-    /// there for whoever recovers it.
+    /// The new table's content is given to the kernel before the entry can be noted, so recovery finds it.
     async fn own_table(&self, port: &Port, index: usize) -> io::Result<()> {
         if self.l1[index].load(Ordering::Acquire) & COPIED != 0 {
             return Ok(());
@@ -180,8 +179,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Replaces an entry that nobody else changes, if it is in memory and there is room to note it,
-    /// and no write has got a place by it meanwhile.
+    /// Replaces an entry that no other task changes, if it is in memory, there is room to note it, and no write has got
+    /// a place by it meanwhile.
     pub(in crate::qcow2) fn publish_if(&self, cluster: u64, old: u64, new: u64) -> bool {
         let mut state = self.state();
         let placed = state.pending.contains_key(&cluster);
@@ -193,8 +192,8 @@ impl Qcow2 {
         ready
     }
 
-    /// Reads from a cluster that was compressed a moment ago: others may write to it meanwhile, or
-    /// need the memory that its entry is in.
+    /// Reads from a cluster that was compressed a moment ago: other tasks may write to it meanwhile, or need the memory
+    /// of its entry.
     pub(crate) async fn unpack(
         &self,
         port: &Port,
@@ -224,7 +223,7 @@ impl Qcow2 {
         Err(out_of_memory())
     }
 
-    /// Reads from a compressed cluster; false: its entry is gone, or another.
+    /// Reads from a compressed cluster; `false`: its entry is evicted, or has changed.
     async fn read_packed(
         &self,
         port: &Port,
@@ -245,7 +244,7 @@ impl Qcow2 {
         }
         let bytes = self.unpacked(port, file, packed).await?;
         port.memory().copy_in(buf, &bytes[range]);
-        // An entry that refers to it says that nothing else was put there.
+        // An entry still refers to it, so its place was not reused.
         *self.unpacked.lock().unwrap_or_else(PoisonError::into_inner) = (packed.offset, bytes);
         Ok(true)
     }
@@ -265,7 +264,7 @@ impl Qcow2 {
         Ok(cluster)
     }
 
-    /// Entries of a slice as they were when the commit under way began.
+    /// Entries of a slice as they were when the present commit began.
     pub(in crate::qcow2) fn slice_at_commit(&self, state: &State, slice: u64) -> Option<Vec<u64>> {
         let first = slice * self.cache.slice_entries() as u64;
         let mut entries: Vec<u64> = self

@@ -1,4 +1,4 @@
-//! Writes that take more than a place that is there: copies, new tables, zeros.
+//! Writes that need more than an existing place: copies, new tables, zeros.
 
 pub(in crate::qcow2) mod copying;
 pub(in crate::qcow2) mod cow;

@@ -1,8 +1,8 @@
-//! Discard and zeros. In a file, clusters of the image's own keep their place, and the file system gets
-//! their space back: what is written there next costs no allocation. On a device a place that is kept is
-//! lost to all others, so a discard frees it. Clusters that are shared lose their place everywhere. Both
-//! take a format that can say "zeros" (version 3). What has no cluster in this image a discard leaves as
-//! it is, zeros or the parent's: its work is bounded by what is allocated here.
+//! Discard and zeros. In a file, unshared clusters keep their place, and the file system gets their space back: the
+//! next write there costs no allocation. On a device a kept place could not be used otherwise, so a discard frees it.
+//! Shared clusters lose their place everywhere. Both need a format with zero entries (version 3). A discard leaves
+//! ranges without a cluster in this image as they are, zeros or the parent's: its work is bounded by the clusters
+//! allocated here.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,27 +16,27 @@ use crate::image::mapping::Mapping;
 use crate::qcow2::format::entry::{self, Cluster};
 use crate::qcow2::{CLUSTER_LOCKS, Qcow2};
 
-/// What to do about the beginning of a range.
+/// The step for the beginning of a range.
 enum Step {
-    /// It is written in place.
+    /// Zero it in place.
     InPlace { offset: u64, len: u64 },
-    /// A place is given to writes that are not done, or have failed: what they left there must not
-    /// come up when the next one makes it visible.
+    /// The place belongs to writes that are not done, or have failed: their data must not become visible with the next
+    /// write there.
     Pending { offset: u64, len: u64 },
     /// It reads as zeros already.
     Nothing { len: u64 },
-    /// Whole clusters that the entry can call zeros.
+    /// Whole clusters whose entries can become zeros.
     Flag { cluster: u64, entry: u64 },
-    /// Zeros have to be written, with whatever that takes.
+    /// Write zeros, with all that this takes.
     Write { len: u64 },
-    /// First of all, metadata.
+    /// Prepare metadata first.
     Prepare,
 }
 
-/// Steps of one part of a discard: slices of tables, runs of L1 entries, clusters. Together some ten
-/// microseconds, if none of them waits.
+/// Steps of one part of a discard: slices of tables, runs of L1 entries, clusters. Together they take about ten
+/// microseconds, if none waits.
 const STEPS_A_PART: usize = 16;
-/// L1 entries without a table that one step passes over.
+/// L1 entries without a table that one step skips.
 const L1_ENTRIES_A_STEP: usize = 4096;
 
 impl Qcow2 {
@@ -79,7 +79,7 @@ impl Qcow2 {
                     done += len;
                     break;
                 }
-                // A hint: what cannot be freed as a whole stays as it is.
+                // A discard is a hint: clusters that cannot be freed whole stay as they are.
                 Step::Pending { len, .. } | Step::Write { len } | Step::Nothing { len } => {
                     done += len;
                 }
@@ -95,14 +95,14 @@ impl Qcow2 {
         Ok(done)
     }
 
-    /// Whether clusters of the image's own are free when they were discarded.
+    /// Whether discarded clusters of this image become free.
     fn frees_what_is_discarded(&self) -> bool {
         self.header.version >= 3 && !self.medium().is_file()
     }
 
-    /// Discards clusters of the image's own that are neighbours, from byte `at` of the disk and `host`
-    /// of the medium on; the bytes that this was. Those that are discarded whole become zeros by their
-    /// entries, and free. That is a hint: what cannot be noted now keeps its place.
+    /// Discards adjacent clusters of this image, from byte `at` of the disk and `host` of the medium on; the bytes that
+    /// this was. Whole clusters become zeros by their entries, and free. As this is a hint, a cluster keeps its place
+    /// if its change cannot be noted now.
     async fn discard_and_free(&self, port: &Port, at: u64, host: u64, len: u64) -> io::Result<u64> {
         let (size, within) = (self.cluster_bytes(), self.split(at).1);
         let len = len.min(STEPS_A_PART as u64 * size - within);
@@ -123,9 +123,9 @@ impl Qcow2 {
         Ok(len)
     }
 
-    /// Makes a cluster read as zeros that has this place of its own, which is free then. `false`: there
-    /// is no room to note that now, or its entry is another, or not durable. A record has the states
-    /// that an entry may have on the medium, and they are three at the most.
+    /// Makes a cluster with this place read as zeros, and frees the place. `false`: there is no room to note that now,
+    /// or its entry is another one, or not durable. A record has the values that an entry may have on the medium, and
+    /// these are at most three.
     fn free(&self, cluster: u64, host: u64) -> bool {
         let mut state = self.state();
         let room = state.room() > 0 && self.can_pin(&state, cluster);
@@ -203,7 +203,7 @@ impl Qcow2 {
         {
             return Step::Nothing { len: one };
         }
-        // The last cluster of the disk may be a part.
+        // The last cluster of the disk may be cut off.
         let whole = within == 0 && (one == size || offset + one == self.bytes());
         match found {
             Mapping::Zeros { len } => Step::Nothing { len },
@@ -232,7 +232,7 @@ impl Qcow2 {
     ) -> io::Result<u64> {
         let lock = &self.clusters[(cluster % CLUSTER_LOCKS as u64) as usize];
         let _alone = lock.lock(&port.io).await?;
-        // A place of its own is kept, and a shared one left.
+        // The cluster keeps a place that is not shared.
         let zero = match self.decode(entry) {
             Some(Cluster::Zero { host: Some(host), copied: true }) => entry::own(host),
             _ => 0,
@@ -240,7 +240,7 @@ impl Qcow2 {
         if self.publish_if(cluster, entry, zero) {
             return Ok(len.min(self.cluster_bytes()));
         }
-        // Changed meanwhile, or no room to note it: look again.
+        // It changed meanwhile, or there is no room to note it: try again.
         self.prepare_entry(port, offset).await?;
         Ok(0)
     }

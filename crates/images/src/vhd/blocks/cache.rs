@@ -1,4 +1,4 @@
-//! Bitmaps come into memory when they are first needed, and leave it when others need the room.
+//! Loads bitmaps into memory when they are first needed, and evicts them for others.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -53,8 +53,8 @@ impl Blocks {
         &self.generations[block as usize % GENERATIONS]
     }
 
-    /// Puts a bitmap that was read into memory. `false`: it was in memory meanwhile, may have been
-    /// changed and evicted again, so that what was read is old.
+    /// Puts a bitmap that was read into memory. `false`: it was in memory meanwhile and may have been changed and
+    /// evicted again, so the bytes may be outdated.
     fn install(&self, block: u32, generation: u32, raw: &[u8]) -> bool {
         let mut state = self.lock();
         if self.generation(block).load(Ordering::Acquire) != generation {
@@ -91,12 +91,12 @@ impl Blocks {
         true
     }
 
-    /// A slot for the block's bitmap, whose owner it is from now on. What is in it is not cleared.
+    /// A slot for the block's bitmap. Its content is not cleared.
     pub(super) fn take_slot(&self, state: &mut State, block: u32) -> u32 {
         let slot = match state.free_slots.pop() {
             Some(slot) => slot,
             None if state.owners.len() < self.budget_slots => self.new_slot(state),
-            // To look for one that is not dirty would be to look at most of them, each time.
+            // Searching for a clean one would examine almost all of them, each time.
             None if state.dirty.len() >= state.owners.len() => self.new_slot(state),
             None => match self.evict(state) {
                 Some(slot) => slot,
@@ -118,7 +118,7 @@ impl Blocks {
         state.free_slots.push(slot);
     }
 
-    /// Takes the slot of a bitmap that is as on disk and was not used lately (clock).
+    /// Takes the slot of a clean bitmap that was not used lately (clock).
     fn evict(&self, state: &mut State) -> Option<u32> {
         for _ in 0..2 * state.owners.len() {
             #[cfg(test)]

@@ -1,19 +1,16 @@
-//! Making durable what was answered. The order of writes:
+//! Makes answered writes durable. The order of writes:
 //!
 //! 1. The bitmaps of *new* blocks, which nothing on disk refers to yet.
-//! 2. `fdatasync`: these, all data that was written before, and the file's length.
-//! 3. Table sectors, which make new blocks reachable, and bitmaps of old blocks, which make
-//!    sectors present. Each is changed in whole sectors of 512 bytes, of which either the old or
-//!    the new state is on disk after a power cut; all combinations of them are consistent, since
+//! 2. `fdatasync`: these, all data written before, and the file's length.
+//! 3. Table sectors, which make new blocks reachable, and bitmaps of old blocks, which make sectors present. They are
+//!    changed in whole sectors of 512 bytes, each old or new after a power cut. All combinations are consistent, since
 //!    everything they refer to is durable.
 //! 4. `fdatasync`.
 //!
-//! After a commit that failed, some of its table sectors may be on disk. Then blocks are not new
-//! any more, though nobody knows which, and the next commit has a sync before step 1: for the data
-//! that was written since.
+//! After a failed commit, some of its table sectors may be on disk. Then some blocks are not new any more, and it is
+//! unknown which. So the next commit has a sync before step 1, for the data written since.
 //!
-//! What is written is the state at the start: bits that are set later stand for data that the
-//! first sync may not have seen.
+//! The commit writes the state at its start: bits that are set later stand for data that the first sync may not cover.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -31,7 +28,7 @@ const BATCH: usize = 8192;
 const ENTRIES: u32 = 128;
 /// Table sectors written in one operation at most.
 const RUN_SECTORS: u32 = 32;
-/// Unchanged table sectors between changed ones that are written with them.
+/// The largest gap of unchanged table sectors between changed ones that is written with them.
 const GAP_SECTORS: u32 = 4;
 
 /// A block as it was when the commit began.
@@ -39,13 +36,12 @@ struct Item {
     block: u32,
     sector: u32,
     new: bool,
-    /// None: all bits are set.
+    /// `None`: all bits are set.
     bits: Option<Box<[u8]>>,
     records: Vec<(u32, Record)>,
 }
 
-/// Blocks that a commit has taken. What it does not bring to its end, because it fails or is given
-/// up with its task, is dirty as before.
+/// Blocks that a commit has taken. If it fails or its task is dropped, they are dirty as before.
 struct Batch<'a> {
     blocks: &'a Blocks,
     items: Vec<Item>,
@@ -101,8 +97,8 @@ impl Blocks {
         Ok(())
     }
 
-    /// A bitmap that is on disk only, or of which only the new bits are in memory, cannot be
-    /// written. What is loaded here stays: dirty blocks are not evicted.
+    /// Loads bitmaps that are on disk only, or of which only the new bits are in memory: these cannot be written. They
+    /// stay loaded: dirty blocks are not evicted.
     async fn complete_bitmaps(&self, port: &Port, n: usize) -> io::Result<()> {
         let blocks: Vec<u32> = self.lock().dirty.iter().take(n).copied().collect();
         for block in blocks {
@@ -111,7 +107,7 @@ impl Blocks {
         Ok(())
     }
 
-    /// Takes the first `n` blocks of the dirty list, and what is known of them.
+    /// Takes the first `n` blocks of the dirty list, and their state.
     fn take_batch(&self, n: usize) -> Vec<Item> {
         let mut state = self.lock();
         let n = n.min(state.dirty.len());
@@ -136,8 +132,8 @@ impl Blocks {
         blocks.into_iter().map(item).collect()
     }
 
-    /// A bitmap as it is written. What is behind the disk's end is not present, should the disk
-    /// grow: nobody has written it.
+    /// A bitmap as it is written. Sectors past the disk's end are not present, in case the disk grows: they were never
+    /// written.
     fn bitmap(&self, block: u32, word: impl Fn(usize) -> u64) -> Box<[u8]> {
         let hidden = |i| if self.is_cut(block) { self.padding_of(block, i) } else { 0 };
         let words = (0..self.slab.words()).map(|i| word(i) & !hidden(i));
@@ -175,7 +171,7 @@ impl Blocks {
         self.sync(port).await
     }
 
-    /// What the table on disk says of a block, this commit included.
+    /// A block's entry in the table on disk, after this commit.
     fn entry_on_disk(&self, block: u32) -> u32 {
         if block as usize >= self.table.len() {
             return UNUSED;
@@ -185,7 +181,7 @@ impl Blocks {
         if entry.state() == Where::Empty || later { UNUSED } else { entry.sector() }
     }
 
-    /// After a commit that failed everything is dirty as before.
+    /// Ends the commit. After a failed one everything is dirty as before.
     fn finish(&self, batch: Vec<Item>, done: bool) {
         let mut state = self.lock();
         state.retry |= !done;
@@ -206,15 +202,14 @@ impl Blocks {
     }
 }
 
-/// Sectors of the table that are written in one operation.
+/// Adjacent sectors of the table that are written in one operation.
 #[derive(Debug, PartialEq, Eq)]
 struct Run {
     first: u32,
     sectors: u32,
 }
 
-/// The table sectors with these blocks, close ones together. What lies between them is written as
-/// it is.
+/// The table sectors of these blocks, close ones merged. The sectors between are written unchanged.
 fn table_runs(blocks: impl Iterator<Item = u32>) -> Vec<Run> {
     let mut sectors: Vec<u32> = blocks.map(|block| block / ENTRIES).collect();
     sectors.sort_unstable();

@@ -1,7 +1,7 @@
-//! Ranges that are not needed any more, and ranges that have to read as zeros.
+//! Discards ranges, and makes ranges read as zeros.
 //!
-//! A block keeps its place: a write that is in flight to it must never land in what has become
-//! another block's. What is given back is the space in the file below it, by punching holes.
+//! A block keeps its place: a write in flight to it must never reach another block's data. Discard returns the space in
+//! the file by punching holes.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -14,16 +14,16 @@ use super::{Blocks, Look, Part, masks};
 use crate::image::backing::Backing;
 use crate::image::mapping::Mapping;
 
-/// Blocks without a place that one part of a discard passes over: some ten microseconds.
+/// Blocks without a place that one part of a discard skips: about ten microseconds.
 const BLOCKS_A_PART: usize = 1 << 14;
 
 impl Blocks {
-    /// Of the beginning of the range, up to the end of the first block that has a place; the bytes
-    /// that this was. The range may read as zeros, as what is below, or as before. In a file its space is given
-    /// back; where there is something below, or no holes can be made, its bits are cleared.
+    /// Discards the beginning of the range, up to the end of the first block that has a place; the bytes that this was.
+    /// The range may then read as zeros, as the data below, or as before. In a file its space is returned. If there are
+    /// data below, or no holes can be made, its bits are cleared.
     ///
-    /// Order does not matter here: holes and bits reach the disk when they like, and whichever is
-    /// there after a power cut, what is read is allowed.
+    /// The order does not matter here: holes and bits reach the disk at any time, and after a power cut every
+    /// combination is allowed.
     pub(in crate::vhd) async fn discard_part(
         &self,
         port: &Port,
@@ -38,8 +38,7 @@ impl Blocks {
                 continue;
             }
             if !self.whole() {
-                // As before a write: bitmaps stay in memory until a commit, and one request may be
-                // for all of them.
+                // As before a write: bitmaps stay in memory until a commit, and one request may be for all of them.
                 if self.tight.load(Ordering::Relaxed) {
                     self.commit(port).await?;
                 }
@@ -48,7 +47,7 @@ impl Blocks {
             if self.is_file {
                 let at = self.data_offset(self.entry(part.block), part.first);
                 match raw.discard(&port.io, &port.files, at, part.bytes()).await {
-                    // No holes on this file system: the bits are cleared, that is all there is.
+                    // No holes on this file system: clearing the bits has to do.
                     Err(e) if e.kind() == io::ErrorKind::Unsupported && !self.whole() => {}
                     done => done?,
                 }
@@ -84,10 +83,9 @@ impl Blocks {
         }
     }
 
-    /// Makes the range read as zeros. What reads so already (no place and nothing below, or zeros
-    /// below) stays as it is; the rest gets zeros in its place, and then its bits. A bit that a
-    /// discard has cleared in memory only is no reason to leave out anything: if this process
-    /// dies, it is set again, and what was there before is back.
+    /// Makes the range read as zeros. Parts that do so already (no place and nothing below, or zeros below) are
+    /// skipped; the rest gets zeros in its place, and then its bits. Sectors are skipped only by bits that are durable.
+    /// A bit that a discard has cleared in memory only is set again if this process dies, and the old data with it.
     pub(in crate::vhd) async fn write_zeroes(
         &self,
         port: &Port,

@@ -1,4 +1,4 @@
-//! What blocks are where, and where they end: for closing, resizing, and whoever wants to know.
+//! The places of blocks, and their end: for closing, resizing, and reports.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -11,8 +11,7 @@ use crate::vhd::footers::End;
 use crate::vhd::format::layout::{Layout, Placed};
 
 impl Blocks {
-    /// Where the footer of a file belongs, if the image was changed or `anyway`; no block is placed
-    /// from now on.
+    /// The place of a file's footer, if the image was changed or `anyway`; no block is placed from now on.
     pub(in crate::vhd) fn closing(&self, anyway: bool) -> Option<End> {
         let mut state = self.lock();
         if !state.changed && !anyway {
@@ -23,7 +22,7 @@ impl Blocks {
         Some(self.end_of_file())
     }
 
-    /// Where the used parts of a file end, and where its footer belongs.
+    /// The end of the used parts of a file, and the place of its footer.
     pub(in crate::vhd) fn end_of_file(&self) -> End {
         let used = self.end();
         End { used, footer: self.layout.footer_at(used, self.qemu_overwrites_batmap()) }
@@ -34,19 +33,19 @@ impl Blocks {
         !self.differencing && self.layout.qemu_overwrites_batmap(placed)
     }
 
-    /// Whether a device is not as large any more as when the footer was written to its end.
+    /// Whether a device has another size than when the footer was written to its end.
     pub(in crate::vhd) fn is_moved(&self, last_sector: u64) -> bool {
         !self.is_file && self.last_sector.load(Ordering::Acquire) != last_sector
     }
 
-    /// Everything is on disk.
+    /// Called when everything is on disk.
     pub(in crate::vhd) fn closed(&self) -> io::Result<()> {
         let mut state = self.lock();
         (state.changed, state.cut) = (false, false);
         state.journal.remove()
     }
 
-    /// Where the last part of the image ends that is used.
+    /// The end of the last used part of the image.
     pub(in crate::vhd) fn end(&self) -> u64 {
         self.lock().next
     }
@@ -62,34 +61,34 @@ impl Blocks {
         (entry.state() != Where::Empty).then(|| entry.sector())
     }
 
-    /// All blocks that have a place, and where.
+    /// All blocks that have a place, with their places.
     pub(in crate::vhd) fn placed(&self) -> impl Iterator<Item = Placed> + '_ {
         let blocks = 0..self.table.len() as u32;
         blocks.filter_map(|block| Some(Placed { sector: self.place_of(block)?, block }))
     }
 
-    /// Where everything was when the image was opened.
+    /// The layout of the image when it was opened.
     pub(in crate::vhd) fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// Whether metadata does not end before the first block, as libvhd has it.
+    /// Whether metadata does not end before the first block, as libvhd requires.
     pub(in crate::vhd) fn is_table_behind_a_block(&self) -> bool {
         let end = self.layout.metadata_end();
         self.placed().any(|placed| placed.start() < end)
     }
 
-    /// The next block gets no place before `end`.
+    /// Keeps the next block from a place before `end`.
     pub(in crate::vhd) fn leave_room(&self, end: u64) {
         let mut state = self.lock();
         state.next = state.next.max(end);
         state.run_end = state.run_end.max(state.next);
     }
 
-    /// Takes places for so many blocks more, behind all others, in space that is set aside for them.
+    /// Takes places for so many more blocks, after all others, in space that is set aside for them.
     ///
     /// # Errors
-    /// There is no space. Nothing but the end of the file was changed.
+    /// There is no space. Only the end of the file was changed.
     pub(in crate::vhd) async fn places_behind(
         &self,
         port: &Port,
@@ -108,7 +107,7 @@ impl Blocks {
         Ok(places)
     }
 
-    /// A copy of a block is at `sector`, durable: from now on the block is there.
+    /// Moves a block to `sector`, where a durable copy of it is.
     pub(in crate::vhd) fn moved(&self, block: u32, sector: u32) {
         let _state = self.lock();
         self.set_entry(block, self.entry(block).at(sector));
@@ -120,8 +119,8 @@ impl Blocks {
         (0..self.table.len() as u32).filter(placed).count() as u32
     }
 
-    /// The first byte at or behind `from` that the image itself has; a block without a single
-    /// present sector counts, if it is wholly behind.
+    /// The first byte at or after `from` that the image itself has. A block without a present sector counts, if it is
+    /// wholly after `from`.
     pub(in crate::vhd) async fn used_behind(
         &self,
         port: &Port,
@@ -142,7 +141,7 @@ impl Blocks {
         Ok(None)
     }
 
-    /// The bits of the batmap: blocks that are known to be full; none where QEMU needs zeros.
+    /// The bits of the batmap: blocks that are known to be full; all clear if QEMU needs that.
     pub(in crate::vhd) fn batmap(&self, bytes: usize) -> Vec<u8> {
         let mut map = vec![0; bytes];
         if self.qemu_overwrites_batmap() {

@@ -1,7 +1,6 @@
-//! What is known about one block, in one word, so that a reader on any thread sees all of it at
-//! once.
+//! The state of one block in one word, so that a reader on any thread sees all of it at once.
 
-/// Where the bits of a block are.
+/// The place of the bits of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     /// The block has no place in the file.
@@ -12,7 +11,7 @@ pub(super) enum State {
     Full,
     /// Its bitmap is in this slot of the slab.
     Bits(u32),
-    /// The slot has sectors that became present; which others are is on disk.
+    /// Its slot has the sectors that became present; the other bits are on disk.
     Overlay(u32),
 }
 
@@ -68,7 +67,7 @@ impl Entry {
         Entry(keep | number << STATE_SHIFT | u64::from(slot) << SLOT_SHIFT)
     }
 
-    /// The same of a block at another place.
+    /// The entry with another place.
     pub(super) fn at(self, sector: u32) -> Entry {
         Entry(self.0 & !u64::from(u32::MAX) | u64::from(sector))
     }

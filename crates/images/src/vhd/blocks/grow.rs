@@ -1,5 +1,5 @@
-//! Space for new blocks: set aside ahead of its use, in steps that grow with the image, so that a
-//! write to a new block costs what a write to an old one does.
+//! Space for new blocks: set aside ahead of its use, in steps that grow with the image. So a write to a new block costs
+//! the same as one to an old block.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -17,7 +17,7 @@ const MIN_STEP_BYTES: u64 = 16 << 20;
 const MAX_STEP_BYTES: u64 = 512 << 20;
 
 impl Blocks {
-    /// Makes [`reserve`](Blocks::reserve) answer for the range.
+    /// Enables [`reserve`](Blocks::reserve) to answer for the range.
     pub(in crate::vhd) async fn prepare(
         &self,
         port: &Port,
@@ -34,7 +34,7 @@ impl Blocks {
         self.refill(port, raw, wanted).await
     }
 
-    /// Below this much space another step is taken.
+    /// If less space than this is left, the next step is taken.
     pub(super) fn low_water(&self, state: &State) -> u64 {
         self.step(state) / 2
     }
@@ -45,7 +45,7 @@ impl Blocks {
         step.next_multiple_of(1 << 20)
     }
 
-    /// Where the last of so many more blocks would end; `None`: the table cannot say that.
+    /// The end of so many more blocks; `None`: the table cannot express that.
     fn end_of(&self, state: &State, wanted: usize) -> Option<u64> {
         (0..wanted).try_fold(state.next, |next, _| {
             let sector = self.layout.aligned_place(next)?;
@@ -53,7 +53,7 @@ impl Blocks {
         })
     }
 
-    /// Has space for `wanted` more blocks, or says why there is none.
+    /// Makes space for `wanted` more blocks, or tells why there is none.
     pub(super) async fn refill(&self, port: &Port, raw: &Raw, wanted: usize) -> io::Result<()> {
         let full = || io::Error::from(io::ErrorKind::StorageFull);
         let enough = |state: &State| {
@@ -74,8 +74,8 @@ impl Blocks {
         }
     }
 
-    /// Before the footer at the end goes, or what it refers to changes, the copy at the beginning is
-    /// made whole: it may be damaged, or older.
+    /// Repairs the copy of the footer at the beginning, before the footer at the end is removed, or data that it refers
+    /// to change: the copy may be damaged, or older.
     pub(in crate::vhd) async fn mend_copy(&self, port: &Port) -> io::Result<()> {
         if !self.copy_whole.load(Ordering::Acquire) {
             write_bytes(port, port.files[0], &[(0, &self.footer)]).await?;
@@ -85,9 +85,8 @@ impl Blocks {
         Ok(())
     }
 
-    /// Makes the file longer. Its last sector is never given to a block, so that a guest cannot
-    /// write what would look like a footer to whoever opens the image after a crash: zeros are
-    /// durable there before the file is cut off behind them.
+    /// Makes the file longer. Its last sector is never given to a block. Otherwise a guest could write a fake footer
+    /// there, which would be read after a crash. Zeros are durable there before the file is cut off after them.
     async fn grow_file(&self, port: &Port, wanted: usize) -> io::Result<()> {
         let (from, cut, least, step) = {
             let state = self.lock();
@@ -96,8 +95,8 @@ impl Blocks {
             (state.run_end, state.cut, least, self.step(&state).max(least))
         };
         if !cut {
-            // The footer goes with it: until `close` writes it again, the copy at 0 serves. The
-            // table on disk names nothing behind this point, so nothing can be lost.
+            // This overwrites the footer: until `close` writes it again, the copy at 0 serves. The
+            // table on disk names nothing past this point, so nothing can be lost.
             self.mend_copy(port).await?;
             write_bytes(port, port.files[0], &[(from, &[0; SECTOR as usize])]).await?;
             self.sync(port).await?;
@@ -113,14 +112,14 @@ impl Blocks {
         state.changed = true;
         match got {
             Ok(got) => state.run_end = from + got - SECTOR,
-            // What was wanted may be there all the same: then this was only ahead of its use.
+            // The wanted space may be there all the same: then this was only ahead of its use.
             Err(e) if wanted > 0 && least > SECTOR => return Err(e),
             Err(_) => {}
         }
         Ok(())
     }
 
-    /// The footer of a device is durable in its new last sector: zeros, durable, come to where it was.
+    /// Overwrites the old footer of a device with zeros, durably. The footer is durable in the new last sector.
     pub(in crate::vhd) async fn forget_footer(&self, port: &Port, last: u64) -> io::Result<()> {
         let old = self.last_sector.load(Ordering::Acquire);
         write_bytes(port, port.files[0], &[(old, &[0; SECTOR as usize])]).await?;
@@ -129,12 +128,11 @@ impl Blocks {
         Ok(())
     }
 
-    /// All of a device is there from the beginning; but it may have been made larger. Its last
-    /// sector is the footer's:
+    /// Adapts to the present size of a device: it may have been made larger. Its last sector is the footer's:
     ///
     /// 1. The footer at the new end; `fdatasync`.
-    /// 2. Zeros where it was; `fdatasync`. A block that comes to lie there has what nobody wrote.
-    /// 3. Blocks may take its place.
+    /// 2. Zeros over the old footer; `fdatasync`. Otherwise a block that is placed there would have stale data.
+    /// 3. Blocks may be placed there.
     async fn grow_device(&self, port: &Port, raw: &Raw, wanted: usize) -> io::Result<()> {
         let last = last_sector(raw)?;
         if last > self.last_sector.load(Ordering::Acquire) {
@@ -153,7 +151,7 @@ impl Blocks {
     }
 }
 
-/// `fallocate`, or where the file system has none, just a longer file.
+/// `fallocate`, or if the file system lacks it, a longer file.
 async fn allocate(port: &Port, from: u64, len: u64) -> io::Result<()> {
     match port.io.allocate(port.files[0], from, len).await {
         Err(e) if e.kind() == io::ErrorKind::Unsupported => {

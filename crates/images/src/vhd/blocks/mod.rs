@@ -1,12 +1,12 @@
 //! The blocks of an open dynamic or differencing image.
 //!
-//! One word for each block ([`entry`]) and the bitmaps in use ([`slab`]) are read by all queues
-//! without a lock. Everything that changes them holds the mutex of [`State`], for as long as it
-//! takes to change some words of memory and journal, and never while waiting.
+//! One word for each block ([`entry`]) and the bitmaps in use ([`slab`]) are read by all queues without a lock. Changes
+//! are made under the mutex of [`State`], which is held to change some words of memory and journal, and never while
+//! waiting.
 //!
-//! The journal has what was answered and is not durable: a record for each new block with its
-//! place, and one for each eight words of a bitmap that got bits. Bits that are taken away
-//! (discard) are not in it: to come back after the death of the process is what a discard may do.
+//! The journal has answered changes that are not durable: a record for each new block with its place, and one for each
+//! eight words of a bitmap that got bits. Cleared bits (discard) are not in it: after the death of the process a
+//! discard may be undone.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -37,12 +37,12 @@ use slab::{Slab, masks};
 pub(super) const RECORD_WORDS: usize = 8;
 /// Records that a journal may have: 4.5 MiB.
 pub(super) const RECORDS: u32 = 1 << 16;
-/// With fewer left, writes wait for a commit. Writes that were placed before need records when
-/// they are done; queues and buffers bound their number far below this.
+/// If fewer are left, writes wait for a commit. Writes that were placed before need records when they are done; queues
+/// and buffers bound their number far below this.
 const RESERVED_RECORDS: usize = 1 << 14;
-/// The same where the tmpfs is full, and the journal has only the space that it has.
+/// The reserve when the tmpfs is full, and the journal cannot grow.
 const RESERVED_WHEN_STUCK: usize = 1 << 9;
-/// Counters of evictions; blocks share them.
+/// The number of counters of evictions, which blocks share.
 const GENERATIONS: usize = 256;
 
 /// The part of a range that lies in one block. Sectors are 512 bytes.
@@ -60,44 +60,44 @@ impl Part {
     }
 }
 
-/// What is known of a part.
+/// The state of a part's beginning.
 enum Look {
     /// The first so many sectors are present.
     Present(u32),
-    /// They are not.
+    /// The first so many sectors are not present.
     Absent(u32),
-    /// It is on disk.
+    /// The bitmap is on disk only.
     Unknown,
 }
 
-/// What changes rarely.
+/// State that changes rarely.
 struct State {
-    /// Where the next new block may begin, in bytes of the file.
+    /// The place of the next new block, in bytes of the file.
     next: u64,
-    /// Where the space ends that is ours to use.
+    /// The end of the space that may be used.
     run_end: u64,
-    /// What was behind `next` at opening (a footer, space that a dead process set aside, with
-    /// whatever it wrote there) is gone.
+    /// The bytes after `next` at opening (a footer, or space that a dead process had set aside, with any content) have
+    /// been cut off.
     cut: bool,
     /// A task was sent to set space aside.
     refilling: bool,
-    /// A commit has failed, and none has written what it should have since.
+    /// A commit has failed, and none has written its changes since.
     retry: bool,
-    /// Something was changed since the image was opened.
+    /// The image was changed since it was opened.
     changed: bool,
     /// The blocks with [`Entry::DIRTY`].
     dirty: Vec<u32>,
     journal: Journal,
-    /// The records of blocks, by what they are about.
+    /// The records of each block.
     records: HashMap<u32, Vec<(u32, Record)>>,
-    /// Records of commits that have failed: what they say is in newer ones, or dirty.
+    /// Records of failed commits: newer records have their content, or it is dirty.
     outdated: Vec<Record>,
-    /// By slot of the slab: its block.
+    /// The block of each slot of the slab.
     owners: Vec<u32>,
     free_slots: Vec<u32>,
-    /// Where the next search for a slot begins.
+    /// The slot at which the next search begins.
     hand: usize,
-    /// Slots that all searches have looked at.
+    /// Slots that all searches have examined.
     #[cfg(test)]
     steps: u64,
 }
@@ -109,26 +109,26 @@ pub(super) struct Blocks {
     disk_bytes: u64,
     block_shift: u32,
     sectors_per_block: u32,
-    /// There is a parent.
+    /// The image has a parent.
     differencing: bool,
-    /// The file can grow, and what was never written in it reads as zeros.
+    /// The file can grow, and its unwritten space reads as zeros.
     is_file: bool,
-    /// The footer as it stands on disk.
+    /// The footer on disk.
     footer: [u8; footer::BYTES],
-    /// The copy of it at the beginning is whole and as it should be.
+    /// The copy of the footer at the beginning is intact and up to date.
     copy_whole: AtomicBool,
     /// Byte offset of the last sector that a device had when the footer was written there.
     last_sector: AtomicU64,
     table: Box<[AtomicU64]>,
     slab: Slab,
-    /// Slots that bitmaps are kept in; more only if all of them are dirty.
+    /// Slots for bitmaps; more only if all of them are dirty.
     budget_slots: usize,
     /// Writes have to wait for a commit: the journal or the budget is almost used up.
     tight: AtomicBool,
     /// There are dirty blocks.
     dirty: AtomicBool,
-    /// Evictions of blocks, by block number modulo their number: who reads a bitmap from disk
-    /// looks whether one came between.
+    /// Counters of evictions of blocks, by block number modulo their number. A reader of a bitmap on disk checks
+    /// whether one came between.
     generations: Box<[AtomicU32]>,
     state: Mutex<State>,
     commits: Arc<Commits>,
@@ -136,7 +136,7 @@ pub(super) struct Blocks {
     growing: SharedLock,
 }
 
-/// What opening an image has found out about its blocks.
+/// The blocks of an image as found at opening.
 pub(super) struct Opened {
     pub(super) layout: Layout,
     /// Byte offset of the table.
@@ -151,13 +151,13 @@ pub(super) struct Opened {
     pub(super) last_sector: u64,
     /// By block: its entry of the table ([`UNUSED`] for none).
     pub(super) places: Vec<u32>,
-    /// A bit for each block that the batmap says is full; blocks behind its end are not.
+    /// A bit for each block that is full by the batmap; blocks past its end are not.
     pub(super) full: Vec<u8>,
     /// Memory for bitmaps.
     pub(super) metadata_bytes: usize,
     /// An empty journal, or one whose records are for [`Blocks::replay`].
     pub(super) journal: Journal,
-    /// The image's.
+    /// The image's commits.
     pub(super) commits: Arc<Commits>,
 }
 
@@ -223,7 +223,7 @@ impl Blocks {
         blocks
     }
 
-    /// Bytes of a block's bitmap, which stands before its data.
+    /// Bytes of a block's bitmap, which precedes its data.
     pub(super) fn bitmap_bytes(&self) -> u64 {
         self.layout.bitmap_bytes
     }
@@ -232,8 +232,8 @@ impl Blocks {
         size_of_val(&*self.table) as u64
     }
 
-    /// What was recovered from a process that died is besides: who only reads has it for good,
-    /// and needs room for the rest.
+    /// Sets the memory for bitmaps. State recovered from a dead process does not count: a reader keeps it, and needs
+    /// room for the rest.
     pub(super) fn set_metadata_bytes(&mut self, bytes: usize) {
         let dirty = self.lock().dirty.len();
         self.budget_slots = (bytes / Slab::slot_bytes(self.slab.words())).max(dirty + 64);
@@ -243,8 +243,8 @@ impl Blocks {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// New blocks are wholly present from their beginning: their space reads as zeros, and so do
-    /// sectors that were never written. QEMU does that, too.
+    /// Whether new blocks are wholly present from the beginning, as with QEMU: their space reads as zeros, and so do
+    /// unwritten sectors.
     pub(in crate::vhd) fn whole(&self) -> bool {
         self.is_file && !self.differencing
     }
@@ -254,7 +254,7 @@ impl Blocks {
         Entry(self.table[block as usize].load(Ordering::Acquire))
     }
 
-    /// Only under the lock.
+    /// Sets an entry. Only under the lock.
     fn set_entry(&self, block: u32, entry: Entry) {
         self.table[block as usize].store(entry.0, Ordering::Release);
     }
@@ -286,7 +286,7 @@ impl Blocks {
         (u64::from(entry.sector()) + u64::from(first)) * SECTOR + self.layout.bitmap_bytes
     }
 
-    /// How much of the part's beginning is present, or is not.
+    /// The number of sectors at the part's beginning that are present, or are not.
     #[inline]
     fn look(&self, part: Part) -> (Entry, Look) {
         loop {
@@ -310,7 +310,7 @@ impl Blocks {
         }
     }
 
-    /// For a read: see [`Mapping`].
+    /// Finds a range for a read: see [`Mapping`].
     pub(super) fn find(&self, offset: u64, len: u64) -> Mapping {
         let Some(left) = self.disk_bytes.checked_sub(offset).filter(|left| *left > 0) else {
             return Mapping::Zeros { len };
@@ -336,7 +336,7 @@ impl Blocks {
         }
     }
 
-    /// Adds the blocks without a place that follow the first `absent` bytes.
+    /// Adds the following blocks without a place to the first `absent` bytes.
     fn absent_from(&self, offset: u64, absent: u64, len: u64) -> u64 {
         let mut absent = absent;
         while absent < len {
@@ -349,8 +349,8 @@ impl Blocks {
         absent
     }
 
-    /// For a write: see [`Mapping`]. A block without a place gets one here, in space that was set
-    /// aside before.
+    /// Finds a place for a write: see [`Mapping`]. A block without one gets a place here, in space that was set aside
+    /// before.
     pub(super) fn reserve(&self, offset: u64, len: u64) -> Mapping {
         let part = self.part(offset, len);
         let len = part.bytes().min(len);
@@ -372,7 +372,7 @@ impl Blocks {
         }
     }
 
-    /// Gives a block a place, in memory and in the journal. `None`: it takes a step first.
+    /// Gives a block a place, in memory and in the journal. `None`: space has to be made first.
     fn place_new(&self, block: u32) -> Option<Entry> {
         let mut state = self.lock();
         let entry = self.entry(block);
@@ -400,7 +400,7 @@ impl Blocks {
         };
         let entry = Entry::new(sector, known).with(Entry::NEW);
         self.mark_dirty(&mut state, block, entry);
-        // One write goes for more before the rest is used up; the others go on.
+        // One write makes more space before the rest is used up; the others go on.
         if self.is_file && !state.refilling && state.run_end - end < self.low_water(&state) {
             state.refilling = true;
             return None;
@@ -408,7 +408,7 @@ impl Blocks {
         Some(self.entry(block))
     }
 
-    /// Writes the entry, and has the next commit take the block. Only under the lock.
+    /// Writes the entry, and adds the block to the next commit. Only under the lock.
     fn mark_dirty(&self, state: &mut State, block: u32, entry: Entry) {
         state.changed = true;
         self.dirty.store(true, Ordering::Relaxed);
@@ -431,8 +431,8 @@ impl Blocks {
         self.tight.store(tight, Ordering::Relaxed);
     }
 
-    /// The data of a placed write was given to the kernel: its sectors are present, for readers
-    /// and in the journal. The journal first: who sees a bit may answer for it.
+    /// Called when the data of a placed write were given to the kernel: its sectors are present, for readers and in the
+    /// journal. The journal comes first: a reader may answer by a bit that it sees.
     pub(super) fn written(&self, offset: u64, len: u64) {
         for part in self.parts(offset, len) {
             if let (_, Look::Present(n)) = self.look(part)
@@ -448,14 +448,14 @@ impl Blocks {
         let mut state = self.lock();
         let entry = self.entry(part.block);
         let (slot, known) = match entry.state() {
-            // A write that was never placed; nothing can be said about it.
+            // A write that was never placed, so nothing is known about it.
             Where::Empty => {
                 debug_assert!(false, "block {} was written and has no place", part.block);
                 return;
             }
             Where::Full => return,
             Where::Bits(slot) | Where::Overlay(slot) => (slot, entry.state()),
-            // Evicted between the placing and now. What else is present stays on disk.
+            // Evicted since the placing. The other bits stay on disk.
             Where::OnDisk => {
                 let slot = self.take_slot(&mut state, part.block);
                 self.slab.slot(slot).fill(|_| 0);
@@ -482,7 +482,7 @@ impl Blocks {
         (0..self.slab.words()).all(|i| bits.word(i) == u64::MAX)
     }
 
-    /// Puts word `i` of a bitmap, which gets `value`, into the journal.
+    /// Records word `i` of a bitmap, which gets `value`, in the journal.
     fn record(&self, state: &mut State, block: u32, bits: &slab::Slot<'_>, i: usize, value: u64) {
         let (group, at) = (i / RECORD_WORDS, i % RECORD_WORDS);
         let about = 1 + group as u32;
@@ -503,20 +503,20 @@ impl Blocks {
         });
         match state.journal.claim(record_key(block, about), &words) {
             Some(record) => state.records.entry(block).or_default().push((about, record)),
-            // RESERVED_RECORDS is more than all queues together can have in flight.
+            // RESERVED_RECORDS exceeds the requests in flight of all queues together.
             None => tracing::error!(
                 "the journal is full: writes since the last flush may be lost if this process dies"
             ),
         }
     }
 
-    /// Bits of word `i` that stand for no sector: behind the disk's end, or the block's.
+    /// Bits of word `i` that stand for no sector: past the disk's end, or the block's.
     fn padding(&self, i: usize) -> u64 {
         let in_word = u64::from(self.sectors_per_block).saturating_sub(i as u64 * 64).min(64);
         u64::MAX.checked_shr(in_word as u32).unwrap_or(0)
     }
 
-    /// The same for a certain block, whose last sectors may be behind the disk's end.
+    /// The padding of a certain block, whose last sectors may be past the disk's end.
     fn padding_of(&self, block: u32, i: usize) -> u64 {
         let start = u64::from(block) << self.block_shift;
         let sectors = (self.disk_bytes - start).div_ceil(SECTOR);
@@ -524,14 +524,13 @@ impl Blocks {
         self.padding(i) | u64::MAX.checked_shr(in_word as u32).unwrap_or(0)
     }
 
-    /// Whether a block reaches behind the disk's end, into space that may hold anything.
+    /// Whether a block extends past the disk's end, into space that may have any content.
     fn is_cut(&self, block: u32) -> bool {
         !self.whole() && u64::from(block) + 1 > self.disk_bytes >> self.block_shift
     }
 }
 
-/// What a journal's record is about: a block, and 0 for its place or 1 + the number of eight words
-/// of its bitmap.
+/// The key of a journal's record: a block, and 0 for its place or 1 + the number of eight words of its bitmap.
 fn record_key(block: u32, about: u32) -> u64 {
     u64::from(block) << 32 | u64::from(about)
 }

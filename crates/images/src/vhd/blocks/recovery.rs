@@ -1,4 +1,4 @@
-//! What a process that died had answered, and no commit had made durable.
+//! Replays the journal of a dead process: its answered changes that no commit had made durable.
 
 use std::collections::HashMap;
 
@@ -8,12 +8,12 @@ use super::entry::{Entry, State as Where};
 use super::{Blocks, RECORD_WORDS, SECTOR, State};
 
 impl Blocks {
-    /// Recovers a journal's records: in memory everything is as it was, and dirty. `keep`: the
-    /// records are in this image's journal, which releases them once they are durable. Otherwise
-    /// the image is only read, and they are another's to write; others may read them, too.
+    /// Replays a journal's records: the state in memory becomes that of the dead process, and dirty. `keep`: the
+    /// records are in this image's journal, which releases them once they are durable. Otherwise the image is only
+    /// read, and the records belong to a later writer; other readers may read them, too.
     ///
     /// # Errors
-    /// They do not fit what is on disk. Nothing was written.
+    /// They do not fit the disk. Nothing was written.
     pub(in crate::vhd) fn replay(
         &mut self,
         records: Vec<Record>,
@@ -48,7 +48,7 @@ impl Blocks {
         Ok(())
     }
 
-    /// The blocks that are not as they are on disk: start and length in bytes of the disk.
+    /// The blocks that differ from the disk: start and length in bytes of the disk.
     pub(in crate::vhd) fn dirty_parts(&self) -> Vec<(u64, u64)> {
         let part = |block: &u32| (u64::from(*block) << self.block_shift, self.layout.block_bytes);
         self.lock().dirty.iter().map(part).collect()
@@ -88,7 +88,7 @@ impl Blocks {
                 self.mark_dirty(state, block, Entry::new(sector, known).with(Entry::NEW));
                 Ok((block, sector))
             }
-            // The commit had got as far as the table.
+            // The commit had written the table.
             _ if entry.sector() == sector => {
                 self.mark_dirty(state, block, entry);
                 Ok((block, sector))
@@ -131,7 +131,7 @@ impl Blocks {
         Ok(())
     }
 
-    /// Whether blocks lie over each other now.
+    /// Checks whether blocks overlap now.
     fn check_overlaps(&self) -> Result<(), String> {
         let placed = (0..self.table.len() as u32).map(|block| self.entry(block));
         let mut sectors: Vec<u32> =

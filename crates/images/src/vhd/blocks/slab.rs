@@ -1,9 +1,8 @@
-//! Bitmaps in memory: fixed slots that readers on all threads look at without a lock.
+//! Bitmaps in memory: fixed slots that readers on all threads read without a lock.
 //!
-//! A slot is filled and given to another block only under the lock of the disk's state. Each has
-//! a sequence number that changes with its owner: a reader takes the number, looks whether the
-//! block still has the slot, reads, and believes what it read if the number is the same (a
-//! seqlock). Bits are set and cleared in place, and a reader may see either.
+//! A slot is filled and given to another block only under the lock of the disk's state. Each has a sequence number that
+//! changes with its block. A reader takes the number, checks that the block still has the slot, reads, and uses the
+//! result if the number is the same (a seqlock). Bits are set and cleared in place, and a reader may see either.
 //!
 //! Sector `i` of a block is bit `63 - i % 64` of word `i / 64`: the bytes of the disk, read as
 //! big-endian numbers.
@@ -17,7 +16,7 @@ const CHUNK: usize = 128;
 /// Words of a slot before its bitmap: the sequence number, and whether it was used lately.
 const HEAD: usize = 2;
 
-/// All slots; those that were never used have no memory.
+/// All slots; unused ones have no memory.
 pub(super) struct Slab {
     chunks: Box<[OnceLock<Box<[AtomicU64]>>]>,
     /// Words of a bitmap.
@@ -33,12 +32,14 @@ pub(super) struct Slot<'a> {
 }
 
 impl Slab {
-    /// At most `slots` bitmaps of so many words.
+    /// A slab of at most `slots` bitmaps of so many words.
     pub(super) fn new(slots: usize, words: usize) -> Slab {
         let chunks = (0..slots.div_ceil(CHUNK)).map(|_| OnceLock::new()).collect();
         Slab { chunks, words }
     }
 
+    /// The slot with this index.
+    ///
     /// # Panics
     /// If the slab has no such slot.
     #[inline]
@@ -63,18 +64,18 @@ impl Slab {
 }
 
 impl Slot<'_> {
-    /// Gives the slot to another block, with this bitmap. Only under the lock, and while no block
-    /// has the slot: whoever still reads it for the old one sees the number change.
+    /// Gives the slot to another block, with this bitmap. Only under the lock, and while no block has the slot: a
+    /// reader of the old block sees the number change.
     pub(super) fn fill(&self, bits: impl Fn(usize) -> u64) {
         self.seq.fetch_add(1, Ordering::AcqRel);
         for (i, word) in self.words.iter().enumerate() {
-            // After the number, also for a reader that has no fence in between.
+            // Ordered after the number, also for a reader without a fence in between.
             word.store(bits(i), Ordering::Release);
         }
         self.used.store(1, Ordering::Relaxed);
     }
 
-    /// What `read` finds, if the slot was all the time its block's, as `still_mine` says.
+    /// The result of `read`, if the slot belonged to its block all the time, as `still_mine` tells.
     #[inline]
     pub(super) fn read<T>(
         &self,
@@ -93,7 +94,7 @@ impl Slot<'_> {
         (self.seq.load(Ordering::Relaxed) == seq).then_some(value)
     }
 
-    /// How many sectors from `first` on are alike, at most `max`, and whether they are present.
+    /// The number of sectors from `first` on with the same bit, at most `max`, and whether they are present.
     #[inline]
     pub(super) fn run(&self, first: u32, max: u32) -> (bool, u32) {
         let word = |i: u32| self.words[i as usize].load(Ordering::Acquire);
@@ -122,7 +123,7 @@ impl Slot<'_> {
         self.words[i].store(value, Ordering::Release);
     }
 
-    /// Whether it was used since this was asked last.
+    /// Whether it was used since the last call.
     pub(super) fn take_used(&self) -> bool {
         self.used.swap(0, Ordering::Relaxed) == 1
     }

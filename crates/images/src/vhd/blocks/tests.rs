@@ -1,4 +1,4 @@
-//! How much memory and work the bitmaps take.
+//! Memory and work of the bitmaps.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::vhd::Body;
 const BLOCK: u64 = 4096;
 /// Bitmaps that fit into the least memory.
 const BUDGET: usize = 64;
-/// As many times as a disk of 2 TiB has bitmaps for the memory of one image.
+/// The number of blocks: as many per bitmap in memory as a disk of 2 TiB has with the memory of one image.
 const BLOCKS: u64 = 64 * BUDGET as u64;
 
 fn open(name: &ImageName) -> Session {
@@ -78,7 +78,7 @@ fn one_discard_of_a_whole_differencing_disk_keeps_to_the_memory_for_bitmaps() {
     assert_eq!(bytes, [7; 512], "the parent's");
 }
 
-/// As where more changes were recovered than there is memory for.
+/// The state after more changes were recovered than there is memory for.
 #[test]
 fn no_slot_is_looked_for_where_all_are_dirty() {
     let dir = tempfile::TempDir::new_in("/dev/shm").unwrap();

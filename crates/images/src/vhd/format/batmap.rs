@@ -1,8 +1,8 @@
-//! The batmap, libvhd's extension: a bit for each block that says "all of its sectors are
-//! present", so that their bitmaps need not be read. Its header stands behind the block table.
+//! The batmap, libvhd's extension: a bit for each block that says "all of its sectors are present", so that their
+//! bitmaps need not be read. Its header follows the block table.
 //!
-//! Only a hint: a bit may be clear though the block is full. libvhd writes it when it closes an
-//! image, and never takes a bit back.
+//! It is only a hint: a bit may be clear though the block is full. libvhd writes it when it closes an image, and never
+//! clears a bit.
 
 use super::footer::Footer;
 use super::header::{DEFAULT_BLOCK_BYTES, Header};
@@ -15,11 +15,11 @@ const COOKIE: [u8; 8] = *b"tdbatmap";
 const CHECKSUM_AT: usize = 24;
 /// 1: the image is encrypted, and the hash of its key follows.
 const KEY_AT: usize = 29;
-/// Of this version the checksum adds bytes as signed numbers.
+/// From this version on the checksum adds bytes as signed numbers.
 const VERSION_SIGNED: u32 = 0x0001_0001;
 const VERSION: u32 = 0x0001_0002;
 
-/// A header that was checked, and as it stands on disk: there are fields in it that are not ours.
+/// A checked header, and its bytes on disk, which have fields of other programs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Batmap {
     raw: [u8; BYTES],
@@ -31,15 +31,14 @@ pub(crate) struct Batmap {
 }
 
 impl Batmap {
-    /// Where the header is, if the image has a batmap at all.
+    /// The place of the header, if the image can have a batmap.
     pub(crate) fn header_offset(footer: &Footer, header: &Header) -> Option<u64> {
         let ours = footer.creator.has_batmap() && header.block_bytes == DEFAULT_BLOCK_BYTES;
         let table = whole_sectors(u64::from(header.max_entries) * 4);
         ours.then(|| header.table_offset.checked_add(table)).flatten()
     }
 
-    /// An empty one with its header at `at` and its map behind that, for a table of so many
-    /// entries.
+    /// An empty batmap with its header at `at` and its map after that, for a table of so many entries.
     pub(crate) fn new(at: u64, max_entries: u32) -> Batmap {
         let (offset, len) = (at + SECTOR, Self::map_bytes(max_entries));
         let mut raw = [0; BYTES];
@@ -55,7 +54,7 @@ impl Batmap {
         whole_sectors(u64::from(max_entries).div_ceil(8)).max(SECTOR)
     }
 
-    /// Reads the header. `None`: there is none, which is as good.
+    /// Reads the header. `None`: there is none, and none is needed.
     ///
     /// # Errors
     /// The image is encrypted.
@@ -75,7 +74,7 @@ impl Batmap {
             return Err(Malformed::unsupported(at, why));
         }
         let len = sectors * SECTOR;
-        // Larger than its table's is of no use, and not read.
+        // A map larger than the table needs is useless, and not read.
         let fits = len >= covered_bytes(footer.current_size)
             && len <= Self::map_bytes(header.max_entries)
             && offset.is_multiple_of(SECTOR)
@@ -83,7 +82,7 @@ impl Batmap {
         Ok(fits.then_some(Batmap { raw: *raw, offset, len, version }))
     }
 
-    /// Whether `map` is what the checksum was made for.
+    /// Whether the checksum fits `map`.
     pub(crate) fn is_valid(&self, map: &[u8]) -> bool {
         be32(&self.raw, CHECKSUM_AT) == self.sum(map)
     }
@@ -104,8 +103,8 @@ impl Batmap {
     }
 }
 
-/// Bytes of the map that the checksum covers and libvhd reads: its arithmetic, which rounds down
-/// to bytes first, so the last seven blocks of some sizes are without a bit.
+/// Bytes of the map that the checksum covers and libvhd reads. libvhd rounds down to bytes first, so the last seven
+/// blocks of some sizes have no bit.
 pub(crate) fn covered_bytes(current_size: u64) -> u64 {
     whole_sectors(current_size / u64::from(DEFAULT_BLOCK_BYTES) / 8).max(SECTOR)
 }

@@ -1,4 +1,4 @@
-//! The footer: what every VHD has, at its end, and a dynamic one also at its beginning.
+//! The footer, which every VHD has at its end, and a dynamic one also at its beginning.
 
 use std::fmt;
 
@@ -11,11 +11,11 @@ use super::{
 pub(crate) const BYTES: usize = 512;
 
 const COOKIE: [u8; 8] = *b"conectix";
-/// What vhd-util writes instead, so that nobody opens the image (`vhd_disabled`).
+/// vhd-util writes this cookie to keep the image from being opened (`vhd_disabled`).
 const POISON: [u8; 8] = *b"v_poison";
 const VERSION: u32 = 0x0001_0000;
 const FEATURE_TEMPORARY: u32 = 1;
-/// Always set, says the specification.
+/// Always set, by the specification.
 const FEATURE_RESERVED: u32 = 2;
 const CHECKSUM_AT: usize = 64;
 const HIDDEN_AT: usize = 85;
@@ -28,11 +28,11 @@ const EPOCH_S: u64 = 946_684_800;
 /// The three kinds of VHD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// All of the disk, one after the other, and a footer.
+    /// The whole disk in order, and a footer.
     Fixed,
-    /// Blocks, each where there was room when it was first written.
+    /// Blocks, each at a place allocated when it was first written.
     Dynamic,
-    /// Blocks, and a parent for all that was never written.
+    /// Blocks, and a parent for unwritten data.
     Differencing,
 }
 
@@ -56,7 +56,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// Who made an image: four letters, and a version whose meaning is theirs.
+/// The program that made an image: four letters, and a version with the program's own meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Creator {
     /// For example `tap\0`, `win `, `qem2`.
@@ -66,12 +66,11 @@ pub struct Creator {
 }
 
 impl Creator {
-    /// libvhd's own, of the version whose images always have a batmap. QEMU takes `current_size`
-    /// as it is for this creator, and computes the size from the geometry for those that it does
-    /// not know.
+    /// libvhd's, with a version whose images always have a batmap. QEMU uses `current_size` for this creator, and
+    /// computes the size from the geometry for creators that it does not know.
     pub(crate) const LIBVHD: Creator = Creator { app: *b"tap\0", version: 0x0001_0003 };
-    /// Hyper-V's, for images that libvhd's rules do not fit (blocks of another size than 2 MiB
-    /// and no batmap). QEMU trusts its `current_size`, too.
+    /// Hyper-V's, for images outside of libvhd's rules (blocks of another size than 2 MiB and no batmap). QEMU uses its
+    /// `current_size`, too.
     pub(crate) const HYPER_V: Creator = Creator { app: *b"win ", version: 0x000a_0000 };
 
     /// Whether QEMU takes `current_size` for the size (`vpc_open`), and not the geometry.
@@ -88,13 +87,13 @@ impl Creator {
         self.is_tapdisk() && self.version > 0x0000_0001
     }
 
-    /// The first versions of tapdisk kept bitmaps in the order of their machine.
+    /// Whether bitmaps are in the order of the machine, as in the first versions of tapdisk.
     fn has_native_bitmaps(&self) -> bool {
         self.is_tapdisk() && self.version == 0x0000_0001
     }
 }
 
-/// A footer that was checked.
+/// A checked footer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Footer {
     /// The kind of image.
@@ -107,11 +106,11 @@ pub struct Footer {
     pub data_offset: u64,
     /// Seconds since 2000 when it was made.
     pub timestamp: u32,
-    /// Who made it.
+    /// The program that made it.
     pub creator: Creator,
-    /// On what: `Wi2k`, `Mac `, or nothing.
+    /// The operating system: `Wi2k`, `Mac `, or nothing.
     pub creator_os: [u8; 4],
-    /// Its geometry, which nobody but old guests of Virtual PC cares for.
+    /// Its geometry, which only old guests of Virtual PC use.
     pub geometry: Geometry,
     /// Its identity.
     pub uuid: Uuid,
@@ -119,12 +118,12 @@ pub struct Footer {
     pub temporary: bool,
     /// A virtual machine with this disk was suspended.
     pub saved_state: bool,
-    /// Of no use of its own, only as a parent: blktap's field.
+    /// Used only as a parent: blktap's field.
     pub hidden: u8,
 }
 
 impl Footer {
-    /// What QEMU would take for the size of an image with this creator and a disk of so many bytes.
+    /// The size that QEMU computes for an image with this creator and a disk of so many bytes.
     pub fn qemu_bytes(&self, bytes: u64) -> u64 {
         let total = bytes / SECTOR;
         if self.creator.is_sized_for_qemu() || total >= MAX_SECTORS {
@@ -159,7 +158,7 @@ impl Footer {
     /// Reads the footer that was found at `offset`.
     ///
     /// # Errors
-    /// It is none, is damaged, or of a kind that is not supported.
+    /// It is no footer, is damaged, or of an unsupported kind.
     pub(crate) fn parse(bytes: &[u8; BYTES], offset: u64) -> Result<Footer, Malformed> {
         let bad = |why: String| Malformed::new(offset, format!("footer: {why}"));
         let unsupported = |why: &str| Malformed::unsupported(offset, format!("footer: {why}"));
@@ -213,7 +212,7 @@ impl Footer {
         })
     }
 
-    /// As it stands on disk.
+    /// The bytes on disk.
     pub(crate) fn bytes(&self) -> [u8; BYTES] {
         let mut out = [0; BYTES];
         let temporary = if self.temporary { FEATURE_TEMPORARY } else { 0 };
@@ -238,7 +237,7 @@ impl Footer {
     }
 }
 
-/// Early versions of vhd-util marked an image as hidden and left its checksum as it was.
+/// Checks the checksum. Early versions of vhd-util marked an image as hidden and left its checksum unchanged.
 fn check_sum(bytes: &[u8; BYTES]) -> Result<(), String> {
     let (found, right) = (be32(bytes, CHECKSUM_AT), checksum(bytes, CHECKSUM_AT));
     let creator = Creator { app: array(bytes, 28), version: be32(bytes, 32) };
@@ -267,7 +266,7 @@ mod tests {
         footer
     }
 
-    /// Changes a byte and makes the checksum right again.
+    /// Changes a byte and corrects the checksum.
     fn forged(mut bytes: [u8; BYTES], at: usize, value: &[u8]) -> [u8; BYTES] {
         put(&mut bytes, at, value);
         let sum = checksum(&bytes, CHECKSUM_AT);

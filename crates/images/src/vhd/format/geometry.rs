@@ -1,7 +1,7 @@
-//! Cylinders, heads and sectors, by the appendix of the specification. They say the size of a disk
-//! only roughly; its `current size` is what counts.
+//! Cylinders, heads and sectors, by the appendix of the specification. They give the size of a disk only roughly; its
+//! `current size` counts.
 
-/// The largest number of sectors that a geometry can say.
+/// The largest number of sectors that a geometry can express.
 pub(crate) const MAX_SECTORS: u64 = 65535 * 16 * 255;
 
 /// A disk's geometry.
@@ -16,7 +16,7 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// Of a disk with so many sectors; those beyond [`MAX_SECTORS`] are not counted.
+    /// The geometry of a disk with so many sectors; those beyond [`MAX_SECTORS`] are not counted.
     pub(crate) fn of_sectors(total: u64) -> Geometry {
         let total = total.min(MAX_SECTORS);
         let (heads, sectors);
@@ -45,7 +45,7 @@ mod tests {
 
     #[test]
     fn geometries_are_those_of_the_specification() {
-        // Size in sectors, then what other implementations write for it.
+        // Size in sectors, then the geometry that other implementations write for it.
         for (sectors, expect) in [
             (1, (0, 4, 17)),
             (4096, (60, 4, 17)),

@@ -1,4 +1,4 @@
-//! The dynamic header: where the block table is, how large blocks are, and who the parent is.
+//! The dynamic header: the place of the block table, the size of blocks, and the parent.
 
 use super::footer::{Footer, Kind};
 use super::locator::{Locator, utf16_be};
@@ -18,10 +18,10 @@ const VERSION: u32 = 0x0001_0000;
 const CHECKSUM_AT: usize = 36;
 const PARENT_NAME_AT: usize = 64;
 const PARENT_NAME_BYTES: usize = 512;
-/// Where they begin.
+/// The offset of the locators.
 pub(crate) const LOCATORS_AT: usize = PARENT_NAME_AT + PARENT_NAME_BYTES;
 
-/// Whether an image can have blocks of that size; if not, why.
+/// Whether an image can have blocks of that size; if not, the reason.
 pub(crate) fn check_block_bytes(bytes: u32) -> Result<(), String> {
     match bytes.is_power_of_two() && (SECTOR as u32..=MAX_BLOCK_BYTES).contains(&bytes) {
         true => Ok(()),
@@ -29,7 +29,7 @@ pub(crate) fn check_block_bytes(bytes: u32) -> Result<(), String> {
     }
 }
 
-/// A header that was checked.
+/// A checked header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     /// Byte offset of the block table.
@@ -42,9 +42,9 @@ pub(crate) struct Header {
     pub(crate) parent_uuid: Uuid,
     /// When the parent was last changed, in seconds since 2000.
     pub(crate) parent_timestamp: u32,
-    /// The parent's file name as it stands there: UTF-16, and zeros.
+    /// The bytes of the parent's file name: UTF-16, and zeros.
     pub(crate) parent_name: [u8; PARENT_NAME_BYTES],
-    /// Where paths to the parent are.
+    /// The places of paths to the parent.
     pub(crate) locators: [Locator; LOCATORS],
 }
 
@@ -64,7 +64,7 @@ impl Header {
     /// Reads the header that was found at `offset`, of the disk with `footer`.
     ///
     /// # Errors
-    /// It is none, is damaged, does not fit the disk, or says what is not supported.
+    /// It is no header, is damaged, does not fit the disk, or has unsupported values.
     pub(crate) fn parse(
         bytes: &[u8; BYTES],
         offset: u64,
@@ -119,7 +119,7 @@ impl Header {
         })
     }
 
-    /// As it stands on disk.
+    /// The bytes on disk.
     pub(crate) fn bytes(&self) -> [u8; BYTES] {
         let mut out = [0; BYTES];
         put(&mut out, 0, &COOKIE);
@@ -139,8 +139,8 @@ impl Header {
         out
     }
 
-    /// The first sector of the header in `old` with this one's table: its second sector, and what
-    /// is in reserved fields, stay as they are. `None`: `old` is no whole header.
+    /// The first sector of the header in `old` with this one's table: the second sector and reserved fields stay as
+    /// they are. `None`: `old` is no intact header.
     pub(crate) fn moved_table(&self, old: &[u8]) -> Option<[u8; SECTOR as usize]> {
         let mut raw: [u8; BYTES] = old.try_into().ok()?;
         put(&mut raw, 16, &self.table_offset.to_be_bytes());
@@ -150,7 +150,7 @@ impl Header {
         Some(array(&raw, 0))
     }
 
-    /// Sets the parent's file name; what does not fit is cut off, since nothing depends on it.
+    /// Sets the parent's file name. A longer name is cut off, since nothing depends on it.
     pub(crate) fn set_parent_name(&mut self, name: &str) {
         self.parent_name = [0; PARENT_NAME_BYTES];
         let text = utf16_be(name);

@@ -1,5 +1,4 @@
-//! Where everything of a dynamic image is, and that nothing lies outside of it or over anything
-//! else.
+//! The places of all parts of a dynamic image. None is outside of the medium or overlaps another.
 
 use super::batmap::Batmap;
 use super::footer::{self, Footer};
@@ -36,23 +35,25 @@ impl Placed {
 pub(crate) struct Layout {
     /// Ordered by place, and disjoint.
     regions: Vec<Region>,
-    /// Texts of locators that are not used any more. Nothing else is put there, and they are no
-    /// reason to refuse anything, wherever they are.
+    /// Texts of locators that are not used any more. Nothing else is placed there, and no place of them is a reason to
+    /// refuse the image.
     old_texts: Vec<(u64, u64)>,
     /// Blocks of the disk.
     pub(crate) blocks: u32,
     /// Bytes of a block's data.
     pub(crate) block_bytes: u64,
-    /// Bytes of a block's bitmap, which stands before the data: whole sectors.
+    /// Bytes of a block's bitmap, which precedes the data: whole sectors.
     pub(crate) bitmap_bytes: u64,
     /// Bytes of the file or device.
     pub(crate) medium_bytes: u64,
-    /// Where the block table ends.
+    /// The end of the block table.
     table_end: u64,
     has_batmap: bool,
 }
 
 impl Layout {
+    /// Computes the layout.
+    ///
     /// # Errors
     /// Metadata outside of the medium, or over other metadata.
     pub(crate) fn new(
@@ -96,7 +97,7 @@ impl Layout {
             return Err(Malformed::new(pair[1].start, why));
         }
         let block_bytes = u64::from(header.block_bytes);
-        // Header::parse has seen that this is at most MAX_BLOCKS.
+        // Header::parse has checked that this is at most MAX_BLOCKS.
         let blocks = footer.current_size.div_ceil(block_bytes) as u32;
         let bitmap_bytes = whole_sectors(block_bytes.div_ceil(SECTOR * 8));
         Ok(Layout {
@@ -111,16 +112,15 @@ impl Layout {
         })
     }
 
-    /// Whether QEMU would put the next new block over the batmap, which it does not know: behind
-    /// the table it sees the end of the last of `blocks`, given by their sectors, or nothing. It
-    /// takes for granted that there are zeros, so then all bits of the batmap are clear, and the
-    /// footer has the place that [`footer_at`](Self::footer_at) says.
+    /// Whether QEMU would place the next new block over the batmap, which it does not know: after the table it sees the
+    /// end of the last of `blocks`, given by their sectors, or nothing. It assumes zeros there, so in this case all
+    /// bits of the batmap are clear, and the footer has the place that [`footer_at`](Self::footer_at) gives.
     pub(crate) fn qemu_overwrites_batmap(&self, blocks: impl Iterator<Item = u32>) -> bool {
         self.has_batmap && !{ blocks }.any(|sector| u64::from(sector) * SECTOR >= self.table_end)
     }
 
-    /// Where the footer of a file stands whose used parts end at `end`. If QEMU overwrites the
-    /// batmap: behind the block that it would put there, where it writes its own footer.
+    /// The place of a file's footer if its used parts end at `end`. If QEMU overwrites the batmap: after the block that
+    /// it would place there, where it writes its own footer.
     pub(crate) fn footer_at(&self, end: u64, qemu_overwrites_batmap: bool) -> u64 {
         match qemu_overwrites_batmap {
             true => end.max(self.table_end + self.stride()),
@@ -138,12 +138,12 @@ impl Layout {
         self.regions.iter().map(|r| (r.start, r.end)).chain(self.old_texts.iter().copied())
     }
 
-    /// Where metadata ends that does not move.
+    /// The end of metadata that does not move.
     pub(crate) fn metadata_end(&self) -> u64 {
         self.regions().map(|(_, end)| end).max().unwrap_or(0)
     }
 
-    /// Where everything that is used ends, with blocks at these places, and what before that is not.
+    /// The end of all used parts, with blocks at these places, and the unused parts before it.
     pub(crate) fn unused(&self, placed: &[Placed]) -> (u64, Vec<(u64, u64)>) {
         let blocks = placed.iter().map(|p| (p.start(), p.start() + self.stride()));
         let mut used: Vec<(u64, u64)> = self.regions().chain(blocks).collect();
@@ -159,8 +159,7 @@ impl Layout {
         (end, gaps)
     }
 
-    /// The first place behind the footer's copy where `len` bytes lie over no metadata, whatever
-    /// blocks are there.
+    /// The first place after the footer's copy where `len` bytes overlap no metadata, whatever blocks are there.
     pub(crate) fn place_for_metadata(&self, len: u64) -> u64 {
         let mut regions: Vec<(u64, u64)> = self.regions().collect();
         regions.sort_unstable();
@@ -173,8 +172,8 @@ impl Layout {
         at
     }
 
-    /// Whether a block can be at `sector`: inside the medium, and over no metadata. `entry_at`
-    /// is the byte offset of the table's entry that says so.
+    /// Whether a block can be at `sector`: inside the medium, and over no metadata. `entry_at` is the byte offset of
+    /// its table entry.
     pub(crate) fn check_place(&self, sector: u32, entry_at: u64) -> Result<(), Malformed> {
         let start = u64::from(sector) * SECTOR;
         let end = start + self.stride();
@@ -198,7 +197,7 @@ impl Layout {
         }
     }
 
-    /// The place of the first block, of all at `sectors`, that lies over another. Sorts them.
+    /// The place of the first block, of all at `sectors`, that overlaps another. Sorts them.
     pub(crate) fn find_overlap(&self, sectors: &mut [u32]) -> Option<(u32, u32)> {
         sectors.sort_unstable();
         let stride = self.stride() / SECTOR;
@@ -206,9 +205,8 @@ impl Layout {
         Some((pair[0], pair[1]))
     }
 
-    /// Where a block may be placed at or after byte `from`: its data begins at a multiple of
-    /// 4 KiB, so that no guest's page becomes two of the medium's blocks, and its bitmap stands
-    /// just before. `None`: the table cannot say such a place.
+    /// The place for a block at or after byte `from`. Its data begin at a multiple of 4 KiB, so that no guest's page is
+    /// in two of the medium's blocks, and its bitmap is just before. `None`: the table cannot express the place.
     pub(crate) fn aligned_place(&self, from: u64) -> Option<u32> {
         let data = (from + self.bitmap_bytes).next_multiple_of(4096);
         let sector = (data - self.bitmap_bytes) / SECTOR;

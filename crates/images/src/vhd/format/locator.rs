@@ -1,11 +1,11 @@
-//! Parent locators: paths to the parent, each in the way of one platform.
+//! Parent locators: paths to the parent, each in the form of one platform.
 //!
 //! * `MACX`: a `file:` URL in UTF-8. libvhd writes `file://./NAME`, and knows no escapes.
 //! * `W2RU`: a path relative to the child's directory, UTF-16 (little-endian), with `\`.
 //! * `W2KU`: an absolute path, otherwise alike. libvhd writes a relative one here, too, and so do
 //!   we: `vhd-util check` demands that each leads to the parent, also after both were moved.
 //!
-//! The deprecated ones (`Wi2r`, `Wi2k`, `Mac `) are let be, and not used.
+//! The deprecated ones (`Wi2r`, `Wi2k`, `Mac `) are kept, and not used.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use super::{Malformed, SECTOR, array, be32, be64, put, tag, whole_sectors};
 
-/// Bytes that the text of one locator may have: a path of 4,096 characters in UTF-16, and more.
+/// The largest text of a locator: more than a path of 4,096 characters in UTF-16.
 pub(crate) const MAX_TEXT_BYTES: u64 = 16 << 10;
 
 /// One entry of the header.
@@ -21,8 +21,7 @@ pub(crate) const MAX_TEXT_BYTES: u64 = 16 << 10;
 pub(crate) struct Locator {
     /// The platform; four zeros: none.
     pub(crate) code: [u8; 4],
-    /// Room for the text: sectors by the specification; bytes in everything that Hyper-V and
-    /// libvhd write.
+    /// Room for the text: sectors by the specification; bytes in images of Hyper-V and libvhd.
     pub(crate) space: u32,
     /// Bytes of the text.
     pub(crate) len: u32,
@@ -71,17 +70,17 @@ impl Locator {
         out
     }
 
-    /// Whether there is an entry at all.
+    /// Whether the entry is used.
     pub(crate) fn is_used(&self) -> bool {
         self.code != [0; 4]
     }
 
-    /// Whether it is of a platform whose paths are understood.
+    /// Whether paths of its platform are understood.
     pub(crate) fn reads(&self) -> bool {
         matches!(&self.code, b"W2ru" | b"W2ku" | b"MacX")
     }
 
-    /// Room for the text in bytes, from whichever unit it is in.
+    /// Room for the text in bytes, whichever unit the field has.
     pub(crate) fn room_bytes(&self) -> u64 {
         match u64::from(self.space) {
             sectors @ 0..512 => sectors * SECTOR,
@@ -90,18 +89,16 @@ impl Locator {
     }
 }
 
-/// The text of a locator as paths to try, those first that are most likely meant. Paths that are
-/// not absolute are relative to the child's directory.
+/// The text of a locator as paths to try, the likeliest first. Relative paths are relative to the child's directory.
 ///
 /// # Errors
-/// The text is no path of its platform.
+/// The text is not a path of its platform.
 pub(crate) fn decode(code: [u8; 4], text: &[u8]) -> Result<Vec<PathBuf>, String> {
     let path = match &code {
         b"MacX" => {
             let text = text.split(|b| *b == 0).next().unwrap_or(text);
             let path = text.strip_prefix(b"file://").ok_or("no file: URL")?;
-            // An authority (`file://localhost/…`) is of no use; `.` is libvhd's way to say
-            // "relative".
+            // An authority (`file://localhost/…`) is ignored; `.` is how libvhd writes "relative".
             let path = path.strip_prefix(b"localhost").unwrap_or(path);
             let plain = path.to_vec();
             let unescaped = unescape(path);
@@ -118,7 +115,7 @@ pub(crate) fn decode(code: [u8; 4], text: &[u8]) -> Result<Vec<PathBuf>, String>
         other => return Err(format!("platform {} is not supported", tag(*other))),
     };
     let path = path.replace('\\', "/");
-    // libvhd drops the drive of a machine that it is not on.
+    // libvhd drops the drive of a path from another machine.
     let path = match path.as_bytes() {
         [b'a'..=b'z' | b'A'..=b'Z', b':', ..] => path[2..].to_owned(),
         _ => path,
@@ -152,8 +149,8 @@ pub(crate) fn unescape(text: &[u8]) -> Vec<u8> {
     out
 }
 
-/// The text of a `MacX` locator. ASCII stands there as it is, as libvhd has it; a path with
-/// anything else libvhd cannot read, and it is escaped, for those who can.
+/// The text of a `MacX` locator. ASCII is not escaped, as in libvhd. libvhd cannot read a path with other characters,
+/// so these are escaped, for programs that can.
 pub(crate) fn encode_url(path: &Path) -> Vec<u8> {
     let mut out = b"file://".to_vec();
     let path = path.as_os_str().as_bytes();
@@ -171,15 +168,15 @@ pub(crate) fn encode_url(path: &Path) -> Vec<u8> {
     out
 }
 
-/// The text of a `W2ru` or `W2ku` locator for a relative path, which begins with `.\`; none for
-/// one that it cannot say.
+/// The text of a `W2ru` or `W2ku` locator for a relative path, which begins with `.\`; `None` if it cannot express the
+/// path.
 pub(crate) fn encode_windows(path: &Path) -> Option<Vec<u8>> {
     let path = path.to_str().filter(|path| !path.contains('\\'))?;
     let path = path.strip_prefix("./").unwrap_or(path).replace('/', "\\");
     Some(format!(".\\{path}").encode_utf16().flat_map(u16::to_le_bytes).collect())
 }
 
-/// Why libvhd does not find a parent by a path or name; none: it does.
+/// The reason why libvhd does not find a parent by a path or name; `None`: it does.
 pub(crate) fn unreadable_by_libvhd(text: &str) -> Option<&'static str> {
     let name = text.rsplit('/').next().unwrap_or(text);
     if !text.is_ascii() {
@@ -195,7 +192,7 @@ pub(crate) fn unreadable_by_libvhd(text: &str) -> Option<&'static str> {
     }
 }
 
-/// The path that libvhd takes a locator's text for.
+/// The path that libvhd reads from a locator's text.
 pub(crate) fn as_libvhd_reads(code: [u8; 4], text: &[u8]) -> Option<PathBuf> {
     let text: Vec<u8> = match &code {
         b"MacX" => text.strip_prefix(b"file://")?.to_vec(),
@@ -216,7 +213,7 @@ pub(crate) fn as_libvhd_reads(code: [u8; 4], text: &[u8]) -> Option<PathBuf> {
     })
 }
 
-/// The parent's name in the header.
+/// The parent's name as in the header.
 pub(crate) fn utf16_be(text: &str) -> Vec<u8> {
     text.encode_utf16().flat_map(u16::to_be_bytes).collect()
 }

@@ -1,4 +1,4 @@
-//! What stands on disk, as pure code over byte arrays: no I/O, no panics, every length bounded.
+//! The structures on disk, as pure code over byte arrays: no I/O, no panics, every length bounded.
 //!
 //! Sources: Microsoft's "Virtual Hard Disk Image Format Specification" (1.0), and the behaviour of
 //! blktap's `libvhd` where it differs (bytes instead of sectors in locators, the batmap, a nil
@@ -18,21 +18,21 @@ use ferrite_host::clock::{self, Random, SplitMix64};
 /// Bytes of a sector.
 pub(crate) const SECTOR: u64 = 512;
 
-/// The largest disk: what libvhd, XAPI and QEMU agree on, 2,040 GiB.
+/// The largest disk that libvhd, XAPI and QEMU all support, 2,040 GiB.
 pub const MAX_DISK_BYTES: u64 = 2040 << 30;
 
-/// Blocks that a table is used for at most: 32 MiB of memory while the disk is open.
+/// The most blocks of a table that are used: 32 MiB of memory while the disk is open.
 pub(crate) const MAX_BLOCKS: u32 = 4 << 20;
 
-/// What is wrong with a structure, and where.
+/// An invalid structure.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("at byte {offset}: {why}")]
 pub struct Malformed {
-    /// Byte offset in the file of the structure that is wrong.
+    /// Byte offset of the structure in the file.
     pub offset: u64,
-    /// What it is and what is wrong with it.
+    /// The structure, and what is wrong with it.
     pub why: String,
-    /// It is in order, as far as that can be told, and of a kind that is not supported.
+    /// It seems intact, and is of an unsupported kind.
     pub unsupported: bool,
 }
 
@@ -51,10 +51,10 @@ impl Malformed {
 pub struct Uuid(pub [u8; 16]);
 
 impl Uuid {
-    /// All zeros: nobody's identity. As a parent's identity it says that the parent is raw.
+    /// All zeros: no image has it. As a parent's identity it means that the parent is raw.
     pub const NIL: Uuid = Uuid([0; 16]);
 
-    /// One of version 4, from a source of random numbers.
+    /// A UUID of version 4, from a source of random numbers.
     pub fn random(source: &mut dyn Random) -> Uuid {
         let mut bytes = [0; 16];
         put(&mut bytes, 0, &source.next_u64().to_be_bytes());
@@ -83,7 +83,7 @@ impl fmt::Debug for Uuid {
     }
 }
 
-/// What makes a new image different from all others.
+/// The values that make a new image unique.
 #[derive(Clone, Copy, Debug)]
 pub struct Stamp {
     /// Its identity.
@@ -93,7 +93,7 @@ pub struct Stamp {
 }
 
 impl Stamp {
-    /// A random identity, and now.
+    /// A random identity, and the present time.
     pub fn from_system() -> Stamp {
         Stamp { uuid: Uuid::random(&mut SplitMix64::from_system()), unix_s: clock::unix_time_s() }
     }
@@ -139,7 +139,7 @@ pub(crate) fn whole_sectors(n: u64) -> u64 {
     n.div_ceil(SECTOR) * SECTOR
 }
 
-/// Four bytes as people read them: text where it is text.
+/// Four bytes for people: as text if they are text.
 pub(crate) fn tag(bytes: [u8; 4]) -> String {
     bytes.escape_ascii().to_string()
 }

@@ -9,14 +9,14 @@ use super::{Crowd, Rate, said};
 use crate::experiments::aggregate::{GUESTS, MAX_REQUEST, MIB_S, MOVERS, Place, SIZES, findings};
 use crate::experiments::findings::Findings;
 
-/// Boots the host, and measures with up to so many guests.
+/// Boots the host, and measures with up to `most` guests.
 pub(in crate::compare) fn run(most: u32) -> Result<Findings> {
     let counts: Vec<u32> = GUESTS.into_iter().filter(|guests| *guests <= most).collect();
     let mut crowd = Crowd::boot(&counts)?;
     let mut found: BTreeMap<(&str, u32, u32), Vec<Rate>> = BTreeMap::new();
     for mover in MOVERS {
         step(mover, || {
-            // A front that keeps its pages granted copies data for that, whatever the back does.
+            // A front that keeps its pages granted copies data for that, whichever mover the back has.
             crowd.attach(mover, false)?;
             for (bytes, size) in SIZES {
                 crowd.begin(&load(bytes))?;
@@ -40,7 +40,7 @@ pub(in crate::compare) fn run(most: u32) -> Result<Findings> {
     Ok(findings(&places, &counts, &SIZES, &rates))
 }
 
-/// At most 1 MiB of each disk in flight, and 32 requests; or one that is larger.
+/// At most 1 MiB of each disk in flight, and 32 requests; or one larger request.
 fn load(bytes: u32) -> String {
     format!("--rw=read --bs={bytes} --iodepth={}", (MAX_REQUEST / bytes).clamp(1, 32))
 }

@@ -13,22 +13,22 @@ use ferrite_xenhost::{XenHost, packages, release, root};
 pub(super) use aggregate::run as aggregate;
 pub(super) use persistent::run as persistent;
 
-/// What a guest needs for one disk; the less, the more of them fit.
+/// Memory of a guest with one disk: small, so that many of them fit.
 const GUEST_MIB: u32 = 128;
-/// Of the emulated machine, for fifteen of them.
+/// Memory of the emulated machine, for fifteen guests.
 const HOST_MIB: u32 = 4 << 10;
-/// Of each guest's disk.
+/// Size of each guest's disk.
 const DISK_MIB: u32 = 16;
-/// Times that the load is looked at, each so long, in seconds of the emulated machine.
+/// Rounds in which the load is measured, each so long, in seconds of the emulated machine.
 const ROUNDS: usize = 3;
 const ROUND_S: f64 = 0.1;
-/// Reports before them: the first is of all time, and in the next one some may still begin.
+/// Reports before the rounds: the first covers all time, and during the next some guests may still begin.
 const EARLY: usize = 2;
-/// How often it is asked whether all of a crowd do something.
+/// How often the activity of a crowd is checked.
 const TRIES: u32 = 20;
 const LIMIT_S: u64 = 600;
 
-/// What all guests together get, in a round.
+/// The rate of all guests together, in a round.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Rate {
     iops: f64,
@@ -40,14 +40,14 @@ struct Crowd {
     xenhost: XenHost,
     guests: Vec<Guest>,
     disks: Vec<Disk>,
-    /// A guest's each, while there is a load.
+    /// The load of each guest, while there is one.
     loads: Vec<Job>,
-    /// So many of the guests, from the first on, are not paused.
+    /// The number of guests, from the first on, that are not paused.
     running: usize,
 }
 
 impl Crowd {
-    /// For the last of these numbers of guests.
+    /// Boots a host for the largest of these numbers of guests.
     fn boot(counts: &[u32]) -> Result<Crowd> {
         let guests = counts.last().copied().unwrap_or(1);
         packages::ensure(&[packages::XEN_HOST])?;
@@ -72,7 +72,7 @@ impl Crowd {
         Ok(Crowd { xenhost, guests, disks: Vec::new(), loads: Vec::new(), running })
     }
 
-    /// Gives each guest its disk, with a front that keeps its pages granted or does not.
+    /// Attaches a disk to each guest, whose front keeps its pages granted or does not.
     fn attach(&mut self, mover: &str, front: bool) -> Result<()> {
         let Crowd { xenhost, guests, disks, .. } = self;
         let keep = format!("echo {front} >/sys/module/xen_blkfront/parameters/feature_persistent");
@@ -91,13 +91,13 @@ impl Crowd {
         Ok(())
     }
 
-    /// Takes them away again.
+    /// Detaches the disks.
     fn detach(&mut self) -> Result<()> {
         self.disks.drain(..).try_for_each(|mut disk| disk.unplug(&mut self.xenhost))
     }
 
-    /// Has all guests do what these options of fio say, until [`stop`](Self::stop). They are paused while they are told
-    /// so: one that works would keep the dom0 from telling the next, and that from starting.
+    /// Starts fio with these options in all guests, until [`stop`](Self::stop). The guests are paused meanwhile: a
+    /// running one would take the processor that dom0 needs to start the next.
     fn begin(&mut self, load: &str) -> Result<()> {
         let fio = format!(
             "fio --name=load --filename=/dev/xvda --ioengine=libaio --direct=1 --thread --time_based \
@@ -110,7 +110,7 @@ impl Crowd {
         Ok(())
     }
 
-    /// Lets the first `count` guests run, and pauses the others. Xen counts how often a guest is paused.
+    /// Resumes the first `count` guests, and pauses the others. Xen counts how often a guest is paused.
     fn let_run(&mut self, count: usize) -> Result<()> {
         let (verb, guests) = match count < self.running {
             true => ("pause", &self.guests[count..self.running]),
@@ -122,7 +122,7 @@ impl Crowd {
         self.xenhost.sh_for(&command, LIMIT_S).map(drop)
     }
 
-    /// What the first `count` guests get together, a value a round, while the others are paused.
+    /// The rate of the first `count` guests together, a value per round, while the others are paused.
     fn rates(&mut self, count: u32) -> Result<Vec<Rate>> {
         let count = count as usize;
         self.let_run(count)?;
@@ -138,7 +138,7 @@ impl Crowd {
         bail!("not all of {count} guests do something; of the last one: {log}")
     }
 
-    /// Ends what the guests do, one after the other.
+    /// Stops the load of the guests, one after the other.
     fn stop(&mut self) -> Result<()> {
         self.let_run(0)?;
         for (job, guest) in self.loads.drain(..).zip(&mut self.guests) {
@@ -151,7 +151,7 @@ impl Crowd {
     }
 }
 
-/// The sum of a report of `ferrite stat`; none when not so many disks have done something.
+/// The sum of a report of `ferrite stat`; `None` if fewer disks were active.
 fn together(report: &str, disks: usize) -> Result<Option<Rate>> {
     let odd = || format!("odd report: {report}");
     let report: serde_json::Value = serde_json::from_str(report).with_context(odd)?;
@@ -166,7 +166,7 @@ fn together(report: &str, disks: usize) -> Result<Option<Rate>> {
     Ok((busy == disks).then_some(rate))
 }
 
-/// Says what came out, and gives it.
+/// Prints the result, and returns it.
 fn said(what: &str, rates: Vec<Rate>) -> Vec<Rate> {
     let iops: Vec<f64> = rates.iter().map(|rate| rate.iops.round()).collect();
     let mib_s =

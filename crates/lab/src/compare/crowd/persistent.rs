@@ -11,7 +11,7 @@ use crate::experiments::persistent::{GUESTS, WAYS, findings};
 
 const LOAD: &str = "--rw=randread --bs=4k --iodepth=32";
 
-/// Boots the host, and measures with up to so many guests.
+/// Boots the host, and measures with up to `most` guests.
 pub(in crate::compare) fn run(most: u32) -> Result<Findings> {
     let counts: Vec<u32> = GUESTS.into_iter().filter(|guests| *guests <= most).collect();
     let mut crowd = Crowd::boot(&counts)?;

@@ -1,4 +1,4 @@
-//! The largest VHD there is, every block of it allocated: what it takes to open it.
+//! The largest VHD, with every block allocated: the time to open it.
 
 use super::super::Setup;
 use super::super::result::{Measurement, Target};
@@ -11,10 +11,10 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
-/// A block of 2 MiB with its bitmap, and what aligns its data to 4096 bytes.
+/// A block of 2 MiB with its bitmap, and the space that aligns its data to 4096 bytes.
 const BLOCK_SECTORS: u64 = 4096 + 8;
 
-/// Opening takes so long, and the process so much memory.
+/// Measures the time of opening, and the memory of the process.
 pub(super) fn open(setup: &Setup, dir: &Path) -> Result<Vec<Measurement>> {
     let image = file(dir, "huge.vhd");
     step("make a full VHD of 2,040 GiB, sparse", || {
@@ -35,8 +35,8 @@ pub(super) fn open(setup: &Setup, dir: &Path) -> Result<Vec<Measurement>> {
     ])
 }
 
-/// Gives every block of an empty dynamic VHD a place, with no data there: a file that says nothing
-/// else is of that size, and takes no space. The footer goes to its new end.
+/// Gives every block of an empty dynamic VHD a place without data: a sparse file of full size, which takes no space.
+/// The footer is written to the new end.
 fn fill_table(path: &str) -> Result<()> {
     let file = File::options().read(true).write(true).open(path)?;
     let number = |at: u64, bytes: usize| -> Result<u64> {

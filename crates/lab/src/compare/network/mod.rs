@@ -14,18 +14,18 @@ use packet::{BACK, COMPLETED, FIRST, FORK, Party, RECEIVED, TO_THE_RECEIVER, Tim
 use super::table::figure;
 use crate::experiments::findings::{Chart, Findings, Row};
 
-/// Packets whose way is followed, and their bytes: a full one, whose pages netback maps.
+/// Packets that are traced, and their bytes: full ones, whose pages netback maps.
 const PACKETS: u32 = 20;
 const PACKET_BYTES: u32 = 1400;
-/// Streams at once.
+/// Numbers of concurrent streams.
 const STREAMS: [u32; 4] = [1, 2, 4, 8];
 const ROUNDS: u32 = 3;
-/// Of the emulated machine.
+/// Duration of a stream, in time of the emulated machine.
 const STREAM_MS: u32 = 300;
 const PORT: u32 = 9000;
-/// The talk's figures: one stream, and all of a host.
+/// The published figures: one stream, and all of a host.
 const PUBLISHED: [(u32, f64); 2] = [(1, 15_000.0), (8, 33_000.0)];
-/// In a kernel that is traced.
+/// The trace folder of a kernel.
 const TRACING: &str = "/sys/kernel/tracing";
 
 /// A guest with its address.
@@ -58,7 +58,7 @@ pub(super) fn run() -> Result<Findings> {
     Ok(findings(&times, &plain, &probed, &rates))
 }
 
-/// A bridge, and the guests' driver in their RAM disk: guests of other tests have no network.
+/// Sets up a bridge, and adds the network driver to the guests' RAM disk: guests of other tests have no network.
 fn prepare(xenhost: &mut XenHost) -> Result<()> {
     let driver = "usr/lib/modules/xen-netfront.ko";
     xenhost
@@ -92,7 +92,7 @@ fn start(xenhost: &mut XenHost, number: u32) -> Result<Peer> {
 
 fn ping(xenhost: &mut XenHost, sender: &mut Peer, receiver: &Peer) -> Result<Vec<f64>> {
     let to = &receiver.address;
-    // The first finds the other's address, and wakes what slept.
+    // The first packets resolve the address, and wake idle processors.
     let warm = format!("ping -c 3 -s {PACKET_BYTES} {to} >/dev/null");
     sender.guest.sh(xenhost, &warm, 120)?;
     let command = format!("ping -c {PACKETS} -s {PACKET_BYTES} {to}");
@@ -105,7 +105,7 @@ fn trace(
     sender: &mut Peer,
     receiver: &mut Peer,
 ) -> Result<(Times, Vec<f64>)> {
-    // Guests have no tracefs of their own mounted yet in the dom0's place.
+    // The guests have no tracefs mounted yet, unlike dom0.
     xenhost.sh(&format!("mount -t tracefs none {TRACING}; true"))?;
     xenhost.sh_for(&probe(Party::Dom0), 120)?;
     sender.guest.sh(xenhost, &probe(Party::Sender), 120)?;
@@ -124,7 +124,7 @@ fn trace(
     Ok((packet::follow(&traces, mhz)?, probed))
 }
 
-/// A shell command: has a kernel write down when each of its functions is entered, by the processor's counter.
+/// A shell command that has a kernel record each entry of its functions, by the processor's counter.
 fn probe(party: Party) -> String {
     let probe = |function: &str| format!("echo p:{function} {function} >>kprobe_events");
     let probes: Vec<String> = packet::functions(party).into_iter().map(probe).collect();
@@ -145,7 +145,7 @@ fn stream(
     let both = format!(
         "--ioengine=net --protocol=tcp --port={PORT} --bs=64k --thread --numjobs={streams} --group_reporting --minimal"
     );
-    // It ends with its connections, or with a signal.
+    // It ends with its connections, or by a signal.
     let listen = format!("fio --name=to {both} --rw=read --size=1t --listen; true");
     let job = receiver.guest.begin(xenhost, &listen, 300)?;
     let ready =
@@ -169,7 +169,7 @@ fn rate(output: &str) -> Option<f64> {
     Some(kib_s * 1024.0 * 8.0 / 1e6)
 }
 
-/// Which of these values is the one in the middle.
+/// The index of the median of these values.
 fn median(values: &[f64]) -> usize {
     let mut places: Vec<usize> = (0..values.len()).collect();
     places.sort_by(|a, b| values[*a].total_cmp(&values[*b]));

@@ -1,10 +1,10 @@
-//! The way of a packet from one guest to another, out of the traces of three kernels.
+//! The path of a packet from one guest to another, from the traces of three kernels.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context as _, Result, ensure};
 
-/// Who does something.
+/// The kernel of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Party {
     Sender,
@@ -24,14 +24,14 @@ impl Party {
     }
 }
 
-/// A place on the way: a function of a kernel that is entered.
+/// A step of the path: a function of a kernel that is entered.
 pub(super) struct Hop {
     pub(super) key: &'static str,
     pub(super) party: Party,
     function: &'static str,
-    /// The one that it follows.
+    /// The hop before it.
     pub(super) after: &'static str,
-    /// What happens there.
+    /// What the function does.
     pub(super) what: &'static str,
 }
 
@@ -45,18 +45,18 @@ const fn hop(
     Hop { key, party, function, after, what }
 }
 
-/// The first: the sender's driver has the packet and takes a slot of its ring.
+/// The first hop: the sender's driver has the packet and takes a slot of its ring.
 pub(super) const FIRST: &str = "slot";
-/// Where the way of the answer parts from that of the packet.
+/// The hop after which the answer's path and the packet's path separate.
 pub(super) const FORK: &str = "copied";
-/// The last two of both ways.
+/// The last hops of both paths.
 pub(super) const RECEIVED: &str = "received";
 pub(super) const COMPLETED: &str = "completed";
 /// Entered in each kernel when an event has arrived, and when one is sent.
 const UPCALL: &str = "xen_evtchn_do_upcall";
 const NOTIFY: &str = "notify_remote_via_irq";
 
-/// To the receiver.
+/// The path to the receiver.
 pub(super) const TO_THE_RECEIVER: &[Hop] = &[
     hop(FIRST, Party::Sender, "xennet_start_xmit", "", "a slot of the TX ring"),
     hop("notified", Party::Sender, NOTIFY, FIRST, "notifies netback"),
@@ -73,7 +73,7 @@ pub(super) const TO_THE_RECEIVER: &[Hop] = &[
     hop(RECEIVED, Party::Receiver, "icmp_rcv", "rx", "its protocol has it"),
 ];
 
-/// Back to the sender, from the copy on.
+/// The path back to the sender, from the copy on.
 pub(super) const BACK: &[Hop] = &[
     hop("released", Party::Dom0, "xenvif_zerocopy_callback", FORK, "its pages are free"),
     hop("unmapped", Party::Dom0, "gnttab_unmap_refs", "released", "unmaps them"),
@@ -87,7 +87,7 @@ pub(super) fn hops() -> impl Iterator<Item = &'static Hop> {
     TO_THE_RECEIVER.iter().chain(BACK)
 }
 
-/// The functions of a kernel to be watched.
+/// The functions of a kernel to be traced.
 pub(super) fn functions(party: Party) -> Vec<&'static str> {
     let mut functions: Vec<_> =
         hops().filter(|hop| hop.party == party).map(|hop| hop.function).collect();
@@ -96,7 +96,7 @@ pub(super) fn functions(party: Party) -> Vec<&'static str> {
     functions
 }
 
-/// When a function was entered, by the counter of time stamps.
+/// The time of an entry, by the time stamp counter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Event {
     at: u64,
@@ -118,15 +118,15 @@ fn parse(trace: &str) -> Vec<Event> {
     events
 }
 
-/// Of each hop, how long after the first one it was, in microseconds: a value a packet.
+/// For each hop, its times after the first hop, in microseconds: a value per packet.
 pub(super) type Times = BTreeMap<&'static str, Vec<f64>>;
 
-/// The times of all packets that were seen at each hop.
+/// The times of all packets that were recorded at each hop.
 ///
 /// A hop is the first time that its function is entered after the hop before it, and before the sender's next packet.
 ///
 /// # Errors
-/// No packet took the whole way.
+/// No packet was recorded at all hops.
 pub(super) fn follow(traces: &[String; 3], mhz: f64) -> Result<Times> {
     let events = [&traces[0], &traces[1], &traces[2]].map(|trace| parse(trace));
     let of = |party: Party| &events[party as usize];
@@ -148,7 +148,7 @@ pub(super) fn follow(traces: &[String; 3], mhz: f64) -> Result<Times> {
             let Some(event) = of(hop.party).iter().find(fits) else { break };
             at.insert(hop.key, event.at);
         }
-        // One that a probe missed would make the mean of its hops that of other packets.
+        // A packet with a missing hop is left out: otherwise the hops' means would be of different packets.
         if at.len() == hops().count() {
             let us = |time: u64| (time - begin) as f64 / mhz;
             at.into_iter().for_each(|(key, time)| times.entry(key).or_default().push(us(time)));
@@ -164,7 +164,7 @@ pub(super) fn follow(traces: &[String; 3], mhz: f64) -> Result<Times> {
     Ok(times)
 }
 
-/// How often each function was entered, for whoever looks into a failure.
+/// How often each function was entered, for the text of a failure.
 fn seen(events: &[Vec<Event>; 3]) -> String {
     let mut text = String::new();
     for (party, events) in Party::ALL.iter().zip(events) {
@@ -176,10 +176,10 @@ fn seen(events: &[Vec<Event>; 3]) -> String {
     text
 }
 
-/// The values of `time=` in what ping printed, in microseconds.
+/// The values of `time=` in the output of ping, in microseconds.
 ///
 /// # Errors
-/// There is none.
+/// There are none.
 pub(super) fn round_trips(ping: &str) -> Result<Vec<f64>> {
     let times = ping.lines().filter_map(|line| line.split_once("time=")?.1.split(' ').next());
     let us = |text: &str| {
@@ -194,7 +194,7 @@ pub(super) fn round_trips(ping: &str) -> Result<Vec<f64>> {
 mod tests {
     use super::*;
 
-    /// A trace in which each hop of each of the packets comes `step` after the one before.
+    /// A trace in which each hop of each packet comes `step` after the one before.
     fn traces(packets: u64, skip: Option<&str>) -> [String; 3] {
         let mut traces = [String::from("# tracer: nop\n"), String::new(), String::new()];
         for packet in 0..packets {

@@ -1,11 +1,11 @@
-//! What was measured, as rows of the comparison's table and as an experiment of the report.
+//! The measurements, as rows of the comparison's table and as an experiment of the report.
 
 use super::load::Test;
 use super::{Column, GuestKind, Peer, XenArguments};
 use crate::compare::result::{Measurement, Target};
 use crate::experiments::findings::{About, Findings, Row};
 
-/// A row for each test, each way that ferrite ran, and each peer.
+/// A row for each test, each variant of ferrite, and each peer.
 pub(super) fn compare(
     tests: &[&Test],
     columns: &[Column],
@@ -32,13 +32,13 @@ pub(super) fn compare(
     rows
 }
 
-/// The backends of others.
+/// The columns of other backends.
 fn peers(columns: &[Column]) -> Vec<&Column> {
     columns.iter().filter(|column| !column.peer.is_ours()).collect()
 }
 
-/// The least ratio of ours to theirs. Only the ways that ferrite is meant to run in have one: where the host has one
-/// processor, who polls keeps the guest from it.
+/// The least ratio of ours to theirs. Only the recommended variants have one: on a host with one processor, a polling
+/// backend takes it from the guest.
 fn aim(test: &Test, ours: Peer, theirs: Peer, cpus: u32) -> Option<f64> {
     let at = match theirs {
         Peer::Blkback => 0,
@@ -52,7 +52,7 @@ fn aim(test: &Test, ours: Peer, theirs: Peer, cpus: u32) -> Option<f64> {
     }
 }
 
-/// The experiment's name and sentences: each kind of guest and each number of processors is one.
+/// The experiment's name and sentences, for each kind of guest and each number of processors.
 pub(super) fn about(arguments: &XenArguments) -> About {
     let (kind, guest) = match arguments.guest {
         GuestKind::Pv => ("pv", "PV"),
@@ -78,8 +78,8 @@ pub(super) fn about(arguments: &XenArguments) -> About {
     }
 }
 
-/// The rows of the report: every backend's rate, then the ratios, with what was published of them. A test that no
-/// round of has ended is not among them.
+/// The rows of the report: every backend's rate, then the ratios, with the published ones. A test without a complete
+/// round is left out.
 pub(super) fn findings(tests: &[&Test], columns: &[Column], arguments: &XenArguments) -> Findings {
     let mut rows = Vec::new();
     let measured = |at: usize| columns.iter().all(|column| !column.values[at].is_empty());
@@ -104,7 +104,7 @@ pub(super) fn findings(tests: &[&Test], columns: &[Column], arguments: &XenArgum
     Findings { rows, ..Findings::default() }
 }
 
-/// tapdisk3's rate is known beside blkback's, for a PV guest on one processor.
+/// tapdisk3's rate is known relative to blkback's, for a PV guest on one processor.
 fn beside_tapdisk(
     at: usize,
     test: &Test,
@@ -121,7 +121,7 @@ fn beside_tapdisk(
     (known && test.indirect.is_none()).then_some(row)
 }
 
-/// Round by round.
+/// The ratios of each round.
 fn ratios(ours: &Column, peer: &Column, at: usize, part: f64) -> Vec<f64> {
     let rounds = ours.values[at].iter().zip(&peer.values[at]);
     rounds.map(|(ours, theirs)| ours / (part * theirs)).collect()

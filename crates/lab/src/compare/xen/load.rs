@@ -1,35 +1,34 @@
-//! What the guest does with its disk: fio's jobs, and the figures in its output.
+//! The guest's load: fio's jobs, and the figures in its output.
 
 use anyhow::{Context, Result};
 use ferrite_xenhost::XenHost;
 use ferrite_xenhost::disk::Disk;
 use ferrite_xenhost::guest::Guest;
 
-/// How long a fio may take besides its tests.
+/// The time limit of a fio besides its tests.
 pub(super) const LIMIT_S: u64 = 120;
 /// Processors of the guest.
 pub(super) const VCPUS: u32 = 2;
 
-/// One job of fio in the guest, and its aims.
+/// One job of fio in the guest, and its targets.
 #[derive(Debug)]
 pub(super) struct Test {
     /// Its name in `--tests`.
     pub(super) key: &'static str,
     /// Its name in the table.
     pub(super) name: &'static str,
-    /// fio's options for it.
+    /// fio's options.
     pub(super) fio: &'static str,
     pub(super) unit: Unit,
-    /// The guest's requests may have so many segments (blkfront's `max_indirect_segments`); by
-    /// default 32.
+    /// The largest number of segments of the guest's requests (blkfront's `max_indirect_segments`); by default 32.
     pub(super) indirect: Option<u32>,
-    /// What tapdisk3 reached of blkback in the lab of 2026-11-21, with a PV guest.
+    /// tapdisk3's ratio to blkback in the lab of 2026-11-21, with a PV guest.
     pub(super) tapdisk: f64,
     /// Least ratios to blkback, to qdisk and to tapdisk3.
     pub(super) least: [f64; 3],
-    /// The least ratio to blkback where the backend polls, where that is another.
+    /// The least ratio to blkback for a polling backend, if that differs.
     pub(super) least_polling: Option<f64>,
-    /// The ratio to tapdisk3 that was published for a backend with several queues.
+    /// The published ratio to tapdisk3 for a backend with several queues.
     pub(super) published: Option<f64>,
 }
 
@@ -49,8 +48,8 @@ impl Unit {
 }
 
 impl Test {
-    /// fio's options for where its jobs run: a single one on the processor that its queue's interrupt
-    /// comes to, several on all in turn.
+    /// fio's options for the processors of its jobs: a single one on the processor of its queue's interrupt, several on
+    /// all in turn.
     fn places(&self) -> &'static str {
         match self.fio.contains("--numjobs") {
             true => "--cpus_allowed=0-1 --cpus_allowed_policy=split",
@@ -133,7 +132,7 @@ pub(super) const TESTS: &[Test] = &[
     },
 ];
 
-/// The tests of these keys, in their order; all of them where there is none.
+/// The tests of these keys, in their order; all tests without keys.
 pub(super) fn selected(keys: &[String]) -> Result<Vec<&'static Test>> {
     if keys.is_empty() {
         return Ok(TESTS.iter().collect());
@@ -142,8 +141,8 @@ pub(super) fn selected(keys: &[String]) -> Result<Vec<&'static Test>> {
     keys.iter().map(|key| find(key).with_context(|| format!("no such test: {key}"))).collect()
 }
 
-/// Has the interrupt of the disk's k-th queue come to the guest's k-th processor. By itself it comes
-/// to whichever had the fewest at that time, and depth 1 is a tenth faster or slower by that.
+/// Binds the interrupt of the disk's k-th queue to the guest's k-th processor. By default it is on the one that had the
+/// fewest at that time, which makes depth 1 a tenth faster or slower.
 pub(super) fn settle(xenhost: &mut XenHost, guest: &mut Guest) -> Result<()> {
     let command = format!(
         "n=0; for irq in $(awk -F: '/ blkif$/ {{ print $1 + 0 }}' /proc/interrupts); do \
@@ -169,8 +168,8 @@ pub(super) fn fio(
         .collect()
 }
 
-/// The command of one fio that runs all tests: its start takes longer here than a short test. It
-/// prints its terse format, version 3: a line for each test.
+/// The command of one fio that runs all tests: its start takes longer here than a short test. It prints its terse
+/// format, version 3: one line per test.
 pub(super) fn command(disk: &Disk, tests: &[&Test], seconds: f64) -> String {
     let mut command = format!(
         "fio --filename={} --ioengine=libaio --direct=1 --time_based --runtime={}ms \
@@ -184,8 +183,7 @@ pub(super) fn command(disk: &Disk, tests: &[&Test], seconds: f64) -> String {
     command
 }
 
-/// The sum of a test's two fields in fio's output, one for reads and one for writes, of which one
-/// is zero.
+/// The sum of a test's two fields in fio's output, one for reads and one for writes. One of them is zero.
 fn sum(output: &str, test: &Test, read: usize, write: usize) -> Option<f64> {
     let mut lines = output.lines().map(|line| line.split(';').collect::<Vec<_>>());
     let fields = lines.find(|fields| fields.get(2) == Some(&test.key))?;

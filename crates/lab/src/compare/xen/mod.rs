@@ -1,6 +1,6 @@
-//! A real Xen host in the emulator's counting mode: what fio reports in the guest depends on the
-//! number of instructions on the whole path, and hardly on how loaded this machine is. Caches and
-//! flushes of the address translation cost nothing there.
+//! A real Xen host in the emulator's counting mode. fio's figures in the guest depend on the number of instructions on
+//! the whole path, and hardly on the load of this machine. Caches and flushes of the address translation cost nothing
+//! there.
 
 mod figures;
 mod load;
@@ -25,7 +25,7 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 #[command(next_help_heading = "Options of the part xen")]
 pub(crate) struct XenArguments {
-    /// Backends to measure, with commas between them.
+    /// Backends to measure, separated by commas.
     #[arg(
         long,
         value_delimiter = ',',
@@ -35,8 +35,8 @@ pub(crate) struct XenArguments {
     /// How the guest is virtualised.
     #[arg(long, value_enum, default_value_t = GuestKind::Pv)]
     guest: GuestKind,
-    /// Tests to run, with commas between them: qd1, qd32, qd32x4, write-qd32x4, read-1m, write-1m,
-    /// read-1m-256, write-1m-256.
+    /// Tests to run, separated by commas: qd1, qd32, qd32x4, write-qd32x4, read-1m, write-1m, read-1m-256,
+    /// write-1m-256.
     #[arg(long, value_delimiter = ',')]
     tests: Vec<String>,
     /// Rounds in the one boot: how often each backend is attached and measured, in turn.
@@ -48,14 +48,14 @@ pub(crate) struct XenArguments {
     /// Processors of the host: with two, the dom0 has the first and the guest the other.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=2))]
     xen_cpus: u32,
-    /// Further arguments of `ferrite serve` for the backend `ferrite`; given more than once, each is
-    /// measured for itself.
+    /// Further arguments of `ferrite serve` for the backend `ferrite`; given more than once, each is measured
+    /// separately.
     #[arg(long, allow_hyphen_values = true)]
     ferrite_args: Vec<String>,
     /// The folder of results that `ferrite lab report` reads: xen-pv.json or xen-pvh.json goes there.
     #[arg(long, value_name = "DIR", default_value = "lab-results")]
     results: PathBuf,
-    /// Says what each request's instructions go to, instead of measuring speed; into
+    /// Profile the instructions of each request, instead of measuring speed; the result goes into
     /// target/bench/xen-profile.md.
     #[arg(long)]
     profile: bool,
@@ -64,9 +64,9 @@ pub(crate) struct XenArguments {
 /// The kinds of guests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum GuestKind {
-    /// Without the processor's help.
+    /// Without hardware virtualisation.
     Pv,
-    /// With it: what most hosts run.
+    /// With hardware virtualisation: most hosts use it.
     Pvh,
 }
 
@@ -77,25 +77,25 @@ enum Peer {
     Blkback,
     /// QEMU's backend.
     Qdisk,
-    /// This project.
+    /// Ferrite.
     Ferrite,
-    /// It, polling for a fixed time before it sleeps.
+    /// Ferrite, polling for a fixed time before it sleeps.
     Polling,
-    /// It, with persistent grants.
+    /// Ferrite, with persistent grants.
     Persistent,
-    /// It, mapping the guest's pages for each request.
+    /// Ferrite, mapping the guest's pages for each request.
     Map,
-    /// It, with a VHD without a hole, in a file system on a RAM disk.
+    /// Ferrite, with a full VHD, in a file system on a RAM disk.
     Vhd,
 }
 
 impl Peer {
-    /// Whether it is this project.
+    /// Whether it is Ferrite.
     fn is_ours(self) -> bool {
         !matches!(self, Peer::Blkback | Peer::Qdisk)
     }
 
-    /// Arguments of `ferrite serve` that make it what it is.
+    /// Arguments of `ferrite serve` for this variant.
     fn arguments(self) -> &'static str {
         match self {
             Peer::Polling => "--poll-us 200",
@@ -105,7 +105,7 @@ impl Peer {
         }
     }
 
-    /// What it is called in tables, with the arguments that it was given.
+    /// Its name in tables, with its additional arguments.
     fn name(self, extra: &str) -> String {
         let name = match self {
             Peer::Blkback => "blkback",
@@ -125,22 +125,22 @@ const PROFILE_S: (f64, f64) = (0.1, 0.4);
 
 /// Seconds of the test before the rounds.
 const WARM_UP_S: f64 = 0.1;
-/// Fewer are a quick look.
+/// With fewer rounds the result is only a quick look.
 const ROUNDS_THAT_SAY_SOMETHING: u32 = 3;
-/// Between the outputs of both.
+/// The separator between the outputs of both runs.
 const NEXT: &str = "next";
 
-/// Size of the RAM disk behind every backend.
+/// Size of each backend's RAM disk.
 const DISK_MIB: u32 = 160;
-/// Size of the VHD, whose file has a second RAM disk of that size around it.
+/// Size of the VHD. Its file is on a second RAM disk of the other size.
 const VHD_MIB: u32 = 128;
 const VHD: &str = "/run/vhd/disk.vhd";
 
-/// A backend as it was measured.
+/// A measured backend.
 struct Column {
     peer: Peer,
     name: String,
-    /// Of each test, the figure of each round.
+    /// For each test, the figure of each round.
     values: Vec<Vec<f64>>,
 }
 
@@ -177,7 +177,7 @@ fn hardware(arguments: &XenArguments) -> Hardware {
     Hardware { pace, processor, cpus, ..Hardware::default() }
 }
 
-/// Writes the file of the results for the rounds so far: a run takes long, and one that is cut short leaves them.
+/// Writes the results of the rounds so far: a run takes long, and an interrupted one leaves them.
 fn write(arguments: &XenArguments, tests: &[&Test], columns: &[Column], round: u32) -> Result<()> {
     std::fs::create_dir_all(&arguments.results)?;
     let found = figures::findings(tests, columns, arguments);
@@ -187,7 +187,7 @@ fn write(arguments: &XenArguments, tests: &[&Test], columns: &[Column], round: u
     Ok(())
 }
 
-/// blkback as it is by itself, and every page of the disks in place before it is read.
+/// Sets blkback's options, and touches every page of the disks before it is read.
 fn prepare(xenhost: &mut XenHost, arguments: &XenArguments) -> Result<()> {
     xenhost.sh_for(
         &format!(
@@ -210,7 +210,7 @@ fn prepare(xenhost: &mut XenHost, arguments: &XenArguments) -> Result<()> {
     })
 }
 
-/// Each test in a guest whose driver is as the test wants it, round after round.
+/// Runs each test in a guest with the driver options of the test, round after round.
 fn measure(
     xenhost: &mut XenHost,
     arguments: &XenArguments,
@@ -228,7 +228,7 @@ fn measure(
         left = later;
         let alike: Vec<&Test> = chosen.iter().map(|at| tests[*at]).collect();
         let mut guest = start(xenhost, arguments, first.indirect)?;
-        // The first disk of a guest has half the rate at depth 1, whoever serves it.
+        // The first disk of a guest has half the rate at depth 1, whichever backend serves it.
         if let Some((peer, extra)) = variants(arguments).first() {
             step("warm up", || {
                 let mut disk = attach(xenhost, &mut guest, *peer, extra)?;
@@ -285,7 +285,7 @@ fn variants(arguments: &XenArguments) -> Vec<(Peer, String)> {
     list
 }
 
-/// Gives the guest a disk over the RAM disk.
+/// Attaches a disk on the RAM disk to the guest.
 fn attach(xenhost: &mut XenHost, guest: &mut Guest, peer: Peer, extra: &str) -> Result<Disk> {
     let backend = match peer {
         Peer::Blkback => Backend::Blkback,
@@ -298,7 +298,7 @@ fn attach(xenhost: &mut XenHost, guest: &mut Guest, peer: Peer, extra: &str) -> 
     attach_by(xenhost, guest, backend, options)
 }
 
-/// Gives the guest a disk, and waits until it is there.
+/// Attaches a disk to the guest, and waits until it is there.
 fn attach_by(
     xenhost: &mut XenHost,
     guest: &mut Guest,
@@ -336,8 +336,8 @@ fn profile_all(
     Ok(())
 }
 
-/// Profiles the tests, one after the other. A short and a longer run differ in nothing but the
-/// requests: fio's own start and end are in both.
+/// Profiles the tests, one after the other. A short and a longer run differ only in the number of requests: fio's own
+/// start and end are in both.
 fn profile(
     xenhost: &mut XenHost,
     guest: &mut Guest,
@@ -354,7 +354,7 @@ fn profile(
     for test in tests {
         let run = |seconds: f64| load::command(disk, &[test], seconds);
         let (short, long) = (run(PROFILE_S.0), run(PROFILE_S.1));
-        // The first run finds nothing in its place, neither here nor there.
+        // In the first run nothing is cached, neither in the guest nor on the host.
         let command = format!(
             "{short} >/dev/null; {MARK_NOW}; {short}; {MARK_NOW}; echo {NEXT}; {long}; {MARK_NOW}"
         );

@@ -1,6 +1,6 @@
-//! The instructions of an I/O by their places: counters of the emulator for every block of code,
-//! attributed to guest, hypervisor and dom0, and to their functions. The guest itself marks when they are
-//! taken, so that nothing but its work and what that causes is between two marks.
+//! The instructions of an I/O by function: the emulator counts every block of code, and the counts are attributed to
+//! guest, hypervisor and dom0, and to their functions. The guest itself marks the times of the counts, so that only its
+//! work and the consequences are between two marks.
 
 use anyhow::{Context, Result, bail};
 use ferrite_xenhost::XenHost;
@@ -11,19 +11,19 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Where Linux and Xen place themselves; what lies lower is user space.
+/// The addresses of Linux and Xen; lower ones are user space.
 const XEN: std::ops::Range<u64> = 0xffff_8000_0000_0000..0xffff_8800_0000_0000;
 const KERNEL: u64 = 0xffff_ffff_8000_0000;
 const MODULES: u64 = 0xffff_ffff_c000_0000;
-/// Functions that a report names.
+/// The number of functions in a report.
 const TOP: usize = 40;
-/// How long the emulator may take to notice a request, and to write counters that it was made to.
+/// How long the emulator may take to notice a request, and to write its counters.
 const WRITE_LIMIT: Duration = Duration::from_secs(60);
-/// Executing this function of its kernel is the guest's mark: nobody gives a host a name by chance.
+/// The guest's mark is a call of this kernel function: no program sets a host name by chance.
 const MARK: &str = "__x64_sys_sethostname";
-/// A shell command in the guest that does it.
+/// A shell command that sets the mark in the guest.
 pub(super) const MARK_NOW: &str = "hostname mark";
-/// Functions whose calls are counted, beside all system calls of Linux.
+/// Functions whose calls are counted, besides all system calls of Linux.
 const CALLS: &[&str] = &[
     "svm_vmexit_handler",
     "hvm_hypercall",
@@ -40,17 +40,17 @@ const CALLS: &[&str] = &[
     "blkif_interrupt [xen_blkfront]",
     "evtchn_interrupt [xen_evtchn]",
 ];
-/// Linux' system calls begin with this.
+/// The prefix of Linux' system calls.
 const SYSTEM_CALL: &str = "__x64_sys_";
-/// Calls that are rarer are left out.
+/// Rarer calls are left out.
 const LEAST_CALLS: f64 = 0.01;
 
-/// A block of code: its address, and where its page lies in the emulator's memory.
+/// A block of code: its address, and the address of its page in the emulator's memory.
 type Place = (u64, u64);
-/// What was done of each block.
+/// The counts of each block.
 pub(super) type Counts = HashMap<Place, Count>;
 
-/// How much of a block was executed.
+/// The executions of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Count {
     instructions: i64,
@@ -63,7 +63,7 @@ pub(super) struct Count {
 struct Symbols(Vec<(u64, String)>);
 
 impl Symbols {
-    /// From lines of `ADDRESS KIND NAME [MODULE]`, as nm and kallsyms write them.
+    /// Parses lines of `ADDRESS KIND NAME [MODULE]`, as nm and kallsyms write them.
     fn parse(text: &str, kinds: &str) -> Symbols {
         let mut list: Vec<(u64, String)> = text
             .lines()
@@ -86,7 +86,7 @@ impl Symbols {
         }
     }
 
-    /// The function that begins there.
+    /// Whether a function begins at that address.
     fn begins(&self, address: u64) -> bool {
         self.0.binary_search_by_key(&address, |symbol| symbol.0).is_ok()
     }
@@ -126,12 +126,12 @@ pub(super) struct Profiler {
     dom0: Symbols,
     guest: Symbols,
     xen: Symbols,
-    /// Marks that were read.
+    /// The number of marks that were read.
     marks: u32,
 }
 
 impl Profiler {
-    /// Builds the emulator's plugin; `ferrite` is the program that serves.
+    /// Builds the emulator's plugin; `ferrite` is the serving program.
     pub(super) fn new(ferrite: &Path) -> Result<Profiler> {
         let dir = steps::target_dir().join("bench").join("profile");
         std::fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
@@ -163,10 +163,10 @@ impl Profiler {
         vec!["-plugin".into(), plugin]
     }
 
-    /// Learns the functions of the kernels and of Xen. From then on the guest's marks count.
+    /// Reads the functions of the kernels and of Xen. From then on the guest's marks count.
     pub(super) fn read_symbols(&mut self, xenhost: &mut XenHost, guest: &mut Guest) -> Result<()> {
         self.dom0 = Symbols::parse(&xenhost.sh("cat /proc/kallsyms")?, "tTwW");
-        // Both kernels are the same; their modules lie elsewhere.
+        // Both kernels are the same; their modules have different addresses.
         let modules = guest.sh(xenhost, "grep '\\[' /proc/kallsyms", 60)?;
         self.guest = Symbols::parse(&modules, "tTwW");
         self.xen = Symbols::parse(&xenhost.sh("cat /proc/xen/xensyms")?, "tT");
@@ -177,7 +177,7 @@ impl Profiler {
         wait("the emulator does not look for requests", || !self.request.exists())
     }
 
-    /// All counters as they were at the guest's next mark that was not read yet.
+    /// All counters at the guest's next mark.
     pub(super) fn counters(&mut self) -> Result<Counts> {
         let file = self.dir.join(format!("counters.{}", self.marks));
         self.marks += 1;
@@ -197,7 +197,7 @@ impl Profiler {
         Ok(counts)
     }
 
-    /// The report on `counts`, which `ios` requests took. `maps`: of the backend's process.
+    /// The report on `counts`, which `ios` requests took. `maps` are the mappings of the backend's process.
     pub(super) fn report(&self, title: &str, counts: &Counts, ios: f64, maps: &str) -> String {
         let Some(in_dom0) = self.divide(counts) else {
             return format!("### {title}\n\nNothing that could be told apart.\n");
@@ -242,9 +242,8 @@ impl Profiler {
         text
     }
 
-    /// Tells the dom0's memory from the guest's: both are far apart in the emulator's, and the
-    /// widest gap between a function that only one of them runs and one that only the other does
-    /// divides them.
+    /// Separates dom0's memory from the guest's. Both are far apart in the emulator's memory. They are divided at the
+    /// widest gap between a function that only one of them runs and one that only the other runs.
     fn divide(&self, counts: &Counts) -> Option<impl Fn(u64) -> bool + use<>> {
         let place_of = |symbols: &Symbols, name: &str| {
             let start = symbols.address(name)?;
@@ -269,12 +268,12 @@ impl Profiler {
         Some(move |place: u64| (place >= limit) == (dom0 >= limit))
     }
 
-    /// Whether a function of a kernel or of Xen begins there.
+    /// Whether a function of a kernel or of Xen begins at that address.
     fn begins(&self, address: u64) -> bool {
         [&self.xen, &self.dom0, &self.guest].iter().any(|symbols| symbols.begins(address))
     }
 
-    /// Whose a block is, and its function.
+    /// The owner of a block, and its function.
     fn attribute(
         &self,
         (address, _): Place,
@@ -305,7 +304,7 @@ impl Profiler {
     }
 }
 
-/// Waits until the emulator has done something.
+/// Waits for an action of the emulator.
 fn wait(what: &str, done: impl Fn() -> bool) -> Result<()> {
     let deadline = Instant::now() + WRITE_LIMIT;
     while !done() {
@@ -317,7 +316,7 @@ fn wait(what: &str, done: impl Fn() -> bool) -> Result<()> {
     Ok(())
 }
 
-/// The counts that `after` has more than `before`.
+/// The increase of the counts from `before` to `after`.
 pub(super) fn difference(after: &Counts, before: &Counts) -> Counts {
     let mut counts = after.clone();
     for (place, count) in before {

@@ -1,5 +1,5 @@
-//! A volume of a store beside the kernel's dm-vdo under blkback, each on a RAM disk of its own in one boot, for the
-//! same guest: what its disk gets, and what the same content takes.
+//! Compares a volume of a store with the kernel's dm-vdo under blkback, each on a RAM disk of its own in one boot, for
+//! the same guest: the rates of its disk, and the space of the same content.
 
 use super::load::{self, QD1, QD32, READ_1M, Test};
 use super::{XenArguments, attach_by, hardware, start};
@@ -13,18 +13,18 @@ use ferrite_xenhost::{XenHost, packages, release, root};
 use serde_json::Value;
 
 const PART: &str = "vdo";
-/// The least index of dm-vdo has 2.6 GiB of its device, of which little is written.
+/// The least index of dm-vdo takes 2.6 GiB of its device, of which little is written.
 const DEVICE_MIB: u32 = 6 << 10;
 const DISK_MIB: u32 = 192;
-/// dm-vdo wants 128 MiB for its map of blocks, and as much again for its index.
+/// dm-vdo needs 128 MiB for its map of blocks, and as much again for its index.
 const DOM0_MIB: u32 = 3 << 10;
 const HOST_MIB: u32 = 4 << 10;
-/// Content that the guest writes three times, the last time not where it was by a multiple of its size.
+/// Content that the guest writes three times. The last place is not at a multiple of the content's size.
 const CONTENT_BLOCKS: u32 = 4096;
 const COPIES_AT: [u32; 3] = [0, CONTENT_BLOCKS, 2 * CONTENT_BLOCKS + 1];
-/// The only one of device-mapper in this host.
+/// The only device of device-mapper on this host.
 const VDO: &str = "/dev/dm-0";
-/// What the tests read and overwrite.
+/// Fills the part of the disk that the tests read and overwrite.
 const FILL: &str =
     "--name=fill --ioengine=libaio --direct=1 --rw=write --bs=1m --iodepth=8 --refill_buffers";
 const LIMIT_S: u64 = 900;
@@ -60,7 +60,7 @@ const TESTS: &[Test] = &[
     },
 ];
 
-/// Which of the two.
+/// The two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Side {
     Store,
@@ -82,7 +82,7 @@ impl Side {
             Side::Store => format!(
                 "ferrite store create /dev/ram0 --force && ferrite store create /dev/ram0#disk {DISK_MIB}M"
             ),
-            // Its least index and slabs that the device has several of; the map cache is the least, too.
+            // The least index, and slabs of which the device has several; the map cache is the least, too.
             Side::Vdo => format!(
                 "modprobe dm-vdo && vdoformat --logical-size={DISK_MIB}M --slab-bits=17 --uds-memory-size=0.25 \
                  /dev/ram1 && dmsetup create --noudevrules --noudevsync vdo --table \"0 {} vdo V4 /dev/ram1 {} 4096 \
@@ -102,7 +102,7 @@ impl Side {
         attach_by(xenhost, guest, backend, DiskOptions::new(image, "xvda"))
     }
 
-    /// What its blocks take, as it says itself.
+    /// The space of its blocks, as it reports it.
     fn stored_bytes(self, xenhost: &mut XenHost) -> Result<u64> {
         match self {
             Side::Store => {
@@ -119,13 +119,13 @@ impl Side {
     }
 }
 
-/// A figure of dm-vdo's report, which reads like `{ version : 36, dataBlocksUsed : 4096, ...`.
+/// A figure of dm-vdo's report, which has the form `{ version : 36, dataBlocksUsed : 4096, ...`.
 fn figure(report: &str, name: &str) -> Option<u64> {
     let mut parts = report.split(&['{', ',', '}']).filter_map(|part| part.split_once(':'));
     parts.find(|(key, _)| key.trim() == name)?.1.trim().parse().ok()
 }
 
-/// Of each side, in the order of [`Side::BOTH`]: of each test the figure of each round.
+/// For each side, in the order of [`Side::BOTH`]: for each test the figure of each round.
 type Values = [Vec<Vec<f64>>; 2];
 
 /// Boots the host, and measures both in turn.
@@ -150,8 +150,8 @@ pub(in crate::compare) fn run(arguments: &XenArguments) -> Result<Vec<Measuremen
     Ok(rows(stored_bytes, &values))
 }
 
-/// Has the guest write the same content to several places of its disk, and gives what that takes. Then it fills the
-/// whole disk.
+/// Has the guest write the same content to several places of its disk, and returns the space that it takes. Then it
+/// fills the whole disk.
 fn space(xenhost: &mut XenHost, guest: &mut Guest, side: Side) -> Result<u64> {
     let mut disk = side.attach(xenhost, guest)?;
     let node = disk.node();

@@ -17,20 +17,20 @@ use ferrite_xen::abi::{OP_READ, OP_WRITE, Response, STATUS_NOT_SUPPORTED, STATUS
 /// A checked response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reply {
-    /// Which request's.
+    /// The request's tag.
     pub tag: Tag,
     /// Its id on the wire.
     pub id: u64,
-    /// As the request's; READ or WRITE for INDIRECT.
+    /// The request's operation; READ or WRITE for INDIRECT.
     pub operation: u8,
     /// `STATUS_OKAY` and the like.
     pub status: i16,
-    /// The slot's first bytes: the response with its padding, and what followed it.
+    /// The slot's first bytes: the response with its padding, and the bytes after it.
     pub raw: [u8; 16],
 }
 
 impl Reply {
-    /// Whether the backend did it.
+    /// Whether the request succeeded.
     pub fn is_ok(&self) -> bool {
         self.status == STATUS_OKAY
     }
@@ -66,8 +66,7 @@ impl FrontQueue {
         Ok(Some(Reply { tag, id, operation, status, raw }))
     }
 
-    /// The next response unchecked, for requests that [`raw_request`](Self::raw_request) made: its
-    /// meaning and its bytes.
+    /// The next response, unchecked, for requests of [`raw_request`](Self::raw_request): decoded, and its bytes.
     ///
     /// # Errors
     /// [`FrontError::BogusProducer`].
@@ -90,7 +89,7 @@ impl FrontQueue {
         Ok(Some(raw))
     }
 
-    /// Pages of the pool come back, with what was read in them.
+    /// Returns pages to the pool, after copying read data.
     fn take_pages(&mut self, tag: Tag, is_ok: bool) {
         let table = self.space.memory().grants();
         for bounce in self.pending[tag.0 as usize].bounces.drain(..) {
@@ -103,7 +102,7 @@ impl FrontQueue {
         let table = self.space.memory().grants();
         let pending = &mut self.pending[tag];
         if pending.fresh {
-            // All of them are taken back, whichever fails.
+            // All of them are revoked, even if one fails.
             let mut outcome = Ok(());
             for gref in pending.grefs.drain(..) {
                 match table.revoke(gref) {
@@ -126,13 +125,12 @@ impl FrontQueue {
         }
     }
 
-    /// Whether there is a response to [`take`](Self::take), without asking for an event.
+    /// Whether there is a response to [`take`](Self::take), without requesting an event.
     pub fn has_response(&self) -> bool {
         self.ring.load(RingWord::RspProd) != self.rsp_cons
     }
 
-    /// RING_FINAL_CHECK_FOR_RESPONSES: asks for an event with the next response; whether one came
-    /// meanwhile.
+    /// RING_FINAL_CHECK_FOR_RESPONSES: requests an event with the next response; returns whether one came meanwhile.
     pub fn final_check(&self) -> bool {
         if self.ring.load(RingWord::RspProd) != self.rsp_cons {
             return true;
@@ -176,11 +174,10 @@ impl FrontQueue {
         }
     }
 
-    /// Waits until there is a response, as a guest does: asks for an event, sleeps, looks again.
-    /// `false` if none came in time.
+    /// Waits for a response, as a guest does: requests an event, sleeps, checks again. `false` if none came in time.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Those of the kernel.
     pub fn wait(&self, timeout: Duration) -> Result<bool, FrontError> {
         let end_ns = SystemClock.now_ns().saturating_add(timeout.as_nanos() as u64);
         while !self.final_check() {

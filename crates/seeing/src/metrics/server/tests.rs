@@ -1,4 +1,4 @@
-//! Clients of the metrics' socket, good and bad.
+//! Clients of the metrics' socket, valid and invalid.
 
 use std::fs::File;
 use std::os::unix::fs::PermissionsExt as _;
@@ -14,7 +14,7 @@ fn host() -> Host {
     Host { phases: &["served", "failed"], disks: vec![disk(1), disk(2)], ..Host::default() }
 }
 
-/// A server, and the folder around it.
+/// A server with its folder.
 struct Rig {
     dir: tempfile::TempDir,
     _server: Server,
@@ -38,14 +38,14 @@ impl Rig {
 
     fn ask(&self, request: &str) -> String {
         let mut stream = self.connect();
-        // Who is sent away may be so before it has asked.
+        // A rejected client may be disconnected before its request.
         let _ = stream.write_all(request.as_bytes());
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer);
         String::from_utf8(answer).unwrap()
     }
 
-    /// The metrics, once there is a place.
+    /// The metrics, once a slot is free.
     fn scrape(&self) -> Vec<openmetrics::Family> {
         let mut answer = String::new();
         wait_until("an answer", || {
@@ -96,7 +96,7 @@ fn a_client_that_says_nothing_has_a_short_time_and_its_own_place() {
     let rig = Rig::new(Duration::from_millis(300));
     let silent: Vec<UnixStream> = (0..MAX_CLIENTS).map(|_| rig.connect()).collect();
     wait_until("a full house", || rig.ask("GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 503 "));
-    // They lose their places, and others are heard.
+    // Idle clients lose their slots, and others are served.
     rig.scrape();
     for mut stream in silent {
         assert_eq!(stream.read(&mut [0; 1]).unwrap(), 0, "it was sent away");
@@ -110,7 +110,7 @@ fn a_client_that_does_not_read_has_a_short_time_and_little_memory() {
         return;
     }
     let rig = Rig::new(Duration::from_millis(300));
-    // Their text is far more than the kernel keeps for a client.
+    // Their text is far more than the kernel buffers for a client.
     (0..100).for_each(|n| drop(rig.disk(&format!("vbd-{n}-51712"))));
     let memory = proc::Memory::watch();
     let mut deaf: Vec<UnixStream> = (0..MAX_CLIENTS).map(|_| rig.connect()).collect();
@@ -130,7 +130,7 @@ fn a_client_that_does_not_read_has_a_short_time_and_little_memory() {
     assert_eq!(values(&rig.scrape(), "ferrite_disk_worker_alive").len(), 100);
 }
 
-/// The other end is closed, whatever is there to be read.
+/// Whether the other end is closed, even with unread data.
 fn hung_up(stream: &UnixStream) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(stream.as_fd(), PollFlags::empty())];
     poll(&mut fds, Some(&Timespec::default())).unwrap();
@@ -142,7 +142,7 @@ fn requests_without_an_end_and_drops_of_one_are_cut_off() {
     let rig = Rig::new(CLIENT);
     let endless = "GET /metrics HTTP/1.1\r\nX: ".to_owned() + &"x".repeat(MAX_HEAD);
     let mut stream = rig.connect();
-    // The rest finds nobody.
+    // The rest is not received.
     let _ = stream.write_all(endless.as_bytes());
     let mut answer = vec![0; 12];
     stream.read_exact(&mut answer).unwrap();

@@ -1,5 +1,5 @@
-//! A reader of Chrome's trace events, in the JSON form that Perfetto imports: the rules of the format, and no
-//! knowledge of who wrote it. A file that breaks one is refused.
+//! A reader of Chrome's trace events, in the JSON form that Perfetto imports. It follows the rules of the format only,
+//! and refuses a file that breaks one.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ pub(super) struct Request {
     pub(super) stages: Vec<(String, u64)>,
 }
 
-/// All that a file has. Slices of threads: name, beginning, length.
+/// The content of a file. Slices of threads: name, beginning, length.
 #[derive(Debug, Default)]
 pub(super) struct Read {
     pub(super) process: String,
@@ -28,7 +28,7 @@ fn text<'a>(event: &'a Value, field: &str) -> Told<&'a str> {
     event[field].as_str().filter(|text| !text.is_empty()).ok_or(format!("no {field}: {event}"))
 }
 
-/// Times are microseconds, with nanoseconds behind the point.
+/// Times are microseconds, with nanoseconds after the point.
 fn ns(event: &Value, field: &str) -> Told<u64> {
     let us = event[field].as_f64().filter(|us| *us >= 0.0 && *us < 1e12);
     us.map(|us| (us * 1e3).round() as u64).ok_or(format!("no {field}: {event}"))
@@ -45,7 +45,7 @@ pub(super) fn read(bytes: &[u8]) -> Told<Read> {
     }
     let events = json["traceEvents"].as_array().ok_or("no traceEvents")?;
     let mut read = Read::default();
-    // Names may come anywhere in a file.
+    // Names may be anywhere in a file.
     let mut names: BTreeMap<u64, String> = BTreeMap::new();
     for event in events.iter().filter(|event| event["ph"] == "M") {
         let name = text(&event["args"], "name")?.to_owned();

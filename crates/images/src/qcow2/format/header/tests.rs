@@ -46,7 +46,7 @@ fn a_header_is_read_as_it_was_written() {
     assert_eq!(parse(&encoded(&h)), Ok(h));
 }
 
-/// One field, and what has to be in the refusal.
+/// Each row: a field, and a word of the refusal.
 #[test]
 fn each_field_is_checked() {
     let good = encoded(&header());
