@@ -331,7 +331,7 @@ impl Story {
             _ => {
                 let domain = |name: &str| {
                     let volume = process.volume(name);
-                    process.live.core().volumes.entries()[&volume].domain
+                    process.live.shared.core().volumes.entries()[&volume].domain
                 };
                 let is_to = |name: &&String| name.starts_with('s') && domain(name) == domain(&of);
                 let Some(to) = self.model.keys().find(is_to) else { return Ok(()) };
@@ -510,7 +510,7 @@ fn write(volume: &str, sectors: Range<u64>, value: u8) -> Write {
 #[test]
 fn equal_blocks_of_one_domain_take_one_place_and_zeros_none() {
     let (_machine, mut process) = with_a_volume();
-    let free = |process: &Process| process.live.core().space.free();
+    let free = |process: &Process| process.live.shared.core().space.free();
     let before = free(&process);
     let put = |process: &mut Process, writes: &[Write]| {
         process.write(writes, false).unwrap().into_iter().for_each(|done| done.unwrap());
@@ -551,7 +551,7 @@ fn a_checkpoint_is_made_behind_an_operation_that_has_failed_and_before_one_behin
     let put = |process: &mut Process, value| {
         process.only_write(&[write("v0", 0..8, value)], Beside::Nothing).unwrap().remove(0)
     };
-    let layout = process.live.core().layout;
+    let layout = process.live.shared.core().layout;
     let journal = layout.journal(0)..layout.journal(0) + layout.journal_blocks;
     let bytes = journal.start * BLOCK_BYTES as u64..journal.end * BLOCK_BYTES as u64;
     let fail_once = || {
@@ -559,7 +559,7 @@ fn a_checkpoint_is_made_behind_an_operation_that_has_failed_and_before_one_behin
         let fault = Fault { on: On::Write, range, per_mille: 1000, errno: 5, times: 1 };
         machine.world.set_faults(vec![fault]);
     };
-    let checkpoint = |process: &Process| process.live.core().checkpoint;
+    let checkpoint = |process: &Process| process.live.shared.core().checkpoint;
     put(&mut process, 7).unwrap();
     let before = checkpoint(&process);
     fail_once();
@@ -594,12 +594,12 @@ fn what_cannot_be_done_with_volumes_is_refused_and_changes_nothing() {
         (Operation::Delete(99), VolumeError::Missing),
         (Operation::Domain(name("a"), DomainKey([0; 32])), VolumeError::Exists),
     ];
-    let before = process.live.core().volumes.entries().clone();
+    let before = process.live.shared.core().volumes.entries().clone();
     for (operation, why) in cases {
         let e = process.operate(operation.clone()).unwrap_err();
         assert_eq!(e.to_string(), why.to_string(), "{operation:?}");
     }
-    assert_eq!(*process.live.core().volumes.entries(), before);
+    assert_eq!(*process.live.shared.core().volumes.entries(), before);
     let done = process.write(&[write("s", 0..8, 1), write("v0", 15_999..16_001, 1)], false);
     let kinds = done.unwrap().into_iter().map(|done| done.unwrap_err().kind());
     let refused = [io::ErrorKind::PermissionDenied, io::ErrorKind::InvalidInput];
@@ -617,7 +617,8 @@ fn what_was_closed_is_opened_without_a_record() {
     let (port, mut reactor) = testing::port(&machine.world, &machine.path);
     let steps = machine.world.step();
     let live = reactor.block_on(async { Live::open(&port, BYTES, MEMORY).await }).unwrap().unwrap();
-    let replay = reactor.block_on(async { live.scan(&port).await }).unwrap().unwrap();
+    let replay =
+        reactor.block_on(async { recovery::scan(&live.shared, &port).await }).unwrap().unwrap();
     assert!(replay.blocks.is_empty() && machine.world.step() > steps);
     let mut process = Process { live: Arc::new(live), port, reactor };
     assert_eq!(process.read("v0", 0..8).unwrap(), [7; 8]);
@@ -701,12 +702,12 @@ fn a_store_with_the_least_memory_makes_the_largest_change_and_with_less_it_is_re
     let Process { live, port, reactor } = &mut process;
     let is_made = std::cell::Cell::new(false);
     let leaves = (0..MAX_LEAVES as u64).map(|i| match i {
-        0..16 => super::leaves::Leaf::P2m(i),
-        _ => super::leaves::Leaf::Hashes(i),
+        0..16 => super::leaf::Leaf::P2m(i),
+        _ => super::leaf::Leaf::Hashes(i),
     });
     let leaves = leaves.collect();
     let claim = async {
-        live.claim(port, &leaves).await?;
+        live.changes.claim(port, &leaves).await?;
         is_made.set(true);
         Ok(())
     };

@@ -167,8 +167,8 @@ fn journal_left_by_a_death() -> (Machine, u64, u64) {
     let (machine, mut process) = with_a_volume();
     put(&mut process, 0, 7);
     put(&mut process, 1, 8);
-    let (layout, last) = (process.live.core().layout, process.live.numbers().next() - 1);
-    let from = process.live.core().replay_from;
+    let (layout, last) = (process.live.shared.core().layout, process.live.journal.next() - 1);
+    let from = process.live.shared.core().replay_from;
     assert!(last > from && last + AHEAD + 1 < from + layout.journal_blocks);
     drop(process);
     machine.world.kill_process().unwrap();
@@ -216,10 +216,10 @@ fn a_block_of_the_journal_that_could_not_be_read_never_counts_later() {
     let file = std::fs::File::options().read(true).write(true).open(&machine.path).unwrap();
     let process = Process::of(&machine).unwrap();
     let (layout, id) = {
-        let core = process.live.core();
+        let core = process.live.shared.core();
         (core.layout, core.id)
     };
-    let from = process.live.numbers().next();
+    let from = process.live.journal.next();
     let stale = (from..).find(|number| layout.journal(*number) == unused).unwrap();
     assert!(stale >= from + AHEAD);
     let mut filling = Filling::default();
