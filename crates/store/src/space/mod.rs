@@ -10,6 +10,7 @@
 
 mod bits;
 mod page;
+mod passes;
 mod sweep;
 
 use std::collections::{BTreeSet, VecDeque};
@@ -17,6 +18,7 @@ use std::ops::Range;
 
 pub use bits::Bits;
 pub use page::{Found, Homes, Kind, SpacePage, UNREADABLE, choose, mends};
+pub use passes::{NoRoom, PassInput, Passes};
 pub use sweep::Places;
 
 use super::layout::Layout;
@@ -548,153 +550,6 @@ impl Space {
     pub fn used(&self, kind: Kind) -> u64 {
         let pairs = self.pairs.iter().zip(0..).filter(|(of, _)| **of == kind);
         pairs.map(|(_, pair)| 2 * self.layout.segment_blocks - self.free_of(pair)).sum()
-    }
-}
-
-/// When a pass is wanted, and who may be told that there is no room (store.md 7).
-#[derive(Clone, Copy, Debug)]
-pub struct Passes {
-    begun: u64,
-    ended: u64,
-    /// The last one that has looked for all.
-    thorough: u64,
-    /// What the store had when that one began.
-    looked_at: Option<Changes>,
-    /// Up to this one they look for what makes room at once.
-    hurried: u64,
-    is_running: bool,
-    /// What was free when the last one ended.
-    free_then: u64,
-    is_full: bool,
-    is_awaited: bool,
-    is_wanted: bool,
-}
-
-/// Passes that are made in a hurry when a write has found no room: behind those there is time.
-const HURRIED: u64 = 4;
-
-/// How much has changed since the store was opened of what a pass looks at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Changes {
-    /// Journal blocks that have ended.
-    pub blocks: u64,
-    /// Pages that the index was told of.
-    pub indexed: u64,
-}
-
-/// When a write found no room.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NoRoom {
-    /// A pass that may make some.
-    next: u64,
-    /// The last one before.
-    ended: u64,
-}
-
-impl Passes {
-    /// None yet, with so many places free.
-    pub fn new(free: u64) -> Passes {
-        Passes {
-            begun: 0,
-            ended: 0,
-            thorough: 0,
-            looked_at: None,
-            hurried: 0,
-            is_running: false,
-            free_then: free,
-            is_full: false,
-            is_awaited: false,
-            is_wanted: false,
-        }
-    }
-
-    /// A write has found no room.
-    pub fn no_room(&mut self) -> NoRoom {
-        (self.is_full, self.is_awaited) = (true, true);
-        self.hurried = self.begun + HURRIED;
-        NoRoom { next: self.begun + 1, ended: self.ended }
-    }
-
-    /// Whether it may find some now.
-    pub fn has_ended_since(&self, write: NoRoom) -> bool {
-        self.ended > write.ended
-    }
-
-    /// Whether a whole pass has been since.
-    pub fn has_had_one(&self, write: NoRoom) -> bool {
-        self.ended >= write.next
-    }
-
-    /// Whether the write fails if it still finds none.
-    pub fn may_fail(&self, write: NoRoom) -> bool {
-        self.thorough >= write.next
-    }
-
-    /// Whether another pass would find nothing that the last one has not, which has looked for all.
-    pub fn would_find_nothing(&self, now: Changes) -> bool {
-        self.looked_at == Some(now)
-    }
-
-    /// Whether writes have found no room lately.
-    pub fn is_hurried(&self) -> bool {
-        self.begun <= self.hurried && self.hurried > 0
-    }
-
-    /// Whether one is to begin, with so many places free of all.
-    pub fn wants_one(&self, free: u64, places: u64) -> bool {
-        let is_wanted = self.is_full || self.is_wanted || self.is_low(free, places);
-        !self.is_running && is_wanted
-    }
-
-    /// Whether room is short, and has become shorter since the last one.
-    pub fn is_low(&self, free: u64, places: u64) -> bool {
-        let is_shorter = self.free_then.saturating_sub(free) >= self.free_then / 8;
-        free <= places / 4 && is_shorter && free < self.free_then
-    }
-
-    /// One is to begin, whatever is free: much was moved.
-    pub fn want(&mut self) {
-        self.is_wanted = true;
-    }
-
-    /// Whether a write waits for the one that runs, or for the next.
-    pub fn is_awaited(&self) -> bool {
-        self.is_awaited
-    }
-
-    /// Whether one is under way.
-    pub fn is_running(&self) -> bool {
-        self.is_running
-    }
-
-    /// How many have begun.
-    pub fn count(&self) -> u64 {
-        self.begun
-    }
-
-    /// It begins.
-    pub fn begin(&mut self) {
-        self.begun += 1;
-        self.is_running = true;
-        (self.is_full, self.is_wanted) = (false, false);
-    }
-
-    /// It has ended early, and nobody may go by it.
-    pub fn stop(&mut self) {
-        self.is_running = false;
-    }
-
-    /// It has ended, and left so many places free. Who waits tries again. `looked_at`: what there was when it
-    /// began, if it has looked for all.
-    pub fn end(&mut self, free: u64, looked_at: Option<Changes>) {
-        self.ended = self.begun;
-        if looked_at.is_some() {
-            self.thorough = self.begun;
-        }
-        self.looked_at = looked_at;
-        (self.is_full, self.is_awaited) = (false, false);
-        self.is_running = false;
-        self.free_then = free;
     }
 }
 

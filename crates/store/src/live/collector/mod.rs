@@ -36,7 +36,7 @@ use crate::free_numbers::page_of;
 use crate::medium::MAX_BLOCKS;
 use crate::pace::Pace;
 use crate::side_by_side::all;
-use crate::space::{Changes as SpaceChanges, NoRoom, Passes};
+use crate::space::{NoRoom, PassInput, Passes};
 use crate::tree::Link;
 
 /// How long a pass waits before it checks the epochs again.
@@ -262,15 +262,15 @@ impl Collector {
         }
     }
 
-    /// What a pass would find something new by.
-    fn space_changes(&self) -> SpaceChanges {
+    /// What a pass that begins now looks at.
+    fn pass_input(&self) -> PassInput {
         let blocks = self.journal.ended();
-        SpaceChanges { blocks, indexed: self.loader.progress().done }
+        PassInput { blocks, indexed: self.loader.progress().done }
     }
 
     /// Whether a pass would free nothing, so a write that has found no room fails at once.
     fn is_full(&self) -> bool {
-        let changes = self.space_changes();
+        let changes = self.pass_input();
         self.marks().passes.would_find_nothing(changes)
     }
 
@@ -330,7 +330,7 @@ impl Collector {
     /// `TimedOut`: an operation hangs. `Interrupted`: `pace` has ended the pass. No data are lost then.
     pub(super) async fn pass(&self, port: &Port, pace: &Pace, look: Look) -> io::Result<Passed> {
         let ends = Ends(self);
-        let changes = self.space_changes();
+        let changes = self.pass_input();
         // Step 1.
         self.begin_marking();
         self.two_epochs(port, pace).await?;
