@@ -3,20 +3,20 @@
 //! [`Live`] composes the parts and is the interface of the store. No part calls [`Live`]. Each part has private state,
 //! and uses the parts in its fields, which stand above it here:
 //!
-//! * [`Shared`]: medium, core, index and epochs, which most parts use.
-//! * [`Journal`]: numbers and locks of journal blocks under way, and syncs.
-//! * [`Committer`]: when checkpoints are made.
-//! * [`Leaves`] reads leaves of the trees, [`Changes`] changes them, [`Groups`] reads compressed content.
-//! * [`JournalWriter`]: writes journal blocks, and makes the checkpoints and syncs that become due.
-//! * [`Loader`] fills the index after an opening.
-//! * [`Collector`]: passes, which free what no volume refers to.
-//! * [`Scrubber`] reads all content, [`Compactor`] moves content into order.
-//! * [`Reader`], [`Writer`] and [`Volumes`] carry out requests and operations on volumes.
+//! * `Shared`: medium, core, index and epochs, which most parts use.
+//! * `Journal`: numbers and locks of journal blocks under way, and syncs.
+//! * `Committer`: when checkpoints are made.
+//! * `Leaves` reads leaves of the trees, `Changes` changes them, `Groups` reads compressed content.
+//! * `JournalWriter`: writes journal blocks, and makes the checkpoints and syncs that become due.
+//! * `Loader` fills the index after an opening.
+//! * `Collector`: passes, which free what no volume refers to.
+//! * `Scrubber` reads all content, `Compactor` moves content into order.
+//! * `Reader`, `Writer` and `Volumes` carry out requests and operations on volumes.
 //!
 //! # Locks
-//! A task takes locks that it holds across a wait in this order: blocks ([`Writer`], [`Reader`]), the pass
-//! ([`Collector`]), the checkpoint ([`Committer`]), journal locks ([`Journal`]). A volume operation takes its lock
-//! ([`Volumes`]) before all of these. A task that holds a journal lock waits only for its own operations, and for pages
+//! A task takes locks that it holds across a wait in this order: blocks (`Writer`, `Reader`), the pass
+//! (`Collector`), the checkpoint (`Committer`), journal locks (`Journal`). A volume operation takes its lock
+//! (`Volumes`) before all of these. A task that holds a journal lock waits only for its own operations, and for pages
 //! that other tasks read or write. Mutexes are never held across a wait. The mutex of the core is taken before those
 //! of the collector's marks and of the epochs, and the mutex of all turns before that of one turn. A task holds no other
 //! two mutexes at once.

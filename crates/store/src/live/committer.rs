@@ -1,4 +1,4 @@
-//! When checkpoints are made, and by which task (store.md 5). [`checkpoint`](crate::checkpoint) writes them.
+//! When checkpoints are made, and by which task (store.md 5). [`checkpoint`] writes them.
 
 use std::io;
 use std::sync::Arc;

@@ -124,7 +124,7 @@ impl Process {
         Ok(())
     }
 
-    /// What nobody waits for, and nobody hears of.
+    /// Durability work, whose errors are ignored.
     fn run_durability_work(&mut self) {
         let Process { live, port, reactor } = self;
         let _ = reactor.block_on(async { live.run_durability_work(port).await });

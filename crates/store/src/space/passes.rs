@@ -182,7 +182,7 @@ mod tests {
         for changed in [PassInput { blocks: 8, ..LOOKED }, PassInput { indexed: 3, ..LOOKED }] {
             assert!(passes.would_find_nothing(LOOKED) && !passes.would_find_nothing(changed));
         }
-        // Nobody asks, and nothing has been given since.
+        // No write has asked, and no place was given since.
         assert!(!passes.wants_one(0, 100));
         passes.end(24, Some(LOOKED));
         assert!(!passes.wants_one(22, 100) && passes.wants_one(21, 100));

@@ -141,7 +141,7 @@ impl World {
         }
     }
 
-    /// Nobody has this place, now or at a checkpoint that counts or may count.
+    /// Checks that the place is not in use, now or at a checkpoint that counts or may count.
     fn give(&mut self, place: u64, is_page: bool) {
         let blocks = |place: u64, is_page: bool| {
             std::iter::once(place).chain(is_page.then(|| self.layout.copy_of(place).unwrap()))
@@ -346,7 +346,7 @@ impl World {
         self.dropped.retain(|_, s| !matches!(s, Stage::Done(done) if *done <= epoch));
     }
 
-    /// Places that nobody has.
+    /// The places not in use.
     fn free(&self) -> u64 {
         let blocks = |is_page: &bool| if *is_page { 2 } else { 1 };
         self.layout.places() - self.now.values().map(blocks).sum::<u64>()

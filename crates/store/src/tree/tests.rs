@@ -192,7 +192,7 @@ impl World {
         for volume in &mut self.volumes {
             volume.tree.settle(&settled);
         }
-        // Nobody has them any more.
+        // No tree has them any more.
         for place in under_way.dropped {
             assert!(self.medium.remove(&place).is_some(), "{place} was dropped twice");
         }
@@ -250,7 +250,7 @@ impl World {
         drop(slots);
         self.under_way = None;
         self.volumes = self.whole.clone();
-        // Who opens does not know which places the last process has used in vain.
+        // An opening does not know which places the last process has used in vain.
         let mut seen = BTreeSet::new();
         for volume in &self.whole {
             if let Link::Written(pointer) = volume.tree.root {
@@ -340,7 +340,7 @@ fn what_is_promised_and_not_clean_leaves_a_quarter_of_the_slots() {
     let promises: Vec<Promise> = std::iter::from_fn(|| pages.promise(5)).collect();
     assert_eq!(promises.len(), 7);
     promises.into_iter().for_each(|promise| pages.keep_promise(promise));
-    // Nobody was refused anything here.
+    // No promise was refused here.
     let mut pages = Pages::new(100 * SLOT_BYTES);
     let mut tree = Tree::of_volume(LEAVES * 512, Link::Nothing);
     let promise = pages.promise(30).unwrap();

@@ -49,7 +49,7 @@ fn a_page_whose_place_or_copy_cannot_be_written_goes_elsewhere() {
     }
 }
 
-/// Each try would take other places, and leave none to anybody.
+/// Each try would take other places, until none are left.
 #[test]
 fn while_storage_refuses_all_writes_few_pages_get_other_places() {
     let (machine, model) = with_something();

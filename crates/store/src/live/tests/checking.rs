@@ -1,4 +1,4 @@
-//! Checks of a store in use: they find what a checkpoint has, whatever is done meanwhile, and are in nobody's way.
+//! Checks of a store in use: they find what a checkpoint has, whatever is done meanwhile, and do not delay guests.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -52,7 +52,7 @@ impl Process {
         let beside = Beside { live, port, is_begun: Cell::default(), is_over: Cell::default() };
         let (mut outcome, mut others) = (None, None);
         let check = async {
-            // So it takes longer than passes wait for who is in an epoch.
+            // So it takes longer than a pass waits for operations in an epoch.
             let how = How { rate: Some(1 << 16), ..how };
             let pace = Pace::bounded(how.rate, None);
             let progress = |_, _| {

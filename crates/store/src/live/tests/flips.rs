@@ -37,7 +37,7 @@ fn with_everything() -> (Machine, Contents, Contents) {
     let volume = process.volume("v0");
     process.operate(Operation::Snapshot(Name::new("s").unwrap(), volume)).unwrap();
     put(&mut process, "v0", 0, 30);
-    // Something that is nobody's by now, and its place another's.
+    // Some content is dead by now, and its place has other content.
     put(&mut process, "v1", 64, 31);
     process.gc().unwrap();
     put(&mut process, "v1", 64, 32);

@@ -200,7 +200,7 @@ fn nobody_reads_by_the_leaves_of_a_volume_that_has_ended_or_was_rolled_back() {
     assert_eq!(word(&mut process, "then"), Some(1000));
 }
 
-/// A page of P2M that says more than was ever given: such a number will be somebody's.
+/// A page of P2M with an entry of a number that was never given. A later write would get the number.
 #[test]
 fn an_entry_of_a_number_that_was_never_given_is_damage() {
     let (machine, mut process) = with_a_volume();
@@ -222,7 +222,7 @@ fn number_of(process: &mut Process) -> u64 {
     reactor.block_on(async { live.leaves.words::<1>(port, leaf).await }).unwrap().unwrap()[0]
 }
 
-/// Gives a number another content, as if nobody could still be looking at it.
+/// Gives a number another content, as if no task could still be reading it.
 async fn use_again(live: &Live, port: &Port, number: u64, content: u64) -> io::Result<()> {
     let volume = live.volume("v0").unwrap();
     let place = live.shared.layout.first_place(live.shared.layout.segments - 1);
@@ -343,7 +343,7 @@ fn a_place_that_a_queue_reads_is_nobody_elses_before_it_has_ended() {
         file.read_exact_at(&mut word, offset).unwrap();
         u64::from_le_bytes(word)
     };
-    // As long as a pass takes that waits for nobody, ten times.
+    // Ten times as long as a pass takes that waits for no operation.
     let pass = async |live: &Live, port: &Port| live.gc(port).await.map(drop);
     assert_eq!(looks(&mut process, long, pass), None);
     // Others write as long as there is room, and then wait.

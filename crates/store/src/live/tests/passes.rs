@@ -132,7 +132,7 @@ pub(super) fn nothing_is_lost_and_nothing_left(process: &mut Process) {
     assert!(left.is_empty(), "places of nobody that cannot be given: {left:?}");
 }
 
-/// Blocks of a volume from one on get contents that nobody has had.
+/// Blocks of a volume from one on get contents that the store lacks.
 pub(super) fn write_new(
     process: &mut Process,
     name: &str,
@@ -496,7 +496,7 @@ async fn dropped<T>(future: impl Future<Output = T>) {
     .await;
 }
 
-/// It counts for good, since nobody learns when its operations end. So no place comes free any more.
+/// It counts for good, since the store never learns when its operations end. So no place comes free any more.
 #[test]
 fn behind_an_operation_that_never_ends_passes_fail_and_writes_hear_that_there_is_no_room() {
     let (_machine, mut process) = with_a_volume();

@@ -1,4 +1,4 @@
-//! The store's own work: what it has for users, and that it is in nobody's way.
+//! The store's background work: what it does for users, and that it does not delay them.
 
 use super::passes::{nothing_is_lost_and_nothing_left, read_one, write_new};
 use super::*;

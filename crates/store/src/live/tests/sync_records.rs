@@ -1,4 +1,4 @@
-//! What nobody waits for: the word of a sync, and syncs that nobody asked for.
+//! Durability work: records of syncs, and syncs that no flush asked for.
 
 use super::*;
 use crate::numbers::SYNC_AFTER;

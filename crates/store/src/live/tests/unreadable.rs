@@ -209,7 +209,7 @@ fn a_place_of_the_journal_that_cannot_be_read_and_has_no_block_is_nobodys_loss()
     assert_eq!((get(&mut process, 0).unwrap(), get(&mut process, 1).unwrap()), (7, 8));
 }
 
-/// A cut has lost all before it, so nobody has flushed it. Others write behind that.
+/// A power cut has lost all earlier blocks, so no flush covers this one. Later writes follow it.
 #[test]
 fn a_block_of_the_journal_that_could_not_be_read_never_counts_later() {
     let (machine, _, unused) = journal_left_by_a_death();
