@@ -256,8 +256,8 @@ mod tests {
         }
     }
 
-    /// Several remember in one bucket, full or not, while another asks: who asks is told of what somebody
-    /// has put in for that hash; and something is left of each word.
+    /// Several threads remember in one bucket, full or not, while another looks up a hash. It gets only numbers that a
+    /// thread has stored for that hash, and each word keeps the number of one thread.
     #[test]
     fn whoever_comes_between_finds_only_what_was_remembered() {
         let story = |full: bool| {

@@ -476,8 +476,8 @@ mod tests {
         fn fence_stores() {}
     }
 
-    /// A slot is changed, given to another leaf and back, while somebody reads: what is read is of the
-    /// leaf that was asked for, and of one time.
+    /// A slot is changed, given to another leaf and back, while a thread reads. What it reads is of its leaf, and of one
+    /// time.
     #[test]
     fn whoever_reads_while_a_slot_changes_gets_words_of_that_leaf_and_of_one_time() {
         let story = || {

@@ -2,7 +2,8 @@
 //!
 //! The medium is read, as its last checkpoint has it, and little of what serves volumes is asked: both copies of a
 //! page, all that a pointer leads to, each place once. Content comes before volumes, so that findings of
-//! bad content name the volumes that have it. A page that volumes share is looked at once, and again only if something below it is bad.
+//! bad content name the volumes that have it. A page that volumes share is looked at once, and again only if something
+//! below it is bad.
 
 mod contents;
 mod findings;

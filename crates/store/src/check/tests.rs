@@ -407,7 +407,7 @@ fn whatever_block_is_damaged_the_check_tells_or_nobody_needs_it() {
 }
 
 impl Store {
-    /// Space pages have a place as one that nobody has.
+    /// Marks a place as free in the space pages.
     fn clear_bit(&self, place: u64) {
         let superblock = self.superblock();
         let layout = superblock.layout;

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use ferrite_disk_base::{Failure, Port};
 use foldhash::{HashMap, HashMapExt};
 
-use super::changes::{Change, Changes, Claim, Whose, check};
+use super::changes::{Change, ChangeKind, Changes, Claim, check};
 use super::collector::Collector;
 use super::committer::Committer;
 use super::journal::{Journal, JournalLock};
@@ -408,7 +408,7 @@ impl Batches {
             }
             let why = match self.changes.claim(port, &batch.change().leaves()).await {
                 Ok(claim) => {
-                    self.changes.check_room(Whose::Data)?;
+                    self.changes.check_room(ChangeKind::Data)?;
                     return Ok(Some(claim));
                 }
                 Err(why) => why,

@@ -102,7 +102,7 @@ fn store_all<const N: usize>(
 
 /// The kind of a change, which decides how much room it must leave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Whose {
+pub(super) enum ChangeKind {
     /// A guest's data, a new volume, or background work. It leaves room for all other changes.
     Data,
     /// A guest's zeros, which free room. They are written when data cannot be.
@@ -167,12 +167,12 @@ impl Changes {
     ///
     /// # Errors
     /// `StorageFull`: after this change there might be no room for a checkpoint, or for a pass, which makes room.
-    pub(super) fn check_room(&self, whose: Whose) -> io::Result<()> {
+    pub(super) fn check_room(&self, kind: ChangeKind) -> io::Result<()> {
         let core = self.shared.core();
         // The reserve is a checkpoint with all memory dirty by a pass, a delete or a replay.
-        let others = match whose {
-            Whose::Data => core.space.reserve(),
-            Whose::Zeros => core.space.reserve() / 2,
+        let others = match kind {
+            ChangeKind::Data => core.space.reserve(),
+            ChangeKind::Zeros => core.space.reserve() / 2,
         };
         match core.space.has_room_for_pages(core.owed_pages() + others) {
             true => Ok(()),

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ferrite_disk_base::Port;
 use serde::{Deserialize, Serialize};
 
-use super::changes::{Changes, Whose};
+use super::changes::{ChangeKind, Changes};
 use super::collector::Collector;
 use super::committer::Committer;
 use super::groups::Groups;
@@ -386,7 +386,7 @@ impl Compactor {
         let of = |content: &Content| Leaf::of_number(content.number).0;
         let leaves: BTreeSet<Leaf> = contents.iter().map(of).collect();
         let mut claim = self.changes.claim(port, &leaves).await?;
-        self.changes.check_room(Whose::Data)?;
+        self.changes.check_room(ChangeKind::Data)?;
         self.changes
             .with_all(port, &mut claim, &leaves, |core| {
                 let mut moved = 0;

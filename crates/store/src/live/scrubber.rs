@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ferrite_disk_base::Port;
 use serde::{Deserialize, Serialize};
 
-use super::changes::{Changes, Whose};
+use super::changes::{ChangeKind, Changes};
 use super::groups::Groups;
 use super::leaf::Leaf;
 use super::leaves::Leaves;
@@ -204,7 +204,7 @@ impl Scrubber {
         let hashes: Vec<(Leaf, usize)> = bad.iter().map(|number| Leaf::of_hash(*number)).collect();
         let leaves = hashes.iter().map(|(leaf, _)| *leaf).collect();
         let mut claim = self.changes.claim(port, &leaves).await?;
-        self.changes.check_room(Whose::Data)?;
+        self.changes.check_room(ChangeKind::Data)?;
         let forget = |core: &mut Core| {
             for (leaf, at) in &hashes {
                 // A hash that is cleared already does not make its page dirty.

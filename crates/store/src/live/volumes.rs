@@ -7,7 +7,7 @@ use ferrite_disk_base::Port;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::Core;
-use super::changes::{Changes, Whose};
+use super::changes::{ChangeKind, Changes};
 use super::journal::{Journal, JournalLock};
 use super::journal_writer::JournalWriter;
 use super::shared::Shared;
@@ -265,7 +265,7 @@ impl Volumes {
         // A wrong operation is refused before a journal block has it.
         check(&self.shared.core())?;
         if !matches!(record, Record::Rollback { .. } | Record::Delete { .. }) {
-            self.changes.check_room(Whose::Data)?;
+            self.changes.check_room(ChangeKind::Data)?;
         }
         let mut block = Filling::default();
         block.add(&record);

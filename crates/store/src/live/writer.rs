@@ -8,7 +8,7 @@ use ferrite_disk_base::Port;
 use ferrite_io::arena::Span;
 
 use super::batch::Batches;
-use super::changes::{Change, Changes, Whose};
+use super::changes::{Change, ChangeKind, Changes};
 use super::collector::{Collector, Phase};
 use super::journal::{Journal, JournalLock};
 use super::journal_writer::JournalWriter;
@@ -337,7 +337,7 @@ impl Writer {
     async fn carry_out(&self, port: &Port, change: Change, record: &Record) -> io::Result<()> {
         let leaves = change.leaves();
         let mut claim = self.changes.claim(port, &leaves).await?;
-        self.changes.check_room(Whose::Zeros)?;
+        self.changes.check_room(ChangeKind::Zeros)?;
         let mut block = Filling::default();
         block.add(record);
         // Memory has the whole change, or nothing of it.

@@ -363,7 +363,7 @@ proptest! {
         steps.iter().for_each(|step| world.take(step));
     }
 
-    /// Without a cut everything that was dropped can be given again, by who opens the store, too.
+    /// Without a cut everything that was dropped can be given again, also after an opening.
     #[test]
     fn nothing_is_lost_but_by_a_cut(steps in prop::collection::vec(step(), 1..150)) {
         let mut world = World::new();

@@ -278,8 +278,8 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
     /// Whatever is written and shared, before, in and after checkpoints, with little memory: all read what
-    /// was written there; the medium has what was there when the checkpoint began; no place is dropped
-    /// that anybody has, and none is forgotten.
+    /// was written there; the medium has what was there when the checkpoint began; no place in use is
+    /// dropped, and none is forgotten.
     #[test]
     fn trees_say_what_was_written_and_checkpoints_what_was_there_when_they_began(
         slots in prop_oneof![Just(12usize), Just(64)],

@@ -22,7 +22,7 @@ use ferrite_io::shared_lock::{Held, SharedLock};
 pub(super) use self::marks::Phase;
 
 use self::marks::Marks;
-use super::changes::{Changes, Whose};
+use super::changes::{ChangeKind, Changes};
 use super::committer::Committer;
 use super::groups::Groups;
 use super::journal::Journal;
@@ -197,7 +197,7 @@ impl Collector {
         let (free, places) = self.room();
         let kept = self.shared.core().space.waiting();
         let is_low = self.marks().passes.is_low(free, places);
-        is_low || kept > MOST_KEPT || self.changes.check_room(Whose::Data).is_err()
+        is_low || kept > MOST_KEPT || self.changes.check_room(ChangeKind::Data).is_err()
     }
 
     /// The free places, and all places.
@@ -243,7 +243,8 @@ impl Collector {
                 done => return done,
             }
             // A checkpoint frees the pages that the dirty ones replace.
-            is_checkpointed = !is_checkpointed && self.changes.check_room(Whose::Data).is_err();
+            is_checkpointed =
+                !is_checkpointed && self.changes.check_room(ChangeKind::Data).is_err();
             if is_checkpointed {
                 let checkpoint = self.shared.core().checkpoint;
                 let is_newer = || self.shared.core().checkpoint != checkpoint;
@@ -270,8 +271,8 @@ impl Collector {
 
     /// Whether a pass would free nothing, so a write that has found no room fails at once.
     fn is_full(&self) -> bool {
-        let changes = self.pass_input();
-        self.marks().passes.would_find_nothing(changes)
+        let input = self.pass_input();
+        self.marks().passes.would_find_nothing(input)
     }
 
     /// Waits for the end of the next pass, or makes one. `first` is of the time when the write found no room first,
@@ -330,7 +331,7 @@ impl Collector {
     /// `TimedOut`: an operation hangs. `Interrupted`: `pace` has ended the pass. No data are lost then.
     pub(super) async fn pass(&self, port: &Port, pace: &Pace, look: Look) -> io::Result<Passed> {
         let ends = Ends(self);
-        let changes = self.pass_input();
+        let input = self.pass_input();
         // Step 1.
         self.begin_marking();
         self.two_epochs(port, pace).await?;
@@ -362,7 +363,7 @@ impl Collector {
         let free_places = self.shared.core().space.free();
         {
             let mut marks = self.marks();
-            marks.passes.end(free_places, passed.is_thorough.then_some(changes));
+            marks.passes.end(free_places, passed.is_thorough.then_some(input));
             marks.last = Some(passed);
         }
         drop(ends);

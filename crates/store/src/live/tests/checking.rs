@@ -137,8 +137,8 @@ fn a_check_begins_at_any_time_of_a_checkpoint() {
     }
 }
 
-/// Until it is over blocks get content that nobody has had, and what was there is nobody's. Gives the passes that
-/// writes had to make for that.
+/// Until it is over, blocks get new content, and their old content is dead. Gives the passes that writes had to make for
+/// that.
 async fn leave_garbage(beside: &Beside<'_>) -> io::Result<u64> {
     let passes = || beside.live.collector.passes().count();
     let before = passes();

@@ -1,5 +1,5 @@
-//! A bit that flips anywhere on the medium is an error, or the second copy is read, or nothing has it: what a volume reads is
-//! never other data (store.md 2 and 4).
+//! A bit that flips anywhere on the medium is an error, or the second copy is read, or the block is not in use. A volume
+//! never reads other data (store.md 2 and 4).
 
 use super::super::leaf::Leaf;
 use super::*;

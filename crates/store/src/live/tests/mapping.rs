@@ -31,7 +31,7 @@ impl Process {
         self.live.map(self.volume(name), blocks.start * BLOCK, len)
     }
 
-    /// Whole blocks of what was read step by step are the same for who maps, and nobody is writing.
+    /// Whole blocks that were read step by step are the same when they are mapped, as no write is under way.
     pub(super) fn read_as_queues_do(
         &mut self,
         name: &str,

@@ -32,7 +32,7 @@ fn what_was_written_before_a_death_is_found_again_once_the_index_is_loaded() {
     for block in (0..640).step_by(16) {
         write_new(&mut process, "v0", block, 16, 1 + block).unwrap();
     }
-    // Of these nobody has anything any more: the index has no room for all.
+    // No volume has these contents any more: the index has no room for all.
     process
         .write(&[write("v0", 64 * PER_BLOCK..576 * PER_BLOCK, 0)], false)
         .unwrap()

@@ -124,7 +124,7 @@ fn who_writes_again_what_could_not_be_read_gets_a_good_copy() {
     put(&mut process, 3, 7);
     assert_eq!(place_of(&mut process, 3), place_of(&mut process, 0), "its neighbour is good");
     assert_eq!(read_one(&mut process, "v0", 3), u64::from_le_bytes([7; 8]));
-    // The index knows the bad one, too, and somebody has it.
+    // The index knows the bad one, too, and a volume has it.
     process.gc().unwrap();
     assert!(is_unreadable(&mut process, 2));
     assert_eq!(get(&mut process, 1).unwrap(), 8);
