@@ -1,7 +1,7 @@
-//! The thread that does the work of a store in service that nobody asks for (store.md 15).
+//! The thread that does the background work of a store in service (store.md 15).
 //!
-//! It has an engine and memory of its own, so it stands in no queue's way. What it does are the bounded steps of
-//! [`Live::run_background_task`]. It is started when the process has given up all rights that it does not need.
+//! The thread has an engine and memory of its own, so it does not delay queues. It runs the bounded steps of
+//! [`Live::run_background_task`]. It starts when the process has given up all rights that it does not need.
 
 use std::io;
 use std::sync::Arc;
@@ -16,16 +16,17 @@ use ferrite_io::reactor::Reactor;
 use super::live::{BackgroundTask, Live};
 use super::pace::{Pace, Stop};
 
-/// Operations under way.
+/// The most operations under way.
 pub(super) const ENTRIES: u32 = 32;
-/// Pages are read and written no faster than this, unless somebody waits for room.
+/// The thread reads and writes pages no faster than this, unless a write waits for room.
 const BYTES_A_SECOND: u64 = 64 << 20;
-/// Between two looks whether there is something to do.
+/// The pause before the thread looks for work again.
 const IDLE: Duration = Duration::from_secs(1);
-/// From the start to the first round of scrubbing, and from one to the next.
+/// The time from the start to the first round of scrubbing.
 const FIRST_SCRUB: Duration = Duration::from_secs(3600);
+/// The time from the start of one round of scrubbing to that of the next.
 const SCRUB_AGAIN: Duration = Duration::from_secs(24 * 3600);
-/// Behind something that has failed. It is told at most as often.
+/// The pause after a task that has failed. So the log has its error at most this often.
 const FAILED: Duration = Duration::from_secs(30);
 
 /// Makes engines for the service of a disk: memory, and operations under way.
@@ -38,7 +39,8 @@ pub(super) struct Background {
 }
 
 impl Background {
-    /// Has a thread do this, which is [`work`] for a store that stays open until [`end`](Background::end).
+    /// Starts a thread that runs `work`: it calls [`work()`] for a store that stays open until
+    /// [`end`](Background::end).
     pub(super) fn start(
         work: impl FnOnce(Arc<Stop>) -> io::Result<()> + Send + 'static,
     ) -> io::Result<Background> {
@@ -55,7 +57,7 @@ impl Background {
         Ok(Background { stop, thread })
     }
 
-    /// Ends it between two of its steps. Nothing of it is under way when this returns.
+    /// Ends the thread between two steps. None of its operations is under way when this returns.
     pub(super) fn end(self) {
         self.stop.ask();
         if self.thread.join().is_err() {

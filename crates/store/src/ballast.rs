@@ -1,9 +1,9 @@
-//! Space that a store's file has behind its end, for the day when its file system is full (store.md 7, A full file
-//! system below).
+//! The ballast: space that a store's file has behind its end, for the time when its file system is full (store.md 7, A
+//! full file system below).
 //!
-//! A place that gets something for the first time since it was a hole takes space of the file system. Without any, no
-//! checkpoint could be made, and so no garbage would ever come free. The store's own work spends this then, and
-//! new data of guests wait until it is there again.
+//! A write to a hole of the file takes space of the file system. Without space, no checkpoint could be made, and no
+//! garbage would ever be freed. Then the store's own work spends ballast, and new data of guests wait until the ballast
+//! is whole again.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -11,20 +11,20 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use ferrite_disk_base::Port;
 use ferrite_io::shared_lock::SharedLock;
 
-/// Of what is missing, less than half of this is not asked for.
+/// Ballast is asked for only if at least half of this is missing.
 const LEAST_BYTES: u64 = 64 << 10;
-/// More is not: whoever has more memory than this for metadata has it dirty seldom.
+/// The most ballast. A store with more memory for metadata than this rarely has all of it dirty.
 const MOST_BYTES: u64 = 256 << 20;
 
-/// It is spent in so many parts.
+/// The number of parts in which ballast is spent.
 const PARTS: u64 = 8;
 
 /// See the module text. Devices have none, and neither has a file whose file system keeps no space behind its end.
 #[derive(Debug, Default)]
 pub struct Ballast {
-    /// None: there is none.
+    /// `None`: there is no ballast.
     amount: Mutex<Option<Amount>>,
-    /// Held while that changes.
+    /// Held while the ballast changes.
     changing: SharedLock,
 }
 
@@ -51,7 +51,8 @@ impl Ballast {
         *self.amount() = Some(Amount { end, all_bytes, bytes: all_bytes });
     }
 
-    /// The store's own work has failed: whether that may be tried again, with a part that is spent for it.
+    /// Spends a part of the ballast, if the store's own work has failed for want of space. Gives whether the work may be
+    /// tried again.
     pub async fn spend(&self, port: &Port, why: &io::Error) -> bool {
         if !is_full(why) {
             return false;
@@ -71,13 +72,13 @@ impl Ballast {
         is_cut
     }
 
-    /// Whether some was spent and is not there again.
+    /// Whether some ballast was spent and not taken back yet.
     pub fn is_short(&self) -> bool {
         self.amount().is_some_and(|amount| amount.bytes < amount.all_bytes)
     }
 
-    /// Takes as much as there is of what was spent. Whether that is all, and new data may take space. Nobody may be
-    /// making a checkpoint: it may need that.
+    /// Takes back as much of the spent ballast as the file system has. Gives whether the ballast is whole, so new data may
+    /// take space. No checkpoint may be under way, since it may need that space.
     pub async fn take_back(&self, port: &Port) -> bool {
         if !self.is_short() {
             return true;

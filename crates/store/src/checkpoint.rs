@@ -1,8 +1,8 @@
 //! Checkpoints: the state at one number of the journal, whole on the medium (store.md 5).
 //!
-//! The order of its writes is that of [`write()`]. One that has failed is tried again as it is: the same pages,
-//! under the same number, in the same places but for those that storage refuses. So whatever the medium has of it is
-//! good. When all of them are durable only the superblock is written again.
+//! [`write()`] has the order of the writes. A checkpoint that has failed is tried again as it is: the same pages, under
+//! the same number, in the same places but for those that storage refuses. So whatever the medium has of it is valid.
+//! When all its pages are durable, only the superblock is written again.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -23,32 +23,32 @@ use super::table::{Domain, FrozenTable, Table, Volume};
 use super::tree::{Tree, Written, page_to_write, thaw};
 use super::{BLOCK_BYTES, Damaged, StoreId};
 
-/// Batches of pages under way at once: each has a piece of the thread's memory, and writes want some, too.
+/// The most batches of pages under way at once. Each takes a piece of the thread's memory, which writes need, too.
 const BATCHES_AT_ONCE: usize = 2;
-/// Pages of one checkpoint that get another place, at most: storage that refuses all does not use up the room.
+/// The most pages of one checkpoint that get another place. So storage that refuses all writes does not use up the room.
 const MOST_MOVED: usize = 64;
 
-/// All that a store knows of itself, but for the index.
+/// The state of a store in memory, except the index.
 pub struct Core {
-    /// The store's.
+    /// The identifier of the store.
     pub id: StoreId,
-    /// What is where.
+    /// The layout of the medium.
     pub layout: Layout,
     /// The last checkpoint that is on the medium.
     pub checkpoint: u64,
-    /// The first journal block that it lacks.
+    /// The first journal block that this checkpoint lacks.
     pub replay_from: u64,
     /// Pages in memory.
     pub pages: Pages,
-    /// Which places are whose.
+    /// Which places are in use.
     pub space: Space,
-    /// From numbers to places.
+    /// The tree from numbers to places.
     pub p2m: Tree,
-    /// From numbers to hashes.
+    /// The tree from numbers to hashes.
     pub hashes: Tree,
     /// The volumes.
     pub volumes: Table<Volume>,
-    /// Who shares with whom.
+    /// The dedup domains, whose volumes share content.
     pub domains: Table<Domain>,
     /// The next generation.
     pub generation: u64,
@@ -56,7 +56,7 @@ pub struct Core {
     pub numbers_end: u64,
     /// How new groups are compressed.
     pub packing: Option<Packing>,
-    /// Those of them that can be given again.
+    /// Numbers that can be given again.
     pub free_numbers: FreeNumbers,
     /// Trees that a pass looks at.
     pub kept: Vec<Tree>,
@@ -64,18 +64,18 @@ pub struct Core {
     pub under_way: Option<UnderWay>,
 }
 
-/// What a checkpoint has.
+/// A checkpoint that has begun.
 pub struct UnderWay {
-    /// But for its roots.
+    /// The superblock, without its roots.
     superblock: Superblock,
     p2m: Tree,
     hashes: Tree,
-    /// In the order in which they are made, and their places.
+    /// The pages in the order in which they are made, and their places.
     pages: Vec<(PageId, Option<u64>)>,
     volumes: FrozenTable<Volume>,
     domains: FrozenTable<Domain>,
     written: Written,
-    /// So many of them got another place.
+    /// How many pages got another place.
     moved: usize,
     /// All but the superblock is durable. The superblock may be, too, from now on.
     is_synced: bool,
@@ -84,7 +84,7 @@ pub struct UnderWay {
 /// Places that storage cannot write, and why.
 type Refused = BTreeMap<u64, io::Error>;
 
-/// Blocks that are written at once.
+/// Consecutive blocks that one operation writes.
 struct Batch {
     place: u64,
     bytes: Vec<u8>,
@@ -397,7 +397,7 @@ async fn write_space(
     }
 }
 
-/// A page that was loaded for somebody who looks for something in a tree.
+/// Reads a page of a tree, or its copy if it is damaged, and checks it.
 ///
 /// # Errors
 /// It is damaged (`InvalidData`), or cannot be read.

@@ -18,13 +18,13 @@ impl fmt::Debug for ContentHash {
     }
 }
 
-/// A domain's key. Whoever does not know it cannot tell which contents get the same bucket of the index,
-/// nor find another domain's content.
+/// The key of a dedup domain. Without it, a guest cannot tell which contents get the same bucket of the index, nor find
+/// another domain's content.
 #[derive(Clone, PartialEq, Eq)]
 pub struct DomainKey(pub [u8; 32]);
 
 impl fmt::Debug for DomainKey {
-    /// Logs are not for keys.
+    /// Keeps the key out of logs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("DomainKey")
     }

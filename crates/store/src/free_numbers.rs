@@ -1,9 +1,8 @@
 //! Which numbers of contents can be given (store.md 7 and 11).
 //!
-//! A pass says how many are free in each page of P2M; before the first one each page may have some. Which they are is
-//! looked up when the page is opened, once after each pass: those whose entries are nothing. So nobody may have a
-//! number of such a page that is on its way to its entry. Pages that numbers were given of while the pass looked for
-//! them are left to the next one.
+//! A pass counts the free numbers of each page of P2M. Before the first pass each page may have some. A page is opened
+//! once after each pass: then its numbers with empty entries can be given. So no write may have a number of such a page
+//! whose entry it has not stored yet. Pages of which numbers were given during a pass are left to the next pass.
 
 use std::collections::BTreeSet;
 
@@ -12,17 +11,17 @@ use super::page::P2M_ENTRIES;
 /// See the module text.
 #[derive(Debug, Default)]
 pub struct FreeNumbers {
-    /// By page: how many there are, as a pass has found; 1 before the first one.
+    /// By page: how many free numbers the last pass has found. Before the first pass: 1.
     pages: Vec<u8>,
+    /// A pass has counted them.
     are_known: bool,
-    /// The most that a page may have.
+    /// The most free numbers that a page may have.
     most: u8,
-    /// The pages before this one have fewer. A look at all pages for each that is opened would cost more than
-    /// all else where most are nearly full.
+    /// The pages before this one have fewer. So the next page to open is found without a look at all pages.
     first: usize,
-    /// Numbers of pages that were opened, those of the last one last.
+    /// Numbers of opened pages that can be given. Those of the last page are last.
     open: Vec<u64>,
-    /// Pages that were open since the pass began to look.
+    /// Pages that were open since the pass began to count.
     recent: BTreeSet<u64>,
 }
 
@@ -32,32 +31,32 @@ pub fn page_of(number: u64) -> u64 {
 }
 
 impl FreeNumbers {
-    /// Of a store that was just opened, in which numbers up to this one were given: what is nothing is so in a
-    /// checkpoint.
+    /// The free numbers of a store that was just opened. All numbers ever given are below `numbers_end`, and a checkpoint
+    /// has all empty entries.
     pub fn opened(numbers_end: u64) -> FreeNumbers {
         let pages = vec![1; page_of(numbers_end) as usize];
         FreeNumbers { pages, most: 1, ..FreeNumbers::default() }
     }
 
-    /// How many can be given at once.
+    /// How many numbers can be given without another page.
     pub fn ready(&self) -> u64 {
         self.open.len() as u64
     }
 
-    /// One of them, the lowest of its page.
+    /// Gives the lowest number of the last opened page.
     pub fn give(&mut self) -> Option<u64> {
         self.open.pop()
     }
 
-    /// Whether a pass has said what is free.
+    /// Whether a pass has counted the free numbers.
     pub fn are_known(&self) -> bool {
         self.are_known
     }
 
-    /// The page to [open](FreeNumbers::open) next: the first with the most.
+    /// The page to [open](FreeNumbers::open) next: the first of those with the most free numbers.
     pub fn next_page(&mut self) -> Option<u64> {
         while self.most > 0 {
-            // Between two passes counts become nothing, and no others.
+            // Between two passes counts only ever become zero.
             let left = self.pages.get(self.first..).unwrap_or_default();
             if let Some(at) = left.iter().position(|count| *count == self.most) {
                 self.first += at;
@@ -68,7 +67,8 @@ impl FreeNumbers {
         None
     }
 
-    /// A page with these numbers, whose entries are nothing in a checkpoint. Others may be open, or this one was.
+    /// Opens a page with these numbers, whose entries are empty in a checkpoint. A page that was opened before is left
+    /// as it is.
     pub fn open(&mut self, page: u64, numbers: impl DoubleEndedIterator<Item = u64>) {
         if self.count(page) > 0 {
             self.open.extend(numbers.rev());
@@ -81,20 +81,20 @@ impl FreeNumbers {
         self.pages.get(page as usize).copied().unwrap_or(0)
     }
 
-    /// Nothing is given of a page any more. Entries of it are nothing that no checkpoint may have yet; or it
-    /// cannot be read.
+    /// Leaves a page out until the next pass: it has empty entries that no checkpoint has yet, or it cannot be read.
     pub fn close(&mut self, page: u64) {
         if let Some(count) = self.pages.get_mut(page as usize) {
             *count = 0;
         }
     }
 
-    /// From now on no number is on its way that was given before a wait of two epochs.
+    /// Begins to note the open pages for a pass. The pass then waits for two epochs: after that, all numbers given before
+    /// this call have their entries.
     pub fn begin(&mut self) {
         self.recent = self.open.iter().map(|number| page_of(*number)).collect();
     }
 
-    /// A pass has found these, and they are nothing in a checkpoint.
+    /// Takes the counts of a pass. A checkpoint has all the empty entries.
     pub fn end(&mut self, mut pages: Vec<u8>) {
         for page in &self.recent {
             if let Some(count) = pages.get_mut(*page as usize) {

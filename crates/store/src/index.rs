@@ -1,8 +1,8 @@
-//! Which numbers may have a content: a hint in memory, without locks (store.md 9).
+//! The index: which numbers may have a content. It is a hint in memory, without locks (store.md 9).
 //!
-//! It may forget, and what it says may be wrong: the number may be another content's by now, or
-//! nobody's. Who asks compares the whole hash. A word is loaded and stored whole, so what is said was put
-//! in by somebody; two that put something into the same word at once leave one of both.
+//! The index may forget numbers, and a number may have other content by now, or none. So a write compares the whole
+//! hash. Words are loaded and stored whole, so each was stored by some write. Of two writes that store the same word at
+//! once, one remains.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -109,7 +109,7 @@ impl<W: Word> Index<W> {
         words.map(move |word| word ^ spot.tag).filter(|word| word >> NUMBER_BITS == 0)
     }
 
-    /// Remembers who has a content. It can be found from now on, so its write has ended.
+    /// Remembers the number of a content, whose write has ended. From now on writes can find it.
     pub fn remember(&self, hash: &ContentHash, number: u64) {
         debug_assert!(number > 0 && number >> NUMBER_BITS == 0);
         let spot = self.spot(hash);
@@ -123,10 +123,10 @@ impl<W: Word> Index<W> {
         }
     }
 
-    /// Remembers who has had a content for long, if nothing newer has to go for it. Whether it is there now.
+    /// Remembers the number of an old content, if that evicts nothing newer. Gives whether the index has it now.
     ///
-    /// Of a content that is there many times the lowest number has the only word. So a bucket has room for all,
-    /// and a pass joins them all with that one.
+    /// If many numbers have the same content, only the lowest one has a word. So buckets do not overflow, and a pass has
+    /// all of them stand for that one.
     pub fn remind(&self, hash: &ContentHash, number: u64) -> bool {
         let spot = self.spot(hash);
         let new = spot.tag | number;
@@ -168,7 +168,7 @@ mod tests {
         index.remember(&hash(0, 1, 0), 10);
         index.remember(&hash(0, 1, 3), 11);
         index.remember(&hash(255, 1, 0), 12);
-        // The rest of the hash is compared by who asks.
+        // The caller compares the rest of the hash.
         assert_eq!(found(&index, hash(0, 1, 0)), [10, 11]);
         assert_eq!(found(&index, hash(255, 1, 0)), [12]);
         assert!(found(&index, hash(0, 2, 0)).is_empty());
@@ -256,8 +256,8 @@ mod tests {
         }
     }
 
-    /// Several remember in one bucket, full or not, while another asks: who asks is told of what somebody
-    /// has put in for that hash; and something is left of each word.
+    /// Several threads remember in one bucket, full or not, while another looks up a hash. It gets only numbers that a
+    /// thread has stored for that hash, and each word keeps the number of one thread.
     #[test]
     fn whoever_comes_between_finds_only_what_was_remembered() {
         let story = |full: bool| {

@@ -70,7 +70,7 @@ pub enum Record {
         volume: VolumeId,
         /// Its size.
         blocks: u64,
-        /// With whom it shares.
+        /// Its dedup domain.
         domain: u16,
         /// Its name.
         name: Name,
@@ -81,7 +81,7 @@ pub enum Record {
         volume: VolumeId,
         /// The other one's.
         of: VolumeId,
-        /// Nobody writes it.
+        /// Whether it is read-only.
         snapshot: bool,
         /// Its name.
         name: Name,

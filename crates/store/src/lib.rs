@@ -14,17 +14,17 @@
 //! * [`table`]: volumes and domains.
 //! * [`medium`]: the file or device, its blocks and syncs.
 //! * [`ballast`]: space for its own work on a file system that is full.
-//! * [`background`]: the thread of a store in service that does what nobody asks for.
-//! * [`check`]: whether all is in order in a store that nobody uses, and what its space is for.
+//! * [`background`]: the thread of a store in service that does its background work.
+//! * [`check`]: the check of a store, and what its space is for.
 //! * [`checkpoint`]: the state at one number of the journal, whole on the medium.
-//! * [`name`]: how people call a store, and a volume of it.
-//! * [`opening`]: a new store, and one that is opened.
-//! * [`pace`]: how fast that goes, and how it ends.
+//! * [`name`]: names of stores and volumes.
+//! * [`opening`]: makes stores and opens them.
+//! * [`pace`]: the pace of background work, and how it is ended.
 //! * [`numbers`]: which journal blocks are under way, and below which all is durable.
 //! * [`stripes`]: locks of blocks, and of journal blocks under way.
-//! * [`live`]: a store in use: reads, writes, flushes, volumes, and its opening after a death.
-//! * [`owned`]: a store that this process has, once, and who uses which volume of it.
-//! * [`space`]: which places are given to whom, and when they come free.
+//! * [`live`]: a store in use: requests, operations on volumes, passes, scrubbing, compaction, and recovery.
+//! * [`owned`]: the stores that this process has open, and the users of their volumes.
+//! * [`space`]: which places are in use, and when they become free.
 //! * [`journal`]: blocks of records, and which of them count after an end without a close.
 
 #![forbid(unsafe_code)]
@@ -62,10 +62,10 @@ pub mod tree;
 
 pub use ferrite_disk_base::{STORE_BLOCK_BYTES as BLOCK_BYTES, STORE_MAGIC as MAGIC};
 
-/// A store's random identifier: what has another is nobody's.
+/// A store's random identifier. Pages with another identifier are not part of the store.
 pub type StoreId = [u8; 16];
 
-/// Something on the medium is not what it has to be.
+/// The medium is damaged: what, in words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the store is damaged: {0}")]
 pub struct Damaged(pub &'static str);

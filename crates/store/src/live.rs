@@ -1,75 +1,109 @@
-//! A store that is in use: one process owns it, and all its volumes are served from here (store.md 3 to 6).
+//! A store that is in use (store.md 3 to 6). One process owns it, and all its volumes are served from here.
 //!
-//! The locks, in the order in which they are taken: [blocks](Stripes), the pass, the checkpoint, [lanes](Stripes). Who has
-//! a lane waits for nothing but its own operations, and for pages that others have on the medium. The mutexes are held
-//! across no waiting.
+//! [`Live`] composes the parts and is the interface of the store. No part calls [`Live`]. Each part has private state,
+//! and uses the parts in its fields, which stand above it here:
+//!
+//! * `Shared`: medium, core, index and epochs, which most parts use.
+//! * `Journal`: numbers and locks of journal blocks under way, and syncs.
+//! * `Committer`: when checkpoints are made.
+//! * `Leaves` reads leaves of the trees, `Changes` changes them, `Groups` reads compressed content.
+//! * `JournalWriter`: writes journal blocks, and makes the checkpoints and syncs that become due.
+//! * `Loader` fills the index after an opening.
+//! * `Collector`: passes, which free what no volume refers to.
+//! * `Scrubber` reads all content, `Compactor` moves content into order.
+//! * `Reader`, `Writer` and `Volumes` carry out requests and operations on volumes.
+//!
+//! # Locks
+//! A task takes locks that it holds across a wait in this order: blocks (`Writer`, `Reader`), the pass
+//! (`Collector`), the checkpoint (`Committer`), journal locks (`Journal`). A volume operation takes its lock
+//! (`Volumes`) before all of these. A task that holds a journal lock waits only for its own operations, and for pages
+//! that other tasks read or write. Mutexes are never held across a wait. The mutex of the core is taken before those
+//! of the collector's marks and of the epochs, and the mutex of all turns before that of one turn. A task holds no other
+//! two mutexes at once.
 
 mod batch;
+mod changes;
 mod checking;
-mod compacting;
-mod contents;
+mod collector;
+mod committer;
+mod compactor;
 mod counting;
 mod groups;
-mod index_loading;
+mod journal;
+mod journal_writer;
+mod leaf;
 mod leaves;
 mod listing;
+mod loader;
 mod mapping;
-mod passes;
-mod reading;
-mod replaying;
-mod room;
+mod reader;
+mod recovery;
 mod scheduler;
-mod scrubbing;
-mod sweeping;
-mod sync_records;
+mod scrubber;
+mod shared;
 mod turns;
 mod volumes;
-mod writing;
+mod writer;
 
+use std::future::Future;
 use std::io;
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::pin::Pin;
+use std::sync::{Arc, Weak};
 
-use ferrite_io::shared_lock::SharedLock;
+use ferrite_disk_base::{Extent, Port, SyncWitness};
+use ferrite_io::arena::{Arena, Span};
 
 pub use checking::MadeWay;
-pub use compacting::CompactionInfo;
+pub use collector::Passed;
+pub use compactor::CompactionInfo;
 pub use listing::{Look, StoreInfo, VolumeInfo};
-pub use passes::Passed;
 pub use scheduler::{BackgroundTask, WorkInfo};
-pub use scrubbing::ScrubInfo;
+pub use scrubber::ScrubInfo;
 pub use volumes::{Found, Operation, VolumeError};
 
-use ferrite_disk_base::{Epochs, Port, SyncWitness};
-
-use self::checking::Waiting;
+use self::batch::Batches;
+use self::changes::Changes;
+use self::collector::{Collector, Look as LookFor};
+use self::committer::Committer;
+use self::compactor::Compactor;
+use self::counting::Counter;
 use self::groups::Groups;
-use self::passes::Marks;
-use self::scheduler::Scheduler;
-use self::turns::{MAX_LEAVES, Turns};
-use super::checkpoint::{self, Core, lock};
+use self::journal::Journal;
+use self::journal_writer::JournalWriter;
+use self::leaves::Leaves;
+use self::loader::Loader;
+use self::reader::Reader;
+use self::recovery::Recovery;
+use self::scrubber::Scrubber;
+use self::shared::Shared;
+use self::turns::MAX_LEAVES;
+use self::volumes::Volumes;
+use self::writer::Writer;
+use super::check::{Findings, Stats};
+use super::checkpoint::Core;
 use super::free_numbers::FreeNumbers;
 use super::index::Index;
-use super::layout::Layout;
-use super::lookups::{Looked, Lookups};
+use super::journal::VolumeId;
+use super::lookups::Looked;
 use super::medium::{Medium, damaged};
-use super::numbers::Numbers;
+use super::pace::Pace;
+use super::page::Packing;
 use super::pages::Pages;
-use super::slots::{SLOT_BYTES, Slots};
-use super::space::{SpacePage, UNREADABLE};
+use super::slots::SLOT_BYTES;
 use super::stripes::Stripes;
 use super::{BLOCK_BYTES, opening};
 
-/// Locks of blocks.
+/// The number of locks for blocks.
 const BLOCK_LOCKS: usize = 2048;
-/// Journal blocks under way at most.
-const LANES: usize = 32;
 
-/// Memory for leaves, in bytes, with which any change is made. The part of it that the smallest store takes
-/// (section 7, Room) is more.
+/// The least memory for leaves, in bytes, with which any change can be made. It is that part of the memory which the
+/// smallest store takes (section 7, Room).
 pub const LEAST_METADATA: usize = Pages::least(MAX_LEAVES) * SLOT_BYTES;
 
-/// A store would wait for room in its memory for ever.
+/// The future of a long operation. It is boxed, so this crate compiles the operation once for all its users.
+pub type Work<'a, T> = Pin<Box<dyn Future<Output = io::Result<T>> + 'a>>;
+
+/// With this little memory a store would wait for room in it for ever.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "a store needs {} KiB of metadata memory at least, and was given {} (--metadata-memory)",
@@ -80,10 +114,10 @@ struct TooLittleMemory {
     given: usize,
 }
 
-/// How much memory a store has.
+/// The memory of a store, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Memory {
-    /// For leaves of V2P, P2M and the hashes.
+    /// For leaves of V2P, P2M and the hashes: at least [`LEAST_METADATA`].
     pub metadata: usize,
     /// For the index.
     pub index: usize,
@@ -91,226 +125,414 @@ pub struct Memory {
 
 /// See the module text.
 pub struct Live {
-    medium: Medium,
-    layout: Layout,
-    /// What readers see of the core without its lock.
-    slots: Arc<Slots>,
-    lookups: Lookups,
-    core: Mutex<Core>,
-    numbers: Mutex<Numbers>,
-    index: Index,
-    epochs: Arc<Epochs>,
-    blocks: Stripes,
-    lanes: Stripes,
-    turns: Turns,
-    checkpointing: SharedLock,
-    /// Held by what is done with whole volumes.
-    operating: SharedLock,
-    /// Held by the pass.
-    passing: SharedLock,
-    waiting: Waiting,
-    marks: Mutex<Marks>,
-    scheduler: Mutex<Scheduler>,
-    groups: Mutex<Groups>,
-    finds_bad: AtomicBool,
+    shared: Arc<Shared>,
+    journal: Arc<Journal>,
+    committer: Arc<Committer>,
+    leaves: Arc<Leaves>,
+    changes: Arc<Changes>,
+    journal_writer: Arc<JournalWriter>,
+    loader: Arc<Loader>,
+    collector: Arc<Collector>,
+    scrubber: Arc<Scrubber>,
+    compactor: Compactor,
+    reader: Arc<Reader>,
+    writer: Writer,
+    volumes: Volumes,
 }
 
 impl Live {
-    /// Opens what has so many bytes, for writing, and carries out what the journal has.
+    /// Opens the store on a medium of `bytes` bytes for writing, and replays its journal.
     ///
     /// # Errors
-    /// It is no store, is damaged, or cannot be read or written. `InvalidInput`: it has too little memory.
-    pub async fn open(port: &Port, bytes: u64, memory: Memory) -> io::Result<Live> {
-        let medium = Medium::default();
-        if memory.metadata < LEAST_METADATA {
-            let e = TooLittleMemory { given: memory.metadata };
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, e));
-        }
-        let core = opening::open(&medium, port, bytes, memory.metadata, true).await?;
-        let index = memory.index.min(Index::useful_bytes(core.layout.places()));
-        let live = Live::of(medium, core, Index::new(index));
-        live.replay(port).await?;
-        let end = live.core().numbers_end;
-        live.core().free_numbers = FreeNumbers::opened(end);
-        *live.scheduler() = Scheduler::new(end);
-        Ok(live)
+    /// It is no store, is damaged (`InvalidData`), or cannot be read or written. `InvalidInput`: `memory` is too little.
+    pub fn open(port: &Port, bytes: u64, memory: Memory) -> Work<'_, Live> {
+        Box::pin(async move {
+            if memory.metadata < LEAST_METADATA {
+                let e = TooLittleMemory { given: memory.metadata };
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, e));
+            }
+            let medium = Medium::default();
+            let core = opening::open(&medium, port, bytes, memory.metadata, true).await?;
+            let index = memory.index.min(Index::useful_bytes(core.layout.places()));
+            let live = Live::of(Shared::new(medium, core, Index::new(index)));
+            live.recover(port).await?;
+            Ok(live)
+        })
     }
 
-    /// As a checkpoint has it.
-    fn of(medium: Medium, core: Core, index: Index) -> Live {
-        let numbers = Numbers::new(core.replay_from, core.layout.journal_blocks);
-        let marks = Marks::new(core.space.free());
-        let turns = Turns::new(core.pages.most_leaves());
+    /// Composes the parts, for the state of a checkpoint.
+    fn of(shared: Shared) -> Live {
+        let shared = Arc::new(shared);
+        let (next, length) = {
+            let core = shared.core();
+            (core.replay_from, core.layout.journal_blocks)
+        };
+        let journal = Arc::new(Journal::new(shared.clone(), next, length));
+        let committer = Arc::new(Committer::new(shared.clone(), journal.clone()));
+        let leaves = Arc::new(Leaves::new(shared.clone()));
+        let changes = Changes::new(shared.clone(), leaves.clone(), committer.clone());
+        let changes = Arc::new(changes);
+        let groups = Arc::new(Groups::new(shared.clone()));
+        let journal_writer = JournalWriter::new(shared.clone(), journal.clone(), committer.clone());
+        let journal_writer = Arc::new(journal_writer);
+        let loader = Arc::new(Loader::new(shared.clone(), leaves.clone()));
+        let collector = Arc::new(Collector::new(collector::Uses {
+            shared: shared.clone(),
+            journal: journal.clone(),
+            committer: committer.clone(),
+            leaves: leaves.clone(),
+            changes: changes.clone(),
+            groups: groups.clone(),
+            loader: loader.clone(),
+        }));
+        let scrubber =
+            Scrubber::new(shared.clone(), leaves.clone(), changes.clone(), groups.clone());
+        let scrubber = Arc::new(scrubber);
+        let compactor = Compactor::new(
+            shared.clone(),
+            committer.clone(),
+            leaves.clone(),
+            changes.clone(),
+            groups.clone(),
+            collector.clone(),
+        );
+        let blocks = Arc::new(Stripes::new(BLOCK_LOCKS));
+        let reader = Arc::new(Reader::new(
+            shared.clone(),
+            leaves.clone(),
+            groups.clone(),
+            scrubber.clone(),
+            blocks.clone(),
+        ));
+        let batches = Batches::new(batch::Uses {
+            shared: shared.clone(),
+            journal: journal.clone(),
+            journal_writer: journal_writer.clone(),
+            committer: committer.clone(),
+            leaves: leaves.clone(),
+            changes: changes.clone(),
+            collector: collector.clone(),
+        });
+        let uses = writer::Uses {
+            shared: shared.clone(),
+            journal: journal.clone(),
+            journal_writer: journal_writer.clone(),
+            leaves: leaves.clone(),
+            changes: changes.clone(),
+            collector: collector.clone(),
+            scrubber: scrubber.clone(),
+            reader: reader.clone(),
+            blocks,
+        };
+        let writer = Writer::new(uses, batches);
+        let volumes =
+            Volumes::new(shared.clone(), journal.clone(), journal_writer.clone(), changes.clone());
         Live {
-            medium,
-            layout: core.layout,
-            slots: core.pages.slots().clone(),
-            lookups: Lookups::default(),
-            core: Mutex::new(core),
-            numbers: Mutex::new(numbers),
-            index,
-            epochs: Epochs::new(),
-            blocks: Stripes::new(BLOCK_LOCKS),
-            lanes: Stripes::new(LANES),
-            turns,
-            checkpointing: SharedLock::new(),
-            operating: SharedLock::new(),
-            passing: SharedLock::new(),
-            waiting: Waiting::default(),
-            marks: Mutex::new(marks),
-            scheduler: Mutex::default(),
-            groups: Mutex::default(),
-            finds_bad: AtomicBool::new(false),
+            shared,
+            journal,
+            committer,
+            leaves,
+            changes,
+            journal_writer,
+            loader,
+            collector,
+            scrubber,
+            compactor,
+            reader,
+            writer,
+            volumes,
         }
     }
 
-    fn core(&self) -> MutexGuard<'_, Core> {
-        lock(&self.core)
+    async fn recover(&self, port: &Port) -> io::Result<()> {
+        let recovery = Recovery {
+            shared: &self.shared,
+            journal: &self.journal,
+            committer: &self.committer,
+            leaves: &self.leaves,
+            changes: &self.changes,
+        };
+        recovery.replay(port).await?;
+        let end = self.shared.core().numbers_end;
+        self.shared.core().free_numbers = FreeNumbers::opened(end);
+        self.loader.begin(end);
+        Ok(())
     }
 
-    fn numbers(&self) -> MutexGuard<'_, Numbers> {
-        self.numbers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn marks(&self) -> MutexGuard<'_, Marks> {
-        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn groups(&self) -> MutexGuard<'_, Groups> {
-        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn scheduler(&self) -> MutexGuard<'_, Scheduler> {
-        self.scheduler.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// All that was written before is durable.
+    /// Makes all earlier writes durable.
     ///
     /// # Errors
     /// The kernel's. After the first one no flush succeeds any more.
     pub async fn flush(&self, port: &Port) -> io::Result<()> {
-        self.medium.flush(port, self.sync(port)).await
+        self.journal.flush(port).await
     }
 
-    /// One sync, for all who wait for it.
-    async fn sync(&self, port: &Port) -> io::Result<()> {
-        let before = self.numbers().before_sync();
-        self.medium.sync(port).await?;
-        self.numbers().synced(before);
-        Ok(())
-    }
-
-    /// The last thing that is done with a store: all is in a checkpoint. Nothing may be under way.
+    /// Closes the store: a checkpoint has everything. No other operation may be under way, and none may follow.
     ///
     /// # Errors
-    /// The kernel's, or there is no room for it.
-    pub async fn close(&self, port: &Port) -> io::Result<()> {
-        let is_in = self.core().is_clean() && self.numbers().next() == self.core().replay_from;
-        if is_in { self.flush(port).await } else { self.checkpoint(port).await }
+    /// The kernel's. `StorageFull`: there is no room for a checkpoint.
+    pub fn close<'a>(&'a self, port: &'a Port) -> Work<'a, ()> {
+        Box::pin(async move {
+            let next = self.journal.next();
+            let is_in = {
+                let core = self.shared.core();
+                core.is_clean() && next == core.replay_from
+            };
+            if is_in { self.flush(port).await } else { self.committer.checkpoint(port).await }
+        })
     }
 
-    /// A failed sync is that of every disk of the store: this one is told before anybody else hears of it.
+    /// Tells `witness` of a failed sync before any flush returns its error. The sync is that of all volumes.
     pub fn witness(&self, witness: Weak<dyn SyncWitness>) {
-        self.medium.witness(witness);
+        self.shared.medium.witness(witness);
     }
 
-    /// How often leaves were in memory when they were looked up, since this process has the store.
+    /// How often leaves were in memory when they were looked up, since the opening.
     pub fn looked(&self) -> Looked {
-        self.lookups.all()
+        self.leaves.looked()
     }
 
-    /// Whether a sync has failed: nothing becomes durable any more.
+    /// Whether a sync has failed. Then nothing becomes durable any more.
     pub fn is_faulty(&self) -> bool {
-        self.medium.is_faulty()
+        self.shared.medium.is_faulty()
     }
 
-    /// Makes a checkpoint, behind the one that is under way.
+    /// Makes a checkpoint. It begins when the one under way has ended.
     ///
     /// # Errors
-    /// The kernel's, or there is no room for it.
-    pub async fn checkpoint(&self, port: &Port) -> io::Result<()> {
-        self.checkpoint_unless(port, || false).await
+    /// The kernel's. `StorageFull`: there is no room for its pages.
+    pub fn checkpoint<'a>(&'a self, port: &'a Port) -> Work<'a, ()> {
+        Box::pin(self.committer.checkpoint(port))
     }
 
-    /// The same, unless the one that was under way was enough.
-    async fn checkpoint_unless(
+    /// Does the work that is due behind a write or flush: a checkpoint, or a sync. The queue of the write does it.
+    pub async fn keep_up(&self, port: &Port) {
+        self.journal_writer.keep_up(port).await;
+    }
+
+    /// Whether a checkpoint, a sync or its record is due. After a failed sync none is.
+    pub fn has_background_work(&self) -> bool {
+        self.journal_writer.has_work()
+    }
+
+    /// Makes the checkpoints, syncs and records that are due, until none is.
+    ///
+    /// # Errors
+    /// The first that failed. The write or flush that needs it tries it again and gets its error.
+    pub fn run_durability_work<'a>(&'a self, port: &'a Port) -> Work<'a, ()> {
+        Box::pin(self.journal_writer.run_work(port))
+    }
+}
+
+/// Requests.
+impl Live {
+    /// A reader for a queue that [maps](Live::map), by which the store learns when its operations have ended.
+    pub fn reader(&self) -> ferrite_disk_base::Reader {
+        self.shared.epochs.reader()
+    }
+
+    /// Runs steps that map blocks and use what they have mapped. They must not write, nor call [`read`](Live::read): a
+    /// pass waits for their end, and a write waits for a pass.
+    pub async fn while_mapped<T>(&self, steps: impl Future<Output = T>) -> T {
+        self.shared.epochs.during(steps).await
+    }
+
+    /// Where the beginning of a range of a volume is, if memory knows it: blocks in consecutive places, or zeros. The
+    /// caller stays in its epoch until its operation on them has ended. `offset` and `len` are bytes.
+    pub fn map(&self, volume: VolumeId, offset: u64, len: u64) -> Extent {
+        self.reader.map(volume, offset, len)
+    }
+
+    /// Whether blocks have these data, as far as memory knows. `false` is no proof of damage: a write may have replaced
+    /// the blocks meanwhile. The caller is still in the epoch in which it has mapped. `offset` is in bytes.
+    pub fn check(&self, memory: &Arena, volume: VolumeId, offset: u64, data: Span) -> bool {
+        self.reader.check(memory, volume, offset, data)
+    }
+
+    /// Reads a range of a volume. `offset` is in bytes.
+    ///
+    /// # Errors
+    /// A block is damaged (`InvalidData`), or cannot be read. `InvalidInput`: not inside the volume. `NotFound`: there
+    /// is no such volume.
+    pub async fn read(
         &self,
         port: &Port,
-        mut is_enough: impl FnMut() -> bool,
+        volume: VolumeId,
+        offset: u64,
+        to: Span,
     ) -> io::Result<()> {
-        let _alone = self.checkpointing.lock(&port.io).await?;
-        if is_enough() {
-            return Ok(());
-        }
-        self.make_checkpoint(port).await
+        self.reader.read(port, volume, offset, to).await
     }
 
-    /// The caller has the lock of checkpoints.
-    async fn make_checkpoint(&self, port: &Port) -> io::Result<()> {
-        {
-            // Section 5, step 1.
-            let _quiet = self.lanes.lock_all(&port.io).await?;
-            let next = self.numbers().next();
-            self.core().freeze(next);
-        }
-        self.write_checkpoint(port).await
+    /// Writes a range of a volume. When it returns `Ok`, reads see the data, and they survive the death of this
+    /// process. A [flush](Live::flush) makes them durable. `offset` is in bytes.
+    ///
+    /// # Errors
+    /// `StorageFull`. `InvalidInput`: not inside the volume. `NotFound`: there is no such volume. `PermissionDenied`: it
+    /// is a snapshot. Others are the kernel's.
+    pub async fn write(
+        &self,
+        port: &Port,
+        volume: VolumeId,
+        offset: u64,
+        from: Span,
+    ) -> io::Result<()> {
+        self.writer.write(port, volume, offset, from).await
     }
 
-    /// Steps 2 to 7 of the one that is frozen.
-    async fn write_checkpoint(&self, port: &Port) -> io::Result<()> {
-        // Of what others have dropped it may need the room.
-        self.release();
-        let removed = || self.epochs.removed();
-        checkpoint::write(&self.core, &self.medium, port, removed).await?;
-        let from = self.core().replay_from;
-        self.numbers().left_behind(from);
-        // What is left of it, before somebody else takes that.
-        self.medium.ballast().take_back(port).await;
-        Ok(())
+    /// Makes a range of a volume read as zeros. `offset` and `len` are bytes.
+    ///
+    /// # Errors
+    /// As [`write`](Live::write).
+    pub async fn write_zeros(
+        &self,
+        port: &Port,
+        volume: VolumeId,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<()> {
+        self.writer.write_zeros(port, volume, offset, len).await
     }
 
-    /// Places that are nobody's any more can be given.
-    fn release(&self) {
-        let ended = self.epochs.ended();
-        self.core().space.release(ended);
+    /// Whether a block of a volume is zeros without space, and how many blocks from it on are the same, at least.
+    ///
+    /// # Errors
+    /// As [`read`](Live::read).
+    pub async fn zeros_from(
+        &self,
+        port: &Port,
+        volume: VolumeId,
+        block: u64,
+    ) -> io::Result<(bool, u64)> {
+        self.reader.zeros_from(port, volume, block).await
+    }
+}
+
+/// Operations on volumes, and work on the whole store.
+impl Live {
+    /// The volume with this name.
+    pub fn volume_called(&self, name: &str) -> Option<Found> {
+        self.shared.core().volume_called(name)
     }
 
-    /// What is due behind a write or flush. It is done by who made it due: a task of its own would end with its
-    /// queue, in the middle of a checkpoint.
-    pub async fn keep_up(&self, port: &Port) {
-        self.checkpoint_if_wanted(port).await;
-        if self.numbers().want_sync() {
-            // Who flushes next is told.
-            let _ = self.flush(port).await;
-        }
+    /// The number of the volume with this name.
+    pub fn volume(&self, name: &str) -> Option<VolumeId> {
+        self.volume_called(name).map(|found| found.number)
     }
 
-    /// Makes one if it is wanted, and nobody else does.
-    async fn checkpoint_if_wanted(&self, port: &Port) {
-        let is_wanted = self.numbers().want_checkpoint() || self.core().pages.wants_checkpoint();
-        let is_made = self.checkpointing.try_lock().is_none();
-        if is_wanted && !is_made {
-            // Who cannot go on without it tries again, and is told.
-            let _ = self.checkpoint(port).await;
-        }
+    /// Carries out an operation. It is durable when this returns `Ok`. Gives the number of the new volume or domain.
+    ///
+    /// # Errors
+    /// A [`VolumeError`] (of kind `InvalidInput`): nothing has changed. `StorageFull`. Others are the kernel's.
+    pub fn operate<'a>(&'a self, port: &'a Port, operation: Operation) -> Work<'a, u32> {
+        Box::pin(self.volumes.operate(port, operation))
     }
 
-    /// Brings the bits of a segment into memory.
-    async fn load_bits(&self, port: &Port, segment: u64) -> io::Result<()> {
-        let (checkpoint, home, id, layout) = {
-            let core = self.core();
-            (core.checkpoint, core.space.home(segment), core.id, core.layout)
-        };
-        let place = layout.space_page(segment, home as u64);
-        let page = self.medium.read_each(port, place, 1).await?.remove(0);
-        let page = page.map_err(|_| UNREADABLE);
-        let page = page.and_then(|page| SpacePage::decode(&page, &id, &layout, segment, home));
-        let mut core = self.core();
-        // Otherwise they may have been here, and gone to the medium again. Who wants them asks again.
-        if core.checkpoint == checkpoint {
-            core.space.load(segment, page);
-        }
-        Ok(())
+    /// Counts what the space is for.
+    ///
+    /// # Errors
+    /// Metadata are damaged (`InvalidData`), or cannot be read.
+    pub fn stats<'a>(&'a self, port: &'a Port) -> Work<'a, Stats> {
+        let counter = Counter { shared: &self.shared, leaves: &self.leaves };
+        Box::pin(async move { counter.stats(port).await })
+    }
+
+    /// Loads what is left of the index, for a command that has the store to itself.
+    ///
+    /// # Errors
+    /// The kernel's. Damaged pages are left out: their content is stored once more.
+    pub fn load_whole_index<'a>(&'a self, port: &'a Port) -> Work<'a, ()> {
+        Box::pin(async move {
+            while self.loader.step(port).await?.is_some() {}
+            Ok(())
+        })
+    }
+
+    /// Makes a pass: frees what no volume refers to, and looks for all duplicates. One pass is made at a time.
+    ///
+    /// # Errors
+    /// The kernel's. `InvalidData`: metadata are damaged. `StorageFull`: there is no room for a checkpoint.
+    /// `TimedOut`: an operation hangs. No data are lost then.
+    pub fn gc<'a>(&'a self, port: &'a Port) -> Work<'a, Passed> {
+        Box::pin(self.collector.collect_all(port))
+    }
+
+    /// Makes a pass behind requests, not faster than `pace` allows while no write waits for room. While one waits, the
+    /// pass looks for no duplicates.
+    ///
+    /// # Errors
+    /// As [`gc`](Live::gc). `Interrupted`: `pace` has ended it.
+    pub fn gc_at<'a>(&'a self, port: &'a Port, pace: &'a Pace) -> Work<'a, Passed> {
+        Box::pin(async move {
+            let _alone = self.collector.hold(port, pace).await?;
+            self.collector.pass(port, pace, LookFor::ForDead).await
+        })
+    }
+
+    /// How new groups are compressed. `None`: new content is not compressed.
+    pub fn packing(&self) -> Option<Packing> {
+        self.shared.core().packing
+    }
+
+    /// Changes how new groups are compressed, from the next round of compaction on. It is durable when this returns.
+    ///
+    /// # Errors
+    /// As [`checkpoint`](Live::checkpoint).
+    pub fn set_packing<'a>(&'a self, port: &'a Port, packing: Option<Packing>) -> Work<'a, ()> {
+        Box::pin(async move {
+            let is_older = {
+                let core = &mut *self.shared.core();
+                core.packing = packing;
+                core.under_way.is_some()
+            };
+            self.committer.checkpoint(port).await?;
+            // A checkpoint that had begun before has the old value, also if it had failed and was tried again.
+            if is_older { self.committer.checkpoint(port).await } else { Ok(()) }
+        })
+    }
+
+    /// Begins a round of compaction, unless one is under way.
+    pub fn begin_compaction(&self) {
+        self.compactor.begin();
+    }
+
+    /// Compacts one leaf of a volume. Gives the bytes that were moved. `None`: no round is under way, or this was its
+    /// end. Then a pass begins by itself if the round has moved much.
+    ///
+    /// # Errors
+    /// The kernel's. Damaged content stays where it is. `Interrupted`: `pace` has ended the step.
+    pub fn compact<'a>(&'a self, port: &'a Port, pace: &'a Pace) -> Work<'a, Option<u64>> {
+        Box::pin(async move {
+            let _alone = self.collector.hold(port, pace).await?;
+            self.compactor.step(port, pace).await
+        })
+    }
+
+    /// Begins a round of scrubbing, unless one is under way.
+    pub fn begin_scrub(&self) {
+        self.scrubber.begin();
+    }
+
+    /// How far the round of scrubbing under way is, or what the last one has found.
+    pub fn scrub_info(&self) -> ScrubInfo {
+        self.scrubber.info()
+    }
+
+    /// The findings of the round of scrubbing under way up to now, or of the last one.
+    pub fn scrub_findings(&self) -> Findings {
+        self.scrubber.findings()
+    }
+
+    /// Makes one step of a round of scrubbing, which may alternate with steps of other tasks. Gives the bytes that it has
+    /// read. `None`: no round is under way.
+    ///
+    /// # Errors
+    /// `Interrupted`: `pace` has ended the wait for a pass.
+    pub fn scrub_in_turn<'a>(&'a self, port: &'a Port, pace: &'a Pace) -> Work<'a, Option<u64>> {
+        Box::pin(async move {
+            let _alone = self.collector.hold(port, pace).await?;
+            Ok(self.scrubber.step(port).await)
+        })
     }
 }
 

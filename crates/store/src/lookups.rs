@@ -1,7 +1,7 @@
 //! How often what was looked up in a store's tables was in memory (store.md 6).
 //!
-//! Threads count in cache lines of their own: who counts is on the way of a read. What a thread has counted in
-//! all stores is kept apart, for the queue that it serves.
+//! Threads count in cache lines of their own, since every read counts. Each thread also has its own counts of all
+//! stores, for the queue that it serves.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -20,14 +20,14 @@ pub struct Counted {
     pub misses: u64,
 }
 
-/// What was looked up, by kind.
+/// Look-ups by kind of leaf.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Looked {
-    /// From a volume's blocks to numbers.
+    /// Look-ups of a volume's blocks.
     pub v2p: Counted,
-    /// From numbers to places.
+    /// Look-ups of the places of numbers.
     pub p2m: Counted,
-    /// From numbers to hashes.
+    /// Look-ups of the hashes of numbers.
     pub hashes: Counted,
 }
 
@@ -49,27 +49,27 @@ thread_local! {
     };
 }
 
-/// What this thread has looked up in all stores, since this was asked last.
+/// The look-ups of this thread in all stores, since the last call.
 pub fn of_this_thread() -> Looked {
     Looked::of(HERE.take())
 }
 
-/// Lines of a thread, and the next one that the processor brings with each.
+/// The counts of a thread, in two cache lines: the processor loads them in pairs.
 #[derive(Default)]
 #[repr(align(128))]
 struct Stripe([AtomicU64; COUNTS]);
 
-/// Those of one store.
+/// The look-ups of one store.
 #[derive(Default)]
 pub struct Lookups([Stripe; STRIPES]);
 
 impl Lookups {
-    /// Entries were looked up whose leaves were in memory.
+    /// Counts entries whose leaves were in memory.
     pub fn hit(&self, kind: Kind, entries: u64) {
         self.add(2 * kind as usize, entries);
     }
 
-    /// A leaf had to be read.
+    /// Counts a leaf that had to be read.
     pub fn miss(&self, kind: Kind) {
         self.add(2 * kind as usize + 1, 1);
     }
@@ -81,7 +81,7 @@ impl Lookups {
         HERE.set(here);
     }
 
-    /// By all threads.
+    /// The look-ups of all threads.
     pub fn all(&self) -> Looked {
         let sum = |at: usize| self.0.iter().map(|stripe| stripe.0[at].load(Relaxed)).sum();
         Looked::of(std::array::from_fn(sum))

@@ -21,7 +21,7 @@ pub const MAX_BLOCKS: usize = 16;
 pub struct Medium {
     commits: Commits,
     ballast: Ballast,
-    /// It has refused to take back what nobody has.
+    /// The medium has refused to take back free space.
     keeps_all: AtomicBool,
 }
 
@@ -33,7 +33,7 @@ impl Default for Medium {
 }
 
 impl Medium {
-    /// So many blocks, [`MAX_BLOCKS`] at most.
+    /// Reads consecutive blocks, [`MAX_BLOCKS`] at most.
     ///
     /// # Errors
     /// The kernel's.
@@ -45,11 +45,11 @@ impl Medium {
         Ok(bytes)
     }
 
-    /// Blocks of which there is another one each, [`MAX_BLOCKS`] at most: one that storage cannot read does no
-    /// harm to its neighbours. It may be read again some day, with what it had.
+    /// Reads consecutive blocks that each have a copy, [`MAX_BLOCKS`] at most. A block that storage cannot read does not
+    /// fail the others. Storage may be able to read it again later.
     ///
     /// # Errors
-    /// Those that are not of one block's.
+    /// The kernel's that are not of one block.
     pub async fn read_each(
         &self,
         port: &Port,
@@ -140,8 +140,8 @@ impl Medium {
         port.io.write_all(port.files[0], place * BLOCK_BYTES as u64, piece.span()).await
     }
 
-    /// Bytes that nobody has are given back: a file gets a hole, a device is told. It is a hint, and the medium
-    /// that refuses it is not asked again.
+    /// Gives free bytes back to the medium, by a hole in the file or a discard. It is a hint: a medium that refuses it is
+    /// not asked again.
     pub async fn give_back(&self, port: &Port, offset: u64, len: u64) {
         if self.keeps_all.load(Ordering::Relaxed) {
             return;
@@ -175,7 +175,7 @@ impl Medium {
         Err(why)
     }
 
-    /// All that was written before is durable.
+    /// Makes all earlier writes durable.
     ///
     /// # Errors
     /// The kernel's; after the first one no sync succeeds any more.
@@ -183,7 +183,7 @@ impl Medium {
         self.commits.sync(port).await
     }
 
-    /// What `sync` does, once for all who wait for it.
+    /// Runs `sync` once for all tasks that wait for it.
     ///
     /// # Errors
     /// Its own.
@@ -195,7 +195,7 @@ impl Medium {
         self.commits.join(&port.io, sync).await
     }
 
-    /// Tells this one of a failed sync before anybody else hears of it.
+    /// Tells `witness` of a failed sync before any task gets the error.
     pub fn witness(&self, witness: Weak<dyn SyncWitness>) {
         self.commits.witness(witness);
     }
@@ -212,7 +212,7 @@ pub fn is_of_a_block(e: &io::Error) -> bool {
     e.raw_os_error().is_some_and(|errno| known.contains(&Errno::from_raw_os_error(errno)))
 }
 
-/// What is not what it has to be, for who asked for it.
+/// The error of a read that has found damage.
 pub fn damaged(why: Damaged) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }

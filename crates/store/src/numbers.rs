@@ -1,19 +1,19 @@
-//! Numbers of journal blocks: which are given, and below which all is durable (store.md 3 to 5).
+//! Numbers of journal blocks: which are under way, and below which number all blocks are durable (store.md 3 to 5).
 
 use std::collections::BTreeSet;
 
-/// Blocks of new data that a sync is made for even if nobody flushes: 256 MiB.
+/// Blocks of new data after which a sync is made even if no guest flushes: 256 MiB.
 pub const SYNC_AFTER: u64 = 1 << 16;
 
-/// No block gets a number so far above the highest one that has ended well. So what a journal cannot have in a place that
-/// storage cannot read is known (store.md 4). More than can be under way at once.
+/// No block gets a number this far above the highest one that has ended well. So a replay knows which blocks a journal
+/// place that storage cannot read may have (store.md 4). It is more than can be under way at once.
 pub const AHEAD: u64 = 64;
 
 /// What a sync that succeeds makes durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "it is for who has synced"]
+#[must_use = "pass it to `synced` when the sync has succeeded"]
 pub struct Before {
-    /// Below this journal block all is.
+    /// All journal blocks below this one are durable.
     below: u64,
     /// Blocks of new data since the store was opened.
     new_data: u64,
@@ -27,28 +27,29 @@ pub struct Numbers {
     from: u64,
     /// Blocks of the journal.
     length: u64,
-    /// All below are durable, and so are their data.
+    /// All blocks below are durable, and so are their data.
     synced: u64,
-    /// What a block has said of that.
+    /// The value of `synced` that the last block has recorded.
     told: u64,
-    /// Behind the last block that has a record.
+    /// The number behind the last block that has a record.
     recorded: u64,
-    /// Behind the highest one that has ended well.
+    /// The number behind the highest block that has ended well.
     good: u64,
-    /// Blocks of new data, and those of them that a sync has covered.
+    /// Blocks of new data since the opening.
     new_data: u64,
+    /// Those of them that a sync has covered.
     synced_data: u64,
-    /// Blocks that have ended.
+    /// How many blocks have ended.
     ended: u64,
     under_way: BTreeSet<u64>,
-    /// Those of which something has failed, and that a replay would find.
+    /// The blocks of which something has failed, and that a replay would find.
     failed: BTreeSet<u64>,
-    /// The last one that had an operation on volumes.
+    /// The last block that had an operation on volumes.
     operation: Option<u64>,
 }
 
 impl Numbers {
-    /// When a checkpoint has all blocks below `next`.
+    /// The numbers when a checkpoint has all blocks below `next`, of a journal of `length` blocks.
     pub fn new(next: u64, length: u64) -> Numbers {
         let (under_way, failed, operation) = Default::default();
         let (from, synced, told, recorded, good) = (next, next, next, next, next);
@@ -70,9 +71,9 @@ impl Numbers {
         }
     }
 
-    /// The next number, and what its block says is durable. None: a checkpoint has to be made first. The
-    /// journal is full, or an operation on volumes has failed that a replay would carry out all the same, or
-    /// nothing has ended well for long.
+    /// Gives the next number, and the number below which its block says that all is durable. `None`: a checkpoint must
+    /// be made first. The journal is full, or an operation on volumes has failed that a replay would carry out, or no
+    /// block has ended well for long.
     pub fn begin(&mut self) -> Option<(u64, u64)> {
         let begun = self.begin_empty();
         self.recorded = begun.map_or(self.recorded, |(number, _)| number + 1);
@@ -92,15 +93,15 @@ impl Numbers {
         })
     }
 
-    /// As [`begin`](Numbers::begin), for an operation on volumes. Nothing may be under way, and no block may have
-    /// failed: a replay would carry it out before this one, and memory has not.
+    /// As [`begin`](Numbers::begin), for an operation on volumes. No block may be under way. No block may have failed: a
+    /// replay would carry it out before this one, though memory has not.
     pub fn begin_operation(&mut self) -> Option<(u64, u64)> {
         let begun = if self.has_failed() { None } else { self.begin() };
         self.operation = begun.map(|(number, _)| number).or(self.operation);
         begun
     }
 
-    /// The block and its data are with the kernel and in memory, or that has failed.
+    /// Ends a block. `is_done`: the kernel has the block and its data, and memory has the change.
     pub fn end(&mut self, number: u64, is_done: bool) {
         self.under_way.remove(&number);
         self.ended += 1;
@@ -110,7 +111,7 @@ impl Numbers {
         }
     }
 
-    /// How many have ended since the store was opened: nothing has changed while this has not.
+    /// How many blocks have ended since the opening. While this stays the same, no block has changed the store.
     pub fn ended(&self) -> u64 {
         self.ended
     }
@@ -120,25 +121,25 @@ impl Numbers {
         self.next
     }
 
-    /// So many blocks of new data are written from now on.
+    /// Counts blocks of new data that are written from now on.
     pub fn new_data(&mut self, blocks: u64) {
         self.new_data += blocks;
     }
 
-    /// What is durable if a sync succeeds that begins now. What has failed is never among it.
+    /// What is durable if a sync succeeds that begins now. Failed blocks are never part of it.
     pub fn before_sync(&self) -> Before {
         let first = [self.under_way.first(), self.failed.first()].into_iter().flatten().min();
         let below = first.copied().unwrap_or(self.next);
         Before { below, new_data: self.new_data }
     }
 
-    /// That sync has succeeded.
+    /// Notes that the sync has succeeded.
     pub fn synced(&mut self, before: Before) {
         self.synced = self.synced.max(before.below);
         self.synced_data = self.synced_data.max(before.new_data);
     }
 
-    /// Whether no block says yet of records that they are known to be durable.
+    /// Whether no block has recorded yet that the last sync made records durable.
     pub fn is_untold(&self) -> bool {
         self.told < self.synced.min(self.recorded)
     }
@@ -148,7 +149,7 @@ impl Numbers {
         self.new_data - self.synced_data >= SYNC_AFTER
     }
 
-    /// A checkpoint is on the medium that has all blocks below `from`.
+    /// Notes that a checkpoint on the medium has all blocks below `from`.
     pub fn left_behind(&mut self, from: u64) {
         self.from = from;
         self.failed = self.failed.split_off(&from);

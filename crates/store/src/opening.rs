@@ -1,4 +1,4 @@
-//! A new store, and one that is opened: from four superblocks to all that a checkpoint has (store.md 2 and 5).
+//! Makes stores, and opens them: from four superblocks to all that a checkpoint has (store.md 2 and 5).
 
 use std::io;
 
@@ -15,19 +15,19 @@ use super::table::Table;
 use super::tree::{FIRST_GENERATION, Link, Tree};
 use super::{BLOCK_BYTES, Damaged, StoreId};
 
-/// Of its metadata that a small store has in memory, one part of this.
+/// A small store takes at most this part of its size as memory for metadata.
 const SMALLEST_PART: u64 = 16;
 
 fn unusable(why: Unusable) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
-/// Makes a store with nothing in it of a file or device. What was there is lost.
+/// Makes an empty store on a file or device. What it had is lost.
 ///
 /// # Errors
 /// The kernel's. There is no store then, or all of it.
 pub async fn create(medium: &Medium, port: &Port, layout: &Layout, id: StoreId) -> io::Result<()> {
-    // If there was one, it ends first.
+    // An earlier store on the medium ends first.
     let nothing = vec![0; 2 * BLOCK_BYTES];
     for home in 0..2 {
         medium.write(port, layout.superblock(home, 0), &nothing).await?;
@@ -57,7 +57,7 @@ pub async fn create(medium: &Medium, port: &Port, layout: &Layout, id: StoreId) 
         roots: Roots::default(),
         packing: None,
     };
-    // It is one when its beginning is there, which is the last.
+    // The first home is written last: with it, the medium is a store.
     for home in [1, 0] {
         let pages = [0, 1].map(|checkpoint| superblock(checkpoint).encode(home)).concat();
         medium.write(port, layout.superblock(home, 0), &pages).await?;
@@ -66,8 +66,8 @@ pub async fn create(medium: &Medium, port: &Port, layout: &Layout, id: StoreId) 
     Ok(())
 }
 
-/// The four superblocks of what has so many blocks. One that cannot be read is as one that is damaged: it needs
-/// the one in the other home.
+/// Reads the four superblocks of a medium of `blocks` blocks. One that cannot be read counts as damaged: then the one
+/// in the other home is needed.
 async fn superblocks(medium: &Medium, port: &Port, blocks: u64) -> io::Result<Superblocks> {
     if blocks < 4 {
         return Err(unusable(Unusable::Foreign));
@@ -95,14 +95,14 @@ async fn superblocks(medium: &Medium, port: &Port, blocks: u64) -> io::Result<Su
     }
     let second = decode(medium.read_each(port, end - 2, 2).await?, 1);
     match unreadable {
-        // Of what it is nothing is known.
+        // Nothing shows that the medium is a store.
         Some(e) if [first, second].iter().flatten().all(Result::is_err) => Err(e),
         _ => Ok([first, second]),
     }
 }
 
-/// Opens what has so many bytes, as its last checkpoint has it. `may_write`: its superblock is put where it
-/// should be.
+/// Opens a medium of `bytes` bytes, in the state of its last checkpoint. `may_write`: damaged superblocks and space pages
+/// are written again.
 ///
 /// # Errors
 /// It is no store, is damaged, or cannot be read (`InvalidData`, or the kernel's).
@@ -143,21 +143,23 @@ pub async fn open(
     })
 }
 
-/// Section 7, A full file system below. It comes before all that an opening writes: where a file system writes
-/// elsewhere what it writes again, that takes space, too.
+/// Takes space of the file system below (section 7, A full file system below). This comes before all writes of an opening:
+/// a copy-on-write file system needs space for these, too.
 async fn take_space(medium: &Medium, port: &Port, bytes: u64, layout: &Layout, slots: usize) {
     let first_place = layout.first_place(0) * BLOCK_BYTES as u64;
-    // What it cannot have now it may have when it is written.
+    // Space that the file system cannot give now it may give when the place is written.
     let _ = port.io.preallocate(port.files[0], 0, first_place).await;
-    // Of two checkpoints with all memory dirty, each page twice.
+    // Two checkpoints with all memory dirty, and each page twice.
     let ballast = 4 * slots * BLOCK_BYTES;
     medium.ballast().hold(port, bytes, ballast as u64).await;
 }
 
-/// Before anything is used again that the checkpoint has made free, both homes have it, durably: one that has not
-/// may have an older one, whose places those are. So all four pages are written, whatever is read: that may be in the
-/// kernel's memory only, if a sync has failed in an earlier process. And a page that could not be read may be one of a later
-/// checkpoint, which was cut, and be read the next time.
+/// Makes the superblock durable in both homes, before any place is reused that its checkpoint has made free. A home
+/// without it may have an older superblock, which still refers to those places.
+///
+/// All four pages are written, whatever was read: after a failed sync in an earlier process, only the kernel's memory may
+/// have what was read. A page that could not be read may be of a later checkpoint that was cut off, and be readable at
+/// the next opening.
 async fn mend(
     medium: &Medium,
     port: &Port,
@@ -188,13 +190,13 @@ async fn load_space(
     let mut space = Space::new(*layout, reserve as u64);
     let (mut segment, mut is_mended) = (0, false);
     while segment < layout.segments {
-        // Their number is even.
+        // The number of segments is even.
         let count = (layout.segments - segment).min(MAX_BLOCKS as u64 / 2);
         let pages = layout.space_page(segment, 0);
         let pages = medium.read_each(port, pages, 2 * count as usize).await?;
         let found = |segment: u64, pages: &[io::Result<Vec<u8>>]| {
             let homes = [0, 1].map(|home| {
-                // It may have been the newer one, as a damaged one.
+                // A page that cannot be read counts as damaged: it may have been the newer one.
                 let page = pages[home].as_ref().map_err(|_| UNREADABLE)?;
                 SpacePage::decode(page, &superblock.id, layout, segment, home)
             });

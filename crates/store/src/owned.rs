@@ -1,7 +1,8 @@
-//! A store that this process has: open once, however many of its volumes are used.
+//! The stores that this process has open. Each is open once, however many of its volumes are in use.
 //!
-//! A store's index, epochs and journal are in the memory of one process (processes.md 10). Who opens a
-//! volume here joins whoever has the store. The file's lock keeps other processes away. Its last user ends it.
+//! A store's index, epochs and journal are in the memory of one process (processes.md 10). A task that opens a volume
+//! shares the store with the tasks that have it open. The file's lock keeps other processes away. The last user closes
+//! the store.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -25,25 +26,25 @@ use super::journal::VolumeId;
 use super::live::{Live, Memory};
 use super::superblock::Unusable;
 
-/// Operations under way while a store is opened.
+/// The most operations under way while a store is opened.
 const ENTRIES: u32 = 32;
 
-/// What does the I/O of opening a store. From then on its users do, each its own.
+/// Makes the engine for the I/O of an opening. Later each user has its own engine.
 pub type OpenEngine<'a> = &'a dyn Fn(Arc<Arena>) -> io::Result<Box<dyn Engine>>;
 
-/// What opens the file or device that a store is in, and locks it. Who opens a store gives it: whether
-/// an image stands on that file is known to those who know the formats of images.
+/// Opens and locks the file or device of a store. The caller of an opening gives it: this crate does not know the formats
+/// of images, so it cannot tell whether an image uses that file.
 pub type OpenMedium = fn(&Path, &OpenOptions) -> Result<Raw, DiskError>;
 
-/// What a store is in: device and inode of a file, or a device's number and 0.
+/// The file or device of a store: device and inode of a file, or a device's number and 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct StoreKey(pub u64, pub u64);
 
 impl StoreKey {
-    /// What is at a path now. A store's name is that, and not its path.
+    /// The file or device at a path now. It identifies a store, not the path.
     ///
     /// # Errors
-    /// Nothing is, or it may not be looked at.
+    /// There is none (`NotFound`), or it may not be looked at.
     pub fn at(path: &Path) -> io::Result<StoreKey> {
         let stat = names::stat(path)?;
         Ok(match FileType::from_raw_mode(stat.st_mode) {
@@ -53,7 +54,7 @@ impl StoreKey {
     }
 }
 
-/// The stores of this process. Whoever opens one has all others wait.
+/// The stores of this process. One is opened at a time.
 static STORES: Mutex<BTreeMap<StoreKey, Weak<Owned>>> = Mutex::new(BTreeMap::new());
 
 fn stores() -> MutexGuard<'static, BTreeMap<StoreKey, Weak<Owned>>> {
@@ -65,7 +66,7 @@ pub struct Owned {
     live: Live,
     raw: Raw,
     users: Mutex<Users>,
-    /// Held by who goes from a volume's name to its number, and does something with the volume.
+    /// Held by a task that looks up a volume's number by its name, and uses that number.
     changing: Mutex<()>,
 }
 
@@ -73,11 +74,11 @@ pub struct Owned {
 struct Users {
     count: usize,
     volumes: BTreeMap<VolumeId, Use>,
-    /// What the store does by itself, while disks of it are served.
+    /// The thread of background work, while disks of the store are served.
     background: Option<Background>,
 }
 
-/// Who uses a volume.
+/// The users of a volume.
 enum Use {
     Reads(usize),
     Writes,
@@ -110,7 +111,7 @@ impl Owned {
         self.users.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// As long as this is held, a name keeps its number: nobody else makes or deletes volumes.
+    /// While the guard is held, a name keeps its number: no other task makes or deletes volumes.
     pub fn changing(&self) -> MutexGuard<'_, ()> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -134,7 +135,7 @@ pub struct StoreHandle {
 }
 
 impl StoreHandle {
-    /// Opens the store at `path` for its commands, or joins those who have it here.
+    /// Opens the store at `path` for its commands, or shares it if this process has it open.
     ///
     /// # Errors
     /// As `Disk::open`.
@@ -148,7 +149,7 @@ impl StoreHandle {
         })
     }
 
-    /// The same on another engine.
+    /// Opens the store as [`open`](StoreHandle::open) does, on another engine.
     ///
     /// # Errors
     /// As [`open`](StoreHandle::open).
@@ -170,8 +171,8 @@ impl StoreHandle {
         Ok(StoreHandle { store, volume: None })
     }
 
-    /// The store is in service from now on: until its last user goes it does by itself what nobody asks for. This
-    /// process has given up all rights that it does not need.
+    /// Starts the background work, which runs until the last user leaves. This process has given up all rights that it
+    /// does not need.
     ///
     /// # Errors
     /// No thread can be made.
@@ -188,7 +189,7 @@ impl StoreHandle {
         Ok(())
     }
 
-    /// Joins those who have a store in this process. None: nobody has.
+    /// Shares a store that this process has open. `None`: it has not.
     pub fn join(key: StoreKey) -> Option<StoreHandle> {
         StoreHandle::among(&stores(), key)
     }
@@ -205,12 +206,12 @@ impl StoreHandle {
         Some(StoreHandle { store, volume: None })
     }
 
-    /// Whether nobody else uses the store.
+    /// Whether this is the only user of the store.
     pub fn is_last(&self) -> bool {
         self.store.users().count == 1
     }
 
-    /// Uses a volume, too. `false`: somebody does who writes it, or this one would.
+    /// Adds a user of a volume. `false`: another user writes the volume, or this one would write it beside others.
     pub fn take(&mut self, volume: VolumeId, writes: bool) -> bool {
         let mut users = self.store.users();
         let is_taken = match (users.volumes.entry(volume), writes) {
@@ -283,7 +284,8 @@ fn cannot(path: &Path) -> String {
     format!("cannot open store {}", path.display())
 }
 
-/// Opens a store that this process has not. Its journal is carried out, so it is written whoever asks.
+/// Opens a store that this process does not have open. Its journal is replayed, so the store is written even for a
+/// reader.
 fn open(
     path: &Path,
     options: &OpenOptions,
@@ -344,7 +346,7 @@ pub fn help_of(e: &DiskError) -> &str {
     }
 }
 
-/// Another process has it.
+/// The error if another process has the store open.
 fn in_use(path: &Path, e: &DiskError) -> DiskError {
     let help = "one process has a store: end that one first, or have it serve this volume, too (ferrite serve with \
                 several IMAGE --xen pairs); commands on stores work with it as it is, and what a disk has can be copied \

@@ -1,4 +1,4 @@
-//! How fast a store's own work goes on behind service, and how it is told to end (store.md 15).
+//! The pace of background work, and how another thread ends it (store.md 15).
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
@@ -13,7 +13,7 @@ use std::time::Duration;
 use ferrite_io::reactor::Io;
 use rustix::event::{EventfdFlags, eventfd};
 
-/// Rests are this long at least: a timer costs more than a page.
+/// The shortest rest: a timer costs more than a page.
 const LEAST_REST: Duration = Duration::from_millis(4);
 
 /// Ends work of another thread between two of its steps.
@@ -24,7 +24,7 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Nobody has asked yet.
+    /// A stop that was not asked for yet.
     ///
     /// # Errors
     /// Out of descriptors.
@@ -36,17 +36,17 @@ impl Stop {
     /// Asks for the end.
     pub fn ask(&self) {
         self.is_asked.store(true, Ordering::Release);
-        // Nobody reads it, so all rests from now on end at once.
+        // The eventfd is never read, so all rests from now on end at once.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Whether somebody has asked.
+    /// Whether the end was asked for.
     pub fn is_asked(&self) -> bool {
         self.is_asked.load(Ordering::Acquire)
     }
 }
 
-/// Of one task: bytes a second, and who ends it.
+/// The pace of one task: bytes a second, and the stop that ends it.
 #[derive(Debug, Default)]
 pub struct Pace {
     bytes_a_second: Option<u64>,
@@ -56,12 +56,12 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Without a rest: somebody waits for it.
+    /// Work without rests, since a task waits for its end.
     pub fn unbounded() -> Pace {
         Pace::default()
     }
 
-    /// So many bytes a second. None: without a rest, until it is ended.
+    /// Work of at most `bytes_a_second` until `stop` ends it. `None` for the bytes: without rests.
     pub fn bounded(bytes_a_second: Option<u64>, stop: Option<Arc<Stop>>) -> Pace {
         Pace { bytes_a_second, stop, owed: Cell::new(0) }
     }
@@ -69,7 +69,7 @@ impl Pace {
     /// Whether to go on.
     ///
     /// # Errors
-    /// `Interrupted`: it is to end.
+    /// `Interrupted`: the stop was asked for.
     pub fn check(&self) -> io::Result<()> {
         match self.stop.as_ref().is_some_and(|stop| stop.is_asked()) {
             true => Err(io::ErrorKind::Interrupted.into()),
@@ -77,7 +77,7 @@ impl Pace {
         }
     }
 
-    /// Waits until it is to end, and gives the error of that. Without a stop that is never.
+    /// Waits until the stop is asked for, and gives the error of that. Without a stop it waits for ever.
     pub async fn ended(&self, io: &Io) -> io::Error {
         if let Some(stop) = &self.stop {
             while self.check().is_ok() {
@@ -90,7 +90,7 @@ impl Pace {
         std::future::pending().await
     }
 
-    /// So many bytes were read or written: rests if that was more than may be.
+    /// Counts bytes that were read or written, and rests if they were too many for the pace.
     ///
     /// # Errors
     /// As [`check`](Pace::check), or the kernel's.
@@ -106,7 +106,7 @@ impl Pace {
         self.rest(io, rest).await
     }
 
-    /// Rests so long, or until it is to end.
+    /// Rests for a time, or until the stop is asked for.
     ///
     /// # Errors
     /// As [`used`](Pace::used).

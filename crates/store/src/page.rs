@@ -124,7 +124,7 @@ impl fmt::Display for Packing {
 /// Where a content is: an entry of P2M.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whereabouts {
-    /// The number is nobody's.
+    /// The number has no content.
     Nowhere,
     /// As it is, in a block of its own.
     Plain {

@@ -3,10 +3,10 @@
 //! A page is known by the generation in which it was born. One volume has had that generation, so there is
 //! one such page, however many volumes share it. A snapshot shares what is not on the medium yet, too.
 //!
-//! **Within the budget.** Leaves are in [slots](super::slots). Who wants to change leaves has a
-//! [promise](Pages::promise) first: of a slot for each leaf, and of one more, as the leaf may be frozen when
-//! it is changed. A frozen leaf's copy goes to that slot. What is not clean, and what is promised, never
-//! takes more than three quarters. So no change waits for a slot, and a checkpoint needs none.
+//! **Within the budget.** Leaves are in [slots](super::slots). A task that changes leaves gets a
+//! [promise](Pages::promise) first: of one slot for each leaf, and of one more, as the leaf may be frozen when it is
+//! changed. The copy of a frozen leaf gets that slot. Leaves that are not clean, and promised slots, never take more
+//! than three quarters of the slots. So no change waits for a slot, and a checkpoint needs none.
 //! Inner pages are few, and bounded by their number.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -109,7 +109,7 @@ impl<T> Held<T> {
     }
 }
 
-/// What somebody who changes leaves may count on. It is given back.
+/// Slots that a task may use to change leaves. It gives the promise back.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "slots that are promised are of no use to others"]
 pub struct Promise(usize);
@@ -184,7 +184,7 @@ impl Pages {
         (2 * leaves).div_ceil(3) * 4
     }
 
-    /// Whether nobody has a promise: room comes by a checkpoint only.
+    /// Whether no task has a promise. Then only a checkpoint can make room.
     pub fn promises_nothing(&self) -> bool {
         self.promised == 0
     }
@@ -194,8 +194,8 @@ impl Pages {
         self.promised -= promise.0;
     }
 
-    /// Whether a checkpoint is wanted: what is not clean takes half of the memory. If somebody has found no room
-    /// lately, a quarter: more is left for those who write while the checkpoint does.
+    /// Whether a checkpoint is wanted: leaves that are not clean take half of the memory. If a task has found no room
+    /// lately, a quarter is enough: that leaves more room for writes during the checkpoint.
     pub fn wants_checkpoint(&self) -> bool {
         let part = if self.refused == [false; 2] { 2 } else { 4 };
         self.unclean_slots >= self.writer.count() / part
@@ -272,7 +272,7 @@ impl Pages {
             // It has gone as another page was changed in its place.
             let Some(held) = self.leaves.remove(&id) else { continue };
             match held {
-                // Readers may use all of them all the time. Who was promised a slot gets one.
+                // Readers may keep all slots in use. A task with a promise gets one anyway.
                 Held { state: State::Clean(slot), pins: 0 }
                     if !self.writer.was_used(&slot) || look >= all =>
                 {

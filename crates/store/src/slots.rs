@@ -2,12 +2,12 @@
 //!
 //! A slot has a page as atomic words, and the views by which it can be found: a view is a leaf of one
 //! volume, or of P2M or the hashes. Volumes that share a leaf are views of one slot. A version is odd while
-//! words or views change. Who reads takes it, compares the view, takes the words, and compares the version. So
-//! what is read was in that leaf, whole, at one time.
+//! words or views change. A reader loads the version, compares the view, loads the words, and compares the version. So
+//! the words that it gets were in that leaf, whole, at one time.
 //!
-//! Where a view's slot is is a hint, which may be lost. Then a reader misses, and asks who
-//! [changes](Writer) slots. That is one at a time. A hint has half of the view's hash, so a reader touches no
-//! slot of another view but once in 2^32.
+//! A hint says which slot a view has, and may be lost. Then the reader misses, and looks the leaf up through the only
+//! [writer](Writer) of the slots. A hint has half of the view's hash, so a reader touches a slot of another view only
+//! once in 2^32 reads.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ const VIEWS: usize = 4;
 const HINTS: usize = 8;
 /// Of a slot with its part of the hints.
 pub const SLOT_BYTES: usize = BLOCK_BYTES + 64 + HINTS / 4 * 8;
-/// How often who reads looks again at a leaf that is just being changed.
+/// How often a reader tries again when a leaf is just being changed.
 const TRIES: usize = 8;
 
 /// What a view is of is in its highest bits: a volume, P2M, hashes.
@@ -68,11 +68,11 @@ impl View {
 pub trait Ordered: Word {
     /// What is loaded after this is not older.
     fn load_first(&self) -> u64;
-    /// What was stored before this is seen by who loads it first.
+    /// A thread that has loaded this value sees all earlier stores of the thread that stored it.
     fn store_last(&self, value: u64);
     /// Loads before it are not newer than those behind it.
     fn fence_loads();
-    /// Stores before it are seen by who sees one behind it.
+    /// A thread that sees a store behind the fence sees the stores before it.
     fn fence_stores();
 }
 
@@ -229,7 +229,7 @@ impl<W: Ordered> Slots<W> {
 #[derive(Debug, PartialEq, Eq)]
 pub struct SlotNumber(u32);
 
-/// The one who changes slots. Whoever has it has the lock that it is under.
+/// Changes slots. It is under a lock, so there is one change at a time.
 pub struct Writer<W = AtomicU64> {
     slots: Arc<Slots<W>>,
     free: Vec<SlotNumber>,
@@ -260,18 +260,18 @@ impl<W: Ordered> Writer<W> {
         &self.slots.slots[number.0 as usize]
     }
 
-    /// A slot that is nobody's.
+    /// Gives a free slot.
     pub fn take(&mut self) -> Option<SlotNumber> {
         self.free.pop()
     }
 
-    /// It is nobody's, and found by nobody.
+    /// Frees a slot. Readers do not find it any more.
     pub fn free(&mut self, number: SlotNumber) {
         self.slot(&number).change(|slot| slot.views.iter().for_each(|view| view.store(0)));
         self.free.push(number);
     }
 
-    /// Whether somebody has read it since this was asked last.
+    /// Whether the slot was read since the last call.
     pub fn was_used(&mut self, number: &SlotNumber) -> bool {
         let used = &self.slot(number).used;
         let was_used = used.load() != 0;
@@ -476,8 +476,8 @@ mod tests {
         fn fence_stores() {}
     }
 
-    /// A slot is changed, given to another leaf and back, while somebody reads: what is read is of the
-    /// leaf that was asked for, and of one time.
+    /// A slot is changed, given to another leaf and back, while a thread reads. What it reads is of its leaf, and of one
+    /// time.
     #[test]
     fn whoever_reads_while_a_slot_changes_gets_words_of_that_leaf_and_of_one_time() {
         let story = || {

@@ -23,16 +23,16 @@ pub struct Stripes {
 }
 
 impl Stripes {
-    /// So many.
+    /// `count` locks.
     pub fn new(count: usize) -> Stripes {
         let locks = (0..count).map(|_| SharedLock::new()).collect();
         Stripes { locks, next: AtomicUsize::new(0) }
     }
 
-    /// Those of a volume's blocks.
+    /// Locks blocks of a volume.
     ///
     /// # Errors
-    /// The reactor is gone. So for all here.
+    /// The reactor is gone.
     pub async fn lock_blocks(
         &self,
         io: &Io,
@@ -49,7 +49,10 @@ impl Stripes {
         self.lock(io, numbers.into_iter().map(|number| number as usize)).await
     }
 
-    /// Any one.
+    /// Locks any one lock, a free one if there is one.
+    ///
+    /// # Errors
+    /// The reactor is gone.
     pub async fn lock_one(&self, io: &Io) -> io::Result<Held<'_>> {
         let first = self.next.fetch_add(1, Ordering::Relaxed) % self.locks.len();
         let mut all = self.locks[first..].iter().chain(&self.locks[..first]);
@@ -59,7 +62,10 @@ impl Stripes {
         }
     }
 
-    /// All of them.
+    /// Locks all locks.
+    ///
+    /// # Errors
+    /// The reactor is gone.
     pub async fn lock_all(&self, io: &Io) -> io::Result<Vec<Held<'_>>> {
         self.lock(io, 0..self.locks.len()).await
     }

@@ -43,15 +43,15 @@ pub trait Entry: Clone {
 /// A volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Volume {
-    /// What it is called.
+    /// Its name.
     pub name: Name,
     /// Its size.
     pub blocks: u64,
-    /// With whom it shares.
+    /// Its dedup domain.
     pub domain: u16,
     /// It changes pages of this generation.
     pub generation: u64,
-    /// Nobody writes it.
+    /// Whether it is read-only.
     pub is_snapshot: bool,
     /// What it was made from.
     pub origin: Option<VolumeId>,

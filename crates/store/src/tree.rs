@@ -1,12 +1,12 @@
 //! Trees of pages: radix trees of fixed depth, copied on write by generation (store.md 2, 5 and 6).
 //!
-//! **The generation rule.** Each page has the generation in which it was born. Who has this generation changes
-//! it, and drops its place; all others copy it. So a tree is shared by copying its root.
+//! **The generation rule.** Each page has the generation in which it was born. A volume of that generation changes
+//! the page, and drops its place. All others copy the page. So a tree is shared by copying its root.
 //!
-//! In memory an inner page says of a page that the medium has not as it is now only when that was born. A
-//! checkpoint puts the pointer in, when it has written the page. Whoever has such a link is not clean
-//! either: the page that it leads to was changed through it, or it is a copy of one through which it was.
-//! So what a link leads to is in memory, or the link has its pointer.
+//! If the medium lacks the present state of a page, the link to it in memory has only the generation in which the page
+//! was born. A checkpoint puts the pointer in when it has written the page. A page with such a link is not clean either:
+//! it was changed together with the page below, or it is a copy of one that was. So the page below a link is in memory,
+//! or the link has its pointer.
 //!
 //! A page is visited by its depth: whatever a medium says, each way ends (store.md 13).
 

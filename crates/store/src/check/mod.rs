@@ -1,8 +1,9 @@
 //! Whether all is in order in a store, and what its space is for (store.md 2, 5 and 13).
 //!
 //! The medium is read, as its last checkpoint has it, and little of what serves volumes is asked: both copies of a
-//! page, all that a pointer leads to, each place once. Content comes before volumes, so that what is bad is named
-//! by those who have it. A page that volumes share is looked at once, and again only if something below it is bad.
+//! page, all that a pointer leads to, each place once. Content comes before volumes, so that findings of
+//! bad content name the volumes that have it. A page that volumes share is looked at once, and again only if something
+//! below it is bad.
 
 mod contents;
 mod findings;
@@ -60,7 +61,7 @@ pub struct Stats {
     pub metadata_bytes: u64,
     /// In use by nothing that a volume has: what `gc` frees.
     pub garbage_bytes: u64,
-    /// Room for content that is given to nobody.
+    /// The free space for content.
     pub free_bytes: u64,
     /// A line a volume, in the order of their names.
     pub volumes: Vec<VolumeStats>,
@@ -71,7 +72,7 @@ pub struct Stats {
 pub struct VolumeStats {
     /// What it is called.
     pub name: String,
-    /// Nobody writes it.
+    /// Whether it is a snapshot, which is read-only.
     pub snapshot: bool,
     /// Its size.
     pub virtual_bytes: u64,
@@ -102,7 +103,7 @@ struct Known {
     is_bad: bool,
 }
 
-/// Who asks for a check.
+/// The caller of a check.
 pub(super) struct Asker<'a> {
     /// How fast content is read.
     pub(super) pace: &'a Pace,
@@ -147,8 +148,8 @@ pub(super) struct Check<'a> {
     outcome: Outcome,
 }
 
-/// Checks a store that nobody uses, in what has so many bytes. `progress`: told now and then of bytes done and of
-/// all; `false` ends it.
+/// Checks a store that is not in use, on a medium of `bytes` bytes. `progress` gets the bytes done and all bytes now and
+/// then, and ends the check by `false`.
 ///
 /// # Errors
 /// It is no store, or one of a later version (`InvalidData`); or the kernel's. What is damaged is in

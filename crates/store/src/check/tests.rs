@@ -319,7 +319,7 @@ fn who_opens_a_store_for_writing_writes_damaged_space_pages_first() {
     assert_eq!(store.check(DEEP).findings, Findings::default());
 }
 
-/// Nobody knows what the pair is for, until a pass finds out.
+/// The kind of the pair is unknown until a pass finds it out.
 #[test]
 fn pages_in_a_pair_whose_space_pages_were_damaged_are_not_damage() {
     let store = Store::new(true);
@@ -380,7 +380,7 @@ fn a_journal_is_checked_as_far_as_no_checkpoint_has_it() {
     assert!(only(&store.check(DEEP), "journal").why.contains("missing"));
 }
 
-/// Bits flipped anywhere: the check tells of it, or nobody needs the block.
+/// Bits flipped anywhere: the check finds it, or the block is not needed.
 #[test]
 fn whatever_block_is_damaged_the_check_tells_or_nobody_needs_it() {
     let store = Store::new(true);
@@ -407,7 +407,7 @@ fn whatever_block_is_damaged_the_check_tells_or_nobody_needs_it() {
 }
 
 impl Store {
-    /// Space pages have a place as one that nobody has.
+    /// Marks a place as free in the space pages.
     fn clear_bit(&self, place: u64) {
         let superblock = self.superblock();
         let layout = superblock.layout;

@@ -1,4 +1,4 @@
-//! Volumes: each block has content that can be read. What has not is named by all who have it.
+//! Volumes: each block has content that can be read. A finding names the volumes whose blocks have not.
 
 use std::io;
 

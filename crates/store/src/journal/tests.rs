@@ -99,7 +99,7 @@ proptest! {
         prop_assert_eq!(Block::decode(&whole, &id, &layout()), Ok(None));
     }
 
-    /// Whoever makes an image makes its checksums, too.
+    /// An attacker who makes an image makes its checksums, too.
     #[test]
     fn any_bytes_with_a_right_checksum_are_refused_or_sane(
         records in prop::collection::vec(record(), 1..20),

@@ -1,22 +1,28 @@
-//! The writes of one turn: one journal block has their records, and places in a row get one operation
+//! The writes of one turn: one journal block has their records, and one operation writes consecutive places
 //! (store.md 3).
 //!
-//! Nothing in memory names new content before its data and its record are with the kernel. So nobody finds it
-//! before, and what fails has changed nothing. It fails for those whose data or record it was.
+//! Memory refers to new content only when the kernel has its data and its record. So no other write finds the content
+//! earlier, and a write that fails has changed nothing. Only the writes fail whose data or record failed.
 
 use std::collections::BTreeSet;
 use std::collections::hash_map::Entry;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
 use ferrite_disk_base::{Failure, Port};
 use foldhash::{HashMap, HashMapExt};
 
-use super::leaves::{Change, Claim, Leaf, check};
-use super::room::Whose;
-use super::turns::{BlockTarget, QueuedWrite};
-use super::writing::JournalLock;
-use super::{BLOCK_BYTES, Core, Live, damaged};
+use super::changes::{Change, ChangeKind, Changes, Claim, check};
+use super::collector::Collector;
+use super::committer::Committer;
+use super::journal::{Journal, JournalLock};
+use super::journal_writer::JournalWriter;
+use super::leaf::{Leaf, is_lost};
+use super::leaves::Leaves;
+use super::shared::Shared;
+use super::turns::{BlockTarget, Part, QueuedWrite, Turns};
+use super::{BLOCK_BYTES, Core, damaged};
 use crate::Damaged;
 use crate::content::ContentHash;
 use crate::journal::{Filling, NewContent, Record, VolumeId};
@@ -24,49 +30,54 @@ use crate::medium::MAX_BLOCKS;
 use crate::side_by_side::{all, both};
 use crate::space::Given;
 
-/// Pages of P2M in which one turn looks for numbers: a pass waits for it.
+/// The most pages of P2M in which one turn looks for numbers. A pass waits for the turn.
 const MOST_PAGES: u32 = 256;
 
-/// Content that the store has not.
+/// Content that the store lacks.
 struct Fresh {
     hash: ContentHash,
     checksum: u32,
     domain: u16,
-    /// Where its bytes are: a part, and a block of it.
+    /// The part that has the bytes, and the block of it.
     at: (usize, usize),
-    /// Place and number.
+    /// The place and the number that it got, or why it got none.
     given: Result<(u64, u64), Failure>,
 }
 
-/// A block that is written: of which part, and what it gets.
+/// A block that is written.
 struct Block {
+    /// Which part writes it.
     part: usize,
+    /// Its number in the volume.
     number: u64,
     gets: Wanted,
 }
 
+/// The content that a block gets.
 #[derive(Clone, Copy)]
 enum Wanted {
+    /// Content that the store has, by its number, or zeros.
     Number(u64),
-    /// One of what is fresh.
+    /// Content that the store lacks, by its index in [`Batch::fresh`].
     Fresh(usize),
 }
 
-/// What who asks for room for contents gets.
+/// The answer to a request for places and numbers.
 enum Gives {
-    /// This many have it.
+    /// This many contents have got both.
     Room(usize),
-    /// Nothing before the bits of this segment are in memory.
+    /// None: the bits of this segment must be loaded first.
     Bits(u64),
-    /// Nothing before this page of P2M was opened.
+    /// None: the numbers of this page of P2M must be opened first.
     Numbers(u64),
-    /// Nothing before a pass.
+    /// None: only a pass can make room.
     Nothing,
 }
 
-pub(super) struct Batch {
+/// The parts of one turn, and what becomes of them.
+struct Batch {
     parts: Vec<QueuedWrite>,
-    /// By part.
+    /// By part: why it failed.
     failed: Vec<Option<Failure>>,
     blocks: Vec<Block>,
     fresh: Vec<Fresh>,
@@ -76,8 +87,8 @@ impl Batch {
     fn of(parts: Vec<QueuedWrite>) -> Batch {
         let mut known: HashMap<ContentHash, usize> = HashMap::new();
         let (mut blocks, mut fresh) = (Vec::new(), Vec::new());
-        for (part, entrusted) in parts.iter().enumerate() {
-            let of = &entrusted.part;
+        for (part, queued) in parts.iter().enumerate() {
+            let of = &queued.part;
             for (i, gets) in of.gets.iter().enumerate() {
                 let gets = match *gets {
                     BlockTarget::Number(number) => Wanted::Number(number),
@@ -106,7 +117,7 @@ impl Batch {
         (0..self.parts.len()).for_each(|part| self.fail(part, why));
     }
 
-    /// Whoever has a content that has failed has, too.
+    /// Fails the parts that have a content which has failed.
     fn fail_with_contents(&mut self) {
         for block in &self.blocks {
             if let Wanted::Fresh(i) = block.gets
@@ -117,7 +128,8 @@ impl Batch {
         }
     }
 
-    /// Those that cannot be carried out any more: there is no such block now, or nobody has it locked.
+    /// Fails the parts that cannot be carried out any more: a volume lacks the block now, or the task that had locked it
+    /// was dropped.
     fn fail_if_gone(&mut self, core: &Core) {
         for Block { part, number, .. } in &self.blocks {
             let QueuedWrite { part: of, .. } = &self.parts[*part];
@@ -140,13 +152,13 @@ impl Batch {
         self.failed.iter().flatten().count()
     }
 
-    /// What is written of it, in the order of the parts: the volume, the block, and what that gets.
+    /// The blocks of parts that have not failed, in the order of the parts: volume, block, and the content that it gets.
     fn left(&self) -> impl Iterator<Item = (VolumeId, u64, Wanted)> {
         let left = self.blocks.iter().filter(|block| self.failed[block.part].is_none());
         left.map(|block| (self.parts[block.part].part.volume, block.number, block.gets))
     }
 
-    /// What is new in it, and the block that has it first.
+    /// By fresh content: its record, with the first block that has it. `None`: all its parts have failed.
     fn news(&self) -> Vec<Option<NewContent>> {
         let mut news = vec![None; self.fresh.len()];
         for (volume, block, gets) in self.left() {
@@ -161,7 +173,7 @@ impl Batch {
         news
     }
 
-    /// What it changes in memory.
+    /// The change in memory.
     fn change(&self) -> Change {
         let number = |gets| match gets {
             Wanted::Number(number) => number,
@@ -171,7 +183,7 @@ impl Batch {
         Change { blocks: blocks.collect(), new: self.news().into_iter().flatten().collect() }
     }
 
-    /// The journal's block. Turns are of so few blocks that there is room for all.
+    /// The records of the journal block. A turn has so few blocks that one journal block has room for all.
     fn records(&self) -> io::Result<Filling> {
         let (mut filling, mut news) = (Filling::default(), self.news());
         for (volume, block, gets) in self.left() {
@@ -198,8 +210,8 @@ impl Batch {
         &self.parts[part].part.bytes[block * BLOCK_BYTES..(block + 1) * BLOCK_BYTES]
     }
 
-    /// Contents in places in a row, as many as one operation takes. Those that nobody waits for have places
-    /// that no operation is for.
+    /// Runs of contents in consecutive places, as many as one operation takes. Contents whose parts have all failed are
+    /// not written.
     fn runs(&self) -> Vec<(u64, Range<usize>)> {
         let mut runs: Vec<(u64, Range<usize>)> = Vec::new();
         let news = self.news();
@@ -223,40 +235,83 @@ fn is_of(new: &NewContent, volume: VolumeId, block: u64) -> bool {
     (new.volume, new.block) == (volume, block)
 }
 
-impl Live {
-    /// Carries out the writes of one turn, and tells all who wait.
-    pub(super) async fn write_all(&self, port: &Port, parts: Vec<QueuedWrite>) {
+/// Collects the writes of a turn, and carries them out together.
+pub(super) struct Batches {
+    shared: Arc<Shared>,
+    journal: Arc<Journal>,
+    journal_writer: Arc<JournalWriter>,
+    committer: Arc<Committer>,
+    leaves: Arc<Leaves>,
+    changes: Arc<Changes>,
+    collector: Arc<Collector>,
+    turns: Turns,
+}
+
+/// The parts that batches use.
+pub(super) struct Uses {
+    pub(super) shared: Arc<Shared>,
+    pub(super) journal: Arc<Journal>,
+    pub(super) journal_writer: Arc<JournalWriter>,
+    pub(super) committer: Arc<Committer>,
+    pub(super) leaves: Arc<Leaves>,
+    pub(super) changes: Arc<Changes>,
+    pub(super) collector: Arc<Collector>,
+}
+
+impl Batches {
+    pub(super) fn new(uses: Uses) -> Batches {
+        let Uses { shared, journal, journal_writer, committer, leaves, changes, collector } = uses;
+        let turns = Turns::new(shared.core().pages.most_leaves());
+        Batches { shared, journal, journal_writer, committer, leaves, changes, collector, turns }
+    }
+
+    /// Writes a part, whose blocks the caller has locked, in an epoch. The part joins the turn of this thread. The task
+    /// that began the turn carries it out for all.
+    ///
+    /// # Errors
+    /// `StorageFull`. `NotFound`, `InvalidInput`: the volume was deleted, or made smaller. Others are the kernel's.
+    pub(super) async fn write(&self, port: &Port, part: Part) -> io::Result<()> {
+        let (waiter, leader) = self.turns.join(port.io.id(), part);
+        if let Some(leader) = leader {
+            port.io.yield_to_others().await;
+            self.write_all(port, leader.close()).await;
+        }
+        waiter.wait().await
+    }
+
+    /// Carries out the writes of one turn, and answers all of them.
+    async fn write_all(&self, port: &Port, parts: Vec<QueuedWrite>) {
         let mut batch = Batch::of(parts);
         if let Err(e) = self.write_batch(port, &mut batch).await {
             batch.fail_all(&e);
         }
-        for (entrusted, failed) in batch.parts.iter().zip(&batch.failed) {
-            entrusted.answer(failed.as_ref().map_or(Ok(()), |why| Err(why.error())));
+        for (queued, failed) in batch.parts.iter().zip(&batch.failed) {
+            queued.answer(failed.as_ref().map_or(Ok(()), |why| Err(why.error())));
         }
     }
 
-    /// Section 3, steps 4 to 6. An error is one of all.
+    /// Section 3, steps 4 to 6. An error fails all parts.
     async fn write_batch(&self, port: &Port, batch: &mut Batch) -> io::Result<()> {
         self.give_places(port, batch).await?;
         let Some(mut claim) = self.claim_batch(port, batch).await? else { return Ok(()) };
-        let told = self.tell_of(port, JournalLock::Shared, |core| {
+        let check = |core: &Core| {
             batch.fail_if_gone(core);
             Ok(())
-        });
-        let told = told.await?;
+        };
+        let begun = self.journal_writer.begin(port, JournalLock::Shared, check).await?;
         if !batch.is_left() {
             return Ok(());
         }
-        let block = told.block(self, batch.records()?);
-        // Those have no record: nothing of the block has failed.
+        let block = begun.encode(batch.records()?);
+        // Parts that have failed up to here have no record, so they do not count as a failure of the block.
         let before = batch.failures();
         let runs = batch.runs();
         let write = async |(place, of): &(u64, Range<usize>)| {
             let blocks = batch.fresh[of.clone()].iter().map(|fresh| batch.bytes(fresh));
-            self.medium.write_blocks(port, *place, blocks).await
+            self.shared.medium.write_blocks(port, *place, blocks).await
         };
         let data = all(runs.iter().map(write));
-        let (data, record) = both(data, self.medium.write(port, block.0, &block.1)).await;
+        let (data, record) = both(data, self.shared.medium.write(port, block.0, &block.1)).await;
         record?;
         for (done, (_, of)) in data.iter().zip(&runs) {
             if let Err(e) = done {
@@ -265,30 +320,31 @@ impl Live {
         }
         batch.fail_with_contents();
         let leaves = batch.change().leaves();
-        // In memory all of a write is there, or nothing.
+        // Memory has a whole write, or nothing of it.
         let make = |core: &mut Core| {
             batch.fail_if_gone(core);
             let change = batch.change();
             change.make(core)?;
             Ok(change.new)
         };
-        for new in self.with_all(port, &mut claim, &leaves, make).await? {
-            self.index.remember(&new.hash, new.number);
+        for new in self.changes.with_all(port, &mut claim, &leaves, make).await? {
+            self.shared.index.remember(&new.hash, new.number);
         }
-        told.end(batch.failures() == before);
+        begun.end(batch.failures() == before);
         Ok(())
     }
 
-    /// Step 4. What finds no room has failed, and all who have it. So it is while the ballast is not whole.
+    /// Step 4: gives places and numbers to new contents. A content that gets none fails, with its parts. While the
+    /// ballast is not whole, no content gets any.
     async fn give_places(&self, port: &Port, batch: &mut Batch) -> io::Result<()> {
         let (mut done, mut pages) = (0, 0);
-        while done < batch.fresh.len() && self.leaves_space(port).await {
+        while done < batch.fresh.len() && self.committer.leaves_space(port).await {
             match self.give(&mut batch.fresh[done..]) {
                 Gives::Room(count) => {
                     done += count;
-                    self.numbers().new_data(count as u64);
+                    self.journal.new_data(count as u64);
                 }
-                Gives::Bits(segment) => self.load_bits(port, segment).await?,
+                Gives::Bits(segment) => self.shared.load_bits(port, segment).await?,
                 Gives::Numbers(page) if pages < MOST_PAGES => {
                     pages += 1;
                     self.open_numbers(port, page).await?;
@@ -300,34 +356,47 @@ impl Live {
         Ok(())
     }
 
-    /// Places, in as few runs as there are, and as many numbers. Numbers that were used before come first, so
-    /// that their pages need no more room.
+    /// Gives places, in as few runs as possible, and numbers. Numbers that were used before come first, since their
+    /// pages exist.
     fn give(&self, fresh: &mut [Fresh]) -> Gives {
-        let ended = self.epochs.ended();
-        let core = &mut *self.core();
+        let ended = self.shared.epochs.ended();
+        let core = &mut *self.shared.core();
         core.space.release(ended);
         let mut done = 0;
         while done < fresh.len() {
             let gives = match core.give_some((fresh.len() - done) as u64) {
                 Ok(places) => places,
-                // What has been given is kept.
+                // The contents keep what they were given.
                 Err(_) if done > 0 => break,
                 Err(gives) => return gives,
             };
-            let mut marks = self.marks();
+            let first = done;
             for place in gives {
                 let number = core.free_numbers.give().unwrap_or(core.numbers_end);
                 core.numbers_end = core.numbers_end.max(number + 1);
-                marks.is_given(number);
                 fresh[done].given = Ok((place, number));
                 done += 1;
             }
+            let given = fresh[first..done].iter().filter_map(|fresh| fresh.given.as_ref().ok());
+            self.collector.are_given(given.map(|(_, number)| *number));
         }
         Gives::Room(done)
     }
 
-    /// Room in memory for what is left of a batch. If a leaf is damaged those have failed whose it is. None:
-    /// nothing is left.
+    /// Makes the empty numbers of a page of P2M ready to be given. A damaged page is left out.
+    async fn open_numbers(&self, port: &Port, page: u64) -> io::Result<()> {
+        let loaded = self.leaves.look(port, Leaf::P2m(page), |_, _| ()).await;
+        let core = &mut *self.shared.core();
+        if let Err(e) = loaded {
+            // Other pages have numbers, too.
+            core.free_numbers.close(page);
+            return if is_lost(&e) { Ok(()) } else { Err(e) };
+        }
+        core.open_numbers(page)
+    }
+
+    /// Claims room in memory for the parts that have not failed. A damaged leaf fails the parts that change it. `None`:
+    /// all parts have failed.
     async fn claim_batch<'a>(
         &'a self,
         port: &Port,
@@ -337,9 +406,9 @@ impl Live {
             if !batch.is_left() {
                 return Ok(None);
             }
-            let why = match self.claim(port, &batch.change().leaves()).await {
+            let why = match self.changes.claim(port, &batch.change().leaves()).await {
                 Ok(claim) => {
-                    self.check_room(Whose::Data)?;
+                    self.changes.check_room(ChangeKind::Data)?;
                     return Ok(Some(claim));
                 }
                 Err(why) => why,
@@ -347,7 +416,7 @@ impl Live {
             let before = batch.failed.clone();
             for part in (0..batch.parts.len()).filter(|part| before[*part].is_none()) {
                 let leaves = batch.leaves_of(part);
-                if let Err(e) = self.claim(port, &leaves).await {
+                if let Err(e) = self.changes.claim(port, &leaves).await {
                     batch.fail(part, &e);
                 }
             }
@@ -364,7 +433,7 @@ impl Live {
 }
 
 impl Batch {
-    /// What one part changes by itself.
+    /// The leaves that one part changes.
     fn leaves_of(&self, part: usize) -> BTreeSet<Leaf> {
         let volume = self.parts[part].part.volume;
         let mut leaves = BTreeSet::new();
@@ -381,11 +450,11 @@ impl Batch {
 }
 
 impl Core {
-    /// Places in a row for as many contents as there are numbers for, at most so many.
+    /// Gives consecutive places: at most `most`, and at most as many as there are numbers ready.
     fn give_some(&mut self, most: u64) -> Result<Range<u64>, Gives> {
         let ready = self.free_numbers.ready();
         let never_given = self.layout.places().saturating_sub(self.numbers_end);
-        // A page that may have none is looked at if there is no other way.
+        // Before the first pass a page may have no free numbers. Then it is looked at only as the last resort.
         let may_look = self.free_numbers.are_known() || never_given == 0;
         if ready == 0
             && may_look

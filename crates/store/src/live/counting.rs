@@ -1,13 +1,14 @@
-//! What the space of a store in use is for. Guests go on meanwhile, so it is what it was at no one moment.
+//! Counts what the space of a store in use is for. Guests write meanwhile, so the figures are not of one moment.
 
 use std::collections::HashMap;
 use std::io;
 
 use ferrite_disk_base::Port;
 
-use super::leaves::Leaf;
-use super::passes::numbers_of;
-use super::{BLOCK_BYTES, Live, damaged};
+use super::leaf::{Leaf, numbers_of};
+use super::leaves::Leaves;
+use super::shared::Shared;
+use super::{BLOCK_BYTES, VolumeInfo, damaged};
 use crate::check::{Stats, VolumeStats};
 use crate::journal::VolumeId;
 use crate::page::{P2M_ENTRIES, V2P_ENTRIES, Whereabouts, decode_number};
@@ -15,14 +16,14 @@ use crate::pages::{PageId, Pages};
 use crate::space::{Bits, Kind};
 use crate::tree::Found;
 
-/// Leaves that are looked at before others have their turn.
+/// Leaves that are counted before requests go on.
 const STEP: u64 = 64;
 
-/// What is known so far.
+/// What was counted so far.
 struct Count {
-    /// Blocks that are not zeros, of leaves that were looked at. Volumes share them.
+    /// By leaf of V2P: its blocks that are not zeros. Volumes share leaves.
     mapped: HashMap<PageId, u32>,
-    /// Numbers that a volume has.
+    /// By number: a volume has it.
     live: Bits,
 }
 
@@ -30,25 +31,31 @@ fn in_bytes(blocks: u64) -> u64 {
     blocks * BLOCK_BYTES as u64
 }
 
-impl Live {
-    /// What the space is for.
+/// Counts what the space is for.
+pub(super) struct Counter<'a> {
+    pub(super) shared: &'a Shared,
+    pub(super) leaves: &'a Leaves,
+}
+
+impl Counter<'_> {
+    /// Counts what the space is for.
     ///
     /// # Errors
-    /// Metadata are damaged, or cannot be read.
-    pub async fn stats(&self, port: &Port) -> io::Result<Stats> {
-        let places = self.core().layout.places();
+    /// Metadata are damaged (`InvalidData`), or cannot be read.
+    pub(super) async fn stats(&self, port: &Port) -> io::Result<Stats> {
+        let places = self.shared.core().layout.places();
         let mut count = Count { mapped: HashMap::new(), live: Bits::all(false, places) };
-        let mut stats = Stats { volumes: self.volumes_as_they_are(), ..Stats::default() };
+        let mut stats = Stats { volumes: self.volumes(), ..Stats::default() };
         for volume in &mut stats.volumes {
-            let Some(number) = self.volume(&volume.name) else { continue };
-            volume.mapped_bytes = in_bytes(self.mapped(port, number, &mut count).await?);
+            let Some(found) = self.shared.core().volume_called(&volume.name) else { continue };
+            volume.mapped_bytes = in_bytes(self.mapped(port, found.number, &mut count).await?);
         }
         stats.logical_bytes = stats.volumes.iter().map(|volume| volume.virtual_bytes).sum();
         stats.mapped_bytes = stats.volumes.iter().map(|volume| volume.mapped_bytes).sum();
         let (distinct, stored) = self.distinct(port, &mut count.live).await?;
         (stats.distinct_bytes, stats.stored_bytes) = (in_bytes(distinct), in_bytes(stored));
         stats.ratio = stats.mapped_bytes as f64 / stats.stored_bytes.max(in_bytes(1)) as f64;
-        let core = self.core();
+        let core = self.shared.core();
         stats.metadata_bytes = in_bytes(core.space.used(Kind::Metadata));
         let data = in_bytes(core.space.used(Kind::Data));
         stats.garbage_bytes = data.saturating_sub(stats.stored_bytes);
@@ -56,19 +63,21 @@ impl Live {
         Ok(stats)
     }
 
-    fn volumes_as_they_are(&self) -> Vec<VolumeStats> {
-        let of = |volume: super::VolumeInfo| VolumeStats {
+    /// All volumes, with no mapped bytes yet.
+    fn volumes(&self) -> Vec<VolumeStats> {
+        let of = |volume: VolumeInfo| VolumeStats {
             name: volume.name,
             snapshot: volume.snapshot,
             virtual_bytes: volume.virtual_bytes,
             mapped_bytes: 0,
         };
-        self.list().into_iter().map(of).collect()
+        self.shared.core().list().into_iter().map(of).collect()
     }
 
-    /// How many blocks of a volume are not zeros. One that ends meanwhile has none from there on.
+    /// How many blocks of a volume are not zeros. If it is deleted meanwhile, the rest of it does not count.
     async fn mapped(&self, port: &Port, volume: VolumeId, count: &mut Count) -> io::Result<u64> {
-        let blocks = self.core().volumes.entries().get(&volume).map_or(0, |volume| volume.blocks);
+        let blocks =
+            self.shared.core().volumes.entries().get(&volume).map_or(0, |volume| volume.blocks);
         let mut mapped = 0;
         for index in 0..blocks.div_ceil(V2P_ENTRIES as u64) {
             if index % STEP == 0 {
@@ -83,8 +92,9 @@ impl Live {
         Ok(mapped)
     }
 
+    /// How many blocks of a leaf are not zeros.
     async fn mapped_in(&self, port: &Port, leaf: Leaf, count: &mut Count) -> io::Result<u32> {
-        let found = leaf.find(&self.core())?;
+        let found = leaf.find(&self.shared.core())?;
         if let Found::Nothing = found {
             return Ok(0);
         }
@@ -93,9 +103,9 @@ impl Live {
         {
             return Ok(*known);
         }
-        let layout = self.core().layout;
+        let layout = self.shared.core().layout;
         let look = |pages: &Pages, id: &PageId| (*id, pages.words::<V2P_ENTRIES>(id, 0));
-        let Some((id, words)) = self.look(port, leaf, look).await? else { return Ok(0) };
+        let Some((id, words)) = self.leaves.look(port, leaf, look).await? else { return Ok(0) };
         let mut mapped = 0;
         for word in words.unwrap_or([0; V2P_ENTRIES]) {
             let number = decode_number(word.to_le_bytes(), &layout).map_err(damaged)?;
@@ -108,26 +118,26 @@ impl Live {
         Ok(mapped)
     }
 
-    /// How many of these contents differ, and the places that they take.
+    /// How many different contents the live numbers have, and the places that these take.
     async fn distinct(&self, port: &Port, live: &mut Bits) -> io::Result<(u64, u64)> {
         let (end, places) = {
-            let core = self.core();
+            let core = self.shared.core();
             (core.numbers_end, core.layout.places())
         };
         let (mut distinct, mut stored) = (0, 0);
-        // First places of groups, if there are any.
+        // The first places of groups, if the store has groups.
         let mut groups: Option<Bits> = None;
-        // From above, since the content of a number may be that of a lower one.
+        // From the highest number down, since a number may stand for a lower one.
         for page in (0..end.div_ceil(P2M_ENTRIES as u64)).rev() {
             if page % STEP == 0 {
                 port.io.yield_to_others().await;
             }
-            let entries = self.entries(port, page).await?;
+            let entries = self.leaves.entries(port, page).await?;
             for number in numbers_of(page, end).rev() {
                 let entry = &entries[(number % P2M_ENTRIES as u64) as usize];
                 match entry {
                     _ if !live.get(number) => {}
-                    // It was swept since.
+                    // A pass has cleared it since.
                     Whereabouts::Nowhere => {}
                     Whereabouts::SameAs { number } => {
                         live.set(*number);

@@ -1,205 +1,35 @@
-//! Leaves of a store's trees: brought into memory, looked at, and changed together (store.md 6).
+//! Leaves of a store's trees, read into memory from the medium (store.md 6), and the contents that they name.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::sync::Mutex;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_disk_base::Port;
 
-use super::{BLOCK_BYTES, Core, Live, checkpoint, damaged, lock};
-use crate::journal::{NewContent, VolumeId};
-use crate::medium::is_of_a_block;
-use crate::page::{HASHES, P2M_ENTRIES, POINTER_BYTES, Pointer, V2P_ENTRIES, Whereabouts};
-use crate::pages::{Kind, PageId, Pages, Pins, Promise};
-use crate::side_by_side::all;
-use crate::slots::View;
-use crate::tree::{FOR_EVER, Found, Way};
-use crate::{Damaged, content::ContentHash};
+use super::leaf::{Leaf, bytes, is_lost, words};
+use super::shared::Shared;
+use super::{BLOCK_BYTES, damaged};
+use crate::Damaged;
+use crate::checkpoint::load as load_page;
+use crate::content::ContentHash;
+use crate::journal::VolumeId;
+use crate::lookups::{Looked, Lookups};
+use crate::page::{P2M_ENTRIES, POINTER_BYTES, Pointer, Whereabouts};
+use crate::pages::{Kind, PageId, Pages};
+use crate::tree::{Found, Next};
 
-/// How long somebody waits who finds no room in memory, and makes none.
+/// How long a task waits that finds no room in memory for a page.
 const AGAIN: Duration = Duration::from_millis(1);
+/// The most numbers on the way from a number to its content, each of which stands for the next. A pass shortens it.
+const MAX_WAY: u32 = 64;
+/// Words of an entry of P2M.
+const ENTRY_WORDS: usize = 2;
 
-/// A leaf, as it is asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Leaf {
-    /// Of a volume.
-    V2p(VolumeId, u64),
-    /// Of P2M.
-    P2m(u64),
-    /// Of the hashes.
-    Hashes(u64),
-}
-
-impl Leaf {
-    /// Where a volume has this block: leaf and word.
-    pub(super) fn of_block(volume: VolumeId, block: u64) -> (Leaf, usize) {
-        let entries = V2P_ENTRIES as u64;
-        (Leaf::V2p(volume, block / entries), (block % entries) as usize)
-    }
-
-    /// Where P2M has this number.
-    pub(super) fn of_number(number: u64) -> (Leaf, usize) {
-        let entries = P2M_ENTRIES as u64;
-        (Leaf::P2m(number / entries), (number % entries) as usize * 2)
-    }
-
-    /// Where the hash of this number is.
-    pub(super) fn of_hash(number: u64) -> (Leaf, usize) {
-        (Leaf::Hashes(number / HASHES as u64), (number % HASHES as u64) as usize * 4)
-    }
-
-    /// By which readers find it without a lock.
-    pub(super) fn view(self) -> View {
-        match self {
-            Leaf::V2p(volume, leaf) => View::of_volume(volume, leaf),
-            Leaf::P2m(leaf) => View::of_p2m(leaf),
-            Leaf::Hashes(leaf) => View::of_hashes(leaf),
-        }
-    }
-
-    fn kind(self) -> Kind {
-        match self {
-            Leaf::V2p(..) => Kind::V2p,
-            Leaf::P2m(_) => Kind::P2m,
-            Leaf::Hashes(_) => Kind::Hashes,
-        }
-    }
-
-    pub(super) fn find(self, core: &Core) -> io::Result<Found> {
-        let found = match self {
-            Leaf::V2p(volume, leaf) => {
-                let volume = core.volumes.entries().get(&volume).ok_or(io::ErrorKind::NotFound)?;
-                volume.tree.find(&core.pages, leaf)
-            }
-            Leaf::P2m(leaf) => core.p2m.find(&core.pages, leaf),
-            Leaf::Hashes(leaf) => core.hashes.find(&core.pages, leaf),
-        };
-        found.map_err(damaged)
-    }
-
-    fn pin(self, core: &mut Core, pins: &mut Pins) -> io::Result<Found> {
-        let (tree, leaf) = match self {
-            Leaf::V2p(volume, leaf) => {
-                let volume = core.volumes.entries().get(&volume).ok_or(io::ErrorKind::NotFound)?;
-                (volume.tree, leaf)
-            }
-            Leaf::P2m(leaf) => (core.p2m, leaf),
-            Leaf::Hashes(leaf) => (core.hashes, leaf),
-        };
-        tree.pin(&mut core.pages, leaf, pins).map_err(damaged)
-    }
-
-    /// Places of it, and of the pages on the way to it; not of a volume's.
-    pub(super) fn way(self, core: &Core) -> io::Result<Way> {
-        let way = match self {
-            Leaf::V2p(..) => return Err(io::ErrorKind::Unsupported.into()),
-            Leaf::P2m(leaf) => core.p2m.way(&core.pages, leaf),
-            Leaf::Hashes(leaf) => core.hashes.way(&core.pages, leaf),
-        };
-        way.map_err(damaged)
-    }
-
-    /// Which entries of a leaf of P2M are nothing. None: it is not in memory.
-    pub(super) fn nothing(self, core: &Core) -> io::Result<Option<[bool; P2M_ENTRIES]>> {
-        let id = match self.find(core)? {
-            Found::Leaf(id) => id,
-            Found::Nothing => return Ok(Some([true; P2M_ENTRIES])),
-            Found::Load(..) => return Ok(None),
-        };
-        let entry = |at: usize| core.pages.words::<2>(&id, 2 * at);
-        Ok(Some(std::array::from_fn(|at| entry(at) == Some([0; 2]))))
-    }
-
-    /// Whether a leaf that is in memory has these words.
-    pub(super) fn holds<const N: usize>(
-        self,
-        core: &Core,
-        at: usize,
-        words: &[u64; N],
-    ) -> io::Result<bool> {
-        let Found::Leaf(id) = self.find(core)? else { return Ok(false) };
-        Ok(core.pages.words::<N>(&id, at).as_ref() == Some(words))
-    }
-
-    /// Makes it one whose words may be [stored](Pages::store). It was claimed.
-    fn change(self, core: &mut Core) -> io::Result<PageId> {
-        let pages = &mut core.pages;
-        let changed = match self {
-            Leaf::V2p(volume, leaf) => {
-                let volume = core.volumes.get_mut(volume).ok_or(io::ErrorKind::NotFound)?;
-                volume.tree.change(pages, volume.generation, leaf)
-            }
-            Leaf::P2m(leaf) => core.p2m.change(pages, FOR_EVER, leaf),
-            Leaf::Hashes(leaf) => core.hashes.change(pages, FOR_EVER, leaf),
-        };
-        // Nobody finds what is the leaf no more: it may be another volume's.
-        changed.before.inspect(|before| pages.hide(before, self.view()));
-        pages.show(&changed.leaf, self.view());
-        Ok(changed.leaf)
-    }
-
-    /// Changes words of it. It was claimed.
-    pub(super) fn store(self, core: &mut Core, at: usize, words: &[u64]) -> io::Result<()> {
-        let page = self.change(core)?;
-        core.pages.store(&page, at, words);
-        Ok(())
-    }
-}
-
-/// What blocks of volumes get, and contents that the store had not.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Change {
-    /// Volumes, blocks of theirs, and the numbers that they get.
-    pub(super) blocks: Vec<(VolumeId, u64, u64)>,
-    pub(super) new: Vec<NewContent>,
-}
-
-impl Change {
-    /// All that it changes.
-    pub(super) fn leaves(&self) -> BTreeSet<Leaf> {
-        let of_new =
-            |new: &NewContent| [Leaf::of_hash(new.number).0, Leaf::of_number(new.number).0];
-        let blocks = self.blocks.iter().map(|(volume, at, _)| Leaf::of_block(*volume, *at).0);
-        self.new.iter().flat_map(of_new).chain(blocks).collect()
-    }
-
-    /// Whether it can be made.
-    ///
-    /// # Errors
-    /// There is no such volume, or it is smaller.
-    pub(super) fn check(&self, core: &Core) -> io::Result<()> {
-        self.blocks.iter().try_for_each(|(volume, block, _)| check(core, *volume, *block))
-    }
-
-    /// Makes it. All leaves are [claimed](Live::claim).
-    ///
-    /// # Errors
-    /// As [`check`](Change::check). Nothing has changed then.
-    pub(super) fn make(&self, core: &mut Core) -> io::Result<()> {
-        self.check(core)?;
-        // In this order (section 6, Order).
-        let hashes = self.new.iter().map(|new| (Leaf::of_hash(new.number), words(&new.hash.0)));
-        store_all::<4>(core, hashes)?;
-        let places = self.new.iter().map(|new| {
-            let entry = Whereabouts::Plain { place: new.place, checksum: new.checksum };
-            (Leaf::of_number(new.number), words(&entry.encode()))
-        });
-        store_all::<2>(core, places)?;
-        let blocks = self.blocks.iter();
-        store_all(
-            core,
-            blocks.map(|(volume, at, number)| (Leaf::of_block(*volume, *at), [*number])),
-        )
-    }
-}
-
-/// Whether an error says that a block is not what it was.
-pub(super) fn is_lost(e: &io::Error) -> bool {
-    e.kind() == io::ErrorKind::InvalidData || is_of_a_block(e)
-}
-
-/// Numbers that were never given have no content: so who reads an entry of a leaf in memory need not ask.
+/// Checks that numbers that were never given have no content, when a page is loaded. So readers of a leaf in memory
+/// need not check it.
+///
+/// # Errors
+/// One has a content.
 fn check_numbers(id: &PageId, page: &[u8], end: u64) -> Result<(), Damaged> {
     let is_leaf_of_p2m = id.kind == Kind::P2m && id.level == 0;
     let given = end.saturating_sub(id.index * P2M_ENTRIES as u64);
@@ -210,65 +40,34 @@ fn check_numbers(id: &PageId, page: &[u8], end: u64) -> Result<(), Damaged> {
     }
 }
 
-/// Whether there is such a block.
-pub(super) fn check(core: &Core, volume: VolumeId, block: u64) -> io::Result<()> {
-    let size = core.volumes.entries().get(&volume).map(|volume| volume.blocks);
-    match block < size.ok_or(io::ErrorKind::NotFound)? {
-        true => Ok(()),
-        false => Err(io::ErrorKind::InvalidInput.into()),
+/// Looks leaves up in memory, and reads those that are not there.
+pub(super) struct Leaves {
+    shared: Arc<Shared>,
+    lookups: Lookups,
+}
+
+impl Leaves {
+    pub(super) fn new(shared: Arc<Shared>) -> Leaves {
+        Leaves { shared, lookups: Lookups::default() }
     }
-}
 
-/// Words of leaves. Those of one leaf in a row need one look for it.
-fn store_all<const N: usize>(
-    core: &mut Core,
-    all: impl Iterator<Item = ((Leaf, usize), [u64; N])>,
-) -> io::Result<()> {
-    let mut last: Option<(Leaf, PageId)> = None;
-    for ((leaf, at), words) in all {
-        let page = match last {
-            Some((known, page)) if known == leaf => page,
-            _ => leaf.change(core)?,
-        };
-        core.pages.store(&page, at, &words);
-        last = Some((leaf, page));
+    /// How often leaves were in memory when they were looked up.
+    pub(super) fn looked(&self) -> Looked {
+        self.lookups.all()
     }
-    Ok(())
-}
 
-/// Bytes of an entry as a leaf has them.
-pub(super) fn words<const N: usize>(bytes: &[u8]) -> [u64; N] {
-    std::array::from_fn(|i| u64::from_le_bytes(bytes.as_chunks().0[i]))
-}
-
-/// The opposite.
-pub(super) fn bytes<const N: usize, const WORDS: usize>(words: [u64; WORDS]) -> [u8; N] {
-    let mut bytes = [0; N];
-    for (to, word) in bytes.as_chunks_mut().0.iter_mut().zip(words) {
-        *to = word.to_le_bytes();
-    }
-    bytes
-}
-
-/// Room for the change of some leaves, which stay in memory. It is given back when this is dropped.
-pub(super) struct Claim<'a> {
-    core: &'a Mutex<Core>,
-    promise: Option<Promise>,
-    pins: Pins,
-}
-
-impl Drop for Claim<'_> {
-    fn drop(&mut self) {
-        let mut core = lock(self.core);
-        core.pages.unpin(std::mem::take(&mut self.pins));
-        if let Some(promise) = self.promise.take() {
-            core.pages.keep_promise(promise);
+    /// Counts entries that were found in memory without [`Leaves`]: those of blocks, and those of numbers.
+    pub(super) fn count_hits(&self, blocks: usize, numbers: usize) {
+        self.lookups.hit(Kind::V2p, blocks as u64);
+        if numbers > 0 {
+            self.lookups.hit(Kind::P2m, numbers as u64);
         }
     }
-}
 
-impl Live {
-    /// What a leaf says; none: there is no such leaf, all of it is zeros.
+    /// Gives what `look` finds in a leaf. `None`: there is no such leaf, and all its words are zeros.
+    ///
+    /// # Errors
+    /// The leaf is damaged (`InvalidData`), or cannot be read. `NotFound`: there is no such volume.
     pub(super) async fn look<T>(
         &self,
         port: &Port,
@@ -278,7 +77,7 @@ impl Live {
         let mut hits = 1;
         loop {
             let (id, pointer) = {
-                let core = &mut *self.core();
+                let core = &mut *self.shared.core();
                 match leaf.find(core)? {
                     Found::Leaf(id) => {
                         core.pages.show(&id, leaf.view());
@@ -294,8 +93,11 @@ impl Live {
         }
     }
 
-    /// All words of a leaf. It does not come into memory for that: what looks at all leaves once would drive
-    /// out those that are wanted again. None: there is no such leaf.
+    /// All words of a leaf, which is not kept in memory: a task that reads all leaves once would evict those that
+    /// requests need again. `None`: there is no such leaf.
+    ///
+    /// # Errors
+    /// As [`look`](Leaves::look).
     pub(super) async fn peek(
         &self,
         port: &Port,
@@ -303,7 +105,7 @@ impl Live {
     ) -> io::Result<Option<[u64; BLOCK_BYTES / 8]>> {
         loop {
             let (id, pointer) = {
-                let core = self.core();
+                let core = self.shared.core();
                 match leaf.find(&core)? {
                     Found::Leaf(id) => return Ok(core.pages.words(&id, 0)),
                     Found::Nothing => return Ok(None),
@@ -315,17 +117,17 @@ impl Live {
                 continue;
             }
             let page = self.page(port, &id, &pointer).await;
-            // Its place may have become another's meanwhile.
-            if leaf.find(&self.core())? == Found::Load(id, pointer) {
+            // The leaf may have moved meanwhile, and its place have another page.
+            if leaf.find(&self.shared.core())? == Found::Load(id, pointer) {
                 return Ok(Some(words(&page?)));
             }
         }
     }
 
-    /// A page of the medium. One of hashes that is lost is as one of contents that have none: that costs
-    /// space only (section 2).
+    /// Reads a page. A lost page of hashes reads as zeros, so its contents have no hashes: that costs only space
+    /// (section 2).
     async fn page(&self, port: &Port, id: &PageId, pointer: &Pointer) -> io::Result<Vec<u8>> {
-        let page = checkpoint::load(&self.layout, &self.medium, port, id, pointer).await;
+        let page = load_page(&self.shared.layout, &self.shared.medium, port, id, pointer).await;
         let is_of_hashes = id.kind == Kind::Hashes && id.level == 0;
         page.or_else(|e| match is_of_hashes && is_lost(&e) {
             true => Ok(vec![0; BLOCK_BYTES]),
@@ -333,13 +135,16 @@ impl Live {
         })
     }
 
-    /// Words of a leaf, without a lock if readers find it.
+    /// Words of a leaf from `at` on, without the core's lock if they are in memory.
+    ///
+    /// # Errors
+    /// As [`look`](Leaves::look).
     pub(super) async fn words<const N: usize>(
         &self,
         port: &Port,
         (leaf, at): (Leaf, usize),
     ) -> io::Result<[u64; N]> {
-        if let Some(words) = self.slots.read(leaf.view(), at) {
+        if let Some(words) = self.shared.slots.read(leaf.view(), at) {
             self.lookups.hit(leaf.kind(), 1);
             return Ok(words);
         }
@@ -347,25 +152,32 @@ impl Live {
         Ok(words.flatten().unwrap_or([0; N]))
     }
 
-    /// Where a number's content is.
+    /// The entry of a number in P2M.
     ///
     /// # Errors
-    /// The entry is damaged, or cannot be read.
+    /// The entry is damaged (`InvalidData`), or cannot be read.
     pub(super) async fn whereabouts(&self, port: &Port, number: u64) -> io::Result<Whereabouts> {
-        if number >= self.layout.places() {
+        if number >= self.shared.layout.places() {
             return Err(damaged(Damaged("a content has a number that no store of this size has")));
         }
         let entry = self.words::<2>(port, Leaf::of_number(number)).await?;
-        Whereabouts::decode(&bytes(entry), number, &self.layout).map_err(damaged)
+        Whereabouts::decode(&bytes(entry), number, &self.shared.layout).map_err(damaged)
     }
 
-    /// The name of a number's content.
+    /// The hash of a number's content.
+    ///
+    /// # Errors
+    /// As [`look`](Leaves::look).
     pub(super) async fn hash_of(&self, port: &Port, number: u64) -> io::Result<ContentHash> {
         let words = self.words::<4>(port, Leaf::of_hash(number)).await?;
         Ok(ContentHash(bytes(words)))
     }
 
-    /// A page on the way to a leaf.
+    /// Reads a leaf, or a page above it, into memory. If memory has no room, it waits a moment, and the caller tries
+    /// again.
+    ///
+    /// # Errors
+    /// As [`look`](Leaves::look).
     pub(super) async fn load(
         &self,
         port: &Port,
@@ -378,8 +190,8 @@ impl Live {
         }
         let page = self.page(port, &id, &pointer).await;
         let is_in = {
-            let mut core = self.core();
-            // It may have been loaded, changed, written and forgotten meanwhile.
+            let mut core = self.shared.core();
+            // Other tasks may have loaded, changed, written and evicted it meanwhile.
             if leaf.find(&core)? != Found::Load(id, pointer) {
                 return Ok(());
             }
@@ -393,67 +205,74 @@ impl Live {
         }
     }
 
-    /// Room for a change, for which checkpoints are made. All leaves are in memory, and stay there.
+    /// The first leaf of a volume's tree from `leaf` on.
     ///
     /// # Errors
-    /// One cannot be read, or no checkpoint can be made.
-    pub(super) async fn claim(
+    /// As [`look`](Leaves::look).
+    pub(super) async fn next_leaf(
         &self,
         port: &Port,
-        leaves: &BTreeSet<Leaf>,
-    ) -> io::Result<Claim<'_>> {
-        let promise = |core: &mut Core| core.pages.promise(leaves.len());
-        let mut promised = promise(&mut self.core());
-        while promised.is_none() {
-            let is_needed = {
-                let pages = &self.core().pages;
-                pages.wants_checkpoint() || pages.promises_nothing()
+        volume: VolumeId,
+        leaf: u64,
+    ) -> io::Result<Option<u64>> {
+        let mut leaf = leaf;
+        loop {
+            let next = {
+                let core = self.shared.core();
+                let volume = core.volumes.entries().get(&volume).ok_or(io::ErrorKind::NotFound)?;
+                volume.tree.next(&core.pages, leaf).map_err(damaged)?
             };
-            match is_needed {
-                true => {
-                    let is_enough = || {
-                        promised = promise(&mut self.core());
-                        promised.is_some()
-                    };
-                    self.checkpoint_unless(port, is_enough).await?;
+            match next {
+                Next::Leaf => return Ok(Some(leaf)),
+                Next::NotBefore(next) => leaf = next,
+                Next::End => return Ok(None),
+                Next::Load(id, pointer) => {
+                    self.load(port, Leaf::V2p(volume, leaf), id, pointer).await?;
                 }
-                // Others have promises, and end without this one.
-                false => port.io.sleep(AGAIN).await?,
-            }
-            if promised.is_none() {
-                promised = promise(&mut self.core());
             }
         }
-        let mut claim = Claim { core: &self.core, promise: promised, pins: Pins::default() };
-        self.with_all(port, &mut claim, leaves, |_| Ok(())).await?;
-        Ok(claim)
     }
 
-    /// Does something when all leaves are in memory.
-    pub(super) async fn with_all<T>(
+    /// Where a number's content is, which may be that of a lower number. The entry is never of kind 2.
+    ///
+    /// # Errors
+    /// An entry is damaged (`InvalidData`), or cannot be read.
+    pub(super) async fn content_of(&self, port: &Port, number: u64) -> io::Result<Whereabouts> {
+        Ok(self.meant_by(port, number).await?.1)
+    }
+
+    /// The number whose content a number stands for, which may be itself, and where that content is.
+    ///
+    /// # Errors
+    /// As [`content_of`](Leaves::content_of).
+    pub(super) async fn meant_by(
         &self,
         port: &Port,
-        claim: &mut Claim<'_>,
-        leaves: &BTreeSet<Leaf>,
-        mut act: impl FnMut(&mut Core) -> io::Result<T>,
-    ) -> io::Result<T> {
-        loop {
-            let missing = {
-                let mut core = self.core();
-                let mut missing = BTreeMap::new();
-                for leaf in leaves {
-                    if let Found::Load(id, pointer) = leaf.pin(&mut core, &mut claim.pins)? {
-                        // An inner page may lead to several.
-                        missing.entry(id).or_insert((*leaf, pointer));
-                    }
-                }
-                if missing.is_empty() {
-                    return act(&mut core);
-                }
-                missing
-            };
-            let load = |(id, (leaf, pointer))| self.load(port, leaf, id, pointer);
-            all(missing.into_iter().map(load)).await.into_iter().collect::<io::Result<()>>()?;
+        number: u64,
+    ) -> io::Result<(u64, Whereabouts)> {
+        let mut number = number;
+        for _ in 0..MAX_WAY {
+            match self.whereabouts(port, number).await? {
+                Whereabouts::SameAs { number: lower } => number = lower,
+                found => return Ok((number, found)),
+            }
         }
+        Err(damaged(Damaged("a content is that of another one, and so on without an end")))
+    }
+
+    /// All entries of a page of P2M, which is not kept in memory.
+    ///
+    /// # Errors
+    /// As [`content_of`](Leaves::content_of).
+    pub(super) async fn entries(&self, port: &Port, page: u64) -> io::Result<Vec<Whereabouts>> {
+        let layout = self.shared.core().layout;
+        let Some(words) = self.peek(port, Leaf::P2m(page)).await? else {
+            return Ok(vec![Whereabouts::Nowhere; P2M_ENTRIES]);
+        };
+        let numbers = page * P2M_ENTRIES as u64..;
+        let entries = words.as_chunks::<ENTRY_WORDS>().0.iter().zip(numbers);
+        let entries =
+            entries.map(|(words, number)| Whereabouts::decode(&bytes(*words), number, &layout));
+        entries.collect::<Result<_, _>>().map_err(damaged)
     }
 }

@@ -1,11 +1,13 @@
-//! What a store says of itself and of its volumes, for people and programs. Sizes are bytes.
+//! Descriptions of a store and of its volumes, for people and programs. Sizes are bytes.
 
 use std::io;
 
 use ferrite_disk_base::Port;
 use serde::{Deserialize, Serialize};
 
-use super::{BLOCK_BYTES, Core, Index, Live, lock};
+use super::recovery::{journal_block, scan};
+use super::shared::Shared;
+use super::{BLOCK_BYTES, Core, Index, Live};
 use crate::Damaged;
 use crate::journal::{Record, VolumeId};
 use crate::medium::{Medium, damaged};
@@ -14,52 +16,52 @@ use crate::page::Packing;
 use crate::superblock::VERSION;
 use crate::table::Volume;
 
-/// Memory for who only looks at a store.
+/// Memory of a process that only looks at a store, in bytes.
 const LOOK_BYTES: usize = 1 << 20;
 
 fn impossible() -> io::Error {
     damaged(Damaged("a record of the journal cannot be carried out"))
 }
 
-/// A volume, or a snapshot.
+/// A volume, or a snapshot, as lists show it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeInfo {
-    /// What it is called.
+    /// The name of the volume.
     pub name: String,
-    /// Its size.
+    /// The size of the volume.
     pub virtual_bytes: u64,
-    /// With whom it shares content.
+    /// The dedup domain, whose volumes share content.
     pub domain: String,
-    /// Nobody writes it.
+    /// Whether it is a snapshot, which is read-only.
     pub snapshot: bool,
-    /// What it was made from, if that is there.
+    /// The volume that it was made from, if the store still has that.
     pub origin: Option<String>,
 }
 
-/// A store.
+/// A store, as `info` shows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreInfo {
-    /// Its random identifier.
+    /// The random identifier of the store.
     pub id: String,
-    /// Of its format.
+    /// The version of the format.
     pub version: u32,
-    /// Its size.
+    /// The size of the store.
     pub store_bytes: u64,
-    /// Of its journal.
+    /// The size of the journal.
     pub journal_bytes: u64,
-    /// Of one of its segments.
+    /// The size of a segment.
     pub segment_bytes: u64,
-    /// Room for content that is given to nobody.
+    /// The free space for content.
     pub free_bytes: u64,
-    /// The last one that is on the medium.
+    /// The number of the last checkpoint on the medium.
     pub checkpoint: u64,
-    /// How many there are.
+    /// The number of volumes, with the snapshots.
     pub volumes: u64,
-    /// Of those, how many nobody writes.
+    /// The number of snapshots.
     pub snapshots: u64,
-    /// Volumes of one share content with each other.
+    /// The dedup domains. Volumes of one domain share content.
     pub domains: Vec<String>,
-    /// How content is compressed.
+    /// How content is compressed. `None`: it is not.
     pub compress: Option<Packing>,
 }
 
@@ -74,6 +76,14 @@ impl Core {
             snapshot: volume.is_snapshot,
             origin: origin.map(|origin| origin.name.as_str().into()),
         }
+    }
+
+    /// All volumes, in the order of their names.
+    pub(super) fn list(&self) -> Vec<VolumeInfo> {
+        let volumes = self.volumes.entries().values();
+        let mut all: Vec<VolumeInfo> = volumes.map(|volume| self.volume_info(volume)).collect();
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        all
     }
 
     fn store_info(&self) -> StoreInfo {
@@ -99,71 +109,67 @@ impl Core {
 impl Live {
     /// All volumes, in the order of their names.
     pub fn list(&self) -> Vec<VolumeInfo> {
-        let core = self.core();
-        let mut all: Vec<VolumeInfo> =
-            core.volumes.entries().values().map(|volume| core.volume_info(volume)).collect();
-        all.sort_by(|a, b| a.name.cmp(&b.name));
-        all
+        self.shared.core().list()
     }
 
-    /// What a volume says of itself.
+    /// Describes a volume.
     pub fn volume_info(&self, volume: VolumeId) -> Option<VolumeInfo> {
-        let core = self.core();
+        let core = self.shared.core();
         core.volumes.entries().get(&volume).map(|volume| core.volume_info(volume))
     }
 
-    /// What the store says of itself.
+    /// Describes the store.
     pub fn info(&self) -> StoreInfo {
-        self.core().store_info()
+        self.shared.core().store_info()
     }
 
-    /// The number of the domain with this name.
+    /// The number of the dedup domain with this name.
     pub fn domain(&self, name: &str) -> Option<u16> {
-        let core = self.core();
+        let core = self.shared.core();
         let mut entries = core.domains.entries().iter();
         let found = entries.find(|(_, domain)| domain.name.as_str() == name);
         found.and_then(|(number, _)| u16::try_from(*number).ok())
     }
 }
 
-/// A store that nobody serves, and that is only looked at: nothing is written. It has the volumes that the
-/// journal says; what is in them is not looked for.
+/// A store that is not in use, opened without a write. It has the volumes that the journal says. Their content is not
+/// looked at.
 pub struct Look {
-    live: Live,
+    shared: Shared,
     has_records: bool,
 }
 
 impl Look {
-    /// Opens what has so many bytes.
+    /// Opens the store on a medium of `bytes` bytes.
     ///
     /// # Errors
-    /// It is no store, is damaged, or cannot be read.
+    /// It is no store, is damaged (`InvalidData`), or cannot be read.
     pub async fn open(port: &Port, bytes: u64) -> io::Result<Look> {
         let medium = Medium::default();
         let core = opening::open(&medium, port, bytes, LOOK_BYTES, false).await?;
-        let live = Live::of(medium, core, Index::new(0));
-        let blocks = live.scan(port).await?.blocks;
+        let shared = Shared::new(medium, core, Index::new(0));
+        let blocks = scan(&shared, port).await?.blocks;
         for number in &blocks {
-            for record in live.journal_block(port, *number).await?.records {
+            for record in journal_block(&shared, port, *number).await?.records {
                 if !matches!(record, Record::New(_) | Record::Same { .. } | Record::Zeros { .. }) {
-                    lock(&live.core).apply(&record).map_err(|_| impossible())?;
+                    shared.core().apply(&record).map_err(|_| impossible())?;
                 }
             }
         }
-        Ok(Look { live, has_records: !blocks.is_empty() })
+        Ok(Look { shared, has_records: !blocks.is_empty() })
     }
 
     /// All volumes, in the order of their names.
     pub fn list(&self) -> Vec<VolumeInfo> {
-        self.live.list()
+        self.shared.core().list()
     }
 
-    /// What the store says of itself.
+    /// Describes the store.
     pub fn info(&self) -> StoreInfo {
-        self.live.info()
+        self.shared.core().store_info()
     }
 
-    /// Whether the journal has what no checkpoint has.
+    /// Whether the journal has records that no checkpoint has.
     pub fn has_records(&self) -> bool {
         self.has_records
     }

@@ -1,16 +1,14 @@
-//! The store's own work, behind service (store.md 15): one bounded step after the other, by whoever drives it.
+//! The store's background work (store.md 15). Its caller runs one bounded task after the other, behind requests.
 
 use std::io;
-use std::sync::atomic::Ordering;
 
 use ferrite_disk_base::Port;
 use serde::{Deserialize, Serialize};
 
-use super::compacting::{Compacting, CompactionInfo};
-use super::index_loading::Loading;
-use super::passes::{Look, Passed};
-use super::scrubbing::{ScrubInfo, Scrubbing};
-use super::{BLOCK_BYTES, Live};
+use super::collector::Look;
+use super::compactor::CompactionInfo;
+use super::scrubber::ScrubInfo;
+use super::{BLOCK_BYTES, Live, Work};
 use crate::pace::Pace;
 
 /// How often a byte counts that is read for the index: guests have just begun.
@@ -19,23 +17,6 @@ const LOADING_PRICE: u64 = 4;
 const SCRUB_PRICE: u64 = 16;
 /// How often a byte counts that compaction moves, beside the I/O for it.
 const COMPACTION_PRICE: u64 = 2;
-
-/// The background work of a store, and its progress.
-#[derive(Debug, Default)]
-pub(super) struct Scheduler {
-    pub(super) loading: Loading,
-    pub(super) scrub: Scrubbing,
-    pub(super) compacting: Compacting,
-    /// The findings of the last pass.
-    pub(super) passed: Option<Passed>,
-}
-
-impl Scheduler {
-    /// The background work of a store with `numbers_end` numbers.
-    pub(super) fn new(numbers_end: u64) -> Scheduler {
-        Scheduler { loading: Loading::new(numbers_end), ..Scheduler::default() }
-    }
-}
 
 /// The result of one step of background work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,35 +32,34 @@ pub enum BackgroundTask {
 pub struct WorkInfo {
     /// Passes that have begun.
     pub passes: u64,
-    /// One is under way.
+    /// Whether a pass is under way.
     pub passing: bool,
-    /// Of the last one: content that volumes had.
+    /// Content that volumes had when the last pass ended.
     pub live_bytes: u64,
-    /// Content that none had any more.
+    /// Content that the last pass has removed, since no volume had it any more.
     pub dead_bytes: u64,
-    /// Content that turned out to be there twice.
+    /// Duplicate content that the last pass has found.
     pub joined_bytes: u64,
-    /// Space that came free, with that of pages.
+    /// Space that the last pass has freed, with that of pages.
     pub freed_bytes: u64,
-    /// Of P2M, pages whose numbers the index has been told of since the store was opened, and all of them.
+    /// Pages of P2M that the index was loaded from since the opening.
     pub index_done: u64,
-    /// See `index_done`.
+    /// Pages of P2M that the index is loaded from.
     pub index_all: u64,
-    /// Numbers that the index knows by that.
+    /// Numbers that this has brought into the index.
     pub index_loaded: u64,
-    /// The scrubbing.
+    /// What scrubbing has found.
     pub scrub: ScrubInfo,
-    /// The compaction.
+    /// What compaction has done.
     pub compaction: CompactionInfo,
 }
 
 impl Live {
-    /// What the store has done by itself.
+    /// The background work that was done since the opening.
     pub fn work(&self) -> WorkInfo {
-        let passes = self.marks().passes;
-        let scrub = self.scrub_info();
-        let scheduler = self.scheduler();
-        let passed = scheduler.passed.unwrap_or_default();
+        let passes = self.collector.passes();
+        let passed = self.collector.last().unwrap_or_default();
+        let index = self.loader.progress();
         let bytes = |blocks: u64| blocks * BLOCK_BYTES as u64;
         WorkInfo {
             passes: passes.count(),
@@ -88,11 +68,11 @@ impl Live {
             dead_bytes: bytes(passed.dead),
             joined_bytes: bytes(passed.joined),
             freed_bytes: bytes(passed.freed),
-            index_done: scheduler.loading.done(),
-            index_all: scheduler.loading.all,
-            index_loaded: scheduler.loading.loaded,
-            scrub,
-            compaction: scheduler.compacting.info(),
+            index_done: index.done,
+            index_all: index.all,
+            index_loaded: index.loaded,
+            scrub: self.scrubber.info(),
+            compaction: self.compactor.info(),
         }
     }
 
@@ -101,64 +81,51 @@ impl Live {
     ///
     /// # Errors
     /// `Interrupted`: `pace` has ended the task. Other errors are the task's: it can be tried again.
-    pub async fn run_background_task(
-        &self,
-        port: &Port,
-        pace: &Pace,
-    ) -> io::Result<BackgroundTask> {
+    pub fn run_background_task<'a>(
+        &'a self,
+        port: &'a Port,
+        pace: &'a Pace,
+    ) -> Work<'a, BackgroundTask> {
+        Box::pin(self.run_next(port, pace))
+    }
+
+    async fn run_next(&self, port: &Port, pace: &Pace) -> io::Result<BackgroundTask> {
         pace.check()?;
-        if self.has_background_work() {
-            self.run_durability_work(port).await?;
+        if self.journal_writer.has_work() {
+            self.journal_writer.run_work(port).await?;
             return Ok(BackgroundTask::Ran);
         }
         // Another task may hold the pass for long. Tasks that need it come later, all others go on.
-        if self.wants_pass()
-            && let Some(_alone) = self.passing.try_lock()
+        if self.collector.wants_pass()
+            && let Some(_alone) = self.collector.try_hold()
         {
-            self.pass(port, pace, Look::ForDead).await?;
+            self.collector.pass(port, pace, Look::ForDead).await?;
             return Ok(BackgroundTask::Ran);
         }
-        if let Some(bytes) = self.load_index(port).await? {
+        if let Some(bytes) = self.loader.step(port).await? {
             pace.used(&port.io, LOADING_PRICE * bytes).await?;
             return Ok(BackgroundTask::Ran);
         }
-        if self.wants_compaction() {
-            self.begin_compaction();
+        if self.compactor.wants_round() {
+            self.compactor.begin();
         }
-        let Some(alone) = self.passing.try_lock() else { return Ok(BackgroundTask::Idle) };
-        let moved = self.compact_alone(port, pace).await?;
+        let Some(alone) = self.collector.try_hold() else { return Ok(BackgroundTask::Idle) };
+        let moved = self.compactor.step(port, pace).await?;
         drop(alone);
         if let Some(bytes) = moved {
             pace.used(&port.io, COMPACTION_PRICE * bytes).await?;
             return Ok(BackgroundTask::Ran);
         }
-        if self.wants_pass() {
+        if self.collector.wants_pass() {
             return Ok(BackgroundTask::Ran);
         }
-        let Some(alone) = self.passing.try_lock() else { return Ok(BackgroundTask::Idle) };
-        let read = self.scrub(port).await;
+        let Some(alone) = self.collector.try_hold() else { return Ok(BackgroundTask::Idle) };
+        let read = self.scrubber.step(port).await;
         drop(alone);
         if let Some(bytes) = read {
             pace.used(&port.io, SCRUB_PRICE * bytes).await?;
             return Ok(BackgroundTask::Ran);
         }
         Ok(BackgroundTask::Idle)
-    }
-
-    /// Whether scrubbing has ever found anything bad.
-    pub(super) fn finds_bad(&self) -> bool {
-        self.finds_bad.load(Ordering::Relaxed)
-    }
-
-    /// A page was read or written behind service: others go first. There is no rest while a write waits for
-    /// the room that is being made.
-    pub(super) async fn page_done(&self, port: &Port, pace: &Pace) -> io::Result<()> {
-        pace.check()?;
-        port.io.yield_to_others().await;
-        let is_awaited = self.marks().passes.is_awaited();
-        match is_awaited {
-            true => Ok(()),
-            false => pace.used(&port.io, BLOCK_BYTES as u64).await,
-        }
     }
 }

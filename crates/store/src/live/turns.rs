@@ -1,8 +1,8 @@
-//! Writes of one turn of a thread, which share their operations (store.md 3).
+//! Turns: the writes of one thread at one time, which share their operations (store.md 3).
 //!
-//! The first one to come leads: it lets all else of its thread go first, and then carries out what has come
-//! meanwhile. The others wait for what it tells them. All of them are tasks of one thread, so whoever is
-//! told is polled in the same turn.
+//! The first write is the leader. It lets all other tasks of its thread go first, and then carries out the writes that
+//! have joined meanwhile. The others wait for its answers. All are tasks of one thread, so an answered task is polled in
+//! the same turn of the reactor.
 
 use std::collections::hash_map::Entry;
 use std::future::poll_fn;
@@ -16,10 +16,10 @@ use crate::content::ContentHash;
 use crate::journal::VolumeId;
 use crate::medium;
 
-/// Leaves of one part, at most: one of V2P, and of each of its contents one of P2M and one of the hashes.
+/// The most leaves of one part: one of V2P, and for each content one of P2M and one of the hashes.
 pub(super) const MAX_LEAVES: usize = 1 + 2 * medium::MAX_BLOCKS;
 
-/// Blocks of one turn, at most: a journal block has as many records of new content, and a few more.
+/// The most blocks of one turn. A journal block has room for this many records of new content, and a few more.
 const MAX_BLOCKS: usize = 64;
 
 /// The content that a block refers to after a write.
@@ -49,7 +49,7 @@ enum Answer {
     Left,
 }
 
-type Shared = Arc<Mutex<Answer>>;
+type SharedAnswer = Arc<Mutex<Answer>>;
 
 fn lock<T>(what: &Mutex<T>) -> MutexGuard<'_, T> {
     what.lock().unwrap_or_else(PoisonError::into_inner)
@@ -58,7 +58,7 @@ fn lock<T>(what: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A part that waits in a turn for its leader. Dropped without an answer, it fails.
 pub(super) struct QueuedWrite {
     pub(super) part: Part,
-    answer: Shared,
+    answer: SharedAnswer,
 }
 
 impl QueuedWrite {
@@ -85,7 +85,7 @@ impl Drop for QueuedWrite {
 }
 
 /// Waits for the answer to a queued write.
-pub(super) struct Waiter(Shared);
+pub(super) struct Waiter(SharedAnswer);
 
 impl Waiter {
     pub(super) async fn wait(self) -> io::Result<()> {
@@ -109,27 +109,28 @@ impl Drop for Waiter {
     }
 }
 
+/// The writes that have joined a turn.
 struct Turn {
     parts: Vec<QueuedWrite>,
     blocks: usize,
 }
 
-/// See the module text.
+/// The open turns of all threads.
 pub(super) struct Turns {
-    /// By thread. One that was full when another part came is its leader's only.
+    /// By thread. A turn that was full when another part came is not here, only its leader has it.
     open: Mutex<HashMap<usize, Arc<Mutex<Turn>>>>,
-    /// Of one turn, in the worst case.
+    /// The most leaves that one turn may change.
     most_leaves: usize,
 }
 
 impl Turns {
-    /// Turns whose changes take so many leaves at most, and those of one part in any case.
+    /// Turns that change at most `most_leaves` leaves. A turn of one part may change as many as it needs.
     pub(super) fn new(most_leaves: usize) -> Turns {
         Turns { open: Mutex::default(), most_leaves: most_leaves.max(MAX_LEAVES) }
     }
 
-    /// Hands a part over to the turn of this thread. Whoever is told to lead has to
-    /// [close](Leader::close) it, and to answer all.
+    /// Adds a part to the turn of this thread. A task that gets a [`Leader`] must [close](Leader::close) the turn, and
+    /// answer all its parts.
     pub(super) fn join(&self, thread: usize, part: Part) -> (Waiter, Option<Leader<'_>>) {
         let answer = Arc::new(Mutex::new(Answer::Open(None)));
         let waiter = Waiter(answer.clone());
@@ -150,14 +151,15 @@ impl Turns {
         (waiter, Some(Leader { turns: self, thread, turn }))
     }
 
-    /// Each part is in one leaf of V2P, and each content may be in one of P2M and of the hashes each.
+    /// Whether the turn can take `more` blocks. A part changes one leaf of V2P, and each content may change one leaf of
+    /// P2M and one of the hashes.
     fn has_room(&self, turn: &Turn, more: usize) -> bool {
         let blocks = turn.blocks + more;
         blocks <= MAX_BLOCKS && turn.parts.len() + 1 + 2 * blocks <= self.most_leaves
     }
 }
 
-/// Who carries a turn out.
+/// The right, and the duty, to carry a turn out.
 pub(super) struct Leader<'a> {
     turns: &'a Turns,
     thread: usize,
@@ -165,7 +167,7 @@ pub(super) struct Leader<'a> {
 }
 
 impl Leader<'_> {
-    /// Nobody joins any more. All who did.
+    /// Closes the turn: no part joins it any more. Gives its parts.
     pub(super) fn close(self) -> Vec<QueuedWrite> {
         self.leave();
         std::mem::take(&mut lock(&self.turn).parts)

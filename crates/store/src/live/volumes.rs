@@ -1,45 +1,49 @@
-//! What is done with whole volumes (store.md 8): one record each, and O(1).
+//! Operations on whole volumes (store.md 8). Each is one record, and takes constant time.
 
 use std::io;
+use std::sync::Arc;
 
 use ferrite_disk_base::Port;
+use ferrite_io::shared_lock::SharedLock;
 
-use super::room::Whose;
-use super::writing::JournalLock;
-use super::{Core, Live};
+use super::Core;
+use super::changes::{ChangeKind, Changes};
+use super::journal::{Journal, JournalLock};
+use super::journal_writer::JournalWriter;
+use super::shared::Shared;
 use crate::content::DomainKey;
 use crate::journal::{Filling, Name, Record, VolumeId};
 use crate::table::{Domain, MAX_ENTRIES, Volume};
 use crate::tree::{Link, Tree};
 
-/// Why an operation cannot be done. Nothing has changed.
+/// Why an operation is refused. The store has not changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VolumeError {
-    /// There is another one.
+    /// The name is that of another volume or domain.
     #[error("there is a volume of that name")]
     Exists,
-    /// There is none.
+    /// The store lacks the volume.
     #[error("there is no such volume")]
     Missing,
-    /// There is none.
+    /// The store lacks the domain.
     #[error("there is no such domain")]
     NoDomain,
-    /// A volume is rolled back to a snapshot only, and of its own domain.
+    /// A volume can be rolled back only to a snapshot of its domain.
     #[error("a volume is rolled back to a snapshot of its domain only")]
     NotASnapshot,
-    /// There are as many as there can be.
+    /// The store has as many volumes or domains as it can have.
     #[error("the store has as many volumes or domains as it can have")]
     Full,
-    /// No volume has such a size.
+    /// The size is not one that a volume can have.
     #[error("a volume has between one block and 4 PiB")]
     BadSize,
 }
 
 impl Core {
-    /// Whether a record of a volume or domain can be carried out.
+    /// Checks whether a record of a volume or domain can be carried out.
     ///
     /// # Errors
-    /// It cannot.
+    /// Why it cannot.
     fn check(&self, record: &Record) -> Result<(), VolumeError> {
         let volumes = self.volumes.entries();
         let domain = |number: &u16| self.domains.entries().get(&u32::from(*number));
@@ -86,7 +90,7 @@ impl Core {
     /// Carries out a record of a volume or domain.
     ///
     /// # Errors
-    /// It cannot be done, and nothing has changed.
+    /// Why it cannot be carried out. The core has not changed.
     pub(super) fn apply(&mut self, record: &Record) -> Result<(), VolumeError> {
         self.check(record)?;
         match record {
@@ -107,7 +111,7 @@ impl Core {
                 let generation = self.new_generation();
                 let new = Volume { name, generation, is_snapshot, origin, ..from };
                 self.volumes.insert(*volume, new);
-                // Neither changes the pages that both have.
+                // Both volumes copy the pages that they share before they change them.
                 self.renew(*of);
             }
             Record::Rollback { volume, to } => {
@@ -127,13 +131,13 @@ impl Core {
         Ok(())
     }
 
-    /// A volume ends. Another one may get its number, whose leaves are others.
+    /// Removes a volume. A later volume with its number has other leaves, so readers must not find these.
     fn remove(&mut self, volume: VolumeId) {
         self.volumes.remove(volume);
         self.pages.hide_volume(volume);
     }
 
-    /// What was made from a volume that has ended was made from none: another one may get its number.
+    /// Clears the origin of volumes that were made from this one. A later volume may get its number.
     fn forget_origin(&mut self, volume: VolumeId) {
         let made_of = self.volumes.entries().iter().filter(|(_, v)| v.origin == Some(volume));
         let made_of: Vec<VolumeId> = made_of.map(|(number, _)| *number).collect();
@@ -144,13 +148,13 @@ impl Core {
         }
     }
 
-    /// No two volumes ever have the same.
+    /// Gives a generation that no volume has had.
     fn new_generation(&mut self) -> u64 {
         self.generation += 1;
         self.generation - 1
     }
 
-    /// A volume changes none of the pages that it has now.
+    /// Has a volume copy the pages that it has now before it changes them.
     pub(super) fn renew(&mut self, volume: VolumeId) {
         let generation = self.new_generation();
         if let Some(volume) = self.volumes.get_mut(volume) {
@@ -159,36 +163,36 @@ impl Core {
     }
 }
 
-/// The lowest number that is nobody's.
+/// The lowest number that is not in use.
 fn free(numbers: impl Iterator<Item = u32>) -> u32 {
     (0..).zip(numbers).take_while(|(i, number)| i == number).count() as u32
 }
 
-/// What is to be done. Names are of the caller's choice, numbers are given.
+/// An operation on whole volumes. The caller chooses names, the store gives numbers.
 #[derive(Clone, Debug)]
 pub enum Operation {
-    /// A domain: volumes that share content with each other, and its random key.
+    /// Makes a dedup domain with this name and this random key.
     Domain(Name, DomainKey),
-    /// A volume that reads as zeros: its name, blocks, and domain.
+    /// Makes a volume that reads as zeros: its name, its size in blocks of 4096 bytes, and its domain.
     Create(Name, u64, u16),
-    /// A volume that nobody writes, with what another one has now.
+    /// Makes a read-only volume with the present content of another one.
     Snapshot(Name, VolumeId),
-    /// A volume with what another one has now.
+    /// Makes a volume with the present content of another one.
     Clone(Name, VolumeId),
-    /// A volume, which nobody uses, gets what a snapshot of its domain has.
+    /// Gives a volume, which is not in use, the content of a snapshot of its domain.
     Rollback(VolumeId, VolumeId),
-    /// A volume, which nobody uses, ends.
+    /// Deletes a volume that is not in use.
     Delete(VolumeId),
 }
 
 impl Operation {
-    /// Its record, and the number that is new in it or that it is about.
+    /// The record of the operation, and the number of the volume or domain that it is about.
     fn record(self, core: &Core) -> (Record, u32) {
         let volume = free(core.volumes.entries().keys().copied());
         match self {
             Operation::Domain(name, key) => {
                 let number = free(core.domains.entries().keys().copied());
-                // As many as there are have such numbers; `check` refuses one more.
+                // If all numbers are in use, `check` refuses the record: domain 0 exists then.
                 let domain = u16::try_from(number).unwrap_or(0);
                 (Record::Domain { domain, key, name }, domain.into())
             }
@@ -207,59 +211,75 @@ impl Operation {
     }
 }
 
-/// A volume as its users see it.
+/// A volume, as its users see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// Its number.
+    /// The number of the volume.
     pub number: VolumeId,
-    /// Its size.
+    /// The size in blocks of 4096 bytes.
     pub blocks: u64,
-    /// Nobody writes it.
+    /// Whether it is a snapshot, which is read-only.
     pub is_snapshot: bool,
 }
 
-impl Live {
+impl Core {
     /// The volume with this name.
-    pub fn volume_called(&self, name: &str) -> Option<Found> {
-        let core = self.core();
-        let mut entries = core.volumes.entries().iter();
+    pub(super) fn volume_called(&self, name: &str) -> Option<Found> {
+        let mut entries = self.volumes.entries().iter();
         let (number, volume) = entries.find(|(_, volume)| volume.name.as_str() == name)?;
         Some(Found { number: *number, blocks: volume.blocks, is_snapshot: volume.is_snapshot })
     }
+}
 
-    /// The number of the volume with this name.
-    pub fn volume(&self, name: &str) -> Option<VolumeId> {
-        self.volume_called(name).map(|found| found.number)
+/// Makes, changes and deletes volumes, one after the other.
+pub(super) struct Volumes {
+    shared: Arc<Shared>,
+    journal: Arc<Journal>,
+    journal_writer: Arc<JournalWriter>,
+    changes: Arc<Changes>,
+    /// Held by the operation under way.
+    operating: SharedLock,
+}
+
+impl Volumes {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        journal: Arc<Journal>,
+        journal_writer: Arc<JournalWriter>,
+        changes: Arc<Changes>,
+    ) -> Volumes {
+        Volumes { shared, journal, journal_writer, changes, operating: SharedLock::new() }
     }
 
-    /// Does something with whole volumes. It is durable when this returns `Ok`. Gives the number of what is new.
+    /// Carries out an operation. It is durable when this returns `Ok`. Gives the number of the new volume or domain.
     ///
     /// # Errors
-    /// A [`VolumeError`] (of kind `InvalidInput`): nothing has changed. Others are the kernel's.
-    pub async fn operate(&self, port: &Port, operation: Operation) -> io::Result<u32> {
+    /// A [`VolumeError`] (of kind `InvalidInput`): nothing has changed. `StorageFull`. Others are the kernel's.
+    pub(super) async fn operate(&self, port: &Port, operation: Operation) -> io::Result<u32> {
         let _alone = self.operating.lock(&port.io).await?;
         // Section 8, step 1.
-        self.flush(port).await?;
-        let (record, number) = operation.record(&self.core());
+        self.journal.flush(port).await?;
+        let (record, number) = operation.record(&self.shared.core());
         let invalid = |e| io::Error::new(io::ErrorKind::InvalidInput, e);
         let check = |core: &Core| core.check(&record).map_err(invalid);
-        // What is wrong in any case is refused before it is put into a block.
-        check(&self.core())?;
+        // A wrong operation is refused before a journal block has it.
+        check(&self.shared.core())?;
         if !matches!(record, Record::Rollback { .. } | Record::Delete { .. }) {
-            self.check_room(Whose::Data)?;
+            self.changes.check_room(ChangeKind::Data)?;
         }
         let mut block = Filling::default();
         block.add(&record);
-        // Step 2. All wait, not the volume's records only: that is simpler, and not for long.
-        let apply = async |live: &Live| live.core().apply(&record).map_err(invalid);
-        let told = self.tell(port, JournalLock::Exclusive, block, check, apply).await;
+        // Step 2. All journal blocks wait, not only the volume's: that is simpler, and takes little time.
+        let apply = async || self.shared.core().apply(&record).map_err(invalid);
+        let told =
+            self.journal_writer.write(port, JournalLock::Exclusive, block, check, apply).await;
         // Step 3.
         let done = match told {
-            Ok(()) => self.flush(port).await,
+            Ok(()) => self.journal.flush(port).await,
             Err(e) => return Err(e),
         };
         if let (Err(_), Record::Create { .. } | Record::Share { .. }) = (&done, &record) {
-            self.core().remove(number);
+            self.shared.core().remove(number);
         }
         done.map(|()| number)
     }

@@ -1,15 +1,16 @@
-//! Which places are given to whom, and when they come free (store.md 2, 5 and 7).
+//! Space: which places are in use, and when they become free (store.md 2, 5 and 7).
 //!
-//! A bit in memory says that a place is not to be given. A place that the trees have dropped keeps its bit
-//! until the checkpoint without it is on the medium in both homes, and nobody uses the place any more.
-//! The space page of that checkpoint has it clear already. So what is given out is in use neither
-//! now nor at any checkpoint that an opening can find.
+//! A bit in memory says that a place must not be given. A place that the trees have dropped keeps its bit until the
+//! checkpoint without it is on the medium in both homes, and no operation uses the place any more. The space page of
+//! that checkpoint has the bit clear already. So a place that is given is in use neither now nor at any checkpoint that
+//! an opening can find.
 //!
-//! Bits are in memory of metadata, of the pair that is being filled, and of what has changed; others are
+//! Memory has the bits of metadata, of the pair that is being filled, and of segments that have changed. Other bits are
 //! [loaded](Space::load).
 
 mod bits;
 mod page;
+mod passes;
 mod sweep;
 
 use std::collections::{BTreeSet, VecDeque};
@@ -17,6 +18,7 @@ use std::ops::Range;
 
 pub use bits::Bits;
 pub use page::{Found, Homes, Kind, SpacePage, UNREADABLE, choose, mends};
+pub use passes::{NoRoom, PassInput, Passes};
 pub use sweep::Places;
 
 use super::layout::Layout;
@@ -24,23 +26,24 @@ use super::{Damaged, StoreId};
 
 /// Pairs that data never get (store.md 7, Room).
 const RESERVED_PAIRS: u64 = 2;
-/// And those that content which is put in order never gets.
+/// Pairs that compaction never gets, in addition to [`RESERVED_PAIRS`].
 const LEFT_FOR_WRITES: u64 = 2;
-/// Free pairs are for data while pages have room for so many checkpoints without them. Later data fill what is left
-/// in pairs of data first: pages can get nothing but free pairs.
+/// Data get free pairs while pages have room for this many checkpoints without them. After that, data first fill the
+/// rest of pairs of data, since pages can only get free pairs.
 const PLENTY: u64 = 4;
 
+/// A segment's places.
 #[derive(Debug)]
 struct Segment {
-    /// None: the medium has them; or nothing of a free pair is in use.
+    /// `None`: only the medium has the bits, or the pair is free and no bit is set.
     bits: Option<Bits>,
     /// Places whose bits are clear.
     free: u32,
     /// Places that were dropped, and cannot be given yet.
     dropped: u32,
-    /// Where its next page goes.
+    /// The home of its next page.
     next_home: u8,
-    /// Its page on the medium is not what it has to be.
+    /// The medium lacks the present state of its page.
     changed: bool,
 }
 
@@ -51,18 +54,18 @@ struct Dropped {
     places: Vec<u64>,
     /// Places that a pass has found without a mark, by segment.
     swept: Vec<(u64, Bits)>,
-    /// They are not given before they have become holes.
+    /// The places are not given before they have become holes.
     is_held: bool,
-    /// When the last of them was dropped and its checkpoint was whole: an epoch.
+    /// The epoch in which the last of them was dropped and its checkpoint was whole.
     done: Option<u64>,
 }
 
-/// What who asks for places gets.
+/// The answer to a request for places.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Given {
-    /// These, at least one.
+    /// These places, at least one.
     Places(Range<u64>),
-    /// Nothing before this segment's bits have been [loaded](Space::load).
+    /// None: this segment's bits must be [loaded](Space::load) first.
     Load(u64),
     /// There is no room.
     Full,
@@ -72,34 +75,34 @@ pub enum Given {
 #[derive(Debug)]
 pub struct Space {
     layout: Layout,
-    /// Pages of one checkpoint, which data leave room for.
+    /// The pages of one checkpoint, for which data leave room.
     reserve: u64,
     segments: Vec<Segment>,
     pairs: Vec<Kind>,
-    /// Of which so many are free.
+    /// How many pairs are free.
     free_pairs: u64,
-    /// The pair that data are put into, and the place in it behind the last ones.
+    /// The pair that data fill, and the place behind the last data in it.
     open: Option<(u64, u64)>,
-    /// The same for content that is put in order.
+    /// The pair that compaction fills, and the place behind the last content in it.
     sealed: Option<(u64, u64)>,
     /// The place behind the last one that a page got.
     next_page: u64,
-    /// Since the last checkpoint began.
+    /// Places that were dropped since the last checkpoint began.
     dropped: Vec<u64>,
-    /// By the checkpoints that have begun. Those that no checkpoint has yet are in the last.
+    /// Dropped places, by the checkpoints that have begun. The last has those that no checkpoint on the medium has.
     waiting: VecDeque<Dropped>,
     /// Segments whose pages the checkpoint under way has written.
     written: Vec<u64>,
     /// Pairs whose bits stay in memory.
     kept: Range<u64>,
-    /// Places that contents were given since it was opened.
+    /// Places that contents were given since the opening.
     given: u64,
     /// What a pass knows of places in use.
     marks: Option<sweep::Marks>,
 }
 
 impl Space {
-    /// Of no segments yet: they are [added](Self::add_pair). Data leave room for `reserve` pages.
+    /// Space without segments, which are [added](Self::add_pair). Data leave room for `reserve` pages.
     pub fn new(layout: Layout, reserve: u64) -> Space {
         Space {
             layout,
@@ -464,8 +467,8 @@ impl Space {
         Some((self.layout.space_page(number, home as u64), page))
     }
 
-    /// The checkpoint is on the medium, its superblock in both homes. What it dropped waits for those who
-    /// were told of it in `epoch`.
+    /// Notes that the checkpoint is on the medium, its superblock in both homes. The places that it dropped wait for the
+    /// operations that may have mapped them in `epoch`.
     pub fn done(&mut self, epoch: u64) {
         for number in std::mem::take(&mut self.written) {
             let segment = &mut self.segments[number as usize];
@@ -474,7 +477,7 @@ impl Space {
         let mut waiting: VecDeque<Dropped> = VecDeque::new();
         for mut dropped in std::mem::take(&mut self.waiting) {
             let done = *dropped.done.get_or_insert(epoch);
-            // Of those that end together there is one list, however long somebody stays.
+            // Checkpoints that end in one epoch share a list, so a long operation does not let the lists grow.
             match waiting.back_mut() {
                 Some(last) if last.done == Some(done) && !(last.is_held || dropped.is_held) => {
                     last.places.append(&mut dropped.places);
@@ -496,7 +499,7 @@ impl Space {
         }
     }
 
-    /// Nobody uses any more what was dropped in `epoch` or before: what waited for that can be given.
+    /// Frees the places that were dropped in `epoch` or before: no operation uses them any more.
     pub fn release(&mut self, epoch: u64) {
         let mut pairs = BTreeSet::new();
         let is_free = |d: &Dropped| !d.is_held && d.done.is_some_and(|done| done <= epoch);
@@ -527,174 +530,27 @@ impl Space {
         }
     }
 
-    /// Places that are nobody's, and that somebody may use for some time.
+    /// How many dropped places operations may still use.
     pub fn waiting(&self) -> usize {
         self.waiting.iter().map(|dropped| dropped.places.len()).sum()
     }
 
-    /// Whether a place is not to be given. Of one whose bits are not in memory that is not known.
+    /// Whether a place must not be given. `None`: its bit is not in memory.
     pub fn is_taken(&self, place: u64) -> Option<bool> {
         let (segment, at) = self.layout.segment_of(place)?;
         Some(self.segments[segment as usize].bits.as_ref()?.get(at))
     }
 
-    /// Places that nobody has, in pairs of data and free ones.
+    /// The free places, in pairs of data and free pairs.
     pub fn free(&self) -> u64 {
         let kinds = self.pairs.iter().zip(0..).filter(|(kind, _)| **kind != Kind::Metadata);
         kinds.map(|(_, pair)| self.free_of(pair)).sum()
     }
 
-    /// Places in pairs of this kind that cannot be given now.
+    /// The places in pairs of this kind that are in use or dropped.
     pub fn used(&self, kind: Kind) -> u64 {
         let pairs = self.pairs.iter().zip(0..).filter(|(of, _)| **of == kind);
         pairs.map(|(_, pair)| 2 * self.layout.segment_blocks - self.free_of(pair)).sum()
-    }
-}
-
-/// When a pass is wanted, and who may be told that there is no room (store.md 7).
-#[derive(Clone, Copy, Debug)]
-pub struct Passes {
-    begun: u64,
-    ended: u64,
-    /// The last one that has looked for all.
-    thorough: u64,
-    /// What the store had when that one began.
-    looked_at: Option<Changes>,
-    /// Up to this one they look for what makes room at once.
-    hurried: u64,
-    is_running: bool,
-    /// What was free when the last one ended.
-    free_then: u64,
-    is_full: bool,
-    is_awaited: bool,
-    is_wanted: bool,
-}
-
-/// Passes that are made in a hurry when a write has found no room: behind those there is time.
-const HURRIED: u64 = 4;
-
-/// How much has changed since the store was opened of what a pass looks at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Changes {
-    /// Journal blocks that have ended.
-    pub blocks: u64,
-    /// Pages that the index was told of.
-    pub indexed: u64,
-}
-
-/// When a write found no room.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NoRoom {
-    /// A pass that may make some.
-    next: u64,
-    /// The last one before.
-    ended: u64,
-}
-
-impl Passes {
-    /// None yet, with so many places free.
-    pub fn new(free: u64) -> Passes {
-        Passes {
-            begun: 0,
-            ended: 0,
-            thorough: 0,
-            looked_at: None,
-            hurried: 0,
-            is_running: false,
-            free_then: free,
-            is_full: false,
-            is_awaited: false,
-            is_wanted: false,
-        }
-    }
-
-    /// A write has found no room.
-    pub fn no_room(&mut self) -> NoRoom {
-        (self.is_full, self.is_awaited) = (true, true);
-        self.hurried = self.begun + HURRIED;
-        NoRoom { next: self.begun + 1, ended: self.ended }
-    }
-
-    /// Whether it may find some now.
-    pub fn has_ended_since(&self, write: NoRoom) -> bool {
-        self.ended > write.ended
-    }
-
-    /// Whether a whole pass has been since.
-    pub fn has_had_one(&self, write: NoRoom) -> bool {
-        self.ended >= write.next
-    }
-
-    /// Whether the write fails if it still finds none.
-    pub fn may_fail(&self, write: NoRoom) -> bool {
-        self.thorough >= write.next
-    }
-
-    /// Whether another pass would find nothing that the last one has not, which has looked for all.
-    pub fn would_find_nothing(&self, now: Changes) -> bool {
-        self.looked_at == Some(now)
-    }
-
-    /// Whether writes have found no room lately.
-    pub fn is_hurried(&self) -> bool {
-        self.begun <= self.hurried && self.hurried > 0
-    }
-
-    /// Whether one is to begin, with so many places free of all.
-    pub fn wants_one(&self, free: u64, places: u64) -> bool {
-        let is_wanted = self.is_full || self.is_wanted || self.is_low(free, places);
-        !self.is_running && is_wanted
-    }
-
-    /// Whether room is short, and has become shorter since the last one.
-    pub fn is_low(&self, free: u64, places: u64) -> bool {
-        let is_shorter = self.free_then.saturating_sub(free) >= self.free_then / 8;
-        free <= places / 4 && is_shorter && free < self.free_then
-    }
-
-    /// One is to begin, whatever is free: much was moved.
-    pub fn want(&mut self) {
-        self.is_wanted = true;
-    }
-
-    /// Whether a write waits for the one that runs, or for the next.
-    pub fn is_awaited(&self) -> bool {
-        self.is_awaited
-    }
-
-    /// Whether one is under way.
-    pub fn is_running(&self) -> bool {
-        self.is_running
-    }
-
-    /// How many have begun.
-    pub fn count(&self) -> u64 {
-        self.begun
-    }
-
-    /// It begins.
-    pub fn begin(&mut self) {
-        self.begun += 1;
-        self.is_running = true;
-        (self.is_full, self.is_wanted) = (false, false);
-    }
-
-    /// It has ended early, and nobody may go by it.
-    pub fn stop(&mut self) {
-        self.is_running = false;
-    }
-
-    /// It has ended, and left so many places free. Who waits tries again. `looked_at`: what there was when it
-    /// began, if it has looked for all.
-    pub fn end(&mut self, free: u64, looked_at: Option<Changes>) {
-        self.ended = self.begun;
-        if looked_at.is_some() {
-            self.thorough = self.begun;
-        }
-        self.looked_at = looked_at;
-        (self.is_full, self.is_awaited) = (false, false);
-        self.is_running = false;
-        self.free_then = free;
     }
 }
 

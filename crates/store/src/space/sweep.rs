@@ -77,9 +77,9 @@ impl Space {
         before.for_each(|pair| self.unload(pair));
     }
 
-    /// Behind [`begin`](Space::begin), before anything else: what has no mark in these pairs is not in the
-    /// checkpoint that begins. It comes free when [nobody wants it back](Space::let_go). Gives runs that nobody
-    /// is given before that, and how many places come free.
+    /// Leaves the places of these pairs that have no mark out of the checkpoint that begins. The caller has just called
+    /// [`begin`](Space::begin). The places become free after [`let_go`](Space::let_go). Gives the runs that no write is
+    /// given before that, and the number of places.
     pub fn sweep(&mut self, pairs: Range<u64>) -> (Vec<Range<u64>>, u64) {
         let (mut runs, mut count) = (Vec::new(), 0);
         let Some(marks) = self.marks.take() else { return (runs, count) };
@@ -137,7 +137,7 @@ impl Space {
         dead
     }
 
-    /// Nobody wants the runs of a [sweep](Space::sweep) any more.
+    /// Lets the places of a [sweep](Space::sweep) become free, when the caller has made holes of its runs.
     pub fn let_go(&mut self) {
         self.waiting.iter_mut().for_each(|waiting| waiting.is_held = false);
     }

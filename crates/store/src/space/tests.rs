@@ -5,8 +5,11 @@ use proptest::prelude::*;
 use super::*;
 use crate::StoreId;
 
+mod damage;
+
 const ID: StoreId = [4; 16];
 const RESERVE: u64 = 200;
+const BLOCK_BITS: usize = crate::BLOCK_BYTES * 8;
 
 fn layout() -> Layout {
     Layout::of(18 << 20).unwrap()
@@ -138,7 +141,7 @@ impl World {
         }
     }
 
-    /// Nobody has this place, now or at a checkpoint that counts or may count.
+    /// Checks that the place is not in use, now or at a checkpoint that counts or may count.
     fn give(&mut self, place: u64, is_page: bool) {
         let blocks = |place: u64, is_page: bool| {
             std::iter::once(place).chain(is_page.then(|| self.layout.copy_of(place).unwrap()))
@@ -343,7 +346,7 @@ impl World {
         self.dropped.retain(|_, s| !matches!(s, Stage::Done(done) if *done <= epoch));
     }
 
-    /// Places that nobody has.
+    /// The places not in use.
     fn free(&self) -> u64 {
         let blocks = |is_page: &bool| if *is_page { 2 } else { 1 };
         self.layout.places() - self.now.values().map(blocks).sum::<u64>()
@@ -360,7 +363,7 @@ proptest! {
         steps.iter().for_each(|step| world.take(step));
     }
 
-    /// Without a cut everything that was dropped can be given again, by who opens the store, too.
+    /// Without a cut everything that was dropped can be given again, also after an opening.
     #[test]
     fn nothing_is_lost_but_by_a_cut(steps in prop::collection::vec(step(), 1..150)) {
         let mut world = World::new();
@@ -417,162 +420,6 @@ proptest! {
         bytes[bit / 8] ^= 1 << (bit % 8);
         prop_assert!(decode(&bytes, 3, 1).is_err());
     }
-}
-
-const BLOCK_BITS: usize = crate::BLOCK_BYTES * 8;
-
-/// A checkpoint writes pages and is cut; the next one has its number, and other pages.
-#[test]
-fn a_page_of_a_checkpoint_that_never_was_is_not_believed_by_the_next_one() {
-    let mut world = World::new();
-    world.data(9);
-    world.begin(0);
-    world.done();
-    world.drop_one(0);
-    world.begin(0);
-    world.cut_behind_all_pages();
-    assert_eq!(world.now.len(), 9);
-    // Of another segment, so that nothing else writes that page.
-    world.new_page();
-    world.begin(0);
-    world.done();
-    world.open();
-    while world.data(64).is_some() {}
-}
-
-/// The newer of two pages may be the one that is damaged.
-#[test]
-fn of_a_segment_with_a_damaged_page_nothing_is_given() {
-    for home in 0..2 {
-        let mut world = World::new();
-        world.data(9);
-        world.checkpoint();
-        // Of others: so neither page is of the last checkpoint.
-        world.new_page();
-        world.checkpoint();
-        world.medium.get_mut(&layout().space_page(0, home)).unwrap()[100] ^= 1;
-        world.open();
-        let first = layout().first_place(0)..layout().first_place(1);
-        loop {
-            match world.space.give_data(64) {
-                Given::Places(run) => assert!(!first.contains(&run.start)),
-                Given::Load(segment) => world.load(segment),
-                Given::Full => break,
-            }
-        }
-    }
-}
-
-/// No page that counts is newer than the last checkpoint.
-#[test]
-fn a_damaged_page_beside_one_of_the_last_checkpoint_costs_nothing() {
-    let mut world = World::new();
-    world.data(9);
-    world.checkpoint();
-    world.medium.get_mut(&layout().space_page(0, 1)).unwrap()[100] ^= 1;
-    world.open();
-    assert_eq!(world.space.free_of(0), 2 * layout().segment_blocks - 9);
-    world.checkpoint();
-    assert!(world.page(0, 1).is_ok(), "it is written, whatever has changed");
-}
-
-/// The other page would count, and says that all is free.
-#[test]
-fn of_a_segment_with_a_damaged_page_nothing_is_given_behind_a_cut_of_the_next_checkpoint_either() {
-    let mut world = World::new();
-    world.data(1);
-    world.checkpoint();
-    world.data(8);
-    world.checkpoint();
-    world.damage(0);
-    world.open();
-    world.begin(0);
-    world.cut_behind_all_pages();
-    assert_eq!(world.now.len(), 9);
-    while world.data(64).is_some() {}
-}
-
-/// So it cannot be read again some day, whichever checkpoint it was of.
-#[test]
-fn a_damaged_space_page_is_written_before_anything_else_is() {
-    for is_cut in [false, true] {
-        let mut world = World::new();
-        world.data(1);
-        world.checkpoint();
-        world.data(8);
-        world.checkpoint();
-        if is_cut {
-            world.data(1);
-            world.begin(0);
-            world.cut_behind_all_pages();
-        }
-        // Of the two the one that counts.
-        let home = usize::from(world.page(0, 1).is_ok_and(|page| page.checkpoint == world.whole.0));
-        world.medium.get_mut(&layout().space_page(0, home as u64)).unwrap()[..512].fill(7);
-        world.open();
-        let page = world.page(0, home).unwrap();
-        assert_eq!((page.checkpoint, page.bits.clear_bits()), (world.whole.0, 0), "{is_cut}");
-        while world.data(64).is_some() {}
-    }
-}
-
-/// Pages were there, and then content, which the journal has.
-#[test]
-fn content_is_taken_in_an_empty_pair_of_pages_whichever_of_its_space_pages_is_damaged() {
-    for damaged in [0, 1] {
-        let mut world = World::new();
-        world.new_page();
-        world.checkpoint();
-        world.drop_one(0);
-        world.checkpoint();
-        world.release(world.epoch);
-        while world.now.len() < 128 {
-            world.data(64);
-        }
-        world.damage(damaged);
-        world.cut(0, false, u64::MAX);
-        assert_eq!((world.now.len(), world.space.pairs[0]), (128, Kind::Data), "{damaged}");
-        while world.data(64).is_some() {}
-    }
-}
-
-/// Its page is read as it opens, not when content is taken there, and again behind the next checkpoint.
-#[test]
-fn what_a_replay_takes_is_in_the_next_page_though_the_last_one_could_not_be_read_for_a_moment() {
-    let mut world = World::new();
-    world.data(9);
-    world.checkpoint();
-    world.data(8);
-    let since: Vec<u64> =
-        world.now.keys().filter(|place| !world.whole.1.contains_key(place)).copied().collect();
-    world.open();
-    world.space.load(0, Err(UNREADABLE));
-    since.iter().for_each(|place| world.space.take(*place).unwrap());
-    assert_eq!(since.len(), 8);
-    world.checkpoint();
-    world.open();
-    while world.data(64).is_some() {}
-}
-
-/// As after the first checkpoint behind a damaged page of a pair of pages that is one of data now.
-#[test]
-fn of_a_pair_whose_pages_differ_in_kind_nothing_is_given_but_what_is_dropped() {
-    let mut world = World::new();
-    while world.now.len() < 128 {
-        world.data(64);
-    }
-    world.checkpoint();
-    let bits = Bits::all(false, 64);
-    let page = SpacePage { checkpoint: world.whole.0, kind: Kind::Metadata, bits };
-    let newer = 1 - world.space.segments[1].next_home;
-    let page = page.encode(&ID, 1, newer.into());
-    world.medium.insert(layout().space_page(1, newer.into()), page);
-    world.open();
-    world.drop_one(127);
-    world.checkpoint();
-    world.release(world.epoch);
-    assert_eq!((world.space.pairs[0], world.space.free_of(0)), (Kind::Data, 1));
-    while world.data(64).is_some() {}
 }
 
 #[test]
@@ -695,49 +542,4 @@ fn content_in_a_place_of_pages_or_of_nobody_is_damage() {
     for place in [place, place + 1, beside, 0, u64::MAX] {
         assert!(world.space.take(place).is_err(), "{place}");
     }
-}
-
-const LOOKED: Changes = Changes { blocks: 7, indexed: 2 };
-
-#[test]
-fn a_write_fails_for_want_of_room_only_after_a_pass_for_all_that_began_behind_it() {
-    let mut passes = Passes::new(100);
-    assert!(!passes.wants_one(26, 100) && passes.wants_one(25, 100) && !passes.is_hurried());
-    passes.begin();
-    let write = passes.no_room();
-    assert!(!passes.wants_one(0, 100) && passes.is_awaited());
-    passes.end(0, Some(LOOKED));
-    // It may find some now, and does not have to have.
-    assert!(passes.has_ended_since(write) && !passes.has_had_one(write) && !passes.is_awaited());
-    assert!(!passes.may_fail(write) && !passes.wants_one(0, 100));
-    let again = passes.no_room();
-    assert!(!passes.has_ended_since(again) && passes.wants_one(0, 100));
-    passes.begin();
-    assert!(passes.would_find_nothing(LOOKED));
-    passes.end(0, None);
-    assert!(passes.has_had_one(write) && !passes.may_fail(write));
-    assert!(!passes.would_find_nothing(LOOKED), "that one has not looked for all");
-    passes.begin();
-    passes.end(0, Some(LOOKED));
-    assert!(passes.may_fail(write) && passes.may_fail(again));
-    for changed in [Changes { blocks: 8, ..LOOKED }, Changes { indexed: 3, ..LOOKED }] {
-        assert!(passes.would_find_nothing(LOOKED) && !passes.would_find_nothing(changed));
-    }
-    // Nobody asks, and nothing has been given since.
-    assert!(!passes.wants_one(0, 100));
-    passes.end(24, Some(LOOKED));
-    assert!(!passes.wants_one(22, 100) && passes.wants_one(21, 100));
-}
-
-#[test]
-fn passes_are_in_a_hurry_for_a_while_after_a_write_has_found_no_room() {
-    let mut passes = Passes::new(100);
-    passes.no_room();
-    for _ in 0..4 {
-        passes.begin();
-        assert!(passes.is_hurried());
-        passes.end(50, None);
-    }
-    passes.begin();
-    assert!(!passes.is_hurried());
 }

@@ -149,7 +149,7 @@ fn what_means_nothing_has_to_be_zeros() {
 }
 
 proptest! {
-    /// The sizes come from whoever has made the image.
+    /// The sizes come from the maker of the image, who may be an attacker.
     #[test]
     fn any_fields_are_refused_or_sound(at in 8usize..FIELDS_BYTES, bytes in any::<[u8; 8]>()) {
         let mut page = superblock(6).encode(0);

@@ -192,7 +192,7 @@ impl World {
         for volume in &mut self.volumes {
             volume.tree.settle(&settled);
         }
-        // Nobody has them any more.
+        // No tree has them any more.
         for place in under_way.dropped {
             assert!(self.medium.remove(&place).is_some(), "{place} was dropped twice");
         }
@@ -250,7 +250,7 @@ impl World {
         drop(slots);
         self.under_way = None;
         self.volumes = self.whole.clone();
-        // Who opens does not know which places the last process has used in vain.
+        // An opening does not know which places the last process has used in vain.
         let mut seen = BTreeSet::new();
         for volume in &self.whole {
             if let Link::Written(pointer) = volume.tree.root {
@@ -278,8 +278,8 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
     /// Whatever is written and shared, before, in and after checkpoints, with little memory: all read what
-    /// was written there; the medium has what was there when the checkpoint began; no place is dropped
-    /// that anybody has, and none is forgotten.
+    /// was written there; the medium has what was there when the checkpoint began; no place in use is
+    /// dropped, and none is forgotten.
     #[test]
     fn trees_say_what_was_written_and_checkpoints_what_was_there_when_they_began(
         slots in prop_oneof![Just(12usize), Just(64)],
@@ -340,7 +340,7 @@ fn what_is_promised_and_not_clean_leaves_a_quarter_of_the_slots() {
     let promises: Vec<Promise> = std::iter::from_fn(|| pages.promise(5)).collect();
     assert_eq!(promises.len(), 7);
     promises.into_iter().for_each(|promise| pages.keep_promise(promise));
-    // Nobody was refused anything here.
+    // No promise was refused here.
     let mut pages = Pages::new(100 * SLOT_BYTES);
     let mut tree = Tree::of_volume(LEAVES * 512, Link::Nothing);
     let promise = pages.promise(30).unwrap();

@@ -1,4 +1,4 @@
-//! Checks of a store in use: they find what a checkpoint has, whatever is done meanwhile, and are in nobody's way.
+//! Checks of a store in use: they find what a checkpoint has, whatever is done meanwhile, and do not delay guests.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -52,7 +52,7 @@ impl Process {
         let beside = Beside { live, port, is_begun: Cell::default(), is_over: Cell::default() };
         let (mut outcome, mut others) = (None, None);
         let check = async {
-            // So it takes longer than passes wait for who is in an epoch.
+            // So it takes longer than a pass waits for operations in an epoch.
             let how = How { rate: Some(1 << 16), ..how };
             let pace = Pace::bounded(how.rate, None);
             let progress = |_, _| {
@@ -89,7 +89,7 @@ fn a_check_finds_what_a_checkpoint_has_while_all_of_it_is_changed() {
     }
     let (outcome, done) = process.check_beside(DEEP, async |beside| {
         let Beside { live, port, .. } = beside;
-        let first = live.core().checkpoint;
+        let first = live.shared.core().checkpoint;
         live.operate(port, Operation::Delete(live.volume("s").unwrap())).await?;
         for round in 0..40 {
             // What is there already: no room but that of pages.
@@ -99,7 +99,7 @@ fn a_check_finds_what_a_checkpoint_has_while_all_of_it_is_changed() {
             live.checkpoint(port).await?;
         }
         assert!(!beside.is_over.get(), "it was checked before anything was changed");
-        assert_eq!(live.core().checkpoint, first + 40);
+        assert_eq!(live.shared.core().checkpoint, first + 40);
         // However long the check takes, a pass comes behind it.
         live.gc(port).await?;
         assert!(beside.is_over.get());
@@ -137,10 +137,10 @@ fn a_check_begins_at_any_time_of_a_checkpoint() {
     }
 }
 
-/// Until it is over blocks get content that nobody has had, and what was there is nobody's. Gives the passes that
-/// writes had to make for that.
+/// Until it is over, blocks get new content, and their old content is dead. Gives the passes that writes had to make for
+/// that.
 async fn leave_garbage(beside: &Beside<'_>) -> io::Result<u64> {
-    let passes = || beside.live.marks().passes.count();
+    let passes = || beside.live.collector.passes().count();
     let before = passes();
     for word in 10_000..30_000 {
         if beside.is_over.get() {
@@ -177,7 +177,7 @@ fn a_write_that_waits_for_room_ends_a_check_that_began_when_it_was_short() {
         write_new(&mut process, "v0", block, 16, 1 + block).unwrap();
     }
     let mut word = 50_000;
-    while !process.live.is_short_of_room() {
+    while !process.live.collector.is_short_of_room() {
         write_new(&mut process, "v0", word % 64, 1, word).unwrap();
         word += 1;
     }

@@ -33,7 +33,7 @@ fn begin_and_drop(machine: &Machine, process: &Process, work: Work, steps: u64) 
     reactor.tasks() > 0
 }
 
-/// A store with something of everything to do: content that is new, shared, and nobody's.
+/// A store with something of everything to do: content that is new, shared, and dead.
 fn with_work() -> (Machine, Process) {
     let (machine, mut process) = with_a_volume();
     let name = |name| Name::new(name).unwrap();
@@ -61,7 +61,7 @@ fn examine(process: &mut Process, first: u64, about: &str) {
     }
 }
 
-/// The queue ends at this step of its work; then the power is cut, or others go on beside one who reads.
+/// The queue ends at this step of its work; then the power is cut, or other tasks go on beside a reader.
 fn drop_at(work: Work, steps: u64, is_cut: bool) -> bool {
     let about = format!("{work:?}, step {steps}");
     let (machine, mut process) = with_work();
@@ -73,7 +73,7 @@ fn drop_at(work: Work, steps: u64, is_cut: bool) -> bool {
         return is_dropped;
     }
     if steps % 4 < 2 {
-        // A pass is the first who goes on.
+        // A pass is the first to go on.
         process.gc().unwrap();
     }
     let volume = process.volume("v0");

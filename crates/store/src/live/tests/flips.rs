@@ -1,7 +1,7 @@
-//! A bit that flips anywhere on the medium is an error, or the second copy is read, or nothing has it: what a volume reads is
-//! never other data (store.md 2 and 4).
+//! A bit that flips anywhere on the medium is an error, or the second copy is read, or the block is not in use. A volume
+//! never reads other data (store.md 2 and 4).
 
-use super::super::leaves::Leaf;
+use super::super::leaf::Leaf;
 use super::*;
 use crate::page::HASHES;
 use crate::tree::Found;
@@ -37,7 +37,7 @@ fn with_everything() -> (Machine, Contents, Contents) {
     let volume = process.volume("v0");
     process.operate(Operation::Snapshot(Name::new("s").unwrap(), volume)).unwrap();
     put(&mut process, "v0", 0, 30);
-    // Something that is nobody's by now, and its place another's.
+    // Some content is dead by now, and its place has other content.
     put(&mut process, "v1", 64, 31);
     process.gc().unwrap();
     put(&mut process, "v1", 64, 32);
@@ -145,7 +145,7 @@ fn a_bit_that_flips_anywhere_is_an_error_or_unused_and_never_other_data() {
 #[test]
 fn of_a_segment_whose_bits_cannot_be_read_nothing_is_given_and_others_are_written() {
     let (machine, mut process) = with_a_volume();
-    let layout = process.live.core().layout;
+    let layout = process.live.shared.core().layout;
     // Pairs that are full, so that nothing of them is in memory.
     for first in (16..416).step_by(100) {
         super::passes::write_new(&mut process, "v0", first, 100, 1000 + first).unwrap();
@@ -159,11 +159,14 @@ fn of_a_segment_whose_bits_cannot_be_read_nothing_is_given_and_others_are_writte
     let mut unread = 0;
     for segment in 0..layout.segments {
         let Process { live, port, reactor } = &mut process;
-        if !live.core().space.is_loaded(segment) {
-            reactor.block_on(async { live.load_bits(port, segment).await }).unwrap().unwrap();
+        if !live.shared.core().space.is_loaded(segment) {
+            reactor
+                .block_on(async { live.shared.load_bits(port, segment).await })
+                .unwrap()
+                .unwrap();
             let first = layout.first_place(segment);
             let mut places = first..first + layout.segment_blocks;
-            let space = &live.core().space;
+            let space = &live.shared.core().space;
             assert!(places.all(|place| space.is_taken(place) == Some(true)), "{segment}");
             unread += 1;
         }
@@ -177,13 +180,14 @@ fn of_a_segment_whose_bits_cannot_be_read_nothing_is_given_and_others_are_writte
 fn hashes(process: &mut Process) -> Vec<u64> {
     let Process { live, port, reactor } = process;
     let mut places = Vec::new();
-    for leaf in 0..live.layout.places().div_ceil(HASHES as u64) {
+    for leaf in 0..live.shared.layout.places().div_ceil(HASHES as u64) {
         loop {
-            let found = Leaf::Hashes(leaf).find(&live.core()).unwrap();
+            let found = Leaf::Hashes(leaf).find(&live.shared.core()).unwrap();
             match found {
                 Found::Load(id, pointer) if id.level == 0 => places.push(pointer.place),
                 Found::Load(id, pointer) => {
-                    let load = async { live.load(port, Leaf::Hashes(leaf), id, pointer).await };
+                    let load =
+                        async { live.leaves.load(port, Leaf::Hashes(leaf), id, pointer).await };
                     reactor.block_on(load).unwrap().unwrap();
                     continue;
                 }

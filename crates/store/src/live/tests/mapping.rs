@@ -6,7 +6,8 @@ use std::thread;
 
 use ferrite_disk_base::Extent;
 
-use super::super::leaves::{Change, Leaf, bytes, words};
+use super::super::changes::Change;
+use super::super::leaf::{Leaf, bytes, words};
 use super::passes::{read_one, write_new};
 use super::*;
 use crate::content::ContentHash;
@@ -30,7 +31,7 @@ impl Process {
         self.live.map(self.volume(name), blocks.start * BLOCK, len)
     }
 
-    /// Whole blocks of what was read step by step are the same for who maps, and nobody is writing.
+    /// Whole blocks that were read step by step are the same when they are mapped, as no write is under way.
     pub(super) fn read_as_queues_do(
         &mut self,
         name: &str,
@@ -109,7 +110,7 @@ fn whole_blocks_that_memory_knows_are_mapped_in_runs_and_all_else_takes_steps() 
     drop(process);
     machine.world.kill_process().unwrap();
     let mut process = Process::of(&machine).unwrap();
-    process.live.core().pages.hide_volume(volume);
+    process.live.shared.core().pages.hide_volume(volume);
     assert_eq!(process.map("v0", 4..12), Extent::Slow { len: 8 * BLOCK });
     assert_eq!(read_one(&mut process, "v0", 4), 1000);
     assert_eq!(data(process.map("v0", 4..12)), Some(2), "who missed brings it");
@@ -144,7 +145,7 @@ fn what_was_read_is_believed_only_if_it_is_what_the_blocks_have_now() {
     assert!(!check(&process, content([1000, 1001, 7, 1003])));
     assert!(check(&process, content([1000, 0, 7, 1003])));
     // What memory has no more it cannot vouch for.
-    process.live.core().pages.hide_volume(volume);
+    process.live.shared.core().pages.hide_volume(volume);
     assert!(!check(&process, content([1000, 0, 7, 1003])));
 }
 
@@ -157,9 +158,9 @@ fn a_number_that_stands_for_another_is_mapped_to_the_one_place() {
     let (leaf, at) = Leaf::of_number(first + 1);
     let join = async {
         let leaves = [leaf].into();
-        let mut claim = live.claim(port, &leaves).await?;
+        let mut claim = live.changes.claim(port, &leaves).await?;
         let entry = words::<2>(&Whereabouts::SameAs { number: first }.encode());
-        live.with_all(port, &mut claim, &leaves, |core| leaf.store(core, at, &entry)).await
+        live.changes.with_all(port, &mut claim, &leaves, |core| leaf.store(core, at, &entry)).await
     };
     reactor.block_on(join).unwrap().unwrap();
     let Mapped::Data(found, true) = process.read_mapped("v0", 1..2).unwrap() else { panic!() };
@@ -199,7 +200,7 @@ fn nobody_reads_by_the_leaves_of_a_volume_that_has_ended_or_was_rolled_back() {
     assert_eq!(word(&mut process, "then"), Some(1000));
 }
 
-/// A page of P2M that says more than was ever given: such a number will be somebody's.
+/// A page of P2M with an entry of a number that was never given. A later write would get the number.
 #[test]
 fn an_entry_of_a_number_that_was_never_given_is_damage() {
     let (machine, mut process) = with_a_volume();
@@ -209,7 +210,7 @@ fn an_entry_of_a_number_that_was_never_given_is_damage() {
     drop(process);
     machine.world.kill_process().unwrap();
     let mut process = Process::of(&machine).unwrap();
-    process.live.core().numbers_end = 1;
+    process.live.shared.core().numbers_end = 1;
     assert_eq!(process.read("v0", 0..8).unwrap_err().kind(), io::ErrorKind::InvalidData);
     assert_eq!(process.read_mapped("v0", 0..1).unwrap(), Mapped::Slow);
 }
@@ -218,13 +219,13 @@ fn an_entry_of_a_number_that_was_never_given_is_damage() {
 fn number_of(process: &mut Process) -> u64 {
     let leaf = Leaf::of_block(process.volume("v0"), 0);
     let Process { live, port, reactor } = process;
-    reactor.block_on(async { live.words::<1>(port, leaf).await }).unwrap().unwrap()[0]
+    reactor.block_on(async { live.leaves.words::<1>(port, leaf).await }).unwrap().unwrap()[0]
 }
 
-/// Gives a number another content, as if nobody could still be looking at it.
+/// Gives a number another content, as if no task could still be reading it.
 async fn use_again(live: &Live, port: &Port, number: u64, content: u64) -> io::Result<()> {
     let volume = live.volume("v0").unwrap();
-    let place = live.layout.first_place(live.layout.segments - 1);
+    let place = live.shared.layout.first_place(live.shared.layout.segments - 1);
     let checksum = content as u32;
     let mut hash = [0; 32];
     hash[..8].copy_from_slice(&content.to_le_bytes());
@@ -232,8 +233,8 @@ async fn use_again(live: &Live, port: &Port, number: u64, content: u64) -> io::R
     let new = NewContent { volume, block: 0, number, place, checksum, domain: 0, hash };
     let change = Change { blocks: Vec::new(), new: vec![new] };
     let leaves = change.leaves();
-    let mut claim = live.claim(port, &leaves).await?;
-    live.with_all(port, &mut claim, &leaves, |core| change.make(core)).await
+    let mut claim = live.changes.claim(port, &leaves).await?;
+    live.changes.with_all(port, &mut claim, &leaves, |core| change.make(core)).await
 }
 
 /// Section 6, Order: of a reader.
@@ -249,8 +250,8 @@ fn a_candidate_that_becomes_another_content_while_it_is_looked_at_is_not_believe
     let Process { live, port, reactor } = &mut Process::of(&machine).unwrap();
     let steps = async {
         // Its hash is in memory, and its entry of P2M has to be loaded.
-        let hash = live.hash_of(port, number).await?;
-        let mut has = pin!(live.has(port, number, &hash));
+        let hash = live.leaves.hash_of(port, number).await?;
+        let mut has = pin!(live.writer.has(port, number, &hash));
         let begun = poll_fn(|cx| Poll::Ready(has.as_mut().poll(cx))).await;
         assert!(begun.is_pending());
         use_again(live, port, number, 1).await?;
@@ -278,10 +279,11 @@ fn a_number_that_is_used_again_is_never_seen_with_its_new_place_and_its_old_hash
             let mut last = 0;
             while !ends.load(Ordering::Relaxed) {
                 let (leaf, at) = Leaf::of_number(number);
-                let Some(entry) = live.slots.read::<2>(leaf.view(), at) else { continue };
+                let Some(entry) = live.shared.slots.read::<2>(leaf.view(), at) else { continue };
                 let (leaf, at) = Leaf::of_hash(number);
-                let Some([hash]) = live.slots.read::<1>(leaf.view(), at) else { continue };
-                let found = Whereabouts::decode(&bytes(entry), number, &live.layout).unwrap();
+                let Some([hash]) = live.shared.slots.read::<1>(leaf.view(), at) else { continue };
+                let found =
+                    Whereabouts::decode(&bytes(entry), number, &live.shared.layout).unwrap();
                 let Whereabouts::Plain { checksum, .. } = found else { panic!("{found:?}") };
                 let place = u64::from(checksum);
                 assert!(hash >= place, "the place of {place} and the hash of {hash}");
@@ -341,7 +343,7 @@ fn a_place_that_a_queue_reads_is_nobody_elses_before_it_has_ended() {
         file.read_exact_at(&mut word, offset).unwrap();
         u64::from_le_bytes(word)
     };
-    // As long as a pass takes that waits for nobody, ten times.
+    // Ten times as long as a pass takes that waits for no operation.
     let pass = async |live: &Live, port: &Port| live.gc(port).await.map(drop);
     assert_eq!(looks(&mut process, long, pass), None);
     // Others write as long as there is room, and then wait.

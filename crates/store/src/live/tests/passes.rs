@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::pin::pin;
 
-use super::super::leaves::Leaf;
+use super::super::leaf::Leaf;
 use super::*;
 use crate::page::{HASHES, P2M_ENTRIES, V2P_ENTRIES, Whereabouts};
 use crate::tree::{Tree, Way};
@@ -16,13 +16,13 @@ impl Process {
 
     /// Numbers that volumes have, by a look at each of their blocks.
     fn live_numbers(&mut self) -> BTreeSet<u64> {
-        let volumes = self.live.core().volumes.entries().clone();
+        let volumes = self.live.shared.core().volumes.entries().clone();
         let Process { live, port, reactor } = self;
         let mut numbers = BTreeSet::new();
         for (number, volume) in volumes {
             for block in 0..volume.blocks {
                 let leaf = Leaf::of_block(number, block);
-                let words = async { live.words::<1>(port, leaf).await };
+                let words = async { live.leaves.words::<1>(port, leaf).await };
                 numbers.insert(reactor.block_on(words).unwrap().unwrap()[0]);
             }
         }
@@ -32,13 +32,13 @@ impl Process {
 
     pub(super) fn whereabouts(&mut self, number: u64) -> Whereabouts {
         let Process { live, port, reactor } = self;
-        reactor.block_on(async { live.whereabouts(port, number).await }).unwrap().unwrap()
+        reactor.block_on(async { live.leaves.whereabouts(port, number).await }).unwrap().unwrap()
     }
 
     /// Places of all pages that the trees lead to, and of their copies.
     fn places_of_pages(&mut self) -> BTreeSet<u64> {
         let (layout, trees, mut places) = {
-            let core = self.live.core();
+            let core = self.live.shared.core();
             let of_volume =
                 |v: &crate::table::Volume| (v.tree, v.blocks.div_ceil(V2P_ENTRIES as u64));
             let mut trees: Vec<(Tree, u64)> =
@@ -52,15 +52,22 @@ impl Process {
         for (tree, leaves) in trees {
             for leaf in 0..leaves {
                 loop {
-                    let way = tree.way(&live.core().pages, leaf).unwrap();
+                    let way = tree.way(&live.shared.core().pages, leaf).unwrap();
                     match way {
                         Way::Places(way) => break places.extend(way),
                         Way::Load(id, pointer) => {
                             let load = async {
-                                checkpoint::load(&layout, &live.medium, port, &id, &pointer).await
+                                crate::checkpoint::load(
+                                    &layout,
+                                    &live.shared.medium,
+                                    port,
+                                    &id,
+                                    &pointer,
+                                )
+                                .await
                             };
                             let page = reactor.block_on(load).unwrap().unwrap();
-                            assert!(live.core().pages.install(id, &page));
+                            assert!(live.shared.core().pages.install(id, &page));
                         }
                     }
                 }
@@ -71,16 +78,19 @@ impl Process {
 
     /// Places that are not to be given, as the bits say.
     fn taken(&mut self) -> BTreeSet<u64> {
-        let layout = self.live.core().layout;
+        let layout = self.live.shared.core().layout;
         let Process { live, port, reactor } = self;
         let mut taken = BTreeSet::new();
         for segment in 0..layout.segments {
-            while !live.core().space.is_loaded(segment) {
-                reactor.block_on(async { live.load_bits(port, segment).await }).unwrap().unwrap();
+            while !live.shared.core().space.is_loaded(segment) {
+                reactor
+                    .block_on(async { live.shared.load_bits(port, segment).await })
+                    .unwrap()
+                    .unwrap();
             }
             let first = layout.first_place(segment);
             let places = first..first + layout.segment_blocks;
-            taken.extend(places.filter(|p| live.core().space.is_taken(*p) == Some(true)));
+            taken.extend(places.filter(|p| live.shared.core().space.is_taken(*p) == Some(true)));
         }
         taken
     }
@@ -91,7 +101,7 @@ pub(super) fn nothing_is_lost_and_nothing_left(process: &mut Process) {
     process.gc().unwrap();
     let passed = process.gc().unwrap();
     let live = process.live_numbers();
-    let end = process.live.core().numbers_end;
+    let end = process.live.shared.core().numbers_end;
     let mut places = process.places_of_pages();
     // With those that they stand for, which are lower.
     let (mut needed, mut groups) = (live.clone(), BTreeSet::new());
@@ -122,7 +132,7 @@ pub(super) fn nothing_is_lost_and_nothing_left(process: &mut Process) {
     assert!(left.is_empty(), "places of nobody that cannot be given: {left:?}");
 }
 
-/// Blocks of a volume from one on get contents that nobody has had.
+/// Blocks of a volume from one on get contents that the store lacks.
 pub(super) fn write_new(
     process: &mut Process,
     name: &str,
@@ -155,7 +165,7 @@ pub(super) fn read_one(process: &mut Process, name: &str, block: u64) -> u64 {
 }
 
 fn passes(process: &Process) -> crate::space::Passes {
-    process.live.marks().passes
+    process.live.collector.passes()
 }
 
 #[test]
@@ -165,7 +175,7 @@ fn content_that_is_found_again_at_any_time_of_a_pass_stays() {
     for delay in 0..300 {
         process.write(&[write("v0", 0..8, 7)], false).unwrap().remove(0).unwrap();
         process.write(&[write("v0", 0..8, 0)], false).unwrap().remove(0).unwrap();
-        let numbers = process.live.core().numbers_end;
+        let numbers = process.live.shared.core().numbers_end;
         let volume = process.volume("v0");
         let Process { live, port, reactor } = &mut process;
         let (live, port) = (&*live, &*port);
@@ -180,7 +190,7 @@ fn content_that_is_found_again_at_any_time_of_a_pass_stays() {
         let gc = async { live.gc(port).await.map(drop) };
         let done = reactor.block_on(all(vec![Box::pin(gc), Box::pin(late)])).unwrap();
         assert!(done.iter().all(Result::is_ok), "{done:?}");
-        match process.live.core().numbers_end == numbers {
+        match process.live.shared.core().numbers_end == numbers {
             true => found += 1,
             false => new += 1,
         }
@@ -224,7 +234,7 @@ fn a_full_store_looks_for_what_is_there_twice_before_a_write_fails() {
         assert_eq!(read_one(&mut process, "v0", block), 1 + block);
     }
     nothing_is_lost_and_nothing_left(&mut process);
-    let free = process.live.core().space.free();
+    let free = process.live.shared.core().space.free();
     assert!(free > BLOCKS / 4, "{free} places are free");
 }
 
@@ -283,8 +293,8 @@ fn with_all_numbers_given() -> (Machine, Process) {
     let (machine, mut process) = with_a_volume();
     write_numbered(&mut process, "v0").unwrap();
     let Process { live, .. } = &process;
-    let places = live.core().layout.places();
-    live.core().numbers_end = places;
+    let places = live.shared.core().layout.places();
+    live.shared.core().numbers_end = places;
     for round in 0..12 {
         process.gc().unwrap();
         for block in (round % 3..BLOCKS).step_by(3) {
@@ -292,7 +302,7 @@ fn with_all_numbers_given() -> (Machine, Process) {
         }
     }
     process.gc().unwrap();
-    assert_eq!(process.live.core().numbers_end, places);
+    assert_eq!(process.live.shared.core().numbers_end, places);
     (machine, process)
 }
 
@@ -400,7 +410,7 @@ fn a_pass_sets_numbers_aside_for_writers_before_it_closes_their_pages() {
     write_everywhere(&mut process, 0, 1 << 40);
     // What is open is used up.
     for block in (0..).step_by(16) {
-        let ready = process.live.core().free_numbers.ready();
+        let ready = process.live.shared.core().free_numbers.ready();
         if ready == 0 {
             break;
         }
@@ -417,7 +427,7 @@ fn a_pass_sets_numbers_aside_for_writers_before_it_closes_their_pages() {
         let mut ready = 0;
         while ready == 0 && !has_ended.get() {
             port.io.yield_to_others().await;
-            ready = live.core().free_numbers.ready();
+            ready = live.shared.core().free_numbers.ready();
         }
         ready
     };
@@ -486,7 +496,7 @@ async fn dropped<T>(future: impl Future<Output = T>) {
     .await;
 }
 
-/// It counts for good, since nobody learns when its operations end. So no place comes free any more.
+/// It counts for good, since the store never learns when its operations end. So no place comes free any more.
 #[test]
 fn behind_an_operation_that_never_ends_passes_fail_and_writes_hear_that_there_is_no_room() {
     let (_machine, mut process) = with_a_volume();

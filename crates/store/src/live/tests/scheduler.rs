@@ -1,4 +1,4 @@
-//! The store's own work: what it has for users, and that it is in nobody's way.
+//! The store's background work: what it does for users, and that it does not delay them.
 
 use super::passes::{nothing_is_lost_and_nothing_left, read_one, write_new};
 use super::*;
@@ -22,7 +22,7 @@ impl Process {
     }
 
     fn numbers_end(&self) -> u64 {
-        self.live.core().numbers_end
+        self.live.shared.core().numbers_end
     }
 }
 
@@ -32,7 +32,7 @@ fn what_was_written_before_a_death_is_found_again_once_the_index_is_loaded() {
     for block in (0..640).step_by(16) {
         write_new(&mut process, "v0", block, 16, 1 + block).unwrap();
     }
-    // Of these nobody has anything any more: the index has no room for all.
+    // No volume has these contents any more: the index has no room for all.
     process
         .write(&[write("v0", 64 * PER_BLOCK..576 * PER_BLOCK, 0)], false)
         .unwrap()
@@ -75,14 +75,14 @@ fn a_pass_begins_by_itself_before_a_write_has_to_wait_for_room() {
     let (mut value, mut waited) = (1, 0);
     for round in 0..4 {
         for block in (0..BLOCKS).step_by(16) {
-            let begun = process.live.marks().passes.count();
+            let begun = process.live.collector.passes().count();
             write_new(&mut process, "v0", block, 16, value).unwrap();
-            waited += process.live.marks().passes.count() - begun;
+            waited += process.live.collector.passes().count() - begun;
             value += 16;
             process.run_background_task().unwrap_or_else(|e| panic!("round {round}: {e}"));
         }
     }
-    let passes = process.live.marks().passes.count();
+    let passes = process.live.collector.passes().count();
     assert!(waited == 0 && passes > 3, "{passes} passes, and {waited} that a write had to make");
     assert!(passes < 40, "{passes} passes for what is written three times");
     nothing_is_lost_and_nothing_left(&mut process);
@@ -98,9 +98,9 @@ fn a_store_with_room_or_without_garbage_is_left_alone() {
         write_new(&mut process, "v0", block, 16, 1 + block).unwrap();
     }
     process.run_background_task().unwrap();
-    let passes = process.live.marks().passes.count();
+    let passes = process.live.collector.passes().count();
     assert_eq!(
-        (process.run_background_task().unwrap(), process.live.marks().passes.count()),
+        (process.run_background_task().unwrap(), process.live.collector.passes().count()),
         (0, passes)
     );
 }
@@ -121,12 +121,12 @@ fn content_that_is_there_twice_is_joined_by_a_pass_and_stays_while_either_is_in_
     for block in (0..96).step_by(16) {
         write_new(&mut process, "v0", 1000 + block, 16, 1 + block).unwrap();
     }
-    let free = process.live.core().space.free();
+    let free = process.live.shared.core().space.free();
     process.run_background_task().unwrap();
     let joined = process.gc().unwrap().joined;
     assert!((90..=96).contains(&joined), "{joined}: the index has no room for a few");
     process.gc().unwrap();
-    assert!(process.live.core().space.free() >= free + joined, "their places are free");
+    assert!(process.live.shared.core().space.free() >= free + joined, "their places are free");
     // The lower ones are in use by the others only.
     process.write(&[write("v0", 0..48 * PER_BLOCK, 0)], false).unwrap().remove(0).unwrap();
     for end in [After::Nothing, After::Death, After::Cut] {
@@ -162,9 +162,9 @@ fn what_the_index_takes_for_equal_is_compared_before_it_is_joined() {
     let Process { live, port, reactor } = &mut process;
     // Hints that are wrong: each of the higher numbers is said to be what a lower one is.
     for number in 17..33 {
-        let hash = async { live.hash_of(port, number).await };
+        let hash = async { live.leaves.hash_of(port, number).await };
         let hash = reactor.block_on(hash).unwrap().unwrap();
-        live.index.remember(&hash, number - 16);
+        live.shared.index.remember(&hash, number - 16);
     }
     assert_eq!(process.gc().unwrap().joined, 0);
     for block in 0..32 {
@@ -274,7 +274,9 @@ impl Process {
         let mut numbers = Vec::new();
         for block in blocks {
             let words = async {
-                live.words::<1>(port, super::super::leaves::Leaf::of_block(volume, block)).await
+                live.leaves
+                    .words::<1>(port, super::super::leaf::Leaf::of_block(volume, block))
+                    .await
             };
             numbers.push(reactor.block_on(words).unwrap().unwrap()[0]);
         }
@@ -344,13 +346,13 @@ fn compressed_content_takes_fewer_places_and_is_found_read_and_given_back_as_any
         let (machine, mut process) = with_a_volume();
         process.set_packing(Some(packing));
         write_scattered(&mut process, 240);
-        let free = process.live.core().space.free();
+        let free = process.live.shared.core().space.free();
         let info = process.compact();
         // What guests write now is not touched.
         assert!(info.packed_bytes >= 240 << 12, "{info:?}");
         assert!(info.packed_to_bytes <= info.packed_bytes / 4, "{info:?}");
         process.gc().unwrap();
-        assert!(process.live.core().space.free() >= free + 180);
+        assert!(process.live.shared.core().space.free() >= free + 180);
         nothing_is_lost_and_nothing_left(&mut process);
         let moved = process.compact().moved_bytes;
         assert_eq!(process.compact().moved_bytes, moved, "it ends");
@@ -404,7 +406,6 @@ fn a_damaged_group_is_an_error_of_its_blocks_and_never_data() {
     let at = (at..BLOCK_BYTES).find(|at| group[*at] == 4 && group[at + 1] == 0).unwrap();
     file.write_all_at(&[99], place * BLOCK_BYTES as u64 + at as u64).unwrap();
     machine.world.changed_outside(&file).unwrap();
-    process.live.groups().forget();
     let mut bad = 0;
     for block in 0..32 {
         let sectors = block * PER_BLOCK..(block + 1) * PER_BLOCK;

@@ -1,4 +1,4 @@
-//! What nobody waits for: the word of a sync, and syncs that nobody asked for.
+//! Durability work: records of syncs, and syncs that no flush asked for.
 
 use super::*;
 use crate::numbers::SYNC_AFTER;
@@ -18,7 +18,7 @@ fn rot(machine: &Machine, value: u8) {
 #[test]
 fn a_flush_is_told_by_the_next_journal_block_or_else_by_an_empty_one() {
     let (machine, mut process) = with_a_volume();
-    let next = |process: &Process| process.live.numbers().next();
+    let next = |process: &Process| process.live.journal.next();
     process.write(&[write("v0", 0..8, 7)], false).unwrap().remove(0).unwrap();
     let before = next(&process);
     process.flush().unwrap();
@@ -45,10 +45,10 @@ fn a_flush_is_told_by_the_next_journal_block_or_else_by_an_empty_one() {
 #[test]
 fn much_new_data_becomes_durable_though_nobody_flushes() {
     let (machine, mut process) = with_a_volume();
-    process.live.numbers().new_data(SYNC_AFTER - 10);
+    process.live.journal.new_data(SYNC_AFTER - 10);
     let writes: Vec<Write> = (0..20).map(|i| write("v0", 8 * i..8 * i + 8, i as u8 + 1)).collect();
     process.write(&writes, false).unwrap().into_iter().for_each(|done| done.unwrap());
-    assert!(!process.live.numbers().want_sync());
+    assert!(!process.live.journal.wants_sync());
     drop(process);
     machine.world.cut_power().unwrap();
     let found = Process::of(&machine).unwrap().read("v0", 0..160).unwrap();

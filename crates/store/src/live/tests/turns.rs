@@ -22,27 +22,27 @@ fn writes_of_one_turn_have_one_journal_block_and_one_operation_for_their_data() 
     let (machine, mut process) = with_a_volume();
     all_well(process.write(&blocks(0..10), false));
     let mut write_again = |count: usize| {
-        let (number, steps) = (process.live.numbers().next(), machine.world.step());
+        let (number, steps) = (process.live.journal.next(), machine.world.step());
         let again = |i: usize| write("v0", 8 * i as u64..8 * i as u64 + 8, (100 + count + i) as u8);
         all_well(process.write(&(0..count).map(again).collect::<Vec<_>>(), false));
-        assert_eq!(process.live.numbers().next(), number + 1);
+        assert_eq!(process.live.journal.next(), number + 1);
         machine.world.step() - steps
     };
     assert_eq!(write_again(1), write_again(10), "data and record");
-    let number = process.live.numbers().next();
+    let number = process.live.journal.next();
     assert_eq!(process.read("v0", 0..80).unwrap()[72..], [119; 8]);
     // In the least memory there is room for the changes of 11 blocks.
     all_well(process.write(&blocks(0..100), false));
-    assert_eq!(process.live.numbers().next(), number + 100u64.div_ceil(11));
+    assert_eq!(process.live.journal.next(), number + 100u64.div_ceil(11));
     assert_eq!(process.read("v0", 0..800).unwrap()[792..], [100; 8]);
 }
 
 #[test]
 fn equal_blocks_of_one_turn_take_one_place() {
     let (_machine, mut process) = with_a_volume();
-    let before = process.live.core().space.free();
+    let before = process.live.shared.core().space.free();
     all_well(process.write(&[write("v0", 0..8, 7), write("v0", 800..816, 7)], false));
-    assert_eq!(before - process.live.core().space.free(), 1);
+    assert_eq!(before - process.live.shared.core().space.free(), 1);
     assert_eq!(process.read("v0", 808..816).unwrap(), [7; 8]);
 }
 
@@ -56,7 +56,7 @@ fn of_a_turn_only_those_fail_whose_data_did() {
     let mut process = Process { live: Arc::new(live), port, reactor };
     all_well(process.write(&blocks(40..60), false));
     let (layout, checkpoint) = {
-        let core = process.live.core();
+        let core = process.live.shared.core();
         (core.layout, core.checkpoint)
     };
     // One operation has 16 blocks, another the others. One of them fails.
@@ -71,7 +71,7 @@ fn of_a_turn_only_those_fail_whose_data_did() {
     let expected = |i: usize| if failed[i / 8] { 0 } else { i as u8 / 8 + 1 };
     assert!((0..160).all(|i| found[i] == expected(i)), "{found:?}");
     // Otherwise a later sync would vouch for what has failed.
-    assert_eq!(process.live.core().checkpoint, checkpoint + 1);
+    assert_eq!(process.live.shared.core().checkpoint, checkpoint + 1);
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn zeros_where_nothing_was_are_kept_from_a_write_that_failed_before_them() {
     let failed = (0..60).filter(|seed| {
         let machine = Story::new(*seed, None).machine;
         let mut process = Process::of(&machine).unwrap();
-        let first = process.live.core().layout.first_place(0) * BLOCK_BYTES as u64;
+        let first = process.live.shared.core().layout.first_place(0) * BLOCK_BYTES as u64;
         let range = first..BYTES - 2 * BLOCK_BYTES as u64;
         let fault = Fault { on: On::Write, range, per_mille: 1000, errno: 5, times: 1 };
         machine.world.set_faults(vec![fault]);

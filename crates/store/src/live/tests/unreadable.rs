@@ -124,7 +124,7 @@ fn who_writes_again_what_could_not_be_read_gets_a_good_copy() {
     put(&mut process, 3, 7);
     assert_eq!(place_of(&mut process, 3), place_of(&mut process, 0), "its neighbour is good");
     assert_eq!(read_one(&mut process, "v0", 3), u64::from_le_bytes([7; 8]));
-    // The index knows the bad one, too, and somebody has it.
+    // The index knows the bad one, too, and a volume has it.
     process.gc().unwrap();
     assert!(is_unreadable(&mut process, 2));
     assert_eq!(get(&mut process, 1).unwrap(), 8);
@@ -167,8 +167,8 @@ fn journal_left_by_a_death() -> (Machine, u64, u64) {
     let (machine, mut process) = with_a_volume();
     put(&mut process, 0, 7);
     put(&mut process, 1, 8);
-    let (layout, last) = (process.live.core().layout, process.live.numbers().next() - 1);
-    let from = process.live.core().replay_from;
+    let (layout, last) = (process.live.shared.core().layout, process.live.journal.next() - 1);
+    let from = process.live.shared.core().replay_from;
     assert!(last > from && last + AHEAD + 1 < from + layout.journal_blocks);
     drop(process);
     machine.world.kill_process().unwrap();
@@ -209,17 +209,17 @@ fn a_place_of_the_journal_that_cannot_be_read_and_has_no_block_is_nobodys_loss()
     assert_eq!((get(&mut process, 0).unwrap(), get(&mut process, 1).unwrap()), (7, 8));
 }
 
-/// A cut has lost all before it, so nobody has flushed it. Others write behind that.
+/// A power cut has lost all earlier blocks, so no flush covers this one. Later writes follow it.
 #[test]
 fn a_block_of_the_journal_that_could_not_be_read_never_counts_later() {
     let (machine, _, unused) = journal_left_by_a_death();
     let file = std::fs::File::options().read(true).write(true).open(&machine.path).unwrap();
     let process = Process::of(&machine).unwrap();
     let (layout, id) = {
-        let core = process.live.core();
+        let core = process.live.shared.core();
         (core.layout, core.id)
     };
-    let from = process.live.numbers().next();
+    let from = process.live.journal.next();
     let stale = (from..).find(|number| layout.journal(*number) == unused).unwrap();
     assert!(stale >= from + AHEAD);
     let mut filling = Filling::default();

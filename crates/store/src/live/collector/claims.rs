@@ -1,5 +1,5 @@
-//! Who finds content again beside a pass: the steps of all in orders that a scheduler chooses, with the claims and the
-//! epochs that a store has.
+//! Writes that find content again during a pass. A scheduler chooses the order of all steps. Claims and epochs are those
+//! of a store.
 
 use ferrite_disk_base::ShuttledEpochs;
 use shuttle::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -8,7 +8,7 @@ use shuttle::thread;
 
 use super::*;
 
-/// Contents: one that a volume has, one that is nobody's, and two that are not there yet.
+/// Contents: one that a volume has, one that no volume has, and two that are not there yet.
 const NUMBERS: usize = 5;
 const HAD: u64 = 1;
 const NOBODYS: u64 = 2;
@@ -66,7 +66,7 @@ impl World {
         self.marks.lock().unwrap().phase = Phase::Closing;
         self.two_epochs();
         for number in (1..NUMBERS as u64).rev() {
-            // What has no content is not looked at: it may be on its way to somebody.
+            // A number without content is not looked at: a write may be about to store it.
             let is_there = self.entries[number as usize].load(SeqCst) == 1;
             if is_there && !self.marks.lock().unwrap().judge(number, None) {
                 self.entries[number as usize].store(0, SeqCst);

@@ -1,28 +1,35 @@
-//! Reads: from a volume's blocks to numbers, from numbers to places (store.md 6).
+//! The reader: it maps a volume's blocks to numbers and numbers to places, and reads them (store.md 6).
 
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
-use ferrite_disk_base::Port;
-use ferrite_io::arena::Span;
+use ferrite_disk_base::{Extent, Port};
+use ferrite_io::arena::{Arena, Span};
 
-use super::leaves::{Leaf, is_lost};
-use super::mapping::Spot;
-use super::{BLOCK_BYTES, Live, damaged};
+use super::groups::Groups;
+use super::leaf::{Leaf, is_lost};
+use super::leaves::Leaves;
+use super::mapping::{Spot, Spots};
+use super::scrubber::Scrubber;
+use super::shared::Shared;
+use super::{BLOCK_BYTES, damaged};
 use crate::Damaged;
-use crate::content::checksum;
+use crate::content::{checksum, is_zeros};
 use crate::journal::VolumeId;
 use crate::medium::MAX_BLOCKS;
 use crate::page::{V2P_ENTRIES, Whereabouts, decode_number};
 use crate::pages::{PageId, Pages};
 use crate::side_by_side::all;
+use crate::stripes::Stripes;
 
-/// Parts of one request that are under way at once.
+const BLOCK: u64 = BLOCK_BYTES as u64;
+/// The most parts of one request under way at once.
 const PARTS_AT_ONCE: usize = 4;
-/// Runs of places that are.
+/// The most runs of places of one request under way at once.
 const RUNS_AT_ONCE: usize = 16;
 
-/// Blocks in a row: the first of the places that they are in, one after the other. None: they are zeros.
+/// Splits blocks into runs of consecutive places. Each has its first place, or `None` for zeros.
 fn runs(spots: &[Spot]) -> Vec<(Option<u64>, Range<usize>)> {
     let mut runs: Vec<(Option<u64>, Range<usize>)> = Vec::new();
     for (i, spot) in spots.iter().enumerate() {
@@ -38,13 +45,13 @@ fn runs(spots: &[Spot]) -> Vec<(Option<u64>, Range<usize>)> {
     runs
 }
 
-/// Parts of a range that are in so many blocks at most, each: offset, and bytes.
+/// Splits a range into parts of at most [`MAX_BLOCKS`] blocks: the offset of each, and its bytes of the range.
 pub(super) fn parts(offset: u64, len: usize) -> impl Iterator<Item = (u64, Range<usize>)> {
     let most = (MAX_BLOCKS * BLOCK_BYTES) as u64;
     let mut done = 0;
     std::iter::from_fn(move || {
         let at = offset + done as u64;
-        // They end where a leaf of V2P ends, at the latest.
+        // No part crosses the end of a leaf of V2P.
         let bytes = ((most - at % most) as usize).min(len - done);
         let part = (at, done..done + bytes);
         done += bytes;
@@ -52,7 +59,7 @@ pub(super) fn parts(offset: u64, len: usize) -> impl Iterator<Item = (u64, Range
     })
 }
 
-/// The blocks that a range is in.
+/// The blocks that a range of bytes touches.
 pub(super) fn blocks_of(offset: u64, len: usize) -> Range<u64> {
     let block = BLOCK_BYTES as u64;
     offset / block..(offset + len as u64).div_ceil(block)
@@ -70,12 +77,77 @@ fn are_as_known(port: &Port, spots: &[Spot], read: Span) -> bool {
     })
 }
 
-impl Live {
-    /// Reads a range of a volume.
+/// Reads volumes.
+pub(super) struct Reader {
+    shared: Arc<Shared>,
+    leaves: Arc<Leaves>,
+    groups: Arc<Groups>,
+    scrubber: Arc<Scrubber>,
+    /// The locks of blocks, which writes hold.
+    blocks: Arc<Stripes>,
+}
+
+impl Reader {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        leaves: Arc<Leaves>,
+        groups: Arc<Groups>,
+        scrubber: Arc<Scrubber>,
+        blocks: Arc<Stripes>,
+    ) -> Reader {
+        Reader { shared, leaves, groups, scrubber, blocks }
+    }
+
+    /// Where the beginning of a range of a volume is, if memory knows it: blocks in consecutive places, or zeros. The
+    /// caller stays in its epoch until its operation on them has ended. `offset` and `len` are bytes.
+    pub(super) fn map(&self, volume: VolumeId, offset: u64, len: u64) -> Extent {
+        // Only whole blocks have checksums.
+        if !(offset | len).is_multiple_of(BLOCK) {
+            return Extent::Slow { len };
+        }
+        let mut spots = Spots::new(&self.shared, volume, blocks_of(offset, len as usize));
+        let Some(first) = spots.next().flatten() else { return Extent::Slow { len } };
+        let follows = |(count, spot): &(u64, Option<Spot>)| match (first, spot) {
+            (Spot::Zeros, Some(Spot::Zeros)) => true,
+            (Spot::Place { place: first, .. }, Some(Spot::Place { place, .. })) => {
+                *place == first + count
+            }
+            _ => false,
+        };
+        let count = 1 + (1..).zip(spots).take_while(follows).count();
+        let len = count as u64 * BLOCK;
+        self.leaves.count_hits(count, if first == Spot::Zeros { 0 } else { count });
+        match first {
+            Spot::Zeros => Extent::Zeros { len },
+            Spot::Place { place, .. } => Extent::Data { file: 0, offset: place * BLOCK, len },
+        }
+    }
+
+    /// Whether blocks have these data, as far as memory knows. `false` is no proof of damage: a write may have replaced
+    /// the blocks meanwhile. The caller is still in the epoch in which it has mapped. `offset` is in bytes.
+    pub(super) fn check(&self, memory: &Arena, volume: VolumeId, offset: u64, data: Span) -> bool {
+        if !(offset | data.len() as u64).is_multiple_of(BLOCK) {
+            return false;
+        }
+        let mut bytes = [0; BLOCK_BYTES];
+        let mut fits = |(spot, at)| {
+            memory.copy_out(data.slice(at, BLOCK_BYTES), &mut bytes);
+            match spot {
+                Some(Spot::Zeros) => is_zeros(&bytes),
+                Some(Spot::Place { checksum: known, .. }) => checksum(&bytes) == known,
+                None => false,
+            }
+        };
+        let spots = Spots::new(&self.shared, volume, blocks_of(offset, data.len()));
+        spots.zip((0..data.len()).step_by(BLOCK_BYTES)).all(&mut fits)
+    }
+
+    /// Reads a range of a volume. `offset` is in bytes.
     ///
     /// # Errors
-    /// A block is damaged (`InvalidData`), or cannot be read. `InvalidInput`: not inside the volume.
-    pub async fn read(
+    /// A block is damaged (`InvalidData`), or cannot be read. `InvalidInput`: not inside the volume. `NotFound`: there
+    /// is no such volume.
+    pub(super) async fn read(
         &self,
         port: &Port,
         volume: VolumeId,
@@ -83,7 +155,7 @@ impl Live {
         to: Span,
     ) -> io::Result<()> {
         self.check_range(volume, offset, to.len() as u64)?;
-        if self.epochs.during(self.read_whole(port, volume, offset, to)).await {
+        if self.shared.epochs.during(self.read_whole(port, volume, offset, to)).await {
             return Ok(());
         }
         let parts: Vec<_> = parts(offset, to.len()).collect();
@@ -100,8 +172,8 @@ impl Live {
         Ok(())
     }
 
-    /// Reads whole blocks to where they are wanted, those in places in a row by one operation. `false`: it has to
-    /// be done in parts, or has failed, which those find out. The caller is in an epoch.
+    /// Reads whole blocks straight into the request's memory, consecutive places by one operation. `false`: it has
+    /// failed, or the request must be read in parts, which also find the error. The caller is in an epoch.
     async fn read_whole(&self, port: &Port, volume: VolumeId, offset: u64, to: Span) -> bool {
         let is_whole = |at: usize| at.is_multiple_of(BLOCK_BYTES);
         if !(is_whole(offset as usize) && is_whole(to.len()) && is_whole(to.offset())) {
@@ -118,7 +190,7 @@ impl Live {
                 Some(place) => {
                     let at = place * BLOCK_BYTES as u64;
                     let done = port.io.read_exact(port.files[0], at, slice(blocks)).await;
-                    // While the others are under way.
+                    // The checksums are compared while other reads are under way.
                     done.is_ok() && are_as_known(port, &spots[blocks.clone()], slice(blocks))
                 }
                 None => {
@@ -133,8 +205,8 @@ impl Live {
         true
     }
 
-    /// Where blocks in a row are. What memory does not have of that is read. None: that has failed, or one of
-    /// them is not in a block of its own.
+    /// Where consecutive blocks are. Leaves that memory lacks are read. `None`: that has failed, or one of the contents
+    /// is compressed.
     async fn find_all(
         &self,
         port: &Port,
@@ -144,10 +216,10 @@ impl Live {
         let mut all = Vec::with_capacity((blocks.end - blocks.start) as usize);
         while !blocks.is_empty() {
             let before = all.len();
-            all.extend(self.spots(volume, blocks.clone()).map_while(|spot| spot));
+            all.extend(Spots::new(&self.shared, volume, blocks.clone()).map_while(|spot| spot));
             let found = &all[before..];
             let zeros = found.iter().filter(|spot| **spot == Spot::Zeros).count();
-            self.count_hits(found.len(), found.len() - zeros);
+            self.leaves.count_hits(found.len(), found.len() - zeros);
             blocks.start += found.len() as u64;
             let Some(block) = blocks.next() else { break };
             all.push(match self.place_of(port, volume, block).await.ok()? {
@@ -159,30 +231,33 @@ impl Live {
         Some(all)
     }
 
-    /// Blocks of one part. What does not fit is read once more under the blocks' lock before it is an error; what
-    /// storage cannot read is not, since it takes long.
+    /// Reads the blocks of one part. A block that does not fit its checksum is read again with the blocks locked before
+    /// it is an error. A block that storage cannot read is not, since that takes long.
     async fn read_part(
         &self,
         port: &Port,
         volume: VolumeId,
         blocks: Range<u64>,
     ) -> io::Result<Vec<u8>> {
-        let read = || self.epochs.during(self.read_blocks(port, volume, blocks.clone()));
+        let read = || self.shared.epochs.during(self.read_blocks(port, volume, blocks.clone()));
         let (mut done, mut _alone) = (read().await, None);
         if done.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::InvalidData) {
-            // In no epoch: who has the lock may wait for a pass, which waits for all epochs.
+            // Not in an epoch: the task that holds the lock may wait for a pass, which waits for all epochs.
             _alone = Some(self.blocks.lock_blocks(&port.io, volume, blocks.clone()).await?);
             done = read().await;
         }
         if done.as_ref().is_err_and(is_lost) {
-            self.epochs.during(self.refuse_bad(port, volume, blocks)).await;
+            self.shared.epochs.during(self.refuse_bad(port, volume, blocks)).await;
         }
         done
     }
 
-    /// Whether a range is in a volume, as all that its guest asks for must be.
+    /// Whether a range of bytes is inside a volume.
+    ///
+    /// # Errors
+    /// `InvalidInput`: it is not. `NotFound`: there is no such volume.
     pub(super) fn check_range(&self, volume: VolumeId, offset: u64, len: u64) -> io::Result<()> {
-        let core = self.core();
+        let core = self.shared.core();
         let volume = core.volumes.entries().get(&volume).ok_or(io::ErrorKind::NotFound)?;
         let size = volume.blocks * BLOCK_BYTES as u64;
         match offset.checked_add(len).is_some_and(|end| end <= size) {
@@ -191,7 +266,10 @@ impl Live {
         }
     }
 
-    /// Blocks of one part. The caller is in an epoch.
+    /// Reads the blocks of one part. The caller is in an epoch.
+    ///
+    /// # Errors
+    /// As [`read`](Reader::read).
     pub(super) async fn read_blocks(
         &self,
         port: &Port,
@@ -208,7 +286,7 @@ impl Live {
             let first = match places[at] {
                 Some(Whereabouts::Plain { place, .. }) => place,
                 Some(packed) => {
-                    let block = self.unpacked(port, packed).await?;
+                    let block = self.groups.read(port, packed).await?;
                     bytes[at * BLOCK_BYTES..(at + 1) * BLOCK_BYTES].copy_from_slice(&block);
                     at += 1;
                     continue;
@@ -226,9 +304,9 @@ impl Live {
                 plain(place).is_some_and(|(place, _)| place == first + i)
             };
             let run = (0..).zip(&places[at..]).take_while(|pair| follows(*pair)).count();
-            let data = self.medium.read(port, first, run).await?;
+            let data = self.shared.medium.read(port, first, run).await?;
             for (block, place) in data.chunks(BLOCK_BYTES).zip(&places[at..]) {
-                // It is what a map has named since before this began, so nothing else can be there.
+                // The map has named this content since before the read began, so the place can have no other content.
                 if plain(place).is_none_or(|(_, sum)| checksum(block) != sum) {
                     return Err(damaged(Damaged("a block does not fit its checksum")));
                 }
@@ -239,11 +317,11 @@ impl Live {
         Ok(bytes)
     }
 
-    /// Whether blocks of a volume from one on are zeros that take no space, and for how many at least.
+    /// Whether a block of a volume is zeros without space, and how many blocks from it on are the same, at least.
     ///
     /// # Errors
-    /// As [`read`](Live::read).
-    pub async fn zeros_from(
+    /// As [`read`](Reader::read).
+    pub(super) async fn zeros_from(
         &self,
         port: &Port,
         volume: VolumeId,
@@ -256,23 +334,35 @@ impl Live {
             let is = are(first);
             (is, (first..V2P_ENTRIES).take_while(|at| are(*at) == is).count() as u64)
         };
-        let found = self.look(port, leaf, look).await?;
+        let found = self.leaves.look(port, leaf, look).await?;
         Ok(found.unwrap_or((true, (V2P_ENTRIES - first) as u64)))
     }
 
-    /// Where a block of a volume is. None: it is zeros.
+    /// Has writes refuse the contents of those of these blocks that cannot be read. The caller is in an epoch.
+    async fn refuse_bad(&self, port: &Port, volume: VolumeId, blocks: Range<u64>) {
+        for block in blocks {
+            let read = self.read_blocks(port, volume, block..block + 1).await;
+            if read.is_err_and(|e| is_lost(&e))
+                && let Ok([number]) = self.leaves.words(port, Leaf::of_block(volume, block)).await
+            {
+                self.scrubber.refuse(port, number).await;
+            }
+        }
+    }
+
+    /// Where a block of a volume is. `None`: it is zeros.
     async fn place_of(
         &self,
         port: &Port,
         volume: VolumeId,
         block: u64,
     ) -> io::Result<Option<Whereabouts>> {
-        let [word] = self.words(port, Leaf::of_block(volume, block)).await?;
-        let number = decode_number(word.to_le_bytes(), &self.layout).map_err(damaged)?;
+        let [word] = self.leaves.words(port, Leaf::of_block(volume, block)).await?;
+        let number = decode_number(word.to_le_bytes(), &self.shared.layout).map_err(damaged)?;
         if number == 0 {
             return Ok(None);
         }
-        match self.content_of(port, number).await? {
+        match self.leaves.content_of(port, number).await? {
             found @ (Whereabouts::Plain { .. } | Whereabouts::Packed { .. }) => Ok(Some(found)),
             _ => Err(damaged(Damaged("a volume has a content that is nowhere"))),
         }

@@ -1,57 +1,71 @@
-//! The index after opening: what was written before is found again (store.md 9).
+//! The loader: it fills the index after an opening, so writes find content of earlier processes (store.md 9).
 //!
-//! Numbers are read from the highest down, since what is new is written again sooner. What is found is a hint as
-//! any other: who wants the content claims it by the rules of section 7.
+//! It reads numbers from the highest down, since guests write new content again sooner. An entry of the index is a
+//! hint: a write that finds content claims it by the rules of section 7.
 
 use std::io;
 use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferrite_disk_base::{Failure, Port};
 
-use super::leaves::{Leaf, bytes, is_lost};
-use super::{BLOCK_BYTES, Live};
+use super::BLOCK_BYTES;
+use super::leaf::{Leaf, bytes, is_lost};
+use super::leaves::Leaves;
+use super::shared::Shared;
 use crate::content::ContentHash;
 use crate::page::{HASHES, P2M_ENTRIES, Whereabouts};
 use crate::side_by_side::all;
 
-/// Pages of P2M in a row of which nothing found room: the index is full.
+/// The index is full when no number of this many pages of P2M in a row has found room.
 const FULL_PAGES: u32 = 64;
 const HASH_WORDS: usize = 4;
-/// Pages of hashes to one of P2M.
+/// Pages of hashes for one page of P2M.
 const HASH_PAGES: u64 = (P2M_ENTRIES / HASHES) as u64;
-/// Pages of P2M that are read at once, and then those of their hashes: each by itself would be a wake-up of its own.
+/// Pages of P2M that are read at once, and then their pages of hashes. Each read by itself would be a wake-up.
 const PAGES_AT_ONCE: u64 = 8;
 
-/// How far it is.
+/// How far the loading is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Loading {
-    /// Pages of P2M that are left, the last of them first.
+struct Loading {
+    /// Pages of P2M that are left, the last one first.
     left: u64,
-    pub(super) all: u64,
+    all: u64,
     /// Numbers that came into the index.
-    pub(super) loaded: u64,
+    loaded: u64,
+    /// Pages in a row of which no number has found room.
     full: u32,
 }
 
+/// What the loader has done since the opening.
+pub(super) struct Progress {
+    /// Pages of P2M whose numbers were looked at.
+    pub(super) done: u64,
+    /// All pages of P2M that had numbers at the opening.
+    pub(super) all: u64,
+    /// Numbers that came into the index.
+    pub(super) loaded: u64,
+}
+
 impl Loading {
-    /// Of a store with so many numbers.
-    pub(super) fn new(numbers_end: u64) -> Loading {
+    /// The loading of a store with `numbers_end` numbers.
+    fn new(numbers_end: u64) -> Loading {
         let all = numbers_end.div_ceil(P2M_ENTRIES as u64);
         Loading { left: all, all, loaded: 0, full: 0 }
     }
 
-    pub(super) fn done(&self) -> u64 {
+    fn done(&self) -> u64 {
         self.all - self.left
     }
 
-    /// The next pages; none are left if there are none.
+    /// The next pages. If there are none, the loading has ended.
     fn next(&mut self) -> Range<u64> {
         let pages = self.left.saturating_sub(PAGES_AT_ONCE)..self.left;
         self.left = pages.start;
         pages
     }
 
-    /// So many of the numbers of a page that have content got a word.
+    /// Counts the numbers of a page that have content, and those of them that found room in the index.
     fn found(&mut self, contents: u64, loaded: u64) {
         self.loaded += loaded;
         match (contents, loaded) {
@@ -65,19 +79,46 @@ impl Loading {
     }
 }
 
-impl Live {
-    /// A few pages of P2M, and their hashes. Gives the bytes that were read; none: nothing is left.
+/// Fills the index from P2M and the hashes.
+pub(super) struct Loader {
+    shared: Arc<Shared>,
+    leaves: Arc<Leaves>,
+    loading: Mutex<Loading>,
+}
+
+impl Loader {
+    /// A loader with nothing to load, until [`begin`](Loader::begin).
+    pub(super) fn new(shared: Arc<Shared>, leaves: Arc<Leaves>) -> Loader {
+        Loader { shared, leaves, loading: Mutex::default() }
+    }
+
+    fn loading(&self) -> MutexGuard<'_, Loading> {
+        self.loading.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has all numbers below `numbers_end` loaded.
+    pub(super) fn begin(&self, numbers_end: u64) {
+        *self.loading() = Loading::new(numbers_end);
+    }
+
+    /// How far the loading is.
+    pub(super) fn progress(&self) -> Progress {
+        let loading = self.loading();
+        Progress { done: loading.done(), all: loading.all, loaded: loading.loaded }
+    }
+
+    /// Loads a few pages of P2M and their hashes. Gives the bytes that it has read. `None`: nothing is left.
     ///
     /// # Errors
-    /// The kernel's. What is damaged is left out: its content is stored once more.
-    pub async fn load_index(&self, port: &Port) -> io::Result<Option<u64>> {
-        let pages = self.scheduler().loading.next();
+    /// The kernel's. Damaged pages are left out: their content is stored once more.
+    pub(super) async fn step(&self, port: &Port) -> io::Result<Option<u64>> {
+        let pages = self.loading().next();
         if pages.is_empty() {
             return Ok(None);
         }
-        let numbers = all(pages.clone().map(|page| self.entries(port, page))).await;
+        let numbers = all(pages.clone().map(|page| self.leaves.entries(port, page))).await;
         let leaves = pages.start * HASH_PAGES..pages.end * HASH_PAGES;
-        let hashes = all(leaves.map(|leaf| self.peek(port, Leaf::Hashes(leaf)))).await;
+        let hashes = all(leaves.map(|leaf| self.leaves.peek(port, Leaf::Hashes(leaf)))).await;
         let hashes = hashes.chunks(HASH_PAGES as usize);
         for (page, (entries, hashes)) in numbers.iter().zip(hashes).enumerate().rev() {
             let page = pages.start + page as u64;
@@ -88,32 +129,24 @@ impl Live {
                 let entries = &entries[part * HASHES..][..HASHES];
                 let names = hashes.as_chunks::<HASH_WORDS>().0.iter().zip(entries).enumerate();
                 for (at, (hash, entry)) in names.rev() {
-                    // Of two with the same content the lower one is found.
+                    // Of two numbers with the same content, writes find the lower one.
                     let is_content =
                         !matches!(entry, Whereabouts::Nowhere | Whereabouts::SameAs { .. });
                     if is_content && *hash != [0; HASH_WORDS] {
                         let number = page * P2M_ENTRIES as u64 + (part * HASHES + at) as u64;
                         contents += 1;
-                        loaded += u64::from(self.index.remind(&ContentHash(bytes(*hash)), number));
+                        loaded +=
+                            u64::from(self.shared.index.remind(&ContentHash(bytes(*hash)), number));
                     }
                 }
             }
-            self.scheduler().loading.found(contents, loaded);
+            self.loading().found(contents, loaded);
         }
         Ok(Some((pages.end - pages.start) * (1 + HASH_PAGES) * BLOCK_BYTES as u64))
     }
-
-    /// All that is left of it, at once: for who has the store to itself.
-    ///
-    /// # Errors
-    /// As [`load_index`](Live::load_index).
-    pub async fn load_whole_index(&self, port: &Port) -> io::Result<()> {
-        while self.load_index(port).await?.is_some() {}
-        Ok(())
-    }
 }
 
-/// What was read, unless it is damaged.
+/// What was read. `None`: it is damaged.
 fn readable<T>(read: &io::Result<T>) -> io::Result<Option<&T>> {
     match read {
         Ok(read) => Ok(Some(read)),

@@ -1,18 +1,15 @@
-//! Contents by number: where they are, and those that are the same as another one's (store.md 2 and 7).
+//! Duplicates: numbers whose content is equal to that of a lower number (store.md 2 and 7).
 
 use std::io;
 
 use ferrite_disk_base::Port;
 
-use super::leaves::{Leaf, bytes, is_lost, words};
-use super::{Live, damaged};
-use crate::Damaged;
+use super::Collector;
 use crate::content::{ContentHash, checksum};
+use crate::live::leaf::{Leaf, bytes, is_lost, words};
 use crate::pace::Pace;
 use crate::page::{HASHES, P2M_ENTRIES, Whereabouts};
 
-/// Numbers from one to the next that stand for each other. A pass makes ways short again.
-const MAX_WAY: u32 = 64;
 const HASH_WORDS: usize = 4;
 const ENTRY_WORDS: usize = 2;
 
@@ -24,38 +21,11 @@ struct Plain {
     checksum: u32,
 }
 
-impl Live {
-    /// Where a number's content is, which may be that of a lower one. Never kind 2.
-    ///
-    /// # Errors
-    /// An entry is damaged, or cannot be read.
-    pub(super) async fn content_of(&self, port: &Port, number: u64) -> io::Result<Whereabouts> {
-        Ok(self.meant_by(port, number).await?.1)
-    }
-
-    /// The number whose content a number stands for, or itself, and where that is.
-    ///
-    /// # Errors
-    /// As [`content_of`](Live::content_of).
-    pub(super) async fn meant_by(
-        &self,
-        port: &Port,
-        number: u64,
-    ) -> io::Result<(u64, Whereabouts)> {
-        let mut number = number;
-        for _ in 0..MAX_WAY {
-            match self.whereabouts(port, number).await? {
-                Whereabouts::SameAs { number: lower } => number = lower,
-                found => return Ok((number, found)),
-            }
-        }
-        Err(damaged(Damaged("a content is that of another one, and so on without an end")))
-    }
-
-    /// Section 7, step 5: contents of a page of P2M that are live, and that a lower live number has, too, become
+impl Collector {
+    /// Section 7, step 5: a live number of this page of P2M whose content a lower live number has, too, gets an entry of
     /// kind 2. Gives how many.
     ///
-    /// The caller has the pass. So nobody else changes an entry that is there, or gives its place.
+    /// The caller holds the pass. So no other task changes an entry that is there, or gives its place.
     pub(super) async fn join_equal(
         &self,
         port: &Port,
@@ -69,10 +39,10 @@ impl Live {
             if entries.iter().all(|entry| *entry == Whereabouts::Nowhere) {
                 continue;
             }
-            let hashes = match self.peek(port, Leaf::Hashes(leaf)).await {
+            let hashes = match self.leaves.peek(port, Leaf::Hashes(leaf)).await {
                 Ok(Some(hashes)) => hashes,
                 Ok(None) => continue,
-                // Whose hash is lost stays as it is.
+                // Without its hash, a content stays as it is.
                 Err(e) if is_lost(&e) => continue,
                 Err(e) => return Err(e),
             };
@@ -97,7 +67,7 @@ impl Live {
         Ok(joined.len() as u64)
     }
 
-    /// A lower live number with the same content. Its hash says so, and then the data do.
+    /// A lower live number with the same content: equal hashes, and then equal data.
     async fn equal_below(
         &self,
         port: &Port,
@@ -105,9 +75,9 @@ impl Live {
         mine: Plain,
     ) -> io::Result<Option<u64>> {
         let candidates: Vec<u64> =
-            self.index.candidates(hash).filter(|number| *number < mine.number).collect();
+            self.shared.index.candidates(hash).filter(|number| *number < mine.number).collect();
         for number in candidates {
-            // Of what is not live the entry may be gone before a volume has this one.
+            // The entry of a number that is not live may be cleared before a volume refers to it.
             if !self.marks().is_live(number) {
                 continue;
             }
@@ -128,44 +98,47 @@ impl Live {
         number: u64,
     ) -> io::Result<bool> {
         // In this order (section 6, Order).
-        let entry = self.whereabouts(port, number).await?;
+        let entry = self.leaves.whereabouts(port, number).await?;
         let Whereabouts::Plain { place, checksum: sum } = entry else { return Ok(false) };
-        if sum != mine.checksum || self.hash_of(port, number).await? != *hash {
+        if sum != mine.checksum || self.leaves.hash_of(port, number).await? != *hash {
             return Ok(false);
         }
-        // The one that is left has to be good.
-        let (one, other) =
-            (self.medium.read(port, place, 1).await?, self.medium.read(port, mine.place, 1).await?);
+        // The copy that stays must be good.
+        let (one, other) = (
+            self.shared.medium.read(port, place, 1).await?,
+            self.shared.medium.read(port, mine.place, 1).await?,
+        );
         Ok(one == other && checksum(&one) == sum)
     }
 
-    /// Whom a number stands for that another one stands for.
+    /// The number that `lower` stands for, if it stands for one.
     async fn shorter(&self, port: &Port, lower: u64) -> io::Result<Option<u64>> {
-        match self.whereabouts(port, lower).await {
+        match self.leaves.whereabouts(port, lower).await {
             Ok(Whereabouts::SameAs { number }) => Ok(Some(number)),
             Err(e) if !is_lost(&e) => Err(e),
             _ => Ok(None),
         }
     }
 
-    /// Numbers of one page get the content of lower ones.
+    /// Has numbers of one page stand for lower numbers.
     async fn join(&self, port: &Port, page: u64, joined: &[(u64, u64)]) -> io::Result<()> {
         if joined.is_empty() {
             return Ok(());
         }
-        // The pass comes to them later: what a live number stands for is live.
+        // A number that a live number stands for is live. The pass comes to these later.
         self.marks().are_live(joined.iter().map(|(_, lower)| *lower));
-        self.checkpoint_if_wanted(port).await;
+        self.committer.checkpoint_if_wanted(port).await;
         let leaves = [Leaf::P2m(page)].into();
-        let mut claim = self.claim(port, &leaves).await?;
-        self.with_all(port, &mut claim, &leaves, |core| {
-            for (number, lower) in joined {
-                let entry = Whereabouts::SameAs { number: *lower };
-                let (leaf, at) = Leaf::of_number(*number);
-                leaf.store(core, at, &words::<ENTRY_WORDS>(&entry.encode()))?;
-            }
-            Ok(())
-        })
-        .await
+        let mut claim = self.changes.claim(port, &leaves).await?;
+        self.changes
+            .with_all(port, &mut claim, &leaves, |core| {
+                for (number, lower) in joined {
+                    let entry = Whereabouts::SameAs { number: *lower };
+                    let (leaf, at) = Leaf::of_number(*number);
+                    leaf.store(core, at, &words::<ENTRY_WORDS>(&entry.encode()))?;
+                }
+                Ok(())
+            })
+            .await
     }
 }

@@ -1,39 +1,38 @@
-//! What a pass looks at: trees of volumes as they were, and P2M and the hashes as they are (store.md 7).
+//! What a pass looks at: the trees that volumes had, and P2M and the hashes as they are now (store.md 7).
 
 use std::collections::BTreeSet;
 use std::io;
 
 use ferrite_disk_base::Port;
 
-use super::leaves::{Leaf, bytes, is_lost};
-use super::passes::{Look, Passed, numbers_of};
-use super::{Core, Live, damaged};
+use super::{Collector, Core, Look, Passed, damaged};
 use crate::free_numbers::page_of;
+use crate::live::leaf::{Leaf, numbers_of};
 use crate::pace::Pace;
 use crate::page::{HASHES, P2M_ENTRIES, Pointer, Whereabouts, decode_number};
 use crate::side_by_side::all;
 use crate::space::Places;
 use crate::tree::{Link, Way};
 
-/// Leaves that are not read, before others have their turn.
+/// Leaves that are looked up in memory before requests go on.
 const STEP: u64 = 64;
 /// Pages that are read at once.
 const PAGES_AT_ONCE: u64 = 16;
-/// Numbers that writers have while no page can be opened: from the sweep of the last ones to the next checkpoint. At
-/// most a 64th of all.
+/// Numbers that are set aside for writers while no page can be opened: from the sweep of the last pages to the next
+/// checkpoint. They are at most a 64th of all numbers.
 const SET_ASIDE: u64 = 16_384;
 /// Words of an entry of P2M.
 const ENTRY_WORDS: usize = 2;
 
-/// Bytes of a page of pointers or numbers, in parts.
+/// The entries of a page of pointers or numbers.
 fn parts<const N: usize>(page: &[u8]) -> impl Iterator<Item = [u8; N]> {
     page.as_chunks().0.iter().copied()
 }
 
-impl Live {
-    /// Step 3: what the volumes have had has its bits.
+impl Collector {
+    /// Step 3: marks the numbers of all trees that are [kept](Core::kept).
     pub(super) async fn mark_numbers(&self, port: &Port, pace: &Pace) -> io::Result<()> {
-        let layout = self.core().layout;
+        let layout = self.shared.core().layout;
         let mut seen = Places::default();
         self.walk(
             port,
@@ -51,8 +50,8 @@ impl Live {
         .await
     }
 
-    /// Visits the trees that are [kept](super::Core::kept), each page once, by its place: whether or not it is
-    /// read. Those of this level are read, and of all above.
+    /// Visits each page of the trees that are [kept](Core::kept) once, by its place. `visit` gets the places of all
+    /// pages. Pages of the level `lowest` and above are read. `read` gets the leaves among them.
     async fn walk(
         &self,
         port: &Port,
@@ -63,7 +62,7 @@ impl Live {
         mut read: impl FnMut(&[u8]) -> io::Result<()>,
     ) -> io::Result<()> {
         let (layout, trees) = {
-            let core = self.core();
+            let core = self.shared.core();
             (core.layout, core.kept.clone())
         };
         let mut left: Vec<(Pointer, u8)> = Vec::new();
@@ -82,7 +81,7 @@ impl Live {
                     }
                 }
                 let page = async |(pointer, _): &(Pointer, u8)| {
-                    self.medium.read_page(port, pointer, layout.copy_of(pointer.place)).await
+                    self.shared.medium.read_page(port, pointer, layout.copy_of(pointer.place)).await
                 };
                 let pages = all(some.iter().map(page)).await;
                 for (page, (_, level)) in pages.into_iter().zip(&some) {
@@ -102,14 +101,14 @@ impl Live {
         Ok(())
     }
 
-    /// Step 5: entries of numbers without a bit become nothing. Also says how many of each page are free.
+    /// Step 5: clears the entries of numbers without a mark. Also gives how many numbers of each page are free.
     pub(super) async fn sweep_numbers(
         &self,
         port: &Port,
         pace: &Pace,
         look: Look,
     ) -> io::Result<(Passed, Vec<u8>)> {
-        let end = self.core().numbers_end;
+        let end = self.shared.core().numbers_end;
         let pages = end.div_ceil(P2M_ENTRIES as u64);
         let (mut passed, mut free) = (Passed::default(), vec![0; pages as usize]);
         passed.is_thorough = true;
@@ -117,7 +116,7 @@ impl Live {
         while below > 0 {
             let some: Vec<u64> = (below.saturating_sub(PAGES_AT_ONCE)..below).rev().collect();
             below -= some.len() as u64;
-            let entries = all(some.iter().map(|page| self.entries(port, *page))).await;
+            let entries = all(some.iter().map(|page| self.leaves.entries(port, *page))).await;
             let mut dead = Vec::new();
             let mut judged = Vec::new();
             for (page, entries) in some.into_iter().zip(entries) {
@@ -130,7 +129,7 @@ impl Live {
             passed.dead += dead.len() as u64;
             self.forget_contents(port, &dead).await?;
             for (page, entries, dead) in judged {
-                // Who waits for room waits for no duplicates, which are few.
+                // Duplicates are few, so a write that waits for room does not wait until they are found.
                 if look == Look::ForDead && self.is_hurried() {
                     passed.is_thorough = false;
                 } else if dead < P2M_ENTRIES {
@@ -142,15 +141,15 @@ impl Live {
         Ok((passed, free))
     }
 
-    /// Whether writes wait for room, or will soon.
+    /// Whether writes wait for room, or soon will.
     fn is_hurried(&self) -> bool {
-        let given = self.core().space.given();
+        let given = self.shared.core().space.given();
         let marks = self.marks();
         marks.passes.is_hurried() || given > marks.most_given
     }
 
-    /// Which numbers of a page nobody has; those of them that have content are added to `dead`. From above, since
-    /// the content of a number may be that of a lower one. Gives how many there are.
+    /// Counts the numbers of a page that no volume has. Those with content are added to `dead`. It goes down from the
+    /// highest number, since a number may stand for a lower one.
     fn judge_page(
         &self,
         page: u64,
@@ -176,63 +175,51 @@ impl Live {
         count
     }
 
-    /// All entries of a page of P2M.
-    pub(super) async fn entries(&self, port: &Port, page: u64) -> io::Result<Vec<Whereabouts>> {
-        let layout = self.core().layout;
-        let Some(words) = self.peek(port, Leaf::P2m(page)).await? else {
-            return Ok(vec![Whereabouts::Nowhere; P2M_ENTRIES]);
-        };
-        let numbers = page * P2M_ENTRIES as u64..;
-        let entries = words.as_chunks::<ENTRY_WORDS>().0.iter().zip(numbers);
-        let entries =
-            entries.map(|(words, number)| Whereabouts::decode(&bytes(*words), number, &layout));
-        entries.collect::<Result<_, _>>().map_err(damaged)
-    }
-
-    /// Entries of a few pages of P2M become nothing.
+    /// Clears the entries of these numbers, which are in a few pages of P2M.
     async fn forget_contents(&self, port: &Port, dead: &[u64]) -> io::Result<()> {
         if dead.is_empty() {
             return Ok(());
         }
-        self.checkpoint_if_wanted(port).await;
+        self.committer.checkpoint_if_wanted(port).await;
         let leaves = dead.iter().map(|number| Leaf::of_number(*number).0).collect();
-        let mut claim = self.claim(port, &leaves).await?;
-        self.with_all(port, &mut claim, &leaves, |core| {
-            for page in dead.iter().map(|number| page_of(*number)).collect::<BTreeSet<_>>() {
-                if core.free_numbers.ready() < SET_ASIDE.min(core.layout.places() / 64) {
-                    core.open_numbers(page)?;
+        let mut claim = self.changes.claim(port, &leaves).await?;
+        self.changes
+            .with_all(port, &mut claim, &leaves, |core| {
+                for page in dead.iter().map(|number| page_of(*number)).collect::<BTreeSet<_>>() {
+                    if core.free_numbers.ready() < SET_ASIDE.min(core.layout.places() / 64) {
+                        core.open_numbers(page)?;
+                    }
+                    // No checkpoint has these entries cleared yet.
+                    core.free_numbers.close(page);
                 }
-                // No checkpoint has it that these are nothing.
-                core.free_numbers.close(page);
-            }
-            for number in dead {
-                let (leaf, at) = Leaf::of_number(*number);
-                leaf.store(core, at, &[0; ENTRY_WORDS])?;
-            }
-            Ok(())
-        })
-        .await
+                for number in dead {
+                    let (leaf, at) = Leaf::of_number(*number);
+                    leaf.store(core, at, &[0; ENTRY_WORDS])?;
+                }
+                Ok(())
+            })
+            .await
     }
 
-    /// Step 6: all places that are in use have marks.
+    /// Step 6: marks all places in use.
     pub(super) async fn mark_places(&self, port: &Port, pace: &Pace) -> io::Result<()> {
         {
-            let core = &mut *self.core();
+            let core = &mut *self.shared.core();
             let tables = core.volumes.places().chain(core.domains.places());
             tables.for_each(|place| core.space.mark_page(place));
         }
         let mut seen = Places::default();
-        // Leaves are where the pages above say.
-        let visit = |place| self.core().space.mark_page(place);
+        // The pages above the leaves have the places of the leaves.
+        let visit = |place| self.shared.core().space.mark_page(place);
         self.walk(port, pace, &mut seen, 1, visit, |_| Ok(())).await?;
-        let places = self.core().layout.places();
+        let places = self.shared.core().layout.places();
         let pages = places.div_ceil(P2M_ENTRIES as u64);
         for first in (0..pages).step_by(PAGES_AT_ONCE as usize) {
             let some = first..pages.min(first + PAGES_AT_ONCE);
-            let entries = all(some.clone().map(|page| self.entries(port, page))).await;
+            let entries = all(some.clone().map(|page| self.leaves.entries(port, page))).await;
             for (page, entries) in some.zip(entries) {
                 self.mark_way(port, Leaf::P2m(page)).await?;
-                self.core().mark_contents(&entries?);
+                self.shared.core().mark_contents(&entries?);
                 self.page_done(port, pace).await?;
             }
         }
@@ -246,11 +233,11 @@ impl Live {
         Ok(())
     }
 
-    /// The pages on the way to a leaf, and it, are in use.
+    /// Marks the places of a leaf and of the pages above it.
     async fn mark_way(&self, port: &Port, leaf: Leaf) -> io::Result<()> {
         loop {
             let (id, pointer) = {
-                let core = &mut *self.core();
+                let core = &mut *self.shared.core();
                 match leaf.way(core)? {
                     Way::Places(places) => {
                         places.into_iter().for_each(|place| core.space.mark_page(place));
@@ -259,39 +246,18 @@ impl Live {
                     Way::Load(id, pointer) => (id, pointer),
                 }
             };
-            self.load(port, leaf, id, pointer).await?;
+            self.leaves.load(port, leaf, id, pointer).await?;
         }
-    }
-
-    /// Numbers of a page of P2M can be given whose entries are nothing.
-    pub(super) async fn open_numbers(&self, port: &Port, page: u64) -> io::Result<()> {
-        let loaded = self.look(port, Leaf::P2m(page), |_, _| ()).await;
-        let core = &mut *self.core();
-        if let Err(e) = loaded {
-            // Others can be given.
-            core.free_numbers.close(page);
-            return if is_lost(&e) { Ok(()) } else { Err(e) };
-        }
-        core.open_numbers(page)
     }
 }
 
 impl Core {
-    /// The same, if the page is in memory.
-    fn open_numbers(&mut self, page: u64) -> io::Result<()> {
-        let numbers = numbers_of(page, self.numbers_end);
-        let Some(is_nothing) = Leaf::P2m(page).nothing(self)? else { return Ok(()) };
-        let free = numbers.filter(|number| is_nothing[(number % P2M_ENTRIES as u64) as usize]);
-        self.free_numbers.open(page, free.collect::<Vec<_>>().into_iter());
-        Ok(())
-    }
-
-    /// The places of these contents are in use.
+    /// Marks the places of these contents.
     fn mark_contents(&mut self, entries: &[Whereabouts]) {
         for entry in entries {
             match *entry {
                 Whereabouts::Plain { place, .. } => self.space.mark(place),
-                // All of the group is in use while one block of it is.
+                // A group is in use as a whole while one block of it is.
                 Whereabouts::Packed { place, places, .. } => {
                     let places = place..place + u64::from(places);
                     places.for_each(|place| self.space.mark(place));

@@ -1,90 +1,98 @@
-//! Compaction: content is put into the order in which it is read, and compressed if the store is to be (store.md 7).
+//! The compactor: it moves content into the order in which it is read, and compresses it if the store says so (store.md 7).
 //!
-//! A round goes over all volumes, a leaf a step. What has been moved has its new place in memory only, and gets
-//! it on the medium by the next checkpoint, whose sync comes before it. The old place is nobody's then, and the next
-//! pass gives it free. So whenever the power is cut, each content is in one of the two places, whole.
+//! A round goes over all volumes, one leaf a step. Memory has the new place of a moved content at once, and the medium
+//! has it with the next checkpoint. That checkpoint syncs the moved data before it refers to them. Then nothing refers
+//! to the old place, and the next pass frees it. So after a power cut, each content is whole in one of the two places.
 
 use std::collections::BTreeSet;
 use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferrite_disk_base::Port;
 use serde::{Deserialize, Serialize};
 
-use super::leaves::{Leaf, is_lost, words};
-use super::room::Whose;
-use super::{BLOCK_BYTES, Live, damaged};
+use super::changes::{ChangeKind, Changes};
+use super::collector::Collector;
+use super::committer::Committer;
+use super::groups::Groups;
+use super::leaf::{Leaf, is_lost, words};
+use super::leaves::Leaves;
+use super::shared::Shared;
+use super::{BLOCK_BYTES, damaged};
 use crate::content::checksum;
 use crate::journal::VolumeId;
 use crate::pace::Pace;
 use crate::packing::pack;
-use crate::page::{GROUP_BLOCKS, Packing, Whereabouts, decode_number};
+use crate::page::{GROUP_BLOCKS, Whereabouts, decode_number};
 use crate::space::Bits;
 
-/// A round begins when one part of this is new of what is in use, and at least 64 MiB.
+/// A round begins when this part of the content in use is new, and at least 64 MiB.
 const NEW_PART: u64 = 4;
 const LEAST_NEW: u64 = 16_384;
-/// A pass follows a round that has moved one part of this of all places.
+/// A pass follows a round that has moved this part of all places.
 const MOVED_PART: u64 = 64;
 
-/// A round that is under way.
+/// A round under way.
 #[derive(Debug)]
 struct Round {
     volume: VolumeId,
     leaf: u64,
-    /// By number: the volume that has come first has decided about it.
+    /// By number: the round has decided about it, in the first volume that has it.
     seen: Bits,
-    /// What had been moved before.
+    /// Blocks that earlier rounds had moved.
     moved_then: u64,
 }
 
-/// What becomes of contents that are read together.
+/// What the compactor does with contents that are read together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Better {
-    /// They stay.
+    /// It leaves them in their places.
     Here,
-    /// They are put somewhere else if that saves a place.
+    /// It moves them if compression saves a place.
     Packed,
-    /// They are put somewhere else.
+    /// It moves them.
     Together,
 }
 
-/// What compaction does, and has done.
+/// The round under way, and what rounds have done.
 #[derive(Debug, Default)]
-pub(super) struct Compacting {
+struct State {
     round: Option<Round>,
     rounds: u64,
+    /// Blocks that all rounds have moved.
     moved: u64,
+    /// Those of them that were compressed.
     packed: u64,
-    /// Places that compressed groups take.
+    /// Places that the compressed groups take.
     packed_places: u64,
-    /// Places that contents had been given when the last round began.
+    /// Places that the store had given when the last round began.
     given_then: u64,
 }
 
 /// What compaction has done since the store was opened. Sizes are bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CompactionInfo {
-    /// A round is under way.
+    /// Whether a round is under way.
     pub running: bool,
     /// Rounds that have ended.
     pub rounds: u64,
-    /// Content that has another place now.
+    /// The size of the content that was moved.
     pub moved_bytes: u64,
-    /// Of that, content that was compressed.
+    /// The size, before compression, of the moved content that was compressed.
     pub packed_bytes: u64,
-    /// What that takes.
+    /// The size of that content after compression.
     pub packed_to_bytes: u64,
 }
 
-/// A content, and where it is.
+/// A content and its entry in P2M.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Content {
     number: u64,
     entry: Whereabouts,
 }
 
-impl Compacting {
-    pub(super) fn info(&self) -> CompactionInfo {
+impl State {
+    fn info(&self) -> CompactionInfo {
         let bytes = |blocks: u64| blocks * BLOCK_BYTES as u64;
         CompactionInfo {
             running: self.round.is_some(),
@@ -95,7 +103,7 @@ impl Compacting {
         }
     }
 
-    /// How much the round has moved.
+    /// Ends the round. Gives the blocks that it has moved.
     fn end(&mut self) -> u64 {
         let Some(round) = self.round.take() else { return 0 };
         self.rounds += 1;
@@ -103,34 +111,46 @@ impl Compacting {
     }
 }
 
-impl Live {
-    /// How new groups are compressed, from the next round on.
-    pub fn packing(&self) -> Option<Packing> {
-        self.core().packing
+/// Moves content, one round after the other.
+pub(super) struct Compactor {
+    shared: Arc<Shared>,
+    committer: Arc<Committer>,
+    leaves: Arc<Leaves>,
+    changes: Arc<Changes>,
+    groups: Arc<Groups>,
+    collector: Arc<Collector>,
+    state: Mutex<State>,
+}
+
+impl Compactor {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        committer: Arc<Committer>,
+        leaves: Arc<Leaves>,
+        changes: Arc<Changes>,
+        groups: Arc<Groups>,
+        collector: Arc<Collector>,
+    ) -> Compactor {
+        let state = Mutex::default();
+        Compactor { shared, committer, leaves, changes, groups, collector, state }
     }
 
-    /// Changes that. It is durable when this returns.
-    ///
-    /// # Errors
-    /// Those of a checkpoint.
-    pub async fn set_packing(&self, port: &Port, packing: Option<Packing>) -> io::Result<()> {
-        let is_older = {
-            let core = &mut *self.core();
-            core.packing = packing;
-            core.under_way.is_some()
-        };
-        self.checkpoint(port).await?;
-        // What has failed is tried again as it was.
-        if is_older { self.checkpoint(port).await } else { Ok(()) }
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What compaction has done since the opening.
+    pub(super) fn info(&self) -> CompactionInfo {
+        self.state().info()
     }
 
     /// Begins a round, unless one is under way.
-    pub fn begin_compaction(&self) {
+    pub(super) fn begin(&self) {
         let (places, given) = {
-            let core = self.core();
+            let core = self.shared.core();
             (core.layout.places(), core.space.given())
         };
-        let compacting = &mut self.scheduler().compacting;
+        let compacting = &mut *self.state();
         let moved_then = compacting.moved;
         if compacting.round.is_none() {
             compacting.given_then = given;
@@ -139,37 +159,32 @@ impl Live {
         }
     }
 
-    /// Whether a round is to begin by itself: a quarter of what is in use was written since the last one.
-    pub(super) fn wants_compaction(&self) -> bool {
+    /// Whether a round is to begin by itself: a quarter of the content in use was written since the last one began.
+    pub(super) fn wants_round(&self) -> bool {
         let (given, used) = {
-            let core = self.core();
+            let core = self.shared.core();
             (core.space.given(), core.layout.places() - core.space.free())
         };
-        let compacting = &self.scheduler().compacting;
+        let compacting = &*self.state();
         let new = given - compacting.given_then;
         compacting.round.is_none() && new >= (used / NEW_PART).max(LEAST_NEW)
     }
 
-    /// One leaf of a volume. Gives the bytes that were moved; none: no round is under way, or this was its end.
-    /// Then a pass is wanted if much was moved.
+    /// Compacts one leaf of a volume. The caller holds the pass, so no other task changes entries that are there, or
+    /// frees places. Gives the bytes that were moved. `None`: no round is under way, or this was its end. Then the
+    /// collector is told to make a pass if the round has moved much.
     ///
     /// # Errors
-    /// The kernel's. What is damaged stays where it is.
-    pub async fn compact(&self, port: &Port, pace: &Pace) -> io::Result<Option<u64>> {
-        let _alone = self.take_pass(port, pace).await?;
-        self.compact_alone(port, pace).await
-    }
-
-    /// The same for who has the pass: nobody else changes entries that are there, or frees places.
-    pub(super) async fn compact_alone(&self, port: &Port, pace: &Pace) -> io::Result<Option<u64>> {
-        let at = self.scheduler().compacting.round.as_ref().map(|round| (round.volume, round.leaf));
+    /// The kernel's. Damaged content stays where it is. `Interrupted`: `pace` has ended the step.
+    pub(super) async fn step(&self, port: &Port, pace: &Pace) -> io::Result<Option<u64>> {
+        let at = self.state().round.as_ref().map(|round| (round.volume, round.leaf));
         let Some((volume, leaf)) = at else { return Ok(None) };
         let Some((volume, leaf)) = self.leaf_from(port, volume, leaf).await? else {
             return Ok(self.end_round());
         };
         let before = {
-            let compacting = &mut self.scheduler().compacting;
-            // What fails is not in the way of what comes behind it.
+            let compacting = &mut *self.state();
+            // If the step fails, the next one goes on behind this leaf.
             if let Some(round) = &mut compacting.round {
                 (round.volume, round.leaf) = (volume, leaf + 1);
             }
@@ -177,23 +192,23 @@ impl Live {
         };
         match self.compact_leaf(port, pace, volume, leaf).await {
             Err(e) if e.kind() == io::ErrorKind::StorageFull => return Ok(self.end_round()),
-            // It was deleted, or is damaged: there is nothing to move.
+            // The volume was deleted, or the leaf is damaged: there is nothing to move.
             Err(e) if e.kind() == io::ErrorKind::NotFound || is_lost(&e) => {}
             done => done?,
         }
-        Ok(Some((self.scheduler().compacting.moved - before) * BLOCK_BYTES as u64))
+        Ok(Some((self.state().moved - before) * BLOCK_BYTES as u64))
     }
 
     fn end_round(&self) -> Option<u64> {
-        let places = self.core().layout.places();
-        let moved = self.scheduler().compacting.end();
+        let places = self.shared.core().layout.places();
+        let moved = self.state().end();
         if moved >= places / MOVED_PART {
-            self.marks().passes.want();
+            self.collector.want();
         }
         None
     }
 
-    /// The next leaf, of this volume or another one.
+    /// The next leaf from this one on, of this volume or a later one.
     async fn leaf_from(
         &self,
         port: &Port,
@@ -202,12 +217,12 @@ impl Live {
     ) -> io::Result<Option<(VolumeId, u64)>> {
         let (mut from, mut leaf) = (volume, leaf);
         loop {
-            let next = self.core().volumes.entries().range(from..).next().map(|(n, _)| *n);
+            let next = self.shared.core().volumes.entries().range(from..).next().map(|(n, _)| *n);
             let Some(number) = next else { return Ok(None) };
             if number != from {
                 leaf = 0;
             }
-            match self.next_leaf(port, number, leaf).await {
+            match self.leaves.next_leaf(port, number, leaf).await {
                 Ok(Some(leaf)) => return Ok(Some((number, leaf))),
                 Err(e) if e.kind() != io::ErrorKind::NotFound && !is_lost(&e) => return Err(e),
                 _ => (from, leaf) = (number + 1, 0),
@@ -222,9 +237,11 @@ impl Live {
         volume: VolumeId,
         leaf: u64,
     ) -> io::Result<()> {
-        let layout = self.core().layout;
-        let Some(words) = self.peek(port, Leaf::V2p(volume, leaf)).await? else { return Ok(()) };
-        self.page_done(port, pace).await?;
+        let layout = self.shared.core().layout;
+        let Some(words) = self.leaves.peek(port, Leaf::V2p(volume, leaf)).await? else {
+            return Ok(());
+        };
+        self.collector.page_done(port, pace).await?;
         for part in words.chunks(usize::from(GROUP_BLOCKS)) {
             let mut contents = Vec::new();
             for word in part {
@@ -239,23 +256,23 @@ impl Live {
         Ok(())
     }
 
-    /// A number's content, if nobody has decided about it in this round.
+    /// A number's content, if this round has not decided about it before.
     async fn first_seen(&self, port: &Port, number: u64) -> io::Result<Option<Content>> {
         if number == 0 {
             return Ok(None);
         }
-        let (number, entry) = self.meant_by(port, number).await?;
-        let is_new = match &mut self.scheduler().compacting.round {
+        let (number, entry) = self.leaves.meant_by(port, number).await?;
+        let is_new = match &mut self.state().round {
             Some(round) => round.seen.set(number),
             None => false,
         };
         Ok(is_new.then_some(Content { number, entry }))
     }
 
-    /// Where these are better put: they do not follow each other, much of what is beside them is free, or they may
-    /// be compressed.
+    /// What is better for these contents. They are moved if they do not follow each other, if many places beside them
+    /// are free, or if they can be compressed.
     fn better(&self, contents: &[Content]) -> Better {
-        let core = self.core();
+        let core = self.shared.core();
         let place = |content: &Content| match content.entry {
             Whereabouts::Plain { place, .. } | Whereabouts::Packed { place, .. } => Some(place),
             Whereabouts::Nowhere | Whereabouts::SameAs { .. } => None,
@@ -273,9 +290,9 @@ impl Live {
         };
         let is_plain = |content: &Content| matches!(content.entry, Whereabouts::Plain { .. });
         let packs = core.packing.is_some() && contents.len() > 1 && contents.iter().any(is_plain);
-        // What guests write now is moved when it is old.
+        // Guests still write to these segments: a later round moves such content.
         let is_hot = contents.iter().filter_map(place).any(|place| core.space.is_open(place));
-        // One block in the middle that was written again is not worth that all are.
+        // A single block in the middle that was rewritten is not worth moving all of them.
         let gaps = contents.windows(2).filter(|pair| !follows(pair)).count();
         let is_scattered = gaps > 0 && 2 * gaps >= contents.len() - 1;
         let is_left = contents.iter().filter_map(place).any(is_sparse);
@@ -287,7 +304,7 @@ impl Live {
         }
     }
 
-    /// Copies contents to places in a row, and has P2M say so.
+    /// Copies contents to consecutive places, and changes their entries in P2M.
     async fn move_together(
         &self,
         port: &Port,
@@ -297,12 +314,12 @@ impl Live {
     ) -> io::Result<()> {
         let (mut good, mut blocks) = (Vec::new(), Vec::new());
         for content in contents {
-            // What is bad stays where it is, for who looks for it.
-            if let Ok(block) = self.read_content(port, content.entry).await {
+            // Bad content stays in its place, where the scrubber finds it.
+            if let Ok(block) = self.groups.read(port, content.entry).await {
                 good.push(*content);
                 blocks.extend(block);
             }
-            self.page_done(port, pace).await?;
+            self.collector.page_done(port, pace).await?;
         }
         if good.is_empty() {
             return Ok(());
@@ -310,9 +327,9 @@ impl Live {
         let Some((entries, bytes)) = self.placed(port, &good, blocks, better).await? else {
             return Ok(());
         };
-        self.page_done(port, pace).await?;
+        self.collector.page_done(port, pace).await?;
         let moved = self.change_places(port, &good, &entries).await?;
-        let compacting = &mut self.scheduler().compacting;
+        let compacting = &mut *self.state();
         compacting.moved += moved;
         if matches!(entries.first(), Some(Whereabouts::Packed { .. })) {
             compacting.packed += moved;
@@ -321,21 +338,8 @@ impl Live {
         Ok(())
     }
 
-    async fn read_content(&self, port: &Port, entry: Whereabouts) -> io::Result<Vec<u8>> {
-        match entry {
-            Whereabouts::Plain { place, checksum: sum } => {
-                let block = self.medium.read(port, place, 1).await?;
-                match checksum(&block) == sum {
-                    true => Ok(block),
-                    false => Err(io::ErrorKind::InvalidData.into()),
-                }
-            }
-            packed => self.unpacked(port, packed).await,
-        }
-    }
-
-    /// Writes blocks to new places, compressed if that saves any. Gives their entries, and the bytes written. None:
-    /// they stay.
+    /// Writes blocks to new places, compressed if that saves any. Gives their entries, and the bytes written. `None`:
+    /// they stay in their places.
     async fn placed(
         &self,
         port: &Port,
@@ -343,7 +347,7 @@ impl Live {
         blocks: Vec<u8>,
         better: Better,
     ) -> io::Result<Option<(Vec<Whereabouts>, u64)>> {
-        let packing = self.core().packing.filter(|_| contents.len() > 1);
+        let packing = self.shared.core().packing.filter(|_| contents.len() > 1);
         let sums: Vec<u32> = blocks.chunks(BLOCK_BYTES).map(checksum).collect();
         let (bytes, group) = match packing {
             None => (blocks, None),
@@ -359,8 +363,9 @@ impl Live {
             return Ok(None);
         }
         let count = (bytes.len() / BLOCK_BYTES) as u64;
-        let place = self.core().space.give_sealed(count).ok_or(io::ErrorKind::StorageFull)?;
-        self.medium.write_blocks(port, place, bytes.chunks(BLOCK_BYTES)).await?;
+        let place =
+            self.shared.core().space.give_sealed(count).ok_or(io::ErrorKind::StorageFull)?;
+        self.shared.medium.write_blocks(port, place, bytes.chunks(BLOCK_BYTES)).await?;
         let entries = sums.into_iter().zip(0u8..).map(|(checksum, index)| match group {
             None => Whereabouts::Plain { place: place + u64::from(index), checksum },
             Some(packing) => {
@@ -370,30 +375,31 @@ impl Live {
         Ok(Some((entries.collect(), bytes.len() as u64)))
     }
 
-    /// The data are with the kernel: P2M has the new places. Gives how many of them.
+    /// Changes the entries in P2M to the new places, when the kernel has the data. Gives how many were changed.
     async fn change_places(
         &self,
         port: &Port,
         contents: &[Content],
         entries: &[Whereabouts],
     ) -> io::Result<u64> {
-        self.checkpoint_if_wanted(port).await;
+        self.committer.checkpoint_if_wanted(port).await;
         let of = |content: &Content| Leaf::of_number(content.number).0;
         let leaves: BTreeSet<Leaf> = contents.iter().map(of).collect();
-        let mut claim = self.claim(port, &leaves).await?;
-        self.check_room(Whose::Data)?;
-        self.with_all(port, &mut claim, &leaves, |core| {
-            let mut moved = 0;
-            for (content, entry) in contents.iter().zip(entries) {
-                let (leaf, at) = Leaf::of_number(content.number);
-                // As it was read: a place that was taken from another content would be that one's data.
-                if leaf.holds(core, at, &words::<2>(&content.entry.encode()))? {
-                    leaf.store(core, at, &words::<2>(&entry.encode()))?;
-                    moved += 1;
+        let mut claim = self.changes.claim(port, &leaves).await?;
+        self.changes.check_room(ChangeKind::Data)?;
+        self.changes
+            .with_all(port, &mut claim, &leaves, |core| {
+                let mut moved = 0;
+                for (content, entry) in contents.iter().zip(entries) {
+                    let (leaf, at) = Leaf::of_number(content.number);
+                    // Only if the entry is as it was read. Otherwise the number has other content by now.
+                    if leaf.holds(core, at, &words::<2>(&content.entry.encode()))? {
+                        leaf.store(core, at, &words::<2>(&entry.encode()))?;
+                        moved += 1;
+                    }
                 }
-            }
-            Ok(moved)
-        })
-        .await
+                Ok(moved)
+            })
+            .await
     }
 }
