@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferrite_host::clock::{Random, SplitMix64};
-use ferrite_host::process::{receive_with, send_with, take_given};
+use ferrite_host::frames::Protocol;
+use ferrite_host::process::take_given;
 use ferrite_io::engines::test_engine;
 use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, DiskSpec, Keeper, LINE_FD, SECOND_FD};
 use ferrite_loopback::front::FrontOptions;
@@ -160,15 +161,19 @@ fn a_worker_that_can_connect_nobody_any_more_says_why_and_ends() {
         let lines = Lines { first: &line, second: &second };
         work(lines, &client_channel, &UsedUp, &config, &mut |_| Err(failure()))
     });
+    const LINE: Protocol = Protocol { name: "the line", max_bytes: 1000, max_files: 0 };
     // Nothing has failed yet.
     let answer = |what: &str| {
-        send_with(&ours, format!("{{\"number\":1,\"what\":{what}}}").as_bytes(), None).unwrap();
-        String::from_utf8(receive_with(&ours, 1000, true).unwrap().0).unwrap()
+        LINE.try_send(&ours, format!("{{\"number\":1,\"what\":{what}}}").as_bytes(), &[]).unwrap();
+        String::from_utf8(LINE.receive(&ours).unwrap().bytes).unwrap()
     };
     assert!(answer("\"Retire\"").contains("Done"));
+    // A daemon that is two versions newer is refused, and the worker goes on.
+    let newer = answer("{\"Open\":{\"read_only\":false,\"version\":3}}");
+    assert!(newer.contains("speaks version 3 of the line, and this one 1"), "{newer}");
     let failed = answer("{\"Open\":{\"read_only\":false}}");
     assert!(failed.contains("no Xen"), "{failed}");
-    assert_eq!(receive_with(&ours, 1000, true).unwrap().0, b"");
+    assert!(LINE.receive(&ours).is_err());
     assert!(matches!(worker.join().unwrap(), Err(ServeError::Host { .. })));
 }
 
