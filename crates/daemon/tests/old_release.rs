@@ -73,9 +73,7 @@ impl Story {
         disks.push(attach_volume(&host, 2, "a"));
         disks.push(attach_volume(&host, 3, "b"));
         let loads = disks.iter().map(|disk| Load::start(&host, disk)).collect();
-        let socket = nbd_socket(&host.paths().run.join(id(&disks[0]).file_name()));
-        let mut nbd = Client::over(UnixStream::connect(socket).unwrap());
-        nbd.go(true);
+        let nbd = client(&host, &disks[0]);
         let mut story = Story { host, old, new, image, daemon, disks, loads, nbd, stamp: 0 };
         story.goes_on();
         story.is_of(&story.old);
@@ -116,11 +114,16 @@ impl Story {
         let before = self.keepers();
         kill(self.daemon.take().unwrap());
         self.goes_on();
+        self.start_daemon(program);
+        assert_eq!(self.keepers(), before, "they were found, not started");
+        self.goes_on();
+    }
+
+    /// Starts the daemon of `program`, and waits until all disks are served.
+    fn start_daemon(&mut self, program: &Path) {
         self.daemon = Some(self.host.daemon_of(program).spawn().unwrap());
         let all = self.disks.len() as u32;
         wait_until("the daemon", || self.host.status().is_ok_and(|status| status.served == all));
-        assert_eq!(self.keepers(), before, "they were found, not started");
-        self.goes_on();
     }
 
     /// The workers are killed under load. The keepers stay.
@@ -167,6 +170,14 @@ fn attach_volume(host: &Host, domid: u16, name: &str) -> DiskPaths {
     host.attach(domid, 0, &format!("aio:store:{}#{name}", store.display()))
 }
 
+/// An NBD client of this disk.
+fn client(host: &Host, disk: &DiskPaths) -> Client {
+    let socket = nbd_socket(&host.paths().run.join(id(disk).file_name()));
+    let mut client = Client::over(UnixStream::connect(socket).unwrap());
+    client.go(true);
+    client
+}
+
 fn exe(pid: i32) -> PathBuf {
     std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default()
 }
@@ -208,12 +219,11 @@ fn the_new_program_takes_over_what_killed_processes_of_the_old_one_had_in_flight
     let mut story = Story::new();
     let keepers = story.keepers();
     kill(story.daemon.take().unwrap());
-    // The relay ends with its keeper, and its client's connection with the relay.
-    kill_keeper(keepers[1]);
-    story.daemon = Some(story.host.daemon_of(&story.new).spawn().unwrap());
+    keepers.into_iter().for_each(kill_keeper);
+    story.start_daemon(&story.new.clone());
+    // The relay has ended with its keeper, and its client's connection with the relay.
+    story.is_of(&story.new);
+    story.nbd = client(&story.host, &story.disks[0]);
     story.goes_on();
-    let keepers = story.keepers();
-    assert_eq!((exe(keepers[0]), exe(keepers[1])), (story.old.clone(), story.new.clone()));
-    story.upgrade();
     story.end();
 }
