@@ -11,7 +11,7 @@ use ferrite_xenhost::steps::{self, cargo, step};
 
 /// The commit whose processes are upgraded: the last one whose messages named no version, but for the
 /// line and commands on a store.
-const OLD: &str = "348c3451";
+const OLD: &str = "348c3451a331b21048e1e7344aa79ca43e1fdf56";
 /// The test file of the older commit whose program is daemon, keeper, worker and relay of loopback
 /// guests. `ferrite` itself can reach guests of Xen only.
 const OLD_DAEMON: &str = "upgrades";
@@ -23,7 +23,7 @@ const TESTS: [(&str, &str); 2] = [("daemon", "old_release"), ("ferrite", "old_re
 /// # Errors
 /// The repository lacks the old commit, it cannot be built, or a test fails.
 pub(crate) fn test() -> Result<()> {
-    let folder = steps::target_dir().join("upgrade").join(OLD);
+    let folder = steps::target_dir().join("upgrade").join(&OLD[..8]);
     let source = source(&folder)?;
     let old = step(&format!("the programs of {OLD}"), || build_old(&source, &folder))?;
     let new = Programs::build(&["--test", TESTS[0].1])?;
