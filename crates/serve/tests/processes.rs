@@ -157,7 +157,7 @@ struct OnALine {
 }
 
 impl OnALine {
-    fn new(hypervisor: impl Hypervisor + Send + 'static) -> OnALine {
+    fn new(hypervisor: impl Hypervisor + 'static) -> OnALine {
         let ((line, theirs), (_second, second)) =
             (frames::pair().unwrap(), frames::pair().unwrap());
         let worker = std::thread::spawn(move || {
