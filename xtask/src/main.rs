@@ -21,6 +21,7 @@ mod sanitizer;
 mod times;
 mod truth;
 mod unsteady;
+mod upgrade;
 mod xentests;
 
 use anyhow::Result;

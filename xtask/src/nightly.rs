@@ -6,7 +6,9 @@ use anyhow::{Result, bail};
 use clap::ValueEnum as _;
 
 use crate::outcome::{Outcome, check, summary};
-use crate::{checks, dist, fuzz, mutants, needs, night_checks, powercuts, sanitizer, truth};
+use crate::{
+    checks, dist, fuzz, mutants, needs, night_checks, powercuts, sanitizer, truth, upgrade,
+};
 use ferrite_xenhost::packages;
 use ferrite_xenhost::root::{BOOKWORM, TRIXIE};
 use ferrite_xenhost::steps;
@@ -48,6 +50,8 @@ enum Part {
     Parking,
     /// The process of a store with ten guests, killed hundreds of times.
     Store,
+    /// The processes of an older commit, upgraded to this one under guests.
+    Upgrade,
     /// All mutants.
     Mutants,
     /// The simulator's fixed stories, then new ones.
@@ -103,6 +107,7 @@ fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
         Part::Truth => truth::test(&[TRIXIE, BOOKWORM]),
         Part::Parking => night_checks::parking(),
         Part::Store => night_checks::killed_store(),
+        Part::Upgrade => upgrade::test(),
         Part::Mutants => passed(mutants::nightly()?, "a mutant was not noticed"),
         Part::PowerCuts => {
             powercuts::test()?;

@@ -66,14 +66,19 @@ impl Programs {
     pub(crate) fn build(targets: &[&str]) -> Result<Programs> {
         let mut build = cargo();
         build.args(["test", "--locked", "--workspace", "--no-run", "--message-format=json"]);
-        parse(&steps::output(build.args(targets))?)
+        Programs::built_by(build.args(targets))
     }
 
     /// Builds only `ferrite`, as tests run it, for the Xen host.
     pub(crate) fn build_ferrite() -> Result<PathBuf> {
         let mut build = cargo();
         build.args(["build", "--locked", "--package", "ferrite", "--message-format=json"]);
-        parse(&steps::output(&mut build)?)?.binary("ferrite", "ferrite")
+        Programs::built_by(&mut build)?.binary("ferrite", "ferrite")
+    }
+
+    /// The programs that this command of cargo builds. It prints its messages as JSON.
+    pub(crate) fn built_by(build: &mut Command) -> Result<Programs> {
+        parse(&steps::output(build)?)
     }
 
     /// The path of the test program of a package's test file, or of its library under the library's name.

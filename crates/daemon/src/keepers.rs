@@ -233,6 +233,10 @@ impl Keepers {
         loop {
             let line = match keeper.line(lost) {
                 Ok(line) => line,
+                // It keeps its worker, which serves the guest.
+                Err(e) if e.kind() == io::ErrorKind::Unsupported => {
+                    return Err(failure("follow the worker", &e));
+                }
                 // The keeper has ended, and its worker with it.
                 Err(e) => {
                     tracing::warn!("the keeper of disk {} is gone: {e}; starting another", disk.id);

@@ -5,6 +5,7 @@
 //! * [`place`]: identifies a file or a device in words that outlive the process.
 //! * [`nvme`]: the properties of an NVMe namespace, and the commands for it.
 //! * [`directory`]: changes directory entries, which a crash may undo before a sync.
+//! * [`frames`]: bounded messages between processes, and the rule for their versions.
 //! * [`process`]: starts processes with chosen descriptors, which end together.
 //! * [`processors`]: counts the processors that this process may use.
 //! * [`sandbox`]: gives up all rights that a worker does not need.
@@ -17,6 +18,7 @@
 pub mod byte_locks;
 pub mod clock;
 pub mod directory;
+pub mod frames;
 pub mod lock_file;
 pub mod names;
 pub mod naming;

@@ -2,17 +2,11 @@
 //! its parent.
 
 use std::ffi::CString;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStringExt;
 use std::ptr;
 
-use rustix::io::retry_on_intr;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
-};
 use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal};
 
 /// The number that the first descriptor has in a process that is started here.
@@ -245,97 +239,6 @@ pub fn take_given(number: RawFd) -> io::Result<OwnedFd> {
     let fd = unsafe { OwnedFd::from_raw_fd(number) };
     rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)?;
     Ok(fd)
-}
-
-/// Sends a message, and a descriptor with it if there is one. It does not wait.
-///
-/// # Errors
-/// The kernel's.
-pub fn send_with(socket: impl AsFd, bytes: &[u8], file: Option<BorrowedFd<'_>>) -> io::Result<()> {
-    let files: Vec<BorrowedFd<'_>> = file.into_iter().collect();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if !files.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(&files)) {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    let bytes = [IoSlice::new(bytes)];
-    Ok(retry_on_intr(|| sendmsg(&socket, &bytes, &mut ancillary, flags)).map(drop)?)
-}
-
-/// Takes a message of at most `most` bytes, and the descriptor that came with it. Empty: the other end
-/// is gone.
-///
-/// # Errors
-/// `InvalidData`: it is longer. Otherwise the kernel's.
-pub fn receive_with(
-    socket: impl AsFd,
-    most: usize,
-    wait: bool,
-) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
-    let mut bytes = vec![0; most];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let mut flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::TRUNC;
-    flags.set(RecvFlags::DONTWAIT, !wait);
-    let len = {
-        let mut into = [IoSliceMut::new(&mut bytes)];
-        retry_on_intr(|| recvmsg(&socket, &mut into, &mut ancillary, flags))?.bytes
-    };
-    let mut files = ancillary.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(files) => Some(files),
-        _ => None,
-    });
-    let file = files.by_ref().flatten().next();
-    if len > most {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "a message that is too long"));
-    }
-    bytes.truncate(len);
-    Ok((bytes, file))
-}
-
-/// Most descriptors of one message: the kernel's number.
-pub const MOST_SENT: usize = 253;
-
-/// As [`send_with`], with as many descriptors as [`MOST_SENT`].
-///
-/// # Errors
-/// The kernel's; there are more.
-pub fn send_all_with(socket: impl AsFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_SENT))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let is_too_many = files.len() > MOST_SENT;
-    if is_too_many || !files.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(files)) {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    let bytes = [IoSlice::new(bytes)];
-    Ok(retry_on_intr(|| sendmsg(&socket, &bytes, &mut ancillary, flags)).map(drop)?)
-}
-
-/// As [`receive_with`], with all descriptors that came. It waits.
-///
-/// # Errors
-/// `InvalidData`: it is longer. Otherwise the kernel's.
-pub fn receive_all_with(socket: impl AsFd, most: usize) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
-    let mut bytes = vec![0; most];
-    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_SENT))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::TRUNC;
-    let len = {
-        let mut into = [IoSliceMut::new(&mut bytes)];
-        retry_on_intr(|| recvmsg(&socket, &mut into, &mut ancillary, flags))?.bytes
-    };
-    let files = ancillary.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(files) => Some(files),
-        _ => None,
-    });
-    let files = files.flatten().collect();
-    if len > most {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "a message that is too long"));
-    }
-    bytes.truncate(len);
-    Ok((bytes, files))
 }
 
 /// `IOPRIO_WHO_PROCESS` and `IOPRIO_WHO_PGRP`, `linux/ioprio.h`.

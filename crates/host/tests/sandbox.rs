@@ -13,8 +13,8 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferrite_host::frames::RELAY;
 use ferrite_host::names::{self, Broker};
-use ferrite_host::process::{receive_with, send_with};
 use ferrite_host::sandbox::{Lockdown, Means};
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::{Engine, Op};
@@ -221,12 +221,11 @@ fn work(file: File) {
 
 /// What a relay does.
 fn talk((one, other): &(UnixStream, UnixStream)) {
-    send_with(one, b"there", Some(one.as_fd())).unwrap();
+    RELAY.try_send(one, b"there", &[one.as_fd()]).unwrap();
     let mut fds = [PollFd::new(other, PollFlags::IN)];
     assert_eq!(poll(&mut fds, Some(&Timespec { tv_sec: 30, tv_nsec: 0 })).unwrap(), 1);
-    let (bytes, came) = receive_with(other, 64, false).unwrap();
-    assert_eq!(bytes, b"there");
-    drop(came.unwrap());
+    let came = RELAY.try_receive(other).unwrap().unwrap();
+    assert_eq!((came.bytes.as_slice(), came.files.len()), (b"there".as_slice(), 1));
     // Memory that comes and goes.
     (0..16).for_each(|i| assert!(vec![1u8; (i + 1) << 20].iter().all(|byte| *byte == 1)));
     assert!(std::time::Instant::now().elapsed() < Duration::from_secs(60));

@@ -11,21 +11,21 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
+use ferrite_host::frames::{self, Frame, MAX_FILES, Protocol};
 use ferrite_host::names::Handed;
-use ferrite_host::process::{
-    FIRST_GIVEN, MOST_SENT, receive_all_with, send_all_with, send_with, take_given,
-};
+use ferrite_host::process::{FIRST_GIVEN, take_given};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use serde::{Deserialize, Serialize};
 
 use crate::member::Connections;
 use crate::spec::{DiskSpec, Preopen};
-use crate::wire::MAX_BYTES;
 
 /// Descriptor of the worker's end.
 pub(crate) const CHANNEL_FD: RawFd = FIRST_GIVEN;
+/// Keeper and worker are one program, so there is one version.
+const CHANNEL: Protocol =
+    Protocol { name: "the worker channel", max_bytes: 64 << 10, max_files: MAX_FILES };
 /// Each disk comes with three connections: both lines and the client channel.
 const CONNECTIONS: usize = 3;
 
@@ -57,9 +57,7 @@ pub(crate) struct ChannelSender {
 
 impl ChannelSender {
     pub(crate) fn new() -> io::Result<ChannelSender> {
-        let kind = SocketType::SEQPACKET;
-        let (keeper_end, worker_end) =
-            socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
+        let (keeper_end, worker_end) = frames::pair()?;
         Ok(ChannelSender { keeper_end, worker_end: Some(worker_end), all_sent: false })
     }
 
@@ -90,7 +88,7 @@ impl ChannelSender {
     fn send_disk(&self, spec: &DiskSpec, ends: &[OwnedFd; CONNECTIONS]) -> io::Result<()> {
         let (mut opened, mut preopens) = (Vec::new(), Vec::new());
         for wanted in &spec.preopens {
-            let (files, why) = open_files(wanted, MOST_SENT - CONNECTIONS - opened.len());
+            let (files, why) = open_files(wanted, MAX_FILES - CONNECTIONS - opened.len());
             preopens.push((wanted.path.clone(), files.len(), why));
             opened.extend(files);
         }
@@ -100,13 +98,11 @@ impl ChannelSender {
 
     /// Hands a command's client to the worker. If that fails the client sees its connection end.
     pub(crate) fn command(&self, client: BorrowedFd<'_>) {
-        if let Ok(bytes) = serde_json::to_vec(&Message::Command) {
-            let _ = send_with(&self.keeper_end, &bytes, Some(client));
-        }
+        let _ = self.send(&Message::Command, &[client]);
     }
 
     fn send(&self, message: &Message, files: &[BorrowedFd<'_>]) -> io::Result<()> {
-        send_all_with(&self.keeper_end, &serde_json::to_vec(message)?, files)
+        CHANNEL.try_send(&self.keeper_end, &serde_json::to_vec(message)?, files)
     }
 
     /// Whether a message would be taken now. It is asked first, so that files are not opened in
@@ -182,10 +178,7 @@ impl WorkerChannel {
     /// `UnexpectedEof`: the keeper has ended, and so must this process. `InvalidData`: the message
     /// is malformed or lacks descriptors.
     pub fn next(&self) -> io::Result<WorkerEvent> {
-        let (bytes, mut files) = receive_all_with(&self.0, MAX_BYTES)?;
-        if bytes.is_empty() {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the keeper has ended"));
-        }
+        let Frame { bytes, mut files } = CHANNEL.receive(&self.0)?;
         let lacks = || io::Error::new(io::ErrorKind::InvalidData, "descriptors are missing");
         Ok(match serde_json::from_slice(&bytes)? {
             Message::All => WorkerEvent::All,

@@ -5,15 +5,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-use ferrite_host::process::{receive_with, send_with};
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{
-    AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown,
-    socket_with,
-};
+use ferrite_host::frames::{self, Frame};
+use rustix::net::{Shutdown, shutdown};
 
 use crate::spec::DiskSpec;
-use crate::wire::{MAX_BYTES, Reply, Request};
+use crate::wire::{KEEPER, Reply, Request, VERSION};
 
 /// The longest wait for a reply. A keeper never blocks on another process, but the host may be
 /// busy.
@@ -46,26 +42,19 @@ impl Keeper {
     }
 
     fn connect_within(path: &Path, patience: Duration) -> io::Result<Keeper> {
-        let flags = SocketFlags::CLOEXEC;
-        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-        set_socket_timeout(&socket, Timeout::Recv, Some(patience))?;
         // The timeout also bounds connections that the keeper has not accepted yet: its backlog has
         // room for a few.
-        set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
-        connect(&socket, &SocketAddrUnix::new(path)?)?;
-        Ok(Keeper { socket })
+        Ok(Keeper { socket: frames::connect(path, patience)? })
     }
 
     /// Requests the line to the worker, which may not have started yet. With `lost`, the keeper
     /// kills the worker of that start and returns the line to the next one.
     ///
     /// # Errors
-    /// The keeper has ended or does not reply in time, or it could not carry out the request.
+    /// The keeper has ended or does not reply in time, or it could not carry out the request, or it
+    /// speaks another version.
     pub fn line(&self, lost: Option<u64>) -> io::Result<Line> {
-        match self.exchange(&Request::Line { lost })? {
-            (Reply::Line { start, keeper }, Some(fd)) => Ok(Line { fd, start, keeper }),
-            (reply, _) => Err(unexpected(reply)),
-        }
+        self.ask_line(&Request::Line { lost, version: VERSION.own })
     }
 
     /// Requests the second line to the worker: that of a stub domain whose guest has the disk of
@@ -74,8 +63,15 @@ impl Keeper {
     /// # Errors
     /// As [`line`](Self::line).
     pub fn second_line(&self) -> io::Result<Line> {
-        match self.exchange(&Request::SecondLine)? {
-            (Reply::Line { start, keeper }, Some(fd)) => Ok(Line { fd, start, keeper }),
+        self.ask_line(&Request::SecondLine)
+    }
+
+    fn ask_line(&self, request: &Request) -> io::Result<Line> {
+        match self.exchange(request)? {
+            (Reply::Line { start, keeper, version }, Some(fd)) => {
+                VERSION.agree(version)?;
+                Ok(Line { fd, start, keeper })
+            }
             (reply, _) => Err(unexpected(reply)),
         }
     }
@@ -146,12 +142,9 @@ impl Keeper {
     }
 
     fn try_exchange(&self, request: &Request) -> io::Result<(Reply, Option<OwnedFd>)> {
-        send_with(&self.socket, &serde_json::to_vec(request)?, None)?;
-        let (bytes, file) = receive_with(&self.socket, MAX_BYTES, true)?;
-        if bytes.is_empty() {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the keeper has ended"));
-        }
-        Ok((serde_json::from_slice(&bytes)?, file))
+        KEEPER.try_send(&self.socket, &serde_json::to_vec(request)?, &[])?;
+        let Frame { bytes, files } = KEEPER.receive(&self.socket)?;
+        Ok((serde_json::from_slice(&bytes)?, files.into_iter().next()))
     }
 }
 
@@ -166,7 +159,9 @@ fn unexpected(reply: Reply) -> io::Error {
 mod tests {
     use std::sync::mpsc;
 
-    use rustix::net::{accept, bind, listen};
+    use rustix::net::{
+        AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept, bind, listen, socket_with,
+    };
 
     use super::*;
 
@@ -211,7 +206,7 @@ mod tests {
         assert!(keeper.spec().is_err());
         // The late reply to the first request.
         let late = serde_json::to_vec(&Reply::Done).unwrap();
-        let _ = send_with(&accepted, &late, None);
+        let _ = KEEPER.try_send(&accepted, &late, &[]);
         assert!(keeper.upgrade(Path::new("/new")).is_err());
     }
 }

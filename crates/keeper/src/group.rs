@@ -9,7 +9,7 @@ use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use ferrite_host::clock;
-use ferrite_host::process::{receive_with, take_given};
+use ferrite_host::process::take_given;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
@@ -17,7 +17,7 @@ use crate::log;
 use crate::member::{CLIENTS, accept};
 use crate::socket::{Endpoint, listen_at, remove};
 use crate::spec::{DiskSpec, Group};
-use crate::wire::{MAX_BYTES, Request};
+use crate::wire::{KEEPER, Request};
 use crate::worker::{Worker, remove_alive};
 
 /// Connections to the command socket that wait to be accepted.
@@ -83,13 +83,9 @@ impl GroupEndpoint {
     /// Reads the one request of connection `i`, and removes that connection. Returns it with the
     /// disk that is to join. `None`: there is no request yet, or the peer has gone.
     pub(crate) fn read_request(&mut self, i: usize) -> Option<(OwnedFd, io::Result<DiskSpec>)> {
-        let received = receive_with(&self.clients[i], MAX_BYTES, false);
-        if received.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock) {
-            return None;
-        }
+        let received = KEEPER.try_receive(&self.clients[i]).transpose()?;
         let client = self.clients.remove(i);
-        let bytes = received.ok().map(|(bytes, _)| bytes).filter(|bytes| !bytes.is_empty())?;
-        let request = match serde_json::from_slice(&bytes) {
+        let request = match serde_json::from_slice(&received.ok()?.bytes) {
             Ok(Request::Join(spec)) => Ok(*spec),
             _ => Err(io::Error::other("a group takes no such request")),
         };

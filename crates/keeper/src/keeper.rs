@@ -14,11 +14,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use ferrite_host::process::{
-    Fork, Program, become_in_place, environment_without, fork, io_priority, receive_with,
-    send_with, set_io_priority_of_group, take_given,
+    Fork, Program, become_in_place, environment_without, fork, io_priority,
+    set_io_priority_of_group, take_given,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
 use rustix::process::{chdir, getpid, setsid};
 
 use crate::group::GroupEndpoint;
@@ -27,7 +26,7 @@ use crate::member::Member;
 use crate::public;
 use crate::socket::Endpoint;
 use crate::spec::{DiskSpec, Group, Other, State, VARIABLE};
-use crate::wire::{MAX_BYTES, Reply, Request};
+use crate::wire::{KEEPER, Reply, Request, VERSION};
 use crate::worker::Worker;
 
 /// Most disks of a group.
@@ -306,20 +305,26 @@ impl Process {
     /// Handles one request of client `i` of member `m`. Returns whether the member still exists.
     fn handle_request(&mut self, m: usize, i: usize) -> bool {
         let member = &mut self.members[m];
-        let received = receive_with(&member.clients[i], MAX_BYTES, false);
-        let bytes = match received {
-            Ok((bytes, _)) if !bytes.is_empty() => bytes,
-            Err(e) if e.raw_os_error() == Some(Errno::AGAIN.raw_os_error()) => return true,
-            _ => {
+        let bytes = match KEEPER.try_receive(&member.clients[i]) {
+            Ok(Some(frame)) => frame.bytes,
+            Ok(None) => return true,
+            Err(_) => {
                 member.remove_client(i);
                 return true;
             }
         };
         let no = |why: &dyn std::fmt::Display| Reply::Failed(why.to_string());
         let (reply, gives) = match serde_json::from_slice(&bytes) {
-            Ok(Request::Line { lost }) => {
+            Ok(Request::Line { lost, version }) => {
                 let is_lost = lost == Some(self.worker.start());
-                match if is_lost { self.worker.kill(&mut self.members) } else { Ok(()) } {
+                let agreed = VERSION.agree(version).map_err(|e| {
+                    let e = io::Error::from(e);
+                    io::Error::new(e.kind(), format!("the keeper refuses this daemon: {e}"))
+                });
+                match agreed.and_then(|_| match is_lost {
+                    true => self.worker.kill(&mut self.members),
+                    false => Ok(()),
+                }) {
                     Err(e) => (no(&e), None),
                     Ok(()) => {
                         let member = &mut self.members[m];
@@ -347,7 +352,7 @@ impl Process {
 
     fn line(&self) -> Reply {
         let keeper = getpid().as_raw_nonzero().get();
-        Reply::Line { start: self.worker.start(), keeper }
+        Reply::Line { start: self.worker.start(), keeper, version: VERSION.own }
     }
 
     /// Stops keeping a disk, and ends the process after the last one. Kills a worker that may have
@@ -464,6 +469,7 @@ const EXIT_POLLS: u32 = 50;
 /// Sends a reply. A client that does not read misses it.
 fn send_reply(client: &OwnedFd, reply: &Reply, file: Option<BorrowedFd<'_>>) {
     if let Ok(bytes) = serde_json::to_vec(reply) {
-        let _ = send_with(client, &bytes, file);
+        let files: Vec<BorrowedFd<'_>> = file.into_iter().collect();
+        let _ = KEEPER.try_send(client, &bytes, &files);
     }
 }

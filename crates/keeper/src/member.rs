@@ -4,9 +4,10 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::Path;
 
-use ferrite_host::process::{send_with, take_given};
+use ferrite_host::frames::{self, CLIENT_CHANNEL};
+use ferrite_host::process::take_given;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, accept_with, socketpair};
+use rustix::net::{SocketFlags, accept_with};
 
 use crate::public;
 use crate::relay::{Relay, RelayState};
@@ -44,12 +45,9 @@ pub(crate) struct Connections {
 
 impl Connections {
     pub(crate) fn new() -> io::Result<Connections> {
-        let pair = || {
-            let flags = SocketFlags::CLOEXEC;
-            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
-        };
-        let ((first, own_first), (second, own_second)) = (pair()?, pair()?);
-        let (client_channel, own_client_channel) = pair()?;
+        let (first, own_first) = frames::pair()?;
+        let (second, own_second) = frames::pair()?;
+        let (client_channel, own_client_channel) = frames::pair()?;
         let worker_ends = Some([own_first, own_second, own_client_channel]);
         Ok(Connections { lines: [first, second], client_channel, worker_ends })
     }
@@ -59,7 +57,7 @@ impl Connections {
     /// # Errors
     /// `WouldBlock`: as many clients as the channel has room for wait already.
     pub(crate) fn admit(&self, client: BorrowedFd<'_>) -> io::Result<()> {
-        send_with(&self.client_channel, b"client", Some(client))
+        CLIENT_CHANNEL.try_send(&self.client_channel, b"client", &[client])
     }
 }
 

@@ -6,9 +6,8 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::Duration;
 
-use ferrite_host::process::{
-    FIRST_GIVEN, Program, environment_without, receive_with, send_with, spawn, take_given,
-};
+use ferrite_host::frames::{self, RELAY, Version, first_version};
+use ferrite_host::process::{FIRST_GIVEN, Program, environment_without, spawn, take_given};
 use ferrite_host::sandbox::{Lockdown, Means};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
@@ -22,8 +21,8 @@ use crate::spec::{DiskSpec, VARIABLE};
 
 /// Descriptor of a relay's socket to its keeper.
 const RELAY_FD: RawFd = FIRST_GIVEN;
-/// The longest message of a relay.
-const MESSAGE_BYTES: usize = 64;
+/// The version of the relay's messages. A relay stays the old program when its keeper is upgraded.
+const VERSION: Version = Version { protocol: RELAY.name, own: 1 };
 /// How often the exit of a killed relay is checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
@@ -37,22 +36,40 @@ struct Process {
 }
 
 /// The relay of a disk, if it has clients.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Relay {
     process: Option<Process>,
     /// Killed relays whose exit status was not collected yet.
     ended: Vec<Pid>,
+    /// The version that the running relay speaks.
+    version: u32,
+}
+
+impl Default for Relay {
+    fn default() -> Relay {
+        Relay { process: None, ended: Vec::new(), version: VERSION.own }
+    }
 }
 
 /// The state of a relay for the keeper's next program.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct RelayState {
     process: Option<(i32, RawFd, u64)>,
     ended: Vec<i32>,
+    /// The version that the running relay speaks.
+    #[serde(default = "first_version")]
+    version: u32,
+}
+
+impl Default for RelayState {
+    fn default() -> RelayState {
+        RelayState { process: None, ended: Vec::new(), version: VERSION.own }
+    }
 }
 
 impl Relay {
-    /// Takes over the relay of the previous program.
+    /// Takes over the relay of the previous program. One that speaks an unknown version is ended, and
+    /// its clients' connections with it.
     ///
     /// # Errors
     /// The descriptor is missing.
@@ -65,7 +82,14 @@ impl Relay {
             None => None,
         };
         let ended = handed.ended.into_iter().map(pid).collect::<Result<_, _>>()?;
-        Ok(Relay { process, ended })
+        let mut relay = Relay { process, ended, version: handed.version };
+        if let Err(e) = VERSION.agree(handed.version)
+            && relay.process.is_some()
+        {
+            log(&format!("the relay of NBD clients is ended, and their connections end: {e}"));
+            relay.end();
+        }
+        Ok(relay)
     }
 
     /// The state for the keeper's next program, which inherits the socket under its number.
@@ -75,6 +99,7 @@ impl Relay {
         RelayState {
             process: process.map(|p| (number(p.pid), p.socket.as_raw_fd(), p.given)),
             ended: self.ended.iter().map(|pid| number(*pid)).collect(),
+            version: self.version,
         }
     }
 
@@ -111,16 +136,17 @@ impl Relay {
         }
         let mut process = Process::start(arguments, spec, binary)?;
         let given = process.give(client);
-        self.process = Some(process);
+        (self.process, self.version) = (Some(process), VERSION.own);
         given
     }
 
     /// Handles one message of the relay. A relay that sends anything unknown is killed.
     pub(crate) fn handle_message(&mut self, connections: &Connections) {
         let Some(process) = &self.process else { return };
-        let received = match receive_with(&process.socket, MESSAGE_BYTES, false) {
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
-            received => received.map_or_else(|_| Vec::new(), |(bytes, _)| bytes),
+        let received = match RELAY.try_receive(&process.socket) {
+            Ok(None) => return,
+            Ok(Some(frame)) => frame.bytes,
+            Err(_) => Vec::new(),
         };
         let text = std::str::from_utf8(&received).unwrap_or_default();
         let number = |what| text.strip_prefix(what).and_then(|number| number.parse::<u64>().ok());
@@ -158,9 +184,7 @@ impl Relay {
 
 impl Process {
     fn start(arguments: &[String], spec: &DiskSpec, binary: &OwnedFd) -> io::Result<Process> {
-        let kind = SocketType::SEQPACKET;
-        let (socket, relay_end) =
-            socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
+        let (socket, relay_end) = frames::pair()?;
         let name = std::iter::once("ferrite").chain(arguments.iter().map(String::as_str));
         let arguments = name.map(CString::new).collect::<Result<_, _>>()?;
         let mut environment = environment_without(VARIABLE);
@@ -173,7 +197,7 @@ impl Process {
     }
 
     fn give(&mut self, client: BorrowedFd<'_>) -> io::Result<()> {
-        send_with(&self.socket, b"client", Some(client))?;
+        RELAY.try_send(&self.socket, b"client", &[client])?;
         self.given += 1;
         Ok(())
     }
@@ -183,8 +207,9 @@ impl Process {
         let kind = SocketType::STREAM;
         let pair = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None);
         let link = pair.ok().filter(|(_, relay_end)| connections.admit(relay_end.as_fd()).is_ok());
-        let link = link.as_ref().map(|(keeper_end, _)| keeper_end.as_fd());
-        send_with(&self.socket, format!("link {number}").as_bytes(), link)
+        let link: Vec<BorrowedFd<'_>> =
+            link.iter().map(|(keeper_end, _)| keeper_end.as_fd()).collect();
+        RELAY.try_send(&self.socket, format!("link {number}").as_bytes(), &link)
     }
 }
 
@@ -199,4 +224,40 @@ pub fn become_relay() -> io::Result<OwnedFd> {
         Lockdown { user, root, means: Means { sockets_only: true, ..Means::default() } }.enter()?;
     }
     Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::IntoRawFd as _;
+    use std::process::Command;
+
+    use super::*;
+
+    /// A relay of the previous program that speaks this version. `None`: that program said none.
+    fn handed(version: Option<u32>) -> (Relay, OwnedFd) {
+        let (keeper_end, relay_end) = frames::pair().unwrap();
+        let child = Command::new("sleep").arg("1000").spawn().unwrap().id();
+        // As after `execve`: the descriptor was left open for this program.
+        rustix::io::fcntl_setfd(&keeper_end, rustix::io::FdFlags::empty()).unwrap();
+        let version = version.map_or(String::new(), |version| format!(r#","version":{version}"#));
+        let fd = keeper_end.into_raw_fd();
+        let state = format!(r#"{{"process":[{child},{fd},1],"ended":[]{version}}}"#);
+        (Relay::take(serde_json::from_str(&state).unwrap()).unwrap(), relay_end)
+    }
+
+    #[test]
+    fn a_relay_of_a_version_too_far_away_is_ended_and_others_go_on() {
+        for (version, goes_on) in [(None, true), (Some(2), true), (Some(3), false)] {
+            let (mut relay, relay_end) = handed(version);
+            assert_eq!(relay.fd().is_some(), goes_on, "{version:?}");
+            assert_eq!(RELAY.try_receive(&relay_end).is_ok(), goes_on, "{version:?}");
+            let state = serde_json::to_value(relay.to_state()).unwrap();
+            assert_eq!(state["version"], version.unwrap_or(1));
+            relay.end();
+            while relay.due().is_some() {
+                std::thread::sleep(POLL_INTERVAL);
+                relay.reap();
+            }
+        }
+    }
 }

@@ -9,12 +9,12 @@ use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use ferrite_host::frames;
 use ferrite_host::names::policy::{Policy, Right};
 use ferrite_host::names::server::{Images, Served, Server};
 use ferrite_host::names::{self, Broker};
 use ferrite_host::process::{FIRST_GIVEN, take_given};
 use ferrite_host::sandbox::{Lacking, Lockdown, Means};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use serde::{Deserialize, Serialize};
 
 use crate::log;
@@ -99,8 +99,7 @@ impl NameService {
     /// Creates the directories and a socket pair: the worker's end and the keeper's.
     pub(crate) fn ends(sandbox: &WorkerSandbox) -> io::Result<(OwnedFd, OwnedFd)> {
         NameService::make_folders(sandbox)?;
-        let flags = SocketFlags::CLOEXEC;
-        Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+        frames::pair()
     }
 
     /// Begins to serve a worker, which may open nothing yet.

@@ -1,13 +1,21 @@
 //! The messages on a keeper's socket: JSON, one message at a time, of bounded size.
+//!
+//! Keeper and daemon may be of different versions. Both say theirs when the daemon asks for the line,
+//! which it does first.
 
 use std::path::PathBuf;
 
+use ferrite_host::frames::{Protocol, Version, first_version};
 use serde::{Deserialize, Serialize};
 
 use crate::spec::DiskSpec;
 
-/// Most bytes of a message.
-pub(crate) const MAX_BYTES: usize = 64 << 10;
+/// Requests and replies. The reply to a request for a line has a descriptor.
+pub(crate) const KEEPER: Protocol =
+    Protocol { name: "a keeper's socket", max_bytes: 64 << 10, max_files: 1 };
+/// The version of these messages. It grows with each request that a keeper of the version before
+/// does not know.
+pub(crate) const VERSION: Version = Version { protocol: KEEPER.name, own: 1 };
 
 /// A request to a keeper.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,6 +24,9 @@ pub(crate) enum Request {
     Line {
         /// Number of the lost worker's start.
         lost: Option<u64>,
+        /// The requester's [`VERSION`].
+        #[serde(default = "first_version")]
+        version: u32,
     },
     /// Send the follower's end of the second line. No worker is killed for it.
     SecondLine,
@@ -45,6 +56,9 @@ pub(crate) enum Reply {
         start: u64,
         /// Process number of the keeper.
         keeper: i32,
+        /// The keeper's [`VERSION`].
+        #[serde(default = "first_version")]
+        version: u32,
     },
     /// The description of the disk.
     #[serde(rename = "Keep")]

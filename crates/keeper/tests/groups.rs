@@ -2,20 +2,23 @@
 //! number.
 
 use std::fs::{self, File};
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use ferrite_host::frames::Protocol;
 use ferrite_host::names::{open, with_handed};
-use ferrite_host::process::{receive_with, send_with};
 use ferrite_keeper::{DiskSpec, Group, Keeper, Line, Preopen, WorkerChannel, WorkerEvent};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
 
 const ROLE: &str = "FERRITE_KEEPER_TEST_ROLE";
+
+/// Messages of these tests.
+const RAW: Protocol = Protocol { name: "a test", max_bytes: 1000, max_files: 1 };
 
 #[test]
 fn keeper_process() {
@@ -53,8 +56,8 @@ fn worker_process() {
                         Some(text)
                     });
                     let said = format!("{} {name} {handed:?}", std::process::id());
-                    while !receive_with(&disk.line, 100, true).unwrap().0.is_empty() {
-                        send_with(&disk.line, said.as_bytes(), None).unwrap();
+                    while RAW.receive(&disk.line).is_ok() {
+                        RAW.try_send(&disk.line, said.as_bytes(), &[]).unwrap();
                     }
                 });
             }
@@ -142,8 +145,8 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
 
 /// The process number of the worker, as it reports it for this disk.
 fn worker(line: &Line, name: &str) -> i32 {
-    send_with(&line.fd, b"who", None).unwrap();
-    let (said, _) = receive_with(&line.fd, 100, true).unwrap();
+    RAW.try_send(&line.fd, b"who", &[]).unwrap();
+    let said = RAW.receive(&line.fd).unwrap().bytes;
     let said = String::from_utf8(said).unwrap();
     let (number, rest) = said.split_once(' ').unwrap_or_else(|| panic!("{said:?}"));
     assert_eq!(rest, format!("{name} [Some(\"x\"), Some(\"x\")]"));
@@ -151,7 +154,7 @@ fn worker(line: &Line, name: &str) -> i32 {
 }
 
 fn is_at_its_end(line: &OwnedFd) -> bool {
-    receive_with(line, 100, true).unwrap().0.is_empty()
+    RAW.receive(line).is_err_and(|e| e.kind() == ErrorKind::UnexpectedEof)
 }
 
 fn kill(pid: i32) {
@@ -223,8 +226,8 @@ fn a_disk_of_another_group_or_of_another_keeper_does_not_join() {
     let socket = world.spec("a").group.unwrap().socket;
     let ask = |asked: &serde_json::Value| {
         let group = Keeper::connect(&socket).unwrap();
-        send_with(group.fd(), &serde_json::to_vec(asked).unwrap(), None).unwrap();
-        String::from_utf8(receive_with(group.fd(), 1000, true).unwrap().0).unwrap()
+        RAW.try_send(group.fd(), &serde_json::to_vec(asked).unwrap(), &[]).unwrap();
+        String::from_utf8(RAW.receive(group.fd()).unwrap().bytes).unwrap()
     };
     let mut foreign = world.spec("b");
     foreign.group.as_mut().unwrap().socket = "/elsewhere".into();

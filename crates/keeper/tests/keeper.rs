@@ -1,20 +1,22 @@
 //! Keepers as processes, with workers that only report their process number.
 
 use std::fs;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
+use ferrite_host::frames::{Frame, Protocol};
 use ferrite_host::names;
-use ferrite_host::process::{Fork, fork, receive_with, send_with, take_given};
+use ferrite_host::process::{Fork, fork, take_given};
 use ferrite_host::sandbox::{Means, user_of};
 use ferrite_keeper::{
     ALIVE, ALIVE_FD, DiskSpec, Keeper, LINE_FD, Line, WorkerSandbox, drop_privileges,
 };
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use rustix::net::{SendFlags, send};
 use rustix::process::{
     Pid, Resource, Rlimit, Signal, WaitOptions, getrlimit, kill_process, prlimit,
     set_child_subreaper, set_parent_process_death_signal, waitpid,
@@ -22,6 +24,9 @@ use rustix::process::{
 
 const PATIENCE: Duration = Duration::from_secs(30);
 const ROLE: &str = "FERRITE_KEEPER_TEST_ROLE";
+
+/// Messages of these tests.
+const RAW: Protocol = Protocol { name: "a test", max_bytes: 1000, max_files: 1 };
 
 /// Keepers become children of this process when their parents end. Only one test at a time may
 /// count them.
@@ -54,24 +59,23 @@ fn worker_process() {
         std::thread::sleep(Duration::from_millis(1));
     }
     loop {
-        let (asked, _) = receive_with(&line, 100, true).unwrap();
+        let Ok(Frame { bytes: asked, .. }) = RAW.receive(&line) else { std::process::exit(0) };
         match &*asked {
-            b"" => std::process::exit(0),
             b"end" => std::process::exit(7),
             b"place" => {
                 let traced = ["RUST_BACKTRACE", "RUST_LIB_BACKTRACE"].map(std::env::var_os);
                 let place = std::env::current_dir().unwrap();
                 let place = format!("{} {:?}", place.display(), traced);
-                send_with(&line, place.as_bytes(), None).unwrap();
+                RAW.try_send(&line, place.as_bytes(), &[]).unwrap();
             }
             b"socket" => drop(std::net::UdpSocket::bind("127.0.0.1:0")),
             _ if asked.starts_with(b"open ") => {
                 let path = std::str::from_utf8(&asked[5..]).unwrap();
                 let opened = names::open(path, OFlags::RDWR, Mode::empty());
                 let answer = opened.map_or_else(|e| format!("{e:?}"), |_| "opened".to_owned());
-                send_with(&line, answer.as_bytes(), None).unwrap();
+                RAW.try_send(&line, answer.as_bytes(), &[]).unwrap();
             }
-            _ => send_with(&line, format!("{}", std::process::id()).as_bytes(), None).unwrap(),
+            _ => RAW.try_send(&line, format!("{}", std::process::id()).as_bytes(), &[]).unwrap(),
         }
     }
 }
@@ -160,9 +164,13 @@ fn comes_true(mut is_so: impl FnMut() -> bool) -> bool {
     true
 }
 
+fn has_ended(socket: impl AsFd) -> bool {
+    RAW.receive(socket).is_err_and(|e| e.kind() == ErrorKind::UnexpectedEof)
+}
+
 fn say(line: &OwnedFd, text: &str) -> String {
-    send_with(line, text.as_bytes(), None).unwrap();
-    let (answer, _) = receive_with(line, 100, true).unwrap();
+    RAW.try_send(line, text.as_bytes(), &[]).unwrap();
+    let answer = RAW.receive(line).unwrap().bytes;
     String::from_utf8(answer).unwrap()
 }
 
@@ -228,12 +236,12 @@ fn a_worker_that_ends_is_replaced_and_its_keeper_stays_what_it_was() {
         let old = worker(&line);
         match round % 3 {
             0 => kill(old),
-            1 => send_with(&line.fd, b"end", None).unwrap(),
+            1 => RAW.try_send(&line.fd, b"end", &[]).unwrap(),
             // The worker lives, but its follower reports it as lost.
             _ => {}
         }
         if round % 3 < 2 {
-            assert_eq!(receive_with(&line.fd, 100, true).unwrap().0, b"");
+            assert!(has_ended(&line.fd));
         }
         let next = keeper.line(Some(line.start)).unwrap();
         assert_eq!((next.start, next.keeper), (line.start + 1, process));
@@ -272,8 +280,8 @@ fn a_worker_without_rights_asks_its_keeper_and_is_replaced_when_it_tries_more() 
     for _ in 0..3 {
         assert_eq!(say(&line.fd, &format!("open {}", image.display())), "opened");
         assert!(say(&line.fd, &format!("open {}", other.display())).contains("PermissionDenied"));
-        send_with(&line.fd, b"socket", None).unwrap();
-        assert_eq!(receive_with(&line.fd, 100, true).unwrap().0, b"", "it has ended");
+        RAW.try_send(&line.fd, b"socket", &[]).unwrap();
+        assert!(has_ended(&line.fd));
         // The keeper holds the image meanwhile, and with it its lock.
         let held = format!("/proc/{}/fd", line.keeper);
         let held = fs::read_dir(held).unwrap().filter_map(|fd| fs::read_link(fd.ok()?.path()).ok());
@@ -298,7 +306,7 @@ fn the_second_line_is_the_next_workers_when_a_worker_has_ended_and_ends_none() {
         let first = keeper.line(None).unwrap();
         assert_eq!(first.start, start);
         kill(worker(&first));
-        assert_eq!(receive_with(&second.fd, 100, true).unwrap().0, b"", "it has ended");
+        assert!(has_ended(&second.fd));
         // The keeper may not have noticed the exit yet. Then an early request gets the old line.
         loop {
             let next = keeper.second_line().unwrap();
@@ -306,7 +314,7 @@ fn the_second_line_is_the_next_workers_when_a_worker_has_ended_and_ends_none() {
                 assert_eq!(next.start, start + 1);
                 break;
             }
-            assert_eq!(receive_with(&next.fd, 100, true).unwrap().0, b"", "it has ended");
+            assert!(has_ended(&next.fd));
         }
     }
     let pid = line.keeper;
@@ -387,12 +395,38 @@ fn a_keeper_that_is_killed_takes_its_worker_along_and_another_takes_its_place() 
         assert!(world.start_as(&std::env::current_exe().unwrap()).is_err(), "there is one");
         kill(line.keeper);
         reap(line.keeper);
-        assert!(receive_with(keeper.fd(), 100, true).unwrap().0.is_empty());
+        assert!(has_ended(keeper.fd()));
         // The worker is a child of this process now.
         reap(worker);
     }
     let keeper = world.start();
     let pid = keeper.line(None).unwrap().keeper;
+    end(&world, keeper, pid);
+}
+
+/// The bytes of the first version, and what is two versions newer.
+#[test]
+fn a_daemon_of_a_version_too_far_away_gets_no_line_and_ends_no_worker() {
+    let world = World::new();
+    let keeper = world.start();
+    let line = keeper.line(None).unwrap();
+    let number = worker(&line);
+    let ask = |request: String| {
+        let other = Keeper::connect(&world.spec.socket).unwrap();
+        RAW.send(other.fd(), request.as_bytes(), &[]).unwrap();
+        RAW.receive(other.fd()).unwrap()
+    };
+    for version in ["", r#","version":1"#, r#","version":2"#] {
+        let reply = ask(format!(r#"{{"Line":{{"lost":null{version}}}}}"#));
+        assert_eq!(reply.files.len(), 1, "{version}");
+    }
+    let refused = ask(format!(r#"{{"Line":{{"lost":{},"version":3}}}}"#, line.start));
+    assert_eq!(refused.files.len(), 0);
+    let refused = String::from_utf8(refused.bytes).unwrap();
+    let both = "speaks version 3 of a keeper's socket, and this one 1: install the releases";
+    assert!(refused.contains(both), "{refused}");
+    assert_eq!(worker(&line), number);
+    let pid = line.keeper;
     end(&world, keeper, pid);
 }
 
@@ -407,7 +441,7 @@ fn who_asks_may_go_and_what_nobody_understands_is_answered() {
         let other = Keeper::connect(&world.spec.socket).unwrap();
         assert_eq!(other.spec().unwrap(), world.spec);
         for odd in [b"{}".as_slice(), b"\"Lin\"", &[b' '; 70_000]] {
-            send_with(other.fd(), odd, None).unwrap();
+            send(other.fd(), odd, SendFlags::NOSIGNAL).unwrap();
         }
         drop(other);
     }
@@ -475,8 +509,8 @@ fn a_line_is_open_while_its_worker_is_not_there_yet() {
     }
     let line = keeper.line(None).unwrap();
     assert!(line.start >= 2);
-    send_with(line.fd.as_fd(), b"who", None).unwrap();
-    let (answer, _) = receive_with(&line.fd, 100, true).unwrap();
+    RAW.try_send(line.fd.as_fd(), b"who", &[]).unwrap();
+    let answer = RAW.receive(&line.fd).unwrap().bytes;
     assert!(!answer.is_empty());
     end(&world, keeper, process);
 }

@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferrite_host::process::{receive_with, send_with};
+use ferrite_host::frames::RELAY;
 use ferrite_serve::nbd::relay;
 use ferrite_testkit::nbd::{Client, Served, contexts, info, option, options, request};
 use ferrite_testkit::proc::{Memory, descriptors, threads_named};
@@ -124,16 +124,16 @@ fn relayed(served: &Served) -> impl Fn() -> UnixStream + Sync {
     let keeper = ours.clone();
     std::thread::spawn(move || {
         loop {
-            let (asked, _) = receive_with(&keeper, 64, true).unwrap();
+            let asked = RELAY.receive(&keeper).unwrap().bytes;
             if asked.starts_with(b"link ") {
                 let link = UnixStream::connect(&socket).unwrap();
-                send_with(&keeper, &asked, Some(link.as_fd())).unwrap();
+                RELAY.try_send(&keeper, &asked, &[link.as_fd()]).unwrap();
             }
         }
     });
     move || {
         let (client, theirs) = UnixStream::pair().unwrap();
-        send_with(&ours, b"client", Some(theirs.as_fd())).unwrap();
+        RELAY.try_send(&ours, b"client", &[theirs.as_fd()]).unwrap();
         client
     }
 }

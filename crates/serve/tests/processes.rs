@@ -7,10 +7,12 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferrite_host::clock::{Random, SplitMix64};
-use ferrite_host::process::{receive_with, send_with, take_given};
+use ferrite_host::frames::{self, Protocol};
+use ferrite_host::process::take_given;
 use ferrite_io::engines::test_engine;
 use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, DiskSpec, Keeper, LINE_FD, SECOND_FD};
 use ferrite_loopback::front::FrontOptions;
@@ -28,7 +30,6 @@ use ferrite_xen::hypervisor::{DomId, GrantRef, Hypervisor, HypervisorError, Link
 use ferrite_xen::mover::Moving;
 use ferrite_xen::store::Store;
 use rustix::fs::{FlockOperation, flock};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_child_subreaper, waitpid};
 
 const DEVID: u32 = 202 << 8;
@@ -146,30 +147,60 @@ impl Hypervisor for UsedUp {
     }
 }
 
+const LINE: Protocol = Protocol { name: "the line", max_bytes: 1000, max_files: 0 };
+
+/// A line to a worker in a thread, which cannot open its image.
+struct OnALine {
+    line: OwnedFd,
+    _second: OwnedFd,
+    worker: JoinHandle<Result<(), ServeError>>,
+}
+
+impl OnALine {
+    fn new(hypervisor: impl Hypervisor + 'static) -> OnALine {
+        let ((line, theirs), (_second, second)) =
+            (frames::pair().unwrap(), frames::pair().unwrap());
+        let worker = std::thread::spawn(move || {
+            let dir = tempfile::tempdir().unwrap();
+            let config = work_config(DomId(1), dir.path().join("run"));
+            let failure =
+                || OpenFailure { what: "a".into(), why: "no Xen".into(), help: "b".into() };
+            let (client_channel, _) = frames::pair().unwrap();
+            let lines = Lines { first: &theirs, second: &second };
+            work(lines, &client_channel, &hypervisor, &config, &mut |_| Err(failure()))
+        });
+        OnALine { line, _second, worker }
+    }
+
+    fn receive(&self) -> std::io::Result<String> {
+        Ok(String::from_utf8(LINE.receive(&self.line)?.bytes).unwrap())
+    }
+
+    fn answer(&self, what: &str) -> String {
+        let request = format!("{{\"number\":1,\"what\":{what}}}");
+        LINE.send(&self.line, request.as_bytes(), &[]).unwrap();
+        self.receive().unwrap()
+    }
+}
+
 #[test]
 fn a_worker_that_can_connect_nobody_any_more_says_why_and_ends() {
-    let flags = SocketFlags::CLOEXEC;
-    let pair = || socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-    let ((ours, line), (_quiet, second)) = (pair(), pair());
-    let dir = tempfile::tempdir().unwrap();
-    let config = work_config(DomId(1), dir.path().join("run"));
-    let worker = std::thread::spawn(move || {
-        let failure = || OpenFailure { what: "a".into(), why: "no Xen".into(), help: "b".into() };
-        let (client_channel, _) =
-            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        let lines = Lines { first: &line, second: &second };
-        work(lines, &client_channel, &UsedUp, &config, &mut |_| Err(failure()))
-    });
+    let end = OnALine::new(UsedUp);
     // Nothing has failed yet.
-    let answer = |what: &str| {
-        send_with(&ours, format!("{{\"number\":1,\"what\":{what}}}").as_bytes(), None).unwrap();
-        String::from_utf8(receive_with(&ours, 1000, true).unwrap().0).unwrap()
-    };
-    assert!(answer("\"Retire\"").contains("Done"));
-    let failed = answer("{\"Open\":{\"read_only\":false}}");
+    assert!(end.answer("\"Retire\"").contains("Done"));
+    let failed = end.answer("{\"Open\":{\"read_only\":false}}");
     assert!(failed.contains("no Xen"), "{failed}");
-    assert_eq!(receive_with(&ours, 1000, true).unwrap().0, b"");
-    assert!(matches!(worker.join().unwrap(), Err(ServeError::Host { .. })));
+    assert!(end.receive().is_err());
+    assert!(matches!(end.worker.join().unwrap(), Err(ServeError::Host { .. })));
+}
+
+#[test]
+fn a_worker_refuses_a_daemon_of_a_version_too_far_away_and_goes_on() {
+    let end = OnALine::new(Loopback::new(CopyWith::Memcpy));
+    let newer = end.answer("{\"Open\":{\"read_only\":false,\"version\":3}}");
+    assert!(newer.contains("speaks version 3 of the line, and this one 1"), "{newer}");
+    let next = end.answer("{\"Open\":{\"read_only\":false,\"version\":2}}");
+    assert!(next.contains("no Xen"), "{next}");
 }
 
 fn engines(alive: Arc<OwnedFd>) -> EngineFactory {

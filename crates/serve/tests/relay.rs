@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use ferrite_host::process::{receive_with, send_with};
+use ferrite_host::frames::RELAY;
 use ferrite_serve::nbd::relay;
 use ferrite_testkit::PATIENCE;
 use ferrite_testkit::nbd::{Client, command, info, is_closed, option, request};
@@ -33,14 +33,14 @@ impl Keeper {
     }
 
     fn hear(&self) -> String {
-        let (bytes, _) = receive_with(&self.0, 64, true).unwrap();
+        let bytes = RELAY.receive(&self.0).unwrap().bytes;
         String::from_utf8(bytes).unwrap()
     }
 
     /// A client's end.
     fn connect(&self) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        send_with(&self.0, b"client", Some(theirs.as_fd())).unwrap();
+        RELAY.try_send(&self.0, b"client", &[theirs.as_fd()]).unwrap();
         ours.set_read_timeout(Some(PATIENCE)).unwrap();
         ours
     }
@@ -50,7 +50,7 @@ impl Keeper {
         let asked = self.hear();
         assert!(asked.starts_with("link "), "{asked}");
         let (ours, theirs) = UnixStream::pair().unwrap();
-        send_with(&self.0, asked.as_bytes(), Some(theirs.as_fd())).unwrap();
+        RELAY.try_send(&self.0, asked.as_bytes(), &[theirs.as_fd()]).unwrap();
         ours.set_read_timeout(Some(PATIENCE)).unwrap();
         Worker(ours)
     }

@@ -250,17 +250,23 @@ impl Host {
     /// Starts a daemon as a process, with these variables in the environment of it and its
     /// children.
     pub fn spawn_with(&self, die_at: Option<Step>, more: &[(&str, &str)]) -> Child {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", "process_daemon", "--nocapture", "--test-threads=1"]);
-        command.stdin(Stdio::null()).stdout(Stdio::null());
-        let guests = self.machine().backend().unwrap().pass_to(&mut command);
-        command.env(GUESTS, guests).env(STORE, self.store_socket());
-        command.env(RUN, self.paths().run).env(IMAGES, self.dir.path().join("images"));
+        let mut command = self.daemon_of(&std::env::current_exe().unwrap());
         command.envs(more.iter().copied());
         if let Some(step) = die_at {
             command.env(DIE_AT, format!("{step:?}"));
         }
         command.spawn().unwrap()
+    }
+
+    /// The daemon of a test program with the test `process_daemon`, as a process.
+    pub fn daemon_of(&self, program: &Path) -> Command {
+        let mut command = Command::new(program);
+        command.args(["--exact", "process_daemon", "--nocapture", "--test-threads=1"]);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let guests = self.machine().backend().unwrap().pass_to(&mut command);
+        command.env(GUESTS, guests).env(STORE, self.store_socket());
+        command.env(RUN, self.paths().run).env(IMAGES, self.dir.path().join("images"));
+        command
     }
 
     pub fn removed(&self) -> Vec<DiskId> {

@@ -8,6 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use ferrite_host::frames::lines::Lines;
 use ferrite_image_tools::Progress;
 use ferrite_store::owned::StoreKey;
 use serde::de::DeserializeOwned;
@@ -72,21 +73,19 @@ fn ask_on(
 ) -> Result<Option<Value>, Failure> {
     let goes_on = || shows(Progress { done_bytes: 0, total_bytes: 0 });
     let shown = path.to_string_lossy().into_owned();
-    let question = Question { version: VERSION, store, path: shown, what };
-    let mut heard = Vec::new();
-    let mut hear = |most, waits: &dyn Fn() -> bool| -> io::Result<Option<Reply>> {
-        let line = wire::read_line(stream, &mut heard, most, waits)?;
-        // The stream ended without a line: the command may have been done.
-        Ok(if line.is_empty() { None } else { Some(serde_json::from_slice(&line)?) })
+    let question = Question { version: VERSION.own, store, path: shown, what };
+    let mut heard = Lines::default();
+    let mut hear = |most, waits: &dyn Fn() -> bool| -> io::Result<Reply> {
+        Ok(serde_json::from_slice(&heard.receive(stream, most, waits)?)?)
     };
     let asked = wire::write_line(stream, &question, PATIENCE);
     let end = Instant::now() + PATIENCE;
     let first = asked.and_then(|()| hear(MAX_QUESTION, &|| goes_on() && Instant::now() < end));
     match first {
-        Ok(Some(Reply::Begun)) => {}
+        Ok(Reply::Begun) => {}
         // A process that ends before it begins has done nothing.
-        Ok(Some(Reply::NotOpen) | None) => return Ok(None),
-        Ok(Some(reply)) => return end_of(reply).map(Some),
+        Ok(Reply::NotOpen) => return Ok(None),
+        Ok(reply) => return end_of(reply).map(Some),
         Err(_) if !goes_on() => return Err(interrupted(path, what)),
         Err(e) if e.kind() == io::ErrorKind::TimedOut => {
             return Err(lost(path, what, "the process that serves the store does not answer"));
@@ -96,13 +95,14 @@ fn ask_on(
     }
     loop {
         match hear(MAX_ANSWER, &goes_on) {
-            Ok(Some(Reply::Progress { done_bytes, total_bytes })) => {
+            Ok(Reply::Progress { done_bytes, total_bytes }) => {
                 shows(Progress { done_bytes, total_bytes });
             }
-            Ok(Some(reply)) => return end_of(reply).map(Some),
+            Ok(reply) => return end_of(reply).map(Some),
             Err(_) if !goes_on() => return Err(interrupted(path, what)),
             Err(e) if !is_gone(&e) => return Err(lost(path, what, e)),
-            Ok(None) | Err(_) => {
+            // It may have been done.
+            Err(_) => {
                 return Err(lost(
                     path,
                     what,
@@ -114,7 +114,10 @@ fn ask_on(
 }
 
 fn is_gone(e: &io::Error) -> bool {
-    matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+    matches!(
+        e.kind(),
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset | io::ErrorKind::UnexpectedEof
+    )
 }
 
 fn end_of(reply: Reply) -> Result<Value, Failure> {

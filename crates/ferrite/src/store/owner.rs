@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_disk::ImageName;
 use ferrite_host::clock;
+use ferrite_host::frames::lines::{self, Lines};
 use ferrite_image_tools::Progress;
 use ferrite_image_tools::stores::served::ServedStore;
 use ferrite_serve::blkif::lifecycle::EngineFactory;
@@ -243,7 +244,7 @@ impl What {
     fn serve(&self, stream: &UnixStream) {
         let end = Instant::now() + COURTESY;
         let waits = || Instant::now() < end && !self.is_ending.load(Ordering::Relaxed);
-        let reply = match wire::read_line(stream, &mut Vec::new(), MAX_QUESTION, waits) {
+        let reply = match Lines::default().receive(stream, MAX_QUESTION, waits) {
             Ok(line) => self.answer(stream, &line),
             Err(e) if e.kind() == io::ErrorKind::InvalidData => not_understood("it is too long"),
             Err(_) => return,
@@ -253,10 +254,12 @@ impl What {
 
     fn answer(&self, stream: &UnixStream, line: &[u8]) -> Reply {
         let asked = match serde_json::from_slice::<Question<Value>>(line) {
-            Ok(asked) if asked.version == VERSION => asked,
-            Ok(_) => return not_understood("it has another version"),
+            Ok(asked) => asked,
             Err(e) => return not_understood(&e.to_string()),
         };
+        if let Err(e) = VERSION.read(asked.version) {
+            return not_understood(&e.to_string());
+        }
         let what = match serde_json::from_value::<Ask>(asked.what) {
             Ok(what) => what,
             Err(e) => return not_understood(&e.to_string()),
@@ -272,7 +275,7 @@ impl What {
         if wire::write_line(stream, &Reply::Begun, COURTESY).is_err() {
             return Reply::NotOpen;
         }
-        let goes_on = || !self.is_ending.load(Ordering::Relaxed) && !wire::is_gone(stream);
+        let goes_on = || !self.is_ending.load(Ordering::Relaxed) && !lines::has_ended(stream);
         let told = Cell::new(Instant::now());
         let far = |Progress { done_bytes, total_bytes }| {
             let now = Instant::now();

@@ -1,19 +1,15 @@
 //! The asking end.
 
-use std::io::{IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::{Mode, OFlags};
-use rustix::io::{Errno, retry_on_intr};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
-};
+use rustix::io::Errno;
 
-use super::wire::{Answer, MAX_BYTES, MAX_FILES, OWN_DESCRIPTORS, Request, What};
+use super::wire::{Answer, NAMES, OWN_DESCRIPTORS, Request, What};
+use crate::frames::Frame;
 
 /// This thread, whose place the keeper cannot know by that name.
 const THIS_THREAD: &str = "/proc/thread-self/";
@@ -67,7 +63,8 @@ impl Broker {
         let files: Vec<BorrowedFd<'_>> = own.into_iter().chain(files.iter().copied()).collect();
         let mut asked = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
         asked.last = asked.last.wrapping_add(1);
-        send(&asked.socket, &request.to_bytes(asked.last)?, &files)?;
+        let request = request.to_bytes(asked.last)?;
+        NAMES.send(&asked.socket, &request, &files).map_err(|e| failed(&e))?;
         loop {
             match receive(&asked.socket)? {
                 (number, answer) if number == asked.last => return answer,
@@ -77,34 +74,17 @@ impl Broker {
     }
 }
 
-fn send(socket: &OwnedFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> rustix::io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if !files.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(files)) {
-        return Err(Errno::INVAL);
-    }
-    let bytes = [IoSlice::new(bytes)];
-    retry_on_intr(|| sendmsg(socket, &bytes, &mut ancillary, SendFlags::NOSIGNAL)).map(drop)
+fn receive(socket: &OwnedFd) -> rustix::io::Result<(u32, rustix::io::Result<Answer>)> {
+    let Frame { bytes, files } = NAMES.receive(socket).map_err(|e| failed(&e))?;
+    Answer::parse(&bytes, files.into_iter().next()).ok_or(Errno::PROTO)
 }
 
-fn receive(socket: &OwnedFd) -> rustix::io::Result<(u32, rustix::io::Result<Answer>)> {
-    let mut bytes = [0; MAX_BYTES];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let len = {
-        let mut into = [IoSliceMut::new(&mut bytes)];
-        let flags = RecvFlags::CMSG_CLOEXEC;
-        retry_on_intr(|| recvmsg(socket, &mut into, &mut ancillary, flags))?.bytes
-    };
-    let mut files = ancillary.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(files) => Some(files),
-        _ => None,
-    });
-    let file = files.by_ref().flatten().next();
-    if len == 0 {
-        return Err(Errno::PIPE);
+fn failed(e: &io::Error) -> Errno {
+    match e.kind() {
+        io::ErrorKind::UnexpectedEof => Errno::PIPE,
+        io::ErrorKind::InvalidInput => Errno::INVAL,
+        _ => Errno::from_io_error(e).unwrap_or(Errno::PROTO),
     }
-    Answer::parse(&bytes[..len], file).ok_or(Errno::PROTO)
 }
 
 /// The descriptor of this process that a name is, as long as it is open.

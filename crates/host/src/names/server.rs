@@ -6,8 +6,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Component, Path, PathBuf};
@@ -17,14 +16,11 @@ use rustix::fs::{
     minor, mkdirat, openat, readlinkat, renameat, unlinkat,
 };
 use rustix::io::{Errno, retry_on_intr};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
-};
 
 use super::policy::{Access, Policy, Right, Rule, is_text};
-use super::wire::{Answer, MAX_BYTES, MAX_FILES, Request, What};
+use super::wire::{Answer, NAMES, Request, What};
 use super::{device_events, of_descriptor};
+use crate::frames::Frame;
 use crate::naming::Handle;
 use crate::nvme::block_device;
 use crate::place::Place;
@@ -126,31 +122,13 @@ impl Server {
     /// The worker does not keep to the rules: it sends nonsense, or does not read its answers. It is
     /// to be ended.
     pub fn serve_one(&self, images: &mut Images) -> io::Result<Served> {
-        let mut bytes = [0; MAX_BYTES + 1];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
-        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-        let len = {
-            let mut into = [IoSliceMut::new(&mut bytes)];
-            let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-            match retry_on_intr(|| recvmsg(&self.socket, &mut into, &mut ancillary, flags)) {
-                Err(Errno::AGAIN) => return Ok(Served::Nothing),
-                Err(Errno::CONNRESET) => return Ok(Served::Ended),
-                received => received?.bytes,
-            }
+        let Frame { bytes, files } = match NAMES.try_receive(&self.socket) {
+            Ok(None) => return Ok(Served::Nothing),
+            Ok(Some(frame)) => frame,
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(Served::Ended),
+            Err(e) => return Err(e),
         };
-        // More than these the kernel has closed.
-        let files: Vec<OwnedFd> = ancillary
-            .drain()
-            .filter_map(|message| match message {
-                RecvAncillaryMessage::ScmRights(files) => Some(files),
-                _ => None,
-            })
-            .flatten()
-            .collect();
-        if len == 0 {
-            return Ok(Served::Ended);
-        }
-        let (asked, request) = Request::parse(&bytes[..len])
+        let (asked, request) = Request::parse(&bytes)
             .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "it asks for nonsense"))?;
         let answer = self.answer(&request, &files, images);
         // Who has let go of an image may count on that when it is told so.
@@ -164,23 +142,17 @@ impl Server {
 
     fn send(&self, answer: &Result<Answer, Errno>, asked: u32) -> io::Result<()> {
         let bytes = Answer::to_bytes(answer, asked);
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut ancillary = SendAncillaryBuffer::new(&mut space);
         let file = answer.as_ref().ok().and_then(|answer| answer.file.as_ref());
         let files: Vec<BorrowedFd<'_>> = file.iter().map(|file| file.as_fd()).collect();
-        if !files.is_empty() {
-            ancillary.push(SendAncillaryMessage::ScmRights(&files));
-        }
-        let bytes = [IoSlice::new(&bytes)];
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        match retry_on_intr(|| sendmsg(&self.socket, &bytes, &mut ancillary, flags)) {
-            Err(Errno::AGAIN | Errno::TOOMANYREFS) => {
+        let Err(e) = NAMES.try_send(&self.socket, &bytes, &files) else { return Ok(()) };
+        match Errno::from_io_error(&e) {
+            Some(Errno::AGAIN | Errno::TOOMANYREFS) => {
                 let text = "it does not read its answers";
                 Err(io::Error::new(io::ErrorKind::InvalidData, text))
             }
             // Seen at the next look.
-            Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
-            sent => Ok(sent.map(drop)?),
+            Some(Errno::PIPE | Errno::CONNRESET) => Ok(()),
+            _ => Err(e),
         }
     }
 

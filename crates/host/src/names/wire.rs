@@ -10,12 +10,16 @@ use std::path::Path;
 
 use rustix::io::Errno;
 
+use crate::frames::Protocol;
+
 /// A name with its end, at most: the kernel's `PATH_MAX`.
 pub const MAX_NAME_BYTES: usize = 4095;
-/// The longest message in either direction.
-pub const MAX_BYTES: usize = HEAD_BYTES + 2 * MAX_NAME_BYTES;
-/// Descriptors that go along with one message, at most.
-pub const MAX_FILES: usize = 2;
+/// Messages in both directions. Keeper and worker are one program, so there is one version.
+pub const NAMES: Protocol = Protocol {
+    name: "the socket for names",
+    max_bytes: HEAD_BYTES + 2 * MAX_NAME_BYTES,
+    max_files: 2,
+};
 /// The folder of a process's own descriptors.
 pub const OWN_DESCRIPTORS: &str = "/proc/self/fd/";
 

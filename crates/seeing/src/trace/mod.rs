@@ -1,11 +1,11 @@
 //! The requests of one disk, one by one: recorded while it is served, kept in a file, and shown as diagrams, tables and
 //! a model (docs/internals/trace.md).
 //!
-//! * [`live`]: records a running disk.
-//! * [`mod@file`]: a recording.
-//! * [`export`]: for other programs.
-//! * [`model`]: time = X + Y x size.
-//! * [`report`]: diagrams.
+//! * [`live`] records a running disk.
+//! * [`mod@file`] is a recording.
+//! * [`export`] writes it for other programs.
+//! * [`model`] fits time = X + Y x size.
+//! * [`report`] draws diagrams.
 
 use std::fmt;
 

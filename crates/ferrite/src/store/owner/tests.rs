@@ -103,6 +103,9 @@ fn what_makes_no_sense_is_answered_with_a_failure() {
         let said = world.ask_roughly(bad);
         assert!(said.contains("cannot understand"), "{said:?} to {} bytes", bad.len());
     }
+    let said = world.ask_roughly(&newer);
+    let both = "speaks version 2 of commands on a store, and this one 1";
+    assert!(said.contains(both), "{said}");
     // The server goes on.
     assert!(world.ask(&world.question(&json!("list"))).contains("begun"));
 }

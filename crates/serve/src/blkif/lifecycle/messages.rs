@@ -4,6 +4,7 @@
 use std::io;
 use std::time::Duration;
 
+use ferrite_host::frames::UnknownVersion;
 use serde::{Deserialize, Serialize};
 
 use super::error::ServeError;
@@ -58,10 +59,6 @@ pub(super) struct Rings {
     pub(super) discard: bool,
 }
 
-/// The version of the messages between two processes. It grows with each new order, and with each
-/// field that the other half has to read (processes.md 1, rule 10).
-pub(super) const VERSION: u32 = 1;
-
 /// The reply to an order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Reply {
@@ -69,7 +66,7 @@ pub(super) enum Reply {
     Done,
     /// The image is open.
     Opened {
-        /// The worker's [`VERSION`].
+        /// The worker's version of the line.
         version: u32,
         /// The version of the worker's program.
         program: String,
@@ -155,6 +152,12 @@ pub(super) enum Report {
 impl Failure {
     pub(super) fn host(what: impl Into<String>, source: io::Error) -> Self {
         Failure::Host { what: what.into(), why: source.to_string() }
+    }
+
+    /// The other half speaks an unknown version of these messages. The guest is served on.
+    pub(super) fn version(what: &str, e: &UnknownVersion) -> Self {
+        let (what, why) = (what.to_owned(), e.to_string());
+        Failure::Open(OpenFailure { what, why, help: e.help().to_owned() })
     }
 
     /// A file in the run directory could not be written.

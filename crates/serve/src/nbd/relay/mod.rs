@@ -19,7 +19,7 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use ferrite_host::process::{receive_with, send_with};
+use ferrite_host::frames::{Frame, RELAY};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
@@ -28,8 +28,6 @@ use stream::Ready;
 
 /// Most clients at a time. More are turned away.
 const MAX_CLIENTS: usize = 16;
-/// The longest message of the keeper.
-const MESSAGE_BYTES: usize = 64;
 
 /// Relays the clients that come by the keeper's socket, until the keeper ends. A client comes with
 /// the message `client`. `link N` requests a link to the worker. The keeper replies with the same
@@ -44,11 +42,11 @@ pub fn relay(keeper: &OwnedFd) -> io::Result<Infallible> {
         let now = Instant::now();
         for (number, client) in &mut clients {
             if client.wants_link(now) {
-                send_with(keeper, format!("link {number}").as_bytes(), None)?;
+                RELAY.try_send(keeper, format!("link {number}").as_bytes(), &[])?;
             }
         }
         if clients.is_empty() && reported_idle != came {
-            send_with(keeper, format!("idle {came}").as_bytes(), None)?;
+            RELAY.try_send(keeper, format!("idle {came}").as_bytes(), &[])?;
             reported_idle = came;
         }
         let (called, ready) = wait(keeper, &clients)?;
@@ -86,16 +84,13 @@ enum Message {
 
 /// Receives the next message, if there is one.
 fn receive_message(keeper: &OwnedFd) -> io::Result<Option<(Message, Option<OwnedFd>)>> {
-    let (bytes, file) = match receive_with(keeper, MESSAGE_BYTES, false) {
-        Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
-        received => received?,
-    };
+    let Some(Frame { bytes, files }) = RELAY.try_receive(keeper)? else { return Ok(None) };
+    let file = files.into_iter().next();
     let text = std::str::from_utf8(&bytes).unwrap_or_default();
     let number = text.strip_prefix("link ").and_then(|number| number.parse().ok());
     match (text, number) {
         ("client", _) => Ok(Some((Message::Client, file))),
         (_, Some(number)) => Ok(Some((Message::Link(number), file))),
-        ("", _) => Err(io::ErrorKind::UnexpectedEof.into()),
         // A newer keeper sends unknown messages, and does not rely on them.
         _ => Ok(None),
     }

@@ -15,9 +15,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::super::error::ServeError;
-use super::super::messages::{Failure, Order, Reply, Report, VERSION};
+use super::super::messages::{Failure, Order, Reply, Report};
 use super::super::worker_handle::WorkerHandle;
-use super::wire::{Message, Request, RequestKind, receive_message, send_message};
+use super::wire::{Message, Request, RequestKind, VERSION, receive_message, send_message};
 use crate::waker::Waker;
 
 /// Most unsolicited messages between two requests. A queue sends two at most: that its ring is
@@ -66,19 +66,23 @@ impl<'a> Line<'a> {
     }
 
     /// Has the worker open the image, unless it is open in this mode. Logs a worker of another
-    /// version, which may not know all requests.
+    /// program. One that speaks an unknown version serves its guest on, and is not followed.
     pub(in super::super) fn open(
         &mut self,
         read_only: bool,
         keeps_all: bool,
     ) -> Result<(), Failure> {
-        match self.request(RequestKind::Open { read_only, keeps_all })? {
+        let open = RequestKind::Open { read_only, keeps_all, version: VERSION.own };
+        match self.request(open)? {
             Reply::Opened { version, program } => {
+                let agreed = VERSION.agree(version);
+                agreed.map_err(|e| Failure::version("cannot follow the worker", &e))?;
                 let ours = env!("CARGO_PKG_VERSION");
-                if (version, program.as_str()) != (VERSION, ours) {
+                if (version, program.as_str()) != (VERSION.own, ours) {
                     tracing::info!(
                         "the disk is served by ferrite {program} ({version}), and this is ferrite \
-                         {ours} ({VERSION}); use ferrite upgrade to serve it by this one"
+                         {ours} ({}); use ferrite upgrade to serve it by this one",
+                        VERSION.own
                     );
                 }
                 Ok(())

@@ -3,21 +3,21 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
+use ferrite_host::frames;
 use ferrite_xen::abi::Protocol;
 use ferrite_xen::hypervisor::GrantRef;
-use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
+use rustix::net::{SendFlags, send};
 
-use super::super::messages::{Failure, Order, Reply, Report, Rings};
+use super::super::messages::{Failure, OpenFailure, Order, Reply, Report, Rings};
 use super::super::worker_handle::WorkerHandle;
 use super::line::Line;
-use super::wire::{MAX_BYTES, Message, Request, RequestKind, receive_message, send_message};
+use super::wire::{LINE, Message, Request, RequestKind, receive_message, send_message};
 use super::work::receive_request;
 use crate::blkif::negotiate::{QueueKeys, Wanted};
 use crate::waker::{Waker, wait_for};
 
 fn line() -> (OwnedFd, OwnedFd) {
-    let flags = SocketFlags::CLOEXEC;
-    socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
+    frames::pair().unwrap()
 }
 
 /// Receives the next request.
@@ -67,7 +67,7 @@ fn the_largest_order_fits_into_a_message_and_is_read_as_it_was_written() {
     let rings = Rings { wanted, guest, max_indirect_segments: 256, discard: true };
     let order = Order::TakeOver { rings, told_sectors: Some(u64::MAX) };
     let ask = Request { number: u64::MAX, what: RequestKind::Order(order) };
-    assert!(serde_json::to_vec(&ask).unwrap().len() <= MAX_BYTES / 2);
+    assert!(serde_json::to_vec(&ask).unwrap().len() <= LINE.max_bytes / 2);
     let (follower, worker) = line();
     send_message(follower.as_fd(), &ask, false).unwrap();
     assert_eq!(asked(&worker), ask);
@@ -134,7 +134,7 @@ fn what_nobody_understands_is_the_end_of_the_worker_only() {
         assert!(is_lost(&answered), "{odd}: {answered:?}");
     }
     let long = ordered(|worker, _| {
-        send(worker, &vec![b' '; MAX_BYTES + 1], SendFlags::NOSIGNAL).unwrap();
+        send(worker, &vec![b' '; LINE.max_bytes + 1], SendFlags::NOSIGNAL).unwrap();
     });
     assert!(is_lost(&long), "{long:?}");
 }
@@ -220,13 +220,13 @@ fn fields_that_are_not_known_are_left_alone_on_both_ends() {
     let (follower, worker) = line();
     let ask = r#"{"number":7,"what":{"Open":{"read_only":true,"more":[1]}},"more":{}}"#;
     send(&follower, ask.as_bytes(), SendFlags::NOSIGNAL).unwrap();
-    let asked_for =
-        Request { number: 7, what: RequestKind::Open { read_only: true, keeps_all: false } };
+    let open = RequestKind::Open { read_only: true, keeps_all: false, version: 1 };
+    let asked_for = Request { number: 7, what: open };
     assert_eq!(receive_request(worker.as_fd()).unwrap(), Some(asked_for));
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let number = asked(&worker).number;
-            let opened = r#"{"Opened":{"version":4000000000,"program":"9","more":1}}"#;
+            let opened = r#"{"Opened":{"version":2,"program":"9","more":1}}"#;
             let said = format!(
                 r#"{{"Answer":{{"number":{number},"result":{{"Ok":{opened}}},"more":2}}}}"#
             );
@@ -235,6 +235,36 @@ fn fields_that_are_not_known_are_left_alone_on_both_ends() {
         let stop = Waker::new().unwrap();
         Line::new(follower.as_fd(), &stop).open(false, false).unwrap();
     });
+}
+
+/// A worker that was installed two releases ago, or two later, is no lost one: its guest is served.
+#[test]
+fn a_worker_of_a_version_too_far_away_is_not_followed_and_the_text_says_both_versions() {
+    let (follower, worker) = line();
+    let opened = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let number = asked(&worker).number;
+            let program = "9".to_owned();
+            answer(&worker, number, Ok(Reply::Opened { version: 3, program }));
+        });
+        let stop = Waker::new().unwrap();
+        Line::new(follower.as_fd(), &stop).open(false, false)
+    });
+    let Err(Failure::Open(OpenFailure { what, why, help })) = opened else { panic!("{opened:?}") };
+    assert_eq!(what, "cannot follow the worker");
+    assert_eq!(why, "the other process speaks version 3 of the line, and this one 1");
+    assert!(help.contains("ferrite upgrade"), "{help}");
+}
+
+/// The bytes of commit 348c3451, whose processes may run while the package is upgraded.
+#[test]
+fn a_follower_that_says_no_version_speaks_the_first_one() {
+    let (follower, worker) = line();
+    let ask = r#"{"number":7,"what":{"Open":{"read_only":true,"keeps_all":false}}}"#;
+    send(&follower, ask.as_bytes(), SendFlags::NOSIGNAL).unwrap();
+    let open = RequestKind::Open { read_only: true, keeps_all: false, version: 1 };
+    let asked_for = Request { number: 7, what: open };
+    assert_eq!(receive_request(worker.as_fd()).unwrap(), Some(asked_for));
 }
 
 #[test]

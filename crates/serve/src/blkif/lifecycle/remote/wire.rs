@@ -3,15 +3,17 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags, recv, send};
+use ferrite_host::frames::{Protocol, Version, first_version};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::super::messages::{Failure, Order, Reply, Report};
 
-/// Most bytes of a message. The largest one, with rings of 64 queues, has a quarter of that.
-pub(super) const MAX_BYTES: usize = 64 << 10;
+/// Messages in both directions. The largest one, with rings of 64 queues, has a quarter of that.
+pub(super) const LINE: Protocol = Protocol { name: "the line", max_bytes: 64 << 10, max_files: 0 };
+/// The version of the line. It grows with each new order, and with each field that the other half
+/// has to read (processes.md 11).
+pub(super) const VERSION: Version = Version { protocol: LINE.name, own: 1 };
 
 /// A follower's request.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,6 +34,9 @@ pub(super) enum RequestKind {
         /// Whether discards are refused.
         #[serde(default)]
         keeps_all: bool,
+        /// The follower's [`VERSION`].
+        #[serde(default = "first_version")]
+        version: u32,
     },
     /// An order for an open image.
     Order(Order),
@@ -79,16 +84,9 @@ pub(super) fn send_message<T: Serialize>(
     wait: bool,
 ) -> io::Result<()> {
     let bytes = serde_json::to_vec(message)?;
-    if bytes.len() > MAX_BYTES {
-        return Err(io::Error::other(format!("a message of {} bytes", bytes.len())));
-    }
-    let mut flags = SendFlags::NOSIGNAL;
-    flags.set(SendFlags::DONTWAIT, !wait);
-    loop {
-        match send(line, &bytes, flags) {
-            Err(Errno::INTR) => {}
-            sent => return sent.map(drop).map_err(io::Error::from),
-        }
+    match wait {
+        true => LINE.send(line, &bytes, &[]),
+        false => LINE.try_send(line, &bytes, &[]),
     }
 }
 
@@ -97,19 +95,7 @@ pub(super) fn send_message<T: Serialize>(
 /// # Errors
 /// `UnexpectedEof`: the other end is gone. `InvalidData`: the message is malformed.
 pub(super) fn receive_message<T: DeserializeOwned>(line: BorrowedFd<'_>) -> io::Result<Option<T>> {
-    let mut bytes = Vec::with_capacity(MAX_BYTES);
-    let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC;
-    let whole = match recv(line, rustix::buffer::spare_capacity(&mut bytes), flags) {
-        Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
-        received => received?.1,
-    };
-    if whole == 0 {
-        return Err(io::ErrorKind::UnexpectedEof.into());
-    }
-    if whole > bytes.len() {
-        let why = format!("a message of {whole} bytes");
-        return Err(io::Error::new(io::ErrorKind::InvalidData, why));
-    }
-    let message = serde_json::from_slice(&bytes);
+    let Some(frame) = LINE.try_receive(line)? else { return Ok(None) };
+    let message = serde_json::from_slice(&frame.bytes);
     message.map(Some).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
 }

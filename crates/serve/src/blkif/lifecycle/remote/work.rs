@@ -5,14 +5,13 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_disk::Disk;
 use ferrite_host::clock::SystemClock;
+use ferrite_host::frames::CLIENT_CHANNEL;
 use ferrite_host::names;
-use ferrite_host::process::receive_with;
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
@@ -21,21 +20,18 @@ use super::super::closing::close;
 use super::super::config::WorkConfig;
 use super::super::connected::EngineFactory;
 use super::super::error::ServeError;
-use super::super::messages::{Failure, OpenFailure, Order, Reply, Report, VERSION};
+use super::super::messages::{Failure, OpenFailure, Order, Reply, Report};
 use super::super::orphan::{Orphan, Start};
 use super::super::run_dir::{RunFiles, STOPPED, second};
 use super::super::worker::Worker;
 use super::super::worker_handle::WorkerHandle;
-use super::wire::{Message, Request, RequestKind, receive_message, send_message};
+use super::wire::{Message, Request, RequestKind, VERSION, receive_message, send_message};
 use crate::path::device::Device;
 use crate::polling::wake_up_ns;
 use crate::waker::wait_for;
 
 /// How long a follower that should exist may take to send its first request.
 const FIRST_REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Most bytes of a message on the client channel. It carries only the client's descriptor.
-const CLIENT_MESSAGE_BYTES: usize = 16;
 
 /// An open disk that can be served. It includes what killed predecessors have left in journals.
 pub struct Opened {
@@ -276,11 +272,14 @@ impl<'a> WorkerProcess<'a> {
         let (Some(served), Some(client_channel)) = (&mut self.served, self.client_channel) else {
             return;
         };
-        match receive_with(client_channel, CLIENT_MESSAGE_BYTES, false) {
-            Ok((bytes, _)) if bytes.is_empty() => self.client_channel = None,
-            Ok((_, Some(client))) => served.worker.accept_client(UnixStream::from(client)),
-            // There was no client, or no descriptor was free for it.
-            Ok((_, None)) | Err(_) => {}
+        match CLIENT_CHANNEL.try_receive(client_channel) {
+            // There may be no client, or no descriptor was free for it.
+            Ok(frame) => {
+                let client = frame.and_then(|frame| frame.files.into_iter().next());
+                client.into_iter().for_each(|client| served.worker.accept_client(client.into()));
+            }
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => self.client_channel = None,
+            Err(_) => {}
         }
     }
 
@@ -404,10 +403,12 @@ impl<'a> WorkerProcess<'a> {
 
     fn carry_out(&mut self, what: RequestKind) -> Result<Reply, Failure> {
         match what {
-            RequestKind::Open { read_only, keeps_all } => {
+            RequestKind::Open { read_only, keeps_all, version } => {
+                let agreed = VERSION.agree(version);
+                agreed.map_err(|e| Failure::version("the worker refuses this daemon", &e))?;
                 self.open(read_only, keeps_all)?;
                 let program = env!("CARGO_PKG_VERSION").to_owned();
-                return Ok(Reply::Opened { version: VERSION, program });
+                return Ok(Reply::Opened { version: VERSION.own, program });
             }
             RequestKind::Retire => self.retire()?,
             RequestKind::Order(order) => return self.order(order),
