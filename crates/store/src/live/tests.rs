@@ -8,6 +8,7 @@ use std::task::Poll;
 use ferrite_host::clock::{Random, SplitMix64};
 use ferrite_io::reactor::Reactor;
 use ferrite_simio::{Fault, On};
+use ferrite_testkit::{is_night, rounds};
 
 use self::story::{After, Story};
 use super::*;
@@ -198,20 +199,20 @@ impl Process {
 
 #[test]
 fn after_any_end_volumes_have_what_they_may_have() {
-    let mut stopped = 0;
-    for seed in 0..24 {
+    let (mut stopped, seeds) = (0, rounds(24));
+    for seed in 0..u64::from(seeds) {
         stopped += Story::new(seed, None).tell(None, 2);
         for stop in 0..4 {
             let at = 3 + stop * 211 + seed * 17;
             stopped += Story::new(seed, None).tell(Some(at), 3);
         }
     }
-    assert!(stopped > 150, "{stopped}");
+    assert!(stopped > 6 * seeds, "{stopped}");
 }
 
 #[test]
 fn a_write_that_fails_changes_nothing_of_others() {
-    for seed in 100..130 {
+    for seed in 100..100 + u64::from(rounds(30)) {
         Story::new(seed, Some(On::Write)).tell(None, 2);
         Story::new(seed, Some(On::Write)).tell(Some(50 + seed * 7), 2);
     }
@@ -219,7 +220,7 @@ fn a_write_that_fails_changes_nothing_of_others() {
 
 #[test]
 fn after_a_failed_sync_the_next_process_refers_to_nothing_that_is_lost() {
-    for seed in 200..240 {
+    for seed in 200..200 + u64::from(rounds(40)) {
         Story::new(seed, Some(On::Sync)).tell(None, 3);
     }
 }

@@ -354,7 +354,7 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(100))]
+    #![proptest_config(ProptestConfig::with_cases(ferrite_testkit::rounds(100)))]
 
     /// Whatever comes between, and wherever the power is cut.
     #[test]

@@ -276,7 +276,7 @@ impl World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ferrite_testkit::rounds(400), ..ProptestConfig::default() })]
     /// Whatever is written and shared, before, in and after checkpoints, with little memory: all read what
     /// was written there; the medium has what was there when the checkpoint began; no place in use is
     /// dropped, and none is forgotten.

@@ -2,6 +2,7 @@
 //! of a store.
 
 use ferrite_disk_base::ShuttledEpochs;
+use ferrite_testkit::rounds;
 use shuttle::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use shuttle::sync::{Arc, Mutex};
 use shuttle::thread;
@@ -102,6 +103,6 @@ fn story() {
 
 #[test]
 fn what_is_found_again_beside_a_pass_is_never_swept() {
-    shuttle::check_random(story, 10_000);
-    shuttle::check_pct(story, 10_000, 4);
+    shuttle::check_random(story, rounds(10_000) as usize);
+    shuttle::check_pct(story, rounds(10_000) as usize, 4);
 }

@@ -100,8 +100,10 @@ fn a_bit_that_flips_anywhere_is_an_error_or_unused_and_never_other_data() {
     let bytes = std::fs::read(&machine.path).unwrap();
     let mut random = SplitMix64::new(14);
     let (mut seen, mut flips) = (Seen::default(), 0);
-    let used = bytes.chunks(BLOCK_BYTES).enumerate();
-    for (place, block) in used.filter(|(_, block)| block.iter().any(|byte| *byte != 0)) {
+    let every = if is_night() { 1 } else { 3 };
+    let blocks = bytes.chunks(BLOCK_BYTES).enumerate();
+    let used = blocks.filter(|(_, block)| block.iter().any(|byte| *byte != 0));
+    for (place, block) in used.step_by(every) {
         let last = block.iter().rposition(|byte| *byte != 0).unwrap();
         // In what the block has, and in the zeros behind that.
         for at in [random.below(last as u64 + 1), random.below(BLOCK_BYTES as u64)] {
@@ -137,8 +139,17 @@ fn a_bit_that_flips_anywhere_is_an_error_or_unused_and_never_other_data() {
             nothing_else_is_read(&mut process, &before, &after, &what, &mut seen);
         }
     }
-    assert!(flips > 300 && seen.refused > 0, "{flips} flips, {} refused", seen.refused);
-    assert!(seen.errors > 50 && seen.read > 100 * seen.errors, "{} {}", seen.errors, seen.read);
+    assert!(
+        flips > 300 / every && (seen.refused > 0 || !is_night()),
+        "{flips} flips, {} refused",
+        seen.refused
+    );
+    assert!(
+        seen.errors > 50 / every as u64 && seen.read > 100 * seen.errors,
+        "{} {}",
+        seen.errors,
+        seen.read
+    );
 }
 
 /// Bits of a segment are wanted while the store is in use, and storage cannot read them.
