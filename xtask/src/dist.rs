@@ -6,6 +6,7 @@
 use crate::libc_free;
 use crate::needs;
 use crate::programs::Programs;
+use crate::rpm;
 use anyhow::{Context, Result, bail};
 use ferrite_xenhost::packages;
 use ferrite_xenhost::steps::{self, cargo, fresh_log, output, run_logged, step};
@@ -19,7 +20,7 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// Options of `cargo xtask dist`.
 #[derive(clap::Args)]
 pub(crate) struct DistArguments {
-    /// Link everything into the program, for hosts with another or an older libc (XCP-ng).
+    /// Link everything into the program, for hosts with another or an older libc, and make an RPM as well (XCP-ng).
     #[arg(long = "static")]
     is_static: bool,
 }
@@ -69,9 +70,16 @@ pub(crate) fn check_static() -> Result<()> {
 
 fn make(is_static: bool, folder: &str, squeeze: Squeeze) -> Result<Made> {
     packages::ensure(&[needs::DIST])?;
+    if is_static {
+        packages::ensure(&[needs::RPM])?;
+    }
     let program = build(is_static)?;
-    let made = step("pack", || pack(&program, &steps::target_dir().join(folder), squeeze))?;
+    let to = steps::target_dir().join(folder);
+    let made = step("pack", || pack(&program, &to, squeeze))?;
     step("try the package", || try_out(&made, is_static))?;
+    if is_static {
+        step("pack and try the RPM", || rpm_of(&to))?;
+    }
     Ok(made)
 }
 
@@ -96,11 +104,21 @@ fn build(is_static: bool) -> Result<PathBuf> {
     Ok(folder.join("release/ferrite"))
 }
 
-/// Packs the program of the tests, and tests the package.
+/// Packs the program of the tests, and tests the packages.
 pub(crate) fn check() -> Result<()> {
-    packages::ensure(&[needs::DIST])?;
+    packages::ensure(&[needs::DIST, needs::RPM])?;
     let program = Programs::build(&[])?.binary("ferrite", "ferrite")?;
-    try_out(&pack(&program, &steps::target_dir().join("dist-check"), Squeeze::Little)?, false)
+    let to = steps::target_dir().join("dist-check");
+    try_out(&pack(&program, &to, Squeeze::Little)?, false)?;
+    rpm_of(&to).map(drop)
+}
+
+/// Packs the files that [`pack`] has staged as an RPM, and tests it.
+fn rpm_of(to: &Path) -> Result<PathBuf> {
+    let log = fresh_log("rpm")?;
+    let made = rpm::pack(&to.join("root"), to, VERSION, &log)?;
+    rpm::try_out(&made, &log)?;
+    Ok(made)
 }
 
 /// Unpacks the package and runs its program.
@@ -132,7 +150,9 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
         "usr/bin/ferrite",
         "usr/bin/tap-ctl",
         "etc/xen/scripts/block-ferrite",
+        "etc/ferrite/ferrite.toml",
         "usr/lib/systemd/system/ferrite.service",
+        "usr/share/doc/ferrite/changelog.Debian.gz",
         "usr/share/doc/ferrite/grafana-ferrite.json",
         "man1/ferrite-daemon.1.gz",
         "man1/ferrite-serve.1.gz",
@@ -222,9 +242,15 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     put(&ours("ferrite.service"), "usr/lib/systemd/system/ferrite.service", 0o644)?;
     put(&ours("tmpfiles.conf"), "usr/lib/tmpfiles.d/ferrite.conf", 0o644)?;
     put(&ours("modules-load.conf"), "usr/lib/modules-load.d/ferrite.conf", 0o644)?;
+    put(&ours("ferrite.toml"), "etc/ferrite/ferrite.toml", 0o644)?;
     put(&ours("block-ferrite"), "etc/xen/scripts/block-ferrite", 0o755)?;
     put(&ours("copyright"), "usr/share/doc/ferrite/copyright", 0o644)?;
     put(&ours("grafana-ferrite.json"), "usr/share/doc/ferrite/grafana-ferrite.json", 0o644)?;
+    let changes = scratch.join("changelog.Debian");
+    fs::write(&changes, changelog()?)?;
+    run_logged(Command::new("gzip").args(["-9nkf"]).arg(&changes), log)?;
+    let packed = scratch.join("changelog.Debian.gz");
+    put(&packed, "usr/share/doc/ferrite/changelog.Debian.gz", 0o644)?;
     for page in PAGES {
         let from = steps::repository().join("docs").join(page);
         put(&from, &format!("usr/share/doc/ferrite/{page}"), 0o644)?;
@@ -249,6 +275,30 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     Ok(())
 }
 
+/// The changes of the newest version, from CHANGELOG.md, in Debian's form.
+fn changelog() -> Result<String> {
+    let file = steps::repository().join("CHANGELOG.md");
+    let text = fs::read_to_string(&file)?;
+    let newest = text.split("\n## ").nth(1).context("CHANGELOG.md has no version")?;
+    let (title, rest) = newest.split_once('\n').context("CHANGELOG.md has a version alone")?;
+    let (version, day) = title.split_once(" - ").context("a version in CHANGELOG.md has no day")?;
+    // `date` makes the form of a day that Debian wants.
+    let mut date = Command::new("date");
+    let day = output(date.env("LC_ALL", "C").args(["-u", "-R", "-d", day.trim()]))?;
+    let mut changes = String::new();
+    for line in rest.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        match line.strip_prefix("- ") {
+            Some(change) => changes += &format!("  * {change}\n"),
+            None => changes += &format!("    {}\n", line.trim_start()),
+        }
+    }
+    let by = " -- the Ferrite authors <ferrite@localhost>";
+    Ok(format!(
+        "ferrite ({version}) unstable; urgency=medium\n\n{changes}\n{by}  {}\n",
+        day.trim()
+    ))
+}
+
 /// The files for dpkg, besides those of the package.
 fn control(program: &Path, root: &Path) -> Result<()> {
     let folder = root.join("DEBIAN");
@@ -258,16 +308,20 @@ fn control(program: &Path, root: &Path) -> Result<()> {
     let text = format!(
         "Package: ferrite\nVersion: {VERSION}\nArchitecture: amd64\nSection: admin\n\
          Priority: optional\nMaintainer: the Ferrite authors <ferrite@localhost>\n{needs}\
+         Recommends: xen-utils-common\n\
          Conflicts: blktap, blktap-utils\n\
          Description: Xen virtual-disk backend in user space\n \
          Serves raw, VHD and qcow2 images to guests, and makes, copies, merges and\n \
          checks such images.\n"
     );
     fs::write(folder.join("control"), text)?;
-    fs::write(folder.join("conffiles"), "/etc/xen/scripts/block-ferrite\n")?;
-    let script = folder.join("postinst");
-    fs::copy(steps::repository().join("dist/postinst"), &script)?;
-    fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    let kept = "/etc/xen/scripts/block-ferrite\n/etc/ferrite/ferrite.toml\n";
+    fs::write(folder.join("conffiles"), kept)?;
+    for name in ["postinst", "prerm", "postrm"] {
+        let script = folder.join(name);
+        fs::copy(steps::repository().join("dist").join(name), &script)?;
+        fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    }
     Ok(())
 }
 

@@ -17,6 +17,7 @@ mod nightly;
 mod outcome;
 mod powercuts;
 mod programs;
+mod rpm;
 mod sanitizer;
 mod times;
 mod truth;

@@ -34,6 +34,9 @@ pub(crate) const DIST: &[Need] = &[
     ("readelf", "binutils"),
 ];
 
+/// The commands for packing and testing an RPM.
+pub(crate) const RPM: &[Need] = &[("rpmbuild", "rpm"), ("rpm", "rpm"), ("find", "findutils")];
+
 /// Debian's newest compiler, independent of PATH.
 pub(crate) const DEBIANS_CARGO: &str = "/usr/bin/cargo";
 pub(crate) const DEBIANS_RUSTC: &str = "/usr/bin/rustc";

@@ -406,7 +406,6 @@ impl Daemon {
     /// every ten seconds, and first when the control socket exists.
     ///
     /// # Errors
-    /// The control socket cannot be created.
     /// The control socket cannot be made.
     pub fn run(&self, alive: &dyn Fn(&str)) -> io::Result<()> {
         let control = control::server::Server::start(&self.shared)?;

@@ -10,8 +10,8 @@ use signal_hook::iterator::Signals;
 
 use crate::exit::Failure;
 
-/// The signals. SIGHUP, the end of the terminal, is ignored by a program that was started under nohup(1).
-fn ending() -> Vec<c_int> {
+/// The signals that end this program. SIGHUP, the end of the terminal, is ignored by a program that was started under nohup(1).
+pub(crate) fn ending() -> Vec<c_int> {
     let mut signals = vec![SIGTERM, SIGINT];
     signals.extend((!is_ignored(SIGHUP)).then_some(SIGHUP));
     signals

@@ -120,6 +120,26 @@ fn stopped_it_leaves_the_screen_and_comes_back_when_it_goes_on() {
 }
 
 #[test]
+fn it_ends_with_its_terminal() {
+    let base = folder();
+    let pid_file = base.path().join("pid");
+    let top = format!("{PROGRAM} top --stats {}", base.path().join(FOLDER).display());
+    // Without a shell or timeout(1) between, which would end it.
+    let (mut child, _stdin, mut stdout) =
+        start(&format!("echo $$ >{}; exec {top}", pid_file.display()));
+    let (mut shown, mut bytes) = (String::new(), [0; 4096]);
+    while !shown.contains("scroll") {
+        let n = stdout.read(&mut bytes).unwrap();
+        assert!(n > 0, "{shown}");
+        shown.push_str(&String::from_utf8_lossy(&bytes[..n]));
+    }
+    let pid = std::fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    wait_until("the end of the program", || matches!(state(pid), None | Some('Z')));
+}
+
+#[test]
 fn without_a_terminal_it_says_what_to_use() {
     let base = folder();
     let mut top = Command::new(PROGRAM);

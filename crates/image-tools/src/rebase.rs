@@ -41,7 +41,6 @@ impl ImageTools<'_> {
     ///
     /// # Errors
     /// One of them is in use; `Refused`; those of the images. The image is intact in any case.
-    /// One of them is in use; `Refused`; those of the images. The image is whole in any case.
     pub fn rebase(
         &self,
         name: &ImageName,

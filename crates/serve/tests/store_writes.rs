@@ -20,7 +20,7 @@ const BYTES: u64 = 1 << 20;
 /// The nodes of an offer, which are written together with the state after them.
 const OFFER: &str = "feature-max-indirect-segments multi-queue-max-queues max-ring-page-order \
                      max-ring-pages feature-flush-cache feature-barrier feature-persistent \
-                     feature-discard discard-granularity discard-alignment discard-secure sectors \
+                     feature-discard discard-granularity discard-alignment discard-secure removable sectors \
                      sector-size physical-sector-size info";
 
 /// The observed writes of a connection to the store.

@@ -189,7 +189,6 @@ impl SimWorld {
     ///
     /// # Errors
     /// The real file could not be opened.
-    /// The real file could not be opened.
     pub fn changed_outside(&self, fd: impl AsFd) -> io::Result<()> {
         let state = &mut *self.state();
         let index = state.add_file(&fd)?;

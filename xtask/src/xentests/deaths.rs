@@ -29,7 +29,7 @@ struct Deaths {
     all: u32,
 }
 
-const FEW: Deaths = Deaths { worker: 3, keeper: 1, daemon: 1, alone: 1, all: 1 };
+const FEW: Deaths = Deaths { worker: 2, keeper: 1, daemon: 1, alone: 1, all: 1 };
 const MANY: Deaths = Deaths { worker: 20, keeper: 3, daemon: 5, alone: 3, all: 3 };
 
 /// A second program file, for an upgrade.

@@ -1,5 +1,6 @@
 //! Disks that xl attaches, and the commands of the documentation.
 
+use super::xl::wait_for_none;
 use super::{Bench, Case, expect_eq, ferrite};
 use crate::docs;
 use anyhow::{Context, Result, bail};
@@ -11,6 +12,7 @@ pub(super) const CASES: &[Case] = &[
     ferrite("lifecycle/attached-and-detached-by-xl", attached_by_xl),
     ferrite("lifecycle/connected-when-the-script-of-xl-says-so", connected_by_script),
     ferrite("lifecycle/domain-0-has-a-disk-and-xl-may-stand-still", domain_0),
+    ferrite("docs/the-first-disk-of-the-readme-as-printed", first_disk_as_printed),
     ferrite("docs/a-disk-is-attached-by-xl-as-printed", xl_as_printed),
     ferrite("docs/a-disk-is-attached-by-hand-as-printed", by_hand_as_printed),
     ferrite("docs/a-disk-is-served-as-printed", served_as_printed),
@@ -223,6 +225,35 @@ fn guest_g(bench: &mut Bench<'_>) -> Result<Guest> {
     let guest = running_guest(bench)?;
     bench.xenhost.sh(&format!("xl rename {} g", guest.domid()))?;
     Ok(guest)
+}
+
+/// The control domain of the tests has no systemd: the command of `ferrite.service` stands for `systemctl`.
+fn first_disk_as_printed(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    let mut guest = guest_g(bench)?;
+    let blocks = docs::README.commands("First disk by xl");
+    let [commands] = &blocks[..] else { bail!("other blocks than expected: {blocks:?}") };
+    let [systemctl, attach @ ..] = &commands.lines().collect::<Vec<_>>()[..] else {
+        bail!("no commands")
+    };
+    expect_eq("the first command", systemctl, &"systemctl enable --now ferrite")?;
+    let service = include_str!("../../../dist/ferrite.service");
+    let daemon = service.lines().find_map(|line| line.strip_prefix("ExecStart="));
+    let daemon = daemon.context("ferrite.service starts a program")?;
+    let pid = bench.xenhost.sh(&format!(
+        "rm -f /srv/disk.qcow2; setsid {daemon} </dev/null >/tmp/daemon.log 2>&1 & echo $!"
+    ))?;
+    bench.xenhost.wait_until("the daemon", "ferrite disk list", 60)?;
+    bench.xenhost.sh(&attach.join(" && "))?;
+    guest.sh(bench.xenhost, USE, 120)?;
+    bench.xenhost.sh("xl block-detach g xvdb")?;
+    wait_for_none(bench, "the end of the disk")?;
+    bench
+        .xenhost
+        .sh(&format!("ferrite image check /srv/disk.qcow2 && rm /srv/disk.qcow2; kill {pid}"))?;
+    bench.xenhost.wait_until("the end of ferrite", "! pgrep -x ferrite", 60)
 }
 
 fn xl_as_printed(bench: &mut Bench<'_>) -> Result<()> {

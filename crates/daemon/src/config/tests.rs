@@ -95,6 +95,21 @@ fn an_empty_file_and_none_are_the_defaults() {
     assert!(error.starts_with("/nonexistent/ferrite.toml: it cannot be read"), "{error}");
 }
 
+/// Its comments without their sign are a configuration, with every key.
+#[test]
+fn the_example_of_the_package_has_no_effect_and_every_key() {
+    const EXAMPLE: &str = include_str!("../../../../dist/ferrite.toml");
+    assert_eq!(parse(EXAMPLE).unwrap(), Config::default());
+    let (_, keys) = EXAMPLE.split_once("\n\n").unwrap();
+    let keys: String = keys.lines().map(|line| line.replacen('#', "", 1) + "\n").collect();
+    let config = parse(&keys).unwrap();
+    assert_eq!(config.disks, DiskOptions { cpu: Some(200), ..DiskOptions::default() });
+    assert_eq!(config.image_folders, Config::default().image_folders);
+    for name in keys::names() {
+        assert!(keys.contains(name), "{name} is not in the example");
+    }
+}
+
 #[test]
 fn a_folder_may_be_named_by_a_link() {
     let dir = tempfile::tempdir().unwrap();

@@ -82,7 +82,6 @@ impl Raw {
     ///
     /// # Errors
     /// See [`Unopened`].
-    /// See [`Unopened`].
     pub fn lock_disk(path: &Path, options: &OpenOptions) -> Result<Raw, Unopened> {
         Raw::lock(path, options, Use::Disk)
     }

@@ -83,7 +83,6 @@ impl Journal {
     ///
     /// # Errors
     /// It cannot be made or read; it is of another kind; another process has it open.
-    /// It cannot be made or read; it is of another kind; another process has it open.
     pub fn open(
         dir: Option<&Path>,
         identity: &Identity,

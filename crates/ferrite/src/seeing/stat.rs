@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_seeing::rates::Rates;
 use serde::Serialize;
+use signal_hook::low_level::emulate_default_handler;
 
 use super::args::StatArgs;
 use super::table::table;
@@ -85,10 +86,14 @@ fn json(disks: &[Rates]) -> Result<String, Failure> {
     Ok(line + "\n")
 }
 
-/// Receives the signals that ask this program to end, and `more`.
+/// How long a program that was asked to end may take, before the signal kills it.
+const LAST: Duration = Duration::from_secs(5);
+
+/// Receives the signals that ask this program to end, and `more`. A program that waits for a reader or a terminal that
+/// is gone does not read its signals: some seconds later the signal ends it as by default.
 pub(super) fn heard(more: &[c_int]) -> Result<Receiver<c_int>, Failure> {
     let (sender, receiver) = channel();
-    let mut signals = signals::listen()?;
+    let (mut signals, ends) = (signals::listen()?, signals::ending());
     for signal in more {
         signals.add_signal(*signal).map_err(signals::cannot)?;
     }
@@ -98,6 +103,10 @@ pub(super) fn heard(more: &[c_int]) -> Result<Receiver<c_int>, Failure> {
             for signal in signals.forever() {
                 // A receiver that is gone is about to end.
                 let _ = sender.send(signal);
+                if ends.contains(&signal) {
+                    std::thread::sleep(LAST);
+                    let _ = emulate_default_handler(signal);
+                }
             }
         })
         .map_err(signals::cannot)?;

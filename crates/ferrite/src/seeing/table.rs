@@ -23,12 +23,13 @@ const fn column(
     Column { title, width, text, value }
 }
 
-/// All columns but the first, which is the disk's name.
+/// All columns but the first, which is the disk's name. Narrow terminals cut the last ones off.
 pub(super) const COLUMNS: [Column; 15] = [
     column("r/s", 8, |r| whole(r.read.per_s), |r| r.read.per_s),
     column("w/s", 8, |r| whole(r.write.per_s), |r| r.write.per_s),
     column("rMB/s", 8, |r| tenth(r.read.bytes_per_s / 1e6), |r| r.read.bytes_per_s),
     column("wMB/s", 8, |r| tenth(r.write.bytes_per_s / 1e6), |r| r.write.bytes_per_s),
+    column("err", 6, |r| r.errors.to_string(), |r| r.errors as f64),
     column("p50", 7, |r| time(r.data.p50_us), |r| known(r.data.p50_us)),
     column("p99", 7, |r| time(r.data.p99_us), |r| known(r.data.p99_us)),
     column("p99.9", 7, |r| time(r.data.p999_us), |r| known(r.data.p999_us)),
@@ -39,7 +40,6 @@ pub(super) const COLUMNS: [Column; 15] = [
     column("miss%", 6, |r| percent(r.metadata_miss_percent), |r| known(r.metadata_miss_percent)),
     column("poll%", 6, |r| percent(r.poll_hit_percent), |r| known(r.poll_hit_percent)),
     column("cpu%", 6, |r| percent(r.cpu_percent), |r| known(r.cpu_percent)),
-    column("err", 6, |r| r.errors.to_string(), |r| r.errors as f64),
 ];
 
 /// The least width of names.

@@ -5,6 +5,7 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use signal_hook::consts::{SIGCONT, SIGTSTP};
 
 use super::Watch;
@@ -61,8 +62,12 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
                 Told::End => return Ok(()),
             }
             let left = next.saturating_duration_since(Instant::now());
-            if !event::poll(left.min(GLANCE)).map_err(broken)? {
-                continue;
+            match wait_for_input(left.min(GLANCE)).map_err(broken)? {
+                Input::None => continue,
+                Input::Ended => return Ok(()),
+                // A part of a key may have come.
+                Input::Some if !event::poll(GLANCE).map_err(broken)? => continue,
+                Input::Some => {}
             }
             match event::read().map_err(broken)? {
                 Event::Key(key) => match wish(key) {
@@ -79,6 +84,26 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
         next = (next + args.interval).max(Instant::now());
         let look = watch.look()?;
         view.show(look.rates, &look.problems);
+    }
+}
+
+/// What has come from the terminal.
+enum Input {
+    None,
+    Some,
+    /// The terminal is gone. crossterm would read its end again and again, and never return.
+    Ended,
+}
+
+fn wait_for_input(most: Duration) -> io::Result<Input> {
+    let stdin = io::stdin();
+    let timeout = Timespec { tv_sec: 0, tv_nsec: most.subsec_nanos().into() };
+    let mut fds = [PollFd::new(&stdin, PollFlags::IN)];
+    match poll(&mut fds, Some(&timeout)) {
+        Ok(0) | Err(rustix::io::Errno::INTR) => Ok(Input::None),
+        Ok(_) if fds[0].revents() == PollFlags::IN => Ok(Input::Some),
+        Ok(_) => Ok(Input::Ended),
+        Err(e) => Err(e.into()),
     }
 }
 

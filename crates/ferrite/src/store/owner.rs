@@ -247,6 +247,7 @@ impl What {
         let reply = match Lines::default().receive(stream, MAX_QUESTION, waits) {
             Ok(line) => self.answer(stream, &line),
             Err(e) if e.kind() == io::ErrorKind::InvalidData => not_understood("it is too long"),
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => not_understood("it has no end"),
             Err(_) => return,
         };
         let _ = wire::write_line(stream, &reply, COURTESY);

@@ -230,7 +230,6 @@ impl Target {
 ///
 /// # Errors
 /// The path has no last name, or its folder cannot be found.
-/// The path has no last name, or its folder cannot be found.
 pub fn absolute(path: &Path) -> io::Result<PathBuf> {
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());

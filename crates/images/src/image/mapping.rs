@@ -28,7 +28,6 @@ pub enum Mapping {
     ///
     /// [`Layer::load`]: crate::Layer::load
     /// [`Layer::prepare`]: crate::ImageFormat::prepare
-    /// [`Layer::prepare`]: crate::ImageFormat::prepare
     Miss {
         /// Bytes.
         len: u64,

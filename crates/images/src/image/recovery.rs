@@ -44,7 +44,6 @@ impl Image {
     ///
     /// # Errors
     /// Those of reading metadata.
-    /// Those of reading metadata.
     pub async fn lacks(&self, port: &Port, part: Unrecovered, at: u64) -> io::Result<(bool, u64)> {
         let (own, len) = self.has(port, 0, at, part.end - at).await?;
         if own {

@@ -31,7 +31,6 @@ pub(crate) struct Job<'a> {
 ///
 /// # Errors
 /// It failed, or its result is invalid.
-/// It failed, or its result is invalid.
 pub(crate) fn run(job: &Job<'_>, seconds: f64) -> Result<Sample> {
     let mut command = Command::new("fio");
     watched(command.args(arguments(job, seconds)), None, job.mode, seconds)

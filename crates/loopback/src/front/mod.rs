@@ -259,7 +259,6 @@ impl Frontend {
     ///
     /// # Errors
     /// The backend does not follow in time, or the guest's resources are exhausted.
-    /// The backend does not follow in time, or the guest has not enough left.
     pub fn connect(&mut self, o: &FrontOptions, timeout: Duration) -> Result<(), FrontError> {
         if self.state()? != 1 {
             self.set_state(1)?;
@@ -275,7 +274,6 @@ impl Frontend {
     ///
     /// # Errors
     /// The guest's resources are exhausted, or the store refuses a key.
-    /// The guest has not enough left, or the store refuses a key.
     pub fn offer(&mut self, o: &FrontOptions) -> Result<(), FrontError> {
         self.offer_edited(o, |_| {})
     }
@@ -396,6 +394,23 @@ impl Frontend {
             outcome = outcome.and(queue.release());
         }
         outcome
+    }
+
+    /// Goes on after a resume or a migration as the Windows driver does, up to the backend's 2: it closes whatever the
+    /// backend has, and waits without a limit of its own while the whole guest stands still. `connect` follows.
+    ///
+    /// # Errors
+    /// The backend does not follow in time. The guest would hang for ever.
+    pub fn resume_as_windows(&mut self, timeout: Duration) -> Result<(), FrontError> {
+        // The rings of before are lost with their grants.
+        self.queues.drain(..).for_each(FrontQueue::abandon);
+        self.wait_for_backend(&[2, 3, 4, 5, 6], timeout)?;
+        self.set_state(5)?;
+        self.wait_for_backend(&[5, 6], timeout)?;
+        self.set_state(6)?;
+        self.wait_for_backend(&[6], timeout)?;
+        self.set_state(1)?;
+        self.wait_for_backend(&[2], timeout).map(drop)
     }
 
     /// Waits until the backend is in one of these states; returns the state.

@@ -57,7 +57,6 @@ impl GuestSpace {
     ///
     /// # Errors
     /// Those of the kernel, or it is no guest.
-    /// The kernel's, or it is no guest.
     pub fn attach(guest: &GuestHandle) -> Result<Arc<GuestSpace>, LoopbackError> {
         let memory = guest.map()?;
         memory.announce_frontend();

@@ -134,12 +134,13 @@ pub fn publish(
     // Without this key a guest might assume persistent grants, and would copy all data in vain
     // (4.5).
     put("feature-persistent", offer.persistent.into())?;
+    // After a migration Windows keeps the old host's value of a key that is missing: each has one, zeros too.
     put("feature-discard", discard.into())?;
-    if discard && let Some(limits) = disk.discard {
-        put("discard-granularity", limits.granularity_bytes.into())?;
-        put("discard-alignment", limits.alignment_bytes.into())?;
-        put("discard-secure", 0)?;
-    }
+    let limits = disk.discard.filter(|_| discard);
+    put("discard-granularity", limits.map_or(0, |limits| limits.granularity_bytes.into()))?;
+    put("discard-alignment", limits.map_or(0, |limits| limits.alignment_bytes.into()))?;
+    put("discard-secure", 0)?;
+    put("removable", (info & INFO_REMOVABLE != 0).into())?;
     put("sectors", disk.sectors)?;
     // [MUST] 512 on the wire, always (3.5); the medium's preferred block size is only a hint.
     put("sector-size", SECTOR_BYTES)?;

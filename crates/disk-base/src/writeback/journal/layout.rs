@@ -58,7 +58,6 @@ impl Identity {
     ///
     /// # Errors
     /// The file cannot be examined.
-    /// The file cannot be examined.
     pub fn of(raw: &Raw, format: Format, id: [u8; 16]) -> io::Result<Identity> {
         let path = std::path::absolute(raw.path())?;
         let handle = if raw.is_file() { Handle::of(raw.fd().as_fd())? } else { None };

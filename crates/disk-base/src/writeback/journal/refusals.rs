@@ -13,7 +13,6 @@ impl Survey {
     ///
     /// # Errors
     /// `Refused`: the writes are elsewhere; the text tells where, and the next step.
-    /// `Refused`: the writes are elsewhere; the text says where, and what to do.
     pub fn check(&self, path: &Path) -> Result<(), DiskError> {
         let what = || format!("cannot open image {}", path.display());
         match self {

@@ -267,7 +267,6 @@ pub struct Kept {
 ///
 /// # Errors
 /// They cannot be read.
-/// They cannot be read.
 pub fn all(dir: &Path) -> Result<Vec<Kept>, DiskError> {
     let kept = |file: &String| kept(dir, file).transpose();
     names(dir)?.iter().filter_map(kept).collect()

@@ -52,12 +52,19 @@ fn order(view: &View) -> Vec<String> {
 fn a_screen_has_all_disks_and_the_keys() {
     let lines = screen(&view(), 140, 8);
     assert_eq!(lines[0], "3 disks, 330 IO/s, 1.4 MB/s, every 1 s");
-    assert!(lines[1].starts_with("disk") && lines[1].ends_with("err"), "{lines:#?}");
+    assert!(lines[1].starts_with("disk") && lines[1].ends_with("cpu%"), "{lines:#?}");
     assert!(lines[2].starts_with("vbd-1-51712"), "{lines:#?}");
     let words: Vec<&str> = lines[3].split_whitespace().collect();
-    assert_eq!(words[..6], ["vbd-2-51712", "300", "0", "1.2", "0.0", "20.0us"]);
+    assert_eq!(words[..7], ["vbd-2-51712", "300", "0", "1.2", "0.0", "0", "20.0us"]);
     assert_eq!((lines[5].as_str(), lines[6].as_str()), ("", ""));
     assert!(lines[7].starts_with("q ends"), "{lines:#?}");
+}
+
+#[test]
+fn a_terminal_of_80_columns_shows_errors_and_no_disks_are_no_requests() {
+    assert!(screen(&view(), 80, 8)[1].contains(" err "));
+    let none = View::new(Duration::from_secs(1));
+    assert_eq!(screen(&none, 80, 8)[0], "0 disks, 0 IO/s, 0.0 MB/s, every 1 s");
 }
 
 #[test]
@@ -69,9 +76,9 @@ fn columns_sort_and_turn_and_go_round() {
     view.follow(Wish::Reverse);
     assert_eq!(order(&view), ["1", "3", "2"]);
     view.follow(Wish::Reverse);
-    (0..4).for_each(|_| view.follow(Wish::Sort(1)));
+    (0..5).for_each(|_| view.follow(Wish::Sort(1)));
     assert_eq!(order(&view), ["3", "2", "1"], "by p50, and who has none last");
-    (0..11).for_each(|_| view.follow(Wish::Sort(1)));
+    (0..10).for_each(|_| view.follow(Wish::Sort(1)));
     assert_eq!(order(&view), ["1", "2", "3"], "by name again");
     view.follow(Wish::Sort(-1));
     view.follow(Wish::Sort(1));

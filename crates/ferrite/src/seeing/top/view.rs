@@ -72,7 +72,8 @@ impl View {
     }
 
     fn title(&self) -> String {
-        let sum = |of: fn(&Rates) -> f64| self.disks.iter().map(of).sum::<f64>();
+        // The sum of no disks is a negative zero.
+        let sum = |of: fn(&Rates) -> f64| self.disks.iter().map(of).sum::<f64>() + 0.0;
         let (requests, bytes) = (sum(|d| d.data.per_s), sum(|d| d.data.bytes_per_s) / 1e6);
         let (disks, seconds) = (self.disks.len(), self.interval.as_secs_f64());
         format!("{disks} disks, {requests:.0} IO/s, {bytes:.1} MB/s, every {seconds} s")
