@@ -26,7 +26,7 @@ pub mod size;
 mod volume_name;
 mod writeback;
 
-pub use content::{STORE_BLOCK_BYTES, STORE_MAGIC};
+pub use content::{STORE_BLOCK_BYTES, STORE_MAGIC, is_something_else};
 #[cfg(any(test, feature = "testing"))]
 pub use epochs::ShuttledEpochs;
 pub use epochs::{Epochs, Mark, Reader};

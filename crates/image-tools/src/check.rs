@@ -1,7 +1,9 @@
 //! Checks and repairs of images.
 
 use ferrite_disk::Disk;
-use ferrite_disk_base::{Class, DiskError, ErrorKind, Format, ImageName, journal};
+use ferrite_disk_base::{
+    Class, DiskError, ErrorKind, Format, ImageName, is_something_else, journal,
+};
 use ferrite_images::{Image, Layer, open_as_far, open_medium, open_raw};
 
 use super::formats::Rules;
@@ -94,6 +96,9 @@ impl ImageTools<'_> {
         let options = self.medium_options(true);
         let open = if name.format.is_layered() { open_medium } else { open_raw };
         let raw = open(&name.path, &options)?;
+        if let Some(other) = is_something_else(&raw, name.format) {
+            return Err(other);
+        }
         formats::check(&raw, name.format, rules)
     }
 
@@ -159,6 +164,10 @@ impl Repaired {
         }
         if self.after.is_usable() {
             return Ok(());
+        }
+        if self.after.counts.damage == 0 {
+            let help = "use the program that made it, or convert it with that";
+            return Err(unsuitable(what, "it has features that are not supported here", help));
         }
         let help = "what is not mendable needs a backup";
         let why = "there is damage that nothing is known to mend";

@@ -163,9 +163,11 @@ pub(super) fn survey(raw: &Raw, report: &mut Report) -> Result<Option<Survey>, M
     let (footer, footer_at) = match footers.choose(false) {
         Ok(chosen) => chosen,
         Err(bad) => {
+            let is_damage = !bad.unsupported;
             report.add_bad(Problem::Footers, bad);
-            if let Err(bad) = &footers.start {
-                report.add_bad(Problem::Footers, bad.clone());
+            // An unsupported image may be a fixed one, whose guest has the first sector.
+            if let (true, Err(start)) = (is_damage, &footers.start) {
+                report.add_bad(Problem::Footers, start.clone());
             }
             return Ok(None);
         }

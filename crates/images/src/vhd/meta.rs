@@ -172,6 +172,8 @@ impl Footers {
                     Err(Malformed { why, ..bad.clone() })
                 }
             },
+            // A version or kind that is not known is no damage, even if the other footer is missing.
+            (Err(start), Err(end)) if start.unsupported && !end.unsupported => Err(start.clone()),
             (_, Err(bad)) => Err(bad.clone()),
         }
     }

@@ -18,6 +18,7 @@ use ferrite_disk_base::journal::{self, Identity, Journal};
 use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{
     Commits, DiskError, ErrorKind, Format, ImageName, OpenOptions, Port, Raw, SyncWitness,
+    is_something_else,
 };
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
@@ -103,10 +104,13 @@ impl Vhd {
     pub(crate) fn of(raw: Raw, options: &OpenOptions) -> Result<Vhd, DiskError> {
         let path = raw.path().to_owned();
         let bad = |e: meta::MetaError| e.for_image(&path);
+        if let Some(other) = is_something_else(&raw, Format::Vhd) {
+            return Err(other);
+        }
         let footers = Footers::read(&raw).map_err(bad)?;
         let (footer, footer_at) =
             footers.choose(options.format_said).map_err(|e| match footers.end {
-                Err(_) if !raw.is_file() => no_footer(&raw, &footers, &e),
+                Err(_) if !raw.is_file() && !e.unsupported => no_footer(&raw, &footers, &e),
                 _ => bad(e.into()),
             })?;
         if let FooterAt::Taken(_) = footer_at {
