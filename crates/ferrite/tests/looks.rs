@@ -77,9 +77,10 @@ fn what_looks_like_an_image_is_raw_only_if_that_is_said() {
 fn what_is_named_another_format_is_told_what_it_looks_like() {
     let place = Place::new();
     for format in ["vhd", "qcow2"] {
-        let own = |advice: &str| advice == format!("say {format}:");
-        let others = OTHERS.into_iter().chain(AT_THE_END).filter(|(.., advice)| !own(advice));
-        for (at, bytes, word, advice) in others {
+        // A qcow image of any version is one, and opening it says more.
+        let own: &[u8] = if format == "qcow2" { b"QFI" } else { b"conectix" };
+        let others = OTHERS.into_iter().chain(AT_THE_END);
+        for (at, bytes, word, advice) in others.filter(|it| !it.1.starts_with(own)) {
             put(&place, at, bytes);
             let name = format!("disk.{format}");
             fs::rename(place.path("disk"), place.path(&name)).unwrap();
@@ -146,7 +147,8 @@ fn an_image_that_is_only_not_supported_is_not_called_damaged() {
     assert!(text.contains("not supported") && !text.contains("damaged"), "{text}");
     for command in [&["info", "a.vhd"][..], &["convert", "a.vhd", "b.img"], &["repair", "a.vhd"]] {
         let text = place.fails(1, command);
-        assert!(!text.contains("damaged") && !text.contains("backup"), "{command:?}: {text}");
+        let said = text.contains("not supported");
+        assert!(said && !text.contains("backup"), "{command:?}: {text}");
     }
 }
 

@@ -10,7 +10,7 @@ use ferrite_images::vhd;
 use crate::common::vhd::{at, options, peer};
 use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk, work};
 
-fn name(text: &str, path: &Path) -> ImageName {
+pub(crate) fn name(text: &str, path: &Path) -> ImageName {
     ImageName::parse(&format!("{text}:{}", path.to_str().unwrap())).unwrap()
 }
 
@@ -63,13 +63,13 @@ fn a_new_fixed_image_on_a_device_reads_as_zeros() {
 }
 
 /// Opens an image as a backend does.
-fn serve(image: &ImageName, state: &Path, read_only: bool) -> Queue {
+pub(crate) fn serve(image: &ImageName, state: &Path, read_only: bool) -> Queue {
     let options = OpenOptions { read_only, state_dir: Some(state.into()), ..options() };
     Queue::new(Disk::open_image(image, &options).unwrap())
 }
 
 /// A child and its parent; a backend of the child was killed before it had flushed.
-fn killed(dir: &Path, state: &Path, format: &str) -> (ImageName, ImageName) {
+pub(crate) fn killed(dir: &Path, state: &Path, format: &str) -> (ImageName, ImageName) {
     let path = |file: &str| dir.join(format!("{file}.{format}"));
     let (parent, child) = (name(format, &path("parent")), name(format, &path("child")));
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };

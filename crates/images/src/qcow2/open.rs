@@ -103,6 +103,12 @@ impl Qcow2 {
         }
     }
 
+    /// Refuses an image with a mark that it must be repaired first.
+    pub(crate) fn check_marks(&self) -> Result<(), DiskError> {
+        let what = format!("cannot open image {}", self.base.medium.path().display());
+        check_writable(&self.header, &Cannot(what))
+    }
+
     /// The backing file: a path, relative to the image's own folder if it is not absolute, and a format that the image
     /// names. The format is never guessed from the content, and QEMU's other names (`nbd:...`, `json:...`) are refused.
     pub(crate) fn parent(&self) -> Result<Option<ImageName>, DiskError> {

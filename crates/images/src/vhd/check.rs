@@ -2,6 +2,7 @@
 
 use ferrite_disk_base::{Class, Counts, DiskError, ProblemKind, Raw};
 
+use super::by_name;
 use super::footers::End;
 use super::format::batmap::{self, Batmap};
 use super::format::footer::{Footer, Kind};
@@ -197,7 +198,7 @@ pub(super) fn survey(raw: &Raw, report: &mut Report) -> Result<Option<Survey>, M
     };
     if footer.kind == Kind::Differencing {
         match meta::read_parent_paths(raw, &header) {
-            Ok(paths) if paths.is_empty() => {
+            Ok(paths) if paths.is_empty() && !by_name::is_there(raw, &footer, &header) => {
                 report.add(Problem::Locators, footer.data_offset, "no parent locator makes sense");
             }
             Ok(_) => {}

@@ -63,7 +63,7 @@ impl MetaError {
             }
             MetaError::Bad(bad) if bad.unsupported => {
                 let help = "use the program that made it, or convert it with that";
-                DiskError::new(ErrorKind::Unsuitable, what, bad.to_string(), help)
+                DiskError::new(ErrorKind::Unsuitable, what, format!("not supported: {bad}"), help)
             }
             MetaError::Bad(bad) => {
                 let help = "check that it is a VHD and complete; ferrite image check says more, \

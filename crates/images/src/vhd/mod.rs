@@ -29,6 +29,7 @@ use crate::image::format::{ImageFormat, ParentNames};
 use crate::image::mapping::Mapping;
 
 mod blocks;
+mod by_name;
 mod check;
 mod close;
 mod create;
@@ -51,7 +52,7 @@ pub use format::header::DEFAULT_BLOCK_BYTES;
 pub(crate) use format::locator::{decode, unescape};
 pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
 pub(crate) use lineage::{Head, Lineage, head, lineage};
-pub use repair::repair;
+pub use repair::{is_repairable, repair};
 pub use strict::check_strictly;
 
 use blocks::{Blocks, Opened, RECORD_WORDS, RECORDS};
@@ -127,11 +128,9 @@ impl Vhd {
                 let sparse = meta::read_sparse(&raw, &footer, footer_at.room(footers.medium_bytes));
                 let sparse = sparse.map_err(bad)?;
                 let parent = match footer.kind {
-                    Kind::Differencing => Some(Parent {
-                        uuid: sparse.header.parent_uuid,
-                        name: sparse.header.parent_name(),
-                        paths: meta::read_parent_paths(&raw, &sparse.header).map_err(bad)?,
-                    }),
+                    Kind::Differencing => {
+                        Some(by_name::parent(&raw, &footer, &sparse.header).map_err(bad)?)
+                    }
                     _ => None,
                 };
                 Body::Sparse(Box::new(self::sparse(
