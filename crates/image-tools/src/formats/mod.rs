@@ -82,6 +82,11 @@ trait Offline: ImageFormat + Sized {
         Ok(Looked::default())
     }
 
+    /// Whether [`repair`](Self::repair) would change an image.
+    fn is_repairable(_: &Raw) -> Result<bool, DiskError> {
+        Ok(false)
+    }
+
     /// Repairs one image.
     async fn repair(_: &Port, _: &Raw) -> Result<(), DiskError> {
         Ok(())
@@ -369,6 +374,11 @@ fn finding<P: ProblemKind>(kind: &str, found: &ferrite_disk_base::Finding<P>) ->
         harmless: class.is_harmless(),
         mendable: found.problem.is_mendable(),
     }
+}
+
+/// Whether [`repair`] would change one image.
+pub(super) fn is_repairable(raw: &Raw, format: Format) -> Result<bool, DiskError> {
+    ask_format!(format, Is => <Is as Offline>::is_repairable(raw))
 }
 
 /// Repairs one image.

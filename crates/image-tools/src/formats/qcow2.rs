@@ -38,6 +38,10 @@ impl Offline for Qcow2 {
         Ok(Looked { findings, counts: report.counts, unused_bytes: report.unused_bytes })
     }
 
+    fn is_repairable(raw: &Raw) -> Result<bool, DiskError> {
+        qcow2::is_repairable(raw)
+    }
+
     async fn repair(port: &Port, raw: &Raw) -> Result<(), DiskError> {
         qcow2::repair(port, raw).await.map(|_| ())
     }

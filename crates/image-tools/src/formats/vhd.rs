@@ -49,6 +49,10 @@ impl Offline for Vhd {
         Ok(Looked { findings, counts: report.counts, unused_bytes: 0 })
     }
 
+    fn is_repairable(raw: &Raw) -> Result<bool, DiskError> {
+        vhd::is_repairable(raw)
+    }
+
     async fn repair(port: &Port, raw: &Raw) -> Result<(), DiskError> {
         vhd::repair(port, raw).await.map(|_| ())
     }
