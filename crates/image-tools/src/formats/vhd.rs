@@ -73,6 +73,10 @@ impl Offline for Vhd {
         })
     }
 
+    fn is_fixed(&self) -> bool {
+        self.block_bytes().is_none()
+    }
+
     fn unit_bytes(&self) -> Option<u32> {
         self.block_bytes()
     }
