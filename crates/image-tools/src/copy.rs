@@ -55,6 +55,8 @@ pub(super) struct Copying<'a> {
     from: (&'a Disk, Port),
     to: (&'a Disk, Port),
     room: Guard,
+    /// Held by the worker that writes, when there is little room.
+    last_room: SharedLock,
     buffers: Vec<Span>,
     /// Memory that stays zero.
     zeros: Span,
@@ -92,6 +94,7 @@ impl<'a> Copying<'a> {
             from: (from, context.port(from)?),
             to: (to, context.port(to)?),
             room: Guard::of(to),
+            last_room: SharedLock::new(),
             buffers: (0..IN_FLIGHT).map(|_| context.buffer()).collect::<io::Result<_>>()?,
             zeros,
             looking: SharedLock::new(),
@@ -221,7 +224,6 @@ impl<'a> Copying<'a> {
 
     async fn copy(&self, piece: Piece, buf: Span) -> io::Result<()> {
         let (to, to_port) = &self.to;
-        self.room.check(to)?;
         if piece.zeros {
             return to.write_zeroes(to_port, piece.at, piece.len, self.zeros).await;
         }
@@ -235,6 +237,11 @@ impl<'a> Copying<'a> {
         }
         from.read(from_port, piece.at, buf.slice(0, piece.len as usize)).await?;
         let buf = buf.slice(0, len);
+        let _alone = match self.room.is_low(to, IN_FLIGHT as u64 * PIECE) {
+            true => Some(self.last_room.lock(&to_port.io).await?),
+            false => None,
+        };
+        self.room.check(to, piece.len)?;
         if self.mode != Mode::Fill {
             return to.write(to_port, piece.at, buf).await;
         }

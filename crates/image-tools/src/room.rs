@@ -73,15 +73,26 @@ impl Guard {
         Guard { taken: growing(to).and_then(|raw| raw.disk_bytes().ok()) }
     }
 
-    /// Called before data are written.
+    /// Whether there may be no room for so many bytes that are written at a time. Then the copy writes one piece after
+    /// the other, each after a [`check`](Self::check): what is under way is not counted yet.
+    pub(super) fn is_low(&self, to: &Disk, bytes: u64) -> bool {
+        let room = self.taken.and(growing(to)).and_then(|raw| fstatvfs(raw.fd()).ok());
+        room.is_some_and(|found| {
+            let room = Room::of(&found);
+            room.free < room.reserve.saturating_add(bytes)
+        })
+    }
+
+    /// Called before so many bytes of data are written.
     ///
     /// # Errors
     /// `StorageFull`: what is left is for others. What it wrote so far is whole.
-    pub(super) fn check(&self, to: &Disk) -> io::Result<()> {
+    pub(super) fn check(&self, to: &Disk, bytes: u64) -> io::Result<()> {
         let Some((taken, raw)) = self.taken.zip(growing(to)) else { return Ok(()) };
         // Where the kernel does not tell, its own error ends the copy.
         let Ok(room) = fstatvfs(raw.fd()).map(|found| Room::of(&found)) else { return Ok(()) };
-        if room.free >= room.reserve || raw.disk_bytes()? <= taken {
+        // Nothing is taken where all data get the places of others.
+        if room.free >= room.reserve.saturating_add(bytes) || raw.disk_bytes()? <= taken {
             return Ok(());
         }
         let why = format!(
