@@ -217,3 +217,20 @@ fn a_disk_that_is_smaller_than_its_parent_does_not_grow_into_it() {
     let error = work(None, |tools| tools.resize(&child, 8 * MIB, false)).unwrap_err();
     assert!(error.to_string().contains("parent is larger"), "{error}");
 }
+
+/// Some programs take a VHD's original size for its size, or refuse one above its present size.
+#[test]
+fn a_resized_vhd_has_its_new_size_in_both_fields() {
+    for (fixed, sizes) in [(false, [12, 6].as_slice()), (true, &[12])] {
+        let dir = dir_on_disk();
+        let image = name("vhd", &at(&dir, "a.vhd"));
+        let new = NewImage { bytes: Some(8 * MIB), fixed, ..NewImage::default() };
+        work(None, |tools| tools.create(&image, &new)).unwrap();
+        for size in sizes {
+            work(None, |tools| tools.resize(&image, size * MIB, true)).unwrap();
+            let footer = vhd::Vhd::open(&image.path, &options()).unwrap().footer().clone();
+            let found = [footer.original_size, footer.current_size];
+            assert_eq!(found, [size * MIB; 2], "fixed: {fixed}");
+        }
+    }
+}
