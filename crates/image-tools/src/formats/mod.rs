@@ -54,6 +54,8 @@ pub(super) enum Rules<'a> {
 struct Looked {
     findings: Vec<Finding>,
     counts: Counts,
+    /// Findings that are in the line of another one.
+    joined: u64,
     unused_bytes: u64,
 }
 
@@ -403,10 +405,10 @@ pub(super) fn parents_of(image: &Image) -> Vec<PathBuf> {
 
 /// Checks one image.
 pub(super) fn check(raw: &Raw, format: Format, rules: Rules<'_>) -> Result<Checked, DiskError> {
-    let Looked { findings, counts, unused_bytes } =
+    let Looked { findings, counts, joined, unused_bytes } =
         ask_format!(format, Is => <Is as Offline>::check(raw, rules))?;
     let path = raw.path().display().to_string();
-    let more_findings = counts.total() - findings.len() as u64;
+    let more_findings = counts.total().saturating_sub(findings.len() as u64 + joined);
     Ok(Checked { path, format: format.name(), counts, findings, more_findings, unused_bytes })
 }
 

@@ -46,7 +46,8 @@ impl Offline for Vhd {
             Rules::Theirs(parent) => vhd::check_strictly(raw, parent)?,
         };
         let findings = report.findings.iter().map(vhd_finding).collect();
-        Ok(Looked { findings, counts: report.counts, unused_bytes: 0 })
+        let joined = report.joined();
+        Ok(Looked { findings, counts: report.counts, joined, unused_bytes: 0 })
     }
 
     fn is_repairable(raw: &Raw) -> Result<bool, DiskError> {

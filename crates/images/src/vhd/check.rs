@@ -1,6 +1,6 @@
 //! Checks an image without changing it.
 
-use ferrite_disk_base::{Class, Counts, DiskError, ProblemKind, Raw};
+use ferrite_disk_base::{Class, Counts, DiskError, ProblemKind, Raw, Stretches};
 
 use super::by_name;
 use super::footers::End;
@@ -88,6 +88,8 @@ pub struct Report {
     pub findings: Vec<Finding>,
     /// All findings, listed or not.
     pub counts: Counts,
+    /// The stretches of tables that are one finding each.
+    stretches: Stretches<Problem>,
     /// The kinds of all findings, each once.
     kinds: Vec<Problem>,
 }
@@ -95,7 +97,7 @@ pub struct Report {
 impl Report {
     pub(super) fn add(&mut self, problem: Problem, offset: u64, why: impl Into<String>) {
         let finding = Finding { problem, offset, why: why.into() };
-        finding.list(&mut self.findings, &mut self.counts);
+        self.stretches.add(finding, &mut self.findings, &mut self.counts);
         if !self.has(problem) {
             self.kinds.push(problem);
         }
@@ -120,6 +122,11 @@ impl Report {
             }
             io => Err(io),
         }
+    }
+
+    /// Findings that are in the line of another one.
+    pub fn joined(&self) -> u64 {
+        self.stretches.joined
     }
 
     /// Whether nothing was found.
@@ -229,7 +236,7 @@ fn survey_blocks(
         }
         Ok(())
     })?;
-    placed.sort_unstable_by_key(|p| p.sector);
+    placed.sort_unstable_by_key(|p| (p.sector, p.block));
     for pair in placed.windows(2) {
         if u64::from(pair[1].sector - pair[0].sector) * SECTOR < layout.stride() {
             let why = format!("blocks {} and {} lie over each other", pair[0].block, pair[1].block);
