@@ -78,6 +78,24 @@ fn a_device_that_is_too_small_is_refused_with_both_sizes_and_stays_as_it_was() {
     }
 }
 
+/// What a thin image takes is known when it is written.
+#[test]
+fn a_device_that_is_too_small_for_a_thin_image_is_told_from_a_full_file_system() {
+    for format in ["vhd", "qcow2"] {
+        let dir = dir_on_disk();
+        let (source, file) = (at(&dir, "source.img"), at(&dir, "device"));
+        fs::write(&source, vec![1; 4 * MIB as usize]).unwrap();
+        fs::write(&file, vec![0xEE; 4 * MIB as usize]).unwrap();
+        let Some(device) = Loop::attach(&file, 512) else { return };
+        let (from, to) = (name("raw", &source), name(format, &device.0));
+        let how = Convert { force: true, ..Convert::default() };
+        let error = work(None, |tools| tools.convert(&from, &to, &how)).unwrap_err();
+        let size = format!("the device has {} bytes", 4 * MIB);
+        assert!(error.why().contains(&size), "{format}: {error}");
+        assert_eq!(error.help(), "take a larger device", "{format}");
+    }
+}
+
 /// A device of larger blocks than the disk has sectors.
 #[test]
 fn a_new_raw_disk_on_a_device_ends_within_a_block_of_it() {
