@@ -7,6 +7,9 @@ use serde::{Deserialize, Serialize};
 /// Findings that are listed; the rest is counted.
 const MAX_LISTED: usize = 1000;
 
+/// The sizes of entries of tables: of a VHD, of qcow2, and of its extended ones.
+const ENTRY_BYTES: [u64; 3] = [4, 8, 16];
+
 /// The severity of a finding, the worst first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -94,6 +97,58 @@ pub struct Finding<P> {
     pub why: String,
 }
 
+/// Joins findings about adjacent entries of a table: a damaged stretch of it is one line of the list, which says how
+/// many entries it has. They are counted each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stretches<P> {
+    last: Option<Stretch<P>>,
+    /// Findings that are in the line of another one.
+    pub joined: u64,
+}
+
+/// The entries of a table that were joined last.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Stretch<P> {
+    problem: P,
+    /// The offsets of its first and last entry.
+    first: u64,
+    last: u64,
+    /// The reason of the first.
+    why: String,
+    more: u64,
+}
+
+impl<P> Default for Stretches<P> {
+    fn default() -> Stretches<P> {
+        Stretches { last: None, joined: 0 }
+    }
+}
+
+impl<P: Kind + PartialEq> Stretches<P> {
+    /// Counts and lists a finding, as [`Finding::list`] does, or joins it to the one before.
+    pub fn add(&mut self, found: Finding<P>, findings: &mut Vec<Finding<P>>, counts: &mut Counts) {
+        let is_next = |stretch: &&mut Stretch<P>| {
+            let step = found.offset.checked_sub(stretch.last);
+            stretch.problem == found.problem && step.is_some_and(|step| ENTRY_BYTES.contains(&step))
+        };
+        if let Some(stretch) = self.last.as_mut().filter(is_next)
+            && let Some(listed) = findings
+                .iter_mut()
+                .rfind(|it| it.problem == stretch.problem && it.offset == stretch.first)
+        {
+            counts.add(found.problem.class(), found.problem.is_mendable());
+            (stretch.last, stretch.more) = (found.offset, stretch.more + 1);
+            let (why, more, last) = (&stretch.why, stretch.more, stretch.last);
+            listed.why = format!("{why}; and {more} more entries after it, up to byte {last}");
+            self.joined += 1;
+            return;
+        }
+        let (problem, offset, why) = (found.problem, found.offset, found.why.clone());
+        self.last = Some(Stretch { problem, first: offset, last: offset, why, more: 0 });
+        found.list(findings, counts);
+    }
+}
+
 impl<P: Kind> Finding<P> {
     /// Counts it, and lists it if there is room, or if a less severe one can make room for it. Within a class, those
     /// that cannot be repaired come first.
@@ -127,6 +182,30 @@ mod tests {
         fn is_mendable(self) -> bool {
             self.1
         }
+    }
+
+    #[test]
+    fn adjacent_entries_are_one_line_and_counted_each() {
+        let mut stretches = Stretches::default();
+        let (mut findings, mut counts) = (Vec::new(), Counts::default());
+        let mut add = |class, offset: u64| {
+            let found = Finding { problem: (class, true), offset, why: format!("at {offset}") };
+            stretches.add(found, &mut findings, &mut counts);
+        };
+        (0..3000).for_each(|i| add(Class::Damage, 512 + 4 * i));
+        add(Class::Leak, 16384);
+        add(Class::Damage, 16384);
+        add(Class::Damage, 16392);
+        let lines: Vec<&str> = findings.iter().map(|found| found.why.as_str()).collect();
+        assert_eq!(
+            lines,
+            [
+                "at 512; and 2999 more entries after it, up to byte 12508",
+                "at 16384; and 1 more entries after it, up to byte 16392",
+                "at 16384",
+            ]
+        );
+        assert_eq!((counts.damage, counts.leaks, stretches.joined), (3002, 1, 3000));
     }
 
     #[test]

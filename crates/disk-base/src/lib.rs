@@ -26,13 +26,13 @@ pub mod size;
 mod volume_name;
 mod writeback;
 
-pub use content::{STORE_BLOCK_BYTES, STORE_MAGIC};
+pub use content::{STORE_BLOCK_BYTES, STORE_MAGIC, is_something_else};
 #[cfg(any(test, feature = "testing"))]
 pub use epochs::ShuttledEpochs;
 pub use epochs::{Epochs, Mark, Reader};
 pub use error::{DiskError, ErrorKind, READ_ONLY, warn_once};
 pub use extent::{DiscardLimits, Extent};
-pub use finding::{Class, Counts, Finding, Kind as ProblemKind};
+pub use finding::{Class, Counts, Finding, Kind as ProblemKind, Stretches};
 pub use format::Format;
 pub use name::ImageName;
 pub use options::{INDEX_BYTES, MAX_LAYERS, METADATA_BYTES, OpenOptions};

@@ -40,6 +40,7 @@ fn a_conversion_that_fills_the_disk_goes_on_when_there_is_room() {
         let script = format!(
             "if $F convert $SRC {to}; then exit 9; fi
              echo full
+             test $(stat -f -c %a .) -ge 128
              grep done_bytes {to}.partial.json
              mount -o remount,size=64m .
              $F convert --resume $SRC {to}
@@ -54,6 +55,72 @@ fn a_conversion_that_fills_the_disk_goes_on_when_there_is_room() {
         let from_the_start = went_on.starts_with("  \"done_bytes\": 0\n");
         assert!(to != "b.img" || !from_the_start, "{text}");
     }
+}
+
+/// The room of a file system is that of others, too: nothing is begun that cannot end, and the text has the sizes.
+#[test]
+fn a_merge_without_room_is_refused_before_it_begins() {
+    for format in ["vhd", "qcow2"] {
+        let place = Place::new();
+        place.pattern("a.img", 24 * MIB, &[(MIB, 3 * MIB)]);
+        let script = format!(
+            "mount -o remount,size=24m .
+             $F convert $SRC a.{format}; $F create b.{format} 24M; $F clone a.{format} c.{format}
+             $F rebase c.{format} -b b.{format}; rm a.{format}
+             head -c $(( ($(stat -f -c %a .) - 512) * 4096 )) /dev/zero > filler
+             stat -f -c %a . > ../before
+             echo full
+             if $F coalesce c.{format}; then exit 9; fi
+             stat -f -c %a . | cmp - ../before
+             $F compare $SRC c.{format}
+             rm filler
+             $F coalesce c.{format}
+             $F compare $SRC c.{format}"
+        );
+        let Some(text) = on_a_small_disk(&place, &script) else { return };
+        let (_, text) = text.split_once("full\n").unwrap();
+        assert!(text.contains("it takes 3 MiB or more on the file system of"), "{text}");
+        assert!(text.contains("has 2 MiB free; 1 MiB of these are left to others"), "{text}");
+    }
+}
+
+/// Data that the parent has a place for take no room: a merge must work on a full file system, as it frees space.
+#[test]
+fn a_merge_that_takes_no_room_works_on_a_full_file_system() {
+    for format in ["vhd", "qcow2"] {
+        let place = Place::new();
+        place.pattern("a.img", 24 * MIB, &[(0, 2 * MIB)]);
+        let script = format!(
+            "mount -o remount,size=24m .
+             $F convert $SRC a.{format}; $F create e.{format} 24M
+             $F clone a.{format} c.{format}
+             $F rebase c.{format} -b e.{format}; $F rebase -u c.{format} -b a.{format}
+             rm e.{format}
+             head -c $(( ($(stat -f -c %a .) - 48) * 4096 )) /dev/zero > filler
+             echo full
+             $F coalesce c.{format}
+             $F compare $SRC c.{format}"
+        );
+        let Some(text) = on_a_small_disk(&place, &script) else { return };
+        assert!(text.contains("they read the same"), "{text}");
+    }
+}
+
+#[test]
+fn space_that_is_taken_at_once_is_there_or_nothing_is_taken() {
+    let place = Place::new();
+    place.pattern("a.img", 24 * MIB, &[(0, MIB)]);
+    let script = "$F create --fixed small.vhd 2M
+                  for a in 'create --fixed x.vhd 24M' 'create --fixed x.img 24M' \
+                           'convert --fixed '$SRC' x.vhd' 'resize small.vhd 24M'; do
+                      echo \"== $a\"
+                      if $F $a; then exit 9; fi
+                  done
+                  $F check small.vhd
+                  ls -A";
+    let Some(text) = on_a_small_disk(&place, script) else { return };
+    assert_eq!(text.matches("or more on the file system of").count(), 4, "{text}");
+    assert!(text.ends_with("small.vhd: in order\nsmall.vhd\n"), "{text}");
 }
 
 /// If a conversion cannot begin, it offers no resume, and leaves nothing.

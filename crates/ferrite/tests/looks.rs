@@ -7,18 +7,32 @@ use std::os::unix::fs::FileExt as _;
 
 use images::{MIB, Place};
 
-/// The magic bytes of other formats, and their offsets.
-const OTHERS: [(u64, &[u8]); 10] = [
-    (0, b"QFI\xfb\0\0\0\x01"),
-    (0, b"QFI\xfb\0\0\0\x03"),
-    (0, b"conectix"),
-    (0, b"vhdxfile"),
-    (0, b"KDMV"),
-    (0, b"# Disk DescriptorFile"),
-    (0, b"QED\0"),
-    (0, b"WithoutFreeSpace"),
-    (0, b"WithouFreSpacExt"),
-    (64, b"\x7f\x10\xda\xbe"),
+/// The magic bytes of kinds of files with their offsets, a word that the error has, and the advice of it.
+const OTHERS: [(u64, &[u8], &str, &str); 18] = [
+    (0, b"QFI\xfb\0\0\0\x01", "qcow image of version 1", "qemu-img convert"),
+    (0, b"QFI\xfb\0\0\0\x03", "qcow2", "say qcow2:"),
+    (0, b"conectix", "a VHD", "say vhd:"),
+    (0, b"vhdxfile", "VHDX", "qemu-img convert"),
+    (0, b"KDMV", "VMDK", "qemu-img convert"),
+    (0, b"# Disk DescriptorFile", "VMDK", "qemu-img convert"),
+    (0, b"QED\0", "QED", "qemu-img convert"),
+    (0, b"WithoutFreeSpace", "Parallels", "qemu-img convert"),
+    (0, b"WithouFreSpacExt", "Parallels", "qemu-img convert"),
+    (64, b"\x7f\x10\xda\xbe", "VDI", "qemu-img convert"),
+    (0, b"FERSTORE", "a store", "say store:"),
+    (0, b"\x1f\x8b\x08\x08", "gzip", "gunzip"),
+    (0, b"\xfd7zXZ\0", "xz", "unxz"),
+    (0, b"\x28\xb5\x2f\xfd", "zstd", "unzstd"),
+    (0, b"BZh91AY&SY", "bzip2", "bunzip2"),
+    (0, b"\x04\x22\x4d\x18", "lz4", "unlz4"),
+    (0, b"PK\x03\x04", "ZIP", "unzip"),
+    (0, b"7z\xbc\xaf\x27\x1c", "7z", "7z x"),
+];
+
+/// A fixed VHD has its magic bytes at its end only; old programs have left out the last byte.
+const AT_THE_END: [(u64, &[u8], &str, &str); 2] = [
+    (4 * MIB - 512, b"conectix", "a VHD", "say vhd:"),
+    (4 * MIB - 511, b"conectix", "a VHD", "say vhd:"),
 ];
 
 fn put(place: &Place, at: u64, bytes: &[u8]) {
@@ -31,8 +45,7 @@ fn put(place: &Place, at: u64, bytes: &[u8]) {
 fn what_looks_like_an_image_is_raw_only_if_that_is_said() {
     let place = Place::new();
     place.pattern("plain.img", 4 * MIB, &[(0, MIB)]);
-    let ends = [(4 * MIB - 512, &b"conectix"[..]), (4 * MIB - 511, b"conectix")];
-    for (at, bytes) in OTHERS.into_iter().chain(ends) {
+    for (at, bytes, ..) in OTHERS.into_iter().chain(AT_THE_END) {
         put(&place, at, bytes);
         let before = fs::read(place.path("disk")).unwrap();
         for command in [
@@ -56,6 +69,86 @@ fn what_looks_like_an_image_is_raw_only_if_that_is_said() {
         place.ok(&["convert", "--from", "raw", "--to", "raw", "disk", "copy"]);
         place.ok(&["create", "disk", "4M", "--force"]);
         fs::remove_file(place.path("copy")).unwrap();
+    }
+}
+
+/// An image under a wrong name is whole: nobody may be sent to his backup for it.
+#[test]
+fn what_is_named_another_format_is_told_what_it_looks_like() {
+    let place = Place::new();
+    for format in ["vhd", "qcow2"] {
+        // A qcow image of any version is one, and opening it says more.
+        let own: &[u8] = if format == "qcow2" { b"QFI" } else { b"conectix" };
+        let others = OTHERS.into_iter().chain(AT_THE_END);
+        for (at, bytes, word, advice) in others.filter(|it| !it.1.starts_with(own)) {
+            put(&place, at, bytes);
+            let name = format!("disk.{format}");
+            fs::rename(place.path("disk"), place.path(&name)).unwrap();
+            for command in [
+                &["info", &name][..],
+                &["check", &name],
+                &["repair", &name],
+                &["repair", "--force", &name],
+                &["convert", &name, "copy.img"],
+                &["resize", &name, "8M"],
+            ] {
+                let text = place.fails(1, command);
+                let is_told = text.contains(&format!("named {format}, and looks like "));
+                assert!(is_told && text.contains(word), "{command:?}: {text}");
+                assert!(text.contains(advice) && !text.contains("damaged"), "{command:?}: {text}");
+            }
+        }
+    }
+}
+
+/// What is not known at all may be a damaged image.
+#[test]
+fn what_looks_like_nothing_is_damaged_under_the_name_of_a_format() {
+    let place = Place::new();
+    for name in ["disk.vhd", "disk.qcow2"] {
+        place.pattern(name, 4 * MIB, &[(0, 4 * MIB)]);
+        place.fails(5, &["info", name]);
+        place.fails(2, &["check", name]);
+    }
+}
+
+/// The first sector of a fixed VHD is its guest's, who may write there what he likes.
+#[test]
+fn a_fixed_vhd_is_one_whatever_its_guest_has_written() {
+    let place = Place::new();
+    for (at, bytes, ..) in OTHERS.into_iter().filter(|(_, bytes, ..)| *bytes != b"conectix") {
+        place.ok(&["create", "disk.vhd", "4M", "--fixed", "--force"]);
+        let file = File::options().write(true).open(place.path("disk.vhd")).unwrap();
+        file.write_all_at(bytes, at).unwrap();
+        place.ok(&["check", "disk.vhd"]);
+        let copy = place.ok(&["convert", "disk.vhd", "raw:copy.img", "--force"]);
+        assert!(copy.contains("4 MiB"), "{copy}");
+    }
+}
+
+/// A fixed VHD that is larger than what XAPI and QEMU read, with the footer that Azure's has.
+#[test]
+fn an_image_that_is_only_not_supported_is_not_called_damaged() {
+    let place = Place::new();
+    place.ok(&["create", "a.vhd", "4M", "--fixed"]);
+    let file = File::options().read(true).write(true).open(place.path("a.vhd")).unwrap();
+    let mut footer = [0; 512];
+    file.read_exact_at(&mut footer, 4 * MIB).unwrap();
+    let size: u64 = 4 << 40;
+    footer[40..48].copy_from_slice(&size.to_be_bytes());
+    footer[48..56].copy_from_slice(&size.to_be_bytes());
+    footer[64..68].fill(0);
+    let sum: u32 = footer.iter().map(|byte| u32::from(*byte)).sum();
+    footer[64..68].copy_from_slice(&(!sum).to_be_bytes());
+    file.write_all_at(&[1; 512], 0).unwrap();
+    file.set_len(size).unwrap();
+    file.write_all_at(&footer, size).unwrap();
+    let text = place.fails(1, &["check", "a.vhd"]);
+    assert!(text.contains("not supported") && !text.contains("damaged"), "{text}");
+    for command in [&["info", "a.vhd"][..], &["convert", "a.vhd", "b.img"], &["repair", "a.vhd"]] {
+        let text = place.fails(1, command);
+        let said = text.contains("not supported");
+        assert!(said && !text.contains("backup"), "{command:?}: {text}");
     }
 }
 

@@ -1,7 +1,9 @@
 //! Checks and repairs of images.
 
 use ferrite_disk::Disk;
-use ferrite_disk_base::{Class, DiskError, ErrorKind, Format, ImageName, journal};
+use ferrite_disk_base::{
+    Class, DiskError, ErrorKind, Format, ImageName, is_something_else, journal,
+};
 use ferrite_images::{Image, Layer, open_as_far, open_medium, open_raw};
 
 use super::formats::Rules;
@@ -94,11 +96,14 @@ impl ImageTools<'_> {
         let options = self.medium_options(true);
         let open = if name.format.is_layered() { open_medium } else { open_raw };
         let raw = open(&name.path, &options)?;
+        if let Some(other) = is_something_else(&raw, name.format) {
+            return Err(other);
+        }
         formats::check(&raw, name.format, rules)
     }
 
-    /// Repairs what can be repaired without guessing, if `force` is set; otherwise only reports these repairs. The
-    /// journal of a killed backend is written into the image first.
+    /// Repairs what can be repaired without guessing, if `force` is set; otherwise only reports these repairs, or the
+    /// error with which `force` would fail. The journal of a killed backend is written into the image first.
     ///
     /// # Errors
     /// It cannot be read or written, or is in use.
@@ -109,32 +114,57 @@ impl ImageTools<'_> {
             return Err(unsuitable(what(), "a raw image has nothing that could be mended", help));
         }
         let before = self.check_one(name, Rules::Ours)?;
-        if !force {
-            return Ok(Repaired { done: false, before: before.clone(), after: before });
-        }
-        // Its parents are not opened: they may be missing.
-        let unusable = match Image::open_alone(name, &ImageTools::even_parents(self.options(false)))
-        {
-            Ok(image) => self.close(&Disk::Image(image), &name.path).map(|()| None)?,
-            Err(e) if !matches!(e.kind(), ErrorKind::Unsuitable | ErrorKind::Damaged) => {
-                return Err(e);
-            }
-            // The damage that keeps it from being opened may be repairable.
-            Err(e) => Some(e),
-        };
-        let options = ImageTools::even_parents(self.medium_options(false));
+        let (journal, unusable) = self.replay(name, force)?;
+        let options = ImageTools::even_parents(self.medium_options(!force));
         let raw = open_medium(&name.path, &options)?;
         match unusable {
             // The journal may have data in blocks that the image takes for unused.
             Some(e) if journal::any_at(self.readable_state(), &raw)? => return Err(e),
             _ => {}
         }
+        let mendable = formats::is_repairable(&raw, name.format)?;
+        if !force {
+            let after = before.clone();
+            return Ok(Repaired { done: false, journal, mendable, before, after });
+        }
         let mut context = IoContext::new(self, 0).map_err(|e| broken(what(), e))?;
         let port = context.port_of(raw.files()).map_err(|e| broken(what(), e))?;
         let mended = context.run(async { Ok(formats::repair(&port, &raw, name.format).await) });
         mended.map_err(|e| broken(what(), e))??;
         let after = formats::check(&raw, name.format, Rules::Ours)?;
-        Ok(Repaired { done: true, before, after })
+        Ok(Repaired { done: true, journal, mendable, before, after })
+    }
+
+    /// Writes the journal of a killed backend into an image, with `force`. Returns whether there is one with answered
+    /// writes, and the error if the image must be repaired before it can be opened.
+    fn replay(
+        &self,
+        name: &ImageName,
+        force: bool,
+    ) -> Result<(bool, Option<DiskError>), DiskError> {
+        // Its parents are not opened: they may be missing. A reader finds the journal, and leaves it unchanged.
+        let options = ImageTools::even_parents(self.options(true));
+        let readable = Image::open_alone(name, &options).and_then(|image| {
+            let leaf = &image.layers()[0];
+            let journal = leaf.has_journal(self.readable_state())?;
+            leaf.check_writable().map(|()| journal)
+        });
+        let replayed = readable.and_then(|journal| {
+            if force {
+                let options = ImageTools::even_parents(self.options(false));
+                let image = Image::open_alone(name, &options)?;
+                self.close(&Disk::Image(image), &name.path)?;
+            }
+            Ok(journal)
+        });
+        match replayed {
+            Ok(journal) => Ok((journal, None)),
+            // The damage that keeps it from being opened may be repairable.
+            Err(e) if matches!(e.kind(), ErrorKind::Unsuitable | ErrorKind::Damaged) => {
+                Ok((false, Some(e)))
+            }
+            Err(e) => Err(e),
+        }
     }
 }
 
@@ -146,19 +176,27 @@ fn of_chain(why: String, class: Class) -> Finding {
 }
 
 impl Repaired {
+    /// Whether findings are mended: with `force`, or by that.
+    pub fn is_mended(&self) -> bool {
+        self.mendable && self.before.counts.mendable > 0
+    }
+
     /// The findings for which `force` was needed and not given, as an error.
     ///
     /// # Errors
     /// There is something to repair.
     pub fn or_refused(&self) -> Result<(), DiskError> {
-        let mendable = self.after.counts.mendable > 0;
         let what = format!("cannot repair {}", self.after.path);
-        if !self.done && mendable {
+        if !self.done && (self.is_mended() || self.journal) {
             let help = "--force does it; take a copy of the file first if you can";
             return Err(refused(what, "metadata would be overwritten", help));
         }
         if self.after.is_usable() {
             return Ok(());
+        }
+        if self.after.counts.damage == 0 {
+            let help = "use the program that made it, or convert it with that";
+            return Err(unsuitable(what, "it has features that are not supported here", help));
         }
         let help = "what is not mendable needs a backup";
         let why = "there is damage that nothing is known to mend";

@@ -21,6 +21,7 @@ use super::files::{Protected, same_file, take_rights};
 use super::formats::leaf;
 use super::io_context::IoContext;
 use super::rebase::{check_snapshots, note_bitmaps};
+use super::room::{self, Room};
 use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 
 const UNKNOWN: &str = "mend that first (a clone that was moved: move it back, or, if it stands on nothing where it is, ferrite \
@@ -35,6 +36,8 @@ struct Pair {
     child_bytes: u64,
     /// Bytes of the grandparent's disk.
     below_bytes: u64,
+    /// The least space that the parent takes for the child's data.
+    needed_bytes: u64,
 }
 
 impl ImageTools<'_> {
@@ -52,6 +55,8 @@ impl ImageTools<'_> {
         let what = || format!("cannot coalesce {}", child.path.display());
         let cannot = |e| broken(what(), e);
         self.check_alone(child, &pair.parent, force)?;
+        let below = &pair.parent.path;
+        Room::at(below).map_err(cannot)?.check(what(), pair.needed_bytes, below)?;
         // Both are locked against all others, the child without its parent.
         let upper = Image::open_alone(child, &ImageTools::even_parents(self.options(false)))?;
         check_same(&upper, child, pair)?;
@@ -184,6 +189,7 @@ impl ImageTools<'_> {
             parent_bytes: below.bytes(),
             child_bytes: disk.sectors() * SECTOR_BYTES,
             below_bytes: layers.get(2).map_or(0, |layer| layer.bytes()),
+            needed_bytes: self.space_for(child, &disk)?,
         };
         if pair.parent.format != child.format {
             let why = format!("its parent is {}, and could not take its name", pair.parent.format);
@@ -219,6 +225,16 @@ impl ImageTools<'_> {
             );
         }
         Ok(pair)
+    }
+
+    /// The least space that the parent takes for the child's data.
+    fn space_for(&self, child: &ImageName, disk: &Disk) -> Result<u64, DiskError> {
+        let cannot = |e| broken(format!("cannot look at {}", child.path.display()), e);
+        let Disk::Image(image) = disk else { return Ok(0) };
+        let mut context = IoContext::new(self, 0).map_err(cannot)?;
+        let port = context.port(disk).map_err(cannot)?;
+        let bytes = disk.sectors() * SECTOR_BYTES;
+        context.run(room::merged(image.layers(), &port, bytes)).map_err(cannot)
     }
 
     /// Refuses a merge that would destroy another child of the parent, or might; with `force`, reports it.

@@ -1,6 +1,7 @@
 //! Copies of disks, in any format.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Seek as _, SeekFrom};
 
 use ferrite_disk::Disk;
 use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES};
@@ -67,7 +68,8 @@ impl ImageTools<'_> {
             done_bytes: 0,
         };
         let is_untold = fresh.is_untold();
-        let (file, state) = self.destination(to, how, fresh)?;
+        let too_small = |e| self.too_small(to, bytes, e);
+        let (file, state) = self.destination(to, how, fresh).map_err(too_small)?;
         // No journal: data that are not durable are written again.
         let target = file.open_disk(to.format)?;
         let mut context = Copying::context(self).map_err(cannot)?;
@@ -84,7 +86,7 @@ impl ImageTools<'_> {
         drop(copying);
         if let Err(e) = copied {
             return Err(match self.is_device(&to.path) {
-                true => broken(what(), e),
+                true => too_small(broken(what(), e)),
                 false => interrupted(what(), e, is_untold),
             });
         }
@@ -92,6 +94,23 @@ impl ImageTools<'_> {
         file.finish()?;
         self.forget(to)?;
         Ok(done(to, bytes, formats::warnings(to, &new, None, bytes)))
+    }
+
+    /// The error for a device that has no room for a thin image of a disk of so many bytes, if `e` says that. What such an
+    /// image takes is known only when it is written.
+    fn too_small(&self, to: &ImageName, bytes: u64, e: DiskError) -> DiskError {
+        let cause = std::error::Error::source(&e).and_then(|e| e.downcast_ref::<io::Error>());
+        let is_full = cause.is_some_and(|e| e.kind() == io::ErrorKind::StorageFull);
+        if !is_full || !self.is_device(&to.path) {
+            return e;
+        }
+        let device = File::open(&to.path).and_then(|mut file| file.seek(SeekFrom::End(0)));
+        let Ok(device) = device else { return e };
+        let format = to.format;
+        let why = format!(
+            "the device has {device} bytes, and a {format} of this disk of {bytes} bytes takes more"
+        );
+        DiskError::new(ErrorKind::Unsuitable, e.what(), why, "take a larger device")
     }
 
     /// Removes the state of an earlier copy, durably: it would pass for this one's.

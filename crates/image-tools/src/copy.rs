@@ -15,6 +15,7 @@ use ferrite_io::shared_lock::SharedLock;
 
 use super::io_context::{BUFFER_BYTES, IoContext, Stop, all};
 use super::resume::Resume;
+use super::room::Guard;
 use super::{ImageTools, Progress};
 
 /// Pieces in flight at a time.
@@ -53,6 +54,9 @@ pub(super) struct Copying<'a> {
     mode: Mode,
     from: (&'a Disk, Port),
     to: (&'a Disk, Port),
+    room: Guard,
+    /// Held by the worker that writes, when there is little room.
+    last_room: SharedLock,
     buffers: Vec<Span>,
     /// Memory that stays zero.
     zeros: Span,
@@ -89,6 +93,8 @@ impl<'a> Copying<'a> {
             mode,
             from: (from, context.port(from)?),
             to: (to, context.port(to)?),
+            room: Guard::of(to),
+            last_room: SharedLock::new(),
             buffers: (0..IN_FLIGHT).map(|_| context.buffer()).collect::<io::Result<_>>()?,
             zeros,
             looking: SharedLock::new(),
@@ -168,7 +174,7 @@ impl<'a> Copying<'a> {
                 Some(len @ 1..) => (Some(What::Packed), len),
                 _ => self.look(at).await?,
             };
-            let whole = self.whole_blocks(at, len);
+            let whole = self.whole_blocks(len);
             let (zeros, most, len) = match what {
                 Some(What::Zeros) if self.mode != Mode::Fill && whole > 0 => {
                     (true, ZERO_PIECE, whole)
@@ -198,9 +204,9 @@ impl<'a> Copying<'a> {
         }
     }
 
-    /// The whole blocks of a range; the disk's last part counts as one.
-    fn whole_blocks(&self, at: u64, len: u64) -> u64 {
-        if at + len == self.end { len } else { len / self.block() * self.block() }
+    /// The whole blocks of a range.
+    fn whole_blocks(&self, len: u64) -> u64 {
+        len / self.block() * self.block()
     }
 
     /// The kind of the beginning of the rest, and its length; `None`: nothing to copy.
@@ -222,8 +228,20 @@ impl<'a> Copying<'a> {
             return to.write_zeroes(to_port, piece.at, piece.len, self.zeros).await;
         }
         let (from, from_port) = &self.from;
-        let buf = buf.slice(0, piece.len as usize);
-        from.read(from_port, piece.at, buf).await?;
+        let len = piece.len.next_multiple_of(self.block()) as usize;
+        if len as u64 > piece.len {
+            // The disk ends within a block of the device, which keeps what it has behind that, as with qemu-img.
+            let last = len - self.block() as usize;
+            let block = buf.slice(last, len - last);
+            to.read(to_port, piece.at + last as u64, block).await?;
+        }
+        from.read(from_port, piece.at, buf.slice(0, piece.len as usize)).await?;
+        let buf = buf.slice(0, len);
+        let _alone = match self.room.is_low(to, IN_FLIGHT as u64 * PIECE) {
+            true => Some(self.last_room.lock(&to_port.io).await?),
+            false => None,
+        };
+        self.room.check(to, piece.len)?;
         if self.mode != Mode::Fill {
             return to.write(to_port, piece.at, buf).await;
         }

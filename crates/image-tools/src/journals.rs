@@ -1,7 +1,7 @@
 //! The journals of killed backends.
 
 use ferrite_disk_base::journal::{self, Kept};
-use ferrite_disk_base::{DiskError, ErrorKind};
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName};
 
 use super::{ImageTools, JournalInfo, JournalState, refused};
 
@@ -23,6 +23,24 @@ impl ImageTools<'_> {
     /// They cannot be read.
     pub fn journals(&self) -> Result<Vec<JournalInfo>, DiskError> {
         Ok(self.kept()?.iter().map(info).collect())
+    }
+
+    /// The error for a journal that its image needs. Its help is what works: an image that was changed since cannot get
+    /// the journal's writes any more.
+    fn needed(&self, kept: &Kept, what: String) -> DiskError {
+        let path = kept.path.display();
+        let name = kept.format.map(|format| ImageName { format, path: kept.path.clone() });
+        let repaired = name.map(|name| self.repair(&name, false));
+        if let Some(Err(e)) = repaired {
+            let why = format!("{path} is there, and does not get the writes in it: {}", e.why());
+            let help = "mend that first if it can be mended; --force gives the writes up";
+            return refused(what, why, help);
+        }
+        let why = format!("{path} is there, and writes that were answered would be lost to it");
+        let help = format!(
+            "ferrite image repair --force {path} brings them into the image; --force gives them up"
+        );
+        refused(what, why, &help)
     }
 
     fn kept(&self) -> Result<Vec<Kept>, DiskError> {
@@ -60,13 +78,7 @@ impl ImageTools<'_> {
                     return Err(DiskError::new(ErrorKind::InUse, what, why, help));
                 }
                 JournalState::Kept if kept.records > 0 && !force => {
-                    let why = format!(
-                        "{} is there, and writes that were answered would be lost to it",
-                        kept.path.display()
-                    );
-                    let help = "ferrite image repair --force brings them into the image; --force \
-                                gives them up";
-                    return Err(refused(what, why, help));
+                    return Err(self.needed(kept, what));
                 }
                 JournalState::Foreign if !force => {
                     let why = "another version of this program has left it, and answered writes may be in it";

@@ -34,6 +34,7 @@ mod rebase;
 mod report;
 mod resize;
 mod resume;
+mod room;
 mod spec;
 pub mod stores;
 mod undo;

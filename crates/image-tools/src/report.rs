@@ -254,6 +254,10 @@ impl CheckReport {
 pub struct Repaired {
     /// Repairs were made; otherwise they were only reported.
     pub done: bool,
+    /// The journal of a killed backend had answered writes, which `force` brings into the image.
+    pub journal: bool,
+    /// The image is one that `force` changes: where some damage cannot be mended, nothing else may be either.
+    pub mendable: bool,
     /// The findings before.
     pub before: Checked,
     /// The findings after.

@@ -182,9 +182,22 @@ pub(super) fn repaired(repaired: &Repaired) -> String {
         true => format!("given back: {}\n", Human(given_back)),
         false => String::new(),
     };
+    let journal = match (repaired.journal, repaired.done) {
+        (false, _) => "",
+        (true, true) => "the writes in the journal of a killed backend are in the image now\n",
+        (true, false) => {
+            "a killed backend has left answered writes in its journal: --force writes them into the \
+             image\n"
+        }
+    };
+    let given_back = journal.to_owned() + &given_back;
     let text = match (repaired.done, mended) {
         (true, 0) if mendable > 0 => {
             format!("nothing was mended, as some damage cannot be\n{}", findings(&repaired.after))
+        }
+        (false, 1..) if !repaired.mendable => {
+            let found = findings(&repaired.before);
+            format!("nothing would be mended, as some damage cannot be\n{found}")
         }
         (_, 0) => findings(&repaired.after),
         (false, n) => format!("{}what would be mended: {n}\n", findings(&repaired.before)),

@@ -4,7 +4,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use ferrite_disk::{Disk, Volume};
-use ferrite_disk_base::{Counts, DiskError, ErrorKind, Format, ImageName, Port, ProblemKind, Raw};
+use ferrite_disk_base::{
+    Counts, DiskError, ErrorKind, Format, ImageName, Port, ProblemKind, Raw, SECTOR_BYTES,
+};
 use ferrite_images::qcow2::Qcow2;
 use ferrite_images::vhd::Vhd;
 use ferrite_images::{Image, ImageFormat, Layer, each_format};
@@ -12,6 +14,7 @@ use ferrite_io::scratch::MAX_PIECE_BYTES;
 use ferrite_store::BLOCK_BYTES;
 
 use super::files::is_write_protected;
+use super::room::Room;
 use super::spec::{NewImage, Parent};
 use super::{Checked, Finding, LayerInfo, broken, unsuitable};
 
@@ -51,6 +54,8 @@ pub(super) enum Rules<'a> {
 struct Looked {
     findings: Vec<Finding>,
     counts: Counts,
+    /// Findings that are in the line of another one.
+    joined: u64,
     unused_bytes: u64,
 }
 
@@ -82,6 +87,11 @@ trait Offline: ImageFormat + Sized {
         Ok(Looked::default())
     }
 
+    /// Whether [`repair`](Self::repair) would change an image.
+    fn is_repairable(_: &Raw) -> Result<bool, DiskError> {
+        Ok(false)
+    }
+
     /// Repairs one image.
     async fn repair(_: &Port, _: &Raw) -> Result<(), DiskError> {
         Ok(())
@@ -93,6 +103,11 @@ trait Offline: ImageFormat + Sized {
     /// Bytes of the unit of allocation.
     fn unit_bytes(&self) -> Option<u32> {
         None
+    }
+
+    /// Whether it takes the space of all its disk at once.
+    fn is_fixed(&self) -> bool {
+        false
     }
 
     /// The number of internal snapshots.
@@ -183,6 +198,7 @@ pub(super) async fn empty(
     (parent, blank): (Option<&Parent>, Blank),
     bytes: u64,
 ) -> Result<(), DiskError> {
+    check_room(raw, format, new, bytes)?;
     if !raw.is_file() && blank == Blank::Zeros && shows_medium(format, new) {
         let what = || format!("cannot make {}", raw.path().display());
         zero_device(port, raw, bytes).await.map_err(|e| broken(what(), e))?;
@@ -191,14 +207,42 @@ pub(super) async fn empty(
     ask_format!(format, Is => <Is as Offline>::empty(port, raw, new).await)
 }
 
+/// Refuses a new image that does not fit on its device, or a fixed one that does not fit on its file system.
+fn check_room(raw: &Raw, format: Format, new: &NewImage, bytes: u64) -> Result<(), DiskError> {
+    let what = format!("cannot make {}", raw.path().display());
+    let footer = if format == Format::Vhd { SECTOR_BYTES } else { 0 };
+    if !shows_medium(format, new) {
+        return Ok(());
+    }
+    let needed = bytes.saturating_add(footer);
+    if raw.is_file() {
+        let had = examined(raw, raw.disk_bytes())?;
+        let room = examined(raw, Room::at(raw.path()))?;
+        let needed = if new.fixed { needed.saturating_sub(had) } else { 0 };
+        return room.check(what, needed, raw.path());
+    }
+    let device = examined(raw, raw.bytes_now())?;
+    if device >= needed {
+        return Ok(());
+    }
+    let why = format!("a {format} of this disk takes {needed} bytes, and the device has {device}");
+    Err(unsuitable(what, why, "take a larger device; a disk has its own size in any copy"))
+}
+
 /// Overwrites a device with zeros.
 async fn zero_device(port: &Port, raw: &Raw, bytes: u64) -> io::Result<()> {
-    if raw.bytes_now()? < bytes {
-        return Err(io::ErrorKind::StorageFull.into());
-    }
     let zeros = port.scratch.take(MAX_PIECE_BYTES).await;
     port.memory().fill(zeros.span(), 0);
-    raw.write_zeroes(&port.io, &port.files, 0, bytes, zeros.span()).await?;
+    let block = u64::from(raw.block_bytes());
+    let (whole, rest) = (bytes / block * block, (bytes % block) as usize);
+    raw.write_zeroes(&port.io, &port.files, 0, whole, zeros.span()).await?;
+    if rest > 0 {
+        // The device is written in blocks: the last one keeps what is behind the disk's end.
+        let last = zeros.span().slice(0, block as usize);
+        port.io.read_exact(port.files[0], whole, last).await?;
+        port.memory().fill(last.slice(0, rest), 0);
+        port.io.write_all(port.files[0], whole, last).await?;
+    }
     port.io.sync(port.files[0]).await
 }
 
@@ -323,6 +367,15 @@ pub(super) async fn resize(port: &Port, disk: Disk, bytes: u64) -> Result<(), Di
         }
     };
     let Some(layer) = layer else { return Ok(()) };
+    let medium = layer.medium();
+    if bytes > layer.bytes()
+        && medium.is_file()
+        && each_format!(&layer, image => Offline::is_fixed(image))
+    {
+        let what = format!("cannot resize {}", medium.path().display());
+        let room = examined(medium, Room::at(medium.path()))?;
+        room.check(what, bytes - layer.bytes(), medium.path())?;
+    }
     if bytes > layer.bytes() && below_bytes > layer.bytes() {
         let what = format!("cannot resize {}", layer.medium().path().display());
         let why = "its parent is larger: what is behind the disk's end would be seen";
@@ -352,10 +405,10 @@ pub(super) fn parents_of(image: &Image) -> Vec<PathBuf> {
 
 /// Checks one image.
 pub(super) fn check(raw: &Raw, format: Format, rules: Rules<'_>) -> Result<Checked, DiskError> {
-    let Looked { findings, counts, unused_bytes } =
+    let Looked { findings, counts, joined, unused_bytes } =
         ask_format!(format, Is => <Is as Offline>::check(raw, rules))?;
     let path = raw.path().display().to_string();
-    let more_findings = counts.total() - findings.len() as u64;
+    let more_findings = counts.total().saturating_sub(findings.len() as u64 + joined);
     Ok(Checked { path, format: format.name(), counts, findings, more_findings, unused_bytes })
 }
 
@@ -369,6 +422,11 @@ fn finding<P: ProblemKind>(kind: &str, found: &ferrite_disk_base::Finding<P>) ->
         harmless: class.is_harmless(),
         mendable: found.problem.is_mendable(),
     }
+}
+
+/// Whether [`repair`] would change one image.
+pub(super) fn is_repairable(raw: &Raw, format: Format) -> Result<bool, DiskError> {
+    ask_format!(format, Is => <Is as Offline>::is_repairable(raw))
 }
 
 /// Repairs one image.

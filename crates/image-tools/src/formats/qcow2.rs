@@ -35,7 +35,12 @@ impl Offline for Qcow2 {
     fn check(raw: &Raw, _: Rules<'_>) -> Result<Looked, DiskError> {
         let report = qcow2::check(raw)?;
         let findings = report.findings.iter().map(qcow2_finding).collect();
-        Ok(Looked { findings, counts: report.counts, unused_bytes: report.unused_bytes })
+        let (joined, unused_bytes) = (report.joined(), report.unused_bytes);
+        Ok(Looked { findings, counts: report.counts, joined, unused_bytes })
+    }
+
+    fn is_repairable(raw: &Raw) -> Result<bool, DiskError> {
+        qcow2::is_repairable(raw)
     }
 
     async fn repair(port: &Port, raw: &Raw) -> Result<(), DiskError> {

@@ -46,7 +46,12 @@ impl Offline for Vhd {
             Rules::Theirs(parent) => vhd::check_strictly(raw, parent)?,
         };
         let findings = report.findings.iter().map(vhd_finding).collect();
-        Ok(Looked { findings, counts: report.counts, unused_bytes: 0 })
+        let joined = report.joined();
+        Ok(Looked { findings, counts: report.counts, joined, unused_bytes: 0 })
+    }
+
+    fn is_repairable(raw: &Raw) -> Result<bool, DiskError> {
+        vhd::is_repairable(raw)
     }
 
     async fn repair(port: &Port, raw: &Raw) -> Result<(), DiskError> {
@@ -67,6 +72,10 @@ impl Offline for Vhd {
             creator: Some(format!("{app} {}.{}", version >> 16, version & 0xffff)),
             ..of_medium(self.medium(), Format::Vhd)?
         })
+    }
+
+    fn is_fixed(&self) -> bool {
+        self.block_bytes().is_none()
     }
 
     fn unit_bytes(&self) -> Option<u32> {

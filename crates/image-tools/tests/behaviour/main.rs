@@ -9,6 +9,8 @@ mod check_classes;
 mod children;
 mod marks;
 mod moved_children;
+mod parents_by_name;
+mod rehearsed_repairs;
 mod tools;
 mod tools_files;
 mod tools_rights;

@@ -10,25 +10,27 @@ use ferrite_images::vhd;
 use crate::common::vhd::{at, options, peer};
 use crate::common::{Loop, MIB, Queue, dir_in_memory, dir_on_disk, work};
 
-fn name(text: &str, path: &Path) -> ImageName {
+pub(crate) fn name(text: &str, path: &Path) -> ImageName {
     ImageName::parse(&format!("{text}:{}", path.to_str().unwrap())).unwrap()
 }
 
 /// A device has on it whatever was there before.
 #[test]
 fn a_copy_on_a_device_is_the_same_where_the_source_is_zeros() {
-    for block_bytes in [512, 4096] {
-        copy_to_devices(block_bytes);
+    for (block_bytes, rest) in [(512, 512), (4096, 4096), (4096, 512), (4096, 3584)] {
+        copy_to_devices(block_bytes, rest);
     }
 }
 
-fn copy_to_devices(block_bytes: u32) {
+fn copy_to_devices(block_bytes: u32, rest: u64) {
     let dir = dir_on_disk();
     let source = at(&dir, "source.img");
-    let bytes = 4 * MIB + u64::from(block_bytes);
+    let bytes = 4 * MIB + rest;
     let mut content = vec![0; bytes as usize];
     content[MIB as usize..][..512].fill(7);
     content[(3 * MIB) as usize + 1024..][..512].fill(8);
+    // The last sector has data in one case, and none in another.
+    content[bytes as usize - 512..].fill((rest % 1024 / 512) as u8 * 9);
     fs::write(&source, &content).unwrap();
     for (format, fixed) in [("raw", false), ("vhd", true), ("vhd", false), ("qcow2", false)] {
         let file = at(&dir, "device");
@@ -43,7 +45,71 @@ fn copy_to_devices(block_bytes: u32) {
         let found = fs::read(&back).unwrap();
         let wrong = found.iter().zip(&content).position(|(a, b)| a != b);
         assert_eq!(wrong, None, "{format}, fixed: {fixed}");
+        if format == "raw" {
+            drop(device);
+            let behind = fs::read(&file).unwrap();
+            assert!(behind[bytes as usize..].iter().all(|byte| *byte == 0xEE), "{rest}");
+        }
     }
+}
+
+/// The sizes are compared before anything is written.
+#[test]
+fn a_device_that_is_too_small_is_refused_with_both_sizes_and_stays_as_it_was() {
+    for (format, fixed, bytes) in [("raw", false, 4 * MIB + 512), ("vhd", true, 4 * MIB)] {
+        let dir = dir_on_disk();
+        let (source, file) = (at(&dir, "source.img"), at(&dir, "device"));
+        fs::write(&source, vec![1; bytes as usize]).unwrap();
+        fs::write(&file, vec![0xEE; 4 * MIB as usize]).unwrap();
+        let Some(device) = Loop::attach(&file, 512) else { return };
+        let (from, to) = (name("raw", &source), name(format, &device.0));
+        let how = Convert { force: true, fixed, ..Convert::default() };
+        let copied = work(None, |tools| tools.convert(&from, &to, &how)).unwrap_err();
+        let new = NewImage { bytes: Some(bytes), fixed, force: true, ..NewImage::default() };
+        let made = work(None, |tools| tools.create(&to, &new)).unwrap_err();
+        for error in [copied, made] {
+            let text = error.to_string();
+            let sizes = [(4 * MIB).to_string(), (4 * MIB + 512).to_string()];
+            assert!(sizes.iter().all(|size| text.contains(size)), "{format}: {text}");
+            assert!(error.help().contains("a larger device"), "{}", error.help());
+        }
+        drop(device);
+        assert!(fs::read(&file).unwrap().iter().all(|byte| *byte == 0xEE), "{format}");
+    }
+}
+
+/// What a thin image takes is known when it is written.
+#[test]
+fn a_device_that_is_too_small_for_a_thin_image_is_told_from_a_full_file_system() {
+    for format in ["vhd", "qcow2"] {
+        let dir = dir_on_disk();
+        let (source, file) = (at(&dir, "source.img"), at(&dir, "device"));
+        fs::write(&source, vec![1; 4 * MIB as usize]).unwrap();
+        fs::write(&file, vec![0xEE; 4 * MIB as usize]).unwrap();
+        let Some(device) = Loop::attach(&file, 512) else { return };
+        let (from, to) = (name("raw", &source), name(format, &device.0));
+        let how = Convert { force: true, ..Convert::default() };
+        let error = work(None, |tools| tools.convert(&from, &to, &how)).unwrap_err();
+        let size = format!("the device has {} bytes", 4 * MIB);
+        assert!(error.why().contains(&size), "{format}: {error}");
+        assert_eq!(error.help(), "take a larger device", "{format}");
+    }
+}
+
+/// A device of larger blocks than the disk has sectors.
+#[test]
+fn a_new_raw_disk_on_a_device_ends_within_a_block_of_it() {
+    let dir = dir_on_disk();
+    let file = at(&dir, "device");
+    fs::write(&file, vec![0xEE; 8 * MIB as usize]).unwrap();
+    let Some(device) = Loop::attach(&file, 4096) else { return };
+    let bytes = 4 * MIB + 512;
+    let new = NewImage { bytes: Some(bytes), force: true, ..NewImage::default() };
+    work(None, |tools| tools.create(&name("raw", &device.0), &new)).unwrap();
+    drop(device);
+    let found = fs::read(&file).unwrap();
+    let (disk, behind) = found.split_at(bytes as usize);
+    assert!(disk.iter().all(|byte| *byte == 0) && behind.iter().all(|byte| *byte == 0xEE));
 }
 
 #[test]
@@ -63,13 +129,13 @@ fn a_new_fixed_image_on_a_device_reads_as_zeros() {
 }
 
 /// Opens an image as a backend does.
-fn serve(image: &ImageName, state: &Path, read_only: bool) -> Queue {
+pub(crate) fn serve(image: &ImageName, state: &Path, read_only: bool) -> Queue {
     let options = OpenOptions { read_only, state_dir: Some(state.into()), ..options() };
     Queue::new(Disk::open_image(image, &options).unwrap())
 }
 
 /// A child and its parent; a backend of the child was killed before it had flushed.
-fn killed(dir: &Path, state: &Path, format: &str) -> (ImageName, ImageName) {
+pub(crate) fn killed(dir: &Path, state: &Path, format: &str) -> (ImageName, ImageName) {
     let path = |file: &str| dir.join(format!("{file}.{format}"));
     let (parent, child) = (name(format, &path("parent")), name(format, &path("child")));
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
@@ -168,4 +234,21 @@ fn a_disk_that_is_smaller_than_its_parent_does_not_grow_into_it() {
     crate::common::vhd::create(&child.path, &vhd::NewImage::differencing(4 * MIB, below)).unwrap();
     let error = work(None, |tools| tools.resize(&child, 8 * MIB, false)).unwrap_err();
     assert!(error.to_string().contains("parent is larger"), "{error}");
+}
+
+/// Some programs take a VHD's original size for its size, or refuse one above its present size.
+#[test]
+fn a_resized_vhd_has_its_new_size_in_both_fields() {
+    for (fixed, sizes) in [(false, [12, 6].as_slice()), (true, &[12])] {
+        let dir = dir_on_disk();
+        let image = name("vhd", &at(&dir, "a.vhd"));
+        let new = NewImage { bytes: Some(8 * MIB), fixed, ..NewImage::default() };
+        work(None, |tools| tools.create(&image, &new)).unwrap();
+        for size in sizes {
+            work(None, |tools| tools.resize(&image, size * MIB, true)).unwrap();
+            let footer = vhd::Vhd::open(&image.path, &options()).unwrap().footer().clone();
+            let found = [footer.original_size, footer.current_size];
+            assert_eq!(found, [size * MIB; 2], "fixed: {fixed}");
+        }
+    }
 }

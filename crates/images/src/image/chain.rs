@@ -114,6 +114,10 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
     match (last, outside) {
         (Some(e), _) => Err(e),
         (None, Some(path)) => Err(Parents::outside(child_path, path)),
+        (None, None) if paths.is_empty() => refuse(
+            format!("it names its parent {name:?}, and no place of it"),
+            "say where that is: ferrite image rebase -u IMAGE -b PARENT",
+        ),
         (None, None) => refuse(
             format!("its parent {name:?} is at none of {}", whole(&paths)),
             "put the parent back to where it was when the image was made, or, if it has another name \

@@ -132,6 +132,11 @@ pub trait ImageFormat: fmt::Display {
         Vec::new()
     }
 
+    /// Refuses an image that is read, and must be repaired before it is written to.
+    fn check_writable(&self) -> Result<(), DiskError> {
+        Ok(())
+    }
+
     /// The identity by which its journal is found; `None`: it has no journal.
     fn journal_identity(&self) -> io::Result<Option<Identity>> {
         Ok(None)

@@ -201,6 +201,14 @@ impl Layer {
         each_format!(self, image => ImageFormat::recovered(image))
     }
 
+    /// Refuses an image that can be read, and must be repaired before it is written to.
+    ///
+    /// # Errors
+    /// It is one; the text tells why.
+    pub fn check_writable(&self) -> Result<(), DiskError> {
+        each_format!(self, image => ImageFormat::check_writable(image))
+    }
+
     /// Whether a dead process has left answered writes in a journal that are not in the file yet.
     ///
     /// # Errors

@@ -182,6 +182,10 @@ impl ImageFormat for Qcow2 {
         self.answered.iter().map(part).collect()
     }
 
+    fn check_writable(&self) -> Result<(), DiskError> {
+        self.check_marks()
+    }
+
     fn journal_identity(&self) -> io::Result<Option<Identity>> {
         identity(self.medium(), &self.header).map(Some)
     }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use ferrite_disk_base::journal::{self, Identity, Journal, Left, Record};
 use ferrite_disk_base::{
-    DiskError, Epochs, ErrorKind, Format, ImageName, OpenOptions, READ_ONLY, Raw,
+    DiskError, Epochs, ErrorKind, Format, ImageName, OpenOptions, READ_ONLY, Raw, is_something_else,
 };
 use ferrite_host::clock::SplitMix64;
 use ferrite_io::shared_lock::SharedLock;
@@ -43,6 +43,9 @@ impl Qcow2 {
     /// Opens the image in `medium`.
     pub(crate) fn of(medium: Raw, options: &OpenOptions) -> Result<Qcow2, DiskError> {
         let cannot = Cannot(format!("cannot open image {}", medium.path().display()));
+        if let Some(other) = is_something_else(&medium, Format::Qcow2) {
+            return Err(other);
+        }
         let read_only = medium.read_only();
         let dir = options.state_dir.as_deref();
         let bytes = medium.bytes_now().map_err(|e| cannot.io(e))?;
@@ -98,6 +101,12 @@ impl Qcow2 {
             }
             (Err(e), _) => Err(cannot.io(e)),
         }
+    }
+
+    /// Refuses an image with a mark that it must be repaired first.
+    pub(crate) fn check_marks(&self) -> Result<(), DiskError> {
+        let what = format!("cannot open image {}", self.base.medium.path().display());
+        check_writable(&self.header, &Cannot(what))
     }
 
     /// The backing file: a path, relative to the image's own folder if it is not absolute, and a format that the image

@@ -1,7 +1,8 @@
 //! Checks an image without changing it.
 
-use ferrite_disk_base::{Class, Counts, DiskError, ProblemKind, Raw};
+use ferrite_disk_base::{Class, Counts, DiskError, ProblemKind, Raw, Stretches};
 
+use super::by_name;
 use super::footers::End;
 use super::format::batmap::{self, Batmap};
 use super::format::footer::{Footer, Kind};
@@ -87,6 +88,8 @@ pub struct Report {
     pub findings: Vec<Finding>,
     /// All findings, listed or not.
     pub counts: Counts,
+    /// The stretches of tables that are one finding each.
+    stretches: Stretches<Problem>,
     /// The kinds of all findings, each once.
     kinds: Vec<Problem>,
 }
@@ -94,7 +97,7 @@ pub struct Report {
 impl Report {
     pub(super) fn add(&mut self, problem: Problem, offset: u64, why: impl Into<String>) {
         let finding = Finding { problem, offset, why: why.into() };
-        finding.list(&mut self.findings, &mut self.counts);
+        self.stretches.add(finding, &mut self.findings, &mut self.counts);
         if !self.has(problem) {
             self.kinds.push(problem);
         }
@@ -119,6 +122,11 @@ impl Report {
             }
             io => Err(io),
         }
+    }
+
+    /// Findings that are in the line of another one.
+    pub fn joined(&self) -> u64 {
+        self.stretches.joined
     }
 
     /// Whether nothing was found.
@@ -163,9 +171,11 @@ pub(super) fn survey(raw: &Raw, report: &mut Report) -> Result<Option<Survey>, M
     let (footer, footer_at) = match footers.choose(false) {
         Ok(chosen) => chosen,
         Err(bad) => {
+            let is_damage = !bad.unsupported;
             report.add_bad(Problem::Footers, bad);
-            if let Err(bad) = &footers.start {
-                report.add_bad(Problem::Footers, bad.clone());
+            // An unsupported image may be a fixed one, whose guest has the first sector.
+            if let (true, Err(start)) = (is_damage, &footers.start) {
+                report.add_bad(Problem::Footers, start.clone());
             }
             return Ok(None);
         }
@@ -195,7 +205,7 @@ pub(super) fn survey(raw: &Raw, report: &mut Report) -> Result<Option<Survey>, M
     };
     if footer.kind == Kind::Differencing {
         match meta::read_parent_paths(raw, &header) {
-            Ok(paths) if paths.is_empty() => {
+            Ok(paths) if paths.is_empty() && !by_name::is_there(raw, &footer, &header) => {
                 report.add(Problem::Locators, footer.data_offset, "no parent locator makes sense");
             }
             Ok(_) => {}
@@ -226,7 +236,7 @@ fn survey_blocks(
         }
         Ok(())
     })?;
-    placed.sort_unstable_by_key(|p| p.sector);
+    placed.sort_unstable_by_key(|p| (p.sector, p.block));
     for pair in placed.windows(2) {
         if u64::from(pair[1].sector - pair[0].sector) * SECTOR < layout.stride() {
             let why = format!("blocks {} and {} lie over each other", pair[0].block, pair[1].block);

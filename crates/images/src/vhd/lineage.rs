@@ -3,7 +3,9 @@
 use std::io;
 
 use ferrite_disk_base::Raw;
+use ferrite_host::names;
 
+use super::by_name;
 use super::format::footer::{Footer, Kind};
 use super::format::header::{self, Header};
 use super::meta::{Footers, MetaError, read_array, read_parent_paths};
@@ -65,8 +67,12 @@ pub(crate) fn lineage(raw: &Raw) -> io::Result<Option<Lineage>> {
             let at = footer.data_offset;
             let bytes = read_array::<{ header::BYTES }>(raw, at).map_err(told)?;
             let header = Header::parse(&bytes, at, &footer).map_err(|bad| told(bad.into()))?;
-            let paths = read_parent_paths(raw, &header).map_err(told)?;
-            Some(Parent { uuid: header.parent_uuid, name: header.parent_name(), paths })
+            let mut paths = read_parent_paths(raw, &header).map_err(told)?;
+            let name = header.parent_name();
+            if !paths.iter().any(names::exists) {
+                paths.extend(by_name::verified(raw.path(), header.parent_uuid, &name));
+            }
+            Some(Parent { uuid: header.parent_uuid, name, paths })
         }
         Kind::Fixed | Kind::Dynamic => None,
     };

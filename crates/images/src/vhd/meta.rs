@@ -63,7 +63,7 @@ impl MetaError {
             }
             MetaError::Bad(bad) if bad.unsupported => {
                 let help = "use the program that made it, or convert it with that";
-                DiskError::new(ErrorKind::Unsuitable, what, bad.to_string(), help)
+                DiskError::new(ErrorKind::Unsuitable, what, format!("not supported: {bad}"), help)
             }
             MetaError::Bad(bad) => {
                 let help = "check that it is a VHD and complete; ferrite image check says more, \
@@ -172,6 +172,8 @@ impl Footers {
                     Err(Malformed { why, ..bad.clone() })
                 }
             },
+            // A version or kind that is not known is no damage, even if the other footer is missing.
+            (Err(start), Err(end)) if start.unsupported && !end.unsupported => Err(start.clone()),
             (_, Err(bad)) => Err(bad.clone()),
         }
     }

@@ -18,6 +18,7 @@ use ferrite_disk_base::journal::{self, Identity, Journal};
 use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{
     Commits, DiskError, ErrorKind, Format, ImageName, OpenOptions, Port, Raw, SyncWitness,
+    is_something_else,
 };
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
@@ -28,6 +29,7 @@ use crate::image::format::{ImageFormat, ParentNames};
 use crate::image::mapping::Mapping;
 
 mod blocks;
+mod by_name;
 mod check;
 mod close;
 mod create;
@@ -50,7 +52,7 @@ pub use format::header::DEFAULT_BLOCK_BYTES;
 pub(crate) use format::locator::{decode, unescape};
 pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
 pub(crate) use lineage::{Head, Lineage, head, lineage};
-pub use repair::repair;
+pub use repair::{is_repairable, repair};
 pub use strict::check_strictly;
 
 use blocks::{Blocks, Opened, RECORD_WORDS, RECORDS};
@@ -103,10 +105,13 @@ impl Vhd {
     pub(crate) fn of(raw: Raw, options: &OpenOptions) -> Result<Vhd, DiskError> {
         let path = raw.path().to_owned();
         let bad = |e: meta::MetaError| e.for_image(&path);
+        if let Some(other) = is_something_else(&raw, Format::Vhd) {
+            return Err(other);
+        }
         let footers = Footers::read(&raw).map_err(bad)?;
         let (footer, footer_at) =
             footers.choose(options.format_said).map_err(|e| match footers.end {
-                Err(_) if !raw.is_file() => no_footer(&raw, &footers, &e),
+                Err(_) if !raw.is_file() && !e.unsupported => no_footer(&raw, &footers, &e),
                 _ => bad(e.into()),
             })?;
         if let FooterAt::Taken(_) = footer_at {
@@ -123,11 +128,9 @@ impl Vhd {
                 let sparse = meta::read_sparse(&raw, &footer, footer_at.room(footers.medium_bytes));
                 let sparse = sparse.map_err(bad)?;
                 let parent = match footer.kind {
-                    Kind::Differencing => Some(Parent {
-                        uuid: sparse.header.parent_uuid,
-                        name: sparse.header.parent_name(),
-                        paths: meta::read_parent_paths(&raw, &sparse.header).map_err(bad)?,
-                    }),
+                    Kind::Differencing => {
+                        Some(by_name::parent(&raw, &footer, &sparse.header).map_err(bad)?)
+                    }
                     _ => None,
                 };
                 Body::Sparse(Box::new(self::sparse(

@@ -41,6 +41,8 @@ impl Vhd {
         }
         let footer = Footer {
             current_size: bytes,
+            // Some programs take this for the size (libvhdi), or refuse a larger one (vhd-lib).
+            original_size: bytes,
             geometry: Geometry::of_sectors(bytes / SECTOR),
             ..self.footer.clone()
         };

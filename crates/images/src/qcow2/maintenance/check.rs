@@ -5,7 +5,7 @@
 
 use std::io;
 
-use ferrite_disk_base::{Class, Counts, DiskError, ErrorKind, ProblemKind, Raw};
+use ferrite_disk_base::{Class, Counts, DiskError, ErrorKind, ProblemKind, Raw, Stretches};
 
 use crate::qcow2::format::entry::{self, COPIED, Cluster};
 use crate::qcow2::format::header::{
@@ -89,6 +89,8 @@ pub struct Report {
     pub findings: Vec<Finding>,
     /// All findings, listed or not.
     pub counts: Counts,
+    /// The stretches of tables that are one finding each.
+    stretches: Stretches<Problem>,
     /// Clusters of the disk.
     pub clusters: u64,
     /// Clusters that have a place, compressed or not.
@@ -103,7 +105,12 @@ pub struct Report {
 impl Report {
     fn add(&mut self, problem: Problem, offset: u64, why: impl Into<String>) {
         let finding = Finding { problem, offset, why: why.into() };
-        finding.list(&mut self.findings, &mut self.counts);
+        self.stretches.add(finding, &mut self.findings, &mut self.counts);
+    }
+
+    /// Findings that are in the line of another one.
+    pub fn joined(&self) -> u64 {
+        self.stretches.joined
     }
 
     /// Whether nothing was found.

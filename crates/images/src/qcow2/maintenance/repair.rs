@@ -32,12 +32,8 @@ const SECTOR: u64 = 512;
 /// # Errors
 /// It cannot be read or written; a block device has no room for missing refcounts.
 pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
-    let (header, before) = survey(raw, |_| {}).map_err(|e| failed(raw, "repair", e))?;
-    let is_wasteful = before.unused_bytes > 0;
-    let Some(header) = header.filter(|_| before.is_mendable()) else { return Ok(before) };
-    if before.is_clean() && !is_wasteful {
-        return Ok(before);
-    }
+    let (before, planned) = plan(raw)?;
+    let Some(header) = planned else { return Ok(before) };
     let mended = async {
         unmark(port, &header).await?;
         if !before.is_clean() {
@@ -47,6 +43,22 @@ pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
     };
     mended.await.map_err(|e| failed(raw, "repair", e))?;
     Ok(before)
+}
+
+/// Whether [`repair`] would change the image in `raw`, which is only read.
+///
+/// # Errors
+/// It cannot be read.
+pub fn is_repairable(raw: &Raw) -> Result<bool, DiskError> {
+    plan(raw).map(|(_, planned)| planned.is_some())
+}
+
+/// The findings, and the header of an image that a repair changes; `None`: it changes nothing.
+fn plan(raw: &Raw) -> Result<(Report, Option<Header>), DiskError> {
+    let (header, before) = survey(raw, |_| {}).map_err(|e| failed(raw, "repair", e))?;
+    let has_work = !before.is_clean() || before.unused_bytes > 0;
+    let planned = header.filter(|_| before.is_mendable() && has_work);
+    Ok((before, planned))
 }
 
 async fn unmark(port: &Port, header: &Header) -> io::Result<()> {
