@@ -9,6 +9,7 @@ mod check_classes;
 mod children;
 mod marks;
 mod moved_children;
+mod questions;
 mod tools;
 mod tools_files;
 mod tools_rights;
