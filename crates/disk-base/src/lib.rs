@@ -40,8 +40,10 @@ pub use parents::{CONFIGURED as CONFIGURED_PARENTS, Parents, to_allow};
 pub use port::{Port, SCRATCH_BYTES};
 pub use rare::Rare;
 #[cfg(feature = "testing")]
+pub use raw::questions;
+#[cfg(feature = "testing")]
 pub use raw::{Checked, TestCheck};
-pub use raw::{GrowthWatch, Raw, Unopened};
+pub use raw::{GrowthWatch, Raw, Run, Unopened};
 pub use volume_name::VolumeName;
 pub use writeback::{Commits, Failure, SyncWitness, Void, Witnesses, journal};
 

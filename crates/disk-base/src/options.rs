@@ -40,6 +40,11 @@ pub struct OpenOptions {
     /// Take no locks and ignore those of others: another process may write to it. Read-only, and the data may be
     /// outdated or inconsistent.
     pub unlocked: bool,
+    /// The medium keeps the space that it has: discards are not offered, and zeros are written so that they have space.
+    pub keep_allocated: bool,
+    /// Give new parts of an image no space before data are written to them: for tools, which can fail. A guest's disk
+    /// reserves it, so that its writes cost no allocation.
+    pub thin: bool,
     /// The longest chain that is opened.
     pub max_layers: usize,
     /// Open for writing also images that are write-protected by their mode, or that have children. The caller ensures
@@ -72,6 +77,8 @@ impl Default for OpenOptions {
             index_bytes: INDEX_BYTES,
             fixed_size: false,
             unlocked: false,
+            keep_allocated: false,
+            thin: false,
             max_layers: MAX_LAYERS,
             even_parent: false,
             parents: Parents::default(),

@@ -447,6 +447,16 @@ impl Disk {
         }
     }
 
+    /// Has its media keep the space that they have where zeros are written: see [`OpenOptions::keep_allocated`].
+    pub fn keep_allocated(&self) {
+        self.media().into_iter().for_each(Raw::keep_allocated);
+    }
+
+    /// Whether its medium keeps its space where zeros are written.
+    pub fn keeps_allocated(&self) -> bool {
+        self.medium().is_some_and(Raw::keeps_allocated)
+    }
+
     /// Called when a guest is served from it. If this process dies, a keeper that has opened the image keeps it open,
     /// and locked, for the successor (docs/internals/processes.md 5). Before this call, the keeper closes it when it is
     /// dropped.
@@ -517,7 +527,7 @@ impl Disk {
         Box::pin(async move {
             self.check_change(offset, len)?;
             match self {
-                Disk::Raw(d) => d.write_zeroes(&port.io, &port.files, offset, len, zeros).await,
+                Disk::Raw(d) => d.empty(&port.io, &port.files, offset, len, zeros).await,
                 Disk::Image(d) => d.write_zeroes(port, offset, len, zeros).await,
                 Disk::Store(d) => d.write_zeroes(port, offset, len).await,
                 Disk::Null(_) => Ok(()),

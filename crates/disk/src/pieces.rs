@@ -3,15 +3,14 @@
 
 use std::io;
 
-use ferrite_disk_base::{Extent as Place, Port, Raw};
+use ferrite_disk_base::{Extent as Place, Port, Raw, Run};
 use ferrite_images::{Layer, Mapping};
-use rustix::fs::{SeekFrom, seek};
-use rustix::io::Errno;
 
 use crate::disk::{Disk, Work};
 
-/// Only holes of whole blocks of this size count, so that the data beside them can be read in whole blocks, too.
-const BLOCK: u64 = 4096;
+/// The most bytes that a chain of several layers is asked about at once. A layer without data looks through all of its
+/// tables for that range, and is asked again behind each piece of those below it.
+const ASKED_OF_CHAIN: u64 = 256 << 20;
 
 /// The beginning of a range, and its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +61,7 @@ pub fn look<'a>(disk: &'a Disk, port: &'a Port, offset: u64, len: u64) -> Work<'
 }
 
 async fn look_at_layers(layers: &[Layer], port: &Port, offset: u64, len: u64) -> io::Result<Piece> {
-    let mut len = len;
+    let mut len = if layers.len() > 1 { len.min(ASKED_OF_CHAIN) } else { len };
     for (i, layer) in layers.iter().enumerate() {
         match look_at_layer(layer, i, port, offset, len).await? {
             (Some(piece), _) => return Ok(piece),
@@ -107,35 +106,9 @@ pub async fn look_at_layer(
 /// Data of a file, or a hole.
 fn data(raw: &Raw, layer: usize, offset: u64, len: u64) -> Piece {
     let piece = |what, len| Piece { len, layer: Some(layer), what };
-    match hole(raw, offset, len) {
-        Some(Ahead::Hole(len)) => piece(What::Zeros, len),
-        Some(Ahead::Data(len)) => piece(What::Data(offset), len),
+    match raw.run_at(offset) {
+        Some(Run::Hole(end)) => piece(What::Zeros, (end - offset).min(len)),
+        Some(Run::Data(end)) => piece(What::Data(offset), (end - offset).min(len)),
         None => piece(What::Data(offset), len),
     }
-}
-
-enum Ahead {
-    Hole(u64),
-    Data(u64),
-}
-
-/// Data or a hole at `offset`; `None`: the file system does not tell.
-fn hole(raw: &Raw, offset: u64, len: u64) -> Option<Ahead> {
-    if !raw.is_file() {
-        return None;
-    }
-    let file = raw.files().pop()?;
-    let data_at = match seek(&file, SeekFrom::Data(offset)) {
-        Ok(at) => at / BLOCK * BLOCK,
-        // Only a hole up to the end, or the file system has no holes.
-        Err(Errno::NXIO) => u64::MAX,
-        Err(_) => return None,
-    };
-    if data_at > offset {
-        // Past the end of a file there is no hole: reading there is left to the format.
-        let end = raw.bytes_now().ok()?;
-        return (offset < end).then(|| Ahead::Hole((data_at - offset).min(len)));
-    }
-    let hole_at = seek(&file, SeekFrom::Hole(offset)).ok()?.next_multiple_of(BLOCK);
-    (hole_at > offset).then(|| Ahead::Data((hole_at - offset).min(len)))
 }

@@ -196,15 +196,20 @@ impl Volume {
         self.live().close(port).await
     }
 
-    /// Discards the whole blocks of at most one leaf; partial blocks at the ends stay unchanged.
+    /// Discards the whole blocks of at most one leaf, or all up to the next one that is there; partial blocks at the ends
+    /// stay unchanged.
     pub(crate) async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
         let (first, end) = (offset.next_multiple_of(BLOCK), (offset + len) / BLOCK * BLOCK);
         if first >= end {
             return Ok(len);
         }
-        let part = end.min(first - first % LEAF + LEAF);
-        self.live().write_zeros(port, self.number, first, part - first).await?;
-        self.live().keep_up(port).await;
+        let nothing = self.live().nothing_from(port, self.number, first, end - first).await?;
+        let mut part = first + nothing;
+        if nothing == 0 {
+            part = end.min(first - first % LEAF + LEAF);
+            self.live().write_zeros(port, self.number, first, part - first).await?;
+            self.live().keep_up(port).await;
+        }
         Ok(if part == end { len } else { part - offset })
     }
 

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use common::{MIB, Queue, dir_in_memory, work};
-use ferrite_disk::{Disk, DiskError, ErrorKind, Extent, ImageName, OpenOptions};
+use ferrite_disk::{Allocation, Disk, DiskError, ErrorKind, Extent, ImageName, OpenOptions};
 use ferrite_image_tools::Convert;
 use ferrite_io::engine::Op;
 use ferrite_io::engines::EngineChoice;
@@ -294,4 +294,38 @@ fn a_snapshot_or_clone_of_a_tebibyte_writes_what_one_of_a_small_volume_does() {
     let last = 499 * (TIB / 500) * BLOCK as u64;
     let mut clone = Queue::new(open(&store, "another").unwrap());
     assert_eq!(clone.read(last, BLOCK).unwrap(), [249; BLOCK]);
+}
+
+/// mkfs and blkdiscard discard all of a new disk.
+#[test]
+fn what_was_never_written_of_a_volume_is_discarded_at_once() {
+    const BYTES: u64 = 1 << 40;
+    let dir = dir_in_memory();
+    let store = dir.path().join("s");
+    create(&store, SMALLEST, &[("a", BYTES / BLOCK as u64)]);
+    let mut queue = Queue::new(open(&store, "a").unwrap());
+    let parts = |queue: &mut Queue| {
+        let (port, disk) = (queue.port(), queue.disk.clone());
+        let all = async move {
+            let (mut parts, mut done) = (0, 0);
+            while done < BYTES {
+                done += disk.discard_part(&port, done, BYTES - done).await.unwrap();
+                parts += 1;
+            }
+            assert_eq!(done, BYTES);
+            let zeros = disk.allocation(&port, 0, BYTES).await.unwrap();
+            (parts, zeros)
+        };
+        queue.reactor.block_on(all).unwrap()
+    };
+    assert_eq!(parts(&mut queue), (1, Allocation { len: BYTES, zeros: true }));
+    queue.write(BYTES / 2, &[7; BLOCK]).unwrap();
+    queue.write(BYTES - BLOCK as u64, &[8; BLOCK]).unwrap();
+    // What has no leaf, and each leaf.
+    assert_eq!(parts(&mut queue).0, 4);
+    assert_eq!(queue.read(BYTES / 2, BLOCK).unwrap(), [0; BLOCK]);
+    assert_eq!(queue.read(BYTES - BLOCK as u64, BLOCK).unwrap(), [0; BLOCK]);
+    queue.write(3 * BLOCK as u64, &[9; BLOCK]).unwrap();
+    queue.write_zeroes(4 * BLOCK as u64, BYTES - 4 * BLOCK as u64).unwrap();
+    assert_eq!(queue.read(3 * BLOCK as u64, BLOCK).unwrap(), [9; BLOCK]);
 }

@@ -136,6 +136,10 @@ pub(crate) struct ServeArgs {
     #[arg(long)]
     pub(crate) read_only: bool,
 
+    /// Keep the space that the image has: refuse discards, and write zeros so that they have space.
+    #[arg(long)]
+    pub(crate) keep_allocated: bool,
+
     /// QEMU has the raw image open until the guest's own driver connects (an HVM guest's).
     #[arg(long, hide = true)]
     pub(crate) qemu_first: bool,
@@ -357,6 +361,10 @@ pub(crate) struct NbdArgs {
     /// Open the image read-only and refuse writes.
     #[arg(long)]
     pub(crate) read_only: bool,
+
+    /// Keep the space that the image has: refuse discards, and write zeros so that they have space.
+    #[arg(long)]
+    pub(crate) keep_allocated: bool,
 
     /// Serve up to N clients at once, each with a thread of its own; further clients are disconnected.
     #[arg(long, value_name = "N", default_value_t = 16,

@@ -159,6 +159,7 @@ fn options(args: &ServeArgs) -> DiskOptions {
         own_grants: args.own_grants,
         map_budget: args.map_budget,
         on_full: args.on_full,
+        keep_allocated: args.keep_allocated,
         memory: args.memory.memory,
         metadata_memory_mib: mib(args.store.metadata_memory),
         index_memory_mib: mib(args.store.index_memory),
@@ -189,6 +190,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
         poll_storage: options.poll_storage,
         cpu: options.cpu,
         on_full: options.on_full,
+        keep_allocated: options.keep_allocated,
         mover: options.mover,
         own_grants: options.own_grants,
         map_budget: options.map_budget,
@@ -224,7 +226,7 @@ mod tests {
     #[test]
     fn what_a_worker_was_told_is_what_its_settings_are() {
         let told = "worker --xen=3/51712 --queues=2 --ring-order=1 --indirect=32 --engine=aio \
-                    --poll-storage --mover=map --own-grants=false --map-budget=7 --on-full=wait --memory=3145728 \
+                    --poll-storage --mover=map --own-grants=false --map-budget=7 --on-full=wait --keep-allocated --memory=3145728 \
                     --metadata-memory=5242880 --index-memory=6291456 \
                     --poll-us=9 --poll-cpu=20 --cpu=150 --no-merge --run-dir=/run/ferrite -- raw:/a";
         let told: Vec<String> = told.split_whitespace().map(str::to_owned).collect();
@@ -238,6 +240,7 @@ mod tests {
             own_grants: false,
             map_budget: 7,
             on_full: OnFull::Wait,
+            keep_allocated: true,
             memory: DataMemory::Bytes(3 << 20),
             metadata_memory_mib: 5,
             index_memory_mib: 6,

@@ -95,6 +95,7 @@ fn open(args: &NbdArgs, wait_for_lock: Option<Duration>) -> Result<Disk, Failure
     let is_seen = is_readable(&images);
     let options = OpenOptions {
         read_only: args.read_only,
+        keep_allocated: args.keep_allocated,
         wait_for_lock,
         unseen_state: !is_seen,
         state_dir: (is_seen || !args.read_only).then_some(images),

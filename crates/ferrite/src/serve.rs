@@ -273,6 +273,7 @@ pub(crate) fn open_within(
         wait_for_lock: taken_over.then_some(within),
         taken_over,
         qemu_first: args.qemu_first,
+        keep_allocated: args.keep_allocated,
         state_dir: Some(run.join(IMAGES)),
         parents: args.parents.allowed_for(&args.image)?,
         ..OpenOptions::default()

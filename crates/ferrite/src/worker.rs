@@ -173,6 +173,7 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
     }
     let switches = [
         ("--read-only", args.read_only),
+        ("--keep-allocated", args.keep_allocated),
         ("--qemu-first", args.qemu_first),
         ("--poll-storage", args.poll_storage),
         ("--no-merge", args.tuning.no_merge),
@@ -326,6 +327,7 @@ mod tests {
             "--poll-storage",
             "--cpu=150",
             "--on-full=wait",
+            "--keep-allocated",
             "--memory=3M",
             "--memory-host=70M",
             "--mover=map",

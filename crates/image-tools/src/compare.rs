@@ -45,14 +45,16 @@ impl Side<'_> {
         Ok((zeros, len.min(end - at)))
     }
 
-    pub(super) async fn read(&self, at: u64, len: usize, zeros: bool) -> io::Result<Vec<u8>> {
-        let mut bytes = vec![0; len];
-        if !zeros {
-            let span = self.buf.slice(0, len);
-            self.disk.read(&self.port, at, span).await?;
-            self.port.memory().copy_out(span, &mut bytes);
+    /// Fills `bytes` with the disk's bytes from `at` on: memory that the caller uses for all pieces.
+    pub(super) async fn read(&self, at: u64, zeros: bool, bytes: &mut [u8]) -> io::Result<()> {
+        if zeros {
+            bytes.fill(0);
+            return Ok(());
         }
-        Ok(bytes)
+        let span = self.buf.slice(0, bytes.len());
+        self.disk.read(&self.port, at, span).await?;
+        self.port.memory().copy_out(span, bytes);
+        Ok(())
     }
 }
 
@@ -91,7 +93,8 @@ impl ImageTools<'_> {
         b: &Side<'_>,
         end: u64,
     ) -> io::Result<Option<u64>> {
-        let told = Cell::new(0u64);
+        let (mut bytes_a, mut bytes_b) = (vec![0; BUFFER_BYTES], vec![0; BUFFER_BYTES]);
+        let mut told = 0;
         let mut at = 0;
         while at < end {
             let ((zeros_a, len_a), (zeros_b, len_b)) =
@@ -99,17 +102,19 @@ impl ImageTools<'_> {
             let mut len = len_a.min(len_b);
             if !(zeros_a && zeros_b) {
                 len = len.min(BUFFER_BYTES as u64);
-                let n = len as usize;
                 let (bytes_a, bytes_b) =
-                    (a.read(at, n, zeros_a).await?, b.read(at, n, zeros_b).await?);
-                let differ = bytes_a.iter().zip(&bytes_b).position(|(a, b)| a != b);
-                if let Some(i) = differ {
-                    return Ok(Some(at + i as u64));
+                    (&mut bytes_a[..len as usize], &mut bytes_b[..len as usize]);
+                a.read(at, zeros_a, bytes_a).await?;
+                b.read(at, zeros_b, bytes_b).await?;
+                // Whole pieces first: byte by byte takes many times as long.
+                if bytes_a != bytes_b {
+                    let differ = bytes_a.iter().zip(&*bytes_b).position(|(a, b)| a != b);
+                    return Ok(differ.map(|i| at + i as u64));
                 }
             }
             at += len;
-            if at - told.get() >= BUFFER_BYTES as u64 {
-                told.set(at);
+            if at - told >= BUFFER_BYTES as u64 {
+                told = at;
                 if !(self.progress)(Progress { done_bytes: at, total_bytes: end }) {
                     return Err(io::ErrorKind::Interrupted.into());
                 }

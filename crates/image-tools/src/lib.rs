@@ -98,6 +98,7 @@ impl ImageTools<'_> {
         OpenOptions {
             read_only,
             fixed_size: self.fixed_size,
+            thin: true,
             unlocked: self.unlocked && read_only,
             max_layers: MAX_LAYERS_OFFLINE,
             parents: self.parents.clone(),

@@ -156,6 +156,7 @@ impl ImageTools<'_> {
         let mut context = IoContext::new(self, 2)?;
         let from = Side::new(&mut context, from)?;
         let to = Side::new(&mut context, to)?;
+        let mut memory = [vec![0; BUFFER_BYTES], vec![0; BUFFER_BYTES]];
         context.run(async {
             let mut at = 0;
             while at < from.bytes {
@@ -163,7 +164,7 @@ impl ImageTools<'_> {
                 if !(self.progress)(progress) {
                     return Err(io::ErrorKind::Interrupted.into());
                 }
-                at += equalize_piece(&from, &to, at).await?;
+                at += equalize_piece(&from, &to, at, &mut memory).await?;
             }
             to.disk.close(&to.port).await
         })
@@ -171,7 +172,12 @@ impl ImageTools<'_> {
 }
 
 /// Equalizes the beginning of a range; returns the bytes that are equal now.
-async fn equalize_piece(from: &Side<'_>, to: &Side<'_>, at: u64) -> io::Result<u64> {
+async fn equalize_piece(
+    from: &Side<'_>,
+    to: &Side<'_>,
+    at: u64,
+    memory: &mut [Vec<u8>; 2],
+) -> io::Result<u64> {
     let left = from.bytes - at;
     let ((no_data, len), (is_zero, len_to)) =
         (from.ahead(at, left).await?, to.ahead(at, left).await?);
@@ -180,8 +186,9 @@ async fn equalize_piece(from: &Side<'_>, to: &Side<'_>, at: u64) -> io::Result<u
         return Ok(len);
     }
     let len = len.min(BUFFER_BYTES as u64);
-    let wanted = from.read(at, len as usize, no_data).await?;
-    let found = to.read(at, len as usize, is_zero).await?;
+    let [wanted, found] = memory.each_mut().map(|bytes| &mut bytes[..len as usize]);
+    from.read(at, no_data, wanted).await?;
+    to.read(at, is_zero, found).await?;
     for (i, (wanted, found)) in wanted.chunks(UNIT).zip(found.chunks(UNIT)).enumerate() {
         if wanted != found {
             let span = to.buf.slice(0, wanted.len());

@@ -1,7 +1,9 @@
 //! Several NBD clients: a client affects the others only through the disk's contents.
 
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,7 +14,7 @@ use ferrite_serve::nbd::Options;
 use ferrite_serve::path::device::Device;
 use ferrite_testkit::devices::Loop;
 use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
-use ferrite_testkit::nbd::{Served, command, is_closed, options};
+use ferrite_testkit::nbd::{Client, Served, command, is_closed, options};
 use ferrite_testkit::places::{dir_in_memory, dir_on_disk};
 use ferrite_testkit::rig::{Plan, Rig};
 use ferrite_testkit::{PATIENCE, images, programs, wait_until};
@@ -312,4 +314,33 @@ fn sectors_of_a_device_with_larger_blocks_are_written_one_by_one() {
     assert_eq!(client.read((64 << 10) + 512, 512), [129; 512]);
     drop(client);
     drop(served);
+}
+
+/// nbdcopy and qemu-img convert zero the rest of a disk that they copy to.
+#[test]
+fn zeros_that_may_be_holes_leave_a_thin_disk_thin() {
+    const NO_HOLE: u16 = 1 << 1;
+    let space = |path: &Path| std::fs::metadata(path).unwrap().blocks() * 512;
+    for (format, keeps_all) in [("raw", false), ("vhd", false), ("qcow2", false), ("raw", true)] {
+        let served = Served::new(format, BYTES, Options { keeps_all, ..options() });
+        let path = served.device.disk().unwrap().media()[0].path().to_owned();
+        let mut client = served.client();
+        client.write(MIB, &[7; MIB as usize]);
+        let zero = |client: &mut Client, flags| {
+            assert_eq!(client.call(command::WRITE_ZEROES, flags, 0, BYTES as u32, &[]).error, 0);
+            client.flush();
+            assert!(client.read(MIB, MIB as u32).iter().all(|byte| *byte == 0));
+        };
+        zero(&mut client, 0);
+        let thin = space(&path);
+        if keeps_all {
+            assert!(thin >= BYTES, "{format}: {thin}");
+            continue;
+        }
+        // An image has set space aside for what comes next.
+        let most = if format == "raw" { MIB } else { 40 * MIB };
+        assert!(thin < most, "{format}: {thin}");
+        zero(&mut client, NO_HOLE);
+        assert!(space(&path) >= BYTES, "{format}: {} bytes", space(&path));
+    }
 }

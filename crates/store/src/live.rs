@@ -394,6 +394,21 @@ impl Live {
         self.writer.write_zeros(port, volume, offset, len).await
     }
 
+    /// How many bytes from `offset` on are known to need no [zeros](Live::write_zeros), as nothing was written there:
+    /// whole blocks. `offset` and `len` are bytes.
+    ///
+    /// # Errors
+    /// As [`write`](Live::write).
+    pub async fn nothing_from(
+        &self,
+        port: &Port,
+        volume: VolumeId,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<u64> {
+        self.writer.nothing_from(port, volume, offset, len).await
+    }
+
     /// Whether a block of a volume is zeros without space, and how many blocks from it on are the same, at least.
     ///
     /// # Errors

@@ -66,7 +66,7 @@ const HOST: [Key<HostOptions>; 3] = [
     },
 ];
 
-const DISK: [Key<DiskOptions>; 16] = [
+const DISK: [Key<DiskOptions>; 17] = [
     Key {
         name: "queues",
         allowed: "a number from 1 to 64",
@@ -111,6 +111,11 @@ const DISK: [Key<DiskOptions>; 16] = [
         name: "on_full",
         allowed: "\"error\" or \"wait\"",
         take: |disk, value| put(&mut disk.on_full, word(value)),
+    },
+    Key {
+        name: "keep_allocated",
+        allowed: "true or false",
+        take: |disk, value| put(&mut disk.keep_allocated, value.as_bool()),
     },
     Key {
         name: "memory_mib",
@@ -180,6 +185,7 @@ pub(super) fn values(disk: &DiskOptions) -> [(&'static str, String); DISK.len()]
         ("own_grants", disk.own_grants.to_string()),
         ("map_budget", disk.map_budget.to_string()),
         ("on_full", disk.on_full.to_string()),
+        ("keep_allocated", disk.keep_allocated.to_string()),
         ("memory_mib", memory),
         ("metadata_memory_mib", disk.metadata_memory_mib.to_string()),
         ("index_memory_mib", disk.index_memory_mib.to_string()),

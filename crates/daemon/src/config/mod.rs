@@ -81,6 +81,8 @@ pub struct DiskOptions {
     pub map_budget: u32,
     /// What happens to requests that find no space on storage.
     pub on_full: OnFull,
+    /// Whether the image keeps the space that it has: no discards, and zeros have space.
+    pub keep_allocated: bool,
     /// Memory for data in flight.
     pub memory: DataMemory,
     /// Memory for the tables of the disk's store, in MiB.
@@ -126,6 +128,7 @@ impl Default for DiskOptions {
             own_grants: true,
             map_budget: DISK_MAPPINGS,
             on_full: OnFull::Error,
+            keep_allocated: false,
             memory: DataMemory::Auto,
             metadata_memory_mib: (METADATA_BYTES >> 20) as u32,
             index_memory_mib: (INDEX_BYTES >> 20) as u32,

@@ -35,6 +35,7 @@ mover = "persistent"
 own_grants = false
 map_budget = 100
 on_full = "wait"
+keep_allocated = true
 memory_mib = 16
 metadata_memory_mib = 64
 index_memory_mib = 2048
@@ -61,6 +62,7 @@ fn each_key_goes_to_its_place() {
         own_grants: false,
         map_budget: 100,
         on_full: OnFull::Wait,
+        keep_allocated: true,
         memory: DataMemory::Bytes(16 << 20),
         metadata_memory_mib: 64,
         index_memory_mib: 2048,

@@ -155,7 +155,7 @@ impl Raw {
         // Chunks end at whole units, so a part shrinks only at the range's own ends.
         let Some((offset, len)) = shrink(offset, part, how.unit_bytes) else { return Ok(part) };
         let done = match self.is_file() {
-            true => io.punch_hole(files[0], offset, len).await,
+            true => self.punch(io, files[0], offset, len).await,
             false => io.discard(files[0], offset, len).await,
         };
         match done {
@@ -165,6 +165,12 @@ impl Raw {
             }
             done => done.map(|()| part),
         }
+    }
+
+    async fn punch(&self, io: &Io, file: FileId, offset: u64, len: u64) -> io::Result<()> {
+        let done = io.punch_hole(file, offset, len).await;
+        self.runs.forget();
+        done
     }
 
     fn frees_little(&self) -> bool {

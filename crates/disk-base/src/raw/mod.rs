@@ -29,6 +29,7 @@ mod loops;
 mod medium;
 mod proc_locks;
 mod qemu;
+mod runs;
 mod zero;
 
 #[cfg(feature = "testing")]
@@ -40,6 +41,10 @@ use lock::Opened;
 pub use lock::Unopened;
 use medium::{Medium, Use, cannot_open, io_error};
 pub(crate) use proc_locks::flock_holder;
+pub use runs::Run;
+#[cfg(feature = "testing")]
+pub use runs::testing::questions;
+use runs::{Runs, lseek};
 
 /// The bytes of an image that are read at once when it is only examined: mostly all that is needed.
 const GLANCE_BYTES: usize = 4096;
@@ -67,8 +72,14 @@ pub struct Raw {
     holds: Vec<Hold>,
     /// The first bytes of a medium that is only examined.
     head: Vec<u8>,
-    /// The index of the means that [`zero`] uses now.
-    zero_means: AtomicU8,
+    /// The means of [`zero`] that the medium lacks.
+    zero_lacks: AtomicU8,
+    /// Zeros and discards leave the space where it is: see [`OpenOptions::keep_allocated`].
+    keeps_space: AtomicBool,
+    /// See [`OpenOptions::thin`].
+    thin: bool,
+    /// What is known of the file's data and holes.
+    runs: Box<Runs>,
     /// The commits of a raw disk.
     commits: Box<Commits>,
     /// A test's check of its data.
@@ -129,7 +140,7 @@ impl Raw {
             tracing::info!(image = %path.display(), reason, "the page cache is used for this image");
         }
         let discard = match &namespace {
-            _ if options.read_only => None,
+            _ if options.read_only || options.keep_allocated => None,
             Some(namespace) => discard::Discard::of_namespace(namespace),
             None => discard::Discard::of(&opened, options.fixed_size),
         };
@@ -149,7 +160,10 @@ impl Raw {
             discard,
             holds: opened.holds,
             head: Vec::new(),
-            zero_means: AtomicU8::new(0),
+            zero_lacks: AtomicU8::new(0),
+            keeps_space: AtomicBool::new(options.keep_allocated),
+            thin: options.thin,
+            runs: Box::new(Runs::new(options.read_only && !options.unlocked)),
             commits: Box::default(),
             #[cfg(feature = "testing")]
             checked: checked::Checked::default(),
@@ -179,7 +193,10 @@ impl Raw {
             discard: None,
             holds: opened.holds,
             head: Vec::new(),
-            zero_means: AtomicU8::new(0),
+            zero_lacks: AtomicU8::new(0),
+            keeps_space: AtomicBool::new(false),
+            thin: false,
+            runs: Box::new(Runs::new(false)),
             commits: Box::default(),
             #[cfg(feature = "testing")]
             checked: checked::Checked::default(),
@@ -314,7 +331,7 @@ impl Raw {
     pub fn has_space_for(&self, from: u64, to: u64) -> bool {
         const BLOCK: u64 = 4096;
         let (from, to) = (from.next_multiple_of(BLOCK), to / BLOCK * BLOCK);
-        match seek(&self.file, SeekFrom::Data(from)) {
+        match lseek(&self.file, SeekFrom::Data(from)) {
             Ok(at) => at < to,
             Err(Errno::NXIO) => false,
             Err(_) => from < to,
@@ -323,11 +340,26 @@ impl Raw {
 
     /// The next part of a file, from a place on, that may have data: all of it, if the file system does not tell.
     pub fn data_from(&self, from: u64) -> Option<Range<u64>> {
-        match seek(&self.file, SeekFrom::Data(from)) {
-            Ok(data) => Some(data..seek(&self.file, SeekFrom::Hole(data)).unwrap_or(u64::MAX)),
+        match lseek(&self.file, SeekFrom::Data(from)) {
+            Ok(data) => Some(data..lseek(&self.file, SeekFrom::Hole(data)).unwrap_or(u64::MAX)),
             Err(Errno::NXIO) => None,
             Err(_) => Some(from..u64::MAX),
         }
+    }
+
+    /// Whether new parts of an image get space before data are written to them.
+    pub fn reserves_space(&self) -> bool {
+        !self.thin
+    }
+
+    /// From now on zeros that are written leave the space where it is: see [`OpenOptions::keep_allocated`].
+    pub fn keep_allocated(&self) {
+        self.keeps_space.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether zeros that are written leave the space where it is.
+    pub fn keeps_allocated(&self) -> bool {
+        self.keeps_space.load(Ordering::Relaxed)
     }
 
     /// Takes QEMU's locks, unless they are held. `false`: QEMU, or one of its tools, has the image open.

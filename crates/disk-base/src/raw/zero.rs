@@ -11,23 +11,78 @@ use super::Raw;
 use super::discard::{chunks, is_unsupported};
 use super::medium::Medium;
 
-/// The means, in the order in which they are tried. The first two are one system call and move no data on most media;
-/// the first also keeps the space reserved.
-const ZERO_RANGE: u8 = 0;
-const PUNCH_HOLE: u8 = 1;
+/// The means. Each is one system call, and moves no data on most media.
+#[derive(Clone, Copy)]
+enum Means {
+    /// The space stays reserved, or becomes so.
+    ZeroRange = 1,
+    /// The space is given back.
+    PunchHole = 2,
+}
+
+/// What becomes of the space of a range that is zeroed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Space {
+    /// The range has space afterwards.
+    Held,
+    /// The range has space afterwards, if there is a means for that.
+    Kept,
+    /// The range has none afterwards, if the medium can do that.
+    Freed,
+}
+
+impl Space {
+    /// The means, in the order in which they are tried.
+    fn means(self) -> &'static [Means] {
+        match self {
+            Space::Held => &[Means::ZeroRange],
+            Space::Kept => &[Means::ZeroRange, Means::PunchHole],
+            Space::Freed => &[Means::PunchHole, Means::ZeroRange],
+        }
+    }
+}
 
 /// The bytes of one operation. A device may have to write every byte of it.
 const FILE_CHUNK_BYTES: u64 = 1 << 30;
 const DEVICE_CHUNK_BYTES: u64 = 64 << 20;
 
 impl Raw {
-    /// Makes `len` bytes from `offset` on zeros, by the cheapest means of the medium. `zeros` is memory that stays
-    /// zero, for a medium without such means.
+    /// Makes `len` bytes from `offset` on zeros, by the cheapest means of the medium; with space for them, if it has
+    /// such means. `zeros` is memory that stays zero, for a medium without any.
     ///
     /// # Errors
     /// `InvalidInput` if the range or the memory is not of whole blocks. Errors of the kernel.
     pub async fn write_zeroes(
         &self,
+        io: &Io,
+        files: &[FileId],
+        offset: u64,
+        len: u64,
+        zeros: Span,
+    ) -> io::Result<()> {
+        self.zero(Space::Kept, io, files, offset, len, zeros).await
+    }
+
+    /// The same for a guest or client that leaves the space to the disk: a thin medium stays thin, unless its space is
+    /// to be [kept](crate::OpenOptions::keep_allocated).
+    ///
+    /// # Errors
+    /// As [`write_zeroes`](Self::write_zeroes).
+    pub async fn empty(
+        &self,
+        io: &Io,
+        files: &[FileId],
+        offset: u64,
+        len: u64,
+        zeros: Span,
+    ) -> io::Result<()> {
+        let space = if self.keeps_allocated() { Space::Held } else { Space::Freed };
+        self.zero(space, io, files, offset, len, zeros).await
+    }
+
+    async fn zero(
+        &self,
+        space: Space,
         io: &Io,
         files: &[FileId],
         offset: u64,
@@ -44,7 +99,7 @@ impl Raw {
             Medium::BlockDevice | Medium::Nvme => DEVICE_CHUNK_BYTES,
         };
         for (offset, len) in chunks(offset, len, chunk) {
-            self.zero_chunk(io, files[0], offset, len, zeros).await?;
+            self.zero_chunk(space, io, files[0], offset, len, zeros).await?;
         }
         Ok(())
     }
@@ -52,33 +107,39 @@ impl Raw {
     /// Zeros one chunk. A means that the medium lacks is not tried again.
     async fn zero_chunk(
         &self,
+        space: Space,
         io: &Io,
         file: FileId,
         offset: u64,
         len: u64,
         zeros: Span,
     ) -> io::Result<()> {
-        loop {
-            let means = self.zero_means.load(Ordering::Relaxed);
+        for means in space.means().iter().copied() {
+            if self.zero_lacks.load(Ordering::Relaxed) & means as u8 != 0 {
+                continue;
+            }
             let done = match means {
-                ZERO_RANGE => io.zero_range(file, offset, len).await,
-                PUNCH_HOLE => io.punch_hole(file, offset, len).await,
-                _ => return write_memory(io, file, offset, len, zeros).await,
+                Means::ZeroRange => io.zero_range(file, offset, len).await,
+                Means::PunchHole => io.punch_hole(file, offset, len).await,
             };
             match done {
                 Err(e) if is_unsupported(&e) => {
-                    self.zero_means.fetch_max(means + 1, Ordering::Relaxed);
+                    self.zero_lacks.fetch_or(means as u8, Ordering::Relaxed);
                 }
                 // The range has whole sectors, but not whole blocks of a device with larger ones.
                 Err(e)
                     if e.kind() == io::ErrorKind::InvalidInput
                         && self.medium == Medium::BlockDevice =>
                 {
-                    return write_memory(io, file, offset, len, zeros).await;
+                    break;
                 }
-                done => return done,
+                done => {
+                    self.runs.forget();
+                    return done;
+                }
             }
         }
+        write_memory(io, file, offset, len, zeros).await
     }
 }
 

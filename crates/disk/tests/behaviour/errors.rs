@@ -131,7 +131,7 @@ fn zeros_are_made_by_the_best_means_that_works() {
     let writes = [write(4096, page), write(8192, page.slice(0, 512))];
     let (offset, len) = (4096, 4608);
     let mut expected =
-        vec![Op::ZeroRange { file: FILE, offset, len }, Op::PunchHole { file: FILE, offset, len }];
+        vec![Op::PunchHole { file: FILE, offset, len }, Op::ZeroRange { file: FILE, offset, len }];
     expected.extend(writes);
     assert_eq!(bench.asked(), expected);
     assert_eq!(bench.write_zeroes(4096, 4096 + 512), Ok(()));
@@ -142,5 +142,5 @@ fn zeros_are_made_by_the_best_means_that_works() {
 fn zeros_that_do_not_fit_are_an_error_and_no_reason_for_other_means() {
     let mut bench = Bench::new(MIB, &[Fault::Errno(ENOSPC)]);
     assert_eq!(bench.write_zeroes(0, 4096), Err(Some(ENOSPC)));
-    assert_eq!(bench.asked(), [Op::ZeroRange { file: FILE, offset: 0, len: 4096 }]);
+    assert_eq!(bench.asked(), [Op::PunchHole { file: FILE, offset: 0, len: 4096 }]);
 }

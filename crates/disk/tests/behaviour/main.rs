@@ -31,6 +31,7 @@ mod qemu_locks;
 mod shared_syncs;
 mod store_full_below;
 mod store_mapped;
+mod thin;
 mod vhd;
 mod vhd_footers;
 mod vhd_interop;

@@ -11,6 +11,7 @@ mod marks;
 mod moved_children;
 mod parents_by_name;
 mod rehearsed_repairs;
+mod questions;
 mod tools;
 mod tools_files;
 mod tools_rights;

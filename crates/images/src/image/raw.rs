@@ -64,7 +64,7 @@ impl ImageFormat for Raw {
         len: u64,
         zeros: Span,
     ) -> io::Result<()> {
-        Raw::write_zeroes(self, &port.io, &port.files, offset, len, zeros).await
+        Raw::empty(self, &port.io, &port.files, offset, len, zeros).await
     }
 
     async fn close(&self, port: &Port) -> io::Result<()> {

@@ -17,7 +17,8 @@ impl Vhd {
     /// Completes the image. While an image is open the copy of the footer at its beginning counts; the one at the end
     /// is overwritten once the image has grown. The order here:
     ///
-    /// 1. A commit: all data and metadata is durable.
+    /// 1. A commit: all data and metadata is durable. Then the unwritten parts of new blocks give their space back: the
+    ///    file system says which these are, and they read as zeros before and after.
     /// 2. If a file's footer is not directly after the last used part, the space between becomes zeros; `fdatasync`.
     /// 3. The batmap and the footer after the last block; `fdatasync`. The batmap is a hint with a checksum, so a
     ///    partial one is ignored.
@@ -31,6 +32,7 @@ impl Vhd {
             let footer_missing = !matches!(self.footer_at, FooterAt::End(_))
                 || sparse.blocks.is_moved(last_sector(&self.raw)?);
             if let Some(end) = sparse.blocks.closing(footer_missing) {
+                sparse.blocks.give_back(port, &self.raw).await;
                 self.write_end(port, sparse, end).await?;
             }
             sparse.blocks.closed()?;

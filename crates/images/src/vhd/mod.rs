@@ -318,7 +318,7 @@ impl ImageFormat for Vhd {
     ) -> IoResult<()> {
         let (raw, files) = (&self.raw, &port.files);
         match &self.body {
-            Body::Fixed => raw.write_zeroes(&port.io, files, offset, len, zeros).await,
+            Body::Fixed => raw.empty(&port.io, files, offset, len, zeros).await,
             Body::Sparse(sparse) => {
                 sparse.blocks.write_zeroes(port, raw, below, offset, len, zeros).await
             }

@@ -230,6 +230,9 @@ impl Common {
 
 impl Export {
     fn of(disk: &Disk, options: &Options) -> Export {
+        if options.keeps_all {
+            disk.keep_allocated();
+        }
         let preferred = disk.physical_block_bytes().max(PAGE_BYTES).max(MIN_BLOCK_BYTES);
         Export {
             bytes: disk.sectors() * ferrite_disk::SECTOR_BYTES,

@@ -94,6 +94,8 @@ struct Traits {
     read_only: bool,
     block_bytes: usize,
     passthrough: bool,
+    /// Not a demand: the next disk keeps its space, too.
+    keeps_allocated: bool,
 }
 
 impl Traits {
@@ -103,6 +105,7 @@ impl Traits {
             read_only: disk.read_only(),
             block_bytes: disk.block_bytes() as usize,
             passthrough: disk.passthrough(),
+            keeps_allocated: disk.keeps_allocated(),
         }
     }
 
@@ -249,6 +252,9 @@ impl Away {
     pub fn go_on_with(mut self, disk: Disk) -> Result<(), Box<Refused>> {
         let unfit = match (self.was.keeps_out(&Traits::of(&disk)), disk.identity()) {
             (None, Ok(image)) => {
+                if self.was.keeps_allocated {
+                    disk.keep_allocated();
+                }
                 self.device.tell_successors(&image);
                 // After this the slot may be the next parker's.
                 self.done = true;
@@ -408,8 +414,13 @@ mod tests {
         assert!(device.disk().is_ok());
     }
 
-    const WAS: Traits =
-        Traits { sectors: 100, read_only: false, block_bytes: 512, passthrough: false };
+    const WAS: Traits = Traits {
+        sectors: 100,
+        read_only: false,
+        block_bytes: 512,
+        passthrough: false,
+        keeps_allocated: false,
+    };
 
     #[test]
     fn the_next_disk_is_no_smaller_and_of_the_same_kind() {

@@ -29,6 +29,9 @@ const PARTS_AT_ONCE: usize = 4;
 /// The most runs of places of one request under way at once.
 const RUNS_AT_ONCE: usize = 16;
 
+/// More blocks than any volume has.
+const BLOCKS_BEHIND: u64 = 1 << 48;
+
 /// Splits blocks into runs of consecutive places. Each has its first place, or `None` for zeros.
 fn runs(spots: &[Spot]) -> Vec<(Option<u64>, Range<usize>)> {
     let mut runs: Vec<(Option<u64>, Range<usize>)> = Vec::new();
@@ -334,8 +337,13 @@ impl Reader {
             let is = are(first);
             (is, (first..V2P_ENTRIES).take_while(|at| are(*at) == is).count() as u64)
         };
-        let found = self.leaves.look(port, leaf, look).await?;
-        Ok(found.unwrap_or((true, (V2P_ENTRIES - first) as u64)))
+        if let Some(found) = self.leaves.look(port, leaf, look).await? {
+            return Ok(found);
+        }
+        // All leaves that are not there count at once.
+        let next = block / V2P_ENTRIES as u64 + 1;
+        let next = self.leaves.next_leaf(port, volume, next).await?;
+        Ok((true, next.map_or(BLOCKS_BEHIND, |next| next * V2P_ENTRIES as u64 - block)))
     }
 
     /// Has writes refuse the contents of those of these blocks that cannot be read. The caller is in an epoch.

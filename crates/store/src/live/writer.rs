@@ -23,6 +23,7 @@ use crate::Damaged;
 use crate::content::{ContentHash, DomainKey, checksum, is_zeros};
 use crate::journal::{Filling, Record, VolumeId};
 use crate::page::{V2P_ENTRIES, Whereabouts};
+use crate::pages::{PageId, Pages};
 use crate::side_by_side::all;
 use crate::stripes::Stripes;
 
@@ -180,6 +181,11 @@ impl Writer {
         let (block, leaf) = (BLOCK_BYTES as u64, (V2P_ENTRIES * BLOCK_BYTES) as u64);
         let (mut at, end) = (offset, offset + len);
         while at < end {
+            let nothing = self.nothing_from(port, volume, at, end - at).await?;
+            if nothing > 0 {
+                at += nothing;
+                continue;
+            }
             let bytes = match at % block {
                 0 if end - at >= block => (leaf - at % leaf).min((end - at) / block * block),
                 within => (block - within).min(end - at),
@@ -196,6 +202,31 @@ impl Writer {
             port.io.yield_to_others().await;
         }
         Ok(())
+    }
+
+    /// How many bytes from `offset` on are whole blocks of leaves that are not there: they need no zeros. `offset` and
+    /// `len` are bytes.
+    ///
+    /// # Errors
+    /// As [`write`](Writer::write).
+    pub(super) async fn nothing_from(
+        &self,
+        port: &Port,
+        volume: VolumeId,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<u64> {
+        let (block, leaf) = (BLOCK_BYTES as u64, (V2P_ENTRIES * BLOCK_BYTES) as u64);
+        let end = (offset + len) / block * block;
+        if !offset.is_multiple_of(block) || offset >= end {
+            return Ok(0);
+        }
+        let next = self.leaves.next_leaf(port, volume, offset / leaf).await?;
+        // A replay may carry out a write that has failed. Only a later record of zeros undoes it.
+        if self.journal.has_failed() {
+            return Ok(0);
+        }
+        Ok(next.map_or(end, |next| end.min(next * leaf)).saturating_sub(offset))
     }
 
     /// Checks that a range can be written. Gives the dedup domain of the volume.
@@ -222,8 +253,11 @@ impl Writer {
     ) -> io::Result<()> {
         let _alone = self.blocks.lock_blocks(&port.io, volume, block..block + count).await?;
         let change = async {
-            let (leaf, _) = Leaf::of_block(volume, block);
-            let is_empty = self.leaves.look(port, leaf, |_, _| ()).await?.is_none();
+            let (leaf, first) = Leaf::of_block(volume, block);
+            let are_zeros = |pages: &Pages, id: &PageId| {
+                (first..first + count as usize).all(|at| pages.words(id, at) == Some([0; 1]))
+            };
+            let is_empty = self.leaves.look(port, leaf, are_zeros).await?.unwrap_or(true);
             // A replay may carry out a write that has failed. Only a later record of zeros undoes it.
             if is_empty && !self.journal.has_failed() {
                 return Ok(());

@@ -68,7 +68,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// Drops the clusters that are set aside, and cuts the file off after the last cluster in use. `was_written`: a
+    /// Drops the clusters that are set aside, gives unwritten parts of new ones back, and cuts the file off after the last cluster in use. `was_written`: a
     /// killed backend may have set space aside ahead of its use.
     pub(in crate::qcow2) async fn cut_off(&self, port: &Port, was_written: bool) -> io::Result<()> {
         if was_written && self.base.state().clusters.end.is_none() {
@@ -82,6 +82,9 @@ impl Allocator {
             let cut = clusters.end.take().is_some() && medium.is_file();
             (clusters.used_end << self.cluster_bits, cut)
         };
+        // The last commit has synced all that was written.
+        let first_new = self.first_new.load(Ordering::Acquire);
+        medium.give_back(&port.io, &port.files, first_new, used_end).await;
         if cut && medium.bytes_now()? > used_end && !self.has_data_behind(used_end)? {
             port.io.set_len(port.files[0], used_end).await?;
             self.limit.store(used_end, Ordering::Release);

@@ -49,6 +49,7 @@ impl Allocator {
             Some(end) => end,
             None => self.find_end(port).await?,
         };
+        self.first_new.fetch_min(end << self.cluster_bits, Ordering::AcqRel);
         let found = match self.reuse(port, step).await {
             Ok(runs) if runs.is_empty() => self.extend(port, end, step).await.map(|run| vec![run]),
             found => found,
@@ -128,8 +129,9 @@ impl Allocator {
         if to > MAX_HOST_BYTES {
             return Err(full("the format ends at 64 PiB"));
         }
-        let there = self.base.medium.bytes_now()?;
-        if !self.base.medium.is_file() {
+        let medium = &self.base.medium;
+        let there = medium.bytes_now()?;
+        if !medium.is_file() {
             to = to.min(there >> bits << bits);
             if to <= from {
                 return Err(full("the device is full"));
@@ -142,12 +144,16 @@ impl Allocator {
         if from < there {
             // Space that an unused run or a freed cluster has left may have any content.
             let old = there.min(to) - from;
-            zeroed = port.io.zero_range(file, from, old).await.is_ok()
+            zeroed = medium.reserves_space() && port.io.zero_range(file, from, old).await.is_ok()
                 || port.io.punch_hole(file, from, old).await.is_ok();
         }
-        match port.io.allocate(file, from, to - from).await {
+        let reserved = match medium.reserves_space() {
+            true => port.io.allocate(file, from, to - from).await,
+            false => Err(io::ErrorKind::Unsupported.into()),
+        };
+        match reserved {
             Ok(()) => {}
-            // A file system without allocation: the file is made longer at least.
+            // Without space of its own: the file is made longer at least.
             Err(e) if e.kind() == io::ErrorKind::Unsupported => {
                 if to > there {
                     port.io.set_len(file, to).await?;

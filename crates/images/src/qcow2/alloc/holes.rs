@@ -7,7 +7,7 @@
 use std::io;
 use std::ops::Range;
 
-use ferrite_disk_base::Port;
+use ferrite_disk_base::{Port, Run};
 
 use crate::qcow2::alloc::Allocator;
 
@@ -22,8 +22,8 @@ impl Allocator {
             return Ok(());
         }
         for run in runs(&self.metadata, self.cluster_bits) {
-            let data = self.base.medium.data_from(run.start);
-            if data.is_some_and(|data| data.start == run.start && data.end >= run.end) {
+            if matches!(self.base.medium.run_at(run.start), Some(Run::Data(end)) if end >= run.end)
+            {
                 continue;
             }
             match port.io.allocate(port.files[0], run.start, run.end - run.start).await {

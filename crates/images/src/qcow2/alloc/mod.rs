@@ -67,6 +67,8 @@ pub(in crate::qcow2) struct Allocator {
     reftable: AtomicU64,
     /// The end of the file, in bytes.
     limit: AtomicU64,
+    /// The end of the clusters in use, in bytes, when the first run was set aside behind it; the maximum before.
+    first_new: AtomicU64,
     /// A task is about to search for the next run.
     refilling: AtomicBool,
     /// Held by a task that changes the end of the file, the refcount table, or the header.
@@ -88,6 +90,7 @@ impl Allocator {
             metadata,
             reftable: AtomicU64::new(header.reftable_offset),
             limit: AtomicU64::new(limit),
+            first_new: AtomicU64::new(u64::MAX),
             refilling: AtomicBool::new(false),
             growth: SharedLock::new(),
         }

@@ -163,13 +163,19 @@ impl Qcow2 {
         let mut done = 0;
         while done < len {
             let (at, left) = (offset + done, len - done);
+            if below.is_empty()
+                && let Some(missing) = self.without_table(at, left)
+            {
+                done += missing;
+                continue;
+            }
             done += match self.step(below, at, left) {
                 Step::InPlace { offset, len } => {
-                    self.medium().write_zeroes(&port.io, &port.files, offset, len, zeros).await?;
+                    self.medium().empty(&port.io, &port.files, offset, len, zeros).await?;
                     len
                 }
                 Step::Pending { offset, len } => {
-                    self.medium().write_zeroes(&port.io, &port.files, offset, len, zeros).await?;
+                    self.medium().empty(&port.io, &port.files, offset, len, zeros).await?;
                     self.written(at, len);
                     len
                 }

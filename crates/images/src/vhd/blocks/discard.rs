@@ -121,7 +121,7 @@ impl Blocks {
             }
             match self.reserve(offset, part.bytes()) {
                 Mapping::Data { offset: at, len } => {
-                    raw.write_zeroes(&port.io, &port.files, at, len, zeros).await?;
+                    raw.empty(&port.io, &port.files, at, len, zeros).await?;
                     self.written(offset, len);
                     offset += len;
                 }

@@ -50,6 +50,12 @@ impl Blocks {
         self.lock().next
     }
 
+    /// Gives space back that was reserved for blocks since the opening, and that nothing was written to. A commit has
+    /// synced all else, and nothing is in flight.
+    pub(in crate::vhd) async fn give_back(&self, port: &Port, raw: &Raw) {
+        raw.give_back(&port.io, &port.files, self.first_new, self.end()).await;
+    }
+
     /// Blocks of the disk.
     pub(in crate::vhd) fn blocks(&self) -> u32 {
         self.layout.blocks

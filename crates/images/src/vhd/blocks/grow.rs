@@ -69,7 +69,7 @@ impl Blocks {
             return Ok(());
         }
         match self.is_file {
-            true => self.grow_file(port, wanted).await,
+            true => self.grow_file(port, raw, wanted).await,
             false => self.grow_device(port, raw, wanted).await,
         }
     }
@@ -87,7 +87,7 @@ impl Blocks {
 
     /// Makes the file longer. Its last sector is never given to a block. Otherwise a guest could write a fake footer
     /// there, which would be read after a crash. Zeros are durable there before the file is cut off after them.
-    async fn grow_file(&self, port: &Port, wanted: usize) -> io::Result<()> {
+    async fn grow_file(&self, port: &Port, raw: &Raw, wanted: usize) -> io::Result<()> {
         let (from, cut, least, step) = {
             let state = self.lock();
             let end = self.end_of(&state, wanted).unwrap_or(state.next);
@@ -103,9 +103,9 @@ impl Blocks {
             port.io.set_len(port.files[0], from + SECTOR).await?;
             self.lock().cut = true;
         }
-        let mut got = allocate(port, from, step).await.map(|()| step);
+        let mut got = allocate(port, raw, from, step).await.map(|()| step);
         if matches!(&got, Err(e) if e.kind() == io::ErrorKind::StorageFull) && least < step {
-            got = allocate(port, from, least).await.map(|()| least);
+            got = allocate(port, raw, from, least).await.map(|()| least);
         }
         let mut state = self.lock();
         state.refilling = false;
@@ -151,8 +151,11 @@ impl Blocks {
     }
 }
 
-/// `fallocate`, or if the file system lacks it, a longer file.
-async fn allocate(port: &Port, from: u64, len: u64) -> io::Result<()> {
+/// `fallocate`; or a longer file, if the file system lacks that, or space is not reserved.
+async fn allocate(port: &Port, raw: &Raw, from: u64, len: u64) -> io::Result<()> {
+    if !raw.reserves_space() {
+        return port.io.set_len(port.files[0], from + len).await;
+    }
     match port.io.allocate(port.files[0], from, len).await {
         Err(e) if e.kind() == io::ErrorKind::Unsupported => {
             port.io.set_len(port.files[0], from + len).await

@@ -109,6 +109,8 @@ pub(super) struct Blocks {
     disk_bytes: u64,
     block_shift: u32,
     sectors_per_block: u32,
+    /// The end of the blocks that had places when the image was opened.
+    first_new: u64,
     /// The image has a parent.
     differencing: bool,
     /// The file can grow, and its unwritten space reads as zeros.
@@ -188,6 +190,7 @@ impl Blocks {
             disk_bytes: opened.disk_bytes,
             block_shift: layout.block_bytes.trailing_zeros(),
             sectors_per_block,
+            first_new: end,
             differencing: opened.differencing,
             is_file: opened.is_file,
             footer: opened.footer,
