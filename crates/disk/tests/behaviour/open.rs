@@ -92,7 +92,7 @@ fn an_image_tells_its_size_and_access() {
     assert!(!disk.contains(u64::MAX, 2) && !disk.contains(u64::MAX - 511, 512));
     assert!(!disk.read_only() && disk.files().len() == 1);
     let text = disk.to_string();
-    assert!(text.contains("link, 3.0 MiB, read-write, through the page cache (tmpfs"), "{text}");
+    assert!(text.contains("link, 3 MiB, read-write, through the page cache (tmpfs"), "{text}");
 }
 
 #[test]
