@@ -94,7 +94,8 @@ impl ImageTools<'_> {
         let options = self.medium_options(true);
         let open = if name.format.is_layered() { open_medium } else { open_raw };
         let raw = open(&name.path, &options)?;
-        formats::check(&raw, name.format, rules)
+        let journal = journal::any_at(self.readable_state(), &raw)?;
+        Ok(Checked { journal, ..formats::check(&raw, name.format, rules)? })
     }
 
     /// Repairs what can be repaired without guessing, if `force` is set; otherwise only reports these repairs. The

@@ -288,6 +288,7 @@ fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
         unit_bytes: None,
         uuid: None,
         creator: None,
+        qcow2: None,
         snapshots: Vec::new(),
         journal: false,
         read_only: examined(raw, is_write_protected(path))?,
@@ -356,7 +357,10 @@ pub(super) fn check(raw: &Raw, format: Format, rules: Rules<'_>) -> Result<Check
         ask_format!(format, Is => <Is as Offline>::check(raw, rules))?;
     let path = raw.path().display().to_string();
     let more_findings = counts.total() - findings.len() as u64;
-    Ok(Checked { path, format: format.name(), counts, findings, more_findings, unused_bytes })
+    let format = format.name();
+    // The caller knows where journals are.
+    let journal = false;
+    Ok(Checked { path, format, counts, findings, more_findings, unused_bytes, journal })
 }
 
 fn finding<P: ProblemKind>(kind: &str, found: &ferrite_disk_base::Finding<P>) -> Finding {
