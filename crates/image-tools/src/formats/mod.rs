@@ -1,7 +1,7 @@
 //! The differences between formats: each has a file here.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use ferrite_disk::{Disk, Volume};
 use ferrite_disk_base::{Counts, DiskError, ErrorKind, Format, ImageName, Port, ProblemKind, Raw};
@@ -277,8 +277,10 @@ pub(super) fn dirty_bitmaps(layer: &Layer) -> u32 {
 /// The properties of the file.
 fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
     let path: &Path = raw.path();
+    // Parents are found by ./NAME, once for each level.
+    let shown: PathBuf = path.components().filter(|part| *part != Component::CurDir).collect();
     Ok(LayerInfo {
-        path: path.display().to_string(),
+        path: shown.display().to_string(),
         format: format.name(),
         kind: None,
         virtual_bytes: 0,
