@@ -11,6 +11,7 @@ use super::{ImageTools, broken};
 /// A qcow2's clusters and a VHD's blocks, unless others are asked for.
 const CLUSTER_BYTES: u64 = 64 << 10;
 const BLOCK_BYTES: u64 = 2 << 20;
+const PAGE_BYTES: u64 = 4096;
 
 /// The length of a file for an image, with the names that `qemu-img measure` has for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -51,7 +52,16 @@ fn unit_of(format: Format, unit: Option<u32>) -> u64 {
 fn vhd_bytes(all: u64, units: u64, unit: u64) -> u64 {
     let sectors = |bytes: u64| bytes.next_multiple_of(SECTOR_BYTES);
     let bitmap = sectors((unit / SECTOR_BYTES).div_ceil(8));
-    2 * SECTOR_BYTES + 1024 + sectors(4 * all) + units * (bitmap + unit)
+    let tables = SECTOR_BYTES + 1024 + sectors(4 * all);
+    // Data begin with a page of the file; an image without any has room for a block.
+    let blocks = match units {
+        0 => tables + bitmap + unit,
+        _ => {
+            let first = (tables + bitmap).next_multiple_of(PAGE_BYTES) + unit;
+            first + (units - 1) * (bitmap.next_multiple_of(PAGE_BYTES) + unit)
+        }
+    };
+    blocks + SECTOR_BYTES
 }
 
 /// The header, L1, L2 for the whole disk, clusters with data; and refcounts of 16 bits for all clusters there would be.

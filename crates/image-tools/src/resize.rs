@@ -63,7 +63,7 @@ impl ImageTools<'_> {
         // It was opened for writing, which begins a journal: only closing it in good order takes that away. What fails
         // here is no news: the image is whole, and the refusal counts.
         if done.as_ref().is_err_and(is_refusal)
-            && let Ok(disk) = Disk::open_image(name, &options)
+            && let Ok(disk) = ImageTools::open_to_write(name, &options)
         {
             let _ = self.close(&disk, &name.path);
         }
