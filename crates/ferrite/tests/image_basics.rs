@@ -159,7 +159,7 @@ fn compare_finds_the_first_byte_that_differs() {
     bytes.extend([0; 512]);
     fs::write(place.path("c.img"), &bytes).unwrap();
     let text = place.ok(&["compare", "b.vhd", "c.img"]);
-    assert!(text.contains("rest of the larger one (8 MiB) is zeros"), "{text}");
+    assert!(text.contains("the rest of the larger one"), "{text}");
     for at in [0, 2 * MIB as usize + 77, 8 * MIB as usize + 511] {
         let mut other = bytes.clone();
         other[at] ^= 1;
