@@ -31,7 +31,7 @@ fn a_missing_image_is_not_found_and_not_created() {
 
 #[test]
 fn strange_paths_are_errors() {
-    refused(Path::new(""), ErrorKind::NotFound, "no such file");
+    refused(Path::new(""), ErrorKind::Usage, "no name was given");
     refused(Path::new(&"x".repeat(5000)), ErrorKind::NotFound, "cannot be followed");
     refused(Path::new("a\0b"), ErrorKind::NotFound, "cannot be followed");
     let dir = dir_on_disk();
