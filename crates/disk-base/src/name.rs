@@ -44,6 +44,28 @@ impl ImageName {
         Ok(name)
     }
 
+    /// Parses the name of an image that is about to be made.
+    ///
+    /// # Errors
+    /// As [`parse_as`](Self::parse_as), in the words for a new image.
+    pub fn of_new(
+        text: &(impl AsRef<OsStr> + ?Sized),
+        said: Option<Format>,
+    ) -> Result<ImageName, DiskError> {
+        let text = text.as_ref();
+        if let Some(extension) = foreign_extension(text.as_ref())
+            && said.is_none()
+            && !ImageName::says_format(text)
+        {
+            let shown = text.display();
+            let what = format!("cannot make {shown}");
+            let why = format!("{} is not supported", extension.to_ascii_uppercase());
+            let help = format!("use a name with .vhd or .qcow2, or raw:{shown} for a raw disk");
+            return Err(DiskError::new(ErrorKind::Usage, what, why, help));
+        }
+        ImageName::parse_as(text, said)
+    }
+
     /// Whether the text has a prefix.
     pub fn says_format(text: &(impl AsRef<OsStr> + ?Sized)) -> bool {
         prefix(text.as_ref()).is_some()
@@ -92,6 +114,11 @@ impl ImageName {
                 help,
             ))
         };
+        if text.is_empty() {
+            let help = "name the image: a path, or vhd:PATH, qcow2:PATH, raw:PATH";
+            let what = "cannot tell which image is meant";
+            return Err(DiskError::new(ErrorKind::Usage, what, "no name was given", help));
+        }
         let (format, path) = match prefix(text) {
             None => (Format::of_path(text.as_ref()), text),
             Some((prefix, path)) => match Format::by_name(&prefix.to_string_lossy()) {

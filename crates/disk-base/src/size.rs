@@ -61,8 +61,8 @@ fn fraction_bytes(digits: &str, shift: u32) -> u64 {
     u64::try_from(bytes.div_ceil(tenths.into())).unwrap_or(0).next_multiple_of(SECTOR_BYTES)
 }
 
-/// Shows bytes in the largest unit in which the number is whole or has one digit after the point: `512 bytes`, `1.5
-/// GiB`.
+/// Shows bytes in the largest unit, rounded to three significant digits, without zeros at the end: `512 bytes`, `1.5
+/// GiB`, `1.99 TiB`.
 #[derive(Clone, Copy, Debug)]
 pub struct Human(pub u64);
 
@@ -70,17 +70,32 @@ impl fmt::Display for Human {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const UNITS: [(u32, &str); 6] =
             [(60, "EiB"), (50, "PiB"), (40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
-        match UNITS.iter().find(|(shift, _)| self.0 >> shift > 0) {
-            None => write!(f, "{} bytes", self.0),
-            Some((shift, unit)) if self.0.is_multiple_of(1 << shift) => {
-                write!(f, "{} {unit}", self.0 >> shift)
-            }
-            Some((shift, unit)) => {
-                let tenths = (u128::from(self.0) * 10) >> shift;
-                write!(f, "{}.{} {unit}", tenths / 10, tenths % 10)
-            }
+        let Some(mut i) = UNITS.iter().position(|(shift, _)| self.0 >> shift > 0) else {
+            return write!(f, "{} bytes", self.0);
+        };
+        // 1023.9 MiB are rounded to 1024 MiB, which are 1 GiB.
+        if i > 0 && rounded(self.0, UNITS[i].0) >= 1024 * 100 {
+            i -= 1;
+        }
+        let (shift, unit) = UNITS[i];
+        let hundredths = rounded(self.0, shift);
+        let (whole, fraction) = (hundredths / 100, format!("{:02}", hundredths % 100));
+        match fraction.trim_end_matches('0') {
+            "" => write!(f, "{whole} {unit}"),
+            fraction => write!(f, "{whole}.{fraction} {unit}"),
         }
     }
+}
+
+/// Hundredths of a unit of `1 << shift` bytes, rounded to three significant digits of the whole.
+fn rounded(bytes: u64, shift: u32) -> u128 {
+    let step = match bytes >> shift {
+        0..10 => 1,
+        10..100 => 10,
+        _ => 100,
+    };
+    let unit = 1u128 << shift;
+    (u128::from(bytes) * 100 / step + unit / 2) / unit * step
 }
 
 #[cfg(test)]
@@ -138,8 +153,15 @@ mod tests {
             (512, "512 bytes"),
             (1536, "1.5 KiB"),
             (1 << 30, "1 GiB"),
-            ((1 << 30) + 1, "1.0 GiB"),
-            (u64::MAX, "15.9 EiB"),
+            ((1 << 30) + 1, "1 GiB"),
+            (2040 << 30, "1.99 TiB"),
+            (1999 << 20, "1.95 GiB"),
+            (1535 << 20, "1.5 GiB"),
+            ((64 << 20) + (500 << 10), "64.5 MiB"),
+            (132 << 30, "132 GiB"),
+            ((1 << 30) - 1, "1 GiB"),
+            (1023 << 20, "1023 MiB"),
+            (u64::MAX, "16 EiB"),
         ] {
             assert_eq!(Human(bytes).to_string(), text);
         }

@@ -10,7 +10,7 @@ use ferrite_serve::memory::parse_bytes;
 use ferrite_serve::path::full::OnFull;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
-use crate::exit::Code;
+use crate::exit::{Code, Failure};
 use crate::image::args::ImageArgs;
 use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs};
 use crate::parents::ParentsArgs;
@@ -31,19 +31,62 @@ pub(crate) struct Cli {
     #[arg(short, long, global = true, action = ArgAction::Count)]
     pub(crate) verbose: u8,
 
+    /// Print results, where the command has any, and errors as JSON.
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+
+    /// Print results that were asked for and errors only.
+    #[arg(short, long, global = true)]
+    pub(crate) quiet: bool,
+
     #[command(subcommand)]
     pub(crate) command: Command,
 }
 
+impl Cli {
+    /// Whether results and errors are JSON.
+    pub(crate) fn is_json(&self) -> bool {
+        let is_output = matches!(&self.command, Command::Image(args) if args.is_json());
+        self.json || is_output
+    }
+}
+
 /// Prints why the command line is invalid, or the help that it asks for.
 pub(crate) fn refuse(e: &clap::Error) -> ExitCode {
-    // With standard error closed, the code is all that can be given.
-    let _ = e.print();
-    match e.exit_code() {
-        0 => ExitCode::SUCCESS,
-        _ if is_check() => Code::NOT_CHECKED.into(),
-        _ => Code::USAGE.into(),
+    let code = match e.exit_code() {
+        0 => {
+            // With standard output closed, the code is all that can be given.
+            let _ = e.print();
+            return ExitCode::SUCCESS;
+        }
+        _ if is_check() => Code::NOT_CHECKED,
+        _ => Code::USAGE,
+    };
+    if asks_for_json() {
+        return misunderstood(e).with_code(code).report_as(true);
     }
+    let _ = e.print();
+    code.into()
+}
+
+/// Whether a command line that is not understood asks for JSON.
+fn asks_for_json() -> bool {
+    let words: Vec<OsString> = std::env::args_os().take_while(|word| word != "--").collect();
+    let output = words.windows(2).any(|pair| pair[0] == "--output" && pair[1] == "json");
+    output || words.iter().any(|word| word == "--json" || word == "--output=json")
+}
+
+/// The parts of clap's text: the reason before the empty line, then tips and the usage.
+fn misunderstood(e: &clap::Error) -> Failure {
+    let text = e.render().to_string();
+    let (why, help) = text.split_once("\n\n").unwrap_or((&text, ""));
+    let joined = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let why = joined(why);
+    Failure::new(
+        "cannot understand the command line",
+        why.strip_prefix("error: ").unwrap_or(&why),
+        joined(help),
+    )
 }
 
 /// Whether the command is `image check` or `store check`, whatever its other words. Their exit code 2 means damage, so

@@ -91,9 +91,20 @@ impl Failure {
 
     /// Writes the failure to standard error and gives the code to end with.
     pub fn report(&self) -> ExitCode {
+        self.report_as(false)
+    }
+
+    /// Writes the failure to standard error, as text or as one JSON object, and gives the code to end with.
+    pub fn report_as(&self, json: bool) -> ExitCode {
+        let text = if json { self.json() + "\n" } else { self.to_string() };
         // With standard error closed, the code is all that can be given.
-        let _ = write!(std::io::stderr().lock(), "{self}");
+        let _ = write!(std::io::stderr().lock(), "{text}");
         self.code.into()
+    }
+
+    fn json(&self) -> String {
+        let Failure { code, what, why, help } = self;
+        serde_json::json!({ "what": what, "why": why, "help": help, "code": code.0 }).to_string()
     }
 }
 
@@ -131,5 +142,9 @@ mod tests {
     fn a_failure_says_what_why_and_what_next() {
         let failure = Failure::new("cannot frob", "no frobs left", "buy frobs");
         assert_eq!(failure.to_string(), "ferrite: cannot frob: no frobs left\nhelp: buy frobs\n");
+        let json: serde_json::Value = serde_json::from_str(&failure.json()).unwrap();
+        let (what, why) = ("cannot frob", "no frobs left");
+        let same = serde_json::json!({ "what": what, "why": why, "help": "buy frobs", "code": 1 });
+        assert_eq!(json, same);
     }
 }

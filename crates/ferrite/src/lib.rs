@@ -52,6 +52,7 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(e) => return cli::refuse(&e),
     };
+    let json = cli.is_json();
     let is_server = matches!(
         cli.command,
         cli::Command::Serve(_)
@@ -67,7 +68,12 @@ pub fn main() -> ExitCode {
         cli::Command::Worker(args) => Some(args.serve.xen.to_string()),
         _ => None,
     };
-    log::set_up(cli.verbose, if is_server { SERVER_LOG } else { "warn" }, disk);
+    let usual = match (cli.quiet, is_server) {
+        (true, _) => "error",
+        (false, true) => SERVER_LOG,
+        (false, false) => "warn",
+    };
+    log::set_up(cli.verbose, usual, disk);
     let done = match &cli.command {
         cli::Command::Serve(args) => serve::run(args),
         cli::Command::Worker(args) => worker::run(args),
@@ -87,7 +93,7 @@ pub fn main() -> ExitCode {
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => failure.report(),
+        Err(failure) => failure.report_as(json),
     }
 }
 

@@ -173,7 +173,13 @@ fn compare_finds_the_first_byte_that_differs() {
 fn a_map_names_data_and_holes_with_their_places() {
     let place = Place::new();
     place.pattern("a.img", 4 * MIB, &[(MIB, MIB)]);
-    let map = json(&place.ok(&["map", "a.img", "--json"]));
+    let mut map = json(&place.ok(&["map", "a.img", "--json"]));
+    // qemu-img's names stand beside these: `qemu_img.rs`.
+    for part in map.as_array_mut().unwrap() {
+        for name in ["start", "length", "depth", "present", "zero", "data", "offset"] {
+            part.as_object_mut().unwrap().remove(name);
+        }
+    }
     let expected = serde_json::json!([
         {"start_bytes": 0, "length_bytes": MIB, "kind": "zero", "layer": 0, "offset_bytes": null},
         {"start_bytes": MIB, "length_bytes": MIB, "kind": "data", "layer": 0, "offset_bytes": MIB},
@@ -190,7 +196,7 @@ fn a_disk_grows_at_once_and_shrinks_only_where_nothing_is() {
     place.ok(&["resize", "a.img", "16M"]);
     assert_eq!(fs::metadata(place.path("a.img")).unwrap().len(), 16 * MIB);
     let text = place.fails(1, &["resize", "a.img", "8M"]);
-    assert!(text.contains("8 MiB at its end would be gone") && text.contains("--force"), "{text}");
+    assert!(text.contains("8 MiB at its end would be gone") && text.contains("--shrink"), "{text}");
     place.ok(&["resize", "a.img", "8M", "--force"]);
     let text = place.fails(1, &["resize", "a.img", "1536K", "--force"]);
     assert!(text.contains("there is data at byte 1572864"), "{text}");

@@ -51,6 +51,9 @@ fn printed() -> BTreeSet<String> {
     ] {
         add_names(&json(&place.ok(&[command, &["--json"]].concat())), &mut names);
     }
+    add_names(&json(&place.ok(&["measure", "a.img", "--json"])), &mut names);
+    let differ = place.image(&["compare", "a.img", "a.qcow2", "-s", "--json"]);
+    add_names(&json(&String::from_utf8(differ.stdout).unwrap()), &mut names);
     fs::remove_file(place.path("a.img")).unwrap();
     let chain = place.image(&["info", "leaf.vhd", "--json"]);
     add_names(&json(&String::from_utf8(chain.stdout).unwrap()), &mut names);

@@ -106,7 +106,7 @@ fn an_old_qcow2_image_is_amended_as_qemu_img_does_it() {
     let text = place.ok(&["amend", "-o", "compat=v3", "old.qcow2"]);
     assert!(text.contains("version 3 before"), "{text}");
     assert!(qemu_img(&["check", &path]).unwrap().contains("No errors"));
-    place.ok(&["compare", "-s", "old.qcow2", "before.img"]);
+    place.ok(&["compare", "old.qcow2", "before.img"]);
     place.fails(1, &["amend", "-o", "compat=1.1", "before.img"]);
     place.ok(&["clone", "old.qcow2", "child.qcow2"]);
     place.fails(1, &["amend", "-o", "compat=1.1", "old.qcow2"]);
@@ -155,4 +155,82 @@ fn names_that_are_no_utf8_are_names_for_every_command() {
         .output()
         .unwrap();
     assert_eq!(output.status.code(), Some(3));
+}
+
+#[test]
+fn the_program_takes_json_and_quiet_before_and_behind_its_commands() {
+    let place = Place::new();
+    let run = |words: &[&str]| {
+        let output = listening().args(words).current_dir(place.path(".")).output().unwrap();
+        let [out, err] = [output.stdout, output.stderr].map(|t| String::from_utf8(t).unwrap());
+        (output.status.code(), out, err)
+    };
+    let quiet = (Some(0), String::new(), String::new());
+    assert_eq!(run(&["-q", "image", "create", "a.vhd", "4M"]), quiet);
+    assert_eq!(run(&["image", "-q", "create", "b.vhd", "4M"]), quiet);
+    assert_eq!(run(&["image", "compare", "a.vhd", "b.vhd", "--quiet"]), quiet);
+    assert_eq!(run(&["-q", "store", "create", "s.store", "--size", "64M"]), quiet);
+    for words in [
+        &["--json", "store", "list", "s.store"][..],
+        &["store", "--json", "list", "s.store"],
+        &["store", "list", "s.store", "--json"],
+        &["--json", "image", "info", "a.vhd"],
+        &["image", "info", "--json", "a.vhd"],
+    ] {
+        let (code, out, _) = run(words);
+        assert!(code == Some(0) && json(&out).is_object(), "{words:?}: {out}");
+    }
+    // Errors are one object then.
+    for (code, words) in [
+        (3, &["--json", "image", "info", "none.vhd"][..]),
+        (3, &["image", "info", "none.vhd", "--output=json"]),
+        (3, &["store", "list", "--json", "none"]),
+        (2, &["--json", "image", "frobnicate"]),
+        (1, &["image", "check", "--json", "--frob", "a.vhd"]),
+    ] {
+        let (ended, out, err) = run(words);
+        assert_eq!((ended, out.as_str()), (Some(code), ""), "{words:?}: {err}");
+        let error = json(&err);
+        assert_eq!(error["code"], code, "{words:?}: {err}");
+        for key in ["what", "why", "help"] {
+            assert!(error[key].as_str().is_some_and(|text| !text.is_empty()), "{key}: {err}");
+        }
+    }
+}
+
+#[test]
+fn names_and_sizes_that_no_image_can_have_are_refused_with_what_to_type() {
+    let place = Place::new();
+    let text = place.fails(2, &["create", "c.vmdk", "1M"]);
+    assert!(text.starts_with("ferrite: cannot make c.vmdk: VMDK is not supported"), "{text}");
+    assert!(text.contains("raw:c.vmdk"), "{text}");
+    for words in [&["create", "", "1G"][..], &["info", ""], &["convert", "", "a.vhd"]] {
+        let text = place.fails(2, words);
+        assert!(text.contains("no name was given"), "{text}");
+    }
+    for words in [
+        &["create", "b.vhd", "-1"][..],
+        &["create", "b.vhd", "-1G"],
+        &["create", "b.vhd", "--block", "2M", "-5.5M"],
+    ] {
+        let output = place.image(words);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2));
+        assert!(text.contains("a size is not negative") && !text.contains("tip:"), "{text}");
+    }
+    place.ok(&["create", "big.vhd", "2040G"]);
+    assert!(place.ok(&["info", "big.vhd"]).starts_with("disk of 1.99 TiB ("));
+}
+
+#[test]
+fn a_disk_that_its_file_system_cannot_hold_names_that_limit() {
+    let place = Place::new();
+    let mut command = std::process::Command::new("prlimit");
+    command.args(["--fsize=1048576", "env", "--ignore-signal=XFSZ"]);
+    command.arg(env!("CARGO_BIN_EXE_ferrite")).args(["image", "create", "b.img", "1G"]);
+    let output = command.current_dir(place.path(".")).output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("16 TiB") && !text.contains("dmesg"), "{text}");
+    place.has_no_leftovers();
 }

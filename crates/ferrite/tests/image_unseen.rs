@@ -16,7 +16,7 @@ use rustix::process::geteuid;
 
 /// The user `nobody`.
 const USER: u32 = 65534;
-const SAYS: &str = "is not seen";
+const SAYS: &str = "may be in a journal";
 
 /// An image that a killed backend has left with a journal.
 fn killed(image: &str, state: &Path) {

@@ -99,7 +99,8 @@ impl ImageTools<'_> {
         if let Some(other) = is_something_else(&raw, name.format) {
             return Err(other);
         }
-        formats::check(&raw, name.format, rules)
+        let journal = journal::any_at(self.readable_state(), &raw)?;
+        Ok(Checked { journal, ..formats::check(&raw, name.format, rules)? })
     }
 
     /// Repairs what can be repaired without guessing, if `force` is set; otherwise only reports these repairs, or the

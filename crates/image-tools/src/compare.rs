@@ -9,7 +9,7 @@ use ferrite_disk_base::{DiskError, ImageName, Port, SECTOR_BYTES};
 use ferrite_io::arena::Span;
 
 use super::io_context::{BUFFER_BYTES, IoContext};
-use super::{Comparison, ImageTools, Progress, broken};
+use super::{Comparison, Difference, ImageTools, Progress, allocation, broken};
 
 /// A disk, a port to it, memory for 1 MiB of it, and its size.
 pub(super) struct Side<'a> {
@@ -60,7 +60,7 @@ impl Side<'_> {
 
 impl ImageTools<'_> {
     /// Compares the contents of two disks. Their sizes may differ if the rest is zeros. With `strict` a different size
-    /// is a difference at the end of the shorter one.
+    /// is a difference at the end of the shorter one, and so is a part that only one of them has allocated.
     ///
     /// # Errors
     /// One of them cannot be opened or read; `Interrupted` if the progress callback stopped it.
@@ -79,10 +79,17 @@ impl ImageTools<'_> {
         let shorter = a.bytes.min(b.bytes);
         let end = if strict { shorter } else { a.bytes.max(b.bytes) };
         let first = context.run(self.first_difference(&a, &b, end)).map_err(cannot)?;
-        let first = first.or((strict && a.bytes != b.bytes).then_some(shorter));
+        let mut first = first.map(|at| (at, Difference::Content));
+        if strict && first.is_none() {
+            let by_size = (a.bytes != b.bytes).then_some((shorter, Difference::Size));
+            let allocated = context.run(allocation::first_difference(&a, &b, shorter));
+            let allocated = allocated.map_err(cannot)?.map(|at| (at, Difference::Allocation));
+            first = allocated.or(by_size);
+        }
         Ok(Comparison {
             identical: first.is_none(),
-            first_difference_bytes: first,
+            first_difference_bytes: first.map(|(at, _)| at),
+            difference: first.map(|(_, what)| what),
             virtual_bytes: [a.bytes, b.bytes],
         })
     }

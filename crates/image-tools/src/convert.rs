@@ -25,10 +25,12 @@ pub struct Convert {
     pub fixed: bool,
     /// The unit of allocation; `None`: the default.
     pub unit_bytes: Option<u32>,
+    /// A run of so many zero bytes in the source's data is not written; `None`: 64 KiB.
+    pub zero_bytes: Option<u32>,
 }
 
 impl Convert {
-    fn new_image(&self) -> NewImage {
+    pub(super) fn new_image(&self) -> NewImage {
         NewImage { fixed: self.fixed, unit_bytes: self.unit_bytes, ..NewImage::default() }
     }
 }
@@ -79,6 +81,7 @@ impl ImageTools<'_> {
         };
         let copying = Copying::new(self, &mut context, mode, &source, &target);
         let mut copying = copying.map_err(cannot)?;
+        copying.skip_zeros_of(how.zero_bytes);
         if !self.is_device(&to.path) {
             copying.go_on(state, &to.path);
         }

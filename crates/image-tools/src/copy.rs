@@ -24,7 +24,7 @@ const IN_FLIGHT: usize = 16;
 const PIECE: u64 = BUFFER_BYTES as u64;
 /// Bytes of a piece of zeros, at most.
 const ZERO_PIECE: u64 = 256 << 20;
-/// A unit of this many bytes that is all zeros is not written.
+/// The unit of zeros that are not written, unless another one is asked for.
 const ZERO_UNIT: usize = 64 << 10;
 /// After so many bytes they are made durable, so that an interrupted copy can continue there.
 const SYNC_EVERY: u64 = 1 << 30;
@@ -67,6 +67,8 @@ pub(super) struct Copying<'a> {
     /// the answer.
     data_end: Cell<u64>,
     end: u64,
+    /// A unit of this many bytes that is all zeros is not written.
+    zero_unit: usize,
     /// The offsets of pieces in flight.
     in_flight: RefCell<BTreeSet<u64>>,
     stop: Stop,
@@ -101,6 +103,7 @@ impl<'a> Copying<'a> {
             next: Cell::new(0),
             data_end: Cell::new(0),
             end: from.sectors() * SECTOR_BYTES,
+            zero_unit: ZERO_UNIT,
             in_flight: RefCell::default(),
             stop: Stop::default(),
             unsynced: Cell::new(0),
@@ -113,6 +116,11 @@ impl<'a> Copying<'a> {
     /// An I/O context with room for all buffers of a copy.
     pub(super) fn context(tools: &ImageTools<'_>) -> io::Result<IoContext> {
         IoContext::new(tools, IN_FLIGHT + 1)
+    }
+
+    /// Leaves out zeros in units of so many bytes.
+    pub(super) fn skip_zeros_of(&mut self, unit: Option<u32>) {
+        self.zero_unit = unit.map_or(ZERO_UNIT, |bytes| bytes as usize);
     }
 
     /// Resumes from the state, and notes the progress beside `path`.
@@ -254,7 +262,8 @@ impl<'a> Copying<'a> {
     /// The parts of a buffer that are not all zeros.
     fn runs(&self, buf: Span) -> impl Iterator<Item = (usize, usize)> {
         let memory = self.from.1.memory();
-        let unit = move |at: usize| ZERO_UNIT.min(buf.len() - at);
+        let zero_unit = self.zero_unit;
+        let unit = move |at: usize| zero_unit.min(buf.len() - at);
         let zero = move |at: usize| memory.is_zero(buf.slice(at, unit(at)));
         let mut at = 0;
         std::iter::from_fn(move || {

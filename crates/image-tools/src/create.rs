@@ -54,7 +54,7 @@ impl ImageTools<'_> {
     }
 
     /// A note about opening an image whose parents are in other folders.
-    fn note_elsewhere(&self, child: &ImageName, parent: &Parent) -> Option<String> {
+    pub(super) fn note_elsewhere(&self, child: &ImageName, parent: &Parent) -> Option<String> {
         let mut paths = vec![parent.path.clone()];
         if let Disk::Image(image) = &parent.disk {
             let layers = image.layers()[1..].iter();
@@ -344,7 +344,7 @@ impl ImageTools<'_> {
         undo.forget();
         undo_below.forget();
         protect(&parent.path, true).map_err(cannot)?;
-        notes.push(format!("what it was is {} now, read-only", parent.name.path.display()));
+        notes.push(format!("the previous state is {} (read-only)", parent.name.path.display()));
         notes.extend(formats::warnings(leaf, &new, Some(&parent), bytes));
         Ok(done(leaf, bytes, notes))
     }

@@ -1,7 +1,9 @@
 //! The map of a disk: the place of each part.
 
+use std::ops::Range;
+
 use ferrite_disk::pieces::{Piece, What, look};
-use ferrite_disk_base::{DiskError, ImageName, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
 use super::io_context::IoContext;
 use super::{ImageTools, Kind, broken};
@@ -14,18 +16,38 @@ impl ImageTools<'_> {
     pub fn map(
         &self,
         name: &ImageName,
+        each: impl FnMut(&super::Extent) -> bool,
+    ) -> Result<(), DiskError> {
+        self.map_part(name, 0..u64::MAX, each)
+    }
+
+    /// [`map`](Self::map) of the bytes of the disk in `part`.
+    ///
+    /// # Errors
+    /// The part does not begin and end with a sector. Those of [`map`](Self::map).
+    pub fn map_part(
+        &self,
+        name: &ImageName,
+        part: Range<u64>,
         mut each: impl FnMut(&super::Extent) -> bool,
     ) -> Result<(), DiskError> {
         let disk = self.open(name, true)?;
+        let end = part.end.min(disk.sectors() * SECTOR_BYTES);
+        if !(part.start.is_multiple_of(SECTOR_BYTES) && end.is_multiple_of(SECTOR_BYTES)) {
+            let what = format!("cannot map a part of {}", name.path.display());
+            let why = "it does not begin and end with a sector";
+            return Err(DiskError::new(ErrorKind::Usage, what, why, "give multiples of 512"));
+        }
+        // Unallocated parts have gone through the whole chain.
+        let deepest = disk.media().len().saturating_sub(1);
         let cannot = |e| broken(format!("cannot map {}", name.path.display()), e);
         let mut context = IoContext::new(self, 1).map_err(cannot)?;
         let port = context.port(&disk).map_err(cannot)?;
         let done = context.run(async {
-            let end = disk.sectors() * SECTOR_BYTES;
-            let (mut at, mut last): (u64, Option<super::Extent>) = (0, None);
+            let (mut at, mut last): (u64, Option<super::Extent>) = (part.start, None);
             while at < end {
                 let piece = look(&disk, &port, at, end - at).await?;
-                let next = extent(at, piece);
+                let next = extent(at, piece, deepest);
                 at += piece.len;
                 match &mut last {
                     Some(extent) if extent.continues_with(&next) => {
@@ -44,7 +66,7 @@ impl ImageTools<'_> {
     }
 }
 
-fn extent(start_bytes: u64, piece: Piece) -> super::Extent {
+fn extent(start_bytes: u64, piece: Piece, deepest: usize) -> super::Extent {
     let (kind, offset_bytes) = match (piece.what, piece.layer) {
         (What::Data(offset), _) => (Kind::Data, Some(offset)),
         (What::Shared, _) => (Kind::Data, None),
@@ -53,5 +75,6 @@ fn extent(start_bytes: u64, piece: Piece) -> super::Extent {
         (What::Zeros, None) => (Kind::Unallocated, None),
     };
     let layer = piece.layer;
-    super::Extent { start_bytes, length_bytes: piece.len, kind, layer, offset_bytes }
+    let depth = layer.unwrap_or(deepest);
+    super::Extent { start_bytes, length_bytes: piece.len, kind, layer, offset_bytes, depth }
 }

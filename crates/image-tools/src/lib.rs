@@ -18,10 +18,12 @@ use ferrite_host::directory::Directory;
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
 
+mod allocation;
 mod check;
 mod coalesce;
 mod compare;
 mod convert;
+mod convert_over;
 mod copy;
 mod create;
 mod extents;
@@ -30,7 +32,9 @@ mod formats;
 mod info;
 mod io_context;
 mod journals;
+mod measure;
 mod rebase;
+mod rebase_away;
 mod report;
 mod resize;
 mod resume;
@@ -46,9 +50,10 @@ mod volumes;
 const MAX_LAYERS_OFFLINE: usize = 4 * MAX_LAYERS;
 
 pub use convert::Convert;
+pub use measure::Measured;
 pub use rebase::Rebase;
 pub use report::*;
-pub use resize::NewSize;
+pub use resize::{NewSize, Resize};
 pub use spec::NewImage;
 
 /// The environment of operations.
@@ -161,6 +166,11 @@ fn broken(what: impl Into<String>, e: io::Error) -> DiskError {
             (ErrorKind::Permission, "the file system is read-only: use another one")
         }
         io::ErrorKind::StorageFull => (ErrorKind::Io, "make room, or use another file system"),
+        io::ErrorKind::FileTooLarge => (
+            ErrorKind::Io,
+            "the file system, or this user's limit (ulimit -f), has no files of that size; ext4's have \
+             at most 16 TiB: choose a smaller disk, a thin one (.qcow2), or another file system",
+        ),
         io::ErrorKind::Interrupted => (ErrorKind::Interrupted, "run the same command again"),
         _ => (ErrorKind::Io, "check the medium below it and the kernel's log (dmesg)"),
     };

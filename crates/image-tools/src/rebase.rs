@@ -49,7 +49,8 @@ impl ImageTools<'_> {
         force: bool,
     ) -> Result<Done, DiskError> {
         let cannot = |e| broken(format!("cannot rebase {}", name.path.display()), e);
-        let was_protected = self.check_rebase(name, parent, force)?;
+        self.check_new_parent(name, parent)?;
+        let was_protected = self.check_rebase(name, force)?;
         let options = OpenOptions { even_parent: force, ..self.options(false) };
         let old = match how {
             Rebase::Safe => ImageTools::open_to_write(name, &options)?,
@@ -105,13 +106,8 @@ impl ImageTools<'_> {
         Ok(done(name, bytes, notes))
     }
 
-    /// Whether the image is read-only, if it can be rebased.
-    fn check_rebase(
-        &self,
-        name: &ImageName,
-        parent: &ImageName,
-        force: bool,
-    ) -> Result<bool, DiskError> {
+    /// Checks that an image can stand on a parent.
+    fn check_new_parent(&self, name: &ImageName, parent: &ImageName) -> Result<(), DiskError> {
         let what = || format!("cannot rebase {}", name.path.display());
         let cannot = |e| broken(what(), e);
         if let Err(e) = fs::metadata(&parent.path) {
@@ -126,6 +122,13 @@ impl ImageTools<'_> {
             let why = format!("the new parent {} stands on it", parent.path.display());
             return Err(unsuitable(what(), why, "name an image that does not"));
         }
+        Ok(())
+    }
+
+    /// Whether the image is read-only, if it can be rebased.
+    pub(super) fn check_rebase(&self, name: &ImageName, force: bool) -> Result<bool, DiskError> {
+        let what = || format!("cannot rebase {}", name.path.display());
+        let cannot = |e| broken(what(), e);
         if self.is_device(&name.path) {
             let help = "make an image in a file on the new parent: ferrite image clone";
             return Err(unsuitable(what(), "a block device cannot be replaced", help));
@@ -152,7 +155,7 @@ impl ImageTools<'_> {
     }
 
     /// Writes to a disk so that it reads as another one of the same size, and completes it.
-    fn equalize(&self, from: &Disk, to: &Disk) -> io::Result<()> {
+    pub(super) fn equalize(&self, from: &Disk, to: &Disk) -> io::Result<()> {
         let mut context = IoContext::new(self, 2)?;
         let from = Side::new(&mut context, from)?;
         let to = Side::new(&mut context, to)?;
@@ -200,7 +203,7 @@ async fn equalize_piece(
 }
 
 /// Refuses a parent that is larger than the disk: data past the disk's end would become visible if the disk grows.
-fn check_size(name: &ImageName, bytes: u64, parent_bytes: u64) -> Result<(), DiskError> {
+pub(super) fn check_size(name: &ImageName, bytes: u64, parent_bytes: u64) -> Result<(), DiskError> {
     if bytes >= parent_bytes {
         return Ok(());
     }
@@ -234,7 +237,7 @@ pub(super) fn note_bitmaps(layer: Option<&Layer>, path: &Path, notes: &mut Vec<S
 }
 
 /// Checks that the image itself can be made again; returns its unit of allocation.
-fn check_image(old: &Disk, name: &ImageName) -> Result<Option<u32>, DiskError> {
+pub(super) fn check_image(old: &Disk, name: &ImageName) -> Result<Option<u32>, DiskError> {
     let what = || format!("cannot rebase {}", name.path.display());
     let Some(layer) = leaf(old) else {
         let help = "ferrite image clone makes an image on the parent";

@@ -4,6 +4,7 @@ use serde::Serialize;
 
 pub use ferrite_disk_base::journal::JournalState;
 use ferrite_disk_base::{Class, Counts};
+use ferrite_images::qcow2::Properties;
 
 /// An image and its parents.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -44,6 +45,9 @@ pub struct LayerInfo {
     /// The program that made it, if the format records that.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub creator: Option<String>,
+    /// What only a qcow2 image has.
+    #[serde(skip)]
+    pub qcow2: Option<Properties>,
     /// The internal snapshots, the first thousand.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<SnapshotInfo>,
@@ -110,6 +114,9 @@ pub struct Extent {
     pub layer: Option<usize>,
     /// Its offset in the layer's file.
     pub offset_bytes: Option<u64>,
+    /// How many images of the chain were asked before it was known, as `qemu-img map` counts them: those above its
+    /// layer, or all but one.
+    pub depth: usize,
 }
 
 impl Extent {
@@ -119,6 +126,18 @@ impl Extent {
     }
 }
 
+/// What two disks differ in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Difference {
+    /// They read differently.
+    Content,
+    /// They have different sizes, and were compared strictly.
+    Size,
+    /// They read the same, and have different parts allocated: they were compared strictly.
+    Allocation,
+}
+
 /// The result of a comparison.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Comparison {
@@ -126,6 +145,9 @@ pub struct Comparison {
     pub identical: bool,
     /// The first byte that differs.
     pub first_difference_bytes: Option<u64>,
+    /// What differs there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub difference: Option<Difference>,
     /// Their sizes.
     pub virtual_bytes: [u64; 2],
 }
@@ -177,6 +199,8 @@ pub struct Checked {
     /// Bytes of the file that no cluster in use has (qcow2), at least: `repair` returns them. This is no finding, as
     /// other programs leave such space, too.
     pub unused_bytes: u64,
+    /// A server uses it, or was killed: its completed writes are in a journal and not in the image yet.
+    pub journal: bool,
 }
 
 impl Checked {

@@ -15,8 +15,25 @@ use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 pub enum NewSize {
     /// To so many bytes.
     To(u64),
-    /// By so many bytes.
+    /// Larger by so many bytes.
     By(u64),
+    /// Smaller by so many bytes.
+    Less(u64),
+}
+
+/// What a resize may do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Resize {
+    /// Make the disk smaller, if nothing is allocated past its new end.
+    pub shrink: bool,
+    /// Resize an image that is read-only, or that others stand on.
+    pub parents: bool,
+}
+
+impl From<bool> for Resize {
+    fn from(force: bool) -> Resize {
+        Resize { shrink: force, parents: force }
+    }
 }
 
 impl From<u64> for NewSize {
@@ -26,7 +43,8 @@ impl From<u64> for NewSize {
 }
 
 impl ImageTools<'_> {
-    /// Makes a disk larger, at once; or smaller, with `force` and if nothing is allocated past its new end.
+    /// Makes a disk larger, at once; or smaller, if that is allowed and nothing is allocated past its new end. A
+    /// refused resize leaves no journal behind.
     ///
     /// # Errors
     /// `Refused`: data would be lost. Those of the image.
@@ -34,7 +52,30 @@ impl ImageTools<'_> {
         &self,
         name: &ImageName,
         size: impl Into<NewSize>,
-        force: bool,
+        may: impl Into<Resize>,
+    ) -> Result<Done, DiskError> {
+        let may = may.into();
+        let options = OpenOptions { even_parent: may.parents, ..self.options(false) };
+        let done = self.resize_open(name, size.into(), may, &options);
+        let is_refusal = |e: &DiskError| {
+            matches!(e.kind(), ErrorKind::Refused | ErrorKind::Unsuitable | ErrorKind::Usage)
+        };
+        // It was opened for writing, which begins a journal: only closing it in good order takes that away. What fails
+        // here is no news: the image is whole, and the refusal counts.
+        if done.as_ref().is_err_and(is_refusal)
+            && let Ok(disk) = ImageTools::open_to_write(name, &options)
+        {
+            let _ = self.close(&disk, &name.path);
+        }
+        done
+    }
+
+    fn resize_open(
+        &self,
+        name: &ImageName,
+        size: NewSize,
+        may: Resize,
+        options: &OpenOptions,
     ) -> Result<Done, DiskError> {
         let what = || format!("cannot resize {}", name.path.display());
         if name.format == Format::Raw && self.is_device(&name.path) {
@@ -42,24 +83,24 @@ impl ImageTools<'_> {
             return Err(unsuitable(what(), "a block device has the size that it has", help));
         }
         let protected = is_write_protected(&name.path).map_err(|e| broken(what(), e))?;
-        if protected && !force {
+        if protected && !may.parents {
             let why =
                 "it is read-only by its mode: an image that stands on it would change with it";
             return Err(refused(what(), why, "resize the leaf, or say --force"));
         }
-        let options = OpenOptions { even_parent: force, ..self.options(false) };
-        let disk = ImageTools::open_to_write(name, &options)?;
+        let disk = ImageTools::open_to_write(name, options)?;
         let before = disk.sectors() * SECTOR_BYTES;
-        let bytes = match size.into() {
+        let bytes = match size {
             NewSize::To(bytes) => bytes,
             NewSize::By(more) => before.saturating_add(more),
+            NewSize::Less(less) => before.saturating_sub(less),
         };
         if bytes == 0 || !bytes.is_multiple_of(SECTOR_BYTES) || i64::try_from(bytes).is_err() {
             let why = format!("{bytes} bytes are no size of a disk");
             return Err(DiskError::new(ErrorKind::Usage, what(), why, "give a multiple of 512"));
         }
         if bytes < before {
-            self.check_tail(&disk, name, bytes, before, force)?;
+            self.check_tail(&disk, name, bytes, before, may.shrink)?;
         }
         let notes = formats::resize_notes(&disk, bytes);
         match bytes == before {
@@ -77,7 +118,7 @@ impl ImageTools<'_> {
         name: &ImageName,
         bytes: u64,
         before: u64,
-        force: bool,
+        may_shrink: bool,
     ) -> Result<(), DiskError> {
         let what = || format!("cannot shrink {}", name.path.display());
         let mut context = IoContext::new(self, 0).map_err(|e| broken(what(), e))?;
@@ -105,9 +146,9 @@ impl ImageTools<'_> {
             };
             return Err(unsuitable(what(), why, help));
         }
-        if !force {
+        if !may_shrink {
             let why = format!("{} at its end would be gone", Human(before - bytes));
-            let help = "nothing is allocated there: --force does it, if no partition ends there";
+            let help = "nothing is allocated there: --shrink does it, if no partition ends there";
             return Err(refused(what(), why, help));
         }
         Ok(())

@@ -81,7 +81,8 @@ impl ImageTools<'_> {
         let target = ImageName { format: Format::Store, path: target.into() };
         let target = Disk::open_image(&target, &options)?;
         let copying = Copying::new(self, &mut context, Mode::Fill, &source, &target);
-        let copying = copying.map_err(cannot)?;
+        let mut copying = copying.map_err(cannot)?;
+        copying.skip_zeros_of(how.zero_bytes);
         let copied = context.run(copying.run());
         drop(copying);
         drop(target);

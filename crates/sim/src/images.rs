@@ -392,7 +392,7 @@ impl Images {
         let (mut resume, mut force) = (!self.on_devices(), self.on_devices());
         let done = loop {
             let fixed = shape.fixed && copy.format != Kind::Qcow2;
-            let how = Convert { force, resume, fixed, unit_bytes: None };
+            let how = Convert { force, resume, fixed, ..Convert::default() };
             match tools.convert(&leaf, &copy, &how) {
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 // There is nothing to resume, or it is done, unreported.

@@ -279,8 +279,8 @@ pub fn warn_unseen(raw: &Raw) {
         return;
     }
     warn_once(&format!(
-        "what a killed backend has answered for {} is not seen if it has left anything: its \
-         directory cannot be read; if one was killed, run this as root",
+        "run this as root: writes that a killed server has completed for {} may be in a journal, \
+         which you may not read",
         raw.path().display()
     ));
 }

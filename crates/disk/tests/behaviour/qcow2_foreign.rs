@@ -327,7 +327,10 @@ fn a_child_is_in_order_although_its_merge_was_killed_and_the_parent_repaired_by_
         assert!(parent.path.ends_with("base.qcow2") && !parent.is_usable(), "{parent:?}");
         assert!(!report.usable && report.verdict == parent.verdict());
         let why = &parent.findings[0].why;
-        assert!(why.contains("journal drop --force") && why.contains("merge again"), "{why}");
+        assert!(
+            why.contains("journal drop --force") && why.contains("run coalesce again"),
+            "{why}"
+        );
     }
     // What it advises.
     work(Some(state.path()), |tools| {

@@ -167,8 +167,12 @@ fn locked_memory_for(limit: Option<u64>, exempt: bool) -> Check {
         _ if exempt => check(name, State::Ok, "no limit for this user (CAP_IPC_LOCK)".into(), ""),
         None => check(name, State::Ok, "no limit".into(), ""),
         Some(bytes) if bytes >= LOCKED_BYTES => {
-            let means = format!("enough for {} disks at default limits", bytes / LOCKED_BYTES);
-            check(name, State::Ok, format!("limit {}", Human(bytes)), means)
+            // A second disk would not start with io_uring.
+            let (state, means) = match bytes / LOCKED_BYTES {
+                1 => (State::Warn, "enough for 1 disk; raise it with ulimit -l".to_owned()),
+                n => (State::Ok, format!("enough for {n} disks at default limits")),
+            };
+            check(name, state, format!("limit {}", Human(bytes)), means)
         }
         Some(bytes) => check(
             name,
@@ -242,6 +246,8 @@ mod tests {
         assert_eq!(locked_memory_for(Some(64 << 10), true).state, State::Ok);
         assert_eq!(locked_memory_for(None, false).state, State::Ok);
         assert!(locked_memory_for(Some(16 << 20), false).means.contains("2 disks"));
+        let one = locked_memory_for(Some(8 << 20), false);
+        assert_eq!((one.state, one.means.contains("1 disk;")), (State::Warn, true));
     }
 
     #[test]

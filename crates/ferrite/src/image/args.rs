@@ -4,11 +4,19 @@ use std::ffi::{OsStr, OsString};
 
 use clap::{Args, Subcommand, ValueEnum};
 use ferrite_disk::{Format, ImageName, size};
-use ferrite_image_tools::NewSize;
 use ferrite_io::engines::EngineChoice;
 
 use crate::exit::Failure;
 use crate::parents::ParentsArgs;
+
+pub(crate) mod looking;
+pub(crate) mod making;
+pub(crate) mod words;
+
+pub(crate) use looking::{CheckArgs, CompareArgs, InfoArgs, MapArgs, Scope};
+pub(crate) use making::{
+    CloneArgs, ConvertArgs, CreateArgs, MeasureArgs, RebaseArgs, ResizeArgs, SnapshotArgs,
+};
 
 /// The arguments of `ferrite image`.
 #[derive(Debug, Args)]
@@ -29,6 +37,10 @@ pub(crate) struct ImageArgs {
     #[arg(long, global = true)]
     pub(crate) json: bool,
 
+    /// Print results that were asked for and errors only: no confirmations, notes or progress.
+    #[arg(short = 'q', long, global = true)]
+    pub(crate) quiet: bool,
+
     /// As qemu-img's option: json is --json.
     #[arg(long, global = true, value_enum, value_name = "FORM", default_value = "human")]
     pub(crate) output: OutputForm,
@@ -48,9 +60,9 @@ pub(crate) enum ImageCommand {
     /// Make an empty image, thin unless --fixed says otherwise, or one on a parent.
     Create(CreateArgs),
     /// Show the properties of an image and its parents.
-    Info(OneArgs),
+    Info(InfoArgs),
     /// Keep the present state of a disk: its file becomes PARENT, read-only, and a new child takes its name. Takes no
-    /// time, copies nothing.
+    /// time, copies nothing. With -l: list the snapshots inside of a qcow2 image.
     Snapshot(SnapshotArgs),
     /// Make a new disk that begins as a copy of PARENT, which becomes read-only. Copies nothing.
     Clone(CloneArgs),
@@ -70,7 +82,9 @@ pub(crate) enum ImageCommand {
     /// Convert a qcow2 image of version 2 to version 3 in place (-o compat=1.1).
     Amend(AmendArgs),
     /// Show which image has which parts of a disk.
-    Map(OneArgs),
+    Map(MapArgs),
+    /// Show how long the file of an image would be, before it is made.
+    Measure(MeasureArgs),
     /// Compare the contents of two disks; ends with 1 if they differ.
     Compare(CompareArgs),
     /// Show the space that a disk takes in its images and on the file systems.
@@ -164,7 +178,7 @@ pub(crate) fn name(text: &OsStr, format: Option<FormatName>) -> Result<ImageName
 
 /// The name of a new image or of a new volume of a store.
 pub(crate) fn new_disk(text: &OsStr, format: Option<FormatName>) -> Result<ImageName, Failure> {
-    Ok(ImageName::parse_as(text, format.map(Format::from))?)
+    Ok(ImageName::of_new(text, format.map(Format::from))?)
 }
 
 /// The name of an existing image.
@@ -180,131 +194,6 @@ pub(crate) fn existing_disk(
     format: Option<FormatName>,
 ) -> Result<ImageName, Failure> {
     Ok(ImageName::of_existing(text, format.map(Format::from))?)
-}
-
-/// The arguments of `create`.
-#[derive(Debug, Args)]
-pub(crate) struct CreateArgs {
-    /// The new image.
-    pub(crate) image: OsString,
-
-    /// The format of IMAGE, whatever its extension says.
-    #[arg(short = 'f', long, value_enum, value_name = "FORMAT")]
-    pub(crate) format: Option<FormatName>,
-
-    /// Size of the disk; may be left out with --parent.
-    #[arg(value_parser = bytes, required_unless_present = "parent")]
-    pub(crate) size: Option<u64>,
-
-    /// Make it a child of this image, which becomes read-only.
-    #[arg(long, value_name = "IMAGE")]
-    pub(crate) parent: Option<OsString>,
-
-    /// Allocate all space at once.
-    #[arg(long, conflicts_with = "parent")]
-    pub(crate) fixed: bool,
-
-    #[command(flatten)]
-    pub(crate) unit: UnitArgs,
-
-    #[command(flatten)]
-    pub(crate) marking: MarkArgs,
-
-    /// Overwrite an existing file of that name.
-    #[arg(long)]
-    pub(crate) force: bool,
-}
-
-/// Whether a parent in another folder must record its child.
-#[derive(Debug, Args)]
-pub(crate) struct MarkArgs {
-    /// Go on even if PARENT is in another folder and no note of its child can be written there: a later merge into it
-    /// gives no warning.
-    #[arg(long)]
-    pub(crate) unmarked: bool,
-}
-
-/// The argument for the unit of allocation.
-#[derive(Debug, Args)]
-pub(crate) struct UnitArgs {
-    /// Allocate in units of so many bytes: a VHD's blocks (2M), a qcow2's clusters (64K).
-    #[arg(long, value_name = "SIZE", value_parser = unit, visible_alias = "cluster")]
-    pub(crate) block: Option<u32>,
-}
-
-/// The arguments of `snapshot`.
-#[derive(Debug, Args)]
-pub(crate) struct SnapshotArgs {
-    /// The disk. It must not be in use.
-    pub(crate) leaf: OsString,
-
-    /// The name that its file gets, in the same directory.
-    pub(crate) parent: OsString,
-}
-
-/// The arguments of `clone`.
-#[derive(Debug, Args)]
-pub(crate) struct CloneArgs {
-    /// The image that the new disk begins as a copy of.
-    pub(crate) parent: OsString,
-
-    /// The new disk, a VHD or qcow2.
-    pub(crate) new: OsString,
-
-    #[command(flatten)]
-    pub(crate) marking: MarkArgs,
-
-    /// Overwrite an existing file of that name.
-    #[arg(long)]
-    pub(crate) force: bool,
-}
-
-/// The arguments of `convert`.
-#[derive(Debug, Args)]
-pub(crate) struct ConvertArgs {
-    /// The image to copy.
-    pub(crate) source: OsString,
-
-    /// The new image.
-    pub(crate) destination: OsString,
-
-    /// The format of SOURCE, whatever its name says.
-    #[arg(short = 'f', long, value_enum)]
-    pub(crate) from: Option<FormatName>,
-
-    /// The format of DESTINATION, whatever its name says.
-    #[arg(short = 'O', long, value_enum)]
-    pub(crate) to: Option<FormatName>,
-
-    /// Continue an interrupted run.
-    #[arg(long)]
-    pub(crate) resume: bool,
-
-    /// Allocate all space at once.
-    #[arg(long)]
-    pub(crate) fixed: bool,
-
-    #[command(flatten)]
-    pub(crate) unit: UnitArgs,
-
-    /// Overwrite an existing file of that name, and start again after an interrupted run.
-    #[arg(long, conflicts_with = "resume")]
-    pub(crate) force: bool,
-}
-
-/// The arguments of `check`.
-#[derive(Debug, Args)]
-pub(crate) struct CheckArgs {
-    #[command(flatten)]
-    pub(crate) one: OneArgs,
-
-    /// Check its parents, too.
-    #[arg(long)]
-    pub(crate) chain: bool,
-
-    /// Check the rules of other programs, too: of vhd-util, which XAPI runs before it coalesces.
-    #[arg(long)]
-    pub(crate) strict: bool,
 }
 
 /// The arguments of `repair`.
@@ -334,41 +223,6 @@ pub(crate) struct CoalesceArgs {
     pub(crate) force: bool,
 }
 
-/// The arguments of `rebase`.
-#[derive(Debug, Args)]
-pub(crate) struct RebaseArgs {
-    #[command(flatten)]
-    pub(crate) named: NamedArgs,
-
-    /// The new parent, which becomes read-only.
-    #[arg(short = 'b', long, value_name = "IMAGE")]
-    pub(crate) parent: OsString,
-
-    /// The new parent is the old one under a new name: only the image's own data are kept, and the old parent need not
-    /// exist. If the two differ, the disk changes.
-    #[arg(short = 'u', long = "unsafe")]
-    pub(crate) is_unsafe: bool,
-
-    /// Rebase even an image that has children: they change with it if the new parent differs.
-    #[arg(long)]
-    pub(crate) force: bool,
-}
-
-/// The arguments of `resize`.
-#[derive(Debug, Args)]
-pub(crate) struct ResizeArgs {
-    #[command(flatten)]
-    pub(crate) named: NamedArgs,
-
-    /// Its new size; with + before it, the growth.
-    #[arg(value_parser = new_size)]
-    pub(crate) size: NewSize,
-
-    /// Cut off data past the new end, where nothing is allocated; resize a read-only image.
-    #[arg(long)]
-    pub(crate) force: bool,
-}
-
 /// The arguments of `amend`.
 #[derive(Debug, Args)]
 pub(crate) struct AmendArgs {
@@ -394,27 +248,6 @@ fn amendment(text: &str) -> Result<Amendment, String> {
     }
 }
 
-/// The arguments of `compare`.
-#[derive(Debug, Args)]
-pub(crate) struct CompareArgs {
-    /// One image.
-    pub(crate) a: OsString,
-    /// The other.
-    pub(crate) b: OsString,
-
-    /// The format of the first image, whatever its name says.
-    #[arg(short = 'f', value_enum, value_name = "FORMAT")]
-    pub(crate) format_a: Option<FormatName>,
-
-    /// The format of the second image, whatever its name says.
-    #[arg(short = 'F', value_enum, value_name = "FORMAT")]
-    pub(crate) format_b: Option<FormatName>,
-
-    /// Disks of different sizes differ, even if the rest of the larger one is zeros.
-    #[arg(short = 's', long)]
-    pub(crate) strict: bool,
-}
-
 /// The formats by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum FormatName {
@@ -438,20 +271,12 @@ impl From<FormatName> for Format {
 }
 
 pub(crate) fn bytes(text: &str) -> Result<u64, String> {
-    size::parse(text).map_err(|e| e.to_string())
-}
-
-fn new_size(text: &str) -> Result<NewSize, String> {
-    match text.strip_prefix('+') {
-        Some(more) => bytes(more).map(NewSize::By),
-        None => bytes(text).map(NewSize::To),
-    }
-}
-
-fn unit(text: &str) -> Result<u32, String> {
-    let bytes = bytes(text)?;
-    match u32::try_from(bytes) {
-        Ok(bytes) if bytes.is_power_of_two() && bytes >= 512 => Ok(bytes),
-        _ => Err("it must be a power of two, at least 512".into()),
+    match text.strip_prefix('-') {
+        Some(rest) if rest.starts_with(|c: char| c.is_ascii_digit()) => {
+            Err("a size is not negative".into())
+        }
+        // Where a size is expected, options that do not exist come here, too.
+        Some(_) => Err("this command has no such option, and it is no size".into()),
+        None => size::parse(text).map_err(|e| e.to_string()),
     }
 }

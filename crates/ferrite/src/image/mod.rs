@@ -5,8 +5,9 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
+use ferrite_disk::ImageName;
 use ferrite_host::directory::HostDirectory;
-use ferrite_image_tools::{Convert, ImageTools, NewImage, Rebase, Verdict};
+use ferrite_image_tools::{Difference, ImageTools, NewImage, Resize, Verdict};
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Serialize;
@@ -16,12 +17,14 @@ use crate::plain::one_line;
 use crate::signals;
 
 pub(crate) mod args;
+mod making;
 pub(crate) mod progress;
+mod qemu;
 mod text;
 
 use args::{
-    Amendment, CheckArgs, CompareArgs, ConvertArgs, CreateArgs, ImageArgs, ImageCommand,
-    JournalCommand, OneArgs, existing, existing_disk, name, new_disk,
+    Amendment, CheckArgs, CompareArgs, ImageArgs, ImageCommand, InfoArgs, JournalCommand, MapArgs,
+    OneArgs, Scope, existing, existing_disk, name,
 };
 use progress::Shown;
 
@@ -38,13 +41,13 @@ pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
         true => signals::end_at_once()?,
         false => signals::flag_once()?,
     };
-    let shown = Shown::new(args.is_json(), stop);
+    let shown = Shown::new(args.is_json() || args.quiet, stop);
     let tools = ImageTools {
         directory: &HostDirectory,
         engine: &|arena| kind.open(arena, ENTRIES),
         state_dir: state_dir(matches!(args.command, ImageCommand::Journal(_)))?,
         fixed_size: false,
-        unlocked: looks(&args.command),
+        unlocked: looks(args),
         parents: args.parents.allowed()?,
         progress: &|progress| shown.show(progress),
     };
@@ -54,21 +57,20 @@ pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
 }
 
 fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<(), Failure> {
-    let out = Out { json: args.is_json(), shown };
+    let out = Out { json: args.is_json(), quiet: args.quiet, shown };
     match &args.command {
-        ImageCommand::Create(create) => out.say(&self::create(tools, create)?, text::made),
-        ImageCommand::Info(one) => info(tools, &out, one),
-        ImageCommand::Snapshot(it) => out.say(
-            &tools.snapshot(&existing(&it.leaf, None)?, &name(&it.parent, None)?)?,
-            text::made,
-        ),
+        ImageCommand::Create(create) => out.confirm(&making::create(tools, create)?, text::made),
+        ImageCommand::Info(it) => info(tools, &out, it),
+        ImageCommand::Snapshot(it) => making::snapshot(tools, &out, it),
         ImageCommand::Clone(it) => {
             let parent = Some(existing(&it.parent, None)?);
             let unmarked = it.marking.unmarked;
             let new = NewImage { parent, unmarked, force: it.force, ..NewImage::default() };
-            out.say(&tools.create(&name(&it.new, None)?, &new)?, text::made)
+            out.confirm(&tools.create(&name(&it.new, None)?, &new)?, text::made)
         }
-        ImageCommand::Convert(convert) => out.say(&self::convert(tools, convert)?, text::made),
+        ImageCommand::Convert(convert) => {
+            out.confirm(&making::convert(tools, convert)?, text::made)
+        }
         ImageCommand::Check(it) => check(tools, &out, it),
         ImageCommand::Repair(it) => {
             let repaired = tools.repair(&it.named.name()?, it.force)?;
@@ -81,22 +83,19 @@ fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<()
                 Some(parent) => tools.coalesce_into(&child, &existing(parent, None)?, it.force)?,
                 None => tools.coalesce(&child, it.force)?,
             };
-            out.say(&done, text::made)
+            out.confirm(&done, text::made)
         }
-        ImageCommand::Rebase(it) => {
-            let how = if it.is_unsafe { Rebase::Unsafe } else { Rebase::Safe };
-            let done =
-                tools.rebase(&it.named.name()?, &existing(&it.parent, None)?, how, it.force)?;
-            out.say(&done, text::made)
-        }
+        ImageCommand::Rebase(it) => out.confirm(&making::rebase(tools, it)?, text::made),
         ImageCommand::Resize(it) => {
-            out.say(&tools.resize(&it.named.name()?, it.size, it.force)?, text::resized)
+            let may = Resize { shrink: it.shrink || it.force, parents: it.force };
+            out.confirm(&tools.resize(&it.named.name()?, it.size, may)?, text::resized)
         }
         ImageCommand::Amend(it) => {
             let Amendment::Version3 = it.amendment;
-            out.say(&tools.upgrade(&it.named.name()?)?, text::made)
+            out.confirm(&tools.upgrade(&it.named.name()?)?, text::made)
         }
-        ImageCommand::Map(one) => map(tools, &out, one),
+        ImageCommand::Map(it) => map(tools, &out, it),
+        ImageCommand::Measure(it) => out.say(&making::measure(tools, it)?, text::measured),
         ImageCommand::Compare(compare) => self::compare(tools, &out, compare),
         ImageCommand::Du(one) => out.say(&tools.du(&one.named.name()?)?, text::usage),
         ImageCommand::Journal(JournalCommand::List) => {
@@ -104,7 +103,7 @@ fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<()
         }
         ImageCommand::Journal(JournalCommand::Drop(it)) => {
             let dropped = tools.drop_journals(&it.names, it.stale, it.force)?;
-            out.say(&dropped, |all| text::dropped(all))
+            out.confirm(&dropped, |all| text::dropped(all))
         }
     }
 }
@@ -112,6 +111,7 @@ fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<()
 /// How results are printed.
 struct Out<'a> {
     json: bool,
+    quiet: bool,
     shown: &'a Shown,
 }
 
@@ -121,6 +121,15 @@ impl Out<'_> {
         self.shown.clear();
         let text = if self.json { json(result)? + "\n" } else { text(result) };
         print(&text)
+    }
+
+    /// Prints what was done, unless that was not asked for.
+    fn confirm<T: Serialize>(
+        &self,
+        result: &T,
+        text: impl Fn(&T) -> String,
+    ) -> Result<(), Failure> {
+        if self.quiet { Ok(()) } else { self.say(result, text) }
     }
 }
 
@@ -145,66 +154,53 @@ fn changes_nothing(command: &ImageCommand) -> bool {
     match command {
         ImageCommand::Info(_)
         | ImageCommand::Map(_)
+        | ImageCommand::Measure(_)
         | ImageCommand::Du(_)
-        | ImageCommand::Check(_)
         | ImageCommand::Journal(JournalCommand::List) => true,
+        ImageCommand::Check(check) => check.repair.is_none(),
+        ImageCommand::Snapshot(snapshot) => snapshot.list,
         ImageCommand::Repair(repair) => !repair.force,
         _ => false,
     }
 }
 
 /// Whether the command may read an image that is in use. If so, a note says that the output may be outdated.
-fn looks(command: &ImageCommand) -> bool {
-    let one = match command {
-        ImageCommand::Info(one) | ImageCommand::Map(one) | ImageCommand::Du(one) => one,
-        ImageCommand::Check(check) => &check.one,
+fn looks(args: &ImageArgs) -> bool {
+    let of = |one: &OneArgs| (one.force_share, one.named.image.clone());
+    let (may, image) = match &args.command {
+        ImageCommand::Info(info) => of(&info.one),
+        ImageCommand::Map(map) => of(&map.one),
+        ImageCommand::Du(one) => of(one),
+        ImageCommand::Check(check) => of(&check.one),
+        ImageCommand::Convert(it) => (it.force_share, it.source.clone()),
+        ImageCommand::Compare(it) => (it.force_share, it.a.clone()),
+        ImageCommand::Snapshot(it) => (it.force_share, it.leaf.clone()),
+        ImageCommand::Measure(it) => (it.force_share, it.image.clone().unwrap_or_default()),
         _ => return false,
     };
-    if one.force_share {
-        let image = one.named.image.display().to_string();
+    // With JSON nothing but an error is on standard error.
+    if may && !args.quiet && !args.is_json() {
+        let image = image.display().to_string();
         let image = one_line(&image);
-        eprintln!("note: {image} may be in use: what is shown may be stale, or not fit together");
+        eprintln!("note: {image} may be in use: what is read may be stale, or not fit together");
     }
-    one.force_share
+    may
 }
 
 /// Prints as much of a chain as can be opened, and why the rest cannot.
-fn info(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure> {
-    let (info, end) = tools.info_as_far(&one.named.disk()?)?;
-    out.say(&info, text::info)?;
+fn info(tools: &ImageTools<'_>, out: &Out<'_>, args: &InfoArgs) -> Result<(), Failure> {
+    let (info, end) = tools.info_as_far(&args.one.named.disk()?)?;
+    match args.backing_chain && out.json {
+        true => out.say(&qemu::chain(&info), |_| String::new())?,
+        false => out.say(&qemu::Both::of(&info), |both| text::info(both.ours))?,
+    }
     end.map_or(Ok(()), |e| Err(e.into()))
 }
 
-fn create(tools: &ImageTools<'_>, args: &CreateArgs) -> Result<ferrite_image_tools::Done, Failure> {
-    let new = NewImage {
-        bytes: args.size,
-        parent: args.parent.as_deref().map(|parent| existing(parent, None)).transpose()?,
-        fixed: args.fixed,
-        unit_bytes: args.unit.block,
-        force: args.force,
-        unmarked: args.marking.unmarked,
-    };
-    Ok(tools.create(&name(&args.image, args.format)?, &new)?)
-}
-
-fn convert(
-    tools: &ImageTools<'_>,
-    args: &ConvertArgs,
-) -> Result<ferrite_image_tools::Done, Failure> {
-    let from = existing_disk(&args.source, args.from)?;
-    let to = new_disk(&args.destination, args.to)?;
-    let how = Convert {
-        force: args.force,
-        resume: args.resume,
-        fixed: args.fixed,
-        unit_bytes: args.unit.block,
-    };
-    Ok(tools.convert(&from, &to, &how)?)
-}
-
 /// Prints extents as they are found: there may be millions.
-fn map(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failure> {
-    let name = one.named.disk()?;
+fn map(tools: &ImageTools<'_>, out: &Out<'_>, args: &MapArgs) -> Result<(), Failure> {
+    let name = args.one.named.disk()?;
+    let end = args.max_length.map_or(u64::MAX, |most| args.start_offset.saturating_add(most));
     let mut printed = Ok(());
     let mut first = true;
     let mut put = |text: String| {
@@ -212,13 +208,14 @@ fn map(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failu
         printed.is_ok()
     };
     let head = || if out.json { "[".into() } else { text::map_head() };
-    let mapped = tools.map(&name, |extent| {
+    let mapped = tools.map_part(&name, args.start_offset..end, |extent| {
         let is_first = std::mem::take(&mut first);
         let comma = if is_first { "\n" } else { ",\n" };
         let head = if is_first { head() } else { String::new() };
         put(match out.json {
             true => {
-                format!("{head}{comma}  {}", serde_json::to_string(extent).unwrap_or_default())
+                let line = serde_json::to_string(&qemu::Part::of(extent)).unwrap_or_default();
+                format!("{head}{comma}  {line}")
             }
             false => head + &text::extent(extent),
         })
@@ -242,13 +239,16 @@ fn map(tools: &ImageTools<'_>, out: &Out<'_>, one: &OneArgs) -> Result<(), Failu
 /// Prints the findings. Damage decides the exit code.
 fn check(tools: &ImageTools<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), Failure> {
     let report = args.one.named.name().and_then(|name| {
+        if let Some(scope) = args.repair {
+            repair_first(tools, &name, scope)?;
+        }
         Ok(match args.strict {
             true => tools.check_strictly(&name, args.chain)?,
             false => tools.check(&name, args.chain)?,
         })
     });
     let report = report.map_err(|e| e.with_code(Code::NOT_CHECKED))?;
-    out.say(&report, text::report)?;
+    out.confirm(&report, text::report)?;
     // The damaged image may be a parent of the one that was named.
     let worst = report.images.iter().find(|image| image.verdict() == report.verdict);
     let image = worst.map_or("", |image| &image.path);
@@ -286,6 +286,20 @@ fn check(tools: &ImageTools<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), 
     Err(Failure::new(what, why, help).with_code(code))
 }
 
+/// `check -r`: repairs what is in the scope. What is left is found by the check that follows.
+fn repair_first(tools: &ImageTools<'_>, name: &ImageName, scope: Scope) -> Result<(), Failure> {
+    let before = tools.repair(name, false)?.before;
+    let only_leaks = before.counts.mendable <= before.counts.leaks && before.counts.damage == 0;
+    if scope == Scope::Leaks && !only_leaks {
+        let what = format!("cannot repair the leaks of {}", name.path.display());
+        let why = "it has other findings, which a repair would mend with them";
+        let help = "ferrite image check shows them; -r all repairs what can be repaired";
+        return Err(Failure::new(what, why, help));
+    }
+    tools.repair(name, true)?;
+    Ok(())
+}
+
 fn compare(tools: &ImageTools<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<(), Failure> {
     let (a, b) = (existing_disk(&args.a, args.format_a), existing_disk(&args.b, args.format_b));
     let found = match (a, b) {
@@ -293,13 +307,19 @@ fn compare(tools: &ImageTools<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<
         (Err(e), _) | (_, Err(e)) => Err(e),
     };
     let found = found.map_err(|e| e.with_code(Code::NOT_COMPARED))?;
-    out.say(&found, text::comparison).map_err(|e| e.with_code(Code::NOT_COMPARED))?;
+    out.confirm(&found, text::comparison).map_err(|e| e.with_code(Code::NOT_COMPARED))?;
     match found.first_difference_bytes {
         None => Ok(()),
         Some(at) => Err(Failure {
             code: Code::DIFFER,
             what: format!("{} and {} differ", args.a.display(), args.b.display()),
-            why: format!("the first difference is at byte {at}"),
+            why: match found.difference {
+                Some(Difference::Allocation) => format!(
+                    "they read the same, and from byte {at} on one of them has space allocated \
+                     where the other has none (-s)"
+                ),
+                _ => format!("the first difference is at byte {at}"),
+            },
             help: "ferrite image map shows where each has its data".into(),
         }),
     }

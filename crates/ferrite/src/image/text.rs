@@ -6,7 +6,7 @@ use ferrite_disk::size::Human;
 use ferrite_disk::{Class, Counts, Format};
 use ferrite_image_tools::{
     CheckReport, Checked, Comparison, Done, Extent, Info, JournalInfo, JournalState, Kind,
-    LayerInfo, Repaired, Usage,
+    LayerInfo, Measured, Repaired, SnapshotInfo, Usage,
 };
 
 use crate::plain::one_line;
@@ -81,6 +81,43 @@ fn layer_lines(out: &mut String, layer: &LayerInfo) {
     }
 }
 
+pub(super) fn measured(measured: &Measured) -> String {
+    let line = |what: &str, bytes: u64| format!("{what}: {} ({bytes} bytes)\n", Human(bytes));
+    line("required", measured.required) + &line("fully allocated", measured.fully_allocated)
+}
+
+/// A date and time of UTC.
+fn date(unix_s: u64) -> String {
+    let (days, s) = (unix_s / 86_400, unix_s % 86_400);
+    // Years of the proleptic Gregorian calendar, from 1 March of the year 0 on: the leap day is a year's last.
+    let days = days + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = era * 400 + year + u64::from(month < 3);
+    let (h, m, s) = (s / 3600, s / 60 % 60, s % 60);
+    format!("{year}-{month:02}-{day:02} {h:02}:{m:02}:{s:02} UTC")
+}
+
+/// The snapshots inside of an image.
+pub(super) fn inner_snapshots(all: &[SnapshotInfo]) -> String {
+    if all.is_empty() {
+        return "no snapshots inside of it\n".into();
+    }
+    let mut out = format!("{:<9} {:<20} {:>12} {:>12}  made\n", "id", "name", "disk", "machine");
+    for snapshot in all {
+        let (id, name) = (one_line(&snapshot.id), one_line(&snapshot.name));
+        let disk = Human(snapshot.virtual_bytes).to_string();
+        let machine = Human(snapshot.vm_state_bytes).to_string();
+        let made = date(snapshot.created_unix_s);
+        let _ = writeln!(out, "{id:<9} {name:<20} {disk:>12} {machine:>12}  {made}");
+    }
+    out
+}
+
 pub(super) fn usage(usage: &Usage) -> String {
     let mut out = format!("{:>12} {:>12} {:>12}  {}\n", "allocated", "file", "on disk", "image");
     let mut row = |allocated: Option<u64>, file, disk, name: &str| {
@@ -138,6 +175,13 @@ fn findings(image: &Checked) -> String {
         false => counts(&image.counts),
     };
     let mut out = format!("{}: {what}\n", one_line(&image.path));
+    if image.journal {
+        let _ = writeln!(
+            out,
+            "  its journal has completed writes that are not in the image yet: if no server uses \
+             it, ferrite image repair --force brings them in"
+        );
+    }
     if image.unused_bytes > 0 {
         let unused = Human(image.unused_bytes);
         let _ = writeln!(out, "  {unused} of the file are unused: repair --force frees them");
@@ -224,7 +268,10 @@ pub(super) fn journals(all: &[JournalInfo]) -> String {
         let format = journal.format.unwrap_or("of no known format");
         let _ = writeln!(out, "  holds   {} changes, {format}\n  state   {state}", journal.records);
     }
-    if all.is_empty() { "there is none\n".into() } else { out }
+    match all.is_empty() {
+        true => "no journals: no server has left completed writes on this host\n".into(),
+        false => out,
+    }
 }
 
 pub(super) fn dropped(all: &[JournalInfo]) -> String {
@@ -233,4 +280,22 @@ pub(super) fn dropped(all: &[JournalInfo]) -> String {
         format!("dropped: {name}, {} changes of {path}\n", journal.records)
     };
     if all.is_empty() { "nothing to drop\n".into() } else { all.iter().map(line).collect() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_date_is_that_of_the_calendar() {
+        for (s, text) in [
+            (0, "1970-01-01 00:00:00 UTC"),
+            (951_782_399, "2000-02-28 23:59:59 UTC"),
+            (951_782_400, "2000-02-29 00:00:00 UTC"),
+            (1_732_752_000, "2024-11-28 00:00:00 UTC"),
+            (4_107_542_400, "2100-03-01 00:00:00 UTC"),
+        ] {
+            assert_eq!(date(s), text);
+        }
+    }
 }

@@ -24,6 +24,10 @@ pub(crate) struct StoreArgs {
     #[arg(long, global = true)]
     pub(crate) json: bool,
 
+    /// Print results that were asked for and errors only: no confirmations, notes or progress.
+    #[arg(short = 'q', long, global = true)]
+    pub(crate) quiet: bool,
+
     /// Engine for disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
     #[arg(long, global = true, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
     pub(crate) engine: EngineChoice,

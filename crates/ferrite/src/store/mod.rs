@@ -40,7 +40,7 @@ pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
         StoreCommand::List(_) | StoreCommand::Info(_) => signals::end_at_once()?,
         _ => signals::flag_once()?,
     };
-    let shown = Shown::new(args.json, stop);
+    let shown = Shown::new(args.json || args.quiet, stop);
     let tools = ImageTools {
         directory: &HostDirectory,
         engine: &|arena| kind.open(arena, ENTRIES),
@@ -51,7 +51,7 @@ pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
         parents: Parents::default(),
         progress: &|progress| shown.show(progress),
     };
-    let done = command(&tools, args, &Out { json: args.json, shown: &shown });
+    let done = command(&tools, args, &Out { json: args.json, quiet: args.quiet, shown: &shown });
     shown.clear();
     done
 }
@@ -59,10 +59,20 @@ pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
 /// How results are printed.
 struct Out<'a> {
     json: bool,
+    quiet: bool,
     shown: &'a Shown,
 }
 
 impl Out<'_> {
+    /// Prints what was done, unless that was not asked for.
+    fn confirm<T: Serialize>(
+        &self,
+        result: &T,
+        text: impl Fn(&T) -> String,
+    ) -> Result<(), Failure> {
+        if self.quiet { Ok(()) } else { self.say(result, text) }
+    }
+
     fn say<T: Serialize>(&self, result: &T, text: impl Fn(&T) -> String) -> Result<(), Failure> {
         self.shown.clear();
         let text = if self.json { json(result)? + "\n" } else { text(result) };
@@ -107,7 +117,7 @@ fn change(
 ) -> Result<(), Failure> {
     let what = Ask::Change { volume: volume.clone(), change: change.clone() };
     let here = || tools.change_volume(&store.path, &volume, change.clone());
-    out.say(&here_or_there(out, &store.path, &what, here)?, text::done)
+    out.confirm(&here_or_there(out, &store.path, &what, here)?, text::done)
 }
 
 fn list(tools: &ImageTools<'_>, out: &Out, store: &Path) -> Result<StoreListed, Failure> {
@@ -143,7 +153,7 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
         StoreCommand::Gc(it) => {
             let store = of_store(it)?.path;
             let here = || tools.collect_store(&store);
-            out.say(&here_or_there(out, &store, &Ask::Collect, here)?, text::collected)
+            out.confirm(&here_or_there(out, &store, &Ask::Collect, here)?, text::collected)
         }
         StoreCommand::Stats(it) => {
             let store = of_store(it)?.path;
@@ -178,7 +188,7 @@ fn compact(tools: &ImageTools<'_>, out: &Out, args: &CompactArgs) -> Result<(), 
         tools.compact_store(&store)
     };
     let what = Ask::Compact { compress: packing.map(Compressing) };
-    out.say(&here_or_there(out, &store, &what, here)?, text::compacted)
+    out.confirm(&here_or_there(out, &store, &what, here)?, text::compacted)
 }
 
 /// The options of a check that reads all content, at most `rate` bytes of it a second.
@@ -228,7 +238,7 @@ fn create(tools: &ImageTools<'_>, out: &Out, args: &CreateArgs) -> Result<(), Fa
         if let Some(packing) = args.compress.and_then(packing) {
             tools.set_packing(&name.path, Some(packing))?;
         }
-        return out.say(&made, text::made);
+        return out.confirm(&made, text::made);
     };
     if args.store_size.is_some() || args.force {
         let help = "say PATH#NAME SIZE; a volume that is there is deleted by ferrite store delete";

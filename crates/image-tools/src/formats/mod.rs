@@ -1,7 +1,7 @@
 //! The differences between formats: each has a file here.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use ferrite_disk::{Disk, Volume};
 use ferrite_disk_base::{
@@ -321,8 +321,10 @@ pub(super) fn dirty_bitmaps(layer: &Layer) -> u32 {
 /// The properties of the file.
 fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
     let path: &Path = raw.path();
+    // Parents are found by ./NAME, once for each level.
+    let shown: PathBuf = path.components().filter(|part| *part != Component::CurDir).collect();
     Ok(LayerInfo {
-        path: path.display().to_string(),
+        path: shown.display().to_string(),
         format: format.name(),
         kind: None,
         virtual_bytes: 0,
@@ -332,6 +334,7 @@ fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
         unit_bytes: None,
         uuid: None,
         creator: None,
+        qcow2: None,
         snapshots: Vec::new(),
         journal: false,
         read_only: examined(raw, is_write_protected(path))?,
@@ -409,7 +412,10 @@ pub(super) fn check(raw: &Raw, format: Format, rules: Rules<'_>) -> Result<Check
         ask_format!(format, Is => <Is as Offline>::check(raw, rules))?;
     let path = raw.path().display().to_string();
     let more_findings = counts.total().saturating_sub(findings.len() as u64 + joined);
-    Ok(Checked { path, format: format.name(), counts, findings, more_findings, unused_bytes })
+    let format = format.name();
+    // The caller knows where journals are.
+    let journal = false;
+    Ok(Checked { path, format, counts, findings, more_findings, unused_bytes, journal })
 }
 
 fn finding<P: ProblemKind>(kind: &str, found: &ferrite_disk_base::Finding<P>) -> Finding {

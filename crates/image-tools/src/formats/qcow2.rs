@@ -61,6 +61,7 @@ impl Offline for Qcow2 {
             virtual_bytes: self.bytes(),
             allocated_bytes: examined(raw, self.allocated_bytes())?,
             unit_bytes: Some(self.cluster_bytes()),
+            qcow2: Some(self.properties()),
             snapshots: examined(raw, self.snapshots())?.into_iter().map(snapshot).collect(),
             ..of_medium(raw, Format::Qcow2)?
         })

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use ferrite_disk::{Disk, ImageName, OpenOptions};
-use ferrite_image_tools::{Convert, NewImage};
+use ferrite_image_tools::{Convert, NewImage, NewSize, Resize};
 use ferrite_images::vhd;
 
 use crate::common::vhd::{at, options, peer};
@@ -250,5 +250,52 @@ fn a_resized_vhd_has_its_new_size_in_both_fields() {
             let found = [footer.original_size, footer.current_size];
             assert_eq!(found, [size * MIB; 2], "fixed: {fixed}");
         }
+    }
+}
+
+/// A journal takes memory, and `journal list` shows it.
+#[test]
+fn a_refused_resize_leaves_no_journal() {
+    for format in ["vhd", "qcow2"] {
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
+        let image = name(format, &at(&dir, "a"));
+        let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+        work(None, |tools| tools.create(&image, &new)).unwrap();
+        // Without the permission to shrink, and to a size that no image has.
+        for bytes in [4 * MIB, 0, 65 << 40] {
+            work(Some(state.path()), |tools| tools.resize(&image, bytes, false)).unwrap_err();
+            let left = work(Some(state.path()), |tools| tools.journals()).unwrap();
+            assert!(left.is_empty(), "{format}, {bytes}: {left:?}");
+        }
+        work(Some(state.path()), |tools| tools.resize(&image, 16 * MIB, false)).unwrap();
+    }
+}
+
+#[test]
+fn a_disk_shrinks_by_its_own_permission_and_a_parent_is_resized_by_another() {
+    let dir = dir_on_disk();
+    let image = name("qcow2", &at(&dir, "a.qcow2"));
+    let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
+    work(None, |tools| tools.create(&image, &new)).unwrap();
+    let shrink = Resize { shrink: true, parents: false };
+    let less = NewSize::Less(2 * MIB);
+    let done = work(None, |tools| tools.resize(&image, less, shrink)).unwrap();
+    assert_eq!(done.virtual_bytes, 6 * MIB);
+    let on = NewImage { parent: Some(image.clone()), ..NewImage::default() };
+    work(None, |tools| tools.create(&name("qcow2", &at(&dir, "b.qcow2")), &on)).unwrap();
+    let error = work(None, |tools| tools.resize(&image, less, shrink)).unwrap_err();
+    assert!(error.to_string().contains("read-only"), "{error}");
+    work(None, |tools| tools.resize(&image, less, true)).unwrap();
+}
+
+#[test]
+fn a_check_tells_of_the_journal_of_a_killed_backend() {
+    for format in ["vhd", "qcow2"] {
+        let (dir, state) = (dir_on_disk(), dir_in_memory());
+        let (_, image) = killed(dir.path(), state.path(), format);
+        let check = || work(Some(state.path()), |tools| tools.check(&image, false)).unwrap();
+        assert!(check().images[0].journal, "{format}");
+        work(Some(state.path()), |tools| tools.repair(&image, true)).unwrap();
+        assert!(!check().images[0].journal, "{format}");
     }
 }

@@ -52,7 +52,8 @@ use alloc::Allocator;
 use alloc::base::Base;
 use alloc::state::State;
 use format::entry::{self, COPIED, Cluster};
-use format::header::Header;
+use format::header::{CORRUPT, Header};
+use format::unpack::Compression;
 use tables::cache::Cache;
 
 /// Entries of a slice: 4 KiB, or a whole table where that is smaller.
@@ -63,6 +64,22 @@ const CLUSTER_LOCKS: usize = 64;
 
 /// The most entries that may differ from the disk's until a commit is needed.
 pub(super) const MAX_CHANGES: u32 = 1 << 16;
+
+/// Properties of an image that only its format has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Properties {
+    /// Bits of a refcount.
+    pub refcount_bits: u32,
+    /// A program has found damage, and has marked the image.
+    pub is_corrupt: bool,
+    /// Another program may leave refcounts behind, and makes them new after a crash.
+    pub has_lazy_refcounts: bool,
+    /// What compressed clusters are packed by: `zlib` or `zstd`.
+    pub compression: &'static str,
+}
+
+/// The feature of the header (compatible) that refcounts may be left behind.
+const LAZY_REFCOUNTS: u64 = 1;
 
 /// An open qcow2 image, without its parents.
 pub struct Qcow2 {
@@ -100,6 +117,19 @@ impl Qcow2 {
     /// The version of the format: 2 or 3.
     pub fn version(&self) -> u32 {
         self.header.version
+    }
+
+    /// The properties that its header has.
+    pub fn properties(&self) -> Properties {
+        Properties {
+            refcount_bits: 1 << self.header.refcount_order,
+            is_corrupt: self.header.incompatible & CORRUPT != 0,
+            has_lazy_refcounts: self.header.compatible & LAZY_REFCOUNTS != 0,
+            compression: match self.header.compression {
+                Compression::Deflate => "zlib",
+                Compression::Zstd => "zstd",
+            },
+        }
     }
 
     /// Bytes of a cluster, the unit of allocation.

@@ -313,7 +313,7 @@ fn refused(path: &Path, why: &str) -> DiskError {
 
 fn failed(path: &Path, e: io::Error) -> DiskError {
     let what = format!("cannot make a VHD in {}", path.display());
-    let help = "remove what is there; check the medium's free space and the kernel's log (dmesg)";
+    let help = "free some space and try again; if there is enough, see the kernel's log (dmesg)";
     DiskError::new(ErrorKind::Io, what, e.to_string(), help).with_source(e)
 }
 

@@ -280,7 +280,7 @@ impl RequestPath {
             self.shared.device.log_limits.storage,
             now_ns,
             queue = self.index,
-            "{:?} of sectors {}+{} failed: {e}; the guest gets an error for this request",
+            "{:?} of sectors {}+{} failed: {e}; the client gets an error for this request",
             work.action,
             work.sector,
             work.sectors

@@ -15,6 +15,7 @@ mod transaction;
 mod watches;
 pub mod wire;
 
+use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -56,6 +57,20 @@ pub struct Store {
     random: Box<dyn Random>,
 }
 
+/// Why no way to xenstore works. Ways that do not exist need no names: they are only logged.
+fn why_unreachable(tried: &[(&str, io::Error)]) -> String {
+    let is_there = |e: &io::Error| e.kind() != io::ErrorKind::NotFound;
+    for (path, e) in tried {
+        tracing::debug!("no way to xenstore by {path}: {e}");
+    }
+    let there: Vec<String> =
+        tried.iter().filter(|(_, e)| is_there(e)).map(|(path, e)| format!("{path}: {e}")).collect();
+    match there.is_empty() {
+        true => "neither a socket of xenstored nor a device of Xen is here; -v names them".into(),
+        false => there.join(", "),
+    }
+}
+
 impl Store {
     /// Connects: by xenstored's socket where it is, else by the kernel's device.
     ///
@@ -72,17 +87,17 @@ impl Store {
             };
             match opened {
                 Ok(store) => return Ok(store),
-                Err(e) => tried.push(format!("{path}: {e}")),
+                Err(e) => tried.push((path, e)),
             }
         }
-        Err(StoreError::Unreachable { tried: tried.join(", ") })
+        Err(StoreError::Unreachable { tried: why_unreachable(&tried) })
     }
 
     /// Connects to a server's Unix socket.
     ///
     /// # Errors
     /// The kernel's error.
-    pub fn open_socket(path: &Path) -> std::io::Result<Store> {
+    pub fn open_socket(path: &Path) -> io::Result<Store> {
         let fd = rustix::net::socket_with(
             AddressFamily::UNIX,
             SocketType::STREAM,
@@ -97,7 +112,7 @@ impl Store {
     ///
     /// # Errors
     /// The kernel's error.
-    pub fn open_device(path: &Path) -> std::io::Result<Store> {
+    pub fn open_device(path: &Path) -> io::Result<Store> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
         Ok(Store::from_fd(rustix::fs::open(path, flags, Mode::empty())?))
     }

@@ -11,6 +11,15 @@ use super::wire::*;
 use super::*;
 use crate::hypervisor::DomId;
 
+#[test]
+fn ways_to_xenstore_that_do_not_exist_are_not_listed() {
+    let error = |kind| ("/a/socket", io::Error::from(kind));
+    let none = why_unreachable(&[error(io::ErrorKind::NotFound), error(io::ErrorKind::NotFound)]);
+    assert!(!none.contains("/a/socket") && none.contains("-v"), "{none}");
+    let denied = [error(io::ErrorKind::NotFound), error(io::ErrorKind::PermissionDenied)];
+    assert!(why_unreachable(&denied).contains("/a/socket: permission denied"));
+}
+
 /// The server's end.
 struct Peer {
     fd: OwnedFd,

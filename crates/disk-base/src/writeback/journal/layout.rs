@@ -166,8 +166,8 @@ pub(super) fn not_held(path: &Path, verb: &str, e: io::Error) -> DiskError {
 
 pub(super) fn cannot(path: &Path, verb: &str, e: io::Error) -> DiskError {
     let help = match e.kind() {
-        PermissionDenied => "run it as root: there is kept what is answered if this process dies",
-        _ => "it keeps what was answered if this process dies; it needs a tmpfs with room (df)",
+        PermissionDenied => "run it as root: only root can keep the crash journal there",
+        _ => "it is the crash journal, which needs a tmpfs with room (df)",
     };
     let what = format!("{} cannot be {verb}", path.display());
     DiskError::new(ErrorKind::Io, what, e.to_string(), help).with_source(e)

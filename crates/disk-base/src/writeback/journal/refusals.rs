@@ -84,8 +84,8 @@ pub fn lost(what: &str, name: &str, parts: &[(u64, u64)]) -> DiskError {
         named.join(", ")
     );
     let help = format!(
-        "restore a backup, or go on without those writes: ferrite image journal drop --force {name} \
-         (if it was a merge, ferrite image coalesce, the child has them still: then merge again)"
+        "restore a backup, or go on without those writes: ferrite image journal drop --force {name}. \
+         If a coalesce was interrupted, its child still has the data: then run coalesce again"
     );
     DiskError::new(ErrorKind::Refused, what, why, help)
 }

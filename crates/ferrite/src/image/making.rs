@@ -1,0 +1,109 @@
+//! Commands that make or replace images: from options to what `ferrite_image_tools` does.
+
+use ferrite_disk::Format;
+use ferrite_image_tools::{Convert, Done, ImageTools, Measured, NewImage, Rebase};
+
+use super::args::{
+    ConvertArgs, CreateArgs, MeasureArgs, RebaseArgs, SnapshotArgs, existing, existing_disk, name,
+    new_disk,
+};
+use super::{Out, text};
+use crate::exit::{Code, Failure};
+
+pub(super) fn create(tools: &ImageTools<'_>, args: &CreateArgs) -> Result<Done, Failure> {
+    let image = name(&args.image, args.format)?;
+    let wanted = args.options.wanted(image.format, &args.image)?;
+    let parent = args.parent.as_ref().or(wanted.parent.as_ref());
+    let format = args.parent_format.or(wanted.parent_format);
+    let new = NewImage {
+        bytes: args.size,
+        parent: parent.map(|parent| existing(parent, format)).transpose()?,
+        fixed: args.fixed || wanted.fixed,
+        unit_bytes: args.unit.block.or(wanted.unit_bytes),
+        force: args.force,
+        unmarked: args.marking.unmarked,
+    };
+    if new.fixed && new.parent.is_some() {
+        let what = format!("cannot make {}", args.image.display());
+        let why = "an image on a parent has no space allocated at once";
+        return Err(
+            Failure::new(what, why, "leave out the parent, or that option").with_code(Code::USAGE)
+        );
+    }
+    Ok(tools.create(&image, &new)?)
+}
+
+pub(super) fn convert(tools: &ImageTools<'_>, args: &ConvertArgs) -> Result<Done, Failure> {
+    args.ignored.check(&args.destination)?;
+    let from = existing_disk(&args.source, args.from)?;
+    if args.existing {
+        return Ok(tools.convert_over(&from, &existing(&args.destination, args.to)?)?);
+    }
+    let to = new_disk(&args.destination, args.to)?;
+    let wanted = args.options.wanted(to.format, &args.destination)?;
+    let how = Convert {
+        force: args.force,
+        resume: args.resume,
+        fixed: args.fixed || wanted.fixed,
+        unit_bytes: args.unit.block.or(wanted.unit_bytes),
+        zero_bytes: args.zeros,
+    };
+    let parent = args.parent.as_ref().or(wanted.parent.as_ref());
+    let format = args.parent_format.or(wanted.parent_format);
+    match parent {
+        Some(_) if how.resume || how.fixed => {
+            let what = format!("cannot convert to {}", args.destination.display());
+            let why = "a copy on a parent cannot be resumed, and has no space allocated at once";
+            Err(Failure::new(what, why, "leave out the parent, or that option")
+                .with_code(Code::USAGE))
+        }
+        Some(parent) => Ok(tools.convert_on(&from, &to, &existing(parent, format)?, &how)?),
+        None => Ok(tools.convert(&from, &to, &how)?),
+    }
+}
+
+pub(super) fn rebase(tools: &ImageTools<'_>, args: &RebaseArgs) -> Result<Done, Failure> {
+    let how = if args.is_unsafe { Rebase::Unsafe } else { Rebase::Safe };
+    let image = args.named.name()?;
+    match args.parent.is_empty() {
+        true => Ok(tools.rebase_away(&image, how, args.force)?),
+        false => {
+            let parent = existing(&args.parent, args.parent_format)?;
+            Ok(tools.rebase(&image, &parent, how, args.force)?)
+        }
+    }
+}
+
+/// Keeps the present state of a disk, or lists the snapshots inside of its image.
+pub(super) fn snapshot(
+    tools: &ImageTools<'_>,
+    out: &Out<'_>,
+    args: &SnapshotArgs,
+) -> Result<(), Failure> {
+    let leaf = existing(&args.leaf, args.format)?;
+    if let Some(parent) = &args.parent {
+        return out.confirm(&tools.snapshot(&leaf, &name(parent, args.format)?)?, text::made);
+    }
+    if leaf.format != Format::Qcow2 {
+        let what = format!("cannot list the snapshots inside of {}", args.leaf.display());
+        let why = format!("format {} has none", leaf.format);
+        let help = "ferrite image info shows the images that it stands on";
+        return Err(Failure::new(what, why, help));
+    }
+    let (info, _) = tools.info_as_far(&leaf)?;
+    let all = info.chain.into_iter().next().map(|layer| layer.snapshots).unwrap_or_default();
+    out.say(&all, |all| text::inner_snapshots(all))
+}
+
+pub(super) fn measure(tools: &ImageTools<'_>, args: &MeasureArgs) -> Result<Measured, Failure> {
+    let format = Format::from(args.to);
+    let wanted = args.options.wanted(format, format.name().as_ref())?;
+    let unit = args.unit.block.or(wanted.unit_bytes);
+    let fixed = args.fixed || wanted.fixed;
+    match (&args.image, args.size) {
+        (Some(image), _) => {
+            Ok(tools.measure(&existing_disk(image, args.format)?, format, unit, fixed)?)
+        }
+        (None, size) => Ok(Measured::of_empty(size.unwrap_or_default(), format, unit, fixed)),
+    }
+}
