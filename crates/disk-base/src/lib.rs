@@ -41,7 +41,7 @@ pub use port::{Port, SCRATCH_BYTES};
 pub use rare::Rare;
 #[cfg(feature = "testing")]
 pub use raw::{Checked, TestCheck};
-pub use raw::{GrowthWatch, Raw, Unopened};
+pub use raw::{GrowthWatch, Raw, SpaceBelow, Unopened};
 pub use volume_name::VolumeName;
 pub use writeback::{Commits, Failure, SyncWitness, Void, Witnesses, journal};
 
