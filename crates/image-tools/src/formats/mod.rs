@@ -289,6 +289,7 @@ fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
         uuid: None,
         creator: None,
         snapshots: Vec::new(),
+        bitmaps: Vec::new(),
         journal: false,
         read_only: examined(raw, is_write_protected(path))?,
     })
