@@ -63,17 +63,17 @@ fn bitmaps(path: &Path) -> Vec<(String, u64, bool, bool)> {
 #[test]
 fn a_resize_keeps_dirty_bitmaps_and_refuses_a_size_for_which_their_tables_are_too_short() {
     let dir = tempfile::tempdir().unwrap();
-    let Some([base, _]) = pair(&dir, 1, 0) else { return };
-    assert!(qemu(&["bitmap", "--add", "--disable", "-g", "32K", text(&base), "off"]));
+    let Some([_, leaf]) = pair(&dir, 0, 1) else { return };
+    assert!(qemu(&["bitmap", "--add", "--disable", "-g", "32K", text(&leaf), "off"]));
     let all = [("backup0".to_owned(), 65536, true, true), ("off".to_owned(), 32768, true, false)];
-    assert_eq!(bitmaps(&base), all);
-    tools(|tools| tools.resize(&name(&base), 128 << 20, false)).unwrap();
-    assert_eq!(bitmaps(&base), all);
-    assert!(qemu(&["check", "-q", text(&base)]));
+    assert_eq!(bitmaps(&leaf), all);
+    tools(|tools| tools.resize(&name(&leaf), 128 << 20, false)).unwrap();
+    assert_eq!(bitmaps(&leaf), all);
+    assert!(qemu(&["check", "-q", text(&leaf)]));
     // QEMU reads a bitmap that it clears.
-    assert!(qemu(&["bitmap", "--clear", text(&base), "backup0"]));
-    let refused = tools(|tools| tools.resize(&name(&base), 20 << 30, false)).unwrap_err();
+    assert!(qemu(&["bitmap", "--clear", text(&leaf), "backup0"]));
+    let refused = tools(|tools| tools.resize(&name(&leaf), 20 << 30, false)).unwrap_err();
     assert!(refused.to_string().contains("bitmap off needs another table"), "{refused}");
-    assert_eq!(bitmaps(&base), all);
-    assert!(qemu(&["check", "-q", text(&base)]));
+    assert_eq!(bitmaps(&leaf), all);
+    assert!(qemu(&["check", "-q", text(&leaf)]));
 }
