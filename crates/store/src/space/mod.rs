@@ -353,7 +353,7 @@ impl Space {
         let (size, begun) = (self.layout.segment_blocks, self.begun_for_pages());
         let data = self.pairs.iter().zip(0..).filter(|(kind, _)| **kind == Kind::Data);
         let filled: u64 = data.map(|(_, pair)| self.free_of(pair)).sum();
-        let left = reserve.saturating_sub(begun).div_ceil(size).max(RESERVED_PAIRS);
+        let left = reserve.saturating_sub(begun).div_ceil(size) + RESERVED_PAIRS;
         let room = |pairs: u64| {
             let pages = (self.free_pairs - pairs) * size + begun;
             let pages = pages.saturating_sub(owed + reserve + PAGES_OF_A_TURN);
