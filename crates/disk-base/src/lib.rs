@@ -43,7 +43,7 @@ pub use rare::Rare;
 pub use raw::questions;
 #[cfg(feature = "testing")]
 pub use raw::{Checked, TestCheck};
-pub use raw::{GrowthWatch, Raw, Run, Unopened};
+pub use raw::{GrowthWatch, Raw, Run, SpaceBelow, Unopened};
 pub use volume_name::VolumeName;
 pub use writeback::{Commits, Failure, SyncWitness, Void, Witnesses, journal};
 

@@ -253,3 +253,17 @@ fn a_damaged_copy_is_told_of_and_mended_where_that_is_honest() {
     place.store_fails(5, &["list", "s"]);
     place.store_fails(5, &["repair", "--force", "s"]);
 }
+
+#[test]
+fn stats_say_what_can_be_written_what_is_kept_and_what_the_file_system_has() {
+    let place = place();
+    let text = place.store_ok(&["stats", "s"]);
+    for line in ["ratio       -", "available   ", "reserved    ", "file system "] {
+        assert!(text.lines().any(|found| found.starts_with(line)), "{line}: {text}");
+    }
+    let stats = json(&place.store_ok(&["stats", "s", "--json"]));
+    let bytes = |name: &str| stats[name].as_u64().unwrap();
+    assert!(bytes("file_system_free_bytes") > 0);
+    assert!(bytes("available_bytes") > 0 && bytes("reserved_bytes") > 0);
+    assert!(bytes("available_bytes") + bytes("reserved_bytes") <= bytes("free_bytes"));
+}

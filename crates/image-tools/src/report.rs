@@ -51,10 +51,26 @@ pub struct LayerInfo {
     /// The internal snapshots, the first thousand.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<SnapshotInfo>,
+    /// The dirty bitmaps of a qcow2 image: other programs make them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub bitmaps: Vec<BitmapInfo>,
     /// Answered writes of a running or killed backend are not in its metadata yet.
     pub journal: bool,
     /// Only root may write it: the mode of a parent. A snapshot in a store cannot be written at all.
     pub read_only: bool,
+}
+
+/// A dirty bitmap of a qcow2 image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct BitmapInfo {
+    /// Its name.
+    pub name: String,
+    /// How many bytes one bit stands for.
+    pub granularity_bytes: u64,
+    /// Whether it is up to date.
+    pub valid: bool,
+    /// Whether writers are to track their writes in it.
+    pub enabled: bool,
 }
 
 /// An internal snapshot of a qcow2 image: other programs make them, and they are kept.

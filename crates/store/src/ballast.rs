@@ -14,7 +14,7 @@ use ferrite_io::shared_lock::SharedLock;
 /// Ballast is asked for only if at least half of this is missing.
 const LEAST_BYTES: u64 = 64 << 10;
 /// The most ballast. A store with more memory for metadata than this rarely has all of it dirty.
-const MOST_BYTES: u64 = 256 << 20;
+pub const MOST_BYTES: u64 = 256 << 20;
 
 /// The number of parts in which ballast is spent.
 const PARTS: u64 = 8;
@@ -88,6 +88,11 @@ impl Ballast {
         let bytes = held + allocate(port, end + held, all_bytes - held).await;
         self.has(bytes);
         bytes == all_bytes
+    }
+
+    /// As many bytes as there should be; 0: there is none.
+    pub fn wanted(&self) -> u64 {
+        self.amount().map_or(0, |amount| amount.all_bytes)
     }
 
     fn amount(&self) -> MutexGuard<'_, Option<Amount>> {

@@ -4,6 +4,7 @@ use std::io;
 
 use ferrite_disk_base::Port;
 
+use super::ballast::MOST_BYTES;
 use super::checkpoint::Core;
 use super::free_numbers::FreeNumbers;
 use super::layout::Layout;
@@ -116,8 +117,7 @@ pub async fn open(
     let superblocks = superblocks(medium, port, bytes / BLOCK_BYTES as u64).await?;
     let superblock = choose(&superblocks).map_err(unusable)?;
     let layout = superblock.layout;
-    let smallest = layout.blocks * BLOCK_BYTES as u64 / SMALLEST_PART;
-    let pages = Pages::new(metadata_memory.min(usize::try_from(smallest).unwrap_or(usize::MAX)));
+    let pages = pages_for(&layout, metadata_memory);
     if may_write {
         take_space(medium, port, bytes, &layout, pages.count()).await;
         mend(medium, port, &superblocks, &superblock).await?;
@@ -149,9 +149,24 @@ async fn take_space(medium: &Medium, port: &Port, bytes: u64, layout: &Layout, s
     let first_place = layout.first_place(0) * BLOCK_BYTES as u64;
     // Space that the file system cannot give now it may give when the place is written.
     let _ = port.io.preallocate(port.files[0], 0, first_place).await;
-    // Two checkpoints with all memory dirty, and each page twice.
-    let ballast = 4 * slots * BLOCK_BYTES;
-    medium.ballast().hold(port, bytes, ballast as u64).await;
+    medium.ballast().hold(port, bytes, ballast_for(slots)).await;
+}
+
+/// Memory for pages: a part of a small store at most.
+fn pages_for(layout: &Layout, metadata_memory: usize) -> Pages {
+    let smallest = layout.blocks * BLOCK_BYTES as u64 / SMALLEST_PART;
+    Pages::new(metadata_memory.min(usize::try_from(smallest).unwrap_or(usize::MAX)))
+}
+
+/// Two checkpoints with all memory dirty, and each page twice.
+fn ballast_for(slots: usize) -> u64 {
+    (4 * slots * BLOCK_BYTES) as u64
+}
+
+/// What a store keeps for itself that is opened with so much memory: pages of one checkpoint, and bytes of ballast.
+pub fn kept(layout: &Layout, metadata_memory: usize) -> (u64, u64) {
+    let slots = pages_for(layout, metadata_memory).count();
+    (slots as u64, ballast_for(slots).min(MOST_BYTES))
 }
 
 /// Makes the superblock durable in both homes, before any place is reused that its checkpoint has made free. A home

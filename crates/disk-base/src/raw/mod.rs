@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use ferrite_host::nvme::Namespace;
 use ferrite_io::arena::Span;
-use rustix::fs::{SeekFrom, fstat, seek};
+use rustix::fs::{SeekFrom, fstat, fstatvfs, seek};
 use rustix::io::{Errno, pread};
 
 use crate::error::READ_ONLY;
@@ -51,6 +51,15 @@ const GLANCE_BYTES: usize = 4096;
 
 /// How often in a row a flush may be interrupted, or lack the kernel's resources.
 const FLUSH_RETRIES: u32 = 16;
+
+/// The space of the file system that a file is on, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SpaceBelow {
+    /// What the file system has free.
+    pub free_bytes: u64,
+    /// What this file takes of it.
+    pub taken_bytes: u64,
+}
 
 /// An open and locked raw image.
 #[derive(Debug)]
@@ -250,6 +259,13 @@ impl Raw {
         }
         let stat = fstat(&self.file)?;
         Ok(u64::try_from(stat.st_blocks).unwrap_or(0) * 512)
+    }
+
+    /// The space of the file system that a file is on. `None`: it is no file, or that is not known.
+    pub fn space_below(&self) -> Option<SpaceBelow> {
+        let below = self.is_file().then(|| fstatvfs(&self.file).ok())??;
+        let free_bytes = below.f_bavail.saturating_mul(below.f_frsize);
+        Some(SpaceBelow { free_bytes, taken_bytes: self.disk_bytes().ok()? })
     }
 
     /// Reads `len` bytes, or as many as there are, while the caller waits: for opening images, when there is no

@@ -73,6 +73,15 @@ fn layer_lines(out: &mut String, layer: &LayerInfo) {
             one_line(&format!("{id}: {name}, {}", Human(snapshot.virtual_bytes))).into_owned(),
         );
     }
+    for bitmap in &layer.bitmaps {
+        let state = match (bitmap.valid, bitmap.enabled) {
+            (false, _) => "out of date",
+            (true, true) => "up to date, tracks writes",
+            (true, false) => "up to date, tracks no writes",
+        };
+        let (name, each) = (&bitmap.name, Human(bitmap.granularity_bytes));
+        line("bitmap", one_line(&format!("{name}, {each} a bit, {state}")).into_owned());
+    }
     if layer.read_only {
         line("mode", "read-only".into());
     }

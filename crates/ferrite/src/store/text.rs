@@ -100,11 +100,15 @@ pub(super) fn stats(all: &StoreStats) -> String {
         ("mapped", human(stats.mapped_bytes)),
         ("distinct", human(stats.distinct_bytes)),
         ("stored", human(stats.stored_bytes)),
-        ("ratio", format!("{:.2}", stats.ratio)),
+        ("ratio", if stats.stored_bytes == 0 { "-".into() } else { format!("{:.2}", stats.ratio) }),
         ("metadata", human(stats.metadata_bytes)),
         ("garbage", human(stats.garbage_bytes)),
+        ("available", human(stats.available_bytes)),
+        ("reserved", human(stats.reserved_bytes)),
         ("free", human(stats.free_bytes)),
     ]);
+    let below = all.file_system_free_bytes.map(|free| format!("{} free", Human(free)));
+    text.extend(below.map(|below| lines(&[("file system", below)])));
     text.extend(all.work.as_ref().map(work));
     text.extend(all.findings.iter().map(finding));
     let mut rows = vec![["NAME", "SIZE", "MAPPED"].map(str::to_owned)];

@@ -336,6 +336,7 @@ fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
         creator: None,
         qcow2: None,
         snapshots: Vec::new(),
+        bitmaps: Vec::new(),
         journal: false,
         read_only: examined(raw, is_write_protected(path))?,
     })

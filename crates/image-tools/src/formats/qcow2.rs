@@ -7,11 +7,11 @@ use std::path::Path;
 use ferrite_disk_base::{DiskError, ErrorKind, Format, Port, Raw};
 use ferrite_images::ImageFormat;
 use ferrite_images::children::absolute;
-use ferrite_images::qcow2::{self, NewImage as NewQcow2, Qcow2, Told};
+use ferrite_images::qcow2::{self, Bitmap, NewImage as NewQcow2, Qcow2, Told};
 
 use super::{Looked, New, Offline, Rules, examined, finding, of_medium};
 use crate::spec::Parent;
-use crate::{Finding, LayerInfo, SnapshotInfo, broken, unsuitable};
+use crate::{BitmapInfo, Finding, LayerInfo, SnapshotInfo, broken, unsuitable};
 
 impl Offline for Qcow2 {
     fn check_new(new: New<'_>) -> Result<(), DiskError> {
@@ -56,6 +56,12 @@ impl Offline for Qcow2 {
             created_unix_s: told.created_unix_s,
             vm_state_bytes: told.vm_state_bytes,
         };
+        let bitmap = |found: Bitmap| BitmapInfo {
+            name: found.name,
+            granularity_bytes: found.granularity_bytes,
+            valid: found.is_valid,
+            enabled: found.is_enabled,
+        };
         Ok(LayerInfo {
             kind: Some(format!("version {}", self.version())),
             virtual_bytes: self.bytes(),
@@ -63,6 +69,8 @@ impl Offline for Qcow2 {
             unit_bytes: Some(self.cluster_bytes()),
             qcow2: Some(self.properties()),
             snapshots: examined(raw, self.snapshots())?.into_iter().map(snapshot).collect(),
+            // A directory that makes no sense is for check.
+            bitmaps: self.bitmaps().unwrap_or_default().into_iter().map(bitmap).collect(),
             ..of_medium(raw, Format::Qcow2)?
         })
     }

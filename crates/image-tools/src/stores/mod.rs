@@ -12,7 +12,7 @@ use std::path::Path;
 use std::pin::pin;
 use std::task::Poll;
 
-use ferrite_disk_base::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port};
+use ferrite_disk_base::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port, Raw};
 use ferrite_host::clock;
 use ferrite_images::children::PARTIAL;
 use ferrite_images::open_medium;
@@ -187,12 +187,12 @@ impl ImageTools<'_> {
             let replayed = async { Live::open(&port, bytes, MEMORY).await?.close(&port).await };
             context.run(replayed).map_err(cannot)?;
         }
-        let (mut context, port, bytes) = self.store(store, &what, true)?;
+        let (mut context, port, raw) = self.medium_of(store, &what, true)?;
+        let bytes = raw.bytes_now().map_err(cannot)?;
         let outcome = self.outcome(&mut context, &port, bytes, How::default()).map_err(cannot)?;
         match outcome.stats {
             Some(stats) if outcome.findings.counts.damage == 0 => {
-                let path = store.display().to_string();
-                Ok(StoreStats { path, stats, work: None, findings: Vec::new() })
+                Ok(StoreStats::of(store, stats, raw.space_below()))
             }
             _ => {
                 let help = format!("ferrite store check {} says where", store.display());
@@ -229,13 +229,23 @@ impl ImageTools<'_> {
         what: &str,
         read_only: bool,
     ) -> Result<(IoContext, Port, u64), DiskError> {
+        let (context, port, raw) = self.medium_of(path, what, read_only)?;
+        let bytes = raw.bytes_now().map_err(|e| failed(what, path, e))?;
+        Ok((context, port, bytes))
+    }
+
+    fn medium_of(
+        &self,
+        path: &Path,
+        what: &str,
+        read_only: bool,
+    ) -> Result<(IoContext, Port, Raw), DiskError> {
         let raw = open_medium(path, &self.medium_options(read_only));
         let raw = raw.map_err(|e| of_store(what, path, &e))?;
         let cannot = |e| failed(what.to_owned(), path, e);
         let mut context = IoContext::new(self, 0).map_err(cannot)?;
         let port = context.port_of(raw.files()).map_err(cannot)?;
-        let bytes = raw.bytes_now().map_err(cannot)?;
-        Ok((context, port, bytes))
+        Ok((context, port, raw))
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use ferrite_disk_base::{Counts, DiskError, ErrorKind};
+use ferrite_disk_base::{Counts, DiskError, ErrorKind, SpaceBelow};
 use ferrite_store::BLOCK_BYTES;
 use ferrite_store::check::{Outcome, Stats, StoreFinding};
 use ferrite_store::live::{Live, Passed, StoreInfo, VolumeInfo, WorkInfo};
@@ -51,6 +51,9 @@ pub struct StoreStats {
     /// The statistics, in bytes.
     #[serde(flatten)]
     pub stats: Stats,
+    /// The free space of the file system that the store's file is on. `None`: it is on a device.
+    #[serde(default)]
+    pub file_system_free_bytes: Option<u64>,
     /// The background work of a served store.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub work: Option<WorkInfo>,
@@ -89,6 +92,19 @@ pub struct StoreCollected {
     pub freed_bytes: u64,
     /// Free room for content.
     pub free_bytes: u64,
+}
+
+impl StoreStats {
+    pub(super) fn of(store: &Path, mut stats: Stats, below: Option<SpaceBelow>) -> StoreStats {
+        below.into_iter().for_each(|below| stats.bound_by(below));
+        StoreStats {
+            path: store.display().to_string(),
+            stats,
+            file_system_free_bytes: below.map(|below| below.free_bytes),
+            work: None,
+            findings: Vec::new(),
+        }
+    }
 }
 
 impl StoreCompacted {

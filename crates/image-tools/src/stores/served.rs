@@ -136,8 +136,9 @@ impl ServedStore {
             let stats = until_stopped(goes_on, live.stats(port)).await?;
             Ok((stats, live.work(), live.scrub_findings()))
         })?;
-        let path = self.path.display().to_string();
-        Ok(StoreStats { path, stats, work: Some(work), findings: found.listed })
+        let store = self.handle.as_ref().expect("it is there until the end").store();
+        let stats = StoreStats::of(&self.path, stats, store.raw().space_below());
+        Ok(StoreStats { work: Some(work), findings: found.listed, ..stats })
     }
 
     /// Sets the compression, if one is given, and rewrites content in the order in which it is read.

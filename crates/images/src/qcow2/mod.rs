@@ -41,6 +41,7 @@ mod recovery;
 mod tables;
 mod write;
 
+pub use maintenance::bitmaps::Bitmap;
 pub use maintenance::check::{Finding, Problem, Report, check};
 pub use maintenance::create::NewImage;
 pub(crate) use maintenance::lineage::{backing_path, is_on_raw, is_qcow2};

@@ -6,8 +6,9 @@ use std::sync::atomic::Ordering;
 use ferrite_disk_base::Port;
 
 use super::Qcow2;
+use crate::image::format::ImageFormat;
 use crate::qcow2::alloc::grow::is_full;
-use crate::qcow2::format::header::AUTOCLEAR_AT;
+use crate::qcow2::format::header::{AUTOCLEAR_AT, BITMAPS_VALID};
 
 impl Qcow2 {
     /// Prepares the image for the first write, and so for the first change that only the journal has. The mark of that
@@ -15,9 +16,25 @@ impl Qcow2 {
     /// space. Other programs' autoclear features are cleared, since they are not maintained here: a bitmap flag that
     /// stays would make other programs trust a bitmap that lacks these writes.
     pub(in crate::qcow2) async fn make_ready(&self, port: &Port) -> io::Result<()> {
+        self.ready_for(port, false).await
+    }
+
+    /// [`make_ready`](Self::make_ready); the caller may keep dirty bitmaps valid, since it changes no data.
+    pub(in crate::qcow2) async fn ready_for(
+        &self,
+        port: &Port,
+        keeps_bitmaps: bool,
+    ) -> io::Result<()> {
         let _alone = self.readying.lock(&port.io).await?;
         if self.ready.load(Ordering::Acquire) {
             return Ok(());
+        }
+        if self.autoclear.load(Ordering::Acquire) & BITMAPS_VALID != 0 && !keeps_bitmaps {
+            tracing::warn!(
+                "the dirty bitmaps inside of {} are out of date from now on, since this program does not \
+                 track writes in them: the next incremental backup has to be a full one",
+                self.medium().path().display()
+            );
         }
         self.lengthen(port).await?;
         self.lay_bait(port).await?;
@@ -60,7 +77,11 @@ impl Qcow2 {
     }
 
     /// Sets these autoclear features in the header, durably; version 2 has none.
-    async fn set_autoclear(&self, port: &Port, features: u64) -> io::Result<()> {
+    pub(in crate::qcow2) async fn set_autoclear(
+        &self,
+        port: &Port,
+        features: u64,
+    ) -> io::Result<()> {
         if self.autoclear.load(Ordering::Acquire) == features {
             return Ok(());
         }

@@ -18,13 +18,13 @@ use serde::{Deserialize, Serialize};
 
 pub use findings::{Findings, StoreFinding};
 
-use ferrite_disk_base::Port;
+use ferrite_disk_base::{METADATA_BYTES, Port, SpaceBelow};
 
 use super::checkpoint::Core;
 use super::layout::Layout;
 use super::medium::Medium;
 use super::pace::Pace;
-use super::space::{Bits, Kind};
+use super::space::{Bits, Kind, Space};
 use super::superblock::{Roots, Unusable};
 use super::{BLOCK_BYTES, Damaged, opening};
 
@@ -63,8 +63,41 @@ pub struct Stats {
     pub garbage_bytes: u64,
     /// The free space for content.
     pub free_bytes: u64,
+    /// Of that, what guests can still fill with new content now. The file system below may have less.
+    #[serde(default)]
+    pub available_bytes: u64,
+    /// Of the free space, what is kept for the store's own work.
+    #[serde(default)]
+    pub reserved_bytes: u64,
+    /// What has to have space on the file system below before guests' new content: what is in use, what is for metadata, and
+    /// the ballast.
+    #[serde(skip)]
+    pub needed_bytes: u64,
     /// A line a volume, in the order of their names.
     pub volumes: Vec<VolumeStats>,
+}
+
+impl Stats {
+    /// What guests can fill, if so many pages are owed and are reserved for a checkpoint, and the ballast has so many bytes.
+    pub(super) fn set_room(
+        &mut self,
+        layout: &Layout,
+        space: &Space,
+        (owed, reserve): (u64, u64),
+        ballast: u64,
+    ) {
+        let available = in_bytes(space.room_for_data(owed, reserve));
+        self.available_bytes = available.min(self.free_bytes);
+        self.reserved_bytes = self.free_bytes - self.available_bytes;
+        self.needed_bytes = in_bytes(layout.first_place(0) + space.needed()) + ballast;
+    }
+
+    /// What guests can fill is no more than the file system has for it.
+    pub fn bound_by(&mut self, below: SpaceBelow) {
+        // What the file has taken and nothing is in is room, too.
+        let room = (below.free_bytes + below.taken_bytes).saturating_sub(self.needed_bytes);
+        self.available_bytes = self.available_bytes.min(room);
+    }
 }
 
 /// What a volume has.
@@ -360,6 +393,8 @@ impl<'a> Check<'a> {
             stats.metadata_bytes = in_bytes(self.metadata_blocks);
             stats.garbage_bytes = in_bytes(used_data.saturating_sub(stored));
             stats.free_bytes = in_bytes(free);
+            let (reserve, ballast) = opening::kept(&self.layout, METADATA_BYTES);
+            stats.set_room(&self.layout, &self.core.space, (0, reserve), ballast);
         }
     }
 }

@@ -111,7 +111,7 @@ pub(super) enum ChangeKind {
 
 impl Core {
     /// The pages that a checkpoint of all dirty and promised pages would write.
-    fn owed_pages(&self) -> u64 {
+    pub(super) fn owed_pages(&self) -> u64 {
         let tables = self.volumes.owed_pages() + self.domains.owed_pages();
         (self.pages.owed_pages() + tables) as u64
     }

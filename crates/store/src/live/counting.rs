@@ -60,6 +60,9 @@ impl Counter<'_> {
         let data = in_bytes(core.space.used(Kind::Data));
         stats.garbage_bytes = data.saturating_sub(stats.stored_bytes);
         stats.free_bytes = in_bytes(core.space.free());
+        let kept = (core.owed_pages(), core.space.reserve());
+        let ballast = self.shared.medium.ballast().wanted();
+        stats.set_room(&core.layout, &core.space, kept, ballast);
         Ok(stats)
     }
 

@@ -1,5 +1,6 @@
 //! Descriptions of a store and of its volumes, for people and programs. Sizes are bytes.
 
+use std::cmp::Ordering;
 use std::io;
 
 use ferrite_disk_base::Port;
@@ -21,6 +22,32 @@ const LOOK_BYTES: usize = 1 << 20;
 
 fn impossible() -> io::Error {
     damaged(Damaged("a record of the journal cannot be carried out"))
+}
+
+/// The order of names in lists: numbers in them count as numbers, so s2 comes before s10.
+fn in_order(a: &str, b: &str) -> Ordering {
+    let is_digit = |text: &str| text.starts_with(|c: char| c.is_ascii_digit());
+    let run = |text: &str| {
+        let same = |c: char| c.is_ascii_digit() == is_digit(text);
+        text.find(|c| !same(c)).unwrap_or(text.len())
+    };
+    let (mut left, mut right) = (a, b);
+    while !left.is_empty() && !right.is_empty() {
+        let ((x, rest_x), (y, rest_y)) = (left.split_at(run(left)), right.split_at(run(right)));
+        let order = match is_digit(x) && is_digit(y) {
+            true => {
+                let (x, y) = (x.trim_start_matches('0'), y.trim_start_matches('0'));
+                x.len().cmp(&y.len()).then_with(|| x.cmp(y))
+            }
+            false => x.cmp(y),
+        };
+        if order != Ordering::Equal {
+            return order;
+        }
+        (left, right) = (rest_x, rest_y);
+    }
+    // What is left of one of them decides, and then zeros before numbers.
+    left.len().cmp(&right.len()).then_with(|| a.cmp(b))
 }
 
 /// A volume, or a snapshot, as lists show it.
@@ -82,7 +109,7 @@ impl Core {
     pub(super) fn list(&self) -> Vec<VolumeInfo> {
         let volumes = self.volumes.entries().values();
         let mut all: Vec<VolumeInfo> = volumes.map(|volume| self.volume_info(volume)).collect();
-        all.sort_by(|a, b| a.name.cmp(&b.name));
+        all.sort_by(|a, b| in_order(&a.name, &b.name));
         all
     }
 
@@ -182,6 +209,13 @@ mod tests {
     use crate::journal::Name;
     use crate::live::{Memory, Operation};
     use crate::testing::{self, BYTES, Machine};
+
+    #[test]
+    fn numbers_in_names_are_ordered_as_numbers() {
+        let mut names = ["s10", "s1", "b", "s2-b", "s", "s2", "s02", "s100", "1", "s2-a"];
+        names.sort_by(|a, b| in_order(a, b));
+        assert_eq!(names, ["1", "b", "s", "s1", "s02", "s2", "s2-a", "s2-b", "s10", "s100"]);
+    }
 
     #[test]
     fn who_only_looks_sees_the_volumes_of_the_journal_and_writes_nothing() {

@@ -32,6 +32,11 @@ const LEFT_FOR_WRITES: u64 = 2;
 /// rest of pairs of data, since pages can only get free pairs.
 const PLENTY: u64 = 4;
 
+/// The leaves of one turn of writes, twice: as many pages as it is promised (store.md 6, Budget).
+const PAGES_OF_A_TURN: u64 = 2 * 33;
+/// How many contents one more page of metadata is enough for: a page of V2P has 512, one of P2M 256, one of hashes 128.
+const CONTENTS_A_PAGE: u64 = 72;
+
 /// A segment's places.
 #[derive(Debug)]
 struct Segment {
@@ -340,6 +345,27 @@ impl Space {
         let free = self.free_pairs * self.layout.segment_blocks;
         // Few stores are so full that all pairs are to be looked at.
         free >= pages || self.begun_for_pages() + free >= pages
+    }
+
+    /// So many places guests can fill now with new content, if `owed` pages are to be written, and `reserve` are those of
+    /// a checkpoint with all memory dirty. New content takes pages, too.
+    pub fn room_for_data(&self, owed: u64, reserve: u64) -> u64 {
+        let (size, begun) = (self.layout.segment_blocks, self.begun_for_pages());
+        let data = self.pairs.iter().zip(0..).filter(|(kind, _)| **kind == Kind::Data);
+        let filled: u64 = data.map(|(_, pair)| self.free_of(pair)).sum();
+        let left = reserve.saturating_sub(begun).div_ceil(size) + RESERVED_PAIRS;
+        let room = |pairs: u64| {
+            let pages = (self.free_pairs - pairs) * size + begun;
+            let pages = pages.saturating_sub(owed + reserve + PAGES_OF_A_TURN);
+            (filled + pairs * 2 * size).min(pages * CONTENTS_A_PAGE)
+        };
+        (0..=self.free_pairs.saturating_sub(left)).map(room).max().unwrap_or(0)
+    }
+
+    /// Places that only the store's own work can have: those of metadata, and what contents take.
+    pub fn needed(&self) -> u64 {
+        let metadata = self.pairs.iter().filter(|kind| **kind == Kind::Metadata).count() as u64;
+        metadata * 2 * self.layout.segment_blocks + self.used(Kind::Data)
     }
 
     /// Pages of a checkpoint with all memory dirty.

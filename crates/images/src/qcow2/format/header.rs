@@ -36,7 +36,7 @@ const EXTENDED_L2: u64 = 1 << 4;
 const KNOWN_INCOMPATIBLE: u64 = DIRTY | CORRUPT | COMPRESSION_TYPE;
 
 /// Autoclear feature: the dirty bitmaps inside are up to date.
-const BITMAPS_VALID: u64 = 1;
+pub(crate) const BITMAPS_VALID: u64 = 1;
 
 /// Autoclear features of ours, which no other program knows: any other program that writes to the image must clear
 /// them, so none has while they are there. This one tells that the image is open, and that a journal may have more than
@@ -144,6 +144,12 @@ impl Header {
             }
             _ => 0,
         }
+    }
+
+    /// What the header says of dirty bitmaps, if it has all of that.
+    pub(crate) fn bitmaps(&self) -> Option<&[u8]> {
+        let found = self.extensions.iter().find(|(kind, _)| *kind == EXT_BITMAPS);
+        found.map(|(_, data)| data.as_slice()).filter(|data| data.len() >= 24)
     }
 
     /// Clusters whose refcounts are in one block.

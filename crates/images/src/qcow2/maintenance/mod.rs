@@ -1,5 +1,6 @@
 //! Maintenance of images that are not served: making, checking, repairing, changing size or version.
 
+pub(in crate::qcow2) mod bitmaps;
 pub(in crate::qcow2) mod check;
 pub(in crate::qcow2) mod create;
 pub(in crate::qcow2) mod info;

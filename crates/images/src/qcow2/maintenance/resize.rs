@@ -7,7 +7,7 @@ use ferrite_disk_base::{Port, Rare};
 
 use crate::image::format::ImageFormat;
 use crate::qcow2::Qcow2;
-use crate::qcow2::format::header::{MAX_DISK_BYTES, MAX_L1_BYTES};
+use crate::qcow2::format::header::{BITMAPS_VALID, MAX_DISK_BYTES, MAX_L1_BYTES};
 use crate::qcow2::tables::meta;
 
 impl Qcow2 {
@@ -17,7 +17,7 @@ impl Qcow2 {
     ///
     /// The order: entries of a longer L1 (after the old ones, or all of them in a new place); sync; the header's
     /// sector, which has size, place and length; sync. Then the old table is free. A power cut before that leaks at
-    /// most the old table.
+    /// most the old table. Dirty bitmaps are kept.
     ///
     /// # Errors
     /// `InvalidInput`: such a size is not possible here. Errors of the kernel.
@@ -32,7 +32,8 @@ impl Qcow2 {
         if self.header.snapshots > 0 && self.header.version < 3 {
             return invalid("it has internal snapshots, for which version 2 knows one size only");
         }
-        self.make_ready(port).await?;
+        let keeps_bitmaps = self.keeps_bitmaps(bytes)?;
+        self.ready_for(port, keeps_bitmaps).await?;
         self.commit(port).await?;
         let table = self.header.l2_entries() * self.cluster_bytes();
         let needed = bytes.div_ceil(table);
@@ -74,7 +75,12 @@ impl Qcow2 {
             let count = (old_entries * 8).div_ceil(self.cluster_bytes());
             self.state().clusters.due(first..first + count);
         }
-        self.close(port).await
+        self.close(port).await?;
+        match keeps_bitmaps {
+            // No data have changed. A cut before this costs the bitmaps, and nothing else.
+            true => self.set_autoclear(port, BITMAPS_VALID).await,
+            false => Ok(()),
+        }
     }
 
     /// Writes entries of L1 from `index` on, in whole sectors.

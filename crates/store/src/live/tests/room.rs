@@ -131,3 +131,28 @@ fn what_an_opening_writes_has_the_space_that_is_kept_for_the_stores_own_work() {
     let mut process = Process::of(&machine).unwrap();
     assert_eq!(process.read("v0", 0..8).unwrap(), [0; 8]);
 }
+
+#[test]
+fn what_is_available_is_what_can_be_written_and_nothing_when_writes_find_no_room() {
+    let (_machine, mut process, thin) = with_a_thin_volume();
+    let available = |process: &mut Process| {
+        let Process { live, port, reactor } = process;
+        let stats = reactor.block_on(async { live.stats(port).await }).unwrap().unwrap();
+        assert_eq!(stats.available_bytes + stats.reserved_bytes, stats.free_bytes);
+        stats.available_bytes
+    };
+    let before = available(&mut process);
+    let block = BLOCK_BYTES as u64;
+    let write = |process: &mut Process, at: u64| {
+        let Process { live, port, reactor } = process;
+        let span = port.memory().span(SCRATCH_BYTES, BLOCK_BYTES);
+        port.memory().fill(span, 0);
+        port.memory().copy_in(span.slice(0, 8), &(at + 1).to_le_bytes());
+        reactor.block_on(async { live.write(port, thin, at * block, span).await }).unwrap()
+    };
+    let written = (0..).find(|at| write(&mut process, *at).is_err()).unwrap() * block;
+    // So small a store has much of its room for the pages of one turn of writes: it says too little rather than too much.
+    assert!(before <= written + written / 8 && before >= written / 4, "{before}, {written}");
+    let (left, free) = (available(&mut process), process.live.info().free_bytes);
+    assert!(left <= 16 * block && free > left, "{left} of {free}");
+}
