@@ -293,10 +293,7 @@ fn changelog() -> Result<String> {
         }
     }
     let by = " -- the Ferrite authors <ferrite@localhost>";
-    Ok(format!(
-        "ferrite ({version}) unstable; urgency=medium\n\n{changes}\n{by}  {}\n",
-        day.trim()
-    ))
+    Ok(format!("ferrite ({version}) unstable; urgency=medium\n\n{changes}\n{by}  {}\n", day.trim()))
 }
 
 /// The files for dpkg, besides those of the package.

@@ -19,8 +19,8 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 /// MiB that a guest writes; there is space for half of it.
-const PIECES: u32 = 8;
-const SPACE: u32 = 4;
+const PIECES: u32 = 12;
+const SPACE: u32 = 6;
 
 /// In the guest: a MiB that is unique on the disk.
 const PIECE: &str = "[ -e /tmp/data ] || dd if=/dev/urandom of=/tmp/data bs=1M count=1 2>/dev/null; \

@@ -116,9 +116,7 @@ fn migrated(bench: &mut Bench<'_>, times: u32) -> Result<()> {
     }
     bench.start_daemon()?;
     let image = bench.image(256)?;
-    // The emulator copies each of its pages.
-    let options = GuestOptions { base_mib: 144, ..GuestOptions::pvh() };
-    let (mut guest, mut disk) = bench.guest_of_xl(&options, &image)?;
+    let (mut guest, mut disk) = bench.guest_of_xl(&GuestOptions::pvh(), &image)?;
     let under_way = begin_verifying(bench, &mut guest)?;
     for _ in 0..times {
         migrate(bench, &mut guest, &mut disk)?;
