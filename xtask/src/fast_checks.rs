@@ -99,8 +99,7 @@ fn tests(programs: &Programs) -> Result<()> {
     runs.extend(programs.some("mover-map", "serve", DATA, &map)?);
     runs.extend(programs.some("mover-persistent", "serve", DATA, &persistent)?);
     runs.extend(programs.some("aio", "serve", DATA, &on_aio)?);
-    // Many wait for a time limit or for a grace period of the kernel, and leave their processor idle.
-    let result = run_each(runs, steps::cpus() + 1);
+    let result = run_each(runs, steps::cpus());
     times::show()?;
     result?;
     // Examples of the documentation.

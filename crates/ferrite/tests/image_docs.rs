@@ -29,6 +29,7 @@ fn printed() -> BTreeSet<String> {
     place.pattern("a.img", 4 * MIB, &[(MIB, MIB)]);
     place.ok(&["convert", "a.img", "a.qcow2"]);
     let _ = qemu_img(&["snapshot", "-c", "first", &place.path("a.qcow2")]);
+    let _ = qemu_img(&["bitmap", "--add", &place.path("a.qcow2"), "changes"]);
     place.ok(&["create", "damaged.vhd", "4M"]);
     // Its second footer.
     let file = fs::File::options().write(true).open(place.path("damaged.vhd")).unwrap();
@@ -64,9 +65,12 @@ fn printed() -> BTreeSet<String> {
 fn the_table_of_json_names_is_complete_and_has_nothing_else() {
     let rows = pages::rows(PAGE, "JSON");
     let mut table: BTreeSet<String> = rows.iter().flat_map(|row| quoted(row[0])).collect();
-    let snapshots = rows.iter().find(|row| row[0].contains("`snapshots`")).unwrap();
-    let mut of_snapshots: BTreeSet<String> = quoted(snapshots[2]).collect();
-    of_snapshots.insert("snapshots".into());
+    let mut of_snapshots = BTreeSet::new();
+    for list in ["snapshots", "bitmaps"] {
+        let row = rows.iter().find(|row| row[0].contains(&format!("`{list}`"))).unwrap();
+        of_snapshots.extend(quoted(row[2]));
+        of_snapshots.insert(list.to_owned());
+    }
     table.extend(of_snapshots.clone());
     let printed = printed();
     let missing: Vec<_> = printed.difference(&table).collect();

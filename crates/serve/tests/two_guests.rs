@@ -172,7 +172,6 @@ impl Host {
                 match followed {
                     Ok(outcome) => return outcome,
                     Err(ServeError::WorkerLost(_)) => {}
-                    // It cannot be served.
                     Err(ServeError::TakeOver(_)) => return Outcome::Stopped,
                     Err(e) => panic!("{e}"),
                 }
@@ -226,7 +225,6 @@ impl Host {
 
     /// The disk is detached from both, and nothing is left.
     fn end(mut self, fronts: [Option<Frontend>; 2], followers: [Option<Follower>; 2]) {
-        // The stub domain goes first.
         for (which, (front, follower)) in fronts.into_iter().zip(followers).enumerate().rev() {
             if let Some(mut front) = front {
                 front.close(PATIENCE).unwrap();
@@ -532,7 +530,6 @@ fn a_stub_domain_that_is_gone_for_good_is_not_waited_for() {
     let domid = host.disks[1].domid;
     part(line.fd.as_fd(), domid, &Waker::new().unwrap(), None).unwrap();
     assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
-    // Also one that is served.
     drop(sharing);
     host.end([Some(front), None], [Some(first), None]);
 }
@@ -541,7 +538,6 @@ fn a_stub_domain_that_is_gone_for_good_is_not_waited_for() {
 fn a_stub_domain_comes_and_goes_beside_its_guest() {
     let _alone = alone();
     let host = Host::new("vhd");
-    // It is the first with a request.
     let second = host.follow(1);
     sleep(A_WHILE);
     let first = host.follow(0);

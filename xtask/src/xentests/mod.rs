@@ -49,7 +49,7 @@ pub(crate) enum Tests {
     All,
 }
 
-/// The tests of each commit: a guest of each kind, each process of a disk killed, each format, and storage that
+/// The tests of each commit: a guest of each kind, each process of a disk killed, a store, and storage that
 /// is full. All others are left to the night.
 const OF_COMMITS: [&str; 8] = [
     "hvm/raw-boots-by-qemu-and-is-ours-when-the-driver-comes",

@@ -62,12 +62,11 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
                 Told::End => return Ok(()),
             }
             let left = next.saturating_duration_since(Instant::now());
-            match wait_for_input(left.min(GLANCE)).map_err(broken)? {
-                Input::None => continue,
-                Input::Ended => return Ok(()),
-                // A part of a key may have come.
-                Input::Some if !event::poll(GLANCE).map_err(broken)? => continue,
-                Input::Some => {}
+            if is_gone() {
+                return Ok(());
+            }
+            if !event::poll(left.min(GLANCE)).map_err(broken)? {
+                continue;
             }
             match event::read().map_err(broken)? {
                 Event::Key(key) => match wish(key) {
@@ -87,24 +86,13 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     }
 }
 
-/// What has come from the terminal.
-enum Input {
-    None,
-    Some,
-    /// The terminal is gone. crossterm would read its end again and again, and never return.
-    Ended,
-}
-
-fn wait_for_input(most: Duration) -> io::Result<Input> {
+/// Whether the terminal is gone. crossterm would read its end again and again, and never return. If it goes while
+/// crossterm waits, SIGHUP ends this program ([`heard`]).
+fn is_gone() -> bool {
     let stdin = io::stdin();
-    let timeout = Timespec { tv_sec: 0, tv_nsec: most.subsec_nanos().into() };
     let mut fds = [PollFd::new(&stdin, PollFlags::IN)];
-    match poll(&mut fds, Some(&timeout)) {
-        Ok(0) | Err(rustix::io::Errno::INTR) => Ok(Input::None),
-        Ok(_) if fds[0].revents() == PollFlags::IN => Ok(Input::Some),
-        Ok(_) => Ok(Input::Ended),
-        Err(e) => Err(e.into()),
-    }
+    let looked = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+    looked.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
 }
 
 /// The effect of a signal.

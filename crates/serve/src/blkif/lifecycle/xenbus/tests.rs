@@ -1,6 +1,5 @@
-//! The known sequences of frontends and toolstacks, as tables: the states in the store and the
-//! actions that follow. Each row is read twice, as watches may fire without a change: the second
-//! read changes nothing.
+//! The known sequences of frontends and toolstacks, as tables: the states in the store and the actions that follow. Each
+//! row is read twice, as watches may fire without a change: the second read changes nothing.
 
 use ferrite_xen::abi::Protocol;
 use ferrite_xen::hypervisor::GrantRef;
