@@ -188,7 +188,7 @@ fn exe(pid: i32) -> PathBuf {
 fn the_daemon_is_restarted_and_the_disks_are_upgraded_under_their_guests() {
     let mut story = Story::new();
     story.restart_daemon(&story.new.clone());
-    // The new daemon works with the old processes for as long as nobody upgrades them.
+    // The new daemon works with the old processes until `upgrade` replaces them.
     story.is_of(&story.old);
     story.kill_workers();
     story.is_of(&story.old);

@@ -124,7 +124,7 @@ pub fn is_something_else(raw: &Raw, format: Format) -> Option<DiskError> {
 }
 
 impl Reader {
-    /// The next step for a user who has named another format.
+    /// The next step after an open under the name of another format.
     fn advice(self, path: &Path) -> String {
         let shown = path.display();
         match self {

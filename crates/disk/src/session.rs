@@ -104,26 +104,17 @@ impl Session {
         self.buffers.alloc(bytes).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
     }
 
-    /// See [`Disk::flush`].
-    ///
-    /// # Errors
-    /// Those of [`Disk::flush`].
+    /// Flushes the disk, as [`Disk::flush`] does and with its errors.
     pub fn flush(&mut self) -> io::Result<()> {
         self.reactor.block_on(self.disk.flush(&self.port))?
     }
 
-    /// See [`Disk::discard`].
-    ///
-    /// # Errors
-    /// Those of [`Disk::discard`].
+    /// Discards `len` bytes from `offset` on, as [`Disk::discard`] does and with its errors.
     pub fn discard(&mut self, offset: u64, len: u64) -> io::Result<()> {
         self.reactor.block_on(self.disk.discard(&self.port, offset, len))?
     }
 
-    /// See [`Disk::write_zeroes`].
-    ///
-    /// # Errors
-    /// Those of [`Disk::write_zeroes`].
+    /// Makes `len` bytes from `offset` on zeros, as [`Disk::write_zeroes`] does and with its errors.
     pub fn write_zeroes(&mut self, offset: u64, len: u64) -> io::Result<()> {
         let zeros = self.zero_page();
         self.reactor.block_on(self.disk.write_zeroes(&self.port, offset, len, zeros))?
@@ -133,7 +124,7 @@ impl Session {
     /// copied. No one else uses the disk meanwhile.
     ///
     /// # Errors
-    /// Those of reading and writing. A second call continues.
+    /// Errors of reading and writing the disk. A second call continues.
     pub fn recover_parents(&mut self) -> io::Result<u64> {
         let disk = self.disk.clone();
         let Disk::Image(image) = &*disk else { return Ok(0) };
@@ -159,10 +150,7 @@ impl Session {
         Ok(copied)
     }
 
-    /// See [`Disk::close`].
-    ///
-    /// # Errors
-    /// Those of [`Disk::close`].
+    /// Closes the disk, as [`Disk::close`] does and with its errors.
     pub fn close(mut self) -> io::Result<()> {
         self.reactor.block_on(self.disk.close(&self.port))?
     }

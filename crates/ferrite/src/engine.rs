@@ -11,7 +11,7 @@ use crate::exit::Failure;
 /// Chooses the engine for all queues and all later connections.
 ///
 /// # Errors
-/// This kernel, or the disk, does not support what was asked for.
+/// This kernel or the disk does not support the engine or the polling.
 pub fn choose(
     choice: EngineChoice,
     poll_storage: bool,

@@ -72,7 +72,7 @@ fn what_looks_like_an_image_is_raw_only_if_that_is_said() {
     }
 }
 
-/// An image under a wrong name is whole: nobody may be sent to his backup for it.
+/// An image under a wrong name is whole: no message may advise to restore a backup.
 #[test]
 fn what_is_named_another_format_is_told_what_it_looks_like() {
     let place = Place::new();

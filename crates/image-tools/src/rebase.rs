@@ -35,6 +35,15 @@ pub enum Rebase {
     Unsafe,
 }
 
+/// An image that is about to get another parent, or none.
+pub(super) struct Rebased {
+    /// The image, locked. What its journal had is in it.
+    pub(super) old: Disk,
+    pub(super) unit_bytes: Option<u32>,
+    /// Whether it was read-only.
+    pub(super) was_protected: bool,
+}
+
 impl ImageTools<'_> {
     /// Gives an image another parent, which becomes read-only. With `force` the image may have children, if they are
     /// not open: they find it by its name and identity.
@@ -50,16 +59,7 @@ impl ImageTools<'_> {
     ) -> Result<Done, DiskError> {
         let cannot = |e| broken(format!("cannot rebase {}", name.path.display()), e);
         self.check_new_parent(name, parent)?;
-        let was_protected = self.check_rebase(name, force)?;
-        let options = OpenOptions { even_parent: force, ..self.options(false) };
-        let old = match how {
-            Rebase::Safe => ImageTools::open_to_write(name, &options)?,
-            // Its parent may be missing.
-            Rebase::Unsafe => Disk::Image(Image::open_alone(name, &options)?),
-        };
-        let unit_bytes = check_image(&old, name)?;
-        // Writes that a killed backend has answered become the image's from here on.
-        self.close(&old, &name.path)?;
+        let Rebased { old, unit_bytes, was_protected } = self.open_to_rebase(name, how, force)?;
         let mut notes = Vec::new();
         note_bitmaps(leaf(&old), &name.path, &mut notes);
         let mut undo = Undo::new(self);
@@ -125,8 +125,28 @@ impl ImageTools<'_> {
         Ok(())
     }
 
+    /// Opens an image whose parent is about to change.
+    pub(super) fn open_to_rebase(
+        &self,
+        name: &ImageName,
+        how: Rebase,
+        force: bool,
+    ) -> Result<Rebased, DiskError> {
+        let was_protected = self.check_rebase(name, force)?;
+        let options = OpenOptions { even_parent: force, ..self.options(false) };
+        let old = match how {
+            Rebase::Safe => ImageTools::open_to_write(name, &options)?,
+            // Its parent may be missing.
+            Rebase::Unsafe => Disk::Image(Image::open_alone(name, &options)?),
+        };
+        let unit_bytes = check_image(&old, name)?;
+        // Writes that a killed backend has answered become the image's from here on.
+        self.close(&old, &name.path)?;
+        Ok(Rebased { old, unit_bytes, was_protected })
+    }
+
     /// Whether the image is read-only, if it can be rebased.
-    pub(super) fn check_rebase(&self, name: &ImageName, force: bool) -> Result<bool, DiskError> {
+    fn check_rebase(&self, name: &ImageName, force: bool) -> Result<bool, DiskError> {
         let what = || format!("cannot rebase {}", name.path.display());
         let cannot = |e| broken(what(), e);
         if self.is_device(&name.path) {
@@ -237,7 +257,7 @@ pub(super) fn note_bitmaps(layer: Option<&Layer>, path: &Path, notes: &mut Vec<S
 }
 
 /// Checks that the image itself can be made again; returns its unit of allocation.
-pub(super) fn check_image(old: &Disk, name: &ImageName) -> Result<Option<u32>, DiskError> {
+fn check_image(old: &Disk, name: &ImageName) -> Result<Option<u32>, DiskError> {
     let what = || format!("cannot rebase {}", name.path.display());
     let Some(layer) = leaf(old) else {
         let help = "ferrite image clone makes an image on the parent";

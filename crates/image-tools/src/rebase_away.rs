@@ -2,16 +2,15 @@
 
 use std::fs;
 
-use ferrite_disk::Disk;
-use ferrite_disk_base::{DiskError, ImageName, OpenOptions, SECTOR_BYTES};
-use ferrite_images::{Image, children};
+use ferrite_disk_base::{DiskError, ImageName, SECTOR_BYTES};
+use ferrite_images::children;
 
 use super::copy::{Copying, Mode};
 use super::create::done;
 use super::files::{Over, protect};
 use super::formats::{Blank, leaf};
 use super::io_context::IoContext;
-use super::rebase::{check_image, note_bitmaps};
+use super::rebase::{Rebased, note_bitmaps};
 use super::{Done, ImageTools, NewImage, Rebase, broken, formats};
 
 impl ImageTools<'_> {
@@ -26,16 +25,7 @@ impl ImageTools<'_> {
         force: bool,
     ) -> Result<Done, DiskError> {
         let cannot = |e| broken(format!("cannot rebase {}", name.path.display()), e);
-        let was_protected = self.check_rebase(name, force)?;
-        let options = OpenOptions { even_parent: force, ..self.options(false) };
-        let old = match how {
-            Rebase::Safe => ImageTools::open_to_write(name, &options)?,
-            // Its parent may be missing.
-            Rebase::Unsafe => Disk::Image(Image::open_alone(name, &options)?),
-        };
-        let unit_bytes = check_image(&old, name)?;
-        // Writes that a killed backend has answered become the image's from here on.
-        self.close(&old, &name.path)?;
+        let Rebased { old, unit_bytes, was_protected } = self.open_to_rebase(name, how, force)?;
         let bytes = old.sectors() * SECTOR_BYTES;
         let parents = leaf(&old).map_or(Ok(None), |layer| layer.parents());
         // The name of a missing parent may not be understood: it is a parent all the same.

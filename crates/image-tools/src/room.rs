@@ -91,8 +91,11 @@ impl Guard {
         let Some((taken, raw)) = self.taken.zip(growing(to)) else { return Ok(()) };
         // Where the kernel does not tell, its own error ends the copy.
         let Ok(room) = fstatvfs(raw.fd()).map(|found| Room::of(&found)) else { return Ok(()) };
-        // Nothing is taken where all data get the places of others.
-        if room.free >= room.reserve.saturating_add(bytes) || raw.disk_bytes()? <= taken {
+        // Data that get the places of others take nothing. But the tables that lead to them may have had holes.
+        let for_tables = room.reserve / 4;
+        if room.free >= room.reserve.saturating_add(bytes)
+            || raw.disk_bytes()? <= taken.saturating_add(for_tables)
+        {
             return Ok(());
         }
         let why = format!(

@@ -1,10 +1,10 @@
 //! Where a file has data and where it has holes, as its file system tells.
 //!
-//! For the end of a run of data a file system walks all extents of the run, and most files are one run. So who asks for
-//! each cluster of an image would have it walk most of the file each time. Here answers are remembered. An answer "data"
-//! does no harm when it is out of date: who reads there finds zeros. An answer "hole" would hide data that were written
-//! since. So holes are remembered only of a file that this process cannot write and others are locked out of, and only
-//! while the file's times and space stay as they were.
+//! For the end of a run of data a file system walks all extents of the run, and most files are one run. A question for
+//! each cluster of an image would make it walk most of the file each time. So answers are remembered. An outdated answer
+//! "data" does no harm: a read there returns zeros. An outdated answer "hole" would hide data that was written since. So
+//! holes are remembered only for a file that this process cannot write and that is locked against others, and only
+//! while the file's times and space stay the same.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;

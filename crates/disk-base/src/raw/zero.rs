@@ -63,8 +63,9 @@ impl Raw {
         self.zero(Space::Kept, io, files, offset, len, zeros).await
     }
 
-    /// The same for a guest or client that leaves the space to the disk: a thin medium stays thin, unless its space is
-    /// to be [kept](crate::OpenOptions::keep_allocated).
+    /// Makes `len` bytes from `offset` on zeros, and frees their space: a thin medium stays thin. A medium whose space
+    /// is [kept](crate::OpenOptions::keep_allocated) keeps it. `zeros` is as for
+    /// [`write_zeroes`](Self::write_zeroes).
     ///
     /// # Errors
     /// As [`write_zeroes`](Self::write_zeroes).

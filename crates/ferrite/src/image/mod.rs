@@ -108,23 +108,27 @@ fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<()
     }
 }
 
-/// How results are printed.
-struct Out<'a> {
-    json: bool,
-    quiet: bool,
-    shown: &'a Shown,
+/// How results of commands on images and stores are printed.
+pub(crate) struct Out<'a> {
+    pub(crate) json: bool,
+    pub(crate) quiet: bool,
+    pub(crate) shown: &'a Shown,
 }
 
 impl Out<'_> {
     /// Prints a result: as JSON, or as the text that `text` makes of it.
-    fn say<T: Serialize>(&self, result: &T, text: impl Fn(&T) -> String) -> Result<(), Failure> {
+    pub(crate) fn say<T: Serialize>(
+        &self,
+        result: &T,
+        text: impl Fn(&T) -> String,
+    ) -> Result<(), Failure> {
         self.shown.clear();
         let text = if self.json { json(result)? + "\n" } else { text(result) };
         print(&text)
     }
 
     /// Prints what was done, unless that was not asked for.
-    fn confirm<T: Serialize>(
+    pub(crate) fn confirm<T: Serialize>(
         &self,
         result: &T,
         text: impl Fn(&T) -> String,

@@ -12,12 +12,11 @@ use ferrite_image_tools::{ImageTools, Progress, Verdict};
 use ferrite_store::journal::Name;
 use ferrite_store::name::StoreName;
 use ferrite_store::page::Packing;
-use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::exit::{Code, Failure};
 use crate::image::progress::Shown;
-use crate::image::{ENTRIES, engine, json, print, state_dir};
+use crate::image::{ENTRIES, Out, engine, state_dir};
 use crate::signals;
 
 pub(crate) mod args;
@@ -54,30 +53,6 @@ pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
     let done = command(&tools, args, &Out { json: args.json, quiet: args.quiet, shown: &shown });
     shown.clear();
     done
-}
-
-/// How results are printed.
-struct Out<'a> {
-    json: bool,
-    quiet: bool,
-    shown: &'a Shown,
-}
-
-impl Out<'_> {
-    /// Prints what was done, unless that was not asked for.
-    fn confirm<T: Serialize>(
-        &self,
-        result: &T,
-        text: impl Fn(&T) -> String,
-    ) -> Result<(), Failure> {
-        if self.quiet { Ok(()) } else { self.say(result, text) }
-    }
-
-    fn say<T: Serialize>(&self, result: &T, text: impl Fn(&T) -> String) -> Result<(), Failure> {
-        self.shown.clear();
-        let text = if self.json { json(result)? + "\n" } else { text(result) };
-        print(&text)
-    }
 }
 
 /// Attempts while another process opens the store, with pauses between them.
