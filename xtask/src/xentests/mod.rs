@@ -58,7 +58,7 @@ const OF_COMMITS: [&str; 8] = [
     "full/a-qcow2-fails-a-vhd-waits-and-other-guests-go-on",
     "store/two-clones-of-one-guest-and-their-worker-killed",
     "fio/2-queues-order-4-indirect-256",
-    "docs/a-disk-is-served-as-printed",
+    "docs/the-first-disk-of-the-readme-as-printed",
     "host/grants-channels-and-xenstore",
 ];
 
