@@ -119,24 +119,40 @@ fn stopped_it_leaves_the_screen_and_comes_back_when_it_goes_on() {
     assert!(shown.rfind(LEAVES) > shown.rfind(ENTERS), "{shown:?}");
 }
 
+/// Whether SIGHUP is delivered or, as under nohup, ignored.
 #[test]
 fn it_ends_with_its_terminal() {
-    let base = folder();
-    let pid_file = base.path().join("pid");
-    let top = format!("{PROGRAM} top --stats {}", base.path().join(FOLDER).display());
-    // Without a shell or timeout(1) between, which would end it.
-    let (mut child, _stdin, mut stdout) =
-        start(&format!("echo $$ >{}; exec {top}", pid_file.display()));
-    let (mut shown, mut bytes) = (String::new(), [0; 4096]);
-    while !shown.contains("scroll") {
-        let n = stdout.read(&mut bytes).unwrap();
-        assert!(n > 0, "{shown}");
-        shown.push_str(&String::from_utf8_lossy(&bytes[..n]));
+    for before in ["", "trap '' HUP; "] {
+        let base = folder();
+        let pid_file = base.path().join("pid");
+        let top = format!("{PROGRAM} top --stats {}", base.path().join(FOLDER).display());
+        // Without a shell or timeout(1) between, which would end it.
+        let line = format!("{before}echo $$ >{}; exec {top}", pid_file.display());
+        let (mut child, _stdin, mut stdout) = start(&line);
+        let (mut shown, mut bytes) = (String::new(), [0; 4096]);
+        while !shown.contains("scroll") {
+            let n = stdout.read(&mut bytes).unwrap();
+            assert!(n > 0, "{shown}");
+            shown.push_str(&String::from_utf8_lossy(&bytes[..n]));
+        }
+        let pid = std::fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
+        let _end = KillAtEnd(Pid::from_raw(pid).unwrap());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        wait_until("the end of the program", || matches!(state(pid), None | Some('Z')));
     }
-    let pid = std::fs::read_to_string(&pid_file).unwrap().trim().parse().unwrap();
-    child.kill().unwrap();
-    child.wait().unwrap();
-    wait_until("the end of the program", || matches!(state(pid), None | Some('Z')));
+}
+
+/// Kills a program that a failed test would leave behind: it takes a processor.
+struct KillAtEnd(Pid);
+
+impl Drop for KillAtEnd {
+    fn drop(&mut self) {
+        // A test that has passed has seen its end, and the number may be another process's.
+        if std::thread::panicking() {
+            let _ = kill_process(self.0, Signal::KILL);
+        }
+    }
 }
 
 #[test]

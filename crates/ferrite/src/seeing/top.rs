@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use signal_hook::consts::{SIGCONT, SIGTSTP};
 
 use super::Watch;
@@ -48,6 +48,7 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     let first = watch.look()?;
     let mut view = View::new(args.interval);
     view.show(first.rates, &first.problems);
+    end_with_terminal();
     let mut screen = Screen::enter().map_err(broken)?;
     let mut next = Instant::now() + args.interval;
     loop {
@@ -62,9 +63,6 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
                 Told::End => return Ok(()),
             }
             let left = next.saturating_duration_since(Instant::now());
-            if is_gone() {
-                return Ok(());
-            }
             if !event::poll(left.min(GLANCE)).map_err(broken)? {
                 continue;
             }
@@ -86,13 +84,22 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     }
 }
 
-/// Whether the terminal is gone. crossterm would read its end again and again, and never return. If it goes while
-/// crossterm waits, SIGHUP ends this program ([`heard`]).
-fn is_gone() -> bool {
-    let stdin = io::stdin();
-    let mut fds = [PollFd::new(&stdin, PollFlags::IN)];
-    let looked = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
-    looked.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+/// Ends the program when its terminal is gone. crossterm reads the end of a terminal again and again and never returns,
+/// and SIGHUP does not come where it is ignored (under nohup), so a thread waits for the hangup itself.
+fn end_with_terminal() {
+    std::thread::spawn(|| {
+        let stdin = io::stdin();
+        loop {
+            // No event is asked for: HUP and ERR are always reported.
+            let mut fds = [PollFd::new(&stdin, PollFlags::empty())];
+            let gone = PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL;
+            match poll(&mut fds, None) {
+                Ok(_) if fds[0].revents().intersects(gone) => std::process::exit(0),
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(_) => return,
+            }
+        }
+    });
 }
 
 /// The effect of a signal.
