@@ -131,7 +131,7 @@ fn a_volume_that_is_copied_in_and_out_is_what_qemu_reads() {
     let info = works(dir, &["image", "info", "store:s#web"]);
     assert!(String::from_utf8_lossy(&info.stdout).contains("store"), "{info:?}");
     // Commands on files refuse a volume.
-    let refused = ferrite(dir, &["image", "resize", "store:s#web", "64M"]).output().unwrap();
+    let refused = ferrite(dir, &["image", "coalesce", "store:s#web"]).output().unwrap();
     assert_eq!(refused.status.code(), Some(2), "{refused:?}");
     works(dir, &["store", "check", "s", "--deep"]);
 }

@@ -90,6 +90,9 @@ fn a_name_that_is_taken_is_refused_and_nothing_is_lost() {
         &["create", "s#disk", "1G", "--domain", "new"],
         &["snapshot", "s#disk", "monday"],
         &["clone", "s#disk", "copy"],
+        &["rename", "s#disk", "copy"],
+        &["rename", "s#monday", "disk"],
+        &["rename", "s#disk", "disk"],
     ] {
         let text = place.store_fails(1, args);
         assert!(text.contains("there is a volume of that name"), "{text}");
@@ -124,6 +127,14 @@ fn names_that_cannot_be_and_arguments_that_do_not_fit_are_wrong_usage() {
         &["create", "s#a", "1G", "--domain", ".x"],
         &["snapshot", "s", "a"],
         &["snapshot", "s#disk", "a/b"],
+        &["resize", "s#disk", "0"],
+        &["resize", "s#disk", "1000"],
+        &["resize", "s#disk", "8192T"],
+        &["resize", "s#disk", "+8191P"],
+        &["resize", "s#disk", "-2G", "--shrink"],
+        &["resize", "s", "2G"],
+        &["rename", "s", "t"],
+        &["rename", "s#disk", "a/b"],
         &["list", "s#disk"],
         &["stats", "s#disk"],
         &["create", "#a", "1G"],
@@ -135,6 +146,8 @@ fn names_that_cannot_be_and_arguments_that_do_not_fit_are_wrong_usage() {
     for args in [
         &["info", "s#no"][..],
         &["delete", "s#no"],
+        &["rename", "s#no", "a"],
+        &["resize", "s#no", "1G"],
         &["snapshot", "s#no", "a"],
         &["rollback", "s#disk", "no"],
         &["create", "no#a", "1G"],
@@ -266,4 +279,57 @@ fn stats_say_what_can_be_written_what_is_kept_and_what_the_file_system_has() {
     assert!(bytes("file_system_free_bytes") > 0);
     assert!(bytes("available_bytes") > 0 && bytes("reserved_bytes") > 0);
     assert!(bytes("available_bytes") + bytes("reserved_bytes") <= bytes("free_bytes"));
+}
+
+#[test]
+fn a_volume_is_resized_and_renamed_and_what_was_made_of_it_stays_as_it_is() {
+    let place = Place::new();
+    place.store_ok(&["create", "s", "--size", "64M"]);
+    place.pattern("x.raw", 4 * MIB, &[(0, 8192), (3 * MIB, 4096)]);
+    place.ok(&["convert", "x.raw", "store:s#web"]);
+    place.store_ok(&["snapshot", "s#web", "s10"]);
+    place.store_ok(&["clone", "s#web", "copy"]);
+    let resized = json(&place.store_ok(&["resize", "s#web", "8M", "--json"]));
+    assert_eq!(
+        (&resized["done"], &resized["volume"]["virtual_bytes"]),
+        (&"resized".into(), &(8 * MIB).into())
+    );
+    // What would be lost has to be allowed.
+    for (of, args) in
+        [("store", ["resize", "s#web", "2M"]), ("image", ["resize", "store:s#web", "2M"])]
+    {
+        let output = place.command_of(of, &args).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(1) && text.contains("--shrink does it"), "{text}");
+        assert!(text.contains("6 MiB at its end would be gone"), "{text}");
+    }
+    assert_eq!(place.store_ok(&["resize", "s#web", "-6M", "--shrink"]), "s#web: 2 MiB now\n");
+    assert_eq!(place.ok(&["resize", "store:s#web", "+6M"]), "s#web: 8 MiB now\n");
+    let text = place.store_fails(1, &["resize", "s#s10", "8M"]);
+    assert!(text.contains("a snapshot, which keeps its size"), "{text}");
+    assert_eq!(place.store_ok(&["rename", "s#web", "www"]), "s#www: renamed, 8 MiB\n");
+    place.store_ok(&["rename", "s#s10", "s2"]);
+    let text = place.store_fails(1, &["rename", "s#www", "www.partial"]);
+    assert!(text.contains("does not end in .partial"), "{text}");
+    // The old name is free.
+    place.store_ok(&["create", "s#s10", "1M"]);
+    let before = fs::read(place.path("x.raw")).unwrap();
+    let mut cut = before.clone();
+    cut[2 * MIB as usize..].fill(0);
+    cut.resize(8 * MIB as usize, 0);
+    for (name, content) in [("www", &cut), ("s2", &before), ("copy", &before)] {
+        place.ok(&["convert", &format!("store:s#{name}"), &format!("{name}.raw")]);
+        assert!(fs::read(place.path(&format!("{name}.raw"))).unwrap() == *content, "{name}");
+    }
+    let text = place.store_ok(&["list", "s", "--used"]);
+    let expected = "NAME  KIND      SIZE   USED     DOMAIN   FROM
+copy  volume    4 MiB  12 KiB   default  www
+s2    snapshot  4 MiB  12 KiB   default  www
+s10   volume    1 MiB  0 bytes  default  -
+www   volume    8 MiB  8 KiB    default  -
+";
+    assert_eq!(text, expected);
+    let listed = json(&place.store_ok(&["list", "s", "--used", "--json"]));
+    assert_eq!(listed["volumes"][3]["mapped_bytes"], 8192);
+    assert!(place.store_ok(&["check", "s", "--deep"]).contains("s: in order\n"));
 }

@@ -26,6 +26,8 @@ fn a_store_in_use_has_the_exit_code_of_an_image_in_use() {
         &["clone", "s#disk", "b"],
         &["rollback", "s#disk", "b"],
         &["delete", "s#disk"],
+        &["rename", "s#disk", "b"],
+        &["resize", "s#disk", "2G"],
         &["stats", "s"],
         &["gc", "s"],
         &["compact", "s"],
@@ -77,6 +79,10 @@ fn a_store_that_there_is_no_space_for_is_not_made_and_one_that_is_there_has_some
                   $F create s --size 32M
                   $F create s#a 1T
                   head -c 9m /dev/zero > filler || true
+                  $F rename s#a b
+                  $F resize s#b 2T
+                  $F resize s#b 1T --shrink
+                  $F rename s#b a
                   $F list s
                   $F create s#b 1T
                   $F delete s#a
@@ -126,6 +132,12 @@ fn without_rights_nothing_is_made_and_nothing_is_shown() {
     fs::set_permissions(place.path("s"), PermissionsExt::from_mode(0o644)).unwrap();
     assert_eq!(as_nobody(&place, &["list", "s"]).unwrap().0, 0);
     assert_eq!(as_nobody(&place, &["create", "s#a", "1G"]).unwrap().0, 1);
+    place.store_ok(&["create", "s#a", "1G"]);
+    for args in [&["rename", "s#a", "b"][..], &["resize", "s#a", "2G"]] {
+        let (code, text) = as_nobody(&place, args).unwrap();
+        assert!(code == 1 && text.contains("ermission denied"), "{args:?}: {text}");
+    }
+    assert!(place.store_ok(&["list", "s"]).contains("a     volume  1 GiB"));
 }
 
 /// A store so large that making it takes a while: its running program.

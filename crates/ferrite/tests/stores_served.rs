@@ -129,6 +129,14 @@ fn commands_on_a_served_store_say_and_do_what_they_do_on_one_that_is_not() {
     assert_eq!(world.ok(&["snapshot", "s#a", "s1"]), "s#s1: snapshot of a, 8 MiB\n");
     assert_eq!(world.ok(&["clone", "s#s1", "b"]), "s#b: clone of s1, 8 MiB\n");
     assert_eq!(world.ok(&["rollback", "s#b", "s1"]), "s#b: rolled back, 8 MiB now\n");
+    assert_eq!(world.ok(&["resize", "s#b", "12M"]), "s#b: 12 MiB now\n");
+    assert_eq!(world.ok(&["resize", "s#b", "-8M", "--shrink"]), "s#b: 4 MiB now\n");
+    assert_eq!(world.ok(&["rename", "s#b", "b2"]), "s#b2: renamed, 4 MiB\n");
+    assert_eq!(world.ok(&["rename", "s#b2", "b"]), "s#b: renamed, 4 MiB\n");
+    let mut resize = world.place.command_of("image", &["resize", "store:s#b", "+4M"]);
+    resize.env("XDG_RUNTIME_DIR", world.place.path("own"));
+    assert_eq!(resize.output().unwrap().stdout, b"s#b: 8 MiB now\n");
+    assert!(world.ok(&["info", "s#b"]).contains("8 MiB"));
     world.ok(&["create", "s#c", "1G", "--domain", "tenant"]);
     assert!(world.ok(&["delete", "s#c"]).contains("is deleted"));
     assert!(world.ok(&["gc", "s"]).contains("freed"));
@@ -149,6 +157,10 @@ fn what_cannot_be_done_with_a_served_store_says_so_and_what_to_do() {
     for (code, args, says) in [
         (4, &["delete", "s#a"][..], "detach that disk first"),
         (4, &["rollback", "s#a", "s1"], "make a clone of the snapshot"),
+        (4, &["resize", "s#a", "16M"], "resize it, and attach it again"),
+        (4, &["rename", "s#a", "b"], "detach that disk first"),
+        (1, &["resize", "s#s1", "16M"], "make a clone of it"),
+        (1, &["rename", "s#s1", "a"], "choose another name"),
         (1, &["snapshot", "s#a", "s1"], "choose another name"),
         (1, &["snapshot", "s#a", "s2.partial"], "a name that does not end in .partial"),
         (1, &["clone", "s#s1", "b.partial"], "a name that does not end in .partial"),

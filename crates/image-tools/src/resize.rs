@@ -4,6 +4,7 @@ use ferrite_disk::Disk;
 use ferrite_disk::pieces::{What, look};
 use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, OpenOptions, SECTOR_BYTES};
+use serde::{Deserialize, Serialize};
 
 use super::create::done;
 use super::files::is_write_protected;
@@ -11,7 +12,8 @@ use super::io_context::IoContext;
 use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 
 /// The new size of a disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum NewSize {
     /// To so many bytes.
     To(u64),
@@ -33,6 +35,17 @@ pub struct Resize {
 impl From<bool> for Resize {
     fn from(force: bool) -> Resize {
         Resize { shrink: force, parents: force }
+    }
+}
+
+impl NewSize {
+    /// In bytes, of a disk that has `before` bytes.
+    pub(crate) fn of(self, before: u64) -> u64 {
+        match self {
+            NewSize::To(bytes) => bytes,
+            NewSize::By(more) => before.saturating_add(more),
+            NewSize::Less(less) => before.saturating_sub(less),
+        }
     }
 }
 
@@ -90,11 +103,7 @@ impl ImageTools<'_> {
         }
         let disk = ImageTools::open_to_write(name, options)?;
         let before = disk.sectors() * SECTOR_BYTES;
-        let bytes = match size {
-            NewSize::To(bytes) => bytes,
-            NewSize::By(more) => before.saturating_add(more),
-            NewSize::Less(less) => before.saturating_sub(less),
-        };
+        let bytes = size.of(before);
         if bytes == 0 || !bytes.is_multiple_of(SECTOR_BYTES) || i64::try_from(bytes).is_err() {
             let why = format!("{bytes} bytes are no size of a disk");
             return Err(DiskError::new(ErrorKind::Usage, what(), why, "give a multiple of 512"));

@@ -134,6 +134,15 @@ impl Model {
         Model { now, sectors, history, open, ..Model::default() }
     }
 
+    /// The model of this disk with another size, when no request is in flight: what is behind a smaller one is gone, and
+    /// what a larger one adds is zeros.
+    pub fn resized(&self, sectors: u64) -> Model {
+        let history = self.history.range(..sectors);
+        let history = history.map(|(sector, records)| (*sector, records.clone())).collect();
+        let open = self.open.range(..sectors).copied().collect();
+        Model { now: self.now, sectors, history, open, ..Model::default() }
+    }
+
     /// The model of a disk that replaces another one: requests from now on are later than all of the other's.
     pub fn behind(self, other: &Model) -> Model {
         Model { now: self.now.max(other.now), ..self }

@@ -21,6 +21,7 @@
 //! of the collector's marks and of the epochs, and the mutex of all turns before that of one turn. A task holds no other
 //! two mutexes at once.
 
+mod altering;
 mod batch;
 mod changes;
 mod checking;
@@ -225,8 +226,13 @@ impl Live {
             blocks,
         };
         let writer = Writer::new(uses, batches);
-        let volumes =
-            Volumes::new(shared.clone(), journal.clone(), journal_writer.clone(), changes.clone());
+        let volumes = Volumes::new(
+            shared.clone(),
+            journal.clone(),
+            journal_writer.clone(),
+            committer.clone(),
+            changes.clone(),
+        );
         Live {
             shared,
             journal,

@@ -46,12 +46,14 @@ pub struct Numbers {
     failed: BTreeSet<u64>,
     /// The last block that had an operation on volumes.
     operation: Option<u64>,
+    /// A checkpoint that begins at this number, and has a change of volumes without a record, has failed.
+    unsettled: Option<u64>,
 }
 
 impl Numbers {
     /// The numbers when a checkpoint has all blocks below `next`, of a journal of `length` blocks.
     pub fn new(next: u64, length: u64) -> Numbers {
-        let (under_way, failed, operation) = Default::default();
+        let (under_way, failed, operation, unsettled) = Default::default();
         let (from, synced, told, recorded, good) = (next, next, next, next, next);
         let (new_data, synced_data, ended) = (0, 0, 0);
         Numbers {
@@ -68,12 +70,13 @@ impl Numbers {
             under_way,
             failed,
             operation,
+            unsettled,
         }
     }
 
     /// Gives the next number, and the number below which its block says that all is durable. `None`: a checkpoint must
-    /// be made first. The journal is full, or an operation on volumes has failed that a replay would carry out, or no
-    /// block has ended well for long.
+    /// be made first. The journal is full, or an operation on volumes has failed that a replay would carry out, or a
+    /// checkpoint that has one, or no block has ended well for long.
     pub fn begin(&mut self) -> Option<(u64, u64)> {
         let begun = self.begin_empty();
         self.recorded = begun.map_or(self.recorded, |(number, _)| number + 1);
@@ -85,7 +88,7 @@ impl Numbers {
         let number = self.next;
         let has_failed = self.operation.is_some_and(|number| self.failed.contains(&number));
         let end = (self.from + self.length).min(self.good.max(self.from) + AHEAD);
-        (number < end && !has_failed).then(|| {
+        (number < end && !has_failed && self.unsettled.is_none()).then(|| {
             self.next += 1;
             self.told = self.synced;
             self.under_way.insert(number);
@@ -153,9 +156,16 @@ impl Numbers {
     pub fn left_behind(&mut self, from: u64) {
         self.from = from;
         self.failed = self.failed.split_off(&from);
+        self.unsettled = self.unsettled.filter(|unsettled| from < *unsettled);
         self.synced = self.synced.max(from);
         // Replay begins there.
         self.told = self.told.max(from);
+    }
+
+    /// Notes that a checkpoint has failed which begins at `from`, and has a change of volumes that no record says. No block
+    /// gets a number before it is on the medium: its records could be of what the older checkpoint lacks.
+    pub fn unsettled(&mut self, from: u64) {
+        self.unsettled = Some(from);
     }
 
     /// Whether a block has failed that a replay may find.
@@ -163,9 +173,11 @@ impl Numbers {
         !self.failed.is_empty()
     }
 
-    /// Whether a checkpoint is wanted: half of the journal is used, or a write has failed.
+    /// Whether a checkpoint is wanted: half of the journal is used, or a write or a checkpoint with a change of volumes has
+    /// failed.
     pub fn want_checkpoint(&self) -> bool {
-        self.next - self.from >= self.length / 2 || self.has_failed()
+        let has_failed = self.has_failed() || self.unsettled.is_some();
+        self.next - self.from >= self.length / 2 || has_failed
     }
 }
 
@@ -193,6 +205,25 @@ mod tests {
         assert_eq!(fill(&mut numbers), 10);
         numbers.left_behind(5 + 12);
         assert_eq!(fill(&mut numbers), 2);
+    }
+
+    #[test]
+    fn behind_a_failed_change_without_a_record_no_block_is_given_before_its_checkpoint() {
+        let mut numbers = Numbers::new(5, 1 << 16);
+        assert_eq!(numbers.begin(), Some((5, 5)));
+        numbers.end(5, true);
+        assert!(!numbers.want_checkpoint());
+        numbers.unsettled(6);
+        assert!(numbers.want_checkpoint());
+        assert_eq!(
+            (numbers.begin(), numbers.begin_empty(), numbers.begin_operation()),
+            (None, None, None)
+        );
+        // Of an earlier one.
+        numbers.left_behind(5);
+        assert_eq!(numbers.begin(), None);
+        numbers.left_behind(6);
+        assert_eq!(numbers.begin(), Some((6, 6)));
     }
 
     #[test]

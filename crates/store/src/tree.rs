@@ -186,6 +186,11 @@ impl Tree {
         PageId { level, kind: self.kind, born, index: leaf >> (LINK_BITS * u32::from(level)) }
     }
 
+    /// Whether a tree of this depth has no such leaf.
+    fn is_behind(&self, leaf: u64) -> bool {
+        leaf >> (LINK_BITS * u32::from(self.depth)) > 0
+    }
+
     /// The link of a page on the way to a leaf that leads to the next one.
     fn link_number(level: u8, leaf: u64) -> usize {
         (leaf >> (LINK_BITS * u32::from(level - 1))) as usize % LINKS
@@ -198,6 +203,10 @@ impl Tree {
         leaf: u64,
         mut visit: impl FnMut(PageId),
     ) -> Result<Found, Damaged> {
+        // A task that counts or looks behind service may have had the volume when it was larger.
+        if self.is_behind(leaf) {
+            return Ok(Found::Nothing);
+        }
         let (mut link, mut level) = (self.root, self.depth);
         loop {
             let Some(born) = link.born() else { return Ok(Found::Nothing) };
@@ -228,7 +237,7 @@ impl Tree {
     /// # Errors
     /// As `find`.
     pub fn next(&self, pages: &Pages, leaf: u64) -> Result<Next, Damaged> {
-        if leaf >> (LINK_BITS * u32::from(self.depth)) > 0 {
+        if self.is_behind(leaf) {
             return Ok(Next::End);
         }
         let (mut link, mut level) = (self.root, self.depth);
@@ -319,6 +328,48 @@ impl Tree {
             *bytes = Link::Unwritten { born: generation }.encode();
         }
         unreachable!("the last level is that of leaves")
+    }
+
+    /// Makes it the tree of a volume that has grown to so many blocks, which reads as zeros behind its old end. No page
+    /// was ever born in `generation`: one that was [cut](Self::cut) off may be in memory yet.
+    pub fn grow(&mut self, pages: &mut Pages, generation: u64, blocks: u64) {
+        let depth = Tree::of_volume(blocks, Link::Nothing).depth;
+        for level in self.depth + 1..=depth {
+            if self.root == Link::Nothing {
+                break;
+            }
+            let id = self.page(level, 0, generation);
+            pages.make_new(id, None);
+            pages.inner_mut(&id)[..POINTER_BYTES].copy_from_slice(&self.root.encode());
+            self.root = Link::Unwritten { born: generation };
+        }
+        self.depth = depth;
+    }
+
+    /// Makes it the tree of a volume that has shrunk to so many blocks. What is behind its new end is in no page of it any
+    /// more, so that it reads as zeros if the volume grows again. All on the way to the last leaf that is left is
+    /// [pinned](Self::pin), a slot for it was promised, and no page was ever born in `generation`. Places of pages that
+    /// only this tree had are the next pass's.
+    pub fn cut(&mut self, pages: &mut Pages, generation: u64, blocks: u64) {
+        let (last, end) =
+            ((blocks - 1) / V2P_ENTRIES as u64, (blocks - 1) % V2P_ENTRIES as u64 + 1);
+        let depth = Tree::of_volume(blocks, Link::Nothing).depth;
+        // Of what is above only the first page of each level is left.
+        for level in (depth + 1..=self.depth).rev() {
+            let Some(born) = self.root.born() else { break };
+            let page = pages.inner(&self.page(level, 0, born)).expect("a page that is pinned");
+            self.root = link_at(page, 0);
+        }
+        self.depth = depth;
+        if self.root == Link::Nothing {
+            return;
+        }
+        let Changed { leaf, .. } = self.change(pages, generation, last);
+        for level in 1..=depth {
+            let behind = (Tree::link_number(level, last) + 1) * POINTER_BYTES;
+            pages.inner_mut(&self.page(level, last, generation))[behind..].fill(0);
+        }
+        pages.store(&leaf, end as usize, &[0; V2P_ENTRIES][end as usize..]);
     }
 
     /// The pointer to its root, if what is not on the medium is one of these.

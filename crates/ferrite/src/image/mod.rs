@@ -5,9 +5,9 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use ferrite_disk::ImageName;
+use ferrite_disk::{Format, ImageName};
 use ferrite_host::directory::HostDirectory;
-use ferrite_image_tools::{Difference, ImageTools, NewImage, Resize, Verdict};
+use ferrite_image_tools::{Difference, Done, ImageTools, NewImage, NewSize, Resize, Verdict};
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Serialize;
@@ -88,7 +88,12 @@ fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<()
         ImageCommand::Rebase(it) => out.confirm(&making::rebase(tools, it)?, text::made),
         ImageCommand::Resize(it) => {
             let may = Resize { shrink: it.shrink || it.force, parents: it.force };
-            out.confirm(&tools.resize(&it.named.name()?, it.size, may)?, text::resized)
+            let name = it.named.disk()?;
+            let done = match name.volume() {
+                Some(volume) => resize_volume(tools, &out, volume, it.size, may)?,
+                None => tools.resize(&name, it.size, may)?,
+            };
+            out.confirm(&done, text::resized)
         }
         ImageCommand::Amend(it) => {
             let Amendment::Version3 = it.amendment;
@@ -106,6 +111,19 @@ fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<()
             out.confirm(&dropped, |all| text::dropped(all))
         }
     }
+}
+
+/// Resizes a volume of a store: what is behind a smaller size is lost, whatever it is.
+fn resize_volume(
+    tools: &ImageTools<'_>,
+    out: &Out,
+    (store, volume): (&Path, &str),
+    size: NewSize,
+    may: Resize,
+) -> Result<Done, Failure> {
+    let virtual_bytes = crate::store::resize(tools, out, (store, volume), size, may.shrink)?;
+    let (path, format) = (format!("{}#{volume}", store.display()), Format::Store.name());
+    Ok(Done { path, format, virtual_bytes, notes: Vec::new() })
 }
 
 /// How results of commands on images and stores are printed.

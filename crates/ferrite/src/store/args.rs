@@ -3,10 +3,12 @@
 use std::ffi::OsString;
 
 use clap::{Args, Subcommand, ValueEnum};
+use ferrite_image_tools::NewSize;
 use ferrite_image_tools::stores::DOMAIN;
 use ferrite_io::engines::EngineChoice;
 
 use crate::image::args::bytes;
+use crate::image::args::making::new_size;
 
 /// The arguments of `ferrite store`.
 #[derive(Debug, Args)]
@@ -39,7 +41,7 @@ pub(crate) enum StoreCommand {
     /// Make a store (PATH --size SIZE), or an empty volume in one (PATH#NAME SIZE).
     Create(CreateArgs),
     /// List the volumes and snapshots of a store, one per line.
-    List(StoreArg),
+    List(ListArgs),
     /// Show the properties of a store, or of one volume of it.
     Info(EitherArg),
     /// Keep the present state of a volume as a read-only snapshot. Takes no time, copies nothing.
@@ -50,6 +52,10 @@ pub(crate) enum StoreCommand {
     Rollback(RollbackArgs),
     /// Delete a volume or snapshot, at once. Its clones stay as they are.
     Delete(VolumeArg),
+    /// Give a volume or snapshot another name. What was made from it stays as it is.
+    Rename(RenameArgs),
+    /// Make a volume larger or smaller. Takes no time, copies nothing; its snapshots keep their size.
+    Resize(ResizeArgs),
     /// Look for damage, and name it; ends with 2 if there is any, and with 1 if the store could not be checked.
     Check(CheckArgs),
     /// Read all content and compare it with its checksums; exit codes as for check.
@@ -70,6 +76,17 @@ pub(crate) struct StoreArg {
     /// The store.
     #[arg(value_name = "PATH")]
     pub(crate) store: OsString,
+}
+
+/// The arguments of `list`.
+#[derive(Debug, Args)]
+pub(crate) struct ListArgs {
+    #[command(flatten)]
+    pub(crate) store: StoreArg,
+
+    /// Show how much of each is not zeros, too. Reads the metadata of the whole store, as stats does.
+    #[arg(long)]
+    pub(crate) used: bool,
 }
 
 /// A volume or snapshot.
@@ -166,6 +183,31 @@ pub(crate) struct RollbackArgs {
 
     /// A snapshot in the same store and domain.
     pub(crate) snap: OsString,
+}
+
+/// The arguments of `rename`.
+#[derive(Debug, Args)]
+pub(crate) struct RenameArgs {
+    #[command(flatten)]
+    pub(crate) of: VolumeArg,
+
+    /// The new name, in the same store.
+    pub(crate) new: OsString,
+}
+
+/// The arguments of `resize`.
+#[derive(Debug, Args)]
+pub(crate) struct ResizeArgs {
+    #[command(flatten)]
+    pub(crate) volume: VolumeArg,
+
+    /// Its new size, a multiple of 4 KiB; with + or - before it, how much larger or smaller it becomes.
+    #[arg(value_parser = new_size, allow_hyphen_values = true)]
+    pub(crate) size: NewSize,
+
+    /// Make it smaller: what is behind its new end is lost.
+    #[arg(long)]
+    pub(crate) shrink: bool,
 }
 
 /// The arguments of `check`.

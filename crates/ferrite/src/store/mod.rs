@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use ferrite_disk::{DiskError, ErrorKind, Parents, size};
 use ferrite_host::directory::HostDirectory;
-use ferrite_image_tools::stores::{Change, StoreCheck, StoreChecked, StoreListed};
-use ferrite_image_tools::{ImageTools, Progress, Verdict};
+use ferrite_image_tools::stores::{
+    Change, StoreCheck, StoreChecked, StoreListed, StoreStats, VolumeDone,
+};
+use ferrite_image_tools::{ImageTools, NewSize, Progress, Verdict};
 use ferrite_store::journal::Name;
 use ferrite_store::name::StoreName;
 use ferrite_store::page::Packing;
@@ -90,25 +92,61 @@ fn change(
     (store, volume): (StoreName, Name),
     change: Change,
 ) -> Result<(), Failure> {
+    out.confirm(&changed(tools, out, (&store.path, &volume), change)?, text::done)
+}
+
+fn changed(
+    tools: &ImageTools<'_>,
+    out: &Out,
+    (store, volume): (&Path, &Name),
+    change: Change,
+) -> Result<VolumeDone, Failure> {
     let what = Ask::Change { volume: volume.clone(), change: change.clone() };
-    let here = || tools.change_volume(&store.path, &volume, change.clone());
-    out.confirm(&here_or_there(out, &store.path, &what, here)?, text::done)
+    let here = || tools.change_volume(store, volume, change.clone());
+    here_or_there(out, store, &what, here)
+}
+
+/// Resizes a volume for `ferrite image resize`; returns its new size in bytes.
+pub(crate) fn resize(
+    tools: &ImageTools<'_>,
+    out: &Out,
+    (store, volume): (&Path, &str),
+    size: NewSize,
+    shrink: bool,
+) -> Result<u64, Failure> {
+    let change = Change::Resize { size, shrink };
+    let done = changed(tools, out, (store, &entry(OsStr::new(volume))?), change)?;
+    Ok(done.volume.virtual_bytes)
 }
 
 fn list(tools: &ImageTools<'_>, out: &Out, store: &Path) -> Result<StoreListed, Failure> {
     here_or_there(out, store, &Ask::List, || tools.list_store(store))
 }
 
+fn stats(tools: &ImageTools<'_>, out: &Out, store: &Path) -> Result<StoreStats, Failure> {
+    here_or_there(out, store, &Ask::Stats, || tools.store_stats(store))
+}
+
 fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Failure> {
     let change = |volume: &VolumeArg, how: Change| change(tools, out, of_volume(volume)?, how);
     match &args.command {
         StoreCommand::Create(it) => create(tools, out, it),
-        StoreCommand::List(it) => out.say(&list(tools, out, &of_store(it)?.path)?, text::list),
+        StoreCommand::List(it) => {
+            let store = of_store(&it.store)?.path;
+            let stats = it.used.then(|| stats(tools, out, &store)).transpose()?;
+            let mut listed = list(tools, out, &store)?;
+            stats.iter().for_each(|stats| listed.count(stats));
+            out.say(&listed, |listed| text::list(listed, it.used))
+        }
         StoreCommand::Info(it) => info(tools, out, &StoreName::parse(&it.name)?),
         StoreCommand::Snapshot(it) => change(&it.of, Change::Snapshot(entry(&it.snap)?)),
         StoreCommand::Clone(it) => change(&it.of, Change::Clone(entry(&it.new)?)),
         StoreCommand::Rollback(it) => change(&it.volume, Change::Rollback(entry(&it.snap)?)),
         StoreCommand::Delete(it) => change(it, Change::Delete),
+        StoreCommand::Rename(it) => change(&it.of, Change::Rename(entry(&it.new)?)),
+        StoreCommand::Resize(it) => {
+            change(&it.volume, Change::Resize { size: it.size, shrink: it.shrink })
+        }
         StoreCommand::Check(it) => {
             let how = of_contents(it.deep, it.rate);
             let what = Ask::Check { deep: it.deep, rate: it.rate };
@@ -130,11 +168,7 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
             let here = || tools.collect_store(&store);
             out.confirm(&here_or_there(out, &store, &Ask::Collect, here)?, text::collected)
         }
-        StoreCommand::Stats(it) => {
-            let store = of_store(it)?.path;
-            let here = || tools.store_stats(&store);
-            out.say(&here_or_there(out, &store, &Ask::Stats, here)?, text::stats)
-        }
+        StoreCommand::Stats(it) => out.say(&stats(tools, out, &of_store(it)?.path)?, text::stats),
         StoreCommand::Compact(it) => compact(tools, out, it),
         StoreCommand::Repair(it) => {
             let store = of_store(&it.store)?.path;

@@ -25,25 +25,35 @@ pub(super) fn done(done: &VolumeDone) -> String {
         "snapshot" => format!("{path}#{name}: snapshot of {origin}, {size}\n"),
         "cloned" => format!("{path}#{name}: clone of {origin}, {size}\n"),
         "rolled-back" => format!("{path}#{name}: rolled back, {size} now\n"),
+        "renamed" => format!("{path}#{name}: renamed, {size}\n"),
+        "resized" => format!("{path}#{name}: {size} now\n"),
         _ => format!(
             "{path}#{name} of {size} is deleted; gc frees blocks that no other volume references\n"
         ),
     }
 }
 
-/// One line per volume.
-pub(super) fn list(listed: &StoreListed) -> String {
-    let mut rows = vec![["NAME", "KIND", "SIZE", "DOMAIN", "FROM"].map(str::to_owned)];
-    rows.extend(listed.volumes.iter().map(|volume| {
+/// One line per volume. `used`: with how much of it is not zeros.
+pub(super) fn list(listed: &StoreListed, used: bool) -> String {
+    let titles = ["NAME", "KIND", "SIZE", "USED", "DOMAIN", "FROM"].map(str::to_owned);
+    let rows = listed.volumes.iter().map(|volume| {
         [
             volume.name.clone(),
             kind(volume).into(),
             Human(volume.virtual_bytes).to_string(),
+            volume.mapped_bytes.map_or_else(|| "-".into(), |bytes| Human(bytes).to_string()),
             volume.domain.clone(),
             volume.origin.clone().unwrap_or_else(|| "-".into()),
         ]
-    }));
-    table(&rows)
+    });
+    let rows: Vec<[String; 6]> = [titles].into_iter().chain(rows).collect();
+    if used {
+        return table(&rows);
+    }
+    let rows = rows
+        .into_iter()
+        .map(|[name, kind, size, _, domain, from]| [name, kind, size, domain, from]);
+    table(&rows.collect::<Vec<_>>())
 }
 
 fn table<const N: usize>(rows: &[[String; N]]) -> String {

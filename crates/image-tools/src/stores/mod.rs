@@ -12,6 +12,7 @@ use std::path::Path;
 use std::pin::pin;
 use std::task::Poll;
 
+use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{DiskError, ErrorKind, INDEX_BYTES, METADATA_BYTES, Port, Raw};
 use ferrite_host::clock;
 use ferrite_images::children::PARTIAL;
@@ -20,7 +21,7 @@ use ferrite_store::BLOCK_BYTES;
 use ferrite_store::check::{self, How, Outcome, damage_of};
 use ferrite_store::content::DomainKey;
 use ferrite_store::journal::{Name, VolumeId};
-use ferrite_store::live::{Live, Look, MadeWay, Memory, Operation, VolumeError, VolumeInfo};
+use ferrite_store::live::{Found, Live, Look, MadeWay, Memory, Operation, VolumeError, VolumeInfo};
 use ferrite_store::name::StoreName;
 use ferrite_store::owned::{CHECK_PATH, MAKE_ROOM, help_of};
 use ferrite_store::pace::Pace;
@@ -28,7 +29,7 @@ use ferrite_store::superblock::Unusable;
 use serde::{Deserialize, Serialize};
 
 use super::io_context::IoContext;
-use super::{ImageTools, broken};
+use super::{ImageTools, NewSize, broken};
 
 pub use report::{
     StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreMade, StoreRepaired,
@@ -57,6 +58,15 @@ pub enum Change {
     Rollback(Name),
     /// Delete it.
     Delete,
+    /// Give it another name.
+    Rename(Name),
+    /// Give it another size. A smaller one loses what is behind it, so it has to be allowed.
+    Resize {
+        /// The new size.
+        size: NewSize,
+        /// It may be smaller.
+        shrink: bool,
+    },
 }
 
 /// The depth of a check.
@@ -258,6 +268,28 @@ impl Change {
             Change::Clone(_) => format!("cannot clone {name}"),
             Change::Rollback(_) => format!("cannot roll {name} back"),
             Change::Delete => format!("cannot delete {name}"),
+            Change::Rename(_) => format!("cannot rename {name}"),
+            Change::Resize { .. } => format!("cannot resize {name}"),
+        }
+    }
+
+    /// The next step where a disk uses the volume, if this is for volumes that none uses.
+    fn help_in_use(&self) -> Option<&'static str> {
+        match self {
+            Change::Create(..) | Change::Snapshot(_) | Change::Clone(_) => None,
+            Change::Delete => Some("detach that disk first, or end the export"),
+            Change::Rollback(_) => Some(
+                "detach that disk first, or end the export; or have it go on, and make a clone of \
+                 the snapshot (ferrite store clone)",
+            ),
+            Change::Rename(_) => Some(
+                "detach that disk first, or end the export: it would look for the old name when it is \
+                 served anew",
+            ),
+            Change::Resize { .. } => Some(
+                "detach that disk first, or end the export; resize it, and attach it again: its guest \
+                 sees the new size then",
+            ),
         }
     }
 
@@ -265,12 +297,12 @@ impl Change {
         VolumeDone { path: store.display().to_string(), volume, done: self.word().into() }
     }
 
-    /// The name of the new volume or snapshot, if the change makes one.
+    /// The name that a volume or snapshot gets, if the change gives one.
     fn new_name<'a>(&'a self, volume: &'a Name) -> Option<&'a Name> {
         match self {
             Change::Create(..) => Some(volume),
-            Change::Snapshot(name) | Change::Clone(name) => Some(name),
-            Change::Rollback(_) | Change::Delete => None,
+            Change::Snapshot(name) | Change::Clone(name) | Change::Rename(name) => Some(name),
+            Change::Rollback(_) | Change::Delete | Change::Resize { .. } => None,
         }
     }
 
@@ -281,6 +313,8 @@ impl Change {
             Change::Clone(_) => "cloned",
             Change::Rollback(_) => "rolled-back",
             Change::Delete => "deleted",
+            Change::Rename(_) => "renamed",
+            Change::Resize { .. } => "resized",
         }
     }
 }
@@ -338,6 +372,45 @@ struct NoVolume(Name);
 #[error("{}: so a copy is called that is not complete, and image convert --force deletes it", .0.as_str())]
 struct NameOfACopy(Name);
 
+/// Why a volume does not get a size.
+#[derive(Debug, thiserror::Error)]
+enum NoSize {
+    #[error("a volume has whole blocks of 4 KiB, and {0} bytes are none")]
+    NoBlocks(u64),
+    #[error("{0} at its end would be gone")]
+    Smaller(Human),
+}
+
+impl NoSize {
+    /// The new size in blocks.
+    fn check(found: Found, size: NewSize, shrink: bool) -> Result<u64, NoSize> {
+        let before = found.blocks * BLOCK_BYTES as u64;
+        let bytes = size.of(before);
+        match before.checked_sub(bytes) {
+            _ if bytes == 0 || !bytes.is_multiple_of(BLOCK_BYTES as u64) => {
+                Err(NoSize::NoBlocks(bytes))
+            }
+            Some(less @ 1..) if !shrink && !found.is_snapshot => Err(NoSize::Smaller(Human(less))),
+            _ => Ok(bytes / BLOCK_BYTES as u64),
+        }
+    }
+
+    fn kind_and_help(&self) -> (ErrorKind, String) {
+        match self {
+            NoSize::NoBlocks(bytes) => {
+                let block = BLOCK_BYTES as u64;
+                let next = bytes.checked_next_multiple_of(block).unwrap_or(*bytes).max(block);
+                (ErrorKind::Usage, format!("take {} ({next} bytes)", Human(next)))
+            }
+            NoSize::Smaller(_) => (
+                ErrorKind::Refused,
+                "make file systems and partitions in it smaller first; --shrink does it then"
+                    .into(),
+            ),
+        }
+    }
+}
+
 /// Makes the change; returns the new volume, or the changed one.
 ///
 /// # Errors
@@ -348,10 +421,11 @@ pub async fn change_live(
     volume: &Name,
     change: &Change,
 ) -> io::Result<VolumeInfo> {
-    let find = |name: &Name| -> io::Result<VolumeId> {
+    let found = |name: &Name| -> io::Result<Found> {
         let missing = || io::Error::new(io::ErrorKind::NotFound, NoVolume(name.clone()));
-        live.volume(name.as_str()).ok_or_else(missing)
+        live.volume_called(name.as_str()).ok_or_else(missing)
     };
+    let find = |name: &Name| Ok::<VolumeId, io::Error>(found(name)?.number);
     let new = change.new_name(volume);
     if let Some(name) = new.filter(|name| name.as_str().ends_with(PARTIAL)) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, NameOfACopy(name.clone())));
@@ -375,6 +449,13 @@ pub async fn change_live(
         Change::Clone(name) => Operation::Clone(name.clone(), find(volume)?),
         Change::Rollback(to) => Operation::Rollback(find(volume)?, find(to)?),
         Change::Delete => Operation::Delete(find(volume)?),
+        Change::Rename(name) => Operation::Rename(find(volume)?, name.clone()),
+        Change::Resize { size, shrink } => {
+            let found = found(volume)?;
+            let blocks = NoSize::check(found, *size, *shrink);
+            let refused = |e| io::Error::new(io::ErrorKind::InvalidInput, e);
+            Operation::Resize(found.number, blocks.map_err(refused)?)
+        }
     };
     let before = live.volume(volume.as_str()).and_then(|number| live.volume_info(number));
     let number = live.operate(port, operation).await?;
@@ -394,6 +475,10 @@ fn failed(what: impl Into<String>, store: &Path, e: io::Error) -> DiskError {
         let help = "choose a name that does not end in .partial";
         return DiskError::new(ErrorKind::Refused, what, why.to_string(), help);
     }
+    if let Some(why) = inner.and_then(|e| e.downcast_ref::<NoSize>()) {
+        let (kind, help) = why.kind_and_help();
+        return DiskError::new(kind, what, why.to_string(), help);
+    }
     if let Some(why) = inner.and_then(|e| e.downcast_ref::<VolumeError>()) {
         let (kind, help) = match why {
             VolumeError::Missing | VolumeError::NoDomain => (
@@ -406,6 +491,10 @@ fn failed(what: impl Into<String>, store: &Path, e: io::Error) -> DiskError {
             }
             VolumeError::Full => (ErrorKind::Refused, "delete some, or use another store".into()),
             VolumeError::BadSize => (ErrorKind::Usage, "sizes are multiples of 4 KiB".into()),
+            VolumeError::IsSnapshot => (
+                ErrorKind::Unsuitable,
+                "make a clone of it (ferrite store clone), and resize that".into(),
+            ),
         };
         return DiskError::new(kind, what, why.to_string(), help).with_source(e);
     }

@@ -1,6 +1,7 @@
 //! The results of operations on stores, with the field names of the JSON output (docs/store.md). Sizes and offsets are
 //! bytes.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use ferrite_disk_base::{Counts, DiskError, ErrorKind, SpaceBelow};
@@ -26,7 +27,7 @@ pub struct StoreMade {
 pub struct VolumeDone {
     /// The path of the store.
     pub path: String,
-    /// `created`, `snapshot`, `cloned`, `rolled-back` or `deleted`.
+    /// `created`, `snapshot`, `cloned`, `rolled-back`, `deleted`, `renamed` or `resized`.
     pub done: String,
     /// The new volume, or the changed one; for a deletion, its last state.
     pub volume: VolumeInfo,
@@ -41,6 +42,17 @@ pub struct StoreListed {
     pub store: StoreInfo,
     /// The volumes in the order of their names.
     pub volumes: Vec<VolumeInfo>,
+}
+
+impl StoreListed {
+    /// Adds how much of each volume is not zeros. What was made since the count has none.
+    pub fn count(&mut self, stats: &StoreStats) {
+        let counted = stats.stats.volumes.iter().map(|of| (of.name.as_str(), of.mapped_bytes));
+        let counted: BTreeMap<&str, u64> = counted.collect();
+        for volume in &mut self.volumes {
+            volume.mapped_bytes = counted.get(volume.name.as_str()).copied();
+        }
+    }
 }
 
 /// The use of a store's space.

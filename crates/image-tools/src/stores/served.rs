@@ -84,7 +84,7 @@ impl ServedStore {
         }
     }
 
-    /// Changes a volume, durably. A volume that a disk uses is neither rolled back nor deleted.
+    /// Changes a volume, durably. A volume that a disk uses is neither rolled back nor deleted, and keeps its name and size.
     ///
     /// # Errors
     /// The change is impossible: nothing has changed.
@@ -94,18 +94,10 @@ impl ServedStore {
         // From here on the name stays with this volume, and no disk begins to use it.
         let _changing = store.changing();
         let number = store.live().volume(volume.as_str());
-        if let Change::Rollback(_) | Change::Delete = change
+        if let Some(help) = change.help_in_use()
             && number.is_some_and(|number| store.is_used(number))
         {
-            let why = "a disk uses it";
-            let help = match change {
-                Change::Delete => "detach that disk first, or end the export",
-                _ => {
-                    "detach that disk first, or end the export; or have it go on, and make a clone of \
-                     the snapshot (ferrite store clone)"
-                }
-            };
-            return Err(DiskError::new(ErrorKind::InUse, what, why, help));
+            return Err(DiskError::new(ErrorKind::InUse, what, "a disk uses it", help));
         }
         let done =
             self.run(what, async |live, port| change_live(live, port, volume, change).await)?;

@@ -13,8 +13,8 @@ const MOST: usize = 8;
 /// A volume, or a snapshot.
 pub(super) struct Entry {
     pub(super) model: Model,
-    /// The other possible contents: a rollback was not answered.
-    other: Option<Model>,
+    /// The other possible contents: a rollback or resize was not answered, or a resize has failed.
+    others: Vec<Model>,
     pub(super) domain: u16,
     pub(super) is_snapshot: bool,
     /// Requests and operations in flight.
@@ -30,6 +30,8 @@ pub(super) enum Deed {
     Share { name: String, of: String, is_snapshot: bool },
     Rollback { name: String, to: String },
     Delete { name: String },
+    Rename { name: String, to: String },
+    Resize { name: String, sectors: u64 },
 }
 
 impl Deed {
@@ -38,13 +40,20 @@ impl Deed {
             Deed::Create { name, .. }
             | Deed::Share { name, .. }
             | Deed::Rollback { name, .. }
-            | Deed::Delete { name } => name,
+            | Deed::Delete { name }
+            | Deed::Rename { name, .. }
+            | Deed::Resize { name, .. } => name,
         }
+    }
+
+    /// Whether it is done by a checkpoint, and not by a record.
+    pub(super) fn is_alteration(&self) -> bool {
+        matches!(self, Deed::Rename { .. } | Deed::Resize { .. })
     }
 
     /// Whether its volume must not be in use.
     pub(super) fn is_alone(&self) -> bool {
-        matches!(self, Deed::Rollback { .. } | Deed::Delete { .. })
+        self.is_alteration() || matches!(self, Deed::Rollback { .. } | Deed::Delete { .. })
     }
 
     /// The volume that it only reads.
@@ -52,7 +61,10 @@ impl Deed {
         match self {
             Deed::Share { of, .. } => Some(of),
             Deed::Rollback { to, .. } => Some(to),
-            Deed::Create { .. } | Deed::Delete { .. } => None,
+            Deed::Create { .. }
+            | Deed::Delete { .. }
+            | Deed::Rename { .. }
+            | Deed::Resize { .. } => None,
         }
     }
 }
@@ -76,12 +88,12 @@ pub(super) struct Book {
 
 impl Entry {
     fn new(model: Model, domain: u16, is_snapshot: bool) -> Entry {
-        Entry { model, other: None, domain, is_snapshot, uses: 0, is_held: false }
+        Entry { model, others: Vec::new(), domain, is_snapshot, uses: 0, is_held: false }
     }
 
     /// The sectors that were ever changed.
     pub(super) fn touched(&self) -> impl Iterator<Item = u64> + '_ {
-        [Some(&self.model), self.other.as_ref()].into_iter().flatten().flat_map(Model::touched)
+        [&self.model].into_iter().chain(&self.others).flat_map(Model::touched)
     }
 
     /// Checks the contents of all sectors that were read, and stores them.
@@ -98,13 +110,17 @@ impl Entry {
             found.iter().try_for_each(|(sector, found)| model.check_after(after, *sector, found))
         };
         if let Err(e) = check(&self.model) {
-            match self.other.take() {
-                Some(other) if check(&other).is_ok() => self.model = other,
-                Some(_) => return Err(format!("neither before a rollback nor after it: {e}")),
+            let others = std::mem::take(&mut self.others);
+            let (has_others, is_other) = (!others.is_empty(), |other: &Model| check(other).is_ok());
+            match others.into_iter().find(is_other) {
+                Some(other) => self.model = other,
+                None if has_others => {
+                    return Err(format!("neither before a rollback or resize nor after it: {e}"));
+                }
                 None => return Err(e),
             }
         }
-        self.other = None;
+        self.others.clear();
         // A snapshot is never written, and was durable before it existed.
         let after = if self.is_snapshot { After::Close } else { after };
         for (sector, found) in found {
@@ -139,11 +155,16 @@ impl Book {
         self.entries.get_mut(name).unwrap_or_else(|| panic!("the book has no {name}"))
     }
 
-    /// Chooses an operation that can be executed now.
-    pub(super) fn choose(&mut self, random: &mut SplitMix64, sizes: &[u64]) -> Option<Deed> {
+    /// Chooses an operation that can be executed now. `alters`: volumes may get other names and sizes.
+    pub(super) fn choose(
+        &mut self,
+        random: &mut SplitMix64,
+        sizes: &[u64],
+        alters: bool,
+    ) -> Option<Deed> {
         let has_room = self.entries.len() + self.pending.len() < MOST;
         let written = self.entries.values().filter(|e| !e.is_snapshot && !e.is_held).count();
-        let kind = random.below(12);
+        let kind = random.below(if alters { 18 } else { 12 });
         self.names += 1;
         let number = self.names;
         match kind {
@@ -165,6 +186,15 @@ impl Book {
                 let domain = self.entry(&to).domain;
                 let name = self.any(random, |e| !e.is_snapshot && e.domain == domain)?;
                 Some(Deed::Rollback { name, to })
+            }
+            12..14 => {
+                let name = self.any(random, |_| true)?;
+                Some(Deed::Rename { name, to: format!("r{number}") })
+            }
+            14.. => {
+                let name = self.any(random, |e| !e.is_snapshot)?;
+                let sectors = sizes[random.below(sizes.len() as u64) as usize];
+                Some(Deed::Resize { name, sectors })
             }
             _ => {
                 let name = self.any(random, |e| e.is_snapshot || written > 1)?;
@@ -207,7 +237,40 @@ impl Book {
                 let to = self.entries.get(to)?;
                 Some(Entry::new(to.model.shared(issued), to.domain, false))
             }
-            Deed::Delete { .. } => None,
+            Deed::Resize { name, sectors } => {
+                let entry = self.entries.get(name)?;
+                Some(Entry::new(entry.model.resized(*sectors), entry.domain, false))
+            }
+            Deed::Delete { .. } | Deed::Rename { .. } => None,
+        }
+    }
+
+    /// The name that the volume of an operation has now.
+    pub(super) fn name_of<'a>(&self, deed: &'a Deed) -> &'a String {
+        match deed {
+            Deed::Rename { to, .. } if self.entries.contains_key(to) => to,
+            _ => deed.name(),
+        }
+    }
+
+    /// A rename or resize has failed. If memory has it all the same, the medium has it when the next checkpoint has
+    /// ended well, and perhaps before.
+    pub(super) fn fail_alteration(&mut self, deed: &Deed, is_in_memory: bool) {
+        let is_it = |p: &Pending| p.failed.is_none() && p.deed.name() == deed.name();
+        let Some(at) = self.pending.iter().position(is_it) else { return };
+        if !is_in_memory {
+            self.pending.remove(at);
+            return;
+        }
+        let before = self.entries.get(deed.name()).map(|e| e.model.resized(e.model.sectors()));
+        let made = self.made_by(deed, self.pending[at].issued);
+        self.enter(deed, made);
+        match deed {
+            Deed::Resize { name, .. } => {
+                self.pending.remove(at);
+                self.entry(name).others.extend(before);
+            }
+            _ => self.pending[at].failed = Some(None),
         }
     }
 
@@ -223,40 +286,60 @@ impl Book {
         self.pending.remove(at);
         self.has_gone_on(deed.name());
         self.enter(deed, made);
+        if deed.is_alteration() {
+            self.has_gone_on(&self.name_of(deed).clone());
+        }
     }
 
     fn enter(&mut self, deed: &Deed, made: Option<Entry>) {
         match (deed, made) {
             (Deed::Delete { name }, _) => drop(self.entries.remove(name)),
-            (Deed::Rollback { name, .. }, Some(made)) => {
+            (Deed::Rollback { name, .. } | Deed::Resize { name, .. }, Some(made)) => {
                 let entry = self.entry(name);
                 entry.model = made.model.behind(&entry.model);
             }
+            (Deed::Rename { name, to }, _) => self.is_called(name, to),
             (_, Some(made)) => drop(self.entries.insert(deed.name().clone(), made)),
             (_, None) => {}
+        }
+    }
+
+    /// The volume of one name has another one.
+    fn is_called(&mut self, name: &str, to: &str) {
+        if let Some(mut entry) = self.entries.remove(name) {
+            entry.is_held = false;
+            self.entries.insert(to.to_owned(), entry);
         }
     }
 
     /// New content of a volume, or an operation on it, was answered. So a checkpoint is later than all earlier
     /// failures, and none of these operations comes back.
     pub(super) fn has_gone_on(&mut self, name: &str) {
-        let is_over =
-            |p: &Pending| p.failed.is_some() && p.deed.is_alone() && p.deed.name() == name;
+        let is_of_it = |deed: &Deed| match deed {
+            Deed::Rename { to, .. } => to == name,
+            deed => deed.name() == name,
+        };
+        let is_over = |p: &Pending| p.failed.is_some() && p.deed.is_alone() && is_of_it(&p.deed);
         self.pending.retain(|p| !is_over(p));
+        if let Some(entry) = self.entries.get_mut(name) {
+            entry.others.clear();
+        }
     }
 
-    /// The names that a new process finds tell which operations were done; for a rollback the contents will.
+    /// The names that a new process finds tell which operations were done; of a rollback or resize the contents and sizes do.
     pub(super) fn reconcile(&mut self, found: &BTreeSet<String>) -> Result<(), String> {
         for pending in std::mem::take(&mut self.pending) {
             let Pending { deed, issued, failed } = pending;
             let made = failed.unwrap_or_else(|| self.made_by(&deed, issued));
             let is_there = found.contains(deed.name());
             match (&deed, made) {
-                (Deed::Rollback { name, .. }, Some(made)) => {
+                (Deed::Rollback { name, .. } | Deed::Resize { name, .. }, Some(made)) => {
                     if let Some(entry) = self.entries.get_mut(name) {
-                        entry.other = Some(made.model);
+                        entry.others.push(made.model);
                     }
                 }
+                (Deed::Rename { name, to }, _) if found.contains(to) => self.is_called(name, to),
+                (Deed::Rename { name, to }, _) if is_there => self.is_called(to, name),
                 (Deed::Delete { .. }, made) if !is_there => self.enter(&deed, made),
                 (Deed::Create { .. } | Deed::Share { .. }, made) if is_there => {
                     self.enter(&deed, made);

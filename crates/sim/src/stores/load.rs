@@ -44,6 +44,8 @@ pub(super) struct Mix {
     pub(super) near: u64,
     /// Writes have the largest size.
     pub(super) large: bool,
+    /// Volumes get other names and sizes.
+    pub(super) alters: bool,
 }
 
 /// Opens a volume, for writing or not.
@@ -323,7 +325,10 @@ impl Load {
 
     /// Executes an operation on whole volumes, if there is one.
     async fn do_deed(&self, queue: &Queue) -> Result<(), String> {
-        let deed = self.book.borrow_mut().choose(&mut self.random.borrow_mut(), self.sizes);
+        let deed = {
+            let random = &mut *self.random.borrow_mut();
+            self.book.borrow_mut().choose(random, self.sizes, self.mix.alters)
+        };
         match deed {
             Some(deed) => self.carry_out(queue, deed).await,
             None => Ok(()),
@@ -348,12 +353,16 @@ impl Load {
         if self.trace.is_some() {
             println!("{deed:?}: {done:?}");
         }
-        self.book.borrow_mut().answer(&deed, done.is_ok());
+        match done.is_err() && deed.is_alteration() {
+            true => self.book.borrow_mut().fail_alteration(&deed, self.is_in_memory(&deed)),
+            false => self.book.borrow_mut().answer(&deed, done.is_ok()),
+        }
         self.book.borrow_mut().hold(&deed, false);
+        let name = self.book.borrow().name_of(&deed).clone();
         // Its state in memory is known, unless a sync has failed: then it is not used.
         if done.is_ok() || !self.live().is_faulty() {
-            self.open_again(deed.name())?;
-        } else if let Some(entry) = self.book.borrow_mut().entries.get_mut(deed.name()) {
+            self.open_again(&name)?;
+        } else if let Some(entry) = self.book.borrow_mut().entries.get_mut(&name) {
             entry.is_held = true;
         }
         if done.is_ok() {
@@ -361,6 +370,18 @@ impl Load {
             self.book.borrow_mut().flushed(&flush);
         }
         self.passed(done, &format!("{deed:?}"))
+    }
+
+    /// Whether memory has a rename or resize.
+    fn is_in_memory(&self, deed: &Deed) -> bool {
+        match deed {
+            Deed::Rename { to, .. } => self.live().volume(to).is_some(),
+            Deed::Resize { name, sectors } => {
+                let found = self.live().volume_called(name);
+                found.is_some_and(|found| found.blocks == sectors / PER_BLOCK)
+            }
+            _ => false,
+        }
     }
 
     fn operation(&self, deed: &Deed) -> Result<Operation, String> {
@@ -377,6 +398,8 @@ impl Load {
             Deed::Share { name, of, .. } => Operation::Clone(called(name)?, number(of)?),
             Deed::Rollback { name, to } => Operation::Rollback(number(name)?, number(to)?),
             Deed::Delete { name } => Operation::Delete(number(name)?),
+            Deed::Rename { name, to } => Operation::Rename(number(name)?, called(to)?),
+            Deed::Resize { name, sectors } => Operation::Resize(number(name)?, sectors / PER_BLOCK),
         })
     }
 

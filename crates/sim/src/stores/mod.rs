@@ -384,11 +384,12 @@ fn mix(scenario: Scenario) -> Mix {
         again: 50,
         near: 80,
         large: false,
+        alters: false,
     };
     match scenario {
         Scenario::FlushStorm => Mix { reads: 5, flushes: 45, again: 30, ..mix },
         Scenario::Discards => Mix { reads: 10, discards: 20, zeroes: 20, passes: 5, ..mix },
-        Scenario::Operations => Mix { reads: 10, deeds: 45, passes: 5, ..mix },
+        Scenario::Operations => Mix { reads: 10, deeds: 45, passes: 5, alters: true, ..mix },
         Scenario::Full => {
             Mix { reads: 2, writes: 90, passes: 1, again: 5, near: 5, large: true, ..mix }
         }

@@ -57,6 +57,29 @@ impl Drop for Ending<'_> {
     }
 }
 
+/// A checkpoint with a change of volumes that no record says. If it is dropped before [`end`](Settling::end), also with
+/// its task, it counts as failed.
+pub(super) struct Settling<'a> {
+    journal: &'a Journal,
+    next: u64,
+    is_done: bool,
+}
+
+impl Settling<'_> {
+    /// The checkpoint is on the medium.
+    pub(super) fn end(mut self) {
+        self.is_done = true;
+    }
+}
+
+impl Drop for Settling<'_> {
+    fn drop(&mut self) {
+        if !self.is_done {
+            self.journal.numbers().unsettled(self.next);
+        }
+    }
+}
+
 impl JournalBlock<'_> {
     /// The place of the block, and its bytes with these records.
     pub(super) fn encode(&self, filling: Filling) -> (u64, Vec<u8>) {
@@ -115,6 +138,12 @@ impl Journal {
             let ending = Ending { journal: self, number, is_done: false };
             JournalBlock { ending, _lanes: held, synced }
         }))
+    }
+
+    /// A checkpoint from `next` on has a change of volumes that no record says. If it fails, no block gets a number before
+    /// it is made.
+    pub(super) fn settling(&self, next: u64) -> Settling<'_> {
+        Settling { journal: self, next, is_done: false }
     }
 
     /// Waits until no block is under way. None begins before the guards are dropped.

@@ -63,6 +63,9 @@ pub struct VolumeInfo {
     pub snapshot: bool,
     /// The volume that it was made from, if the store still has that.
     pub origin: Option<String>,
+    /// The bytes that are not zeros, if they were counted.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub mapped_bytes: Option<u64>,
 }
 
 /// A store, as `info` shows it.
@@ -102,6 +105,7 @@ impl Core {
             domain: domain.map_or("", |domain| domain.name.as_str()).into(),
             snapshot: volume.is_snapshot,
             origin: origin.map(|origin| origin.name.as_str().into()),
+            mapped_bytes: None,
         }
     }
 
@@ -242,6 +246,7 @@ mod tests {
             domain: "d".into(),
             snapshot: false,
             origin: None,
+            mapped_bytes: None,
         };
         assert_eq!(look.list(), [volume("a"), volume("c")]);
         assert_eq!((look.info().checkpoint, look.info().volumes), (1, 2));

@@ -16,6 +16,7 @@ use crate::content::DomainKey;
 use crate::journal::{Name, VolumeId};
 use crate::testing::{self, BYTES, Machine, SCRATCH_BYTES};
 
+mod altering;
 mod checking;
 mod dropped;
 mod flips;

@@ -7,7 +7,9 @@ use ferrite_disk_base::Port;
 use ferrite_io::shared_lock::SharedLock;
 
 use super::Core;
+use super::altering::Alteration;
 use super::changes::{ChangeKind, Changes};
+use super::committer::Committer;
 use super::journal::{Journal, JournalLock};
 use super::journal_writer::JournalWriter;
 use super::shared::Shared;
@@ -37,6 +39,9 @@ pub enum VolumeError {
     /// The size is not one that a volume can have.
     #[error("a volume has between one block and 4 PiB")]
     BadSize,
+    /// Snapshots are never changed.
+    #[error("it is a snapshot, which keeps its size")]
+    IsSnapshot,
 }
 
 impl Core {
@@ -183,13 +188,19 @@ pub enum Operation {
     Rollback(VolumeId, VolumeId),
     /// Deletes a volume that is not in use.
     Delete(VolumeId),
+    /// Gives a volume or snapshot, which is not in use, another name.
+    Rename(VolumeId, Name),
+    /// Gives a volume, which is not in use, another size in blocks. What is behind a smaller one is lost; it reads as zeros
+    /// if the volume grows again.
+    Resize(VolumeId, u64),
 }
 
 impl Operation {
-    /// The record of the operation, and the number of the volume or domain that it is about.
-    fn record(self, core: &Core) -> (Record, u32) {
+    /// The record of the operation, and the number of the volume or domain that it is about. `Err`: there is no record for
+    /// it.
+    fn record(self, core: &Core) -> Result<(Record, u32), (VolumeId, Alteration)> {
         let volume = free(core.volumes.entries().keys().copied());
-        match self {
+        Ok(match self {
             Operation::Domain(name, key) => {
                 let number = free(core.domains.entries().keys().copied());
                 // If all numbers are in use, `check` refuses the record: domain 0 exists then.
@@ -207,7 +218,9 @@ impl Operation {
             }
             Operation::Rollback(volume, to) => (Record::Rollback { volume, to }, volume),
             Operation::Delete(volume) => (Record::Delete { volume }, volume),
-        }
+            Operation::Rename(volume, name) => return Err((volume, Alteration::Name(name))),
+            Operation::Resize(volume, blocks) => return Err((volume, Alteration::Blocks(blocks))),
+        })
     }
 }
 
@@ -233,10 +246,11 @@ impl Core {
 
 /// Makes, changes and deletes volumes, one after the other.
 pub(super) struct Volumes {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     journal: Arc<Journal>,
     journal_writer: Arc<JournalWriter>,
-    changes: Arc<Changes>,
+    pub(super) committer: Arc<Committer>,
+    pub(super) changes: Arc<Changes>,
     /// Held by the operation under way.
     operating: SharedLock,
 }
@@ -246,9 +260,11 @@ impl Volumes {
         shared: Arc<Shared>,
         journal: Arc<Journal>,
         journal_writer: Arc<JournalWriter>,
+        committer: Arc<Committer>,
         changes: Arc<Changes>,
     ) -> Volumes {
-        Volumes { shared, journal, journal_writer, changes, operating: SharedLock::new() }
+        let operating = SharedLock::new();
+        Volumes { shared, journal, journal_writer, committer, changes, operating }
     }
 
     /// Carries out an operation. It is durable when this returns `Ok`. Gives the number of the new volume or domain.
@@ -257,9 +273,13 @@ impl Volumes {
     /// A [`VolumeError`] (of kind `InvalidInput`): nothing has changed. `StorageFull`. Others are the kernel's.
     pub(super) async fn operate(&self, port: &Port, operation: Operation) -> io::Result<u32> {
         let _alone = self.operating.lock(&port.io).await?;
+        let recorded = operation.record(&self.shared.core());
+        let (record, number) = match recorded {
+            Ok(recorded) => recorded,
+            Err((volume, alteration)) => return self.alter(port, volume, &alteration).await,
+        };
         // Section 8, step 1.
         self.journal.flush(port).await?;
-        let (record, number) = operation.record(&self.shared.core());
         let invalid = |e| io::Error::new(io::ErrorKind::InvalidInput, e);
         let check = |core: &Core| core.check(&record).map_err(invalid);
         // A wrong operation is refused before a journal block has it.

@@ -253,7 +253,7 @@ pub(crate) struct MeasureArgs {
     pub(crate) options: OptionArgs,
 }
 
-fn new_size(text: &str) -> Result<NewSize, String> {
+pub(crate) fn new_size(text: &str) -> Result<NewSize, String> {
     match (text.strip_prefix('+'), text.strip_prefix('-')) {
         (Some(more), _) => bytes(more).map(NewSize::By),
         (_, Some(less)) if less.starts_with(|c: char| c.is_ascii_digit()) => {
