@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use clap::Parser;
+use clap::{CommandFactory as _, Parser};
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{
     Attached, Details, Disk, Disks, Nothing, PhaseName, ShowParams, WaitParams,
@@ -97,6 +97,11 @@ enum Verb {
 /// Whether this process was started by the name of tapdisk's program.
 pub(crate) fn is_meant(name: Option<&OsStr>) -> bool {
     name.is_some_and(|name| Path::new(name).file_name() == Some(OsStr::new(NAME)))
+}
+
+/// Its command line.
+pub(crate) fn definition() -> clap::Command {
+    Cli::command()
 }
 
 /// The whole program, with the name that it was called by.

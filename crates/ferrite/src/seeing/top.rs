@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use signal_hook::consts::{SIGCONT, SIGTSTP};
 
 use super::Watch;
@@ -21,6 +22,9 @@ use view::View;
 
 /// The longest delay until a signal is handled.
 const GLANCE: Duration = Duration::from_millis(100);
+
+/// The exit code without a terminal: the one that a shell gives for SIGHUP.
+const TERMINAL_GONE: i32 = 129;
 
 /// The effect of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,11 +47,12 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
         return Err(Failure::new("cannot show disks", why, help).with_code(Code::USAGE));
     }
     let signals = heard(&[SIGTSTP, SIGCONT])?;
-    let mut watch = Watch::new(&args.watched);
+    let mut watch = Watch::new(&args.watched)?;
     // The folder may be invalid: that is reported before the terminal changes.
     let first = watch.look()?;
     let mut view = View::new(args.interval);
     view.show(first.rates, &first.problems);
+    end_with_terminal()?;
     let mut screen = Screen::enter().map_err(broken)?;
     let mut next = Instant::now() + args.interval;
     loop {
@@ -86,8 +91,23 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     }
 }
 
+/// Ends this process when its terminal is gone and nothing else has: crossterm reads the end of a terminal that goes
+/// while it waits again and again, and never returns. SIGHUP ends no program that was started under nohup(1).
+fn end_with_terminal() -> Result<(), Failure> {
+    let watched = || {
+        let stdin = io::stdin();
+        let mut fds = [PollFd::new(&stdin, PollFlags::empty())];
+        // Without flags only the end of the terminal is told.
+        while poll(&mut fds, None) == Err(Errno::INTR) {}
+        std::thread::sleep(5 * GLANCE);
+        std::process::exit(TERMINAL_GONE);
+    };
+    let thread = std::thread::Builder::new().name("terminal".to_owned()).spawn(watched);
+    thread.map(drop).map_err(broken)
+}
+
 /// Whether the terminal is gone. crossterm would read its end again and again, and never return. If it goes while
-/// crossterm waits, SIGHUP ends this program ([`heard`]).
+/// crossterm waits, [`end_with_terminal`] ends this program.
 fn is_gone() -> bool {
     let stdin = io::stdin();
     let mut fds = [PollFd::new(&stdin, PollFlags::IN)];
