@@ -51,7 +51,7 @@ pub fn main() -> ExitCode {
     }
     let cli = match pairs::parse(std::env::args_os().collect()) {
         Ok(cli) => cli,
-        Err(e) => return cli::refuse(&e),
+        Err(e) => return cli::refuse(&cli::without_hidden(e, &cli::definition())),
     };
     let json = cli.is_json();
     let is_server = matches!(

@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::cli::RunDirArgs;
+use crate::cli::{RunDirArgs, without_hidden};
 use crate::plain::one_line;
 
 /// The name by which scripts call this program.
@@ -109,6 +109,7 @@ pub(crate) fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(e) => {
+            let e = without_hidden(e, &Cli::command());
             // With standard error closed, the code is all that can be given.
             let _ = e.print();
             return if e.exit_code() == 0 { ExitCode::SUCCESS } else { code(Errno::INVAL) };

@@ -134,8 +134,8 @@ fn usage(command: &Command) -> String {
 
 /// The first part of a description that says what the command does, for lists of pages.
 fn short(about: &str) -> &str {
-    let end = about.find(['.', ';', ':', '(']).unwrap_or(about.len());
-    let first = about[..end].trim_end();
+    let ends = ["; ", ": ", ". ", " ("].iter().filter_map(|end| about.find(end));
+    let first = about[..ends.min().unwrap_or(about.len())].trim_end_matches('.');
     match first.char_indices().nth(MOST_SHORT) {
         None => first,
         // The part before the last comma that leaves it short enough.
@@ -151,6 +151,7 @@ mod tests {
     fn a_name_line_is_short() {
         assert_eq!(short("Make a disk. Takes no time."), "Make a disk");
         assert_eq!(short("Look for damage; ends with 2"), "Look for damage");
+        assert_eq!(short("By xl 4.19 or later."), "By xl 4.19 or later");
         let long = format!("Serve all of them, {}", "x".repeat(80));
         assert_eq!(short(&long), "Serve all of them");
     }
