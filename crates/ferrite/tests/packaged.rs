@@ -39,6 +39,39 @@ fn each_command_has_a_manual_page_and_each_shell_completions() {
     assert_eq!(output.status.code(), Some(1));
 }
 
+/// The completions of a line by bash, with a program in place of ferrite.
+fn completed(file: &Path, words: &[&str]) -> Vec<String> {
+    let script = r#"
+        ferrite() { echo "DISK     NAME"; echo "1/51712  web1/xvda  served"; echo "    why/it failed"; }
+        source "$1"; shift
+        COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"
+        _ferrite_with_disks ferrite "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+        printf '%s\n' "${COMPREPLY[@]}""#;
+    let mut bash = Command::new("bash");
+    bash.args(["--norc", "-c", script, "bash"]).arg(file).args(words);
+    let output = bash.output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn bash_completes_values_and_attached_disks() {
+    let dir = tempfile::TempDir::new().unwrap();
+    assert!(ferrite(&["generate", dir.path().to_str().unwrap()]).status.success());
+    let file = dir.path().join("ferrite.bash");
+    for (words, expected) in [
+        (&["ferrite", "serve", "--engine", ""][..], &["auto", "uring", "aio"][..]),
+        (&["ferrite", "export", "nbd", "--on-full", ""], &["error", "wait"]),
+        (&["ferrite", "disk", "show", "w"], &["web1/xvda"]),
+        (&["ferrite", "store", "scr"], &["scrub"]),
+    ] {
+        assert_eq!(completed(&file, words), expected, "{words:?}");
+    }
+    let upgrade = completed(&file, &["ferrite", "upgrade", ""]);
+    assert!(upgrade.contains(&"web1/xvda".to_owned()) && !upgrade.contains(&"why/it".to_owned()));
+    assert!(!completed(&file, &["ferrite", "disk", "show", "-"]).contains(&"web1/xvda".to_owned()));
+}
+
 /// All manual pages, by file name.
 fn pages() -> Vec<(String, String)> {
     let dir = tempfile::TempDir::new().unwrap();

@@ -64,7 +64,7 @@ fn parts(line: &str) -> (&str, &str) {
 /// As a sentence of its own.
 fn sentence(text: &str) -> String {
     let mut chars = text.chars();
-    let Some(first) = chars.next() else { return "The default is shown.".to_owned() };
+    let Some(first) = chars.next() else { return String::new() };
     let end = if text.ends_with('.') { "" } else { "." };
     format!("{}{}{end}", first.to_uppercase(), chars.as_str())
 }
