@@ -169,7 +169,7 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
         "etc/xen/scripts/block-ferrite",
         "etc/ferrite/ferrite.toml",
         "usr/lib/systemd/system/ferrite.service",
-        "usr/share/doc/ferrite/changelog.Debian.gz",
+        "usr/share/doc/ferrite/changelog.gz",
         "usr/share/doc/ferrite/grafana-ferrite.json",
         "usr/share/lintian/overrides/ferrite",
         "usr/share/man/man1/ferrite-serve.1.gz",
@@ -314,10 +314,10 @@ fn split(program: &Path, to: &Path, log: &Path) -> Result<(PathBuf, Option<PathB
 
 /// The files of the package with debug information, besides that itself.
 fn stage_debug_package(root: &Path) -> Result<()> {
-    let folder = root.join("usr/share/doc/ferrite-dbgsym");
+    let folder = root.join("usr/share/doc");
     fs::create_dir_all(&folder)?;
-    fs::copy(steps::repository().join("dist/copyright"), folder.join("copyright"))?;
-    fs::set_permissions(folder.join("copyright"), fs::Permissions::from_mode(0o644))?;
+    // It is installed with the package of the same version only, whose folder has licence and changes.
+    std::os::unix::fs::symlink("ferrite", folder.join("ferrite-dbgsym"))?;
     fs::create_dir_all(root.join("DEBIAN"))?;
     let text = format!(
         "Package: ferrite-dbgsym\nVersion: {VERSION}\nArchitecture: amd64\nSection: debug\n\
@@ -351,11 +351,11 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     put(&ours("copyright"), "usr/share/doc/ferrite/copyright", 0o644)?;
     put(&ours("lintian-overrides"), "usr/share/lintian/overrides/ferrite", 0o644)?;
     put(&ours("grafana-ferrite.json"), "usr/share/doc/ferrite/grafana-ferrite.json", 0o644)?;
-    let changes = scratch.join("changelog.Debian");
+    let changes = scratch.join("changelog");
     fs::write(&changes, changelog()?)?;
     run_logged(Command::new("gzip").args(["-9nkf"]).arg(&changes), log)?;
-    let packed = scratch.join("changelog.Debian.gz");
-    put(&packed, "usr/share/doc/ferrite/changelog.Debian.gz", 0o644)?;
+    let packed = scratch.join("changelog.gz");
+    put(&packed, "usr/share/doc/ferrite/changelog.gz", 0o644)?;
     for page in PAGES {
         let from = steps::repository().join("docs").join(page);
         put(&from, &format!("usr/share/doc/ferrite/{page}"), 0o644)?;
@@ -401,15 +401,30 @@ fn changelog() -> Result<String> {
     // `date` makes the form of a day that Debian wants.
     let mut date = Command::new("date");
     let day = output(date.env("LC_ALL", "C").args(["-u", "-R", "-d", day.trim()]))?;
-    let mut changes = String::new();
+    let mut items: Vec<String> = Vec::new();
     for line in rest.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
-        match line.strip_prefix("- ") {
-            Some(change) => changes += &format!("  * {change}\n"),
-            None => changes += &format!("    {}\n", line.trim_start()),
+        match (line.strip_prefix("- "), items.last_mut()) {
+            (None, Some(item)) => *item += &format!(" {}", line.trim_start()),
+            (change, _) => items.push(change.unwrap_or(line).to_owned()),
         }
     }
+    let changes: String = items.iter().map(|item| wrapped(item)).collect();
     let by = " -- the Ferrite authors <ferrite@localhost>";
     Ok(format!("ferrite ({version}) unstable; urgency=medium\n\n{changes}\n{by}  {}\n", day.trim()))
+}
+
+/// An item of Debian's changelog, whose lines have at most 80 characters.
+fn wrapped(item: &str) -> String {
+    const WIDTH: usize = 80;
+    let (mut text, mut line) = (String::new(), "  *".to_owned());
+    for word in item.split_whitespace() {
+        if line.len() + 1 + word.len() > WIDTH {
+            text += &format!("{line}\n");
+            line = "   ".to_owned();
+        }
+        line += &format!(" {word}");
+    }
+    format!("{text}{line}\n")
 }
 
 /// The files for dpkg, besides those of the package.
@@ -476,6 +491,21 @@ mod tests {
             }
         }
         assert!(seen > 20, "{seen}");
+    }
+
+    #[test]
+    fn the_changelog_of_the_package_has_debians_form() {
+        let text = changelog().unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(
+            lines[0].starts_with("ferrite (") && lines[0].ends_with("; urgency=medium"),
+            "{text}"
+        );
+        assert!(lines.last().is_some_and(|line| line.starts_with(" -- ")), "{text}");
+        let item = |line: &&str| line.starts_with("  * ") || line.starts_with("    ");
+        assert!(lines[2..lines.len() - 2].iter().all(item), "{text}");
+        assert!(lines.len() > 10 && lines.iter().all(|line| line.len() <= 80), "{text}");
+        assert_eq!(wrapped(&"abcdefghi ".repeat(9)).lines().count(), 2);
     }
 
     #[test]
