@@ -3,6 +3,7 @@
 //! The package is written with dpkg-deb, which every Debian machine has. cargo-deb would have to be built first, needs
 //! as many lines of description, and makes the same layout.
 
+use crate::installed;
 use crate::libc_free;
 use crate::needs;
 use crate::programs::Programs;
@@ -54,6 +55,8 @@ const PAGES: [&str; 21] = [
 pub(crate) struct Made {
     pub(crate) tar: PathBuf,
     pub(crate) deb: PathBuf,
+    /// The package with the program's debug information, if it has any.
+    pub(crate) debug: Option<PathBuf>,
 }
 
 /// Builds the program and packs it.
@@ -77,6 +80,9 @@ fn make(is_static: bool, folder: &str, squeeze: Squeeze) -> Result<Made> {
     let to = steps::target_dir().join(folder);
     let made = step("pack", || pack(&program, &to, squeeze))?;
     step("try the package", || try_out(&made, is_static))?;
+    step("install and remove the package", || {
+        installed::try_out(&made.deb, &fresh_log("dist-installed")?)
+    })?;
     if is_static {
         step("pack and try the RPM", || rpm_of(&to))?;
     }
@@ -107,9 +113,14 @@ fn build(is_static: bool) -> Result<PathBuf> {
 /// Packs the program of the tests, and tests the packages.
 pub(crate) fn check() -> Result<()> {
     packages::ensure(&[needs::DIST, needs::RPM])?;
-    let program = Programs::build(&[])?.binary("ferrite", "ferrite")?;
+    let program = Programs::build_ferrite()?;
     let to = steps::target_dir().join("dist-check");
-    try_out(&pack(&program, &to, Squeeze::Little)?, false)?;
+    let made = pack(&program, &to, Squeeze::Little)?;
+    if made.debug.is_none() {
+        bail!("{} has no debug information", program.display());
+    }
+    try_out(&made, false)?;
+    installed::try_out(&made.deb, &fresh_log("dist-installed")?)?;
     rpm_of(&to).map(drop)
 }
 
@@ -130,6 +141,12 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
     let told = output(Command::new("readelf").args(["-W", "-d"]).arg(&program))?;
     if is_static && told.contains("(NEEDED)") {
         bail!("the program is not linked statically:\n{told}");
+    }
+    if has_debug_information(&program)? {
+        bail!("{} is not stripped", program.display());
+    }
+    if let Some(debug) = &made.debug {
+        try_debug(debug, &program, &log)?;
     }
     verify_units(&folder, &log)?;
     let images = made.deb.with_file_name("images");
@@ -152,16 +169,48 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
         "etc/xen/scripts/block-ferrite",
         "etc/ferrite/ferrite.toml",
         "usr/lib/systemd/system/ferrite.service",
-        "usr/share/doc/ferrite/changelog.Debian.gz",
+        "usr/share/doc/ferrite/changelog.gz",
         "usr/share/doc/ferrite/grafana-ferrite.json",
-        "man1/ferrite-daemon.1.gz",
-        "man1/ferrite-serve.1.gz",
+        "usr/share/lintian/overrides/ferrite",
+        "usr/share/man/man1/ferrite-serve.1.gz",
+        "usr/share/man/man1/tap-ctl.1.gz",
+        "usr/share/man/man5/ferrite.toml.5.gz",
+        "usr/share/man/man8/ferrite-daemon.8.gz",
     ] {
-        if !listed.contains(path) || !(path.starts_with("man1") || folder.join(path).is_file()) {
+        if !listed.contains(path) || !folder.join(path).is_file() {
             bail!("{path} is not in the packages:\n{listed}");
         }
     }
     Ok(())
+}
+
+/// Whether a program has debug information.
+fn has_debug_information(program: &Path) -> Result<bool> {
+    let sections = output(Command::new("readelf").args(["-W", "-S"]).arg(program))?;
+    Ok(sections.contains(".debug_info"))
+}
+
+/// The package of debug information has it for this program, by the name that the program links to.
+fn try_debug(package: &Path, program: &Path, log: &Path) -> Result<()> {
+    let folder = package.with_file_name("unpacked-debug");
+    run_logged(Command::new("dpkg-deb").arg("-x").arg(package).arg(&folder), log)?;
+    let path = folder.join(debug_path(program)?);
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let link = output(Command::new("readelf").args(["-p", ".gnu_debuglink"]).arg(program))?;
+    if !has_debug_information(&path)? || !link.contains(&*name) {
+        bail!("{} is not the debug information of {}:\n{link}", path.display(), program.display());
+    }
+    Ok(())
+}
+
+/// Where debuggers look for the debug information of a program: by its build ID, if it has one, otherwise by its path.
+fn debug_path(program: &Path) -> Result<String> {
+    let notes = output(Command::new("readelf").args(["-W", "-n"]).arg(program))?;
+    let id = notes.lines().find_map(|line| line.trim().strip_prefix("Build ID: "));
+    Ok(match id.and_then(|id| id.trim().split_at_checked(2)) {
+        Some((first, rest)) => format!("usr/lib/debug/.build-id/{first}/{rest}.debug"),
+        None => "usr/lib/debug/usr/bin/ferrite.debug".to_owned(),
+    })
 }
 
 /// Has systemd verify the units, if it is installed: it reports unknown keys and missing programs.
@@ -208,21 +257,76 @@ pub(crate) fn pack(program: &Path, to: &Path, squeeze: Squeeze) -> Result<Made> 
     let log = fresh_log("dist")?;
     let _ = fs::remove_dir_all(to);
     let root = to.join("root");
+    fs::create_dir_all(to)?;
+    let (program, debug) = split(program, to, &log)?;
+    let program = &program;
     stage(program, &root, to, &log)?;
+    let (_, day) = newest_version()?;
+    let day = output(Command::new("date").args(["-u", "+%s", "-d", &day]))?;
+    let day = day.trim();
     let name = format!("ferrite-{VERSION}-x86_64");
     let tar = to.join(format!("{name}.tar.xz"));
     let mut pack = Command::new("tar");
-    pack.args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner", "--mtime=@0"]);
+    pack.args(["--sort=name", "--owner=0", "--group=0", "--numeric-owner"]);
+    pack.arg(format!("--mtime=@{day}"));
     pack.arg("--transform").arg(format!("s,^\\.,{name},")).arg("-cJf").arg(&tar);
     pack.env("XZ_OPT", format!("-{}", squeeze.level()));
     run_logged(pack.arg("-C").arg(&root).arg("."), &log)?;
     let deb = to.join(format!("ferrite_{VERSION}_amd64.deb"));
     control(program, &root)?;
-    let mut pack = Command::new("dpkg-deb");
-    pack.args(["--root-owner-group", "-Zxz"]).arg(format!("-z{}", squeeze.level()));
-    pack.arg("--build").arg(&root).arg(&deb);
-    run_logged(pack.env("SOURCE_DATE_EPOCH", "0"), &log)?;
-    Ok(Made { tar, deb })
+    let build = |root: &Path, deb: &Path| {
+        let mut pack = Command::new("dpkg-deb");
+        pack.args(["--root-owner-group", "-Zxz"]).arg(format!("-z{}", squeeze.level()));
+        pack.arg("--build").arg(root).arg(deb);
+        run_logged(pack.env("SOURCE_DATE_EPOCH", day), &log)
+    };
+    build(&root, &deb)?;
+    let debug = debug.map(|debug| -> Result<PathBuf> {
+        let root = to.join("root-debug");
+        let place = root.join(debug_path(program)?);
+        fs::create_dir_all(place.parent().context("a file has a folder")?)?;
+        fs::rename(&debug, &place)?;
+        fs::set_permissions(&place, fs::Permissions::from_mode(0o644))?;
+        stage_debug_package(&root)?;
+        let deb = to.join(format!("ferrite-dbgsym_{VERSION}_amd64.deb"));
+        build(&root, &deb)?;
+        Ok(deb)
+    });
+    Ok(Made { tar, deb, debug: debug.transpose()? })
+}
+
+/// The program without what only debuggers read, and that in a file of its own, if there is any.
+fn split(program: &Path, to: &Path, log: &Path) -> Result<(PathBuf, Option<PathBuf>)> {
+    let stripped = to.join("ferrite");
+    if !has_debug_information(program)? {
+        run_logged(Command::new("strip").arg("-o").arg(&stripped).arg(program), log)?;
+        return Ok((stripped, None));
+    }
+    let name = debug_path(program)?;
+    let debug = to.join(Path::new(&name).file_name().context("a file has a name")?);
+    let mut keep = Command::new("objcopy");
+    run_logged(keep.arg("--only-keep-debug").arg(program).arg(&debug), log)?;
+    let mut strip = Command::new("objcopy");
+    strip.arg("--strip-unneeded").arg(format!("--add-gnu-debuglink={}", debug.display()));
+    run_logged(strip.arg(program).arg(&stripped), log)?;
+    Ok((stripped, Some(debug)))
+}
+
+/// The files of the package with debug information, besides that itself.
+fn stage_debug_package(root: &Path) -> Result<()> {
+    let folder = root.join("usr/share/doc");
+    fs::create_dir_all(&folder)?;
+    // It is installed with the package of the same version only, whose folder has licence and changes.
+    std::os::unix::fs::symlink("ferrite", folder.join("ferrite-dbgsym"))?;
+    fs::create_dir_all(root.join("DEBIAN"))?;
+    let text = format!(
+        "Package: ferrite-dbgsym\nVersion: {VERSION}\nArchitecture: amd64\nSection: debug\n\
+         Priority: optional\nAuto-Built-Package: debug-symbols\n\
+         Maintainer: the Ferrite authors <ferrite@localhost>\n\
+         Depends: ferrite (= {VERSION})\nDescription: debug symbols for ferrite\n"
+    );
+    fs::write(root.join("DEBIAN/control"), text)?;
+    Ok(())
 }
 
 /// The files in their installed places.
@@ -245,12 +349,13 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     put(&ours("ferrite.toml"), "etc/ferrite/ferrite.toml", 0o644)?;
     put(&ours("block-ferrite"), "etc/xen/scripts/block-ferrite", 0o755)?;
     put(&ours("copyright"), "usr/share/doc/ferrite/copyright", 0o644)?;
+    put(&ours("lintian-overrides"), "usr/share/lintian/overrides/ferrite", 0o644)?;
     put(&ours("grafana-ferrite.json"), "usr/share/doc/ferrite/grafana-ferrite.json", 0o644)?;
-    let changes = scratch.join("changelog.Debian");
+    let changes = scratch.join("changelog");
     fs::write(&changes, changelog()?)?;
     run_logged(Command::new("gzip").args(["-9nkf"]).arg(&changes), log)?;
-    let packed = scratch.join("changelog.Debian.gz");
-    put(&packed, "usr/share/doc/ferrite/changelog.Debian.gz", 0o644)?;
+    let packed = scratch.join("changelog.gz");
+    put(&packed, "usr/share/doc/ferrite/changelog.gz", 0o644)?;
     for page in PAGES {
         let from = steps::repository().join("docs").join(page);
         put(&from, &format!("usr/share/doc/ferrite/{page}"), 0o644)?;
@@ -263,7 +368,8 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
         run_logged(Command::new("gzip").args(["-9n"]).arg(&page), log)?;
         let name = page.file_name().unwrap_or_default().to_string_lossy();
         let packed = page.with_file_name(format!("{name}.gz"));
-        put(&packed, &format!("usr/share/man/man1/{name}.gz"), 0o644)?;
+        let (_, section) = name.rsplit_once('.').context("a page has a section")?;
+        put(&packed, &format!("usr/share/man/man{section}/{name}.gz"), 0o644)?;
     }
     for (file, path) in [
         ("ferrite.bash", "bash-completion/completions/ferrite"),
@@ -275,25 +381,50 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     Ok(())
 }
 
+/// The newest version that has a day in CHANGELOG.md, with its changes, and the day.
+fn newest_version() -> Result<(String, String)> {
+    let text = fs::read_to_string(steps::repository().join("CHANGELOG.md"))?;
+    // What is not released yet has no day.
+    let dated = |part: &&str| part.lines().next().is_some_and(|title| title.contains(" - "));
+    let newest = text.split("\n## ").skip(1).find(dated);
+    let newest = newest.context("CHANGELOG.md has no version with a day")?;
+    let title = newest.lines().next().unwrap_or_default();
+    let (_, day) = title.split_once(" - ").context("a version in CHANGELOG.md has no day")?;
+    Ok((newest.to_owned(), day.trim().to_owned()))
+}
+
 /// The changes of the newest version, from CHANGELOG.md, in Debian's form.
 fn changelog() -> Result<String> {
-    let file = steps::repository().join("CHANGELOG.md");
-    let text = fs::read_to_string(&file)?;
-    let newest = text.split("\n## ").nth(1).context("CHANGELOG.md has no version")?;
+    let (newest, day) = newest_version()?;
     let (title, rest) = newest.split_once('\n').context("CHANGELOG.md has a version alone")?;
-    let (version, day) = title.split_once(" - ").context("a version in CHANGELOG.md has no day")?;
+    let (version, _) = title.split_once(" - ").context("a version in CHANGELOG.md has no day")?;
     // `date` makes the form of a day that Debian wants.
     let mut date = Command::new("date");
     let day = output(date.env("LC_ALL", "C").args(["-u", "-R", "-d", day.trim()]))?;
-    let mut changes = String::new();
+    let mut items: Vec<String> = Vec::new();
     for line in rest.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
-        match line.strip_prefix("- ") {
-            Some(change) => changes += &format!("  * {change}\n"),
-            None => changes += &format!("    {}\n", line.trim_start()),
+        match (line.strip_prefix("- "), items.last_mut()) {
+            (None, Some(item)) => *item += &format!(" {}", line.trim_start()),
+            (change, _) => items.push(change.unwrap_or(line).to_owned()),
         }
     }
+    let changes: String = items.iter().map(|item| wrapped(item)).collect();
     let by = " -- the Ferrite authors <ferrite@localhost>";
     Ok(format!("ferrite ({version}) unstable; urgency=medium\n\n{changes}\n{by}  {}\n", day.trim()))
+}
+
+/// An item of Debian's changelog, whose lines have at most 80 characters.
+fn wrapped(item: &str) -> String {
+    const WIDTH: usize = 80;
+    let (mut text, mut line) = (String::new(), "  *".to_owned());
+    for word in item.split_whitespace() {
+        if line.len() + 1 + word.len() > WIDTH {
+            text += &format!("{line}\n");
+            line = "   ".to_owned();
+        }
+        line += &format!(" {word}");
+    }
+    format!("{text}{line}\n")
 }
 
 /// The files for dpkg, besides those of the package.
@@ -360,6 +491,21 @@ mod tests {
             }
         }
         assert!(seen > 20, "{seen}");
+    }
+
+    #[test]
+    fn the_changelog_of_the_package_has_debians_form() {
+        let text = changelog().unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(
+            lines[0].starts_with("ferrite (") && lines[0].ends_with("; urgency=medium"),
+            "{text}"
+        );
+        assert!(lines.last().is_some_and(|line| line.starts_with(" -- ")), "{text}");
+        let item = |line: &&str| line.starts_with("  * ") || line.starts_with("    ");
+        assert!(lines[2..lines.len() - 2].iter().all(item), "{text}");
+        assert!(lines.len() > 10 && lines.iter().all(|line| line.len() <= 80), "{text}");
+        assert_eq!(wrapped(&"abcdefghi ".repeat(9)).lines().count(), 2);
     }
 
     #[test]

@@ -9,6 +9,7 @@ mod dist;
 mod docs;
 mod fast_checks;
 mod fuzz;
+mod installed;
 mod libc_free;
 mod mutants;
 mod needs;

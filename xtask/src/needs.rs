@@ -32,7 +32,11 @@ pub(crate) const DIST: &[Need] = &[
     ("gzip", "gzip"),
     ("xz", "xz-utils"),
     ("readelf", "binutils"),
+    ("objcopy", "binutils"),
 ];
+
+/// The commands for installing a package in a folder, with a shell there.
+pub(crate) const INSTALLED: &[Need] = &[("dpkg", "dpkg"), ("busybox", "busybox-static")];
 
 /// The commands for packing and testing an RPM.
 pub(crate) const RPM: &[Need] = &[("rpmbuild", "rpm"), ("rpm", "rpm"), ("find", "findutils")];

@@ -152,7 +152,7 @@ fn image(format: Format, path: &[u8]) -> Params {
     if format == Format::Store && parts_of_volume(path).is_none() {
         return Params::Invalid(format!(
             "{:.256} names no volume of a store: write store:PATH#NAME, where NAME has 1 to 63 letters, \
-             digits, and - _ . but at its beginning",
+             digits, \"-\", \"_\" or \".\" and begins with a letter or digit",
             path.display()
         ));
     }

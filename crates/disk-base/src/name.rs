@@ -128,8 +128,8 @@ impl ImageName {
                 }
                 Some(Format::Store) if parts_of_volume(path).is_none() => {
                     return refuse(
-                        "a volume of a store is named PATH#NAME, and NAME has 1 to 63 letters, \
-                         digits, and - _ . but at its beginning"
+                        "a volume of a store is named PATH#NAME, where NAME has 1 to 63 letters, \
+                         digits, \"-\", \"_\" or \".\" and begins with a letter or digit"
                             .into(),
                     );
                 }

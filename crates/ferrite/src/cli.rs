@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::error::{ContextKind, ContextValue};
 use clap::{ArgAction, Args, CommandFactory as _, Parser, Subcommand};
 use ferrite_io::engines::EngineChoice;
 use ferrite_serve::memory::parse_bytes;
@@ -11,13 +12,14 @@ use ferrite_serve::path::full::OnFull;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
 use crate::exit::{Code, Failure};
+use crate::guests::{Guest, GuestDisk};
 use crate::image::args::ImageArgs;
-use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs};
+use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs, engines, movers, on_full_policies};
 use crate::parents::ParentsArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
 use crate::seeing::trace::TraceArgs;
 use crate::store::args::StoreArgs;
-use crate::vdev::Vbd;
+use crate::vdev::{Vbd, device_number};
 
 /// A virtual-disk backend for Xen guests.
 #[derive(Debug, Parser)]
@@ -49,6 +51,31 @@ impl Cli {
         let is_output = matches!(&self.command, Command::Image(args) if args.is_json());
         self.json || is_output
     }
+}
+
+/// The command line.
+pub(crate) fn definition() -> clap::Command {
+    Cli::command()
+}
+
+/// The error without a tip that names a hidden command.
+pub(crate) fn without_hidden(mut e: clap::Error, program: &clap::Command) -> clap::Error {
+    let is_hidden = |name: &String| {
+        let of = |command: &clap::Command| {
+            command.find_subcommand(name).is_some_and(clap::Command::is_hide_set)
+        };
+        of(program) || program.get_subcommands().any(of)
+    };
+    let tips = match e.get(ContextKind::SuggestedSubcommand) {
+        Some(ContextValue::String(tip)) => vec![tip.clone()],
+        Some(ContextValue::Strings(tips)) => tips.clone(),
+        _ => Vec::new(),
+    };
+    if tips.iter().any(is_hidden) {
+        e.remove(ContextKind::SuggestedSubcommand);
+        e.remove(ContextKind::Suggested);
+    }
+    e
 }
 
 /// Prints why the command line is invalid, or the help that it asks for.
@@ -108,9 +135,9 @@ pub(crate) enum Command {
     Serve(ServeArgs),
     /// Serve all disks that the toolstack attaches, in the foreground, until it is stopped.
     Daemon(DaemonArgs),
-    /// See the disks that the daemon serves, and detach them.
+    /// Attach disks to guests, see those that the daemon serves, and detach them.
     Disk(DiskArgs),
-    /// Serve disks by another version of the program, without an interruption for their guests.
+    /// Move running disks to a new version of ferrite; guests see a short pause.
     Upgrade(UpgradeArgs),
     /// Serve one disk for its keeper: with the options of serve, for as long as the keeper lives.
     #[command(hide = true)]
@@ -130,7 +157,7 @@ pub(crate) enum Command {
     Stat(StatArgs),
     /// Show statistics of disks on the terminal, until q is pressed.
     Top(TopArgs),
-    /// Run the published measurements on this machine. The arguments are those of ferrite-lab.
+    /// Benchmarks: run the published experiments on this machine (ferrite-lab).
     #[command(disable_help_flag = true)]
     Lab(LabArgs),
     /// Record the requests of a disk one by one; make tables, pictures and a model of them.
@@ -203,7 +230,7 @@ pub(crate) struct ServeArgs {
     pub(crate) indirect: u32,
 
     /// Engine for disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
-    #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
+    #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto, value_parser = engines())]
     pub(crate) engine: EngineChoice,
 
     /// Poll the device for completions instead of waiting for its interrupts, if IMAGE is a block device with poll
@@ -216,11 +243,11 @@ pub(crate) struct ServeArgs {
     pub(crate) cpu: Option<u32>,
 
     /// If the storage has no space for a write: fail it (error), or answer it when there is space (wait).
-    #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error)]
+    #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error, value_parser = on_full_policies())]
     pub(crate) on_full: OnFull,
 
     /// How data moves between the guest and buffers: copy, map, or persistent.
-    #[arg(long, value_name = "HOW", default_value_t = Mover::Copy)]
+    #[arg(long, value_name = "HOW", default_value_t = Mover::Copy, value_parser = movers())]
     pub(crate) mover: Mover,
 
     /// Copy data through pages that this domain grants to itself, if it has any: these copies are faster.
@@ -285,10 +312,38 @@ pub(crate) struct DiskArgs {
 /// The argument of each command about one disk.
 #[derive(Debug, Args)]
 pub(crate) struct DiskArg {
-    /// The guest's number, and the device as a number or as xvda, hda, sda; or the disk's directory in
-    /// xenstore (backend/vbd3/DOMID/DEVID).
-    #[arg(value_name = "DOMID/DEVID")]
-    pub(crate) disk: Vbd,
+    /// The guest by name, UUID or number, and the device as xvda, hda, sda or as a number (web1/xvda); or the disk's
+    /// directory in xenstore (backend/vbd3/DOMID/DEVID).
+    #[arg(value_name = "GUEST/DEV")]
+    pub(crate) disk: GuestDisk,
+}
+
+/// `ferrite disk attach`.
+#[derive(Debug, Args)]
+pub(crate) struct AttachArgs {
+    /// The guest: its name, UUID or number.
+    #[arg(value_name = "GUEST")]
+    pub(crate) guest: Guest,
+
+    /// The guest's name of the new disk: xvdb, say.
+    #[arg(value_name = "DEV", value_parser = device_number)]
+    pub(crate) device: u32,
+
+    /// A disk image (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it) or block
+    /// device; store:PATH#NAME for a volume of a store.
+    #[arg(value_name = "IMAGE")]
+    pub(crate) image: OsString,
+
+    /// Let the guest only read, and open the image read-only.
+    #[arg(long)]
+    pub(crate) read_only: bool,
+
+    /// Print JSON instead of text.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) places: RunDirArgs,
 }
 
 /// The commands of `ferrite disk`.
@@ -312,6 +367,12 @@ pub(crate) enum DiskCommand {
         #[command(flatten)]
         places: RunDirArgs,
     },
+    /// Attach an image to a running guest as a disk, by xl 4.19 or later.
+    #[command(
+        after_help = "The daemon has to run, and the image has to be in one of its image_folders. The disk \
+                            is attached until the guest ends; xl's configuration of the guest is not changed."
+    )]
+    Attach(AttachArgs),
     /// Detach a disk from its guest, which should have unmounted it; xl block-detach does the same.
     Detach {
         #[command(flatten)]
@@ -367,7 +428,7 @@ pub(crate) struct StoreWorkerArgs {
     pub(crate) run_dir: PathBuf,
 
     /// The engine for disk I/O of commands.
-    #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
+    #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto, value_parser = engines())]
     pub(crate) engine: EngineChoice,
 
     /// Processor time of all its disks together, in percent of one processor.
@@ -415,7 +476,7 @@ pub(crate) struct NbdArgs {
     pub(crate) clients: u32,
 
     /// If the storage has no space for a write: fail it (error), or answer it when there is space (wait).
-    #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error)]
+    #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error, value_parser = on_full_policies())]
     pub(crate) on_full: OnFull,
 
     /// Memory for data in flight of each client; at least 2 MiB.
@@ -423,7 +484,7 @@ pub(crate) struct NbdArgs {
     pub(crate) memory: usize,
 
     /// Engine for disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
-    #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
+    #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto, value_parser = engines())]
     pub(crate) engine: EngineChoice,
 
     /// Send each request to the storage by itself, even where adjacent ones could share an operation.
@@ -440,9 +501,9 @@ pub(crate) struct NbdArgs {
 /// `ferrite upgrade`.
 #[derive(Debug, Args)]
 pub(crate) struct UpgradeArgs {
-    /// Only this disk: the guest's number, and the device as a number or as xvda, hda, sda.
-    #[arg(value_name = "DOMID/DEVID")]
-    pub(crate) disk: Option<Vbd>,
+    /// Only this disk: the guest by name, UUID or number, and the device as xvda or as a number (web1/xvda).
+    #[arg(value_name = "GUEST/DEV")]
+    pub(crate) disk: Option<GuestDisk>,
 
     /// The program to serve the disks; default: this program.
     #[arg(long, value_name = "FILE")]

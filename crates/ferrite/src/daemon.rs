@@ -34,7 +34,7 @@ const ALIVE: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
     let path = args.config.as_deref().unwrap_or(Path::new(config::PATH));
-    let config = Config::load(path, args.config.is_some() || args.check_config).map_err(|e| {
+    let config = Config::load(path, args.config.is_some()).map_err(|e| {
         let (what, why) = match &e.key {
             Some(key) => (format!("{}: {key}", e.file.display()), e.why),
             None => (e.file.display().to_string(), e.why),
@@ -47,6 +47,9 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
             eprintln!("ferrite: warning: {}", one_line(&doubt.to_string()));
         }
         match warnings.len() {
+            _ if args.config.is_none() && !path.exists() => {
+                println!("there is no {}: every key has its default", path.display());
+            }
             0 => println!("{} is right", path.display()),
             warnings => println!("{} can be used; warnings: {warnings}", path.display()),
         }

@@ -11,13 +11,18 @@ use ferrite_daemon::control::protocol::{
 };
 use ferrite_daemon::state::{DiskId, States};
 use ferrite_daemon::{Paths, directory};
+use ferrite_xen::hypervisor::DomId;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 use crate::cli::{DiskArgs, DiskCommand, UpgradeArgs};
 use crate::exit::{Code, Failure};
+use crate::guests::Names;
 use crate::plain::one_line;
 use crate::vdev::Vbd;
+
+mod attach;
 
 /// Time for the daemon's answer, besides the time that the method itself may take.
 const ANSWER: Duration = Duration::from_secs(40);
@@ -31,9 +36,10 @@ const DETACH: Duration = Duration::from_secs(320);
 pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
     match &args.command {
         DiskCommand::List { json, places } => list(&places.run_dir, *json),
-        DiskCommand::Show { disk, json, places } => show(&places.run_dir, disk.disk, *json),
+        DiskCommand::Attach(args) => attach::run(args),
+        DiskCommand::Show { disk, json, places } => show(&places.run_dir, disk.disk.find()?, *json),
         DiskCommand::Detach { disk, force, timeout, json, places } => {
-            let disk = disk.disk;
+            let disk = disk.disk.find()?;
             let asked = DetachParams { disk: id(disk), force: *force, timeout_s: *timeout };
             let wait = DETACH + seconds(*timeout);
             let done: Detached = call(&places.run_dir, "disk.detach", &asked, wait)
@@ -42,8 +48,9 @@ pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
             tell(*json, &done, || println!("disk {disk} {how}"))
         }
         DiskCommand::Wait { disk, timeout, json, places } => {
-            let done = wait(&places.run_dir, disk.disk, *timeout)?;
-            tell(*json, &done, || println!("disk {} is served", disk.disk))
+            let disk = disk.disk.find()?;
+            let done = wait(&places.run_dir, disk, *timeout)?;
+            tell(*json, &done, || println!("disk {disk} is served"))
         }
     }
 }
@@ -59,9 +66,10 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<(), Failure> {
         let help = "name it with --binary";
         Failure::new("cannot tell which program to use", "its name is not known", help)
     })?;
-    let asked = UpgradeParams { binary, disk: args.disk.map(id) };
+    let disk = args.disk.as_ref().map(|disk| disk.find()).transpose()?;
+    let asked = UpgradeParams { binary, disk: disk.map(id) };
     let done: Upgraded =
-        call(&args.places.run_dir, "upgrade", &asked, UPGRADE).map_err(|e| match args.disk {
+        call(&args.places.run_dir, "upgrade", &asked, UPGRADE).map_err(|e| match disk {
             Some(disk) => of_disk("cannot upgrade disk", disk, &e),
             None => not_answered("cannot upgrade disks", &e, e.to_string()),
         })?;
@@ -139,6 +147,10 @@ fn id(disk: Vbd) -> DiskId {
     DiskId { domid: disk.domain.0, devid: disk.device }
 }
 
+fn vbd(id: DiskId) -> Vbd {
+    Vbd { domain: DomId(id.domid), device: id.devid }
+}
+
 fn places(run: &Path) -> Paths {
     Paths { run: run.to_owned() }
 }
@@ -187,7 +199,12 @@ fn list(run: &Path, json: bool) -> Result<(), Failure> {
     let what = "cannot list the disks";
     let disks: Disks = call(run, "disk.list", &Nothing {}, ANSWER)
         .map_err(|e| not_answered(what, &e, e.to_string()))?;
-    tell(json, &disks, || print!("{}", table(&disks.disks)))?;
+    let names = Names::read();
+    let mut value = serde_json::to_value(&disks).unwrap_or_default();
+    for (value, disk) in value["disks"].as_array_mut().into_iter().flatten().zip(&disks.disks) {
+        add_name(value, disk, &names);
+    }
+    tell(json, &value, || print!("{}", table(&disks.disks, &names)))?;
     // Programs would take an empty list for a host without disks.
     match disks.no_xen {
         None => Ok(()),
@@ -203,12 +220,21 @@ fn list(run: &Path, json: bool) -> Result<(), Failure> {
     }
 }
 
+/// Adds the disk's name to the daemon's answer, which has only its numbers.
+fn add_name(value: &mut Value, disk: &Disk, names: &Names) {
+    if let Some(fields) = value.as_object_mut() {
+        fields.insert("name".to_owned(), names.disk(vbd(disk.disk)).into());
+    }
+}
+
 /// One line per disk, and one for the reason if it has failed.
-fn table(disks: &[Disk]) -> String {
-    let mut rows = vec![["DISK", "PHASE", "FOR", "PID", "FORMAT", "IMAGE"].map(str::to_owned)];
+fn table(disks: &[Disk], names: &Names) -> String {
+    let titles = ["DISK", "NAME", "PHASE", "FOR", "PID", "FORMAT", "IMAGE"];
+    let mut rows = vec![titles.map(str::to_owned)];
     for disk in disks {
         rows.push([
             disk.disk.to_string(),
+            names.disk(vbd(disk.disk)),
             phase(disk.phase).to_owned(),
             age(disk.since),
             disk.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string()),
@@ -217,13 +243,13 @@ fn table(disks: &[Disk]) -> String {
         ]);
     }
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
-    let widths: Vec<usize> = (0..5).map(|column| width(column).unwrap_or(0)).collect();
+    let widths: Vec<usize> = (0..6).map(|column| width(column).unwrap_or(0)).collect();
     let mut text = String::new();
     for (i, row) in rows.iter().enumerate() {
         for (cell, width) in row.iter().zip(&widths) {
             text += &format!("{cell:width$}  ");
         }
-        text += &format!("{}\n", row[5]);
+        text += &format!("{}\n", row[6]);
         let Some(disk) = i.checked_sub(1).map(|at| &disks[at]) else { continue };
         let notes = [disk.full.as_ref().map(space), disk.why.clone()];
         for note in notes.iter().flatten() {
@@ -263,14 +289,18 @@ fn age(since: u64) -> String {
 fn show(run: &Path, disk: Vbd, json: bool) -> Result<(), Failure> {
     let details: Details = call(run, "disk.show", &ShowParams { disk: id(disk) }, ANSWER)
         .map_err(|e| of_disk("cannot show disk", disk, &e))?;
-    tell(json, &details, || print!("{}", description(&details)))
+    let names = Names::read();
+    let mut value = serde_json::to_value(&details).unwrap_or_default();
+    add_name(&mut value["disk"], &details.disk, &names);
+    tell(json, &value, || print!("{}", description(&details, &names)))
 }
 
-fn description(details: &Details) -> String {
+fn description(details: &Details, names: &Names) -> String {
     let disk = &details.disk;
     let none = || "-".to_owned();
     let mut lines = vec![
         ("disk", disk.disk.to_string()),
+        ("name", names.disk(vbd(disk.disk))),
         ("image", disk.image.clone().unwrap_or_else(none)),
         ("format", disk.format.map_or("-", |format| format.word()).to_owned()),
         ("phase", format!("{}, for {}", phase(disk.phase), age(disk.since))),
@@ -332,17 +362,18 @@ mod tests {
 
     #[test]
     fn a_list_has_a_line_a_disk_and_one_for_each_reason() {
+        let table = |disks: &[Disk]| table(disks, &Names::default());
         let text = table(&[disk(1, None), disk(1000, Some("no such\nimage"))]);
-        let expected = "DISK        PHASE   FOR  PID  FORMAT  IMAGE\n\
-                        1/51712     served  0s   77   vhd     /srv/a\\u{1b}[31m.vhd\n\
-                        1000/51712  failed  0s   77   vhd     /srv/a\\u{1b}[31m.vhd\n    \
+        let expected = "DISK        NAME       PHASE   FOR  PID  FORMAT  IMAGE\n\
+                        1/51712     1/xvda     served  0s   77   vhd     /srv/a\\u{1b}[31m.vhd\n\
+                        1000/51712  1000/xvda  failed  0s   77   vhd     /srv/a\\u{1b}[31m.vhd\n    \
                         no such\\nimage\n";
         assert_eq!(text, expected);
         let full = Some(Full { requests: 2, since: u64::MAX });
         let text = table(&[Disk { full, ..disk(1, None) }]);
         let note = "    its storage is full: 2 requests wait for space, for 0s\n";
         assert!(text.ends_with(note), "{text}");
-        assert_eq!(table(&[]), "DISK  PHASE  FOR  PID  FORMAT  IMAGE\n");
+        assert_eq!(table(&[]), "DISK  NAME  PHASE  FOR  PID  FORMAT  IMAGE\n");
     }
 
     #[test]
@@ -378,9 +409,10 @@ mod tests {
             hotplug_status: None,
             waits_for: Some("the guest".to_owned()),
         };
-        let text = description(&details);
+        let text = description(&details, &Names::default());
         for line in [
             "disk       1/51712",
+            "name       1/xvda",
             "states     5 (backend), 4 (guest)",
             "nbd        /run/ferrite/vbd-1-51712/nbd",
             "space      its storage is full: 1 request waits for space, for 0s",

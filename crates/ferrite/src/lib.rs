@@ -13,6 +13,7 @@ pub mod engine;
 pub mod exit;
 mod export;
 pub mod generate;
+mod guests;
 mod image;
 mod lab;
 pub mod log;
@@ -50,7 +51,7 @@ pub fn main() -> ExitCode {
     }
     let cli = match pairs::parse(std::env::args_os().collect()) {
         Ok(cli) => cli,
-        Err(e) => return cli::refuse(&e),
+        Err(e) => return cli::refuse(&cli::without_hidden(e, &cli::definition())),
     };
     let json = cli.is_json();
     let is_server = matches!(
@@ -89,7 +90,9 @@ pub fn main() -> ExitCode {
         cli::Command::Top(args) => seeing::top::run(args),
         cli::Command::Lab(args) => lab::run(args),
         cli::Command::Trace(args) => seeing::trace::run(args),
-        cli::Command::Generate(args) => generate::run::<cli::Cli>(&args.directory),
+        cli::Command::Generate(args) => {
+            generate::run_for_package([cli::definition(), tap_ctl::definition()], &args.directory)
+        }
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -2,15 +2,42 @@
 
 use std::io;
 use std::path::Path;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use ferrite_disk::{OpenOptions, size};
 use ferrite_host::shares::Shares;
+use ferrite_io::engines::EngineChoice;
 use ferrite_io::pool::HostMemory;
 use ferrite_serve::memory::DataMemory;
+use ferrite_serve::path::full::OnFull;
 use ferrite_serve::polling::{Budget, PollWindow, host_units};
 use ferrite_serve::tuning::Tuning;
+use ferrite_xen::mover::Mover;
+
+/// Parses the name of an engine. Help and completions have all names.
+pub fn engines() -> impl TypedValueParser<Value = EngineChoice> {
+    one_of(["auto", "uring", "aio"])
+}
+
+/// Parses what is done on full storage.
+pub(crate) fn on_full_policies() -> impl TypedValueParser<Value = OnFull> {
+    one_of(["error", "wait"])
+}
+
+/// Parses the name of a mover.
+pub fn movers() -> impl TypedValueParser<Value = Mover> {
+    one_of(["copy", "map", "persistent"])
+}
+
+fn one_of<T, const N: usize>(words: [&'static str; N]) -> impl TypedValueParser<Value = T>
+where
+    T: FromStr<Err = String> + Clone + Send + Sync + 'static,
+{
+    PossibleValuesParser::new(words).try_map(|word| word.parse::<T>())
+}
 
 /// Options of the queues; for a server and for a bench.
 #[derive(Debug, Args)]

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use clap::Parser;
+use clap::{CommandFactory as _, Parser};
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{
     Attached, Details, Disk, Disks, Nothing, PhaseName, ShowParams, WaitParams,
@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::cli::RunDirArgs;
+use crate::cli::{RunDirArgs, without_hidden};
 use crate::plain::one_line;
 
 /// The name by which scripts call this program.
@@ -99,11 +99,17 @@ pub(crate) fn is_meant(name: Option<&OsStr>) -> bool {
     name.is_some_and(|name| Path::new(name).file_name() == Some(OsStr::new(NAME)))
 }
 
+/// Its command line.
+pub(crate) fn definition() -> clap::Command {
+    Cli::command()
+}
+
 /// The whole program, with the name that it was called by.
 pub(crate) fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(e) => {
+            let e = without_hidden(e, &Cli::command());
             // With standard error closed, the code is all that can be given.
             let _ = e.print();
             return if e.exit_code() == 0 { ExitCode::SUCCESS } else { code(Errno::INVAL) };

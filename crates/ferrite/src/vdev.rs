@@ -48,11 +48,42 @@ impl FromStr for Vbd {
             .and_then(|n| u16::try_from(n).ok())
             .filter(|n| *n < FIRST_RESERVED_DOMAIN)
             .ok_or_else(|| format!("{domain:?} is not a domain number (xl list shows them)"))?;
-        let device = number(device).or_else(|| named(device)).ok_or_else(|| {
-            format!("{device:?} is neither a device number nor a name such as xvda, hda or sda")
-        })?;
-        Ok(Vbd { domain: DomId(domain), device })
+        Ok(Vbd { domain: DomId(domain), device: device_number(device)? })
     }
+}
+
+/// The number of a device that is given as a number, or as `xvda`, `hda`, `sda`.
+///
+/// # Errors
+/// It is neither.
+pub(crate) fn device_number(text: &str) -> Result<u32, String> {
+    number(text).or_else(|| named(text)).ok_or_else(|| {
+        format!("{text:?} is neither a device number nor a name such as xvda, hda or sda")
+    })
+}
+
+/// The device's name, which [`device_number`] takes; the number, if it has none.
+pub(crate) fn device_name(device: u32) -> String {
+    let (bus, disk, partition) = match device >> 8 {
+        202 => ("xvd", device >> 4 & 0xF, device & 0xF),
+        3 => ("hd", device >> 6 & 3, device & 0x3F),
+        22 => ("hd", 2 + (device >> 6 & 3), device & 0x3F),
+        8 => ("sd", device >> 4 & 0xF, device & 0xF),
+        _ => ("xvd", device >> 8 & MAX_EXTENDED_DISK, device & 0xFF),
+    };
+    let partition = if partition == 0 { String::new() } else { partition.to_string() };
+    let name = format!("{bus}{}{partition}", letters(disk));
+    match named(&name) == Some(device) {
+        true => name,
+        false => device.to_string(),
+    }
+}
+
+/// 0 is `a`, 25 is `z`, 26 is `aa`.
+fn letters(index: u32) -> String {
+    let last = char::from(b'a' + (index % 26) as u8);
+    let before = (index / 26).checked_sub(1).map(letters).unwrap_or_default();
+    format!("{before}{last}")
 }
 
 /// Decimal digits only: no sign, no spaces.
@@ -119,7 +150,20 @@ mod tests {
         ] {
             let vbd: Vbd = format!("7/{name}").parse().unwrap();
             assert_eq!((vbd.domain, vbd.device), (DomId(7), device), "{name}");
+            let is_number = name.starts_with(|c: char| c.is_ascii_digit());
+            assert_eq!(device_name(device), if is_number { "xvda" } else { name });
         }
+    }
+
+    #[test]
+    fn what_a_device_is_called_is_its_number_again() {
+        let extended = |n| EXTENDED | n;
+        let numbers = (0..1 << 16).chain((0..1 << 14).map(extended));
+        let odd = [u32::MAX, EXTENDED | MAX_EXTENDED_DISK << 8 | 255, EXTENDED << 1, 202 << 16];
+        for device in numbers.chain(odd) {
+            assert_eq!(device_number(&device_name(device)), Ok(device));
+        }
+        assert_eq!(device_name(1), "1");
     }
 
     #[test]

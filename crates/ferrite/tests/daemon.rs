@@ -129,6 +129,11 @@ fn a_disk_has_the_same_names_for_all_commands_and_they_say_what_failed() {
             let output = command.env_remove("RUST_LOG").output().unwrap();
             let text = text(&output.stderr);
             assert!(text.starts_with(said), "{verb} {name}: {text}");
+            // People do not speak JSON-RPC.
+            assert!(
+                text.contains("ferrite disk list shows") && !text.contains("disk.list"),
+                "{text}"
+            );
             assert_eq!(output.status.code(), Some(code), "{verb} {name}");
         }
     }
@@ -178,6 +183,13 @@ fn a_wrong_configuration_is_named_and_the_daemon_does_not_start() {
     let said = text(&output.stderr);
     for key in ["image_folders: cannot find /nothere: ", "images.\"/not/there.vhd\": cannot find"] {
         assert!(said.contains(&format!("ferrite: warning: {path}: {key}")), "{said}");
+    }
+    // Without a file that was asked for, the daemon takes the defaults.
+    if !Path::new("/etc/ferrite/ferrite.toml").exists() {
+        let none = ferrite(&["daemon", "--check-config"]);
+        assert!(none.status.success(), "{none:?}");
+        let said = "there is no /etc/ferrite/ferrite.toml: every key has its default\n";
+        assert_eq!(text(&none.stdout), said);
     }
     let missing = ferrite(&["daemon", "--check-config", "--config", "/nonexistent"]);
     assert_eq!(missing.status.code(), Some(2));

@@ -150,6 +150,19 @@ fn what_cannot_be_merged_says_what_to_do() {
 }
 
 #[test]
+fn what_cannot_be_mended_is_not_sent_to_repair() {
+    let place = Place::new();
+    place.ok(&["create", "fx.vhd", "2M", "--fixed"]);
+    let file = File::options().write(true).open(place.path("fx.vhd")).unwrap();
+    file.set_len(2 * MIB).unwrap();
+    let said = place.fails(2, &["check", "fx.vhd"]);
+    let help = "help: nothing in it can be repaired: restore it from a backup; if it was a fixed VHD, raw:fx.vhd reads";
+    assert!(said.contains(help), "{said}");
+    // The advice is good.
+    place.ok(&["info", "raw:fx.vhd"]);
+}
+
+#[test]
 fn a_damaged_footer_is_found_and_mended_with_force() {
     let place = Place::new();
     place.pattern("a.img", 8 * MIB, &[(0, MIB)]);

@@ -62,7 +62,7 @@ fn domains_are_made_when_they_are_named() {
     assert_eq!(info["domains"], serde_json::json!(["default", "tenant-2"]));
     assert_eq!((&info["volumes"], &info["snapshots"]), (&4.into(), &1.into()));
     let text = place.store_fails(1, &["rollback", "s#guest", "monday"]);
-    assert!(text.contains("of its domain"), "{text}");
+    assert!(text.contains("the snapshot is in another domain"), "{text}");
     // The keys differ.
     let bytes = fs::read(place.path("s")).unwrap();
     // All stores have the domain `default`, so that any command finds a domain.
@@ -156,7 +156,13 @@ fn names_that_cannot_be_and_arguments_that_do_not_fit_are_wrong_usage() {
     ] {
         place.store_fails(3, args);
     }
-    place.store_fails(1, &["rollback", "s#disk", "copy"]);
+    for (volume, to, why) in [
+        ("s#disk", "copy", "to a snapshot only, and the second name is not one"),
+        ("s#monday", "monday", "it is a snapshot, which never changes"),
+    ] {
+        let text = place.store_fails(1, &["rollback", volume, to]);
+        assert!(text.contains(why), "{text}");
+    }
 }
 
 #[test]

@@ -91,6 +91,11 @@ fn a_store_that_there_is_no_space_for_is_not_made_and_one_that_is_there_has_some
     let Some(text) = on_a_small_disk(&place, script) else { return };
     let (failed, rest) = text.split_once("listed\n").unwrap();
     assert!(failed.contains("No space left") || failed.contains("no storage space"), "{text}");
+    // There is no store yet that something could be deleted from.
+    assert!(
+        failed.contains("help: make room on its file system, or choose a smaller store"),
+        "{text}"
+    );
     assert!(failed.lines().count() == 2 && rest.ends_with("s: in order\n"), "{text}");
 }
 

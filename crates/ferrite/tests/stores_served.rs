@@ -166,7 +166,7 @@ fn what_cannot_be_done_with_a_served_store_says_so_and_what_to_do() {
         (1, &["clone", "s#s1", "b.partial"], "a name that does not end in .partial"),
         (1, &["create", "s#b.partial", "1M"], "a name that does not end in .partial"),
         (3, &["rollback", "s#s1", "s9"], "there is no volume or snapshot s9"),
-        (1, &["rollback", "s#s1", "a"], "rolled back to a snapshot"),
+        (1, &["rollback", "s#s1", "a"], "rolled back to a snapshot only"),
         (3, &["delete", "s#x"], "there is no volume or snapshot x"),
         (4, &["create", "s", "--size", "64M", "--force"], ""),
     ] {
@@ -177,7 +177,8 @@ fn what_cannot_be_done_with_a_served_store_says_so_and_what_to_do() {
         let refused = world.place.image(args);
         let said = String::from_utf8(refused.stderr).unwrap();
         assert!(
-            refused.status.code() == Some(4) && said.contains("one process has a store"),
+            refused.status.code() == Some(4)
+                && said.contains("only one process can have a store open"),
             "{said}"
         );
     }

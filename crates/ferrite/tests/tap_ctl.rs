@@ -208,3 +208,21 @@ fn the_exit_code_is_the_errno_of_what_went_wrong() {
     let _asked = answering(program.dir.path(), vec![("none", json!({}))]);
     assert_eq!(program.call("list").status.code(), Some(71), "no answer");
 }
+
+#[test]
+fn tips_name_no_hidden_command() {
+    let program = Program::new();
+    let refused = program.call("create");
+    let said = text(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(22));
+    assert!(said.contains("unrecognized subcommand 'create'") && !said.contains("tip"), "{said}");
+    // A tip that names a command for users stays.
+    let said = text(&program.call("lst").stderr);
+    assert!(said.contains("'list'"), "{said}");
+    let worker = Command::new(env!("CARGO_BIN_EXE_ferrite")).arg("workr").output().unwrap();
+    let said = text(&worker.stderr);
+    assert!(
+        said.contains("unrecognized subcommand 'workr'") && !said.contains("worker'"),
+        "{said}"
+    );
+}

@@ -48,8 +48,8 @@ impl ImageTools<'_> {
         let names = Name::new(volume).zip(Name::new(&partial));
         let (name, partial_name) = names.ok_or_else(|| {
             let why = format!("{volume} is no name that a volume can have while it is filled");
-            let help = "choose 1 to 55 letters, digits, and -, _, . but at the beginning: until it is \
-                        complete .partial is behind it";
+            let help = "use 1 to 55 letters, digits, \"-\", \"_\" or \".\"; begin with a letter or digit. \
+                        \".partial\" is added to it until the copy is complete";
             DiskError::new(ErrorKind::Usage, what(), why, help)
         })?;
         let source = self.open(from, true)?;

@@ -36,6 +36,8 @@ pub struct KindRates {
 pub struct Rates {
     /// Its name: `vbd-DOMID-DEVID`.
     pub disk: String,
+    /// Its name for users, who may type it as well. `disk` until another is set.
+    pub name: String,
     /// The image.
     pub image: String,
     /// The process that serves it, or did last.
@@ -97,6 +99,7 @@ impl Rates {
         let errors = deltas.iter().fold(counts.refused, |n, kind| n.saturating_add(kind.errors));
         Rates {
             disk: now.snapshot.disk.clone(),
+            name: now.snapshot.disk.clone(),
             image: now.snapshot.image.clone(),
             pid: now.snapshot.pid,
             alive: now.process.is_some(),

@@ -60,7 +60,8 @@ impl StoreName {
         text.to_str().and_then(Name::new).ok_or_else(|| {
             let what = format!("cannot use the name {}", text.display());
             let why = "it is no name of a volume, snapshot or domain";
-            let help = "take 1 to 63 letters, digits, and - _ . but at the beginning";
+            let help =
+                "use 1 to 63 letters, digits, \"-\", \"_\" or \".\"; begin with a letter or digit";
             DiskError::new(ErrorKind::Usage, what, why, help)
         })
     }

@@ -348,9 +348,9 @@ pub fn help_of(e: &DiskError) -> &str {
 
 /// The error if another process has the store open.
 fn in_use(path: &Path, e: &DiskError) -> DiskError {
-    let help = "one process has a store: end that one first, or have it serve this volume, too (ferrite serve with \
-                several IMAGE --xen pairs); commands on stores work with it as it is, and what a disk has can be copied \
-                by NBD from who serves the disk";
+    let help = "only one process can have a store open: stop that process, or let it serve this volume, too (several \
+                IMAGE --xen pairs of ferrite serve). ferrite store commands work meanwhile; the data of a disk in use \
+                can be copied by NBD";
     DiskError::new(ErrorKind::InUse, cannot(path), e.why(), help)
 }
 

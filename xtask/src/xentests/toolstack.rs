@@ -251,7 +251,34 @@ fn first_disk_as_printed(bench: &mut Bench<'_>) -> Result<()> {
     guest.sh(bench.xenhost, USE, 120)?;
     bench.xenhost.sh("xl block-detach g xvdb")?;
     wait_for_none(bench, "the end of the disk")?;
+    attached_by_name(bench, &mut guest)?;
     bench.xenhost.sh("ferrite image check /srv/disk.qcow2 && rm /srv/disk.qcow2").map(drop)
+}
+
+/// The same disk by `ferrite disk attach`, which calls xl, and by the guest's name. The second attachment is refused
+/// before xl is called.
+fn attached_by_name(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
+    let attach = "ferrite disk attach g xvdb disk.qcow2";
+    let said = bench.xenhost.sh(&format!("cd /srv && {attach}"))?;
+    expect_eq("the command", &said.trim(), &"disk g/xvdb is attached: qcow2:/srv/disk.qcow2")?;
+    guest.sh(bench.xenhost, USE, 120)?;
+    bench
+        .xenhost
+        .sh("ferrite disk list | grep -q ' g/xvdb  *served ' && ferrite disk show g/xvdb")?;
+    let again = bench.xenhost.dom0(&format!("cd /srv && {attach} 2>&1"), 60)?;
+    if again.status != 4 || !again.stdout.contains("the guest has a disk xvdb already") {
+        bail!("a device that is taken: {}: {}", again.status, again.stdout);
+    }
+    // An image outside of the daemon's folders. The reason is the daemon's, and nothing stays in xenstore.
+    let refused = "truncate -s 1M /tmp/no.img; ferrite disk attach g xvdc /tmp/no.img 2>&1";
+    let refused = bench.xenhost.dom0(refused, 90)?;
+    if refused.status != 1 || !refused.stdout.contains("is in none of the folders") {
+        bail!("an image that is not served: {}: {}", refused.status, refused.stdout);
+    }
+    let directory = format!("/local/domain/{}/device/vbd/51744", guest.domid());
+    bench.xenhost.sh(&format!("rm /tmp/no.img; ! xenstore-exists {directory}"))?;
+    bench.xenhost.sh("ferrite disk detach g/xvdb")?;
+    wait_for_none(bench, "the end of the disk that was attached by the guest's name")
 }
 
 fn xl_as_printed(bench: &mut Bench<'_>) -> Result<()> {

@@ -152,7 +152,7 @@ fn found(shared: &Shared, id: DiskId) -> Result<Disk, RpcError> {
 }
 
 fn no_disk(id: DiskId) -> RpcError {
-    let help = "ferrite disk list (disk.list) shows the attached disks";
+    let help = "ferrite disk list shows the attached disks";
     RpcError::new(code::NO_DISK, format!("disk {id} is not attached"), help)
 }
 
@@ -292,8 +292,8 @@ fn wait(shared: &Shared, request: &WaitParams) -> Result<Attached, RpcError> {
     });
     let Some(disk) = disk else {
         let (message, help) = match found(shared, id) {
-            Ok(_) => ("served", "ferrite disk show (disk.show) says what it waits for"),
-            Err(_) => ("attached", "ferrite disk list (disk.list) shows the attached disks"),
+            Ok(_) => ("served", "ferrite disk show says what it waits for"),
+            Err(_) => ("attached", "ferrite disk list shows the attached disks"),
         };
         let message = format!("disk {id} was not {message} in time");
         return Err(RpcError::new(code::TIMEOUT, message, help));

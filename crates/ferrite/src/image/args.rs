@@ -7,6 +7,7 @@ use ferrite_disk::{Format, ImageName, size};
 use ferrite_io::engines::EngineChoice;
 
 use crate::exit::Failure;
+use crate::options::engines;
 use crate::parents::ParentsArgs;
 
 pub(crate) mod looking;
@@ -50,7 +51,7 @@ pub(crate) struct ImageArgs {
     pub(crate) progress: bool,
 
     /// Engine for disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
-    #[arg(long, global = true, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
+    #[arg(long, global = true, value_name = "ENGINE", default_value_t = EngineChoice::Auto, value_parser = engines())]
     pub(crate) engine: EngineChoice,
 }
 

@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 
 use ferrite_disk::{Format, ImageName};
 use ferrite_host::directory::HostDirectory;
-use ferrite_image_tools::{Difference, Done, ImageTools, NewImage, NewSize, Resize, Verdict};
+use ferrite_image_tools::{
+    Checked, Difference, Done, ImageTools, NewImage, NewSize, Resize, Verdict,
+};
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Serialize;
@@ -297,15 +299,26 @@ fn check(tools: &ImageTools<'_>, out: &Out<'_>, args: &CheckArgs) -> Result<(), 
             (Code::CORRUPT, format!("{image} is not for XAPI"), "vhd-util would refuse it", help)
         }
         Verdict::Damaged => {
-            let help = match is_of_chain {
-                true => "the findings name the next steps".into(),
-                false => format!("ferrite image repair {image} shows what can be mended"),
+            let help = match worst {
+                _ if is_of_chain => "the findings name the next steps".into(),
+                Some(worst) if worst.counts.mendable == 0 => without_repair(worst),
+                _ => format!("ferrite image repair {image} shows what can be mended"),
             };
             let why = "parts of it do not read correctly";
             (Code::CORRUPT, format!("{image} is damaged"), why, help)
         }
     };
     Err(Failure::new(what, why, help).with_code(code))
+}
+
+/// The next step for an image in which nothing can be mended.
+fn without_repair(image: &Checked) -> String {
+    let lacks_footers = image.format == "vhd" && image.findings.iter().all(|f| f.kind == "footers");
+    let by_raw = match lacks_footers {
+        true => format!("; if it was a fixed VHD, raw:{} reads all its data", image.path),
+        false => String::new(),
+    };
+    format!("nothing in it can be repaired: restore it from a backup{by_raw}")
 }
 
 /// `check -r`: repairs what is in the scope. What is left is found by the check that follows.

@@ -1,33 +1,18 @@
 //! The options of commands that show disks.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Args;
-use ferrite_serve::blkif::lifecycle::run_dir_name;
 
-use crate::vdev::Vbd;
-
-/// The name of a disk's counters.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct DiskName(pub(crate) String);
-
-impl FromStr for DiskName {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<DiskName, String> {
-        let Vbd { domain, device } = text.parse()?;
-        Ok(DiskName(run_dir_name(domain, device)))
-    }
-}
+use crate::guests::GuestDisk;
 
 /// The disks to show.
 #[derive(Debug, Args)]
 pub(crate) struct Watched {
-    /// Only these, each as DOMID/DEVID (3/xvda) or by its name (vbd-3-51712).
-    #[arg(value_name = "DISK")]
-    pub(crate) disks: Vec<DiskName>,
+    /// Only these. GUEST is a name, UUID or number, DEV a name or number: web1/xvda, 3/51712.
+    #[arg(value_name = "GUEST/DEV")]
+    pub(crate) disks: Vec<GuestDisk>,
 
     /// The folder of the disks' counters.
     #[arg(long, value_name = "DIR", default_value = "/run/ferrite/stats")]
@@ -77,21 +62,6 @@ pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_disk_is_named_as_it_is_served_or_as_its_file_is() {
-        for (text, name) in [
-            ("3/xvda", "vbd-3-51712"),
-            ("3/51712", "vbd-3-51712"),
-            ("vbd-3-51712", "vbd-3-51712"),
-            ("0/xvdb", "vbd-0-51728"),
-        ] {
-            assert_eq!(text.parse(), Ok(DiskName(name.to_owned())), "{text}");
-        }
-        for bad in ["", "vbd-3", "../x", "vbd-3-../x", "3", "vbd--1-5"] {
-            assert!(bad.parse::<DiskName>().is_err(), "{bad}");
-        }
-    }
 
     #[test]
     fn intervals_have_a_sense() {

@@ -11,16 +11,20 @@ use std::io;
 
 use ferrite_seeing::folder::{Folder, Sample};
 use ferrite_seeing::rates::Rates;
+use ferrite_serve::blkif::lifecycle::run_dir_name;
 
 use crate::exit::{Code, Failure};
+use crate::guests::Names;
 use crate::plain::one_line;
+use crate::vdev::Vbd;
 
 /// Reads the counters repeatedly: what each disk has done since the last reading.
 struct Watch {
     folder: Folder,
     /// Only these disks; empty: all.
-    wanted: Vec<String>,
+    wanted: Vec<Vbd>,
     before: BTreeMap<String, Sample>,
+    names: Names,
 }
 
 /// One reading.
@@ -31,23 +35,24 @@ struct Look {
 }
 
 impl Watch {
-    fn new(args: &args::Watched) -> Watch {
-        Watch {
-            folder: Folder::new(&args.stats),
-            wanted: args.disks.iter().map(|disk| disk.0.clone()).collect(),
-            before: BTreeMap::new(),
-        }
+    fn new(args: &args::Watched) -> Result<Watch, Failure> {
+        let wanted = args.disks.iter().map(|disk| disk.find()).collect::<Result<_, _>>()?;
+        let folder = Folder::new(&args.stats);
+        Ok(Watch { folder, wanted, before: BTreeMap::new(), names: Names::default() })
     }
 
     fn look(&mut self) -> Result<Look, Failure> {
         let seen = self.folder.look().map_err(|e| self.cannot(e))?;
+        self.names.refresh();
         let mut now = BTreeMap::new();
         let mut rates = Vec::new();
         for sample in seen.disks {
-            let name = &sample.snapshot.disk;
-            if self.wanted.is_empty() || self.wanted.contains(name) {
-                rates.push(Rates::between(self.before.get(name), &sample));
-                now.insert(name.clone(), sample);
+            let file = &sample.snapshot.disk;
+            let Ok(disk) = file.parse::<Vbd>() else { continue };
+            if self.wanted.is_empty() || self.wanted.contains(&disk) {
+                let between = Rates::between(self.before.get(file), &sample);
+                rates.push(Rates { name: self.names.disk(disk), ..between });
+                now.insert(file.clone(), sample);
             }
         }
         self.before = now;
@@ -60,12 +65,14 @@ impl Watch {
     }
 
     /// The disks that were asked for and have no counters.
-    fn missing(&self, look: &Look) -> Vec<&str> {
-        let there = |name: &str| look.rates.iter().any(|rates| rates.disk == name);
-        self.wanted.iter().map(String::as_str).filter(|name| !there(name)).collect()
+    fn missing(&self, look: &Look) -> Vec<String> {
+        let name = |disk: &Vbd| run_dir_name(disk.domain, disk.device);
+        let there = |disk: &&Vbd| look.rates.iter().any(|rates| rates.disk == name(disk));
+        let missing = self.wanted.iter().filter(|disk| !there(disk));
+        missing.map(|disk| self.names.disk(*disk)).collect()
     }
 
-    fn is_missing(&self, names: &[&str]) -> Failure {
+    fn is_missing(&self, names: &[String]) -> Failure {
         let what = format!("{} cannot be shown", names.join(", "));
         let why = format!("there are no counters of it in {}", self.folder.path().display());
         let help =

@@ -27,7 +27,7 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
     let interval = args.interval.unwrap_or(Duration::from_secs(1));
     let count = args.count.or(args.interval.is_none().then_some(1));
     let end = heard(&[])?;
-    let mut watch = Watch::new(&args.watched);
+    let mut watch = Watch::new(&args.watched)?;
     let mut next = Instant::now();
     for report in 1.. {
         let look = watch.look()?;

@@ -59,7 +59,7 @@ impl Column {
 
 /// Titles, and one line per disk.
 pub(super) fn table(rates: &[Rates]) -> String {
-    let name = |rates: &Rates| one_line(&rates.disk).into_owned();
+    let name = |rates: &Rates| one_line(&rates.name).into_owned();
     let width = rates.iter().map(|rates| name(rates).chars().count()).max().unwrap_or(0);
     let width = width.max(NAME_WIDTH);
     let mut out = format!("{:<width$}", "disk");

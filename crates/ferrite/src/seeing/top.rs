@@ -22,6 +22,9 @@ use view::View;
 /// The longest delay until a signal is handled.
 const GLANCE: Duration = Duration::from_millis(100);
 
+/// The exit code without a terminal: the one that a shell gives for SIGHUP.
+const TERMINAL_GONE: i32 = 129;
+
 /// The effect of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wish {
@@ -43,7 +46,7 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
         return Err(Failure::new("cannot show disks", why, help).with_code(Code::USAGE));
     }
     let signals = heard(&[SIGTSTP, SIGCONT])?;
-    let mut watch = Watch::new(&args.watched);
+    let mut watch = Watch::new(&args.watched)?;
     // The folder may be invalid: that is reported before the terminal changes.
     let first = watch.look()?;
     let mut view = View::new(args.interval);
@@ -94,7 +97,7 @@ fn end_with_terminal() {
             let mut fds = [PollFd::new(&stdin, PollFlags::empty())];
             let gone = PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL;
             match poll(&mut fds, None) {
-                Ok(_) if fds[0].revents().intersects(gone) => std::process::exit(0),
+                Ok(_) if fds[0].revents().intersects(gone) => std::process::exit(TERMINAL_GONE),
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(_) => return,
             }

@@ -12,11 +12,13 @@ use clap::{Args, Subcommand, ValueEnum};
 use ferrite_seeing::trace::live::{self, Bounds};
 use ferrite_seeing::trace::model::{Fit, fits, text};
 use ferrite_seeing::trace::{MOST_REQUESTS, Trace, export, file, report};
+use ferrite_serve::blkif::lifecycle::run_dir_name;
 use serde::Serialize;
 
-use super::args::{DiskName, seconds};
+use super::args::seconds;
 use crate::cli::RunDirArgs;
 use crate::exit::{Code, Failure};
+use crate::guests::GuestDisk;
 use crate::plain::one_line;
 use crate::signals;
 
@@ -32,9 +34,9 @@ pub(crate) struct TraceArgs {
 enum TraceCommand {
     /// Record the requests of a disk into a file.
     Record {
-        /// The disk, as DOMID/DEVID (3/xvda) or by its name (vbd-3-51712).
-        #[arg(value_name = "DISK")]
-        disk: DiskName,
+        /// The disk. GUEST is a name, UUID or number, DEV a name or number: web1/xvda, 3/51712.
+        #[arg(value_name = "GUEST/DEV")]
+        disk: GuestDisk,
         /// The file.
         #[arg(short, long, value_name = "FILE")]
         output: PathBuf,
@@ -99,7 +101,7 @@ struct LiveArgs {
 /// The source of the requests.
 #[derive(Clone, Debug)]
 enum Source {
-    Disk(DiskName),
+    Disk(GuestDisk),
     File(PathBuf),
 }
 
@@ -199,15 +201,17 @@ impl Source {
     }
 }
 
-fn record(disk: &DiskName, args: &LiveArgs) -> Result<Trace, Failure> {
+fn record(disk: &GuestDisk, args: &LiveArgs) -> Result<Trace, Failure> {
     let stop = signals::flag()?;
-    let run_dir = args.places.run_dir.join(&disk.0);
+    let disk = disk.find()?;
+    let name = run_dir_name(disk.domain, disk.device);
+    let run_dir = args.places.run_dir.join(&name);
     let bounds = Bounds { time: args.seconds, requests: args.requests as usize };
     let mut has_begun = false;
     // Requests after the first check are all recorded.
     let stop = || {
         if !std::mem::replace(&mut has_begun, true) {
-            let _ = writeln!(io::stderr().lock(), "recording {}; Ctrl-C ends it", disk.0);
+            let _ = writeln!(io::stderr().lock(), "recording {name}; Ctrl-C ends it");
         }
         stop.load(Ordering::Relaxed)
     };
@@ -218,7 +222,7 @@ fn record(disk: &DiskName, args: &LiveArgs) -> Result<Trace, Failure> {
         };
         let help = "a disk has a trace, which is root's, while a guest or an NBD client is connected; \
                     ferrite stat shows the disks";
-        Failure::new(format!("cannot record {}", disk.0), e, help).with_code(code)
+        Failure::new(format!("cannot record {name}"), e, help).with_code(code)
     })?;
     if trace.lost_requests > 0 || trace.lost_spans > 0 {
         let _ = writeln!(

@@ -9,12 +9,13 @@ use ferrite_io::engines::EngineChoice;
 
 use crate::image::args::bytes;
 use crate::image::args::making::new_size;
+use crate::options::engines;
 
 /// The arguments of `ferrite store`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "A store is a file or block device, PATH. A volume or snapshot in it is PATH#NAME: the last # \
-                  separates. A NAME has 1 to 63 letters, digits, and - _ . but at the beginning. Sizes \
+                  separates. A NAME has 1 to 63 letters, digits, \"-\", \"_\" or \".\"; it begins with a letter or digit. Sizes \
                   are bytes, or numbers with K, M, G, T, P (powers of 1024)."
 )]
 pub(crate) struct StoreArgs {
@@ -31,7 +32,7 @@ pub(crate) struct StoreArgs {
     pub(crate) quiet: bool,
 
     /// Engine for disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
-    #[arg(long, global = true, value_name = "ENGINE", default_value_t = EngineChoice::Auto)]
+    #[arg(long, global = true, value_name = "ENGINE", default_value_t = EngineChoice::Auto, value_parser = engines())]
     pub(crate) engine: EngineChoice,
 }
 

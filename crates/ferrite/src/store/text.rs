@@ -193,7 +193,7 @@ fn report_of(checked: &StoreChecked, order: &str) -> String {
         0 => writeln!(text, "{path}: {order}"),
         _ => writeln!(
             text,
-            "{path}: {} damaged, {} of one copy only or of space",
+            "{path}: {} damaged, {} repairable (redundant copy or free-space map)",
             counts.damage + counts.unsupported,
             counts.harmless + counts.leaks
         ),

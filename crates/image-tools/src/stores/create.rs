@@ -17,6 +17,10 @@ use crate::files::Over;
 use crate::io_context::IoContext;
 use crate::{ImageTools, Progress};
 
+/// The next step where a new store does not fit.
+const NEW_STORE: &str = "make room on its file system, or choose a smaller store: one of 64M takes 18 MiB at once, one \
+                         of 100G 340 MiB";
+
 impl ImageTools<'_> {
     /// Makes a store without volumes, and with one domain, durably: in a file of so many bytes, or on a device, or a
     /// part of it.
@@ -41,7 +45,15 @@ impl ImageTools<'_> {
         bytes.map(Layout::of).transpose().map_err(bad_size)?;
         let mut file = self.new_file(path, Over::forced(force))?;
         let raw = file.open()?;
-        let cannot = |e| file.named(failed(what.clone(), path, e));
+        let cannot = |e: io::Error| match e.kind() {
+            // There is no store yet that could be made smaller.
+            io::ErrorKind::StorageFull => {
+                let why = e.to_string();
+                let error = DiskError::new(ErrorKind::Io, what.clone(), why, NEW_STORE);
+                file.named(error.with_source(e))
+            }
+            _ => file.named(failed(what.clone(), path, e)),
+        };
         let room = raw.bytes_now().map_err(cannot)?;
         let layout = Layout::of(bytes.unwrap_or(room)).map_err(bad_size)?;
         let bytes = layout.blocks * BLOCK_BYTES as u64;

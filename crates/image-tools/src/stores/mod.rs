@@ -486,8 +486,12 @@ fn failed(what: impl Into<String>, store: &Path, e: io::Error) -> DiskError {
                 format!("ferrite store list {shown} shows those that there are"),
             ),
             VolumeError::Exists => (ErrorKind::Refused, "choose another name".into()),
-            VolumeError::NotASnapshot => {
-                (ErrorKind::Unsuitable, format!("ferrite store list {shown} shows snapshots"))
+            VolumeError::NotASnapshot | VolumeError::OtherDomain => (
+                ErrorKind::Unsuitable,
+                format!("ferrite store list {shown} shows snapshots and domains"),
+            ),
+            VolumeError::IsASnapshot => {
+                (ErrorKind::Unsuitable, "ferrite store clone makes a volume of it".into())
             }
             VolumeError::Full => (ErrorKind::Refused, "delete some, or use another store".into()),
             VolumeError::BadSize => (ErrorKind::Usage, "sizes are multiples of 4 KiB".into()),

@@ -261,6 +261,6 @@ mod tests {
         assert!(matches!(error, Failure::NotThere(_)), "{error}");
         std::fs::write(dir.path().join("trace-0"), b"short").unwrap();
         let error = record(dir.path(), bounds(1), || true).unwrap_err().to_string();
-        assert!(error.contains("trace-0: it says nonsense: its length"), "{error}");
+        assert!(error.contains("trace-0: its contents are not valid: its length"), "{error}");
     }
 }

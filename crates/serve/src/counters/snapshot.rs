@@ -37,7 +37,7 @@ pub enum Problem {
     #[error("it is of another version of ferrite ({0:?})")]
     Version(String),
     /// The file's contents are invalid.
-    #[error("it says nonsense: {0}")]
+    #[error("its contents are not valid: {0}")]
     Invalid(&'static str),
     /// The file is being written.
     #[error("it is being written")]

@@ -57,7 +57,7 @@ impl Device {
             self.log_limits.storage,
             waits.since_ns,
             "the storage of this disk is full ({e}): what its guest writes waits for space. Make \
-             some; nothing else is to be done"
+             some: no restart is needed"
         );
     }
 

@@ -26,7 +26,7 @@ pub enum Problem {
     #[error("it is of another version of ferrite ({0:?})")]
     Version(String),
     /// The file's contents are invalid.
-    #[error("it says nonsense: {0}")]
+    #[error("its contents are not valid: {0}")]
     Invalid(&'static str),
 }
 
@@ -321,9 +321,9 @@ mod tests {
         };
         assert_eq!(told(&[0; 200_000]), "it is no trace of a queue");
         assert_eq!(told(&with(7, b'9')), "it is of another version of ferrite (\"09\")");
-        assert_eq!(told(&with(16, 1)), "it says nonsense: the shape of its rings");
-        assert_eq!(told(&whole[..30]), "it says nonsense: its length");
-        assert_eq!(told(&whole[..100]), "it says nonsense: its length");
+        assert_eq!(told(&with(16, 1)), "its contents are not valid: the shape of its rings");
+        assert_eq!(told(&whole[..30]), "its contents are not valid: its length");
+        assert_eq!(told(&whole[..100]), "its contents are not valid: its length");
         std::os::unix::fs::symlink(&path, dir.path().join("link")).unwrap();
         assert!(Reader::open(&dir.path().join("link")).is_err());
         assert!(Reader::open(dir.path()).is_err());

@@ -319,8 +319,8 @@ fn what_cannot_be_done_with_volumes_is_refused_and_changes_nothing() {
         (Operation::Clone(name("x"), 99), VolumeError::Missing),
         (Operation::Snapshot(name("s"), b), VolumeError::Exists),
         (Operation::Rollback(a, b), VolumeError::NotASnapshot),
-        (Operation::Rollback(b, snapshot), VolumeError::NotASnapshot),
-        (Operation::Rollback(snapshot, snapshot), VolumeError::NotASnapshot),
+        (Operation::Rollback(b, snapshot), VolumeError::OtherDomain),
+        (Operation::Rollback(snapshot, snapshot), VolumeError::IsASnapshot),
         (Operation::Delete(99), VolumeError::Missing),
         (Operation::Domain(name("a"), DomainKey([0; 32])), VolumeError::Exists),
     ];

@@ -30,9 +30,15 @@ pub enum VolumeError {
     /// The store lacks the domain.
     #[error("there is no such domain")]
     NoDomain,
-    /// A volume can be rolled back only to a snapshot of its domain.
-    #[error("a volume is rolled back to a snapshot of its domain only")]
+    /// A volume can be rolled back only to a snapshot.
+    #[error("a volume can be rolled back to a snapshot only, and the second name is not one")]
     NotASnapshot,
+    /// Snapshots do not change.
+    #[error("it is a snapshot, which never changes")]
+    IsASnapshot,
+    /// The snapshot has content that the volume may not refer to.
+    #[error("the snapshot is in another domain")]
+    OtherDomain,
     /// The store has as many volumes or domains as it can have.
     #[error("the store has as many volumes or domains as it can have")]
     Full,
@@ -82,9 +88,11 @@ impl Core {
             }
             Record::Rollback { volume, to } => {
                 let (volume, to) = (find(volume)?, find(to)?);
-                match to.is_snapshot && to.domain == volume.domain && !volume.is_snapshot {
-                    true => Ok(()),
-                    false => Err(VolumeError::NotASnapshot),
+                match () {
+                    () if volume.is_snapshot => Err(VolumeError::IsASnapshot),
+                    () if !to.is_snapshot => Err(VolumeError::NotASnapshot),
+                    () if to.domain != volume.domain => Err(VolumeError::OtherDomain),
+                    () => Ok(()),
                 }
             }
             Record::Delete { volume } => find(volume).map(drop),

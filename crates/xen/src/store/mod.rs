@@ -37,6 +37,8 @@ use wire::{MessageType, NO_TRANSACTION, nul_terminated};
 
 /// xenstored's sockets, where it runs in this domain.
 const SOCKETS: [&str; 2] = ["/run/xenstored/socket", "/var/run/xenstored/socket"];
+/// The environment variable that names xenstored's socket for Xen's own programs.
+const SOCKET_VARIABLE: &str = "XENSTORED_PATH";
 /// The kernel's connection, in any domain.
 const DEVICES: [&str; 2] = ["/dev/xen/xenbus", "/proc/xen/xenbus"];
 
@@ -72,12 +74,18 @@ fn why_unreachable(tried: &[(&str, io::Error)]) -> String {
 }
 
 impl Store {
-    /// Connects: by xenstored's socket where it is, else by the kernel's device.
+    /// Connects: by xenstored's socket where it is, else by the kernel's device. As for Xen's own programs the
+    /// environment variable `XENSTORED_PATH` names another socket, which is the only way then.
     ///
     /// # Errors
     /// [`StoreError::Unreachable`].
     pub fn open() -> Result<Store, StoreError> {
         let mut tried = Vec::new();
+        if let Some(path) = std::env::var_os(SOCKET_VARIABLE) {
+            return Store::open_socket(Path::new(&path)).map_err(|e| StoreError::Unreachable {
+                tried: format!("{SOCKET_VARIABLE}={}: {e}", path.display()),
+            });
+        }
         let sockets = SOCKETS.into_iter().map(|p| (p, true));
         for (path, is_socket) in sockets.chain(DEVICES.into_iter().map(|p| (p, false))) {
             let opened = if is_socket {

@@ -8,6 +8,7 @@ fn disk(domain: u32, reads: f64, p50_us: Option<f64>) -> Rates {
     let read = KindRates { per_s: reads, bytes_per_s: reads * 4096.0, ..KindRates::default() };
     Rates {
         disk: format!("vbd-{domain}-51712"),
+        name: format!("guest{domain}/xvda"),
         image: "/a.vhd".into(),
         pid: 7,
         alive: true,
@@ -44,7 +45,7 @@ fn screen(view: &View, width: u16, height: u16) -> Vec<String> {
 
 /// The disks in the order of their lines.
 fn order(view: &View) -> Vec<String> {
-    let names = |line: &String| line.strip_prefix("vbd-").map(|rest| rest[..1].to_owned());
+    let names = |line: &String| line.strip_prefix("guest").map(|rest| rest[..1].to_owned());
     screen(view, 140, 10).iter().filter_map(names).collect()
 }
 
@@ -53,9 +54,9 @@ fn a_screen_has_all_disks_and_the_keys() {
     let lines = screen(&view(), 140, 8);
     assert_eq!(lines[0], "3 disks, 330 IO/s, 1.4 MB/s, every 1 s");
     assert!(lines[1].starts_with("disk") && lines[1].ends_with("cpu%"), "{lines:#?}");
-    assert!(lines[2].starts_with("vbd-1-51712"), "{lines:#?}");
+    assert!(lines[2].starts_with("guest1/xvda "), "{lines:#?}");
     let words: Vec<&str> = lines[3].split_whitespace().collect();
-    assert_eq!(words[..7], ["vbd-2-51712", "300", "0", "1.2", "0.0", "0", "20.0us"]);
+    assert_eq!(words[..7], ["guest2/xvda", "300", "0", "1.2", "0.0", "0", "20.0us"]);
     assert_eq!((lines[5].as_str(), lines[6].as_str()), ("", ""));
     assert!(lines[7].starts_with("q ends"), "{lines:#?}");
 }
@@ -108,7 +109,7 @@ fn what_is_no_disk_is_named_and_harms_no_terminal() {
     let lines = screen(&view, 60, 5);
     assert_eq!(lines[4], "x\\u{1b}[31m: it is no file of counters");
     let mut odd = disk(1, 1.0, None);
-    odd.disk = "a\u{1b}[2J".into();
+    odd.name = "a\u{1b}[2J".into();
     view.show(vec![odd], &[]);
     assert!(screen(&view, 60, 5)[2].starts_with("a\\u{1b}[2J"));
 }

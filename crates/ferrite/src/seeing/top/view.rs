@@ -104,7 +104,7 @@ impl View {
         }
         let width = self.name_width();
         let line = |disk: &&Rates| {
-            let mut text = format!("{:<width$}", one_line(&disk.disk));
+            let mut text = format!("{:<width$}", one_line(&disk.name));
             COLUMNS.iter().for_each(|c| text += &format!(" {:>w$}", c.cell(disk), w = c.width));
             Line::from(text)
         };
@@ -112,7 +112,7 @@ impl View {
     }
 
     fn name_width(&self) -> usize {
-        let names = self.disks.iter().map(|disk| disk.disk.chars().count());
+        let names = self.disks.iter().map(|disk| disk.name.chars().count());
         names.max().unwrap_or(0).max(NAME_WIDTH)
     }
 }

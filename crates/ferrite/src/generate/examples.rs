@@ -1,0 +1,306 @@
+//! What manual pages have besides a command's own description: examples, files, exit codes, and where to read on.
+
+/// A term and its meaning.
+type Terms = &'static [(&'static str, &'static str)];
+
+/// The further sections of a page.
+#[derive(Clone, Copy)]
+pub(super) struct Topic {
+    /// What a command line does, and the line.
+    pub(super) examples: Terms,
+    pub(super) files: Terms,
+    pub(super) environment: Terms,
+    /// Exit codes, if they are not those of most commands.
+    pub(super) codes: Option<Terms>,
+    /// Pages besides those of the same family.
+    pub(super) see: &'static [&'static str],
+    /// Where the whole manual is.
+    pub(super) manual: &'static str,
+}
+
+const STATE: (&str, &str) =
+    ("/run/ferrite", "The state of disks in use, which the next process goes on with.");
+const SOCKET: (&str, &str) = ("/run/ferrite/control.sock", "The daemon's control socket.");
+const STATS: (&str, &str) = ("/run/ferrite/stats", "The counters of each disk.");
+const JOURNALS: (&str, &str) = (
+    "/run/ferrite/images",
+    "Journals of killed backends: completed writes that are not in their images yet.",
+);
+const XENSTORED: (&str, &str) =
+    ("XENSTORED_PATH", "The socket of xenstored, as for Xen's own programs.");
+const LOG: (&str, &str) = ("RUST_LOG", "Selects log messages more finely than -v.");
+const OPERATIONS: &str = "/usr/share/doc/ferrite/operations.md";
+const IMAGES: &str = "/usr/share/doc/ferrite/images.md";
+const STORE: &str = "/usr/share/doc/ferrite/store.md";
+const WATCHING: &str = "/usr/share/doc/ferrite/watching.md";
+
+/// Codes of the checks of images.
+const CHECK: Terms = &[
+    ("0", "The image is intact."),
+    ("1", "It could not be checked, or the command line is wrong."),
+    ("2", "It is damaged."),
+    ("3", "It is intact, but has space that nothing refers to."),
+];
+/// Codes of the checks of stores.
+const STORE_CHECK: Terms = &[
+    ("0", "The store is intact."),
+    ("1", "It could not be checked, or the command line is wrong."),
+    ("2", "It is damaged."),
+];
+const COMPARE: Terms = &[
+    ("0", "The disks have the same contents."),
+    ("1", "They differ."),
+    ("2", "They could not be compared, or the command line is wrong."),
+];
+const TAP_CTL: Terms = &[("0", "Done."), ("other", "The errno(3) of what went wrong.")];
+
+/// The sections of a page by its name.
+pub(super) fn of(name: &str) -> Topic {
+    let (files, environment, see, manual): (Terms, Terms, &'static [&'static str], _) = match name {
+        "ferrite-daemon" => (
+            &[
+                ("/etc/ferrite/ferrite.toml", "The configuration: ferrite.toml(5)."),
+                SOCKET,
+                STATE,
+                STATS,
+            ],
+            &[LOG, XENSTORED],
+            &["ferrite.toml(5)", "xl(1)"],
+            OPERATIONS,
+        ),
+        name if name.starts_with("ferrite-disk") || name == "ferrite-upgrade" => {
+            (&[SOCKET], &[XENSTORED], &["ferrite-daemon(8)", "xl(1)"], OPERATIONS)
+        }
+        "ferrite-serve" => (&[STATE], &[LOG, XENSTORED], &[], "/usr/share/doc/ferrite/serve.md"),
+        name if name.starts_with("ferrite-export") => {
+            (&[JOURNALS], &[LOG], &["nbd-client(8)", "nbdinfo(1)"], "/usr/share/doc/ferrite/nbd.md")
+        }
+        name if name.starts_with("ferrite-image") => (&[JOURNALS], &[], &["qemu-img(1)"], IMAGES),
+        name if name.starts_with("ferrite-store") => (&[JOURNALS], &[], &[], STORE),
+        "ferrite-stat" | "ferrite-top" => (&[STATS], &[XENSTORED], &["ferrite-trace(1)"], WATCHING),
+        name if name.starts_with("ferrite-trace") => {
+            (&[STATE], &[], &["ferrite-stat(1)"], "/usr/share/doc/ferrite/trace.md")
+        }
+        "ferrite" => {
+            (&[STATE, STATS], &[LOG, XENSTORED], &["ferrite.toml(5)", "tap-ctl(1)"], OPERATIONS)
+        }
+        "ferrite-doctor" => (&[], &[XENSTORED], &[], "/usr/share/doc/ferrite/support.md"),
+        name if name.starts_with("tap-ctl") => {
+            (&[SOCKET], &[], &["ferrite-daemon(8)", "ferrite-disk(1)"], OPERATIONS)
+        }
+        _ => (&[], &[], &[], "/usr/share/doc/ferrite"),
+    };
+    let codes = match name {
+        "ferrite-image-check" => Some(CHECK),
+        "ferrite-image-compare" => Some(COMPARE),
+        "ferrite-store-check" | "ferrite-store-scrub" => Some(STORE_CHECK),
+        name if name.starts_with("tap-ctl") => Some(TAP_CTL),
+        _ => None,
+    };
+    Topic { examples: examples(name), files, environment, codes, see, manual }
+}
+
+fn examples(name: &str) -> Terms {
+    match name {
+        "ferrite" => &[(
+            "Make a disk, and attach it to the running guest web1.",
+            "ferrite image create /srv/web1.qcow2 10G\nferrite disk attach web1 xvdb /srv/web1.qcow2",
+        )],
+        "ferrite-serve" => &[
+            ("Serve one disk by hand.", "ferrite serve vhd:/srv/a.vhd --xen 3/xvda"),
+            (
+                "Two disks in one process.",
+                "ferrite serve /srv/a.img --xen 3/xvda /srv/b.qcow2 --xen 3/xvdb",
+            ),
+        ],
+        "ferrite-daemon" => &[
+            ("Check the configuration.", "ferrite daemon --check-config"),
+            ("Run it in the foreground; usually systemd does.", "ferrite daemon"),
+        ],
+        "ferrite-disk" | "ferrite-disk-list" => {
+            &[("Show all attached disks.", "ferrite disk list")]
+        }
+        "ferrite-disk-attach" => &[
+            (
+                "Attach an image to the running guest web1.",
+                "ferrite disk attach web1 xvdb /srv/data.qcow2",
+            ),
+            (
+                "A volume of a store, which the guest may only read.",
+                "ferrite disk attach 3 xvdc store:/srv/pool.store#base --read-only",
+            ),
+        ],
+        "ferrite-disk-show" => {
+            &[("Show one disk, and what it waits for.", "ferrite disk show web1/xvdb")]
+        }
+        "ferrite-disk-detach" => &[
+            ("Detach a disk that the guest has unmounted.", "ferrite disk detach web1/xvdb"),
+            ("Take it away; unwritten data are lost.", "ferrite disk detach --force web1/xvdb"),
+        ],
+        "ferrite-disk-wait" => {
+            &[("Wait for a minute at most.", "ferrite disk wait --timeout 60 web1/xvdb")]
+        }
+        "ferrite-upgrade" => &[
+            ("Move all disks to the installed version.", "ferrite upgrade"),
+            ("One disk, as a trial.", "ferrite upgrade web1/xvdb"),
+        ],
+        "ferrite-export" | "ferrite-export-nbd" => &[(
+            "Export an image to programs on this host.",
+            "ferrite export nbd /srv/a.qcow2 --socket /run/a.sock",
+        )],
+        "ferrite-doctor" => &[("Show what is missing on this host.", "ferrite doctor")],
+        "ferrite-stat" => &[
+            ("A report each second.", "ferrite stat -i 1"),
+            ("One disk, a minute.", "ferrite stat -i 5 -n 12 web1/xvda"),
+        ],
+        "ferrite-top" => &[("All disks, every five seconds.", "ferrite top -i 5")],
+        "ferrite-trace" | "ferrite-trace-record" => {
+            &[("Record a disk for ten seconds.", "ferrite trace record web1/xvda -o slow.trace")]
+        }
+        "ferrite-trace-report" => {
+            &[("Draw a recording.", "ferrite trace report slow.trace -o slow.html")]
+        }
+        "ferrite-trace-export" => {
+            &[("A line for each request.", "ferrite trace export slow.trace --format csv")]
+        }
+        "ferrite-trace-model" => {
+            &[("Estimate the cost of a request.", "ferrite trace model slow.trace")]
+        }
+        "ferrite-lab" => &[("List the experiments.", "ferrite lab list")],
+        "tap-ctl" | "tap-ctl-list" => {
+            &[("The disks of an image.", "tap-ctl list -t vhd -f /srv/a.vhd")]
+        }
+        "tap-ctl-destroy" => {
+            &[("Wait until a detached disk is closed.", "tap-ctl destroy -p 4711 -m 3")]
+        }
+        name => examples_of_images(name),
+    }
+}
+
+fn examples_of_images(name: &str) -> Terms {
+    match name {
+        "ferrite-image" | "ferrite-image-create" => &[
+            ("An empty disk of 10 GiB.", "ferrite image create disk.qcow2 10G"),
+            (
+                "A VHD on a parent, which becomes read-only.",
+                "ferrite image create child.vhd --parent base.vhd",
+            ),
+        ],
+        "ferrite-image-info" => {
+            &[("Show an image and its parents.", "ferrite image info disk.qcow2")]
+        }
+        "ferrite-image-snapshot" => &[(
+            "Keep the present state as before.qcow2.",
+            "ferrite image snapshot disk.qcow2 before.qcow2",
+        )],
+        "ferrite-image-clone" => {
+            &[("A new disk on a template.", "ferrite image clone template.qcow2 web1.qcow2")]
+        }
+        "ferrite-image-convert" => {
+            &[("Copy a VHD into a qcow2 image.", "ferrite image convert disk.vhd disk.qcow2")]
+        }
+        "ferrite-image-check" => {
+            &[("Check an image and its parents.", "ferrite image check --chain disk.qcow2")]
+        }
+        "ferrite-image-repair" => &[
+            ("Show what could be repaired.", "ferrite image repair disk.vhd"),
+            ("Repair it.", "ferrite image repair --force disk.vhd"),
+        ],
+        "ferrite-image-coalesce" => {
+            &[("Merge a child into its parent.", "ferrite image coalesce child.qcow2")]
+        }
+        "ferrite-image-rebase" => {
+            &[("The parent was moved.", "ferrite image rebase -b /srv/new/base.qcow2 child.qcow2")]
+        }
+        "ferrite-image-resize" => {
+            &[("Make a disk 5 GiB larger.", "ferrite image resize disk.qcow2 +5G")]
+        }
+        "ferrite-image-amend" => {
+            &[("Convert to version 3.", "ferrite image amend -o compat=1.1 disk.qcow2")]
+        }
+        "ferrite-image-map" => {
+            &[("Show where each part of a disk is.", "ferrite image map disk.qcow2")]
+        }
+        "ferrite-image-measure" => {
+            &[("The size of a copy as qcow2.", "ferrite image measure -O qcow2 disk.img")]
+        }
+        "ferrite-image-compare" => {
+            &[("Compare a copy with its source.", "ferrite image compare disk.vhd disk.qcow2")]
+        }
+        "ferrite-image-du" => &[("Show the space of a disk.", "ferrite image du disk.qcow2")],
+        "ferrite-image-journal" | "ferrite-image-journal-list" => {
+            &[("List the journals of killed backends.", "ferrite image journal list")]
+        }
+        "ferrite-image-journal-drop" => {
+            &[("Drop journals of images that are gone.", "ferrite image journal drop --stale")]
+        }
+        "ferrite-store" | "ferrite-store-create" => &[(
+            "A store of 100 GiB, and a volume in it.",
+            "ferrite store create pool.store --size 100G\nferrite store create pool.store#web1 10G",
+        )],
+        "ferrite-store-list" => &[("List volumes and snapshots.", "ferrite store list pool.store")],
+        "ferrite-store-info" => &[("Show one volume.", "ferrite store info pool.store#web1")],
+        "ferrite-store-snapshot" => &[(
+            "Keep the present state as monday.",
+            "ferrite store snapshot pool.store#web1 monday",
+        )],
+        "ferrite-store-clone" => {
+            &[("A new volume from a snapshot.", "ferrite store clone pool.store#monday web2")]
+        }
+        "ferrite-store-rollback" => {
+            &[("Set a volume back.", "ferrite store rollback pool.store#web1 monday")]
+        }
+        "ferrite-store-delete" => {
+            &[("Delete a snapshot.", "ferrite store delete pool.store#monday")]
+        }
+        "ferrite-store-check" => &[("Check a store.", "ferrite store check pool.store")],
+        "ferrite-store-scrub" => &[("Read all content.", "ferrite store scrub pool.store")],
+        "ferrite-store-gc" => &[("Free unused blocks now.", "ferrite store gc pool.store")],
+        "ferrite-store-compact" => {
+            &[("Compress content.", "ferrite store compact pool.store --compress zstd")]
+        }
+        "ferrite-store-stats" => &[("Show the use of space.", "ferrite store stats pool.store")],
+        "ferrite-store-repair" => {
+            &[("Restore metadata from second copies.", "ferrite store repair --force pool.store")]
+        }
+        _ => &[],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Command, CommandFactory as _};
+
+    use super::*;
+    use crate::cli::Cli;
+
+    fn names(command: &Command, to: &mut Vec<String>) {
+        let name = command.get_display_name().unwrap_or_else(|| command.get_name());
+        to.push(name.to_owned());
+        command.get_subcommands().filter(|sub| !sub.is_hide_set()).for_each(|sub| names(sub, to));
+    }
+
+    #[test]
+    fn each_example_is_understood_and_stands_on_the_page_of_its_command() {
+        let mut ferrite = Cli::command().disable_help_subcommand(true);
+        ferrite.build();
+        let mut all = Vec::new();
+        names(&ferrite, &mut all);
+        let (mut seen, mut faults) = (0, Vec::new());
+        for name in &all {
+            let lines = examples(name).iter().flat_map(|(_, lines)| lines.lines());
+            for line in lines {
+                let words = || line.split(' ').map(std::ffi::OsString::from).collect();
+                faults.extend(crate::pairs::parse(words()).err().map(|e| format!("{line}: {e}")));
+                let of_page = name.replace('-', " ");
+                let is_its_own = line.starts_with(&of_page);
+                faults.extend((!is_its_own).then(|| format!("{line}: on the page {name}")));
+                seen += 1;
+            }
+        }
+        assert!(faults.is_empty(), "{}", faults.join("\n"));
+        assert!(seen > 45, "{seen}");
+        let without: Vec<&String> = all.iter().filter(|name| examples(name).is_empty()).collect();
+        assert!(without.len() < 8, "{without:?}");
+    }
+}
