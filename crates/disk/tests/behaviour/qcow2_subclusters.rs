@@ -83,7 +83,7 @@ impl Both {
         }
         compare(&mut disk, &self.model);
         // A killed process: the next one has its journal.
-        if self.random.next_u64() % 3 > 0 {
+        if !self.random.next_u64().is_multiple_of(3) {
             disk.close().unwrap();
             check_clean(&self.image);
         }
