@@ -12,9 +12,10 @@ use images::{MIB, Place, json};
 use serde_json::Value;
 
 /// Lines with the same exit code.
-const SAME: [&str; 38] = [
+const SAME: [&str; 40] = [
     "create -f qcow2 -b base.vhd -F vpc x.qcow2",
     "create -f qcow2 -o cluster_size=128k x.qcow2 64M",
+    "create -f qcow2 -o extended_l2=on,cluster_size=128k x.qcow2 64M",
     "create -q -f qcow2 x.qcow2 64M",
     "create -f vpc -o subformat=fixed x.vhd 64M",
     "create -f vpc x.vhd 64M",
@@ -35,6 +36,7 @@ const SAME: [&str; 38] = [
     "convert -S 4k -f raw -O qcow2 raw.img x.qcow2",
     "convert -n -f raw -O raw raw.img raw2.img",
     "convert -n -f raw -O qcow2 raw.img base.qcow2",
+    "convert -o extended_l2=on -f raw -O qcow2 raw.img x.qcow2",
     "convert -o cluster_size=2M -f raw -O qcow2 raw.img x.qcow2",
     "convert -B base.qcow2 -F qcow2 -O qcow2 base.qcow2 x.qcow2",
     "resize -f qcow2 base.qcow2 128M",
@@ -117,6 +119,16 @@ fn lines_that_would_mean_something_else_here_are_refused_with_a_reason() {
     }
 }
 
+/// Runs commands of qemu-io on an image.
+#[track_caller]
+fn qemu_io(place: &Place, image: &str, commands: &[&str]) {
+    let mut command = Command::new("qemu-io");
+    command.args(["-f", "qcow2"]).args(commands.iter().flat_map(|each| ["-c", each]));
+    let output = installed("qemu-io", command.arg(place.path(image)).output());
+    let said = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+    assert!(said.is_none_or(|said| !said.contains("failed")), "{commands:?}");
+}
+
 fn keys(value: &Value) -> BTreeSet<String> {
     value.as_object().unwrap().keys().cloned().collect()
 }
@@ -135,7 +147,8 @@ fn info_has_the_names_and_values_of_qemu_img_in_json() {
         return;
     }
     place.pattern("small.img", MIB, &[(0, 4096)]);
-    for name in ["base.qcow2", "leaf.qcow2", "base.vhd", "raw.img", "small.img"] {
+    qemu(&place, "create -q -f qcow2 -o extended_l2=on sub.qcow2 64M");
+    for name in ["base.qcow2", "leaf.qcow2", "sub.qcow2", "base.vhd", "raw.img", "small.img"] {
         let line = format!("info --output=json {name}");
         let theirs = json(&qemu(&place, &line).unwrap().1);
         let ours = json(&place.ok(&words(&line)));
@@ -161,7 +174,15 @@ fn map_has_the_names_and_values_of_qemu_img_in_json() {
     }
     place.write("leaf.qcow2", &[(4 * MIB, MIB)]);
     place.pattern("raw.img", 8 * MIB, &[(MIB, MIB)]);
-    for line in ["map leaf.qcow2", "map -s 1M -l 4M leaf.qcow2", "map base.vhd", "map raw.img"] {
+    qemu(&place, "create -q -f qcow2 -o extended_l2=on -b base.qcow2 -F qcow2 sub.qcow2");
+    qemu_io(&place, "sub.qcow2", &["write 1M 6k", "write -z 1100k 10k", "write 4098k 2k"]);
+    for line in [
+        "map leaf.qcow2",
+        "map -s 1M -l 4M leaf.qcow2",
+        "map base.vhd",
+        "map raw.img",
+        "map sub.qcow2",
+    ] {
         let line = format!("{line} --output=json");
         let theirs = json(&qemu(&place, &line).unwrap().1);
         let ours = json(&place.ok(&words(&line)));
@@ -182,6 +203,7 @@ fn a_measured_image_takes_what_qemu_img_says_and_what_it_takes_then() {
         "measure -O qcow2 --size 64M",
         "measure -O qcow2 --size 2040G",
         "measure -O qcow2 -o cluster_size=2M --size 64T",
+        "measure -O qcow2 -o extended_l2=on --size 2040G",
         "measure -O raw base.vhd",
         "measure -O qcow2 base.qcow2",
     ] {
@@ -312,4 +334,69 @@ fn snapshots_inside_are_listed_with_their_dates() {
     let all = json(&place.ok(&["snapshot", "-l", "base.qcow2", "--json"]));
     assert_eq!(all[0]["name"], "monday");
     place.fails(1, &["snapshot", "-l", "base.vhd"]);
+}
+
+/// What each command leaves is in order for qemu-img, and reads as before.
+#[test]
+fn images_with_subclusters_go_through_all_commands() {
+    let place = Place::new();
+    let data = [(0, 4096), (MIB, 3 * MIB), (5 * MIB + 6144, 2048), (7 * MIB, 70_000)];
+    place.pattern("raw.img", 8 * MIB, &data);
+    let is_clean = |name: &str| {
+        let line = format!("check -f qcow2 {name}");
+        let Some((code, said)) = qemu(&place, &line) else { return };
+        assert_eq!(code, Some(0), "{name}: {said}");
+        let info = json(&place.ok(&["info", name, "--json"]));
+        assert_eq!(info["format-specific"]["data"]["extended-l2"], true, "{info}");
+    };
+    place.ok(&["convert", "-o", "extended_l2=on,cluster_size=32k", "raw.img", "base.qcow2"]);
+    is_clean("base.qcow2");
+    assert!(place.ok(&["info", "base.qcow2"]).contains("extended l2"));
+    place.ok(&["compare", "raw.img", "base.qcow2"]);
+    let on = ["create", "-o", "extended_l2=on", "-b", "base.qcow2", "-F", "qcow2", "leaf.qcow2"];
+    place.ok(&on);
+    let more = [(2 * MIB + 2048, 2048), (6 * MIB, 65536)];
+    place.write("leaf.qcow2", &more);
+    qemu_io(&place, "leaf.qcow2", &["write -P 5 3M 10k", "write -z 1026k 2k"]);
+    is_clean("leaf.qcow2");
+    place.ok(&["convert", "leaf.qcow2", "want.img"]);
+    if let Some((code, said)) = qemu(&place, "compare -f raw -F qcow2 want.img leaf.qcow2") {
+        assert_eq!(code, Some(0), "{said}");
+    }
+    place.ok(&["resize", "leaf.qcow2", "64M"]);
+    place.ok(&["compare", "want.img", "leaf.qcow2"]);
+    // The parent's content in another format.
+    place.ok(&["convert", "base.qcow2", "other.vhd"]);
+    place.ok(&["rebase", "-b", "other.vhd", "leaf.qcow2"]);
+    is_clean("leaf.qcow2");
+    place.ok(&["compare", "want.img", "leaf.qcow2"]);
+    place.ok(&["rebase", "-b", "base.qcow2", "leaf.qcow2"]);
+    place.ok(&["coalesce", "leaf.qcow2"]);
+    is_clean("leaf.qcow2");
+    place.ok(&["compare", "want.img", "leaf.qcow2"]);
+    place.ok(&["convert", "leaf.qcow2", "copy.vhd"]);
+    place.ok(&["compare", "want.img", "copy.vhd"]);
+}
+
+/// Relative ones are found from the working directory by both.
+#[test]
+fn backing_files_that_options_of_qemu_name_are_read_as_qemu_reads_them() {
+    let place = Place::new();
+    place.pattern("base.img", 2 * MIB, &[(0, MIB)]);
+    place.ok(&["convert", "base.img", "base.qcow2"]);
+    fs::create_dir(place.path("sub")).unwrap();
+    let absolute = place.path("base.qcow2");
+    for name in [
+        format!(r#"json:{{"driver":"qcow2","file":{{"driver":"file","filename":"{absolute}"}}}}"#),
+        r#"json:{"driver":"qcow2","file.driver":"file","file.filename":"base.qcow2"}"#.into(),
+        "file:base.qcow2".into(),
+    ] {
+        let made = format!("create -q -f qcow2 -b {name} -F qcow2 sub/leaf.qcow2");
+        let Some((code, _)) = qemu(&place, &made) else { return };
+        assert_eq!(code, Some(0), "{name}");
+        let folder = place.path("");
+        place.ok(&["compare", "--parents", &folder, "base.img", "sub/leaf.qcow2"]);
+        let (code, said) = qemu(&place, "compare base.img sub/leaf.qcow2").unwrap();
+        assert_eq!(code, Some(0), "{name}: {said}");
+    }
 }

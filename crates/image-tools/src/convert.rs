@@ -25,13 +25,16 @@ pub struct Convert {
     pub fixed: bool,
     /// The unit of allocation; `None`: the default.
     pub unit_bytes: Option<u32>,
+    /// A qcow2 image gets L2 entries with a bitmap of subclusters.
+    pub extended_l2: bool,
     /// A run of so many zero bytes in the source's data is not written; `None`: 64 KiB.
     pub zero_bytes: Option<u32>,
 }
 
 impl Convert {
     pub(super) fn new_image(&self) -> NewImage {
-        NewImage { fixed: self.fixed, unit_bytes: self.unit_bytes, ..NewImage::default() }
+        let Convert { fixed, unit_bytes, extended_l2, .. } = *self;
+        NewImage { fixed, unit_bytes, extended_l2, ..NewImage::default() }
     }
 }
 

@@ -6,7 +6,7 @@ use ferrite_disk_base::{DiskError, Format, ImageName, SECTOR_BYTES};
 use serde::Serialize;
 
 use super::io_context::IoContext;
-use super::{ImageTools, broken};
+use super::{ImageTools, NewImage, broken};
 
 /// A qcow2's clusters and a VHD's blocks, unless others are asked for.
 const CLUSTER_BYTES: u64 = 64 << 10;
@@ -24,20 +24,21 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// Of a disk of `bytes` without data.
-    pub fn of_empty(bytes: u64, format: Format, unit: Option<u32>, fixed: bool) -> Measured {
-        Measured::of(bytes, 0, format, unit_of(format, unit), fixed)
+    /// Of a disk of `bytes` without data, in an image with these properties.
+    pub fn of_empty(bytes: u64, format: Format, new: &NewImage) -> Measured {
+        Measured::of(bytes, 0, format, new)
     }
 
     /// `units` have data.
-    fn of(bytes: u64, units: u64, format: Format, unit: u64, fixed: bool) -> Measured {
+    fn of(bytes: u64, units: u64, format: Format, new: &NewImage) -> Measured {
+        let unit = unit_of(format, new.unit_bytes);
         let all = bytes.div_ceil(unit);
         let of = |units| match format {
             Format::Raw | Format::Store => bytes,
             // The footer.
-            Format::Vhd if fixed => bytes + SECTOR_BYTES,
+            Format::Vhd if new.fixed => bytes + SECTOR_BYTES,
             Format::Vhd => vhd_bytes(all, units, unit),
-            Format::Qcow2 => qcow2_bytes(all, units, unit),
+            Format::Qcow2 => qcow2_bytes(all, units, unit, if new.extended_l2 { 16 } else { 8 }),
         };
         Measured { required: of(units), fully_allocated: of(all) }
     }
@@ -65,8 +66,8 @@ fn vhd_bytes(all: u64, units: u64, unit: u64) -> u64 {
 }
 
 /// The header, L1, L2 for the whole disk, clusters with data; and refcounts of 16 bits for all clusters there would be.
-fn qcow2_bytes(all: u64, units: u64, unit: u64) -> u64 {
-    let tables = all.div_ceil(unit / 8);
+fn qcow2_bytes(all: u64, units: u64, unit: u64, entry_bytes: u64) -> u64 {
+    let tables = all.div_ceil(unit / entry_bytes);
     let l1 = (tables * 8).div_ceil(unit);
     let counted = 1 + l1 + tables + all;
     // Refcounts are counted, too.
@@ -82,7 +83,7 @@ fn qcow2_bytes(all: u64, units: u64, unit: u64) -> u64 {
 }
 
 impl ImageTools<'_> {
-    /// Of a copy of a disk.
+    /// Of a copy of a disk in an image with these properties.
     ///
     /// # Errors
     /// It cannot be opened, or its metadata not be read.
@@ -90,13 +91,12 @@ impl ImageTools<'_> {
         &self,
         name: &ImageName,
         format: Format,
-        unit: Option<u32>,
-        fixed: bool,
+        new: &NewImage,
     ) -> Result<Measured, DiskError> {
         let disk = self.open(name, true)?;
-        let unit = unit_of(format, unit);
+        let unit = unit_of(format, new.unit_bytes);
         let units = self.units(&disk, name, unit)?;
-        Ok(Measured::of(disk.sectors() * SECTOR_BYTES, units, format, unit, fixed))
+        Ok(Measured::of(disk.sectors() * SECTOR_BYTES, units, format, new))
     }
 
     /// How many units of a disk have data.

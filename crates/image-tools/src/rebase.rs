@@ -39,7 +39,8 @@ pub enum Rebase {
 pub(super) struct Rebased {
     /// The image, locked. What its journal had is in it.
     pub(super) old: Disk,
-    pub(super) unit_bytes: Option<u32>,
+    /// A new image with its way to allocate.
+    pub(super) new: NewImage,
     /// Whether it was read-only.
     pub(super) was_protected: bool,
 }
@@ -59,13 +60,12 @@ impl ImageTools<'_> {
     ) -> Result<Done, DiskError> {
         let cannot = |e| broken(format!("cannot rebase {}", name.path.display()), e);
         self.check_new_parent(name, parent)?;
-        let Rebased { old, unit_bytes, was_protected } = self.open_to_rebase(name, how, force)?;
+        let Rebased { old, new, was_protected } = self.open_to_rebase(name, how, force)?;
         let mut notes = Vec::new();
         note_bitmaps(leaf(&old), &name.path, &mut notes);
         let mut undo = Undo::new(self);
         let below = self.parent(name, parent)?;
         let bytes = old.sectors() * SECTOR_BYTES;
-        let new = NewImage { unit_bytes, ..NewImage::default() };
         check_size(name, bytes, below.bytes())?;
         formats::check_new(name, &new, Some(&below), bytes)?;
         let mut file = self.new_file(&name.path, Over::Mine)?;
@@ -139,10 +139,10 @@ impl ImageTools<'_> {
             // Its parent may be missing.
             Rebase::Unsafe => Disk::Image(Image::open_alone(name, &options)?),
         };
-        let unit_bytes = check_image(&old, name)?;
+        let new = check_image(&old, name)?;
         // Writes that a killed backend has answered become the image's from here on.
         self.close(&old, &name.path)?;
-        Ok(Rebased { old, unit_bytes, was_protected })
+        Ok(Rebased { old, new, was_protected })
     }
 
     /// Whether the image is read-only, if it can be rebased.
@@ -256,13 +256,13 @@ pub(super) fn note_bitmaps(layer: Option<&Layer>, path: &Path, notes: &mut Vec<S
     }
 }
 
-/// Checks that the image itself can be made again; returns its unit of allocation.
-fn check_image(old: &Disk, name: &ImageName) -> Result<Option<u32>, DiskError> {
+/// Checks that the image itself can be made again; returns the properties that it will have.
+fn check_image(old: &Disk, name: &ImageName) -> Result<NewImage, DiskError> {
     let what = || format!("cannot rebase {}", name.path.display());
     let Some(layer) = leaf(old) else {
         let help = "ferrite image clone makes an image on the parent";
         return Err(unsuitable(what(), "a raw image has no parent", help));
     };
     check_snapshots(layer, what())?;
-    Ok(formats::unit_bytes(layer))
+    Ok(formats::like(layer))
 }

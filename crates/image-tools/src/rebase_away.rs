@@ -11,7 +11,7 @@ use super::files::{Over, protect};
 use super::formats::{Blank, leaf};
 use super::io_context::IoContext;
 use super::rebase::{Rebased, note_bitmaps};
-use super::{Done, ImageTools, NewImage, Rebase, broken, formats};
+use super::{Done, ImageTools, Rebase, broken, formats};
 
 impl ImageTools<'_> {
     /// Makes an image one without a parent: safely it gets all of its parents' data, otherwise it has only its own.
@@ -25,7 +25,7 @@ impl ImageTools<'_> {
         force: bool,
     ) -> Result<Done, DiskError> {
         let cannot = |e| broken(format!("cannot rebase {}", name.path.display()), e);
-        let Rebased { old, unit_bytes, was_protected } = self.open_to_rebase(name, how, force)?;
+        let Rebased { old, new, was_protected } = self.open_to_rebase(name, how, force)?;
         let bytes = old.sectors() * SECTOR_BYTES;
         let parents = leaf(&old).map_or(Ok(None), |layer| layer.parents());
         // The name of a missing parent may not be understood: it is a parent all the same.
@@ -34,7 +34,6 @@ impl ImageTools<'_> {
         }
         let mut notes = Vec::new();
         note_bitmaps(leaf(&old), &name.path, &mut notes);
-        let new = NewImage { unit_bytes, ..NewImage::default() };
         formats::check_new(name, &new, None, bytes)?;
         let mut file = self.new_file(&name.path, Over::Mine)?;
         self.write_new(&mut file, name.format, &new, (None, Blank::Zeros), bytes)?;

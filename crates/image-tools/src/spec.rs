@@ -20,6 +20,8 @@ pub struct NewImage {
     pub fixed: bool,
     /// The unit of allocation: a block of VHD, a cluster of qcow2; `None`: the default.
     pub unit_bytes: Option<u32>,
+    /// A qcow2 image gets L2 entries with a bitmap of subclusters.
+    pub extended_l2: bool,
     /// An existing file of its name may be lost.
     pub force: bool,
     /// Go on if its parent is in another folder and its list cannot be written.

@@ -115,6 +115,23 @@ impl EngineChoice {
     }
 }
 
+impl EngineChoice {
+    /// Opens the best engine that works, without a trial before; see [`EngineKind::open`]. It is for memory that is not
+    /// pinned: whether that works is what a trial finds out.
+    ///
+    /// # Errors
+    /// Nothing of what was allowed works.
+    pub fn open(self, arena: Arc<Arena>, entries: u32) -> io::Result<Box<dyn Engine>> {
+        match self {
+            EngineChoice::Only(kind) => kind.open(arena, entries),
+            EngineChoice::Auto => EngineKind::Uring.open(arena.clone(), entries).or_else(|uring| {
+                let aio = EngineKind::Aio.open(arena, entries);
+                aio.map_err(|e| io::Error::new(e.kind(), format!("{uring}; {e}")))
+            }),
+        }
+    }
+}
+
 /// The engine that tests run on: what the variable `FERRITE_TEST_ENGINE` says, otherwise the best
 /// that works here.
 ///
@@ -168,6 +185,7 @@ mod tests {
             let chosen = choice.decide().unwrap();
             let engine = chosen.kind.open(arena.clone(), 8).unwrap();
             assert_eq!(engine.name(), chosen.kind.name());
+            assert_eq!(choice.open(arena.clone(), 8).unwrap().name(), engine.name());
             let free = choice == EngineChoice::Auto;
             let uring = EngineKind::Uring.probe().is_ok();
             assert_eq!(chosen.without_uring.is_some(), free && !uring);

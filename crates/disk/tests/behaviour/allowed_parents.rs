@@ -145,16 +145,25 @@ fn a_parent_that_is_not_named_by_a_path_is_refused_whatever_is_allowed() {
     let (_theirs, disk, mine) = secret();
     let image = at(&mine, "leaf.qcow2");
     let json = format!("json:{{\"driver\":\"file\",\"filename\":\"{}\"}}", disk.display());
-    for parent in [json.as_str(), "nbd:unix:/run/x", "file:nbd:/x", "fat:/etc"] {
+    let by_path = "is not named by a path";
+    for (parent, why) in [
+        (json.as_str(), "has the option filename"),
+        ("nbd:unix:/run/x", by_path),
+        ("file:nbd:/x", by_path),
+        ("fat:/etc", by_path),
+    ] {
         let _ = fs::remove_file(&image);
         on(&image, parent);
         for parents in [Parents::default(), Parents::Any] {
             let error = open(&image, parents).unwrap_err();
-            assert!(error.why().contains("is not named by a path"), "{parent}: {error}");
+            assert!(error.why().contains(why), "{parent}: {error}");
         }
     }
-    on_again(&image, &format!("file:{}", disk.display()));
-    refused(&image, disk.to_str().unwrap(), &[]);
+    let json = format!("json:{{\"driver\":\"raw\",\"file.filename\":\"{}\"}}", disk.display());
+    for parent in [format!("file:{}", disk.display()), json] {
+        on_again(&image, &parent);
+        refused(&image, disk.to_str().unwrap(), &[]);
+    }
 }
 
 #[test]

@@ -27,6 +27,7 @@ mod qcow2_repair;
 mod qcow2_reuse;
 mod qcow2_snapshots;
 mod qcow2_space;
+mod qcow2_subclusters;
 mod qemu_locks;
 mod shared_syncs;
 mod store_full_below;

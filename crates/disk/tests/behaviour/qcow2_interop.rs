@@ -59,6 +59,9 @@ fn what_is_written_to_an_image_of_qemu_is_what_qemu_reads() {
         "preallocation=metadata",
         "preallocation=full",
         "cluster_size=1k,refcount_bits=8,compat=1.1",
+        "extended_l2=on",
+        "extended_l2=on,cluster_size=2M,refcount_bits=1",
+        "extended_l2=on,preallocation=metadata",
     ] {
         let sizes = [2 * MIB + 512, 512, 100 * MIB, 2 * MIB - 512, 2 * MIB];
         for bytes in sizes.into_iter().take(1 + rounds(4) as usize) {
@@ -120,6 +123,7 @@ fn compressed_clusters_are_read_and_written_over() {
         "compression_type=zstd",
         "compression_type=zlib,cluster_size=512",
         "compression_type=zstd,cluster_size=2M",
+        "compression_type=zlib,extended_l2=on,cluster_size=16k",
         "compat=0.10",
     ] {
         let dir = dir_on_disk();
@@ -231,7 +235,7 @@ fn an_image_that_another_program_marked_is_refused_or_unmarked() {
         file.write_all_at(&value.to_be_bytes(), at).unwrap();
     };
     let read_only = OpenOptions { read_only: true, ..Default::default() };
-    for (bits, words) in [(1, "refcounts"), (2, "corrupt"), (4, "external"), (16, "extended")] {
+    for (bits, words) in [(1, "refcounts"), (2, "corrupt"), (4, "external"), (32, "feature 5")] {
         set(72, bits);
         let error = session(text(&path), &OpenOptions::default()).err().unwrap().to_string();
         assert!(error.contains(words), "{error}");

@@ -267,6 +267,11 @@ proptest! {
     }
 
     #[test]
+    fn an_image_with_subclusters_behaves_as_a_disk(ops in proptest::collection::vec(op(), 1..30)) {
+        run("extended_l2=on,cluster_size=16k", &ops);
+    }
+
+    #[test]
     fn a_child_behaves_as_a_disk(ops in proptest::collection::vec(op(), 1..60)) {
         run_child("cluster_size=64k", "cluster_size=64k", &ops);
     }
@@ -324,9 +329,12 @@ fn several_queues(image: &Path, metadata_bytes: usize, model: &mut Model) {
 
 #[test]
 fn several_queues_write_to_the_same_clusters_at_once() {
-    for (options, metadata_bytes) in
-        [("cluster_size=64k", 16 << 20), ("cluster_size=4k", 0), ("cluster_size=512", 0)]
-    {
+    for (options, metadata_bytes) in [
+        ("cluster_size=64k", 16 << 20),
+        ("cluster_size=4k", 0),
+        ("extended_l2=on", 0),
+        ("cluster_size=512", 0),
+    ] {
         let dir = tmpfs();
         let Some(image) = make(dir.path(), "a.qcow2", &["-o", options]) else { return };
         several_queues(&image, metadata_bytes, &mut Model::default());

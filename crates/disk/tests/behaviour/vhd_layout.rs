@@ -268,29 +268,94 @@ fn a_table_behind_data_comes_before_it_with_the_next_resize() {
     assert_eq!(strict().counts.total(), 0, "{:?}", strict().findings);
 }
 
-/// Before each operation of a growth the image, as others would see it, is one and holds its data.
+/// Before each operation of a resize the image, as others would see it, is one and holds its data. The table moves, it
+/// gets further sectors at its place, and loses them again.
 #[test]
-fn an_image_whose_blocks_make_room_is_whole_at_each_step() {
+fn an_image_that_is_resized_is_whole_at_each_step() {
+    for (first, then) in
+        [(None, 700 << 30), (Some(300 * MIB), 600 * MIB), (Some(600 * MIB), 20 * MIB)]
+    {
+        let dir = dir_on_disk();
+        let (path, seen) = (at(&dir, "a.vhd"), at(&dir, "seen.vhd"));
+        let data = with_blocks(&path, &NewImage::dynamic(10 * MIB));
+        first.iter().for_each(|bytes| resize(&path, *bytes));
+        let place = table(&path).0;
+        let image = Vhd::open(&path, &options()).unwrap();
+        let files = image.medium().files();
+        let (from, to, held) = (path.clone(), seen, data.clone());
+        let faults = Faults::none();
+        faults.before_each(move |op: &Op| {
+            // One of many writes of a copy.
+            if matches!(op, Op::Read { .. }) {
+                return;
+            }
+            fs::copy(&from, &to).unwrap();
+            assert_holds(&to, &held);
+        });
+        let wrap = |engine| faults.around(engine);
+        crate::common::vhd::offline_on(wrap, files, async |port| image.resize(&port, then).await)
+            .unwrap();
+        assert_eq!(table(&path).0 == place, first.is_some(), "{first:?}");
+        assert_holds(&path, &data);
+        assert_libvhd_accepts(&path, None);
+    }
+}
+
+/// Entries of the table that its header tells of.
+fn entries(path: &Path) -> u64 {
+    be32(path, 512 + 28)
+}
+
+/// azure-vhd-utils takes entries times block size for the disk's size.
+#[test]
+fn a_resized_table_has_an_entry_for_each_block_of_the_disk_and_no_more() {
     let dir = dir_on_disk();
-    let (path, seen) = (at(&dir, "a.vhd"), at(&dir, "seen.vhd"));
-    let data = with_blocks(&path, &NewImage::dynamic(10 * MIB));
-    let image = Vhd::open(&path, &options()).unwrap();
-    let files = image.medium().files();
-    let (from, to, held) = (path.clone(), seen, data.clone());
-    let faults = Faults::none();
-    faults.before_each(move |op: &Op| {
-        // One of many writes of a copy.
-        if matches!(op, Op::Read { .. }) {
-            return;
+    let base = at(&dir, "base.vhd");
+    let footer = create(&base, &NewImage::dynamic(10 * MIB)).unwrap();
+    let child = NewImage::differencing(10 * MIB, parent(&base, &footer));
+    for (file, new) in [("a.vhd", NewImage::dynamic(10 * MIB)), ("b.vhd", child)] {
+        let path = at(&dir, file);
+        let data = with_blocks(&path, &new);
+        let below = new.parent.as_ref().map(|parent| &*parent.path);
+        for mib in [101, 256, 258, 300, 520, 600, 4000, 514, 512, 40, 10, 9000, 20_000, 300, 301] {
+            let before = table(&path);
+            resize(&path, mib * MIB);
+            assert_eq!(entries(&path), mib.div_ceil(2), "{mib} MiB, from {before:?}");
+            assert_holds(&path, &data);
+            if mib % 2 == 0 {
+                assert_libvhd_accepts(&path, below);
+            }
         }
-        fs::copy(&from, &to).unwrap();
-        assert_holds(&to, &held);
-    });
-    let wrap = |engine| faults.around(engine);
-    crate::common::vhd::offline_on(wrap, files, async |port| image.resize(&port, 700 << 30).await)
-        .unwrap();
-    assert_holds(&path, &data);
-    assert_libvhd_accepts(&path, None);
+    }
+}
+
+/// As earlier versions made them, and vhd-util with the option -S.
+#[test]
+fn a_table_with_room_for_more_blocks_loses_it_when_the_disk_is_resized() {
+    for mib in [200, 100, 40] {
+        let dir = dir_on_disk();
+        let path = at(&dir, "a.vhd");
+        let data = with_blocks(&path, &NewImage::dynamic(4000 * MIB));
+        // The size of a smaller disk, with the table of the larger one.
+        let mut bytes = fs::read(&path).unwrap();
+        let len = bytes.len();
+        for start in [0, len - 512] {
+            let part = &mut bytes[start..start + 512];
+            part[48..56].copy_from_slice(&(100 * MIB).to_be_bytes());
+            part[64..68].fill(0);
+            let sum = part.iter().fold(0u32, |sum, byte| sum + u32::from(*byte));
+            part[64..68].copy_from_slice(&(!sum).to_be_bytes());
+        }
+        fs::write(&path, bytes).unwrap();
+        assert_holds(&path, &data);
+        resize(&path, mib * MIB);
+        assert_eq!(entries(&path), mib / 2);
+        assert_eq!(table(&path).0, 1536, "{mib}");
+        assert_holds(&path, &data);
+        let raw = open_medium(&path, &OpenOptions { read_only: true, ..options() }).unwrap();
+        let report = vhd::check_strictly(&raw, None).unwrap();
+        assert_eq!(report.counts.total(), 0, "{:?}", report.findings);
+    }
 }
 
 fn named(path: &Path) -> ImageName {

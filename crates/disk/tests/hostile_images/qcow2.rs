@@ -84,9 +84,11 @@ fn what_is_not_known_is_refused() {
     ] {
         refuses(&den, &with_u32(at, value), why);
     }
-    for bit in (2..64).filter(|bit| *bit != 3) {
+    for bit in (2..64).filter(|bit| ![3, 4].contains(bit)) {
         refuses(&den, &with_u64(field::INCOMPATIBLE, 1 << bit), "not supported");
     }
+    // Subclusters of less than 512 bytes.
+    refuses(&den, &with_u64(field::INCOMPATIBLE, 1 << 4), "clusters of less than 16 KiB");
     // Compression of another kind, which the header is too short to name.
     refuses(&den, &with_u64(field::INCOMPATIBLE, 1 << 3), "compression");
 }
@@ -265,8 +267,63 @@ fn extensions_and_names_of_backing_files_are_bounded() {
     den.put("raw.img", &Sketch::new(512));
     refuses(&den, &backed("raw.img", None), "format");
     refuses(&den, &backed("raw.img", Some("vmdk")), "vmdk");
-    for name in ["nbd:localhost:10809", "json:{}", "http://localhost/x", "fat:rw:/etc"] {
+    for name in ["nbd:localhost:10809", "http://localhost/x", "fat:rw:/etc"] {
         refuses(&den, &backed(name, Some("raw")), "not named by a path");
     }
+    let deep = format!("json:{}", "[".repeat(1000));
+    for (name, why) in [
+        ("json:{}", "names no file"),
+        (&deep, "is no JSON"),
+        (r#"json:{"file":{"driver":"nbd","path":"/x"}}"#, "by nbd"),
+        (r#"json:{"driver":"qcow2","file.filename":"raw.img"}"#, "\"raw\", and \"qcow2\""),
+    ] {
+        refuses(&den, &backed(name, Some("raw")), why);
+    }
     refuses(&den, &backed("nowhere", Some("raw")), "nowhere");
+}
+
+/// An image with extended L2 entries, of which the first has these halves.
+fn extended(entry: u64, bitmap: u64) -> Sketch {
+    let image = Image { cluster_bits: 14, present: vec![], zeros: vec![], ..qcow2::small() };
+    let mut sketch = image.build();
+    sketch.put_u64(field::INCOMPATIBLE, 1 << 4);
+    sketch.put(image.refblock_at() + 2 * 5, &1u16.to_be_bytes());
+    sketch.put(image.data_at(), &[7; 16 << 10]);
+    sketch.put_u64(image.l2_at(), entry).put_u64(image.l2_at() + 8, bitmap);
+    sketch
+}
+
+#[test]
+fn bitmaps_of_subclusters_are_read_or_are_damage() {
+    let den = Den::new();
+    let place = 5 << 14 | COPIED;
+    for (entry, bitmap, bytes) in [
+        (place, 1, [7, 0, 0]),
+        (place, 0b101 | 0b010 << 32, [7, 0, 7]),
+        (place, 0xffff_ffff, [7, 7, 7]),
+        (place, 0xffff_ffff << 32, [0, 0, 0]),
+        (place, 0, [0, 0, 0]),
+        (0, 1 << 32, [0, 0, 0]),
+    ] {
+        let read = den.reads(Format::Qcow2, &extended(entry, bitmap));
+        assert_eq!([read[0], read[512], read[1024]], bytes, "{entry:#x} {bitmap:#x}");
+    }
+    for (entry, bitmap) in [
+        (place, 1 | 1 << 32),
+        (place, u64::MAX),
+        (0, 1),
+        (COPIED, 1 << 32),
+        (place | 1, 0xffff_ffff),
+        (place | 2, 1),
+        (1 << 40 | COPIED, 1),
+        (COMPRESSED | 5 << 14, 1),
+    ] {
+        let path = den.put("image.qcow2", &extended(entry, bitmap));
+        let judged = den.judge(&path, Format::Qcow2, false);
+        assert!(matches!(judged, Verdict::Fails(_)), "{entry:#x} {bitmap:#x}: {judged}");
+        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let raw = ferrite_disk::open_medium(&path, &options).unwrap();
+        let report = ferrite_images::qcow2::check(&raw).unwrap();
+        assert!(report.counts.damage > 0, "{entry:#x} {bitmap:#x}: {report:?}");
+    }
 }

@@ -20,6 +20,7 @@ pub(super) fn create(tools: &ImageTools<'_>, args: &CreateArgs) -> Result<Done, 
         parent: parent.map(|parent| existing(parent, format)).transpose()?,
         fixed: args.fixed || wanted.fixed,
         unit_bytes: args.unit.block.or(wanted.unit_bytes),
+        extended_l2: wanted.extended_l2,
         force: args.force,
         unmarked: args.marking.unmarked,
     };
@@ -46,6 +47,7 @@ pub(super) fn convert(tools: &ImageTools<'_>, args: &ConvertArgs) -> Result<Done
         resume: args.resume,
         fixed: args.fixed || wanted.fixed,
         unit_bytes: args.unit.block.or(wanted.unit_bytes),
+        extended_l2: wanted.extended_l2,
         zero_bytes: args.zeros,
     };
     let parent = args.parent.as_ref().or(wanted.parent.as_ref());
@@ -98,12 +100,14 @@ pub(super) fn snapshot(
 pub(super) fn measure(tools: &ImageTools<'_>, args: &MeasureArgs) -> Result<Measured, Failure> {
     let format = Format::from(args.to);
     let wanted = args.options.wanted(format, format.name().as_ref())?;
-    let unit = args.unit.block.or(wanted.unit_bytes);
-    let fixed = args.fixed || wanted.fixed;
+    let new = NewImage {
+        fixed: args.fixed || wanted.fixed,
+        unit_bytes: args.unit.block.or(wanted.unit_bytes),
+        extended_l2: wanted.extended_l2,
+        ..NewImage::default()
+    };
     match (&args.image, args.size) {
-        (Some(image), _) => {
-            Ok(tools.measure(&existing_disk(image, args.format)?, format, unit, fixed)?)
-        }
-        (None, size) => Ok(Measured::of_empty(size.unwrap_or_default(), format, unit, fixed)),
+        (Some(image), _) => Ok(tools.measure(&existing_disk(image, args.format)?, format, &new)?),
+        (None, size) => Ok(Measured::of_empty(size.unwrap_or_default(), format, &new)),
     }
 }

@@ -38,7 +38,9 @@ pub(crate) const ENTRIES: u32 = 128;
 /// Runs one command.
 pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
     allow_many_files();
-    let kind = engine(args.engine)?;
+    if let EngineChoice::Only(_) = args.engine {
+        engine(args.engine)?;
+    }
     let stop = match changes_nothing(&args.command) {
         true => signals::end_at_once()?,
         false => signals::flag_once()?,
@@ -46,7 +48,7 @@ pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
     let shown = Shown::new(args.is_json() || args.quiet, stop);
     let tools = ImageTools {
         directory: &HostDirectory,
-        engine: &|arena| kind.open(arena, ENTRIES),
+        engine: &|arena| args.engine.open(arena, ENTRIES),
         state_dir: state_dir(matches!(args.command, ImageCommand::Journal(_)))?,
         fixed_size: false,
         unlocked: looks(args),

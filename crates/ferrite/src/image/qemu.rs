@@ -87,7 +87,7 @@ fn specific(layer: &LayerInfo) -> Option<Value> {
         "lazy-refcounts": qcow2.has_lazy_refcounts,
         "refcount-bits": qcow2.refcount_bits,
         "corrupt": qcow2.is_corrupt,
-        "extended-l2": false,
+        "extended-l2": qcow2.has_extended_l2,
     });
     Some(json!({ "type": "qcow2", "data": data }))
 }

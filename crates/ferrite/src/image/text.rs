@@ -60,6 +60,9 @@ fn layer_lines(out: &mut String, layer: &LayerInfo) {
     if let Some(bytes) = layer.unit_bytes {
         line("unit", Human(bytes).to_string());
     }
+    if layer.qcow2.is_some_and(|qcow2| qcow2.has_extended_l2) {
+        line("extended l2", "true".into());
+    }
     if let Some(uuid) = &layer.uuid {
         line("uuid", uuid.clone());
     }

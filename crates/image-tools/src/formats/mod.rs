@@ -105,6 +105,11 @@ trait Offline: ImageFormat + Sized {
         None
     }
 
+    /// Whether its L2 entries have a bitmap of subclusters.
+    fn has_extended_l2(&self) -> bool {
+        false
+    }
+
     /// Whether it takes the space of all its disk at once.
     fn is_fixed(&self) -> bool {
         false
@@ -306,6 +311,12 @@ pub(super) fn volume_info(volume: &Volume, virtual_bytes: u64) -> Result<LayerIn
 /// Bytes of a layer's unit of allocation.
 pub(super) fn unit_bytes(layer: &Layer) -> Option<u32> {
     each_format!(layer, image => Offline::unit_bytes(image))
+}
+
+/// The properties of a new image with a layer's way to allocate.
+pub(super) fn like(layer: &Layer) -> NewImage {
+    let extended_l2 = each_format!(layer, image => Offline::has_extended_l2(image));
+    NewImage { unit_bytes: unit_bytes(layer), extended_l2, ..NewImage::default() }
 }
 
 /// The number of internal snapshots of a layer.

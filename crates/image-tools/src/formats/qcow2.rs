@@ -79,6 +79,10 @@ impl Offline for Qcow2 {
         u32::try_from(self.cluster_bytes()).ok()
     }
 
+    fn has_extended_l2(&self) -> bool {
+        self.properties().has_extended_l2
+    }
+
     fn inner_snapshots(&self) -> io::Result<usize> {
         self.snapshots().map(|all| all.len())
     }
@@ -105,7 +109,7 @@ fn new_qcow2(New { path, new, parent, bytes }: New<'_>) -> Result<NewQcow2, Disk
     let backing = parent.map(|parent| qcow2_backing(parent, path)).transpose()?;
     let usual = NewQcow2::new(bytes);
     let cluster_bytes = new.unit_bytes.unwrap_or(usual.cluster_bytes);
-    Ok(NewQcow2 { backing, cluster_bytes, ..usual })
+    Ok(NewQcow2 { backing, cluster_bytes, extended_l2: new.extended_l2, ..usual })
 }
 
 /// A parent's name for a new image.

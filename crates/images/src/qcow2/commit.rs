@@ -117,15 +117,13 @@ impl Qcow2 {
             let place = self.slice_offset(*slice)?;
             places.push(place.ok_or_else(|| meta::damaged("a changed entry without a table"))?);
         }
-        let bytes = self.cache.slice_entries() * 8;
+        let bytes = self.cache.slice_entries() * self.header.form().entry_bytes();
         meta::write_blocks(port, port.files[0], bytes, &places, |i, block| {
             let state = self.state();
-            let Some(entries) = self.slice_at_commit(&state, slices[i]) else {
+            let Some(bytes) = self.slice_at_commit(&state, slices[i]) else {
                 unreachable!("slice {} is being committed and was evicted", slices[i])
             };
-            for (to, entry) in block.chunks_exact_mut(8).zip(entries) {
-                to.copy_from_slice(&entry.to_be_bytes());
-            }
+            block.copy_from_slice(&bytes);
         })
         .await
     }

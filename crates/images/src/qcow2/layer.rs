@@ -16,7 +16,7 @@ use crate::image::format::{ImageFormat, ParentNames};
 use crate::image::mapping::Mapping;
 use crate::qcow2::alloc::state::State;
 use crate::qcow2::format::entry::{self, COPIED, Cluster, own};
-use crate::qcow2::tables::cache::Cache;
+use crate::qcow2::format::extended::{self, Part};
 
 impl ImageFormat for Qcow2 {
     fn format(&self) -> Format {
@@ -39,7 +39,7 @@ impl ImageFormat for Qcow2 {
     /// written, are kept.
     fn set_metadata_bytes(&mut self, bytes: usize) {
         if self.state().changes.changed.is_empty() {
-            self.cache = Cache::new(bytes, self.cache.slice_entries());
+            self.cache = self.cache.resized(bytes);
         }
     }
 
@@ -59,7 +59,9 @@ impl ImageFormat for Qcow2 {
         };
         let (cluster, within) = self.split(offset);
         let (slice, i) = self.slice(cluster);
-        let found = self.cache.read(slice, |entries| self.scan(&entries[i..], within, len));
+        let found = self.cache.read_with_bitmaps(slice, |entries, bitmaps| {
+            self.scan(&entries[i..], bitmaps.get(i), within, len)
+        });
         if let Some(found) = found {
             return found;
         }
@@ -203,7 +205,13 @@ enum Why {
 
 impl Qcow2 {
     /// The run of clusters of one kind, adjacent in the file, from the first entry on.
-    fn scan(&self, entries: &[AtomicU64], within: u64, len: u64) -> Mapping {
+    fn scan(
+        &self,
+        entries: &[AtomicU64],
+        bitmap: Option<&AtomicU64>,
+        within: u64,
+        len: u64,
+    ) -> Mapping {
         let size = self.cluster_bytes();
         let clusters = (within + len).div_ceil(size).min(entries.len() as u64) as usize;
         let load = |e: &AtomicU64| e.load(Ordering::Acquire);
@@ -225,6 +233,17 @@ impl Qcow2 {
                 let next = |i, e: u64| e & !COPIED == host + i as u64 * size;
                 let len = upto(count(&next));
                 self.clip(host + within, len)
+            }
+            Some(Cluster::Mixed { host, .. }) => {
+                let bitmap = bitmap.map_or(0, load);
+                let (part, left) = extended::part(bitmap, within, self.header.cluster_bits);
+                let len = len.min(left);
+                match (part, host) {
+                    (Part::Data, Some(host)) => self.clip(host + within, len),
+                    (Part::Data, None) => Mapping::Miss { len },
+                    (Part::Zeros, _) => Mapping::Zeros { len },
+                    (Part::Below, _) => Mapping::Backing { len },
+                }
             }
         }
     }

@@ -77,6 +77,8 @@ pub struct Properties {
     pub has_lazy_refcounts: bool,
     /// What compressed clusters are packed by: `zlib` or `zstd`.
     pub compression: &'static str,
+    /// L2 entries have a bitmap of subclusters.
+    pub has_extended_l2: bool,
 }
 
 /// The feature of the header (compatible) that refcounts may be left behind.
@@ -130,6 +132,7 @@ impl Qcow2 {
                 Compression::Deflate => "zlib",
                 Compression::Zstd => "zstd",
             },
+            has_extended_l2: self.header.form().extended,
         }
     }
 
@@ -169,13 +172,21 @@ impl Qcow2 {
         if let Some(data) = entry::data(entry, self.header.cluster_bits) {
             return Some(data);
         }
-        entry::cluster(entry, self.header.version, self.header.cluster_bits).ok()
+        self.header.form().cluster(entry).ok()
     }
 
     /// The entry of a cluster, if it is in memory.
     fn entry(&self, cluster: u64) -> Option<u64> {
+        self.entry_with_bitmap(cluster).map(|(entry, _)| entry)
+    }
+
+    /// The entry of a cluster, if it is in memory, and its bitmap, which counts if the entry is of a mixed cluster.
+    fn entry_with_bitmap(&self, cluster: u64) -> Option<(u64, u64)> {
         let (slice, i) = self.slice(cluster);
-        self.cache.read(slice, |entries| entries[i].load(Ordering::Acquire))
+        self.cache.read_with_bitmaps(slice, |entries, bitmaps| {
+            let bitmap = bitmaps.get(i).map_or(0, |bitmap| bitmap.load(Ordering::Relaxed));
+            (entries[i].load(Ordering::Acquire), bitmap)
+        })
     }
 
     /// Bytes from `offset` to the end of the range of its slice.

@@ -19,6 +19,7 @@ use crate::qcow2::alloc::base::Base;
 use crate::qcow2::alloc::fingerprint::Fingerprint;
 use crate::qcow2::alloc::refs::Refs;
 use crate::qcow2::alloc::state::State;
+use crate::qcow2::format::backing::Named;
 use crate::qcow2::format::entry;
 use crate::qcow2::format::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, HeaderError, be64};
 use crate::qcow2::maintenance::snapshots;
@@ -70,7 +71,8 @@ impl Qcow2 {
             None => (0, Journal::without(WORDS, MAX_CHANGES), Vec::new()),
         };
         fingerprint.iter().for_each(|fingerprint| fingerprint.tell(&mut journal));
-        let entries = (tables.header.cluster_bytes().min(SLICE_BYTES) / 8) as usize;
+        let entry_bytes = tables.header.form().entry_bytes();
+        let entries = tables.header.cluster_bytes().min(SLICE_BYTES) as usize / entry_bytes;
         let refs = Refs::new(&tables.header, tables.reftable);
         let epochs = Epochs::new();
         let state = State::new(journal, refs, fingerprint, epochs.clone());
@@ -80,7 +82,7 @@ impl Qcow2 {
         let mut image = Qcow2 {
             base,
             l1: tables.l1.into_iter().map(AtomicU64::new).collect(),
-            cache: Cache::new(options.metadata_bytes, entries),
+            cache: Cache::new(options.metadata_bytes, entries, entry_bytes / 8),
             alloc,
             answered: Vec::new(),
             ready: AtomicBool::new(false),
@@ -109,8 +111,8 @@ impl Qcow2 {
         check_writable(&self.header, &Cannot(what))
     }
 
-    /// The backing file: a path, relative to the image's own folder if it is not absolute, and a format that the image
-    /// names. The format is never guessed from the content, and QEMU's other names (`nbd:...`, `json:...`) are refused.
+    /// The backing file: a plain file, by a path or another name of QEMU's (`Named`), and a format that the image names.
+    /// The format is never guessed from the content, and names that mean something else (`nbd:...`) are refused.
     pub(crate) fn parent(&self) -> Result<Option<ImageName>, DiskError> {
         let Some(backing) = &self.header.backing else { return Ok(None) };
         let path = self.base.medium.path();
@@ -120,24 +122,29 @@ impl Qcow2 {
                         (qemu-img rebase -u -b FILE -F FORMAT IMAGE), a name with a colon as ./NAME";
             Err(DiskError::new(ErrorKind::Unsuitable, what, why, help))
         };
-        let format = match backing.format.as_deref() {
+        let named = match Named::of(&backing.name) {
+            Ok(named) => named,
+            Err(why) => return refuse(why),
+        };
+        let formats = (backing.format.as_deref(), named.driver.as_deref());
+        let format = match formats {
+            (Some(format), Some(driver)) if format != driver => {
+                let why = format!(
+                    "its backing file has the format {format:?}, and {driver:?} by its name"
+                );
+                return refuse(why);
+            }
+            (format, driver) => format.or(driver),
+        };
+        let format = match format {
             Some("raw") => Format::Raw,
             Some("qcow2") => Format::Qcow2,
             Some("vpc") => Format::Vhd,
             Some(other) => return refuse(format!("its backing file has the format {other:?}")),
             None => return refuse("it does not say which format its backing file has".into()),
         };
-        let name = match backing.name.strip_prefix("file:") {
-            // QEMU takes such a path relative to its working directory.
-            Some(absolute) if absolute.starts_with('/') => absolute,
-            _ => &backing.name,
-        };
-        let scheme = name.split('/').next().is_some_and(|first| first.contains(':'));
-        if scheme {
-            return refuse(format!("its backing file {name:?} is not named by a path"));
-        }
-        let folder = path.parent().unwrap_or(Path::new(""));
-        Ok(Some(ImageName { format, path: folder.join(name) }))
+        let path = named.path(path.parent().unwrap_or(Path::new("")));
+        Ok(Some(ImageName { format, path }))
     }
 }
 

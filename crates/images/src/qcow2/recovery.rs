@@ -8,7 +8,6 @@ use ferrite_disk_base::journal::Record;
 
 use super::Qcow2;
 use crate::qcow2::format::entry::{self, COPIED, Cluster};
-use crate::qcow2::format::header::be64;
 use crate::qcow2::tables::changes::L1_KEYS;
 use crate::qcow2::tables::meta::{TABLE_PIECE, read_whole};
 
@@ -102,7 +101,9 @@ impl Qcow2 {
                         .and_then(|found| found.host())
                         .is_some_and(|host| clusters.contains(&(host >> bits))),
                 };
-                if piece.chunks_exact(8).map(|e| be64(e, 0)).any(|e| e != 0 && used(e)) {
+                let words = self.header.form().words(&piece);
+                let entries = piece.len() / self.header.form().entry_bytes();
+                if words.into_iter().take(entries).any(|entry| entry != 0 && used(entry)) {
                     return Err(changed_by_others("a cluster has got another use"));
                 }
             }
@@ -124,8 +125,9 @@ impl Qcow2 {
         if !self.cache.holds(slice) {
             let offset = self.slice_offset(slice)?;
             let offset = offset.ok_or_else(|| changed_by_others("an entry has lost its table"))?;
-            let bytes = read_whole(&self.base.medium, offset, self.cache.slice_entries() * 8)?;
-            self.cache.install(slice, &self.entries_of(slice, &bytes));
+            let len = self.cache.slice_entries() * self.header.form().entry_bytes();
+            let bytes = read_whole(&self.base.medium, offset, len)?;
+            self.cache.install(slice, &self.words_of(slice, &bytes));
         }
         Ok(self.entry(key).unwrap_or(0))
     }
@@ -167,7 +169,9 @@ impl Qcow2 {
                 0 => return Ok(vec![0; self.header.l2_entries() as usize]),
                 offset => read_whole(&self.base.medium, offset, self.cluster_bytes() as usize)?,
             };
-            Ok(bytes.chunks_exact(8).map(|e| be64(e, 0)).collect())
+            let mut words = self.header.form().words(&bytes);
+            words.truncate(self.header.l2_entries() as usize);
+            Ok(words)
         };
         let new = table(self.l1[index as usize].load(Ordering::Relaxed))?;
         let old = table(old)?;
@@ -182,19 +186,20 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The entries of a slice whose bytes were read: those of the file, overlaid by a dead process's records that this
-    /// process cannot write.
-    pub(super) fn entries_of(&self, slice: u64, bytes: &[u8]) -> Vec<u64> {
-        let mut entries: Vec<u64> = bytes.chunks_exact(8).map(|e| be64(e, 0)).collect();
+    /// The words of a slice whose bytes were read, as [`Cache::install`](super::tables::cache::Cache::install) takes
+    /// them: those of the file, overlaid by a dead process's records that this process cannot write.
+    pub(super) fn words_of(&self, slice: u64, bytes: &[u8]) -> Vec<u64> {
+        let mut words = self.header.form().words(bytes);
+        let entries = self.cache.slice_entries().min(words.len());
         let first = slice * self.cache.slice_entries() as u64;
         let at = self.answered.partition_point(|(cluster, _)| *cluster < first);
         for (cluster, entry) in &self.answered[at..] {
-            match entries.get_mut((cluster - first) as usize) {
+            match words[..entries].get_mut((cluster - first) as usize) {
                 Some(to) => *to = *entry,
                 None => break,
             }
         }
-        entries
+        words
     }
 
     /// Notes the cluster of `old`: a dead process's commit has replaced it on disk, but may not have lowered its count.

@@ -4,14 +4,13 @@ use std::io;
 
 use ferrite_disk_base::{DiskError, ErrorKind, Port, Rare};
 
-use super::footers::replace_footers;
-use super::format::batmap::{self, Batmap};
+use super::footers::{End, replace_footers};
+use super::format::batmap;
 use super::format::footer::Footer;
 use super::format::geometry::Geometry;
 use super::format::{MAX_BLOCKS, MAX_DISK_BYTES, SECTOR};
 use super::meta::FooterAt;
 use super::pieces::{write_bytes, write_zeros};
-use super::table::{self, ENTRIES};
 use super::{Body, Sparse, Vhd};
 use crate::image::format::ImageFormat as _;
 
@@ -19,9 +18,7 @@ impl Vhd {
     /// Changes the size of the disk, at once: only data in the way of a larger table are moved. The image is closed by
     /// that.
     ///
-    /// If the table has no room, a larger one replaces it (`table`), and then the footers are replaced: until then it
-    /// is a table with room. If there was room, the entries that the disk gets become unused before the footers are
-    /// replaced: they were never checked.
+    /// The table gets as many entries as the disk has blocks then, at its place or at another one (`table`).
     ///
     /// # Errors
     /// Not whole sectors, too large, no room on the device, or smaller with data allocated past the new end: nothing
@@ -125,6 +122,9 @@ impl Vhd {
         Ok(())
     }
 
+    /// A larger table comes before the footers, a smaller one behind them: at any moment the table has an entry for each
+    /// block of the disk. A smaller table may change the place of a file's footer (`Layout::footer_at`), so the footers
+    /// are replaced once more.
     async fn resize_sparse(
         &self,
         port: &Port,
@@ -132,18 +132,18 @@ impl Vhd {
         footer: &Footer,
         blocks: u32,
     ) -> io::Result<()> {
-        let mut end = sparse.blocks.end_of_file();
+        let replace = async |old: &Footer, end: End| {
+            replace_footers(port, &self.commits, &self.raw, old, footer, end).await
+        };
         // Unused space before the new footer of a file, perhaps with the old one, becomes zeros.
         sparse.blocks.mend_copy(port).await?;
-        if blocks > sparse.header.max_entries || sparse.blocks.is_table_behind_a_block() {
-            end = self.move_table(port, sparse, footer, blocks).await?;
-        } else {
-            let sectors = sparse.blocks.blocks() / ENTRIES..blocks.div_ceil(ENTRIES);
-            table::write(port, sparse, sparse.header.table_offset, sectors).await?;
-            self.commits.sync(port).await?;
-            self.resize_batmap(port, sparse, footer).await?;
+        if blocks < sparse.blocks.blocks() {
+            replace(&self.footer, sparse.blocks.end_of_file()).await?;
+            let end = self.retable(port, sparse, footer, blocks).await?;
+            return replace(footer, end).await;
         }
-        replace_footers(port, &self.commits, &self.raw, &self.footer, footer, end).await
+        let end = self.retable(port, sparse, footer, blocks).await?;
+        replace(&self.footer, end).await
     }
 
     /// The batmap of the disk with its new size, which gives the length for the checksum.
@@ -155,19 +155,5 @@ impl Vhd {
             *byte &= !(0x80 >> (last % 8));
         }
         full
-    }
-
-    async fn resize_batmap(&self, port: &Port, sparse: &Sparse, footer: &Footer) -> io::Result<()> {
-        if let (Some(map), Some(at)) =
-            (&sparse.batmap, Batmap::header_offset(footer, &sparse.header))
-        {
-            let full = self.full_blocks(sparse, footer);
-            if full.len() as u64 <= map.len {
-                let raw = map.header_for(&full);
-                write_bytes(port, port.files[0], &[(map.offset, &full), (at, &raw)]).await?;
-                self.commits.sync(port).await?;
-            }
-        }
-        Ok(())
     }
 }

@@ -15,8 +15,8 @@ const CACHES: [&str; 5] = ["none", "writeback", "writethrough", "directsync", "u
 /// The option for properties of a new image.
 #[derive(Debug, Args)]
 pub(crate) struct OptionArgs {
-    /// Properties of the new image as KEY=VALUE, with commas between them: cluster_size=SIZE (qcow2), subformat=fixed or
-    /// dynamic (VHD), preallocation=falloc (raw) or off, compat=1.1. Others are refused.
+    /// Properties of the new image as KEY=VALUE, with commas between them: cluster_size=SIZE and extended_l2=on (qcow2),
+    /// subformat=fixed or dynamic (VHD), preallocation=falloc (raw) or off, compat=1.1. Others are refused.
     #[arg(short = 'o', value_name = "KEY=VALUE,...")]
     pub(crate) options: Vec<String>,
 }
@@ -67,6 +67,8 @@ pub(crate) struct Wanted {
     pub(crate) fixed: bool,
     /// The unit of allocation.
     pub(crate) unit_bytes: Option<u32>,
+    /// L2 entries with a bitmap of subclusters.
+    pub(crate) extended_l2: bool,
     /// The parent and its format.
     pub(crate) parent: Option<OsString>,
     pub(crate) parent_format: Option<FormatName>,
@@ -100,11 +102,13 @@ impl Wanted {
             (Format::Qcow2, "cluster_size", size) => self.unit_bytes = Some(cluster(size)?),
             (Format::Qcow2 | Format::Raw, "preallocation", "off")
             | (Format::Qcow2, "compat", "1.1" | "v3")
-            | (Format::Qcow2, "lazy_refcounts" | "extended_l2" | "encryption", "off")
+            | (Format::Qcow2, "lazy_refcounts" | "encryption", "off")
             | (Format::Qcow2, "refcount_bits", "16")
             | (Format::Qcow2, "compression_type", "zlib")
             | (Format::Vhd, "force_size", "on")
             | (Format::Vhd, "subformat", "dynamic") => {}
+            (Format::Qcow2, "extended_l2", "on" | "off") => self.extended_l2 = value == "on",
+            (Format::Qcow2, "extended_l2", _) => return only("on", "say on or off"),
             (Format::Vhd, "subformat", "fixed") | (Format::Raw, "preallocation", "falloc") => {
                 self.fixed = true;
             }
@@ -117,7 +121,7 @@ impl Wanted {
             (Format::Raw, "preallocation", _) => {
                 return only("falloc", "falloc, or --fixed, takes all space at once");
             }
-            (Format::Qcow2, "lazy_refcounts" | "extended_l2" | "encryption", _) => {
+            (Format::Qcow2, "lazy_refcounts" | "encryption", _) => {
                 return only("off", "leave it out, or use qemu-img create");
             }
             (Format::Qcow2, "refcount_bits", _) => {

@@ -2,10 +2,13 @@
 
 use std::fmt;
 
+use super::extended::{self, MIXED};
+use super::header::be64;
+
 /// Bit 63: the refcount is exactly one, so it may be written in place.
 pub(crate) const COPIED: u64 = 1 << 63;
 /// Bit 62 of an L2 entry.
-const COMPRESSED: u64 = 1 << 62;
+pub(in crate::qcow2::format) const COMPRESSED: u64 = 1 << 62;
 /// Bit 0 of an L2 entry, version 3: reads as zeros whatever else it says.
 pub(crate) const ZERO: u64 = 1;
 /// Bits 9 to 55.
@@ -21,8 +24,8 @@ pub(crate) fn own(host: u64) -> u64 {
 /// An entry that cannot be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BadEntry {
-    entry: u64,
-    why: &'static str,
+    pub(in crate::qcow2::format) entry: u64,
+    pub(in crate::qcow2::format) why: &'static str,
 }
 
 impl fmt::Display for BadEntry {
@@ -70,6 +73,13 @@ pub(crate) enum Cluster {
     },
     /// Compressed data; never written in place.
     Packed(Packed),
+    /// Its subclusters differ, as the bitmap beside the entry says.
+    Mixed {
+        /// The place, if there is one.
+        host: Option<u64>,
+        /// Whether the place may be written.
+        copied: bool,
+    },
 }
 
 impl Cluster {
@@ -77,7 +87,7 @@ impl Cluster {
     pub(crate) fn host(&self) -> Option<u64> {
         match *self {
             Cluster::Data { host, .. } => Some(host),
-            Cluster::Zero { host, .. } => host,
+            Cluster::Zero { host, .. } | Cluster::Mixed { host, .. } => host,
             Cluster::Unallocated | Cluster::Packed(_) => None,
         }
     }
@@ -92,33 +102,81 @@ pub(crate) fn data(entry: u64, cluster_bits: u32) -> Option<Cluster> {
     (host != 0 && host & !place == 0).then_some(Cluster::Data { host, copied })
 }
 
-/// Decodes an L2 entry.
-pub(crate) fn cluster(entry: u64, version: u32, cluster_bits: u32) -> Result<Cluster, BadEntry> {
-    let bad = |why| Err(BadEntry { entry, why });
-    if entry == 0 {
-        return Ok(Cluster::Unallocated);
+/// What the form of an image's L2 entries depends on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Form {
+    /// The version of the format.
+    pub(crate) version: u32,
+    /// A cluster has `1 << cluster_bits` bytes.
+    pub(crate) cluster_bits: u32,
+    /// Entries have a second half, with a bitmap of subclusters.
+    pub(crate) extended: bool,
+}
+
+impl Form {
+    /// Bytes of an entry in a table.
+    pub(crate) fn entry_bytes(self) -> usize {
+        if self.extended { 16 } else { 8 }
     }
-    let copied = entry & COPIED != 0;
-    if entry & COMPRESSED != 0 {
-        if copied {
-            return bad("says both compressed and writable in place");
+
+    /// The entries of a table's bytes as they are in memory, and then, of extended ones, their bitmaps.
+    pub(crate) fn words(self, bytes: &[u8]) -> Vec<u64> {
+        match self.extended {
+            true => extended::words(bytes),
+            false => bytes.chunks_exact(8).map(|entry| be64(entry, 0)).collect(),
         }
-        return packed(entry, cluster_bits);
     }
-    if entry & !(COPIED | OFFSET | ZERO) != 0 {
-        return bad("has reserved bits set");
+
+    /// The bytes in a table of entries in memory, with the bitmaps of extended ones.
+    pub(crate) fn bytes(self, entries: &[u64], bitmaps: &[u64]) -> Vec<u8> {
+        if !self.extended {
+            return entries.iter().flat_map(|entry| entry.to_be_bytes()).collect();
+        }
+        let halves = entries.iter().zip(bitmaps).map(|(e, b)| extended::unfold(*e, *b));
+        halves.flat_map(|(entry, bitmap)| [entry, bitmap]).flat_map(u64::to_be_bytes).collect()
     }
-    let host = entry & OFFSET;
-    if host & ((1 << cluster_bits) - 1) != 0 {
-        return bad("points into the middle of a cluster");
+
+    /// Decodes an L2 entry of a table.
+    pub(crate) fn cluster_of(self, bytes: &[u8]) -> Result<Cluster, BadEntry> {
+        match self.extended {
+            true => self.cluster(extended::fold(be64(bytes, 0), be64(bytes, 8))?),
+            false => self.cluster(be64(bytes, 0)),
+        }
     }
-    if copied && host == 0 {
-        return bad("says writable in place, but has no place");
-    }
-    match entry & ZERO != 0 {
-        true if version < 3 => bad("has the zero flag, which version 2 does not have"),
-        true => Ok(Cluster::Zero { host: (host != 0).then_some(host), copied }),
-        false => Ok(Cluster::Data { host, copied }),
+
+    /// Decodes an L2 entry in memory.
+    pub(crate) fn cluster(self, entry: u64) -> Result<Cluster, BadEntry> {
+        let bad = |why| Err(BadEntry { entry, why });
+        if entry == 0 {
+            return Ok(Cluster::Unallocated);
+        }
+        let copied = entry & COPIED != 0;
+        if entry & COMPRESSED != 0 {
+            if copied {
+                return bad("says both compressed and writable in place, or its bitmap is invalid");
+            }
+            return packed(entry, self.cluster_bits);
+        }
+        let mixed = if self.extended { MIXED } else { 0 };
+        if entry & !(COPIED | OFFSET | ZERO | mixed) != 0 {
+            return bad("has reserved bits set");
+        }
+        let host = entry & OFFSET;
+        if host & ((1 << self.cluster_bits) - 1) != 0 {
+            return bad("points into the middle of a cluster");
+        }
+        if copied && host == 0 {
+            return bad("says writable in place, but has no place");
+        }
+        let place = (host != 0).then_some(host);
+        match (entry & ZERO != 0, entry & mixed != 0) {
+            (true, _) if self.version < 3 => {
+                bad("has the zero flag, which version 2 does not have")
+            }
+            (_, true) => Ok(Cluster::Mixed { host: place, copied }),
+            (true, _) => Ok(Cluster::Zero { host: place, copied }),
+            (false, _) => Ok(Cluster::Data { host, copied }),
+        }
     }
 }
 
@@ -157,6 +215,10 @@ pub(crate) fn l2_table(entry: u64, cluster_bits: u32) -> Result<Option<(u64, boo
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    fn cluster(entry: u64, version: u32, cluster_bits: u32) -> Result<Cluster, BadEntry> {
+        Form { version, cluster_bits, extended: false }.cluster(entry)
+    }
 
     #[test]
     fn each_kind_of_cluster_is_told_from_the_others() {

@@ -5,7 +5,7 @@
 
 use ferrite_host::clock::Random;
 
-use crate::qcow2::format::entry::MAX_HOST_BYTES;
+use crate::qcow2::format::entry::{Form, MAX_HOST_BYTES};
 use crate::qcow2::format::refcount;
 use crate::qcow2::format::unpack::Compression;
 
@@ -32,8 +32,12 @@ pub(crate) const DIRTY: u64 = 1;
 pub(crate) const CORRUPT: u64 = 1 << 1;
 const EXTERNAL_DATA: u64 = 1 << 2;
 const COMPRESSION_TYPE: u64 = 1 << 3;
-const EXTENDED_L2: u64 = 1 << 4;
-const KNOWN_INCOMPATIBLE: u64 = DIRTY | CORRUPT | COMPRESSION_TYPE;
+/// Incompatible feature: L2 entries have a bitmap of subclusters.
+pub(in crate::qcow2) const EXTENDED_L2: u64 = 1 << 4;
+const KNOWN_INCOMPATIBLE: u64 = DIRTY | CORRUPT | COMPRESSION_TYPE | EXTENDED_L2;
+
+/// Subclusters have at least 512 bytes.
+pub(in crate::qcow2) const MIN_EXTENDED_BITS: u32 = 14;
 
 /// Autoclear feature: the dirty bitmaps inside are up to date.
 pub(crate) const BITMAPS_VALID: u64 = 1;
@@ -117,7 +121,13 @@ impl Header {
 
     /// Entries of an L2 table.
     pub(crate) fn l2_entries(&self) -> u64 {
-        self.cluster_bytes() / 8
+        self.cluster_bytes() / self.form().entry_bytes() as u64
+    }
+
+    /// The form of its L2 entries.
+    pub(crate) fn form(&self) -> Form {
+        let extended = self.incompatible & EXTENDED_L2 != 0;
+        Form { version: self.version, cluster_bits: self.cluster_bits, extended }
     }
 
     /// Guest clusters; the last one may be cut off.
@@ -209,8 +219,9 @@ impl Header {
         if self.incompatible & EXTERNAL_DATA != 0 {
             return Err(Unsupported("an external data file".into()));
         }
-        if self.incompatible & EXTENDED_L2 != 0 {
-            return Err(Unsupported("extended L2 entries (subclusters)".into()));
+        if self.incompatible & EXTENDED_L2 != 0 && self.cluster_bits < MIN_EXTENDED_BITS {
+            let why = "extended L2 entries with clusters of less than 16 KiB";
+            return Err(Damaged(why.into()));
         }
         let unknown = self.incompatible & !KNOWN_INCOMPATIBLE;
         if unknown != 0 {

@@ -454,11 +454,13 @@ impl Walk<'_> {
         let mut done = 0;
         while done < 1 << bits {
             let bytes = read(self.raw, table + done, (1u64 << bits).min(PIECE_BYTES))?;
-            for (i, entry) in bytes.chunks_exact(8).map(|e| be64(e, 0)).enumerate() {
-                if entry != 0 {
-                    let in_table = done / 8 + i as u64;
+            let form = self.header.form();
+            let entry_bytes = form.entry_bytes() as u64;
+            for (i, bytes) in bytes.chunks_exact(form.entry_bytes()).enumerate() {
+                if bytes.iter().any(|byte| *byte != 0) {
+                    let in_table = done / entry_bytes + i as u64;
                     let guest = index * self.header.l2_entries() + in_table;
-                    self.l2_entry(table + in_table * 8, guest, entry, active);
+                    self.l2_entry(table + in_table * entry_bytes, guest, bytes, active);
                 }
             }
             done += bytes.len() as u64;
@@ -466,10 +468,12 @@ impl Walk<'_> {
         Ok(())
     }
 
-    fn l2_entry(&mut self, at: u64, guest: u64, entry: u64, active: bool) {
+    /// Checks an entry of so many bytes, at `at` in the file.
+    fn l2_entry(&mut self, at: u64, guest: u64, bytes: &[u8], active: bool) {
         let bits = self.header.cluster_bits;
         let counted = self.once() && active && guest < self.header.guest_clusters();
-        match entry::cluster(entry, self.header.version, bits) {
+        let entry = be64(bytes, 0);
+        match self.header.form().cluster_of(bytes) {
             Err(e) => self.add(Problem::Entry, at, format!("L2 {e}")),
             Ok(Cluster::Packed(packed)) => {
                 if packed.offset >> bits >= self.file_clusters {

@@ -7,7 +7,8 @@ use std::path::Path;
 use ferrite_disk_base::{DiskError, ErrorKind, Format, Port, Raw, SECTOR_BYTES};
 
 use crate::qcow2::format::header::{
-    Backing, Header, MAX_DISK_BYTES, MAX_L1_BYTES, MAX_REFTABLE_BYTES,
+    Backing, EXTENDED_L2, Header, MAX_DISK_BYTES, MAX_L1_BYTES, MAX_REFTABLE_BYTES,
+    MIN_EXTENDED_BITS,
 };
 use crate::qcow2::format::refcount;
 use crate::qcow2::format::unpack::Compression;
@@ -26,6 +27,8 @@ pub struct NewImage {
     pub cluster_bytes: u32,
     /// Bits of a refcount: a power of 2 up to 64; 16 in version 2.
     pub refcount_bits: u32,
+    /// L2 entries with a bitmap of subclusters: version 3, and clusters of 16 KiB at least.
+    pub extended_l2: bool,
     /// Room in the tables for a disk of so many bytes, so that growing to that size moves no table; 0: none.
     pub room_for_bytes: u64,
 }
@@ -39,6 +42,7 @@ impl NewImage {
             version: 3,
             cluster_bytes: 64 << 10,
             refcount_bits: 16,
+            extended_l2: false,
             room_for_bytes: 0,
         }
     }
@@ -105,7 +109,7 @@ impl Plan {
         while blocks * entries < 1 + reftable + blocks + l1_clusters {
             blocks += 1;
         }
-        if blocks > reftable * header.l2_entries() {
+        if blocks > reftable * (header.cluster_bytes() / 8) {
             return Err("the clusters are too small for the tables of such a disk".into());
         }
         header.l1_entries = u32::try_from(tables).map_err(|e| e.to_string())?;
@@ -159,8 +163,17 @@ impl NewImage {
             let (version, bits) = (self.version, self.refcount_bits);
             return Err(format!("version {version} with refcounts of {bits} bits"));
         }
+        let least = 1 << MIN_EXTENDED_BITS;
+        if self.extended_l2 && (self.version < 3 || cluster < least) {
+            let version = self.version;
+            let why =
+                format!("extended L2 entries in version {version}, clusters of {cluster} bytes");
+            return Err(why);
+        }
+        let entry_bytes = if self.extended_l2 { 16 } else { 8 };
         let room = bytes.max(self.room_for_bytes).min(MAX_DISK_BYTES);
-        let l1_bytes = room.div_ceil(u64::from(cluster)).div_ceil(u64::from(cluster) / 8) * 8;
+        let tables = room.div_ceil(u64::from(cluster)).div_ceil(u64::from(cluster) / entry_bytes);
+        let l1_bytes = tables * 8;
         if l1_bytes > MAX_L1_BYTES {
             return Err(format!("clusters of {cluster} bytes are too small for {room} bytes"));
         }
@@ -184,7 +197,7 @@ impl NewImage {
             reftable_clusters: 0,
             snapshots: 0,
             snapshots_offset: 0,
-            incompatible: 0,
+            incompatible: if self.extended_l2 { EXTENDED_L2 } else { 0 },
             compatible: 0,
             autoclear: 0,
             refcount_order: self.refcount_bits.trailing_zeros(),
@@ -229,6 +242,8 @@ mod tests {
             NewImage { refcount_bits: 128, ..good.clone() },
             NewImage { version: 4, ..good.clone() },
             NewImage { version: 2, refcount_bits: 8, ..good.clone() },
+            NewImage { version: 2, extended_l2: true, ..good.clone() },
+            NewImage { cluster_bytes: 8 << 10, extended_l2: true, ..good.clone() },
             NewImage { cluster_bytes: 512, bytes: 1 << 40, ..good.clone() },
             NewImage { backing: Some(("a".repeat(1024), Format::Raw)), ..good.clone() },
             NewImage {
@@ -244,10 +259,12 @@ mod tests {
     #[test]
     fn what_is_planned_is_a_header_that_is_accepted() {
         for bits in 9..=21 {
-            for refcount_bits in [1, 8, 64] {
+            for (refcount_bits, extended) in [(1, false), (8, true), (64, true)] {
                 let bytes = (1u64 << 40).min(1 << (3 * bits + 5).min(46)).min(100 << 30);
+                let extended_l2 = extended && bits >= MIN_EXTENDED_BITS;
+                let cluster_bytes = 1 << bits;
                 let new =
-                    NewImage { cluster_bytes: 1 << bits, refcount_bits, ..NewImage::new(bytes) };
+                    NewImage { cluster_bytes, refcount_bits, extended_l2, ..NewImage::new(bytes) };
                 let plan = Plan::new(&new).unwrap_or_else(|e| panic!("{new:?}: {e}"));
                 let mut head = plan.head.clone();
                 head.resize(4096, 0);

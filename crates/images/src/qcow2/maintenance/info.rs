@@ -39,7 +39,8 @@ impl Qcow2 {
         let first = index as u64 * self.header.l2_entries();
         let bytes = self.medium().read_now(table, self.cluster_bytes() as usize)?;
         let mut found = 0;
-        for (i, on_disk) in bytes.chunks_exact(per_slice * 8).enumerate() {
+        let slice_bytes = per_slice * self.header.form().entry_bytes();
+        for (i, on_disk) in bytes.chunks_exact(slice_bytes).enumerate() {
             let slice = first / per_slice as u64 + i as u64;
             let left = self.header.guest_clusters().saturating_sub(first + (i * per_slice) as u64);
             let has_place = |entry: u64| match self.decode(entry) {
@@ -50,8 +51,9 @@ impl Qcow2 {
             let in_memory = self
                 .cache
                 .read(slice, |entries| entries.iter().map(|e| e.load(Ordering::Relaxed)).collect());
-            let entries: Vec<u64> = in_memory.unwrap_or_else(|| self.entries_of(slice, on_disk));
-            found += entries.into_iter().take(left as usize).filter(|e| has_place(*e)).count();
+            let entries: Vec<u64> = in_memory.unwrap_or_else(|| self.words_of(slice, on_disk));
+            let count = per_slice.min(left as usize);
+            found += entries.into_iter().take(count).filter(|e| has_place(*e)).count();
         }
         Ok(found as u64)
     }

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use ferrite_disk_base::Raw;
 use ferrite_host::names;
@@ -47,7 +47,7 @@ pub(crate) fn backing_path(raw: &Raw) -> io::Result<Option<PathBuf>> {
     let folder = raw.path().parent().unwrap_or("".as_ref());
     let name = match all.strip_prefix(b"json:") {
         Some(json) => match file_of_json(json) {
-            Some(name) => return Ok(Some(folder.join(name))),
+            Some(name) => return Ok(Some(from_folder_or_here(folder, &name))),
             None => return bad("its backing file is named by json:"),
         },
         None => all.strip_prefix(b"file:").unwrap_or(&all),
@@ -64,7 +64,19 @@ pub(crate) fn backing_path(raw: &Raw) -> io::Result<Option<PathBuf>> {
     if name.is_empty() || first.contains(&b':') {
         return Ok(None);
     }
-    Ok(Some(folder.join(OsStr::from_bytes(name))))
+    let path = Path::new(OsStr::from_bytes(name));
+    Ok(Some(match name.len() < all.len() {
+        true => from_folder_or_here(folder, path),
+        false => folder.join(path),
+    }))
+}
+
+/// The path by one of QEMU's names. A relative one is from the working directory, which may have been another one when
+/// the image was made: a file in the image's folder counts before.
+fn from_folder_or_here(folder: &Path, path: &Path) -> PathBuf {
+    let beside = folder.join(path);
+    let here = std::path::absolute(path).ok().filter(|here| names::exists(here));
+    here.filter(|_| !names::exists(&beside)).unwrap_or(beside)
 }
 
 /// The place and length of the name of a backing file.

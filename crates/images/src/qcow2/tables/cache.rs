@@ -28,15 +28,19 @@ pub(in crate::qcow2) struct Cache {
     tags: Box<[AtomicU64]>,
     slots: Box<[Slot]>,
     slice_entries: usize,
+    /// Words of a slice: its entries, and then the bitmap of each extended one. A bitmap changes with its slice only.
+    slice_words: usize,
 }
 
 impl Cache {
-    /// A cache of at most `bytes` of entries, `slice_entries` to a slice, but at least one set of slots.
+    /// A cache of at most `bytes` of entries, `slice_entries` to a slice, but at least one set of slots. An entry has one
+    /// word, or two with its bitmap.
     ///
     /// The number of sets is a power of two, so that slices that share a set share it in any smaller cache, too: pinned
     /// slices of a larger cache have room here.
-    pub(in crate::qcow2) fn new(bytes: usize, slice_entries: usize) -> Cache {
-        let sets = 1 << (bytes / (slice_entries * 8 * WAYS)).max(1).ilog2();
+    pub(in crate::qcow2) fn new(bytes: usize, slice_entries: usize, entry_words: usize) -> Cache {
+        let slice_words = slice_entries * entry_words;
+        let sets = 1 << (bytes / (slice_words * 8 * WAYS)).max(1).ilog2();
         let slot = || Slot {
             entries: OnceLock::new(),
             used: AtomicBool::new(false),
@@ -47,7 +51,13 @@ impl Cache {
             tags: (0..count).map(|_| AtomicU64::new(0)).collect(),
             slots: (0..count).map(|_| slot()).collect(),
             slice_entries,
+            slice_words,
         }
+    }
+
+    /// An empty cache of another size.
+    pub(in crate::qcow2) fn resized(&self, bytes: usize) -> Cache {
+        Cache::new(bytes, self.slice_entries, self.slice_words / self.slice_entries)
     }
 
     /// Entries of a slice.
@@ -77,9 +87,20 @@ impl Cache {
         slice: u64,
         look: impl FnOnce(&[AtomicU64]) -> T,
     ) -> Option<T> {
+        self.read_with_bitmaps(slice, |entries, _| look(entries))
+    }
+
+    /// [`read`](Self::read), with the bitmaps of extended entries; others have none.
+    #[inline]
+    pub(in crate::qcow2) fn read_with_bitmaps<T>(
+        &self,
+        slice: u64,
+        look: impl FnOnce(&[AtomicU64], &[AtomicU64]) -> T,
+    ) -> Option<T> {
         let (i, tag) = self.find(slice)?;
         let slot = &self.slots[i];
-        let answer = look(slot.entries.get()?);
+        let (entries, bitmaps) = slot.entries.get()?.split_at(self.slice_entries);
+        let answer = look(entries, bitmaps);
         fence(Ordering::Acquire);
         if self.tags[i].load(Ordering::Relaxed) != tag {
             return None;
@@ -131,8 +152,8 @@ impl Cache {
         self.slots[i].pins.store(pins, Ordering::Relaxed);
     }
 
-    /// Puts a slice in, in place of one that is not pinned. Under the lock of the state. A slice that is here already
-    /// stays as it is.
+    /// Puts a slice in, in place of one that is not pinned: the words of its entries, and then of bitmaps. Under the lock
+    /// of the state. A slice that is here already stays as it is.
     ///
     /// # Panics
     /// If all are pinned.
@@ -147,7 +168,7 @@ impl Cache {
         // Readers of the old slice see this no later than anything stored below.
         self.tags[i].store(uses, Ordering::Relaxed);
         fence(Ordering::Release);
-        let fresh = || (0..self.slice_entries).map(|_| AtomicU64::new(0)).collect();
+        let fresh = || (0..self.slice_words).map(|_| AtomicU64::new(0)).collect();
         for (to, from) in self.slots[i].entries.get_or_init(fresh).iter().zip(entries) {
             to.store(*from, Ordering::Relaxed);
         }
@@ -186,7 +207,7 @@ mod tests {
 
     #[test]
     fn a_slice_is_found_until_it_is_evicted() {
-        let cache = Cache::new(0, 4);
+        let cache = Cache::new(0, 4, 1);
         for slice in 0..8 {
             cache.install(slice, &[slice; 4]);
         }
@@ -198,7 +219,7 @@ mod tests {
 
     #[test]
     fn what_is_pinned_stays_and_others_come_and_go() {
-        let cache = Cache::new(0, 4);
+        let cache = Cache::new(0, 4, 1);
         for slice in 0..7 {
             cache.install(slice, &[slice; 4]);
             assert!(cache.can_pin(slice));
@@ -218,7 +239,7 @@ mod tests {
 
     #[test]
     fn what_was_looked_at_outlives_what_was_not() {
-        let cache = Cache::new(0, 4);
+        let cache = Cache::new(0, 4, 1);
         (0..9).for_each(|s| cache.install(s, &[s; 4]));
         let kept: Vec<u64> = (0..8).filter(|s| cache.holds(*s)).take(3).collect();
         for slice in 9..12 {
@@ -230,7 +251,7 @@ mod tests {
 
     #[test]
     fn readers_never_see_a_slice_that_is_half_replaced() {
-        let cache = Cache::new(0, 16);
+        let cache = Cache::new(0, 16, 1);
         let lock = Mutex::new(());
         thread::scope(|scope| {
             for _ in 0..2 {

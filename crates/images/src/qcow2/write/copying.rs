@@ -11,6 +11,7 @@ use crate::image::format::ImageFormat;
 use crate::image::mapping::Mapping;
 use crate::qcow2::alloc::fresh::{Fate, Fresh};
 use crate::qcow2::format::entry::{Cluster, own};
+use crate::qcow2::format::extended::{self, Part};
 use crate::qcow2::tables::meta::{self, TRIES, out_of_memory};
 use crate::qcow2::{CLUSTER_LOCKS, Qcow2};
 
@@ -19,6 +20,8 @@ struct Copying<'a> {
     image: &'a Qcow2,
     cluster: u64,
     old: u64,
+    /// What the subclusters of a mixed cluster are.
+    bitmap: u64,
     /// Byte offset of the new place.
     host: u64,
     zeroed: bool,
@@ -101,14 +104,16 @@ impl Qcow2 {
 
     /// Finds a new place for a cluster.
     async fn begin_copying(&self, port: &Port, cluster: u64) -> io::Result<Begun<'_>> {
-        let Some(old) = self.entry(cluster) else { return Ok(Begun::NotYet) };
+        let Some((old, bitmap)) = self.entry_with_bitmap(cluster) else {
+            return Ok(Begun::NotYet);
+        };
         let own_place = match self.decode(old) {
-            // Zeros with a place: the place is not read before the entry refers to it.
-            Some(Cluster::Zero { host: Some(host), copied: true })
-                if host + self.cluster_bytes() <= self.alloc.limit() =>
-            {
-                Some(host)
-            }
+            // Zeros with a place: the place is not read before the entry refers to it. Nor are the subclusters of a mixed
+            // cluster that have no data; the others are written in place, and keep their data around `buf`.
+            Some(
+                Cluster::Zero { host: Some(host), copied: true }
+                | Cluster::Mixed { host: Some(host), copied: true },
+            ) if host + self.cluster_bytes() <= self.alloc.limit() => Some(host),
             Some(_) => None,
             None => return self.check_entry(cluster).map(|()| Begun::NotYet),
         };
@@ -119,7 +124,7 @@ impl Qcow2 {
             }
             state.copying.insert(cluster);
             let host = own_place.unwrap_or(0);
-            Copying { image: self, cluster, old, host, zeroed: false, fresh: None }
+            Copying { image: self, cluster, old, bitmap, host, zeroed: false, fresh: None }
         };
         if own_place.is_none() {
             let fresh = self.alloc.take(port).await?;
@@ -202,7 +207,7 @@ impl Qcow2 {
         let memory = port.memory();
         let len = (end - at) as usize;
         let piece = match source {
-            Source::Below => {
+            Source::Below | Source::Mixed(_) => {
                 let piece = self.piece_of_below(port, below, copying, at, len).await;
                 copying.is_good_without(piece)?
             }
@@ -217,6 +222,10 @@ impl Qcow2 {
                 let got = copying.is_good_without(got)?;
                 memory.fill(span.slice(got, span.len() - got), 0);
             }
+            Source::Mixed(host) => {
+                let got = self.copy_mixed(port, copying, *host, at, span).await;
+                copying.is_good_without(got)?;
+            }
             Source::Below => {}
         }
         if let Some(part) = part {
@@ -227,12 +236,38 @@ impl Qcow2 {
         port.io.write_all(port.files[0], copying.host + at, span).await
     }
 
+    /// Lays the subclusters that this image has over the data below them, for the part of a cluster from `at` on.
+    async fn copy_mixed(
+        &self,
+        port: &Port,
+        copying: &Copying<'_>,
+        host: Option<u64>,
+        at: u64,
+        span: Span,
+    ) -> io::Result<()> {
+        let mut done = 0;
+        while done < span.len() {
+            let from = at + done as u64;
+            let (part, len) = extended::part(copying.bitmap, from, self.header.cluster_bits);
+            let here = span.slice(done, (len as usize).min(span.len() - done));
+            match (part, host) {
+                (Part::Data, Some(host)) => {
+                    let got = meta::read_part(port, port.files[0], host + from, here).await?;
+                    port.memory().fill(here.slice(got, here.len() - got), 0);
+                }
+                (Part::Zeros, _) => port.memory().fill(here, 0),
+                (Part::Below | Part::Data, _) => {}
+            }
+            done += here.len();
+        }
+        Ok(())
+    }
+
     /// A piece of scratch memory with the data below a part of a cluster.
     ///
     /// A task that holds scratch memory may not wait for more. So if the layers below have all needed metadata in
     /// memory, their data are read by their places (parents do not change). Otherwise one task at a time may hold a
     /// piece while the layers take more.
-    /// task at a time may hold a piece and have the layers take more.
     async fn piece_of_below(
         &self,
         port: &Port,
@@ -283,6 +318,7 @@ impl Qcow2 {
             Some(Cluster::Packed(packed)) => {
                 Source::Bytes(self.unpacked(port, port.files[0], packed).await?)
             }
+            Some(Cluster::Mixed { host, .. }) => Source::Mixed(host),
             Some(Cluster::Unallocated) => Source::Below,
             None => return Err(meta::damaged("an entry that cannot be read")),
         })
@@ -310,4 +346,6 @@ enum Source {
     Bytes(Vec<u8>),
     File(u64),
     Below,
+    /// Some of its subclusters are in this place.
+    Mixed(Option<u64>),
 }

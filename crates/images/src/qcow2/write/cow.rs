@@ -2,7 +2,7 @@
 
 use std::io;
 use std::sync::PoisonError;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferrite_disk_base::Port;
 use ferrite_io::arena::Span;
@@ -37,14 +37,15 @@ impl Qcow2 {
         if self.cache.holds(slice) {
             return Ok(());
         }
-        let len = self.cache.slice_entries() * 8;
+        let len = self.cache.slice_entries() * self.header.form().entry_bytes();
         let bytes = meta::read(port, file, offset, len).await?;
-        let entries = self.entries_of(slice, &bytes);
-        if let Some(entry) = entries.iter().find(|entry| self.overlaps_metadata(**entry)) {
+        let words = self.words_of(slice, &bytes);
+        let mut entries = words.iter().take(self.cache.slice_entries());
+        if let Some(entry) = entries.find(|entry| self.overlaps_metadata(**entry)) {
             return Err(meta::damaged(format!("L2 entry {entry:#x} refers to a table")));
         }
         let _state = self.state();
-        self.cache.install(slice, &entries);
+        self.cache.install(slice, &words);
         Ok(())
     }
 
@@ -54,22 +55,29 @@ impl Qcow2 {
         let l1 = self.l1[self.l1_index(slice * entries)].load(Ordering::Acquire);
         let table = entry::l2_table(l1, self.header.cluster_bits)
             .map_err(|e| meta::damaged(format!("L1: {e}")))?;
-        let in_table = slice * entries % self.header.l2_entries() * 8;
+        let entry_bytes = self.header.form().entry_bytes() as u64;
+        let in_table = slice * entries % self.header.l2_entries() * entry_bytes;
         Ok(table.map(|(offset, _)| offset + in_table))
     }
 
     /// The error of an entry in memory that cannot be used.
     pub(in crate::qcow2) fn check_entry(&self, cluster: u64) -> io::Result<()> {
         let Some(entry) = self.entry(cluster) else { return Ok(()) };
-        let (version, bits) = (self.header.version, self.header.cluster_bits);
-        let at = cluster << bits;
-        let found = entry::cluster(entry, version, bits)
+        let at = cluster << self.header.cluster_bits;
+        let found = self
+            .header
+            .form()
+            .cluster(entry)
             .map_err(|e| meta::damaged(format!("L2, for byte {at:#x} of the disk: {e}")))?;
         let limit = self.alloc.limit().next_multiple_of(self.cluster_bytes());
         match found {
-            Cluster::Data { host, .. } if host >= limit => Err(meta::damaged(format!(
-                "byte {at:#x} of the disk is at {host:#x}, outside of the file"
-            ))),
+            Cluster::Data { host, .. } | Cluster::Mixed { host: Some(host), .. }
+                if host >= limit =>
+            {
+                Err(meta::damaged(format!(
+                    "byte {at:#x} of the disk is at {host:#x}, outside of the file"
+                )))
+            }
             _ => Ok(()),
         }
     }
@@ -87,7 +95,11 @@ impl Qcow2 {
     /// Whether a write of a cluster needs no fresh one.
     fn has_place(&self, cluster: u64) -> bool {
         let own = match self.entry(cluster).and_then(|entry| self.decode(entry)) {
-            Some(Cluster::Data { copied, .. } | Cluster::Zero { host: Some(_), copied }) => copied,
+            Some(
+                Cluster::Data { copied, .. }
+                | Cluster::Zero { host: Some(_), copied }
+                | Cluster::Mixed { host: Some(_), copied },
+            ) => copied,
             _ => false,
         };
         own || self.state().pending.contains_key(&cluster)
@@ -264,16 +276,19 @@ impl Qcow2 {
         Ok(cluster)
     }
 
-    /// Entries of a slice as they were when the present commit began.
-    pub(in crate::qcow2) fn slice_at_commit(&self, state: &State, slice: u64) -> Option<Vec<u64>> {
+    /// The bytes of a slice as they were when the present commit began.
+    pub(in crate::qcow2) fn slice_at_commit(&self, state: &State, slice: u64) -> Option<Vec<u8>> {
         let first = slice * self.cache.slice_entries() as u64;
-        let mut entries: Vec<u64> = self
+        let load = |words: &[AtomicU64]| -> Vec<u64> {
+            words.iter().map(|word| word.load(Ordering::Acquire)).collect()
+        };
+        let (mut entries, bitmaps) = self
             .cache
-            .read(slice, |entries| entries.iter().map(|e| e.load(Ordering::Acquire)).collect())?;
+            .read_with_bitmaps(slice, |entries, bitmaps| (load(entries), load(bitmaps)))?;
         let end = first + entries.len() as u64;
         for (cluster, old) in state.changes.changed.range(first..end) {
             entries[(cluster - first) as usize] = *old;
         }
-        Some(entries)
+        Some(self.header.form().bytes(&entries, &bitmaps))
     }
 }

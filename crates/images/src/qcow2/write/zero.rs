@@ -58,6 +58,11 @@ impl Qcow2 {
                 done += missing;
                 continue;
             }
+            // A part of it may be zeros, or below, already: the entry has all of them.
+            if let Some(entry) = self.mixed_whole(at, left) {
+                done += self.flag(port, at >> self.header.cluster_bits, entry, at, left).await?;
+                continue;
+            }
             match self.find(at, left) {
                 Mapping::Backing { len } | Mapping::Zeros { len } => {
                     done += len;
@@ -195,6 +200,21 @@ impl Qcow2 {
         Ok(())
     }
 
+    /// Whether a range has all of the cluster at its beginning. The last cluster of the disk may be cut off.
+    fn is_whole(&self, offset: u64, len: u64) -> bool {
+        let (size, within) = (self.cluster_bytes(), self.split(offset).1);
+        within == 0 && (len >= size || offset + len == self.bytes())
+    }
+
+    /// The entry of the cluster at the beginning of a range, if its subclusters differ, the range has all of it, and the
+    /// entry can be changed.
+    fn mixed_whole(&self, offset: u64, len: u64) -> Option<u64> {
+        let cluster = self.split(offset).0;
+        let can_change = self.is_whole(offset, len) && self.writable(self.l1_entry(cluster));
+        let entry = self.entry(cluster).filter(|_| can_change)?;
+        matches!(self.decode(entry), Some(Cluster::Mixed { .. })).then_some(entry)
+    }
+
     fn step(&self, below: impl Backing, offset: u64, len: u64) -> Step {
         let (cluster, within) = self.split(offset);
         let size = self.cluster_bytes();
@@ -204,13 +224,12 @@ impl Qcow2 {
             return Step::Pending { offset: host + within, len: one };
         }
         let found = self.find(offset, len);
-        if let Mapping::Backing { .. } = found
+        if let Mapping::Backing { len } = found
             && self.zeros_below(below, cluster)
         {
-            return Step::Nothing { len: one };
+            return Step::Nothing { len: one.min(len) };
         }
-        // The last cluster of the disk may be cut off.
-        let whole = within == 0 && (one == size || offset + one == self.bytes());
+        let whole = self.is_whole(offset, len);
         match found {
             Mapping::Zeros { len } => Step::Nothing { len },
             Mapping::Miss { .. } => Step::Prepare,

@@ -1,6 +1,7 @@
 //! The places of blocks, and their end: for closing, resizing, and reports.
 
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use ferrite_disk_base::{Port, Raw};
@@ -82,6 +83,14 @@ impl Blocks {
     pub(in crate::vhd) fn is_table_behind_a_block(&self) -> bool {
         let end = self.layout.metadata_end();
         self.placed().any(|placed| placed.start() < end)
+    }
+
+    /// Whether neither metadata nor a block lies in these bytes of the file.
+    pub(in crate::vhd) fn is_free(&self, bytes: &Range<u64>) -> bool {
+        let apart = |(start, end): (u64, u64)| end <= bytes.start || bytes.end <= start;
+        let stride = self.layout.stride();
+        let mut blocks = self.placed().map(|placed| (placed.start(), placed.start() + stride));
+        self.layout.regions().all(apart) && blocks.all(apart)
     }
 
     /// Keeps the next block from a place before `end`.

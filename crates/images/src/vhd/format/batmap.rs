@@ -40,13 +40,26 @@ impl Batmap {
 
     /// An empty batmap with its header at `at` and its map after that, for a table of so many entries.
     pub(crate) fn new(at: u64, max_entries: u32) -> Batmap {
-        let (offset, len) = (at + SECTOR, Self::map_bytes(max_entries));
+        Self::at(at + SECTOR, max_entries)
+    }
+
+    /// An empty batmap with its map at `offset`, for a table of so many entries.
+    pub(crate) fn at(offset: u64, max_entries: u32) -> Batmap {
+        let len = Self::map_bytes(max_entries);
         let mut raw = [0; BYTES];
         put(&mut raw, 0, &COOKIE);
         put(&mut raw, 8, &offset.to_be_bytes());
         put(&mut raw, 16, &((len / SECTOR) as u32).to_be_bytes());
         put(&mut raw, 20, &VERSION.to_be_bytes());
         Batmap { raw, offset, len, version: VERSION }
+    }
+
+    /// This batmap, at its place, for a table of another number of entries.
+    pub(crate) fn resized(&self, max_entries: u32) -> Batmap {
+        let mut new = self.clone();
+        new.len = Self::map_bytes(max_entries);
+        put(&mut new.raw, 16, &((new.len / SECTOR) as u32).to_be_bytes());
+        new
     }
 
     /// Bytes of a map for so many blocks.

@@ -78,7 +78,7 @@ fn each_field_is_checked() {
         (60, &1u32.to_be_bytes(), "overlaps the header"),
         (72, &(1u64 << 2).to_be_bytes(), "external data"),
         (72, &(1u64 << 3).to_be_bytes(), "compression type 0"),
-        (72, &(1u64 << 4).to_be_bytes(), "extended L2"),
+        (72, &(1u64 << 5).to_be_bytes(), "feature 5 (without a name)"),
         (72, &(1u64 << 63).to_be_bytes(), "feature 63 (without a name)"),
         (96, &7u32.to_be_bytes(), "order of 7"),
         (100, &96u32.to_be_bytes(), "header length of 96"),
