@@ -349,8 +349,8 @@ pub fn help_of(e: &DiskError) -> &str {
 /// The error if another process has the store open.
 fn in_use(path: &Path, e: &DiskError) -> DiskError {
     let help = "one process has a store: end that one first, or have it serve this volume, too (ferrite serve with \
-                several IMAGE --xen pairs); commands on stores work with it as it is, and what a disk has can be copied \
-                by NBD from who serves the disk";
+                several IMAGE --xen pairs); commands on stores work with it as it is, and a snapshot is read through it \
+                (ferrite image convert, or ferrite export nbd --read-only)";
     DiskError::new(ErrorKind::InUse, cannot(path), e.why(), help)
 }
 

@@ -36,6 +36,7 @@ pub(crate) const ENTRIES: u32 = 128;
 /// Runs one command.
 pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
     allow_many_files();
+    crate::store::reading::through_owners();
     let kind = engine(args.engine)?;
     let stop = match changes_nothing(&args.command) {
         true => signals::end_at_once()?,

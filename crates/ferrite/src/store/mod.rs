@@ -22,6 +22,7 @@ use crate::signals;
 pub(crate) mod args;
 mod asking;
 pub(crate) mod owner;
+pub(crate) mod reading;
 mod text;
 mod wire;
 
