@@ -24,6 +24,7 @@ pub(super) fn done(done: &VolumeDone) -> String {
         "created" => format!("{path}#{name}: volume of {size} in domain {domain}\n"),
         "snapshot" => format!("{path}#{name}: snapshot of {origin}, {size}\n"),
         "cloned" => format!("{path}#{name}: clone of {origin}, {size}\n"),
+        "received" => format!("{path}#{name}: snapshot received, {size}\n"),
         "rolled-back" => format!("{path}#{name}: rolled back, {size} now\n"),
         _ => format!(
             "{path}#{name} of {size} is deleted; gc frees blocks that no other volume references\n"
