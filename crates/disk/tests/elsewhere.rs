@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use ferrite_disk::elsewhere::{Access, Answer, Kind, Request, ask_owners};
@@ -51,14 +51,17 @@ fn owner(streams: usize, says: impl Fn(Request) -> Vec<u8> + Send + Clone + 'sta
 
 /// Opens volume `a` of a store that another process seems to have.
 fn open(name: &str, granted: Option<Access>) -> Result<Disk, DiskError> {
-    ask_owners(ask);
-    let dir = TempDir::new().unwrap();
-    let store = dir.path().join("s");
-    stores::create(&store, stores::SMALLEST, &[("a", 16)]);
-    let locked = File::open(&store).unwrap();
-    flock(&locked, FlockOperation::LockExclusive).unwrap();
+    static STORE: LazyLock<(TempDir, File)> = LazyLock::new(|| {
+        ask_owners(ask);
+        let dir = TempDir::new().unwrap();
+        let store = dir.path().join("s");
+        stores::create(&store, stores::SMALLEST, &[("a", 16)]);
+        let locked = File::open(&store).unwrap();
+        flock(&locked, FlockOperation::LockExclusive).unwrap();
+        (dir, locked)
+    });
+    let name = format!("store:{}#{name}", STORE.0.path().join("s").display());
     *GRANTED.lock().unwrap() = granted;
-    let name = format!("store:{}#{name}", store.display());
     Disk::open(&name, &OpenOptions { read_only: true, ..stores::options() })
 }
 

@@ -331,7 +331,7 @@ impl What {
         let done = store
             .map_err(Failure::from)
             .and_then(|mut store| carry_out(&mut store, what, &goes_on, &far))
-            .map_err(|failure| self.readers.name_in(failure, &volume));
+            .map_err(|failure| self.readers.name_in(failure, volume.as_ref()));
         match done {
             Ok(done) => Reply::Done(done),
             // This process is stopping and interrupted the command.
@@ -365,7 +365,7 @@ fn carry_out(
             serde_json::to_value(store.check(of_contents(deep, rate), far)?)
         }
         Ask::Repair { force } => serde_json::to_value(store.repair(force, far)?),
-        // Its thread reads.
+        // `answer` has served it.
         Ask::Read { .. } => Ok(Value::Null),
     };
     done.map_err(|e| Failure::new("cannot answer", e, "this is a bug in ferrite"))

@@ -233,8 +233,8 @@ impl<'a> Receiving<'a> {
     ) -> Result<(), Failed> {
         let cannot = |e: io::Error| failed(self.what.clone(), self.store, e);
         if how.resume {
-            let before = self.content(&self.partial, header.start)?;
-            if before != header.before {
+            let before = self.content(&self.partial, header.start);
+            if before.map_err(|e| Failed { keeps: true, e })? != header.before {
                 let why =
                     format!("what is there is not what the stream has before {}", header.start);
                 let help = "go on at an earlier place, or send all of it and use --force";
@@ -249,8 +249,11 @@ impl<'a> Receiving<'a> {
         session.flush().map_err(cannot)?;
         drop(session);
         match filled {
-            Ok(hash) if self.content(&self.partial, header.bytes)? == hash => Ok(()),
-            Ok(_) => Err(self.differs(header).into()),
+            Ok(hash) => match self.content(&self.partial, header.bytes) {
+                Ok(found) if found == hash => Ok(()),
+                Ok(_) => Err(self.differs(header).into()),
+                Err(e) => Err(Failed { keeps: true, e: self.resumable(&e, header.bytes) }),
+            },
             Err(Ended::Storage(e)) => Err(cannot(e).into()),
             Err(Ended::Stream(e)) => {
                 let at = stream.at;

@@ -60,9 +60,9 @@ impl Readers {
     }
 
     /// A failure of a change of this volume: if that is in use by a reader, with the reader's name.
-    pub(super) fn name_in(&self, failure: Failure, volume: &Option<Name>) -> Failure {
+    pub(super) fn name_in(&self, failure: Failure, volume: Option<&Name>) -> Failure {
         let list = self.list();
-        let reads = |reader: &&Reader| Some(&reader.volume) == volume.as_ref();
+        let reads = |reader: &&Reader| Some(&reader.volume) == volume;
         match list.iter().find(reads) {
             Some(Reader { process, .. }) if failure.code == Code::BUSY => Failure {
                 why: format!("process {process} reads it"),
