@@ -79,6 +79,9 @@ fn content(offset: u64, len: u64) -> Vec<u8> {
     (offset..offset + len).map(|at| (at / 512) as u8 | 1).collect()
 }
 
+/// An answer to a request for so many bytes.
+type Says = fn(u64) -> Vec<u8>;
+
 fn honest(request: Request) -> Vec<u8> {
     let Request { kind, offset, len } = request;
     match kind {
@@ -126,7 +129,7 @@ fn an_error_of_the_owner_is_that_of_one_read() {
 #[test]
 fn an_owner_is_not_believed_and_a_stream_out_of_step_is_not_used_again() {
     let _alone = alone();
-    let nonsense: [(&str, fn(u64) -> Vec<u8>); 6] = [
+    let nonsense: [(&str, Says); 6] = [
         ("no answer", |_| vec![9; 16]),
         ("too many", |len| Answer::Data(len + 1).encode().to_vec()),
         ("too few", |len| Answer::Data(len - 1).encode().to_vec()),
