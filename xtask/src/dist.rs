@@ -47,6 +47,7 @@ const PAGES: [&str; 21] = [
     "performance.md",
     "internals/processes.md",
     "internals/formats.md",
+    "internals/send-stream.md",
     "internals/store.md",
     "internals/trace.md",
 ];

@@ -10,14 +10,15 @@ use std::pin::Pin;
 use std::sync::{Arc, Weak};
 
 use ferrite_disk_base::{
-    DiscardLimits, DiskError, Extent, Format, GrowthWatch, ImageName, OpenOptions, Port, Raw,
-    Reader, SCRATCH_BYTES, SECTOR_BYTES, SyncWitness,
+    DiscardLimits, DiskError, ErrorKind, Extent, Format, GrowthWatch, ImageName, OpenOptions, Port,
+    Raw, Reader, SCRATCH_BYTES, SECTOR_BYTES, SyncWitness,
 };
 use ferrite_images::{Image, Layer, open_raw};
 use ferrite_io::arena::{Arena, Span};
 use ferrite_store::BLOCK_BYTES;
 use ferrite_store::background::ServiceEngine;
 
+use crate::elsewhere::Elsewhere;
 use crate::null::{self, Null};
 use crate::volume::Volume;
 
@@ -34,6 +35,8 @@ pub enum Disk {
     Image(Image),
     /// A volume of a store.
     Store(Volume),
+    /// A volume of a store that another process has open; read-only.
+    Elsewhere(Elsewhere),
     /// A disk without a medium.
     Null(Null),
 }
@@ -66,7 +69,12 @@ impl Disk {
     pub fn open_image(name: &ImageName, options: &OpenOptions) -> Result<Disk, DiskError> {
         match name.format {
             Format::Raw => open_raw(&name.path, options).map(Disk::Raw),
-            Format::Store => Volume::open(name, options).map(Disk::Store),
+            Format::Store => match Volume::open(name, options) {
+                Err(e) if e.kind() == ErrorKind::InUse && options.read_only => {
+                    Elsewhere::open(name, e).map(Disk::Elsewhere)
+                }
+                opened => opened.map(Disk::Store),
+            },
             Format::Vhd | Format::Qcow2 => Image::open(name, options).map(Disk::Image),
         }
     }
@@ -87,7 +95,7 @@ impl Disk {
             Disk::Raw(d) => Some(d),
             Disk::Image(d) => Some(d.medium()),
             Disk::Store(d) => Some(d.medium()),
-            Disk::Null(_) => None,
+            Disk::Elsewhere(_) | Disk::Null(_) => None,
         }
     }
 
@@ -97,7 +105,7 @@ impl Disk {
             Disk::Raw(d) => vec![d],
             Disk::Image(d) => d.layers().iter().map(Layer::medium).collect(),
             Disk::Store(d) => vec![d.medium()],
-            Disk::Null(_) => Vec::new(),
+            Disk::Elsewhere(_) | Disk::Null(_) => Vec::new(),
         }
     }
 
@@ -108,6 +116,7 @@ impl Disk {
             Disk::Raw(d) => d.sectors(),
             Disk::Image(d) => d.sectors(),
             Disk::Store(d) => d.sectors(),
+            Disk::Elsewhere(d) => d.sectors(),
             Disk::Null(d) => d.sectors(),
         }
     }
@@ -123,6 +132,7 @@ impl Disk {
             Disk::Raw(d) => d.read_only(),
             Disk::Image(d) => d.medium().read_only(),
             Disk::Store(d) => d.read_only(),
+            Disk::Elsewhere(_) => true,
             Disk::Null(d) => d.read_only(),
         }
     }
@@ -145,7 +155,7 @@ impl Disk {
     /// Smaller writes may cost the medium a read first: a hint for the guest.
     pub fn physical_block_bytes(&self) -> u32 {
         match self {
-            Disk::Store(_) => BLOCK_BYTES as u32,
+            Disk::Store(_) | Disk::Elsewhere(_) => BLOCK_BYTES as u32,
             _ => self.medium().map_or(null::PHYSICAL_BLOCK_BYTES, Raw::physical_block_bytes),
         }
     }
@@ -156,6 +166,7 @@ impl Disk {
             Disk::Raw(d) => d.discard_limits(),
             Disk::Image(d) => d.medium().discard_limits(),
             Disk::Store(d) => d.discard_limits(),
+            Disk::Elsewhere(_) => None,
             Disk::Null(d) => d.discard_limits(),
         }
     }
@@ -167,7 +178,7 @@ impl Disk {
             Disk::Raw(d) => d.files(),
             Disk::Image(d) => d.files(),
             Disk::Store(d) => d.medium().files(),
-            Disk::Null(_) => Vec::new(),
+            Disk::Elsewhere(_) | Disk::Null(_) => Vec::new(),
         }
     }
 
@@ -182,6 +193,7 @@ impl Disk {
             Disk::Raw(d) => d.map(offset, len),
             Disk::Image(d) => d.map(offset, len),
             Disk::Store(d) => d.map(offset, len),
+            Disk::Elsewhere(_) => Extent::Slow { len },
             Disk::Null(_) => Extent::Zeros { len },
         }
     }
@@ -197,14 +209,14 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.map(offset, len),
             Disk::Image(d) => d.reserve(offset, len),
-            Disk::Store(_) => Extent::Slow { len },
+            Disk::Store(_) | Disk::Elsewhere(_) => Extent::Slow { len },
             Disk::Null(_) => Extent::Zeros { len },
         }
     }
 
     /// Whether [`reserve`](Disk::reserve) ever returns a place: otherwise each write takes steps.
     pub fn reserves(&self) -> bool {
-        !matches!(self, Disk::Store(_))
+        !matches!(self, Disk::Store(_) | Disk::Elsewhere(_))
     }
 
     /// Whether [`check`](Disk::check) applies to this disk, now and later.
@@ -250,7 +262,7 @@ impl Disk {
         match self {
             Disk::Image(d) => d.reader(),
             Disk::Store(d) => Some(d.reader()),
-            Disk::Raw(_) | Disk::Null(_) => None,
+            Disk::Raw(_) | Disk::Elsewhere(_) | Disk::Null(_) => None,
         }
     }
 
@@ -261,7 +273,7 @@ impl Disk {
         match self {
             Disk::Image(d) => d.while_mapped(steps).await,
             Disk::Store(d) => d.while_mapped(steps).await,
-            Disk::Raw(_) | Disk::Null(_) => steps.await,
+            Disk::Raw(_) | Disk::Elsewhere(_) | Disk::Null(_) => steps.await,
         }
     }
 
@@ -274,7 +286,7 @@ impl Disk {
     pub fn refresh_size(&self) -> Result<Option<u64>, DiskError> {
         match self {
             Disk::Raw(d) => d.refresh_size(),
-            Disk::Image(_) | Disk::Store(_) | Disk::Null(_) => Ok(None),
+            _ => Ok(None),
         }
     }
 
@@ -283,7 +295,7 @@ impl Disk {
     pub fn shut_out_qemu(&self) -> bool {
         match self {
             Disk::Raw(d) => d.shut_out_qemu(),
-            Disk::Image(_) | Disk::Store(_) | Disk::Null(_) => true,
+            _ => true,
         }
     }
 
@@ -291,7 +303,7 @@ impl Disk {
     pub fn growth_watch(&self) -> GrowthWatch {
         match self {
             Disk::Raw(d) => d.growth_watch(),
-            Disk::Image(_) | Disk::Store(_) | Disk::Null(_) => GrowthWatch::never(),
+            _ => GrowthWatch::never(),
         }
     }
 
@@ -302,7 +314,7 @@ impl Disk {
     pub fn scratch_bytes(&self) -> usize {
         match self {
             Disk::Image(_) | Disk::Store(_) => SCRATCH_BYTES,
-            Disk::Raw(_) | Disk::Null(_) => 0,
+            Disk::Raw(_) | Disk::Elsewhere(_) | Disk::Null(_) => 0,
         }
     }
 
@@ -339,7 +351,7 @@ impl Disk {
             Disk::Raw(d) => d.is_faulty(),
             Disk::Image(d) => d.is_faulty(),
             Disk::Store(d) => d.is_faulty(),
-            Disk::Null(_) => false,
+            Disk::Elsewhere(_) | Disk::Null(_) => false,
         }
     }
 
@@ -350,7 +362,7 @@ impl Disk {
             Disk::Raw(d) => d.witness_syncs(witness),
             Disk::Image(d) => d.witness_syncs(witness),
             Disk::Store(d) => d.store().live().witness(witness),
-            Disk::Null(_) => {}
+            Disk::Elsewhere(_) | Disk::Null(_) => {}
         }
     }
 
@@ -367,6 +379,7 @@ impl Disk {
                 Disk::Raw(d) => d.read(port, offset, buf).await,
                 Disk::Image(d) => d.read(port, offset, buf).await,
                 Disk::Store(d) => d.read(port, offset, buf).await,
+                Disk::Elsewhere(d) => d.read(port, offset, buf).await,
                 Disk::Null(_) => {
                     port.memory().fill(buf, 0);
                     Ok(())
@@ -387,7 +400,7 @@ impl Disk {
                 Disk::Raw(_) => port.io.write_all(port.files[0], offset, buf).await,
                 Disk::Image(d) => d.write(port, offset, buf).await,
                 Disk::Store(d) => d.write(port, offset, buf).await,
-                Disk::Null(_) => Ok(()),
+                Disk::Elsewhere(_) | Disk::Null(_) => Ok(()),
             }
         })
     }
@@ -404,7 +417,7 @@ impl Disk {
                 Disk::Image(_) if self.read_only() => Ok(()),
                 Disk::Image(d) => d.flush(port).await,
                 Disk::Store(d) => d.flush(port).await,
-                Disk::Null(_) => Ok(()),
+                Disk::Elsewhere(_) | Disk::Null(_) => Ok(()),
             }
         })
     }
@@ -443,6 +456,7 @@ impl Disk {
             Disk::Raw(d) => d.unlock(),
             Disk::Image(d) => d.layers().iter().for_each(|layer| layer.medium().unlock()),
             Disk::Store(d) => d.unlock(),
+            Disk::Elsewhere(d) => d.unlock(),
             Disk::Null(_) => {}
         }
     }
@@ -506,7 +520,7 @@ impl Disk {
                 Disk::Raw(d) => d.discard_part(&port.io, &port.files, offset, len).await,
                 Disk::Image(d) => d.discard_part(port, offset, len).await,
                 Disk::Store(d) => d.discard_part(port, offset, len).await,
-                Disk::Null(_) => Ok(len),
+                Disk::Elsewhere(_) | Disk::Null(_) => Ok(len),
             }
         })
     }
@@ -530,7 +544,7 @@ impl Disk {
                 Disk::Raw(d) => d.empty(&port.io, &port.files, offset, len, zeros).await,
                 Disk::Image(d) => d.write_zeroes(port, offset, len, zeros).await,
                 Disk::Store(d) => d.write_zeroes(port, offset, len).await,
-                Disk::Null(_) => Ok(()),
+                Disk::Elsewhere(_) | Disk::Null(_) => Ok(()),
             }
         })
     }
@@ -554,6 +568,7 @@ impl fmt::Display for Disk {
             Disk::Raw(d) => d.fmt(f),
             Disk::Image(d) => d.fmt(f),
             Disk::Store(d) => d.fmt(f),
+            Disk::Elsewhere(d) => d.fmt(f),
             Disk::Null(d) => d.fmt(f),
         }
     }

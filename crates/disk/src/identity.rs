@@ -37,6 +37,10 @@ impl Disk {
                 let key = format!("store {}, {}", volume.name(), of_medium(volume.medium())?);
                 return Ok(DiskIdentity { key, path: volume.path().display().to_string() });
             }
+            Disk::Elsewhere(volume) => {
+                let path = volume.path().display().to_string();
+                return Ok(DiskIdentity { key: format!("elsewhere {path}"), path });
+            }
             Disk::Image(image) => match image.layers().first() {
                 Some(Layer::Vhd(vhd)) => (format!("vhd {}", vhd.footer().uuid), vhd.medium()),
                 _ => ("qcow2".to_owned(), image.medium()),

@@ -7,6 +7,7 @@
 //! * [`Raw`]: a regular file or a block device, byte for byte.
 //! * [`Image`]: a chain of images with metadata: allocation, snapshots, clones.
 //! * [`Volume`]: of a store, which holds equal blocks once.
+//! * [`Elsewhere`]: a volume of a store that another process has open, read through that process.
 //! * [`Null`]: reads zeros, discards writes; for measuring everything above it.
 //!
 //! Items of the crates below that a disk's interface uses are re-exported here.
@@ -15,6 +16,7 @@
 
 mod allocation;
 mod disk;
+pub mod elsewhere;
 mod identity;
 mod null;
 pub mod pieces;
@@ -23,6 +25,7 @@ mod volume;
 
 pub use allocation::Allocation;
 pub use disk::{Disk, Work};
+pub use elsewhere::Elsewhere;
 #[cfg(feature = "testing")]
 pub use ferrite_disk_base::TestCheck;
 pub use ferrite_disk_base::{

@@ -55,6 +55,11 @@ pub fn look<'a>(disk: &'a Disk, port: &'a Port, offset: u64, len: u64) -> Work<'
                 let what = if zeros { What::Zeros } else { What::Shared };
                 Ok(Piece { len, layer: Some(0), what })
             }
+            Disk::Elsewhere(volume) => {
+                let (zeros, len) = volume.look(port, offset, len).await?;
+                let what = if zeros { What::Zeros } else { What::Shared };
+                Ok(Piece { len, layer: Some(0), what })
+            }
             Disk::Image(image) => look_at_layers(image.layers(), port, offset, len).await,
         }
     })

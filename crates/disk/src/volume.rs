@@ -60,6 +60,16 @@ impl Volume {
         Volume::of(StoreHandle::open_on(path, options, open_store, engine)?, path, volume, options)
     }
 
+    /// Opens a volume to read it, of a store that this process has open. `path` is the caller's path of the store, for
+    /// texts only.
+    ///
+    /// # Errors
+    /// As [`Disk::open`](crate::Disk::open).
+    pub fn open_to_read(handle: StoreHandle, path: &Path, name: &str) -> Result<Volume, DiskError> {
+        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        Volume::of(handle, path, name, &options)
+    }
+
     fn of(
         mut handle: StoreHandle,
         path: &Path,

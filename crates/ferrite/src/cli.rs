@@ -145,7 +145,7 @@ pub(crate) enum Command {
     /// Serve disks of one store for their keeper, for as long as that lives.
     #[command(hide = true)]
     StoreWorker(StoreWorkerArgs),
-    /// Export one disk to programs on this host, in the foreground, until a signal comes.
+    /// Export disks to programs on this host, in the foreground, until a signal comes.
     Export(ExportArgs),
     /// Show what this kernel and Xen offer, what would be used, and why.
     Doctor(DoctorArgs),
@@ -455,7 +455,10 @@ pub(crate) enum ExportCommand {
 pub(crate) struct NbdArgs {
     /// A disk image (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it) or block
     /// device; store:PATH#NAME for a volume of a store; null: or null:SIZE for a disk that keeps nothing.
-    pub(crate) image: OsString,
+    /// NAME=IMAGE gives it the name by which clients choose it. Several images without NAME are called as
+    /// their files without extension, or as their volumes; a single one has any name.
+    #[arg(value_name = "IMAGE", required = true)]
+    pub(crate) images: Vec<OsString>,
 
     /// Listen here. The socket is accessible to this user only, and removed at the end. The socket that a killed server
     /// has left is replaced.

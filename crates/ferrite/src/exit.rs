@@ -22,7 +22,7 @@ impl Code {
     /// The named object is in use by another process.
     pub const BUSY: Code = Code(4);
     /// The image contradicts itself.
-    const DAMAGED: Code = Code(5);
+    pub const DAMAGED: Code = Code(5);
     /// A signal ended the command: the code that a shell gives for Ctrl-C.
     pub const INTERRUPTED: Code = Code(130);
 

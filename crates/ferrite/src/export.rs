@@ -1,16 +1,18 @@
-//! `ferrite export nbd`: one disk for clients of NBD, in the foreground.
+//! `ferrite export nbd`: disks for clients of NBD, in the foreground.
 
-use std::iter;
+mod names;
+
+use std::ffi::{OsStr, OsString};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_disk::{Disk, OpenOptions, Session};
+use ferrite_disk::{Disk, OpenOptions, Session, StoreKey};
 use ferrite_host::clock::SystemClock;
 use ferrite_image_tools::is_readable;
 use ferrite_serve::blkif::lifecycle::close;
-use ferrite_serve::nbd::{BindError, COURTESY, EngineFactory, Options, Server, bind};
+use ferrite_serve::nbd::{BindError, COURTESY, EngineFactory, Exported, Options, Server, bind};
 use ferrite_serve::path::device::Device;
 use ferrite_serve::tuning::Tuning;
 
@@ -18,77 +20,178 @@ use crate::cli::{ExportArgs, ExportCommand, NbdArgs};
 use crate::engine::{choose, engines};
 use crate::exit::{Code, Failure};
 use crate::serve::{IMAGES, RECOVERY_ENTRIES, RUN_DIR, TAKE_OVER_WAIT, stop_on_signals};
-use crate::store::owner::Place;
+use crate::store::owner::{Place, Serving};
+use crate::store::reading;
 
-/// Exports a disk until a signal comes.
+/// Exports disks until a signal comes.
 pub(crate) fn run(args: &ExportArgs) -> Result<(), Failure> {
     match &args.command {
         ExportCommand::Nbd(args) => nbd(args),
     }
 }
 
+/// The most images of one process: each client looks at all of them.
+const MAX_EXPORTS: usize = 64;
+
+/// An open image that is exported.
+struct Opened {
+    image: OsString,
+    name: String,
+    device: Arc<Device>,
+    engine: EngineFactory,
+    /// The store that it is a volume of, if this process has that open.
+    store: Option<StoreKey>,
+}
+
 fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     let stop = stop_on_signals()?;
+    let images = names::of(&args.images)?;
     // A killed server's I/O may still be in flight, and its socket may still exist.
     let bound = bind(&args.socket).map_err(|e| no_socket(&args.socket, &e))?;
-    let commands = Place::of(iter::once(args.image.as_os_str()));
-    let disk = open(args, bound.was_left.then_some(TAKE_OVER_WAIT))?;
-    tracing::info!("opened {disk}");
-    let kind = choose(args.engine, false, &disk)?;
-    let device = Arc::new(Device::new(disk, SystemClock::shared()).on_full(args.on_full));
-    let engine = engines(kind);
-    recover(&device, &engine).map_err(|e| {
-        let what = format!(
-            "{} cannot be completed with the writes that a killed backend had answered",
-            args.image.display()
-        );
-        let help =
-            "make room for it, or bring it into the parent (ferrite image repair --force PARENT)";
-        Failure::new(what, e, help)
+    let commands = Place::of(images.iter().map(|(_, image)| image.as_os_str()));
+    if args.read_only {
+        reading::through_owners();
+    }
+    let opened = match open_all(args, images, bound.was_left.then_some(TAKE_OVER_WAIT)) {
+        Ok(opened) => opened,
+        Err(failure) => {
+            commands.into_iter().for_each(Place::give_up);
+            return Err(failure);
+        }
+    };
+    let commands: Vec<_> =
+        commands.into_iter().filter_map(|place| serve_commands(place, &opened)).collect();
+    tracing::info!("listening at {}", args.socket.display());
+    let options = options(args, opened[0].engine.clone());
+    let exports = opened.iter().map(Opened::exported).collect();
+    let served = Server::of(exports, options, stop).run(&bound.listener);
+    drop(commands);
+    // The images are closed before the socket is removed: a program that waits for the socket to go finds the images
+    // complete.
+    let closed = close_all(&opened);
+    drop((opened, bound));
+    served.map_err(|e| {
+        let help = "check the limits of this process (ulimit -a), then run the same command again";
+        Failure::new(format!("cannot serve at {}", args.socket.display()), e, help)
     })?;
-    let options = Options {
+    closed
+}
+
+fn open_all(
+    args: &NbdArgs,
+    images: Vec<(String, OsString)>,
+    wait_for_lock: Option<Duration>,
+) -> Result<Vec<Opened>, Failure> {
+    let mut opened = Vec::new();
+    for (name, image) in images {
+        match open(args, name, image, wait_for_lock) {
+            Ok(one) => opened.push(one),
+            Err(failure) => {
+                // Nothing was written. An image that is closed leaves no journal.
+                let _ = close_all(&opened);
+                return Err(failure);
+            }
+        }
+    }
+    Ok(opened)
+}
+
+fn options(args: &NbdArgs, engine: EngineFactory) -> Options {
+    Options {
         read_only: args.read_only,
         max_clients: args.clients as usize,
         client_bytes: args.memory,
         greeting: COURTESY,
         goodbye: COURTESY,
         at_stop: COURTESY,
-        engine: engine.clone(),
+        engine,
         tuning: Tuning { merge: !args.no_merge, ..Tuning::default() },
         counters: None,
         keeps_all: false,
         traces: None,
-    };
-    let commands: Vec<_> = commands.into_iter().filter_map(|place| place.serve(&engine)).collect();
-    tracing::info!("listening at {}", args.socket.display());
-    let served = Server::new(device.clone(), options, stop).run(&bound.listener);
-    drop(commands);
-    // The image is closed before the socket is removed: a program that waits for the socket to go finds the image
-    // complete.
-    let closed = close(&device, &engine);
-    let flushed = !device.flush_has_failed();
-    drop((device, bound));
-    served.map_err(|e| {
-        let help = "check the limits of this process (ulimit -a), then run the same command again";
-        Failure::new(format!("cannot serve {}", args.image.display()), e, help)
-    })?;
-    closed.map_err(|e| {
-        let help = "answered writes are kept on this host: remove the cause and run the same command \
-                    again, or open it with ferrite image check, or of a volume ferrite store check";
-        Failure::new(format!("cannot close {}", args.image.display()), e, help)
-    })?;
-    match flushed {
-        true => Ok(()),
-        false => Err(Failure::new(
-            format!("{} may lack writes", args.image.display()),
-            "a flush has failed, and all writes after it",
-            "check the storage (dmesg) and the image (ferrite image check, or of a volume ferrite store \
-             check), then run the same command again",
-        )),
     }
 }
 
-fn open(args: &NbdArgs, wait_for_lock: Option<Duration>) -> Result<Disk, Failure> {
+/// Serves commands on a store. A store that another process has open has its socket there.
+fn serve_commands(place: Place, opened: &[Opened]) -> Option<Serving> {
+    match opened.iter().find(|one| one.store == Some(place.key())) {
+        Some(one) => place.serve(&one.engine),
+        None => {
+            place.give_up();
+            None
+        }
+    }
+}
+
+fn open(
+    args: &NbdArgs,
+    name: String,
+    image: OsString,
+    wait_for_lock: Option<Duration>,
+) -> Result<Opened, Failure> {
+    let disk = open_disk(args, &image, wait_for_lock)?;
+    tracing::info!("opened {disk}");
+    let store = match &disk {
+        Disk::Store(volume) => StoreKey::at(volume.medium().path()).ok(),
+        _ => None,
+    };
+    let kind = choose(args.engine, false, &disk)?;
+    let device = Arc::new(Device::new(disk, SystemClock::shared()).on_full(args.on_full));
+    let engine = engines(kind);
+    recover(&device, &engine).map_err(|e| {
+        let what = format!(
+            "{} cannot be completed with the writes that a killed backend had answered",
+            image.display()
+        );
+        let help =
+            "make room for it, or bring it into the parent (ferrite image repair --force PARENT)";
+        Failure::new(what, e, help)
+    })?;
+    Ok(Opened { image, name, device, engine, store })
+}
+
+impl Opened {
+    fn exported(&self) -> Exported {
+        let Opened { name, device, engine, .. } = self;
+        Exported { name: name.clone(), device: device.clone(), engine: engine.clone() }
+    }
+
+    fn close(&self) -> Result<(), Failure> {
+        let image = self.image.display();
+        close(&self.device, &self.engine).map_err(|e| {
+            let help = "answered writes are kept on this host: remove the cause and run the same command \
+                        again, or open it with ferrite image check, or of a volume ferrite store check";
+            Failure::new(format!("cannot close {image}"), e, help)
+        })?;
+        match self.device.flush_has_failed() {
+            false => Ok(()),
+            true => Err(Failure::new(
+                format!("{image} may lack writes"),
+                "a flush has failed, and all writes after it",
+                "check the storage (dmesg) and the image (ferrite image check, or of a volume ferrite store \
+                 check), then run the same command again",
+            )),
+        }
+    }
+}
+
+/// Closes all images, also after one has failed. The first failure counts, and the others are logged.
+fn close_all(opened: &[Opened]) -> Result<(), Failure> {
+    let mut first = Ok(());
+    for failure in opened.iter().filter_map(|one| one.close().err()) {
+        match first {
+            Ok(()) => first = Err(failure),
+            Err(_) => tracing::error!("{}: {}", failure.what, failure.why),
+        }
+    }
+    first
+}
+
+fn open_disk(
+    args: &NbdArgs,
+    image: &OsStr,
+    wait_for_lock: Option<Duration>,
+) -> Result<Disk, Failure> {
     // An image that is only read can be served without this folder.
     let _ = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(RUN_DIR);
     let images = Path::new(RUN_DIR).join(IMAGES);
@@ -102,7 +205,7 @@ fn open(args: &NbdArgs, wait_for_lock: Option<Duration>) -> Result<Disk, Failure
         parents: args.parents.allowed()?,
         ..OpenOptions::default()
     };
-    Ok(Disk::open(&args.image, &args.store.give(options))?)
+    Ok(Disk::open(image, &args.store.give(options))?)
 }
 
 /// Copies writes of a killed backend to an image that is now a parent into the leaf.

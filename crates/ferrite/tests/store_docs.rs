@@ -16,7 +16,7 @@ fn the_commands_in_the_documentation_work() {
     let script = pages::commands(PAGE);
     for command in ["create", "list", "info", "snapshot", "clone", "rollback", "delete"]
         .into_iter()
-        .chain(["rename", "resize"])
+        .chain(["rename", "resize", "send", "receive"])
         .chain(["stats", "check", "scrub", "repair", "gc", "compact"])
     {
         assert!(script.contains(&format!("ferrite store {command} ")), "{command} has no example");

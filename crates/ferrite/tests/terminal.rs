@@ -59,6 +59,7 @@ fn commands_that_succeed_say_nothing_but_their_result() {
         "store check s",
         "store scrub s",
         "store repair s",
+        "store send s#b | cat",
     ] {
         assert_eq!(errors(&place, args), (0, String::new()), "{args}");
     }

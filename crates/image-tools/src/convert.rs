@@ -222,6 +222,7 @@ fn sources(disk: &Disk, name: &ImageName) -> io::Result<Vec<Source>> {
             image.layers().iter().map(|layer| Source::of(layer.medium().path())).collect()
         }
         Disk::Store(volume) => Ok(vec![Source::of(volume.medium().path())?.untold()]),
+        Disk::Elsewhere(volume) => Ok(vec![Source::of(volume.store())?.untold()]),
         Disk::Raw(_) | Disk::Null(_) => Ok(vec![Source::of(&name.path)?]),
     }
 }

@@ -39,6 +39,7 @@ impl ImageTools<'_> {
             Disk::Null(_) => Vec::new(),
             Disk::Raw(raw) => vec![formats::raw_info(raw)?],
             Disk::Store(volume) => vec![formats::volume_info(volume, virtual_bytes)?],
+            Disk::Elsewhere(volume) => vec![formats::elsewhere_info(volume, virtual_bytes)?],
             Disk::Image(image) => image
                 .layers()
                 .iter()

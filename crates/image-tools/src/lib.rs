@@ -172,6 +172,8 @@ fn broken(what: impl Into<String>, e: io::Error) -> DiskError {
              at most 16 TiB: choose a smaller disk, a thin one (.qcow2), or another file system",
         ),
         io::ErrorKind::Interrupted => (ErrorKind::Interrupted, "run the same command again"),
+        // It was read through another process: see `Elsewhere`.
+        io::ErrorKind::ConnectionReset => (ErrorKind::Io, "run the same command again"),
         _ => (ErrorKind::Io, "check the medium below it and the kernel's log (dmesg)"),
     };
     DiskError::new(kind, what, e.to_string(), help).with_source(e)

@@ -38,6 +38,7 @@ pub(crate) const ENTRIES: u32 = 128;
 /// Runs one command.
 pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
     allow_many_files();
+    crate::store::reading::through_owners();
     if let EngineChoice::Only(_) = args.engine {
         engine(args.engine)?;
     }

@@ -69,6 +69,11 @@ pub(crate) enum StoreCommand {
     Stats(StoreArg),
     /// Restore damaged metadata from its second copy; without --force, only show the repairs.
     Repair(RepairArgs),
+    /// Write a snapshot, or what it has beside an older one, to standard output, for receive. Works while the store is
+    /// served.
+    Send(SendArgs),
+    /// Make a snapshot of what send has written, from standard input. Nothing has its name before all is there.
+    Receive(ReceiveArgs),
 }
 
 /// A store.
@@ -244,6 +249,41 @@ pub(crate) struct RepairArgs {
     pub(crate) store: StoreArg,
 
     /// Write the repairs.
+    #[arg(long)]
+    pub(crate) force: bool,
+}
+
+/// The arguments of `send`.
+#[derive(Debug, Args)]
+pub(crate) struct SendArgs {
+    #[command(flatten)]
+    pub(crate) snapshot: VolumeArg,
+
+    /// Send only what differs from this snapshot of the same store. The receiver has to have it.
+    #[arg(long, value_name = "SNAP")]
+    pub(crate) from: Option<OsString>,
+
+    /// Go on at this place of the disk, which receive has named when a stream was cut off.
+    #[arg(long, value_name = "BYTES", value_parser = bytes, default_value = "0", hide_default_value = true)]
+    pub(crate) resume: u64,
+}
+
+/// The arguments of `receive`.
+#[derive(Debug, Args)]
+pub(crate) struct ReceiveArgs {
+    /// The new snapshot.
+    #[command(flatten)]
+    pub(crate) snapshot: VolumeArg,
+
+    /// The snapshot here that the stream is a difference from, if it has another name than there.
+    #[arg(long, value_name = "SNAP")]
+    pub(crate) base: Option<OsString>,
+
+    /// Go on with what a stream that was cut off has left.
+    #[arg(long, conflicts_with = "force")]
+    pub(crate) resume: bool,
+
+    /// Delete what a stream that was cut off has left.
     #[arg(long)]
     pub(crate) force: bool,
 }

@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 use ferrite_host::frames::lines::Lines;
 use ferrite_image_tools::Progress;
 use ferrite_store::owned::StoreKey;
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::getpid;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -37,20 +39,42 @@ pub(super) fn ask<T: DeserializeOwned>(
     what: &Ask,
     shows: &dyn Fn(Progress) -> bool,
 ) -> Asked<T> {
+    match ask_for_stream(store, what, shows) {
+        Asked::Answered(answered) => Asked::Answered(answered.map(|(answer, _)| answer)),
+        Asked::NotOpen => Asked::NotOpen,
+        Asked::Nobody => Asked::Nobody,
+    }
+}
+
+/// As [`ask`], with the stream on which the owner has answered.
+pub(super) fn ask_for_stream<T: DeserializeOwned>(
+    store: &Path,
+    what: &Ask,
+    shows: &dyn Fn(Progress) -> bool,
+) -> Asked<(T, UnixStream)> {
     let Ok(key) = StoreKey::at(store) else { return Asked::Nobody };
     let mut asked = Asked::Nobody;
     for socket in sockets(key) {
         let Ok(stream) = owner::connect(&socket) else { continue };
+        if is_own(&stream) {
+            continue;
+        }
         match ask_on(&stream, key, store, what, shows) {
             Ok(None) => asked = Asked::NotOpen,
             Ok(Some(answer)) => {
                 let nonsense = |why| lost(store, what, why);
-                return Asked::Answered(serde_json::from_value(answer).map_err(nonsense));
+                let answer = serde_json::from_value(answer).map_err(nonsense);
+                return Asked::Answered(answer.map(|answer| (answer, stream)));
             }
             Err(failure) => return Asked::Answered(Err(failure)),
         }
     }
     asked
+}
+
+/// Whether this process listens at the other end: it is about to open the store, and does not answer before.
+fn is_own(stream: &UnixStream) -> bool {
+    socket_peercred(stream).is_ok_and(|listener| listener.pid == getpid())
 }
 
 /// The sockets at which an owner may listen.

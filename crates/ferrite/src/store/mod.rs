@@ -24,6 +24,8 @@ use crate::signals;
 pub(crate) mod args;
 mod asking;
 pub(crate) mod owner;
+pub(crate) mod reading;
+mod streams;
 mod text;
 mod wire;
 
@@ -36,6 +38,8 @@ use args::{CompactArgs, Compress, CreateArgs, StoreArg, StoreArgs, StoreCommand,
 
 /// Runs one command.
 pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
+    // A snapshot of a served store is sent through its owner.
+    reading::through_owners();
     let kind = engine(args.engine)?;
     let stop = match args.command {
         StoreCommand::List(_) | StoreCommand::Info(_) => signals::end_at_once()?,
@@ -178,6 +182,8 @@ fn command(tools: &ImageTools<'_>, args: &StoreArgs, out: &Out) -> Result<(), Fa
             out.say(&repaired, text::repaired)?;
             Ok(repaired.or_refused()?)
         }
+        StoreCommand::Send(it) => streams::send(tools, it),
+        StoreCommand::Receive(it) => streams::receive(tools, out, it),
     }
 }
 

@@ -5,7 +5,9 @@
 //! answers so. A killed owner's socket refuses connections, and is removed by the next process that finds it: the next
 //! owner, or a command.
 //!
-//! Each command has a thread, an engine and memory of its own, so it has no queue wait.
+//! Each command has a thread, an engine and memory of its own, so it has no queue wait. So has each reader of a volume.
+
+mod reading;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -16,8 +18,8 @@ use std::os::fd::AsFd as _;
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -36,11 +38,13 @@ use rustix::net::{
 };
 use serde_json::Value;
 
+use reading::{Reader, Readers};
+
 use super::of_contents;
 use super::wire::{self, Ask, Compressing, MAX_QUESTION, Question, Reply, VERSION};
 use crate::exit::{Code, Failure};
 
-/// The most commands at a time.
+/// The most commands at a time, besides readers.
 const MAX_COMMANDS: usize = 8;
 /// The most operations of one command in flight.
 const ENTRIES: u32 = 32;
@@ -108,6 +112,16 @@ impl Place {
         Ok(Place { listener, key, path })
     }
 
+    /// The store's identity.
+    pub(crate) fn key(&self) -> StoreKey {
+        self.key
+    }
+
+    /// Removes the socket: this process does not open the store.
+    pub(crate) fn give_up(self) {
+        let _ = fs::remove_file(&self.path);
+    }
+
     /// Serves commands there, on engines of this kind, for as long as the result lives.
     pub(crate) fn serve(self, engine: &EngineFactory) -> Option<Serving> {
         let (is_ending, engine) = (Arc::new(AtomicBool::new(false)), engine.clone());
@@ -118,6 +132,8 @@ impl Place {
                 key: self.key,
                 engine,
                 is_ending: is_ending.clone(),
+                end: wake.clone(),
+                readers: Readers::default(),
             }));
             let end = wake.clone();
             let body = move || accept(&self.listener, &server, &end);
@@ -186,6 +202,9 @@ struct What {
     key: StoreKey,
     engine: EngineFactory,
     is_ending: Arc<AtomicBool>,
+    /// Woken when readers have to end.
+    end: Arc<Waker>,
+    readers: Readers,
 }
 
 fn accept(listener: &UnixListener, server: &CommandServer, end: &Waker) {
@@ -216,15 +235,19 @@ fn accept(listener: &UnixListener, server: &CommandServer, end: &Waker) {
 
 impl CommandServer {
     /// A server for this store, on engines of this kind, for as long as the process lives.
-    pub(crate) fn new(key: StoreKey, engine: &EngineFactory) -> CommandServer {
-        let (engine, is_ending) = (engine.clone(), Arc::default());
-        CommandServer(Arc::new(What { key, engine, is_ending }))
+    ///
+    /// # Errors
+    /// Fails without free descriptors.
+    pub(crate) fn new(key: StoreKey, engine: &EngineFactory) -> io::Result<CommandServer> {
+        let (engine, is_ending, end) = (engine.clone(), Arc::default(), Arc::new(Waker::new()?));
+        let readers = Readers::default();
+        Ok(CommandServer(Arc::new(What { key, engine, is_ending, end, readers })))
     }
 
     /// Runs the command of a new client on a thread of its own, besides those in flight.
     pub(crate) fn take(&self, stream: UnixStream, commands: &mut Vec<JoinHandle<()>>) {
         commands.retain(|command| !command.is_finished());
-        if commands.len() >= MAX_COMMANDS {
+        if commands.len() >= MAX_COMMANDS + self.0.readers.count() {
             let why = format!("{MAX_COMMANDS} commands on the store are under way");
             let failure = Failure::new("cannot do that now", why, "try again when one has ended");
             // A socket has room for its first line.
@@ -245,7 +268,10 @@ impl What {
         let end = Instant::now() + COURTESY;
         let waits = || Instant::now() < end && !self.is_ending.load(Ordering::Relaxed);
         let reply = match Lines::default().receive(stream, MAX_QUESTION, waits) {
-            Ok(line) => self.answer(stream, &line),
+            Ok(line) => match self.answer(stream, &line) {
+                Some(reply) => reply,
+                None => return,
+            },
             Err(e) if e.kind() == io::ErrorKind::InvalidData => not_understood("it is too long"),
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => not_understood("it has no end"),
             Err(_) => return,
@@ -253,24 +279,35 @@ impl What {
         let _ = wire::write_line(stream, &reply, COURTESY);
     }
 
-    fn answer(&self, stream: &UnixStream, line: &[u8]) -> Reply {
-        let asked = match serde_json::from_slice::<Question<Value>>(line) {
-            Ok(asked) => asked,
-            Err(e) => return not_understood(&e.to_string()),
+    /// Answers a question. `None`: it was a reader's, which has ended.
+    fn answer(&self, stream: &UnixStream, line: &[u8]) -> Option<Reply> {
+        let (path, what) = match self.understand(line) {
+            Ok(understood) => understood,
+            Err(reply) => return Some(reply),
         };
-        if let Err(e) = VERSION.read(asked.version) {
-            return not_understood(&e.to_string());
+        match what {
+            Ask::Read { volume, process } => {
+                reading::serve(self, stream, &path, Reader { volume, process })
+            }
+            what => Some(self.command(stream, &path, what)),
         }
-        let what = match serde_json::from_value::<Ask>(asked.what) {
-            Ok(what) => what,
-            Err(e) => return not_understood(&e.to_string()),
-        };
-        if asked.store != self.key {
-            return Reply::NotOpen;
+    }
+
+    /// The client's path of the store, and the command.
+    fn understand(&self, line: &[u8]) -> Result<(PathBuf, Ask), Reply> {
+        let why = |e: serde_json::Error| not_understood(&e.to_string());
+        let asked = serde_json::from_slice::<Question<Value>>(line).map_err(why)?;
+        VERSION.read(asked.version).map_err(|e| not_understood(&e.to_string()))?;
+        let what = serde_json::from_value::<Ask>(asked.what).map_err(why)?;
+        match asked.store == self.key {
+            true => Ok((PathBuf::from(asked.path), what)),
+            false => Err(Reply::NotOpen),
         }
-        let path = PathBuf::from(asked.path);
+    }
+
+    fn command(&self, stream: &UnixStream, path: &Path, what: Ask) -> Reply {
         let engine = |arena| (self.engine)(arena, ENTRIES);
-        let Some(store) = ServedStore::join(self.key, &path, &engine) else {
+        let Some(store) = ServedStore::join(self.key, path, &engine) else {
             return Reply::NotOpen;
         };
         if wire::write_line(stream, &Reply::Begun, COURTESY).is_err() {
@@ -287,9 +324,14 @@ impl What {
             let reply = Reply::Progress { done_bytes, total_bytes };
             goes_on() && wire::write_line(stream, &reply, COURTESY).is_ok()
         };
+        let volume = match &what {
+            Ask::Change { volume, .. } => Some(volume.clone()),
+            _ => None,
+        };
         let done = store
             .map_err(Failure::from)
-            .and_then(|mut store| carry_out(&mut store, what, &goes_on, &far));
+            .and_then(|mut store| carry_out(&mut store, what, &goes_on, &far))
+            .map_err(|failure| self.readers.name_in(failure, volume.as_ref()));
         match done {
             Ok(done) => Reply::Done(done),
             // This process is stopping and interrupted the command.
@@ -323,6 +365,8 @@ fn carry_out(
             serde_json::to_value(store.check(of_contents(deep, rate), far)?)
         }
         Ask::Repair { force } => serde_json::to_value(store.repair(force, far)?),
+        // `answer` has served it.
+        Ask::Read { .. } => Ok(Value::Null),
     };
     done.map_err(|e| Failure::new("cannot answer", e, "this is a bug in ferrite"))
 }

@@ -24,6 +24,7 @@ pub(super) fn done(done: &VolumeDone) -> String {
         "created" => format!("{path}#{name}: volume of {size} in domain {domain}\n"),
         "snapshot" => format!("{path}#{name}: snapshot of {origin}, {size}\n"),
         "cloned" => format!("{path}#{name}: clone of {origin}, {size}\n"),
+        "received" => format!("{path}#{name}: snapshot received, {size}\n"),
         "rolled-back" => format!("{path}#{name}: rolled back, {size} now\n"),
         "renamed" => format!("{path}#{name}: renamed, {size}\n"),
         "resized" => format!("{path}#{name}: {size} now\n"),

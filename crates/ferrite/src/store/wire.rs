@@ -62,6 +62,19 @@ pub(super) enum Ask {
     Repair {
         force: bool,
     },
+    /// Reads a volume. After the answer, a [`Reading`], the stream has requests of
+    /// [`elsewhere`](ferrite_disk::elsewhere) and their answers. The client's process number is for texts only.
+    Read {
+        volume: Name,
+        process: u32,
+    },
+}
+
+/// The volume that is read from now on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Reading {
+    pub(super) bytes: u64,
+    pub(super) snapshot: bool,
 }
 
 /// A compression; `None`: contents are not compressed.

@@ -73,7 +73,7 @@ pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
     // Computed now, for disks that come later.
     host_bytes();
     drop_privileges(is_namespace(&args.store), &args.store.display())?;
-    let server = key.ok().map(|key| CommandServer::new(key, &engines(kind, alive)));
+    let server = key.and_then(|key| CommandServer::new(key, &engines(kind, alive))).ok();
     disks.into_iter().for_each(|(disk, start)| begin(*disk, start, &shared));
     let mut commands = Vec::new();
     loop {

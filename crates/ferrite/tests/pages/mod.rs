@@ -31,8 +31,10 @@ pub(crate) fn run(script: &str) {
     let program = Path::new(env!("CARGO_BIN_EXE_ferrite"));
     let path =
         format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
-    let mut sh = Command::new("sh");
-    sh.args(["-eux", "-c", script]).current_dir(dir.path());
+    // A server that remains after a failed command would keep this test's pipe open.
+    let script = format!("trap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n{script}");
+    let mut sh = Command::new("bash");
+    sh.args(["-eux", "-c", &script]).current_dir(dir.path());
     let output = sh.env("PATH", path).env_remove("RUST_LOG").output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{text}");

@@ -1,9 +1,11 @@
 //! The differences between formats: each has a file here.
 
+use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
-use ferrite_disk::{Disk, Volume};
+use ferrite_disk::{Disk, Elsewhere, Volume};
 use ferrite_disk_base::{
     Counts, DiskError, ErrorKind, Format, ImageName, Port, ProblemKind, Raw, SECTOR_BYTES,
 };
@@ -281,7 +283,7 @@ fn without_units(new: New<'_>, why: &str) -> Result<(), DiskError> {
 pub(super) fn leaf(disk: &Disk) -> Option<&Layer> {
     match disk {
         Disk::Image(image) => image.layers().first(),
-        Disk::Raw(_) | Disk::Store(_) | Disk::Null(_) => None,
+        Disk::Raw(_) | Disk::Store(_) | Disk::Elsewhere(_) | Disk::Null(_) => None,
     }
 }
 
@@ -305,6 +307,32 @@ pub(super) fn volume_info(volume: &Volume, virtual_bytes: u64) -> Result<LayerIn
         unit_bytes,
         read_only: volume.is_snapshot(),
         ..of_medium(volume.medium(), Format::Store)?
+    })
+}
+
+/// The properties of a volume whose store another process has open.
+pub(super) fn elsewhere_info(
+    volume: &Elsewhere,
+    virtual_bytes: u64,
+) -> Result<LayerInfo, DiskError> {
+    let file = fs::metadata(volume.store())
+        .map_err(|e| broken(format!("cannot look at {}", volume.path().display()), e))?;
+    Ok(LayerInfo {
+        path: volume.path().display().to_string(),
+        format: Format::Store.name(),
+        kind: None,
+        virtual_bytes,
+        allocated_bytes: None,
+        file_bytes: file.len(),
+        disk_bytes: file.blocks() * SECTOR_BYTES,
+        unit_bytes: Some(BLOCK_BYTES as u64),
+        uuid: None,
+        creator: None,
+        qcow2: None,
+        snapshots: Vec::new(),
+        bitmaps: Vec::new(),
+        journal: false,
+        read_only: volume.is_snapshot(),
     })
 }
 
@@ -374,7 +402,7 @@ pub(super) fn resize_notes(disk: &Disk, bytes: u64) -> Vec<String> {
 pub(super) async fn resize(port: &Port, disk: Disk, bytes: u64) -> Result<(), DiskError> {
     let (layer, below_bytes) = match disk {
         // A volume keeps its size; its name was refused before.
-        Disk::Null(_) | Disk::Store(_) => return Ok(()),
+        Disk::Null(_) | Disk::Store(_) | Disk::Elsewhere(_) => return Ok(()),
         Disk::Raw(raw) => (Some(Layer::Raw(raw)), 0),
         Disk::Image(image) => {
             let below_bytes = image.layers().get(1).map_or(0, Layer::bytes);

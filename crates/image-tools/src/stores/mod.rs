@@ -3,8 +3,11 @@
 
 mod compact;
 mod create;
+mod receive;
 mod report;
+mod send;
 pub mod served;
+mod stream;
 
 use std::future::{Future, poll_fn};
 use std::io;
@@ -31,10 +34,12 @@ use serde::{Deserialize, Serialize};
 use super::io_context::IoContext;
 use super::{ImageTools, NewSize, broken};
 
+pub use receive::Receive;
 pub use report::{
     StoreChecked, StoreCollected, StoreCompacted, StoreListed, StoreMade, StoreRepaired,
     StoreStats, VolumeDone,
 };
+pub use send::{Send, Sent};
 
 use super::Progress;
 

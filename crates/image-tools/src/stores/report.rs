@@ -27,7 +27,7 @@ pub struct StoreMade {
 pub struct VolumeDone {
     /// The path of the store.
     pub path: String,
-    /// `created`, `snapshot`, `cloned`, `rolled-back`, `deleted`, `renamed` or `resized`.
+    /// `created`, `snapshot`, `cloned`, `rolled-back`, `deleted`, `renamed`, `resized` or `received`.
     pub done: String,
     /// The new volume, or the changed one; for a deletion, its last state.
     pub volume: VolumeInfo,

@@ -3,6 +3,8 @@
 //! The thread of a command has an engine and memory of its own. The store stays open in this process until the last
 //! command has ended, as if a disk used it.
 
+mod reading;
+
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::io;
@@ -32,6 +34,8 @@ use super::{
 use crate::Progress;
 use crate::io_context::IoContext;
 
+pub use reading::VolumeReader;
+
 /// How often long work checks whether to go on.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
@@ -54,9 +58,19 @@ impl ServedStore {
         path: &Path,
         engine: OpenEngine<'_>,
     ) -> Option<Result<ServedStore, DiskError>> {
+        ServedStore::join_with(key, path, engine, 0)
+    }
+
+    /// As [`join`](Self::join), with memory for so many buffers.
+    fn join_with(
+        key: StoreKey,
+        path: &Path,
+        engine: OpenEngine<'_>,
+        buffers: usize,
+    ) -> Option<Result<ServedStore, DiskError>> {
         let handle = StoreHandle::join(key)?;
         let joined = || -> io::Result<ServedStore> {
-            let mut context = IoContext::on(engine, 0)?;
+            let mut context = IoContext::on(engine, buffers)?;
             let port = context.port_of(handle.store().files())?;
             Ok(ServedStore { path: path.to_owned(), handle: Some(handle), context, port })
         };

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::negotiation::{Agreed, Export, Negotiation, Next};
+use super::negotiation::{Agreed, Negotiation, Next, Offer};
 use crate::waker::Waker;
 
 /// Bytes that are read at a time.
@@ -27,13 +27,13 @@ pub(super) struct Greeted {
 /// Errors of the socket.
 pub(super) fn greet(
     mut socket: &UnixStream,
-    export: Export,
+    offers: Vec<Offer>,
     stop: &Waker,
     limit: Duration,
 ) -> io::Result<Option<Greeted>> {
     let end = Instant::now() + limit;
     let (mut input, mut out) = (Vec::new(), Vec::new());
-    let mut negotiation = Negotiation::new(export, &mut out);
+    let mut negotiation = Negotiation::new(offers, &mut out);
     let mut next = Next::More;
     let mut buffer = [0; READ_BYTES];
     loop {

@@ -19,4 +19,4 @@ mod wire;
 
 pub use bind::{BindError, Bound, bind};
 pub use relay::relay;
-pub use server::{COURTESY, Clients, EngineFactory, Options, Server, serve_one};
+pub use server::{COURTESY, Clients, EngineFactory, Exported, Options, Server, serve_one};

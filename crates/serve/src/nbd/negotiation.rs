@@ -21,7 +21,7 @@ pub(super) const MIN_BLOCK_BYTES: u32 = 512;
 /// The largest data of a request.
 pub(super) const MAX_REQUEST_BYTES: u32 = 32 << 20;
 
-/// The export, under any name.
+/// The properties of an export.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Export {
     /// Bytes of the disk.
@@ -32,9 +32,18 @@ pub(super) struct Export {
     pub(super) preferred_bytes: u32,
 }
 
+/// An export that clients may choose by its name.
+#[derive(Clone, Debug)]
+pub(super) struct Offer {
+    pub(super) name: String,
+    pub(super) export: Export,
+}
+
 /// The negotiated features.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Agreed {
+    /// The index of the export.
+    pub(super) index: usize,
     /// Whether reads are answered in chunks.
     pub(super) structured: bool,
     /// Whether the client may query `base:allocation`.
@@ -54,7 +63,7 @@ pub(super) enum Next {
 
 /// The negotiation with one client.
 pub(super) struct Negotiation {
-    export: Export,
+    offers: Vec<Offer>,
     /// The client's flags, which come first.
     flags: Option<u32>,
     agreed: Agreed,
@@ -66,13 +75,14 @@ pub(super) struct Negotiation {
 }
 
 impl Negotiation {
-    /// Begins a negotiation, with the greeting in `out`.
-    pub(super) fn new(export: Export, out: &mut Vec<u8>) -> Negotiation {
+    /// Begins a negotiation about at least one offer, with the greeting in `out`. A single one without a name has any
+    /// name (nbd-rules.md 1).
+    pub(super) fn new(offers: Vec<Offer>, out: &mut Vec<u8>) -> Negotiation {
         out.extend(SERVER_MAGIC.to_be_bytes());
         out.extend(OPTION_MAGIC.to_be_bytes());
         out.extend((FIXED_NEWSTYLE | NO_ZEROES).to_be_bytes());
         Negotiation {
-            export,
+            offers,
             flags: None,
             agreed: Agreed::default(),
             context_of: Vec::new(),
@@ -142,7 +152,10 @@ impl Negotiation {
             }
             option::LIST if data.is_empty() => {
                 // The default export has the empty name.
-                answer(reply::SERVER, &[&0u32.to_be_bytes()]);
+                for Offer { name, .. } in &self.offers {
+                    let len = name.len() as u32;
+                    answer(reply::SERVER, &[&len.to_be_bytes(), name.as_bytes()]);
+                }
                 answer(reply::ACK, &[]);
             }
             option::INFO | option::GO => {
@@ -150,9 +163,13 @@ impl Negotiation {
                     answer(reply::INVALID, &[]);
                     return Next::More;
                 };
+                let Some(index) = self.find(name) else {
+                    answer(reply::UNKNOWN, &[]);
+                    return Next::More;
+                };
                 // The context was negotiated before, unless another export was named since.
-                let agreed = self.agreed_for(name);
-                for part in self.infos(name, wants_name, agreed.structured) {
+                let agreed = self.agreed_for(name, index);
+                for part in self.infos(name, wants_name, agreed) {
                     answer(reply::INFO, &[&part]);
                 }
                 answer(reply::ACK, &[]);
@@ -178,25 +195,35 @@ impl Negotiation {
         if name.len() > MAX_NAME_BYTES {
             return Next::Close;
         }
-        let agreed = self.agreed_for(name);
-        out.extend(self.export.bytes.to_be_bytes());
-        out.extend(self.export.flags(agreed.structured).to_be_bytes());
+        let Some(index) = self.find(name) else { return Next::Close };
+        let (agreed, export) = (self.agreed_for(name, index), &self.offers[index].export);
+        out.extend(export.bytes.to_be_bytes());
+        out.extend(export.flags(agreed.structured).to_be_bytes());
         if self.flags.is_some_and(|flags| flags & u32::from(NO_ZEROES) == 0) {
             out.extend(PADDING);
         }
         Next::Requests(agreed)
     }
 
+    /// The index of the export of this name.
+    fn find(&self, name: &[u8]) -> Option<usize> {
+        match &self.offers[..] {
+            [only] if only.name.is_empty() || name.is_empty() => Some(0),
+            offers => offers.iter().position(|offer| offer.name.as_bytes() == name),
+        }
+    }
+
     /// Handles a context, which is negotiated for an export by name.
-    fn agreed_for(&self, name: &[u8]) -> Agreed {
+    fn agreed_for(&self, name: &[u8], index: usize) -> Agreed {
         let allocation = self.agreed.allocation && self.context_of == name;
-        Agreed { allocation, ..self.agreed }
+        Agreed { index, allocation, ..self.agreed }
     }
 
     /// Adds all information about the export, requested or not.
-    fn infos(&self, name: &[u8], wants_name: bool, structured: bool) -> Vec<Vec<u8>> {
-        let Export { bytes, preferred_bytes, .. } = self.export;
-        let flags = self.export.flags(structured);
+    fn infos(&self, name: &[u8], wants_name: bool, agreed: Agreed) -> Vec<Vec<u8>> {
+        let export = self.offers[agreed.index].export;
+        let Export { bytes, preferred_bytes, .. } = export;
+        let flags = export.flags(agreed.structured);
         let export =
             [&info::EXPORT.to_be_bytes()[..], &bytes.to_be_bytes(), &flags.to_be_bytes()].concat();
         let sizes = [MIN_BLOCK_BYTES, preferred_bytes, MAX_REQUEST_BYTES];
@@ -217,6 +244,9 @@ impl Negotiation {
         let Some((name, queries)) = queries else {
             return push_option_reply(out, option, reply::INVALID, &[]);
         };
+        if self.find(name).is_none() {
+            return push_option_reply(out, option, reply::UNKNOWN, &[]);
+        }
         let exact = queries.contains(&CONTEXT.as_bytes());
         let listed = !sets && (queries.is_empty() || queries.contains(&&b"base:"[..]));
         if exact || listed {

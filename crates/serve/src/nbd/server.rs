@@ -15,7 +15,7 @@ use ferrite_io::pool::Pool;
 
 use super::client::Client;
 use super::handshake::greet;
-use super::negotiation::{Export, MIN_BLOCK_BYTES};
+use super::negotiation::{Export, MIN_BLOCK_BYTES, Offer};
 use crate::counters::{Counters, Counts};
 use crate::log_limit::limited;
 use crate::path::device::Device;
@@ -63,16 +63,28 @@ pub struct Options {
     pub traces: Option<Arc<ClientTraces>>,
 }
 
+/// A disk and its name, by which clients choose it.
+#[derive(Clone)]
+pub struct Exported {
+    /// At most 4096 bytes, and different from those of the others. The only export may have the empty name: it has any
+    /// name then.
+    pub name: String,
+    /// The disk.
+    pub device: Arc<Device>,
+    /// Builds the engines for its I/O.
+    pub engine: EngineFactory,
+}
+
 /// The state that the clients' threads share.
 struct Common {
-    device: Arc<Device>,
+    exports: Vec<Exported>,
     options: Options,
     stop: Arc<Waker>,
     /// Requests of clients that have disconnected.
     requests: AtomicU64,
 }
 
-/// A disk's clients, from any source. See the module's text.
+/// The clients of one or several disks, from any source. See the module's text.
 pub struct Clients {
     common: Arc<Common>,
     threads: Vec<JoinHandle<()>>,
@@ -87,6 +99,14 @@ impl Server {
     /// A server of this disk. It ends when `stop` is woken, which must not be cleared.
     pub fn new(device: Arc<Device>, options: Options, stop: Arc<Waker>) -> Server {
         Server { clients: Clients::new(device, options, stop) }
+    }
+
+    /// A server of several disks, at least one. It ends as one of [`new`](Self::new).
+    ///
+    /// # Panics
+    /// There is no disk.
+    pub fn of(exports: Vec<Exported>, options: Options, stop: Arc<Waker>) -> Server {
+        Server { clients: Clients::of(exports, options, stop) }
     }
 
     /// Accepts clients until `stop` is woken. When this returns, all requests that were taken are
@@ -113,7 +133,7 @@ impl Server {
                 Ok((socket, _)) => self.clients.admit(socket),
                 Err(e) if is_passing(&e) => {}
                 Err(e) if is_shortage(&e) => {
-                    let Common { device, stop, .. } = &*common;
+                    let (device, stop) = (common.first(), &common.stop);
                     let now_ns = device.clock.now_ns();
                     let limit = &device.log_limits.connections;
                     limited!(warn, limit, now_ns, "no client can be accepted now: {e}");
@@ -128,8 +148,15 @@ impl Server {
 impl Clients {
     /// Clients of this disk, until `stop` is woken, which must not be cleared.
     pub fn new(device: Arc<Device>, options: Options, stop: Arc<Waker>) -> Clients {
+        let (name, engine) = (String::new(), options.engine.clone());
+        Clients::of(vec![Exported { name, device, engine }], options, stop)
+    }
+
+    /// Clients of several disks, at least one.
+    fn of(exports: Vec<Exported>, options: Options, stop: Arc<Waker>) -> Clients {
+        assert!(!exports.is_empty(), "a server has something to serve");
         let requests = AtomicU64::new(0);
-        let common = Arc::new(Common { device, options, stop, requests });
+        let common = Arc::new(Common { exports, options, stop, requests });
         Clients { common, threads: Vec::new() }
     }
 
@@ -137,10 +164,10 @@ impl Clients {
     pub fn admit(&mut self, socket: UnixStream) {
         self.threads.retain(|client| !client.is_finished());
         let common = self.common.clone();
-        let now_ns = common.device.clock.now_ns();
+        let now_ns = common.first().clock.now_ns();
         let most = common.options.max_clients;
         if self.threads.len() >= most {
-            let limit = &common.device.log_limits.connections;
+            let limit = &common.first().log_limits.connections;
             limited!(warn, limit, now_ns, "a client was turned away: there are {most}");
             return;
         }
@@ -148,7 +175,7 @@ impl Clients {
         match thread.spawn(move || common.serve(socket)) {
             Ok(client) => self.threads.push(client),
             Err(e) => {
-                let limit = &self.common.device.log_limits.connections;
+                let limit = &self.common.first().log_limits.connections;
                 limited!(warn, limit, now_ns, "a client was turned away: no thread: {e}");
             }
         }
@@ -189,18 +216,35 @@ pub fn serve_one(
     stop: &Arc<Waker>,
     socket: UnixStream,
 ) -> io::Result<Counts> {
+    let (name, device, engine) = (String::new(), device.clone(), options.engine.clone());
+    serve_chosen(&[Exported { name, device, engine }], options, stop, socket)
+}
+
+/// Serves one client the disk that it chooses, as [`serve_one`] does.
+fn serve_chosen(
+    exports: &[Exported],
+    options: &Options,
+    stop: &Arc<Waker>,
+    socket: UnixStream,
+) -> io::Result<Counts> {
     socket.set_nonblocking(true)?;
-    let export = device.with_disk(|disk| Export::of(disk, options))?;
-    let Some(greeted) = greet(&socket, export, stop, options.greeting)? else {
+    let offer = |Exported { name, device, .. }: &Exported| {
+        let export = device.with_disk(|disk| Export::of(disk, options))?;
+        Ok(Offer { name: name.clone(), export })
+    };
+    let offers = exports.iter().map(offer).collect::<io::Result<Vec<_>>>()?;
+    let Some(greeted) = greet(&socket, offers.clone(), stop, options.greeting)? else {
         return Ok(Counts::default());
     };
+    let (Exported { device, engine, .. }, export) =
+        (&exports[greeted.agreed.index], offers[greeted.agreed.index].export);
     let pool = Pool::with_scratch(options.client_bytes, 1, Disk::MAX_SCRATCH_BYTES)?;
     let counters = options.counters.clone().unwrap_or_default();
     let tuning = options.tuning;
     let shared = Shared::new(device.clone(), pool, 1, tuning, Arc::default(), counters.clone())?;
     let shared = Arc::new(shared);
-    device.begin_service(&options.engine);
-    let engine = (options.engine)(shared.pool.arena().clone(), ENGINE_ENTRIES)?;
+    device.begin_service(engine);
+    let engine = engine(shared.pool.arena().clone(), ENGINE_ENTRIES)?;
     let trace = options.traces.as_ref().and_then(ClientTraces::begin);
     let client = Client::new(shared, engine, socket, export, &greeted, stop.clone(), trace)?;
     client.run(options.goodbye, options.at_stop)?;
@@ -211,8 +255,13 @@ pub fn serve_one(
 const ENGINE_ENTRIES: u32 = 256;
 
 impl Common {
+    /// The disk whose limits of the log count for connections.
+    fn first(&self) -> &Device {
+        &self.exports[0].device
+    }
+
     fn serve(&self, socket: UnixStream) {
-        match serve_one(&self.device, &self.options, &self.stop, socket) {
+        match serve_chosen(&self.exports, &self.options, &self.stop, socket) {
             Ok(counts) => {
                 if self.options.counters.is_none() {
                     self.requests.fetch_add(counts.requests, Ordering::Relaxed);
@@ -220,7 +269,7 @@ impl Common {
                 tracing::debug!("a client has gone: {counts}");
             }
             Err(e) => {
-                let device = &self.device;
+                let device = self.first();
                 let now_ns = device.clock.now_ns();
                 limited!(warn, device.log_limits.connections, now_ns, "a client is lost: {e}");
             }

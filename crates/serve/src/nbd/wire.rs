@@ -33,6 +33,7 @@ pub(super) mod reply {
     pub(in crate::nbd) const META_CONTEXT: u32 = 4;
     pub(in crate::nbd) const UNSUPPORTED: u32 = 1 << 31 | 1;
     pub(in crate::nbd) const INVALID: u32 = 1 << 31 | 3;
+    pub(in crate::nbd) const UNKNOWN: u32 = 1 << 31 | 6;
     pub(in crate::nbd) const TOO_BIG: u32 = 1 << 31 | 9;
 }
 

@@ -1,5 +1,6 @@
 use std::io::{Read as _, Write as _};
 
+use ferrite_disk::elsewhere::{Answer, Kind, Request};
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_io::engines::test_engine;
 use ferrite_store::journal::Name;
@@ -158,4 +159,104 @@ fn a_volume_that_a_disk_uses_is_not_deleted_or_rolled_back() {
     drop(disk);
     assert!(missing.contains("a disk uses it"), "{missing}");
     assert!(Name::new("s9").is_some());
+}
+
+impl World {
+    /// A stream on which volume `a` is read, and the first line of the answer that is no `begun`.
+    fn read(&self) -> (UnixStream, String) {
+        let mut stream = self.connect();
+        let ask = self.question(&json!({ "read": { "volume": "a", "process": 7 } }));
+        stream.write_all(format!("{ask}\n").as_bytes()).unwrap();
+        let mut line = || {
+            let mut line = Vec::new();
+            while line.last() != Some(&b'\n') {
+                let mut byte = [0];
+                stream.read_exact(&mut byte).unwrap();
+                line.push(byte[0]);
+            }
+            String::from_utf8(line).unwrap()
+        };
+        let first = line();
+        let said = if first.contains("begun") { line() } else { first };
+        (stream, said)
+    }
+
+    /// Opens the store, and no disk that writes to the volume.
+    fn open_to_read(&self) -> Disk {
+        let name = format!("store:{}#a", self.dir.path().join("s").display());
+        Disk::open(&name, &OpenOptions { read_only: true, ..stores::options() }).unwrap()
+    }
+}
+
+fn request(kind: Kind, offset: u64, len: u64) -> [u8; Request::BYTES] {
+    Request { kind, offset, len }.encode()
+}
+
+#[test]
+fn a_reader_gets_what_the_volume_has_and_an_error_for_what_it_has_not() {
+    let world = World::new();
+    let _disk = world.open_to_read();
+    let (mut stream, said) = world.read();
+    assert_eq!(said.trim(), r#"{"done":{"bytes":65536,"snapshot":false}}"#);
+    let mut ask = |asked: &[u8]| {
+        stream.write_all(asked).unwrap();
+        let mut head = [0; Answer::BYTES];
+        stream.read_exact(&mut head).unwrap();
+        let answer = Answer::decode(&head).unwrap();
+        let mut data = Vec::new();
+        if let (Answer::Data(len), [1, ..]) = (&answer, asked) {
+            data.resize(*len as usize, 0xEE);
+            stream.read_exact(&mut data).unwrap();
+        }
+        (answer, data)
+    };
+    let (answer, data) = ask(&request(Kind::Read, 512, 4096));
+    assert!(matches!(answer, Answer::Data(4096)) && data == [0; 4096]);
+    assert!(matches!(ask(&request(Kind::Look, 0, 65536)).0, Answer::Zeros(65536)));
+    let outside =
+        [(0, 0), (65536, 512), (65024, 1024), (u64::MAX, 512), (0, 2 << 20), (0, u64::MAX)];
+    for (offset, len) in outside {
+        for kind in [Kind::Read, Kind::Look] {
+            let (answer, _) = ask(&request(kind, offset, len));
+            assert!(matches!(answer, Answer::Failed(_)), "{kind:?} {offset}+{len}: {answer:?}");
+        }
+    }
+    assert!(matches!(ask(&request(Kind::Read, 0, 65536)).0, Answer::Data(65536)));
+}
+
+#[test]
+fn readers_that_read_nothing_or_send_nonsense_hold_up_nobody_and_have_a_bound() {
+    let mut world = World::new();
+    let _disk = world.open_to_read();
+    let mut readers: Vec<UnixStream> = (0..reading::MAX_READERS).map(|_| world.read().0).collect();
+    // None of these reads its answers.
+    for reader in &mut readers {
+        reader.set_nonblocking(true).unwrap();
+        while reader.write(&request(Kind::Read, 0, 65536)).is_ok() {}
+    }
+    let (_, said) = world.read();
+    assert!(said.contains(r#""code":4"#) && said.contains("16 streams to readers"), "{said}");
+    // Commands are not in their number.
+    assert!(world.ask(&world.question(&json!("list"))).contains(r#""name":"a""#));
+    let delete = world.question(&json!({ "change": { "volume": "a", "change": "delete" } }));
+    assert!(world.ask(&delete).contains("process 7 reads it"));
+    // One that ends, or makes no sense, makes room for another one.
+    drop(readers.pop());
+    wait_until("there is room", || world.read().1.contains("done"));
+    let (mut bad, _) = loop {
+        let (stream, said) = world.read();
+        if said.contains("done") {
+            break (stream, said);
+        }
+    };
+    bad.write_all(&[0xFF; Request::BYTES]).unwrap();
+    assert_eq!(bad.read(&mut [0]).unwrap_or(0), 0);
+    // The end of the server waits for none of them: each sees the end behind what it has not read.
+    world.serving = None;
+    for mut reader in readers {
+        let mut left = Vec::new();
+        if let Err(e) = reader.read_to_end(&mut left) {
+            assert_eq!(e.kind(), io::ErrorKind::ConnectionReset);
+        }
+    }
 }
