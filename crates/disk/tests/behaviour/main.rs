@@ -8,6 +8,7 @@ mod model;
 
 mod allowed_parents;
 mod chains;
+mod damaged;
 mod device;
 mod errors;
 mod failed_syncs;
