@@ -5,9 +5,24 @@ use std::io;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
+use rustix::io::Errno;
+
 /// The next step for a user who may not write to an image, in the words of the toolstack and of ferrite.
 pub const READ_ONLY: &str =
     "open it read-only (access=r in xl's configuration, --read-only with ferrite)";
+
+/// The errors of media that cannot read a block.
+const LOST: [Errno; 6] =
+    [Errno::IO, Errno::NODATA, Errno::ILSEQ, Errno::BADMSG, Errno::REMOTEIO, Errno::UCLEAN];
+
+/// Whether an error of reading means that some data are lost, and not that nothing can be read at all: of the medium,
+/// or of an image's metadata.
+pub fn is_damage(e: &io::Error) -> bool {
+    match e.raw_os_error().map(Errno::from_raw_os_error) {
+        Some(errno) => LOST.contains(&errno),
+        None => matches!(e.kind(), io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof),
+    }
+}
 
 /// The kind of an error, for programs; the text is for people.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -30,12 +30,12 @@ pub use content::{STORE_BLOCK_BYTES, STORE_MAGIC, is_something_else};
 #[cfg(any(test, feature = "testing"))]
 pub use epochs::ShuttledEpochs;
 pub use epochs::{Epochs, Mark, Reader};
-pub use error::{DiskError, ErrorKind, READ_ONLY, warn_once};
+pub use error::{DiskError, ErrorKind, READ_ONLY, is_damage, warn_once};
 pub use extent::{DiscardLimits, Extent};
 pub use finding::{Class, Counts, Finding, Kind as ProblemKind, Stretches};
 pub use format::Format;
 pub use name::ImageName;
-pub use options::{INDEX_BYTES, MAX_LAYERS, METADATA_BYTES, OpenOptions};
+pub use options::{INDEX_BYTES, MAX_LAYERS, METADATA_BYTES, OnDamage, OpenOptions};
 pub use parents::{CONFIGURED as CONFIGURED_PARENTS, Parents, to_allow};
 pub use port::{Port, SCRATCH_BYTES};
 pub use rare::Rare;

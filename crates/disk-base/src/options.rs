@@ -16,6 +16,19 @@ pub const INDEX_BYTES: usize = 256 << 20;
 /// The longest chain that is made and served. XAPI's storage manager ends at 30.
 pub const MAX_LAYERS: usize = 256;
 
+/// What the reader of an image does if it is damaged. A writer refuses it always.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnDamage {
+    /// It is not opened if that is seen at once.
+    #[default]
+    Refuse,
+    /// It is opened if its headers are intact. A read of what is damaged fails; all others return the right data.
+    Serve,
+    /// As [`Serve`](Self::Serve). If the file ends within its last cluster, what is missing there is damage, too. Other
+    /// programs may leave an image so, and it may be intact.
+    Salvage,
+}
+
 /// How to open a disk. The default is read-write, and not to wait for its lock.
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
@@ -52,6 +65,8 @@ pub struct OpenOptions {
     pub even_parent: bool,
     /// The folders where the image's parents may be.
     pub parents: Parents,
+    /// What is done about damage in the image and its parents.
+    pub on_damage: OnDamage,
     /// A killed process had it open for writing, and its guest is still connected. Since the guest waits, only children
     /// that the image's own list names are examined.
     pub taken_over: bool,
@@ -82,10 +97,18 @@ impl Default for OpenOptions {
             max_layers: MAX_LAYERS,
             even_parent: false,
             parents: Parents::default(),
+            on_damage: OnDamage::Refuse,
             taken_over: false,
             format_said: false,
             qemu_first: false,
             opened: None,
         }
+    }
+}
+
+impl OpenOptions {
+    /// What is done about damage: a writer does not tolerate it.
+    pub fn on_damage(&self) -> OnDamage {
+        if self.read_only { self.on_damage } else { OnDamage::Refuse }
     }
 }

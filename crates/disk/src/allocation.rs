@@ -5,7 +5,7 @@ use std::io;
 use ferrite_disk_base::Port;
 
 use crate::disk::{Disk, Work};
-use crate::pieces::{What, look};
+use crate::pieces::{Found, What, look_in_spite};
 
 /// The beginning of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,17 +17,23 @@ pub struct Allocation {
 }
 
 impl Disk {
-    /// Whether the beginning of a range has data. It may read metadata for that, and never data.
+    /// Whether the beginning of a range has data. It may read metadata for that, and never data. Where metadata are
+    /// damaged it has: reading them fails.
     ///
     /// # Errors
-    /// `InvalidInput`: not inside the disk, or empty. `InvalidData`: metadata is damaged. Errors of the kernel.
+    /// `InvalidInput`: not inside the disk, or empty. Errors of the kernel.
     pub fn allocation<'a>(&'a self, port: &'a Port, offset: u64, len: u64) -> Work<'a, Allocation> {
         Box::pin(async move {
             if len == 0 || !self.contains(offset, len) {
                 return Err(io::ErrorKind::InvalidInput.into());
             }
-            let piece = self.while_mapped(look(self, port, offset, len)).await?;
-            Ok(Allocation { len: piece.len.min(len), zeros: piece.what == What::Zeros })
+            Ok(match self.while_mapped(look_in_spite(self, port, offset, len)).await? {
+                Found::Piece(piece) => {
+                    Allocation { len: piece.len.min(len), zeros: piece.what == What::Zeros }
+                }
+                // Who reads it gets the error.
+                Found::Damaged { len: lost, .. } => Allocation { len: lost.min(len), zeros: false },
+            })
         })
     }
 }

@@ -30,8 +30,8 @@ pub use elsewhere::Elsewhere;
 pub use ferrite_disk_base::TestCheck;
 pub use ferrite_disk_base::{
     CONFIGURED_PARENTS, Class, Counts, DiscardLimits, DiskError, ErrorKind, Extent, Finding,
-    Format, GrowthWatch, INDEX_BYTES, ImageName, MAX_LAYERS, METADATA_BYTES, Mark, OpenOptions,
-    Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES, SyncWitness, size,
+    Format, GrowthWatch, INDEX_BYTES, ImageName, MAX_LAYERS, METADATA_BYTES, Mark, OnDamage,
+    OpenOptions, Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES, SyncWitness, size,
 };
 pub use ferrite_images::{Image, open_medium, open_raw, open_store};
 pub use ferrite_store::{background::ServiceEngine, lookups as store_lookups, owned::StoreKey};

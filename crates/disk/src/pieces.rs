@@ -3,7 +3,7 @@
 
 use std::io;
 
-use ferrite_disk_base::{Extent as Place, Port, Raw, Run};
+use ferrite_disk_base::{Extent as Place, Port, Raw, Run, is_damage};
 use ferrite_images::{Layer, Mapping};
 
 use crate::disk::{Disk, Work};
@@ -62,6 +62,49 @@ pub fn look<'a>(disk: &'a Disk, port: &'a Port, offset: u64, len: u64) -> Work<'
             }
             Disk::Image(image) => look_at_layers(image.layers(), port, offset, len).await,
         }
+    })
+}
+
+/// The beginning of a range of a disk that may be damaged.
+#[derive(Debug)]
+pub enum Found {
+    /// Its place.
+    Piece(Piece),
+    /// Its place is not known.
+    Damaged {
+        /// Bytes, from the start of the range asked for.
+        len: u64,
+        /// The index of the layer whose metadata are damaged.
+        layer: usize,
+        /// The reason.
+        why: io::Error,
+    },
+}
+
+/// [`look`] at a disk that may be damaged.
+///
+/// # Errors
+/// Errors of the kernel that are no damage.
+pub fn look_in_spite<'a>(disk: &'a Disk, port: &'a Port, offset: u64, len: u64) -> Work<'a, Found> {
+    Box::pin(async move {
+        let Disk::Image(image) = disk else {
+            return look(disk, port, offset, len).await.map(Found::Piece);
+        };
+        let layers = image.layers();
+        let mut len = if layers.len() > 1 { len.min(ASKED_OF_CHAIN) } else { len };
+        for (i, layer) in layers.iter().enumerate() {
+            match look_at_layer(layer, i, port, offset, len).await {
+                Ok((Some(piece), _)) => return Ok(Found::Piece(piece)),
+                Ok((None, below)) => len = below,
+                Err(why) => match layer.find(offset, len) {
+                    Mapping::Miss { len } if len > 0 && is_damage(&why) => {
+                        return Ok(Found::Damaged { len, layer: i, why });
+                    }
+                    _ => return Err(why),
+                },
+            }
+        }
+        Ok(Found::Piece(Piece { len, layer: None, what: What::Zeros }))
     })
 }
 

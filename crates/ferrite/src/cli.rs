@@ -26,7 +26,7 @@ use crate::vdev::{Vbd, device_number};
 #[command(
     version,
     after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 in use, 5 damaged, \
-                  130 interrupted. RUST_LOG selects log messages more finely than -v."
+                  6 salvaged in part, 130 interrupted. RUST_LOG selects log messages more finely than -v."
 )]
 pub(crate) struct Cli {
     /// Log more: -v for what happens, -vv for everything.

@@ -23,6 +23,8 @@ impl Code {
     pub const BUSY: Code = Code(4);
     /// The image contradicts itself.
     pub const DAMAGED: Code = Code(5);
+    /// Exit code of `image convert --salvage`: the copy is complete, and has zeros where the disk could not be read.
+    pub const SALVAGED: Code = Code(6);
     /// A signal ended the command: the code that a shell gives for Ctrl-C.
     pub const INTERRUPTED: Code = Code(130);
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_disk::{Disk, OpenOptions, Session, StoreKey};
+use ferrite_disk::{Disk, OnDamage, OpenOptions, Session, StoreKey};
 use ferrite_host::clock::SystemClock;
 use ferrite_image_tools::is_readable;
 use ferrite_serve::blkif::lifecycle::close;
@@ -203,6 +203,8 @@ fn open_disk(
         unseen_state: !is_seen,
         state_dir: (is_seen || !args.read_only).then_some(images),
         parents: args.parents.allowed()?,
+        // Counts where it is only read.
+        on_damage: OnDamage::Serve,
         ..OpenOptions::default()
     };
     Ok(Disk::open(image, &args.store.give(options))?)

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
-use ferrite_disk::{Disk, OpenOptions, Session};
+use ferrite_disk::{Disk, OnDamage, OpenOptions, Session};
 use ferrite_host::clock::SystemClock;
 use ferrite_host::names;
 use ferrite_io::pool::HostMemory;
@@ -238,17 +238,27 @@ fn attachment(
     Attachment::wait(store, backend, domid, stop).map_err(|e| failed(args, &e))
 }
 
-/// Opens the image for reading, and closes it, so that its errors are reported at once.
+/// Opens the image for reading, and closes it, so that its errors are reported at once. It may be for writing later.
 fn try_open(args: &ServeArgs, run: &Path) -> Result<(), Failure> {
-    open(args, true, run).map(drop)
+    let on_damage = if args.read_only { OnDamage::Serve } else { OnDamage::Refuse };
+    open_waiting(args, true, run, on_damage).map(drop)
 }
 
 fn open(args: &ServeArgs, read_only: bool, run: &Path) -> Result<Disk, Failure> {
-    match open_within(args, read_only, run, UNTOLD) {
+    open_waiting(args, read_only, run, OnDamage::Serve)
+}
+
+fn open_waiting(
+    args: &ServeArgs,
+    read_only: bool,
+    run: &Path,
+    on_damage: OnDamage,
+) -> Result<Disk, Failure> {
+    match open_as(args, read_only, run, UNTOLD, on_damage) {
         Err(failure) if failure.code == Code::BUSY && is_taken_over(args, run) => {
             let Failure { what, why, .. } = failure;
             tracing::warn!("{what}: {why}; it is waited for, for a minute");
-            open_within(args, read_only, run, TAKE_OVER_WAIT)
+            open_as(args, read_only, run, TAKE_OVER_WAIT, on_damage)
         }
         opened => opened,
     }
@@ -259,12 +269,22 @@ fn is_taken_over(args: &ServeArgs, run: &Path) -> bool {
     was_killed(&run.join(run_dir_name(args.xen.domain, args.xen.device)))
 }
 
-/// Opens the image. It waits at most this long for a killed predecessor's I/O.
+/// Opens the image, in spite of damage if it is only read. It waits at most this long for a killed predecessor's I/O.
 pub(crate) fn open_within(
     args: &ServeArgs,
     read_only: bool,
     run: &Path,
     within: Duration,
+) -> Result<Disk, Failure> {
+    open_as(args, read_only, run, within, OnDamage::Serve)
+}
+
+fn open_as(
+    args: &ServeArgs,
+    read_only: bool,
+    run: &Path,
+    within: Duration,
+    on_damage: OnDamage,
 ) -> Result<Disk, Failure> {
     let run_dir = run.join(run_dir_name(args.xen.domain, args.xen.device));
     let taken_over = is_taken_over(args, run);
@@ -276,6 +296,7 @@ pub(crate) fn open_within(
         keep_allocated: args.keep_allocated,
         state_dir: Some(run.join(IMAGES)),
         parents: args.parents.allowed_for(&args.image)?,
+        on_damage,
         ..OpenOptions::default()
     };
     let options = args.store.give(options);

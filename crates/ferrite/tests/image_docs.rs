@@ -55,6 +55,15 @@ fn printed() -> BTreeSet<String> {
     add_names(&json(&place.ok(&["measure", "a.img", "--json"])), &mut names);
     let differ = place.image(&["compare", "a.img", "a.qcow2", "-s", "--json"]);
     add_names(&json(&String::from_utf8(differ.stdout).unwrap()), &mut names);
+    let size = fs::metadata(place.path("b.vhd")).unwrap().len();
+    fs::File::options()
+        .write(true)
+        .open(place.path("b.vhd"))
+        .unwrap()
+        .set_len(size - 4096)
+        .unwrap();
+    let salvaged = place.image(&["convert", "--salvage", "b.vhd", "saved.img", "--json"]);
+    add_names(&json(&String::from_utf8(salvaged.stdout).unwrap()), &mut names);
     fs::remove_file(place.path("a.img")).unwrap();
     let chain = place.image(&["info", "leaf.vhd", "--json"]);
     add_names(&json(&String::from_utf8(chain.stdout).unwrap()), &mut names);

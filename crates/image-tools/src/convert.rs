@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, Seek as _, SeekFrom};
 
 use ferrite_disk::Disk;
-use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, OnDamage, OpenOptions, SECTOR_BYTES};
 use ferrite_images::children::PARTIAL;
 
 use super::copy::{Copying, Mode};
@@ -12,7 +12,8 @@ use super::create::done;
 use super::files::{NewFile, Over, beside, check_apart, check_regular, same_file};
 use super::formats::{Blank, shows_medium};
 use super::resume::{Resume, Source};
-use super::{DAMAGED, Done, ImageTools, NewImage, broken, formats};
+use super::salvage::Lost;
+use super::{DAMAGED, Done, ImageTools, NewImage, Salvaged, broken, formats};
 
 /// The options of a conversion.
 #[derive(Clone, Debug, Default)]
@@ -54,27 +55,69 @@ impl ImageTools<'_> {
         to: &ImageName,
         how: &Convert,
     ) -> Result<Done, DiskError> {
+        self.convert_reading(from, to, how, None)
+    }
+
+    /// [`convert`](Self::convert) of a disk that may be damaged: what cannot be read is zeros in the copy. It cannot be
+    /// resumed.
+    ///
+    /// # Errors
+    /// The headers of an image of the chain are damaged, or a parent is missing. Those of [`convert`](Self::convert).
+    pub fn salvage(
+        &self,
+        from: &ImageName,
+        to: &ImageName,
+        how: &Convert,
+    ) -> Result<Salvaged, DiskError> {
+        let options = OpenOptions { on_damage: OnDamage::Salvage, ..self.options(true) };
+        let source = Disk::open_image(from, &options)?;
+        let lost = Lost::default();
+        let done = self.convert_reading(from, to, how, Some((&source, &lost)))?;
+        let (damaged_bytes, ranges, more_ranges) = lost.told(&source);
+        Ok(Salvaged { done, damaged_bytes, ranges, more_ranges })
+    }
+
+    /// Converts the disk `from`. With `damaged` that is open already, and may be damaged.
+    fn convert_reading(
+        &self,
+        from: &ImageName,
+        to: &ImageName,
+        how: &Convert,
+        damaged: Option<(&Disk, &Lost)>,
+    ) -> Result<Done, DiskError> {
         if let Some((store, volume)) = to.volume() {
-            return self.convert_into(from, (store, volume), how);
+            return self.convert_into(from, (store, volume), how, damaged);
         }
         let what = || format!("cannot convert {} to {}", from.path.display(), to.path.display());
         let cannot = |e| broken(what(), e);
-        let source = self.open(from, true)?;
-        check_apart(what(), &source, &to.path)?;
-        check_apart(what(), &source, &beside(&to.path, PARTIAL))?;
+        let opened;
+        let source = match damaged {
+            Some((source, _)) => source,
+            None => {
+                opened = self.open(from, true)?;
+                &opened
+            }
+        };
+        check_apart(what(), source, &to.path)?;
+        check_apart(what(), source, &beside(&to.path, PARTIAL))?;
         let bytes = source.sectors() * SECTOR_BYTES;
         let new = how.new_image();
         formats::check_new(to, &new, None, bytes)?;
         let fresh = Resume {
-            sources: sources(&source, from).map_err(cannot)?,
-            journal: self.info_of(&source)?.chain.iter().any(|layer| layer.journal),
+            sources: sources(source, from).map_err(cannot)?,
+            journal: match damaged {
+                Some(_) => false,
+                None => self.info_of(source)?.chain.iter().any(|layer| layer.journal),
+            },
             format: to.format.name().into(),
             virtual_bytes: bytes,
             done_bytes: 0,
         };
-        let is_untold = fresh.is_untold();
+        // The ranges that were lost before an interruption would be forgotten.
+        let is_resumable = damaged.is_none() && !self.is_device(&to.path);
+        let is_untold = fresh.is_untold() || damaged.is_some();
         let too_small = |e| self.too_small(to, bytes, e);
-        let (file, state) = self.destination(to, how, fresh).map_err(too_small)?;
+        let (file, state) = self.destination(to, how, fresh, is_resumable).map_err(too_small)?;
         // No journal: data that are not durable are written again.
         let target = file.open_disk(to.format)?;
         let mut context = Copying::context(self).map_err(cannot)?;
@@ -82,11 +125,14 @@ impl ImageTools<'_> {
             true => Mode::Replace,
             false => Mode::Fill,
         };
-        let copying = Copying::new(self, &mut context, mode, &source, &target);
+        let copying = Copying::new(self, &mut context, mode, source, &target);
         let mut copying = copying.map_err(cannot)?;
         copying.skip_zeros_of(how.zero_bytes);
-        if !self.is_device(&to.path) {
+        if is_resumable {
             copying.go_on(state, &to.path);
+        }
+        if let Some((_, lost)) = damaged {
+            copying.tolerate(lost);
         }
         let copied = context.run(copying.run());
         drop(copying);
@@ -126,12 +172,14 @@ impl ImageTools<'_> {
         self.sync_dir(&to.path)
     }
 
-    /// The file to write to, and the state. From here on the file stays, even after a failure.
+    /// The file to write to, and the state, which is noted if the copy can be resumed. From here on the file stays, even
+    /// after a failure.
     fn destination(
         &self,
         to: &ImageName,
         how: &Convert,
         fresh: Resume,
+        is_resumable: bool,
     ) -> Result<(NewFile<'_>, Resume), DiskError> {
         let what = || format!("cannot convert to {}", to.path.display());
         let mut file = self.old_file(&to.path, PARTIAL, Over::forced(how.force))?;
@@ -204,9 +252,7 @@ impl ImageTools<'_> {
         }
         let below = (None, Blank::Anything);
         self.write_new(&mut file, to.format, &how.new_image(), below, fresh.virtual_bytes)?;
-        if !self.is_device(&to.path)
-            && let Err(e) = fresh.begin(&to.path)
-        {
+        if is_resumable && let Err(e) = fresh.begin(&to.path) {
             let _ = Resume::remove(&to.path);
             return Err(cannot(e));
         }

@@ -16,6 +16,7 @@ use ferrite_io::shared_lock::SharedLock;
 use super::io_context::{BUFFER_BYTES, IoContext, Stop, all};
 use super::resume::Resume;
 use super::room::Guard;
+use super::salvage::Lost;
 use super::{ImageTools, Progress};
 
 /// Pieces in flight at a time.
@@ -77,6 +78,8 @@ pub(super) struct Copying<'a> {
     /// A flush has failed: the kernel may have dropped data, and reports that only once. Only the state noted before
     /// can be resumed.
     faulty: Cell<bool>,
+    /// What could not be read, if the copy goes on in spite of that.
+    lost: Option<&'a Lost>,
     /// The state to note, and the path beside which it is noted.
     notes: Option<(RefCell<Resume>, &'a Path)>,
 }
@@ -109,6 +112,7 @@ impl<'a> Copying<'a> {
             unsynced: Cell::new(0),
             syncing: Cell::new(false),
             faulty: Cell::new(false),
+            lost: None,
             notes: None,
         })
     }
@@ -121,6 +125,11 @@ impl<'a> Copying<'a> {
     /// Leaves out zeros in units of so many bytes.
     pub(super) fn skip_zeros_of(&mut self, unit: Option<u32>) {
         self.zero_unit = unit.map_or(ZERO_UNIT, |bytes| bytes as usize);
+    }
+
+    /// Takes what cannot be read for zeros, and notes it.
+    pub(super) fn tolerate(&mut self, lost: &'a Lost) {
+        self.lost = Some(lost);
     }
 
     /// Resumes from the state, and notes the progress beside `path`.
@@ -226,7 +235,13 @@ impl<'a> Copying<'a> {
                 let (piece, below) = look_at_layer(leaf, 0, port, at, self.end - at).await?;
                 Ok(piece.map_or((None, below), |piece| (Some(piece.what), piece.len)))
             }
-            _ => look(disk, port, at, self.end - at).await.map(|p| (Some(p.what), p.len)),
+            _ => match self.lost {
+                Some(lost) => {
+                    let (what, len) = lost.look((disk, port), at, self.end - at).await?;
+                    Ok((Some(what), len))
+                }
+                None => look(disk, port, at, self.end - at).await.map(|p| (Some(p.what), p.len)),
+            },
         }
     }
 
@@ -243,7 +258,11 @@ impl<'a> Copying<'a> {
             let block = buf.slice(last, len - last);
             to.read(to_port, piece.at + last as u64, block).await?;
         }
-        from.read(from_port, piece.at, buf.slice(0, piece.len as usize)).await?;
+        let read = buf.slice(0, piece.len as usize);
+        match self.lost {
+            Some(lost) => lost.read((from, from_port), piece.at, read).await?,
+            None => from.read(from_port, piece.at, read).await?,
+        }
         let buf = buf.slice(0, len);
         let _alone = match self.room.is_low(to, IN_FLIGHT as u64 * PIECE) {
             true => Some(self.last_room.lock(&to_port.io).await?),

@@ -39,6 +39,7 @@ mod report;
 mod resize;
 mod resume;
 mod room;
+mod salvage;
 mod spec;
 pub mod stores;
 mod undo;

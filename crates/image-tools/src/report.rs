@@ -182,6 +182,33 @@ pub struct Done {
     pub notes: Vec<String>,
 }
 
+/// The copy of a disk that may be damaged.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Salvaged {
+    /// The copy.
+    #[serde(flatten)]
+    pub done: Done,
+    /// Bytes of the disk that could not be read: zeros in the copy.
+    pub damaged_bytes: u64,
+    /// Their ranges, in order, at most 1,000.
+    pub ranges: Vec<DamagedRange>,
+    /// Ranges that are not listed.
+    pub more_ranges: u64,
+}
+
+/// A part of a disk that could not be read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DamagedRange {
+    /// Its offset in the disk.
+    pub start_bytes: u64,
+    /// Its length.
+    pub length_bytes: u64,
+    /// The image of the chain that is damaged there.
+    pub path: String,
+    /// The reason, for the beginning of the range.
+    pub why: String,
+}
+
 /// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {

@@ -14,6 +14,7 @@ use ferrite_store::owned::StoreHandle;
 
 use super::copy::{Copying, Mode};
 use super::io_context::IoContext;
+use super::salvage::Lost;
 use super::stores::until_stopped;
 use super::{Convert, Done, ImageTools, Progress, broken, refused};
 
@@ -21,13 +22,14 @@ use super::{Convert, Done, ImageTools, Progress, broken, refused};
 const DOMAIN: u16 = 0;
 
 impl ImageTools<'_> {
-    /// Copies the content of `from` into a new volume. Until it is complete and durable the volume is called
+    /// Copies the content of `from` into a new volume. With `damaged` that is open already, and may be damaged. Until it is complete and durable the volume is called
     /// `NAME.partial`. Then a clone of it gets the name, and it is deleted.
     pub(super) fn convert_into(
         &self,
         from: &ImageName,
         (path, volume): (&Path, &str),
         how: &Convert,
+        damaged: Option<(&Disk, &Lost)>,
     ) -> Result<Done, DiskError> {
         let to = format!("{}#{volume}", path.display());
         let what = || format!("cannot convert {} to {to}", from.path.display());
@@ -52,7 +54,14 @@ impl ImageTools<'_> {
                         \".partial\" is added to it until the copy is complete";
             DiskError::new(ErrorKind::Usage, what(), why, help)
         })?;
-        let source = self.open(from, true)?;
+        let opened;
+        let source = match damaged {
+            Some((source, _)) => source,
+            None => {
+                opened = self.open(from, true)?;
+                &opened
+            }
+        };
         let bytes = source.sectors() * SECTOR_BYTES;
         let options = self.medium_options(false);
         let handle = StoreHandle::open_on(path, &options, open_store, self.engine)?;
@@ -80,8 +89,11 @@ impl ImageTools<'_> {
         target.push(format!("#{partial}"));
         let target = ImageName { format: Format::Store, path: target.into() };
         let target = Disk::open_image(&target, &options)?;
-        let copying = Copying::new(self, &mut context, Mode::Fill, &source, &target);
+        let copying = Copying::new(self, &mut context, Mode::Fill, source, &target);
         let mut copying = copying.map_err(cannot)?;
+        if let Some((_, lost)) = damaged {
+            copying.tolerate(lost);
+        }
         copying.skip_zeros_of(how.zero_bytes);
         let copied = context.run(copying.run());
         drop(copying);

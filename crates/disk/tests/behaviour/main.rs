@@ -8,6 +8,7 @@ mod model;
 
 mod allowed_parents;
 mod chains;
+mod damaged;
 mod device;
 mod errors;
 mod failed_syncs;
@@ -23,6 +24,7 @@ mod qcow2_device;
 mod qcow2_foreign;
 mod qcow2_interop;
 mod qcow2_model;
+mod qcow2_rebuild;
 mod qcow2_repair;
 mod qcow2_reuse;
 mod qcow2_snapshots;

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use ferrite_disk::{Disk, DiskError, Format, ImageName, OpenOptions, Session};
+use ferrite_disk::{Disk, DiskError, Format, ImageName, OnDamage, OpenOptions, Session};
 use ferrite_hostile_inputs::images::Sketch;
 use ferrite_simio::SimWorld;
 use ferrite_testkit::proc::Memory;
@@ -73,10 +73,29 @@ impl Den {
     }
 
     fn judge_within(&self, path: &Path, format: Format, read_only: bool, kib: u64) -> Verdict {
+        let verdict = self.judge_open(path, format, read_only, OnDamage::Refuse, kib);
+        for on_damage in [OnDamage::Serve, OnDamage::Salvage] {
+            let in_spite = self.judge_open(path, format, true, on_damage, kib);
+            let is_refused = matches!(in_spite, Verdict::Refused(_));
+            let opens = read_only && !matches!(verdict, Verdict::Refused(_));
+            assert!(!(opens && is_refused), "in spite of damage it {in_spite}");
+        }
+        verdict
+    }
+
+    fn judge_open(
+        &self,
+        path: &Path,
+        format: Format,
+        read_only: bool,
+        on_damage: OnDamage,
+        kib: u64,
+    ) -> Verdict {
         let before = self.fingerprint();
         let memory = Memory::watch();
         let began = processor_time();
-        let verdict = match open(path, format, read_only) {
+        let options = OpenOptions { read_only, on_damage, ..OpenOptions::default() };
+        let verdict = match open_by(path, format, &options) {
             Err(e) => Verdict::Refused(e),
             Ok(disk) => match read_some(disk) {
                 Err(e) => Verdict::Fails(e),
@@ -150,8 +169,11 @@ impl std::fmt::Display for Verdict {
 }
 
 fn open(path: &Path, format: Format, read_only: bool) -> Result<Disk, DiskError> {
-    let options = OpenOptions { read_only, ..OpenOptions::default() };
-    Disk::open_image(&ImageName { format, path: path.to_owned() }, &options)
+    open_by(path, format, &OpenOptions { read_only, ..OpenOptions::default() })
+}
+
+fn open_by(path: &Path, format: Format, options: &OpenOptions) -> Result<Disk, DiskError> {
+    Disk::open_image(&ImageName { format, path: path.to_owned() }, options)
 }
 
 /// The first 64 KiB, or all.

@@ -1,6 +1,6 @@
 //! Commands that make or replace images: from options to what `ferrite_image_tools` does.
 
-use ferrite_disk::Format;
+use ferrite_disk::{Format, ImageName};
 use ferrite_image_tools::{Convert, Done, ImageTools, Measured, NewImage, Rebase};
 
 use super::args::{
@@ -40,6 +40,21 @@ pub(super) fn convert(tools: &ImageTools<'_>, args: &ConvertArgs) -> Result<Done
     if args.existing {
         return Ok(tools.convert_over(&from, &existing(&args.destination, args.to)?)?);
     }
+    let (to, how, parent) = copy(args)?;
+    match parent {
+        Some(_) if how.resume || how.fixed => {
+            let what = format!("cannot convert to {}", args.destination.display());
+            let why = "a copy on a parent cannot be resumed, and has no space allocated at once";
+            Err(Failure::new(what, why, "leave out the parent, or that option")
+                .with_code(Code::USAGE))
+        }
+        Some(parent) => Ok(tools.convert_on(&from, &to, &parent, &how)?),
+        None => Ok(tools.convert(&from, &to, &how)?),
+    }
+}
+
+/// The copy that the arguments ask for: its name, how it is made, and its parent.
+fn copy(args: &ConvertArgs) -> Result<(ImageName, Convert, Option<ImageName>), Failure> {
     let to = new_disk(&args.destination, args.to)?;
     let wanted = args.options.wanted(to.format, &args.destination)?;
     let how = Convert {
@@ -52,16 +67,37 @@ pub(super) fn convert(tools: &ImageTools<'_>, args: &ConvertArgs) -> Result<Done
     };
     let parent = args.parent.as_ref().or(wanted.parent.as_ref());
     let format = args.parent_format.or(wanted.parent_format);
-    match parent {
-        Some(_) if how.resume || how.fixed => {
-            let what = format!("cannot convert to {}", args.destination.display());
-            let why = "a copy on a parent cannot be resumed, and has no space allocated at once";
-            Err(Failure::new(what, why, "leave out the parent, or that option")
-                .with_code(Code::USAGE))
-        }
-        Some(parent) => Ok(tools.convert_on(&from, &to, &existing(parent, format)?, &how)?),
-        None => Ok(tools.convert(&from, &to, &how)?),
+    let parent = parent.map(|parent| existing(parent, format)).transpose()?;
+    Ok((to, how, parent))
+}
+
+/// Copies a disk that may be damaged, and lists what could not be read. That decides the exit code.
+pub(super) fn salvage(
+    tools: &ImageTools<'_>,
+    out: &Out<'_>,
+    args: &ConvertArgs,
+) -> Result<(), Failure> {
+    args.ignored.check(&args.destination)?;
+    let from = existing_disk(&args.source, args.from)?;
+    let (to, how, parent) = copy(args)?;
+    if parent.is_some() {
+        let what = format!("cannot convert to {}", args.destination.display());
+        let why = "what is salvaged stands on no parent";
+        return Err(Failure::new(what, why, "leave out the parent").with_code(Code::USAGE));
     }
+    let salvaged = tools.salvage(&from, &to, &how)?;
+    if salvaged.damaged_bytes == 0 {
+        return out.confirm(&salvaged, text::salvaged);
+    }
+    out.say(&salvaged, text::salvaged)?;
+    let bytes = salvaged.damaged_bytes;
+    Err(Failure::new(
+        format!("{} is not all of {}", args.destination.display(), args.source.display()),
+        format!("{bytes} bytes could not be read, and are zeros in the copy"),
+        "restore these parts from a backup if there is one, and have the guest's file systems checked \
+         (fsck) before they are used",
+    )
+    .with_code(Code::SALVAGED))
 }
 
 pub(super) fn rebase(tools: &ImageTools<'_>, args: &RebaseArgs) -> Result<Done, Failure> {

@@ -73,6 +73,7 @@ fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<()
             let new = NewImage { parent, unmarked, force: it.force, ..NewImage::default() };
             out.confirm(&tools.create(&name(&it.new, None)?, &new)?, text::made)
         }
+        ImageCommand::Convert(it) if it.salvage => making::salvage(tools, &out, it),
         ImageCommand::Convert(convert) => {
             out.confirm(&making::convert(tools, convert)?, text::made)
         }

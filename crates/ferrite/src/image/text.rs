@@ -6,7 +6,7 @@ use ferrite_disk::size::Human;
 use ferrite_disk::{Class, Counts, Format};
 use ferrite_image_tools::{
     CheckReport, Checked, Comparison, Done, Extent, Info, JournalInfo, JournalState, Kind,
-    LayerInfo, Measured, Repaired, SnapshotInfo, Usage,
+    LayerInfo, Measured, Repaired, Salvaged, SnapshotInfo, Usage,
 };
 
 use crate::plain::one_line;
@@ -23,6 +23,28 @@ pub(super) fn made(done: &Done) -> String {
     let size = Human(done.virtual_bytes);
     let kind = if done.format == Format::Store.name() { "volume" } else { done.format };
     with_notes(format!("{}: {kind} of {size}", one_line(&done.path)), &done.notes)
+}
+
+/// A copy of a disk that may be damaged, and what is missing in it.
+pub(super) fn salvaged(salvaged: &Salvaged) -> String {
+    let mut out = made(&salvaged.done);
+    if salvaged.damaged_bytes == 0 {
+        return out;
+    }
+    let _ = writeln!(
+        out,
+        "{:>18} {:>16}  zeros in the copy, as this could not be read",
+        "start", "length"
+    );
+    for range in &salvaged.ranges {
+        let (start, length) = (range.start_bytes, range.length_bytes);
+        let (path, why) = (one_line(&range.path), one_line(&range.why));
+        let _ = writeln!(out, "{start:>18} {length:>16}  {path}: {why}");
+    }
+    if salvaged.more_ranges > 0 {
+        let _ = writeln!(out, "and {} more ranges", salvaged.more_ranges);
+    }
+    out
 }
 
 pub(super) fn resized(done: &Done) -> String {

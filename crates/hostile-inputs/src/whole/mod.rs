@@ -5,7 +5,10 @@ mod recipe;
 mod stage;
 
 use ferrite_disk::open_medium;
-use ferrite_disk::{Disk, DiskError, Extent, Format, OpenOptions, Port, ProblemKind, Session};
+use ferrite_disk::pieces::{Found, Piece, look_in_spite};
+use ferrite_disk::{
+    Disk, DiskError, Extent, Format, OnDamage, OpenOptions, Port, ProblemKind, Session,
+};
 use ferrite_images::{qcow2, vhd};
 use ferrite_io::pool::Pool;
 use ferrite_io::reactor::Reactor;
@@ -37,8 +40,20 @@ fn image(format: Format, input: &[u8]) {
         let before = stage.fingerprint();
         let readable = opened(stage.open(format, true, None));
         check(stage, format, readable.is_some());
+        let opens = readable.is_some();
         if let Some(disk) = readable {
             read_around(disk);
+        }
+        for on_damage in [OnDamage::Serve, OnDamage::Salvage] {
+            let damaged = opened(stage.open_in_spite(format, on_damage));
+            assert!(
+                damaged.is_some() || !opens,
+                "an image that opens is refused if it may be damaged"
+            );
+            if let Some(disk) = damaged {
+                look_around(&disk);
+                read_around(disk);
+            }
         }
         // Opening for writing and dropping writes nothing, either.
         let writable = opened(stage.open(format, false, None));
@@ -156,6 +171,28 @@ fn read_around(disk: Disk) {
                 Extent::Data { .. } | Extent::Zeros { .. } => len,
             };
         }
+    }
+}
+
+/// Finds the places of a damaged disk, as its salvage does.
+fn look_around(disk: &Disk) {
+    let end = disk.sectors() * 512;
+    let mut at = 0;
+    let world = SimWorld::new(1);
+    let pool = Pool::with_scratch(1 << 20, 1, 256 << 10).expect("memory");
+    let mut reactor = Reactor::new(world.engine(pool.arena().clone()));
+    let files = disk.files().into_iter().map(|f| reactor.add_file(f).expect("a file")).collect();
+    let scratch = Scratch::new(pool.arena().clone(), pool.scratch(0));
+    let port = Port { io: reactor.io(), files, scratch };
+    for _ in 0..MAPPED_RANGES {
+        if at >= end {
+            break;
+        }
+        let found = reactor.block_on(look_in_spite(disk, &port, at, end - at)).expect("a reactor");
+        let (Found::Piece(Piece { len, .. }) | Found::Damaged { len, .. }) =
+            found.expect("no error but damage");
+        assert!(len > 0 && len <= end - at, "{len} bytes at {at} of {end}");
+        at += len;
     }
 }
 

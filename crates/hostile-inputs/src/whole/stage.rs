@@ -6,7 +6,7 @@ use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use ferrite_disk::{Disk, DiskError, Format, ImageName, OpenOptions};
+use ferrite_disk::{Disk, DiskError, Format, ImageName, OnDamage, OpenOptions};
 use tempfile::TempDir;
 
 use crate::images::{Sketch, qcow2, vhd};
@@ -102,6 +102,21 @@ impl Stage {
         let options = OpenOptions {
             read_only,
             state_dir,
+            metadata_bytes: METADATA_BYTES,
+            ..OpenOptions::default()
+        };
+        Disk::open_image(&ImageName { format, path: self.path(format) }, &options)
+    }
+
+    /// Opens an image that may be damaged, for reading.
+    pub(super) fn open_in_spite(
+        &self,
+        format: Format,
+        on_damage: OnDamage,
+    ) -> Result<Disk, DiskError> {
+        let options = OpenOptions {
+            read_only: true,
+            on_damage,
             metadata_bytes: METADATA_BYTES,
             ..OpenOptions::default()
         };

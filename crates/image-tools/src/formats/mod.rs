@@ -357,13 +357,17 @@ pub(super) fn dirty_bitmaps(layer: &Layer) -> u32 {
     each_format!(layer, image => Offline::dirty_bitmaps(image))
 }
 
+/// A path for people. Parents are found by ./NAME, once for each level.
+pub(super) fn shown(path: &Path) -> String {
+    let parts = path.components().filter(|part| *part != Component::CurDir);
+    parts.collect::<PathBuf>().display().to_string()
+}
+
 /// The properties of the file.
 fn of_medium(raw: &Raw, format: Format) -> Result<LayerInfo, DiskError> {
     let path: &Path = raw.path();
-    // Parents are found by ./NAME, once for each level.
-    let shown: PathBuf = path.components().filter(|part| *part != Component::CurDir).collect();
     Ok(LayerInfo {
-        path: shown.display().to_string(),
+        path: shown(path),
         format: format.name(),
         kind: None,
         virtual_bytes: 0,

@@ -138,6 +138,7 @@ fn qcow2_finding(found: &qcow2::Finding) -> Finding {
         qcow2::Problem::Outside => "place",
         qcow2::Problem::CountTooLow => "refcount",
         qcow2::Problem::Leak => "leak",
+        qcow2::Problem::Refcounts => "refcounts",
         qcow2::Problem::Flag => "copied-flag",
         qcow2::Problem::List => "list",
         qcow2::Problem::Unsupported => "unsupported",

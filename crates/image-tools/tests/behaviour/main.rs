@@ -12,6 +12,7 @@ mod moved_children;
 mod parents_by_name;
 mod questions;
 mod rehearsed_repairs;
+mod salvage;
 mod tools;
 mod tools_files;
 mod tools_rights;

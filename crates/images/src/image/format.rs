@@ -44,6 +44,12 @@ pub trait ImageFormat: fmt::Display {
     /// Sets the memory for metadata that can be read again.
     fn set_metadata_bytes(&mut self, _: usize) {}
 
+    /// What is damaged in an image that is open in spite of that, a line each; at most a few, and how many more there
+    /// are. What is damaged in tables that are read later is not among them.
+    fn flaws(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// Its names of its parent; `None`: it has no parent.
     fn parents(&self) -> Result<Option<ParentNames>, DiskError> {
         Ok(None)

@@ -83,6 +83,11 @@ impl Layer {
         each_format!(self, image => ImageFormat::table_bytes(image))
     }
 
+    /// See [`ImageFormat::flaws`].
+    pub fn flaws(&self) -> Vec<String> {
+        each_format!(self, image => ImageFormat::flaws(image))
+    }
+
     pub(super) fn set_metadata_bytes(&mut self, bytes: usize) {
         each_format!(self, image as mut => ImageFormat::set_metadata_bytes(image, bytes))
     }

@@ -15,7 +15,8 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 
 use ferrite_disk_base::{
-    DiskError, Epochs, Extent, ImageName, OpenOptions, Port, Raw, Reader, SECTOR_BYTES, SyncWitness,
+    DiskError, Epochs, Extent, ImageName, OnDamage, OpenOptions, Port, Raw, Reader, SECTOR_BYTES,
+    SyncWitness,
 };
 use ferrite_io::arena::Span;
 
@@ -88,6 +89,9 @@ impl Image {
     /// One of the images cannot be opened; the text tells which, and why.
     pub fn open(name: &ImageName, options: &OpenOptions) -> Result<Image, DiskError> {
         let layers = chain::open_chain(name, options)?;
+        if options.on_damage() == OnDamage::Serve {
+            layers.iter().for_each(warn_of_damage);
+        }
         let bytes = layers.first().map_or(0, Layer::bytes);
         let budget_bytes = options.metadata_bytes / SHORTCUT_SHARE;
         let shortcut = Shortcut::new(layers.len(), bytes, budget_bytes);
@@ -338,6 +342,14 @@ impl fmt::Display for Image {
             1 => write!(f, ", over 1 parent"),
             n => write!(f, ", over {n} parents"),
         }
+    }
+}
+
+/// Tells the log what is damaged in an image that is served in spite of that.
+fn warn_of_damage(layer: &Layer) {
+    for flaw in layer.flaws() {
+        let image = layer.medium().path().display();
+        tracing::warn!(%image, "it is damaged, and reads of such parts fail: {flaw}");
     }
 }
 

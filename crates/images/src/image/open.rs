@@ -2,9 +2,10 @@
 
 use std::path::Path;
 
-use ferrite_disk_base::{DiskError, ErrorKind, OpenOptions, READ_ONLY, Raw, Unopened};
+use ferrite_disk_base::{DiskError, ErrorKind, OnDamage, OpenOptions, READ_ONLY, Raw, Unopened};
 
 use crate::children::{self, Ask};
+use crate::image::format::ImageFormat;
 use crate::qcow2::Qcow2;
 use crate::vhd::Vhd;
 
@@ -40,14 +41,39 @@ impl Vhd {
     /// # Errors
     /// It cannot be opened or locked, or is invalid; the text tells where and why.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<Vhd, DiskError> {
-        Vhd::of(open_medium(path, options)?, options)
+        in_spite(path, options, |options| Vhd::of(open_medium(path, options)?, options))
     }
 }
 
 impl Qcow2 {
     /// Opens and locks the image at `path`. Its parent is not opened.
     pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Qcow2, DiskError> {
-        Qcow2::of(open_medium(path, options)?, options)
+        in_spite(path, options, |options| Qcow2::of(open_medium(path, options)?, options))
+    }
+}
+
+/// Opens an image. One that is damaged may not fit its journal any more: then a reader that tolerates damage opens it
+/// without.
+fn in_spite<T: ImageFormat>(
+    path: &Path,
+    options: &OpenOptions,
+    open: impl Fn(&OpenOptions) -> Result<T, DiskError>,
+) -> Result<T, DiskError> {
+    let tolerant = options.on_damage() != OnDamage::Refuse && options.state_dir.is_some();
+    let refused = match open(options) {
+        Err(e) if tolerant && matches!(e.kind(), ErrorKind::Damaged | ErrorKind::Refused) => e,
+        opened => return opened,
+    };
+    match open(&OpenOptions { state_dir: None, ..options.clone() }) {
+        Ok(image) if !image.flaws().is_empty() => {
+            tracing::warn!(
+                image = %path.display(),
+                "it is read without the writes that a killed backend has left in its journal: {}",
+                refused.why(),
+            );
+            Ok(image)
+        }
+        _ => Err(refused),
     }
 }
 

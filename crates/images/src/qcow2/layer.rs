@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use ferrite_disk_base::journal::Identity;
-use ferrite_disk_base::{DiskError, Epochs, Format, Port, Raw, SyncWitness};
+use ferrite_disk_base::{DiskError, Epochs, Format, OnDamage, Port, Raw, SyncWitness};
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 
@@ -33,6 +33,10 @@ impl ImageFormat for Qcow2 {
 
     fn table_bytes(&self) -> u64 {
         size_of_val(&*self.l1) as u64
+    }
+
+    fn flaws(&self) -> Vec<String> {
+        self.flaws.clone()
     }
 
     /// Sets the memory for entries that can be read again. Entries recovered from a dead process, which have to be
@@ -116,7 +120,7 @@ impl ImageFormat for Qcow2 {
     }
 
     async fn load(&self, port: &Port, file: FileId, offset: u64, _: u64) -> io::Result<()> {
-        Qcow2::load(self, port, file, offset).await
+        self.tell(Qcow2::load(self, port, file, offset).await)
     }
 
     async fn prepare(&self, port: &Port, offset: u64, _: u64) -> io::Result<()> {
@@ -134,7 +138,7 @@ impl ImageFormat for Qcow2 {
     }
 
     async fn unpack(&self, port: &Port, file: FileId, offset: u64, buf: Span) -> io::Result<()> {
-        Qcow2::unpack(self, port, file, offset, buf).await
+        self.tell(Qcow2::unpack(self, port, file, offset, buf).await)
     }
 
     async fn commit(&self, port: &Port) -> io::Result<()> {
@@ -255,7 +259,9 @@ impl Qcow2 {
         if offset < limit {
             return Mapping::Data { offset, len: len.min(limit - offset) };
         }
-        match offset < limit.next_multiple_of(self.cluster_bytes()) {
+        match self.on_damage != OnDamage::Salvage
+            && offset < limit.next_multiple_of(self.cluster_bytes())
+        {
             true => Mapping::Zeros {
                 len: len.min(self.cluster_bytes() - offset % self.cluster_bytes()),
             },

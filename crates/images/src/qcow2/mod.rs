@@ -20,11 +20,11 @@
 //! is free, and is reused when no operation on it is in flight any more (`epochs`).
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use ferrite_disk_base::size::Human;
-use ferrite_disk_base::{Epochs, Extent};
+use ferrite_disk_base::{Epochs, Extent, OnDamage};
 use ferrite_io::shared_lock::SharedLock;
 
 use crate::image::backing::Backing;
@@ -32,6 +32,7 @@ use crate::image::format::ImageFormat;
 
 mod alloc;
 mod commit;
+mod damage;
 mod format;
 mod layer;
 mod maintenance;
@@ -91,6 +92,11 @@ pub struct Qcow2 {
     l1: Box<[AtomicU64]>,
     cache: Cache,
     alloc: Allocator,
+    /// What is done about damage, and what was found of it at opening.
+    on_damage: OnDamage,
+    flaws: Vec<String>,
+    /// Reads that have met damage, and were logged.
+    told: AtomicUsize,
     /// By cluster, sorted: entries that a dead process has answered for, if this process only reads.
     answered: Vec<(u64, u64)>,
     /// The first write may begin: the header has been prepared.

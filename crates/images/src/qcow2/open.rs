@@ -3,17 +3,18 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex};
 
 use ferrite_disk_base::journal::{self, Identity, Journal, Left, Record};
 use ferrite_disk_base::{
-    DiskError, Epochs, ErrorKind, Format, ImageName, OpenOptions, READ_ONLY, Raw, is_something_else,
+    DiskError, Epochs, ErrorKind, Format, ImageName, OnDamage, OpenOptions, READ_ONLY, Raw,
+    is_something_else,
 };
 use ferrite_host::clock::SplitMix64;
 use ferrite_io::shared_lock::SharedLock;
 
-use super::{MAX_CHANGES, Qcow2, SLICE_BYTES};
+use super::{MAX_CHANGES, Qcow2, SLICE_BYTES, damage};
 use crate::qcow2::alloc::Allocator;
 use crate::qcow2::alloc::base::Base;
 use crate::qcow2::alloc::fingerprint::Fingerprint;
@@ -21,14 +22,14 @@ use crate::qcow2::alloc::refs::Refs;
 use crate::qcow2::alloc::state::State;
 use crate::qcow2::format::backing::Named;
 use crate::qcow2::format::entry;
-use crate::qcow2::format::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, HeaderError, be64};
+use crate::qcow2::format::header::{CORRUPT, DIRTY, Flaws, HEAD_BYTES, Header, HeaderError, be64};
 use crate::qcow2::maintenance::snapshots;
 use crate::qcow2::tables::cache::Cache;
 use crate::qcow2::tables::changes::WORDS;
 use crate::qcow2::tables::meta::{TABLE_PIECE, read_whole};
 
-const HELP_DAMAGED: &str =
-    "check it (ferrite image check), and take a backup of it before anything";
+const HELP_DAMAGED: &str = "check it (ferrite image check); if its header is intact, it is read in spite of that by ferrite \
+     image convert --salvage, and by export and serve with --read-only";
 
 /// An image's tables as they are on disk, checked.
 struct Tables {
@@ -38,6 +39,7 @@ struct Tables {
     /// Clusters of metadata, sorted.
     metadata: Vec<u64>,
     limit: u64,
+    flaws: Vec<String>,
 }
 
 impl Qcow2 {
@@ -51,7 +53,14 @@ impl Qcow2 {
         let dir = options.state_dir.as_deref();
         let bytes = medium.bytes_now().map_err(|e| cannot.io(e))?;
         let head = medium.read_now(0, HEAD_BYTES as usize).map_err(|e| cannot.io(e))?;
-        let header = Header::parse(&head, bytes).map_err(|e| cannot.header(&e))?;
+        let on_damage = options.on_damage();
+        let parsed = Header::parse_in_spite(&head, bytes);
+        let (header, flaws) = parsed.map_err(|e| cannot.header(&e))?;
+        if let (OnDamage::Refuse, Some(e)) =
+            (on_damage, flaws.refcounts.as_ref().or(flaws.snapshots.as_ref()))
+        {
+            return Err(cannot.header(e));
+        }
         if !read_only {
             check_writable(&header, &cannot)?;
         }
@@ -61,7 +70,10 @@ impl Qcow2 {
         }
         let left = cannot.find(dir, &medium, &header)?;
         let all = left.is_some() || !read_only;
-        let tables = Tables::read(&medium, header, bytes, all, &cannot)?;
+        let tables = match on_damage {
+            OnDamage::Refuse => Tables::read(&medium, header, bytes, all, &cannot)?,
+            _ => Tables::read_in_spite(&medium, header, &flaws, bytes, all, &cannot)?,
+        };
         let fingerprint = match tables.header.version {
             2 if all => cannot.fingerprint(dir, &medium, &tables, left.as_ref())?,
             _ => None,
@@ -84,6 +96,9 @@ impl Qcow2 {
             l1: tables.l1.into_iter().map(AtomicU64::new).collect(),
             cache: Cache::new(options.metadata_bytes, entries, entry_bytes / 8),
             alloc,
+            on_damage,
+            flaws: tables.flaws,
+            told: AtomicUsize::new(0),
             answered: Vec::new(),
             ready: AtomicBool::new(false),
             mark,
@@ -159,26 +174,54 @@ impl Tables {
         cannot: &Cannot,
     ) -> Result<Tables, DiskError> {
         let io = |e| cannot.io(e);
-        let table = |offset, bytes: u64| -> Result<Vec<u64>, DiskError> {
-            let mut entries = Vec::with_capacity((bytes / 8) as usize);
-            for at in (0..bytes).step_by(TABLE_PIECE as usize) {
-                let len = (bytes - at).min(TABLE_PIECE) as usize;
-                let piece = read_whole(medium, offset + at, len).map_err(io)?;
-                entries.extend(piece.chunks_exact(8).map(|e| be64(e, 0)));
-            }
-            Ok(entries)
-        };
-        let l1 = table(header.l1_offset, u64::from(header.l1_entries) * 8)?;
+        let l1 = read_table(medium, header.l1_offset, u64::from(header.l1_entries) * 8);
+        let l1 = l1.map_err(io)?;
         let (mut reftable, mut snapshots) = (Vec::new(), Vec::new());
         if all {
-            reftable = table(header.reftable_offset, header.reftable_bytes())?;
+            reftable =
+                read_table(medium, header.reftable_offset, header.reftable_bytes()).map_err(io)?;
             snapshots = snapshots::clusters(medium, &header, bytes).map_err(io)?;
         }
         let limit = bytes & !511;
         let metadata = metadata(&header, &l1, &reftable, snapshots, bytes);
         let metadata = metadata.map_err(|e| cannot.header(&e))?;
-        Ok(Tables { header, l1, reftable, metadata, limit })
+        Ok(Tables { header, l1, reftable, metadata, limit, flaws: Vec::new() })
     }
+
+    /// [`read`](Self::read) in spite of damage.
+    fn read_in_spite(
+        medium: &Raw,
+        header: Header,
+        found: &Flaws,
+        bytes: u64,
+        all: bool,
+        cannot: &Cannot,
+    ) -> Result<Tables, DiskError> {
+        let io = |e| cannot.io(e);
+        let l1 = read_table(medium, header.l1_offset, u64::from(header.l1_entries) * 8);
+        let mut l1 = l1.map_err(io)?;
+        let metadata = damage::tables(&header, &mut l1, bytes);
+        let mut reftable = Vec::new();
+        if all {
+            reftable =
+                read_table(medium, header.reftable_offset, header.reftable_bytes()).map_err(io)?;
+            let is_place = |at: u64| at.is_multiple_of(header.cluster_bytes()) && at < bytes;
+            reftable.iter_mut().filter(|at| !is_place(**at)).for_each(|at| *at = 0);
+        }
+        let flaws = damage::flaws(&header, found, &l1);
+        Ok(Tables { header, l1, reftable, metadata, limit: bytes & !511, flaws })
+    }
+}
+
+/// The entries of a table; zeros past the end of the file.
+fn read_table(medium: &Raw, offset: u64, bytes: u64) -> io::Result<Vec<u64>> {
+    let mut entries = Vec::with_capacity((bytes / 8) as usize);
+    for at in (0..bytes).step_by(TABLE_PIECE as usize) {
+        let len = (bytes - at).min(TABLE_PIECE) as usize;
+        let piece = read_whole(medium, offset + at, len)?;
+        entries.extend(piece.chunks_exact(8).map(|e| be64(e, 0)));
+    }
+    Ok(entries)
 }
 
 /// The clusters of all tables, each once, within the file.

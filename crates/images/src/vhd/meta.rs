@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use ferrite_disk_base::{DiskError, ErrorKind, Raw};
 
+use super::damage::Damage;
 use super::format::batmap::{self, Batmap};
 use super::format::footer::{Footer, Kind};
 use super::format::header::{self, Header};
@@ -67,7 +68,9 @@ impl MetaError {
             }
             MetaError::Bad(bad) => {
                 let help = "check that it is a VHD and complete; ferrite image check says more, \
-                            and repair mends what can be mended";
+                            and repair mends what can be mended; if its headers are intact, it \
+                            is read in spite of that by ferrite image convert --salvage, and by \
+                            export and serve with --read-only";
                 DiskError::new(ErrorKind::Damaged, what, bad.to_string(), help)
             }
         }
@@ -188,6 +191,8 @@ pub(super) struct Sparse {
     pub(super) places: Vec<u32>,
     /// A bit for each block that is full by the batmap, the highest of a byte first; empty without a valid batmap.
     pub(super) full: Vec<u8>,
+    /// Blocks that cannot be read, if that is tolerated.
+    pub(super) damage: Damage,
 }
 
 /// Reads the dynamic header and the structures that it names, without the table.
@@ -266,14 +271,17 @@ pub(super) fn read_sparse(
         return Err(Malformed::new(header.table_offset, why).into());
     }
     drop(sectors);
-    let mut full = Vec::new();
-    if let Some(map) = &batmap {
-        let bytes = read(raw, map.offset, batmap::covered_bytes(footer.current_size) as usize)?;
-        if map.is_valid(&bytes) {
-            full = bytes;
-        }
-    }
-    Ok(Sparse { header, layout, batmap, places, full })
+    let full = match &batmap {
+        Some(map) => read_full(raw, footer, map)?,
+        None => Vec::new(),
+    };
+    Ok(Sparse { header, layout, batmap, places, full, damage: Damage::default() })
+}
+
+/// The bits of the batmap; none if its checksum does not fit.
+pub(super) fn read_full(raw: &Raw, footer: &Footer, map: &Batmap) -> Result<Vec<u8>, MetaError> {
+    let bytes = read(raw, map.offset, batmap::covered_bytes(footer.current_size) as usize)?;
+    Ok(if map.is_valid(&bytes) { bytes } else { Vec::new() })
 }
 
 /// The paths in the locators. First come those that end with the parent's name in the header, as a `%` may or may not

@@ -17,8 +17,8 @@ use std::sync::{Arc, Weak};
 use ferrite_disk_base::journal::{self, Identity, Journal};
 use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{
-    Commits, DiskError, ErrorKind, Format, ImageName, OpenOptions, Port, Raw, SyncWitness,
-    is_something_else,
+    Commits, DiskError, ErrorKind, Format, ImageName, OnDamage, OpenOptions, Port, Raw,
+    SyncWitness, is_something_else,
 };
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
@@ -33,6 +33,7 @@ mod by_name;
 mod check;
 mod close;
 mod create;
+mod damage;
 mod footers;
 mod format;
 mod identity;
@@ -125,7 +126,11 @@ impl Vhd {
         let body = match footer.kind {
             Kind::Fixed => fixed(&footer, footers.end_at).map_err(|e| bad(e.into()))?,
             Kind::Dynamic | Kind::Differencing => {
-                let sparse = meta::read_sparse(&raw, &footer, footer_at.room(footers.medium_bytes));
+                let room = footer_at.room(footers.medium_bytes);
+                let sparse = match options.on_damage() {
+                    OnDamage::Refuse => meta::read_sparse(&raw, &footer, room),
+                    OnDamage::Serve | OnDamage::Salvage => damage::read_sparse(&raw, &footer, room),
+                };
                 let sparse = sparse.map_err(bad)?;
                 let parent = match footer.kind {
                     Kind::Differencing => {
@@ -230,6 +235,13 @@ impl ImageFormat for Vhd {
         match &self.body {
             Body::Fixed => 0,
             Body::Sparse(sparse) => sparse.blocks.table_bytes(),
+        }
+    }
+
+    fn flaws(&self) -> Vec<String> {
+        match &self.body {
+            Body::Fixed => Vec::new(),
+            Body::Sparse(sparse) => sparse.blocks.flaws(),
         }
     }
 
@@ -407,6 +419,7 @@ fn sparse(
         last_sector: footers.end_at,
         places: meta.places,
         full: meta.full,
+        damage: meta.damage,
         metadata_bytes: options.metadata_bytes,
         journal,
         commits: Arc::clone(commits),

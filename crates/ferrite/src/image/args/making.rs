@@ -154,6 +154,10 @@ pub(crate) struct ConvertArgs {
     #[arg(short = 'U', long)]
     pub(crate) force_share: bool,
 
+    /// Copy what can be read of a damaged image: the rest is zeros, and listed. Ends with 6 if there is any.
+    #[arg(long, conflicts_with_all = ["resume", "existing", "parent"])]
+    pub(crate) salvage: bool,
+
     /// Continue an interrupted run.
     #[arg(long)]
     pub(crate) resume: bool,

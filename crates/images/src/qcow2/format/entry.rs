@@ -211,6 +211,43 @@ pub(crate) fn l2_table(entry: u64, cluster_bits: u32) -> Result<Option<(u64, boo
     }
 }
 
+/// Why the table of an L1 entry is not read, where damage is tolerated. It is in memory in place of the entry, as bits
+/// that no valid entry has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub(crate) enum NoTable {
+    /// The entry cannot be decoded.
+    BadEntry = 1,
+    /// It is outside of the file.
+    Outside = 3,
+    /// It is over the header, or a table that the header names.
+    Over = 5,
+    /// Another entry names it, too.
+    Shared = 7,
+}
+
+impl NoTable {
+    /// The reason that is in place of an entry.
+    pub(crate) fn of(entry: u64) -> Option<NoTable> {
+        let all = [NoTable::BadEntry, NoTable::Outside, NoTable::Over, NoTable::Shared];
+        all.into_iter().find(|why| *why as u64 == entry)
+    }
+}
+
+impl fmt::Display for NoTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            NoTable::BadEntry => "its L1 entry makes no sense",
+            NoTable::Outside => "its L2 table is outside of the file",
+            NoTable::Over => "its L2 table is over another table",
+            NoTable::Shared => "its L2 table is that of another part of the disk, too",
+        })
+    }
+}
+
+/// In memory in place of an L2 entry that refers to a table, where damage is tolerated: no valid entry has both bits.
+pub(crate) const TO_A_TABLE: u64 = COPIED | COMPRESSED;
+
 #[cfg(test)]
 mod tests {
     use super::*;

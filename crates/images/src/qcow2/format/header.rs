@@ -9,6 +9,9 @@ use crate::qcow2::format::entry::{Form, MAX_HOST_BYTES};
 use crate::qcow2::format::refcount;
 use crate::qcow2::format::unpack::Compression;
 
+/// Byte of the refcount table's place and size in the header.
+pub(crate) const REFTABLE_AT: u64 = 48;
+
 /// Byte of the autoclear features in the header.
 pub(crate) const AUTOCLEAR_AT: usize = 88;
 
@@ -105,6 +108,18 @@ pub(crate) struct Header {
     pub(crate) extensions: Vec<(u32, Vec<u8>)>,
 }
 
+/// The name of a table, its offset, and its bytes.
+pub(crate) type Place = (&'static str, u64, u64);
+
+/// What is wrong with the tables that are not needed to read the disk.
+#[derive(Debug, Default)]
+pub(crate) struct Flaws {
+    /// The refcount table.
+    pub(crate) refcounts: Option<HeaderError>,
+    /// The table of internal snapshots.
+    pub(crate) snapshots: Option<HeaderError>,
+}
+
 /// A big-endian field of bytes that are known to be long enough.
 pub(crate) fn be32(bytes: &[u8], at: usize) -> u32 {
     bytes[at..at + 4].iter().fold(0, |n, b| n << 8 | u32::from(*b))
@@ -162,6 +177,11 @@ impl Header {
         found.map(|(_, data)| data.as_slice()).filter(|data| data.len() >= 24)
     }
 
+    /// The header without a refcount table.
+    pub(crate) fn without_refcounts(&self) -> Header {
+        Header { reftable_offset: 0, reftable_clusters: 0, ..self.clone() }
+    }
+
     /// Clusters whose refcounts are in one block.
     pub(crate) fn block_entries(&self) -> u64 {
         refcount::entries(self.cluster_bits, self.refcount_order)
@@ -170,6 +190,16 @@ impl Header {
     /// Parses the first bytes of an image file of `file_bytes`: the whole file, the first cluster or [`HEAD_BYTES`],
     /// whichever is least; more bytes do no harm.
     pub(crate) fn parse(bytes: &[u8], file_bytes: u64) -> Result<Header, HeaderError> {
+        let (header, flaws) = Header::parse_in_spite(bytes, file_bytes)?;
+        flaws.refcounts.or(flaws.snapshots).map_or(Ok(header), Err)
+    }
+
+    /// [`parse`](Self::parse) in spite of tables that are not needed to read the disk, and whose place or size makes no
+    /// sense: in the header that is returned these have no bytes.
+    pub(crate) fn parse_in_spite(
+        bytes: &[u8],
+        file_bytes: u64,
+    ) -> Result<(Header, Flaws), HeaderError> {
         let mut header = fixed_fields(bytes)?;
         let head = bytes.len().min(header.cluster_bytes() as usize);
         let bytes = &bytes[..head];
@@ -186,8 +216,8 @@ impl Header {
         header.extensions =
             extensions.into_iter().filter(|(kind, _)| *kind != EXT_BACKING_FORMAT).collect();
         header.check_sizes()?;
-        header.check_places(file_bytes)?;
-        Ok(header)
+        let flaws = header.check_places(file_bytes)?;
+        Ok((header, flaws))
     }
 
     /// Parses the fields that only version 3 has; returns the length of the header.
@@ -261,15 +291,23 @@ impl Header {
         if u64::from(l1) < needed {
             return Err(Damaged(format!("an L1 table of {l1} entries where {needed} are needed")));
         }
+        Ok(())
+    }
+
+    fn check_refcounts_size(&self) -> Result<(), HeaderError> {
         let reftable = self.reftable_bytes();
         if reftable == 0 || reftable > MAX_REFTABLE_BYTES.max(self.cluster_bytes()) {
             let clusters = self.reftable_clusters;
             return Err(Damaged(format!("a refcount table of {clusters} clusters")));
         }
-        if self.snapshots > MAX_SNAPSHOTS {
-            return Err(Unsupported(format!("{} snapshots, more than 65,536", self.snapshots)));
-        }
         Ok(())
+    }
+
+    fn check_snapshots_size(&self) -> Result<(), HeaderError> {
+        match self.snapshots > MAX_SNAPSHOTS {
+            true => Err(Unsupported(format!("{} snapshots, more than 65,536", self.snapshots))),
+            false => Ok(()),
+        }
     }
 
     /// Bytes of the refcount table, which is whole clusters.
@@ -279,7 +317,7 @@ impl Header {
 
     /// The ranges of the tables that the header names, with their names. Missing tables have no bytes. The snapshot
     /// table's length is not in the header: its first byte counts.
-    pub(crate) fn places(&self) -> [(&'static str, u64, u64); 4] {
+    pub(crate) fn places(&self) -> [Place; 4] {
         let snapshots = u64::from(self.snapshots.min(1));
         [
             ("the header", 0, self.cluster_bytes()),
@@ -289,29 +327,51 @@ impl Header {
         ]
     }
 
-    fn check_places(&self, file_bytes: u64) -> Result<(), HeaderError> {
-        let places = self.places();
+    /// Checks the places of the tables that are needed to read the disk. Returns what is wrong with the others, and takes
+    /// those out.
+    fn check_places(&mut self, file_bytes: u64) -> Result<Flaws, HeaderError> {
+        let [header, l1, refcounts, snapshots] = self.places();
+        self.check_place(&header, &[], file_bytes)?;
+        self.check_place(&l1, &[header], file_bytes)?;
+        let sound = self.check_refcounts_size();
+        let sound = sound.and_then(|()| self.check_place(&refcounts, &[header, l1], file_bytes));
+        let mut others = vec![header, l1];
+        match &sound {
+            Ok(()) => others.push(refcounts),
+            Err(_) => (self.reftable_offset, self.reftable_clusters) = (0, 0),
+        }
+        let listed = self.check_snapshots_size();
+        let listed = listed.and_then(|()| self.check_place(&snapshots, &others, file_bytes));
+        if listed.is_err() {
+            (self.snapshots, self.snapshots_offset) = (0, 0);
+        }
+        Ok(Flaws { refcounts: sound.err(), snapshots: listed.err() })
+    }
+
+    /// Checks that a table is inside of a file, and apart from others.
+    fn check_place(
+        &self,
+        (name, offset, len): &Place,
+        others: &[Place],
+        file_bytes: u64,
+    ) -> Result<(), HeaderError> {
         // The last table may end before its cluster does, and the file with it.
         let file_bytes = file_bytes.next_multiple_of(self.cluster_bytes());
-        for (name, offset, len) in places {
-            let end = offset.checked_add(len).filter(|end| *end <= MAX_HOST_BYTES);
-            if !offset.is_multiple_of(self.cluster_bytes()) {
-                return Err(Damaged(format!("{name} is in the middle of a cluster: {offset:#x}")));
-            }
-            // Only the header's own cluster may be cut off by the end of the file.
-            if offset > 0 && end.is_none_or(|end| end > file_bytes) {
-                return Err(Damaged(format!("{name} at {offset:#x} is outside of the file")));
+        let end = offset.checked_add(*len).filter(|end| *end <= MAX_HOST_BYTES);
+        if !offset.is_multiple_of(self.cluster_bytes()) {
+            return Err(Damaged(format!("{name} is in the middle of a cluster: {offset:#x}")));
+        }
+        // Only the header's own cluster may be cut off by the end of the file.
+        if *offset > 0 && end.is_none_or(|end| end > file_bytes) {
+            return Err(Damaged(format!("{name} at {offset:#x} is outside of the file")));
+        }
+        match others.iter().find(|(_, at, bytes)| *offset < at + bytes && *at < offset + len) {
+            None => Ok(()),
+            Some((other, at, _)) => {
+                let text = format!("{name} at {offset:#x} overlaps {other} at {at:#x}");
+                Err(Damaged(text))
             }
         }
-        for (i, (name, offset, len)) in places.into_iter().enumerate() {
-            for (other, at, bytes) in &places[..i] {
-                if offset < at + bytes && *at < offset + len {
-                    let text = format!("{name} at {offset:#x} overlaps {other} at {at:#x}");
-                    return Err(Damaged(text));
-                }
-            }
-        }
-        Ok(())
     }
 
     /// The bytes of the header, its extensions and the backing name, without the rest of the cluster; `None` if they do

@@ -11,6 +11,7 @@ use crate::qcow2::format::header::{
 };
 use crate::qcow2::format::refcount;
 use crate::qcow2::maintenance::check::{Fix, Report, failed, survey};
+use crate::qcow2::maintenance::rebuild::rebuild;
 use crate::qcow2::tables::meta;
 
 /// Changes that are in memory at a time; the next pass finds the rest.
@@ -26,6 +27,8 @@ const SECTOR: u64 = 512;
 /// space of the file. Returns the findings from before the repair. If a finding is not
 /// [mendable](ferrite_disk_base::ProblemKind::is_mendable), nothing is changed at all.
 ///
+/// Refcounts that are lost are made anew first: see [`rebuild`].
+///
 /// The order: counts; sync; flags, which depend on them; sync; marks in the header; sync. After a crash in between,
 /// another repair finds the rest.
 ///
@@ -36,6 +39,9 @@ pub async fn repair(port: &Port, raw: &Raw) -> Result<Report, DiskError> {
     let Some(header) = planned else { return Ok(before) };
     let mended = async {
         unmark(port, &header).await?;
+        if before.needs_rebuild {
+            rebuild(port, raw, &header).await?;
+        }
         if !before.is_clean() {
             mend(port, raw, &header).await?;
         }
@@ -81,7 +87,8 @@ async fn mend(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
             Fix::Flag { offset, entry } if flags.len() < MAX_FIXES => flags.push((offset, entry)),
             Fix::Count { .. } | Fix::Flag { .. } | Fix::Free { .. } => {}
         })?;
-        let Some(header) = header.filter(|_| report.is_mendable()) else {
+        let is_mendable = report.is_mendable() && !report.needs_rebuild;
+        let Some(header) = header.filter(|_| is_mendable) else {
             return Err(meta::damaged("it has changed meanwhile"));
         };
         if !counts.is_empty() {
@@ -239,7 +246,11 @@ async fn make_blocks(
     .await
 }
 
-async fn change(port: &Port, offset: u64, change: impl FnOnce(&mut [u8])) -> io::Result<()> {
+pub(super) async fn change(
+    port: &Port,
+    offset: u64,
+    change: impl FnOnce(&mut [u8]),
+) -> io::Result<()> {
     let mut sector = meta::read(port, port.files[0], offset, SECTOR as usize).await?;
     change(&mut sector);
     meta::write(port, port.files[0], offset, &sector).await

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ferrite_disk_base::Port;
+use ferrite_disk_base::{OnDamage, Port};
 use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 use ferrite_io::scratch::MAX_PIECE_BYTES;
@@ -13,7 +13,7 @@ use crate::image::format::ImageFormat;
 use crate::image::mapping::Mapping;
 use crate::qcow2::alloc::fresh::{Fate, Fresh};
 use crate::qcow2::alloc::state::State;
-use crate::qcow2::format::entry::{self, COPIED, Cluster, Packed, own};
+use crate::qcow2::format::entry::{self, COPIED, Cluster, NoTable, Packed, TO_A_TABLE, own};
 use crate::qcow2::format::unpack;
 use crate::qcow2::tables::changes::l1_key;
 use crate::qcow2::tables::meta::{self, TRIES, out_of_memory};
@@ -24,7 +24,22 @@ impl Qcow2 {
     pub(crate) async fn load(&self, port: &Port, file: FileId, offset: u64) -> io::Result<()> {
         let cluster = offset >> self.header.cluster_bits;
         self.load_slice(port, file, cluster).await?;
-        self.check_entry(cluster)
+        self.check_entry(cluster)?;
+        self.check_end(offset)
+    }
+
+    /// The error of data that are missing at the end of the file, if that is damage.
+    fn check_end(&self, offset: u64) -> io::Result<()> {
+        let (cluster, within) = self.split(offset);
+        let found = self.entry(cluster).and_then(|entry| self.decode(entry));
+        match found {
+            Some(Cluster::Data { host, .. })
+                if self.on_damage == OnDamage::Salvage && host + within >= self.alloc.limit() =>
+            {
+                Err(meta::damaged(format!("the file ends before byte {offset:#x} of the disk")))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Reads one slice into the cache. Locked per table: a slice that was read before another task changed, wrote and
@@ -38,10 +53,16 @@ impl Qcow2 {
             return Ok(());
         }
         let len = self.cache.slice_entries() * self.header.form().entry_bytes();
+        if self.on_damage != OnDamage::Refuse && offset + len as u64 > self.alloc.limit() {
+            return Err(meta::damaged("the file ends within an L2 table"));
+        }
         let bytes = meta::read(port, file, offset, len).await?;
-        let words = self.words_of(slice, &bytes);
-        let mut entries = words.iter().take(self.cache.slice_entries());
-        if let Some(entry) = entries.find(|entry| self.overlaps_metadata(**entry)) {
+        let mut words = self.words_of(slice, &bytes);
+        let count = self.cache.slice_entries().min(words.len());
+        if self.on_damage != OnDamage::Refuse {
+            self.blank_out(&mut words[..count]);
+        }
+        if let Some(entry) = words[..count].iter().find(|entry| self.overlaps_metadata(**entry)) {
             return Err(meta::damaged(format!("L2 entry {entry:#x} refers to a table")));
         }
         let _state = self.state();
@@ -53,6 +74,9 @@ impl Qcow2 {
     pub(in crate::qcow2) fn slice_offset(&self, slice: u64) -> io::Result<Option<u64>> {
         let entries = self.cache.slice_entries() as u64;
         let l1 = self.l1[self.l1_index(slice * entries)].load(Ordering::Acquire);
+        if let Some(why) = NoTable::of(l1) {
+            return Err(meta::damaged(why.to_string()));
+        }
         let table = entry::l2_table(l1, self.header.cluster_bits)
             .map_err(|e| meta::damaged(format!("L1: {e}")))?;
         let entry_bytes = self.header.form().entry_bytes() as u64;
@@ -64,6 +88,10 @@ impl Qcow2 {
     pub(in crate::qcow2) fn check_entry(&self, cluster: u64) -> io::Result<()> {
         let Some(entry) = self.entry(cluster) else { return Ok(()) };
         let at = cluster << self.header.cluster_bits;
+        if entry == TO_A_TABLE && self.on_damage != OnDamage::Refuse {
+            let text = format!("the L2 entry for byte {at:#x} of the disk refers to a table");
+            return Err(meta::damaged(text));
+        }
         let found = self
             .header
             .form()

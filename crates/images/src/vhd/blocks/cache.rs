@@ -8,6 +8,7 @@ use ferrite_io::engine::FileId;
 
 use super::entry::{Entry, State as Where};
 use super::{Blocks, GENERATIONS, SECTOR, State};
+use crate::vhd::damage::{Why, unreadable};
 
 impl Blocks {
     /// Reads the bitmaps of the range that are not in memory.
@@ -29,8 +30,10 @@ impl Blocks {
         loop {
             let generation = self.generation(block).load(Ordering::Acquire);
             let entry = self.entry(block);
-            if !matches!(entry.state(), Where::OnDisk | Where::Overlay(_)) {
-                return Ok(());
+            match entry.state() {
+                Where::OnDisk | Where::Overlay(_) => {}
+                Where::Damaged(why) => return Err(unreadable(block, Why::of(why))),
+                Where::Empty | Where::Full | Where::Bits(_) => return Ok(()),
             }
             let bytes = self.bitmap_bytes_used();
             let piece = port.scratch.take(bytes.next_multiple_of(SECTOR as usize)).await;
@@ -85,7 +88,7 @@ impl Blocks {
                 (0..self.slab.words()).for_each(|i| bits.set_word(i, bits.word(i) | word(i)));
                 Where::Bits(slot)
             }
-            Where::Empty | Where::Full | Where::Bits(_) => return true,
+            Where::Empty | Where::Full | Where::Bits(_) | Where::Damaged(_) => return true,
         };
         self.set_entry(block, entry.with_state(known));
         true

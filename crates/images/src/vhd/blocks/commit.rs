@@ -121,7 +121,7 @@ impl Blocks {
                 }
                 Where::Full if self.is_cut(block) => Some(self.bitmap(block, |_| u64::MAX)),
                 Where::Full => None,
-                Where::Empty | Where::OnDisk => {
+                Where::Empty | Where::OnDisk | Where::Damaged(_) => {
                     unreachable!("block {block} is dirty and its bitmap is not in memory")
                 }
             };

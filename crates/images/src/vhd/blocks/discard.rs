@@ -64,7 +64,7 @@ impl Blocks {
             let mut state = self.lock();
             let entry = self.entry(part.block);
             let slot = match entry.state() {
-                Where::Empty => return Ok(()),
+                Where::Empty | Where::Damaged(_) => return Ok(()),
                 // It was evicted again.
                 Where::OnDisk | Where::Overlay(_) => continue,
                 Where::Bits(slot) => slot,

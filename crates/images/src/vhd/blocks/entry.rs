@@ -13,6 +13,8 @@ pub(super) enum State {
     Bits(u32),
     /// Its slot has the sectors that became present; the other bits are on disk.
     Overlay(u32),
+    /// It cannot be read, for the reason of this number (`damage`).
+    Damaged(u32),
 }
 
 /// The word: 32 bits of place, 3 of state, flags, 26 of slot.
@@ -51,6 +53,7 @@ impl Entry {
             2 => State::Full,
             3 => State::Bits(slot),
             4 => State::Overlay(slot),
+            5 => State::Damaged(slot),
             _ => State::Empty,
         }
     }
@@ -62,6 +65,7 @@ impl Entry {
             State::Full => (2, 0),
             State::Bits(slot) => (3, slot),
             State::Overlay(slot) => (4, slot),
+            State::Damaged(why) => (5, why),
         };
         let keep = self.0 & (Self::FLAGS | u64::from(u32::MAX));
         Entry(keep | number << STATE_SHIFT | u64::from(slot) << SLOT_SHIFT)
@@ -98,6 +102,7 @@ mod tests {
             State::Bits(0),
             State::Bits((1 << 26) - 1),
             State::Overlay(77),
+            State::Damaged(5),
         ] {
             for flags in [0, Entry::NEW, Entry::DIRTY | Entry::BUSY, Entry::FLAGS] {
                 let entry = Entry::new(u32::MAX - 1, State::Bits(5)).with(flags).with_state(state);

@@ -16,6 +16,7 @@ use ferrite_disk_base::Commits;
 use ferrite_disk_base::journal::{Journal, Slot as Record};
 use ferrite_io::shared_lock::SharedLock;
 
+use super::damage::Damage;
 use super::format::SECTOR;
 use super::format::footer;
 use super::format::layout::{Layout, UNUSED};
@@ -122,6 +123,8 @@ pub(super) struct Blocks {
     /// Byte offset of the last sector that a device had when the footer was written there.
     last_sector: AtomicU64,
     table: Box<[AtomicU64]>,
+    /// Blocks that cannot be read.
+    damage: Damage,
     slab: Slab,
     /// Slots for bitmaps; more only if all of them are dirty.
     budget_slots: usize,
@@ -155,6 +158,8 @@ pub(super) struct Opened {
     pub(super) places: Vec<u32>,
     /// A bit for each block that is full by the batmap; blocks past its end are not.
     pub(super) full: Vec<u8>,
+    /// Blocks that cannot be read.
+    pub(super) damage: Damage,
     /// Memory for bitmaps.
     pub(super) metadata_bytes: usize,
     /// An empty journal, or one whose records are for [`Blocks::replay`].
@@ -175,6 +180,9 @@ impl Blocks {
             .iter()
             .enumerate()
             .map(|(block, sector)| {
+                if let Some(why) = opened.damage.of(block) {
+                    return AtomicU64::new(Entry::new(*sector, Where::Damaged(why as u32)).0);
+                }
                 if *sector == UNUSED {
                     return AtomicU64::new(Entry::EMPTY.0);
                 }
@@ -185,6 +193,7 @@ impl Blocks {
             .collect();
         opened.commits.end_with(opened.journal.void());
         let mut blocks = Blocks {
+            damage: opened.damage,
             slab: Slab::new(table.len(), words),
             table_offset: opened.table_offset,
             disk_bytes: opened.disk_bytes,
@@ -298,6 +307,7 @@ impl Blocks {
                 Where::Empty => Look::Absent(part.sectors),
                 Where::Full => Look::Present(part.sectors),
                 Where::OnDisk | Where::Overlay(_) => Look::Unknown,
+                Where::Damaged(_) => self.look_at_damaged(part),
                 Where::Bits(slot) => {
                     let mine = || self.entry(part.block).state() == entry.state();
                     let run = self.slab.slot(slot).read(mine, |s| s.run(part.first, part.sectors));
@@ -311,6 +321,22 @@ impl Blocks {
             };
             return (entry, look);
         }
+    }
+
+    /// [`look`](Self::look) for a damaged block: the part that is there of one that is cut off. Loading the rest fails.
+    #[cold]
+    fn look_at_damaged(&self, part: Part) -> Look {
+        let cut = self.damage.cut.as_ref().filter(|cut| cut.block == part.block);
+        match cut.and_then(|cut| cut.run(part.first, part.sectors)) {
+            Some((true, sectors)) => Look::Present(sectors),
+            Some((false, sectors)) => Look::Absent(sectors),
+            None => Look::Unknown,
+        }
+    }
+
+    /// See [`ImageFormat::flaws`](crate::ImageFormat::flaws).
+    pub(super) fn flaws(&self) -> Vec<String> {
+        self.damage.flaws(self.layout.block_bytes)
     }
 
     /// Finds a range for a read: see [`Mapping`].
@@ -456,7 +482,8 @@ impl Blocks {
                 debug_assert!(false, "block {} was written and has no place", part.block);
                 return;
             }
-            Where::Full => return,
+            // Only readers have damaged blocks.
+            Where::Full | Where::Damaged(_) => return,
             Where::Bits(slot) | Where::Overlay(slot) => (slot, entry.state()),
             // Evicted since the placing. The other bits stay on disk.
             Where::OnDisk => {

@@ -6,6 +6,7 @@ use ferrite_disk_base::journal::Record;
 
 use super::entry::{Entry, State as Where};
 use super::{Blocks, RECORD_WORDS, SECTOR, State};
+use crate::vhd::damage::Why;
 
 impl Blocks {
     /// Replays a journal's records: the state in memory becomes that of the dead process, and dirty. `keep`: the
@@ -88,6 +89,7 @@ impl Blocks {
                 self.mark_dirty(state, block, Entry::new(sector, known).with(Entry::NEW));
                 Ok((block, sector))
             }
+            Where::Damaged(why) => Err(format!("block {block}: {}", Why::of(why))),
             // The commit had written the table.
             _ if entry.sector() == sector => {
                 self.mark_dirty(state, block, entry);
@@ -109,6 +111,7 @@ impl Blocks {
         let entry = self.entry(block);
         let (slot, known) = match entry.state() {
             Where::Empty => return Err(format!("bits of block {block}, which has no place")),
+            Where::Damaged(why) => return Err(format!("block {block}: {}", Why::of(why))),
             Where::Full => {
                 self.mark_dirty(state, block, entry);
                 return Ok(());
@@ -134,8 +137,8 @@ impl Blocks {
     /// Checks whether blocks overlap now.
     fn check_overlaps(&self) -> Result<(), String> {
         let placed = (0..self.table.len() as u32).map(|block| self.entry(block));
-        let mut sectors: Vec<u32> =
-            placed.filter(|e| e.state() != Where::Empty).map(Entry::sector).collect();
+        let is_placed = |e: Entry| !matches!(e.state(), Where::Empty | Where::Damaged(_));
+        let mut sectors: Vec<u32> = placed.filter(|e| is_placed(*e)).map(Entry::sector).collect();
         match self.layout.find_overlap(&mut sectors) {
             None => Ok(()),
             Some((a, b)) => Err(format!("a block at sector {b} over one at sector {a}")),

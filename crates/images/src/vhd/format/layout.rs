@@ -188,13 +188,18 @@ impl Layout {
         if start >= self.metadata_end() {
             return Ok(());
         }
-        match self.regions.iter().find(|r| r.start < end && start < r.end) {
+        match self.region_over(start, end) {
             None => Ok(()),
-            Some(r) => {
-                let why = format!("block table: a block at byte {start}, over {}", r.what);
+            Some(what) => {
+                let why = format!("block table: a block at byte {start}, over {what}");
                 Err(Malformed::new(entry_at, why))
             }
         }
+    }
+
+    /// The name of metadata in a range of the medium.
+    pub(crate) fn region_over(&self, start: u64, end: u64) -> Option<&'static str> {
+        self.regions.iter().find(|r| r.start < end && start < r.end).map(|r| r.what)
     }
 
     /// The place of the first block, of all at `sectors`, that overlaps another. Sorts them.
