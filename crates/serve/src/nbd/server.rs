@@ -11,11 +11,11 @@ use std::time::Duration;
 use ferrite_disk::Disk;
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
-use ferrite_io::pool::Pool;
 
 use super::client::Client;
 use super::handshake::greet;
-use super::negotiation::{Export, MIN_BLOCK_BYTES};
+use super::negotiation::Export;
+use super::seats::Seats;
 use crate::counters::{Counters, Counts};
 use crate::log_limit::limited;
 use crate::path::device::Device;
@@ -43,7 +43,8 @@ pub struct Options {
     pub read_only: bool,
     /// Most clients at a time. More are turned away.
     pub max_clients: usize,
-    /// Bytes of memory for the data of each client. At least 2 MiB are taken.
+    /// Most bytes of the data in flight of each client. At least 2 MiB are allowed. Memory is taken
+    /// as it is used, and all clients together take 64 MiB besides 1 MiB each, or this if it is more.
     pub client_bytes: usize,
     /// The longest negotiation of a client.
     pub greeting: Duration,
@@ -68,6 +69,7 @@ struct Common {
     device: Arc<Device>,
     options: Options,
     stop: Arc<Waker>,
+    seats: Seats,
     /// Requests of clients that have disconnected.
     requests: AtomicU64,
 }
@@ -129,7 +131,8 @@ impl Clients {
     /// Clients of this disk, until `stop` is woken, which must not be cleared.
     pub fn new(device: Arc<Device>, options: Options, stop: Arc<Waker>) -> Clients {
         let requests = AtomicU64::new(0);
-        let common = Arc::new(Common { device, options, stop, requests });
+        let seats = Seats::new(options.max_clients, options.client_bytes);
+        let common = Arc::new(Common { device, options, stop, seats, requests });
         Clients { common, threads: Vec::new() }
     }
 
@@ -189,21 +192,34 @@ pub fn serve_one(
     stop: &Arc<Waker>,
     socket: UnixStream,
 ) -> io::Result<Counts> {
+    serve_at(device, options, stop, &Seats::new(1, options.client_bytes), socket)
+}
+
+fn serve_at(
+    device: &Arc<Device>,
+    options: &Options,
+    stop: &Arc<Waker>,
+    seats: &Seats,
+    socket: UnixStream,
+) -> io::Result<Counts> {
     socket.set_nonblocking(true)?;
     let export = device.with_disk(|disk| Export::of(disk, options))?;
     let Some(greeted) = greet(&socket, export, stop, options.greeting)? else {
         return Ok(Counts::default());
     };
-    let pool = Pool::with_scratch(options.client_bytes, 1, Disk::MAX_SCRATCH_BYTES)?;
+    let seat = seats.take()?;
     let counters = options.counters.clone().unwrap_or_default();
-    let tuning = options.tuning;
+    let (pool, tuning) = (seat.pool().clone(), options.tuning);
     let shared = Shared::new(device.clone(), pool, 1, tuning, Arc::default(), counters.clone())?;
-    let shared = Arc::new(shared);
+    let shared = Arc::new(shared.from_queue(seat.queue));
     device.begin_service(&options.engine);
     let engine = (options.engine)(shared.pool.arena().clone(), ENGINE_ENTRIES)?;
     let trace = options.traces.as_ref().and_then(ClientTraces::begin);
     let client = Client::new(shared, engine, socket, export, &greeted, stop.clone(), trace)?;
-    client.run(options.goodbye, options.at_stop)?;
+    if let Err(e) = client.run(options.goodbye, options.at_stop) {
+        seats.renew(&seat);
+        return Err(e);
+    }
     Ok(counters.counts())
 }
 
@@ -212,7 +228,7 @@ const ENGINE_ENTRIES: u32 = 256;
 
 impl Common {
     fn serve(&self, socket: UnixStream) {
-        match serve_one(&self.device, &self.options, &self.stop, socket) {
+        match serve_at(&self.device, &self.options, &self.stop, &self.seats, socket) {
             Ok(counts) => {
                 if self.options.counters.is_none() {
                     self.requests.fetch_add(counts.requests, Ordering::Relaxed);
@@ -233,7 +249,7 @@ impl Export {
         if options.keeps_all {
             disk.keep_allocated();
         }
-        let preferred = disk.physical_block_bytes().max(PAGE_BYTES).max(MIN_BLOCK_BYTES);
+        let preferred = disk.physical_block_bytes().max(PAGE_BYTES);
         Export {
             bytes: disk.sectors() * ferrite_disk::SECTOR_BYTES,
             read_only: options.read_only || disk.read_only(),

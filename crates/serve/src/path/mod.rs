@@ -147,7 +147,8 @@ impl RequestPath {
         let member = shared.device.join(shared.side(), shared.waker(index).clone())?;
         let account = Account::new(shared.counters.page(member.index())?);
         let space = Space::new(&shared.device, account.page());
-        let scratch = Scratch::new(shared.pool.arena().clone(), shared.pool.scratch(index));
+        let queue = shared.queue(index);
+        let scratch = Scratch::new(shared.pool.arena().clone(), shared.pool.scratch(queue));
         let medium = Medium::load(shared.device.disk()?, &mut reactor, scratch)?;
         let saver = Saver::default();
         saver.remember(&medium);
@@ -155,7 +156,7 @@ impl RequestPath {
         reactor.push(WAKE, Op::Readable { fd });
         Ok(RequestPath {
             clock: shared.device.clock.clone(),
-            buffers: Buffers::new(shared.pool.queue(index)),
+            buffers: Buffers::new(shared.pool.queue(queue)),
             shared,
             index,
             account,
