@@ -1,24 +1,24 @@
 //! `ferrite export nbd`: one disk for clients of NBD, in the foreground.
 
+mod listen;
+
 use std::iter;
-use std::os::unix::fs::DirBuilderExt;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_disk::{Disk, OpenOptions, Session};
 use ferrite_host::clock::SystemClock;
-use ferrite_image_tools::is_readable;
 use ferrite_serve::blkif::lifecycle::close;
-use ferrite_serve::nbd::{BindError, COURTESY, EngineFactory, Options, Server, bind};
+use ferrite_serve::nbd::{COURTESY, EngineFactory, Options, Server};
 use ferrite_serve::path::device::Device;
 use ferrite_serve::tuning::Tuning;
 
 use crate::cli::{ExportArgs, ExportCommand, NbdArgs};
 use crate::engine::{choose, engines};
-use crate::exit::{Code, Failure};
-use crate::serve::{IMAGES, RECOVERY_ENTRIES, RUN_DIR, TAKE_OVER_WAIT, stop_on_signals};
+use crate::exit::Failure;
+use crate::serve::{RECOVERY_ENTRIES, TAKE_OVER_WAIT, stop_on_signals};
 use crate::store::owner::Place;
+use crate::user_state;
 
 /// Exports a disk until a signal comes.
 pub(crate) fn run(args: &ExportArgs) -> Result<(), Failure> {
@@ -30,9 +30,9 @@ pub(crate) fn run(args: &ExportArgs) -> Result<(), Failure> {
 fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     let stop = stop_on_signals()?;
     // A killed server's I/O may still be in flight, and its socket may still exist.
-    let bound = bind(&args.socket).map_err(|e| no_socket(&args.socket, &e))?;
+    let socket = listen::listen(args.socket.as_deref())?;
     let commands = Place::of(iter::once(args.image.as_os_str()));
-    let disk = open(args, bound.was_left.then_some(TAKE_OVER_WAIT))?;
+    let disk = open(args, socket.may_follow_another().then_some(TAKE_OVER_WAIT))?;
     tracing::info!("opened {disk}");
     let kind = choose(args.engine, false, &disk)?;
     let device = Arc::new(Device::new(disk, SystemClock::shared()).on_full(args.on_full));
@@ -60,14 +60,14 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
         traces: None,
     };
     let commands: Vec<_> = commands.into_iter().filter_map(|place| place.serve(&engine)).collect();
-    tracing::info!("listening at {}", args.socket.display());
-    let served = Server::new(device.clone(), options, stop).run(&bound.listener);
+    tracing::info!("listening at {}", socket.place(args.socket.as_deref()));
+    let served = Server::new(device.clone(), options, stop).run(socket.listener());
     drop(commands);
     // The image is closed before the socket is removed: a program that waits for the socket to go finds the image
     // complete.
     let closed = close(&device, &engine);
     let flushed = !device.flush_has_failed();
-    drop((device, bound));
+    drop((device, socket));
     served.map_err(|e| {
         let help = "check the limits of this process (ulimit -a), then run the same command again";
         Failure::new(format!("cannot serve {}", args.image.display()), e, help)
@@ -89,16 +89,14 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
 }
 
 fn open(args: &NbdArgs, wait_for_lock: Option<Duration>) -> Result<Disk, Failure> {
-    // An image that is only read can be served without this folder.
-    let _ = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(RUN_DIR);
-    let images = Path::new(RUN_DIR).join(IMAGES);
-    let is_seen = is_readable(&images);
+    let state = user_state::to_serve(args.read_only)?;
     let options = OpenOptions {
         read_only: args.read_only,
         keep_allocated: args.keep_allocated,
+        odd_size: true,
         wait_for_lock,
-        unseen_state: !is_seen,
-        state_dir: (is_seen || !args.read_only).then_some(images),
+        unseen_state: state.unseen,
+        state_dir: state.folder,
         parents: args.parents.allowed()?,
         ..OpenOptions::default()
     };
@@ -113,22 +111,4 @@ fn recover(device: &Device, engine: &EngineFactory) -> std::io::Result<()> {
         tracing::warn!("writes that a killed backend had answered were copied from a parent");
     }
     Ok(())
-}
-
-fn no_socket(path: &Path, e: &BindError) -> Failure {
-    let what = format!("cannot listen at {}", path.display());
-    match e {
-        BindError::InUse => {
-            let help = "stop that program, or name another socket (--socket)";
-            Failure { code: Code::BUSY, ..Failure::new(what, e, help) }
-        }
-        BindError::NoSocket => {
-            Failure::new(what, e, "remove it, or name another socket (--socket)")
-        }
-        BindError::System(_) => {
-            let help =
-                "its folder must exist and be yours, and the name must be shorter than 108 bytes";
-            Failure::new(what, e, help)
-        }
-    }
 }
