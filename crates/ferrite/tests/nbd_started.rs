@@ -14,6 +14,8 @@ use ferrite_testkit::places;
 use rustix::process::{Pid, Signal, geteuid, kill_process};
 use tempfile::TempDir;
 
+const PAGE: &str = include_str!("../../../docs/nbd.md");
+
 fn ferrite(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
     command.args(args).env_remove("RUST_LOG").env_remove("XDG_RUNTIME_DIR");
@@ -101,7 +103,11 @@ fn fails(mut command: Command) -> (Option<i32>, String) {
 fn the_socket_that_systemd_passes_is_used_and_left() {
     let place = Place::new("disk.qcow2");
     let listener = UnixListener::bind(&place.socket).unwrap();
-    let args = ["export", "nbd", place.image()];
+    // The command of the unit in the documentation.
+    let (_, line) = PAGE.split_once("\nExecStart=/usr/bin/ferrite ").unwrap();
+    let line = line.lines().next().unwrap().replace("/srv/disk.qcow2", place.image());
+    let args: Vec<_> = line.split(' ').collect();
+    assert!(args.contains(&place.image()));
     let start = || activated(listener.try_clone().unwrap().into(), 1, &args);
     // This client waits for the server that it has started.
     let early = UnixStream::connect(&place.socket).unwrap();
