@@ -207,6 +207,25 @@ fn a_folder_that_others_may_write_to_keeps_no_journal() {
     assert!(!place.socket.exists());
 }
 
+#[test]
+fn root_is_told_where_users_have_journals() {
+    if !geteuid().is_root() {
+        eprintln!("skipped: only root sees all users' folders");
+        return;
+    }
+    let user = Path::new("/run/user").join(format!("ferrite-test-{}", std::process::id()));
+    let folder = user.join("ferrite/images");
+    let list = || fails(ferrite(&["image", "journal", "list"]));
+    let told = |text: &str| text.contains(folder.to_str().unwrap());
+    fs::create_dir_all(&folder).unwrap();
+    let (empty, without) = list();
+    fs::write(folder.join("some.journal"), "").unwrap();
+    let (code, text) = list();
+    fs::remove_dir_all(&user).unwrap();
+    assert!(empty == Some(0) && code == Some(0) && !told(&without), "{without}");
+    assert!(told(&text) && text.contains("run this as that user"), "{text}");
+}
+
 /// A value of `/proc/PID/status` in KiB.
 fn status_kib(pid: u32, key: &str) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();

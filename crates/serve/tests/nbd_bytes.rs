@@ -180,6 +180,7 @@ fn a_file_that_ends_inside_a_sector_is_served_with_zeros_up_to_its_end() {
         assert_eq!(client.read(bytes - 1, 2), [5, 0]);
         let extents = client.call(command::BLOCK_STATUS, 0, 0, size as u32, &[]).extents;
         assert_eq!(extents, [(bytes as u32, 0), ((size - bytes) as u32, 3)]);
+        assert_eq!(client.call(command::BLOCK_STATUS, 0, size - 1, 1, &[]).extents, [(1, 3)]);
         assert_eq!(length(&path), bytes, "nothing was written");
     }
 }

@@ -7,15 +7,15 @@
 //! * `wire.rs`: the messages as bytes.
 //!
 //! Clients share the disk, and the memory for data beside the 1 MiB that each has to itself
-//! (`seats.rs`). Each has an engine and a table of requests of a fixed size. When these or its
+//! (`buffers.rs`). Each has an engine and a table of requests of a fixed size. When these or its
 //! buffers are in use, further bytes stay in its socket.
 
 mod bind;
+mod buffers;
 mod client;
 mod handshake;
 mod negotiation;
 mod relay;
-mod seats;
 mod server;
 mod wire;
 

@@ -12,10 +12,10 @@ use ferrite_disk::Disk;
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
 
+use super::buffers::ClientPool;
 use super::client::Client;
 use super::handshake::greet;
 use super::negotiation::Export;
-use super::seats::Seats;
 use crate::counters::{Counters, Counts};
 use crate::log_limit::limited;
 use crate::path::device::Device;
@@ -69,7 +69,7 @@ struct Common {
     device: Arc<Device>,
     options: Options,
     stop: Arc<Waker>,
-    seats: Seats,
+    buffers: ClientPool,
     /// Requests of clients that have disconnected.
     requests: AtomicU64,
 }
@@ -131,8 +131,8 @@ impl Clients {
     /// Clients of this disk, until `stop` is woken, which must not be cleared.
     pub fn new(device: Arc<Device>, options: Options, stop: Arc<Waker>) -> Clients {
         let requests = AtomicU64::new(0);
-        let seats = Seats::new(options.max_clients, options.client_bytes);
-        let common = Arc::new(Common { device, options, stop, seats, requests });
+        let buffers = ClientPool::new(options.max_clients, options.client_bytes);
+        let common = Arc::new(Common { device, options, stop, buffers, requests });
         Clients { common, threads: Vec::new() }
     }
 
@@ -192,14 +192,14 @@ pub fn serve_one(
     stop: &Arc<Waker>,
     socket: UnixStream,
 ) -> io::Result<Counts> {
-    serve_at(device, options, stop, &Seats::new(1, options.client_bytes), socket)
+    serve_at(device, options, stop, &ClientPool::new(1, options.client_bytes), socket)
 }
 
 fn serve_at(
     device: &Arc<Device>,
     options: &Options,
     stop: &Arc<Waker>,
-    seats: &Seats,
+    buffers: &ClientPool,
     socket: UnixStream,
 ) -> io::Result<Counts> {
     socket.set_nonblocking(true)?;
@@ -207,17 +207,17 @@ fn serve_at(
     let Some(greeted) = greet(&socket, export, stop, options.greeting)? else {
         return Ok(Counts::default());
     };
-    let seat = seats.take()?;
+    let queue = buffers.take()?;
     let counters = options.counters.clone().unwrap_or_default();
-    let (pool, tuning) = (seat.pool().clone(), options.tuning);
+    let (pool, tuning) = (queue.pool().clone(), options.tuning);
     let shared = Shared::new(device.clone(), pool, 1, tuning, Arc::default(), counters.clone())?;
-    let shared = Arc::new(shared.from_queue(seat.queue));
+    let shared = Arc::new(shared.from_queue(queue.index));
     device.begin_service(&options.engine);
     let engine = (options.engine)(shared.pool.arena().clone(), ENGINE_ENTRIES)?;
     let trace = options.traces.as_ref().and_then(ClientTraces::begin);
     let client = Client::new(shared, engine, socket, export, &greeted, stop.clone(), trace)?;
     if let Err(e) = client.run(options.goodbye, options.at_stop) {
-        seats.renew(&seat);
+        buffers.renew(&queue);
         return Err(e);
     }
     Ok(counters.counts())
@@ -228,7 +228,7 @@ const ENGINE_ENTRIES: u32 = 256;
 
 impl Common {
     fn serve(&self, socket: UnixStream) {
-        match serve_at(&self.device, &self.options, &self.stop, &self.seats, socket) {
+        match serve_at(&self.device, &self.options, &self.stop, &self.buffers, socket) {
             Ok(counts) => {
                 if self.options.counters.is_none() {
                     self.requests.fetch_add(counts.requests, Ordering::Relaxed);

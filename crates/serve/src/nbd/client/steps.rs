@@ -332,16 +332,20 @@ impl Client {
 
     fn answer_status(&mut self, slot: Slot, part: Part, found: &[Allocation]) {
         let raw = self.requests.get(slot).raw;
-        let most = if raw.has(flag::REQ_ONE) { 1 } else { usize::MAX };
         let mut tail = Vec::new();
         // The sectors around the request were looked up.
         let (mut before, mut left) = ((raw.offset + part.at) % SECTOR_BYTES, part.len);
-        for extent in found.iter().take(most) {
-            // All extents together cover one request, whose length has 32 bits.
-            let len = (extent.len - before).min(left);
-            push_extent(&mut tail, len as u32, extent.zeros);
-            left -= len;
-            before = 0;
+        for extent in found {
+            let outside = before.min(extent.len);
+            let len = (extent.len - outside).min(left);
+            (before, left) = (before - outside, left - len);
+            if len > 0 {
+                // All extents together cover one request, whose length has 32 bits.
+                push_extent(&mut tail, len as u32, extent.zeros);
+            }
+            if raw.has(flag::REQ_ONE) && !tail.is_empty() {
+                break;
+            }
         }
         let head = Head::status(raw.cookie, tail.len() / 8);
         self.output.push(Reply { tail, ..Reply::new(head, Some(slot)) });
