@@ -211,7 +211,7 @@ fn serve_at(
     let counters = options.counters.clone().unwrap_or_default();
     let (pool, tuning) = (queue.pool().clone(), options.tuning);
     let shared = Shared::new(device.clone(), pool, 1, tuning, Arc::default(), counters.clone())?;
-    let shared = Arc::new(shared.from_queue(queue.index));
+    let shared = Arc::new(shared.with_queues_from(queue.index));
     device.begin_service(&options.engine);
     let engine = (options.engine)(shared.pool.arena().clone(), ENGINE_ENTRIES)?;
     let trace = options.traces.as_ref().and_then(ClientTraces::begin);

@@ -70,7 +70,7 @@ impl Shared {
     }
 
     /// Has the paths use the queues of the pool from this one on.
-    pub(crate) fn from_queue(self, first_queue: usize) -> Shared {
+    pub(crate) fn with_queues_from(self, first_queue: usize) -> Shared {
         Shared { first_queue, ..self }
     }
 
