@@ -16,6 +16,7 @@ mod needs;
 mod night_checks;
 mod nightly;
 mod outcome;
+mod peers;
 mod powercuts;
 mod programs;
 mod rpm;

@@ -7,7 +7,7 @@ use clap::ValueEnum as _;
 
 use crate::outcome::{Outcome, check, summary};
 use crate::{
-    checks, dist, fuzz, mutants, needs, night_checks, powercuts, sanitizer, truth, upgrade,
+    checks, dist, fuzz, mutants, needs, night_checks, peers, powercuts, sanitizer, truth, upgrade,
 };
 use ferrite_xenhost::packages;
 use ferrite_xenhost::root::{BOOKWORM, TRIXIE};
@@ -50,6 +50,8 @@ enum Part {
     Parking,
     /// The process of a store with ten guests, killed hundreds of times.
     Store,
+    /// Programs of others against the NBD server, as far as they are installed.
+    Peers,
     /// The processes of an older commit, upgraded to this one under guests.
     Upgrade,
     /// All mutants.
@@ -72,9 +74,12 @@ impl Part {
 
 /// Runs the parts, also after a failure, and ends with a table of their times.
 pub(crate) fn nightly(arguments: &NightlyArguments) -> Result<ExitCode> {
-    packages::ensure(&[packages::XEN_HOST, needs::DIST, needs::CHECKS])?;
     let wanted = |part: &Part| arguments.only.is_empty() || arguments.only.contains(part);
     let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(wanted).collect();
+    // The peers are what is here of them.
+    if chosen != [Part::Peers] {
+        packages::ensure(&[packages::XEN_HOST, needs::DIST, needs::CHECKS])?;
+    }
     let (mut parts, mut cases) = (Vec::new(), Vec::new());
     for (i, part) in chosen.iter().enumerate() {
         let share = share_s(arguments.hours, &chosen[i..]);
@@ -107,6 +112,7 @@ fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
         Part::Truth => truth::test(&[TRIXIE, BOOKWORM]),
         Part::Parking => night_checks::parking(),
         Part::Store => night_checks::killed_store(),
+        Part::Peers => peers::test(cases),
         Part::Upgrade => upgrade::test(),
         Part::Mutants => passed(mutants::nightly()?, "a mutant was not noticed"),
         Part::PowerCuts => {

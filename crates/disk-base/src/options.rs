@@ -50,6 +50,9 @@ pub struct OpenOptions {
     /// Use files as if they were block devices: they keep their size and their space, and unwritten parts may have any
     /// content.
     pub fixed_size: bool,
+    /// Serve a raw file that ends inside a sector, too. The rest of its last sector reads as zeros, and is made part of
+    /// the file when that sector is written.
+    pub odd_size: bool,
     /// Take no locks and ignore those of others: another process may write to it. Read-only, and the data may be
     /// outdated or inconsistent.
     pub unlocked: bool,
@@ -91,6 +94,7 @@ impl Default for OpenOptions {
             metadata_bytes: METADATA_BYTES,
             index_bytes: INDEX_BYTES,
             fixed_size: false,
+            odd_size: false,
             unlocked: false,
             keep_allocated: false,
             thin: false,

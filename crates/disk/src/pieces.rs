@@ -44,11 +44,9 @@ pub fn look<'a>(disk: &'a Disk, port: &'a Port, offset: u64, len: u64) -> Work<'
     Box::pin(async move {
         match disk {
             Disk::Null(_) => Ok(Piece { len, layer: None, what: What::Zeros }),
-            Disk::Raw(raw) => match disk.map(offset, len) {
-                Place::Data { offset, len, .. } => Ok(data(raw, 0, offset, len)),
-                Place::Zeros { len } | Place::Slow { len } => {
-                    Ok(Piece { len, layer: Some(0), what: What::Zeros })
-                }
+            Disk::Raw(raw) => match raw.bytes_in_file(offset, len) {
+                0 => Ok(Piece { len, layer: Some(0), what: What::Zeros }),
+                len => Ok(data(raw, 0, offset, len)),
             },
             Disk::Store(volume) => {
                 let (zeros, len) = volume.look(port, offset, len).await?;

@@ -461,9 +461,9 @@ pub(crate) struct NbdArgs {
     pub(crate) images: Vec<OsString>,
 
     /// Listen here. The socket is accessible to this user only, and removed at the end. The socket that a killed server
-    /// has left is replaced.
+    /// has left is replaced. Not needed if systemd passes a socket.
     #[arg(long, value_name = "PATH")]
-    pub(crate) socket: PathBuf,
+    pub(crate) socket: Option<PathBuf>,
 
     /// Open the image read-only and refuse writes.
     #[arg(long)]
@@ -482,7 +482,7 @@ pub(crate) struct NbdArgs {
     #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error, value_parser = on_full_policies())]
     pub(crate) on_full: OnFull,
 
-    /// Memory for data in flight of each client; at least 2 MiB.
+    /// Most memory for data in flight of each client; at least 2 MiB. It is taken as it is used.
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = parse_bytes)]
     pub(crate) memory: usize,
 

@@ -1,27 +1,26 @@
 //! `ferrite export nbd`: disks for clients of NBD, in the foreground.
 
+mod listen;
 mod names;
 
 use std::ffi::{OsStr, OsString};
-use std::os::unix::fs::DirBuilderExt;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_disk::{Disk, OnDamage, OpenOptions, Session, StoreKey};
 use ferrite_host::clock::SystemClock;
-use ferrite_image_tools::is_readable;
 use ferrite_serve::blkif::lifecycle::close;
-use ferrite_serve::nbd::{BindError, COURTESY, EngineFactory, Exported, Options, Server, bind};
+use ferrite_serve::nbd::{COURTESY, EngineFactory, Exported, Options, Server};
 use ferrite_serve::path::device::Device;
 use ferrite_serve::tuning::Tuning;
 
 use crate::cli::{ExportArgs, ExportCommand, NbdArgs};
 use crate::engine::{choose, engines};
-use crate::exit::{Code, Failure};
-use crate::serve::{IMAGES, RECOVERY_ENTRIES, RUN_DIR, TAKE_OVER_WAIT, stop_on_signals};
+use crate::exit::Failure;
+use crate::serve::{RECOVERY_ENTRIES, TAKE_OVER_WAIT, stop_on_signals};
 use crate::store::owner::{Place, Serving};
 use crate::store::reading;
+use crate::user_state::{self, State};
 
 /// Exports disks until a signal comes.
 pub(crate) fn run(args: &ExportArgs) -> Result<(), Failure> {
@@ -47,12 +46,13 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     let stop = stop_on_signals()?;
     let images = names::of(&args.images)?;
     // A killed server's I/O may still be in flight, and its socket may still exist.
-    let bound = bind(&args.socket).map_err(|e| no_socket(&args.socket, &e))?;
+    let socket = listen::listen(args.socket.as_deref())?;
     let commands = Place::of(images.iter().map(|(_, image)| image.as_os_str()));
     if args.read_only {
         reading::through_owners();
     }
-    let opened = match open_all(args, images, bound.was_left.then_some(TAKE_OVER_WAIT)) {
+    let opened = match open_all(args, images, socket.may_follow_another().then_some(TAKE_OVER_WAIT))
+    {
         Ok(opened) => opened,
         Err(failure) => {
             commands.into_iter().for_each(Place::give_up);
@@ -61,18 +61,19 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     };
     let commands: Vec<_> =
         commands.into_iter().filter_map(|place| serve_commands(place, &opened)).collect();
-    tracing::info!("listening at {}", args.socket.display());
+    tracing::info!("listening at {}", socket.place(args.socket.as_deref()));
     let options = options(args, opened[0].engine.clone());
     let exports = opened.iter().map(Opened::exported).collect();
-    let served = Server::of(exports, options, stop).run(&bound.listener);
+    let served = Server::of(exports, options, stop).run(socket.listener());
     drop(commands);
     // The images are closed before the socket is removed: a program that waits for the socket to go finds the images
     // complete.
     let closed = close_all(&opened);
-    drop((opened, bound));
+    let place = socket.place(args.socket.as_deref());
+    drop((opened, socket));
     served.map_err(|e| {
         let help = "check the limits of this process (ulimit -a), then run the same command again";
-        Failure::new(format!("cannot serve at {}", args.socket.display()), e, help)
+        Failure::new(format!("cannot serve at {place}"), e, help)
     })?;
     closed
 }
@@ -82,9 +83,10 @@ fn open_all(
     images: Vec<(String, OsString)>,
     wait_for_lock: Option<Duration>,
 ) -> Result<Vec<Opened>, Failure> {
+    let state = user_state::to_serve(args.read_only)?;
     let mut opened = Vec::new();
     for (name, image) in images {
-        match open(args, name, image, wait_for_lock) {
+        match open(args, name, image, wait_for_lock, &state) {
             Ok(one) => opened.push(one),
             Err(failure) => {
                 // Nothing was written. An image that is closed leaves no journal.
@@ -128,8 +130,9 @@ fn open(
     name: String,
     image: OsString,
     wait_for_lock: Option<Duration>,
+    state: &State,
 ) -> Result<Opened, Failure> {
-    let disk = open_disk(args, &image, wait_for_lock)?;
+    let disk = open_disk(args, &image, wait_for_lock, state)?;
     tracing::info!("opened {disk}");
     let store = match &disk {
         Disk::Store(volume) => StoreKey::at(volume.medium().path()).ok(),
@@ -191,17 +194,15 @@ fn open_disk(
     args: &NbdArgs,
     image: &OsStr,
     wait_for_lock: Option<Duration>,
+    state: &State,
 ) -> Result<Disk, Failure> {
-    // An image that is only read can be served without this folder.
-    let _ = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(RUN_DIR);
-    let images = Path::new(RUN_DIR).join(IMAGES);
-    let is_seen = is_readable(&images);
     let options = OpenOptions {
         read_only: args.read_only,
         keep_allocated: args.keep_allocated,
+        odd_size: true,
         wait_for_lock,
-        unseen_state: !is_seen,
-        state_dir: (is_seen || !args.read_only).then_some(images),
+        unseen_state: state.unseen,
+        state_dir: state.folder.clone(),
         parents: args.parents.allowed()?,
         // Counts where it is only read.
         on_damage: OnDamage::Serve,
@@ -218,22 +219,4 @@ fn recover(device: &Device, engine: &EngineFactory) -> std::io::Result<()> {
         tracing::warn!("writes that a killed backend had answered were copied from a parent");
     }
     Ok(())
-}
-
-fn no_socket(path: &Path, e: &BindError) -> Failure {
-    let what = format!("cannot listen at {}", path.display());
-    match e {
-        BindError::InUse => {
-            let help = "stop that program, or name another socket (--socket)";
-            Failure { code: Code::BUSY, ..Failure::new(what, e, help) }
-        }
-        BindError::NoSocket => {
-            Failure::new(what, e, "remove it, or name another socket (--socket)")
-        }
-        BindError::System(_) => {
-            let help =
-                "its folder must exist and be yours, and the name must be shorter than 108 bytes";
-            Failure::new(what, e, help)
-        }
-    }
 }

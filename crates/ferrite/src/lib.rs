@@ -27,6 +27,7 @@ mod served_raw;
 pub mod signals;
 mod store;
 mod tap_ctl;
+mod user_state;
 mod vdev;
 mod worker;
 

@@ -124,10 +124,7 @@ impl Arena {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_room(bytes: usize, more: usize) -> io::Result<Arc<Arena>> {
-        if bytes == 0 || bytes > MAX_ARENA_BYTES {
-            let text = format!("an arena has 1 to {MAX_ARENA_BYTES} bytes, not {bytes}");
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
-        }
+        check_bytes(bytes)?;
         let len = bytes.next_multiple_of(HUGE_PAGE_BYTES);
         let more = more.min(MAX_ARENA_BYTES - len).next_multiple_of(HUGE_PAGE_BYTES);
         let arena = match Self::map_huge(len) {
@@ -135,6 +132,24 @@ impl Arena {
             None if more == 0 => Self::map_aligned(len)?,
             None => Self::map_aligned(len + more).or_else(|_| Self::map_aligned(len))?,
         };
+        arena.keep_private(arena.span(0, arena.len));
+        Ok(Arc::new(arena))
+    }
+
+    /// Memory of which little may ever be used: ordinary one, in pages of 4 KiB except for the `large` part.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn sparse(bytes: usize, large: std::ops::Range<usize>) -> io::Result<Arc<Arena>> {
+        check_bytes(bytes)?;
+        let arena = Self::map_aligned(bytes.next_multiple_of(HUGE_PAGE_BYTES))?;
+        for small in [0..large.start.min(arena.len), large.end.min(arena.len)..arena.len] {
+            let s = arena.span(small.start, small.len());
+            // SAFETY: advice on our own mapping that changes how it is backed, not what it holds. An error leaves it
+            // on larger pages, which work as well.
+            let _ =
+                unsafe { madvise(arena.ptr(s).as_ptr().cast(), s.len(), Advice::LinuxNoHugepage) };
+        }
         arena.keep_private(arena.span(0, arena.len));
         Ok(Arc::new(arena))
     }
@@ -326,6 +341,14 @@ impl fmt::Debug for Arena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Arena").field("len", &self.len).field("kind", &self.kind).finish()
     }
+}
+
+fn check_bytes(bytes: usize) -> io::Result<()> {
+    if bytes == 0 || bytes > MAX_ARENA_BYTES {
+        let text = format!("an arena has 1 to {MAX_ARENA_BYTES} bytes, not {bytes}");
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+    }
+    Ok(())
 }
 
 /// Huge pages of 2 MiB that are neither used nor promised to another mapping.

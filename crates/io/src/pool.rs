@@ -10,6 +10,9 @@
 //! The last page of the last slab is no buffer but the page that stays zero.
 //!
 //! A pool may [grow](Pool::grow) by further shared slabs, until all of its queues rest.
+//!
+//! A pool of [many queues](Pool::of_many), most of which do little, keeps each of them small: an engine pins the beginning
+//! of its queue's own slab, as far as that is used, and the slab's memory goes back when that queue rests.
 
 mod bitmap;
 mod growth;
@@ -35,6 +38,9 @@ pub const LENT_PAGES: u32 = 512;
 
 /// Pages that a queue is lent at first: a sweep of small requests.
 const FIRST_LENT: u32 = 16;
+
+/// Pages that each of many queues has pinned at first: 256 KiB.
+const FIRST_PINNED: u32 = 64;
 
 /// The most that a kernel pins in one piece, in bytes.
 const MAX_PINNED_BYTES: usize = 1 << 30;
@@ -74,6 +80,10 @@ pub struct Pool {
     lender: Option<Box<dyn Lender>>,
     /// Of [`LENT_PAGES`], those that no queue has asked for.
     lendable: Mutex<u32>,
+    /// Each queue by itself pins and gives back the memory of its own slab.
+    is_of_many: bool,
+    /// Slabs that a queue may hold.
+    most_held: usize,
 }
 
 impl Pool {
@@ -135,6 +145,45 @@ impl Pool {
             warm: Mutex::new(0),
             lender: others.lender,
             lendable: Mutex::new(LENT_PAGES),
+            is_of_many: false,
+            most_held: usize::MAX,
+        }))
+    }
+
+    /// A pool of many queues, most of which do little. A queue has at most `most_bytes` of buffers, of which one slab is
+    /// its own. All of them share `shared_bytes`, at least one slab. Scratch memory is as for
+    /// [`with_scratch`](Self::with_scratch).
+    ///
+    /// # Errors
+    /// As [`Arena::sparse`].
+    pub fn of_many(
+        queues: usize,
+        most_bytes: usize,
+        shared_bytes: usize,
+        scratch_bytes: usize,
+    ) -> io::Result<Arc<Pool>> {
+        let scratch_bytes = scratch_bytes.next_multiple_of(PAGE_BYTES);
+        let shared = shared_bytes.div_ceil(SLAB_BYTES).max(1);
+        let slabs = queues.saturating_add(shared);
+        let buffers = slabs.saturating_mul(SLAB_BYTES);
+        let bytes = buffers.saturating_add(queues.saturating_mul(scratch_bytes));
+        let arena = Arena::sparse(bytes, queues * SLAB_BYTES..buffers)?;
+        let set = SlabSet::new(slabs as u32);
+        (queues..slabs).for_each(|slab| set.give(slab as u32));
+        Ok(Arc::new(Pool {
+            arena,
+            shared: set,
+            own: Mutex::new(vec![Some(PageMap::empty()); queues]),
+            // An arena is below 4 GiB, so this is below 4096.
+            slabs: slabs as u32,
+            scratch_bytes,
+            own_bytes: bytes,
+            grown: None,
+            warm: Mutex::new(0),
+            lender: None,
+            lendable: Mutex::new(0),
+            is_of_many: true,
+            most_held: (most_bytes / SLAB_BYTES).max(1),
         }))
     }
 
@@ -145,6 +194,16 @@ impl Pool {
     pub fn grow(&self, began_ns: u64, ended_ns: u64) {
         let Some(grown) = &self.grown else { return };
         for slab in grown.grow(self.slabs, began_ns, ended_ns) {
+            self.shared.give(slab);
+        }
+    }
+
+    /// Gives the memory of the shared slabs that no queue holds back to the system. Other queues find them held for that
+    /// time, and go on with their own slabs.
+    fn release_shared(&self) {
+        let free: Vec<u32> = std::iter::from_fn(|| self.shared.take()).collect();
+        for slab in free {
+            self.arena.release(self.arena.span(slab as usize * SLAB_BYTES, SLAB_BYTES));
             self.shared.give(slab);
         }
     }
@@ -299,6 +358,9 @@ impl QueuePool {
 
     /// A shared slab with room for so many pages.
     fn take_slab(&self, pages: u32) -> Option<u32> {
+        if self.held.len() >= self.pool.most_held {
+            return None;
+        }
         let shared = &self.pool.shared;
         let slab = shared.take()?;
         if self.pool.fresh(slab).find(pages).is_some() {
@@ -350,15 +412,20 @@ impl QueuePool {
     pub fn warm(&mut self) -> Span {
         if !std::mem::replace(&mut self.warm, true) {
             *self.pool.warm() += 1;
-            self.borrow_pages(self.peak.max(FIRST_LENT));
+            let first = if self.pool.is_of_many { FIRST_PINNED } else { FIRST_LENT };
+            self.borrow_pages(self.peak.max(first));
             self.peak = 0;
+        }
+        if self.pool.is_of_many {
+            return self.pool.own_pages(self.own, 0, self.wanted);
         }
         self.pool.arena.span(0, self.pool.own_bytes.min(MAX_PINNED_BYTES))
     }
 
     /// Says that this queue uses neither buffers nor its scratch memory for now, and that no
     /// engine has them pinned. The scratch memory is given back to the system; the buffers are
-    /// when no queue uses any. What is given back reads as zeros.
+    /// when no queue uses any, but of [many queues](Pool::of_many) at once. What is given back reads
+    /// as zeros.
     pub fn cool(&mut self) {
         if self.in_use > 0 || !std::mem::take(&mut self.warm) {
             return;
@@ -366,27 +433,33 @@ impl QueuePool {
         self.return_pages();
         let arena = &self.pool.arena;
         arena.release(self.pool.scratch(self.own as usize));
+        if self.pool.is_of_many {
+            arena.release(self.pool.own_pages(self.own, 0, PAGES));
+            self.pool.release_shared();
+        }
         // Locked until it is done, so that a queue that warms up meanwhile waits.
         let mut warm = self.pool.warm();
         *warm -= 1;
-        if *warm == 0 {
+        if *warm == 0 && !self.pool.is_of_many {
             arena.release(arena.span(0, self.pool.slabs as usize * SLAB_BYTES));
             self.pool.shrink();
         }
     }
 
-    /// Whether more lent pages would be of use: [`borrow_more`](Self::borrow_more).
+    /// Whether more lent pages, or of [many queues](Pool::of_many) pinned ones, would be of use:
+    /// [`borrow_more`](Self::borrow_more).
     pub fn wants_more(&self) -> bool {
         self.more_wanted().is_some()
     }
 
     /// How many lent pages this queue would have, if more were of use.
     pub fn more_wanted(&self) -> Option<u32> {
-        let wants = self.warm && self.wanted < self.peak.min(PAGES) && self.pool.lender.is_some();
+        let has_more = self.pool.lender.is_some() || self.pool.is_of_many;
+        let wants = self.warm && self.wanted < self.peak.min(PAGES) && has_more;
         wants.then(|| self.peak.next_power_of_two().min(PAGES))
     }
 
-    /// Has as many pages lent as its buffers have filled at once. No buffer is in use, and no engine
+    /// Has as many pages lent, or pinned next, as its buffers have filled at once. No buffer is in use, and no engine
     /// has the memory pinned.
     pub fn borrow_more(&mut self) {
         if self.in_use == 0 && self.wants_more() {
@@ -396,8 +469,8 @@ impl QueuePool {
 
     /// Asks for the next power of two, so that it is done a few times at most.
     fn borrow_pages(&mut self, pages: u32) {
-        let Some(lender) = &self.pool.lender else { return };
         self.wanted = pages.next_power_of_two().min(PAGES);
+        let Some(lender) = &self.pool.lender else { return };
         let mut lendable = self.pool.lendable();
         let more = self.wanted.saturating_sub(self.lent).min(*lendable);
         *lendable -= more;

@@ -230,3 +230,60 @@ fn queues_on_threads_share_what_is_left() {
     let all: Vec<Buf> = std::iter::from_fn(|| queue.alloc(SLAB_BYTES)).collect();
     assert_eq!(all.len(), 4, "its own slab, and the three whole shared ones");
 }
+
+/// Bytes of the memory that are resident.
+fn resident(pool: &Pool) -> usize {
+    let start = pool.arena().ptr(pool.arena().span(0, 0)).as_ptr().addr();
+    let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let (mut inside, mut kib) = (false, 0);
+    for line in maps.lines() {
+        if let Some((range, _)) = line.split_once(' ')
+            && let Some((from, to)) = range.split_once('-')
+            && let (Ok(from), Ok(_)) =
+                (usize::from_str_radix(from, 16), usize::from_str_radix(to, 16))
+        {
+            inside = (start..start + pool.arena().len()).contains(&from);
+        } else if inside && let Some(rss) = line.strip_prefix("Rss:") {
+            kib += rss.trim().trim_end_matches(" kB").parse::<usize>().unwrap();
+        }
+    }
+    kib << 10
+}
+
+#[test]
+fn of_many_queues_each_gives_its_memory_back_by_itself() {
+    let pool = Pool::of_many(64, 4 * SLAB_BYTES, 8 * SLAB_BYTES, PAGE_BYTES).unwrap();
+    let mut queues: Vec<_> = (0..3).map(|i| pool.queue(i)).collect();
+    for (i, queue) in queues.iter_mut().enumerate() {
+        let pinned = queue.warm();
+        assert_eq!((pinned.offset(), pinned.len()), (i * SLAB_BYTES, SLAB_BYTES / 4));
+        let buf = queue.alloc(SLAB_BYTES).unwrap();
+        pool.arena().fill(buf.span(), 1);
+        // The next one is a shared slab.
+        let shared = queue.alloc(PAGE_BYTES).unwrap();
+        pool.arena().fill(shared.span(), 1);
+        queue.free(buf);
+        queue.free(shared);
+        // From then on all that it has used is pinned.
+        assert!(queue.wants_more());
+        queue.borrow_more();
+        assert_eq!((queue.warm().len(), queue.wants_more()), (SLAB_BYTES, false));
+    }
+    assert!(resident(&pool) >= 3 * SLAB_BYTES);
+    queues[0].cool();
+    queues[1].cool();
+    let left = resident(&pool);
+    assert!((SLAB_BYTES..SLAB_BYTES * 5 / 4).contains(&left), "{left} bytes for one queue");
+}
+
+#[test]
+fn of_many_queues_none_has_more_than_it_may() {
+    let pool = Pool::of_many(2, 3 * SLAB_BYTES, 64 * SLAB_BYTES, 0).unwrap();
+    let mut queue = pool.queue(0);
+    let all: Vec<_> = std::iter::from_fn(|| queue.alloc(SLAB_BYTES)).collect();
+    assert_eq!(all.len(), 3);
+    let mut other = pool.queue(1);
+    let buf = other.alloc(SLAB_BYTES).expect("it has one to itself");
+    other.free(buf);
+    all.into_iter().for_each(|buf| queue.free(buf));
+}

@@ -54,7 +54,8 @@ fn any_request() -> impl Strategy<Value = Vec<u8>> {
         1 => (0..8u32).prop_map(|mib| mib << 20)
     ];
     let offset = prop_oneof![
-        8 => (0..WITNESS_FROM / 512 - 20_000).prop_map(|sector| sector * 512),
+        5 => (0..WITNESS_FROM / 512 - 20_000).prop_map(|sector| sector * 512),
+        3 => 0..WITNESS_FROM - 20_000 * 512,
         1 => any::<u64>().prop_filter("the witness's", |at| !(0..BYTES).contains(at))
     ];
     let flags = prop_oneof![4 => Just(0u16), 1 => 0..16u16, 1 => any::<u16>()];

@@ -30,6 +30,7 @@ mod medium;
 mod proc_locks;
 mod qemu;
 mod runs;
+mod tail;
 mod zero;
 
 #[cfg(feature = "testing")]
@@ -75,6 +76,8 @@ pub struct Raw {
     has_qemus_locks: Mutex<bool>,
     geometry: Geometry,
     sectors: AtomicU64,
+    /// Where the sector begins that the file had only a part of: see [`OpenOptions::odd_size`].
+    tail: u64,
     shrink_reported: AtomicBool,
     discard: Option<discard::Discard>,
     /// The keeper's holds.
@@ -138,7 +141,8 @@ impl Raw {
         let bytes = size_bytes(&opened.file, opened.medium)
             .map_err(|e| io_error(path, "its size could not be read", e))?;
         if use_ == Use::Disk {
-            check_size(path, bytes)?;
+            let is_odd = options.odd_size && opened.medium == Medium::File;
+            check_size(path, bytes, is_odd)?;
         }
         let geometry = match &namespace {
             Some(namespace) => Geometry::of_namespace(namespace),
@@ -164,7 +168,8 @@ impl Raw {
             read_only: options.read_only,
             has_qemus_locks: Mutex::new(!options.qemu_first),
             geometry,
-            sectors: AtomicU64::new(bytes / SECTOR_BYTES),
+            sectors: AtomicU64::new(tail::sectors(bytes, use_)),
+            tail: tail::begins_at(bytes, use_),
             shrink_reported: AtomicBool::new(false),
             discard,
             holds: opened.holds,
@@ -198,6 +203,7 @@ impl Raw {
             has_qemus_locks: Mutex::new(true),
             geometry: Geometry::of_glance(),
             sectors: AtomicU64::new(bytes / SECTOR_BYTES),
+            tail: u64::MAX,
             shrink_reported: AtomicBool::new(false),
             discard: None,
             holds: opened.holds,
@@ -415,6 +421,9 @@ impl Raw {
     /// The place of a range: the same offset in the file.
     #[inline]
     pub fn map(&self, offset: u64, len: u64) -> Extent {
+        if offset + len > self.tail {
+            return self.map_at_tail(offset, len);
+        }
         Extent::Data { file: 0, offset, len }
     }
 
@@ -451,7 +460,11 @@ impl Raw {
     /// # Errors
     /// Errors of the kernel.
     pub async fn read(&self, port: &Port, offset: u64, buf: Span) -> std::io::Result<()> {
-        port.io.read_exact(port.files[0], offset, buf).await?;
+        if offset + buf.len() as u64 > self.tail {
+            self.read_with_tail(port, offset, buf).await?;
+        } else {
+            port.io.read_exact(port.files[0], offset, buf).await?;
+        }
         #[cfg(feature = "testing")]
         self.checked.demand(port.memory(), offset, buf)?;
         Ok(())
@@ -511,7 +524,7 @@ fn namespace(path: &Path, opened: &Opened, read_only: bool) -> Result<Namespace,
     }
 }
 
-fn check_size(path: &Path, bytes: u64) -> Result<(), DiskError> {
+fn check_size(path: &Path, bytes: u64, is_odd: bool) -> Result<(), DiskError> {
     let refuse = |why: String, help: &str| {
         Err(DiskError::new(ErrorKind::Unsuitable, cannot_open(path), why, help))
     };
@@ -521,7 +534,7 @@ fn check_size(path: &Path, bytes: u64) -> Result<(), DiskError> {
             "give it a size first (ferrite image create --force raw:FILE 16G), or insert a medium",
         );
     }
-    if !bytes.is_multiple_of(SECTOR_BYTES) {
+    if !bytes.is_multiple_of(SECTOR_BYTES) && !is_odd {
         return refuse(
             format!("its size, {bytes} bytes, is not a multiple of 512"),
             "check that it is a raw disk image and complete; if it is, make it longer with \

@@ -16,7 +16,7 @@ use serde::Serialize;
 
 use crate::exit::{Code, Failure};
 use crate::plain::one_line;
-use crate::signals;
+use crate::{signals, user_state};
 
 pub(crate) mod args;
 mod making;
@@ -110,6 +110,7 @@ fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<()
         ImageCommand::Compare(compare) => self::compare(tools, &out, compare),
         ImageCommand::Du(one) => out.say(&tools.du(&one.named.name()?)?, text::usage),
         ImageCommand::Journal(JournalCommand::List) => {
+            mention_users();
             out.say(&tools.journals()?, |all| text::journals(all))
         }
         ImageCommand::Journal(JournalCommand::Drop(it)) => {
@@ -380,9 +381,19 @@ pub(crate) fn engine(choice: EngineChoice) -> Result<EngineKind, Failure> {
     Ok(chosen.kind)
 }
 
+/// Says that users have journals of their own.
+fn mention_users() {
+    for folder in user_state::of_others() {
+        tracing::warn!("a user has more of them in {}: run this as that user", folder.display());
+    }
+}
+
 /// The folder in which a killed backend has left answered changes. `None`: it cannot have left any. If this user may
 /// not read the folder, images that may have changes there are logged. With `needed` that is a failure.
 pub(crate) fn state_dir(needed: bool) -> Result<Option<PathBuf>, Failure> {
+    if let Some(own) = user_state::used() {
+        return Ok(Some(own));
+    }
     let path = Path::new(STATE_DIR);
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path);
     match made.and_then(|()| path.read_dir()) {

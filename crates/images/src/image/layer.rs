@@ -55,7 +55,11 @@ impl Layer {
     pub(super) fn open(name: &ImageName, options: &OpenOptions) -> Result<Layer, DiskError> {
         let path = &name.path;
         Ok(match name.format {
-            Format::Raw => Layer::Raw(open_raw(path, options)?),
+            // A layer of a chain has whole sectors: only a raw disk by itself may end inside one.
+            Format::Raw => {
+                let options = OpenOptions { odd_size: false, ..options.clone() };
+                Layer::Raw(open_raw(path, &options)?)
+            }
             Format::Vhd => Layer::Vhd(Vhd::open(path, options)?),
             Format::Qcow2 => Layer::Qcow2(Box::new(Qcow2::open(path, options)?)),
             Format::Store => return Err(name.no_image()),

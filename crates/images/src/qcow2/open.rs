@@ -64,11 +64,12 @@ impl Qcow2 {
         if !read_only {
             check_writable(&header, &cannot)?;
         }
+        let left = cannot.find(dir, &medium, &header)?;
         // Images with a mark tell whether there is a journal.
-        if options.unseen_state && (header.version < 3 || header.mark().is_some()) {
+        let may_have_one = header.version < 3 || header.mark().is_some();
+        if options.unseen_state && left.is_none() && may_have_one {
             journal::warn_unseen(&medium);
         }
-        let left = cannot.find(dir, &medium, &header)?;
         let all = left.is_some() || !read_only;
         let tables = match on_damage {
             OnDamage::Refuse => Tables::read(&medium, header, bytes, all, &cannot)?,

@@ -450,10 +450,13 @@ fn journal_of(
     options: &OpenOptions,
 ) -> Result<(Journal, Vec<journal::Record>, String), DiskError> {
     let dir = options.state_dir.as_deref();
-    if dir.is_none() {
+    let warn = || {
         if options.unseen_state {
             journal::warn_unseen(raw);
         }
+    };
+    if dir.is_none() {
+        warn();
         return Ok((Journal::without(RECORD_WORDS, RECORDS), Vec::new(), String::new()));
     }
     let identity = Identity::of(raw, Format::Vhd, footer.uuid.0);
@@ -466,6 +469,9 @@ fn journal_of(
             (Journal::without(RECORD_WORDS, RECORDS), records)
         }
     };
+    if records.is_empty() {
+        warn();
+    }
     Ok((journal, records, identity.name()))
 }
 

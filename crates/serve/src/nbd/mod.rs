@@ -6,10 +6,12 @@
 //! * [`relay()`]: the process that keeps a disk's clients when its worker ends.
 //! * `wire.rs`: the messages as bytes.
 //!
-//! Clients share the disk only. Each has an engine, buffers and a table of requests of a fixed
-//! size. When these are in use, further bytes stay in its socket.
+//! Clients share the disk, and the memory for data beside the 1 MiB that each has to itself
+//! (`buffers.rs`). Each has an engine and a table of requests of a fixed size. When these or its
+//! buffers are in use, further bytes stay in its socket.
 
 mod bind;
+mod buffers;
 mod client;
 mod handshake;
 mod negotiation;

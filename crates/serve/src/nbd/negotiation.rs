@@ -16,8 +16,8 @@ pub(super) const OPTION_HEAD_BYTES: usize = 16;
 /// The padding of the reply to `EXPORT_NAME`, unless the client refuses it.
 pub(super) const PADDING: [u8; 124] = [0; 124];
 
-/// The smallest block: requests are of whole sectors (nbd-rules.md 3).
-pub(super) const MIN_BLOCK_BYTES: u32 = 512;
+/// The smallest block: any byte is served (nbd-rules.md 3).
+const MIN_BLOCK_BYTES: u32 = 1;
 /// The largest data of a request.
 pub(super) const MAX_REQUEST_BYTES: u32 = 32 << 20;
 
@@ -28,7 +28,7 @@ pub(super) struct Export {
     pub(super) bytes: u64,
     pub(super) read_only: bool,
     pub(super) trims: bool,
-    /// The preferred multiple of requests in bytes: a power of two, at least [`MIN_BLOCK_BYTES`].
+    /// The preferred multiple of requests in bytes: a power of two.
     pub(super) preferred_bytes: u32,
 }
 

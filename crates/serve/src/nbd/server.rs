@@ -11,11 +11,11 @@ use std::time::Duration;
 use ferrite_disk::Disk;
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
-use ferrite_io::pool::Pool;
 
+use super::buffers::ClientPool;
 use super::client::Client;
 use super::handshake::greet;
-use super::negotiation::{Export, MIN_BLOCK_BYTES, Offer};
+use super::negotiation::{Export, Offer};
 use crate::counters::{Counters, Counts};
 use crate::log_limit::limited;
 use crate::path::device::Device;
@@ -43,7 +43,8 @@ pub struct Options {
     pub read_only: bool,
     /// Most clients at a time. More are turned away.
     pub max_clients: usize,
-    /// Bytes of memory for the data of each client. At least 2 MiB are taken.
+    /// Most bytes of the data in flight of each client. At least 2 MiB are allowed. Memory is taken
+    /// as it is used, and all clients together take 64 MiB besides 1 MiB each, or this if it is more.
     pub client_bytes: usize,
     /// The longest negotiation of a client.
     pub greeting: Duration,
@@ -80,6 +81,7 @@ struct Common {
     exports: Vec<Exported>,
     options: Options,
     stop: Arc<Waker>,
+    buffers: ClientPool,
     /// Requests of clients that have disconnected.
     requests: AtomicU64,
 }
@@ -156,7 +158,8 @@ impl Clients {
     fn of(exports: Vec<Exported>, options: Options, stop: Arc<Waker>) -> Clients {
         assert!(!exports.is_empty(), "a server has something to serve");
         let requests = AtomicU64::new(0);
-        let common = Arc::new(Common { exports, options, stop, requests });
+        let buffers = ClientPool::new(options.max_clients, options.client_bytes);
+        let common = Arc::new(Common { exports, options, stop, buffers, requests });
         Clients { common, threads: Vec::new() }
     }
 
@@ -217,7 +220,8 @@ pub fn serve_one(
     socket: UnixStream,
 ) -> io::Result<Counts> {
     let (name, device, engine) = (String::new(), device.clone(), options.engine.clone());
-    serve_chosen(&[Exported { name, device, engine }], options, stop, socket)
+    let buffers = ClientPool::new(1, options.client_bytes);
+    serve_chosen(&[Exported { name, device, engine }], options, stop, &buffers, socket)
 }
 
 /// Serves one client the disk that it chooses, as [`serve_one`] does.
@@ -225,6 +229,7 @@ fn serve_chosen(
     exports: &[Exported],
     options: &Options,
     stop: &Arc<Waker>,
+    buffers: &ClientPool,
     socket: UnixStream,
 ) -> io::Result<Counts> {
     socket.set_nonblocking(true)?;
@@ -238,16 +243,19 @@ fn serve_chosen(
     };
     let (Exported { device, engine, .. }, export) =
         (&exports[greeted.agreed.index], offers[greeted.agreed.index].export);
-    let pool = Pool::with_scratch(options.client_bytes, 1, Disk::MAX_SCRATCH_BYTES)?;
+    let queue = buffers.take()?;
     let counters = options.counters.clone().unwrap_or_default();
-    let tuning = options.tuning;
+    let (pool, tuning) = (queue.pool().clone(), options.tuning);
     let shared = Shared::new(device.clone(), pool, 1, tuning, Arc::default(), counters.clone())?;
-    let shared = Arc::new(shared);
+    let shared = Arc::new(shared.with_queues_from(queue.index));
     device.begin_service(engine);
     let engine = engine(shared.pool.arena().clone(), ENGINE_ENTRIES)?;
     let trace = options.traces.as_ref().and_then(ClientTraces::begin);
     let client = Client::new(shared, engine, socket, export, &greeted, stop.clone(), trace)?;
-    client.run(options.goodbye, options.at_stop)?;
+    if let Err(e) = client.run(options.goodbye, options.at_stop) {
+        buffers.renew(&queue);
+        return Err(e);
+    }
     Ok(counters.counts())
 }
 
@@ -261,7 +269,7 @@ impl Common {
     }
 
     fn serve(&self, socket: UnixStream) {
-        match serve_chosen(&self.exports, &self.options, &self.stop, socket) {
+        match serve_chosen(&self.exports, &self.options, &self.stop, &self.buffers, socket) {
             Ok(counts) => {
                 if self.options.counters.is_none() {
                     self.requests.fetch_add(counts.requests, Ordering::Relaxed);
@@ -282,7 +290,7 @@ impl Export {
         if options.keeps_all {
             disk.keep_allocated();
         }
-        let preferred = disk.physical_block_bytes().max(PAGE_BYTES).max(MIN_BLOCK_BYTES);
+        let preferred = disk.physical_block_bytes().max(PAGE_BYTES);
         Export {
             bytes: disk.sectors() * ferrite_disk::SECTOR_BYTES,
             read_only: options.read_only || disk.read_only(),

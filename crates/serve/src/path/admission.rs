@@ -142,6 +142,12 @@ impl RequestPath {
         }
     }
 
+    /// Says before a request is admitted that it does without the first `before` and the last
+    /// `behind` bytes of its sectors, which are below the size of a sector each.
+    pub fn cut(&mut self, ticket: &Ticket, before: usize, behind: usize) {
+        self.flights.get(ticket).cut = (before as u16, behind as u16);
+    }
+
     /// The place of a request's first byte in its buffer, if it begins at `offset` on the disk.
     pub fn begins_at(&self, offset: u64) -> usize {
         offset as usize & (self.medium.block_bytes - 1)
@@ -188,8 +194,12 @@ impl RequestPath {
     pub(super) fn needs_to_be_alone(&self, ticket: &Ticket) -> bool {
         let flight = self.flights.see(ticket);
         let below_block = flight.layout.is_some_and(|layout| !layout.is_whole());
-        let action = flight.work.action;
-        action == Action::Barrier || (action.takes_data() && below_block)
+        match flight.work.action {
+            Action::Barrier => true,
+            // From the first of them on they lock their range instead.
+            Action::Write => below_block && !self.member.device().ranges.are_locked(),
+            action => action.takes_data() && below_block,
+        }
     }
 
     /// Whether the requests of this sweep are close together and leave gaps. The client's next
@@ -215,6 +225,9 @@ impl RequestPath {
 
     /// Starts all requests that are ready. Returns whether there were any.
     pub fn start(&mut self) -> bool {
+        if !self.unlocked.is_empty() {
+            self.take_unlocked();
+        }
         if self.ready.is_empty() {
             return false;
         }

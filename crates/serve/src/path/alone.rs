@@ -1,10 +1,11 @@
-//! Requests that need the disk alone: barriers, and writes below the medium's block.
+//! Requests that need the disk alone: barriers, and the first write below the medium's block
+//! (`ranges.rs`).
 
 use std::collections::VecDeque;
 
 use super::RequestPath;
 use super::flight::Ticket;
-use super::work::Outcome;
+use super::work::{Action, Outcome};
 
 /// The requests of one path that need the disk alone.
 #[derive(Default)]
@@ -96,6 +97,9 @@ impl RequestPath {
         let ticket = self.alone.waiting.pop_front()?;
         self.lay_out_again(&ticket);
         self.alone.running = true;
+        if self.flights.see(&ticket).work.action == Action::Write {
+            self.member.device().ranges.switch_on();
+        }
         self.flights.get(&ticket).record.stages.submitted_ns = self.clock.now_ns();
         Some(ticket)
     }

@@ -12,6 +12,7 @@ use ferrite_host::shm::Shm;
 
 use super::full::{Full, OnFull, is_full};
 use super::gate::{Gate, Side, Wanted};
+use super::ranges::Ranges;
 use super::turns::Turns;
 use crate::log_limit::{LogLimits, limited};
 use crate::waker::Waker;
@@ -103,6 +104,8 @@ pub struct Device {
     no_disk: Arc<Disk>,
     /// Makes discards give way to everything else.
     pub(super) discards: Turns,
+    /// The ranges that requests have to themselves while they write them.
+    pub(super) ranges: Ranges,
     /// Excludes paths from the disk while one request needs it alone.
     gate: Gate,
     /// A predecessor's requests that have not begun again yet, while their side keeps the turn.
@@ -146,6 +149,7 @@ impl Device {
             successors: Mutex::default(),
             no_disk: Arc::new(Disk::nothing()),
             discards: Turns::default(),
+            ranges: Ranges::default(),
             gate: Gate::new(MAX_PATHS),
             expected: AtomicUsize::new(0),
             wakers: Mutex::new(vec![None; MAX_PATHS]),
@@ -254,6 +258,15 @@ impl Device {
         })?;
         wakers[index] = Some(waker);
         Ok(Member { device: self.clone(), index })
+    }
+
+    /// Wakes the paths of these members, if they have not ended.
+    pub(super) fn wake(&self, members: &[usize]) {
+        if members.is_empty() {
+            return;
+        }
+        let wakers = self.wakers();
+        members.iter().filter_map(|member| wakers[*member].as_ref()).for_each(|waker| waker.wake());
     }
 
     pub(super) fn wake_all(&self) {
@@ -435,6 +448,7 @@ impl Member {
 impl Drop for Member {
     fn drop(&mut self) {
         self.device.wakers()[self.index] = None;
+        self.device.wake(&self.device.ranges.forget(self.index));
         self.device.gate.forfeit(self.index);
         self.device.wake_all();
         self.device.changed.notify_all();

@@ -6,6 +6,7 @@ use ferrite_disk::Mark;
 use ferrite_io::pool::Buf;
 
 use super::layout::Layout;
+use super::ranges::LockId;
 use super::work::{Action, Outcome, Work};
 use crate::counters::Kind;
 use crate::trace::Record;
@@ -50,6 +51,8 @@ pub(super) struct Flight {
     pub(super) outcome: Outcome,
     /// The work; meaningless for refused requests.
     pub(super) work: Work,
+    /// The bytes of its first and of its last sector that are not the request's.
+    pub(super) cut: (u16, u16),
     /// The kind under which it is counted.
     pub(super) kind: Kind,
     /// The buffer of its data. `None`: it has no data.
@@ -67,6 +70,8 @@ pub(super) struct Flight {
     pub(super) pieces_left: usize,
     /// The first failure of a piece.
     pub(super) failed: Option<io::Error>,
+    /// The lock of the range that it writes, which it has or waits for.
+    pub(super) lock: Option<LockId>,
     /// Whether it has failed for want of space.
     pub(super) no_space: bool,
     /// Whether it has waited for space, and is counted as such.
@@ -80,7 +85,9 @@ pub(super) struct Flight {
 impl Flight {
     /// Computes the place of its data in its buffer, if it has one.
     pub(super) fn lay_out(&mut self, block_bytes: usize) {
-        let (offset, bytes) = (self.work.offset(), self.work.bytes() as usize);
+        let (before, behind) = (usize::from(self.cut.0), usize::from(self.cut.1));
+        let offset = self.work.offset() + before as u64;
+        let bytes = self.work.bytes() as usize - before - behind;
         let buf = self.buf.as_ref().map(Buf::span);
         self.layout = buf.map(|buf| Layout::of(buf, offset, bytes, block_bytes));
     }
@@ -101,6 +108,7 @@ impl Flights {
         let flight = || Flight {
             outcome: Outcome::Done,
             work: Work { action: Action::Flush, sector: 0, sectors: 0 },
+            cut: (0, 0),
             kind: Kind::Refused,
             buf: None,
             layout: None,
@@ -109,6 +117,7 @@ impl Flights {
             pieces: 0,
             pieces_left: 0,
             failed: None,
+            lock: None,
             no_space: false,
             waits: false,
             flushes: 0,
@@ -151,6 +160,7 @@ impl Flights {
         let f = &mut self.flights[usize::from(entry)];
         f.outcome = Outcome::Done;
         f.work = Work { action: Action::Flush, sector: 0, sectors: 0 };
+        f.cut = (0, 0);
         f.kind = Kind::Refused;
         f.layout = None;
         f.zeros = false;

@@ -1,9 +1,10 @@
 //! Exclusive use of the whole disk by one request.
 //!
 //! A barrier has to wait for every queue's writes and hold back their next ones (blkif.md 2, rule
-//! 9). So has a write that is smaller than the medium's block: it reads the block, changes a part
-//! and writes it back, and must not undo a neighbour's write in between. Both are rare, so the
-//! simplest exclusion serves: stop everything, do it, go on.
+//! 9). So has the first write that is smaller than the medium's block: it reads the block, changes
+//! a part and writes it back, and must not undo a neighbour's write in between. Later ones lock the
+//! block (`ranges.rs`). Both are rare, so the simplest exclusion serves: stop everything, do it, go
+//! on.
 //!
 //! Every path is a member of the gate, whose state says whether the path has work under way. The
 //! path that closes the gate waits until no other path has. Both sides store and then load with SeqCst (Dekker): either

@@ -50,6 +50,7 @@ mod merge;
 mod neighbours;
 pub mod parking;
 mod pieces;
+mod ranges;
 mod save;
 pub mod shared;
 mod slow;
@@ -103,6 +104,8 @@ pub struct RequestPath {
     neighbours: Neighbours,
     /// Requests that storage can begin.
     ready: Vec<Ticket>,
+    /// Requests that wait for the [range](ranges) that they write.
+    unlocked: Vec<Ticket>,
     /// Pieces of requests whose place on the medium is known.
     pieces: Pieces,
     placed: Vec<Placed>,
@@ -147,7 +150,8 @@ impl RequestPath {
         let member = shared.device.join(shared.side(), shared.waker(index).clone())?;
         let account = Account::new(shared.counters.page(member.index())?);
         let space = Space::new(&shared.device, account.page());
-        let scratch = Scratch::new(shared.pool.arena().clone(), shared.pool.scratch(index));
+        let queue = shared.queue(index);
+        let scratch = Scratch::new(shared.pool.arena().clone(), shared.pool.scratch(queue));
         let medium = Medium::load(shared.device.disk()?, &mut reactor, scratch)?;
         let saver = Saver::default();
         saver.remember(&medium);
@@ -155,7 +159,7 @@ impl RequestPath {
         reactor.push(WAKE, Op::Readable { fd });
         Ok(RequestPath {
             clock: shared.device.clock.clone(),
-            buffers: Buffers::new(shared.pool.queue(index)),
+            buffers: Buffers::new(shared.pool.queue(queue)),
             shared,
             index,
             account,
@@ -167,6 +171,7 @@ impl RequestPath {
             flushes: 0,
             neighbours: Neighbours::default(),
             ready: Vec::with_capacity(entries as usize),
+            unlocked: Vec::new(),
             pieces: Pieces::new(entries),
             placed: Vec::with_capacity(entries as usize),
             operations: 0,
@@ -398,7 +403,7 @@ impl RequestPath {
 
     /// Drops all requests of a path that has failed. It will not answer its client.
     pub fn abandon(&mut self) {
-        let lists = [&mut self.ready, &mut self.read, &mut self.finished];
+        let lists = [&mut self.ready, &mut self.unlocked, &mut self.read, &mut self.finished];
         let tickets = lists.into_iter().flat_map(|list| list.drain(..));
         tickets.chain(self.alone.drain()).chain(self.discards.drain()).for_each(|ticket| {
             ticket.park();

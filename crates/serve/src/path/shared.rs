@@ -27,6 +27,8 @@ pub struct Shared {
     pub counters: Counters,
     /// The side of the frontend's guest.
     side: Side,
+    /// The queue of the pool that the first path uses.
+    first_queue: usize,
     stop: AtomicBool,
     leaves: AtomicBool,
     gives_up: AtomicBool,
@@ -54,6 +56,7 @@ impl Shared {
             processors,
             counters,
             side: Side::First,
+            first_queue: 0,
             stop: AtomicBool::new(false),
             leaves: AtomicBool::new(false),
             gives_up: AtomicBool::new(false),
@@ -64,6 +67,16 @@ impl Shared {
     /// Sets the side of the frontend's guest.
     pub(crate) fn on_side(self, side: Side) -> Shared {
         Shared { side, ..self }
+    }
+
+    /// Has the paths use the queues of the pool from this one on.
+    pub(crate) fn with_queues_from(self, first_queue: usize) -> Shared {
+        Shared { first_queue, ..self }
+    }
+
+    /// The queue of the pool that a path uses.
+    pub(super) fn queue(&self, index: usize) -> usize {
+        self.first_queue + index
     }
 
     pub(super) fn side(&self) -> Side {

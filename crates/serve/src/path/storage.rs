@@ -46,7 +46,15 @@ impl RequestPath {
         let now_ns = self.clock.now_ns();
         self.medium.begin_mapping();
         let mut others = false;
+        let locked = self.member.device().ranges.are_locked();
         for ticket in ready.drain(..) {
+            let ticket = match locked {
+                true => match self.lock_range(ticket) {
+                    Some(ticket) => ticket,
+                    None => continue,
+                },
+                false => ticket,
+            };
             self.flights.get(&ticket).record.stages.submitted_ns = now_ns;
             let action = self.flights.get(&ticket).work.action;
             others |= action != Action::Discard;
@@ -87,6 +95,9 @@ impl RequestPath {
         let Some(layout) = flight.layout else {
             unreachable!("reads and writes have buffers");
         };
+        if transfer == Transfer::Write && !layout.is_whole() {
+            return self.start_task(ticket);
+        }
         let all = layout.blocks.len() as u64;
         let extent = find(disk, layout.offset, all, transfer);
         if disk.has_metadata() && (transfer == Transfer::Read || disk.reserves()) {
@@ -258,7 +269,10 @@ impl RequestPath {
     pub(super) fn data_done(&mut self, ticket: Ticket, now_ns: u64) {
         let flight = self.flights.get(&ticket);
         flight.record.stages.completed_ns = now_ns;
-        if flight.work.action == Action::Read {
+        if let Some(lock) = flight.lock.take() {
+            self.release_range(lock);
+        }
+        if self.flights.see(&ticket).work.action == Action::Read {
             self.read.push(ticket);
         } else {
             self.finish(ticket, Outcome::Done);
@@ -268,6 +282,9 @@ impl RequestPath {
     /// Fails a request, or lets it wait for space. The disk goes on.
     pub(super) fn storage_failed(&mut self, ticket: Ticket, e: &io::Error, now_ns: u64) {
         self.shared.device.check_failed_sync(&self.medium.disk);
+        if let Some(lock) = self.flights.get(&ticket).lock.take() {
+            self.release_range(lock);
+        }
         if self.may_wait(e) {
             return self.wait_for_space(ticket, e);
         }

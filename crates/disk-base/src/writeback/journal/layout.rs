@@ -166,7 +166,10 @@ pub(super) fn not_held(path: &Path, verb: &str, e: io::Error) -> DiskError {
 
 pub(super) fn cannot(path: &Path, verb: &str, e: io::Error) -> DiskError {
     let help = match e.kind() {
-        PermissionDenied => "run it as root: only root can keep the crash journal there",
+        PermissionDenied => {
+            "run it as root: only root can keep the crash journal there. Or, to export it, set XDG_RUNTIME_DIR to a \
+             folder of this user on a tmpfs, as a login does"
+        }
         _ => "it is the crash journal, which needs a tmpfs with room (df)",
     };
     let what = format!("{} cannot be {verb}", path.display());

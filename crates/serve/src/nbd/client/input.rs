@@ -7,12 +7,12 @@ use ferrite_io::arena::Span;
 use ferrite_io::pool::Buf;
 use ferrite_io::socket;
 
-use super::super::negotiation::{MAX_REQUEST_BYTES, MIN_BLOCK_BYTES};
+use super::super::negotiation::MAX_REQUEST_BYTES;
 use super::super::wire::{Head, REQUEST_BYTES, RawRequest, command, error, flag};
 use super::Client;
 use super::output::Reply;
 use super::requests::{Request, Slot};
-use super::steps::{Doing, PART_BYTES, Step};
+use super::steps::{Doing, PART_BYTES, Step, inward};
 
 /// Size of the buffer for received bytes in front of the data of a large write, which go directly
 /// into the memory of their part.
@@ -204,9 +204,10 @@ impl Client {
     /// Gets a buffer for a part of a write. Returns `false` if there is none now.
     fn begin_part(&mut self, slot: Slot, at: u64) -> bool {
         let raw = self.requests.get(slot).raw;
-        let len = (u64::from(raw.len) - at).min(self.part_bytes as u64) as usize;
-        let Some(buf) = self.path.buffer(len) else { return false };
-        let data = buf.span().slice(self.path.begins_at(raw.offset + at), len);
+        let (offset, left) = (raw.offset + at, u64::from(raw.len) - at);
+        let len = self.part_of(offset, left) as usize;
+        let Some(buf) = self.buffer_for(offset, len) else { return false };
+        let data = buf.span().slice(self.path.begins_at(offset), len);
         self.input.payload = Payload::Comes { slot, at, buf, data, got: 0 };
         true
     }
@@ -252,12 +253,7 @@ impl Client {
         }
         let doing = match raw.command {
             command::READ => Doing::Read,
-            // TRIM is a hint. This disk ignores it.
-            command::TRIM if !self.export.trims => {
-                self.requests.get(slot).left = 0;
-                return self.end_request(slot);
-            }
-            command::TRIM => Doing::Discard,
+            command::TRIM => return self.take_trim(slot),
             command::WRITE_ZEROES if raw.has(flag::NO_HOLE) => Doing::WriteZeros,
             command::WRITE_ZEROES => Doing::Zero,
             command::BLOCK_STATUS => Doing::Status,
@@ -267,12 +263,35 @@ impl Client {
             }
             _ => Doing::Flush,
         };
-        let long = u64::from(raw.len) > self.part_bytes as u64;
-        if doing == Doing::Read && long && !self.agreed.structured {
+        if doing == Doing::Read && self.is_long(&raw) && !self.agreed.structured {
             self.exclusive = Some(slot);
         }
         let len = self.requests.get(slot).left;
         self.todo.push_back(Step { slot: Some(slot), doing, at: 0, len, filled: None });
+    }
+
+    /// Takes a TRIM, which is a hint. Bytes of sectors that it does not cover stay, and where the
+    /// disk has no such thing all of them do.
+    fn take_trim(&mut self, slot: Slot) {
+        let request = self.requests.get(slot);
+        let (at, len) = inward(request.raw.offset, u64::from(request.raw.len));
+        request.left = if self.export.trims { len } else { 0 };
+        if request.left == 0 {
+            return self.end_request(slot);
+        }
+        self.todo.push_back(Step {
+            slot: Some(slot),
+            doing: Doing::Discard,
+            at,
+            len,
+            filled: None,
+        });
+    }
+
+    /// Whether a request with data has more than one part.
+    fn is_long(&self, raw: &RawRequest) -> bool {
+        let len = u64::from(raw.len);
+        self.part_of(raw.offset, len) < len
     }
 
     /// Returns the error for a request that must not be carried out (nbd-rules.md 3).
@@ -295,9 +314,7 @@ impl Client {
             return Some(error::PERM);
         }
         let has_data = [command::READ, command::WRITE].contains(&raw.command);
-        let block = u64::from(MIN_BLOCK_BYTES);
-        let is_whole = raw.offset.is_multiple_of(block) && u64::from(raw.len).is_multiple_of(block);
-        if raw.len == 0 || !is_whole || (has_data && raw.len > MAX_REQUEST_BYTES) {
+        if raw.len == 0 || (has_data && raw.len > MAX_REQUEST_BYTES) {
             return Some(error::INVALID);
         }
         let end = raw.offset.checked_add(u64::from(raw.len));
@@ -305,7 +322,7 @@ impl Client {
             let writes = [command::WRITE, command::WRITE_ZEROES].contains(&raw.command);
             return Some(if writes { error::NO_SPACE } else { error::INVALID });
         }
-        if raw.has(flag::DF) && u64::from(raw.len) > self.part_bytes as u64 {
+        if raw.has(flag::DF) && self.is_long(raw) {
             return Some(error::OVERFLOW);
         }
         None

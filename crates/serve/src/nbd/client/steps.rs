@@ -1,6 +1,6 @@
 //! Turns a client's requests into requests of the path, and their outcomes into answers.
 
-use ferrite_disk::Allocation;
+use ferrite_disk::{Allocation, SECTOR_BYTES};
 use ferrite_io::arena::Span;
 use ferrite_io::pool::Buf;
 use ferrite_xen::abi::{OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, STATUS_ERROR, STATUS_OKAY};
@@ -17,6 +17,14 @@ pub(super) const PART_BYTES: usize = 1 << 20;
 /// The largest part of a request for zeros. Other requests of this client may run between two
 /// parts.
 const ZERO_BYTES: u64 = 64 << 20;
+
+/// The whole sectors inside a range: how far behind its beginning they begin, and their length in
+/// bytes.
+pub(super) fn inward(offset: u64, len: u64) -> (u64, u64) {
+    let from = offset.next_multiple_of(SECTOR_BYTES);
+    let end = offset + len;
+    (from - offset, (end - end % SECTOR_BYTES).saturating_sub(from))
+}
 
 /// The operation of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -141,8 +149,10 @@ impl Client {
             request.under_way += 1;
             request.left -= len;
         }
-        let (sector, sectors) = (offset / 512, len / 512);
-        let work = Work { action, sector, sectors };
+        let (sector, end) = (offset / SECTOR_BYTES, (offset + len).div_ceil(SECTOR_BYTES));
+        let work = Work { action, sector, sectors: end - sector };
+        let (before, behind) = (offset % SECTOR_BYTES, end * SECTOR_BYTES - (offset + len));
+        self.path.cut(&ticket, before as usize, behind as usize);
         match action {
             Action::Write => self.path.admit_filled(ticket, work),
             _ => match self.path.admit(ticket, work) {
@@ -155,7 +165,10 @@ impl Client {
 
     /// Returns the action and the length in bytes of the next part of a step.
     fn next_part(&self, step: &Step, offset: u64) -> (Action, u64) {
-        let data = step.len.min(self.part_bytes as u64);
+        let data = match &step.filled {
+            Some((_, data)) => data.len() as u64,
+            None => self.part_of(offset, step.len),
+        };
         match step.doing {
             Doing::Read => (Action::Read, data),
             Doing::Write | Doing::WriteZeros => (Action::Write, data),
@@ -174,6 +187,17 @@ impl Client {
         }
     }
 
+    /// Returns how many of the bytes that are left of a request its next part has. That depends on
+    /// nothing but the request: the disk may be exchanged between two parts.
+    pub(super) fn part_of(&self, offset: u64, left: u64) -> u64 {
+        left.min(self.part_bytes as u64 - offset % SECTOR_BYTES)
+    }
+
+    /// Returns a buffer for a part with the whole sectors around it. `None`: there is none now.
+    pub(super) fn buffer_for(&mut self, offset: u64, len: usize) -> Option<Buf> {
+        self.path.buffer((offset % SECTOR_BYTES) as usize + len)
+    }
+
     /// Returns the buffer of a part, filled if the part is written from it. Returns `None` if there
     /// is none now.
     fn buffer(&mut self, step: &mut Step, offset: u64, len: u64) -> Option<Buf> {
@@ -181,7 +205,7 @@ impl Client {
         let len = len as usize;
         let begins_at = self.path.begins_at(offset);
         let Some((buf, data)) = step.filled.take() else {
-            let buf = self.path.buffer(len)?;
+            let buf = self.buffer_for(offset, len)?;
             if step.doing != Doing::Read {
                 self.shared.pool.arena().fill(buf.span().slice(begins_at, len), 0);
             }
@@ -308,13 +332,20 @@ impl Client {
 
     fn answer_status(&mut self, slot: Slot, part: Part, found: &[Allocation]) {
         let raw = self.requests.get(slot).raw;
-        let most = if raw.has(flag::REQ_ONE) { 1 } else { usize::MAX };
         let mut tail = Vec::new();
-        let mut left = part.len;
-        for extent in found.iter().take(most) {
-            // All extents together cover one request, whose length has 32 bits.
-            push_extent(&mut tail, extent.len.min(left) as u32, extent.zeros);
-            left -= extent.len.min(left);
+        // The sectors around the request were looked up.
+        let (mut before, mut left) = ((raw.offset + part.at) % SECTOR_BYTES, part.len);
+        for extent in found {
+            let outside = before.min(extent.len);
+            let len = (extent.len - outside).min(left);
+            (before, left) = (before - outside, left - len);
+            if len > 0 {
+                // All extents together cover one request, whose length has 32 bits.
+                push_extent(&mut tail, len as u32, extent.zeros);
+            }
+            if raw.has(flag::REQ_ONE) && !tail.is_empty() {
+                break;
+            }
         }
         let head = Head::status(raw.cookie, tail.len() / 8);
         self.output.push(Reply { tail, ..Reply::new(head, Some(slot)) });
