@@ -3,7 +3,7 @@
 
 use std::io;
 
-use ferrite_disk_base::{Extent as Place, Port, Raw, Run, is_damage};
+use ferrite_disk_base::{Port, Raw, Run, is_damage};
 use ferrite_images::{Layer, Mapping};
 
 use crate::disk::{Disk, Work};
