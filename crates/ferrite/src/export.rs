@@ -1,5 +1,6 @@
 //! `ferrite export nbd`: disks for clients of NBD, in the foreground.
 
+pub(crate) mod args;
 mod listen;
 mod names;
 
@@ -14,13 +15,13 @@ use ferrite_serve::nbd::{COURTESY, EngineFactory, Exported, Options, Server};
 use ferrite_serve::path::device::Device;
 use ferrite_serve::tuning::Tuning;
 
-use crate::cli::{ExportArgs, ExportCommand, NbdArgs};
 use crate::engine::{choose, engines};
 use crate::exit::Failure;
 use crate::serve::{RECOVERY_ENTRIES, TAKE_OVER_WAIT, stop_on_signals};
 use crate::store::owner::{Place, Serving};
 use crate::store::reading;
 use crate::user_state::{self, State};
+use args::{ExportArgs, ExportCommand, NbdArgs};
 
 /// Exports disks until a signal comes.
 pub(crate) fn run(args: &ExportArgs) -> Result<(), Failure> {
