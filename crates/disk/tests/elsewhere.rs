@@ -179,7 +179,7 @@ fn one_stream_that_ends_leaves_the_other() {
 fn without_an_owner_the_store_is_in_use_and_its_refusal_counts() {
     let _alone = alone();
     let in_use = open("a", None).unwrap_err();
-    assert!(in_use.kind() == ErrorKind::InUse && in_use.help().contains("one process has a store"));
+    assert!(in_use.kind() == ErrorKind::InUse && in_use.help().contains("only one process"));
     assert_eq!(open("b", None).unwrap_err().why(), "the owner says so");
     let granted = Access { bytes: 4095, ..owner(1, honest) };
     assert_eq!(open("a", Some(granted)).unwrap_err().kind(), ErrorKind::InUse);

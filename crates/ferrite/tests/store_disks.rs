@@ -79,8 +79,8 @@ fn what_nbd_clients_were_told_is_there_after_a_death_of_the_server() {
         works(dir, &["store", "create", volume, "32M"]);
     }
     let mut server = export(dir, "store:s#a");
-    // Another reader of a volume gets that the store is in use.
-    let refused = ferrite(dir, &["image", "info", "store:s#b"]).output().unwrap();
+    // Another reader of a volume that a disk writes to gets that it is in use.
+    let refused = ferrite(dir, &["image", "info", "store:s#a"]).output().unwrap();
     assert_eq!(refused.status.code(), Some(BUSY), "{refused:?}");
     for round in 1..6u32 {
         let at = round * 3;

@@ -228,7 +228,7 @@ fn what_is_damaged_does_not_fit_or_is_no_snapshot_says_so() {
     let said = world.not_received(1, &world.send(&["s#large1"]), &["full#new"]);
     assert!(said.contains("full") && world.names("full").is_empty(), "{said}");
     let owner = world.export();
-    assert!(world.not_received(4, &stream, &["s#new"]).contains("one process has a store"));
+    assert!(world.not_received(4, &stream, &["s#new"]).contains("only one process"));
     end(owner, Signal::TERM);
     // Nobody reads what is sent.
     let mut send = world.command(&["send", "s#large1"]);

@@ -65,7 +65,7 @@ fn what_cannot_be_done_with_a_served_store_says_so_and_what_to_do() {
         (1, &["clone", "s#s1", "b.partial"], "a name that does not end in .partial"),
         (1, &["create", "s#b.partial", "1M"], "a name that does not end in .partial"),
         (3, &["rollback", "s#s1", "s9"], "there is no volume or snapshot s9"),
-        (1, &["rollback", "s#s1", "a"], "rolled back to a snapshot only"),
+        (1, &["rollback", "s#s1", "a"], "a snapshot, which never changes"),
         (3, &["delete", "s#x"], "there is no volume or snapshot x"),
         (4, &["create", "s", "--size", "64M", "--force"], ""),
     ] {

@@ -92,8 +92,8 @@ fn damage_behind_more_leaks_than_are_listed_is_listed_first() {
 fn what_is_not_supported_is_not_called_damage() {
     let dir = dir_on_disk();
     let qcow2 = made(&dir, "qcow2");
-    // Subclusters.
-    change(&qcow2.path, 79, &[1 << 4]);
+    // Data in another file.
+    change(&qcow2.path, 79, &[1 << 2]);
     let vhd = made(&dir, "vhd");
     let mut footer = [0; 512];
     let file = File::open(&vhd.path).unwrap();
