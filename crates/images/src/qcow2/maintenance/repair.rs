@@ -27,7 +27,7 @@ const SECTOR: u64 = 512;
 /// space of the file. Returns the findings from before the repair. If a finding is not
 /// [mendable](ferrite_disk_base::ProblemKind::is_mendable), nothing is changed at all.
 ///
-/// Refcounts that are lost are made anew first: see [`rebuild`].
+/// Refcounts that are lost are made anew first: see `rebuild.rs`.
 ///
 /// The order: counts; sync; flags, which depend on them; sync; marks in the header; sync. After a crash in between,
 /// another repair finds the rest.
