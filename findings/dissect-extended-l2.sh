@@ -1,4 +1,9 @@
 #!/usr/bin/env bash
+# Finding: no read of a qcow2 image with extended L2 entries works in dissect.hypervisor, which has code for them.
+# Versions: dissect.hypervisor 3.16, libqcow-python 20260703 (PyPI, pinned below).
+# Seen: each read raises TypeError, but where a whole L2 table is absent.
+set -euo pipefail
+
 # dissect.hypervisor has code for qcow2 images with extended L2 entries, but no read of such an image works.
 #
 # Extended L2 entries (incompatible feature, bit 4) have 16 bytes: the place of the cluster, and 32 bits for "this
@@ -12,7 +17,7 @@
 # So for these images try a read before a tool that stands on dissect is chosen; that it opens them says nothing.
 #
 # Needs python3 with venv; qemu-img checks the image where it is installed. Ends with 1 if the behaviour has changed.
-set -euo pipefail
+
 dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT; cd "$dir"
 python3 -m venv v
 v/bin/pip install -q --disable-pip-version-check dissect.hypervisor==3.16 libqcow-python==20260703

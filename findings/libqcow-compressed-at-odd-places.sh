@@ -1,4 +1,9 @@
 #!/usr/bin/env bash
+# Finding: libqcow reads every second compressed cluster of a qcow2 image (version 3) as zeros, and says nothing.
+# Versions: libqcow-python 20260703, dissect.hypervisor 3.16 (PyPI, pinned below).
+# Seen: a0 00 a2 00 where the clusters have a0 a1 a2 a3.
+set -euo pipefail
+
 # libqcow reads every second compressed cluster of a qcow2 image (version 3) as zeros, and says nothing.
 #
 # In the entry of an uncompressed cluster, bit 0 says "reads as zeros" (version 3). In the entry of a compressed cluster the
@@ -13,7 +18,7 @@
 # an empty disk in these places.
 #
 # Needs python3 with venv; qemu-img checks the image where it is installed. Ends with 1 if the behaviour has changed.
-set -euo pipefail
+
 dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT; cd "$dir"
 python3 -m venv v
 v/bin/pip install -q --disable-pip-version-check dissect.hypervisor==3.16 libqcow-python==20260703

@@ -1,4 +1,9 @@
 #!/usr/bin/env bash
+# Finding: a differencing VHD without its parent is read as a disk with zeros by two readers of three.
+# Versions: dissect.hypervisor 3.16, libvhdi-python 20260901 (PyPI, pinned below).
+# Seen: dissect and qemu-img give zeros for the parent, libvhdi raises an error.
+set -euo pipefail
+
 # A differencing VHD read without its parent: which readers say that something is missing?
 #
 # A differencing VHD (type 4) has only what was written since it was made; the rest is in its parent. Here the parent is
@@ -12,7 +17,7 @@
 # nothing says so. Ask for the disk's type (footer, bytes 60 to 63: 4 is differencing) before either is trusted.
 #
 # Needs python3 with venv; qemu-img is asked where it is installed. Ends with 1 if the behaviour has changed.
-set -euo pipefail
+
 dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT; cd "$dir"
 python3 -m venv v
 v/bin/pip install -q --disable-pip-version-check dissect.hypervisor==3.16 libvhdi-python==20260901

@@ -1,4 +1,9 @@
 #!/usr/bin/env bash
+# Finding: three readers disagree on sectors of a dynamic VHD whose bitmap says "no data".
+# Versions: dissect.hypervisor 3.16, libvhdi-python 20260901 (PyPI, pinned below).
+# Seen: libvhdi gives zeros, dissect and qemu-img give the stored bytes.
+set -euo pipefail
+
 # Which bytes a dynamic VHD has where its sector bitmap says "no data", asked of three readers.
 #
 # Each block of a dynamic VHD begins with a bitmap, a bit for each sector: 0 means that the sector was never written,
@@ -11,7 +16,7 @@
 # images, and to writers: whoever leaves old bytes behind a bit 0 is read differently from program to program.
 #
 # Needs python3 with venv; qemu-img is asked where it is installed. Ends with 1 if the behaviour has changed.
-set -euo pipefail
+
 dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT; cd "$dir"
 python3 -m venv v
 v/bin/pip install -q --disable-pip-version-check dissect.hypervisor==3.16 libvhdi-python==20260901

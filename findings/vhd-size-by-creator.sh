@@ -1,4 +1,9 @@
 #!/usr/bin/env bash
+# Finding: the size of a VHD depends on the letters of the program that made it, for QEMU only.
+# Versions: dissect.hypervisor 3.16, libvhdi-python 20260901 (PyPI, pinned below), qemu-img 7.2.22.
+# Seen: 3481600 bytes for "vpc " and "qemu", 4194304 for others and for other readers.
+set -euo pipefail
+
 # The size of a VHD depends on the four letters of the program that made it, but only for one reader.
 #
 # A VHD's footer has its size twice: in bytes (current size), and as cylinders, heads and sectors. The two differ when the
@@ -13,7 +18,7 @@
 # the geometry's end and says nothing. Writers: choose letters of your own, never another program's.
 #
 # Needs python3 with venv, and qemu-img. Ends with 1 if the behaviour has changed.
-set -euo pipefail
+
 dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT; cd "$dir"
 python3 -m venv v
 v/bin/pip install -q --disable-pip-version-check dissect.hypervisor==3.16 libvhdi-python==20260901

@@ -62,7 +62,7 @@ struct Link {
     stream: UnixStream,
     /// Held from the request to the end of its answer.
     turn: SharedLock,
-    /// An answer was cut off: nobody knows where the next one begins.
+    /// An answer was cut off, so the start of the next one is unknown.
     is_broken: AtomicBool,
 }
 

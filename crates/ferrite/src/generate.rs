@@ -25,7 +25,7 @@ pub fn run<Cli: CommandFactory>(directory: &Path) -> Result<(), Failure> {
     write(Cli::command(), directory).map_err(|e| cannot(directory, &e))
 }
 
-/// The same for the program `ferrite`, with the pages that it alone has.
+/// Writes manual pages and completions of both programs, and the pages that only `ferrite` has.
 pub(crate) fn run_for_package(programs: [Command; 2], directory: &Path) -> Result<(), Failure> {
     let [ferrite, tap_ctl] = programs;
     let pages = || -> io::Result<()> {

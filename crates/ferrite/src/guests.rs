@@ -17,7 +17,7 @@ use crate::vdev::{Vbd, device_name, device_number};
 
 /// The parent of all domains' directories.
 const DOMAINS: &str = "/local/domain";
-/// How long xenstore may take for one answer. Names are only for people, so nobody waits long for them.
+/// How long xenstore may take for one answer. Names are only shown, so a command does not wait long for them.
 const ANSWER: Duration = Duration::from_secs(2);
 /// The most domains that are asked for: far more than a host has.
 const MOST: usize = 4096;

@@ -1,5 +1,5 @@
-//! The journals of a user who is not root: answered changes of metadata, for the next process of that user that opens
-//! the image. They are in the folder that a login gives its user on a tmpfs, as root's are in `/run/ferrite`.
+//! The journals of a user other than root. They keep answered changes of metadata for the next process of that user
+//! which opens the image. They are in the folder that a login gives its user on a tmpfs, as root's are in `/run/ferrite`.
 
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};

@@ -245,7 +245,7 @@ fn memory_is_taken_for_what_clients_do_and_not_for_their_number() {
     }
     let idle = mib("RssAnon:");
     assert!(idle < 64, "{idle} MiB for 64 clients with a request each");
-    // All of them together have 8 MiB each under way, which is more than they may take.
+    // Each client has 8 MiB in flight; together that exceeds the memory of all clients.
     for client in &mut clients {
         for at in 0..8 {
             client.send(command::READ, 0, at << 20, 1 << 20, &[]);

@@ -124,7 +124,7 @@ fn each_manual_page_says_what_it_is_in_a_line_and_what_follows_from_it() {
     assert!(page("tap-ctl.1").contains("block"), "{}", page("tap-ctl.1"));
 }
 
-/// The same keys as in the example that the package installs, each with an explanation.
+/// ferrite.toml(5) has every key of the example that the package installs, each with an explanation.
 #[test]
 fn the_manual_page_of_the_configuration_has_every_key() {
     let pages = pages();

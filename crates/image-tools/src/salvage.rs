@@ -37,8 +37,9 @@ pub(super) struct Lost {
 struct Ranges {
     /// By first byte; no two of them touch, unless they are of different layers.
     kept: BTreeMap<u64, Range>,
-    /// Those that there was no room for, and their bytes.
+    /// The number of ranges beyond those kept.
     more: u64,
+    /// The bytes of these ranges.
     more_bytes: u64,
 }
 

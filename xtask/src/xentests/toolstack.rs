@@ -255,8 +255,8 @@ fn first_disk_as_printed(bench: &mut Bench<'_>) -> Result<()> {
     bench.xenhost.sh("ferrite image check /srv/disk.qcow2 && rm /srv/disk.qcow2").map(drop)
 }
 
-/// The same disk by `ferrite disk attach`, which calls xl, and by the guest's name. The second attachment is refused
-/// before xl is called.
+/// Attaches the disk by `ferrite disk attach`, which calls xl, and the guest's name. A second attachment is refused before
+/// xl is called.
 fn attached_by_name(bench: &mut Bench<'_>, guest: &mut Guest) -> Result<()> {
     let attach = "ferrite disk attach g xvdb disk.qcow2";
     let said = bench.xenhost.sh(&format!("cd /srv && {attach}"))?;

@@ -1,4 +1,5 @@
-//! Images that are read in spite of damage: reads of what is damaged fail, all others are right, and nobody writes.
+//! Damaged images that are open for reading: reads of damaged ranges fail, all other reads are right, and writes are
+//! refused.
 
 use std::fs::{self, File};
 use std::io;

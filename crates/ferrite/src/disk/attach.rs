@@ -111,7 +111,7 @@ fn words(image: &Image, disk: Vbd, read_only: bool) -> OsString {
     words
 }
 
-/// Refuses a disk that nobody would serve: xl would wait for it, and leave it behind.
+/// Refuses a disk that no daemon would serve: xl would wait for the daemon, and leave the disk in xenstore.
 fn must_follow_xenstore(what: &str, run_dir: &Path) -> Result<(), Failure> {
     let status: Status = call(run_dir, "daemon.status", &Nothing {}, ANSWER)
         .map_err(|e| not_answered(what, &e, e.to_string()))?;

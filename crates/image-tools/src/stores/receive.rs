@@ -31,9 +31,9 @@ const DOMAIN: u16 = 0;
 pub struct Receive {
     /// The snapshot that the stream is a difference from, if it is called otherwise here.
     pub base: Option<Name>,
-    /// Go on with what a stream that was cut off has left.
+    /// Continue the partial volume of a stream that was cut off.
     pub resume: bool,
-    /// Delete what is left of another one.
+    /// Delete the partial volume of an earlier stream.
     pub force: bool,
 }
 

@@ -29,7 +29,7 @@ pub(super) enum Why {
     Overlap = 3,
     /// Its entry of the table cannot be read.
     Unread = 4,
-    /// The image ends within it: what is there is read.
+    /// The image ends within the block; the part before the end is read.
     Cut = 5,
 }
 

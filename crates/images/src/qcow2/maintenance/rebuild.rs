@@ -58,7 +58,7 @@ impl Plan {
         let (entries, most) = (header.block_entries(), MAX_REFTABLE_BYTES / 8);
         let (mut room, mut blocks) = ((0, 0), BTreeSet::new());
         let header = references(raw, |fix| match fix {
-            // Those that no table can have are refused below.
+            // Blocks beyond the largest refcount table are refused below.
             Fix::Count { cluster, .. } => {
                 blocks.insert((cluster / entries).min(most));
             }
