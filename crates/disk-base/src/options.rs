@@ -66,6 +66,12 @@ pub struct OpenOptions {
     /// Open for writing also images that are write-protected by their mode, or that have children. The caller ensures
     /// that all children read the same as before, or that they may be lost. The kernel still checks permissions.
     pub even_parent: bool,
+    /// Open for writing although readers of this program have the image open as a parent. Only a
+    /// merge does that, which writes nothing that those readers see: what it writes is hidden from them by the images
+    /// above. All other writers are refused as ever, and so is a second merge.
+    pub beside_readers: bool,
+    /// It is opened as the parent of another image, which hides a part of it.
+    pub as_parent: bool,
     /// The folders where the image's parents may be.
     pub parents: Parents,
     /// What is done about damage in the image and its parents.
@@ -100,6 +106,8 @@ impl Default for OpenOptions {
             thin: false,
             max_layers: MAX_LAYERS,
             even_parent: false,
+            beside_readers: false,
+            as_parent: false,
             parents: Parents::default(),
             on_damage: OnDamage::Refuse,
             taken_over: false,

@@ -107,14 +107,29 @@ pub fn look_in_spite<'a>(disk: &'a Disk, port: &'a Port, offset: u64, len: u64) 
 }
 
 async fn look_at_layers(layers: &[Layer], port: &Port, offset: u64, len: u64) -> io::Result<Piece> {
+    let (piece, len) = look_at_first(layers, port, offset, len).await?;
+    Ok(piece.unwrap_or(Piece { len, layer: None, what: What::Zeros }))
+}
+
+/// Finds the beginning of a range in the first layers of a chain: a piece of the first that has it; or, without one, the
+/// number of bytes that all of them lack.
+///
+/// # Errors
+/// As [`look`].
+pub async fn look_at_first(
+    layers: &[Layer],
+    port: &Port,
+    offset: u64,
+    len: u64,
+) -> io::Result<(Option<Piece>, u64)> {
     let mut len = if layers.len() > 1 { len.min(ASKED_OF_CHAIN) } else { len };
     for (i, layer) in layers.iter().enumerate() {
         match look_at_layer(layer, i, port, offset, len).await? {
-            (Some(piece), _) => return Ok(piece),
+            (Some(piece), _) => return Ok((Some(piece), 0)),
             (None, below) => len = below,
         }
     }
-    Ok(Piece { len, layer: None, what: What::Zeros })
+    Ok((None, len))
 }
 
 /// Finds the beginning of a range in one layer: a piece; or, without one, the number of bytes that the layer lacks. `i`

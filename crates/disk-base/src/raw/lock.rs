@@ -11,6 +11,8 @@
 //!   it, so no other process of ours has contradicting ones. On the disk of an HVM guest they may be taken as late as
 //!   the guest's own driver connects (locks.md).
 //!
+//! A merge into a parent whose readers stay open has locks of its own ([`merging`]).
+//!
 //! A file that is attached to a loop device is not opened for writing, nor a loop device whose file is locked. That is
 //! a check and no lock: a later attachment is not noticed.
 
@@ -29,7 +31,7 @@ use super::hold::Hold;
 use super::holder::disk_of;
 use super::medium::{Medium, cannot_open, io_error, sysfs_number};
 use super::proc_locks::flock_holder;
-use super::{loops, qemu};
+use super::{loops, merging, qemu};
 use crate::error::READ_ONLY;
 use crate::{DiskError, ErrorKind, OpenOptions};
 
@@ -158,7 +160,8 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
         let stat = fstat(&file).map_err(|e| io_error(path, "it could not be examined", e))?;
         return Ok(Attempt::Done(Opened { file, stat, medium, holds }));
     }
-    let operation = match read_only {
+    let shares = read_only || options.beside_readers;
+    let operation = match shares {
         true => FlockOperation::NonBlockingLockShared,
         false => FlockOperation::NonBlockingLockExclusive,
     };
@@ -167,11 +170,14 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
         Err(Errno::AGAIN) => return Ok(locked(&before, grace)),
         Err(e) => return Err(io_error(path, "it could not be locked", e).into()),
     }
-    if !options.qemu_first && !share_with_qemu(path, &file, read_only) {
+    if !options.qemu_first && !share_with_qemu(path, &file, shares) {
         let why = match read_only {
             true => "QEMU (or one of its tools) writes to it",
             false => "QEMU (or one of its tools) has it open",
         };
+        return Ok(Attempt::Busy(grace, why.into()));
+    }
+    if let Some(why) = merging::claim(&file, options).map_err(|e| merging_error(path, e))? {
         return Ok(Attempt::Busy(grace, why.into()));
     }
     if !read_only && let Some(why) = other_way(&before, medium) {
@@ -194,6 +200,14 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
         return Err(open_error(path, read_only, Errno::ROFS).into());
     }
     Ok(Attempt::Done(Opened { file, stat, medium, holds }))
+}
+
+fn merging_error(path: &Path, e: std::io::Error) -> DiskError {
+    let why = format!(
+        "its file system has no locks on bytes ({e}), and a merge beside readers needs one"
+    );
+    let help = "stop what uses the image, and merge it then";
+    DiskError::new(ErrorKind::Unsuitable, cannot_open(path), why, help).with_source(e)
 }
 
 /// The user of the same bytes by way of a loop device.
@@ -227,6 +241,7 @@ pub(super) fn stand_back(file: &OwnedFd) {
 
 /// Releases the locks of a file that stays open. The `flock` is the last, as it tells that all are released.
 pub(super) fn release(file: &OwnedFd) {
+    merging::release(file);
     qemu::release(file);
     // An error cannot be handled: the lock ends with the file.
     let _ = flock(file, FlockOperation::Unlock);

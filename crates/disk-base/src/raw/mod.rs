@@ -27,6 +27,7 @@ mod holder;
 mod lock;
 mod loops;
 mod medium;
+mod merging;
 mod proc_locks;
 mod qemu;
 mod runs;

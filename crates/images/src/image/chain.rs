@@ -30,13 +30,31 @@ pub fn open_as_far(
     name: &ImageName,
     options: &OpenOptions,
 ) -> Result<(Vec<Layer>, Option<DiskError>), DiskError> {
+    open_some(name, options, usize::MAX)
+}
+
+/// [`open_as_far`], and no more than `count` images.
+pub(super) fn open_some(
+    name: &ImageName,
+    options: &OpenOptions,
+    count: usize,
+) -> Result<(Vec<Layer>, Option<DiskError>), DiskError> {
     let mut layers = vec![Layer::open(name, options)?];
     // The length of the chain is not known yet. Until then each layer gets little, so a hostile chain also takes little
     // (threats.md T17).
-    let metadata_bytes = options.metadata_bytes / 16;
-    let (read_only, opened, format_said) = (true, None, false);
-    let parents = OpenOptions { read_only, metadata_bytes, opened, format_said, ..options.clone() };
+    let parents = OpenOptions {
+        read_only: true,
+        as_parent: true,
+        beside_readers: false,
+        metadata_bytes: options.metadata_bytes / 16,
+        opened: None,
+        format_said: false,
+        ..options.clone()
+    };
     let end = loop {
+        if layers.len() >= count {
+            break None;
+        }
         match open_parent(&layers, &parents) {
             Ok(Some(found)) => layers.push(found),
             Ok(None) => break None,

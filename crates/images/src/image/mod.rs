@@ -106,6 +106,21 @@ impl Image {
         Ok(Image::of(vec![Layer::open(name, options)?], None))
     }
 
+    /// Opens the first `count` images of a chain, to merge them into the one below: data that they lack are zeros.
+    ///
+    /// # Errors
+    /// One of them cannot be opened.
+    pub fn open_stretch(
+        name: &ImageName,
+        options: &OpenOptions,
+        count: usize,
+    ) -> Result<Image, DiskError> {
+        match chain::open_some(name, options, count)? {
+            (layers, None) => Ok(Image::of(layers, None)),
+            (_, Some(e)) => Err(e),
+        }
+    }
+
     fn of(layers: Vec<Layer>, shortcut: Option<Shortcut>) -> Image {
         let parent_sync = ParentSync::new(layers.len());
         let is_above_journal = layers.iter().skip(1).any(|parent| !parent.recovered().is_empty());

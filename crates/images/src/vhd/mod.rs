@@ -40,6 +40,7 @@ mod identity;
 mod lineage;
 mod meta;
 mod pieces;
+mod relink;
 mod repair;
 mod resize;
 mod strict;

@@ -210,7 +210,7 @@ impl Vhd {
     }
 
     /// Steps 1 and 2: moves blocks so that none begins before `end`.
-    async fn make_room(&self, port: &Port, sparse: &Sparse, end: u64) -> io::Result<()> {
+    pub(super) async fn make_room(&self, port: &Port, sparse: &Sparse, end: u64) -> io::Result<()> {
         let file = port.files[0];
         let in_the_way: Vec<Placed> = sparse.blocks.placed().filter(|p| p.start() < end).collect();
         if in_the_way.is_empty() {

@@ -16,14 +16,14 @@ pub(crate) const REFTABLE_AT: u64 = 48;
 pub(crate) const AUTOCLEAR_AT: usize = 88;
 
 pub(in crate::qcow2) const MAGIC: u32 = 0x5146_49FB;
-const HEADER_V2_BYTES: usize = 72;
+pub(in crate::qcow2) const HEADER_V2_BYTES: usize = 72;
 const HEADER_V3_BYTES: usize = 104;
 
 /// The bytes of the first cluster that are read: headers are far smaller, and a cluster may have 2 MiB.
 pub(crate) const HEAD_BYTES: u64 = 64 << 10;
 
-const EXT_END: u32 = 0;
-const EXT_BACKING_FORMAT: u32 = 0xE279_2ACA;
+pub(in crate::qcow2) const EXT_END: u32 = 0;
+pub(in crate::qcow2) const EXT_BACKING_FORMAT: u32 = 0xE279_2ACA;
 const EXT_FEATURE_NAMES: u32 = 0x6803_F857;
 pub(in crate::qcow2) const EXT_BITMAPS: u32 = 0x2385_2875;
 /// A bound above the number of extensions that any program writes.

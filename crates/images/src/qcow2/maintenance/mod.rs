@@ -6,6 +6,7 @@ pub(in crate::qcow2) mod create;
 pub(in crate::qcow2) mod info;
 pub(in crate::qcow2) mod lineage;
 mod rebuild;
+mod relink;
 pub(in crate::qcow2) mod repair;
 pub(in crate::qcow2) mod resize;
 pub(in crate::qcow2) mod snapshots;
