@@ -234,11 +234,11 @@ impl ImageTools<'_> {
         let mut context = IoContext::new(self, 0).map_err(cannot)?;
         let port = context.port(disk).map_err(cannot)?;
         let bytes = disk.sectors() * SECTOR_BYTES;
-        context.run(room::merged(image.layers(), &port, bytes)).map_err(cannot)
+        context.run(room::merged(image.layers(), 1, &port, bytes)).map_err(cannot)
     }
 
     /// Refuses a merge that would destroy another child of the parent, or might; with `force`, reports it.
-    fn check_alone(
+    pub(super) fn check_alone(
         &self,
         child: &ImageName,
         parent: &ImageName,

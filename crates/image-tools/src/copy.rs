@@ -8,7 +8,7 @@ use std::path::Path;
 use std::pin::Pin;
 
 use ferrite_disk::Disk;
-use ferrite_disk::pieces::{What, look, look_at_layer};
+use ferrite_disk::pieces::{What, look, look_at_first};
 use ferrite_disk_base::{Port, SECTOR_BYTES};
 use ferrite_io::arena::Span;
 use ferrite_io::shared_lock::SharedLock;
@@ -17,6 +17,7 @@ use super::io_context::{BUFFER_BYTES, IoContext, Stop, all};
 use super::resume::Resume;
 use super::room::Guard;
 use super::salvage::Lost;
+use super::speed::Speed;
 use super::{ImageTools, Progress};
 
 /// Pieces in flight at a time.
@@ -29,6 +30,8 @@ const ZERO_PIECE: u64 = 256 << 20;
 const ZERO_UNIT: usize = 64 << 10;
 /// After so many bytes they are made durable, so that an interrupted copy can continue there.
 const SYNC_EVERY: u64 = 1 << 30;
+/// The same of a copy with a speed.
+const SYNC_EVERY_AT_SPEED: u64 = 64 << 20;
 
 /// The part of the source that is copied, and its meaning for the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +40,7 @@ pub(super) enum Mode {
     Fill,
     /// The whole source, over other data: zeros are written.
     Replace,
-    /// The leaf's own data, over other data: zeros of the leaf are written as zeros.
+    /// The data of the open layers, over other data: zeros that a layer has are written as zeros.
     Merge,
 }
 
@@ -80,6 +83,10 @@ pub(super) struct Copying<'a> {
     faulty: Cell<bool>,
     /// What could not be read, if the copy goes on in spite of that.
     lost: Option<&'a Lost>,
+    /// After so many bytes they are made durable, and the progress is noted.
+    sync_every: u64,
+    /// Bytes a second.
+    speed: Option<Speed>,
     /// The state to note, and the path beside which it is noted.
     notes: Option<(RefCell<Resume>, &'a Path)>,
 }
@@ -113,6 +120,8 @@ impl<'a> Copying<'a> {
             syncing: Cell::new(false),
             faulty: Cell::new(false),
             lost: None,
+            sync_every: SYNC_EVERY,
+            speed: None,
             notes: None,
         })
     }
@@ -130,6 +139,12 @@ impl<'a> Copying<'a> {
     /// Takes what cannot be read for zeros, and notes it.
     pub(super) fn tolerate(&mut self, lost: &'a Lost) {
         self.lost = Some(lost);
+    }
+
+    /// Keeps to a speed, and notes the progress more often: others use the images meanwhile.
+    pub(super) fn keep_to(&mut self, speed: Speed) {
+        self.speed = Some(speed);
+        self.sync_every = SYNC_EVERY_AT_SPEED;
     }
 
     /// Resumes from the state, and notes the progress beside `path`.
@@ -168,7 +183,7 @@ impl<'a> Copying<'a> {
             // A failed piece stays in the set: nothing after it counts as done.
             self.in_flight.borrow_mut().remove(&piece.at);
             self.unsynced.set(self.unsynced.get() + piece.len);
-            if self.unsynced.get() >= SYNC_EVERY && !self.syncing.get() {
+            if self.unsynced.get() >= self.sync_every && !self.syncing.get() {
                 self.sync().await?;
             }
         }
@@ -184,7 +199,8 @@ impl<'a> Copying<'a> {
                 return Ok(None);
             }
             let progress = Progress { done_bytes: at, total_bytes: self.end };
-            if !(self.tools.progress)(progress) {
+            let go_on = || (self.tools.progress)(progress);
+            if !go_on() || !self.speed.as_ref().is_none_or(|speed| speed.wait(go_on)) {
                 return Err(io::ErrorKind::Interrupted.into());
             }
             let (what, len) = match self.data_end.get().checked_sub(at) {
@@ -207,6 +223,9 @@ impl<'a> Copying<'a> {
                 }
             };
             let len = len.min(most - at % most);
+            if let (Some(speed), false) = (&self.speed, zeros) {
+                speed.spend(len);
+            }
             self.in_flight.borrow_mut().insert(at);
             self.next.set(at + len);
             return Ok(Some(Piece { at, len, zeros }));
@@ -231,8 +250,8 @@ impl<'a> Copying<'a> {
         let (disk, port) = &self.from;
         match (self.mode, disk) {
             (Mode::Merge, Disk::Image(image)) => {
-                let leaf = &image.layers()[0];
-                let (piece, below) = look_at_layer(leaf, 0, port, at, self.end - at).await?;
+                let layers = image.layers();
+                let (piece, below) = look_at_first(layers, port, at, self.end - at).await?;
                 Ok(piece.map_or((None, below), |piece| (Some(piece.what), piece.len)))
             }
             _ => match self.lost {

@@ -42,6 +42,15 @@ impl Source {
         Ok(Source { path, file_bytes: meta.len(), modified_ns, inode: meta.ino() })
     }
 
+    /// The source as a file that is written meanwhile.
+    pub(super) fn only_identity(self) -> Source {
+        Source { file_bytes: 0, modified_ns: 0, ..self }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        Path::new(&self.path)
+    }
+
     /// The source without values that change by themselves.
     pub(super) fn untold(self) -> Source {
         Source { file_bytes: 0, ..self }

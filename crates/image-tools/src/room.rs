@@ -5,7 +5,7 @@ use std::io;
 use std::path::Path;
 
 use ferrite_disk::Disk;
-use ferrite_disk::pieces::{Piece, What, look_at_layer};
+use ferrite_disk::pieces::{Piece, What, look_at_first, look_at_layer};
 use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{DiskError, ErrorKind, Port, Raw};
 use ferrite_images::Layer;
@@ -115,18 +115,23 @@ fn growing(disk: &Disk) -> Option<&Raw> {
     }
 }
 
-/// The least space that the second layer of a chain takes when it gets the data of the first, of a disk of so many
-/// bytes: that of the data in units where it has none. What the first layer takes comes free only after that.
+/// The least space that the layer below the first `count` of a chain takes when it gets their data, of a disk of so many
+/// bytes: that of the data in units where it has none. What those layers take comes free only after that.
 ///
 /// # Errors
 /// `InvalidData`: metadata is damaged. Errors of the kernel.
-pub(super) async fn merged(layers: &[Layer], port: &Port, bytes: u64) -> io::Result<u64> {
-    let [child, parent, ..] = layers else { return Ok(0) };
+pub(super) async fn merged(
+    layers: &[Layer],
+    count: usize,
+    port: &Port,
+    bytes: u64,
+) -> io::Result<u64> {
+    let Some((uppers, [parent, ..])) = layers.split_at_checked(count) else { return Ok(0) };
     let unit = formats::unit_bytes(parent).map_or(BLOCK_BYTES, u64::from);
-    let mut lower = Lower { parent, port, unit, known: None };
+    let mut lower = Lower { parent, at: count, port, unit, known: None };
     let (mut at, mut needed) = (0, 0);
     while at < bytes {
-        let (piece, below) = look_at_layer(child, 0, port, at, bytes - at).await?;
+        let (piece, below) = look_at_first(uppers, port, at, bytes - at).await?;
         let len = piece.map_or(below, |piece| piece.len);
         if is_data(piece) {
             needed += lower.lacks(at, at + len).await?;
@@ -143,6 +148,8 @@ fn is_data(piece: Option<Piece>) -> bool {
 /// The layer that gets the data.
 struct Lower<'a> {
     parent: &'a Layer,
+    /// Its index in the chain.
+    at: usize,
     port: &'a Port,
     unit: u64,
     /// Whether it has data in the unit that was looked at last.
@@ -155,7 +162,8 @@ impl Lower<'_> {
         let (mut at, mut sum) = (from, 0);
         let end = to.min(self.parent.bytes());
         while at < end {
-            let (piece, below) = look_at_layer(self.parent, 1, self.port, at, end - at).await?;
+            let (piece, below) =
+                look_at_layer(self.parent, self.at, self.port, at, end - at).await?;
             let len = piece.map_or(below, |piece| piece.len);
             if !is_data(piece) {
                 sum += self.in_empty_units(at, at + len).await?;
@@ -191,7 +199,8 @@ impl Lower<'_> {
         let end = (at + self.unit).min(self.parent.bytes());
         let mut has = false;
         while at < end && !has {
-            let (piece, below) = look_at_layer(self.parent, 1, self.port, at, end - at).await?;
+            let (piece, below) =
+                look_at_layer(self.parent, self.at, self.port, at, end - at).await?;
             has = is_data(piece);
             at += piece.map_or(below, |piece| piece.len);
         }

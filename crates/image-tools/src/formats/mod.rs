@@ -135,6 +135,16 @@ trait Offline: ImageFormat + Sized {
     /// Resizes it, above a disk of `below_bytes`, and closes it.
     async fn resize(self, port: &Port, bytes: u64, below_bytes: u64) -> Result<(), DiskError>;
 
+    /// Gives an image that stands on another one this parent, in its place, and closes it.
+    async fn relink(self, _: &Port, _: &Parent) -> Result<(), DiskError> {
+        let what = format!("cannot give {} another parent", self.medium().path().display());
+        Err(unsuitable(
+            what,
+            "a raw image has no parent",
+            "name an image that stands on another one",
+        ))
+    }
+
     /// Completes a parent that has all data of its child, with the child's identity if the format has one.
     async fn take_identity(self, port: &Port, _child: &Layer) -> io::Result<()> {
         self.close(port).await
@@ -440,6 +450,26 @@ pub(super) async fn take_identity(port: &Port, parent: Disk, child: &Disk) -> io
         }
         (Some(layer), None) => layer.close(port).await,
         (None, _) => Ok(()),
+    }
+}
+
+/// Gives an image that stands on another one this parent, in its place, and closes it.
+pub(super) async fn relink(port: &Port, child: Disk, parent: &Parent) -> Result<(), DiskError> {
+    let Disk::Image(child) = child else { return Ok(()) };
+    let Some(layer) = child.into_leaf() else { return Ok(()) };
+    consume!(layer, image => Offline::relink(image, port, parent).await)
+}
+
+/// The error of an image that did not get its new parent.
+fn not_relinked(child: &Path, e: io::Error) -> DiskError {
+    let what = format!("cannot give {} another parent", child.display());
+    match e.kind() {
+        io::ErrorKind::InvalidInput => {
+            let help =
+                "ferrite image rebase makes the image anew on its parent, which takes longer";
+            unsuitable(what, e.to_string(), help)
+        }
+        _ => broken(what, e),
     }
 }
 

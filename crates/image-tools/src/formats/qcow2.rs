@@ -9,7 +9,7 @@ use ferrite_images::ImageFormat;
 use ferrite_images::children::absolute;
 use ferrite_images::qcow2::{self, Bitmap, NewImage as NewQcow2, Qcow2, Told};
 
-use super::{Looked, New, Offline, Rules, examined, finding, of_medium};
+use super::{Looked, New, Offline, Rules, examined, finding, not_relinked, of_medium};
 use crate::spec::Parent;
 use crate::{BitmapInfo, Finding, LayerInfo, SnapshotInfo, broken, unsuitable};
 
@@ -89,6 +89,13 @@ impl Offline for Qcow2 {
 
     fn dirty_bitmaps(&self) -> u32 {
         self.valid_bitmaps()
+    }
+
+    async fn relink(self, port: &Port, parent: &Parent) -> Result<(), DiskError> {
+        let path = self.medium().path().to_owned();
+        let (name, format) = qcow2_backing(parent, &path)?;
+        let relinked = Qcow2::relink(self, port, &name, format).await;
+        relinked.map_err(|e| not_relinked(&path, e))
     }
 
     async fn resize(self, port: &Port, bytes: u64, below_bytes: u64) -> Result<(), DiskError> {

@@ -9,7 +9,7 @@ use ferrite_images::vhd::{
 };
 use ferrite_images::{ImageFormat as _, Layer};
 
-use super::{Looked, New, Offline, Rules, finding, leaf, of_medium, without_units};
+use super::{Looked, New, Offline, Rules, finding, leaf, not_relinked, of_medium, without_units};
 use crate::spec::Parent;
 use crate::{Finding, LayerInfo, NewImage};
 
@@ -88,6 +88,12 @@ impl Offline for Vhd {
 
     async fn resize(self, port: &Port, bytes: u64, _: u64) -> Result<(), DiskError> {
         Vhd::resize(self, port, bytes).await
+    }
+
+    async fn relink(self, port: &Port, parent: &Parent) -> Result<(), DiskError> {
+        let path = self.medium().path().to_owned();
+        let relinked = Vhd::relink(self, port, &vhd_parent(parent)).await;
+        relinked.map_err(|e| not_relinked(&path, e))
     }
 
     async fn take_identity(self, port: &Port, child: &Layer) -> io::Result<()> {

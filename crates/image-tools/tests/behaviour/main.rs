@@ -13,6 +13,7 @@ mod parents_by_name;
 mod questions;
 mod rehearsed_repairs;
 mod salvage;
+mod stretches;
 mod tools;
 mod tools_files;
 mod tools_rights;

@@ -1,0 +1,526 @@
+//! Stretches of chains are merged, at rest and while a process has the chain open.
+
+use std::cell::{Cell, RefCell};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
+use ferrite_host::directory::HostDirectory;
+use ferrite_image_tools::{ImageTools, MergeCopy, NewImage, Progress, Stretch, Verdict};
+use ferrite_simio::SimWorld;
+use ferrite_testkit::images::tools;
+use ferrite_testkit::programs::installed;
+use tempfile::TempDir;
+
+use crate::common::vhd::at;
+use crate::common::{MIB, Mount, Queue, dir_in_memory, work};
+use crate::family::{FORMATS, create, on};
+
+const BYTES: u64 = 8 * MIB;
+const SMALL: u64 = 512 << 10;
+
+/// A chain, the base first, each image with data of its own, and what its leaf reads as.
+struct Chain {
+    dir: TempDir,
+    images: Vec<ImageName>,
+    model: Vec<u8>,
+}
+
+impl Chain {
+    /// A chain of so many images with these extensions from the base on; the last one counts for the rest.
+    fn new(formats: &[&str], count: usize) -> Chain {
+        Chain::with(formats, count, |_| NewImage { bytes: Some(BYTES), ..NewImage::default() })
+    }
+
+    fn with(formats: &[&str], count: usize, new: impl Fn(usize) -> NewImage) -> Chain {
+        let dir = dir_in_memory();
+        let mut chain = Chain { dir, images: Vec::new(), model: Vec::new() };
+        for i in 0..count {
+            let format = formats.get(i).or(formats.last()).unwrap();
+            let name = chain.name(&format!("i{i}.{format}"));
+            let new = NewImage { parent: chain.images.last().cloned(), ..new(i) };
+            work(None, |tools| tools.create(&name, &new)).unwrap();
+            chain.model.resize(new.bytes.unwrap_or(BYTES) as usize, 0);
+            chain.images.push(name);
+            let mut queue = chain.queue();
+            chain.fill(&mut queue, i as u64);
+            queue.close().unwrap();
+        }
+        chain
+    }
+
+    /// A copy of all files in another folder.
+    fn copied(&self) -> Chain {
+        let dir = dir_in_memory();
+        let copy = |name: &ImageName| {
+            let path = dir.path().join(name.path.file_name().unwrap());
+            fs::copy(&name.path, &path).unwrap();
+            ImageName { path, ..name.clone() }
+        };
+        let images = self.images.iter().map(copy).collect();
+        Chain { dir, images, model: self.model.clone() }
+    }
+
+    fn name(&self, file: &str) -> ImageName {
+        ImageName::parse(at(&self.dir, file).to_str().unwrap()).unwrap()
+    }
+
+    fn leaf(&self) -> &ImageName {
+        self.images.last().unwrap()
+    }
+
+    fn queue(&self) -> Queue {
+        let options = OpenOptions { thin: true, ..OpenOptions::default() };
+        Queue::new(Disk::open_image(self.leaf(), &options).unwrap())
+    }
+
+    /// Data that only this image has, data over those of the one below, and zeros over data.
+    fn fill(&mut self, queue: &mut Queue, i: u64) {
+        // In sixteenths of the disk.
+        let part = self.model.len() as u64 / 16;
+        for (at, len) in [(i * part + 512, 70_000), (8 * part + i * 4096, 8192), (12 * part, 4096)]
+        {
+            self.put(queue, at, &vec![i as u8 + 1; len / 512 * 512]);
+        }
+        if i > 0 && self.leaf().format != Format::Raw {
+            let at = (i - 1) * part + 4096;
+            queue.write_zeroes(at, 8192).unwrap();
+            self.model[at as usize..at as usize + 8192].fill(0);
+        }
+    }
+
+    fn put(&mut self, queue: &mut Queue, at: u64, bytes: &[u8]) {
+        queue.write(at, bytes).unwrap();
+        self.model[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn stretch(&self, from: usize, to: usize) -> Stretch {
+        let [from, to] = [from, to].map(|i| self.images[i].clone());
+        Stretch { leaf: self.leaf().clone(), from, to }
+    }
+
+    /// Checks what the leaf reads as, and that all images of its chain are in order.
+    #[track_caller]
+    fn reads_right(&self) {
+        self.reads_the_model();
+        let checked = work(None, |tools| tools.check_strictly(self.leaf(), true)).unwrap();
+        assert_eq!(checked.verdict, Verdict::InOrder, "{checked:?}");
+    }
+
+    /// The same after a crash: other programs may want a repair first, and space may be lost.
+    #[track_caller]
+    fn reads_right_in_spite(&self) {
+        self.reads_the_model();
+        let checked = work(None, |tools| tools.check(self.leaf(), true)).unwrap();
+        assert!(checked.usable && checked.verdict <= Verdict::Leaks, "{checked:?}");
+    }
+
+    #[track_caller]
+    fn reads_the_model(&self) {
+        let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let disk = Disk::open_image(self.leaf(), &read_only).unwrap();
+        reads(&mut Queue::new(disk), &self.model);
+    }
+
+    /// The files of the folder.
+    fn files(&self) -> Vec<String> {
+        let names = fs::read_dir(self.dir.path()).unwrap();
+        let mut names: Vec<String> =
+            names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    /// Checks that these images of the chain are all that is left.
+    #[track_caller]
+    fn is_left_with(&self, images: &[usize]) {
+        let name =
+            |i: &usize| self.images[*i].path.file_name().unwrap().to_str().unwrap().to_owned();
+        assert_eq!(self.files(), images.iter().map(name).collect::<Vec<_>>());
+        let layers = Disk::open_image(self.leaf(), &OpenOptions::default()).unwrap();
+        assert_eq!(layers.media().len(), images.len());
+    }
+
+    fn coalesce(&self, stretch: &Stretch, force: bool) -> Result<Vec<String>, DiskError> {
+        let Stretch { leaf, from, to } = stretch;
+        let done = work(None, |t| t.coalesce_stretch(leaf, Some(from), Some(to), force));
+        done.map(|done| done.notes)
+    }
+}
+
+#[track_caller]
+fn reads(queue: &mut Queue, model: &[u8]) {
+    for (i, part) in model.chunks(MIB as usize).enumerate() {
+        let found = queue.read(i as u64 * MIB, part.len()).unwrap();
+        let differs = found.iter().zip(part).position(|(a, b)| a != b);
+        assert_eq!(differs.map(|at| at as u64 + i as u64 * MIB), None);
+    }
+}
+
+fn copy(stretch: &Stretch) -> Result<Vec<String>, DiskError> {
+    work(None, |tools| tools.merge_copy(stretch, &MergeCopy::default())).map(|done| done.notes)
+}
+
+fn relink(stretch: &Stretch) -> Result<Vec<String>, DiskError> {
+    work(None, |tools| tools.merge_relink(stretch)).map(|done| done.notes)
+}
+
+fn clean(stretch: &Stretch) -> Result<Vec<String>, DiskError> {
+    work(None, |tools| tools.merge_clean(stretch)).map(|done| done.notes)
+}
+
+#[test]
+fn stretches_of_any_length_are_merged_at_rest_and_read_the_same() {
+    for format in FORMATS {
+        for (from, to, left) in [
+            (4, 3, &[0, 1, 2, 3, 5][..]),
+            (3, 1, &[0, 1, 4, 5]),
+            (4, 0, &[0, 5]),
+            (2, 1, &[0, 1, 3, 4, 5]),
+        ] {
+            let chain = Chain::new(&[format], 6);
+            chain.coalesce(&chain.stretch(from, to), false).unwrap();
+            chain.reads_right();
+            chain.is_left_with(left);
+            if format == "qcow2" {
+                let leaf = chain.leaf().path.to_str().unwrap();
+                let said = Command::new("qemu-img").args(["check", "-q", leaf]).output();
+                if let Some(said) = installed("qemu-img", said) {
+                    assert!(said.status.success(), "{said:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_leaf_s_name_shows_the_merged_disk_if_the_leaf_is_the_upper_end() {
+    for format in FORMATS {
+        for (to, left) in [(3, &[0, 1, 2, 4][..]), (1, &[0, 4])] {
+            let chain = Chain::new(&[format], 5);
+            chain.coalesce(&chain.stretch(4, to), false).unwrap();
+            chain.reads_right();
+            chain.is_left_with(left);
+        }
+    }
+}
+
+#[test]
+fn by_default_the_leaf_s_parent_is_merged_into_its_own() {
+    let chain = Chain::new(&["qcow2"], 4);
+    work(None, |tools| tools.coalesce_stretch(chain.leaf(), None, None, false)).unwrap();
+    chain.reads_right();
+    chain.is_left_with(&[0, 1, 3]);
+    let end = work(None, |tools| tools.stretch(&chain.images[1], None, None)).unwrap_err();
+    assert!(end.why().contains("has no parent"), "{end}");
+}
+
+#[test]
+fn a_raw_base_takes_the_data_and_the_format_of_the_parent_changes() {
+    for format in FORMATS {
+        let chain = Chain::new(&["img", format], 3);
+        chain.coalesce(&chain.stretch(1, 0), false).unwrap();
+        chain.reads_right();
+        chain.is_left_with(&[0, 2]);
+    }
+}
+
+#[test]
+fn a_lower_end_that_is_smaller_grows() {
+    for format in FORMATS {
+        let sized = |i: usize| NewImage {
+            bytes: Some(if i < 2 { BYTES } else { 2 * BYTES }),
+            ..NewImage::default()
+        };
+        let mut chain = Chain::with(&[format], 4, sized);
+        let mut queue = chain.queue();
+        chain.put(&mut queue, 15 * MIB, &[9; 4096]);
+        let stretch = chain.stretch(2, 1);
+        let refused = copy(&stretch).unwrap_err();
+        assert!(refused.help().contains("merge-step grow"), "{refused}");
+        queue.close().unwrap();
+        drop(queue);
+        work(None, |tools| tools.merge_grow(&stretch, false)).unwrap();
+        copy(&stretch).unwrap();
+        chain.reads_right();
+        chain.coalesce(&stretch, false).unwrap();
+        chain.reads_right();
+        chain.is_left_with(&[0, 1, 3]);
+    }
+}
+
+/// While the copy runs, the leaf is read and written, and all that would read or write a mixture is refused.
+#[test]
+fn a_chain_that_is_open_reads_the_same_at_each_moment_of_the_copy() {
+    for format in FORMATS {
+        let chain = RefCell::new(Chain::new(&[format], 5));
+        let stretch = chain.borrow().stretch(3, 1);
+        let queue = RefCell::new(chain.borrow().queue());
+        let (calls, state) = (Cell::new(0u64), None::<std::path::PathBuf>);
+        let progress = |_: Progress| {
+            let call = calls.get();
+            calls.set(call + 1);
+            let (mut chain, mut queue) = (chain.borrow_mut(), queue.borrow_mut());
+            chain.put(&mut queue, call % 7 * MIB + call * 512, &[call as u8 | 1; 4096]);
+            if call % 16 < 2 {
+                reads(&mut queue, &chain.model);
+                queue.flush().unwrap();
+            }
+            if call == 1 {
+                refuses_others(&chain, &stretch);
+            }
+            true
+        };
+        let all = ImageTools { progress: &progress, state_dir: state, ..tools(&HostDirectory) };
+        all.merge_copy(&stretch, &MergeCopy::default()).unwrap();
+        let mut queue = queue.into_inner();
+        assert!(calls.get() > 3, "{format}: {}", calls.get());
+        reads(&mut queue, &chain.borrow().model);
+        let in_use = clean(&stretch).unwrap_err();
+        assert_eq!(in_use.kind(), ErrorKind::Refused, "{in_use}");
+        // The image above the stretch is a parent here, which the process has open, too.
+        let in_use = relink(&stretch).unwrap_err();
+        assert_eq!(in_use.kind(), ErrorKind::InUse, "{in_use}");
+        queue.close().unwrap();
+        drop(queue);
+        let mut chain = chain.into_inner();
+        relink(&stretch).unwrap();
+        chain.reads_right();
+        let mut queue = chain.queue();
+        chain.put(&mut queue, 3 * MIB, &[77; 4096]);
+        clean(&stretch).unwrap();
+        reads(&mut queue, &chain.model);
+        queue.close().unwrap();
+        drop(queue);
+        chain.reads_right();
+        chain.is_left_with(&[0, 1, 4]);
+    }
+}
+
+fn refuses_others(chain: &Chain, stretch: &Stretch) {
+    let second = copy(stretch).unwrap_err();
+    assert_eq!(second.kind(), ErrorKind::InUse, "{second}");
+    let even = OpenOptions { even_parent: true, ..OpenOptions::default() };
+    let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
+    for options in [&even, &read_only] {
+        for i in [1, 2] {
+            let other = Disk::open_image(&chain.images[i], options).unwrap_err();
+            assert_eq!(other.kind(), ErrorKind::InUse, "{i}: {other}");
+        }
+    }
+    let clone = chain.name(&format!("clone.{}", chain.leaf().format));
+    let made = work(None, |tools| tools.create(&clone, &on(&chain.images[1]))).unwrap_err();
+    assert_eq!(made.kind(), ErrorKind::InUse, "{made}");
+    drop(Disk::open_image(&chain.images[3], &read_only).unwrap());
+}
+
+#[test]
+fn who_reads_an_image_of_the_stretch_for_itself_is_not_given_another_content() {
+    let chain = Chain::new(&["vhd"], 5);
+    let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
+    for i in [1, 2] {
+        let before = fs::read(&chain.images[1].path).unwrap();
+        let reader = Disk::open_image(&chain.images[i], &read_only).unwrap();
+        let error = copy(&chain.stretch(3, 1)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InUse, "{i}: {error}");
+        drop(reader);
+        assert!(fs::read(&chain.images[1].path).unwrap() == before);
+    }
+    copy(&chain.stretch(3, 1)).unwrap();
+}
+
+#[test]
+fn a_copy_that_was_stopped_goes_on_where_it_was_durable() {
+    let chain = Chain::new(&["qcow2"], 4);
+    let stretch = chain.stretch(2, 1);
+    let first = Cell::new(None);
+    let until = |most: u64| {
+        first.set(None);
+        let progress = |now: Progress| {
+            first.set(first.get().or(Some(now.done_bytes)));
+            now.done_bytes < most
+        };
+        let all = ImageTools { progress: &progress, ..tools(&HostDirectory) };
+        all.merge_copy(&stretch, &MergeCopy::default())
+    };
+    let stopped = until(4 * MIB).unwrap_err();
+    assert_eq!(stopped.kind(), ErrorKind::Interrupted, "{stopped}");
+    chain.reads_right();
+    let refused = relink(&stretch).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Refused, "{refused}");
+    assert_eq!(clean(&stretch).unwrap_err().kind(), ErrorKind::Refused);
+    until(u64::MAX).unwrap();
+    assert!(first.get().unwrap() >= 4 * MIB, "{first:?}");
+    let again = copy(&stretch).unwrap();
+    assert!(again[0].contains("nothing to do"), "{again:?}");
+    relink(&stretch).unwrap();
+    assert!(relink(&stretch).unwrap()[0].contains("nothing to do"));
+    clean(&stretch).unwrap();
+    assert!(clean(&stretch).unwrap()[0].contains("nothing to do"));
+    chain.reads_right();
+    chain.is_left_with(&[0, 1, 3]);
+}
+
+#[test]
+fn a_copy_keeps_to_its_speed_and_takes_a_new_one_at_once() {
+    let chain = Chain::new(&["vhd"], 3);
+    let speed = Arc::new(AtomicU64::new(1));
+    let waits = Cell::new(0);
+    let progress = |_: Progress| {
+        waits.set(waits.get() + 1);
+        if waits.get() == 4 {
+            speed.store(0, std::sync::atomic::Ordering::Relaxed);
+        }
+        true
+    };
+    let all = ImageTools { progress: &progress, ..tools(&HostDirectory) };
+    let how = MergeCopy { speed: speed.clone(), force: false };
+    all.merge_copy(&chain.stretch(1, 0), &how).unwrap();
+    assert!(waits.get() > 4);
+}
+
+#[test]
+fn children_elsewhere_are_named_and_with_force_what_they_stand_on_stays() {
+    for format in FORMATS {
+        for (parent, stays) in [(3, true), (2, false), (1, false)] {
+            let chain = Chain::new(&[format], 5);
+            let other = chain.name(&format!("other.{format}"));
+            work(None, |tools| tools.create(&other, &on(&chain.images[parent]))).unwrap();
+            let before = chain.files();
+            for refused in [
+                chain.coalesce(&chain.stretch(3, 1), false).unwrap_err(),
+                copy(&chain.stretch(3, 1)).unwrap_err(),
+            ] {
+                assert_eq!(refused.kind(), ErrorKind::Refused);
+                assert!(refused.to_string().contains("other."), "{refused}");
+            }
+            assert_eq!(chain.files(), before);
+            let notes = chain.coalesce(&chain.stretch(3, 1), true).unwrap();
+            assert!(notes.iter().any(|note| note.contains("other.")), "{notes:?}");
+            chain.reads_right();
+            assert_eq!(chain.images[3].path.exists(), stays, "{parent}: {notes:?}");
+            drop(Disk::open_image(&other, &OpenOptions::default()).unwrap());
+        }
+    }
+}
+
+#[test]
+fn what_is_no_stretch_is_refused_with_the_reason() {
+    let chain = Chain::new(&["qcow2"], 4);
+    let other = chain.name("other.qcow2");
+    create(&other);
+    for (from, to, why) in [
+        (chain.images[1].clone(), chain.images[1].clone(), "is not below"),
+        (chain.images[1].clone(), chain.images[2].clone(), "is not below"),
+        (chain.images[2].clone(), other, "not in its chain"),
+        (chain.leaf().clone(), chain.images[1].clone(), "when nothing uses it"),
+    ] {
+        let stretch = Stretch { leaf: chain.leaf().clone(), from, to };
+        let error = copy(&stretch).unwrap_err();
+        assert!(error.to_string().contains(why), "{error}");
+    }
+}
+
+#[test]
+fn clusters_that_a_reader_would_see_in_part_are_merged_at_rest_only() {
+    let units = |i: usize| NewImage {
+        bytes: Some(BYTES),
+        unit_bytes: Some(if i == 1 { 64 << 10 } else { 4096 }),
+        ..NewImage::default()
+    };
+    let split =
+        |i: usize| NewImage { bytes: Some(BYTES), extended_l2: i == 1, ..NewImage::default() };
+    for new in [&units as &dyn Fn(usize) -> NewImage, &split] {
+        let chain = Chain::with(&["qcow2"], 4, new);
+        let refused = copy(&chain.stretch(2, 1)).unwrap_err();
+        assert!(refused.to_string().contains("clusters"), "{refused}");
+        chain.coalesce(&chain.stretch(2, 1), false).unwrap();
+        chain.reads_right();
+        chain.is_left_with(&[0, 1, 3]);
+    }
+}
+
+#[test]
+fn a_merge_that_does_not_fit_is_refused_before_anything_is_changed() {
+    for format in FORMATS {
+        let folder = dir_in_memory();
+        let Some(mount) = Mount::new(&["-t", "tmpfs", "-o", "size=12M", "none"], folder.path())
+        else {
+            return;
+        };
+        no_room(folder.path(), format);
+        drop(mount);
+    }
+}
+
+fn no_room(folder: &Path, format: &str) {
+    let name = |i: usize| ImageName::parse(folder.join(format!("i{i}.{format}")).to_str().unwrap());
+    let images = [0, 1, 2].map(|i| name(i).unwrap());
+    for (i, image) in images.iter().enumerate() {
+        let parent = i.checked_sub(1).map(|below| images[below].clone());
+        let new = NewImage { bytes: Some(BYTES), parent, ..NewImage::default() };
+        work(None, |tools| tools.create(image, &new)).unwrap();
+        if i == 1 {
+            let options = OpenOptions { thin: true, ..OpenOptions::default() };
+            let mut queue = Queue::new(Disk::open_image(image, &options).unwrap());
+            (0..6).for_each(|mib| queue.write(mib * MIB, &[5; MIB as usize]).unwrap());
+            queue.close().unwrap();
+        }
+    }
+    let [to, from, leaf] = images;
+    let before = fs::read(&to.path).unwrap();
+    let error = copy(&Stretch { leaf, from, to: to.clone() }).unwrap_err();
+    assert!(error.why().contains("it takes 6 MiB or more"), "{format}: {error}");
+    assert!(fs::read(&to.path).unwrap() == before);
+}
+
+/// Merges with an engine and directories of this world, which may stop meanwhile.
+fn merged(world: &SimWorld, chain: &Chain, attic: &Path) -> bool {
+    let directories = world.directories(attic);
+    let tools = ImageTools { engine: &|arena| Ok(world.engine(arena)), ..tools(&directories) };
+    let Stretch { leaf, from, to } = chain.stretch(2, 0);
+    tools.coalesce_stretch(&leaf, Some(&from), Some(&to), false).is_ok()
+}
+
+/// Every way in which a step may be cut off is left to the seeds.
+fn cut_off(template: &Chain, stop: u64) -> bool {
+    let (chain, attic) = (template.copied(), dir_in_memory());
+    let world = SimWorld::new(stop);
+    world.stop_at(Some(stop));
+    let whole = merged(&world, &chain, attic.path());
+    match stop % 3 {
+        0 => world.kill_process().unwrap(),
+        _ => world.cut_power().unwrap(),
+    }
+    chain.reads_right_in_spite();
+    if !whole {
+        match chain.coalesce(&chain.stretch(2, 0), false) {
+            // All was done but the last sync.
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) => panic!("step {stop}: {e}"),
+            Ok(_) => chain.reads_the_model(),
+        }
+    }
+    chain.is_left_with(&[0, 3]);
+    whole
+}
+
+#[test]
+fn a_vhd_merge_that_is_cut_off_at_any_step_leaves_the_disk_as_it_was_and_can_be_finished() {
+    cut_off_everywhere("vhd");
+}
+
+#[test]
+fn a_qcow2_merge_that_is_cut_off_at_any_step_leaves_the_disk_as_it_was_and_can_be_finished() {
+    cut_off_everywhere("qcow2");
+}
+
+fn cut_off_everywhere(format: &str) {
+    let small = |_| NewImage { bytes: Some(SMALL), ..NewImage::default() };
+    let template = Chain::with(&[format], 4, small);
+    let steps = (1..).position(|stop| cut_off(&template, stop)).unwrap();
+    assert!(steps > 20, "{steps}");
+}
