@@ -12,12 +12,14 @@ use crate::parents::ParentsArgs;
 
 pub(crate) mod looking;
 pub(crate) mod making;
+pub(crate) mod merging;
 pub(crate) mod words;
 
 pub(crate) use looking::{CheckArgs, CompareArgs, InfoArgs, MapArgs, Scope};
 pub(crate) use making::{
     CloneArgs, ConvertArgs, CreateArgs, MeasureArgs, RebaseArgs, ResizeArgs, SnapshotArgs,
 };
+pub(crate) use merging::{CoalesceArgs, MergeStep};
 
 /// The arguments of `ferrite image`.
 #[derive(Debug, Args)]
@@ -76,6 +78,9 @@ pub(crate) enum ImageCommand {
     Repair(RepairArgs),
     /// Merge a child into its parent, which takes the child's name.
     Coalesce(CoalesceArgs),
+    /// A step of a merge in a chain that may be in use: the daemon runs it.
+    #[command(subcommand, hide = true)]
+    MergeStep(MergeStep),
     /// Give an image another parent, and keep its contents.
     Rebase(RebaseArgs),
     /// Make a disk larger, or smaller where nothing is allocated.
@@ -204,22 +209,6 @@ pub(crate) struct RepairArgs {
     pub(crate) named: NamedArgs,
 
     /// Write the repairs.
-    #[arg(long)]
-    pub(crate) force: bool,
-}
-
-/// The arguments of `coalesce`.
-#[derive(Debug, Args)]
-pub(crate) struct CoalesceArgs {
-    /// The child.
-    pub(crate) child: OsString,
-
-    /// Merge only into this parent: an error if the child has another one, and another error (3) if it does not exist,
-    /// as after an earlier merge.
-    #[arg(long, value_name = "PARENT")]
-    pub(crate) into: Option<OsString>,
-
-    /// Merge even if that destroys other children of the parent, or may.
     #[arg(long)]
     pub(crate) force: bool,
 }

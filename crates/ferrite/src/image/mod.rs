@@ -20,6 +20,7 @@ use crate::{signals, user_state};
 
 pub(crate) mod args;
 mod making;
+mod merging;
 pub(crate) mod progress;
 mod qemu;
 mod text;
@@ -83,14 +84,8 @@ fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<()
             out.say(&repaired, text::repaired)?;
             Ok(repaired.or_refused()?)
         }
-        ImageCommand::Coalesce(it) => {
-            let child = existing(&it.child, None)?;
-            let done = match &it.into {
-                Some(parent) => tools.coalesce_into(&child, &existing(parent, None)?, it.force)?,
-                None => tools.coalesce(&child, it.force)?,
-            };
-            out.confirm(&done, text::made)
-        }
+        ImageCommand::Coalesce(it) => merging::coalesce(tools, &out, it),
+        ImageCommand::MergeStep(step) => merging::step(tools, &out, step),
         ImageCommand::Rebase(it) => out.confirm(&making::rebase(tools, it)?, text::made),
         ImageCommand::Resize(it) => {
             let may = Resize { shrink: it.shrink || it.force, parents: it.force };

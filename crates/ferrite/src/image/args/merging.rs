@@ -1,0 +1,82 @@
+//! The arguments of commands that merge images.
+
+use std::ffi::OsString;
+
+use clap::{Args, Subcommand};
+
+use super::bytes;
+
+/// The arguments of `coalesce`.
+#[derive(Debug, Args)]
+pub(crate) struct CoalesceArgs {
+    /// The child; with --from or --to: the leaf of the chain.
+    pub(crate) child: OsString,
+
+    /// Merge only into this parent: an error if the child has another one, and another error (3) if it does not exist,
+    /// as after an earlier merge.
+    #[arg(long, value_name = "PARENT", conflicts_with_all = ["from", "to"])]
+    pub(crate) into: Option<OsString>,
+
+    /// Merge a stretch of the chain, from this image down: with --to alone, from the leaf's parent. The leaf itself is
+    /// merged only if it is named here.
+    #[arg(long, value_name = "UPPER")]
+    pub(crate) from: Option<OsString>,
+
+    /// Merge the stretch into this image, which keeps its name; with --from alone, into the parent of UPPER.
+    #[arg(long, value_name = "LOWER")]
+    pub(crate) to: Option<OsString>,
+
+    /// Merge even if that destroys other children of the parent, or may.
+    #[arg(long)]
+    pub(crate) force: bool,
+}
+
+/// The steps of a merge, for the daemon. With --json there is a line of JSON a second with the progress, and one with
+/// the result.
+#[derive(Debug, Subcommand)]
+pub(crate) enum MergeStep {
+    /// Show what would be merged.
+    Plan(StretchArgs),
+    /// Make LOWER as large as UPPER, while nothing has it open.
+    Grow(StretchArgs),
+    /// Copy the data down into LOWER; the chain may be open, and the leaf be written to.
+    Copy(CopyStepArgs),
+    /// Give the image above UPPER the parent LOWER, while nothing has that image open.
+    Relink(StretchArgs),
+    /// Remove what was merged.
+    Clean(StretchArgs),
+}
+
+/// A stretch of a chain.
+#[derive(Debug, Args)]
+pub(crate) struct StretchArgs {
+    /// The leaf of the chain.
+    pub(crate) leaf: OsString,
+
+    /// The upper end.
+    #[arg(long, value_name = "UPPER")]
+    pub(crate) from: Option<OsString>,
+
+    /// The lower end.
+    #[arg(long, value_name = "LOWER")]
+    pub(crate) to: Option<OsString>,
+
+    /// Go on even if other images change, or may.
+    #[arg(long)]
+    pub(crate) force: bool,
+}
+
+/// The arguments of `merge-step copy`.
+#[derive(Debug, Args)]
+pub(crate) struct CopyStepArgs {
+    #[command(flatten)]
+    pub(crate) stretch: StretchArgs,
+
+    /// Bytes a second, at most; 0: no limit.
+    #[arg(long, value_name = "BYTES", default_value = "0", value_parser = bytes)]
+    pub(crate) speed: u64,
+
+    /// Read other speeds from standard input, a number of bytes a line.
+    #[arg(long)]
+    pub(crate) speeds: bool,
+}
