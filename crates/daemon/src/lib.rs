@@ -6,6 +6,7 @@
 //! * [`state`]: the files that tell the next daemon which disks are served.
 //! * [`table`]: the disks that this daemon knows.
 //! * [`control`]: the control socket.
+//! * [`jobs`]: what takes longer than a second.
 //!
 //! The code that serves a disk is behind [`Serving`]: this crate has no rings and opens no images.
 
@@ -33,6 +34,7 @@ pub mod config;
 pub mod control;
 pub mod directory;
 mod follow;
+pub mod jobs;
 mod joint_upgrade;
 pub mod keepers;
 pub mod orphan;
@@ -45,6 +47,7 @@ mod unserved;
 mod wait;
 
 use config::{Config, DiskOptions};
+use jobs::{Jobs, Means};
 use joint_upgrade::Participant;
 use params::Image;
 use state::{DiskId, States};
@@ -226,6 +229,11 @@ impl Paths {
         self.run.join("disks")
     }
 
+    /// The directory of the state files of jobs.
+    pub fn jobs(&self) -> PathBuf {
+        self.run.join("jobs")
+    }
+
     fn lock(&self) -> PathBuf {
         self.run.join("daemon.lock")
     }
@@ -246,6 +254,8 @@ pub enum Step {
     Upgraded,
     /// The disk is not served any more, and its state file still exists.
     Forgotten,
+    /// A job has come to this point: its state file has this step, or a part of the step is done.
+    Job(&'static str),
 }
 
 /// The state of the connection to xenstore.
@@ -265,6 +275,7 @@ pub(crate) struct Shared {
     connect: Connect,
     states: States,
     table: Table,
+    jobs: Jobs,
     clock: Arc<dyn Clock>,
     log: SharedLogLimit,
     /// Woken when a disk's thread has ended.
@@ -301,6 +312,16 @@ impl DaemonView {
     /// The daemon's status.
     pub fn status(&self) -> control::protocol::Status {
         control::status(&self.0)
+    }
+
+    /// All jobs.
+    pub fn jobs(&self) -> Vec<control::protocol::Job> {
+        control::jobs(&self.0).jobs
+    }
+
+    /// The number of jobs that have ended since the daemon was started, by kind and result.
+    pub fn ended_jobs(&self) -> Vec<(&'static str, &'static str, u64)> {
+        self.0.jobs.ended()
     }
 
     /// The attached disks.
@@ -369,6 +390,7 @@ impl Daemon {
         DirBuilder::new().recursive(true).mode(0o700).create(&paths.run)?;
         let lock = Lock::take(paths.lock())?;
         let states = States::open(&paths.states())?;
+        let jobs = Jobs::open(&paths.jobs(), Means::default())?;
         let shared = Shared {
             config,
             paths,
@@ -376,6 +398,7 @@ impl Daemon {
             connect,
             states,
             table: Table::default(),
+            jobs,
             clock: SystemClock::shared(),
             log: SharedLogLimit::default(),
             wake: Waker::new()?,
@@ -397,6 +420,15 @@ impl Daemon {
         self
     }
 
+    /// Gives jobs what they need. Call this before everything else.
+    #[must_use]
+    pub fn with_jobs(mut self, means: Means) -> Daemon {
+        if let Some(shared) = Arc::get_mut(&mut self.shared) {
+            shared.jobs.set_means(means);
+        }
+        self
+    }
+
     /// A view of the daemon that can be used while it runs.
     pub fn view(&self) -> DaemonView {
         DaemonView(self.shared.clone())
@@ -408,9 +440,16 @@ impl Daemon {
     /// # Errors
     /// The control socket cannot be made.
     pub fn run(&self, alive: &dyn Fn(&str)) -> io::Result<()> {
+        self.shared.jobs.begin(&self.shared);
         let control = control::server::Server::start(&self.shared)?;
         alive("starting");
-        supervise::Supervisor { shared: &self.shared, alive }.run();
+        let alive = |status: &str| {
+            self.shared.jobs.expire();
+            alive(status);
+        };
+        supervise::Supervisor { shared: &self.shared, alive: &alive }.run();
+        // Jobs come to rest while disks can still be resumed.
+        self.shared.jobs.stop();
         self.shared.table.stop_all();
         drop(control);
         // Each thread finishes its work with xenstore. Keepers and workers go on.

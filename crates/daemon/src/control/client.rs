@@ -53,6 +53,21 @@ impl ClientError {
         }
     }
 
+    /// Whether the error says that there is no such job.
+    pub fn is_no_job(&self) -> bool {
+        matches!(self, ClientError::Refused(e) if e.code == code::NO_JOB)
+    }
+
+    /// Whether the error says that a job changes the disk already.
+    pub fn is_in_use(&self) -> bool {
+        matches!(self, ClientError::Refused(e) if e.code == code::IN_USE)
+    }
+
+    /// Whether the error says that the method did not end in time.
+    pub fn is_timeout(&self) -> bool {
+        matches!(self, ClientError::Refused(e) if e.code == code::TIMEOUT)
+    }
+
     /// Whether the error says that there is no such disk.
     pub fn is_no_disk(&self) -> bool {
         matches!(self, ClientError::Refused(e) if e.code == code::NO_DISK)

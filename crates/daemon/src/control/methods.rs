@@ -25,13 +25,27 @@ use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen};
 
 /// The names of all methods.
-pub(super) const METHODS: [&str; 6] =
-    ["attach.wait", "daemon.status", "disk.detach", "disk.list", "disk.show", "upgrade"];
+pub(super) const METHODS: [&str; 14] = [
+    "attach.wait",
+    "daemon.status",
+    "disk.coalesce",
+    "disk.detach",
+    "disk.list",
+    "disk.show",
+    "job.cancel",
+    "job.limit",
+    "job.list",
+    "job.pause",
+    "job.resume",
+    "job.show",
+    "job.wait",
+    "upgrade",
+];
 
 /// How long the upgrade of one disk may take.
 const UPGRADE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The longest wait of a method.
-const MAX_WAIT: Duration = Duration::from_secs(300);
+pub(super) const MAX_WAIT: Duration = Duration::from_secs(300);
 /// A failed disk is reported to its script after so many tries.
 const MIN_TRIES: u64 = 3;
 /// How often xenstore is checked for a guest that lets go.
@@ -48,15 +62,15 @@ pub(super) fn call(shared: &Shared, method: &str, params: Value) -> Result<Value
         "disk.detach" => take(params).and_then(|request| reply(&detach(shared, &request)?)),
         "attach.wait" => take(params).and_then(|request| reply(&wait(shared, &request)?)),
         "upgrade" => take(params).and_then(|request| reply(&upgrade(shared, &request)?)),
-        _ => {
+        _ => super::jobs::call(shared, method, params).unwrap_or_else(|| {
             let meant = nearest(method, METHODS).map(|name| format!("did you mean {name}?"));
             let help = meant.unwrap_or_else(|| format!("there are {}", METHODS.join(", ")));
             Err(RpcError::new(code::NO_METHOD, "there is no such method", &help))
-        }
+        }),
     }
 }
 
-fn take<T: DeserializeOwned>(params: Value) -> Result<T, RpcError> {
+pub(super) fn take<T: DeserializeOwned>(params: Value) -> Result<T, RpcError> {
     let params = match params {
         Value::Null => Value::Object(serde_json::Map::new()),
         params => params,
@@ -70,7 +84,7 @@ fn take<T: DeserializeOwned>(params: Value) -> Result<T, RpcError> {
     })
 }
 
-fn reply(result: &impl Serialize) -> Result<Value, RpcError> {
+pub(super) fn reply(result: &impl Serialize) -> Result<Value, RpcError> {
     serde_json::to_value(result).map_err(|e| RpcError::new(code::FAILED, e.to_string(), ""))
 }
 
@@ -144,7 +158,7 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
     }
 }
 
-fn found(shared: &Shared, id: DiskId) -> Result<Disk, RpcError> {
+pub(super) fn found(shared: &Shared, id: DiskId) -> Result<Disk, RpcError> {
     let found = shared.table.read(|disks| disks.get(&id).map(|entry| describe(id, entry)));
     let mut disk = found.ok_or_else(|| no_disk(id))?;
     disk.full = full(shared, &disk);

@@ -3,6 +3,8 @@
 //! `docs/control.schema.json` describes each message. A test compares it with the types here.
 
 pub mod client;
+mod job_messages;
+mod jobs;
 mod methods;
 pub mod protocol;
 pub(crate) mod server;
@@ -10,4 +12,5 @@ pub(crate) mod server;
 mod tests;
 mod waits;
 
+pub(crate) use jobs::list as jobs;
 pub(crate) use methods::{list, status};

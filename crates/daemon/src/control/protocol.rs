@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+pub use super::job_messages::*;
 use crate::params::Format;
 use crate::state::DiskId;
 
@@ -12,7 +13,7 @@ pub const MAX_LINE: usize = 64 << 10;
 /// The version of JSON-RPC.
 pub const VERSION: &str = "2.0";
 
-/// Error codes, by the specification of JSON-RPC; the last four are ferrite's.
+/// Error codes, by the specification of JSON-RPC; the last six are ferrite's.
 pub mod code {
     /// The line is not JSON.
     pub const PARSE: i64 = -32700;
@@ -30,6 +31,10 @@ pub mod code {
     pub const TIMEOUT: i64 = -32003;
     /// Too many clients wait for responses.
     pub const BUSY: i64 = -32004;
+    /// There is no such job.
+    pub const NO_JOB: i64 = -32005;
+    /// A job changes the disk already.
+    pub const IN_USE: i64 = -32006;
 }
 
 /// An error object.
@@ -76,7 +81,7 @@ pub struct Response {
     pub id: Value,
 }
 
-/// The parameters of `daemon.status` and `disk.list`: none.
+/// The parameters of `daemon.status`, `disk.list` and `job.list`: none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Nothing {}
@@ -114,7 +119,7 @@ pub struct WaitParams {
     pub timeout_s: u32,
 }
 
-fn ten() -> u32 {
+pub(super) fn ten() -> u32 {
     10
 }
 

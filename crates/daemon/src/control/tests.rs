@@ -159,8 +159,48 @@ fn every_type_is_described_as_it_is() {
 }
 
 #[test]
+fn every_type_of_a_job_is_described_as_it_is() {
+    let disk = DiskId { domid: 1, devid: 51712 };
+    let path = |name: &str| Some(format!("/srv/{name}"));
+    let (from, to, speed) = (path("b"), path("c"), Some(1 << 40));
+    let force = true;
+    let asked = CoalesceParams { disk, from: from.clone(), to: to.clone(), force, speed };
+    same("CoalesceParams", &asked);
+    same("JobParams", &JobParams { id: 1 << 40 });
+    same("JobWaitParams", &JobWaitParams { id: 7, timeout_s: 9 });
+    same("JobLimitParams", &JobLimitParams { id: 7, speed });
+    let job = Job {
+        id: 1 << 40,
+        kind: JobKind::Coalesce,
+        disk,
+        image: "/srv/a".to_owned(),
+        from,
+        to,
+        phase: JobPhase::Failed,
+        step: "copy".to_owned(),
+        created: 1 << 40,
+        ended: Some(1 << 41),
+        done: 5,
+        all: 1 << 60,
+        rate: 2,
+        left_s: Some(3),
+        speed,
+        why: Some("no".to_owned()),
+        help: Some("yes".to_owned()),
+    };
+    same("Job", &job);
+    same("JobList", &JobList { jobs: vec![job] });
+}
+
+#[test]
 fn every_word_of_the_schema_is_one_of_ours() {
     let all = schema();
+    for word in all["$defs"]["JobKind"]["enum"].as_array().unwrap() {
+        serde_json::from_value::<JobKind>(word.clone()).unwrap();
+    }
+    for word in all["$defs"]["JobPhase"]["enum"].as_array().unwrap() {
+        serde_json::from_value::<JobPhase>(word.clone()).unwrap();
+    }
     for word in all["$defs"]["Format"]["enum"].as_array().unwrap() {
         serde_json::from_value::<Format>(word.clone()).unwrap();
     }

@@ -223,11 +223,22 @@ impl Host {
     }
 
     pub fn start_with(&mut self, config: Config, connect: Connect) {
+        self.start_as(config, connect, |daemon| daemon);
+    }
+
+    /// Starts a daemon that `adapt` has changed.
+    pub fn start_as(
+        &mut self,
+        config: Config,
+        connect: Connect,
+        adapt: impl FnOnce(Daemon) -> Daemon,
+    ) {
         let loopback = Arc::new(self.machine().loopback(CopyWith::Memcpy).unwrap());
         let serving = Arc::new(InProcess { loopback, removed: Mutex::default() });
         let stop = Arc::new(Waker::new().unwrap());
         let served: Arc<dyn Serving> = serving.clone();
         let daemon = Daemon::new(config, self.paths(), served, connect, stop.clone()).unwrap();
+        let daemon = adapt(daemon);
         let thread = std::thread::spawn(move || daemon.run(&|_| ()));
         self.serving = Some(serving);
         self.daemon = Some(Running { stop, thread });
@@ -475,18 +486,29 @@ const DIE_AT: &str = "FERRITE_TEST_DIE_AT";
 
 /// Runs a daemon that serves disks itself, if the environment asks for one.
 pub fn be_a_daemon() {
-    be_a_daemon_with(|_| {
-        let loopback = Loopback::new(CopyWith::Memcpy);
-        let guests = std::env::var(GUESTS).unwrap();
-        for guest in BackendHandle::from_arg(&guests).unwrap().guests {
-            loopback.add(&guest).unwrap();
-        }
-        Arc::new(InProcess { loopback: Arc::new(loopback), removed: Mutex::default() })
-    });
+    be_a_daemon_with(in_process);
+}
+
+/// Serves disks in the process of a daemon that the environment asks for.
+pub fn in_process(_: &Path) -> Arc<dyn Serving> {
+    let loopback = Loopback::new(CopyWith::Memcpy);
+    let guests = std::env::var(GUESTS).unwrap();
+    for guest in BackendHandle::from_arg(&guests).unwrap().guests {
+        loopback.add(&guest).unwrap();
+    }
+    Arc::new(InProcess { loopback: Arc::new(loopback), removed: Mutex::default() })
 }
 
 /// Runs a daemon that serves disks by `serving`, if the environment asks for one.
 pub fn be_a_daemon_with(serving: impl FnOnce(&Path) -> Arc<dyn Serving>) {
+    be_a_daemon_as(serving, |daemon| daemon);
+}
+
+/// The same with a daemon that `adapt` has changed.
+pub fn be_a_daemon_as(
+    serving: impl FnOnce(&Path) -> Arc<dyn Serving>,
+    adapt: impl FnOnce(Daemon) -> Daemon,
+) {
     let env = |name: &str| std::env::var(name).unwrap();
     if std::env::var_os(GUESTS).is_none() {
         return;
@@ -499,7 +521,7 @@ pub fn be_a_daemon_with(serving: impl FnOnce(&Path) -> Arc<dyn Serving>) {
     let paths = Paths { run: env(RUN).into() };
     let way = connect(env(STORE).as_ref());
     let stop = Arc::new(Waker::new().unwrap());
-    let daemon = Daemon::new(config, paths, serving, way, stop).unwrap();
+    let daemon = adapt(Daemon::new(config, paths, serving, way, stop).unwrap());
     let daemon = daemon.with_steps(|step| {
         if std::env::var(DIE_AT).is_ok_and(|at| at == format!("{step:?}")) {
             kill_process(getpid(), Signal::KILL).unwrap();

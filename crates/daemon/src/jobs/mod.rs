@@ -1,0 +1,518 @@
+//! Jobs: what takes longer than a second, and goes on without the client that has asked for it.
+//!
+//! * [`state`]: the files that tell the next daemon which jobs there are, and their steps.
+//! * `run`: the thread of a job. `coalesce` has the steps of one kind: straight-line code.
+//! * `child`: the processes that do the work. This crate opens no images.
+//! * `meter`: progress.
+//!
+//! A further kind is a value of [`state::Task`] with its steps, and a module with a function `run`.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use ferrite_serve::waker::Waker;
+
+mod child;
+mod coalesce;
+mod meter;
+mod run;
+pub mod state;
+
+use meter::Meter;
+use run::Halt;
+use state::{End, JobFiles, JobId, JobState, Outcome, Task};
+
+use crate::state::DiskId;
+use crate::{Failure, Shared};
+
+/// How long an ended job is kept.
+const KEPT: Duration = Duration::from_secs(24 * 3600);
+/// Most ended jobs that are kept. The oldest goes first.
+const MAX_KEPT: usize = 1000;
+/// How long the daemon's end waits for jobs.
+const STOP_TIMEOUT: Duration = Duration::from_secs(40);
+
+/// The programs that do the work of jobs.
+pub trait Tools: Send + Sync {
+    /// The command `ferrite image`, without its arguments.
+    fn image(&self) -> Command;
+}
+
+/// Pauses disks for jobs.
+pub trait Pausing: Send + Sync {
+    /// Closes a disk's image, while its guest waits. A disk that is paused by the same job is left so.
+    ///
+    /// # Errors
+    /// The disk is served as before, or is not served at all.
+    fn pause(&self, disk: DiskId, by: &str) -> Result<(), Failure>;
+
+    /// Serves a paused disk again, with the image of the same name.
+    ///
+    /// # Errors
+    /// The disk stays paused.
+    fn resume(&self, disk: DiskId, by: &str) -> Result<(), Failure>;
+}
+
+/// What jobs need of the world.
+pub struct Means {
+    tools: Option<Arc<dyn Tools>>,
+    pausing: Option<Arc<dyn Pausing>>,
+    now: Box<dyn Fn() -> SystemTime + Send + Sync>,
+}
+
+impl Default for Means {
+    fn default() -> Means {
+        Means { tools: None, pausing: None, now: Box::new(SystemTime::now) }
+    }
+}
+
+impl Means {
+    /// Jobs use these programs.
+    #[must_use]
+    pub fn with_tools(self, tools: Arc<dyn Tools>) -> Means {
+        Means { tools: Some(tools), ..self }
+    }
+
+    /// Jobs pause disks in this way.
+    #[must_use]
+    pub fn with_pausing(self, pausing: Arc<dyn Pausing>) -> Means {
+        Means { pausing: Some(pausing), ..self }
+    }
+
+    /// The time of day. Tests have one of their own.
+    #[must_use]
+    pub fn with_time(self, now: impl Fn() -> SystemTime + Send + Sync + 'static) -> Means {
+        Means { now: Box::new(now), ..self }
+    }
+
+    fn tools(&self) -> Result<&dyn Tools, Halt> {
+        self.tools.as_deref().ok_or_else(|| Halt::Failed(lacking("no programs for jobs")))
+    }
+
+    fn pausing(&self) -> Result<&dyn Pausing, Halt> {
+        self.pausing.as_deref().ok_or_else(|| Halt::Failed(lacking("no way to pause disks")))
+    }
+
+    fn now_s(&self) -> u64 {
+        (self.now)().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+    }
+}
+
+fn lacking(what: &str) -> Failure {
+    let help = "jobs are for ferrite daemon: look which program serves this host";
+    Failure { why: format!("this daemon has {what}"), help: help.to_owned() }
+}
+
+/// Why a job is not started, or not changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// There is no such job.
+    Unknown(JobId),
+    /// This job changes the disk.
+    Busy(JobId),
+    /// Another reason, with the next step.
+    Other(Failure),
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Refusal::Unknown(id) => write!(f, "there is no job {id}"),
+            Refusal::Busy(id) => write!(f, "job {id} changes this disk already"),
+            Refusal::Other(failure) => f.write_str(&failure.why),
+        }
+    }
+}
+
+impl Refusal {
+    /// The next step for the administrator.
+    pub fn help(&self) -> String {
+        match self {
+            Refusal::Unknown(_) => {
+                "ferrite job list shows all jobs; a job is kept for a day after its end".to_owned()
+            }
+            Refusal::Busy(id) => {
+                format!("ferrite job wait {id} waits for it, ferrite job cancel {id} ends it")
+            }
+            Refusal::Other(failure) => failure.help.clone(),
+        }
+    }
+}
+
+/// A job in the table.
+struct Entry {
+    state: JobState,
+    meter: Meter,
+    /// Wakes the job's thread. `None` after its end.
+    wake: Option<Arc<Waker>>,
+}
+
+/// A job with its progress.
+#[derive(Clone, Debug)]
+pub(crate) struct Seen {
+    pub(crate) state: JobState,
+    pub(crate) done: u64,
+    pub(crate) all: u64,
+    pub(crate) rate: u64,
+    pub(crate) left_s: Option<u64>,
+}
+
+/// All jobs of the daemon.
+pub(crate) struct Jobs {
+    files: JobFiles,
+    means: Means,
+    table: Mutex<Table>,
+    changed: Condvar,
+    /// The daemon, for the jobs' threads.
+    shared: OnceLock<Weak<Shared>>,
+}
+
+#[derive(Default)]
+struct Table {
+    jobs: BTreeMap<JobId, Entry>,
+    /// The last number that was used.
+    last: JobId,
+    stopping: bool,
+    /// Jobs that have ended since the daemon was started, by kind and result.
+    ended: BTreeMap<(&'static str, &'static str), u64>,
+}
+
+impl Jobs {
+    /// Reads the jobs of earlier daemons.
+    pub(crate) fn open(folder: &Path, means: Means) -> io::Result<Jobs> {
+        let files = JobFiles::open(folder)?;
+        let found = files.all();
+        let mut table = Table { last: files.highest(), ..Table::default() };
+        for state in found {
+            let meter = Meter::new(state.done, state.all);
+            table.jobs.insert(state.id, Entry { state, meter, wake: None });
+        }
+        let table = Mutex::new(table);
+        Ok(Jobs { files, means, table, changed: Condvar::new(), shared: OnceLock::new() })
+    }
+
+    /// The same jobs with other means.
+    pub(crate) fn set_means(&mut self, means: Means) {
+        self.means = means;
+    }
+
+    /// Goes on with the jobs of earlier daemons.
+    pub(crate) fn begin(&self, shared: &Arc<Shared>) {
+        let _ = self.shared.set(Arc::downgrade(shared));
+        self.expire();
+        let mut table = self.lock();
+        let unfinished = table.jobs.values().filter(|job| job.state.end.is_none());
+        let unfinished: Vec<JobState> = unfinished.map(|job| job.state.clone()).collect();
+        for state in unfinished {
+            let (id, disk, step) = (state.id, state.disk, state.task.step());
+            tracing::info!("job {id} of disk {disk} goes on with its step {step}");
+            match self.thread(id) {
+                Ok(wake) => table.jobs.entry(id).and_modify(|job| job.wake = Some(wake)),
+                Err(e) => {
+                    tracing::error!("job {id} does not go on: cannot start a thread: {e}");
+                    continue;
+                }
+            };
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts a job's thread, which waits for the table's lock.
+    fn thread(&self, id: JobId) -> io::Result<Arc<Waker>> {
+        let shared = self.shared.get().and_then(Weak::upgrade);
+        let shared = shared.ok_or_else(|| io::Error::other("the daemon does not run"))?;
+        let wake = Arc::new(Waker::new()?);
+        let of_thread = wake.clone();
+        let builder = std::thread::Builder::new().name(format!("job-{id}"));
+        builder.spawn(move || run::run(shared, id, of_thread))?;
+        Ok(wake)
+    }
+
+    /// Starts a job. One job at a time changes a disk, and an image.
+    pub(crate) fn start(
+        &self,
+        disk: DiskId,
+        task: Task,
+        speed: Option<u64>,
+    ) -> Result<Seen, Refusal> {
+        let image = task.image();
+        self.expire();
+        let mut table = self.lock();
+        if table.stopping {
+            let help = "the next daemon takes it: ask again".to_owned();
+            return Err(Refusal::Other(Failure { why: "the daemon ends".to_owned(), help }));
+        }
+        let mut open = table.jobs.values().filter(|job| job.state.end.is_none());
+        let other = open.find(|job| job.state.disk == disk || job.state.task.image() == image);
+        if let Some(other) = other {
+            return Err(Refusal::Busy(other.state.id));
+        }
+        let id = table.last + 1;
+        let state = JobState::new(id, disk, task, speed, self.means.now_s());
+        // The file comes first: a job that works is known to the next daemon.
+        let failed = |e: &io::Error| Refusal::Other(run::cannot_write(self, e));
+        self.files.write(&state).map_err(|e| failed(&e))?;
+        table.last = id;
+        let wake = self.thread(id).map_err(|e| {
+            self.files.remove(id);
+            failed(&e)
+        })?;
+        tracing::info!("job {id} of disk {disk} is started: {}", kind(&state.task));
+        let entry = Entry { state, meter: Meter::default(), wake: Some(wake) };
+        let seen = entry.seen(0);
+        table.jobs.insert(id, entry);
+        self.changed.notify_all();
+        Ok(seen)
+    }
+
+    /// Changes a job and writes its file. A change whose file cannot be written is not made.
+    fn change<T>(
+        &self,
+        id: JobId,
+        f: impl FnOnce(&mut JobState, &mut Meter) -> T,
+    ) -> io::Result<T> {
+        let mut table = self.lock();
+        let Some(job) = table.jobs.get_mut(&id) else {
+            return Err(io::Error::other(format!("there is no job {id}")));
+        };
+        let mut state = job.state.clone();
+        let result = f(&mut state, &mut job.meter);
+        if state != job.state {
+            self.files.write(&state)?;
+            job.state = state;
+            self.changed.notify_all();
+        }
+        Ok(result)
+    }
+
+    /// A request of a client that changes a job: its thread is woken afterwards.
+    fn ask(
+        &self,
+        id: JobId,
+        f: impl FnOnce(&mut JobState, &mut Meter) -> Result<(), Failure>,
+    ) -> Result<(), Refusal> {
+        self.expire();
+        if !self.lock().jobs.contains_key(&id) {
+            return Err(Refusal::Unknown(id));
+        }
+        let asked = self.change(id, |state, meter| match &state.end {
+            None => f(state, meter),
+            Some(end) => {
+                let help = format!("ferrite job show {id} has its result");
+                let why = format!("job {id} has ended: it {}", said(&end.outcome));
+                Err(Failure { why, help })
+            }
+        });
+        let failed = |e| Refusal::Other(run::cannot_write(self, &e));
+        asked.map_err(failed)?.map_err(Refusal::Other)?;
+        if let Some(wake) = self.lock().jobs.get(&id).and_then(|job| job.wake.as_ref()) {
+            wake.wake();
+        }
+        Ok(())
+    }
+
+    /// Cancels a job, if what it has done does not show yet.
+    pub(crate) fn cancel(&self, id: JobId) -> Result<(), Refusal> {
+        self.ask(id, |state, _| match state.task.may_cancel() {
+            true => {
+                state.cancelled = true;
+                Ok(())
+            }
+            false => Err(Failure {
+                why: format!(
+                    "job {id} cannot be cancelled any more: its step {} has begun",
+                    state.task.step()
+                ),
+                help: format!("it ends soon: ferrite job wait {id}"),
+            }),
+        })
+    }
+
+    /// Has a job rest, or go on.
+    pub(crate) fn pause(&self, id: JobId, paused: bool) -> Result<(), Refusal> {
+        self.ask(id, |state, meter| {
+            state.paused = paused;
+            meter.forget_rate();
+            Ok(())
+        })
+    }
+
+    /// Gives a job another limit in bytes a second.
+    pub(crate) fn limit(&self, id: JobId, speed: Option<u64>) -> Result<(), Refusal> {
+        self.ask(id, |state, meter| {
+            state.speed = speed;
+            meter.forget_rate();
+            Ok(())
+        })
+    }
+
+    fn read(&self, id: JobId) -> Option<JobState> {
+        self.lock().jobs.get(&id).map(|job| job.state.clone())
+    }
+
+    /// A job with its progress at this time.
+    pub(crate) fn show(&self, id: JobId, now_ns: u64) -> Result<Seen, Refusal> {
+        self.expire();
+        let table = self.lock();
+        let found = table.jobs.get(&id).map(|job| job.seen(now_ns));
+        found.ok_or(Refusal::Unknown(id))
+    }
+
+    /// All jobs, in the order of their start.
+    pub(crate) fn list(&self, now_ns: u64) -> Vec<Seen> {
+        self.expire();
+        self.lock().jobs.values().map(|job| job.seen(now_ns)).collect()
+    }
+
+    /// The number of jobs that have ended since the daemon was started, by kind and result.
+    pub(crate) fn ended(&self) -> Vec<(&'static str, &'static str, u64)> {
+        let table = self.lock();
+        table.ended.iter().map(|((kind, result), n)| (*kind, *result, *n)).collect()
+    }
+
+    /// Waits until a job has ended, or for the time `timeout`. Returns whether it has.
+    pub(crate) fn wait(&self, id: JobId, timeout: Duration) -> Result<bool, Refusal> {
+        let end = Instant::now() + timeout;
+        let mut table = self.lock();
+        loop {
+            match table.jobs.get(&id) {
+                None => return Err(Refusal::Unknown(id)),
+                Some(job) if job.state.end.is_some() => return Ok(true),
+                Some(_) => {}
+            }
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() || table.stopping {
+                return Ok(false);
+            }
+            let waited = self.changed.wait_timeout(table, left);
+            table = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn note(&self, id: JobId, now_ns: u64, done: u64, all: u64) {
+        if let Some(job) = self.lock().jobs.get_mut(&id) {
+            job.meter.note(now_ns, done, all);
+        }
+    }
+
+    /// Records how a job has ended. The result counts also if its file cannot be written: the next
+    /// daemon does the last step again then.
+    fn end(&self, shared: &Shared, id: JobId, outcome: Outcome) {
+        let disk = self.read(id).map(|state| state.disk);
+        if let (Some(disk), true) = (disk, shared.log.allow(shared.clock.now_ns()).is_some()) {
+            match &outcome {
+                Outcome::Failed { why, help } => {
+                    tracing::error!("job {id} of disk {disk} has failed: {why}; {help}");
+                }
+                outcome => tracing::info!("job {id} of disk {disk} {}", said(outcome)),
+            }
+        }
+        let at = self.means.now_s();
+        let mut table = self.lock();
+        let Table { jobs, ended, .. } = &mut *table;
+        let Some(job) = jobs.get_mut(&id) else { return };
+        *ended.entry((kind(&job.state.task), result(&outcome))).or_default() += 1;
+        (job.state.done, job.state.all) = (job.meter.done, job.meter.all);
+        job.state.end = Some(End { at, outcome });
+        if let Err(e) = self.files.write(&job.state) {
+            tracing::warn!("{}", run::cannot_write(self, &e));
+        }
+        self.changed.notify_all();
+    }
+
+    fn thread_ended(&self, id: JobId) {
+        if let Some(job) = self.lock().jobs.get_mut(&id) {
+            job.wake = None;
+        }
+        self.changed.notify_all();
+    }
+
+    /// Removes jobs that ended a day ago.
+    pub(crate) fn expire(&self) {
+        let now = self.means.now_s();
+        let mut table = self.lock();
+        let ended = |job: &Entry| job.state.end.as_ref().map(|end| (end.at, job.state.id));
+        let mut kept: Vec<(u64, JobId)> = table.jobs.values().filter_map(ended).collect();
+        kept.sort_unstable();
+        let excess = kept.len().saturating_sub(MAX_KEPT);
+        for (at, (ended, id)) in kept.into_iter().enumerate() {
+            let thread = table.jobs.get(&id).is_some_and(|job| job.wake.is_some());
+            if !thread && (at < excess || now.saturating_sub(ended) >= KEPT.as_secs()) {
+                table.jobs.remove(&id);
+                self.files.remove(id);
+            }
+        }
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.lock().stopping
+    }
+
+    /// Has all threads end: each leaves its state file to the next daemon. A disk that a job has
+    /// paused is resumed before.
+    pub(crate) fn stop(&self) {
+        let end = Instant::now() + STOP_TIMEOUT;
+        let mut table = self.lock();
+        table.stopping = true;
+        self.changed.notify_all();
+        loop {
+            let running = table.jobs.values().filter_map(|job| job.wake.as_ref());
+            let running: Vec<_> = running.cloned().collect();
+            running.iter().for_each(|wake| wake.wake());
+            let left = end.saturating_duration_since(Instant::now());
+            if running.is_empty() || left.is_zero() {
+                if !running.is_empty() {
+                    tracing::warn!("{} jobs have not come to rest", running.len());
+                }
+                return;
+            }
+            let waited = self.changed.wait_timeout(table, left);
+            table = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Entry {
+    fn seen(&self, now_ns: u64) -> Seen {
+        let runs = self.state.end.is_none() && !self.state.paused;
+        Seen {
+            state: self.state.clone(),
+            done: self.meter.done,
+            all: self.meter.all,
+            rate: if runs { self.meter.rate(now_ns) } else { 0 },
+            left_s: self.meter.left_s(now_ns).filter(|_| runs),
+        }
+    }
+}
+
+/// The name of a job's kind.
+pub(crate) fn kind(task: &Task) -> &'static str {
+    match task {
+        Task::Coalesce(_) => "coalesce",
+    }
+}
+
+/// The name of a result.
+pub(crate) fn result(outcome: &Outcome) -> &'static str {
+    match outcome {
+        Outcome::Done => "done",
+        Outcome::Cancelled => "cancelled",
+        Outcome::Failed { .. } => "failed",
+    }
+}
+
+fn said(outcome: &Outcome) -> &'static str {
+    match outcome {
+        Outcome::Done => "is done",
+        Outcome::Cancelled => "was cancelled",
+        Outcome::Failed { .. } => "has failed",
+    }
+}

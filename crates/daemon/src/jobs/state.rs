@@ -1,0 +1,401 @@
+//! The state files of jobs: one small file for each in `/run/ferrite/jobs`, for the next daemon.
+//!
+//! A job's file is written before each of its steps, and replaced by a rename, as those of disks
+//! are (`crate::state`). It stays when the job has ended, with the result. An invalid file is set
+//! aside and logged. It keeps no other job from going on.
+
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::Failure;
+use crate::params::{Format, Image};
+use crate::state::DiskId;
+
+/// The version of the files.
+const VERSION: u32 = 1;
+/// The longest valid file.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// The number of a job.
+pub type JobId = u64;
+
+/// What a job does, and how far it is. Each kind has steps of its own.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Task {
+    /// Merges images of a running disk's chain.
+    Coalesce(Coalesce),
+}
+
+/// The merge of a stretch of a chain, below its leaf.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Coalesce {
+    format: Format,
+    /// The leaf's path as bytes, since paths need not be text.
+    leaf: Vec<u8>,
+    /// The highest image that is merged.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub from: Option<String>,
+    /// The image that it is merged into.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub to: Option<String>,
+    /// Whether it is merged even if images elsewhere change, or may.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub force: bool,
+    /// The step that was begun.
+    pub step: CoalesceStep,
+}
+
+/// The steps of a merge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CoalesceStep {
+    /// The ends of the stretch are found.
+    Plan,
+    /// The lower end grows while the disk is paused.
+    Grow,
+    /// Data are copied while the disk is served.
+    Copy,
+    /// The chain gets its new links while the disk is paused.
+    Relink,
+    /// Images that are not used any more are removed.
+    Clean,
+}
+
+impl CoalesceStep {
+    /// The step's name for people, and for the command that does it.
+    pub fn word(self) -> &'static str {
+        match self {
+            CoalesceStep::Plan => "plan",
+            CoalesceStep::Grow => "grow",
+            CoalesceStep::Copy => "copy",
+            CoalesceStep::Relink => "relink",
+            CoalesceStep::Clean => "clean",
+        }
+    }
+}
+
+impl Coalesce {
+    /// A merge that has not begun.
+    pub fn new(leaf: &Image, from: Option<String>, to: Option<String>) -> Coalesce {
+        let leaf_path = leaf.path.as_os_str().as_bytes().to_vec();
+        let step = CoalesceStep::Plan;
+        Coalesce { format: leaf.format, leaf: leaf_path, from, to, force: false, step }
+    }
+
+    /// Merges even if images elsewhere change, or may.
+    #[must_use]
+    pub fn forced(self, force: bool) -> Coalesce {
+        Coalesce { force, ..self }
+    }
+
+    /// The image that the disk is served from.
+    pub fn leaf(&self) -> Image {
+        let path = PathBuf::from(OsString::from_vec(self.leaf.clone()));
+        Image { format: self.format, path }
+    }
+}
+
+impl Task {
+    /// The image that the job changes.
+    pub fn image(&self) -> Image {
+        match self {
+            Task::Coalesce(coalesce) => coalesce.leaf(),
+        }
+    }
+
+    /// The name of the step that was begun.
+    pub fn step(&self) -> &'static str {
+        match self {
+            Task::Coalesce(coalesce) => coalesce.step.word(),
+        }
+    }
+
+    /// Whether the job can still be cancelled: nothing that it has done shows.
+    pub fn may_cancel(&self) -> bool {
+        match self {
+            Task::Coalesce(coalesce) => {
+                matches!(coalesce.step, CoalesceStep::Plan | CoalesceStep::Copy)
+            }
+        }
+    }
+}
+
+/// How a job has ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Outcome {
+    /// It has done all of its steps.
+    Done,
+    /// It was cancelled, and its disk is as before.
+    Cancelled,
+    /// A step has failed.
+    Failed {
+        /// The failed step and its reason.
+        why: String,
+        /// The next step for the administrator.
+        help: String,
+    },
+}
+
+impl From<Failure> for Outcome {
+    fn from(Failure { why, help }: Failure) -> Outcome {
+        Outcome::Failed { why, help }
+    }
+}
+
+/// The end of a job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct End {
+    /// When it has ended, in seconds since 1970.
+    pub at: u64,
+    /// How it has ended.
+    pub outcome: Outcome,
+}
+
+/// The state of a job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct JobState {
+    version: u32,
+    /// The job's number.
+    pub id: JobId,
+    /// The disk that it works on.
+    pub disk: DiskId,
+    /// What it does, and its step.
+    pub task: Task,
+    /// Most bytes a second.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub speed: Option<u64>,
+    /// Whether it rests until it is resumed.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub paused: bool,
+    /// Whether it is to be cancelled.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub cancelled: bool,
+    /// When it was begun, in seconds since 1970.
+    pub created: u64,
+    /// Bytes that were done when the file was written.
+    pub done: u64,
+    /// All bytes that are to be done, as far as that was known.
+    pub all: u64,
+    /// Its end.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub end: Option<End>,
+}
+
+impl JobState {
+    /// A job that has not begun.
+    pub fn new(id: JobId, disk: DiskId, task: Task, speed: Option<u64>, created: u64) -> JobState {
+        let (paused, cancelled, done, all, end) = (false, false, 0, 0, None);
+        let version = VERSION;
+        JobState { version, id, disk, task, speed, paused, cancelled, created, done, all, end }
+    }
+}
+
+/// The directory of the state files.
+#[derive(Clone, Debug)]
+pub struct JobFiles {
+    folder: PathBuf,
+}
+
+impl JobFiles {
+    /// Opens the directory, and creates it if it is missing.
+    ///
+    /// # Errors
+    /// Errors of the file system.
+    pub fn open(folder: &Path) -> io::Result<JobFiles> {
+        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        Ok(JobFiles { folder: folder.to_owned() })
+    }
+
+    /// The directory.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    fn path(&self, id: JobId) -> PathBuf {
+        self.folder.join(format!("{id}.json"))
+    }
+
+    /// The file that the processes of a job have as standard error, and hold the lock of.
+    pub fn errors(&self, id: JobId) -> PathBuf {
+        self.folder.join(format!("{id}.errors"))
+    }
+
+    /// Replaces a job's file.
+    ///
+    /// # Errors
+    /// Errors of the file system. The old file stays.
+    pub fn write(&self, state: &JobState) -> io::Result<()> {
+        let path = self.path(state.id);
+        let new = path.with_extension("new");
+        let text = serde_json::to_vec(state).map_err(io::Error::other)?;
+        let options =
+            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).clone();
+        options.open(&new)?.write_all(&text)?;
+        fs::rename(&new, &path)
+    }
+
+    /// Removes the files of a job. A failure is logged.
+    pub fn remove(&self, id: JobId) {
+        for path in [self.path(id), self.errors(id)] {
+            match fs::remove_file(&path) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                    tracing::warn!("cannot remove {}: {e}", path.display());
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Reads the files of all jobs, in order. Half-written files are removed, and invalid ones are
+    /// set aside.
+    pub fn all(&self) -> Vec<JobState> {
+        let entries = fs::read_dir(&self.folder).into_iter().flatten().filter_map(Result::ok);
+        let mut states = Vec::new();
+        for path in entries.map(|entry| entry.path()) {
+            match path.extension().and_then(|e| e.to_str()) {
+                Some("new") => {
+                    let _ = fs::remove_file(&path);
+                }
+                Some("json") => match read(&path) {
+                    Ok(state) => states.push(state),
+                    Err(why) => set_aside(&path, &why),
+                },
+                _ => {}
+            }
+        }
+        states.sort_by_key(|state| state.id);
+        states
+    }
+
+    /// The highest number that any file here has: of jobs, and of files that were set aside.
+    pub fn highest(&self) -> JobId {
+        let entries = fs::read_dir(&self.folder).into_iter().flatten().filter_map(Result::ok);
+        let number = |name: OsString| name.to_str()?.split('.').next()?.parse().ok();
+        entries.filter_map(|entry| number(entry.file_name())).max().unwrap_or(0)
+    }
+}
+
+/// Renames an invalid file: it is logged once, and an administrator can look at it.
+fn set_aside(path: &Path, why: &str) {
+    let aside = path.with_extension("odd");
+    tracing::warn!(
+        "{} is invalid and renamed to {}: {why}; the job does not go on: ferrite disk list says \
+         whether its disk is paused",
+        path.display(),
+        aside.display()
+    );
+    if let Err(e) = fs::rename(path, &aside) {
+        tracing::warn!("cannot rename {}: {e}", path.display());
+    }
+}
+
+/// The version field alone, which every version has.
+#[derive(Deserialize)]
+struct Versioned {
+    version: u32,
+}
+
+fn read(path: &Path) -> Result<JobState, String> {
+    let mut text = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut text));
+    read.map_err(|e| e.to_string())?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err("it is too long".to_owned());
+    }
+    let versioned: Versioned = serde_json::from_slice(&text).map_err(|e| e.to_string())?;
+    if versioned.version != VERSION {
+        let version = versioned.version;
+        return Err(format!("it has version {version}, and this daemon reads {VERSION}"));
+    }
+    let state: JobState = serde_json::from_slice(&text).map_err(|e| e.to_string())?;
+    if path.file_stem().and_then(|stem| stem.to_str()) != Some(&state.id.to_string()) {
+        return Err(format!("it is of job {}", state.id));
+    }
+    match state.task.image().path.is_absolute() {
+        true => Ok(state),
+        false => Err("it names no image".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files() -> (tempfile::TempDir, JobFiles) {
+        let dir = tempfile::tempdir().unwrap();
+        let files = JobFiles::open(&dir.path().join("jobs")).unwrap();
+        (dir, files)
+    }
+
+    fn state(id: JobId) -> JobState {
+        let path = Path::new(std::ffi::OsStr::from_bytes(b"/srv/\xff:1.vhd"));
+        let leaf = Image { format: Format::Vhd, path: path.to_owned() };
+        let task = Coalesce::new(&leaf, Some("/srv/b.vhd".to_owned()), None);
+        let disk = DiskId { domid: 3, devid: 51712 };
+        JobState::new(id, disk, Task::Coalesce(task), Some(7), 1 << 33)
+    }
+
+    #[test]
+    fn what_was_written_is_read_and_removed() {
+        let (_dir, files) = files();
+        let outcome = Outcome::Failed { why: "no".to_owned(), help: "yes".to_owned() };
+        let ended = JobState { end: Some(End { at: 5, outcome }), paused: true, ..state(9) };
+        files.write(&ended).unwrap();
+        files.write(&state(2)).unwrap();
+        assert_eq!(files.all(), [state(2), ended]);
+        let newer = JobState { cancelled: true, ..state(2) };
+        files.write(&newer).unwrap();
+        files.remove(9);
+        files.remove(9);
+        assert_eq!(files.all(), [newer]);
+        assert_eq!(files.highest(), 2);
+    }
+
+    #[test]
+    fn what_is_torn_foreign_or_newer_is_put_aside_and_disturbs_no_other() {
+        let (dir, files) = files();
+        files.write(&state(1)).unwrap();
+        let whole = serde_json::to_string(&state(2)).unwrap();
+        let bad = [
+            String::new(),
+            whole[..whole.len() / 2].to_owned(),
+            whole.replace("\"version\":1", "\"version\":2"),
+            whole.replace("\"version\":1,", ""),
+            whole.replace("\"id\":2", "\"id\":3"),
+            whole.replace("coalesce", "resize"),
+            whole.replace("\"plan\"", "\"burn\""),
+            whole.replace("\"leaf\":[47", "\"leaf\":[48"),
+            whole.replace("\"created\"", "\"colour\""),
+            "[".repeat(60_000),
+            "x".repeat(200_000),
+        ];
+        let path = dir.path().join("jobs/2.json");
+        for text in bad {
+            fs::write(&path, &text).unwrap();
+            assert_eq!(files.all(), [state(1)], "{text:.40}");
+            let aside = path.with_extension("odd");
+            assert_eq!(fs::read_to_string(&aside).unwrap(), text);
+            fs::remove_file(&aside).unwrap();
+        }
+        for name in ["02.json", "-2.json", "two.json", "2.odd"] {
+            fs::write(dir.path().join("jobs").join(name), &whole).unwrap();
+        }
+        fs::write(dir.path().join("jobs/1.new"), "{").unwrap();
+        fs::create_dir(dir.path().join("jobs/4.json")).unwrap();
+        assert_eq!(files.all(), [state(1)]);
+        assert!(!dir.path().join("jobs/1.new").exists());
+        // The number of a job that was set aside is not used again.
+        assert_eq!(files.highest(), 4);
+    }
+}
