@@ -14,6 +14,7 @@ use crate::exit::{Code, Failure};
 use crate::export::args::ExportArgs;
 use crate::guests::{Guest, GuestDisk};
 use crate::image::args::ImageArgs;
+use crate::job::args::{CoalesceArgs, JobArgs};
 use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs, engines, movers, on_full_policies};
 use crate::parents::ParentsArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
@@ -137,6 +138,8 @@ pub(crate) enum Command {
     Daemon(DaemonArgs),
     /// Attach disks to guests, see those that the daemon serves, and detach them.
     Disk(DiskArgs),
+    /// See the daemon's jobs, wait for them, pause, limit and cancel them.
+    Job(JobArgs),
     /// Move running disks to a new version of ferrite; guests see a short pause.
     Upgrade(UpgradeArgs),
     /// Serve one disk for its keeper: with the options of serve, for as long as the keeper lives.
@@ -373,6 +376,12 @@ pub(crate) enum DiskCommand {
                             is attached until the guest ends; xl's configuration of the guest is not changed."
     )]
     Attach(AttachArgs),
+    /// Merge images of a running disk's chain, below the image that the guest writes to.
+    #[command(
+        after_help = "The merge is a job of the daemon (ferrite job): it goes on if this command is interrupted. \
+                            The guest waits for a moment when the data are copied."
+    )]
+    Coalesce(CoalesceArgs),
     /// Detach a disk from its guest, which should have unmounted it; xl block-detach does the same.
     Detach {
         #[command(flatten)]

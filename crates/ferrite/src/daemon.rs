@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_daemon::config::{self, Config, DiskOptions};
+use ferrite_daemon::jobs::{Means, Tools};
 use ferrite_daemon::keepers::{Keepers, Programs, StoreWorker};
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Paths};
@@ -61,7 +62,8 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
     let (metrics_socket, stats) = (config.metrics_socket.clone(), places.run.join(FOLDER));
     let keepers = Arc::new(Keepers::new(&places.run, Box::new(Ours)));
     let daemon = Daemon::new(config, places, keepers, Box::new(Store::open), stop)
-        .map_err(|e| cannot(&args.places.run_dir, &e))?;
+        .map_err(|e| cannot(&args.places.run_dir, &e))?
+        .with_jobs(Means::default().with_tools(Arc::new(Ours)));
     tell_of_processors(&args.places.run_dir);
     let _metrics = metrics_socket.and_then(|socket| metrics::serve(&daemon, &socket, &stats));
     let told = std::cell::RefCell::new((String::new(), Instant::now()));
@@ -93,6 +95,14 @@ fn cannot(run: &Path, e: &std::io::Error) -> Failure {
 
 /// This program, which also runs as keeper and worker.
 struct Ours;
+
+impl Tools for Ours {
+    fn image(&self) -> Command {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("ferrite").arg("image");
+        command
+    }
+}
 
 impl Programs for Ours {
     /// The running program's file, also when another program has its name by now.

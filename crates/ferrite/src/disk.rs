@@ -19,13 +19,14 @@ use serde_json::Value;
 use crate::cli::{DiskArgs, DiskCommand, UpgradeArgs};
 use crate::exit::{Code, Failure};
 use crate::guests::Names;
+use crate::job;
 use crate::plain::one_line;
 use crate::vdev::Vbd;
 
 mod attach;
 
 /// Time for the daemon's answer, besides the time that the method itself may take.
-const ANSWER: Duration = Duration::from_secs(40);
+pub(crate) const ANSWER: Duration = Duration::from_secs(40);
 /// The pause before connecting again to a daemon that is restarting.
 const ASK_AGAIN: Duration = Duration::from_millis(200);
 /// Time for upgrading all disks of a host, one after the other. Most take far less than a second.
@@ -37,6 +38,7 @@ pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
     match &args.command {
         DiskCommand::List { json, places } => list(&places.run_dir, *json),
         DiskCommand::Attach(args) => attach::run(args),
+        DiskCommand::Coalesce(args) => job::coalesce(args),
         DiskCommand::Show { disk, json, places } => show(&places.run_dir, disk.disk.find()?, *json),
         DiskCommand::Detach { disk, force, timeout, json, places } => {
             let disk = disk.disk.find()?;
@@ -143,11 +145,11 @@ fn seconds(seconds: u32) -> Duration {
     Duration::from_secs(seconds.into())
 }
 
-fn id(disk: Vbd) -> DiskId {
+pub(crate) fn id(disk: Vbd) -> DiskId {
     DiskId { domid: disk.domain.0, devid: disk.device }
 }
 
-fn vbd(id: DiskId) -> Vbd {
+pub(crate) fn vbd(id: DiskId) -> Vbd {
     Vbd { domain: DomId(id.domid), device: id.devid }
 }
 
@@ -155,7 +157,7 @@ fn places(run: &Path) -> Paths {
     Paths { run: run.to_owned() }
 }
 
-fn call<T: DeserializeOwned>(
+pub(crate) fn call<T: DeserializeOwned>(
     run: &Path,
     method: &str,
     params: &impl Serialize,
@@ -165,7 +167,7 @@ fn call<T: DeserializeOwned>(
 }
 
 /// The failure of an operation on a disk.
-fn of_disk(what: &str, disk: Vbd, e: &ClientError) -> Failure {
+pub(crate) fn of_disk(what: &str, disk: Vbd, e: &ClientError) -> Failure {
     not_answered(&format!("{what} {disk}"), e, why(disk, e))
 }
 
@@ -175,16 +177,21 @@ fn why(disk: Vbd, e: &ClientError) -> String {
     why.strip_prefix(&format!("disk {disk} ")).map_or(why.clone(), |rest| format!("it {rest}"))
 }
 
-fn not_answered(what: &str, e: &ClientError, why: String) -> Failure {
+pub(crate) fn not_answered(what: &str, e: &ClientError, why: String) -> Failure {
     let failure = Failure::new(what, why, e.help());
-    match e.is_no_disk() {
-        true => failure.with_code(Code::NOT_FOUND),
-        false => failure,
+    match (e.is_no_disk(), e.is_in_use()) {
+        (true, _) => failure.with_code(Code::NOT_FOUND),
+        (_, true) => failure.with_code(Code::BUSY),
+        _ => failure,
     }
 }
 
 /// Prints the answer, as JSON or for people.
-fn tell(json: bool, answer: &impl Serialize, text: impl FnOnce()) -> Result<(), Failure> {
+pub(crate) fn tell(
+    json: bool,
+    answer: &impl Serialize,
+    text: impl FnOnce(),
+) -> Result<(), Failure> {
     if !json {
         text();
         return Ok(());
@@ -275,7 +282,7 @@ fn phase(phase: PhaseName) -> &'static str {
 }
 
 /// The time since then, in one unit.
-fn age(since: u64) -> String {
+pub(crate) fn age(since: u64) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
     let seconds = now.saturating_sub(since);
     match seconds {

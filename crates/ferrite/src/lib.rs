@@ -15,6 +15,7 @@ mod export;
 pub mod generate;
 mod guests;
 mod image;
+mod job;
 mod lab;
 pub mod log;
 pub mod options;
@@ -82,6 +83,7 @@ pub fn main() -> ExitCode {
         cli::Command::StoreWorker(args) => worker::store::run(args),
         cli::Command::Daemon(args) => daemon::run(args),
         cli::Command::Disk(args) => disk::run(args),
+        cli::Command::Job(args) => job::run(args),
         cli::Command::Export(args) => export::run(args),
         cli::Command::Upgrade(args) => disk::upgrade(args),
         cli::Command::Doctor(args) => doctor::run(args),

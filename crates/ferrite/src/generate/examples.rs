@@ -21,6 +21,8 @@ pub(super) struct Topic {
 const STATE: (&str, &str) =
     ("/run/ferrite", "The state of disks in use, which the next process goes on with.");
 const SOCKET: (&str, &str) = ("/run/ferrite/control.sock", "The daemon's control socket.");
+const JOBS: (&str, &str) =
+    ("/run/ferrite/jobs", "The state of jobs, which the next daemon goes on with.");
 const STATS: (&str, &str) = ("/run/ferrite/stats", "The counters of each disk.");
 const JOURNALS: (&str, &str) = (
     "/run/ferrite/images",
@@ -68,6 +70,9 @@ pub(super) fn of(name: &str) -> Topic {
             &["ferrite.toml(5)", "xl(1)"],
             OPERATIONS,
         ),
+        name if name.starts_with("ferrite-job") => {
+            (&[SOCKET, JOBS], &[XENSTORED], &["ferrite-daemon(8)", "ferrite-disk(1)"], OPERATIONS)
+        }
         name if name.starts_with("ferrite-disk") || name == "ferrite-upgrade" => {
             (&[SOCKET], &[XENSTORED], &["ferrite-daemon(8)", "xl(1)"], OPERATIONS)
         }
@@ -136,6 +141,26 @@ fn examples(name: &str) -> Terms {
         "ferrite-disk-detach" => &[
             ("Detach a disk that the guest has unmounted.", "ferrite disk detach web1/xvdb"),
             ("Take it away; unwritten data are lost.", "ferrite disk detach --force web1/xvdb"),
+        ],
+        "ferrite-disk-coalesce" => &[
+            (
+                "Merge the image below the disk's into its parent, at 50 MiB a second.",
+                "ferrite disk coalesce web1/xvdb --speed 50M",
+            ),
+            (
+                "Merge a stretch, and do not wait for it.",
+                "ferrite disk coalesce web1/xvdb --from /srv/tuesday.vhd --to /srv/monday.vhd --background",
+            ),
+        ],
+        "ferrite-job" | "ferrite-job-list" => &[("Show all jobs.", "ferrite job list")],
+        "ferrite-job-show" => &[("Show how far a job is.", "ferrite job show 7")],
+        "ferrite-job-wait" => &[("Wait for a job, with a progress bar.", "ferrite job wait 7")],
+        "ferrite-job-cancel" => &[("Cancel a job.", "ferrite job cancel 7")],
+        "ferrite-job-pause" => &[("Let a job rest until the evening.", "ferrite job pause 7")],
+        "ferrite-job-resume" => &[("Let it go on.", "ferrite job resume 7")],
+        "ferrite-job-limit" => &[
+            ("Copy at most 20 MiB a second.", "ferrite job limit 7 20M"),
+            ("Copy as fast as the storage allows.", "ferrite job limit 7 none"),
         ],
         "ferrite-disk-wait" => {
             &[("Wait for a minute at most.", "ferrite disk wait --timeout 60 web1/xvdb")]
