@@ -245,7 +245,7 @@ fn clock(seconds: u64) -> String {
     format!("{}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60)
 }
 
-fn kind(kind: JobKind) -> &'static str {
+pub(crate) fn kind(kind: JobKind) -> &'static str {
     match kind {
         JobKind::Coalesce => "coalesce",
     }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use ferrite_seeing::folder::Folder;
-use ferrite_seeing::metrics::{Attached, Host, text_of};
+use ferrite_seeing::metrics::{Attached, Host, Job, text_of};
 use ferrite_serve::counters::{Counters, FOLDER};
 use ferrite_testkit::openmetrics::parse;
 use serde_json::Value;
@@ -27,7 +27,9 @@ fn exported() -> BTreeMap<String, BTreeSet<String>> {
     assert_eq!(disks.len(), 1);
     let keeper = Some(std::process::id());
     let disk = Attached { domid: 3, devid: 51712, phase: "served", keeper, ..Attached::default() };
-    let host = Host { phases: &["served"], disks: vec![disk], ..Host::default() };
+    let (jobs, ended_jobs) = (vec![Job::default()], vec![("coalesce", "done", 1)]);
+    let phases = &["served"];
+    let host = Host { phases, disks: vec![disk], jobs, ended_jobs, ..Host::default() };
     let families = parse(&text_of(host, disks)).unwrap();
     let mut samples = BTreeMap::<String, BTreeSet<String>>::new();
     for sample in families.into_iter().flat_map(|family| family.samples) {
@@ -101,6 +103,8 @@ fn each_panel_asks_for_what_is_exported() {
         "Poll hits",
         "Processor a disk",
         "Failed disks",
+        "Jobs",
+        "Jobs that ended",
     ] {
         assert!(panels.iter().any(|panel| text(panel, "title") == title), "{title}");
     }

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use ferrite_seeing::folder::Sample;
-use ferrite_seeing::metrics::{Attached, Host, text_of};
+use ferrite_seeing::metrics::{Attached, Host, Job, text_of};
 use ferrite_serve::counters::Counts;
 use ferrite_serve::counters::histogram::BUCKETS;
 use ferrite_serve::counters::snapshot::{Boot, KindCounts, Process, Snapshot};
@@ -49,7 +49,11 @@ fn host(image: &str) -> Host {
         format: Some("vhd"),
     };
     let phases = &["starting", "served", "failed"];
-    Host { version: "1.2.3".into(), phases, disks: vec![disk], ..Host::default() }
+    let (done_bytes, all_bytes, kind) = (1 << 20, 1 << 22, "coalesce");
+    let job = Job { domid: 3, devid: 51712, kind, done_bytes, all_bytes, paused: true };
+    let (version, disks, jobs) = ("1.2.3".into(), vec![disk], vec![job]);
+    let ended_jobs = vec![("coalesce", "done", 4), ("coalesce", "failed", 2)];
+    Host { version, phases, disks, jobs, ended_jobs, ..Host::default() }
 }
 
 /// Both parsers take it, and find as much in it.
@@ -112,6 +116,12 @@ fn all_that_is_counted_is_told_in_units_of_the_format() {
         let labels = [of.as_slice(), &[("phase", phase)]].concat();
         assert_eq!(value(&families, "ferrite_disk_phase", &labels), is, "{phase}");
     }
+    let job = [of.as_slice(), &[("kind", "coalesce")]].concat();
+    assert_eq!(value(&families, "ferrite_disk_job_done_bytes", &job), f64::from(1 << 20));
+    assert_eq!(value(&families, "ferrite_disk_job_all_bytes", &job), f64::from(1 << 22));
+    assert_eq!(value(&families, "ferrite_disk_job_paused", &job), 1.0);
+    let failed = [("kind", "coalesce"), ("result", "failed")];
+    assert_eq!(value(&families, "ferrite_jobs_total", &failed), 2.0);
     let info = [("image", "/srv/a.vhd"), ("format", "vhd")];
     assert_eq!(value(&families, "ferrite_disk_info", &info), 1.0);
     assert_eq!(value(&families, "ferrite_build_info", &[("version", "1.2.3")]), 1.0);

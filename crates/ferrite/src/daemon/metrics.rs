@@ -2,9 +2,11 @@
 
 use std::path::Path;
 
-use ferrite_daemon::control::protocol::{Disk, PhaseName};
+use ferrite_daemon::control::protocol::{self, Disk, JobPhase, PhaseName};
 use ferrite_daemon::{Daemon, DaemonView};
-use ferrite_seeing::metrics::{Attached, Host, Server, serve_metrics};
+use ferrite_seeing::metrics::{Attached, Host, Job, Server, serve_metrics};
+
+use crate::job::kind;
 
 /// The names that `ferrite disk list` uses.
 const PHASES: [&str; 5] = ["starting", "served", "failed", "empty", "resting"];
@@ -42,6 +44,19 @@ fn host(view: &DaemonView) -> Host {
         has_xen: status.xen,
         phases: &PHASES,
         disks: view.disks().into_iter().map(attached).collect(),
+        jobs: view.jobs().iter().filter(|job| !job.phase.has_ended()).map(working).collect(),
+        ended_jobs: view.ended_jobs(),
+    }
+}
+
+fn working(job: &protocol::Job) -> Job {
+    Job {
+        domid: job.disk.domid,
+        devid: job.disk.devid,
+        kind: kind(job.kind),
+        done_bytes: job.done,
+        all_bytes: job.all,
+        paused: job.phase == JobPhase::Paused,
     }
 }
 

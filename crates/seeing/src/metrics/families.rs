@@ -14,7 +14,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 use rustix::param::clock_ticks_per_second;
 
-use super::{Attached, Everything, Host};
+use super::{Attached, Everything, Host, Job};
 use crate::folder::Sample;
 
 /// Bytes of a sector.
@@ -110,6 +110,7 @@ impl Collector for Everything {
     fn encode(&self, mut to: DescriptorEncoder) -> fmt::Result {
         self.daemon(&mut to)?;
         self.attached(&mut to)?;
+        self.jobs(&mut to)?;
         self.kinds(&mut to)?;
         self.counts(&mut to)?;
         self.processes(&mut to)
@@ -185,6 +186,42 @@ impl Everything {
             if let Some(keeper) = disk.keeper.and_then(process) {
                 family.counter_f64(&disk.labels(name, &[]), seconds(keeper.cpu_ticks))?;
             }
+        }
+        Ok(())
+    }
+
+    /// Jobs of the daemon. Those that work have no label with their number: there would be new series
+    /// without end.
+    fn jobs(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        type Value = fn(&Job) -> f64;
+        let gauges: [(&str, &str, Option<&Unit>, Value); 3] = [
+            ("ferrite_disk_job_done", "What a disk's job has done", Some(&Unit::Bytes), |job| {
+                job.done_bytes as f64
+            }),
+            ("ferrite_disk_job_all", "What a disk's job is to do", Some(&Unit::Bytes), |job| {
+                job.all_bytes as f64
+            }),
+            ("ferrite_disk_job_paused", "Whether a disk's job rests", None, |job| {
+                f64::from(u8::from(job.paused))
+            }),
+        ];
+        let name = |job: &Job| ferrite_serve::blkif::lifecycle::run_dir_name(job.domid, job.devid);
+        let names: Vec<String> = self.host.jobs.iter().map(name).collect();
+        for (metric, help, unit, value) in gauges {
+            let mut family = begin(to, metric, help, unit, MetricType::Gauge)?;
+            for (name, job) in names.iter().zip(&self.host.jobs) {
+                let (domid, device) = (job.domid.into(), job.devid.into());
+                let more = [("kind", job.kind)];
+                family.gauge(&Labels { name, domid, device, more: &more }, value(job))?;
+            }
+        }
+        let help = "Jobs that have ended since the daemon was started";
+        let mut family = begin(to, "ferrite_jobs", help, None, MetricType::Counter)?;
+        for (kind, result, number) in &self.host.ended_jobs {
+            family
+                .0
+                .encode_family(&[("kind", *kind), ("result", *result)])?
+                .encode_counter::<NoLabelSet, _, f64>(number, None)?;
         }
         Ok(())
     }

@@ -27,6 +27,27 @@ pub struct Host {
     pub phases: &'static [&'static str],
     /// The attached disks.
     pub disks: Vec<Attached>,
+    /// The jobs that have not ended.
+    pub jobs: Vec<Job>,
+    /// The numbers of jobs that have ended, by kind and result.
+    pub ended_jobs: Vec<(&'static str, &'static str, u64)>,
+}
+
+/// A job that has not ended. A disk has one at a time.
+#[derive(Clone, Debug, Default)]
+pub struct Job {
+    /// The guest's domain number.
+    pub domid: u16,
+    /// The device number.
+    pub devid: u32,
+    /// What it does.
+    pub kind: &'static str,
+    /// Bytes that are done.
+    pub done_bytes: u64,
+    /// All bytes that are to be done.
+    pub all_bytes: u64,
+    /// Whether it rests until it is resumed.
+    pub paused: bool,
 }
 
 /// An attached disk.
