@@ -153,6 +153,9 @@ pub(super) fn run(
         Ok(child) => child,
         Err(e) => return cannot(e),
     };
+    // The kernel spares the daemon and the guests' disks, and not what can be done again. This may
+    // fail: the process is one of them then.
+    let _ = std::fs::write(format!("/proc/{}/oom_score_adj", child.id()), "0");
     let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
     stdin.as_ref().into_iter().for_each(never_wait);
     let mut running = Running { child, stdin, speed, told: None, step };
