@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_disk::ImageName;
 use ferrite_image_tools::{Done, ImageTools, MergeCopy, Progress, Stretch};
+use rustix::process::{Signal, getpid, kill_process};
 use serde::Serialize;
 
 use super::args::existing;
@@ -109,7 +110,8 @@ fn copy(tools: &ImageTools<'_>, out: &Out<'_>, it: &CopyStepArgs) -> Result<(), 
     result(out, &tools.merge_copy(&stretch, &how)?)
 }
 
-/// Takes new speeds from standard input until its end.
+/// Takes new speeds from standard input until its end. The daemon holds the other end: if that is closed, the daemon is
+/// gone, and the copy ends as by a signal. The next daemon starts it again.
 fn listen(speed: Arc<AtomicU64>) {
     std::thread::spawn(move || {
         for line in io::stdin().lock().lines().map_while(Result::ok) {
@@ -118,6 +120,7 @@ fn listen(speed: Arc<AtomicU64>) {
                 Err(_) => tracing::warn!("{line:?} is no speed: a number of bytes a second"),
             }
         }
+        let _ = kill_process(getpid(), Signal::TERM);
     });
 }
 

@@ -76,7 +76,7 @@ pub(crate) struct CopyStepArgs {
     #[arg(long, value_name = "BYTES", default_value = "0", value_parser = bytes)]
     pub(crate) speed: u64,
 
-    /// Read other speeds from standard input, a number of bytes a line.
+    /// Read other speeds from standard input, a number of bytes a line, and end when that is closed.
     #[arg(long)]
     pub(crate) speeds: bool,
 }
