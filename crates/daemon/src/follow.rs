@@ -41,7 +41,7 @@ pub(crate) enum Task {
 }
 
 /// What follows when serving or resting ends.
-enum Next {
+pub(crate) enum Next {
     /// The disk is detached.
     Gone,
     /// The daemon stops.
@@ -70,7 +70,7 @@ pub(crate) struct Follower {
 
 impl Follower {
     /// Runs until the disk is detached or the daemon stops.
-    pub(crate) fn run(mut self, task: &Task) {
+    pub(crate) fn run(mut self, task: Task) {
         let _end = Ending { shared: self.shared.clone(), id: self.id };
         if self.follow(task) {
             // The order matters: the disk's keeper ends before its state file is removed.
@@ -89,12 +89,17 @@ impl Follower {
     }
 
     /// Serves or refuses the disk until its end. Returns whether it is detached.
-    fn follow(&mut self, task: &Task) -> bool {
+    fn follow(&mut self, task: Task) -> bool {
+        let mut task = task;
         let mut backoff = Backoff::new(RETRY, RETRY_MAX);
         // The last logged failure: the same one is logged once.
         let mut last_logged = None;
         loop {
-            let (failure, again) = match (self.remove_older(task), task) {
+            if let (Task::Serve(image), Some(now)) = (&mut task, self.image()) {
+                // A pause may have ended with another image.
+                *image = now;
+            }
+            let (failure, again) = match (self.remove_older(&task), &task) {
                 (Err(failure), _) => (Some(failure), true),
                 (Ok(()), Task::Serve(image)) => match self.serve_or_rest(image) {
                     Ok(Next::Gone) => return true,
@@ -146,8 +151,16 @@ impl Follower {
         }
     }
 
-    /// Serves the disk, or leaves its image to a later attachment while there is one.
+    /// The image that the disk is served from.
+    fn image(&self) -> Option<Image> {
+        self.shared.table.read(|disks| disks.get(&self.id)?.image.clone())
+    }
+
+    /// Serves the disk, or leaves its image closed while it is paused or a later attachment has it.
     fn serve_or_rest(&mut self, image: &Image) -> Result<Next, Failure> {
+        if self.pause().is_some() {
+            return self.stay_paused(image);
+        }
         if let Some(later) = self.rests_for() {
             return match self.rest(later, image)? {
                 End::Detached | End::Another => {
@@ -167,22 +180,27 @@ impl Follower {
         if served.is_err() {
             self.record_never_open(image);
         }
-        Ok(match served? {
+        Ok(self.next(served?))
+    }
+
+    /// What follows when serving has ended.
+    pub(crate) fn next(&self, served: Outcome) -> Next {
+        match served {
             Outcome::Unplugged => Next::Gone,
             Outcome::Stopped | Outcome::Left if self.ends() => Next::Ended,
             // The worker has closed the image.
             Outcome::Stopped | Outcome::Left => Next::Again,
-        })
+        }
     }
 
     /// Whether this thread has to end. If not, its waker is cleared for the next reason.
-    fn ends(&self) -> bool {
+    pub(crate) fn ends(&self) -> bool {
         self.shared.table.wake_reason(self.id) == WakeReason::End
     }
 
     /// Marks the disk: a predecessor's files are removed when the toolstack has removed the
     /// directory.
-    fn add_unswept(&self) {
+    pub(crate) fn add_unswept(&self) {
         let unswept = self.shared.unswept.lock();
         unswept.unwrap_or_else(PoisonError::into_inner).push(self.id);
     }
@@ -193,7 +211,7 @@ impl Follower {
         woken && self.ends()
     }
 
-    fn serve(&mut self, image: &Image) -> Result<Outcome, Failure> {
+    pub(crate) fn serve(&mut self, image: &Image) -> Result<Outcome, Failure> {
         self.shared.table.change(self.id, |entry| entry.starts += 1);
         let mut store = (self.shared.connect)().map_err(|e| Failure::store(&e))?;
         if !self.is_attached(&mut store)? {
@@ -224,6 +242,7 @@ impl Follower {
             qemu_first,
             minor: self.minor,
             attached: self.attached.clone(),
+            told_sectors: self.told_sectors(&mut store)?,
             shared: &self.shared,
         };
         let serving = &self.shared.serving;
@@ -285,15 +304,17 @@ impl Follower {
     }
 
     /// Writes the state file of a served disk.
-    fn write_state(&self, image: &Image) -> Result<(), Failure> {
-        let state = DiskState::new(self.id, image, self.minor).beside(self.beside());
-        self.shared.states.write(&state).map_err(|e| self.state_failure(&e))
+    pub(crate) fn write_state(&self, image: &Image) -> Result<(), Failure> {
+        let state = DiskState::new(self.id, image, self.minor);
+        let state = state.beside(self.beside()).paused(self.pause());
+        self.shared.states.write(&state).map_err(|e| self.shared.state_failure(&e))
     }
 
     /// Notes in the state file that the image was never open. The next daemon may then announce the
     /// end of a disk whose image it cannot open.
     fn record_never_open(&self, image: &Image) {
-        if !self.may_begin || !self.is_untouched || self.was_open() || self.beside().is_some() {
+        let is_known = self.beside().is_some() || self.pause().is_some();
+        if !self.may_begin || !self.is_untouched || self.was_open() || is_known {
             return;
         }
         let state = DiskState::new(self.id, image, self.minor).never_open();
@@ -303,11 +324,7 @@ impl Follower {
     }
 
     pub(crate) fn state_failure(&self, e: &std::io::Error) -> Failure {
-        let states = self.shared.paths.states();
-        Failure {
-            why: format!("cannot write the disk's state to {}: {e}", states.display()),
-            help: "make room on the file system of /run".to_owned(),
-        }
+        self.shared.state_failure(e)
     }
 
     /// Checks that the image is in one of the configured directories. Links are resolved first.

@@ -21,7 +21,7 @@ use ferrite_serve::blkif::lifecycle::{
     Attachment, FollowConfig, Outcome, ServeError, follow_notifying, follow_second, part,
     remove_second, retire,
 };
-use ferrite_serve::blkif::negotiate::Offer;
+use ferrite_serve::blkif::negotiate::{DiskFacts, Offer};
 use ferrite_serve::log_limit::LogLimits;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::hypervisor::DomId;
@@ -32,14 +32,15 @@ use crate::config::DiskOptions;
 use crate::state::{DiskId, id_of_name};
 use crate::table::WakeReason;
 use crate::wait::wait_for;
-use crate::{Assignment, Failure, Serving, Step};
+use crate::{Assignment, Failure, Serving};
+
+mod closed;
+
+use closed::{end_closed, upgrade};
 
 /// Workers in a row that end before they have opened the image. After so many the disk has failed,
 /// and is tried again later.
 const MAX_EARLY_LOSSES: u32 = 5;
-
-/// How long the worker of a disk that is gone may take to close the image. Then it is killed.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a stub domain's disk waits for the worker of its guest's disk.
 const SECOND_LINE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -229,6 +230,9 @@ impl Keepers {
         let config = follow_config(disk);
         let log_limits = LogLimits::default();
         let mut keeper = self.keeper(disk.id, spec, is_new(store, disk)?)?;
+        if disk.resumes() {
+            keeper = self.adapt(disk, keeper, spec)?;
+        }
         let (mut lost, mut early_losses) = (None, 0);
         loop {
             let line = match keeper.line(lost) {
@@ -250,9 +254,12 @@ impl Keepers {
             let group = spec.group.as_ref().map(|group| group.socket.clone());
             disk.set_keeper(line.keeper as u32, Some(nbd), group);
             early_losses += 1;
-            let opened = || {
+            let opened = |facts: &DiskFacts| {
                 early_losses = 0;
-                disk.set_served();
+                disk.opened(facts).map_err(|Failure { why, help }| {
+                    let what = "cannot serve the disk".to_owned();
+                    ServeError::Open { what, why, help }
+                })
             };
             let fd = line.fd.as_fd();
             match follow_notifying(store, fd, &config, &log_limits, stop, opened) {
@@ -265,6 +272,8 @@ impl Keepers {
                     // The worker closes the image, and keeps the guest's rings.
                     WakeReason::Rest => match retire(line.fd.as_fd(), stop, None) {
                         Ok(()) => return Ok(Outcome::Stopped),
+                        // The request was withdrawn meanwhile, or there is another one.
+                        Err(ServeError::Left) => stop.wake(),
                         // The next worker completes the image, and is asked to rest as well.
                         Err(ServeError::WorkerLost(_)) => stop.wake(),
                         Err(e) => return Err(not_served(e)),
@@ -279,6 +288,27 @@ impl Keepers {
                 Err(e) => return Err(not_served(e)),
             }
         }
+    }
+
+    /// Has the keeper of a paused disk start its workers for the image that the disk goes on with.
+    /// The worker has closed the image, so it may be replaced.
+    fn adapt(
+        &self,
+        disk: &Assignment<'_>,
+        keeper: Keeper,
+        spec: &DiskSpec,
+    ) -> Result<Keeper, Failure> {
+        let kept = keeper.spec().map_err(|e| failure("ask the keeper", &e))?;
+        if kept == *spec {
+            return Ok(keeper);
+        }
+        if kept.group.is_none() && spec.group.is_none() {
+            keeper.change(spec).map_err(|e| failure("name the image to the keeper", &e))?;
+            return Ok(keeper);
+        }
+        // The worker of a store serves other disks, too. Clients of NBD have to connect again.
+        end_closed(keeper).map_err(|e| failure("leave the keeper of the store", &e))?;
+        self.keeper(disk.id, spec, false)
     }
 
     /// Requests the second line of the guest's disk, if that is served with the same image.
@@ -404,6 +434,14 @@ impl Serving for Keepers {
         self.end(disk).map_err(|e| failure("end the keeper of an older disk", &e))
     }
 
+    fn close(&self, disk: DiskId, stop: &Waker) -> Result<Option<u32>, Failure> {
+        closed::close(&self.socket(disk), stop)
+    }
+
+    fn upgrade_closed(&self, disk: DiskId, binary: &Path) -> Result<(), Failure> {
+        closed::upgrade_closed(&self.socket(disk), binary)
+    }
+
     fn options(&self, disk: DiskId) -> Option<DiskOptions> {
         let spec = Keeper::connect(&self.socket(disk)).and_then(|keeper| keeper.spec()).ok()?;
         self.programs.options(&spec.worker)
@@ -413,54 +451,6 @@ impl Serving for Keepers {
         self.sweep_stores();
         self.names().filter_map(|name| id_of_name(&name)).collect()
     }
-}
-
-/// Ends the keeper of a disk that is gone. Its end may have been missed, so the image may be open.
-/// Only this worker knows what has to be written before others may use the image.
-fn end_closed(keeper: Keeper) -> io::Result<()> {
-    let line = keeper.line(None)?;
-    let why = match retire(line.fd.as_fd(), &Waker::new()?, Some(CLOSE_TIMEOUT)) {
-        // The other disks of the worker go on.
-        Ok(()) => return keeper.leave(),
-        // A worker that is lost has nothing open any more.
-        Err(ServeError::WorkerLost(_)) => return keeper.end(),
-        Err(ServeError::Left) => format!("it took more than {} s", CLOSE_TIMEOUT.as_secs()),
-        Err(e) => e.to_string(),
-    };
-    tracing::warn!(
-        "the image of a detached disk was not closed: {why}; its answered writes are kept on this \
-         host, and are there when ferrite opens the image"
-    );
-    keeper.end()
-}
-
-/// Upgrades a disk, and all disks that its worker serves. The image is closed first, so that the
-/// next program starts from the image alone.
-fn upgrade(
-    disk: &Assignment<'_>,
-    keeper: &Keeper,
-    line: &Line,
-    binary: &Path,
-    stop: &Waker,
-) -> Result<(), Failure> {
-    let participant = disk.participant();
-    let retired = match retire(line.fd.as_fd(), stop, None) {
-        // A worker that has ended leaves what the next one recovers from.
-        Ok(()) | Err(ServeError::WorkerLost(_)) => Ok(()),
-        Err(e) => Err(not_served(e)),
-    };
-    if retired.is_ok() {
-        disk.reached(Step::Retired);
-    }
-    let replace = || {
-        keeper.upgrade(binary).map_err(|e| Failure {
-            why: format!("cannot run {}: {e}", binary.display()),
-            help: "the old program still serves the disk; name a program of ferrite".to_owned(),
-        })?;
-        disk.reached(Step::Upgraded);
-        Ok(())
-    };
-    participant.finish(retired, replace, || wait_for([stop.fd()], Some(Duration::ZERO)) == [true])
 }
 
 /// Whether the attachment was not served yet.

@@ -24,6 +24,7 @@ use std::time::{Duration, Instant, SystemTime};
 use ferrite_host::clock::{Clock, SystemClock};
 use ferrite_host::lock_file::lock;
 use ferrite_serve::blkif::lifecycle::{ExpectedAttachment, Outcome};
+use ferrite_serve::blkif::negotiate::DiskFacts;
 use ferrite_serve::log_limit::SharedLogLimit;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
@@ -39,6 +40,7 @@ mod joint_upgrade;
 pub mod keepers;
 pub mod orphan;
 pub mod params;
+pub mod pause;
 mod siblings;
 pub mod state;
 mod supervise;
@@ -92,6 +94,8 @@ pub struct Assignment<'a> {
     pub minor: u32,
     /// The attachment to serve. Another attachment of the same name may have another image.
     pub attached: ExpectedAttachment,
+    /// The size in sectors that the guest was told, of a paused disk that is to go on.
+    told_sectors: Option<u64>,
     shared: &'a Shared,
 }
 
@@ -114,6 +118,25 @@ impl Assignment<'_> {
             (entry.pid, entry.nbd, entry.group) = (Some(pid), nbd, group);
         });
         (self.shared.on_step)(Step::Kept);
+    }
+
+    /// Whether the disk is paused, and goes on if its image can be opened.
+    pub fn resumes(&self) -> bool {
+        self.shared.table.read(|disks| disks.get(&self.id).is_some_and(|disk| disk.pause.is_some()))
+    }
+
+    /// Records that the image is open. A paused disk goes on with it, if it fits.
+    ///
+    /// # Errors
+    /// The disk stays paused.
+    pub fn opened(&self, facts: &DiskFacts) -> Result<(), Failure> {
+        if self.resumes() {
+            pause::fits(self.told_sectors, facts)?;
+            // The state file comes before the guest: its next write is in this image.
+            self.shared.end_pause(self.id, &self.image, self.minor)?;
+        }
+        self.set_served();
+        Ok(())
     }
 
     /// Records that the image is open.
@@ -183,6 +206,23 @@ pub trait Serving: Send + Sync {
     /// The disk may still be served.
     fn part(&self, disk: DiskId, first: DiskId) -> Result<(), Failure>;
 
+    /// Has the worker of a paused disk close its image, if it is open. Its guest waits. Returns the
+    /// process number of the disk's keeper, if there is one.
+    ///
+    /// # Errors
+    /// The image may be open.
+    fn close(&self, _: DiskId, _: &Waker) -> Result<Option<u32>, Failure> {
+        Ok(None)
+    }
+
+    /// Replaces the program of a paused disk's keeper and worker.
+    ///
+    /// # Errors
+    /// The old program stays.
+    fn upgrade_closed(&self, _: DiskId, _: &Path) -> Result<(), Failure> {
+        Ok(())
+    }
+
     /// Removes everything that is left of a disk that is gone.
     fn remove(&self, disk: DiskId);
 
@@ -248,6 +288,8 @@ pub enum Step {
     Kept,
     /// The disk's image is open, and the guest was told nothing.
     Served,
+    /// The disk's image is closed, and its state file says that it is paused.
+    Paused,
     /// The disk's image is closed for another program.
     Retired,
     /// The other program serves the disk, or is about to.

@@ -49,7 +49,9 @@ fn find(
 /// Whether the last daemon's state file says that this disk is to be served.
 fn is_to_be_served(paths: &Paths, id: DiskId) -> bool {
     let known = States::peek(&paths.states(), id);
-    known.is_some_and(|known| known.rests_for.is_none() && known.beside.is_none())
+    known.is_some_and(|known| {
+        known.rests_for.is_none() && known.beside.is_none() && known.pause.is_none()
+    })
 }
 
 fn a_daemon_runs(paths: &Paths) -> bool {

@@ -125,6 +125,13 @@ impl Follower {
     /// Asks the earlier attachment to rest, and waits until it does. `false`: its thread has ended,
     /// so its state has to be read again.
     fn request_rest(&self, earlier: DiskId) -> Result<bool, Failure> {
+        let is_paused = |entry: &Entry| entry.pause.is_some();
+        if self.shared.table.read(|disks| disks.get(&earlier).is_some_and(is_paused)) {
+            return Err(Failure {
+                why: format!("disk {earlier} of the same VM is paused"),
+                help: format!("end that first: ferrite disk resume {earlier}"),
+            });
+        }
         tracing::info!("disk {} is to be served: disk {earlier} of the same VM rests", self.id);
         if !self.shared.table.request_rest(earlier, self.id) {
             return Err(Failure {

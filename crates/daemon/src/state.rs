@@ -14,6 +14,7 @@ use ferrite_serve::blkif::lifecycle::run_dir_name;
 use serde::{Deserialize, Serialize};
 
 use crate::params::{Format, Image};
+use crate::pause::Pause;
 
 /// The version of the files. A daemon reads this version and the one before, once there is one.
 const VERSION: u32 = 1;
@@ -77,6 +78,9 @@ pub struct DiskState {
     /// its end.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub never_open: bool,
+    /// Since when the disk is paused, and by whom. Its image is closed then.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub pause: Option<Pause>,
 }
 
 impl DiskState {
@@ -85,8 +89,25 @@ impl DiskState {
         use std::os::unix::ffi::OsStrExt as _;
         let path = image.path.as_os_str().as_bytes().to_vec();
         let (version, format) = (VERSION, image.format);
-        let (rests_for, has_run, beside, never_open) = (None, false, None, false);
-        DiskState { version, id, format, path, minor, rests_for, has_run, beside, never_open }
+        let (rests_for, has_run, beside, never_open, pause) = (None, false, None, false, None);
+        DiskState {
+            version,
+            id,
+            format,
+            path,
+            minor,
+            rests_for,
+            has_run,
+            beside,
+            never_open,
+            pause,
+        }
+    }
+
+    /// Sets the pause.
+    #[must_use]
+    pub fn paused(self, pause: Option<Pause>) -> DiskState {
+        DiskState { pause, ..self }
     }
 
     /// Marks the image as never opened.

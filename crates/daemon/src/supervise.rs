@@ -247,7 +247,7 @@ impl Supervisor<'_> {
                 log,
             };
             let name = id.file_name();
-            std::thread::Builder::new().name(name).spawn(move || follower.run(&task))
+            std::thread::Builder::new().name(name).spawn(move || follower.run(task))
         });
         if let Err(e) = entered {
             self.log(|| tracing::error!("disk {id} is not served: cannot start a thread: {e}"));

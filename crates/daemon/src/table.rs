@@ -11,6 +11,7 @@ use ferrite_serve::waker::Waker;
 use crate::Failure;
 use crate::joint_upgrade::Participant;
 use crate::params::Image;
+use crate::pause::{Pause, Resume};
 use crate::state::{DiskId, DiskState};
 
 /// The phase of a disk.
@@ -26,6 +27,8 @@ pub enum Phase {
     Empty,
     /// Its image is closed, and left to this later attachment of the same disk.
     Resting(DiskId),
+    /// Its image is closed on request, and its guest waits.
+    Paused,
 }
 
 /// The state of an upgrade of the disk's worker to another program.
@@ -46,7 +49,7 @@ pub(crate) enum WakeReason {
     End,
     /// The disk is to be served by this program.
     Upgrade(PathBuf),
-    /// The image is to be left to a later attachment.
+    /// The image is to be closed: it is left to a later attachment, or the disk is paused.
     Rest,
     /// There is nothing to do any more.
     Nothing,
@@ -76,6 +79,10 @@ pub struct Entry {
     pub(crate) rests_for: Option<DiskId>,
     /// The guest's disk that this stub domain's disk is served beside.
     pub(crate) beside: Option<DiskId>,
+    /// Its pause, from the request until the image is open again.
+    pub(crate) pause: Option<Pause>,
+    /// The end of its pause, if one was requested.
+    pub(crate) resume: Resume,
     /// The state of its upgrade.
     pub(crate) upgrade: Upgrade,
     /// Its part in a joint upgrade, until its thread takes it.
@@ -94,6 +101,11 @@ impl Entry {
     pub(crate) fn file(&self) -> Option<&Path> {
         self.real.as_deref().or(self.image.as_ref().map(|image| image.path.as_path()))
     }
+
+    /// Wakes the disk's thread, which reads the reason.
+    pub(crate) fn wake(&self) {
+        self.stop.wake();
+    }
 }
 
 /// The failure of an upgrade of a disk that was detached.
@@ -105,7 +117,7 @@ pub(crate) fn detached() -> Failure {
 /// Whether the disk can be upgraded. Only a served disk is known to go on.
 fn may_upgrade(phase: &Phase) -> Result<(), Failure> {
     let (why, help) = match phase {
-        Phase::Served => return Ok(()),
+        Phase::Served | Phase::Paused => return Ok(()),
         Phase::Starting => {
             let help = "try again when it is open; ferrite disk show says what it waits for";
             ("its image is being opened", help)
@@ -186,6 +198,8 @@ impl Table {
             was_open: false,
             rests_for,
             beside: known.and_then(|state| state.beside),
+            pause: known.and_then(|state| state.pause.clone()),
+            resume: known.map_or(Resume::None, Resume::after_a_restart),
             upgrade: Upgrade::None,
             participant: None,
             group: None,
@@ -297,10 +311,17 @@ impl Table {
             return WakeReason::End;
         };
         entry.stop.clear();
-        match (&entry.upgrade, entry.rests_for) {
-            (Upgrade::Requested(binary), _) => WakeReason::Upgrade(binary.clone()),
-            (_, Some(_)) => WakeReason::Rest,
-            (_, None) => WakeReason::Nothing,
+        let is_to_close = entry.rests_for.is_some() || entry.pause.is_some();
+        match &entry.upgrade {
+            Upgrade::Requested(binary) => {
+                // The thread reads the other reason after the upgrade.
+                if is_to_close && entry.phase == Phase::Served {
+                    entry.stop.wake();
+                }
+                WakeReason::Upgrade(binary.clone())
+            }
+            _ if is_to_close => WakeReason::Rest,
+            _ => WakeReason::Nothing,
         }
     }
 

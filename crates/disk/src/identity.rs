@@ -10,7 +10,7 @@ use crate::Disk;
 use ferrite_host::place::{Place, look_at};
 
 /// The properties that distinguish an image from others while the host is up.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DiskIdentity {
     /// Format, UUID if the format has one, and the identity of the file or device without its present device number.
     /// The size is not in it: images grow while they are served.

@@ -399,6 +399,49 @@ pub(crate) enum DiskCommand {
         #[command(flatten)]
         places: RunDirArgs,
     },
+    /// Close a disk's image while its guest waits: other programs may change the image then.
+    #[command(
+        after_help = "The guest's requests wait without limit, also if ferrite's processes or the daemon end. Go on \
+                            with ferrite disk resume."
+    )]
+    Pause {
+        #[command(flatten)]
+        disk: DiskArg,
+        /// Who pauses it, for others who look; the user's name without it.
+        #[arg(long, value_name = "TEXT")]
+        by: Option<String>,
+        /// How long requests that are under way may take. After that the disk goes on as before.
+        #[arg(long, value_name = "SECONDS", default_value_t = 60,
+              value_parser = clap::value_parser!(u32).range(0..=300))]
+        timeout: u32,
+        /// Print JSON instead of text.
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        places: RunDirArgs,
+    },
+    /// Let a paused disk go on, with another image if one is named.
+    #[command(
+        after_help = "If the image cannot be opened, or is smaller than the disk that its guest knows, the disk stays \
+                            paused with the image that it had."
+    )]
+    Resume {
+        #[command(flatten)]
+        disk: DiskArg,
+        /// The image to go on with (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it); store:PATH#NAME
+        /// for a volume of a store.
+        #[arg(value_name = "IMAGE")]
+        image: Option<OsString>,
+        /// How long to wait until the image is open.
+        #[arg(long, value_name = "SECONDS", default_value_t = 60,
+              value_parser = clap::value_parser!(u32).range(0..=300))]
+        timeout: u32,
+        /// Print JSON instead of text.
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        places: RunDirArgs,
+    },
     /// Wait until a disk is served, as hotplug scripts of toolstacks do.
     Wait {
         #[command(flatten)]

@@ -24,6 +24,7 @@ use crate::plain::one_line;
 use crate::vdev::Vbd;
 
 mod attach;
+mod pause;
 
 /// Time for the daemon's answer, besides the time that the method itself may take.
 pub(crate) const ANSWER: Duration = Duration::from_secs(40);
@@ -48,6 +49,12 @@ pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
                 .map_err(|e| of_disk("cannot detach disk", disk, &e))?;
             let how = if done.forced { "was taken from its guest" } else { "is detached" };
             tell(*json, &done, || println!("disk {disk} {how}"))
+        }
+        DiskCommand::Pause { disk, by, timeout, json, places } => {
+            pause::pause(&places.run_dir, disk.disk.find()?, by.as_deref(), *timeout, *json)
+        }
+        DiskCommand::Resume { disk, image, timeout, json, places } => {
+            pause::resume(&places.run_dir, disk.disk.find()?, image.as_deref(), *timeout, *json)
         }
         DiskCommand::Wait { disk, timeout, json, places } => {
             let disk = disk.disk.find()?;
@@ -258,7 +265,8 @@ fn table(disks: &[Disk], names: &Names) -> String {
         }
         text += &format!("{}\n", row[6]);
         let Some(disk) = i.checked_sub(1).map(|at| &disks[at]) else { continue };
-        let notes = [disk.full.as_ref().map(space), disk.why.clone()];
+        let paused = disk.paused.as_ref().map(|paused| pause::note(disk, paused));
+        let notes = [disk.full.as_ref().map(space), paused, disk.why.clone()];
         for note in notes.iter().flatten() {
             text += &format!("    {}\n", one_line(note));
         }
@@ -278,6 +286,7 @@ fn phase(phase: PhaseName) -> &'static str {
         PhaseName::Failed => "failed",
         PhaseName::Empty => "empty",
         PhaseName::Resting => "resting",
+        PhaseName::Paused => "paused",
     }
 }
 
@@ -324,6 +333,9 @@ fn description(details: &Details, names: &Names) -> String {
     ];
     let read_only = if details.read_only { "yes: so it was attached (access=r)" } else { "no" };
     lines.push(("read-only", read_only.to_owned()));
+    if let Some(paused) = &disk.paused {
+        lines.push(("paused", pause::note(disk, paused)));
+    }
     if let Some(full) = &disk.full {
         lines.push(("space", space(full)));
     }
@@ -362,6 +374,7 @@ mod tests {
             minor: 0,
             starts: 1,
             full: None,
+            paused: None,
             why: why.map(str::to_owned),
             help: why.map(|_| "mend it".to_owned()),
         }

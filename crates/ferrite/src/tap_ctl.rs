@@ -299,6 +299,7 @@ mod tests {
     fn disk(format: Format, image: &str) -> Disk {
         Disk {
             full: None,
+            paused: None,
             disk: DiskId { domid: 1, devid: 51712 },
             phase: PhaseName::Served,
             since: 1,

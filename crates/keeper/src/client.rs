@@ -111,6 +111,16 @@ impl Keeper {
         self.done(&Request::Join(Box::new(spec.clone())))
     }
 
+    /// Has the next workers of a disk without a group started by this description: with another
+    /// image, say. The worker is killed, so it must have closed the image. Clients of NBD wait for
+    /// the next worker.
+    ///
+    /// # Errors
+    /// As [`line`](Self::line). The keeper goes on as before.
+    pub fn change(&self, spec: &DiskSpec) -> io::Result<()> {
+        self.done(&Request::Change(Box::new(spec.clone())))
+    }
+
     /// Replaces the programs of the keeper and of its workers by `binary`. The worker is killed, so
     /// ask it to retire first if it has work in hand. A new line belongs to the next worker.
     ///

@@ -342,6 +342,10 @@ impl Process {
             Ok(Request::End) => return self.end(m, i, true),
             Ok(Request::Leave) => return self.end(m, i, false),
             Ok(Request::Join(_)) => (no(&"a disk can join at its group's socket only"), None),
+            Ok(Request::Change(spec)) => {
+                let changed = self.change(m, *spec);
+                (changed.map_or_else(|e| no(&e), |()| Reply::Done), None)
+            }
             Ok(Request::Upgrade { binary }) => (no(&self.upgrade(m, i, &binary)), None),
             Err(e) => (no(&format!("malformed request: {e}")), None),
         };
@@ -353,6 +357,20 @@ impl Process {
     fn line(&self) -> Reply {
         let keeper = getpid().as_raw_nonzero().get();
         Reply::Line { start: self.worker.start(), keeper, version: VERSION.own }
+    }
+
+    /// Replaces the description of the disk. Its worker, which has closed the image, is replaced.
+    fn change(&mut self, m: usize, spec: DiskSpec) -> io::Result<()> {
+        let ours = &self.members[m].spec;
+        if self.group.is_some() || spec.group.is_some() {
+            return Err(io::Error::other("a disk of a store leaves it instead"));
+        }
+        if (&spec.socket, &spec.run_dir) != (&ours.socket, &ours.run_dir) {
+            return Err(io::Error::other("it is another disk"));
+        }
+        self.worker.replace(&mut self.members)?;
+        self.members[m].spec = spec;
+        self.worker.allow(&self.members)
     }
 
     /// Stops keeping a disk, and ends the process after the last one. Kills a worker that may have

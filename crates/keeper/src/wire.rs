@@ -15,7 +15,7 @@ pub(crate) const KEEPER: Protocol =
     Protocol { name: "a keeper's socket", max_bytes: 64 << 10, max_files: 1 };
 /// The version of these messages. It grows with each request that a keeper of the version before
 /// does not know.
-pub(crate) const VERSION: Version = Version { protocol: KEEPER.name, own: 1 };
+pub(crate) const VERSION: Version = Version { protocol: KEEPER.name, own: 2 };
 
 /// A request to a keeper.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,6 +40,8 @@ pub(crate) enum Request {
     Leave,
     /// Add this disk to the group. Only the group's socket takes it.
     Join(Box<DiskSpec>),
+    /// Kill the worker, which has closed the image, and start the next ones by this description.
+    Change(Box<DiskSpec>),
     /// Kill the worker, and go on with this program.
     Upgrade {
         /// Path of the program.

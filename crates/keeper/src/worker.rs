@@ -66,6 +66,8 @@ pub(crate) struct Worker {
     start: u64,
     stage: Stage,
     backoff: RestartBackoff,
+    /// Whether the worker was killed to be replaced, which is no failure of it.
+    is_replaced: bool,
     name_service: NameService,
     /// The channel that brings a group's worker its disks.
     channel: Option<ChannelSender>,
@@ -79,7 +81,8 @@ impl Worker {
     pub(crate) fn new(start: u64, has_group: bool) -> io::Result<Worker> {
         let (stage, backoff) = (Stage::Pause(Instant::now()), RestartBackoff::default());
         let channel = has_group.then(ChannelSender::new).transpose()?;
-        Ok(Worker { start, stage, backoff, name_service: NameService::default(), channel })
+        let (is_replaced, name_service) = (false, NameService::default());
+        Ok(Worker { start, stage, backoff, is_replaced, name_service, channel })
     }
 
     pub(crate) fn start(&self) -> u64 {
@@ -161,6 +164,17 @@ impl Worker {
         Ok(())
     }
 
+    /// Kills the worker as [`kill`](Self::kill), which is no failure of it: the next one is started
+    /// without a pause.
+    ///
+    /// # Errors
+    /// As [`kill`](Self::kill).
+    pub(crate) fn replace(&mut self, members: &mut [Member]) -> io::Result<()> {
+        self.kill(members)?;
+        self.is_replaced = matches!(self.stage, Stage::Ends { .. });
+        Ok(())
+    }
+
     /// Notices that the worker has ended by itself, and replaces its lines.
     ///
     /// # Errors
@@ -223,6 +237,10 @@ impl Worker {
             Err(_) => None,
         };
         let now = Instant::now();
+        if std::mem::take(&mut self.is_replaced) {
+            self.stage = Stage::Pause(now);
+            return;
+        }
         let (pause, report) = self.backoff.after(now.duration_since(since), now);
         if let Some(unlogged) = report.filter(|_| is_logged) {
             let how = status.map_or_else(|| "for an unknown reason".to_owned(), how_ended);

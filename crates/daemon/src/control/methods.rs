@@ -13,6 +13,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use super::pauses;
 use super::protocol::{
     Attached, DetachParams, Detached, Details, Disk, Disks, Full, NotUpgraded, Nothing, PhaseName,
     RpcError, Setting, ShowParams, Status, UpgradeParams, Upgraded, WaitParams, code,
@@ -25,12 +26,14 @@ use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen};
 
 /// The names of all methods.
-pub(super) const METHODS: [&str; 14] = [
+pub(super) const METHODS: [&str; 16] = [
     "attach.wait",
     "daemon.status",
     "disk.coalesce",
     "disk.detach",
     "disk.list",
+    "disk.pause",
+    "disk.resume",
     "disk.show",
     "job.cancel",
     "job.limit",
@@ -60,6 +63,8 @@ pub(super) fn call(shared: &Shared, method: &str, params: Value) -> Result<Value
             take::<ShowParams>(params).and_then(|request| reply(&show(shared, request.disk)?))
         }
         "disk.detach" => take(params).and_then(|request| reply(&detach(shared, &request)?)),
+        "disk.pause" => take(params).and_then(|request| reply(&pauses::pause(shared, &request)?)),
+        "disk.resume" => take(params).and_then(|request| reply(&pauses::resume(shared, &request)?)),
         "attach.wait" => take(params).and_then(|request| reply(&wait(shared, &request)?)),
         "upgrade" => take(params).and_then(|request| reply(&upgrade(shared, &request)?)),
         _ => super::jobs::call(shared, method, params).unwrap_or_else(|| {
@@ -141,6 +146,7 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
         Phase::Failed(failure) => (PhaseName::Failed, Some(failure)),
         Phase::Empty => (PhaseName::Empty, None),
         Phase::Resting(_) => (PhaseName::Resting, None),
+        Phase::Paused => (PhaseName::Paused, None),
     };
     let image = entry.image.as_ref();
     Disk {
@@ -153,6 +159,7 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
         minor: entry.minor,
         starts: entry.starts,
         full: None,
+        paused: entry.pause.clone(),
         why: failure.map(|failure| failure.why.clone()),
         help: failure.map(|failure| failure.help.clone()),
     }
@@ -165,7 +172,7 @@ pub(super) fn found(shared: &Shared, id: DiskId) -> Result<Disk, RpcError> {
     Ok(disk)
 }
 
-fn no_disk(id: DiskId) -> RpcError {
+pub(super) fn no_disk(id: DiskId) -> RpcError {
     let help = "ferrite disk list shows the attached disks";
     RpcError::new(code::NO_DISK, format!("disk {id} is not attached"), help)
 }
@@ -300,7 +307,7 @@ fn wait(shared: &Shared, request: &WaitParams) -> Result<Attached, RpcError> {
             Phase::Starting => false,
             // The first tries may fail while an earlier process still holds the image.
             Phase::Failed(_) => entry.starts == 0 || entry.starts >= MIN_TRIES,
-            Phase::Served | Phase::Empty | Phase::Resting(_) => true,
+            Phase::Served | Phase::Empty | Phase::Resting(_) | Phase::Paused => true,
         };
         is_known.then(|| describe(id, entry))
     });
@@ -317,9 +324,11 @@ fn wait(shared: &Shared, request: &WaitParams) -> Result<Attached, RpcError> {
             let (why, help) = (disk.why.unwrap_or_default(), disk.help.unwrap_or_default());
             Err(RpcError::new(code::FAILED, why, &help))
         }
-        PhaseName::Served | PhaseName::Empty | PhaseName::Starting | PhaseName::Resting => {
-            Ok(Attached { disk })
-        }
+        PhaseName::Served
+        | PhaseName::Empty
+        | PhaseName::Starting
+        | PhaseName::Resting
+        | PhaseName::Paused => Ok(Attached { disk }),
     }
 }
 

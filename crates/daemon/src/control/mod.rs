@@ -6,6 +6,7 @@ pub mod client;
 mod job_messages;
 mod jobs;
 mod methods;
+mod pauses;
 pub mod protocol;
 pub(crate) mod server;
 #[cfg(test)]

@@ -5,6 +5,7 @@ use serde_json::Value;
 
 pub use super::job_messages::*;
 use crate::params::Format;
+use crate::pause::Pause;
 use crate::state::DiskId;
 
 /// Most bytes of a line, with its end.
@@ -108,6 +109,37 @@ pub struct DetachParams {
     pub timeout_s: u32,
 }
 
+/// The parameters of `disk.pause`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PauseParams {
+    /// The disk to pause.
+    pub disk: DiskId,
+    /// Who pauses it, for people who look later.
+    pub by: String,
+    /// How long requests under way may take, in seconds.
+    #[serde(default = "sixty")]
+    pub timeout_s: u32,
+}
+
+fn sixty() -> u32 {
+    60
+}
+
+/// The parameters of `disk.resume`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ResumeParams {
+    /// The disk that goes on.
+    pub disk: DiskId,
+    /// The image that it goes on with, as `FORMAT:PATH`. Without it, the one that it had.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub image: Option<String>,
+    /// How long to wait until it is open, in seconds.
+    #[serde(default = "sixty")]
+    pub timeout_s: u32,
+}
+
 /// The parameters of `attach.wait`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -160,6 +192,8 @@ pub enum PhaseName {
     Empty,
     /// Its image is left to a later attachment of the same VM.
     Resting,
+    /// Its image is closed on request, and its guest waits.
+    Paused,
 }
 
 /// Requests of a disk that wait for space, as its storage is full.
@@ -198,6 +232,9 @@ pub struct Disk {
     /// Its requests that wait for space.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub full: Option<Full>,
+    /// Its pause, also while it begins or ends.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub paused: Option<Pause>,
     /// Why the disk is not served.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub why: Option<String>,

@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 use super::methods::METHODS;
 use super::protocol::*;
 use crate::params::Format;
+use crate::pause::Pause;
 use crate::state::DiskId;
 
 fn schema() -> Value {
@@ -96,6 +97,10 @@ fn same<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(name: &st
 
 const FULL: Full = Full { requests: 1 << 40, since: 1 << 41 };
 
+fn pause() -> Pause {
+    Pause { since: 1 << 41, by: "a".to_owned(), is_step: true }
+}
+
 fn disk() -> Disk {
     Disk {
         disk: DiskId { domid: u16::MAX, devid: u32::MAX },
@@ -107,6 +112,7 @@ fn disk() -> Disk {
         minor: 3,
         starts: 2,
         full: Some(FULL),
+        paused: Some(pause()),
         why: Some("no".to_owned()),
         help: Some("yes".to_owned()),
     }
@@ -121,6 +127,10 @@ fn every_type_is_described_as_it_is() {
     same("DetachParams", &DetachParams { disk: id, force: true, timeout_s: 5 });
     same("WaitParams", &WaitParams { backend: "backend/vbd3/1/2".to_owned(), timeout_s: 5 });
     same("Full", &FULL);
+    same("Pause", &pause());
+    same("PauseParams", &PauseParams { disk: id, by: "a".to_owned(), timeout_s: 5 });
+    let image = Some("raw:/a".to_owned());
+    same("ResumeParams", &ResumeParams { disk: id, image, timeout_s: 5 });
     same("Disk", &disk());
     same("Disks", &Disks { disks: vec![disk()], no_xen: Some("none".to_owned()) });
     let (backend_state, frontend_state, online) = (4, 4, true);

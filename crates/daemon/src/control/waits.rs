@@ -31,6 +31,9 @@ fn waits_besides(seen: &Snapshot, phase: Option<&Phase>) -> Option<String> {
         Some(Phase::Failed(failure)) => Some(format!("{failure}")),
         Some(Phase::Empty) => None,
         Some(Phase::Served) => coming(seen),
+        Some(Phase::Paused) => {
+            Some("its end of the pause: the image is closed (ferrite disk resume)".to_owned())
+        }
         Some(Phase::Resting(later)) => {
             Some(format!("the end of disk {later} of the same VM, which has the image"))
         }

@@ -454,7 +454,8 @@ pub fn works(front: &mut Frontend, stamp: u8) {
 /// How long a test waits for an event that must not happen.
 pub const A_WHILE: Duration = Duration::from_millis(50);
 /// The steps at which a daemon is killed.
-pub const STEPS: [Step; 4] = [Step::StateWritten, Step::Kept, Step::Served, Step::Forgotten];
+pub const STEPS: [Step; 5] =
+    [Step::StateWritten, Step::Kept, Step::Served, Step::Paused, Step::Forgotten];
 
 /// Lets a daemon kill this process at its next such step. The request is a file, which is removed
 /// then.

@@ -9,7 +9,7 @@ use ferrite_seeing::metrics::{Attached, Host, Job, Server, serve_metrics};
 use crate::job::kind;
 
 /// The names that `ferrite disk list` uses.
-const PHASES: [&str; 5] = ["starting", "served", "failed", "empty", "resting"];
+const PHASES: [&str; 6] = ["starting", "served", "failed", "empty", "resting", "paused"];
 
 fn word(phase: PhaseName) -> &'static str {
     match phase {
@@ -18,6 +18,7 @@ fn word(phase: PhaseName) -> &'static str {
         PhaseName::Failed => PHASES[2],
         PhaseName::Empty => PHASES[3],
         PhaseName::Resting => PHASES[4],
+        PhaseName::Paused => PHASES[5],
     }
 }
 

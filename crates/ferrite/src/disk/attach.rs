@@ -32,7 +32,7 @@ const SERVED_S: u32 = 10;
 
 /// `ferrite disk attach`.
 pub(super) fn run(args: &AttachArgs) -> Result<(), Failure> {
-    let image = image(&args.image)?;
+    let image = image("cannot attach", &args.image)?;
     let run_dir = &args.places.run_dir;
     let disk = Vbd { domain: args.guest.domain()?, device: args.device };
     let what = format!("cannot attach {}/{}", args.guest, device_name(args.device));
@@ -52,8 +52,8 @@ fn shown(text: &OsStr) -> String {
 }
 
 /// The image, with an absolute path, as the daemon will understand xl's words.
-fn image(text: &OsStr) -> Result<Image, Failure> {
-    let what = format!("cannot attach {}", text.display());
+pub(super) fn image(what: &str, text: &OsStr) -> Result<Image, Failure> {
+    let what = format!("{what} {}", text.display());
     let named = ImageName::of_existing(text, None)?;
     let refuse = |why: &str, help: &str| Failure::new(&what, why, help).with_code(Code::USAGE);
     let path = std::path::absolute(&named.path)

@@ -291,7 +291,10 @@ impl Table {
             return Err(foreign(&format!("it says \"{there}\", the guest says \"{line}\"")));
         }
         let DiskIdentity { key, path: named } = image::named(&shm);
-        if key != identity.image.key {
+        // The table of a paused disk names no image, since another one may follow.
+        if key.is_empty() {
+            image::name(&shm, &identity.image);
+        } else if key != identity.image.key {
             let DiskIdentity { key: now, path: to } = &identity.image;
             let (was, is) = (format!("{named} ({key})"), format!("{to} ({now})"));
             return Err(TableError::OtherImage { was, is });

@@ -53,7 +53,7 @@ pub use connected::EngineFactory;
 pub use error::ServeError;
 pub use messages::OpenFailure;
 pub use orphan::{Orphan, Start};
-pub use remote::line::{part, retire};
+pub use remote::line::{part, pause, retire};
 pub use remote::work::{Lines, Opened, work, work_from};
 pub use reported::clear_error as clear_failure;
 pub use run_dir::{STOPPED, TABLE, remove_run_dir, remove_second, run_dir_name};
@@ -131,11 +131,11 @@ pub fn follow(
     log_limits: &LogLimits,
     stop: &Waker,
 ) -> Result<Outcome, ServeError> {
-    follow_notifying(store, line, config, log_limits, stop, || ())
+    follow_notifying(store, line, config, log_limits, stop, |_| Ok(()))
 }
 
-/// As [`follow`]. Calls `opened` when the worker has opened the image, before the guest or the
-/// toolstack is told.
+/// As [`follow`]. Calls `opened` with the disk's facts when the worker has opened the image, before
+/// the guest or the toolstack is told. An error of `opened` is returned, and the image stays open.
 ///
 /// # Errors
 /// As [`follow`].
@@ -145,13 +145,12 @@ pub fn follow_notifying(
     config: &FollowConfig,
     log_limits: &LogLimits,
     stop: &Waker,
-    opened: impl FnOnce(),
+    opened: impl FnOnce(&DiskFacts) -> Result<(), ServeError>,
 ) -> Result<Outcome, ServeError> {
-    follow_a_line(store, line, config, log_limits, stop, |line, attachment| {
-        line.open(attachment.read_only, !attachment.may_discard)?;
-        opened();
-        Ok(())
-    })
+    let open = |line: &mut Line<'_>, attachment: &Attachment| {
+        line.open(attachment.read_only, !attachment.may_discard)
+    };
+    follow_a_line(store, line, config, log_limits, stop, open, opened)
 }
 
 /// Follows xenstore on a worker's second line: for a stub domain whose guest has the same disk.
@@ -167,8 +166,10 @@ pub fn follow_second(
     stop: &Waker,
     opened: impl FnOnce(),
 ) -> Result<Outcome, ServeError> {
-    follow_a_line(store, line, config, log_limits, stop, |line, attachment| {
-        line.join(attachment.read_only, config.domid)?;
+    let join = |line: &mut Line<'_>, attachment: &Attachment| {
+        line.join(attachment.read_only, config.domid)
+    };
+    follow_a_line(store, line, config, log_limits, stop, join, |_| {
         opened();
         Ok(())
     })
@@ -181,6 +182,7 @@ fn follow_a_line(
     log_limits: &LogLimits,
     stop: &Waker,
     open: impl FnOnce(&mut Line<'_>, &Attachment) -> Result<(), Failure>,
+    opened: impl FnOnce(&DiskFacts) -> Result<(), ServeError>,
 ) -> Result<Outcome, ServeError> {
     let attachment = match find(store, config, stop, Outcome::Left)? {
         Ok(attachment) => attachment,
@@ -190,6 +192,7 @@ fn follow_a_line(
         let mut line = Line::new(line, stop);
         open(&mut line, &attachment)?;
         let facts = carry_out::facts(&mut line)?;
+        opened(&facts)?;
         let clock = SystemClock::shared();
         let means = FollowContext { store, worker: Box::new(line), clock, log_limits, stop };
         Backend::new(means, config, &facts, attachment)?.run()

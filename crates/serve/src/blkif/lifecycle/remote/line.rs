@@ -241,6 +241,21 @@ pub fn retire(
     Ok(())
 }
 
+/// As [`retire`], of a disk that may go on with another image: the guests' tables name none any
+/// more. A worker that has closed the image does that only.
+///
+/// # Errors
+/// As [`retire`]. A worker of an older program does not know this request.
+pub fn pause(
+    line: BorrowedFd<'_>,
+    stop: &Waker,
+    within: Option<Duration>,
+) -> Result<(), ServeError> {
+    let end = within.map(|within| Instant::now() + within);
+    Line { end, ..Line::new(line, stop) }.request(RequestKind::Pause)?;
+    Ok(())
+}
+
 /// On the second line: has a worker remove this guest, whose disk is gone. A guest that the worker
 /// does not have counts as removed.
 ///

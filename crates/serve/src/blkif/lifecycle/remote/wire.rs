@@ -13,7 +13,7 @@ use super::super::messages::{Failure, Order, Reply, Report};
 pub(super) const LINE: Protocol = Protocol { name: "the line", max_bytes: 64 << 10, max_files: 0 };
 /// The version of the line. It grows with each new order, and with each field that the other half
 /// has to read (processes.md 11).
-pub(super) const VERSION: Version = Version { protocol: LINE.name, own: 1 };
+pub(super) const VERSION: Version = Version { protocol: LINE.name, own: 2 };
 
 /// A follower's request.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,6 +42,9 @@ pub(super) enum RequestKind {
     Order(Order),
     /// Answer the requests in flight and close the image, so that another process can go on.
     Retire,
+    /// As [`Retire`](Self::Retire). Besides, the guests' tables name no image any more: the next
+    /// image that is opened may be another one.
+    Pause,
     /// On the second line: serve this guest beside the first one, as soon as the image is open.
     Join {
         /// Whether the guest may only read.

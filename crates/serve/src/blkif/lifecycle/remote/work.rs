@@ -5,10 +5,11 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_disk::Disk;
+use ferrite_disk::{Disk, DiskIdentity};
 use ferrite_host::clock::SystemClock;
 use ferrite_host::frames::CLIENT_CHANNEL;
 use ferrite_host::names;
@@ -22,10 +23,11 @@ use super::super::connected::EngineFactory;
 use super::super::error::ServeError;
 use super::super::messages::{Failure, OpenFailure, Order, Reply, Report};
 use super::super::orphan::{Orphan, Start};
-use super::super::run_dir::{RunFiles, STOPPED, second};
+use super::super::run_dir::{RunFiles, STOPPED, TABLE, second};
 use super::super::worker::Worker;
 use super::super::worker_handle::WorkerHandle;
 use super::wire::{Message, Request, RequestKind, VERSION, receive_message, send_message};
+use crate::blkif::inflight::ImageName;
 use crate::path::device::Device;
 use crate::polling::wake_up_ns;
 use crate::waker::wait_for;
@@ -325,7 +327,9 @@ impl<'a> WorkerProcess<'a> {
             RequestKind::Join { read_only, domid } => self.join(read_only, DomId(domid)),
             RequestKind::Part { domid } => self.part(DomId(domid)),
             RequestKind::Order(order) => self.order_second(order),
-            RequestKind::Open { .. } | RequestKind::Retire => Err(wrong_line()),
+            RequestKind::Open { .. } | RequestKind::Retire | RequestKind::Pause => {
+                Err(wrong_line())
+            }
         };
         self.send_reply(self.second, number, result)
     }
@@ -411,6 +415,11 @@ impl<'a> WorkerProcess<'a> {
                 return Ok(Reply::Opened { version: VERSION.own, program });
             }
             RequestKind::Retire => self.retire()?,
+            RequestKind::Pause => {
+                self.retire()?;
+                let run_dir = &self.config.run_dir;
+                [run_dir.clone(), second(run_dir)].iter().for_each(|dir| release_table(dir));
+            }
             RequestKind::Order(order) => return self.order(order),
             RequestKind::Join { .. } | RequestKind::Part { .. } => return Err(wrong_line()),
         }
@@ -516,6 +525,13 @@ fn send_reports(line: BorrowedFd<'_>, worker: &mut Worker<'_>) -> Result<(), Ser
         }
     }
     send_message(line, &Message::Recheck, true).map_err(line_failed)
+}
+
+/// Has the table in this directory name no image, if there is a table.
+fn release_table(run_dir: &Path) {
+    if let Some(name) = ImageName::open(&run_dir.join(TABLE)) {
+        name.set(&DiskIdentity::default());
+    }
 }
 
 fn not_open() -> Failure {

@@ -1,0 +1,49 @@
+//! The methods that pause a disk and let it go on.
+
+use std::time::Duration;
+
+use super::methods::{MAX_WAIT, found, no_disk};
+use super::protocol::{Attached, PauseParams, ResumeParams, RpcError, code};
+use crate::params::{Image, Params};
+use crate::pause::{self, NotDone, Pause};
+use crate::state::DiskId;
+use crate::{Failure, Shared};
+
+pub(super) fn pause(shared: &Shared, request: &PauseParams) -> Result<Attached, RpcError> {
+    let id = request.disk;
+    pause::pause(shared, id, &Pause::by(&request.by), seconds(request.timeout_s))
+        .map_err(|e| not_done(id, e))?;
+    Ok(Attached { disk: found(shared, id)? })
+}
+
+pub(super) fn resume(shared: &Shared, request: &ResumeParams) -> Result<Attached, RpcError> {
+    let id = request.disk;
+    let image = request.image.as_deref().map(image).transpose()?;
+    pause::resume(shared, id, image, false, seconds(request.timeout_s))
+        .map_err(|e| not_done(id, e))?;
+    Ok(Attached { disk: found(shared, id)? })
+}
+
+/// The image that a parameter names.
+pub(super) fn image(name: &str) -> Result<Image, RpcError> {
+    let why = match Params::parse(name.as_bytes()) {
+        Params::Image(image) if image.path.is_absolute() => return Ok(image),
+        Params::Image(_) => "the image's path is not absolute".to_owned(),
+        Params::Empty => "no image is named".to_owned(),
+        Params::Invalid(why) => why,
+    };
+    Err(RpcError::new(code::INVALID_PARAMS, why, "name it as FORMAT:PATH, as xl does"))
+}
+
+pub(super) fn seconds(seconds: u32) -> Duration {
+    Duration::from_secs(seconds.into()).min(MAX_WAIT)
+}
+
+pub(super) fn not_done(id: DiskId, e: NotDone) -> RpcError {
+    let of = |code, Failure { why, help }| RpcError::new(code, why, &help);
+    match e {
+        NotDone::NoDisk => no_disk(id),
+        NotDone::NotInTime(failure) => of(code::TIMEOUT, failure),
+        NotDone::Failed(failure) => of(code::FAILED, failure),
+    }
+}
