@@ -87,11 +87,10 @@ fn plan(run: &Run) -> Result<Plan, Halt> {
 fn while_paused(run: &Run) -> Result<(), Halt> {
     let mut command = command(run)?;
     let by = format!("job {}", run.state().id);
-    let pausing = run.means().pausing()?;
     let paused = run.insist(|| match run.served()? {
         // No guest has the image open.
         None => Ok(None),
-        Some(disk) => pausing.pause(disk, &by).map(|()| Some(disk)).map_err(|e| {
+        Some(disk) => run.with_pausing(|p| p.pause(disk, &by)).map(|()| Some(disk)).map_err(|e| {
             Halt::Failed(Failure {
                 why: format!("disk {disk} cannot be paused: {}", e.why),
                 help: format!("{}; then start the job again", e.help),
@@ -102,12 +101,14 @@ fn while_paused(run: &Run) -> Result<(), Halt> {
     let done = run.child(&mut command, Leave::No);
     run.reached("changed");
     let resumed = paused.map_or(Ok(()), |disk| {
-        run.insist(|| pausing.resume(disk, &by).map_err(Halt::Failed)).map_err(|halt| {
-            halt.because(|e| Failure {
-                why: format!("disk {disk} is paused and cannot be resumed: {}", e.why),
-                help: format!("{}; then ferrite disk resume {disk}", e.help),
-            })
-        })
+        run.insist(|| run.with_pausing(|p| p.resume(disk, &by)).map_err(Halt::Failed)).map_err(
+            |halt| {
+                halt.because(|e| Failure {
+                    why: format!("disk {disk} is paused and cannot be resumed: {}", e.why),
+                    help: format!("{}; then ferrite disk resume {disk}", e.help),
+                })
+            },
+        )
     });
     run.reached("resumed");
     // A guest that waits is the greater trouble.

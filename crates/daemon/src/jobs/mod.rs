@@ -4,6 +4,7 @@
 //! * `run`: the thread of a job. `coalesce` has the steps of one kind: straight-line code.
 //! * `child`: the processes that do the work. This crate opens no images.
 //! * `meter`: progress.
+//! * `pausing`: pauses of disks that are steps of jobs.
 //!
 //! A further kind is a value of [`state::Task`] with its steps, and a module with a function `run`.
 
@@ -20,6 +21,7 @@ use ferrite_serve::waker::Waker;
 mod child;
 mod coalesce;
 mod meter;
+mod pausing;
 mod run;
 pub mod state;
 
@@ -78,7 +80,7 @@ impl Means {
         Means { tools: Some(tools), ..self }
     }
 
-    /// Jobs pause disks in this way.
+    /// Jobs pause disks in this way, and not by the daemon. For tests.
     #[must_use]
     pub fn with_pausing(self, pausing: Arc<dyn Pausing>) -> Means {
         Means { pausing: Some(pausing), ..self }
@@ -91,11 +93,7 @@ impl Means {
     }
 
     fn tools(&self) -> Result<&dyn Tools, Halt> {
-        self.tools.as_deref().ok_or_else(|| Halt::Failed(lacking("no programs for jobs")))
-    }
-
-    fn pausing(&self) -> Result<&dyn Pausing, Halt> {
-        self.pausing.as_deref().ok_or_else(|| Halt::Failed(lacking("no way to pause disks")))
+        self.tools.as_deref().ok_or_else(|| Halt::Failed(lacking()))
     }
 
     fn now_s(&self) -> u64 {
@@ -103,9 +101,9 @@ impl Means {
     }
 }
 
-fn lacking(what: &str) -> Failure {
+fn lacking() -> Failure {
     let help = "jobs are for ferrite daemon: look which program serves this host";
-    Failure { why: format!("this daemon has {what}"), help: help.to_owned() }
+    Failure { why: "this daemon has no programs for jobs".to_owned(), help: help.to_owned() }
 }
 
 /// Why a job is not started, or not changed.

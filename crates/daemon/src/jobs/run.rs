@@ -10,8 +10,9 @@ use ferrite_serve::waker::Waker;
 use serde_json::Value;
 
 use super::child::{self, Ended, Errors, Line, Order};
+use super::pausing::Own;
 use super::state::{JobId, JobState, Outcome, Task};
-use super::{Jobs, Means, coalesce};
+use super::{Jobs, Means, Pausing, coalesce};
 use crate::state::DiskId;
 use crate::table::Phase;
 use crate::wait::{Backoff, wait_for};
@@ -131,6 +132,14 @@ impl Run {
     /// What this daemon has for jobs.
     pub(super) fn means(&self) -> &Means {
         &self.jobs().means
+    }
+
+    /// Calls `f` with what pauses disks.
+    pub(super) fn with_pausing<T>(&self, f: impl FnOnce(&dyn Pausing) -> T) -> T {
+        match &self.means().pausing {
+            Some(pausing) => f(&**pausing),
+            None => f(&Own(&self.shared)),
+        }
     }
 
     /// Reports a point to the test's callback.
