@@ -7,9 +7,9 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions};
+use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Session};
 use ferrite_host::directory::HostDirectory;
-use ferrite_image_tools::{ImageTools, MergeCopy, NewImage, Progress, Stretch, Verdict};
+use ferrite_image_tools::{Done, ImageTools, MergeCopy, NewImage, Progress, Stretch, Verdict};
 use ferrite_simio::SimWorld;
 use ferrite_testkit::images::tools;
 use ferrite_testkit::programs::installed;
@@ -122,7 +122,13 @@ impl Chain {
     fn reads_the_model(&self) {
         let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
         let disk = Disk::open_image(self.leaf(), &read_only).unwrap();
-        reads(&mut Queue::new(disk), &self.model);
+        let engine = |arena| Ok(SimWorld::new(0).engine(arena));
+        let mut session = Session::new(Arc::new(disk), engine).unwrap();
+        let mut found = vec![0; self.model.len()];
+        for (i, part) in found.chunks_mut(MIB as usize / 2).enumerate() {
+            session.read(i as u64 * MIB / 2, part).unwrap();
+        }
+        assert_eq!(found.iter().zip(&self.model).position(|(a, b)| a != b), None);
     }
 
     /// The files of the folder.
@@ -252,52 +258,59 @@ fn a_lower_end_that_is_smaller_grows() {
     }
 }
 
-/// While the copy runs, the leaf is read and written, and all that would read or write a mixture is refused.
 #[test]
-fn a_chain_that_is_open_reads_the_same_at_each_moment_of_the_copy() {
-    for format in FORMATS {
-        let chain = RefCell::new(Chain::new(&[format], 5));
-        let stretch = chain.borrow().stretch(3, 1);
-        let queue = RefCell::new(chain.borrow().queue());
-        let (calls, state) = (Cell::new(0u64), None::<std::path::PathBuf>);
-        let progress = |_: Progress| {
-            let call = calls.get();
-            calls.set(call + 1);
-            let (mut chain, mut queue) = (chain.borrow_mut(), queue.borrow_mut());
-            chain.put(&mut queue, call % 7 * MIB + call * 512, &[call as u8 | 1; 4096]);
-            if call % 16 < 2 {
-                reads(&mut queue, &chain.model);
-                queue.flush().unwrap();
-            }
-            if call == 1 {
-                refuses_others(&chain, &stretch);
-            }
-            true
-        };
-        let all = ImageTools { progress: &progress, state_dir: state, ..tools(&HostDirectory) };
-        all.merge_copy(&stretch, &MergeCopy::default()).unwrap();
-        let mut queue = queue.into_inner();
-        assert!(calls.get() > 3, "{format}: {}", calls.get());
-        reads(&mut queue, &chain.borrow().model);
-        let in_use = clean(&stretch).unwrap_err();
-        assert_eq!(in_use.kind(), ErrorKind::Refused, "{in_use}");
-        // The image above the stretch is a parent here, which the process has open, too.
-        let in_use = relink(&stretch).unwrap_err();
-        assert_eq!(in_use.kind(), ErrorKind::InUse, "{in_use}");
-        queue.close().unwrap();
-        drop(queue);
-        let mut chain = chain.into_inner();
-        relink(&stretch).unwrap();
-        chain.reads_right();
-        let mut queue = chain.queue();
-        chain.put(&mut queue, 3 * MIB, &[77; 4096]);
-        clean(&stretch).unwrap();
-        reads(&mut queue, &chain.model);
-        queue.close().unwrap();
-        drop(queue);
-        chain.reads_right();
-        chain.is_left_with(&[0, 1, 4]);
-    }
+fn a_vhd_chain_that_is_open_reads_the_same_at_each_moment_of_the_copy() {
+    merged_while_it_is_open("vhd");
+}
+
+#[test]
+fn a_qcow2_chain_that_is_open_reads_the_same_at_each_moment_of_the_copy() {
+    merged_while_it_is_open("qcow2");
+}
+
+/// While the copy runs, the leaf is read and written, and all that would read or write a mixture is refused.
+fn merged_while_it_is_open(format: &str) {
+    let chain = RefCell::new(Chain::new(&[format], 5));
+    let stretch = chain.borrow().stretch(3, 1);
+    let queue = RefCell::new(chain.borrow().queue());
+    let calls = Cell::new(0u64);
+    let progress = |_: Progress| {
+        let call = calls.get();
+        calls.set(call + 1);
+        let (mut chain, mut queue) = (chain.borrow_mut(), queue.borrow_mut());
+        chain.put(&mut queue, call % 7 * MIB + call * 512, &[call as u8 | 1; 4096]);
+        if call % 16 < 2 {
+            reads(&mut queue, &chain.model);
+            queue.flush().unwrap();
+        }
+        if call == 1 {
+            refuses_others(&chain, &stretch);
+        }
+        true
+    };
+    let all = ImageTools { progress: &progress, ..tools(&HostDirectory) };
+    all.merge_copy(&stretch, &MergeCopy::default()).unwrap();
+    let mut queue = queue.into_inner();
+    assert!(calls.get() > 3, "{format}: {}", calls.get());
+    reads(&mut queue, &chain.borrow().model);
+    let in_use = clean(&stretch).unwrap_err();
+    assert_eq!(in_use.kind(), ErrorKind::Refused, "{in_use}");
+    // The leaf is the image above the stretch, and the process has it open.
+    let in_use = relink(&stretch).unwrap_err();
+    assert_eq!(in_use.kind(), ErrorKind::InUse, "{in_use}");
+    queue.close().unwrap();
+    drop(queue);
+    let mut chain = chain.into_inner();
+    relink(&stretch).unwrap();
+    chain.reads_right();
+    let mut queue = chain.queue();
+    chain.put(&mut queue, 3 * MIB, &[77; 4096]);
+    clean(&stretch).unwrap();
+    reads(&mut queue, &chain.model);
+    queue.close().unwrap();
+    drop(queue);
+    chain.reads_right();
+    chain.is_left_with(&[0, 1, 4]);
 }
 
 fn refuses_others(chain: &Chain, stretch: &Stretch) {
@@ -305,11 +318,9 @@ fn refuses_others(chain: &Chain, stretch: &Stretch) {
     assert_eq!(second.kind(), ErrorKind::InUse, "{second}");
     let even = OpenOptions { even_parent: true, ..OpenOptions::default() };
     let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
-    for options in [&even, &read_only] {
-        for i in [1, 2] {
-            let other = Disk::open_image(&chain.images[i], options).unwrap_err();
-            assert_eq!(other.kind(), ErrorKind::InUse, "{i}: {other}");
-        }
+    for (i, options) in [(1, &even), (1, &read_only), (2, &read_only)] {
+        let other = Disk::open_image(&chain.images[i], options).unwrap_err();
+        assert_eq!(other.kind(), ErrorKind::InUse, "{i}: {other}");
     }
     let clone = chain.name(&format!("clone.{}", chain.leaf().format));
     let made = work(None, |tools| tools.create(&clone, &on(&chain.images[1]))).unwrap_err();
@@ -478,11 +489,11 @@ fn no_room(folder: &Path, format: &str) {
 }
 
 /// Merges with an engine and directories of this world, which may stop meanwhile.
-fn merged(world: &SimWorld, chain: &Chain, attic: &Path) -> bool {
+fn merged(world: &SimWorld, chain: &Chain, attic: &Path) -> Result<Done, DiskError> {
     let directories = world.directories(attic);
     let tools = ImageTools { engine: &|arena| Ok(world.engine(arena)), ..tools(&directories) };
     let Stretch { leaf, from, to } = chain.stretch(2, 0);
-    tools.coalesce_stretch(&leaf, Some(&from), Some(&to), false).is_ok()
+    tools.coalesce_stretch(&leaf, Some(&from), Some(&to), false)
 }
 
 /// Every way in which a step may be cut off is left to the seeds.
@@ -490,14 +501,14 @@ fn cut_off(template: &Chain, stop: u64) -> bool {
     let (chain, attic) = (template.copied(), dir_in_memory());
     let world = SimWorld::new(stop);
     world.stop_at(Some(stop));
-    let whole = merged(&world, &chain, attic.path());
+    let whole = merged(&world, &chain, attic.path()).is_ok();
     match stop % 3 {
         0 => world.kill_process().unwrap(),
         _ => world.cut_power().unwrap(),
     }
     chain.reads_right_in_spite();
     if !whole {
-        match chain.coalesce(&chain.stretch(2, 0), false) {
+        match merged(&SimWorld::new(0), &chain, attic.path()) {
             // All was done but the last sync.
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Err(e) => panic!("step {stop}: {e}"),
@@ -508,19 +519,38 @@ fn cut_off(template: &Chain, stop: u64) -> bool {
     whole
 }
 
-#[test]
-fn a_vhd_merge_that_is_cut_off_at_any_step_leaves_the_disk_as_it_was_and_can_be_finished() {
-    cut_off_everywhere("vhd");
-}
-
-#[test]
-fn a_qcow2_merge_that_is_cut_off_at_any_step_leaves_the_disk_as_it_was_and_can_be_finished() {
-    cut_off_everywhere("qcow2");
-}
-
-fn cut_off_everywhere(format: &str) {
+fn cut_off_everywhere(format: &str, part: u64) {
     let small = |_| NewImage { bytes: Some(SMALL), ..NewImage::default() };
     let template = Chain::with(&[format], 4, small);
-    let steps = (1..).position(|stop| cut_off(&template, stop)).unwrap();
-    assert!(steps > 20, "{steps}");
+    let steps = (0..).position(|i| cut_off(&template, i * PARTS + part)).unwrap();
+    assert!(steps as u64 * PARTS > 20, "{steps}");
+}
+
+/// Every step is taken, in several tests, which run at the same time.
+const PARTS: u64 = 4;
+
+macro_rules! cut_off {
+    ($($format:ident: $($test:ident $part:literal),*;)*) => { $(
+        mod $format {
+            $(
+                #[test]
+                fn $test() {
+                    super::cut_off_everywhere(stringify!($format), $part);
+                }
+            )*
+        }
+    )* };
+}
+
+cut_off! {
+    vhd:
+        a_merge_cut_off_at_any_step_can_be_finished_1 1,
+        a_merge_cut_off_at_any_step_can_be_finished_2 2,
+        a_merge_cut_off_at_any_step_can_be_finished_3 3,
+        a_merge_cut_off_at_any_step_can_be_finished_4 4;
+    qcow2:
+        a_merge_cut_off_at_any_step_can_be_finished_1 1,
+        a_merge_cut_off_at_any_step_can_be_finished_2 2,
+        a_merge_cut_off_at_any_step_can_be_finished_3 3,
+        a_merge_cut_off_at_any_step_can_be_finished_4 4;
 }
