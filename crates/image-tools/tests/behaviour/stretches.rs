@@ -128,7 +128,7 @@ impl Chain {
         for (i, part) in found.chunks_mut(MIB as usize / 2).enumerate() {
             session.read(i as u64 * MIB / 2, part).unwrap();
         }
-        assert_eq!(found.iter().zip(&self.model).position(|(a, b)| a != b), None);
+        assert_eq!(first_difference(&found, &self.model), None);
     }
 
     /// The files of the folder.
@@ -157,12 +157,15 @@ impl Chain {
     }
 }
 
+fn first_difference(a: &[u8], b: &[u8]) -> Option<usize> {
+    (a != b).then(|| a.iter().zip(b).position(|(a, b)| a != b)).flatten()
+}
+
 #[track_caller]
 fn reads(queue: &mut Queue, model: &[u8]) {
     for (i, part) in model.chunks(MIB as usize).enumerate() {
         let found = queue.read(i as u64 * MIB, part.len()).unwrap();
-        let differs = found.iter().zip(part).position(|(a, b)| a != b);
-        assert_eq!(differs.map(|at| at as u64 + i as u64 * MIB), None);
+        assert_eq!(first_difference(&found, part).map(|at| at as u64 + i as u64 * MIB), None);
     }
 }
 
@@ -311,6 +314,51 @@ fn merged_while_it_is_open(format: &str) {
     drop(queue);
     chain.reads_right();
     chain.is_left_with(&[0, 1, 4]);
+}
+
+/// The copy is killed at each of its steps, and a process that has had the chain open all the time goes on.
+#[test]
+fn a_copy_that_is_killed_at_any_step_changes_nothing_for_a_chain_that_is_open() {
+    for format in FORMATS {
+        let small = |_| NewImage { bytes: Some(SMALL), ..NewImage::default() };
+        let mut chain = Chain::with(&[format], 4, small);
+        let (stretch, mut queue) = (chain.stretch(2, 0), chain.queue());
+        let steps = (1..).position(|stop| {
+            let world = SimWorld::new(stop);
+            world.stop_at(Some(stop));
+            let sim = |arena| Ok(world.engine(arena));
+            let all = ImageTools { engine: &sim, ..tools(&HostDirectory) };
+            let copied = all.merge_copy(&stretch, &MergeCopy::default());
+            world.kill_process().unwrap();
+            reads(&mut queue, &chain.model);
+            chain.put(&mut queue, stop % 100 * 4096, &[stop as u8; 512]);
+            copied.is_ok()
+        });
+        assert!(steps.unwrap() > 10, "{format}: {steps:?}");
+        queue.close().unwrap();
+        drop(queue);
+        relink(&stretch).unwrap();
+        clean(&stretch).unwrap();
+        chain.reads_right_in_spite();
+        chain.is_left_with(&[0, 3]);
+    }
+}
+
+/// A child whose name is not that of an image is found by its parent's list only.
+#[test]
+fn the_lower_end_s_list_names_the_child_that_stands_on_it_now() {
+    for format in FORMATS {
+        let mut chain = Chain::new(&[format], 3);
+        let name = format!("{format}:{}", at(&chain.dir, "disk").display());
+        let leaf = ImageName::parse(&name).unwrap();
+        work(None, |tools| tools.create(&leaf, &on(chain.leaf()))).unwrap();
+        chain.images.push(leaf);
+        chain.coalesce(&chain.stretch(2, 1), false).unwrap();
+        chain.reads_the_model();
+        let list = at(&chain.dir, &format!("i1.{format}.ferrite-children"));
+        assert!(fs::read_to_string(list).unwrap().contains("/disk"));
+        assert!(!chain.files().iter().any(|name| name.starts_with("i2.")), "{:?}", chain.files());
+    }
 }
 
 fn refuses_others(chain: &Chain, stretch: &Stretch) {
@@ -527,10 +575,10 @@ fn cut_off_everywhere(format: &str, part: u64) {
 }
 
 /// Every step is taken, in several tests, which run at the same time.
-const PARTS: u64 = 4;
+const PARTS: u64 = 6;
 
 macro_rules! cut_off {
-    ($($format:ident: $($test:ident $part:literal),*;)*) => { $(
+    ($($format:ident: $($test:ident $part:literal)*;)*) => { $(
         mod $format {
             $(
                 #[test]
@@ -543,14 +591,8 @@ macro_rules! cut_off {
 }
 
 cut_off! {
-    vhd:
-        a_merge_cut_off_at_any_step_can_be_finished_1 1,
-        a_merge_cut_off_at_any_step_can_be_finished_2 2,
-        a_merge_cut_off_at_any_step_can_be_finished_3 3,
-        a_merge_cut_off_at_any_step_can_be_finished_4 4;
-    qcow2:
-        a_merge_cut_off_at_any_step_can_be_finished_1 1,
-        a_merge_cut_off_at_any_step_can_be_finished_2 2,
-        a_merge_cut_off_at_any_step_can_be_finished_3 3,
-        a_merge_cut_off_at_any_step_can_be_finished_4 4;
+    vhd: cut_off_at_any_step_1 1 cut_off_at_any_step_2 2 cut_off_at_any_step_3 3
+        cut_off_at_any_step_4 4 cut_off_at_any_step_5 5 cut_off_at_any_step_6 6;
+    qcow2: cut_off_at_any_step_1 1 cut_off_at_any_step_2 2 cut_off_at_any_step_3 3
+        cut_off_at_any_step_4 4 cut_off_at_any_step_5 5 cut_off_at_any_step_6 6;
 }

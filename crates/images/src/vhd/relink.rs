@@ -7,6 +7,7 @@
 //! only, and libvhd wants all of it before the first block.
 
 use std::io;
+use std::path::Path;
 
 use ferrite_disk_base::Port;
 
@@ -22,11 +23,14 @@ use crate::image::format::ImageFormat as _;
 /// Blocks that are moved to make room for longer paths, at most.
 const MAX_MOVED: usize = 4;
 
+/// Texts of locators, and their places.
+type Texts = Vec<(u64, Vec<u8>)>;
+
 /// Where header and paths are in the end.
 struct Plan {
     footer: Footer,
     header: Header,
-    texts: Vec<(u64, Vec<u8>)>,
+    texts: Texts,
     layout: Layout,
 }
 
@@ -128,12 +132,7 @@ impl Vhd {
 }
 
 /// The header of a child with this parent, whose paths are from byte `at` on.
-fn named(
-    old: &Header,
-    parent: &NewParent,
-    child: &std::path::Path,
-    at: u64,
-) -> io::Result<(Header, Vec<(u64, Vec<u8>)>)> {
+fn named(old: &Header, parent: &NewParent, child: &Path, at: u64) -> io::Result<(Header, Texts)> {
     let mut header = Header { locators: Default::default(), ..old.clone() };
     let texts = set_parent(&mut header, parent, child, at).map_err(|why| invalid(&why))?;
     Ok((header, texts))
