@@ -38,7 +38,7 @@ const fn time(field: &'static str, name: &'static str, help: &'static str) -> Co
 }
 
 /// All fields but `requests`, which is the sum of the metrics by kind.
-const COUNTED: [Counted; 24] = [
+const COUNTED: [Counted; 26] = [
     number("sweeps", "sweeps", "Turns that took at least one request off a ring"),
     number("transfers", "transfers", "Operations given to the storage for data"),
     number("merged", "merged_requests", "Requests that shared an operation with another"),
@@ -63,6 +63,8 @@ const COUNTED: [Counted; 24] = [
     number("shortages", "buffer_shortages", "Times that no buffer was free for a request"),
     number("space_waits", "space_waits", "Requests that had to wait for space on a full storage"),
     number("space_waits_ended", "space_waits_ended", "Those of them that wait no more"),
+    number("limit_waits", "limit_waits", "Requests that had to wait for the disk's limit"),
+    time("limit_waited_ns", "limit_waited", "Time that queues took nothing for that reason"),
 ];
 
 /// The labels of a disk, and one more.

@@ -111,6 +111,10 @@ counters! {
     p2m_hits,
     /// Leaves of P2M that had to be read.
     p2m_misses,
+    /// Requests that had to wait for the disk's limit of requests or bytes in a second.
+    limit_waits,
+    /// Time that queues took no requests for that reason, in nanoseconds.
+    limit_waited_ns,
 }
 
 impl Counts {
@@ -141,6 +145,10 @@ impl fmt::Display for Counts {
         if self.throttles > 0 {
             let ms = self.throttled_ns / 1_000_000;
             write!(f, "; held back {} times for {ms} ms (--cpu)", self.throttles)?;
+        }
+        if self.limit_waits > 0 {
+            let ms = self.limit_waited_ns / 1_000_000;
+            write!(f, "; {} requests waited for the limit, for {ms} ms", self.limit_waits)?;
         }
         match (self.metadata_hits, self.metadata_misses) {
             // The disk is a raw one.

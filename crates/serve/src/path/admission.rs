@@ -36,6 +36,7 @@ impl RequestPath {
     /// Begins to take requests. `false`: none may be taken now. This thread is woken when that
     /// ends.
     pub fn enter(&mut self) -> bool {
+        self.look_at_limits();
         self.hold.stalled = false;
         self.hold.short = false;
         if self.is_holding_back() {
@@ -162,9 +163,13 @@ impl RequestPath {
         flight.work = work;
         flight.kind = Kind::of(work.action);
         self.account.submitted(flight.kind);
+        let taken_ns = flight.record.stages.taken_ns;
         flight.lay_out(self.medium.block_bytes);
         flight.record.sector = work.sector;
         flight.record.bytes = u32::try_from(work.bytes()).unwrap_or(u32::MAX);
+        if self.limited.is_on() {
+            self.take_tokens(&work, taken_ns);
+        }
         let changes = !matches!(work.action, Action::Read | Action::Status);
         if changes && self.member.device().flush_has_failed() {
             self.finish(ticket, Outcome::Failed);

@@ -12,6 +12,7 @@ use ferrite_host::shm::Shm;
 
 use super::full::{Full, OnFull, is_full};
 use super::gate::{Gate, Side, Wanted};
+use super::limit::{Limiter, Limits};
 use super::ranges::Ranges;
 use super::turns::Turns;
 use crate::log_limit::{LogLimits, limited};
@@ -88,6 +89,8 @@ pub struct Device {
     pub clock: Arc<dyn Clock>,
     /// The limits of log lines about the disk.
     pub log_limits: LogLimits,
+    /// The limits of requests and bytes in a second.
+    pub limiter: Limiter,
     /// Whether a flush has failed.
     failed: Arc<Latch>,
     /// Whether a path is saving metadata to the medium.
@@ -141,6 +144,7 @@ impl Device {
         Device {
             clock,
             log_limits: LogLimits::default(),
+            limiter: Limiter::default(),
             failed,
             saving: AtomicBool::new(false),
             full: Full::default(),
@@ -177,6 +181,12 @@ impl Device {
             let limit = &self.log_limits.storage;
             limited!(warn, limit, self.clock.now_ns(), "the disk does no work of its own: {e}");
         }
+    }
+
+    /// Sets the limits of requests and bytes in a second. Requests that wait are looked at again.
+    pub fn set_limits(&self, limits: &Limits) {
+        self.limiter.set(limits, self.clock.now_ns());
+        self.wake_all();
     }
 
     /// Whether writes are refused.

@@ -46,6 +46,7 @@ mod flight;
 pub mod full;
 pub mod gate;
 mod layout;
+pub mod limit;
 mod merge;
 mod neighbours;
 pub mod parking;
@@ -68,6 +69,7 @@ use buffers::Buffers;
 use device::Member;
 use discards::Discards;
 use flight::Flights;
+use limit::Limited;
 use merge::Placed;
 use neighbours::Neighbours;
 use parking::Medium;
@@ -98,6 +100,7 @@ pub struct RequestPath {
     buffers: Buffers,
     flights: Flights,
     hold: Hold,
+    limited: Limited,
     /// Number of flushes that were admitted; wraps.
     flushes: u32,
     /// Requests of this sweep that could share an operation.
@@ -168,6 +171,7 @@ impl RequestPath {
             medium,
             flights: Flights::new(entries),
             hold: Hold::default(),
+            limited: Limited::default(),
             flushes: 0,
             neighbours: Neighbours::default(),
             ready: Vec::with_capacity(entries as usize),

@@ -1,5 +1,5 @@
-//! A path whose disk has used its processor time takes no requests. Requests that were taken go on,
-//! and the path ends when it is asked to.
+//! A path whose disk has used its processor time, or is at a [limit](super::limit), takes no
+//! requests. Requests that were taken go on, and the path ends when it is asked to.
 
 use std::time::Duration;
 
@@ -25,16 +25,20 @@ struct Throttled {
 impl RequestPath {
     /// Whether no requests may be taken now.
     pub fn is_throttled(&self) -> bool {
-        self.hold.throttled.is_some() && !self.shared.stopping()
+        (self.hold.throttled.is_some() || self.limited.is_held()) && !self.shared.stopping()
     }
 
     /// How long no requests may be taken. `None`: they may.
-    pub fn throttled_for(&self) -> Option<Duration> {
-        self.hold.throttled.as_ref().map(|throttled| throttled.left)
+    pub fn throttled_for(&self, now_ns: u64) -> Option<Duration> {
+        let throttled = self.hold.throttled.as_ref().map(|throttled| throttled.left);
+        throttled.max(self.limited.left(now_ns))
     }
 
     /// Checks whether requests may be taken. Call it once a turn.
     pub fn throttle(&mut self, now_ns: u64) {
+        if self.limited.is_held() {
+            self.end_limited(now_ns);
+        }
         let debt = self.shared.processors.debt(now_ns);
         if debt.is_none() && self.hold.throttled.is_none() {
             return;

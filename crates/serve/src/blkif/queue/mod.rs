@@ -96,6 +96,8 @@ pub struct Queue {
     replay: VecDeque<Unanswered>,
     /// The frontend broke the ring: no more requests are taken from it.
     broken: bool,
+    /// Up to this index of the ring, requests were counted as waiting for the disk's limit.
+    limited_to: u32,
     events: Events,
     waiting: Waiting,
     prompt: Promptness,
@@ -141,6 +143,7 @@ impl Queue {
             segments_of,
             replay: replay.into(),
             broken: false,
+            limited_to: 0,
             events: Events::default(),
             prompt: Promptness::default(),
             fetch: Vec::with_capacity(entries),

@@ -3,7 +3,7 @@
 use ferrite_io::arena::Span;
 use ferrite_io::pool::{Buf, SLAB_BYTES};
 use ferrite_xen::abi::{
-    MAX_INDIRECT_PAGES, Message, PlainOp, RawSegment, Request, SEGMENT_BYTES,
+    IndirectOp, MAX_INDIRECT_PAGES, Message, PlainOp, RawSegment, Request, SEGMENT_BYTES,
     SEGMENTS_PER_INDIRECT_PAGE,
 };
 use ferrite_xen::hypervisor::{CopySegment, Direction, GrantRef, PAGE_SIZE};
@@ -14,6 +14,7 @@ use crate::blkif::request::{
     IndirectHead, Limits, Refusal, check_data, check_direct, check_indirect_head, reserve_bytes,
 };
 use crate::log_limit::limited;
+use crate::path::limit::Counted;
 use crate::path::work::{Outcome, Work};
 use crate::path::{Admitted, Ticket};
 use crate::trace::Noticed;
@@ -70,6 +71,7 @@ impl Queue {
         let there = self.ring.unconsumed()?;
         let before = self.ring.req_cons();
         let (mut taken, mut limit, mut bytes) = (0, SWEEP, 0);
+        let is_limited = self.path.is_limited();
         let noticed = std::mem::take(&mut self.diary.noticed);
         while taken < there && !self.path.is_holding_back() {
             if taken == limit || bytes >= SWEEP_BYTES {
@@ -83,6 +85,9 @@ impl Queue {
             #[cfg(test)]
             super::tests::slot_was_read();
             let request = Request::decode(self.connection.protocol, &slot);
+            if is_limited && !self.has_tokens(&request.message, there - taken, now_ns) {
+                break;
+            }
             let Ok(buf) = self.reserve(&request.message, limits) else { break };
             bytes += buf.as_ref().map_or(0, |buf| buf.span().len());
             let Some(ticket) = self.path.take(request.id, request.response_op, buf, now_ns) else {
@@ -92,6 +97,10 @@ impl Queue {
             self.table.take(entry, self.ring.req_cons(), &slot);
             self.ring.consume();
             self.check(ticket, &request, limits);
+            if is_limited {
+                // The next request may begin only if this one, with its true size, leaves tokens.
+                self.fetch_indirect();
+            }
             taken += 1;
         }
         if self.ring.req_cons() != before {
@@ -99,6 +108,22 @@ impl Queue {
             self.counters().sweeps.add(1);
         }
         Ok(())
+    }
+
+    /// Whether the next request on the ring may begin by the disk's limits. If not, it and those
+    /// behind it, `there` in all, wait on the ring. The guest may change the slot after this, so
+    /// the tokens are taken for what is admitted.
+    #[cold]
+    fn has_tokens(&mut self, message: &Message, there: u32, now_ns: u64) -> bool {
+        if self.path.has_tokens(counted(message), now_ns) {
+            return true;
+        }
+        let (from, end) = (self.ring.req_cons(), self.ring.req_cons().wrapping_add(there));
+        // Requests up to `limited_to` were counted before.
+        let begin_to_wait = end.wrapping_sub(self.limited_to).min(end.wrapping_sub(from));
+        self.limited_to = end;
+        self.path.count_limited(begin_to_wait.into());
+        false
     }
 
     /// Repeats the requests that a predecessor took and did not answer, oldest first, before any
@@ -243,6 +268,20 @@ impl Queue {
         match self.path.whole_buffer(ticket) {
             Some(buffer) => buffer,
             None => unreachable!("only requests with a reserved buffer get here"),
+        }
+    }
+}
+
+/// How the limits of a disk count a request.
+fn counted(message: &Message) -> Counted {
+    match message {
+        Message::Plain { op: PlainOp::Read, .. }
+        | Message::Indirect { op: IndirectOp::Read, .. } => Counted::Read,
+        Message::Plain { op: PlainOp::Flush, nr_segments: 0, .. } => Counted::Not,
+        // It is refused.
+        Message::Indirect { op: IndirectOp::Other(_), .. } | Message::Unknown => Counted::Not,
+        Message::Plain { .. } | Message::Indirect { .. } | Message::Discard { .. } => {
+            Counted::Write
         }
     }
 }

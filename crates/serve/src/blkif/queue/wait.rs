@@ -81,9 +81,9 @@ impl Queue {
         self.diary.awake_until_ns = now_ns;
         if deaf || self.connection.shared.stopping() {
             // The reason may end while no request may be taken. That shows only after the wait.
-            return Ok(Wait::Until(self.path.throttled_for().or(self.until_unit_is_free())));
+            return Ok(Wait::Until(self.path.throttled_for(now_ns).or(self.until_unit_is_free())));
         }
-        if let Some(left) = self.path.throttled_for() {
+        if let Some(left) = self.path.throttled_for(now_ns) {
             return Ok(Wait::Until(Some(left)));
         }
         let window_ns = self.window_ns(now_ns);

@@ -203,6 +203,7 @@ impl Client {
         self.path.turn(wait, completions)?;
         let now_ns = self.clock.now_ns();
         self.slept(wait != Wait::No, completions, before_ns, now_ns);
+        self.path.throttle(now_ns);
         let cold = now_ns - before_ns >= COLD.as_nanos() as u64;
         if completions.is_empty() && cold && self.path.may_cool() {
             self.path.give_memory_back();
@@ -250,10 +251,13 @@ impl Client {
             let fd = self.socket.as_raw_fd();
             self.path.reactor().push(SOCKET, Op::Readable { fd });
         }
-        let left = self.ends_at_ns.map(|end_ns| {
-            Duration::from_nanos(end_ns.saturating_sub(self.clock.now_ns()).max(1_000_000))
-        });
-        Wait::Until(left.or(self.path.may_cool().then_some(COLD)))
+        let now_ns = self.clock.now_ns();
+        let end = self
+            .ends_at_ns
+            .map(|end_ns| Duration::from_nanos(end_ns.saturating_sub(now_ns).max(1_000_000)));
+        let limited = self.path.throttled_for(now_ns);
+        let first = end.into_iter().chain(limited).min();
+        Wait::Until(first.or(self.path.may_cool().then_some(COLD)))
     }
 
     /// Sends as many answers as the socket has room for.

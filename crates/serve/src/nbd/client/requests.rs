@@ -26,6 +26,8 @@ pub(super) struct Request {
     pub(super) promised: bool,
     /// The client was gone before it sent the whole request, so there is no answer.
     pub(super) silent: bool,
+    /// It was counted as waiting for the disk's limit.
+    pub(super) limited: bool,
 }
 
 impl Request {
@@ -40,6 +42,7 @@ impl Request {
             flush_due: changes && raw.has(flag::FUA),
             promised: false,
             silent: false,
+            limited: false,
         }
     }
 

@@ -9,6 +9,7 @@ use super::super::wire::{Head, command, error, flag, push_extent};
 use super::Client;
 use super::output::Reply;
 use super::requests::Slot;
+use crate::path::limit::Counted;
 use crate::path::work::{Action, Outcome, Work};
 use crate::path::{Admitted, Data, Ticket};
 
@@ -51,6 +52,15 @@ impl Doing {
             Doing::Status => u8::MAX,
         }
     }
+
+    /// How the limits of a disk count its parts.
+    fn counted(self) -> Counted {
+        match self {
+            Doing::Read | Doing::Status => Counted::Read,
+            Doing::Write | Doing::WriteZeros | Doing::Zero | Doing::Discard => Counted::Write,
+            Doing::Flush => Counted::Not,
+        }
+    }
 }
 
 /// Work for the path that is handed over in parts.
@@ -88,7 +98,14 @@ impl Part {
 impl Client {
     /// Hands the path as many parts as it can take.
     pub(super) fn admit(&mut self) {
-        if self.todo.is_empty() || !self.path.enter() {
+        if self.todo.is_empty() {
+            return;
+        }
+        if self.path.is_throttled() {
+            self.path.leave_if_idle();
+            return;
+        }
+        if !self.path.enter() {
             return;
         }
         let now_ns = self.clock.now_ns();
@@ -128,6 +145,10 @@ impl Client {
         if self.path.is_holding_back() || self.path.next_entry().is_none() {
             return false;
         }
+        if self.path.is_limited() && !self.path.has_tokens(step.doing.counted(), now_ns) {
+            self.count_limited(step);
+            return false;
+        }
         let (action, len) = self.next_part(step, offset);
         let buf = match action {
             Action::Read | Action::Write => match self.buffer(step, offset, len) {
@@ -161,6 +182,16 @@ impl Client {
             },
         }
         true
+    }
+
+    /// Counts the requests that wait for the disk's limit: that of this step, and those behind it.
+    fn count_limited(&mut self, step: &Step) {
+        let mut begin_to_wait = 0;
+        for slot in [step].into_iter().chain(&self.todo).filter_map(|step| step.slot) {
+            let before = std::mem::replace(&mut self.requests.get(slot).limited, true);
+            begin_to_wait += u64::from(!before);
+        }
+        self.path.count_limited(begin_to_wait);
     }
 
     /// Returns the action and the length in bytes of the next part of a step.
