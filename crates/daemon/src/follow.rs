@@ -9,7 +9,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use ferrite_serve::blkif::lifecycle::{
-    ExpectedAttachment, Outcome, clear_failure, remove_run_dir, report_failure,
+    ExpectedAttachment, Outcome, Tune, clear_failure, remove_run_dir, report_failure,
 };
 use ferrite_serve::log_limit::{LogLimit, field};
 use ferrite_serve::waker::Waker;
@@ -306,8 +306,14 @@ impl Follower {
     /// Writes the state file of a served disk.
     pub(crate) fn write_state(&self, image: &Image) -> Result<(), Failure> {
         let state = DiskState::new(self.id, image, self.minor);
-        let state = state.beside(self.beside()).paused(self.pause());
+        let state = state.beside(self.beside()).paused(self.pause()).tuned(self.tune());
         self.shared.states.write(&state).map_err(|e| self.shared.state_failure(&e))
+    }
+
+    /// What was set on the running disk.
+    pub(crate) fn tune(&self) -> Tune {
+        let of_entry = |entry: &Entry| entry.tune.clone();
+        self.shared.table.read(|disks| disks.get(&self.id).map(of_entry)).unwrap_or_default()
     }
 
     /// Notes in the state file that the image was never open. The next daemon may then announce the
@@ -317,7 +323,7 @@ impl Follower {
         if !self.may_begin || !self.is_untouched || self.was_open() || is_known {
             return;
         }
-        let state = DiskState::new(self.id, image, self.minor).never_open();
+        let state = DiskState::new(self.id, image, self.minor).never_open().tuned(self.tune());
         if let Err(e) = self.shared.states.write(&state) {
             tracing::debug!("disk {}: its state stays as it was: {e}", self.id);
         }

@@ -254,15 +254,17 @@ impl Keepers {
             let group = spec.group.as_ref().map(|group| group.socket.clone());
             disk.set_keeper(line.keeper as u32, Some(nbd), group);
             early_losses += 1;
-            let opened = |facts: &DiskFacts| {
+            let tune = disk.tune();
+            let opened = |facts: &DiskFacts, tuned| {
                 early_losses = 0;
+                disk.tuned(&tune, tuned);
                 disk.opened(facts).map_err(|Failure { why, help }| {
                     let what = "cannot serve the disk".to_owned();
                     ServeError::Open { what, why, help }
                 })
             };
             let fd = line.fd.as_fd();
-            match follow_notifying(store, fd, &config, &log_limits, stop, opened) {
+            match follow_notifying(store, fd, &config, &log_limits, stop, &tune, opened) {
                 Ok(Outcome::Left | Outcome::Stopped) => match disk.wake_reason() {
                     WakeReason::End => return Ok(Outcome::Left),
                     WakeReason::Upgrade(binary) => {

@@ -45,6 +45,7 @@ mod siblings;
 pub mod state;
 mod supervise;
 pub mod table;
+mod tuning;
 mod unserved;
 mod wait;
 

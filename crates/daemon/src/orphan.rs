@@ -30,7 +30,12 @@ pub fn start(run: &Path, id: DiskId, connect: impl FnOnce() -> Result<Store, Sto
         return Start::ExpectFollower;
     }
     match find(id, connect) {
-        Ok(orphan) => orphan.map_or(Start::WaitForFollower, Start::Orphan),
+        Ok(Some(mut orphan)) => {
+            orphan.tune =
+                States::peek(&paths.states(), id).map(|known| known.tune).unwrap_or_default();
+            Start::Orphan(orphan)
+        }
+        Ok(None) => Start::WaitForFollower,
         Err(e) => {
             tracing::warn!("no daemon runs, and xenstore does not tell whether a guest waits: {e}");
             Start::ExpectFollower

@@ -239,7 +239,8 @@ impl Shared {
 
     /// Records that the disk goes on with this image: first in the state file.
     pub(crate) fn end_pause(&self, id: DiskId, image: &Image, minor: u32) -> Result<(), Failure> {
-        let state = DiskState::new(id, image, minor);
+        let tune = self.table.read(|disks| disks.get(&id).map(|entry| entry.tune.clone()));
+        let state = DiskState::new(id, image, minor).tuned(tune.unwrap_or_default());
         self.states.write(&state).map_err(|e| self.state_failure(&e))?;
         self.table.change(id, |entry| (entry.pause, entry.resume) = (None, Resume::None));
         Ok(())

@@ -164,6 +164,8 @@ impl Follower {
     /// the phase does: the next daemon has to leave the image to the later one, too.
     pub(crate) fn rest(&mut self, later: DiskId, image: &Image) -> Result<End, Failure> {
         let mut state = DiskState::new(self.id, image, self.minor).resting_for(Some(later));
+        state.tune = self.tune();
+        state.tune = self.tune();
         let known = self.shared.states.read(self.id).map_err(|e| self.state_failure(&e))?;
         let known = known.filter(|known| known.rests_for == Some(later));
         let mut store = (self.shared.connect)().map_err(|e| Failure::store(&e))?;

@@ -10,7 +10,7 @@ use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use ferrite_serve::blkif::lifecycle::run_dir_name;
+use ferrite_serve::blkif::lifecycle::{Tune, run_dir_name};
 use serde::{Deserialize, Serialize};
 
 use crate::params::{Format, Image};
@@ -81,6 +81,9 @@ pub struct DiskState {
     /// Since when the disk is paused, and by whom. Its image is closed then.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub pause: Option<Pause>,
+    /// What was set on the running disk, for its next worker.
+    #[serde(skip_serializing_if = "Tune::is_empty", default)]
+    pub tune: Tune,
 }
 
 impl DiskState {
@@ -89,7 +92,8 @@ impl DiskState {
         use std::os::unix::ffi::OsStrExt as _;
         let path = image.path.as_os_str().as_bytes().to_vec();
         let (version, format) = (VERSION, image.format);
-        let (rests_for, has_run, beside, never_open, pause) = (None, false, None, false, None);
+        let (rests_for, has_run, beside, never_open) = (None, false, None, false);
+        let (pause, tune) = (None, Tune::default());
         DiskState {
             version,
             id,
@@ -101,6 +105,7 @@ impl DiskState {
             beside,
             never_open,
             pause,
+            tune,
         }
     }
 
@@ -108,6 +113,12 @@ impl DiskState {
     #[must_use]
     pub fn paused(self, pause: Option<Pause>) -> DiskState {
         DiskState { pause, ..self }
+    }
+
+    /// Sets what was set on the running disk.
+    #[must_use]
+    pub fn tuned(self, tune: Tune) -> DiskState {
+        DiskState { tune, ..self }
     }
 
     /// Marks the image as never opened.

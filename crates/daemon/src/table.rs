@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
+use ferrite_serve::blkif::lifecycle::Tune;
 use ferrite_serve::waker::Waker;
 
 use crate::Failure;
@@ -13,6 +14,7 @@ use crate::joint_upgrade::Participant;
 use crate::params::Image;
 use crate::pause::{Pause, Resume};
 use crate::state::{DiskId, DiskState};
+use crate::tuning::Tuning;
 
 /// The phase of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -89,6 +91,10 @@ pub struct Entry {
     pub(crate) participant: Option<Participant>,
     /// The socket of its group. One worker serves all disks with the same one.
     pub(crate) group: Option<PathBuf>,
+    /// What was set on the running disk.
+    pub(crate) tune: Tune,
+    /// The state of a change of that.
+    pub(crate) tuning: Tuning,
     stop: Arc<Waker>,
     /// Whether the thread was woken to end.
     ends: bool,
@@ -203,6 +209,8 @@ impl Table {
             upgrade: Upgrade::None,
             participant: None,
             group: None,
+            tune: known.map(|state| state.tune.clone()).unwrap_or_default(),
+            tuning: Tuning::default(),
             stop,
             ends: false,
             has_ended: false,
@@ -228,6 +236,9 @@ impl Table {
             if let (Upgrade::Requested(_), Err(why)) = (&entry.upgrade, may_upgrade(&phase)) {
                 entry.upgrade = Upgrade::Done(Err(why));
                 entry.participant = None;
+            }
+            if let Err(why) = may_upgrade(&phase) {
+                entry.tuning.fail(&why);
             }
             if entry.phase != phase {
                 (entry.phase, entry.since) = (phase, SystemTime::now());

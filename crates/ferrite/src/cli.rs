@@ -8,8 +8,10 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{ArgAction, Args, CommandFactory as _, Parser, Subcommand};
 use ferrite_io::engines::EngineChoice;
 use ferrite_serve::path::full::OnFull;
+use ferrite_serve::path::limit::Limits;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
+use crate::disk::limit;
 use crate::exit::{Code, Failure};
 use crate::export::args::ExportArgs;
 use crate::guests::{Guest, GuestDisk};
@@ -245,6 +247,11 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=6400))]
     pub(crate) cpu: Option<u32>,
 
+    /// Limit requests and bytes in a second, as in iops=500,bytes_write=10485760; a burst stands behind a colon. There
+    /// are iops, iops_read, iops_write, bytes, bytes_read and bytes_write.
+    #[arg(long, value_name = "LIMITS", default_value_t = Limits::default())]
+    pub(crate) limit: Limits,
+
     /// If the storage has no space for a write: fail it (error), or answer it when there is space (wait).
     #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error, value_parser = on_full_policies())]
     pub(crate) on_full: OnFull,
@@ -399,6 +406,12 @@ pub(crate) enum DiskCommand {
         #[command(flatten)]
         places: RunDirArgs,
     },
+    /// Limit the requests and bytes of a running disk in a second.
+    #[command(after_help = limit::HELP)]
+    Limit(limit::LimitArgs),
+    /// Change settings of a running disk: on_full, poll_us, cpu.
+    #[command(after_help = limit::SET_HELP)]
+    Set(limit::SetArgs),
     /// Close a disk's image while its guest waits: other programs may change the image then.
     #[command(
         after_help = "The guest's requests wait without limit, also if ferrite's processes or the daemon end. Go on \

@@ -180,6 +180,7 @@ fn options(args: &ServeArgs) -> DiskOptions {
         poll_cpu: args.tuning.poll_cpu,
         cpu: args.cpu,
         merge: !args.tuning.no_merge,
+        limits: args.limit,
     }
 }
 
@@ -203,6 +204,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
         poll_storage: options.poll_storage,
         cpu: options.cpu,
         on_full: options.on_full,
+        limit: options.limits,
         keep_allocated: options.keep_allocated,
         mover: options.mover,
         own_grants: options.own_grants,
@@ -241,7 +243,7 @@ mod tests {
         let told = "worker --xen=3/51712 --queues=2 --ring-order=1 --indirect=32 --engine=aio \
                     --poll-storage --mover=map --own-grants=false --map-budget=7 --on-full=wait --keep-allocated --memory=3145728 \
                     --metadata-memory=5242880 --index-memory=6291456 \
-                    --poll-us=9 --poll-cpu=20 --cpu=150 --no-merge --run-dir=/run/ferrite -- raw:/a";
+                    --poll-us=9 --poll-cpu=20 --cpu=150 --limit=iops=500:900,bytes=65536 --no-merge --run-dir=/run/ferrite -- raw:/a";
         let told: Vec<String> = told.split_whitespace().map(str::to_owned).collect();
         let expected = DiskOptions {
             queues: 2,
@@ -261,6 +263,7 @@ mod tests {
             poll_cpu: 20,
             cpu: Some(150),
             merge: false,
+            limits: "iops=500:900,bytes=65536".parse().unwrap(),
         };
         assert_eq!(Ours.options(&told), Some(expected));
         assert_eq!(Ours.options(&["worker".to_owned(), "--colour=red".to_owned()]), None);

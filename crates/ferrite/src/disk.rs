@@ -24,6 +24,7 @@ use crate::plain::one_line;
 use crate::vdev::Vbd;
 
 mod attach;
+pub(crate) mod limit;
 mod pause;
 
 /// Time for the daemon's answer, besides the time that the method itself may take.
@@ -39,6 +40,8 @@ pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
     match &args.command {
         DiskCommand::List { json, places } => list(&places.run_dir, *json),
         DiskCommand::Attach(args) => attach::run(args),
+        DiskCommand::Limit(args) => limit::run(args),
+        DiskCommand::Set(args) => limit::set(args),
         DiskCommand::Coalesce(args) => job::coalesce(args),
         DiskCommand::Show { disk, json, places } => show(&places.run_dir, disk.disk.find()?, *json),
         DiskCommand::Detach { disk, force, timeout, json, places } => {
@@ -352,6 +355,7 @@ fn setting(setting: &Setting) -> String {
         Source::Disks => "[disks]",
         Source::Image => "[images]",
         Source::Earlier => "an earlier configuration, until it is attached again",
+        Source::Running => "set on the running disk",
     };
     let (key, value) = (one_line(&setting.key), one_line(&setting.value));
     format!("  {key:13} {value:11} {from}\n")

@@ -216,6 +216,7 @@ pub(crate) fn work_config(
         closes: true,
         tuning: args.tuning.tuning(),
         on_full: args.on_full,
+        limits: args.limit,
         processors: processors(args, run, limit, host),
         counters: Counters::default(),
     })

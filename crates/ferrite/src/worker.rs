@@ -156,6 +156,10 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
     put("indirect", &args.indirect);
     put("engine", &args.engine);
     put("on-full", &args.on_full);
+    // Without a limit there is no word: a worker of an older version does not know it.
+    if !args.limit.is_none() {
+        put("limit", &args.limit);
+    }
     put("memory", &args.memory.memory);
     args.memory.memory_host.iter().for_each(|bytes| put("memory-host", bytes));
     put("metadata-memory", &args.store.metadata_memory);

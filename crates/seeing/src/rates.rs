@@ -1,7 +1,10 @@
 //! The rates of a disk between two samples.
 
+use std::collections::BTreeMap;
+
 use ferrite_serve::counters::histogram::{BUCKETS, quantile_ns};
 use ferrite_serve::counters::snapshot::{KindCounts, Snapshot};
+use ferrite_serve::path::limit::NAMES;
 use rustix::param::clock_ticks_per_second;
 use serde::Serialize;
 
@@ -64,6 +67,11 @@ pub struct Rates {
     pub poll_hit_percent: Option<f64>,
     /// Processor time of the process, in percent of one processor; `None` without a process.
     pub cpu_percent: Option<f64>,
+    /// The disk's limits in a second by name, if it has some.
+    pub limits: BTreeMap<&'static str, u64>,
+    /// Requests that began to wait for the limit, in percent of those that were answered; `None`
+    /// without a limit.
+    pub limit_waits_percent: Option<f64>,
     /// Requests that were answered with an error or refused.
     pub errors: u64,
 }
@@ -97,7 +105,13 @@ impl Rates {
         data.in_flight = read.in_flight.saturating_add(write.in_flight);
         let busy_ns = deltas.iter().map(|kind| kind.sum_ns as f64).sum::<f64>();
         let errors = deltas.iter().fold(counts.refused, |n, kind| n.saturating_add(kind.errors));
+        let limits = NAMES.into_iter().zip(now.snapshot.limits);
+        let limits: BTreeMap<_, _> = limits.filter(|(_, limit)| *limit > 0).collect();
+        let waited =
+            percent(counts.limit_waits, counts.requests.saturating_sub(counts.limit_waits));
         Rates {
+            limit_waits_percent: if limits.is_empty() { None } else { waited },
+            limits,
             disk: now.snapshot.disk.clone(),
             name: now.snapshot.disk.clone(),
             image: now.snapshot.image.clone(),
@@ -193,6 +207,7 @@ mod tests {
                 made_unix_s: 1000,
                 counts: Counts::default(),
                 full_since_unix_s: None,
+                limits: [0; 6],
                 reads: KindCounts::default(),
                 writes: KindCounts::default(),
                 flushes: KindCounts::default(),

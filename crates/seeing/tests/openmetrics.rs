@@ -29,6 +29,7 @@ fn sample(name: &str, kind: KindCounts) -> Sample {
         made_unix_s: 1000,
         counts: Counts { polls: 7, polled_ns: 1_500_000_000, ..Counts::default() },
         full_since_unix_s: None,
+        limits: [500, 0, 0, 0, 0, 1 << 20],
         reads: kind,
         writes: KindCounts::default(),
         flushes: kind,
@@ -122,6 +123,12 @@ fn all_that_is_counted_is_told_in_units_of_the_format() {
     assert_eq!(value(&families, "ferrite_disk_job_paused", &job), 1.0);
     let failed = [("kind", "coalesce"), ("result", "failed")];
     assert_eq!(value(&families, "ferrite_jobs_total", &failed), 2.0);
+    for (limit, is) in [("iops", 500.0), ("bytes_write", 1048576.0)] {
+        let labels = [of.as_slice(), &[("limit", limit)]].concat();
+        assert_eq!(value(&families, "ferrite_disk_limit", &labels), is, "{limit}");
+    }
+    let limits = families.iter().find(|family| family.name == "ferrite_disk_limit");
+    assert_eq!(limits.map(|family| family.samples.len()), Some(2), "no limit is no sample");
     let info = [("image", "/srv/a.vhd"), ("format", "vhd")];
     assert_eq!(value(&families, "ferrite_disk_info", &info), 1.0);
     assert_eq!(value(&families, "ferrite_build_info", &[("version", "1.2.3")]), 1.0);

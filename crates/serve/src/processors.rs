@@ -1,13 +1,13 @@
 //! The processor time of this host that a disk may use.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use ferrite_host::clock::Clock;
 
-use crate::polling::{Budget, HostView};
+use crate::polling::{Budget, HostView, PollWindow};
 
 /// How often the used processor time is read, in nanoseconds.
 const CHECK_NS: u64 = 1_000_000;
@@ -29,7 +29,10 @@ pub struct Processors {
     /// The load of all the host's processors, if it is known. All disks of a process may share it.
     pub host: Option<Arc<HostView>>,
     /// The limit of all processor time, if there is one. All disks of a process share it.
-    pub limit: Option<Arc<Limit>>,
+    limit: OnceLock<Arc<Limit>>,
+    /// The polling window that was set while the disk is served: 0 for none, 1 for
+    /// [`PollWindow::Auto`], otherwise two more than the microseconds.
+    window: AtomicU32,
     /// The disk was told to close, and got its extra time for that.
     forgiven: AtomicBool,
 }
@@ -49,12 +52,40 @@ impl Processors {
         host: Option<Arc<HostView>>,
         limit: Option<Arc<Limit>>,
     ) -> Processors {
-        Processors { polling, host, limit, forgiven: AtomicBool::new(false) }
+        let limit = limit.map_or_else(OnceLock::new, OnceLock::from);
+        let (window, forgiven) = (AtomicU32::new(0), AtomicBool::new(false));
+        Processors { polling, host, limit, window, forgiven }
+    }
+
+    /// Sets the polling window of a disk that is served. Its queues notice it when they have no
+    /// work.
+    pub(crate) fn set_window(&self, window: PollWindow) {
+        let number = match window {
+            PollWindow::Auto => 1,
+            PollWindow::Fixed(us) => us.saturating_add(2),
+        };
+        self.window.store(number, Relaxed);
+    }
+
+    /// The polling window that was set, if one was.
+    pub(crate) fn window(&self) -> Option<PollWindow> {
+        match self.window.load(Relaxed) {
+            0 => None,
+            1 => Some(PollWindow::Auto),
+            number => Some(PollWindow::Fixed(number - 2)),
+        }
+    }
+
+    /// Sets the limit of the process in percent of one processor; 0 for none.
+    pub(crate) fn set_limit(&self, percent: u32, clock: &Arc<dyn Clock>) {
+        if percent > 0 || self.limit.get().is_some() {
+            self.limit.get_or_init(|| Arc::new(Limit::new(percent, clock.clone()))).set(percent);
+        }
     }
 
     /// Returns for how long no request may be started.
     pub(crate) fn debt(&self, now_ns: u64) -> Option<Duration> {
-        self.limit.as_ref()?.debt(now_ns)
+        self.limit.get()?.debt(now_ns)
     }
 
     /// Forgives the debt and one second of future use, once, because the disk is to be closed.
@@ -62,7 +93,7 @@ impl Processors {
     /// if they are never answered. A guest that does not close the disk has its normal share again
     /// afterwards.
     pub(crate) fn forgive(&self, now_ns: u64) {
-        if let Some(limit) = &self.limit
+        if let Some(limit) = self.limit.get()
             && !self.forgiven.swap(true, Relaxed)
         {
             limit.forgive(now_ns);
@@ -71,7 +102,7 @@ impl Processors {
 
     /// Returns whether polling leaves enough processor time for the work.
     pub(crate) fn may_poll(&self) -> bool {
-        self.limit.as_ref().is_none_or(|limit| limit.has_plenty())
+        self.limit.get().is_none_or(|limit| limit.has_plenty())
     }
 }
 
@@ -81,7 +112,8 @@ impl Processors {
 /// Requests under way continue, and are paid for afterwards. The used time is read once a
 /// millisecond, by one queue for all.
 pub struct Limit {
-    percent: u64,
+    /// 0: there is no limit.
+    percent: AtomicU64,
     clock: Arc<dyn Clock>,
     account: Mutex<Account>,
     /// When to read the used time again.
@@ -102,7 +134,7 @@ struct Account {
 
 impl std::fmt::Debug for Limit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Limit({} %)", self.percent)
+        write!(f, "Limit({} %)", self.percent.load(Relaxed))
     }
 }
 
@@ -117,13 +149,27 @@ impl Limit {
             free_ns: 0,
         };
         Limit {
-            percent,
+            percent: AtomicU64::new(percent),
             clock,
             account: Mutex::new(account),
             check_at_ns: AtomicU64::new(0),
             paid_at_ns: AtomicU64::new(0),
             plenty: AtomicBool::new(true),
         }
+    }
+
+    /// Changes the limit. What was owed is forgiven.
+    fn set(&self, percent: u32) {
+        let mut account = self.account.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.percent.swap(percent.into(), Relaxed) == u64::from(percent) {
+            return;
+        }
+        account.at_ns = self.clock.now_ns();
+        account.used_ns = self.clock.process_cpu_ns();
+        account.balance_ns = (SAVED_NS * u64::from(percent) / 100) as i64;
+        self.plenty.store(true, Relaxed);
+        self.paid_at_ns.store(0, Relaxed);
+        self.check_at_ns.store(if percent == 0 { u64::MAX } else { 0 }, Relaxed);
     }
 
     fn has_plenty(&self) -> bool {
@@ -152,7 +198,8 @@ impl Limit {
         let mut account = self.account.lock().unwrap_or_else(PoisonError::into_inner);
         // Another queue may have been faster, with a later time.
         let passed_ns = now_ns.saturating_sub(account.at_ns);
-        if passed_ns == 0 {
+        let percent = self.percent.load(Relaxed);
+        if passed_ns == 0 || percent == 0 {
             return;
         }
         let used_ns = self.clock.process_cpu_ns();
@@ -160,14 +207,14 @@ impl Limit {
         let free_ns = spent_ns.min(account.free_ns);
         account.free_ns -= free_ns;
         let spent_ns = (spent_ns - free_ns) as i64;
-        let most_ns = (SAVED_NS * self.percent / 100) as i64;
-        let earned_ns = i64::try_from(u128::from(passed_ns) * u128::from(self.percent) / 100);
+        let most_ns = (SAVED_NS * percent / 100) as i64;
+        let earned_ns = i64::try_from(u128::from(passed_ns) * u128::from(percent) / 100);
         let earned_ns = earned_ns.unwrap_or(i64::MAX);
         let balance_ns = account.balance_ns.saturating_add(earned_ns).min(most_ns) - spent_ns;
-        account.balance_ns = balance_ns.max(-((LONGEST_WAIT_NS * self.percent / 100) as i64));
+        account.balance_ns = balance_ns.max(-((LONGEST_WAIT_NS * percent / 100) as i64));
         (account.at_ns, account.used_ns) = (now_ns, used_ns);
         let debt_ns = account.balance_ns.min(0).unsigned_abs();
-        let paid_at_ns = now_ns + (debt_ns * 100).div_ceil(self.percent);
+        let paid_at_ns = now_ns + (debt_ns * 100).div_ceil(percent);
         self.plenty.store(account.balance_ns >= most_ns / 2, Relaxed);
         self.paid_at_ns.store(paid_at_ns, Relaxed);
         self.check_at_ns.store(paid_at_ns.max(now_ns + CHECK_NS), Relaxed);

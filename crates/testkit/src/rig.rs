@@ -25,6 +25,7 @@ use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::Counters;
 use ferrite_serve::path::device::Device;
 use ferrite_serve::path::full::OnFull;
+use ferrite_serve::path::limit::Limits;
 use ferrite_serve::processors::Processors;
 use ferrite_serve::tuning::Tuning;
 use ferrite_serve::waker::Waker;
@@ -93,6 +94,7 @@ pub fn work_config(domid: DomId, run_dir: PathBuf) -> WorkConfig {
         closes: true,
         tuning: Tuning::default(),
         on_full: OnFull::default(),
+        limits: Limits::default(),
         processors: Arc::default(),
         counters: Counters::default(),
         moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),

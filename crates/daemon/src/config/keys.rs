@@ -66,7 +66,7 @@ const HOST: [Key<HostOptions>; 3] = [
     },
 ];
 
-const DISK: [Key<DiskOptions>; 17] = [
+const DISK: [Key<DiskOptions>; 18] = [
     Key {
         name: "queues",
         allowed: "a number from 1 to 64",
@@ -165,6 +165,13 @@ const DISK: [Key<DiskOptions>; 17] = [
         allowed: "true or false",
         take: |disk, value| put(&mut disk.merge, value.as_bool()),
     },
+    Key {
+        name: "limit",
+        allowed: "\"none\", or limits in a second as in \"iops=500,bytes_write=10485760\", with a \
+                  burst behind a colon; there are iops, iops_read, iops_write, bytes, bytes_read \
+                  and bytes_write",
+        take: |disk, value| put(&mut disk.limits, word(value)),
+    },
 ];
 
 /// All keys of a disk with their values, formatted as in the file.
@@ -193,6 +200,7 @@ pub(super) fn values(disk: &DiskOptions) -> [(&'static str, String); DISK.len()]
         ("poll_cpu", disk.poll_cpu.to_string()),
         ("cpu", cpu),
         ("merge", disk.merge.to_string()),
+        ("limit", disk.limits.to_string()),
     ]
 }
 

@@ -12,6 +12,7 @@ use ferrite_disk::{INDEX_BYTES, METADATA_BYTES};
 use ferrite_io::engines::EngineChoice;
 use ferrite_serve::memory::DataMemory;
 use ferrite_serve::path::full::OnFull;
+use ferrite_serve::path::limit::Limits;
 use ferrite_serve::polling::PollWindow;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
@@ -97,6 +98,20 @@ pub struct DiskOptions {
     pub cpu: Option<u32>,
     /// Whether neighbouring requests share an operation.
     pub merge: bool,
+    /// The limits of requests and bytes in a second.
+    pub limits: Limits,
+}
+
+impl DiskOptions {
+    /// All keys with their values, formatted as in the file.
+    pub(crate) fn values(&self) -> impl Iterator<Item = (&'static str, String)> {
+        keys::values(self).into_iter()
+    }
+
+    /// The names of all keys.
+    pub fn keys() -> impl Iterator<Item = &'static str> {
+        keys::values(&DiskOptions::default()).into_iter().map(|(key, _)| key)
+    }
 }
 
 impl Default for Config {
@@ -136,6 +151,7 @@ impl Default for DiskOptions {
             poll_cpu: 100,
             cpu: None,
             merge: true,
+            limits: Limits::default(),
         }
     }
 }

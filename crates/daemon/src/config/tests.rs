@@ -43,6 +43,7 @@ poll_us = 50
 poll_cpu = 20
 cpu = 150
 merge = false
+limit = "iops_read=500,bytes=1048576:8388608"
 
 [images."/srv/images/db:1.vhd"]
 queues = 8
@@ -70,6 +71,7 @@ fn each_key_goes_to_its_place() {
         poll_cpu: 20,
         cpu: Some(150),
         merge: false,
+        limits: "iops_read=500,bytes=1048576:8388608".parse().unwrap(),
     };
     let image = DiskOptions { queues: 8, poll: PollWindow::Auto, ..disks.clone() };
     let expected = Config {

@@ -13,27 +13,29 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::pauses;
 use super::protocol::{
     Attached, DetachParams, Detached, Details, Disk, Disks, Full, NotUpgraded, Nothing, PhaseName,
     RpcError, Setting, ShowParams, Status, UpgradeParams, Upgraded, WaitParams, code,
 };
 use super::waits::waits_for;
+use super::{limits, pauses};
 use crate::config::nearest;
 use crate::directory::{self, Snapshot};
 use crate::state::DiskId;
 use crate::table::{Entry, Phase, Upgrade, detached};
-use crate::{Failure, Shared, Xen};
+use crate::{Failure, Shared, Xen, tuning};
 
 /// The names of all methods.
-pub(super) const METHODS: [&str; 16] = [
+pub(super) const METHODS: [&str; 18] = [
     "attach.wait",
     "daemon.status",
     "disk.coalesce",
     "disk.detach",
+    "disk.limit",
     "disk.list",
     "disk.pause",
     "disk.resume",
+    "disk.set",
     "disk.show",
     "job.cancel",
     "job.limit",
@@ -65,6 +67,8 @@ pub(super) fn call(shared: &Shared, method: &str, params: Value) -> Result<Value
         "disk.detach" => take(params).and_then(|request| reply(&detach(shared, &request)?)),
         "disk.pause" => take(params).and_then(|request| reply(&pauses::pause(shared, &request)?)),
         "disk.resume" => take(params).and_then(|request| reply(&pauses::resume(shared, &request)?)),
+        "disk.limit" => take(params).and_then(|request| reply(&limits::limit(shared, &request)?)),
+        "disk.set" => take(params).and_then(|request| reply(&limits::set(shared, &request)?)),
         "attach.wait" => take(params).and_then(|request| reply(&wait(shared, &request)?)),
         "upgrade" => take(params).and_then(|request| reply(&upgrade(shared, &request)?)),
         _ => super::jobs::call(shared, method, params).unwrap_or_else(|| {
@@ -207,13 +211,18 @@ fn show(shared: &Shared, id: DiskId) -> Result<Details, RpcError> {
 }
 
 /// The options of the disk's worker, which an older daemon may have started.
-fn settings(shared: &Shared, id: DiskId) -> Vec<Setting> {
+pub(super) fn settings(shared: &Shared, id: DiskId) -> Vec<Setting> {
     let of_entry = |entry: &Entry| Some((entry.beside.unwrap_or(id), entry.image.clone()?.path));
     let Some((kept, image)) = shared.table.read(|disks| disks.get(&id).and_then(of_entry)) else {
         return Vec::new();
     };
     let in_force = shared.serving.options(kept);
-    in_force.map(|options| shared.config.settings(&image, &options)).unwrap_or_default()
+    let mut settings =
+        in_force.map(|options| shared.config.settings(&image, &options)).unwrap_or_default();
+    let tune = |entry: &Entry| entry.tune.clone();
+    let tune = shared.table.read(|disks| disks.get(&kept).map(tune)).unwrap_or_default();
+    tuning::show(&mut settings, &tune);
+    settings
 }
 
 /// Detaches a disk as xl does: asks the guest, waits, and removes the directories. With `force`,

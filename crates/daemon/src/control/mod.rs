@@ -5,6 +5,7 @@
 pub mod client;
 mod job_messages;
 mod jobs;
+mod limits;
 mod methods;
 mod pauses;
 pub mod protocol;

@@ -1,5 +1,8 @@
 //! The messages of the control socket.
 
+use ferrite_serve::path::full::OnFull;
+use ferrite_serve::path::limit::Limits;
+use ferrite_serve::polling::PollWindow;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -266,6 +269,8 @@ pub enum Source {
     Image,
     /// The configuration at the time of the attachment, which has changed since.
     Earlier,
+    /// The running disk: `disk.limit` or `disk.set`.
+    Running,
 }
 
 /// A key of the configuration with its value for one disk.
@@ -357,4 +362,51 @@ pub struct NotUpgraded {
     pub why: String,
     /// The next step.
     pub help: String,
+}
+
+/// The parameters of `disk.limit`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LimitParams {
+    /// The disk to limit.
+    pub disk: DiskId,
+    /// All limits that it has from now on.
+    pub limits: Limits,
+}
+
+/// The result of `disk.limit`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Limited {
+    /// The disk.
+    pub disk: DiskId,
+    /// Its limits.
+    pub limits: Limits,
+}
+
+/// The parameters of `disk.set`. What is left out stays as it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SetParams {
+    /// The disk to change.
+    pub disk: DiskId,
+    /// What happens to requests that find no space.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub on_full: Option<OnFull>,
+    /// How long its queues poll before they sleep: `auto`, or microseconds.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub poll_us: Option<PollWindow>,
+    /// Its limit of processor time, in percent of one processor; 0 for none.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub cpu: Option<u32>,
+}
+
+/// The result of `disk.set`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SetDone {
+    /// The disk.
+    pub disk: DiskId,
+    /// The settings that were made on it while it runs, also earlier ones.
+    pub settings: Vec<Setting>,
 }

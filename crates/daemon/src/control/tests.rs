@@ -9,6 +9,9 @@ use super::protocol::*;
 use crate::params::Format;
 use crate::pause::Pause;
 use crate::state::DiskId;
+use ferrite_serve::path::full::OnFull;
+use ferrite_serve::path::limit::Limits;
+use ferrite_serve::polling::PollWindow;
 
 fn schema() -> Value {
     serde_json::from_str(include_str!("../../../../docs/control.schema.json")).unwrap()
@@ -138,6 +141,16 @@ fn every_type_is_described_as_it_is() {
     let (key, value) = ("on_full".to_owned(), "wait".to_owned());
     let setting = Setting { key, value, from: Source::Image };
     same("Setting", &setting);
+    let limits = "iops=1:2,iops_read=3:4,iops_write=5:6,bytes=65536:7,bytes_read=65536:8,\
+                  bytes_write=1048576:9";
+    let limits: Limits = limits.parse().unwrap();
+    same("Rate", &limits.iops.unwrap());
+    same("Limits", &limits);
+    same("LimitParams", &LimitParams { disk: id, limits });
+    same("Limited", &Limited { disk: id, limits });
+    let (on_full, poll_us) = (Some(OnFull::Wait), Some(PollWindow::Fixed(7)));
+    same("SetParams", &SetParams { disk: id, on_full, poll_us, cpu: Some(6400) });
+    same("SetDone", &SetDone { disk: id, settings: vec![setting.clone()] });
     let disk = disk();
     same(
         "Details",

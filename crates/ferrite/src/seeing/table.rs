@@ -24,7 +24,7 @@ const fn column(
 }
 
 /// All columns but the first, which is the disk's name. Narrow terminals cut the last ones off.
-pub(super) const COLUMNS: [Column; 15] = [
+pub(super) const COLUMNS: [Column; 16] = [
     column("r/s", 8, |r| whole(r.read.per_s), |r| r.read.per_s),
     column("w/s", 8, |r| whole(r.write.per_s), |r| r.write.per_s),
     column("rMB/s", 8, |r| tenth(r.read.bytes_per_s / 1e6), |r| r.read.bytes_per_s),
@@ -40,6 +40,7 @@ pub(super) const COLUMNS: [Column; 15] = [
     column("miss%", 6, |r| percent(r.metadata_miss_percent), |r| known(r.metadata_miss_percent)),
     column("poll%", 6, |r| percent(r.poll_hit_percent), |r| known(r.poll_hit_percent)),
     column("cpu%", 6, |r| percent(r.cpu_percent), |r| known(r.cpu_percent)),
+    column("lim%", 6, |r| percent(r.limit_waits_percent), |r| known(r.limit_waits_percent)),
 ];
 
 /// The least width of names.

@@ -6,6 +6,7 @@ use std::fmt;
 
 use ferrite_serve::counters::histogram::{BUCKETS, bucket_start_ns};
 use ferrite_serve::counters::snapshot::{KindCounts, process};
+use ferrite_serve::path::limit::NAMES;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{
     DescriptorEncoder, EncodeLabel as _, EncodeLabelSet, LabelSetEncoder, MetricEncoder, NoLabelSet,
@@ -115,6 +116,7 @@ impl Collector for Everything {
         self.jobs(&mut to)?;
         self.kinds(&mut to)?;
         self.counts(&mut to)?;
+        self.limits(&mut to)?;
         self.processes(&mut to)
     }
 }
@@ -279,6 +281,20 @@ impl Everything {
                 match is_time {
                     true => family.counter_f64(&labels, value as f64 / 1e9)?,
                     false => family.counter(&labels, value)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The limits of disks, of those that have some.
+    fn limits(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "Requests or bytes that a disk may have in a second";
+        let mut family = begin(to, "ferrite_disk_limit", help, None, MetricType::Gauge)?;
+        for disk in &self.disks {
+            for (name, limit) in NAMES.into_iter().zip(disk.snapshot.limits) {
+                if limit > 0 {
+                    family.gauge(&Labels::of(disk, &[("limit", name)]), limit as f64)?;
                 }
             }
         }

@@ -18,11 +18,12 @@ use rustix::io::Errno;
 
 use super::counts::Counts;
 use super::layout::{
-    BOOT_AT, DISK_TEXT_AT, DISK_TEXT_MAX, IMAGE_CHANGES_AT, IMAGE_TEXT_AT, IMAGE_TEXT_MAX, MADE_AT,
-    MAGIC, MAGIC_AT, PAGE_BYTES, PAGES, PID_AT, SIZE_AT, STARTED_AT, USED_AT,
+    BOOT_AT, DISK_TEXT_AT, DISK_TEXT_MAX, IMAGE_CHANGES_AT, IMAGE_TEXT_AT, IMAGE_TEXT_MAX,
+    LIMITS_AT, MADE_AT, MAGIC, MAGIC_AT, PAGE_BYTES, PAGES, PID_AT, SIZE_AT, STARTED_AT, USED_AT,
 };
 use super::page::{Page, WeakPage};
 use super::snapshot::{self, Boot};
+use crate::path::limit::{KINDS, Limits};
 
 /// The directory of all counters, beside the run directories of the disks.
 pub const FOLDER: &str = "stats";
@@ -43,6 +44,8 @@ struct Book {
     place: Option<PathBuf>,
     /// The path of the served image.
     image: String,
+    /// The disk's limits in a second.
+    limits: [u64; KINDS],
     file: Option<Kept>,
     /// Pages of the current paths, by index.
     pages: Vec<WeakPage>,
@@ -81,6 +84,15 @@ impl Counters {
     /// Changes the image's name.
     pub(crate) fn serves(&self, image: &str) {
         self.book().serves(image);
+    }
+
+    /// Tells readers of the disk's limits.
+    pub(crate) fn limit(&self, limits: &Limits) {
+        let mut book = self.book();
+        book.limits = limits.rates().map(|rate| rate.map_or(0, |rate| rate.per_s));
+        if let Some(kept) = &book.file {
+            kept.name_limits(&book.limits);
+        }
     }
 
     /// Opens or creates the file, if it is not open. Counting goes on without it.
@@ -142,6 +154,7 @@ impl Book {
         };
         kept.name_image(&self.image);
         kept.name_process();
+        kept.name_limits(&self.limits);
         let mut others = Counts::default();
         for path in 0..kept.used() {
             let page = kept.page(path)?;
@@ -246,6 +259,12 @@ impl Kept {
             self.header.store_u64(8 * USED_AT, path as u64 + 1);
         }
         Ok(page)
+    }
+
+    fn name_limits(&self, limits: &[u64; KINDS]) {
+        for (i, limit) in limits.iter().enumerate() {
+            self.header.store_u64(8 * (LIMITS_AT + i), *limit);
+        }
     }
 
     fn name_process(&self) {

@@ -30,6 +30,10 @@ pub(super) const STARTED_AT: usize = 5;
 pub(super) const BOOT_AT: usize = 6;
 /// Twice the number of changes of the image's name; odd during a change.
 pub(super) const IMAGE_CHANGES_AT: usize = 8;
+/// The limits of the disk in a second, in the order of their [names](crate::path::limit::NAMES); 0
+/// for none.
+pub(super) const LIMITS_AT: usize = 9;
+const _: () = assert!(8 * (LIMITS_AT + crate::path::limit::KINDS) <= DISK_TEXT_AT);
 
 /// The disk's name: its length and its bytes.
 pub(super) const DISK_TEXT_AT: usize = 128;

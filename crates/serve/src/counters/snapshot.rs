@@ -14,9 +14,11 @@ use super::counts::Counts;
 use super::histogram::BUCKETS;
 use super::layout::{
     BOOT_AT, DISK_TEXT_AT, DISK_TEXT_MAX, ERRORS, HISTOGRAM, IMAGE_CHANGES_AT, IMAGE_TEXT_AT,
-    IMAGE_TEXT_MAX, KIND_WORDS, KINDS_AT, MADE_AT, MAGIC, MAGIC_AT, MAX_NS, PAGE_BYTES, PAGE_WORDS,
-    PAGES, PID_AT, SECTORS, SIZE_AT, SPACE_SINCE_AT, STARTED_AT, SUBMITTED, SUM_NS, USED_AT,
+    IMAGE_TEXT_MAX, KIND_WORDS, KINDS_AT, LIMITS_AT, MADE_AT, MAGIC, MAGIC_AT, MAX_NS, PAGE_BYTES,
+    PAGE_WORDS, PAGES, PID_AT, SECTORS, SIZE_AT, SPACE_SINCE_AT, STARTED_AT, SUBMITTED, SUM_NS,
+    USED_AT,
 };
+use crate::path::limit::KINDS;
 
 /// Attempts to read a file that is being written.
 const ATTEMPTS: u32 = 10;
@@ -147,6 +149,9 @@ pub struct Snapshot {
     /// The time since when requests wait for space, in seconds since 1970. `None`: no request
     /// waits.
     pub full_since_unix_s: Option<u64>,
+    /// The limits in a second, in the order of their [names](crate::path::limit::NAMES); 0 for
+    /// none.
+    pub limits: [u64; KINDS],
     /// The counters of reads.
     pub reads: KindCounts,
     /// The counters of writes, barriers, and flushes with data.
@@ -243,6 +248,7 @@ pub fn parse(bytes: &[u8]) -> Result<Snapshot, Problem> {
         made_unix_s: word(bytes, MADE_AT),
         counts: Counts::default(),
         full_since_unix_s: None,
+        limits: std::array::from_fn(|i| word(bytes, LIMITS_AT + i)),
         reads: KindCounts::default(),
         writes: KindCounts::default(),
         flushes: KindCounts::default(),

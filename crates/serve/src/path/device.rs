@@ -222,7 +222,7 @@ impl Device {
     /// Whether a failed flush may be repeated: metadata found no space and are still dirty, and no
     /// sync has failed.
     fn is_passing(&self, disk: &Disk, e: &io::Error) -> bool {
-        self.full.policy == OnFull::Wait && is_full(e) && !disk.is_faulty()
+        self.full.policy() == OnFull::Wait && is_full(e) && !disk.is_faulty()
     }
 
     /// Counts a failed sync as a failed flush, even if no flush requested it: a write that takes
@@ -279,7 +279,7 @@ impl Device {
         members.iter().filter_map(|member| wakers[*member].as_ref()).for_each(|waker| waker.wake());
     }
 
-    pub(super) fn wake_all(&self) {
+    pub(crate) fn wake_all(&self) {
         self.wakers().iter().flatten().for_each(|waker| waker.wake());
     }
 

@@ -3,10 +3,14 @@
 use std::fmt;
 use std::io;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use serde::{Deserialize, Serialize};
+
 /// What happens to a request whose storage has no space for it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum OnFull {
     /// It fails with an error.
     #[default]
@@ -46,7 +50,8 @@ pub(super) fn is_full(e: &io::Error) -> bool {
 /// A device's policy for full storage, and its waiting requests.
 #[derive(Debug, Default)]
 pub(super) struct Full {
-    pub(super) policy: OnFull,
+    /// Whether requests wait for space. If not, they fail.
+    waits_for_space: AtomicBool,
     waits: Mutex<Waits>,
 }
 
@@ -58,6 +63,14 @@ pub(super) struct Waits {
 }
 
 impl Full {
+    pub(super) fn policy(&self) -> OnFull {
+        if self.waits_for_space.load(Relaxed) { OnFull::Wait } else { OnFull::Error }
+    }
+
+    pub(super) fn set_policy(&self, policy: OnFull) {
+        self.waits_for_space.store(policy == OnFull::Wait, Relaxed);
+    }
+
     pub(super) fn waits(&self) -> MutexGuard<'_, Waits> {
         self.waits.lock().unwrap_or_else(PoisonError::into_inner)
     }

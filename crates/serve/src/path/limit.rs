@@ -12,6 +12,7 @@
 //! write waits behind a read that has no tokens.
 
 use std::fmt;
+use std::str::FromStr;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::sync::{Mutex, PoisonError};
@@ -127,18 +128,45 @@ impl Limits {
 }
 
 impl fmt::Display for Limits {
-    /// As in `iops 500, bytes_write 1048576 (burst 4194304)`; `none`.
+    /// As in `iops=500,bytes_write=1048576:4194304`, where the burst is behind the colon; `none`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut between = "";
         for (name, rate) in NAMES.iter().zip(self.rates()) {
             let Some(Rate { per_s, burst }) = rate else { continue };
-            write!(f, "{between}{name} {per_s}")?;
+            write!(f, "{between}{name}={per_s}")?;
             if let Some(burst) = burst {
-                write!(f, " (burst {burst})")?;
+                write!(f, ":{burst}")?;
             }
-            between = ", ";
+            between = ",";
         }
         if between.is_empty() { f.write_str("none") } else { Ok(()) }
+    }
+}
+
+impl FromStr for Limits {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let mut limits = Limits::default();
+        if s == "none" {
+            return Ok(limits);
+        }
+        for part in s.split(',') {
+            let (name, rate) = part.split_once('=').unwrap_or((part, ""));
+            let (per_s, burst) = match rate.split_once(':') {
+                Some((per_s, burst)) => (per_s.parse().ok(), burst.parse().ok().map(Some)),
+                None => (rate.parse().ok(), Some(None)),
+            };
+            let index = NAMES.iter().position(|known| *known == name);
+            let (Some(index), Some(per_s), Some(burst)) = (index, per_s, burst) else {
+                let names = NAMES.join(", ");
+                return Err(format!("{part:?} is no limit: write NAME=N or NAME=N:BURST; {names}"));
+            };
+            if let Some(rate) = limits.rate_mut(index) {
+                *rate = Some(Rate { per_s, burst });
+            }
+        }
+        limits.check().map(|()| limits)
     }
 }
 

@@ -34,9 +34,15 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 impl Device {
     /// Sets the policy for requests that find no space.
     #[must_use]
-    pub fn on_full(mut self, policy: OnFull) -> Device {
-        self.full.policy = policy;
+    pub fn on_full(self, policy: OnFull) -> Device {
+        self.set_on_full(policy);
         self
+    }
+
+    /// Sets the policy of a device that is served. Requests that wait for space and are to fail do
+    /// so at their next try.
+    pub fn set_on_full(&self, policy: OnFull) {
+        self.full.set_policy(policy);
     }
 
     /// Whether requests of any path wait for space.
@@ -190,7 +196,7 @@ impl RequestPath {
     /// Whether a request with this error is to wait for space.
     pub(super) fn may_wait(&self, e: &io::Error) -> bool {
         let device = self.member.device();
-        let waits = device.full.policy == OnFull::Wait && !self.space.given_up;
+        let waits = device.full.policy() == OnFull::Wait && !self.space.given_up;
         waits && is_full(e) && !device.flush_has_failed()
     }
 

@@ -27,6 +27,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 mod budget;
 mod delay;
 mod host;
@@ -78,7 +80,8 @@ const FORGIVEN_BY: u32 = 256;
 const WHOLE: u32 = 1 << 16;
 
 /// How long a queue polls for work before it sleeps.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub enum PollWindow {
     /// As long as it pays.
     #[default]
@@ -93,6 +96,20 @@ impl fmt::Display for PollWindow {
             PollWindow::Auto => f.write_str("auto"),
             PollWindow::Fixed(us) => us.fmt(f),
         }
+    }
+}
+
+impl From<PollWindow> for String {
+    fn from(window: PollWindow) -> String {
+        window.to_string()
+    }
+}
+
+impl TryFrom<String> for PollWindow {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
     }
 }
 

@@ -22,6 +22,8 @@ fn disk(domain: u32, reads: f64, p50_us: Option<f64>) -> Rates {
         metadata_miss_percent: None,
         poll_hit_percent: Some(50.0),
         cpu_percent: Some(12.5),
+        limits: [("iops", 300)].into(),
+        limit_waits_percent: Some(25.0),
         errors: 0,
     }
 }
@@ -46,14 +48,14 @@ fn screen(view: &View, width: u16, height: u16) -> Vec<String> {
 /// The disks in the order of their lines.
 fn order(view: &View) -> Vec<String> {
     let names = |line: &String| line.strip_prefix("guest").map(|rest| rest[..1].to_owned());
-    screen(view, 140, 10).iter().filter_map(names).collect()
+    screen(view, 150, 10).iter().filter_map(names).collect()
 }
 
 #[test]
 fn a_screen_has_all_disks_and_the_keys() {
-    let lines = screen(&view(), 140, 8);
+    let lines = screen(&view(), 150, 8);
     assert_eq!(lines[0], "3 disks, 330 IO/s, 1.4 MB/s, every 1 s");
-    assert!(lines[1].starts_with("disk") && lines[1].ends_with("cpu%"), "{lines:#?}");
+    assert!(lines[1].starts_with("disk") && lines[1].ends_with("lim%"), "{lines:#?}");
     assert!(lines[2].starts_with("guest1/xvda "), "{lines:#?}");
     let words: Vec<&str> = lines[3].split_whitespace().collect();
     assert_eq!(words[..7], ["guest2/xvda", "300", "0", "1.2", "0.0", "0", "20.0us"]);

@@ -11,6 +11,7 @@ use super::connected::EngineFactory;
 use crate::blkif::negotiate::Offer;
 use crate::counters::Counters;
 use crate::path::full::OnFull;
+use crate::path::limit::Limits;
 use crate::processors::Processors;
 use crate::tuning::Tuning;
 
@@ -75,6 +76,8 @@ pub struct WorkConfig {
     /// What happens to requests that find no space. It is used by a worker that opens its image. A
     /// device in one process has its own policy.
     pub on_full: OnFull,
+    /// The limits of requests and bytes in a second, from the start.
+    pub limits: Limits,
     /// The limit of processor time.
     pub processors: Arc<Processors>,
     /// The counters, which the caller may read at any time.

@@ -270,9 +270,10 @@ impl ConnectedFrontend {
         None
     }
 
-    /// Answers the requests on the rings without regard to the processor limit: the toolstack wants
-    /// the disk back, and the guest may be gone soon.
+    /// Answers the requests on the rings without regard to the limits of the processor and of
+    /// requests and bytes: the toolstack wants the disk back, and the guest may be gone soon.
     pub(super) fn hurry(&self, now_ns: u64) {
+        self.connection.shared.device.limiter.lift(now_ns);
         self.connection.shared.processors.forgive(now_ns);
         self.connection.shared.wake_all();
     }

@@ -8,6 +8,7 @@ use ferrite_host::frames::UnknownVersion;
 use serde::{Deserialize, Serialize};
 
 use super::error::ServeError;
+use super::tune::Tune;
 use crate::blkif::negotiate::{DiskFacts, Wanted};
 
 /// An order to a worker. It is done when its [`Reply`] comes.
@@ -36,6 +37,8 @@ pub(super) enum Order {
     Stop,
     /// Answer the requests on the rings without regard to the processor limit.
     Hurry,
+    /// Set this on the running disk.
+    Tune(Tune),
     /// Write to the medium what no flush has requested, as no guest is connected.
     Save,
     /// Read the medium's size. Reply: [`Size`](Reply::Size).

@@ -42,6 +42,7 @@ mod run_dir;
 mod states;
 mod successor;
 mod sweep;
+mod tune;
 mod worker;
 mod worker_handle;
 mod xenbus;
@@ -58,6 +59,7 @@ pub use remote::work::{Lines, Opened, work, work_from};
 pub use reported::clear_error as clear_failure;
 pub use run_dir::{STOPPED, TABLE, remove_run_dir, remove_second, run_dir_name};
 pub use sweep::sweep;
+pub use tune::Tune;
 
 use attachment::DIRECTORY;
 use inbox::{Event, Wait};
@@ -131,11 +133,13 @@ pub fn follow(
     log_limits: &LogLimits,
     stop: &Waker,
 ) -> Result<Outcome, ServeError> {
-    follow_notifying(store, line, config, log_limits, stop, |_| Ok(()))
+    follow_notifying(store, line, config, log_limits, stop, &Tune::default(), |_, _| Ok(()))
 }
 
-/// As [`follow`]. Calls `opened` with the disk's facts when the worker has opened the image, before
-/// the guest or the toolstack is told. An error of `opened` is returned, and the image stays open.
+/// As [`follow`]. When the worker has opened the image, it is given the settings of `tune`, and
+/// `opened` is called with the disk's facts and their result, before the guest or the toolstack is
+/// told. A worker that does not take the settings serves the guest all the same. An error of
+/// `opened` is returned, and the image stays open.
 ///
 /// # Errors
 /// As [`follow`].
@@ -145,10 +149,12 @@ pub fn follow_notifying(
     config: &FollowConfig,
     log_limits: &LogLimits,
     stop: &Waker,
-    opened: impl FnOnce(&DiskFacts) -> Result<(), ServeError>,
+    tune: &Tune,
+    opened: impl FnOnce(&DiskFacts, Result<(), ServeError>) -> Result<(), ServeError>,
 ) -> Result<Outcome, ServeError> {
     let open = |line: &mut Line<'_>, attachment: &Attachment| {
-        line.open(attachment.read_only, !attachment.may_discard)
+        line.open(attachment.read_only, !attachment.may_discard)?;
+        line.tune(tune)
     };
     follow_a_line(store, line, config, log_limits, stop, open, opened)
 }
@@ -169,20 +175,20 @@ pub fn follow_second(
     let join = |line: &mut Line<'_>, attachment: &Attachment| {
         line.join(attachment.read_only, config.domid)
     };
-    follow_a_line(store, line, config, log_limits, stop, join, |_| {
+    follow_a_line(store, line, config, log_limits, stop, join, |_, ()| {
         opened();
         Ok(())
     })
 }
 
-fn follow_a_line(
+fn follow_a_line<T>(
     store: &mut Store,
     line: BorrowedFd<'_>,
     config: &FollowConfig,
     log_limits: &LogLimits,
     stop: &Waker,
-    open: impl FnOnce(&mut Line<'_>, &Attachment) -> Result<(), Failure>,
-    opened: impl FnOnce(&DiskFacts) -> Result<(), ServeError>,
+    open: impl FnOnce(&mut Line<'_>, &Attachment) -> Result<T, Failure>,
+    opened: impl FnOnce(&DiskFacts, T) -> Result<(), ServeError>,
 ) -> Result<Outcome, ServeError> {
     let attachment = match find(store, config, stop, Outcome::Left)? {
         Ok(attachment) => attachment,
@@ -190,9 +196,9 @@ fn follow_a_line(
     };
     let followed = || {
         let mut line = Line::new(line, stop);
-        open(&mut line, &attachment)?;
+        let found = open(&mut line, &attachment)?;
         let facts = carry_out::facts(&mut line)?;
-        opened(&facts)?;
+        opened(&facts, found)?;
         let clock = SystemClock::shared();
         let means = FollowContext { store, worker: Box::new(line), clock, log_limits, stop };
         Backend::new(means, config, &facts, attachment)?.run()

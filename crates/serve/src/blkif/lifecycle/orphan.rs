@@ -12,6 +12,7 @@ use super::error::ServeError;
 use super::messages::Rings;
 use super::refusal::Refusal;
 use super::states::is_in_use;
+use super::tune::Tune;
 use crate::blkif::negotiate::{self, Wanted};
 use ferrite_xen::xenbus::XenbusState;
 
@@ -36,6 +37,8 @@ pub struct Orphan {
     /// The rings, see [`Order::TakeOver`](super::messages::Order::TakeOver).
     pub(super) rings: Rings,
     pub(super) told_sectors: Option<u64>,
+    /// What was set on the running disk. The caller knows it, and xenstore does not.
+    pub tune: Tune,
 }
 
 impl Orphan {
@@ -58,7 +61,8 @@ impl Orphan {
         match predecessors_rings(store, backend, &attachment.frontend, (domid, devid)) {
             Ok((rings, told_sectors)) => {
                 let Attachment { read_only, may_discard, .. } = attachment;
-                Ok(Some(Orphan { read_only, keeps_all: !may_discard, rings, told_sectors }))
+                let (keeps_all, tune) = (!may_discard, Tune::default());
+                Ok(Some(Orphan { read_only, keeps_all, rings, told_sectors, tune }))
             }
             Err(Refusal::Host(e)) => Err(e),
             // Its keys are invalid. The next follower reports that.

@@ -82,6 +82,8 @@ impl<'a> Worker<'a> {
         }
         let image = disk(device)?.identity().map_or(String::new(), |image| image.path);
         config.counters.place(&config.run_dir, &image);
+        device.set_limits(&config.limits);
+        config.counters.limit(&config.limits);
         let context = context(hypervisor, device, (domid, Side::First), files, config, engine)?;
         Worker::with(context, config.closes)
     }
@@ -325,6 +327,10 @@ impl WorkerHandle for Worker<'_> {
                 if let Some(attached) = &self.attached {
                     attached.hurry(self.context.device.clock.now_ns());
                 }
+            }
+            Order::Tune(tune) => {
+                let ConnectionContext { device, processors, counters, .. } = &self.context;
+                tune.apply(device, processors, counters);
             }
             Order::Save => {
                 // No frontend is connected that could want a predecessor's requests.

@@ -10,7 +10,7 @@ use ferrite_io::reactor::Wait;
 
 use super::storm::Storm;
 use super::{DRAIN, EVENT, Queue, REARM};
-use crate::polling::{HELD_NS, Poll, Poller, RunDelay, stolen_ns, wake_up_ns};
+use crate::polling::{HELD_NS, Poll, PollWindow, Poller, RunDelay, stolen_ns, wake_up_ns};
 use crate::processors::Processors;
 use crate::trace::Noticed;
 use crate::tuning::Tuning;
@@ -26,6 +26,7 @@ const TURNS: u32 = 32;
 
 /// How this queue waits.
 pub(super) struct Waiting {
+    window: PollWindow,
     poller: Poller,
     delay: RunDelay,
     /// When this queue polled last, while it holds a unit of the host's polling budget that it may
@@ -54,6 +55,7 @@ impl Waiting {
     pub(super) fn new(tuning: &Tuning, processors: &Processors) -> Waiting {
         let cpus = ferrite_host::processors::count();
         Waiting {
+            window: tuning.poll,
             poller: Poller::new(tuning.poll, wake_up_ns(), cpus, processors.host.is_some()),
             delay: RunDelay::of_this_thread(),
             polled_ns: None,
@@ -174,6 +176,7 @@ impl Queue {
 
     /// Returns for how long to poll from now on, in nanoseconds; 0 means not at all.
     fn window_ns(&mut self, from_ns: u64) -> u64 {
+        self.follow_window();
         self.read_host_load(from_ns);
         if self.waiting.poller.is_wait_check_due(from_ns)
             && let Some(total_ns) = self.waiting.delay.total_ns()
@@ -187,6 +190,19 @@ impl Queue {
             && processors.may_poll()
             && processors.polling.is_left(from_ns);
         if may_poll { window_ns } else { 0 }
+    }
+
+    /// Begins to poll for as long as was set on the running disk.
+    fn follow_window(&mut self) {
+        let processors = &self.connection.shared.processors;
+        if let Some(window) = processors.window()
+            && self.waiting.window != window
+        {
+            let has_host = processors.host.is_some();
+            self.waiting.window = window;
+            self.waiting.poller =
+                Poller::new(window, wake_up_ns(), ferrite_host::processors::count(), has_host);
+        }
     }
 
     /// Polls for requests and completions while that is worthwhile. Meanwhile the guest is not

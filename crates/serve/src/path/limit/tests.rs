@@ -156,7 +156,15 @@ fn limits_have_bounds_and_are_said_in_one_line() {
     }
     assert_eq!(Limits::default().to_string(), "none");
     let both = Limits { bytes_write: rate(1 << 20), ..iops(500, Some(900)) };
-    assert_eq!(both.to_string(), "iops 500 (burst 900), bytes_write 1048576");
+    assert_eq!(both.to_string(), "iops=500:900,bytes_write=1048576");
+    for limits in [Limits::default(), both] {
+        assert_eq!(limits.to_string().parse(), Ok(limits));
+    }
+    for wrong in
+        ["", "iops", "iops=", "iops=0", "iops=1:", "iops=1:x", "iop=1", "bytes=1", "iops=1,"]
+    {
+        assert!(wrong.parse::<Limits>().is_err(), "{wrong}");
+    }
     let text = serde_json::to_string(&both).unwrap();
     assert_eq!(text, r#"{"iops":{"per_s":500,"burst":900},"bytes_write":{"per_s":1048576}}"#);
     assert_eq!(serde_json::from_str::<Limits>(&text).unwrap(), both);

@@ -16,6 +16,7 @@ use rustix::io::Errno;
 
 use super::super::error::ServeError;
 use super::super::messages::{Failure, Order, Reply, Report};
+use super::super::tune::Tune;
 use super::super::worker_handle::WorkerHandle;
 use super::wire::{Message, Request, RequestKind, VERSION, receive_message, send_message};
 use crate::waker::Waker;
@@ -23,6 +24,9 @@ use crate::waker::Waker;
 /// Most unsolicited messages between two requests. A queue sends two at most: that its ring is
 /// broken, and that it has failed.
 const MAX_UNSOLICITED: u32 = 256;
+/// The first version of the line, and the one from which on workers know [`Order::Tune`].
+const FIRST: u32 = 1;
+const TUNES: u32 = 2;
 /// Most bytes of a text that is passed on. The longest value of xenstore has 4096.
 const TEXT_BYTES: usize = 1024;
 /// The shortest interval between checks of the image's size, whatever the worker says.
@@ -44,6 +48,8 @@ pub(in super::super) struct Line<'a> {
     end: Option<Instant>,
     /// Number of the last request. It starts at random: replies to an earlier follower are dropped.
     number: u64,
+    /// The version that both ends speak, once the image was opened.
+    version: u32,
     reports: VecDeque<Report>,
     /// Whether all states are to be read again.
     recheck: bool,
@@ -59,6 +65,7 @@ impl<'a> Line<'a> {
             stop,
             end: None,
             number,
+            version: FIRST,
             reports: VecDeque::new(),
             recheck: false,
             unsolicited: 0,
@@ -76,7 +83,8 @@ impl<'a> Line<'a> {
         match self.request(open)? {
             Reply::Opened { version, program } => {
                 let agreed = VERSION.agree(version);
-                agreed.map_err(|e| Failure::version("cannot follow the worker", &e))?;
+                self.version =
+                    agreed.map_err(|e| Failure::version("cannot follow the worker", &e))?;
                 let ours = env!("CARGO_PKG_VERSION");
                 if (version, program.as_str()) != (VERSION.own, ours) {
                     tracing::info!(
@@ -90,6 +98,30 @@ impl<'a> Line<'a> {
             reply => Err(Failure::Lost(format!(
                 "it replied {reply:.60?} to a request to open the image"
             ))),
+        }
+    }
+
+    /// Has the worker set this on the running disk, if there is anything to set. The inner error is
+    /// the worker's, which serves the disk as before.
+    pub(in super::super) fn tune(
+        &mut self,
+        tune: &Tune,
+    ) -> Result<Result<(), ServeError>, Failure> {
+        if tune.is_empty() {
+            return Ok(Ok(()));
+        }
+        if self.version < TUNES {
+            return Ok(Err(ServeError::Open {
+                what: "cannot change the running disk".to_owned(),
+                why: "its worker is of an older ferrite, which does not know these settings"
+                    .to_owned(),
+                help: "move it to this version first: ferrite upgrade".to_owned(),
+            }));
+        }
+        match self.request(RequestKind::Order(Order::Tune(tune.clone()))) {
+            Ok(_) => Ok(Ok(())),
+            Err(e @ (Failure::Lost(_) | Failure::Left)) => Err(e),
+            Err(e) => Ok(Err(e.into())),
         }
     }
 

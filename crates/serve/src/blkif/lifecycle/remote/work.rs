@@ -248,9 +248,10 @@ impl<'a> WorkerProcess<'a> {
     /// Takes over a guest that a predecessor has left, as its follower would have requested. A
     /// follower that comes meanwhile requests the same, and finds it done.
     fn take_over_orphan(&mut self, orphan: Orphan) -> Result<(), ServeError> {
-        let Orphan { read_only, keeps_all, rings, told_sectors } = orphan;
+        let Orphan { read_only, keeps_all, rings, told_sectors, tune } = orphan;
         // A failure here may be temporary: the next worker tries again.
         self.open(read_only, keeps_all)?;
+        self.order(Order::Tune(tune))?;
         self.order(Order::Remember)?;
         self.order(Order::Enter)?;
         match self.order(Order::TakeOver { rings, told_sectors }) {
