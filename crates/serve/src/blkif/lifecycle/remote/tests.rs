@@ -9,6 +9,7 @@ use ferrite_xen::hypervisor::GrantRef;
 use rustix::net::{SendFlags, send};
 
 use super::super::messages::{Failure, OpenFailure, Order, Reply, Report, Rings};
+use super::super::tune::Tune;
 use super::super::worker_handle::WorkerHandle;
 use super::line::Line;
 use super::wire::{LINE, Message, Request, RequestKind, receive_message, send_message};
@@ -287,4 +288,42 @@ fn what_comes_beside_an_answer_is_heard_after_it() {
     assert!(!end.has_pending_events());
     send_message(worker.as_fd(), &Message::Recheck, true).unwrap();
     assert_eq!(wait_for([end.reports_fd()], None).unwrap(), [true]);
+}
+
+#[test]
+fn settings_go_to_a_worker_that_knows_them_and_for_an_older_one_there_is_an_upgrade() {
+    let tune = Tune { cpu: Some(50), ..Tune::default() };
+    for (version, knows) in [(1, false), (2, true)] {
+        let (follower, worker) = line();
+        let given = tune.clone();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let opened = Reply::Opened { version, program: "0.1.0".to_owned() };
+                answer(&worker, asked(&worker).number, Ok(opened));
+                if knows {
+                    let Request { number, what } = asked(&worker);
+                    assert_eq!(what, RequestKind::Order(Order::Tune(given)));
+                    answer(&worker, number, Ok(Reply::Done));
+                }
+                // Settings of which none is made are not sent.
+                let Request { number, what } = asked(&worker);
+                assert_eq!(what, RequestKind::Order(Order::Save));
+                answer(&worker, number, Ok(Reply::Done));
+            });
+            let stop = Waker::new().unwrap();
+            let mut line = Line::new(follower.as_fd(), &stop);
+            line.open(false, false).unwrap();
+            match line.tune(&tune).unwrap() {
+                Ok(()) => assert!(knows),
+                Err(e) => {
+                    assert!(!knows);
+                    let said = "cannot change the running disk: its worker is of an older \
+                                ferrite, which does not know these settings";
+                    assert_eq!(e.to_string(), said);
+                }
+            }
+            line.tune(&Tune::default()).unwrap().unwrap();
+            line.carry_out(Order::Save).unwrap();
+        });
+    }
 }
