@@ -31,8 +31,8 @@ pub fn start(run: &Path, id: DiskId, connect: impl FnOnce() -> Result<Store, Sto
     }
     match find(id, connect) {
         Ok(Some(mut orphan)) => {
-            orphan.tune =
-                States::peek(&paths.states(), id).map(|known| known.tune).unwrap_or_default();
+            let known = States::peek(&paths.states(), id);
+            orphan.tune = known.map(|known| Box::new(known.tune)).unwrap_or_default();
             Start::Orphan(orphan)
         }
         Ok(None) => Start::WaitForFollower,

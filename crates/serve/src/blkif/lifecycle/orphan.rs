@@ -38,7 +38,7 @@ pub struct Orphan {
     pub(super) rings: Rings,
     pub(super) told_sectors: Option<u64>,
     /// What was set on the running disk. The caller knows it, and xenstore does not.
-    pub tune: Tune,
+    pub tune: Box<Tune>,
 }
 
 impl Orphan {
@@ -61,7 +61,7 @@ impl Orphan {
         match predecessors_rings(store, backend, &attachment.frontend, (domid, devid)) {
             Ok((rings, told_sectors)) => {
                 let Attachment { read_only, may_discard, .. } = attachment;
-                let (keeps_all, tune) = (!may_discard, Tune::default());
+                let (keeps_all, tune) = (!may_discard, Box::default());
                 Ok(Some(Orphan { read_only, keeps_all, rings, told_sectors, tune }))
             }
             Err(Refusal::Host(e)) => Err(e),

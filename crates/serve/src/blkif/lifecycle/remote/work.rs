@@ -251,7 +251,7 @@ impl<'a> WorkerProcess<'a> {
         let Orphan { read_only, keeps_all, rings, told_sectors, tune } = orphan;
         // A failure here may be temporary: the next worker tries again.
         self.open(read_only, keeps_all)?;
-        self.order(Order::Tune(tune))?;
+        self.order(Order::Tune(*tune))?;
         self.order(Order::Remember)?;
         self.order(Order::Enter)?;
         match self.order(Order::TakeOver { rings, told_sectors }) {
