@@ -337,6 +337,32 @@ mod tests {
     }
 
     #[test]
+    fn a_limit_and_a_window_are_set_changed_and_removed_while_a_disk_is_served() {
+        let world = Arc::new(World::default());
+        let clock: Arc<dyn Clock> = world.clone();
+        let disk = Processors::default();
+        let owed_after = |percent| {
+            disk.set_limit(percent, &clock);
+            assert_eq!(disk.debt(world.now_ns()), None, "what was owed is forgiven");
+            world.pass(CHECK_NS, SECOND_NS);
+            disk.debt(world.now_ns()).map(|owed| owed.as_millis())
+        };
+        assert_eq!(owed_after(0), None);
+        // A tenth of a second's share is saved, and a millisecond's earned.
+        assert_eq!(owed_after(50), Some(1899));
+        assert_eq!(owed_after(200), Some(399));
+        assert_eq!(owed_after(0), None);
+        assert!(disk.may_poll());
+        assert_eq!(owed_after(50), Some(1899));
+
+        assert_eq!(disk.window(), None);
+        for window in [PollWindow::Auto, PollWindow::Fixed(0), PollWindow::Fixed(70)] {
+            disk.set_window(window);
+            assert_eq!(disk.window(), Some(window));
+        }
+    }
+
+    #[test]
     fn polling_leaves_half_of_it_for_work() {
         let world = Arc::new(World::default());
         let limit = Limit::new(100, world.clone());

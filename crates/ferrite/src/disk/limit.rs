@@ -244,6 +244,27 @@ mod tests {
     }
 
     #[test]
+    fn the_commands_that_the_manual_shows_are_understood() {
+        let manual = include_str!("../../../../docs/operations.md");
+        let lines = manual.lines().filter_map(|line| line.strip_prefix("ferrite disk "));
+        let mut seen = 0;
+        for line in lines.map(|line| line.split('#').next().unwrap_or_default()) {
+            match line.split(' ').next() {
+                Some("limit" | "set") => seen += 1,
+                _ => continue,
+            }
+            match understood(line) {
+                Some(DiskCommand::Limit(args)) => drop(limits(&args).unwrap()),
+                Some(DiskCommand::Set(args)) => {
+                    drop(params(&args, "3/51712".parse().unwrap()).unwrap());
+                }
+                other => panic!("{line}: {other:?}"),
+            }
+        }
+        assert_eq!(seen, 7);
+    }
+
+    #[test]
     fn a_key_that_needs_more_than_this_command_is_told_what() {
         let asked = |settings: &str| match understood(&format!("set 3/xvda {settings}")) {
             Some(DiskCommand::Set(args)) => {

@@ -162,6 +162,18 @@ fn examples(name: &str) -> Terms {
             ("Copy at most 20 MiB a second.", "ferrite job limit 7 20M"),
             ("Copy as fast as the storage allows.", "ferrite job limit 7 none"),
         ],
+        "ferrite-disk-limit" => &[
+            (
+                "Limit a guest's disk while it runs.",
+                "ferrite disk limit web1/xvdb --iops 500 --bytes 20M",
+            ),
+            ("Limit what it writes.", "ferrite disk limit web1/xvdb --iops 200:write"),
+            ("Remove all limits.", "ferrite disk limit web1/xvdb --none"),
+        ],
+        "ferrite-disk-set" => &[(
+            "Have writes wait while the storage is full.",
+            "ferrite disk set web1/xvdb on_full=wait",
+        )],
         "ferrite-disk-wait" => {
             &[("Wait for a minute at most.", "ferrite disk wait --timeout 60 web1/xvdb")]
         }
