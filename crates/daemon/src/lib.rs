@@ -44,9 +44,11 @@ pub mod pause;
 mod siblings;
 pub mod state;
 mod supervise;
+mod switched;
 pub mod table;
 mod tuning;
 mod unserved;
+mod verbs;
 mod wait;
 
 use config::{Config, DiskOptions};
@@ -54,6 +56,7 @@ use jobs::{Jobs, Means};
 use joint_upgrade::Participant;
 use params::Image;
 use state::{DiskId, States};
+use switched::Switched;
 use table::{Phase, Table, Upgrade, WakeReason};
 
 /// The reason why a disk is not served, with the next step.
@@ -317,6 +320,7 @@ pub(crate) struct Shared {
     serving: Arc<dyn Serving>,
     connect: Connect,
     states: States,
+    switched: Switched,
     table: Table,
     jobs: Jobs,
     clock: Arc<dyn Clock>,
@@ -433,6 +437,7 @@ impl Daemon {
         DirBuilder::new().recursive(true).mode(0o700).create(&paths.run)?;
         let lock = Lock::take(paths.lock())?;
         let states = States::open(&paths.states())?;
+        let switched = Switched::new(&config.state_folder);
         let jobs = Jobs::open(&paths.jobs(), Means::default())?;
         let shared = Shared {
             config,
@@ -440,6 +445,7 @@ impl Daemon {
             serving,
             connect,
             states,
+            switched,
             table: Table::default(),
             jobs,
             clock: SystemClock::shared(),

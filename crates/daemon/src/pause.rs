@@ -242,7 +242,10 @@ impl Shared {
         let tune = self.table.read(|disks| disks.get(&id).map(|entry| entry.tune.clone()));
         let state = DiskState::new(id, image, minor).tuned(tune.unwrap_or_default());
         self.states.write(&state).map_err(|e| self.state_failure(&e))?;
-        self.table.change(id, |entry| (entry.pause, entry.resume) = (None, Resume::None));
+        self.table.change(id, |entry| {
+            (entry.pause, entry.resume) = (None, Resume::None);
+            entry.resumed += 1;
+        });
         Ok(())
     }
 }
@@ -329,6 +332,24 @@ impl Follower {
         });
     }
 
+    fn resumed(&self) -> Option<u64> {
+        self.shared.table.read(|disks| Some(disks.get(&self.id)?.resumed))
+    }
+
+    /// Records that disks with the image `from` have `to` now, if that is another one.
+    fn record_switch(&self, from: &Image, to: &Image) -> Result<(), Failure> {
+        if from == to {
+            return Ok(());
+        }
+        self.shared.switched.record(from, to).map_err(|e| Failure {
+            why: format!(
+                "cannot record in {} which image the disk has: {e}",
+                self.shared.config.state_folder.display()
+            ),
+            help: "mend that folder, or name another one (state_folder), and try again".to_owned(),
+        })
+    }
+
     /// Serves a paused disk with the image `next`. If that cannot be opened, the disk stays paused
     /// with the image `before`.
     fn go_on_with(&mut self, next: &Image, before: &Image) -> Result<Next, Failure> {
@@ -336,8 +357,14 @@ impl Follower {
             (entry.image, entry.real) = (Some(next.clone()), None);
         });
         self.shared.table.set(self.id, Phase::Starting);
-        let served = self.serve(next);
-        if self.pause().is_none() {
+        // A guest that is started again by the same configuration gets the image that it has written
+        // last, so this is recorded before it can write. A record of an image that was not opened is
+        // taken back.
+        let recorded = self.record_switch(before, next);
+        let resumed = self.resumed();
+        let served = recorded.and_then(|()| self.serve(next));
+        // There may be another pause by now.
+        if self.resumed() != resumed {
             return Ok(self.next(served?));
         }
         let failure = match served {
@@ -350,6 +377,9 @@ impl Follower {
                 next => return Ok(next),
             },
         };
+        if let Err(e) = self.record_switch(next, before) {
+            tracing::error!("disk {}: {e}", self.id);
+        }
         self.shared.table.change(self.id, |entry| {
             (entry.image, entry.real) = (Some(before.clone()), None);
             entry.resume = Resume::Failed(failure);

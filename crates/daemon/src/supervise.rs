@@ -188,7 +188,7 @@ impl Supervisor<'_> {
                     continue;
                 }
             };
-            if let Some(task) = task(known.as_ref(), &seen) {
+            if let Some(task) = self.task(known.as_ref(), &seen) {
                 found = true;
                 self.start(id, task, &seen, known.as_ref());
             }
@@ -213,6 +213,32 @@ impl Supervisor<'_> {
     /// The state file of a predecessor, if the attachment is still the one that it began with.
     fn known(&self, id: DiskId, seen: &Snapshot) -> io::Result<Option<DiskState>> {
         Ok(self.shared.states.read(id)?.filter(|_| seen.has_begun()))
+    }
+
+    /// The task for a disk, with the image that it was switched to.
+    fn task(&self, known: Option<&DiskState>, seen: &Snapshot) -> Option<Task> {
+        let task = task(known, seen)?;
+        let Task::Serve(image) = &task else { return Some(task) };
+        if known.is_some() {
+            return Some(task);
+        }
+        Some(match self.shared.switched.current(image) {
+            Ok(current) => {
+                if current != *image {
+                    let (from, to) = (image.path.display(), current.path.display());
+                    tracing::info!("{from} is named, and the disk was switched to {to}");
+                }
+                Task::Serve(current)
+            }
+            Err(e) => {
+                let folder = self.shared.config.state_folder.display();
+                Task::Refuse(format!(
+                    "cannot read which images disks were switched to, and {} may be outdated: {e} (in \
+                     {folder})",
+                    image.path.display()
+                ))
+            }
+        })
     }
 
     fn start(&self, id: DiskId, task: Task, seen: &Snapshot, known: Option<&DiskState>) {

@@ -85,6 +85,8 @@ pub struct Entry {
     pub(crate) pause: Option<Pause>,
     /// The end of its pause, if one was requested.
     pub(crate) resume: Resume,
+    /// How often the disk has gone on after a pause.
+    pub(crate) resumed: u64,
     /// The state of its upgrade.
     pub(crate) upgrade: Upgrade,
     /// Its part in a joint upgrade, until its thread takes it.
@@ -206,6 +208,7 @@ impl Table {
             beside: known.and_then(|state| state.beside),
             pause: known.and_then(|state| state.pause.clone()),
             resume: known.map_or(Resume::None, Resume::after_a_restart),
+            resumed: 0,
             upgrade: Upgrade::None,
             participant: None,
             group: None,

@@ -11,7 +11,7 @@ use ferrite_serve::path::full::OnFull;
 use ferrite_serve::path::limit::Limits;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
-use crate::disk::limit;
+use crate::disk::{change, limit, pause};
 use crate::exit::{Code, Failure};
 use crate::export::args::ExportArgs;
 use crate::guests::{Guest, GuestDisk};
@@ -413,48 +413,20 @@ pub(crate) enum DiskCommand {
     #[command(after_help = limit::SET_HELP)]
     Set(limit::SetArgs),
     /// Close a disk's image while its guest waits: other programs may change the image then.
-    #[command(
-        after_help = "The guest's requests wait without limit, also if ferrite's processes or the daemon end. Go on \
-                            with ferrite disk resume."
-    )]
-    Pause {
-        #[command(flatten)]
-        disk: DiskArg,
-        /// Who pauses it, for others who look; the user's name without it.
-        #[arg(long, value_name = "TEXT")]
-        by: Option<String>,
-        /// How long requests that are under way may take. After that the disk goes on as before.
-        #[arg(long, value_name = "SECONDS", default_value_t = 60,
-              value_parser = clap::value_parser!(u32).range(0..=300))]
-        timeout: u32,
-        /// Print JSON instead of text.
-        #[arg(long)]
-        json: bool,
-        #[command(flatten)]
-        places: RunDirArgs,
-    },
+    #[command(after_help = pause::HELP)]
+    Pause(pause::PauseArgs),
     /// Let a paused disk go on, with another image if one is named.
-    #[command(
-        after_help = "If the image cannot be opened, or is smaller than the disk that its guest knows, the disk stays \
-                            paused with the image that it had."
-    )]
-    Resume {
-        #[command(flatten)]
-        disk: DiskArg,
-        /// The image to go on with (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it); store:PATH#NAME
-        /// for a volume of a store.
-        #[arg(value_name = "IMAGE")]
-        image: Option<OsString>,
-        /// How long to wait until the image is open.
-        #[arg(long, value_name = "SECONDS", default_value_t = 60,
-              value_parser = clap::value_parser!(u32).range(0..=300))]
-        timeout: u32,
-        /// Print JSON instead of text.
-        #[arg(long)]
-        json: bool,
-        #[command(flatten)]
-        places: RunDirArgs,
-    },
+    #[command(after_help = pause::RESUME_HELP)]
+    Resume(pause::ResumeArgs),
+    /// Keep a running disk as it is now under the name NEW; the guest goes on in a new image.
+    #[command(after_help = change::SNAPSHOT_HELP)]
+    Snapshot(change::SnapshotArgs),
+    /// Make a running disk larger.
+    #[command(after_help = change::RESIZE_HELP)]
+    Resize(change::ResizeArgs),
+    /// Serve a running disk from another image with the same contents.
+    #[command(after_help = change::SWITCH_HELP)]
+    Switch(change::SwitchArgs),
     /// Wait until a disk is served, as hotplug scripts of toolstacks do.
     Wait {
         #[command(flatten)]

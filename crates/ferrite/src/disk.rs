@@ -24,8 +24,9 @@ use crate::plain::one_line;
 use crate::vdev::Vbd;
 
 mod attach;
+pub(crate) mod change;
 pub(crate) mod limit;
-mod pause;
+pub(crate) mod pause;
 
 /// Time for the daemon's answer, besides the time that the method itself may take.
 pub(crate) const ANSWER: Duration = Duration::from_secs(40);
@@ -53,12 +54,11 @@ pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
             let how = if done.forced { "was taken from its guest" } else { "is detached" };
             tell(*json, &done, || println!("disk {disk} {how}"))
         }
-        DiskCommand::Pause { disk, by, timeout, json, places } => {
-            pause::pause(&places.run_dir, disk.disk.find()?, by.as_deref(), *timeout, *json)
-        }
-        DiskCommand::Resume { disk, image, timeout, json, places } => {
-            pause::resume(&places.run_dir, disk.disk.find()?, image.as_deref(), *timeout, *json)
-        }
+        DiskCommand::Pause(args) => pause::pause(args),
+        DiskCommand::Resume(args) => pause::resume(args),
+        DiskCommand::Snapshot(args) => change::snapshot(args),
+        DiskCommand::Resize(args) => change::resize(args),
+        DiskCommand::Switch(args) => change::switch(args),
         DiskCommand::Wait { disk, timeout, json, places } => {
             let disk = disk.disk.find()?;
             let done = wait(&places.run_dir, disk, *timeout)?;

@@ -28,7 +28,10 @@ struct Key<T> {
 
 const FOLDERS: &str = "a list of absolute paths, such as [\"/srv/images\"]";
 
-const TOP: [Key<Config>; 3] = [
+/// The default directory of what outlives the host's restart.
+pub(super) const STATE_FOLDER: &str = "/var/lib/ferrite";
+
+const TOP: [Key<Config>; 4] = [
     Key {
         name: "image_folders",
         allowed: FOLDERS,
@@ -43,6 +46,14 @@ const TOP: [Key<Config>; 3] = [
         name: "parent_folders",
         allowed: FOLDERS,
         take: |config, value| put(&mut config.parent_folders, folders(value)),
+    },
+    Key {
+        name: "state_folder",
+        allowed: "an absolute path, such as \"/var/lib/ferrite\"",
+        take: |config, value| {
+            let path = value.as_str().map(PathBuf::from).filter(|path| is_folder(path));
+            put(&mut config.state_folder, path)
+        },
     },
 ];
 

@@ -39,6 +39,8 @@ pub struct Config {
     pub image_folders: Vec<PathBuf>,
     /// Directories that parents of images may be in, besides their image's own directory.
     pub parent_folders: Vec<PathBuf>,
+    /// The directory of what outlives the host's restart.
+    pub state_folder: PathBuf,
     /// The path of the socket for metrics. `None`: there is none.
     pub metrics_socket: Option<PathBuf>,
     /// The options that all disks of the host share.
@@ -119,6 +121,7 @@ impl Default for Config {
         Config {
             image_folders: keys::IMAGE_FOLDERS.map(PathBuf::from).to_vec(),
             parent_folders: Vec::new(),
+            state_folder: PathBuf::from(keys::STATE_FOLDER),
             metrics_socket: None,
             host: HostOptions {
                 map_budget: HOST_MAPPINGS,

@@ -26,7 +26,7 @@ use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen, tuning};
 
 /// The names of all methods.
-pub(super) const METHODS: [&str; 18] = [
+pub(super) const METHODS: [&str; 21] = [
     "attach.wait",
     "daemon.status",
     "disk.coalesce",
@@ -34,9 +34,12 @@ pub(super) const METHODS: [&str; 18] = [
     "disk.limit",
     "disk.list",
     "disk.pause",
+    "disk.resize",
     "disk.resume",
     "disk.set",
     "disk.show",
+    "disk.snapshot",
+    "disk.switch",
     "job.cancel",
     "job.limit",
     "job.list",
@@ -69,6 +72,11 @@ pub(super) fn call(shared: &Shared, method: &str, params: Value) -> Result<Value
         "disk.resume" => take(params).and_then(|request| reply(&pauses::resume(shared, &request)?)),
         "disk.limit" => take(params).and_then(|request| reply(&limits::limit(shared, &request)?)),
         "disk.set" => take(params).and_then(|request| reply(&limits::set(shared, &request)?)),
+        "disk.snapshot" => {
+            take(params).and_then(|request| reply(&pauses::snapshot(shared, &request)?))
+        }
+        "disk.resize" => take(params).and_then(|request| reply(&pauses::resize(shared, &request)?)),
+        "disk.switch" => take(params).and_then(|request| reply(&pauses::switch(shared, &request)?)),
         "attach.wait" => take(params).and_then(|request| reply(&wait(shared, &request)?)),
         "upgrade" => take(params).and_then(|request| reply(&upgrade(shared, &request)?)),
         _ => super::jobs::call(shared, method, params).unwrap_or_else(|| {

@@ -1,13 +1,16 @@
-//! The methods that pause a disk and let it go on.
+//! The methods that pause a disk and let it go on, and those that change it meanwhile.
 
+use std::path::Path;
 use std::time::Duration;
 
 use super::methods::{MAX_WAIT, found, no_disk};
-use super::protocol::{Attached, PauseParams, ResumeParams, RpcError, code};
+use super::protocol::{
+    Attached, PauseParams, ResizeParams, ResumeParams, RpcError, SnapshotParams, SwitchParams, code,
+};
 use crate::params::{Image, Params};
 use crate::pause::{self, NotDone, Pause};
 use crate::state::DiskId;
-use crate::{Failure, Shared};
+use crate::{Failure, Shared, verbs};
 
 pub(super) fn pause(shared: &Shared, request: &PauseParams) -> Result<Attached, RpcError> {
     let id = request.disk;
@@ -21,6 +24,24 @@ pub(super) fn resume(shared: &Shared, request: &ResumeParams) -> Result<Attached
     let image = request.image.as_deref().map(image).transpose()?;
     pause::resume(shared, id, image, false, seconds(request.timeout_s))
         .map_err(|e| not_done(id, e))?;
+    Ok(Attached { disk: found(shared, id)? })
+}
+
+pub(super) fn snapshot(shared: &Shared, request: &SnapshotParams) -> Result<Attached, RpcError> {
+    let id = request.disk;
+    verbs::snapshot(shared, id, Path::new(&request.name)).map_err(|e| not_done(id, e))?;
+    Ok(Attached { disk: found(shared, id)? })
+}
+
+pub(super) fn resize(shared: &Shared, request: &ResizeParams) -> Result<Attached, RpcError> {
+    let id = request.disk;
+    verbs::resize(shared, id, request.bytes, request.is_more).map_err(|e| not_done(id, e))?;
+    Ok(Attached { disk: found(shared, id)? })
+}
+
+pub(super) fn switch(shared: &Shared, request: &SwitchParams) -> Result<Attached, RpcError> {
+    let (id, next) = (request.disk, image(&request.image)?);
+    verbs::switch(shared, id, &next, request.compare).map_err(|e| not_done(id, e))?;
     Ok(Attached { disk: found(shared, id)? })
 }
 

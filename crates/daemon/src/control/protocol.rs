@@ -143,6 +143,42 @@ pub struct ResumeParams {
     pub timeout_s: u32,
 }
 
+/// The parameters of `disk.snapshot`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotParams {
+    /// The disk.
+    pub disk: DiskId,
+    /// The absolute path that the disk as it is now gets.
+    pub name: String,
+}
+
+/// The parameters of `disk.resize`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ResizeParams {
+    /// The disk.
+    pub disk: DiskId,
+    /// Its new size in bytes. It cannot shrink in use.
+    pub bytes: u64,
+    /// Whether `bytes` is how much larger it becomes.
+    #[serde(default)]
+    pub is_more: bool,
+}
+
+/// The parameters of `disk.switch`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SwitchParams {
+    /// The disk.
+    pub disk: DiskId,
+    /// The image that it goes on with, as `FORMAT:PATH`.
+    pub image: String,
+    /// Whether the contents are compared first, while the guest waits.
+    #[serde(default)]
+    pub compare: bool,
+}
+
 /// The parameters of `attach.wait`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

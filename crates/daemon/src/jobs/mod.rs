@@ -234,6 +234,18 @@ impl Jobs {
         Ok(wake)
     }
 
+    /// The programs that change images.
+    pub(crate) fn tools(&self) -> Option<&dyn Tools> {
+        self.means.tools.as_deref()
+    }
+
+    /// The job that changes a disk.
+    pub(crate) fn of_disk(&self, disk: DiskId) -> Option<JobId> {
+        let table = self.lock();
+        let mut open = table.jobs.values().filter(|job| job.state.end.is_none());
+        open.find(|job| job.state.disk == disk).map(|job| job.state.id)
+    }
+
     /// Starts a job. One job at a time changes a disk, and an image.
     pub(crate) fn start(
         &self,

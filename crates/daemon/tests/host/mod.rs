@@ -201,7 +201,9 @@ impl Host {
     }
 
     pub fn config(&self) -> Config {
-        Config { image_folders: vec![self.dir.path().join("images")], ..Config::default() }
+        let (images, state) = ("images", "state");
+        let [images, state_folder] = [images, state].map(|name| self.dir.path().join(name));
+        Config { image_folders: vec![images], state_folder, ..Config::default() }
     }
 
     pub fn image(&self, name: &str) -> PathBuf {
@@ -515,7 +517,9 @@ pub fn be_a_daemon_as(
         return;
     }
     let serving = serving(env(RUN).as_ref());
-    let mut config = Config { image_folders: vec![env(IMAGES).into()], ..Config::default() };
+    let state_folder = Path::new(&env(RUN)).with_file_name("state");
+    let image_folders = vec![env(IMAGES).into()];
+    let mut config = Config { image_folders, state_folder, ..Config::default() };
     if let Ok(policy) = std::env::var(ON_FULL) {
         config.disks.on_full = policy.parse().unwrap();
     }

@@ -1,45 +1,96 @@
 //! `ferrite disk pause` and `resume`.
 
-use std::ffi::OsStr;
-use std::path::Path;
+use std::ffi::{OsStr, OsString};
 
+use clap::Args;
 use ferrite_daemon::control::protocol::{Attached, Disk, PauseParams, ResumeParams};
 use ferrite_daemon::pause::{LONG, Pause};
 
 use super::{ANSWER, age, attach, call, id, of_disk, seconds, tell};
+use crate::cli::{DiskArg, RunDirArgs};
 use crate::exit::{Code, Failure};
 use crate::guests::Names;
-use crate::vdev::Vbd;
 
-pub(super) fn pause(
-    run: &Path,
-    disk: Vbd,
-    by: Option<&str>,
-    timeout_s: u32,
-    json: bool,
-) -> Result<(), Failure> {
-    let by = by.map_or_else(user, str::to_owned);
+/// The help of `disk pause` after its options.
+pub(crate) const HELP: &str = "\
+The guest's requests wait without limit, also if ferrite's processes or the daemon end. Go on with
+ferrite disk resume.";
+
+/// The help of `disk resume` after its options.
+pub(crate) const RESUME_HELP: &str = "\
+If the image cannot be opened, or is smaller than the disk that its guest knows, the disk stays paused with the
+image that it had. A disk that goes on with another image keeps that, also when its guest is started again by
+an unchanged configuration.";
+
+/// `ferrite disk pause`.
+#[derive(Debug, Args)]
+pub(crate) struct PauseArgs {
+    #[command(flatten)]
+    pub(crate) disk: DiskArg,
+
+    /// Who pauses it, for others who look; the user's name without it.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) by: Option<String>,
+
+    /// How long requests that are under way may take. After that the disk goes on as before.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60,
+          value_parser = clap::value_parser!(u32).range(0..=300))]
+    pub(crate) timeout: u32,
+
+    /// Print JSON instead of text.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) places: RunDirArgs,
+}
+
+/// `ferrite disk resume`.
+#[derive(Debug, Args)]
+pub(crate) struct ResumeArgs {
+    #[command(flatten)]
+    pub(crate) disk: DiskArg,
+
+    /// The image to go on with (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it);
+    /// store:PATH#NAME for a volume of a store.
+    #[arg(value_name = "IMAGE")]
+    pub(crate) image: Option<OsString>,
+
+    /// How long to wait until the image is open.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60,
+          value_parser = clap::value_parser!(u32).range(0..=300))]
+    pub(crate) timeout: u32,
+
+    /// Print JSON instead of text.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) places: RunDirArgs,
+}
+
+pub(super) fn pause(args: &PauseArgs) -> Result<(), Failure> {
+    let (disk, timeout_s) = (args.disk.disk.find()?, args.timeout);
+    let by = args.by.clone().unwrap_or_else(user);
     let asked = PauseParams { disk: id(disk), by, timeout_s };
-    let done: Attached = call(run, "disk.pause", &asked, ANSWER + seconds(timeout_s))
+    let wait = ANSWER + seconds(timeout_s);
+    let done: Attached = call(&args.places.run_dir, "disk.pause", &asked, wait)
         .map_err(|e| of_disk("cannot pause disk", disk, &e))?;
-    tell(json, &done, || {
+    tell(args.json, &done, || {
         let name = Names::read().disk(disk);
         println!("disk {name} is paused; to go on: ferrite disk resume {name}");
     })
 }
 
-pub(super) fn resume(
-    run: &Path,
-    disk: Vbd,
-    image: Option<&OsStr>,
-    timeout_s: u32,
-    json: bool,
-) -> Result<(), Failure> {
-    let image = image.map(|image| named("cannot resume with", image)).transpose()?;
+pub(super) fn resume(args: &ResumeArgs) -> Result<(), Failure> {
+    let (disk, timeout_s) = (args.disk.disk.find()?, args.timeout);
+    let image =
+        args.image.as_deref().map(|image| named("cannot resume with", image)).transpose()?;
     let asked = ResumeParams { disk: id(disk), image, timeout_s };
-    let done: Attached = call(run, "disk.resume", &asked, ANSWER + seconds(timeout_s))
+    let wait = ANSWER + seconds(timeout_s);
+    let done: Attached = call(&args.places.run_dir, "disk.resume", &asked, wait)
         .map_err(|e| of_disk("cannot resume disk", disk, &e))?;
-    tell(json, &done, || println!("disk {} goes on", Names::read().disk(disk)))
+    tell(args.json, &done, || println!("disk {} goes on", Names::read().disk(disk)))
 }
 
 /// The image's name for the daemon: with its format, and an absolute path.

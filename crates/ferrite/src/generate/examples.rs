@@ -162,6 +162,24 @@ fn examples(name: &str) -> Terms {
             ("Copy at most 20 MiB a second.", "ferrite job limit 7 20M"),
             ("Copy as fast as the storage allows.", "ferrite job limit 7 none"),
         ],
+        "ferrite-disk-pause" => {
+            &[("Close a disk's image for another program.", "ferrite disk pause web1/xvdb")]
+        }
+        "ferrite-disk-resume" => &[
+            ("Go on.", "ferrite disk resume web1/xvdb"),
+            ("Go on with another image.", "ferrite disk resume web1/xvdb /srv/copy.vhd"),
+        ],
+        "ferrite-disk-snapshot" => &[(
+            "Keep a guest's disk as it is now.",
+            "ferrite disk snapshot web1/xvdb /srv/web1-monday.vhd",
+        )],
+        "ferrite-disk-resize" => {
+            &[("Make a disk 10 GiB larger.", "ferrite disk resize web1/xvdb +10G")]
+        }
+        "ferrite-disk-switch" => &[(
+            "Serve a disk from its copy.",
+            "ferrite disk switch --compare web1/xvdb /fast/web1.vhd",
+        )],
         "ferrite-disk-limit" => &[
             (
                 "Limit a guest's disk while it runs.",

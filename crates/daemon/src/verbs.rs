@@ -1,0 +1,210 @@
+//! Changes of a running disk that take a moment: snapshot, resize, switch.
+//!
+//! The disk is paused, a process of ours changes the image, and the disk goes on. The process is
+//! `ferrite image`, since this crate opens no images; each of its commands leaves the old image or
+//! the new one, wherever it is interrupted. So the next daemon, which ends the pause, has one of the
+//! two to serve.
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use crate::params::{Format, Image};
+use crate::pause::{self, NotDone, Pause};
+use crate::state::DiskId;
+use crate::{Failure, Shared};
+
+/// How long requests under way, and the opening of the image, may take each.
+const WITHIN: Duration = Duration::from_secs(60);
+
+/// Most characters of a program's error that is no JSON.
+const MAX_ERROR: usize = 600;
+
+fn refuse(why: impl Into<String>, help: impl Into<String>) -> NotDone {
+    NotDone::Failed(Failure { why: why.into(), help: help.into() })
+}
+
+/// Gives the disk as it is now the name `new`, read-only. The guest goes on in a new leaf, which
+/// keeps the disk's name.
+///
+/// # Errors
+/// The disk goes on as before.
+pub(crate) fn snapshot(shared: &Shared, id: DiskId, new: &Path) -> Result<(), NotDone> {
+    let image = image(shared, id)?;
+    if !matches!(image.format, Format::Vhd | Format::Qcow2) {
+        let (why, help) = match image.format {
+            Format::Store => {
+                ("it is a volume of a store", "use ferrite store snapshot: no pause is needed")
+            }
+            _ => (
+                "a raw image has no snapshots",
+                "convert it to VHD or qcow2 (ferrite image convert)",
+            ),
+        };
+        return Err(refuse(why, help));
+    }
+    must_be_allowed(shared, new)?;
+    if new.symlink_metadata().is_ok() {
+        let why = format!("{} exists", new.display());
+        return Err(refuse(why, "name a file that does not exist yet"));
+    }
+    let arguments = ["snapshot".into(), image.name(), new.into()];
+    while_paused(shared, id, "a snapshot", || run(shared, &arguments))
+}
+
+/// Makes the disk larger: to this size, or by it (`is_more`). Its guest is told.
+///
+/// # Errors
+/// The disk goes on as before.
+pub(crate) fn resize(
+    shared: &Shared,
+    id: DiskId,
+    bytes: u64,
+    is_more: bool,
+) -> Result<(), NotDone> {
+    let image = image(shared, id)?;
+    if image.format == Format::Store {
+        let help = "detach the disk, and use ferrite store resize";
+        return Err(refuse("a volume of a store cannot be resized in use", help));
+    }
+    let size = format!("{}{bytes}", if is_more { "+" } else { "" });
+    let arguments = ["resize".into(), image.name(), size.into()];
+    while_paused(shared, id, "a resize", || {
+        run(shared, &arguments).map_err(|Failure { why, help }| match why.contains("shrink") {
+            true => Failure { why, help: "a disk in use can only grow".to_owned() },
+            false => Failure { why, help },
+        })
+    })
+}
+
+/// Serves the disk from another image, whose contents the caller says are the same. With `compare`
+/// they are compared first, while the guest waits.
+///
+/// # Errors
+/// The disk goes on as before, or is paused: the failure says which.
+pub(crate) fn switch(
+    shared: &Shared,
+    id: DiskId,
+    next: &Image,
+    compare: bool,
+) -> Result<(), NotDone> {
+    let before = image(shared, id)?;
+    let by = "a switch to another image";
+    pause::pause(shared, id, &Pause::step_of(by), WITHIN)?;
+    let compared = match compare {
+        true => run(shared, &["compare".into(), before.name(), next.name()]),
+        false => Ok(()),
+    };
+    let switched = compared
+        .map_err(NotDone::Failed)
+        .and_then(|()| pause::resume(shared, id, Some(next.clone()), true, WITHIN));
+    let Err(why) = switched else { return Ok(()) };
+    // A failed resume has left the pause to the administrator.
+    let is_step = shared.table.read(|disks| {
+        disks.get(&id).and_then(|entry| entry.pause.as_ref()).is_some_and(|pause| pause.is_step)
+    });
+    match pause::resume(shared, id, Some(before), is_step, WITHIN) {
+        Ok(()) => Err(why),
+        Err(e) => Err(stays_paused(id, why, e)),
+    }
+}
+
+/// The image of a disk that no job changes.
+fn image(shared: &Shared, id: DiskId) -> Result<Image, NotDone> {
+    if let Some(job) = shared.jobs.of_disk(id) {
+        let why = format!("job {job} changes this disk");
+        return Err(refuse(why, format!("wait for it (ferrite job wait {job}), or cancel it")));
+    }
+    let image = shared.table.read(|disks| Some(disks.get(&id)?.image.clone()));
+    match image {
+        None => Err(NotDone::NoDisk),
+        Some(None) => Err(refuse("it has no image", "it is an empty drive")),
+        Some(Some(image)) => Ok(image),
+    }
+}
+
+/// Checks that a new file is in one of the folders that images are served from.
+fn must_be_allowed(shared: &Shared, new: &Path) -> Result<(), NotDone> {
+    let folder = new.parent().filter(|_| new.is_absolute() && new.file_name().is_some());
+    let folder = folder.ok_or_else(|| {
+        refuse(format!("{} is no absolute path of a file", new.display()), "name it in full")
+    })?;
+    let real = folder.canonicalize().map_err(|e| {
+        refuse(format!("cannot find {}: {e}", folder.display()), "name an existing folder")
+    })?;
+    match shared.config.allows(&real.join(new.file_name().unwrap_or_default())) {
+        true => Ok(()),
+        false => Err(refuse(
+            format!("{} is in none of the folders that images are served from", new.display()),
+            "name a file beside the image, or add the folder to image_folders",
+        )),
+    }
+}
+
+/// Does `change` while the disk is paused, and lets the disk go on whether it works or not.
+fn while_paused(
+    shared: &Shared,
+    id: DiskId,
+    by: &str,
+    change: impl FnOnce() -> Result<(), Failure>,
+) -> Result<(), NotDone> {
+    pause::pause(shared, id, &Pause::step_of(by), WITHIN)?;
+    let done = change().map_err(NotDone::Failed);
+    match (done, pause::resume(shared, id, None, true, WITHIN)) {
+        (done, Ok(())) => done,
+        (done, Err(e)) => {
+            let why =
+                done.err().unwrap_or_else(|| refuse("the change is made", "look at the image"));
+            Err(stays_paused(id, why, e))
+        }
+    }
+}
+
+fn stays_paused(id: DiskId, why: NotDone, e: NotDone) -> NotDone {
+    let text = |e: NotDone| match e {
+        NotDone::NoDisk => "the disk is gone".to_owned(),
+        NotDone::NotInTime(failure) | NotDone::Failed(failure) => failure.to_string(),
+    };
+    refuse(
+        format!("{}; and the disk is paused and cannot go on: {}", text(why), text(e)),
+        format!("mend the image, then ferrite disk resume {id}"),
+    )
+}
+
+/// Runs `ferrite image` with these arguments. Its error is ours.
+fn run(shared: &Shared, arguments: &[OsString]) -> Result<(), Failure> {
+    let Some(tools) = shared.jobs.tools() else {
+        let help = "look which program serves this host".to_owned();
+        return Err(Failure { why: "this daemon has no programs for images".to_owned(), help });
+    };
+    let mut command = tools.image();
+    for folder in &shared.config.parent_folders {
+        command.arg("--parents").arg(folder);
+    }
+    command.args(["--json", "--quiet"]).args(arguments).stdin(Stdio::null());
+    let done = command.output().map_err(|e| not_run(&e))?;
+    if done.status.success() {
+        return Ok(());
+    }
+    Err(reported(&done.stderr).unwrap_or_else(|| {
+        let text = String::from_utf8_lossy(&done.stderr);
+        let text: String = text.trim().chars().take(MAX_ERROR).collect();
+        let what = arguments.first().map_or(OsStr::new("it"), OsString::as_os_str);
+        let why = format!("ferrite image {}: {}: {text}", what.display(), done.status);
+        Failure { why, help: "try it by hand while the disk is paused".to_owned() }
+    }))
+}
+
+fn not_run(e: &io::Error) -> Failure {
+    let help = "the host may lack memory or process numbers; try again".to_owned();
+    Failure { why: format!("cannot start ferrite image: {e}"), help }
+}
+
+/// The failure that the program has written as JSON.
+fn reported(text: &[u8]) -> Option<Failure> {
+    let value: serde_json::Value = serde_json::from_slice(text).ok()?;
+    let field = |name: &str| value[name].as_str().map(str::to_owned);
+    Some(Failure { why: format!("{}: {}", field("what")?, field("why")?), help: field("help")? })
+}
