@@ -206,6 +206,7 @@ fn a_daemon_killed_at_a_step_of_a_pause_is_followed_by_one_that_finds_one_image(
         if step == Step::Paused {
             daemon = host.spawn(Some(step));
             wait_for_daemon(&host);
+            host.wait_for_phase(&disk, PhaseName::Served);
             assert!(pause(&host, &disk).is_err());
             assert_eq!(daemon.wait().unwrap().signal(), Some(9));
             daemon = host.spawn(None);
