@@ -296,8 +296,9 @@ fn a_running_job_is_paused_resumed_and_limited() {
     assert_eq!(ask(&host, "job.show", 1).unwrap().phase, JobPhase::Paused);
     assert_eq!(ask(&host, "job.resume", 1).unwrap().phase, JobPhase::Running);
     wait_until("its end", || files.count("copy gets 6000") == 1);
-    assert_eq!(limit(Value::Null).speed, None);
+    assert_eq!(limit(json!(0)).speed, None);
     wait_until("no limit", || files.count("copy gets 0") == 1);
+    assert_eq!(limit(Value::Null).speed, None);
     // A job that is paused in a step does not begin the next one.
     ask(&host, "job.pause", 1).unwrap();
     files.unset("hold-copy");

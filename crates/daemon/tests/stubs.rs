@@ -21,7 +21,7 @@ use host::{A_WHILE, Host, works};
 use load::Load;
 use roles::{MIB, Roles, STUB, end, is_alive, keeper, kill, kill_keeper, kill_pid, worker};
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// Not a test: the daemon.
 #[test]
@@ -210,6 +210,23 @@ fn a_disk_gets_another_program_with_its_stub_domains() {
     assert!(done.failed[0].help.contains("1/51712"), "{:?}", done.failed);
     loads.into_iter().for_each(Load::end);
     pair.end(disks, Vec::new(), daemon);
+}
+
+#[test]
+fn images_of_a_stub_domains_disk_are_merged_by_its_guests() {
+    let pair = Pair::new("vhd", 1, 2);
+    let daemon = pair.spawn();
+    let disks = pair.attach();
+    let fronts = pair.connect(&disks);
+    let asked = json!({ "disk": host::id(&disks[1]) });
+    match pair.host.call::<Value>("disk.coalesce", &asked) {
+        Err(ClientError::Refused(e)) => {
+            assert_eq!(e.message, "disk 2/51712 is a stub domain's");
+            assert!(e.data.is_some_and(|data| data.help.contains("disk 1/51712")));
+        }
+        answered => panic!("{answered:?}"),
+    }
+    pair.end(disks, fronts.into(), daemon);
 }
 
 #[test]

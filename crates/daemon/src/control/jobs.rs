@@ -12,6 +12,7 @@ use super::protocol::{
 use crate::Shared;
 use crate::jobs::state::{Coalesce, Outcome, Task};
 use crate::jobs::{Refusal, Seen};
+use crate::table::Entry;
 
 /// How long `job.cancel` waits for the end of the job's process.
 const CANCELLED_WITHIN: Duration = Duration::from_secs(10);
@@ -36,7 +37,7 @@ pub(super) fn call(
         "job.pause" => changed(shared, params, |id| jobs.pause(id, true)),
         "job.resume" => changed(shared, params, |id| jobs.pause(id, false)),
         "job.limit" => take::<JobLimitParams>(params).and_then(|asked| {
-            jobs.limit(asked.id, asked.speed).map_err(refused)?;
+            jobs.limit(asked.id, asked.speed.filter(|speed| *speed > 0)).map_err(refused)?;
             reply(&show(shared, asked.id)?)
         }),
         _ => return None,
@@ -89,11 +90,15 @@ fn coalesce(shared: &Shared, asked: &CoalesceParams) -> Result<Job, RpcError> {
     if asked.speed == Some(0) {
         return Err(bad("a speed of 0".to_owned(), "leave speed out for no limit"));
     }
-    let image = |disks: &std::collections::BTreeMap<_, crate::table::Entry>| {
-        disks.get(&asked.disk).and_then(|entry| entry.image.clone())
-    };
-    let image = shared.table.read(image).filter(|_| disk.phase == PhaseName::Served);
-    let Some(image) = image else {
+    let of_entry = |entry: &Entry| (entry.image.clone(), entry.beside);
+    let (image, beside) =
+        shared.table.read(|disks| disks.get(&asked.disk).map(of_entry)).unwrap_or_default();
+    if let Some(first) = beside {
+        let message = format!("disk {} is a stub domain's", asked.disk);
+        let help = format!("it is served with disk {first}: merge the images of that one");
+        return Err(RpcError::new(code::FAILED, message, &help));
+    }
+    let Some(image) = image.filter(|_| disk.phase == PhaseName::Served) else {
         let message = format!("disk {} is not served", asked.disk);
         let help = format!(
             "ferrite disk show {} says why; ferrite image coalesce merges images at rest",

@@ -29,6 +29,7 @@ use meter::Meter;
 use run::Halt;
 use state::{End, JobFiles, JobId, JobState, Outcome, Task};
 
+use crate::params::Image;
 use crate::state::DiskId;
 use crate::{Failure, Shared};
 
@@ -180,6 +181,15 @@ struct Table {
     ended: BTreeMap<(&'static str, &'static str), u64>,
 }
 
+impl Table {
+    /// The job that changes a disk, or its image, now.
+    fn changing(&self, disk: DiskId, image: &Image) -> Option<JobId> {
+        let mut open = self.jobs.values().filter(|job| job.state.end.is_none());
+        let job = open.find(|job| job.state.disk == disk || job.state.task.image() == *image)?;
+        Some(job.state.id)
+    }
+}
+
 impl Jobs {
     /// Reads the jobs of earlier daemons.
     pub(crate) fn open(folder: &Path, means: Means) -> io::Result<Jobs> {
@@ -260,10 +270,8 @@ impl Jobs {
             let help = "the next daemon takes it: ask again".to_owned();
             return Err(Refusal::Other(Failure { why: "the daemon ends".to_owned(), help }));
         }
-        let mut open = table.jobs.values().filter(|job| job.state.end.is_none());
-        let other = open.find(|job| job.state.disk == disk || job.state.task.image() == image);
-        if let Some(other) = other {
-            return Err(Refusal::Busy(other.state.id));
+        if let Some(other) = table.changing(disk, &image) {
+            return Err(Refusal::Busy(other));
         }
         let id = table.last + 1;
         let state = JobState::new(id, disk, task, speed, self.means.now_s());

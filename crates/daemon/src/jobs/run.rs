@@ -1,5 +1,6 @@
 //! The thread of a job: what all kinds have in common.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::process::Command;
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use super::pausing::Own;
 use super::state::{JobId, JobState, Outcome, Task};
 use super::{Jobs, Means, Pausing, coalesce};
 use crate::state::DiskId;
-use crate::table::Phase;
+use crate::table::{Entry, Phase};
 use crate::wait::{Backoff, wait_for};
 use crate::{Failure, Shared, Step, Xen};
 
@@ -218,10 +219,11 @@ impl Run {
     /// while to appear.
     pub(super) fn served(&self) -> Result<Option<DiskId>, Halt> {
         let (own, image) = (self.state().disk, self.state().task.image());
-        let found = |table: &std::collections::BTreeMap<DiskId, crate::table::Entry>| {
-            let has = |id: &DiskId| {
-                table.get(id).is_some_and(|entry| entry.image.as_ref() == Some(&image))
-            };
+        let found = |table: &BTreeMap<DiskId, Entry>| {
+            // A stub domain's disk has the worker of its guest's.
+            let is_it =
+                |entry: &Entry| entry.image.as_ref() == Some(&image) && entry.beside.is_none();
+            let has = |id: &DiskId| table.get(id).is_some_and(is_it);
             let all = std::iter::once(own).chain(table.keys().copied());
             let mut all: Vec<DiskId> = all.filter(has).collect();
             // A disk that leaves its image to another attachment has it closed.
