@@ -348,12 +348,12 @@ mod tests {
             disk.debt(world.now_ns()).map(|owed| owed.as_millis())
         };
         assert_eq!(owed_after(0), None);
-        // A tenth of a second's share is saved, and a millisecond's earned.
-        assert_eq!(owed_after(50), Some(1899));
-        assert_eq!(owed_after(200), Some(399));
+        // A tenth of a second's share was saved.
+        assert_eq!(owed_after(50), Some(1900));
+        assert_eq!(owed_after(200), Some(400));
         assert_eq!(owed_after(0), None);
         assert!(disk.may_poll());
-        assert_eq!(owed_after(50), Some(1899));
+        assert_eq!(owed_after(50), Some(1900));
 
         assert_eq!(disk.window(), None);
         for window in [PollWindow::Auto, PollWindow::Fixed(0), PollWindow::Fixed(70)] {

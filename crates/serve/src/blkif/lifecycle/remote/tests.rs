@@ -246,14 +246,14 @@ fn a_worker_of_a_version_too_far_away_is_not_followed_and_the_text_says_both_ver
         scope.spawn(|| {
             let number = asked(&worker).number;
             let program = "9".to_owned();
-            answer(&worker, number, Ok(Reply::Opened { version: 3, program }));
+            answer(&worker, number, Ok(Reply::Opened { version: 4, program }));
         });
         let stop = Waker::new().unwrap();
         Line::new(follower.as_fd(), &stop).open(false, false)
     });
     let Err(Failure::Open(OpenFailure { what, why, help })) = opened else { panic!("{opened:?}") };
     assert_eq!(what, "cannot follow the worker");
-    assert_eq!(why, "the other process speaks version 3 of the line, and this one 1");
+    assert_eq!(why, "the other process speaks version 4 of the line, and this one 1 and 2");
     assert!(help.contains("ferrite upgrade"), "{help}");
 }
 
