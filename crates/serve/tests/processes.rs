@@ -197,9 +197,9 @@ fn a_worker_that_can_connect_nobody_any_more_says_why_and_ends() {
 #[test]
 fn a_worker_refuses_a_daemon_of_a_version_too_far_away_and_goes_on() {
     let end = OnALine::new(Loopback::new(CopyWith::Memcpy));
-    let newer = end.answer("{\"Open\":{\"read_only\":false,\"version\":3}}");
-    assert!(newer.contains("speaks version 3 of the line, and this one 1"), "{newer}");
-    let next = end.answer("{\"Open\":{\"read_only\":false,\"version\":2}}");
+    let newer = end.answer("{\"Open\":{\"read_only\":false,\"version\":4}}");
+    assert!(newer.contains("speaks version 4 of the line, and this one 1 and 2"), "{newer}");
+    let next = end.answer("{\"Open\":{\"read_only\":false,\"version\":3}}");
     assert!(next.contains("no Xen"), "{next}");
 }
 

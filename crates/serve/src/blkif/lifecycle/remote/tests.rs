@@ -293,37 +293,34 @@ fn what_comes_beside_an_answer_is_heard_after_it() {
 #[test]
 fn settings_go_to_a_worker_that_knows_them_and_for_an_older_one_there_is_an_upgrade() {
     let tune = Tune { cpu: Some(50), ..Tune::default() };
-    for (version, knows) in [(1, false), (2, true)] {
+    let given = |version| {
         let (follower, worker) = line();
-        let given = tune.clone();
         std::thread::scope(|scope| {
-            scope.spawn(move || {
+            let orders = scope.spawn(move || {
                 let opened = Reply::Opened { version, program: "0.1.0".to_owned() };
                 answer(&worker, asked(&worker).number, Ok(opened));
-                if knows {
+                let mut orders = Vec::new();
+                while orders.last() != Some(&RequestKind::Order(Order::Save)) {
                     let Request { number, what } = asked(&worker);
-                    assert_eq!(what, RequestKind::Order(Order::Tune(given)));
+                    orders.push(what);
                     answer(&worker, number, Ok(Reply::Done));
                 }
-                // Settings of which none is made are not sent.
-                let Request { number, what } = asked(&worker);
-                assert_eq!(what, RequestKind::Order(Order::Save));
-                answer(&worker, number, Ok(Reply::Done));
+                orders.len()
             });
             let stop = Waker::new().unwrap();
             let mut line = Line::new(follower.as_fd(), &stop);
-            line.open(false, false).unwrap();
-            match line.tune(&tune).unwrap() {
-                Ok(()) => assert!(knows),
-                Err(e) => {
-                    assert!(!knows);
-                    let said = "cannot change the running disk: its worker is of an older \
-                                ferrite, which does not know these settings";
-                    assert_eq!(e.to_string(), said);
-                }
-            }
-            line.tune(&Tune::default()).unwrap().unwrap();
-            line.carry_out(Order::Save).unwrap();
-        });
-    }
+            let opened = line.open(false, false);
+            let taken = line.tune(&tune).map(|taken| taken.map_err(|e| e.to_string()));
+            // Settings of which none is made are not sent.
+            let nothing = line.tune(&Tune::default()).map(|taken| taken.is_ok());
+            let saved = line.carry_out(Order::Save);
+            assert_eq!((opened, nothing, saved), (Ok(()), Ok(true), Ok(Reply::Done)));
+            (taken, orders.join().unwrap())
+        })
+    };
+    assert_eq!(given(2), (Ok(Ok(())), 2));
+    let (taken, orders) = given(1);
+    let why = taken.unwrap().unwrap_err();
+    assert!(why.contains("its worker is of an older ferrite") && why.contains("ferrite upgrade"));
+    assert_eq!(orders, 1);
 }
