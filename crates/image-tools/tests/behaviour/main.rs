@@ -12,6 +12,7 @@ mod moved_children;
 mod parents_by_name;
 mod questions;
 mod rehearsed_repairs;
+mod relinked;
 mod salvage;
 mod stretches;
 mod tools;
