@@ -45,6 +45,7 @@ mod write;
 pub use maintenance::bitmaps::Bitmap;
 pub use maintenance::check::{Finding, Problem, Report, check};
 pub use maintenance::create::NewImage;
+pub use maintenance::inner::{Change, Planned};
 pub(crate) use maintenance::lineage::{backing_path, is_on_raw, is_qcow2};
 pub use maintenance::repair::{is_repairable, repair};
 pub use maintenance::snapshots::Told;

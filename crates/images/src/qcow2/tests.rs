@@ -18,6 +18,7 @@ use crate::image::Layer;
 use crate::open_medium;
 use crate::testing::Session;
 
+mod inner;
 mod leaks;
 mod memory;
 mod old;

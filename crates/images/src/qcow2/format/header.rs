@@ -57,7 +57,7 @@ const OPENING: u64 = 0x7fff_ffff_ffff_0000;
 pub(crate) const MAX_DISK_BYTES: u64 = 64 << 40;
 pub(crate) const MAX_L1_BYTES: u64 = 32 << 20;
 pub(crate) const MAX_REFTABLE_BYTES: u64 = 8 << 20;
-const MAX_SNAPSHOTS: u32 = 65536;
+pub(crate) const MAX_SNAPSHOTS: u32 = 65536;
 pub(in crate::qcow2) const MAX_BACKING_NAME_BYTES: u32 = 1023;
 
 /// Why an image is not opened.

@@ -5,7 +5,7 @@ use std::io;
 use ferrite_disk_base::{Class, Counts, DiskError, ErrorKind, ProblemKind, Raw, Stretches};
 
 use crate::qcow2::format::header::{CORRUPT, DIRTY, HEAD_BYTES, Header, HeaderError, REFTABLE_AT};
-use crate::qcow2::maintenance::walk::{Counting, walk};
+use crate::qcow2::maintenance::walk::{Counting, Course, walk};
 use crate::qcow2::tables::meta;
 
 /// The kinds of findings.
@@ -113,7 +113,8 @@ impl Report {
     }
 }
 
-/// A change that makes refcounts and references agree.
+/// What a walk through all references finds: the changes that make refcounts and references agree, and what these
+/// follow from.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::qcow2) enum Fix {
     /// The count of a cluster, as there are references.
@@ -122,6 +123,17 @@ pub(in crate::qcow2) enum Fix {
     Flag { offset: u64, entry: u64 },
     /// Clusters of the file that nothing refers to, and whose counts are 0. They come in order.
     Free { first: u64, end: u64 },
+    /// An entry of a table in use, whose cluster has exactly one reference.
+    Own(Owned),
+}
+
+/// An entry of a table in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::qcow2) enum Owned {
+    /// That of L1 with this index.
+    Table(u64),
+    /// That of this cluster of the disk.
+    Cluster(u64),
 }
 
 /// Checks the image in `raw`, which no process has open for writing. Reads all tables.
@@ -150,7 +162,8 @@ pub(in crate::qcow2) fn survey(
         return Ok((None, report));
     };
     if structure.is_clean() {
-        walk(raw, &header, Counting::Compared, (&mut report, &mut structure), &mut fix)?;
+        let course = Course::all(Counting::Compared);
+        walk(raw, &header, course, (&mut report, &mut structure), &mut fix)?;
     }
     if structure.is_clean() {
         return Ok((Some(header), report));
@@ -158,23 +171,27 @@ pub(in crate::qcow2) fn survey(
     let mut report = Report { needs_rebuild: true, ..structure };
     note_header(&header, &mut report);
     let header = header.without_refcounts();
-    walk(raw, &header, Counting::Alone, (&mut report, &mut Report::default()), &mut |_| {})?;
+    let course = Course::all(Counting::Alone);
+    walk(raw, &header, course, (&mut report, &mut Report::default()), &mut |_| {})?;
     Ok((Some(header), report))
 }
 
-/// Passes the number of references of each cluster that has any to `each`, in order, and the ranges that have none.
+/// Passes the number of references of each cluster that has any to `each`, in order, and the ranges that have none. A
+/// course through all of the image has free ones, too.
 ///
 /// # Errors
 /// It cannot be read, or has changed since it was found to be mendable.
-pub(in crate::qcow2) fn references(raw: &Raw, mut each: impl FnMut(Fix)) -> io::Result<Header> {
+pub(in crate::qcow2) fn references(
+    raw: &Raw,
+    header: &Header,
+    course: Course,
+    mut each: impl FnMut(Fix),
+) -> io::Result<()> {
     let (mut report, mut structure) = (Report::default(), Report::default());
-    let Some(header) = header_of(raw, &mut report, &mut structure)? else {
-        return Err(meta::damaged("it has changed meanwhile"));
-    };
     let header = header.without_refcounts();
-    walk(raw, &header, Counting::Alone, (&mut report, &mut structure), &mut each)?;
+    walk(raw, &header, course, (&mut report, &mut structure), &mut each)?;
     match report.is_mendable() {
-        true => Ok(header),
+        true => Ok(()),
         false => Err(meta::damaged("it has changed meanwhile")),
     }
 }

@@ -2,8 +2,10 @@
 
 pub(in crate::qcow2) mod bitmaps;
 pub(in crate::qcow2) mod check;
+mod counts;
 pub(in crate::qcow2) mod create;
 pub(in crate::qcow2) mod info;
+pub(in crate::qcow2) mod inner;
 pub(in crate::qcow2) mod lineage;
 mod rebuild;
 mod relink;

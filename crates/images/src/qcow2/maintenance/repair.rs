@@ -67,7 +67,7 @@ fn plan(raw: &Raw) -> Result<(Report, Option<Header>), DiskError> {
     Ok((before, planned))
 }
 
-async fn unmark(port: &Port, header: &Header) -> io::Result<()> {
+pub(super) async fn unmark(port: &Port, header: &Header) -> io::Result<()> {
     if let Some(mark) = header.mark() {
         // A journal does not know of these changes.
         let (at, features) = (AUTOCLEAR_AT, header.autoclear & !mark);
@@ -85,7 +85,7 @@ async fn mend(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
                 counts.push((cluster, found));
             }
             Fix::Flag { offset, entry } if flags.len() < MAX_FIXES => flags.push((offset, entry)),
-            Fix::Count { .. } | Fix::Flag { .. } | Fix::Free { .. } => {}
+            Fix::Count { .. } | Fix::Flag { .. } | Fix::Free { .. } | Fix::Own(_) => {}
         })?;
         let is_mendable = report.is_mendable() && !report.needs_rebuild;
         let Some(header) = header.filter(|_| is_mendable) else {
@@ -119,8 +119,7 @@ async fn mend(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
 /// The order: sync; the holes and the file's end; sync. Without the first one, a power cut could bring back an older
 /// entry that refers to a cluster which has lost its data: writes of a killed process are visible here, and may not be
 /// on the medium.
-/// that was killed had written is seen here, and may not be on the medium.
-async fn give_back(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
+pub(super) async fn give_back(port: &Port, raw: &Raw, header: &Header) -> io::Result<()> {
     let mut free: Vec<(u64, u64)> = Vec::new();
     let (_, report) = survey(raw, |fix| {
         let Fix::Free { first, end } = fix else { return };

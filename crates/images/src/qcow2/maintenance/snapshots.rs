@@ -1,5 +1,5 @@
-//! The table of internal snapshots. Other programs make and delete them; here they are kept unchanged. It is read entry
-//! by entry, in bounded memory (threats.md T17).
+//! The table of internal snapshots. It is read entry by entry, in bounded memory (threats.md T17). `inner`
+//! changes it.
 
 use std::io;
 
@@ -10,12 +10,12 @@ use crate::qcow2::format::header::{Header, MAX_L1_BYTES, be32, be64};
 /// The bytes of the table read at a time.
 const PIECE_BYTES: usize = 64 << 10;
 /// The largest table.
-const MAX_TABLE_BYTES: u64 = 64 << 20;
+pub(in crate::qcow2) const MAX_TABLE_BYTES: u64 = 64 << 20;
 /// The fields that every entry has, and the extra fields that are used.
-const ENTRY_BYTES: u64 = 40;
-const EXTRA_BYTES: u64 = 16;
+pub(in crate::qcow2) const ENTRY_BYTES: u64 = 40;
+pub(in crate::qcow2) const EXTRA_BYTES: u64 = 16;
 /// The bytes of a name that are shown.
-const MAX_NAME_BYTES: u64 = 255;
+pub(in crate::qcow2) const MAX_NAME_BYTES: u64 = 255;
 /// The snapshots that are shown.
 const MAX_TOLD: usize = 1000;
 
@@ -37,7 +37,10 @@ pub struct Told {
 /// An entry of the table. Offsets and lengths are bytes.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::qcow2) struct Entry {
+    pub(in crate::qcow2) index: u32,
+    /// The range of the entry in the file.
     pub(in crate::qcow2) at: u64,
+    pub(in crate::qcow2) end: u64,
     pub(in crate::qcow2) l1_offset: u64,
     pub(in crate::qcow2) l1_entries: u32,
     id_len: u64,
@@ -93,8 +96,10 @@ impl<'a> Entries<'a> {
         let (index, at) = (self.index, self.at);
         let fixed = self.bytes(at, ENTRY_BYTES)?;
         let lens = be32(&fixed, 12);
-        let entry = Entry {
+        let mut entry = Entry {
+            index,
             at,
+            end: at,
             l1_offset: be64(&fixed, 0),
             l1_entries: be32(&fixed, 8),
             id_len: u64::from(lens >> 16),
@@ -103,6 +108,7 @@ impl<'a> Entries<'a> {
         };
         let len = ENTRY_BYTES + entry.extra_len + entry.id_len + entry.name_len;
         let end = at + len.next_multiple_of(8);
+        entry.end = end;
         let l1_bytes = u64::from(entry.l1_entries) * 8;
         let l1_end = entry.l1_offset.checked_add(l1_bytes);
         let sane = end - self.header.snapshots_offset <= MAX_TABLE_BYTES
@@ -137,7 +143,23 @@ impl<'a> Entries<'a> {
         Ok(text.chars().map(|c| if c.is_control() { '?' } else { c }).collect())
     }
 
-    fn told(&mut self, entry: &Entry) -> io::Result<Told> {
+    /// Whether a snapshot has this identifier, byte by byte.
+    pub(in crate::qcow2) fn has_id(&mut self, entry: &Entry, id: &[u8]) -> io::Result<bool> {
+        self.reads(entry.at + ENTRY_BYTES + entry.extra_len, entry.id_len, id)
+    }
+
+    /// Whether a snapshot has this name, byte by byte.
+    pub(in crate::qcow2) fn has_name(&mut self, entry: &Entry, name: &[u8]) -> io::Result<bool> {
+        let at = entry.at + ENTRY_BYTES + entry.extra_len + entry.id_len;
+        self.reads(at, entry.name_len, name)
+    }
+
+    fn reads(&mut self, at: u64, len: u64, wanted: &[u8]) -> io::Result<bool> {
+        let same = len == wanted.len() as u64 && len < (PIECE_BYTES / 2) as u64;
+        Ok(same && self.bytes(at, len)? == wanted)
+    }
+
+    pub(in crate::qcow2) fn told(&mut self, entry: &Entry) -> io::Result<Told> {
         let fixed = self.bytes(entry.at, ENTRY_BYTES)?;
         let extra = self.bytes(entry.at + ENTRY_BYTES, entry.extra_len.min(EXTRA_BYTES))?;
         let wide = |at: usize| (extra.len() >= at + 8).then(|| be64(&extra, at));

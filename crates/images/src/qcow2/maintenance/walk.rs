@@ -4,13 +4,14 @@
 //! an image with clusters all over a large file is read several times.
 
 use std::io;
+use std::ops::Range;
 
 use ferrite_disk_base::{Raw, is_damage};
 
 use crate::qcow2::format::entry::{self, COPIED, Cluster};
 use crate::qcow2::format::header::{EXT_BITMAPS, Header, be32, be64};
 use crate::qcow2::format::refcount;
-use crate::qcow2::maintenance::check::{Fix, Problem, Report};
+use crate::qcow2::maintenance::check::{Fix, Owned, Problem, Report};
 use crate::qcow2::maintenance::snapshots::Entries;
 
 /// Clusters whose counts are in memory: two of four bytes each.
@@ -35,6 +36,27 @@ pub(in crate::qcow2) enum Counting {
     Compared,
     /// They count alone: all of them are passed on.
     Alone,
+    /// They count alone, and after them the entries of the tables in use whose clusters have exactly one are passed on.
+    Owned,
+}
+
+/// What a walk goes through.
+#[derive(Clone, Debug)]
+pub(in crate::qcow2) struct Course {
+    pub(in crate::qcow2) counting: Counting,
+    /// The clusters whose references count.
+    pub(in crate::qcow2) clusters: Range<u64>,
+    /// The snapshot that is left out, by its index in their table.
+    pub(in crate::qcow2) without: Option<u32>,
+    /// A table of tables (its place and entries) whose references count once more, as those of a snapshot would.
+    pub(in crate::qcow2) more: Option<(u64, u32)>,
+}
+
+impl Course {
+    /// Through all of the image.
+    pub(in crate::qcow2) fn all(counting: Counting) -> Course {
+        Course { counting, clusters: 0..u64::MAX, without: None, more: None }
+    }
 }
 
 /// Walks through all references. The first report gets all findings, but for those about the places of the refcounts,
@@ -42,7 +64,7 @@ pub(in crate::qcow2) enum Counting {
 pub(in crate::qcow2) fn walk(
     raw: &Raw,
     header: &Header,
-    counting: Counting,
+    course: Course,
     (report, structure): (&mut Report, &mut Report),
     fix: &mut dyn FnMut(Fix),
 ) -> io::Result<()> {
@@ -58,10 +80,11 @@ pub(in crate::qcow2) fn walk(
     let mut walk = Walk {
         raw,
         header,
-        counting,
+        first: course.clusters.start,
+        course,
+        owning: false,
         reftable: &reftable,
         file_clusters: raw.bytes_now()?.div_ceil(header.cluster_bytes()),
-        first: 0,
         stored: Vec::new(),
         found: Vec::new(),
         next: None,
@@ -75,7 +98,7 @@ pub(in crate::qcow2) fn walk(
     loop {
         walk.window()?;
         windows += 1;
-        match walk.next {
+        match walk.next.filter(|next| *next < walk.course.clusters.end) {
             Some(next) if windows < MAX_WINDOWS => {
                 // No cluster between the two has a reference or a count.
                 walk.free(walk.window_end(), next);
@@ -87,8 +110,8 @@ pub(in crate::qcow2) fn walk(
                 break;
             }
             None => {
-                walk.free(walk.window_end(), walk.file_clusters);
-                if counting == Counting::Compared {
+                walk.free(walk.window_end(), walk.course.clusters.end);
+                if walk.course.counting == Counting::Compared {
                     walk.report.unused_bytes = walk.unused_bytes()?;
                 }
                 break;
@@ -109,7 +132,9 @@ fn read(raw: &Raw, offset: u64, len: u64) -> io::Result<Vec<u8>> {
 struct Walk<'a> {
     raw: &'a Raw,
     header: &'a Header,
-    counting: Counting,
+    course: Course,
+    /// The references of the window have been counted, and the entries in use are looked at again.
+    owning: bool,
     reftable: &'a [u64],
     file_clusters: u64,
     /// The first cluster of the window.
@@ -131,7 +156,7 @@ impl Walk<'_> {
     /// Whether to report findings that belong to no window. Each window takes a pass over everything; these are
     /// reported in the first.
     fn once(&self) -> bool {
-        self.first == 0
+        self.first == self.course.clusters.start && !self.owning
     }
 
     fn add(&mut self, problem: Problem, offset: u64, why: String) {
@@ -142,7 +167,8 @@ impl Walk<'_> {
 
     fn window(&mut self) -> io::Result<()> {
         self.next = None;
-        let len = self.file_clusters.saturating_sub(self.first).clamp(1, WINDOW) as usize;
+        let end = self.file_clusters.min(self.course.clusters.end);
+        let len = end.saturating_sub(self.first).clamp(1, WINDOW) as usize;
         self.stored = vec![0; len];
         self.found = vec![0; len];
         self.load_counts()?;
@@ -155,9 +181,17 @@ impl Walk<'_> {
         }
         self.l1(header.l1_offset, header.l1_entries, true)?;
         self.snapshots()?;
+        if let Some((offset, entries)) = self.course.more {
+            self.l1(offset, entries, false)?;
+        }
         self.bitmaps()?;
         self.check_blocks_apart();
         self.compare();
+        if self.course.counting == Counting::Owned {
+            self.owning = true;
+            self.l1(header.l1_offset, header.l1_entries, true)?;
+            self.owning = false;
+        }
         self.free_in_window();
         Ok(())
     }
@@ -236,14 +270,19 @@ impl Walk<'_> {
             && offset >> self.header.cluster_bits < self.file_clusters
     }
 
-    /// Counts a reference to a cluster; returns the cluster's refcount if it is in the window.
+    /// Counts a reference to a cluster; returns the cluster's refcount if it is in the window. While `owning`, nothing is
+    /// counted, and the references that were found are returned.
     fn refer(&mut self, cluster: u64) -> Option<u64> {
         match cluster.checked_sub(self.first) {
             None => None,
+            Some(i) if i < self.found.len() as u64 && self.owning => {
+                Some(self.found[i as usize].into())
+            }
             Some(i) if i < self.found.len() as u64 => {
                 self.found[i as usize] = self.found[i as usize].saturating_add(1);
                 Some(self.stored[i as usize])
             }
+            Some(_) if self.owning => None,
             Some(_) => {
                 self.next = Some(self.next.map_or(cluster, |next| next.min(cluster)));
                 None
@@ -363,7 +402,7 @@ impl Walk<'_> {
             self.add(Problem::Entry, at, format!("others name the L2 table at {table:#x}, too"));
             return Ok(());
         }
-        self.flag(count, at, entry, active);
+        self.flag(count, (at, entry), Owned::Table(index), active);
         let mut done = 0;
         while done < 1 << bits {
             let bytes = read(self.raw, table + done, (1u64 << bits).min(PIECE_BYTES))?;
@@ -411,7 +450,7 @@ impl Walk<'_> {
                     return;
                 }
                 let count = self.refer(host >> bits);
-                self.flag(count, at, entry, active);
+                self.flag(count, (at, entry), Owned::Cluster(guest), active);
                 if counted {
                     self.report.allocated_clusters += 1;
                 }
@@ -420,9 +459,15 @@ impl Walk<'_> {
     }
 
     /// Checks bit 63, which is set in tables in use if the count is exactly one.
-    fn flag(&mut self, count: Option<u64>, at: u64, entry: u64, active: bool) {
-        let is_known = active && self.counting == Counting::Compared;
+    fn flag(&mut self, count: Option<u64>, (at, entry): (u64, u64), of: Owned, active: bool) {
+        let is_known = active && (self.course.counting == Counting::Compared || self.owning);
         let Some(count) = count.filter(|_| is_known) else { return };
+        if self.owning {
+            if count == 1 {
+                (self.fix)(Fix::Own(of));
+            }
+            return;
+        }
         if (count == 1) != (entry & COPIED != 0) {
             let text = format!("entry {entry:#018x}, whose cluster has the refcount {count}");
             self.report.add(Problem::Flag, at, text);
@@ -442,6 +487,9 @@ impl Walk<'_> {
                     break;
                 }
             };
+            if self.course.without == Some(entry.index) {
+                continue;
+            }
             self.range(entry.l1_offset, u64::from(entry.l1_entries) * 8);
             self.l1(entry.l1_offset, entry.l1_entries, false)?;
         }
@@ -499,7 +547,7 @@ impl Walk<'_> {
                 continue;
             }
             let cluster = self.first + i as u64;
-            if self.counting == Counting::Alone {
+            if self.course.counting != Counting::Compared {
                 (self.fix)(Fix::Count { cluster, found });
                 continue;
             }
