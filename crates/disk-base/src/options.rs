@@ -74,6 +74,8 @@ pub struct OpenOptions {
     pub as_parent: bool,
     /// The folders where the image's parents may be.
     pub parents: Parents,
+    /// Read a qcow2 image as it was at the snapshot inside of it with this identifier or name. Read-only.
+    pub inner_snapshot: Option<Vec<u8>>,
     /// What is done about damage in the image and its parents.
     pub on_damage: OnDamage,
     /// A killed process had it open for writing, and its guest is still connected. Since the guest waits, only children
@@ -109,6 +111,7 @@ impl Default for OpenOptions {
             beside_readers: false,
             as_parent: false,
             parents: Parents::default(),
+            inner_snapshot: None,
             on_damage: OnDamage::Refuse,
             taken_over: false,
             format_said: false,

@@ -28,7 +28,6 @@ fn printed() -> BTreeSet<String> {
     let place = Place::new();
     place.pattern("a.img", 4 * MIB, &[(MIB, MIB)]);
     place.ok(&["convert", "a.img", "a.qcow2"]);
-    let _ = qemu_img(&["snapshot", "-c", "first", &place.path("a.qcow2")]);
     let _ = qemu_img(&["bitmap", "--add", &place.path("a.qcow2"), "changes"]);
     place.ok(&["create", "damaged.vhd", "4M"]);
     // Its second footer.
@@ -49,6 +48,8 @@ fn printed() -> BTreeSet<String> {
         &["check", "damaged.vhd"],
         &["repair", "--force", "damaged.vhd"],
         &["compare", "a.img", "leaf.vhd"],
+        &["snapshot", "-c", "first", "a.qcow2"],
+        &["info", "a.qcow2"],
     ] {
         add_names(&json(&place.ok(&[command, &["--json"]].concat())), &mut names);
     }

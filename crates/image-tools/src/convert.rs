@@ -4,7 +4,9 @@ use std::fs::File;
 use std::io::{self, Seek as _, SeekFrom};
 
 use ferrite_disk::Disk;
-use ferrite_disk_base::{DiskError, ErrorKind, ImageName, OnDamage, OpenOptions, SECTOR_BYTES};
+use ferrite_disk_base::{
+    DiskError, ErrorKind, Format, ImageName, OnDamage, OpenOptions, SECTOR_BYTES,
+};
 use ferrite_images::children::PARTIAL;
 
 use super::copy::{Copying, Mode};
@@ -13,7 +15,7 @@ use super::files::{NewFile, Over, beside, check_apart, check_regular, same_file}
 use super::formats::{Blank, shows_medium};
 use super::resume::{Resume, Source};
 use super::salvage::Lost;
-use super::{DAMAGED, Done, ImageTools, NewImage, Salvaged, broken, formats};
+use super::{DAMAGED, Done, ImageTools, NewImage, Salvaged, broken, formats, unsuitable};
 
 /// The options of a conversion.
 #[derive(Clone, Debug, Default)]
@@ -28,6 +30,9 @@ pub struct Convert {
     pub unit_bytes: Option<u32>,
     /// A qcow2 image gets L2 entries with a bitmap of subclusters.
     pub extended_l2: bool,
+    /// Copies the disk as it was at the snapshot inside of the source with this identifier or name. Such a copy is not
+    /// resumed.
+    pub snapshot: Option<Vec<u8>>,
     /// A run of so many zero bytes in the source's data is not written; `None`: 64 KiB.
     pub zero_bytes: Option<u32>,
 }
@@ -77,6 +82,19 @@ impl ImageTools<'_> {
         Ok(Salvaged { done, damaged_bytes, ranges, more_ranges })
     }
 
+    /// Opens the disk that is copied.
+    fn source(&self, from: &ImageName, how: &Convert) -> Result<Disk, DiskError> {
+        let Some(snapshot) = &how.snapshot else { return self.open(from, true) };
+        if from.format != Format::Qcow2 {
+            let what = format!("cannot read a snapshot inside of {}", from.path.display());
+            let why = format!("format {} has none", from.format);
+            let help = "ferrite image info shows the images that it stands on";
+            return Err(unsuitable(what, why, help));
+        }
+        let inner_snapshot = Some(snapshot.clone());
+        Disk::open_image(from, &OpenOptions { inner_snapshot, ..self.options(true) })
+    }
+
     /// Converts the disk `from`. With `damaged` that is open already, and may be damaged.
     fn convert_reading(
         &self,
@@ -94,7 +112,7 @@ impl ImageTools<'_> {
         let source = match damaged {
             Some((source, _)) => source,
             None => {
-                opened = self.open(from, true)?;
+                opened = self.source(from, how)?;
                 &opened
             }
         };
@@ -114,7 +132,8 @@ impl ImageTools<'_> {
             done_bytes: 0,
         };
         // The ranges that were lost before an interruption would be forgotten.
-        let is_resumable = damaged.is_none() && !self.is_device(&to.path);
+        let is_whole = damaged.is_none() && how.snapshot.is_none();
+        let is_resumable = is_whole && !self.is_device(&to.path);
         let is_untold = fresh.is_untold() || damaged.is_some();
         let too_small = |e| self.too_small(to, bytes, e);
         let (file, state) = self.destination(to, how, fresh, is_resumable).map_err(too_small)?;

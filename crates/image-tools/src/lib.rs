@@ -30,6 +30,7 @@ mod extents;
 mod files;
 mod formats;
 mod info;
+mod inner;
 mod io_context;
 mod journals;
 mod measure;
@@ -53,6 +54,7 @@ mod volumes;
 const MAX_LAYERS_OFFLINE: usize = 4 * MAX_LAYERS;
 
 pub use convert::Convert;
+pub use inner::Inner;
 pub use measure::Measured;
 pub use merge::{MergeCopy, MergePlan, Stretch};
 pub use rebase::Rebase;

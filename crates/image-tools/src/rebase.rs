@@ -241,7 +241,7 @@ pub(super) fn check_snapshots(layer: &Layer, what: String) -> Result<(), DiskErr
         return Ok(());
     }
     let why = "there are snapshots inside of it, which would be lost";
-    Err(refused(what, why, "delete them first (qemu-img snapshot -d)"))
+    Err(refused(what, why, "delete them first (ferrite image snapshot -d)"))
 }
 
 /// Notes that the dirty bitmaps of the image with this layer will be lost.

@@ -182,6 +182,16 @@ pub struct Done {
     pub notes: Vec<String>,
 }
 
+/// An image whose snapshots were changed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct InnerDone {
+    /// The image.
+    #[serde(flatten)]
+    pub done: Done,
+    /// The snapshot inside of it that was made, applied or deleted.
+    pub snapshot: SnapshotInfo,
+}
+
 /// The copy of a disk that may be damaged.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Salvaged {

@@ -65,7 +65,8 @@ pub(crate) enum ImageCommand {
     /// Show the properties of an image and its parents.
     Info(InfoArgs),
     /// Keep the present state of a disk: its file becomes PARENT, read-only, and a new child takes its name. Takes no
-    /// time, copies nothing. With -l: list the snapshots inside of a qcow2 image.
+    /// time, copies nothing. With -l, -c, -a, -d: list, make, apply, delete
+    /// snapshots inside of a qcow2 image.
     Snapshot(SnapshotArgs),
     /// Make a new disk that begins as a copy of PARENT, which becomes read-only. Copies nothing.
     Clone(CloneArgs),

@@ -1,7 +1,10 @@
 //! Commands that make or replace images: from options to what `ferrite_image_tools` does.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
+
 use ferrite_disk::{Format, ImageName};
-use ferrite_image_tools::{Convert, Done, ImageTools, Measured, NewImage, Rebase};
+use ferrite_image_tools::{Convert, Done, ImageTools, Inner, Measured, NewImage, Rebase};
 
 use super::args::{
     ConvertArgs, CreateArgs, MeasureArgs, RebaseArgs, SnapshotArgs, existing, existing_disk, name,
@@ -63,12 +66,20 @@ fn copy(args: &ConvertArgs) -> Result<(ImageName, Convert, Option<ImageName>), F
         fixed: args.fixed || wanted.fixed,
         unit_bytes: args.unit.block.or(wanted.unit_bytes),
         extended_l2: wanted.extended_l2,
+        snapshot: args.snapshot.as_deref().map(snapshot_of),
         zero_bytes: args.zeros,
     };
     let parent = args.parent.as_ref().or(wanted.parent.as_ref());
     let format = args.parent_format.or(wanted.parent_format);
     let parent = parent.map(|parent| existing(parent, format)).transpose()?;
     Ok((to, how, parent))
+}
+
+/// What names a snapshot in `convert -l`, also in qemu-img's longer form.
+fn snapshot_of(text: &OsStr) -> Vec<u8> {
+    let text = text.as_bytes();
+    let long = [&b"snapshot.id="[..], b"snapshot.name="];
+    long.iter().find_map(|key| text.strip_prefix(*key)).unwrap_or(text).to_vec()
 }
 
 /// Copies a disk that may be damaged, and lists what could not be read. That decides the exit code.
@@ -112,7 +123,7 @@ pub(super) fn rebase(tools: &ImageTools<'_>, args: &RebaseArgs) -> Result<Done, 
     }
 }
 
-/// Keeps the present state of a disk, or lists the snapshots inside of its image.
+/// Keeps the present state of a disk, or lists or changes the snapshots inside of its image.
 pub(super) fn snapshot(
     tools: &ImageTools<'_>,
     out: &Out<'_>,
@@ -121,6 +132,23 @@ pub(super) fn snapshot(
     let leaf = existing(&args.leaf, args.format)?;
     if let Some(parent) = &args.parent {
         return out.confirm(&tools.snapshot(&leaf, &name(parent, args.format)?)?, text::made);
+    }
+    let inner = &args.inner;
+    if let Some(name) = &inner.create {
+        let Some(name) = name.to_str() else {
+            let what = format!("cannot make a snapshot inside of {}", args.leaf.display());
+            let why = "its name is no UTF-8";
+            return Err(Failure::new(what, why, "choose another name").with_code(Code::USAGE));
+        };
+        return out.confirm(&tools.inner(&leaf, Inner::Create(name))?, text::inner_made);
+    }
+    if let Some(text) = &inner.apply {
+        let done = tools.inner(&leaf, Inner::Apply(text.as_bytes()))?;
+        return out.confirm(&done, text::inner_applied);
+    }
+    if let Some(text) = &inner.delete {
+        let done = tools.inner(&leaf, Inner::Delete(text.as_bytes()))?;
+        return out.confirm(&done, text::inner_deleted);
     }
     if leaf.format != Format::Qcow2 {
         let what = format!("cannot list the snapshots inside of {}", args.leaf.display());

@@ -182,7 +182,7 @@ fn changes_nothing(command: &ImageCommand) -> bool {
         | ImageCommand::Du(_)
         | ImageCommand::Journal(JournalCommand::List) => true,
         ImageCommand::Check(check) => check.repair.is_none(),
-        ImageCommand::Snapshot(snapshot) => snapshot.list,
+        ImageCommand::Snapshot(snapshot) => snapshot.inner.list,
         ImageCommand::Repair(repair) => !repair.force,
         _ => false,
     }

@@ -5,8 +5,8 @@ use std::fmt::Write as _;
 use ferrite_disk::size::Human;
 use ferrite_disk::{Class, Counts, Format};
 use ferrite_image_tools::{
-    CheckReport, Checked, Comparison, Done, Extent, Info, JournalInfo, JournalState, Kind,
-    LayerInfo, Measured, Repaired, Salvaged, SnapshotInfo, Usage,
+    CheckReport, Checked, Comparison, Done, Extent, Info, InnerDone, JournalInfo, JournalState,
+    Kind, LayerInfo, Measured, Repaired, Salvaged, SnapshotInfo, Usage,
 };
 
 use crate::plain::one_line;
@@ -134,6 +134,23 @@ fn date(unix_s: u64) -> String {
     let year = era * 400 + year + u64::from(month < 3);
     let (h, m, s) = (s / 3600, s / 60 % 60, s % 60);
     format!("{year}-{month:02}-{day:02} {h:02}:{m:02}:{s:02} UTC")
+}
+
+pub(super) fn inner_made(done: &InnerDone) -> String {
+    inner(done, "is inside of it now")
+}
+
+pub(super) fn inner_applied(done: &InnerDone) -> String {
+    inner(done, "is what the disk is now")
+}
+
+pub(super) fn inner_deleted(done: &InnerDone) -> String {
+    inner(done, "is deleted")
+}
+
+fn inner(InnerDone { done, snapshot }: &InnerDone, what: &str) -> String {
+    let (path, name) = (one_line(&done.path), one_line(&snapshot.name));
+    with_notes(format!("{path}: snapshot {name} ({}) {what}", one_line(&snapshot.id)), &done.notes)
 }
 
 /// The snapshots inside of an image.

@@ -48,6 +48,7 @@ pub(super) fn open_some(
         beside_readers: false,
         metadata_bytes: options.metadata_bytes / 16,
         opened: None,
+        inner_snapshot: None,
         format_said: false,
         ..options.clone()
     };

@@ -23,7 +23,7 @@ use crate::qcow2::alloc::state::State;
 use crate::qcow2::format::backing::Named;
 use crate::qcow2::format::entry;
 use crate::qcow2::format::header::{CORRUPT, DIRTY, Flaws, HEAD_BYTES, Header, HeaderError, be64};
-use crate::qcow2::maintenance::snapshots;
+use crate::qcow2::maintenance::{inner, snapshots};
 use crate::qcow2::tables::cache::Cache;
 use crate::qcow2::tables::changes::WORDS;
 use crate::qcow2::tables::meta::{TABLE_PIECE, read_whole};
@@ -50,7 +50,8 @@ impl Qcow2 {
             return Err(other);
         }
         let read_only = medium.read_only();
-        let dir = options.state_dir.as_deref();
+        // The tables of a snapshot do not change, so nothing in a journal is about them.
+        let dir = options.state_dir.as_deref().filter(|_| options.inner_snapshot.is_none());
         let bytes = medium.bytes_now().map_err(|e| cannot.io(e))?;
         let head = medium.read_now(0, HEAD_BYTES as usize).map_err(|e| cannot.io(e))?;
         let on_damage = options.on_damage();
@@ -64,6 +65,10 @@ impl Qcow2 {
         if !read_only {
             check_writable(&header, &cannot)?;
         }
+        let header = match &options.inner_snapshot {
+            Some(text) => cannot.at_snapshot(&medium, header, text)?,
+            None => header,
+        };
         let left = cannot.find(dir, &medium, &header)?;
         // Images with a mark tell whether there is a journal.
         let may_have_one = header.version < 3 || header.mark().is_some();
@@ -326,6 +331,16 @@ impl Cannot {
             }
         };
         DiskError::new(kind, &self.0, e.to_string(), help)
+    }
+
+    /// The header of the disk as it was at a snapshot.
+    fn at_snapshot(&self, medium: &Raw, header: Header, text: &[u8]) -> Result<Header, DiskError> {
+        if !medium.read_only() {
+            let why = "a snapshot inside of it is only read";
+            return Err(DiskError::new(ErrorKind::Unsuitable, &self.0, why, READ_ONLY));
+        }
+        let found = inner::at_snapshot(medium, &header, text).map_err(|e| self.io(e))?;
+        found.map_err(|(kind, why, help)| DiskError::new(kind, &self.0, why, help))
     }
 
     /// The mark that this process sets, the journal, and its records. `left`: there are any. A reader sets no mark, and

@@ -72,12 +72,11 @@ pub(crate) struct SnapshotArgs {
     pub(crate) leaf: OsString,
 
     /// The name that its file gets, in the same directory.
-    #[arg(required_unless_present = "list")]
+    #[arg(required_unless_present = "inner")]
     pub(crate) parent: Option<OsString>,
 
-    /// Only list the snapshots inside of a qcow2 image, which other programs have made.
-    #[arg(short = 'l', conflicts_with = "parent")]
-    pub(crate) list: bool,
+    #[command(flatten)]
+    pub(crate) inner: InnerArgs,
 
     /// The format of the disk, whatever its name says.
     #[arg(short = 'f', long, value_enum, value_name = "FORMAT")]
@@ -86,18 +85,27 @@ pub(crate) struct SnapshotArgs {
     /// Read it even if it is in use, with -l.
     #[arg(short = 'U', long, requires = "list")]
     pub(crate) force_share: bool,
+}
 
-    /// Not supported: this program makes no snapshots inside of an image.
-    #[arg(short = 'c', hide = true, value_name = "NAME", value_parser = no_inner)]
-    pub(crate) inner: Option<String>,
+/// The words of `qemu-img snapshot` for the snapshots inside of a qcow2 image.
+#[derive(Debug, Args)]
+#[group(id = "inner", multiple = false, conflicts_with = "parent")]
+pub(crate) struct InnerArgs {
+    /// Only list the snapshots inside of a qcow2 image.
+    #[arg(short = 'l')]
+    pub(crate) list: bool,
 
-    /// Not supported.
-    #[arg(short = 'd', hide = true, value_name = "NAME", value_parser = no_inner)]
-    pub(crate) inner_gone: Option<String>,
+    /// Make a snapshot of this name inside of a qcow2 image instead.
+    #[arg(short = 'c', value_name = "NAME")]
+    pub(crate) create: Option<OsString>,
 
-    /// Not supported.
-    #[arg(short = 'a', hide = true, value_name = "NAME", value_parser = no_inner)]
-    pub(crate) inner_again: Option<String>,
+    /// Make the disk what it was at the snapshot inside of it with this name or identifier. What it is now is lost.
+    #[arg(short = 'a', value_name = "NAME")]
+    pub(crate) apply: Option<OsString>,
+
+    /// Delete the snapshot inside of it with this name or identifier.
+    #[arg(short = 'd', value_name = "NAME")]
+    pub(crate) delete: Option<OsString>,
 }
 
 /// The arguments of `clone`.
@@ -157,6 +165,10 @@ pub(crate) struct ConvertArgs {
     /// Copy what can be read of a damaged image: the rest is zeros, and listed. Ends with 6 if there is any.
     #[arg(long, conflicts_with_all = ["resume", "existing", "parent"])]
     pub(crate) salvage: bool,
+
+    /// Copy the disk as it was at the snapshot inside of SOURCE, a qcow2 image, with this name or identifier.
+    #[arg(short = 'l', long, value_name = "NAME", conflicts_with_all = ["resume", "salvage", "existing", "parent"])]
+    pub(crate) snapshot: Option<OsString>,
 
     /// Continue an interrupted run.
     #[arg(long)]
@@ -282,11 +294,4 @@ fn zeros(text: &str) -> Result<u32, String> {
         n if n.is_multiple_of(512) && n <= 1 << 20 => Ok(n as u32),
         _ => Err("it must be a multiple of 512, at most 1M".into()),
     }
-}
-
-/// The words of `qemu-img snapshot` for snapshots inside of an image.
-fn no_inner(_: &str) -> Result<String, String> {
-    Err("this program does not change the snapshots inside of an image: use qemu-img, or keep a \
-         state as an image of its own (ferrite image snapshot DISK PARENT)"
-        .into())
 }

@@ -15,7 +15,7 @@ use crate::qcow2::maintenance::walk::{Counting, Course};
 use crate::qcow2::tables::meta;
 
 /// Kind, reason and next step.
-type Refusal = (ErrorKind, String, &'static str);
+pub(in crate::qcow2) type Refusal = (ErrorKind, String, &'static str);
 
 /// The table's next state, and the disk's.
 pub(super) struct Listed {
@@ -55,17 +55,10 @@ pub(super) fn change(
                 Ok(found) => found,
                 Err(refusal) => return Ok(Err(refusal)),
             };
-            let disk_bytes = told.disk_bytes.unwrap_or(header.disk_bytes);
-            let is_size = disk_bytes > 0 && disk_bytes.is_multiple_of(512);
-            if !is_size || disk_bytes > MAX_DISK_BYTES {
-                let why =
-                    format!("it is of a disk of {disk_bytes} bytes, which is no size of a disk");
-                return Ok(Err((ErrorKind::Damaged, why, "delete it, or restore a backup")));
-            }
-            if tables_of(header, disk_bytes) * 8 > MAX_L1_BYTES {
-                let why = format!("clusters are too small for its disk of {disk_bytes} bytes");
-                return Ok(Err((ErrorKind::Damaged, why, "delete it, or restore a backup")));
-            }
+            let disk_bytes = match disk_of(header, &told) {
+                Ok(bytes) => bytes,
+                Err(refusal) => return Ok(Err(refusal)),
+            };
             let what = What::Applied { from: entry, disk_bytes };
             let snapshots = header.snapshots;
             Ok(Ok((Listed { what, table: Vec::new(), entry_at: 0, snapshots }, told)))
@@ -83,6 +76,45 @@ pub(super) fn change(
             Ok(Ok((Listed { what, table, entry_at: 0, snapshots }, told)))
         }
     }
+}
+
+/// The bytes of a snapshot's disk.
+fn disk_of(header: &Header, told: &Told) -> Result<u64, Refusal> {
+    let bytes = told.disk_bytes.unwrap_or(header.disk_bytes);
+    let help = "delete it, or restore a backup";
+    if bytes == 0 || !bytes.is_multiple_of(512) || bytes > MAX_DISK_BYTES {
+        let why = format!("it is of a disk of {bytes} bytes, which is no size of a disk");
+        return Err((ErrorKind::Damaged, why, help));
+    }
+    if tables_of(header, bytes) * 8 > MAX_L1_BYTES {
+        let why = format!("clusters are too small for its disk of {bytes} bytes");
+        return Err((ErrorKind::Damaged, why, help));
+    }
+    Ok(bytes)
+}
+
+/// A header by which the disk reads as it was at a snapshot.
+pub(in crate::qcow2) fn at_snapshot(
+    raw: &Raw,
+    header: &Header,
+    text: &[u8],
+) -> io::Result<Result<Header, Refusal>> {
+    let (entry, told) = match find(raw, header, text)? {
+        Ok(found) => found,
+        Err(refusal) => return Ok(Err(refusal)),
+    };
+    let disk_bytes = match disk_of(header, &told) {
+        Ok(bytes) => bytes,
+        Err(refusal) => return Ok(Err(refusal)),
+    };
+    let needed = tables_of(header, disk_bytes) as u32;
+    if entry.l1_entries < needed {
+        let why = format!("it has {} tables, and its disk needs {needed}", entry.l1_entries);
+        return Ok(Err((ErrorKind::Damaged, why, "delete it, or restore a backup")));
+    }
+    // Entries after the disk's are those of a saved machine.
+    let l1_offset = entry.l1_offset;
+    Ok(Ok(Header { disk_bytes, l1_offset, l1_entries: needed, ..header.clone() }))
 }
 
 /// The L2 tables of a disk of so many bytes.

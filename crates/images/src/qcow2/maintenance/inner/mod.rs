@@ -29,6 +29,7 @@ mod tables;
 mod write;
 
 use list::Listed;
+pub(in crate::qcow2) use list::at_snapshot;
 use tables::{Flags, Tables};
 
 /// Free ranges that are kept in memory: of more, the last one counts.
