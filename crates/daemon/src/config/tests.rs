@@ -18,6 +18,7 @@ fn parse(text: &str) -> Result<Config, ConfigError> {
 const ALL: &str = r#"
 image_folders = ["/srv/images", "/dev/vg"]
 parent_folders = ["/srv/templates"]
+state_folder = "/srv/state"
 metrics_socket = "/run/m.sock"
 
 [host]
@@ -77,6 +78,7 @@ fn each_key_goes_to_its_place() {
     let expected = Config {
         image_folders: ["/srv/images", "/dev/vg"].map(PathBuf::from).to_vec(),
         parent_folders: vec!["/srv/templates".into()],
+        state_folder: "/srv/state".into(),
         metrics_socket: Some("/run/m.sock".into()),
         host: HostOptions { map_budget: 1000, poll_processors: Some(0), memory_mib: Some(512) },
         disks,
@@ -131,13 +133,14 @@ fn a_folder_may_be_named_by_a_link() {
 fn what_is_wrong_is_named_with_its_file_its_key_and_what_may_stand_there() {
     for (text, key, says) in [
         ("image_folder = []", "image_folder", "did you mean image_folders?"),
-        ("colour = 1", "colour", "there are image_folders, metrics_socket, parent_folders"),
+        ("colour = 1", "colour", "there are image_folders, metrics_socket, parent_folders, state_folder"),
         ("metrics_socket = true", "metrics_socket", "an absolute path"),
         ("metrics_socket = \"metrics.sock\"", "metrics_socket", "an absolute path"),
         ("metrics_socket = \"/a\\u0000b\"", "metrics_socket", "an absolute path"),
         ("image_folders = \"/srv\"", "image_folders", "a list of absolute paths"),
         ("image_folders = [\"srv\"]", "image_folders", "a list of absolute paths"),
         ("image_folders = [\"/srv/../etc\"]", "image_folders", "a list of absolute paths"),
+        ("state_folder = \"a\"", "state_folder", "an absolute path"),
         ("parent_folders = [1]", "parent_folders", "a list of absolute paths"),
         ("disks = 3", "disks", "write [disks], and its keys below"),
         ("[disk]\nqueues = 1", "disk", "did you mean disks?"),

@@ -256,7 +256,7 @@ mod tests {
             match understood(line) {
                 Some(DiskCommand::Limit(args)) => drop(limits(&args).unwrap()),
                 Some(DiskCommand::Set(args)) => {
-                    drop(params(&args, "3/51712".parse().unwrap()).unwrap());
+                    params(&args, "3/51712".parse().unwrap()).unwrap();
                 }
                 other => panic!("{line}: {other:?}"),
             }
