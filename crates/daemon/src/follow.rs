@@ -176,7 +176,7 @@ impl Follower {
                 }
             };
         }
-        let served = self.serve(image);
+        let served = self.serve(image, false);
         if served.is_err() {
             self.record_never_open(image);
         }
@@ -211,7 +211,7 @@ impl Follower {
         woken && self.ends()
     }
 
-    pub(crate) fn serve(&mut self, image: &Image) -> Result<Outcome, Failure> {
+    pub(crate) fn serve(&mut self, image: &Image, resumes: bool) -> Result<Outcome, Failure> {
         self.shared.table.change(self.id, |entry| entry.starts += 1);
         let mut store = (self.shared.connect)().map_err(|e| Failure::store(&e))?;
         if !self.is_attached(&mut store)? {
@@ -242,6 +242,7 @@ impl Follower {
             qemu_first,
             minor: self.minor,
             attached: self.attached.clone(),
+            resumes,
             told_sectors: self.told_sectors(&mut store)?,
             shared: &self.shared,
         };

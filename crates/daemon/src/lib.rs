@@ -98,6 +98,8 @@ pub struct Assignment<'a> {
     pub minor: u32,
     /// The attachment to serve. Another attachment of the same name may have another image.
     pub attached: ExpectedAttachment,
+    /// Whether the disk is paused, and goes on if its image can be opened.
+    resumes: bool,
     /// The size in sectors that the guest was told, of a paused disk that is to go on.
     told_sectors: Option<u64>,
     shared: &'a Shared,
@@ -126,7 +128,7 @@ impl Assignment<'_> {
 
     /// Whether the disk is paused, and goes on if its image can be opened.
     pub fn resumes(&self) -> bool {
-        self.shared.table.read(|disks| disks.get(&self.id).is_some_and(|disk| disk.pause.is_some()))
+        self.resumes
     }
 
     /// Records that the image is open. A paused disk goes on with it, if it fits.
@@ -134,7 +136,7 @@ impl Assignment<'_> {
     /// # Errors
     /// The disk stays paused.
     pub fn opened(&self, facts: &DiskFacts) -> Result<(), Failure> {
-        if self.resumes() {
+        if self.resumes {
             pause::fits(self.told_sectors, facts)?;
             // The state file comes before the guest: its next write is in this image.
             self.shared.end_pause(self.id, &self.image, self.minor)?;

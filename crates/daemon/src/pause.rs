@@ -362,7 +362,7 @@ impl Follower {
         // taken back.
         let recorded = self.record_switch(before, next);
         let resumed = self.resumed();
-        let served = recorded.and_then(|()| self.serve(next));
+        let served = recorded.and_then(|()| self.serve(next, true));
         // There may be another pause by now.
         if self.resumed() != resumed {
             return Ok(self.next(served?));

@@ -199,8 +199,8 @@ fn a_wrong_configuration_is_named_and_the_daemon_does_not_start() {
 fn the_configuration_that_is_shown_is_right_and_has_every_default() {
     let shown = blocks("toml");
     let parse = |text: &String| Config::parse(text, Path::new("operations.md")).unwrap();
-    let [config, full] = &shown.iter().map(parse).collect::<Vec<_>>()[..] else {
-        panic!("the configuration, and what there is for a full disk: {shown:?}")
+    let [config, full, _] = &shown.iter().map(parse).collect::<Vec<_>>()[..] else {
+        panic!("the configuration, what there is for a full disk, and a limit: {shown:?}")
     };
     let waits = full.images.values().map(|disk| disk.on_full).collect::<Vec<_>>();
     assert_eq!((full.disks.on_full, waits), (OnFull::Error, vec![OnFull::Wait]));

@@ -133,7 +133,11 @@ fn a_folder_may_be_named_by_a_link() {
 fn what_is_wrong_is_named_with_its_file_its_key_and_what_may_stand_there() {
     for (text, key, says) in [
         ("image_folder = []", "image_folder", "did you mean image_folders?"),
-        ("colour = 1", "colour", "there are image_folders, metrics_socket, parent_folders, state_folder"),
+        (
+            "colour = 1",
+            "colour",
+            "there are image_folders, metrics_socket, parent_folders, state_folder",
+        ),
         ("metrics_socket = true", "metrics_socket", "an absolute path"),
         ("metrics_socket = \"metrics.sock\"", "metrics_socket", "an absolute path"),
         ("metrics_socket = \"/a\\u0000b\"", "metrics_socket", "an absolute path"),

@@ -72,7 +72,7 @@ pub(crate) struct SnapshotArgs {
     pub(crate) leaf: OsString,
 
     /// The name that its file gets, in the same directory.
-    #[arg(required_unless_present = "inner")]
+    #[arg(required_unless_present_any = ["list", "create", "apply", "delete"])]
     pub(crate) parent: Option<OsString>,
 
     #[command(flatten)]
