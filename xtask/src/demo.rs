@@ -1,6 +1,6 @@
 //! `cargo xtask demo`: on a real Xen host xl attaches a disk that the daemon serves to a Linux guest. The serving
-//! process is killed during writes; all data is as written. `--all` adds the other kinds of guests, a migration, a
-//! clone.
+//! process is killed during writes; all data is as written. `--all` adds snapshots, the other kinds of guests,
+//! a migration, a clone.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -55,6 +55,7 @@ This demonstration shows that a Linux guest loses nothing when the process that 
 
 /// The additional text for `--all`.
 const MORE: &str = "\
+     The PV guest's disk gets two snapshots while it runs, and they are merged under it.
   5. A PVH guest on a qcow2 migrates to this same host while it writes and verifies.
   6. The disk of a running guest, a volume of a store, is cloned; the clone boots a guest of its own.
   7. An HVM guest boots from a raw image by its firmware, and its worker is killed.";
@@ -124,7 +125,7 @@ fn demonstrate(xenhost: &mut XenHost, all: bool) -> Result<Shown> {
     bench.start_daemon()?;
     let xen = bench.xenhost.sh("xl info xen_version; uname -r")?.replace('\n', ", Linux ");
     shown.fact("host", format!("Xen {xen}, emulated by QEMU; xl, ferrite daemon"));
-    paravirtual(bench, &mut shown)?;
+    paravirtual(bench, &mut shown, all)?;
     if all {
         migrated(bench, &mut shown)?;
         cloned(bench, &mut shown)?;
@@ -134,7 +135,7 @@ fn demonstrate(xenhost: &mut XenHost, all: bool) -> Result<Shown> {
 }
 
 /// A PV guest on a VHD, with files in a file system.
-fn paravirtual(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
+fn paravirtual(bench: &mut Bench<'_>, shown: &mut Shown, all: bool) -> Result<()> {
     let image = "/lab/demo.vhd";
     bench.xenhost.sh(&format!("rm -f {image}; ferrite image create {image} 1G"))?;
     let words = format!("format=vhd,script=block-ferrite,target={image}");
@@ -150,8 +151,17 @@ fn paravirtual(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
         let some = "until [ -e /mnt/file3 ]; do sleep 0.1; done; [ ! -e /tmp/sums ]";
         guest.sh(bench.xenhost, some, LIMIT_S)?;
         disk.kill_worker(bench.xenhost)?;
+        if all {
+            snapshot(bench, &guest, "/lab/demo-first.vhd")?;
+        }
         guest.finish_ok(bench.xenhost, &job)
     })?;
+    if all {
+        snapshot(bench, &guest, "/lab/demo-second.vhd")?;
+        let merge = format!("ferrite disk coalesce {}/xvda 2>&1", guest.name());
+        shown.timed("merge two snapshots of it", || bench.xenhost.sh_for(&merge, LIMIT_S))?;
+        shown.fact("its snapshots", "two taken while it ran, one of them merged into the other");
+    }
     let verified =
         shown.timed("remount, read, verify", || guest.sh(bench.xenhost, VERIFY, LIMIT_S))?;
     if written != "8" || verified != "8" {
@@ -163,6 +173,11 @@ fn paravirtual(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
         "8 files of random data, 60 MiB, the worker killed meanwhile: all as written, ext4 clean",
     );
     end(bench, &mut guest, image)
+}
+
+fn snapshot(bench: &mut Bench<'_>, guest: &Guest, name: &str) -> Result<()> {
+    let snapshot = format!("rm -f {name}; ferrite disk snapshot {}/xvda {name} 2>&1", guest.name());
+    bench.xenhost.sh_for(&snapshot, LIMIT_S).map(drop)
 }
 
 /// A file system in a partition of the guest's disk, at /mnt.

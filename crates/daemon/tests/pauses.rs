@@ -10,6 +10,7 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ferrite_daemon::Step;
 use ferrite_daemon::control::client::ClientError;
@@ -111,6 +112,19 @@ fn a_paused_disk_stays_paused_whichever_process_ends_and_goes_on_without_a_loss(
             }
             _ => {
                 kill(daemon);
+                if victim == "daemon" {
+                    // Without a daemon, too, the next worker leaves the image alone.
+                    let old = worker(keeper).unwrap();
+                    kill_pid(old);
+                    wait_until("the next worker", || {
+                        worker(keeper).is_some_and(|next| next != old)
+                    });
+                    let next = worker(keeper).unwrap();
+                    for _ in 0..30 {
+                        assert!(!has_open(next, &image), "a worker has opened a paused image");
+                        std::thread::sleep(Duration::from_millis(10));
+                    }
+                }
                 if victim == "all" && is_alive(keeper) {
                     kill_pid(keeper);
                 }

@@ -1,5 +1,6 @@
 //! Tests on a real Xen host: an upstream Linux blkfront against the backend.
 
+mod changes;
 mod deaths;
 mod discard;
 mod engines;
@@ -100,6 +101,7 @@ pub(crate) fn all() -> Vec<Case> {
         fio::CASES,
         recovery::CASES,
         store::CASES,
+        changes::CASES,
         deaths::CASES,
         full::CASES,
         images::CASES,
