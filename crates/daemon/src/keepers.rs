@@ -274,8 +274,9 @@ impl Keepers {
                     // The worker closes the image, and keeps the guest's rings.
                     WakeReason::Rest => match retire(line.fd.as_fd(), stop, None) {
                         Ok(()) => return Ok(Outcome::Stopped),
-                        // The request was withdrawn meanwhile, or there is another one.
-                        Err(ServeError::Left) => stop.wake(),
+                        // The request was withdrawn meanwhile, or there is another one. The waker
+                        // is still set.
+                        Err(ServeError::Left) => lost = None,
                         // The next worker completes the image, and is asked to rest as well.
                         Err(ServeError::WorkerLost(_)) => stop.wake(),
                         Err(e) => return Err(not_served(e)),

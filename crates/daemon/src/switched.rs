@@ -71,7 +71,7 @@ impl Switched {
             return Err(io::Error::other("a name of an image that is switched has to be UTF-8"));
         };
         map.remove(&to);
-        // Whoever led to the old image leads to the new one.
+        // Images that led to the old one lead to the new one.
         map.values_mut().filter(|image| **image == from).for_each(|image| image.clone_from(&to));
         map.insert(from, to);
         map.retain(|configured, current| configured != current);
