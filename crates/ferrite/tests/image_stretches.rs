@@ -118,7 +118,9 @@ fn a_copy_takes_new_speeds_and_ends_in_good_order_when_it_is_told_to() {
         assert_eq!(lines(&first)[0]["progress"]["total_bytes"], 8 * MIB);
         (child, out)
     };
-    let (child, _out) = start();
+    let (mut child, _out) = start();
+    // The end of its input would end it, too.
+    let _input = child.stdin.take();
     kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
     let ended = child.wait_with_output().unwrap();
     assert_eq!(ended.status.code(), Some(130), "{ended:?}");

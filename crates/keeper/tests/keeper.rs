@@ -416,14 +416,14 @@ fn a_daemon_of_a_version_too_far_away_gets_no_line_and_ends_no_worker() {
         RAW.send(other.fd(), request.as_bytes(), &[]).unwrap();
         RAW.receive(other.fd()).unwrap()
     };
-    for version in ["", r#","version":1"#, r#","version":2"#] {
+    for version in ["", r#","version":1"#, r#","version":3"#] {
         let reply = ask(format!(r#"{{"Line":{{"lost":null{version}}}}}"#));
         assert_eq!(reply.files.len(), 1, "{version}");
     }
-    let refused = ask(format!(r#"{{"Line":{{"lost":{},"version":3}}}}"#, line.start));
+    let refused = ask(format!(r#"{{"Line":{{"lost":{},"version":4}}}}"#, line.start));
     assert_eq!(refused.files.len(), 0);
     let refused = String::from_utf8(refused.bytes).unwrap();
-    let both = "speaks version 3 of a keeper's socket, and this one 1: install the releases";
+    let both = "speaks version 4 of a keeper's socket, and this one 1 and 2: install the releases";
     assert!(refused.contains(both), "{refused}");
     assert_eq!(worker(&line), number);
     let pid = line.keeper;
