@@ -255,8 +255,10 @@ impl<'a> Bench<'a> {
         let waited = self.xenhost.wait_until("the daemon's disks gone", gone, 60);
         self.xenhost.sh(&format!("kill -TERM {pid}"))?;
         self.xenhost.wait_until("the daemon's end", &ended(pid), 60)?;
-        self.xenhost.sh("rm -rf /etc/ferrite /run/ferrite/disks /run/ferrite/daemon.lock \
-             /run/ferrite/control.sock /tmp/daemon.log")?;
+        self.xenhost.sh(
+            "rm -rf /etc/ferrite /run/ferrite/disks /run/ferrite/jobs /run/ferrite/daemon.lock \
+             /run/ferrite/control.sock /tmp/daemon.log",
+        )?;
         waited
     }
 
