@@ -128,7 +128,8 @@ fn a_copy_takes_new_speeds_and_ends_in_good_order_when_it_is_told_to() {
     assert_eq!(error["code"], 130, "{error}");
     place.ok(&["compare", "e.vhd", "model.img"]);
     let (mut child, out) = start();
-    child.stdin.take().unwrap().write_all(b"0\n").unwrap();
+    let mut input = child.stdin.take().unwrap();
+    input.write_all(b"0\n").unwrap();
     let rest: Vec<String> = out.lines().map(Result::unwrap).collect();
     assert!(child.wait().unwrap().success());
     assert!(lines(rest.last().unwrap())[0]["result"].is_object(), "{rest:?}");
