@@ -122,16 +122,28 @@ impl Follower {
         }
     }
 
+    /// Waits for the end of the earlier attachment's pause, if the pause is a step of an operation.
+    fn wait_for_pause(&self, earlier: DiskId) -> Result<(), Failure> {
+        let end = Instant::now() + HANDOVER_TIMEOUT;
+        let paused = || self.shared.table.read(|disks| disks.get(&earlier)?.pause.clone());
+        while let Some(pause) = paused() {
+            if !pause.is_step || Instant::now() > end || self.is_stopped(Duration::ZERO) {
+                return Err(Failure {
+                    why: format!("disk {earlier} of the same VM is paused by {}", pause.by),
+                    help: format!("end that first: ferrite disk resume {earlier}"),
+                });
+            }
+            self.shared.table.wait_for(POLL_INTERVAL, |disks| {
+                disks.get(&earlier).is_none_or(|entry| entry.pause.is_none()).then_some(())
+            });
+        }
+        Ok(())
+    }
+
     /// Asks the earlier attachment to rest, and waits until it does. `false`: its thread has ended,
     /// so its state has to be read again.
     fn request_rest(&self, earlier: DiskId) -> Result<bool, Failure> {
-        let is_paused = |entry: &Entry| entry.pause.is_some();
-        if self.shared.table.read(|disks| disks.get(&earlier).is_some_and(is_paused)) {
-            return Err(Failure {
-                why: format!("disk {earlier} of the same VM is paused"),
-                help: format!("end that first: ferrite disk resume {earlier}"),
-            });
-        }
+        self.wait_for_pause(earlier)?;
         tracing::info!("disk {} is to be served: disk {earlier} of the same VM rests", self.id);
         if !self.shared.table.request_rest(earlier, self.id) {
             return Err(Failure {
