@@ -26,7 +26,7 @@ use crate::{Failure, Shared, Step, directory};
 
 /// A pause that lasts longer is a warning.
 pub const LONG: Duration = Duration::from_secs(60);
-/// Most characters of the text that says who has paused a disk.
+/// Most characters of the name of the person or operation that pauses a disk.
 const BY: usize = 200;
 
 /// A pause, as the state file has it.
@@ -273,7 +273,7 @@ impl Follower {
         }
         let keeper = self.shared.serving.close(self.id, &self.stop)?;
         self.shared.table.change(self.id, |entry| entry.pid = keeper.or(entry.pid));
-        // The next daemon must not serve a disk whose image somebody else may change.
+        // The next daemon must not open an image that another program may change.
         self.write_state(image)?;
         self.may_begin = true;
         self.upgrade_closed();

@@ -30,7 +30,7 @@ const ZERO_PIECE: u64 = 256 << 20;
 const ZERO_UNIT: usize = 64 << 10;
 /// After so many bytes they are made durable, so that an interrupted copy can continue there.
 const SYNC_EVERY: u64 = 1 << 30;
-/// The same of a copy with a speed.
+/// Bytes between two syncs of a copy whose speed is limited.
 const SYNC_EVERY_AT_SPEED: u64 = 64 << 20;
 
 /// The part of the source that is copied, and its meaning for the destination.

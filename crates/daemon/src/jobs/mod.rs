@@ -204,7 +204,7 @@ impl Jobs {
         Ok(Jobs { files, means, table, changed: Condvar::new(), shared: OnceLock::new() })
     }
 
-    /// The same jobs with other means.
+    /// Sets the programs, pauses and clock that jobs use.
     pub(crate) fn set_means(&mut self, means: Means) {
         self.means = means;
     }

@@ -41,7 +41,7 @@ pub(super) enum Halt {
 }
 
 impl Halt {
-    /// The same, with another text for a failure.
+    /// Replaces the text of a failure. Any other reason stays as it is.
     pub(super) fn because(self, text: impl FnOnce(Failure) -> Failure) -> Halt {
         match self {
             Halt::Failed(failure) => Halt::Failed(text(failure)),

@@ -507,7 +507,7 @@ pub fn be_a_daemon_with(serving: impl FnOnce(&Path) -> Arc<dyn Serving>) {
     be_a_daemon_as(serving, |daemon| daemon);
 }
 
-/// The same with a daemon that `adapt` has changed.
+/// As [`be_a_daemon_with`], and `adapt` configures the daemon before it runs.
 pub fn be_a_daemon_as(
     serving: impl FnOnce(&Path) -> Arc<dyn Serving>,
     adapt: impl FnOnce(Daemon) -> Daemon,

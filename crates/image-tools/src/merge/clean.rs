@@ -1,7 +1,7 @@
 //! The last step: merged images that no chain leads to are removed.
 //!
 //! The order: from the lowest one up, each locked, its marks first, then its file, then a sync of the folder; the note
-//! last, since it names what is left to remove.
+//! last, since it lists the images that are still to be removed.
 
 use std::io;
 
@@ -68,7 +68,7 @@ impl ImageTools<'_> {
     }
 }
 
-/// Those of the merged images that nothing stands on.
+/// Finds the merged images that have no child, which may be removed.
 fn unused(images: &[Source]) -> io::Result<Unused> {
     let mut found = Unused { removed: Vec::new(), notes: Vec::new() };
     for image in images {

@@ -43,7 +43,7 @@ impl ImageTools<'_> {
     /// Makes the lower end of a stretch as large as the upper one, while nothing has it open.
     ///
     /// # Errors
-    /// Those of a resize; `InUse`.
+    /// The errors of a resize, and `InUse` if another process has the lower end open.
     pub fn merge_grow(&self, stretch: &Stretch, force: bool) -> Result<Done, DiskError> {
         let found = self.find(stretch)?;
         let mut notes = self.check_apart_from(&found, force)?;
