@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 mod cli;
+mod compat;
 mod daemon;
 mod disk;
 mod doctor;
@@ -27,7 +28,6 @@ mod serve;
 mod served_raw;
 pub mod signals;
 mod store;
-mod tap_ctl;
 mod user_state;
 mod vdev;
 mod worker;
@@ -48,8 +48,8 @@ pub fn main() -> ExitCode {
         Some(command) if command == RELAY => return relay(),
         _ => {}
     }
-    if tap_ctl::is_meant(std::env::args_os().next().as_deref()) {
-        return tap_ctl::main(std::env::args_os());
+    if let Some((tool, args)) = compat::asked_for(std::env::args_os()) {
+        return tool.main(args);
     }
     let cli = match pairs::parse(std::env::args_os().collect()) {
         Ok(cli) => cli,
@@ -93,8 +93,10 @@ pub fn main() -> ExitCode {
         cli::Command::Top(args) => seeing::top::run(args),
         cli::Command::Lab(args) => lab::run(args),
         cli::Command::Trace(args) => seeing::trace::run(args),
+        cli::Command::Compat(args) => compat::unknown(args),
         cli::Command::Generate(args) => {
-            generate::run_for_package([cli::definition(), tap_ctl::definition()], &args.directory)
+            let programs = [cli::definition(), compat::tap_ctl::definition()];
+            generate::run_for_package(programs, &args.directory)
         }
     };
     match done {

@@ -4,7 +4,7 @@
 //! The daemon serves attached disks, so this program makes nothing, and ends nothing that the toolstack has not
 //! detached. As with tapdisk's program the exit code is an `errno`; callers compare it.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::io::{self, Write as _};
 use std::path::Path;
 use std::process::ExitCode;
@@ -20,6 +20,7 @@ use rustix::io::Errno;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::{Refusal, Tool, finish, status};
 use crate::cli::{RunDirArgs, without_hidden};
 use crate::plain::one_line;
 
@@ -94,11 +95,6 @@ enum Verb {
     },
 }
 
-/// Whether this process was started by the name of tapdisk's program.
-pub(crate) fn is_meant(name: Option<&OsStr>) -> bool {
-    name.is_some_and(|name| Path::new(name).file_name() == Some(OsStr::new(NAME)))
-}
-
 /// Its command line.
 pub(crate) fn definition() -> clap::Command {
     Cli::command()
@@ -112,7 +108,7 @@ pub(crate) fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             let e = without_hidden(e, &Cli::command());
             // With standard error closed, the code is all that can be given.
             let _ = e.print();
-            return if e.exit_code() == 0 { ExitCode::SUCCESS } else { code(Errno::INVAL) };
+            return if e.exit_code() == 0 { ExitCode::SUCCESS } else { status(Errno::INVAL) };
         }
     };
     let done = match &cli.verb {
@@ -126,13 +122,7 @@ pub(crate) fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Verb::Spawn => Err(not_served()),
         Verb::Free { minor: _ } => Ok(()),
     };
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(Refusal { errno, why }) => {
-            let _ = writeln!(io::stderr(), "{NAME}: {}", one_line(&why));
-            code(errno)
-        }
-    }
+    finish(Tool::TapCtl, done)
 }
 
 fn not_served() -> Refusal {
@@ -154,17 +144,6 @@ fn allocate(daemon: &Daemon<'_>) -> Result<(), Refusal> {
     let mut out = io::stdout().lock();
     let _ = writeln!(out, "disk {id}: {}; {}", one_line(&why), one_line(&help));
     Ok(())
-}
-
-fn code(errno: Errno) -> ExitCode {
-    ExitCode::from(u8::try_from(errno.raw_os_error()).unwrap_or(1))
-}
-
-/// Why it did not work.
-#[derive(Debug)]
-struct Refusal {
-    errno: Errno,
-    why: String,
 }
 
 impl From<ClientError> for Refusal {
@@ -350,13 +329,5 @@ mod tests {
         let later = Disk { since: 2, ..served.clone() };
         assert_eq!(found(&[later, failed.clone(), served.clone()], &named), 2);
         assert_eq!(found(&[failed, served], &Wanted { file: None, ..named }), 1);
-    }
-
-    #[test]
-    fn it_is_meant_by_its_name_wherever_it_is() {
-        for (name, is) in [("tap-ctl", true), ("/usr/bin/tap-ctl", true), ("ferrite", false)] {
-            assert_eq!(is_meant(Some(OsStr::new(name))), is, "{name}");
-        }
-        assert!(!is_meant(None));
     }
 }
