@@ -519,7 +519,7 @@ fn follow_config(disk: &Assignment<'_>) -> FollowConfig {
     };
     let backend = disk.backend.clone();
     let (domid, devid) = (DomId(disk.id.domid), disk.id.devid);
-    FollowConfig { backend, domid, devid, offer, attached: disk.attached.clone() }
+    FollowConfig { backend, domid, devid, offer, attached: disk.attached.clone(), ahead: None }
 }
 
 /// Whether the error of a connection means that no keeper runs.

@@ -121,6 +121,14 @@ impl Keeper {
         self.done(&Request::Change(Box::new(spec.clone())))
     }
 
+    /// Gives a keeper without a worker this disk, with its sockets and run directory.
+    ///
+    /// # Errors
+    /// As [`line`](Self::line). The keeper stays as it was.
+    pub fn become_keeper_of(&self, spec: &DiskSpec) -> io::Result<()> {
+        self.done(&Request::Become(Box::new(spec.clone())))
+    }
+
     /// Replaces the programs of the keeper and of its workers by `binary`. The worker is killed, so
     /// ask it to retire first if it has work in hand. A new line belongs to the next worker.
     ///

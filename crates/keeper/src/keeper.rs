@@ -277,7 +277,8 @@ impl Process {
             }
         }
         let relays = self.members.iter().filter_map(|member| member.relay.due());
-        let due = self.worker.due().into_iter().chain(relays).min();
+        let is_idle = self.members.first().is_some_and(|member| member.spec.is_idle());
+        let due = self.worker.due(is_idle).into_iter().chain(relays).min();
         let timeout = due.unwrap_or(PRIORITY_INTERVAL).min(PRIORITY_INTERVAL);
         let timeout =
             Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
@@ -296,6 +297,7 @@ impl Process {
     fn forward_client(&mut self, m: usize) {
         let Member { relay, spec, public, connections, .. } = &mut self.members[m];
         match public::accept(public) {
+            Ok(Some(_)) if spec.is_idle() => {}
             Ok(Some(client)) => drop(relay.admit(client.as_fd(), spec, &self.binary, connections)),
             Ok(None) => {}
             Err(_) => std::thread::sleep(RETRY_PAUSE),
@@ -346,6 +348,10 @@ impl Process {
                 let changed = self.change(m, *spec);
                 (changed.map_or_else(|e| no(&e), |()| Reply::Done), None)
             }
+            Ok(Request::Become(spec)) => {
+                let became = self.become_keeper_of(*spec);
+                (became.map_or_else(|e| no(&e), |()| Reply::Done), None)
+            }
             Ok(Request::Upgrade { binary }) => (no(&self.upgrade(m, i, &binary)), None),
             Err(e) => (no(&format!("malformed request: {e}")), None),
         };
@@ -369,7 +375,29 @@ impl Process {
             return Err(io::Error::other("it is another disk"));
         }
         self.worker.replace(&mut self.members)?;
+        if spec.is_idle() {
+            // Its clients have nothing to wait for.
+            self.members[m].relay.end();
+        }
         self.members[m].spec = spec;
+        self.worker.allow(&self.members)
+    }
+
+    /// Takes a disk, if there is none. The new sockets are listened at before the old ones go.
+    fn become_keeper_of(&mut self, spec: DiskSpec) -> io::Result<()> {
+        let [member] = self.members.as_mut_slice() else {
+            return Err(io::Error::other("it keeps several disks"));
+        };
+        if !member.spec.is_idle() || spec.group.is_some() {
+            return Err(io::Error::other("it has a disk"));
+        }
+        let mut next = Member::new(spec)?;
+        let run_dir = member.spec.run_dir.clone();
+        let removed = member.remove(Some(&run_dir));
+        // The requester waits for the reply at its connection.
+        next.clients = std::mem::take(&mut member.clients);
+        *member = next;
+        removed?;
         self.worker.allow(&self.members)
     }
 
@@ -413,7 +441,7 @@ impl Process {
             if self.worker.has_exited() {
                 break;
             }
-            std::thread::sleep(self.worker.due().unwrap_or_default());
+            std::thread::sleep(self.worker.due(false).unwrap_or_default());
         }
         Ok(())
     }

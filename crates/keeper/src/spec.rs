@@ -23,6 +23,7 @@ pub struct DiskSpec {
     /// The run directory of the disk. It holds the worker's lock.
     pub run_dir: PathBuf,
     /// The arguments of the worker, after the program's name. The program is the keeper's own.
+    /// Without any there is no worker: the keeper waits for its disk.
     pub worker: Vec<String>,
     /// The files that the worker may open. Without it the worker has the rights of its keeper.
     #[serde(rename = "names")]
@@ -67,6 +68,17 @@ pub struct Preopen {
 }
 
 impl DiskSpec {
+    /// A keeper that has no disk yet.
+    pub fn idle(socket: PathBuf, run_dir: PathBuf) -> DiskSpec {
+        let (worker, preopens) = (Vec::new(), Vec::new());
+        DiskSpec { socket, run_dir, worker, sandbox: None, relay: None, group: None, preopens }
+    }
+
+    /// Whether it describes a keeper without a worker.
+    pub fn is_idle(&self) -> bool {
+        self.worker.is_empty() && self.group.is_none()
+    }
+
     /// Starts keeping the disk. If its group has a keeper, that one adds the disk. Otherwise
     /// `command` becomes a new keeper: it has to be a program that calls [`run`](crate::run).
     ///

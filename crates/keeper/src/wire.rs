@@ -15,7 +15,7 @@ pub(crate) const KEEPER: Protocol =
     Protocol { name: "a keeper's socket", max_bytes: 64 << 10, max_files: 1 };
 /// The version of these messages. It grows with each request that a keeper of the version before
 /// does not know.
-pub(crate) const VERSION: Version = Version { protocol: KEEPER.name, own: 2 };
+pub(crate) const VERSION: Version = Version { protocol: KEEPER.name, own: 3 };
 
 /// A request to a keeper.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,6 +42,8 @@ pub(crate) enum Request {
     Join(Box<DiskSpec>),
     /// Kill the worker, which has closed the image, and start the next ones by this description.
     Change(Box<DiskSpec>),
+    /// Become the keeper of this disk. Only a keeper that has no worker does.
+    Become(Box<DiskSpec>),
     /// Kill the worker, and go on with this program.
     Upgrade {
         /// Path of the program.

@@ -134,8 +134,10 @@ impl Worker {
     }
 
     /// When to call [`advance`](Self::advance) again at the latest.
-    pub(crate) fn due(&self) -> Option<Duration> {
+    pub(crate) fn due(&self, is_idle: bool) -> Option<Duration> {
         match self.stage {
+            // Without a disk there is nothing to start.
+            Stage::Pause(_) if is_idle => None,
             Stage::Pause(until) => Some(until.saturating_duration_since(Instant::now())),
             Stage::Lives { has_all_disks, .. } => (!has_all_disks).then_some(POLL_INTERVAL),
             Stage::Ends { poll_after, .. } => Some(poll_after),
@@ -263,7 +265,9 @@ impl Worker {
         {
             only.connections = Connections::new()?;
         }
-        let Some(first) = members.first() else { return Ok(()) };
+        let Some(first) = members.first().filter(|first| !first.spec.is_idle()) else {
+            return Ok(());
+        };
         let group = first.spec.group.as_ref();
         let (arguments, run_dir) = match group {
             Some(group) => (&group.worker, &group.run_dir),
@@ -346,7 +350,10 @@ fn alive(run_dir: &Path) -> io::Result<File> {
 pub(crate) fn remove_alive(run_dir: &Path) -> io::Result<()> {
     let path = run_dir.join(ALIVE);
     let file = match File::open(&path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            let _ = std::fs::remove_dir(run_dir);
+            return Ok(());
+        }
         file => file?,
     };
     let mut looks = 0;

@@ -81,6 +81,7 @@ pub fn follow_config(disk: &DiskPaths) -> FollowConfig {
         devid: disk.devid,
         offer: offer(),
         attached: ExpectedAttachment::Any,
+        ahead: None,
     }
 }
 
@@ -92,6 +93,7 @@ pub fn work_config(domid: DomId, run_dir: PathBuf) -> WorkConfig {
         host_memory: None,
         run_dir,
         closes: true,
+        stays: false,
         tuning: Tuning::default(),
         on_full: OnFull::default(),
         limits: Limits::default(),

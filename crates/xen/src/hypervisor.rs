@@ -15,6 +15,17 @@ use crate::mover::Moving;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DomId(pub u16);
 
+impl DomId {
+    /// No domain: Xen's `DOMID_INVALID`. No guest ever has this number.
+    pub const NONE: DomId = DomId(0x7FF4);
+}
+
+impl From<DomId> for u16 {
+    fn from(id: DomId) -> u16 {
+        id.0
+    }
+}
+
 impl fmt::Display for DomId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)

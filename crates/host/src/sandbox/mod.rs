@@ -57,6 +57,12 @@ pub fn user_of(domid: u16, devid: u32) -> u32 {
     FIRST | u32::from(domid) << 8 | (index & 0xff)
 }
 
+/// The user of the worker of a disk that has no domain of its own, by its number below 2^20.
+pub fn user_of_tap(minor: u32) -> u32 {
+    const FIRST: u32 = 0x7300_0000;
+    FIRST | (minor & 0xf_ffff)
+}
+
 /// The user of the worker of all disks of one store, by the store's device and inode. It is no disk's, and
 /// nobody else's; two stores have the same at worst.
 pub fn user_of_store(device: u64, inode: u64) -> u32 {

@@ -450,7 +450,7 @@ fn follow_config(args: &BenchArgs, task: &Task, disk: &DiskPaths) -> FollowConfi
         persistent: args.mover == Mover::Persistent,
     };
     let (backend, domid, devid) = (disk.backend.clone(), disk.domid, disk.devid);
-    FollowConfig { backend, domid, devid, offer, attached: ExpectedAttachment::Any }
+    FollowConfig { backend, domid, devid, offer, attached: ExpectedAttachment::Any, ahead: None }
 }
 
 /// The configuration of a disk with this run directory.
@@ -474,6 +474,7 @@ pub(super) fn work_config(
         run_dir: run_dir.to_owned(),
         // Several guests may have it open.
         closes: false,
+        stays: false,
         tuning: args.tuning.tuning(),
         on_full: OnFull::Error,
         limits: Limits::default(),

@@ -38,6 +38,13 @@ pub enum ExpectedAttachment {
     Begun,
 }
 
+/// A disk whose image is open without a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ahead {
+    /// Whether the image is open for reading only.
+    pub read_only: bool,
+}
+
 /// The configuration of the half that follows xenstore.
 #[derive(Clone, Debug)]
 pub struct FollowConfig {
@@ -52,6 +59,9 @@ pub struct FollowConfig {
     pub offer: Offer,
     /// The attachment to serve. Any other one in the directory is left alone.
     pub attached: ExpectedAttachment,
+    /// Whether the image is open before the guest comes, and in which mode. Otherwise it is opened
+    /// in the guest's.
+    pub ahead: Option<Ahead>,
 }
 
 /// The configuration of the half that serves.
@@ -71,6 +81,8 @@ pub struct WorkConfig {
     /// Whether the image is closed when this disk is unplugged, before that is announced. It is not
     /// for a disk that another guest has.
     pub closes: bool,
+    /// Whether the disk stays when its guest is gone, and may get another guest.
+    pub stays: bool,
     /// Tuning of the queues.
     pub tuning: Tuning,
     /// What happens to requests that find no space. It is used by a worker that opens its image. A

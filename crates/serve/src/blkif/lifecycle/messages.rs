@@ -20,6 +20,8 @@ pub(super) enum Order {
     Remember,
     /// Remove the files of the disk, or of an older one of its name.
     Forget,
+    /// The next rings are those of this domain. The disk is open without a guest (a tap).
+    Guest(u16),
     /// Enter the run directory, and create what has to be there before a guest can write.
     Enter,
     /// Connect a frontend that has nothing in flight. Reply: [`Connected`](Reply::Connected).

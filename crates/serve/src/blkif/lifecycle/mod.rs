@@ -23,6 +23,7 @@ use crate::path::device::Device;
 use crate::polling::wake_up_ns;
 use crate::waker::Waker;
 
+mod ahead;
 mod attachment;
 mod carry_out;
 mod closing;
@@ -47,9 +48,10 @@ mod worker;
 mod worker_handle;
 mod xenbus;
 
+pub use ahead::hold;
 pub use attachment::{Attachment, report_failure};
 pub use closing::close;
-pub use config::{Config, ExpectedAttachment, FollowConfig, WorkConfig};
+pub use config::{Ahead, Config, ExpectedAttachment, FollowConfig, WorkConfig};
 pub use connected::EngineFactory;
 pub use error::ServeError;
 pub use messages::OpenFailure;
@@ -153,7 +155,11 @@ pub fn follow_notifying(
     opened: impl FnOnce(&DiskFacts, Result<(), ServeError>) -> Result<(), ServeError>,
 ) -> Result<Outcome, ServeError> {
     let open = |line: &mut Line<'_>, attachment: &Attachment| {
-        line.open(attachment.read_only, !attachment.may_discard)?;
+        let read_only = config.ahead.map_or(attachment.read_only, |ahead| ahead.read_only);
+        line.open(read_only, !attachment.may_discard)?;
+        if config.ahead.is_some() {
+            line.name_guest(config.domid)?;
+        }
         line.tune(tune)
     };
     follow_a_line(store, line, config, log_limits, stop, open, opened)

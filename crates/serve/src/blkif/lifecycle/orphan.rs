@@ -31,8 +31,10 @@ pub enum Start {
 /// A connected guest, as xenstore describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Orphan {
-    /// Whether the image is opened for reading only.
-    pub(super) read_only: bool,
+    pub(super) domid: DomId,
+    /// Whether the image is opened for reading only. The caller knows it of a disk that is open
+    /// without a guest.
+    pub read_only: bool,
     pub(super) keeps_all: bool,
     /// The rings, see [`Order::TakeOver`](super::messages::Order::TakeOver).
     pub(super) rings: Rings,
@@ -62,7 +64,7 @@ impl Orphan {
             Ok((rings, told_sectors)) => {
                 let Attachment { read_only, may_discard, .. } = attachment;
                 let (keeps_all, tune) = (!may_discard, Box::default());
-                Ok(Some(Orphan { read_only, keeps_all, rings, told_sectors, tune }))
+                Ok(Some(Orphan { domid, read_only, keeps_all, rings, told_sectors, tune }))
             }
             Err(Refusal::Host(e)) => Err(e),
             // Its keys are invalid. The next follower reports that.

@@ -11,6 +11,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use ferrite_host::names;
+use ferrite_xen::hypervisor::DomId;
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 
@@ -208,6 +209,17 @@ impl RunFiles {
         }
     }
 
+    /// Removes the in-flight table: its guest is gone, and the disk stays.
+    ///
+    /// # Errors
+    /// Errors of the file system.
+    pub(super) fn remove_table(&self) -> io::Result<()> {
+        match names::remove_file(self.table()) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        }
+    }
+
     /// Removes the directory, so that a successor finds nothing. If another process still uses it,
     /// its files are removed when this one enters it.
     pub(super) fn remove(&mut self) {
@@ -224,9 +236,13 @@ impl RunFiles {
     }
 }
 
-/// The name of a disk's run directory.
-pub fn run_dir_name(domid: impl std::fmt::Display, devid: u32) -> String {
-    format!("vbd-{domid}-{devid}")
+/// The name of a disk's run directory: `vbd-D-N`. A disk of no domain ([`DomId::NONE`]) is a tap,
+/// and its number is tapdisk's minor: `tap-N`.
+pub fn run_dir_name(domid: impl Into<u16>, devid: u32) -> String {
+    match domid.into() {
+        domid if domid == DomId::NONE.0 => format!("tap-{devid}"),
+        domid => format!("vbd-{domid}-{devid}"),
+    }
 }
 
 #[cfg(test)]

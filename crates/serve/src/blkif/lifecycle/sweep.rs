@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn names_are_those_of_run_directories_and_no_others() {
-        assert_eq!(parse_name(&run_dir_name(7, 51712)), Some((7, 51712)));
+        assert_eq!(parse_name(&run_dir_name(7_u16, 51712)), Some((7, 51712)));
         for name in
             ["vbd-7", "vbd-7-", "vbd--7-1", "vbd-07-1", "vbd-7-1-2", "vbd-70000-1", "map-budget"]
         {

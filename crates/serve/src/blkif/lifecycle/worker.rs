@@ -45,6 +45,8 @@ pub(super) struct Worker<'a> {
     /// Whether the image is closed when this disk is unplugged. It is not for a disk that another
     /// guest has.
     closes: bool,
+    /// Whether the disk stays when its guest is gone.
+    stays: bool,
     /// The connected frontend.
     attached: Option<ConnectedFrontend>,
     /// The close of the image that is under way.
@@ -85,7 +87,7 @@ impl<'a> Worker<'a> {
         device.set_limits(&config.limits);
         config.counters.limit(&config.limits);
         let context = context(hypervisor, device, (domid, Side::First), files, config, engine)?;
-        Worker::with(context, config.closes)
+        Worker::with(context, config.closes && !config.stays, config.stays)
     }
 
     /// A worker for the stub domain of this worker's guest, on the same disk.
@@ -94,13 +96,18 @@ impl<'a> Worker<'a> {
         let ConnectionContext { hypervisor, device, engine, .. } = &self.context;
         let context = context(*hypervisor, device, (domid, Side::Second), files, config, engine)?;
         // The first guest's worker closes the image.
-        Worker::with(context, false)
+        Worker::with(context, false, false)
     }
 
-    fn with(context: ConnectionContext<'a>, closes: bool) -> Result<Worker<'a>, Failure> {
+    fn with(
+        context: ConnectionContext<'a>,
+        closes: bool,
+        stays: bool,
+    ) -> Result<Worker<'a>, Failure> {
         let disk = disk(&context.device)?;
         Ok(Worker {
             closes,
+            stays,
             attached: None,
             closing: None,
             clients: None,
@@ -311,6 +318,14 @@ impl WorkerHandle for Worker<'_> {
             Order::Describe => return Ok(Reply::Facts(self.facts()?)),
             Order::Remember => {
                 self.remember()?;
+                self.has_begun = true;
+            }
+            Order::Guest(domid) => self.context.domid = DomId(domid),
+            Order::Forget if self.stays => {
+                // The memory of failed flushes and the counters are the disk's, not the guest's.
+                let removed = self.context.files.remove_table();
+                removed.map_err(|e| Failure::run_dir("remove the table of a guest that is gone", e))?;
+                self.drop_expected();
                 self.has_begun = true;
             }
             Order::Forget => {

@@ -125,6 +125,25 @@ impl<'a> Line<'a> {
         }
     }
 
+    /// Has the worker of a disk that is open without a guest serve this one next.
+    pub(in super::super) fn name_guest(&mut self, domid: DomId) -> Result<(), Failure> {
+        self.request(RequestKind::Order(Order::Guest(domid.0))).map(drop)
+    }
+
+    /// Waits until `stop` is woken, and reads and drops the worker's reports meanwhile: there is no
+    /// guest that they could be about.
+    ///
+    /// # Errors
+    /// [`Failure::Left`] when `stop` was woken; [`Failure::Lost`]: the worker is gone.
+    pub(in super::super) fn idle(&mut self) -> Result<(), Failure> {
+        loop {
+            self.wait(PollFlags::IN)?;
+            self.unsolicited = 0;
+            self.clear_reports()?;
+            self.reports.clear();
+        }
+    }
+
     /// On the second line: has the worker serve this guest beside the first one, when the image is
     /// open. The follower has to notice the disk's end, too, so it waits for [`JOIN_TIMEOUT`] at
     /// most.

@@ -13,7 +13,7 @@ use super::super::messages::{Failure, Order, Reply, Report};
 pub(super) const LINE: Protocol = Protocol { name: "the line", max_bytes: 64 << 10, max_files: 0 };
 /// The version of the line. It grows with each new order, and with each field that the other half
 /// has to read (processes.md 11).
-pub(super) const VERSION: Version = Version { protocol: LINE.name, own: 2 };
+pub(super) const VERSION: Version = Version { protocol: LINE.name, own: 3 };
 
 /// A follower's request.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -248,9 +248,12 @@ impl<'a> WorkerProcess<'a> {
     /// Takes over a guest that a predecessor has left, as its follower would have requested. A
     /// follower that comes meanwhile requests the same, and finds it done.
     fn take_over_orphan(&mut self, orphan: Orphan) -> Result<(), ServeError> {
-        let Orphan { read_only, keeps_all, rings, told_sectors, tune } = orphan;
+        let Orphan { domid, read_only, keeps_all, rings, told_sectors, tune } = orphan;
         // A failure here may be temporary: the next worker tries again.
         self.open(read_only, keeps_all)?;
+        if self.config.stays {
+            self.order(Order::Guest(domid.0))?;
+        }
         self.order(Order::Tune(*tune))?;
         self.order(Order::Remember)?;
         self.order(Order::Enter)?;
@@ -464,12 +467,14 @@ impl<'a> WorkerProcess<'a> {
     }
 
     fn order(&mut self, order: Order) -> Result<Reply, Failure> {
-        if order == Order::Close {
+        // A disk that stays is closed by [`retire`](Self::retire) only.
+        let closes = order == Order::Close && !self.config.stays;
+        if closes {
             self.leave_second()?;
         }
         let Some(served) = &mut self.served else { return Err(not_open()) };
         match order {
-            Order::Close => served.closed = true,
+            Order::Close if closes => served.closed = true,
             Order::CheckSize => served.listens = true,
             _ => {}
         }
