@@ -1,12 +1,17 @@
-//! The links by which tapdisk's tools find a disk: `/run/blktap-control/nbd<pid>.<minor>` leads to
-//! the disk's NBD socket. xl's `block-tap` gives QEMU that name.
+//! The names by which tapdisk's tools find a disk's NBD socket:
+//! `/run/blktap-control/nbd<pid>.<minor>`. xl's `block-tap` gives QEMU that name.
+//!
+//! Callers resolve all links of a name, and read both numbers from what they find. So the name is
+//! the socket itself: a second name of the file in the disk's run directory. A link in
+//! `names/` of the run directory records whose it is.
 //!
 //! The name contains the process number of a disk's keeper. A new keeper has another number, but
-//! the toolstack goes on with the old name. So all names of a disk stay until the disk is removed.
+//! the toolstack goes on with the old name. So all names of a disk stay until the disk is removed,
+//! and lead to the socket of the keeper of now.
 
 use std::fs::{self, DirBuilder};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, symlink};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, symlink};
 use std::path::{Path, PathBuf};
 
 use crate::Paths;
@@ -14,11 +19,18 @@ use crate::state::{DiskId, id_of_name};
 
 /// The name of a disk's NBD socket in its run directory.
 const SOCKET: &str = "nbd";
+/// Suffix of a name that is being made.
+const NEW: &str = ".new";
 
 impl Paths {
     /// tapdisk's directory for sockets, beside the run directory.
     pub fn blktap(&self) -> PathBuf {
         self.run.with_file_name("blktap-control")
+    }
+
+    /// The folder of the records of these names.
+    fn names(&self) -> PathBuf {
+        self.run.join("names")
     }
 
     /// The path of a disk's NBD socket.
@@ -27,46 +39,81 @@ impl Paths {
     }
 }
 
-/// Makes a link for a disk and the process number of its keeper.
+/// Makes a name for a disk and the process number of its keeper. Earlier names of the disk lead to
+/// that keeper, too.
 pub(crate) fn link(paths: &Paths, id: DiskId, pid: u32, minor: u32) {
-    let name = paths.blktap().join(format!("nbd{pid}.{minor}"));
-    if let Err(e) = try_link(&paths.nbd_socket(id), &name) {
-        tracing::warn!("cannot make {}, by which QEMU would find disk {id}: {e}", name.display());
-    }
-}
-
-fn try_link(socket: &Path, name: &Path) -> io::Result<()> {
-    if fs::read_link(name).is_ok_and(|target| target == socket) {
-        return Ok(());
-    }
-    if let Some(folder) = name.parent() {
-        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-    }
-    // Both numbers are this disk's now, so a link of an earlier disk is stale.
-    match fs::remove_file(name) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-        _ => {}
-    }
-    symlink(socket, name)
-}
-
-/// Removes all links of a disk that is gone.
-pub(crate) fn unlink(paths: &Paths, id: DiskId) {
-    for (name, _) in links(paths).filter(|(_, of)| *of == id) {
-        if let Err(e) = fs::remove_file(&name) {
-            tracing::warn!("cannot remove {}: {e}", name.display());
+    let socket = paths.nbd_socket(id);
+    let new = format!("nbd{pid}.{minor}");
+    let earlier = records(paths).filter(|(_, of)| *of == id).filter_map(|(record, _)| {
+        let name = record.file_name()?.to_str()?.to_owned();
+        (name != new).then_some(name)
+    });
+    let names: Vec<String> = earlier.collect();
+    for name in names.iter().chain([&new]) {
+        if let Err(e) = try_link(paths, &socket, name) {
+            tracing::warn!("cannot make {name}, by which tools would find disk {id}: {e}");
         }
     }
 }
 
-/// The disks that have links.
-pub(crate) fn linked(paths: &Paths) -> impl Iterator<Item = DiskId> {
-    links(paths).map(|(_, id)| id)
+fn try_link(paths: &Paths, socket: &Path, name: &str) -> io::Result<()> {
+    let (record, public) = (paths.names().join(name), paths.blktap().join(name));
+    for folder in [paths.names(), paths.blktap()] {
+        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    }
+    if !fs::read_link(&record).is_ok_and(|target| target == socket) {
+        // Both numbers are this disk's now, so a record of an earlier disk is stale.
+        remove(&record)?;
+        symlink(socket, &record)?;
+    }
+    // A group's keeper has made the socket before, or a keeper makes it at once.
+    let inode = |path: &Path| fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino()));
+    let Ok(found) = inode(socket) else { return Ok(()) };
+    if inode(&public).is_ok_and(|now| now == found) {
+        return Ok(());
+    }
+    // The name is replaced in one step: a client may come at any time.
+    let new = paths.names().join(format!("{name}{NEW}"));
+    remove(&new)?;
+    let linked = fs::hard_link(socket, &new).and_then(|()| fs::rename(&new, &public));
+    match linked {
+        // The run directory is on another file system.
+        Err(e) if e.kind() == io::ErrorKind::CrossesDevices => {
+            remove(&new)?;
+            remove(&public)?;
+            symlink(socket, &public)
+        }
+        linked => linked,
+    }
 }
 
-/// The links of this daemon. tapdisk's own sockets may be in the directory, too.
-fn links(paths: &Paths) -> impl Iterator<Item = (PathBuf, DiskId)> {
-    let entries = fs::read_dir(paths.blktap()).into_iter().flatten().flatten();
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}
+
+/// Removes all names of a disk that is gone.
+pub(crate) fn unlink(paths: &Paths, id: DiskId) {
+    for (record, _) in records(paths).filter(|(_, of)| *of == id) {
+        let Some(name) = record.file_name() else { continue };
+        // The record goes last: the next daemon finds the name by it.
+        let removed = remove(&paths.blktap().join(name)).and_then(|()| remove(&record));
+        if let Err(e) = removed {
+            tracing::warn!("cannot remove {}: {e}", record.display());
+        }
+    }
+}
+
+/// The disks that have names.
+pub(crate) fn linked(paths: &Paths) -> impl Iterator<Item = DiskId> {
+    records(paths).map(|(_, id)| id)
+}
+
+/// The records of this daemon's names.
+fn records(paths: &Paths) -> impl Iterator<Item = (PathBuf, DiskId)> {
+    let entries = fs::read_dir(paths.names()).into_iter().flatten().flatten();
     let run = paths.run.clone();
     entries.filter_map(move |entry| {
         let target = fs::read_link(entry.path()).ok()?;
@@ -78,27 +125,35 @@ fn links(paths: &Paths) -> impl Iterator<Item = (PathBuf, DiskId)> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixListener;
+
     use super::*;
 
     #[test]
-    fn all_names_of_a_disk_go_with_it_and_no_others() {
+    fn all_names_of_a_disk_lead_to_its_socket_and_go_with_it_and_no_others() {
         let dir = tempfile::tempdir().unwrap();
         let paths = Paths { run: dir.path().join("ferrite") };
-        let [a, b] = [3, 4].map(|domid| DiskId { domid, devid: 51712 });
+        let [a, b] = [DiskId { domid: 3, devid: 51712 }, DiskId::tap(1)];
+        let listen = |id: DiskId| {
+            let socket = paths.nbd_socket(id);
+            fs::create_dir_all(socket.parent().unwrap()).unwrap();
+            let _ = fs::remove_file(&socket);
+            UnixListener::bind(&socket).unwrap();
+            fs::symlink_metadata(&socket).unwrap().ino()
+        };
+        let (_, of_b) = (listen(a), listen(b));
         link(&paths, a, 70, 0);
         link(&paths, a, 70, 0);
         link(&paths, b, 71, 1);
-        // A second keeper, and a number that belonged to another disk.
+        // A second keeper has another socket.
+        let of_a = listen(a);
         link(&paths, a, 72, 0);
-        link(&paths, b, 70, 0);
         let name = |name: &str| paths.blktap().join(name);
-        assert_eq!(
-            fs::read_link(name("nbd72.0")).unwrap(),
-            dir.path().join("ferrite/vbd-3-51712/nbd")
-        );
-        for (foreign, target) in [("nbd5.5", "/run/x/vbd-3-51712/nbd"), ("other", "x")] {
-            symlink(target, name(foreign)).unwrap();
-        }
+        let inode = |path: &str| fs::symlink_metadata(name(path)).unwrap().ino();
+        assert_eq!(["nbd70.0", "nbd72.0", "nbd71.1"].map(inode), [of_a, of_a, of_b]);
+        // A number that belonged to another disk.
+        link(&paths, b, 70, 0);
+        assert_eq!(inode("nbd70.0"), of_b);
         fs::write(name("nbd6.6"), b"").unwrap();
         let mut ids: Vec<DiskId> = linked(&paths).collect();
         ids.sort();
@@ -106,9 +161,8 @@ mod tests {
         unlink(&paths, a);
         assert_eq!(linked(&paths).collect::<Vec<_>>(), [b, b]);
         unlink(&paths, b);
-        let mut left: Vec<_> =
+        let left: Vec<_> =
             fs::read_dir(paths.blktap()).unwrap().map(|e| e.unwrap().file_name()).collect();
-        left.sort();
-        assert_eq!(left, ["nbd5.5", "nbd6.6", "other"]);
+        assert_eq!(left, ["nbd6.6"]);
     }
 }

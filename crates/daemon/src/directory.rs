@@ -95,6 +95,10 @@ pub struct Snapshot {
     pub params: Option<Vec<u8>>,
     /// The path of the frontend directory.
     pub frontend: Option<String>,
+    /// Whether the frontend's state is there.
+    pub has_front: bool,
+    /// The path of the disk's socket, which the hotplug script has written.
+    pub device_path: Option<Vec<u8>>,
 }
 
 impl Snapshot {
@@ -115,13 +119,31 @@ impl Snapshot {
             hotplug_status: key("hotplug-status")?
                 .map(|t| String::from_utf8_lossy(&t).into_owned()),
             params: key("params")?,
+            device_path: key("physical-device-path")?,
             ..Snapshot::default()
         };
         if let Some(frontend) = &frontend {
-            snapshot.front = XenbusState::read(store, frontend)?;
+            let state = match store.read(&format!("{frontend}/state")) {
+                Err(StoreError::Access { .. }) => Some(Vec::new()),
+                state => state?,
+            };
+            snapshot.has_front = state.is_some();
+            snapshot.front = XenbusState::parse(state.as_deref());
         }
         snapshot.frontend = frontend;
         Ok(snapshot)
+    }
+
+    /// The minor of the tap that the hotplug script has connected the disk to.
+    pub fn tap(&self) -> Option<u32> {
+        if self.hotplug_status.as_deref() != Some("connected") {
+            return None;
+        }
+        let path = std::str::from_utf8(self.device_path.as_deref()?).ok()?;
+        let (_, name) = path.rsplit_once("/nbd")?;
+        let (pid, minor) = name.split_once('.')?;
+        pid.parse::<u32>().ok()?;
+        minor.parse().ok()
     }
 
     /// Whether the frontend has rings, or had some and has not closed.

@@ -17,7 +17,7 @@ use ferrite_xen::store::{Store, StoreError};
 
 use crate::directory::Snapshot;
 use crate::params::Image;
-use crate::state::{DiskId, DiskState};
+use crate::state::{DiskId, DiskState, TapState};
 use crate::table::{Entry, Phase, Upgrade, WakeReason};
 use crate::unserved::{AllowedStates, End, answer};
 use crate::wait::{Backoff, wait_for};
@@ -152,7 +152,7 @@ impl Follower {
     }
 
     /// The image that the disk is served from.
-    fn image(&self) -> Option<Image> {
+    pub(crate) fn image(&self) -> Option<Image> {
         self.shared.table.read(|disks| disks.get(&self.id)?.image.clone())
     }
 
@@ -237,6 +237,8 @@ impl Follower {
         let assignment = Assignment {
             id: self.id,
             backend: directory::path(self.id),
+            guest: self.id,
+            ahead: None,
             image: image.clone(),
             options: self.shared.config.of_image(&image.path).clone(),
             qemu_first,
@@ -306,9 +308,14 @@ impl Follower {
 
     /// Writes the state file of a served disk.
     pub(crate) fn write_state(&self, image: &Image) -> Result<(), Failure> {
-        let state = DiskState::new(self.id, image, self.minor);
+        let state = DiskState::new(self.id, image, self.minor).with_tap(self.tap());
         let state = state.beside(self.beside()).paused(self.pause()).tuned(self.tune());
         self.shared.states.write(&state).map_err(|e| self.shared.state_failure(&e))
+    }
+
+    /// What a tap has besides.
+    pub(crate) fn tap(&self) -> Option<TapState> {
+        self.shared.table.read(|disks| disks.get(&self.id)?.tap)
     }
 
     /// What was set on the running disk.
@@ -393,7 +400,7 @@ impl Follower {
         }
     }
 
-    fn log_failure(&mut self, failure: Option<&Failure>) {
+    pub(crate) fn log_failure(&mut self, failure: Option<&Failure>) {
         match failure {
             None => self.info("is an empty drive"),
             Some(failure) => {
@@ -416,9 +423,9 @@ impl Follower {
 }
 
 /// Notes the end of a disk's thread when dropped, also after a panic.
-struct Ending {
-    shared: Arc<Shared>,
-    id: DiskId,
+pub(crate) struct Ending {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) id: DiskId,
 }
 
 impl Drop for Ending {

@@ -18,8 +18,8 @@ use ferrite_keeper::{
     DiskSpec, Group, Keeper, Line, Preopen, WorkerSandbox, name_of, nbd_socket, socket_name,
 };
 use ferrite_serve::blkif::lifecycle::{
-    Attachment, FollowConfig, Outcome, ServeError, follow_notifying, follow_second, part,
-    remove_second, retire,
+    Ahead, Attachment, FollowConfig, Outcome, ServeError, follow_notifying, follow_second, hold,
+    part, remove_second, retire,
 };
 use ferrite_serve::blkif::negotiate::{DiskFacts, Offer};
 use ferrite_serve::log_limit::LogLimits;
@@ -35,8 +35,10 @@ use crate::wait::wait_for;
 use crate::{Assignment, Failure, Serving};
 
 mod closed;
+mod spare;
 
 use closed::{end_closed, upgrade};
+use spare::process_of;
 
 /// Workers in a row that end before they have opened the image. After so many the disk has failed,
 /// and is tried again later.
@@ -153,7 +155,7 @@ impl Keepers {
     }
 
     /// Describes how the disk is kept.
-    fn spec(&self, disk: &Assignment<'_>, store: &mut Store) -> Result<DiskSpec, Failure> {
+    fn spec(&self, disk: &Assignment<'_>, written: bool) -> Result<DiskSpec, Failure> {
         let run_dir = disk.run_dir().join(disk.id.file_name());
         let of_store = self.group_of_store(disk)?;
         let (group, preopens) =
@@ -161,7 +163,7 @@ impl Keepers {
         Ok(DiskSpec {
             socket: self.socket(disk.id),
             worker: self.programs.worker(disk)?,
-            sandbox: self.programs.sandbox(disk, &run_dir, is_written(store, disk)?)?,
+            sandbox: self.programs.sandbox(disk, &run_dir, written)?,
             relay: Some(self.programs.relay()),
             run_dir,
             group,
@@ -219,18 +221,24 @@ impl Keepers {
         ferrite_keeper::remove_leftovers(&socket, &self.run.join(id.file_name()))
     }
 
-    /// Follows the disk on one line after the other.
+    /// Follows the disk on one line after the other. Without a store it has no guest.
     fn follow(
         &self,
         disk: &Assignment<'_>,
         spec: &DiskSpec,
-        store: &mut Store,
+        mut store: Option<&mut Store>,
         stop: &Waker,
     ) -> Result<Outcome, Failure> {
         let config = follow_config(disk);
         let log_limits = LogLimits::default();
-        let mut keeper = self.keeper(disk.id, spec, is_new(store, disk)?)?;
-        if disk.resumes() {
+        let is_new = match &mut store {
+            Some(store) if disk.ahead.is_none() => is_new(store, disk)?,
+            _ => false,
+        };
+        let mut keeper = self.keeper(disk.id, spec, is_new)?;
+        // The keeper of a tap is there before its image is named.
+        let waits = |keeper: &Keeper| keeper.spec().is_ok_and(|spec| spec.is_idle());
+        if disk.resumes() || (disk.ahead.is_some() && waits(&keeper)) {
             keeper = self.adapt(disk, keeper, spec)?;
         }
         let (mut lost, mut early_losses) = (None, 0);
@@ -250,7 +258,9 @@ impl Keepers {
             };
             lost = Some(line.start);
             let nbd = nbd_socket(&spec.run_dir);
-            name_keeper(store, disk, line.keeper, Some(&nbd))?;
+            if let Some(store) = &mut store {
+                name_keeper(store, disk, line.keeper, Some(&nbd))?;
+            }
             let group = spec.group.as_ref().map(|group| group.socket.clone());
             disk.set_keeper(line.keeper as u32, Some(nbd), group);
             early_losses += 1;
@@ -264,7 +274,16 @@ impl Keepers {
                 })
             };
             let fd = line.fd.as_fd();
-            match follow_notifying(store, fd, &config, &log_limits, stop, &tune, opened) {
+            let followed = match (&mut store, disk.ahead) {
+                (Some(store), _) => {
+                    follow_notifying(store, fd, &config, &log_limits, stop, &tune, opened)
+                }
+                (None, ahead) => {
+                    let ahead = ahead.unwrap_or(Ahead { read_only: true });
+                    hold(fd, ahead, stop, &tune, opened).map(|()| Outcome::Left)
+                }
+            };
+            match followed {
                 Ok(Outcome::Left | Outcome::Stopped) => match disk.wake_reason() {
                     WakeReason::End => return Ok(Outcome::Left),
                     WakeReason::Upgrade(binary) => {
@@ -281,6 +300,8 @@ impl Keepers {
                         Err(ServeError::WorkerLost(_)) => stop.wake(),
                         Err(e) => return Err(not_served(e)),
                     },
+                    // A tap's guest may have come.
+                    WakeReason::Nothing if disk.ahead.is_some() => return Ok(Outcome::Left),
                     WakeReason::Nothing => lost = None,
                 },
                 Ok(Outcome::Unplugged) => return Ok(Outcome::Unplugged),
@@ -361,8 +382,38 @@ impl Serving for Keepers {
         store: &mut Store,
         stop: &Waker,
     ) -> Result<Outcome, Failure> {
-        let spec = self.spec(disk, store)?;
-        self.follow(disk, &spec, store, stop)
+        let written = match disk.ahead {
+            Some(ahead) => !ahead.read_only,
+            None => is_written(store, disk)?,
+        };
+        let spec = self.spec(disk, written)?;
+        self.follow(disk, &spec, Some(store), stop)
+    }
+
+    fn hold(&self, disk: &Assignment<'_>, stop: &Waker) -> Result<Outcome, Failure> {
+        let written = disk.ahead.is_some_and(|ahead| !ahead.read_only);
+        let spec = self.spec(disk, written)?;
+        self.follow(disk, &spec, None, stop)
+    }
+
+    fn spawn(&self) -> Result<u32, Failure> {
+        self.spawn_spare()
+    }
+
+    fn spares(&self) -> Vec<u32> {
+        self.live_spares().into_iter().map(|(pid, _)| pid).collect()
+    }
+
+    fn give(&self, pid: u32, disk: DiskId) -> Result<bool, Failure> {
+        self.give_spare(pid, disk)
+    }
+
+    fn empty(&self, disk: DiskId) -> Result<(), Failure> {
+        self.empty_keeper(disk)
+    }
+
+    fn keeper_of(&self, disk: DiskId) -> Option<u32> {
+        process_of(&Keeper::connect(&self.socket(disk)).ok()?).ok()
     }
 
     fn serve_beside(
@@ -518,8 +569,9 @@ fn follow_config(disk: &Assignment<'_>) -> FollowConfig {
         persistent: options.mover == Mover::Persistent,
     };
     let backend = disk.backend.clone();
-    let (domid, devid) = (DomId(disk.id.domid), disk.id.devid);
-    FollowConfig { backend, domid, devid, offer, attached: disk.attached.clone(), ahead: None }
+    let (domid, devid) = (DomId(disk.guest.domid), disk.guest.devid);
+    let (attached, ahead) = (disk.attached.clone(), disk.ahead);
+    FollowConfig { backend, domid, devid, offer, attached, ahead }
 }
 
 /// Whether the error of a connection means that no keeper runs.

@@ -12,6 +12,7 @@
 
 #![forbid(unsafe_code)]
 
+use std::cell::Cell;
 use std::fmt;
 use std::fs::DirBuilder;
 use std::io;
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use ferrite_host::clock::{Clock, SystemClock};
 use ferrite_host::lock_file::lock;
-use ferrite_serve::blkif::lifecycle::{ExpectedAttachment, Outcome};
+use ferrite_serve::blkif::lifecycle::{Ahead, ExpectedAttachment, Outcome};
 use ferrite_serve::blkif::negotiate::DiskFacts;
 use ferrite_serve::log_limit::SharedLogLimit;
 use ferrite_serve::waker::Waker;
@@ -46,6 +47,7 @@ pub mod state;
 mod supervise;
 mod switched;
 pub mod table;
+mod taps;
 mod tuning;
 mod unserved;
 mod verbs;
@@ -58,6 +60,7 @@ use params::Image;
 use state::{DiskId, States};
 use switched::Switched;
 use table::{Phase, Table, Upgrade, WakeReason};
+use taps::Taps;
 
 /// The reason why a disk is not served, with the next step.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,8 +88,12 @@ impl fmt::Display for Failure {
 pub struct Assignment<'a> {
     /// The disk.
     pub id: DiskId,
-    /// The path of its backend directory in xenstore.
+    /// The path of its backend directory in xenstore; of a tap, that of its guest.
     pub backend: String,
+    /// The guest's disk that is served: the disk itself, or the one that has joined a tap.
+    pub guest: DiskId,
+    /// How the image of a tap is opened.
+    pub ahead: Option<Ahead>,
     /// The image to serve.
     pub image: Image,
     /// The options to serve it with.
@@ -120,6 +127,7 @@ impl Assignment<'_> {
     /// this keeper.
     pub fn set_keeper(&self, pid: u32, nbd: Option<PathBuf>, group: Option<PathBuf>) {
         blktap::link(&self.shared.paths, self.id, pid, self.minor);
+        self.shared.taps.set_keeper(self.id, pid);
         self.shared.table.change(self.id, |entry| {
             (entry.pid, entry.nbd, entry.group) = (Some(pid), nbd, group);
         });
@@ -193,6 +201,48 @@ pub trait Serving: Send + Sync {
         store: &mut Store,
         stop: &Waker,
     ) -> Result<Outcome, Failure>;
+
+    /// Keeps a tap open that has no guest, until `stop` is woken.
+    ///
+    /// # Errors
+    /// As [`serve`](Self::serve).
+    fn hold(&self, _: &Assignment<'_>, _: &Waker) -> Result<Outcome, Failure> {
+        Err(Failure { why: "taps are served by keepers".to_owned(), help: String::new() })
+    }
+
+    /// Starts a keeper that has no disk yet. Returns its process number.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    fn spawn(&self) -> Result<u32, Failure> {
+        Err(Failure { why: "taps are served by keepers".to_owned(), help: String::new() })
+    }
+
+    /// The process numbers of keepers without a disk. Files of dead ones are removed.
+    fn spares(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
+    /// Gives a keeper without a disk this tap. `false`: there is no such keeper.
+    ///
+    /// # Errors
+    /// The keeper has no disk still.
+    fn give(&self, _: u32, _: DiskId) -> Result<bool, Failure> {
+        Ok(false)
+    }
+
+    /// Takes the image from the keeper of a tap whose worker has closed it.
+    ///
+    /// # Errors
+    /// The image is closed, and the next worker may open it.
+    fn empty(&self, _: DiskId) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    /// The process number of a disk's keeper.
+    fn keeper_of(&self, _: DiskId) -> Option<u32> {
+        None
+    }
 
     /// Serves a stub domain's disk with the worker of its guest's disk, `first`.
     ///
@@ -325,6 +375,7 @@ pub(crate) struct Shared {
     switched: Switched,
     table: Table,
     jobs: Jobs,
+    taps: Taps,
     clock: Arc<dyn Clock>,
     log: SharedLogLimit,
     /// Woken when a disk's thread has ended.
@@ -450,6 +501,7 @@ impl Daemon {
             switched,
             table: Table::default(),
             jobs,
+            taps: Taps::default(),
             clock: SystemClock::shared(),
             log: SharedLogLimit::default(),
             wake: Waker::new()?,
@@ -491,6 +543,7 @@ impl Daemon {
     /// # Errors
     /// The control socket cannot be made.
     pub fn run(&self, alive: &dyn Fn(&str)) -> io::Result<()> {
+        taps::restore(&self.shared);
         self.shared.jobs.begin(&self.shared);
         let control = control::server::Server::start(&self.shared)?;
         alive("starting");
@@ -498,7 +551,8 @@ impl Daemon {
             self.shared.jobs.expire();
             alive(status);
         };
-        supervise::Supervisor { shared: &self.shared, alive: &alive }.run();
+        let leaving = Cell::new(false);
+        supervise::Supervisor { shared: &self.shared, alive: &alive, leaving }.run();
         // Jobs come to rest while disks can still be resumed.
         self.shared.jobs.stop();
         self.shared.table.stop_all();

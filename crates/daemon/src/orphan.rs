@@ -29,9 +29,17 @@ pub fn start(run: &Path, id: DiskId, connect: impl FnOnce() -> Result<Store, Sto
     if a_daemon_runs(&paths) {
         return Start::ExpectFollower;
     }
-    match find(id, connect) {
+    let known = States::peek(&paths.states(), id);
+    let tap = known.as_ref().and_then(|known| known.tap);
+    let guest = match tap {
+        Some(tap) => tap.guest,
+        None => Some(id),
+    };
+    // Clients of a tap without a guest wait for the daemon.
+    let Some(guest) = guest else { return Start::WaitForFollower };
+    match find(guest, connect) {
         Ok(Some(mut orphan)) => {
-            let known = States::peek(&paths.states(), id);
+            orphan.read_only = tap.map_or(orphan.read_only, |tap| tap.read_only);
             orphan.tune = known.map(|known| Box::new(known.tune)).unwrap_or_default();
             Start::Orphan(orphan)
         }
@@ -55,7 +63,8 @@ fn find(
 fn is_to_be_served(paths: &Paths, id: DiskId) -> bool {
     let known = States::peek(&paths.states(), id);
     known.is_some_and(|known| {
-        known.rests_for.is_none() && known.beside.is_none() && known.pause.is_none()
+        let is_closed = known.tap.is_some_and(|tap| tap.closed);
+        known.rests_for.is_none() && known.beside.is_none() && known.pause.is_none() && !is_closed
     })
 }
 

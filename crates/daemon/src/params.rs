@@ -90,6 +90,8 @@ pub enum Params {
     Image(Image),
     /// A drive without a medium.
     Empty,
+    /// A tap, which XAPI's hotplug script names.
+    Tap,
     /// Invalid contents, with the reason.
     Invalid(String),
 }
@@ -97,6 +99,9 @@ pub enum Params {
 impl Params {
     /// Parses the key's value.
     pub fn parse(value: &[u8]) -> Params {
+        if value.starts_with(TAP) {
+            return Params::Tap;
+        }
         let Some((word, rest)) = split(value) else {
             return match value {
                 b"" => Params::Empty,
@@ -118,6 +123,9 @@ impl Params {
         }
     }
 }
+
+/// The beginning of the `params` of a disk that XAPI has opened before.
+const TAP: &[u8] = b"nbd:unix:";
 
 /// Most bytes of a volume's name.
 const MAX_NAME: usize = 63;

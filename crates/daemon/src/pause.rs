@@ -13,6 +13,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use ferrite_serve::blkif::lifecycle::ExpectedAttachment;
 use ferrite_serve::blkif::negotiate::DiskFacts;
 use ferrite_xen::store::Store;
 use serde::{Deserialize, Serialize};
@@ -22,6 +23,7 @@ use crate::params::Image;
 use crate::state::{DiskId, DiskState};
 use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::unserved::{AllowedStates, End, answer};
+use crate::wait::wait_for;
 use crate::{Failure, Shared, Step, directory};
 
 /// A pause that lasts longer is a warning.
@@ -239,8 +241,9 @@ impl Shared {
 
     /// Records that the disk goes on with this image: first in the state file.
     pub(crate) fn end_pause(&self, id: DiskId, image: &Image, minor: u32) -> Result<(), Failure> {
-        let tune = self.table.read(|disks| disks.get(&id).map(|entry| entry.tune.clone()));
-        let state = DiskState::new(id, image, minor).tuned(tune.unwrap_or_default());
+        let of_entry = |entry: &Entry| (entry.tune.clone(), entry.tap);
+        let (tune, tap) = self.table.read(|disks| disks.get(&id).map(of_entry)).unwrap_or_default();
+        let state = DiskState::new(id, image, minor).tuned(tune).with_tap(tap);
         self.states.write(&state).map_err(|e| self.state_failure(&e))?;
         self.table.change(id, |entry| {
             (entry.pause, entry.resume) = (None, Resume::None);
@@ -280,8 +283,28 @@ impl Follower {
         (self.shared.on_step)(Step::Paused);
         self.shared.table.set(self.id, Phase::Paused);
         let Some(pause) = self.pause() else { return Ok(Next::Again) };
+        if let Some(tap) = self.tap() {
+            return self.wait_paused_tap(image, tap.guest);
+        }
         tracing::info!("disk {} is paused by {}", self.id, pause.by);
         self.wait_paused(&pause)
+    }
+
+    /// Keeps a tap paused until its thread is woken, and answers the toolstack for its guest.
+    fn wait_paused_tap(&mut self, image: &Image, guest: Option<DiskId>) -> Result<Next, Failure> {
+        let Some(guest) = guest else {
+            wait_for([self.stop.fd()], None);
+            return Ok(if self.ends() { Next::Ended } else { Next::Again });
+        };
+        let mut store = (self.shared.connect)().map_err(|e| Failure::store(&e))?;
+        let may = AllowedStates { begin: false, offer: false, announce: true };
+        let mut attached = ExpectedAttachment::Any;
+        let end = answer(&mut store, guest, may, &mut attached, None, &self.stop);
+        match end.map_err(|e| Failure::store(&e))? {
+            End::Detached | End::Another => self.leave(image).map(|()| Next::Again),
+            End::Stopped if self.ends() => Ok(Next::Ended),
+            End::Stopped | End::Retry => Ok(Next::Again),
+        }
     }
 
     /// Answers the toolstack until the thread is woken or the disk is detached.
@@ -338,7 +361,8 @@ impl Follower {
 
     /// Records that disks with the image `from` have `to` now, if that is another one.
     fn record_switch(&self, from: &Image, to: &Image) -> Result<(), Failure> {
-        if from == to {
+        // The storage manager of a tap names its images itself.
+        if from == to || self.id.is_tap() {
             return Ok(());
         }
         self.shared.switched.record(from, to).map_err(|e| Failure {
@@ -362,14 +386,17 @@ impl Follower {
         // taken back.
         let recorded = self.record_switch(before, next);
         let resumed = self.resumed();
-        let served = recorded.and_then(|()| self.serve(next, true));
+        let served = recorded.and_then(|()| match self.id.is_tap() {
+            true => self.serve_tap(next, true),
+            false => self.serve(next, true).map(|outcome| self.next(outcome)),
+        });
         // There may be another pause by now.
         if self.resumed() != resumed {
-            return Ok(self.next(served?));
+            return served;
         }
         let failure = match served {
             Err(failure) => failure,
-            Ok(outcome) => match self.next(outcome) {
+            Ok(next) => match next {
                 Next::Again => Failure {
                     why: "the request was withdrawn".to_owned(),
                     help: "try again".to_owned(),

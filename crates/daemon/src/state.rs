@@ -11,6 +11,7 @@ use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use ferrite_serve::blkif::lifecycle::{Tune, run_dir_name};
+use ferrite_xen::hypervisor::DomId;
 use serde::{Deserialize, Serialize};
 
 use crate::params::{Format, Image};
@@ -21,24 +22,43 @@ const VERSION: u32 = 1;
 /// The longest valid file.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// The identifier of a guest's disk.
+/// The identifier of a disk: a guest's, or a tap's. A tap is a disk that is open without a guest. It
+/// has no domain ([`DomId::NONE`]), and its number is tapdisk's minor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskId {
     /// The guest's domain number.
     pub domid: u16,
-    /// The device number.
+    /// The device number; of a tap its minor.
     pub devid: u32,
 }
 
 impl std::fmt::Display for DiskId {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}/{}", self.domid, self.devid)
+        match self.minor_of_tap() {
+            Some(minor) => write!(f, "tap/{minor}"),
+            None => write!(f, "{}/{}", self.domid, self.devid),
+        }
     }
 }
 
 impl DiskId {
-    /// The name of its run directory and of its files: `vbd-D-N`.
+    /// The tap of this minor.
+    pub fn tap(minor: u32) -> DiskId {
+        DiskId { domid: DomId::NONE.0, devid: minor }
+    }
+
+    /// The minor, if this is a tap.
+    pub fn minor_of_tap(self) -> Option<u32> {
+        (self.domid == DomId::NONE.0).then_some(self.devid)
+    }
+
+    /// Whether this is a tap.
+    pub fn is_tap(self) -> bool {
+        self.minor_of_tap().is_some()
+    }
+
+    /// The name of its run directory and of its files: `vbd-D-N`, or `tap-N`.
     pub fn file_name(self) -> String {
         run_dir_name(self.domid, self.devid)
     }
@@ -46,9 +66,28 @@ impl DiskId {
 
 /// The disk whose file name this is.
 pub fn id_of_name(name: &str) -> Option<DiskId> {
-    let (domid, devid) = name.strip_prefix("vbd-")?.split_once('-')?;
-    let id = DiskId { domid: domid.parse().ok()?, devid: devid.parse().ok()? };
+    let id = match name.strip_prefix("tap-") {
+        Some(minor) => DiskId::tap(minor.parse().ok()?),
+        None => {
+            let (domid, devid) = name.strip_prefix("vbd-")?.split_once('-')?;
+            DiskId { domid: domid.parse().ok()?, devid: devid.parse().ok()? }
+        }
+    };
     (id.file_name() == name).then_some(id)
+}
+
+/// What the state of a tap has besides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TapState {
+    /// Whether the image is opened for reading only.
+    pub read_only: bool,
+    /// Whether the tap is closed: it is attached, and has no image.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub closed: bool,
+    /// The guest's disk that has joined it.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub guest: Option<DiskId>,
 }
 
 /// The state of a served disk.
@@ -84,6 +123,9 @@ pub struct DiskState {
     /// What was set on the running disk, for its next worker.
     #[serde(skip_serializing_if = "Tune::is_empty", default)]
     pub tune: Tune,
+    /// What a tap has besides.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub tap: Option<TapState>,
 }
 
 impl DiskState {
@@ -93,7 +135,7 @@ impl DiskState {
         let path = image.path.as_os_str().as_bytes().to_vec();
         let (version, format) = (VERSION, image.format);
         let (rests_for, has_run, beside, never_open) = (None, false, None, false);
-        let (pause, tune) = (None, Tune::default());
+        let (pause, tune, tap) = (None, Tune::default(), None);
         DiskState {
             version,
             id,
@@ -106,7 +148,14 @@ impl DiskState {
             never_open,
             pause,
             tune,
+            tap,
         }
+    }
+
+    /// Sets what a tap has besides.
+    #[must_use]
+    pub fn with_tap(self, tap: Option<TapState>) -> DiskState {
+        DiskState { tap, ..self }
     }
 
     /// Sets the pause.

@@ -3,12 +3,13 @@
 //! It is level-triggered: an event only starts a scan, and a scan finds everything that is to be
 //! done. So a daemon that starts late, or again, finds the same as one that ran before.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_serve::blkif::lifecycle::{ExpectedAttachment, sweep};
+use ferrite_serve::blkif::lifecycle::{ExpectedAttachment, report_failure, sweep};
 use ferrite_serve::log_limit::LogLimit;
 use ferrite_xen::store::{Store, StoreError};
 use ferrite_xen::xenbus::XenbusState;
@@ -18,7 +19,7 @@ use crate::follow::{Follower, Task};
 use crate::params::Params;
 use crate::state::{DiskId, DiskState};
 use crate::wait::{Backoff, wait_for};
-use crate::{Shared, Xen, blktap};
+use crate::{Shared, Xen, blktap, taps};
 
 const TOKEN: &str = "all";
 /// The pause between two scans, which bounds the work of a storm of events. It doubles after each
@@ -38,6 +39,8 @@ const MAX_DISKS: usize = 4096;
 pub(crate) struct Supervisor<'a> {
     pub(crate) shared: &'a Arc<Shared>,
     pub(crate) alive: &'a dyn Fn(&str),
+    /// Whether a tap's guest has let go, and its frontend is still there: no event tells of its end.
+    pub(crate) leaving: Cell<bool>,
 }
 
 impl Supervisor<'_> {
@@ -89,7 +92,7 @@ impl Supervisor<'_> {
         let mut minors: BTreeMap<DiskId, u32> =
             self.shared.states.all().iter().map(|state| (state.id, state.minor)).collect();
         known.extend(minors.keys());
-        for id in known {
+        for id in known.into_iter().filter(|id| !id.is_tap()) {
             // A disk with a thread is that thread's. It exists when xenstore was away and is back.
             let is_followed = self.shared.table.read(|disks| disks.contains_key(&id));
             let seen = Snapshot::read(store, id)?;
@@ -147,7 +150,12 @@ impl Supervisor<'_> {
             }
             let shared = self.shared;
             let fds = [store.fd(), shared.wake.fd(), shared.stop.fd()];
-            let [_, ended, stopped] = wait_for(fds, Some(HEARTBEAT));
+            let is_leaving = self.leaving.replace(false);
+            let within = if is_leaving { PAUSE_MAX } else { HEARTBEAT };
+            let [_, ended, stopped] = wait_for(fds, Some(within));
+            if is_leaving && !stopped {
+                return Ok(false);
+            }
             if ended {
                 shared.wake.clear();
                 return Ok(false);
@@ -163,7 +171,57 @@ impl Supervisor<'_> {
     /// own.
     fn is_followed(&self, path: &str) -> bool {
         let of_disk = path.rsplit_once('/').and_then(|(dir, _)| directory::id_of(dir));
-        of_disk.is_some_and(|id| self.shared.table.read(|disks| disks.contains_key(&id)))
+        of_disk.is_some_and(|id| self.is_known(id))
+    }
+
+    /// Whether a thread handles the disk: its own, or that of its tap.
+    fn is_known(&self, id: DiskId) -> bool {
+        self.shared.table.read(|disks| disks.contains_key(&id) || taps::has_guest(disks, id))
+    }
+
+    /// Has a guest's disk join the tap that its script has named. Returns whether something was
+    /// done. A tap that is not open yet is looked at again when it is.
+    fn join_tap(&self, store: &mut Store, id: DiskId, seen: &Snapshot) -> Result<bool, StoreError> {
+        let Some(tap) = seen.tap().map(DiskId::tap) else { return Ok(false) };
+        match taps::join(self.shared, tap, id) {
+            taps::Joined::AsFirst => {
+                self.log(|| tracing::info!("disk {id} has joined {tap}"));
+                Ok(true)
+            }
+            taps::Joined::AsSecond(image) => {
+                // The worker serves both; this one has a thread of its own (attachments.md).
+                let state = DiskState::new(id, &image, 0).beside(Some(tap));
+                self.start(id, Task::Serve(image), seen, Some(&state));
+                self.log(|| tracing::info!("disk {id} has joined {tap} as the second"));
+                Ok(true)
+            }
+            taps::Joined::No(why) => {
+                let path = directory::path(id);
+                let told = report_failure(store, &path, &why);
+                told.map(|()| false)
+            }
+        }
+    }
+
+    /// Removes the directory of a tap's guest that has left, as XAPI expects: when the frontend's
+    /// state is gone. Returns whether to look again soon.
+    fn remove_left(
+        &self,
+        store: &mut Store,
+        id: DiskId,
+        seen: &Snapshot,
+    ) -> Result<bool, StoreError> {
+        let is_left = seen.is_there
+            && seen.own == XenbusState::Closed
+            && seen.params.as_deref().is_some_and(taps::is_named);
+        if !is_left {
+            return Ok(false);
+        }
+        match seen.has_front {
+            true => self.leaving.set(true),
+            false => store.remove(&directory::path(id))?,
+        }
+        Ok(true)
     }
 
     /// Scans all directories, and starts threads for disks without one. Returns whether there were
@@ -172,11 +230,12 @@ impl Supervisor<'_> {
         let mut found = !self.shared.table.reap().is_empty();
         self.sweep_ended(store)?;
         for id in directory::all(store)? {
-            if self.shared.table.read(|disks| disks.contains_key(&id)) {
+            if self.is_known(id) {
                 continue;
             }
             let seen = Snapshot::read(store, id)?;
             if !seen.is_wanted() {
+                found |= self.remove_left(store, id, &seen)?;
                 continue;
             }
             let known = match self.known(id, &seen) {
@@ -188,6 +247,10 @@ impl Supervisor<'_> {
                     continue;
                 }
             };
+            if known.is_none() && seen.params.as_deref().is_some_and(taps::is_named) {
+                found |= self.join_tap(store, id, &seen)?;
+                continue;
+            }
             if let Some(task) = self.task(known.as_ref(), &seen) {
                 found = true;
                 self.start(id, task, &seen, known.as_ref());
@@ -258,7 +321,8 @@ impl Supervisor<'_> {
         };
         let has_older = !seen.has_begun();
         let is_untouched = is_untouched(&task, known, seen);
-        let entered = self.shared.table.insert(id, image, known, |minor, stop| {
+        let is_allocated = |minor| taps::is_allocated(&self.shared.paths, minor);
+        let entered = self.shared.table.insert(id, image, known, is_allocated, |minor, stop| {
             let shared = self.shared.clone();
             let log = LogLimit::default();
             let follower = Follower {
@@ -299,6 +363,8 @@ fn task(known: Option<&DiskState>, seen: &Snapshot) -> Option<Task> {
     Some(match Params::parse(seen.params.as_deref()?) {
         Params::Image(image) => Task::Serve(image),
         Params::Empty => Task::Empty,
+        // It has an image when it has joined its tap.
+        Params::Tap => return None,
         Params::Invalid(why) => Task::Refuse(why),
     })
 }

@@ -13,7 +13,7 @@ use crate::Failure;
 use crate::joint_upgrade::Participant;
 use crate::params::Image;
 use crate::pause::{Pause, Resume};
-use crate::state::{DiskId, DiskState};
+use crate::state::{DiskId, DiskState, TapState};
 use crate::tuning::Tuning;
 
 /// The phase of a disk.
@@ -57,6 +57,15 @@ pub(crate) enum WakeReason {
     Nothing,
 }
 
+/// How a tap is to be closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Closing {
+    /// When its guest has left it.
+    WithoutGuest,
+    /// Now.
+    Now,
+}
+
 /// An attached disk.
 pub struct Entry {
     /// The disk's phase.
@@ -93,6 +102,10 @@ pub struct Entry {
     pub(crate) participant: Option<Participant>,
     /// The socket of its group. One worker serves all disks with the same one.
     pub(crate) group: Option<PathBuf>,
+    /// What a tap has besides.
+    pub(crate) tap: Option<TapState>,
+    /// Whether a tap is to be closed, and how.
+    pub(crate) closing: Option<Closing>,
     /// What was set on the running disk.
     pub(crate) tune: Tune,
     /// The state of a change of that.
@@ -108,6 +121,18 @@ impl Entry {
     /// The path of its image, with links resolved if that was done.
     pub(crate) fn file(&self) -> Option<&Path> {
         self.real.as_deref().or(self.image.as_ref().map(|image| image.path.as_path()))
+    }
+
+    /// Whether the tap's image is to be closed for good now.
+    pub(crate) fn closes(&self) -> bool {
+        let has_guest = self.tap.is_some_and(|tap| tap.guest.is_some());
+        self.closing.is_some_and(|closing| closing == Closing::Now || !has_guest)
+    }
+
+    /// Asks the disk's thread to end, and nothing else. The disk stays as it is.
+    pub(crate) fn end(&mut self) {
+        self.ends = true;
+        self.stop.wake();
     }
 
     /// Wakes the disk's thread, which reads the reason.
@@ -170,7 +195,7 @@ impl Table {
     }
 
     /// Inserts a disk, whose thread `start` starts. A disk that a predecessor knew keeps its minor.
-    /// Any other gets the lowest free one.
+    /// Any other gets the lowest free one that `is_allocated` does not say of.
     ///
     /// # Errors
     /// The thread cannot be started. The disk is not inserted.
@@ -179,6 +204,7 @@ impl Table {
         id: DiskId,
         image: Option<Image>,
         known: Option<&DiskState>,
+        is_allocated: impl Fn(u32) -> bool,
         start: impl FnOnce(u32, Arc<Waker>) -> std::io::Result<JoinHandle<()>>,
     ) -> std::io::Result<()> {
         let stop = Arc::new(Waker::new()?);
@@ -191,7 +217,8 @@ impl Table {
             taken.all(|taken| taken != minor)
         };
         let minor = known.map(|state| state.minor).filter(|minor| is_free(minor));
-        let minor = minor.or_else(|| (0..).find(is_free)).unwrap_or_default();
+        let is_unknown = |minor: &u32| is_free(minor) && !is_allocated(*minor);
+        let minor = minor.or_else(|| (0..).find(is_unknown)).unwrap_or_default();
         // The new thread waits for the table's lock.
         let thread = start(minor, stop.clone())?;
         let entry = Entry {
@@ -212,6 +239,8 @@ impl Table {
             upgrade: Upgrade::None,
             participant: None,
             group: None,
+            tap: known.and_then(|state| state.tap),
+            closing: None,
             tune: known.map(|state| state.tune.clone()).unwrap_or_default(),
             tuning: Tuning::default(),
             stop,
@@ -325,7 +354,7 @@ impl Table {
             return WakeReason::End;
         };
         entry.stop.clear();
-        let is_to_close = entry.rests_for.is_some() || entry.pause.is_some();
+        let is_to_close = entry.rests_for.is_some() || entry.pause.is_some() || entry.closes();
         match &entry.upgrade {
             Upgrade::Requested(binary) => {
                 // The thread reads the other reason after the upgrade.

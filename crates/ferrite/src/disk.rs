@@ -379,6 +379,7 @@ mod tests {
             starts: 1,
             full: None,
             paused: None,
+            guest: None,
             why: why.map(str::to_owned),
             help: why.map(|_| "mend it".to_owned()),
         }

@@ -20,7 +20,7 @@ use ferrite_serve::path::device::Device;
 use ferrite_serve::polling::{Budget, HostMonitor, HostView, PollWindow};
 use ferrite_serve::processors::{Limit, Processors};
 use ferrite_serve::waker::Waker;
-use ferrite_xen::hypervisor::Hypervisor;
+use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use ferrite_xen::mover::{self, Maps, Mover, Moving};
 use ferrite_xen::real::{HostProcessors, Xen};
 use ferrite_xen::store::{Store, StoreError};
@@ -215,7 +215,7 @@ pub(crate) fn work_config(
         host_memory: host_memory(args, run),
         run_dir: run.join(run_dir_name(domid, devid)),
         closes: true,
-        stays: false,
+        stays: domid == DomId::NONE,
         tuning: args.tuning.tuning(),
         on_full: args.on_full,
         limits: args.limit,

@@ -29,15 +29,22 @@ pub(crate) struct Vbd {
 
 impl fmt::Display for Vbd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.domain, self.device)
+        match self.domain {
+            DomId::NONE => write!(f, "tap/{}", self.device),
+            domain => write!(f, "{domain}/{}", self.device),
+        }
     }
 }
 
 impl FromStr for Vbd {
     type Err = String;
 
-    /// `3/xvda`, `3/51712`, `vbd-3-51712` as its files are called, or its directory in xenstore.
+    /// `tap/7` for the tap of minor 7; `3/xvda`, `3/51712`, `vbd-3-51712` as its files are called, or its directory in xenstore.
     fn from_str(text: &str) -> Result<Vbd, String> {
+        if let Some(minor) = text.strip_prefix("tap/").or_else(|| text.strip_prefix("tap-")) {
+            let device = number(minor).ok_or_else(|| format!("{minor:?} is not a tap's minor"))?;
+            return Ok(Vbd { domain: DomId::NONE, device });
+        }
         let of_file = text.strip_prefix("vbd-").and_then(|ids| ids.split_once('-'));
         let of_directory = || text.split_once(DIRECTORY)?.1.split_once('/');
         let (domain, device) = of_file

@@ -12,7 +12,7 @@ use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_disk::{ImageName, Parents};
 use ferrite_host::process::take_given;
-use ferrite_host::sandbox::{self, user_of};
+use ferrite_host::sandbox::{self, user_of, user_of_tap};
 use ferrite_io::engines::EngineKind;
 use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, LINE_FD, SECOND_FD, WorkerSandbox};
 use ferrite_serve::blkif::lifecycle::{
@@ -21,6 +21,7 @@ use ferrite_serve::blkif::lifecycle::{
 use ferrite_serve::counters::stats_file;
 use ferrite_serve::polling::HostView;
 use ferrite_serve::processors::Limit;
+use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::real::Xen;
 use ferrite_xen::store::Store;
 use rustix::fs::{FlockOperation, flock};
@@ -107,11 +108,12 @@ impl<'a> Means<'a> {
         let mut last = None;
         let mut open = |read_only| {
             let opened = match &self.no_xen {
-                Some(why) => {
+                // A tap serves clients of NBD where there is no Xen.
+                Some(why) if self.args.xen.domain != DomId::NONE => {
                     let help = "ferrite doctor shows what is missing";
                     Err(Failure::new(format!("cannot serve {}", self.args.xen), why, help))
                 }
-                None => open(self.args, self.run_dir, alive, read_only),
+                _ => open(self.args, self.run_dir, alive, read_only),
             };
             opened.map_err(|failure| told(failure, &mut last))
         };
@@ -244,7 +246,10 @@ pub(crate) fn worker_sandbox(
         journals: Some(run.join(serve::IMAGES)),
         own_files: vec![stats.with_extension("new"), stats],
         root: run.join(EMPTY),
-        user: user_of(args.xen.domain.0, args.xen.device),
+        user: match args.xen.domain {
+            DomId::NONE => user_of_tap(args.xen.device),
+            domain => user_of(domain.0, args.xen.device),
+        },
     }))
 }
 

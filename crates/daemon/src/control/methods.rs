@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ferrite_serve::counters::{snapshot, stats_file};
@@ -26,7 +27,7 @@ use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen, tuning};
 
 /// The names of all methods.
-pub(super) const METHODS: [&str; 21] = [
+pub(super) const METHODS: [&str; 32] = [
     "attach.wait",
     "daemon.status",
     "disk.coalesce",
@@ -47,6 +48,17 @@ pub(super) const METHODS: [&str; 21] = [
     "job.resume",
     "job.show",
     "job.wait",
+    "tap.allocate",
+    "tap.attach",
+    "tap.close",
+    "tap.detach",
+    "tap.free",
+    "tap.list",
+    "tap.open",
+    "tap.pause",
+    "tap.spawn",
+    "tap.stats",
+    "tap.unpause",
     "upgrade",
 ];
 
@@ -60,7 +72,7 @@ const MIN_TRIES: u64 = 3;
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Calls a method.
-pub(super) fn call(shared: &Shared, method: &str, params: Value) -> Result<Value, RpcError> {
+pub(super) fn call(shared: &Arc<Shared>, method: &str, params: Value) -> Result<Value, RpcError> {
     match method {
         "daemon.status" => take::<Nothing>(params).and_then(|_| reply(&status(shared))),
         "disk.list" => take::<Nothing>(params).and_then(|_| reply(&list(shared))),
@@ -79,12 +91,17 @@ pub(super) fn call(shared: &Shared, method: &str, params: Value) -> Result<Value
         "disk.switch" => take(params).and_then(|request| reply(&pauses::switch(shared, &request)?)),
         "attach.wait" => take(params).and_then(|request| reply(&wait(shared, &request)?)),
         "upgrade" => take(params).and_then(|request| reply(&upgrade(shared, &request)?)),
-        _ => super::jobs::call(shared, method, params).unwrap_or_else(|| {
-            let meant = nearest(method, METHODS).map(|name| format!("did you mean {name}?"));
-            let help = meant.unwrap_or_else(|| format!("there are {}", METHODS.join(", ")));
-            Err(RpcError::new(code::NO_METHOD, "there is no such method", &help))
-        }),
+        _ if method.starts_with("tap.") => {
+            super::taps::call(shared, method, params).unwrap_or_else(|| Err(no_method(method)))
+        }
+        _ => super::jobs::call(shared, method, params).unwrap_or_else(|| Err(no_method(method))),
     }
+}
+
+fn no_method(method: &str) -> RpcError {
+    let meant = nearest(method, METHODS).map(|name| format!("did you mean {name}?"));
+    let help = meant.unwrap_or_else(|| format!("there are {}", METHODS.join(", ")));
+    RpcError::new(code::NO_METHOD, "there is no such method", &help)
 }
 
 pub(super) fn take<T: DeserializeOwned>(params: Value) -> Result<T, RpcError> {
@@ -172,6 +189,7 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
         starts: entry.starts,
         full: None,
         paused: entry.pause.clone(),
+        guest: entry.tap.and_then(|tap| tap.guest),
         why: failure.map(|failure| failure.why.clone()),
         help: failure.map(|failure| failure.help.clone()),
     }
@@ -199,19 +217,30 @@ fn failed(e: &StoreError) -> RpcError {
 
 fn show(shared: &Shared, id: DiskId) -> Result<Details, RpcError> {
     let disk = found(shared, id)?;
-    let mut store = store(shared)?;
-    let seen = Snapshot::read(&mut store, id).map_err(|e| failed(&e))?;
-    let mode = store.read(&format!("{}/mode", directory::path(id))).map_err(|e| failed(&e))?;
+    let tap = shared.table.read(|disks| disks.get(&id)?.tap);
+    let (seen, read_only) = match (tap, disk.guest) {
+        (Some(tap), None) => (Snapshot::default(), tap.read_only),
+        (_, guest) => {
+            let (mut store, guest) = (store(shared)?, guest.unwrap_or(id));
+            let seen = Snapshot::read(&mut store, guest).map_err(|e| failed(&e))?;
+            let mode = store.read(&format!("{}/mode", directory::path(guest)));
+            let mode = mode.map_err(|e| failed(&e))?;
+            (seen, !mode.is_some_and(|mode| mode.contains(&b'w')))
+        }
+    };
     let of_entry = |entry: &Entry| (entry.phase.clone(), entry.nbd.clone());
     let (phase, nbd) = shared.table.read(|disks| disks.get(&id).map(of_entry)).unzip();
-    let waits_for = waits_for(&seen, phase.as_ref(), disk.full.is_some());
+    let waits_for = match tap.is_some() && disk.guest.is_none() {
+        true => None,
+        false => waits_for(&seen, phase.as_ref(), disk.full.is_some()),
+    };
     Ok(Details {
         disk,
         nbd: nbd.flatten().map(|path| path.to_string_lossy().into_owned()),
         backend_state: seen.own.number(),
         frontend_state: seen.front.number(),
         online: seen.online,
-        read_only: !mode.is_some_and(|mode| mode.contains(&b'w')),
+        read_only,
         settings: settings(shared, id),
         waits_for,
         hotplug_status: seen.hotplug_status,
@@ -239,6 +268,10 @@ pub(super) fn settings(shared: &Shared, id: DiskId) -> Vec<Setting> {
 fn detach(shared: &Shared, request: &DetachParams) -> Result<Detached, RpcError> {
     let id = request.disk;
     found(shared, id)?;
+    if id.is_tap() {
+        let message = format!("{id} is a tap, which its storage manager closes");
+        return Err(RpcError::new(code::FAILED, message, "tap-ctl close, and tap-ctl detach"));
+    }
     let mut store = store(shared)?;
     let mut seen = Snapshot::read(&mut store, id).map_err(|e| failed(&e))?;
     let Some(frontend) = seen.frontend.clone() else { return Err(no_disk(id)) };

@@ -10,6 +10,8 @@ mod methods;
 mod pauses;
 pub mod protocol;
 pub(crate) mod server;
+mod tap_messages;
+mod taps;
 #[cfg(test)]
 mod tests;
 mod waits;

@@ -50,7 +50,7 @@ pub(super) fn image(name: &str) -> Result<Image, RpcError> {
     let why = match Params::parse(name.as_bytes()) {
         Params::Image(image) if image.path.is_absolute() => return Ok(image),
         Params::Image(_) => "the image's path is not absolute".to_owned(),
-        Params::Empty => "no image is named".to_owned(),
+        Params::Empty | Params::Tap => "no image is named".to_owned(),
         Params::Invalid(why) => why,
     };
     Err(RpcError::new(code::INVALID_PARAMS, why, "name it as FORMAT:PATH, as xl does"))

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 pub use super::job_messages::*;
+pub use super::tap_messages::*;
 use crate::params::Format;
 use crate::pause::Pause;
 use crate::state::DiskId;
@@ -60,11 +61,14 @@ pub struct RpcError {
 pub struct Help {
     /// The next step, for the administrator.
     pub help: String,
+    /// The number of the error for callers of tapdisk's tools, which compare it.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub errno: Option<i32>,
 }
 
 impl RpcError {
     pub(crate) fn new(code: i64, message: impl Into<String>, help: &str) -> RpcError {
-        let data = (!help.is_empty()).then(|| Help { help: help.to_owned() });
+        let data = (!help.is_empty()).then(|| Help { help: help.to_owned(), errno: None });
         RpcError { code, message: message.into(), data }
     }
 }
@@ -274,6 +278,9 @@ pub struct Disk {
     /// Its pause, also while it begins or ends.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub paused: Option<Pause>,
+    /// Of a tap: the guest's disk that has joined it.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub guest: Option<DiskId>,
     /// Why the disk is not served.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub why: Option<String>,

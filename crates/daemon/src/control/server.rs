@@ -171,7 +171,7 @@ fn start_client(
 }
 
 /// Serves a client until it disconnects.
-fn serve(shared: &Shared, stream: &UnixStream, client: &Client) -> io::Result<()> {
+fn serve(shared: &Arc<Shared>, stream: &UnixStream, client: &Client) -> io::Result<()> {
     let mut reader = BufReader::new(stream);
     let mut text = Vec::new();
     loop {
@@ -203,7 +203,7 @@ fn line(answer: &Value) -> Vec<u8> {
 }
 
 /// The response to a line. `None` for notifications and empty lines.
-pub(super) fn answer(shared: &Shared, text: &[u8]) -> Option<Value> {
+pub(super) fn answer(shared: &Arc<Shared>, text: &[u8]) -> Option<Value> {
     if text.trim_ascii().is_empty() {
         return None;
     }
@@ -227,7 +227,7 @@ pub(super) fn answer(shared: &Shared, text: &[u8]) -> Option<Value> {
     }
 }
 
-fn answer_one(shared: &Shared, request: Value) -> Option<Value> {
+fn answer_one(shared: &Arc<Shared>, request: Value) -> Option<Value> {
     let invalid = |id: Value, why: &str| {
         Some(respond(id, Err(RpcError::new(code::INVALID_REQUEST, why, ""))))
     };

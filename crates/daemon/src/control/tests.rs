@@ -116,6 +116,7 @@ fn disk() -> Disk {
         starts: 2,
         full: Some(FULL),
         paused: Some(pause()),
+        guest: Some(DiskId { domid: 1, devid: 2 }),
         why: Some("no".to_owned()),
         help: Some("yes".to_owned()),
     }
@@ -181,8 +182,23 @@ fn every_type_is_described_as_it_is() {
     let (version, no_xen) = ("1".to_owned(), Some("none".to_owned()));
     let (pid, started, xen, served, failed, disks) = (1, 2, false, 3, 4, 7);
     same("Status", &Status { version, pid, started, xen, no_xen, served, failed, disks });
-    let data = Some(Help { help: "yes".to_owned() });
+    let data = Some(Help { help: "yes".to_owned(), errno: Some(2) });
     same("Error", &RpcError { code: code::FAILED, message: "no".to_owned(), data });
+}
+
+#[test]
+fn every_type_of_a_tap_is_described_as_it_is() {
+    let (image, args) = (Some("vhd:/a".to_owned()), Some("vhd:/a".to_owned()));
+    let (pid, minor, timeout_s) = (7, 8, 9);
+    same("TapParams", &TapParams { pid, minor, image, read_only: true, force: true, timeout_s });
+    same("MinorParams", &MinorParams { minor });
+    let (pid, minor) = (Some(pid), Some(minor));
+    same("TapDone", &TapDone { pid, minor });
+    let row = TapRow { pid, minor, state: Some(0x22a), args: args.clone(), worker: Some(3) };
+    same("TapRow", &row);
+    same("TapRows", &TapRows { taps: vec![row] });
+    let (sectors, errors, in_flight) = ([1, 1 << 40], [2, 3], 4);
+    same("TapStatistics", &TapStatistics { args, is_paused: true, sectors, errors, in_flight });
 }
 
 #[test]

@@ -84,7 +84,7 @@ pub(super) fn image(what: &str, text: &OsStr) -> Result<Image, Failure> {
     match Params::parse(&params) {
         Params::Image(image) => Ok(image),
         Params::Invalid(why) => Err(refuse(&why, "name an image")),
-        Params::Empty => Err(refuse("it names no image", "name an image")),
+        Params::Empty | Params::Tap => Err(refuse("it names no image", "name an image")),
     }
 }
 

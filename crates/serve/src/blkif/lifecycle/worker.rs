@@ -324,7 +324,8 @@ impl WorkerHandle for Worker<'_> {
             Order::Forget if self.stays => {
                 // The memory of failed flushes and the counters are the disk's, not the guest's.
                 let removed = self.context.files.remove_table();
-                removed.map_err(|e| Failure::run_dir("remove the table of a guest that is gone", e))?;
+                removed
+                    .map_err(|e| Failure::run_dir("remove the table of a guest that is gone", e))?;
                 self.drop_expected();
                 self.has_begun = true;
             }

@@ -1,0 +1,117 @@
+//! What `tap-ctl list` and `tap-ctl stats` show.
+
+use std::collections::BTreeSet;
+
+use ferrite_serve::counters::{snapshot, stats_file};
+
+use super::verbs::worker;
+use super::{Attached, marked};
+use crate::control::protocol::{TapRow, TapStatistics};
+use crate::follow::Follower;
+use crate::params::Image;
+use crate::pause::Resume;
+use crate::state::DiskId;
+use crate::table::Phase;
+use crate::{Failure, Shared};
+
+/// tapdisk's bits of a tap's state.
+const CLOSED: u32 = 0x2;
+const PAUSED: u32 = 0x2a;
+const NOT_RESUMED: u32 = 0x200;
+
+/// All taps: allocated minors, processes without a tap, and attached ones.
+pub(crate) fn list(shared: &Shared) -> Vec<TapRow> {
+    forget_dead(shared);
+    let mut rows: Vec<TapRow> = Vec::new();
+    let mut minors: BTreeSet<u32> = marked(&shared.paths).into_iter().collect();
+    minors.extend(shared.taps.lock().keys());
+    for minor in minors {
+        rows.push(row(shared, minor));
+    }
+    let spares = shared.serving.spares();
+    rows.extend(spares.into_iter().map(|pid| TapRow { pid: Some(pid), ..TapRow::default() }));
+    rows
+}
+
+/// Forgets attached taps without an image whose process was killed. An open one gets another
+/// process from its thread.
+fn forget_dead(shared: &Shared) {
+    let is_open = |id| shared.table.read(|disks| disks.contains_key(&id));
+    let idle: Vec<u32> = shared.taps.lock().keys().copied().collect();
+    for minor in idle {
+        let id = DiskId::tap(minor);
+        if is_open(id) || shared.serving.keeper_of(id).is_some() {
+            continue;
+        }
+        let _one = shared.taps.change();
+        if !is_open(id) && shared.serving.keeper_of(id).is_none() {
+            Follower::forget_tap(shared, id);
+            shared.taps.lock().remove(&minor);
+        }
+    }
+}
+
+fn row(shared: &Shared, minor: u32) -> TapRow {
+    let id = DiskId::tap(minor);
+    let mut row = TapRow { minor: Some(minor), ..TapRow::default() };
+    let (is_closed, refused) = match shared.taps.lock().get(&minor) {
+        None => return row,
+        Some(Attached { pid, is_closed, refused, .. }) => {
+            row.pid = Some(*pid);
+            (*is_closed, refused.clone())
+        }
+    };
+    let seen = shared.table.read(|disks| {
+        let entry = disks.get(&id)?;
+        let has_failed = matches!(entry.resume, Resume::Failed(_));
+        Some((entry.phase.clone(), entry.image.clone(), has_failed))
+    });
+    let (state, image) = match seen {
+        None => (if is_closed { CLOSED } else { 0 }, None),
+        Some((Phase::Paused, _, true)) if refused.is_some() => (PAUSED | NOT_RESUMED, refused),
+        Some((Phase::Paused, image, _)) => (PAUSED, image),
+        Some((_, image, _)) => (0, image),
+    };
+    row.worker = seen_worker(shared, id, image.is_some());
+    row.state = Some(state);
+    row.args = image.as_ref().map(args);
+    row
+}
+
+fn seen_worker(shared: &Shared, id: DiskId, is_open: bool) -> Option<u32> {
+    is_open.then(|| worker(shared, id)).flatten()
+}
+
+/// An image as tapdisk's tools name it.
+fn args(image: &Image) -> String {
+    format!("{}:{}", image.format.tapdisk_word(), image.path.to_string_lossy())
+}
+
+/// The counters of an attached tap.
+///
+/// # Errors
+/// There is no such tap.
+pub(crate) fn statistics(shared: &Shared, minor: u32) -> Result<TapStatistics, Failure> {
+    let id = DiskId::tap(minor);
+    let row = row(shared, minor);
+    if row.pid.is_none() {
+        let why = format!("minor {minor} is not attached");
+        return Err(Failure { why, help: "tap-ctl list shows the minors".to_owned() });
+    }
+    let stats = stats_file(&shared.paths.run.join(id.file_name()));
+    let seen = snapshot::read(&stats).ok();
+    let sectors = |kind: fn(&snapshot::Snapshot) -> &snapshot::KindCounts| {
+        seen.as_ref().map_or((0, 0, 0), |seen| {
+            let counts = kind(seen);
+            (counts.sectors, counts.errors, counts.in_flight())
+        })
+    };
+    let (reads, writes) = (sectors(|seen| &seen.reads), sectors(|seen| &seen.writes));
+    Ok(TapStatistics {
+        args: row.args,
+        is_paused: row.state.is_some_and(|state| state & PAUSED == PAUSED),
+        sectors: [reads.0, writes.0],
+        errors: [reads.1, writes.1],
+        in_flight: reads.2 + writes.2,
+    })
+}

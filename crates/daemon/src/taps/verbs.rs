@@ -1,0 +1,315 @@
+//! The verbs of taps, as `tap-ctl` has them.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrite_serve::counters::{snapshot, stats_file};
+use rustix::io::Errno;
+
+use super::{Attached, MINORS, TapError, is_paused, mark, start};
+use crate::follow::Follower;
+use crate::params::{Format, Image};
+use crate::pause::{self, NotDone, Pause};
+use crate::state::{DiskId, DiskState, TapState};
+use crate::table::{Closing, Entry, Phase};
+use crate::{Failure, Shared};
+
+/// How long an image may take to be opened.
+const OPENED_WITHIN: Duration = Duration::from_secs(60);
+
+/// Allocates the lowest free minor.
+pub(crate) fn allocate(shared: &Shared) -> Result<u32, TapError> {
+    let _one = shared.taps.change();
+    let is_taken = |minor: u32| shared.table.read(|disks| disks.values().any(|e| e.minor == minor));
+    for minor in (0..MINORS).filter(|minor| !is_taken(*minor)) {
+        match mark(&shared.paths, minor) {
+            Ok(true) => return Ok(minor),
+            Ok(false) => {}
+            Err(e) => {
+                let folder = shared.paths.allocated();
+                let why = format!("cannot allocate a minor in {}: {e}", folder.display());
+                return Err(TapError::new(
+                    errno_of(&e),
+                    why,
+                    "make room on the file system of /run",
+                ));
+            }
+        }
+    }
+    let why = format!("all {MINORS} minors are allocated");
+    Err(TapError::new(Errno::NOSPC, why, "free some: tap-ctl list shows them"))
+}
+
+/// Starts a process that has no tap yet.
+pub(crate) fn spawn(shared: &Shared) -> Result<u32, TapError> {
+    let spawned = shared.serving.spawn();
+    // tap-ctl's callers try again after this number.
+    spawned.map_err(|failure| TapError { errno: Errno::PERM, failure })
+}
+
+/// Gives a process the tap of a minor.
+pub(crate) fn attach(shared: &Shared, pid: u32, minor: u32) -> Result<(), TapError> {
+    let _one = shared.taps.change();
+    let id = DiskId::tap(minor);
+    if !super::is_allocated(&shared.paths, minor) {
+        let why = format!("minor {minor} is not allocated");
+        return Err(TapError::new(Errno::NOENT, why, "allocate it first: tap-ctl allocate"));
+    }
+    if shared.taps.lock().contains_key(&minor) {
+        let why = format!("minor {minor} is attached");
+        return Err(TapError::new(Errno::EXIST, why, "tap-ctl list shows its process"));
+    }
+    match shared.serving.give(pid, id) {
+        Ok(true) => {}
+        Ok(false) => {
+            let why = format!("there is no process {pid} without a tap");
+            return Err(TapError::new(Errno::NOENT, why, "start one first: tap-ctl spawn"));
+        }
+        Err(failure) => return Err(TapError { errno: Errno::NOENT, failure }),
+    }
+    shared.taps.set_keeper(id, pid);
+    Ok(())
+}
+
+/// Checks that the minor belongs to this process: the keeper or an earlier one of it, or the worker.
+fn of_process(shared: &Shared, pid: u32, minor: u32) -> Result<(), TapError> {
+    let attached = shared.taps.lock();
+    let is_keeper = |tap: &Attached| tap.pid == pid || tap.earlier.contains(&pid);
+    if attached.get(&minor).is_some_and(is_keeper) {
+        return Ok(());
+    }
+    let has_tap = attached.contains_key(&minor);
+    drop(attached);
+    if has_tap && worker(shared, DiskId::tap(minor)) == Some(pid) {
+        return Ok(());
+    }
+    let why = format!("process {pid} has no minor {minor}");
+    Err(TapError::new(Errno::NOENT, why, "tap-ctl list shows processes and their minors"))
+}
+
+/// The process number of the worker of an open tap.
+pub(super) fn worker(shared: &Shared, id: DiskId) -> Option<u32> {
+    let stats = stats_file(&shared.paths.run.join(id.file_name()));
+    snapshot::read(&stats).ok().map(|seen| seen.pid)
+}
+
+/// Opens an image in an attached tap, and waits until it is served.
+pub(crate) fn open(
+    shared: &Arc<Shared>,
+    pid: u32,
+    minor: u32,
+    image: &Image,
+    read_only: bool,
+) -> Result<(), TapError> {
+    of_process(shared, pid, minor)?;
+    let id = DiskId::tap(minor);
+    check(image)?;
+    {
+        let _one = shared.taps.change();
+        if shared.table.read(|disks| disks.contains_key(&id)) {
+            let why = format!("{id} is open already");
+            return Err(TapError::new(Errno::ALREADY, why, "close it first: tap-ctl close"));
+        }
+        let tap = TapState { read_only, closed: false, guest: None };
+        let state = DiskState::new(id, image, minor).with_tap(Some(tap));
+        start(shared, &state).map_err(|e| {
+            TapError::new(errno_of(&e), format!("cannot start a thread: {e}"), "try again later")
+        })?;
+    }
+    let opened = shared.table.wait_for(OPENED_WITHIN, |disks| match disks.get(&id) {
+        None => Some(Err(gone(id))),
+        Some(entry) => match &entry.phase {
+            Phase::Served | Phase::Paused => Some(Ok(())),
+            Phase::Failed(failure) => Some(Err(failure.clone())),
+            Phase::Starting | Phase::Empty | Phase::Resting(_) => None,
+        },
+    });
+    let failure = match opened {
+        Some(Ok(())) => {
+            shared.taps.opened(minor);
+            // A guest's disk may wait for it.
+            shared.wake.wake();
+            return Ok(());
+        }
+        Some(Err(failure)) => failure,
+        None => Failure {
+            why: format!("{} is still being opened", image.path.display()),
+            help: "its storage is slow or does not answer".to_owned(),
+        },
+    };
+    take_back(shared, id);
+    Err(TapError { errno: errno_of_failure(&failure), failure })
+}
+
+/// Ends the thread of a tap whose image could not be opened. It is attached as before.
+fn take_back(shared: &Shared, id: DiskId) {
+    shared.table.change(id, Entry::end);
+    wait_until_gone(shared, id, OPENED_WITHIN);
+    shared.states.remove(id);
+    if let Err(e) = shared.serving.empty(id) {
+        tracing::warn!("{id}: {e}");
+    }
+}
+
+fn wait_until_gone(shared: &Shared, id: DiskId, within: Duration) -> bool {
+    let gone = shared.table.wait_for(within, |disks| (!disks.contains_key(&id)).then_some(()));
+    gone.is_some()
+}
+
+/// Checks an image's name and file before a thread is started for it.
+fn check(image: &Image) -> Result<(), TapError> {
+    if image.path.as_os_str().is_empty() {
+        let why = "the drive is empty: no image is named";
+        return Err(TapError::new(Errno::NOMEDIUM, why, "name it as TYPE:PATH"));
+    }
+    if image.format == Format::Store {
+        return Ok(());
+    }
+    std::fs::metadata(&image.path).map(drop).map_err(|e| {
+        let why = format!("cannot open {}: {e}", image.path.display());
+        TapError::new(errno_of(&e), why, "name an image that is there")
+    })
+}
+
+fn errno_of(e: &io::Error) -> Errno {
+    match Errno::from_io_error(e) {
+        // Callers repeat what has failed with these.
+        None | Some(Errno::IO | Errno::AGAIN) => Errno::INVAL,
+        Some(errno) => errno,
+    }
+}
+
+/// The number for a failure that has only a text.
+fn errno_of_failure(failure: &Failure) -> Errno {
+    let of = [
+        ("Permission denied", Errno::ACCESS),
+        ("No such file", Errno::NOENT),
+        ("No space left", Errno::NOSPC),
+        ("still being opened", Errno::TIMEDOUT),
+    ];
+    let found = of.iter().find(|(words, _)| failure.why.contains(words));
+    found.map_or(Errno::INVAL, |(_, errno)| *errno)
+}
+
+fn gone(id: DiskId) -> Failure {
+    Failure { why: format!("{id} was closed meanwhile"), help: "open it again".to_owned() }
+}
+
+/// Pauses an open tap. One that is paused or closed stays so.
+pub(crate) fn pause(
+    shared: &Shared,
+    pid: u32,
+    minor: u32,
+    within: Duration,
+) -> Result<(), TapError> {
+    of_process(shared, pid, minor)?;
+    match pause::pause(shared, DiskId::tap(minor), &Pause::by("tap-ctl"), within) {
+        Ok(()) | Err(NotDone::NoDisk) => Ok(()),
+        Err(NotDone::NotInTime(failure)) => Err(TapError { errno: Errno::TIMEDOUT, failure }),
+        Err(NotDone::Failed(failure)) => Err(TapError { errno: Errno::INVAL, failure }),
+    }
+}
+
+/// Lets a paused tap go on, with another image if one is named. If that fails it is paused as
+/// before.
+pub(crate) fn unpause(
+    shared: &Shared,
+    pid: u32,
+    minor: u32,
+    image: Option<Image>,
+) -> Result<(), TapError> {
+    of_process(shared, pid, minor)?;
+    let id = DiskId::tap(minor);
+    let paused = shared.table.read(|disks| disks.get(&id).map(is_paused));
+    if paused != Some(true) {
+        let why = format!("{id} is not paused");
+        return Err(TapError::new(Errno::INVAL, why, "tap-ctl list shows its state"));
+    }
+    let resumed = match image.as_ref().map(check) {
+        Some(Err(e)) => Err(e),
+        _ => pause::resume(shared, id, image.clone(), false, OPENED_WITHIN).map_err(|e| {
+            let (errno, failure) = match e {
+                NotDone::NoDisk => (Errno::NOENT, gone(id)),
+                NotDone::NotInTime(failure) => (Errno::TIMEDOUT, failure),
+                NotDone::Failed(failure) => (errno_of_failure(&failure), failure),
+            };
+            TapError { errno, failure }
+        }),
+    };
+    let tried = image.or_else(|| shared.table.read(|disks| disks.get(&id)?.image.clone()));
+    shared.taps.refused(minor, tried.filter(|_| resumed.is_err()));
+    resumed
+}
+
+/// Closes a tap, and waits until it is. One that is closed stays so.
+pub(crate) fn close(
+    shared: &Shared,
+    pid: u32,
+    minor: u32,
+    is_forced: bool,
+    within: Duration,
+) -> Result<(), TapError> {
+    of_process(shared, pid, minor)?;
+    let id = DiskId::tap(minor);
+    shared.table.change(id, |entry| {
+        let how = if is_forced { Closing::Now } else { Closing::WithoutGuest };
+        // A request to close at once is not taken back.
+        if entry.closing != Some(Closing::Now) {
+            entry.closing = Some(how);
+        }
+        entry.wake();
+    });
+    if wait_until_gone(shared, id, within) {
+        return Ok(());
+    }
+    let why = match shared.table.read(|disks| disks.get(&id)?.tap?.guest) {
+        Some(guest) => format!("{id} is not closed yet: disk {guest} has it"),
+        None => format!("{id} is not closed yet: requests are under way"),
+    };
+    let help = "it is closed when that is done; tap-ctl list shows it until then";
+    Err(TapError::new(Errno::TIMEDOUT, why, help))
+}
+
+/// Takes a closed tap from its process, which ends.
+pub(crate) fn detach(shared: &Shared, pid: u32, minor: u32) -> Result<(), TapError> {
+    of_process(shared, pid, minor)?;
+    let _one = shared.taps.change();
+    let id = DiskId::tap(minor);
+    if shared.table.read(|disks| disks.contains_key(&id)) {
+        let why = format!("{id} is open");
+        return Err(TapError::new(Errno::INVAL, why, "close it first: tap-ctl close"));
+    }
+    Follower::forget_tap(shared, id);
+    shared.taps.lock().remove(&minor);
+    Ok(())
+}
+
+/// Frees a minor.
+pub(crate) fn free(shared: &Shared, minor: u32) -> Result<(), TapError> {
+    let _one = shared.taps.change();
+    let id = DiskId::tap(minor);
+    let is_attached = shared.taps.lock().contains_key(&minor);
+    if is_attached && shared.serving.keeper_of(id).is_none() {
+        // The process was killed. What it has open is gone with it.
+        shared.table.change(id, Entry::end);
+        wait_until_gone(shared, id, OPENED_WITHIN);
+        Follower::forget_tap(shared, id);
+        shared.taps.lock().remove(&minor);
+    } else if is_attached || shared.table.read(|disks| disks.contains_key(&id)) {
+        let why = format!("minor {minor} is attached to a process");
+        return Err(TapError::new(Errno::AGAIN, why, "detach it first: tap-ctl detach"));
+    }
+    remove_mark(&shared.paths.allocated_minor(minor), minor)
+}
+
+fn remove_mark(path: &Path, minor: u32) -> Result<(), TapError> {
+    std::fs::remove_file(path).map_err(|e| match e.kind() {
+        io::ErrorKind::NotFound => {
+            let why = format!("minor {minor} is not allocated");
+            TapError::new(Errno::NOENT, why, "tap-ctl list shows the minors")
+        }
+        _ => TapError::new(errno_of(&e), format!("cannot remove {}: {e}", path.display()), ""),
+    })
+}
