@@ -68,16 +68,17 @@ fn try_link(paths: &Paths, socket: &Path, name: &str) -> io::Result<()> {
     }
     // A group's keeper has made the socket before, or a keeper makes it at once.
     let inode = |path: &Path| fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino()));
-    let Ok(found) = inode(socket) else { return Ok(()) };
+    let Ok(real) = fs::canonicalize(socket) else { return Ok(()) };
+    let found = inode(&real)?;
     if inode(&public).is_ok_and(|now| now == found) {
         return Ok(());
     }
     // The name is replaced in one step: a client may come at any time.
-    let new = paths.names().join(format!("{name}{NEW}"));
+    let new = paths.blktap().join(format!("{name}{NEW}"));
     remove(&new)?;
-    let linked = fs::hard_link(socket, &new).and_then(|()| fs::rename(&new, &public));
+    let linked = fs::hard_link(&real, &new).and_then(|()| fs::rename(&new, &public));
     match linked {
-        // The run directory is on another file system.
+        // The socket of an older keeper is in the run directory, which may be on another file system.
         Err(e) if e.kind() == io::ErrorKind::CrossesDevices => {
             remove(&new)?;
             remove(&public)?;

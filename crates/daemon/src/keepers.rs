@@ -32,7 +32,7 @@ use crate::config::DiskOptions;
 use crate::state::{DiskId, id_of_name};
 use crate::table::WakeReason;
 use crate::wait::wait_for;
-use crate::{Assignment, Failure, Serving};
+use crate::{Assignment, Failure, Paths, Serving};
 
 mod closed;
 mod spare;
@@ -128,6 +128,12 @@ impl Keepers {
         self.run.join("keepers")
     }
 
+    /// The path of the socket for NBD clients: in tapdisk's folder, where it gets its other names.
+    fn public_socket(&self, id: DiskId) -> PathBuf {
+        let paths = Paths { run: self.run.clone() };
+        paths.blktap().join(format!(".{}", id.file_name()))
+    }
+
     fn socket(&self, id: DiskId) -> PathBuf {
         self.folder().join(socket_name(&id.file_name()))
     }
@@ -165,6 +171,7 @@ impl Keepers {
             worker: self.programs.worker(disk)?,
             sandbox: self.programs.sandbox(disk, &run_dir, written)?,
             relay: Some(self.programs.relay()),
+            public: Some(self.public_socket(disk.id)),
             run_dir,
             group,
             preopens,

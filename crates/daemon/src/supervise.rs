@@ -67,6 +67,7 @@ impl Supervisor<'_> {
                     self.shared.set_xen(Xen::Gone(e.to_string()));
                 }
             }
+            self.shared.table.reap();
             (self.alive)("no Xen: waiting for xenstore");
             let pause =
                 backoff.after(followed.is_some_and(|since| since.elapsed() > RECONNECT_PAUSE_MAX));

@@ -129,6 +129,11 @@ impl Entry {
         self.closing.is_some_and(|closing| closing == Closing::Now || !has_guest)
     }
 
+    /// Whether the disk's thread has ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.has_ended
+    }
+
     /// Asks the disk's thread to end, and nothing else. The disk stays as it is.
     pub(crate) fn end(&mut self) {
         self.ends = true;

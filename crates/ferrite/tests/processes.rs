@@ -25,6 +25,7 @@ fn keeper_and_worker_are_called_ferrite_whatever_they_were_run_by() {
         sandbox: None,
         relay: None,
         group: None,
+        public: None,
         preopens: Vec::new(),
     };
     let mut command = Command::new(program);

@@ -59,6 +59,7 @@ impl World {
                 worker: group.to_vec(),
                 commands: Some(run.join("stores/1-1.")),
             }),
+            public: None,
             preopens: ["map-budget", "poll-budget", "memory-budget"].map(budget).to_vec(),
         }
     }

@@ -68,7 +68,7 @@ impl Member {
     /// `WouldBlock`: a keeper of this disk lives. Otherwise errors of the file system.
     pub(crate) fn new(spec: DiskSpec) -> io::Result<Member> {
         let endpoint = Endpoint::take(&spec.socket)?;
-        let public = public::listen(&spec.run_dir)?;
+        let public = public::listen(&spec.run_dir, spec.public.as_deref())?;
         Member::of(spec, endpoint, public, Relay::default())
     }
 
@@ -84,7 +84,10 @@ impl Member {
         relay: RelayState,
     ) -> io::Result<Member> {
         let endpoint = Endpoint { lock: take_given(lock)?, listener: take_given(listener)? };
-        let public = public.map_or_else(|| public::listen(&spec.run_dir), take_given)?;
+        let public = match public {
+            Some(public) => take_given(public)?,
+            None => public::listen(&spec.run_dir, spec.public.as_deref())?,
+        };
         Member::of(spec, endpoint, public, Relay::take(relay)?)
     }
 

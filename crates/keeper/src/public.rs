@@ -6,7 +6,7 @@
 use std::fs::DirBuilder;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, symlink};
 use std::path::{Path, PathBuf};
 
 use rustix::net::{SocketFlags, SocketType, accept_with};
@@ -23,20 +23,33 @@ pub fn nbd_socket(run_dir: &Path) -> PathBuf {
     run_dir.join(NAME)
 }
 
-/// Listens at the public socket. The caller holds the keeper's lock: a leftover socket is removed.
+/// Listens at the public socket, which is made at `public` if that is given. The caller holds the
+/// keeper's lock: a leftover socket is removed.
 ///
 /// # Errors
 /// Errors of the file system.
-pub(crate) fn listen(run_dir: &Path) -> io::Result<OwnedFd> {
+pub(crate) fn listen(run_dir: &Path, public: Option<&Path>) -> io::Result<OwnedFd> {
     DirBuilder::new().recursive(true).mode(0o700).create(run_dir)?;
     remove(run_dir);
-    listen_at(&nbd_socket(run_dir), SocketType::STREAM, BACKLOG)
+    let name = nbd_socket(run_dir);
+    let Some(public) = public else { return listen_at(&name, SocketType::STREAM, BACKLOG) };
+    if let Some(folder) = public.parent() {
+        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    }
+    crate::socket::remove(public)?;
+    let listener = listen_at(public, SocketType::STREAM, BACKLOG)?;
+    symlink(public, &name)?;
+    Ok(listener)
 }
 
 /// Removes the socket of a keeper that ends or is dead.
 pub(crate) fn remove(run_dir: &Path) {
+    let name = nbd_socket(run_dir);
     // A socket that stays is unused, and the next keeper removes it.
-    let _ = std::fs::remove_file(nbd_socket(run_dir));
+    if let Ok(public) = std::fs::read_link(&name) {
+        let _ = std::fs::remove_file(public);
+    }
+    let _ = std::fs::remove_file(name);
 }
 
 /// Accepts an NBD client. `None`: there was none, or it has gone again.

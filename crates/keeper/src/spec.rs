@@ -32,6 +32,10 @@ pub struct DiskSpec {
     /// gets the clients, and their connections end with it.
     #[serde(default)]
     pub relay: Option<Vec<String>>,
+    /// The path where the socket for NBD clients is made. The one in the run directory is a link to
+    /// it then. It may be on another file system, where callers give it further names.
+    #[serde(default)]
+    pub public: Option<PathBuf>,
     /// The group whose keeper and worker serve this disk, if it has none of its own.
     #[serde(default)]
     pub group: Option<Group>,
@@ -69,9 +73,10 @@ pub struct Preopen {
 
 impl DiskSpec {
     /// A keeper that has no disk yet.
-    pub fn idle(socket: PathBuf, run_dir: PathBuf) -> DiskSpec {
+    pub fn idle(socket: PathBuf, run_dir: PathBuf, public: Option<PathBuf>) -> DiskSpec {
         let (worker, preopens) = (Vec::new(), Vec::new());
-        DiskSpec { socket, run_dir, worker, sandbox: None, relay: None, group: None, preopens }
+        let (sandbox, relay, group) = (None, None, None);
+        DiskSpec { socket, run_dir, worker, sandbox, relay, public, group, preopens }
     }
 
     /// Whether it describes a keeper without a worker.

@@ -112,6 +112,7 @@ impl World {
             sandbox: None,
             relay: None,
             group: None,
+            public: None,
             preopens: Vec::new(),
         };
         World { dir, spec, _alone: alone }

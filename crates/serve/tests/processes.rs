@@ -52,6 +52,7 @@ fn spec() -> DiskSpec {
         sandbox: None,
         relay: None,
         group: None,
+        public: None,
         preopens: Vec::new(),
     }
 }

@@ -131,6 +131,7 @@ impl Host {
             relay: None,
             sandbox: None,
             group: None,
+            public: None,
             preopens: Vec::new(),
         };
         spec.start(command).unwrap();

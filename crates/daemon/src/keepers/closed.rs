@@ -47,6 +47,10 @@ pub(super) fn upgrade_closed(socket: &Path, binary: &Path) -> Result<(), Failure
 /// Ends the keeper of a disk that is gone. Its end may have been missed, so the image may be open.
 /// Only this worker knows what has to be written before others may use the image.
 pub(super) fn end_closed(keeper: Keeper) -> io::Result<()> {
+    // A keeper without an image has no worker that could close it.
+    if keeper.spec()?.is_idle() {
+        return keeper.end();
+    }
     let line = keeper.line(None)?;
     let why = match retire(line.fd.as_fd(), &Waker::new()?, Some(CLOSE_TIMEOUT)) {
         // The other disks of the worker go on.

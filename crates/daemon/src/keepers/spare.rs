@@ -58,7 +58,7 @@ impl Keepers {
         let taken = self.spare_names();
         let name = (0..).map(|n| format!("{SPARE}{n}")).find(|name| !taken.contains(name));
         let (socket, run_dir) = self.spare_paths(&name.unwrap_or_default());
-        let spec = DiskSpec::idle(socket, run_dir);
+        let spec = DiskSpec::idle(socket, run_dir, None);
         let command = self.programs.keeper(DiskId::tap(0), &spec);
         let started = spec.start(command).and_then(|()| Keeper::connect(&spec.socket));
         started
@@ -66,18 +66,23 @@ impl Keepers {
             .map_err(|e| failure("start a keeper without a disk", &e))
     }
 
+    fn idle_spec(&self, disk: DiskId) -> DiskSpec {
+        let run_dir = self.run.join(disk.file_name());
+        DiskSpec::idle(self.socket(disk), run_dir, Some(self.public_socket(disk)))
+    }
+
     /// Gives this keeper the tap. `false`: no keeper without a disk has this process number.
     pub(super) fn give_spare(&self, pid: u32, disk: DiskId) -> Result<bool, Failure> {
         let spare = self.live_spares().into_iter().find(|(found, _)| *found == pid);
         let Some((_, keeper)) = spare else { return Ok(false) };
-        let spec = DiskSpec::idle(self.socket(disk), self.run.join(disk.file_name()));
+        let spec = self.idle_spec(disk);
         keeper.become_keeper_of(&spec).map_err(|e| failure("give the keeper its tap", &e))?;
         Ok(true)
     }
 
     /// Takes the image from the keeper of a tap. Its worker has closed it.
     pub(super) fn empty_keeper(&self, disk: DiskId) -> Result<(), Failure> {
-        let spec = DiskSpec::idle(self.socket(disk), self.run.join(disk.file_name()));
+        let spec = self.idle_spec(disk);
         let emptied = match Keeper::connect(&spec.socket) {
             Err(e) if has_no_listener(&e) => return Ok(()),
             keeper => keeper.and_then(|keeper| keeper.change(&spec)),

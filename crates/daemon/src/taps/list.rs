@@ -5,13 +5,12 @@ use std::collections::BTreeSet;
 use ferrite_serve::counters::{snapshot, stats_file};
 
 use super::verbs::worker;
-use super::{Attached, marked};
+use super::{Attached, is_paused, marked};
 use crate::control::protocol::{TapRow, TapStatistics};
 use crate::follow::Follower;
 use crate::params::Image;
 use crate::pause::Resume;
 use crate::state::DiskId;
-use crate::table::Phase;
 use crate::{Failure, Shared};
 
 /// tapdisk's bits of a tap's state.
@@ -64,12 +63,12 @@ fn row(shared: &Shared, minor: u32) -> TapRow {
     let seen = shared.table.read(|disks| {
         let entry = disks.get(&id)?;
         let has_failed = matches!(entry.resume, Resume::Failed(_));
-        Some((entry.phase.clone(), entry.image.clone(), has_failed))
+        Some((is_paused(entry), entry.image.clone(), has_failed))
     });
     let (state, image) = match seen {
         None => (if is_closed { CLOSED } else { 0 }, None),
-        Some((Phase::Paused, _, true)) if refused.is_some() => (PAUSED | NOT_RESUMED, refused),
-        Some((Phase::Paused, image, _)) => (PAUSED, image),
+        Some((true, _, true)) if refused.is_some() => (PAUSED | NOT_RESUMED, refused),
+        Some((true, image, _)) => (PAUSED, image),
         Some((_, image, _)) => (0, image),
     };
     row.worker = seen_worker(shared, id, image.is_some());

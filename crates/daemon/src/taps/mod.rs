@@ -23,6 +23,7 @@ use rustix::io::Errno;
 
 use crate::follow::Follower;
 use crate::params::{Image, Params};
+use crate::pause::Resume;
 use crate::state::{DiskId, DiskState};
 use crate::table::{Entry, Phase};
 use crate::{Failure, Paths, Shared, blktap};
@@ -259,5 +260,7 @@ fn marked(paths: &Paths) -> Vec<u32> {
 
 /// Whether an open tap is paused.
 fn is_paused(entry: &Entry) -> bool {
-    entry.phase == Phase::Paused
+    // A tap that could not go on is paused again in a moment.
+    let has_failed = matches!(entry.resume, Resume::Failed(_));
+    entry.pause.is_some() && (entry.phase == Phase::Paused || has_failed)
 }

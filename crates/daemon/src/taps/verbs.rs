@@ -154,8 +154,13 @@ fn take_back(shared: &Shared, id: DiskId) {
 }
 
 fn wait_until_gone(shared: &Shared, id: DiskId, within: Duration) -> bool {
-    let gone = shared.table.wait_for(within, |disks| (!disks.contains_key(&id)).then_some(()));
-    gone.is_some()
+    let ended = shared.table.wait_for(within, |disks| match disks.get(&id) {
+        Some(entry) if !entry.has_ended() => None,
+        _ => Some(()),
+    });
+    // Without xenstore nobody else removes ended threads before the next second.
+    shared.table.reap();
+    ended.is_some()
 }
 
 /// Checks an image's name and file before a thread is started for it.

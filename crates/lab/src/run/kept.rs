@@ -136,7 +136,7 @@ fn spec(args: &BenchArgs, domid: DomId, run_dir: &Path) -> Result<DiskSpec, Fail
     let socket = run_dir.with_extension("sock");
     let (run_dir, sandbox) = (run_dir.to_owned(), Some(sandbox));
     let (relay, group, preopens) = (None, None, Vec::new());
-    Ok(DiskSpec { socket, run_dir, worker, sandbox, relay, group, preopens })
+    Ok(DiskSpec { socket, run_dir, worker, sandbox, relay, public: None, group, preopens })
 }
 
 fn text(path: &Path) -> Result<String, Failure> {

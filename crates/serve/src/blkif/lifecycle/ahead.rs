@@ -39,7 +39,10 @@ pub fn hold(
     };
     match held(&mut line) {
         Err(Failure::Left) => return Ok(()),
-        tuned => opened(&facts(&mut line)?, tuned?)?,
+        tuned => {
+            let tuned = tuned?;
+            opened(&facts(&mut line)?, tuned)?;
+        }
     }
     match line.idle() {
         Err(Failure::Left) | Ok(()) => Ok(()),

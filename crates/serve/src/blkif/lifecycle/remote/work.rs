@@ -207,8 +207,10 @@ impl<'a> WorkerProcess<'a> {
         if ready.requests[0]
             && let Some(request) = receive_request(first).map_err(line_failed)?
         {
+            // A disk that stays is served to clients of NBD without a device of Xen.
+            let needs_xen = !self.config.stays || connects(&request.what);
             let result = self.carry_out(request.what);
-            self.send_reply(first, request.number, result)?;
+            self.send_reply(first, request.number, result, needs_xen)?;
         }
         if ready.requests[1]
             && let Some(request) = receive_request(self.second).map_err(line_failed)?
@@ -310,8 +312,9 @@ impl<'a> WorkerProcess<'a> {
         line: BorrowedFd<'_>,
         number: u64,
         result: Result<Reply, Failure>,
+        needs_xen: bool,
     ) -> Result<(), ServeError> {
-        let failed = result.is_err();
+        let failed = result.is_err() && needs_xen;
         send_message(line, &Message::Reply { number, result }, true).map_err(line_failed)?;
         // Nothing can be opened here any more. The guests' requests are in their tables.
         if failed && self.hypervisor.is_used_up() {
@@ -335,7 +338,7 @@ impl<'a> WorkerProcess<'a> {
                 Err(wrong_line())
             }
         };
-        self.send_reply(self.second, number, result)
+        self.send_reply(self.second, number, result, true)
     }
 
     /// Whether the stub domain and NBD clients may be served.
@@ -514,6 +517,11 @@ impl<'a> WorkerProcess<'a> {
         let _ = names::open(self.config.run_dir.join(STOPPED), flags, Mode::from(0o600));
         Ok(())
     }
+}
+
+/// Whether a request connects a guest's rings.
+fn connects(what: &RequestKind) -> bool {
+    matches!(what, RequestKind::Order(Order::Connect(_) | Order::TakeOver { .. }))
 }
 
 /// Sends the reports of a guest's worker.
