@@ -24,7 +24,7 @@ use ferrite_daemon::{Assignment, Failure};
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_host::names;
 use ferrite_host::process::take_given;
-use ferrite_host::sandbox::{Means, user_of};
+use ferrite_host::sandbox::{Means, user_of, user_of_tap};
 use ferrite_image_tools::stores::Change;
 use ferrite_image_tools::stores::served::ServedStore;
 use ferrite_io::engines::test_engine;
@@ -35,7 +35,7 @@ use ferrite_keeper::{
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
 use ferrite_serve::blkif::lifecycle::{
-    EngineFactory, Lines, OpenFailure, Opened, Start, WorkConfig, work_from,
+    EngineFactory, Lines, OpenFailure, Opened, Start, WorkConfig, run_dir_name, work_from,
 };
 use ferrite_serve::counters::{remember_process, stats_file};
 use ferrite_serve::nbd::relay;
@@ -120,7 +120,10 @@ impl Programs for Roles {
             journals: (!is_volume).then(|| disk.run_dir().join("images")),
             own_files: vec![stats.with_extension("new"), stats],
             root: disk.run_dir().join("empty"),
-            user: user_of(disk.id.domid, disk.id.devid),
+            user: match disk.id.minor_of_tap() {
+                Some(minor) => user_of_tap(minor),
+                None => user_of(disk.id.domid, disk.id.devid),
+            },
         }))
     }
 }
@@ -176,8 +179,9 @@ impl Told {
         let what: Vec<&str> = what.splitn(5, '|').collect();
         let [id, run, first, on_full, image] = what[..] else { panic!("{what:?}") };
         let (domid, devid) = id.split_once('/').unwrap();
+        let domid = if domid == "tap" { DomId::NONE } else { DomId(domid.parse().unwrap()) };
         Told {
-            domid: DomId(domid.parse().unwrap()),
+            domid,
             devid: devid.parse().unwrap(),
             run: run.into(),
             qemu_first: first == "true",
@@ -187,7 +191,7 @@ impl Told {
     }
 
     fn run_dir(&self) -> PathBuf {
-        self.run.join(format!("vbd-{}-{}", self.domid, self.devid))
+        self.run.join(run_dir_name(self.domid, self.devid))
     }
 
     fn start(&self) -> Start {
@@ -199,6 +203,7 @@ impl Told {
     fn config(&self) -> WorkConfig {
         let mut config = work_config(self.domid, self.run_dir());
         config.on_full = self.on_full.parse().unwrap();
+        config.stays = self.domid == DomId::NONE;
         if let Ok(maps) = std::env::var(MAPS) {
             let (of_host, of_disk) = maps.split_once('/').unwrap();
             let numbers = (of_host.parse().unwrap(), of_disk.parse().unwrap());
@@ -271,7 +276,11 @@ fn be_a_worker() {
     let told = Told::by(&std::env::args().next_back().unwrap());
     let loopback = Loopback::new(CopyWith::Memcpy);
     let stub = std::env::var(STUB).ok().map(|stub| DomId(stub.parse().unwrap()));
-    let guests: Vec<DomId> = [Some(told.domid), stub].into_iter().flatten().collect();
+    let mut guests: Vec<DomId> = [Some(told.domid), stub].into_iter().flatten().collect();
+    if told.domid == DomId::NONE {
+        // Any guest may join a tap.
+        guests.extend((0..4).map(DomId));
+    }
     reach(&loopback, &guests);
     let config = told.config();
     remember_process();
