@@ -330,6 +330,14 @@ impl Paths {
         self.run.join("jobs")
     }
 
+    /// The folder of the files that XAPI's monitoring reads.
+    pub(crate) fn shared_memory(&self) -> PathBuf {
+        match self.run == Paths::default().run {
+            true => PathBuf::from("/dev/shm"),
+            false => self.run.with_file_name("shm"),
+        }
+    }
+
     fn lock(&self) -> PathBuf {
         self.run.join("daemon.lock")
     }

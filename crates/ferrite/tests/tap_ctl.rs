@@ -8,7 +8,6 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::sync::mpsc::{Receiver, channel};
 
-use ferrite_testkit::wait_until;
 use serde_json::{Value, json};
 
 /// A daemon that sends these answers, one connection per request, and records the requests.
@@ -51,9 +50,7 @@ impl Program {
     fn call(&self, line: &str) -> Output {
         let mut command = Command::new(self.dir.path().join("tap-ctl"));
         command.args(line.split(' ')).env_remove("XENBUS_PATH");
-        if !line.starts_with("spawn") && !line.starts_with("free") {
-            command.arg("--run-dir").arg(self.dir.path());
-        }
+        command.arg("--run-dir").arg(self.dir.path());
         command.output().unwrap()
     }
 
@@ -86,13 +83,19 @@ fn disks(disks: &[Value]) -> (&'static str, Value) {
     ("disk.list", json!({ "disks": disks }))
 }
 
+/// There are no taps.
+fn taps() -> (&'static str, Value) {
+    ("tap.list", json!({ "taps": [] }))
+}
+
 #[test]
 fn served_disks_are_listed_and_the_one_that_was_attached_last_is_the_last() {
     let program = Program::new();
     let [first, last] = [disk(4, 1, "served", 100), disk(3, 2, "served", 200)];
     let resting = disk(2, 0, "resting", 300);
     let answers = [&last, &first, &resting].map(Clone::clone);
-    let _asked = answering(program.dir.path(), vec![disks(&answers); 3]);
+    let _asked =
+        answering(program.dir.path(), (0..3).flat_map(|_| [taps(), disks(&answers)]).collect());
     let output = program.call("list -t vhd -f /srv/a.vhd");
     assert!(output.status.success());
     let lines = "pid=71 minor=1 state=0 args=vhd:/srv/a.vhd\n\
@@ -112,6 +115,7 @@ fn an_image_that_is_being_opened_is_waited_for() {
     let asked = answering(
         program.dir.path(),
         vec![
+            taps(),
             disks(&[disk(3, 2, "starting", 1)]),
             ("attach.wait", attached),
             disks(&[disk(3, 2, "served", 1)]),
@@ -121,7 +125,7 @@ fn an_image_that_is_being_opened_is_waited_for() {
     assert!(output.status.success());
     assert_eq!(text(&output.stdout), "pid=72 minor=2 state=0 args=vhd:/srv/a.vhd\n");
     let asked: Vec<_> = asked.iter().collect();
-    assert_eq!(asked[1].1["backend"], "backend/vbd3/3/51712");
+    assert_eq!(asked[2].1["backend"], "backend/vbd3/3/51712");
 }
 
 #[test]
@@ -130,15 +134,13 @@ fn an_image_that_cannot_be_opened_is_not_found_and_the_log_has_the_reason() {
     let failure =
         json!({ "code": -32002, "message": "no such image", "data": { "help": "make it" } });
     let failed = disks(&[disk(3, 2, "failed", 1)]);
-    let _asked =
-        answering(program.dir.path(), vec![failed.clone(), ("attach.wait", failure), failed]);
+    let _asked = answering(
+        program.dir.path(),
+        vec![taps(), failed.clone(), ("attach.wait", failure), failed],
+    );
     let output = program.call("list -t vhd -f /srv/a.vhd");
     assert!(output.status.success() && output.stdout.is_empty());
     assert_eq!(text(&output.stderr), "disk 3/51712: no such image\n");
-    // block-tap's next step.
-    let output = program.call("allocate");
-    assert_eq!(output.status.code(), Some(95));
-    assert!(text(&output.stderr).contains("ferrite disk list"));
 }
 
 #[test]
@@ -178,6 +180,7 @@ fn a_detached_disk_is_waited_for_and_one_that_is_attached_stays() {
         (vec![listed.clone(), gone], 0),
     ] {
         let program = Program::new();
+        let answers = [vec![taps()], answers].concat();
         let questions = answers.len();
         let asked = answering(program.dir.path(), answers);
         let output = program.call("destroy -p 72 -m 2");
@@ -187,7 +190,7 @@ fn a_detached_disk_is_waited_for_and_one_that_is_attached_stays() {
     // Both numbers count: one of them may belong to another disk by now.
     for line in ["destroy -p 72 -m 3", "destroy -p 71 -m 2"] {
         let program = Program::new();
-        let _asked = answering(program.dir.path(), vec![listed.clone()]);
+        let _asked = answering(program.dir.path(), vec![taps(), listed.clone()]);
         assert!(program.call(line).status.success(), "{line}");
     }
 }
@@ -196,29 +199,27 @@ fn a_detached_disk_is_waited_for_and_one_that_is_attached_stays() {
 fn the_exit_code_is_the_errno_of_what_went_wrong() {
     let program = Program::new();
     let output = program.call("list");
-    assert_eq!(output.status.code(), Some(2), "no such socket");
+    assert_eq!(output.status.code(), Some(71), "no such socket");
     assert!(text(&output.stderr).contains("systemctl start ferrite"));
     drop(UnixListener::bind(program.dir.path().join("control.sock")).unwrap());
-    // A process that another test is about to start has the listener for a moment.
-    wait_until("nobody who listens", || program.call("list").status.code() == Some(111));
-    for line in ["frobnicate", "list -p x", "destroy -p 1"] {
+    assert_eq!(program.call("list").status.code(), Some(71), "nobody listens");
+    for line in ["list -p x", "destroy -p 1", "list --frobnicate", "open -p 1 -m 2"] {
         assert_eq!(program.call(line).status.code(), Some(22), "{line}");
+    }
+    for line in ["open -p 1 -m 2 -a vhd:/a -C log", "unpause -p 1 -m 2 -2 nbd:a"] {
+        assert_eq!(program.call(line).status.code(), Some(95), "{line}");
+    }
+    // As tapdisk's program does.
+    for line in ["frobnicate", "help", "list -h"] {
+        let said = program.call(line);
+        assert!(
+            said.status.success() && text(&said.stdout).starts_with("usage: tap-ctl"),
+            "{line}"
+        );
     }
     fs::remove_file(program.dir.path().join("control.sock")).unwrap();
     let _asked = answering(program.dir.path(), vec![("none", json!({}))]);
     assert_eq!(program.call("list").status.code(), Some(71), "no answer");
-}
-
-#[test]
-fn tips_name_no_hidden_command() {
-    let program = Program::new();
-    let refused = program.call("create");
-    let said = text(&refused.stderr);
-    assert_eq!(refused.status.code(), Some(22));
-    assert!(said.contains("unrecognized subcommand 'create'") && !said.contains("tip"), "{said}");
-    // A tip that names a command for users stays.
-    let said = text(&program.call("lst").stderr);
-    assert!(said.contains("'list'"), "{said}");
     let worker = Command::new(env!("CARGO_BIN_EXE_ferrite")).arg("workr").output().unwrap();
     let said = text(&worker.stderr);
     assert!(

@@ -71,9 +71,7 @@ pub fn run(also: &[RawFd]) -> io::Result<Infallible> {
     let requesters = members.iter().flat_map(|member| &member.clients);
     requesters.for_each(|requester| send_reply(requester, &Reply::Done, None));
     let group_fds = spec.group.as_ref().map(|group| &group.run_dir);
-    let name = group_fds.unwrap_or(&spec.run_dir).file_name().unwrap_or_default();
-    // This fails in tests, where several keepers run in one process.
-    let _ = crate::DISK.set(name.to_string_lossy().into_owned());
+    crate::name_disk(group_fds.unwrap_or(&spec.run_dir));
     let worker = Worker::new(start, group.is_some())?;
     Process { binary, members, group, worker, also: also.to_vec(), failures: 0 }.run()
 }
@@ -397,6 +395,7 @@ impl Process {
         // The requester waits for the reply at its connection.
         next.clients = std::mem::take(&mut member.clients);
         *member = next;
+        crate::name_disk(&member.spec.run_dir);
         removed?;
         self.worker.allow(&self.members)
     }

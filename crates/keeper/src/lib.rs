@@ -12,7 +12,7 @@
 
 #![forbid(unsafe_code)]
 
-use std::sync::OnceLock;
+use std::sync::{Mutex, PoisonError};
 
 mod backoff;
 mod channel;
@@ -39,11 +39,18 @@ pub use spec::{DiskSpec, Group, Preopen};
 pub use worker::{ALIVE, ALIVE_FD, CLIENT_CHANNEL_FD, LINE_FD, SECOND_FD};
 
 /// The run directory's name of the disk or group that this process keeps.
-static DISK: OnceLock<String> = OnceLock::new();
+static DISK: Mutex<String> = Mutex::new(String::new());
+
+/// Names the disk of this process in its log. Where several keepers run in one process, as in
+/// tests, it is the last one's.
+pub(crate) fn name_disk(run_dir: &std::path::Path) {
+    let name = run_dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    *DISK.lock().unwrap_or_else(PoisonError::into_inner) = name;
+}
 
 /// Writes a line to standard error. A failed write is ignored: the reader may have ended.
 pub(crate) fn log(text: &str) {
     use std::io::Write as _;
-    let disk = DISK.get().map_or("", String::as_str);
+    let disk = DISK.lock().unwrap_or_else(PoisonError::into_inner);
     let _ = writeln!(std::io::stderr(), "ferrite keeper {disk}: {text}");
 }

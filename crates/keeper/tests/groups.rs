@@ -94,6 +94,7 @@ impl World {
             sandbox: None,
             relay: None,
             group: Some(group),
+            public: None,
             preopens: vec![Preopen { path: text, flags: OFlags::RDONLY.bits(), count: 1 }],
         }
     }

@@ -9,7 +9,6 @@ use super::{Attached, is_paused, marked};
 use crate::control::protocol::{TapRow, TapStatistics};
 use crate::follow::Follower;
 use crate::params::Image;
-use crate::pause::Resume;
 use crate::state::DiskId;
 use crate::{Failure, Shared};
 
@@ -62,14 +61,13 @@ fn row(shared: &Shared, minor: u32) -> TapRow {
     };
     let seen = shared.table.read(|disks| {
         let entry = disks.get(&id)?;
-        let has_failed = matches!(entry.resume, Resume::Failed(_));
-        Some((is_paused(entry), entry.image.clone(), has_failed))
+        Some((is_paused(entry), entry.image.clone()))
     });
     let (state, image) = match seen {
         None => (if is_closed { CLOSED } else { 0 }, None),
-        Some((true, _, true)) if refused.is_some() => (PAUSED | NOT_RESUMED, refused),
-        Some((true, image, _)) => (PAUSED, image),
-        Some((_, image, _)) => (0, image),
+        Some((true, _)) if refused.is_some() => (PAUSED | NOT_RESUMED, refused),
+        Some((true, image)) => (PAUSED, image),
+        Some((false, image)) => (0, image),
     };
     row.worker = seen_worker(shared, id, image.is_some());
     row.state = Some(state);

@@ -30,6 +30,7 @@ use crate::{Failure, Paths, Shared, blktap};
 
 mod follow;
 mod list;
+mod statistics;
 mod verbs;
 
 pub(crate) use list::{list, statistics};
@@ -79,6 +80,17 @@ pub(crate) struct Taps {
 impl Taps {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Attached>> {
         self.attached.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts to publish counters for XAPI's monitoring.
+    fn publish(&self, shared: &Arc<Shared>) {
+        let shared = shared.clone();
+        let name = "statistics".to_owned();
+        let thread =
+            std::thread::Builder::new().name(name).spawn(move || statistics::publish(&shared));
+        if let Err(e) = thread {
+            tracing::warn!("counters are not published for XAPI: cannot start a thread: {e}");
+        }
     }
 
     fn change(&self) -> MutexGuard<'_, ()> {
@@ -178,6 +190,7 @@ pub(crate) fn join(shared: &Shared, tap: DiskId, guest: DiskId) -> Joined {
 /// Takes up the taps of a predecessor: attached ones, and open ones with their threads. Xenstore is
 /// not needed for that.
 pub(crate) fn restore(shared: &Arc<Shared>) {
+    shared.taps.publish(shared);
     for id in shared.serving.kept_disks() {
         let (Some(minor), Some(pid)) = (id.minor_of_tap(), shared.serving.keeper_of(id)) else {
             continue;

@@ -1,0 +1,278 @@
+//! `tap-ctl` with the daemon, as XAPI's storage manager calls it: what each verb prints, its exit status, and the state
+//! that `list` shows. There is no Xen here: guests are clients of NBD.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+use ferrite_testkit::nbd::{Client, command};
+use ferrite_testkit::{images, wait_until};
+
+const MIB: u64 = 1 << 20;
+
+struct Daemon {
+    child: Child,
+    dir: tempfile::TempDir,
+}
+
+impl Daemon {
+    fn new() -> Daemon {
+        let dir = tempfile::tempdir().unwrap();
+        symlink(env!("CARGO_BIN_EXE_ferrite"), dir.path().join("tap-ctl")).unwrap();
+        let child = start(dir.path());
+        let daemon = Daemon { child, dir };
+        daemon.wait();
+        daemon
+    }
+
+    fn wait(&self) {
+        wait_until("the daemon", || self.tap_ctl("list").status.success());
+    }
+
+    fn restart(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+        self.child = start(self.dir.path());
+        self.wait();
+    }
+
+    fn tap_ctl(&self, line: &str) -> Output {
+        self.call(&line.split(' ').collect::<Vec<_>>())
+    }
+
+    fn call(&self, args: &[&str]) -> Output {
+        let mut command = Command::new(self.dir.path().join("tap-ctl"));
+        command.args(args).env_remove("XENBUS_PATH").env_remove("RUST_LOG");
+        command.arg("--run-dir").arg(self.dir.path().join("run")).output().unwrap()
+    }
+
+    /// Calls a verb that prints this, and succeeds.
+    fn says(&self, line: &str, expected: &str) {
+        let output = self.tap_ctl(line);
+        let said = String::from_utf8(output.stdout).unwrap();
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert_eq!((said.as_str(), errors.as_str()), (expected, ""), "{line}");
+        assert!(output.status.success(), "{line}");
+    }
+
+    /// Calls a verb that fails with this number, and prints nothing but the reason.
+    fn fails(&self, line: &str, errno: i32) {
+        let output = self.tap_ctl(line);
+        assert_eq!(output.status.code(), Some(errno), "{line}");
+        assert!(output.stdout.is_empty() && output.stderr.starts_with(b"tap-ctl: "), "{line}");
+    }
+
+    fn image(&self, name: &str, format: &str) -> String {
+        let folder = self.dir.path().join(name);
+        fs::create_dir_all(&folder).unwrap();
+        images::make(&folder, format, 4 * MIB).into_os_string().into_string().unwrap()
+    }
+
+    fn spawn(&self) -> u32 {
+        let output = self.tap_ctl("spawn");
+        String::from_utf8(output.stdout).unwrap().trim_end().parse().unwrap()
+    }
+
+    fn blktap(&self) -> PathBuf {
+        self.dir.path().join("blktap-control")
+    }
+
+    fn client(&self, pid: u32, minor: u32) -> Client {
+        let socket = self.blktap().join(format!("nbd{pid}.{minor}"));
+        let mut client = Client::over(UnixStream::connect(socket).unwrap());
+        client.go(true);
+        client
+    }
+}
+
+fn start(dir: &Path) -> Child {
+    fs::write(dir.join("ferrite.toml"), format!("state_folder = {:?}\n", dir.join("state")))
+        .unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+    command.args(["daemon", "--run-dir"]).arg(dir.join("run")).env_remove("RUST_LOG");
+    command.arg("--config").arg(dir.join("ferrite.toml"));
+    command
+        .stdout(Stdio::null())
+        .stderr(fs::File::create(dir.join("log")).unwrap())
+        .spawn()
+        .unwrap()
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        // Keepers of a failed test live on.
+        let list = fs::read_dir("/proc").unwrap().flatten();
+        let run = self.dir.path().join("run");
+        for process in list {
+            let environment = fs::read(process.path().join("environ")).unwrap_or_default();
+            let is_ours = environment
+                .windows(run.as_os_str().len())
+                .any(|w| w == run.as_os_str().as_encoded_bytes());
+            let pid = process.file_name().to_str().and_then(|name| name.parse().ok());
+            if let Some(pid) = pid.and_then(rustix::process::Pid::from_raw).filter(|_| is_ours) {
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+            }
+        }
+    }
+}
+
+fn is_alive(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
+}
+
+fn write(client: &mut Client, byte: u8) {
+    let cookie = client.send(command::WRITE, 0, 4096, 4096, &[byte; 4096]);
+    assert_eq!((client.reply().cookie, 0), (cookie, 0));
+}
+
+fn read(client: &mut Client) -> Vec<u8> {
+    let cookie = client.send(command::READ, 0, 4096, 4096, &[]);
+    let reply = client.reply();
+    assert_eq!((reply.cookie, reply.error), (cookie, 0));
+    reply.data
+}
+
+#[test]
+fn each_verb_says_what_tapdisks_does_and_leaves_its_state() {
+    let daemon = Daemon::new();
+    let image = daemon.image("a", "vhd");
+    daemon.says("list", "");
+    let marker = |minor: u32| daemon.blktap().join(format!("tapdisk/tapdisk-{minor}"));
+    daemon.says("allocate", &format!("{}\n", marker(0).display()));
+    daemon.says("allocate", &format!("{}\n", marker(1).display()));
+    assert!(marker(0).exists());
+    daemon.says("list", "minor=0\nminor=1\n");
+    daemon.says("free -m 0", "");
+    daemon.fails("free -m 0", 2);
+    let pid = daemon.spawn();
+    daemon.says("list", &format!("minor=1\npid={pid}\n"));
+    daemon.fails(&format!("attach -p {pid} -m 0"), 2);
+    daemon.fails("attach -p 1 -m 1", 2);
+    daemon.says(&format!("attach -p {pid} -m 1"), "");
+    let attached = format!("pid={pid} minor=1 state=0\n");
+    daemon.says("list", &attached);
+    daemon.fails(&format!("attach -p {pid} -m 1"), 17);
+    daemon.says(&format!("pause -p {pid} -m 1"), "");
+    daemon.fails(&format!("unpause -p {pid} -m 1"), 22);
+    let open = |image: &str| format!("open -p {pid} -m 1 -a {image}");
+    daemon.fails(&open("vhd:"), 123);
+    daemon.fails(&open("vmdk:/x"), 22);
+    daemon.fails(&open("vhd:/no/such"), 2);
+    fs::write(daemon.dir.path().join("garbage"), [7; 70_000]).unwrap();
+    daemon.fails(&open(&format!("vhd:{}/garbage", daemon.dir.path().display())), 22);
+    daemon.fails(&format!("{} -C /log", open(&format!("vhd:{image}"))), 95);
+    daemon.says("list", &attached);
+    daemon.says(&open(&format!("vhd:{image}")), "");
+    let line = |state: &str| format!("pid={pid} minor=1 state={state} args=vhd:{image}\n");
+    daemon.says("list", &line("0"));
+    daemon.fails(&open(&format!("vhd:{image}")), 114);
+    for filter in
+        [format!("-p {pid}"), "-m 1".to_owned(), "-t vhd".to_owned(), format!("-f {image}")]
+    {
+        daemon.says(&format!("list {filter}"), &line("0"));
+    }
+    for filter in ["-p 1", "-m 0", "-t aio", "-f /no"] {
+        daemon.says(&format!("list {filter}"), "");
+    }
+    let mut client = daemon.client(pid, 1);
+    write(&mut client, 5);
+    let stats = daemon.tap_ctl(&format!("stats -p {pid} -m 1"));
+    let stats: serde_json::Value = serde_json::from_slice(&stats.stdout).unwrap();
+    assert_eq!((&stats["name"], &stats["secs"][1]), (&format!("vhd:{image}").into(), &8.into()));
+    assert_eq!((&stats["read_caching"], &stats["nbd_mirror_failed"]), (&"false".into(), &0.into()));
+    assert_eq!(
+        stats["images"][0]["driver"],
+        serde_json::json!({"type": 4, "name": "vhd", "status": null})
+    );
+    daemon.says(&format!("pause -p {pid} -m 1"), "");
+    daemon.says("list", &line("0x2a"));
+    daemon.says(&format!("pause -p {pid} -m 1"), "");
+    daemon.fails(&format!("unpause -p {pid} -m 1 -a vhd:/no/such"), 2);
+    daemon.says("list", &line("0x22a").replace(&image, "/no/such"));
+    daemon.says(&format!("unpause -p {pid} -m 1 -a vhd:{image}"), "");
+    daemon.says("list", &line("0"));
+    daemon.fails(&format!("unpause -p {pid} -m 1"), 22);
+    assert_eq!(read(&mut client), [5; 4096]);
+    daemon.fails(&format!("detach -p {pid} -m 1"), 22);
+    daemon.fails("free -m 1", 11);
+    daemon.says(&format!("close -p {pid} -m 1"), "");
+    let closed = format!("pid={pid} minor=1 state=0x2\n");
+    daemon.says("list", &closed);
+    daemon.says(&format!("close -p {pid} -m 1"), "");
+    daemon.says(&format!("pause -p {pid} -m 1"), "");
+    daemon.says("list", &closed);
+    daemon.says(&format!("{} -R -D -t 40", open(&format!("vhd:{image}"))), "");
+    daemon.says("list", &line("0"));
+    daemon.says(&format!("close -p {pid} -m 1 -t 9"), "");
+    daemon.says(&format!("detach -p {pid} -m 1"), "");
+    wait_until("its process's end", || !is_alive(pid));
+    daemon.says("list", "minor=1\n");
+    daemon.says("free -m 1", "");
+    daemon.says("list", "");
+    images::check(Path::new(&image));
+    // A process without a disk ends by a signal, and nothing of it is left.
+    let pid = daemon.spawn();
+    let signalled = rustix::process::Pid::from_raw(pid as i32).unwrap();
+    rustix::process::kill_process(signalled, rustix::process::Signal::TERM).unwrap();
+    wait_until("no row", || daemon.tap_ctl("list").stdout.is_empty());
+    assert_eq!(fs::read_dir(daemon.dir.path().join("run/keepers")).unwrap().count(), 0);
+}
+
+#[test]
+fn names_with_blanks_and_colons_and_long_ones_are_names() {
+    let daemon = Daemon::new();
+    let image = daemon.image("b", "vhd");
+    for name in ["a b  c:d.vhd".to_owned(), "x".repeat(200)] {
+        let path = daemon.dir.path().join(name);
+        fs::copy(&image, &path).unwrap();
+        let path = path.to_str().unwrap();
+        let created = daemon.call(&["create", "-a", &format!("vhd:{path}")]);
+        assert!(created.status.success(), "{}", String::from_utf8_lossy(&created.stderr));
+        let listed = daemon.call(&["list", "-f", path]);
+        let listed = String::from_utf8(listed.stdout).unwrap();
+        assert!(listed.ends_with(&format!(" minor=0 state=0 args=vhd:{path}\n")), "{listed}");
+        let pid = listed.split([' ', '=']).nth(1).unwrap();
+        daemon.says(&format!("destroy -p {pid} -m 0"), "");
+        daemon.says("list", "");
+    }
+}
+
+#[test]
+fn taps_outlive_the_daemon() {
+    let mut daemon = Daemon::new();
+    let image = daemon.image("c", "qcow2");
+    for _ in 0..3 {
+        daemon.tap_ctl("allocate");
+    }
+    let [open, closed] = [daemon.spawn(), daemon.spawn()];
+    for (pid, minor) in [(open, 0), (closed, 1)] {
+        daemon.says(&format!("attach -p {pid} -m {minor}"), "");
+        daemon.says(&format!("open -p {pid} -m {minor} -R -a qcow2:{image}"), "");
+    }
+    daemon.says(&format!("close -p {closed} -m 1"), "");
+    let spare = daemon.spawn();
+    let mut client = daemon.client(open, 0);
+    let before = daemon.tap_ctl("list").stdout;
+    let expected = format!(
+        "pid={open} minor=0 state=0 args=qcow2:{image}\npid={closed} minor=1 state=0x2\nminor=2\npid={spare}\n"
+    );
+    assert_eq!(String::from_utf8(before).unwrap(), expected);
+    daemon.restart();
+    wait_until("the tap", || daemon.tap_ctl("list -f /").status.success());
+    daemon.says("list", &expected);
+    assert_eq!(read(&mut client), [0; 4096]);
+    for (pid, minor) in [(open, 0), (closed, 1)] {
+        daemon.says(&format!("close -p {pid} -m {minor}"), "");
+        daemon.says(&format!("detach -p {pid} -m {minor}"), "");
+        daemon.says(&format!("free -m {minor}"), "");
+    }
+    let signalled = rustix::process::Pid::from_raw(spare as i32).unwrap();
+    rustix::process::kill_process(signalled, rustix::process::Signal::TERM).unwrap();
+    daemon.says("free -m 2", "");
+    wait_until("no row", || daemon.tap_ctl("list").stdout.is_empty());
+}
