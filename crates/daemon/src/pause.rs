@@ -301,7 +301,7 @@ impl Follower {
         let mut attached = ExpectedAttachment::Any;
         let end = answer(&mut store, guest, may, &mut attached, None, &self.stop);
         match end.map_err(|e| Failure::store(&e))? {
-            End::Detached | End::Another => self.leave(image).map(|()| Next::Again),
+            End::Detached | End::Another => self.guest_left(image).map(|()| Next::Again),
             End::Stopped if self.ends() => Ok(Next::Ended),
             End::Stopped | End::Retry => Ok(Next::Again),
         }

@@ -74,7 +74,7 @@ impl Follower {
         match (served, tap.guest) {
             (Outcome::Unplugged, Some(guest)) => {
                 tracing::info!("disk {guest} has left {}", self.id);
-                self.leave(image)?;
+                self.guest_left(image)?;
                 Ok(Next::Again)
             }
             (served, _) => Ok(self.next(served)),
@@ -131,7 +131,7 @@ impl Follower {
     }
 
     /// Records that the tap's guest has left. Another one may join.
-    pub(crate) fn leave(&self, image: &Image) -> Result<(), Failure> {
+    pub(crate) fn guest_left(&self, image: &Image) -> Result<(), Failure> {
         self.shared.table.change(self.id, |entry| {
             entry.tap.iter_mut().for_each(|tap| tap.guest = None);
         });
