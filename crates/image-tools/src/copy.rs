@@ -73,6 +73,10 @@ pub(super) struct Copying<'a> {
     end: u64,
     /// A unit of this many bytes that is all zeros is not written.
     zero_unit: usize,
+    /// Zeros are written as other data are: what is below the destination is not known.
+    all_zeros: bool,
+    /// The bytes of all pieces.
+    copied: Cell<u64>,
     /// The offsets of pieces in flight.
     in_flight: RefCell<BTreeSet<u64>>,
     stop: Stop,
@@ -114,6 +118,8 @@ impl<'a> Copying<'a> {
             data_end: Cell::new(0),
             end: from.sectors() * SECTOR_BYTES,
             zero_unit: ZERO_UNIT,
+            all_zeros: false,
+            copied: Cell::new(0),
             in_flight: RefCell::default(),
             stop: Stop::default(),
             unsynced: Cell::new(0),
@@ -134,6 +140,16 @@ impl<'a> Copying<'a> {
     /// Leaves out zeros in units of so many bytes.
     pub(super) fn skip_zeros_of(&mut self, unit: Option<u32>) {
         self.zero_unit = unit.map_or(ZERO_UNIT, |bytes| bytes as usize);
+    }
+
+    /// Writes zeros as other data: what is below the destination is not known.
+    pub(super) fn write_all_zeros(&mut self) {
+        self.all_zeros = true;
+    }
+
+    /// The bytes that were copied, zeros too.
+    pub(super) fn copied_bytes(&self) -> u64 {
+        self.copied.get()
     }
 
     /// Takes what cannot be read for zeros, and notes it.
@@ -209,7 +225,7 @@ impl<'a> Copying<'a> {
             };
             let whole = self.whole_blocks(len);
             let (zeros, most, len) = match what {
-                Some(What::Zeros) if self.mode != Mode::Fill && whole > 0 => {
+                Some(What::Zeros) if self.mode != Mode::Fill && whole > 0 && !self.all_zeros => {
                     (true, ZERO_PIECE, whole)
                 }
                 Some(What::Zeros) | None if self.mode != Mode::Replace => {
@@ -226,6 +242,7 @@ impl<'a> Copying<'a> {
             if let (Some(speed), false) = (&self.speed, zeros) {
                 speed.spend(len);
             }
+            self.copied.set(self.copied.get() + len);
             self.in_flight.borrow_mut().insert(at);
             self.next.set(at + len);
             return Ok(Some(Piece { at, len, zeros }));

@@ -142,9 +142,10 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
             return Ok(Attempt::Busy(grace, format!("its block device {device} is in use ({e})")));
         }
     };
+    let unwanted = if options.unlocked { OFlags::EXCL } else { OFlags::empty() };
     let opened = match &options.opened {
         Some(opened) => rustix::io::fcntl_dupfd_cloexec(opened, 0),
-        None => names::open(path, flags(medium, read_only), Mode::empty()),
+        None => names::open(path, flags(medium, read_only) - unwanted, Mode::empty()),
     };
     let file = match opened {
         Ok(file) => Arc::new(file),

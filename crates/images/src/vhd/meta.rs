@@ -3,10 +3,10 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use ferrite_disk_base::{DiskError, ErrorKind, Raw};
+use ferrite_disk_base::{DiskError, ErrorKind, OpenOptions, Raw};
 
 use super::damage::Damage;
-use super::format::batmap::{self, Batmap};
+use super::format::batmap::{self, Batmap, Encrypted};
 use super::format::footer::{Footer, Kind};
 use super::format::header::{self, Header};
 use super::format::layout::{Layout, UNUSED};
@@ -25,8 +25,35 @@ pub(super) enum FooterAt {
     End(u64),
     /// The copy at the beginning; the end has no intact one.
     Start,
-    /// The copy at the beginning of a device; tapdisk has removed the footer that belongs at this offset.
+    /// The copy at the beginning of a device; the footer that belongs at this offset is missing: tapdisk has removed
+    /// it, or the device has grown.
     Taken(u64),
+}
+
+/// When the copy of the footer on a device counts, although there is none at the device's end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CopyOnDevice {
+    Never,
+    IfTaken,
+    Counts,
+}
+
+impl CopyOnDevice {
+    pub(super) fn of(options: &OpenOptions) -> CopyOnDevice {
+        match (options.as_libvhd, options.format_said) {
+            (true, _) => CopyOnDevice::Counts,
+            (false, true) => CopyOnDevice::IfTaken,
+            (false, false) => CopyOnDevice::Never,
+        }
+    }
+
+    fn counts(self, is_taken: bool) -> bool {
+        match self {
+            CopyOnDevice::Never => false,
+            CopyOnDevice::IfTaken => is_taken,
+            CopyOnDevice::Counts => true,
+        }
+    }
 }
 
 /// Why metadata could not be read.
@@ -154,7 +181,10 @@ impl Footers {
     /// But tapdisk removes the footer at the end while it has an image open, also on a device, and writes a pattern of
     /// its own there. It does not do that to fixed disks, and their guests cannot write the last sector of a device
     /// that has grown. So with that pattern the copy is trusted, if the user has named the format VHD.
-    pub(super) fn choose(&self, format_said: bool) -> Result<(Footer, FooterAt), Malformed> {
+    ///
+    /// XAPI's storage manager makes a volume larger, and only then has the footer written to its new end. It keeps in
+    /// its own records which volume is a VHD, and makes no fixed ones on volumes. So its tools trust a copy.
+    pub(super) fn choose(&self, copy: CopyOnDevice) -> Result<(Footer, FooterAt), Malformed> {
         match (&self.start, &self.end) {
             (Ok(start), Ok(end)) if start.uuid != end.uuid || start.kind != end.kind => {
                 let why = "the footers at the beginning and at the end are of different images; \
@@ -164,7 +194,7 @@ impl Footers {
             (_, Ok(end)) => Ok((end.clone(), FooterAt::End(self.end_at))),
             (Ok(start), Err(bad)) if start.kind != Kind::Fixed => match self.is_file {
                 true => Ok((start.clone(), FooterAt::Start)),
-                false if self.is_taken && format_said => {
+                false if copy.counts(self.is_taken) => {
                     Ok((start.clone(), FooterAt::Taken(self.end_at)))
                 }
                 false => {
@@ -200,6 +230,7 @@ pub(super) fn read_header(
     raw: &Raw,
     footer: &Footer,
     medium_bytes: u64,
+    encrypted: Encrypted,
 ) -> Result<(Header, Option<Batmap>, Layout), MetaError> {
     let at = footer.data_offset;
     if !at.is_multiple_of(SECTOR) || at.saturating_add(header::BYTES as u64) > medium_bytes {
@@ -209,7 +240,7 @@ pub(super) fn read_header(
     let header = Header::parse(&read_array(raw, at)?, at, footer)?;
     let batmap = match Batmap::header_offset(footer, &header) {
         Some(at) if at.saturating_add(SECTOR) <= medium_bytes => {
-            Batmap::parse(&read_array(raw, at)?, at, footer, &header)?
+            Batmap::parse(&read_array(raw, at)?, at, footer, &header, encrypted)?
         }
         _ => None,
     };
@@ -250,8 +281,9 @@ pub(super) fn read_sparse(
     raw: &Raw,
     footer: &Footer,
     medium_bytes: u64,
+    encrypted: Encrypted,
 ) -> Result<Sparse, MetaError> {
-    let (header, batmap, layout) = read_header(raw, footer, medium_bytes)?;
+    let (header, batmap, layout) = read_header(raw, footer, medium_bytes, encrypted)?;
     let mut places = Vec::with_capacity(layout.blocks as usize);
     let mut sectors = Vec::new();
     for_each_entry(raw, &header, &layout, |block, entry| {

@@ -8,14 +8,14 @@ use ferrite_disk_base::{DiskError, Raw};
 use ferrite_host::{clock, names};
 
 use super::check::{Problem, Report};
-use super::format::batmap::{self, Batmap};
+use super::format::batmap::{self, Batmap, Encrypted};
 use super::format::footer::{self, Footer, Kind};
 use super::format::geometry::Geometry;
 use super::format::header::{self, DEFAULT_BLOCK_BYTES, Header, LOCATORS, LOCATORS_AT};
 use super::format::layout::UNUSED;
 use super::format::locator::{self, Locator};
 use super::format::{SECTOR, Uuid, be32, be64, whole_sectors};
-use super::meta::{self, Footers, MetaError};
+use super::meta::{self, CopyOnDevice, Footers, MetaError};
 
 /// The largest difference of clocks, in seconds.
 const SLACK_S: u32 = 1800;
@@ -59,7 +59,7 @@ impl Rules<'_> {
 
     fn all(&mut self, parent: Option<&Path>) -> Result<(), MetaError> {
         let footers = Footers::read(self.raw)?;
-        let Ok((footer, _)) = footers.choose(false) else { return Ok(()) };
+        let Ok((footer, _)) = footers.choose(CopyOnDevice::Never) else { return Ok(()) };
         let (end_at, last) = (footers.end_at, meta::read_sector(self.raw, footers.end_at)?);
         if footers.end.is_err() {
             self.refuse(end_at, "there is no footer at the end");
@@ -73,7 +73,8 @@ impl Rules<'_> {
         if footers.end.is_ok() && first != last {
             self.refuse(0, "the footers at the beginning and at the end differ");
         }
-        let (header, _, layout) = meta::read_header(self.raw, &footer, footers.medium_bytes)?;
+        let (header, _, layout) =
+            meta::read_header(self.raw, &footer, footers.medium_bytes, Encrypted::Refused)?;
         let raw = meta::read(self.raw, footer.data_offset, header::BYTES)?;
         self.header(&raw, &footer, &header, end_at);
         if header.block_bytes != DEFAULT_BLOCK_BYTES {
@@ -173,7 +174,7 @@ impl Rules<'_> {
         let table_end = header.table_offset + whole_sectors(u64::from(header.max_entries) * 4);
         let Some(at) = Batmap::header_offset(footer, header) else { return Ok(table_end) };
         let raw = meta::read_sector(self.raw, at)?;
-        let Some(map) = Batmap::parse(&raw, at, footer, header)? else {
+        let Some(map) = Batmap::parse(&raw, at, footer, header, Encrypted::Refused)? else {
             if footer.creator.version >= SURE_OF_BATMAP {
                 self.refuse(at, "there is no batmap, or one that libvhd cannot read");
             }

@@ -19,6 +19,7 @@ use rustix::io::Errno;
 use super::{Refusal, Tool, finish};
 use crate::plain::one_line;
 
+mod change;
 pub(super) mod check;
 pub(super) mod coalesce;
 pub(super) mod create;
