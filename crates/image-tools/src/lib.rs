@@ -64,6 +64,14 @@ pub use resize::{NewSize, Resize};
 pub use spec::NewImage;
 pub use vhd_util::{NewVhd, VhdChange, VhdParent, VhdSeen, libvhd_path, rounded};
 
+/// A VHD's metadata, read without a lock: see [`Seen`](vhd::Seen).
+pub mod vhd {
+    pub use ferrite_images::vhd::{
+        Allocated, Footer, Geometry, Kind, Seen, SeenLocator, SeenTables, SeenVolume, Uuid, Verify,
+        verify,
+    };
+}
+
 /// The environment of operations.
 pub struct ImageTools<'a> {
     /// Entries of directories are changed through this.

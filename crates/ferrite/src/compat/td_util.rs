@@ -3,11 +3,12 @@
 //! Its verbs are those of `vhd-util`, with other command lines. Its usage is an error, and goes to standard error.
 
 use std::ffi::OsString;
+use std::path::Path;
 use std::process::ExitCode;
 
 use rustix::io::Errno;
 
-use super::vhd_util::{self, Given, create};
+use super::vhd_util::{self, Given, Stop, create, query};
 use super::{Refusal, Tool, finish};
 
 /// The only type of image.
@@ -78,6 +79,12 @@ fn snapshot(args: impl Iterator<Item = OsString>) -> Result<(), Refusal> {
 /// `query vhd [-v] [-p] [-f] [-d] [-b] FILE`
 fn query(args: impl Iterator<Item = OsString>) -> Result<(), Refusal> {
     let given = parse("vpfdb", args)?;
-    let [_file] = given.words.as_slice() else { return Err(usage("a file is needed")) };
-    Err(Refusal { errno: Errno::NOSYS, why: "this verb is not made yet".to_owned() })
+    let [file] = given.words.as_slice() else { return Err(usage("a file is needed")) };
+    let mut out = Vec::new();
+    let done = query::answer(Path::new(file), &given, &query::TD_TEXTS, &mut out);
+    vhd_util::print(&out)?;
+    done.map_err(|stop| match stop {
+        Stop::Refused(refusal) => refusal,
+        Stop::Usage(why) => usage(&why),
+    })
 }

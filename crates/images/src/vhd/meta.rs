@@ -83,11 +83,11 @@ impl fmt::Display for MetaError {
 impl MetaError {
     /// The error for the image at `path`.
     pub(super) fn for_image(self, path: &Path) -> DiskError {
-        let what = format!("cannot open image {}", path.display());
+        let (what, why) = (format!("cannot open image {}", path.display()), self.to_string());
         match self {
-            MetaError::Io(..) => {
+            MetaError::Io(_, e) => {
                 let help = "check the medium below it and the kernel's log (dmesg)";
-                DiskError::new(ErrorKind::Io, what, self.to_string(), help)
+                DiskError::new(ErrorKind::Io, what, why, help).with_source(e)
             }
             MetaError::Bad(bad) if bad.unsupported => {
                 let help = "use the program that made it, or convert it with that";

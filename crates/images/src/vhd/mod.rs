@@ -44,8 +44,10 @@ mod pieces;
 mod relink;
 mod repair;
 mod resize;
+mod seen;
 mod strict;
 mod table;
+mod verify;
 
 pub use check::{Finding, Problem, Report, check};
 pub use create::{NewImage, NewParent};
@@ -59,7 +61,9 @@ pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
 pub(crate) use lineage::{Head, Lineage, head, lineage};
 pub use relink::MAX_MOVED;
 pub use repair::{is_repairable, repair};
+pub use seen::{Allocated, Seen, SeenLocator, SeenTables, SeenVolume};
 pub use strict::check_strictly;
+pub use verify::{Verify, verify};
 
 use blocks::{Blocks, Opened, RECORD_WORDS, RECORDS};
 use format::batmap::{Batmap, Encrypted};

@@ -72,9 +72,15 @@ impl From<Refusal> for Stop {
     }
 }
 
+impl From<DiskError> for Refusal {
+    fn from(e: DiskError) -> Refusal {
+        Refusal { errno: errno_of(&e), why: format!("{e}; {}", e.help()) }
+    }
+}
+
 impl From<DiskError> for Stop {
     fn from(e: DiskError) -> Stop {
-        Stop::Refused(Refusal { errno: errno_of(&e), why: format!("{e}; {}", e.help()) })
+        Stop::Refused(e.into())
     }
 }
 
