@@ -23,6 +23,8 @@ mod change;
 pub(super) mod check;
 pub(super) mod coalesce;
 pub(super) mod create;
+mod glob;
+mod lvm;
 pub(super) mod query;
 pub(super) mod read;
 pub(super) mod repair;
