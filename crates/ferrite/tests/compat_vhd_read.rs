@@ -345,7 +345,7 @@ fn scan_finds_parents_and_prints_them_as_a_tree() {
 fn group(tools: &Tools) {
     tools.pair();
     let device = tools.path("device");
-    let pv = File::create(&device).unwrap();
+    let pv = File::options().read(true).write(true).create_new(true).open(&device).unwrap();
     pv.set_len(32 * MIB).unwrap();
     for (name, extent) in [("base.vhd", 1), ("leaf.vhd", 3)] {
         let image = fs::read(tools.path(name)).unwrap();

@@ -276,6 +276,25 @@ pub(super) fn for_each_entry(
     Ok(())
 }
 
+/// The sector of the block that lies last, by the part of the table that the disk uses. Large tables of many images are
+/// read, so nothing is checked.
+pub(super) fn last_entry(
+    raw: &Raw,
+    header: &Header,
+    layout: &Layout,
+) -> Result<Option<u32>, MetaError> {
+    let (bytes, mut at, mut last) = (u64::from(layout.blocks) * 4, 0, 0);
+    while at < bytes {
+        let len = (bytes - at).min(TABLE_PIECE as u64) as usize;
+        let piece = read(raw, header.table_offset + at, len)?;
+        let entries = piece.as_chunks::<4>().0.iter().map(|entry| u32::from_be_bytes(*entry));
+        // UNUSED is the largest number, so it becomes 0 and the others follow.
+        last = entries.map(|entry| entry.wrapping_add(1)).fold(last, u32::max);
+        at += len as u64;
+    }
+    Ok(last.checked_sub(1))
+}
+
 /// Reads everything but bitmaps, and checks it.
 pub(super) fn read_sparse(
     raw: &Raw,

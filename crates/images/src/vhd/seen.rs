@@ -22,6 +22,8 @@ const SYS_BLOCK: &str = "/sys/block";
 pub struct Seen {
     raw: Raw,
     footer: Footer,
+    /// The footer of a file is where the file ends, so it has been closed, and nothing is reserved behind it.
+    is_closed: bool,
     sparse: Option<Sparse>,
 }
 
@@ -90,7 +92,7 @@ impl Seen {
 
     fn of(raw: Raw, from_copy: bool) -> Result<Seen, (MetaError, PathBuf)> {
         match read(&raw, from_copy) {
-            Ok((footer, sparse)) => Ok(Seen { raw, footer, sparse }),
+            Ok((footer, is_closed, sparse)) => Ok(Seen { raw, footer, is_closed, sparse }),
             Err(e) => Err((e, raw.path().to_owned())),
         }
     }
@@ -143,12 +145,35 @@ impl Seen {
     /// behind that does not count.
     ///
     /// # Errors
-    /// Those of [`allocated`](Self::allocated).
+    /// Those of the kernel, or the table ends early.
     pub fn used_bytes(&self) -> Result<u64, DiskError> {
-        match self.allocated()? {
-            Some(found) => Ok(found.end + SECTOR),
-            None => self.raw.bytes_now().map_err(|e| failed(self.raw.path(), e)),
-        }
+        let Some(Sparse { header, layout, .. }) = &self.sparse else {
+            return self.raw.bytes_now().map_err(|e| failed(self.raw.path(), e));
+        };
+        let last = meta::last_entry(&self.raw, header, layout);
+        let last = last.map_err(|e| e.for_image(self.raw.path()))?;
+        let end = last.map_or(0, |sector| u64::from(sector) * SECTOR + layout.stride());
+        Ok(end.max(layout.metadata_end()) + SECTOR)
+    }
+
+    /// [`used_bytes`](Self::used_bytes), without a look at the table if the file is closed: a scan reads many.
+    ///
+    /// # Errors
+    /// Those of [`used_bytes`](Self::used_bytes).
+    pub fn used_bytes_at_once(&self) -> Result<u64, DiskError> {
+        let Some(Sparse { layout, .. }) = self.sparse.as_ref().filter(|_| self.is_closed) else {
+            return self.used_bytes();
+        };
+        let bytes = self.raw.bytes_now().map_err(|e| failed(self.raw.path(), e))?;
+        // An image without blocks ends where QEMU would place the first one. No block of ours ends there.
+        let end = layout.metadata_end();
+        let kept_for_qemu =
+            self.footer.kind == Kind::Dynamic && bytes == layout.footer_at(end, true) + SECTOR;
+        Ok(if kept_for_qemu && self.has_batmap() { end + SECTOR } else { bytes })
+    }
+
+    fn has_batmap(&self) -> bool {
+        self.sparse.as_ref().is_some_and(|sparse| sparse.batmap.is_some())
     }
 
     /// The identity of its parent; `None`: it has none. Nil: the parent is raw.
@@ -248,15 +273,16 @@ fn failed(path: &Path, e: io::Error) -> DiskError {
     DiskError::new(kind, what, e.to_string(), "check the path, and what is below it").with_source(e)
 }
 
-fn read(raw: &Raw, from_copy: bool) -> Result<(Footer, Option<Sparse>), MetaError> {
+fn read(raw: &Raw, from_copy: bool) -> Result<(Footer, bool, Option<Sparse>), MetaError> {
     let footers = Footers::read(raw)?;
     let footer = choose(&footers, from_copy)?;
+    let is_closed = raw.is_file() && footers.end.as_ref() == Ok(&footer);
     if footer.kind == Kind::Fixed {
-        return Ok((footer, None));
+        return Ok((footer, is_closed, None));
     }
     let (header, batmap, layout) =
         meta::read_header(raw, &footer, footers.medium_bytes, Encrypted::Opened)?;
-    Ok((footer, Some(Sparse { header, batmap, layout })))
+    Ok((footer, is_closed, Some(Sparse { header, batmap, layout })))
 }
 
 fn choose(footers: &Footers, from_copy: bool) -> Result<Footer, Malformed> {

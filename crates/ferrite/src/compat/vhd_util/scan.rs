@@ -144,7 +144,7 @@ impl Scan<'_> {
         let seen = open(path, false)?;
         let facts = Facts {
             capacity: seen.footer().current_size,
-            size: seen.used_bytes()?,
+            size: seen.used_bytes_at_once()?,
             hidden: seen.footer().hidden,
             parent: None,
         };
