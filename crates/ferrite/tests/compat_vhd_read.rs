@@ -1,6 +1,7 @@
 //! `vhd-util` and `td-util`, as XAPI's storage manager reads VHDs by them.
 
 mod images;
+mod pages;
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _, symlink};
@@ -8,6 +9,10 @@ use std::process::{Command, Stdio};
 
 use ferrite_disk::{Disk, ImageName, OpenOptions};
 use images::{MIB, Place};
+
+const PAGE: &str = include_str!("../../../docs/xapi.md");
+/// The section of this program's verbs.
+const SECTION: &str = "\n## vhd-util and td-util: reading\n";
 
 /// Byte offset of the block table in images that are made here.
 const TABLE_AT: u64 = 1536;
@@ -205,7 +210,7 @@ fn a_missing_parent_and_a_circle_are_errors_and_the_other_lines_are_there() {
 #[test]
 fn names_may_have_blanks_colons_and_200_characters() {
     let tools = Tools::new();
-    let (odd, long) = ("a b:c 100%.vhd", format!("{}.vhd", "n".repeat(200)));
+    let (odd, long) = ("a b:c 100%41.vhd", format!("{}.vhd", "n".repeat(200)));
     tools.place.ok(&["create", "base.vhd", "64M"]);
     fs::rename(tools.path("base.vhd"), tools.path(odd)).unwrap();
     tools.place.ok(&["clone", &format!("vhd:{odd}"), &format!("vhd:{long}")]);
@@ -213,6 +218,7 @@ fn names_may_have_blanks_colons_and_200_characters() {
         let said = tools.ok(&["query", "-p", "-n", leaf]);
         assert_eq!(said, format!("{}\n", tools.path(odd)));
         assert_eq!(tools.td_ok(&["query", "vhd", "-p", leaf]), said);
+        assert_eq!(tools.ok(&["query", "-up", "-n", leaf]), format!("./{odd}\n"));
     }
     let size = tools.ok(&["query", "-s", "-n", odd]);
     let lines = tools.ok(&["scan", "-f", "-m", &tools.path("*.vhd")]);
@@ -541,4 +547,17 @@ fn an_encrypted_image_is_read_as_any_other() {
     tools.ok(&["key", "-s", "-n", "leaf.vhd", "-H", &"ab".repeat(32)]);
     assert_eq!(tools.ok(&["query", "-vspfdaS", "-n", "leaf.vhd"]), before);
     assert_eq!(tools.ok(&["check", "-n", "leaf.vhd"]), "leaf.vhd is valid\n");
+}
+
+#[test]
+fn the_commands_in_the_documentation_work() {
+    let (_, section) = PAGE.split_once(SECTION).unwrap();
+    let section = section.split("\n## ").next().unwrap();
+    let script = pages::commands(section);
+    for verb in
+        ["vhd-util query ", "vhd-util scan ", "vhd-util read ", "vhd-util check ", "td-util query "]
+    {
+        assert!(script.contains(&format!("ferrite compat {verb}")), "{verb} has no example");
+    }
+    pages::run(&script);
 }

@@ -3,8 +3,10 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use ferrite_disk_base::{DiskError, ErrorKind, Raw};
+use ferrite_host::clock::{Clock as _, SystemClock};
 use ferrite_host::names;
 
 use super::by_name;
@@ -17,6 +19,10 @@ use super::meta::{self, CopyOnDevice, Footers, MetaError, read_array};
 
 /// The folder where the kernel names device mapper's devices.
 const SYS_BLOCK: &str = "/sys/block";
+
+/// How often metadata that are damaged are read again, and the pause before that.
+const TORN_RETRIES: u32 = 2;
+const TORN_PAUSE: Duration = Duration::from_millis(2);
 
 /// The metadata of one VHD.
 pub struct Seen {
@@ -281,8 +287,19 @@ fn read(raw: &Raw, from_copy: bool) -> Result<(Footer, bool, Option<Sparse>), Me
         return Ok((footer, is_closed, None));
     }
     let (header, batmap, layout) =
-        meta::read_header(raw, &footer, footers.medium_bytes, Encrypted::Opened)?;
+        steadily(|| meta::read_header(raw, &footer, footers.medium_bytes, Encrypted::Opened))?;
     Ok((footer, is_closed, Some(Sparse { header, batmap, layout })))
+}
+
+/// Reads metadata of several sectors. Another process may be writing them, and they are valid a moment later.
+fn steadily<T>(mut read: impl FnMut() -> Result<T, MetaError>) -> Result<T, MetaError> {
+    for _ in 0..TORN_RETRIES {
+        match read() {
+            Err(MetaError::Bad(bad)) if !bad.unsupported => SystemClock.sleep(TORN_PAUSE),
+            done => return done,
+        }
+    }
+    read()
 }
 
 fn choose(footers: &Footers, from_copy: bool) -> Result<Footer, Malformed> {
@@ -366,6 +383,30 @@ fn read_volume(raw: &Raw, base: u64) -> Result<SeenVolume, MetaError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn metadata_that_are_being_written_are_read_again() {
+        let bad = || MetaError::Bad(Malformed::new(0, "torn"));
+        let unsupported = || MetaError::Bad(Malformed::unsupported(0, "new"));
+        let mut reads = 0;
+        let third = steadily(|| {
+            reads += 1;
+            if reads == 3 { Ok(7) } else { Err(bad()) }
+        });
+        assert_eq!(third.ok(), Some(7));
+        let mut reads = 0;
+        let never = steadily(|| {
+            reads += 1;
+            Err::<(), _>(if reads > 3 { unsupported() } else { bad() })
+        });
+        assert!(never.is_err() && reads == 3);
+        let mut reads = 0;
+        let other = steadily(|| {
+            reads += 1;
+            Err::<(), _>(unsupported())
+        });
+        assert!(other.is_err() && reads == 1);
+    }
 
     #[test]
     fn a_mapped_device_has_its_name_and_others_have_theirs() {

@@ -240,11 +240,6 @@ pub(super) fn errno_of(e: &DiskError) -> Errno {
     }
 }
 
-/// A verb that is not made yet.
-pub(super) fn missing(_: &Given, _: &mut Vec<u8>) -> Result<(), Stop> {
-    Err(Stop::new(Errno::NOSYS, "this verb is not made yet"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,7 +1,8 @@
 //! `query`: the properties of an image, in a fixed order of lines.
 
 use std::collections::HashSet;
-use std::path::Path;
+use std::io;
+use std::path::{Path, PathBuf};
 
 use ferrite_image_tools::vhd::{Seen, Uuid};
 use rustix::io::Errno;
@@ -129,13 +130,17 @@ fn parent(path: &Path, seen: &Seen, as_named: bool, out: &mut Vec<u8>) -> Result
 }
 
 /// The path of an image's parent.
-pub(super) fn found(seen: &Seen) -> Result<std::path::PathBuf, Refusal> {
+pub(super) fn found(seen: &Seen) -> Result<PathBuf, Refusal> {
     seen.parent_path().map_err(|e| {
         let path = seen.medium().path().display();
         let name = seen.tables().map(|tables| tables.parent_name).unwrap_or_default();
+        let why = match e.kind() {
+            io::ErrorKind::NotFound => "it is not there; bring it back".to_owned(),
+            _ => e.to_string(),
+        };
         Refusal {
             errno: Errno::from_io_error(&e).unwrap_or(Errno::NOENT),
-            why: format!("the parent of {path}, {name}, is not there: {e}"),
+            why: format!("cannot find {name:?}, the parent of {path}: {why}"),
         }
     })
 }

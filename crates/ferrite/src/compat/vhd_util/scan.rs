@@ -5,7 +5,8 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::ffi::OsStr;
-use std::io;
+use std::fs::File;
+use std::io::{self, Seek as _, SeekFrom};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
@@ -270,10 +271,9 @@ fn raw(bytes: u64) -> Facts {
 }
 
 fn raw_file(path: &Path) -> Result<Facts, Refusal> {
-    match path.metadata() {
-        Ok(meta) => Ok(raw(meta.len())),
-        Err(e) => Err(not_found(path.as_os_str(), &e)),
-    }
+    // The end, as metadata have no size of a device.
+    let bytes = File::open(path).and_then(|mut file| file.seek(SeekFrom::End(0)));
+    bytes.map(raw).map_err(|e| not_found(path.as_os_str(), &e))
 }
 
 /// The properties of an image in a logical volume. Its size is that of the volume, and the volume need not be active.
