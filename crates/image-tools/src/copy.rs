@@ -73,8 +73,6 @@ pub(super) struct Copying<'a> {
     end: u64,
     /// A unit of this many bytes that is all zeros is not written.
     zero_unit: usize,
-    /// Zeros are written as other data are: what is below the destination is not known.
-    all_zeros: bool,
     /// The bytes of all pieces.
     copied: Cell<u64>,
     /// The offsets of pieces in flight.
@@ -118,7 +116,6 @@ impl<'a> Copying<'a> {
             data_end: Cell::new(0),
             end: from.sectors() * SECTOR_BYTES,
             zero_unit: ZERO_UNIT,
-            all_zeros: false,
             copied: Cell::new(0),
             in_flight: RefCell::default(),
             stop: Stop::default(),
@@ -140,11 +137,6 @@ impl<'a> Copying<'a> {
     /// Leaves out zeros in units of so many bytes.
     pub(super) fn skip_zeros_of(&mut self, unit: Option<u32>) {
         self.zero_unit = unit.map_or(ZERO_UNIT, |bytes| bytes as usize);
-    }
-
-    /// Writes zeros as other data: what is below the destination is not known.
-    pub(super) fn write_all_zeros(&mut self) {
-        self.all_zeros = true;
     }
 
     /// The bytes that were copied, zeros too.
@@ -225,7 +217,7 @@ impl<'a> Copying<'a> {
             };
             let whole = self.whole_blocks(len);
             let (zeros, most, len) = match what {
-                Some(What::Zeros) if self.mode != Mode::Fill && whole > 0 && !self.all_zeros => {
+                Some(What::Zeros) if self.mode != Mode::Fill && whole > 0 => {
                     (true, ZERO_PIECE, whole)
                 }
                 Some(What::Zeros) | None if self.mode != Mode::Replace => {

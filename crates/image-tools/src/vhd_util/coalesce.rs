@@ -41,46 +41,39 @@ impl ImageTools<'_> {
         };
         let name = ImageName { format: Format::Vhd, path: path.to_owned() };
         let upper = Disk::Image(Image::open_alone(&name, &self.vhd_options(true))?);
-        let (lower, is_alone) = self.open_large_enough(&parent, &upper, what())?;
+        let lower = self.open_large_enough(&parent, &upper, what())?;
         let mut context = Copying::context(self).map_err(cannot)?;
-        let mut copying = Copying::new(self, &mut context, Mode::Merge, &upper, &lower);
-        if let (Ok(copying), true) = (&mut copying, is_alone) {
-            copying.write_all_zeros();
-        }
+        let copying = Copying::new(self, &mut context, Mode::Merge, &upper, &lower);
         let copying = copying.map_err(cannot)?;
         context.run(copying.run()).map_err(cannot)?;
         Ok(copying.copied_bytes() / SECTOR_BYTES)
     }
 
-    /// The parent, open for writing, and whether it is open without its own parents: these may be missing, and are not
-    /// needed to write it.
+    /// The parent, open for writing without its own parents: these may be missing, and the tables of a long chain of
+    /// large disks would take much memory.
     fn open_large_enough(
         &self,
         parent: &ImageName,
         upper: &Disk,
         what: String,
-    ) -> Result<(Disk, bool), DiskError> {
+    ) -> Result<Disk, DiskError> {
         let options = self.vhd_options(false);
-        let open = || match Disk::open_image(parent, &options) {
-            Ok(disk) => Ok((disk, false)),
-            Err(e) if parent.format == Format::Raw => Err(e),
-            Err(_) => Ok((Disk::Image(Image::open_alone(parent, &options)?), true)),
+        let open = || match parent.format {
+            Format::Vhd => Image::open_alone(parent, &options).map(Disk::Image),
+            _ => Disk::open_image(parent, &options),
         };
         if parent.format == Format::Vhd {
             self.settle(&parent.path)?;
         }
-        let (disk, is_alone) = open()?;
+        let disk = open()?;
         let (has, needed) = (disk.sectors() * SECTOR_BYTES, upper.sectors() * SECTOR_BYTES);
         if has >= needed {
-            return Ok((disk, is_alone));
+            return Ok(disk);
         }
-        drop(disk);
         match parent.format {
-            Format::Raw => {
-                let disk = Disk::open_image(parent, &options)?;
-                self.set_size(disk, parent, needed)?;
-            }
+            Format::Raw => self.set_size(disk, parent, needed)?,
             _ if self.look_at_vhd(&parent.path)?.room_bytes >= needed => {
+                drop(disk);
                 self.change_vhd(&parent.path, &VhdChange::Grow(needed))?;
             }
             _ => {

@@ -1,6 +1,6 @@
 //! New VHDs. A file that is there becomes the new image, as with vhd-util: it keeps its name, mode and links.
 //!
-//! The order: what is there is cut off, `fdatasync`; the new image, whose footers come last (`NewImage::create`); the
+//! The order: an old file is cut off, `fdatasync`; the new image, whose footers come last (`NewImage::create`); the
 //! folder. So after a crash there is the old image, none, or the new one.
 
 use std::fs::Permissions;

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use ferrite_disk::Disk;
 use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Parents, Port};
 use ferrite_images::Image;
-use ferrite_images::vhd::{KeyHash, Kind, Vhd};
+use ferrite_images::vhd::{self, KeyHash, Kind, Vhd};
 use serde::{Deserialize, Serialize};
 
 use super::io_context::IoContext;
@@ -21,6 +21,9 @@ mod make;
 mod resize;
 
 pub use make::{NewVhd, VhdParent};
+
+/// Bytes of bitmaps that are kept of each open image: all of a coalesce takes 64 MiB at most.
+const METADATA_BYTES: usize = 4 << 20;
 
 /// Bytes that `vhd-util` rounds sizes up to: a block.
 const ROUND_BYTES: u64 = 2 << 20;
@@ -73,6 +76,7 @@ impl ImageTools<'_> {
             as_libvhd: true,
             format_said: true,
             parents: Parents::Any,
+            metadata_bytes: METADATA_BYTES,
             ..ImageTools::even_parents(self.medium_options(read_only))
         }
     }
@@ -180,39 +184,5 @@ fn failed(what: String, e: io::Error) -> DiskError {
 /// # Errors
 /// It cannot be found.
 pub fn libvhd_path(path: &Path) -> io::Result<PathBuf> {
-    let whole = std::path::absolute(path)?;
-    if let Some(mapped) = mapped(&whole).filter(|mapped| mapped.exists()) {
-        return Ok(mapped);
-    }
-    whole.canonicalize()
-}
-
-/// The name in /dev/mapper of a volume that is called /dev/GROUP/VOLUME, or has that name.
-fn mapped(path: &Path) -> Option<PathBuf> {
-    let rest = path.strip_prefix("/dev").ok()?;
-    let parts: Vec<&str> = rest.iter().map(|part| part.to_str()).collect::<Option<_>>()?;
-    match parts[..] {
-        ["mapper", name] => Some(Path::new("/dev/mapper").join(name)),
-        [group, volume] => {
-            let name = format!("{}-{}", group.replace('-', "--"), volume.replace('-', "--"));
-            Some(Path::new("/dev/mapper").join(name))
-        }
-        _ => None,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_volume_has_its_name_among_the_mapped_devices() {
-        let name = |path: &str| mapped(Path::new(path));
-        let of = "/dev/VG_XenStorage-1-a/VHD-2-b";
-        let expected = Path::new("/dev/mapper/VG_XenStorage--1--a-VHD--2--b");
-        assert_eq!(name(of).as_deref(), Some(expected));
-        assert_eq!(name("/dev/mapper/a-b").as_deref(), Some(Path::new("/dev/mapper/a-b")));
-        assert_eq!(name("/dev/sda"), None);
-        assert_eq!(name("/srv/a/b"), None);
-    }
+    vhd::canonical(path)
 }

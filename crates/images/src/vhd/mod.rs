@@ -61,7 +61,7 @@ pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
 pub(crate) use lineage::{Head, Lineage, head, lineage};
 pub use relink::MAX_MOVED;
 pub use repair::{is_repairable, repair};
-pub use seen::{Allocated, Seen, SeenLocator, SeenTables, SeenVolume};
+pub use seen::{Allocated, Seen, SeenLocator, SeenTables, SeenVolume, canonical};
 pub use strict::check_strictly;
 pub use verify::{Verify, verify};
 

@@ -314,7 +314,7 @@ fn choose(footers: &Footers, from_copy: bool) -> Result<Footer, Malformed> {
 ///
 /// # Errors
 /// Those of the kernel.
-pub(super) fn canonical(path: &Path) -> io::Result<PathBuf> {
+pub fn canonical(path: &Path) -> io::Result<PathBuf> {
     let real = names::canonicalize(path)?;
     Ok(mapped(&real, Path::new(SYS_BLOCK)).unwrap_or(real))
 }

@@ -229,7 +229,11 @@ pub(super) fn shown(path: &Path) -> Vec<u8> {
 pub(super) fn errno_of(e: &DiskError) -> Errno {
     let kernel = std::error::Error::source(e)
         .and_then(|source| source.downcast_ref::<io::Error>())
-        .and_then(Errno::from_io_error);
+        .map(|source| match source.kind() {
+            io::ErrorKind::StorageFull => Errno::NOSPC,
+            // An error that is not the kernel's will be the same a second later.
+            _ => Errno::from_io_error(source).unwrap_or(Errno::INVAL),
+        });
     match (e.kind(), kernel) {
         (ErrorKind::NotFound | ErrorKind::Parent, _) => Errno::NOENT,
         (ErrorKind::Usage | ErrorKind::Unsuitable | ErrorKind::Damaged, _) => Errno::INVAL,
