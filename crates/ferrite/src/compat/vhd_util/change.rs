@@ -42,7 +42,8 @@ pub(super) fn change(path: &Path, change: &VhdChange) -> Result<(), Stop> {
     }
 }
 
-/// Has the process that writes to an image change its headers. `None`: no process of ours writes to it.
+/// Has the process that writes to an image change its headers: this is the place for it. `None`: no process of ours
+/// writes to the image.
 fn served(_path: &Path, _change: &VhdChange) -> Option<Result<(), Stop>> {
     None
 }
@@ -68,7 +69,7 @@ pub(super) fn found_or_new(path: &Path) -> Result<(PathBuf, bool), Stop> {
     Ok((folder.join(name), false))
 }
 
-/// A number as `strtoull` reads one: the caller's programs have given it as digits.
+/// The bytes of a size in MiB that has to be there.
 pub(super) fn mib(number: Option<u64>, letter: char) -> Result<u64, Stop> {
     let number = number.ok_or_else(|| Stop::Usage(format!("-{letter} is missing")))?;
     number.checked_mul(MIB).ok_or_else(|| Stop::Usage(format!("-{letter}: {number} MiB")))
