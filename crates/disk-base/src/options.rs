@@ -53,8 +53,8 @@ pub struct OpenOptions {
     /// Serve a raw file that ends inside a sector, too. The rest of its last sector reads as zeros, and is made part of
     /// the file when that sector is written.
     pub odd_size: bool,
-    /// Take no locks and ignore those of others: another process may write to it. Read-only, and the data may be
-    /// outdated or inconsistent.
+    /// Take no locks and ignore those of others: another process may write to it, and the data may be outdated or
+    /// inconsistent. For writing only if the caller's caller does the locking, as XAPI's storage manager.
     pub unlocked: bool,
     /// The medium keeps the space that it has: discards are not offered, and zeros are written so that they have space.
     pub keep_allocated: bool,
@@ -84,6 +84,10 @@ pub struct OpenOptions {
     /// The user has named the format explicitly, and vouches for it: `Disk::open` sees that in the name. Never set for
     /// a parent, which an image names.
     pub format_said: bool,
+    /// Open a VHD as libvhd does, for tools of XAPI: an encrypted one is opened, and its sectors are copied as they are;
+    /// and on a device whose end has no footer the copy at its beginning counts. A guest can write such a copy on a
+    /// fixed disk, so no guest's disk is opened so.
+    pub as_libvhd: bool,
     /// QEMU, as the guest's device model, has the raw image open until the guest's own driver connects. QEMU's locks
     /// are taken by `shut_out_qemu`, and not before.
     pub qemu_first: bool,
@@ -115,6 +119,7 @@ impl Default for OpenOptions {
             on_damage: OnDamage::Refuse,
             taken_over: false,
             format_said: false,
+            as_libvhd: false,
             qemu_first: false,
             opened: None,
         }

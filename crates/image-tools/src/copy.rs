@@ -73,6 +73,8 @@ pub(super) struct Copying<'a> {
     end: u64,
     /// A unit of this many bytes that is all zeros is not written.
     zero_unit: usize,
+    /// The bytes of all pieces.
+    copied: Cell<u64>,
     /// The offsets of pieces in flight.
     in_flight: RefCell<BTreeSet<u64>>,
     stop: Stop,
@@ -114,6 +116,7 @@ impl<'a> Copying<'a> {
             data_end: Cell::new(0),
             end: from.sectors() * SECTOR_BYTES,
             zero_unit: ZERO_UNIT,
+            copied: Cell::new(0),
             in_flight: RefCell::default(),
             stop: Stop::default(),
             unsynced: Cell::new(0),
@@ -134,6 +137,11 @@ impl<'a> Copying<'a> {
     /// Leaves out zeros in units of so many bytes.
     pub(super) fn skip_zeros_of(&mut self, unit: Option<u32>) {
         self.zero_unit = unit.map_or(ZERO_UNIT, |bytes| bytes as usize);
+    }
+
+    /// The bytes that were copied, zeros too.
+    pub(super) fn copied_bytes(&self) -> u64 {
+        self.copied.get()
     }
 
     /// Takes what cannot be read for zeros, and notes it.
@@ -226,6 +234,7 @@ impl<'a> Copying<'a> {
             if let (Some(speed), false) = (&self.speed, zeros) {
                 speed.spend(len);
             }
+            self.copied.set(self.copied.get() + len);
             self.in_flight.borrow_mut().insert(at);
             self.next.set(at + len);
             return Ok(Some(Piece { at, len, zeros }));

@@ -47,6 +47,7 @@ mod speed;
 pub mod stores;
 mod undo;
 mod upgrade;
+mod vhd_util;
 mod volumes;
 
 /// The longest chain that is read and merged here, so that a chain that is too long to be served can be shortened. Each
@@ -61,6 +62,15 @@ pub use rebase::Rebase;
 pub use report::*;
 pub use resize::{NewSize, Resize};
 pub use spec::NewImage;
+pub use vhd_util::{NewVhd, VhdChange, VhdParent, VhdSeen, libvhd_path, rounded};
+
+/// A VHD's metadata, read without a lock: see [`Seen`](vhd::Seen).
+pub mod vhd {
+    pub use ferrite_images::vhd::{
+        Allocated, Footer, Geometry, Kind, Seen, SeenLocator, SeenTables, SeenVolume, Uuid, Verify,
+        verify,
+    };
+}
 
 /// The environment of operations.
 pub struct ImageTools<'a> {

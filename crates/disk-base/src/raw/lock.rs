@@ -111,15 +111,17 @@ pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, Unopene
     }
 }
 
-/// Opens a file or a block device for reading, without a lock.
-pub(super) fn glance(path: &Path) -> rustix::io::Result<Option<Opened>> {
+/// Opens a file or a block device for reading, without a lock. A device is read past the page cache with `fresh`.
+pub(super) fn glance(path: &Path, fresh: bool) -> rustix::io::Result<Option<Opened>> {
     let medium = |stat: &Stat| match FileType::from_raw_mode(stat.st_mode) {
         FileType::RegularFile => Some(Medium::File),
         FileType::BlockDevice => Some(Medium::BlockDevice),
         _ => None,
     };
     let Some(found) = medium(&stat(path)?) else { return Ok(None) };
-    let file = Arc::new(names::open(path, flags(found, true), Mode::empty())?);
+    let mut flags = flags(found, true);
+    flags.set(OFlags::DIRECT, fresh && found == Medium::BlockDevice);
+    let file = Arc::new(names::open(path, flags, Mode::empty())?);
     let stat = fstat(&file)?;
     Ok(medium(&stat).map(|medium| Opened { file, stat, medium, holds: Vec::new() }))
 }
@@ -142,9 +144,10 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
             return Ok(Attempt::Busy(grace, format!("its block device {device} is in use ({e})")));
         }
     };
+    let unwanted = if options.unlocked { OFlags::EXCL } else { OFlags::empty() };
     let opened = match &options.opened {
         Some(opened) => rustix::io::fcntl_dupfd_cloexec(opened, 0),
-        None => names::open(path, flags(medium, read_only), Mode::empty()),
+        None => names::open(path, flags(medium, read_only) - unwanted, Mode::empty()),
     };
     let file = match opened {
         Ok(file) => Arc::new(file),

@@ -191,7 +191,20 @@ impl Raw {
     /// # Errors
     /// Errors of the kernel.
     pub fn glance(path: &Path) -> std::io::Result<Option<Raw>> {
-        let Some(opened) = lock::glance(path)? else { return Ok(None) };
+        Raw::glance_as(path, false)
+    }
+
+    /// [`glance`](Self::glance), and a device is read past this host's page cache: another host may have written it, or
+    /// a process by another device that is mapped to it.
+    ///
+    /// # Errors
+    /// Errors of the kernel.
+    pub fn glance_fresh(path: &Path) -> std::io::Result<Option<Raw>> {
+        Raw::glance_as(path, true)
+    }
+
+    fn glance_as(path: &Path, fresh: bool) -> std::io::Result<Option<Raw>> {
+        let Some(opened) = lock::glance(path, fresh)? else { return Ok(None) };
         let bytes = size_bytes(&opened.file, opened.medium)?;
         let inode = inode(&opened.file, opened.medium)?;
         let mut raw = Raw {

@@ -15,6 +15,8 @@ use crate::exit::Failure;
 use crate::plain::one_line;
 
 pub(crate) mod tap_ctl;
+mod td_util;
+mod vhd_util;
 
 /// The command of `ferrite` that names a tool.
 const COMMAND: &str = "compat";
@@ -23,15 +25,19 @@ const COMMAND: &str = "compat";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tool {
     TapCtl,
+    VhdUtil,
+    TdUtil,
 }
 
 impl Tool {
-    const ALL: [Tool; 1] = [Tool::TapCtl];
+    const ALL: [Tool; 3] = [Tool::TapCtl, Tool::VhdUtil, Tool::TdUtil];
 
     /// The name of tapdisk's program.
     fn name(self) -> &'static str {
         match self {
             Tool::TapCtl => "tap-ctl",
+            Tool::VhdUtil => "vhd-util",
+            Tool::TdUtil => "td-util",
         }
     }
 
@@ -43,6 +49,8 @@ impl Tool {
     pub(crate) fn main(self, args: Vec<OsString>) -> ExitCode {
         match self {
             Tool::TapCtl => tap_ctl::main(args),
+            Tool::VhdUtil => vhd_util::main(args),
+            Tool::TdUtil => td_util::main(args),
         }
     }
 }

@@ -4,6 +4,8 @@ mod journal;
 mod recipe;
 mod stage;
 
+use std::path::Path;
+
 use ferrite_disk::open_medium;
 use ferrite_disk::pieces::{Found, Piece, look_in_spite};
 use ferrite_disk::{
@@ -96,6 +98,7 @@ fn check(stage: &Stage, format: Format, opens: bool) {
     let (all, fatal): (Vec<String>, Vec<String>) = match format {
         Format::Vhd => {
             use vhd::Problem::{Footers, Header, Overlap, Place};
+            look(&stage.path(format));
             let Ok(report) = vhd::check(&raw) else { return };
             let fatal = |f: &&vhd::Finding| matches!(f.problem, Footers | Header | Place | Overlap);
             let fatal = report.findings.iter().filter(fatal).map(|f| f.why.clone()).collect();
@@ -110,6 +113,31 @@ fn check(stage: &Stage, format: Format, opens: bool) {
     };
     assert!(!opens || fatal.is_empty(), "it opens, and the check says {fatal:?}");
     assert!(all.iter().all(|why| !why.is_empty() && why.len() < 4096));
+}
+
+/// What the stand-in of vhd-util reads of a VHD.
+fn look(path: &Path) {
+    for from_copy in [false, true] {
+        let Ok(seen) = vhd::Seen::read(path, from_copy) else { continue };
+        let _ = (seen.tables(), seen.locators(), seen.parent_name(), seen.parent_path());
+        let (table, bytes) = (seen.allocated(), seen.used_bytes());
+        assert_eq!(table.is_ok(), bytes.is_ok(), "{table:?} {bytes:?}");
+        if let (Ok(Some(table)), Ok(bytes)) = (table, bytes) {
+            assert_eq!(table.end + 512, bytes);
+        }
+        let _ = (seen.used_bytes_at_once(), vhd::SeenVolume::read(path, 0));
+    }
+    for ignored in [false, true] {
+        let how = vhd::Verify {
+            ignore_footer: ignored,
+            ignore_parent: ignored,
+            ignore_times: ignored,
+            overlaps: !ignored,
+        };
+        let report = vhd::verify(path, how);
+        let found = report.map(|report| report.findings).unwrap_or_default();
+        assert!(found.iter().all(|f| !f.why.is_empty() && f.why.len() < 4096));
+    }
 }
 
 /// A repair repairs everything that it can, and a second one finds nothing more.

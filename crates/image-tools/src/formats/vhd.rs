@@ -92,7 +92,7 @@ impl Offline for Vhd {
 
     async fn relink(self, port: &Port, parent: &Parent) -> Result<(), DiskError> {
         let path = self.medium().path().to_owned();
-        let relinked = Vhd::relink(self, port, &vhd_parent(parent)).await;
+        let relinked = Vhd::relink(self, port, &vhd_parent(parent), vhd::MAX_MOVED).await;
         relinked.map_err(|e| not_relinked(&path, e))
     }
 
@@ -110,6 +110,7 @@ fn new_vhd(New { new, parent, bytes, .. }: New<'_>) -> NewVhd {
         fixed: new.fixed,
         parent: parent.map(vhd_parent),
         block_bytes: new.unit_bytes.unwrap_or(DEFAULT_BLOCK_BYTES),
+        room_bytes: 0,
         stamp: Stamp::from_system(),
     }
 }

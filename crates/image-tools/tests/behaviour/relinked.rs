@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_image_tools::NewImage;
-use ferrite_images::vhd::{NewParent, Vhd};
+use ferrite_images::vhd::{MAX_MOVED, NewParent, Vhd};
 use ferrite_io::pool::Pool;
 use ferrite_io::reactor::Reactor;
 use ferrite_simio::SimWorld;
@@ -32,7 +32,7 @@ fn relinked(world: &SimWorld, child: &Path, parent: &NewParent) -> bool {
     let files = vhd.medium().files().into_iter();
     let files = files.map(|file| reactor.add_file(file).unwrap()).collect();
     let port = port(&reactor, &pool, files);
-    matches!(reactor.block_on(vhd.relink(&port, parent)), Ok(Ok(())))
+    matches!(reactor.block_on(vhd.relink(&port, parent, MAX_MOVED)), Ok(Ok(())))
 }
 
 fn unlocked() -> OpenOptions {

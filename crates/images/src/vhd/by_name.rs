@@ -10,7 +10,7 @@ use ferrite_host::names;
 
 use super::format::footer::Footer;
 use super::format::header::Header;
-use super::meta::{Footers, MetaError, read_parent_paths};
+use super::meta::{CopyOnDevice, Footers, MetaError, read_parent_paths};
 use super::{Parent, Uuid};
 
 /// Files of a folder whose names differ in the case of letters only, at most: a folder may have any number.
@@ -59,7 +59,7 @@ pub(super) fn verified(child: &Path, uuid: Uuid, name: &str) -> Vec<PathBuf> {
 
 fn uuid_of(path: &Path) -> Option<Uuid> {
     let raw = Raw::glance(path).ok()??;
-    let (footer, _) = Footers::read(&raw).ok()?.choose(false).ok()?;
+    let (footer, _) = Footers::read(&raw).ok()?.choose(CopyOnDevice::Never).ok()?;
     Some(footer.uuid)
 }
 

@@ -4,12 +4,12 @@ use ferrite_disk_base::{Class, Counts, DiskError, ProblemKind, Raw, Stretches};
 
 use super::by_name;
 use super::footers::End;
-use super::format::batmap::{self, Batmap};
+use super::format::batmap::{self, Batmap, Encrypted};
 use super::format::footer::{Footer, Kind};
 use super::format::header::Header;
 use super::format::layout::{Layout, Placed, UNUSED};
 use super::format::{Malformed, SECTOR};
-use super::meta::{self, Footers, MetaError};
+use super::meta::{self, CopyOnDevice, Footers, MetaError};
 
 /// The kinds of findings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -168,7 +168,7 @@ pub(super) fn survey(raw: &Raw, report: &mut Report) -> Result<Option<Survey>, M
         Ok(footers) => footers,
         Err(e) => return report.add_error(Problem::Footers, e).map(|()| None),
     };
-    let (footer, footer_at) = match footers.choose(false) {
+    let (footer, footer_at) = match footers.choose(CopyOnDevice::Never) {
         Ok(chosen) => chosen,
         Err(bad) => {
             let is_damage = !bad.unsupported;
@@ -199,7 +199,7 @@ pub(super) fn survey(raw: &Raw, report: &mut Report) -> Result<Option<Survey>, M
         }
         Ok(_) => {}
     }
-    let (header, batmap, layout) = match meta::read_header(raw, &footer, room) {
+    let (header, batmap, layout) = match meta::read_header(raw, &footer, room, Encrypted::Refused) {
         Ok(found) => found,
         Err(e) => return report.add_error(Problem::Header, e).map(|()| None),
     };

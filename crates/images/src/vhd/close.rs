@@ -66,7 +66,7 @@ impl Vhd {
         Ok(())
     }
 
-    async fn write_batmap(
+    pub(super) async fn write_batmap(
         &self,
         port: &Port,
         sparse: &Sparse,

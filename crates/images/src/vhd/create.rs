@@ -40,6 +40,8 @@ pub struct NewImage {
     pub parent: Option<NewParent>,
     /// Bytes of a block.
     pub block_bytes: u32,
+    /// The table gets entries for a disk of so many bytes, so that a smaller one can grow to that without moving data.
+    pub room_bytes: u64,
     /// Its identity.
     pub stamp: Stamp,
 }
@@ -52,6 +54,7 @@ impl NewImage {
             fixed: false,
             parent: None,
             block_bytes: DEFAULT_BLOCK_BYTES,
+            room_bytes: 0,
             stamp: Stamp::from_system(),
         }
     }
@@ -161,7 +164,10 @@ impl Plan {
     fn sparse(new: &NewImage, path: &Path) -> Result<Plan, String> {
         header::check_block_bytes(new.block_bytes)?;
         let block = u64::from(new.block_bytes);
-        let entries = new.bytes.div_ceil(block);
+        if new.room_bytes > MAX_DISK_BYTES {
+            return Err("room for more than a VHD can have, 2040 GiB".into());
+        }
+        let entries = new.bytes.max(new.room_bytes).div_ceil(block);
         if entries > MAX_BLOCKS.into() {
             return Err(format!("blocks of {block} bytes for such a disk"));
         }

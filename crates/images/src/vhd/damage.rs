@@ -7,6 +7,7 @@ use std::io;
 use ferrite_disk_base::Raw;
 
 use super::format::SECTOR;
+use super::format::batmap::Encrypted;
 use super::format::header::Header;
 use super::format::layout::{Layout, UNUSED};
 use super::meta::{self, MetaError, Sparse};
@@ -129,7 +130,8 @@ pub(super) fn read_sparse(
     footer: &super::Footer,
     medium_bytes: u64,
 ) -> Result<Sparse, MetaError> {
-    let (header, batmap, layout) = meta::read_header(raw, footer, medium_bytes)?;
+    let (header, batmap, layout) =
+        meta::read_header(raw, footer, medium_bytes, Encrypted::Refused)?;
     let mut damage = Damage::default();
     let mut places = Vec::with_capacity(layout.blocks as usize);
     let mut placed = Vec::new();

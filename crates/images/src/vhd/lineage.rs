@@ -8,7 +8,7 @@ use ferrite_host::names;
 use super::by_name;
 use super::format::footer::{Footer, Kind};
 use super::format::header::{self, Header};
-use super::meta::{Footers, MetaError, read_array, read_parent_paths};
+use super::meta::{CopyOnDevice, Footers, MetaError, read_array, read_parent_paths};
 use super::{Parent, Uuid};
 
 /// What begins a footer.
@@ -55,7 +55,7 @@ pub(crate) fn lineage(raw: &Raw) -> io::Result<Option<Lineage>> {
         Err(MetaError::Bad(_)) => return Ok(None),
         footers => footers.map_err(told)?,
     };
-    let footer = match footers.choose(false) {
+    let footer = match footers.choose(CopyOnDevice::Never) {
         Ok((footer, _)) => footer,
         Err(bad) => {
             let claims = footers.start.is_ok() || raw.read_now(0, COOKIE.len())? == COOKIE;

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use ferrite_disk_base::{DiskError, ErrorKind, Raw};
+use ferrite_disk_base::{DiskError, ErrorKind, OpenOptions, Raw};
 
 use super::damage::Damage;
-use super::format::batmap::{self, Batmap};
+use super::format::batmap::{self, Batmap, Encrypted};
 use super::format::footer::{Footer, Kind};
 use super::format::header::{self, Header};
 use super::format::layout::{Layout, UNUSED};
@@ -25,8 +25,35 @@ pub(super) enum FooterAt {
     End(u64),
     /// The copy at the beginning; the end has no intact one.
     Start,
-    /// The copy at the beginning of a device; tapdisk has removed the footer that belongs at this offset.
+    /// The copy at the beginning of a device; the footer that belongs at this offset is missing: tapdisk has removed
+    /// it, or the device has grown.
     Taken(u64),
+}
+
+/// When the copy of the footer on a device counts, although there is none at the device's end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CopyOnDevice {
+    Never,
+    IfTaken,
+    Counts,
+}
+
+impl CopyOnDevice {
+    pub(super) fn of(options: &OpenOptions) -> CopyOnDevice {
+        match (options.as_libvhd, options.format_said) {
+            (true, _) => CopyOnDevice::Counts,
+            (false, true) => CopyOnDevice::IfTaken,
+            (false, false) => CopyOnDevice::Never,
+        }
+    }
+
+    fn counts(self, is_taken: bool) -> bool {
+        match self {
+            CopyOnDevice::Never => false,
+            CopyOnDevice::IfTaken => is_taken,
+            CopyOnDevice::Counts => true,
+        }
+    }
 }
 
 /// Why metadata could not be read.
@@ -56,11 +83,11 @@ impl fmt::Display for MetaError {
 impl MetaError {
     /// The error for the image at `path`.
     pub(super) fn for_image(self, path: &Path) -> DiskError {
-        let what = format!("cannot open image {}", path.display());
+        let (what, why) = (format!("cannot open image {}", path.display()), self.to_string());
         match self {
-            MetaError::Io(..) => {
+            MetaError::Io(_, e) => {
                 let help = "check the medium below it and the kernel's log (dmesg)";
-                DiskError::new(ErrorKind::Io, what, self.to_string(), help)
+                DiskError::new(ErrorKind::Io, what, why, help).with_source(e)
             }
             MetaError::Bad(bad) if bad.unsupported => {
                 let help = "use the program that made it, or convert it with that";
@@ -154,7 +181,10 @@ impl Footers {
     /// But tapdisk removes the footer at the end while it has an image open, also on a device, and writes a pattern of
     /// its own there. It does not do that to fixed disks, and their guests cannot write the last sector of a device
     /// that has grown. So with that pattern the copy is trusted, if the user has named the format VHD.
-    pub(super) fn choose(&self, format_said: bool) -> Result<(Footer, FooterAt), Malformed> {
+    ///
+    /// XAPI's storage manager makes a volume larger, and only then has the footer written to its new end. It keeps in
+    /// its own records which volume is a VHD, and makes no fixed ones on volumes. So its tools trust a copy.
+    pub(super) fn choose(&self, copy: CopyOnDevice) -> Result<(Footer, FooterAt), Malformed> {
         match (&self.start, &self.end) {
             (Ok(start), Ok(end)) if start.uuid != end.uuid || start.kind != end.kind => {
                 let why = "the footers at the beginning and at the end are of different images; \
@@ -164,7 +194,7 @@ impl Footers {
             (_, Ok(end)) => Ok((end.clone(), FooterAt::End(self.end_at))),
             (Ok(start), Err(bad)) if start.kind != Kind::Fixed => match self.is_file {
                 true => Ok((start.clone(), FooterAt::Start)),
-                false if self.is_taken && format_said => {
+                false if copy.counts(self.is_taken) => {
                     Ok((start.clone(), FooterAt::Taken(self.end_at)))
                 }
                 false => {
@@ -200,6 +230,7 @@ pub(super) fn read_header(
     raw: &Raw,
     footer: &Footer,
     medium_bytes: u64,
+    encrypted: Encrypted,
 ) -> Result<(Header, Option<Batmap>, Layout), MetaError> {
     let at = footer.data_offset;
     if !at.is_multiple_of(SECTOR) || at.saturating_add(header::BYTES as u64) > medium_bytes {
@@ -209,7 +240,7 @@ pub(super) fn read_header(
     let header = Header::parse(&read_array(raw, at)?, at, footer)?;
     let batmap = match Batmap::header_offset(footer, &header) {
         Some(at) if at.saturating_add(SECTOR) <= medium_bytes => {
-            Batmap::parse(&read_array(raw, at)?, at, footer, &header)?
+            Batmap::parse(&read_array(raw, at)?, at, footer, &header, encrypted)?
         }
         _ => None,
     };
@@ -245,13 +276,33 @@ pub(super) fn for_each_entry(
     Ok(())
 }
 
+/// The sector of the block that lies last, by the part of the table that the disk uses. Large tables of many images are
+/// read, so nothing is checked.
+pub(super) fn last_entry(
+    raw: &Raw,
+    header: &Header,
+    layout: &Layout,
+) -> Result<Option<u32>, MetaError> {
+    let (bytes, mut at, mut last) = (u64::from(layout.blocks) * 4, 0, 0);
+    while at < bytes {
+        let len = (bytes - at).min(TABLE_PIECE as u64) as usize;
+        let piece = read(raw, header.table_offset + at, len)?;
+        let entries = piece.as_chunks::<4>().0.iter().map(|entry| u32::from_be_bytes(*entry));
+        // UNUSED is the largest number, so it becomes 0 and the others follow.
+        last = entries.map(|entry| entry.wrapping_add(1)).fold(last, u32::max);
+        at += len as u64;
+    }
+    Ok(last.checked_sub(1))
+}
+
 /// Reads everything but bitmaps, and checks it.
 pub(super) fn read_sparse(
     raw: &Raw,
     footer: &Footer,
     medium_bytes: u64,
+    encrypted: Encrypted,
 ) -> Result<Sparse, MetaError> {
-    let (header, batmap, layout) = read_header(raw, footer, medium_bytes)?;
+    let (header, batmap, layout) = read_header(raw, footer, medium_bytes, encrypted)?;
     let mut places = Vec::with_capacity(layout.blocks as usize);
     let mut sectors = Vec::new();
     for_each_entry(raw, &header, &layout, |block, entry| {

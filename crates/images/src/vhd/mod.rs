@@ -34,6 +34,7 @@ mod check;
 mod close;
 mod create;
 mod damage;
+mod edit;
 mod footers;
 mod format;
 mod identity;
@@ -43,24 +44,31 @@ mod pieces;
 mod relink;
 mod repair;
 mod resize;
+mod seen;
 mod strict;
 mod table;
+mod verify;
 
 pub use check::{Finding, Problem, Report, check};
 pub use create::{NewImage, NewParent};
+pub use edit::{cut_off, identity_in};
+pub use format::batmap::KeyHash;
 pub use format::footer::{Creator, Footer, Kind};
 pub use format::geometry::Geometry;
 pub use format::header::DEFAULT_BLOCK_BYTES;
 pub(crate) use format::locator::{decode, unescape};
 pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
 pub(crate) use lineage::{Head, Lineage, head, lineage};
+pub use relink::MAX_MOVED;
 pub use repair::{is_repairable, repair};
+pub use seen::{Allocated, Seen, SeenLocator, SeenTables, SeenVolume, canonical};
 pub use strict::check_strictly;
+pub use verify::{Verify, verify};
 
 use blocks::{Blocks, Opened, RECORD_WORDS, RECORDS};
-use format::batmap::Batmap;
+use format::batmap::{Batmap, Encrypted};
 use format::header::Header;
-use meta::{FooterAt, Footers};
+use meta::{CopyOnDevice, FooterAt, Footers};
 
 /// A differencing image's record of its parent.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,11 +120,13 @@ impl Vhd {
         }
         let footers = Footers::read(&raw).map_err(bad)?;
         let (footer, footer_at) =
-            footers.choose(options.format_said).map_err(|e| match footers.end {
+            footers.choose(CopyOnDevice::of(options)).map_err(|e| match footers.end {
                 Err(_) if !raw.is_file() && !e.unsupported => no_footer(&raw, &footers, &e),
                 _ => bad(e.into()),
             })?;
-        if let FooterAt::Taken(_) = footer_at {
+        if let FooterAt::Taken(_) = footer_at
+            && footers.is_taken
+        {
             tracing::warn!(
                 image = %path.display(),
                 "tapdisk had it open and did not close it; its copy of the footer counts until it is \
@@ -129,7 +139,7 @@ impl Vhd {
             Kind::Dynamic | Kind::Differencing => {
                 let room = footer_at.room(footers.medium_bytes);
                 let sparse = match options.on_damage() {
-                    OnDamage::Refuse => meta::read_sparse(&raw, &footer, room),
+                    OnDamage::Refuse => meta::read_sparse(&raw, &footer, room, encrypted(options)),
                     OnDamage::Serve | OnDamage::Salvage => damage::read_sparse(&raw, &footer, room),
                 };
                 let sparse = sparse.map_err(bad)?;
@@ -191,7 +201,10 @@ impl Vhd {
     /// Whether `parent` is the parent that this image was made on. A parent with this image's own identity is one, too:
     /// a coalesce was interrupted after its last step, and the parent, which has all of this image's sectors, is to be
     /// renamed over it.
-    pub(crate) fn accepts_parent(&self, parent: &Vhd) -> Result<(), DiskError> {
+    ///
+    /// # Errors
+    /// It is not; the text tells both identities.
+    pub fn accepts_parent(&self, parent: &Vhd) -> Result<(), DiskError> {
         let expected = self.parent().map_or(Uuid::NIL, |p| p.uuid);
         let found = parent.footer.uuid;
         if found == expected {
@@ -388,6 +401,10 @@ fn no_footer(raw: &Raw, footers: &Footers, bad: &Malformed) -> DiskError {
          of={path} bs=512 count=1 conv=notrunc skip=OLD seek={seek}"
     );
     DiskError::new(ErrorKind::Damaged, format!("cannot open image {path}"), bad.to_string(), help)
+}
+
+fn encrypted(options: &OpenOptions) -> Encrypted {
+    if options.as_libvhd { Encrypted::Opened } else { Encrypted::Refused }
 }
 
 fn fixed(footer: &Footer, end_at: u64) -> Result<Body, Malformed> {

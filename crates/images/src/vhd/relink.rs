@@ -21,7 +21,7 @@ use super::{Body, Sparse, Vhd};
 use crate::image::format::ImageFormat as _;
 
 /// Blocks that are moved to make room for longer paths, at most.
-const MAX_MOVED: usize = 4;
+pub const MAX_MOVED: usize = 4;
 
 /// Texts of locators, and their places.
 type Texts = Vec<(u64, Vec<u8>)>;
@@ -36,7 +36,8 @@ struct Plan {
 
 impl Vhd {
     /// Makes this image, which is file 0 of the port, one on another parent, and closes it. The parent reads as the old
-    /// one, or hides what is different, and its data are durable.
+    /// one, or hides what is different, and its data are durable. At most `max_moved` blocks are moved to make room for
+    /// longer paths ([`MAX_MOVED`]): none, if other processes read the image.
     ///
     /// 1. The copy of the footer at the beginning is mended. Blocks in the way of longer paths are moved (`make_room`).
     /// 2. A header for the new parent, and its paths, are written behind all blocks; `fdatasync`. In a file they cover
@@ -50,19 +51,23 @@ impl Vhd {
     /// # Errors
     /// Those of the kernel: the parent is the old or the new one. `InvalidInput`: the image has none, or cannot have
     /// this one; nothing was changed.
-    pub async fn relink(self, port: &Port, parent: &NewParent) -> io::Result<()> {
+    pub async fn relink(self, port: &Port, parent: &NewParent, max_moved: usize) -> io::Result<()> {
         self.close(port).await?;
         let Body::Sparse(sparse) = &self.body else {
             return Err(invalid("a fixed image has no parent"));
         };
-        let plan = self.plan_relink(port, sparse, parent).await?;
+        let plan = self.plan_relink(port, sparse, parent, max_moved).await?;
         sparse.blocks.mend_copy(port).await?;
         let at = sparse.blocks.end_of_file().footer;
         let (aside, texts) =
             named(&sparse.header, parent, self.raw.path(), at + header::BYTES as u64)?;
         let end = texts.iter().map(|(at, text)| at + text.len() as u64).max().unwrap_or(at);
         if !self.raw.is_file() && last_sector(&self.raw)? < end {
-            return Err(io::ErrorKind::StorageFull.into());
+            let is_here = plan.footer.data_offset == self.footer.data_offset;
+            if max_moved > 0 || !is_here {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            return self.relink_in_place(port, &plan).await;
         }
         self.write_header(port, at, &aside, &texts).await?;
         let aside = Footer { data_offset: at, ..self.footer.clone() };
@@ -80,12 +85,23 @@ impl Vhd {
         Ok(())
     }
 
+    /// Writes the paths, `fdatasync`, and then the header over the old one, for a full device of XAPI's. The header is
+    /// one write, so a process that is killed leaves the old or the new parent. But a power cut may tear it.
+    async fn relink_in_place(&self, port: &Port, plan: &Plan) -> io::Result<()> {
+        let pieces: Vec<(u64, &[u8])> =
+            plan.texts.iter().map(|(at, text)| (*at, &text[..])).collect();
+        write_bytes(port, port.files[0], &pieces).await?;
+        self.commits.sync(port).await?;
+        self.write_header(port, plan.footer.data_offset, &plan.header, &[]).await
+    }
+
     /// Finds the places of the header and the paths before the first block, and makes room for them.
     async fn plan_relink(
         &self,
         port: &Port,
         sparse: &Sparse,
         parent: &NewParent,
+        max_moved: usize,
     ) -> io::Result<Plan> {
         let path = self.raw.path();
         let bare = Header { locators: Default::default(), ..sparse.header.clone() };
@@ -106,7 +122,7 @@ impl Vhd {
         let needed: u64 = texts.iter().map(|(_, text)| text.len() as u64).sum();
         let at = layout(&footer, &bare).map_err(broken)?.place_for_metadata(needed);
         if !is_free(at, at + needed) {
-            if sparse.blocks.placed().filter(|p| p.start() < at + needed).count() > MAX_MOVED {
+            if sparse.blocks.placed().filter(|p| p.start() < at + needed).count() > max_moved {
                 return Err(invalid("its blocks leave no room for the path of that parent"));
             }
             self.make_room(port, sparse, at + needed).await?;

@@ -4,13 +4,14 @@ use std::io;
 
 use ferrite_disk_base::{DiskError, ErrorKind, Port, Rare};
 
+use super::edit::invalid;
 use super::footers::{End, replace_footers};
 use super::format::batmap;
-use super::format::footer::Footer;
-use super::format::geometry::Geometry;
+use super::format::footer::{self, Footer};
 use super::format::{MAX_BLOCKS, MAX_DISK_BYTES, SECTOR};
 use super::meta::FooterAt;
 use super::pieces::{write_bytes, write_zeros};
+use super::table::{self, ENTRIES};
 use super::{Body, Sparse, Vhd};
 use crate::image::format::ImageFormat as _;
 
@@ -36,13 +37,7 @@ impl Vhd {
             let why = format!("a disk of {bytes} bytes");
             return Err(error(ErrorKind::Usage, why, "a VHD has whole sectors, up to 2040 GiB"));
         }
-        let footer = Footer {
-            current_size: bytes,
-            // Some programs take this for the size (libvhdi), or refuse a larger one (vhd-lib).
-            original_size: bytes,
-            geometry: Geometry::of_sectors(bytes / SECTOR),
-            ..self.footer.clone()
-        };
+        let footer = self.footer.of_size(bytes);
         match &self.body {
             Body::Fixed if bytes < self.bytes() => {
                 let help = "convert it to a dynamic image first";
@@ -71,6 +66,96 @@ impl Vhd {
                 self.resize_sparse(port, sparse, &footer, blocks as u32).await.map_err(broken)
             }
         }
+    }
+
+    /// Makes the disk larger within the room of its table. Nothing moves, so other processes may read the image.
+    ///
+    /// 1. The part of the last block that was past the disk's end becomes zeros (`clear_tail`).
+    /// 2. The entries for new blocks become unused, and the batmap gets the checksum of its larger part; `fdatasync`.
+    ///    The disk as it is does not use them.
+    /// 3. The footers (`replace_footers`).
+    ///
+    /// # Errors
+    /// `InvalidInput`: the table has no entries for that, the disk would be smaller, or it is fixed; nothing was changed.
+    /// Errors of the kernel: the size is the old or the new one.
+    pub async fn grow_in_table(self, port: &Port, bytes: u64) -> io::Result<()> {
+        let Body::Sparse(sparse) = &self.body else {
+            return Err(invalid("a fixed image has no table"));
+        };
+        let blocks = bytes.div_ceil(u64::from(sparse.header.block_bytes));
+        if blocks > u64::from(sparse.header.max_entries) {
+            let entries = sparse.header.max_entries;
+            return Err(invalid(&format!("its table has {entries} entries, not {blocks}")));
+        }
+        if bytes < self.bytes() || bytes > MAX_DISK_BYTES || !bytes.is_multiple_of(SECTOR) {
+            return Err(invalid(&format!("its disk of {} bytes would get {bytes}", self.bytes())));
+        }
+        let footer = self.footer.of_size(bytes);
+        self.close(port).await?;
+        sparse.blocks.mend_copy(port).await?;
+        if bytes > self.bytes() {
+            self.clear_tail(port, sparse).await?;
+        }
+        let (first, end) = (sparse.blocks.blocks() / ENTRIES, (blocks as u32).div_ceil(ENTRIES));
+        table::write(port, sparse, sparse.header.table_offset, first..end).await?;
+        let covered = batmap::covered_bytes(bytes);
+        if let Some(map) = sparse.batmap.as_ref().filter(|map| covered <= map.len) {
+            self.write_batmap(port, sparse, map, &self.full_blocks(sparse, &footer)).await?;
+        }
+        self.commits.sync(port).await?;
+        let end = sparse.blocks.end_of_file();
+        replace_footers(port, &self.commits, &self.raw, &self.footer, &footer, end).await
+    }
+
+    /// Takes a resize back: the disk gets its old footer, `old`, and its table the old number of entries. Nothing was
+    /// written behind the old end. The order is that of a resize to a smaller size.
+    ///
+    /// # Errors
+    /// `InvalidInput`: that is the footer of another image, or of a larger disk. Errors of the kernel: the size is the
+    /// old or the new one, and this can be done again.
+    pub async fn take_back(
+        self,
+        port: &Port,
+        old: &[u8; footer::BYTES],
+        entries: u32,
+    ) -> io::Result<()> {
+        let footer = Footer::parse(old, 0).map_err(|bad| invalid(&bad.to_string()))?;
+        let is_its = (footer.uuid, footer.kind) == (self.footer.uuid, self.footer.kind)
+            && footer.data_offset == self.footer.data_offset
+            && footer.current_size <= self.bytes();
+        if !is_its {
+            return Err(invalid("the journal is of another image"));
+        }
+        match &self.body {
+            Body::Fixed => self.shrink_fixed(port, &footer).await,
+            Body::Sparse(sparse) => {
+                let blocks = footer.current_size.div_ceil(u64::from(sparse.header.block_bytes));
+                if u64::from(entries) < blocks || entries > MAX_BLOCKS {
+                    return Err(invalid("the journal has no number of entries for that disk"));
+                }
+                self.close(port).await?;
+                self.resize_sparse(port, sparse, &footer, entries).await
+            }
+        }
+    }
+
+    /// Makes a fixed disk smaller. A file ends with an intact footer at any moment:
+    ///
+    /// 1. The footer of the smaller disk: in a file behind its end, where the disk of the other one still is; on a
+    ///    device over the other one; `fdatasync`.
+    /// 2. A file is cut off behind it; `fdatasync`.
+    async fn shrink_fixed(&self, port: &Port, footer: &Footer) -> io::Result<()> {
+        let FooterAt::End(at) = self.footer_at else {
+            return Err(io::ErrorKind::InvalidData.into());
+        };
+        let at = if self.raw.is_file() { footer.current_size } else { at };
+        write_bytes(port, port.files[0], &[(at, &footer.bytes())]).await?;
+        self.commits.sync(port).await?;
+        if self.raw.is_file() {
+            port.io.set_len(port.files[0], at + SECTOR).await?;
+            self.commits.sync(port).await?;
+        }
+        Ok(())
     }
 
     /// Makes a fixed disk larger. At any moment the medium ends with an intact footer, and the added part reads as

@@ -8,14 +8,15 @@ use ferrite_disk_base::{DiskError, Raw};
 use ferrite_host::{clock, names};
 
 use super::check::{Problem, Report};
-use super::format::batmap::{self, Batmap};
+use super::format::batmap::{self, Batmap, Encrypted};
 use super::format::footer::{self, Footer, Kind};
 use super::format::geometry::Geometry;
 use super::format::header::{self, DEFAULT_BLOCK_BYTES, Header, LOCATORS, LOCATORS_AT};
 use super::format::layout::UNUSED;
 use super::format::locator::{self, Locator};
 use super::format::{SECTOR, Uuid, be32, be64, whole_sectors};
-use super::meta::{self, Footers, MetaError};
+use super::meta::{self, CopyOnDevice, Footers, MetaError};
+use super::seen;
 
 /// The largest difference of clocks, in seconds.
 const SLACK_S: u32 = 1800;
@@ -38,15 +39,15 @@ pub fn check_strictly(raw: &Raw, parent: Option<&Path>) -> Result<Report, DiskEr
     Ok(report)
 }
 
-struct Rules<'a> {
-    raw: &'a Raw,
-    report: &'a mut Report,
+pub(super) struct Rules<'a> {
+    pub(super) raw: &'a Raw,
+    pub(super) report: &'a mut Report,
     /// The present time in seconds since 2000.
-    now: u32,
+    pub(super) now: u32,
 }
 
 impl Rules<'_> {
-    fn refuse(&mut self, offset: u64, why: impl Into<String>) {
+    pub(super) fn refuse(&mut self, offset: u64, why: impl Into<String>) {
         self.report.add(Problem::Refused, offset, why);
     }
 
@@ -59,7 +60,7 @@ impl Rules<'_> {
 
     fn all(&mut self, parent: Option<&Path>) -> Result<(), MetaError> {
         let footers = Footers::read(self.raw)?;
-        let Ok((footer, _)) = footers.choose(false) else { return Ok(()) };
+        let Ok((footer, _)) = footers.choose(CopyOnDevice::Never) else { return Ok(()) };
         let (end_at, last) = (footers.end_at, meta::read_sector(self.raw, footers.end_at)?);
         if footers.end.is_err() {
             self.refuse(end_at, "there is no footer at the end");
@@ -73,7 +74,8 @@ impl Rules<'_> {
         if footers.end.is_ok() && first != last {
             self.refuse(0, "the footers at the beginning and at the end differ");
         }
-        let (header, _, layout) = meta::read_header(self.raw, &footer, footers.medium_bytes)?;
+        let (header, _, layout) =
+            meta::read_header(self.raw, &footer, footers.medium_bytes, Encrypted::Refused)?;
         let raw = meta::read(self.raw, footer.data_offset, header::BYTES)?;
         self.header(&raw, &footer, &header, end_at);
         if header.block_bytes != DEFAULT_BLOCK_BYTES {
@@ -108,7 +110,7 @@ impl Rules<'_> {
         }
     }
 
-    fn footer(&mut self, raw: &[u8; footer::BYTES], at: u64, footer: &Footer) {
+    pub(super) fn footer(&mut self, raw: &[u8; footer::BYTES], at: u64, footer: &Footer) {
         let is_tap = footer.creator.app.starts_with(b"tap");
         let (g, right) = (be32(raw, 56), Geometry::of_sectors(footer.current_size / SECTOR));
         let right = u32::from(right.cylinders) << 16
@@ -132,7 +134,7 @@ impl Rules<'_> {
         );
     }
 
-    fn header(&mut self, raw: &[u8], footer: &Footer, header: &Header, end_at: u64) {
+    pub(super) fn header(&mut self, raw: &[u8], footer: &Footer, header: &Header, end_at: u64) {
         let at = footer.data_offset;
         let table_end = header.table_offset.saturating_add(u64::from(header.max_entries) * 4);
         let some = |range: std::ops::Range<usize>| raw[range].iter().any(|byte| *byte != 0);
@@ -169,11 +171,16 @@ impl Rules<'_> {
     }
 
     /// The end of table and batmap.
-    fn batmap(&mut self, footer: &Footer, header: &Header, end_at: u64) -> Result<u64, MetaError> {
+    pub(super) fn batmap(
+        &mut self,
+        footer: &Footer,
+        header: &Header,
+        end_at: u64,
+    ) -> Result<u64, MetaError> {
         let table_end = header.table_offset + whole_sectors(u64::from(header.max_entries) * 4);
         let Some(at) = Batmap::header_offset(footer, header) else { return Ok(table_end) };
         let raw = meta::read_sector(self.raw, at)?;
-        let Some(map) = Batmap::parse(&raw, at, footer, header)? else {
+        let Some(map) = Batmap::parse(&raw, at, footer, header, Encrypted::Opened)? else {
             if footer.creator.version >= SURE_OF_BATMAP {
                 self.refuse(at, "there is no batmap, or one that libvhd cannot read");
             }
@@ -191,7 +198,7 @@ impl Rules<'_> {
         Ok((at + SECTOR).max(map.offset + map.len))
     }
 
-    fn locators(
+    pub(super) fn locators(
         &mut self,
         raw: &[u8],
         footer: &Footer,
@@ -252,7 +259,7 @@ impl Rules<'_> {
                 format!("a locator leads to {shown}, the header to {name:?}"),
             );
         }
-        let dir = names::canonicalize(self.raw.path()).ok();
+        let dir = seen::canonical(self.raw.path()).ok();
         let dir = dir.as_deref().and_then(Path::parent).unwrap_or(Path::new("."));
         let led_to = [path.clone(), dir.join(path.strip_prefix("/").unwrap_or(&path))];
         let led_to = led_to.iter().find(|path| path.is_absolute() && names::exists(path));

@@ -107,11 +107,15 @@ impl Blocks {
                 Look::Absent(n) => {
                     part.sectors = n;
                     let entry = self.entry(part.block);
+                    // An image that was opened without its parents has unknown data below.
+                    let is_zero_below = || {
+                        let found = below.map(offset, part.bytes());
+                        !below.is_empty()
+                            && matches!(found, Extent::Zeros { len } if len >= part.bytes())
+                    };
                     let zero = !entry.has(Entry::DIRTY)
                         && !entry.has(Entry::BUSY)
-                        && (!self.differencing
-                            || matches!(below.map(offset, part.bytes()),
-                                Extent::Zeros { len } if len >= part.bytes()));
+                        && (!self.differencing || is_zero_below());
                     if zero {
                         offset += part.bytes();
                         continue;

@@ -13,11 +13,31 @@ pub(crate) const BYTES: usize = 512;
 
 const COOKIE: [u8; 8] = *b"tdbatmap";
 const CHECKSUM_AT: usize = 24;
+/// A number that means nothing here.
+const MARKER_AT: usize = 28;
 /// 1: the image is encrypted, and the hash of its key follows.
 const KEY_AT: usize = 29;
+const NONCE_AT: usize = 30;
+const HASH_AT: usize = 62;
 /// From this version on the checksum adds bytes as signed numbers.
 const VERSION_SIGNED: u32 = 0x0001_0001;
 const VERSION: u32 = 0x0001_0002;
+
+/// What is done about an encrypted image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Encrypted {
+    Refused,
+    Opened,
+}
+
+/// The hash of an encrypted image's key, as in its batmap's header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyHash {
+    /// What was hashed together with the key.
+    pub nonce: [u8; 32],
+    /// SHA-256 of both.
+    pub hash: [u8; 32],
+}
 
 /// A checked header, and its bytes on disk, which have fields of other programs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,22 +87,43 @@ impl Batmap {
         whole_sectors(u64::from(max_entries).div_ceil(8)).max(SECTOR)
     }
 
+    /// The hash of the key in the header.
+    pub(crate) fn key(&self) -> Option<KeyHash> {
+        let key = KeyHash { nonce: array(&self.raw, NONCE_AT), hash: array(&self.raw, HASH_AT) };
+        (self.raw[KEY_AT] == 1).then_some(key)
+    }
+
+    /// The header `on_disk`, which is this one with another checksum, with the hash of a key.
+    pub(crate) fn with_key(mut on_disk: [u8; BYTES], key: &KeyHash) -> [u8; BYTES] {
+        on_disk[KEY_AT] = 1;
+        put(&mut on_disk, NONCE_AT, &key.nonce);
+        put(&mut on_disk, HASH_AT, &key.hash);
+        on_disk
+    }
+
+    /// The header `on_disk` with another marker.
+    pub(crate) fn with_marker(mut on_disk: [u8; BYTES], marker: u8) -> [u8; BYTES] {
+        on_disk[MARKER_AT] = marker;
+        on_disk
+    }
+
     /// Reads the header. `None`: there is none, and none is needed.
     ///
     /// # Errors
-    /// The image is encrypted.
+    /// The image is encrypted, unless that is `allowed`.
     pub(crate) fn parse(
         raw: &[u8; BYTES],
         at: u64,
         footer: &Footer,
         header: &Header,
+        allowed: Encrypted,
     ) -> Result<Option<Batmap>, Malformed> {
         let version = be32(raw, 20);
         let (offset, sectors) = (be64(raw, 8), u64::from(be32(raw, 16)));
         if array(raw, 0) != COOKIE || version > VERSION {
             return Ok(None);
         }
-        if raw[KEY_AT] == 1 {
+        if raw[KEY_AT] == 1 && allowed == Encrypted::Refused {
             let why = "batmap: the image is encrypted, which is not supported";
             return Err(Malformed::unsupported(at, why));
         }
@@ -144,7 +185,8 @@ mod tests {
         assert_eq!(map.len(), 255 * 512);
         map[7] = 0x81;
         let raw = Batmap::new(at, header.max_entries).header_for(&map);
-        let batmap = Batmap::parse(&raw, at, &footer, &header).unwrap().unwrap();
+        let batmap =
+            Batmap::parse(&raw, at, &footer, &header, Encrypted::Refused).unwrap().unwrap();
         assert_eq!((batmap.offset, batmap.len), (at + 512, 255 * 512));
         assert!(batmap.is_valid(&map));
         map[8] = 1;
@@ -157,7 +199,8 @@ mod tests {
         let mut raw = Batmap::new(4096, header.max_entries).header_for(&[]);
         raw[20..24].copy_from_slice(&VERSION_SIGNED.to_be_bytes());
         raw[CHECKSUM_AT..CHECKSUM_AT + 4].copy_from_slice(&(!(-2i32 as u32)).to_be_bytes());
-        let batmap = Batmap::parse(&raw, 4096, &footer, &header).unwrap().unwrap();
+        let batmap =
+            Batmap::parse(&raw, 4096, &footer, &header, Encrypted::Refused).unwrap().unwrap();
         assert!(batmap.is_valid(&[0xff, 0xff]) && !batmap.is_valid(&[1, 1]));
     }
 
@@ -168,7 +211,7 @@ mod tests {
         let parse = |at: usize, value: &[u8]| {
             let mut raw = good;
             put(&mut raw, at, value);
-            Batmap::parse(&raw, 4096, &footer, &header)
+            Batmap::parse(&raw, 4096, &footer, &header, Encrypted::Refused)
         };
         assert!(parse(0, b"t").unwrap().is_some());
         assert_eq!(parse(0, b"x"), Ok(None));

@@ -155,6 +155,17 @@ impl Footer {
         }
     }
 
+    /// This footer for a disk of another size.
+    pub(crate) fn of_size(&self, bytes: u64) -> Footer {
+        Footer {
+            current_size: bytes,
+            // Some programs take this for the size (libvhdi), or refuse a larger one (vhd-lib).
+            original_size: bytes,
+            geometry: Geometry::of_sectors(bytes / SECTOR),
+            ..self.clone()
+        }
+    }
+
     /// Reads the footer that was found at `offset`.
     ///
     /// # Errors
