@@ -14,6 +14,7 @@ use crate::cli::CompatArgs;
 use crate::exit::Failure;
 use crate::plain::one_line;
 
+mod smapi;
 pub(crate) mod tap_ctl;
 
 /// The command of `ferrite` that names a tool.
@@ -23,15 +24,19 @@ const COMMAND: &str = "compat";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tool {
     TapCtl,
+    SmapiDatapath,
+    SmapiVolume,
 }
 
 impl Tool {
-    const ALL: [Tool; 1] = [Tool::TapCtl];
+    const ALL: [Tool; 3] = [Tool::TapCtl, Tool::SmapiDatapath, Tool::SmapiVolume];
 
     /// The name of tapdisk's program.
     fn name(self) -> &'static str {
         match self {
             Tool::TapCtl => "tap-ctl",
+            Tool::SmapiDatapath => "smapi-datapath",
+            Tool::SmapiVolume => "smapi-volume",
         }
     }
 
@@ -43,6 +48,7 @@ impl Tool {
     pub(crate) fn main(self, args: Vec<OsString>) -> ExitCode {
         match self {
             Tool::TapCtl => tap_ctl::main(args),
+            Tool::SmapiDatapath | Tool::SmapiVolume => smapi::main(self, args),
         }
     }
 }
