@@ -85,7 +85,8 @@ impl Held {
     pub(super) fn read(&self) -> Result<Option<Disk>, Fault> {
         files::read(&self.state).map_err(|e| {
             let path = self.state.display();
-            let help = "remove the file if no domain uses that disk, and its tap by tap-ctl destroy";
+            let help =
+                "remove the file if no domain uses that disk, and its tap by tap-ctl destroy";
             Fault::new(Kind::Failed, format!("cannot read {path}: {e}; {help}"))
         })
     }

@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 /// The suffix of a file that is being written.
-const NEW: &str = ".new";
+pub(super) const NEW: &str = ".new";
 
 /// Makes a folder for its owner alone.
 pub(super) fn make_folder(path: &Path) -> io::Result<()> {
@@ -26,7 +26,8 @@ pub(super) fn replace(path: &Path, content: &impl Serialize) -> io::Result<()> {
     let text = serde_json::to_vec_pretty(content).map_err(io::Error::other)?;
     let mut new = path.as_os_str().to_owned();
     new.push(NEW);
-    let mut file = File::options().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
+    let mut file =
+        File::options().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
     file.write_all(&text)?;
     file.sync_all()?;
     fs::rename(&new, path)?;

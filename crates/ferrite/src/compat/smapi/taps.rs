@@ -16,6 +16,7 @@ const CLOSED: u32 = 0x2;
 const PAUSED: u32 = 0x10 | 0x20;
 /// No daemon listens.
 const EPROTO: i32 = Errno::PROTO.raw_os_error();
+const ECONNREFUSED: i32 = Errno::CONNREFUSED.raw_os_error();
 /// No such process, number or file.
 const ENOENT: i32 = Errno::NOENT.raw_os_error();
 /// A number cannot be freed while its process ends, which takes up to a second.
@@ -250,7 +251,12 @@ impl Taps for TapCtl<'_> {
     }
 
     fn list(&self) -> Done<Vec<Row>> {
-        Ok(self.run("list", &[])?.lines().map(Row::parse).collect())
+        let listed = self.run("list", &[]).map_err(|e| match e.errno {
+            // Nobody listens on the daemon's socket, or there is none.
+            ENOENT | ECONNREFUSED => TapError { errno: EPROTO, ..e },
+            _ => e,
+        })?;
+        Ok(listed.lines().map(Row::parse).collect())
     }
 
     fn sockets(&self) -> PathBuf {

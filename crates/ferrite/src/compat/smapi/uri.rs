@@ -21,7 +21,8 @@ impl Image {
     /// Parses a URI. Without `format` the name's extension says it, as everywhere.
     pub(super) fn parse(uri: &str) -> Result<Image, Fault> {
         let refuse = |why: &str| {
-            let help = "write ferrite:///PATH?format=raw, vhd or qcow2, with the path percent-encoded";
+            let help =
+                "write ferrite:///PATH?format=raw, vhd or qcow2, with the path percent-encoded";
             Err(Fault::new(Kind::Invalid, format!("cannot use the URI {uri}: {why}; {help}")))
         };
         let (Some((path, _)), query) = (path_of(uri, SCHEME), query_of(uri)) else {

@@ -180,7 +180,9 @@ fn path(configuration: &Configuration) -> Result<&Path, Fault> {
 fn probe(params: &ConfigurationParams) -> Result<Value, Fault> {
     let configuration = &params.configuration;
     let Ok(path) = path(configuration) else {
-        return Ok(json!([{ "configuration": configuration, "complete": false, "extra_info": {} }]));
+        return Ok(
+            json!([{ "configuration": configuration, "complete": false, "extra_info": {} }]),
+        );
     };
     let Some(folder) = Folder::find(path)? else {
         return Ok(json!([{ "configuration": configuration, "complete": true, "extra_info": {} }]));
@@ -413,7 +415,9 @@ impl Plugin<'_> {
             // A disk that was made by other means need not be a multiple of the unit.
             let now = images.info(&params.key)?.virtual_bytes;
             if i64::try_from(now).is_ok_and(|now| params.new_size < now) {
-                return refuse("it would be smaller than it is; copy it to a smaller volume instead");
+                return refuse(
+                    "it would be smaller than it is; copy it to a smaller volume instead",
+                );
             }
             if i64::try_from(now) != Ok(params.new_size) {
                 images.resize(&params.key, bytes)?;
@@ -505,7 +509,8 @@ fn volume(images: &Images<'_>, key: &str, record: Record) -> Result<Volume, Faul
 
 /// The size of a disk that has at least so many bytes.
 fn rounded(bytes: i64) -> Result<u64, Fault> {
-    let rounded = u64::try_from(bytes).ok().and_then(|bytes| bytes.max(1).checked_next_multiple_of(UNIT));
+    let rounded =
+        u64::try_from(bytes).ok().and_then(|bytes| bytes.max(1).checked_next_multiple_of(UNIT));
     rounded.filter(|bytes| i64::try_from(*bytes).is_ok()).ok_or_else(|| {
         Fault::new(Kind::Invalid, format!("{bytes} bytes are no size of a disk; give another one"))
     })

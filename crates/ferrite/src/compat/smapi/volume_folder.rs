@@ -93,7 +93,9 @@ impl Folder {
         let made = files::make_folder(&ours)
             .and_then(|()| files::sync_folder_of(&ours))
             .and_then(|()| files::replace(&ours.join(REPOSITORY), &repository));
-        made.map_err(|e| Fault::of_io(format!("cannot make a repository of {}", path.display()), e))?;
+        made.map_err(|e| {
+            Fault::of_io(format!("cannot make a repository of {}", path.display()), e)
+        })?;
         Ok(Folder { path, repository })
     }
 
@@ -143,12 +145,11 @@ impl Folder {
     /// The folder is no repository any more.
     pub(super) fn forget(&self) -> Result<(), Fault> {
         let ours = self.path.join(OURS);
-        let removed = files::remove(&ours.join(REPOSITORY)).and_then(|()| {
-            match fs::remove_dir_all(&ours) {
+        let removed =
+            files::remove(&ours.join(REPOSITORY)).and_then(|()| match fs::remove_dir_all(&ours) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
                 _ => files::sync_folder_of(&ours),
-            }
-        });
+            });
         removed.map_err(|e| Fault::of_io(format!("cannot remove {}", ours.display()), e))
     }
 
@@ -209,6 +210,16 @@ impl Folder {
         removed.map_err(|e| Fault::of_io(format!("cannot remove {}", path.display()), e))
     }
 
+    /// Removes files of volumes that killed calls were writing. The caller has the lock, so no other call writes one.
+    pub(super) fn remove_unfinished(&self) {
+        let entries = fs::read_dir(self.path.join(OURS)).into_iter().flatten().flatten();
+        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+        for name in names.filter(|name| is_unfinished(name)) {
+            // They do no harm, and the next call tries again.
+            let _ = fs::remove_file(self.path.join(OURS).join(name));
+        }
+    }
+
     fn path_of_record(&self, key: &str) -> PathBuf {
         self.path.join(OURS).join(format!("{key}.json"))
     }
@@ -252,6 +263,12 @@ fn format_of(key: &str) -> Option<Format> {
     (is_name && key.len() <= MAX_KEY && format != Format::Raw).then_some(format)
 }
 
+/// Whether this is the name of a volume's file that is being written.
+fn is_unfinished(name: &str) -> bool {
+    let key = name.strip_suffix(files::NEW).and_then(|name| name.strip_suffix(".json"));
+    key.and_then(format_of).is_some()
+}
+
 /// A UUID of version 4.
 pub(super) fn new_uuid() -> Result<String, Fault> {
     let mut bytes: [u8; 16] =
@@ -272,7 +289,8 @@ mod tests {
     fn a_key_is_the_name_of_an_image_in_the_folder_and_nothing_else() {
         assert_eq!(format_of("a b:c.vhd"), Some(Format::Vhd));
         assert_eq!(format_of("a.QCOW2"), Some(Format::Qcow2));
-        for key in ["", ".", "..", "a", "a.img", "a.raw", ".a.vhd", "../a.vhd", "a/b.vhd", "/a.vhd"] {
+        for key in ["", ".", "..", "a", "a.img", "a.raw", ".a.vhd", "../a.vhd", "a/b.vhd", "/a.vhd"]
+        {
             assert_eq!(format_of(key), None, "{key}");
         }
         assert_eq!(format_of("a\nb.vhd"), None);

@@ -27,6 +27,8 @@ use crate::serve::{IMAGES, RUN_DIR};
 const WRITERS: u32 = 0o222;
 /// The name of an image's list of children in other folders has this suffix.
 const CHILDREN_ELSEWHERE: &str = ".ferrite-children";
+/// The name of an image that is being written has this suffix.
+const UNFINISHED: &str = ".ferrite-new";
 
 /// Whether an image that is in use may be read: what is read may be stale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,8 +98,7 @@ impl Images<'_> {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
             fs::File::open(&path)?.sync_all()
         });
-        protected
-            .map_err(|e| Fault::of_io(format!("cannot make {} read-only", path.display()), e))
+        protected.map_err(|e| Fault::of_io(format!("cannot make {} read-only", path.display()), e))
     }
 
     fn is_protected(&self, key: &str) -> bool {
@@ -204,17 +205,19 @@ impl Images<'_> {
         changed
     }
 
-    /// Removes hidden images that no image stands on, and then those that stood below them.
+    /// Removes hidden images that no image stands on, and then those that stood below them; and what killed calls have
+    /// left of files that they were writing.
     ///
     /// The order: the image is removed, durably, then its file that says that it is hidden.
     pub(super) fn sweep(&self) -> Result<(), Fault> {
+        self.folder.remove_unfinished();
         let keys = self.folder.keys()?;
         let mut hidden = BTreeSet::new();
         for key in self.folder.recorded() {
             if self.folder.record(&key)?.is_some_and(|record| record.hidden) {
                 match self.folder.has(&key) {
                     true => drop(hidden.insert(key)),
-                    false => self.folder.remove_record(&key)?,
+                    false => self.remove(&key)?,
                 }
             }
         }
@@ -225,12 +228,19 @@ impl Images<'_> {
         while let Some(key) = hidden.iter().find(|key| !self.has_children(key, &parents)).cloned() {
             hidden.remove(&key);
             parents.remove(&key);
-            let path = self.folder.path.join(&key);
-            files::remove(&path)
-                .map_err(|e| Fault::of_io(format!("cannot remove {}", path.display()), e))?;
-            self.folder.remove_record(&key)?;
+            self.remove(&key)?;
         }
         Ok(())
+    }
+
+    /// Removes an image, also one that was being written, then its file.
+    fn remove(&self, key: &str) -> Result<(), Fault> {
+        for name in [format!("{key}{UNFINISHED}"), key.to_owned()] {
+            let path = self.folder.path.join(name);
+            files::remove(&path)
+                .map_err(|e| Fault::of_io(format!("cannot remove {}", path.display()), e))?;
+        }
+        self.folder.remove_record(key)
     }
 
     fn has_children(&self, key: &str, parents: &BTreeMap<String, String>) -> bool {
@@ -250,7 +260,8 @@ impl Images<'_> {
         for key in keys {
             match tools.info_as_far(&self.name(key)?.1) {
                 Ok((info, end)) => {
-                    let below = info.chain.get(1).and_then(|below| self.key_of(below.path.as_ref()));
+                    let below =
+                        info.chain.get(1).and_then(|below| self.key_of(below.path.as_ref()));
                     match (below, end) {
                         (Some(below), _) => drop(parents.insert(key.clone(), below)),
                         (None, Some(_)) if !hidden.contains(key) => return Ok(None),

@@ -1,0 +1,693 @@
+//! XAPI's plug-ins (SMAPIv3), called as `xapi-storage-script` calls them: a program for each call, with the parameters
+//! as JSON on its standard input and the bare result on its standard output.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use ferrite_testkit::programs::installed;
+use serde_json::{Value, json};
+
+const VOLUME: &str = "volume/org.xen.xapi.storage.ferrite";
+const DATAPATH: &str = "datapath/ferrite";
+const MIB: u64 = 1 << 20;
+
+/// A host with the package's programs, a run directory and a folder for images.
+struct Host {
+    dir: tempfile::TempDir,
+}
+
+/// The error of a call: its kind and text.
+type Fault = (String, String);
+
+impl Host {
+    fn new() -> Host {
+        // Most of the time is that of syncs, elsewhere.
+        let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
+        for folder in ["bin", "run/ferrite", "images"] {
+            fs::create_dir_all(dir.path().join(folder)).unwrap();
+        }
+        symlink(env!("CARGO_BIN_EXE_ferrite"), dir.path().join("bin/ferrite")).unwrap();
+        Host { dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn images(&self) -> PathBuf {
+        self.path("images")
+    }
+
+    /// A program in the environment of the host.
+    fn command(&self, program: &str) -> Command {
+        let path = format!("{}:{}", self.path("bin").display(), std::env::var("PATH").unwrap());
+        let mut command = Command::new(program);
+        command.env("PATH", path).env_remove("RUST_LOG").stdin(Stdio::piped());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    /// Runs a command with this input: its exit code, and what it printed.
+    fn run(&self, command: &mut Command, input: &str) -> (Option<i32>, String) {
+        let mut child = command.spawn().unwrap();
+        // A program that fails early need not read it.
+        let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+        let output = child.wait_with_output().unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap())
+    }
+
+    /// Calls a plug-in: the result, or the error.
+    fn call(&self, folder: &str, name: &str, params: &Value) -> Result<Value, Fault> {
+        let program = plugins().join(folder).join(name);
+        let mut command = self.command(program.to_str().unwrap());
+        command.arg("--json").arg("--run-dir").arg(self.path("run/ferrite"));
+        answer(self.run(&mut command, &params.to_string()))
+    }
+
+    fn volume(&self, name: &str, mut params: Value) -> Result<Value, Fault> {
+        params["dbg"] = json!("test");
+        self.call(VOLUME, name, &params)
+    }
+
+    fn datapath(&self, name: &str, mut params: Value) -> Result<Value, Fault> {
+        params["dbg"] = json!("test");
+        self.call(DATAPATH, name, &params)
+    }
+
+    fn ferrite(&self, args: &[&str]) -> (Option<i32>, String) {
+        self.run(self.command("ferrite").args(args), "")
+    }
+
+    /// Makes a repository of the folder for images, and attaches it.
+    fn repository(&self) -> Repository<'_> {
+        let configuration = json!({ "path": self.images() });
+        let made = self.volume("SR.create", sr_params(&configuration)).unwrap();
+        let sr = self.volume("SR.attach", json!({ "configuration": made })).unwrap();
+        Repository { host: self, sr: sr.as_str().unwrap().to_owned() }
+    }
+
+    /// The files of the folder for images, with those that the plug-in keeps.
+    fn files(&self) -> BTreeSet<String> {
+        let of = |folder: PathBuf, before: &str| -> Vec<String> {
+            let entries = fs::read_dir(folder).into_iter().flatten();
+            entries
+                .map(|entry| format!("{before}{}", entry.unwrap().file_name().display()))
+                .collect()
+        };
+        let all = [of(self.images(), ""), of(self.images().join(".smapi"), ".smapi/")].concat();
+        all.into_iter().filter(|name| name != ".smapi" && name != ".smapi/lock").collect()
+    }
+}
+
+/// What a plug-in has answered.
+fn answer((code, text): (Option<i32>, String)) -> Result<Value, Fault> {
+    let mut answer: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text:?}"));
+    if code == Some(0) {
+        return Ok(answer);
+    }
+    assert_eq!((code, &answer["code"]), (Some(1), &json!("SR_BACKEND_FAILURE")), "{answer}");
+    let told = answer["params"].take();
+    let [Value::String(kind), Value::String(text)] = told.as_array().unwrap().as_slice() else {
+        panic!("{told}");
+    };
+    let backtrace = json!({ "error": text, "files": [], "lines": [] });
+    assert_eq!(answer["backtrace"], backtrace, "{answer}");
+    Err((kind.clone(), text.clone()))
+}
+
+fn sr_params(configuration: &Value) -> Value {
+    json!({
+        "uuid": "8d4b5c62-9c1e-4f0e-a2c5-000000000001", "configuration": configuration,
+        "name": "disks", "description": "all disks",
+    })
+}
+
+fn plugins() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../dist/xapi")
+}
+
+/// The kind of an error.
+#[track_caller]
+fn kind(done: Result<Value, Fault>) -> String {
+    done.unwrap_err().0
+}
+
+/// An attached repository.
+struct Repository<'a> {
+    host: &'a Host,
+    sr: String,
+}
+
+impl Repository<'_> {
+    fn call(&self, name: &str, mut params: Value) -> Result<Value, Fault> {
+        params["sr"] = json!(self.sr);
+        self.host.volume(name, params)
+    }
+
+    fn on(&self, name: &str, key: &str) -> Result<Value, Fault> {
+        self.call(name, json!({ "key": key }))
+    }
+
+    fn try_create(&self, name: &str, size: i64) -> Result<Value, Fault> {
+        let text = format!("the disk {name}");
+        self.call(
+            "Volume.create",
+            json!({ "name": name, "description": text, "size": size, "sharable": false }),
+        )
+    }
+
+    fn create(&self, name: &str, size: u64) -> String {
+        key(&self.try_create(name, size.try_into().unwrap()).unwrap())
+    }
+
+    fn stat(&self, key: &str) -> Value {
+        self.on("Volume.stat", key).unwrap()
+    }
+
+    /// The keys of all volumes.
+    fn ls(&self) -> BTreeSet<String> {
+        let volumes = self.call("SR.ls", json!({})).unwrap();
+        volumes.as_array().unwrap().iter().map(key).collect()
+    }
+
+    /// The image of a volume, by its URI.
+    fn image(&self, key: &str) -> String {
+        let uri = self.stat(key)["uri"][0].as_str().unwrap().to_owned();
+        let path = uri.strip_prefix("ferrite://").unwrap().split('?').next().unwrap();
+        path.to_owned()
+    }
+
+    /// Fills the first bytes of a volume, as a guest would.
+    fn write(&self, key: &str, byte: u8) {
+        let data = self.host.path("data.img");
+        let bytes = self.stat(key)["virtual_size"].as_u64().unwrap();
+        let mut file = File::create(&data).unwrap();
+        file.write_all(&[byte; 4096]).unwrap();
+        file.set_len(bytes).unwrap();
+        let image = self.image(key);
+        let done = self.host.ferrite(&["image", "convert", "-n", data.to_str().unwrap(), &image]);
+        assert_eq!(done.0, Some(0), "{done:?}");
+    }
+
+    /// The first byte of a volume.
+    fn read(&self, key: &str) -> u8 {
+        let copy = self.host.path("copy.img");
+        let (image, to) = (self.image(key), copy.to_str().unwrap());
+        let done = self.host.ferrite(&["image", "convert", "--force", &image, to]);
+        assert_eq!(done.0, Some(0), "{done:?}");
+        fs::read(copy).unwrap()[0]
+    }
+}
+
+fn key(volume: &Value) -> String {
+    volume["key"].as_str().unwrap().to_owned()
+}
+
+fn set<const N: usize>(keys: [&str; N]) -> BTreeSet<String> {
+    keys.iter().map(|key| (*key).to_owned()).collect()
+}
+
+#[test]
+fn both_plug_ins_describe_themselves_and_have_the_programs_that_xapi_looks_for() {
+    let host = Host::new();
+    for (folder, plugin) in [(DATAPATH, "ferrite"), (VOLUME, "ferrite")] {
+        let query = host.call(folder, "Plugin.Query", &json!({ "dbg": "test" })).unwrap();
+        assert_eq!(
+            (&query["plugin"], &query["required_api_version"]),
+            (&json!(plugin), &json!("5.0"))
+        );
+        let texts = ["name", "description", "vendor", "copyright", "version"];
+        assert!(texts.iter().all(|text| query[text].is_string()), "{query}");
+        assert_eq!(query["required_cluster_stack"], json!([]));
+        let (features, configuration) = match folder {
+            DATAPATH => (json!([]), json!([])),
+            _ => (json!(["THIN_PROVISIONING"]), json!(["format", "path"])),
+        };
+        let keys: Vec<_> = query["configuration"].as_object().unwrap().keys().collect();
+        assert_eq!((&query["features"], json!(keys)), (&features, configuration));
+        for entry in fs::read_dir(plugins().join(folder)).unwrap() {
+            let mode = fs::metadata(entry.unwrap().path()).unwrap().permissions().mode();
+            assert_eq!(mode & 0o111, 0o111);
+        }
+    }
+    assert!(host.volume("Plugin.diagnostics", json!({})).unwrap().is_string());
+}
+
+#[test]
+fn a_repository_is_made_attached_used_and_destroyed_as_xapi_does_it() {
+    let host = Host::new();
+    let configuration = json!({ "path": host.images() });
+    let incomplete = host.volume("SR.probe", json!({ "configuration": {} })).unwrap();
+    assert_eq!(incomplete[0]["complete"], json!(false));
+    let empty = host.volume("SR.probe", json!({ "configuration": configuration })).unwrap();
+    assert_eq!(
+        empty,
+        json!([{ "configuration": configuration, "complete": true, "extra_info": {} }])
+    );
+    let repository = host.repository();
+    let uuid = sr_params(&configuration)["uuid"].clone();
+    let probed = host.volume("SR.probe", json!({ "configuration": configuration })).unwrap();
+    assert_eq!(
+        (&probed[0]["configuration"]["sr_uuid"], &probed[0]["complete"]),
+        (&uuid, &json!(true))
+    );
+    let stat = repository.call("SR.stat", json!({})).unwrap();
+    assert_eq!((&stat["sr"], &probed[0]["sr"]["uuid"]), (&probed[0]["sr"]["sr"], &uuid));
+    assert_eq!(
+        (&stat["uuid"], &stat["name"], &stat["sr"]),
+        (&uuid, &json!("disks"), &json!(repository.sr))
+    );
+    assert_eq!((&stat["health"], &stat["clustered"]), (&json!(["Healthy", ""]), &json!(false)));
+    assert!(stat["free_space"].as_u64().unwrap() <= stat["total_space"].as_u64().unwrap());
+    for (call, param) in [("SR.set_name", "new_name"), ("SR.set_description", "new_description")] {
+        assert_eq!(repository.call(call, json!({ param: "other" })).unwrap(), Value::Null);
+    }
+    let stat = repository.call("SR.stat", json!({})).unwrap();
+    assert_eq!((&stat["name"], &stat["description"]), (&json!("other"), &json!("other")));
+    let volume = repository.try_create("web", 0).unwrap();
+    let key = key(&volume);
+    assert_eq!(repository.ls(), set([&key]));
+    assert_eq!(host.volume("SR.detach", json!({ "sr": repository.sr })).unwrap(), Value::Null);
+    assert_eq!(repository.call("SR.destroy", json!({})).unwrap(), Value::Null);
+    assert_eq!((host.files(), host.images().join(".smapi").exists()), (BTreeSet::new(), false));
+    assert_eq!(kind(repository.call("SR.ls", json!({}))), "SR_does_not_exist");
+    assert_eq!(repository.call("SR.detach", json!({})).unwrap(), Value::Null);
+}
+
+/// What is not mounted looks like a folder without volumes, and XAPI would forget all of them.
+#[test]
+fn a_folder_that_is_not_the_repository_is_not_attached() {
+    let host = Host::new();
+    let attach =
+        |configuration: Value| host.volume("SR.attach", json!({ "configuration": configuration }));
+    assert_eq!(kind(attach(json!({ "path": host.images() }))), "SR_does_not_exist");
+    assert_eq!(kind(attach(json!({ "path": host.path("no") }))), "SR_does_not_exist");
+    assert_eq!(kind(attach(json!({}))), "Invalid_parameters");
+    let repository = host.repository();
+    let other = json!({ "path": host.images(), "sr_uuid": "another" });
+    assert_eq!(kind(attach(other)), "SR_does_not_exist");
+    let mut params = sr_params(&json!({ "path": host.images() }));
+    assert!(host.volume("SR.create", params.clone()).is_ok(), "the same again");
+    params["uuid"] = json!("another");
+    let (_, text) = host.volume("SR.create", params.clone()).unwrap_err();
+    assert!(text.contains("000001 already"), "{text}");
+    params["configuration"] = json!({ "path": host.images(), "format": "vmdk" });
+    assert_eq!(kind(host.volume("SR.create", params)), "Invalid_parameters");
+    assert!(repository.ls().is_empty());
+    fs::rename(host.images(), host.path("unmounted")).unwrap();
+    fs::create_dir(host.images()).unwrap();
+    assert_eq!(kind(repository.call("SR.ls", json!({}))), "SR_does_not_exist");
+}
+
+#[test]
+fn a_volume_has_what_xapi_gave_it() {
+    let host = Host::new();
+    let repository = host.repository();
+    let made = repository.try_create("web ä", 3 * 1024 * 1024 - 5).unwrap();
+    let key = key(&made);
+    let path = host.images().canonicalize().unwrap().join(&key);
+    let mut expected = json!({
+        "key": key, "uuid": made["uuid"], "name": "web ä", "description": "the disk web ä",
+        "read_write": true, "sharable": false, "virtual_size": 3 * MIB,
+        "physical_utilisation": made["physical_utilisation"],
+        "uri": [format!("ferrite://{}?format=vhd", path.display())], "keys": {}, "cbt_enabled": false,
+    });
+    assert_eq!(made, expected);
+    let uuid = made["uuid"].as_str().unwrap();
+    assert_eq!((uuid.len(), uuid.matches('-').count()), (36, 4));
+    for (k, v) in [("vdi-type", "user"), ("_sm_config_a b", "x\ny"), ("vdi-type", "redolog")] {
+        let params = json!({ "key": key, "k": k, "v": v });
+        assert_eq!(repository.call("Volume.set", params).unwrap(), Value::Null);
+    }
+    for (call, param) in
+        [("Volume.set_name", "new_name"), ("Volume.set_description", "new_description")]
+    {
+        let params = json!({ "key": key, param: "other" });
+        assert_eq!(repository.call(call, params).unwrap(), Value::Null);
+    }
+    expected["keys"] = json!({ "vdi-type": "redolog", "_sm_config_a b": "x\ny" });
+    (expected["name"], expected["description"]) = (json!("other"), json!("other"));
+    assert_eq!(repository.stat(&key), expected);
+    for _ in 0..2 {
+        let params = json!({ "key": key, "k": "vdi-type" });
+        assert_eq!(repository.call("Volume.unset", params).unwrap(), Value::Null);
+    }
+    expected["keys"] = json!({ "_sm_config_a b": "x\ny" });
+    assert_eq!(repository.call("SR.ls", json!({})).unwrap(), json!([expected]));
+    // Without a value it is no set, and must not be an unset.
+    let incomplete = json!({ "key": key, "k": "_sm_config_a b" });
+    assert_eq!(kind(repository.call("Volume.set", incomplete)), "Invalid_parameters");
+    assert_eq!(repository.stat(&key), expected);
+}
+
+#[test]
+fn calls_at_once_lose_nothing() {
+    let host = Host::new();
+    let repository = host.repository();
+    let key = repository.create("web", MIB);
+    std::thread::scope(|scope| {
+        for k in 0..8 {
+            let (repository, key) = (&repository, &key);
+            scope.spawn(move || {
+                let params = json!({ "key": key, "k": k.to_string(), "v": "v" });
+                repository.call("Volume.set", params).unwrap();
+            });
+        }
+    });
+    assert_eq!(repository.stat(&key)["keys"].as_object().unwrap().len(), 8);
+}
+
+#[test]
+fn snapshots_and_clones_read_as_the_volume_did_and_what_stands_below_goes_with_the_last() {
+    for format in ["vhd", "qcow2"] {
+        let host = Host::new();
+        let mut params = sr_params(&json!({ "path": host.images(), "format": format }));
+        let configuration = host.volume("SR.create", params.clone()).unwrap();
+        params = json!({ "configuration": configuration });
+        let sr = host.volume("SR.attach", params).unwrap().as_str().unwrap().to_owned();
+        let repository = Repository { host: &host, sr };
+        let disk = repository.create("web", 4 * MIB);
+        assert!(disk.ends_with(format), "{disk}");
+        repository.call("Volume.set", json!({ "key": disk, "k": "a", "v": "b" })).unwrap();
+        repository.write(&disk, 1);
+        let snapshot = repository.on("Volume.snapshot", &disk).unwrap();
+        let what = |volume: &Value| {
+            (volume["name"].clone(), volume["read_write"].clone(), volume["keys"].clone())
+        };
+        assert_eq!(what(&snapshot), (json!("web"), json!(false), json!({})));
+        let snapshot = key(&snapshot);
+        repository.write(&disk, 2);
+        let of_snapshot = repository.on("Volume.clone", &snapshot).unwrap();
+        assert_eq!(what(&of_snapshot), (json!("web"), json!(true), json!({})));
+        let of_snapshot = key(&of_snapshot);
+        let of_disk = key(&repository.on("Volume.clone", &disk).unwrap());
+        let images = host.files().iter().filter(|name| !name.starts_with(".smapi/")).count();
+        // Two hidden images: one below disk, snapshot and its clone, one below disk and its clone.
+        assert_eq!(images, 4 + 2);
+        // Nothing was written since, as when a guest is started from a template: the chain does not grow.
+        let again = key(&repository.on("Volume.clone", &disk).unwrap());
+        let images = host.files().iter().filter(|name| !name.starts_with(".smapi/")).count();
+        assert_eq!(images, 5 + 2);
+        repository.write(&of_disk, 3);
+        repository.write(&of_snapshot, 4);
+        let all = [(&disk, 2), (&snapshot, 1), (&of_snapshot, 4), (&of_disk, 3), (&again, 2)];
+        for (key, byte) in all {
+            assert_eq!(repository.read(key), byte, "{key}");
+            let checked = host.ferrite(&["image", "check", &repository.image(key)]);
+            assert_eq!(checked.0, Some(0), "{checked:?}");
+        }
+        assert_eq!(repository.stat(&disk)["keys"], json!({ "a": "b" }));
+        for (gone, left) in [(0, 6), (3, 5), (1, 4), (4, 2)] {
+            repository.on("Volume.destroy", all[gone].0).unwrap();
+            let images = host.files().iter().filter(|name| !name.starts_with(".smapi/")).count();
+            assert_eq!(images, left, "after {gone}");
+        }
+        assert_eq!(repository.ls(), set([&of_snapshot]));
+        assert_eq!(repository.read(&of_snapshot), 4);
+        for _ in 0..2 {
+            assert_eq!(repository.on("Volume.destroy", &of_snapshot).unwrap(), Value::Null);
+        }
+        assert_eq!(host.files(), set([".smapi/sr.json"]));
+    }
+}
+
+#[test]
+fn images_that_people_put_there_are_volumes_and_other_files_are_not() {
+    let host = Host::new();
+    let repository = host.repository();
+    let made = host.images().join("by hand.qcow2");
+    host.ferrite(&["image", "create", made.to_str().unwrap(), "5M"]);
+    fs::write(host.images().join("notes.txt"), "mine").unwrap();
+    fs::write(host.images().join("disk.img"), "raw").unwrap();
+    fs::write(host.images().join(".hidden.vhd"), "no").unwrap();
+    symlink("by hand.qcow2", host.images().join("link.qcow2")).unwrap();
+    fs::create_dir(host.images().join("folder.vhd")).unwrap();
+    let volumes = repository.call("SR.ls", json!({})).unwrap();
+    let [volume] = volumes.as_array().unwrap().as_slice() else { panic!("{volumes}") };
+    assert_eq!((&volume["name"], &volume["virtual_size"]), (&json!("by hand"), &json!(5 * MIB)));
+    assert!(volume["uuid"].is_null());
+    let uri = volume["uri"][0].as_str().unwrap();
+    assert!(uri.ends_with("/by%20hand.qcow2?format=qcow2"), "{uri}");
+    for key in
+        ["../secret.vhd", "link.qcow2", "disk.img", "folder.vhd", ".hidden.vhd", "", "no.vhd"]
+    {
+        for call in ["Volume.stat", "Volume.snapshot", "Volume.clone"] {
+            assert_eq!(kind(repository.on(call, key)), "Volume_does_not_exist", "{call} {key}");
+        }
+    }
+    fs::write(host.path("secret.vhd"), "secret").unwrap();
+    assert_eq!(kind(repository.on("Volume.destroy", "../secret.vhd")), "Volume_does_not_exist");
+    // These are no volumes, so there is nothing to destroy.
+    repository.on("Volume.destroy", "link.qcow2").unwrap();
+    assert!(host.path("secret.vhd").exists() && host.images().join("link.qcow2").is_symlink());
+    repository.call("Volume.set", json!({ "key": "by hand.qcow2", "k": "a", "v": "b" })).unwrap();
+    repository.on("Volume.destroy", "by hand.qcow2").unwrap();
+    assert!(!made.exists() && host.images().join("disk.img").exists());
+}
+
+#[test]
+fn an_image_that_cannot_be_read_is_still_a_volume_and_keeps_what_may_be_below_it() {
+    let host = Host::new();
+    let repository = host.repository();
+    let disk = repository.create("web", 4 * MIB);
+    let snapshot = key(&repository.on("Volume.snapshot", &disk).unwrap());
+    let path = host.images().join(&disk);
+    let whole = fs::read(&path).unwrap();
+    fs::write(&path, "broken").unwrap();
+    let stat = repository.stat(&disk);
+    assert_eq!((&stat["name"], &stat["virtual_size"]), (&json!("web"), &json!(4 * MIB)));
+    assert_eq!(stat["read_write"], json!(false));
+    assert_eq!(repository.ls(), set([&disk, &snapshot]));
+    repository.on("Volume.destroy", &snapshot).unwrap();
+    assert_eq!(repository.ls(), set([&disk]));
+    // What it stands on is still there, so that the image can be restored.
+    fs::write(&path, whole).unwrap();
+    assert_eq!(repository.read(&disk), 0);
+    fs::write(&path, "broken").unwrap();
+    repository.on("Volume.destroy", &disk).unwrap();
+    assert_eq!(host.files(), set([".smapi/sr.json"]));
+}
+
+#[test]
+fn a_volume_grows_and_never_shrinks() {
+    let host = Host::new();
+    let repository = host.repository();
+    let disk = repository.create("web", 4 * MIB);
+    repository.write(&disk, 7);
+    let snapshot = key(&repository.on("Volume.snapshot", &disk).unwrap());
+    let resize = |key: &str, size: i64| {
+        repository.call("Volume.resize", json!({ "key": key, "new_size": size }))
+    };
+    for (size, bytes) in [(4 << 20, 4), ((6 << 20) - 1, 6), (6 << 20, 6)] {
+        assert_eq!(resize(&disk, size).unwrap(), Value::Null);
+        assert_eq!(repository.stat(&disk)["virtual_size"], json!(bytes * MIB));
+    }
+    assert_eq!(repository.read(&disk), 7);
+    for (key, size) in [(&disk, 5 << 20), (&disk, 0), (&disk, -1), (&snapshot, 9 << 20)] {
+        resize(key, size).unwrap_err();
+    }
+    assert_eq!(repository.stat(&disk)["virtual_size"], json!(6 * MIB));
+    assert_eq!(repository.stat(&snapshot)["virtual_size"], json!(4 * MIB));
+    assert_eq!(kind(resize("no.vhd", 9 << 20)), "Volume_does_not_exist");
+}
+
+#[test]
+fn sizes_choose_the_format_and_what_is_no_size_is_refused() {
+    let host = Host::new();
+    let repository = host.repository();
+    let largest = repository.create("large", 2040 << 30);
+    let larger = repository.create("larger", (2040 << 30) + 1);
+    assert!(largest.ends_with(".vhd") && larger.ends_with(".qcow2"), "{largest} {larger}");
+    let bytes = repository.stat(&larger)["virtual_size"].clone();
+    assert_eq!(bytes, json!((2040_u64 << 30) + MIB));
+    for size in [-1, i64::MAX] {
+        assert_eq!(kind(repository.try_create("no", size)), "Invalid_parameters");
+    }
+    let shared = json!({ "name": "a", "description": "", "size": 1, "sharable": true });
+    assert_eq!(kind(repository.call("Volume.create", shared)), "Unimplemented");
+    assert_eq!(repository.ls(), set([&largest, &larger]));
+}
+
+#[test]
+fn a_volume_in_use_is_not_destroyed() {
+    let host = Host::new();
+    let repository = host.repository();
+    let disk = repository.create("web", MIB);
+    let held = File::open(host.images().join(&disk)).unwrap();
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let (_, text) = repository.on("Volume.destroy", &disk).unwrap_err();
+    assert!(text.contains("it is in use") && text.contains("detach"), "{text}");
+    repository.call("SR.destroy", json!({})).unwrap_err();
+    repository.on("Volume.snapshot", &disk).unwrap_err();
+    assert_eq!(repository.ls(), set([&disk]));
+    drop(held);
+    repository.on("Volume.destroy", &disk).unwrap();
+    assert_eq!(host.files(), set([".smapi/sr.json"]));
+}
+
+/// Kills a call at the step of this number among the system calls of one name. The exit code, and a repository after it.
+fn killed_at(
+    host: &Host,
+    repository: &Repository<'_>,
+    call: &Value,
+    at: (&str, u32),
+) -> Option<i32> {
+    let (syscall, step) = at;
+    let mut command = host.command("strace");
+    command.args(["-f", "-qq", "-o", "/dev/null", "-e"]).arg(format!("trace={syscall}"));
+    command.arg("-e").arg(format!("inject={syscall}:signal=KILL:when={step}"));
+    command.args(["ferrite", "compat", "smapi-volume", call["name"].as_str().unwrap()]);
+    command.arg("--json").arg("--run-dir").arg(host.path("run/ferrite"));
+    let mut params = call["params"].clone();
+    params["sr"] = json!(repository.sr);
+    host.run(&mut command, &params.to_string()).0
+}
+
+#[test]
+fn a_call_that_is_killed_at_any_step_leaves_the_old_state_or_the_new_one() {
+    let strace = Command::new("strace").arg("-V").output();
+    if installed("strace", strace).is_none() {
+        return;
+    }
+    let new = json!({ "name": "new", "description": "", "size": MIB, "sharable": false });
+    std::thread::scope(|scope| {
+        for (name, least) in [("Volume.snapshot", 6), ("Volume.destroy", 3)] {
+            let new = &new;
+            scope.spawn(move || {
+                let host = Host::new();
+                let repository = host.repository();
+                let kept = repository.create("kept", MIB);
+                repository.write(&kept, 5);
+                let gone = repository.create("gone", MIB);
+                let whole = host.path("whole");
+                copy_folder(&host.images(), &whole);
+                let mut params = new.clone();
+                params["key"] = if name == "Volume.destroy" { json!(gone) } else { json!(kept) };
+                let call = json!({ "name": name, "params": params });
+                let mut killed = 0;
+                for syscall in ["rename", "linkat", "unlink"] {
+                    for step in 1.. {
+                        fs::remove_dir_all(host.images()).unwrap();
+                        copy_folder(&whole, &host.images());
+                        let before = repository.ls();
+                        let code = killed_at(&host, &repository, &call, (syscall, step));
+                        let after = repository.ls();
+                        let at = format!("{name}, killed at {syscall} {step}");
+                        let changed = after.symmetric_difference(&before).count();
+                        assert!(changed <= 1 && after.contains(&kept), "{at}: {after:?}");
+                        assert_eq!(repository.read(&kept), 5, "{at}");
+                        // The same call again; then all goes that the killed one has left.
+                        repository.call(name, params.clone()).unwrap();
+                        for key in repository.ls() {
+                            repository.on("Volume.destroy", &key).unwrap();
+                        }
+                        assert_eq!(host.files(), set([".smapi/sr.json"]), "{at}");
+                        if code == Some(0) {
+                            break;
+                        }
+                        killed += 1;
+                    }
+                }
+                assert!(killed >= least, "{name}: {killed}");
+            });
+        }
+    });
+}
+
+fn copy_folder(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let (from, to) = (entry.as_ref().unwrap().path(), to.join(entry.unwrap().file_name()));
+        match from.is_dir() {
+            true => copy_folder(&from, &to),
+            false => drop(fs::copy(from, to).unwrap()),
+        }
+    }
+}
+
+#[test]
+fn what_xapi_never_sends_is_answered_by_an_error_in_its_form() {
+    let host = Host::new();
+    let repository = host.repository();
+    let plain = |folder: &str, name: &str, input: &str| {
+        let program = plugins().join(folder).join(name);
+        answer(host.run(host.command(program.to_str().unwrap()).arg("--json"), input))
+    };
+    for input in ["", "{", "[]", "null", "{\"sr\": 1}", "\u{7f}"] {
+        assert_eq!(kind(plain(VOLUME, "SR.ls", input)), "Invalid_parameters", "{input:?}");
+        assert_eq!(kind(plain(DATAPATH, "Datapath.attach", input)), "Invalid_parameters");
+    }
+    for sr in ["", "file://", "nfs:///srv", "/srv", "file:///no/such/folder"] {
+        assert_eq!(kind(host.volume("SR.ls", json!({ "sr": sr }))), "SR_does_not_exist", "{sr}");
+    }
+    for tool in ["smapi-volume", "smapi-datapath"] {
+        for (args, expected) in [
+            (&["Volume.compose"][..], "Unimplemented"),
+            (&["Data.mirror", "--json"], "Unimplemented"),
+            (&[], "Invalid_parameters"),
+            (&["SR.ls", "--yaml"], "Invalid_parameters"),
+        ] {
+            let mut command = host.command("ferrite");
+            command.args(["compat", tool]).args(args);
+            assert_eq!(kind(answer(host.run(&mut command, "{}"))), expected, "{tool} {args:?}");
+        }
+    }
+    assert!(repository.ls().is_empty());
+}
+
+/// With tracing on, XAPI runs `python3 -m observer PROGRAM`, which runs the file in its own process.
+#[test]
+fn a_plug_in_runs_below_the_observer_and_without_the_program_says_so() {
+    let host = Host::new();
+    let observer = "import runpy, sys\nsys.argv = sys.argv[1:]\n\
+                    try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n\
+                    except SystemExit as e:\n    sys.exit(e.code)\n";
+    fs::write(host.path("observer.py"), observer).unwrap();
+    let observed = |path: Option<&str>, name: &str, params: &Value| {
+        let program = plugins().join(VOLUME).join(name);
+        let mut command = host.command("/usr/bin/python3");
+        command.args(["-m", "observer"]).arg(program).arg("--json").current_dir(host.dir.path());
+        if let Some(path) = path {
+            command.env("PATH", path);
+        }
+        answer(host.run(&mut command, &params.to_string()))
+    };
+    let params = sr_params(&json!({ "path": host.images() }));
+    let made = observed(None, "SR.create", &params).unwrap();
+    assert_eq!(made["sr_uuid"], params["uuid"]);
+    let missing = observed(None, "SR.ls", &json!({ "sr": "file:///no" }));
+    assert_eq!(kind(missing), "SR_does_not_exist");
+    let (kind, text) = observed(Some("/nonexistent"), "SR.create", &params).unwrap_err();
+    assert!(kind == "Ferrite_error" && text.contains("install it"), "{text}");
+}
+
+/// What needs no tap: nothing is attached, and no daemon runs.
+#[test]
+fn the_datapath_refuses_what_it_cannot_serve_and_never_fails_to_detach() {
+    let host = Host::new();
+    let image = host.images().join("a b.vhd");
+    let uri = format!("ferrite://{}?format=vhd", image.display()).replace(' ', "%20");
+    let on = |call: &str, uri: &str| host.datapath(call, json!({ "uri": uri, "domain": "3" }));
+    assert_eq!(kind(on("Datapath.attach", &uri)), "Volume_does_not_exist");
+    host.ferrite(&["image", "create", image.to_str().unwrap(), "1M"]);
+    let (kind_of, text) = on("Datapath.attach", &uri).unwrap_err();
+    assert!(kind_of == "Ferrite_error" && !text.is_empty(), "{kind_of}: {text}");
+    assert_eq!(kind(on("Datapath.activate", &uri)), "Invalid_parameters");
+    for call in ["Datapath.deactivate", "Datapath.detach", "Datapath.close"] {
+        assert_eq!(on(call, &uri).unwrap(), Value::Null, "{call}");
+    }
+    for uri in ["", "ferrite://host/a.vhd", "nbd:///a", "ferrite:///a.vhd?format=vmdk"] {
+        assert_eq!(kind(on("Datapath.attach", uri)), "Invalid_parameters", "{uri}");
+        assert_eq!(on("Datapath.detach", uri).unwrap(), Value::Null, "{uri}");
+    }
+    let open = |persistent: bool| {
+        host.datapath("Datapath.open", json!({ "uri": uri, "persistent": persistent }))
+    };
+    assert_eq!((open(true).unwrap(), kind(open(false))), (Value::Null, "Unimplemented".to_owned()));
+    let left = fs::read_dir(host.path("run/ferrite/smapi")).unwrap();
+    assert_eq!(left.count(), 0, "no file of a disk stays");
+}
