@@ -691,3 +691,21 @@ fn the_datapath_refuses_what_it_cannot_serve_and_never_fails_to_detach() {
     let left = fs::read_dir(host.path("run/ferrite/smapi")).unwrap();
     assert_eq!(left.count(), 0, "no file of a disk stays");
 }
+
+#[test]
+fn the_calls_of_the_manual_work() {
+    let host = Host::new();
+    let repository = host.repository();
+    let key = repository.create("web", MIB);
+    let page = include_str!("../../../docs/xapi.md");
+    let (_, blocks) = page.split_once("```sh\n").unwrap();
+    let script = blocks.split("```").next().unwrap();
+    let script = script.replace("/var/lib/xapi/storage-scripts", plugins().to_str().unwrap());
+    let script = script.replace("/srv/disks", host.images().to_str().unwrap());
+    let (code, text) = host.run(host.command("sh").args(["-e", "-c", &script]), "");
+    assert_eq!(code, Some(0), "{text}");
+    let answers: Vec<Value> =
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let [probed, listed] = answers.as_slice() else { panic!("{text}") };
+    assert_eq!((&probed[0]["sr"]["name"], &listed[0]["key"]), (&json!("disks"), &json!(key)));
+}
