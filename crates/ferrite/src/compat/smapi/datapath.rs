@@ -268,12 +268,15 @@ impl Datapath<'_> {
         }
     }
 
-    /// Removes what disks without a domain have left.
+    /// Removes what disks without a domain have left, or leaves it to the next call.
     fn sweep(&self) {
         for held in self.disks.at_rest() {
             let disk = held.read().ok().flatten();
             if let Some(disk) = disk.filter(|disk| disk.attached.is_empty()) {
-                // It is tried again at the next call.
+                // Without a daemon each of them would wait for one.
+                if self.taps.list().is_err() {
+                    return;
+                }
                 let _ = self.remove(&held, &disk);
             }
         }

@@ -22,6 +22,8 @@ use crate::plain::one_line;
 mod datapath;
 mod disks;
 mod files;
+#[cfg(test)]
+mod model;
 mod taps;
 mod uri;
 mod volume;

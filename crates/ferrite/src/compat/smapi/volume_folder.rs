@@ -79,16 +79,15 @@ impl Folder {
     pub(super) fn create(path: &Path, repository: Repository) -> Result<Folder, Fault> {
         let path = existing(path)?;
         let ours = path.join(OURS);
-        if let Some(other) = read_repository(&ours)? {
-            if other.uuid != repository.uuid {
-                let help = "attach that one, or remove the folder .smapi in it to make another";
-                let text = format!(
-                    "cannot make a repository of {}: it is that of {} already; {help}",
-                    path.display(),
-                    other.uuid
-                );
-                return Err(Fault::new(Kind::Failed, text));
-            }
+        let other = read_repository(&ours)?.filter(|other| other.uuid != repository.uuid);
+        if let Some(other) = other {
+            let help = "attach that one, or remove the folder .smapi in it to make another";
+            let text = format!(
+                "cannot make a repository of {}: it is that of {} already; {help}",
+                path.display(),
+                other.uuid
+            );
+            return Err(Fault::new(Kind::Failed, text));
         }
         let made = files::make_folder(&ours)
             .and_then(|()| files::sync_folder_of(&ours))

@@ -286,3 +286,6 @@ pub(super) fn room(folder: &Path) -> io::Result<(u64, u64)> {
     let there = rustix::fs::statvfs(folder)?;
     Ok((there.f_bavail * there.f_frsize, there.f_blocks * there.f_frsize))
 }
+
+#[cfg(test)]
+mod tests;
