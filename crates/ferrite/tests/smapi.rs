@@ -4,15 +4,19 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 
+use ferrite_testkit::nbd::Client;
 use ferrite_testkit::programs::installed;
 use serde_json::{Value, json};
 
 mod xapi;
 
-use xapi::{DATAPATH, Host, MIB, Repository, VOLUME, answer, key, kind, plugins, set, sr_params};
+use xapi::{
+    DATAPATH, Daemon, Host, MIB, Repository, VOLUME, answer, key, kind, plugins, set, sr_params,
+};
 
 #[test]
 fn both_plug_ins_describe_themselves_and_have_the_programs_that_xapi_looks_for() {
@@ -511,4 +515,72 @@ fn the_calls_of_the_manual_work() {
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let [probed, listed] = answers.as_slice() else { panic!("{text}") };
     assert_eq!((&probed[0]["sr"]["name"], &listed[0]["key"]), (&json!("disks"), &json!(key)));
+}
+
+/// Reads the first byte of a disk, as domain 0 does by the answer of attach.
+fn read_by(answer: &Value) -> u8 {
+    let uri = answer["implementations"][1][1]["uri"].as_str().unwrap();
+    let link = uri.split(':').nth(2).unwrap();
+    let socket = fs::canonicalize(link).unwrap();
+    let name = socket.file_name().unwrap().to_str().unwrap();
+    let numbers = name.strip_prefix("nbd").unwrap().split('.');
+    assert_eq!(numbers.map(|number| number.parse::<u32>().unwrap()).count(), 2, "{name}");
+    let mut client = Client::over(UnixStream::connect(socket).unwrap());
+    client.go(false);
+    client.send(0, 0, 0, 512, &[]);
+    client.reply().data[0]
+}
+
+// Waits for the verbs of tap-ctl: allocate to free.
+#[test]
+#[ignore = "tap-ctl has no allocate, spawn, attach, open, pause, unpause, close, detach and free yet"]
+fn a_disk_is_served_between_activate_and_deactivate_of_its_last_domain() {
+    let host = Host::new();
+    let mut daemon = Daemon::start(&host);
+    let repository = host.repository();
+    let disk = repository.create("web ä", 4 * MIB);
+    repository.write(&disk, 9);
+    let uri = repository.stat(&disk)["uri"][0].clone();
+    let on = |call: &str, domain: &str| {
+        host.datapath(call, json!({ "uri": uri, "domain": domain })).unwrap()
+    };
+    let run_dir = host.path("run/ferrite");
+    let list =
+        || host.ferrite(&["compat", "tap-ctl", "list", "--run-dir", run_dir.to_str().unwrap()]).1;
+    let answer = on("Datapath.attach", "3");
+    assert_eq!(on("Datapath.attach", "3"), answer);
+    assert_eq!(on("Datapath.attach", "u0-copy"), answer);
+    for _ in 0..2 {
+        on("Datapath.activate", "3");
+        on("Datapath.activate", "u0-copy");
+        assert_eq!(read_by(&answer), 9);
+    }
+    let image = repository.image(&disk);
+    assert!(list().contains(&format!("state=0 args=vhd:{image}\n")), "{}", list());
+    repository.on("Volume.destroy", &disk).unwrap_err();
+    // The guest waits while its disk is snapshotted.
+    let snapshot = key(&repository.on("Volume.snapshot", &disk).unwrap());
+    assert_eq!((read_by(&answer), repository.read(&snapshot)), (9, 9));
+    on("Datapath.deactivate", "3");
+    on("Datapath.detach", "3");
+    assert_eq!(read_by(&answer), 9);
+    // What was attached is known after the end of all programs.
+    drop(daemon);
+    daemon = Daemon::start(&host);
+    assert_eq!(on("Datapath.attach", "u0-copy"), answer);
+    for _ in 0..2 {
+        on("Datapath.deactivate", "u0-copy");
+        assert!(!list().contains("args="), "{}", list());
+    }
+    on("Datapath.activate", "u0-copy");
+    assert_eq!(read_by(&answer), 9);
+    for _ in 0..2 {
+        on("Datapath.deactivate", "u0-copy");
+    }
+    for _ in 0..2 {
+        on("Datapath.detach", "u0-copy");
+    }
+    assert_eq!(list(), "");
+    assert_eq!(fs::read_dir(run_dir.join("smapi")).unwrap().count(), 0);
+    drop(daemon);
 }

@@ -5,8 +5,9 @@ use std::fs::{self, File};
 use std::io::Write as _;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
+use ferrite_testkit::wait_until;
 use serde_json::{Value, json};
 
 pub(crate) const VOLUME: &str = "volume/org.xen.xapi.storage.ferrite";
@@ -207,4 +208,29 @@ pub(crate) fn key(volume: &Value) -> String {
 
 pub(crate) fn set<const N: usize>(keys: [&str; N]) -> BTreeSet<String> {
     keys.iter().map(|key| (*key).to_owned()).collect()
+}
+
+/// A daemon, without Xen, which ends with the test.
+pub(crate) struct Daemon(Child);
+
+impl Daemon {
+    pub(crate) fn start(host: &Host) -> Daemon {
+        let config = host.path("ferrite.toml");
+        fs::write(&config, format!("image_folders = [{:?}]\n", host.images())).unwrap();
+        let run_dir = host.path("run/ferrite");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        command.args(["daemon", "--run-dir"]).arg(&run_dir).arg("--config").arg(config);
+        command.stdout(Stdio::null()).stderr(File::create(host.path("log")).unwrap());
+        let daemon = Daemon(command.env_remove("RUST_LOG").spawn().unwrap());
+        let list = ["disk", "list", "--run-dir", run_dir.to_str().unwrap()];
+        wait_until("an answer of the daemon", || !host.ferrite(&list).1.is_empty());
+        daemon
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
