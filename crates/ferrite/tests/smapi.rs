@@ -157,15 +157,20 @@ fn calls_at_once_lose_nothing() {
     let repository = host.repository();
     let key = repository.create("web", MIB);
     std::thread::scope(|scope| {
-        for k in 0..8 {
-            let (repository, key) = (&repository, &key);
+        for thread in 0..4 {
+            let (host, sr, key) = (&host, &repository.sr, &key);
             scope.spawn(move || {
-                let params = json!({ "key": key, "k": k.to_string(), "v": "v" });
-                repository.call("Volume.set", params).unwrap();
+                for k in 0..8 {
+                    let params =
+                        json!({ "sr": sr, "key": key, "k": format!("{thread}.{k}"), "v": "" });
+                    let mut command = host.command("ferrite");
+                    command.args(["compat", "smapi-volume", "Volume.set", "--json"]);
+                    answer(host.run(&mut command, &params.to_string())).unwrap();
+                }
             });
         }
     });
-    assert_eq!(repository.stat(&key)["keys"].as_object().unwrap().len(), 8);
+    assert_eq!(repository.stat(&key)["keys"].as_object().unwrap().len(), 32);
 }
 
 #[test]
@@ -239,15 +244,17 @@ fn images_that_people_put_there_are_volumes_and_other_files_are_not() {
     assert!(volume["uuid"].is_null());
     let uri = volume["uri"][0].as_str().unwrap();
     assert!(uri.ends_with("/by%20hand.qcow2?format=qcow2"), "{uri}");
-    for key in
-        ["../secret.vhd", "link.qcow2", "disk.img", "folder.vhd", ".hidden.vhd", "", "no.vhd"]
-    {
+    fs::write(host.path("secret.vhd"), "secret").unwrap();
+    let outside = ["../secret.vhd", "folder.vhd/../../secret.vhd"];
+    let none = ["link.qcow2", "disk.img", "folder.vhd", ".hidden.vhd", "", "no.vhd"];
+    for key in outside.into_iter().chain(none) {
         for call in ["Volume.stat", "Volume.snapshot", "Volume.clone"] {
             assert_eq!(kind(repository.on(call, key)), "Volume_does_not_exist", "{call} {key}");
         }
     }
-    fs::write(host.path("secret.vhd"), "secret").unwrap();
-    assert_eq!(kind(repository.on("Volume.destroy", "../secret.vhd")), "Volume_does_not_exist");
+    for key in outside {
+        assert_eq!(kind(repository.on("Volume.destroy", key)), "Volume_does_not_exist");
+    }
     // These are no volumes, so there is nothing to destroy.
     repository.on("Volume.destroy", "link.qcow2").unwrap();
     assert!(host.path("secret.vhd").exists() && host.images().join("link.qcow2").is_symlink());
@@ -289,7 +296,7 @@ fn a_volume_grows_and_never_shrinks() {
     let resize = |key: &str, size: i64| {
         repository.call("Volume.resize", json!({ "key": key, "new_size": size }))
     };
-    for (size, bytes) in [(4 << 20, 4), ((6 << 20) - 1, 6), (6 << 20, 6)] {
+    for (size, bytes) in [(4 << 20, 4), ((6 << 20) - 1, 6), ((6 << 20) - 1, 6), (6 << 20, 6)] {
         assert_eq!(resize(&disk, size).unwrap(), Value::Null);
         assert_eq!(repository.stat(&disk)["virtual_size"], json!(bytes * MIB));
     }

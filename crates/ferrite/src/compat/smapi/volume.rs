@@ -414,15 +414,16 @@ impl Plugin<'_> {
             }
             // A disk that was made by other means need not be a multiple of the unit.
             let now = images.info(&params.key)?.virtual_bytes;
-            if i64::try_from(now).is_ok_and(|now| params.new_size < now) {
+            if bytes < now {
                 return refuse(
                     "it would be smaller than it is; copy it to a smaller volume instead",
                 );
             }
-            if i64::try_from(now) != Ok(params.new_size) {
+            let is_enough = i64::try_from(now).is_ok_and(|now| params.new_size <= now);
+            if !is_enough {
                 images.resize(&params.key, bytes)?;
             }
-            record.bytes = bytes.max(now);
+            record.bytes = if is_enough { now } else { bytes };
             folder.set_record(&params.key, &record).map(|()| Value::Null)
         })
     }
