@@ -173,6 +173,13 @@ impl Repository<'_> {
         volumes.as_array().unwrap().iter().map(key).collect()
     }
 
+    /// The names of all volumes.
+    pub(crate) fn names(&self) -> BTreeSet<String> {
+        let volumes = self.call("SR.ls", json!({})).unwrap();
+        let names = volumes.as_array().unwrap().iter();
+        names.map(|volume| volume["name"].as_str().unwrap().to_owned()).collect()
+    }
+
     /// The image of a volume, by its URI.
     pub(crate) fn image(&self, key: &str) -> String {
         let uri = self.stat(key)["uri"][0].as_str().unwrap().to_owned();
