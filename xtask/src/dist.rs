@@ -523,6 +523,22 @@ mod tests {
     }
 
     #[test]
+    fn a_plug_in_is_packed_as_a_program_and_a_link_for_each_call() {
+        let root = tempfile::tempdir().unwrap();
+        for (plugin, calls) in PLUGINS.iter().zip([7, 21]) {
+            stage_plugin(plugin, root.path()).unwrap();
+            let folder = root.path().join("var/lib/xapi/storage-scripts").join(plugin);
+            let entries = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+            let (links, files): (Vec<_>, Vec<_>) = entries.partition(|path| path.is_symlink());
+            assert_eq!((links.len(), files.len()), (calls, 1), "{plugin}");
+            for path in links {
+                let mode = fs::metadata(&path).unwrap().permissions().mode();
+                assert_eq!(mode & 0o777, 0o755, "{}", path.display());
+            }
+        }
+    }
+
+    #[test]
     fn the_changelog_of_the_package_has_debians_form() {
         let text = changelog().unwrap();
         let lines: Vec<&str> = text.lines().collect();
