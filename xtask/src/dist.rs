@@ -27,13 +27,14 @@ pub(crate) struct DistArguments {
 }
 
 /// The pages of the documentation that hosts get. Links of these lead only to pages of this list.
-const PAGES: [&str; 22] = [
+const PAGES: [&str; 23] = [
     "operations.md",
     "watching.md",
     "serve.md",
     "images.md",
     "store.md",
     "nbd.md",
+    "xapi.md",
     "install.md",
     "control.schema.json",
     "engines.md",
@@ -51,6 +52,9 @@ const PAGES: [&str; 22] = [
     "internals/store.md",
     "internals/trace.md",
 ];
+
+/// XAPI's plug-ins, by their folders below dist/xapi and below XAPI's own.
+const PLUGINS: [&str; 2] = ["datapath/ferrite", "volume/org.xen.xapi.storage.ferrite"];
 
 /// The packages that were made.
 pub(crate) struct Made {
@@ -169,6 +173,8 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
         "usr/bin/tap-ctl",
         "etc/xen/scripts/block-ferrite",
         "etc/ferrite/ferrite.toml",
+        "var/lib/xapi/storage-scripts/datapath/ferrite/Datapath.attach",
+        "var/lib/xapi/storage-scripts/volume/org.xen.xapi.storage.ferrite/SR.ls",
         "usr/lib/systemd/system/ferrite.service",
         "usr/share/doc/ferrite/changelog.gz",
         "usr/share/doc/ferrite/grafana-ferrite.json",
@@ -343,6 +349,9 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     put(program, "usr/bin/ferrite", 0o755)?;
     // tapdisk's own is in sbin. xl's scripts search this folder first.
     std::os::unix::fs::symlink("ferrite", root.join("usr/bin/tap-ctl"))?;
+    for plugin in PLUGINS {
+        stage_plugin(plugin, root)?;
+    }
     put(&ours("ferrite@.service"), "usr/lib/systemd/system/ferrite@.service", 0o644)?;
     put(&ours("ferrite.service"), "usr/lib/systemd/system/ferrite.service", 0o644)?;
     put(&ours("tmpfiles.conf"), "usr/lib/tmpfiles.d/ferrite.conf", 0o644)?;
@@ -378,6 +387,25 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
         ("ferrite.fish", "fish/vendor_completions.d/ferrite.fish"),
     ] {
         put(&generated.join(file), &format!("usr/share/{path}"), 0o644)?;
+    }
+    Ok(())
+}
+
+/// One of XAPI's plug-ins: a file, and links to it by the names of its calls.
+fn stage_plugin(plugin: &str, root: &Path) -> Result<()> {
+    let from = steps::repository().join("dist/xapi").join(plugin);
+    let to = root.join("var/lib/xapi/storage-scripts").join(plugin);
+    fs::create_dir_all(&to)?;
+    for entry in fs::read_dir(&from).with_context(|| format!("cannot list {}", from.display()))? {
+        let entry = entry?;
+        let (from, to) = (entry.path(), to.join(entry.file_name()));
+        match fs::read_link(&from) {
+            Ok(target) => std::os::unix::fs::symlink(target, &to)?,
+            Err(_) => {
+                fs::copy(&from, &to)?;
+                fs::set_permissions(&to, fs::Permissions::from_mode(0o755))?;
+            }
+        }
     }
     Ok(())
 }
@@ -492,6 +520,22 @@ mod tests {
             }
         }
         assert!(seen > 20, "{seen}");
+    }
+
+    #[test]
+    fn a_plug_in_is_packed_as_a_program_and_a_link_for_each_call() {
+        let root = tempfile::tempdir().unwrap();
+        for (plugin, calls) in PLUGINS.iter().zip([7, 21]) {
+            stage_plugin(plugin, root.path()).unwrap();
+            let folder = root.path().join("var/lib/xapi/storage-scripts").join(plugin);
+            let entries = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+            let (links, files): (Vec<_>, Vec<_>) = entries.partition(|path| path.is_symlink());
+            assert_eq!((links.len(), files.len()), (calls, 1), "{plugin}");
+            for path in links {
+                let mode = fs::metadata(&path).unwrap().permissions().mode();
+                assert_eq!(mode & 0o777, 0o755, "{}", path.display());
+            }
+        }
     }
 
     #[test]

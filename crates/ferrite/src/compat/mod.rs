@@ -14,6 +14,7 @@ use crate::cli::CompatArgs;
 use crate::exit::Failure;
 use crate::plain::one_line;
 
+mod smapi;
 pub(crate) mod tap_ctl;
 mod td_util;
 mod vhd_util;
@@ -27,10 +28,13 @@ pub(crate) enum Tool {
     TapCtl,
     VhdUtil,
     TdUtil,
+    SmapiDatapath,
+    SmapiVolume,
 }
 
 impl Tool {
-    const ALL: [Tool; 3] = [Tool::TapCtl, Tool::VhdUtil, Tool::TdUtil];
+    const ALL: [Tool; 5] =
+        [Tool::TapCtl, Tool::VhdUtil, Tool::TdUtil, Tool::SmapiDatapath, Tool::SmapiVolume];
 
     /// The name of tapdisk's program.
     fn name(self) -> &'static str {
@@ -38,6 +42,8 @@ impl Tool {
             Tool::TapCtl => "tap-ctl",
             Tool::VhdUtil => "vhd-util",
             Tool::TdUtil => "td-util",
+            Tool::SmapiDatapath => "smapi-datapath",
+            Tool::SmapiVolume => "smapi-volume",
         }
     }
 
@@ -51,6 +57,7 @@ impl Tool {
             Tool::TapCtl => tap_ctl::main(args),
             Tool::VhdUtil => vhd_util::main(args),
             Tool::TdUtil => td_util::main(args),
+            Tool::SmapiDatapath | Tool::SmapiVolume => smapi::main(self, args),
         }
     }
 }
