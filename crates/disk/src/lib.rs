@@ -30,7 +30,7 @@ pub use elsewhere::Elsewhere;
 pub use ferrite_disk_base::TestCheck;
 pub use ferrite_disk_base::{
     CONFIGURED_PARENTS, Class, Counts, DiscardLimits, DiskError, ErrorKind, Extent, Finding,
-    Format, GrowthWatch, INDEX_BYTES, ImageName, MAX_LAYERS, METADATA_BYTES, Mark, OnDamage,
+    Format, GrowthWatch, INDEX_BYTES, ImageName, Locking, MAX_LAYERS, METADATA_BYTES, Mark, OnDamage,
     OpenOptions, Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES, SyncWitness, size,
 };
 pub use ferrite_images::{Image, open_medium, open_raw, open_store};

@@ -17,7 +17,7 @@ use std::sync::{Arc, Weak};
 use ferrite_disk_base::journal::{self, Identity, Journal};
 use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{
-    Commits, DiskError, ErrorKind, Format, ImageName, OnDamage, OpenOptions, Port, Raw,
+    Commits, DiskError, ErrorKind, Format, ImageName, Locking, OnDamage, OpenOptions, Port, Raw,
     SyncWitness, is_something_else,
 };
 use ferrite_io::arena::Span;
@@ -464,10 +464,23 @@ fn journal_of(
     let identity = identity.map_err(|e| meta::MetaError::Io(0, e).for_image(raw.path()))?;
     journal::survey(dir, &identity)?.check(raw.path())?;
     let (journal, records) = match options.read_only {
-        false => Journal::open(dir, &identity, RECORD_WORDS, RECORDS)?,
+        false => match Journal::open(dir, &identity, RECORD_WORDS, RECORDS) {
+            Err(e) if e.kind() == ErrorKind::InUse && options.locking == Locking::Toolstack => {
+                tracing::warn!(
+                    image = %raw.path().display(),
+                    "another process of this host has it open for writing: what this one answers \
+                     is lost if it dies before a flush",
+                );
+                (Journal::without(RECORD_WORDS, RECORDS), Vec::new())
+            }
+            opened => opened?,
+        },
         true => {
-            let records = Journal::peek(dir, &identity, RECORD_WORDS, RECORDS)?;
-            (Journal::without(RECORD_WORDS, RECORDS), records)
+            let records = match options.locking {
+                Locking::Ours => Journal::peek(dir, &identity, RECORD_WORDS, RECORDS),
+                Locking::Toolstack => Journal::peek_left(dir, &identity, RECORD_WORDS, RECORDS),
+            };
+            (Journal::without(RECORD_WORDS, RECORDS), records?)
         }
     };
     if records.is_empty() {
