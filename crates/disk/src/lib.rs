@@ -16,6 +16,7 @@
 
 mod allocation;
 mod disk;
+mod headers;
 pub mod elsewhere;
 mod identity;
 mod null;
@@ -32,6 +33,9 @@ pub use ferrite_disk_base::{
     CONFIGURED_PARENTS, Class, Counts, DiscardLimits, DiskError, ErrorKind, Extent, Finding,
     Format, GrowthWatch, INDEX_BYTES, ImageName, Locking, MAX_LAYERS, METADATA_BYTES, Mark, OnDamage,
     OpenOptions, Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES, SyncWitness, size,
+};
+pub use ferrite_images::vhd::{
+    Change as HeaderChange, Facts as HeaderFacts, KeyHash, ParentLink, Uuid,
 };
 pub use ferrite_images::{Image, open_medium, open_raw, open_store};
 pub use ferrite_store::{background::ServiceEngine, lookups as store_lookups, owned::StoreKey};

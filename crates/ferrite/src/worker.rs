@@ -179,6 +179,7 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
         ("--read-only", args.read_only),
         ("--keep-allocated", args.keep_allocated),
         ("--qemu-first", args.qemu_first),
+        ("--toolstack-locks", args.toolstack_locks),
         ("--poll-storage", args.poll_storage),
         ("--no-merge", args.tuning.no_merge),
     ];
@@ -332,6 +333,7 @@ mod tests {
             "--cpu=150",
             "--on-full=wait",
             "--keep-allocated",
+            "--toolstack-locks",
             "--memory=3M",
             "--memory-host=70M",
             "--mover=map",

@@ -12,7 +12,7 @@ use std::fmt;
 use std::io::{self, Result as IoResult};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use ferrite_disk_base::journal::{self, Identity, Journal};
 use ferrite_disk_base::size::Human;
@@ -36,6 +36,7 @@ mod create;
 mod damage;
 mod footers;
 mod format;
+mod headers;
 mod identity;
 mod lineage;
 mod meta;
@@ -48,11 +49,13 @@ mod table;
 
 pub use check::{Finding, Problem, Report, check};
 pub use create::{NewImage, NewParent};
+pub use format::batmap::KeyHash;
 pub use format::footer::{Creator, Footer, Kind};
 pub use format::geometry::Geometry;
 pub use format::header::DEFAULT_BLOCK_BYTES;
 pub(crate) use format::locator::{decode, unescape};
 pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
+pub use headers::{Change, Facts, ParentLink};
 pub(crate) use lineage::{Head, Lineage, head, lineage};
 pub use repair::{is_repairable, repair};
 pub use strict::check_strictly;
@@ -90,12 +93,17 @@ struct Sparse {
     forgetting: SharedLock,
     blocks: Blocks,
     parent: Option<Parent>,
+    /// The hash of its key, if it was set since the opening.
+    key: Mutex<Option<KeyHash>>,
 }
 
 /// An open image; see the module text.
 pub struct Vhd {
     raw: Raw,
+    /// As it was when it was opened.
     footer: Footer,
+    /// As it is on the medium, or is to be there after closing.
+    now: Mutex<Footer>,
     footer_at: FooterAt,
     /// Does all syncs.
     commits: Arc<Commits>,
@@ -144,7 +152,8 @@ impl Vhd {
                 )?))
             }
         };
-        Ok(Vhd { raw, footer, footer_at, commits, body })
+        let now = Mutex::new(footer.clone());
+        Ok(Vhd { raw, footer, now, footer_at, commits, body })
     }
 
     /// Bytes of the virtual disk.
@@ -440,7 +449,8 @@ fn sparse(
         })?;
     }
     let (header, batmap, forgetting) = (meta.header, meta.batmap, SharedLock::new());
-    Ok(Sparse { header, batmap, full_on_disk, forgetting, blocks, parent })
+    let key = Mutex::new(None);
+    Ok(Sparse { header, batmap, full_on_disk, forgetting, blocks, parent, key })
 }
 
 /// The image's journal, the records that a dead process has left in it, and its name. A copy has the UUID of its

@@ -19,6 +19,24 @@ const KEY_AT: usize = 29;
 const VERSION_SIGNED: u32 = 0x0001_0001;
 const VERSION: u32 = 0x0001_0002;
 
+/// The hash of an image's key, as `vhd-util key` sets it: the key itself is nowhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyHash {
+    /// What is hashed before the key.
+    pub nonce: [u8; 32],
+    /// The hash of both.
+    pub hash: [u8; 32],
+}
+
+impl KeyHash {
+    /// Puts it into the bytes of a batmap's header.
+    pub(crate) fn put(&self, raw: &mut [u8; BYTES]) {
+        put(raw, KEY_AT, &[1]);
+        put(raw, KEY_AT + 1, &self.nonce);
+        put(raw, KEY_AT + 1 + self.nonce.len(), &self.hash);
+    }
+}
+
 /// A checked header, and its bytes on disk, which have fields of other programs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Batmap {
