@@ -18,7 +18,7 @@ use super::protocol::{
     RpcError, Setting, ShowParams, Status, UpgradeParams, Upgraded, WaitParams, code,
 };
 use super::waits::waits_for;
-use super::{limits, pauses};
+use super::{images, limits, pauses};
 use crate::config::nearest;
 use crate::directory::{self, Snapshot};
 use crate::state::DiskId;
@@ -26,7 +26,7 @@ use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen, tuning};
 
 /// The names of all methods.
-pub(super) const METHODS: [&str; 21] = [
+pub(super) const METHODS: [&str; 23] = [
     "attach.wait",
     "daemon.status",
     "disk.coalesce",
@@ -40,6 +40,8 @@ pub(super) const METHODS: [&str; 21] = [
     "disk.show",
     "disk.snapshot",
     "disk.switch",
+    "image.change",
+    "image.query",
     "job.cancel",
     "job.limit",
     "job.list",
@@ -78,6 +80,8 @@ pub(super) fn call(shared: &Shared, method: &str, params: Value) -> Result<Value
         "disk.resize" => take(params).and_then(|request| reply(&pauses::resize(shared, &request)?)),
         "disk.switch" => take(params).and_then(|request| reply(&pauses::switch(shared, &request)?)),
         "attach.wait" => take(params).and_then(|request| reply(&wait(shared, &request)?)),
+        "image.change" => take(params).and_then(|request| reply(&images::change(shared, &request)?)),
+        "image.query" => take(params).and_then(|request| reply(&images::query(shared, &request)?)),
         "upgrade" => take(params).and_then(|request| reply(&upgrade(shared, &request)?)),
         _ => super::jobs::call(shared, method, params).unwrap_or_else(|| {
             let meant = nearest(method, METHODS).map(|name| format!("did you mean {name}?"));
