@@ -10,9 +10,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::Duration;
 
-use ferrite_serve::blkif::lifecycle::{
-    Change, ImageOrder, ImageReply, ServeError, ask_of_image,
-};
+use ferrite_serve::blkif::lifecycle::{Change, ImageOrder, ImageReply, ServeError, ask_of_image};
 use ferrite_serve::waker::Waker;
 
 use crate::params::Format;
@@ -130,7 +128,8 @@ pub(crate) fn ask(
     path: &Path,
     change: Option<&Change>,
 ) -> Result<Option<ImageReply>, Failure> {
-    let Ok((real, meta)) = path.canonicalize().and_then(|real| Ok((real.clone(), real.metadata()?)))
+    let Ok((real, meta)) =
+        path.canonicalize().and_then(|real| Ok((real.clone(), real.metadata()?)))
     else {
         return Ok(None);
     };
@@ -157,11 +156,7 @@ pub(crate) fn ask(
 }
 
 /// The reply of a disk's worker. `None`: its image is not open any more.
-fn reply_of(
-    shared: &Shared,
-    id: DiskId,
-    order: ImageOrder,
-) -> Option<Result<ImageReply, Failure>> {
+fn reply_of(shared: &Shared, id: DiskId, order: ImageOrder) -> Option<Result<ImageReply, Failure>> {
     let mut number = 0;
     shared.table.change(id, |entry| {
         number = entry.questions.add(order);

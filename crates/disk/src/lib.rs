@@ -16,8 +16,8 @@
 
 mod allocation;
 mod disk;
-mod headers;
 pub mod elsewhere;
+mod headers;
 mod identity;
 mod null;
 pub mod pieces;
@@ -31,8 +31,9 @@ pub use elsewhere::Elsewhere;
 pub use ferrite_disk_base::TestCheck;
 pub use ferrite_disk_base::{
     CONFIGURED_PARENTS, Class, Counts, DiscardLimits, DiskError, ErrorKind, Extent, Finding,
-    Format, GrowthWatch, INDEX_BYTES, ImageName, Locking, MAX_LAYERS, METADATA_BYTES, Mark, OnDamage,
-    OpenOptions, Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES, SyncWitness, size,
+    Format, GrowthWatch, INDEX_BYTES, ImageName, Locking, MAX_LAYERS, METADATA_BYTES, Mark,
+    OnDamage, OpenOptions, Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES,
+    SyncWitness, size,
 };
 pub use ferrite_images::vhd::{
     Change as HeaderChange, Facts as HeaderFacts, KeyHash, ParentLink, Uuid,

@@ -5,7 +5,8 @@ use std::path::Path;
 use ferrite_serve::blkif::lifecycle::ImageReply;
 
 use super::protocol::{
-    ChangeImageParams, ImageAnswer, ImageFacts, Images, QueryImagesParams, RpcError, Unchanged, code,
+    ChangeImageParams, ImageAnswer, ImageFacts, Images, QueryImagesParams, RpcError, Unchanged,
+    code,
 };
 use crate::{Failure, Shared, asking};
 

@@ -80,7 +80,9 @@ pub(super) fn call(shared: &Shared, method: &str, params: Value) -> Result<Value
         "disk.resize" => take(params).and_then(|request| reply(&pauses::resize(shared, &request)?)),
         "disk.switch" => take(params).and_then(|request| reply(&pauses::switch(shared, &request)?)),
         "attach.wait" => take(params).and_then(|request| reply(&wait(shared, &request)?)),
-        "image.change" => take(params).and_then(|request| reply(&images::change(shared, &request)?)),
+        "image.change" => {
+            take(params).and_then(|request| reply(&images::change(shared, &request)?))
+        }
         "image.query" => take(params).and_then(|request| reply(&images::query(shared, &request)?)),
         "upgrade" => take(params).and_then(|request| reply(&upgrade(shared, &request)?)),
         _ => super::jobs::call(shared, method, params).unwrap_or_else(|| {

@@ -108,9 +108,8 @@ fn a_disk_grows_within_its_table_and_reads_as_before_beyond_its_old_end() {
     work(None, |tools| tools.create(&images::name(&path), &new)).unwrap();
     let mut queue = Queue::new(Disk::open(&path, &options()).unwrap());
     queue.write(2 * MIB, &[9; 1 << 20]).unwrap();
-    let refused = |queue: &mut Queue, bytes| {
-        change(queue, &HeaderChange::Bytes(bytes)).unwrap_err().kind()
-    };
+    let refused =
+        |queue: &mut Queue, bytes| change(queue, &HeaderChange::Bytes(bytes)).unwrap_err().kind();
     for wrong in [2 * MIB, 4 * MIB + 512, 4 * MIB + 1] {
         assert_eq!(refused(&mut queue, wrong), std::io::ErrorKind::InvalidInput, "{wrong}");
     }
@@ -161,7 +160,7 @@ fn is_whole_after(template: &Path, kills: bool, to: &HeaderChange, step: u64) ->
     let whole = used(&world, dir.path(), state.path(), to);
     let state_dir = match kills {
         true => {
-            world.kill_process();
+            world.kill_process().unwrap();
             Some(state.path().to_owned())
         }
         false => {

@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::time::Duration;
 
-use ferrite_disk_base::{DiskError, ErrorKind, Locking, OnDamage, OpenOptions, READ_ONLY, Raw, Unopened};
+use ferrite_disk_base::{
+    DiskError, ErrorKind, Locking, OnDamage, OpenOptions, READ_ONLY, Raw, Unopened,
+};
 
 use ferrite_host::clock::{Clock as _, SystemClock};
 

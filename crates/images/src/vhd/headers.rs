@@ -226,9 +226,7 @@ impl Vhd {
         end: u64,
     ) -> Result<(Footer, Option<u64>), Malformed> {
         let bare = Header { locators: Default::default(), ..old.clone() };
-        let layout = |footer: &Footer| {
-            Layout::new(footer, &bare, sparse.batmap.as_ref(), u64::MAX)
-        };
+        let layout = |footer: &Footer| Layout::new(footer, &bare, sparse.batmap.as_ref(), u64::MAX);
         let is_free = |from: u64, to: u64| {
             let stride = sparse.blocks.layout().stride();
             to <= end

@@ -87,7 +87,9 @@ pub enum ImageReply {
 impl From<HeaderFacts> for Facts {
     fn from(facts: HeaderFacts) -> Facts {
         let HeaderFacts { bytes, end, blocks, hidden, parent } = facts;
-        let parent = parent.map(|path| path.to_string_lossy().into_owned());
+        // Without the dot of a locator's path: `/FOLDER/./NAME`.
+        let whole = |path: PathBuf| path.components().collect::<PathBuf>();
+        let parent = parent.map(|path| whole(path).to_string_lossy().into_owned());
         Facts { bytes, end, blocks, hidden, parent }
     }
 }
@@ -135,7 +137,9 @@ pub(super) fn carry_out(
             return ImageReply::refused(Errno::IO, "a flush has failed: detach the disk first");
         }
         match changed(device, engine, &disk, &change) {
-            Ok(()) => tracing::info!("the image's headers were changed while it is in use: {change:?}"),
+            Ok(()) => {
+                tracing::info!("the image's headers were changed while it is in use: {change:?}")
+            }
             Err(e) => return ImageReply::failed(&e),
         }
     }

@@ -342,7 +342,8 @@ fn limit_reply(result: &mut Result<Reply, Failure>) {
         }
         Ok(Reply::Image(ImageReply::Refused { why: text, .. })) => *text = sanitize(text),
         Ok(Reply::Image(ImageReply::Facts(facts))) => {
-            let of_a_path = |path: &String| path.len() <= PATH_BYTES && !path.contains(char::is_control);
+            let of_a_path =
+                |path: &String| path.len() <= PATH_BYTES && !path.contains(char::is_control);
             facts.parent = facts.parent.take().filter(of_a_path);
         }
         Ok(
