@@ -14,8 +14,10 @@ use crate::common::vhd::{at, name, options};
 use crate::common::{MIB, Queue, dir_in_memory, work};
 
 const BLOCK: u64 = 2 * MIB;
+/// Ways in which the writes of a step are lost.
+const SEEDS: u64 = 2;
 /// The parent, what it is replaced by, and the leaf.
-const NAMES: [&str; 3] = ["old.vhd", "new.vhd", "leaf.vhd"];
+const NAMES: [&str; 3] = ["old.vhd", "another.vhd", "leaf.vhd"];
 
 /// Makes a leaf on one of two parents that read the same: 8192 bytes of 5 at 0.
 fn make(dir: &Path) {
@@ -50,11 +52,16 @@ fn change(queue: &mut Queue, change: &HeaderChange) -> std::io::Result<()> {
     queue.reactor.block_on(async move { disk.change_headers(&port, change).await }).unwrap()
 }
 
-/// The image as another program finds it now: hidden, and the name of the parent.
+/// The image as another program finds it now: hidden, the size, and the name of the parent, which is the one that the
+/// path leads to.
 fn seen(leaf: &Path) -> (u8, u64, String) {
     let vhd = Vhd::open(leaf, &unlocked()).unwrap();
-    let parent = vhd.parent().unwrap().paths[0].file_name().unwrap().to_str().unwrap().to_owned();
-    (vhd.footer().hidden, vhd.footer().current_size, parent)
+    let parent = vhd.parent().unwrap();
+    let found = Vhd::open(&parent.paths[0], &unlocked()).unwrap();
+    assert_eq!(found.footer().uuid, parent.uuid);
+    let name = parent.paths[0].file_name().unwrap().to_str().unwrap().to_owned();
+    assert_eq!(parent.name, name);
+    (vhd.footer().hidden, vhd.footer().current_size, name)
 }
 
 #[test]
@@ -126,7 +133,8 @@ fn a_disk_grows_within_its_table_and_reads_as_before_beyond_its_old_end() {
     assert!(content[3 << 20..].iter().all(|byte| *byte == 0));
 }
 
-/// Has the leaf in use in this world, and changes its headers meanwhile; whether it was not stopped.
+/// Has the leaf in use in this world, and changes its headers meanwhile, the hidden mark at last; whether it was not
+/// stopped.
 fn used(world: &SimWorld, dir: &Path, state: &Path, change: &HeaderChange) -> bool {
     let options = OpenOptions { state_dir: Some(state.into()), ..options() };
     let disk = Arc::new(Disk::open(&dir.join(NAMES[2]), &options).unwrap());
@@ -136,15 +144,22 @@ fn used(world: &SimWorld, dir: &Path, state: &Path, change: &HeaderChange) -> bo
         session.flush()?;
         session.write(2 * BLOCK, &[2; 4096])?;
         let port = session.port().clone();
-        session.run(disk.change_headers(&port, change))??;
+        let is_last = matches!(change, HeaderChange::Hidden(_));
+        if !is_last {
+            session.run(disk.change_headers(&port, change))??;
+        }
         session.write(3 * BLOCK, &[3; 4096])?;
-        session.flush()
+        session.flush()?;
+        match is_last {
+            true => session.run(disk.change_headers(&port, change))?,
+            false => Ok(()),
+        }
     };
     steps().is_ok()
 }
 
 /// Stops the machine at this step; whether all was done before. `kills`: only the process ends.
-fn is_whole_after(template: &Path, kills: bool, to: &HeaderChange, step: u64) -> bool {
+fn is_whole_after(template: &Path, kills: bool, to: &HeaderChange, step: u64, seed: u64) -> bool {
     let (dir, state) = (dir_in_memory(), dir_in_memory());
     for file in NAMES {
         fs::copy(template.join(file), at(&dir, file)).unwrap();
@@ -155,7 +170,7 @@ fn is_whole_after(template: &Path, kills: bool, to: &HeaderChange, step: u64) ->
         HeaderChange::Hidden(hidden) => (*hidden, old.1, old.2.clone()),
         _ => (old.0, old.1, NAMES[1].to_owned()),
     };
-    let world = SimWorld::new(step);
+    let world = SimWorld::new(seed * 1000 + step);
     world.stop_at(Some(step + 1));
     let whole = used(&world, dir.path(), state.path(), to);
     let state_dir = match kills {
@@ -195,9 +210,11 @@ fn every_step(kills: bool, change: impl Fn(&Path) -> HeaderChange) {
     let template = dir_in_memory();
     make(template.path());
     let to = change(template.path());
-    let mut steps = 0..;
-    while !is_whole_after(template.path(), kills, &to, steps.next().unwrap()) {}
-    assert!(steps.start > 20, "{steps:?}");
+    for seed in 0..SEEDS {
+        let mut steps = 0..;
+        while !is_whole_after(template.path(), kills, &to, steps.next().unwrap(), seed) {}
+        assert!(steps.start > 20, "{steps:?}");
+    }
 }
 
 #[test]
@@ -221,12 +238,13 @@ fn a_long_path_to_a_parent_moves_no_block() {
     let dir = dir_in_memory();
     make(dir.path());
     let leaf = at(&dir, NAMES[2]);
-    let long = format!("{}.vhd", "n".repeat(200));
-    let folder = dir.path().join("f".repeat(200));
-    fs::create_dir(&folder).unwrap();
+    let long = format!("{}.vhd", "n".repeat(240));
+    let below: PathBuf = ["a", "b", "c"].map(|letter| letter.repeat(240)).iter().collect();
+    let folder = dir.path().join(&below);
+    fs::create_dir_all(&folder).unwrap();
     fs::copy(at(&dir, NAMES[1]), folder.join(&long)).unwrap();
     let uuid = Vhd::open(&folder.join(&long), &unlocked()).unwrap().footer().uuid;
-    let relative = Path::new(".").join("f".repeat(200)).join(&long);
+    let relative = Path::new(".").join(below).join(&long);
     let mut queue = Queue::new(Disk::open(&leaf, &options()).unwrap());
     queue.write(BLOCK, &[1; 4096]).unwrap();
     let to = ParentLink { uuid, modified_unix_s: 0, relative };
