@@ -8,7 +8,7 @@
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_serve::blkif::lifecycle::{Change, ImageOrder, ImageReply, ServeError, ask_of_image};
 use ferrite_serve::waker::Waker;
@@ -128,31 +128,48 @@ pub(crate) fn ask(
     path: &Path,
     change: Option<&Change>,
 ) -> Result<Option<ImageReply>, Failure> {
-    let Ok((real, meta)) =
-        path.canonicalize().and_then(|real| Ok((real.clone(), real.metadata()?)))
-    else {
-        return Ok(None);
-    };
+    let Ok(real) = path.canonicalize() else { return Ok(None) };
+    let Ok(meta) = real.metadata() else { return Ok(None) };
     let file = if meta.rdev() == 0 { (meta.dev(), meta.ino()) } else { (meta.rdev(), 0) };
-    let has_it = |entry: &Entry| {
-        let format = entry.image.as_ref().map(|image| image.format);
-        format == Some(Format::Vhd) && entry.beside.is_none() && entry.file() == Some(&real)
+    let end = Instant::now() + TIMEOUT;
+    let id = loop {
+        match found(shared, &real) {
+            Some((id, Phase::Served)) => break id,
+            Some((id, Phase::Starting)) => {
+                let left = end.saturating_duration_since(Instant::now());
+                let is_known = shared.table.wait_for(left, |disks| {
+                    let phase = disks.get(&id).map(|entry| &entry.phase);
+                    (phase != Some(&Phase::Starting)).then_some(())
+                });
+                is_known.ok_or_else(|| no_reply("the image is still being opened"))?;
+            }
+            _ => return Ok(None),
+        }
     };
-    let opened = shared.table.wait_for(TIMEOUT, |disks| {
-        let starts = |entry: &Entry| entry.phase == Phase::Starting && has_it(entry);
-        let is_open = |(id, entry): (&DiskId, &Entry)| {
-            (entry.phase == Phase::Served && has_it(entry)).then_some(*id)
-        };
-        let open = disks.iter().find_map(is_open);
-        (open.is_some() || !disks.values().any(starts)).then_some(open)
-    });
-    let Some(open) = opened else { return Err(no_reply("the image is still being opened")) };
-    let Some(id) = open else { return Ok(None) };
     let order = ImageOrder { file, change: change.cloned() };
     match reply_of(shared, id, order) {
         Some(Ok(ImageReply::NotMine)) | None => Ok(None),
         Some(reply) => reply.map(Some),
     }
+}
+
+/// The disk that has this image, and may write to it. The table is not locked while names are
+/// looked up.
+fn found(shared: &Shared, real: &Path) -> Option<(DiskId, Phase)> {
+    let of_entry = |(id, entry): (&DiskId, &Entry)| {
+        let is_vhd = entry.image.as_ref().is_some_and(|image| image.format == Format::Vhd);
+        let may_write = matches!(entry.phase, Phase::Served | Phase::Starting);
+        let path = entry.file().filter(|_| is_vhd && may_write && entry.beside.is_none())?;
+        Some((*id, entry.phase.clone(), path.to_owned(), entry.real.is_some()))
+    };
+    let mut disks: Vec<_> = shared.table.read(|disks| disks.iter().filter_map(of_entry).collect());
+    disks.retain(|(_, _, path, is_real)| match is_real {
+        true => path == real,
+        false => path.canonicalize().is_ok_and(|path| path == real),
+    });
+    let served = disks.iter().position(|disk| disk.1 == Phase::Served).unwrap_or(0);
+    let (id, phase, ..) = disks.into_iter().nth(served)?;
+    Some((id, phase))
 }
 
 /// The reply of a disk's worker. `None`: its image is not open any more.
