@@ -10,7 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_daemon::control::client::ClientError;
-use ferrite_daemon::control::protocol::{Attached, Change, Facts, ImageAnswer, Images};
+use ferrite_daemon::control::protocol::{
+    Attached, Change, Facts, ImageAnswer, Images, PhaseName,
+};
 use ferrite_daemon::keepers::Keepers;
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_host::clock::{Random as _, SplitMix64};
@@ -140,6 +142,12 @@ fn what_no_worker_writes_to_is_left_to_the_caller_and_what_cannot_be_is_refused(
     for path in [&story.parents[0], &story.leaf.with_extension("none")] {
         assert_eq!(story.change(path, &hidden).unwrap(), ImageAnswer::default());
     }
+    // A disk that only reads an image does not write to its headers, either.
+    let params = format!("vhd:{}", story.parents[1].display());
+    let reads = story.host.attach_with(1, 1, &params, &[("mode", "r")]);
+    story.host.wait_for_phase(&reads, PhaseName::Served);
+    assert_eq!(story.change(&story.parents[1], &hidden).unwrap(), ImageAnswer::default());
+    story.host.detach(&reads);
     for (change, errno) in [(Change::Size(4 * MIB + 1), 22), (Change::Size(1 << 40), 22)] {
         let answer = story.change(&story.leaf, &change).unwrap();
         assert_eq!(answer.refused.map(|refused| refused.errno), Some(errno), "{change:?}");

@@ -380,6 +380,9 @@ mod tests {
         assert!(failure.why.contains(&whose), "{}", failure.why);
         // It would be shown as served until then.
         assert!(begin.elapsed() < Duration::from_secs(30));
+        let arguments = ["serve", "--xen=3/xvda", "--toolstack-locks", image.to_str().unwrap()];
+        let Command::Serve(serve) = parse(arguments).command else { panic!() };
+        assert!(open(&serve, dir.path(), &alive, false).is_ok());
     }
 
     #[test]

@@ -126,7 +126,8 @@ pub(super) fn carry_out(
         Ok(disk) => disk,
         Err(e) => return ImageReply::failed(&e),
     };
-    if disk.media().first().is_none_or(|leaf| leaf.inode() != order.file) {
+    // What is only read is as its file says, and may be changed by others.
+    if disk.read_only() || disk.media().first().is_none_or(|leaf| leaf.inode() != order.file) {
         return ImageReply::NotMine;
     }
     if let Some(change) = &order.change {
@@ -156,9 +157,6 @@ fn changed(
     disk: &Arc<Disk>,
     change: &HeaderChange,
 ) -> io::Result<()> {
-    if disk.read_only() {
-        return Err(io::ErrorKind::PermissionDenied.into());
-    }
     let mut session = Session::new(disk.clone(), |arena| engine(arena, ENTRIES))?;
     let port = session.port().clone();
     session.run(device.flush(disk, &port))??;
