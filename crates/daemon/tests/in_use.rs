@@ -10,9 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_daemon::control::client::ClientError;
-use ferrite_daemon::control::protocol::{
-    Attached, Change, Facts, ImageAnswer, Images, PhaseName,
-};
+use ferrite_daemon::control::protocol::{Attached, Change, Facts, ImageAnswer, Images, PhaseName};
 use ferrite_daemon::keepers::Keepers;
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_host::clock::{Random as _, SplitMix64};
@@ -43,7 +41,7 @@ struct Story {
 
 impl Story {
     fn new() -> Story {
-        let host = Host::new(1);
+        let host = Host::new(2);
         let folder = host.image("sr");
         std::fs::create_dir(&folder).unwrap();
         let parents = ["a.vhd", "b.vhd"].map(|file| folder.join(file));
@@ -144,7 +142,7 @@ fn what_no_worker_writes_to_is_left_to_the_caller_and_what_cannot_be_is_refused(
     }
     // A disk that only reads an image does not write to its headers, either.
     let params = format!("vhd:{}", story.parents[1].display());
-    let reads = story.host.attach_with(1, 1, &params, &[("mode", "r")]);
+    let reads = story.host.attach_with(2, 0, &params, &[("mode", "r")]);
     story.host.wait_for_phase(&reads, PhaseName::Served);
     assert_eq!(story.change(&story.parents[1], &hidden).unwrap(), ImageAnswer::default());
     story.host.detach(&reads);
