@@ -278,7 +278,8 @@ impl Keepers {
                 disk.opened(facts).map_err(|Failure { why, help }| {
                     let what = "cannot serve the disk".to_owned();
                     ServeError::Open { what, why, help }
-                })
+                })?;
+                disk.ask_worker(line.fd.as_fd(), stop)
             };
             let fd = line.fd.as_fd();
             let followed = match (&mut store, disk.ahead) {

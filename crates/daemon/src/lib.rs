@@ -30,6 +30,7 @@ use ferrite_serve::log_limit::SharedLogLimit;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
 
+mod asking;
 mod beside;
 mod blktap;
 pub mod config;

@@ -10,6 +10,7 @@ use ferrite_serve::blkif::lifecycle::Tune;
 use ferrite_serve::waker::Waker;
 
 use crate::Failure;
+use crate::asking::Questions;
 use crate::joint_upgrade::Participant;
 use crate::params::Image;
 use crate::pause::{Pause, Resume};
@@ -110,6 +111,8 @@ pub struct Entry {
     pub(crate) tune: Tune,
     /// The state of a change of that.
     pub(crate) tuning: Tuning,
+    /// The questions to its worker.
+    pub(crate) questions: Questions,
     stop: Arc<Waker>,
     /// Whether the thread was woken to end.
     ends: bool,
@@ -248,6 +251,7 @@ impl Table {
             closing: None,
             tune: known.map(|state| state.tune.clone()).unwrap_or_default(),
             tuning: Tuning::default(),
+            questions: Questions::default(),
             stop,
             ends: false,
             has_ended: false,

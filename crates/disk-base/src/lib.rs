@@ -35,7 +35,7 @@ pub use extent::{DiscardLimits, Extent};
 pub use finding::{Class, Counts, Finding, Kind as ProblemKind, Stretches};
 pub use format::Format;
 pub use name::ImageName;
-pub use options::{INDEX_BYTES, MAX_LAYERS, METADATA_BYTES, OnDamage, OpenOptions};
+pub use options::{INDEX_BYTES, Locking, MAX_LAYERS, METADATA_BYTES, OnDamage, OpenOptions};
 pub use parents::{CONFIGURED as CONFIGURED_PARENTS, Parents, to_allow};
 pub use port::{Port, SCRATCH_BYTES};
 pub use rare::Rare;

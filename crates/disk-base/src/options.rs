@@ -29,6 +29,18 @@ pub enum OnDamage {
     Salvage,
 }
 
+/// The program that keeps images from being used by several at a time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Locking {
+    /// This one: an image that another process uses, or that another image stands on, is refused.
+    #[default]
+    Ours,
+    /// The toolstack, which may change an image's parents while they are read, and lets two hosts have an image open
+    /// for writing during a migration. Locks are taken as far as they are free, and nothing is refused: see
+    /// docs/internals/locks.md for what it may do to an image that is open.
+    Toolstack,
+}
+
 /// How to open a disk. The default is read-write, and not to wait for its lock.
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
@@ -70,6 +82,8 @@ pub struct OpenOptions {
     /// merge does that, which writes nothing that those readers see: what it writes is hidden from them by the images
     /// above. All other writers are refused as ever, and so is a second merge.
     pub beside_readers: bool,
+    /// The program that does the locking of the image and its parents.
+    pub locking: Locking,
     /// It is opened as the parent of another image, which hides a part of it.
     pub as_parent: bool,
     /// The folders where the image's parents may be.
@@ -113,6 +127,7 @@ impl Default for OpenOptions {
             max_layers: MAX_LAYERS,
             even_parent: false,
             beside_readers: false,
+            locking: Locking::Ours,
             as_parent: false,
             parents: Parents::default(),
             inner_snapshot: None,
@@ -127,6 +142,16 @@ impl Default for OpenOptions {
 }
 
 impl OpenOptions {
+    /// Whether an image that is opened for writing may be a parent, or protected by its mode.
+    pub fn may_write_parents(&self) -> bool {
+        self.even_parent || self.locking == Locking::Toolstack
+    }
+
+    /// Whether the image is only read, and is locked against writers.
+    pub fn is_read_unchanged(&self) -> bool {
+        self.read_only && !self.unlocked && self.locking == Locking::Ours
+    }
+
     /// What is done about damage: a writer does not tolerate it.
     pub fn on_damage(&self) -> OnDamage {
         if self.read_only { self.on_damage } else { OnDamage::Refuse }

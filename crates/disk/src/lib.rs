@@ -17,6 +17,7 @@
 mod allocation;
 mod disk;
 pub mod elsewhere;
+mod headers;
 mod identity;
 mod null;
 pub mod pieces;
@@ -30,8 +31,12 @@ pub use elsewhere::Elsewhere;
 pub use ferrite_disk_base::TestCheck;
 pub use ferrite_disk_base::{
     CONFIGURED_PARENTS, Class, Counts, DiscardLimits, DiskError, ErrorKind, Extent, Finding,
-    Format, GrowthWatch, INDEX_BYTES, ImageName, MAX_LAYERS, METADATA_BYTES, Mark, OnDamage,
-    OpenOptions, Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES, SyncWitness, size,
+    Format, GrowthWatch, INDEX_BYTES, ImageName, Locking, MAX_LAYERS, METADATA_BYTES, Mark,
+    OnDamage, OpenOptions, Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES,
+    SyncWitness, size,
+};
+pub use ferrite_images::vhd::{
+    Change as HeaderChange, Facts as HeaderFacts, KeyHash, ParentLink, Uuid,
 };
 pub use ferrite_images::{Image, open_medium, open_raw, open_store};
 pub use ferrite_store::{background::ServiceEngine, lookups as store_lookups, owned::StoreKey};

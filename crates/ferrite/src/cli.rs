@@ -233,6 +233,10 @@ pub(crate) struct ServeArgs {
     #[arg(long, hide = true)]
     pub(crate) qemu_first: bool,
 
+    /// The toolstack keeps others from the image and its parents (XAPI's storage manager): refuse none.
+    #[arg(long, hide = true)]
+    pub(crate) toolstack_locks: bool,
+
     /// Offer up to this many queues, each with a thread of its own.
     #[arg(long, value_name = "N", default_value_t = 4,
           value_parser = clap::value_parser!(u32).range(1..=64))]

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
-use ferrite_disk::{Disk, OnDamage, OpenOptions, Session};
+use ferrite_disk::{Disk, Locking, OnDamage, OpenOptions, Session};
 use ferrite_host::clock::SystemClock;
 use ferrite_host::names;
 use ferrite_io::pool::HostMemory;
@@ -296,6 +296,7 @@ fn open_as(
         wait_for_lock: taken_over.then_some(within),
         taken_over,
         qemu_first: args.qemu_first,
+        locking: if args.toolstack_locks { Locking::Toolstack } else { Locking::Ours },
         keep_allocated: args.keep_allocated,
         state_dir: Some(run.join(IMAGES)),
         parents: args.parents.allowed_for(&args.image)?,

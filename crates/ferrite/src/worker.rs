@@ -181,6 +181,7 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
         ("--read-only", args.read_only),
         ("--keep-allocated", args.keep_allocated),
         ("--qemu-first", args.qemu_first),
+        ("--toolstack-locks", args.toolstack_locks),
         ("--poll-storage", args.poll_storage),
         ("--no-merge", args.tuning.no_merge),
     ];
@@ -337,6 +338,7 @@ mod tests {
             "--cpu=150",
             "--on-full=wait",
             "--keep-allocated",
+            "--toolstack-locks",
             "--memory=3M",
             "--memory-host=70M",
             "--mover=map",
@@ -383,6 +385,9 @@ mod tests {
         assert!(failure.why.contains(&whose), "{}", failure.why);
         // It would be shown as served until then.
         assert!(begin.elapsed() < Duration::from_secs(30));
+        let arguments = ["serve", "--xen=3/xvda", "--toolstack-locks", image.to_str().unwrap()];
+        let Command::Serve(serve) = parse(arguments).command else { panic!() };
+        assert!(open(&serve, dir.path(), &alive, false).is_ok());
     }
 
     #[test]

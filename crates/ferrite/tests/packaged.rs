@@ -24,7 +24,7 @@ fn each_command_has_a_manual_page_and_each_shell_completions() {
     for file in ["ferrite.bash", "_ferrite", "ferrite.fish"] {
         let text = fs::read_to_string(dir.path().join(file)).unwrap();
         assert!(text.contains("serve"), "{file}");
-        for hidden in ["store-worker", "qemu-first", "generate"] {
+        for hidden in ["store-worker", "qemu-first", "toolstack-locks", "generate"] {
             assert!(!text.contains(hidden), "{file}: {hidden}");
         }
         for values in ["auto uring aio", "error wait", "copy map persistent"] {

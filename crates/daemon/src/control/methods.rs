@@ -19,7 +19,7 @@ use super::protocol::{
     RpcError, Setting, ShowParams, Status, UpgradeParams, Upgraded, WaitParams, code,
 };
 use super::waits::waits_for;
-use super::{limits, pauses};
+use super::{images, limits, pauses};
 use crate::config::nearest;
 use crate::directory::{self, Snapshot};
 use crate::state::DiskId;
@@ -27,7 +27,7 @@ use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen, tuning};
 
 /// The names of all methods.
-pub(super) const METHODS: [&str; 32] = [
+pub(super) const METHODS: [&str; 34] = [
     "attach.wait",
     "daemon.status",
     "disk.coalesce",
@@ -41,6 +41,8 @@ pub(super) const METHODS: [&str; 32] = [
     "disk.show",
     "disk.snapshot",
     "disk.switch",
+    "image.change",
+    "image.query",
     "job.cancel",
     "job.limit",
     "job.list",
@@ -90,6 +92,10 @@ pub(super) fn call(shared: &Arc<Shared>, method: &str, params: Value) -> Result<
         "disk.resize" => take(params).and_then(|request| reply(&pauses::resize(shared, &request)?)),
         "disk.switch" => take(params).and_then(|request| reply(&pauses::switch(shared, &request)?)),
         "attach.wait" => take(params).and_then(|request| reply(&wait(shared, &request)?)),
+        "image.change" => {
+            take(params).and_then(|request| reply(&images::change(shared, &request)?))
+        }
+        "image.query" => take(params).and_then(|request| reply(&images::query(shared, &request)?)),
         "upgrade" => take(params).and_then(|request| reply(&upgrade(shared, &request)?)),
         _ if method.starts_with("tap.") => {
             super::taps::call(shared, method, params).unwrap_or_else(|| Err(no_method(method)))

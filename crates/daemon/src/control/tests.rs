@@ -54,6 +54,14 @@ fn check(all: &Value, part: &Value, value: &Value, at: &str) -> Result<(), Strin
     {
         return wrong("too large");
     }
+    if let Some(several) = part["oneOf"].as_array() {
+        let is_one = |part: &&Value| check(all, part, value, at).is_ok();
+        return if several.iter().any(|part| is_one(&part)) {
+            Ok(())
+        } else {
+            wrong("none of these")
+        };
+    }
     if let Some(items) = value.as_array() {
         items.iter().try_for_each(|item| check(all, &part["items"], item, at))?;
     }
@@ -233,6 +241,28 @@ fn every_type_of_a_job_is_described_as_it_is() {
     };
     same("Job", &job);
     same("JobList", &JobList { jobs: vec![job] });
+}
+
+#[test]
+fn every_type_of_an_image_in_use_is_described_as_it_is() {
+    let (uuid, relative) = ("0".repeat(32), "./a.vhd".to_owned());
+    let parent = Change::Parent { uuid, modified: 1 << 40, relative };
+    let key = Change::Key { nonce: "0".repeat(64), hash: "1".repeat(64) };
+    let path = || "/srv/a".to_owned();
+    for change in [parent, Change::Hidden(u8::MAX), key, Change::Size(1 << 40)] {
+        same("ChangeImageParams", &ChangeImageParams { path: path(), change });
+    }
+    let parent = Some("/srv/b".to_owned());
+    let facts = Facts { bytes: 1 << 40, end: 7, blocks: Some(u32::MAX), hidden: 1, parent };
+    same("HeaderFacts", &facts);
+    let refused = Unchanged { errno: 22, why: "no".to_owned() };
+    same("Unchanged", &refused);
+    let (facts, refused) = (Some(facts), Some(refused));
+    same("ImageAnswer", &ImageAnswer { facts: facts.clone(), refused: refused.clone() });
+    same("QueryImagesParams", &QueryImagesParams { paths: vec![path()] });
+    let image = ImageFacts { path: path(), facts, refused };
+    same("ImageFacts", &image);
+    same("Images", &Images { images: vec![image] });
 }
 
 #[test]

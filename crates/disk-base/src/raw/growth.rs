@@ -107,12 +107,17 @@ impl GrowthWatch {
 }
 
 fn inotify_of(file: &Arc<OwnedFd>) -> Option<Means> {
-    let kind = rustix::fs::fstatfs(file).ok()?.f_type as u64 & 0xFFFF_FFFF;
-    if REMOTE.contains(&kind) {
+    if is_remote(file) {
         return None;
     }
     let notify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).ok()?;
     Some(Means::Inotify { notify, file: Arc::downgrade(file), watch: None })
+}
+
+/// Whether other machines may use a file without notice.
+pub(super) fn is_remote(file: &OwnedFd) -> bool {
+    let kind = rustix::fs::fstatfs(file).map(|system| system.f_type as u64 & 0xFFFF_FFFF);
+    kind.is_ok_and(|kind| REMOTE.contains(&kind))
 }
 
 fn events() -> Option<Means> {

@@ -11,6 +11,8 @@
 //!   it, so no other process of ours has contradicting ones. On the disk of an HVM guest they may be taken as late as
 //!   the guest's own driver connects (locks.md).
 //!
+//! If the toolstack does the locking, nobody is refused ([`toolstack`]).
+//!
 //! A merge into a parent whose readers stay open has locks of its own ([`merging`]).
 //!
 //! A file that is attached to a loop device is not opened for writing, nor a loop device whose file is locked. That is
@@ -31,7 +33,7 @@ use super::hold::Hold;
 use super::holder::disk_of;
 use super::medium::{Medium, cannot_open, io_error, sysfs_number};
 use super::proc_locks::flock_holder;
-use super::{loops, merging, qemu};
+use super::{loops, merging, qemu, toolstack};
 use crate::error::READ_ONLY;
 use crate::{DiskError, ErrorKind, OpenOptions};
 
@@ -43,11 +45,11 @@ const DEVICE_GRACE: Duration = Duration::from_millis(500);
 
 /// How long the kernel may take to end the last operations of a process that has died; for a slower medium there is
 /// `wait_for_lock`.
-const GONE_GRACE: Duration = Duration::from_secs(5);
+pub(super) const GONE_GRACE: Duration = Duration::from_secs(5);
 
 /// A kernel thread releases a file a little after the end of its last operation, so an image that this process has just
 /// closed may be locked for a moment.
-const OWN_GRACE: Duration = Duration::from_millis(500);
+pub(super) const OWN_GRACE: Duration = Duration::from_millis(500);
 
 /// An image that is open and locked.
 pub(super) struct Opened {
@@ -74,23 +76,32 @@ impl From<DiskError> for Unopened {
 }
 
 /// The result of one attempt.
-enum Attempt {
+pub(super) enum Attempt {
     Done(Opened),
     /// In use: how long to try again in any case, and the reason.
     Busy(Duration, String),
+    /// In use: after this time it is opened all the same.
+    Later(Duration),
 }
 
 /// Opens and locks `path`. While it is in use, it tries again until the options' time is over.
 pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, Unopened> {
     let clock = SystemClock;
     let start_ns = clock.now_ns();
+    let spent = || Duration::from_nanos(clock.now_ns() - start_ns);
+    let mut insists = false;
     loop {
-        let (grace, why) = match attempt(path, options)? {
+        let (grace, why) = match attempt(path, options, insists)? {
             Attempt::Done(opened) => return Ok(opened),
             Attempt::Busy(grace, why) => (grace, why),
+            Attempt::Later(grace) => {
+                insists = spent() >= grace;
+                clock.sleep(RETRY_AFTER);
+                continue;
+            }
         };
         let patience = options.wait_for_lock.unwrap_or_default().max(grace);
-        if Duration::from_nanos(clock.now_ns() - start_ns) >= patience {
+        if spent() >= patience {
             let help = match options.read_only {
                 true => {
                     "stop its writer first, or use a snapshot or copy of it; ferrite image info, map, \
@@ -126,12 +137,12 @@ pub(super) fn glance(path: &Path, fresh: bool) -> rustix::io::Result<Option<Open
     Ok(medium(&stat).map(|medium| Opened { file, stat, medium, holds: Vec::new() }))
 }
 
-fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
-    let read_only = options.read_only;
+fn attempt(path: &Path, options: &OpenOptions, insists: bool) -> Result<Attempt, Unopened> {
+    let (read_only, theirs) = (options.read_only, toolstack::is_theirs(options));
     let before = stat(path).map_err(|e| open_error(path, read_only, e))?;
     let medium = classify(path, &before)?;
     let is_protected = |stat: &Stat| {
-        let for_writing = !read_only && !options.even_parent;
+        let for_writing = !read_only && !options.may_write_parents();
         for_writing && medium == Medium::File && stat.st_mode & 0o222 == 0
     };
     if is_protected(&before) {
@@ -152,7 +163,11 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
     let file = match opened {
         Ok(file) => Arc::new(file),
         Err(e @ (Errno::BUSY | Errno::TXTBSY | Errno::AGAIN)) => {
-            return Ok(Attempt::Busy(grace, busy_reason(&before, medium, e)));
+            let is_claimed = theirs && e == Errno::BUSY && medium == Medium::BlockDevice;
+            match is_claimed.then(|| toolstack::open_claimed(path, &before)).flatten() {
+                Some(file) => file,
+                None => return Ok(Attempt::Busy(grace, busy_reason(&before, medium, e))),
+            }
         }
         Err(e) => return Err(open_error(path, read_only, e).into()),
     };
@@ -163,28 +178,8 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
         let stat = fstat(&file).map_err(|e| io_error(path, "it could not be examined", e))?;
         return Ok(Attempt::Done(Opened { file, stat, medium, holds }));
     }
-    let shares = read_only || options.beside_readers;
-    let operation = match shares {
-        true => FlockOperation::NonBlockingLockShared,
-        false => FlockOperation::NonBlockingLockExclusive,
-    };
-    match flock(&file, operation) {
-        Ok(()) => {}
-        Err(Errno::AGAIN) => return Ok(locked(&before, grace)),
-        Err(e) => return Err(io_error(path, "it could not be locked", e).into()),
-    }
-    if !options.qemu_first && !share_with_qemu(path, &file, shares) {
-        let why = match read_only {
-            true => "QEMU (or one of its tools) writes to it",
-            false => "QEMU (or one of its tools) has it open",
-        };
-        return Ok(Attempt::Busy(grace, why.into()));
-    }
-    if let Some(why) = merging::claim(&file, options).map_err(|e| merging_error(path, e))? {
-        return Ok(Attempt::Busy(grace, why.into()));
-    }
-    if !read_only && let Some(why) = other_way(&before, medium) {
-        return Ok(Attempt::Busy(DEVICE_GRACE, why));
+    if let Some(busy) = take_locks(path, &file, (&before, medium), options, insists)? {
+        return Ok(busy);
     }
     // The former holder may have replaced the image before releasing it.
     let stat = fstat(&file).map_err(|e| io_error(path, "it could not be examined", e))?;
@@ -193,6 +188,7 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
         .iter()
         .any(|s| (s.st_dev, s.st_ino, s.st_rdev) != (stat.st_dev, stat.st_ino, stat.st_rdev))
     {
+        let grace = if theirs { grace.max(OWN_GRACE) } else { grace };
         return Ok(Attempt::Busy(grace, "it was replaced while it was being opened".into()));
     }
     // A child may have been made before it was locked.
@@ -205,6 +201,49 @@ fn attempt(path: &Path, options: &OpenOptions) -> Result<Attempt, Unopened> {
     Ok(Attempt::Done(Opened { file, stat, medium, holds }))
 }
 
+/// Takes the locks of an open file. `Some`: it is in use.
+fn take_locks(
+    path: &Path,
+    file: &OwnedFd,
+    (before, medium): (&Stat, Medium),
+    options: &OpenOptions,
+    insists: bool,
+) -> Result<Option<Attempt>, Unopened> {
+    let (read_only, theirs) = (options.read_only, toolstack::is_theirs(options));
+    let grace = if medium == Medium::File { Duration::ZERO } else { DEVICE_GRACE };
+    let shares = read_only || options.beside_readers;
+    let operation = match shares {
+        true => FlockOperation::NonBlockingLockShared,
+        false => FlockOperation::NonBlockingLockExclusive,
+    };
+    match flock(file, operation) {
+        Ok(()) => {}
+        Err(Errno::AGAIN) if theirs => {
+            return Ok(toolstack::beside(path, file, before, shares, insists));
+        }
+        Err(Errno::AGAIN) => return Ok(Some(locked(before, grace))),
+        Err(e) => return Err(io_error(path, "it could not be locked", e).into()),
+    }
+    if theirs {
+        toolstack::take_others(path, file, (before, medium), options);
+        return Ok(None);
+    }
+    if !options.qemu_first && !share_with_qemu(path, file, shares) {
+        let why = match read_only {
+            true => "QEMU (or one of its tools) writes to it",
+            false => "QEMU (or one of its tools) has it open",
+        };
+        return Ok(Some(Attempt::Busy(grace, why.into())));
+    }
+    if let Some(why) = merging::claim(file, options).map_err(|e| merging_error(path, e))? {
+        return Ok(Some(Attempt::Busy(grace, why.into())));
+    }
+    if !read_only && let Some(why) = other_way(before, medium) {
+        return Ok(Some(Attempt::Busy(DEVICE_GRACE, why)));
+    }
+    Ok(None)
+}
+
 fn merging_error(path: &Path, e: std::io::Error) -> DiskError {
     let why = format!(
         "its file system has no locks on bytes ({e}), and a merge beside readers needs one"
@@ -214,7 +253,7 @@ fn merging_error(path: &Path, e: std::io::Error) -> DiskError {
 }
 
 /// The user of the same bytes by way of a loop device.
-fn other_way(stat: &Stat, medium: Medium) -> Option<String> {
+pub(super) fn other_way(stat: &Stat, medium: Medium) -> Option<String> {
     match medium {
         Medium::File => loops::writer_of(stat).map(|device| {
             format!("it is attached to {device}, which may be mounted (losetup -d detaches it)")
@@ -274,7 +313,7 @@ fn is_write_protected(stat: &Stat) -> bool {
 
 /// The flags of opening: never `O_CREAT`, never `O_TRUNC`. `O_NONBLOCK` guards against a name that becomes a pipe
 /// between the check and the open; [`Geometry`](super::Geometry) clears it again.
-fn flags(medium: Medium, read_only: bool) -> OFlags {
+pub(super) fn flags(medium: Medium, read_only: bool) -> OFlags {
     let access = match (read_only, medium) {
         (true, _) => OFlags::RDONLY,
         (false, Medium::File | Medium::Nvme) => OFlags::RDWR,
@@ -343,11 +382,9 @@ fn locked(stat: &Stat, grace: Duration) -> Attempt {
         return Attempt::Busy(GONE_GRACE, "another process has locked it".into());
     };
     let grace = if pid == std::process::id() { grace.max(OWN_GRACE) } else { grace };
-    match names::read_to_string(format!("/proc/{pid}/comm")) {
-        Ok(name) => {
-            Attempt::Busy(grace, format!("process {pid} ({}) has locked it", name.trim_end()))
-        }
-        Err(_) => Attempt::Busy(
+    match holder(pid) {
+        Some(name) => Attempt::Busy(grace, format!("process {pid} ({name}) has locked it")),
+        None => Attempt::Busy(
             GONE_GRACE,
             format!(
                 "process {pid} had locked it and is gone, but a child of it, or its last \
@@ -357,6 +394,12 @@ fn locked(stat: &Stat, grace: Duration) -> Attempt {
     }
 }
 
+/// The name of a process; `None`: it has ended.
+pub(super) fn holder(pid: u32) -> Option<String> {
+    let name = names::read_to_string(format!("/proc/{pid}/comm")).ok()?;
+    Some(name.trim_end().to_owned())
+}
+
 fn busy_reason(stat: &Stat, medium: Medium, e: Errno) -> String {
     if medium == Medium::File {
         return match e {
@@ -364,12 +407,17 @@ fn busy_reason(stat: &Stat, medium: Medium, e: Errno) -> String {
             _ => "another process holds a lease on it".into(),
         };
     }
-    let device = format!("{}:{}", major(stat.st_rdev), minor(stat.st_rdev));
-    let mounts = names::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    match mount_point_in(&mounts, &device) {
+    match mounted_at(stat) {
         Some(at) => format!("it is mounted at {at}"),
         None => "it is mounted, or in use by device mapper, LVM, RAID or another program".into(),
     }
+}
+
+/// Where a block device is mounted.
+pub(super) fn mounted_at(stat: &Stat) -> Option<String> {
+    let device = format!("{}:{}", major(stat.st_rdev), minor(stat.st_rdev));
+    let mounts = names::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    mount_point_in(&mounts, &device).map(str::to_owned)
 }
 
 /// The mount point of a device. Lines are `36 35 98:0 /root /mount/point options ...`.

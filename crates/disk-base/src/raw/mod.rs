@@ -32,6 +32,7 @@ mod proc_locks;
 mod qemu;
 mod runs;
 mod tail;
+mod toolstack;
 mod zero;
 
 #[cfg(feature = "testing")]
@@ -178,7 +179,7 @@ impl Raw {
             zero_lacks: AtomicU8::new(0),
             keeps_space: AtomicBool::new(options.keep_allocated),
             thin: options.thin,
-            runs: Box::new(Runs::new(options.read_only && !options.unlocked)),
+            runs: Box::new(Runs::new(options.is_read_unchanged())),
             commits: Box::default(),
             #[cfg(feature = "testing")]
             checked: checked::Checked::default(),

@@ -141,6 +141,25 @@ impl Journal {
         }
     }
 
+    /// As [`peek`](Self::peek), of a process that has ended: the records of one that writes to the image change while
+    /// they are read.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn peek_left(
+        dir: Option<&Path>,
+        identity: &Identity,
+        words: usize,
+        capacity: u32,
+    ) -> Result<Vec<Record>, DiskError> {
+        let records = Journal::peek(dir, identity, words, capacity)?;
+        let path = dir.map(|dir| dir.join(identity.file_name())).filter(|_| !records.is_empty());
+        match path.is_some_and(|path| file::is_held(&path).unwrap_or(true)) {
+            true => Ok(Vec::new()),
+            false => Ok(records),
+        }
+    }
+
     fn recover(&mut self, shm: Shm, held: Held) -> Vec<Record> {
         let records = records(&shm, self.words, self.capacity);
         self.ready = slots(shm.len(), self.words).min(self.capacity);

@@ -14,6 +14,7 @@ use crate::cli::CompatArgs;
 use crate::exit::Failure;
 use crate::plain::one_line;
 
+pub(crate) mod served;
 mod smapi;
 pub(crate) mod tap_ctl;
 mod td_util;

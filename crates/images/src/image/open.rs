@@ -1,13 +1,22 @@
 //! Opens the files and devices of disks: locked, and for writing only if the image has no children.
 
 use std::path::Path;
+use std::time::Duration;
 
-use ferrite_disk_base::{DiskError, ErrorKind, OnDamage, OpenOptions, READ_ONLY, Raw, Unopened};
+use ferrite_disk_base::{
+    DiskError, ErrorKind, Locking, OnDamage, OpenOptions, READ_ONLY, Raw, Unopened,
+};
+
+use ferrite_host::clock::{Clock as _, SystemClock};
 
 use crate::children::{self, Ask};
 use crate::image::format::ImageFormat;
 use crate::qcow2::Qcow2;
 use crate::vhd::Vhd;
+
+/// How often a parent that may change is opened anew if it looks damaged, and how long it is waited between.
+const SETTLED_TRIES: usize = 5;
+const SETTLED_PAUSE: Duration = Duration::from_millis(20);
 
 /// Opens a raw disk on a file or device, as the options say. Errors are found before anything else is done, and nothing
 /// is written.
@@ -41,7 +50,9 @@ impl Vhd {
     /// # Errors
     /// It cannot be opened or locked, or is invalid; the text tells where and why.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<Vhd, DiskError> {
-        in_spite(path, options, |options| Vhd::of(open_medium(path, options)?, options))
+        settled(options, || {
+            in_spite(path, options, |options| Vhd::of(open_medium(path, options)?, options))
+        })
     }
 }
 
@@ -50,6 +61,22 @@ impl Qcow2 {
     pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Qcow2, DiskError> {
         in_spite(path, options, |options| Qcow2::of(open_medium(path, options)?, options))
     }
+}
+
+/// Opens an image. A parent that its toolstack has another process write may look damaged for a moment, when it grows
+/// between two reads.
+fn settled<T>(
+    options: &OpenOptions,
+    open: impl Fn() -> Result<T, DiskError>,
+) -> Result<T, DiskError> {
+    let may_change = options.as_parent && options.locking == Locking::Toolstack;
+    for _ in 0..if may_change { SETTLED_TRIES } else { 0 } {
+        match open() {
+            Err(e) if e.kind() == ErrorKind::Damaged => SystemClock.sleep(SETTLED_PAUSE),
+            opened => return opened,
+        }
+    }
+    open()
 }
 
 /// Opens an image. One that is damaged may not fit its journal any more: then a reader that tolerates damage opens it
@@ -88,7 +115,7 @@ fn unwritten(
         Err(Unopened::Other(e)) => return Err(e),
         Ok(medium) => medium,
     };
-    if !options.read_only && !options.even_parent {
+    if !options.read_only && !options.may_write_parents() {
         let ask = if options.taken_over { Ask::Marked } else { Ask::Named };
         children::check_none(&medium, ask)?;
     }

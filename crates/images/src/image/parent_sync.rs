@@ -2,7 +2,8 @@
 //!
 //! If another program makes a child of an image whose backend was killed, the guest goes on with the child, and expects
 //! a flush to cover all earlier answers. The dead process's writes may not be on the medium yet; if they only replaced
-//! data, no record tells of them. So the first flush syncs the parents, too. No process writes to them from then on.
+//! data, no record tells of them. So the first flush syncs the parents, too. No process writes to them from
+//! then on; a toolstack's coalesce does, and syncs what it writes.
 
 use std::fmt;
 use std::io;

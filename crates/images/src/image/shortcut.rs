@@ -1,8 +1,9 @@
 //! A cache of which layer below the leaf has a page.
 //!
-//! Those layers do not change while they are open, so an answer stays true. Without the cache, a read from a long chain
-//! asks each layer, and each answer costs a cache miss or two. It holds pages, because small reads have that size;
-//! larger ranges ask the layers, and have fewer requests to do it for.
+//! Those layers do not change while they are open, but for pages that one above them has (docs/internals/locks.md), so an
+//! answer stays true. Without the cache, a read from a long chain asks each layer, and each answer costs a cache miss or
+//! two. It holds pages, because small reads have that size; larger ranges ask the layers, and have fewer requests to do
+//! it for.
 //!
 //! A layer's entries of neighbouring pages are in the same cache line, so a miss looks up a whole group of them. A page
 //! takes a byte here, so the table of a disk in use stays in the processor's cache.

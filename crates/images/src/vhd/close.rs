@@ -1,6 +1,7 @@
 //! Closes an image so that it is complete for other programs.
 
 use std::io;
+use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use ferrite_disk_base::{Port, Rare};
@@ -41,7 +42,7 @@ impl Vhd {
     }
 
     async fn write_end(&self, port: &Port, sparse: &Sparse, end: End) -> io::Result<()> {
-        let file = port.files[0];
+        let (file, now) = (port.files[0], self.footer_now());
         let at = match self.raw.is_file() {
             true => end.footer,
             false => last_sector(&self.raw)?,
@@ -51,10 +52,10 @@ impl Vhd {
             clear_before_footer(port, &self.commits, &self.raw, end).await?;
         }
         if let Some(batmap) = &sparse.batmap {
-            let map = sparse.blocks.batmap(covered_bytes(self.footer.current_size) as usize);
+            let map = sparse.blocks.batmap(covered_bytes(now.current_size) as usize);
             self.write_batmap(port, sparse, batmap, &map).await?;
         }
-        let footer: [u8; footer::BYTES] = self.footer.bytes();
+        let footer: [u8; footer::BYTES] = now.bytes();
         write_bytes(port, file, &[(at, &footer)]).await?;
         self.commits.sync(port).await?;
         if self.raw.is_file() {
@@ -73,7 +74,14 @@ impl Vhd {
         batmap: &Batmap,
         map: &[u8],
     ) -> io::Result<()> {
-        let header = batmap.header_for(map);
+        // The disk was made larger, and the room for the map was not.
+        if map.len() as u64 > batmap.len {
+            return Ok(());
+        }
+        let mut header = batmap.header_for(map);
+        if let Some(key) = &*sparse.key.lock().unwrap_or_else(PoisonError::into_inner) {
+            key.put(&mut header);
+        }
         let mut pieces: Vec<(u64, &[u8])> = vec![(batmap.offset, map)];
         let header_at = Batmap::header_offset(&self.footer, &sparse.header);
         pieces.extend(header_at.map(|at| (at, &header[..])));
@@ -89,7 +97,7 @@ impl Vhd {
         }
         let _held = sparse.forgetting.lock(&port.io).await?;
         if sparse.full_on_disk.load(Ordering::Acquire) {
-            let map = vec![0; covered_bytes(self.footer.current_size) as usize];
+            let map = vec![0; covered_bytes(self.footer_now().current_size) as usize];
             self.write_batmap(port, sparse, batmap, &map).await?;
             self.commits.sync(port).await?;
             sparse.full_on_disk.store(false, Ordering::Release);

@@ -270,15 +270,9 @@ pub(super) fn set_parent(
     header.parent_uuid = parent.uuid;
     header.parent_timestamp = footer::timestamp(parent.modified_unix_s);
     let relative = way_to(child, &parent.path)?;
-    // The order in which libvhd writes and reads them.
-    let texts = [
-        Some((*b"MacX", locator::encode_url(&relative))),
-        locator::encode_windows(&relative).map(|text| (*b"W2ku", text)),
-        locator::encode_windows(&relative).map(|text| (*b"W2ru", text)),
-    ];
     let mut at = at;
     let mut out = Vec::new();
-    for (slot, (code, mut text)) in header.locators.iter_mut().zip(texts.into_iter().flatten()) {
+    for (slot, (code, mut text)) in header.locators.iter_mut().zip(locator_texts(&relative)) {
         let (len, room) = (text.len() as u64, whole_sectors(text.len() as u64));
         if room > MAX_TEXT_BYTES {
             return Err("the parent's path is too long".into());
@@ -290,6 +284,17 @@ pub(super) fn set_parent(
         at += room;
     }
     Ok(out)
+}
+
+/// The platforms and texts of the locators for a parent's path from its child's directory, in the order in which libvhd
+/// writes and reads them.
+pub(super) fn locator_texts(relative: &Path) -> impl Iterator<Item = ([u8; 4], Vec<u8>)> {
+    let texts = [
+        Some((*b"MacX", locator::encode_url(relative))),
+        locator::encode_windows(relative).map(|text| (*b"W2ku", text)),
+        locator::encode_windows(relative).map(|text| (*b"W2ru", text)),
+    ];
+    texts.into_iter().flatten()
 }
 
 /// The path from a child's directory to its parent.

@@ -15,6 +15,9 @@ use super::format::{Malformed, SECTOR, locator};
 /// Bytes of the table that are read at once.
 const TABLE_PIECE: usize = 1 << 20;
 
+/// How often the footers of an image that grows are read. It grows by 16 MiB or more at a time.
+const READINGS: usize = 16;
+
 /// tapdisk writes this over the footer at the end of a dynamic or differencing image that it opens.
 const TAKEN: [u8; SECTOR as usize] = [0xc7; SECTOR as usize];
 
@@ -147,7 +150,22 @@ impl FooterAt {
 }
 
 impl Footers {
+    /// Reads both. A parent whose toolstack does the locking may grow meanwhile: then the place of the old footer may
+    /// have a guest's data, which is not to be taken for a footer.
     pub(super) fn read(raw: &Raw) -> Result<Footers, MetaError> {
+        let mut found = Footers::read_once(raw)?;
+        for _ in 0..READINGS {
+            let bytes = raw.bytes_now().map_err(|e| MetaError::Io(0, e))?;
+            if bytes == found.medium_bytes {
+                return Ok(found);
+            }
+            found = Footers::read_once(raw)?;
+        }
+        let why = "the image grows while it is read".to_owned();
+        Err(Malformed::new(found.end_at, why).into())
+    }
+
+    fn read_once(raw: &Raw) -> Result<Footers, MetaError> {
         let medium_bytes = raw.bytes_now().map_err(|e| MetaError::Io(0, e))?;
         if medium_bytes < SECTOR {
             let why = format!("{medium_bytes} bytes are no VHD, which has 512 at least");

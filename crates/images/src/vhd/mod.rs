@@ -12,12 +12,12 @@ use std::fmt;
 use std::io::{self, Result as IoResult};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use ferrite_disk_base::journal::{self, Identity, Journal};
 use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{
-    Commits, DiskError, ErrorKind, Format, ImageName, OnDamage, OpenOptions, Port, Raw,
+    Commits, DiskError, ErrorKind, Format, ImageName, Locking, OnDamage, OpenOptions, Port, Raw,
     SyncWitness, is_something_else,
 };
 use ferrite_io::arena::Span;
@@ -37,6 +37,7 @@ mod damage;
 mod edit;
 mod footers;
 mod format;
+mod headers;
 mod identity;
 mod lineage;
 mod meta;
@@ -58,6 +59,7 @@ pub use format::geometry::Geometry;
 pub use format::header::DEFAULT_BLOCK_BYTES;
 pub(crate) use format::locator::{decode, unescape};
 pub use format::{MAX_DISK_BYTES, Malformed, Stamp, Uuid};
+pub use headers::{Change, Facts, ParentLink};
 pub(crate) use lineage::{Head, Lineage, head, lineage};
 pub use relink::MAX_MOVED;
 pub use repair::{is_repairable, repair};
@@ -98,12 +100,17 @@ struct Sparse {
     forgetting: SharedLock,
     blocks: Blocks,
     parent: Option<Parent>,
+    /// The hash of its key, if it was set since the opening.
+    key: Mutex<Option<KeyHash>>,
 }
 
 /// An open image; see the module text.
 pub struct Vhd {
     raw: Raw,
+    /// As it was when it was opened.
     footer: Footer,
+    /// As it is on the medium, or is to be there after closing.
+    now: Mutex<Footer>,
     footer_at: FooterAt,
     /// Does all syncs.
     commits: Arc<Commits>,
@@ -154,7 +161,8 @@ impl Vhd {
                 )?))
             }
         };
-        Ok(Vhd { raw, footer, footer_at, commits, body })
+        let now = Mutex::new(footer.clone());
+        Ok(Vhd { raw, footer, now, footer_at, commits, body })
     }
 
     /// Bytes of the virtual disk.
@@ -457,7 +465,8 @@ fn sparse(
         })?;
     }
     let (header, batmap, forgetting) = (meta.header, meta.batmap, SharedLock::new());
-    Ok(Sparse { header, batmap, full_on_disk, forgetting, blocks, parent })
+    let key = Mutex::new(None);
+    Ok(Sparse { header, batmap, full_on_disk, forgetting, blocks, parent, key })
 }
 
 /// The image's journal, the records that a dead process has left in it, and its name. A copy has the UUID of its
@@ -481,10 +490,23 @@ fn journal_of(
     let identity = identity.map_err(|e| meta::MetaError::Io(0, e).for_image(raw.path()))?;
     journal::survey(dir, &identity)?.check(raw.path())?;
     let (journal, records) = match options.read_only {
-        false => Journal::open(dir, &identity, RECORD_WORDS, RECORDS)?,
+        false => match Journal::open(dir, &identity, RECORD_WORDS, RECORDS) {
+            Err(e) if e.kind() == ErrorKind::InUse && options.locking == Locking::Toolstack => {
+                tracing::warn!(
+                    image = %raw.path().display(),
+                    "another process of this host has it open for writing: what this one answers \
+                     is lost if it dies before a flush",
+                );
+                (Journal::without(RECORD_WORDS, RECORDS), Vec::new())
+            }
+            opened => opened?,
+        },
         true => {
-            let records = Journal::peek(dir, &identity, RECORD_WORDS, RECORDS)?;
-            (Journal::without(RECORD_WORDS, RECORDS), records)
+            let records = match options.locking {
+                Locking::Ours => Journal::peek(dir, &identity, RECORD_WORDS, RECORDS),
+                Locking::Toolstack => Journal::peek_left(dir, &identity, RECORD_WORDS, RECORDS),
+            };
+            (Journal::without(RECORD_WORDS, RECORDS), records?)
         }
     };
     if records.is_empty() {

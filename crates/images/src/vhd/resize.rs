@@ -194,7 +194,7 @@ impl Vhd {
 
     /// Overwrites the part of the last block that was past the disk's end and will be within it: its bits may be set,
     /// and on a device it may have any content. Zeros, durable.
-    async fn clear_tail(&self, port: &Port, sparse: &Sparse) -> io::Result<()> {
+    pub(super) async fn clear_tail(&self, port: &Port, sparse: &Sparse) -> io::Result<()> {
         let block_bytes = u64::from(sparse.header.block_bytes);
         let (block, within) = (self.bytes() / block_bytes, self.bytes() % block_bytes);
         let place = u32::try_from(block).ok().and_then(|block| sparse.blocks.place_of(block));

@@ -78,7 +78,7 @@ impl Blocks {
     /// to change: the copy may be damaged, or older.
     pub(in crate::vhd) async fn mend_copy(&self, port: &Port) -> io::Result<()> {
         if !self.copy_whole.load(Ordering::Acquire) {
-            write_bytes(port, port.files[0], &[(0, &self.footer)]).await?;
+            write_bytes(port, port.files[0], &[(0, &self.footer())]).await?;
             self.sync(port).await?;
             self.copy_whole.store(true, Ordering::Release);
         }
@@ -136,7 +136,7 @@ impl Blocks {
     async fn grow_device(&self, port: &Port, raw: &Raw, wanted: usize) -> io::Result<()> {
         let last = last_sector(raw)?;
         if last > self.last_sector.load(Ordering::Acquire) {
-            write_bytes(port, port.files[0], &[(last, &self.footer)]).await?;
+            write_bytes(port, port.files[0], &[(last, &self.footer())]).await?;
             self.sync(port).await?;
             self.forget_footer(port, last).await?;
             Rare::DeviceGrown.taken();

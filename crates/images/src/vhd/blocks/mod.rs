@@ -22,6 +22,7 @@ use super::format::footer;
 use super::format::layout::{Layout, UNUSED};
 use crate::image::mapping::Mapping;
 
+mod aside;
 mod cache;
 mod commit;
 mod discard;
@@ -117,7 +118,7 @@ pub(super) struct Blocks {
     /// The file can grow, and its unwritten space reads as zeros.
     is_file: bool,
     /// The footer on disk.
-    footer: [u8; footer::BYTES],
+    footer: Mutex<[u8; footer::BYTES]>,
     /// The copy of the footer at the beginning is intact and up to date.
     copy_whole: AtomicBool,
     /// Byte offset of the last sector that a device had when the footer was written there.
@@ -202,7 +203,7 @@ impl Blocks {
             first_new: end,
             differencing: opened.differencing,
             is_file: opened.is_file,
-            footer: opened.footer,
+            footer: Mutex::new(opened.footer),
             copy_whole: AtomicBool::new(opened.copy_whole),
             last_sector: AtomicU64::new(opened.last_sector),
             table,

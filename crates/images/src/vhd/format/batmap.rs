@@ -39,6 +39,15 @@ pub struct KeyHash {
     pub hash: [u8; 32],
 }
 
+impl KeyHash {
+    /// Puts it into the bytes of a batmap's header.
+    pub(crate) fn put(&self, raw: &mut [u8; BYTES]) {
+        put(raw, KEY_AT, &[1]);
+        put(raw, KEY_AT + 1, &self.nonce);
+        put(raw, KEY_AT + 1 + self.nonce.len(), &self.hash);
+    }
+}
+
 /// A checked header, and its bytes on disk, which have fields of other programs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Batmap {

@@ -8,6 +8,7 @@ use ferrite_host::frames::UnknownVersion;
 use serde::{Deserialize, Serialize};
 
 use super::error::ServeError;
+use super::in_use::{ImageOrder, ImageReply};
 use super::tune::Tune;
 use crate::blkif::negotiate::{DiskFacts, Wanted};
 
@@ -41,6 +42,8 @@ pub(super) enum Order {
     Hurry,
     /// Set this on the running disk.
     Tune(Tune),
+    /// Change or read the headers of the open image. Reply: [`Image`](Reply::Image).
+    Image(ImageOrder),
     /// Write to the medium what no flush has requested, as no guest is connected.
     Save,
     /// Read the medium's size. Reply: [`Size`](Reply::Size).
@@ -92,6 +95,8 @@ pub(super) enum Reply {
         /// When to send the order again. `None`: growth is reported.
         ask_again: Option<Duration>,
     },
+    /// The image's headers were changed, or read.
+    Image(ImageReply),
 }
 
 /// Why an order was not carried out.

@@ -17,6 +17,7 @@ use super::closing::{self, Closing};
 use super::config::WorkConfig;
 use super::connected::{ConnectedFrontend, ConnectionContext, EngineFactory};
 use super::error::ServeError;
+use super::in_use;
 use super::messages::{Failure, Order, Reply, Report, Rings};
 use super::run_dir::{RunFiles, TABLE, second};
 use super::successor::TableSuccessor;
@@ -347,6 +348,10 @@ impl WorkerHandle for Worker<'_> {
             Order::Tune(tune) => {
                 let ConnectionContext { device, processors, counters, .. } = &self.context;
                 tune.apply(device, processors, counters);
+            }
+            Order::Image(order) => {
+                let ConnectionContext { device, engine, .. } = &self.context;
+                return Ok(Reply::Image(in_use::carry_out(device, engine, &order)));
             }
             Order::Save => {
                 // No frontend is connected that could want a predecessor's requests.

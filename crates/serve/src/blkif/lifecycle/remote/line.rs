@@ -15,6 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::super::error::ServeError;
+use super::super::in_use::{ImageOrder, ImageReply};
 use super::super::messages::{Failure, Order, Reply, Report};
 use super::super::tune::Tune;
 use super::super::worker_handle::WorkerHandle;
@@ -29,6 +30,8 @@ const FIRST: u32 = 1;
 const TUNES: u32 = 2;
 /// Most bytes of a text that is passed on. The longest value of xenstore has 4096.
 const TEXT_BYTES: usize = 1024;
+/// Most bytes of a path that is passed on.
+const PATH_BYTES: usize = 4096;
 /// The shortest interval between checks of the image's size, whatever the worker says.
 const SIZE_INTERVAL_MIN: Duration = Duration::from_millis(500);
 /// The longest interval between checks of the image's size. A longer one could overflow a clock.
@@ -307,6 +310,23 @@ pub fn pause(
     Ok(())
 }
 
+/// Has a worker change or read the headers of the image that it has open. Other messages that come meanwhile are
+/// dropped, so all states have to be read again afterwards.
+///
+/// # Errors
+/// As [`retire`]; [`ServeError::Host`]: the image is not open, or the worker does not know the request.
+pub fn ask_of_image(
+    line: BorrowedFd<'_>,
+    stop: &Waker,
+    order: &ImageOrder,
+) -> Result<ImageReply, ServeError> {
+    let request = RequestKind::Order(Order::Image(order.clone()));
+    match Line::new(line, stop).request(request)? {
+        Reply::Image(reply) => Ok(reply),
+        reply => Err(ServeError::WorkerLost(format!("it replied {reply:.60?} to a question"))),
+    }
+}
+
 /// On the second line: has a worker remove this guest, whose disk is gone. A guest that the worker
 /// does not have counts as removed.
 ///
@@ -339,7 +359,15 @@ fn limit_reply(result: &mut Result<Reply, Failure>) {
         Ok(Reply::Size { ask_again: Some(ask_again), .. }) => {
             *ask_again = (*ask_again).clamp(SIZE_INTERVAL_MIN, SIZE_INTERVAL_MAX);
         }
-        Ok(Reply::Done | Reply::Facts(_) | Reply::Size { .. }) => {}
+        Ok(Reply::Image(ImageReply::Refused { why: text, .. })) => *text = sanitize(text),
+        Ok(Reply::Image(ImageReply::Facts(facts))) => {
+            let of_a_path =
+                |path: &String| path.len() <= PATH_BYTES && !path.contains(char::is_control);
+            facts.parent = facts.parent.take().filter(of_a_path);
+        }
+        Ok(
+            Reply::Done | Reply::Facts(_) | Reply::Size { .. } | Reply::Image(ImageReply::NotMine),
+        ) => {}
         Err(failure) => limit_failure(failure),
     }
 }

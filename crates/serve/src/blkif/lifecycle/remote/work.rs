@@ -21,6 +21,7 @@ use super::super::closing::close;
 use super::super::config::WorkConfig;
 use super::super::connected::EngineFactory;
 use super::super::error::ServeError;
+use super::super::in_use::ImageReply;
 use super::super::messages::{Failure, OpenFailure, Order, Reply, Report};
 use super::super::orphan::{Orphan, Start};
 use super::super::run_dir::{RunFiles, STOPPED, TABLE, second};
@@ -477,6 +478,8 @@ impl<'a> WorkerProcess<'a> {
         }
         let Some(served) = &mut self.served else { return Err(not_open()) };
         match order {
+            // The tool may change the file itself, once it is unlocked.
+            Order::Image(_) if served.closed => return Ok(Reply::Image(ImageReply::NotMine)),
             Order::Close if closes => served.closed = true,
             Order::CheckSize => served.listens = true,
             _ => {}
