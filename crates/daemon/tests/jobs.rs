@@ -275,15 +275,16 @@ fn a_merge_of_a_leaf_that_is_cancelled_or_fails_takes_its_snapshot_back_or_says_
         let job = ended(&host, id);
         assert_eq!((job.phase, job.step.as_str()), (JobPhase::Cancelled, "undo"));
         files.unset("hold-copy");
-        let stays = |job: &Job| match job.why.as_deref().unwrap_or("").split_once("its disk's chain") {
-            None => assert_eq!(written, 0, "{job:?}"),
-            Some((_, why)) => {
-                assert!(why.contains("-1.img, which is not merged back"), "{why}");
-                assert!(why.ends_with("the guest has written 9 MiB since"), "{why}");
-                assert!(job.help.as_deref().unwrap().contains("ferrite disk coalesce 1/51712"));
-                assert_eq!(written, 9 * MIB);
-            }
-        };
+        let stays =
+            |job: &Job| match job.why.as_deref().unwrap_or("").split_once("its disk's chain") {
+                None => assert_eq!(written, 0, "{job:?}"),
+                Some((_, why)) => {
+                    assert!(why.contains("-1.img, which is not merged back"), "{why}");
+                    assert!(why.ends_with("the guest has written 9 MiB since"), "{why}");
+                    assert!(job.help.as_deref().unwrap().contains("ferrite disk coalesce 1/51712"));
+                    assert_eq!(written, 9 * MIB);
+                }
+            };
         stays(&job);
         large_leaf(&files);
         files.set_to("bytes-undo", &written.to_string());
@@ -301,7 +302,8 @@ fn a_merge_of_a_leaf_that_is_cancelled_or_fails_takes_its_snapshot_back_or_says_
 
 #[test]
 fn a_merge_of_a_leaf_goes_on_or_back_after_the_death_of_its_daemon_at_each_point() {
-    let points = ["plan", "split", "paused", "changed", "resumed", "copy", "relink", "clean", "leaf"];
+    let points =
+        ["plan", "split", "paused", "changed", "resumed", "copy", "relink", "clean", "leaf"];
     for point in points {
         let calls = killed_at_with(point, &|files| {
             large_leaf(files);

@@ -179,9 +179,10 @@ fn longer(run: &Run, halt: Halt, reason: &str) -> Halt {
     );
     let merges = format!("ferrite disk coalesce {} merges it into its parent", run.state().disk);
     match halt {
-        Halt::Failed(Failure { why, help }) => {
-            Halt::Failed(Failure { why: format!("{why}; {stays}"), help: format!("{help}; {merges}") })
-        }
+        Halt::Failed(Failure { why, help }) => Halt::Failed(Failure {
+            why: format!("{why}; {stays}"),
+            help: format!("{help}; {merges}"),
+        }),
         _ => Halt::Longer(Failure { why: stays, help: merges }),
     }
 }

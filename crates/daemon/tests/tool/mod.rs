@@ -125,7 +125,9 @@ fn leaf(files: &Files, step: &str, arguments: &str) -> (Option<u64>, bool) {
     let merged = most.is_some_and(|most| bytes.unwrap() <= most);
     match (step, snapshot) {
         ("split", Some(path)) => fs::write(path, "").unwrap(),
-        ("clean" | "undo", Some(path)) if step == "clean" || merged => fs::remove_file(path).unwrap(),
+        ("clean" | "undo", Some(path)) if step == "clean" || merged => {
+            fs::remove_file(path).unwrap()
+        }
         _ => {}
     }
     (bytes, merged)

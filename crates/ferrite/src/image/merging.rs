@@ -11,8 +11,8 @@ use ferrite_image_tools::{Done, ImageTools, MergeCopy, Progress, Stretch};
 use rustix::process::{Signal, getpid, kill_process};
 use serde::Serialize;
 
-use super::args::{existing, name};
 use super::args::merging::{CoalesceArgs, CopyStepArgs, MergeStep, StretchArgs};
+use super::args::{existing, name};
 use super::{Out, print, text};
 use crate::exit::Failure;
 

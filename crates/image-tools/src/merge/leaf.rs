@@ -34,11 +34,7 @@ pub struct LeafMerge {
 
 impl ImageTools<'_> {
     /// Tells what a merge of the leaf into an image below it would do.
-    pub(super) fn leaf_plan(
-        &self,
-        stretch: &Stretch,
-        force: bool,
-    ) -> Result<MergePlan, DiskError> {
+    pub(super) fn leaf_plan(&self, stretch: &Stretch, force: bool) -> Result<MergePlan, DiskError> {
         let found = self.find_leaf(stretch)?;
         for pair in found.chain.windows(2).take(found.images.len()) {
             self.check_alone(&pair[0].name, &pair[1].name, force)?;
@@ -94,11 +90,7 @@ impl ImageTools<'_> {
     ///
     /// # Errors
     /// Those of [`snapshot`](Self::snapshot).
-    pub fn merge_split(
-        &self,
-        leaf: &ImageName,
-        snapshot: &ImageName,
-    ) -> Result<Done, DiskError> {
+    pub fn merge_split(&self, leaf: &ImageName, snapshot: &ImageName) -> Result<Done, DiskError> {
         let chain = self.chain_of(leaf)?;
         if chain.get(1).is_none_or(|below| !is_same(&below.name, snapshot)) {
             return self.snapshot(leaf, snapshot);
@@ -190,8 +182,7 @@ impl ImageTools<'_> {
         let counted = context.run(async {
             let (mut at, mut sum) = (0, 0);
             while at < layer.bytes() {
-                let (piece, below) =
-                    look_at_layer(layer, 0, &port, at, layer.bytes() - at).await?;
+                let (piece, below) = look_at_layer(layer, 0, &port, at, layer.bytes() - at).await?;
                 let len = piece.map_or(below, |piece| piece.len);
                 if piece.is_some_and(|piece| piece.what != What::Zeros) {
                     sum += len;
