@@ -5,17 +5,17 @@
 //! aside and logged. It keeps no other job from going on.
 
 use std::ffi::OsString;
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Read as _, Write as _};
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, Read as _};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::Failure;
 use crate::params::{Format, Image};
-use crate::state::DiskId;
+use crate::state::{DiskId, replace};
 
 /// The version of the files.
 const VERSION: u32 = 1;
@@ -278,13 +278,7 @@ impl JobFiles {
     /// # Errors
     /// Errors of the file system. The old file stays.
     pub fn write(&self, state: &JobState) -> io::Result<()> {
-        let path = self.path(state.id);
-        let new = path.with_extension("new");
-        let text = serde_json::to_vec(state).map_err(io::Error::other)?;
-        let options =
-            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).clone();
-        options.open(&new)?.write_all(&text)?;
-        fs::rename(&new, &path)
+        replace(&self.path(state.id), &serde_json::to_vec(state).map_err(io::Error::other)?)
     }
 
     /// Removes the files of a job. A failure is logged.
