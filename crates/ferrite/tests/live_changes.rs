@@ -10,6 +10,7 @@ mod roles;
 
 use ferrite_daemon::Step;
 use ferrite_daemon::control::protocol::{Attached, PhaseName};
+use ferrite_testkit::places::Small;
 use ferrite_testkit::wait_until;
 use host::works;
 use live::Lab;
@@ -93,6 +94,7 @@ fn what_cannot_be_done_is_refused_with_the_reason_and_the_guest_is_served_on() {
     lab.refuses(&failing, "--quiesce has failed (before)");
     assert!(!lab.host.image("b.qcow2").exists());
     lab.refuses(&["disk", "resize", "web1/xvda", "1M"], "cannot shrink");
+    lab.refuses(&["disk", "resize", "web1/xvda", "1M"], "help: a disk in use can only grow");
     lab.refuses(&["disk", "resize", "web1/xvda", "x"], "is no size");
     let other = lab.image("other.qcow2");
     lab.does(&["image", "create", &other, "8M"]);
@@ -133,5 +135,154 @@ fn a_guest_that_is_started_again_has_the_image_that_its_disk_was_switched_to() {
     works(&mut front, 3);
     front.close(ferrite_testkit::PATIENCE).unwrap();
     lab.leaf = "b.qcow2".to_owned();
+    lab.end();
+}
+
+#[test]
+fn a_guest_that_is_not_thawed_has_its_snapshot_and_the_error_says_so() {
+    let lab = Lab::new(&["a.qcow2"]);
+    let load = Load::start(&lab.host, &lab.disk);
+    let snapshot = |name: &str| {
+        let new = lab.image(name);
+        ["disk", "snapshot", "web1/xvda", &new, "--quiesce", "test before ="].map(str::to_owned)
+    };
+    let words = snapshot("b.qcow2");
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let stays = "the snapshot is made and stays, and the command of --quiesce has failed (after)";
+    lab.refuses(&words, stays);
+    assert_eq!(lab.chain(), ["a.qcow2", "b.qcow2"]);
+    // Both fail.
+    lab.refuses(&words, "exists; and the command of --quiesce has failed (after): exit status: 1");
+    lab.refuses(&words, "the guest's file systems may be frozen");
+    load.wait_for_progress();
+    load.end();
+    lab.end();
+}
+
+#[test]
+fn a_paused_disk_is_named_with_its_time_and_its_person_by_stat_and_doctor() {
+    let lab = Lab::new(&["a.qcow2"]);
+    let load = Load::start(&lab.host, &lab.disk);
+    load.wait_for_progress();
+    let run = lab.host.paths().run;
+    let (stats, run) = (run.join("stats").display().to_string(), run.display().to_string());
+    let said = |words: &[&str]| String::from_utf8(lab.program(words).stdout).unwrap();
+    let stat = ["stat", "--stats", &stats];
+    let doctor = ["doctor", "--run-dir", &run];
+    for words in [&stat, &doctor] {
+        assert!(!said(words).contains("paused"));
+    }
+    lab.does(&["disk", "pause", "web1/xvda", "--by", "alice"]);
+    for words in [&stat, &doctor] {
+        let told = said(words);
+        assert!(told.contains("web1/xvda is paused by alice for "), "{told}");
+        assert!(told.contains("to go on: ferrite disk resume web1/xvda"), "{told}");
+    }
+    let told: Value = serde_json::from_str(&said(&[&stat[..], &["--json"]].concat())).unwrap();
+    assert_eq!((&told["paused"][0]["by"], &told["paused"][1]), (&json!("alice"), &Value::Null));
+    assert!(told["paused"][0]["since"].as_u64().is_some_and(|since| since > 0), "{told}");
+    lab.does(&["disk", "resume", "web1/xvda"]);
+    load.wait_for_progress();
+    assert!(!said(&stat).contains("paused"));
+    load.end();
+    lab.end();
+}
+
+#[test]
+fn a_disk_does_not_get_another_image_while_a_job_changes_its_own() {
+    let lab = Lab::new(&["a.qcow2", "b.qcow2", "c.qcow2"]);
+    let load = Load::start(&lab.host, &lab.disk);
+    let other = lab.image("other.qcow2");
+    lab.does(&["image", "create", &other, "8M"]);
+    lab.does(&["disk", "coalesce", "web1/xvda", "--speed", "1", "--background"]);
+    wait_until("the copy", || lab.does(&["job", "show", "1"]).contains("step copy"));
+    lab.does(&["disk", "pause", "web1/xvda"]);
+    lab.fails(&["disk", "resume", "web1/xvda", &other], "job 1 changes the images of this disk");
+    lab.host.wait_for_phase(&lab.disk, PhaseName::Paused);
+    lab.does(&["disk", "resume", "web1/xvda", &lab.image("c.qcow2")]);
+    load.wait_for_progress();
+    lab.does(&["job", "cancel", "1"]);
+    lab.does(&["disk", "pause", "web1/xvda"]);
+    lab.does(&["disk", "resume", "web1/xvda"]);
+    load.end();
+    // A merge that is cancelled can go on where it was.
+    for file in ["json", "json.new"] {
+        let file = lab.host.image(&format!("a.qcow2.ferrite-merge.partial.{file}"));
+        std::fs::remove_file(file).unwrap();
+    }
+    lab.end();
+}
+
+/// A folder has the name under which a file is written first.
+#[test]
+fn a_state_that_cannot_be_written_is_an_error_with_the_reason_and_the_guest_is_served_on() {
+    let lab = Lab::new(&["a.qcow2", "b.qcow2"]);
+    let load = Load::start(&lab.host, &lab.disk);
+    load.wait_for_progress();
+    let (run, new) = (lab.host.paths().run, lab.image("new.qcow2"));
+    let snapshot = ["disk", "snapshot", "web1/xvda", &new];
+    for (folder, words, why, help) in [
+        ("run/disks/vbd-1-51712.new", &snapshot[..], "cannot write the disk's state", "make room"),
+        ("run/disks/vbd-1-51712.new", &["disk", "pause", "web1/xvda"], "cannot write the", "make"),
+        (
+            "run/jobs/1.new",
+            &["disk", "coalesce", "web1/xvda"],
+            "write the job's state",
+            "make room",
+        ),
+        (
+            "state/switched.new",
+            &["disk", "switch", "web1/xvda", &new],
+            "cannot record",
+            "state_folder",
+        ),
+    ] {
+        if folder.starts_with("state") {
+            lab.does(&["image", "create", &new, "8M"]);
+        }
+        let folder = run.parent().unwrap().join(folder);
+        std::fs::create_dir_all(&folder).unwrap();
+        lab.refuses(words, why);
+        lab.refuses(words, help);
+        load.wait_for_progress();
+        std::fs::remove_dir(&folder).unwrap();
+    }
+    assert_eq!(lab.chain(), ["b.qcow2", "a.qcow2"]);
+    lab.does(&["disk", "pause", "web1/xvda"]);
+    lab.does(&["disk", "resume", "web1/xvda"]);
+    load.wait_for_progress();
+    load.end();
+    lab.end();
+}
+
+#[test]
+fn changes_work_with_a_full_run_folder_and_a_job_is_refused_with_the_reason() {
+    let mut lab = Lab::not_served(&["a.qcow2", "b.qcow2"]);
+    let run = lab.host.paths().run;
+    std::fs::create_dir_all(&run).unwrap();
+    let Some(_small) = Small::mount(&run, "size=16m") else { return };
+    lab.start(None);
+    let load = Load::start(&lab.host, &lab.disk);
+    load.wait_for_progress();
+    let mut filler = std::fs::File::create(run.join("filler")).unwrap();
+    while std::io::Write::write_all(&mut filler, &[1; 4096]).is_ok() {}
+    let new = lab.image("new.qcow2");
+    for words in [
+        &["disk", "pause", "web1/xvda"][..],
+        &["disk", "resume", "web1/xvda"],
+        &["disk", "snapshot", "web1/xvda", &new],
+        &["disk", "resize", "web1/xvda", "+1M"],
+        &["disk", "switch", "web1/xvda", &lab.image("b.qcow2")],
+    ] {
+        lab.does(words);
+        if words[1] != "pause" {
+            load.wait_for_progress();
+        }
+    }
+    lab.refuses(&["disk", "coalesce", "web1/xvda"], "No space left on device");
+    lab.refuses(&["disk", "coalesce", "web1/xvda"], "help: make room on the file system of /run");
+    load.wait_for_progress();
+    load.end();
+    std::fs::remove_file(run.join("filler")).unwrap();
     lab.end();
 }
