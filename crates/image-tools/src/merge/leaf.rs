@@ -4,11 +4,13 @@
 //! 1. *split*: what the leaf is gets another name, and a new leaf, empty, its own. It is a snapshot: nothing has the
 //!    leaf open meanwhile.
 //! 2. The stretch from that image on is merged as any other one, while the new leaf is written to: copy, relink, clean.
-//! 3. *leaf*: nothing has the chain open, and the new leaf, which is small, is merged into the lower end, which takes its
-//!    name. A leaf that is not small stays: from 1 again.
+//! 3. *leaf*: nothing has the chain open, and the new leaf, which is small, is merged into the lower end, which takes
+//!    its name. A leaf that is not small stays: from 1 again.
 //!
-//! After each step the leaf's name shows the disk, and a crash in one leaves the chain before it or after it. Until
-//! the chain is relinked, *undo* goes back: what the leaf was gets the data of the new one, and its name again.
+//! After each step the leaf's name shows the disk, what the step has done is durable, and a crash in one leaves the
+//! chain before it or after it: the order of a split is that of `ImageTools::snapshot`, the order of the last step that
+//! of `ImageTools::coalesce`. Until the chain is relinked, *undo* goes back: what the leaf was gets the data of the new
+//! one, and its name again; the note of the copy goes after that.
 
 use ferrite_disk::Disk;
 use ferrite_disk::pieces::{What, look_at_layer};
@@ -85,8 +87,8 @@ impl ImageTools<'_> {
         Ok(found)
     }
 
-    /// What the leaf is gets the name `snapshot`, and a new leaf its own. If that was done before, nothing is done, also
-    /// if the new leaf was written to since.
+    /// What the leaf is gets the name `snapshot`, and a new leaf its own. If that was done before, nothing is done,
+    /// also if the new leaf was written to since.
     ///
     /// # Errors
     /// Those of [`snapshot`](Self::snapshot).
@@ -103,8 +105,8 @@ impl ImageTools<'_> {
         Ok(crate::create::done(leaf, chain[0].bytes, vec![note]))
     }
 
-    /// Merges a leaf that stands on `to`, and has at most `most` bytes of data, into that, which takes its name. Nothing
-    /// has the chain open. If that was done before, nothing is done.
+    /// Merges a leaf that stands on `to`, and has at most `most` bytes of data, into that, which takes its name.
+    /// Nothing has the chain open. If that was done before, nothing is done.
     ///
     /// # Errors
     /// Those of [`coalesce_into`](Self::coalesce_into). The disk reads the same in any case.
