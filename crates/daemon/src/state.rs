@@ -300,7 +300,7 @@ fn write_in_place(path: &Path, text: &[u8]) -> io::Result<()> {
     if text.len() > old.next_multiple_of(BLOCK_BYTES) {
         return Err(io::ErrorKind::StorageFull.into());
     }
-    // A reader ignores what is behind the text.
+    // A reader ignores empty lines behind the text.
     text.resize(text.len().max(old), b'\n');
     match file.write_at(&text, 0)? {
         all if all == text.len() => Ok(()),

@@ -195,7 +195,7 @@ fn kill(mut daemon: std::process::Child) {
     assert_eq!(daemon.wait().unwrap().signal(), Some(9));
 }
 
-/// What is done to a file of 9 MiB in the leaf, and one of 1 MiB that was written meanwhile.
+/// The leaf has 9 MiB, then a little more than is merged at once, and 1 MiB after the second round.
 fn large_leaf(files: &Files) {
     files.set_to("bytes-plan", &format!("{}", 9 * MIB));
     files.set_to("bytes-leaf", &format!("{}\n{}", 8 * MIB + 1, MIB));
@@ -307,7 +307,7 @@ fn a_merge_of_a_leaf_goes_on_or_back_after_the_death_of_its_daemon_at_each_point
     for point in points {
         let calls = killed_at_with(point, &|files| {
             large_leaf(files);
-            // The second round begins with what is small.
+            // After the first round the leaf is small.
             files.set_to("bytes-leaf", "1");
         });
         let again = if ["changed", "resumed"].contains(&point) { 2 } else { 1 };
@@ -316,7 +316,7 @@ fn a_merge_of_a_leaf_goes_on_or_back_after_the_death_of_its_daemon_at_each_point
             assert_eq!(count(&calls, step), 1, "{step} at {point}: {calls:?}");
         }
     }
-    // What fails is undone by the next daemon, with the reason of the first one.
+    // A failure is undone by the next daemon, with the reason of the first one.
     let host = Host::new(1);
     let files = files(&host);
     large_leaf(&files);

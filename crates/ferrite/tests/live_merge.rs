@@ -23,8 +23,7 @@ const LEAF_POINTS: [&str; 5] = ["split", "changed", "copy", "clean", "leaf"];
 /// The rest of a merge of the leaf that is small.
 const SMALL_LEAF_POINTS: [&str; 3] = ["paused", "changed", "resumed"];
 
-/// More than what the guest writes, and less than what the leaf has at the beginning: it is merged as it was at a moment,
-/// and then at once.
+/// More than the guest writes, and less than the leaf has at the beginning: a snapshot of it is merged, and then the rest.
 const ALL_BUT_STATIC: (&str, &str) = (SMALL_LEAF, "1048576");
 
 /// Not a test: the daemon.

@@ -75,7 +75,7 @@ pub enum JobPhase {
     Cancelling,
     /// It has done all of its steps.
     Done,
-    /// It was cancelled: its disk is as before, or `why` says what is left.
+    /// It was cancelled: its disk is as before, or `why` names the image that is left.
     Cancelled,
     /// A step has failed.
     Failed,
@@ -130,7 +130,7 @@ pub struct Job {
     /// Most bytes a second, if there is a limit.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub speed: Option<u64>,
-    /// Why it has failed, or what is left of it.
+    /// Why it has failed, or which image it has left in the chain.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub why: Option<String>,
     /// The next step for the administrator.

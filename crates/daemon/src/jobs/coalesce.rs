@@ -37,10 +37,10 @@ pub(super) struct Plan {
     pub(super) leaf_bytes: Option<u64>,
 }
 
-/// What a step has found out, for the state file.
+/// Sets in the state file the results of a step.
 pub(super) type Known = Box<dyn Fn(&mut Coalesce)>;
 
-/// A step, and what the one before has found out.
+/// A step, and the results of the one before.
 pub(super) struct Next(pub(super) CoalesceStep, pub(super) Option<Known>);
 
 /// Does all steps from this one on.
@@ -167,7 +167,7 @@ fn command(run: &Run) -> Result<Command, Halt> {
     let Task::Coalesce(coalesce) = &state.task;
     let mut command = run.image_command()?;
     command.arg("merge-step").arg(coalesce.step.word()).arg(coalesce.leaf().name());
-    // In a merge of the leaf, the upper end is what the leaf was.
+    // In a merge of the leaf, the upper end is the last snapshot.
     let from = match (&coalesce.top, coalesce.step) {
         (_, CoalesceStep::Leaf) => &None,
         (Some(top), _) => &top.snapshot,

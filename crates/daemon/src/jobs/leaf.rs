@@ -1,10 +1,10 @@
 //! The steps of a merge of the leaf itself, with those of `coalesce` between them. Its guest writes to
-//! the leaf, so it is merged as it was at a moment, and what was written since is merged after that.
+//! the leaf, so a snapshot of it is merged, and later writes are merged after that.
 //!
 //! The order, once `plan` has found the lower end:
 //!
-//! 1. `split`: a name for what the leaf is is written to the state file. Then the disk is paused, the
-//!    leaf gets that name, and a new leaf the disk's (a snapshot).
+//! 1. `split`: a name for the snapshot is written to the state file. Then the disk is paused, the
+//!    leaf's file gets that name, and a new leaf the disk's.
 //! 2. `grow`, `copy`, `relink`, `clean`: the image of that name, and all between, are merged into the
 //!    lower end. The new leaf stands on that then.
 //! 3. `leaf`: the disk is paused. If the new leaf has few data, these are merged into the lower end,
@@ -12,9 +12,9 @@
 //!    round leaves less, and for [`ROUNDS`] rounds.
 //!
 //! The disk's name shows the disk after each step, and a successor begins with the step that was
-//! begun, which makes no difference to what it has done. What fails or is cancelled before `relink`
-//! is undone while the disk is paused (`undo`), if the new leaf has few data. If it has more, the
-//! chain stays one image longer.
+//! begun: a step that was done before changes nothing. A round that fails or is cancelled before
+//! `relink` is undone while the disk is paused (`undo`), if the new leaf has few data. If it has more,
+//! the chain stays one image longer.
 
 use std::path::Path;
 

@@ -34,7 +34,7 @@ const ATTACHED_WITHIN: Duration = Duration::from_secs(30);
 pub(super) enum Halt {
     /// It was cancelled.
     Cancelled,
-    /// It was cancelled, and what it has done is left.
+    /// It was cancelled, and its snapshot is left in the chain.
     Longer(Failure),
     /// The daemon ends. The next one goes on.
     Stopped,

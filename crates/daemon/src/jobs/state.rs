@@ -60,7 +60,7 @@ pub struct Coalesce {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Top {
-    /// The name for what the leaf is, as `FORMAT:PATH`. It is known here before it is given.
+    /// The name of the snapshot, as `FORMAT:PATH`. It is written here before it is given.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub snapshot: Option<String>,
     /// How many snapshots were made for it, with this one.
@@ -173,7 +173,7 @@ pub enum Outcome {
     Cancelled,
     /// It was cancelled, and its disk's chain is longer than before.
     Longer {
-        /// What is left of the job.
+        /// The image that is left in the chain, and the reason.
         why: String,
         /// The next step for the administrator.
         help: String,

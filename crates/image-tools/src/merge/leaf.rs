@@ -1,7 +1,7 @@
 //! The leaf of a chain that is in use is merged into an image below it.
 //!
 //! The leaf changes, so it is merged as the image that it was at a moment:
-//! 1. *split*: what the leaf is gets another name, and a new leaf, empty, its own. It is a snapshot: nothing has the
+//! 1. *split*: the leaf's file gets another name, and a new leaf, empty, the old one. It is a snapshot: nothing has the
 //!    leaf open meanwhile.
 //! 2. The stretch from that image on is merged as any other one, while the new leaf is written to: copy, relink, clean.
 //! 3. *leaf*: nothing has the chain open, and the new leaf, which is small, is merged into the lower end, which takes
@@ -9,8 +9,8 @@
 //!
 //! After each step the leaf's name shows the disk, what the step has done is durable, and a crash in one leaves the
 //! chain before it or after it: the order of a split is that of `ImageTools::snapshot`, the order of the last step that
-//! of `ImageTools::coalesce`. Until the chain is relinked, *undo* goes back: what the leaf was gets the data of the new
-//! one, and its name again; the note of the copy goes after that.
+//! of `ImageTools::coalesce`. Until the chain is relinked, *undo* goes back: the old leaf's file gets the data of the
+//! new leaf, and its name again; the note of the copy goes after that.
 
 use ferrite_disk::Disk;
 use ferrite_disk::pieces::{What, look_at_layer};
@@ -87,7 +87,7 @@ impl ImageTools<'_> {
         Ok(found)
     }
 
-    /// What the leaf is gets the name `snapshot`, and a new leaf its own. If that was done before, nothing is done,
+    /// The leaf's file gets the name `snapshot`, and a new leaf the old one. If that was done before, nothing is done,
     /// also if the new leaf was written to since.
     ///
     /// # Errors
@@ -124,7 +124,7 @@ impl ImageTools<'_> {
             let note = format!("nothing to do: {path} is not there, as after the merge");
             return Ok(LeafMerge { merged: true, leaf_bytes: 0, notes: vec![note] });
         }
-        // What a killed process has answered becomes the leaf's own before it is measured.
+        // Writes that a killed process has answered become the leaf's own before it is measured.
         let options = ImageTools::even_parents(self.options(false));
         let opened = Disk::Image(Image::open_alone(leaf, &options)?);
         self.close(&opened, &leaf.path)?;

@@ -52,7 +52,7 @@ pub struct TraceRing {
 
 impl TraceRing {
     /// Creates the file in place of an old one. Readers of the old one keep its contents. If there is no space for both, the
-    /// old one is removed before: a guest is worth more than what was recorded.
+    /// old one is removed before: its guest comes first.
     ///
     /// # Errors
     /// Errors of the file system.

@@ -45,7 +45,7 @@ pub(crate) enum MergeStep {
     Relink(StretchArgs),
     /// Remove what was merged.
     Clean(StretchArgs),
-    /// Give what LEAF is the name UPPER, and LEAF's name to a new leaf on it, while nothing has it open.
+    /// Give LEAF's file the name UPPER, and its name to a new leaf on that, while nothing has it open.
     Split(SplitArgs),
     /// Merge a small LEAF into LOWER, which takes its name, while nothing has the chain open.
     Leaf(LeafStepArgs),
@@ -53,7 +53,7 @@ pub(crate) enum MergeStep {
     Undo(UndoArgs),
 }
 
-/// A new name for what a leaf is.
+/// A new name for the file of a leaf.
 #[derive(Debug, Args)]
 pub(crate) struct SplitArgs {
     /// The leaf of the chain.
