@@ -276,8 +276,16 @@ impl Follower {
 
     /// Keeps the disk paused until its thread is woken, or lets it go on.
     pub(crate) fn stay_paused(&mut self, image: &Image) -> Result<Next, Failure> {
-        let requested = self.shared.table.read(|disks| Some(disks.get(&self.id)?.resume.clone()));
-        if let Some(Resume::Requested(next)) = requested {
+        let requested =
+            || match self.shared.table.read(|disks| Some(disks.get(&self.id)?.resume.clone())) {
+                Some(Resume::Requested(next)) => Some(next),
+                _ => None,
+            };
+        // The request may have come before this thread slept. Its wake would end serving at once.
+        if requested().is_some() && self.ends() {
+            return Ok(Next::Ended);
+        }
+        if let Some(next) = requested() {
             return self.go_on_with(&next, image);
         }
         let keeper = self.shared.serving.close(self.id, &self.stop)?;
@@ -304,7 +312,8 @@ impl Follower {
         self.shared.table.change(self.id, |entry| {
             (entry.pause, entry.resume) = (None, Resume::Failed(failure));
         });
-        Ok(Next::Again)
+        // The reason that has ended serving is gone. A later one is looked at before serving again.
+        Ok(if self.ends() { Next::Ended } else { Next::Again })
     }
 
     /// Answers the toolstack until the thread is woken or the disk is detached.
