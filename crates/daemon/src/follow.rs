@@ -17,6 +17,7 @@ use ferrite_xen::store::{Store, StoreError};
 
 use crate::directory::Snapshot;
 use crate::params::Image;
+use crate::pause::Pause;
 use crate::state::{DiskId, DiskState, TapState};
 use crate::table::{Entry, Phase, Upgrade, WakeReason};
 use crate::unserved::{AllowedStates, End, answer};
@@ -224,7 +225,9 @@ impl Follower {
         }
         // This comes before the disk is served or state 2 is written: the next daemon has to find
         // it.
-        self.write_state(image)?;
+        // A pause that is requested just now is written when the image is closed.
+        let pause = if resumes { self.pause() } else { None };
+        self.write_state_with(image, pause)?;
         self.may_begin = true;
         (self.shared.on_step)(Step::StateWritten);
         checked?;
@@ -308,8 +311,12 @@ impl Follower {
 
     /// Writes the state file of a served disk.
     pub(crate) fn write_state(&self, image: &Image) -> Result<(), Failure> {
+        self.write_state_with(image, self.pause())
+    }
+
+    fn write_state_with(&self, image: &Image, pause: Option<Pause>) -> Result<(), Failure> {
         let state = DiskState::new(self.id, image, self.minor).with_tap(self.tap());
-        let state = state.beside(self.beside()).paused(self.pause()).tuned(self.tune());
+        let state = state.beside(self.beside()).paused(pause).tuned(self.tune());
         self.shared.states.write(&state).map_err(|e| self.shared.state_failure(&e))
     }
 

@@ -4,7 +4,7 @@
 //! order of steps:
 //! 1. The worker answers what is in flight, writes tables and journal back, and closes the image.
 //! 2. The state file says that the disk is paused. From here on no worker opens an image, whichever
-//!    process ends.
+//!    process ends. If the file cannot be written, the disk goes on.
 //! 3. To go on, the state file names the next image. The disk is paused still.
 //! 4. A worker opens that image. If it cannot, the state file names the image before.
 //! 5. The state file says that the disk is not paused any more. Then the guest is served.
@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::follow::{Follower, Next};
 use crate::params::Image;
-use crate::state::{DiskId, DiskState};
+use crate::state::{DiskId, DiskState, States};
 use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::unserved::{AllowedStates, End, answer};
 use crate::wait::wait_for;
@@ -67,7 +67,7 @@ pub(crate) enum Resume {
     None,
     /// The disk is to go on with this image.
     Requested(Image),
-    /// The disk could not go on, and is paused as before.
+    /// The disk could not go on, and is paused as before; or it could not be paused, and goes on.
     Failed(Failure),
 }
 
@@ -112,7 +112,10 @@ pub(crate) fn pause(
     let done = shared.table.wait_for(within, |disks| match disks.get(&id) {
         None => Some(Err(NotDone::Failed(detached()))),
         Some(entry) if entry.phase == Phase::Paused => Some(Ok(())),
-        Some(_) => None,
+        Some(entry) => match (&entry.pause, &entry.resume) {
+            (None, Resume::Failed(failure)) => Some(Err(NotDone::Failed(failure.clone()))),
+            _ => None,
+        },
     });
     done.unwrap_or_else(|| {
         let mut is_paused = false;
@@ -182,8 +185,14 @@ pub(crate) fn resume(
     of_step: bool,
     within: Duration,
 ) -> Result<(), NotDone> {
+    let job = shared.jobs.of_disk(id).filter(|_| !of_step);
     let mut asked = Err(NotDone::NoDisk);
     shared.table.change(id, |entry| {
+        if let (Some(job), true) = (job, image.is_some() && image != entry.image) {
+            let help = format!("wait for it (ferrite job wait {job}), cancel it, or name no image");
+            asked = Err(refuse(format!("job {job} changes the images of this disk"), &help));
+            return;
+        }
         asked = match (&entry.pause, image.or_else(|| entry.image.clone())) {
             (None, _) => {
                 Err(refuse("it is not paused".to_owned(), "ferrite disk list shows the disks"))
@@ -270,14 +279,24 @@ impl Follower {
 
     /// Keeps the disk paused until its thread is woken, or lets it go on.
     pub(crate) fn stay_paused(&mut self, image: &Image) -> Result<Next, Failure> {
-        let requested = self.shared.table.read(|disks| Some(disks.get(&self.id)?.resume.clone()));
-        if let Some(Resume::Requested(next)) = requested {
+        let requested =
+            || match self.shared.table.read(|disks| Some(disks.get(&self.id)?.resume.clone())) {
+                Some(Resume::Requested(next)) => Some(next),
+                _ => None,
+            };
+        // The request may have come before this thread slept. Its wake would end serving at once.
+        if requested().is_some() && self.ends() {
+            return Ok(Next::Ended);
+        }
+        if let Some(next) = requested() {
             return self.go_on_with(&next, image);
         }
         let keeper = self.shared.serving.close(self.id, &self.stop)?;
         self.shared.table.change(self.id, |entry| entry.pid = keeper.or(entry.pid));
         // The next daemon must not open an image that another program may change.
-        self.write_state(image)?;
+        if let Err(failure) = self.write_state(image) {
+            return self.cannot_pause(failure);
+        }
         self.may_begin = true;
         self.upgrade_closed();
         (self.shared.on_step)(Step::Paused);
@@ -305,6 +324,19 @@ impl Follower {
             End::Stopped if self.ends() => Ok(Next::Ended),
             End::Stopped | End::Retry => Ok(Next::Again),
         }
+    }
+
+    /// Withdraws a pause that no state file has: the next daemon would open the image.
+    fn cannot_pause(&self, failure: Failure) -> Result<Next, Failure> {
+        let known = States::peek(&self.shared.paths.states(), self.id);
+        if known.is_none_or(|state| state.pause.is_some()) {
+            return Err(failure);
+        }
+        self.shared.table.change(self.id, |entry| {
+            (entry.pause, entry.resume) = (None, Resume::Failed(failure));
+        });
+        // The reason that has ended serving is gone. A later one is looked at before serving again.
+        Ok(if self.ends() { Next::Ended } else { Next::Again })
     }
 
     /// Answers the toolstack until the thread is woken or the disk is detached.

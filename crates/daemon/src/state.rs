@@ -7,7 +7,7 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use ferrite_serve::blkif::lifecycle::{Tune, run_dir_name};
@@ -21,6 +21,8 @@ use crate::pause::Pause;
 const VERSION: u32 = 1;
 /// The longest valid file.
 const MAX_BYTES: u64 = 64 << 10;
+/// The space that a file has is a multiple of it.
+const BLOCK_BYTES: usize = 4096;
 
 /// The identifier of a disk: a guest's, or a tap's. A tap is a disk that is open without a guest. It
 /// has no domain ([`DomId::NONE`]), and its number is tapdisk's minor.
@@ -231,13 +233,17 @@ impl States {
     /// # Errors
     /// Errors of the file system. The old file stays.
     pub fn write(&self, state: &DiskState) -> io::Result<()> {
-        let path = self.path(state.id);
-        let new = path.with_extension("new");
-        let text = serde_json::to_vec(state).map_err(io::Error::other)?;
-        let options =
-            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).clone();
-        options.open(&new)?.write_all(&text)?;
-        fs::rename(&new, &path)
+        replace(&self.path(state.id), &serde_json::to_vec(state).map_err(io::Error::other)?)
+    }
+
+    /// Reads the files of all disks, in order, without setting invalid ones aside or removing any.
+    pub fn peek_all(folder: &Path) -> Vec<DiskState> {
+        let entries = fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok);
+        let ids = entries.filter_map(|entry| Self::id_of(&entry.path()));
+        let mut states: Vec<_> = ids.filter_map(|id| States::peek(folder, id)).collect();
+        states.sort_by_key(|state| state.id);
+        states.dedup_by_key(|state| state.id);
+        states
     }
 
     /// Reads a disk's file. An invalid file is set aside, and counts as missing.
@@ -311,6 +317,43 @@ impl States {
         if let Err(e) = fs::rename(path, &aside) {
             tracing::warn!("cannot rename {}: {e}", path.display());
         }
+    }
+}
+
+/// Gives a state file this text: by a rename, so a process that dies leaves the old file or the new
+/// one. A file that has the text already is left alone, whatever happens to its file system.
+///
+/// Without space for a second file it is written in place, by one write within the space that it has:
+/// the death of a process does not tear that, and with the host's death these files are gone.
+pub(crate) fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
+    if fs::read(path).is_ok_and(|old| old.trim_ascii_end() == text) {
+        return Ok(());
+    }
+    let new = path.with_extension("new");
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    let written = options.open(&new).and_then(|mut file| file.write_all(text));
+    match written.and_then(|()| fs::rename(&new, path)) {
+        Err(e) if matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => {
+            let _ = fs::remove_file(&new);
+            write_in_place(path, text).map_err(|_| e)
+        }
+        replaced => replaced,
+    }
+}
+
+fn write_in_place(path: &Path, text: &[u8]) -> io::Result<()> {
+    let file = OpenOptions::new().write(true).open(path)?;
+    let old = usize::try_from(file.metadata()?.len()).map_err(io::Error::other)?;
+    let mut text = text.to_vec();
+    if text.len() > old.next_multiple_of(BLOCK_BYTES) {
+        return Err(io::ErrorKind::StorageFull.into());
+    }
+    // A reader ignores empty lines behind the text.
+    text.resize(text.len().max(old), b'\n');
+    match file.write_at(&text, 0)? {
+        all if all == text.len() => Ok(()),
+        _ => Err(io::ErrorKind::WriteZero.into()),
     }
 }
 

@@ -70,13 +70,8 @@ pub(crate) fn resize(
         return Err(refuse("a volume of a store cannot be resized in use", help));
     }
     let size = format!("{}{bytes}", if is_more { "+" } else { "" });
-    let arguments = ["resize".into(), image.name(), size.into()];
-    while_paused(shared, id, "a resize", || {
-        run(shared, &arguments).map_err(|Failure { why, help }| match why.contains("shrink") {
-            true => Failure { why, help: "a disk in use can only grow".to_owned() },
-            false => Failure { why, help },
-        })
-    })
+    let arguments = ["resize".into(), "--grow".into(), image.name(), size.into()];
+    while_paused(shared, id, "a resize", || run(shared, &arguments))
 }
 
 /// Serves the disk from another image, whose contents the caller says are the same. With `compare`

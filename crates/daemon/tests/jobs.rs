@@ -165,9 +165,13 @@ fn count(calls: &[String], call: &str) -> usize {
 
 /// A daemon is killed at this point of a job, and the next one ends the job. Returns all calls.
 fn killed_at(point: &'static str, set: &[&str]) -> Vec<String> {
+    killed_at_with(point, &|files| set.iter().for_each(|name| files.set(name)))
+}
+
+fn killed_at_with(point: &'static str, set: &dyn Fn(&Files)) -> Vec<String> {
     let host = Host::new(1);
     let files = files(&host);
-    set.iter().for_each(|name| files.set(name));
+    set(&files);
     let disk = attach(&host, 1);
     let environment = [(tool::DIR, files.0.to_str().unwrap())];
     let mut daemon = host.spawn_with(Some(Step::Job(point)), &environment);
@@ -189,6 +193,148 @@ fn killed_at(point: &'static str, set: &[&str]) -> Vec<String> {
 fn kill(mut daemon: std::process::Child) {
     daemon.kill().unwrap();
     assert_eq!(daemon.wait().unwrap().signal(), Some(9));
+}
+
+/// The leaf has 9 MiB, then a little more than is merged at once, and 1 MiB after the second round.
+fn large_leaf(files: &Files) {
+    files.set_to("bytes-plan", &format!("{}", 9 * MIB));
+    files.set_to("bytes-leaf", &format!("{}\n{}", 8 * MIB + 1, MIB));
+}
+
+/// The steps of the program, and pauses.
+fn steps(files: &Files) -> Vec<String> {
+    let calls = files.calls().into_iter();
+    let calls = calls.filter(|call| !call.contains(" is done") && !call.contains("resume"));
+    calls.map(|call| call.split(' ').next().unwrap().to_owned()).collect()
+}
+
+const ROUND: [&str; 6] = ["pause", "split", "copy", "pause", "relink", "clean"];
+const LEAF: [&str; 2] = ["pause", "leaf"];
+
+#[test]
+fn a_leaf_is_merged_as_it_was_until_what_its_guest_has_written_since_is_little() {
+    let (host, disk, files) = served();
+    large_leaf(&files);
+    let id = coalesce(&host, &disk).unwrap().id;
+    assert_eq!(ended(&host, id).phase, JobPhase::Done);
+    let all = [&["plan"][..], &ROUND, &LEAF, &ROUND, &LEAF].concat();
+    assert_eq!(steps(&files), all);
+    // A small one is merged at once.
+    files.set_to("bytes-plan", &format!("{}", 8 * MIB));
+    files.set_to("calls", "");
+    let id = coalesce(&host, &disk).unwrap().id;
+    assert_eq!(ended(&host, id).phase, JobPhase::Done);
+    assert_eq!(steps(&files), ["plan", "pause", "leaf"]);
+    let leaf = format!("raw:{}", host.image("1.img").display());
+    let snapshot = leaf.replace("1.img", "1.ferrite-job-1-2.img");
+    let arguments = |step: &str| std::fs::read_to_string(files.0.join(format!("arguments-{step}")));
+    for (step, more) in [
+        ("split", format!("--from {snapshot}")),
+        ("copy", format!("--from {snapshot} --to /srv/c --speeds --speed 0")),
+        ("relink", format!("--from {snapshot} --to /srv/c")),
+        ("leaf", "--to /srv/c --most 8388608".to_owned()),
+    ] {
+        assert_eq!(arguments(step).unwrap(), format!("merge-step {step} {leaf} {more} --json"));
+    }
+}
+
+#[test]
+fn a_leaf_that_does_not_become_smaller_is_merged_if_its_guest_waits_a_moment_only() {
+    let (host, disk, files) = served();
+    files.set_to("bytes-plan", &format!("{}", 9 * MIB));
+    // The second round leaves more than the first one.
+    files.set_to("bytes-leaf", &[20, 21, 22].map(|mib| (mib * MIB).to_string()).join("\n"));
+    let id = coalesce(&host, &disk).unwrap().id;
+    assert_eq!(ended(&host, id).phase, JobPhase::Done);
+    assert_eq!(files.count("split"), 2);
+    let arguments = std::fs::read_to_string(files.0.join("arguments-leaf")).unwrap();
+    assert!(arguments.contains(&format!("--most {}", 128 * MIB)), "{arguments}");
+    // There is an end to rounds that leave less and less.
+    files.set_to("calls", "");
+    files.set_to("bytes-plan", &format!("{}", 9 * MIB));
+    let left: Vec<String> = (0..9).map(|i| ((200 - i) * MIB).to_string()).collect();
+    files.set_to("bytes-leaf", &left.join("\n"));
+    let id = coalesce(&host, &disk).unwrap().id;
+    let job = ended(&host, id);
+    assert_eq!(job.phase, JobPhase::Failed);
+    let why = job.why.unwrap();
+    assert!(why.contains("it has 195 MiB again, and at most 128 MiB are merged"), "{why}");
+    assert_eq!((files.count("split"), files.count("undo")), (6, 0));
+}
+
+#[test]
+fn a_merge_of_a_leaf_that_is_cancelled_or_fails_takes_its_snapshot_back_or_says_that_it_stays() {
+    let (host, disk, files) = served();
+    for (i, written) in [0, 9 * MIB].into_iter().enumerate() {
+        large_leaf(&files);
+        files.set_to("bytes-undo", &written.to_string());
+        files.set("hold-copy");
+        let id = coalesce(&host, &disk).unwrap().id;
+        wait_until("a step", || files.count("copy") == 2 * i + 1);
+        ask(&host, "job.cancel", id).unwrap();
+        let job = ended(&host, id);
+        assert_eq!((job.phase, job.step.as_str()), (JobPhase::Cancelled, "undo"));
+        files.unset("hold-copy");
+        let stays =
+            |job: &Job| match job.why.as_deref().unwrap_or("").split_once("its disk's chain") {
+                None => assert_eq!(written, 0, "{job:?}"),
+                Some((_, why)) => {
+                    assert!(why.contains("-1.img, which is not merged back"), "{why}");
+                    assert!(why.ends_with("the guest has written 9 MiB since"), "{why}");
+                    assert!(job.help.as_deref().unwrap().contains("ferrite disk coalesce 1/51712"));
+                    assert_eq!(written, 9 * MIB);
+                }
+            };
+        stays(&job);
+        large_leaf(&files);
+        files.set_to("bytes-undo", &written.to_string());
+        files.set_to("fail-copy", r#"{"what":"cannot merge","why":"no room","help":"make room"}"#);
+        let id = coalesce(&host, &disk).unwrap().id;
+        let job = ended(&host, id);
+        assert_eq!(job.phase, JobPhase::Failed);
+        assert!(job.why.as_deref().unwrap().starts_with("cannot merge: no room"), "{job:?}");
+        stays(&job);
+        files.unset("fail-copy");
+    }
+    assert_eq!((files.count("undo"), files.count("leaf")), (4, 0));
+    assert!(!files.has("paused 1"));
+}
+
+#[test]
+fn a_merge_of_a_leaf_goes_on_or_back_after_the_death_of_its_daemon_at_each_point() {
+    let points =
+        ["plan", "split", "paused", "changed", "resumed", "copy", "relink", "clean", "leaf"];
+    for point in points {
+        let calls = killed_at_with(point, &|files| {
+            large_leaf(files);
+            // After the first round the leaf is small.
+            files.set_to("bytes-leaf", "1");
+        });
+        let again = if ["changed", "resumed"].contains(&point) { 2 } else { 1 };
+        assert_eq!(count(&calls, "split"), again, "{point}: {calls:?}");
+        for step in ["plan", "copy", "relink", "clean", "leaf"] {
+            assert_eq!(count(&calls, step), 1, "{step} at {point}: {calls:?}");
+        }
+    }
+    // A failure is undone by the next daemon, with the reason of the first one.
+    let host = Host::new(1);
+    let files = files(&host);
+    large_leaf(&files);
+    files.set_to("fail-copy", r#"{"what":"cannot merge","why":"no room","help":"make room"}"#);
+    let disk = attach(&host, 1);
+    let environment = [(tool::DIR, files.0.to_str().unwrap())];
+    let mut daemon = host.spawn_with(Some(Step::Job("undo")), &environment);
+    wait_until("a daemon", || host.status().is_ok_and(|status| status.served == 1));
+    let _ = coalesce(&host, &disk);
+    assert_eq!(daemon.wait().unwrap().signal(), Some(9));
+    let daemon = host.spawn_with(None, &environment);
+    wait_until("a daemon", || host.status().is_ok_and(|status| status.served == 1));
+    let job = ended(&host, 1);
+    assert_eq!(job.why.as_deref(), Some("cannot merge: no room"));
+    assert_eq!(files.count("undo"), 1);
+    host.detach(&disk);
+    host.wait_for_no_disks();
+    kill(daemon);
 }
 
 #[test]

@@ -401,10 +401,11 @@ pub(crate) enum DiskCommand {
                             is attached until the guest ends; xl's configuration of the guest is not changed."
     )]
     Attach(AttachArgs),
-    /// Merge images of a running disk's chain, below the image that the guest writes to.
+    /// Merge images of a running disk's chain: below the image that the guest writes to, or that one, too.
     #[command(
         after_help = "The merge is a job of the daemon (ferrite job): it goes on if this command is interrupted. \
-                            The guest waits for a moment when the data are copied."
+                            The guest waits for a moment when the data are copied. If --from names the disk's own image, \
+                            that is merged, too, and the image that it is merged into gets its name."
     )]
     Coalesce(CoalesceArgs),
     /// Detach a disk from its guest, which should have unmounted it; xl block-detach does the same.
@@ -523,6 +524,9 @@ pub(crate) struct DoctorArgs {
     /// Print JSON instead of a table.
     #[arg(long)]
     pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) places: RunDirArgs,
 }
 
 #[cfg(test)]

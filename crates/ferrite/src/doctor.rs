@@ -2,12 +2,16 @@
 
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
+use std::path::Path;
 
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use serde::Serialize;
 
 use crate::cli::DoctorArgs;
+use crate::disk::pause::{PausedDisk, paused_disks};
 use crate::exit::Failure;
+use crate::guests::Names;
+use crate::plain::one_line;
 
 mod kernel;
 mod xen;
@@ -49,7 +53,7 @@ struct Report {
 
 /// Prints all findings. It fails where guests cannot be served.
 pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
-    let report = examine();
+    let report = examine(&args.places.run_dir);
     let text = if args.json { json(&report)? } else { table(&report) };
     match io::stdout().lock().write_all(text.as_bytes()) {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
@@ -70,10 +74,24 @@ fn verdict(report: &Report) -> Result<(), Failure> {
     Err(Failure::new("guests cannot be served on this machine", why, help))
 }
 
-fn examine() -> Report {
+/// The disks that are paused.
+fn paused(run: &Path) -> Vec<Check> {
+    let disks = paused_disks(run, &Names::read());
+    let check = |disk: PausedDisk| Check {
+        area: "disks",
+        name: "paused",
+        state: if disk.is_short { State::Ok } else { State::Warn },
+        found: one_line(&disk.text()).into_owned(),
+        means: one_line(&disk.help()).into_owned(),
+    };
+    disks.into_iter().map(check).collect()
+}
+
+fn examine(run: &Path) -> Report {
     let chosen = EngineChoice::Auto.decide().ok().map(|chosen| chosen.kind);
     let mut checks = kernel::checks(chosen);
     checks.extend(xen::checks());
+    checks.extend(paused(run));
     let none_missing = |names: &[&str]| {
         names.iter().all(|n| checks.iter().any(|c| c.name == *n && c.state != State::No))
     };
@@ -149,7 +167,8 @@ mod tests {
 
     #[test]
     fn the_examination_works_on_every_machine() {
-        let report = examine();
+        let dir = tempfile::tempdir().unwrap();
+        let report = examine(dir.path());
         assert!(report.checks.iter().any(|c| c.area == "kernel"));
         assert!(report.checks.iter().any(|c| c.area == "xen"));
         assert!(report.checks.iter().all(|c| !c.found.is_empty()));

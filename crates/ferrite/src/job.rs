@@ -42,7 +42,10 @@ pub(crate) fn run(args: &JobArgs) -> Result<(), Failure> {
         }
         JobCommand::Cancel(job) => {
             let found = ask(job, "cannot cancel", "job.cancel")?;
-            tell(job.output.json, &found, || println!("{}", said(&found)))
+            tell(job.output.json, &found, || {
+                let why = found.why.as_deref().map(|why| format!(": {}", one_line(why)));
+                println!("{}{}", said(&found), why.unwrap_or_default());
+            })
         }
         JobCommand::Pause(job) => {
             let found = ask(job, "cannot pause", "job.pause")?;
@@ -175,7 +178,9 @@ fn result(job: &Job, output: &OutputArgs) -> Result<(), Failure> {
     let what = said(job);
     match job.phase {
         JobPhase::Cancelled => {
-            Err(Failure::new(what, "ferrite job cancel was called", "start it again if need be"))
+            let why = job.why.as_deref().unwrap_or("ferrite job cancel was called");
+            let help = job.help.as_deref().unwrap_or("start it again if need be");
+            Err(Failure::new(what, why, help))
         }
         JobPhase::Failed => {
             let why = job.why.as_deref().unwrap_or("for no known reason");

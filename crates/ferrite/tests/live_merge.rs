@@ -2,207 +2,183 @@
 
 #[path = "../../daemon/tests/host/mod.rs"]
 mod host;
+mod live;
 #[path = "../../daemon/tests/load/mod.rs"]
 mod load;
 #[path = "../../daemon/tests/roles/mod.rs"]
 mod roles;
 
-use std::os::unix::process::ExitStatusExt as _;
-use std::process::{Command, Output};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
 use ferrite_daemon::Step;
 use ferrite_daemon::control::protocol::{Job, JobPhase};
-use ferrite_daemon::jobs::{Means, Tools};
-use ferrite_daemon::keepers::Keepers;
-use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
-use ferrite_io::engines::test_engine;
-use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::wait_until;
-use host::Host;
+use live::{KILLED_STEP, Lab, SMALL_LEAF};
 use load::Load;
-use roles::{Roles, end, keeper, kill};
+use roles::{keeper, worker};
 use serde_json::{Value, json};
-
-const BYTES: usize = 8 << 20;
-/// The guest writes below it.
-const STATIC: usize = 1 << 20;
 
 /// The points of a job at which its daemon is killed, each in a merge of its own.
 const POINTS: [&str; 7] = ["plan", "copy", "relink", "paused", "changed", "resumed", "clean"];
+/// Those of a merge of the leaf that is large: pauses are those of the split.
+const LEAF_POINTS: [&str; 5] = ["split", "changed", "copy", "clean", "leaf"];
+/// The rest of a merge of the leaf that is small.
+const SMALL_LEAF_POINTS: [&str; 3] = ["paused", "changed", "resumed"];
 
-/// A test has locked images open, which another test's new process would have for a moment.
-static ALONE: Mutex<()> = Mutex::new(());
+/// More than the guest writes, and less than the leaf has at the beginning: a snapshot of it is merged, and then the rest.
+const ALL_BUT_STATIC: (&str, &str) = (SMALL_LEAF, "1048576");
 
-/// Not a test: the daemon, whose jobs are done by the program.
+/// Not a test: the daemon.
 #[test]
 fn process_daemon() {
-    host::be_a_daemon_as(
-        |run| Arc::new(Keepers::new(run, Box::new(Roles))),
-        |daemon| daemon.with_jobs(Means::default().with_tools(Arc::new(Program))),
-    );
+    live::be_a_daemon();
 }
 
-struct Program;
-
-impl Tools for Program {
-    fn image(&self) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
-        command.arg("image");
-        command
-    }
+fn names(count: usize, format: &str) -> Vec<String> {
+    (0..count).map(|i| format!("i{i}.{format}")).collect()
 }
 
-struct Lab {
-    host: Host,
-    leaf: String,
-    model: Vec<u8>,
-    _alone: MutexGuard<'static, ()>,
+fn lab_of(names: &[String], environment: &[(&'static str, &str)]) -> Lab {
+    Lab::with(&names.iter().map(String::as_str).collect::<Vec<_>>(), environment)
 }
 
-impl Lab {
-    /// A host whose guest has a chain of images of these names, the base first.
-    fn new(chain: &[&str]) -> Lab {
-        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let (host, model) = (Host::new(1), vec![0; BYTES]);
-        let leaf = chain.last().unwrap().to_string();
-        let mut lab = Lab { host, leaf, model, _alone: alone };
-        lab.program(&["image", "create", chain[0], "8M"]);
-        for (i, name) in chain.iter().enumerate() {
-            if i > 0 {
-                lab.program(&["image", "create", "--parent", chain[i - 1], name]);
-            }
-            lab.fill(name, i);
-        }
-        lab
-    }
-
-    /// Writes data that only this image has, and data over those of the one below.
-    fn fill(&mut self, name: &str, i: usize) {
-        let name = ImageName::parse(self.host.image(name).to_str().unwrap()).unwrap();
-        let disk = Disk::open_image(&name, &OpenOptions::default()).unwrap();
-        let mut session =
-            Session::new(Arc::new(disk), |arena| test_engine().open(arena, 8)).unwrap();
-        for (at, len) in [((2 << 20) + (i << 19), 70_000 / 512 * 512), ((7 << 20) + i * 4096, 8192)]
-        {
-            let data = vec![i as u8 + 1; len];
-            session.write(at as u64, &data).unwrap();
-            self.model[at..at + len].copy_from_slice(&data);
-        }
-        session.close().unwrap();
-    }
-
-    fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
-        command.args(args).env_remove("RUST_LOG").current_dir(self.host.image(""));
-        command.env("XENSTORED_PATH", self.host.store_socket());
-        command
-    }
-
-    fn program(&self, args: &[&str]) -> Output {
-        let output = self.command(args).output().unwrap();
-        assert!(output.status.success(), "{args:?}: {output:?}");
-        output
-    }
-
-    fn attach(&self) -> DiskPaths {
-        self.host.attach(1, 0, &format!("qcow2:{}", self.host.image(&self.leaf).display()))
-    }
-
-    /// The names of the chain's images, the leaf first.
-    fn chain(&self) -> Vec<String> {
-        let told = self.program(&["image", "info", "-U", &self.leaf, "--json"]).stdout;
-        let told: Value = serde_json::from_slice(&told).unwrap();
-        let name = |image: &Value| {
-            let path = image["path"].as_str().unwrap_or_else(|| panic!("{told}"));
-            path.rsplit('/').next().unwrap().to_owned()
-        };
-        told["chain"].as_array().unwrap().iter().map(name).collect()
-    }
-
-    /// Checks the chain, and what the guest has not written.
-    fn is_right(&self) {
-        self.program(&["image", "check", "--chain", &self.leaf]);
-        self.program(&["image", "convert", "-O", "raw", &self.leaf, "all.img"]);
-        let bytes = std::fs::read(self.host.image("all.img")).unwrap();
-        assert!(bytes[STATIC..] == self.model[STATIC..], "the disk reads differently");
-        let left = std::fs::read_dir(self.host.image("")).unwrap();
-        let names = left.map(|entry| entry.unwrap().file_name().into_string().unwrap());
-        let left: Vec<String> = names.filter(|name| name.contains("partial")).collect();
-        assert!(left.is_empty(), "{left:?}");
-        std::fs::remove_file(self.host.image("all.img")).unwrap();
-    }
+/// What `disk.coalesce` is asked for: a merge of the leaf, or of its parent.
+fn asked(lab: &Lab, leaf: bool) -> Value {
+    let from = leaf.then(|| lab.image(&lab.leaf));
+    json!({ "disk": host::id(&lab.disk), "from": from })
 }
 
-fn wait_for_daemon(lab: &Lab) {
-    wait_until("a daemon", || lab.host.status().is_ok_and(|status| status.served == 1));
+fn ended(lab: &Lab, id: usize) -> Job {
+    lab.host.call("job.wait", &json!({ "id": id, "timeout_s": 60 })).unwrap()
 }
 
-/// The block of the page, with this test's folder and guest.
 #[test]
 fn the_recipe_of_the_manual_merges_old_snapshots_while_the_guest_writes() {
-    let lab = Lab::new(&[
-        "sunday.qcow2",
-        "monday.qcow2",
-        "tuesday.qcow2",
-        "wednesday.qcow2",
-        "web1.qcow2",
-    ]);
-    lab.host.store().write("/local/domain/1/name", b"web1").unwrap();
-    let daemon = lab.host.spawn(None);
-    let disk = lab.attach();
-    wait_for_daemon(&lab);
-    let load = Load::start(&lab.host, &disk);
+    let days = ["sunday", "monday", "tuesday", "wednesday", "web1"];
+    let names = days.map(|day| format!("{day}.qcow2"));
+    let lab = lab_of(&names, &[]);
+    let load = Load::start(&lab.host, &lab.disk);
     load.wait_for_progress();
-    let kept = keeper(&lab.host, &disk);
-    let page = include_str!("../../../docs/operations.md");
-    let (_, recipe) = page.split_once("## Merge old snapshots\n").unwrap();
-    let recipe = recipe.split("```text\n").nth(1).unwrap().split("```").next().unwrap();
-    let (folder, run) = (lab.host.image("").display().to_string(), lab.host.paths().run);
-    for line in recipe.lines().map(|line| line.split(" #").next().unwrap()) {
-        let line = line.replace("/srv/", &folder);
-        let mut words: Vec<&str> = line.split_whitespace().skip(1).collect();
-        if words[0] != "image" {
-            words.extend(["--run-dir", run.to_str().unwrap()]);
-        }
-        lab.program(&words);
-        load.wait_for_progress();
-    }
-    assert_eq!(lab.chain(), ["web1.qcow2", "sunday.qcow2"]);
+    lab.follows("Merge old snapshots", |_| load.wait_for_progress());
+    assert_eq!(lab.chain(), ["web1.qcow2"]);
     load.end();
-    end(&lab.host, &[disk], &[kept]);
-    kill(daemon);
-    lab.is_right();
+    lab.end();
+}
+
+/// Merges of which each one's daemon dies at another point.
+fn daemons_die(
+    format: &str,
+    leaf: bool,
+    points: &[&'static str],
+    environment: &[(&'static str, &str)],
+) {
+    let names = names(points.len() + 2, format);
+    let mut lab = lab_of(&names, environment);
+    let load = Load::start(&lab.host, &lab.disk);
+    for (i, point) in points.iter().copied().enumerate() {
+        lab.restart(Some(Step::Job(point)));
+        load.wait_for_progress();
+        // It may die before the answer.
+        let _ = lab.host.call::<Job>("disk.coalesce", &asked(&lab, leaf));
+        lab.is_dead(point);
+        lab.start(None);
+        let job = ended(&lab, i + 1);
+        assert_eq!((job.phase, &job.why), (JobPhase::Done, &None), "{point}");
+        load.wait_for_progress();
+        assert_eq!(lab.chain().len(), names.len() - 1 - i, "{point}");
+    }
+    assert_eq!(lab.chain()[0], lab.leaf);
+    load.end();
+    lab.end();
 }
 
 #[test]
 fn a_merge_goes_on_after_the_death_of_the_daemon_at_each_step_and_the_guest_sees_nothing() {
-    let names: Vec<String> = (0..=POINTS.len() + 1).map(|i| format!("i{i}.qcow2")).collect();
-    let lab = Lab::new(&names.iter().map(String::as_str).collect::<Vec<_>>());
-    let mut daemon = lab.host.spawn(None);
-    let disk = lab.attach();
-    wait_for_daemon(&lab);
-    let load = Load::start(&lab.host, &disk);
-    let kept = keeper(&lab.host, &disk);
-    for (i, point) in POINTS.into_iter().enumerate() {
-        kill(daemon);
-        let mut victim = lab.host.spawn(Some(Step::Job(point)));
-        wait_for_daemon(&lab);
-        load.wait_for_progress();
-        // It may die before the answer.
-        let asked = json!({ "disk": host::id(&disk) });
-        let _ = lab.host.call::<Job>("disk.coalesce", &asked);
-        assert_eq!(victim.wait().unwrap().signal(), Some(9), "{point}");
-        daemon = lab.host.spawn(None);
-        wait_until("a daemon", || lab.host.status().is_ok_and(|status| status.xen));
-        let waited = lab.host.call("job.wait", &json!({ "id": i + 1, "timeout_s": 60 }));
-        let job: Job = waited.unwrap();
+    daemons_die("qcow2", false, &POINTS, &[]);
+}
+
+#[test]
+fn a_merge_of_the_leaf_goes_on_after_the_death_of_the_daemon_at_each_step() {
+    daemons_die("qcow2", true, &LEAF_POINTS, &[ALL_BUT_STATIC]);
+}
+
+#[test]
+fn a_merge_of_a_small_leaf_goes_on_after_the_death_of_the_daemon_at_each_step() {
+    daemons_die("vhd", true, &SMALL_LEAF_POINTS, &[]);
+}
+
+#[test]
+fn a_merge_of_the_leaf_goes_on_after_the_death_of_worker_or_keeper_at_each_step() {
+    let points = ["changed", "copy", "leaf"];
+    let names = names(points.len() * 2 + 1, "vhd");
+    let lab = lab_of(&names, &[ALL_BUT_STATIC]);
+    let load = Load::start(&lab.host, &lab.disk);
+    let victims = lab.host.dir.path().join("victim");
+    for (i, point) in points.into_iter().flat_map(|point| [point; 2]).enumerate() {
+        let kept = keeper(&lab.host, &lab.disk);
+        let victim = if i % 2 == 0 { worker(kept).unwrap() } else { kept };
+        host::kill_at(&victims, Step::Job(point), victim);
+        let _: Job = lab.host.call("disk.coalesce", &asked(&lab, true)).unwrap();
+        let job = ended(&lab, i + 1);
         assert_eq!((job.phase, &job.why), (JobPhase::Done, &None), "{point}");
+        assert!(!victims.exists(), "{point}");
         load.wait_for_progress();
     }
-    assert_eq!(lab.chain(), [lab.leaf.as_str(), "i0.qcow2"]);
+    assert_eq!(lab.chain().len(), 1);
     load.end();
-    end(&lab.host, &[disk], &[kept]);
-    kill(daemon);
-    lab.is_right();
+    lab.end();
+}
+
+#[test]
+fn a_merge_of_the_leaf_whose_program_dies_fails_and_the_chain_is_as_before() {
+    let names = names(3, "qcow2");
+    let mut lab = lab_of(&names, &[ALL_BUT_STATIC]);
+    let load = Load::start(&lab.host, &lab.disk);
+    for (i, step) in ["plan", "split", "copy", "relink", "leaf"].into_iter().enumerate() {
+        lab.restart_with(&[ALL_BUT_STATIC, (KILLED_STEP, step)]);
+        load.wait_for_progress();
+        let _: Job = lab.host.call("disk.coalesce", &asked(&lab, true)).unwrap();
+        let job = ended(&lab, i + 1);
+        assert_eq!(job.phase, JobPhase::Failed, "{step}");
+        let why = job.why.unwrap();
+        assert_eq!(why, format!("the step {step} was ended by signal 9"));
+        assert_eq!(lab.chain(), ["i2.qcow2", "i1.qcow2", "i0.qcow2"], "{step}");
+        load.wait_for_progress();
+    }
+    load.end();
+    lab.end();
+}
+
+#[test]
+fn a_merge_of_the_leaf_that_is_cancelled_is_undone_or_leaves_a_longer_chain() {
+    let mut lab = lab_of(&names(2, "vhd"), &[ALL_BUT_STATIC]);
+    let load = Load::start(&lab.host, &lab.disk);
+    for small in [ALL_BUT_STATIC, (SMALL_LEAF, "1024")] {
+        lab.restart_with(&[small]);
+        let slow = json!({ "from": lab.image(&lab.leaf), "speed": 1, "disk": host::id(&lab.disk) });
+        let id = lab.host.call::<Job>("disk.coalesce", &slow).unwrap().id;
+        let ask = |method: &str| lab.host.call::<Job>(method, &json!({ "id": id })).unwrap();
+        wait_until("the copy", || ask("job.show").step == "copy");
+        assert_eq!(lab.chain().len(), 3);
+        load.wait_for_progress();
+        let said = lab.does(&["job", "cancel", &id.to_string()]);
+        let job = ended(&lab, id as usize);
+        assert_eq!(job.phase, JobPhase::Cancelled);
+        load.wait_for_progress();
+        match small == ALL_BUT_STATIC {
+            true => {
+                assert_eq!((job.why, said), (None, format!("job {id} was cancelled\n")));
+                assert_eq!(lab.chain(), ["i1.vhd", "i0.vhd"]);
+                lab.has_no_litter();
+            }
+            false => {
+                let snapshot = format!("i1.ferrite-job-{id}-1.vhd");
+                assert!(said.contains(&format!("{snapshot}, which is not merged back")), "{said}");
+                assert_eq!(lab.chain(), ["i1.vhd", &snapshot, "i0.vhd"]);
+            }
+        }
+    }
+    // As the help of the last one says.
+    lab.does(&["disk", "coalesce", "web1/xvda"]);
+    assert_eq!(lab.chain(), ["i1.vhd", "i0.vhd"]);
+    load.end();
+    lab.end();
 }

@@ -30,14 +30,14 @@ const LOST: &str = "if it stood on this image, say so (ferrite image rebase -u I
                     now); otherwise give it its parent back, move it to another folder, or say --force";
 
 /// The two images of a merge.
-struct Pair {
-    parent: ImageName,
-    parent_bytes: u64,
-    child_bytes: u64,
+pub(super) struct Pair {
+    pub(super) parent: ImageName,
+    pub(super) parent_bytes: u64,
+    pub(super) child_bytes: u64,
     /// Bytes of the grandparent's disk.
-    below_bytes: u64,
+    pub(super) below_bytes: u64,
     /// The least space that the parent takes for the child's data.
-    needed_bytes: u64,
+    pub(super) needed_bytes: u64,
 }
 
 impl ImageTools<'_> {
@@ -191,6 +191,15 @@ impl ImageTools<'_> {
             below_bytes: layers.get(2).map_or(0, |layer| layer.bytes()),
             needed_bytes: self.space_for(child, &disk)?,
         };
+        self.check_pair(child, &pair)?;
+        Ok(pair)
+    }
+
+    /// Checks that the parent can take the child's name.
+    pub(super) fn check_pair(&self, child: &ImageName, pair: &Pair) -> Result<(), DiskError> {
+        let refuse = |why: String, help: &str| {
+            Err(unsuitable(format!("cannot coalesce {}", child.path.display()), why, help))
+        };
         if pair.parent.format != child.format {
             let why = format!("its parent is {}, and could not take its name", pair.parent.format);
             return refuse(why, "ferrite image convert makes one image of both");
@@ -224,7 +233,7 @@ impl ImageTools<'_> {
                 help,
             );
         }
-        Ok(pair)
+        Ok(())
     }
 
     /// The least space that the parent takes for the child's data.

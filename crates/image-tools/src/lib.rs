@@ -57,7 +57,7 @@ const MAX_LAYERS_OFFLINE: usize = 4 * MAX_LAYERS;
 pub use convert::Convert;
 pub use inner::Inner;
 pub use measure::Measured;
-pub use merge::{MergeCopy, MergePlan, Stretch};
+pub use merge::{LeafMerge, MergeCopy, MergePlan, Stretch};
 pub use rebase::Rebase;
 pub use report::*;
 pub use resize::{NewSize, Resize};

@@ -30,11 +30,13 @@ pub struct Resize {
     pub shrink: bool,
     /// Resize an image that is read-only, or that others stand on.
     pub parents: bool,
+    /// A guest uses the disk, though it waits now: it can only grow.
+    pub in_use: bool,
 }
 
 impl From<bool> for Resize {
     fn from(force: bool) -> Resize {
-        Resize { shrink: force, parents: force }
+        Resize { shrink: force, parents: force, in_use: false }
     }
 }
 
@@ -107,6 +109,11 @@ impl ImageTools<'_> {
         if bytes == 0 || !bytes.is_multiple_of(SECTOR_BYTES) || i64::try_from(bytes).is_err() {
             let why = format!("{bytes} bytes are no size of a disk");
             return Err(DiskError::new(ErrorKind::Usage, what(), why, "give a multiple of 512"));
+        }
+        if bytes < before && may.in_use {
+            let what = format!("cannot shrink {}", name.path.display());
+            let why = format!("its guest knows {}", Human(before));
+            return Err(refused(what, why, "a disk in use can only grow"));
         }
         if bytes < before {
             self.check_tail(&disk, name, bytes, before, may.shrink)?;

@@ -10,7 +10,8 @@ use crate::state::DiskId;
 pub struct CoalesceParams {
     /// The disk whose images are merged.
     pub disk: DiskId,
-    /// The absolute path of the highest image that is merged. Without it, the leaf's parent.
+    /// The absolute path of the highest image that is merged: also the leaf. Without it, the leaf's
+    /// parent.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub from: Option<String>,
     /// The absolute path of the image that it is merged into. Without it, the parent of `from`.
@@ -74,7 +75,7 @@ pub enum JobPhase {
     Cancelling,
     /// It has done all of its steps.
     Done,
-    /// It was cancelled: its disk is as before.
+    /// It was cancelled: its disk is as before, or `why` names the image that is left.
     Cancelled,
     /// A step has failed.
     Failed,
@@ -129,7 +130,7 @@ pub struct Job {
     /// Most bytes a second, if there is a limit.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub speed: Option<u64>,
-    /// Why it has failed.
+    /// Why it has failed, or which image it has left in the chain.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub why: Option<String>,
     /// The next step for the administrator.

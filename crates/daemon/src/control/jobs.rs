@@ -127,6 +127,7 @@ fn describe(seen: Seen) -> Job {
         None => (JobPhase::Running, None, None),
         Some(Outcome::Done) => (JobPhase::Done, None, None),
         Some(Outcome::Cancelled) => (JobPhase::Cancelled, None, None),
+        Some(Outcome::Longer { why, help }) => (JobPhase::Cancelled, Some(why), Some(help)),
         Some(Outcome::Failed { why, help }) => (JobPhase::Failed, Some(why), Some(help)),
     };
     let Task::Coalesce(coalesce) = &state.task;

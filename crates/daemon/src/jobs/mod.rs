@@ -1,7 +1,8 @@
 //! Jobs: what takes longer than a second, and goes on without the client that has asked for it.
 //!
 //! * [`state`]: the files that tell the next daemon which jobs there are, and their steps.
-//! * `run`: the thread of a job. `coalesce` has the steps of one kind: straight-line code.
+//! * `run`: the thread of a job. `coalesce` has the steps of one kind: straight-line code. `leaf` has
+//!   those of a merge of the leaf itself.
 //! * `child`: the processes that do the work. This crate opens no images.
 //! * `meter`: progress.
 //! * `pausing`: pauses of disks that are steps of jobs.
@@ -20,6 +21,7 @@ use ferrite_serve::waker::Waker;
 
 mod child;
 mod coalesce;
+mod leaf;
 mod meter;
 mod pausing;
 mod run;
@@ -61,16 +63,33 @@ pub trait Pausing: Send + Sync {
     fn resume(&self, disk: DiskId, by: &str) -> Result<(), Failure>;
 }
 
+/// How much data may be in a leaf that is merged while its guest waits.
+#[derive(Clone, Copy, Debug)]
+pub struct LeafBytes {
+    /// With so much it is merged at once: a pause of some tens of milliseconds.
+    pub small: u64,
+    /// With so much it is merged if it does not become smaller: a pause of a second on a slow disk.
+    pub most: u64,
+}
+
+impl Default for LeafBytes {
+    fn default() -> LeafBytes {
+        LeafBytes { small: 8 << 20, most: 128 << 20 }
+    }
+}
+
 /// What jobs need of the world.
 pub struct Means {
     tools: Option<Arc<dyn Tools>>,
     pausing: Option<Arc<dyn Pausing>>,
+    leaf: LeafBytes,
     now: Box<dyn Fn() -> SystemTime + Send + Sync>,
 }
 
 impl Default for Means {
     fn default() -> Means {
-        Means { tools: None, pausing: None, now: Box::new(SystemTime::now) }
+        let (tools, pausing, leaf) = (None, None, LeafBytes::default());
+        Means { tools, pausing, leaf, now: Box::new(SystemTime::now) }
     }
 }
 
@@ -85,6 +104,12 @@ impl Means {
     #[must_use]
     pub fn with_pausing(self, pausing: Arc<dyn Pausing>) -> Means {
         Means { pausing: Some(pausing), ..self }
+    }
+
+    /// A leaf is merged with so much data in it. For tests.
+    #[must_use]
+    pub fn with_leaf_bytes(self, leaf: LeafBytes) -> Means {
+        Means { leaf, ..self }
     }
 
     /// The time of day. Tests have one of their own.
@@ -349,7 +374,7 @@ impl Jobs {
                     "job {id} cannot be cancelled any more: its step {} has begun",
                     state.task.step()
                 ),
-                help: format!("it ends soon: ferrite job wait {id}"),
+                help: format!("it ends soon (ferrite job wait {id}), or can be cancelled later"),
             }),
         })
     }
@@ -522,7 +547,7 @@ pub(crate) fn kind(task: &Task) -> &'static str {
 pub(crate) fn result(outcome: &Outcome) -> &'static str {
     match outcome {
         Outcome::Done => "done",
-        Outcome::Cancelled => "cancelled",
+        Outcome::Cancelled | Outcome::Longer { .. } => "cancelled",
         Outcome::Failed { .. } => "failed",
     }
 }
@@ -530,7 +555,7 @@ pub(crate) fn result(outcome: &Outcome) -> &'static str {
 fn said(outcome: &Outcome) -> &'static str {
     match outcome {
         Outcome::Done => "is done",
-        Outcome::Cancelled => "was cancelled",
+        Outcome::Cancelled | Outcome::Longer { .. } => "was cancelled",
         Outcome::Failed { .. } => "has failed",
     }
 }

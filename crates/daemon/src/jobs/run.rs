@@ -34,6 +34,8 @@ const ATTACHED_WITHIN: Duration = Duration::from_secs(30);
 pub(super) enum Halt {
     /// It was cancelled.
     Cancelled,
+    /// It was cancelled, and its snapshot is left in the chain.
+    Longer(Failure),
     /// The daemon ends. The next one goes on.
     Stopped,
     /// A step has failed.
@@ -76,6 +78,7 @@ pub(super) fn run(shared: Arc<Shared>, id: JobId, wake: Arc<Waker>) {
     let outcome = match done {
         Ok(()) => Outcome::Done,
         Err(Halt::Cancelled) => Outcome::Cancelled,
+        Err(Halt::Longer(Failure { why, help })) => Outcome::Longer { why, help },
         Err(Halt::Failed(failure)) => failure.into(),
         Err(Halt::Stopped) => return,
     };
@@ -135,6 +138,15 @@ impl Run {
         &self.jobs().means
     }
 
+    /// The command `ferrite image`, which may open the parents that disks may have.
+    pub(super) fn image_command(&self) -> Result<Command, Halt> {
+        let mut command = self.means().tools()?.image();
+        for folder in &self.shared.config.parent_folders {
+            command.arg("--parents").arg(folder);
+        }
+        Ok(command)
+    }
+
     /// Calls `f` with what pauses disks.
     pub(super) fn with_pausing<T>(&self, f: impl FnOnce(&dyn Pausing) -> T) -> T {
         match &self.means().pausing {
@@ -151,6 +163,15 @@ impl Run {
     /// Begins a step, once the job is not paused: writes it to the state file before anything of it
     /// is done. The next daemon begins with it.
     pub(super) fn enter(&self, set: impl Fn(&mut Task)) -> Result<(), Halt> {
+        self.enter_unless(true, set)
+    }
+
+    /// As [`enter`](Self::enter), also if the job is cancelled or paused.
+    pub(super) fn enter_undo(&self, set: impl Fn(&mut Task)) -> Result<(), Halt> {
+        self.enter_unless(false, set)
+    }
+
+    fn enter_unless(&self, obeys: bool, set: impl Fn(&mut Task)) -> Result<(), Halt> {
         loop {
             if self.jobs().is_stopping() {
                 return Err(Halt::Stopped);
@@ -158,9 +179,9 @@ impl Run {
             // One change under the table's lock: a job that was cancelled does not begin a step.
             let entered =
                 self.jobs().change(self.id, |state, meter| match (state.cancelled, state.paused) {
-                    (true, _) => Some(false),
-                    (false, true) => None,
-                    (false, false) => {
+                    (true, _) if obeys => Some(false),
+                    (false, true) if obeys => None,
+                    _ => {
                         set(&mut state.task);
                         (state.done, state.all) = (meter.done, meter.all);
                         Some(true)

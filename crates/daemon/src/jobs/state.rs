@@ -5,17 +5,17 @@
 //! aside and logged. It keeps no other job from going on.
 
 use std::ffi::OsString;
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Read as _, Write as _};
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, Read as _};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::Failure;
 use crate::params::{Format, Image};
-use crate::state::DiskId;
+use crate::state::{DiskId, replace};
 
 /// The version of the files.
 const VERSION: u32 = 1;
@@ -49,8 +49,31 @@ pub struct Coalesce {
     /// Whether it is merged even if images elsewhere change, or may.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub force: bool,
+    /// The merge of the leaf itself, once it is known to be one.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub top: Option<Top>,
     /// The step that was begun.
     pub step: CoalesceStep,
+}
+
+/// How far a merge of the leaf itself is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Top {
+    /// The name of the snapshot, as `FORMAT:PATH`. It is written here before it is given.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub snapshot: Option<String>,
+    /// How many snapshots were made for it, with this one.
+    pub rounds: u32,
+    /// Bytes of data in the leaf after the last round.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub left: Option<u64>,
+    /// Whether the lower end has to grow.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub must_grow: bool,
+    /// The reason and the help of the failure that is undone.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub failed: Option<(String, String)>,
 }
 
 /// The steps of a merge.
@@ -67,6 +90,12 @@ pub enum CoalesceStep {
     Relink,
     /// Images that are not used any more are removed.
     Clean,
+    /// The leaf gets another name, and a new leaf its own, while the disk is paused.
+    Split,
+    /// A small leaf is merged while the disk is paused.
+    Leaf,
+    /// A split is taken back while the disk is paused.
+    Undo,
 }
 
 impl CoalesceStep {
@@ -78,6 +107,9 @@ impl CoalesceStep {
             CoalesceStep::Copy => "copy",
             CoalesceStep::Relink => "relink",
             CoalesceStep::Clean => "clean",
+            CoalesceStep::Split => "split",
+            CoalesceStep::Leaf => "leaf",
+            CoalesceStep::Undo => "undo",
         }
     }
 }
@@ -87,7 +119,8 @@ impl Coalesce {
     pub fn new(leaf: &Image, from: Option<String>, to: Option<String>) -> Coalesce {
         let leaf_path = leaf.path.as_os_str().as_bytes().to_vec();
         let step = CoalesceStep::Plan;
-        Coalesce { format: leaf.format, leaf: leaf_path, from, to, force: false, step }
+        let (format, top) = (leaf.format, None);
+        Coalesce { format, leaf: leaf_path, from, to, force: false, top, step }
     }
 
     /// Merges even if images elsewhere change, or may.
@@ -118,12 +151,14 @@ impl Task {
         }
     }
 
-    /// Whether the job can still be cancelled: nothing that it has done shows.
+    /// Whether the job can be cancelled now: nothing that it has done shows, or it can be undone.
     pub fn may_cancel(&self) -> bool {
         match self {
-            Task::Coalesce(coalesce) => {
-                matches!(coalesce.step, CoalesceStep::Plan | CoalesceStep::Copy)
-            }
+            Task::Coalesce(coalesce) => match coalesce.step {
+                CoalesceStep::Plan | CoalesceStep::Copy => true,
+                CoalesceStep::Split | CoalesceStep::Grow => coalesce.top.is_some(),
+                _ => false,
+            },
         }
     }
 }
@@ -136,6 +171,13 @@ pub enum Outcome {
     Done,
     /// It was cancelled, and its disk is as before.
     Cancelled,
+    /// It was cancelled, and its disk's chain is longer than before.
+    Longer {
+        /// The image that is left in the chain, and the reason.
+        why: String,
+        /// The next step for the administrator.
+        help: String,
+    },
     /// A step has failed.
     Failed {
         /// The failed step and its reason.
@@ -236,13 +278,7 @@ impl JobFiles {
     /// # Errors
     /// Errors of the file system. The old file stays.
     pub fn write(&self, state: &JobState) -> io::Result<()> {
-        let path = self.path(state.id);
-        let new = path.with_extension("new");
-        let text = serde_json::to_vec(state).map_err(io::Error::other)?;
-        let options =
-            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).clone();
-        options.open(&new)?.write_all(&text)?;
-        fs::rename(&new, &path)
+        replace(&self.path(state.id), &serde_json::to_vec(state).map_err(io::Error::other)?)
     }
 
     /// Removes the files of a job. A failure is logged.

@@ -22,8 +22,9 @@ pub const DIR: &str = "FERRITE_TEST_TOOL";
 const ARGUMENTS: &str = "FERRITE_TEST_TOOL_ARGUMENTS";
 
 /// The folder of the files: `calls` has a line for each event; while there is a file `hold-STEP`,
-/// that step goes on; a step fails with the text of `fail-STEP`; with `linger` a program takes a
-/// while to end.
+/// that step goes on; a step fails with the text of `fail-STEP`; `bytes-STEP` has a line for each
+/// call of a step, with the data that it finds in the leaf; with `linger` a program takes a while to
+/// end.
 #[derive(Clone)]
 pub struct Files(pub PathBuf);
 
@@ -101,6 +102,37 @@ impl Pausing for Files {
     }
 }
 
+/// The value of an option.
+fn option<'a>(arguments: &'a str, name: &str) -> Option<&'a str> {
+    arguments.split(' ').skip_while(|word| *word != name).nth(1)
+}
+
+/// Takes the first line of a file, a number.
+fn take_number(files: &Files, name: &str) -> Option<u64> {
+    let text = fs::read_to_string(files.0.join(name)).ok()?;
+    let (first, rest) = text.split_once('\n').unwrap_or((&text, ""));
+    files.set_to(name, rest);
+    first.parse().ok()
+}
+
+/// Does to files what a step of a merge of a leaf does. Returns the data in the leaf, if the step looks
+/// for that, and whether it is merged.
+fn leaf(files: &Files, step: &str, arguments: &str) -> (Option<u64>, bool) {
+    let snapshot = option(arguments, "--from").and_then(|name| name.strip_prefix("raw:"));
+    let found = take_number(files, &format!("bytes-{step}"));
+    let most = option(arguments, "--most").map(|most| most.parse().unwrap());
+    let bytes = found.or(most.map(|_| 0));
+    let merged = most.is_some_and(|most| bytes.unwrap() <= most);
+    match (step, snapshot) {
+        ("split", Some(path)) => fs::write(path, "").unwrap(),
+        ("clean" | "undo", Some(path)) if step == "clean" || merged => {
+            fs::remove_file(path).unwrap()
+        }
+        _ => {}
+    }
+    (bytes, merged)
+}
+
 fn progress(done: u64) -> String {
     format!("{{\"progress\":{{\"done_bytes\":{done},\"total_bytes\":100}}}}")
 }
@@ -139,10 +171,12 @@ pub fn be_a_tool() {
         std::thread::sleep(Duration::from_millis(10));
     }
     say(&progress(100));
-    let merged = serde_json::json!({
+    let (leaf_bytes, merged) = leaf(&files, &step, &arguments);
+    let result = serde_json::json!({
         "child": "/srv/a", "images": ["/srv/b b"], "to": "/srv/c", "must_grow": files.has("must-grow"),
+        "leaf_bytes": leaf_bytes, "merged": merged,
     });
-    say(&serde_json::json!({ "result": merged }).to_string());
+    say(&serde_json::json!({ "result": result }).to_string());
     files.note(&format!("{step} is done"));
     std::process::exit(0);
 }

@@ -121,29 +121,50 @@ pub(super) fn snapshot(args: &SnapshotArgs) -> Result<(), Failure> {
     })?;
     let asked = SnapshotParams { disk: id(disk), name: new.clone() };
     let quiesce = |word: &str| args.quiesce.as_deref().map_or(Ok(()), |cmd| hook(cmd, word));
-    quiesce("before").inspect_err(|_| drop(quiesce("after")))?;
+    quiesce("before").map_err(|why| {
+        let help = match quiesce("after") {
+            Ok(()) => "nothing was changed: run it by hand with the word before".to_owned(),
+            Err(_) => format!("nothing was changed; {FROZEN}"),
+        };
+        Failure::new("the command of --quiesce has failed (before)", why, help)
+    })?;
     let done = change(&args.places, disk, ("disk.snapshot", "snapshot"), &asked);
     // The guest is to work on whatever became of the snapshot.
     let thawed = quiesce("after");
-    let done = done?;
+    let done = done.map_err(|e| match &thawed {
+        Ok(()) => e,
+        Err(why) => {
+            let (why, help) = (
+                format!("{}; and the command of --quiesce has failed (after): {why}", e.why),
+                format!("{}; {FROZEN}", e.help),
+            );
+            Failure { why, help, ..e }
+        }
+    })?;
     tell(args.json, &done, || {
         let name = Names::read().disk(disk);
         println!("disk {name} as it was is {}", one_line(&new));
     })?;
-    thawed
+    thawed.map_err(|why| {
+        let what =
+            "the snapshot is made and stays, and the command of --quiesce has failed (after)";
+        Failure::new(what, why, FROZEN)
+    })
 }
 
-/// Runs the command with this word, and waits for its end.
-fn hook(command: &str, word: &str) -> Result<(), Failure> {
+/// The help if a guest may not have been thawed.
+const FROZEN: &str =
+    "the guest's file systems may be frozen: run the command by hand with the word after";
+
+/// Runs the command with this word, and waits for its end. The error says how it has failed.
+fn hook(command: &str, word: &str) -> Result<(), String> {
     let run = OsStr::new("\"$@\"");
     let text: OsString = [OsStr::new(command), OsStr::new(" "), run].into_iter().collect();
-    let what = format!("the command of --quiesce has failed ({word})");
-    let help = "run it by hand, and look whether the guest's file systems are frozen";
     let status = Command::new("sh").arg("-c").arg(text).args(["sh", word]).status();
     match status {
         Ok(status) if status.success() => Ok(()),
-        Ok(status) => Err(Failure::new(what, status, help)),
-        Err(e) => Err(Failure::new(what, e, help)),
+        Ok(status) => Err(status.to_string()),
+        Err(e) => Err(e.to_string()),
     }
 }
 

@@ -1,12 +1,16 @@
 //! `ferrite disk pause` and `resume`.
 
 use std::ffi::{OsStr, OsString};
+use std::path::Path;
 
 use clap::Args;
+use ferrite_daemon::Paths;
 use ferrite_daemon::control::protocol::{Attached, Disk, PauseParams, ResumeParams};
 use ferrite_daemon::pause::{LONG, Pause};
+use ferrite_daemon::state::{DiskId, DiskState, States};
+use serde::Serialize;
 
-use super::{ANSWER, age, attach, call, id, of_disk, seconds, tell};
+use super::{ANSWER, age, attach, call, id, of_disk, seconds, tell, vbd};
 use crate::cli::{DiskArg, RunDirArgs};
 use crate::exit::{Code, Failure};
 use crate::guests::Names;
@@ -112,10 +116,57 @@ fn user() -> String {
 /// Since when the disk is paused, by whom, and how to end it if that is long.
 pub(super) fn note(disk: &Disk, pause: &Pause) -> String {
     let by = format!("paused by {} for {}", pause.by, age(pause.since));
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    let lasts = now.map_or(0, |now| now.as_secs()).saturating_sub(pause.since);
-    match lasts > LONG.as_secs() {
+    match is_long(pause) {
         true => format!("{by}: its guest waits; to go on: ferrite disk resume {}", disk.disk),
         false => by,
     }
+}
+
+fn is_long(pause: &Pause) -> bool {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |now| now.as_secs()).saturating_sub(pause.since) > LONG.as_secs()
+}
+
+/// A paused disk, by the daemon's state files: also if no daemon runs.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct PausedDisk {
+    /// The disk, as its files are named.
+    #[serde(skip)]
+    pub(crate) disk: DiskId,
+    /// Its guest's name, or number, and its device.
+    pub(crate) name: String,
+    /// Since when, in seconds since 1970.
+    pub(crate) since: u64,
+    /// The person or the operation.
+    pub(crate) by: String,
+    /// Whether it ends by itself, and has not lasted long.
+    #[serde(skip)]
+    pub(crate) is_short: bool,
+}
+
+impl PausedDisk {
+    /// For how long, and by whom.
+    pub(crate) fn text(&self) -> String {
+        format!("{} is paused by {} for {}", self.name, self.by, age(self.since))
+    }
+
+    /// How it goes on.
+    pub(crate) fn help(&self) -> String {
+        match self.is_short {
+            true => "that is a step of the operation, which ends it".to_owned(),
+            false => format!("its guest waits; to go on: ferrite disk resume {}", self.name),
+        }
+    }
+}
+
+/// The paused disks of the daemon with this folder.
+pub(crate) fn paused_disks(run: &Path, names: &Names) -> Vec<PausedDisk> {
+    let states = States::peek_all(&Paths { run: run.to_owned() }.states());
+    let of_state = |state: DiskState| {
+        let (disk, pause) = (state.id, state.pause?);
+        let is_short = pause.is_step && !is_long(&pause);
+        let name = names.disk(vbd(disk));
+        Some(PausedDisk { disk, name, since: pause.since, by: pause.by, is_short })
+    };
+    states.into_iter().filter_map(of_state).collect()
 }

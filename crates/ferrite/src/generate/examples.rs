@@ -148,6 +148,10 @@ fn examples(name: &str) -> Terms {
                 "ferrite disk coalesce web1/xvdb --speed 50M",
             ),
             (
+                "Merge the disk's own image into its parent, which gets its name.",
+                "ferrite disk coalesce web1/xvdb --from /srv/web1.vhd",
+            ),
+            (
                 "Merge a stretch, and do not wait for it.",
                 "ferrite disk coalesce web1/xvdb --from /srv/tuesday.vhd --to /srv/monday.vhd --background",
             ),

@@ -11,8 +11,8 @@ use ferrite_image_tools::{Done, ImageTools, MergeCopy, Progress, Stretch};
 use rustix::process::{Signal, getpid, kill_process};
 use serde::Serialize;
 
-use super::args::existing;
 use super::args::merging::{CoalesceArgs, CopyStepArgs, MergeStep, StretchArgs};
+use super::args::{existing, name};
 use super::{Out, print, text};
 use crate::exit::Failure;
 
@@ -66,12 +66,24 @@ pub(super) fn step(tools: &ImageTools<'_>, out: &Out<'_>, step: &MergeStep) -> R
             let leaf = existing(&it.leaf, None)?;
             let [from, to] = ends(&it.from, &it.to)?;
             let plan = tools.merge_plan(&leaf, from.as_ref(), to.as_ref(), it.force)?;
-            tell(out, &plan, |plan| super::json(plan).unwrap_or_default() + "\n")
+            tell(out, &plan, as_json)
         }
         MergeStep::Grow(it) => result(out, &tools.merge_grow(&named(it)?, it.force)?),
         MergeStep::Copy(it) => copy(tools, out, it),
         MergeStep::Relink(it) => result(out, &tools.merge_relink(&named(it)?)?),
         MergeStep::Clean(it) => result(out, &tools.merge_clean(&named(it)?)?),
+        MergeStep::Split(it) => {
+            result(out, &tools.merge_split(&existing(&it.leaf, None)?, &name(&it.from, None)?)?)
+        }
+        MergeStep::Leaf(it) => {
+            let [leaf, to] = [existing(&it.leaf, None)?, existing(&it.to, None)?];
+            tell(out, &tools.merge_leaf(&leaf, &to, it.most, it.force)?, as_json)
+        }
+        MergeStep::Undo(it) => {
+            let [leaf, to] = [existing(&it.split.leaf, None)?, existing(&it.to, None)?];
+            let snapshot = name(&it.split.from, None)?;
+            tell(out, &tools.merge_undo(&leaf, &snapshot, &to, it.most)?, as_json)
+        }
     }
 }
 
@@ -122,6 +134,10 @@ fn listen(speed: Arc<AtomicU64>) {
         }
         let _ = kill_process(getpid(), Signal::TERM);
     });
+}
+
+fn as_json(what: &impl Serialize) -> String {
+    super::json(what).unwrap_or_default() + "\n"
 }
 
 fn result(out: &Out<'_>, done: &Done) -> Result<(), Failure> {

@@ -88,7 +88,8 @@ fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<()
         ImageCommand::MergeStep(step) => merging::step(tools, &out, step),
         ImageCommand::Rebase(it) => out.confirm(&making::rebase(tools, it)?, text::made),
         ImageCommand::Resize(it) => {
-            let may = Resize { shrink: it.shrink || it.force, parents: it.force };
+            let (shrink, in_use) = (it.shrink || it.force, it.grow);
+            let may = Resize { shrink, parents: it.force, in_use };
             let name = it.named.disk()?;
             let done = match name.volume() {
                 Some(volume) => resize_volume(tools, &out, volume, it.size, may)?,

@@ -89,7 +89,7 @@ pub(crate) struct CoalesceArgs {
     #[command(flatten)]
     pub(crate) disk: DiskArg,
 
-    /// The highest image that is merged; default: the parent of the disk's image.
+    /// The highest image that is merged, also the disk's own; default: the parent of that.
     #[arg(long, value_name = "IMAGE")]
     pub(crate) from: Option<PathBuf>,
 

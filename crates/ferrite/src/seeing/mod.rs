@@ -8,11 +8,14 @@ pub(crate) mod trace;
 
 use std::collections::BTreeMap;
 use std::io;
+use std::path::Path;
 
 use ferrite_seeing::folder::{Folder, Sample};
 use ferrite_seeing::rates::Rates;
 use ferrite_serve::blkif::lifecycle::run_dir_name;
 
+use crate::disk::pause::{PausedDisk, paused_disks};
+use crate::disk::vbd;
 use crate::exit::{Code, Failure};
 use crate::guests::Names;
 use crate::plain::one_line;
@@ -62,6 +65,14 @@ impl Watch {
     fn cannot(&self, e: io::Error) -> Failure {
         let what = format!("cannot look at {}", self.folder.path().display());
         Failure::new(what, e, "counters of guests' disks are for root")
+    }
+
+    /// The disks that are paused, of those that were asked for. The daemon's folder has their states beside the counters.
+    fn paused(&self) -> Vec<PausedDisk> {
+        let run = self.folder.path().parent().unwrap_or(Path::new("."));
+        let mut paused = paused_disks(run, &self.names);
+        paused.retain(|it| self.wanted.is_empty() || self.wanted.contains(&vbd(it.disk)));
+        paused
     }
 
     /// The disks that were asked for and have no counters.

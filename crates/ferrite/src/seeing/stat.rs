@@ -12,7 +12,9 @@ use signal_hook::low_level::emulate_default_handler;
 use super::args::StatArgs;
 use super::table::table;
 use super::{Watch, tell};
+use crate::disk::pause::PausedDisk;
 use crate::exit::Failure;
+use crate::plain::one_line;
 use crate::signals;
 
 /// A report, as JSON.
@@ -20,6 +22,9 @@ use crate::signals;
 struct Report<'a> {
     schema: u32,
     disks: &'a [Rates],
+    /// Disks whose guests wait, as they are paused.
+    #[serde(skip_serializing_if = "<[PausedDisk]>::is_empty")]
+    paused: &'a [PausedDisk],
 }
 
 /// Reports until it is interrupted, standard output is closed, or the last report is made.
@@ -43,7 +48,11 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
         } else if report == 1 && look.rates.is_empty() && !args.json {
             tell_none(&watch);
         }
-        let text = if args.json { json(&look.rates)? } else { text(report, &look.rates) };
+        let paused = watch.paused();
+        let text = match args.json {
+            true => json(&look.rates, &paused)?,
+            false => text(report, &look.rates, &paused),
+        };
         match print(&text) {
             Err(e) if e.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
             printed => printed.map_err(|e| {
@@ -75,13 +84,15 @@ fn tell_none(watch: &Watch) {
     let _ = writeln!(io::stderr().lock(), "ferrite: no disk has counters in {folder} now");
 }
 
-fn text(report: u64, rates: &[Rates]) -> String {
+fn text(report: u64, rates: &[Rates], paused: &[PausedDisk]) -> String {
     let gap = if report == 1 { "" } else { "\n" };
-    format!("{gap}{}", table(rates))
+    let note =
+        |it: &PausedDisk| format!("    {}: {}\n", one_line(&it.text()), one_line(&it.help()));
+    format!("{gap}{}{}", table(rates), paused.iter().map(note).collect::<String>())
 }
 
-fn json(disks: &[Rates]) -> Result<String, Failure> {
-    let line = serde_json::to_string(&Report { schema: 1, disks })
+fn json(disks: &[Rates], paused: &[PausedDisk]) -> Result<String, Failure> {
+    let line = serde_json::to_string(&Report { schema: 1, disks, paused })
         .map_err(|e| Failure::new("cannot write JSON", e, "report this as a bug in ferrite"))?;
     Ok(line + "\n")
 }

@@ -58,11 +58,8 @@ impl ImageTools<'_> {
     pub(super) fn merge_needs(&self, found: &Found) -> Result<u64, DiskError> {
         let cannot = |e| broken(found.what(), e);
         // This is an estimate before any lock is taken.
-        let options = OpenOptions { unlocked: true, ..self.medium_options(true) };
-        let options = self.chain_options(found, options);
+        let disk = self.open_unlocked(found)?;
         let count = found.images.len();
-        let image = Image::open_stretch(&found.from().name, &options, count + 1)?;
-        let disk = Disk::Image(image);
         let Disk::Image(image) = &disk else { return Ok(0) };
         let mut context = IoContext::new(self, 0).map_err(cannot)?;
         let port = context.port(&disk).map_err(cannot)?;
@@ -91,7 +88,7 @@ impl ImageTools<'_> {
         }
         let lower = self.open_lower(found, beside)?;
         if beside {
-            check_units(found, &upper, leaf(&lower))?;
+            check_units(found, upper.layers(), leaf(&lower))?;
         }
         // Another command may have made a child before the locks were taken.
         self.check_apart_from(found, how.force)?;
@@ -214,12 +211,16 @@ impl ImageTools<'_> {
 }
 
 /// Refuses a merge beside readers that would replace clusters which they see in part; see the module text.
-fn check_units(found: &Found, upper: &Image, lower: Option<&Layer>) -> Result<(), DiskError> {
+pub(super) fn check_units(
+    found: &Found,
+    upper: &[Layer],
+    lower: Option<&Layer>,
+) -> Result<(), DiskError> {
     let Some(lower) = lower.filter(|lower| lower.format() == Format::Qcow2) else { return Ok(()) };
     let is_split = |layer: &Layer| formats::like(layer).extended_l2;
     let unit = formats::unit_bytes(lower);
     let smaller = |layer: &&Layer| is_split(layer) || formats::unit_bytes(layer) < unit;
-    let which = upper.layers().iter().find(smaller).or(Some(lower).filter(|l| is_split(l)));
+    let which = upper.iter().find(smaller).or(Some(lower).filter(|l| is_split(l)));
     let Some(which) = which else { return Ok(()) };
     let why = format!(
         "{} has smaller clusters than {}, or subclusters: a reader would see a part of what is \

@@ -30,7 +30,10 @@ use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 mod at_rest;
 mod clean;
 mod copy;
+mod leaf;
 mod link;
+
+pub use leaf::LeafMerge;
 
 /// A writer may change the leaf's tables while they are read without a lock.
 const TRIES: usize = 3;
@@ -72,6 +75,9 @@ pub struct MergePlan {
     pub needed_bytes: u64,
     /// The lower end is smaller than the upper one, and has to grow while nothing has it open.
     pub must_grow: bool,
+    /// The leaf is the upper end, and has so many bytes of data now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub leaf_bytes: Option<u64>,
 }
 
 /// An image of a chain.
@@ -102,6 +108,19 @@ impl Found {
 
     fn what(&self) -> String {
         cannot(&self.leaf)
+    }
+
+    fn plan(&self, needed_bytes: u64) -> MergePlan {
+        let path = |link: &Link| link.name.path.display().to_string();
+        MergePlan {
+            child: path(&self.child),
+            images: self.images.iter().map(path).collect(),
+            to: path(&self.to),
+            virtual_bytes: self.from().bytes,
+            needed_bytes,
+            must_grow: self.to.bytes < self.from().bytes,
+            leaf_bytes: None,
+        }
     }
 
     /// The path beside which the progress is noted.
@@ -140,17 +159,12 @@ impl ImageTools<'_> {
         force: bool,
     ) -> Result<MergePlan, DiskError> {
         let stretch = self.stretch(leaf, from, to)?;
+        if same_file(&stretch.from.path, &leaf.path).map_err(|e| broken(cannot(leaf), e))? {
+            return self.leaf_plan(&stretch, force);
+        }
         let found = self.find(&stretch)?;
         self.check_apart_from(&found, force)?;
-        let path = |link: &Link| link.name.path.display().to_string();
-        Ok(MergePlan {
-            child: path(&found.child),
-            images: found.images.iter().map(path).collect(),
-            to: path(&found.to),
-            virtual_bytes: found.from().bytes,
-            needed_bytes: self.merge_needs(&found)?,
-            must_grow: found.to.bytes < found.from().bytes,
-        })
+        Ok(found.plan(self.merge_needs(&found)?))
     }
 
     /// The stretch with its defaults.
@@ -211,8 +225,9 @@ impl ImageTools<'_> {
             return refuse(why, "--from names the upper end and --to the lower one");
         }
         if from == 0 {
-            let why = "the leaf itself is merged when nothing uses it";
-            return refuse(why.into(), "ferrite image coalesce does that, while it is at rest");
+            let why = "the leaf itself is merged in other steps";
+            let help = "ferrite image coalesce merges it at rest, ferrite disk coalesce in use";
+            return refuse(why.into(), help);
         }
         let found = Found {
             leaf: leaf.clone(),

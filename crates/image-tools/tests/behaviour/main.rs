@@ -1,12 +1,14 @@
 //! What the tools promise, by their public interface. The images, devices and queues that tests share are
 //! those of crate `disk`.
 
+mod chain;
 #[path = "../../../disk/tests/common/mod.rs"]
 mod common;
 mod family;
 
 mod check_classes;
 mod children;
+mod leaves;
 mod marks;
 mod moved_children;
 mod parents_by_name;

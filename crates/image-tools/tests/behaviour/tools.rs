@@ -277,7 +277,7 @@ fn a_disk_shrinks_by_its_own_permission_and_a_parent_is_resized_by_another() {
     let image = name("qcow2", &at(&dir, "a.qcow2"));
     let new = NewImage { bytes: Some(8 * MIB), ..NewImage::default() };
     work(None, |tools| tools.create(&image, &new)).unwrap();
-    let shrink = Resize { shrink: true, parents: false };
+    let shrink = Resize { shrink: true, ..Resize::default() };
     let less = NewSize::Less(2 * MIB);
     let done = work(None, |tools| tools.resize(&image, less, shrink)).unwrap();
     assert_eq!(done.virtual_bytes, 6 * MIB);

@@ -51,13 +51,21 @@ pub struct TraceRing {
 }
 
 impl TraceRing {
-    /// Creates the file in place of an old one. Readers of the old one keep its contents.
+    /// Creates the file in place of an old one. Readers of the old one keep its contents. If there is no space for both, the
+    /// old one is removed before: its guest comes first.
     ///
     /// # Errors
     /// Errors of the file system.
     pub fn create(path: &Path) -> io::Result<TraceRing> {
         let new = path.with_extension("new");
-        let shm = Shm::create(&new, FILE_BYTES)?;
+        let shm = match Shm::create(&new, FILE_BYTES) {
+            Err(e) if e.kind() == io::ErrorKind::StorageFull => {
+                ferrite_host::names::remove_file(&new)?;
+                ferrite_host::names::remove_file(path)?;
+                Shm::create(&new, FILE_BYTES)?
+            }
+            created => created?,
+        };
         for (i, word) in SHAPE.into_iter().enumerate() {
             shm.store_u64(8 + 8 * i, word);
         }

@@ -233,6 +233,10 @@ pub(crate) struct ResizeArgs {
     /// As --shrink, and resize a read-only image, too.
     #[arg(long)]
     pub(crate) force: bool,
+
+    /// Only make it larger: the daemon says this of a disk in use.
+    #[arg(long, hide = true, conflicts_with_all = ["shrink", "force"])]
+    pub(crate) grow: bool,
 }
 
 /// The arguments of `measure`.

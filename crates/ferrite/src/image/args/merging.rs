@@ -45,6 +45,57 @@ pub(crate) enum MergeStep {
     Relink(StretchArgs),
     /// Remove what was merged.
     Clean(StretchArgs),
+    /// Give LEAF's file the name UPPER, and its name to a new leaf on that, while nothing has it open.
+    Split(SplitArgs),
+    /// Merge a small LEAF into LOWER, which takes its name, while nothing has the chain open.
+    Leaf(LeafStepArgs),
+    /// Take a split back, while nothing has the chain open.
+    Undo(UndoArgs),
+}
+
+/// A new name for the file of a leaf.
+#[derive(Debug, Args)]
+pub(crate) struct SplitArgs {
+    /// The leaf of the chain.
+    pub(crate) leaf: OsString,
+
+    /// The name.
+    #[arg(long, value_name = "UPPER")]
+    pub(crate) from: OsString,
+}
+
+/// The arguments of `merge-step leaf`.
+#[derive(Debug, Args)]
+pub(crate) struct LeafStepArgs {
+    /// The leaf of the chain.
+    pub(crate) leaf: OsString,
+
+    /// The image that it stands on.
+    #[arg(long, value_name = "LOWER")]
+    pub(crate) to: OsString,
+
+    /// A leaf with more data than that stays.
+    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    pub(crate) most: u64,
+
+    /// Go on even if other images change, or may.
+    #[arg(long)]
+    pub(crate) force: bool,
+}
+
+/// The arguments of `merge-step undo`.
+#[derive(Debug, Args)]
+pub(crate) struct UndoArgs {
+    #[command(flatten)]
+    pub(crate) split: SplitArgs,
+
+    /// The image that was to get the data.
+    #[arg(long, value_name = "LOWER")]
+    pub(crate) to: OsString,
+
+    /// A leaf with more data than that stays.
+    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    pub(crate) most: u64,
 }
 
 /// A stretch of a chain.
