@@ -229,9 +229,8 @@ impl Follower {
         (self.shared.on_step)(Step::StateWritten);
         checked?;
         let beside = self.beside();
-        if beside.is_none() {
-            self.suspend_earlier(&mut store)?;
-        }
+        let is_alone = beside.is_none() && !self.suspend_earlier(&mut store)?;
+        let defers = is_alone && !resumes && self.comes_from_another_host(&mut store, image)?;
         let qemu_first = directory::qemu_opens(&mut store, self.id, image.format)
             .map_err(|e| Failure::store(&e))?;
         let assignment = Assignment {
@@ -240,6 +239,7 @@ impl Follower {
             image: image.clone(),
             options: self.shared.config.of_image(&image.path).clone(),
             qemu_first,
+            defers,
             minor: self.minor,
             attached: self.attached.clone(),
             resumes,

@@ -519,7 +519,8 @@ fn follow_config(disk: &Assignment<'_>) -> FollowConfig {
     };
     let backend = disk.backend.clone();
     let (domid, devid) = (DomId(disk.id.domid), disk.id.devid);
-    FollowConfig { backend, domid, devid, offer, attached: disk.attached.clone() }
+    let (attached, defers) = (disk.attached.clone(), disk.defers);
+    FollowConfig { backend, domid, devid, offer, attached, defers }
 }
 
 /// Whether the error of a connection means that no keeper runs.

@@ -38,6 +38,7 @@ mod follow;
 pub mod jobs;
 mod joint_upgrade;
 pub mod keepers;
+mod moved;
 pub mod orphan;
 pub mod params;
 pub mod pause;
@@ -94,6 +95,9 @@ pub struct Assignment<'a> {
     /// Whether QEMU opens the raw image of an HVM guest by itself, until the guest's own driver
     /// connects.
     pub qemu_first: bool,
+    /// Whether the image is opened when the guest connects, since another host may have it until
+    /// then.
+    pub defers: bool,
     /// The disk's number for tapdisk's tools.
     pub minor: u32,
     /// The attachment to serve. Another attachment of the same name may have another image.

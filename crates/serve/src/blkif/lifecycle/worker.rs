@@ -166,14 +166,7 @@ impl<'a> Worker<'a> {
     }
 
     fn facts(&self) -> Result<DiskFacts, Failure> {
-        let disk = disk(&self.context.device)?;
-        Ok(DiskFacts {
-            sectors: disk.sectors(),
-            read_only: disk.read_only(),
-            physical_block_bytes: disk.physical_block_bytes(),
-            discard: disk.discard_limits().filter(|_| !disk.read_only()),
-            max_segments: largest_request(&disk),
-        })
+        Ok(facts(&*disk(&self.context.device)?))
     }
 
     /// Whether NBD clients and the stub domain may be served. The first order that uses the run
@@ -377,6 +370,17 @@ impl WorkerHandle for Worker<'_> {
 
     fn is_separate_process(&self) -> bool {
         false
+    }
+}
+
+/// The facts of a disk, for a frontend.
+pub(super) fn facts(disk: &Disk) -> DiskFacts {
+    DiskFacts {
+        sectors: disk.sectors(),
+        read_only: disk.read_only(),
+        physical_block_bytes: disk.physical_block_bytes(),
+        discard: disk.discard_limits().filter(|_| !disk.read_only()),
+        max_segments: largest_request(disk),
     }
 }
 

@@ -72,14 +72,16 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// Has the worker open the image, unless it is open in this mode. Logs a worker of another
+    /// Has the worker open the image, unless it is open in this mode. `defers`: it only looks at the
+    /// image, and opens it when the guest connects. Logs a worker of another
     /// program. One that speaks an unknown version serves its guest on, and is not followed.
     pub(in super::super) fn open(
         &mut self,
         read_only: bool,
         keeps_all: bool,
+        defers: bool,
     ) -> Result<(), Failure> {
-        let open = RequestKind::Open { read_only, keeps_all, version: VERSION.own };
+        let open = RequestKind::Open { read_only, keeps_all, defers, version: VERSION.own };
         match self.request(open)? {
             Reply::Opened { version, program } => {
                 let agreed = VERSION.agree(version);

@@ -34,6 +34,10 @@ pub(super) enum RequestKind {
         /// Whether discards are refused.
         #[serde(default)]
         keeps_all: bool,
+        /// Whether it is only looked at until the guest connects, as another host may have it. An
+        /// older worker opens it at once, and fails if another host does have it.
+        #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+        defers: bool,
         /// The follower's [`VERSION`].
         #[serde(default = "first_version")]
         version: u32,

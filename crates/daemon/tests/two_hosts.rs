@@ -1,0 +1,231 @@
+//! A guest that is moved between two hosts: two daemons with two run directories, and one folder of
+//! images (attachments.md).
+
+mod host;
+mod load;
+mod roles;
+
+use std::path::PathBuf;
+use std::process::Child;
+use std::sync::Arc;
+
+use ferrite_daemon::control::protocol::PhaseName;
+use ferrite_daemon::keepers::Keepers;
+use ferrite_loopback::front::{FrontOptions, Frontend};
+use ferrite_loopback::machine::DiskPaths;
+use ferrite_testkit::{PATIENCE, images, wait_until};
+use host::{Host, works};
+use load::Load;
+use roles::{MIB, Roles, WAIT_FOR_HOST_MS, keeper, kill_pid, worker};
+
+/// Not a test: the daemon.
+#[test]
+fn process_daemon() {
+    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
+}
+
+/// A host with its daemon, and the guest's disk there.
+struct Place {
+    host: Host,
+    daemon: Child,
+    disk: DiskPaths,
+}
+
+impl Place {
+    fn new(host: Host, name: &str, params: &str, variables: &[(&str, &str)]) -> Place {
+        host.store().write("/local/domain/1/name", name.as_bytes()).unwrap();
+        let daemon = host.spawn_with(None, variables);
+        wait_until("the daemon", || host.status().is_ok());
+        let disk = host.attach(1, 0, params);
+        Place { host, daemon, disk }
+    }
+
+    fn rename(&self, name: &str) {
+        self.host.store().write("/local/domain/1/name", name.as_bytes()).unwrap();
+    }
+
+    /// The reason that the toolstack finds.
+    fn error(&self) -> String {
+        let path = "/local/domain/0/error/backend/vbd3/1/51712/error";
+        self.host.store().read_string(path).unwrap().unwrap_or_default()
+    }
+
+    fn key(&self, name: &str) -> Option<String> {
+        self.host.store().read_string(&format!("{}/{name}", self.disk.backend)).unwrap()
+    }
+
+    fn wait_for_error(&self, text: &str) {
+        wait_until(&format!("the error {text}"), || self.error().contains(text));
+    }
+
+    /// Lets the guest run: its driver sets up rings. It does not wait for the backend.
+    fn run_guest(&self) -> Frontend {
+        self.rename("g");
+        let mut front = self.host.frontend(&self.disk);
+        front.offer(&FrontOptions::default()).unwrap();
+        front
+    }
+
+    /// Detaches the disk, of which nothing is left.
+    fn end(self) {
+        self.host.detach(&self.disk);
+        self.host.wait_for_no_disks();
+    }
+
+    fn kill_daemon(&mut self) {
+        self.daemon.kill().unwrap();
+        self.daemon.wait().unwrap();
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.host.end_processes();
+        let _ = self.daemon.wait();
+    }
+}
+
+/// Ends the source's guest, and waits until its backend has closed the image.
+fn destroy(mut front: Frontend, source: &Place) {
+    front.close(PATIENCE).unwrap();
+    source.host.detach(&source.disk);
+}
+
+fn connected(mut front: Frontend) -> Frontend {
+    front.finish(PATIENCE).unwrap();
+    front
+}
+
+/// A guest that works on the source host, and the target's disk, which is announced.
+struct Move {
+    image: PathBuf,
+    source: Place,
+    target: Place,
+    load: Load,
+}
+
+/// `variables`: those of the target's daemon and its workers.
+fn prepare(format: &str, variables: &[(&str, &str)]) -> Move {
+    let host = Host::new(1);
+    let other = host.another(1);
+    let folder = host.image("of-guest");
+    std::fs::create_dir(&folder).unwrap();
+    let image = images::make(&folder, format, 4 * MIB);
+    let params = format!("{}:{}", if format == "raw" { "aio" } else { format }, image.display());
+    let source = Place::new(host, "g", &params, &[]);
+    let load = Load::start(&source.host, &source.disk);
+    load.wait_for_progress();
+    let target = Place::new(other, "g--incoming", &params, variables);
+    target.host.wait_for_state(&target.disk, 2);
+    Move { image, source, target, load }
+}
+
+/// The order of `xl migrate` if the source's backend is late: the target is announced while the
+/// source's guest writes, and waits until the source has let go of the image.
+#[test]
+fn a_target_is_announced_while_its_source_writes_and_opens_the_image_when_its_guest_runs() {
+    for format in ["raw", "qcow2", "vhd"] {
+        let Move { image, source, target, load } = prepare(format, &[]);
+        assert_eq!(target.key("sectors"), Some((4 * MIB / 512).to_string()));
+        // These writes change the image's metadata, and the target was announced before.
+        load.wait_for_progress();
+        let (front, model) = load.suspend();
+        let waiting = target.run_guest();
+        target.wait_for_error("cannot serve the guest yet");
+        assert!(target.error().contains("has 10 s to close the image"), "{}", target.error());
+        assert_eq!(target.host.backend_state(&target.disk), 2);
+        destroy(front, &source);
+        let load = Load::go_on(connected(waiting), model);
+        load.wait_for_progress();
+        assert_eq!(target.error(), "");
+        load.end();
+        target.end();
+        images::check(&image);
+    }
+}
+
+#[test]
+fn a_target_takes_the_size_that_the_image_has_when_its_guest_runs() {
+    let Move { image, source, target, load } = prepare("raw", &[]);
+    std::fs::File::options().write(true).open(&image).unwrap().set_len(8 * MIB).unwrap();
+    let sectors = Some((8 * MIB / 512).to_string());
+    wait_until("the source's growth", || source.key("sectors") == sectors);
+    let (front, model) = load.suspend();
+    destroy(front, &source);
+    assert_ne!(target.key("sectors"), sectors);
+    let front = connected(target.run_guest());
+    assert_eq!(target.key("sectors"), sectors);
+    Load::go_on(front, model).end();
+}
+
+#[test]
+fn a_target_whose_source_keeps_the_image_fails_with_the_reason_and_goes_on_later() {
+    let Move { source, target, load, .. } = prepare("raw", &[(WAIT_FOR_HOST_MS, "100")]);
+    let waiting = target.run_guest();
+    let failed = target.host.wait_for_phase(&target.disk, PhaseName::Failed);
+    let why = failed.why.unwrap();
+    assert!(why.contains("has locked it"), "{why}");
+    target.wait_for_error(&why);
+    // The source has lost nothing.
+    load.wait_for_progress();
+    let (front, model) = load.suspend();
+    destroy(front, &source);
+    Load::go_on(connected(waiting), model).end();
+    target.end();
+}
+
+/// The metadata of a qcow2 image are outdated when the guest comes. A process that dies while it
+/// waits has kept nothing.
+#[test]
+fn a_target_whose_worker_or_daemon_ends_before_its_guest_runs_is_the_same() {
+    let Move { image, source, mut target, load } = prepare("qcow2", &[]);
+    let pid = keeper(&target.host, &target.disk);
+    kill_pid(worker(pid).unwrap());
+    load.wait_for_progress();
+    keeper(&target.host, &target.disk);
+    target.kill_daemon();
+    load.wait_for_progress();
+    target.daemon = target.host.spawn(None);
+    wait_until("the daemon", || target.host.status().is_ok());
+    target.host.wait_for_phase(&target.disk, PhaseName::Served);
+    assert_eq!(target.host.backend_state(&target.disk), 2);
+    let (front, model) = load.suspend();
+    destroy(front, &source);
+    let load = Load::go_on(connected(target.run_guest()), model);
+    load.wait_for_progress();
+    // A connected guest is taken over, whatever its domain is called.
+    target.rename("g--incoming");
+    kill_pid(worker(pid).unwrap());
+    load.wait_for_progress();
+    load.end();
+    target.end();
+    images::check(&image);
+}
+
+/// The target is destroyed before its guest has run. The source has not noticed it.
+#[test]
+fn a_migration_that_fails_early_leaves_no_trace() {
+    let Move { source, target, load, .. } = prepare("vhd", &[]);
+    target.end();
+    load.wait_for_progress();
+    load.end();
+    source.end();
+}
+
+/// Only a migration's target is announced without its image.
+#[test]
+fn a_guest_that_is_not_moved_is_not_announced_while_another_host_has_its_image() {
+    let host = Host::new(1);
+    let other = host.another(1);
+    let image = host.make_image("a.img", MIB);
+    let params = format!("aio:{}", image.display());
+    let first = Place::new(host, "g", &params, &[]);
+    let mut front = first.host.connect(&first.disk);
+    works(&mut front, 1);
+    let second = Place::new(other, "g", &params, &[]);
+    second.host.wait_for_phase(&second.disk, PhaseName::Starting);
+    std::thread::sleep(host::A_WHILE);
+    assert_eq!(second.host.backend_state(&second.disk), 1);
+    destroy(front, &first);
+    works(&mut second.host.connect(&second.disk), 2);
+}
