@@ -109,7 +109,7 @@ impl Follower {
                         let [woken] = wait_for([self.stop.fd()], Some(Duration::ZERO));
                         match self.shared.table.wake_reason(self.id) {
                             WakeReason::End => return false,
-                            WakeReason::Rest if woken => continue,
+                            WakeReason::Rest | WakeReason::Leave if woken => continue,
                             _ => (Some(self.with_sharer(failure)), true),
                         }
                     }
@@ -175,6 +175,9 @@ impl Follower {
                     Ok(Next::Again)
                 }
             };
+        }
+        if self.is_left() {
+            return self.stay_suspended(image);
         }
         let served = self.serve(image, false);
         if served.is_err() {
@@ -308,6 +311,7 @@ impl Follower {
     pub(crate) fn write_state(&self, image: &Image) -> Result<(), Failure> {
         let state = DiskState::new(self.id, image, self.minor);
         let state = state.beside(self.beside()).paused(self.pause()).tuned(self.tune());
+        let state = state.leaving(self.left());
         self.shared.states.write(&state).map_err(|e| self.shared.state_failure(&e))
     }
 

@@ -18,7 +18,7 @@ use ferrite_keeper::{
     DiskSpec, Group, Keeper, Line, Preopen, WorkerSandbox, name_of, nbd_socket, socket_name,
 };
 use ferrite_serve::blkif::lifecycle::{
-    Attachment, FollowConfig, Outcome, ServeError, follow_notifying, follow_second, part,
+    Attachment, FollowConfig, Outcome, ServeError, follow_notifying, follow_second, leave, part,
     remove_second, retire,
 };
 use ferrite_serve::blkif::negotiate::{DiskFacts, Offer};
@@ -280,6 +280,15 @@ impl Keepers {
                         // The next worker completes the image, and is asked to rest as well.
                         Err(ServeError::WorkerLost(_)) => stop.wake(),
                         Err(e) => return Err(not_served(e)),
+                    },
+                    WakeReason::Leave => match leave(line.fd.as_fd(), stop) {
+                        Ok(()) => return Ok(Outcome::Stopped),
+                        Err(ServeError::Left) => lost = None,
+                        Err(ServeError::WorkerLost(_)) => stop.wake(),
+                        Err(e) => {
+                            disk.keep_image(&e);
+                            lost = None;
+                        }
                     },
                     WakeReason::Nothing => lost = None,
                 },

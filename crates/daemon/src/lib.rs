@@ -27,6 +27,7 @@ use ferrite_serve::blkif::lifecycle::{ExpectedAttachment, Outcome};
 use ferrite_serve::blkif::negotiate::DiskFacts;
 use ferrite_serve::log_limit::SharedLogLimit;
 use ferrite_serve::waker::Waker;
+use ferrite_xen::hypervisor::Domains;
 use ferrite_xen::store::{Store, StoreError};
 
 mod beside;
@@ -45,6 +46,7 @@ pub mod pause;
 mod siblings;
 pub mod state;
 mod supervise;
+pub mod suspended;
 mod switched;
 pub mod table;
 mod tuning;
@@ -145,6 +147,7 @@ impl Assignment<'_> {
             // The state file comes before the guest: its next write is in this image.
             self.shared.end_pause(self.id, &self.image, self.minor)?;
         }
+        self.end_suspension()?;
         self.set_served();
         Ok(())
     }
@@ -296,6 +299,8 @@ pub enum Step {
     StateWritten,
     /// The disk has a keeper, and its image is not open.
     Kept,
+    /// The image of a suspended guest is closed, and the state file says so.
+    Suspended,
     /// The disk's image is open, and the guest was told nothing.
     Served,
     /// The disk's image is closed, and its state file says that it is paused.
@@ -329,6 +334,8 @@ pub(crate) struct Shared {
     switched: Switched,
     table: Table,
     jobs: Jobs,
+    /// What the hypervisor tells of the guests, if it tells it to this domain.
+    domains: Option<Arc<dyn Domains>>,
     clock: Arc<dyn Clock>,
     log: SharedLogLimit,
     /// Woken when a disk's thread has ended.
@@ -454,6 +461,7 @@ impl Daemon {
             switched,
             table: Table::default(),
             jobs,
+            domains: None,
             clock: SystemClock::shared(),
             log: SharedLogLimit::default(),
             wake: Waker::new()?,
@@ -484,6 +492,16 @@ impl Daemon {
         self
     }
 
+    /// Has the images of suspended guests closed, as `domains` tells of them. Call this before
+    /// everything else.
+    #[must_use]
+    pub fn with_domains(mut self, domains: Arc<dyn Domains>) -> Daemon {
+        if let Some(shared) = Arc::get_mut(&mut self.shared) {
+            shared.domains = Some(domains);
+        }
+        self
+    }
+
     /// A view of the daemon that can be used while it runs.
     pub fn view(&self) -> DaemonView {
         DaemonView(self.shared.clone())
@@ -497,6 +515,7 @@ impl Daemon {
     pub fn run(&self, alive: &dyn Fn(&str)) -> io::Result<()> {
         self.shared.jobs.begin(&self.shared);
         let control = control::server::Server::start(&self.shared)?;
+        suspended::watch(&self.shared)?;
         alive("starting");
         let alive = |status: &str| {
             self.shared.jobs.expire();

@@ -55,7 +55,8 @@ fn find(
 fn is_to_be_served(paths: &Paths, id: DiskId) -> bool {
     let known = States::peek(&paths.states(), id);
     known.is_some_and(|known| {
-        known.rests_for.is_none() && known.beside.is_none() && known.pause.is_none()
+        let is_closed = known.rests_for.is_some() || known.pause.is_some() || known.left.is_some();
+        !is_closed && known.beside.is_none()
     })
 }
 

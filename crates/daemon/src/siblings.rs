@@ -250,6 +250,8 @@ impl Follower {
     pub(crate) fn end_rest(&self) {
         self.shared.table.change(self.id, |entry| {
             entry.rests_for = None;
+            // This rest has its own rule for an image that has changed.
+            (entry.is_suspended, entry.left) = (false, None);
             entry.phase = Phase::Starting;
         });
     }

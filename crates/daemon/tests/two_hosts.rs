@@ -66,8 +66,28 @@ impl Place {
         front
     }
 
+    /// Suspends the guest, and waits until its image is closed.
+    fn suspend(&self) {
+        self.host.machine().suspend(self.disk.domid).unwrap();
+        self.host.wait_for_phase(&self.disk, PhaseName::Resting);
+        assert_eq!(self.host.backend_state(&self.disk), 4);
+    }
+
+    fn resume(&self) {
+        self.host.machine().resume(self.disk.domid).unwrap();
+    }
+
+    /// Destroys the guest as the toolstack does: its frontend's directory goes first.
+    fn destroy(&self) {
+        self.host.machine().unplug(&self.disk).unwrap();
+        self.host.store().remove(&self.disk.frontend).unwrap();
+        self.host.wait_for_state(&self.disk, 6);
+        self.host.machine().remove_disk(&self.disk).unwrap();
+        self.host.wait_for_no_disks();
+    }
+
     /// Detaches the disk, of which nothing is left.
-    fn end(self) {
+    fn end(&self) {
         self.host.detach(&self.disk);
         self.host.wait_for_no_disks();
     }
@@ -228,4 +248,105 @@ fn a_guest_that_is_not_moved_is_not_announced_while_another_host_has_its_image()
     assert_eq!(second.host.backend_state(&second.disk), 1);
     destroy(front, &first);
     works(&mut second.host.connect(&second.disk), 2);
+}
+
+/// The order of `xl migrate`: the source's guest is suspended, and is destroyed when the target's
+/// runs.
+#[test]
+fn a_source_closes_its_image_when_its_guest_is_suspended() {
+    for format in ["raw", "qcow2", "vhd"] {
+        let Move { image, source, target, load } = prepare(format, &[]);
+        let (_rings, model) = load.suspend();
+        source.suspend();
+        let load = Load::go_on(connected(target.run_guest()), model);
+        load.wait_for_progress();
+        source.destroy();
+        load.wait_for_progress();
+        load.end();
+        target.end();
+        images::check(&image);
+    }
+}
+
+#[test]
+fn a_target_whose_guest_runs_first_is_served_as_soon_as_its_source_has_closed_the_image() {
+    let Move { image, source, target, load } = prepare("qcow2", &[]);
+    let waiting = target.run_guest();
+    target.wait_for_error("cannot serve the guest yet");
+    let (_rings, model) = load.suspend();
+    source.suspend();
+    Load::go_on(connected(waiting), model).end();
+    source.destroy();
+    target.end();
+    images::check(&image);
+}
+
+#[test]
+fn a_migration_that_fails_goes_on_at_its_source_with_the_same_rings() {
+    let Move { image, source, target, load } = prepare("qcow2", &[]);
+    let (mut front, mut model) = load.suspend();
+    for _ in 0..2 {
+        source.suspend();
+        source.resume();
+        let load = Load::go_on(front, model);
+        load.wait_for_progress();
+        (front, model) = load.suspend();
+    }
+    source.suspend();
+    target.end();
+    source.resume();
+    Load::go_on(front, model).end();
+    source.end();
+    images::check(&image);
+}
+
+/// The source's guest knows nothing of these data.
+#[test]
+fn a_source_does_not_go_on_when_its_target_has_written() {
+    let Move { source, target, load, .. } = prepare("raw", &[]);
+    let (_rings, model) = load.suspend();
+    source.suspend();
+    Load::go_on(connected(target.run_guest()), model).end();
+    source.resume();
+    let failed = source.host.wait_for_phase(&source.disk, PhaseName::Failed);
+    let why = failed.why.unwrap();
+    assert!(why.contains("was written while the guest was suspended"), "{why}");
+    source.wait_for_error("was written while the guest was suspended");
+    source.destroy();
+    target.end();
+}
+
+#[test]
+fn a_source_goes_on_when_its_target_has_let_go_without_a_write() {
+    let Move { source, target, load, .. } = prepare("raw", &[]);
+    let (rings, model) = load.suspend();
+    source.suspend();
+    let mut front = connected(target.run_guest());
+    source.resume();
+    // Its worker waits for the lock.
+    source.host.wait_for_phase(&source.disk, PhaseName::Starting);
+    front.close(PATIENCE).unwrap();
+    target.end();
+    Load::go_on(rings, model).end();
+    source.end();
+}
+
+#[test]
+fn a_source_whose_worker_or_daemon_ends_leaves_the_image_closed() {
+    let Move { mut source, target, load, .. } = prepare("vhd", &[]);
+    let pid = keeper(&source.host, &source.disk);
+    let (rings, model) = load.suspend();
+    source.suspend();
+    source.kill_daemon();
+    kill_pid(worker(pid).unwrap());
+    source.daemon = source.host.spawn(None);
+    wait_until("the daemon", || source.host.status().is_ok());
+    source.host.wait_for_phase(&source.disk, PhaseName::Resting);
+    let front = connected(target.run_guest());
+    drop(front);
+    target.host.machine().destroy(target.disk.domid).unwrap();
+    target.destroy();
+    source.resume();
+    Load::go_on(rings, model).end();
+    source.end();
 }

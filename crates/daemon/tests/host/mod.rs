@@ -24,7 +24,7 @@ use ferrite_daemon::{Assignment, Connect, Daemon, Failure, Paths, Serving, Step}
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_host::clock::SystemClock;
 use ferrite_loopback::front::{FrontOptions, Frontend};
-use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
+use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths, LoopbackDomains};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
 use ferrite_serve::blkif::lifecycle::{Outcome, close, serve};
 use ferrite_serve::path::device::Device;
@@ -536,6 +536,8 @@ pub fn be_a_daemon_as(
     let way = connect(env(STORE).as_ref());
     let stop = Arc::new(Waker::new().unwrap());
     let daemon = adapt(Daemon::new(config, paths, serving, way, stop).unwrap());
+    let domains = LoopbackDomains::new(connect(env(STORE).as_ref())().unwrap());
+    let daemon = daemon.with_domains(Arc::new(domains));
     let daemon = daemon.with_steps(|step| {
         if std::env::var(DIE_AT).is_ok_and(|at| at == format!("{step:?}")) {
             kill_process(getpid(), Signal::KILL).unwrap();

@@ -56,7 +56,7 @@ pub use error::ServeError;
 pub use messages::OpenFailure;
 pub use orphan::{Orphan, Start};
 pub use remote::deferred::{Opening, OpeningKind};
-pub use remote::line::{part, pause, retire};
+pub use remote::line::{leave, part, pause, retire};
 pub use remote::work::{Lines, Opened, work, work_from};
 pub use reported::clear_error as clear_failure;
 pub use run_dir::{STOPPED, TABLE, remove_run_dir, remove_second, run_dir_name};

@@ -160,6 +160,11 @@ impl<'a> Worker<'a> {
         }
     }
 
+    /// Whether there are NBD clients.
+    pub(super) fn has_clients(&self) -> bool {
+        self.clients.as_ref().is_some_and(Clients::are_there)
+    }
+
     /// Ends all clients. Their requests that the disk works on are done when this returns.
     pub(super) fn end_clients(&mut self) {
         self.clients.take().map(Clients::end);

@@ -6,6 +6,7 @@
 //! frontend is offered, and keeps nothing of it. It opens the image before the first order that
 //! needs it, and before clients of NBD and a stub domain are served.
 
+use std::io;
 use std::time::{Duration, Instant};
 
 use ferrite_disk::Disk;
@@ -177,6 +178,17 @@ impl WorkerProcess<'_> {
     pub(super) fn opens_for_others(&self) -> bool {
         let may = |deferred: &Deferred| deferred.first.is_some() && deferred.pause().is_none();
         self.deferred.as_ref().is_some_and(may)
+    }
+
+    /// Closes the image of a guest that is suspended, for another host.
+    pub(super) fn leave(&mut self) -> Result<(), Failure> {
+        if self.served.as_ref().is_some_and(|served| served.worker.has_clients()) {
+            return Err(Failure::host(
+                "leave the image to another host",
+                io::Error::other("clients of NBD use it"),
+            ));
+        }
+        self.retire()
     }
 
     /// Opens the image with fresh metadata, its lock and its journal, and does what was ordered

@@ -275,6 +275,16 @@ pub fn retire(
     Ok(())
 }
 
+/// As [`retire`], of a disk whose guest is suspended: another host may open the image.
+///
+/// # Errors
+/// As [`retire`]. There are clients of NBD, or a worker of an older program does not know this
+/// request.
+pub fn leave(line: BorrowedFd<'_>, stop: &Waker) -> Result<(), ServeError> {
+    Line::new(line, stop).request(RequestKind::Leave)?;
+    Ok(())
+}
+
 /// As [`retire`], of a disk that may go on with another image: the guests' tables name none any
 /// more. A worker that has closed the image does that only.
 ///

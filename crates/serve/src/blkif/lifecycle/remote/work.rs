@@ -338,9 +338,10 @@ impl<'a> WorkerProcess<'a> {
             RequestKind::Join { read_only, domid } => self.join(read_only, DomId(domid)),
             RequestKind::Part { domid } => self.part(DomId(domid)),
             RequestKind::Order(order) => self.order_second(order),
-            RequestKind::Open { .. } | RequestKind::Retire | RequestKind::Pause => {
-                Err(wrong_line())
-            }
+            RequestKind::Open { .. }
+            | RequestKind::Retire
+            | RequestKind::Leave
+            | RequestKind::Pause => Err(wrong_line()),
         };
         self.send_reply(self.second, number, result)
     }
@@ -430,6 +431,7 @@ impl<'a> WorkerProcess<'a> {
                 return Ok(Reply::Opened { version: VERSION.own, program });
             }
             RequestKind::Retire => self.retire()?,
+            RequestKind::Leave => self.leave()?,
             RequestKind::Pause => {
                 self.retire()?;
                 let run_dir = &self.config.run_dir;
@@ -530,7 +532,7 @@ impl<'a> WorkerProcess<'a> {
     }
 
     /// Completes and closes the image. One that cannot be closed stays open and is served.
-    fn retire(&mut self) -> Result<(), Failure> {
+    pub(super) fn retire(&mut self) -> Result<(), Failure> {
         self.deferred = None;
         self.leave_second()?;
         let Some(served) = &mut self.served else { return Ok(()) };
