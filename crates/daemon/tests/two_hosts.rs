@@ -15,7 +15,7 @@ use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::{PATIENCE, images, wait_until};
 use host::{Host, works};
-use load::Load;
+use load::{Load, Model};
 use roles::{MIB, Roles, WAIT_FOR_HOST_MS, keeper, kill_pid, worker};
 
 /// Not a test: the daemon.
@@ -111,6 +111,13 @@ fn destroy(mut front: Frontend, source: &Place) {
     source.host.detach(&source.disk);
 }
 
+/// Goes on with a guest that was suspended. It has read and written.
+fn go_on(front: Frontend, model: Model) -> Load {
+    let load = Load::go_on(front, model);
+    load.wait_for_progress();
+    load
+}
+
 fn connected(mut front: Frontend) -> Frontend {
     front.finish(PATIENCE).unwrap();
     front
@@ -155,8 +162,7 @@ fn a_target_is_announced_while_its_source_writes_and_opens_the_image_when_its_gu
         assert!(target.error().contains("has 10 s to close the image"), "{}", target.error());
         assert_eq!(target.host.backend_state(&target.disk), 2);
         destroy(front, &source);
-        let load = Load::go_on(connected(waiting), model);
-        load.wait_for_progress();
+        let load = go_on(connected(waiting), model);
         assert_eq!(target.error(), "");
         load.end();
         target.end();
@@ -175,7 +181,7 @@ fn a_target_takes_the_size_that_the_image_has_when_its_guest_runs() {
     assert_ne!(target.key("sectors"), sectors);
     let front = connected(target.run_guest());
     assert_eq!(target.key("sectors"), sectors);
-    Load::go_on(front, model).end();
+    go_on(front, model).end();
 }
 
 #[test]
@@ -190,7 +196,7 @@ fn a_target_whose_source_keeps_the_image_fails_with_the_reason_and_goes_on_later
     load.wait_for_progress();
     let (front, model) = load.suspend();
     destroy(front, &source);
-    Load::go_on(connected(waiting), model).end();
+    go_on(connected(waiting), model).end();
     target.end();
 }
 
@@ -211,8 +217,7 @@ fn a_target_whose_worker_or_daemon_ends_before_its_guest_runs_is_the_same() {
     assert_eq!(target.host.backend_state(&target.disk), 2);
     let (front, model) = load.suspend();
     destroy(front, &source);
-    let load = Load::go_on(connected(target.run_guest()), model);
-    load.wait_for_progress();
+    let load = go_on(connected(target.run_guest()), model);
     // A connected guest is taken over, whatever its domain is called.
     target.rename("g--incoming");
     kill_pid(worker(pid).unwrap());
@@ -258,8 +263,7 @@ fn a_source_closes_its_image_when_its_guest_is_suspended() {
         let Move { image, source, target, load } = prepare(format, &[]);
         let (_rings, model) = load.suspend();
         source.suspend();
-        let load = Load::go_on(connected(target.run_guest()), model);
-        load.wait_for_progress();
+        let load = go_on(connected(target.run_guest()), model);
         source.destroy();
         load.wait_for_progress();
         load.end();
@@ -275,7 +279,7 @@ fn a_target_whose_guest_runs_first_is_served_as_soon_as_its_source_has_closed_th
     target.wait_for_error("cannot serve the guest yet");
     let (_rings, model) = load.suspend();
     source.suspend();
-    Load::go_on(connected(waiting), model).end();
+    go_on(connected(waiting), model).end();
     source.destroy();
     target.end();
     images::check(&image);
@@ -288,14 +292,13 @@ fn a_migration_that_fails_goes_on_at_its_source_with_the_same_rings() {
     for _ in 0..2 {
         source.suspend();
         source.resume();
-        let load = Load::go_on(front, model);
-        load.wait_for_progress();
+        let load = go_on(front, model);
         (front, model) = load.suspend();
     }
     source.suspend();
     target.end();
     source.resume();
-    Load::go_on(front, model).end();
+    go_on(front, model).end();
     source.end();
     images::check(&image);
 }
@@ -306,7 +309,7 @@ fn a_source_does_not_go_on_when_its_target_has_written() {
     let Move { source, target, load, .. } = prepare("raw", &[]);
     let (_rings, model) = load.suspend();
     source.suspend();
-    Load::go_on(connected(target.run_guest()), model).end();
+    go_on(connected(target.run_guest()), model).end();
     source.resume();
     let failed = source.host.wait_for_phase(&source.disk, PhaseName::Failed);
     let why = failed.why.unwrap();
@@ -327,7 +330,7 @@ fn a_source_goes_on_when_its_target_has_let_go_without_a_write() {
     source.host.wait_for_phase(&source.disk, PhaseName::Starting);
     front.close(PATIENCE).unwrap();
     target.end();
-    Load::go_on(rings, model).end();
+    go_on(rings, model).end();
     source.end();
 }
 
@@ -347,6 +350,6 @@ fn a_source_whose_worker_or_daemon_ends_leaves_the_image_closed() {
     target.host.machine().destroy(target.disk.domid).unwrap();
     target.destroy();
     source.resume();
-    Load::go_on(rings, model).end();
+    go_on(rings, model).end();
     source.end();
 }
