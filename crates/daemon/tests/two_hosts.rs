@@ -5,7 +5,8 @@ mod host;
 mod load;
 mod roles;
 
-use std::path::PathBuf;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::sync::Arc;
 
@@ -13,6 +14,7 @@ use ferrite_daemon::control::protocol::PhaseName;
 use ferrite_daemon::keepers::Keepers;
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::DiskPaths;
+use ferrite_testkit::nbd::Client;
 use ferrite_testkit::{PATIENCE, images, wait_until};
 use host::{Host, works};
 use load::{Load, Model};
@@ -73,6 +75,14 @@ impl Place {
         assert_eq!(self.host.backend_state(&self.disk), 4);
     }
 
+    /// A client of NBD, such as QEMU. It waits until it is served.
+    fn client(&self) -> Client {
+        let socket = self.key("physical-device-path").unwrap();
+        let mut client = Client::over(UnixStream::connect(socket).unwrap());
+        client.go(true);
+        client
+    }
+
     fn resume(&self) {
         self.host.machine().resume(self.disk.domid).unwrap();
     }
@@ -83,7 +93,6 @@ impl Place {
         self.host.store().remove(&self.disk.frontend).unwrap();
         self.host.wait_for_state(&self.disk, 6);
         self.host.machine().remove_disk(&self.disk).unwrap();
-        self.host.wait_for_no_disks();
     }
 
     /// Detaches the disk, of which nothing is left.
@@ -264,6 +273,7 @@ fn a_source_closes_its_image_when_its_guest_is_suspended() {
         let (_rings, model) = load.suspend();
         source.suspend();
         let load = go_on(connected(target.run_guest()), model);
+        source.host.machine().destroy(source.disk.domid).unwrap();
         source.destroy();
         load.wait_for_progress();
         load.end();
@@ -319,6 +329,37 @@ fn a_source_does_not_go_on_when_its_target_has_written() {
     target.end();
 }
 
+/// The image was as it had been left until the target wrote, and the source waited for its lock then.
+#[test]
+fn a_source_that_waits_for_the_lock_sees_what_its_target_has_written_before() {
+    let Move { source, target, load, .. } = prepare("raw", &[]);
+    let (_rings, model) = load.suspend();
+    source.suspend();
+    let front = connected(target.run_guest());
+    source.resume();
+    source.host.wait_for_phase(&source.disk, PhaseName::Starting);
+    let worker = worker(keeper_of(&source)).unwrap();
+    wait_until("a try to open the image", || has_open(worker, &source.host.image("of-guest")));
+    go_on(front, model).end();
+    target.end();
+    let failed = source.host.wait_for_phase(&source.disk, PhaseName::Failed);
+    assert!(failed.why.unwrap().contains("was written while the guest was suspended"));
+    // Nothing of it is open, so another host can use it.
+    wait_until("the end of its lock", || !has_open(worker, &source.host.image("of-guest")));
+    source.destroy();
+}
+
+fn keeper_of(place: &Place) -> i32 {
+    place.host.show(&place.disk).unwrap().disk.pid.unwrap().try_into().unwrap()
+}
+
+/// Whether the process has a file of this folder open.
+fn has_open(pid: i32, folder: &Path) -> bool {
+    let files = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let mut names = files.filter_map(|file| std::fs::read_link(file.path()).ok());
+    names.any(|name| name.starts_with(folder))
+}
+
 #[test]
 fn a_source_goes_on_when_its_target_has_let_go_without_a_write() {
     let Move { source, target, load, .. } = prepare("raw", &[]);
@@ -352,4 +393,111 @@ fn a_source_whose_worker_or_daemon_ends_leaves_the_image_closed() {
     source.resume();
     go_on(rings, model).end();
     source.end();
+}
+
+/// As an HVM guest's QEMU, which boots from the disk.
+#[test]
+fn a_client_of_a_target_waits_for_the_image_too() {
+    let Move { source, target, load, .. } = prepare("qcow2", &[]);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            let mut client = target.client();
+            client.write(3 * MIB, &[7; 4096]);
+            client.flush();
+        });
+        load.wait_for_progress();
+        assert!(!waiting.is_finished());
+        assert_eq!(target.host.backend_state(&target.disk), 2);
+        let (_rings, model) = load.suspend();
+        source.suspend();
+        waiting.join().unwrap();
+        let front = connected(target.run_guest());
+        assert_eq!(target.client().read(3 * MIB, 4096), [7; 4096]);
+        go_on(front, model).end();
+    });
+    target.end();
+}
+
+/// QEMU has its disks flushed when its guest is suspended, and its state is saved after that.
+#[test]
+fn a_suspended_guests_image_stays_open_while_there_are_clients() {
+    let host = Host::new(1);
+    let params = format!("aio:{}", host.make_image("a.img", MIB).display());
+    let source = Place::new(host, "g", &params, &[]);
+    let mut front = source.host.connect(&source.disk);
+    works(&mut front, 1);
+    let mut client = source.client();
+    source.host.machine().suspend(source.disk.domid).unwrap();
+    for _ in 0..3 {
+        client.write(8192, &[7; 4096]);
+        client.flush();
+        std::thread::sleep(host::A_WHILE);
+    }
+    source.host.wait_for_phase(&source.disk, PhaseName::Served);
+    drop(client);
+    source.resume();
+    works(&mut front, 2);
+    front.close(PATIENCE).unwrap();
+    source.end();
+}
+
+#[test]
+fn requests_that_are_in_flight_when_a_guest_is_suspended_are_answered_once() {
+    let host = Host::new(1);
+    let image = host.make_image("a.img", MIB);
+    let source = Place::new(host, "g", &format!("aio:{}", image.display()), &[]);
+    let mut front = source.host.connect(&source.disk);
+    let buffer = front.space().buffer(8).unwrap();
+    for block in 0..8 {
+        buffer.write(block * 4096, &[block as u8 + 1; 4096]);
+        front.queues[0].write(block as u64 * 8, &buffer, block * 4096, 4096).unwrap();
+    }
+    source.suspend();
+    // The guest puts one more on the ring as soon as it goes on.
+    source.resume();
+    front.queues[0].write(64, &buffer, 0, 4096).unwrap();
+    for _ in 0..9 {
+        assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+    }
+    let data = std::fs::read(&image).unwrap();
+    for block in 0..9 {
+        let stamp = if block == 8 { 1 } else { block as u8 + 1 };
+        assert_eq!(data[block * 4096..][..4096], [stamp; 4096], "block {block}");
+    }
+    works(&mut front, 2);
+}
+
+/// Both domains are on this host, so the source's disk rests for the target's.
+#[test]
+fn a_guest_that_is_moved_within_a_host_is_suspended_too() {
+    let host = Host::new(2);
+    for domid in [1, 2] {
+        host.store().write(&format!("/local/domain/{domid}/vm"), b"/vm/of-both").unwrap();
+    }
+    host.store().write("/local/domain/2/name", b"g--incoming").unwrap();
+    let params = format!("aio:{}", host.make_image("a.img", MIB).display());
+    let source = Place::new(host, "g", &params, &[]);
+    let mut front = source.host.connect(&source.disk);
+    works(&mut front, 1);
+    for round in 2..4 {
+        source.suspend();
+        let target = source.host.attach(2, 0, &params);
+        source.host.wait_for_phase(&target, PhaseName::Served);
+        let waits = source.host.show(&source.disk).unwrap().waits_for.unwrap();
+        assert!(waits.contains("2/51712"), "{waits}");
+        // The migration fails.
+        source.host.detach(&target);
+        source.resume();
+        works(&mut front, round);
+    }
+    source.suspend();
+    let target = source.host.attach(2, 0, &params);
+    source.host.wait_for_phase(&target, PhaseName::Served);
+    let mut moved = source.host.connect(&target);
+    works(&mut moved, 4);
+    source.destroy();
+    works(&mut moved, 5);
+    moved.close(PATIENCE).unwrap();
+    source.host.detach(&target);
+    source.host.wait_for_no_disks();
 }
