@@ -101,6 +101,11 @@ impl Place {
         self.host.wait_for_no_disks();
     }
 
+    fn restart_daemon(&mut self) {
+        self.daemon = self.host.spawn(None);
+        wait_until("the daemon", || self.host.status().is_ok());
+    }
+
     fn kill_daemon(&mut self) {
         self.daemon.kill().unwrap();
         self.daemon.wait().unwrap();
@@ -220,8 +225,7 @@ fn a_target_whose_worker_or_daemon_ends_before_its_guest_runs_is_the_same() {
     keeper(&target.host, &target.disk);
     target.kill_daemon();
     load.wait_for_progress();
-    target.daemon = target.host.spawn(None);
-    wait_until("the daemon", || target.host.status().is_ok());
+    target.restart_daemon();
     target.host.wait_for_phase(&target.disk, PhaseName::Served);
     assert_eq!(target.host.backend_state(&target.disk), 2);
     let (front, model) = load.suspend();
@@ -297,7 +301,7 @@ fn a_target_whose_guest_runs_first_is_served_as_soon_as_its_source_has_closed_th
 
 #[test]
 fn a_migration_that_fails_goes_on_at_its_source_with_the_same_rings() {
-    let Move { image, source, target, load } = prepare("qcow2", &[]);
+    let Move { image, mut source, target, load } = prepare("qcow2", &[]);
     let (mut front, mut model) = load.suspend();
     for _ in 0..2 {
         source.suspend();
@@ -308,7 +312,13 @@ fn a_migration_that_fails_goes_on_at_its_source_with_the_same_rings() {
     source.suspend();
     target.end();
     source.resume();
-    go_on(front, model).end();
+    let load = go_on(front, model);
+    // The next daemon does not compare the image any more.
+    source.kill_daemon();
+    source.restart_daemon();
+    source.host.wait_for_phase(&source.disk, PhaseName::Served);
+    load.wait_for_progress();
+    load.end();
     source.end();
     images::check(&image);
 }
@@ -382,11 +392,13 @@ fn a_source_whose_worker_or_daemon_ends_leaves_the_image_closed() {
     let (rings, model) = load.suspend();
     source.suspend();
     source.kill_daemon();
-    kill_pid(worker(pid).unwrap());
-    source.daemon = source.host.spawn(None);
-    wait_until("the daemon", || source.host.status().is_ok());
-    source.host.wait_for_phase(&source.disk, PhaseName::Resting);
+    let killed = worker(pid).unwrap();
+    kill_pid(killed);
+    wait_until("the next worker", || worker(pid).is_some_and(|next| next != killed));
+    std::thread::sleep(host::A_WHILE);
     let front = connected(target.run_guest());
+    source.restart_daemon();
+    source.host.wait_for_phase(&source.disk, PhaseName::Resting);
     drop(front);
     target.host.machine().destroy(target.disk.domid).unwrap();
     target.destroy();
