@@ -26,6 +26,9 @@ fn process_daemon() {
     host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
 }
 
+/// The variables of a daemon that is told of suspended guests.
+const SUSPENDING: &[(&str, &str)] = &[(host::SUSPENDS, "1")];
+
 /// A host with its daemon, and the guest's disk there.
 struct Place {
     host: Host,
@@ -36,7 +39,7 @@ struct Place {
 impl Place {
     fn new(host: Host, name: &str, params: &str, variables: &[(&str, &str)]) -> Place {
         host.store().write("/local/domain/1/name", name.as_bytes()).unwrap();
-        let daemon = host.spawn_with(None, variables);
+        let daemon = host.spawn_with(None, &[variables, SUSPENDING].concat());
         wait_until("the daemon", || host.status().is_ok());
         let disk = host.attach(1, 0, params);
         Place { host, daemon, disk }
@@ -102,7 +105,7 @@ impl Place {
     }
 
     fn restart_daemon(&mut self) {
-        self.daemon = self.host.spawn(None);
+        self.daemon = self.host.spawn_with(None, SUSPENDING);
         wait_until("the daemon", || self.host.status().is_ok());
     }
 

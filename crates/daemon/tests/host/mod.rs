@@ -494,6 +494,8 @@ const RUN: &str = "FERRITE_TEST_RUN";
 const IMAGES: &str = "FERRITE_TEST_IMAGES";
 /// The environment variable with the policy for full storage, if it is not the default.
 pub const ON_FULL: &str = "FERRITE_TEST_ON_FULL";
+/// The environment variable of a daemon that is told of suspended guests.
+pub const SUSPENDS: &str = "FERRITE_TEST_SUSPENDS";
 const DIE_AT: &str = "FERRITE_TEST_DIE_AT";
 
 /// Runs a daemon that serves disks itself, if the environment asks for one.
@@ -536,8 +538,13 @@ pub fn be_a_daemon_as(
     let way = connect(env(STORE).as_ref());
     let stop = Arc::new(Waker::new().unwrap());
     let daemon = adapt(Daemon::new(config, paths, serving, way, stop).unwrap());
-    let domains = LoopbackDomains::new(connect(env(STORE).as_ref())().unwrap());
-    let daemon = daemon.with_domains(Arc::new(domains));
+    let daemon = match std::env::var_os(SUSPENDS) {
+        Some(_) => {
+            let store = connect(env(STORE).as_ref())().unwrap();
+            daemon.with_domains(Arc::new(LoopbackDomains::new(store)))
+        }
+        None => daemon,
+    };
     let daemon = daemon.with_steps(|step| {
         if std::env::var(DIE_AT).is_ok_and(|at| at == format!("{step:?}")) {
             kill_process(getpid(), Signal::KILL).unwrap();
