@@ -183,7 +183,9 @@ fn reply_of(shared: &Shared, id: DiskId, order: ImageOrder) -> Option<Result<Ima
         let Some(entry) = disks.get(&id) else { return Some(None) };
         match (entry.questions.reply(number), &entry.phase) {
             (Some(reply), _) => Some(Some(reply)),
-            (None, Phase::Empty | Phase::Resting(_) | Phase::Paused) => Some(None),
+            (None, Phase::Empty | Phase::Resting(_) | Phase::Paused | Phase::Suspended) => {
+                Some(None)
+            }
             (None, Phase::Failed(failure)) => Some(Some(Err(failure.clone()))),
             (None, Phase::Starting | Phase::Served) => None,
         }

@@ -110,7 +110,7 @@ impl Follower {
                         let [woken] = wait_for([self.stop.fd()], Some(Duration::ZERO));
                         match self.shared.table.wake_reason(self.id) {
                             WakeReason::End => return false,
-                            WakeReason::Rest if woken => continue,
+                            WakeReason::Rest | WakeReason::Leave if woken => continue,
                             _ => (Some(self.with_sharer(failure)), true),
                         }
                     }
@@ -177,6 +177,9 @@ impl Follower {
                 }
             };
         }
+        if self.is_left() {
+            return self.stay_suspended(image);
+        }
         let served = self.serve(image, false);
         if served.is_err() {
             self.record_never_open(image);
@@ -232,9 +235,8 @@ impl Follower {
         (self.shared.on_step)(Step::StateWritten);
         checked?;
         let beside = self.beside();
-        if beside.is_none() {
-            self.suspend_earlier(&mut store)?;
-        }
+        let is_alone = beside.is_none() && !self.suspend_earlier(&mut store)?;
+        let defers = is_alone && !resumes && self.comes_from_another_host(&mut store, image)?;
         let qemu_first = directory::qemu_opens(&mut store, self.id, image.format)
             .map_err(|e| Failure::store(&e))?;
         let assignment = Assignment {
@@ -245,6 +247,7 @@ impl Follower {
             image: image.clone(),
             options: self.shared.config.of_image(&image.path).clone(),
             qemu_first,
+            defers,
             minor: self.minor,
             attached: self.attached.clone(),
             resumes,
@@ -317,6 +320,7 @@ impl Follower {
     fn write_state_with(&self, image: &Image, pause: Option<Pause>) -> Result<(), Failure> {
         let state = DiskState::new(self.id, image, self.minor).with_tap(self.tap());
         let state = state.beside(self.beside()).paused(pause).tuned(self.tune());
+        let state = state.leaving(self.left());
         self.shared.states.write(&state).map_err(|e| self.shared.state_failure(&e))
     }
 

@@ -19,7 +19,7 @@ use ferrite_keeper::{
 };
 use ferrite_serve::blkif::lifecycle::{
     Ahead, Attachment, FollowConfig, Outcome, ServeError, follow_notifying, follow_second, hold,
-    part, remove_second, retire,
+    leave, part, remove_second, retire,
 };
 use ferrite_serve::blkif::negotiate::{DiskFacts, Offer};
 use ferrite_serve::log_limit::LogLimits;
@@ -308,6 +308,15 @@ impl Keepers {
                         Err(ServeError::WorkerLost(_)) => stop.wake(),
                         Err(e) => return Err(not_served(e)),
                     },
+                    WakeReason::Leave => match leave(line.fd.as_fd(), stop) {
+                        Ok(()) => return Ok(Outcome::Stopped),
+                        Err(ServeError::Left) => lost = None,
+                        Err(ServeError::WorkerLost(_)) => stop.wake(),
+                        Err(e) => {
+                            disk.keep_image(&e);
+                            lost = None;
+                        }
+                    },
                     // A tap's guest may have come.
                     WakeReason::Nothing if disk.ahead.is_some() => return Ok(Outcome::Left),
                     WakeReason::Nothing => lost = None,
@@ -578,8 +587,8 @@ fn follow_config(disk: &Assignment<'_>) -> FollowConfig {
     };
     let backend = disk.backend.clone();
     let (domid, devid) = (DomId(disk.guest.domid), disk.guest.devid);
-    let (attached, ahead) = (disk.attached.clone(), disk.ahead);
-    FollowConfig { backend, domid, devid, offer, attached, ahead }
+    let (attached, ahead, defers) = (disk.attached.clone(), disk.ahead, disk.defers);
+    FollowConfig { backend, domid, devid, offer, attached, ahead, defers }
 }
 
 /// Whether the error of a connection means that no keeper runs.

@@ -28,6 +28,7 @@ use ferrite_serve::blkif::lifecycle::{Ahead, ExpectedAttachment, Outcome};
 use ferrite_serve::blkif::negotiate::DiskFacts;
 use ferrite_serve::log_limit::SharedLogLimit;
 use ferrite_serve::waker::Waker;
+use ferrite_xen::hypervisor::Domains;
 use ferrite_xen::store::{Store, StoreError};
 
 mod asking;
@@ -40,12 +41,14 @@ mod follow;
 pub mod jobs;
 mod joint_upgrade;
 pub mod keepers;
+mod moved;
 pub mod orphan;
 pub mod params;
 pub mod pause;
 mod siblings;
 pub mod state;
 mod supervise;
+pub mod suspended;
 mod switched;
 pub mod table;
 mod taps;
@@ -102,6 +105,9 @@ pub struct Assignment<'a> {
     /// Whether QEMU opens the raw image of an HVM guest by itself, until the guest's own driver
     /// connects.
     pub qemu_first: bool,
+    /// Whether the image is opened when the guest connects, since another host may have it until
+    /// then.
+    pub defers: bool,
     /// The disk's number for tapdisk's tools.
     pub minor: u32,
     /// The attachment to serve. Another attachment of the same name may have another image.
@@ -150,6 +156,7 @@ impl Assignment<'_> {
             // The state file comes before the guest: its next write is in this image.
             self.shared.end_pause(self.id, &self.image, self.minor)?;
         }
+        self.end_suspension()?;
         self.set_served();
         Ok(())
     }
@@ -351,6 +358,8 @@ pub enum Step {
     StateWritten,
     /// The disk has a keeper, and its image is not open.
     Kept,
+    /// The image of a suspended guest is closed, and the state file says so.
+    Suspended,
     /// The disk's image is open, and the guest was told nothing.
     Served,
     /// The disk's image is closed, and its state file says that it is paused.
@@ -385,6 +394,8 @@ pub(crate) struct Shared {
     table: Table,
     jobs: Jobs,
     taps: Taps,
+    /// What the hypervisor tells of the guests, if it tells it to this domain.
+    domains: Option<Arc<dyn Domains>>,
     clock: Arc<dyn Clock>,
     log: SharedLogLimit,
     /// Woken when a disk's thread has ended.
@@ -511,6 +522,7 @@ impl Daemon {
             table: Table::default(),
             jobs,
             taps: Taps::default(),
+            domains: None,
             clock: SystemClock::shared(),
             log: SharedLogLimit::default(),
             wake: Waker::new()?,
@@ -541,6 +553,16 @@ impl Daemon {
         self
     }
 
+    /// Has the images of suspended guests closed, as `domains` tells of them. Call this before
+    /// everything else.
+    #[must_use]
+    pub fn with_domains(mut self, domains: Arc<dyn Domains>) -> Daemon {
+        if let Some(shared) = Arc::get_mut(&mut self.shared) {
+            shared.domains = Some(domains);
+        }
+        self
+    }
+
     /// A view of the daemon that can be used while it runs.
     pub fn view(&self) -> DaemonView {
         DaemonView(self.shared.clone())
@@ -555,6 +577,7 @@ impl Daemon {
         taps::restore(&self.shared);
         self.shared.jobs.begin(&self.shared);
         let control = control::server::Server::start(&self.shared)?;
+        suspended::watch(&self.shared)?;
         alive("starting");
         let alive = |status: &str| {
             self.shared.jobs.expire();

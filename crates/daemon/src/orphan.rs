@@ -62,9 +62,11 @@ fn find(
 /// Whether the last daemon's state file says that this disk is to be served.
 fn is_to_be_served(paths: &Paths, id: DiskId) -> bool {
     let known = States::peek(&paths.states(), id);
+    // Another host may have the image of a guest that is suspended.
+    let known = known.filter(|known| known.left.is_none());
     known.is_some_and(|known| {
-        let is_closed = known.tap.is_some_and(|tap| tap.closed);
-        known.rests_for.is_none() && known.beside.is_none() && known.pause.is_none() && !is_closed
+        let is_closed = known.pause.is_some() || known.tap.is_some_and(|tap| tap.closed);
+        known.rests_for.is_none() && known.beside.is_none() && !is_closed
     })
 }
 

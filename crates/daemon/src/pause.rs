@@ -166,6 +166,10 @@ fn request(entry: &mut Entry, pause: &Pause) -> Result<(), NotDone> {
             let why = format!("disk {later} of the same VM has its image");
             return Err(refuse(why, "pause that disk"));
         }
+        Phase::Suspended => {
+            let why = "its guest is suspended, and its image closed".to_owned();
+            return Err(refuse(why, "try again when the guest runs"));
+        }
         Phase::Paused => {}
     }
     entry.pause = Some(pause.clone());

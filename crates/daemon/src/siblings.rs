@@ -38,11 +38,11 @@ fn same_vm(store: &mut Store, a: DiskId, b: DiskId) -> Result<bool, StoreError> 
 }
 
 /// What xl appends to the name of a migration's target, until the target may run.
-const INCOMING: &str = "--incoming";
+pub(crate) const INCOMING: &str = "--incoming";
 /// What xl appends to the name of a migration's source, just before the target may run.
 const AWAY: &str = "--migratedaway";
 
-fn name(store: &mut Store, id: DiskId) -> Result<String, StoreError> {
+pub(crate) fn name(store: &mut Store, id: DiskId) -> Result<String, StoreError> {
     match store.read(&format!("/local/domain/{}/name", id.domid)) {
         Err(StoreError::Access { .. }) => Ok(String::new()),
         name => Ok(String::from_utf8_lossy(&name?.unwrap_or_default()).into_owned()),
@@ -71,14 +71,15 @@ fn outdated(later: DiskId) -> Failure {
 
 impl Follower {
     /// Lets the earlier attachment of the same disk rest, if there is one, before the image is
-    /// opened. An attachment is earlier if its guest is connected and this one's is not.
-    pub(crate) fn suspend_earlier(&self, store: &mut Store) -> Result<(), Failure> {
+    /// opened. An attachment is earlier if its guest is connected and this one's is not. Returns
+    /// whether there is one.
+    pub(crate) fn suspend_earlier(&self, store: &mut Store) -> Result<bool, Failure> {
         while let Some(earlier) = self.earlier(store).map_err(|e| Failure::store(&e))? {
             if self.request_rest(earlier)? {
-                break;
+                return Ok(true);
             }
         }
-        Ok(())
+        Ok(false)
     }
 
     fn earlier(&self, store: &mut Store) -> Result<Option<DiskId>, StoreError> {
@@ -249,6 +250,8 @@ impl Follower {
     pub(crate) fn end_rest(&self) {
         self.shared.table.change(self.id, |entry| {
             entry.rests_for = None;
+            // This rest has its own rule for an image that has changed.
+            (entry.is_suspended, entry.left) = (false, None);
             entry.phase = Phase::Starting;
         });
     }

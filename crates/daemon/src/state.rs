@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::params::{Format, Image};
 use crate::pause::Pause;
+use crate::suspended::LeftImage;
 
 /// The version of the files. A daemon reads this version and the one before, once there is one.
 const VERSION: u32 = 1;
@@ -119,6 +120,9 @@ pub struct DiskState {
     /// its end.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub never_open: bool,
+    /// The image as it was closed for a guest that is suspended. It is closed still.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub left: Option<LeftImage>,
     /// Since when the disk is paused, and by whom. Its image is closed then.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub pause: Option<Pause>,
@@ -137,7 +141,7 @@ impl DiskState {
         let path = image.path.as_os_str().as_bytes().to_vec();
         let (version, format) = (VERSION, image.format);
         let (rests_for, has_run, beside, never_open) = (None, false, None, false);
-        let (pause, tune, tap) = (None, Tune::default(), None);
+        let (left, pause, tune, tap) = (None, None, Tune::default(), None);
         DiskState {
             version,
             id,
@@ -148,6 +152,7 @@ impl DiskState {
             has_run,
             beside,
             never_open,
+            left,
             pause,
             tune,
             tap,
@@ -170,6 +175,12 @@ impl DiskState {
     #[must_use]
     pub fn tuned(self, tune: Tune) -> DiskState {
         DiskState { tune, ..self }
+    }
+
+    /// Sets the image as it was left.
+    #[must_use]
+    pub fn leaving(self, left: Option<LeftImage>) -> DiskState {
+        DiskState { left, ..self }
     }
 
     /// Marks the image as never opened.

@@ -15,6 +15,7 @@ use crate::joint_upgrade::Participant;
 use crate::params::Image;
 use crate::pause::{Pause, Resume};
 use crate::state::{DiskId, DiskState, TapState};
+use crate::suspended::LeftImage;
 use crate::tuning::Tuning;
 
 /// The phase of a disk.
@@ -32,6 +33,8 @@ pub enum Phase {
     Resting(DiskId),
     /// Its image is closed on request, and its guest waits.
     Paused,
+    /// Its image is closed while its guest is suspended.
+    Suspended,
 }
 
 /// The state of an upgrade of the disk's worker to another program.
@@ -54,6 +57,8 @@ pub(crate) enum WakeReason {
     Upgrade(PathBuf),
     /// The image is to be closed: it is left to a later attachment, or the disk is paused.
     Rest,
+    /// The guest is suspended, and the image is to be closed.
+    Leave,
     /// There is nothing to do any more.
     Nothing,
 }
@@ -89,6 +94,10 @@ pub struct Entry {
     pub(crate) was_open: bool,
     /// The later attachment that it rests for, or is to rest for.
     pub(crate) rests_for: Option<DiskId>,
+    /// Whether its guest is suspended, so that its image is to be closed.
+    pub(crate) is_suspended: bool,
+    /// The image as it was closed for that.
+    pub(crate) left: Option<LeftImage>,
     /// The guest's disk that this stub domain's disk is served beside.
     pub(crate) beside: Option<DiskId>,
     /// Its pause, from the request until the image is open again.
@@ -168,6 +177,10 @@ fn may_upgrade(phase: &Phase) -> Result<(), Failure> {
             return Err(Failure { why, help: format!("{}; then try again", failure.help) });
         }
         Phase::Empty => ("it is an empty drive", "there is nothing to do"),
+        Phase::Suspended => {
+            let help = "try again when the guest runs";
+            ("its guest is suspended, and its image closed", help)
+        }
         Phase::Resting(_) => {
             let help = "try again when that attachment is gone and the disk is served again";
             ("its image is closed and left to a later attachment", help)
@@ -240,6 +253,8 @@ impl Table {
             starts: 0,
             was_open: false,
             rests_for,
+            is_suspended: known.is_some_and(|state| state.left.is_some()),
+            left: known.and_then(|state| state.left.clone()),
             beside: known.and_then(|state| state.beside),
             pause: known.and_then(|state| state.pause.clone()),
             resume: known.map_or(Resume::None, Resume::after_a_restart),
@@ -367,12 +382,13 @@ impl Table {
         match &entry.upgrade {
             Upgrade::Requested(binary) => {
                 // The thread reads the other reason after the upgrade.
-                if is_to_close && entry.phase == Phase::Served {
+                if (is_to_close || entry.is_suspended) && entry.phase == Phase::Served {
                     entry.stop.wake();
                 }
                 WakeReason::Upgrade(binary.clone())
             }
             _ if is_to_close => WakeReason::Rest,
+            _ if entry.is_suspended => WakeReason::Leave,
             _ => WakeReason::Nothing,
         }
     }

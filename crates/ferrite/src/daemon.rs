@@ -15,6 +15,7 @@ use ferrite_keeper::{DiskSpec, WorkerSandbox};
 use ferrite_serve::counters::FOLDER;
 use ferrite_store::owned::StoreKey;
 use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::real::HostDomains;
 use ferrite_xen::store::Store;
 use sd_notify::NotifyState;
 
@@ -64,6 +65,13 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
     let daemon = Daemon::new(config, places, keepers, Box::new(Store::open), stop)
         .map_err(|e| cannot(&args.places.run_dir, &e))?
         .with_jobs(Means::default().with_tools(Arc::new(Ours)));
+    let daemon = match HostDomains::open() {
+        Ok(domains) => daemon.with_domains(Arc::new(domains)),
+        Err(e) => {
+            tracing::debug!("images of suspended guests stay open: {e}");
+            daemon
+        }
+    };
     tell_of_processors(&args.places.run_dir);
     let _metrics = metrics_socket.and_then(|socket| metrics::serve(&daemon, &socket, &stats));
     let told = std::cell::RefCell::new((String::new(), Instant::now()));

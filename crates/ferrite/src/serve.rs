@@ -12,7 +12,7 @@ use ferrite_host::names;
 use ferrite_io::pool::HostMemory;
 use ferrite_serve::blkif::lifecycle::{
     Attachment, Config, EngineFactory, ExpectedAttachment, FollowConfig, Outcome, STOPPED,
-    ServeError, WorkConfig, close, report_failure, run_dir_name, serve, sweep,
+    ServeError, WAIT_FOR_HOST, WorkConfig, close, report_failure, run_dir_name, serve, sweep,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::Counters;
@@ -157,6 +157,7 @@ fn serve_one(
             offer: offer(args),
             attached: ExpectedAttachment::Any,
             ahead: None,
+            defers: false,
         },
         work,
         engine,
@@ -210,6 +211,7 @@ pub(crate) fn work_config(
     let (domid, devid) = (args.xen.domain, args.xen.device);
     Ok(WorkConfig {
         domid,
+        wait_for_host: WAIT_FOR_HOST,
         moving: moving(args, run)?,
         pool_bytes: args.memory.memory.bytes(),
         host_memory: host_memory(args, run),
@@ -280,6 +282,21 @@ pub(crate) fn open_within(
     within: Duration,
 ) -> Result<Disk, Failure> {
     open_as(args, read_only, run, within, OnDamage::Serve)
+}
+
+/// Opens the image to read its facts, while another host may write to it: for reading only and
+/// without locks. That is no data to serve.
+pub(crate) fn look(args: &ServeArgs, run: &Path) -> Result<Disk, Failure> {
+    let run_dir = run.join(run_dir_name(args.xen.domain, args.xen.device));
+    let options = OpenOptions {
+        read_only: true,
+        unlocked: true,
+        keep_allocated: args.keep_allocated,
+        parents: args.parents.allowed_for(&args.image)?,
+        on_damage: OnDamage::Serve,
+        ..OpenOptions::default()
+    };
+    Ok(Disk::open(&served_raw::name(&run_dir, &args.image), &options)?)
 }
 
 fn open_as(

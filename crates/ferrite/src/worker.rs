@@ -16,7 +16,8 @@ use ferrite_host::sandbox::{self, user_of, user_of_tap};
 use ferrite_io::engines::EngineKind;
 use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, LINE_FD, SECOND_FD, WorkerSandbox};
 use ferrite_serve::blkif::lifecycle::{
-    EngineFactory, Lines, OpenFailure, Opened, ServeError, Start, WorkConfig, work_from,
+    EngineFactory, Lines, OpenFailure, Opened, Opening, OpeningKind, ServeError, Start, WorkConfig,
+    work_from,
 };
 use ferrite_serve::counters::stats_file;
 use ferrite_serve::polling::HostView;
@@ -29,7 +30,7 @@ use rustix::io::Errno;
 
 use crate::cli::{Cli, Command, ServeArgs, WorkerArgs};
 use crate::engine::choose;
-use crate::exit::Failure;
+use crate::exit::{Code, Failure};
 use crate::parents::ParentsArgs;
 use crate::serve;
 
@@ -106,14 +107,14 @@ impl<'a> Means<'a> {
         alive: &Arc<OwnedFd>,
     ) -> Result<(), ServeError> {
         let mut last = None;
-        let mut open = |read_only| {
+        let mut open = |how| {
             let opened = match &self.no_xen {
                 // A tap serves clients of NBD where there is no Xen.
                 Some(why) if self.args.xen.domain != DomId::NONE => {
                     let help = "ferrite doctor shows what is missing";
                     Err(Failure::new(format!("cannot serve {}", self.args.xen), why, help))
                 }
-                _ => open(self.args, self.run_dir, alive, read_only),
+                _ => open(self.args, self.run_dir, alive, how),
             };
             opened.map_err(|failure| told(failure, &mut last))
         };
@@ -125,11 +126,16 @@ fn open(
     args: &ServeArgs,
     run_dir: &Path,
     alive: &Arc<OwnedFd>,
-    read_only: bool,
+    how: Opening,
 ) -> Result<Opened, Failure> {
+    if how.kind == OpeningKind::Look {
+        let disk = serve::look(args, run_dir)?;
+        let kind = choose(args.engine, args.poll_storage, &disk)?;
+        return Ok(Opened { disk, engine: engines(kind, alive.clone()) });
+    }
     // The lock comes first: until then the image may be a dead worker's.
     lock(args, alive)?;
-    let disk = serve::open_within(args, read_only, run_dir, PATIENCE)?;
+    let disk = serve::open_within(args, how.read_only, run_dir, PATIENCE)?;
     tracing::info!("opened {disk}");
     let kind = choose(args.engine, args.poll_storage, &disk)?;
     if !kind.holds() {
@@ -305,18 +311,18 @@ fn engines(kind: EngineKind, alive: Arc<OwnedFd>) -> EngineFactory {
 
 /// Reports a failure to the log, unless it is the same as the last one, and to the keeper.
 fn told(failure: Failure, last: &mut Option<String>) -> OpenFailure {
+    let in_use = failure.code == Code::BUSY;
     let Failure { what, why, help, .. } = failure;
     if last.as_ref() != Some(&why) {
         tracing::error!("{what}: {why}; {help}");
         *last = Some(why.clone());
     }
-    OpenFailure { what, why, help }
+    OpenFailure { what, why, help, in_use }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::exit::Code;
 
     fn parse<T: Into<String>>(args: impl IntoIterator<Item = T>) -> Cli {
         let args = ["ferrite".to_owned()].into_iter().chain(args.into_iter().map(Into::into));
@@ -379,7 +385,8 @@ mod tests {
         let Command::Serve(serve) = parse(arguments).command else { panic!() };
         let begin = Instant::now();
         let alive = Arc::new(OwnedFd::from(alive));
-        let failure = open(&serve, dir.path(), &alive, false).err().unwrap();
+        let how = Opening { read_only: false, kind: OpeningKind::Serve };
+        let failure = open(&serve, dir.path(), &alive, how).err().unwrap();
         assert_eq!(failure.code, Code::BUSY);
         let whose = format!("process {}", std::process::id());
         assert!(failure.why.contains(&whose), "{}", failure.why);
@@ -387,7 +394,7 @@ mod tests {
         assert!(begin.elapsed() < Duration::from_secs(30));
         let arguments = ["serve", "--xen=3/xvda", "--toolstack-locks", image.to_str().unwrap()];
         let Command::Serve(serve) = parse(arguments).command else { panic!() };
-        assert!(open(&serve, dir.path(), &alive, false).is_ok());
+        assert!(open(&serve, dir.path(), &alive, how).is_ok());
     }
 
     #[test]

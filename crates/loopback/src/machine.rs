@@ -16,8 +16,9 @@
 //! ```
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::io;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use ferrite_host::clock::{Clock, SystemClock};
@@ -28,7 +29,7 @@ use super::{
     BACKEND_DOMID, BackendHandle, CopyWith, GuestHandle, GuestOptions, Loopback, LoopbackError,
     StoreServer,
 };
-use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::hypervisor::{DomId, DomainState, Domains};
 use ferrite_xen::store::Store;
 
 /// The backend kind that libxl uses for disks of a tapback-like backend (blkif.md 3.1).
@@ -275,6 +276,25 @@ impl Machine {
         Ok(())
     }
 
+    /// Suspends the guest, as its own kernel does when the toolstack asks for it. The test sees to it
+    /// that the guest's frontends rest.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn suspend(&mut self, domid: DomId) -> Result<(), LoopbackError> {
+        self.toolstack.write(&suspended(domid), b"")?;
+        self.server.announce_released();
+        Ok(())
+    }
+
+    /// Resumes a guest that was suspended, with the rings that it had. Nobody is told.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn resume(&mut self, domid: DomId) -> Result<(), LoopbackError> {
+        Ok(self.toolstack.remove(&suspended(domid))?)
+    }
+
     /// The number in a `state` node of the backend's directory; 0 if there is none.
     ///
     /// # Errors
@@ -295,6 +315,37 @@ impl Machine {
     ) -> Result<u32, LoopbackError> {
         let path = format!("{}/state", disk.backend);
         wait_for_state(&mut self.toolstack, &path, states, timeout)
+    }
+}
+
+/// The node that stands for the hypervisor's knowledge of a suspended guest. No guest can read it.
+fn suspended(domid: DomId) -> String {
+    format!("/tool/suspended/{domid}")
+}
+
+/// What the hypervisor tells of the guests of a machine, to any process with a connection to its
+/// store.
+pub struct LoopbackDomains(Mutex<Store>);
+
+impl LoopbackDomains {
+    /// Asks by this connection.
+    pub fn new(store: Store) -> LoopbackDomains {
+        LoopbackDomains(Mutex::new(store))
+    }
+}
+
+impl Domains for LoopbackDomains {
+    fn state(&self, domid: DomId) -> io::Result<DomainState> {
+        let mut store = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut has = |path: &str| match store.read(path) {
+            Ok(node) => Ok(node.is_some()),
+            Err(e) => Err(io::Error::other(e)),
+        };
+        Ok(match (has(&home(domid))?, has(&suspended(domid))?) {
+            (false, _) => DomainState::Gone,
+            (true, true) => DomainState::Suspended,
+            (true, false) => DomainState::Runs,
+        })
     }
 }
 

@@ -164,8 +164,12 @@ impl OnALine {
         let worker = std::thread::spawn(move || {
             let dir = tempfile::tempdir().unwrap();
             let config = work_config(DomId(1), dir.path().join("run"));
-            let failure =
-                || OpenFailure { what: "a".into(), why: "no Xen".into(), help: "b".into() };
+            let failure = || OpenFailure {
+                what: "a".into(),
+                why: "no Xen".into(),
+                help: "b".into(),
+                in_use: false,
+            };
             let (client_channel, _) = frames::pair().unwrap();
             let lines = Lines { first: &theirs, second: &second };
             work(lines, &client_channel, &hypervisor, &config, &mut |_| Err(failure()))

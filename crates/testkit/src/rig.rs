@@ -19,7 +19,7 @@ use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{CopyWith, GuestOptions, Machine};
 use ferrite_serve::blkif::lifecycle::{
     Attachment, Config, EngineFactory, ExpectedAttachment, FollowConfig, Outcome, ServeError,
-    WorkConfig, run_dir_name, serve,
+    WAIT_FOR_HOST, WorkConfig, run_dir_name, serve,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::Counters;
@@ -82,6 +82,7 @@ pub fn follow_config(disk: &DiskPaths) -> FollowConfig {
         offer: offer(),
         attached: ExpectedAttachment::Any,
         ahead: None,
+        defers: false,
     }
 }
 
@@ -89,6 +90,7 @@ pub fn follow_config(disk: &DiskPaths) -> FollowConfig {
 pub fn work_config(domid: DomId, run_dir: PathBuf) -> WorkConfig {
     WorkConfig {
         domid,
+        wait_for_host: WAIT_FOR_HOST,
         pool_bytes: 8 << 20,
         host_memory: None,
         run_dir,

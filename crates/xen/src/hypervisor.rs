@@ -4,6 +4,7 @@
 //! plain memory and is not behind them.
 
 use std::fmt;
+use std::io;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
@@ -49,6 +50,27 @@ impl HostTimes {
         let milli = u128::from(idle_ns) * 1000 / u128::from(ns.max(1));
         milli.min(u128::from(self.cpus) * 1000) as u32
     }
+}
+
+/// What a domain does, as the hypervisor knows it at a moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DomainState {
+    /// It runs, or has ended otherwise than by suspending itself.
+    Runs,
+    /// It has suspended itself to be saved or moved. It may be resumed, with the rings that it had.
+    Suspended,
+    /// There is no such domain.
+    Gone,
+}
+
+/// What a hypervisor tells of other domains. xenstore fires `@releaseDomain` when a domain suspends
+/// itself, and has no event when it is resumed.
+pub trait Domains: Send + Sync {
+    /// The state of a domain.
+    ///
+    /// # Errors
+    /// The hypervisor does not tell.
+    fn state(&self, domid: DomId) -> io::Result<DomainState>;
 }
 
 /// A grant reference, as the frontend wrote it. Not validated: only the hypervisor can.

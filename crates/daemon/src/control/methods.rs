@@ -180,7 +180,7 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
         Phase::Served => (PhaseName::Served, None),
         Phase::Failed(failure) => (PhaseName::Failed, Some(failure)),
         Phase::Empty => (PhaseName::Empty, None),
-        Phase::Resting(_) => (PhaseName::Resting, None),
+        Phase::Resting(_) | Phase::Suspended => (PhaseName::Resting, None),
         Phase::Paused => (PhaseName::Paused, None),
     };
     let image = entry.image.as_ref();
@@ -363,7 +363,8 @@ fn wait(shared: &Shared, request: &WaitParams) -> Result<Attached, RpcError> {
             Phase::Starting => false,
             // The first tries may fail while an earlier process still holds the image.
             Phase::Failed(_) => entry.starts == 0 || entry.starts >= MIN_TRIES,
-            Phase::Served | Phase::Empty | Phase::Resting(_) | Phase::Paused => true,
+            Phase::Served | Phase::Empty | Phase::Paused => true,
+            Phase::Resting(_) | Phase::Suspended => true,
         };
         is_known.then(|| describe(id, entry))
     });

@@ -34,6 +34,9 @@ fn waits_besides(seen: &Snapshot, phase: Option<&Phase>) -> Option<String> {
         Some(Phase::Paused) => {
             Some("its end of the pause: the image is closed (ferrite disk resume)".to_owned())
         }
+        Some(Phase::Suspended) => {
+            Some("its guest, which is suspended: the image is closed until it goes on".to_owned())
+        }
         Some(Phase::Resting(later)) => {
             Some(format!("the end of disk {later} of the same VM, which has the image"))
         }

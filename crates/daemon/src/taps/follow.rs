@@ -122,6 +122,7 @@ impl Follower {
             image: image.clone(),
             options: self.shared.config.of_image(&image.path).clone(),
             qemu_first: false,
+            defers: false,
             minor: self.minor,
             attached: self.attached.clone(),
             resumes,

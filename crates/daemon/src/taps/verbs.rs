@@ -123,7 +123,7 @@ pub(crate) fn open(
         Some(entry) => match &entry.phase {
             Phase::Served | Phase::Paused => Some(Ok(())),
             Phase::Failed(failure) => Some(Err(failure.clone())),
-            Phase::Starting | Phase::Empty | Phase::Resting(_) => None,
+            Phase::Starting | Phase::Empty | Phase::Resting(_) | Phase::Suspended => None,
         },
     });
     let failure = match opened {

@@ -24,7 +24,7 @@ use ferrite_daemon::{Assignment, Connect, Daemon, Failure, Paths, Serving, Step}
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_host::clock::SystemClock;
 use ferrite_loopback::front::{FrontOptions, Frontend};
-use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
+use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths, LoopbackDomains};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
 use ferrite_serve::blkif::lifecycle::{Outcome, close, serve};
 use ferrite_serve::path::device::Device;
@@ -106,6 +106,8 @@ impl Serving for InProcess {
 pub struct Host {
     machine: Arc<Mutex<Machine>>,
     pub dir: TempDir,
+    /// The folder of its images.
+    images: PathBuf,
     daemon: Option<Running>,
     serving: Option<Arc<InProcess>>,
     /// The connections to the store, in the order of their start.
@@ -132,12 +134,20 @@ impl Host {
             machine.add_guest(options).unwrap();
         }
         let dir = dir_in_memory();
-        std::fs::create_dir(dir.path().join("images")).unwrap();
+        let images = dir.path().join("images");
+        std::fs::create_dir(&images).unwrap();
         let machine = Arc::new(Mutex::new(machine));
         let (connections, silent) = (Arc::default(), Arc::default());
-        let host = Host { machine, dir, daemon: None, serving: None, connections, silent };
+        let host = Host { machine, dir, images, daemon: None, serving: None, connections, silent };
         host.listen();
         host
+    }
+
+    /// Another machine, with the images of this one on shared storage.
+    pub fn another(&self, guests: u32) -> Host {
+        let mut other = Host::new(guests);
+        other.images.clone_from(&self.images);
+        other
     }
 
     /// Listens at a socket to the store for other processes, as xenstored does.
@@ -201,13 +211,12 @@ impl Host {
     }
 
     pub fn config(&self) -> Config {
-        let (images, state) = ("images", "state");
-        let [images, state_folder] = [images, state].map(|name| self.dir.path().join(name));
-        Config { image_folders: vec![images], state_folder, ..Config::default() }
+        let state_folder = self.dir.path().join("state");
+        Config { image_folders: vec![self.images.clone()], state_folder, ..Config::default() }
     }
 
     pub fn image(&self, name: &str) -> PathBuf {
-        self.dir.path().join("images").join(name)
+        self.images.join(name)
     }
 
     /// Creates a raw image.
@@ -278,7 +287,7 @@ impl Host {
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let guests = self.machine().backend().unwrap().pass_to(&mut command);
         command.env(GUESTS, guests).env(STORE, self.store_socket());
-        command.env(RUN, self.paths().run).env(IMAGES, self.dir.path().join("images"));
+        command.env(RUN, self.paths().run).env(IMAGES, &self.images);
         command
     }
 
@@ -485,6 +494,8 @@ const RUN: &str = "FERRITE_TEST_RUN";
 const IMAGES: &str = "FERRITE_TEST_IMAGES";
 /// The environment variable with the policy for full storage, if it is not the default.
 pub const ON_FULL: &str = "FERRITE_TEST_ON_FULL";
+/// The environment variable of a daemon that is told of suspended guests.
+pub const SUSPENDS: &str = "FERRITE_TEST_SUSPENDS";
 const DIE_AT: &str = "FERRITE_TEST_DIE_AT";
 
 /// Runs a daemon that serves disks itself, if the environment asks for one.
@@ -527,6 +538,13 @@ pub fn be_a_daemon_as(
     let way = connect(env(STORE).as_ref());
     let stop = Arc::new(Waker::new().unwrap());
     let daemon = adapt(Daemon::new(config, paths, serving, way, stop).unwrap());
+    let daemon = match std::env::var_os(SUSPENDS) {
+        Some(_) => {
+            let store = connect(env(STORE).as_ref())().unwrap();
+            daemon.with_domains(Arc::new(LoopbackDomains::new(store)))
+        }
+        None => daemon,
+    };
     let daemon = daemon.with_steps(|step| {
         if std::env::var(DIE_AT).is_ok_and(|at| at == format!("{step:?}")) {
             kill_process(getpid(), Signal::KILL).unwrap();

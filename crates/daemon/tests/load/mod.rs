@@ -21,7 +21,13 @@ use crate::host::Host;
 pub struct Load {
     stop: Arc<AtomicBool>,
     done: Arc<AtomicU64>,
-    thread: JoinHandle<Frontend>,
+    thread: JoinHandle<(Frontend, Model)>,
+}
+
+/// What the guest knows of its disk.
+pub struct Model {
+    first_block: u64,
+    stamps: Vec<u8>,
 }
 
 impl Load {
@@ -31,11 +37,21 @@ impl Load {
 
     /// Starts a load on the blocks from `first_block` on, which must be unwritten.
     pub fn from(host: &Host, disk: &DiskPaths, first_block: u64) -> Load {
+        Load::go_on(host.connect(disk), Model { first_block, stamps: vec![0; 256] })
+    }
+
+    /// Goes on with a guest that was suspended, by these rings.
+    pub fn go_on(front: Frontend, model: Model) -> Load {
         let (stop, done) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
-        let front = host.connect(disk);
-        let (end, counted, seed) = (stop.clone(), done.clone(), disk.domid.0.into());
-        let thread = std::thread::spawn(move || run(front, &end, &counted, (seed, first_block)));
+        let (end, counted) = (stop.clone(), done.clone());
+        let thread = std::thread::spawn(move || run(front, &end, &counted, model));
         Load { stop, done, thread }
+    }
+
+    /// Suspends the guest, with no request in flight.
+    pub fn suspend(self) -> (Frontend, Model) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap()
     }
 
     /// Waits until the current worker has served something. One round may end with responses of a
@@ -47,8 +63,7 @@ impl Load {
 
     /// Stops, and disconnects the guest.
     pub fn end(self) {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.join().unwrap().close(PATIENCE).unwrap();
+        self.suspend().0.close(PATIENCE).unwrap();
     }
 }
 
@@ -56,11 +71,11 @@ fn run(
     mut front: Frontend,
     stop: &AtomicBool,
     done: &AtomicU64,
-    (seed, first_block): (u64, u64),
-) -> Frontend {
-    let mut random = SplitMix64::new(seed);
+    model: Model,
+) -> (Frontend, Model) {
+    let Model { first_block, mut stamps } = model;
+    let mut random = SplitMix64::new(first_block + u64::from(stamps[0]));
     let buffer = front.space().buffer(1).unwrap();
-    let mut stamps = vec![0u8; 256];
     while !stop.load(Ordering::Relaxed) {
         let block = random.below(256) as usize;
         let queue = &mut front.queues[0];
@@ -76,5 +91,5 @@ fn run(
         assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
         done.fetch_add(1, Ordering::Relaxed);
     }
-    front
+    (front, Model { first_block, stamps })
 }

@@ -14,6 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use ferrite_daemon::config::DiskOptions;
 use ferrite_daemon::control::protocol::PhaseName;
@@ -21,7 +22,7 @@ use ferrite_daemon::keepers::{Programs, StoreWorker};
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Failure};
-use ferrite_disk::{Disk, OpenOptions};
+use ferrite_disk::{Disk, ErrorKind, OpenOptions};
 use ferrite_host::names;
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{Means, user_of, user_of_tap};
@@ -35,7 +36,8 @@ use ferrite_keeper::{
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
 use ferrite_serve::blkif::lifecycle::{
-    EngineFactory, Lines, OpenFailure, Opened, Start, WorkConfig, run_dir_name, work_from,
+    EngineFactory, Lines, OpenFailure, Opened, Opening, OpeningKind, Start, WorkConfig,
+    run_dir_name, work_from,
 };
 use ferrite_serve::counters::{remember_process, stats_file};
 use ferrite_serve::nbd::relay;
@@ -54,6 +56,9 @@ pub const MIB: u64 = 1 << 20;
 
 /// A worker's variable: the pages that all disks together, and this disk alone, may map.
 pub const MAPS: &str = "FERRITE_TEST_MAPS";
+
+/// A worker's variable: the milliseconds that a guest waits for the host that it comes from.
+pub const WAIT_FOR_HOST_MS: &str = "FERRITE_TEST_WAIT_FOR_HOST_MS";
 
 /// A worker's variable: the stub domain whose guest's disk it serves.
 pub const STUB: &str = "FERRITE_TEST_STUB";
@@ -204,6 +209,9 @@ impl Told {
         let mut config = work_config(self.domid, self.run_dir());
         config.on_full = self.on_full.parse().unwrap();
         config.stays = self.domid == DomId::NONE;
+        if let Ok(ms) = std::env::var(WAIT_FOR_HOST_MS) {
+            config.wait_for_host = Duration::from_millis(ms.parse().unwrap());
+        }
         if let Ok(maps) = std::env::var(MAPS) {
             let (of_host, of_disk) = maps.split_once('/').unwrap();
             let numbers = (of_host.parse().unwrap(), of_disk.parse().unwrap());
@@ -214,26 +222,31 @@ impl Told {
         config
     }
 
-    fn open(&self, alive: &Arc<OwnedFd>, read_only: bool) -> Result<Opened, OpenFailure> {
+    fn open(&self, alive: &Arc<OwnedFd>, how: Opening) -> Result<Opened, OpenFailure> {
         while flock(alive, FlockOperation::NonBlockingLockExclusive).is_err() {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         let options = OpenOptions {
-            read_only,
+            read_only: how.read_only,
             // Another process may hold a store for long. The short wait lets tests see the message.
-            wait_for_lock: Some(if self.image.starts_with("store:") { A_WHILE } else { PATIENCE }),
+            wait_for_lock: match how.kind {
+                OpeningKind::AfterLook => None,
+                _ if self.image.starts_with("store:") => Some(A_WHILE),
+                _ => Some(PATIENCE),
+            },
             state_dir: Some(self.run.join("images")),
             taken_over: true,
             qemu_first: self.qemu_first,
             index_bytes: 1 << 20,
+            unlocked: how.kind == OpeningKind::Look,
             ..OpenOptions::default()
         };
-        let failed = |e: &dyn std::fmt::Display| OpenFailure {
+        let disk = Disk::open(&self.image, &options).map_err(|e| OpenFailure {
             what: format!("cannot open {}", self.image),
             why: e.to_string(),
             help: "-".to_owned(),
-        };
-        let disk = Disk::open(&self.image, &options).map_err(|e| failed(&e))?;
+            in_use: e.kind() == ErrorKind::InUse,
+        })?;
         let kind = test_engine();
         if !kind.holds() {
             disk.let_go();
@@ -288,7 +301,7 @@ fn be_a_worker() {
     assert!(drop_privileges(Means::default()).unwrap().is_some());
     // The result does not matter: the worker ends with its keeper or by itself.
     let lines = Lines { first: &line, second: &second };
-    let mut open = |read_only| told.open(&alive, read_only);
+    let mut open = |how| told.open(&alive, how);
     let _ = work_from(start, lines, &client_channel, &loopback, &config, &mut open);
     std::process::exit(0);
 }
@@ -348,7 +361,7 @@ fn serve_disk(
         assert_eq!(opened, [true, true, false]);
         let config = told.config();
         let lines = Lines { first: &line, second: &second };
-        let mut open = |read_only| told.open(&alive, read_only);
+        let mut open = |how| told.open(&alive, how);
         let worked = work_from(start, lines, &client_channel, &*loopback, &config, &mut open);
         if let Err(e) = worked {
             eprintln!("worker of {}/{}: {e}", told.domid, told.devid);

@@ -14,8 +14,8 @@ use ferrite_io::engines::EngineKind;
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths};
 use ferrite_loopback::{GuestHandle, GuestOptions, Loopback, LoopbackError, Machine};
 use ferrite_serve::blkif::lifecycle::{
-    Config, EngineFactory, ExpectedAttachment, FollowConfig, Outcome, ServeError, WorkConfig,
-    close, serve,
+    Config, EngineFactory, ExpectedAttachment, FollowConfig, Outcome, ServeError, WAIT_FOR_HOST,
+    WorkConfig, close, serve,
 };
 use ferrite_serve::blkif::negotiate::Offer;
 use ferrite_serve::counters::{Counters, Counts};
@@ -450,7 +450,8 @@ fn follow_config(args: &BenchArgs, task: &Task, disk: &DiskPaths) -> FollowConfi
         persistent: args.mover == Mover::Persistent,
     };
     let (backend, domid, devid) = (disk.backend.clone(), disk.domid, disk.devid);
-    FollowConfig { backend, domid, devid, offer, attached: ExpectedAttachment::Any, ahead: None }
+    let (attached, ahead, defers) = (ExpectedAttachment::Any, None, false);
+    FollowConfig { backend, domid, devid, offer, attached, ahead, defers }
 }
 
 /// The configuration of a disk with this run directory.
@@ -465,6 +466,7 @@ pub(super) fn work_config(
     let host_memory = args.memory.host(&shared).map_err(no_run_dir)?;
     Ok(WorkConfig {
         domid,
+        wait_for_host: WAIT_FOR_HOST,
         moving: Moving {
             mover: args.mover,
             maps: Maps::new(Budget::of_disk(DISK_MAPPINGS), SystemClock::shared()),

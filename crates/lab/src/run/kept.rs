@@ -195,7 +195,12 @@ pub(crate) fn worker(kept: &KeptArgs) -> Result<(), Failure> {
         Ok(Opened { disk, engine })
     };
     let mut open = |read_only| {
-        open(read_only).map_err(|Failure { what, why, help, .. }| OpenFailure { what, why, help })
+        open(read_only).map_err(|Failure { what, why, help, .. }| OpenFailure {
+            what,
+            why,
+            help,
+            in_use: false,
+        })
     };
     let lines = Lines { first: &line, second: &second };
     work(lines, &client_channel, &loopback, &config, &mut open)

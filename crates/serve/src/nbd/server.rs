@@ -184,6 +184,11 @@ impl Clients {
         }
     }
 
+    /// Whether there are clients now.
+    pub fn are_there(&self) -> bool {
+        self.threads.iter().any(|client| !client.is_finished())
+    }
+
     /// Ends all clients. When this returns, no request is under way: each was answered or never
     /// will be. Returns the number of requests, if each client has counted for itself.
     pub fn end(self) -> u64 {

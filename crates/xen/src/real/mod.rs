@@ -1,6 +1,7 @@
 //! Xen itself, reached from user space by /dev/xen/gntdev, evtchn, gntalloc and privcmd.
 
 mod copies;
+mod domains;
 mod events;
 mod grants;
 mod kept;
@@ -18,6 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use ferrite_io::arena::{Arena, Lender};
 use rustix::fs::OFlags;
 
+pub use domains::HostDomains;
 pub use probe::{APART, Probe, probe};
 pub use processors::HostProcessors;
 

@@ -12,7 +12,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::uapi;
 use super::{HYPERCALL, PRIVCMD};
-use crate::hypervisor::HostTimes;
+use crate::hypervisor::{DomId, HostTimes};
 
 /// Xen's `NR_CPUS` at most.
 const CPUS_MAX: usize = 4095;
@@ -113,6 +113,25 @@ impl HostProcessors {
         Ok(HostTimes { cpus, idle_ns: idle.fold(0, u64::wrapping_add) })
     }
 
+    /// The flags of a domain. `None`: there is no such domain.
+    pub(super) fn domain_flags(&mut self, domid: DomId) -> io::Result<Option<u32>> {
+        let mut sysctl = uapi::Sysctl::new(uapi::SYSCTL_GETDOMAININFOLIST, self.version);
+        let to = self.buffer.at::<u64>(TIMES).addr() as u64;
+        sysctl.words[uapi::DOMAINS_FIRST] = domid.0.into();
+        sysctl.words[uapi::DOMAINS_MAX] = 1;
+        sysctl.words[uapi::DOMAINS_TO] = to as u32;
+        sysctl.words[uapi::DOMAINS_TO + 1] = (to >> 32) as u32;
+        self.call(&mut sysctl)?;
+        if sysctl.words[uapi::DOMAINS_TOLD] == 0 {
+            return Ok(None);
+        }
+        // SAFETY: both are inside the buffer, which only Xen writes to, during the call.
+        let [id, flags] = [uapi::DOMAIN_ID, uapi::DOMAIN_FLAGS]
+            .map(|i| unsafe { self.buffer.at::<u32>(TIMES + i * 4).read_volatile() });
+        // The next domain is told where there is none of this number.
+        Ok((id & 0xFFFF == u32::from(domid.0)).then_some(flags))
+    }
+
     /// One request, and what Xen has written over it.
     fn call(&mut self, sysctl: &mut uapi::Sysctl) -> io::Result<()> {
         let at = self.buffer.at::<uapi::Sysctl>(0);
@@ -121,7 +140,8 @@ impl HostProcessors {
         let mut call =
             uapi::Hypercall { op: uapi::HYPERVISOR_SYSCTL, args: [at.addr() as u64, 0, 0, 0, 0] };
         // SAFETY: a structure of the kernel's layout. Xen reads the request in the buffer, and writes
-        // to it and to the times behind it, of which it was told how many there is room for.
+        // to it and to the places behind it, of which it was told how many there is room for. What it
+        // tells of one domain is far shorter than the room for all processors' times.
         unsafe { uapi::ioctl(self.privcmd.as_fd(), uapi::HYPERCALL, &raw mut call) }?;
         // SAFETY: as for the write.
         *sysctl = unsafe { at.read_volatile() };

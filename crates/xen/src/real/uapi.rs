@@ -142,6 +142,25 @@ pub(super) const CPUINFO_TO: usize = 2;
 /// Out: so many were written.
 pub(super) const CPUINFO_TOLD: usize = 4;
 
+pub(super) const SYSCTL_GETDOMAININFOLIST: u32 = 6;
+/// In: the first domain that is told.
+pub(super) const DOMAINS_FIRST: usize = 0;
+/// In: how many are told at most.
+pub(super) const DOMAINS_MAX: usize = 1;
+/// In, two words: where to.
+pub(super) const DOMAINS_TO: usize = 2;
+/// Out: so many were written.
+pub(super) const DOMAINS_TOLD: usize = 4;
+/// Of what is told of a domain, as words: its number, in the lower half.
+pub(super) const DOMAIN_ID: usize = 0;
+/// Its flags, in the next word.
+pub(super) const DOMAIN_FLAGS: usize = 1;
+/// The domain has shut down. The next two are the reason.
+pub(super) const DOMAIN_SHUTDOWN: u32 = 1 << 2;
+pub(super) const SHUTDOWN_SHIFT: u32 = 16;
+pub(super) const SHUTDOWN_MASK: u32 = 255;
+pub(super) const SHUTDOWN_SUSPEND: u32 = 2;
+
 /// A request to Xen itself, and its answer.
 #[repr(C, align(8))]
 #[derive(Clone, Copy)]

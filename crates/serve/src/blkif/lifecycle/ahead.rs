@@ -29,7 +29,7 @@ pub fn hold(
 ) -> Result<(), ServeError> {
     let mut line = Line::new(line, stop);
     let held = |line: &mut Line<'_>| {
-        line.open(ahead.read_only, false)?;
+        line.open(ahead.read_only, false, false)?;
         let tuned = line.tune(tune)?;
         // A guest may have gone while no follower saw it. It waits for no request any more.
         for order in [Order::Remember, Order::Stop, Order::Forget, Order::Enter] {

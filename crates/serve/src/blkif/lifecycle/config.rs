@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ferrite_io::pool::HostMemory;
 use ferrite_xen::hypervisor::DomId;
@@ -14,6 +15,9 @@ use crate::path::full::OnFull;
 use crate::path::limit::Limits;
 use crate::processors::Processors;
 use crate::tuning::Tuning;
+
+/// The usual [`WorkConfig::wait_for_host`].
+pub const WAIT_FOR_HOST: Duration = Duration::from_secs(10);
 
 /// The configuration of a backend with both halves in one process.
 pub struct Config {
@@ -62,6 +66,9 @@ pub struct FollowConfig {
     /// Whether the image is open before the guest comes, and in which mode. Otherwise it is opened
     /// in the guest's.
     pub ahead: Option<Ahead>,
+    /// Whether the guest comes from another host, which has the image until this one connects: the
+    /// worker opens it then, and only looks at it before (attachments.md).
+    pub defers: bool,
 }
 
 /// The configuration of the half that serves.
@@ -69,6 +76,8 @@ pub struct FollowConfig {
 pub struct WorkConfig {
     /// The guest.
     pub domid: DomId,
+    /// How long a guest that comes from another host waits for that host to close the image.
+    pub wait_for_host: Duration,
     /// The mover, and the limits of its mappings.
     pub moving: Moving,
     /// Bytes of the disk's buffer pool.

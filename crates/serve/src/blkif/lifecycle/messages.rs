@@ -143,6 +143,9 @@ pub struct OpenFailure {
     pub why: String,
     /// The next step.
     pub help: String,
+    /// Whether another process or host has it open.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub in_use: bool,
 }
 
 /// An unsolicited message of a worker.
@@ -167,7 +170,7 @@ impl Failure {
     /// The other half speaks an unknown version of these messages. The guest is served on.
     pub(super) fn version(what: &str, e: &UnknownVersion) -> Self {
         let (what, why) = (what.to_owned(), e.to_string());
-        Failure::Open(OpenFailure { what, why, help: e.help().to_owned() })
+        Failure::Open(OpenFailure { what, why, help: e.help().to_owned(), in_use: false })
     }
 
     /// A file in the run directory could not be written.
@@ -196,7 +199,9 @@ impl From<Failure> for ServeError {
             }
             Failure::Host { what, why } => ServeError::Host { what, source: io::Error::other(why) },
             Failure::Close(why) => ServeError::Close(io::Error::other(why)),
-            Failure::Open(OpenFailure { what, why, help }) => ServeError::Open { what, why, help },
+            Failure::Open(OpenFailure { what, why, help, .. }) => {
+                ServeError::Open { what, why, help }
+            }
             Failure::Lost(why) => ServeError::WorkerLost(why),
             Failure::Left => ServeError::Left,
         }

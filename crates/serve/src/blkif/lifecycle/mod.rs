@@ -16,6 +16,7 @@ use std::time::Duration;
 use ferrite_host::clock::{Clock, SystemClock};
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use ferrite_xen::store::{Store, StoreError};
+use ferrite_xen::xenbus::XenbusState;
 
 use crate::blkif::negotiate::{DiskFacts, Offer};
 use crate::log_limit::{LogLimits, limited};
@@ -52,13 +53,14 @@ mod xenbus;
 pub use ahead::hold;
 pub use attachment::{Attachment, report_failure};
 pub use closing::close;
-pub use config::{Ahead, Config, ExpectedAttachment, FollowConfig, WorkConfig};
+pub use config::{Ahead, Config, ExpectedAttachment, FollowConfig, WAIT_FOR_HOST, WorkConfig};
 pub use connected::EngineFactory;
 pub use error::ServeError;
 pub use in_use::{Change, Facts, ImageOrder, ImageReply};
 pub use messages::OpenFailure;
 pub use orphan::{Orphan, Start};
-pub use remote::line::{ask_of_image, part, pause, retire};
+pub use remote::deferred::{Opening, OpeningKind};
+pub use remote::line::{ask_of_image, leave, part, pause, retire};
 pub use remote::work::{Lines, Opened, work, work_from};
 pub use reported::clear_error as clear_failure;
 pub use run_dir::{STOPPED, TABLE, remove_run_dir, remove_second, run_dir_name};
@@ -156,15 +158,22 @@ pub fn follow_notifying(
     tune: &Tune,
     opened: impl FnOnce(&DiskFacts, Result<(), ServeError>) -> Result<(), ServeError>,
 ) -> Result<Outcome, ServeError> {
+    let defers = config.defers && is_unconnected(store, config)?;
     let open = |line: &mut Line<'_>, attachment: &Attachment| {
         let read_only = config.ahead.map_or(attachment.read_only, |ahead| ahead.read_only);
-        line.open(read_only, !attachment.may_discard)?;
+        line.open(read_only, !attachment.may_discard, defers)?;
         if config.ahead.is_some() {
             line.name_guest(config.domid)?;
         }
         line.tune(tune)
     };
     follow_a_line(store, line, config, log_limits, stop, open, opened)
+}
+
+/// Whether no guest was connected. One that was is taken over with the image open.
+fn is_unconnected(store: &mut Store, config: &FollowConfig) -> Result<bool, StoreError> {
+    let state = store.read(&format!("{}/state", config.backend))?;
+    Ok(XenbusState::parse(state.as_deref()) <= XenbusState::InitWait)
 }
 
 /// Follows xenstore on a worker's second line: for a stub domain whose guest has the same disk.

@@ -168,20 +168,18 @@ impl<'a> Worker<'a> {
         }
     }
 
+    /// Whether there are NBD clients.
+    pub(super) fn has_clients(&self) -> bool {
+        self.clients.as_ref().is_some_and(Clients::are_there)
+    }
+
     /// Ends all clients. Their requests that the disk works on are done when this returns.
     pub(super) fn end_clients(&mut self) {
         self.clients.take().map(Clients::end);
     }
 
     fn facts(&self) -> Result<DiskFacts, Failure> {
-        let disk = disk(&self.context.device)?;
-        Ok(DiskFacts {
-            sectors: disk.sectors(),
-            read_only: disk.read_only(),
-            physical_block_bytes: disk.physical_block_bytes(),
-            discard: disk.discard_limits().filter(|_| !disk.read_only()),
-            max_segments: largest_request(&disk),
-        })
+        Ok(facts(&*disk(&self.context.device)?))
     }
 
     /// Whether NBD clients and the stub domain may be served. The first order that uses the run
@@ -398,6 +396,17 @@ impl WorkerHandle for Worker<'_> {
 
     fn is_separate_process(&self) -> bool {
         false
+    }
+}
+
+/// The facts of a disk, for a frontend.
+pub(super) fn facts(disk: &Disk) -> DiskFacts {
+    DiskFacts {
+        sectors: disk.sectors(),
+        read_only: disk.read_only(),
+        physical_block_bytes: disk.physical_block_bytes(),
+        discard: disk.discard_limits().filter(|_| !disk.read_only()),
+        max_segments: largest_request(disk),
     }
 }
 

@@ -75,14 +75,16 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// Has the worker open the image, unless it is open in this mode. Logs a worker of another
+    /// Has the worker open the image, unless it is open in this mode. `defers`: it only looks at the
+    /// image, and opens it when the guest connects. Logs a worker of another
     /// program. One that speaks an unknown version serves its guest on, and is not followed.
     pub(in super::super) fn open(
         &mut self,
         read_only: bool,
         keeps_all: bool,
+        defers: bool,
     ) -> Result<(), Failure> {
-        let open = RequestKind::Open { read_only, keeps_all, version: VERSION.own };
+        let open = RequestKind::Open { read_only, keeps_all, defers, version: VERSION.own };
         match self.request(open)? {
             Reply::Opened { version, program } => {
                 let agreed = VERSION.agree(version);
@@ -292,6 +294,16 @@ pub fn retire(
 ) -> Result<(), ServeError> {
     let end = within.map(|within| Instant::now() + within);
     Line { end, ..Line::new(line, stop) }.request(RequestKind::Retire)?;
+    Ok(())
+}
+
+/// As [`retire`], of a disk whose guest is suspended: another host may open the image.
+///
+/// # Errors
+/// As [`retire`]. There are clients of NBD, or a worker of an older program does not know this
+/// request.
+pub fn leave(line: BorrowedFd<'_>, stop: &Waker) -> Result<(), ServeError> {
+    Line::new(line, stop).request(RequestKind::Leave)?;
     Ok(())
 }
 

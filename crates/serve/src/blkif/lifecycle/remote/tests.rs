@@ -221,7 +221,7 @@ fn fields_that_are_not_known_are_left_alone_on_both_ends() {
     let (follower, worker) = line();
     let ask = r#"{"number":7,"what":{"Open":{"read_only":true,"more":[1]}},"more":{}}"#;
     send(&follower, ask.as_bytes(), SendFlags::NOSIGNAL).unwrap();
-    let open = RequestKind::Open { read_only: true, keeps_all: false, version: 1 };
+    let open = RequestKind::Open { read_only: true, keeps_all: false, defers: false, version: 1 };
     let asked_for = Request { number: 7, what: open };
     assert_eq!(receive_request(worker.as_fd()).unwrap(), Some(asked_for));
     std::thread::scope(|scope| {
@@ -234,7 +234,7 @@ fn fields_that_are_not_known_are_left_alone_on_both_ends() {
             send(&worker, said.as_bytes(), SendFlags::NOSIGNAL).unwrap();
         });
         let stop = Waker::new().unwrap();
-        Line::new(follower.as_fd(), &stop).open(false, false).unwrap();
+        Line::new(follower.as_fd(), &stop).open(false, false, false).unwrap();
     });
 }
 
@@ -249,9 +249,11 @@ fn a_worker_of_a_version_too_far_away_is_not_followed_and_the_text_says_both_ver
             answer(&worker, number, Ok(Reply::Opened { version: 4, program }));
         });
         let stop = Waker::new().unwrap();
-        Line::new(follower.as_fd(), &stop).open(false, false)
+        Line::new(follower.as_fd(), &stop).open(false, false, false)
     });
-    let Err(Failure::Open(OpenFailure { what, why, help })) = opened else { panic!("{opened:?}") };
+    let Err(Failure::Open(OpenFailure { what, why, help, .. })) = opened else {
+        panic!("{opened:?}")
+    };
     assert_eq!(what, "cannot follow the worker");
     assert_eq!(why, "the other process speaks version 4 of the line, and this one 1 and 2");
     assert!(help.contains("ferrite upgrade"), "{help}");
@@ -263,7 +265,7 @@ fn a_follower_that_says_no_version_speaks_the_first_one() {
     let (follower, worker) = line();
     let ask = r#"{"number":7,"what":{"Open":{"read_only":true,"keeps_all":false}}}"#;
     send(&follower, ask.as_bytes(), SendFlags::NOSIGNAL).unwrap();
-    let open = RequestKind::Open { read_only: true, keeps_all: false, version: 1 };
+    let open = RequestKind::Open { read_only: true, keeps_all: false, defers: false, version: 1 };
     let asked_for = Request { number: 7, what: open };
     assert_eq!(receive_request(worker.as_fd()).unwrap(), Some(asked_for));
 }
@@ -309,7 +311,7 @@ fn settings_go_to_a_worker_that_knows_them_and_for_an_older_one_there_is_an_upgr
             });
             let stop = Waker::new().unwrap();
             let mut line = Line::new(follower.as_fd(), &stop);
-            let opened = line.open(false, false);
+            let opened = line.open(false, false, false);
             let taken = line.tune(&tune).map(|taken| taken.map_err(|e| e.to_string()));
             // Settings of which none is made are not sent.
             let nothing = line.tune(&Tune::default()).map(|taken| taken.is_ok());

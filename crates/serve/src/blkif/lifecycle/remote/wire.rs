@@ -34,6 +34,10 @@ pub(super) enum RequestKind {
         /// Whether discards are refused.
         #[serde(default)]
         keeps_all: bool,
+        /// Whether it is only looked at until the guest connects, as another host may have it. An
+        /// older worker opens it at once, and fails if another host does have it.
+        #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+        defers: bool,
         /// The follower's [`VERSION`].
         #[serde(default = "first_version")]
         version: u32,
@@ -45,6 +49,9 @@ pub(super) enum RequestKind {
     /// As [`Retire`](Self::Retire). Besides, the guests' tables name no image any more: the next
     /// image that is opened may be another one.
     Pause,
+    /// As [`Retire`](Self::Retire), as the guest is suspended. It is refused while there are clients
+    /// of NBD: QEMU has its disks flushed when its guest is suspended.
+    Leave,
     /// On the second line: serve this guest beside the first one, as soon as the image is open.
     Join {
         /// Whether the guest may only read.

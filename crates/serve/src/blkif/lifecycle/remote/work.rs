@@ -27,6 +27,7 @@ use super::super::orphan::{Orphan, Start};
 use super::super::run_dir::{RunFiles, STOPPED, TABLE, second};
 use super::super::worker::Worker;
 use super::super::worker_handle::WorkerHandle;
+use super::deferred::{Deferred, Opening, OpeningKind};
 use super::wire::{Message, Request, RequestKind, VERSION, receive_message, send_message};
 use crate::blkif::inflight::ImageName;
 use crate::path::device::Device;
@@ -54,7 +55,7 @@ pub struct Lines<'a> {
 }
 
 /// Serves the requests on both lines until one of them ends, and the NBD clients of the client
-/// channel. `open` opens the image; its argument says whether it is opened for reading only.
+/// channel. `open` opens the image as its argument says.
 ///
 /// It returns `Ok` if a line ends while no image is open: the disk is gone, and other disks of this
 /// process go on.
@@ -68,7 +69,7 @@ pub fn work(
     client_channel: &OwnedFd,
     hypervisor: &dyn Hypervisor,
     config: &WorkConfig,
-    open: &mut dyn FnMut(bool) -> Result<Opened, OpenFailure>,
+    open: &mut dyn FnMut(Opening) -> Result<Opened, OpenFailure>,
 ) -> Result<(), ServeError> {
     work_from(Start::WaitForFollower, lines, client_channel, hypervisor, config, open)
 }
@@ -84,7 +85,7 @@ pub fn work_from(
     client_channel: &OwnedFd,
     hypervisor: &dyn Hypervisor,
     config: &WorkConfig,
-    open: &mut dyn FnMut(bool) -> Result<Opened, OpenFailure>,
+    open: &mut dyn FnMut(Opening) -> Result<Opened, OpenFailure>,
 ) -> Result<(), ServeError> {
     // It is measured once and now, while no guest waits.
     wake_up_ns();
@@ -97,6 +98,7 @@ pub fn work_from(
         second,
         client_channel,
         served: None,
+        deferred: None,
         pending_join: None,
     };
     match start {
@@ -154,22 +156,24 @@ pub(super) fn receive_request(line: BorrowedFd<'_>) -> io::Result<Option<Request
 }
 
 /// A worker's process, with or without an open image.
-struct WorkerProcess<'a> {
+pub(super) struct WorkerProcess<'a> {
     hypervisor: &'a dyn Hypervisor,
-    config: &'a WorkConfig,
-    open: &'a mut dyn FnMut(bool) -> Result<Opened, OpenFailure>,
+    pub(super) config: &'a WorkConfig,
+    pub(super) open: &'a mut dyn FnMut(Opening) -> Result<Opened, OpenFailure>,
     second: BorrowedFd<'a>,
     /// The client channel, until its other end is gone.
     client_channel: Option<&'a OwnedFd>,
-    served: Option<OpenImage<'a>>,
+    pub(super) served: Option<OpenImage<'a>>,
+    /// An image that is opened when its guest connects.
+    pub(super) deferred: Option<Deferred>,
     /// A request to join on the second line. It waits until the image is open and a follower has
     /// read the first guest's states.
     pending_join: Option<Request>,
 }
 
 /// An open image.
-struct OpenImage<'a> {
-    worker: Worker<'a>,
+pub(super) struct OpenImage<'a> {
+    pub(super) worker: Worker<'a>,
     device: Arc<Device>,
     engine: EngineFactory,
     read_only: bool,
@@ -203,6 +207,7 @@ impl<'a> WorkerProcess<'a> {
         let ready = self.select(first)?;
         self.send_reports(first, ready)?;
         if ready.client {
+            self.open_for_others();
             self.accept_client();
         }
         if ready.requests[0]
@@ -239,10 +244,11 @@ impl<'a> WorkerProcess<'a> {
             listens.and_then(|(worker, _)| worker.growth_fd()).unwrap_or(first)
         };
         // Clients wait in the channel until the disk can be served.
-        let takes = self.serves_others();
+        let takes = self.serves_others() || self.opens_for_others();
         let client_channel = self.client_channel.filter(|_| takes).map_or(first, OwnedFd::as_fd);
         let fds = [first, self.second, fd(0), fd(1), grows(0), grows(1), client_channel];
-        let ready = wait_for(fds, None).map_err(|e| ServeError::host("wait for orders", e))?;
+        let timeout = self.pause_for_others();
+        let ready = wait_for(fds, timeout).map_err(|e| ServeError::host("wait for orders", e))?;
         let reports = |i: usize| workers[i].is_some() && (ready[2 + i] || ready[4 + i]);
         let client = takes && ready[6];
         Ok(Ready { requests: [ready[0], ready[1]], reports: [reports(0), reports(1)], client })
@@ -327,7 +333,11 @@ impl<'a> WorkerProcess<'a> {
 
     /// Carries out a request of the second line. A guest that cannot join yet gets its reply later.
     fn carry_out_second(&mut self, Request { number, what }: Request) -> Result<(), ServeError> {
-        if matches!(what, RequestKind::Join { .. }) && !self.serves_others() {
+        let joins = matches!(what, RequestKind::Join { .. });
+        if joins {
+            self.open_for_others();
+        }
+        if joins && !self.serves_others() {
             self.pending_join = Some(Request { number, what });
             return Ok(());
         }
@@ -335,9 +345,10 @@ impl<'a> WorkerProcess<'a> {
             RequestKind::Join { read_only, domid } => self.join(read_only, DomId(domid)),
             RequestKind::Part { domid } => self.part(DomId(domid)),
             RequestKind::Order(order) => self.order_second(order),
-            RequestKind::Open { .. } | RequestKind::Retire | RequestKind::Pause => {
-                Err(wrong_line())
-            }
+            RequestKind::Open { .. }
+            | RequestKind::Retire
+            | RequestKind::Leave
+            | RequestKind::Pause => Err(wrong_line()),
         };
         self.send_reply(self.second, number, result, true)
     }
@@ -355,6 +366,7 @@ impl<'a> WorkerProcess<'a> {
                 what: format!("cannot serve domain {domid} beside its guest"),
                 why: "only one of the two may write to the disk".to_owned(),
                 help: "attach it to both in the same mode (mode=)".to_owned(),
+                in_use: false,
             }));
         }
         // The older guest's disk is gone: the daemon serves one at a time beside the first.
@@ -415,14 +427,18 @@ impl<'a> WorkerProcess<'a> {
 
     fn carry_out(&mut self, what: RequestKind) -> Result<Reply, Failure> {
         match what {
-            RequestKind::Open { read_only, keeps_all, version } => {
+            RequestKind::Open { read_only, keeps_all, defers, version } => {
                 let agreed = VERSION.agree(version);
                 agreed.map_err(|e| Failure::version("the worker refuses this daemon", &e))?;
-                self.open(read_only, keeps_all)?;
+                match defers {
+                    true => self.look(read_only, keeps_all)?,
+                    false => self.open(read_only, keeps_all)?,
+                }
                 let program = env!("CARGO_PKG_VERSION").to_owned();
                 return Ok(Reply::Opened { version: VERSION.own, program });
             }
             RequestKind::Retire => self.retire()?,
+            RequestKind::Leave => self.leave()?,
             RequestKind::Pause => {
                 self.retire()?;
                 let run_dir = &self.config.run_dir;
@@ -437,15 +453,33 @@ impl<'a> WorkerProcess<'a> {
     /// Opens the image in this mode. An image that is open in this mode stays open, and its guest
     /// goes on.
     fn open(&mut self, read_only: bool, keeps_all: bool) -> Result<(), Failure> {
-        if let Some(served) = &self.served {
-            if !served.closed && served.read_only == read_only {
-                return Ok(());
-            }
+        if self.is_open(read_only)? {
+            return Ok(());
+        }
+        self.open_image(Opening { read_only, kind: OpeningKind::Serve }, keeps_all)?;
+        self.deferred = None;
+        Ok(())
+    }
+
+    /// Whether the image is open in this mode. Closes an image that is open otherwise.
+    pub(super) fn is_open(&mut self, read_only: bool) -> Result<bool, Failure> {
+        let Some(served) = &self.served else { return Ok(false) };
+        let is_open = !served.closed && served.read_only == read_only;
+        if !is_open {
             // The toolstack has attached the disk once more.
             self.give_up()?;
         }
-        let Opened { disk, engine } = match (self.open)(read_only) {
+        Ok(is_open)
+    }
+
+    /// Opens the image, of which nothing is open.
+    pub(super) fn open_image(&mut self, how: Opening, keeps_all: bool) -> Result<(), Failure> {
+        let read_only = how.read_only;
+        let Opened { disk, engine } = match (self.open)(how) {
             Ok(opened) => opened,
+            Err(e) if e.in_use && how.kind == OpeningKind::AfterLook => {
+                return Err(Failure::Open(e));
+            }
             Err(e) => {
                 // A second guest that waits to join gets the error, too.
                 if let Some(Request { number, .. }) = self.pending_join.take() {
@@ -476,6 +510,9 @@ impl<'a> WorkerProcess<'a> {
         if closes {
             self.leave_second()?;
         }
+        if let Some(reply) = self.order_deferred(&order)? {
+            return Ok(reply);
+        }
         let Some(served) = &mut self.served else { return Err(not_open()) };
         match order {
             // The tool may change the file itself, once it is unlocked.
@@ -488,7 +525,7 @@ impl<'a> WorkerProcess<'a> {
     }
 
     /// Closes the image. Its guest, if there is one, waits for a takeover.
-    fn give_up(&mut self) -> Result<(), Failure> {
+    pub(super) fn give_up(&mut self) -> Result<(), Failure> {
         self.leave_second()?;
         let Some(mut served) = self.served.take() else { return Ok(()) };
         served.worker.end_clients();
@@ -506,7 +543,8 @@ impl<'a> WorkerProcess<'a> {
     }
 
     /// Completes and closes the image. One that cannot be closed stays open and is served.
-    fn retire(&mut self) -> Result<(), Failure> {
+    pub(super) fn retire(&mut self) -> Result<(), Failure> {
+        self.deferred = None;
         self.leave_second()?;
         let Some(served) = &mut self.served else { return Ok(()) };
         served.worker.end_clients();
