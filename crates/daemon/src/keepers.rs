@@ -18,15 +18,14 @@ use ferrite_keeper::{
     DiskSpec, Group, Keeper, Line, Preopen, WorkerSandbox, name_of, nbd_socket, socket_name,
 };
 use ferrite_serve::blkif::lifecycle::{
-    Ahead, Attachment, FollowConfig, Outcome, ServeError, follow_notifying, follow_second, hold,
-    leave, part, remove_second, retire,
+    Ahead, Outcome, ServeError, follow_notifying, follow_second, hold, leave, part, remove_second,
+    retire,
 };
-use ferrite_serve::blkif::negotiate::{DiskFacts, Offer};
+use ferrite_serve::blkif::negotiate::DiskFacts;
 use ferrite_serve::log_limit::LogLimits;
 use ferrite_serve::waker::Waker;
 use ferrite_xen::hypervisor::DomId;
-use ferrite_xen::mover::Mover;
-use ferrite_xen::store::{Store, StoreError};
+use ferrite_xen::store::Store;
 
 use crate::config::DiskOptions;
 use crate::state::{DiskId, id_of_name};
@@ -34,9 +33,11 @@ use crate::table::WakeReason;
 use crate::wait::wait_for;
 use crate::{Assignment, Failure, Paths, Serving};
 
+mod attachment;
 mod closed;
 mod spare;
 
+use attachment::{follow_config, is_new, is_written, name_keeper};
 use closed::{end_closed, upgrade};
 use spare::process_of;
 
@@ -522,73 +523,6 @@ impl Serving for Keepers {
         self.sweep_stores();
         self.names().filter_map(|name| id_of_name(&name)).collect()
     }
-}
-
-/// Whether the attachment was not served yet.
-fn is_new(store: &mut Store, disk: &Assignment<'_>) -> Result<bool, Failure> {
-    let state = store.read(&format!("{}/state", disk.backend)).map_err(|e| Failure::store(&e))?;
-    Ok(state.as_deref() == Some(b"1"))
-}
-
-/// Whether the toolstack lets the guest write. A worker of a read-only disk gets no right to write.
-fn is_written(store: &mut Store, disk: &Assignment<'_>) -> Result<bool, Failure> {
-    match Attachment::read(store, &disk.backend, DomId(disk.id.domid)).map_err(not_served)? {
-        Some(attachment) => Ok(!attachment.read_only),
-        None => Err(Failure {
-            why: "the toolstack has not written all keys of the disk's directory".to_owned(),
-            help:
-                "ferrite tries again; look at the toolstack's directory of the disk (xenstore-ls)"
-                    .to_owned(),
-        }),
-    }
-}
-
-/// Writes the keeper's process number and the NBD socket to xenstore.
-///
-/// Toolstacks set that process's priority and read its statistics. They give QEMU the socket, by
-/// which an HVM guest boots. So it is written before the disk is announced.
-fn name_keeper(
-    store: &mut Store,
-    disk: &Assignment<'_>,
-    pid: i32,
-    nbd: Option<&Path>,
-) -> Result<(), Failure> {
-    let dir = &disk.backend;
-    let socket = format!("{dir}/physical-device-path");
-    let named = store.transaction(|tx| {
-        // Nothing is written to a directory that has gone, since that would create it again.
-        match tx.read(&format!("{dir}/state"))? {
-            Some(_) => tx.write(&format!("{dir}/kthread-pid"), pid.to_string().as_bytes())?,
-            None => return Ok(()),
-        }
-        // A path that a script has written stays.
-        match (nbd, tx.read(&socket)?) {
-            (Some(nbd), None) => tx.write(&socket, nbd.as_os_str().as_encoded_bytes()),
-            _ => Ok(()),
-        }
-    });
-    match named {
-        // A quota, for example. The disk is served without it.
-        Err(e) if !e.is_fatal() => {
-            tracing::debug!("cannot name the keeper of disk {}: {e}", disk.id);
-            Ok(())
-        }
-        named => named.map_err(|e: StoreError| Failure::store(&e)),
-    }
-}
-
-fn follow_config(disk: &Assignment<'_>) -> FollowConfig {
-    let options = &disk.options;
-    let offer = Offer {
-        max_queues: options.queues,
-        max_ring_order: options.ring_order,
-        max_indirect_segments: options.indirect,
-        persistent: options.mover == Mover::Persistent,
-    };
-    let backend = disk.backend.clone();
-    let (domid, devid) = (DomId(disk.guest.domid), disk.guest.devid);
-    let (attached, ahead, defers) = (disk.attached.clone(), disk.ahead, disk.defers);
-    FollowConfig { backend, domid, devid, offer, attached, ahead, defers }
 }
 
 /// Whether the error of a connection means that no keeper runs.

@@ -13,7 +13,6 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use ferrite_serve::blkif::lifecycle::ExpectedAttachment;
 use ferrite_serve::blkif::negotiate::DiskFacts;
 use ferrite_xen::store::Store;
 use serde::{Deserialize, Serialize};
@@ -23,7 +22,6 @@ use crate::params::Image;
 use crate::state::{DiskId, DiskState, States};
 use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::unserved::{AllowedStates, End, answer};
-use crate::wait::wait_for;
 use crate::{Failure, Shared, Step, directory};
 
 /// A pause that lasts longer is a warning.
@@ -311,23 +309,6 @@ impl Follower {
         }
         tracing::info!("disk {} is paused by {}", self.id, pause.by);
         self.wait_paused(&pause)
-    }
-
-    /// Keeps a tap paused until its thread is woken, and answers the toolstack for its guest.
-    fn wait_paused_tap(&mut self, image: &Image, guest: Option<DiskId>) -> Result<Next, Failure> {
-        let Some(guest) = guest else {
-            wait_for([self.stop.fd()], None);
-            return Ok(if self.ends() { Next::Ended } else { Next::Again });
-        };
-        let mut store = (self.shared.connect)().map_err(|e| Failure::store(&e))?;
-        let may = AllowedStates { begin: false, offer: false, announce: true };
-        let mut attached = ExpectedAttachment::Any;
-        let end = answer(&mut store, guest, may, &mut attached, None, &self.stop);
-        match end.map_err(|e| Failure::store(&e))? {
-            End::Detached | End::Another => self.guest_left(image).map(|()| Next::Again),
-            End::Stopped if self.ends() => Ok(Next::Ended),
-            End::Stopped | End::Retry => Ok(Next::Again),
-        }
     }
 
     /// Withdraws a pause that no state file has: the next daemon would open the image.

@@ -125,14 +125,8 @@ impl Host {
         command.env(GUESTS, guests).env(IMAGE, &host.image).env(RUN_DIR, host.run_dir());
         let worker = ["--exact", "worker_process", "--nocapture", "--test-threads=1"];
         let spec = DiskSpec {
-            socket: host.socket(),
-            run_dir: host.run_dir(),
             worker: worker.map(str::to_owned).to_vec(),
-            relay: None,
-            sandbox: None,
-            group: None,
-            public: None,
-            preopens: Vec::new(),
+            ..DiskSpec::idle(host.socket(), host.run_dir(), None)
         };
         spec.start(command).unwrap();
         host

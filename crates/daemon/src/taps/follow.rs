@@ -10,6 +10,7 @@ use crate::follow::{Ending, Follower, Next, RETRY, RETRY_MAX};
 use crate::params::Image;
 use crate::state::{DiskId, DiskState, TapState};
 use crate::table::{Phase, WakeReason};
+use crate::unserved::{AllowedStates, End, answer};
 use crate::wait::{Backoff, wait_for};
 use crate::{Assignment, Failure, Step, blktap};
 
@@ -60,7 +61,11 @@ impl Follower {
     /// Serves an open tap until the thread is woken or its guest leaves.
     pub(crate) fn serve_tap(&mut self, image: &Image, resumes: bool) -> Result<Next, Failure> {
         let Some(tap) = self.tap() else { return Ok(Next::Ended) };
-        self.shared.table.change(self.id, |entry| entry.starts += 1);
+        let real = image.file().canonicalize().ok();
+        self.shared.table.change(self.id, |entry| {
+            entry.starts += 1;
+            entry.real = real;
+        });
         // The next daemon has to find the tap, and its guest, before either is served.
         self.write_state(image)?;
         (self.shared.on_step)(Step::StateWritten);
@@ -128,6 +133,27 @@ impl Follower {
             resumes,
             told_sectors,
             shared: &self.shared,
+        }
+    }
+
+    /// Keeps a tap paused until its thread is woken, and answers the toolstack for its guest.
+    pub(crate) fn wait_paused_tap(
+        &mut self,
+        image: &Image,
+        guest: Option<DiskId>,
+    ) -> Result<Next, Failure> {
+        let Some(guest) = guest else {
+            wait_for([self.stop.fd()], None);
+            return Ok(if self.ends() { Next::Ended } else { Next::Again });
+        };
+        let mut store = (self.shared.connect)().map_err(|e| Failure::store(&e))?;
+        let may = AllowedStates { begin: false, offer: false, announce: true };
+        let mut attached = ExpectedAttachment::Any;
+        let end = answer(&mut store, guest, may, &mut attached, None, &self.stop);
+        match end.map_err(|e| Failure::store(&e))? {
+            End::Detached | End::Another => self.guest_left(image).map(|()| Next::Again),
+            End::Stopped if self.ends() => Ok(Next::Ended),
+            End::Stopped | End::Retry => Ok(Next::Again),
         }
     }
 

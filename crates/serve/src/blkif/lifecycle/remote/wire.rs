@@ -13,7 +13,7 @@ use super::super::messages::{Failure, Order, Reply, Report};
 pub(super) const LINE: Protocol = Protocol { name: "the line", max_bytes: 64 << 10, max_files: 0 };
 /// The version of the line. It grows with each new order, and with each field that the other half
 /// has to read (processes.md 11).
-pub(super) const VERSION: Version = Version { protocol: LINE.name, own: 3 };
+pub(super) const VERSION: Version = Version { protocol: LINE.name, own: 2 };
 
 /// A follower's request.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,6 +64,13 @@ pub(super) enum RequestKind {
         /// The guest's domain number.
         domid: u16,
     },
+}
+
+impl RequestKind {
+    /// Whether it connects a guest's rings.
+    pub(super) fn connects(&self) -> bool {
+        matches!(self, RequestKind::Order(Order::Connect(_) | Order::TakeOver { .. }))
+    }
 }
 
 /// A worker's message.

@@ -214,7 +214,7 @@ impl<'a> WorkerProcess<'a> {
             && let Some(request) = receive_request(first).map_err(line_failed)?
         {
             // A disk that stays is served to clients of NBD without a device of Xen.
-            let needs_xen = !self.config.stays || connects(&request.what);
+            let needs_xen = !self.config.stays || request.what.connects();
             let result = self.carry_out(request.what);
             self.send_reply(first, request.number, result, needs_xen)?;
         }
@@ -558,11 +558,6 @@ impl<'a> WorkerProcess<'a> {
         let _ = names::open(self.config.run_dir.join(STOPPED), flags, Mode::from(0o600));
         Ok(())
     }
-}
-
-/// Whether a request connects a guest's rings.
-fn connects(what: &RequestKind) -> bool {
-    matches!(what, RequestKind::Order(Order::Connect(_) | Order::TakeOver { .. }))
 }
 
 /// Sends the reports of a guest's worker.
