@@ -169,21 +169,10 @@ pub(crate) enum Command {
     Trace(TraceArgs),
     /// Run a stand-in for one of tapdisk's tools: tap-ctl, vhd-util or td-util.
     #[command(disable_help_flag = true)]
-    Compat(CompatArgs),
+    Compat(crate::compat::CompatArgs),
     /// Write manual pages and completions for shells, for packages.
     #[command(hide = true)]
     Generate(GenerateArgs),
-}
-
-/// Options of `compat`.
-#[derive(Debug, Args)]
-pub(crate) struct CompatArgs {
-    /// Which tool: tap-ctl, vhd-util or td-util.
-    #[arg(value_name = "TOOL")]
-    pub(crate) tool: OsString,
-    /// The tool's own arguments.
-    #[arg(value_name = "ARGUMENTS", trailing_var_arg = true, allow_hyphen_values = true)]
-    pub(crate) arguments: Vec<OsString>,
 }
 
 impl Command {

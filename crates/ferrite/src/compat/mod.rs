@@ -10,7 +10,6 @@ use std::process::ExitCode;
 
 use rustix::io::Errno;
 
-use crate::cli::CompatArgs;
 use crate::exit::Failure;
 use crate::plain::one_line;
 
@@ -19,6 +18,17 @@ mod smapi;
 pub(crate) mod tap_ctl;
 mod td_util;
 mod vhd_util;
+
+/// Options of `compat`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct CompatArgs {
+    /// Which tool: tap-ctl, vhd-util or td-util.
+    #[arg(value_name = "TOOL")]
+    pub(crate) tool: OsString,
+    /// The tool's own arguments.
+    #[arg(value_name = "ARGUMENTS", trailing_var_arg = true, allow_hyphen_values = true)]
+    pub(crate) arguments: Vec<OsString>,
+}
 
 /// The command of `ferrite` that names a tool.
 const COMMAND: &str = "compat";
@@ -56,8 +66,8 @@ impl Tool {
     pub(crate) fn main(self, args: Vec<OsString>) -> ExitCode {
         match self {
             Tool::TapCtl => tap_ctl::main(args),
-            Tool::VhdUtil => vhd_util::main(args),
-            Tool::TdUtil => td_util::main(args),
+            Tool::VhdUtil => vhd_util::main(served::without_run_dir(args)),
+            Tool::TdUtil => td_util::main(served::without_run_dir(args)),
             Tool::SmapiDatapath | Tool::SmapiVolume => smapi::main(self, args),
         }
     }

@@ -3,9 +3,10 @@
 //! A verb that changes an image asks here first. With `None` it opens the file itself, and locks it: a worker that the
 //! daemon does not know of now has the lock, so the verb is refused then.
 
-#![allow(dead_code, reason = "vhd-util's verbs, which call it, are made beside this")]
-
-use std::path::Path;
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use ferrite_daemon::Paths;
@@ -23,6 +24,27 @@ use super::Refusal;
 const ANSWER: Duration = Duration::from_secs(70);
 /// Bytes of paths in one question; a line of the socket has twice so many.
 const MOST_BYTES: usize = 32 << 10;
+
+/// The option that names another run directory than the daemon's usual one.
+const RUN_DIR: &[u8] = b"--run-dir=";
+
+static NAMED: OnceLock<PathBuf> = OnceLock::new();
+
+/// The daemon's run directory.
+pub(crate) fn run_dir() -> PathBuf {
+    NAMED.get().cloned().unwrap_or_else(|| Paths::default().run)
+}
+
+/// Takes the run directory out of a tool's arguments, which know no such option.
+pub(super) fn without_run_dir(args: Vec<OsString>) -> Vec<OsString> {
+    let (named, others) =
+        args.into_iter().partition::<Vec<_>, _>(|arg| arg.as_bytes().starts_with(RUN_DIR));
+    if let Some(dir) = named.last() {
+        // It is set once, at the start.
+        let _ = NAMED.set(std::ffi::OsStr::from_bytes(&dir.as_bytes()[RUN_DIR.len()..]).into());
+    }
+    others
+}
 
 /// Changes the headers of an image through the worker that writes to it. `None`: no disk does, and nothing was changed.
 ///

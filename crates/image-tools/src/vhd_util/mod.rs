@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use ferrite_disk::Disk;
 use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, OpenOptions, Parents, Port};
 use ferrite_images::Image;
-use ferrite_images::vhd::{self, KeyHash, Kind, Vhd};
+use ferrite_images::vhd::{self, KeyHash, Kind, ParentLink, Vhd, way_to};
 use serde::{Deserialize, Serialize};
 
 use super::io_context::IoContext;
@@ -94,6 +94,18 @@ impl ImageTools<'_> {
             room_bytes: vhd.table_entries().map_or(vhd.bytes(), |n| u64::from(n) * block),
             key: vhd.key(),
         })
+    }
+
+    /// A parent as a child names it that another process changes.
+    ///
+    /// # Errors
+    /// The parent cannot be opened, or either one's folder cannot be found.
+    pub fn link_of_vhd(&self, child: &Path, parent: &VhdParent) -> Result<ParentLink, DiskError> {
+        let found = parent.look(self)?;
+        let what = || format!("cannot name the parent of {}", child.display());
+        let relative = way_to(child, &found.path)
+            .map_err(|e| unsuitable(what(), &e, "name one that is there"))?;
+        Ok(ParentLink { uuid: found.uuid, modified_unix_s: found.modified_unix_s, relative })
     }
 
     /// Changes the headers of a VHD, at once. After a crash they are the old or the new ones.

@@ -297,8 +297,11 @@ pub(super) fn locator_texts(relative: &Path) -> impl Iterator<Item = ([u8; 4], V
     texts.into_iter().flatten()
 }
 
-/// The path from a child's directory to its parent.
-fn way_to(child: &Path, parent: &Path) -> Result<PathBuf, String> {
+/// The path from a child's directory to its parent: `./NAME`, `../OTHER/NAME`.
+///
+/// # Errors
+/// The directory cannot be found.
+pub fn way_to(child: &Path, parent: &Path) -> Result<PathBuf, String> {
     let dir = child.parent().filter(|dir| !dir.as_os_str().is_empty());
     let dir = dir.unwrap_or(Path::new(".")).canonicalize();
     let dir = dir.map_err(|e| format!("its directory cannot be found: {e}"))?;

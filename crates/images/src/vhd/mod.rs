@@ -51,7 +51,7 @@ mod table;
 mod verify;
 
 pub use check::{Finding, Problem, Report, check};
-pub use create::{NewImage, NewParent};
+pub use create::{NewImage, NewParent, way_to};
 pub use edit::{cut_off, identity_in};
 pub use format::batmap::KeyHash;
 pub use format::footer::{Creator, Footer, Kind};

@@ -3,13 +3,15 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
+use ferrite_daemon::control::protocol::Change;
 use ferrite_disk::DiskError;
 use ferrite_host::directory::HostDirectory;
-use ferrite_image_tools::{ImageTools, VhdChange, libvhd_path};
+use ferrite_image_tools::{ImageTools, VhdChange, libvhd_path, rounded};
 use ferrite_io::engines::EngineChoice;
 use rustix::io::Errno;
 
 use super::Stop;
+use crate::compat::served;
 use crate::image::{ENTRIES, allow_many_files, state_dir};
 
 /// Bytes of the unit of most sizes.
@@ -42,10 +44,33 @@ pub(super) fn change(path: &Path, change: &VhdChange) -> Result<(), Stop> {
     }
 }
 
-/// Has the process that writes to an image change its headers: this is the place for it. `None`: no process of ours
-/// writes to the image.
-fn served(_path: &Path, _change: &VhdChange) -> Option<Result<(), Stop>> {
-    None
+/// Has the worker that writes to an image change its headers. `None`: no worker does.
+fn served(path: &Path, change: &VhdChange) -> Option<Result<(), Stop>> {
+    let run_dir = served::run_dir();
+    match served::query(&run_dir, path) {
+        Ok(None) => return None,
+        Ok(Some(_)) => {}
+        Err(refusal) => return Some(Err(refusal.into())),
+    }
+    let change = match change {
+        VhdChange::Hidden(hidden) => Change::Hidden(*hidden),
+        VhdChange::Key { nonce, hash } => Change::Key { nonce: as_hex(nonce), hash: as_hex(hash) },
+        VhdChange::Grow(bytes) => Change::Size(rounded(*bytes)),
+        VhdChange::Parent(parent) => match with_tools(|tools| tools.link_of_vhd(path, parent)) {
+            Ok(link) => Change::Parent {
+                uuid: link.uuid.to_string(),
+                modified: link.modified_unix_s,
+                relative: link.relative.to_string_lossy().into_owned(),
+            },
+            Err(stop) => return Some(Err(stop)),
+        },
+        VhdChange::Marker(_) | VhdChange::End(_) | VhdChange::Empty | VhdChange::Mend => {
+            let why = format!("{} is being written by a disk: pause that first", path.display());
+            return Some(Err(Stop::new(Errno::BUSY, why)));
+        }
+    };
+    // The disk may have been closed meanwhile.
+    served::change(&run_dir, path, &change).map_err(Stop::from).transpose()
 }
 
 /// The image of `-n`, by the path that libvhd would use.

@@ -8,7 +8,7 @@ use ferrite_image_tools::vhd::{Seen, Uuid};
 use rustix::io::Errno;
 
 use super::{Given, Stop, Verb, errno_of, say, shown};
-use crate::compat::Refusal;
+use crate::compat::{Refusal, served};
 
 pub(in super::super) const QUERY: Verb = Verb {
     name: "query",
@@ -18,6 +18,9 @@ pub(in super::super) const QUERY: Verb = Verb {
             named] [-b by the copy of the footer]",
     run: query,
 };
+
+/// Bytes of a footer.
+const FOOTER_BYTES: u64 = 512;
 
 /// The longest chain that is counted.
 const MAX_DEPTH: u32 = 4096;
@@ -52,12 +55,14 @@ pub(in super::super) fn answer(
         out.extend_from_slice(&shown(path));
         say(out, format_args!(": {}", negative(refusal.errno)));
     })?;
+    // A worker that writes to it knows what is not on the medium yet.
+    let now = served::query(&served::run_dir(), path)?;
     let mut failed = None;
     if given.has('v') {
-        say(out, seen.footer().current_size >> 20);
+        say(out, now.as_ref().map_or(seen.footer().current_size, |now| now.bytes) >> 20);
     }
     if given.has('s') {
-        match seen.used_bytes() {
+        match now.as_ref().map_or_else(|| seen.used_bytes(), |now| Ok(with_footer(now.end))) {
             Ok(bytes) => say(out, bytes),
             Err(e) => said(out, &mut failed, "failed to get physical size", Refusal::from(e)),
         }
@@ -69,7 +74,8 @@ pub(in super::super) fn answer(
         failed.get_or_insert(refusal);
     }
     if given.has('f') {
-        say(out, format_args!("hidden: {}", seen.footer().hidden));
+        let hidden = now.as_ref().map_or(seen.footer().hidden, |now| now.hidden);
+        say(out, format_args!("hidden: {hidden}"));
     }
     if given.has('d') {
         match depth(&seen) {
@@ -78,7 +84,8 @@ pub(in super::super) fn answer(
         }
     }
     if given.has('a') {
-        match blocks(&seen) {
+        let now = now.as_ref().and_then(|now| now.blocks);
+        match now.map_or_else(|| blocks(&seen), Ok) {
             Ok(blocks) => say(out, blocks),
             Err(refusal) => said(out, &mut failed, "error reading bat", refusal),
         }
@@ -88,6 +95,11 @@ pub(in super::super) fn answer(
         say(out, room.unwrap_or(0) >> 20);
     }
     failed.map_or(Ok(()), |refusal| Err(refusal.into()))
+}
+
+/// The bytes in use of an image that a worker writes to: the footer is behind all blocks once it is closed.
+pub(super) fn with_footer(end: u64) -> u64 {
+    end + FOOTER_BYTES
 }
 
 /// Prints a failure as libvhd's tools do, and keeps the first one.

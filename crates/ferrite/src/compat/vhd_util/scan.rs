@@ -3,20 +3,21 @@
 //! A broken image is a line, too. The exit status is that of the last one, or 0 with `-c`: the storage manager asks a
 //! second time with that.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Seek as _, SeekFrom};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
+use ferrite_daemon::control::protocol::Facts as Served;
 use ferrite_image_tools::vhd::{SeenVolume, Uuid};
 use rustix::io::Errno;
 
 use super::lvm::{self, Volume};
-use super::query::{found, negative, open};
+use super::query::{found, negative, open, with_footer};
 use super::{Given, Stop, Verb, glob, say, shown};
-use crate::compat::Refusal;
+use crate::compat::{Refusal, served};
 
 pub(in super::super) const SCAN: Verb = Verb {
     name: "scan",
@@ -62,15 +63,17 @@ struct Scan<'a> {
     lines: Vec<Line>,
     /// The last refusal, for the exit status.
     last: Option<Refusal>,
+    /// What workers tell of images that they write to.
+    served: HashMap<PathBuf, Served>,
 }
 
 fn scan(given: &Given, out: &mut Vec<u8>) -> Result<(), Stop> {
     if given.value('m').is_none() && given.words.is_empty() {
         return Err(Stop::Usage("-m is missing".to_owned()));
     }
-    let mut scan = Scan { given, lines: Vec::new(), last: None };
+    let mut scan = Scan { given, lines: Vec::new(), last: None, served: HashMap::new() };
     match given.value('l') {
-        None => scan.files(),
+        None => scan.files()?,
         Some(group) => scan.volumes(group)?,
     }
     match given.has('p') {
@@ -107,7 +110,16 @@ impl Scan<'_> {
         self.given.has('f') && !self.given.has('p')
     }
 
-    fn files(&mut self) {
+    /// Asks the workers that write to images what is not on the medium yet.
+    fn ask(&mut self, names: &[PathBuf]) -> Result<(), Refusal> {
+        let paths: Vec<&Path> = names.iter().map(PathBuf::as_path).collect();
+        let told = served::query_all(&served::run_dir(), &paths)?;
+        let known = names.iter().cloned().zip(told);
+        self.served = known.filter_map(|(name, facts)| Some((name, facts?))).collect();
+        Ok(())
+    }
+
+    fn files(&mut self) -> Result<(), Refusal> {
         let mut names = Vec::new();
         if let Some(pattern) = self.given.value('m') {
             match glob::paths(pattern) {
@@ -116,6 +128,7 @@ impl Scan<'_> {
             }
         }
         names.extend(self.given.words.iter().map(PathBuf::from));
+        self.ask(&names)?;
         let mut scanned: HashSet<_> = names.iter().map(|name| last(name).to_owned()).collect();
         let mut left: VecDeque<_> = names.into_iter().map(|name| (name, false)).collect();
         while let Some((name, is_raw)) = left.pop_front() {
@@ -138,15 +151,17 @@ impl Scan<'_> {
                 None => self.add_missing_parent(&parent.name),
             }
         }
+        Ok(())
     }
 
     /// The properties of an image in a file, and the path of its parent if that was looked for.
     fn file(&self, path: &Path) -> Result<(Facts, Option<PathBuf>), Refusal> {
         let seen = open(path, false)?;
+        let now = self.served.get(path);
         let facts = Facts {
-            capacity: seen.footer().current_size,
-            size: seen.used_bytes_at_once()?,
-            hidden: seen.footer().hidden,
+            capacity: now.map_or(seen.footer().current_size, |now| now.bytes),
+            size: now.map_or_else(|| seen.used_bytes_at_once(), |now| Ok(with_footer(now.end)))?,
+            hidden: now.map_or(seen.footer().hidden, |now| now.hidden),
             parent: None,
         };
         let Some(uuid) = seen.parent_uuid() else { return Ok((facts, None)) };
