@@ -21,6 +21,7 @@ mod recovery;
 mod runner;
 mod store;
 mod toolstack;
+mod xapi;
 mod xl;
 
 pub(crate) use runner::{Selection, run};
@@ -102,6 +103,7 @@ pub(crate) fn all() -> Vec<Case> {
         recovery::CASES,
         store::CASES,
         changes::CASES,
+        xapi::CASES,
         deaths::CASES,
         full::CASES,
         images::CASES,
