@@ -171,6 +171,9 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
     for path in [
         "usr/bin/ferrite",
         "usr/bin/tap-ctl",
+        "usr/sbin/tap-ctl",
+        "usr/bin/vhd-util",
+        "usr/sbin/td-util",
         "etc/xen/scripts/block-ferrite",
         "etc/ferrite/ferrite.toml",
         "var/lib/xapi/storage-scripts/datapath/ferrite/Datapath.attach",
@@ -336,6 +339,14 @@ fn stage_debug_package(root: &Path) -> Result<()> {
     Ok(())
 }
 
+/// The names of tapdisk's tools, as links to the program. xl's scripts search bin first.
+const TOOLS: [(&str, &str); 4] = [
+    ("ferrite", "usr/bin/tap-ctl"),
+    ("../bin/ferrite", "usr/sbin/tap-ctl"),
+    ("ferrite", "usr/bin/vhd-util"),
+    ("../bin/ferrite", "usr/sbin/td-util"),
+];
+
 /// The files in their installed places.
 fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> {
     let put = |from: &Path, path: &str, mode: u32| -> Result<()> {
@@ -347,8 +358,11 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     };
     let ours = |name: &str| steps::repository().join("dist").join(name);
     put(program, "usr/bin/ferrite", 0o755)?;
-    // tapdisk's own is in sbin. xl's scripts search this folder first.
-    std::os::unix::fs::symlink("ferrite", root.join("usr/bin/tap-ctl"))?;
+    // XAPI's storage manager calls these by their whole paths.
+    fs::create_dir_all(root.join("usr/sbin"))?;
+    for (target, link) in TOOLS {
+        std::os::unix::fs::symlink(target, root.join(link))?;
+    }
     for plugin in PLUGINS {
         stage_plugin(plugin, root)?;
     }

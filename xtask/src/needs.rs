@@ -9,6 +9,7 @@ pub(crate) const CHECKS: &[Need] = &[
     ("fio", "fio"),
     ("valgrind", "valgrind"),
     ("qemu-img", "qemu-utils"),
+    ("strace", "strace"),
     ("qemu-storage-daemon", "qemu-system-common"),
     ("vhdiinfo", "libvhdi-utils"),
     ("mkfs.xfs", "xfsprogs"),

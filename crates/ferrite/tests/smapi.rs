@@ -515,7 +515,8 @@ fn the_calls_of_the_manual_work() {
     let repository = host.repository();
     let key = repository.create("web", MIB);
     let page = include_str!("../../../docs/xapi.md");
-    let (_, blocks) = page.split_once("```sh\n").unwrap();
+    let (_, section) = page.split_once("### A folder as a repository").unwrap();
+    let (_, blocks) = section.split_once("```sh\n").unwrap();
     let script = blocks.split("```").next().unwrap();
     let script = script.replace("/var/lib/xapi/storage-scripts", plugins().to_str().unwrap());
     let script = script.replace("/srv/disks", host.images().to_str().unwrap());
@@ -542,9 +543,7 @@ fn read_by(answer: &Value) -> u8 {
     client.reply().data[0]
 }
 
-// Waits for the verbs of tap-ctl: allocate to free.
 #[test]
-#[ignore = "tap-ctl has no allocate, spawn, attach, open, pause, unpause, close, detach and free yet"]
 fn a_disk_is_served_between_activate_and_deactivate_of_its_last_domain() {
     let host = Host::new();
     let mut daemon = Daemon::start(&host);

@@ -2,7 +2,7 @@
 //! that `list` shows. There is no Xen here: guests are clients of NBD.
 
 use std::fs;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -275,4 +275,32 @@ fn taps_outlive_the_daemon() {
     rustix::process::kill_process(signalled, rustix::process::Signal::TERM).unwrap();
     daemon.says("free -m 2", "");
     wait_until("no row", || daemon.tap_ctl("list").stdout.is_empty());
+}
+
+#[test]
+fn the_commands_of_the_manual_work() {
+    let daemon = Daemon::new();
+    let page = include_str!("../../../docs/xapi.md");
+    let (_, section) = page.split_once("\n## Taps\n").unwrap();
+    let (_, block) = section.split_once("```sh\n").unwrap();
+    let script = block.split("```").next().unwrap();
+    let at = |name: &str| daemon.dir.path().join(name);
+    // The page's commands are for the daemon of the host.
+    let wrapper = format!(
+        "#!/bin/sh\nexec {} \"$@\" --run-dir {}\n",
+        at("tap-ctl").display(),
+        at("run").display()
+    );
+    fs::create_dir(at("path")).unwrap();
+    fs::write(at("path/tap-ctl"), wrapper).unwrap();
+    fs::set_permissions(at("path/tap-ctl"), fs::Permissions::from_mode(0o755)).unwrap();
+    for name in ["a", "b"] {
+        fs::copy(daemon.image(&format!("of-{name}"), "vhd"), at(&format!("{name}.vhd"))).unwrap();
+    }
+    let path = format!("{}:{}", at("path").display(), std::env::var("PATH").unwrap());
+    let mut command = Command::new("sh");
+    command.args(["-e", "-c", script]).env("PATH", path).env_remove("XENBUS_PATH");
+    let output = command.current_dir(daemon.dir.path()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    daemon.says("list", "");
 }
