@@ -360,7 +360,9 @@ impl Follower {
             help: "correct the disk's target, or create the image; ferrite tries again".to_owned(),
         })?;
         // A volume may be named by a link in an allowed directory.
-        match self.shared.config.allows(&real) {
+        // Who has opened a tap has named its image.
+        let of_tap = self.beside().is_some_and(DiskId::is_tap);
+        match of_tap || self.shared.config.allows(&real) {
             true => {
                 // Two volumes of a store are two disks.
                 let real = match image.volume() {

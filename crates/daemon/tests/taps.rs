@@ -236,7 +236,9 @@ fn a_tap_stays_paused_whichever_process_ends_and_goes_on_by_name() {
 fn two_guests_have_one_tap() {
     let host = Host::new(2);
     let daemon = start(&host);
-    let image = host.make_image("a.img", 4 * MIB);
+    // No folder of the configuration has it: who opens a tap says what it is.
+    let image = host.dir.path().join("elsewhere.img");
+    std::fs::File::create(&image).unwrap().set_len(4 * MIB).unwrap();
     let tap = Tap::open(&host, &format!("aio:{}", image.display()));
     let disks = [1, 2].map(|domid| tap.join(&host, domid));
     let loads = [(0, 0), (1, 512)].map(|(i, first)| Load::from(&host, &disks[i], first));
