@@ -60,9 +60,12 @@ impl TraceRing {
         let new = path.with_extension("new");
         let shm = match Shm::create(&new, FILE_BYTES) {
             Err(e) if e.kind() == io::ErrorKind::StorageFull => {
-                ferrite_host::names::remove_file(&new)?;
-                ferrite_host::names::remove_file(path)?;
-                Shm::create(&new, FILE_BYTES)?
+                let _ = ferrite_host::names::remove_file(&new);
+                match ferrite_host::names::remove_file(path) {
+                    Ok(()) => Shm::create(&new, FILE_BYTES)?,
+                    // Without an old one there is no space to gain.
+                    Err(_) => return Err(e),
+                }
             }
             created => created?,
         };
