@@ -192,9 +192,9 @@ pub(crate) fn join(shared: &Shared, tap: DiskId, guest: DiskId) -> Joined {
 pub(crate) fn restore(shared: &Arc<Shared>) {
     shared.taps.publish(shared);
     for id in shared.serving.kept_disks() {
-        let (Some(minor), Some(pid)) = (id.minor_of_tap(), shared.serving.keeper_of(id)) else {
-            continue;
-        };
+        // Keepers of other disks are their threads' to ask.
+        let Some(minor) = id.minor_of_tap() else { continue };
+        let Some(pid) = shared.serving.keeper_of(id) else { continue };
         shared.taps.set_keeper(id, pid);
         blktap::link(&shared.paths, id, pid, minor);
     }
