@@ -240,18 +240,13 @@ mod tests {
             let Params::Invalid(why) = Params::parse(image.as_bytes()) else { panic!("{image}") };
             assert!(why.contains("given as a raw disk"), "{why}");
         }
-        for invalid in [
-            "aio:a.img",
-            "nbd:unix:/x",
-            "a.img",
-            "qcow2:raw:a",
-            ":",
-            "aio::/a",
-            "aio: ",
-            "store:a#b",
-        ] {
+        for invalid in
+            ["aio:a.img", "nbd:/x", "a.img", "qcow2:raw:a", ":", "aio::/a", "aio: ", "store:a#b"]
+        {
             assert!(matches!(Params::parse(invalid.as_bytes()), Params::Invalid(_)), "{invalid}");
         }
+        let tap = b"nbd:unix:/run/blktap-control/nbd/sr/vdi:exportname=vdi";
+        assert_eq!(Params::parse(tap), Params::Tap);
     }
 
     #[test]

@@ -55,9 +55,10 @@ fn disks_of_all_formats_are_served_until_they_are_detached() {
     images::check(&qcow2);
 }
 
-/// The links for tapdisk's tools, with the disks that they lead to.
+/// The names for tapdisk's tools, with the disks' sockets. Without keepers there are no sockets, so these are the records
+/// of the names.
 fn tapdisk_names(host: &Host) -> Vec<(String, PathBuf)> {
-    let entries = std::fs::read_dir(host.paths().blktap()).into_iter().flatten().flatten();
+    let entries = std::fs::read_dir(host.paths().run.join("names")).into_iter().flatten().flatten();
     let mut names: Vec<_> = entries
         .map(|entry| {
             let target = std::fs::read_link(entry.path()).unwrap();
@@ -216,7 +217,7 @@ fn an_image_that_cannot_be_served_fails_alone_with_a_reason_and_is_tried_again()
     std::os::unix::fs::symlink(&outside, host.image("link.img")).unwrap();
     let link = host.image("link.img");
     let refused = host.attach(2, 0, &format!("aio:{}", link.display()));
-    let odd = host.attach(3, 0, "nbd:unix:/x");
+    let odd = host.attach(3, 0, "nbd:/x");
     let why = host.wait_for_phase(&bad, PhaseName::Failed).why.unwrap();
     assert!(why.contains("missing.img"), "{why}");
     let failed = host.wait_for_phase(&refused, PhaseName::Failed);
@@ -228,7 +229,7 @@ fn an_image_that_cannot_be_served_fails_alone_with_a_reason_and_is_tried_again()
     });
     assert_eq!(host.backend_state(&refused), 1);
     let why = host.wait_for_phase(&odd, PhaseName::Failed).why.unwrap();
-    assert!(why.contains("nbd:unix:/x"), "{why}");
+    assert!(why.contains("nbd:/x"), "{why}");
     // xl waits for 2 before it runs the script, which then gets the reason.
     host.wait_for_state(&bad, 2);
     let error = host.call::<Attached>("attach.wait", &json!({ "backend": bad.backend }));
