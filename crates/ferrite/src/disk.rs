@@ -314,6 +314,16 @@ fn show(run: &Path, disk: Vbd, json: bool) -> Result<(), Failure> {
     tell(json, &value, || print!("{}", description(&details, &names)))
 }
 
+/// Whether the toolstack wants the disk to stay.
+fn wanted(details: &Details) -> &'static str {
+    match (details.disk.disk.is_tap(), details.disk.guest, details.online) {
+        (true, None, _) => "yes: it is a tap, without a guest now",
+        (_, _, true) => "yes",
+        (true, Some(_), false) => "yes, and its guest is to leave it",
+        (false, _, false) => "no: it is to be detached",
+    }
+}
+
 fn description(details: &Details, names: &Names) -> String {
     let disk = &details.disk;
     let none = || "-".to_owned();
@@ -330,10 +340,13 @@ fn description(details: &Details, names: &Names) -> String {
             "states",
             format!("{} (backend), {} (guest)", details.backend_state, details.frontend_state),
         ),
-        ("wanted", if details.online { "yes" } else { "no: it is to be detached" }.to_owned()),
+        ("wanted", wanted(details).to_owned()),
         ("nbd", details.nbd.clone().unwrap_or_else(none)),
         ("script", details.hotplug_status.clone().unwrap_or_else(none)),
     ];
+    if disk.disk.is_tap() {
+        lines.push(("guest", disk.guest.map_or_else(none, |guest| guest.to_string())));
+    }
     let read_only = if details.read_only { "yes: so it was attached (access=r)" } else { "no" };
     lines.push(("read-only", read_only.to_owned()));
     if let Some(paused) = &disk.paused {

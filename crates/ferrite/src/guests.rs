@@ -208,6 +208,9 @@ impl Names {
 
     /// The disk's name, which commands take as well: `web1/xvda`, or `3/xvda`.
     pub(crate) fn disk(&self, disk: Vbd) -> String {
+        if disk.domain == DomId::NONE {
+            return disk.to_string();
+        }
         let device = device_name(disk.device);
         match self.of.get(&disk.domain) {
             Some(name) => format!("{name}/{device}"),

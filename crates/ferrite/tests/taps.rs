@@ -48,6 +48,13 @@ impl Daemon {
         command.arg("--run-dir").arg(self.dir.path().join("run")).output().unwrap()
     }
 
+    /// What `ferrite disk` prints with these arguments.
+    fn disk(&self, args: &[&str]) -> String {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        command.arg("disk").args(args).arg("--run-dir").arg(self.dir.path().join("run"));
+        String::from_utf8(command.env_remove("RUST_LOG").output().unwrap().stdout).unwrap()
+    }
+
     /// Calls a verb that prints this, and succeeds.
     fn says(&self, line: &str, expected: &str) {
         let output = self.tap_ctl(line);
@@ -176,6 +183,8 @@ fn each_verb_says_what_tapdisks_does_and_leaves_its_state() {
     {
         daemon.says(&format!("list {filter}"), &line("0"));
     }
+    let shown = daemon.disk(&["list"]) + &daemon.disk(&["show", "tap/1"]);
+    assert!(shown.contains("tap/1") && !shown.contains("32756"), "{shown}");
     for filter in ["-p 1", "-m 0", "-t aio", "-f /no"] {
         daemon.says(&format!("list {filter}"), "");
     }
