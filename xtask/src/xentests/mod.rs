@@ -258,7 +258,7 @@ impl<'a> Bench<'a> {
         self.xenhost.sh(&format!("kill -TERM {pid}"))?;
         self.xenhost.wait_until("the daemon's end", &ended(pid), 60)?;
         self.xenhost.sh(
-            "rm -rf /etc/ferrite /run/ferrite/disks /run/ferrite/jobs /run/ferrite/daemon.lock \
+            "rm -rf /etc/ferrite /run/ferrite/disks /run/ferrite/jobs /run/ferrite/names /run/ferrite/daemon.lock \
              /run/ferrite/control.sock /tmp/daemon.log",
         )?;
         waited
