@@ -71,13 +71,13 @@ fn named(tap: &TapParams) -> Result<Option<Image>, TapError> {
         let help = e.data.map(|data| data.help).unwrap_or_default();
         match name.split_once(':') {
             Some((_, "")) | None => empty(),
-            _ => TapError::of(Errno::INVAL, e.message, &help),
+            _ => TapError::new(Errno::INVAL, e.message, &help),
         }
     })
 }
 
 fn empty() -> TapError {
-    TapError::of(Errno::NOMEDIUM, "no image is named".to_owned(), "name it as TYPE:PATH")
+    TapError::new(Errno::NOMEDIUM, "no image is named".to_owned(), "name it as TYPE:PATH")
 }
 
 fn refused(e: TapError) -> RpcError {

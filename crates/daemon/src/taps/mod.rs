@@ -47,11 +47,7 @@ pub(crate) struct TapError {
 }
 
 impl TapError {
-    pub(crate) fn of(errno: Errno, why: String, help: &str) -> TapError {
-        TapError::new(errno, why, help)
-    }
-
-    fn new(errno: Errno, why: impl Into<String>, help: &str) -> TapError {
+    pub(crate) fn new(errno: Errno, why: impl Into<String>, help: &str) -> TapError {
         TapError { errno, failure: Failure { why: why.into(), help: help.to_owned() } }
     }
 }
