@@ -64,7 +64,8 @@ fn on_a_tap(bench: &mut Bench<'_>, options: &GuestOptions) -> Result<()> {
     expect_eq("tap-ctl list", &bench.xenhost.sh("tap-ctl list")?.trim(), &listed.as_str())?;
     bench.xenhost.sh(&format!(
         "set -e; tap-ctl close -p {pid} -m {minor}; tap-ctl detach -p {pid} -m {minor}; tap-ctl free -m {minor}; \
-         [ -z \"$(tap-ctl list)\" ]; ! ls -d /run/ferrite/tap-* 2>/dev/null; [ -z \"$(ls /run/ferrite/keepers)\" ]; \
+         [ -z \"$(tap-ctl list)\" ]; rmdir /run/blktap-control/tapdisk; \
+         ! ls -d /run/ferrite/tap-* 2>/dev/null; [ -z \"$(ls /run/ferrite/keepers)\" ]; \
          for image in leaf snapshot base; do ferrite image check /lab/$image.vhd; done; rm /lab/*.vhd"
     ))?;
     guest.check_blkfront(bench.xenhost)?;
