@@ -64,7 +64,7 @@ impl Questions {
 }
 
 impl Assignment<'_> {
-    /// Asks the worker, which has opened the image, what was asked meanwhile.
+    /// Passes waiting questions to the worker, which has opened the image.
     ///
     /// # Errors
     /// [`ServeError::Left`]: the thread was woken for another reason, and `stop` is woken still.

@@ -3,7 +3,7 @@
 //!
 //! Callers resolve all links of a name, and read both numbers from what they find. So the name is
 //! the socket itself: a second name of the file in the disk's run directory. A link in
-//! `names/` of the run directory records whose it is.
+//! `names/` of the run directory records the disk of each name.
 //!
 //! The name contains the process number of a disk's keeper. A new keeper has another number, but
 //! the toolstack goes on with the old name. So all names of a disk stay until the disk is removed,

@@ -360,7 +360,7 @@ impl Follower {
             help: "correct the disk's target, or create the image; ferrite tries again".to_owned(),
         })?;
         // A volume may be named by a link in an allowed directory.
-        // Who has opened a tap has named its image.
+        // The storage manager that opened the tap has named its image.
         let of_tap = self.beside().is_some_and(DiskId::is_tap);
         match of_tap || self.shared.config.allows(&real) {
             true => {

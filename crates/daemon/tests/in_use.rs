@@ -153,7 +153,7 @@ fn what_no_worker_writes_to_is_left_to_the_caller_and_what_cannot_be_is_refused(
     let wrong = Change::Parent { uuid: "x".into(), modified: 0, relative: "./a.vhd".into() };
     let answer = story.change(&story.leaf, &wrong).unwrap();
     assert_eq!(answer.refused.unwrap().errno, 22);
-    // The image of a paused disk is nobody's, and may be replaced.
+    // No worker has the image of a paused disk open, so it may be replaced.
     let disk = host::id(&story.disk);
     let pause = json!({ "disk": disk, "by": "a test" });
     let _: Attached = story.host.call("disk.pause", &pause).unwrap();

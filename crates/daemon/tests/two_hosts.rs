@@ -26,7 +26,7 @@ fn process_daemon() {
     host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
 }
 
-/// The variables of a daemon that is told of suspended guests.
+/// The variables by which a daemon learns of suspended guests.
 const SUSPENDING: &[(&str, &str)] = &[(host::SUSPENDS, "1")];
 
 /// A host with its daemon, and the guest's disk there.

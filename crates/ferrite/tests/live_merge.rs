@@ -18,9 +18,9 @@ use serde_json::{Value, json};
 
 /// The points of a job at which its daemon is killed, each in a merge of its own.
 const POINTS: [&str; 7] = ["plan", "copy", "relink", "paused", "changed", "resumed", "clean"];
-/// Those of a merge of the leaf that is large: pauses are those of the split.
+/// The points at which the daemon is killed in a merge of a large leaf. Each split pauses the guest.
 const LEAF_POINTS: [&str; 5] = ["split", "changed", "copy", "clean", "leaf"];
-/// The rest of a merge of the leaf that is small.
+/// The points at which the daemon is killed in a merge of a small leaf.
 const SMALL_LEAF_POINTS: [&str; 3] = ["paused", "changed", "resumed"];
 
 /// More than the guest writes, and less than the leaf has at the beginning: a snapshot of it is merged, and then the rest.

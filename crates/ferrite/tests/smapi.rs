@@ -397,7 +397,7 @@ fn a_call_that_is_killed_at_any_step_leaves_the_old_state_or_the_new_one() {
                         let names = repository.names();
                         assert!(names.is_subset(&set(["kept", "gone"])), "{at}: {names:?}");
                         assert_eq!(repository.read(&kept), 5, "{at}");
-                        // The same call again; then all goes that the killed one has left.
+                        // The call is repeated, and removes the files of the killed one.
                         repository.call(name, params.clone()).unwrap();
                         for key in repository.ls() {
                             repository.on("Volume.destroy", &key).unwrap();

@@ -43,7 +43,7 @@ pub struct QueryImagesParams {
     pub paths: Vec<String>,
 }
 
-/// The result of `image.query`: those of the images that disks write to now.
+/// The result of `image.query`: the facts of each named image that a disk writes to now.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Images {

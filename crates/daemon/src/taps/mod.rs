@@ -212,7 +212,7 @@ pub(crate) fn restore(shared: &Arc<Shared>) {
     sweep(shared);
 }
 
-/// Removes what is left of taps whose keepers and files are gone.
+/// Removes the names of sockets of taps that have no keeper and no thread.
 fn sweep(shared: &Shared) {
     for id in blktap::linked(&shared.paths).filter(|id| id.is_tap()).collect::<BTreeSet<_>>() {
         let is_attached = shared.taps.lock().contains_key(&id.devid);

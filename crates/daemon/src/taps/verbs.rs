@@ -158,7 +158,7 @@ fn wait_until_gone(shared: &Shared, id: DiskId, within: Duration) -> bool {
         Some(entry) if !entry.has_ended() => None,
         _ => Some(()),
     });
-    // Without xenstore nobody else removes ended threads before the next second.
+    // Without xenstore the main thread removes ended threads only once a second.
     shared.table.reap();
     ended.is_some()
 }

@@ -494,7 +494,7 @@ const RUN: &str = "FERRITE_TEST_RUN";
 const IMAGES: &str = "FERRITE_TEST_IMAGES";
 /// The environment variable with the policy for full storage, if it is not the default.
 pub const ON_FULL: &str = "FERRITE_TEST_ON_FULL";
-/// The environment variable of a daemon that is told of suspended guests.
+/// The environment variable by which a daemon learns of suspended guests.
 pub const SUSPENDS: &str = "FERRITE_TEST_SUSPENDS";
 const DIE_AT: &str = "FERRITE_TEST_DIE_AT";
 

@@ -11,7 +11,8 @@
 //!   it, so no other process of ours has contradicting ones. On the disk of an HVM guest they may be taken as late as
 //!   the guest's own driver connects (locks.md).
 //!
-//! If the toolstack does the locking, nobody is refused ([`toolstack`]).
+//! If the toolstack does the locking, other users of the image are no reason to refuse it
+//! ([`toolstack`]).
 //!
 //! A merge into a parent whose readers stay open has locks of its own ([`merging`]).
 //!

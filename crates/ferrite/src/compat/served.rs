@@ -68,7 +68,7 @@ pub(crate) fn query(run_dir: &Path, path: &Path) -> Result<Option<Facts>, Refusa
     Ok(query_all(run_dir, &[path])?.pop().flatten())
 }
 
-/// The same for several images, in their order.
+/// What the headers and tables of several images say that disks write to, in the order of `paths`.
 ///
 /// # Errors
 /// A worker does not answer.

@@ -82,7 +82,7 @@ impl Lab {
         Lab::with(chain, &[])
     }
 
-    /// The same, with these variables of its daemons.
+    /// A host as [`new`](Self::new) makes it, whose daemons have these variables.
     pub fn with(chain: &[&str], environment: &[(&'static str, &str)]) -> Lab {
         let mut lab = Lab::not_served(chain);
         lab.environment = environment.iter().map(|(name, to)| (*name, (*to).to_owned())).collect();
@@ -90,7 +90,7 @@ impl Lab {
         lab
     }
 
-    /// The same, without a daemon.
+    /// A host as [`new`](Self::new) makes it, without a daemon.
     pub fn not_served(chain: &[&str]) -> Lab {
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let host = Host::new(1);

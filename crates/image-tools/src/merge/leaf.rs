@@ -91,7 +91,7 @@ impl ImageTools<'_> {
     /// also if the new leaf was written to since.
     ///
     /// # Errors
-    /// Those of [`snapshot`](Self::snapshot).
+    /// Errors of [`snapshot`](Self::snapshot).
     pub fn merge_split(&self, leaf: &ImageName, snapshot: &ImageName) -> Result<Done, DiskError> {
         let chain = self.chain_of(leaf)?;
         if chain.get(1).is_none_or(|below| !is_same(&below.name, snapshot)) {
@@ -109,7 +109,7 @@ impl ImageTools<'_> {
     /// Nothing has the chain open. If that was done before, nothing is done.
     ///
     /// # Errors
-    /// Those of [`coalesce_into`](Self::coalesce_into). The disk reads the same in any case.
+    /// Errors of [`coalesce_into`](Self::coalesce_into). The disk reads the same in any case.
     pub fn merge_leaf(
         &self,
         leaf: &ImageName,
@@ -146,8 +146,8 @@ impl ImageTools<'_> {
     /// Nothing has the chain open. The note of a copy into `to` goes, too.
     ///
     /// # Errors
-    /// Those of [`snapshot`](Self::snapshot) and [`coalesce_into`](Self::coalesce_into). The disk reads the same in any
-    /// case.
+    /// Errors of [`snapshot`](Self::snapshot) and [`coalesce_into`](Self::coalesce_into). The disk reads the same in
+    /// any case.
     pub fn merge_undo(
         &self,
         leaf: &ImageName,

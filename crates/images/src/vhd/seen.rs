@@ -165,7 +165,7 @@ impl Seen {
     /// [`used_bytes`](Self::used_bytes), without a look at the table if the file is closed: a scan reads many.
     ///
     /// # Errors
-    /// Those of [`used_bytes`](Self::used_bytes).
+    /// Errors of [`used_bytes`](Self::used_bytes).
     pub fn used_bytes_at_once(&self) -> Result<u64, DiskError> {
         let Some(Sparse { layout, .. }) = self.sparse.as_ref().filter(|_| self.is_closed) else {
             return self.used_bytes();

@@ -180,7 +180,7 @@ impl Datapath<'_> {
         fs::rename(new, link)
     }
 
-    /// Opens the image, or opens it again after a pause that nobody ended.
+    /// Opens the image, or opens it again after a pause that a failed call has left.
     fn activate(&self, params: &DomainParams) -> Result<Value, Fault> {
         let image = Image::parse(&params.uri)?;
         let held = self.disks.lock(&params.uri)?;

@@ -173,7 +173,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
     let verb = args.get(1).and_then(|verb| verb.to_str()).unwrap_or("");
     let is_verb = VERBS.contains(&verb) && verb != "help";
     if !is_verb {
-        // As tapdisk's program: whoever asks for what it does not know is told what it knows.
+        // As tapdisk's program does, an unknown verb prints the usage, and succeeds.
         usage();
         return ExitCode::SUCCESS;
     }

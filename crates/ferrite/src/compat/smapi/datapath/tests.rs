@@ -116,7 +116,7 @@ fn a_step_that_fails_or_whose_answer_is_lost_can_be_repeated_and_leaves_nothing(
             let steps = taps.world.borrow().steps.len();
             // What a detach could not remove goes with the next call, whatever it is.
             taps.call("detach", "4").unwrap();
-            // A process or number whose answer was lost is known to nobody.
+            // No file records a process or number whose answer was lost.
             let is_unknown = wrong == Wrong::Lost && step < 2;
             assert!(taps.is_clean() != is_unknown, "{wrong:?}, step {step}: {}", taps.steps());
             if step >= steps {
