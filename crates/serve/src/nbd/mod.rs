@@ -4,7 +4,7 @@
 //!   time (`handshake.rs`, `negotiation.rs`), then a path (`client/`). [`Server`] accepts them.
 //! * [`bind()`]: the listening socket, and the file that may be in its place.
 //! * [`relay()`]: the process that keeps a disk's clients when its worker ends.
-//! * `wire.rs`: the messages as bytes.
+//! * `ferrite_nbd::wire`: the messages as bytes.
 //!
 //! Clients share the disk, and the memory for data beside the 1 MiB that each has to itself
 //! (`buffers.rs`). Each has an engine and a table of requests of a fixed size. When these or its
@@ -17,7 +17,6 @@ mod handshake;
 mod negotiation;
 mod relay;
 mod server;
-mod wire;
 
 pub use bind::{BindError, Bound, bind};
 pub use relay::relay;

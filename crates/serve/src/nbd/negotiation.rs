@@ -1,6 +1,6 @@
 //! The negotiation with a client before its first request: bytes in, bytes out, no I/O.
 
-use super::wire::{
+use ferrite_nbd::wire::{
     CONTEXT, CONTEXT_ID, FIXED_NEWSTYLE, Fields, NO_ZEROES, OPTION_MAGIC, SERVER_MAGIC, can, info,
     option, push_option_reply, reply,
 };

@@ -8,11 +8,11 @@ use ferrite_io::pool::Buf;
 use ferrite_io::socket;
 
 use super::super::negotiation::MAX_REQUEST_BYTES;
-use super::super::wire::{Head, REQUEST_BYTES, RawRequest, command, error, flag};
 use super::Client;
 use super::output::Reply;
 use super::requests::{Request, Slot};
 use super::steps::{Doing, PART_BYTES, Step, inward};
+use ferrite_nbd::wire::{Head, REQUEST_BYTES, RawRequest, command, error, flag};
 
 /// Size of the buffer for received bytes in front of the data of a large write, which go directly
 /// into the memory of their part.

@@ -8,8 +8,8 @@ use ferrite_io::arena::{Arena, Span};
 use ferrite_io::pool::Buf;
 use ferrite_io::socket::{self, Piece};
 
-use super::super::wire::Head;
 use super::requests::Slot;
+use ferrite_nbd::wire::Head;
 
 /// An answer, or a part of one.
 pub(super) struct Reply {

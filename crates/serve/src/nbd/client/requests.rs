@@ -1,6 +1,6 @@
 //! The unanswered requests of a client: a fixed table.
 
-use super::super::wire::{RawRequest, command, flag};
+use ferrite_nbd::wire::{RawRequest, command, flag};
 
 /// Most unanswered requests of a client. Further ones stay in its socket.
 pub(in crate::nbd) const REQUESTS: usize = 128;

@@ -5,13 +5,13 @@ use ferrite_io::arena::Span;
 use ferrite_io::pool::Buf;
 use ferrite_xen::abi::{OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, STATUS_ERROR, STATUS_OKAY};
 
-use super::super::wire::{Head, command, error, flag, push_extent};
 use super::Client;
 use super::output::Reply;
 use super::requests::Slot;
 use crate::path::limit::Counted;
 use crate::path::work::{Action, Outcome, Work};
 use crate::path::{Admitted, Data, Ticket};
+use ferrite_nbd::wire::{Head, command, error, flag, push_extent};
 
 /// The largest part of a request with data.
 pub(super) const PART_BYTES: usize = 1 << 20;

@@ -9,10 +9,10 @@ use rustix::event::PollFlags;
 
 use super::super::negotiation::MAX_REQUEST_BYTES;
 use super::super::server::COURTESY;
-use super::super::wire::{Head, REQUEST_BYTES, RawRequest, command, error};
 use super::handshake::Handshake;
 use super::requests::{PendingRequest, Progress, Requests};
 use super::stream::{Got, Inbox, MAX_PIECES, Ready, Watched, send};
+use ferrite_nbd::wire::{Head, REQUEST_BYTES, RawRequest, command, error};
 
 /// The pause after a link that ended at once.
 const PAUSE: Duration = Duration::from_millis(100);

@@ -4,11 +4,11 @@
 //! One option is passed on at a time, so that each reply belongs to a known option.
 
 use super::super::negotiation::{MAX_NAME_BYTES, MAX_OPTION_BYTES, OPTION_HEAD_BYTES, PADDING};
-use super::super::wire::{
+use super::stream::Inbox;
+use ferrite_nbd::wire::{
     FIXED_NEWSTYLE, Fields, NO_ZEROES, OPTION_MAGIC, OPTION_REPLY_MAGIC, SERVER_MAGIC, option,
     reply,
 };
-use super::stream::Inbox;
 
 /// Most bytes of a client before its first request.
 const MAX_CLIENT_BYTES: usize = 64 << 10;

@@ -20,10 +20,10 @@ use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
 
 use super::super::negotiation::MAX_REQUEST_BYTES;
-use super::super::wire::{
+use super::stream::{Inbox, MAX_PIECES, send};
+use ferrite_nbd::wire::{
     CHUNK_MAGIC, DONE, Fields, REQUEST_BYTES, RawRequest, SIMPLE_REPLY_MAGIC, command,
 };
-use super::stream::{Inbox, MAX_PIECES, send};
 
 /// Most requests of a client, including replies that the client has not read.
 const MAX_HELD: usize = 128;

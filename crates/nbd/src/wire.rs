@@ -1,131 +1,189 @@
-//! The messages of NBD, as bytes. All numbers are big-endian (nbd-rules.md 1).
+//! The messages of NBD, as bytes, of servers and clients. All numbers are big-endian (nbd-rules.md 1).
+//! Names are those of `doc/proto.md` of the NBD project without their prefix.
 
 /// The first magic number of a server.
-pub(super) const SERVER_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
+pub const SERVER_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
 /// The second magic number of a server, which also precedes each option.
-pub(super) const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
-pub(super) const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+pub const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
+/// The magic number before each reply to an option.
+pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
-pub(super) const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-pub(super) const CHUNK_MAGIC: u32 = 0x668e_33ef;
+/// The magic number of a simple reply.
+pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+/// The magic number of a chunk of a structured reply.
+pub const CHUNK_MAGIC: u32 = 0x668e_33ef;
 
-/// Flags of the handshake, of either side.
-pub(super) const FIXED_NEWSTYLE: u16 = 1;
-pub(super) const NO_ZEROES: u16 = 2;
+/// A flag of the handshake, of either side: options that are unknown get an error, and the client may go on.
+pub const FIXED_NEWSTYLE: u16 = 1;
+/// The 124 bytes of zeros behind the answer to EXPORT_NAME are left out.
+pub const NO_ZEROES: u16 = 2;
 
 /// The options of a client before it has an export.
-pub(super) mod option {
-    pub(in crate::nbd) const EXPORT_NAME: u32 = 1;
-    pub(in crate::nbd) const ABORT: u32 = 2;
-    pub(in crate::nbd) const LIST: u32 = 3;
-    pub(in crate::nbd) const INFO: u32 = 6;
-    pub(in crate::nbd) const GO: u32 = 7;
-    pub(in crate::nbd) const STRUCTURED_REPLY: u32 = 8;
-    pub(in crate::nbd) const LIST_META_CONTEXT: u32 = 9;
-    pub(in crate::nbd) const SET_META_CONTEXT: u32 = 10;
+pub mod option {
+    /// Chooses an export; it has no error but the end of the connection.
+    pub const EXPORT_NAME: u32 = 1;
+    /// Ends the negotiation.
+    pub const ABORT: u32 = 2;
+    /// Asks for the names of all exports.
+    pub const LIST: u32 = 3;
+    /// Asks for information about an export.
+    pub const INFO: u32 = 6;
+    /// As INFO, and chooses the export.
+    pub const GO: u32 = 7;
+    /// Asks for replies in chunks.
+    pub const STRUCTURED_REPLY: u32 = 8;
+    /// Asks for the contexts of an export.
+    pub const LIST_META_CONTEXT: u32 = 9;
+    /// Chooses contexts of an export.
+    pub const SET_META_CONTEXT: u32 = 10;
 }
 
 /// The replies to options.
-pub(super) mod reply {
-    pub(in crate::nbd) const ACK: u32 = 1;
-    pub(in crate::nbd) const SERVER: u32 = 2;
-    pub(in crate::nbd) const INFO: u32 = 3;
-    pub(in crate::nbd) const META_CONTEXT: u32 = 4;
-    pub(in crate::nbd) const UNSUPPORTED: u32 = 1 << 31 | 1;
-    pub(in crate::nbd) const INVALID: u32 = 1 << 31 | 3;
-    pub(in crate::nbd) const UNKNOWN: u32 = 1 << 31 | 6;
-    pub(in crate::nbd) const TOO_BIG: u32 = 1 << 31 | 9;
+pub mod reply {
+    /// Done.
+    pub const ACK: u32 = 1;
+    /// The name of an export.
+    pub const SERVER: u32 = 2;
+    /// Information about an export.
+    pub const INFO: u32 = 3;
+    /// A context, and its number.
+    pub const META_CONTEXT: u32 = 4;
+    /// The server does not know the option.
+    pub const UNSUPPORTED: u32 = 1 << 31 | 1;
+    /// The option is malformed, or came in the wrong place.
+    pub const INVALID: u32 = 1 << 31 | 3;
+    /// There is no export of this name.
+    pub const UNKNOWN: u32 = 1 << 31 | 6;
+    /// The option or its reply is too long.
+    pub const TOO_BIG: u32 = 1 << 31 | 9;
 }
 
 /// The kinds of information about an export.
-pub(super) mod info {
-    pub(in crate::nbd) const EXPORT: u16 = 0;
-    pub(in crate::nbd) const NAME: u16 = 1;
-    pub(in crate::nbd) const BLOCK_SIZE: u16 = 3;
+pub mod info {
+    /// Size in bytes and flags.
+    pub const EXPORT: u16 = 0;
+    /// Its name.
+    pub const NAME: u16 = 1;
+    /// The minimal, preferred and largest block, in bytes.
+    pub const BLOCK_SIZE: u16 = 3;
 }
 
 /// The flags of an export.
-pub(super) mod can {
-    pub(in crate::nbd) const HAS_FLAGS: u16 = 1;
-    pub(in crate::nbd) const READ_ONLY: u16 = 1 << 1;
-    pub(in crate::nbd) const FLUSH: u16 = 1 << 2;
-    pub(in crate::nbd) const FUA: u16 = 1 << 3;
-    pub(in crate::nbd) const TRIM: u16 = 1 << 5;
-    pub(in crate::nbd) const WRITE_ZEROES: u16 = 1 << 6;
-    pub(in crate::nbd) const DF: u16 = 1 << 7;
-    pub(in crate::nbd) const MULTI_CONN: u16 = 1 << 8;
+pub mod can {
+    /// The other flags are valid.
+    pub const HAS_FLAGS: u16 = 1;
+    /// Changes are refused.
+    pub const READ_ONLY: u16 = 1 << 1;
+    /// FLUSH is known.
+    pub const FLUSH: u16 = 1 << 2;
+    /// The flag FUA is known.
+    pub const FUA: u16 = 1 << 3;
+    /// TRIM is known.
+    pub const TRIM: u16 = 1 << 5;
+    /// WRITE_ZEROES is known.
+    pub const WRITE_ZEROES: u16 = 1 << 6;
+    /// The flag DF is known.
+    pub const DF: u16 = 1 << 7;
+    /// A flush covers the writes of all connections.
+    pub const MULTI_CONN: u16 = 1 << 8;
 }
 
 /// The commands.
-pub(super) mod command {
-    pub(in crate::nbd) const READ: u16 = 0;
-    pub(in crate::nbd) const WRITE: u16 = 1;
-    pub(in crate::nbd) const DISCONNECT: u16 = 2;
-    pub(in crate::nbd) const FLUSH: u16 = 3;
-    pub(in crate::nbd) const TRIM: u16 = 4;
-    pub(in crate::nbd) const WRITE_ZEROES: u16 = 6;
-    pub(in crate::nbd) const BLOCK_STATUS: u16 = 7;
+pub mod command {
+    /// Reads a range.
+    pub const READ: u16 = 0;
+    /// Writes a range; the data follow the request.
+    pub const WRITE: u16 = 1;
+    /// Ends the connection; it has no reply.
+    pub const DISCONNECT: u16 = 2;
+    /// Makes completed writes durable.
+    pub const FLUSH: u16 = 3;
+    /// The range is unused.
+    pub const TRIM: u16 = 4;
+    /// The range reads as zeros.
+    pub const WRITE_ZEROES: u16 = 6;
+    /// Asks for the extents of a range.
+    pub const BLOCK_STATUS: u16 = 7;
 }
 
 /// The flags of commands.
-pub(super) mod flag {
+pub mod flag {
     /// The data are durable when the reply is sent.
-    pub(in crate::nbd) const FUA: u16 = 1;
+    pub const FUA: u16 = 1;
     /// Zeros take space.
-    pub(in crate::nbd) const NO_HOLE: u16 = 1 << 1;
+    pub const NO_HOLE: u16 = 1 << 1;
     /// The data come in one chunk.
-    pub(in crate::nbd) const DF: u16 = 1 << 2;
+    pub const DF: u16 = 1 << 2;
     /// One extent is enough.
-    pub(in crate::nbd) const REQ_ONE: u16 = 1 << 3;
+    pub const REQ_ONE: u16 = 1 << 3;
 }
 
 /// The errors of commands.
-pub(super) mod error {
-    pub(in crate::nbd) const PERM: u32 = 1;
-    pub(in crate::nbd) const IO: u32 = 5;
-    pub(in crate::nbd) const INVALID: u32 = 22;
-    pub(in crate::nbd) const NO_SPACE: u32 = 28;
-    pub(in crate::nbd) const OVERFLOW: u32 = 75;
+pub mod error {
+    /// EPERM: the export is read-only.
+    pub const PERM: u32 = 1;
+    /// EIO.
+    pub const IO: u32 = 5;
+    /// EINVAL.
+    pub const INVALID: u32 = 22;
+    /// ENOSPC.
+    pub const NO_SPACE: u32 = 28;
+    /// EOVERFLOW: the reply does not fit in one chunk.
+    pub const OVERFLOW: u32 = 75;
 }
 
 /// The kinds of chunks.
-pub(super) mod chunk {
-    pub(in crate::nbd) const DATA: u16 = 1;
-    pub(in crate::nbd) const HOLE: u16 = 2;
-    pub(in crate::nbd) const BLOCK_STATUS: u16 = 5;
-    pub(in crate::nbd) const ERROR: u16 = 1 << 15 | 1;
+pub mod chunk {
+    /// An offset, and data.
+    pub const DATA: u16 = 1;
+    /// An offset and a length: zeros.
+    pub const HOLE: u16 = 2;
+    /// A context, and extents.
+    pub const BLOCK_STATUS: u16 = 5;
+    /// An error and a text; the request has failed.
+    pub const ERROR: u16 = 1 << 15 | 1;
 }
 
 /// The flag of the last chunk of a reply.
-pub(super) const DONE: u16 = 1;
+pub const DONE: u16 = 1;
 
-/// The namespace and name of the one context, and its number on the wire.
-pub(super) const CONTEXT: &str = "base:allocation";
-pub(super) const CONTEXT_ID: u32 = 1;
+/// The namespace and name of the one context.
+pub const CONTEXT: &str = "base:allocation";
+/// The number of the context on the wire.
+pub const CONTEXT_ID: u32 = 1;
 
 /// The state of an extent that reads as zeros and takes no space.
 const HOLE_AND_ZERO: u32 = 3;
 
 /// Bytes of a request, besides its data.
-pub(super) const REQUEST_BYTES: usize = 28;
+pub const REQUEST_BYTES: usize = 28;
 /// The longest head of a reply.
-pub(super) const MAX_HEAD_BYTES: usize = 32;
+pub const MAX_HEAD_BYTES: usize = 32;
 
 /// A request as it came. Nothing in it was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct RawRequest {
-    pub(super) flags: u16,
-    pub(super) command: u16,
-    pub(super) cookie: u64,
-    pub(super) offset: u64,
-    pub(super) len: u32,
+pub struct RawRequest {
+    /// The flags.
+    pub flags: u16,
+    /// The command.
+    pub command: u16,
+    /// The client's number for it, which its reply has, too.
+    pub cookie: u64,
+    /// The first byte.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u32,
 }
 
 /// Reads numbers from the front of bytes. `None`: there are too few bytes.
-pub(super) struct Fields<'a>(pub(super) &'a [u8]);
+pub struct Fields<'a>(
+    /// What is left.
+    pub &'a [u8],
+);
 
 impl<'a> Fields<'a> {
-    pub(super) fn bytes(&mut self, count: usize) -> Option<&'a [u8]> {
+    /// The next `count` bytes.
+    pub fn bytes(&mut self, count: usize) -> Option<&'a [u8]> {
         let (front, rest) = self.0.split_at_checked(count)?;
         self.0 = rest;
         Some(front)
@@ -137,20 +195,23 @@ impl<'a> Fields<'a> {
         Some(*front)
     }
 
-    pub(super) fn u16(&mut self) -> Option<u16> {
+    /// The next two bytes as a number.
+    pub fn u16(&mut self) -> Option<u16> {
         self.array().map(u16::from_be_bytes)
     }
 
-    pub(super) fn u32(&mut self) -> Option<u32> {
+    /// The next four bytes as a number.
+    pub fn u32(&mut self) -> Option<u32> {
         self.array().map(u32::from_be_bytes)
     }
 
-    pub(super) fn u64(&mut self) -> Option<u64> {
+    /// The next eight bytes as a number.
+    pub fn u64(&mut self) -> Option<u64> {
         self.array().map(u64::from_be_bytes)
     }
 
     /// Reads a length, and this number of bytes.
-    pub(super) fn counted(&mut self) -> Option<&'a [u8]> {
+    pub fn counted(&mut self) -> Option<&'a [u8]> {
         let count = self.u32()?;
         self.bytes(usize::try_from(count).ok()?)
     }
@@ -159,7 +220,7 @@ impl<'a> Fields<'a> {
 impl RawRequest {
     /// Parses a request. `None`: the bytes are not a request, and the rest of the stream is
     /// unusable.
-    pub(super) fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<RawRequest> {
+    pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<RawRequest> {
         let mut fields = Fields(bytes);
         if fields.u32()? != REQUEST_MAGIC {
             return None;
@@ -173,13 +234,14 @@ impl RawRequest {
         })
     }
 
-    pub(super) fn has(&self, flag: u16) -> bool {
+    /// Whether the request has this flag.
+    pub fn has(&self, flag: u16) -> bool {
         self.flags & flag != 0
     }
 }
 
 /// Adds the reply to an option.
-pub(super) fn push_option_reply(out: &mut Vec<u8>, option: u32, reply: u32, data: &[&[u8]]) {
+pub fn push_option_reply(out: &mut Vec<u8>, option: u32, reply: u32, data: &[&[u8]]) {
     let len: usize = data.iter().map(|part| part.len()).sum();
     out.extend(OPTION_REPLY_MAGIC.to_be_bytes());
     out.extend(option.to_be_bytes());
@@ -191,7 +253,7 @@ pub(super) fn push_option_reply(out: &mut Vec<u8>, option: u32, reply: u32, data
 
 /// The head of a reply, before its data.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Head {
+pub struct Head {
     bytes: [u8; MAX_HEAD_BYTES],
     len: u8,
 }
@@ -208,16 +270,17 @@ impl Head {
     }
 
     /// The head of further data.
-    pub(super) fn none() -> Head {
+    pub fn none() -> Head {
         Head::new(&[])
     }
 
-    pub(super) fn bytes(&self) -> &[u8] {
+    /// The bytes to send.
+    pub fn bytes(&self) -> &[u8] {
         &self.bytes[..usize::from(self.len)]
     }
 
     /// A simple reply. The data of a read follow.
-    pub(super) fn simple(cookie: u64, error: u32) -> Head {
+    pub fn simple(cookie: u64, error: u32) -> Head {
         let magic = SIMPLE_REPLY_MAGIC.to_be_bytes();
         Head::new(&[&magic, &error.to_be_bytes(), &cookie.to_be_bytes()])
     }
@@ -238,24 +301,24 @@ impl Head {
     }
 
     /// A chunk whose data follow: `len` bytes of the disk from `offset` on.
-    pub(super) fn data(cookie: u64, done: bool, offset: u64, len: u32) -> Head {
+    pub fn data(cookie: u64, done: bool, offset: u64, len: u32) -> Head {
         Head::chunk(cookie, chunk::DATA, done, len + 8, &[&offset.to_be_bytes()])
     }
 
     /// A chunk for a range of zeros.
-    pub(super) fn hole(cookie: u64, done: bool, offset: u64, len: u32) -> Head {
+    pub fn hole(cookie: u64, done: bool, offset: u64, len: u32) -> Head {
         let (offset, bytes) = (offset.to_be_bytes(), len.to_be_bytes());
         Head::chunk(cookie, chunk::HOLE, done, 12, &[&offset, &bytes])
     }
 
     /// The last chunk of a reply to a request that has failed.
-    pub(super) fn error(cookie: u64, error: u32) -> Head {
+    pub fn error(cookie: u64, error: u32) -> Head {
         let text_bytes = 0u16.to_be_bytes();
         Head::chunk(cookie, chunk::ERROR, true, 6, &[&error.to_be_bytes(), &text_bytes])
     }
 
     /// The last chunk, which this number of extents follow.
-    pub(super) fn status(cookie: u64, extents: usize) -> Head {
+    pub fn status(cookie: u64, extents: usize) -> Head {
         // A request has a bounded number of extents.
         let len = 4 + 8 * extents as u32;
         Head::chunk(cookie, chunk::BLOCK_STATUS, true, len, &[&CONTEXT_ID.to_be_bytes()])
@@ -263,7 +326,7 @@ impl Head {
 }
 
 /// An extent of a [status](Head::status).
-pub(super) fn push_extent(out: &mut Vec<u8>, len: u32, zeros: bool) {
+pub fn push_extent(out: &mut Vec<u8>, len: u32, zeros: bool) {
     out.extend(len.to_be_bytes());
     out.extend(if zeros { HOLE_AND_ZERO } else { 0 }.to_be_bytes());
 }

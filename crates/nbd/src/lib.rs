@@ -1,0 +1,5 @@
+//! The NBD protocol: what its servers and clients send each other.
+
+#![forbid(unsafe_code)]
+
+pub mod wire;
