@@ -14,6 +14,8 @@ pub struct Allocation {
     pub len: u64,
     /// It reads as zeros, and takes no space.
     pub zeros: bool,
+    /// The image of the chain that has it: 1 is the disk's own, 2 its parent. 0: none has.
+    pub depth: u32,
 }
 
 impl Disk {
@@ -28,12 +30,21 @@ impl Disk {
                 return Err(io::ErrorKind::InvalidInput.into());
             }
             Ok(match self.while_mapped(look_in_spite(self, port, offset, len)).await? {
-                Found::Piece(piece) => {
-                    Allocation { len: piece.len.min(len), zeros: piece.what == What::Zeros }
-                }
+                Found::Piece(piece) => Allocation {
+                    len: piece.len.min(len),
+                    zeros: piece.what == What::Zeros,
+                    depth: piece.layer.map_or(0, depth),
+                },
                 // Who reads it gets the error.
-                Found::Damaged { len: lost, .. } => Allocation { len: lost.min(len), zeros: false },
+                Found::Damaged { len: lost, layer, .. } => {
+                    Allocation { len: lost.min(len), zeros: false, depth: depth(layer) }
+                }
             })
         })
     }
+}
+
+/// The depth of a layer, whose index is 0 for the disk's own image. A chain has a bounded length.
+fn depth(layer: usize) -> u32 {
+    layer as u32 + 1
 }

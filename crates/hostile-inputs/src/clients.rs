@@ -74,6 +74,7 @@ pub(crate) fn nbd(input: &[u8]) {
         counters: None,
         keeps_all: false,
         traces: None,
+        hides_names: false,
     };
     let stop = Arc::new(Waker::new().expect("there are descriptors"));
     let (ours, theirs) = UnixStream::pair().expect("there are descriptors");
