@@ -2,10 +2,10 @@
 
 use std::io;
 
-use ferrite_disk_base::Port;
+use ferrite_disk_base::{Format, Port};
 
 use crate::disk::{Disk, Work};
-use crate::pieces::{Found, What, look_in_spite};
+use crate::pieces::{Found, Piece, What, look_in_spite};
 
 /// The beginning of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +33,7 @@ impl Disk {
                 Found::Piece(piece) => Allocation {
                     len: piece.len.min(len),
                     zeros: piece.what == What::Zeros,
-                    depth: piece.layer.map_or(0, depth),
+                    depth: piece.layer.filter(|_| !is_nobodys(self, &piece)).map_or(0, depth),
                 },
                 // Who reads it gets the error.
                 Found::Damaged { len: lost, layer, .. } => {
@@ -42,6 +42,16 @@ impl Disk {
             })
         })
     }
+}
+
+/// Whether zeros have no place in any image. The last VHD of a chain says so of blocks without a place: it has no other
+/// zeros.
+fn is_nobodys(disk: &Disk, piece: &Piece) -> bool {
+    let Disk::Image(image) = disk else { return false };
+    let layers = image.layers();
+    let is_last = piece.layer == layers.len().checked_sub(1);
+    let is_vhd = layers.last().is_some_and(|layer| layer.format() == Format::Vhd);
+    piece.what == What::Zeros && is_last && is_vhd
 }
 
 /// The depth of a layer, whose index is 0 for the disk's own image. A chain has a bounded length.

@@ -274,11 +274,17 @@ impl Client {
         (size, u16::from_be_bytes(data[10..12].try_into().unwrap()))
     }
 
+    /// Negotiates extended heads.
+    #[track_caller]
+    pub fn extend(&mut self) {
+        assert_eq!(self.option(option::EXTENDED_HEADERS, &[]), [(ACK, vec![])]);
+        self.extended = Some(HashMap::new());
+    }
+
     /// Negotiates the export with extended heads and these contexts; returns the size and the flags.
     #[track_caller]
     pub fn go_extended(&mut self, names: &[&str]) -> (u64, u16) {
-        assert_eq!(self.option(option::EXTENDED_HEADERS, &[]), [(ACK, vec![])]);
-        self.extended = Some(HashMap::new());
+        self.extend();
         let answers = self.option(option::SET_META_CONTEXT, &contexts("", names));
         assert_eq!(answers.len(), names.len() + 1);
         self.go(false)
