@@ -549,6 +549,17 @@ impl Disk {
         })
     }
 
+    /// Whether [`write_zeroes`](Disk::write_zeroes) takes less time than a write of as many bytes, as far as that is
+    /// known beforehand. It does no I/O.
+    pub fn zeroes_fast(&self) -> bool {
+        match self {
+            Disk::Raw(d) => d.zeroes_fast(),
+            // What has a place there is zeroed in place.
+            Disk::Image(d) => d.medium().zeroes_fast(),
+            Disk::Store(_) | Disk::Elsewhere(_) | Disk::Null(_) => true,
+        }
+    }
+
     /// The second line of defence for ranges and read-only disks (threats.md T10).
     fn check_change(&self, offset: u64, len: u64) -> io::Result<()> {
         if self.read_only() {

@@ -318,7 +318,7 @@ fn what_was_never_written_of_a_volume_is_discarded_at_once() {
         };
         queue.reactor.block_on(all).unwrap()
     };
-    assert_eq!(parts(&mut queue), (1, Allocation { len: BYTES, zeros: true }));
+    assert_eq!(parts(&mut queue), (1, Allocation { len: BYTES, zeros: true, depth: 1 }));
     queue.write(BYTES / 2, &[7; BLOCK]).unwrap();
     queue.write(BYTES - BLOCK as u64, &[8; BLOCK]).unwrap();
     // What has no leaf, and each leaf.

@@ -112,6 +112,7 @@ fn options(args: &NbdArgs, engine: EngineFactory) -> Options {
         counters: None,
         keeps_all: false,
         traces: None,
+        hides_names: args.no_list,
     }
 }
 

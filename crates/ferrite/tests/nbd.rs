@@ -126,11 +126,17 @@ fn nbdinfo_reads_what_there_is_to_know() {
         "\"can_multi_conn\": true",
         "\"can_fua\": true",
         "\"can_zero\": true",
+        "\"can_fast_zero\": true",
+        "\"can_cache\": true",
         "\"base:allocation\"",
+        "\"qemu:allocation-depth\"",
     ] {
         assert!(info.contains(line), "{line}: {info}");
     }
-    assert!(peer("nbdinfo", &["--list", &export.uri()]).unwrap().contains("export=\"\""));
+    assert!(peer("nbdinfo", &["--list", &export.uri()]).unwrap().contains("export=\"disk\""));
+    let depths =
+        peer("nbdinfo", &["--map=qemu:allocation-depth", "--totals", &export.uri()]).unwrap();
+    assert!(depths.split_whitespace().take(3).eq(["67108864", "100.0%", "0"]), "{depths}");
     let map = peer("nbdinfo", &["--map", &export.uri()]).unwrap();
     assert_eq!(map.split_whitespace().collect::<Vec<_>>(), ["0", "67108864", "3", "hole,zero"]);
 }
@@ -207,10 +213,14 @@ for structured in [True, False]:
     for contexts in [True, False]:
         h = nbd.NBD()
         h.set_request_structured_replies(structured)
-        if contexts: h.add_meta_context("base:allocation")
+        if contexts:
+            h.add_meta_context("base:allocation")
+            h.add_meta_context("qemu:allocation-depth")
         h.connect_uri(uri)
         assert h.get_structured_replies_negotiated() == structured
-        assert h.can_meta_context("base:allocation") == (structured and contexts)
+        for name in ["base:allocation", "qemu:allocation-depth"]:
+            assert h.can_meta_context(name) == (structured and contexts)
+        assert h.can_cache() and h.can_fast_zero()
         assert h.can_df() == structured and h.can_multi_conn() and not h.is_read_only()
         # What the library would not send.
         h.set_strict_mode(0)
@@ -224,8 +234,12 @@ for structured in [True, False]:
         fails(errno.ENOSPC, lambda: h.zero(1024, (64 << 20) - 512))
         fails(errno.EINVAL, lambda: h.trim(1024, (64 << 20) - 512))
         fails(errno.ENOSPC, lambda: h.pwrite(b"b" * 100, (64 << 20) - 99))
-        fails(errno.EINVAL, lambda: h.cache(512, 0))
-        fails(errno.EINVAL, lambda: h.zero(512, 0, nbd.CMD_FLAG_FAST_ZERO))
+        h.cache(512, 0)
+        fails(errno.EINVAL, lambda: h.cache(512, 64 << 20))
+        h.zero(65536, 1 << 20, nbd.CMD_FLAG_FAST_ZERO)
+        fails(errno.ENOTSUP, lambda: h.zero(500, 0, nbd.CMD_FLAG_FAST_ZERO))
+        slow = nbd.CMD_FLAG_FAST_ZERO | nbd.CMD_FLAG_NO_HOLE
+        fails(errno.ENOTSUP, lambda: h.zero(65536, 0, slow))
         if structured:
             fails(errno.EOVERFLOW, lambda: h.pread(4 << 20, 0, nbd.CMD_FLAG_DF))
             assert len(h.pread(65536, 0, nbd.CMD_FLAG_DF)) == 65536
@@ -237,19 +251,24 @@ for structured in [True, False]:
         if structured and contexts:
             found = []
             h.block_status(1 << 20, 0, lambda *a: found.append(a) or 0)
-            assert found[0][0] == "base:allocation" and len(found) == 1, found
+            names = [name for name, *_ in found]
+            assert names == ["base:allocation", "qemu:allocation-depth"], found
         h.shutdown()
 # One of several names, in the negotiation that goes on.
 h = nbd.NBD()
 h.set_opt_mode(True)
 h.connect_uri(uri)
 names = []
-assert h.opt_list(lambda name, text: names.append(name) or 0) == 1 and names == [""]
-h.set_export_name("anything")
+assert h.opt_list(lambda name, text: names.append(name) or 0) == 1 and names == ["disk"]
+for name in ["anything", "Disk", "disk.qcow2"]:
+    h.set_export_name(name)
+    fails(errno.ENOENT, h.opt_info)
+    fails(errno.ENOENT, h.opt_go)
+h.set_export_name("disk")
 h.opt_info()
 assert h.get_size() == 64 << 20
 assert h.get_block_size(nbd.SIZE_MINIMUM) == 1
-assert h.opt_list_meta_context(lambda name: 0) == 1
+assert h.opt_list_meta_context(lambda name: 0) == 2
 h.opt_go()
 assert h.get_size() == 64 << 20
 h.shutdown()
@@ -259,6 +278,59 @@ h.connect_uri(uri)
 h.opt_abort()
 "#,
     );
+}
+
+#[test]
+fn names_are_not_told_if_they_are_not_to_be() {
+    let mut export = Export::new("disk.img");
+    assert!(export.signal(Signal::TERM).success());
+    export.start(&["--no-list"]);
+    nbdsh(
+        &export.uri(),
+        r#"
+import errno
+h = nbd.NBD()
+h.set_opt_mode(True)
+h.connect_uri(uri)
+try:
+    h.opt_list(lambda name, text: 0)
+except nbd.Error as e:
+    assert e.errnum == errno.EPERM, e.errnum
+else:
+    raise AssertionError("a list")
+h.set_export_name("disk")
+h.opt_go()
+assert h.pread(512, 0) == bytes(512)
+h.shutdown()
+"#,
+    );
+}
+
+#[test]
+fn fio_finds_by_their_checksums_that_blocks_are_what_it_has_written() {
+    for name in ["disk.img", "disk.vhd", "disk.qcow2"] {
+        let mut export = Export::new(name);
+        let uri = format!("--uri={}", export.uri());
+        let aux = format!("--aux-path={}", export.dir.path().display());
+        let args = [
+            "--name=verify",
+            "--ioengine=nbd",
+            "--rw=randrw",
+            "--bsrange=512-64k",
+            "--bs_unaligned=1",
+            "--size=32M",
+            "--iodepth=16",
+            "--verify=crc32c",
+            "--verify_fatal=1",
+            "--randseed=7",
+            &uri,
+            &aux,
+        ];
+        let Some(said) = peer("fio", &args) else { return };
+        assert!(said.contains("err= 0"), "{name}: {said}");
+        assert!(export.signal(Signal::TERM).success(), "{name}");
+        export.check();
+    }
 }
 
 #[test]

@@ -24,7 +24,7 @@ pub use whole::Recipe;
 pub type Target = fn(&[u8]);
 
 /// All targets, by the names of the fuzz targets and of their corpora.
-pub const TARGETS: [(&str, Target); 17] = [
+pub const TARGETS: [(&str, Target); 18] = [
     ("counters", seen::counters),
     ("dedup_journal", dedup::journal),
     ("dedup_pages", dedup::pages),
@@ -33,6 +33,7 @@ pub const TARGETS: [(&str, Target); 17] = [
     ("image_name", names::image_name),
     ("journal", whole::journal),
     ("nbd", clients::nbd),
+    ("nbd_relay", clients::nbd_relay),
     ("qcow2", whole::qcow2_image),
     ("ring", guest::ring),
     ("size", names::size),

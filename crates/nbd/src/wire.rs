@@ -12,6 +12,9 @@ const REQUEST_MAGIC: u32 = 0x2560_9513;
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 /// The magic number of a chunk of a structured reply.
 pub const CHUNK_MAGIC: u32 = 0x668e_33ef;
+const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
+/// The magic number of a chunk of a reply behind an extended head.
+pub const EXTENDED_CHUNK_MAGIC: u32 = 0x6e8a_278c;
 
 /// A flag of the handshake, of either side: options that are unknown get an error, and the client may go on.
 pub const FIXED_NEWSTYLE: u16 = 1;
@@ -36,6 +39,8 @@ pub mod option {
     pub const LIST_META_CONTEXT: u32 = 9;
     /// Chooses contexts of an export.
     pub const SET_META_CONTEXT: u32 = 10;
+    /// Asks for heads with 64-bit lengths.
+    pub const EXTENDED_HEADERS: u32 = 11;
 }
 
 /// The replies to options.
@@ -50,12 +55,16 @@ pub mod reply {
     pub const META_CONTEXT: u32 = 4;
     /// The server does not know the option.
     pub const UNSUPPORTED: u32 = 1 << 31 | 1;
+    /// The server was told to refuse the option.
+    pub const POLICY: u32 = 1 << 31 | 2;
     /// The option is malformed, or came in the wrong place.
     pub const INVALID: u32 = 1 << 31 | 3;
     /// There is no export of this name.
     pub const UNKNOWN: u32 = 1 << 31 | 6;
     /// The option or its reply is too long.
     pub const TOO_BIG: u32 = 1 << 31 | 9;
+    /// This works with extended heads only, or they cannot be left again.
+    pub const EXTENDED_REQUIRED: u32 = 1 << 31 | 10;
 }
 
 /// The kinds of information about an export.
@@ -86,6 +95,10 @@ pub mod can {
     pub const DF: u16 = 1 << 7;
     /// A flush covers the writes of all connections.
     pub const MULTI_CONN: u16 = 1 << 8;
+    /// CACHE is known.
+    pub const CACHE: u16 = 1 << 10;
+    /// The flag FAST_ZERO is known.
+    pub const FAST_ZERO: u16 = 1 << 11;
 }
 
 /// The commands.
@@ -100,6 +113,8 @@ pub mod command {
     pub const FLUSH: u16 = 3;
     /// The range is unused.
     pub const TRIM: u16 = 4;
+    /// The range will be read soon.
+    pub const CACHE: u16 = 5;
     /// The range reads as zeros.
     pub const WRITE_ZEROES: u16 = 6;
     /// Asks for the extents of a range.
@@ -116,6 +131,10 @@ pub mod flag {
     pub const DF: u16 = 1 << 2;
     /// One extent is enough.
     pub const REQ_ONE: u16 = 1 << 3;
+    /// Zeros are refused if they would take as long as a write.
+    pub const FAST_ZERO: u16 = 1 << 4;
+    /// The length is that of the data behind the request. For extended heads only.
+    pub const PAYLOAD_LEN: u16 = 1 << 5;
 }
 
 /// The errors of commands.
@@ -130,16 +149,22 @@ pub mod error {
     pub const NO_SPACE: u32 = 28;
     /// EOVERFLOW: the reply does not fit in one chunk.
     pub const OVERFLOW: u32 = 75;
+    /// ENOTSUP: zeros would take as long as a write.
+    pub const UNSUPPORTED: u32 = 95;
 }
 
 /// The kinds of chunks.
 pub mod chunk {
+    /// Nothing: the request has succeeded.
+    pub const NONE: u16 = 0;
     /// An offset, and data.
     pub const DATA: u16 = 1;
     /// An offset and a length: zeros.
     pub const HOLE: u16 = 2;
     /// A context, and extents.
     pub const BLOCK_STATUS: u16 = 5;
+    /// A context, and a number of extents with 64-bit lengths.
+    pub const BLOCK_STATUS_EXT: u16 = 6;
     /// An error and a text; the request has failed.
     pub const ERROR: u16 = 1 << 15 | 1;
 }
@@ -147,18 +172,24 @@ pub mod chunk {
 /// The flag of the last chunk of a reply.
 pub const DONE: u16 = 1;
 
-/// The namespace and name of the one context.
+/// The namespace and name of the context that says where data are.
 pub const CONTEXT: &str = "base:allocation";
-/// The number of the context on the wire.
+/// Its number on the wire.
 pub const CONTEXT_ID: u32 = 1;
+/// The namespace and name of QEMU's context that says which image of a chain has the data.
+pub const DEPTH_CONTEXT: &str = "qemu:allocation-depth";
+/// Its number on the wire.
+pub const DEPTH_CONTEXT_ID: u32 = 2;
 
 /// The state of an extent that reads as zeros and takes no space.
-const HOLE_AND_ZERO: u32 = 3;
+pub const HOLE_AND_ZERO: u32 = 3;
 
 /// Bytes of a request, besides its data.
 pub const REQUEST_BYTES: usize = 28;
+/// Bytes of a request with an extended head, besides its data.
+pub const EXTENDED_REQUEST_BYTES: usize = 32;
 /// The longest head of a reply.
-pub const MAX_HEAD_BYTES: usize = 32;
+pub const MAX_HEAD_BYTES: usize = 44;
 
 /// A request as it came. Nothing in it was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -172,7 +203,7 @@ pub struct RawRequest {
     /// The first byte.
     pub offset: u64,
     /// Bytes.
-    pub len: u32,
+    pub len: u64,
 }
 
 /// Reads numbers from the front of bytes. `None`: there are too few bytes.
@@ -230,7 +261,7 @@ impl RawRequest {
             command: fields.u16()?,
             cookie: fields.u64()?,
             offset: fields.u64()?,
-            len: fields.u32()?,
+            len: fields.u32()?.into(),
         })
     }
 
@@ -238,6 +269,18 @@ impl RawRequest {
     pub fn has(&self, flag: u16) -> bool {
         self.flags & flag != 0
     }
+}
+
+/// The form of requests and replies that a client has negotiated.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Form {
+    /// Each request has one reply.
+    #[default]
+    Simple,
+    /// Replies to reads and queries are made of chunks.
+    Structured,
+    /// All replies are made of chunks, and heads have 64-bit lengths.
+    Extended,
 }
 
 /// Adds the reply to an option.
@@ -319,17 +362,25 @@ impl Head {
 
     /// The last chunk, which this number of extents follow.
     pub fn status(cookie: u64, extents: usize) -> Head {
+        Head::status_of(cookie, true, CONTEXT_ID, extents)
+    }
+
+    fn status_of(cookie: u64, done: bool, context: u32, extents: usize) -> Head {
         // A request has a bounded number of extents.
         let len = 4 + 8 * extents as u32;
-        Head::chunk(cookie, chunk::BLOCK_STATUS, true, len, &[&CONTEXT_ID.to_be_bytes()])
+        Head::chunk(cookie, chunk::BLOCK_STATUS, done, len, &[&context.to_be_bytes()])
     }
 }
 
-/// An extent of a [status](Head::status).
-pub fn push_extent(out: &mut Vec<u8>, len: u32, zeros: bool) {
+/// An extent of a [status](ReplyTo::status) with 32-bit lengths.
+pub fn push_extent(out: &mut Vec<u8>, len: u32, state: u32) {
     out.extend(len.to_be_bytes());
-    out.extend(if zeros { HOLE_AND_ZERO } else { 0 }.to_be_bytes());
+    out.extend(state.to_be_bytes());
 }
+
+mod forms;
+
+pub use forms::{ReplyTo, push_long_extent};
 
 #[cfg(test)]
 mod tests {

@@ -23,14 +23,14 @@ fn an_export_is_told_with_its_size_its_blocks_and_what_it_can() {
     for name in ["", "any name", "\u{fffd}"] {
         let mut client = served.connect();
         let answers = client.option(option::INFO, &info(name));
-        // HAS_FLAGS, FLUSH, FUA, TRIM, WRITE_ZEROES, MULTI_CONN.
-        let export = [&[0, 0][..], &BYTES.to_be_bytes(), &[1, 0x6d]].concat();
+        // HAS_FLAGS, FLUSH, FUA, TRIM, WRITE_ZEROES, MULTI_CONN, CACHE, FAST_ZERO.
+        let export = [&[0, 0][..], &BYTES.to_be_bytes(), &[0xd, 0x6d]].concat();
         let blocks = [1u32, 4096, 32 << 20].map(u32::to_be_bytes).concat();
         let blocks = [&[0, 3][..], &blocks].concat();
         assert_eq!(answers, [(3, export), (3, blocks), (ACK, vec![])]);
         assert_eq!(client.option(option::LIST, &[]), [(2, vec![0; 4]), (ACK, vec![])]);
         // With chunks there is DF.
-        assert_eq!(client.go(true), (BYTES, 0x1ed));
+        assert_eq!(client.go(true), (BYTES, 0xded));
         client.write(0, &[7; 512]);
         assert_eq!(client.read(0, 1024), [[7; 512], [0; 512]].concat());
     }
@@ -42,7 +42,7 @@ fn the_oldest_way_to_an_export_still_leads_there() {
     let mut client = served.connect();
     client.ask(option::EXPORT_NAME, b"whatever");
     let export = client.bytes(10);
-    assert_eq!((&export[..8], &export[8..]), (&BYTES.to_be_bytes()[..], &[1, 0x6d][..]));
+    assert_eq!((&export[..8], &export[8..]), (&BYTES.to_be_bytes()[..], &[0xd, 0x6d][..]));
     client.write(512, &[3; 4096]);
     assert_eq!(client.read(512, 4096), [3; 4096]);
 }
@@ -51,12 +51,13 @@ fn the_oldest_way_to_an_export_still_leads_there() {
 fn options_that_are_unknown_or_make_no_sense_are_refused_and_the_client_may_go_on() {
     let served = raw();
     let mut client = served.connect();
-    for unknown in [0, 5, 11, 99, u32::MAX] {
+    for unknown in [0, 5, 12, 99, u32::MAX] {
         assert_eq!(client.option(unknown, b"data"), [(UNSUPPORTED, vec![])]);
     }
-    let broken: [(u32, &[u8]); 8] = [
+    let broken: [(u32, &[u8]); 9] = [
         (option::LIST, b"x"),
         (option::STRUCTURED_REPLY, b"x"),
+        (option::EXTENDED_HEADERS, b"x"),
         (option::GO, b""),
         (option::GO, &[0, 0, 0, 9, b'x', 0, 0]),
         (option::INFO, &[0, 0, 0, 0, 0, 2, 0, 3]),
@@ -81,17 +82,25 @@ fn contexts_are_listed_and_set_for_the_export_that_they_were_asked_for() {
     let served = raw();
     let mut client = served.connect();
     client.option(option::STRUCTURED_REPLY, &[]);
-    let listed = (4, [&[0; 4][..], b"base:allocation"].concat());
-    for queries in [&[][..], &["base:"], &["base:allocation", "other:thing"]] {
-        let answers = client.option(option::LIST_META_CONTEXT, &contexts("a", queries));
-        assert_eq!(answers, [listed.clone(), (ACK, vec![])]);
+    let of = |id: u8, name: &str| (4, [&[0, 0, 0, id][..], name.as_bytes()].concat());
+    let (base, depth) = ("base:allocation", "qemu:allocation-depth");
+    for (queries, names) in [
+        (&[][..], &[base, depth][..]),
+        (&["base:"], &[base]),
+        (&[base, "other:thing"], &[base]),
+        (&["qemu:"], &[depth]),
+        (&[depth, "base:"], &[base, depth]),
+    ] {
+        let mut answers = client.option(option::LIST_META_CONTEXT, &contexts("a", queries));
+        assert_eq!(answers.pop(), Some((ACK, vec![])));
+        assert_eq!(answers, names.iter().map(|name| of(0, name)).collect::<Vec<_>>());
     }
-    for queries in [&[][..], &["base:"], &["other:thing"]] {
+    for queries in [&[][..], &["base:"], &["qemu:"], &["other:thing", "base:allocation "]] {
         let answers = client.option(option::SET_META_CONTEXT, &contexts("a", queries));
         assert_eq!(answers, [(ACK, vec![])], "{queries:?}");
     }
-    let set = client.option(option::SET_META_CONTEXT, &contexts("a", &["base:allocation"]));
-    assert_eq!(set, [(4, [&[0, 0, 0, 1][..], b"base:allocation"].concat()), (ACK, vec![])]);
+    let set = client.option(option::SET_META_CONTEXT, &contexts("a", &[depth, base, base]));
+    assert_eq!(set, [of(1, base), of(2, depth), (ACK, vec![])]);
     client.option(option::GO, &info("b"));
     assert_eq!(client.call(command::BLOCK_STATUS, 0, 0, 512, &[]).error, EINVAL);
 }
@@ -151,13 +160,16 @@ fn requests_that_are_wrong_get_their_error_and_the_next_is_served() {
         (command::TRIM, 0, BYTES - 512, 1024, EINVAL),
         (command::WRITE_ZEROES, 0, BYTES - 512, 1024, ENOSPC),
         (command::BLOCK_STATUS, 0, BYTES, 512, EINVAL),
+        (command::CACHE, 0, 0, 0, EINVAL),
+        (command::CACHE, 0, BYTES, 512, EINVAL),
         // Unknown.
-        (5, 0, 0, 512, EINVAL),
         (8, 0, 0, 512, EINVAL),
         (u16::MAX, 0, 0, 512, EINVAL),
         (command::READ, 1 << 1, 0, 512, EINVAL),
         (command::READ, 1 << 15, 0, 512, EINVAL),
-        (command::WRITE_ZEROES, 1 << 4, 0, 512, EINVAL),
+        (command::WRITE_ZEROES, 1 << 3, 0, 512, EINVAL),
+        (command::WRITE, 1 << 5, 0, 0, EINVAL),
+        (command::CACHE, 1 << 1, 0, 512, EINVAL),
         (command::FLUSH, 1 << 2, 0, 0, EINVAL),
         // The limit of a single chunk.
         (command::READ, 1 << 2, 0, 2 << 20, EOVERFLOW),
@@ -232,7 +244,7 @@ fn a_disk_that_is_only_read_refuses_changes_and_says_so_before() {
         Served::new("raw", BYTES, ferrite_serve::nbd::Options { read_only: true, ..options() });
     let mut client = served.connect();
     // READ_ONLY; neither TRIM nor WRITE_ZEROES.
-    assert_eq!(client.go(true), (BYTES, 0x18f));
+    assert_eq!(client.go(true), (BYTES, 0x58f));
     assert_eq!(client.call(command::WRITE, 0, 0, 512, &[1; 512]).error, EPERM);
     assert_eq!(client.call(command::TRIM, 0, 0, 512, &[]).error, EPERM);
     assert_eq!(client.call(command::WRITE_ZEROES, 0, 0, 512, &[]).error, EPERM);

@@ -1,6 +1,6 @@
 //! Several NBD clients: a client affects the others only through the disk's contents.
 
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -184,6 +184,15 @@ fn who_says_nothing_is_let_go_and_who_is_one_too_many_is_turned_away() {
     silent.set_read_timeout(Some(PATIENCE)).unwrap();
     silent.read_to_end(&mut greeting).expect("the time for a handshake ends");
     assert_eq!(greeting.len(), 18);
+    // Who sends one byte after the other has no more time than who sends none.
+    let mut slow = UnixStream::connect(&served.socket).unwrap();
+    let options_of_a_minute =
+        [&[0, 0, 0, 3][..], &b"IHAVEOPT\0\0\0\x03\0\0\0\0".repeat(75)].concat();
+    let sent = options_of_a_minute.iter().take_while(|byte| {
+        std::thread::sleep(Duration::from_millis(50));
+        slow.write_all(std::slice::from_ref(*byte)).is_ok()
+    });
+    assert!(sent.count() < options_of_a_minute.len());
     served.stop();
     let mut served = Served::new("raw", BYTES, Options { max_clients: 2, ..options() });
     let (mut one, two) = (served.client(), served.client());

@@ -11,9 +11,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_host::frames::RELAY;
 use ferrite_serve::nbd::relay;
-use ferrite_testkit::nbd::{Client, Served, contexts, info, option, options, request};
+use ferrite_testkit::nbd::{
+    Client, PAYLOAD_LEN, Served, contexts, info, long_request, option, options, request,
+};
 use ferrite_testkit::proc::{Memory, descriptors, threads_named};
-use ferrite_testkit::{PATIENCE, scale, wait_until};
+use ferrite_testkit::{PATIENCE, rounds, scale, wait_until};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
@@ -31,22 +33,81 @@ const MOST_KIB: u64 = (AT_ONCE as u64 + 1) * (12 << 10) + (16 << 10);
 /// Additional KiB of a relay for each of them.
 const RELAY_KIB: u64 = (AT_ONCE as u64 + 1) * (9 << 10);
 
-fn greeting(structured: bool) -> Vec<u8> {
-    let option = |option: u32, data: &[u8]| {
-        let len = data.len() as u32;
-        [&b"IHAVEOPT"[..], &option.to_be_bytes(), &len.to_be_bytes(), data].concat()
-    };
+/// Handshakes by night, in clear and directly to the server.
+const HANDSHAKES: u32 = 100_000;
+
+/// An option of a client.
+fn asked(option: u32, data: &[u8]) -> Vec<u8> {
+    let len = data.len() as u32;
+    [&b"IHAVEOPT"[..], &option.to_be_bytes(), &len.to_be_bytes(), data].concat()
+}
+
+/// The form of a client's requests and replies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    Simple,
+    Structured,
+    Extended,
+}
+
+fn any_form() -> impl Strategy<Value = Form> {
+    prop_oneof![Just(Form::Simple), Just(Form::Structured), Just(Form::Extended)]
+}
+
+fn greeting(form: Form) -> Vec<u8> {
     let mut bytes = 3u32.to_be_bytes().to_vec();
-    if structured {
-        bytes.extend(option(option::STRUCTURED_REPLY, &[]));
-        bytes.extend(option(option::SET_META_CONTEXT, &contexts("", &["base:allocation"])));
+    match form {
+        Form::Simple => {}
+        Form::Structured => bytes.extend(asked(option::STRUCTURED_REPLY, &[])),
+        Form::Extended => bytes.extend(asked(option::EXTENDED_HEADERS, &[])),
     }
-    bytes.extend(option(option::GO, &info("")));
+    if form != Form::Simple {
+        let both = contexts("", &["base:allocation", "qemu:allocation-depth"]);
+        bytes.extend(asked(option::SET_META_CONTEXT, &both));
+    }
+    bytes.extend(asked(option::GO, &info("")));
     bytes
 }
 
+/// An option as clients send it, or almost: known or not, with data of any option, some asked twice.
+fn any_option() -> impl Strategy<Value = Vec<u8>> {
+    let data = prop_oneof![
+        3 => Just(Vec::new()),
+        3 => "[a-z:]{0,20}".prop_map(|name| info(&name)),
+        3 => ("[a-z:]{0,9}", prop::collection::vec("base:(allocation)?|qemu:(allocation-depth)?|[a-z:]{0,9}", 0..6))
+            .prop_map(|(name, queries)| {
+                contexts(&name, &queries.iter().map(String::as_str).collect::<Vec<_>>())
+            }),
+        1 => prop::collection::vec(any::<u8>(), 0..300),
+    ];
+    let option = prop_oneof![12 => 0..13u32, 1 => any::<u32>()];
+    (option, data, 0..300usize, any::<u8>(), 1..3usize).prop_map(
+        |(option, data, at, damage, times)| {
+            let mut bytes = asked(option, &data);
+            // Every other one is damaged somewhere, or not, if it is shorter.
+            if let Some(byte) = bytes.get_mut(at).filter(|_| damage % 2 == 0) {
+                *byte ^= damage;
+            }
+            bytes.repeat(times)
+        },
+    )
+}
+
+/// A handshake, or almost.
+fn any_handshake() -> impl Strategy<Value = Vec<u8>> {
+    let flags = prop_oneof![8 => Just(3u32), 2 => 0..4u32, 1 => any::<u32>()];
+    let options = prop::collection::vec(any_option(), 0..8);
+    (flags, options, any::<u16>()).prop_map(|(flags, options, cut)| {
+        let mut bytes = [flags.to_be_bytes().to_vec(), options.concat()].concat();
+        if cut % 4 == 0 {
+            bytes.truncate(usize::from(cut) % bytes.len());
+        }
+        bytes
+    })
+}
+
 /// A valid request, or almost, with as many bytes of data as it says, or almost.
-fn any_request() -> impl Strategy<Value = Vec<u8>> {
+fn any_request(form: Form) -> impl Strategy<Value = Vec<u8>> {
     let len = prop_oneof![
         8 => (0..64u32).prop_map(|sectors| sectors * 512),
         1 => any::<u32>(),
@@ -62,26 +123,39 @@ fn any_request() -> impl Strategy<Value = Vec<u8>> {
     let command = prop_oneof![12 => 0..9u16, 1 => any::<u16>()];
     let loss = prop_oneof![9 => Just(0usize), 1 => 1..600usize];
     (command, flags, any::<u64>(), offset, len, loss).prop_map(
-        |(command, flags, cookie, offset, len, loss)| {
+        move |(command, flags, cookie, offset, len, loss)| {
             // Only ranges below the witness's part.
             let len = if offset < BYTES { len.min(8 << 20) } else { len };
             let data =
                 if command == 1 { (len as usize).min(1 << 20).saturating_sub(loss) } else { 0 };
-            let mut bytes = request(command, flags, cookie, offset, len).to_vec();
-            bytes.resize(28 + data, 0x5A);
+            let mut bytes = match form {
+                Form::Extended if command == 1 => {
+                    let len = u64::from(len);
+                    long_request(command, flags ^ PAYLOAD_LEN, cookie, offset, len).to_vec()
+                }
+                // Some are longer than the disk.
+                Form::Extended => {
+                    let len = u64::from(len) | u64::from(cookie % 3 == 0) << 33;
+                    long_request(command, flags, cookie, offset, len).to_vec()
+                }
+                _ => request(command, flags, cookie, offset, len).to_vec(),
+            };
+            bytes.resize(bytes.len() + data, 0x5A);
             bytes
         },
     )
 }
 
 fn any_stream() -> impl Strategy<Value = Vec<u8>> {
-    let requests = || prop::collection::vec(any_request(), 0..20);
+    let requests = any_form()
+        .prop_flat_map(|form| (Just(form), prop::collection::vec(any_request(form), 0..20)));
     prop_oneof![
         2 => prop::collection::vec(any::<u8>(), 0..2000),
-        1 => (prop::collection::vec(any::<u8>(), 0..200))
-            .prop_map(|bytes| [greeting(true), bytes].concat()),
-        4 => (any::<bool>(), requests(), any::<u16>()).prop_map(|(structured, requests, cut)| {
-            let mut bytes = greeting(structured);
+        2 => any_handshake(),
+        1 => (any_form(), prop::collection::vec(any::<u8>(), 0..200))
+            .prop_map(|(form, bytes)| [greeting(form), bytes].concat()),
+        4 => (requests, any::<u16>()).prop_map(|((form, requests), cut)| {
+            let mut bytes = greeting(form);
             requests.iter().for_each(|request| bytes.extend(request));
             // Some end at any byte.
             let cut = if cut % 4 == 0 { usize::from(cut) % bytes.len() } else { bytes.len() };
@@ -142,18 +216,28 @@ fn relayed(served: &Served) -> impl Fn() -> UnixStream + Sync {
 #[test]
 fn random_bytes_of_clients_are_felt_by_nobody_else() {
     let served = Served::new("raw", BYTES, options());
-    felt_by_nobody(&|| UnixStream::connect(&served.socket).unwrap(), MOST_KIB);
-    wait_until("the end of the witness", || threads_named("nbd-client").is_empty());
-    felt_by_nobody(&relayed(&served), MOST_KIB + RELAY_KIB);
+    let direct = || UnixStream::connect(&served.socket).unwrap();
+    let streams = 100 * scale() * AT_ONCE as u32;
+    let gone = || threads_named("nbd-client").is_empty();
+    felt_by_nobody(&direct, MOST_KIB, streams, &|| any_stream().boxed());
+    wait_until("the end of the witness", gone);
+    felt_by_nobody(&relayed(&served), MOST_KIB + RELAY_KIB, streams, &|| any_stream().boxed());
+    wait_until("the end of the other witness", gone);
+    felt_by_nobody(&direct, MOST_KIB, rounds(HANDSHAKES), &|| any_handshake().boxed());
 }
 
-fn felt_by_nobody(connect: &(dyn Fn() -> UnixStream + Sync), most_kib: u64) {
+fn felt_by_nobody(
+    connect: &(dyn Fn() -> UnixStream + Sync),
+    most_kib: u64,
+    streams: u32,
+    any: &(dyn Fn() -> BoxedStrategy<Vec<u8>> + Sync),
+) {
     let mut witness = Client::over(connect());
     witness.go(true);
     witness.write(0, &[1; 4096]);
     let (descriptors_before, memory) = (descriptors(), Memory::watch());
     let ended = AtomicBool::new(false);
-    let each = 100 * scale() as usize;
+    let each = streams / AT_ONCE as u32;
     std::thread::scope(|scope| {
         let watched = scope.spawn(|| {
             let mut rounds = 0u64;
@@ -170,8 +254,9 @@ fn felt_by_nobody(connect: &(dyn Fn() -> UnixStream + Sync), most_kib: u64) {
             .map(|_| {
                 scope.spawn(move || {
                     let mut runner = TestRunner::default();
+                    let any = any();
                     for _ in 0..each {
-                        let stream = any_stream().new_tree(&mut runner).unwrap().current();
+                        let stream = any.new_tree(&mut runner).unwrap().current();
                         play(&connect(), &stream);
                     }
                 })

@@ -8,7 +8,9 @@ use std::time::Duration;
 use ferrite_host::frames::RELAY;
 use ferrite_serve::nbd::relay;
 use ferrite_testkit::PATIENCE;
-use ferrite_testkit::nbd::{Client, command, info, is_closed, option, request};
+use ferrite_testkit::nbd::{
+    ACK, Client, PAYLOAD_LEN, command, info, is_closed, long_request, option, request,
+};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 const GREETING: &[u8] = b"NBDMAGICIHAVEOPT\0\x03";
@@ -98,11 +100,34 @@ impl Worker {
         self.answer(1, &[]);
     }
 
+    /// The whole handshake of a client with extended heads.
+    fn greet_extended(&mut self) {
+        self.say(GREETING);
+        let info = info("");
+        let len = (info.len() as u32).to_be_bytes();
+        self.hears(b"\0\0\0\x03IHAVEOPT\0\0\0\x0b\0\0\0\0");
+        self.answer_to(option::EXTENDED_HEADERS, ACK, &[]);
+        self.hears(&[&b"IHAVEOPT\0\0\0\x07"[..], &len, &info].concat());
+        self.answer(3, &[&[0, 0][..], &SIZE.to_be_bytes(), &FLAGS.to_be_bytes()].concat());
+        self.answer(1, &[]);
+    }
+
     /// Answers GO.
     fn answer(&mut self, kind: u32, data: &[u8]) {
+        self.answer_to(option::GO, kind, data);
+    }
+
+    fn answer_to(&mut self, option: u32, kind: u32, data: &[u8]) {
         let head = 0x0003_e889_0455_65a9u64.to_be_bytes();
         let len = (data.len() as u32).to_be_bytes();
-        self.say(&[&head[..], &option::GO.to_be_bytes(), &kind.to_be_bytes(), &len, data].concat());
+        self.say(&[&head[..], &option.to_be_bytes(), &kind.to_be_bytes(), &len, data].concat());
+    }
+
+    /// A chunk behind an extended head.
+    fn chunk(&mut self, done: bool, kind: u16, cookie: u64, offset: u64, data: &[u8]) {
+        let head = [&0x6e8a_278cu32.to_be_bytes()[..], &[0, done.into()], &kind.to_be_bytes()];
+        let numbers = [cookie, offset, data.len() as u64].map(u64::to_be_bytes).concat();
+        self.say(&[&head.concat()[..], &numbers, data].concat());
     }
 
     fn done(&mut self, cookie: u64, error: u32) {
@@ -158,6 +183,64 @@ fn what_was_not_answered_is_asked_again_in_its_order_and_an_answer_in_part_is_no
     drop(client);
     assert_eq!(worker.0.read(&mut [0]).unwrap(), 0);
     assert_eq!(keeper.hear(), "idle 1");
+}
+
+#[test]
+fn requests_with_extended_heads_are_asked_again_as_they_came() {
+    const MUCH: u64 = 1 << 40;
+    let keeper = Keeper::new();
+    let stream = keeper.connect();
+    let mut worker = keeper.link();
+    let client = std::thread::spawn(move || {
+        let mut client = Client::over(stream);
+        client.extend();
+        assert_eq!(client.go(false), (SIZE, FLAGS));
+        client
+    });
+    worker.greet_extended();
+    let mut client = client.join().unwrap();
+    // No worker gets the data of this one: the relay refuses them.
+    let too_much = vec![1; (32 << 20) + 1];
+    let refused =
+        client.send_long(command::WRITE, PAYLOAD_LEN, 512, too_much.len() as u64, &too_much);
+    let reply = client.reply();
+    assert_eq!((reply.cookie, reply.error), (refused, 22));
+    let zeroes = client.send_long(command::WRITE_ZEROES, 1, 512, MUCH, &[]);
+    let write = client.send_long(command::WRITE, PAYLOAD_LEN, 0, 512, &[7; 512]);
+    let read = client.send_long(command::READ, 0, 1024, 512, &[]);
+    let odd = client.send_long(command::TRIM, PAYLOAD_LEN, 0, 100, &[8; 100]);
+    let zeroed = long_request(command::WRITE_ZEROES, 1, 1, 512, MUCH);
+    let others = [
+        &long_request(command::WRITE, PAYLOAD_LEN, 2, 0, 512)[..],
+        &[7; 512],
+        &long_request(command::READ, 0, 3, 1024, 512),
+        &long_request(command::TRIM, PAYLOAD_LEN, 4, 0, 100),
+        &[8; 100],
+    ];
+    worker.hears(&[&zeroed[..], &others.concat()].concat());
+    let at = |offset: u64, data: &[u8]| [&offset.to_be_bytes()[..], data].concat();
+    worker.chunk(false, 1, 3, 1024, &at(1024, &[1; 256]));
+    worker.chunk(true, 0, 1, 512, &[]);
+    assert_eq!(client.reply().cookie, zeroes);
+    drop(worker);
+    let mut worker = keeper.link();
+    worker.greet_extended();
+    worker.hears(&others.concat());
+    worker.chunk(false, 1, 3, 1024, &at(1024, &[2; 256]));
+    worker.chunk(true, 1 << 15 | 1, 4, 0, &[0, 0, 0, 22, 0, 0]);
+    let reply = client.reply();
+    assert_eq!((reply.cookie, reply.error), (odd, 22));
+    worker.chunk(true, 2, 3, 1024, &at(1280, &[0, 0, 1, 0]));
+    let reply = client.reply();
+    assert_eq!((reply.cookie, reply.data), (read, [[2; 256], [0; 256]].concat()));
+    worker.chunk(true, 0, 2, 0, &[]);
+    assert_eq!(client.reply().cookie, write);
+    // A chunk without end.
+    client.send_long(command::FLUSH, 0, 0, 0, &[]);
+    worker.hears(&long_request(command::FLUSH, 0, 5, 0, 0));
+    let head = [&0x6e8a_278cu32.to_be_bytes()[..], &[0, 1, 0, 0]].concat();
+    worker.say(&[&head[..], &[5, 0, u64::MAX].map(u64::to_be_bytes).concat()].concat());
+    assert!(is_closed(&worker.0));
 }
 
 /// Its write may wait for space, and other clients write meanwhile.

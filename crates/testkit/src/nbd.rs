@@ -28,6 +28,7 @@ pub mod option {
     pub const STRUCTURED_REPLY: u32 = 8;
     pub const LIST_META_CONTEXT: u32 = 9;
     pub const SET_META_CONTEXT: u32 = 10;
+    pub const EXTENDED_HEADERS: u32 = 11;
 }
 
 /// Commands.
@@ -38,6 +39,7 @@ pub mod command {
     pub const DISCONNECT: u16 = 2;
     pub const FLUSH: u16 = 3;
     pub const TRIM: u16 = 4;
+    pub const CACHE: u16 = 5;
     pub const WRITE_ZEROES: u16 = 6;
     pub const BLOCK_STATUS: u16 = 7;
 }
@@ -48,7 +50,12 @@ pub const ACK: u32 = 1;
 const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
 const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
+const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
 const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+const CHUNK_MAGIC: u32 = 0x668e_33ef;
+const EXTENDED_CHUNK_MAGIC: u32 = 0x6e8a_278c;
+/// The flag of a request whose length is that of its data.
+pub const PAYLOAD_LEN: u16 = 1 << 5;
 
 /// A server in this process.
 pub struct Served {
@@ -82,6 +89,7 @@ pub fn options() -> Options {
         counters: None,
         keeps_all: false,
         traces: None,
+        hides_names: false,
     }
 }
 
@@ -154,14 +162,18 @@ pub struct Reply {
     pub data: Vec<u8>,
     /// The number of chunks with data or holes.
     pub chunks: usize,
-    /// Lengths and flags of extents.
+    /// Lengths and flags of the extents of `base:allocation`.
     pub extents: Vec<(u32, u32)>,
+    /// The number of each context, and the lengths and states of its extents.
+    pub contexts: Vec<(u32, Vec<(u64, u64)>)>,
 }
 
 /// See the module's text.
 pub struct Client {
     /// Its connection.
     pub stream: UnixStream,
+    /// Whether heads are extended, and the offsets of requests that were sent so, by cookie.
+    extended: Option<HashMap<u64, u64>>,
     cookie: u64,
     /// Lengths of requested reads, by cookie.
     reads: HashMap<u64, (u64, usize)>,
@@ -174,7 +186,8 @@ impl Client {
     pub fn over(stream: UnixStream) -> Client {
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         stream.set_write_timeout(Some(PATIENCE)).unwrap();
-        let mut client = Client { stream, cookie: 0, reads: HashMap::new(), parts: HashMap::new() };
+        let (reads, parts) = (HashMap::new(), HashMap::new());
+        let mut client = Client { stream, extended: None, cookie: 0, reads, parts };
         let greeting = client.bytes(18);
         assert_eq!(&greeting[..16], b"NBDMAGICIHAVEOPT");
         assert_eq!(greeting[16..], [0, 3]);
@@ -261,9 +274,29 @@ impl Client {
         (size, u16::from_be_bytes(data[10..12].try_into().unwrap()))
     }
 
+    /// Negotiates extended heads.
+    #[track_caller]
+    pub fn extend(&mut self) {
+        assert_eq!(self.option(option::EXTENDED_HEADERS, &[]), [(ACK, vec![])]);
+        self.extended = Some(HashMap::new());
+    }
+
+    /// Negotiates the export with extended heads and these contexts; returns the size and the flags.
+    #[track_caller]
+    pub fn go_extended(&mut self, names: &[&str]) -> (u64, u16) {
+        self.extend();
+        let answers = self.option(option::SET_META_CONTEXT, &contexts("", names));
+        assert_eq!(answers.len(), names.len() + 1);
+        self.go(false)
+    }
+
     /// Sends a request with its data; returns its cookie.
     #[track_caller]
     pub fn send(&mut self, command: u16, flags: u16, offset: u64, len: u32, data: &[u8]) -> u64 {
+        if self.extended.is_some() {
+            let payload = if command == command::WRITE { PAYLOAD_LEN } else { 0 };
+            return self.send_long(command, flags | payload, offset, len.into(), data);
+        }
         self.cookie += 1;
         let cookie = self.cookie;
         if command == command::READ {
@@ -274,12 +307,42 @@ impl Client {
         cookie
     }
 
+    /// Sends a request with an extended head, and exactly these flags.
+    #[track_caller]
+    pub fn send_long(
+        &mut self,
+        command: u16,
+        flags: u16,
+        offset: u64,
+        len: u64,
+        data: &[u8],
+    ) -> u64 {
+        self.cookie += 1;
+        let cookie = self.cookie;
+        if command == command::READ {
+            self.reads.insert(cookie, (offset, len as usize));
+        }
+        self.extended.as_mut().expect("extended heads").insert(cookie, offset);
+        let bytes = [&long_request(command, flags, cookie, offset, len)[..], data].concat();
+        self.say(&bytes);
+        cookie
+    }
+
+    /// Sends a request with an extended head and reads its answer, without others in flight.
+    #[track_caller]
+    pub fn call_long(&mut self, command: u16, flags: u16, offset: u64, len: u64) -> Reply {
+        let cookie = self.send_long(command, flags, offset, len, &[]);
+        let reply = self.reply();
+        assert_eq!(reply.cookie, cookie);
+        reply
+    }
+
     /// Reads the next complete answer. Chunks of several may be interleaved.
     #[track_caller]
     pub fn reply(&mut self) -> Reply {
         loop {
             let magic = self.u32();
-            if magic == SIMPLE_REPLY_MAGIC {
+            if magic == SIMPLE_REPLY_MAGIC && self.extended.is_none() {
                 let (error, cookie) = (self.u32(), self.u64());
                 let mut reply = Reply { cookie, error, ..Reply::default() };
                 if let Some((_, len)) = self.reads.remove(&cookie)
@@ -289,9 +352,12 @@ impl Client {
                 }
                 return reply;
             }
-            assert_eq!(magic, 0x668e_33ef, "neither a simple reply nor a chunk");
-            let (flags, kind) = (self.u16(), self.u16());
-            let (cookie, len) = (self.u64(), self.u32());
+            match &self.extended {
+                None => assert_eq!(magic, CHUNK_MAGIC, "neither a simple reply nor a chunk"),
+                Some(_) => assert_eq!(magic, EXTENDED_CHUNK_MAGIC, "no chunk"),
+            }
+            let (flags, kind, cookie) = (self.u16(), self.u16(), self.u64());
+            let len = self.length(cookie);
             let mut reply = self.parts.remove(&cookie).unwrap_or_default();
             reply.cookie = cookie;
             self.chunk(kind, len, &mut reply);
@@ -301,6 +367,15 @@ impl Client {
             }
             self.parts.insert(cookie, reply);
         }
+    }
+
+    /// The rest of a chunk's head: its length, behind the offset of its request if it is extended.
+    #[track_caller]
+    fn length(&mut self, cookie: u64) -> u32 {
+        let Some(offsets) = &self.extended else { return self.u32() };
+        let expected = offsets[&cookie];
+        assert_eq!(self.u64(), expected, "the offset of the request");
+        self.u64().try_into().unwrap()
     }
 
     #[track_caller]
@@ -322,12 +397,21 @@ impl Client {
                 let (offset, len) = (self.u64(), self.u32());
                 put(offset, &vec![0; len as usize]);
             }
+            0 => assert_eq!(len, 0),
             5 => {
-                assert_eq!(self.u32(), 1, "the number of base:allocation");
-                for _ in 0..(len - 4) / 8 {
-                    let extent = (self.u32(), self.u32());
-                    reply.extents.push(extent);
+                let context = self.u32();
+                let all: Vec<_> = (0..(len - 4) / 8).map(|_| (self.u32(), self.u32())).collect();
+                if context == 1 {
+                    reply.extents.extend(&all);
                 }
+                let long = all.into_iter().map(|(len, state)| (len.into(), state.into()));
+                reply.contexts.push((context, long.collect()));
+            }
+            6 => {
+                let (context, count) = (self.u32(), self.u32());
+                assert_eq!(len, 8 + 16 * count);
+                let all = (0..count).map(|_| (self.u64(), self.u64())).collect();
+                reply.contexts.push((context, all));
             }
             _ => {
                 assert_eq!(kind, 1 << 15 | 1);
@@ -387,6 +471,18 @@ pub fn is_closed(mut stream: &UnixStream) -> bool {
 pub fn request(command: u16, flags: u16, cookie: u64, offset: u64, len: u32) -> [u8; 28] {
     let mut bytes = [0; 28];
     bytes[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
+    bytes[4..6].copy_from_slice(&flags.to_be_bytes());
+    bytes[6..8].copy_from_slice(&command.to_be_bytes());
+    bytes[8..16].copy_from_slice(&cookie.to_be_bytes());
+    bytes[16..24].copy_from_slice(&offset.to_be_bytes());
+    bytes[24..].copy_from_slice(&len.to_be_bytes());
+    bytes
+}
+
+/// A request's extended head.
+pub fn long_request(command: u16, flags: u16, cookie: u64, offset: u64, len: u64) -> [u8; 32] {
+    let mut bytes = [0; 32];
+    bytes[..4].copy_from_slice(&EXTENDED_REQUEST_MAGIC.to_be_bytes());
     bytes[4..6].copy_from_slice(&flags.to_be_bytes());
     bytes[6..8].copy_from_slice(&command.to_be_bytes());
     bytes[8..16].copy_from_slice(&cookie.to_be_bytes());

@@ -88,6 +88,8 @@ pub struct Raw {
     head: Vec<u8>,
     /// The means of [`zero`] that the medium lacks.
     zero_lacks: AtomicU8,
+    /// The means of zeroing that the medium is known to have, before one was tried.
+    zero_has: u8,
     /// Zeros and discards leave the space where it is: see [`OpenOptions::keep_allocated`].
     keeps_space: AtomicBool,
     /// See [`OpenOptions::thin`].
@@ -159,6 +161,7 @@ impl Raw {
             Some(namespace) => discard::Discard::of_namespace(namespace),
             None => discard::Discard::of(&opened, options.fixed_size),
         };
+        let zero_has = if options.read_only { 0 } else { zero::known(&opened) };
         let inode = inode(&opened.file, opened.medium)
             .map_err(|e| io_error(path, "it could not be told from others", e))?;
         Ok(Raw {
@@ -176,6 +179,7 @@ impl Raw {
             discard,
             holds: opened.holds,
             head: Vec::new(),
+            zero_has,
             zero_lacks: AtomicU8::new(0),
             keeps_space: AtomicBool::new(options.keep_allocated),
             thin: options.thin,
@@ -223,6 +227,7 @@ impl Raw {
             discard: None,
             holds: opened.holds,
             head: Vec::new(),
+            zero_has: 0,
             zero_lacks: AtomicU8::new(0),
             keeps_space: AtomicBool::new(false),
             thin: false,

@@ -7,9 +7,12 @@ use ferrite_io::arena::Span;
 use ferrite_io::engine::FileId;
 use ferrite_io::reactor::Io;
 
+use rustix::fs::{fstatfs, major, minor};
+
 use super::Raw;
 use super::discard::{chunks, is_unsupported};
-use super::medium::Medium;
+use super::lock::Opened;
+use super::medium::{Medium, sysfs_number};
 
 /// The means. Each is one system call, and moves no data on most media.
 #[derive(Clone, Copy)]
@@ -46,7 +49,38 @@ impl Space {
 const FILE_CHUNK_BYTES: u64 = 1 << 30;
 const DEVICE_CHUNK_BYTES: u64 = 64 << 20;
 
+/// `statfs(2)` types of file systems that have both means: ext4, XFS, btrfs, F2FS.
+const FILE_SYSTEMS: [u64; 4] = [0xEF53, 0x5846_5342, 0x9123_683E, 0xF2F5_2010];
+/// That of tmpfs, which punches holes only.
+const TMPFS: u64 = 0x0102_1994;
+
+/// The means that a medium is known to have without a try, which would change a file's times.
+pub(super) fn known(opened: &Opened) -> u8 {
+    let (range, hole) = (Means::ZeroRange as u8, Means::PunchHole as u8);
+    match opened.medium {
+        Medium::File => match fstatfs(&opened.file).map(|system| system.f_type as u64) {
+            Ok(TMPFS) => hole,
+            Ok(kind) if FILE_SYSTEMS.contains(&kind) => range | hole,
+            _ => 0,
+        },
+        Medium::BlockDevice => {
+            let device = (major(opened.stat.st_rdev), minor(opened.stat.st_rdev));
+            let most = sysfs_number(device, "queue/write_zeroes_max_bytes").unwrap_or(0);
+            if most > 0 { range | hole } else { 0 }
+        }
+        Medium::Nvme => 0,
+    }
+}
+
 impl Raw {
+    /// Whether whole blocks become zeros without a write of all their bytes, as far as that is known before it is
+    /// tried.
+    pub fn zeroes_fast(&self) -> bool {
+        let usable = self.zero_has & !self.zero_lacks.load(Ordering::Relaxed);
+        let space = if self.keeps_allocated() { Space::Held } else { Space::Freed };
+        space.means().iter().any(|means| usable & *means as u8 != 0)
+    }
+
     /// Makes `len` bytes from `offset` on zeros, by the cheapest means of the medium; with space for them, if it has
     /// such means. `zeros` is memory that stays zero, for a medium without any.
     ///

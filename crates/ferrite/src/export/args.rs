@@ -30,8 +30,8 @@ pub(crate) enum ExportCommand {
 pub(crate) struct NbdArgs {
     /// A disk image (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it) or block
     /// device; store:PATH#NAME for a volume of a store; null: or null:SIZE for a disk that keeps nothing.
-    /// NAME=IMAGE gives it the name by which clients choose it. Several images without NAME are called as
-    /// their files without extension, or as their volumes; a single one has any name.
+    /// NAME=IMAGE gives it the name by which clients choose it. Without NAME it is called as its file
+    /// without extension, or as its volume; a single one has the empty name, too.
     #[arg(value_name = "IMAGE", required = true)]
     pub(crate) images: Vec<OsString>,
 
@@ -43,6 +43,10 @@ pub(crate) struct NbdArgs {
     /// Open the image read-only and refuse writes.
     #[arg(long)]
     pub(crate) read_only: bool,
+
+    /// Do not tell clients the names of the images: who asks for the list gets an error, and has to know the name.
+    #[arg(long)]
+    pub(crate) no_list: bool,
 
     /// Keep the space that the image has: refuse discards, and write zeros so that they have space.
     #[arg(long)]

@@ -13,10 +13,10 @@ use crate::exit::{Code, Failure};
 const MAX_NAME_BYTES: usize = 255;
 
 /// The name and the image of each argument: `NAME=IMAGE`, or an image that is called as its file without the extension,
-/// or as the volume. A single image without a name has the empty one, and so any.
+/// or as the volume. A single image of which no name can be made has the empty one, and so any.
 ///
 /// # Errors
-/// Two have the same name, one cannot have any, or there are too many.
+/// Two have the same name, one of several cannot have any, or there are too many.
 pub(super) fn of(args: &[OsString]) -> Result<Vec<(String, OsString)>, Failure> {
     if args.len() > MAX_EXPORTS {
         let why =
@@ -32,7 +32,7 @@ pub(super) fn of(args: &[OsString]) -> Result<Vec<(String, OsString)>, Failure> 
     for arg in args {
         let (name, image) = match said(arg) {
             Some((name, image)) => (name.to_owned(), image.to_owned()),
-            None if args.len() == 1 => (String::new(), arg.clone()),
+            None if args.len() == 1 => (derived(arg).unwrap_or_default(), arg.clone()),
             None => (derived(arg)?, arg.clone()),
         };
         if !taken.insert(name.clone()) {
@@ -95,7 +95,9 @@ mod tests {
 
     #[test]
     fn an_image_has_the_name_that_it_is_given_or_that_of_its_file_or_volume() {
-        assert_eq!(names(&["a.qcow2"]).unwrap(), pairs(&[("", "a.qcow2")]));
+        assert_eq!(names(&["a.qcow2"]).unwrap(), pairs(&[("a", "a.qcow2")]));
+        assert_eq!(names(&["store:/p#web"]).unwrap(), pairs(&[("web", "store:/p#web")]));
+        assert_eq!(names(&["/d/.."]).unwrap(), pairs(&[("", "/d/..")]));
         assert_eq!(names(&["x=a.qcow2"]).unwrap(), pairs(&[("x", "a.qcow2")]));
         let several = ["/d/a.qcow2", "x=/d/a=b.raw", "store:/p#web", "raw:disk", "null:1M"];
         let found = names(&several).unwrap();
@@ -106,8 +108,15 @@ mod tests {
 
     #[test]
     fn what_is_before_a_equals_sign_in_a_path_is_no_name() {
-        for image in ["./a=b.raw", "/d/a=b.raw", "store:/p=q#v", "raw:a=b", "=a.raw", "a="] {
-            assert_eq!(names(&[image]).unwrap(), pairs(&[("", image)]));
+        for (image, name) in [
+            ("./a=b.raw", "a=b"),
+            ("/d/a=b.raw", "a=b"),
+            ("store:/p=q#v", "v"),
+            ("raw:a=b", "a=b"),
+            ("=a.raw", "=a"),
+            ("a=", "a="),
+        ] {
+            assert_eq!(names(&[image]).unwrap(), pairs(&[(name, image)]));
         }
     }
 

@@ -28,12 +28,13 @@ pub(super) struct Greeted {
 pub(super) fn greet(
     mut socket: &UnixStream,
     offers: Vec<Offer>,
+    hides_names: bool,
     stop: &Waker,
     limit: Duration,
 ) -> io::Result<Option<Greeted>> {
     let end = Instant::now() + limit;
     let (mut input, mut out) = (Vec::new(), Vec::new());
-    let mut negotiation = Negotiation::new(offers, &mut out);
+    let mut negotiation = Negotiation::new(offers, hides_names, &mut out);
     let mut next = Next::More;
     let mut buffer = [0; READ_BYTES];
     loop {

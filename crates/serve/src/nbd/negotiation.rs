@@ -1,8 +1,8 @@
 //! The negotiation with a client before its first request: bytes in, bytes out, no I/O.
 
 use ferrite_nbd::wire::{
-    CONTEXT, CONTEXT_ID, FIXED_NEWSTYLE, Fields, NO_ZEROES, OPTION_MAGIC, SERVER_MAGIC, can, info,
-    option, push_option_reply, reply,
+    CONTEXT, CONTEXT_ID, DEPTH_CONTEXT, DEPTH_CONTEXT_ID, FIXED_NEWSTYLE, Fields, Form, NO_ZEROES,
+    OPTION_MAGIC, SERVER_MAGIC, can, info, option, push_option_reply, reply,
 };
 
 /// The longest option that is decoded: names have at most 4096 bytes.
@@ -44,10 +44,33 @@ pub(super) struct Offer {
 pub(super) struct Agreed {
     /// The index of the export.
     pub(super) index: usize,
-    /// Whether reads are answered in chunks.
-    pub(super) structured: bool,
-    /// Whether the client may query `base:allocation`.
+    /// The form of requests and replies.
+    pub(super) form: Form,
+    /// What the client may query.
+    pub(super) contexts: Contexts,
+}
+
+/// The contexts that a client has chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Contexts {
+    /// `base:allocation`.
     pub(super) allocation: bool,
+    /// `qemu:allocation-depth`.
+    pub(super) depth: bool,
+}
+
+impl Contexts {
+    /// The name and the number of each context, in the order of answers.
+    const ALL: [(&str, u32); 2] = [(CONTEXT, CONTEXT_ID), (DEPTH_CONTEXT, DEPTH_CONTEXT_ID)];
+
+    pub(super) fn is_empty(self) -> bool {
+        self == Contexts::default()
+    }
+
+    fn add(&mut self, id: u32) {
+        self.allocation |= id == CONTEXT_ID;
+        self.depth |= id == DEPTH_CONTEXT_ID;
+    }
 }
 
 /// The next step of the connection.
@@ -64,11 +87,13 @@ pub(super) enum Next {
 /// The negotiation with one client.
 pub(super) struct Negotiation {
     offers: Vec<Offer>,
+    /// Whether LIST is refused.
+    hides_names: bool,
     /// The client's flags, which come first.
     flags: Option<u32>,
     agreed: Agreed,
-    /// The export for which `base:allocation` was negotiated.
-    context_of: Vec<u8>,
+    /// The export for which contexts were negotiated.
+    contexts_of: Vec<u8>,
     options: usize,
     /// Bytes of a too long option that are still to come.
     skip: u64,
@@ -76,16 +101,17 @@ pub(super) struct Negotiation {
 
 impl Negotiation {
     /// Begins a negotiation about at least one offer, with the greeting in `out`. A single one without a name has any
-    /// name (nbd-rules.md 1).
-    pub(super) fn new(offers: Vec<Offer>, out: &mut Vec<u8>) -> Negotiation {
+    /// name (nbd-rules.md 1). `hides_names`: LIST is refused.
+    pub(super) fn new(offers: Vec<Offer>, hides_names: bool, out: &mut Vec<u8>) -> Negotiation {
         out.extend(SERVER_MAGIC.to_be_bytes());
         out.extend(OPTION_MAGIC.to_be_bytes());
         out.extend((FIXED_NEWSTYLE | NO_ZEROES).to_be_bytes());
         Negotiation {
             offers,
+            hides_names,
             flags: None,
             agreed: Agreed::default(),
-            context_of: Vec::new(),
+            contexts_of: Vec::new(),
             options: 0,
             skip: 0,
         }
@@ -150,6 +176,7 @@ impl Negotiation {
                 answer(reply::ACK, &[]);
                 return Next::Close;
             }
+            option::LIST if data.is_empty() && self.hides_names => answer(reply::POLICY, &[]),
             option::LIST if data.is_empty() => {
                 // The default export has the empty name.
                 for Offer { name, .. } in &self.offers {
@@ -177,28 +204,38 @@ impl Negotiation {
                     return Next::Requests(agreed);
                 }
             }
-            option::STRUCTURED_REPLY if data.is_empty() => {
-                self.agreed.structured = true;
+            option::STRUCTURED_REPLY if data.is_empty() => match self.agreed.form {
+                Form::Extended => answer(reply::EXTENDED_REQUIRED, &[]),
+                _ => {
+                    self.agreed.form = Form::Structured;
+                    answer(reply::ACK, &[]);
+                }
+            },
+            option::EXTENDED_HEADERS if data.is_empty() => {
+                self.agreed.form = Form::Extended;
                 answer(reply::ACK, &[]);
             }
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
                 self.contexts(option, data, out);
             }
-            option::LIST | option::STRUCTURED_REPLY => answer(reply::INVALID, &[]),
+            option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS => {
+                answer(reply::INVALID, &[]);
+            }
             _ => answer(reply::UNSUPPORTED, &[]),
         }
         Next::More
     }
 
-    /// Handles the oldest way to select an export. A wrong name can only be answered by closing.
+    /// Handles the oldest way to select an export. A wrong name can only be answered by closing, and so is a client
+    /// with extended heads: it has GO.
     fn export_name(&self, name: &[u8], out: &mut Vec<u8>) -> Next {
-        if name.len() > MAX_NAME_BYTES {
+        if name.len() > MAX_NAME_BYTES || self.agreed.form == Form::Extended {
             return Next::Close;
         }
         let Some(index) = self.find(name) else { return Next::Close };
         let (agreed, export) = (self.agreed_for(name, index), &self.offers[index].export);
         out.extend(export.bytes.to_be_bytes());
-        out.extend(export.flags(agreed.structured).to_be_bytes());
+        out.extend(export.flags(agreed.form).to_be_bytes());
         if self.flags.is_some_and(|flags| flags & u32::from(NO_ZEROES) == 0) {
             out.extend(PADDING);
         }
@@ -213,17 +250,20 @@ impl Negotiation {
         }
     }
 
-    /// Handles a context, which is negotiated for an export by name.
+    /// What is agreed upon for an export. Contexts are negotiated for one by its name.
     fn agreed_for(&self, name: &[u8], index: usize) -> Agreed {
-        let allocation = self.agreed.allocation && self.context_of == name;
-        Agreed { index, allocation, ..self.agreed }
+        let contexts = match self.contexts_of == name {
+            true => self.agreed.contexts,
+            false => Contexts::default(),
+        };
+        Agreed { index, contexts, ..self.agreed }
     }
 
     /// Adds all information about the export, requested or not.
     fn infos(&self, name: &[u8], wants_name: bool, agreed: Agreed) -> Vec<Vec<u8>> {
         let export = self.offers[agreed.index].export;
         let Export { bytes, preferred_bytes, .. } = export;
-        let flags = export.flags(agreed.structured);
+        let flags = export.flags(agreed.form);
         let export =
             [&info::EXPORT.to_be_bytes()[..], &bytes.to_be_bytes(), &flags.to_be_bytes()].concat();
         let sizes = [MIN_BLOCK_BYTES, preferred_bytes, MAX_REQUEST_BYTES];
@@ -238,25 +278,30 @@ impl Negotiation {
     fn contexts(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) {
         let sets = option == option::SET_META_CONTEXT;
         if sets {
-            self.agreed.allocation = false;
+            self.agreed.contexts = Contexts::default();
         }
-        let queries = parse_contexts(data).filter(|_| self.agreed.structured || !sets);
-        let Some((name, queries)) = queries else {
+        let may = self.agreed.form != Form::Simple || !sets;
+        let Some((name, queries)) = parse_contexts(data).filter(|_| may) else {
             return push_option_reply(out, option, reply::INVALID, &[]);
         };
         if self.find(name).is_none() {
             return push_option_reply(out, option, reply::UNKNOWN, &[]);
         }
-        let exact = queries.contains(&CONTEXT.as_bytes());
-        let listed = !sets && (queries.is_empty() || queries.contains(&&b"base:"[..]));
-        if exact || listed {
-            let id = if sets { CONTEXT_ID } else { 0 };
-            let parts = [&id.to_be_bytes()[..], CONTEXT.as_bytes()];
+        for (context, id) in Contexts::ALL {
+            // The namespace alone asks for all of its contexts, to list them only.
+            let space = &context.as_bytes()[..=context.find(':').unwrap_or(0)];
+            let exact = queries.contains(&context.as_bytes());
+            let listed = !sets && (queries.is_empty() || queries.contains(&space));
+            if !exact && !listed {
+                continue;
+            }
+            let id = if sets { id } else { 0 };
+            let parts = [&id.to_be_bytes()[..], context.as_bytes()];
             push_option_reply(out, option, reply::META_CONTEXT, &parts);
+            self.agreed.contexts.add(id);
         }
-        if sets && exact {
-            self.agreed.allocation = true;
-            self.context_of = name.to_vec();
+        if sets {
+            self.contexts_of = name.to_vec();
         }
         push_option_reply(out, option, reply::ACK, &[]);
     }
@@ -265,13 +310,14 @@ impl Negotiation {
 impl Export {
     /// The export's flags. A flush makes durable what any client was answered, so there may be
     /// several clients (nbd-rules.md 4).
-    fn flags(&self, structured: bool) -> u16 {
-        let mut flags = can::HAS_FLAGS | can::FLUSH | can::FUA | can::MULTI_CONN;
+    fn flags(&self, form: Form) -> u16 {
+        let mut flags = can::HAS_FLAGS | can::FLUSH | can::FUA | can::MULTI_CONN | can::CACHE;
         let mut set = |flag, is| flags |= if is { flag } else { 0 };
         set(can::READ_ONLY, self.read_only);
-        set(can::WRITE_ZEROES, !self.read_only);
+        // Whether zeroing is fast is answered for each request.
+        set(can::WRITE_ZEROES | can::FAST_ZERO, !self.read_only);
         set(can::TRIM, !self.read_only && self.trims);
-        set(can::DF, structured);
+        set(can::DF, form != Form::Simple);
         flags
     }
 }

@@ -62,6 +62,8 @@ pub struct Options {
     pub keeps_all: bool,
     /// Where clients record their requests, if anywhere.
     pub traces: Option<Arc<ClientTraces>>,
+    /// Whether clients are not told the exports' names: they have to know them.
+    pub hides_names: bool,
 }
 
 /// A disk and its name, by which clients choose it.
@@ -243,7 +245,8 @@ fn serve_chosen(
         Ok(Offer { name: name.clone(), export })
     };
     let offers = exports.iter().map(offer).collect::<io::Result<Vec<_>>>()?;
-    let Some(greeted) = greet(&socket, offers.clone(), stop, options.greeting)? else {
+    let hides_names = options.hides_names;
+    let Some(greeted) = greet(&socket, offers.clone(), hides_names, stop, options.greeting)? else {
         return Ok(Counts::default());
     };
     let (Exported { device, engine, .. }, export) =

@@ -76,6 +76,7 @@ use parking::Medium;
 use pieces::Pieces;
 use save::Saver;
 use shared::Shared;
+pub(crate) use slow::QUESTIONS;
 use slow::{Statuses, TaskResults};
 use space::Space;
 use throttle::Hold;

@@ -20,7 +20,7 @@ use super::work::{Action, Work};
 use crate::counters::Page;
 
 /// Most lookups for one request for the status of a range.
-const QUESTIONS: usize = 512;
+pub(crate) const QUESTIONS: usize = 512;
 
 /// The longest sleep of a discard that has to end with its path.
 const STOPS_WITHIN: Duration = Duration::from_millis(50);
@@ -177,7 +177,9 @@ impl Task {
             let next = self.disk.allocation(&self.port, at, end - at).await?;
             at += next.len;
             match found.last_mut() {
-                Some(last) if last.zeros == next.zeros => last.len += next.len,
+                Some(last) if (last.zeros, last.depth) == (next.zeros, next.depth) => {
+                    last.len += next.len;
+                }
                 _ => found.push(next),
             }
             self.port.io.yield_to_others().await;

@@ -137,7 +137,7 @@ fn answer(volume: &mut VolumeReader, request: Request) -> (Answer, Option<Span>)
     let Request { kind, offset, len } = request;
     let answered = match kind {
         Kind::Read => volume.read(offset, len).map(|data| (Answer::Data(len), Some(data))),
-        Kind::Look => volume.look(offset, len).map(|Allocation { len, zeros }| {
+        Kind::Look => volume.look(offset, len).map(|Allocation { len, zeros, .. }| {
             (if zeros { Answer::Zeros(len) } else { Answer::Data(len) }, None)
         }),
     };

@@ -165,6 +165,7 @@ impl<'a> Worker<'a> {
             counters: Some(self.context.counters.clone()),
             keeps_all: self.keeps_all,
             traces: Some(ClientTraces::new(self.context.files.path())),
+            hides_names: false,
         }
     }
 

@@ -12,7 +12,7 @@ use super::Client;
 use super::output::Reply;
 use super::requests::{Request, Slot};
 use super::steps::{Doing, PART_BYTES, Step, inward};
-use ferrite_nbd::wire::{Head, REQUEST_BYTES, RawRequest, command, error, flag};
+use ferrite_nbd::wire::{Form, RawRequest, ReplyTo, command, error, flag};
 
 /// Size of the buffer for received bytes in front of the data of a large write, which go directly
 /// into the memory of their part.
@@ -164,7 +164,7 @@ impl Client {
                     if self.requests.is_full() || self.exclusive.is_some() {
                         return Stop::Blocked;
                     }
-                    if here < REQUEST_BYTES {
+                    if here < self.agreed.form.request_bytes() {
                         return Stop::Starved;
                     }
                     self.take_request();
@@ -204,7 +204,7 @@ impl Client {
     /// Gets a buffer for a part of a write. Returns `false` if there is none now.
     fn begin_part(&mut self, slot: Slot, at: u64) -> bool {
         let raw = self.requests.get(slot).raw;
-        let (offset, left) = (raw.offset + at, u64::from(raw.len) - at);
+        let (offset, left) = (raw.offset + at, raw.len - at);
         let len = self.part_of(offset, left) as usize;
         let Some(buf) = self.buffer_for(offset, len) else { return false };
         let data = buf.span().slice(self.path.begins_at(offset), len);
@@ -220,7 +220,7 @@ impl Client {
         };
         let raw = self.requests.get(slot).raw;
         let len = data.len() as u64;
-        if at + len < u64::from(raw.len) {
+        if at + len < raw.len {
             self.input.payload = Payload::Waits { slot, at: at + len };
         }
         let step =
@@ -229,9 +229,8 @@ impl Client {
     }
 
     fn take_request(&mut self) {
-        let mut bytes = [0; REQUEST_BYTES];
-        bytes.copy_from_slice(self.input.take(REQUEST_BYTES));
-        let Some(raw) = RawRequest::parse(&bytes) else {
+        let form = self.agreed.form;
+        let Some(raw) = form.parse(self.input.take(form.request_bytes())) else {
             // Where the next request begins is unknown (nbd-rules.md 2).
             return self.end_input();
         };
@@ -245,8 +244,9 @@ impl Client {
             let request = self.requests.get(slot);
             request.error = error;
             request.left = 0;
-            if raw.command == command::WRITE {
-                self.input.payload = Payload::Dropped { slot, left: u64::from(raw.len) };
+            let left = form.data_bytes(&raw);
+            if left > 0 {
+                self.input.payload = Payload::Dropped { slot, left };
                 return;
             }
             return self.end_request(slot);
@@ -257,13 +257,14 @@ impl Client {
             command::WRITE_ZEROES if raw.has(flag::NO_HOLE) => Doing::WriteZeros,
             command::WRITE_ZEROES => Doing::Zero,
             command::BLOCK_STATUS => Doing::Status,
+            command::CACHE => Doing::Cache,
             command::WRITE => {
                 self.input.payload = Payload::Waits { slot, at: 0 };
                 return;
             }
             _ => Doing::Flush,
         };
-        if doing == Doing::Read && self.is_long(&raw) && !self.agreed.structured {
+        if doing == Doing::Read && self.is_long(&raw) && form == Form::Simple {
             self.exclusive = Some(slot);
         }
         let len = self.requests.get(slot).left;
@@ -274,7 +275,7 @@ impl Client {
     /// disk has no such thing all of them do.
     fn take_trim(&mut self, slot: Slot) {
         let request = self.requests.get(slot);
-        let (at, len) = inward(request.raw.offset, u64::from(request.raw.len));
+        let (at, len) = inward(request.raw.offset, request.raw.len);
         request.left = if self.export.trims { len } else { 0 };
         if request.left == 0 {
             return self.end_request(slot);
@@ -290,20 +291,24 @@ impl Client {
 
     /// Whether a request with data has more than one part.
     fn is_long(&self, raw: &RawRequest) -> bool {
-        let len = u64::from(raw.len);
+        let len = raw.len;
         self.part_of(raw.offset, len) < len
     }
 
     /// Returns the error for a request that must not be carried out (nbd-rules.md 3).
     fn refusal(&self, raw: &RawRequest) -> Option<u32> {
+        let extended = self.agreed.form == Form::Extended;
         let known = match raw.command {
             command::READ => flag::FUA | flag::DF,
-            command::WRITE | command::FLUSH | command::TRIM => flag::FUA,
-            command::WRITE_ZEROES => flag::FUA | flag::NO_HOLE,
-            command::BLOCK_STATUS if self.agreed.allocation => flag::FUA | flag::REQ_ONE,
+            command::WRITE if extended => flag::FUA | flag::PAYLOAD_LEN,
+            command::WRITE | command::FLUSH | command::TRIM | command::CACHE => flag::FUA,
+            command::WRITE_ZEROES => flag::FUA | flag::NO_HOLE | flag::FAST_ZERO,
+            command::BLOCK_STATUS if !self.agreed.contexts.is_empty() => flag::FUA | flag::REQ_ONE,
             _ => return Some(error::INVALID),
         };
-        if raw.flags & !known != 0 || (raw.has(flag::DF) && !self.agreed.structured) {
+        let lacks_data = extended && raw.command == command::WRITE && !raw.has(flag::PAYLOAD_LEN);
+        let splits = raw.has(flag::DF) && self.agreed.form == Form::Simple;
+        if raw.flags & !known != 0 || lacks_data || splits {
             return Some(error::INVALID);
         }
         if raw.command == command::FLUSH {
@@ -314,10 +319,10 @@ impl Client {
             return Some(error::PERM);
         }
         let has_data = [command::READ, command::WRITE].contains(&raw.command);
-        if raw.len == 0 || (has_data && raw.len > MAX_REQUEST_BYTES) {
+        if raw.len == 0 || (has_data && raw.len > MAX_REQUEST_BYTES.into()) {
             return Some(error::INVALID);
         }
-        let end = raw.offset.checked_add(u64::from(raw.len));
+        let end = raw.offset.checked_add(raw.len);
         if end.is_none_or(|end| end > self.export.bytes) {
             let writes = [command::WRITE, command::WRITE_ZEROES].contains(&raw.command);
             return Some(if writes { error::NO_SPACE } else { error::INVALID });
@@ -325,16 +330,30 @@ impl Client {
         if raw.has(flag::DF) && self.is_long(raw) {
             return Some(error::OVERFLOW);
         }
-        None
+        (raw.has(flag::FAST_ZERO) && !self.zeroes_fast(raw)).then_some(error::UNSUPPORTED)
+    }
+
+    /// Whether zeros take less time than a write of them: the medium has a means for that, and the range has one of
+    /// its blocks. The parts of blocks at its ends are written.
+    fn zeroes_fast(&self, raw: &RawRequest) -> bool {
+        let disk = self.path.disk();
+        let block = u64::from(disk.block_bytes());
+        let has_whole = raw.offset.next_multiple_of(block) - raw.offset + block <= raw.len;
+        has_whole && !raw.has(flag::NO_HOLE) && disk.zeroes_fast()
+    }
+
+    /// Makes the heads of the answer to a request.
+    pub(super) fn reply_to(&self, raw: &RawRequest) -> ReplyTo {
+        ReplyTo { form: self.agreed.form, cookie: raw.cookie, offset: raw.offset }
     }
 
     /// Answers a request that failed, or whose answer carries no data.
     pub(super) fn answer_without_data(&mut self, slot: Slot) {
         let Request { raw, error, .. } = *self.requests.get(slot);
-        let chunks = [command::READ, command::BLOCK_STATUS].contains(&raw.command);
-        let head = match self.agreed.structured && chunks && error != 0 {
-            true => Head::error(raw.cookie, error),
-            false => Head::simple(raw.cookie, error),
+        let to = self.reply_to(&raw);
+        let head = match error {
+            0 => to.done(),
+            _ => to.error(error, [command::READ, command::BLOCK_STATUS].contains(&raw.command)),
         };
         self.output.push(Reply::new(head, Some(slot)));
     }

@@ -32,6 +32,7 @@ use crate::waker::Waker;
 mod input;
 mod output;
 mod requests;
+mod status;
 mod steps;
 
 use input::Input;

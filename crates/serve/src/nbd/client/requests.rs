@@ -33,7 +33,7 @@ pub(super) struct Request {
 impl Request {
     pub(super) fn new(raw: RawRequest) -> Request {
         let changes = [command::WRITE, command::TRIM, command::WRITE_ZEROES].contains(&raw.command);
-        let left = if raw.command == command::FLUSH { 0 } else { u64::from(raw.len) };
+        let left = if raw.command == command::FLUSH { 0 } else { raw.len };
         Request {
             raw,
             left,

@@ -1,6 +1,6 @@
 //! Turns a client's requests into requests of the path, and their outcomes into answers.
 
-use ferrite_disk::{Allocation, SECTOR_BYTES};
+use ferrite_disk::SECTOR_BYTES;
 use ferrite_io::arena::Span;
 use ferrite_io::pool::Buf;
 use ferrite_xen::abi::{OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, STATUS_ERROR, STATUS_OKAY};
@@ -11,7 +11,7 @@ use super::requests::Slot;
 use crate::path::limit::Counted;
 use crate::path::work::{Action, Outcome, Work};
 use crate::path::{Admitted, Data, Ticket};
-use ferrite_nbd::wire::{Head, command, error, flag, push_extent};
+use ferrite_nbd::wire::{Form, Head, command, error};
 
 /// The largest part of a request with data.
 pub(super) const PART_BYTES: usize = 1 << 20;
@@ -39,6 +39,8 @@ pub(super) enum Doing {
     Discard,
     Flush,
     Status,
+    /// Reads the metadata that a later read of the range needs.
+    Cache,
 }
 
 impl Doing {
@@ -49,14 +51,14 @@ impl Doing {
             Doing::Write | Doing::WriteZeros | Doing::Zero => OP_WRITE,
             Doing::Discard => OP_DISCARD,
             Doing::Flush => OP_FLUSH,
-            Doing::Status => u8::MAX,
+            Doing::Status | Doing::Cache => u8::MAX,
         }
     }
 
     /// How the limits of a disk count its parts.
     fn counted(self) -> Counted {
         match self {
-            Doing::Read | Doing::Status => Counted::Read,
+            Doing::Read | Doing::Status | Doing::Cache => Counted::Read,
             Doing::Write | Doing::WriteZeros | Doing::Zero | Doing::Discard => Counted::Write,
             Doing::Flush => Counted::Not,
         }
@@ -87,8 +89,9 @@ impl Step {
 pub(super) struct Part {
     slot: Option<Slot>,
     doing: Doing,
-    at: u64,
-    len: u64,
+    /// Where it begins, in bytes from the start of the request.
+    pub(super) at: u64,
+    pub(super) len: u64,
 }
 
 impl Part {
@@ -205,7 +208,7 @@ impl Client {
             Doing::Write | Doing::WriteZeros => (Action::Write, data),
             Doing::Flush => (Action::Flush, 0),
             Doing::Discard => (Action::Discard, step.len),
-            Doing::Status => (Action::Status, step.len),
+            Doing::Status | Doing::Cache => (Action::Status, step.len),
             Doing::Zero => {
                 let block = u64::from(self.path.disk().block_bytes());
                 let before = offset.next_multiple_of(block) - offset;
@@ -291,7 +294,7 @@ impl Client {
             _ => error::IO,
         };
         let found = match part.doing {
-            Doing::Status => self.path.status(&ticket),
+            Doing::Status | Doing::Cache => self.path.status(&ticket),
             _ => Vec::new(),
         };
         let data = self.path.data(&ticket);
@@ -330,15 +333,16 @@ impl Client {
         if request.error != 0 || request.silent {
             return;
         }
-        let (done, cookie) = (request.has_ended(), request.raw.cookie);
-        let (offset, len) = (request.raw.offset + part.at, part.len as u32);
+        let (done, raw) = (request.has_ended(), request.raw);
+        let (offset, len) = (raw.offset + part.at, part.len as u32);
         let ends = done.then_some(slot);
-        if self.agreed.structured {
-            let mut reply = Reply::new(Head::data(cookie, done, offset, len), ends);
+        if self.agreed.form != Form::Simple {
+            let to = self.reply_to(&raw);
+            let mut reply = Reply::new(to.data(done, offset, len), ends);
             match (data, buf.take()) {
                 (Some(Data::At(span)), Some(taken)) => reply.data = Some((taken, span)),
                 (_, untouched) => {
-                    reply.head = Head::hole(cookie, done, offset, len);
+                    reply.head = to.hole(done, offset, len);
                     *buf = untouched;
                 }
             }
@@ -353,33 +357,13 @@ impl Client {
                     span
                 }
             };
+            let request = self.requests.get(slot);
             let head = match std::mem::replace(&mut request.promised, true) {
-                false => Head::simple(cookie, 0),
+                false => Head::simple(raw.cookie, 0),
                 true => Head::none(),
             };
             self.output.push(Reply { data: Some((taken, span)), ..Reply::new(head, ends) });
         }
-    }
-
-    fn answer_status(&mut self, slot: Slot, part: Part, found: &[Allocation]) {
-        let raw = self.requests.get(slot).raw;
-        let mut tail = Vec::new();
-        // The sectors around the request were looked up.
-        let (mut before, mut left) = ((raw.offset + part.at) % SECTOR_BYTES, part.len);
-        for extent in found {
-            let outside = before.min(extent.len);
-            let len = (extent.len - outside).min(left);
-            (before, left) = (before - outside, left - len);
-            if len > 0 {
-                // All extents together cover one request, whose length has 32 bits.
-                push_extent(&mut tail, len as u32, extent.zeros);
-            }
-            if raw.has(flag::REQ_ONE) && !tail.is_empty() {
-                break;
-            }
-        }
-        let head = Head::status(raw.cookie, tail.len() / 8);
-        self.output.push(Reply { tail, ..Reply::new(head, Some(slot)) });
     }
 
     /// Answers a request if no part of it is left.

@@ -24,7 +24,7 @@ fn all() -> Vec<u8> {
 fn negotiate(bytes: &[u8], piece: usize) -> (Vec<u8>, Next, Vec<u8>) {
     let (mut out, mut input, mut next) = (Vec::new(), Vec::new(), Next::More);
     let offer = Offer { name: String::new(), export: EXPORT };
-    let mut negotiation = Negotiation::new(vec![offer], &mut out);
+    let mut negotiation = Negotiation::new(vec![offer], false, &mut out);
     for piece in bytes.chunks(piece) {
         input.extend_from_slice(piece);
         if next == Next::More {
@@ -39,7 +39,7 @@ fn negotiate(bytes: &[u8], piece: usize) -> (Vec<u8>, Next, Vec<u8>) {
 fn options_are_understood_however_their_bytes_come() {
     let bytes = [&all()[..], b"requests"].concat();
     let whole = negotiate(&bytes, bytes.len());
-    let agreed = Agreed { index: 0, structured: true, allocation: false };
+    let agreed = Agreed { form: Form::Structured, ..Agreed::default() };
     assert_eq!((whole.1, &whole.2[..]), (Next::Requests(agreed), &b"requests"[..]));
     for piece in [1, 3, 17, 1000, 40_000] {
         assert!(negotiate(&bytes, piece) == whole, "pieces of {piece}");

@@ -12,7 +12,7 @@ use super::super::server::COURTESY;
 use super::handshake::Handshake;
 use super::requests::{PendingRequest, Progress, Requests};
 use super::stream::{Got, Inbox, MAX_PIECES, Ready, Watched, send};
-use ferrite_nbd::wire::{Head, REQUEST_BYTES, RawRequest, command, error};
+use ferrite_nbd::wire::{ReplyTo, command, error};
 
 /// The pause after a link that ended at once.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -49,8 +49,8 @@ enum Incoming {
     Data(PendingRequest),
     /// The data of a write that was refused: this number of bytes.
     Dropped {
-        left: usize,
-        cookie: u64,
+        left: u64,
+        to: ReplyTo,
     },
 }
 
@@ -277,8 +277,8 @@ impl Client {
     }
 
     /// The next request, if it is in the inbox in full.
-    fn next_request(&self) -> Option<&[u8; REQUEST_BYTES]> {
-        self.inbox.peek(REQUEST_BYTES).and_then(|bytes| bytes.try_into().ok())
+    fn next_request(&self) -> Option<&[u8]> {
+        self.inbox.peek(self.handshake.form.request_bytes())
     }
 
     fn understand_request(&mut self) -> bool {
@@ -296,36 +296,39 @@ impl Client {
                 self.incoming = Incoming::Data(held);
                 went_on
             }
-            Incoming::Dropped { left, cookie } => {
-                let here = self.inbox.left().len().min(left);
-                self.inbox.skip(here);
+            Incoming::Dropped { left, to } => {
+                let here = left.min(self.inbox.left().len() as u64);
+                self.inbox.skip(here as usize);
                 if here == left {
-                    self.put(Head::simple(cookie, error::INVALID).bytes().to_vec());
+                    self.put(to.error(error::INVALID, false).bytes().to_vec());
                     return true;
                 }
-                self.incoming = Incoming::Dropped { left: left - here, cookie };
+                self.incoming = Incoming::Dropped { left: left - here, to };
                 here > 0
             }
         }
     }
 
     fn begin_request(&mut self) -> bool {
+        let form = self.handshake.form;
         let Some(head) = self.next_request() else { return false };
-        let raw = RawRequest::parse(head).filter(|raw| raw.command != command::DISCONNECT);
+        let raw = form.parse(head).filter(|raw| raw.command != command::DISCONNECT);
         // The client disconnects, or the beginning of its next request is unknown.
         let Some(raw) = raw else {
             self.leave();
             return true;
         };
-        let held = PendingRequest::new(head, &raw);
+        let held = PendingRequest::new(form, head, &raw);
         if !self.requests.have_room(&held, self.out.len(), self.out_bytes) {
             return false;
         }
-        self.inbox.skip(REQUEST_BYTES);
-        if raw.command == command::WRITE && raw.len > MAX_REQUEST_BYTES {
+        self.inbox.skip(form.request_bytes());
+        let data_bytes = form.data_bytes(&raw);
+        if data_bytes > MAX_REQUEST_BYTES.into() {
             // The worker would refuse it, and its data are not stored (nbd-rules.md 3).
-            self.incoming = Incoming::Dropped { left: raw.len as usize, cookie: raw.cookie };
-        } else if held.data_bytes() > 0 {
+            let to = ReplyTo { form, cookie: raw.cookie, offset: raw.offset };
+            self.incoming = Incoming::Dropped { left: data_bytes, to };
+        } else if data_bytes > 0 {
             self.incoming = Incoming::Data(held);
         } else {
             self.requests.add(held);

@@ -6,8 +6,8 @@
 use super::super::negotiation::{MAX_NAME_BYTES, MAX_OPTION_BYTES, OPTION_HEAD_BYTES, PADDING};
 use super::stream::Inbox;
 use ferrite_nbd::wire::{
-    FIXED_NEWSTYLE, Fields, NO_ZEROES, OPTION_MAGIC, OPTION_REPLY_MAGIC, SERVER_MAGIC, option,
-    reply,
+    FIXED_NEWSTYLE, Fields, Form, NO_ZEROES, OPTION_MAGIC, OPTION_REPLY_MAGIC, SERVER_MAGIC,
+    option, reply,
 };
 
 /// Most bytes of a client before its first request.
@@ -47,6 +47,8 @@ pub(super) struct Handshake {
     pub(super) server_bytes: Vec<u8>,
     /// Whether the reply to `EXPORT_NAME` has no padding.
     no_zeroes: bool,
+    /// The form of requests and replies. The relay does not tell simple from structured ones.
+    pub(super) form: Form,
 }
 
 /// The bytes are not a valid handshake.
@@ -60,6 +62,7 @@ impl Handshake {
             client_bytes: Vec::new(),
             server_bytes: Vec::new(),
             no_zeroes: false,
+            form: Form::Simple,
         }
     }
 
@@ -153,6 +156,9 @@ impl Handshake {
                     || len > MAX_OPTION_BYTES
                 {
                     return Err(ProtocolError);
+                }
+                if (kind, asked) == (reply::ACK, option::EXTENDED_HEADERS) {
+                    self.form = Form::Extended;
                 }
                 let stage = match (kind, asked) {
                     (reply::ACK, option::GO) => Stage::Through,

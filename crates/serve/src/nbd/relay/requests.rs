@@ -21,22 +21,27 @@ use std::os::fd::OwnedFd;
 
 use super::super::negotiation::MAX_REQUEST_BYTES;
 use super::stream::{Inbox, MAX_PIECES, send};
+use crate::path::QUESTIONS;
 use ferrite_nbd::wire::{
-    CHUNK_MAGIC, DONE, Fields, REQUEST_BYTES, RawRequest, SIMPLE_REPLY_MAGIC, command,
+    CHUNK_MAGIC, DONE, EXTENDED_CHUNK_MAGIC, EXTENDED_REQUEST_BYTES, Fields, Form, RawRequest,
+    SIMPLE_REPLY_MAGIC, command,
 };
 
 /// Most requests of a client, including replies that the client has not read.
 const MAX_HELD: usize = 128;
 /// Most bytes of their data. A longer request is held alone.
 const MAX_HELD_BYTES: usize = 4 << 20;
-/// Bytes of a reply besides the data of a read: heads of chunks, extents.
+/// Bytes of a reply besides the data of a read and extents: heads of chunks.
 const MORE_BYTES: usize = 8 << 10;
+/// Most bytes of the extents of a reply: those of a worker's lookups, in two contexts.
+const EXTENTS_BYTES: usize = 2 * QUESTIONS * 16;
 /// After this many ended links in a row, a request without a reply is not sent again: it may be
 /// what ends them.
 const MAX_SENDS: u32 = 8;
 
 const SIMPLE_BYTES: usize = 16;
 const CHUNK_BYTES: usize = 20;
+const EXTENDED_CHUNK_BYTES: usize = 32;
 /// The place of the cookie in a request and in both kinds of replies.
 const COOKIE_AT: std::ops::Range<usize> = 8..16;
 
@@ -44,9 +49,12 @@ const COOKIE_AT: std::ops::Range<usize> = 8..16;
 pub(super) struct PendingRequest {
     /// The client's cookie. On a link, the request's number replaces it.
     cookie: [u8; 8],
-    head: [u8; REQUEST_BYTES],
+    form: Form,
+    /// As many of these as a request of that form has.
+    head: [u8; EXTENDED_REQUEST_BYTES],
     command: u16,
-    len: usize,
+    len: u64,
+    data_bytes: usize,
     /// The data of a write.
     pub(super) data: Vec<u8>,
     /// The part of the reply that has come.
@@ -62,33 +70,45 @@ pub(super) struct PendingRequest {
 pub(super) struct ProtocolError;
 
 impl PendingRequest {
-    pub(super) fn new(head: &[u8; REQUEST_BYTES], raw: &RawRequest) -> PendingRequest {
-        let mut cookie = [0; 8];
-        cookie.copy_from_slice(&head[COOKIE_AT]);
-        PendingRequest {
-            cookie,
-            head: *head,
+    pub(super) fn new(form: Form, head: &[u8], raw: &RawRequest) -> PendingRequest {
+        let mut held = PendingRequest {
+            cookie: raw.cookie.to_be_bytes(),
+            form,
+            head: [0; EXTENDED_REQUEST_BYTES],
             command: raw.command,
-            len: raw.len as usize,
+            len: raw.len,
+            data_bytes: form.data_bytes(raw) as usize,
             data: Vec::new(),
             reply: Vec::new(),
             sends: 0,
             answered: false,
-        }
+        };
+        held.head[..head.len()].copy_from_slice(head);
+        held
     }
 
     /// Bytes of data that follow the request.
     pub(super) fn data_bytes(&self) -> usize {
-        if self.command == command::WRITE { self.len } else { 0 }
+        self.data_bytes
+    }
+
+    fn head(&self) -> &[u8] {
+        &self.head[..self.form.request_bytes()]
+    }
+
+    /// Most bytes of its reply besides heads.
+    fn reply_bytes(&self) -> usize {
+        match self.command {
+            // A longer read is refused.
+            command::READ if self.len <= MAX_REQUEST_BYTES.into() => self.len as usize,
+            command::BLOCK_STATUS => EXTENTS_BYTES,
+            _ => 0,
+        }
     }
 
     /// Most bytes that are held for it, its reply included.
     fn cost(&self) -> usize {
-        match self.command {
-            // A longer read is refused.
-            command::READ if self.len <= MAX_REQUEST_BYTES as usize => self.len,
-            _ => self.data_bytes(),
-        }
+        self.data_bytes.saturating_add(self.reply_bytes())
     }
 }
 
@@ -137,7 +157,7 @@ impl Requests {
         unread_bytes: usize,
     ) -> bool {
         let bytes = self.cost + unread_bytes;
-        let fits = bytes == 0 || bytes + more.cost() <= MAX_HELD_BYTES;
+        let fits = bytes == 0 || bytes.saturating_add(more.cost()) <= MAX_HELD_BYTES;
         fits && self.held.len() + unread < MAX_HELD
     }
 
@@ -180,7 +200,7 @@ impl Requests {
         let mut pieces = Vec::with_capacity(MAX_PIECES);
         let mut skip = progress.sent;
         for held in self.held.range(progress.next..).map(|(_, held)| held) {
-            for piece in [&held.head[..], &held.data] {
+            for piece in [held.head(), &held.data] {
                 let skipped = skip.min(piece.len());
                 skip -= skipped;
                 if skipped < piece.len() && pieces.len() < MAX_PIECES {
@@ -197,7 +217,7 @@ impl Requests {
         let sent = send(link, &pieces)?;
         progress.sent += sent;
         while let Some((&number, held)) = self.held.range(progress.next..).next() {
-            let all = held.head.len() + held.data.len();
+            let all = held.head().len() + held.data.len();
             if progress.sent < all {
                 // Numbers of removed requests are skipped.
                 progress.next = number;
@@ -247,6 +267,7 @@ impl Requests {
             None => return Ok(None),
             Some(SIMPLE_REPLY_MAGIC) => SIMPLE_BYTES,
             Some(CHUNK_MAGIC) => CHUNK_BYTES,
+            Some(EXTENDED_CHUNK_MAGIC) => EXTENDED_CHUNK_BYTES,
             Some(_) => return Err(ProtocolError),
         };
         let Some(head) = inbox.peek(bytes) else { return Ok(None) };
@@ -257,19 +278,18 @@ impl Requests {
         if !progress.has_begun(cookie) || held.answered {
             return Err(ProtocolError);
         }
-        let is_simple = bytes == SIMPLE_BYTES;
-        let (more, ends) = match is_simple {
-            true if held.command == command::READ && first == 0 => (held.len, true),
-            true => (0, true),
-            // These are flags and kind.
-            false => {
-                (fields.u32().ok_or(ProtocolError)? as usize, first >> 16 & u32::from(DONE) != 0)
-            }
+        // The first number of a chunk has its flags and kind.
+        let done = first >> 16 & u32::from(DONE) != 0;
+        let (more, ends) = match bytes {
+            SIMPLE_BYTES if held.command == command::READ && first == 0 => (held.len, true),
+            SIMPLE_BYTES => (0, true),
+            CHUNK_BYTES => (fields.u32().ok_or(ProtocolError)?.into(), done),
+            // The offset is before the length.
+            _ => (fields.u64().and(fields.u64()).ok_or(ProtocolError)?, done),
         };
         let at = held.reply.len();
-        let all = at + bytes + more;
-        let data = if held.command == command::READ { held.cost() } else { 0 };
-        if all > data + MORE_BYTES || (is_simple && at > 0) {
+        let all = usize::try_from(more).unwrap_or(usize::MAX).saturating_add(at + bytes);
+        if all > held.reply_bytes() + MORE_BYTES || (bytes == SIMPLE_BYTES && at > 0) {
             return Err(ProtocolError);
         }
         held.reply.reserve(all - at);
