@@ -9,12 +9,49 @@ use crate::wire::{
     can, info, option, reply,
 };
 
-/// A private option of Ferrite's servers: the client's name for its session, of [`SESSION_BYTES`] bytes. The server
-/// ends older connections to it with this name, and answers with ACK when nothing of theirs is under way any more.
-/// Other servers answer that they do not support it.
+/// A private option of Ferrite's servers: the client's name for its session, [`SESSION_BYTES`] bytes. The server
+/// ends the older connections that it [replaces](Session::replaces), and answers with ACK when nothing of theirs is
+/// under way any more. Other servers answer that they do not support it.
 pub const SESSION: u32 = u32::from_be_bytes(*b"FeSN");
 /// Bytes of a session's name.
-pub const SESSION_BYTES: usize = 16;
+pub const SESSION_BYTES: usize = 28;
+
+/// The name of a session: of one connection of one process that uses a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Session {
+    /// The user of the disk. Processes that follow each other for one guest have the same.
+    pub user: [u8; 16],
+    /// The process, by a random number.
+    pub process: u64,
+    /// The number of the connection among those of the process.
+    pub connection: u32,
+}
+
+impl Session {
+    /// As data of [`SESSION`].
+    pub fn to_bytes(self) -> [u8; SESSION_BYTES] {
+        let mut bytes = [0; SESSION_BYTES];
+        bytes[..16].copy_from_slice(&self.user);
+        bytes[16..24].copy_from_slice(&self.process.to_be_bytes());
+        bytes[24..].copy_from_slice(&self.connection.to_be_bytes());
+        bytes
+    }
+
+    /// From such data. None: they are not as long.
+    pub fn parse(data: &[u8]) -> Option<Session> {
+        let (user, rest) = data.split_first_chunk()?;
+        let mut fields = Fields(rest);
+        let (process, connection) = (fields.u64()?, fields.u32()?);
+        fields.0.is_empty().then_some(Session { user: *user, process, connection })
+    }
+
+    /// Whether what is left of `old` has to end before this one begins: it is the same connection's predecessor, or that
+    /// of an earlier process of the same user.
+    pub fn replaces(&self, old: &Session) -> bool {
+        self.user == old.user
+            && (self.process != old.process || self.connection == old.connection)
+    }
+}
 
 /// The longest name of an export that servers have to accept.
 pub const MAX_NAME_BYTES: usize = 4096;
@@ -39,7 +76,7 @@ pub struct Wanted {
     /// Ask for `base:allocation`.
     pub allocation: bool,
     /// Name the session, so that a server of ours ends an older one first.
-    pub session: Option<[u8; SESSION_BYTES]>,
+    pub session: Option<Session>,
 }
 
 /// An export, as the server describes it. All of it was checked.
@@ -197,7 +234,7 @@ impl Handshake {
         if self.server_flags & FIXED_NEWSTYLE == 0 {
             self.ask_by_name(out);
         } else if let Some(session) = self.wanted.session {
-            self.ask(SESSION, &[&session], out);
+            self.ask(SESSION, &[&session.to_bytes()], out);
         } else {
             self.ask(option::STRUCTURED_REPLY, &[], out);
         }

@@ -8,7 +8,7 @@ mod refusal;
 mod replies;
 mod requests;
 
-pub use handshake::{Export, Handshake, MAX_NAME_BYTES, SESSION, SESSION_BYTES, Wanted};
+pub use handshake::{Export, Handshake, MAX_NAME_BYTES, SESSION, SESSION_BYTES, Session, Wanted};
 pub use refusal::Refusal;
 pub use replies::{Allocation, Answer, Broken, Event, MAX_EXTENTS, Next, Replies};
 pub use requests::{Command, MAX_REQUESTS, Ticket};

@@ -79,7 +79,21 @@ impl Server {
 const FLAGS: u16 = can::HAS_FLAGS | can::FLUSH | can::MULTI_CONN;
 
 fn wanted() -> Wanted {
-    Wanted { export: "e".into(), allocation: true, session: Some([1; SESSION_BYTES]) }
+    Wanted { export: "e".into(), allocation: true, session: Some(session(1, 2)) }
+}
+
+fn session(process: u64, connection: u32) -> Session {
+    Session { user: [7; 16], process, connection }
+}
+
+#[test]
+fn a_session_replaces_its_own_predecessor_and_those_of_earlier_processes() {
+    let old = session(1, 2);
+    assert_eq!(Session::parse(&old.to_bytes()), Some(old));
+    assert_eq!(Session::parse(&old.to_bytes()[1..]), None);
+    assert!(session(1, 2).replaces(&old) && session(2, 5).replaces(&old));
+    assert!(!session(1, 3).replaces(&old));
+    assert!(!Session { user: [8; 16], ..old }.replaces(&old));
 }
 
 #[test]
