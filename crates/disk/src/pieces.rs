@@ -58,6 +58,7 @@ pub fn look<'a>(disk: &'a Disk, port: &'a Port, offset: u64, len: u64) -> Work<'
                 let what = if zeros { What::Zeros } else { What::Shared };
                 Ok(Piece { len, layer: Some(0), what })
             }
+            Disk::Remote(_) => Ok(Piece { len, layer: Some(0), what: What::Data(offset) }),
             Disk::Image(image) => look_at_layers(image.layers(), port, offset, len).await,
         }
     })

@@ -288,6 +288,7 @@ fn sources(disk: &Disk, name: &ImageName) -> io::Result<Vec<Source>> {
         }
         Disk::Store(volume) => Ok(vec![Source::of(volume.medium().path())?.untold()]),
         Disk::Elsewhere(volume) => Ok(vec![Source::of(volume.store())?.untold()]),
+        Disk::Remote(_) => Ok(Vec::new()),
         Disk::Raw(_) | Disk::Null(_) => Ok(vec![Source::of(&name.path)?]),
     }
 }

@@ -293,7 +293,9 @@ fn without_units(new: New<'_>, why: &str) -> Result<(), DiskError> {
 pub(super) fn leaf(disk: &Disk) -> Option<&Layer> {
     match disk {
         Disk::Image(image) => image.layers().first(),
-        Disk::Raw(_) | Disk::Store(_) | Disk::Elsewhere(_) | Disk::Null(_) => None,
+        Disk::Raw(_) | Disk::Store(_) | Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => {
+            None
+        }
     }
 }
 
@@ -415,8 +417,8 @@ pub(super) fn resize_notes(disk: &Disk, bytes: u64) -> Vec<String> {
 /// Resizes a disk, and closes it.
 pub(super) async fn resize(port: &Port, disk: Disk, bytes: u64) -> Result<(), DiskError> {
     let (layer, below_bytes) = match disk {
-        // A volume keeps its size; its name was refused before.
-        Disk::Null(_) | Disk::Store(_) | Disk::Elsewhere(_) => return Ok(()),
+        // A volume and a remote keep their size; their names were refused before.
+        Disk::Null(_) | Disk::Store(_) | Disk::Elsewhere(_) | Disk::Remote(_) => return Ok(()),
         Disk::Raw(raw) => (Some(Layer::Raw(raw)), 0),
         Disk::Image(image) => {
             let below_bytes = image.layers().get(1).map_or(0, Layer::bytes);

@@ -300,8 +300,9 @@ impl Medium {
         reactor: &mut Reactor,
         scratch: Scratch,
     ) -> io::Result<Medium> {
-        let files = disk.files().into_iter();
-        let files: Vec<_> = files.map(|f| reactor.add_file(f)).collect::<io::Result<_>>()?;
+        let backings = disk.backings().into_iter();
+        let files: Vec<_> =
+            backings.map(|b| reactor.add(b, &scratch)).collect::<io::Result<_>>()?;
         let port = Port { io: reactor.io(), files: files.into(), scratch };
         let block_bytes = disk.block_bytes() as usize;
         let (reader, has_checks) = (disk.reader(), disk.has_checks());
