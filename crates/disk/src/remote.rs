@@ -7,9 +7,12 @@ use std::sync::{Arc, Weak};
 
 use ferrite_disk_base::size::Human;
 
-use ferrite_disk_base::{Commits, DiscardLimits, Extent, Port, SECTOR_BYTES, SyncWitness};
+use ferrite_disk_base::{
+    Commits, DiscardLimits, DiskError, Extent, OpenOptions, Port, SECTOR_BYTES, SyncWitness,
+};
 use ferrite_io::arena::Span;
 use ferrite_io::remote::{Backing, RemoteFactory};
+use ferrite_remote::RemoteExport;
 
 /// Bytes that are discarded or zeroed by one operation, so that a long range lets other requests through.
 const CHUNK_BYTES: u64 = 64 << 20;
@@ -45,6 +48,27 @@ pub struct RemoteDisk {
 }
 
 impl RemoteDisk {
+    /// An export of an NBD server. It waits for the server for some seconds at most.
+    ///
+    /// # Errors
+    /// See [`RemoteExport::open`].
+    pub(crate) fn open(name: &str, options: &OpenOptions) -> Result<RemoteDisk, DiskError> {
+        let export = RemoteExport::open(name, options)?;
+        let facts = RemoteFacts {
+            name: name.to_owned(),
+            sectors: export.sectors(),
+            read_only: export.read_only(),
+            block_bytes: export.block_bytes(),
+            physical_block_bytes: export.physical_block_bytes(),
+            discard: export.discard_limits().filter(|_| !options.keep_allocated),
+        };
+        let disk = RemoteDisk::new(export.factory(), facts);
+        if options.keep_allocated {
+            disk.keep_allocated();
+        }
+        Ok(disk)
+    }
+
     /// A disk of what the factory connects to.
     pub fn new(factory: Arc<dyn RemoteFactory>, facts: RemoteFacts) -> RemoteDisk {
         RemoteDisk {

@@ -1,23 +1,20 @@
 //! What all threads know of an export.
 
-use std::fmt;
 use std::io;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{
-    DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, Port, READ_ONLY, SECTOR_BYTES,
+    DiscardLimits, DiskError, ErrorKind, OpenOptions, READ_ONLY, SECTOR_BYTES,
 };
 use ferrite_host::clock::secret;
 use ferrite_host::names::connect::Address;
-use ferrite_io::arena::Span;
 use ferrite_io::reactor::Io;
-use ferrite_io::remote::{Backing, Remote, RemoteFactory};
+use ferrite_io::remote::{Remote, RemoteFactory};
 use ferrite_io::scratch::Scratch;
-use ferrite_nbd::client::{Allocation, Export, Refusal, Session as SessionName, Wanted};
+use ferrite_nbd::client::{Export, Refusal, Session as SessionName, Wanted};
 use ferrite_nbd::uri::{BadUri, Server, Uri};
 use ferrite_nbd::wire::can;
 
@@ -28,18 +25,16 @@ use crate::session::Session;
 const MAX_SESSIONS: u32 = 64;
 /// How long opening waits for the server.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Bytes of one request to discard, or to zero.
-const MAX_RANGE_BYTES: u64 = 128 << 20;
 /// Lines of the log that a lost server may cause in a [`WINDOW`].
 const LINES: u32 = 10;
 const WINDOW: Duration = Duration::from_secs(60);
 /// The blocks that guests may have.
 const BLOCKS: [u32; 2] = [512, 4096];
 
-/// An open export: the medium of a disk.
+/// An open export: what a disk needs to know of it, and what makes sessions.
 #[derive(Debug)]
-pub struct RemoteDisk {
-    pub(crate) shared: Arc<Shared>,
+pub struct RemoteExport {
+    shared: Arc<Shared>,
 }
 
 /// What sessions share.
@@ -65,20 +60,20 @@ pub(crate) struct Shared {
 struct State {
     /// The numbers of connections in use, a bit each.
     taken: u64,
-    /// The connection of [`RemoteDisk::open`], until a session takes it.
+    /// The connection of [`RemoteExport::open`], until a session takes it.
     first: Option<Link>,
     /// The begin of the present minute, and the lines that were logged in it.
     window: Option<Instant>,
     lines: u32,
 }
 
-impl RemoteDisk {
+impl RemoteExport {
     /// Connects to the server and looks at the export.
     ///
     /// # Errors
     /// `Usage`: the name is invalid. `NotFound`: the server has no such export. `Io`: it cannot be reached.
     /// `Permission`: the export is read-only. `Unsuitable`: its sizes are those of no disk.
-    pub fn open(text: &str, options: &OpenOptions) -> Result<RemoteDisk, DiskError> {
+    pub fn open(text: &str, options: &OpenOptions) -> Result<RemoteExport, DiskError> {
         let what = || format!("cannot open {text}");
         let uri = Uri::parse(text)
             .map_err(|BadUri { why, help }| DiskError::new(ErrorKind::Usage, what(), why, help))?;
@@ -95,9 +90,8 @@ impl RemoteDisk {
             DiskError::new(kind, what(), why, help)
         })?;
         let export = link.export.clone();
-        check(&export, options.read_only).map_err(|(kind, why, help)| {
-            DiskError::new(kind, what(), why, help)
-        })?;
+        check(&export, options.read_only)
+            .map_err(|(kind, why, help)| DiskError::new(kind, what(), why, help))?;
         // With a name of its own the session is known to the server, which has ended the predecessor's.
         let is_fenced = export.fenced && uri.session.is_some();
         let drains_first = options.taken_over && !options.read_only && !is_fenced;
@@ -115,7 +109,7 @@ impl RemoteDisk {
             state: Mutex::new(state),
             has_failed: AtomicBool::new(false),
         };
-        Ok(RemoteDisk { shared: Arc::new(shared) })
+        Ok(RemoteExport { shared: Arc::new(shared) })
     }
 
     /// The name by which it was opened.
@@ -150,119 +144,17 @@ impl RemoteDisk {
         offers.then_some(DiscardLimits { granularity_bytes, alignment_bytes: 0 })
     }
 
-    /// The number of threads that may use it at a time; `None`: as many as there are. A server that does not offer
-    /// several connections would not flush what came by another one.
-    pub fn max_queues(&self) -> Option<u32> {
-        self.shared.is_single().then_some(1)
+    /// Whether only one thread may use it at a time. A server that does not offer several connections would not flush what
+    /// came by another one.
+    pub fn one_queue(&self) -> bool {
+        self.shared.is_single()
     }
 
     /// What reactors register.
-    pub fn backing(&self) -> Backing {
-        Backing::Remote(Arc::new(Factory(self.shared.clone())))
-    }
-
-    /// The place of the beginning of a range.
-    pub fn map(&self, offset: u64, len: u64) -> Extent {
-        Extent::Data { file: 0, offset, len }
-    }
-
-    /// Reads a range.
-    ///
-    /// # Errors
-    /// The server's; `EIO` when it is lost; so for all of these.
-    pub async fn read(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
-        port.io.read_exact(port.files[0], offset, buf).await
-    }
-
-    /// Writes a range.
-    ///
-    /// # Errors
-    /// As [`read`](Self::read).
-    pub async fn write(&self, port: &Port, offset: u64, buf: Span) -> io::Result<()> {
-        port.io.write_all(port.files[0], offset, buf).await
-    }
-
-    /// Makes what was written durable.
-    ///
-    /// # Errors
-    /// As [`read`](Self::read).
-    pub async fn flush(&self, port: &Port) -> io::Result<()> {
-        match self.shared.read_only {
-            true => Ok(()),
-            false => port.io.sync(port.files[0]).await,
-        }
-    }
-
-    /// Discards the beginning of a range; returns the bytes that are done.
-    ///
-    /// # Errors
-    /// `Unsupported`; as [`read`](Self::read).
-    pub async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
-        if self.discard_limits().is_none() {
-            return Err(io::ErrorKind::Unsupported.into());
-        }
-        let len = len.min(MAX_RANGE_BYTES);
-        // Only whole blocks can be: what is around them stays.
-        let block = u64::from(self.shared.export.min_block_bytes);
-        let (start, end) = (offset.next_multiple_of(block), (offset + len) / block * block);
-        if start < end {
-            port.io.discard(port.files[0], start, end - start).await?;
-        }
-        Ok(len)
-    }
-
-    /// Makes a range read as zeros: by the server, or by writing `zeros` repeatedly.
-    ///
-    /// # Errors
-    /// As [`read`](Self::read).
-    pub async fn write_zeroes(
-        &self,
-        port: &Port,
-        offset: u64,
-        len: u64,
-        zeros: Span,
-        keeps_space: bool,
-    ) -> io::Result<()> {
-        let mut done = 0;
-        while done < len {
-            let at = offset + done;
-            if self.shared.export.can(can::WRITE_ZEROES) {
-                let part = (len - done).min(MAX_RANGE_BYTES);
-                match keeps_space {
-                    true => port.io.zero_range(port.files[0], at, part).await?,
-                    false => port.io.punch_hole(port.files[0], at, part).await?,
-                }
-                done += part;
-            } else {
-                let part = (len - done).min(zeros.len() as u64);
-                port.io.write_all(port.files[0], at, zeros.slice(0, part as usize)).await?;
-                done += part;
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether the beginning of a range reads as zeros without being read, and for how many bytes.
-    ///
-    /// # Errors
-    /// As [`read`](Self::read).
-    pub async fn look(&self, port: &Port, offset: u64, len: u64) -> io::Result<(bool, u64)> {
-        if self.shared.export.allocation.is_none() {
-            return Ok((false, len));
-        }
-        let Some(session) = Session::of(&self.shared, &port.io) else { return Ok((false, len)) };
-        let extents = session.extents(offset, len.min(MAX_STATUS_BYTES)).await?;
-        let mut extents = extents.iter();
-        let zeros = |extent: &Allocation| extent.zero;
-        let Some(begin) = extents.next() else { return Ok((false, len)) };
-        let same = extents.take_while(|next| zeros(next) == zeros(begin));
-        let known = begin.len + same.map(|next| next.len).sum::<u64>();
-        Ok((zeros(begin), known.min(len)))
+    pub fn factory(&self) -> Arc<dyn RemoteFactory> {
+        Arc::new(Factory(self.shared.clone()))
     }
 }
-
-/// Bytes of one question for extents.
-const MAX_STATUS_BYTES: u64 = 1 << 30;
 
 impl Shared {
     /// Whether only one connection may be used.
@@ -360,11 +252,8 @@ fn identity(uri: &Uri) -> io::Result<([u8; 16], u64)> {
     let user = match &uri.session {
         None => secret()?,
         Some(name) => {
-            // Two servers, or two exports, have nothing in common, so a name is one within its export only.
             let mut user = [0; 16];
-            for (i, byte) in name.bytes().enumerate() {
-                user[i % 16] = user[i % 16].rotate_left(3) ^ byte ^ i as u8;
-            }
+            user.copy_from_slice(&blake3::hash(name.as_bytes()).as_bytes()[..16]);
             user
         }
     };
@@ -375,8 +264,7 @@ fn connect_here(address: &Address, wanted: &Wanted) -> Result<Link, Refusal> {
     let end = Instant::now() + PATIENCE;
     let mut attempt = 0;
     loop {
-        let link =
-            run_here(link::open(&Waiting::Here, address, attempt, wanted.clone(), end));
+        let link = run_here(link::open(&Waiting::Here, address, attempt, wanted.clone(), end));
         attempt += 1;
         match link {
             // A name may have several addresses.
@@ -420,12 +308,4 @@ fn check(export: &Export, read_only: bool) -> Result<(), (ErrorKind, String, Str
         return Err((ErrorKind::Permission, "the export is read-only".into(), READ_ONLY.into()));
     }
     Ok(())
-}
-
-impl fmt::Display for RemoteDisk {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mode = if self.read_only() { "read-only" } else { "read-write" };
-        let bytes = Human(self.sectors() * SECTOR_BYTES);
-        write!(f, "export {}, {bytes}, {mode}, by NBD", self.name())
-    }
 }

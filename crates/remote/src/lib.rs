@@ -1,6 +1,6 @@
 //! A disk whose data another server has: a client of NBD.
 //!
-//! * [`RemoteDisk`]: what is known of the export, for all threads.
+//! * [`RemoteExport`]: what is known of the export, for all threads.
 //! * `link`: one connection, from the first byte to the end of the handshake.
 //! * `session`: what one thread has of the disk. It sends requests, decodes replies, and connects again.
 //!
@@ -14,4 +14,4 @@ mod link;
 mod session;
 mod signal;
 
-pub use disk::{RemoteDisk, address_of};
+pub use disk::{RemoteExport, address_of};

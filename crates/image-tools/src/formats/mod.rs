@@ -155,8 +155,8 @@ trait Offline: ImageFormat + Sized {
 macro_rules! ask_format {
     ($format:expr, $type:ident => $ask:expr) => {
         match $format {
-            // A volume is not an image, and its name was refused before.
-            Format::Raw | Format::Store => {
+            // A volume and an export are no images, and their names were refused before.
+            Format::Raw | Format::Store | Format::Nbd => {
                 type $type = Raw;
                 $ask
             }

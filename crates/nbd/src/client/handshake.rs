@@ -48,8 +48,7 @@ impl Session {
     /// Whether what is left of `old` has to end before this one begins: it is the same connection's predecessor, or that
     /// of an earlier process of the same user.
     pub fn replaces(&self, old: &Session) -> bool {
-        self.user == old.user
-            && (self.process != old.process || self.connection == old.connection)
+        self.user == old.user && (self.process != old.process || self.connection == old.connection)
     }
 }
 

@@ -160,6 +160,7 @@ impl Session {
     }
 
     /// The session of this thread's reactor.
+    #[expect(dead_code)]
     pub(crate) fn of(disk: &Arc<Shared>, io: &Io) -> Option<Rc<Session>> {
         let key = (Arc::as_ptr(disk).addr(), io.id());
         SESSIONS.with_borrow(|all| all.get(&key)?.upgrade())

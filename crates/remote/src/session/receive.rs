@@ -69,7 +69,11 @@ impl Session {
     }
 
     /// Takes what has come, without waiting. None: there is nothing now.
-    fn receive_some(&self, socket: BorrowedFd<'_>, buffer: &mut Buffer) -> Result<Option<()>, Lost> {
+    fn receive_some(
+        &self,
+        socket: BorrowedFd<'_>,
+        buffer: &mut Buffer,
+    ) -> Result<Option<()>, Lost> {
         buffer.compact();
         // Where data are next, the buffer is empty: they go to their memory, and what follows them to the buffer.
         let to = self.place_of_next()?.filter(|_| buffer.end == 0);
@@ -148,7 +152,9 @@ impl Session {
 
     fn zero(&self, slot: u16, at: u32, len: u32) {
         let inner = self.inner.borrow();
-        let Some(part) = inner.parts.get(usize::from(slot)).and_then(Option::as_ref) else { return };
+        let Some(part) = inner.parts.get(usize::from(slot)).and_then(Option::as_ref) else {
+            return;
+        };
         let (mut done, len) = (0, len as usize);
         while done < len {
             let Some(span) = part.op.memory(part.skip + at as usize + done) else { return };

@@ -7,6 +7,7 @@
 //!
 //! Reads and flushes may be executed as often as one likes. They wait likewise, since they may depend on the order.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use ferrite_nbd::client::Refusal;
@@ -34,10 +35,11 @@ impl Session {
             inner.take_back();
             let is_unsettled = inner.waiting.iter().any(|part| part.sent && part.command.changes());
             self.is_unsettled.set(self.is_unsettled.get() || is_unsettled);
-            let (late, waiting) =
-                inner.waiting.drain(..).partition(|part| now.duration_since(part.op.born) >= longest);
+            let (late, waiting): (VecDeque<_>, VecDeque<_>) = inner
+                .waiting
+                .drain(..)
+                .partition(|part| now.duration_since(part.op.born) >= longest);
             inner.waiting = waiting;
-            let late: Vec<_> = late;
             late
         };
         late.into_iter().for_each(|part| part.ended(Some(libc_eio())));
@@ -62,7 +64,8 @@ impl Session {
     /// Connects, and again until it succeeds. None: the disk has failed for good.
     pub(super) async fn connect(&self, lost_at: Instant, is_first: bool) -> Option<Link> {
         let (mut attempt, mut pause) = (0, FIRST_PAUSE);
-        let limit = lost_at + self.disk.uri.reconnect.max(if is_first { ATTEMPT } else { Duration::ZERO });
+        let limit =
+            lost_at + self.disk.uri.reconnect.max(if is_first { ATTEMPT } else { Duration::ZERO });
         loop {
             if self.disk.has_failed() {
                 self.fail_all(libc_eio());
