@@ -11,7 +11,7 @@ use ferrite_disk_base::{
     Commits, DiscardLimits, DiskError, Extent, OpenOptions, Port, SECTOR_BYTES, SyncWitness,
 };
 use ferrite_io::arena::Span;
-use ferrite_io::remote::{Backing, RemoteFactory};
+use ferrite_io::remote::{Allocation, Backing, RemoteFactory};
 use ferrite_remote::RemoteExport;
 
 /// Bytes that are discarded or zeroed by one operation, so that a long range lets other requests through.
@@ -100,6 +100,21 @@ impl RemoteDisk {
             return Ok(());
         }
         self.commits.join(&port.io, self.commits.sync(port)).await
+    }
+
+    /// The allocation of the beginning of a range; all of it has data if the other side does not tell.
+    pub(crate) async fn allocation(
+        &self,
+        port: &Port,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<Allocation> {
+        match port.io.allocation(port.files[0], offset, len).await {
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => {
+                Ok(Allocation { len, zeros: false })
+            }
+            found => found,
+        }
     }
 
     pub(crate) fn is_faulty(&self) -> bool {

@@ -83,6 +83,39 @@ pub enum Request<'a> {
         /// Bytes.
         len: u64,
     },
+    /// Say whether the beginning of the range has data, by [`Reply::allocation`]. `EOPNOTSUPP`: that is
+    /// not known.
+    Allocation {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        len: u64,
+    },
+}
+
+/// The beginning of a range of a remote.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Allocation {
+    /// Bytes, more than 0.
+    pub len: u64,
+    /// It reads as zeros, and takes no space.
+    pub zeros: bool,
+}
+
+/// The most bytes that one allocation speaks of.
+const MAX_ALLOCATION: u64 = (1 << 30) - 1;
+
+impl Allocation {
+    /// As the number of a completion.
+    pub(crate) fn encode(self) -> i32 {
+        (self.len.min(MAX_ALLOCATION) as i32) << 1 | i32::from(self.zeros)
+    }
+
+    /// From such a number. `None`: it is no answer.
+    pub(crate) fn decode(number: u32) -> Option<Allocation> {
+        let len = u64::from(number >> 1);
+        (len > 0).then_some(Allocation { len, zeros: number & 1 != 0 })
+    }
 }
 
 /// One reactor's part of a remote. Its work is tasks on that reactor, which end soon after

@@ -14,6 +14,7 @@ use super::{Kind, Shared, Slot, TASK_BIT};
 use crate::arena::Span;
 use crate::computing::Work;
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
+use crate::remote::Allocation;
 
 /// How often in a row an operation may be interrupted or say "try again".
 const RETRIES: u32 = 64;
@@ -302,6 +303,19 @@ impl Io {
         self.op_to_its_end(Op::Discard { file, offset, len }).await.map(drop)
     }
 
+    /// Asks a remote whether the beginning of a range, which is not empty, has data.
+    ///
+    /// # Errors
+    /// `Unsupported`: the remote does not know, or it is a file. The remote's error.
+    pub async fn allocation(&self, file: FileId, offset: u64, len: u64) -> io::Result<Allocation> {
+        if !self.shared.is_for_remote(Some(file)) {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let number = self.begin(Begin::Allocation(file, offset, len)).await?;
+        let found = Allocation::decode(number).ok_or(io::ErrorKind::InvalidData)?;
+        Ok(Allocation { len: found.len.min(len), ..found })
+    }
+
     /// Waits until `fd` has something to read, has hung up or is in error. It must stay open
     /// meanwhile.
     ///
@@ -372,6 +386,7 @@ enum Begin<'a> {
     One(Op),
     Vectored(Transfer, FileId, u64, &'a [Span]),
     Stream(Transfer, &'a Arc<OwnedFd>, &'a [Span]),
+    Allocation(FileId, u64, u64),
     Work(Work),
 }
 
@@ -381,14 +396,14 @@ impl Begin<'_> {
             _ if shared.is_for_remote(self.file()) => Kind::Remote,
             Begin::One(op) => Kind::of(op),
             Begin::Stream(..) => Kind::Wait,
-            Begin::Vectored(..) | Begin::Work(_) => Kind::Work,
+            Begin::Vectored(..) | Begin::Allocation(..) | Begin::Work(_) => Kind::Work,
         }
     }
 
     fn file(&self) -> Option<FileId> {
         match self {
             Begin::One(op) => op.file(),
-            Begin::Vectored(_, file, ..) => Some(*file),
+            Begin::Vectored(_, file, ..) | Begin::Allocation(file, ..) => Some(*file),
             Begin::Stream(..) | Begin::Work(_) => None,
         }
     }
@@ -403,6 +418,7 @@ impl Begin<'_> {
             Begin::Stream(transfer, socket, bufs) => {
                 engine.push_stream(token, transfer, socket, bufs);
             }
+            Begin::Allocation(..) => unreachable!("only remotes are asked"),
             Begin::Work(work) => engine.compute(token, work),
         }
     }
@@ -414,6 +430,7 @@ impl Begin<'_> {
             Begin::Vectored(transfer, file, offset, bufs) => {
                 shared.ask_vectored(token, transfer, file, offset, bufs);
             }
+            Begin::Allocation(file, offset, len) => shared.ask_allocation(token, file, offset, len),
             Begin::Stream(..) | Begin::Work(_) => unreachable!("these have no file"),
         }
     }

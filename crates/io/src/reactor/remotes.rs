@@ -6,7 +6,7 @@ use std::rc::Rc;
 use super::{Shared, TASK_BIT};
 use crate::arena::Span;
 use crate::engine::{Completion, FileId, Op, Token, Transfer};
-use crate::remote::{self, Remote};
+use crate::remote::{self, Allocation, Remote, Request};
 
 /// The remotes, and what is in flight on them.
 #[derive(Default)]
@@ -55,6 +55,11 @@ impl Reply {
         self.raw = i32::try_from(bytes).unwrap_or(i32::MAX);
     }
 
+    /// The answer to [`Request::Allocation`](crate::remote::Request::Allocation).
+    pub fn allocation(mut self, allocation: Allocation) {
+        self.raw = allocation.encode();
+    }
+
     /// The request has failed, with an error of `errno.h`.
     pub fn errno(mut self, errno: i32) {
         self.raw = -errno.abs();
@@ -98,6 +103,21 @@ impl Shared {
         let reply = self.reply(token);
         match self.remotes.get(file) {
             Some(remote) => remote::begin_transfer(&*remote, transfer, offset, bufs, reply),
+            None => reply.errno(libc::EBADF),
+        }
+    }
+
+    /// Asks a remote for the allocation of a range.
+    pub(super) fn ask_allocation(
+        self: &Rc<Self>,
+        token: Token,
+        file: FileId,
+        offset: u64,
+        len: u64,
+    ) {
+        let reply = self.reply(token);
+        match self.remotes.get(file) {
+            Some(remote) => remote.begin(Request::Allocation { offset, len }, reply),
             None => reply.errno(libc::EBADF),
         }
     }

@@ -1,17 +1,16 @@
 //! How operations become requests.
 
-use std::io;
 use std::rc::Rc;
 use std::time::Instant;
 
 use ferrite_io::arena::Span;
 use ferrite_io::reactor::Reply;
 use ferrite_io::remote::{Remote, Request};
-use ferrite_nbd::client::{Allocation, Command};
+use ferrite_nbd::client::Command;
 use ferrite_nbd::wire::can;
 use rustix::io::Errno;
 
-use super::op::{End, Extents, Op, Part};
+use super::op::{Op, Part, Success};
 use super::{Phase, Session, libc_eio};
 
 /// The most bytes of a request without data: servers count in 32 bits, and some with a sign.
@@ -45,7 +44,7 @@ impl Session {
         let bytes: usize = bufs.iter().map(Span::len).sum();
         let Ok(moved) = u32::try_from(bytes) else { return reply.errno(errno(Errno::INVAL)) };
         let most = u64::from(self.disk.export.max_block_bytes);
-        let op = Op::new(End::Reply(reply, moved), bufs, Instant::now());
+        let op = Op::new(reply, Success::Bytes(moved), bufs, Instant::now());
         self.enter(op, (offset, bytes as u64), most, kind);
     }
 
@@ -56,21 +55,17 @@ impl Session {
         if len == 0 {
             return reply.done(0);
         }
-        let op = Op::new(End::Reply(reply, 0), &[], Instant::now());
+        let op = Op::new(reply, Success::Bytes(0), &[], Instant::now());
         self.enter(op, (offset, len), MAX_RANGE_BYTES, kind);
     }
 
-    /// The extents of the beginning of a range of at most 1 GiB.
-    pub(crate) async fn extents(&self, offset: u64, len: u64) -> io::Result<Vec<Allocation>> {
-        let to = Rc::new(Extents::default());
-        let op = Op::new(End::Extents(to.clone()), &[], Instant::now());
-        self.enter(op, (offset, len), MAX_RANGE_BYTES, Kind::Status);
-        loop {
-            if let Some(answer) = to.answer.take() {
-                return answer;
-            }
-            to.came.wait().await;
+    /// Asks for the extents of the beginning of a range.
+    fn ask_for_extents(&self, offset: u64, len: u64, reply: Reply) {
+        if self.disk.export.allocation.is_none() {
+            return reply.errno(errno(Errno::OPNOTSUPP));
         }
+        let op = Op::new(reply, Success::Allocation, &[], Instant::now());
+        self.enter(op, (offset, len.min(MAX_RANGE_BYTES)), MAX_RANGE_BYTES, Kind::Status);
     }
 }
 
@@ -104,7 +99,8 @@ impl Kind {
 
 impl Remote for Session {
     fn begin(&self, request: Request<'_>, reply: Reply) {
-        let changes = !matches!(request, Request::Read { .. } | Request::Sync);
+        let changes =
+            !matches!(request, Request::Read { .. } | Request::Sync | Request::Allocation { .. });
         if changes && self.disk.read_only() {
             return reply.errno(errno(Errno::PERM));
         }
@@ -114,7 +110,7 @@ impl Remote for Session {
             // Without caches there is nothing to flush.
             Request::Sync if !self.disk.export.can(can::FLUSH) => reply.done(0),
             Request::Sync => {
-                let op = Op::new(End::Reply(reply, 0), &[], Instant::now());
+                let op = Op::new(reply, Success::Bytes(0), &[], Instant::now());
                 self.enter(op, (0, 0), MAX_RANGE_BYTES, Kind::Flush);
             }
             Request::PunchHole { offset, len } => {
@@ -125,6 +121,7 @@ impl Remote for Session {
                 let kind = Kind::Zero { allocate: true };
                 self.range(can::WRITE_ZEROES, kind, offset, len, reply);
             }
+            Request::Allocation { offset, len } => self.ask_for_extents(offset, len, reply),
             Request::Discard { offset, len } => {
                 self.range(can::TRIM, Kind::Trim, offset, len, reply);
             }

@@ -13,11 +13,11 @@ mod reconnect;
 mod send;
 
 use std::cell::{Cell, RefCell};
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::os::fd::AsFd as _;
-use std::rc::{Rc, Weak};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -30,11 +30,6 @@ use crate::link::Link;
 use crate::signal::{Signal, first};
 use op::Part;
 use send::Outgoing;
-
-thread_local! {
-    /// The sessions of this thread, by their disk and their reactor.
-    static SESSIONS: RefCell<HashMap<(usize, usize), Weak<Session>>> = RefCell::default();
-}
 
 /// Whether requests are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,7 +132,6 @@ impl Session {
         io: Io,
         memory: Arc<Arena>,
     ) -> Rc<Session> {
-        let key = (Arc::as_ptr(&disk).addr(), io.id());
         let session = Rc::new(Session {
             disk,
             number,
@@ -151,19 +145,8 @@ impl Session {
             to_watch: Signal::default(),
             to_end: Signal::default(),
         });
-        SESSIONS.with_borrow_mut(|all| {
-            all.retain(|_, session| session.strong_count() > 0);
-            all.insert(key, Rc::downgrade(&session));
-        });
         session.io.spawn(session.clone().run(link));
         session
-    }
-
-    /// The session of this thread's reactor.
-    #[expect(dead_code)]
-    pub(crate) fn of(disk: &Arc<Shared>, io: &Io) -> Option<Rc<Session>> {
-        let key = (Arc::as_ptr(disk).addr(), io.id());
-        SESSIONS.with_borrow(|all| all.get(&key)?.upgrade())
     }
 
     /// The one task of the session, to its end.

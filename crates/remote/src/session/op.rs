@@ -1,35 +1,28 @@
 //! Operations of this thread, and the requests that they become.
 
-use std::cell::{Cell, RefCell};
-use std::io;
+use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Instant;
 
 use ferrite_io::arena::Span;
 use ferrite_io::engine::MAX_VECTORED;
 use ferrite_io::reactor::Reply;
-use ferrite_nbd::client::{Allocation, Command};
+use ferrite_io::remote::Allocation;
+use ferrite_nbd::client::{Allocation as Extent, Command};
 
-use crate::signal::Signal;
-
-/// What an operation's result goes to.
-pub(super) enum End {
-    /// A reactor's operation, with the bytes of its result.
-    Reply(Reply, u32),
-    /// A task that asks for extents.
-    Extents(Rc<Extents>),
-}
-
-/// The answer to a question for extents.
-#[derive(Default)]
-pub(super) struct Extents {
-    pub(super) answer: RefCell<Option<io::Result<Vec<Allocation>>>>,
-    pub(super) came: Signal,
+/// What an operation's reply says if it succeeds.
+#[derive(Clone, Copy)]
+pub(super) enum Success {
+    /// So many bytes were moved.
+    Bytes(u32),
+    /// The extents of the range's beginning, which the server tells.
+    Allocation,
 }
 
 /// An operation: one request, or several if the server takes less at once.
 pub(super) struct Op {
-    end: RefCell<Option<End>>,
+    reply: Cell<Option<Reply>>,
+    success: Success,
     bufs: [Option<Span>; MAX_VECTORED],
     /// Requests that have not ended.
     left: Cell<u32>,
@@ -39,11 +32,12 @@ pub(super) struct Op {
 }
 
 impl Op {
-    pub(super) fn new(end: End, bufs: &[Span], born: Instant) -> Rc<Op> {
+    pub(super) fn new(reply: Reply, success: Success, bufs: &[Span], born: Instant) -> Rc<Op> {
         let mut all = [None; MAX_VECTORED];
         all.iter_mut().zip(bufs).for_each(|(slot, buf)| *slot = Some(*buf));
         Rc::new(Op {
-            end: RefCell::new(Some(end)),
+            reply: Cell::new(Some(reply)),
+            success,
             bufs: all,
             left: Cell::new(0),
             errno: Cell::new(None),
@@ -69,7 +63,7 @@ impl Op {
     }
 
     /// One request has ended, with this error if any.
-    pub(super) fn ended(&self, errno: Option<i32>, extents: Vec<Allocation>) {
+    pub(super) fn ended(&self, errno: Option<i32>, extents: &[Extent]) {
         if self.errno.get().is_none() {
             self.errno.set(errno);
         }
@@ -77,20 +71,21 @@ impl Op {
         if self.left.get() > 0 {
             return;
         }
-        match (self.end.take(), self.errno.get()) {
-            (Some(End::Reply(reply, bytes)), None) => reply.done(bytes),
-            (Some(End::Reply(reply, _)), Some(errno)) => reply.errno(errno),
-            (Some(End::Extents(to)), errno) => {
-                let answer = match errno {
-                    None => Ok(extents),
-                    Some(errno) => Err(io::Error::from_raw_os_error(errno)),
-                };
-                to.answer.replace(Some(answer));
-                to.came.raise();
-            }
-            (None, _) => {}
+        let Some(reply) = self.reply.take() else { return };
+        match (self.errno.get(), self.success) {
+            (Some(errno), _) => reply.errno(errno),
+            (None, Success::Bytes(bytes)) => reply.done(bytes),
+            (None, Success::Allocation) => reply.allocation(beginning(extents)),
         }
     }
+}
+
+/// The first extents, as far as they are equal: at least one, as the decoder sees to.
+fn beginning(extents: &[Extent]) -> Allocation {
+    let zeros = |extent: &Extent| extent.zero;
+    let first = extents.first().is_some_and(zeros);
+    let same = extents.iter().take_while(|extent| zeros(extent) == first);
+    Allocation { len: same.map(|extent| extent.len).sum(), zeros: first }
 }
 
 /// A request of an operation.
@@ -107,6 +102,6 @@ pub(super) struct Part {
 
 impl Part {
     pub(super) fn ended(self, errno: Option<i32>) {
-        self.op.ended(errno, Vec::new());
+        self.op.ended(errno, &[]);
     }
 }

@@ -182,7 +182,7 @@ impl Session {
         }
         match answer {
             Answer::Done => part.ended(None),
-            Answer::Extents(extents) => part.op.ended(None, extents),
+            Answer::Extents(extents) => part.op.ended(None, &extents),
             Answer::Failed(code) => part.ended(Some(errno_of(code))),
         }
         Ok(())
