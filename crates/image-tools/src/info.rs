@@ -36,7 +36,8 @@ impl ImageTools<'_> {
     pub(super) fn info_of(&self, disk: &Disk) -> Result<Info, DiskError> {
         let virtual_bytes = disk.sectors() * SECTOR_BYTES;
         let chain = match disk {
-            Disk::Remote(_) | Disk::Null(_) => Vec::new(),
+            Disk::Null(_) => Vec::new(),
+            Disk::Remote(remote) => vec![formats::remote_info(remote, virtual_bytes)],
             Disk::Raw(raw) => vec![formats::raw_info(raw)?],
             Disk::Store(volume) => vec![formats::volume_info(volume, virtual_bytes)?],
             Disk::Elsewhere(volume) => vec![formats::elsewhere_info(volume, virtual_bytes)?],

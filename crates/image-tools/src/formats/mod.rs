@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
-use ferrite_disk::{Disk, Elsewhere, Volume};
+use ferrite_disk::{Disk, Elsewhere, RemoteDisk, Volume};
 use ferrite_disk_base::{
     Counts, DiskError, ErrorKind, Format, ImageName, Port, ProblemKind, Raw, SECTOR_BYTES,
 };
@@ -320,6 +320,27 @@ pub(super) fn volume_info(volume: &Volume, virtual_bytes: u64) -> Result<LayerIn
         read_only: volume.is_snapshot(),
         ..of_medium(volume.medium(), Format::Store)?
     })
+}
+
+/// The properties of an export. What its server stores is not known.
+pub(super) fn remote_info(remote: &RemoteDisk, virtual_bytes: u64) -> LayerInfo {
+    LayerInfo {
+        path: remote.facts().name.clone(),
+        format: Format::Nbd.name(),
+        kind: None,
+        virtual_bytes,
+        allocated_bytes: None,
+        file_bytes: virtual_bytes,
+        disk_bytes: 0,
+        unit_bytes: None,
+        uuid: None,
+        creator: None,
+        qcow2: None,
+        snapshots: Vec::new(),
+        bitmaps: Vec::new(),
+        journal: false,
+        read_only: remote.facts().read_only,
+    }
 }
 
 /// The properties of a volume whose store another process has open.
