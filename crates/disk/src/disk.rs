@@ -92,6 +92,11 @@ impl Disk {
         Disk::Null(Null::nothing())
     }
 
+    /// Whether no more than one queue may use it at a time.
+    pub fn one_queue(&self) -> bool {
+        matches!(self, Disk::Remote(d) if d.facts().one_queue)
+    }
+
     /// Whether I/O bypasses the page cache.
     pub fn direct(&self) -> bool {
         self.medium().is_some_and(Raw::direct)

@@ -30,6 +30,8 @@ pub struct RemoteFacts {
     pub block_bytes: u32,
     /// Smaller writes may cost more.
     pub physical_block_bytes: u32,
+    /// Whether it can be used by one connection at a time only, as another would not see its writes.
+    pub one_queue: bool,
     /// `None`: the other side has no discard.
     pub discard: Option<DiscardLimits>,
 }
