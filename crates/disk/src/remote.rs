@@ -63,6 +63,7 @@ impl RemoteDisk {
             block_bytes: export.block_bytes(),
             physical_block_bytes: export.physical_block_bytes(),
             discard: export.discard_limits().filter(|_| !options.keep_allocated),
+            one_queue: export.one_queue(),
         };
         let disk = RemoteDisk::new(export.factory(), facts);
         if options.keep_allocated {
