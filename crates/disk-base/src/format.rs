@@ -13,6 +13,8 @@ pub enum Format {
     Qcow2,
     /// A volume of a store, which has many (docs/store.md). No image is one.
     Store,
+    /// An export of an NBD server (docs/access.md). No image is one.
+    Nbd,
 }
 
 impl Format {
@@ -26,20 +28,21 @@ impl Format {
             Format::Vhd => "vhd",
             Format::Qcow2 => "qcow2",
             Format::Store => "store",
+            Format::Nbd => "nbd",
         }
     }
 
     /// The format of this name; `None` for others.
     pub fn by_name(name: &str) -> Option<Format> {
-        Format::ALL.into_iter().chain([Format::Store]).find(|f| f.name() == name)
+        Format::ALL.into_iter().chain([Format::Store, Format::Nbd]).find(|f| f.name() == name)
     }
 
     /// The format by the extension of a file's name; raw for other extensions.
     pub fn of_path(path: &Path) -> Format {
         let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default();
         let format = Format::by_name(&extension.to_ascii_lowercase());
-        // A store has many volumes, and only a name with a prefix names one.
-        format.filter(|format| *format != Format::Store).unwrap_or(Format::Raw)
+        // Only a name with a prefix names a volume or an export.
+        format.filter(|format| Format::ALL.contains(format)).unwrap_or(Format::Raw)
     }
 
     /// Whether such an image has metadata, and perhaps a parent: it is opened as a chain of layers.

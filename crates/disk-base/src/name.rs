@@ -5,6 +5,8 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
+use ferrite_nbd::uri::{BadUri, Uri, is_uri};
+
 use crate::format::Format;
 use crate::volume_name::VolumeName;
 use crate::{DiskError, ErrorKind, content};
@@ -14,12 +16,14 @@ use crate::{DiskError, ErrorKind, content};
 pub struct ImageName {
     /// How to read the file.
     pub format: Format,
-    /// Its path; of a volume `PATH#NAME`, whose parts [`volume`](ImageName::volume) gives.
+    /// Its path; of a volume `PATH#NAME`, whose parts [`volume`](ImageName::volume) gives; of an export its whole name,
+    /// as [`export`](ImageName::export) gives it.
     pub path: PathBuf,
 }
 
 impl ImageName {
-    /// Parses `raw:PATH`, `vhd:PATH`, `qcow2:PATH`, `store:PATH#NAME`, or a path whose extension names the format. A
+    /// Parses `raw:PATH`, `vhd:PATH`, `qcow2:PATH`, `store:PATH#NAME`, the name of an export ([`Uri`]),
+    /// or a path whose extension names the format. A
     /// path with a colon in its first part needs a prefix, or the form `./a:b`.
     ///
     /// # Errors
@@ -77,16 +81,31 @@ impl ImageName {
         parts.filter(|_| self.format == Format::Store)
     }
 
-    /// Refuses a volume, where only an image can be.
+    /// The name of an export of an NBD server.
+    pub fn export(&self) -> Option<&str> {
+        self.path.to_str().filter(|_| self.format == Format::Nbd)
+    }
+
+    /// Refuses a volume and an export, where only an image can be.
     ///
     /// # Errors
     /// It is one.
     pub fn must_be_image(&self) -> Result<(), DiskError> {
-        if self.format == Format::Store { Err(self.no_image()) } else { Ok(()) }
+        match self.format {
+            Format::Store | Format::Nbd => Err(self.no_image()),
+            _ => Ok(()),
+        }
     }
 
-    /// The error for a volume where only an image is possible.
+    /// The error for a volume or an export where only an image is possible.
     pub fn no_image(&self) -> DiskError {
+        if self.format == Format::Nbd {
+            let what = format!("cannot work on {}", self.path.display());
+            let why = "it is an export of a server, and this is for images in files of their own";
+            let help = "work on the image where the server runs; ferrite image convert copies from and to an \
+                        export";
+            return DiskError::new(ErrorKind::Usage, what, why, help);
+        }
         let what = format!("cannot work on {}", self.path.display());
         let why = "it is a volume of a store, and this is for images in files of their own";
         let help = "volumes have commands of their own (ferrite store list, for one); ferrite image \
@@ -104,9 +123,9 @@ impl ImageName {
     ) -> Result<ImageName, DiskError> {
         let text = text.as_ref();
         let refuse = |why: String| {
-            let help = "write raw:PATH, vhd:PATH, qcow2:PATH, store:PATH#NAME, or a path that ends in \
-                        .vhd or .qcow2 (anything else is raw; a colon in a file name needs ./ before \
-                        it)";
+            let help = "write raw:PATH, vhd:PATH, qcow2:PATH, store:PATH#NAME, \
+                        nbd+unix:///EXPORT?socket=PATH, or a path that ends in .vhd or .qcow2 (anything else is \
+                        raw; a colon in a file name needs ./ before it)";
             Err(DiskError::new(
                 ErrorKind::Usage,
                 format!("cannot open {}", text.display()),
@@ -119,10 +138,23 @@ impl ImageName {
             let what = "cannot tell which image is meant";
             return Err(DiskError::new(ErrorKind::Usage, what, "no name was given", help));
         }
+        if let Some(uri) = uri(text) {
+            return match Uri::parse(uri) {
+                _ if said.is_some_and(|said| said != Format::Nbd) => {
+                    refuse("it is named nbd, and another format was said".into())
+                }
+                Ok(_) => Ok(ImageName { format: Format::Nbd, path: uri.into() }),
+                Err(BadUri { why, help }) => {
+                    let what = format!("cannot open {}", text.display());
+                    Err(DiskError::new(ErrorKind::Usage, what, why, help))
+                }
+            };
+        }
         let (format, path) = match prefix(text) {
             None => (Format::of_path(text.as_ref()), text),
             Some((prefix, path)) => match Format::by_name(&prefix.to_string_lossy()) {
                 Some(_) if path.is_empty() => return refuse("it names no file".into()),
+                Some(Format::Nbd) => return refuse("what is behind nbd: names no export".into()),
                 Some(format) if said.is_some_and(|said| said != format) => {
                     return refuse(format!("it is named {format}, and another format was said"));
                 }
@@ -160,6 +192,13 @@ fn prefix(text: &OsStr) -> Option<(&OsStr, &OsStr)> {
     let (prefix, path) = parts.next().zip(parts.next())?;
     let both = (OsStr::from_bytes(prefix), OsStr::from_bytes(path));
     (!prefix.contains(&b'/')).then_some(both)
+}
+
+/// The name of an export, with or without the format before it.
+fn uri(text: &OsStr) -> Option<&str> {
+    let text = text.to_str()?;
+    let inner = text.strip_prefix("nbd:").filter(|inner| is_uri(inner.as_bytes()));
+    inner.or_else(|| is_uri(text.as_bytes()).then_some(text))
 }
 
 /// The parts before and after the last `#`, if these can be a path and a volume's name.
@@ -251,6 +290,24 @@ mod tests {
         let raw = ImageName::parse("a.store").unwrap();
         assert_eq!((raw.format, raw.volume()), (Format::Raw, None));
         assert_eq!(ImageName::parse("a#b").unwrap().volume(), None);
+    }
+
+    #[test]
+    fn an_export_is_named_as_its_server_is() {
+        let uri = "nbd+unix:///a.vhd?socket=/run/s";
+        for text in [uri, &format!("nbd:{uri}")] {
+            let name = ImageName::parse(text).unwrap();
+            assert_eq!((name.format, name.export()), (Format::Nbd, Some(uri)), "{text}");
+            assert_eq!(name.must_be_image().unwrap_err().kind(), ErrorKind::Usage);
+            assert!(ImageName::says_format(text));
+        }
+        let refused = ImageName::parse("nbd://host/a").unwrap_err();
+        assert!(refused.help().contains("nbds://"), "{refused:?}");
+        for text in ["nbd:", "nbd:a", "nbd:/a", "nbds:a"] {
+            assert_eq!(ImageName::parse(text).unwrap_err().kind(), ErrorKind::Usage, "{text}");
+        }
+        assert!(ImageName::parse_as(uri, Some(Format::Raw)).is_err());
+        assert_eq!(ImageName::parse("./nbd:a").unwrap().format, Format::Raw);
     }
 
     #[test]

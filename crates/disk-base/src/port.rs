@@ -11,12 +11,12 @@ use ferrite_io::scratch::Scratch;
 /// Scratch memory in bytes that each thread of a disk with metadata needs.
 pub const SCRATCH_BYTES: usize = 256 << 10;
 
-/// One thread's access to a disk's files: the `async fn`s of `Disk` run on it.
+/// One thread's access to a disk's data: the `async fn`s of `Disk` run on it.
 #[derive(Clone)]
 pub struct Port {
     /// The thread's reactor.
     pub io: Io,
-    /// `Disk::files`, registered with the reactor, in that order.
+    /// `Disk::backings`, registered with the reactor, in that order.
     pub files: Rc<[FileId]>,
     /// Memory for metadata, of the engine's arena.
     pub scratch: Scratch,

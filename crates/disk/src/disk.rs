@@ -15,11 +15,13 @@ use ferrite_disk_base::{
 };
 use ferrite_images::{Image, Layer, open_raw};
 use ferrite_io::arena::{Arena, Span};
+use ferrite_io::remote::Backing;
 use ferrite_store::BLOCK_BYTES;
 use ferrite_store::background::ServiceEngine;
 
 use crate::elsewhere::Elsewhere;
 use crate::null::{self, Null};
+use crate::remote::RemoteDisk;
 use crate::volume::Volume;
 
 /// Work on a disk that may wait. It is boxed once, here, for two reasons: the formats' steps are compiled into this
@@ -37,6 +39,8 @@ pub enum Disk {
     Store(Volume),
     /// A volume of a store that another process has open; read-only.
     Elsewhere(Elsewhere),
+    /// Data behind a connection.
+    Remote(RemoteDisk),
     /// A disk without a medium.
     Null(Null),
 }
@@ -76,12 +80,21 @@ impl Disk {
                 opened => opened.map(Disk::Store),
             },
             Format::Vhd | Format::Qcow2 => Image::open(name, options).map(Disk::Image),
+            Format::Nbd => match name.export() {
+                Some(export) => RemoteDisk::open(export, options).map(Disk::Remote),
+                None => Err(name.no_image()),
+            },
         }
     }
 
     /// A disk that stores nothing, as a placeholder.
     pub fn nothing() -> Disk {
         Disk::Null(Null::nothing())
+    }
+
+    /// Whether no more than one queue may use it at a time.
+    pub fn one_queue(&self) -> bool {
+        matches!(self, Disk::Remote(d) if d.facts().one_queue)
     }
 
     /// Whether I/O bypasses the page cache.
@@ -95,7 +108,7 @@ impl Disk {
             Disk::Raw(d) => Some(d),
             Disk::Image(d) => Some(d.medium()),
             Disk::Store(d) => Some(d.medium()),
-            Disk::Elsewhere(_) | Disk::Null(_) => None,
+            Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => None,
         }
     }
 
@@ -105,7 +118,7 @@ impl Disk {
             Disk::Raw(d) => vec![d],
             Disk::Image(d) => d.layers().iter().map(Layer::medium).collect(),
             Disk::Store(d) => vec![d.medium()],
-            Disk::Elsewhere(_) | Disk::Null(_) => Vec::new(),
+            Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => Vec::new(),
         }
     }
 
@@ -117,6 +130,7 @@ impl Disk {
             Disk::Image(d) => d.sectors(),
             Disk::Store(d) => d.sectors(),
             Disk::Elsewhere(d) => d.sectors(),
+            Disk::Remote(d) => d.facts().sectors,
             Disk::Null(d) => d.sectors(),
         }
     }
@@ -133,6 +147,7 @@ impl Disk {
             Disk::Image(d) => d.medium().read_only(),
             Disk::Store(d) => d.read_only(),
             Disk::Elsewhere(_) => true,
+            Disk::Remote(d) => d.facts().read_only,
             Disk::Null(d) => d.read_only(),
         }
     }
@@ -148,6 +163,7 @@ impl Disk {
         match self {
             // It changes parts of its blocks itself.
             Disk::Store(_) => SECTOR_BYTES as u32,
+            Disk::Remote(d) => d.facts().block_bytes,
             _ => self.medium().map_or(SECTOR_BYTES as u32, Raw::block_bytes),
         }
     }
@@ -156,6 +172,7 @@ impl Disk {
     pub fn physical_block_bytes(&self) -> u32 {
         match self {
             Disk::Store(_) | Disk::Elsewhere(_) => BLOCK_BYTES as u32,
+            Disk::Remote(d) => d.facts().physical_block_bytes,
             _ => self.medium().map_or(null::PHYSICAL_BLOCK_BYTES, Raw::physical_block_bytes),
         }
     }
@@ -167,18 +184,27 @@ impl Disk {
             Disk::Image(d) => d.medium().discard_limits(),
             Disk::Store(d) => d.discard_limits(),
             Disk::Elsewhere(_) => None,
+            Disk::Remote(d) => d.facts().discard,
             Disk::Null(d) => d.discard_limits(),
         }
     }
 
-    /// The open files that [`Extent::Data`] names by index. Every queue registers all of them,
-    /// in this order, with its own engine, and hands them to the `async` functions in a [`Port`].
+    /// The open files of the disk, for callers that hold or examine them.
     pub fn files(&self) -> Vec<Arc<OwnedFd>> {
         match self {
             Disk::Raw(d) => d.files(),
             Disk::Image(d) => d.files(),
             Disk::Store(d) => d.medium().files(),
-            Disk::Elsewhere(_) | Disk::Null(_) => Vec::new(),
+            Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => Vec::new(),
+        }
+    }
+
+    /// The files and remotes that [`Extent::Data`] names by index. Every queue registers all of them,
+    /// in this order, with its own reactor, and hands them to the `async` functions in a [`Port`].
+    pub fn backings(&self) -> Vec<Backing> {
+        match self {
+            Disk::Remote(d) => vec![d.backing()],
+            _ => self.files().into_iter().map(Backing::File).collect(),
         }
     }
 
@@ -194,6 +220,7 @@ impl Disk {
             Disk::Image(d) => d.map(offset, len),
             Disk::Store(d) => d.map(offset, len),
             Disk::Elsewhere(_) => Extent::Slow { len },
+            Disk::Remote(d) => d.map(offset, len),
             Disk::Null(_) => Extent::Zeros { len },
         }
     }
@@ -210,6 +237,7 @@ impl Disk {
             Disk::Raw(d) => d.map(offset, len),
             Disk::Image(d) => d.reserve(offset, len),
             Disk::Store(_) | Disk::Elsewhere(_) => Extent::Slow { len },
+            Disk::Remote(d) => d.map(offset, len),
             Disk::Null(_) => Extent::Zeros { len },
         }
     }
@@ -262,7 +290,7 @@ impl Disk {
         match self {
             Disk::Image(d) => d.reader(),
             Disk::Store(d) => Some(d.reader()),
-            Disk::Raw(_) | Disk::Elsewhere(_) | Disk::Null(_) => None,
+            Disk::Raw(_) | Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => None,
         }
     }
 
@@ -273,7 +301,7 @@ impl Disk {
         match self {
             Disk::Image(d) => d.while_mapped(steps).await,
             Disk::Store(d) => d.while_mapped(steps).await,
-            Disk::Raw(_) | Disk::Elsewhere(_) | Disk::Null(_) => steps.await,
+            Disk::Raw(_) | Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => steps.await,
         }
     }
 
@@ -313,7 +341,7 @@ impl Disk {
     /// Scratch memory in bytes that a [`Port`] to this disk needs; 0: none.
     pub fn scratch_bytes(&self) -> usize {
         match self {
-            Disk::Image(_) | Disk::Store(_) => SCRATCH_BYTES,
+            Disk::Image(_) | Disk::Store(_) | Disk::Remote(_) => SCRATCH_BYTES,
             Disk::Raw(_) | Disk::Elsewhere(_) | Disk::Null(_) => 0,
         }
     }
@@ -351,6 +379,7 @@ impl Disk {
             Disk::Raw(d) => d.is_faulty(),
             Disk::Image(d) => d.is_faulty(),
             Disk::Store(d) => d.is_faulty(),
+            Disk::Remote(d) => d.is_faulty(),
             Disk::Elsewhere(_) | Disk::Null(_) => false,
         }
     }
@@ -362,6 +391,7 @@ impl Disk {
             Disk::Raw(d) => d.witness_syncs(witness),
             Disk::Image(d) => d.witness_syncs(witness),
             Disk::Store(d) => d.store().live().witness(witness),
+            Disk::Remote(d) => d.witness_syncs(witness),
             Disk::Elsewhere(_) | Disk::Null(_) => {}
         }
     }
@@ -380,6 +410,7 @@ impl Disk {
                 Disk::Image(d) => d.read(port, offset, buf).await,
                 Disk::Store(d) => d.read(port, offset, buf).await,
                 Disk::Elsewhere(d) => d.read(port, offset, buf).await,
+                Disk::Remote(_) => port.io.read_exact(port.files[0], offset, buf).await,
                 Disk::Null(_) => {
                     port.memory().fill(buf, 0);
                     Ok(())
@@ -397,7 +428,9 @@ impl Disk {
         Box::pin(async move {
             self.check_change(offset, buf.len() as u64)?;
             match self {
-                Disk::Raw(_) => port.io.write_all(port.files[0], offset, buf).await,
+                Disk::Raw(_) | Disk::Remote(_) => {
+                    port.io.write_all(port.files[0], offset, buf).await
+                }
                 Disk::Image(d) => d.write(port, offset, buf).await,
                 Disk::Store(d) => d.write(port, offset, buf).await,
                 Disk::Elsewhere(_) | Disk::Null(_) => Ok(()),
@@ -417,6 +450,7 @@ impl Disk {
                 Disk::Image(_) if self.read_only() => Ok(()),
                 Disk::Image(d) => d.flush(port).await,
                 Disk::Store(d) => d.flush(port).await,
+                Disk::Remote(d) => d.flush(port).await,
                 Disk::Elsewhere(_) | Disk::Null(_) => Ok(()),
             }
         })
@@ -457,18 +491,24 @@ impl Disk {
             Disk::Image(d) => d.layers().iter().for_each(|layer| layer.medium().unlock()),
             Disk::Store(d) => d.unlock(),
             Disk::Elsewhere(d) => d.unlock(),
-            Disk::Null(_) => {}
+            Disk::Remote(_) | Disk::Null(_) => {}
         }
     }
 
     /// Has its media keep the space that they have where zeros are written: see [`OpenOptions::keep_allocated`].
     pub fn keep_allocated(&self) {
+        if let Disk::Remote(d) = self {
+            d.keep_allocated();
+        }
         self.media().into_iter().for_each(Raw::keep_allocated);
     }
 
     /// Whether its medium keeps its space where zeros are written.
     pub fn keeps_allocated(&self) -> bool {
-        self.medium().is_some_and(Raw::keeps_allocated)
+        match self {
+            Disk::Remote(d) => d.keeps_allocated(),
+            _ => self.medium().is_some_and(Raw::keeps_allocated),
+        }
     }
 
     /// Called when a guest is served from it. If this process dies, a keeper that has opened the image keeps it open,
@@ -520,6 +560,7 @@ impl Disk {
                 Disk::Raw(d) => d.discard_part(&port.io, &port.files, offset, len).await,
                 Disk::Image(d) => d.discard_part(port, offset, len).await,
                 Disk::Store(d) => d.discard_part(port, offset, len).await,
+                Disk::Remote(d) => d.discard_part(port, offset, len).await,
                 Disk::Elsewhere(_) | Disk::Null(_) => Ok(len),
             }
         })
@@ -544,6 +585,7 @@ impl Disk {
                 Disk::Raw(d) => d.empty(&port.io, &port.files, offset, len, zeros).await,
                 Disk::Image(d) => d.write_zeroes(port, offset, len, zeros).await,
                 Disk::Store(d) => d.write_zeroes(port, offset, len).await,
+                Disk::Remote(d) => d.write_zeroes(port, offset, len, zeros).await,
                 Disk::Elsewhere(_) | Disk::Null(_) => Ok(()),
             }
         })
@@ -580,6 +622,7 @@ impl fmt::Display for Disk {
             Disk::Image(d) => d.fmt(f),
             Disk::Store(d) => d.fmt(f),
             Disk::Elsewhere(d) => d.fmt(f),
+            Disk::Remote(d) => d.fmt(f),
             Disk::Null(d) => d.fmt(f),
         }
     }

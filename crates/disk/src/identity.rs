@@ -31,6 +31,10 @@ impl Disk {
     /// The file cannot be examined.
     pub fn identity(&self) -> io::Result<DiskIdentity> {
         let (format, raw) = match self {
+            Disk::Remote(remote) => {
+                let path = remote.facts().name.clone();
+                return Ok(DiskIdentity { key: format!("remote {path}"), path });
+            }
             Disk::Null(_) => return Ok(DiskIdentity { key: "null".into(), path: "null:".into() }),
             Disk::Raw(raw) => ("raw".to_owned(), raw),
             Disk::Store(volume) => {

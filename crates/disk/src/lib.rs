@@ -8,6 +8,7 @@
 //! * [`Image`]: a chain of images with metadata: allocation, snapshots, clones.
 //! * [`Volume`]: of a store, which holds equal blocks once.
 //! * [`Elsewhere`]: a volume of a store that another process has open, read through that process.
+//! * [`RemoteDisk`]: data behind a connection, byte for byte.
 //! * [`Null`]: reads zeros, discards writes; for measuring everything above it.
 //!
 //! Items of the crates below that a disk's interface uses are re-exported here.
@@ -21,6 +22,7 @@ mod headers;
 mod identity;
 mod null;
 pub mod pieces;
+mod remote;
 mod session;
 mod volume;
 
@@ -42,5 +44,6 @@ pub use ferrite_images::{Image, open_medium, open_raw, open_store};
 pub use ferrite_store::{background::ServiceEngine, lookups as store_lookups, owned::StoreKey};
 pub use identity::DiskIdentity;
 pub use null::Null;
+pub use remote::{RemoteDisk, RemoteFacts};
 pub use session::Session;
 pub use volume::Volume;

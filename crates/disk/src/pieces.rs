@@ -58,6 +58,11 @@ pub fn look<'a>(disk: &'a Disk, port: &'a Port, offset: u64, len: u64) -> Work<'
                 let what = if zeros { What::Zeros } else { What::Shared };
                 Ok(Piece { len, layer: Some(0), what })
             }
+            Disk::Remote(remote) => {
+                let found = remote.allocation(port, offset, len).await?;
+                let what = if found.zeros { What::Zeros } else { What::Data(offset) };
+                Ok(Piece { len: found.len, layer: Some(0), what })
+            }
             Disk::Image(image) => look_at_layers(image.layers(), port, offset, len).await,
         }
     })

@@ -37,9 +37,9 @@ impl Session {
     ) -> io::Result<Session> {
         let pool = Pool::with_scratch(SLAB_BYTES, 1, disk.scratch_bytes())?;
         let mut reactor = Reactor::new(open(pool.arena().clone())?);
-        let files = disk.files().into_iter().map(|f| reactor.add_file(f));
-        let files = files.collect::<io::Result<_>>()?;
         let scratch = Scratch::new(pool.arena().clone(), pool.scratch(0));
+        let backings = disk.backings().into_iter().map(|b| reactor.add(b, &scratch));
+        let files = backings.collect::<io::Result<_>>()?;
         let port = Port { io: reactor.io(), files, scratch };
         let buffers = pool.queue(0);
         Ok(Session { disk, port, pool, buffers, reactor })

@@ -15,7 +15,7 @@ use super::files::{NewFile, Over, beside, check_apart, check_regular, same_file}
 use super::formats::{Blank, shows_medium};
 use super::resume::{Resume, Source};
 use super::salvage::Lost;
-use super::{DAMAGED, Done, ImageTools, NewImage, Salvaged, broken, formats, unsuitable};
+use super::{DAMAGED, Done, ImageTools, NewImage, Salvaged, broken, formats, refused, unsuitable};
 
 /// The options of a conversion.
 #[derive(Clone, Debug, Default)]
@@ -107,6 +107,11 @@ impl ImageTools<'_> {
             return self.convert_into(from, (store, volume), how, damaged);
         }
         let what = || format!("cannot convert {} to {}", from.path.display(), to.path.display());
+        if to.export().is_some() {
+            let why = "an export is there, and a copy replaces its content";
+            let help = "add --existing (-n), if that may be";
+            return Err(refused(what(), why, help));
+        }
         let cannot = |e| broken(what(), e);
         let opened;
         let source = match damaged {
@@ -217,8 +222,8 @@ impl ImageTools<'_> {
         if how.resume && exists {
             let (why, help) = match Resume::load(&to.path) {
                 Some(_) if fresh.is_untold() => (
-                    "the source is on a block device or in a store, which do not tell whether it has \
-                     changed since"
+                    "the source is on a block device, in a store or on a server, which do not tell whether it \
+                     has changed since"
                         .into(),
                     "start again with --force",
                 ),
@@ -288,6 +293,7 @@ fn sources(disk: &Disk, name: &ImageName) -> io::Result<Vec<Source>> {
         }
         Disk::Store(volume) => Ok(vec![Source::of(volume.medium().path())?.untold()]),
         Disk::Elsewhere(volume) => Ok(vec![Source::of(volume.store())?.untold()]),
+        Disk::Remote(remote) => Ok(vec![Source::of_export(&remote.facts().name)]),
         Disk::Raw(_) | Disk::Null(_) => Ok(vec![Source::of(&name.path)?]),
     }
 }

@@ -1,6 +1,6 @@
 //! Copies into images that are there, and copies that stand on a parent.
 
-use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
 
 use super::copy::{Copying, Mode};
 use super::create::done;
@@ -18,7 +18,9 @@ impl ImageTools<'_> {
     pub fn convert_over(&self, from: &ImageName, to: &ImageName) -> Result<Done, DiskError> {
         let what = || format!("cannot convert {} to {}", from.path.display(), to.path.display());
         let cannot = |e| broken(what(), e);
-        to.must_be_image()?;
+        if to.format == Format::Store {
+            return Err(to.no_image());
+        }
         let source = self.open(from, true)?;
         check_apart(what(), &source, &to.path)?;
         let target = self.open(to, false)?;

@@ -23,7 +23,7 @@ impl ImageTools<'_> {
     /// # Errors
     /// The image itself cannot be opened.
     pub fn info_as_far(&self, name: &ImageName) -> Result<(Info, Option<DiskError>), DiskError> {
-        if matches!(name.format, Format::Raw | Format::Store) {
+        if matches!(name.format, Format::Raw | Format::Store | Format::Nbd) {
             let disk = self.open(name, true)?;
             return Ok((self.info_of(&disk)?, None));
         }
@@ -37,6 +37,7 @@ impl ImageTools<'_> {
         let virtual_bytes = disk.sectors() * SECTOR_BYTES;
         let chain = match disk {
             Disk::Null(_) => Vec::new(),
+            Disk::Remote(remote) => vec![formats::remote_info(remote, virtual_bytes)],
             Disk::Raw(raw) => vec![formats::raw_info(raw)?],
             Disk::Store(volume) => vec![formats::volume_info(volume, virtual_bytes)?],
             Disk::Elsewhere(volume) => vec![formats::elsewhere_info(volume, virtual_bytes)?],

@@ -13,6 +13,7 @@ use ferrite_disk::Disk;
 use ferrite_disk_base::{Port, SCRATCH_BYTES};
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::reactor::Reactor;
+use ferrite_io::remote::Backing;
 use ferrite_io::scratch::Scratch;
 use ferrite_store::owned::OpenEngine;
 
@@ -50,12 +51,16 @@ impl IoContext {
 
     /// A port to a disk's files.
     pub(super) fn port(&mut self, disk: &Disk) -> io::Result<Port> {
-        self.port_of(disk.files())
+        self.port_on(disk.backings())
     }
 
     /// A port to files.
     pub(super) fn port_of(&mut self, files: Vec<Arc<OwnedFd>>) -> io::Result<Port> {
-        let files = files.into_iter().map(|f| self.reactor.add_file(f));
+        self.port_on(files.into_iter().map(Backing::File).collect())
+    }
+
+    fn port_on(&mut self, backings: Vec<Backing>) -> io::Result<Port> {
+        let files = backings.into_iter().map(|b| self.reactor.add(b, &self.scratch));
         let files = files.collect::<io::Result<_>>()?;
         Ok(Port { io: self.reactor.io(), files, scratch: self.scratch.clone() })
     }

@@ -23,7 +23,7 @@ pub struct Info {
 pub struct LayerInfo {
     /// Its path.
     pub path: String,
-    /// `raw`, `vhd`, `qcow2` or `store`.
+    /// `raw`, `vhd`, `qcow2`, `store` or `nbd`.
     pub format: &'static str,
     /// The format's own kinds: fixed, dynamic, differencing; the version of qcow2.
     #[serde(skip_serializing_if = "Option::is_none")]

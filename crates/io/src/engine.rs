@@ -11,15 +11,34 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
 use crate::arena::Span;
 use crate::computing::Work;
 
 /// The submitter's mark on an operation, found again on its completion; opaque to the engine.
 pub type Token = u64;
 
-/// Index of a file in the engine's table, from [`Engine::add_file`].
+/// Index of a file in the engine's table, from [`Engine::add_file`]; or of a remote, from
+/// [`Reactor::add_remote`](crate::reactor::Reactor::add_remote).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileId(pub u32);
+
+/// Says that the rest of a [`FileId`] is an index of the reactor's remotes. It is not the highest bit, so
+/// that twice the number fits in 32 bits.
+const REMOTE_BIT: u32 = 1 << 30;
+
+impl FileId {
+    /// That of a remote.
+    pub(crate) fn of_remote(index: u32) -> FileId {
+        FileId(index | REMOTE_BIT)
+    }
+
+    /// The index of the remote. `None`: it is a file of the engine.
+    pub(crate) fn remote(self) -> Option<usize> {
+        (self.0 & REMOTE_BIT != 0).then_some((self.0 & !REMOTE_BIT) as usize)
+    }
+}
 
 /// One operation. Offsets and lengths are bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,6 +118,11 @@ pub enum Op {
         /// Which descriptor; it must stay open until the operation has completed.
         fd: i32,
     },
+    /// Complete once, when the descriptor takes bytes, or is connected, or in error.
+    Writable {
+        /// Which descriptor; it must stay open until the operation has completed.
+        fd: i32,
+    },
     /// Complete once, `after` from the moment of submission.
     Timer {
         /// How long.
@@ -107,13 +131,32 @@ pub enum Op {
 }
 
 impl Op {
-    /// Whether what a [`Op::Readable`] waits for has come, for engines that look themselves. Where
-    /// the kernel cannot say, it has.
-    pub fn is_readable(&self) -> bool {
-        let Op::Readable { fd } = *self else { return false };
+    /// The file that it is for. `None`: it waits for a descriptor or a time.
+    pub fn file(&self) -> Option<FileId> {
+        match *self {
+            Op::Read { file, .. }
+            | Op::Write { file, .. }
+            | Op::Sync { file }
+            | Op::PunchHole { file, .. }
+            | Op::ZeroRange { file, .. }
+            | Op::Allocate { file, .. }
+            | Op::SetLen { file, .. }
+            | Op::Discard { file, .. } => Some(file),
+            Op::Readable { .. } | Op::Writable { .. } | Op::Timer { .. } => None,
+        }
+    }
+
+    /// Whether what an [`Op::Readable`] or [`Op::Writable`] waits for has come, for engines that look
+    /// themselves. Where the kernel cannot say, it has.
+    pub fn is_ready(&self) -> bool {
+        let (fd, flags) = match *self {
+            Op::Readable { fd } => (fd, PollFlags::IN),
+            Op::Writable { fd } => (fd, PollFlags::OUT),
+            _ => return false,
+        };
         // SAFETY: it is the operation's contract that the descriptor stays open until its end, and
         // a negative one is not borrowed.
-        fd < 0 || is_readable(unsafe { BorrowedFd::borrow_raw(fd) }).unwrap_or(true)
+        fd < 0 || is_ready(unsafe { BorrowedFd::borrow_raw(fd) }, flags).unwrap_or(true)
     }
 }
 
@@ -123,9 +166,9 @@ pub const MAX_VECTORED: usize = 16;
 /// The direction of a vectored operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transfer {
-    /// From the file to memory.
+    /// From the file or socket to memory.
     Read,
-    /// From memory to the file.
+    /// From memory to the file or socket.
     Write,
 }
 
@@ -220,13 +263,33 @@ pub trait Engine {
         bufs: &[Span],
     );
 
+    /// Queues the sending of `bufs`, one after the other, on a connected stream socket
+    /// ([`Transfer::Write`]), or the receiving into them. It waits until the socket takes or has a byte,
+    /// and completes with the bytes moved. These may be fewer than asked for; 0 of a receive is the end of
+    /// the stream. A peer that is gone is an error (`EPIPE`, `ECONNRESET`), and no signal.
+    ///
+    /// Two sends at a time on one socket, or two receives, have no order. `shutdown` of the socket ends
+    /// both, and so does [`cancel`](Engine::cancel). The engine keeps the socket open until the operation
+    /// has ended. Sockets that do not block (`O_NONBLOCK`) may complete with `EAGAIN` instead of waiting.
+    ///
+    /// # Panics
+    /// With more than [`MAX_VECTORED`] spans.
+    fn push_stream(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        socket: &Arc<OwnedFd>,
+        bufs: &[Span],
+    );
+
     /// Has `work` done beside this thread, on one of a few that the process has for it. It completes
     /// with 0, or with `EIO` if it has panicked. It goes on if the engine is dropped before.
     fn compute(&mut self, token: Token, work: Work);
 
-    /// Calls off the [`Readable`](Op::Readable) and [`Timer`](Op::Timer) operations with this
-    /// token, so that a descriptor may be closed, say. Each still completes: with `ECANCELED`, or
-    /// as it would have if that was first. Other operations are not touched.
+    /// Calls off the [`Readable`](Op::Readable), [`Writable`](Op::Writable) and [`Timer`](Op::Timer)
+    /// operations with this token, and those of [`push_stream`](Engine::push_stream), so that a descriptor
+    /// may be closed, say. Each still completes: with `ECANCELED`, or as it would have if that was first.
+    /// The memory of a stream is in use until then. Other operations are not touched.
     fn cancel(&mut self, token: Token);
 
     /// Hands everything queued to the kernel and returns without waiting.
@@ -249,9 +312,13 @@ pub trait Engine {
 }
 
 /// Whether `fd` has something to read now.
+#[cfg(test)]
 pub(crate) fn is_readable(fd: BorrowedFd<'_>) -> io::Result<bool> {
-    use rustix::event::{PollFd, PollFlags, Timespec, poll};
-    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    is_ready(fd, PollFlags::IN)
+}
+
+fn is_ready(fd: BorrowedFd<'_>, flags: PollFlags) -> io::Result<bool> {
+    let mut fds = [PollFd::new(&fd, flags)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     Ok(poll(&mut fds, Some(&now))? > 0)
 }

@@ -8,6 +8,7 @@
 //! * [`computing`]: what takes a processor for long, beside the threads of queues.
 //! * [`executor`] and [`reactor`]: straight-line `async fn` for whatever has steps, on the same
 //!   engine and the same thread as the hot path.
+//! * [`remote`]: data behind a connection, beside files.
 //! * [`scratch`] and [`shared_lock`]: memory for tasks' own I/O, and a lock for tasks of several
 //!   threads.
 //! * [`large`]: tables in huge pages.
@@ -22,6 +23,7 @@ pub mod executor;
 pub mod large;
 pub mod pool;
 pub mod reactor;
+pub mod remote;
 pub mod scratch;
 pub mod shared_lock;
 pub mod socket;

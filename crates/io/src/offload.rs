@@ -62,7 +62,11 @@ impl Call {
             }
             Op::SetLen { len, .. } => Some(Call::SetLen { len }),
             Op::Discard { offset, len, .. } => Some(Call::Discard { offset, len }),
-            Op::Read { .. } | Op::Write { .. } | Op::Readable { .. } | Op::Timer { .. } => None,
+            Op::Read { .. }
+            | Op::Write { .. }
+            | Op::Readable { .. }
+            | Op::Writable { .. }
+            | Op::Timer { .. } => None,
         }
     }
 }

@@ -427,12 +427,23 @@ impl QueuePool {
     /// when no queue uses any, but of [many queues](Pool::of_many) at once. What is given back reads
     /// as zeros.
     pub fn cool(&mut self) {
+        self.cool_as(false);
+    }
+
+    /// The same of the buffers alone: the scratch memory is in use, and stays as it is.
+    pub fn cool_buffers(&mut self) {
+        self.cool_as(true);
+    }
+
+    fn cool_as(&mut self, keeps_scratch: bool) {
         if self.in_use > 0 || !std::mem::take(&mut self.warm) {
             return;
         }
         self.return_pages();
         let arena = &self.pool.arena;
-        arena.release(self.pool.scratch(self.own as usize));
+        if !keeps_scratch {
+            arena.release(self.pool.scratch(self.own as usize));
+        }
         if self.pool.is_of_many {
             arena.release(self.pool.own_pages(self.own, 0, PAGES));
             self.pool.release_shared();

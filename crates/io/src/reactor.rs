@@ -4,9 +4,12 @@
 //! [`Reactor::turn`]; tasks use the same engine through [`Io`], as `async fn`, and `turn` runs
 //! them. Both meet in one submission: a turn costs at most one call into the kernel.
 //!
+//! A file may be a remote ([`Remote`]), whose tasks are among the reactor's. Operations on it go there.
+//!
 //! A future of [`Io`] may be dropped at any time. A data operation that is in flight then goes
 //! on, in memory of the arena that its caller must leave alone until the reactor is gone; its
-//! result is discarded. Waiting for a descriptor or a time is called off.
+//! result is discarded. Waiting for a descriptor, a socket or a time is called off, and the memory of a
+//! socket's transfer must be left alone likewise: to end one and know it, shut the socket down.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -22,10 +25,15 @@ use std::time::Duration;
 use crate::arena::Span;
 use crate::engine::{Completion, Engine, FileId, Op, Token, Transfer};
 use crate::executor::Executor;
+use crate::remote::{Backing, Remote};
+use crate::scratch::Scratch;
 
 mod handle;
+mod remotes;
 
 pub use handle::{Io, Unheard};
+use remotes::Remotes;
+pub use remotes::Reply;
 
 /// Marks the tokens of operations that a future waits for; the rest is the index of its slot.
 const TASK_BIT: u64 = 1 << 63;
@@ -58,12 +66,14 @@ enum Kind {
     Work,
     /// It ends when something comes, or is called off.
     Wait,
+    /// A remote does it.
+    Remote,
 }
 
 impl Kind {
     fn of(op: &Op) -> Kind {
         match op {
-            Op::Readable { .. } | Op::Timer { .. } => Kind::Wait,
+            Op::Readable { .. } | Op::Writable { .. } | Op::Timer { .. } => Kind::Wait,
             _ => Kind::Work,
         }
     }
@@ -126,12 +136,24 @@ impl Slots {
     }
 }
 
+impl Shared {
+    /// Whether an operation on this file is for a remote.
+    #[inline]
+    fn is_for_remote(&self, file: Option<FileId>) -> bool {
+        self.remotes.any.get() && file.is_some_and(|file| file.remote().is_some())
+    }
+}
+
 /// The state that the reactor and its handles share.
 struct Shared {
     /// `None` once the reactor was dropped.
     engine: RefCell<Option<Box<dyn Engine>>>,
     slots: RefCell<Slots>,
     executor: Executor,
+    remotes: Remotes,
+    /// Completions of the hot path that came beside a turn: during a
+    /// [`block_on`](Reactor::block_on), or from a remote.
+    stash: RefCell<Vec<Completion>>,
     /// Tasks have pushed something since the last submission.
     unsent: Cell<bool>,
 }
@@ -139,8 +161,6 @@ struct Shared {
 /// One thread's engine and tasks; see the module text.
 pub struct Reactor {
     shared: Rc<Shared>,
-    /// Completions of the hot path that came during a [`block_on`](Reactor::block_on).
-    stash: Vec<Completion>,
 }
 
 impl Reactor {
@@ -150,9 +170,11 @@ impl Reactor {
             engine: RefCell::new(Some(engine)),
             slots: RefCell::default(),
             executor: Executor::new(),
+            remotes: Remotes::default(),
+            stash: RefCell::default(),
             unsent: Cell::new(false),
         };
-        Reactor { shared: Rc::new(shared), stash: Vec::new() }
+        Reactor { shared: Rc::new(shared) }
     }
 
     fn engine<T>(&self, f: impl FnOnce(&mut dyn Engine) -> T) -> T {
@@ -175,12 +197,38 @@ impl Reactor {
         self.engine(|e| e.add_file(file))
     }
 
-    /// See [`Engine::clear_files`].
+    /// Adds a remote, which operations with this [`FileId`] go to from now on.
+    pub fn add_remote(&mut self, remote: Rc<dyn Remote>) -> FileId {
+        self.shared.remotes.add(remote)
+    }
+
+    /// Adds a file or a remote. `scratch` is memory of the engine's arena, for tasks.
+    ///
+    /// # Errors
+    /// Those of the engine, or of the remote's factory.
+    pub fn add(&mut self, backing: Backing, scratch: &Scratch) -> io::Result<FileId> {
+        match backing {
+            Backing::File(file) => self.add_file(file),
+            Backing::Remote(factory) => {
+                let remote = factory.connect(self.io(), scratch.clone())?;
+                Ok(self.add_remote(remote))
+            }
+        }
+    }
+
+    /// Lets go of all files and remotes, on none of which an operation may be in flight; see
+    /// [`Engine::clear_files`]. Tasks of remotes end in the next turns.
     ///
     /// # Errors
     /// Those of the engine.
     pub fn clear_files(&mut self) -> io::Result<()> {
+        self.shared.remotes.clear();
         self.engine(|e| e.clear_files())
+    }
+
+    /// Whether it has a remote, whose tasks may use scratch memory at any time.
+    pub fn has_remotes(&self) -> bool {
+        self.shared.remotes.any.get()
     }
 
     /// See [`Engine::drain`].
@@ -209,6 +257,9 @@ impl Reactor {
     /// If `token` is 2^63 or more.
     pub fn push(&mut self, token: Token, op: Op) {
         assert!(token & TASK_BIT == 0, "tokens from 2^63 on belong to tasks");
+        if self.shared.is_for_remote(op.file()) {
+            return self.shared.ask(token, op);
+        }
         self.engine(|e| e.push(token, op));
     }
 
@@ -225,13 +276,17 @@ impl Reactor {
         bufs: &[Span],
     ) {
         assert!(token & TASK_BIT == 0, "tokens from 2^63 on belong to tasks");
+        if self.shared.is_for_remote(Some(file)) {
+            return self.shared.ask_vectored(token, transfer, file, offset, bufs);
+        }
         self.engine(|e| e.push_vectored(token, transfer, file, offset, bufs));
     }
 
     /// Whether a [`turn`](Reactor::turn) that does not wait may bring something or has a task to
     /// run: a look at memory, without a system call. See [`Engine::may_reap`].
     pub fn may_reap(&self) -> bool {
-        !self.stash.is_empty() || self.shared.executor.has_ready() || self.engine(|e| e.may_reap())
+        let stashed = !self.shared.stash.borrow().is_empty();
+        stashed || self.shared.executor.has_ready() || self.engine(|e| e.may_reap())
     }
 
     /// Whether a task is ready to run, or lets others go first: a look at memory.
@@ -265,8 +320,7 @@ impl Reactor {
     /// Those of the engine's submission; nothing is lost, and the next turn tries again.
     pub fn turn(&mut self, wait: Wait, out: &mut Vec<Completion>) -> io::Result<()> {
         let ran = self.shared.executor.run(POLLS_PER_TURN) > 0;
-        let stashed = !self.stash.is_empty();
-        out.append(&mut self.stash);
+        let stashed = self.unstash(out);
         let block = !ran && !stashed && !self.shared.executor.has_ready();
         let first = out.len();
         self.shared.unsent.set(false);
@@ -280,7 +334,19 @@ impl Reactor {
         });
         self.wake(first, out);
         self.shared.executor.run(POLLS_PER_TURN);
+        // What a remote's tasks have received in this turn.
+        if self.shared.remotes.any.get() {
+            self.unstash(out);
+        }
         result
+    }
+
+    /// Moves what came beside a turn to the end of `out`; whether there was something.
+    fn unstash(&mut self, out: &mut Vec<Completion>) -> bool {
+        let mut stash = self.shared.stash.borrow_mut();
+        let any = !stash.is_empty();
+        out.append(&mut stash);
+        any
     }
 
     /// Gives the completions of tasks, from `first` on, to them, and keeps the others in order.
@@ -312,7 +378,7 @@ impl Reactor {
 
     /// Operations in flight, of the hot path and of tasks.
     pub fn in_flight(&self) -> usize {
-        self.engine(|e| e.in_flight())
+        self.engine(|e| e.in_flight()) + self.shared.remotes.in_flight.get()
     }
 
     /// Runs `future` to its end, and tasks beside it. Completions of the hot path that come
@@ -343,8 +409,10 @@ impl Reactor {
                 break Err(e);
             }
         };
-        out.append(&mut self.stash);
-        self.stash = out;
+        // What came is older than what is there.
+        let mut stash = self.shared.stash.borrow_mut();
+        out.append(&mut stash);
+        *stash = out;
         result
     }
 }
@@ -354,7 +422,8 @@ impl Drop for Reactor {
     /// waits for everything else that is in flight. An [`Io`] that is left gets errors from now on.
     ///
     /// A task's locks are free with it, and another thread does again what it had begun. A write
-    /// of the task's must not come behind that thread's.
+    /// of the task's must not come behind that thread's. What tasks have asked of a remote is not waited
+    /// for: it may take as long as its server likes, and [`Remote::end`] says what follows.
     fn drop(&mut self) {
         let mut out = Vec::new();
         while self.shared.slots.borrow().working > 0 {
@@ -368,6 +437,7 @@ impl Drop for Reactor {
                 break;
             }
         }
+        self.shared.remotes.clear();
         self.shared.executor.clear();
         let engine = self.shared.engine.borrow_mut().take();
         drop(engine);

@@ -11,6 +11,7 @@ use std::ptr;
 use rustix::event::epoll;
 
 use crate::arena::{Arena, Span};
+use crate::engine::Transfer;
 
 /// Pieces that one call takes at most.
 pub const MAX_PIECES: usize = 128;
@@ -92,6 +93,33 @@ pub fn receive(
     let mut header = header(&mut vectors);
     // SAFETY: `rest` is borrowed as mutable, and the span was checked by `ptr`; both stay mapped until
     // the call is over. Nobody has a reference to bytes of an arena.
+    result(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, libc::MSG_DONTWAIT) })
+}
+
+/// Sends the spans, or receives into them: [`MAX_PIECES`] at most. The bytes that were moved; 0 of a receive:
+/// the peer sends nothing more.
+///
+/// # Errors
+/// The kernel's; `WouldBlock`: there is nothing now, or no room.
+///
+/// # Panics
+/// If a span is not inside the arena.
+pub fn transfer(
+    transfer: Transfer,
+    socket: BorrowedFd<'_>,
+    arena: &Arena,
+    spans: &[Span],
+) -> io::Result<usize> {
+    if transfer == Transfer::Write {
+        return send(socket, arena, spans.iter().map(|span| Piece::Memory(*span)));
+    }
+    let mut vectors = [vector(ptr::null_mut(), 0); MAX_PIECES];
+    for (slot, span) in vectors.iter_mut().zip(spans) {
+        *slot = vector(arena.ptr(*span).as_ptr(), span.len());
+    }
+    let mut header = header(&mut vectors[..spans.len().min(MAX_PIECES)]);
+    // SAFETY: every vector is a span that `ptr` has checked in an arena that is borrowed until the call is
+    // over. Nobody has a reference to bytes of an arena.
     result(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, libc::MSG_DONTWAIT) })
 }
 

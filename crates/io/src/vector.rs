@@ -25,3 +25,23 @@ impl Vector {
         Ok(())
     }
 }
+
+/// `struct user_msghdr` of the kernel as numbers, likewise: vectors, and nothing else.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Message {
+    name: usize,
+    name_bytes: u32,
+    vectors: usize,
+    count: usize,
+    control: usize,
+    control_bytes: usize,
+    flags: u32,
+}
+
+impl Message {
+    /// The header of a message in so many vectors.
+    pub(crate) fn of(vectors: *const Vector, count: usize) -> Message {
+        Message { vectors: vectors as usize, count, ..Message::default() }
+    }
+}

@@ -21,7 +21,7 @@ fn place(op: &Op) -> (u64, Option<Span>) {
         | Op::Discard { offset, .. } => (offset, None),
         Op::SetLen { len, .. } => (len, None),
         Op::Sync { .. } => (0, None),
-        Op::Readable { .. } | Op::Timer { .. } => panic!("{op:?}"),
+        Op::Readable { .. } | Op::Writable { .. } | Op::Timer { .. } => panic!("{op:?}"),
     }
 }
 

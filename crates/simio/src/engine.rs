@@ -1,7 +1,7 @@
 //! The engine of a simulated world.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use ferrite_host::clock::{Clock, Random};
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::computing::Work;
 use ferrite_io::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
+use ferrite_io::socket;
 
 /// The longest time, in nanoseconds, by which one poll of the completions advances the clock.
 const LOOK_NS: u64 = 20_000;
@@ -24,6 +25,8 @@ pub(super) struct InFlight {
     op: Op,
     /// The spans of a vectored transfer.
     bufs: Vec<Span>,
+    /// A transfer of a real socket, which `op` waits for.
+    stream: Option<(Transfer, Arc<OwnedFd>)>,
     /// The memory of these spans.
     arena: Arc<Arena>,
     /// Its index in the world's table; `None`: the operation names a file that is not registered, or would change one
@@ -69,13 +72,29 @@ impl SimEngine {
         SimEngine { world, arena, number, life, files, queued, computing, done }
     }
 
-    fn queue(&mut self, token: Token, op: Op, bufs: Vec<Span>) {
-        let file = file_of(&op).and_then(|f| self.files.get(f.0 as usize));
+    fn queue(
+        &mut self,
+        token: Token,
+        op: Op,
+        bufs: Vec<Span>,
+        stream: Option<(Transfer, Arc<OwnedFd>)>,
+    ) {
+        let file = op.file().and_then(|f| self.files.get(f.0 as usize));
         let reads = matches!(op, Op::Read { .. } | Op::Sync { .. });
         let file = file.filter(|f| reads || f.writable).map(|f| f.index);
         let arena = self.arena.clone();
         let (since, due_ns, cancelled) = (0, 0, false);
-        self.queued.push(InFlight { token, op, bufs, arena, file, since, due_ns, cancelled });
+        self.queued.push(InFlight {
+            token,
+            op,
+            bufs,
+            stream,
+            arena,
+            file,
+            since,
+            due_ns,
+            cancelled,
+        });
     }
 
     /// Whether the process of this engine is alive in a world that has not stopped.
@@ -150,7 +169,7 @@ impl Engine for SimEngine {
             Op::Read { buf, .. } | Op::Write { buf, .. } => vec![buf],
             _ => Vec::new(),
         };
-        self.queue(token, op, bufs);
+        self.queue(token, op, bufs, None);
     }
 
     fn push_vectored(
@@ -167,7 +186,23 @@ impl Engine for SimEngine {
             Transfer::Read => Op::Read { file, offset, buf },
             Transfer::Write => Op::Write { file, offset, buf },
         };
-        self.queue(token, op, bufs.to_vec());
+        self.queue(token, op, bufs.to_vec(), None);
+    }
+
+    fn push_stream(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        socket: &Arc<OwnedFd>,
+        bufs: &[Span],
+    ) {
+        assert!(bufs.len() <= MAX_VECTORED, "{} spans in one operation", bufs.len());
+        let fd = socket.as_raw_fd();
+        let op = match transfer {
+            Transfer::Read => Op::Readable { fd },
+            Transfer::Write => Op::Writable { fd },
+        };
+        self.queue(token, op, bufs.to_vec(), Some((transfer, socket.clone())));
     }
 
     fn compute(&mut self, token: Token, work: Work) {
@@ -178,7 +213,7 @@ impl Engine for SimEngine {
         let mut state = self.world.state();
         let flying = state.in_flight.entry(self.number).or_default();
         for op in self.queued.iter_mut().chain(flying) {
-            if op.token == token && matches!(op.op, Op::Readable { .. } | Op::Timer { .. }) {
+            if op.token == token && op.op.file().is_none() {
                 op.cancelled = true;
             }
         }
@@ -249,7 +284,9 @@ impl Drop for SimEngine {
         if self.check(state).is_err() {
             return;
         }
-        for op in state.in_flight.remove(&self.number).unwrap_or_default() {
+        let flying = state.in_flight.remove(&self.number).unwrap_or_default();
+        // Transfers of sockets are called off, as they may wait for ever.
+        for op in flying.into_iter().filter(|op| op.stream.is_none()) {
             let step = state.next_step();
             let _ = state.perform(&op, step);
         }
@@ -261,7 +298,7 @@ impl InFlight {
     fn may_end(&self, now_ns: u64) -> bool {
         match self.op {
             _ if self.cancelled => true,
-            Op::Readable { .. } => self.op.is_readable(),
+            Op::Readable { .. } | Op::Writable { .. } => self.op.is_ready(),
             Op::Timer { .. } => self.due_ns <= now_ns,
             _ => true,
         }
@@ -306,20 +343,6 @@ impl InFlight {
     }
 }
 
-fn file_of(op: &Op) -> Option<FileId> {
-    match op {
-        Op::Read { file, .. }
-        | Op::Write { file, .. }
-        | Op::Sync { file }
-        | Op::PunchHole { file, .. }
-        | Op::ZeroRange { file, .. }
-        | Op::Allocate { file, .. }
-        | Op::SetLen { file, .. }
-        | Op::Discard { file, .. } => Some(*file),
-        Op::Readable { .. } | Op::Timer { .. } => None,
-    }
-}
-
 impl State {
     pub(super) fn check(&self) -> io::Result<()> {
         if self.stopped() {
@@ -332,7 +355,15 @@ impl State {
     /// Executes an operation; returns its result. Errors are the simulator's.
     fn perform(&mut self, op: &InFlight, step: u64) -> io::Result<i32> {
         let Some(on) = On::of(&op.op) else {
-            let failed = matches!(op.op, Op::Readable { fd } if fd < 0);
+            let failed = matches!(op.op, Op::Readable { fd } | Op::Writable { fd } if fd < 0);
+            if let (Some((transfer, socket)), false) = (&op.stream, op.cancelled) {
+                return Ok(
+                    match socket::transfer(*transfer, socket.as_fd(), &op.arena, &op.bufs) {
+                        Ok(bytes) => bytes as i32,
+                        Err(e) => -e.raw_os_error().unwrap_or(libc::EIO),
+                    },
+                );
+            }
             return Ok(match op.cancelled {
                 true => -libc::ECANCELED,
                 false if failed => -libc::EBADF,

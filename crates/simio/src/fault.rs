@@ -29,7 +29,7 @@ impl On {
             | Op::Discard { .. }
             | Op::Allocate { .. }
             | Op::SetLen { .. } => Some(On::Change),
-            Op::Readable { .. } | Op::Timer { .. } => None,
+            Op::Readable { .. } | Op::Writable { .. } | Op::Timer { .. } => None,
         }
     }
 }

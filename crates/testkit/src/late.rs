@@ -89,6 +89,17 @@ impl Engine for Late {
         self.transfer(token, bufs.iter().map(Span::len).sum());
     }
 
+    fn push_stream(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        socket: &Arc<OwnedFd>,
+        bufs: &[Span],
+    ) {
+        self.queued = true;
+        self.inner.push_stream(token, transfer, socket, bufs);
+    }
+
     fn compute(&mut self, token: Token, work: Work) {
         self.inner.compute(token, work);
     }

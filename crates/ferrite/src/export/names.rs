@@ -63,6 +63,10 @@ fn derived(image: &OsStr) -> Result<String, Failure> {
         return Ok(["null", &String::from_utf8_lossy(rest)].concat());
     }
     let parsed = ImageName::parse(image)?;
+    if parsed.export().is_some() {
+        let what = format!("cannot export {}", image.display());
+        return Err(usage(what, "an export of another server has no name here", "give it one: NAME=IMAGE"));
+    }
     let name = match parsed.volume() {
         Some((_, volume)) => Some(volume.to_owned()),
         None => parsed.path.file_stem().and_then(OsStr::to_str).map(str::to_owned),

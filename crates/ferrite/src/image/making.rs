@@ -41,7 +41,8 @@ pub(super) fn convert(tools: &ImageTools<'_>, args: &ConvertArgs) -> Result<Done
     args.ignored.check(&args.destination)?;
     let from = existing_disk(&args.source, args.from)?;
     if args.existing {
-        return Ok(tools.convert_over(&from, &existing(&args.destination, args.to)?)?);
+        // A volume is refused there: it has no existing content that another disk's may replace.
+        return Ok(tools.convert_over(&from, &existing_disk(&args.destination, args.to)?)?);
     }
     let (to, how, parent) = copy(args)?;
     match parent {

@@ -23,6 +23,7 @@ use rustix::net::netlink::{KOBJECT_UEVENT, SocketAddrNetlink};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with};
 
 mod broker;
+pub mod connect;
 mod handed;
 pub mod policy;
 pub mod server;

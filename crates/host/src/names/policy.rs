@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::FileType;
 
+use super::connect::Server;
+
 /// What is in a place, as far as a worker may have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Right {
@@ -40,6 +42,8 @@ pub struct Policy {
     pub rules: Vec<Rule>,
     /// How the names of the own image's journals end. It follows from what the image is now.
     pub journal_end: Option<String>,
+    /// The servers that it may be connected to.
+    pub servers: Vec<Server>,
 }
 
 /// What is to be done.

@@ -17,6 +17,7 @@ use rustix::fs::{
 };
 use rustix::io::{Errno, retry_on_intr};
 
+use super::connect::{self, Address};
 use super::policy::{Access, Policy, Right, Rule, is_text};
 use super::wire::{Answer, NAMES, Request, What};
 use super::{device_events, of_descriptor};
@@ -196,6 +197,7 @@ impl Server {
                 _ => Err(Errno::INVAL),
             },
             What::DeviceEvents => file(device_events()?),
+            What::Connect => self.connect(request, files),
             What::Release => match files {
                 [image] => {
                     images.release(&fstat(image)?);
@@ -204,6 +206,14 @@ impl Server {
                 _ => Err(Errno::INVAL),
             },
         }
+    }
+
+    /// Begins a connection to a server of this disk. The worker waits for it, and not this process.
+    fn connect(&self, request: &Request<'_>, files: &[OwnedFd]) -> Result<Answer, Errno> {
+        let address = Address::parse(request.first).filter(|_| files.is_empty());
+        let address = address.ok_or(Errno::INVAL)?;
+        let server = self.policy.servers.iter().find(|server| server.address == address);
+        file(connect::begin_to(server.ok_or(Errno::ACCESS)?, request.flags)?)
     }
 
     fn open(

@@ -52,10 +52,12 @@ pub enum What {
     DeviceEvents,
     /// To hold the image that goes along no longer: it was closed in good order.
     Release,
+    /// To begin a connection to the server that `first` names, at the address with the number `flags`.
+    Connect,
 }
 
 impl What {
-    const ALL: [What; 11] = [
+    const ALL: [What; 12] = [
         What::Open,
         What::Canonical,
         What::ReadLink,
@@ -67,6 +69,7 @@ impl What {
         What::Watch,
         What::DeviceEvents,
         What::Release,
+        What::Connect,
     ];
 }
 

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
-use ferrite_disk::{Disk, Elsewhere, Volume};
+use ferrite_disk::{Disk, Elsewhere, RemoteDisk, Volume};
 use ferrite_disk_base::{
     Counts, DiskError, ErrorKind, Format, ImageName, Port, ProblemKind, Raw, SECTOR_BYTES,
 };
@@ -155,8 +155,8 @@ trait Offline: ImageFormat + Sized {
 macro_rules! ask_format {
     ($format:expr, $type:ident => $ask:expr) => {
         match $format {
-            // A volume is not an image, and its name was refused before.
-            Format::Raw | Format::Store => {
+            // A volume and an export are no images, and their names were refused before.
+            Format::Raw | Format::Store | Format::Nbd => {
                 type $type = Raw;
                 $ask
             }
@@ -293,7 +293,9 @@ fn without_units(new: New<'_>, why: &str) -> Result<(), DiskError> {
 pub(super) fn leaf(disk: &Disk) -> Option<&Layer> {
     match disk {
         Disk::Image(image) => image.layers().first(),
-        Disk::Raw(_) | Disk::Store(_) | Disk::Elsewhere(_) | Disk::Null(_) => None,
+        Disk::Raw(_) | Disk::Store(_) | Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => {
+            None
+        }
     }
 }
 
@@ -318,6 +320,27 @@ pub(super) fn volume_info(volume: &Volume, virtual_bytes: u64) -> Result<LayerIn
         read_only: volume.is_snapshot(),
         ..of_medium(volume.medium(), Format::Store)?
     })
+}
+
+/// The properties of an export. What its server stores is not known.
+pub(super) fn remote_info(remote: &RemoteDisk, virtual_bytes: u64) -> LayerInfo {
+    LayerInfo {
+        path: remote.facts().name.clone(),
+        format: Format::Nbd.name(),
+        kind: None,
+        virtual_bytes,
+        allocated_bytes: None,
+        file_bytes: virtual_bytes,
+        disk_bytes: 0,
+        unit_bytes: None,
+        uuid: None,
+        creator: None,
+        qcow2: None,
+        snapshots: Vec::new(),
+        bitmaps: Vec::new(),
+        journal: false,
+        read_only: remote.facts().read_only,
+    }
 }
 
 /// The properties of a volume whose store another process has open.
@@ -415,8 +438,8 @@ pub(super) fn resize_notes(disk: &Disk, bytes: u64) -> Vec<String> {
 /// Resizes a disk, and closes it.
 pub(super) async fn resize(port: &Port, disk: Disk, bytes: u64) -> Result<(), DiskError> {
     let (layer, below_bytes) = match disk {
-        // A volume keeps its size; its name was refused before.
-        Disk::Null(_) | Disk::Store(_) | Disk::Elsewhere(_) => return Ok(()),
+        // A volume and a remote keep their size; their names were refused before.
+        Disk::Null(_) | Disk::Store(_) | Disk::Elsewhere(_) | Disk::Remote(_) => return Ok(()),
         Disk::Raw(raw) => (Some(Layer::Raw(raw)), 0),
         Disk::Image(image) => {
             let below_bytes = image.layers().get(1).map_or(0, Layer::bytes);

@@ -6,7 +6,8 @@
 //! * What AIO does not have (holes, discards, `fdatasync` before Linux 4.18) runs on a helper
 //!   thread.
 //! * A sleep is one `ppoll` on the eventfd that every completion is added to, the helper's, and
-//!   the descriptors that are waited for.
+//!   the descriptors that are waited for. Transfers of sockets are calls that do not block, made when
+//!   they are submitted and when `ppoll` has found the socket ready.
 //! * Dropping the engine performs what was submitted, calls off what waits, and returns when the
 //!   kernel is done with the arena and the files. The kernel holds a file that it works on, and
 //!   with it a lock taken by `flock`, until then: of a process that was killed, too.
@@ -31,7 +32,7 @@ use crate::offload::{Call, Job, Offload};
 use crate::vector::Vector;
 use context::{Context, Iocb};
 use ferrite_host::clock::{Clock, SystemClock};
-use waits::Waits;
+use waits::{Stream, Waits};
 
 /// How long to leave a kernel alone that is short of memory, in nanoseconds.
 const SHORTAGE_NS: u64 = 1_000_000;
@@ -321,7 +322,7 @@ impl Aio {
     /// Looks at the descriptors that are waited for, without waiting; now and then only while
     /// there is other work.
     fn look(&mut self, working: bool) {
-        if !self.waits.has_readable() {
+        if !self.waits.has_descriptors() {
             return;
         }
         if self.unseen < UNSEEN_SUBMITS && (working || self.may_reap()) {
@@ -329,7 +330,7 @@ impl Aio {
             return;
         }
         self.unseen = 0;
-        self.waits.poll(&[], Some(0), &mut self.backlog);
+        self.waits.poll(&self.arena, &[], Some(0), &mut self.backlog);
     }
 
     /// Waits for anything to happen, until `deadline_ns` at most.
@@ -353,7 +354,7 @@ impl Aio {
         let others = [completions, helper.unwrap_or(-1)];
         let others = &others[..1 + usize::from(helper.is_some())];
         // Seen: a completion, or what is left of one that was taken before it was added.
-        self.stale |= self.waits.poll(others, limit_ns, &mut self.backlog).first;
+        self.stale |= self.waits.poll(&self.arena, others, limit_ns, &mut self.backlog).first;
         self.unseen = 0;
     }
 
@@ -407,8 +408,9 @@ impl Engine for Aio {
                 Some(call) => self.offload(token, file, call),
                 None => self.fail(token, libc::EINVAL),
             },
-            Op::Readable { fd } if fd < 0 => self.fail(token, libc::EBADF),
-            Op::Readable { fd } => self.waits.add_readable(fd, token),
+            Op::Readable { fd } | Op::Writable { fd } if fd < 0 => self.fail(token, libc::EBADF),
+            Op::Readable { fd } => self.waits.add_descriptor(fd, libc::POLLIN, token),
+            Op::Writable { fd } => self.waits.add_descriptor(fd, libc::POLLOUT, token),
             Op::Timer { after } => self.waits.add_timer(deadline_ns(after), token),
         }
     }
@@ -430,6 +432,23 @@ impl Engine for Aio {
         self.queue(token, queued);
     }
 
+    fn push_stream(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        socket: &Arc<OwnedFd>,
+        bufs: &[Span],
+    ) {
+        assert!(bufs.len() <= MAX_VECTORED, "{} spans in one operation", bufs.len());
+        if bufs.is_empty() {
+            self.backlog.push(Completion { token, raw: 0 });
+        } else if bufs.iter().any(|buf| self.arena.checked_ptr(*buf).is_none()) {
+            self.fail(token, libc::EFAULT);
+        } else {
+            self.waits.add_stream(Stream::new(transfer, socket.clone(), bufs), token);
+        }
+    }
+
     fn compute(&mut self, token: Token, work: Work) {
         self.compute_beside(token, work);
     }
@@ -441,6 +460,7 @@ impl Engine for Aio {
     fn submit(&mut self) -> io::Result<()> {
         self.used = true;
         let working = self.hand_over();
+        self.waits.attempt(&self.arena, &mut self.backlog);
         self.waits.expire(&mut self.backlog);
         self.look(working);
         Ok(())
@@ -450,6 +470,7 @@ impl Engine for Aio {
         let idle = self.in_flight() == 0 && timeout.is_none();
         self.used = true;
         let working = self.hand_over();
+        self.waits.attempt(&self.arena, &mut self.backlog);
         self.waits.expire(&mut self.backlog);
         if idle || timeout == Some(Duration::ZERO) || self.has_completions() {
             self.look(working);

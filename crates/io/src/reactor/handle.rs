@@ -3,6 +3,7 @@
 
 use std::future::{Future, poll_fn};
 use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,7 +13,8 @@ use std::time::Duration;
 use super::{Kind, Shared, Slot, TASK_BIT};
 use crate::arena::Span;
 use crate::computing::Work;
-use crate::engine::{Completion, FileId, MAX_VECTORED, Op, Transfer};
+use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
+use crate::remote::Allocation;
 
 /// How often in a row an operation may be interrupted or say "try again".
 const RETRIES: u32 = 64;
@@ -38,7 +40,8 @@ impl Io {
     }
 
     fn begin<'a>(&'a self, begin: Begin<'a>) -> OpFuture<'a> {
-        OpFuture { shared: &self.shared, kind: begin.kind(), begin: Some(begin), slot: None }
+        let kind = begin.kind(&self.shared);
+        OpFuture { shared: &self.shared, kind, begin: Some(begin), slot: None }
     }
 
     /// The same operation until it was done or failed. One that was interrupted, or found no
@@ -150,6 +153,65 @@ impl Io {
         Ok(())
     }
 
+    /// Sends all of `bufs` on a connected stream socket, one after the other. One at a time for a socket.
+    ///
+    /// # Errors
+    /// The kernel's error; `BrokenPipe` or `ConnectionReset` if the peer is gone.
+    pub async fn send(&self, socket: &Arc<OwnedFd>, bufs: &[Span]) -> io::Result<()> {
+        let bytes: usize = bufs.iter().map(Span::len).sum();
+        let mut done = 0;
+        while done < bytes {
+            let (rest, count) = rest(bufs, done);
+            done += self.stream(Transfer::Write, socket, &rest[..count]).await? as usize;
+        }
+        Ok(())
+    }
+
+    /// Receives what has come, as soon as something has, into `bufs`, one after the other: at most
+    /// [`MAX_VECTORED`] of them. The bytes; 0 is the end of the stream. One at a time for a socket.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub async fn receive(&self, socket: &Arc<OwnedFd>, bufs: &[Span]) -> io::Result<u32> {
+        self.stream(Transfer::Read, socket, &bufs[..bufs.len().min(MAX_VECTORED)]).await
+    }
+
+    /// Receives all of `bufs`.
+    ///
+    /// # Errors
+    /// The kernel's error; `UnexpectedEof` if the stream ends before that.
+    pub async fn receive_exact(&self, socket: &Arc<OwnedFd>, bufs: &[Span]) -> io::Result<()> {
+        let bytes: usize = bufs.iter().map(Span::len).sum();
+        let mut done = 0;
+        while done < bytes {
+            let (rest, count) = rest(bufs, done);
+            match self.stream(Transfer::Read, socket, &rest[..count]).await? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                n => done += n as usize,
+            }
+        }
+        Ok(())
+    }
+
+    /// One transfer of a socket. It waits for one that does not block, too.
+    async fn stream(
+        &self,
+        transfer: Transfer,
+        socket: &Arc<OwnedFd>,
+        bufs: &[Span],
+    ) -> io::Result<u32> {
+        loop {
+            match self.begin(Begin::Stream(transfer, socket, bufs)).await {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => match transfer {
+                    Transfer::Read => self.readable(socket.as_raw_fd()).await?,
+                    Transfer::Write => self.writable(socket.as_raw_fd()).await?,
+                },
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                done => return done,
+            }
+        }
+    }
+
     /// Computes beside this thread, for what takes tens of microseconds and more; see
     /// [`Engine::compute`](crate::engine::Engine::compute). If this is dropped the work is done all the same.
     ///
@@ -241,6 +303,19 @@ impl Io {
         self.op_to_its_end(Op::Discard { file, offset, len }).await.map(drop)
     }
 
+    /// Asks a remote whether the beginning of a range, which is not empty, has data.
+    ///
+    /// # Errors
+    /// `Unsupported`: the remote does not know, or it is a file. The remote's error.
+    pub async fn allocation(&self, file: FileId, offset: u64, len: u64) -> io::Result<Allocation> {
+        if !self.shared.is_for_remote(Some(file)) {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let number = self.begin(Begin::Allocation(file, offset, len)).await?;
+        let found = Allocation::decode(number).ok_or(io::ErrorKind::InvalidData)?;
+        Ok(Allocation { len: found.len.min(len), ..found })
+    }
+
     /// Waits until `fd` has something to read, has hung up or is in error. It must stay open
     /// meanwhile.
     ///
@@ -248,6 +323,14 @@ impl Io {
     /// The kernel's error.
     pub async fn readable(&self, fd: i32) -> io::Result<()> {
         self.op(Op::Readable { fd }).await.map(drop)
+    }
+
+    /// Waits until `fd` takes bytes, is connected or is in error. It must stay open meanwhile.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub async fn writable(&self, fd: i32) -> io::Result<()> {
+        self.op(Op::Writable { fd }).await.map(drop)
     }
 
     /// Waits for `after`.
@@ -302,21 +385,60 @@ fn rest(bufs: &[Span], mut done: usize) -> ([Span; MAX_VECTORED], usize) {
 enum Begin<'a> {
     One(Op),
     Vectored(Transfer, FileId, u64, &'a [Span]),
+    Stream(Transfer, &'a Arc<OwnedFd>, &'a [Span]),
+    Allocation(FileId, u64, u64),
     Work(Work),
 }
 
 impl Begin<'_> {
-    fn kind(&self) -> Kind {
+    fn kind(&self, shared: &Shared) -> Kind {
         match self {
+            _ if shared.is_for_remote(self.file()) => Kind::Remote,
             Begin::One(op) => Kind::of(op),
-            Begin::Vectored(..) | Begin::Work(_) => Kind::Work,
+            Begin::Stream(..) => Kind::Wait,
+            Begin::Vectored(..) | Begin::Allocation(..) | Begin::Work(_) => Kind::Work,
+        }
+    }
+
+    fn file(&self) -> Option<FileId> {
+        match self {
+            Begin::One(op) => op.file(),
+            Begin::Vectored(_, file, ..) | Begin::Allocation(file, ..) => Some(*file),
+            Begin::Stream(..) | Begin::Work(_) => None,
+        }
+    }
+
+    /// Pushes what is for the engine.
+    fn push(self, engine: &mut dyn Engine, token: Token) {
+        match self {
+            Begin::One(op) => engine.push(token, op),
+            Begin::Vectored(transfer, file, offset, bufs) => {
+                engine.push_vectored(token, transfer, file, offset, bufs);
+            }
+            Begin::Stream(transfer, socket, bufs) => {
+                engine.push_stream(token, transfer, socket, bufs);
+            }
+            Begin::Allocation(..) => unreachable!("only remotes are asked"),
+            Begin::Work(work) => engine.compute(token, work),
+        }
+    }
+
+    /// Asks a remote, with the reply to go to this token.
+    fn ask(self, shared: &Rc<Shared>, token: Token) {
+        match self {
+            Begin::One(op) => shared.ask(token, op),
+            Begin::Vectored(transfer, file, offset, bufs) => {
+                shared.ask_vectored(token, transfer, file, offset, bufs);
+            }
+            Begin::Allocation(file, offset, len) => shared.ask_allocation(token, file, offset, len),
+            Begin::Stream(..) | Begin::Work(_) => unreachable!("these have no file"),
         }
     }
 }
 
 /// One operation: pushed when it is polled first.
 struct OpFuture<'a> {
-    shared: &'a Shared,
+    shared: &'a Rc<Shared>,
     kind: Kind,
     /// Until then.
     begin: Option<Begin<'a>>,
@@ -327,7 +449,7 @@ struct OpFuture<'a> {
 impl OpFuture<'_> {
     fn start(&mut self, waker: &Waker) -> io::Result<()> {
         let mut engine = self.shared.engine.borrow_mut();
-        let Some(engine) = engine.as_mut() else {
+        let Some(engine_there) = engine.as_mut() else {
             let text = "the reactor of this handle is gone";
             return Err(io::Error::new(io::ErrorKind::BrokenPipe, text));
         };
@@ -335,15 +457,15 @@ impl OpFuture<'_> {
         let Some(begin) = self.begin.take() else { return Err(io::ErrorKind::BrokenPipe.into()) };
         let slot = self.shared.slots.borrow_mut().take(waker.clone(), self.kind);
         let token = TASK_BIT | u64::from(slot);
-        match begin {
-            Begin::One(op) => engine.push(token, op),
-            Begin::Vectored(transfer, file, offset, bufs) => {
-                engine.push_vectored(token, transfer, file, offset, bufs);
-            }
-            Begin::Work(work) => engine.compute(token, work),
-        }
-        self.shared.unsent.set(true);
         self.slot = Some(slot);
+        if self.kind == Kind::Remote {
+            // It may use the engine, and reply at once.
+            drop(engine);
+            begin.ask(self.shared, token);
+        } else {
+            begin.push(engine_there.as_mut(), token);
+            self.shared.unsent.set(true);
+        }
         Ok(())
     }
 }

@@ -8,7 +8,7 @@ use io_uring::{opcode, squeue};
 use super::{Uring, timespec};
 use crate::arena::Span;
 use crate::engine::{FileId, MAX_VECTORED, Op, Transfer};
-use crate::vector::Vector;
+use crate::vector::{Message, Vector};
 
 /// Builds the entry for a file that is fixed or not, which are different types.
 macro_rules! on_file {
@@ -24,6 +24,10 @@ macro_rules! on_file {
 /// made by the first one.
 #[derive(Default)]
 pub(super) struct Vectors(Box<[[Vector; MAX_VECTORED]]>);
+
+/// The message headers of what is sent, likewise.
+#[derive(Default)]
+pub(super) struct Messages(Box<[Message]>);
 
 enum Target {
     Fixed(Fixed),
@@ -92,6 +96,7 @@ impl Uring {
                 self.fallocate(file, offset, len, mode)?
             }
             Op::Readable { fd } => opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).build(),
+            Op::Writable { fd } => opcode::PollAdd::new(Fd(fd), libc::POLLOUT as u32).build(),
             Op::Timer { after } => {
                 let place = self.place();
                 let time = &mut self.times[place];
@@ -119,17 +124,47 @@ impl Uring {
             });
         }
         let (file, at) = (self.target(file)?, Self::offset(offset)?);
-        let places = self.features.sq_entries as usize;
-        if self.vectors.0.is_empty() {
-            self.vectors.0 = vec![[Vector::default(); MAX_VECTORED]; places].into();
-        }
-        let vectors = &mut self.vectors.0[self.queued as usize % places];
-        Vector::fill(vectors, &self.arena, bufs)?;
-        let (vectors, n) = (vectors.as_ptr().cast(), bufs.len() as u32);
+        let (vectors, n) = (self.fill_vectors(bufs)?.cast(), bufs.len() as u32);
         Ok(match transfer {
             Transfer::Read => on_file!(file, |fd| opcode::Readv::new(fd, vectors, n).offset(at)),
             Transfer::Write => on_file!(file, |fd| opcode::Writev::new(fd, vectors, n).offset(at)),
         })
+    }
+
+    /// The entry for a transfer of the socket of this entry of the table, or the errno of what is wrong.
+    pub(super) fn stream(
+        &mut self,
+        index: u32,
+        transfer: Transfer,
+        bufs: &[Span],
+    ) -> Result<squeue::Entry, i32> {
+        let fd = Fd(self.table.socket(index).ok_or(libc::EBADF)?.as_raw_fd());
+        let (vectors, n) = (self.fill_vectors(bufs)?, bufs.len());
+        // Not RECVMSG: with its last step, long after this place has got another entry, the kernel writes
+        // to the header.
+        if transfer == Transfer::Read {
+            return Ok(opcode::Readv::new(fd, vectors.cast(), n as u32).build());
+        }
+        if self.messages.0.is_empty() {
+            self.messages.0 = vec![Message::default(); self.features.sq_entries as usize].into();
+        }
+        let place = self.place();
+        self.messages.0[place] = Message::of(vectors, n);
+        let message = (&raw const self.messages.0[place]).cast();
+        // A peer that is gone must not end this process.
+        Ok(opcode::SendMsg::new(fd, message).flags(libc::MSG_NOSIGNAL as u32).build())
+    }
+
+    /// Writes the vectors of the next entry, or says the errno of what is wrong with them.
+    fn fill_vectors(&mut self, bufs: &[Span]) -> Result<*const Vector, i32> {
+        if self.vectors.0.is_empty() {
+            let places = self.features.sq_entries as usize;
+            self.vectors.0 = vec![[Vector::default(); MAX_VECTORED]; places].into();
+        }
+        let place = self.place();
+        let vectors = &mut self.vectors.0[place];
+        Vector::fill(vectors, &self.arena, bufs)?;
+        Ok(vectors.as_ptr())
     }
 
     fn fallocate(&self, file: FileId, at: u64, len: u64, mode: i32) -> Result<squeue::Entry, i32> {

@@ -38,7 +38,7 @@ use crate::arena::{Arena, Span};
 use crate::computing::Work;
 use crate::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Token, Transfer};
 use crate::offload::{Call, Offload};
-use entry::Vectors;
+use entry::{Messages, Vectors};
 pub use passthrough::NvmeUring;
 pub use polled::PolledUring;
 use setup::Step;
@@ -69,6 +69,7 @@ static KEPT: Mutex<Vec<Arc<Arena>>> = Mutex::new(Vec::new());
 enum Sqe {
     Op { index: u32, op: Op },
     Vectored { index: u32, transfer: Transfer, file: FileId, offset: u64, bufs: Box<[Span]> },
+    Stream { index: u32, transfer: Transfer, bufs: Box<[Span]> },
     Cancel { target: u64 },
     Watch,
     Ring { fd: RawFd },
@@ -99,6 +100,8 @@ pub struct Uring {
     words: Words,
     /// The memory of vectored transfers, by place in the submission queue likewise.
     vectors: Vectors,
+    /// And the message headers of what is sent.
+    messages: Messages,
     /// Entries that did not fit into the submission queue while the kernel took nothing.
     spill: VecDeque<Sqe>,
     /// Completions that were taken from the ring to make room, or never got there.
@@ -161,6 +164,7 @@ impl Uring {
             times,
             words: Words::new(sq_entries),
             vectors: Vectors::default(),
+            messages: Messages::default(),
             spill: VecDeque::new(),
             backlog: Vec::new(),
             pinned: None,
@@ -222,6 +226,9 @@ impl Uring {
             Sqe::Vectored { index, transfer, file, offset, bufs } => {
                 return self.put_vectored(index, transfer, file, offset, &bufs);
             }
+            Sqe::Stream { index, transfer, bufs } => {
+                return self.put_stream(index, transfer, &bufs);
+            }
             Sqe::Cancel { target } => opcode::AsyncCancel::new(target).build().user_data(CANCEL),
             Sqe::Ring { fd } => {
                 opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).build().user_data(RING)
@@ -251,6 +258,14 @@ impl Uring {
         }
     }
 
+    /// Puts a transfer of a socket into the submission queue, which has room.
+    fn put_stream(&mut self, index: u32, transfer: Transfer, bufs: &[Span]) {
+        match self.stream(index, transfer, bufs) {
+            Ok(entry) => self.hand_over(&entry.user_data(u64::from(index))),
+            Err(errno) => self.fail(u64::from(index), errno),
+        }
+    }
+
     /// The place in the submission queue of the next entry.
     fn place(&self) -> usize {
         self.queued as usize % self.features.sq_entries as usize
@@ -258,8 +273,9 @@ impl Uring {
 
     /// The last step into the submission queue, which has room.
     fn hand_over(&mut self, entry: &squeue::Entry) {
-        // SAFETY: data is in the arena, which `drop` keeps until the operation has ended; times
-        // and vectors are in self.times and self.vectors, see there; nothing else is pointed to.
+        // SAFETY: data is in the arena, which `drop` keeps until the operation has ended; times,
+        // vectors and message headers are in self.times, self.vectors and self.messages, see there;
+        // nothing else is pointed to.
         let pushed = unsafe { self.ring.submission().push(entry) };
         assert!(pushed.is_ok(), "an entry was put into a full submission queue");
         self.queued = self.queued.wrapping_add(1);
@@ -426,7 +442,7 @@ impl Engine for Uring {
     fn push(&mut self, token: Token, op: Op) {
         let kind = match op {
             Op::Discard { .. } | Op::SetLen { .. } => Kind::Offloaded,
-            Op::Readable { .. } => Kind::Poll,
+            Op::Readable { .. } | Op::Writable { .. } => Kind::Poll,
             Op::Timer { .. } => Kind::Timer,
             _ => Kind::Data,
         };
@@ -455,6 +471,25 @@ impl Engine for Uring {
         } else {
             let bufs = bufs.into();
             self.spill.push_back(Sqe::Vectored { index, transfer, file, offset, bufs });
+        }
+    }
+
+    fn push_stream(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        socket: &Arc<OwnedFd>,
+        bufs: &[Span],
+    ) {
+        assert!(bufs.len() <= MAX_VECTORED, "{} spans in one operation", bufs.len());
+        if bufs.is_empty() {
+            return self.backlog.push(Completion { token, raw: 0 });
+        }
+        let index = self.table.insert_stream(token, socket.clone());
+        if self.has_room() {
+            self.put_stream(index, transfer, bufs);
+        } else {
+            self.spill.push_back(Sqe::Stream { index, transfer, bufs: bufs.into() });
         }
     }
 

@@ -370,17 +370,7 @@ impl Engine for NvmeUring {
     }
 
     fn push(&mut self, token: Token, op: Op) {
-        let file = match op {
-            Op::Read { file, .. }
-            | Op::Write { file, .. }
-            | Op::Sync { file }
-            | Op::PunchHole { file, .. }
-            | Op::ZeroRange { file, .. }
-            | Op::Allocate { file, .. }
-            | Op::SetLen { file, .. }
-            | Op::Discard { file, .. } => file,
-            Op::Readable { .. } | Op::Timer { .. } => return self.main.push(token, op),
-        };
+        let Some(file) = op.file() else { return self.main.push(token, op) };
         let Some(target) = self.target(file) else { return self.main.push(token, op) };
         let made = match op {
             Op::Read { offset, buf, .. } => transfer(target, &self.arena, false, offset, buf),
@@ -424,6 +414,16 @@ impl Engine for NvmeUring {
             }
             None => self.main.push_vectored(token, transfer, file, offset, bufs),
         }
+    }
+
+    fn push_stream(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        socket: &Arc<OwnedFd>,
+        bufs: &[Span],
+    ) {
+        self.main.push_stream(token, transfer, socket, bufs);
     }
 
     fn compute(&mut self, token: Token, work: Work) {

@@ -180,6 +180,16 @@ impl Engine for PolledUring {
         }
     }
 
+    fn push_stream(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        socket: &Arc<OwnedFd>,
+        bufs: &[Span],
+    ) {
+        self.main.push_stream(token, transfer, socket, bufs);
+    }
+
     fn compute(&mut self, token: Token, work: Work) {
         self.main.compute(token, work);
     }

@@ -232,7 +232,7 @@ pub(super) fn restrict<S: squeue::EntryMarker, C: cqueue::EntryMarker>(
 }
 
 /// The operations that are used.
-const USED: [(u8, &str); 11] = [
+const USED: [(u8, &str); 12] = [
     (opcode::Read::CODE, "READ"),
     (opcode::ReadFixed::CODE, "READ_FIXED"),
     (opcode::Write::CODE, "WRITE"),
@@ -242,6 +242,7 @@ const USED: [(u8, &str); 11] = [
     (opcode::Fsync::CODE, "FSYNC"),
     (opcode::Fallocate::CODE, "FALLOCATE"),
     (opcode::PollAdd::CODE, "POLL_ADD"),
+    (opcode::SendMsg::CODE, "SENDMSG"),
     (opcode::Timeout::CODE, "TIMEOUT"),
     (opcode::AsyncCancel::CODE, "ASYNC_CANCEL"),
 ];

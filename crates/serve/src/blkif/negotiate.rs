@@ -47,6 +47,9 @@ pub struct DiskFacts {
     pub discard: Option<DiscardLimits>,
     /// Segments of the largest request that always finds a buffer.
     pub max_segments: u16,
+    /// Whether no more than one queue may use it. A worker of an older release has no such disks.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub one_queue: bool,
 }
 
 /// The keys of one queue that the frontend set up.

@@ -8,14 +8,17 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::negotiation::{Agreed, Negotiation, Next, Offer};
+use super::sessions::{Named, Sessions};
 use crate::waker::Waker;
 
 /// Bytes that are read at a time.
 const READ_BYTES: usize = 8 << 10;
 
 /// A client that has finished the handshake.
-pub(super) struct Greeted {
+pub(super) struct Greeted<'a> {
     pub(super) agreed: Agreed,
+    /// Held until nothing of the client is under way any more.
+    pub(super) session: Option<Named<'a>>,
     /// The first bytes of its requests, which came with its last option.
     pub(super) input: Vec<u8>,
 }
@@ -25,17 +28,18 @@ pub(super) struct Greeted {
 ///
 /// # Errors
 /// Errors of the socket.
-pub(super) fn greet(
+pub(super) fn greet<'a>(
     mut socket: &UnixStream,
     offers: Vec<Offer>,
     hides_names: bool,
+    sessions: Option<&'a Sessions>,
     stop: &Waker,
     limit: Duration,
-) -> io::Result<Option<Greeted>> {
+) -> io::Result<Option<Greeted<'a>>> {
     let end = Instant::now() + limit;
     let (mut input, mut out) = (Vec::new(), Vec::new());
     let mut negotiation = Negotiation::new(offers, hides_names, &mut out);
-    let mut next = Next::More;
+    let (mut next, mut session) = (Next::More, None);
     let mut buffer = [0; READ_BYTES];
     loop {
         let flags = if out.is_empty() { PollFlags::IN } else { PollFlags::OUT };
@@ -56,11 +60,27 @@ pub(super) fn greet(
                 Err(e) => return Err(e),
             }
             next = negotiation.go_on(&mut input, &mut out);
+            while let Next::Session(name) = next {
+                let Some(sessions) = sessions else {
+                    negotiation.session_refused(&mut out);
+                    next = negotiation.go_on(&mut input, &mut out);
+                    continue;
+                };
+                let left = end.saturating_duration_since(Instant::now());
+                session = sessions.begin(name, socket, left)?;
+                if session.is_none() {
+                    return Ok(None);
+                }
+                negotiation.session_began(&mut out);
+                next = negotiation.go_on(&mut input, &mut out);
+            }
         }
         // Replies are sent before anything that follows from them.
         match next {
             Next::Close if out.is_empty() => return Ok(None),
-            Next::Requests(agreed) if out.is_empty() => return Ok(Some(Greeted { agreed, input })),
+            Next::Requests(agreed) if out.is_empty() => {
+                return Ok(Some(Greeted { agreed, session, input }));
+            }
             _ => {}
         }
     }

@@ -17,6 +17,7 @@ mod handshake;
 mod negotiation;
 mod relay;
 mod server;
+mod sessions;
 
 pub use bind::{BindError, Bound, bind};
 pub use relay::relay;

@@ -1,5 +1,6 @@
 //! The negotiation with a client before its first request: bytes in, bytes out, no I/O.
 
+use ferrite_nbd::client::{SESSION, Session};
 use ferrite_nbd::wire::{
     CONTEXT, CONTEXT_ID, DEPTH_CONTEXT, DEPTH_CONTEXT_ID, FIXED_NEWSTYLE, Fields, Form, NO_ZEROES,
     OPTION_MAGIC, SERVER_MAGIC, can, info, option, push_option_reply, reply,
@@ -80,6 +81,9 @@ pub(super) enum Next {
     More,
     /// The client's requests follow.
     Requests(Agreed),
+    /// The client names its session. The connections that it replaces have to end before
+    /// [`session_began`](Negotiation::session_began).
+    Session(Session),
     /// The connection is closed after the output is sent.
     Close,
 }
@@ -97,6 +101,8 @@ pub(super) struct Negotiation {
     options: usize,
     /// Bytes of a too long option that are still to come.
     skip: u64,
+    /// The client has named its session.
+    has_session: bool,
 }
 
 impl Negotiation {
@@ -114,6 +120,7 @@ impl Negotiation {
             contexts_of: Vec::new(),
             options: 0,
             skip: 0,
+            has_session: false,
         }
     }
 
@@ -132,6 +139,17 @@ impl Negotiation {
         };
         input.drain(..taken);
         next
+    }
+
+    /// Nothing of the connections that the client's session replaces is under way any more.
+    pub(super) fn session_began(&mut self, out: &mut Vec<u8>) {
+        self.has_session = true;
+        push_option_reply(out, SESSION, reply::ACK, &[]);
+    }
+
+    /// This server cannot end the connections that the client's session replaces: a relay stands before it.
+    pub(super) fn session_refused(&mut self, out: &mut Vec<u8>) {
+        push_option_reply(out, SESSION, reply::UNSUPPORTED, &[]);
     }
 
     /// Handles one message. `None`: it is not complete yet.
@@ -218,6 +236,10 @@ impl Negotiation {
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
                 self.contexts(option, data, out);
             }
+            SESSION => match Session::parse(data) {
+                Some(session) if !self.has_session => return Next::Session(session),
+                _ => answer(reply::INVALID, &[]),
+            },
             option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS => {
                 answer(reply::INVALID, &[]);
             }

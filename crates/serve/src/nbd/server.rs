@@ -16,6 +16,7 @@ use super::buffers::ClientPool;
 use super::client::Client;
 use super::handshake::greet;
 use super::negotiation::{Export, Offer};
+use super::sessions::Sessions;
 use crate::counters::{Counters, Counts};
 use crate::log_limit::limited;
 use crate::path::device::Device;
@@ -84,6 +85,8 @@ struct Common {
     options: Options,
     stop: Arc<Waker>,
     buffers: ClientPool,
+    /// Those of clients whose connections end here. With a relay in between they do not.
+    sessions: Option<Sessions>,
     /// Requests of clients that have disconnected.
     requests: AtomicU64,
 }
@@ -102,7 +105,8 @@ pub struct Server {
 impl Server {
     /// A server of this disk. It ends when `stop` is woken, which must not be cleared.
     pub fn new(device: Arc<Device>, options: Options, stop: Arc<Waker>) -> Server {
-        Server { clients: Clients::new(device, options, stop) }
+        let (name, engine) = (String::new(), options.engine.clone());
+        Server::of(vec![Exported { name, device, engine }], options, stop)
     }
 
     /// A server of several disks, at least one. It ends as one of [`new`](Self::new).
@@ -110,7 +114,7 @@ impl Server {
     /// # Panics
     /// There is no disk.
     pub fn of(exports: Vec<Exported>, options: Options, stop: Arc<Waker>) -> Server {
-        Server { clients: Clients::of(exports, options, stop) }
+        Server { clients: Clients::of(exports, options, stop, true) }
     }
 
     /// Accepts clients until `stop` is woken. When this returns, all requests that were taken are
@@ -153,15 +157,16 @@ impl Clients {
     /// Clients of this disk, until `stop` is woken, which must not be cleared.
     pub fn new(device: Arc<Device>, options: Options, stop: Arc<Waker>) -> Clients {
         let (name, engine) = (String::new(), options.engine.clone());
-        Clients::of(vec![Exported { name, device, engine }], options, stop)
+        Clients::of(vec![Exported { name, device, engine }], options, stop, false)
     }
 
-    /// Clients of several disks, at least one.
-    fn of(exports: Vec<Exported>, options: Options, stop: Arc<Waker>) -> Clients {
+    /// Clients of several disks, at least one. `is_end`: no relay is between them and this.
+    fn of(exports: Vec<Exported>, options: Options, stop: Arc<Waker>, is_end: bool) -> Clients {
         assert!(!exports.is_empty(), "a server has something to serve");
         let requests = AtomicU64::new(0);
         let buffers = ClientPool::new(options.max_clients, options.client_bytes);
-        let common = Arc::new(Common { exports, options, stop, buffers, requests });
+        let sessions = is_end.then(Sessions::default);
+        let common = Arc::new(Common { exports, options, stop, buffers, sessions, requests });
         Clients { common, threads: Vec::new() }
     }
 
@@ -228,7 +233,8 @@ pub fn serve_one(
 ) -> io::Result<Counts> {
     let (name, device, engine) = (String::new(), device.clone(), options.engine.clone());
     let buffers = ClientPool::new(1, options.client_bytes);
-    serve_chosen(&[Exported { name, device, engine }], options, stop, &buffers, socket)
+    let exports = [Exported { name, device, engine }];
+    serve_chosen(&exports, options, stop, (&buffers, None), socket)
 }
 
 /// Serves one client the disk that it chooses, as [`serve_one`] does.
@@ -236,7 +242,7 @@ fn serve_chosen(
     exports: &[Exported],
     options: &Options,
     stop: &Arc<Waker>,
-    buffers: &ClientPool,
+    (buffers, sessions): (&ClientPool, Option<&Sessions>),
     socket: UnixStream,
 ) -> io::Result<Counts> {
     socket.set_nonblocking(true)?;
@@ -245,12 +251,15 @@ fn serve_chosen(
         Ok(Offer { name: name.clone(), export })
     };
     let offers = exports.iter().map(offer).collect::<io::Result<Vec<_>>>()?;
-    let hides_names = options.hides_names;
-    let Some(greeted) = greet(&socket, offers.clone(), hides_names, stop, options.greeting)? else {
+    let (hides_names, limit) = (options.hides_names, options.greeting);
+    let greeted = greet(&socket, offers.clone(), hides_names, sessions, stop, limit)?;
+    let Some(mut greeted) = greeted else {
         return Ok(Counts::default());
     };
     let (Exported { device, engine, .. }, export) =
         (&exports[greeted.agreed.index], offers[greeted.agreed.index].export);
+    // The last to be dropped: the client that replaces this one waits for it.
+    let _session = greeted.session.take();
     let queue = buffers.take()?;
     let counters = options.counters.clone().unwrap_or_default();
     let (pool, tuning) = (queue.pool().clone(), options.tuning);
@@ -277,7 +286,8 @@ impl Common {
     }
 
     fn serve(&self, socket: UnixStream) {
-        match serve_chosen(&self.exports, &self.options, &self.stop, &self.buffers, socket) {
+        let shared = (&self.buffers, self.sessions.as_ref());
+        match serve_chosen(&self.exports, &self.options, &self.stop, shared, socket) {
             Ok(counts) => {
                 if self.options.counters.is_none() {
                     self.requests.fetch_add(counts.requests, Ordering::Relaxed);

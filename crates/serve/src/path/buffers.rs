@@ -73,7 +73,11 @@ impl Buffers {
         let warm = std::mem::take(&mut self.warm);
         if warm {
             self.rested_for = 0;
-            self.pool.cool();
+            // A remote's tasks wait for what comes with the memory in hand.
+            match reactor.has_remotes() {
+                true => self.pool.cool_buffers(),
+                false => self.pool.cool(),
+            }
         }
         warm
     }

@@ -261,8 +261,19 @@ impl Device {
     ///
     /// # Errors
     /// There are too many paths.
-    pub(super) fn join(self: &Arc<Device>, side: Side, waker: Arc<Waker>) -> io::Result<Member> {
+    pub(super) fn join(
+        self: &Arc<Device>,
+        side: Side,
+        waker: Arc<Waker>,
+        one_queue: bool,
+    ) -> io::Result<Member> {
         let mut wakers = self.wakers();
+        if one_queue && wakers.iter().any(Option::is_some) {
+            let text = "the disk can be used by one queue or client at a time, and another one uses it: \
+                        its server does not keep several connections consistent (no multi-conn). End \
+                        the other use, or let the server allow it (qemu-nbd --shared=8)";
+            return Err(io::Error::other(text));
+        }
         let index = self.gate.join(side).ok_or_else(|| {
             io::Error::other(format!("the disk has {MAX_PATHS} queues, and no more can be served"))
         })?;

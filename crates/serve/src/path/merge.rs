@@ -17,7 +17,7 @@ const MAX_MERGED_BYTES: usize = 512 << 10;
 
 /// A piece of a request's data, with its place.
 pub(super) struct Placed {
-    /// The sort key: the number of flushes before it, its file (of at most 256), its transfer, and
+    /// The sort key: the number of flushes before it, its file (31 bits, FileId), its transfer, and
     /// its place in the file. It is one number, since comparing several is most of what sorting
     /// them costs.
     key: u128,

@@ -151,7 +151,8 @@ impl RequestPath {
         entries: u32,
     ) -> io::Result<RequestPath> {
         let mut reactor = Reactor::new(engine);
-        let member = shared.device.join(shared.side(), shared.waker(index).clone())?;
+        let one_queue = shared.device.disk()?.one_queue();
+        let member = shared.device.join(shared.side(), shared.waker(index).clone(), one_queue)?;
         let account = Account::new(shared.counters.page(member.index())?);
         let space = Space::new(&shared.device, account.page());
         let queue = shared.queue(index);
@@ -395,8 +396,11 @@ impl RequestPath {
     /// Gives memory back, after a while without requests.
     pub fn give_memory_back(&mut self) {
         // A save is a task without a request, and has metadata in the scratch memory.
-        let unused =
-            self.flights.in_use() == 0 && self.reactor.tasks() == 0 && !self.buffers.are_in_use();
+        let tasks_rest = match self.reactor.has_remotes() {
+            true => !self.saver.is_under_way(),
+            false => self.reactor.tasks() == 0,
+        };
+        let unused = self.flights.in_use() == 0 && tasks_rest && !self.buffers.are_in_use();
         if unused && self.buffers.cool(&mut self.reactor) {
             self.counters().releases.add(1);
         }

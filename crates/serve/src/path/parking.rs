@@ -79,6 +79,12 @@ pub enum Unfit {
         /// Bytes of the next disk's blocks.
         is: usize,
     },
+    /// It can be used by one queue at a time, and the guest may have several.
+    #[error(
+        "its server does not keep several connections consistent (no multi-conn), and its guest may \
+         use several queues; let the server allow it (qemu-nbd --shared=8), or attach it anew"
+    )]
+    OneQueue,
     /// The engines were chosen for the other kind of disk.
     #[error("only one of the two disks is served by NVMe commands (--engine)")]
     Engine,
@@ -94,6 +100,7 @@ struct Traits {
     read_only: bool,
     block_bytes: usize,
     passthrough: bool,
+    one_queue: bool,
     /// Not a demand: the next disk keeps its space, too.
     keeps_allocated: bool,
 }
@@ -105,6 +112,7 @@ impl Traits {
             read_only: disk.read_only(),
             block_bytes: disk.block_bytes() as usize,
             passthrough: disk.passthrough(),
+            one_queue: disk.one_queue(),
             keeps_allocated: disk.keeps_allocated(),
         }
     }
@@ -117,6 +125,8 @@ impl Traits {
             Some(if next.read_only { Unfit::ReadOnly } else { Unfit::Writable })
         } else if next.block_bytes > self.block_bytes {
             Some(Unfit::Blocks { was: self.block_bytes, is: next.block_bytes })
+        } else if next.one_queue && !self.one_queue {
+            Some(Unfit::OneQueue)
         } else {
             (next.passthrough != self.passthrough).then_some(Unfit::Engine)
         }
@@ -300,8 +310,9 @@ impl Medium {
         reactor: &mut Reactor,
         scratch: Scratch,
     ) -> io::Result<Medium> {
-        let files = disk.files().into_iter();
-        let files: Vec<_> = files.map(|f| reactor.add_file(f)).collect::<io::Result<_>>()?;
+        let backings = disk.backings().into_iter();
+        let files: Vec<_> =
+            backings.map(|b| reactor.add(b, &scratch)).collect::<io::Result<_>>()?;
         let port = Port { io: reactor.io(), files: files.into(), scratch };
         let block_bytes = disk.block_bytes() as usize;
         let (reader, has_checks) = (disk.reader(), disk.has_checks());
@@ -419,6 +430,7 @@ mod tests {
         read_only: false,
         block_bytes: 512,
         passthrough: false,
+        one_queue: false,
         keeps_allocated: false,
     };
 
@@ -430,6 +442,9 @@ mod tests {
         let by_commands = Traits { passthrough: true, ..WAS };
         assert_eq!(WAS.keeps_out(&by_commands), Some(Unfit::Engine));
         assert_eq!(by_commands.keeps_out(&WAS), Some(Unfit::Engine));
+        let of_one_queue = Traits { one_queue: true, ..WAS };
+        assert_eq!(WAS.keeps_out(&of_one_queue), Some(Unfit::OneQueue));
+        assert_eq!(of_one_queue.keeps_out(&WAS), None);
     }
 
     #[test]

@@ -21,6 +21,7 @@ const LATE: Token = 1 << 62;
 enum Waiting {
     One(Op),
     Vectored(Transfer, FileId, u64, Vec<Span>),
+    Stream(Transfer, Arc<OwnedFd>, Vec<Span>),
 }
 
 /// See the module text. Pinning, draining and putting are not supported, as the trait allows: each event is an
@@ -173,6 +174,33 @@ impl Engine for Faulty {
         }
     }
 
+    fn push_stream(
+        &mut self,
+        token: Token,
+        transfer: Transfer,
+        socket: &Arc<OwnedFd>,
+        bufs: &[Span],
+    ) {
+        let bytes = bufs.iter().map(Span::len).sum::<usize>();
+        let fault = self.faults.decide(&Asked::stream(transfer, bytes as u64), None);
+        match fault {
+            Fault::Errno(errno) => return self.done.push(Completion { token, raw: -errno }),
+            Fault::Nothing => return self.done.push(Completion { token, raw: 0 }),
+            _ => {}
+        }
+        if let Some(after) = self.delay(fault) {
+            return self.push_late(
+                token,
+                Waiting::Stream(transfer, socket.clone(), bufs.to_vec()),
+                after,
+            );
+        }
+        match self.short(fault, bytes) {
+            Some(n) => self.inner.push_stream(token, transfer, socket, &shortened(bufs, n)),
+            None => self.inner.push_stream(token, transfer, socket, bufs),
+        }
+    }
+
     fn compute(&mut self, token: Token, work: Work) {
         self.inner.compute(token, work);
     }
@@ -204,6 +232,9 @@ impl Engine for Faulty {
                     Waiting::One(op) => self.inner.push(token, op),
                     Waiting::Vectored(transfer, file, offset, bufs) => {
                         self.inner.push_vectored(token, transfer, file, offset, &bufs);
+                    }
+                    Waiting::Stream(transfer, socket, bufs) => {
+                        self.inner.push_stream(token, transfer, &socket, &bufs);
                     }
                 }
                 continue;

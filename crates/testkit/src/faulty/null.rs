@@ -34,13 +34,20 @@ impl Engine for Null {
     fn push(&mut self, token: Token, op: Op) {
         let raw = match op {
             Op::Read { buf, .. } | Op::Write { buf, .. } => buf.len() as i32,
-            Op::Readable { .. } | Op::Timer { .. } => panic!("nothing comes to pass here: {op:?}"),
+            Op::Readable { .. } | Op::Writable { .. } | Op::Timer { .. } => {
+                panic!("nothing comes to pass here: {op:?}")
+            }
             _ => 0,
         };
         self.done.push(Completion { token, raw });
     }
 
     fn push_vectored(&mut self, token: Token, _: Transfer, _: FileId, _: u64, bufs: &[Span]) {
+        let bytes: usize = bufs.iter().map(Span::len).sum();
+        self.done.push(Completion { token, raw: bytes as i32 });
+    }
+
+    fn push_stream(&mut self, token: Token, _: Transfer, _: &Arc<OwnedFd>, bufs: &[Span]) {
         let bytes: usize = bufs.iter().map(Span::len).sum();
         self.done.push(Completion { token, raw: bytes as i32 });
     }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use ferrite_host::clock::{Random, SplitMix64};
-use ferrite_io::engine::{FileId, Op};
+use ferrite_io::engine::{FileId, Op, Transfer};
 
 /// The operations of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +27,10 @@ pub enum Kind {
     Discard,
     /// Waiting for a descriptor or a time.
     Wakeup,
+    /// Sending on a socket.
+    Send,
+    /// Receiving from a socket.
+    Receive,
     /// Building the engine.
     Make,
     /// Registering a file.
@@ -67,7 +71,7 @@ impl Kind {
             Op::Allocate { .. } => Kind::Allocate,
             Op::SetLen { .. } => Kind::SetLen,
             Op::Discard { .. } => Kind::Discard,
-            Op::Readable { .. } | Op::Timer { .. } => Kind::Wakeup,
+            Op::Readable { .. } | Op::Writable { .. } | Op::Timer { .. } => Kind::Wakeup,
         }
     }
 
@@ -211,9 +215,15 @@ impl Asked {
             | Op::Discard { file, offset, len } => (Some(file), offset, len),
             Op::SetLen { file, len } => (Some(file), len, 0),
             Op::Sync { file } => (Some(file), 0, 0),
-            Op::Readable { .. } | Op::Timer { .. } => (None, 0, 0),
+            Op::Readable { .. } | Op::Writable { .. } | Op::Timer { .. } => (None, 0, 0),
         };
         Asked { kind: Kind::of(op), file, offset, bytes: bytes.unwrap_or(len) }
+    }
+
+    /// From a transfer of so many bytes of a socket.
+    pub(super) fn stream(transfer: Transfer, bytes: u64) -> Asked {
+        let kind = if transfer == Transfer::Read { Kind::Receive } else { Kind::Send };
+        Asked { kind, file: None, offset: 0, bytes }
     }
 
     /// From a call to the engine itself.

@@ -316,7 +316,8 @@ impl<'a> Backend<'a> {
             return Err(ServeError::Attachment(why));
         }
         let max_indirect_segments = config.offer.max_indirect_segments.min(facts.max_segments);
-        let offer = Offer { max_indirect_segments, ..config.offer };
+        let max_queues = if facts.one_queue { 1 } else { config.offer.max_queues };
+        let offer = Offer { max_indirect_segments, max_queues, ..config.offer };
         let state = format!("{}/state", attachment.frontend);
         store.watch(&config.backend, DIRECTORY)?;
         store.watch(&state, FRONTEND)?;

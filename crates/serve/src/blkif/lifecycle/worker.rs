@@ -408,6 +408,7 @@ pub(super) fn facts(disk: &Disk) -> DiskFacts {
         physical_block_bytes: disk.physical_block_bytes(),
         discard: disk.discard_limits().filter(|_| !disk.read_only()),
         max_segments: largest_request(disk),
+        one_queue: disk.one_queue(),
     }
 }
 

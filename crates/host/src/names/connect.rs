@@ -1,0 +1,159 @@
+//! Connections to the servers of a disk's data. They are begun, and nobody waits for them here.
+
+use std::collections::BTreeMap;
+use std::net::{SocketAddr, ToSocketAddrs as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+use std::{ffi::OsString, io};
+
+use rustix::io::Errno;
+use rustix::net::sockopt::{
+    set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl, set_tcp_nodelay,
+};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, ipproto, socket_with,
+};
+use std::time::Duration;
+
+use super::wire::{Request, What};
+
+/// A server's addresses that are tried, at most.
+pub const MAX_ADDRESSES: usize = 16;
+
+/// After so long without a byte of the other side the kernel asks whether it is there.
+const KEEPALIVE_AFTER: Duration = Duration::from_secs(10);
+const KEEPALIVE_EVERY: Duration = Duration::from_secs(5);
+const KEEPALIVES: u32 = 3;
+
+/// The name of a server.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Address {
+    /// A Unix socket of the kind `STREAM`.
+    Unix(PathBuf),
+    /// A TCP port.
+    Tcp {
+        /// A name, or an address without brackets.
+        host: String,
+        /// The port.
+        port: u16,
+    },
+}
+
+impl Address {
+    /// As one text, for [`parse`](Self::parse).
+    pub fn to_bytes(&self) -> Vec<u8> {
+        match self {
+            Address::Unix(path) => [b"unix:", path.as_os_str().as_bytes()].concat(),
+            Address::Tcp { host, port } => format!("tcp:{port}:{host}").into_bytes(),
+        }
+    }
+
+    /// From such a text. None: it is none.
+    pub fn parse(bytes: &[u8]) -> Option<Address> {
+        if let Some(path) = bytes.strip_prefix(b"unix:").filter(|path| path.starts_with(b"/")) {
+            return Some(Address::Unix(OsString::from_vec(path.to_vec()).into()));
+        }
+        let text = std::str::from_utf8(bytes.strip_prefix(b"tcp:")?).ok()?;
+        let (port, host) = text.split_once(':')?;
+        let (port, host) = (port.parse().ok()?, host.to_owned());
+        (!host.is_empty()).then_some(Address::Tcp { host, port })
+    }
+}
+
+/// A server that a worker may be connected to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Server {
+    /// Its name, which the worker asks for.
+    pub address: Address,
+    /// The addresses that the name has, if it is that of a TCP port: they were found out before, since that waits.
+    pub resolved: Vec<SocketAddr>,
+}
+
+/// The addresses of a host's port: at most [`MAX_ADDRESSES`]. This may wait for the host's resolver.
+///
+/// # Errors
+/// The resolver's: there is no such host, or nobody can say now.
+pub fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
+    let all: Vec<SocketAddr> = (host, port).to_socket_addrs()?.take(MAX_ADDRESSES).collect();
+    match all.is_empty() {
+        true => Err(io::Error::new(io::ErrorKind::NotFound, "the name has no address")),
+        false => Ok(all),
+    }
+}
+
+/// Begins a connection to a server, or has the keeper do so. The stream does not block. It is connected when it is
+/// writable; the first transfer then tells whether that failed. With several addresses, `attempt` says which of them is
+/// taken. The first call in a process that has no keeper may wait for the host's resolver.
+///
+/// # Errors
+/// The kernel's, for `AGAIN` of a Unix socket, whose listener has no room, too; `ACCESS`: the keeper does not allow
+/// this server. `HOSTUNREACH`: its name has no address.
+pub fn begin(address: &Address, attempt: u32) -> rustix::io::Result<OwnedFd> {
+    if let Some(broker) = super::BROKER.get() {
+        let (text, what) = (address.to_bytes(), What::Connect);
+        let request = Request { what, flags: attempt, mode: 0, first: &text, second: &[] };
+        return broker.ask(&request, &[])?.file();
+    }
+    begin_to(&Server { address: address.clone(), resolved: remembered(address)? }, attempt)
+}
+
+/// The addresses of a name as they were when it was first asked for. A disk that lost its server must not wait for the
+/// resolver, which may be what is lost.
+fn remembered(address: &Address) -> rustix::io::Result<Vec<SocketAddr>> {
+    static ALL: Mutex<BTreeMap<Address, Vec<SocketAddr>>> = Mutex::new(BTreeMap::new());
+    let Address::Tcp { host, port } = address else { return Ok(Vec::new()) };
+    let known = ALL.lock().unwrap_or_else(PoisonError::into_inner).get(address).cloned();
+    if let Some(known) = known {
+        return Ok(known);
+    }
+    let found = resolve(host, *port).map_err(|_| Errno::HOSTUNREACH)?;
+    ALL.lock().unwrap_or_else(PoisonError::into_inner).insert(address.clone(), found.clone());
+    Ok(found)
+}
+
+/// Begins a connection in this process; see [`begin`].
+///
+/// # Errors
+/// As [`begin`].
+pub(super) fn begin_to(server: &Server, attempt: u32) -> rustix::io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    if let Address::Unix(path) = &server.address {
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        connect(&socket, &SocketAddrUnix::new(path.as_path())?)?;
+        return Ok(socket);
+    }
+    let count = server.resolved.len().max(1);
+    let at = server.resolved.get(attempt as usize % count).ok_or(Errno::HOSTUNREACH)?;
+    let family = if at.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let socket = socket_with(family, SocketType::STREAM, flags, Some(ipproto::TCP))?;
+    set_tcp_nodelay(&socket, true)?;
+    set_socket_keepalive(&socket, true)?;
+    set_tcp_keepidle(&socket, KEEPALIVE_AFTER)?;
+    set_tcp_keepintvl(&socket, KEEPALIVE_EVERY)?;
+    set_tcp_keepcnt(&socket, KEEPALIVES)?;
+    match connect(&socket, at) {
+        Err(Errno::INPROGRESS) => Ok(socket),
+        done => done.map(|()| socket),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_what_its_text_says() {
+        for address in [
+            Address::Unix("/run/a:b".into()),
+            Address::Tcp { host: "::1".into(), port: 7 },
+            Address::Tcp { host: "h.example".into(), port: 65535 },
+        ] {
+            assert_eq!(Address::parse(&address.to_bytes()), Some(address));
+        }
+        for text in ["", "unix:", "unix:a", "tcp:", "tcp:1:", "tcp:x:h", "tcp:65536:h", "/a"] {
+            assert_eq!(Address::parse(text.as_bytes()), None, "{text}");
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! What all threads know of an export.
+
+use std::io;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ferrite_disk_base::{
+    DiscardLimits, DiskError, ErrorKind, OpenOptions, READ_ONLY, SECTOR_BYTES,
+};
+use ferrite_host::clock::secret;
+use ferrite_host::names::connect::Address;
+use ferrite_io::reactor::Io;
+use ferrite_io::remote::{Remote, RemoteFactory};
+use ferrite_io::scratch::Scratch;
+use ferrite_nbd::client::{Export, Refusal, Session as SessionName, Wanted};
+use ferrite_nbd::uri::{BadUri, Server, Uri};
+use ferrite_nbd::wire::can;
+
+use crate::link::{self, Link, Waiting, run_here};
+use crate::session::Session;
+
+/// Connections of one process to one export, at most.
+const MAX_SESSIONS: u32 = 64;
+/// How long opening waits for the server.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Lines of the log that a lost server may cause in a [`WINDOW`].
+const LINES: u32 = 10;
+const WINDOW: Duration = Duration::from_secs(60);
+/// The blocks that guests may have.
+const BLOCKS: [u32; 2] = [512, 4096];
+
+/// An open export: what a disk needs to know of it, and what makes sessions.
+#[derive(Debug)]
+pub struct RemoteExport {
+    shared: Arc<Shared>,
+}
+
+/// What sessions share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// The name as the user wrote it.
+    pub(crate) text: String,
+    pub(crate) uri: Uri,
+    pub(crate) address: Address,
+    pub(crate) export: Export,
+    read_only: bool,
+    user: [u8; 16],
+    process: u64,
+    /// A predecessor was killed, and what it had sent may still be executed by a server that does not end its connections.
+    pub(crate) drains_first: bool,
+    pub(crate) opened: Instant,
+    state: Mutex<State>,
+    /// The export is not what it was: no request succeeds any more.
+    has_failed: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The numbers of connections in use, a bit each.
+    taken: u64,
+    /// The connection of [`RemoteExport::open`], until a session takes it.
+    first: Option<Link>,
+    /// The begin of the present minute, and the lines that were logged in it.
+    window: Option<Instant>,
+    lines: u32,
+}
+
+impl RemoteExport {
+    /// Connects to the server and looks at the export.
+    ///
+    /// # Errors
+    /// `Usage`: the name is invalid. `NotFound`: the server has no such export. `Io`: it cannot be reached.
+    /// `Permission`: the export is read-only. `Unsuitable`: its sizes are those of no disk.
+    pub fn open(text: &str, options: &OpenOptions) -> Result<RemoteExport, DiskError> {
+        let what = || format!("cannot open {text}");
+        let uri = Uri::parse(text)
+            .map_err(|BadUri { why, help }| DiskError::new(ErrorKind::Usage, what(), why, help))?;
+        let address = address_of(&uri.server);
+        let (user, process) = identity(&uri).map_err(|e| {
+            let help = "check the kernel's random numbers (/dev/urandom)";
+            DiskError::new(ErrorKind::Io, what(), e.to_string(), help)
+        })?;
+        let session = Some(SessionName { user, process, connection: 0 });
+        let wanted = Wanted { export: uri.export.clone(), allocation: true, session };
+        let link = connect_here(&address, &wanted).map_err(|refusal| {
+            let Refusal { why, help, passes } = refusal;
+            let kind = if passes { ErrorKind::Io } else { ErrorKind::NotFound };
+            DiskError::new(kind, what(), why, help)
+        })?;
+        let export = link.export.clone();
+        check(&export, options.read_only)
+            .map_err(|(kind, why, help)| DiskError::new(kind, what(), why, help))?;
+        // With a name of its own the session is known to the server, which has ended the predecessor's.
+        let is_fenced = export.fenced && uri.session.is_some();
+        let drains_first = options.taken_over && !options.read_only && !is_fenced;
+        let state = State { first: Some(link), ..State::default() };
+        let shared = Shared {
+            text: text.to_owned(),
+            uri,
+            address,
+            export,
+            read_only: options.read_only,
+            user,
+            process,
+            drains_first,
+            opened: Instant::now(),
+            state: Mutex::new(state),
+            has_failed: AtomicBool::new(false),
+        };
+        Ok(RemoteExport { shared: Arc::new(shared) })
+    }
+
+    /// The name by which it was opened.
+    pub fn name(&self) -> &str {
+        &self.shared.text
+    }
+
+    /// The size in sectors of 512 bytes.
+    pub fn sectors(&self) -> u64 {
+        self.shared.export.bytes / SECTOR_BYTES
+    }
+
+    /// Whether writes are refused.
+    pub fn read_only(&self) -> bool {
+        self.shared.read_only
+    }
+
+    /// Offsets and lengths are multiples of this: 512 or 4096.
+    pub fn block_bytes(&self) -> u32 {
+        block_bytes(&self.shared.export)
+    }
+
+    /// The server's preferred block.
+    pub fn physical_block_bytes(&self) -> u32 {
+        self.shared.export.preferred_block_bytes.clamp(4096, 64 << 10)
+    }
+
+    /// What of discards to publish.
+    pub fn discard_limits(&self) -> Option<DiscardLimits> {
+        let offers = self.shared.export.can(can::TRIM) && !self.shared.read_only;
+        let granularity_bytes = self.physical_block_bytes();
+        offers.then_some(DiscardLimits { granularity_bytes, alignment_bytes: 0 })
+    }
+
+    /// Whether only one thread may use it at a time. A server that does not offer several connections would not flush what
+    /// came by another one.
+    pub fn one_queue(&self) -> bool {
+        self.shared.is_single()
+    }
+
+    /// What reactors register.
+    pub fn factory(&self) -> Arc<dyn RemoteFactory> {
+        Arc::new(Factory(self.shared.clone()))
+    }
+}
+
+impl Shared {
+    /// Whether only one connection may be used.
+    fn is_single(&self) -> bool {
+        !self.read_only && !self.export.can(can::MULTI_CONN)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A number for a connection, and that of the opening if it is left.
+    fn take_number(&self) -> io::Result<(u32, Option<Link>)> {
+        let mut state = self.state();
+        if self.is_single() && state.taken != 0 {
+            let text = "the server allows one connection to an export that is written";
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, text));
+        }
+        let number = state.taken.trailing_ones();
+        if number >= MAX_SESSIONS {
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "it has too many connections"));
+        }
+        state.taken |= 1 << number;
+        let first = state.first.take().filter(|_| number == 0);
+        Ok((number, first))
+    }
+
+    /// What a connection with this number asks for.
+    pub(crate) fn wanted(&self, connection: u32) -> Wanted {
+        let session = SessionName { user: self.user, process: self.process, connection };
+        let allocation = self.export.allocation.is_some();
+        Wanted { export: self.uri.export.clone(), allocation, session: Some(session) }
+    }
+
+    /// Gives a number back, with what is left of its connection.
+    pub(crate) fn give_back(&self, number: u32) {
+        self.state().taken &= !(1 << number);
+    }
+
+    /// Whether no request succeeds any more.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.has_failed.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Whether a line of the log may be written: [`LINES`] in a minute.
+    pub(crate) fn may_log(&self) -> bool {
+        let (now, mut state) = (Instant::now(), self.state());
+        if state.window.is_none_or(|begin| now.duration_since(begin) >= WINDOW) {
+            (state.window, state.lines) = (Some(now), 0);
+        }
+        state.lines += 1;
+        state.lines <= LINES
+    }
+
+    /// From now on all requests of all threads fail.
+    pub(crate) fn fail(&self) {
+        self.has_failed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether this is still the same disk. Otherwise in what it differs.
+    pub(crate) fn compare(&self, now: &Export) -> Result<(), String> {
+        let then = &self.export;
+        let needed = can::FLUSH | can::TRIM | can::WRITE_ZEROES | can::MULTI_CONN;
+        if now.bytes != then.bytes {
+            return Err(format!("it has {} bytes, and had {}", now.bytes, then.bytes));
+        }
+        if !self.read_only && now.can(can::READ_ONLY) {
+            return Err("it has become read-only".into());
+        }
+        if then.flags & needed & !now.flags != 0 || now.min_block_bytes > then.min_block_bytes {
+            return Err("the server can do less than before".into());
+        }
+        Ok(())
+    }
+}
+
+/// What makes the sessions of reactors.
+#[derive(Debug)]
+struct Factory(Arc<Shared>);
+
+impl RemoteFactory for Factory {
+    fn connect(&self, io: Io, scratch: Scratch) -> io::Result<Rc<dyn Remote>> {
+        let (number, link) = self.0.take_number()?;
+        Ok(Session::begin(self.0.clone(), number, link, io, scratch.arena().clone()))
+    }
+}
+
+/// Who uses the disk, and which process that is. A user without a name is this process alone.
+fn identity(uri: &Uri) -> io::Result<([u8; 16], u64)> {
+    let process = u64::from_ne_bytes(secret()?);
+    let user = match &uri.session {
+        None => secret()?,
+        Some(name) => {
+            let mut user = [0; 16];
+            user.copy_from_slice(&blake3::Hasher::new().update(name.as_bytes()).update(b"/").update(uri.export.as_bytes()).finalize().as_bytes()[..16]);
+            user
+        }
+    };
+    Ok((user, process))
+}
+
+fn connect_here(address: &Address, wanted: &Wanted) -> Result<Link, Refusal> {
+    let end = Instant::now() + PATIENCE;
+    let mut attempt = 0;
+    loop {
+        let link = run_here(link::open(&Waiting::Here, address, attempt, wanted.clone(), end));
+        attempt += 1;
+        match link {
+            // A name may have several addresses.
+            Err(refusal) if refusal.passes && attempt < 2 && Instant::now() < end => {}
+            done => return done,
+        }
+    }
+}
+
+/// Where connections go.
+pub fn address_of(server: &Server) -> Address {
+    match server {
+        Server::Unix(path) => Address::Unix(path.clone()),
+        Server::Plain { host, port } | Server::Tls { host, port, .. } => {
+            Address::Tcp { host: host.clone(), port: *port }
+        }
+    }
+}
+
+fn block_bytes(export: &Export) -> u32 {
+    BLOCKS.into_iter().find(|block| *block >= export.min_block_bytes).unwrap_or(BLOCKS[1])
+}
+
+/// Whether this can be a disk.
+fn check(export: &Export, read_only: bool) -> Result<(), (ErrorKind, String, String)> {
+    if export.min_block_bytes > BLOCKS[1] {
+        let why = format!(
+            "the server's smallest block is {} bytes, and a disk's at most {}",
+            export.min_block_bytes, BLOCKS[1]
+        );
+        let help = "have the server accept smaller blocks (nbdkit: --filter=blocksize)";
+        return Err((ErrorKind::Unsuitable, why, help.into()));
+    }
+    let block = u64::from(block_bytes(export));
+    if !export.bytes.is_multiple_of(block) {
+        let why = format!("the export has {} bytes, no multiple of {block}", export.bytes);
+        let help = "round it up at the server (nbdkit: --filter=truncate round-up=4096)";
+        return Err((ErrorKind::Unsuitable, why, help.into()));
+    }
+    if !read_only && export.can(can::READ_ONLY) {
+        return Err((ErrorKind::Permission, "the export is read-only".into(), READ_ONLY.into()));
+    }
+    Ok(())
+}
