@@ -7,7 +7,7 @@
 use std::ffi::CString;
 use std::fs::{DirBuilder, File};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
@@ -41,6 +41,10 @@ pub const FIRST_FD: RawFd = FIRST_GIVEN;
 pub const INNER_FD: RawFd = FIRST_GIVEN + 1;
 /// Descriptors of an outward tunnel's [`CA`], [`CLIENT_CERTIFICATE`], [`CLIENT_KEY`].
 pub const CLIENT_FILES_FD: [RawFd; 3] = [FIRST_GIVEN + 2, FIRST_GIVEN + 3, FIRST_GIVEN + 4];
+
+/// The letters of a server's files in messages.
+const LETTERS: [(&str, char); 4] =
+    [(SERVER_CERTIFICATE, 'c'), (SERVER_KEY, 'k'), (CA, 'a'), (REVOKED, 'r')];
 
 /// User and root directory of a tunnel that root starts. Others start it as themselves.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -98,6 +102,22 @@ impl Files {
             }
         }
         Ok(())
+    }
+
+    /// A server's files, from the descriptors that came with a message and the word that [`letters`](Self::letters)
+    /// gave it. `None`: they do not belong together.
+    pub fn from_letters(letters: &str, files: Vec<OwnedFd>) -> Option<Files> {
+        let of = |letter| LETTERS.iter().find(|(_, known)| *known == letter);
+        let names: Option<Vec<_>> = letters.chars().map(of).collect();
+        let names = names.filter(|names| names.len() == files.len())?;
+        let files = files.into_iter().map(File::from);
+        Some(Files(names.into_iter().map(|(name, _)| *name).zip(files).collect()))
+    }
+
+    /// A letter for each file, in their order.
+    pub fn letters(&self) -> String {
+        let letter = |name| LETTERS.iter().find(|(known, _)| *known == name);
+        self.iter().filter_map(|(name, _)| letter(name)).map(|(_, letter)| *letter).collect()
     }
 
     /// The file of this name.
