@@ -104,6 +104,11 @@ impl Files {
         Ok(())
     }
 
+    /// Files that are open already, by their names.
+    pub fn of(files: Vec<(&'static str, File)>) -> Files {
+        Files(files)
+    }
+
     /// A server's files, from the descriptors that came with a message and the word that [`letters`](Self::letters)
     /// gave it. `None`: they do not belong together.
     pub fn from_letters(letters: &str, files: Vec<OwnedFd>) -> Option<Files> {
@@ -131,27 +136,27 @@ impl Files {
     }
 }
 
-/// Starts an outward tunnel. `server` is the name or address that the server's certificate has to have, `outside` a
+/// Starts an outward tunnel. `program` is `ferrite`, opened. `server` is the name or address that the server's certificate has to have, `outside` a
 /// connection to it, `inside` a stream whose other end its client has. The client is greeted as by the server. If
 /// there is no TLS, each of its options is answered by an error whose text says why.
 ///
-/// The process ends with either stream, or with this thread. This program has to be `ferrite`.
+/// The process ends with either stream, or with this thread.
 ///
 /// # Errors
 /// The process cannot be started.
 pub fn start_outward(
+    program: BorrowedFd<'_>,
     server: &str,
     files: &Files,
     outside: BorrowedFd<'_>,
     inside: BorrowedFd<'_>,
     user: Option<&TunnelUser>,
 ) -> io::Result<Pid> {
-    let program = File::open("/proc/self/exe")?;
     let more = ["--server".to_owned(), server.to_owned()];
     let mut given = vec![Some(outside), Some(inside)];
     let names = [CA, CLIENT_CERTIFICATE, CLIENT_KEY];
     given.extend(names.map(|name| files.get(name).map(File::as_fd)));
-    start(program.as_fd(), OUTWARD, &more, &given, user)
+    start(program, OUTWARD, &more, &given, user)
 }
 
 /// Starts an inward tunnel with its socket to this process ([`frames::TUNNEL`](crate::frames::TUNNEL)). Unless

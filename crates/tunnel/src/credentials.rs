@@ -35,7 +35,8 @@ impl Contents {
         let read = |(name, file): (&'static str, &File)| {
             let mut bytes = Vec::new();
             let mut file = file;
-            let done = file.rewind().and_then(|()| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes));
+            let done =
+                file.rewind().and_then(|()| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes));
             done.map_err(|e| Fault::new(name, e, "check the storage of that file"))?;
             if bytes.len() as u64 > MAX_FILE_BYTES {
                 return Err(Fault::new(name, "it has more than 1 MiB", MANUAL));
@@ -103,7 +104,9 @@ fn unfit_pair(certificate: &str, key: &str, e: &Error) -> Fault {
             format!("it is not the key of {certificate}"),
             format!("put the key here with which the request for {certificate} was made"),
         ),
-        Error::General(_) => Fault::new(key, e, "use a key of RSA, ECDSA P-256 or P-384, or Ed25519"),
+        Error::General(_) => {
+            Fault::new(key, e, "use a key of RSA, ECDSA P-256 or P-384, or Ed25519")
+        }
         e => unfit(certificate, e),
     }
 }

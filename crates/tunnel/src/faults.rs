@@ -191,8 +191,7 @@ mod tests {
     #[test]
     fn each_fault_of_a_certificate_says_what_why_and_what_to_do() {
         let time = |seconds| UnixTime::since_unix_epoch(std::time::Duration::from_secs(seconds));
-        let expired =
-            CertificateError::ExpiredContext { time: time(864_000), not_after: time(0) };
+        let expired = CertificateError::ExpiredContext { time: time(864_000), not_after: time(0) };
         let text = fault(&Error::InvalidCertificate(expired), Peer::Client).to_string();
         assert_eq!(
             text,

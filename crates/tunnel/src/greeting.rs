@@ -137,7 +137,8 @@ pub(crate) fn until_tls(client: &Timed<'_>) -> Result<u32, End> {
 
 fn without_tls() -> End {
     let why = "this server serves nobody in clear";
-    Fault::new("the client has not asked for TLS", why, "use nbds:// with certificates there").into()
+    Fault::new("the client has not asked for TLS", why, "use nbds:// with certificates there")
+        .into()
 }
 
 /// Does a client's handshake with a server of this host, whose client has these flags.

@@ -126,11 +126,7 @@ fn make_room(clients: &[Client]) {
 
 /// Waits for the starter and, unless it `is_full`, for clients. Returns whether the starter has said something, and
 /// the listeners that have a client.
-fn wait(
-    starter: &OwnedFd,
-    listeners: &[OwnedFd],
-    is_full: bool,
-) -> io::Result<(bool, Vec<usize>)> {
+fn wait(starter: &OwnedFd, listeners: &[OwnedFd], is_full: bool) -> io::Result<(bool, Vec<usize>)> {
     let listeners = if is_full { &[] } else { listeners };
     let all = std::iter::once(starter).chain(listeners);
     let mut fds: Vec<_> =

@@ -10,9 +10,9 @@ use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
 use rustls::Connection;
 
+use crate::faults::{Peer, fault};
 use crate::stream::{Socket, Timed, is_nothing, linger, timespec};
 use crate::{End, Fault};
-use crate::faults::{Peer, fault};
 
 /// Bytes of TLS that were received: two of its longest records.
 const WIRE_BYTES: usize = 32 << 10;
