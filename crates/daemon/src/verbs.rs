@@ -3,7 +3,8 @@
 //! The disk is paused, a process of ours changes the image, and the disk goes on. The process is
 //! `ferrite image`, since this crate opens no images; each of its commands leaves the old image or
 //! the new one, wherever it is interrupted. So the next daemon, which ends the pause, has one of the
-//! two to serve.
+//! two to serve. A volume of a store is changed by its disk's worker, which has the store open: no pause
+//! is needed.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -11,6 +12,9 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
+use ferrite_serve::blkif::lifecycle::VolumeOrder;
+
+use crate::asking::ask_of_disk;
 use crate::params::{Format, Image};
 use crate::pause::{self, NotDone, Pause};
 use crate::state::DiskId;
@@ -27,24 +31,36 @@ fn refuse(why: impl Into<String>, help: impl Into<String>) -> NotDone {
 }
 
 /// Gives the disk as it is now the name `new`, read-only. The guest goes on in a new leaf, which
-/// keeps the disk's name.
+/// keeps the disk's name. A volume goes on as it is, and `new` is a snapshot in its store.
 ///
 /// # Errors
 /// The disk goes on as before.
-pub(crate) fn snapshot(shared: &Shared, id: DiskId, new: &Path) -> Result<(), NotDone> {
+pub(crate) fn snapshot(shared: &Shared, id: DiskId, new: &str) -> Result<(), NotDone> {
     let image = image(shared, id)?;
-    if !matches!(image.format, Format::Vhd | Format::Qcow2) {
-        let (why, help) = match image.format {
-            Format::Store => {
-                ("it is a volume of a store", "use ferrite store snapshot: no pause is needed")
-            }
-            _ => (
-                "a raw image has no snapshots",
-                "convert it to VHD or qcow2 (ferrite image convert)",
-            ),
-        };
-        return Err(refuse(why, help));
+    match image.format {
+        Format::Vhd | Format::Qcow2 => snapshot_of_image(shared, id, &image, Path::new(new)),
+        Format::Store => snapshot_of_volume(shared, id, new),
+        Format::Raw => Err(refuse(
+            "a raw image has no snapshots",
+            "convert it to VHD or qcow2 (ferrite image convert)",
+        )),
     }
+}
+
+fn snapshot_of_volume(shared: &Shared, id: DiskId, new: &str) -> Result<(), NotDone> {
+    must_have_worker(shared, id)?;
+    // A snapshot may be asked for twice, if a worker dies. What was there before is not taken for it.
+    ask_of_disk(shared, id, VolumeOrder::Check(new.to_owned())).map_err(NotDone::Failed)?;
+    let order = VolumeOrder::Snapshot { name: new.to_owned(), again: false };
+    ask_of_disk(shared, id, order).map(drop).map_err(NotDone::Failed)
+}
+
+fn snapshot_of_image(
+    shared: &Shared,
+    id: DiskId,
+    image: &Image,
+    new: &Path,
+) -> Result<(), NotDone> {
     must_be_allowed(shared, new)?;
     if new.symlink_metadata().is_ok() {
         let why = format!("{} exists", new.display());
@@ -66,12 +82,36 @@ pub(crate) fn resize(
 ) -> Result<(), NotDone> {
     let image = image(shared, id)?;
     if image.format == Format::Store {
-        let help = "detach the disk, and use ferrite store resize";
-        return Err(refuse("a volume of a store cannot be resized in use", help));
+        return resize_volume(shared, id, bytes, is_more);
     }
     let size = format!("{}{bytes}", if is_more { "+" } else { "" });
     let arguments = ["resize".into(), "--grow".into(), image.name(), size.into()];
     while_paused(shared, id, "a resize", || run(shared, &arguments))
+}
+
+/// The worker may be asked twice, if one dies. So it is asked for a size, and not for more.
+fn resize_volume(shared: &Shared, id: DiskId, bytes: u64, is_more: bool) -> Result<(), NotDone> {
+    must_have_worker(shared, id)?;
+    let ask = |order| ask_of_disk(shared, id, order).map_err(NotDone::Failed);
+    let to = match is_more {
+        false => bytes,
+        true => ask(VolumeOrder::Look)?
+            .checked_add(bytes)
+            .ok_or_else(|| refuse("a volume has at most 4 PiB", "take a smaller size"))?,
+    };
+    ask(VolumeOrder::Grow(to)).map(drop)
+}
+
+/// Checks that a disk has a worker of its own.
+fn must_have_worker(shared: &Shared, id: DiskId) -> Result<(), NotDone> {
+    match shared.table.read(|disks| Some(disks.get(&id)?.beside)) {
+        None => Err(NotDone::NoDisk),
+        Some(None) => Ok(()),
+        Some(Some(first)) => {
+            let why = format!("it is a stub domain's and served with disk {first}");
+            Err(refuse(why, format!("name disk {first}: both have the same volume")))
+        }
+    }
 }
 
 /// Serves the disk from another image, whose contents the caller says are the same. With `compare`

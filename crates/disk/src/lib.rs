@@ -15,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 mod allocation;
+mod changes;
 mod disk;
 pub mod elsewhere;
 mod headers;
@@ -25,6 +26,7 @@ mod session;
 mod volume;
 
 pub use allocation::Allocation;
+pub use changes::Repeated;
 pub use disk::{Disk, Work};
 pub use elsewhere::Elsewhere;
 #[cfg(feature = "testing")]

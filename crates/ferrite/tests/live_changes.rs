@@ -15,7 +15,7 @@ use ferrite_testkit::wait_until;
 use host::works;
 use live::Lab;
 use load::Load;
-use roles::{end, keeper};
+use roles::{end, keeper, worker};
 use serde_json::{Value, json};
 
 /// Not a test: the daemon.
@@ -49,6 +49,94 @@ fn the_recipes_of_the_manual_work_while_the_guest_writes() {
     load.wait_for_progress();
     load.end();
     lab.end();
+}
+
+/// The contents of a block of the volume or snapshot of this name, when the store is at rest.
+fn block(lab: &Lab, name: &str, at: usize) -> u8 {
+    let bytes = lab.contents(&format!("store:{}#{name}", lab.image("pool")));
+    assert!(bytes[at..at + 4096].iter().all(|byte| *byte == bytes[at]));
+    bytes[at]
+}
+
+#[test]
+fn a_volume_gets_a_snapshot_and_grows_while_its_guest_and_a_client_write() {
+    let mut lab = Lab::of_volume();
+    let load = Load::start(&lab.host, &lab.disk);
+    let (mut client, bytes) = lab.client();
+    assert_eq!(bytes, 8 << 20);
+    let (at, end) = (4 << 20, 12 << 20);
+    let words = ["disk", "snapshot", "web1/xvda"];
+    let kept = keeper(&lab.host, &lab.disk);
+    let before = worker(kept);
+    for (name, stamp) in [("monday", 1), ("tuesday", 2)] {
+        client.write(at, &[stamp; 4096]);
+        lab.does(&[&words[..], &[name]].concat());
+        client.write(at, &[9; 4096]);
+        load.wait_for_progress();
+    }
+    for (name, why) in [
+        ("monday", "there is a volume of that name"),
+        ("web", "there is a volume of that name"),
+        ("mon/day", "is no name"),
+        ("a.partial", "copies that are not complete"),
+    ] {
+        lab.refuses(&[&words[..], &[name]].concat(), why);
+    }
+    let resize = ["disk", "resize", "web1/xvda"];
+    for size in ["10M", "+2M"] {
+        lab.does(&[&resize[..], &[size]].concat());
+        load.wait_for_progress();
+    }
+    lab.refuses(&[&resize[..], &["1M"]].concat(), "cannot shrink");
+    lab.refuses(&[&resize[..], &["12582913"]].concat(), "whole blocks of 4 KiB");
+    lab.refuses(&[&resize[..], &["16P"]].concat(), "between one block and 4 PiB");
+    let sectors = format!("{}/sectors", lab.disk.backend);
+    wait_until("the guest's new size", || {
+        lab.host.store().read_string(&sectors).unwrap() == Some((end / 512).to_string())
+    });
+    let (mut wide, bytes) = lab.client();
+    assert_eq!(bytes, end);
+    wide.write(end - 4096, &[3; 4096]);
+    load.wait_for_progress();
+    assert_eq!((keeper(&lab.host, &lab.disk), worker(kept)), (kept, before), "nothing was started");
+    load.end();
+    lab.detach();
+    let at = usize::try_from(at).unwrap();
+    assert_eq!(["monday", "tuesday", "web"].map(|name| block(&lab, name, at)), [1, 2, 9]);
+    assert_eq!(block(&lab, "web", (12 << 20) - 4096), 3);
+    assert!(lab.program(&["store", "check", &lab.image("pool")]).status.success());
+}
+
+#[test]
+fn a_change_of_a_volume_is_made_once_whichever_process_dies_meanwhile() {
+    let mut lab = Lab::of_volume();
+    let load = Load::start(&lab.host, &lab.disk);
+    for round in 0..8_u32 {
+        load.wait_for_progress();
+        let kept = keeper(&lab.host, &lab.disk);
+        let victim = if round % 2 == 0 { worker(kept).unwrap() } else { kept };
+        let name = format!("s{round}");
+        let words = match round % 4 {
+            0 | 1 => ["disk", "snapshot", "web1/xvda", &name],
+            _ => ["disk", "resize", "web1/xvda", "+1M"],
+        };
+        std::thread::scope(|scope| {
+            let changed = scope.spawn(|| lab.does(&words));
+            std::thread::sleep(std::time::Duration::from_millis(3 * u64::from(round)));
+            roles::kill_pid(victim);
+            changed.join().unwrap();
+        });
+    }
+    load.wait_for_progress();
+    load.end();
+    lab.detach();
+    let listed = lab.program(&["store", "list", &lab.image("pool"), "--json"]);
+    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let volumes = listed["volumes"].as_array().unwrap();
+    let names: Vec<&str> = volumes.iter().map(|volume| volume["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["s0", "s1", "s4", "s5", "web"]);
+    assert_eq!(volumes[4]["virtual_bytes"], json!(12 << 20));
+    assert!(lab.program(&["store", "check", &lab.image("pool")]).status.success());
 }
 
 /// The daemon dies when the image is closed for the change. The next one ends the pause.

@@ -154,7 +154,8 @@ pub struct ResumeParams {
 pub struct SnapshotParams {
     /// The disk.
     pub disk: DiskId,
-    /// The absolute path that the disk as it is now gets.
+    /// The absolute path that the disk as it is now gets; of a volume, the name of the snapshot in its
+    /// store.
     pub name: String,
 }
 
