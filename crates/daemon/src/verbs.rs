@@ -18,15 +18,15 @@ use crate::asking::ask_of_disk;
 use crate::params::{Format, Image};
 use crate::pause::{self, NotDone, Pause};
 use crate::state::DiskId;
-use crate::{Failure, Shared};
+use crate::{Failure, Shared, new_leaf};
 
 /// How long requests under way, and the opening of the image, may take each.
-const WITHIN: Duration = Duration::from_secs(60);
+pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 
 /// Most characters of a program's error that is no JSON.
 const MAX_ERROR: usize = 600;
 
-fn refuse(why: impl Into<String>, help: impl Into<String>) -> NotDone {
+pub(crate) fn refuse(why: impl Into<String>, help: impl Into<String>) -> NotDone {
     NotDone::Failed(Failure { why: why.into(), help: help.into() })
 }
 
@@ -35,14 +35,29 @@ fn refuse(why: impl Into<String>, help: impl Into<String>) -> NotDone {
 ///
 /// # Errors
 /// The disk goes on as before.
-pub(crate) fn snapshot(shared: &Shared, id: DiskId, new: &str) -> Result<(), NotDone> {
+pub(crate) fn snapshot(
+    shared: &Shared,
+    id: DiskId,
+    new: &str,
+    leaf: Option<Format>,
+) -> Result<(), NotDone> {
     let image = image(shared, id)?;
-    match image.format {
-        Format::Vhd | Format::Qcow2 => snapshot_of_image(shared, id, &image, Path::new(new)),
-        Format::Store => snapshot_of_volume(shared, id, new),
-        Format::Raw => Err(refuse(
-            "a raw image has no snapshots",
-            "convert it to VHD or qcow2 (ferrite image convert)",
+    match (image.format, leaf) {
+        (own @ (Format::Vhd | Format::Qcow2), leaf) if leaf.is_none_or(|leaf| leaf == own) => {
+            snapshot_of_image(shared, id, &image, Path::new(new))
+        }
+        (Format::Store, None) => snapshot_of_volume(shared, id, new),
+        (Format::Raw, Some(Format::Qcow2)) => {
+            must_be_allowed(shared, Path::new(new))?;
+            new_leaf::snapshot(shared, id, &image, Path::new(new))
+        }
+        (Format::Raw, _) => Err(refuse(
+            "a raw image has no snapshots of its own",
+            "let the guest go on in a qcow2 image on it: ferrite disk snapshot --leaf qcow2",
+        )),
+        (own, _) => Err(refuse(
+            format!("its image is {}, and so is each leaf of it", own.word()),
+            "leave --leaf out: that is for raw disks",
         )),
     }
 }
@@ -132,15 +147,27 @@ pub(crate) fn switch(
         true => run(shared, &["compare".into(), before.name(), next.name()]),
         false => Ok(()),
     };
-    let switched = compared
-        .map_err(NotDone::Failed)
-        .and_then(|()| pause::resume(shared, id, Some(next.clone()), true, WITHIN));
+    go_on_with(shared, id, compared.map(|()| next.clone()).map_err(NotDone::Failed), &before)
+}
+
+/// Lets a paused disk go on with the image `next`. If there is none, or it cannot be opened, the disk
+/// goes on with the one that it had.
+///
+/// # Errors
+/// The disk goes on as before, or is paused: the failure says which.
+pub(crate) fn go_on_with(
+    shared: &Shared,
+    id: DiskId,
+    next: Result<Image, NotDone>,
+    before: &Image,
+) -> Result<(), NotDone> {
+    let switched = next.and_then(|next| pause::resume(shared, id, Some(next), true, WITHIN));
     let Err(why) = switched else { return Ok(()) };
     // A failed resume has left the pause to the administrator.
     let is_step = shared.table.read(|disks| {
         disks.get(&id).and_then(|entry| entry.pause.as_ref()).is_some_and(|pause| pause.is_step)
     });
-    match pause::resume(shared, id, Some(before), is_step, WITHIN) {
+    match pause::resume(shared, id, Some(before.clone()), is_step, WITHIN) {
         Ok(()) => Err(why),
         Err(e) => Err(stays_paused(id, why, e)),
     }
@@ -209,7 +236,7 @@ fn stays_paused(id: DiskId, why: NotDone, e: NotDone) -> NotDone {
 }
 
 /// Runs `ferrite image` with these arguments. Its error is ours.
-fn run(shared: &Shared, arguments: &[OsString]) -> Result<(), Failure> {
+pub(crate) fn run(shared: &Shared, arguments: &[OsString]) -> Result<(), Failure> {
     let Some(tools) = shared.jobs.tools() else {
         let help = "look which program serves this host".to_owned();
         return Err(Failure { why: "this daemon has no programs for images".to_owned(), help });

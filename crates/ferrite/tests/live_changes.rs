@@ -15,7 +15,7 @@ use ferrite_testkit::wait_until;
 use host::works;
 use live::Lab;
 use load::Load;
-use roles::{end, keeper, worker};
+use roles::{keeper, worker};
 use serde_json::{Value, json};
 
 /// Not a test: the daemon.
@@ -139,6 +139,129 @@ fn a_change_of_a_volume_is_made_once_whichever_process_dies_meanwhile() {
     assert!(lab.program(&["store", "check", &lab.image("pool")]).status.success());
 }
 
+const SNAPSHOT_OF_RAW: [&str; 5] = ["disk", "snapshot", "web1/xvda", "--leaf", "qcow2"];
+
+#[test]
+fn a_raw_disk_goes_on_in_a_leaf_and_a_guest_that_is_started_again_has_that() {
+    let mut lab = Lab::new(&["web1.img"]);
+    let load = Load::start(&lab.host, &lab.disk);
+    let (mut client, _) = lab.client();
+    let (at, [monday, tuesday]) =
+        (4 << 20, ["monday.img", "tuesday.qcow2"].map(|name| lab.image(name)));
+    lab.refuses(&["disk", "snapshot", "web1/xvda", &monday], "--leaf qcow2");
+    client.write(at, &[1; 4096]);
+    lab.does(&[&SNAPSHOT_OF_RAW[..], &[&monday]].concat());
+    client.write(at, &[2; 4096]);
+    load.wait_for_progress();
+    lab.leaf = "web1.qcow2".to_owned();
+    assert_eq!(lab.chain(), ["web1.qcow2", "monday.img"]);
+    let mode = std::fs::metadata(&monday).unwrap().permissions();
+    assert!(mode.readonly() && !lab.host.image("web1.img").exists());
+    let was = lab.contents(&format!("raw:{monday}"));
+    assert!(was[at as usize..][..4096] == [1; 4096]);
+    // From here on it is a disk like others.
+    lab.refuses(&["disk", "snapshot", "web1/xvda", &monday], "exists");
+    lab.does(&["disk", "snapshot", "web1/xvda", &tuesday]);
+    lab.does(&["disk", "coalesce", "web1/xvda"]);
+    load.wait_for_progress();
+    assert_eq!(lab.chain(), ["web1.qcow2", "monday.img"]);
+    let leaf = lab.image("web1.qcow2");
+    let refused = lab.fails(&["disk", "coalesce", "web1/xvda", "--from", &leaf], "raw");
+    assert!(refused.contains("help: "), "{refused}");
+    assert_eq!(client.read(at, 4096), [2; 4096]);
+    // What the lab expects there.
+    client.write(at, &[0; 4096]);
+    drop(client);
+    load.end();
+    lab.start_guest_again();
+    let listed = lab.host.wait_for_phase(&lab.disk, PhaseName::Served);
+    assert_eq!(listed.image.as_deref(), Some(leaf.as_str()));
+    let mut front = lab.host.connect(&lab.disk);
+    works(&mut front, 3);
+    front.close(ferrite_testkit::PATIENCE).unwrap();
+    lab.end();
+}
+
+#[test]
+fn a_snapshot_of_a_raw_disk_that_cannot_be_made_leaves_the_disk_and_its_folder_as_they_were() {
+    let lab = Lab::new(&["a.img"]);
+    let load = Load::start(&lab.host, &lab.disk);
+    let below = lab.host.image("below");
+    std::fs::create_dir(&below).unwrap();
+    let fails = |new: &str, why: &str| {
+        lab.refuses(&[&SNAPSHOT_OF_RAW[..], &[new]].concat(), why);
+        load.wait_for_progress();
+    };
+    fails(&lab.image("a.img"), "exists");
+    fails(&lab.image("below/b.img"), "in another folder");
+    fails(lab.host.dir.path().join("b.img").to_str().unwrap(), "none of the folders");
+    std::fs::write(lab.image("a.qcow2"), "theirs").unwrap();
+    fails(&lab.image("b.img"), "a.qcow2 exists");
+    assert_eq!(std::fs::read(lab.image("a.qcow2")).unwrap(), b"theirs");
+    std::fs::remove_file(lab.image("a.qcow2")).unwrap();
+    std::fs::remove_dir(below).unwrap();
+    assert_eq!(lab.files(), ["a.img"]);
+    load.end();
+    lab.end();
+}
+
+#[test]
+fn a_snapshot_of_a_raw_disk_is_made_or_not_whichever_process_dies_in_it() {
+    use Step::{Kept, LeafMade, Paused, Recorded, Served, StateWritten};
+    let daemons = [Paused, LeafMade, Recorded, StateWritten, Kept, Served].map(|step| (step, 0));
+    let workers = [LeafMade, Served].map(|step| (step, 1));
+    for (step, who) in daemons.into_iter().chain(workers).chain([(LeafMade, 2)]) {
+        let mut lab = Lab::new(&["a.img"]);
+        let load = Load::start(&lab.host, &lab.disk);
+        load.wait_for_progress();
+        let kept = keeper(&lab.host, &lab.disk);
+        let daemon = lab.daemon.as_ref().unwrap().id().try_into().unwrap();
+        let victim = [daemon, worker(kept).unwrap(), kept][who];
+        host::kill_at(&lab.host.dir.path().join("victim"), step, victim);
+        let new = lab.image("b.img");
+        let asked = [&SNAPSHOT_OF_RAW[..], &[&new]].concat();
+        let done = lab.run(&asked);
+        if who == 0 {
+            lab.is_dead(&format!("{step:?}"));
+            lab.start(None);
+        }
+        load.wait_for_progress();
+        if lab.files() == ["a.img"] {
+            assert!(!done.status.success(), "{step:?}");
+            lab.does(&asked);
+            load.wait_for_progress();
+        }
+        assert_eq!(lab.files(), ["a.qcow2", "b.img"], "{step:?} {who}");
+        lab.leaf = "a.qcow2".to_owned();
+        assert_eq!(lab.chain(), ["a.qcow2", "b.img"]);
+        load.end();
+        lab.start_guest_again();
+        let listed = lab.host.wait_for_phase(&lab.disk, PhaseName::Served);
+        assert_eq!(listed.image, Some(lab.image("a.qcow2")), "{step:?} {who}");
+        lab.end();
+    }
+}
+
+/// The record comes before the switch.
+#[test]
+fn a_switch_whose_daemon_dies_before_it_is_none_for_a_guest_that_is_started_again() {
+    let mut lab = Lab::new(&["a.img"]);
+    let load = Load::start(&lab.host, &lab.disk);
+    load.wait_for_progress();
+    let other = lab.image("b.img");
+    lab.does(&["image", "create", &other, "8M"]);
+    lab.restart(Some(Step::Recorded));
+    assert!(!lab.run(&["disk", "switch", "web1/xvda", &other]).status.success());
+    lab.is_dead("recorded");
+    lab.start(None);
+    load.wait_for_progress();
+    load.end();
+    lab.start_guest_again();
+    let listed = lab.host.wait_for_phase(&lab.disk, PhaseName::Served);
+    assert_eq!(listed.image, Some(lab.image("a.img")));
+    lab.end();
+}
+
 /// The daemon dies when the image is closed for the change. The next one ends the pause.
 #[test]
 fn a_change_whose_daemon_dies_leaves_the_disk_as_it_was_and_can_be_made_again() {
@@ -212,11 +335,7 @@ fn a_guest_that_is_started_again_has_the_image_that_its_disk_was_switched_to() {
         assert_eq!(listed.image.as_deref(), Some(next.as_str()));
     }
     load.end();
-    let kept = keeper(&lab.host, &lab.disk);
-    end(&lab.host, std::slice::from_ref(&lab.disk), &[kept]);
-    std::fs::remove_dir_all(lab.host.paths().run.join("disks")).unwrap();
-    lab.disk = lab.host.attach(1, 0, &lab.params);
-    lab.restart(None);
+    lab.start_guest_again();
     let listed = lab.host.wait_for_phase(&lab.disk, PhaseName::Served);
     assert_eq!(listed.image.as_deref(), Some(next.as_str()));
     let mut front = lab.host.connect(&lab.disk);

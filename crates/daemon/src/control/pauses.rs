@@ -28,7 +28,7 @@ pub(super) fn resume(shared: &Shared, request: &ResumeParams) -> Result<Attached
 
 pub(super) fn snapshot(shared: &Shared, request: &SnapshotParams) -> Result<Attached, RpcError> {
     let id = request.disk;
-    verbs::snapshot(shared, id, &request.name).map_err(|e| not_done(id, e))?;
+    verbs::snapshot(shared, id, &request.name, request.leaf).map_err(|e| not_done(id, e))?;
     Ok(Attached { disk: found(shared, id)? })
 }
 

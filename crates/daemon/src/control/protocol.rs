@@ -157,6 +157,9 @@ pub struct SnapshotParams {
     /// The absolute path that the disk as it is now gets; of a volume, the name of the snapshot in its
     /// store.
     pub name: String,
+    /// The format of the new image that the guest goes on in. A raw disk needs one: qcow2.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub leaf: Option<Format>,
 }
 
 /// The parameters of `disk.resize`.

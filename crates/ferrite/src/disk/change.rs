@@ -27,8 +27,9 @@ const ANSWER: Duration = Duration::from_secs(600);
 pub(crate) const SNAPSHOT_HELP: &str = "\
 The snapshot is what the disk would be after a power cut. The guest's file systems are whole in it if they rest:
 --quiesce runs a program with the word before, and with the word after, that can freeze and thaw them
-(fsfreeze in the guest, say). Nothing is snapshot if it fails before. A VHD or qcow2 image is needed, or a volume of a
-store: then NEW is the name of a snapshot in that store. To merge snapshots again: ferrite disk coalesce.";
+(fsfreeze in the guest, say). Nothing is snapshot if it fails before. To merge snapshots again: ferrite disk coalesce.
+Of a volume of a store, NEW is the name of a snapshot in that store. A raw disk gets a qcow2 image: --leaf qcow2.
+The guest has that, also when it is started again by an unchanged configuration.";
 
 /// The help of `disk resize` after its options.
 pub(crate) const RESIZE_HELP: &str = "\
@@ -50,6 +51,10 @@ pub(crate) struct SnapshotArgs {
     /// name of a snapshot in its store.
     #[arg(value_name = "NEW")]
     pub(crate) new: OsString,
+
+    /// The format of the image that a raw disk's guest goes on in. It has the disk's name, with this extension.
+    #[arg(long, value_name = "FORMAT", value_parser = ["qcow2"])]
+    pub(crate) leaf: Option<String>,
 
     /// A command for a shell that is run before the snapshot with the word before, and then with after.
     #[arg(long, value_name = "CMD")]
@@ -124,7 +129,8 @@ pub(super) fn snapshot(args: &SnapshotArgs) -> Result<(), Failure> {
         let why = format!("{} is no name of a file in UTF-8", args.new.display());
         Failure::new(what, why, "choose another name").with_code(Code::USAGE)
     })?;
-    let asked = SnapshotParams { disk: id(disk), name: new.clone() };
+    let leaf = args.leaf.as_ref().map(|_| Format::Qcow2);
+    let asked = SnapshotParams { disk: id(disk), name: new.clone(), leaf };
     let quiesce = |word: &str| args.quiesce.as_deref().map_or(Ok(()), |cmd| hook(cmd, word));
     quiesce("before").map_err(|why| {
         let help = match quiesce("after") {

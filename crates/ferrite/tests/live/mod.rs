@@ -271,6 +271,23 @@ impl Lab {
         kill(self.daemon.take().unwrap());
     }
 
+    /// Starts the guest, which has left, and the daemon again, with the configuration that they had.
+    pub fn start_guest_again(&mut self) {
+        self.detach();
+        std::fs::remove_dir_all(self.host.paths().run.join("disks")).unwrap();
+        self.disk = self.host.attach(1, 0, &self.params);
+        self.start(None);
+    }
+
+    /// The names of all files in the folder of images.
+    pub fn files(&self) -> Vec<String> {
+        let names = std::fs::read_dir(self.host.image("")).unwrap();
+        let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<String> = names.collect();
+        names.sort();
+        names
+    }
+
     /// The contents of an image or a volume.
     pub fn contents(&self, name: &str) -> Vec<u8> {
         let all = self.image("contents.img");
@@ -292,10 +309,8 @@ impl Lab {
 
     /// Checks that no file of an unfinished change is left.
     pub fn has_no_litter(&self) {
-        let left = std::fs::read_dir(self.host.image("")).unwrap();
-        let names = left.map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let is_litter = |name: &String| name.contains("partial") || name.contains("ferrite-job");
-        let left: Vec<String> = names.filter(is_litter).collect();
+        let left: Vec<String> = self.files().into_iter().filter(is_litter).collect();
         assert!(left.is_empty(), "{left:?}");
     }
 }
