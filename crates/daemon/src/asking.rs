@@ -1,16 +1,19 @@
-//! Questions to a worker about the headers of the image that it has open: a tool changes or reads
-//! them while the disk is in use.
+//! Questions to a worker about what it has open: the headers of an image, which a tool changes or
+//! reads while the disk is in use, or a volume of a store.
 //!
 //! A question waits in the disk's entry. The disk's thread is woken, asks the worker as soon as the
-//! image is known to be open, and records the reply. A worker that dies meanwhile leaves the old
-//! header or the new one, and the next worker is asked again.
+//! image is known to be open, and records the reply. A worker that dies meanwhile leaves what was
+//! or what is asked for, and the next worker is asked again.
 
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use ferrite_serve::blkif::lifecycle::{Change, ImageOrder, ImageReply, ServeError, ask_of_image};
+use ferrite_serve::blkif::lifecycle::{
+    Change, ImageOrder, ImageReply, ServeError, VolumeOrder, VolumeReply, ask_of_image,
+    ask_of_volume,
+};
 use ferrite_serve::waker::Waker;
 
 use crate::params::Format;
@@ -30,31 +33,64 @@ pub(crate) struct Questions {
     all: Vec<Question>,
 }
 
+/// What a worker is asked.
+#[derive(Clone, Debug)]
+enum About {
+    Image(ImageOrder),
+    Volume(VolumeOrder),
+}
+
+/// What a worker replies.
+#[derive(Clone, Debug)]
+enum Told {
+    OfImage(ImageReply),
+    OfVolume(VolumeReply),
+}
+
+impl About {
+    fn ask(&self, line: BorrowedFd<'_>, stop: &Waker) -> Result<Told, ServeError> {
+        match self {
+            About::Image(order) => ask_of_image(line, stop, order).map(Told::OfImage),
+            About::Volume(order) => ask_of_volume(line, stop, order).map(Told::OfVolume),
+        }
+    }
+
+    /// The next try may find what an earlier one has done.
+    fn note_try(&mut self) {
+        if let About::Volume(VolumeOrder::Snapshot { again, .. }) = self {
+            *again = true;
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Question {
     number: u64,
-    order: ImageOrder,
+    about: About,
     deaths: u32,
-    reply: Option<Result<ImageReply, Failure>>,
+    reply: Option<Result<Told, Failure>>,
 }
 
 impl Questions {
-    fn add(&mut self, order: ImageOrder) -> u64 {
+    fn add(&mut self, about: About) -> u64 {
         self.last += 1;
-        self.all.push(Question { number: self.last, order, deaths: 0, reply: None });
+        self.all.push(Question { number: self.last, about, deaths: 0, reply: None });
         self.last
     }
 
-    fn open(&self) -> Option<(u64, ImageOrder)> {
-        let question = self.all.iter().find(|question| question.reply.is_none())?;
-        Some((question.number, question.order.clone()))
+    /// The next question without a reply, which is asked now.
+    fn next(&mut self) -> Option<(u64, About)> {
+        let question = self.all.iter_mut().find(|question| question.reply.is_none())?;
+        let next = (question.number, question.about.clone());
+        question.about.note_try();
+        Some(next)
     }
 
     fn of(&mut self, number: u64) -> Option<&mut Question> {
         self.all.iter_mut().find(|question| question.number == number)
     }
 
-    fn reply(&self, number: u64) -> Option<Result<ImageReply, Failure>> {
+    fn reply(&self, number: u64) -> Option<Result<Told, Failure>> {
         self.all.iter().find(|question| question.number == number)?.reply.clone()
     }
 
@@ -70,9 +106,13 @@ impl Assignment<'_> {
     /// [`ServeError::Left`]: the thread was woken for another reason, and `stop` is woken still.
     /// [`ServeError::WorkerLost`].
     pub(crate) fn ask_worker(&self, line: BorrowedFd<'_>, stop: &Waker) -> Result<(), ServeError> {
-        let open = || self.shared.table.read(|disks| disks.get(&self.id)?.questions.open());
-        while let Some((number, order)) = open() {
-            let reply = match ask_of_image(line, stop, &order) {
+        let next = || {
+            let mut next = None;
+            self.shared.table.change(self.id, |entry| next = entry.questions.next());
+            next
+        };
+        while let Some((number, about)) = next() {
+            let reply = match about.ask(line, stop) {
                 Ok(reply) => Ok(reply),
                 // Another question has come: this one is asked again, which changes nothing more.
                 Err(ServeError::Left) if self.wake_reason() == WakeReason::Nothing => continue,
@@ -94,7 +134,7 @@ impl Assignment<'_> {
         Ok(())
     }
 
-    fn answer(&self, number: u64, reply: Result<ImageReply, Failure>) {
+    fn answer(&self, number: u64, reply: Result<Told, Failure>) {
         self.shared.table.change(self.id, |entry| {
             if let Some(question) = entry.questions.of(number) {
                 question.reply = Some(reply);
@@ -147,9 +187,30 @@ pub(crate) fn ask(
         }
     };
     let order = ImageOrder { file, change: change.cloned() };
-    match reply_of(shared, id, order) {
-        Some(Ok(ImageReply::NotMine)) | None => Ok(None),
-        Some(reply) => reply.map(Some),
+    match reply_of(shared, id, About::Image(order)) {
+        Some(Ok(Told::OfImage(ImageReply::NotMine))) | None => Ok(None),
+        Some(Ok(Told::OfImage(reply))) => Ok(Some(reply)),
+        Some(Ok(Told::OfVolume(_))) => Err(no_reply("the worker has replied to another question")),
+        Some(Err(failure)) => Err(failure),
+    }
+}
+
+/// Has the worker of a served disk change its volume, or tell its size. Returns the size in bytes.
+///
+/// # Errors
+/// The disk is not served; the change is refused; or the worker gives no reply: then it may have been made.
+pub(crate) fn ask_of_disk(shared: &Shared, id: DiskId, order: VolumeOrder) -> Result<u64, Failure> {
+    match reply_of(shared, id, About::Volume(order)) {
+        Some(Ok(Told::OfVolume(VolumeReply::Done(bytes)))) => Ok(bytes),
+        Some(Ok(Told::OfVolume(VolumeReply::Refused { why, help }))) => Err(Failure { why, help }),
+        Some(Ok(Told::OfImage(_))) => Err(no_reply("the worker has replied to another question")),
+        Some(Err(failure)) => Err(failure),
+        None => Err(Failure {
+            why: "it is not served now".to_owned(),
+            help:
+                "ferrite disk show has its phase; ferrite store works on a volume that no disk uses"
+                    .to_owned(),
+        }),
     }
 }
 
@@ -173,10 +234,10 @@ fn found(shared: &Shared, real: &Path) -> Option<(DiskId, Phase)> {
 }
 
 /// The reply of a disk's worker. `None`: its image is not open any more.
-fn reply_of(shared: &Shared, id: DiskId, order: ImageOrder) -> Option<Result<ImageReply, Failure>> {
+fn reply_of(shared: &Shared, id: DiskId, about: About) -> Option<Result<Told, Failure>> {
     let mut number = 0;
     shared.table.change(id, |entry| {
-        number = entry.questions.add(order);
+        number = entry.questions.add(about);
         entry.wake();
     });
     let reply = shared.table.wait_for(TIMEOUT, |disks| {

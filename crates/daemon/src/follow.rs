@@ -16,6 +16,7 @@ use ferrite_serve::waker::Waker;
 use ferrite_xen::store::{Store, StoreError};
 
 use crate::directory::Snapshot;
+use crate::new_leaf::NewLeaf;
 use crate::params::Image;
 use crate::pause::Pause;
 use crate::state::{DiskId, DiskState, TapState};
@@ -320,13 +321,17 @@ impl Follower {
     fn write_state_with(&self, image: &Image, pause: Option<Pause>) -> Result<(), Failure> {
         let state = DiskState::new(self.id, image, self.minor).with_tap(self.tap());
         let state = state.beside(self.beside()).paused(pause).tuned(self.tune());
-        let state = state.leaving(self.left());
+        let state = state.leaving(self.left()).with_new_leaf(self.new_leaf());
         self.shared.states.write(&state).map_err(|e| self.shared.state_failure(&e))
     }
 
     /// What a tap has besides.
     pub(crate) fn tap(&self) -> Option<TapState> {
         self.shared.table.read(|disks| disks.get(&self.id)?.tap)
+    }
+
+    fn new_leaf(&self) -> Option<NewLeaf> {
+        self.shared.table.read(|disks| disks.get(&self.id)?.new_leaf.clone())
     }
 
     /// What was set on the running disk.

@@ -42,11 +42,13 @@ pub mod jobs;
 mod joint_upgrade;
 pub mod keepers;
 mod moved;
+pub mod new_leaf;
 pub mod orphan;
 pub mod params;
 pub mod pause;
 mod siblings;
 pub mod state;
+mod step;
 mod supervise;
 pub mod suspended;
 mod switched;
@@ -62,6 +64,7 @@ use jobs::{Jobs, Means};
 use joint_upgrade::Participant;
 use params::Image;
 use state::{DiskId, States};
+pub use step::Step;
 use switched::Switched;
 use table::{Phase, Table, Upgrade, WakeReason};
 use taps::Taps;
@@ -157,6 +160,7 @@ impl Assignment<'_> {
             self.shared.end_pause(self.id, &self.image, self.minor)?;
         }
         self.end_suspension()?;
+        self.shared.settle_leaf(self.id, &self.image);
         self.set_served();
         Ok(())
     }
@@ -349,29 +353,6 @@ impl Paths {
     fn lock(&self) -> PathBuf {
         self.run.join("daemon.lock")
     }
-}
-
-/// Points at which a daemon may die. Tests let it die at each of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
-    /// A disk's state file is written, and the disk is not served yet.
-    StateWritten,
-    /// The disk has a keeper, and its image is not open.
-    Kept,
-    /// The image of a suspended guest is closed, and the state file says so.
-    Suspended,
-    /// The disk's image is open, and the guest was told nothing.
-    Served,
-    /// The disk's image is closed, and its state file says that it is paused.
-    Paused,
-    /// The disk's image is closed for another program.
-    Retired,
-    /// The other program serves the disk, or is about to.
-    Upgraded,
-    /// The disk is not served any more, and its state file still exists.
-    Forgotten,
-    /// A job has come to this point: its state file has this step, or a part of the step is done.
-    Job(&'static str),
 }
 
 /// The state of the connection to xenstore.

@@ -104,8 +104,25 @@ pub(crate) fn pause(
     pause: &Pause,
     within: Duration,
 ) -> Result<(), NotDone> {
+    pause_and(shared, id, pause, within, |_| ())
+}
+
+/// As [`pause`]. `note` changes the entry together with the request, so the state file that has the
+/// pause has that, too.
+pub(crate) fn pause_and(
+    shared: &Shared,
+    id: DiskId,
+    pause: &Pause,
+    within: Duration,
+    note: impl FnOnce(&mut Entry),
+) -> Result<(), NotDone> {
     let mut asked = Err(NotDone::NoDisk);
-    shared.table.change(id, |entry| asked = request(entry, pause));
+    shared.table.change(id, |entry| {
+        asked = request(entry, pause);
+        if asked.is_ok() {
+            note(entry);
+        }
+    });
     asked?;
     let done = shared.table.wait_for(within, |disks| match disks.get(&id) {
         None => Some(Err(NotDone::Failed(detached()))),
@@ -250,11 +267,27 @@ impl Shared {
         }
     }
 
+    fn record_failure(&self, e: &std::io::Error) -> Failure {
+        let folder = self.config.state_folder.display();
+        Failure {
+            why: format!("cannot record in {folder} which image the disk has: {e}"),
+            help: "mend that folder, or name another one (state_folder), and try again".to_owned(),
+        }
+    }
+
     /// Records that the disk goes on with this image: first in the state file.
     pub(crate) fn end_pause(&self, id: DiskId, image: &Image, minor: u32) -> Result<(), Failure> {
-        let of_entry = |entry: &Entry| (entry.tune.clone(), entry.tap);
-        let (tune, tap) = self.table.read(|disks| disks.get(&id).map(of_entry)).unwrap_or_default();
-        let state = DiskState::new(id, image, minor).tuned(tune).with_tap(tap);
+        let of_entry = |entry: &Entry| (entry.tune.clone(), entry.tap, entry.new_leaf.clone());
+        let (tune, tap, leaf) =
+            self.table.read(|disks| disks.get(&id).map(of_entry)).unwrap_or_default();
+        let state = DiskState::new(id, image, minor).tuned(tune).with_tap(tap).with_new_leaf(leaf);
+        // A predecessor may have died between its record of a switch and the switch.
+        if !id.is_tap()
+            && let Err(e) = self.switched.settle(image)
+        {
+            // The guest is not to wait for that.
+            tracing::error!("disk {id}: {}", self.record_failure(&e));
+        }
         self.states.write(&state).map_err(|e| self.state_failure(&e))?;
         self.table.change(id, |entry| {
             (entry.pause, entry.resume) = (None, Resume::None);
@@ -382,13 +415,7 @@ impl Follower {
         if from == to || self.id.is_tap() {
             return Ok(());
         }
-        self.shared.switched.record(from, to).map_err(|e| Failure {
-            why: format!(
-                "cannot record in {} which image the disk has: {e}",
-                self.shared.config.state_folder.display()
-            ),
-            help: "mend that folder, or name another one (state_folder), and try again".to_owned(),
-        })
+        self.shared.switched.record(from, to).map_err(|e| self.shared.record_failure(&e))
     }
 
     /// Serves a paused disk with the image `next`. If that cannot be opened, the disk stays paused
@@ -398,10 +425,12 @@ impl Follower {
             (entry.image, entry.real) = (Some(next.clone()), None);
         });
         self.shared.table.set(self.id, Phase::Starting);
+        self.shared.prepare_raw(self.id, next);
         // A guest that is started again by the same configuration gets the image that it has written
         // last, so this is recorded before it can write. A record of an image that was not opened is
         // taken back.
         let recorded = self.record_switch(before, next);
+        (self.shared.on_step)(Step::Recorded);
         let resumed = self.resumed();
         let served = recorded.and_then(|()| match self.id.is_tap() {
             true => self.serve_tap(next, true),

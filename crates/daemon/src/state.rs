@@ -14,6 +14,7 @@ use ferrite_serve::blkif::lifecycle::{Tune, run_dir_name};
 use ferrite_xen::hypervisor::DomId;
 use serde::{Deserialize, Serialize};
 
+use crate::new_leaf::NewLeaf;
 use crate::params::{Format, Image};
 use crate::pause::Pause;
 use crate::suspended::LeftImage;
@@ -132,6 +133,9 @@ pub struct DiskState {
     /// What a tap has besides.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub tap: Option<TapState>,
+    /// The snapshot of a raw disk that is made.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub new_leaf: Option<NewLeaf>,
 }
 
 impl DiskState {
@@ -141,7 +145,7 @@ impl DiskState {
         let path = image.path.as_os_str().as_bytes().to_vec();
         let (version, format) = (VERSION, image.format);
         let (rests_for, has_run, beside, never_open) = (None, false, None, false);
-        let (left, pause, tune, tap) = (None, None, Tune::default(), None);
+        let (left, pause, tune, tap, new_leaf) = (None, None, Tune::default(), None, None);
         DiskState {
             version,
             id,
@@ -156,7 +160,14 @@ impl DiskState {
             pause,
             tune,
             tap,
+            new_leaf,
         }
+    }
+
+    /// Sets the snapshot of a raw disk that is made.
+    #[must_use]
+    pub fn with_new_leaf(self, new_leaf: Option<NewLeaf>) -> DiskState {
+        DiskState { new_leaf, ..self }
     }
 
     /// Sets what a tap has besides.

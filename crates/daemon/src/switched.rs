@@ -78,6 +78,19 @@ impl Switched {
         self.write(&map)
     }
 
+    /// Records that disks with this image are served from it. What a predecessor has recorded may be a
+    /// switch that was not made.
+    ///
+    /// # Errors
+    /// As [`record`](Self::record), and as [`current`](Self::current).
+    pub(crate) fn settle(&self, image: &Image) -> io::Result<()> {
+        let current = self.current(image)?;
+        match current == *image {
+            true => Ok(()),
+            false => self.record(&current, image),
+        }
+    }
+
     fn write(&self, map: &BTreeMap<String, String>) -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.folder)?;
         let new = self.file().with_extension("new");

@@ -12,6 +12,7 @@ use ferrite_serve::waker::Waker;
 use crate::Failure;
 use crate::asking::Questions;
 use crate::joint_upgrade::Participant;
+use crate::new_leaf::NewLeaf;
 use crate::params::Image;
 use crate::pause::{Pause, Resume};
 use crate::state::{DiskId, DiskState, TapState};
@@ -116,6 +117,8 @@ pub struct Entry {
     pub(crate) tap: Option<TapState>,
     /// Whether a tap is to be closed, and how.
     pub(crate) closing: Option<Closing>,
+    /// The snapshot of a raw disk that is made.
+    pub(crate) new_leaf: Option<NewLeaf>,
     /// What was set on the running disk.
     pub(crate) tune: Tune,
     /// The state of a change of that.
@@ -264,6 +267,7 @@ impl Table {
             group: None,
             tap: known.and_then(|state| state.tap),
             closing: None,
+            new_leaf: known.and_then(|state| state.new_leaf.clone()),
             tune: known.map(|state| state.tune.clone()).unwrap_or_default(),
             tuning: Tuning::default(),
             questions: Questions::default(),

@@ -3,7 +3,8 @@
 //! The disk is paused, a process of ours changes the image, and the disk goes on. The process is
 //! `ferrite image`, since this crate opens no images; each of its commands leaves the old image or
 //! the new one, wherever it is interrupted. So the next daemon, which ends the pause, has one of the
-//! two to serve.
+//! two to serve. A volume of a store is changed by its disk's worker, which has the store open: no pause
+//! is needed.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -11,40 +12,70 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
+use ferrite_serve::blkif::lifecycle::VolumeOrder;
+
+use crate::asking::ask_of_disk;
 use crate::params::{Format, Image};
 use crate::pause::{self, NotDone, Pause};
 use crate::state::DiskId;
-use crate::{Failure, Shared};
+use crate::{Failure, Shared, new_leaf};
 
 /// How long requests under way, and the opening of the image, may take each.
-const WITHIN: Duration = Duration::from_secs(60);
+pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 
 /// Most characters of a program's error that is no JSON.
 const MAX_ERROR: usize = 600;
 
-fn refuse(why: impl Into<String>, help: impl Into<String>) -> NotDone {
+pub(crate) fn refuse(why: impl Into<String>, help: impl Into<String>) -> NotDone {
     NotDone::Failed(Failure { why: why.into(), help: help.into() })
 }
 
 /// Gives the disk as it is now the name `new`, read-only. The guest goes on in a new leaf, which
-/// keeps the disk's name.
+/// keeps the disk's name. A volume goes on as it is, and `new` is a snapshot in its store.
 ///
 /// # Errors
 /// The disk goes on as before.
-pub(crate) fn snapshot(shared: &Shared, id: DiskId, new: &Path) -> Result<(), NotDone> {
+pub(crate) fn snapshot(
+    shared: &Shared,
+    id: DiskId,
+    new: &str,
+    leaf: Option<Format>,
+) -> Result<(), NotDone> {
     let image = image(shared, id)?;
-    if !matches!(image.format, Format::Vhd | Format::Qcow2) {
-        let (why, help) = match image.format {
-            Format::Store => {
-                ("it is a volume of a store", "use ferrite store snapshot: no pause is needed")
-            }
-            _ => (
-                "a raw image has no snapshots",
-                "convert it to VHD or qcow2 (ferrite image convert)",
-            ),
-        };
-        return Err(refuse(why, help));
+    match (image.format, leaf) {
+        (own @ (Format::Vhd | Format::Qcow2), leaf) if leaf.is_none_or(|leaf| leaf == own) => {
+            snapshot_of_image(shared, id, &image, Path::new(new))
+        }
+        (Format::Store, None) => snapshot_of_volume(shared, id, new),
+        (Format::Raw, Some(Format::Qcow2)) => {
+            must_be_allowed(shared, Path::new(new))?;
+            new_leaf::snapshot(shared, id, &image, Path::new(new))
+        }
+        (Format::Raw, _) => Err(refuse(
+            "a raw image has no snapshots of its own",
+            "let the guest go on in a qcow2 image on it: ferrite disk snapshot --leaf qcow2",
+        )),
+        (own, _) => Err(refuse(
+            format!("its image is {}, and so is each leaf of it", own.word()),
+            "leave --leaf out: that is for raw disks",
+        )),
     }
+}
+
+fn snapshot_of_volume(shared: &Shared, id: DiskId, new: &str) -> Result<(), NotDone> {
+    must_have_worker(shared, id)?;
+    // A snapshot may be asked for twice, if a worker dies. What was there before is not taken for it.
+    ask_of_disk(shared, id, VolumeOrder::Check(new.to_owned())).map_err(NotDone::Failed)?;
+    let order = VolumeOrder::Snapshot { name: new.to_owned(), again: false };
+    ask_of_disk(shared, id, order).map(drop).map_err(NotDone::Failed)
+}
+
+fn snapshot_of_image(
+    shared: &Shared,
+    id: DiskId,
+    image: &Image,
+    new: &Path,
+) -> Result<(), NotDone> {
     must_be_allowed(shared, new)?;
     if new.symlink_metadata().is_ok() {
         let why = format!("{} exists", new.display());
@@ -66,12 +97,36 @@ pub(crate) fn resize(
 ) -> Result<(), NotDone> {
     let image = image(shared, id)?;
     if image.format == Format::Store {
-        let help = "detach the disk, and use ferrite store resize";
-        return Err(refuse("a volume of a store cannot be resized in use", help));
+        return resize_volume(shared, id, bytes, is_more);
     }
     let size = format!("{}{bytes}", if is_more { "+" } else { "" });
     let arguments = ["resize".into(), "--grow".into(), image.name(), size.into()];
     while_paused(shared, id, "a resize", || run(shared, &arguments))
+}
+
+/// The worker may be asked twice, if one dies. So it is asked for a size, and not for more.
+fn resize_volume(shared: &Shared, id: DiskId, bytes: u64, is_more: bool) -> Result<(), NotDone> {
+    must_have_worker(shared, id)?;
+    let ask = |order| ask_of_disk(shared, id, order).map_err(NotDone::Failed);
+    let to = match is_more {
+        false => bytes,
+        true => ask(VolumeOrder::Look)?
+            .checked_add(bytes)
+            .ok_or_else(|| refuse("a volume has at most 4 PiB", "take a smaller size"))?,
+    };
+    ask(VolumeOrder::Grow(to)).map(drop)
+}
+
+/// Checks that a disk has a worker of its own.
+fn must_have_worker(shared: &Shared, id: DiskId) -> Result<(), NotDone> {
+    match shared.table.read(|disks| Some(disks.get(&id)?.beside)) {
+        None => Err(NotDone::NoDisk),
+        Some(None) => Ok(()),
+        Some(Some(first)) => {
+            let why = format!("it is a stub domain's and served with disk {first}");
+            Err(refuse(why, format!("name disk {first}: both have the same volume")))
+        }
+    }
 }
 
 /// Serves the disk from another image, whose contents the caller says are the same. With `compare`
@@ -92,15 +147,27 @@ pub(crate) fn switch(
         true => run(shared, &["compare".into(), before.name(), next.name()]),
         false => Ok(()),
     };
-    let switched = compared
-        .map_err(NotDone::Failed)
-        .and_then(|()| pause::resume(shared, id, Some(next.clone()), true, WITHIN));
+    go_on_with(shared, id, compared.map(|()| next.clone()).map_err(NotDone::Failed), &before)
+}
+
+/// Lets a paused disk go on with the image `next`. If there is none, or it cannot be opened, the disk
+/// goes on with the one that it had.
+///
+/// # Errors
+/// The disk goes on as before, or is paused: the failure says which.
+pub(crate) fn go_on_with(
+    shared: &Shared,
+    id: DiskId,
+    next: Result<Image, NotDone>,
+    before: &Image,
+) -> Result<(), NotDone> {
+    let switched = next.and_then(|next| pause::resume(shared, id, Some(next), true, WITHIN));
     let Err(why) = switched else { return Ok(()) };
     // A failed resume has left the pause to the administrator.
     let is_step = shared.table.read(|disks| {
         disks.get(&id).and_then(|entry| entry.pause.as_ref()).is_some_and(|pause| pause.is_step)
     });
-    match pause::resume(shared, id, Some(before), is_step, WITHIN) {
+    match pause::resume(shared, id, Some(before.clone()), is_step, WITHIN) {
         Ok(()) => Err(why),
         Err(e) => Err(stays_paused(id, why, e)),
     }
@@ -169,7 +236,7 @@ fn stays_paused(id: DiskId, why: NotDone, e: NotDone) -> NotDone {
 }
 
 /// Runs `ferrite image` with these arguments. Its error is ours.
-fn run(shared: &Shared, arguments: &[OsString]) -> Result<(), Failure> {
+pub(crate) fn run(shared: &Shared, arguments: &[OsString]) -> Result<(), Failure> {
     let Some(tools) = shared.jobs.tools() else {
         let help = "look which program serves this host".to_owned();
         return Err(Failure { why: "this daemon has no programs for images".to_owned(), help });

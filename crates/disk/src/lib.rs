@@ -16,6 +16,7 @@
 #![forbid(unsafe_code)]
 
 mod allocation;
+mod changes;
 mod disk;
 pub mod elsewhere;
 mod headers;
@@ -27,6 +28,7 @@ mod session;
 mod volume;
 
 pub use allocation::Allocation;
+pub use changes::Repeated;
 pub use disk::{Disk, Work};
 pub use elsewhere::Elsewhere;
 #[cfg(feature = "testing")]

@@ -6,6 +6,7 @@
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferrite_disk_base::size::Human;
@@ -33,7 +34,8 @@ pub struct Volume {
     store: Arc<Owned>,
     name: String,
     number: VolumeId,
-    sectors: u64,
+    /// It only grows, in [`refresh_size`](Volume::refresh_size).
+    sectors: AtomicU64,
     read_only: bool,
     is_snapshot: bool,
     /// `None`: the volume was closed, and other processes may use it.
@@ -101,7 +103,7 @@ impl Volume {
             store,
             name: name.to_owned(),
             number,
-            sectors: blocks * BLOCK / SECTOR_BYTES,
+            sectors: AtomicU64::new(blocks * BLOCK / SECTOR_BYTES),
             read_only: options.read_only,
             is_snapshot,
             handle: Mutex::new(Some(handle)),
@@ -142,8 +144,24 @@ impl Volume {
         path.into()
     }
 
+    /// Its number in the store.
+    pub(crate) fn number(&self) -> VolumeId {
+        self.number
+    }
+
     pub(crate) fn sectors(&self) -> u64 {
-        self.sectors
+        self.sectors.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.sectors() * SECTOR_BYTES
+    }
+
+    /// Takes the size that the store knows, after the volume has grown.
+    pub(crate) fn refresh_size(&self) {
+        if let Some(Found { blocks, .. }) = self.live().volume_called(&self.name) {
+            self.sectors.fetch_max(blocks * BLOCK / SECTOR_BYTES, Ordering::Relaxed);
+        }
     }
 
     pub(crate) fn read_only(&self) -> bool {
@@ -270,7 +288,7 @@ impl fmt::Debug for Volume {
 impl fmt::Display for Volume {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mode = if self.read_only { "read-only" } else { "read-write" };
-        let size = Human(self.sectors * SECTOR_BYTES);
+        let size = Human(self.bytes());
         let store = self.medium();
         write!(f, "volume {} of a store, {size}, {mode}; the store: {store}", self.name)
     }

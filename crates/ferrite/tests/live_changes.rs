@@ -15,7 +15,7 @@ use ferrite_testkit::wait_until;
 use host::works;
 use live::Lab;
 use load::Load;
-use roles::{end, keeper};
+use roles::{keeper, worker};
 use serde_json::{Value, json};
 
 /// Not a test: the daemon.
@@ -48,6 +48,217 @@ fn the_recipes_of_the_manual_work_while_the_guest_writes() {
     });
     load.wait_for_progress();
     load.end();
+    lab.end();
+}
+
+/// The contents of a block of the volume or snapshot of this name, when the store is at rest.
+fn block(lab: &Lab, name: &str, at: usize) -> u8 {
+    let bytes = lab.contents(&format!("store:{}#{name}", lab.image("pool")));
+    assert!(bytes[at..at + 4096].iter().all(|byte| *byte == bytes[at]));
+    bytes[at]
+}
+
+#[test]
+fn a_volume_gets_a_snapshot_and_grows_while_its_guest_and_a_client_write() {
+    let mut lab = Lab::of_volume();
+    let load = Load::start(&lab.host, &lab.disk);
+    let (mut client, bytes) = lab.client();
+    assert_eq!(bytes, 8 << 20);
+    let (at, end) = (4 << 20, 12 << 20);
+    let words = ["disk", "snapshot", "web1/xvda"];
+    let kept = keeper(&lab.host, &lab.disk);
+    let before = worker(kept);
+    for (name, stamp) in [("monday", 1), ("tuesday", 2)] {
+        client.write(at, &[stamp; 4096]);
+        lab.does(&[&words[..], &[name]].concat());
+        client.write(at, &[9; 4096]);
+        load.wait_for_progress();
+    }
+    for (name, why) in [
+        ("monday", "there is a volume of that name"),
+        ("web", "there is a volume of that name"),
+        ("mon/day", "is no name"),
+        ("a.partial", "copies that are not complete"),
+    ] {
+        lab.refuses(&[&words[..], &[name]].concat(), why);
+    }
+    let resize = ["disk", "resize", "web1/xvda"];
+    for size in ["10M", "+2M"] {
+        lab.does(&[&resize[..], &[size]].concat());
+        load.wait_for_progress();
+    }
+    lab.refuses(&[&resize[..], &["1M"]].concat(), "cannot shrink");
+    lab.refuses(&[&resize[..], &["12582913"]].concat(), "whole blocks of 4 KiB");
+    lab.refuses(&[&resize[..], &["16P"]].concat(), "between one block and 4 PiB");
+    let sectors = format!("{}/sectors", lab.disk.backend);
+    wait_until("the guest's new size", || {
+        lab.host.store().read_string(&sectors).unwrap() == Some((end / 512).to_string())
+    });
+    let (mut wide, bytes) = lab.client();
+    assert_eq!(bytes, end);
+    wide.write(end - 4096, &[3; 4096]);
+    load.wait_for_progress();
+    assert_eq!((keeper(&lab.host, &lab.disk), worker(kept)), (kept, before), "nothing was started");
+    load.end();
+    lab.detach();
+    let at = usize::try_from(at).unwrap();
+    assert_eq!(["monday", "tuesday", "web"].map(|name| block(&lab, name, at)), [1, 2, 9]);
+    assert_eq!(block(&lab, "web", (12 << 20) - 4096), 3);
+    assert!(lab.program(&["store", "check", &lab.image("pool")]).status.success());
+}
+
+#[test]
+fn a_change_of_a_volume_is_made_once_whichever_process_dies_meanwhile() {
+    let mut lab = Lab::of_volume();
+    let load = Load::start(&lab.host, &lab.disk);
+    for round in 0..8_u32 {
+        load.wait_for_progress();
+        let kept = keeper(&lab.host, &lab.disk);
+        let victim = if round % 2 == 0 { worker(kept).unwrap() } else { kept };
+        let name = format!("s{round}");
+        let words = match round % 4 {
+            0 | 1 => ["disk", "snapshot", "web1/xvda", &name],
+            _ => ["disk", "resize", "web1/xvda", "+1M"],
+        };
+        std::thread::scope(|scope| {
+            let changed = scope.spawn(|| lab.does(&words));
+            std::thread::sleep(std::time::Duration::from_millis(3 * u64::from(round)));
+            roles::kill_pid(victim);
+            changed.join().unwrap();
+        });
+    }
+    load.wait_for_progress();
+    load.end();
+    lab.detach();
+    let listed = lab.program(&["store", "list", &lab.image("pool"), "--json"]);
+    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let volumes = listed["volumes"].as_array().unwrap();
+    let names: Vec<&str> = volumes.iter().map(|volume| volume["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["s0", "s1", "s4", "s5", "web"]);
+    assert_eq!(volumes[4]["virtual_bytes"], json!(12 << 20));
+    assert!(lab.program(&["store", "check", &lab.image("pool")]).status.success());
+}
+
+const SNAPSHOT_OF_RAW: [&str; 5] = ["disk", "snapshot", "web1/xvda", "--leaf", "qcow2"];
+
+#[test]
+fn a_raw_disk_goes_on_in_a_leaf_and_a_guest_that_is_started_again_has_that() {
+    let mut lab = Lab::new(&["web1.img"]);
+    let load = Load::start(&lab.host, &lab.disk);
+    let (mut client, _) = lab.client();
+    let (at, [monday, tuesday]) =
+        (4 << 20, ["monday.img", "tuesday.qcow2"].map(|name| lab.image(name)));
+    lab.refuses(&["disk", "snapshot", "web1/xvda", &monday], "--leaf qcow2");
+    client.write(at, &[1; 4096]);
+    lab.does(&[&SNAPSHOT_OF_RAW[..], &[&monday]].concat());
+    client.write(at, &[2; 4096]);
+    load.wait_for_progress();
+    lab.leaf = "web1.qcow2".to_owned();
+    assert_eq!(lab.chain(), ["web1.qcow2", "monday.img"]);
+    let mode = std::fs::metadata(&monday).unwrap().permissions();
+    assert!(mode.readonly() && !lab.host.image("web1.img").exists());
+    let was = lab.contents(&format!("raw:{monday}"));
+    assert!(was[at as usize..][..4096] == [1; 4096]);
+    // From here on it is a disk like others.
+    lab.refuses(&["disk", "snapshot", "web1/xvda", &monday], "exists");
+    lab.does(&["disk", "snapshot", "web1/xvda", &tuesday]);
+    lab.does(&["disk", "coalesce", "web1/xvda"]);
+    load.wait_for_progress();
+    assert_eq!(lab.chain(), ["web1.qcow2", "monday.img"]);
+    let leaf = lab.image("web1.qcow2");
+    let refused = lab.fails(&["disk", "coalesce", "web1/xvda", "--from", &leaf], "raw");
+    assert!(refused.contains("help: "), "{refused}");
+    assert_eq!(client.read(at, 4096), [2; 4096]);
+    // What the lab expects there.
+    client.write(at, &[0; 4096]);
+    drop(client);
+    load.end();
+    lab.start_guest_again();
+    let listed = lab.host.wait_for_phase(&lab.disk, PhaseName::Served);
+    assert_eq!(listed.image.as_deref(), Some(leaf.as_str()));
+    let mut front = lab.host.connect(&lab.disk);
+    works(&mut front, 3);
+    front.close(ferrite_testkit::PATIENCE).unwrap();
+    lab.end();
+}
+
+#[test]
+fn a_snapshot_of_a_raw_disk_that_cannot_be_made_leaves_the_disk_and_its_folder_as_they_were() {
+    let lab = Lab::new(&["a.img"]);
+    let load = Load::start(&lab.host, &lab.disk);
+    let below = lab.host.image("below");
+    std::fs::create_dir(&below).unwrap();
+    let fails = |new: &str, why: &str| {
+        lab.refuses(&[&SNAPSHOT_OF_RAW[..], &[new]].concat(), why);
+        load.wait_for_progress();
+    };
+    fails(&lab.image("a.img"), "exists");
+    fails(&lab.image("below/b.img"), "in another folder");
+    fails(lab.host.dir.path().join("b.img").to_str().unwrap(), "none of the folders");
+    std::fs::write(lab.image("a.qcow2"), "theirs").unwrap();
+    fails(&lab.image("b.img"), "a.qcow2 exists");
+    assert_eq!(std::fs::read(lab.image("a.qcow2")).unwrap(), b"theirs");
+    std::fs::remove_file(lab.image("a.qcow2")).unwrap();
+    std::fs::remove_dir(below).unwrap();
+    assert_eq!(lab.files(), ["a.img"]);
+    load.end();
+    lab.end();
+}
+
+#[test]
+fn a_snapshot_of_a_raw_disk_is_made_or_not_whichever_process_dies_in_it() {
+    use Step::{Kept, LeafMade, Paused, Recorded, Served, StateWritten};
+    let daemons = [Paused, LeafMade, Recorded, StateWritten, Kept, Served].map(|step| (step, 0));
+    let workers = [LeafMade, Served].map(|step| (step, 1));
+    for (step, who) in daemons.into_iter().chain(workers).chain([(LeafMade, 2)]) {
+        let mut lab = Lab::new(&["a.img"]);
+        let load = Load::start(&lab.host, &lab.disk);
+        load.wait_for_progress();
+        let kept = keeper(&lab.host, &lab.disk);
+        let daemon = lab.daemon.as_ref().unwrap().id().try_into().unwrap();
+        let victim = [daemon, worker(kept).unwrap(), kept][who];
+        host::kill_at(&lab.host.dir.path().join("victim"), step, victim);
+        let new = lab.image("b.img");
+        let asked = [&SNAPSHOT_OF_RAW[..], &[&new]].concat();
+        let done = lab.run(&asked);
+        if who == 0 {
+            lab.is_dead(&format!("{step:?}"));
+            lab.start(None);
+        }
+        load.wait_for_progress();
+        if lab.files() == ["a.img"] {
+            assert!(!done.status.success(), "{step:?}");
+            lab.does(&asked);
+            load.wait_for_progress();
+        }
+        assert_eq!(lab.files(), ["a.qcow2", "b.img"], "{step:?} {who}");
+        lab.leaf = "a.qcow2".to_owned();
+        assert_eq!(lab.chain(), ["a.qcow2", "b.img"]);
+        load.end();
+        lab.start_guest_again();
+        let listed = lab.host.wait_for_phase(&lab.disk, PhaseName::Served);
+        assert_eq!(listed.image, Some(lab.image("a.qcow2")), "{step:?} {who}");
+        lab.end();
+    }
+}
+
+/// The record comes before the switch.
+#[test]
+fn a_switch_whose_daemon_dies_before_it_is_none_for_a_guest_that_is_started_again() {
+    let mut lab = Lab::new(&["a.img"]);
+    let load = Load::start(&lab.host, &lab.disk);
+    load.wait_for_progress();
+    let other = lab.image("b.img");
+    lab.does(&["image", "create", &other, "8M"]);
+    lab.restart(Some(Step::Recorded));
+    assert!(!lab.run(&["disk", "switch", "web1/xvda", &other]).status.success());
+    lab.is_dead("recorded");
+    lab.start(None);
+    load.wait_for_progress();
+    load.end();
+    lab.start_guest_again();
+    let listed = lab.host.wait_for_phase(&lab.disk, PhaseName::Served);
+    assert_eq!(listed.image, Some(lab.image("a.img")));
     lab.end();
 }
 
@@ -124,11 +335,7 @@ fn a_guest_that_is_started_again_has_the_image_that_its_disk_was_switched_to() {
         assert_eq!(listed.image.as_deref(), Some(next.as_str()));
     }
     load.end();
-    let kept = keeper(&lab.host, &lab.disk);
-    end(&lab.host, std::slice::from_ref(&lab.disk), &[kept]);
-    std::fs::remove_dir_all(lab.host.paths().run.join("disks")).unwrap();
-    lab.disk = lab.host.attach(1, 0, &lab.params);
-    lab.restart(None);
+    lab.start_guest_again();
     let listed = lab.host.wait_for_phase(&lab.disk, PhaseName::Served);
     assert_eq!(listed.image.as_deref(), Some(next.as_str()));
     let mut front = lab.host.connect(&lab.disk);

@@ -1,6 +1,5 @@
 //! The methods that pause a disk and let it go on, and those that change it meanwhile.
 
-use std::path::Path;
 use std::time::Duration;
 
 use super::methods::{MAX_WAIT, found, no_disk};
@@ -29,7 +28,7 @@ pub(super) fn resume(shared: &Shared, request: &ResumeParams) -> Result<Attached
 
 pub(super) fn snapshot(shared: &Shared, request: &SnapshotParams) -> Result<Attached, RpcError> {
     let id = request.disk;
-    verbs::snapshot(shared, id, Path::new(&request.name)).map_err(|e| not_done(id, e))?;
+    verbs::snapshot(shared, id, &request.name, request.leaf).map_err(|e| not_done(id, e))?;
     Ok(Attached { disk: found(shared, id)? })
 }
 

@@ -154,8 +154,12 @@ pub struct ResumeParams {
 pub struct SnapshotParams {
     /// The disk.
     pub disk: DiskId,
-    /// The absolute path that the disk as it is now gets.
+    /// The absolute path that the disk as it is now gets; of a volume, the name of the snapshot in its
+    /// store.
     pub name: String,
+    /// The format of the new image that the guest goes on in. A raw disk needs one: qcow2.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub leaf: Option<Format>,
 }
 
 /// The parameters of `disk.resize`.

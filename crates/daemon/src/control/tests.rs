@@ -142,7 +142,10 @@ fn every_type_is_described_as_it_is() {
     same("Pause", &pause());
     same("PauseParams", &PauseParams { disk: id, by: "a".to_owned(), timeout_s: 5 });
     let image = Some("raw:/a".to_owned());
-    same("SnapshotParams", &SnapshotParams { disk: id, name: "/a".to_owned() });
+    same(
+        "SnapshotParams",
+        &SnapshotParams { disk: id, name: "/a".to_owned(), leaf: Some(Format::Qcow2) },
+    );
     same("ResizeParams", &ResizeParams { disk: id, bytes: 1 << 40, is_more: true });
     let (to, compare) = ("raw:/a".to_owned(), true);
     same("SwitchParams", &SwitchParams { disk: id, image: to, compare });

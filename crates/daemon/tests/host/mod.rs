@@ -382,17 +382,23 @@ impl Host {
     /// Kills all processes of a failed test, or of one that ends with its disks attached. They
     /// would live on, and a reader of this program's output would wait for them.
     pub fn end_processes(&self) {
+        for pid in self.processes() {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
+    }
+
+    /// The processes of this machine's daemons, and their children.
+    pub fn processes(&self) -> Vec<Pid> {
         let ours = format!("{RUN}={}", self.paths().run.display());
         let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-        for process in processes {
+        let of_entry = |process: std::fs::DirEntry| {
             let environment = std::fs::read(process.path().join("environ")).unwrap_or_default();
+            let is_ours =
+                environment.split(|byte| *byte == 0).any(|variable| variable == ours.as_bytes());
             let number = process.file_name().to_str().and_then(|name| name.parse().ok());
-            if environment.split(|byte| *byte == 0).any(|variable| variable == ours.as_bytes())
-                && let Some(pid) = number.and_then(rustix::process::Pid::from_raw)
-            {
-                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-            }
-        }
+            number.filter(|_| is_ours).and_then(Pid::from_raw)
+        };
+        processes.filter_map(of_entry).collect()
     }
 
     /// The files of disks in the run directory.

@@ -5,7 +5,10 @@ use std::process::Command;
 use std::time::Duration;
 
 use clap::Args;
-use ferrite_daemon::control::protocol::{Attached, ResizeParams, SnapshotParams, SwitchParams};
+use ferrite_daemon::control::protocol::{
+    Attached, Details, ResizeParams, ShowParams, SnapshotParams, SwitchParams,
+};
+use ferrite_daemon::params::Format;
 use serde::Serialize;
 
 use super::pause::named;
@@ -24,8 +27,9 @@ const ANSWER: Duration = Duration::from_secs(600);
 pub(crate) const SNAPSHOT_HELP: &str = "\
 The snapshot is what the disk would be after a power cut. The guest's file systems are whole in it if they rest:
 --quiesce runs a program with the word before, and with the word after, that can freeze and thaw them
-(fsfreeze in the guest, say). Nothing is snapshot if it fails before. A VHD or qcow2 image is needed. To merge
-snapshots again: ferrite disk coalesce.";
+(fsfreeze in the guest, say). Nothing is snapshot if it fails before. To merge snapshots again: ferrite disk coalesce.
+Of a volume of a store, NEW is the name of a snapshot in that store. A raw disk gets a qcow2 image: --leaf qcow2.
+The guest has that, also when it is started again by an unchanged configuration.";
 
 /// The help of `disk resize` after its options.
 pub(crate) const RESIZE_HELP: &str = "\
@@ -43,9 +47,14 @@ pub(crate) struct SnapshotArgs {
     #[command(flatten)]
     pub(crate) disk: DiskArg,
 
-    /// The file that the disk as it is now becomes, read-only: a new name beside the image.
+    /// The file that the disk as it is now becomes, read-only: a new name beside the image. Of a volume of a store: the
+    /// name of a snapshot in its store.
     #[arg(value_name = "NEW")]
     pub(crate) new: OsString,
+
+    /// The format of the image that a raw disk's guest goes on in. It has the disk's name, with this extension.
+    #[arg(long, value_name = "FORMAT", value_parser = ["qcow2"])]
+    pub(crate) leaf: Option<String>,
 
     /// A command for a shell that is run before the snapshot with the word before, and then with after.
     #[arg(long, value_name = "CMD")]
@@ -112,14 +121,16 @@ fn change(
 pub(super) fn snapshot(args: &SnapshotArgs) -> Result<(), Failure> {
     let what = "cannot snapshot the disk";
     let disk = args.disk.disk.find()?;
-    let new = std::path::absolute(&args.new)
-        .ok()
-        .and_then(|path| path.into_os_string().into_string().ok());
-    let new = new.ok_or_else(|| {
+    let new = match is_volume(&args.places, disk)? {
+        true => Some(args.new.clone()),
+        false => std::path::absolute(&args.new).ok().map(std::path::PathBuf::into_os_string),
+    };
+    let new = new.and_then(|name| name.into_string().ok()).ok_or_else(|| {
         let why = format!("{} is no name of a file in UTF-8", args.new.display());
-        Failure::new(what, why, "name another file").with_code(Code::USAGE)
+        Failure::new(what, why, "choose another name").with_code(Code::USAGE)
     })?;
-    let asked = SnapshotParams { disk: id(disk), name: new.clone() };
+    let leaf = args.leaf.as_ref().map(|_| Format::Qcow2);
+    let asked = SnapshotParams { disk: id(disk), name: new.clone(), leaf };
     let quiesce = |word: &str| args.quiesce.as_deref().map_or(Ok(()), |cmd| hook(cmd, word));
     quiesce("before").map_err(|why| {
         let help = match quiesce("after") {
@@ -150,6 +161,14 @@ pub(super) fn snapshot(args: &SnapshotArgs) -> Result<(), Failure> {
             "the snapshot is made and stays, and the command of --quiesce has failed (after)";
         Failure::new(what, why, FROZEN)
     })
+}
+
+/// Whether the disk is a volume of a store.
+fn is_volume(places: &RunDirArgs, disk: Vbd) -> Result<bool, Failure> {
+    let details: Details =
+        call(&places.run_dir, "disk.show", &ShowParams { disk: id(disk) }, ANSWER)
+            .map_err(|e| of_disk("cannot snapshot disk", disk, &e))?;
+    Ok(details.disk.format == Some(Format::Store))
 }
 
 /// The help if a guest may not have been thawed.

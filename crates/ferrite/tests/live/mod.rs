@@ -6,6 +6,7 @@
     reason = "a module of several tests, not all of which use all"
 )]
 
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, Command, Output};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,6 +18,7 @@ use ferrite_daemon::keepers::Keepers;
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::engines::test_engine;
 use ferrite_loopback::machine::DiskPaths;
+use ferrite_testkit::nbd::Client;
 use ferrite_testkit::wait_until;
 use serde_json::Value;
 
@@ -92,19 +94,15 @@ impl Lab {
 
     /// A host as [`new`](Self::new) makes it, without a daemon.
     pub fn not_served(chain: &[&str]) -> Lab {
-        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let host = Host::new(1);
-        host.store().write("/local/domain/1/name", b"web1").unwrap();
         let leaf = (*chain.last().unwrap()).to_owned();
+        let (alone, host) = Lab::host();
         let image = host.image(&leaf);
         let format = match leaf.rsplit('.').next().unwrap() {
             "img" => "aio",
             format => format,
         };
         let params = format!("{format}:{}", image.display());
-        let disk = host.attach(1, 0, &params);
-        let (daemon, environment, model) = (None, Vec::new(), vec![0; BYTES]);
-        let mut lab = Lab { host, disk, params, leaf, daemon, model, environment, _alone: alone };
+        let mut lab = Lab::attached(alone, host, &params, &leaf);
         lab.does(&["image", "create", &lab.image(chain[0]), "8M"]);
         for (i, name) in chain.iter().enumerate() {
             if i > 0 {
@@ -116,6 +114,44 @@ impl Lab {
             }
         }
         lab
+    }
+
+    /// A host whose guest has the volume `web` of a store `pool`, of 8 MiB, and a daemon.
+    pub fn of_volume() -> Lab {
+        let (alone, host) = Lab::host();
+        let volume = format!("{}#web", host.image("pool").display());
+        std::fs::write(host.image("pool.guests"), "1").unwrap();
+        let mut lab = Lab::attached(alone, host, &format!("aio:store:{volume}"), "pool#web");
+        for words in
+            [["create", &lab.image("pool"), "--size", "64M"], ["create", &volume, "8M", "-q"]]
+        {
+            let done = lab.program(&[&["store"], &words[..]].concat());
+            assert!(done.status.success(), "{done:?}");
+        }
+        lab.start(None);
+        lab
+    }
+
+    fn host() -> (MutexGuard<'static, ()>, Host) {
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let host = Host::new(1);
+        host.store().write("/local/domain/1/name", b"web1").unwrap();
+        (alone, host)
+    }
+
+    fn attached(alone: MutexGuard<'static, ()>, host: Host, params: &str, leaf: &str) -> Lab {
+        let disk = host.attach(1, 0, params);
+        let (params, leaf) = (params.to_owned(), leaf.to_owned());
+        let (daemon, environment, model) = (None, Vec::new(), vec![0; BYTES]);
+        Lab { host, disk, params, leaf, daemon, model, environment, _alone: alone }
+    }
+
+    /// A client of the disk's NBD socket, with the size that it is told.
+    pub fn client(&self) -> (Client, u64) {
+        let socket = self.host.show(&self.disk).unwrap().nbd.unwrap();
+        let mut client = Client::over(UnixStream::connect(socket).unwrap());
+        let (bytes, _) = client.go(true);
+        (client, bytes)
     }
 
     /// Writes data that only this image has, and data over those of the one below.
@@ -228,25 +264,53 @@ impl Lab {
         told["chain"].as_array().unwrap().iter().map(name).collect()
     }
 
-    /// Detaches the disk, and checks its chain and what the guest has not written.
-    pub fn end(mut self) {
+    /// Detaches the disk, whose guest has left, and ends the daemon.
+    pub fn detach(&mut self) {
         let kept = keeper(&self.host, &self.disk);
         end(&self.host, std::slice::from_ref(&self.disk), &[kept]);
         kill(self.daemon.take().unwrap());
+    }
+
+    /// Starts the guest, which has left, and the daemon again, with the configuration that they had.
+    pub fn start_guest_again(&mut self) {
+        self.detach();
+        std::fs::remove_dir_all(self.host.paths().run.join("disks")).unwrap();
+        self.disk = self.host.attach(1, 0, &self.params);
+        self.start(None);
+    }
+
+    /// The names of all files in the folder of images.
+    pub fn files(&self) -> Vec<String> {
+        let names = std::fs::read_dir(self.host.image("")).unwrap();
+        let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<String> = names.collect();
+        names.sort();
+        names
+    }
+
+    /// The contents of an image or a volume.
+    pub fn contents(&self, name: &str) -> Vec<u8> {
+        let all = self.image("contents.img");
+        self.does(&["image", "convert", "-O", "raw", name, &all]);
+        let bytes = std::fs::read(&all).unwrap();
+        std::fs::remove_file(&all).unwrap();
+        bytes
+    }
+
+    /// Detaches the disk, and checks its chain and what the guest has not written.
+    pub fn end(mut self) {
+        self.detach();
         let leaf = self.image(&self.leaf);
         self.does(&["image", "check", "--chain", &leaf]);
-        self.does(&["image", "convert", "-O", "raw", &leaf, &self.image("all.img")]);
-        let bytes = std::fs::read(self.host.image("all.img")).unwrap();
+        let bytes = self.contents(&leaf);
         assert!(bytes[STATIC..BYTES] == self.model[STATIC..], "the disk reads differently");
         self.has_no_litter();
     }
 
     /// Checks that no file of an unfinished change is left.
     pub fn has_no_litter(&self) {
-        let left = std::fs::read_dir(self.host.image("")).unwrap();
-        let names = left.map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let is_litter = |name: &String| name.contains("partial") || name.contains("ferrite-job");
-        let left: Vec<String> = names.filter(is_litter).collect();
+        let left: Vec<String> = self.files().into_iter().filter(is_litter).collect();
         assert!(left.is_empty(), "{left:?}");
     }
 }

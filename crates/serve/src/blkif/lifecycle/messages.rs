@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::error::ServeError;
 use super::in_use::{ImageOrder, ImageReply};
 use super::tune::Tune;
+use super::volume::{VolumeOrder, VolumeReply};
 use crate::blkif::negotiate::{DiskFacts, Wanted};
 
 /// An order to a worker. It is done when its [`Reply`] comes.
@@ -44,6 +45,8 @@ pub(super) enum Order {
     Tune(Tune),
     /// Change or read the headers of the open image. Reply: [`Image`](Reply::Image).
     Image(ImageOrder),
+    /// Change the open volume of a store, or tell its size. Reply: [`Volume`](Reply::Volume).
+    Volume(VolumeOrder),
     /// Write to the medium what no flush has requested, as no guest is connected.
     Save,
     /// Read the medium's size. Reply: [`Size`](Reply::Size).
@@ -97,6 +100,8 @@ pub(super) enum Reply {
     },
     /// The image's headers were changed, or read.
     Image(ImageReply),
+    /// The volume was changed, or not.
+    Volume(VolumeReply),
 }
 
 /// Why an order was not carried out.

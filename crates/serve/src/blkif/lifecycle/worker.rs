@@ -21,6 +21,7 @@ use super::in_use;
 use super::messages::{Failure, Order, Reply, Report, Rings};
 use super::run_dir::{RunFiles, TABLE, second};
 use super::successor::TableSuccessor;
+use super::volume;
 use super::worker_handle::WorkerHandle;
 use crate::blkif::connection::largest_request;
 use crate::blkif::inflight::Table;
@@ -351,6 +352,10 @@ impl WorkerHandle for Worker<'_> {
             Order::Image(order) => {
                 let ConnectionContext { device, engine, .. } = &self.context;
                 return Ok(Reply::Image(in_use::carry_out(device, engine, &order)));
+            }
+            Order::Volume(order) => {
+                let ConnectionContext { device, engine, .. } = &self.context;
+                return Ok(Reply::Volume(volume::carry_out(device, engine, &order)));
             }
             Order::Save => {
                 // No frontend is connected that could want a predecessor's requests.

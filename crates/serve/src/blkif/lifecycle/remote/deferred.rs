@@ -15,6 +15,7 @@ use super::super::in_use::ImageReply;
 use super::super::messages::{Failure, Order, Reply};
 use super::super::run_dir::RunFiles;
 use super::super::tune::Tune;
+use super::super::volume::VolumeReply;
 use super::super::worker::facts;
 use super::super::worker_handle::WorkerHandle;
 use super::work::WorkerProcess;
@@ -113,6 +114,7 @@ impl WorkerProcess<'_> {
             }
             // The other host writes to it.
             Order::Image(_) => return Ok(Some(Reply::Image(ImageReply::NotMine))),
+            Order::Volume(_) => return Ok(Some(Reply::Volume(VolumeReply::not_open()))),
             // No guest was connected, and the image is closed.
             Order::Guest(_)
             | Order::Detach

@@ -18,6 +18,7 @@ use super::super::error::ServeError;
 use super::super::in_use::{ImageOrder, ImageReply};
 use super::super::messages::{Failure, Order, Reply, Report};
 use super::super::tune::Tune;
+use super::super::volume::{VolumeOrder, VolumeReply};
 use super::super::worker_handle::WorkerHandle;
 use super::wire::{Message, Request, RequestKind, VERSION, receive_message, send_message};
 use crate::waker::Waker;
@@ -339,6 +340,23 @@ pub fn ask_of_image(
     }
 }
 
+/// Has a worker change the volume of a store that it has open, or tell its size. As with [`ask_of_image`], all states
+/// have to be read again afterwards.
+///
+/// # Errors
+/// As [`ask_of_image`].
+pub fn ask_of_volume(
+    line: BorrowedFd<'_>,
+    stop: &Waker,
+    order: &VolumeOrder,
+) -> Result<VolumeReply, ServeError> {
+    let request = RequestKind::Order(Order::Volume(order.clone()));
+    match Line::new(line, stop).request(request)? {
+        Reply::Volume(reply) => Ok(reply),
+        reply => Err(ServeError::WorkerLost(format!("it replied {reply:.60?} to a question"))),
+    }
+}
+
 /// On the second line: has a worker remove this guest, whose disk is gone. A guest that the worker
 /// does not have counts as removed.
 ///
@@ -372,6 +390,10 @@ fn limit_reply(result: &mut Result<Reply, Failure>) {
             *ask_again = (*ask_again).clamp(SIZE_INTERVAL_MIN, SIZE_INTERVAL_MAX);
         }
         Ok(Reply::Image(ImageReply::Refused { why: text, .. })) => *text = sanitize(text),
+        Ok(Reply::Volume(VolumeReply::Refused { why, help })) => {
+            (*why, *help) = (sanitize(why), sanitize(help));
+        }
+        Ok(Reply::Volume(VolumeReply::Done(_))) => {}
         Ok(Reply::Image(ImageReply::Facts(facts))) => {
             let of_a_path =
                 |path: &String| path.len() <= PATH_BYTES && !path.contains(char::is_control);

@@ -25,6 +25,7 @@ use super::super::in_use::ImageReply;
 use super::super::messages::{Failure, OpenFailure, Order, Reply, Report};
 use super::super::orphan::{Orphan, Start};
 use super::super::run_dir::{RunFiles, STOPPED, TABLE, second};
+use super::super::volume::VolumeReply;
 use super::super::worker::Worker;
 use super::super::worker_handle::WorkerHandle;
 use super::deferred::{Deferred, Opening, OpeningKind};
@@ -517,6 +518,7 @@ impl<'a> WorkerProcess<'a> {
         match order {
             // The tool may change the file itself, once it is unlocked.
             Order::Image(_) if served.closed => return Ok(Reply::Image(ImageReply::NotMine)),
+            Order::Volume(_) if served.closed => return Ok(Reply::Volume(VolumeReply::not_open())),
             Order::Close if closes => served.closed = true,
             Order::CheckSize => served.listens = true,
             _ => {}
