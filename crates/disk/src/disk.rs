@@ -9,6 +9,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 
+use ferrite_disk_base::dirty::Tracker;
 use ferrite_disk_base::{
     DiscardLimits, DiskError, ErrorKind, Extent, Format, GrowthWatch, ImageName, OpenOptions, Port,
     Raw, Reader, SCRATCH_BYTES, SECTOR_BYTES, SyncWitness,
@@ -20,6 +21,7 @@ use ferrite_store::background::ServiceEngine;
 
 use crate::elsewhere::Elsewhere;
 use crate::null::{self, Null};
+use crate::tracking;
 use crate::volume::Volume;
 
 /// Work on a disk that may wait. It is boxed once, here, for two reasons: the formats' steps are compiled into this
@@ -67,7 +69,7 @@ impl Disk {
     /// # Errors
     /// As [`open`](Disk::open).
     pub fn open_image(name: &ImageName, options: &OpenOptions) -> Result<Disk, DiskError> {
-        match name.format {
+        let disk = match name.format {
             Format::Raw => open_raw(&name.path, options).map(Disk::Raw),
             Format::Store => match Volume::open(name, options) {
                 Err(e) if e.kind() == ErrorKind::InUse && options.read_only => {
@@ -76,7 +78,9 @@ impl Disk {
                 opened => opened.map(Disk::Store),
             },
             Format::Vhd | Format::Qcow2 => Image::open(name, options).map(Disk::Image),
-        }
+        }?;
+        tracking::begin(&disk, options)?;
+        Ok(disk)
     }
 
     /// A disk that stores nothing, as a placeholder.
@@ -174,12 +178,14 @@ impl Disk {
     /// The open files that [`Extent::Data`] names by index. Every queue registers all of them,
     /// in this order, with its own engine, and hands them to the `async` functions in a [`Port`].
     pub fn files(&self) -> Vec<Arc<OwnedFd>> {
-        match self {
+        let mut files = match self {
             Disk::Raw(d) => d.files(),
             Disk::Image(d) => d.files(),
             Disk::Store(d) => d.medium().files(),
             Disk::Elsewhere(_) | Disk::Null(_) => Vec::new(),
-        }
+        };
+        files.extend(self.tracker().map(Tracker::file));
+        files
     }
 
     /// Finds the beginning of a range for a read; never blocks. The result may be used as long as the caller is
@@ -206,6 +212,10 @@ impl Disk {
     /// As [`map`](Disk::map).
     pub fn reserve(&self, offset: u64, len: u64) -> Extent {
         assert!(len > 0 && self.contains(offset, len), "unchecked range {offset}+{len}");
+        // The first write to a region takes steps: its bit is durable before its data.
+        if self.tracker().is_some_and(|tracker| !tracker.is_marked(offset, len)) {
+            return Extent::Slow { len };
+        }
         match self {
             Disk::Raw(d) => d.map(offset, len),
             Disk::Image(d) => d.reserve(offset, len),
@@ -314,6 +324,7 @@ impl Disk {
     pub fn scratch_bytes(&self) -> usize {
         match self {
             Disk::Image(_) | Disk::Store(_) => SCRATCH_BYTES,
+            Disk::Raw(d) if d.tracker().is_some() => SCRATCH_BYTES,
             Disk::Raw(_) | Disk::Elsewhere(_) | Disk::Null(_) => 0,
         }
     }
@@ -396,6 +407,7 @@ impl Disk {
     pub fn write<'a>(&'a self, port: &'a Port, offset: u64, buf: Span) -> Work<'a, ()> {
         Box::pin(async move {
             self.check_change(offset, buf.len() as u64)?;
+            self.mark(port, offset, buf.len() as u64).await?;
             match self {
                 Disk::Raw(_) => port.io.write_all(port.files[0], offset, buf).await,
                 Disk::Image(d) => d.write(port, offset, buf).await,
@@ -430,10 +442,11 @@ impl Disk {
     pub fn close<'a>(&'a self, port: &'a Port) -> Work<'a, ()> {
         Box::pin(async move {
             match self {
-                Disk::Image(d) if !self.read_only() => d.close(port).await,
-                Disk::Store(d) => d.close(port).await,
-                _ => self.flush(port).await,
+                Disk::Image(d) if !self.read_only() => d.close(port).await?,
+                Disk::Store(d) => d.close(port).await?,
+                _ => self.flush(port).await?,
             }
+            self.end_tracking(port).await
         })
     }
 
@@ -516,6 +529,7 @@ impl Disk {
     pub fn discard_part<'a>(&'a self, port: &'a Port, offset: u64, len: u64) -> Work<'a, u64> {
         Box::pin(async move {
             self.check_change(offset, len)?;
+            let len = self.mark_part(port, offset, len).await?;
             match self {
                 Disk::Raw(d) => d.discard_part(&port.io, &port.files, offset, len).await,
                 Disk::Image(d) => d.discard_part(port, offset, len).await,
@@ -540,6 +554,7 @@ impl Disk {
     ) -> Work<'a, ()> {
         Box::pin(async move {
             self.check_change(offset, len)?;
+            self.mark(port, offset, len).await?;
             match self {
                 Disk::Raw(d) => d.empty(&port.io, &port.files, offset, len, zeros).await,
                 Disk::Image(d) => d.write_zeroes(port, offset, len, zeros).await,
