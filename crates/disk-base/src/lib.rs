@@ -3,6 +3,7 @@
 //! * [`Extent`]: the place of a part of a disk. [`Port`]: one thread's access to a disk's files.
 //! * [`Raw`]: a regular file or a block device, byte for byte, open and locked.
 //! * [`Commits`], [`journal`]: metadata that was answered for and is not durable yet.
+//! * [`dirty`]: the durable map of what has changed on a disk.
 //! * [`Epochs`]: when a freed place is no longer in use.
 //! * [`ImageName`], [`OpenOptions`], [`Parents`]: which disk is opened, and how.
 //! * [`DiskError`], [`Finding`]: errors and damage, in words for people.
@@ -10,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 mod content;
+pub mod dirty;
 mod epochs;
 mod error;
 mod extent;

@@ -9,6 +9,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 
+use ferrite_disk_base::dirty::Tracker;
 use ferrite_disk_base::{
     DiscardLimits, DiskError, ErrorKind, Extent, Format, GrowthWatch, ImageName, OpenOptions, Port,
     Raw, Reader, SCRATCH_BYTES, SECTOR_BYTES, SyncWitness,
@@ -22,6 +23,7 @@ use ferrite_store::background::ServiceEngine;
 use crate::elsewhere::Elsewhere;
 use crate::null::{self, Null};
 use crate::remote::RemoteDisk;
+use crate::tracking;
 use crate::volume::Volume;
 
 /// Work on a disk that may wait. It is boxed once, here, for two reasons: the formats' steps are compiled into this
@@ -71,7 +73,7 @@ impl Disk {
     /// # Errors
     /// As [`open`](Disk::open).
     pub fn open_image(name: &ImageName, options: &OpenOptions) -> Result<Disk, DiskError> {
-        match name.format {
+        let disk = match name.format {
             Format::Raw => open_raw(&name.path, options).map(Disk::Raw),
             Format::Store => match Volume::open(name, options) {
                 Err(e) if e.kind() == ErrorKind::InUse && options.read_only => {
@@ -84,7 +86,9 @@ impl Disk {
                 Some(export) => RemoteDisk::open(export, options).map(Disk::Remote),
                 None => Err(name.no_image()),
             },
-        }
+        }?;
+        tracking::begin(&disk, options)?;
+        Ok(disk)
     }
 
     /// A disk that stores nothing, as a placeholder.
@@ -191,12 +195,14 @@ impl Disk {
 
     /// The open files of the disk, for callers that hold or examine them.
     pub fn files(&self) -> Vec<Arc<OwnedFd>> {
-        match self {
+        let mut files = match self {
             Disk::Raw(d) => d.files(),
             Disk::Image(d) => d.files(),
             Disk::Store(d) => d.medium().files(),
             Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => Vec::new(),
-        }
+        };
+        files.extend(self.tracker().map(Tracker::file));
+        files
     }
 
     /// The files and remotes that [`Extent::Data`] names by index. Every queue registers all of them,
@@ -233,6 +239,10 @@ impl Disk {
     /// As [`map`](Disk::map).
     pub fn reserve(&self, offset: u64, len: u64) -> Extent {
         assert!(len > 0 && self.contains(offset, len), "unchecked range {offset}+{len}");
+        // The first write to a region takes steps: its bit is durable before its data.
+        if self.tracker().is_some_and(|tracker| !tracker.is_marked(offset, len)) {
+            return Extent::Slow { len };
+        }
         match self {
             Disk::Raw(d) => d.map(offset, len),
             Disk::Image(d) => d.reserve(offset, len),
@@ -342,6 +352,7 @@ impl Disk {
     pub fn scratch_bytes(&self) -> usize {
         match self {
             Disk::Image(_) | Disk::Store(_) | Disk::Remote(_) => SCRATCH_BYTES,
+            Disk::Raw(d) if d.tracker().is_some() => SCRATCH_BYTES,
             Disk::Raw(_) | Disk::Elsewhere(_) | Disk::Null(_) => 0,
         }
     }
@@ -427,6 +438,7 @@ impl Disk {
     pub fn write<'a>(&'a self, port: &'a Port, offset: u64, buf: Span) -> Work<'a, ()> {
         Box::pin(async move {
             self.check_change(offset, buf.len() as u64)?;
+            self.mark(port, offset, buf.len() as u64).await?;
             match self {
                 Disk::Raw(_) | Disk::Remote(_) => {
                     port.io.write_all(port.files[0], offset, buf).await
@@ -464,10 +476,11 @@ impl Disk {
     pub fn close<'a>(&'a self, port: &'a Port) -> Work<'a, ()> {
         Box::pin(async move {
             match self {
-                Disk::Image(d) if !self.read_only() => d.close(port).await,
-                Disk::Store(d) => d.close(port).await,
-                _ => self.flush(port).await,
+                Disk::Image(d) if !self.read_only() => d.close(port).await?,
+                Disk::Store(d) => d.close(port).await?,
+                _ => self.flush(port).await?,
             }
+            self.end_tracking(port).await
         })
     }
 
@@ -556,6 +569,7 @@ impl Disk {
     pub fn discard_part<'a>(&'a self, port: &'a Port, offset: u64, len: u64) -> Work<'a, u64> {
         Box::pin(async move {
             self.check_change(offset, len)?;
+            let len = self.mark_part(port, offset, len).await?;
             match self {
                 Disk::Raw(d) => d.discard_part(&port.io, &port.files, offset, len).await,
                 Disk::Image(d) => d.discard_part(port, offset, len).await,
@@ -581,6 +595,7 @@ impl Disk {
     ) -> Work<'a, ()> {
         Box::pin(async move {
             self.check_change(offset, len)?;
+            self.mark(port, offset, len).await?;
             match self {
                 Disk::Raw(d) => d.empty(&port.io, &port.files, offset, len, zeros).await,
                 Disk::Image(d) => d.write_zeroes(port, offset, len, zeros).await,

@@ -25,6 +25,7 @@ mod null;
 pub mod pieces;
 mod remote;
 mod session;
+mod tracking;
 mod volume;
 
 pub use allocation::Allocation;
@@ -37,7 +38,7 @@ pub use ferrite_disk_base::{
     CONFIGURED_PARENTS, Class, Counts, DiscardLimits, DiskError, ErrorKind, Extent, Finding,
     Format, GrowthWatch, INDEX_BYTES, ImageName, Locking, MAX_LAYERS, METADATA_BYTES, Mark,
     OnDamage, OpenOptions, Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES,
-    SyncWitness, size,
+    SyncWitness, dirty, size,
 };
 pub use ferrite_images::vhd::{
     Change as HeaderChange, Facts as HeaderFacts, KeyHash, ParentLink, Uuid,

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use ferrite_host::nvme::Namespace;
 use ferrite_io::arena::Span;
@@ -13,6 +13,7 @@ use rustix::fs::{SeekFrom, fstat, fstatvfs, seek};
 use rustix::io::{Errno, pread};
 
 use crate::error::READ_ONLY;
+use crate::dirty::Tracker;
 use crate::size::Human;
 use crate::writeback::{Commits, SyncWitness};
 use crate::{DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, Port, SECTOR_BYTES};
@@ -98,6 +99,8 @@ pub struct Raw {
     runs: Box<Runs>,
     /// The commits of a raw disk.
     commits: Box<Commits>,
+    /// The maps of the disk's changes, if its image has any.
+    tracker: OnceLock<Box<Tracker>>,
     /// A test's check of its data.
     #[cfg(feature = "testing")]
     pub checked: checked::Checked,
@@ -185,6 +188,7 @@ impl Raw {
             thin: options.thin,
             runs: Box::new(Runs::new(options.is_read_unchanged())),
             commits: Box::default(),
+            tracker: OnceLock::new(),
             #[cfg(feature = "testing")]
             checked: checked::Checked::default(),
         })
@@ -233,6 +237,7 @@ impl Raw {
             thin: false,
             runs: Box::new(Runs::new(false)),
             commits: Box::default(),
+            tracker: OnceLock::new(),
             #[cfg(feature = "testing")]
             checked: checked::Checked::default(),
         };
@@ -255,6 +260,18 @@ impl Raw {
     /// Whether it can be synced while opened read-only: an NVMe flush is a command.
     pub fn can_sync_read_only(&self) -> bool {
         self.medium != Medium::Nvme
+    }
+
+    /// The maps of the disk's changes. `None`: changes are not recorded.
+    #[inline]
+    pub fn tracker(&self) -> Option<&Tracker> {
+        self.tracker.get().map(|tracker| &**tracker)
+    }
+
+    /// Has the changes of the disk recorded. The first call counts: before the disk is used.
+    pub fn track(&self, tracker: Tracker) {
+        // A second one is dropped.
+        let _ = self.tracker.set(Box::new(tracker));
     }
 
     /// Device and inode of a file; the number of a block device, and 0.

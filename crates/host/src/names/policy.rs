@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::FileType;
 
 use super::connect::Server;
+/// The end of the name of an image's dirty maps, in the image's folder.
+pub const DIRTY_EXTENSION: &str = ".ferrite-dirty";
 
 /// What is in a place, as far as a worker may have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -67,6 +69,11 @@ impl Policy {
     pub fn of_disk(image: &Path, writable: bool, folders: &[PathBuf]) -> Policy {
         let mut policy = Policy::default();
         policy.add(image, false, if writable { Right::Write } else { Right::Read });
+        if writable {
+            let mut maps = image.as_os_str().to_owned();
+            maps.push(DIRTY_EXTENSION);
+            policy.add(maps.as_ref(), false, Right::Write);
+        }
         // Below the root there is everything, and the devices' folder is no image's.
         let own = image.parent().filter(|folder| folder.parent().is_some());
         let is_devices =
@@ -108,7 +115,12 @@ impl Policy {
 
     fn is_own_journal(&self, place: &Path) -> bool {
         let name = place.file_name().unwrap_or_default().as_bytes();
-        let is_own = |end: &String| name.ends_with(end.as_bytes());
+        let is_own = |end: &String| {
+            // Beside a journal are the blocks that have changed (disk-base/src/dirty/fine.rs).
+            let blocks = name.strip_suffix(b".dirty").zip(end.strip_suffix(".journal"));
+            let is_blocks = |(name, end): (&[u8], &str)| name.ends_with(end.as_bytes());
+            name.ends_with(end.as_bytes()) || blocks.is_some_and(is_blocks)
+        };
         let mut folders = self.rules.iter().filter(|rule| rule.right == Right::Journals);
         self.journal_end.as_ref().is_some_and(is_own)
             && folders.any(|rule| place.parent() == Some(&rule.place))
@@ -117,7 +129,8 @@ impl Policy {
 
 impl Rule {
     fn is_image(&self, place: &Path) -> bool {
-        !self.is_folder && self.right <= Right::Write && self.place == place
+        let is_maps = place.as_os_str().as_bytes().ends_with(DIRTY_EXTENSION.as_bytes());
+        !self.is_folder && self.right <= Right::Write && self.place == place && !is_maps
     }
 
     fn allows(&self, place: &Path, kind: FileType, access: Access) -> bool {
@@ -197,6 +210,8 @@ mod tests {
         let file = FileType::RegularFile;
         for (place, allowed) in [
             ("/srv/a/disk.qcow2", &[Look, Change][..]),
+            ("/srv/a/disk.qcow2.ferrite-dirty", &[Look, Change]),
+            ("/srv/a/parent.qcow2.ferrite-dirty", &[Look]),
             ("/srv/a/parent.qcow2", &[Look]),
             ("/srv/a/b/c", &[Look]),
             ("/srv/templates/t.vhd", &[Look]),
@@ -210,6 +225,8 @@ mod tests {
             ("/run/ferrite/stats/vbd-1-3", &[]),
             ("/run/ferrite/control.sock", &[]),
             ("/run/ferrite/images/ab-12.journal", &[Look, Change, Make, Replace, ReplaceFolder]),
+            ("/run/ferrite/images/ab-12.dirty", &[Look, Change, Make, Replace, ReplaceFolder]),
+            ("/run/ferrite/images/ab-123.dirty", &[Look]),
             ("/run/ferrite/images/ab-123.journal", &[Look]),
             ("/run/ferrite/images/x/ab-12.journal", &[Look]),
             ("/run/ferrite/images", &[Look]),
@@ -238,7 +255,7 @@ mod tests {
     fn the_root_and_the_devices_folder_are_nobodys_own() {
         for image in ["/disk.img", "/dev/sda"] {
             let policy = Policy::of_disk(image.as_ref(), true, &[]);
-            assert_eq!(policy.rules.len(), 1, "{image}");
+            assert!(policy.rules.iter().all(|rule| !rule.is_folder), "{image}");
         }
     }
 

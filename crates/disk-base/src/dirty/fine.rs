@@ -1,0 +1,173 @@
+//! Which blocks of each region have changed, in memory that survives the process and no power cut.
+//!
+//! A region has two words, with a bit for each block:
+//! * *now*: blocks that this opening has written. A word that is not 0 says also that the region's bit is durable in
+//!   all maps. This is the only word that the hot path reads.
+//! * *before*: blocks that earlier openings have written.
+//!
+//! The file is on tmpfs. It belongs to one file of maps, and to one opening of that: both know the opening's random
+//! number. Otherwise *before* is made from the durable bits, with all blocks of a marked region.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ferrite_host::names;
+use ferrite_host::shm::Shm;
+use rustix::fs::Mode;
+
+use super::layout::{MapId, State};
+use super::{BLOCK_BYTES, REGION_BYTES};
+
+/// `ferrfin1`.
+const MAGIC: u64 = u64::from_le_bytes(*b"ferrfin1");
+const HEADER_BYTES: usize = 4096;
+const OPENING_AT: usize = 8;
+const ID_AT: usize = 16;
+const WORDS_AT: usize = HEADER_BYTES / 8;
+/// The longest file: of a disk of 4 TiB. A larger disk has its blocks in the process alone.
+const MAX_FILE_BYTES: usize = HEADER_BYTES + (16 << 20);
+
+/// The words of a disk.
+pub(crate) struct Fine {
+    shm: Shm,
+}
+
+/// The file's identifier as two words.
+fn halves(id: &MapId) -> [u64; 2] {
+    let id = u128::from_le_bytes(*id);
+    [id as u64, (id >> 64) as u64]
+}
+
+/// The path of the file in the directory of answered changes.
+pub(crate) fn path(dir: &Path, id: &MapId, journal_end: &str) -> PathBuf {
+    let end = journal_end.strip_suffix(".journal").unwrap_or(journal_end);
+    dir.join(format!("{:032x}{end}.dirty", u128::from_le_bytes(*id)))
+}
+
+fn fits(shm: &Shm, id: &MapId, opening: u64, regions: u64) -> bool {
+    shm.len() == bytes(regions)
+        && shm.load_u64(0) == MAGIC
+        && shm.load_u64(OPENING_AT) == opening
+        && [shm.load_u64(ID_AT), shm.load_u64(ID_AT + 8)] == halves(id)
+}
+
+fn bytes(regions: u64) -> usize {
+    HEADER_BYTES + 16 * regions as usize
+}
+
+impl Fine {
+    /// The words of a disk that is opened for writing. `marked` says whether the durable bit of a region is set in a
+    /// map.
+    ///
+    /// # Errors
+    /// There is no memory.
+    pub(crate) fn open(
+        file: Option<&Path>,
+        head: &super::layout::Head,
+        regions: u64,
+        marked: impl Fn(u64) -> bool,
+    ) -> std::io::Result<Fine> {
+        if let Some(shm) = file.and_then(|file| Shm::open(file).ok())
+            && fits(&shm, &head.file, head.opening, regions)
+        {
+            let fine = Fine { shm };
+            // Of a killed process: what it has marked is durable.
+            if head.state != State::Open {
+                fine.end_opening();
+            }
+            return Ok(fine);
+        }
+        let file = file.filter(|_| bytes(regions) <= MAX_FILE_BYTES);
+        let made = file.and_then(|file| {
+            names::create_dir_all(file.parent()?, Mode::RWXU).ok()?;
+            Shm::create(file, bytes(regions)).ok()
+        });
+        let shm = made.map_or_else(|| Shm::private(bytes(regions)), Ok)?;
+        let fine = Fine { shm };
+        for region in (0..regions).filter(|region| marked(*region)) {
+            fine.before(region).store(u64::MAX, Ordering::Relaxed);
+        }
+        let [first, second] = halves(&head.file);
+        fine.shm.store_u64(ID_AT, first);
+        fine.shm.store_u64(ID_AT + 8, second);
+        fine.shm.store_u64(OPENING_AT, head.opening);
+        fine.shm.store_u64(0, MAGIC);
+        Ok(fine)
+    }
+
+    /// Looks at the words that a process has left, or uses. `None`: they do not fit.
+    pub(crate) fn look(file: &Path, id: &MapId, opening: u64, regions: u64) -> Option<Fine> {
+        let shm = Shm::look(file).ok()?;
+        fits(&shm, id, opening, regions).then_some(Fine { shm })
+    }
+
+    /// From now on the words are of this opening.
+    pub(crate) fn begin_opening(&self, opening: u64) {
+        self.shm.store_u64(OPENING_AT, opening);
+    }
+
+    /// No region counts as marked any more.
+    pub(crate) fn end_opening(&self) {
+        for region in 0..self.regions() {
+            let Some(now) = self.now(region) else { return };
+            // First the copy: the process may die in between.
+            self.before(region).fetch_or(now.load(Ordering::Acquire), Ordering::AcqRel);
+            now.store(0, Ordering::Release);
+        }
+    }
+
+    fn regions(&self) -> u64 {
+        ((self.shm.len() - HEADER_BYTES) / 16) as u64
+    }
+
+    #[inline]
+    fn now(&self, region: u64) -> Option<&AtomicU64> {
+        self.shm.words().get(WORDS_AT + 2 * region as usize)
+    }
+
+    fn before(&self, region: u64) -> &AtomicU64 {
+        &self.shm.words()[WORDS_AT + 2 * region as usize + 1]
+    }
+
+    /// Whether all regions of a range are marked; then their blocks are, too.
+    #[inline]
+    pub(crate) fn is_marked(&self, offset: u64, len: u64) -> bool {
+        let end = offset + len;
+        for region in offset / REGION_BYTES..end.div_ceil(REGION_BYTES) {
+            // Regions beyond the map count as changed without it.
+            let Some(word) = self.now(region) else { return true };
+            let (now, wanted) = (word.load(Ordering::Acquire), blocks(region, offset, end));
+            if now == 0 {
+                return false;
+            }
+            if now & wanted != wanted {
+                word.fetch_or(wanted, Ordering::AcqRel);
+            }
+        }
+        true
+    }
+
+    /// Marks the blocks of a range whose regions are durable in all maps.
+    pub(crate) fn mark(&self, offset: u64, len: u64) {
+        let end = offset + len;
+        for region in offset / REGION_BYTES..end.div_ceil(REGION_BYTES) {
+            let Some(word) = self.now(region) else { return };
+            word.fetch_or(blocks(region, offset, end), Ordering::AcqRel);
+        }
+    }
+
+    /// The changed blocks of a region.
+    pub(crate) fn changed(&self, region: u64) -> u64 {
+        let now = self.now(region).map_or(u64::MAX, |now| now.load(Ordering::Acquire));
+        now | self.before(region).load(Ordering::Acquire)
+    }
+}
+
+/// The bits of a range's blocks in the word of a region.
+#[inline]
+fn blocks(region: u64, offset: u64, end: u64) -> u64 {
+    let start = region * REGION_BYTES;
+    let first = offset.saturating_sub(start) / BLOCK_BYTES;
+    let last = (end.min(start + REGION_BYTES) - 1 - start) / BLOCK_BYTES;
+    (u64::MAX << first) & (u64::MAX >> (63 - last))
+}

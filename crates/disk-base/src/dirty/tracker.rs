@@ -1,0 +1,314 @@
+//! The maps of a disk that is open for writing. The order of writes is in the text of [`dirty`](super).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ferrite_host::clock::secret;
+use ferrite_host::place::Place;
+use ferrite_io::engine::FileId;
+
+use super::fine::{self, Fine};
+use super::found::{Found, cannot, changed_at};
+use super::layout::{
+    BITS, Head, SECTOR, State, parse_sector, place, regions, sector_to_bytes,
+};
+use super::{REGION_BYTES, path_of};
+use crate::{Commits, DiskError, OpenOptions, Port, Raw};
+
+/// Most bytes that are marked by one commit: bounded work, however long a request is.
+const STEP_BYTES: u64 = 1 << 30;
+
+/// The maps of an open disk.
+pub struct Tracker {
+    file: Arc<OwnedFd>,
+    path: PathBuf,
+    /// The index of the file in the disk's files.
+    index: usize,
+    maps: usize,
+    regions: u64,
+    fine: Fine,
+    /// One commit at a time marks regions, for all writes that wait.
+    commits: Commits,
+    book: Mutex<Book>,
+    /// The maps were made void: changes are not recorded any more.
+    is_off: AtomicBool,
+}
+
+/// What is known of the file.
+struct Book {
+    head: Head,
+    /// Whether the head says durably that the image is open.
+    is_open: bool,
+    /// Regions whose bits are set in all maps: durably, as soon as `is_open`.
+    marked: Vec<u64>,
+    /// Regions that writes wait for. They stay until a commit has ended well: it may be dropped with its task.
+    wanted: BTreeSet<u64>,
+}
+
+/// What a commit writes.
+struct Step {
+    head: Option<Head>,
+    /// The regions of each sector.
+    sectors: BTreeMap<u64, Vec<u64>>,
+}
+
+impl fmt::Debug for Tracker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tracker").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+impl Tracker {
+    /// The maps of the image in `raw`, which is open for writing; its disk has so many bytes, and the maps' file is
+    /// number `index` of its files. `None`: it has no maps, or they do not fit and are void now.
+    ///
+    /// # Errors
+    /// They cannot be opened, or not be made void. The image must not be written then.
+    pub fn open(
+        raw: &Raw,
+        bytes: u64,
+        options: &OpenOptions,
+        index: usize,
+    ) -> Result<Option<Tracker>, DiskError> {
+        let Some(found) = Found::open(raw, bytes, true)? else { return Ok(None) };
+        if let Some(why) = &found.void {
+            found.make_void(why)?;
+            return Ok(None);
+        }
+        let Found { file, path, content: Some(content), .. } = found else { return Ok(None) };
+        if content.damaged > 0 {
+            crate::warn_once(&format!(
+                "{} sectors of the dirty maps {} are damaged: their regions count as changed",
+                content.damaged,
+                path.display()
+            ));
+        }
+        let regions = regions(content.head.bytes);
+        let words = 0..regions.div_ceil(64) as usize;
+        let all = |i: usize| content.maps.iter().fold(u64::MAX, |all, map| all & map.bits[i]);
+        let any = |region: u64| {
+            let is_set = |bits: &[u64]| bits[region as usize / 64] >> (region % 64) & 1 != 0;
+            content.maps.iter().any(|map| is_set(&map.bits))
+        };
+        let fine = options.state_dir.as_deref().and_then(|dir| {
+            let end = Place::of(raw.fd(), raw.path()).ok()?.journal_end();
+            Some(fine::path(dir, &content.head.file, &end))
+        });
+        let fine = Fine::open(fine.as_deref(), &content.head, regions, any);
+        let fine = fine.map_err(|e| cannot("keep", &path, e))?;
+        let book = Book {
+            head: content.head.clone(),
+            is_open: false,
+            marked: words.map(all).collect(),
+            wanted: BTreeSet::new(),
+        };
+        Ok(Some(Tracker {
+            file: Arc::new(OwnedFd::from(File::from(file))),
+            path,
+            index,
+            maps: content.maps.len(),
+            regions,
+            fine,
+            commits: Commits::new(),
+            book: Mutex::new(book),
+            is_off: AtomicBool::new(false),
+        }))
+    }
+
+    /// The file of the maps, for an engine.
+    pub fn file(&self) -> Arc<OwnedFd> {
+        self.file.clone()
+    }
+
+    /// Whether a range may be written now: the hot path's question. It notes the blocks in memory then.
+    ///
+    /// # Panics
+    /// If the range is empty.
+    #[inline]
+    pub fn is_marked(&self, offset: u64, len: u64) -> bool {
+        self.fine.is_marked(offset, len) || self.is_off.load(Ordering::Acquire)
+    }
+
+    fn book(&self) -> MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Marks a range, durably, before it is changed. Concurrent callers share syncs.
+    ///
+    /// # Errors
+    /// The file cannot be written, and not be made void. The range must not be changed.
+    pub async fn mark(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
+        let (mut at, end) = (offset, offset + len);
+        while at < end {
+            let step = (end - at).min(STEP_BYTES);
+            if !self.is_marked(at, step) {
+                self.mark_step(port, at, step).await?;
+            }
+            at += step;
+        }
+        Ok(())
+    }
+
+    async fn mark_step(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
+        if self.want(offset, len) {
+            let marked = self.commits.join(&port.io, self.commit(port)).await;
+            if let Err(e) = marked {
+                return self.give_up(port, e).await;
+            }
+        }
+        self.fine.mark(offset, len);
+        Ok(())
+    }
+
+    /// Asks for the regions of a range. `false`: all of them are durable.
+    fn want(&self, offset: u64, len: u64) -> bool {
+        let last = (offset + len).div_ceil(REGION_BYTES).min(self.regions);
+        let mut book = self.book();
+        let Book { is_open, marked, wanted, .. } = &mut *book;
+        let lacks = |region: &u64| !*is_open || marked[*region as usize / 64] >> (region % 64) & 1 == 0;
+        let mut waits = false;
+        for region in (offset / REGION_BYTES..last).filter(lacks) {
+            waits = true;
+            wanted.insert(region);
+        }
+        waits
+    }
+
+    /// What the next commit writes. `None`: nothing, as an earlier one did.
+    fn next_step(&self) -> io::Result<Option<Step>> {
+        let book = self.book();
+        if book.wanted.is_empty() {
+            return Ok(None);
+        }
+        let mut sectors = BTreeMap::<u64, Vec<u64>>::new();
+        for region in &book.wanted {
+            sectors.entry(region / BITS).or_default().push(*region);
+        }
+        let head = match book.is_open {
+            true => None,
+            false => {
+                let opening = u64::from_le_bytes(secret::<8>()?);
+                Some(Head { state: State::Open, opening, ..book.head.clone() })
+            }
+        };
+        Ok(Some(Step { head, sectors }))
+    }
+
+    /// Makes the wanted regions durable.
+    async fn commit(&self, port: &Port) -> io::Result<()> {
+        let Some(Step { head, sectors }) = self.next_step()? else { return Ok(()) };
+        let file = port.files[self.index];
+        if let Some(head) = &head {
+            self.write(port, file, 0, &head.to_bytes()).await?;
+        }
+        for (sector, regions) in &sectors {
+            for map in 0..self.maps {
+                self.set_bits(port, file, map, *sector, regions).await?;
+            }
+        }
+        port.io.sync(file).await?;
+        let mut book = self.book();
+        if let Some(head) = head {
+            self.fine.begin_opening(head.opening);
+            book.head = head;
+            book.is_open = true;
+        }
+        for region in sectors.into_values().flatten() {
+            book.marked[region as usize / 64] |= 1 << (region % 64);
+            book.wanted.remove(&region);
+        }
+        Ok(())
+    }
+
+    /// Sets the bits of these regions in one sector. It is read first: another host may have written it, while a
+    /// migrating guest's disk is open on both.
+    async fn set_bits(
+        &self,
+        port: &Port,
+        file: FileId,
+        map: usize,
+        sector: u64,
+        regions: &[u64],
+    ) -> io::Result<()> {
+        let (id, at) = {
+            let head = &self.book().head;
+            (head.file, place(head.bytes, map, sector))
+        };
+        let mut bytes = [0; SECTOR];
+        {
+            let piece = port.scratch.take(SECTOR).await;
+            port.io.read_exact(file, at, piece.span()).await?;
+            port.memory().copy_out(piece.span(), &mut bytes);
+        }
+        let mut bits = parse_sector(&id, map, sector, &bytes).unwrap_or([u64::MAX; BITS as usize / 64]);
+        for region in regions {
+            let bit = region % BITS;
+            bits[bit as usize / 64] |= 1 << (bit % 64);
+        }
+        self.write(port, file, at, &sector_to_bytes(&id, map, sector, &bits)).await
+    }
+
+    async fn write(&self, port: &Port, file: FileId, at: u64, bytes: &[u8; SECTOR]) -> io::Result<()> {
+        let piece = port.scratch.take(SECTOR).await;
+        port.memory().copy_in(piece.span(), bytes);
+        port.io.write_all(file, at, piece.span()).await
+    }
+
+    /// Makes the maps void, since they cannot be written: the guest goes on without them.
+    async fn give_up(&self, port: &Port, e: io::Error) -> io::Result<()> {
+        let file = port.files[self.index];
+        let head = Head { state: State::Void, ..self.book().head.clone() };
+        let written = self.write(port, file, 0, &head.to_bytes()).await;
+        let void = match written {
+            Ok(()) => port.io.sync(file).await,
+            Err(e) => Err(e),
+        };
+        let path = self.path.display();
+        match void {
+            Ok(()) => {
+                if !self.is_off.swap(true, Ordering::AcqRel) {
+                    tracing::error!(
+                        "cannot write the dirty maps {path}: {e}; they are void from now on, and \
+                         the disk goes on without them. Check the storage, make a full backup and \
+                         begin the maps anew (ferrite image dirty add)"
+                    );
+                }
+                Ok(())
+            }
+            Err(_) => Err(io::Error::new(
+                e.kind(),
+                format!("the dirty maps {path} can neither be written nor be made void: {e}"),
+            )),
+        }
+    }
+
+    /// The end of the image's orderly use, after its last flush. A later write begins another opening.
+    ///
+    /// # Errors
+    /// The file cannot be written. The maps stay valid: the image counts as open.
+    pub async fn close(&self, port: &Port, image: &Raw) -> io::Result<()> {
+        let _alone = self.commits.pause(&port.io).await?;
+        if !self.book().is_open || self.is_off.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        self.fine.end_opening();
+        self.book().is_open = false;
+        let (seconds, nanoseconds) = changed_at(image)?;
+        let state = State::Closed(seconds, nanoseconds);
+        let head = Head { state, ..self.book().head.clone() };
+        let file = port.files[self.index];
+        self.write(port, file, 0, &head.to_bytes()).await?;
+        port.io.sync(file).await
+    }
+}
+
+/// Whether an image at this path has maps, as far as names tell.
+pub fn has_maps(raw: &Raw) -> bool {
+    ferrite_host::names::exists(path_of(raw.path()))
+}
