@@ -2,4 +2,6 @@
 
 #![forbid(unsafe_code)]
 
+pub mod client;
+pub mod uri;
 pub mod wire;

@@ -7,7 +7,8 @@ pub const SERVER_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
 pub const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
 /// The magic number before each reply to an option.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-const REQUEST_MAGIC: u32 = 0x2560_9513;
+/// The magic number of a request.
+pub const REQUEST_MAGIC: u32 = 0x2560_9513;
 /// The magic number of a simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 /// The magic number of a chunk of a structured reply.
