@@ -36,6 +36,7 @@ mod beside;
 mod blktap;
 pub mod config;
 pub mod control;
+mod devices;
 pub mod directory;
 mod follow;
 pub mod jobs;
@@ -58,6 +59,7 @@ mod verbs;
 mod wait;
 
 use config::{Config, DiskOptions};
+use devices::Devices;
 use jobs::{Jobs, Means};
 use joint_upgrade::Participant;
 use params::Image;
@@ -370,6 +372,10 @@ pub enum Step {
     Upgraded,
     /// The disk is not served any more, and its state file still exists.
     Forgotten,
+    /// The record of a device is written, and the kernel has not made it.
+    DeviceRecorded,
+    /// The kernel has made a device, and the record does not have its index.
+    DeviceMade,
     /// A job has come to this point: its state file has this step, or a part of the step is done.
     Job(&'static str),
 }
@@ -394,6 +400,7 @@ pub(crate) struct Shared {
     table: Table,
     jobs: Jobs,
     taps: Taps,
+    devices: Devices,
     /// What the hypervisor tells of the guests, if it tells it to this domain.
     domains: Option<Arc<dyn Domains>>,
     clock: Arc<dyn Clock>,
@@ -522,6 +529,7 @@ impl Daemon {
             table: Table::default(),
             jobs,
             taps: Taps::default(),
+            devices: Devices::default(),
             domains: None,
             clock: SystemClock::shared(),
             log: SharedLogLimit::default(),
@@ -575,6 +583,7 @@ impl Daemon {
     /// The control socket cannot be made.
     pub fn run(&self, alive: &dyn Fn(&str)) -> io::Result<()> {
         taps::restore(&self.shared);
+        devices::restore(&self.shared);
         self.shared.jobs.begin(&self.shared);
         let control = control::server::Server::start(&self.shared)?;
         suspended::watch(&self.shared)?;
