@@ -288,7 +288,7 @@ impl Keepers {
                     follow_notifying(store, fd, &config, &log_limits, stop, &tune, opened)
                 }
                 (None, ahead) => {
-                    let ahead = ahead.unwrap_or(Ahead { read_only: true });
+                    let ahead = ahead.unwrap_or(Ahead { read_only: true, toolstack_locks: true });
                     hold(fd, ahead, stop, &tune, opened).map(|()| Outcome::Left)
                 }
             };

@@ -36,6 +36,7 @@ mod beside;
 mod blktap;
 pub mod config;
 pub mod control;
+mod devices;
 pub mod directory;
 mod follow;
 pub mod jobs;
@@ -60,6 +61,7 @@ mod verbs;
 mod wait;
 
 use config::{Config, DiskOptions};
+use devices::Devices;
 use jobs::{Jobs, Means};
 use joint_upgrade::Participant;
 use params::Image;
@@ -375,6 +377,7 @@ pub(crate) struct Shared {
     table: Table,
     jobs: Jobs,
     taps: Taps,
+    devices: Devices,
     /// What the hypervisor tells of the guests, if it tells it to this domain.
     domains: Option<Arc<dyn Domains>>,
     clock: Arc<dyn Clock>,
@@ -503,6 +506,7 @@ impl Daemon {
             table: Table::default(),
             jobs,
             taps: Taps::default(),
+            devices: Devices::default(),
             domains: None,
             clock: SystemClock::shared(),
             log: SharedLogLimit::default(),
@@ -556,6 +560,7 @@ impl Daemon {
     /// The control socket cannot be made.
     pub fn run(&self, alive: &dyn Fn(&str)) -> io::Result<()> {
         taps::restore(&self.shared);
+        devices::restore(&self.shared);
         self.shared.jobs.begin(&self.shared);
         let control = control::server::Server::start(&self.shared)?;
         suspended::watch(&self.shared)?;

@@ -81,11 +81,15 @@ pub fn id_of_name(name: &str) -> Option<DiskId> {
 }
 
 /// What the state of a tap has besides.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TapState {
     /// Whether the image is opened for reading only.
     pub read_only: bool,
+    /// Whether this daemon has made the tap for a device (`crate::devices`). No toolstack does the
+    /// locking of its image then.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub is_own: bool,
     /// Whether the tap is closed: it is attached, and has no image.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub closed: bool,

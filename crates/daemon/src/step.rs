@@ -23,6 +23,10 @@ pub enum Step {
     Upgraded,
     /// The disk is not served any more, and its state file still exists.
     Forgotten,
+    /// The record of a device is written, and the kernel has not made it.
+    DeviceRecorded,
+    /// The kernel has made a device, and the record does not have its index.
+    DeviceMade,
     /// A job has come to this point: its state file has this step, or a part of the step is done.
     Job(&'static str),
 }

@@ -11,7 +11,7 @@ use ferrite_serve::path::full::OnFull;
 use ferrite_serve::path::limit::Limits;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
-use crate::disk::{change, limit, pause};
+use crate::disk::{change, device, limit, pause};
 use crate::exit::{Code, Failure};
 use crate::export::args::ExportArgs;
 use crate::guests::{Guest, GuestDisk};
@@ -401,6 +401,11 @@ pub(crate) enum DiskCommand {
                             that is merged, too, and the image that it is merged into gets its name."
     )]
     Coalesce(CoalesceArgs),
+    /// Show a disk to this host as a block device, for reading and mounting; or remove such a device.
+    #[command(after_help = device::HELP)]
+    Device(device::DeviceArgs),
+    /// List the block devices that show disks.
+    Devices(device::DevicesArgs),
     /// Detach a disk from its guest, which should have unmounted it; xl block-detach does the same.
     Detach {
         #[command(flatten)]

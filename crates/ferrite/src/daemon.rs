@@ -205,8 +205,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
         xen: Vbd { domain: DomId(disk.id.domid), device: disk.id.devid },
         read_only: false,
         qemu_first: disk.qemu_first,
-        // The storage manager of a tap does the locking.
-        toolstack_locks: disk.ahead.is_some(),
+        toolstack_locks: disk.ahead.is_some_and(|ahead| ahead.toolstack_locks),
         queues: options.queues,
         ring_order: options.ring_order,
         indirect: u32::from(options.indirect),

@@ -25,6 +25,7 @@ use crate::vdev::Vbd;
 
 mod attach;
 pub(crate) mod change;
+pub(crate) mod device;
 pub(crate) mod limit;
 pub(crate) mod pause;
 
@@ -54,6 +55,8 @@ pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
             let how = if done.forced { "was taken from its guest" } else { "is detached" };
             tell(*json, &done, || println!("disk {disk} {how}"))
         }
+        DiskCommand::Device(args) => device::device(args),
+        DiskCommand::Devices(args) => device::devices(args),
         DiskCommand::Pause(args) => pause::pause(args),
         DiskCommand::Resume(args) => pause::resume(args),
         DiskCommand::Snapshot(args) => change::snapshot(args),

@@ -3,6 +3,7 @@
 //! * [`names`]: opens files by their names, in this process or through its keeper.
 //! * [`naming`]: identifies a file by any of its names, and a file system.
 //! * [`place`]: identifies a file or a device in words that outlive the process.
+//! * [`nbd_device`]: block devices of the kernel's NBD client.
 //! * [`nvme`]: the properties of an NVMe namespace, and the commands for it.
 //! * [`directory`]: changes directory entries, which a crash may undo before a sync.
 //! * [`frames`]: bounded messages between processes, and the rule for their versions.
@@ -25,6 +26,7 @@ pub mod lock_file;
 pub mod log_limit;
 pub mod names;
 pub mod naming;
+pub mod nbd_device;
 pub mod nvme;
 pub mod place;
 pub mod process;

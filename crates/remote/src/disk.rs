@@ -253,7 +253,14 @@ fn identity(uri: &Uri) -> io::Result<([u8; 16], u64)> {
         None => secret()?,
         Some(name) => {
             let mut user = [0; 16];
-            user.copy_from_slice(&blake3::Hasher::new().update(name.as_bytes()).update(b"/").update(uri.export.as_bytes()).finalize().as_bytes()[..16]);
+            user.copy_from_slice(
+                &blake3::Hasher::new()
+                    .update(name.as_bytes())
+                    .update(b"/")
+                    .update(uri.export.as_bytes())
+                    .finalize()
+                    .as_bytes()[..16],
+            );
             user
         }
     };

@@ -131,7 +131,7 @@ fn restart_daemon(bench: &mut Bench<'_>, pids: &str) -> Result<()> {
     bench.start_daemon()
 }
 
-fn kill_daemon(bench: &mut Bench<'_>, pids: &str) -> Result<()> {
+pub(super) fn kill_daemon(bench: &mut Bench<'_>, pids: &str) -> Result<()> {
     let daemon = bench.daemon.take().context("a daemon")?;
     bench.xenhost.sh(&format!("kill -9 {pids}"))?;
     bench.xenhost.wait_until("the daemon's end", &ended(daemon), 60)

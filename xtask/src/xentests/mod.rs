@@ -2,6 +2,7 @@
 
 mod changes;
 mod deaths;
+mod devices;
 mod discard;
 mod engines;
 mod exported;
@@ -116,6 +117,7 @@ pub(crate) fn all() -> Vec<Case> {
         toolstack::CASES,
         xl::CASES,
         exported::CASES,
+        devices::CASES,
         media::CASES,
         discard::CASES,
         host::CASES,

@@ -27,9 +27,13 @@ use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen, tuning};
 
 /// The names of all methods.
-pub(super) const METHODS: [&str; 34] = [
+pub(super) const METHODS: [&str; 38] = [
     "attach.wait",
     "daemon.status",
+    "device.add",
+    "device.clean",
+    "device.list",
+    "device.remove",
     "disk.coalesce",
     "disk.detach",
     "disk.limit",
@@ -97,6 +101,9 @@ pub(super) fn call(shared: &Arc<Shared>, method: &str, params: Value) -> Result<
         }
         "image.query" => take(params).and_then(|request| reply(&images::query(shared, &request)?)),
         "upgrade" => take(params).and_then(|request| reply(&upgrade(shared, &request)?)),
+        _ if method.starts_with("device.") => {
+            super::devices::call(shared, method, params).unwrap_or_else(|| Err(no_method(method)))
+        }
         _ if method.starts_with("tap.") => {
             super::taps::call(shared, method, params).unwrap_or_else(|| Err(no_method(method)))
         }

@@ -3,6 +3,8 @@
 //! `docs/control.schema.json` describes each message. A test compares it with the types here.
 
 pub mod client;
+mod device_messages;
+mod devices;
 mod image_messages;
 mod images;
 mod job_messages;

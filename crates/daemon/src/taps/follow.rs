@@ -123,7 +123,7 @@ impl Follower {
             id: self.id,
             backend: directory::path(guest),
             guest,
-            ahead: Some(Ahead { read_only: tap.read_only }),
+            ahead: Some(Ahead { read_only: tap.read_only, toolstack_locks: !tap.is_own }),
             image: image.clone(),
             options: self.shared.config.of_image(&image.path).clone(),
             qemu_first: false,

@@ -103,6 +103,50 @@ pub(crate) fn open(
     image: &Image,
     read_only: bool,
 ) -> Result<(), TapError> {
+    open_as(shared, pid, minor, image, TapState { read_only, ..TapState::default() })
+}
+
+/// Opens an image in a tap of its own, for this daemon. Returns the minor.
+pub(crate) fn open_own(
+    shared: &Arc<Shared>,
+    image: &Image,
+    read_only: bool,
+) -> Result<u32, TapError> {
+    let minor = allocate(shared)?;
+    let state = TapState { read_only, is_own: true, ..TapState::default() };
+    let opened = spawn(shared).and_then(|pid| {
+        attach(shared, pid, minor)?;
+        open_as(shared, pid, minor, image, state)
+    });
+    if let Err(e) = opened {
+        close_own(shared, minor);
+        return Err(e);
+    }
+    Ok(minor)
+}
+
+/// Closes a tap of this daemon's own, as far as it was made.
+pub(crate) fn close_own(shared: &Shared, minor: u32) {
+    let pid = shared.taps.lock().get(&minor).map(|tap| tap.pid);
+    if let Some(pid) = pid {
+        let closed = close(shared, pid, minor, true, OPENED_WITHIN);
+        if let Err(e) = closed.and_then(|()| detach(shared, pid, minor)) {
+            tracing::warn!("tap/{minor} of a device is not closed: {}", e.failure);
+            return;
+        }
+    }
+    if let Err(e) = free(shared, minor) {
+        tracing::warn!("tap/{minor} of a device is not freed: {}", e.failure);
+    }
+}
+
+fn open_as(
+    shared: &Arc<Shared>,
+    pid: u32,
+    minor: u32,
+    image: &Image,
+    tap: TapState,
+) -> Result<(), TapError> {
     of_process(shared, pid, minor)?;
     let id = DiskId::tap(minor);
     check(image)?;
@@ -112,7 +156,6 @@ pub(crate) fn open(
             let why = format!("{id} is open already");
             return Err(TapError::new(Errno::ALREADY, why, "close it first: tap-ctl close"));
         }
-        let tap = TapState { read_only, closed: false, guest: None };
         let state = DiskState::new(id, image, minor).with_tap(Some(tap));
         start(shared, &state).map_err(|e| {
             TapError::new(errno_of(&e), format!("cannot start a thread: {e}"), "try again later")

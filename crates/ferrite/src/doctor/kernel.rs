@@ -23,6 +23,7 @@ pub(super) fn checks(chosen: Option<EngineKind>) -> Vec<Check> {
         huge_pages(),
         locked_memory(),
         run_directory(),
+        devices(),
     ]
 }
 
@@ -210,6 +211,26 @@ fn run_directory() -> Check {
         Err(e) => {
             check(name, State::No, format!("not there: {e}"), "make it, and mount a tmpfs on it")
         }
+    }
+}
+
+/// Disks as block devices of this host.
+fn devices() -> Check {
+    let name = "devices";
+    match ferrite_host::nbd_device::Devices::open() {
+        Ok(_) => check(
+            name,
+            State::Ok,
+            "nbd is loaded".into(),
+            "ferrite disk device shows disks to this host",
+        ),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => check(
+            name,
+            State::Ok,
+            "nbd is not loaded".into(),
+            "only ferrite disk device needs it: modprobe nbd, or --load",
+        ),
+        Err(e) => check(name, State::Ok, format!("nbd cannot be asked for: {e}"), ""),
     }
 }
 

@@ -74,6 +74,8 @@ pub struct Wanted {
     pub export: String,
     /// Ask for `base:allocation`.
     pub allocation: bool,
+    /// Ask for no replies in chunks: the stream is given to somebody who does not know them, as Linux' own client.
+    pub simple_replies: bool,
     /// Name the session, so that a server of ours ends an older one first.
     pub session: Option<Session>,
 }
@@ -235,9 +237,16 @@ impl Handshake {
         } else if let Some(session) = self.wanted.session {
             self.ask(SESSION, &[&session.to_bytes()], out);
         } else {
-            self.ask(option::STRUCTURED_REPLY, &[], out);
+            self.ask_for_chunks(out);
         }
         Ok(())
+    }
+
+    fn ask_for_chunks(&mut self, out: &mut Vec<u8>) {
+        match self.wanted.simple_replies {
+            true => self.ask_to_go(out),
+            false => self.ask(option::STRUCTURED_REPLY, &[], out),
+        }
     }
 
     fn ask(&mut self, asked: u32, parts: &[&[u8]], out: &mut Vec<u8>) {
@@ -332,7 +341,7 @@ impl Handshake {
             }
             (SESSION, _) if kind == reply::ACK || is_no(kind) => {
                 self.fenced = kind == reply::ACK;
-                self.ask(option::STRUCTURED_REPLY, &[], out);
+                self.ask_for_chunks(out);
                 return Ok(None);
             }
             (_, kind) if kind >> 31 == 1 => return Err(refused()),

@@ -47,6 +47,8 @@ pub enum ExpectedAttachment {
 pub struct Ahead {
     /// Whether the image is open for reading only.
     pub read_only: bool,
+    /// Whether the toolstack does the locking of its images.
+    pub toolstack_locks: bool,
 }
 
 /// The configuration of the half that follows xenstore.

@@ -1,0 +1,172 @@
+//! `ferrite disk device` and `devices`: disks as block devices of this host.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use clap::Args;
+use ferrite_daemon::control::client::ClientError;
+use ferrite_daemon::control::protocol::{
+    AddDeviceParams, CleanedDevices, DeviceRow, DeviceRows, Nothing, RemoveDeviceParams,
+};
+use ferrite_disk::size::Human;
+
+use super::{call, id, not_answered, pause, tell, vbd};
+use crate::cli::RunDirArgs;
+use crate::exit::{Code, Failure};
+use crate::guests::{GuestDisk, Names};
+use crate::plain::one_line;
+
+/// Making a device opens its image first, and removing one closes it.
+const CHANGE: Duration = Duration::from_secs(130);
+
+/// The help of `disk device` after its options.
+pub(crate) const HELP: &str = "\
+It prints the device's name. The kernel's NBD client makes the device (module nbd). It stays until it is removed,
+also when the daemon ends. To mount what a running guest has mounted, even for reading only, needs care:
+docs/access.md.";
+
+/// `ferrite disk device`.
+#[derive(Debug, Args)]
+pub(crate) struct DeviceArgs {
+    /// A disk that the daemon serves (web1/xvda, tap/0), or an image that nobody uses: FORMAT:PATH, or a path with a /
+    /// in front or an extension.
+    #[arg(
+        value_name = "DISK|IMAGE",
+        required_unless_present = "remove",
+        conflicts_with = "remove"
+    )]
+    pub(crate) disk: Option<OsString>,
+
+    /// Remove this device: /dev/nbdN. One that is mounted stays.
+    #[arg(long, value_name = "DEVICE")]
+    pub(crate) remove: Option<String>,
+
+    /// Make a device for reading only, and open an image read-only.
+    #[arg(long)]
+    pub(crate) read_only: bool,
+
+    /// Let this host write to the disk of a guest that may write, too.
+    #[arg(long, conflicts_with = "read_only")]
+    pub(crate) shared: bool,
+
+    /// Connections of the device. With more than one, requests that are under way when the disk's keeper is killed wait
+    /// for 30 days.
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u32).range(1..=4))]
+    pub(crate) connections: u32,
+
+    /// Load the kernel's module nbd first, if it is not loaded.
+    #[arg(long)]
+    pub(crate) load: bool,
+
+    /// Print JSON instead of text.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) places: RunDirArgs,
+}
+
+/// `ferrite disk devices`.
+#[derive(Debug, Args)]
+pub(crate) struct DevicesArgs {
+    /// Remove those that nobody uses, and those that a killed daemon has left.
+    #[arg(long)]
+    pub(crate) clean: bool,
+
+    /// Print JSON instead of a table.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) places: RunDirArgs,
+}
+
+pub(super) fn device(args: &DeviceArgs) -> Result<(), Failure> {
+    let run = &args.places.run_dir;
+    if let Some(device) = &args.remove {
+        let asked = RemoveDeviceParams { device: device.clone() };
+        let done: DeviceRow = call(run, "device.remove", &asked, CHANGE)
+            .map_err(|e| failed(&format!("cannot remove {}", one_line(device)), &e))?;
+        return tell(args.json, &done, || println!("{} is removed", done.device));
+    }
+    let name = args.disk.as_deref().unwrap_or_default();
+    let what = format!("cannot make a device of {}", one_line(&name.to_string_lossy()));
+    let mut asked = AddDeviceParams {
+        disk: None,
+        image: None,
+        read_only: args.read_only,
+        shared: args.shared,
+        connections: args.connections,
+    };
+    match as_disk(name) {
+        Some(disk) => asked.disk = Some(id(disk.find()?)),
+        None => asked.image = Some(pause::named("cannot make a device of", name)?),
+    }
+    if args.load {
+        load()?;
+    }
+    let done: DeviceRow = call(run, "device.add", &asked, CHANGE).map_err(|e| failed(&what, &e))?;
+    tell(args.json, &done, || println!("{}", done.device))
+}
+
+/// The disk of this name. `None`: it is that of an image.
+fn as_disk(name: &OsStr) -> Option<GuestDisk> {
+    let is_image = name.as_bytes().starts_with(b"/")
+        || name.as_bytes().contains(&b':')
+        || Path::new(name).exists();
+    name.to_str().filter(|_| !is_image)?.parse().ok()
+}
+
+fn load() -> Result<(), Failure> {
+    let failed = |why: String| {
+        let help = "install the kernel's modules, or use a kernel that has its NBD client";
+        Failure::new("cannot load the module nbd", why, help)
+    };
+    let done = Command::new("modprobe").arg("nbd").output();
+    let done = done.map_err(|e| failed(format!("modprobe: {e}")))?;
+    match done.status.success() {
+        true => Ok(()),
+        false => Err(failed(one_line(String::from_utf8_lossy(&done.stderr).trim()).into_owned())),
+    }
+}
+
+pub(super) fn devices(args: &DevicesArgs) -> Result<(), Failure> {
+    let run = &args.places.run_dir;
+    if args.clean {
+        let done: CleanedDevices = call(run, "device.clean", &Nothing {}, CHANGE)
+            .map_err(|e| failed("cannot remove devices", &e))?;
+        return tell(args.json, &done, || {
+            done.removed.iter().for_each(|device| println!("{device} is removed"));
+        });
+    }
+    let rows: DeviceRows = call(run, "device.list", &Nothing {}, super::ANSWER)
+        .map_err(|e| failed("cannot list the devices", &e))?;
+    tell(args.json, &rows, || print!("{}", table(&rows.devices)))
+}
+
+fn table(devices: &[DeviceRow]) -> String {
+    let names = Names::read();
+    let mut text = format!("{:<12}{:<16}{:<10}{:<6}IMAGE\n", "DEVICE", "DISK", "SIZE", "MODE");
+    for row in devices {
+        let (disk, size) = (names.disk(vbd(row.disk)), Human(row.bytes).to_string());
+        let mode = if row.read_only { "r" } else { "w" };
+        let image = one_line(row.image.as_deref().unwrap_or("-"));
+        text += &format!("{:<12}{disk:<16}{size:<10}{mode:<6}{image}\n", row.device);
+        for user in &row.users {
+            text += &format!("    {}\n", one_line(user));
+        }
+    }
+    text
+}
+
+fn failed(what: &str, e: &ClientError) -> Failure {
+    let failure = not_answered(what, e, e.to_string());
+    match e.is_in_use() {
+        true => failure.with_code(Code::BUSY),
+        false => failure,
+    }
+}
