@@ -83,7 +83,8 @@ impl RemoteExport {
             DiskError::new(ErrorKind::Io, what(), e.to_string(), help)
         })?;
         let session = Some(SessionName { user, process, connection: 0 });
-        let wanted = Wanted { export: uri.export.clone(), allocation: true, session };
+        let wanted =
+            Wanted { export: uri.export.clone(), allocation: true, session, ..Wanted::default() };
         let link = connect_here(&address, &wanted).map_err(|refusal| {
             let Refusal { why, help, passes } = refusal;
             let kind = if passes { ErrorKind::Io } else { ErrorKind::NotFound };
@@ -186,7 +187,8 @@ impl Shared {
     pub(crate) fn wanted(&self, connection: u32) -> Wanted {
         let session = SessionName { user: self.user, process: self.process, connection };
         let allocation = self.export.allocation.is_some();
-        Wanted { export: self.uri.export.clone(), allocation, session: Some(session) }
+        let (export, session) = (self.uri.export.clone(), Some(session));
+        Wanted { export, allocation, session, ..Wanted::default() }
     }
 
     /// Gives a number back, with what is left of its connection.
