@@ -613,6 +613,8 @@ impl Disk {
             Disk::Raw(d) => d.zeroes_fast(),
             // What has a place there is zeroed in place.
             Disk::Image(d) => d.medium().zeroes_fast(),
+            // Only its server knows.
+            Disk::Remote(_) => false,
             Disk::Store(_) | Disk::Elsewhere(_) | Disk::Null(_) => true,
         }
     }
