@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::negotiation::{Agreed, Negotiation, Next, Offer};
+use super::negotiation::{Agreed, Manners, Negotiation, Next, Offer};
 use crate::waker::Waker;
 
 /// Bytes that are read at a time.
@@ -28,13 +28,13 @@ pub(super) struct Greeted {
 pub(super) fn greet(
     mut socket: &UnixStream,
     offers: Vec<Offer>,
-    hides_names: bool,
+    manners: Manners,
     stop: &Waker,
     limit: Duration,
 ) -> io::Result<Option<Greeted>> {
     let end = Instant::now() + limit;
     let (mut input, mut out) = (Vec::new(), Vec::new());
-    let mut negotiation = Negotiation::new(offers, hides_names, &mut out);
+    let mut negotiation = Negotiation::new(offers, manners, &mut out);
     let mut next = Next::More;
     let mut buffer = [0; READ_BYTES];
     loop {

@@ -15,7 +15,7 @@ use ferrite_io::engine::Engine;
 use super::buffers::ClientPool;
 use super::client::Client;
 use super::handshake::greet;
-use super::negotiation::{Export, Offer};
+use super::negotiation::{Export, Manners, Offer};
 use crate::counters::{Counters, Counts};
 use crate::log_limit::limited;
 use crate::path::device::Device;
@@ -64,6 +64,8 @@ pub struct Options {
     pub traces: Option<Arc<ClientTraces>>,
     /// Whether clients are not told the exports' names: they have to know them.
     pub hides_names: bool,
+    /// Whether clients come through a [`relay`](super::relay()).
+    pub relayed: bool,
 }
 
 /// A disk and its name, by which clients choose it.
@@ -245,8 +247,8 @@ fn serve_chosen(
         Ok(Offer { name: name.clone(), export })
     };
     let offers = exports.iter().map(offer).collect::<io::Result<Vec<_>>>()?;
-    let hides_names = options.hides_names;
-    let Some(greeted) = greet(&socket, offers.clone(), hides_names, stop, options.greeting)? else {
+    let manners = Manners { hides_names: options.hides_names, relayed: options.relayed };
+    let Some(greeted) = greet(&socket, offers.clone(), manners, stop, options.greeting)? else {
         return Ok(Counts::default());
     };
     let (Exported { device, engine, .. }, export) =
