@@ -48,6 +48,16 @@ fn client(host: &Host, disk: &DiskPaths, structured: bool) -> Client {
     client
 }
 
+/// A client in any form of requests and replies.
+fn client_in_form(host: &Host, disk: &DiskPaths, number: usize) -> Client {
+    if number % 3 < 2 {
+        return client(host, disk, number % 3 == 0);
+    }
+    let mut client = Client::over(stream(host, disk));
+    client.go_extended(&["base:allocation", "qemu:allocation-depth"]);
+    client
+}
+
 /// A client that writes and reads back in a loop, several requests at a time.
 struct Busy {
     stop: Arc<AtomicBool>,
@@ -161,7 +171,7 @@ impl Scene {
         let disk = host.attach(1, 0, &format!("{kind}:{}", image.display()));
         let load = Load::start(&host, &disk);
         let busy = (0..CLIENTS)
-            .map(|i| Busy::start(client(&host, &disk, i % 2 == 0), (i as u64 + 1) * MIB));
+            .map(|i| Busy::start(client_in_form(&host, &disk, i), (i as u64 + 1) * MIB));
         let busy = busy.collect();
         Scene { host, daemon, disk, image, load, busy }
     }
@@ -291,7 +301,7 @@ fn clients_that_stall_keep_neither_others_nor_memory_nor_the_disk() {
     let keeper = keeper(&scene.host, &scene.disk);
     let relay = relay_of(keeper).unwrap();
     let mut stalled: Vec<Client> =
-        (0..8).map(|i| client(&scene.host, &scene.disk, i % 2 == 0)).collect();
+        (0..8).map(|i| client_in_form(&scene.host, &scene.disk, i)).collect();
     for (i, stalled) in stalled.iter_mut().enumerate() {
         match i % 4 {
             // The client does not read its replies.

@@ -125,6 +125,7 @@ fn options(args: &NbdArgs, engine: EngineFactory) -> Options {
         keeps_all: false,
         traces: None,
         hides_names: args.no_list,
+        relayed: false,
     }
 }
 

@@ -92,7 +92,7 @@ struct Null {
 }
 
 impl Null {
-    fn new(read_only: bool) -> Null {
+    fn new(read_only: bool, relayed: bool) -> Null {
         let disk = Disk::open("null:2M", &OpenOptions::default()).expect("it takes nothing");
         let options = Options {
             read_only,
@@ -107,6 +107,7 @@ impl Null {
             keeps_all: false,
             traces: None,
             hides_names: false,
+            relayed,
         };
         let device = Arc::new(Device::new(disk, SystemClock::shared()));
         Null { device, options, stop: Arc::new(Waker::new().expect("there are descriptors")) }
@@ -154,7 +155,7 @@ fn played(input: &[u8], client: &UnixStream, serve: impl FnOnce()) {
 /// Sends a client's bytes to a server of a null disk. The server ends with the client.
 pub(crate) fn nbd(input: &[u8]) {
     let input = &input[..input.len().min(MAX_INPUT_BYTES)];
-    let null = Null::new(input.len() % 7 == 6);
+    let null = Null::new(input.len() % 7 == 6, false);
     let (ours, theirs) = UnixStream::pair().expect("there are descriptors");
     played(input, &theirs, || null.serve(ours));
 }
@@ -162,7 +163,7 @@ pub(crate) fn nbd(input: &[u8]) {
 /// Sends them to a relay, whose links lead to such a server. The relay says when the client has gone.
 pub(crate) fn nbd_relay(input: &[u8]) {
     let input = &input[..input.len().min(MAX_INPUT_BYTES)];
-    let null = &Null::new(input.len() % 7 == 6);
+    let null = &Null::new(input.len() % 7 == 6, true);
     let kind = SocketType::SEQPACKET;
     let pair = socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None);
     let (keeper, relays) = pair.expect("there are descriptors");

@@ -44,6 +44,8 @@ pub mod option {
     pub const SET_META_CONTEXT: u32 = 10;
     /// Asks for heads with 64-bit lengths.
     pub const EXTENDED_HEADERS: u32 = 11;
+    /// Of no standard: a relay between client and server says that it understands all that this version offers.
+    pub const RELAYED: u32 = u32::from_be_bytes(*b"FRLY");
 }
 
 /// The replies to options.

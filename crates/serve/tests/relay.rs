@@ -15,6 +15,8 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 const GREETING: &[u8] = b"NBDMAGICIHAVEOPT\0\x03";
 const SIZE: u64 = 1 << 30;
+/// The relay's own option.
+const RELAYED: &[u8] = b"IHAVEOPTFRLY\0\0\0\0";
 /// HAS_FLAGS and SEND_FLUSH.
 const FLAGS: u16 = 5;
 
@@ -95,7 +97,9 @@ impl Worker {
         self.say(GREETING);
         let info = info("");
         let len = (info.len() as u32).to_be_bytes();
-        self.hears(&[&[0, 0, 0, 3][..], b"IHAVEOPT\0\0\0\x07", &len, &info].concat());
+        self.hears(&[0, 0, 0, 3]);
+        self.is_introduced();
+        self.hears(&[&b"IHAVEOPT\0\0\0\x07"[..], &len, &info].concat());
         self.answer(3, &[&[0, 0][..], &size.to_be_bytes(), &FLAGS.to_be_bytes()].concat());
         self.answer(1, &[]);
     }
@@ -105,11 +109,19 @@ impl Worker {
         self.say(GREETING);
         let info = info("");
         let len = (info.len() as u32).to_be_bytes();
-        self.hears(b"\0\0\0\x03IHAVEOPT\0\0\0\x0b\0\0\0\0");
+        self.hears(&[0, 0, 0, 3]);
+        self.is_introduced();
+        self.hears(b"IHAVEOPT\0\0\0\x0b\0\0\0\0");
         self.answer_to(option::EXTENDED_HEADERS, ACK, &[]);
         self.hears(&[&b"IHAVEOPT\0\0\0\x07"[..], &len, &info].concat());
         self.answer(3, &[&[0, 0][..], &SIZE.to_be_bytes(), &FLAGS.to_be_bytes()].concat());
         self.answer(1, &[]);
+    }
+
+    /// Knows the relay's option.
+    fn is_introduced(&mut self) {
+        self.hears(RELAYED);
+        self.answer_to(u32::from_be_bytes(*b"FRLY"), ACK, &[]);
     }
 
     /// Answers GO.
@@ -159,6 +171,7 @@ fn what_was_not_answered_is_asked_again_in_its_order_and_an_answer_in_part_is_no
     // The requests come only after the same answers as before.
     worker.say(GREETING);
     worker.hears(&[0, 0, 0, 3]);
+    worker.is_introduced();
     let rest = info("");
     let mut all = vec![0; 16 + rest.len()];
     worker.0.read_exact(&mut all).unwrap();
@@ -241,6 +254,50 @@ fn requests_with_extended_heads_are_asked_again_as_they_came() {
     let head = [&0x6e8a_278cu32.to_be_bytes()[..], &[0, 1, 0, 0]].concat();
     worker.say(&[&head[..], &[5, 0, u64::MAX].map(u64::to_be_bytes).concat()].concat());
     assert!(is_closed(&worker.0));
+}
+
+/// What was agreed upon with it would differ.
+#[test]
+fn a_client_whose_first_worker_was_older_keeps_what_that_one_offered() {
+    let keeper = Keeper::new();
+    let stream = keeper.connect();
+    let mut worker = keeper.link();
+    let client = std::thread::spawn(move || {
+        let mut client = Client::over(stream);
+        let unsupported = 1 << 31 | 1;
+        // Whatever a client says in the relay's place is passed on.
+        let asked = u32::from_be_bytes(*b"FRLY");
+        assert_eq!(client.option(asked, b""), [(unsupported, vec![])]);
+        assert_eq!(client.go(false), (SIZE, FLAGS));
+        client
+    });
+    let unsupported = 1 << 31 | 1;
+    let (relayed, info) = (u32::from_be_bytes(*b"FRLY"), info(""));
+    let go = [&b"IHAVEOPT\0\0\0\x07"[..], &(info.len() as u32).to_be_bytes(), &info].concat();
+    worker.say(GREETING);
+    worker.hears(&[0, 0, 0, 3]);
+    for options in [&[RELAYED, RELAYED][..], &[RELAYED]] {
+        for option in options {
+            worker.hears(option);
+            worker.answer_to(relayed, unsupported, &[]);
+        }
+        worker.hears(&go);
+        worker.answer(3, &[&[0, 0][..], &SIZE.to_be_bytes(), &FLAGS.to_be_bytes()].concat());
+        worker.answer(1, &[]);
+        if options.len() == 1 {
+            break;
+        }
+        drop(worker);
+        worker = keeper.link();
+        worker.say(GREETING);
+        // Only the client's own options come.
+        worker.hears(&[0, 0, 0, 3]);
+    }
+    let mut client = client.join().unwrap();
+    client.send(command::FLUSH, 0, 0, 0, &[]);
+    worker.hears(&request(command::FLUSH, 0, 1, 0, 0));
+    worker.done(1, 0);
+    assert_eq!(client.reply().error, 0);
 }
 
 /// Its write may wait for space, and other clients write meanwhile.
@@ -380,10 +437,12 @@ fn a_handshake_goes_on_where_it_was_and_a_client_that_is_silent_in_it_ends() {
     client.read_exact(&mut greeting).unwrap();
     client.write_all(&[0, 0, 0, 3]).unwrap();
     worker.hears(&[0, 0, 0, 3]);
+    worker.hears(RELAYED);
     drop(worker);
     worker = keeper.link();
     worker.say(GREETING);
     worker.hears(&[0, 0, 0, 3]);
+    worker.is_introduced();
     client.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
     worker.hears(b"IHAVEOPT\0\0\0\x01\0\0\0\0");
     worker.say(&SIZE.to_be_bytes());

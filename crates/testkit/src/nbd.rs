@@ -90,6 +90,7 @@ pub fn options() -> Options {
         keeps_all: false,
         traces: None,
         hides_names: false,
+        relayed: false,
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::negotiation::{Agreed, Negotiation, Next, Offer};
+use super::negotiation::{Agreed, Manners, Negotiation, Next, Offer};
 use super::sessions::{Named, Sessions};
 use crate::waker::Waker;
 
@@ -31,14 +31,14 @@ pub(super) struct Greeted<'a> {
 pub(super) fn greet<'a>(
     mut socket: &UnixStream,
     offers: Vec<Offer>,
-    hides_names: bool,
+    manners: Manners,
     sessions: Option<&'a Sessions>,
     stop: &Waker,
     limit: Duration,
 ) -> io::Result<Option<Greeted<'a>>> {
     let end = Instant::now() + limit;
     let (mut input, mut out) = (Vec::new(), Vec::new());
-    let mut negotiation = Negotiation::new(offers, hides_names, &mut out);
+    let mut negotiation = Negotiation::new(offers, manners, &mut out);
     let (mut next, mut session) = (Next::More, None);
     let mut buffer = [0; READ_BYTES];
     loop {

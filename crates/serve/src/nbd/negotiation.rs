@@ -40,6 +40,15 @@ pub(super) struct Offer {
     pub(super) export: Export,
 }
 
+/// What a server tells its clients.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Manners {
+    /// LIST is refused.
+    pub(super) hides_names: bool,
+    /// A relay is between client and server. It may be of an older version, until it says otherwise (nbd-rules.md 6).
+    pub(super) relayed: bool,
+}
+
 /// The negotiated features.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Agreed {
@@ -91,8 +100,10 @@ pub(super) enum Next {
 /// The negotiation with one client.
 pub(super) struct Negotiation {
     offers: Vec<Offer>,
-    /// Whether LIST is refused.
     hides_names: bool,
+    relayed: bool,
+    /// Whether there is a relay that has not said its version: nothing is offered that it may not understand.
+    unknown_relay: bool,
     /// The client's flags, which come first.
     flags: Option<u32>,
     agreed: Agreed,
@@ -107,14 +118,16 @@ pub(super) struct Negotiation {
 
 impl Negotiation {
     /// Begins a negotiation about at least one offer, with the greeting in `out`. A single one without a name has any
-    /// name (nbd-rules.md 1). `hides_names`: LIST is refused.
-    pub(super) fn new(offers: Vec<Offer>, hides_names: bool, out: &mut Vec<u8>) -> Negotiation {
+    /// name (nbd-rules.md 1).
+    pub(super) fn new(offers: Vec<Offer>, manners: Manners, out: &mut Vec<u8>) -> Negotiation {
         out.extend(SERVER_MAGIC.to_be_bytes());
         out.extend(OPTION_MAGIC.to_be_bytes());
         out.extend((FIXED_NEWSTYLE | NO_ZEROES).to_be_bytes());
         Negotiation {
             offers,
-            hides_names,
+            hides_names: manners.hides_names,
+            relayed: manners.relayed,
+            unknown_relay: manners.relayed,
             flags: None,
             agreed: Agreed::default(),
             contexts_of: Vec::new(),
@@ -229,6 +242,11 @@ impl Negotiation {
                     answer(reply::ACK, &[]);
                 }
             },
+            option::RELAYED if self.relayed => {
+                self.unknown_relay = false;
+                answer(reply::ACK, &[]);
+            }
+            option::EXTENDED_HEADERS if self.unknown_relay => answer(reply::UNSUPPORTED, &[]),
             option::EXTENDED_HEADERS if data.is_empty() => {
                 self.agreed.form = Form::Extended;
                 answer(reply::ACK, &[]);
@@ -257,7 +275,7 @@ impl Negotiation {
         let Some(index) = self.find(name) else { return Next::Close };
         let (agreed, export) = (self.agreed_for(name, index), &self.offers[index].export);
         out.extend(export.bytes.to_be_bytes());
-        out.extend(export.flags(agreed.form).to_be_bytes());
+        out.extend(self.flags(export, agreed.form).to_be_bytes());
         if self.flags.is_some_and(|flags| flags & u32::from(NO_ZEROES) == 0) {
             out.extend(PADDING);
         }
@@ -285,7 +303,7 @@ impl Negotiation {
     fn infos(&self, name: &[u8], wants_name: bool, agreed: Agreed) -> Vec<Vec<u8>> {
         let export = self.offers[agreed.index].export;
         let Export { bytes, preferred_bytes, .. } = export;
-        let flags = export.flags(agreed.form);
+        let flags = self.flags(&export, agreed.form);
         let export =
             [&info::EXPORT.to_be_bytes()[..], &bytes.to_be_bytes(), &flags.to_be_bytes()].concat();
         let sizes = [MIN_BLOCK_BYTES, preferred_bytes, MAX_REQUEST_BYTES];
@@ -295,6 +313,20 @@ impl Negotiation {
             infos.push([&info::NAME.to_be_bytes()[..], name].concat());
         }
         infos
+    }
+
+    /// An export's flags. A flush makes durable what any client was answered, so there may be several clients
+    /// (nbd-rules.md 4). Whether zeroing is fast is answered for each request.
+    fn flags(&self, export: &Export, form: Form) -> u16 {
+        let mut flags = can::HAS_FLAGS | can::FLUSH | can::FUA | can::MULTI_CONN;
+        let mut set = |flag, is| flags |= if is { flag } else { 0 };
+        set(can::READ_ONLY, export.read_only);
+        set(can::WRITE_ZEROES, !export.read_only);
+        set(can::TRIM, !export.read_only && export.trims);
+        set(can::DF, form != Form::Simple);
+        set(can::CACHE, !self.unknown_relay);
+        set(can::FAST_ZERO, !self.unknown_relay && !export.read_only);
+        flags
     }
 
     fn contexts(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) {
@@ -310,6 +342,9 @@ impl Negotiation {
             return push_option_reply(out, option, reply::UNKNOWN, &[]);
         }
         for (context, id) in Contexts::ALL {
+            if self.unknown_relay && id != CONTEXT_ID {
+                continue;
+            }
             // The namespace alone asks for all of its contexts, to list them only.
             let space = &context.as_bytes()[..=context.find(':').unwrap_or(0)];
             let exact = queries.contains(&context.as_bytes());
@@ -326,21 +361,6 @@ impl Negotiation {
             self.contexts_of = name.to_vec();
         }
         push_option_reply(out, option, reply::ACK, &[]);
-    }
-}
-
-impl Export {
-    /// The export's flags. A flush makes durable what any client was answered, so there may be
-    /// several clients (nbd-rules.md 4).
-    fn flags(&self, form: Form) -> u16 {
-        let mut flags = can::HAS_FLAGS | can::FLUSH | can::FUA | can::MULTI_CONN | can::CACHE;
-        let mut set = |flag, is| flags |= if is { flag } else { 0 };
-        set(can::READ_ONLY, self.read_only);
-        // Whether zeroing is fast is answered for each request.
-        set(can::WRITE_ZEROES | can::FAST_ZERO, !self.read_only);
-        set(can::TRIM, !self.read_only && self.trims);
-        set(can::DF, form != Form::Simple);
-        flags
     }
 }
 

@@ -17,7 +17,7 @@ use ferrite_io::engine::Engine;
 use super::buffers::ClientPool;
 use super::client::Client;
 use super::handshake::greet;
-use super::negotiation::{Export, Offer};
+use super::negotiation::{Export, Manners, Offer};
 use super::sessions::Sessions;
 use crate::counters::{Counters, Counts};
 use crate::log_limit::limited;
@@ -67,6 +67,8 @@ pub struct Options {
     pub traces: Option<Arc<ClientTraces>>,
     /// Whether clients are not told the exports' names: they have to know them.
     pub hides_names: bool,
+    /// Whether clients come through a [`relay`](super::relay()).
+    pub relayed: bool,
 }
 
 /// A disk and its name, by which clients choose it.
@@ -312,9 +314,9 @@ fn serve_chosen(
         Ok(Offer { name: name.clone(), export })
     };
     let offers = exports.iter().map(offer).collect::<io::Result<Vec<_>>>()?;
-    let (hides_names, limit) = (options.hides_names, options.greeting);
-    let greeted = greet(&socket, offers.clone(), hides_names, sessions, stop, limit)?;
-    let Some(mut greeted) = greeted else {
+    let manners = Manners { hides_names: options.hides_names, relayed: options.relayed };
+    let limit = options.greeting;
+    let Some(mut greeted) = greet(&socket, offers.clone(), manners, sessions, stop, limit)? else {
         return Ok(Counts::default());
     };
     let (Exported { device, engine, .. }, export) =

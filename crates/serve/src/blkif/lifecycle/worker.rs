@@ -167,6 +167,7 @@ impl<'a> Worker<'a> {
             keeps_all: self.keeps_all,
             traces: Some(ClientTraces::new(self.context.files.path())),
             hides_names: false,
+            relayed: true,
         }
     }
 

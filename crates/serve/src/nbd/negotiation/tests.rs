@@ -24,7 +24,7 @@ fn all() -> Vec<u8> {
 fn negotiate(bytes: &[u8], piece: usize) -> (Vec<u8>, Next, Vec<u8>) {
     let (mut out, mut input, mut next) = (Vec::new(), Vec::new(), Next::More);
     let offer = Offer { name: String::new(), export: EXPORT };
-    let mut negotiation = Negotiation::new(vec![offer], false, &mut out);
+    let mut negotiation = Negotiation::new(vec![offer], Manners::default(), &mut out);
     for piece in bytes.chunks(piece) {
         input.extend_from_slice(piece);
         if next == Next::More {
@@ -57,4 +57,27 @@ fn a_client_that_goes_on_with_options_for_ever_is_let_go() {
 #[test]
 fn a_client_with_flags_that_nobody_knows_is_let_go() {
     assert_eq!(negotiate(&7u32.to_be_bytes(), 4).1, Next::Close);
+}
+
+#[test]
+fn a_relay_of_an_older_version_hears_of_nothing_that_it_may_not_understand() {
+    let manners = Manners { relayed: true, ..Manners::default() };
+    let said = |relay: &[u8]| {
+        let (mut out, offer) = (Vec::new(), Offer { name: String::new(), export: EXPORT });
+        let mut negotiation = Negotiation::new(vec![offer], manners, &mut out);
+        let list = [&0u32.to_be_bytes()[..], &0u32.to_be_bytes()].concat();
+        let rest = [
+            option(option::EXTENDED_HEADERS, b""),
+            option(option::LIST_META_CONTEXT, &list),
+            option(option::INFO, &[0; 6]),
+        ];
+        let mut input = [&3u32.to_be_bytes()[..], relay, &rest.concat()].concat();
+        assert_eq!(negotiation.go_on(&mut input, &mut out), Next::More);
+        let depth = out.windows(DEPTH_CONTEXT.len()).any(|part| part == DEPTH_CONTEXT.as_bytes());
+        // Behind the size.
+        let at = out.windows(8).position(|part| part == EXPORT.bytes.to_be_bytes()).unwrap() + 8;
+        (depth, u16::from_be_bytes([out[at], out[at + 1]]), negotiation.agreed.form)
+    };
+    assert_eq!(said(b""), (false, 0x16d, Form::Simple));
+    assert_eq!(said(&option(option::RELAYED, b"")), (true, 0xded, Form::Extended));
 }

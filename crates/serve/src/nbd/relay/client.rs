@@ -397,9 +397,10 @@ impl Client {
                 break;
             }
             match self.handshake.read_server(&mut open.inbox) {
-                Ok(Some(at)) => {
+                Ok(Some(new)) => {
                     open.server_bytes = self.handshake.server_bytes.len();
-                    let new = self.handshake.server_bytes[at..].to_vec();
+                    open.client_bytes = open.client_bytes.min(self.handshake.client_bytes.len());
+                    let new = self.handshake.server_bytes[new].to_vec();
                     self.put(new);
                 }
                 Ok(None) => return Ok(more),
@@ -439,7 +440,7 @@ impl Client {
     }
 
     fn put(&mut self, answer: Vec<u8>) {
-        if !self.gone {
+        if !self.gone && !answer.is_empty() {
             self.out_bytes += answer.len();
             self.out.push_back(answer);
         }

@@ -1,7 +1,11 @@
 //! The handshake of a client with the first worker, byte by byte. The next worker gets the same
 //! bytes, and has to send the same replies: only then does it serve the disk that the client knows.
 //!
-//! One option is passed on at a time, so that each reply belongs to a known option.
+//! One option is passed on at a time, so that each reply belongs to a known option. Before the first one the relay says
+//! by an option of its own that it understands all that this version's workers offer. An older worker does not know
+//! that option. Later workers then do not hear of it, and offer what the older one did.
+
+use std::ops::Range;
 
 use super::super::negotiation::{MAX_NAME_BYTES, MAX_OPTION_BYTES, OPTION_HEAD_BYTES, PADDING};
 use super::stream::Inbox;
@@ -16,6 +20,8 @@ const MAX_CLIENT_BYTES: usize = 64 << 10;
 const MAX_SAID_BYTES: usize = 256 << 10;
 /// Bytes of the greeting: two magic numbers and flags.
 const GREETING_BYTES: usize = 18;
+/// Bytes of the client's flags.
+const FLAGS_BYTES: usize = 4;
 /// Bytes of a reply to an option, before its data.
 const REPLY_HEAD_BYTES: usize = 20;
 /// Bytes of an export's size and flags.
@@ -28,6 +34,8 @@ enum Stage {
     Greeting,
     /// The client's flags are next.
     Flags,
+    /// The server's answer to the relay's own option is next.
+    Introduced,
     /// An option of the client is next.
     Option,
     /// The server's replies to this option are next.
@@ -81,21 +89,22 @@ impl Handshake {
 
     /// Whether the client waits for a reply.
     pub(super) fn is_asked(&self) -> bool {
-        matches!(self.stage, Stage::Answers(_))
+        matches!(self.stage, Stage::Introduced | Stage::Answers(_))
     }
 
     /// Reads the client's next message. Returns whether it was complete.
     pub(super) fn read_client(&mut self, inbox: &mut Inbox) -> Result<bool, ProtocolError> {
         let (count, stage) = match self.stage {
             Stage::Flags => {
-                let Some(flags) = inbox.peek(4).and_then(|bytes| Fields(bytes).u32()) else {
+                let Some(flags) = inbox.peek(FLAGS_BYTES).and_then(|bytes| Fields(bytes).u32())
+                else {
                     return Ok(false);
                 };
                 if flags & !u32::from(FIXED_NEWSTYLE | NO_ZEROES) != 0 {
                     return Err(ProtocolError);
                 }
                 self.no_zeroes = flags & u32::from(NO_ZEROES) != 0;
-                (4, Stage::Option)
+                (FLAGS_BYTES, Stage::Introduced)
             }
             Stage::Option => {
                 let Some(head) = inbox.peek(OPTION_HEAD_BYTES) else { return Ok(false) };
@@ -119,17 +128,23 @@ impl Handshake {
             return Err(ProtocolError);
         }
         self.client_bytes.extend_from_slice(bytes);
+        if self.stage == Stage::Flags {
+            self.client_bytes.extend(OPTION_MAGIC.to_be_bytes());
+            self.client_bytes.extend(option::RELAYED.to_be_bytes());
+            self.client_bytes.extend([0; 4]);
+        }
         inbox.skip(count);
         self.stage = stage;
         Ok(true)
     }
 
-    /// Reads the server's next message, which is new. Returns where it begins in `server_bytes`, if it was
-    /// complete.
+    /// Reads the server's next message, which is new. If it was complete, returns which of `server_bytes` the client
+    /// gets. An older worker's answer to the relay is forgotten, and so is that the relay has asked.
     pub(super) fn read_server(
         &mut self,
         inbox: &mut Inbox,
-    ) -> Result<Option<usize>, ProtocolError> {
+    ) -> Result<Option<Range<usize>>, ProtocolError> {
+        let mut knows_relays = false;
         let (count, stage) = match self.stage {
             Stage::Greeting => {
                 let Some(mut fields) = inbox.peek(GREETING_BYTES).map(Fields) else {
@@ -144,7 +159,11 @@ impl Handshake {
                 let padding = if self.no_zeroes { 0 } else { PADDING.len() };
                 (EXPORT_BYTES + padding, Stage::Through)
             }
-            Stage::Answers(asked) => {
+            Stage::Introduced | Stage::Answers(_) => {
+                let asked = match self.stage {
+                    Stage::Answers(asked) => asked,
+                    _ => option::RELAYED,
+                };
                 let Some(head) = inbox.peek(REPLY_HEAD_BYTES) else { return Ok(None) };
                 let mut fields = Fields(head);
                 let (magic, option) = (fields.u64(), fields.u32());
@@ -157,6 +176,7 @@ impl Handshake {
                 {
                     return Err(ProtocolError);
                 }
+                knows_relays = (kind, asked) == (reply::ACK, option::RELAYED);
                 if (kind, asked) == (reply::ACK, option::EXTENDED_HEADERS) {
                     self.form = Form::Extended;
                 }
@@ -180,7 +200,13 @@ impl Handshake {
         }
         self.server_bytes.extend_from_slice(bytes);
         inbox.skip(count);
-        self.stage = stage;
-        Ok(Some(at))
+        if std::mem::replace(&mut self.stage, stage) != Stage::Introduced {
+            return Ok(Some(at..at + count));
+        }
+        if !knows_relays {
+            self.client_bytes.truncate(FLAGS_BYTES);
+            self.server_bytes.truncate(at);
+        }
+        Ok(Some(at..at))
     }
 }
