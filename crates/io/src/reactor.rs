@@ -437,7 +437,7 @@ impl Drop for Reactor {
                 break;
             }
         }
-        self.shared.remotes.clear();
+        self.shared.remotes.close();
         self.shared.executor.clear();
         let engine = self.shared.engine.borrow_mut().take();
         drop(engine);
