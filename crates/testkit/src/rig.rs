@@ -127,7 +127,7 @@ impl Clock for Hands {
 }
 
 /// Makes a disk, each time a backend starts.
-pub type MakeDisk = Box<dyn Fn() -> Disk>;
+pub type MakeDisk = Box<dyn Fn() -> Disk + Send>;
 
 /// The properties of a rig.
 pub struct Plan {
