@@ -16,7 +16,6 @@ use ferrite_disk_base::{
 };
 use ferrite_images::{Image, Layer, open_raw};
 use ferrite_io::arena::{Arena, Span};
-use ferrite_io::remote::Backing;
 use ferrite_store::BLOCK_BYTES;
 use ferrite_store::background::ServiceEngine;
 
@@ -94,11 +93,6 @@ impl Disk {
     /// A disk that stores nothing, as a placeholder.
     pub fn nothing() -> Disk {
         Disk::Null(Null::nothing())
-    }
-
-    /// Whether no more than one queue may use it at a time.
-    pub fn one_queue(&self) -> bool {
-        matches!(self, Disk::Remote(d) if d.facts().one_queue)
     }
 
     /// Whether I/O bypasses the page cache.
@@ -203,15 +197,6 @@ impl Disk {
         };
         files.extend(self.tracker().map(Tracker::file));
         files
-    }
-
-    /// The files and remotes that [`Extent::Data`] names by index. Every queue registers all of them,
-    /// in this order, with its own reactor, and hands them to the `async` functions in a [`Port`].
-    pub fn backings(&self) -> Vec<Backing> {
-        match self {
-            Disk::Remote(d) => vec![d.backing()],
-            _ => self.files().into_iter().map(Backing::File).collect(),
-        }
     }
 
     /// Finds the beginning of a range for a read; never blocks. The result may be used as long as the caller is

@@ -14,6 +14,8 @@ use ferrite_io::arena::Span;
 use ferrite_io::remote::{Allocation, Backing, RemoteFactory};
 use ferrite_remote::RemoteExport;
 
+use crate::Disk;
+
 /// Bytes that are discarded or zeroed by one operation, so that a long range lets other requests through.
 const CHUNK_BYTES: u64 = 64 << 20;
 
@@ -34,6 +36,22 @@ pub struct RemoteFacts {
     pub one_queue: bool,
     /// `None`: the other side has no discard.
     pub discard: Option<DiscardLimits>,
+}
+
+impl Disk {
+    /// The files and remotes that [`Extent::Data`] names by index. Every queue registers all of them,
+    /// in this order, with its own reactor, and hands them to the `async` functions in a [`Port`].
+    pub fn backings(&self) -> Vec<Backing> {
+        match self {
+            Disk::Remote(d) => vec![d.backing()],
+            _ => self.files().into_iter().map(Backing::File).collect(),
+        }
+    }
+
+    /// Whether no more than one queue may use it at a time.
+    pub fn one_queue(&self) -> bool {
+        matches!(self, Disk::Remote(d) if d.facts().one_queue)
+    }
 }
 
 /// See the module text.

@@ -139,8 +139,8 @@ impl Slots {
 impl Shared {
     /// Whether an operation on this file is for a remote.
     #[inline]
-    fn is_for_remote(&self, file: Option<FileId>) -> bool {
-        self.remotes.any.get() && file.is_some_and(|file| file.remote().is_some())
+    fn is_for_remote(&self, file: impl FnOnce() -> Option<FileId>) -> bool {
+        self.remotes.any.get() && file().is_some_and(|file| file.remote().is_some())
     }
 }
 
@@ -257,7 +257,7 @@ impl Reactor {
     /// If `token` is 2^63 or more.
     pub fn push(&mut self, token: Token, op: Op) {
         assert!(token & TASK_BIT == 0, "tokens from 2^63 on belong to tasks");
-        if self.shared.is_for_remote(op.file()) {
+        if self.shared.is_for_remote(|| op.file()) {
             return self.shared.ask(token, op);
         }
         self.engine(|e| e.push(token, op));
@@ -276,7 +276,7 @@ impl Reactor {
         bufs: &[Span],
     ) {
         assert!(token & TASK_BIT == 0, "tokens from 2^63 on belong to tasks");
-        if self.shared.is_for_remote(Some(file)) {
+        if self.shared.is_for_remote(|| Some(file)) {
             return self.shared.ask_vectored(token, transfer, file, offset, bufs);
         }
         self.engine(|e| e.push_vectored(token, transfer, file, offset, bufs));
@@ -437,7 +437,7 @@ impl Drop for Reactor {
                 break;
             }
         }
-        self.shared.remotes.clear();
+        self.shared.remotes.close();
         self.shared.executor.clear();
         let engine = self.shared.engine.borrow_mut().take();
         drop(engine);

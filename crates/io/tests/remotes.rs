@@ -2,16 +2,25 @@
 
 mod common;
 
+use std::cell::Cell;
+use std::future::Future;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::pin::pin;
+use std::rc::Rc;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use common::{engine, on_each_engine};
 use ferrite_io::arena::{Arena, Span};
-use ferrite_io::engine::{Completion, Engine, MAX_VECTORED, Op, Transfer};
+use ferrite_io::engine::{Completion, Engine, FileId, MAX_VECTORED, Op, Transfer};
 use ferrite_io::engines::EngineKind;
+use ferrite_io::reactor::{Reactor, Unheard, Wait};
+use ferrite_io::remote::{Allocation, Backing};
+use ferrite_io::scratch::{MIN_REGION_BYTES, Scratch};
+use ferrite_testkit::remote::{Sessions, Store};
 
 const MIB: usize = 1 << 20;
 
@@ -23,6 +32,13 @@ on_each_engine!(
     more_transfers_of_sockets_than_both_queues_hold_all_complete,
     an_engine_is_dropped_while_it_waits_for_sockets,
     a_socket_stays_open_until_its_transfer_has_ended,
+    the_hot_path_s_transfers_go_to_a_remote_and_complete_with_their_tokens,
+    tasks_use_a_remote_as_a_file,
+    short_transfers_of_a_remote_go_on,
+    a_remote_whose_connection_is_cut_fails_all_that_is_in_flight,
+    a_reactor_is_dropped_with_requests_in_flight_at_a_remote,
+    a_reactor_lets_go_of_a_remote_and_goes_on_with_the_next,
+    a_future_that_waits_for_a_remote_may_be_dropped,
 );
 
 fn pair() -> (Arc<OwnedFd>, UnixStream) {
@@ -233,4 +249,245 @@ fn a_socket_stays_open_until_its_transfer_has_ended(kind: EngineKind) {
     assert_eq!(got, b"hello");
     others.set_nonblocking(true).unwrap();
     assert_eq!(others.read(&mut [0; 5]).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+}
+
+/// A reactor with a file and a remote of so many bytes, on 4 MiB.
+struct Both {
+    store: Arc<Store>,
+    arena: Arc<Arena>,
+    scratch: Scratch,
+    file: FileId,
+    remote: FileId,
+    reactor: Reactor,
+}
+
+fn both(kind: EngineKind, bytes: usize) -> Both {
+    let (e, arena) = engine(kind, 16);
+    let mut reactor = Reactor::new(e);
+    let store = Store::new(bytes);
+    let scratch = Scratch::new(arena.clone(), arena.span(3 * MIB, MIN_REGION_BYTES));
+    let file = Backing::File(Arc::new(tempfile::tempfile().unwrap().into()));
+    let file = reactor.add(file, &scratch).unwrap();
+    let sessions = Backing::Remote(Arc::new(Sessions(store.clone())));
+    let remote = reactor.add(sessions, &scratch).unwrap();
+    Both { store, arena, scratch, file, remote, reactor }
+}
+
+/// Turns until so many completions of the hot path have come, in the order of their tokens.
+fn turn_for(reactor: &mut Reactor, n: usize) -> Vec<Completion> {
+    let (mut out, start) = (Vec::new(), Instant::now());
+    while out.len() < n {
+        assert!(start.elapsed() < Duration::from_secs(20), "{} of {n} completed", out.len());
+        reactor.turn(Wait::Until(Some(Duration::from_secs(1))), &mut out).unwrap();
+    }
+    out.sort_by_key(|c| c.token);
+    out
+}
+
+/// As many requests in flight at once as that.
+const DEPTH: u64 = 64;
+
+/// Pushes writes of 4096 bytes to the remote and to the file, in one span and in two.
+fn push_writes(b: &mut Both) {
+    for i in 0..DEPTH {
+        let (offset, buf) = (i * 4096, b.arena.span(i as usize * 4096, 4096));
+        b.arena.copy_in(buf, &pattern(4096, i as u32));
+        b.reactor.push(i, Op::Write { file: b.remote, offset, buf });
+        let (offset, halves) = ((DEPTH + i) * 4096, [buf.slice(0, 1000), buf.slice(1000, 3096)]);
+        b.reactor.push_vectored(DEPTH + i, Transfer::Write, b.remote, offset, &halves);
+        b.reactor.push(2 * DEPTH + i, Op::Write { file: b.file, offset: i * 4096, buf });
+    }
+}
+
+fn the_hot_path_s_transfers_go_to_a_remote_and_complete_with_their_tokens(kind: EngineKind) {
+    let mut b = both(kind, MIB);
+    b.store.hold();
+    push_writes(&mut b);
+    let of_file = turn_for(&mut b.reactor, DEPTH as usize);
+    assert!(of_file.iter().all(|c| c.token >= 2 * DEPTH && c.raw == 4096), "{of_file:?}");
+    let mut out = Vec::new();
+    while b.store.received() < 2 * DEPTH as usize {
+        b.reactor.turn(Wait::Until(Some(Duration::from_millis(1))), &mut out).unwrap();
+    }
+    assert_eq!((out, b.reactor.in_flight() >= 2 * DEPTH as usize), (Vec::new(), true));
+    b.store.release();
+    let done = turn_for(&mut b.reactor, 2 * DEPTH as usize);
+    assert!(done.iter().enumerate().all(|(i, c)| (c.token, c.raw) == (i as u64, 4096)), "{done:?}");
+    for i in 0..DEPTH as usize {
+        let want = pattern(4096, i as u32);
+        assert_eq!(b.store.bytes(i * 4096, 4096), want);
+        assert_eq!(b.store.bytes((DEPTH as usize + i) * 4096, 4096), want);
+    }
+    for i in 0..DEPTH {
+        let (one, two) =
+            (b.arena.span(MIB, 4096), b.arena.span(MIB + (i as usize + 1) * 8192, 8192));
+        let buf = one.slice(0, 100);
+        b.reactor.push(i, Op::Read { file: b.remote, offset: i * 4096, buf });
+        let halves = [two.slice(0, 10), two.slice(4096, 4086)];
+        let at = (DEPTH + i) * 4096;
+        b.reactor.push_vectored(DEPTH + i, Transfer::Read, b.remote, at, &halves);
+    }
+    let done = turn_for(&mut b.reactor, 2 * DEPTH as usize);
+    assert!(done.iter().all(|c| c.raw == if c.token < DEPTH { 100 } else { 4096 }), "{done:?}");
+    for i in 0..DEPTH as usize {
+        let two = MIB + (i + 1) * 8192;
+        let (first, second) = (b.arena.span(two, 10), b.arena.span(two + 4096, 4086));
+        let got = [bytes_at(&b.arena, first), bytes_at(&b.arena, second)].concat();
+        assert_eq!(got, pattern(4096, i as u32));
+    }
+    // The end of the data, and a remote that there is not.
+    let buf = b.arena.span(0, 4096);
+    b.reactor.push(1, Op::Read { file: b.remote, offset: MIB as u64 - 512, buf });
+    b.reactor.push(2, Op::Read { file: b.remote, offset: MIB as u64, buf });
+    b.reactor.push(3, Op::Read { file: FileId(b.remote.0 + 1), offset: 0, buf });
+    b.reactor.push(4, Op::SetLen { file: b.remote, len: 0 });
+    let raw: Vec<i32> = turn_for(&mut b.reactor, 4).iter().map(|c| c.raw).collect();
+    assert_eq!(raw, [512, 0, -libc::EBADF, -libc::EOPNOTSUPP]);
+}
+
+fn tasks_use_a_remote_as_a_file(kind: EngineKind) {
+    let Both { store, arena, file, remote, mut reactor, .. } = both(kind, MIB);
+    let io = reactor.io();
+    let (from, to) = (arena.span(0, 300_000), arena.span(MIB, 300_000));
+    let bytes = pattern(300_000, 7);
+    arena.copy_in(from, &bytes);
+    let pieces: Vec<Span> = (0..300).map(|i| to.slice(i * 1000, 1000)).collect();
+    reactor
+        .block_on(async {
+            io.write_all(remote, 4096, from).await.unwrap();
+            io.sync(remote).await.unwrap();
+            io.read_vectored(remote, 4096, &pieces).await.unwrap();
+            io.punch_hole(remote, 4096, 1000).await.unwrap();
+            io.zero_range(remote, 5096, 1000).await.unwrap();
+            io.discard(remote, 6096, 1000).await.unwrap();
+            let zeros = io.allocation(remote, 0, 1 << 40).await.unwrap();
+            assert_eq!(zeros, Allocation { len: 7096, zeros: true });
+            let data = io.allocation(remote, 7096, 1).await.unwrap();
+            assert_eq!(data, Allocation { len: 1, zeros: false });
+            let refused = [
+                io.allocation(file, 0, 1).await.unwrap_err(),
+                io.set_len(remote, 1).await.unwrap_err(),
+                io.allocate(remote, 0, 4096).await.unwrap_err(),
+            ];
+            assert!(refused.iter().all(|e| e.kind() == io::ErrorKind::Unsupported), "{refused:?}");
+            let end = io.read_exact(remote, MIB as u64 - 10, to).await.unwrap_err();
+            assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
+            store.fail(Some(libc::ENOSPC));
+            let full = io.write_all(remote, 0, from).await.unwrap_err();
+            assert_eq!(full.raw_os_error(), Some(libc::ENOSPC));
+        })
+        .unwrap();
+    assert_eq!(bytes_at(&arena, to.slice(1000, 1000)), bytes[1000..2000]);
+    assert_eq!(store.bytes(4096, 3000), [0; 3000]);
+    assert_eq!((store.bytes(7096, 297_000), store.syncs()), (bytes[3000..].to_vec(), 1));
+}
+
+fn short_transfers_of_a_remote_go_on(kind: EngineKind) {
+    let Both { store, arena, remote, mut reactor, .. } = both(kind, MIB);
+    let io = reactor.io();
+    store.shorten(700);
+    let (from, to) = (arena.span(0, 10_000), arena.span(MIB, 10_000));
+    arena.copy_in(from, &pattern(10_000, 3));
+    let halves = [to.slice(0, 1234), to.slice(1234, 10_000 - 1234)];
+    reactor
+        .block_on(async {
+            io.write_all(remote, 5, from).await.unwrap();
+            io.read_vectored(remote, 5, &halves).await.unwrap();
+        })
+        .unwrap();
+    assert_eq!(bytes_at(&arena, to), pattern(10_000, 3));
+    assert_eq!(store.received(), 2 * 10_000usize.div_ceil(700));
+}
+
+fn a_remote_whose_connection_is_cut_fails_all_that_is_in_flight(kind: EngineKind) {
+    let mut b = both(kind, MIB);
+    b.store.hold();
+    push_writes(&mut b);
+    turn_for(&mut b.reactor, DEPTH as usize);
+    let io = b.reactor.io();
+    let (remote, buf) = (b.remote, b.arena.span(MIB, 100));
+    let failed = Rc::new(Cell::new(false));
+    let failed_ = failed.clone();
+    b.reactor.spawn(async move {
+        failed_.set(io.read(remote, 0, buf).await.is_err());
+    });
+    b.reactor.turn(Wait::No, &mut Vec::new()).unwrap();
+    b.store.cut();
+    let done = turn_for(&mut b.reactor, 2 * DEPTH as usize);
+    assert!(done.iter().all(|c| c.raw == -libc::EIO), "{done:?}");
+    // From now on each fails, and files go on.
+    push_writes(&mut b);
+    let done = turn_for(&mut b.reactor, 3 * DEPTH as usize);
+    assert!(done.iter().all(|c| c.raw == if c.token < 2 * DEPTH { -libc::EIO } else { 4096 }));
+    assert!(failed.get() && b.reactor.tasks() == 0);
+    b.store.wait_for_the_end();
+}
+
+fn a_reactor_is_dropped_with_requests_in_flight_at_a_remote(kind: EngineKind) {
+    let mut b = both(kind, MIB);
+    b.store.hold();
+    push_writes(&mut b);
+    let (io, remote, buf) = (b.reactor.io(), b.remote, b.arena.span(MIB, 100));
+    let (io_, unheard) = (io.clone(), Rc::new(Cell::new(None)));
+    let unheard_ = unheard.clone();
+    b.reactor.spawn(async move {
+        io_.sync_heard(remote, |how| unheard_.set(Some(how))).await.unwrap();
+    });
+    let mut out = Vec::new();
+    while b.store.received() < DEPTH as usize {
+        b.reactor.turn(Wait::Until(Some(Duration::from_millis(1))), &mut out).unwrap();
+    }
+    let Both { store, arena, scratch, reactor, .. } = b;
+    drop(reactor);
+    drop(scratch);
+    // It did not wait for the other side, and nothing holds on to the memory.
+    assert_eq!(unheard.get(), Some(Unheard::Unknown));
+    assert_eq!(Arc::strong_count(&arena), 1);
+    store.release();
+    store.wait_for_the_end();
+    let mut late = pin!(io.read(remote, 0, buf));
+    let mut cx = Context::from_waker(Waker::noop());
+    let Poll::Ready(late) = late.as_mut().poll(&mut cx) else { panic!("it waits for nothing") };
+    assert_eq!(late.unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+}
+
+fn a_reactor_lets_go_of_a_remote_and_goes_on_with_the_next(kind: EngineKind) {
+    let mut b = both(kind, MIB);
+    let mut out = Vec::new();
+    for round in 0..5u8 {
+        let (io, remote, buf) = (b.reactor.io(), b.remote, b.arena.span(0, 4096));
+        b.arena.fill(buf, round + 1);
+        b.reactor.block_on(io.write_all(remote, 0, buf)).unwrap().unwrap();
+        assert_eq!(b.store.bytes(0, 4096), [round + 1; 4096]);
+        let old = std::mem::replace(&mut b.store, Store::new(MIB));
+        b.reactor.clear_files().unwrap();
+        b.reactor.push(1, Op::Read { file: remote, offset: 0, buf });
+        assert_eq!(turn_for(&mut b.reactor, 1)[0].raw, -libc::EBADF);
+        while b.reactor.tasks() > 0 {
+            b.reactor.turn(Wait::Until(Some(Duration::from_millis(10))), &mut out).unwrap();
+        }
+        old.wait_for_the_end();
+        let next = Backing::Remote(Arc::new(Sessions(b.store.clone())));
+        assert_eq!(b.reactor.add(next, &b.scratch).unwrap(), remote, "the first again");
+    }
+    assert_eq!(out, []);
+}
+
+fn a_future_that_waits_for_a_remote_may_be_dropped(kind: EngineKind) {
+    let mut b = both(kind, MIB);
+    let (io, remote, buf) = (b.reactor.io(), b.remote, b.arena.span(0, 4096));
+    b.store.hold();
+    let mut cx = Context::from_waker(Waker::noop());
+    {
+        let mut read = pin!(io.read(remote, 0, buf));
+        assert!(read.as_mut().poll(&mut cx).is_pending());
+    }
+    let other = b.arena.span(4096, 4096);
+    let mut next = Box::pin(io.read(remote, 4096, other));
+    assert!(next.as_mut().poll(&mut cx).is_pending());
+    b.store.release();
+    // The reply to the first one is not taken for that to the second.
+    assert_eq!(b.reactor.block_on(next).unwrap().unwrap(), 4096);
+    b.reactor.push(5, Op::Read { file: remote, offset: 0, buf });
+    assert_eq!(turn_for(&mut b.reactor, 1), [Completion { token: 5, raw: 4096 }]);
 }

@@ -1,15 +1,21 @@
-//! Slow storage, with any number of requests in flight.
+//! Slow storage, and data behind a connection, with any number of requests in flight.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
+
+use ferrite_disk::{DiscardLimits, Disk, RemoteDisk, RemoteFacts};
 
 use ferrite_io::pool::{HostMemory, SLAB_BYTES, STEP_BYTES};
 use ferrite_loopback::GuestOptions;
 use ferrite_loopback::front::FrontOptions;
+use ferrite_loopback::front::{Buffer, FrontQueue};
+use ferrite_serve::path::parking::{NotParked, Unfit};
 use ferrite_serve::tuning::Tuning;
-use ferrite_testkit::PATIENCE;
 use ferrite_testkit::faulty::{Fault, Faults, Kind, Ops};
+use ferrite_testkit::remote::{Sessions, Store};
 use ferrite_testkit::rig::{Plan, Rig};
+use ferrite_testkit::{PATIENCE, wait_until};
 
 /// The requests of one ring page.
 const REQUESTS: usize = 32;
@@ -74,4 +80,165 @@ fn memory_grows_no_further_than_the_host_has_it() {
     assert!(most > OWN / SLAB_BYTES, "{most}");
     assert!(most <= (OWN + STEP_BYTES) / SLAB_BYTES, "{most}");
     assert_eq!(given, STEP_BYTES);
+}
+
+/// Bytes of a remote disk.
+const REMOTE_BYTES: usize = 16 << 20;
+
+fn remote_disk(store: &Arc<Store>, one_queue: bool) -> Disk {
+    let facts = RemoteFacts {
+        name: "test:store".into(),
+        sectors: REMOTE_BYTES as u64 / 512,
+        read_only: false,
+        block_bytes: 512,
+        physical_block_bytes: 4096,
+        one_queue,
+        discard: Some(DiscardLimits { granularity_bytes: 512, alignment_bytes: 0 }),
+    };
+    Disk::Remote(RemoteDisk::new(Arc::new(Sessions(store.clone())), facts))
+}
+
+/// A backend whose disk is a remote of this store.
+fn on_a_remote(store: &Arc<Store>, one_queue: bool) -> Rig {
+    let store = store.clone();
+    let disk = move || remote_disk(&store, one_queue);
+    Rig::new(Plan { disk: Some(Box::new(disk)), ..Plan::default() })
+}
+
+fn pattern(len: usize, seed: u32) -> Vec<u8> {
+    (0..len as u32).map(|i| (i.wrapping_mul(2654435761).wrapping_add(seed) >> 13) as u8).collect()
+}
+
+/// Writes of 12 KiB: several segments each, some of them neighbours of others.
+const WRITE_BYTES: usize = 12 << 10;
+const WRITES: usize = 16;
+
+/// The first sector of a write: two after one another, then a gap.
+fn sector_of(i: usize) -> u64 {
+    (i / 2 * 100 + i % 2 * (WRITE_BYTES / 512)) as u64
+}
+
+/// Fills the buffer by the seed, and asks for all writes.
+fn ask_for_writes(queue: &mut FrontQueue, buffer: &Buffer, seed: u32) {
+    for i in 0..WRITES {
+        buffer.write(i * WRITE_BYTES, &pattern(WRITE_BYTES, seed + i as u32));
+        queue.write(sector_of(i), buffer, i * WRITE_BYTES, WRITE_BYTES).unwrap();
+    }
+    queue.push().unwrap();
+}
+
+fn are_written(store: &Store, seed: u32) {
+    for i in 0..WRITES {
+        let at = sector_of(i) as usize * 512;
+        assert_eq!(store.bytes(at, WRITE_BYTES), pattern(WRITE_BYTES, seed + i as u32), "{i}");
+    }
+}
+
+fn all_succeed(queue: &mut FrontQueue) {
+    let replies = queue.drain(PATIENCE).unwrap();
+    assert!(!replies.is_empty() && replies.iter().all(|reply| reply.is_ok()));
+}
+
+#[test]
+fn a_guest_writes_reads_flushes_and_discards_on_a_remote() {
+    let store = Store::new(REMOTE_BYTES);
+    let rig = on_a_remote(&store, false);
+    let mut front = rig.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
+    let buffer = front.space().buffer(WRITES * WRITE_BYTES / 4096).unwrap();
+    for (number, queue) in front.queues.iter_mut().enumerate() {
+        let seed = 1000 * (number as u32 + 1);
+        ask_for_writes(queue, &buffer, seed);
+        all_succeed(queue);
+        are_written(&store, seed);
+        buffer.fill(0, WRITES * WRITE_BYTES, 0);
+        for i in 0..WRITES {
+            queue.read(sector_of(i), &buffer, i * WRITE_BYTES, WRITE_BYTES).unwrap();
+        }
+        all_succeed(queue);
+        for i in 0..WRITES {
+            let mut got = vec![0; WRITE_BYTES];
+            buffer.read(i * WRITE_BYTES, &mut got);
+            assert_eq!(got, pattern(WRITE_BYTES, seed + i as u32), "{i}");
+        }
+        let syncs = store.syncs();
+        queue.flush().unwrap();
+        all_succeed(queue);
+        assert!(store.syncs() > syncs);
+        queue.discard(0, 24, false).unwrap();
+        all_succeed(queue);
+        assert_eq!(store.bytes(0, 24 * 512), [0; 24 * 512]);
+    }
+    // Neighbours shared operations.
+    assert!(rig.counters.counts().merged > 0);
+    front.close(PATIENCE).unwrap();
+    store.wait_for_the_end();
+}
+
+#[test]
+fn a_remote_disk_parks_when_the_requests_in_flight_at_it_have_ended() {
+    let store = Store::new(REMOTE_BYTES);
+    let rig = on_a_remote(&store, false);
+    let mut front = rig.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
+    let buffer = front.space().buffer(WRITES * WRITE_BYTES / 4096).unwrap();
+    for round in 0..3 {
+        let (seed, received) = (100 * (round + 1), store.received());
+        store.hold();
+        ask_for_writes(&mut front.queues[round as usize % 2], &buffer, seed);
+        store.wait_for_received(received + 1);
+        let soon = rig.device().park(Duration::from_millis(20));
+        assert!(matches!(soon, Err(NotParked::NotInTime(_))));
+        let device = rig.device();
+        let parking = std::thread::spawn(move || device.park(PATIENCE).unwrap());
+        store.release();
+        let (disk, away) = parking.join().unwrap();
+        drop(disk);
+        // What was taken is written, and no connection is left.
+        store.wait_for_the_end();
+        away.go_on_with(remote_disk(&store, false)).map_err(|refused| refused.unfit).unwrap();
+        all_succeed(&mut front.queues[round as usize % 2]);
+        are_written(&store, seed);
+    }
+    let (disk, away) = rig.device().park(PATIENCE).unwrap();
+    let refused = away.go_on_with(remote_disk(&store, true)).unwrap_err();
+    assert_eq!(refused.unfit, Unfit::OneQueue);
+    refused.away.go_on_with(disk).map_err(|refused| refused.unfit).unwrap();
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn a_remote_disk_of_one_connection_has_one_queue() {
+    let store = Store::new(REMOTE_BYTES);
+    let rig = on_a_remote(&store, true);
+    let mut front = rig.frontend();
+    front.wait_for_backend(&[2], PATIENCE).unwrap();
+    assert_eq!(front.backend_key("multi-queue-max-queues").unwrap().as_deref(), Some("1"));
+    front.connect(&FrontOptions::default(), PATIENCE).unwrap();
+    let buffer = front.space().buffer(WRITES * WRITE_BYTES / 4096).unwrap();
+    ask_for_writes(&mut front.queues[0], &buffer, 1);
+    all_succeed(&mut front.queues[0]);
+    are_written(&store, 1);
+    front.close(PATIENCE).unwrap();
+}
+
+#[test]
+fn a_remote_whose_connection_is_cut_fails_its_requests_and_the_backend_serves_on() {
+    let store = Store::new(REMOTE_BYTES);
+    let rig = on_a_remote(&store, false);
+    let mut front = rig.connect(&FrontOptions { queues: 2, ..FrontOptions::default() });
+    let buffer = front.space().buffer(WRITES * WRITE_BYTES / 4096).unwrap();
+    store.hold();
+    ask_for_writes(&mut front.queues[0], &buffer, 1);
+    store.wait_for_received(1);
+    store.cut();
+    let replies = front.queues[0].drain(PATIENCE).unwrap();
+    assert!(replies.len() == WRITES && replies.iter().all(|reply| !reply.is_ok()));
+    store.release();
+    wait_until("the end of the connections", || store.connections() == 0);
+    let (disk, away) = rig.device().park(PATIENCE).unwrap();
+    drop(disk);
+    away.go_on_with(remote_disk(&store, false)).map_err(|refused| refused.unfit).unwrap();
+    ask_for_writes(&mut front.queues[1], &buffer, 7);
+    all_succeed(&mut front.queues[1]);
+    are_written(&store, 7);
+    front.close(PATIENCE).unwrap();
 }

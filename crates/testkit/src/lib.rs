@@ -19,6 +19,7 @@ pub mod proc;
 #[cfg(feature = "serve")]
 pub mod processes;
 pub mod programs;
+pub mod remote;
 #[cfg(feature = "serve")]
 pub mod restless;
 #[cfg(feature = "serve")]

@@ -126,6 +126,9 @@ impl Clock for Hands {
     }
 }
 
+/// Makes a disk, each time a backend starts.
+pub type MakeDisk = Box<dyn Fn() -> Disk + Send>;
+
 /// The properties of a rig.
 pub struct Plan {
     /// Bytes of the image.
@@ -154,6 +157,8 @@ pub struct Plan {
     pub moving: Moving,
     /// An image instead of a new sparse file.
     pub image: Option<PathBuf>,
+    /// What makes the disk, instead of opening an image.
+    pub disk: Option<MakeDisk>,
     /// The size of the guest.
     pub guest: GuestOptions,
     /// The check of its data.
@@ -178,6 +183,7 @@ impl Default for Plan {
             clock: SystemClock::shared(),
             moving: moving(mover(), Budget::of_disk(DISK_MAPPINGS)),
             image: None,
+            disk: None,
             guest: GuestOptions::default(),
             check: None,
             backend_keys: Vec::new(),
@@ -279,7 +285,10 @@ impl Rig {
             state_dir: Some(images::state_dir(&self.image)),
             ..OpenOptions::default()
         };
-        let disk = Disk::open(self.image.to_str().unwrap(), &options).unwrap();
+        let disk = match &self.plan.disk {
+            Some(make) => make(),
+            None => Disk::open(self.image.to_str().unwrap(), &options).unwrap(),
+        };
         if let Some(check) = &self.plan.check {
             disk.set_check(check.clone());
         }

@@ -103,7 +103,14 @@ impl Waits {
     }
 
     /// Makes the new transfers of sockets that are ready: mostly that saves asking.
+    #[inline]
     pub(super) fn attempt(&mut self, arena: &Arena, out: &mut Vec<Completion>) {
+        if self.fresh > 0 {
+            self.attempt_fresh(arena, out);
+        }
+    }
+
+    fn attempt_fresh(&mut self, arena: &Arena, out: &mut Vec<Completion>) {
         let mut seen = self.descriptors.len() - std::mem::take(&mut self.fresh);
         while let Some(waiting) = self.descriptors.get(seen) {
             match waiting.ended(waiting.events, arena) {

@@ -308,7 +308,7 @@ impl Io {
     /// # Errors
     /// `Unsupported`: the remote does not know, or it is a file. The remote's error.
     pub async fn allocation(&self, file: FileId, offset: u64, len: u64) -> io::Result<Allocation> {
-        if !self.shared.is_for_remote(Some(file)) {
+        if !self.shared.is_for_remote(|| Some(file)) {
             return Err(io::ErrorKind::Unsupported.into());
         }
         let number = self.begin(Begin::Allocation(file, offset, len)).await?;
@@ -393,7 +393,7 @@ enum Begin<'a> {
 impl Begin<'_> {
     fn kind(&self, shared: &Shared) -> Kind {
         match self {
-            _ if shared.is_for_remote(self.file()) => Kind::Remote,
+            _ if shared.is_for_remote(|| self.file()) => Kind::Remote,
             Begin::One(op) => Kind::of(op),
             Begin::Stream(..) => Kind::Wait,
             Begin::Vectored(..) | Begin::Allocation(..) | Begin::Work(_) => Kind::Work,

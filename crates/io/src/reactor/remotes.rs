@@ -16,6 +16,8 @@ pub(super) struct Remotes {
     list: RefCell<Vec<Rc<dyn Remote>>>,
     /// Requests without a reply.
     pub(super) in_flight: Cell<usize>,
+    /// Nobody hears replies any more.
+    closed: Cell<bool>,
 }
 
 impl Remotes {
@@ -29,6 +31,13 @@ impl Remotes {
 
     fn get(&self, file: FileId) -> Option<Rc<dyn Remote>> {
         self.list.borrow().get(file.remote()?).cloned()
+    }
+
+    /// Lets go of all, and hears no reply from now on: what is in flight has an unknown end, and a task that
+    /// is dropped must not take it for a failure.
+    pub(super) fn close(&self) {
+        self.closed.set(true);
+        self.clear();
     }
 
     /// Lets go of all.
@@ -129,6 +138,9 @@ impl Shared {
 
     fn replied(&self, completion: Completion) {
         self.remotes.in_flight.set(self.remotes.in_flight.get() - 1);
+        if self.remotes.closed.get() {
+            return;
+        }
         if completion.token & TASK_BIT == 0 {
             return self.stash.borrow_mut().push(completion);
         }
