@@ -187,8 +187,8 @@ fn disks_are_copied_to_exports_and_from_them_and_are_the_same() {
     let Some(_memory) = place.nbdkit("memory", &["memory", "16M"]) else { return };
     let memory = place.uri("memory", "");
     let why = refused(&["image", "convert", &source, &memory]);
-    assert!(why.contains("--existing"), "{why}");
-    ok(&["image", "convert", "--existing", &source, &memory]);
+    assert!(why.contains("add -n"), "{why}");
+    ok(&["image", "convert", "-n", &source, &memory]);
     ok(&["image", "compare", &source, &memory]);
     for name in ["copy.img", "copy.vhd", "copy.qcow2"] {
         let copy = place.text(name);
@@ -253,7 +253,7 @@ fn a_name_or_a_server_that_is_wrong_is_told_in_a_line_with_the_cure() {
     assert!(why.contains("no such export") && why.contains("\"b\""), "{why}");
     let uri = format!("nbd+unix:///a?socket={named}");
     ok(&["image", "info", &uri]);
-    let why = refused(&["image", "convert", "--existing", &image, &uri]);
+    let why = refused(&["image", "convert", "-n", &image, &uri]);
     assert!(why.contains("read-only"), "{why}");
     let Some(_odd) = place.nbdkit("odd", &["memory", "1000"]) else { return };
     let why = info(&format!("nbd+unix:///?socket={odd}"));
