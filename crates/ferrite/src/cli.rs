@@ -22,6 +22,7 @@ use crate::parents::ParentsArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
 use crate::seeing::trace::TraceArgs;
 use crate::store::args::StoreArgs;
+use crate::tunnel::TunnelArgs;
 use crate::vdev::{Vbd, device_number};
 
 /// A virtual-disk backend for Xen guests.
@@ -150,7 +151,10 @@ pub(crate) enum Command {
     /// Serve disks of one store for their keeper, for as long as that lives.
     #[command(hide = true)]
     StoreWorker(StoreWorkerArgs),
-    /// Export disks to programs on this host, in the foreground, until a signal comes.
+    /// Speak TLS for another command.
+    #[command(hide = true)]
+    Tunnel(TunnelArgs),
+    /// Export disks to programs of this host and of others, in the foreground, until a signal comes.
     Export(ExportArgs),
     /// Show what this kernel and Xen offer, what would be used, and why.
     Doctor(DoctorArgs),

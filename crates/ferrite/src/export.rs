@@ -3,6 +3,7 @@
 pub(crate) mod args;
 mod listen;
 mod names;
+mod network;
 
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use std::time::Duration;
 use ferrite_disk::{Disk, OnDamage, OpenOptions, Session, StoreKey};
 use ferrite_host::clock::SystemClock;
 use ferrite_serve::blkif::lifecycle::close;
-use ferrite_serve::nbd::{COURTESY, EngineFactory, Exported, Options, Server};
+use ferrite_serve::nbd::{COURTESY, EngineFactory, Exported, Options, Server, Source};
 use ferrite_serve::path::device::Device;
 use ferrite_serve::tuning::Tuning;
 
@@ -22,6 +23,8 @@ use crate::store::owner::{Place, Serving};
 use crate::store::reading;
 use crate::user_state::{self, State};
 use args::{ExportArgs, ExportCommand, NbdArgs};
+use listen::Listening;
+use network::Clients;
 
 /// Exports disks until a signal comes.
 pub(crate) fn run(args: &ExportArgs) -> Result<(), Failure> {
@@ -47,13 +50,15 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     let stop = stop_on_signals()?;
     let images = names::of(&args.images)?;
     // A killed server's I/O may still be in flight, and its socket may still exist.
-    let socket = listen::listen(args.socket.as_deref())?;
+    let socket = listen::listen(args.socket.as_deref(), !args.network.listen.is_empty())?;
+    let network = network::listen(&args.network)?;
+    // A port does not say who had it before.
+    let may_follow = socket.as_ref().is_none_or(Listening::may_follow_another);
     let commands = Place::of(images.iter().map(|(_, image)| image.as_os_str()));
     if args.read_only {
         reading::through_owners();
     }
-    let opened = match open_all(args, images, socket.may_follow_another().then_some(TAKE_OVER_WAIT))
-    {
+    let opened = match open_all(args, images, may_follow.then_some(TAKE_OVER_WAIT)) {
         Ok(opened) => opened,
         Err(failure) => {
             commands.into_iter().for_each(Place::give_up);
@@ -62,19 +67,26 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     };
     let commands: Vec<_> =
         commands.into_iter().filter_map(|place| serve_commands(place, &opened)).collect();
-    tracing::info!("listening at {}", socket.place(args.socket.as_deref()));
+    let place = socket.iter().map(|socket| socket.place(args.socket.as_deref()));
+    let places = network.iter().flat_map(|network| network.places.iter().cloned());
+    place.chain(places).for_each(|place| tracing::info!("listening at {place}"));
     let options = options(args, opened[0].engine.clone());
     let exports = opened.iter().map(Opened::exported).collect();
-    let served = Server::of(exports, options, stop).run(socket.listener());
+    let mut sources: Vec<_> = socket.iter().map(|socket| Source::Unix(socket.listener())).collect();
+    match network.as_ref().map(|network| &network.clients) {
+        Some(Clients::Plain(listeners)) => sources.extend(listeners.iter().map(Source::Tcp)),
+        Some(Clients::Tls(tunnel)) => sources.push(Source::Channel(&tunnel.channel)),
+        None => {}
+    }
+    let served = Server::of(exports, options, stop).run_all(&sources);
     drop(commands);
     // The images are closed before the socket is removed: a program that waits for the socket to go finds the images
     // complete.
     let closed = close_all(&opened);
-    let place = socket.place(args.socket.as_deref());
-    drop((opened, socket));
+    drop((opened, socket, network));
     served.map_err(|e| {
         let help = "check the limits of this process (ulimit -a), then run the same command again";
-        Failure::new(format!("cannot serve at {place}"), e, help)
+        Failure::new("cannot serve clients", e, help)
     })?;
     closed
 }

@@ -28,12 +28,14 @@ mod serve;
 mod served_raw;
 pub mod signals;
 mod store;
+mod tunnel;
 mod user_state;
 mod vdev;
 mod worker;
 
 /// The log level of a server. Other commands log problems only.
-const SERVER_LOG: &str = "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info";
+const SERVER_LOG: &str =
+    "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info,ferrite_tunnel=info";
 
 /// The internal commands, which have no options.
 const KEEPER: &str = "keeper";
@@ -63,6 +65,7 @@ pub fn main() -> ExitCode {
             | cli::Command::Worker(_)
             | cli::Command::StoreWorker(_)
             | cli::Command::Export(_)
+            | cli::Command::Tunnel(_)
     );
     if is_server {
         ferrite_serve::counters::remember_process();
@@ -85,6 +88,7 @@ pub fn main() -> ExitCode {
         cli::Command::Disk(args) => disk::run(args),
         cli::Command::Job(args) => job::run(args),
         cli::Command::Export(args) => export::run(args),
+        cli::Command::Tunnel(args) => tunnel::run(args),
         cli::Command::Upgrade(args) => disk::upgrade(args),
         cli::Command::Doctor(args) => doctor::run(args),
         cli::Command::Image(args) => image::run(args),

@@ -11,6 +11,8 @@
 //! * [`sandbox`]: gives up all rights that a worker does not need.
 //! * [`byte_locks`] and [`shares`]: locks on bytes of files, and the shares of a host that processes claim by them.
 //! * [`lock_file`]: a locked file, which proves that its owner lives.
+//! * [`log_limit`]: bounds log lines that a guest or a client can cause.
+//! * [`tunnel`]: starts the process that speaks TLS, and names its files.
 //! * [`shm`]: memory that outlives the process (files on tmpfs).
 //! * [`volatile`]: copies to and from memory that other parties change meanwhile.
 //! * [`clock`]: time and randomness; no other module of Ferrite asks the system for either.
@@ -20,6 +22,7 @@ pub mod clock;
 pub mod directory;
 pub mod frames;
 pub mod lock_file;
+pub mod log_limit;
 pub mod names;
 pub mod naming;
 pub mod nvme;
@@ -29,4 +32,5 @@ pub mod processors;
 pub mod sandbox;
 pub mod shares;
 pub mod shm;
+pub mod tunnel;
 pub mod volatile;

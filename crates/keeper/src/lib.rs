@@ -9,6 +9,7 @@
 //!   how it gives up its rights.
 //! * [`Group`], [`WorkerChannel`]: several disks that share one keeper and one worker.
 //! * [`become_relay`]: turns this process into an unprivileged relay.
+//! * [`Tunnel`]: the process that speaks TLS with NBD clients of other hosts.
 
 #![forbid(unsafe_code)]
 
@@ -25,6 +26,7 @@ mod relay;
 mod sandbox;
 mod socket;
 mod spec;
+mod tunnel;
 mod wire;
 mod worker;
 
@@ -36,6 +38,7 @@ pub use relay::become_relay;
 pub use sandbox::{WorkerSandbox, drop_privileges};
 pub use socket::{name_of, remove_leftovers, socket_name};
 pub use spec::{DiskSpec, Group, Preopen};
+pub use tunnel::{Tunnel, TunnelSpec};
 pub use worker::{ALIVE, ALIVE_FD, CLIENT_CHANNEL_FD, LINE_FD, SECOND_FD};
 
 /// The run directory's name of the disk or group that this process keeps.

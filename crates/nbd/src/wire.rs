@@ -27,6 +27,8 @@ pub mod option {
     pub const ABORT: u32 = 2;
     /// Asks for the names of all exports.
     pub const LIST: u32 = 3;
+    /// Asks for TLS from here on.
+    pub const STARTTLS: u32 = 5;
     /// Asks for information about an export.
     pub const INFO: u32 = 6;
     /// As INFO, and chooses the export.
@@ -51,8 +53,12 @@ pub mod reply {
     pub const META_CONTEXT: u32 = 4;
     /// The server does not know the option.
     pub const UNSUPPORTED: u32 = 1 << 31 | 1;
+    /// The server does not allow it.
+    pub const POLICY: u32 = 1 << 31 | 2;
     /// The option is malformed, or came in the wrong place.
     pub const INVALID: u32 = 1 << 31 | 3;
+    /// The option needs TLS first.
+    pub const TLS_REQUIRED: u32 = 1 << 31 | 5;
     /// There is no export of this name.
     pub const UNKNOWN: u32 = 1 << 31 | 6;
     /// The option or its reply is too long.

@@ -40,12 +40,24 @@ pub(crate) fn wait_for<const N: usize>(
     fds: [BorrowedFd<'_>; N],
     timeout: Option<Duration>,
 ) -> io::Result<[bool; N]> {
+    let ready = wait_for_any(&fds, timeout)?;
+    let mut all = [false; N];
+    all.copy_from_slice(&ready);
+    Ok(all)
+}
+
+/// As [`wait_for`], for a number of descriptors that is known at run time only.
+pub(crate) fn wait_for_any(
+    fds: &[BorrowedFd<'_>],
+    timeout: Option<Duration>,
+) -> io::Result<Vec<bool>> {
     let timeout = timeout
         .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: i64::from(t.subsec_nanos()) });
-    let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+    let mut fds: Vec<_> =
+        fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
     match poll(&mut fds, timeout.as_ref()) {
         Ok(_) | Err(rustix::io::Errno::INTR) => {}
         Err(e) => return Err(e.into()),
     }
-    Ok(fds.map(|fd| fd.revents().contains(PollFlags::IN)))
+    Ok(fds.iter().map(|fd| fd.revents().contains(PollFlags::IN)).collect())
 }

@@ -8,6 +8,7 @@ use ferrite_io::engines::EngineChoice;
 use ferrite_serve::memory::parse_bytes;
 use ferrite_serve::path::full::OnFull;
 
+use super::network::NetworkArgs;
 use crate::options::{StoreMemoryArgs, engines, on_full_policies};
 use crate::parents::ParentsArgs;
 
@@ -21,7 +22,7 @@ pub(crate) struct ExportArgs {
 /// The protocols.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ExportCommand {
-    /// Serve NBD on a Unix socket: for QEMU, nbd-client, nbdcopy and other programs that use libnbd.
+    /// Serve NBD on a Unix socket or by TLS: for QEMU, nbd-client, nbdcopy and other programs that use libnbd.
     Nbd(NbdArgs),
 }
 
@@ -36,9 +37,12 @@ pub(crate) struct NbdArgs {
     pub(crate) images: Vec<OsString>,
 
     /// Listen here. The socket is accessible to this user only, and removed at the end. The socket that a killed server
-    /// has left is replaced. Not needed if systemd passes a socket.
+    /// has left is replaced. Not needed if systemd passes a socket, or with --listen.
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) network: NetworkArgs,
 
     /// Open the image read-only and refuse writes.
     #[arg(long)]

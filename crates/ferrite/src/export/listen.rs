@@ -48,13 +48,14 @@ impl Listening {
     }
 }
 
-/// Listens at this path, or without one at the socket of systemd.
-pub(super) fn listen(socket: Option<&Path>) -> Result<Listening, Failure> {
+/// Listens at this path, or without one at the socket of systemd. With neither, clients have to come `elsewhere`.
+pub(super) fn listen(socket: Option<&Path>, elsewhere: bool) -> Result<Option<Listening>, Failure> {
     match (socket, passed()) {
         (Some(socket), 0) => {
             let bound = bind(socket).map_err(|e| no_socket(socket, &e))?;
-            Ok(Listening::At(bound))
+            Ok(Some(Listening::At(bound)))
         }
+        (None, 0) if elsewhere => Ok(None),
         (Some(_), _) => Err(Failure {
             code: Code::USAGE,
             ..Failure::new(
@@ -68,10 +69,10 @@ pub(super) fn listen(socket: Option<&Path>) -> Result<Listening, Failure> {
             ..Failure::new(
                 "there is nowhere to listen",
                 "no socket is named, and systemd has passed none",
-                "name one (--socket PATH), or start it by a socket unit (man systemd.socket)",
+                "name one (--socket PATH or --listen ADDRESS:PORT), or start it by a socket unit (man systemd.socket)",
             )
         }),
-        (None, 1) => take_passed().map(Listening::Passed),
+        (None, 1) => take_passed().map(|passed| Some(Listening::Passed(passed))),
         (None, count) => Err(Failure::new(
             "cannot listen at the sockets of systemd",
             format!("it has passed {count} of them"),

@@ -51,6 +51,10 @@ pub const CLIENT_CHANNEL: Protocol =
 /// the keeper knows its version.
 pub const RELAY: Protocol = Protocol { name: "the socket of a relay", max_bytes: 64, max_files: 1 };
 
+/// The socket between a tunnel and the process that has started it. Both are one program, so there is one version.
+pub const TUNNEL: Protocol =
+    Protocol { name: "the socket of a tunnel", max_bytes: 64, max_files: 4 };
+
 /// A frame that has come.
 #[derive(Debug)]
 pub struct Frame {

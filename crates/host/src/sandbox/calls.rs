@@ -24,6 +24,8 @@ pub struct Means {
     pub processes: bool,
     /// Nothing but the sockets that it has: of a process that has no files, and makes none.
     pub sockets_only: bool,
+    /// Besides these, clients that it accepts and a thread for each: of the process that speaks TLS.
+    pub accepts: bool,
 }
 
 /// Calls that are allowed whatever is asked for.
@@ -149,6 +151,22 @@ const OF_SOCKETS: &[c_long] = &[
     libc::SYS_poll,
 ];
 
+/// What else it needs for clients that it accepts, with a thread for each. None of them opens or connects anything: a
+/// socket comes of one that listens already.
+const OF_ACCEPTING: &[c_long] = &[
+    libc::SYS_accept4,
+    // The end of a client's connection is told to it before the socket is closed.
+    libc::SYS_shutdown,
+    // The C library's start of a thread, and its question for the size of its stack.
+    libc::SYS_set_robust_list,
+    libc::SYS_rseq,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_yield,
+    // A pause where there is no descriptor for a client.
+    libc::SYS_nanosleep,
+    libc::SYS_clock_nanosleep,
+];
+
 /// The older forms of some of these.
 #[cfg(target_arch = "x86_64")]
 const OLDER: &[c_long] =
@@ -213,6 +231,10 @@ pub(super) fn allowed(means: &Means) -> Result<Rules, BackendError> {
         rules.extend(OF_SOCKETS.iter().map(|call| (*call, Vec::new())));
         // The standard library asks for it before it closes anything, where it looks for bugs.
         rules.insert(libc::SYS_fcntl, vec![one_of(1, libc::F_GETFD.cast_unsigned())?]);
+        if means.accepts {
+            rules.extend(OF_ACCEPTING.iter().map(|call| (*call, Vec::new())));
+            allow_threads(&mut rules)?;
+        }
         return Ok(rules);
     }
     rules.extend(ALWAYS.iter().chain(OLDER).map(|call| (*call, Vec::new())));
@@ -221,12 +243,7 @@ pub(super) fn allowed(means: &Means) -> Result<Rules, BackendError> {
     rules.insert(libc::SYS_ioctl, ioctls.collect::<Result<_, _>>()?);
     let fcntls = FCNTLS.iter().map(|number| one_of(1, number.cast_unsigned()));
     rules.insert(libc::SYS_fcntl, fcntls.collect::<Result<_, _>>()?);
-    let prctls = PRCTLS.iter().map(|number| one_of(0, *number));
-    rules.insert(libc::SYS_prctl, prctls.collect::<Result<_, _>>()?);
-    // A thread, and never a process. `clone3` has its flags in memory: see `filter`.
-    let thread = libc::CLONE_THREAD as u64;
-    let is_thread = SeccompCondition::new(0, Qword, MaskedEq(thread), thread)?;
-    rules.insert(libc::SYS_clone, vec![SeccompRule::new(vec![is_thread])?]);
+    allow_threads(&mut rules)?;
     // Limits are read, and not set.
     let reads = SeccompCondition::new(2, Qword, Eq, 0)?;
     rules.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![reads])?]);
@@ -235,6 +252,16 @@ pub(super) fn allowed(means: &Means) -> Result<Rules, BackendError> {
         rules.insert(libc::SYS_process_vm_writev, Vec::new());
     }
     Ok(rules)
+}
+
+/// Threads with names, and never a process. `clone3` has its flags in memory: see `filter`.
+fn allow_threads(rules: &mut Rules) -> Result<(), BackendError> {
+    let prctls = PRCTLS.iter().map(|number| one_of(0, *number));
+    rules.insert(libc::SYS_prctl, prctls.collect::<Result<_, _>>()?);
+    let thread = libc::CLONE_THREAD as u64;
+    let is_thread = SeccompCondition::new(0, Qword, MaskedEq(thread), thread)?;
+    rules.insert(libc::SYS_clone, vec![SeccompRule::new(vec![is_thread])?]);
+    Ok(())
 }
 
 /// An argument of 32 bits has this value.

@@ -71,6 +71,28 @@ pub fn user_of_store(device: u64, inode: u64) -> u32 {
     FIRST | ((mixed ^ mixed >> 23 ^ mixed >> 46) as u32 & 0x7f_ffff)
 }
 
+/// The user of a tunnel that is no disk's, by the number of the process that it belongs to.
+pub fn user_of_tunnel(process: u32) -> u32 {
+    const FIRST: u32 = 0x7400_0000;
+    FIRST | (process & 0x3f_ffff)
+}
+
+/// Denies this process all names, and all system calls but those of `means`, for good: what a process
+/// can give up that is not root's. The process has one thread.
+///
+/// # Errors
+/// It is not locked down: it has to end.
+pub fn deny_names_and_calls(means: &Means) -> io::Result<Lacking> {
+    rights::one_thread()?;
+    let mut lacking = Lacking::default();
+    processors::remember();
+    rights::one_arena();
+    step("refuse new rights", rights::no_new_rights())?;
+    step("deny all names", filter::deny_names(&mut lacking.0))?;
+    step("deny system calls", filter::allow(&calls::allowed(means)))?;
+    Ok(lacking)
+}
+
 impl Lockdown {
     /// Gives it all up, for good. The process has one thread, as root. All that it will ever open by
     /// itself is open.

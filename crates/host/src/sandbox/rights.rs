@@ -90,7 +90,7 @@ pub(super) fn leave_user(user: u32) -> io::Result<()> {
     // SAFETY: as above.
     check(unsafe { libc::setresuid(user, user, user) })?;
     drop_capabilities()?;
-    set(libc::PR_SET_NO_NEW_PRIVS, 1)?;
+    no_new_rights()?;
     // Another user's process may be dumped again, and does not end with its parent.
     set(libc::PR_SET_DUMPABLE, 0)?;
     set(libc::PR_SET_PDEATHSIG, end_signal as c_ulong)?;
@@ -98,6 +98,11 @@ pub(super) fn leave_user(user: u32) -> io::Result<()> {
         true => Ok(()),
         false => Err(io::Error::other("its parent has ended meanwhile")),
     }
+}
+
+/// No program that this one becomes has more rights. The filters demand it of those who are not root.
+pub(super) fn no_new_rights() -> io::Result<()> {
+    set(libc::PR_SET_NO_NEW_PRIVS, 1)
 }
 
 /// Those that a thread has, may have, and hands on.

@@ -21,4 +21,4 @@ mod sessions;
 
 pub use bind::{BindError, Bound, bind};
 pub use relay::relay;
-pub use server::{COURTESY, Clients, EngineFactory, Exported, Options, Server, serve_one};
+pub use server::{COURTESY, Clients, EngineFactory, Exported, Options, Server, Source, serve_one};

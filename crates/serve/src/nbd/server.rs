@@ -1,7 +1,8 @@
 //! The NBD clients of a disk.
 
 use std::io;
-use std::os::fd::AsFd;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,6 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ferrite_disk::Disk;
+use ferrite_host::frames::CLIENT_CHANNEL;
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
 
@@ -23,7 +25,7 @@ use crate::path::device::Device;
 use crate::path::shared::Shared;
 use crate::trace::clients::ClientTraces;
 use crate::tuning::Tuning;
-use crate::waker::{Waker, wait_for};
+use crate::waker::{Waker, wait_for, wait_for_any};
 
 /// The shortest time that a client gets for steps without I/O. A living client does not need more.
 pub const COURTESY: Duration = Duration::from_secs(10);
@@ -95,7 +97,49 @@ pub struct Clients {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// The clients of a listening socket.
+/// Where clients come from.
+#[derive(Debug)]
+pub enum Source<'a> {
+    /// A listening Unix socket.
+    Unix(&'a UnixListener),
+    /// A listening TCP socket, whose clients speak NBD in clear.
+    Tcp(&'a TcpListener),
+    /// The server's end of a client channel ([`CLIENT_CHANNEL`]): each message has a connected socket.
+    Channel(&'a OwnedFd),
+}
+
+impl Source<'_> {
+    fn fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Source::Unix(listener) => listener.as_fd(),
+            Source::Tcp(listener) => listener.as_fd(),
+            Source::Channel(channel) => channel.as_fd(),
+        }
+    }
+
+    fn prepare(&self) -> io::Result<()> {
+        match self {
+            Source::Unix(listener) => listener.set_nonblocking(true),
+            Source::Tcp(listener) => listener.set_nonblocking(true),
+            Source::Channel(_) => Ok(()),
+        }
+    }
+
+    /// The next client, if there is one. A TCP socket is used by the calls that all stream sockets have.
+    fn accept(&self) -> io::Result<Option<UnixStream>> {
+        match self {
+            Source::Unix(listener) => Ok(Some(listener.accept()?.0)),
+            Source::Tcp(listener) => Ok(Some(OwnedFd::from(listener.accept()?.0).into())),
+            // A frame without a descriptor is of a client for which there was none free.
+            Source::Channel(channel) => {
+                let frame = CLIENT_CHANNEL.try_receive(channel)?;
+                Ok(frame.and_then(|frame| frame.files.into_iter().next()).map(UnixStream::from))
+            }
+        }
+    }
+}
+
+/// The clients of listening sockets.
 pub struct Server {
     clients: Clients,
 }
@@ -120,34 +164,51 @@ impl Server {
     ///
     /// # Errors
     /// The listener fails. Clients are disconnected.
-    pub fn run(mut self, listener: &UnixListener) -> io::Result<()> {
-        let accepted = self.accept(listener);
+    pub fn run(self, listener: &UnixListener) -> io::Result<()> {
+        self.run_all(&[Source::Unix(listener)])
+    }
+
+    /// As [`run`](Self::run), for clients of several sources.
+    ///
+    /// # Errors
+    /// A source fails. Clients are disconnected.
+    pub fn run_all(mut self, sources: &[Source<'_>]) -> io::Result<()> {
+        let accepted = self.accept(sources);
         let requests = self.clients.end();
         tracing::info!(requests, "all clients have gone");
         accepted
     }
 
-    fn accept(&mut self, listener: &UnixListener) -> io::Result<()> {
-        listener.set_nonblocking(true)?;
-        let common = self.clients.common.clone();
+    fn accept(&mut self, sources: &[Source<'_>]) -> io::Result<()> {
+        sources.iter().try_for_each(Source::prepare)?;
+        let stop = self.clients.common.stop.clone();
+        let fds: Vec<_> = sources.iter().map(Source::fd).chain([stop.fd()]).collect();
         loop {
-            let [_, stop] = wait_for([listener.as_fd(), common.stop.fd()], None)?;
-            if stop {
+            let ready = wait_for_any(&fds, None)?;
+            if ready[sources.len()] {
                 return Ok(());
             }
-            match listener.accept() {
-                Ok((socket, _)) => self.clients.admit(socket),
-                Err(e) if is_passing(&e) => {}
-                Err(e) if is_shortage(&e) => {
-                    let (device, stop) = (common.first(), &common.stop);
-                    let now_ns = device.clock.now_ns();
-                    let limit = &device.log_limits.connections;
-                    limited!(warn, limit, now_ns, "no client can be accepted now: {e}");
-                    wait_for([stop.fd()], Some(SHORTAGE))?;
-                }
-                Err(e) => return Err(e),
+            for (source, _) in sources.iter().zip(&ready).filter(|(_, ready)| **ready) {
+                self.accept_one(source)?;
             }
         }
+    }
+
+    fn accept_one(&mut self, source: &Source<'_>) -> io::Result<()> {
+        match source.accept() {
+            Ok(client) => client.into_iter().for_each(|client| self.clients.admit(client)),
+            Err(e) if is_passing(&e) => {}
+            Err(e) if is_shortage(&e) => {
+                let common = &self.clients.common;
+                let (device, stop) = (common.first(), &common.stop);
+                let now_ns = device.clock.now_ns();
+                let limit = &device.log_limits.connections;
+                limited!(warn, limit, now_ns, "no client can be accepted now: {e}");
+                wait_for([stop.fd()], Some(SHORTAGE))?;
+            }
+            Err(e) => return Err(e),
+        }
+        Ok(())
     }
 }
 

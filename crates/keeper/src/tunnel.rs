@@ -1,0 +1,220 @@
+//! The tunnel of a disk or an export, seen from the process that has started it. NBD clients from other hosts are
+//! connected with the tunnel, which speaks TLS (docs/internals/processes.md 14).
+//!
+//! The listening sockets are this process's: clients wait in them while a tunnel that has ended is replaced.
+
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use ferrite_host::frames::{self, TUNNEL};
+use ferrite_host::tunnel::{Files, TunnelUser, start_inward};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+
+use crate::backoff::RestartBackoff;
+
+/// How often the exit of a killed tunnel is checked.
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
+
+/// What a tunnel serves, and for whom.
+#[derive(Clone, Debug)]
+pub struct TunnelSpec {
+    /// The folder of certificates. Its files are opened anew for each client.
+    pub folder: PathBuf,
+    /// Whether clients need certificates.
+    pub verifies: bool,
+    /// The user of the process, if this one is root's.
+    pub user: Option<TunnelUser>,
+}
+
+/// A running tunnel.
+#[derive(Debug)]
+struct Process {
+    pid: Pid,
+    socket: OwnedFd,
+    since: Instant,
+}
+
+/// The tunnel, and the next one when it ends. The thread that calls [`advance`](Self::advance) has to live as long as
+/// the tunnel.
+#[derive(Debug)]
+pub struct Tunnel {
+    spec: TunnelSpec,
+    /// The program `ferrite`, opened and not looked up by name.
+    program: OwnedFd,
+    listeners: Vec<OwnedFd>,
+    process: Option<Process>,
+    /// Killed tunnels whose exit status was not collected yet.
+    ended: Vec<Pid>,
+    backoff: RestartBackoff,
+    /// When the next one is started.
+    start_at: Option<Instant>,
+}
+
+impl Tunnel {
+    /// A tunnel for these listening sockets, which must not block. [`advance`](Self::advance) starts it.
+    pub fn new(spec: TunnelSpec, program: OwnedFd, listeners: Vec<OwnedFd>) -> Tunnel {
+        let (process, ended, backoff) = (None, Vec::new(), RestartBackoff::default());
+        let start_at = Some(Instant::now());
+        Tunnel { spec, program, listeners, process, ended, backoff, start_at }
+    }
+
+    /// A descriptor that is readable when the tunnel has sent a message or has ended.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.process.as_ref().map(|process| process.socket.as_fd())
+    }
+
+    /// The number of the running process.
+    pub fn pid(&self) -> Option<Pid> {
+        self.process.as_ref().map(|process| process.pid)
+    }
+
+    /// When to call [`advance`](Self::advance) at the latest.
+    pub fn due(&self) -> Option<Duration> {
+        let start = self.start_at.map(|at| at.saturating_duration_since(Instant::now()));
+        start.into_iter().chain((!self.ended.is_empty()).then_some(POLL_INTERVAL)).min()
+    }
+
+    /// Starts the tunnel when it is time, and collects the exit status of killed ones.
+    ///
+    /// # Errors
+    /// It could not be started. The next call after a pause tries again.
+    pub fn advance(&mut self) -> io::Result<()> {
+        self.reap();
+        if self.start_at.is_none_or(|at| at > Instant::now()) {
+            return Ok(());
+        }
+        self.start_at = None;
+        match self.start() {
+            Ok(process) => {
+                self.process = Some(process);
+                Ok(())
+            }
+            Err(e) => {
+                self.restart_after(Duration::ZERO);
+                Err(e)
+            }
+        }
+    }
+
+    fn start(&self) -> io::Result<Process> {
+        let (socket, own) = frames::pair()?;
+        let TunnelSpec { verifies, user, .. } = &self.spec;
+        let pid = start_inward(self.program.as_fd(), own.as_fd(), *verifies, user.as_ref())?;
+        let process = Process { pid, socket, since: Instant::now() };
+        // They wait in the socket until the process reads them.
+        for listener in &self.listeners {
+            if let Err(e) = TUNNEL.try_send(&process.socket, b"listen", &[listener.as_fd()]) {
+                let _ = kill_process(pid, Signal::KILL);
+                let _ = waitpid(Some(pid), WaitOptions::empty());
+                return Err(e);
+            }
+        }
+        Ok(process)
+    }
+
+    /// Plans the next start. Returns how many ends were not logged, if this one is to be.
+    fn restart_after(&mut self, lived: Duration) -> Option<u32> {
+        let now = Instant::now();
+        let (pause, logged) = self.backoff.after(lived, now);
+        self.start_at = Some(now + pause);
+        logged
+    }
+
+    /// Handles one message. `admit` hands a stream to the server. A tunnel that has ended or sends anything unknown is
+    /// replaced.
+    ///
+    /// # Errors
+    /// What is to be logged. The rate is bounded.
+    pub fn handle_message(
+        &mut self,
+        admit: impl FnOnce(BorrowedFd<'_>) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let Some(process) = &self.process else { return Ok(()) };
+        let received = match TUNNEL.try_receive(&process.socket) {
+            Ok(None) => return Ok(()),
+            Ok(Some(frame)) => frame.bytes,
+            Err(_) => Vec::new(),
+        };
+        let text = std::str::from_utf8(&received).unwrap_or_default();
+        let number = |what| text.strip_prefix(what).and_then(|number| number.parse::<u64>().ok());
+        let done = match (number("link "), number("files ")) {
+            (Some(number), _) => process.give_link(number, admit),
+            (_, Some(number)) => {
+                let files = Files::of_server(&self.spec.folder, self.spec.verifies);
+                process.give_files(number, files.as_ref().ok()).and(files.map(drop))
+            }
+            _ if text.is_empty() => {
+                Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the tunnel has ended"))
+            }
+            _ => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "a message of it is malformed")),
+        };
+        match done {
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => self.replace(&e),
+            done => done,
+        }
+    }
+
+    fn replace(&mut self, why: &io::Error) -> io::Result<()> {
+        let lived = self.process.as_ref().map(|process| process.since.elapsed());
+        self.end();
+        let Some(unlogged) = self.restart_after(lived.unwrap_or_default()) else { return Ok(()) };
+        let more = if unlogged > 0 { format!("; {unlogged} more ends") } else { String::new() };
+        Err(io::Error::other(format!(
+            "{why}, and its clients' connections end; another one is started{more}"
+        )))
+    }
+
+    /// Kills the tunnel, which ends its clients' connections.
+    pub fn end(&mut self) {
+        self.start_at = None;
+        let Some(process) = self.process.take() else { return };
+        // The kill fails if it has ended already.
+        let _ = kill_process(process.pid, Signal::KILL);
+        self.ended.push(process.pid);
+        self.reap();
+    }
+
+    fn reap(&mut self) {
+        self.ended.retain(|pid| {
+            matches!(waitpid(Some(*pid), WaitOptions::NOHANG), Ok(None) | Err(Errno::INTR))
+        });
+    }
+}
+
+impl Drop for Tunnel {
+    fn drop(&mut self) {
+        self.end();
+        for pid in &self.ended {
+            let _ = waitpid(Some(*pid), WaitOptions::empty());
+        }
+    }
+}
+
+impl Process {
+    /// Sends the tunnel a stream to the server, or none if the server has no room for one more.
+    fn give_link(
+        &self,
+        number: u64,
+        admit: impl FnOnce(BorrowedFd<'_>) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
+        let pair = pair.map_err(io::Error::from);
+        let admitted = pair.and_then(|(server, link)| admit(server.as_fd()).map(|()| link));
+        let link: Vec<_> = admitted.iter().map(OwnedFd::as_fd).collect();
+        TUNNEL.try_send(&self.socket, format!("link {number}").as_bytes(), &link)
+    }
+
+    /// Sends the tunnel the files of certificates, or none if they cannot be opened.
+    fn give_files(&self, number: u64, files: Option<&Files>) -> io::Result<()> {
+        let Some(files) = files else {
+            return TUNNEL.try_send(&self.socket, format!("files {number}").as_bytes(), &[]);
+        };
+        let text = format!("files {number} {}", files.letters());
+        let files: Vec<_> = files.iter().map(|(_, file)| file.as_fd()).collect();
+        TUNNEL.try_send(&self.socket, text.as_bytes(), &files)
+    }
+}
