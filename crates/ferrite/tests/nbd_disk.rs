@@ -214,7 +214,8 @@ fn what_a_server_says_to_be_a_hole_is_not_read_from_it() {
     };
     let stats = place.text("stats");
     let upstream = place.text("qemu");
-    let through = ["--filter=stats", "nbd", &format!("socket={upstream}"), &format!("statsfile={stats}")];
+    let through =
+        ["--filter=stats", "nbd", &format!("socket={upstream}"), &format!("statsfile={stats}")];
     let Some(mut counted) = place.nbdkit("counted", &through) else { return };
     let copy = place.text("copy.img");
     ok(&["image", "convert", &place.uri("counted", ""), &copy]);
@@ -275,7 +276,8 @@ fn a_server_with_large_blocks_delays_and_short_transfers_serves_a_verified_disk(
     let Some(_server) = place.nbdkit("slow", &args) else { return };
     let _export = place.export("out", &[&format!("d={}", place.uri("slow", ""))]);
     let out = place.uri("out", "");
-    let Some(mut load) = fio(&out, &["--size=16M", "--bsrange=512-256k", "--bs_unaligned=0"]) else {
+    let Some(mut load) = fio(&out, &["--size=16M", "--bsrange=512-256k", "--bs_unaligned=0"])
+    else {
         return;
     };
     verified(&load.output().unwrap());
@@ -376,7 +378,8 @@ fn holding_server(place: &Place, socket: &str) -> Option<Process> {
         "pwrite=t=$(mktemp {disk}.XXXXXX); cat > $t; if mkdir {once} 2>/dev/null; then sleep 3; fi; \
          dd of={disk} if=$t bs=64K seek=$4 oflag=seek_bytes conv=notrunc status=none; rm $t"
     );
-    let read = format!("pread=dd if={disk} skip=$4 count=$3 iflag=count_bytes,skip_bytes status=none");
+    let read =
+        format!("pread=dd if={disk} skip=$4 count=$3 iflag=count_bytes,skip_bytes status=none");
     place.nbdkit(
         socket,
         &[

@@ -26,7 +26,7 @@ const MAX_SESSIONS: u32 = 64;
 /// How long opening waits for the server.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Lines of the log that a lost server may cause in a [`WINDOW`].
-const LINES: u32 = 10;
+const LINES: u32 = 20;
 const WINDOW: Duration = Duration::from_secs(60);
 /// The blocks that guests may have.
 const BLOCKS: [u32; 2] = [512, 4096];
@@ -253,7 +253,14 @@ fn identity(uri: &Uri) -> io::Result<([u8; 16], u64)> {
         None => secret()?,
         Some(name) => {
             let mut user = [0; 16];
-            user.copy_from_slice(&blake3::Hasher::new().update(name.as_bytes()).update(b"/").update(uri.export.as_bytes()).finalize().as_bytes()[..16]);
+            user.copy_from_slice(
+                &blake3::Hasher::new()
+                    .update(name.as_bytes())
+                    .update(b"/")
+                    .update(uri.export.as_bytes())
+                    .finalize()
+                    .as_bytes()[..16],
+            );
             user
         }
     };
@@ -278,8 +285,10 @@ fn connect_here(address: &Address, wanted: &Wanted) -> Result<Link, Refusal> {
 pub fn address_of(server: &Server) -> Address {
     match server {
         Server::Unix(path) => Address::Unix(path.clone()),
-        Server::Plain { host, port } | Server::Tls { host, port, .. } => {
-            Address::Tcp { host: host.clone(), port: *port }
+        Server::Plain { host, port } => Address::Tcp { host: host.clone(), port: *port },
+        Server::Tls { host, port, certificates } => {
+            let (host, certificates) = (host.clone(), certificates.clone());
+            Address::Tls { host, port: *port, certificates }
         }
     }
 }

@@ -164,7 +164,9 @@ fn try_send(socket: BorrowedFd<'_>, bytes: &[u8]) -> rustix::io::Result<usize> {
 fn unreachable_server(address: &Address, e: &io::Error) -> Refusal {
     let place = match address {
         Address::Unix(path) => path.display().to_string(),
-        Address::Tcp { host, port } => format!("{host}, port {port}"),
+        Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
+            format!("{host}, port {port}")
+        }
     };
     let errno = e.raw_os_error().map(Errno::from_raw_os_error);
     let (why, help) = match (errno, e.kind()) {
@@ -179,6 +181,12 @@ fn unreachable_server(address: &Address, e: &io::Error) -> Refusal {
         (Some(Errno::ACCESS | Errno::PERM), _) => (
             format!("this process may not connect to {place}"),
             "check the mode of the socket, or run as a user who may".to_owned(),
+        ),
+        (Some(Errno::NOKEY), _) => (
+            format!("the certificates for {place} cannot be opened"),
+            "name a folder with ca-cert.pem, and both client-cert.pem and client-key.pem or none: \
+             ?tls-certificates=DIR"
+                .to_owned(),
         ),
         (Some(Errno::HOSTUNREACH | Errno::NETUNREACH), _) => (
             format!("{place} cannot be reached, or its name has no address"),

@@ -65,7 +65,11 @@ fn derived(image: &OsStr) -> Result<String, Failure> {
     let parsed = ImageName::parse(image)?;
     if parsed.export().is_some() {
         let what = format!("cannot export {}", image.display());
-        return Err(usage(what, "an export of another server has no name here", "give it one: NAME=IMAGE"));
+        return Err(usage(
+            what,
+            "an export of another server has no name here",
+            "give it one: NAME=IMAGE",
+        ));
     }
     let name = match parsed.volume() {
         Some((_, volume)) => Some(volume.to_owned()),

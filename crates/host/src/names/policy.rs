@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::FileType;
 
 use super::connect::Server;
+use crate::tunnel::TunnelUser;
 
 /// What is in a place, as far as a worker may have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,6 +45,8 @@ pub struct Policy {
     pub journal_end: Option<String>,
     /// The servers that it may be connected to.
     pub servers: Vec<Server>,
+    /// The user of the tunnels to these.
+    pub tunnel: Option<TunnelUser>,
 }
 
 /// What is to be done.

@@ -51,6 +51,8 @@ pub(crate) struct Session {
     has_ended: Cell<bool>,
     /// A lost connection had changes without an answer, which its server may still execute.
     is_unsettled: Cell<bool>,
+    /// Why the last attempt to connect failed.
+    last_refusal: RefCell<String>,
     /// There is something to send.
     to_send: Signal,
     /// There are requests without an answer.
@@ -141,6 +143,7 @@ impl Session {
             phase: Cell::new(Phase::Takes),
             has_ended: Cell::new(false),
             is_unsettled: Cell::new(false),
+            last_refusal: RefCell::default(),
             to_send: Signal::default(),
             to_watch: Signal::default(),
             to_end: Signal::default(),

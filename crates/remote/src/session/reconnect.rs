@@ -114,6 +114,7 @@ impl Session {
             let _ = self.io.sleep(left).await;
         }
         self.is_unsettled.set(false);
+        self.last_refusal.take();
         if !is_first && self.disk.may_log() {
             tracing::warn!("{}: it is connected again", self.disk.text);
         }
@@ -134,6 +135,11 @@ impl Session {
     }
 
     fn say(&self, refusal: &Refusal) {
+        // The same once.
+        if *self.last_refusal.borrow() == refusal.why {
+            return;
+        }
+        self.last_refusal.replace(refusal.why.clone());
         if self.disk.may_log() {
             tracing::warn!("{}: {}; {}", self.disk.text, refusal.why, refusal.help);
         }

@@ -50,8 +50,7 @@ impl Sessions {
         let number = all.last().map_or(0, |last| last.number + 1);
         all.push(Connection { name, number, socket });
         let named = Named { sessions: self, number };
-        let is_older =
-            |old: &Connection| old.number < number && name.replaces(&old.name);
+        let is_older = |old: &Connection| old.number < number && name.replaces(&old.name);
         for old in all.iter().filter(|old| is_older(old)) {
             // It may be gone already.
             let _ = old.socket.shutdown(Shutdown::Both);
@@ -106,7 +105,8 @@ mod tests {
         // It was disconnected, and has requests under way yet.
         assert_eq!(theirs.read(&mut [0]).unwrap(), 0);
         std::thread::scope(|scope| {
-            let newer = scope.spawn(|| sessions.begin(session(2, 0), &pair().0, wait).unwrap().is_some());
+            let newer =
+                scope.spawn(|| sessions.begin(session(2, 0), &pair().0, wait).unwrap().is_some());
             drop(beside);
             assert!(!newer.is_finished());
             drop(first);
