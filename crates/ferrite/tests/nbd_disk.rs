@@ -1,5 +1,7 @@
 //! Exports of other servers as disks: nbdkit, qemu-nbd, and our own.
 
+mod pages;
+
 use std::fs;
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::fs::MetadataExt as _;
@@ -441,4 +443,83 @@ fn our_own_server_ends_what_an_old_connection_has_before_it_answers_a_new_one() 
     assert_eq!(first_bytes(&place.path("disk.img")), b"CCCC");
     let log = place.log("outer");
     assert!(!log.contains("waits"), "{log}");
+}
+
+const PAGE: &str = include_str!("../../../docs/access.md");
+
+#[track_caller]
+fn recipe(title: &str) {
+    let (_, section) = PAGE.split_once(&format!("\n## {title}\n")).unwrap();
+    let section = section.split("\n## ").next().unwrap();
+    // The system's Python has the module of nbdsh.
+    let script = pages::commands(section).replace("nbdsh -c", "/usr/bin/nbdsh -c");
+    assert!(script.contains("ferrite "));
+    pages::run(&format!("PATH=$(echo $PATH | cut -d: -f1):/usr/bin:/bin\n{script}"));
+}
+
+#[test]
+fn the_recipe_for_a_disk_of_qemu_nbd_works() {
+    if installed("qemu-nbd", Command::new("qemu-nbd").arg("--version").output()).is_some() {
+        recipe("Take a disk from qemu-nbd");
+    }
+}
+
+#[test]
+fn the_recipe_for_a_disk_on_another_host_works() {
+    if installed("nbdsh", Command::new("/usr/bin/nbdsh").arg("--version").output()).is_some() {
+        recipe("Put a guest's disk on another host");
+    }
+}
+
+/// Certificates of an authority for `localhost` and for a client, by the recipe of the page.
+fn certificates(place: &Place) -> Option<()> {
+    installed("openssl", Command::new("openssl").arg("version").output())?;
+    let (_, section) = PAGE.split_once("\n### Certificates\n").unwrap();
+    let script = pages::commands(section.split("\n### ").next().unwrap());
+    let mut bash = Command::new("bash");
+    let output = bash.args(["-eu", "-c", &script]).current_dir(place.dir.path()).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    Some(())
+}
+
+#[test]
+fn an_export_by_tls_is_a_disk_and_its_server_is_who_it_says() {
+    let place = Place::new();
+    let Some(()) = certificates(&place) else { return };
+    let source = place.source("source.img", 4 * MIB);
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let server = place.text("server");
+    let mut command = Command::new("nbdkit");
+    command.args(["--foreground", "--exit-with-parent", "--port", &port.to_string()]);
+    command.args(["--ipaddr", "127.0.0.1", "--tls=require", "--tls-verify-peer"]);
+    command.args([&format!("--tls-certificates={server}"), "file", &source]);
+    let Some(_) = installed("nbdkit", Command::new("nbdkit").arg("--version").output()) else {
+        return;
+    };
+    let _kit = Process(command.stdin(Stdio::null()).spawn().unwrap());
+    let end = Instant::now() + PATIENCE;
+    while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+        assert!(Instant::now() < end, "nbdkit does not listen");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let uri = |host: &str, folder: &str| {
+        format!("nbds://{host}:{port}/?tls-certificates={}", place.text(folder))
+    };
+    let copy = place.text("copy.qcow2");
+    ok(&["image", "convert", &uri("localhost", "backup"), &copy]);
+    ok(&["image", "compare", &copy, &source]);
+    let _export = place.export("out", &[&format!("d={}", uri("127.0.0.1", "backup"))]);
+    nbdsh_ok(
+        &place.uri("out", ""),
+        "h.pwrite(b'x' * 4096, 0)\nassert h.pread(4096, 0) == b'x' * 4096",
+    );
+    // Another name of the same host is not in the certificate.
+    let why = refused(&["image", "info", &uri("127.0.0.2", "backup")]);
+    assert!(why.contains("listens") || why.contains("certificate"), "{why}");
+    let plain = format!("nbd://127.0.0.1:{port}/?plain=yes");
+    let why = refused(&["image", "info", &plain]);
+    assert!(why.contains("encrypted") && why.contains("nbds://"), "{why}");
+    fs::create_dir(place.path("strangers")).unwrap();
+    let why = refused(&["image", "info", &uri("localhost", "strangers")]);
+    assert!(why.contains("certificates") && why.contains("ca-cert.pem"), "{why}");
 }
