@@ -300,8 +300,9 @@ fn the_recipe_for_a_backup_host_works() {
     let program = Path::new(env!("CARGO_BIN_EXE_ferrite")).parent().unwrap();
     let path = format!("{}:{}", program.display(), std::env::var("PATH").unwrap());
     let dir = places::dir_on_disk();
-    let mut bash = Command::new("bash");
-    ok(bash.args(["-eux", "-c", &script]).current_dir(dir.path()).env("PATH", path));
+    // It waits for a server that listens.
+    let mut bash = Command::new("timeout");
+    ok(bash.args(["120", "bash", "-eux", "-c", &script]).current_dir(dir.path()).env("PATH", path));
 }
 
 /// The greeting and STARTTLS on a connection, for programs that know TLS and not NBD.
