@@ -16,7 +16,7 @@ use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged};
 const CARGO_DENY: &str = "0.20.2";
 
 /// The crates of this workspace that are linked into the serving program.
-const PRODUCT: [&str; 13] = [
+const PRODUCT: [&str; 15] = [
     "ferrite",
     "ferrite-daemon",
     "ferrite-disk",
@@ -26,9 +26,11 @@ const PRODUCT: [&str; 13] = [
     "ferrite-images",
     "ferrite-io",
     "ferrite-keeper",
+    "ferrite-nbd",
     "ferrite-seeing",
     "ferrite-serve",
     "ferrite-store",
+    "ferrite-tunnel",
     "ferrite-xen",
 ];
 /// The crates that tasks link: they compile while the product does not.

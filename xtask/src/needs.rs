@@ -16,6 +16,7 @@ pub(crate) const CHECKS: &[Need] = &[
     ("nbdcopy", "libnbd-bin"),
     ("nbdsh", "python3-libnbd"),
     ("nbdkit", "nbdkit"),
+    ("openssl", "openssl"),
     ("/usr/lib/python3/dist-packages/prometheus_client/__init__.py", "python3-prometheus-client"),
 ];
 

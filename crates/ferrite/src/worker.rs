@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use clap::Parser as _;
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
-use ferrite_disk::{ImageName, Parents};
+use ferrite_disk::{ImageName, Parents, server_of};
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{self, user_of, user_of_tap};
 use ferrite_io::engines::EngineKind;
-use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, LINE_FD, SECOND_FD, WorkerSandbox};
+use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, DataServer, LINE_FD, SECOND_FD, WorkerSandbox};
 use ferrite_serve::blkif::lifecycle::{
     EngineFactory, Lines, OpenFailure, Opened, Opening, OpeningKind, ServeError, Start, WorkConfig,
     work_from,
@@ -257,6 +257,7 @@ pub(crate) fn worker_sandbox(
             DomId::NONE => user_of_tap(args.xen.device),
             domain => user_of(domain.0, args.xen.device),
         },
+        servers: servers(args),
     }))
 }
 
@@ -265,6 +266,14 @@ fn image(args: &ServeArgs) -> Option<PathBuf> {
     let name = ImageName::parse(args.image.to_str()?).ok()?;
     let store = name.volume().map(|(store, _)| store.to_owned());
     Some(store.unwrap_or(name.path))
+}
+
+/// The server of an export, whose name may have to be resolved: that waits. One that has no address now is tried in vain
+/// by the worker, which says so.
+fn servers(args: &ServeArgs) -> Vec<DataServer> {
+    let name = ImageName::parse(&args.image).ok();
+    let server = name.and_then(|name| server_of(name.export()?));
+    server.as_ref().and_then(DataServer::of).into_iter().collect()
 }
 
 fn is_volume(args: &ServeArgs) -> bool {
@@ -430,6 +439,24 @@ mod tests {
         assert!(!of(&read_only, true).writable);
         let any = [&given[..1], &["--parents=any"], &given[1..]].concat();
         assert_eq!(of(&any, true).read[0], Path::new("/"));
+    }
+
+    #[test]
+    fn the_worker_of_an_export_may_have_its_server_and_no_image() {
+        let of = |image: &str| {
+            let Command::Serve(serve) = parse(["serve", "--xen=3/xvda", image]).command else {
+                panic!()
+            };
+            servers(&serve)
+        };
+        assert_eq!(of("/images/a.img"), []);
+        let unix = of("nbd+unix:///a?socket=/run/s");
+        let json = serde_json::to_string(&unix).unwrap();
+        assert_eq!(json, r#"[{"address":"unix:/run/s","certificates":null,"resolved":[]}]"#);
+        let tls = of("nbds://127.0.0.1:7/a?tls-certificates=/etc/pki");
+        let json = serde_json::to_string(&tls).unwrap();
+        assert!(json.contains("tls:7:127.0.0.1") && json.contains("/etc/pki"), "{json}");
+        assert!(json.contains("127.0.0.1:7\""), "{json}");
     }
 
     /// Commands are permitted by the image's name, whatever format precedes it.

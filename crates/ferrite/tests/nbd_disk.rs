@@ -1,5 +1,7 @@
 //! Exports of other servers as disks: nbdkit, qemu-nbd, and our own.
 
+mod pages;
+
 use std::fs;
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::fs::MetadataExt as _;
@@ -149,6 +151,42 @@ impl Place {
     }
 }
 
+/// A client of an export that has done the first part of its script, and waits.
+struct Client(Child);
+
+impl Client {
+    /// It does the second part.
+    fn go_on(&self, place: &Place) {
+        fs::write(place.path("go"), "").unwrap();
+    }
+
+    fn succeeds(self) {
+        let output = self.0.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+impl Place {
+    /// Starts a client of an export, and waits until it has done `first`. None: there is no nbdsh.
+    fn client(&self, uri: &str, first: &str, then: &str) -> Option<Client> {
+        installed("nbdsh", Command::new("/usr/bin/nbdsh").arg("--version").output())?;
+        let (ready, go) = (self.text("ready"), self.text("go"));
+        let script = format!(
+            "import os, time\nh.connect_uri('{uri}')\n{first}\nopen('{ready}', 'w').close()\n\
+             while not os.path.exists('{go}'): time.sleep(0.01)\n{then}"
+        );
+        let mut command = Command::new("/usr/bin/nbdsh");
+        command.env("PATH", "/usr/bin:/bin").args(["-c", &script]).stderr(Stdio::piped());
+        let client = Client(command.spawn().unwrap());
+        let end = Instant::now() + PATIENCE;
+        while !self.path("ready").exists() {
+            assert!(Instant::now() < end, "the client does not begin");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Some(client)
+    }
+}
+
 /// Runs a script of nbdsh with `h` connected to the socket.
 fn nbdsh(uri: &str, script: &str) -> Option<Output> {
     let script = format!("h.connect_uri('{uri}')\n{script}");
@@ -187,8 +225,8 @@ fn disks_are_copied_to_exports_and_from_them_and_are_the_same() {
     let Some(_memory) = place.nbdkit("memory", &["memory", "16M"]) else { return };
     let memory = place.uri("memory", "");
     let why = refused(&["image", "convert", &source, &memory]);
-    assert!(why.contains("--existing"), "{why}");
-    ok(&["image", "convert", "--existing", &source, &memory]);
+    assert!(why.contains("add -n"), "{why}");
+    ok(&["image", "convert", "-n", &source, &memory]);
     ok(&["image", "compare", &source, &memory]);
     for name in ["copy.img", "copy.vhd", "copy.qcow2"] {
         let copy = place.text(name);
@@ -254,12 +292,18 @@ fn a_name_or_a_server_that_is_wrong_is_told_in_a_line_with_the_cure() {
     assert!(why.contains("no such export") && why.contains("\"b\""), "{why}");
     let uri = format!("nbd+unix:///a?socket={named}");
     ok(&["image", "info", &uri]);
-    let why = refused(&["image", "convert", "--existing", &image, &uri]);
+    let why = refused(&["image", "convert", "-n", &image, &uri]);
     assert!(why.contains("read-only"), "{why}");
     let Some(_odd) = place.nbdkit("odd", &["memory", "1000"]) else { return };
     let why = info(&format!("nbd+unix:///?socket={odd}"));
     assert!(why.contains("1000 bytes") && why.contains("round-up"), "{why}");
-    let policy = ["--filter=blocksize-policy", "memory", "1M", "blocksize-minimum=65536"];
+    let policy = [
+        "--filter=blocksize-policy",
+        "memory",
+        "1M",
+        "blocksize-minimum=64K",
+        "blocksize-preferred=64K",
+    ];
     let Some(_coarse) = place.nbdkit("coarse", &policy) else { return };
     let why = info(&format!("nbd+unix:///?socket={coarse}"));
     assert!(why.contains("smallest block is 65536") && why.contains("--filter=blocksize"), "{why}");
@@ -312,14 +356,15 @@ fn a_stopped_server_is_given_up_after_its_deadline_and_requests_go_on_when_it_is
     let uri = place.uri("kit", "&deadline_s=1&drain_s=0");
     let _export = place.export("out", &[&format!("d={uri}")]);
     let out = place.uri("out", "");
-    nbdsh_ok(&out, "h.pwrite(b'a' * 4096, 0)");
+    // The client stays, and with it the connection to the server that it reads by.
+    let client =
+        place.client(&out, "h.pwrite(b'a' * 4096, 0)", "assert h.pread(4096, 0) == b'a' * 4096");
+    let Some(client) = client else { return };
     server.signal(Signal::STOP);
-    let reader = std::thread::spawn(move || {
-        nbdsh_ok(&out, "assert h.pread(4096, 0) == b'a' * 4096");
-    });
+    client.go_on(&place);
     place.wait_for("out", "did not answer a request in time");
     server.signal(Signal::CONT);
-    reader.join().unwrap();
+    client.succeeds();
 }
 
 #[test]
@@ -426,19 +471,97 @@ fn our_own_server_ends_what_an_old_connection_has_before_it_answers_a_new_one() 
     let disk = place.text("disk.img");
     fs::write(&disk, vec![0; MIB]).unwrap();
     let inner = place.export("inner", &[&disk]);
-    let uri = place.uri("inner", "&deadline_s=1&session=guest-1");
+    let uri = place.uri("inner", "&deadline_s=1&drain_s=86400&session=guest-1");
     let _outer = place.export("outer", &[&format!("d={uri}")]);
     let outer = place.uri("outer", "");
-    nbdsh_ok(&outer, "h.pwrite(b'A' * 512, 0)");
+    let then = "h.pwrite(b'B' * 512, 0)\nh.pwrite(b'C' * 512, 0)";
+    let client = place.client(&outer, "h.pwrite(b'A' * 512, 0)", then);
+    let Some(client) = client else { return };
     inner.signal(Signal::STOP);
-    let writer = std::thread::spawn(move || {
-        nbdsh_ok(&outer, "h.pwrite(b'B' * 512, 0)\nh.pwrite(b'C' * 512, 0)");
-    });
+    client.go_on(&place);
     place.wait_for("outer", "did not answer a request in time");
     inner.signal(Signal::CONT);
-    writer.join().unwrap();
-    // drain_s is 10, and was not waited for: the server ended the old connection itself.
+    client.succeeds();
     assert_eq!(first_bytes(&place.path("disk.img")), b"CCCC");
-    let log = place.log("outer");
-    assert!(!log.contains("waits"), "{log}");
+    // With another's server it would have waited for the time of drain_s: a day.
+    assert!(place.log("outer").contains("connected again"), "{}", place.log("outer"));
+}
+
+const PAGE: &str = include_str!("../../../docs/access.md");
+
+#[track_caller]
+fn recipe(title: &str) {
+    let (_, section) = PAGE.split_once(&format!("\n## {title}\n")).unwrap();
+    let section = section.split("\n## ").next().unwrap();
+    // The system's Python has the module of nbdsh.
+    let script = pages::commands(section).replace("nbdsh -c", "/usr/bin/nbdsh -c");
+    assert!(script.contains("ferrite "));
+    pages::run(&format!("PATH=$(echo $PATH | cut -d: -f1):/usr/bin:/bin\n{script}"));
+}
+
+#[test]
+fn the_recipe_for_a_disk_of_qemu_nbd_works() {
+    if installed("qemu-nbd", Command::new("qemu-nbd").arg("--version").output()).is_some() {
+        recipe("Take a disk from qemu-nbd");
+    }
+}
+
+#[test]
+fn the_recipe_for_a_disk_on_another_host_works() {
+    if installed("nbdsh", Command::new("/usr/bin/nbdsh").arg("--version").output()).is_some() {
+        recipe("Put a guest's disk on another host");
+    }
+}
+
+/// Certificates of an authority for `localhost` and for a client, by the recipe of the page.
+fn certificates(place: &Place) -> Option<()> {
+    installed("openssl", Command::new("openssl").arg("version").output())?;
+    let (_, section) = PAGE.split_once("\n### Certificates\n").unwrap();
+    let script = pages::commands(section.split("\n### ").next().unwrap());
+    let mut bash = Command::new("bash");
+    let output = bash.args(["-eu", "-c", &script]).current_dir(place.dir.path()).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    Some(())
+}
+
+#[test]
+fn an_export_by_tls_is_a_disk_and_its_server_is_who_it_says() {
+    let place = Place::new();
+    let Some(()) = certificates(&place) else { return };
+    let source = place.source("source.img", 4 * MIB);
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let server = place.text("server");
+    let mut command = Command::new("nbdkit");
+    command.args(["--foreground", "--exit-with-parent", "--port", &port.to_string()]);
+    command.args(["--ipaddr", "127.0.0.1", "--tls=require", "--tls-verify-peer"]);
+    command.args([&format!("--tls-certificates={server}"), "file", &source]);
+    let Some(_) = installed("nbdkit", Command::new("nbdkit").arg("--version").output()) else {
+        return;
+    };
+    let _kit = Process(command.stdin(Stdio::null()).spawn().unwrap());
+    let end = Instant::now() + PATIENCE;
+    while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+        assert!(Instant::now() < end, "nbdkit does not listen");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let uri = |host: &str, folder: &str| {
+        format!("nbds://{host}:{port}/?tls-certificates={}", place.text(folder))
+    };
+    let copy = place.text("copy.qcow2");
+    ok(&["image", "convert", &uri("localhost", "backup"), &copy]);
+    ok(&["image", "compare", &copy, &source]);
+    let _export = place.export("out", &[&format!("d={}", uri("127.0.0.1", "backup"))]);
+    nbdsh_ok(
+        &place.uri("out", ""),
+        "h.pwrite(b'x' * 4096, 0)\nassert h.pread(4096, 0) == b'x' * 4096",
+    );
+    // Another name of the same host is not in the certificate.
+    let why = refused(&["image", "info", &uri("127.0.0.2", "backup")]);
+    assert!(why.contains("127.0.0.2") || why.contains("certificate"), "{why}");
+    let plain = format!("nbd://127.0.0.1:{port}/?plain=yes");
+    let why = refused(&["image", "info", &plain]);
+    assert!(why.contains("encrypted") && why.contains("nbds://"), "{why}");
+    fs::create_dir(place.path("strangers")).unwrap();
+    let why = refused(&["image", "info", &uri("localhost", "strangers")]);
+    assert!(why.contains("certificates") && why.contains("ca-cert.pem"), "{why}");
 }

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 use ferrite_host::names::Broker;
+use ferrite_host::names::connect::{Address, Server as Remote, resolve};
 use ferrite_host::names::policy::{Policy, Right};
 use ferrite_host::names::server::{Images, Served, Server};
 use ferrite_host::names::wire::{Request, What};
@@ -48,6 +49,7 @@ fn host(writable: bool) -> Host {
     let mut policy = Policy::of_disk(&at("images/disk.img"), writable, &[at("templates")]);
     policy.add(&at("run/vbd-1-2"), true, Right::Own);
     policy.add(&at("run/journals"), true, Right::Journals);
+    policy.servers = vec![Remote { address: Address::Unix(at("run/nbd")), resolved: Vec::new() }];
     let flags = SocketFlags::CLOEXEC;
     let (socket, theirs) =
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
@@ -533,4 +535,44 @@ fn many_threads_that_ask_get_each_its_own_answer() {
             });
         }
     });
+}
+
+fn connected(host: &Host, address: &Address) -> rustix::io::Result<OwnedFd> {
+    let (first, second) = address.to_bytes();
+    let what = What::Connect;
+    let request = Request { what, flags: 0, mode: 0, first: &first, second };
+    host.broker().ask(&request, &[])?.file()
+}
+
+#[test]
+fn a_worker_is_connected_to_the_server_of_its_disk_and_to_no_other() {
+    let host = host(true);
+    let ours = Address::Unix(host.at("run/nbd"));
+    // The keeper does not wait for a server that is not there.
+    assert_eq!(connected(&host, &ours).err(), Some(Errno::NOENT));
+    let listener = std::os::unix::net::UnixListener::bind(host.at("run/nbd")).unwrap();
+    let stream = std::os::unix::net::UnixStream::from(connected(&host, &ours).unwrap());
+    let (mut server, _) = listener.accept().unwrap();
+    server.write_all(b"hello").unwrap();
+    let mut said = [0; 5];
+    stream.set_nonblocking(false).unwrap();
+    (&stream).read_exact(&mut said).unwrap();
+    assert_eq!(&said, b"hello");
+    let _other = std::os::unix::net::UnixListener::bind(host.at("secret/nbd")).unwrap();
+    for other in [
+        Address::Unix(host.at("secret/nbd")),
+        Address::Unix(host.at("run/../run/nbd")),
+        Address::Tcp { host: "127.0.0.1".into(), port: 22 },
+    ] {
+        assert_eq!(connected(&host, &other).err(), Some(Errno::ACCESS), "{other:?}");
+    }
+    let nonsense = Request { what: What::Connect, flags: 0, mode: 0, first: b"x", second: &[] };
+    assert_eq!(host.broker().ask(&nonsense, &[]).err(), Some(Errno::INVAL));
+}
+
+#[test]
+fn a_host_has_the_addresses_of_its_name() {
+    let all = resolve("127.0.0.1", 10809).unwrap();
+    assert_eq!(all, ["127.0.0.1:10809".parse().unwrap()]);
+    assert!(resolve("nowhere.invalid", 1).is_err());
 }

@@ -90,6 +90,7 @@ const OF_FILES: &[(&str, Tried)] = &[
 ];
 /// Before the names of its cases.
 const SOCKETS: &str = "sockets: ";
+const ACCEPTS: &str = "accepts: ";
 
 const WATCHED: rustix::fs::inotify::WatchFlags = rustix::fs::inotify::WatchFlags::MODIFY;
 
@@ -157,8 +158,12 @@ fn child() {
     let (socket, _) = UnixStream::pair().unwrap();
     names::install(Broker::new(socket.into())).unwrap();
     let talking = UnixStream::pair().unwrap();
-    let sockets_only = case.starts_with(SOCKETS);
-    let locked = Lockdown { user: USER, root, means: Means { sockets_only, ..Means::default() } };
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let accepts = case.starts_with(ACCEPTS);
+    let sockets_only = case.starts_with(SOCKETS) || accepts;
+    let means = Means { sockets_only, accepts, ..Means::default() };
+    let locked = Lockdown { user: USER, root, means };
+    let connected = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     match locked.enter() {
         Ok(lacking) => println!("lacking: {lacking}"),
         Err(e) => {
@@ -166,11 +171,12 @@ fn child() {
             std::process::exit(1);
         }
     }
-    let case = case.strip_prefix(SOCKETS).unwrap_or(&case);
+    let case = [SOCKETS, ACCEPTS].iter().find_map(|kind| case.strip_prefix(kind)).unwrap_or(&case);
     match FORBIDDEN.iter().chain(OF_FILES).find(|(name, _)| *name == case) {
         Some((_, tried)) => tried(&file),
         None if case == "work" => work(file),
         None if case == "talk" => talk(&talking),
+        None if case == "accept" => accept(&listener, &connected),
         None => ask(case, &folder),
     }
     println!("{DONE}");
@@ -231,6 +237,25 @@ fn talk((one, other): &(UnixStream, UnixStream)) {
     assert!(std::time::Instant::now().elapsed() < Duration::from_secs(60));
 }
 
+/// What a tunnel does: a client, a thread for it, bytes both ways, and the end.
+fn accept(listener: &std::net::TcpListener, mut connected: &std::net::TcpStream) {
+    use std::io::{Read as _, Write as _};
+    let (mut client, _) = listener.accept().unwrap();
+    let threads: Vec<_> = (0..8u8)
+        .map(|i| {
+            let thread = std::thread::Builder::new().name("tls-client".into());
+            thread.spawn(move || vec![i; 1 << 20].len()).unwrap()
+        })
+        .collect();
+    assert!(threads.into_iter().all(|thread| thread.join().unwrap() == 1 << 20));
+    client.write_all(b"there").unwrap();
+    client.shutdown(std::net::Shutdown::Write).unwrap();
+    let mut said = Vec::new();
+    connected.read_to_end(&mut said).unwrap();
+    assert_eq!(said, b"there");
+    std::thread::sleep(Duration::from_millis(1));
+}
+
 fn one(engine: &mut dyn Engine, op: Op) -> i32 {
     engine.push(1, op);
     let mut out = Vec::new();
@@ -274,6 +299,18 @@ fn a_process_of_sockets_has_no_files() {
         assert_eq!(status.signal(), Some(libc::SIGSYS), "{case}: {status}, {text}");
     }
     let (status, text) = run(&format!("{SOCKETS}talk"));
+    assert!(status.success() && text.contains(DONE), "{status}: {text}");
+}
+
+#[test]
+fn a_process_that_accepts_clients_has_no_files_either_and_makes_no_connection() {
+    // It starts threads.
+    let of_files = OF_FILES.iter().filter(|(case, _)| *case != "thread");
+    for (case, _) in FORBIDDEN.iter().chain(of_files) {
+        let (status, text) = run(&format!("{ACCEPTS}{case}"));
+        assert_eq!(status.signal(), Some(libc::SIGSYS), "{case}: {status}, {text}");
+    }
+    let (status, text) = run(&format!("{ACCEPTS}accept"));
     assert!(status.success() && text.contains(DONE), "{status}: {text}");
 }
 

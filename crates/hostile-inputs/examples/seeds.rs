@@ -10,6 +10,11 @@ use ferrite_daemon::params::{Format, Image};
 use ferrite_daemon::state::{DiskId, DiskState, States};
 use ferrite_hostile_inputs::Recipe;
 use ferrite_hostile_inputs::images::{Sketch, qcow2, vhd};
+use ferrite_nbd::client::SESSION;
+use ferrite_nbd::wire::{
+    CONTEXT, CONTEXT_ID, FIXED_NEWSTYLE, Head, NO_ZEROES, OPTION_MAGIC, SERVER_MAGIC, can, option,
+    push_extent, push_option_reply, reply,
+};
 use ferrite_seeing::trace::{Trace, file};
 use ferrite_serve::counters::{Counters, stats_file};
 use ferrite_serve::trace::{Doing, Record, Span, Stages, TraceRing};
@@ -28,6 +33,7 @@ const TAIL_BYTES: usize = 512;
 
 fn main() -> io::Result<()> {
     text()?;
+    servers()?;
     guests()?;
     store()?;
     seen()?;
@@ -51,6 +57,47 @@ fn text() -> io::Result<()> {
     let names = ["/srv/a.img", "vhd:/dev/vg/lv", "a.VHD", "qcow2:b", "raw:/a/b.vhd", "./a:b"];
     for (i, text) in names.iter().enumerate() {
         put("image_name", &i.to_string(), text.as_bytes())?;
+    }
+    Ok(())
+}
+
+/// A handshake with all that a server of ours knows, and replies to reads.
+fn servers() -> io::Result<()> {
+    let mut greeting = [SERVER_MAGIC.to_be_bytes(), OPTION_MAGIC.to_be_bytes()].concat();
+    greeting.extend((FIXED_NEWSTYLE | NO_ZEROES).to_be_bytes());
+    let flags = can::HAS_FLAGS | can::FLUSH | can::TRIM;
+    let export = [&[0, 0][..], &(1u64 << 30).to_be_bytes(), &flags.to_be_bytes()].concat();
+    let sizes = [&[0, 3][..], &[1u32, 4096, 32 << 20].map(u32::to_be_bytes).concat()].concat();
+    let context = [&CONTEXT_ID.to_be_bytes()[..], CONTEXT.as_bytes()].concat();
+    let mut said = [&[1][..], &greeting].concat();
+    push_option_reply(&mut said, SESSION, reply::ACK, &[]);
+    push_option_reply(&mut said, option::STRUCTURED_REPLY, reply::ACK, &[]);
+    push_option_reply(&mut said, option::SET_META_CONTEXT, reply::META_CONTEXT, &[&context]);
+    push_option_reply(&mut said, option::SET_META_CONTEXT, reply::ACK, &[]);
+    push_option_reply(&mut said, option::GO, reply::INFO, &[&export]);
+    push_option_reply(&mut said, option::GO, reply::INFO, &[&sizes]);
+    push_option_reply(&mut said, option::GO, reply::ACK, &[]);
+    // The places and numbers of the target's requests.
+    let cookie = |slot: u64| (slot + 1) << 16 | slot;
+    let mut replies = Head::data(cookie(0), false, (1 << 20) + 4096, 4096).bytes().to_vec();
+    replies.extend([7; 4096]);
+    replies.extend(Head::hole(cookie(0), true, 1 << 20, 4096).bytes());
+    replies.extend(Head::status(cookie(1), 2).bytes());
+    push_extent(&mut replies, 4096, true);
+    push_extent(&mut replies, 4096, false);
+    replies.extend(Head::error(cookie(2), 28).bytes());
+    replies.extend(Head::simple(cookie(3), 0).bytes());
+    put("nbd_client", "all", &[&said[..], &replies].concat())?;
+    put("nbd_replies", "structured", &[&[1][..], &replies].concat())?;
+    let simple = [Head::simple(cookie(4), 0).bytes(), &[7; 512]].concat();
+    put("nbd_replies", "simple", &[&[0][..], &simple].concat())?;
+    let names = [
+        "nbd+unix:///e%20f?socket=/run/s&session=vm-1&drain_s=0",
+        "nbd://[::1]:10809/e?plain=yes&reconnect_s=0",
+        "nbds://host.example/e?tls-certificates=/etc/pki&deadline_s=5",
+    ];
+    for (i, text) in names.iter().enumerate() {
+        put("nbd_uri", &i.to_string(), text.as_bytes())?;
     }
     Ok(())
 }

@@ -15,6 +15,7 @@ pub mod images;
 mod names;
 mod replies;
 mod seen;
+mod servers;
 mod stores;
 mod whole;
 
@@ -24,7 +25,7 @@ pub use whole::Recipe;
 pub type Target = fn(&[u8]);
 
 /// All targets, by the names of the fuzz targets and of their corpora.
-pub const TARGETS: [(&str, Target); 18] = [
+pub const TARGETS: [(&str, Target); 21] = [
     ("counters", seen::counters),
     ("dedup_journal", dedup::journal),
     ("dedup_pages", dedup::pages),
@@ -33,7 +34,10 @@ pub const TARGETS: [(&str, Target); 18] = [
     ("image_name", names::image_name),
     ("journal", whole::journal),
     ("nbd", clients::nbd),
+    ("nbd_client", servers::nbd_client),
     ("nbd_relay", clients::nbd_relay),
+    ("nbd_replies", servers::nbd_replies),
+    ("nbd_uri", servers::nbd_uri),
     ("qcow2", whole::qcow2_image),
     ("ring", guest::ring),
     ("size", names::size),

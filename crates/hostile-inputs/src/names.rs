@@ -15,7 +15,8 @@ pub(crate) fn image_name(input: &[u8]) {
                 assert_eq!(again.ok(), Some(name.clone()));
             }
             let unprefixed = name.path.as_os_str().len() == text.len();
-            assert!(!unprefixed || Format::of_path(&name.path) == name.format);
+            let by_path = Format::of_path(&name.path) == name.format;
+            assert!(!unprefixed || by_path || name.export().is_some());
         }
         Err(e) => assert!(!e.why().is_empty() && !e.help().is_empty()),
     }

@@ -109,7 +109,7 @@ impl ImageTools<'_> {
         let what = || format!("cannot convert {} to {}", from.path.display(), to.path.display());
         if to.export().is_some() {
             let why = "an export is there, and a copy replaces its content";
-            let help = "add --existing (-n), if that may be";
+            let help = "add -n, if that may be";
             return Err(refused(what(), why, help));
         }
         let cannot = |e| broken(what(), e);

@@ -1,20 +1,24 @@
 //! The rights of a worker: none but to the files that its keeper opens for it (threats.md T27 and
 //! T28).
 
-use std::ffi::CString;
+use std::ffi::{CString, OsStr};
 use std::fs::DirBuilder;
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ferrite_host::frames;
+use ferrite_host::names::connect::{self, Address};
 use ferrite_host::names::policy::{Policy, Right};
 use ferrite_host::names::server::{Images, Served, Server};
 use ferrite_host::names::{self, Broker};
 use ferrite_host::process::{FIRST_GIVEN, take_given};
 use ferrite_host::sandbox::{Lacking, Lockdown, Means};
+use ferrite_host::tunnel::TunnelUser;
 use serde::{Deserialize, Serialize};
 
 use crate::log;
@@ -25,6 +29,8 @@ pub(crate) const NAMES_FD: RawFd = FIRST_GIVEN + 2;
 const VARIABLE: &str = "FERRITE_SANDBOX";
 /// A relay's user is its worker's plus this number: no worker of any guest has it.
 const RELAY: u32 = 0x80_0000;
+/// And the user of its tunnels to other servers.
+const TUNNEL: u32 = 0x800_0000;
 /// At most one refused file is logged in this time.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -48,11 +54,48 @@ pub struct WorkerSandbox {
     pub root: PathBuf,
     /// The user of the worker.
     pub user: u32,
+    /// The servers of the disk's data. With any, there is no image on this host.
+    #[serde(default)]
+    pub servers: Vec<DataServer>,
+}
+
+/// A server that a worker is connected to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataServer {
+    /// Its name, as [`Address::to_bytes`] writes it.
+    address: String,
+    /// The folder of the client's certificates.
+    #[serde(default)]
+    certificates: Option<PathBuf>,
+    /// The addresses of a TCP port, found out when the description was made: a keeper does not wait for a resolver.
+    resolved: Vec<SocketAddr>,
+}
+
+impl DataServer {
+    /// A server. `None`: its name is not text.
+    pub fn of(server: &connect::Server) -> Option<DataServer> {
+        let (address, folder) = server.address.to_bytes();
+        let certificates = (!folder.is_empty()).then(|| OsStr::from_bytes(folder).into());
+        let address = String::from_utf8(address).ok()?;
+        Some(DataServer { address, certificates, resolved: server.resolved.clone() })
+    }
+
+    fn allowed(&self) -> Option<connect::Server> {
+        let folder = self.certificates.as_deref().unwrap_or(Path::new("")).as_os_str();
+        let address = Address::parse(self.address.as_bytes(), folder.as_bytes())?;
+        Some(connect::Server { address, resolved: self.resolved.clone() })
+    }
 }
 
 impl WorkerSandbox {
     fn add_to(&self, policy: &mut Policy, run_dir: &Path) {
-        policy.rules.extend(Policy::of_disk(&self.image, self.writable, &[]).rules);
+        if self.servers.is_empty() {
+            policy.rules.extend(Policy::of_disk(&self.image, self.writable, &[]).rules);
+        } else {
+            policy.servers.extend(self.servers.iter().filter_map(DataServer::allowed));
+            let root = self.root.clone();
+            policy.tunnel = Some(TunnelUser { user: self.user | TUNNEL, root });
+        }
         policy.add(run_dir, true, Right::Own);
         // A file is allowed itself, with nothing below it.
         self.read.iter().for_each(|path| policy.add(path, true, Right::Read));

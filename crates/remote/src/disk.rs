@@ -10,7 +10,7 @@ use ferrite_disk_base::{
     DiscardLimits, DiskError, ErrorKind, OpenOptions, READ_ONLY, SECTOR_BYTES,
 };
 use ferrite_host::clock::secret;
-use ferrite_host::names::connect::Address;
+use ferrite_host::names::connect::{self, Address};
 use ferrite_io::reactor::Io;
 use ferrite_io::remote::{Remote, RemoteFactory};
 use ferrite_io::scratch::Scratch;
@@ -26,7 +26,7 @@ const MAX_SESSIONS: u32 = 64;
 /// How long opening waits for the server.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Lines of the log that a lost server may cause in a [`WINDOW`].
-const LINES: u32 = 10;
+const LINES: u32 = 20;
 const WINDOW: Duration = Duration::from_secs(60);
 /// The blocks that guests may have.
 const BLOCKS: [u32; 2] = [512, 4096];
@@ -283,12 +283,28 @@ fn connect_here(address: &Address, wanted: &Wanted) -> Result<Link, Refusal> {
     }
 }
 
+/// The server of an export, with the addresses that its name has now. It may wait for the host's resolver. `None`: this
+/// names no export.
+pub fn server_of(name: &str) -> Option<connect::Server> {
+    let uri = Uri::parse(name).ok()?;
+    let address = address_of(&uri.server);
+    let resolved = match &address {
+        Address::Unix(_) => Vec::new(),
+        Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
+            connect::resolve(host, *port).unwrap_or_default()
+        }
+    };
+    Some(connect::Server { address, resolved })
+}
+
 /// Where connections go.
-pub fn address_of(server: &Server) -> Address {
+fn address_of(server: &Server) -> Address {
     match server {
         Server::Unix(path) => Address::Unix(path.clone()),
-        Server::Plain { host, port } | Server::Tls { host, port, .. } => {
-            Address::Tcp { host: host.clone(), port: *port }
+        Server::Plain { host, port } => Address::Tcp { host: host.clone(), port: *port },
+        Server::Tls { host, port, certificates } => {
+            let (host, certificates) = (host.clone(), certificates.clone());
+            Address::Tls { host, port: *port, certificates }
         }
     }
 }

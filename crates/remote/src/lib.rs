@@ -14,4 +14,4 @@ mod link;
 mod session;
 mod signal;
 
-pub use disk::{RemoteExport, address_of};
+pub use disk::{RemoteExport, server_of};

@@ -4,6 +4,7 @@ use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -21,11 +22,16 @@ use crate::signal::first;
 pub(crate) struct Link {
     pub(crate) socket: OwnedFd,
     pub(crate) export: Export,
+    /// The last request is in the socket as a whole. What follows a part of one would be taken for its data.
+    pub(crate) is_between_requests: AtomicBool,
 }
 
 impl Drop for Link {
     /// Ends the session in good order, if there is room for these few bytes.
     fn drop(&mut self) {
+        if !self.is_between_requests.load(Ordering::Relaxed) {
+            return;
+        }
         let _ = try_send(self.socket.as_fd(), &Command::disconnect());
     }
 }
@@ -113,7 +119,7 @@ pub(crate) async fn open(
         send_all(waiting, socket.as_fd(), &out, end).await.map_err(failed)?;
         out.clear();
         if let Some(export) = export {
-            return Ok(Link { socket, export });
+            return Ok(Link { socket, export, is_between_requests: AtomicBool::new(true) });
         }
     }
 }
@@ -164,7 +170,9 @@ fn try_send(socket: BorrowedFd<'_>, bytes: &[u8]) -> rustix::io::Result<usize> {
 fn unreachable_server(address: &Address, e: &io::Error) -> Refusal {
     let place = match address {
         Address::Unix(path) => path.display().to_string(),
-        Address::Tcp { host, port } => format!("{host}, port {port}"),
+        Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
+            format!("{host}, port {port}")
+        }
     };
     let errno = e.raw_os_error().map(Errno::from_raw_os_error);
     let (why, help) = match (errno, e.kind()) {
@@ -179,6 +187,12 @@ fn unreachable_server(address: &Address, e: &io::Error) -> Refusal {
         (Some(Errno::ACCESS | Errno::PERM), _) => (
             format!("this process may not connect to {place}"),
             "check the mode of the socket, or run as a user who may".to_owned(),
+        ),
+        (Some(Errno::NOKEY), _) => (
+            format!("the certificates for {place} cannot be opened"),
+            "name a folder with ca-cert.pem, and both client-cert.pem and client-key.pem or none: \
+             ?tls-certificates=DIR"
+                .to_owned(),
         ),
         (Some(Errno::HOSTUNREACH | Errno::NETUNREACH), _) => (
             format!("{place} cannot be reached, or its name has no address"),

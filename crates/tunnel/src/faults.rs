@@ -48,9 +48,9 @@ pub(crate) fn fault(e: &Error, peer: Peer) -> Fault {
         Error::AlertReceived(alert) => alerted(*alert, peer),
         Error::NoCertificatesPresented => Fault::new(
             format!("the {name} has no certificate"),
-            "this server wants one of each client",
+            format!("this server wants one that was signed by one of its {CA}"),
             format!(
-                "give it {CLIENT_CERTIFICATE} and {CLIENT_KEY}, or start the server with --tls-any-client"
+                "give it {CLIENT_CERTIFICATE} and {CLIENT_KEY} of that CA, or start the server with --tls-any-client"
             ),
         ),
         Error::PeerIncompatible(e) => Fault::new(

@@ -14,7 +14,7 @@ use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -67,7 +67,8 @@ struct Current {
 /// A client's thread.
 struct Client {
     thread: JoinHandle<()>,
-    socket: Arc<OwnedFd>,
+    /// Its connection, which is closed when the thread ends.
+    socket: Weak<OwnedFd>,
     /// Whether its handshake is over.
     linked: Arc<AtomicBool>,
 }
@@ -117,10 +118,10 @@ fn make_room(clients: &[Client]) {
     let mut greeted = clients.iter().filter(|client| !client.linked.load(Ordering::Relaxed));
     let oldest = greeted.next();
     if greeted.count() + 1 >= MAX_GREETED
-        && let Some(oldest) = oldest
+        && let Some(oldest) = oldest.and_then(|oldest| oldest.socket.upgrade())
     {
         // It may have left by itself.
-        let _ = shutdown(&*oldest.socket, Shutdown::Both);
+        let _ = shutdown(&*oldest, Shutdown::Both);
     }
 }
 
@@ -186,11 +187,12 @@ impl Shared {
         peer: Option<SocketAddrAny>,
     ) -> Option<Client> {
         let (socket, linked) = (Arc::new(socket), Arc::new(AtomicBool::new(false)));
-        let (shared, own, flag) = (self.clone(), socket.clone(), linked.clone());
+        let (shared, flag, weak) = (self.clone(), linked.clone(), Arc::downgrade(&socket));
         let peer = peer.map_or_else(String::new, address);
         let thread = std::thread::Builder::new().name("tls-client".to_owned());
         let thread = thread.stack_size(STACK_BYTES).spawn(move || {
-            let ended = shared.serve(number, &own, &flag);
+            let ended = shared.serve(number, &socket, &flag);
+            drop(socket);
             let now_ns = SystemClock.now_ns();
             match ended {
                 Err(End::Refused(fault)) => {
@@ -200,7 +202,7 @@ impl Shared {
             }
         });
         match thread {
-            Ok(thread) => Some(Client { thread, socket, linked }),
+            Ok(thread) => Some(Client { thread, socket: weak, linked }),
             Err(e) => {
                 let now_ns = SystemClock.now_ns();
                 limited!(warn, self.own_faults, now_ns, "a client was turned away: no thread: {e}");

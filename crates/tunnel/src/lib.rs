@@ -18,6 +18,8 @@ mod inward;
 mod outward;
 mod pump;
 mod stream;
+#[cfg(test)]
+mod tests;
 
 pub use credentials::{check_client, check_server};
 pub use inward::inward;

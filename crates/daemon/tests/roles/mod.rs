@@ -129,6 +129,7 @@ impl Programs for Roles {
                 Some(minor) => user_of_tap(minor),
                 None => user_of(disk.id.domid, disk.id.devid),
             },
+            servers: Vec::new(),
         }))
     }
 }

@@ -1,12 +1,15 @@
 //! Connections to the servers of a disk's data. They are begun, and nobody waits for them here.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
 use std::net::{SocketAddr, ToSocketAddrs as _};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
-use std::{ffi::OsString, io};
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::sockopt::{
@@ -14,14 +17,19 @@ use rustix::net::sockopt::{
 };
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, ipproto, socket_with,
+    socketpair,
 };
-use std::time::Duration;
+use rustix::process::{Pid, WaitOptions, geteuid, waitpid};
 
 use super::wire::{Request, What};
+use crate::sandbox::user_of_tunnel;
+use crate::tunnel::{Files, TunnelUser, start_outward};
 
 /// A server's addresses that are tried, at most.
 pub const MAX_ADDRESSES: usize = 16;
 
+/// The root directory of tunnels that are started by root without a keeper.
+const TUNNEL_ROOT: &str = "/run/ferrite/empty";
 /// After so long without a byte of the other side the kernel asks whether it is there.
 const KEEPALIVE_AFTER: Duration = Duration::from_secs(10);
 const KEEPALIVE_EVERY: Duration = Duration::from_secs(5);
@@ -39,19 +47,42 @@ pub enum Address {
         /// The port.
         port: u16,
     },
+    /// A TCP port, by TLS: a [tunnel](crate::tunnel) stands between.
+    Tls {
+        /// A name, or an address without brackets, as the server's certificate has it.
+        host: String,
+        /// The port.
+        port: u16,
+        /// The folder of the client's certificates.
+        certificates: PathBuf,
+    },
 }
 
 impl Address {
-    /// As one text, for [`parse`](Self::parse).
-    pub fn to_bytes(&self) -> Vec<u8> {
+    /// As two texts, for [`parse`](Self::parse): the server, and the folder of certificates.
+    pub fn to_bytes(&self) -> (Vec<u8>, &[u8]) {
         match self {
-            Address::Unix(path) => [b"unix:", path.as_os_str().as_bytes()].concat(),
-            Address::Tcp { host, port } => format!("tcp:{port}:{host}").into_bytes(),
+            Address::Unix(path) => ([b"unix:", path.as_os_str().as_bytes()].concat(), &[]),
+            Address::Tcp { host, port } => (format!("tcp:{port}:{host}").into_bytes(), &[]),
+            Address::Tls { host, port, certificates } => {
+                (format!("tls:{port}:{host}").into_bytes(), certificates.as_os_str().as_bytes())
+            }
         }
     }
 
-    /// From such a text. None: it is none.
-    pub fn parse(bytes: &[u8]) -> Option<Address> {
+    /// From such texts. None: they are none.
+    pub fn parse(bytes: &[u8], folder: &[u8]) -> Option<Address> {
+        if let Some(rest) = bytes.strip_prefix(b"tls:") {
+            let Address::Tcp { host, port } = Address::parse(&[b"tcp:", rest].concat(), &[])?
+            else {
+                return None;
+            };
+            let certificates = OsString::from_vec(folder.to_vec()).into();
+            return folder.starts_with(b"/").then_some(Address::Tls { host, port, certificates });
+        }
+        if !folder.is_empty() {
+            return None;
+        }
         if let Some(path) = bytes.strip_prefix(b"unix:").filter(|path| path.starts_with(b"/")) {
             return Some(Address::Unix(OsString::from_vec(path.to_vec()).into()));
         }
@@ -92,18 +123,24 @@ pub fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
 /// this server. `HOSTUNREACH`: its name has no address.
 pub fn begin(address: &Address, attempt: u32) -> rustix::io::Result<OwnedFd> {
     if let Some(broker) = super::BROKER.get() {
-        let (text, what) = (address.to_bytes(), What::Connect);
-        let request = Request { what, flags: attempt, mode: 0, first: &text, second: &[] };
+        let ((first, second), what) = (address.to_bytes(), What::Connect);
+        let request = Request { what, flags: attempt, mode: 0, first: &first, second };
         return broker.ask(&request, &[])?.file();
     }
-    begin_to(&Server { address: address.clone(), resolved: remembered(address)? }, attempt)
+    let server = Server { address: address.clone(), resolved: remembered(address)? };
+    let user = geteuid()
+        .is_root()
+        .then(|| TunnelUser { user: user_of_tunnel(std::process::id()), root: TUNNEL_ROOT.into() });
+    begin_to(&server, attempt, user.as_ref())
 }
 
 /// The addresses of a name as they were when it was first asked for. A disk that lost its server must not wait for the
 /// resolver, which may be what is lost.
 fn remembered(address: &Address) -> rustix::io::Result<Vec<SocketAddr>> {
     static ALL: Mutex<BTreeMap<Address, Vec<SocketAddr>>> = Mutex::new(BTreeMap::new());
-    let Address::Tcp { host, port } = address else { return Ok(Vec::new()) };
+    let (Address::Tcp { host, port } | Address::Tls { host, port, .. }) = address else {
+        return Ok(Vec::new());
+    };
     let known = ALL.lock().unwrap_or_else(PoisonError::into_inner).get(address).cloned();
     if let Some(known) = known {
         return Ok(known);
@@ -117,7 +154,11 @@ fn remembered(address: &Address) -> rustix::io::Result<Vec<SocketAddr>> {
 ///
 /// # Errors
 /// As [`begin`].
-pub(super) fn begin_to(server: &Server, attempt: u32) -> rustix::io::Result<OwnedFd> {
+pub(super) fn begin_to(
+    server: &Server,
+    attempt: u32,
+    user: Option<&TunnelUser>,
+) -> rustix::io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     if let Address::Unix(path) = &server.address {
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -134,9 +175,46 @@ pub(super) fn begin_to(server: &Server, attempt: u32) -> rustix::io::Result<Owne
     set_tcp_keepintvl(&socket, KEEPALIVE_EVERY)?;
     set_tcp_keepcnt(&socket, KEEPALIVES)?;
     match connect(&socket, at) {
-        Err(Errno::INPROGRESS) => Ok(socket),
-        done => done.map(|()| socket),
+        Ok(()) | Err(Errno::INPROGRESS) => {}
+        Err(e) => return Err(e),
     }
+    match &server.address {
+        Address::Tls { host, certificates, .. } => through_tunnel(socket, host, certificates, user),
+        _ => Ok(socket),
+    }
+}
+
+/// The inner stream of a tunnel to a server. The tunnel waits for the connection, and says on the stream why it fails.
+///
+/// # Errors
+/// The kernel's; `NOKEY`: the certificates cannot be opened, which the log says.
+fn through_tunnel(
+    socket: OwnedFd,
+    host: &str,
+    certificates: &Path,
+    user: Option<&TunnelUser>,
+) -> rustix::io::Result<OwnedFd> {
+    reap_tunnels(None);
+    let files = Files::of_client(certificates).map_err(|e| {
+        tracing::warn!("cannot connect to {host} by TLS: {e}; correct tls-certificates=DIR");
+        Errno::NOKEY
+    })?;
+    let failed = |e: io::Error| Errno::from_io_error(&e).unwrap_or(Errno::IO);
+    let program = File::open("/proc/self/exe").map_err(failed)?;
+    let (ours, theirs) =
+        socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let pid = start_outward(program.as_fd(), host, &files, socket.as_fd(), theirs.as_fd(), user);
+    reap_tunnels(Some(pid.map_err(failed)?));
+    rustix::io::ioctl_fionbio(&ours, true)?;
+    Ok(ours)
+}
+
+/// Collects the exit status of tunnels that have ended, and remembers one more.
+fn reap_tunnels(new: Option<Pid>) {
+    static TUNNELS: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
+    let mut tunnels = TUNNELS.lock().unwrap_or_else(PoisonError::into_inner);
+    tunnels.retain(|pid| matches!(waitpid(Some(*pid), WaitOptions::NOHANG), Ok(None)));
+    tunnels.extend(new);
 }
 
 #[cfg(test)]
@@ -149,11 +227,15 @@ mod tests {
             Address::Unix("/run/a:b".into()),
             Address::Tcp { host: "::1".into(), port: 7 },
             Address::Tcp { host: "h.example".into(), port: 65535 },
+            Address::Tls { host: "::1".into(), port: 7, certificates: "/etc/pki".into() },
         ] {
-            assert_eq!(Address::parse(&address.to_bytes()), Some(address));
+            let (text, folder) = address.to_bytes();
+            assert_eq!(Address::parse(&text, folder), Some(address.clone()));
         }
-        for text in ["", "unix:", "unix:a", "tcp:", "tcp:1:", "tcp:x:h", "tcp:65536:h", "/a"] {
-            assert_eq!(Address::parse(text.as_bytes()), None, "{text}");
+        for text in
+            ["", "unix:", "unix:a", "tcp:", "tcp:1:", "tcp:x:h", "tcp:65536:h", "/a", "tls:1:h"]
+        {
+            assert_eq!(Address::parse(text.as_bytes(), &[]), None, "{text}");
         }
     }
 }

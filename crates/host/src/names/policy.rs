@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::FileType;
 
 use super::connect::Server;
+use crate::tunnel::TunnelUser;
+
 /// The end of the name of an image's dirty maps, in the image's folder.
 pub const DIRTY_EXTENSION: &str = ".ferrite-dirty";
 
@@ -46,6 +48,8 @@ pub struct Policy {
     pub journal_end: Option<String>,
     /// The servers that it may be connected to.
     pub servers: Vec<Server>,
+    /// The user of the tunnels to these.
+    pub tunnel: Option<TunnelUser>,
 }
 
 /// What is to be done.

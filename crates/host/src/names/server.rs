@@ -210,10 +210,11 @@ impl Server {
 
     /// Begins a connection to a server of this disk. The worker waits for it, and not this process.
     fn connect(&self, request: &Request<'_>, files: &[OwnedFd]) -> Result<Answer, Errno> {
-        let address = Address::parse(request.first).filter(|_| files.is_empty());
+        let address = Address::parse(request.first, request.second).filter(|_| files.is_empty());
         let address = address.ok_or(Errno::INVAL)?;
         let server = self.policy.servers.iter().find(|server| server.address == address);
-        file(connect::begin_to(server.ok_or(Errno::ACCESS)?, request.flags)?)
+        let user = self.policy.tunnel.as_ref();
+        file(connect::begin_to(server.ok_or(Errno::ACCESS)?, request.flags, user)?)
     }
 
     fn open(

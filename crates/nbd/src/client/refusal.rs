@@ -14,7 +14,7 @@ mod more {
 }
 
 /// The longest text of a server that is repeated.
-const MAX_TEXT_CHARS: usize = 200;
+const MAX_TEXT_CHARS: usize = 400;
 
 /// The reason that a server gave no export, and what to do about it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -13,30 +13,33 @@ use rustix::io::Errno;
 use super::op::{Op, Part, Success};
 use super::{Phase, Session, libc_eio};
 
+/// Requests of one operation, at most: a bound for memory. Disks ask for less than 1 GiB at once.
+const MAX_PARTS: u32 = 4096;
 /// The most bytes of a request without data: servers count in 32 bits, and some with a sign.
 const MAX_RANGE_BYTES: u64 = 1 << 30;
 
 impl Session {
     /// Enters an operation of requests of at most `most` bytes each.
     fn enter(&self, op: Rc<Op>, (offset, len): (u64, u64), most: u64, kind: Kind) {
-        let now = op.born;
-        let mut parts = Vec::new();
-        let mut done = 0;
         // A flush has no range, and is one request.
-        while done < len || parts.is_empty() {
+        let count = len.div_ceil(most).max(1);
+        let Some(count) = u32::try_from(count).ok().filter(|count| *count <= MAX_PARTS) else {
+            return op.fail(errno(Errno::INVAL));
+        };
+        if self.has_ended.get() || self.disk.has_failed() || self.phase.get() == Phase::Refuses {
+            return op.fail(libc_eio());
+        }
+        op.expect(count);
+        let mut inner = self.inner.borrow_mut();
+        for i in 0..u64::from(count) {
+            let done = i * most;
             // It fits: `most` is below 2^31.
             let part = (len - done).min(most) as u32;
-            op.add();
-            let command = kind.command(offset + done, part);
-            let skip = done as usize;
-            parts.push(Part { op: op.clone(), command, skip, sent: false, since: now });
-            done += u64::from(part);
+            let (command, skip) = (kind.command(offset + done, part), done as usize);
+            let part = Part { op: op.clone(), command, skip, sent: false, since: op.born };
+            inner.waiting.push_back(part);
         }
-        if self.has_ended.get() || self.disk.has_failed() || self.phase.get() == Phase::Refuses {
-            parts.into_iter().for_each(|part| part.ended(Some(libc_eio())));
-            return;
-        }
-        self.inner.borrow_mut().waiting.extend(parts);
+        drop(inner);
         self.to_send.raise();
     }
 

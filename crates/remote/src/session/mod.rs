@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_io::arena::Arena;
 use ferrite_io::reactor::Io;
-use ferrite_nbd::client::{Broken, MAX_REQUESTS, Replies};
+use ferrite_nbd::client::{Broken, Event, MAX_REQUESTS, Replies};
 
 use crate::disk::Shared;
 use crate::link::Link;
@@ -51,6 +51,8 @@ pub(crate) struct Session {
     has_ended: Cell<bool>,
     /// A lost connection had changes without an answer, which its server may still execute.
     is_unsettled: Cell<bool>,
+    /// Why the last attempt to connect failed.
+    last_refusal: RefCell<String>,
     /// There is something to send.
     to_send: Signal,
     /// There are requests without an answer.
@@ -67,6 +69,8 @@ struct Inner {
     replies: Replies,
     /// On their way into the socket.
     outgoing: VecDeque<Outgoing>,
+    /// Memory for what the decoder reports.
+    events: Vec<Event>,
 }
 
 /// Why a connection is over.
@@ -111,7 +115,13 @@ impl From<Broken> for Lost {
 impl Inner {
     fn new(replies: Replies) -> Inner {
         let parts = (0..MAX_REQUESTS).map(|_| None).collect();
-        Inner { waiting: VecDeque::new(), parts, replies, outgoing: VecDeque::new() }
+        Inner {
+            waiting: VecDeque::new(),
+            parts,
+            replies,
+            outgoing: VecDeque::new(),
+            events: Vec::new(),
+        }
     }
 
     /// Takes back all requests without an answer, those that were handed over before the others and in their order.
@@ -141,6 +151,7 @@ impl Session {
             phase: Cell::new(Phase::Takes),
             has_ended: Cell::new(false),
             is_unsettled: Cell::new(false),
+            last_refusal: RefCell::default(),
             to_send: Signal::default(),
             to_watch: Signal::default(),
             to_end: Signal::default(),
@@ -155,7 +166,7 @@ impl Session {
             self.to_end.wait().await;
         };
         let work = async {
-            let (mut lost_at, mut is_first) = (Instant::now(), true);
+            let (mut lost_at, mut is_first, mut pause) = (Instant::now(), true, Duration::ZERO);
             loop {
                 let next = match link.take() {
                     Some(link) if !self.disk.drains_first => link,
@@ -165,10 +176,14 @@ impl Session {
                     },
                 };
                 is_first = false;
+                let begin = Instant::now();
                 let why = self.use_link(&next).await;
                 drop(next);
                 lost_at = Instant::now();
                 self.lost(&why);
+                pause = reconnect::pause_after(lost_at.duration_since(begin), pause);
+                // A failed sleep ends at once.
+                let _ = self.io.sleep(pause).await;
             }
         };
         first(ended, work).await;
@@ -182,7 +197,7 @@ impl Session {
         self.phase.set(Phase::Takes);
         self.to_send.raise();
         let socket = link.socket.as_fd();
-        let both = first(self.send_all(socket), self.receive_all(socket));
+        let both = first(self.send_all(link), self.receive_all(socket));
         first(both, self.watch_deadlines()).await
     }
 

@@ -57,9 +57,15 @@ impl Op {
         None
     }
 
-    /// One more request.
-    pub(super) fn add(&self) {
-        self.left.set(self.left.get() + 1);
+    /// It becomes so many requests.
+    pub(super) fn expect(&self, count: u32) {
+        self.left.set(count);
+    }
+
+    /// It fails without a request.
+    pub(super) fn fail(&self, errno: i32) {
+        self.expect(1);
+        self.ended(Some(errno), &[]);
     }
 
     /// One request has ended, with this error if any.

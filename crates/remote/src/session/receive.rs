@@ -107,7 +107,7 @@ impl Session {
 
     /// So many bytes of data are in their memory.
     fn took(&self, bytes: usize) -> Result<(), Lost> {
-        let mut events = Vec::new();
+        let mut events = std::mem::take(&mut self.inner.borrow_mut().events);
         self.inner.borrow_mut().replies.took_data(bytes as u32, &mut events)?;
         self.happened(events)
     }
@@ -132,7 +132,7 @@ impl Session {
             if buffer.left().len() < needs {
                 return Ok(());
             }
-            let mut events = Vec::new();
+            let mut events = std::mem::take(&mut self.inner.borrow_mut().events);
             let taken = buffer.bytes.get(buffer.start..buffer.start + needs).unwrap_or(&[]);
             self.inner.borrow_mut().replies.take(taken, &mut events)?;
             buffer.start += needs;
@@ -140,13 +140,14 @@ impl Session {
         }
     }
 
-    fn happened(&self, events: Vec<Event>) -> Result<(), Lost> {
-        for event in events {
+    fn happened(&self, mut events: Vec<Event>) -> Result<(), Lost> {
+        for event in events.drain(..) {
             match event {
                 Event::Zeros { slot, at, len } => self.zero(slot, at, len),
                 Event::Ended { slot, answer } => self.answered(slot, answer)?,
             }
         }
+        self.inner.borrow_mut().events = events;
         Ok(())
     }
 

@@ -21,6 +21,18 @@ const MAX_PAUSE: Duration = Duration::from_secs(5);
 /// The time of one attempt.
 const ATTEMPT: Duration = Duration::from_secs(10);
 
+/// A connection that has lasted so long was a good one.
+const STEADY: Duration = Duration::from_secs(5);
+
+/// The pause before the next connection, after one that has lasted `lived` and was preceded by a pause: a server that
+/// accepts and disconnects is not asked in a loop.
+pub(super) fn pause_after(lived: Duration, before: Duration) -> Duration {
+    match lived >= STEADY {
+        true => Duration::ZERO,
+        false => (before * 2).clamp(FIRST_PAUSE, MAX_PAUSE),
+    }
+}
+
 impl Session {
     /// Takes back what has no answer, and fails what has waited for too long.
     pub(super) fn lost(&self, why: &Lost) {
@@ -114,6 +126,7 @@ impl Session {
             let _ = self.io.sleep(left).await;
         }
         self.is_unsettled.set(false);
+        self.last_refusal.take();
         if !is_first && self.disk.may_log() {
             tracing::warn!("{}: it is connected again", self.disk.text);
         }
@@ -134,6 +147,11 @@ impl Session {
     }
 
     fn say(&self, refusal: &Refusal) {
+        // The same once.
+        if *self.last_refusal.borrow() == refusal.why {
+            return;
+        }
+        self.last_refusal.replace(refusal.why.clone());
         if self.disk.may_log() {
             tracing::warn!("{}: {}; {}", self.disk.text, refusal.why, refusal.help);
         }

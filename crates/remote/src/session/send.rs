@@ -1,16 +1,18 @@
 //! Requests on their way into the socket.
 
 use std::io;
-use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::rc::Rc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use ferrite_io::socket::{MAX_PIECES, Piece, send};
+use ferrite_io::socket::{Piece, send};
 use ferrite_nbd::client::Command;
 use ferrite_nbd::wire::REQUEST_BYTES;
 
 use super::op::Op;
 use super::{Inner, Lost, Session};
+use crate::link::Link;
 
 /// Requests that are put into the socket at once.
 const BATCH: usize = 32;
@@ -32,18 +34,18 @@ impl Outgoing {
     }
 
     /// What is left, as pieces.
-    fn pieces<'a>(&'a self, to: &mut Vec<Piece<'a>>) {
-        if self.done < REQUEST_BYTES {
-            to.push(Piece::Bytes(&self.head[self.done..]));
-        }
-        let Some((op, skip, len)) = &self.data else { return };
+    fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
+        let head = self.head.get(self.done..).filter(|left| !left.is_empty()).map(Piece::Bytes);
         let mut at = self.done.saturating_sub(REQUEST_BYTES);
-        while at < *len {
-            let Some(span) = op.memory(skip + at) else { return };
-            let span = span.slice(0, span.len().min(len - at));
-            to.push(Piece::Memory(span));
+        let data = std::iter::from_fn(move || {
+            let (op, skip, len) = self.data.as_ref()?;
+            let left = len.checked_sub(at).filter(|left| *left > 0)?;
+            let span = op.memory(skip + at)?;
+            let span = span.slice(0, span.len().min(left));
             at += span.len();
-        }
+            Some(Piece::Memory(span))
+        });
+        head.into_iter().chain(data)
     }
 }
 
@@ -79,17 +81,15 @@ impl Inner {
 
 impl Session {
     /// Sends what comes, until the connection is lost.
-    pub(super) async fn send_all(&self, socket: BorrowedFd<'_>) -> Lost {
+    pub(super) async fn send_all(&self, link: &Link) -> Lost {
+        let socket = link.socket.as_fd();
         loop {
             let sent = {
                 let mut inner = self.inner.borrow_mut();
                 inner.hand_over();
-                let mut pieces = Vec::with_capacity(MAX_PIECES);
-                inner.outgoing.iter().for_each(|request| request.pieces(&mut pieces));
-                match pieces.is_empty() {
-                    true => None,
-                    false => Some(send(socket, &self.memory, pieces.into_iter())),
-                }
+                let pieces = inner.outgoing.iter().flat_map(Outgoing::pieces);
+                link.is_between_requests.store(inner.outgoing.is_empty(), Ordering::Relaxed);
+                (!inner.outgoing.is_empty()).then(|| send(socket, &self.memory, pieces))
             };
             match sent {
                 None => self.to_send.wait().await,

@@ -1,5 +1,5 @@
 //! The sessions of clients that name themselves, so that what is left of an older connection has ended before a newer one
-//! begins (nbd-rules.md 9).
+//! begins (remotes.md 2, rule 1).
 
 use std::io;
 use std::net::Shutdown;
