@@ -14,7 +14,7 @@ use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -44,13 +44,18 @@ const FULL_PAUSE: Duration = Duration::from_millis(100);
 /// Address space for a client's stack.
 const STACK_BYTES: usize = 512 << 10;
 
+/// The letters and descriptors of an answer.
+type Answer = (String, Vec<OwnedFd>);
+/// Threads that wait for an answer of the starter, by what they have asked.
+type Waiting = HashMap<String, SyncSender<Answer>>;
+
 /// What all clients' threads share.
 struct Shared {
     starter: OwnedFd,
     /// Whether clients need certificates.
     verifies: bool,
     /// Threads that wait for an answer of the starter, by what they have asked.
-    waiting: Mutex<HashMap<String, SyncSender<(String, Vec<OwnedFd>)>>>,
+    waiting: Mutex<Waiting>,
     current: Mutex<Option<Current>>,
     /// Clients with a stream to the server.
     linked: AtomicUsize,
@@ -158,14 +163,12 @@ impl Shared {
         None
     }
 
-    fn waiting(
-        &self,
-    ) -> std::sync::MutexGuard<'_, HashMap<String, SyncSender<(String, Vec<OwnedFd>)>>> {
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Asks the starter. Returns the letters and descriptors of its answer.
-    fn ask(&self, what: &str, number: u64, end: Instant) -> Result<(String, Vec<OwnedFd>), End> {
+    fn ask(&self, what: &str, number: u64, end: Instant) -> Result<Answer, End> {
         let question = format!("{what} {number}");
         let (sender, answer) = sync_channel(1);
         self.waiting().insert(question.clone(), sender);
