@@ -294,12 +294,12 @@ impl Story {
         self.lab.does(&["image", "convert", &self.leaf(), &new]);
         let _ = self.run(&["disk", "resume", "web1/xvda", &new], victim);
         let host = &self.lab.host;
+        let mut phase = None;
         wait_until("the end of the pause, or none", || {
-            host.disks()
-                .iter()
-                .all(|disk| matches!(disk.phase, PhaseName::Served | PhaseName::Paused))
+            phase = host.disks().first().map(|disk| disk.phase);
+            matches!(phase, Some(PhaseName::Served | PhaseName::Paused))
         });
-        if host.disks()[0].phase == PhaseName::Paused {
+        if phase == Some(PhaseName::Paused) {
             self.lab.does(&["disk", "resume", "web1/xvda"]);
         }
         self.settle();
