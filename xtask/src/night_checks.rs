@@ -71,6 +71,13 @@ pub(crate) fn parking() -> Result<()> {
     steps::run(&mut test)
 }
 
+/// A running disk that is changed while its processes die: stories of 1,000 seeds, where each commit has three.
+pub(crate) fn changes() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite", "--test", "live_random"]);
+    steps::run(test.env("FERRITE_TEST_SCALE", "334"))
+}
+
 /// The process of a store with ten guests, killed forty times as often as with each commit.
 pub(crate) fn killed_store() -> Result<()> {
     let mut test = cargo();

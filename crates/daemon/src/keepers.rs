@@ -507,7 +507,7 @@ impl Serving for Keepers {
     }
 
     fn close(&self, disk: DiskId, stop: &Waker) -> Result<Option<u32>, Failure> {
-        closed::close(&self.socket(disk), stop)
+        closed::close(&self.socket(disk), &self.run.join(disk.file_name()), stop)
     }
 
     fn upgrade_closed(&self, disk: DiskId, binary: &Path) -> Result<(), Failure> {

@@ -23,6 +23,10 @@ use crate::{Failure, Shared, new_leaf};
 /// How long requests under way, and the opening of the image, may take each.
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 
+/// How often it is tried to let a disk go on, and the pauses between.
+const TRIES: u32 = 5;
+const AGAIN: Duration = Duration::from_millis(200);
+
 /// Most characters of a program's error that is no JSON.
 const MAX_ERROR: usize = 600;
 
@@ -163,11 +167,7 @@ pub(crate) fn go_on_with(
 ) -> Result<(), NotDone> {
     let switched = next.and_then(|next| pause::resume(shared, id, Some(next), true, WITHIN));
     let Err(why) = switched else { return Ok(()) };
-    // A failed resume has left the pause to the administrator.
-    let is_step = shared.table.read(|disks| {
-        disks.get(&id).and_then(|entry| entry.pause.as_ref()).is_some_and(|pause| pause.is_step)
-    });
-    match pause::resume(shared, id, Some(before.clone()), is_step, WITHIN) {
+    match resume(shared, id, Some(before)) {
         Ok(()) => Err(why),
         Err(e) => Err(stays_paused(id, why, e)),
     }
@@ -214,12 +214,34 @@ fn while_paused(
 ) -> Result<(), NotDone> {
     pause::pause(shared, id, &Pause::step_of(by), WITHIN)?;
     let done = change().map_err(NotDone::Failed);
-    match (done, pause::resume(shared, id, None, true, WITHIN)) {
+    match (done, resume(shared, id, None)) {
         (done, Ok(())) => done,
         (done, Err(e)) => {
             let why =
                 done.err().unwrap_or_else(|| refuse("the change is made", "look at the image"));
             Err(stays_paused(id, why, e))
+        }
+    }
+}
+
+/// Lets a paused disk go on. A keeper or worker may have died in a try, and the next try finds others.
+fn resume(shared: &Shared, id: DiskId, image: Option<&Image>) -> Result<(), NotDone> {
+    let mut tries = 0;
+    loop {
+        // A failed try has left the pause to the administrator.
+        let is_step = shared.table.read(|disks| {
+            disks.get(&id).and_then(|entry| entry.pause.as_ref()).is_some_and(|pause| pause.is_step)
+        });
+        let resumed = pause::resume(shared, id, image.cloned(), is_step, WITHIN);
+        tries += 1;
+        match resumed {
+            Err(NotDone::Failed(failure)) if tries < TRIES => {
+                tracing::debug!("disk {id} does not go on yet: {failure}");
+                if shared.is_stopped(AGAIN) {
+                    return Err(NotDone::Failed(failure));
+                }
+            }
+            resumed => return resumed,
         }
     }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use ferrite_keeper::{Keeper, Line};
-use ferrite_serve::blkif::lifecycle::{ServeError, pause, retire};
+use ferrite_serve::blkif::lifecycle::{ServeError, pause, release_tables, retire};
 use ferrite_serve::waker::Waker;
 
 use super::{failure, has_no_listener, not_served};
@@ -18,15 +18,25 @@ use crate::{Assignment, Failure, Step};
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Has the worker of a paused disk close its image. Returns its keeper's process number.
-pub(super) fn close(socket: &Path, stop: &Waker) -> Result<Option<u32>, Failure> {
+///
+/// A worker that ends meanwhile leaves a table that names the image. Its guest would not be served
+/// from another one.
+pub(super) fn close(socket: &Path, run_dir: &Path, stop: &Waker) -> Result<Option<u32>, Failure> {
     let line = match Keeper::connect(socket).and_then(|keeper| keeper.line(None)) {
         // The worker has ended with its keeper.
-        Err(e) if has_no_listener(&e) => return Ok(None),
+        Err(e) if has_no_listener(&e) => {
+            release_tables(run_dir);
+            return Ok(None);
+        }
         line => line.map_err(|e| failure("reach the keeper", &e))?,
     };
     match pause(line.fd.as_fd(), stop, None) {
+        Ok(()) => Ok(Some(line.keeper as u32)),
         // The next worker of a paused disk opens nothing by itself.
-        Ok(()) | Err(ServeError::WorkerLost(_)) => Ok(Some(line.keeper as u32)),
+        Err(ServeError::WorkerLost(_)) => {
+            release_tables(run_dir);
+            Ok(Some(line.keeper as u32))
+        }
         Err(e) => Err(not_served(e)),
     }
 }

@@ -148,8 +148,14 @@ impl Lab {
 
     /// A client of the disk's NBD socket, with the size that it is told.
     pub fn client(&self) -> (Client, u64) {
-        let socket = self.host.show(&self.disk).unwrap().nbd.unwrap();
-        let mut client = Client::over(UnixStream::connect(socket).unwrap());
+        let mut stream = None;
+        // A keeper may have been killed just now.
+        wait_until("a server", || {
+            let socket = self.host.show(&self.disk).ok().and_then(|details| details.nbd);
+            stream = socket.and_then(|socket| UnixStream::connect(socket).ok());
+            stream.is_some()
+        });
+        let mut client = Client::over(stream.unwrap());
         let (bytes, _) = client.go(true);
         (client, bytes)
     }

@@ -10,12 +10,14 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use ferrite_disk::DiskIdentity;
 use ferrite_host::names;
 use ferrite_xen::hypervisor::DomId;
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
 
 use super::messages::Failure;
+use crate::blkif::inflight::ImageName;
 use crate::counters::stats_file;
 use crate::trace::queue_file;
 
@@ -128,6 +130,16 @@ pub fn remove_second(run_dir: &Path) -> io::Result<()> {
 /// The directory with the files of a worker's second guest.
 pub(super) fn second(run_dir: &Path) -> PathBuf {
     run_dir.join(SECOND)
+}
+
+/// Has the tables of the disk's guests name no image, if there are any: the guests go on with another one.
+/// The requests in them stay. No process serves the disk.
+pub fn release_tables(run_dir: &Path) {
+    for table in [run_dir.join(TABLE), second(run_dir).join(TABLE)] {
+        if let Some(name) = ImageName::open(&table) {
+            name.set(&DiskIdentity::default());
+        }
+    }
 }
 
 /// Removes the counters of the disk with this run directory.

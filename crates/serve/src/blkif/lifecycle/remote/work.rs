@@ -5,11 +5,10 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrite_disk::{Disk, DiskIdentity};
+use ferrite_disk::Disk;
 use ferrite_host::clock::SystemClock;
 use ferrite_host::frames::CLIENT_CHANNEL;
 use ferrite_host::names;
@@ -24,13 +23,12 @@ use super::super::error::ServeError;
 use super::super::in_use::ImageReply;
 use super::super::messages::{Failure, OpenFailure, Order, Reply, Report};
 use super::super::orphan::{Orphan, Start};
-use super::super::run_dir::{RunFiles, STOPPED, TABLE, second};
+use super::super::run_dir::{RunFiles, STOPPED, release_tables, second};
 use super::super::volume::VolumeReply;
 use super::super::worker::Worker;
 use super::super::worker_handle::WorkerHandle;
 use super::deferred::{Deferred, Opening, OpeningKind};
 use super::wire::{Message, Request, RequestKind, VERSION, receive_message, send_message};
-use crate::blkif::inflight::ImageName;
 use crate::path::device::Device;
 use crate::polling::wake_up_ns;
 use crate::waker::wait_for;
@@ -442,8 +440,7 @@ impl<'a> WorkerProcess<'a> {
             RequestKind::Leave => self.leave()?,
             RequestKind::Pause => {
                 self.retire()?;
-                let run_dir = &self.config.run_dir;
-                [run_dir.clone(), second(run_dir)].iter().for_each(|dir| release_table(dir));
+                release_tables(&self.config.run_dir);
             }
             RequestKind::Order(order) => return self.order(order),
             RequestKind::Join { .. } | RequestKind::Part { .. } => return Err(wrong_line()),
@@ -577,13 +574,6 @@ fn send_reports(line: BorrowedFd<'_>, worker: &mut Worker<'_>) -> Result<(), Ser
         }
     }
     send_message(line, &Message::Recheck, true).map_err(line_failed)
-}
-
-/// Has the table in this directory name no image, if there is a table.
-fn release_table(run_dir: &Path) {
-    if let Some(name) = ImageName::open(&run_dir.join(TABLE)) {
-        name.set(&DiskIdentity::default());
-    }
 }
 
 fn not_open() -> Failure {
