@@ -15,9 +15,7 @@ use ferrite_io::engine::FileId;
 
 use super::fine::{self, Fine};
 use super::found::{Found, cannot, changed_at};
-use super::layout::{
-    BITS, Head, SECTOR, State, parse_sector, place, regions, sector_to_bytes,
-};
+use super::layout::{BITS, Head, SECTOR, State, parse_sector, place, regions, sector_to_bytes};
 use super::{REGION_BYTES, path_of};
 use crate::{Commits, DiskError, OpenOptions, Port, Raw};
 
@@ -171,7 +169,8 @@ impl Tracker {
         let last = (offset + len).div_ceil(REGION_BYTES).min(self.regions);
         let mut book = self.book();
         let Book { is_open, marked, wanted, .. } = &mut *book;
-        let lacks = |region: &u64| !*is_open || marked[*region as usize / 64] >> (region % 64) & 1 == 0;
+        let lacks =
+            |region: &u64| !*is_open || marked[*region as usize / 64] >> (region % 64) & 1 == 0;
         let mut waits = false;
         for region in (offset / REGION_BYTES..last).filter(lacks) {
             waits = true;
@@ -246,7 +245,8 @@ impl Tracker {
             port.io.read_exact(file, at, piece.span()).await?;
             port.memory().copy_out(piece.span(), &mut bytes);
         }
-        let mut bits = parse_sector(&id, map, sector, &bytes).unwrap_or([u64::MAX; BITS as usize / 64]);
+        let mut bits =
+            parse_sector(&id, map, sector, &bytes).unwrap_or([u64::MAX; BITS as usize / 64]);
         for region in regions {
             let bit = region % BITS;
             bits[bit as usize / 64] |= 1 << (bit % 64);
@@ -254,7 +254,13 @@ impl Tracker {
         self.write(port, file, at, &sector_to_bytes(&id, map, sector, &bits)).await
     }
 
-    async fn write(&self, port: &Port, file: FileId, at: u64, bytes: &[u8; SECTOR]) -> io::Result<()> {
+    async fn write(
+        &self,
+        port: &Port,
+        file: FileId,
+        at: u64,
+        bytes: &[u8; SECTOR],
+    ) -> io::Result<()> {
         let piece = port.scratch.take(SECTOR).await;
         port.memory().copy_in(piece.span(), bytes);
         port.io.write_all(file, at, piece.span()).await

@@ -12,8 +12,8 @@ use ferrite_io::arena::Span;
 use rustix::fs::{SeekFrom, fstat, fstatvfs, seek};
 use rustix::io::{Errno, pread};
 
-use crate::error::READ_ONLY;
 use crate::dirty::Tracker;
+use crate::error::READ_ONLY;
 use crate::size::Human;
 use crate::writeback::{Commits, SyncWitness};
 use crate::{DiscardLimits, DiskError, ErrorKind, Extent, OpenOptions, Port, SECTOR_BYTES};
