@@ -53,7 +53,10 @@ impl ImageTools<'_> {
             changed: map
                 .changed
                 .iter()
-                .map(|part| Changed { start: part.start, length: part.end - part.start })
+                .map(|part| Changed {
+                    start_bytes: part.start,
+                    length_bytes: part.end - part.start,
+                })
                 .collect(),
         };
         Ok(DirtyMaps {

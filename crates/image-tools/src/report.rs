@@ -392,7 +392,7 @@ pub struct DirtyMap {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Changed {
     /// Its first byte.
-    pub start: u64,
+    pub start_bytes: u64,
     /// Bytes.
-    pub length: u64,
+    pub length_bytes: u64,
 }

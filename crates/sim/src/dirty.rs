@@ -228,9 +228,9 @@ impl Story {
         };
         let now = self.read()?;
         let is_named = |block: Range<u64>| {
-            map.changed
-                .iter()
-                .any(|part| part.start <= block.start && block.end <= part.start + part.length)
+            map.changed.iter().any(|part| {
+                part.start_bytes <= block.start && block.end <= part.start_bytes + part.length_bytes
+            })
         };
         let mut differing = 0;
         for (i, (is, was)) in now.chunks(BLOCK).zip(self.chain.chunks(BLOCK)).enumerate() {
@@ -289,7 +289,8 @@ impl Story {
         let Some(map) = self.last()? else { return Ok(()) };
         let now = self.read()?;
         for part in &map.changed {
-            let part = part.start as usize..(part.start + part.length) as usize;
+            let end = part.start_bytes + part.length_bytes;
+            let part = part.start_bytes as usize..end as usize;
             self.chain[part.clone()].copy_from_slice(&now[part]);
         }
         self.number = next;
