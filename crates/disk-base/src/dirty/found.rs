@@ -179,7 +179,7 @@ pub fn look(raw: &Raw, bytes: u64, state_dir: Option<&Path>) -> Result<Option<Se
         id: map.id,
         begun_s: map.begun_s,
         changed: match void {
-            Some(_) => vec![0..bytes],
+            Some(_) => std::iter::once(0..bytes).collect(),
             None => changed(map, content.head.bytes, bytes, fine.as_ref()),
         },
     };
