@@ -46,6 +46,7 @@ const PAGES: [&str; 23] = [
     "support.md",
     "trace.md",
     "performance.md",
+    "internals/dirty-map.md",
     "internals/processes.md",
     "internals/formats.md",
     "internals/send-stream.md",

@@ -218,3 +218,40 @@ fn what_a_qcow2_image_has_is_told_and_all_its_space_at_once_is_refused() {
     }
     place.has_no_leftovers();
 }
+
+#[test]
+fn a_dirty_map_is_added_shown_cleared_and_removed() {
+    let place = Place::new();
+    place.ok(&["create", "a.qcow2", "64M"]);
+    assert_eq!(place.ok(&["dirty", "list", "a.qcow2"]), "a.qcow2: no dirty maps\n");
+    let said = place.ok(&["dirty", "add", "a.qcow2", "nightly"]);
+    assert!(said.contains("a.qcow2.ferrite-dirty has to stay beside the image"), "{said}");
+    place.write("a.qcow2", &[(9 * MIB, MIB)]);
+    let shown = json(&place.ok(&["dirty", "show", "a.qcow2", "nightly", "--json"]));
+    // Whole regions: the helper has no state directory.
+    let region = serde_json::json!([{"start_bytes": 8 * MIB, "length_bytes": 4 * MIB}]);
+    assert_eq!((&shown["name"], &shown["changed"]), (&"nightly".into(), &region));
+    let listed = place.ok(&["dirty", "list", "a.qcow2"]);
+    assert!(listed.starts_with("nightly") && listed.contains("changed since 20"), "{listed}");
+    place.ok(&["dirty", "clear", "a.qcow2", "nightly"]);
+    assert_eq!(place.ok(&["dirty", "show", "a.qcow2", "nightly"]).lines().count(), 1);
+    let text = place.fails(3, &["dirty", "show", "a.qcow2", "weekly"]);
+    assert!(text.contains("no map \"weekly\"") && text.contains("dirty list"), "{text}");
+    let text = place.fails(1, &["dirty", "add", "a.qcow2", "nightly"]);
+    assert!(text.contains("there is a map nightly") && text.contains("dirty clear"), "{text}");
+    place.ok(&["dirty", "remove", "a.qcow2", "nightly"]);
+    assert!(!fs::exists(place.path("a.qcow2.ferrite-dirty")).unwrap());
+}
+
+#[test]
+fn a_dirty_map_beside_a_copy_is_not_shown_as_if_it_were_the_copys() {
+    let place = Place::new();
+    place.pattern("a.img", 8 * MIB, &[(0, MIB)]);
+    place.ok(&["dirty", "add", "a.img", "nightly"]);
+    for end in ["", ".ferrite-dirty"] {
+        fs::copy(place.path(&format!("a.img{end}")), place.path(&format!("b.img{end}"))).unwrap();
+    }
+    let text = place.fails(1, &["dirty", "show", "b.img", "nightly"]);
+    assert!(text.contains("copied or restored") && text.contains("full backup"), "{text}");
+    assert!(place.ok(&["dirty", "list", "b.img"]).contains("is void"));
+}

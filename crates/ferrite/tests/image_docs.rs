@@ -16,7 +16,7 @@ fn the_commands_in_the_documentation_work() {
     let script = pages::commands(PAGE);
     for command in ["create", "info", "snapshot", "clone", "convert", "check", "repair", "resize"]
         .into_iter()
-        .chain(["coalesce", "rebase", "map", "compare", "du"])
+        .chain(["coalesce", "rebase", "map", "compare", "du", "dirty"])
     {
         assert!(script.contains(&format!("ferrite image {command} ")), "{command} has no example");
     }
@@ -33,8 +33,15 @@ fn printed() -> BTreeSet<String> {
     // Its second footer.
     let file = fs::File::options().write(true).open(place.path("damaged.vhd")).unwrap();
     file.set_len(file.metadata().unwrap().len() - 512).unwrap();
+    place.ok(&["dirty", "add", "a.img", "nightly"]);
+    for end in ["", ".ferrite-dirty"] {
+        fs::copy(place.path(&format!("a.img{end}")), place.path(&format!("copy.img{end}")))
+            .unwrap();
+    }
     let mut names = BTreeSet::new();
     for command in [
+        &["dirty", "list", "copy.img"][..],
+        &["dirty", "show", "a.img", "nightly"],
         &["clone", "a.img", "leaf.vhd"][..],
         &["convert", "a.img", "b.vhd"],
         &["resize", "b.vhd", "8M"],

@@ -10,6 +10,7 @@
 
 mod clients;
 mod dedup;
+mod dirty;
 mod guest;
 pub mod images;
 mod names;
@@ -25,12 +26,13 @@ pub use whole::Recipe;
 pub type Target = fn(&[u8]);
 
 /// All targets, by the names of the fuzz targets and of their corpora.
-pub const TARGETS: [(&str, Target); 21] = [
+pub const TARGETS: [(&str, Target); 22] = [
     ("counters", seen::counters),
     ("dedup_journal", dedup::journal),
     ("dedup_pages", dedup::pages),
     ("dedup_store", stores::store),
     ("dedup_superblock", dedup::superblock),
+    ("dirty_map", dirty::dirty_map),
     ("image_name", names::image_name),
     ("journal", whole::journal),
     ("nbd", clients::nbd),

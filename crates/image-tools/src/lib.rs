@@ -28,6 +28,7 @@ mod convert;
 mod convert_over;
 mod copy;
 mod create;
+mod dirty;
 mod extents;
 mod files;
 mod formats;
@@ -57,6 +58,7 @@ mod volumes;
 const MAX_LAYERS_OFFLINE: usize = 4 * MAX_LAYERS;
 
 pub use convert::Convert;
+pub use dirty::MapChange;
 pub use inner::Inner;
 pub use measure::Measured;
 pub use merge::{LeafMerge, MergeCopy, MergePlan, Stretch};

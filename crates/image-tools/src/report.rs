@@ -355,3 +355,44 @@ pub struct JournalInfo {
     /// The state of the journal.
     pub state: JournalState,
 }
+
+/// The maps of what has changed on a disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct DirtyMaps {
+    /// Bytes of the virtual disk.
+    pub virtual_bytes: u64,
+    /// The path of their file, if there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub path: Option<String>,
+    /// Why they do not fit the image: everything counts as changed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub void: Option<String>,
+    /// Damaged parts of the file: all of their regions count as changed.
+    pub damaged_sectors: usize,
+    /// The maps.
+    pub maps: Vec<DirtyMap>,
+}
+
+/// One map.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DirtyMap {
+    /// Its name.
+    pub name: String,
+    /// Its identifier, which no other map has: 32 hexadecimal digits.
+    pub id: String,
+    /// When it was begun, in seconds since 1970.
+    pub begun_s: u64,
+    /// Bytes of the disk that may have changed since.
+    pub changed_bytes: u64,
+    /// Their ranges, in order.
+    pub changed: Vec<Changed>,
+}
+
+/// A range that may have changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Changed {
+    /// Its first byte.
+    pub start_bytes: u64,
+    /// Bytes.
+    pub length_bytes: u64,
+}

@@ -5,6 +5,7 @@
 //! by a power cut, at any step. Then the disk is opened again, checked, and compared. Everything in a story follows
 //! from its seed.
 //!
+//! * [`dirty`]: stories of the maps of what has changed on a disk.
 //! * [`mod@format`]: the formats under test, and how images are made and opened.
 //! * [`load`]: requests from several queues.
 //! * [`machine`]: the directory, the files and the processes of a story.
@@ -16,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 mod devices;
+pub mod dirty;
 mod disk;
 pub mod format;
 pub mod images;

@@ -80,6 +80,8 @@ impl Fine {
         let file = file.filter(|_| bytes(regions) <= MAX_FILE_BYTES);
         let made = file.and_then(|file| {
             names::create_dir_all(file.parent()?, Mode::RWXU).ok()?;
+            // A reader may have the old one mapped: it keeps it.
+            let _ = names::remove_file(file);
             Shm::create(file, bytes(regions)).ok()
         });
         let shm = made.map_or_else(|| Shm::private(bytes(regions)), Ok)?;

@@ -1,7 +1,7 @@
 //! The file of maps as it is found beside an image.
 
 use std::fs::File;
-use std::io::{self, Read as _};
+use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -70,9 +70,7 @@ impl Found {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file.map_err(|e| cannot("open", &path, e))?,
         };
-        let mut text = Vec::new();
-        let read = (&file).take(most_bytes() + 1).read_to_end(&mut text);
-        read.map_err(|e| cannot("read", &path, e))?;
+        let text = read_all(&file).map_err(|e| cannot("read", &path, e))?;
         let mut found = Found { file, path, content: None, void: None };
         match Content::parse(&text) {
             Err(why) => found.void = Some(why.to_owned()),
@@ -100,6 +98,17 @@ impl Found {
             }
             _ => Ok(()),
         }
+    }
+}
+
+/// All of a file, up to the length that one can have.
+fn read_all(file: &File) -> io::Result<Vec<u8>> {
+    let len = file.metadata()?.len().min(most_bytes() + 1);
+    let mut text = vec![0; len as usize];
+    match file.read_exact_at(&mut text, 0) {
+        // It has become shorter meanwhile: it is refused for its length.
+        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(Vec::new()),
+        read => read.map(|()| text),
     }
 }
 
@@ -170,7 +179,7 @@ pub fn look(raw: &Raw, bytes: u64, state_dir: Option<&Path>) -> Result<Option<Se
         id: map.id,
         begun_s: map.begun_s,
         changed: match void {
-            Some(_) => vec![0..bytes],
+            Some(_) => std::iter::once(0..bytes).collect(),
             None => changed(map, content.head.bytes, bytes, fine.as_ref()),
         },
     };

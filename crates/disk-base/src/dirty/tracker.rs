@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -107,7 +106,7 @@ impl Tracker {
             wanted: BTreeSet::new(),
         };
         Ok(Some(Tracker {
-            file: Arc::new(OwnedFd::from(File::from(file))),
+            file: Arc::new(OwnedFd::from(file)),
             path,
             index,
             maps: content.maps.len(),

@@ -34,6 +34,7 @@ mod qemu;
 mod runs;
 mod tail;
 mod toolstack;
+mod tracked;
 mod zero;
 
 #[cfg(feature = "testing")]
@@ -260,18 +261,6 @@ impl Raw {
     /// Whether it can be synced while opened read-only: an NVMe flush is a command.
     pub fn can_sync_read_only(&self) -> bool {
         self.medium != Medium::Nvme
-    }
-
-    /// The maps of the disk's changes. `None`: changes are not recorded.
-    #[inline]
-    pub fn tracker(&self) -> Option<&Tracker> {
-        self.tracker.get().map(|tracker| &**tracker)
-    }
-
-    /// Has the changes of the disk recorded. The first call counts: before the disk is used.
-    pub fn track(&self, tracker: Tracker) {
-        // A second one is dropped.
-        let _ = self.tracker.set(Box::new(tracker));
     }
 
     /// Device and inode of a file; the number of a block device, and 0.

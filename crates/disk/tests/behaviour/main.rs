@@ -10,6 +10,7 @@ mod allowed_parents;
 mod chains;
 mod damaged;
 mod device;
+mod dirty;
 mod errors;
 mod failed_syncs;
 mod full;

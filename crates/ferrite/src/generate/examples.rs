@@ -287,6 +287,21 @@ fn examples_of_images(name: &str) -> Terms {
             &[("Compare a copy with its source.", "ferrite image compare disk.vhd disk.qcow2")]
         }
         "ferrite-image-du" => &[("Show the space of a disk.", "ferrite image du disk.qcow2")],
+        "ferrite-image-dirty" | "ferrite-image-dirty-add" => {
+            &[("Record changes since a backup.", "ferrite image dirty add disk.qcow2 nightly")]
+        }
+        "ferrite-image-dirty-list" => {
+            &[("How much has changed.", "ferrite image dirty list disk.qcow2")]
+        }
+        "ferrite-image-dirty-show" => {
+            &[("What has changed.", "ferrite image dirty show disk.qcow2 nightly")]
+        }
+        "ferrite-image-dirty-clear" => {
+            &[("Begin a map anew.", "ferrite image dirty clear disk.qcow2 nightly")]
+        }
+        "ferrite-image-dirty-remove" => {
+            &[("End a map.", "ferrite image dirty remove disk.qcow2 nightly")]
+        }
         "ferrite-image-journal" | "ferrite-image-journal-list" => {
             &[("List the journals of killed backends.", "ferrite image journal list")]
         }

@@ -10,11 +10,13 @@ use crate::exit::Failure;
 use crate::options::engines;
 use crate::parents::ParentsArgs;
 
+pub(crate) mod dirty;
 pub(crate) mod looking;
 pub(crate) mod making;
 pub(crate) mod merging;
 pub(crate) mod words;
 
+pub(crate) use dirty::{ChangeArgs, DirtyCommand, ShowArgs};
 pub(crate) use looking::{CheckArgs, CompareArgs, InfoArgs, MapArgs, Scope};
 pub(crate) use making::{
     CloneArgs, ConvertArgs, CreateArgs, MeasureArgs, RebaseArgs, ResizeArgs, SnapshotArgs,
@@ -96,6 +98,9 @@ pub(crate) enum ImageCommand {
     Compare(CompareArgs),
     /// Show the space that a disk takes in its images and on the file systems.
     Du(OneArgs),
+    /// Record which parts of a disk change, for incremental backups.
+    #[command(subcommand)]
+    Dirty(DirtyCommand),
     /// List or drop journals of killed backends: answered writes that are not in their images yet.
     #[command(subcommand)]
     Journal(JournalCommand),

@@ -19,6 +19,7 @@ use crate::plain::one_line;
 use crate::{signals, user_state};
 
 pub(crate) mod args;
+mod dirty;
 mod making;
 mod merging;
 pub(crate) mod progress;
@@ -26,8 +27,8 @@ mod qemu;
 mod text;
 
 use args::{
-    Amendment, CheckArgs, CompareArgs, ImageArgs, ImageCommand, InfoArgs, JournalCommand, MapArgs,
-    OneArgs, Scope, existing, existing_disk, name,
+    Amendment, CheckArgs, CompareArgs, DirtyCommand, ImageArgs, ImageCommand, InfoArgs,
+    JournalCommand, MapArgs, OneArgs, Scope, existing, existing_disk, name,
 };
 use progress::Shown;
 
@@ -105,6 +106,7 @@ fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<()
         ImageCommand::Measure(it) => out.say(&making::measure(tools, it)?, text::measured),
         ImageCommand::Compare(compare) => self::compare(tools, &out, compare),
         ImageCommand::Du(one) => out.say(&tools.du(&one.named.name()?)?, text::usage),
+        ImageCommand::Dirty(it) => dirty::run(tools, &out, it),
         ImageCommand::Journal(JournalCommand::List) => {
             mention_users();
             out.say(&tools.journals()?, |all| text::journals(all))
@@ -181,6 +183,7 @@ fn changes_nothing(command: &ImageCommand) -> bool {
         | ImageCommand::Map(_)
         | ImageCommand::Measure(_)
         | ImageCommand::Du(_)
+        | ImageCommand::Dirty(DirtyCommand::List(_) | DirtyCommand::Show(_))
         | ImageCommand::Journal(JournalCommand::List) => true,
         ImageCommand::Check(check) => check.repair.is_none(),
         ImageCommand::Snapshot(snapshot) => snapshot.inner.list,
@@ -195,7 +198,8 @@ fn looks(args: &ImageArgs) -> bool {
     let (may, image) = match &args.command {
         ImageCommand::Info(info) => of(&info.one),
         ImageCommand::Map(map) => of(&map.one),
-        ImageCommand::Du(one) => of(one),
+        ImageCommand::Du(one) | ImageCommand::Dirty(DirtyCommand::List(one)) => of(one),
+        ImageCommand::Dirty(DirtyCommand::Show(it)) => of(&it.one),
         ImageCommand::Check(check) => of(&check.one),
         ImageCommand::Convert(it) => (it.force_share, it.source.clone()),
         ImageCommand::Compare(it) => (it.force_share, it.a.clone()),

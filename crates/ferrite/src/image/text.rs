@@ -121,7 +121,7 @@ pub(super) fn measured(measured: &Measured) -> String {
 }
 
 /// A date and time of UTC.
-fn date(unix_s: u64) -> String {
+pub(super) fn date(unix_s: u64) -> String {
     let (days, s) = (unix_s / 86_400, unix_s % 86_400);
     // Years of the proleptic Gregorian calendar, from 1 March of the year 0 on: the leap day is a year's last.
     let days = days + 719_468;

@@ -1,0 +1,296 @@
+//! The maps of what has changed on a disk: what they name, and when they are void.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ferrite_disk::{Disk, ErrorKind, ImageName, OpenOptions, Session};
+use ferrite_image_tools::{DirtyMaps, MapChange, NewImage};
+use ferrite_testkit::faulty::{Faults, Kind, Ops};
+use ferrite_testkit::images::work;
+use tempfile::TempDir;
+
+use crate::common::dir_on_disk;
+use crate::model::{name, session_of, tools};
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const EIO: i32 = 5;
+const FORMATS: [&str; 3] = ["img", "vhd", "qcow2"];
+
+/// A disk of 40 MiB with a map "nightly", in a folder of its own.
+struct Mapped {
+    dir: TempDir,
+    path: PathBuf,
+}
+
+impl Mapped {
+    fn new(extension: &str) -> Mapped {
+        let dir = dir_on_disk();
+        let path = dir.path().join("a").with_extension(extension);
+        let new = NewImage { bytes: Some(40 * MIB), ..NewImage::default() };
+        tools(|tools| tools.create(&name(&path), &new)).unwrap();
+        let mapped = Mapped { dir, path };
+        mapped.change(MapChange::Begin("nightly".into()));
+        mapped
+    }
+
+    fn state(&self) -> PathBuf {
+        self.dir.path().join("state")
+    }
+
+    fn maps_path(&self) -> PathBuf {
+        path_of_maps(&self.path)
+    }
+
+    fn change(&self, change: MapChange) {
+        tools(|tools| tools.change_maps(&name(&self.path), &change)).unwrap();
+    }
+
+    fn options(&self) -> OpenOptions {
+        OpenOptions { state_dir: Some(self.state()), ..OpenOptions::default() }
+    }
+
+    fn open(&self) -> Session {
+        session_of(Disk::open_image(&name(&self.path), &self.options()).unwrap())
+    }
+
+    fn maps(&self) -> DirtyMaps {
+        maps(&self.path, Some(&self.state()))
+    }
+
+    /// What the map names, as offset and length in KiB.
+    fn changed(&self) -> Vec<(u64, u64)> {
+        let maps = self.maps();
+        assert_eq!(maps.void, None);
+        changed(&maps)
+    }
+
+    /// The same of a disk that is open.
+    fn changed_in(&self, session: &Session) -> Vec<(u64, u64)> {
+        let seen = session.disk().maps(Some(&self.state())).unwrap().unwrap();
+        let part = |part: &std::ops::Range<u64>| (part.start / KIB, (part.end - part.start) / KIB);
+        seen.maps[0].changed.iter().map(part).collect()
+    }
+
+    /// Why the maps are void.
+    #[track_caller]
+    fn void(&self) -> String {
+        self.maps().void.expect("void maps")
+    }
+}
+
+fn path_of_maps(image: &Path) -> PathBuf {
+    let mut path = image.to_owned().into_os_string();
+    path.push(".ferrite-dirty");
+    path.into()
+}
+
+fn maps(path: &Path, state: Option<&Path>) -> DirtyMaps {
+    work(state, |tools| tools.dirty_maps(&name(path))).unwrap()
+}
+
+fn changed(maps: &DirtyMaps) -> Vec<(u64, u64)> {
+    let part =
+        |part: &ferrite_image_tools::Changed| (part.start_bytes / KIB, part.length_bytes / KIB);
+    maps.maps[0].changed.iter().map(part).collect()
+}
+
+#[test]
+fn a_map_names_the_blocks_of_all_changes_and_their_regions_after_a_power_cut() {
+    for extension in FORMATS {
+        let disk = Mapped::new(extension);
+        assert_eq!(disk.changed(), [], "{extension}");
+        let mut session = disk.open();
+        session.write(9 * MIB + 512, &[7; 512]).unwrap();
+        // Across the end of a region.
+        session.write(20 * MIB - 512, &[7; 1024]).unwrap();
+        session.write_zeroes(30 * MIB, 4096).unwrap();
+        let blocks = [(9 * KIB, 64), (20 * KIB - 64, 128), (30 * KIB, 64)];
+        assert_eq!(disk.changed_in(&session), blocks, "{extension}, while it is open");
+        session.close().unwrap();
+        assert_eq!(disk.changed(), blocks, "{extension}, after it was closed");
+        let mut session = disk.open();
+        session.write(0, &[7; 512]).unwrap();
+        drop(session);
+        assert_eq!(disk.changed(), [&[(0, 64)][..], &blocks].concat(), "{extension}");
+        fs::remove_dir_all(disk.state()).unwrap();
+        let regions = [(0, 4 * KIB), (8 * KIB, 4 * KIB), (16 * KIB, 8 * KIB), (28 * KIB, 4 * KIB)];
+        assert_eq!(disk.changed(), regions, "{extension}, after a power cut");
+    }
+}
+
+#[test]
+fn a_discard_is_a_change() {
+    let disk = Mapped::new("img");
+    let mut session = disk.open();
+    session.discard(5 * MIB, MIB).unwrap();
+    assert_eq!(disk.changed_in(&session), [(5 * KIB, KIB)]);
+}
+
+#[test]
+fn a_region_is_synced_once_and_then_costs_no_sync_of_the_map() {
+    let disk = Mapped::new("img");
+    let faults = Faults::none();
+    let opened = Disk::open_image(&name(&disk.path), &disk.options()).unwrap();
+    let mut session = Session::new(Arc::new(opened), |arena| faults.open(arena, 64)).unwrap();
+    faults.list();
+    for i in 0..16 {
+        session.write(8 * MIB + i * 128 * KIB, &[7; 4096]).unwrap();
+    }
+    let syncs = |faults: &Faults| {
+        let list = faults.take_list();
+        list.iter().filter(|op| Kind::of(op) == Kind::Sync).count()
+    };
+    assert_eq!(syncs(&faults), 1);
+    faults.list();
+    session.write(12 * MIB, &[7; 4096]).unwrap();
+    assert_eq!(syncs(&faults), 1);
+}
+
+#[test]
+fn each_of_several_maps_names_what_has_changed_since_it_was_begun() {
+    let disk = Mapped::new("qcow2");
+    let mut session = disk.open();
+    session.write(MIB, &[7; 512]).unwrap();
+    session.close().unwrap();
+    disk.change(MapChange::Begin("weekly".into()));
+    let mut session = disk.open();
+    session.write(36 * MIB, &[7; 512]).unwrap();
+    session.close().unwrap();
+    let all = disk.maps();
+    let named = |i: usize| (all.maps[i].name.clone(), all.maps[i].changed.len());
+    assert_eq!((named(0), named(1)), (("nightly".into(), 2), ("weekly".into(), 1)));
+    assert_ne!(all.maps[0].id, all.maps[1].id);
+    disk.change(MapChange::Clear("nightly".into()));
+    let cleared = disk.maps();
+    let nightly = cleared.maps.iter().find(|map| map.name == "nightly").unwrap();
+    assert_eq!(nightly.changed, []);
+    assert_ne!(nightly.id, all.maps[0].id);
+    disk.change(MapChange::End("nightly".into()));
+    disk.change(MapChange::End("weekly".into()));
+    assert!(!disk.maps_path().exists());
+    assert_eq!(disk.maps().path, None);
+}
+
+#[test]
+fn a_map_of_another_file_is_void_for_good() {
+    for extension in FORMATS {
+        let disk = Mapped::new(extension);
+        let copy = disk.dir.path().join("copy").with_extension(extension);
+        fs::copy(&disk.path, &copy).unwrap();
+        fs::copy(disk.maps_path(), path_of_maps(&copy)).unwrap();
+        let why = maps(&copy, None).void.unwrap();
+        assert!(why.contains("copied or restored"), "{extension}: {why}");
+        assert_eq!(changed(&maps(&copy, None)), [(0, 40 * KIB)], "everything");
+        let opened = Disk::open_image(&name(&copy), &OpenOptions::default()).unwrap();
+        assert!(!opened.is_tracked());
+        drop(opened);
+        let why = maps(&copy, None).void.unwrap();
+        assert!(why.contains("given up before"), "{extension}: {why}");
+        assert_eq!(disk.maps().void, None, "that of the original is valid");
+    }
+}
+
+#[test]
+fn a_change_by_another_program_makes_a_map_void() {
+    for extension in FORMATS {
+        let disk = Mapped::new(extension);
+        let mut session = disk.open();
+        session.write(MIB, &[7; 512]).unwrap();
+        session.close().unwrap();
+        let file = File::options().write(true).open(&disk.path).unwrap();
+        let mut sector = [0; 512];
+        File::open(&disk.path).unwrap().read_exact_at(&mut sector, 0).unwrap();
+        file.write_all_at(&sector, 0).unwrap();
+        assert!(disk.void().contains("another program has changed"), "{extension}");
+    }
+}
+
+#[test]
+fn a_disk_that_has_grown_has_changed_there_and_one_that_has_shrunk_makes_its_map_void() {
+    let disk = Mapped::new("img");
+    let mut session = disk.open();
+    session.write(0, &[7; 512]).unwrap();
+    drop(session);
+    let file = File::options().write(true).open(&disk.path).unwrap();
+    file.set_len(41 * MIB).unwrap();
+    assert_eq!(disk.changed(), [(0, 64), (40 * KIB, KIB)]);
+    let mut session = disk.open();
+    session.write(40 * MIB + 4096, &[7; 512]).unwrap();
+    session.close().unwrap();
+    assert_eq!(disk.changed(), [(0, 64), (40 * KIB, KIB)]);
+    file.set_len(39 * MIB).unwrap();
+    assert!(disk.void().contains("had 41943040 bytes"), "{}", disk.void());
+}
+
+#[test]
+fn what_is_no_file_of_maps_is_void_or_refused_with_the_next_step() {
+    let disk = Mapped::new("img");
+    let good = fs::read(disk.maps_path()).unwrap();
+    for (bytes, says) in [
+        (&good[..700], "length does not fit"),
+        (b"some text", "too short"),
+        (&[0; 8704][..], "no file of dirty maps"),
+        (b"", "too short"),
+    ] {
+        fs::write(disk.maps_path(), bytes).unwrap();
+        assert!(disk.void().contains(says), "{}", disk.void());
+        drop(disk.open());
+    }
+    disk.change(MapChange::Begin("again".into()));
+    assert_eq!(disk.changed(), []);
+    fs::remove_file(disk.maps_path()).unwrap();
+    std::os::unix::fs::symlink(disk.path.with_extension("else"), disk.maps_path()).unwrap();
+    let e = Disk::open_image(&name(&disk.path), &disk.options()).unwrap_err();
+    assert!(e.to_string().contains("no regular file") && e.help().contains("full one"), "{e}");
+}
+
+#[test]
+fn a_map_that_cannot_be_written_is_void_and_the_guest_goes_on() {
+    let disk = Mapped::new("img");
+    let faults = Faults::none();
+    let opened = Disk::open_image(&name(&disk.path), &disk.options()).unwrap();
+    let mut session = Session::new(Arc::new(opened), |arena| faults.open(arena, 64)).unwrap();
+    faults.set([Ops::among(&[Kind::Sync]).fail(EIO).once()]);
+    session.write(MIB, &[7; 512]).unwrap();
+    session.write(9 * MIB, &[7; 512]).unwrap();
+    session.close().unwrap();
+    assert!(disk.void().contains("given up before"), "{}", disk.void());
+}
+
+#[test]
+fn a_write_fails_whose_map_can_neither_be_written_nor_given_up() {
+    let disk = Mapped::new("img");
+    let faults = Faults::none();
+    let opened = Disk::open_image(&name(&disk.path), &disk.options()).unwrap();
+    let mut session = Session::new(Arc::new(opened), |arena| faults.open(arena, 64)).unwrap();
+    faults.set([Ops::among(&[Kind::Sync]).fail(EIO)]);
+    let e = session.write(MIB, &[7; 512]).unwrap_err();
+    assert!(e.to_string().contains("neither be written nor be made void"), "{e}");
+    faults.clear();
+    session.write(MIB, &[7; 512]).unwrap();
+    assert_eq!(disk.changed_in(&session), [(KIB, 64)]);
+}
+
+#[test]
+fn changes_of_maps_that_make_no_sense_are_refused_with_the_next_step() {
+    let disk = Mapped::new("img");
+    let refused = |change: MapChange| {
+        tools(|tools| tools.change_maps(&name(&disk.path), &change)).unwrap_err()
+    };
+    let again = refused(MapChange::Begin("nightly".into()));
+    assert!(again.kind() == ErrorKind::Refused && again.help().contains("clear"), "{again:?}");
+    assert_eq!(refused(MapChange::End("weekly".into())).kind(), ErrorKind::NotFound);
+    assert_eq!(refused(MapChange::Begin("a/b".into())).kind(), ErrorKind::Usage);
+    for i in 1..16 {
+        disk.change(MapChange::Begin(format!("map-{i}")));
+    }
+    assert!(refused(MapChange::Begin("one-more".into())).why().contains("16 maps"));
+    let session = disk.open();
+    assert_eq!(refused(MapChange::End("nightly".into())).kind(), ErrorKind::InUse);
+    drop(session);
+    let null = ImageName::parse("raw:/dev/null").unwrap();
+    assert!(tools(|tools| tools.change_maps(&null, &MapChange::Begin("a".into()))).is_err());
+}

@@ -1,0 +1,42 @@
+//! The arguments of `ferrite image dirty`.
+
+use clap::{Args, Subcommand};
+
+use super::{NamedArgs, OneArgs};
+
+/// The arguments of `dirty`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum DirtyCommand {
+    /// Begin a map: from now on it records which parts of the disk change.
+    Add(ChangeArgs),
+    /// End a map.
+    Remove(ChangeArgs),
+    /// Begin a map anew, in one step: nothing has changed then.
+    Clear(ChangeArgs),
+    /// List the maps of an image, and how much has changed.
+    List(OneArgs),
+    /// Show which ranges of the disk may have changed since a map was begun.
+    Show(ShowArgs),
+}
+
+/// The arguments of commands that change a map.
+#[derive(Debug, Args)]
+pub(crate) struct ChangeArgs {
+    #[command(flatten)]
+    pub(crate) named: NamedArgs,
+
+    /// The name of the map: letters, digits, "-", "_" and ".".
+    #[arg(value_name = "NAME")]
+    pub(crate) map: String,
+}
+
+/// The arguments of `dirty show`.
+#[derive(Debug, Args)]
+pub(crate) struct ShowArgs {
+    #[command(flatten)]
+    pub(crate) one: OneArgs,
+
+    /// The name of the map.
+    #[arg(value_name = "NAME")]
+    pub(crate) map: String,
+}

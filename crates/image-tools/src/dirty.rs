@@ -1,0 +1,241 @@
+//! The maps of what has changed on a disk: begun, cleared and ended while the image is not in use.
+//!
+//! The order of writes is in `disk-base/src/dirty/mod.rs`. A crash at any point leaves the old maps or the new ones.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+
+use ferrite_disk::{Disk, Raw};
+use ferrite_disk_base::dirty::layout::{Head, State, regions};
+use ferrite_disk_base::dirty::{
+    Content, Found, MAX_DISK_BYTES, MAX_MAPS, Map, MapId, REGION_BYTES, found, path_of,
+};
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES, VolumeName};
+use ferrite_host::clock::{secret, unix_time_s};
+
+use super::files::{beside, check_regular};
+use super::io_context::{BUFFER_BYTES, IoContext};
+use super::report::{Changed, DirtyMap, DirtyMaps, Done};
+use super::{ImageTools, broken, parent_dir, refused, unsuitable};
+
+/// The end of the temporary name.
+const NEW: &str = ".new";
+
+/// A change of an image's maps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MapChange {
+    /// Begins a map of this name, in which nothing has changed.
+    Begin(String),
+    /// Ends this map, and begins another of its name.
+    Clear(String),
+    /// Ends this map.
+    End(String),
+}
+
+impl ImageTools<'_> {
+    /// The maps of an image, with what has changed.
+    ///
+    /// # Errors
+    /// They cannot be read.
+    pub fn dirty_maps(&self, name: &ImageName) -> Result<DirtyMaps, DiskError> {
+        let disk = self.open(name, true)?;
+        let virtual_bytes = disk.sectors() * SECTOR_BYTES;
+        let Some(seen) = disk.maps(self.readable_state())? else {
+            return Ok(DirtyMaps { virtual_bytes, ..DirtyMaps::default() });
+        };
+        let map = |map: &found::SeenMap| DirtyMap {
+            name: map.name.clone(),
+            id: hex(&map.id),
+            begun_s: map.begun_s,
+            changed_bytes: map.changed.iter().map(|part| part.end - part.start).sum(),
+            changed: map
+                .changed
+                .iter()
+                .map(|part| Changed {
+                    start_bytes: part.start,
+                    length_bytes: part.end - part.start,
+                })
+                .collect(),
+        };
+        Ok(DirtyMaps {
+            virtual_bytes,
+            path: Some(seen.path.display().to_string()),
+            void: seen.void,
+            damaged_sectors: seen.damaged,
+            maps: seen.maps.iter().map(map).collect(),
+        })
+    }
+
+    /// Changes the maps of an image that is not in use.
+    ///
+    /// # Errors
+    /// The image is in use, or is no file; there is such a map, or none; too many maps; errors of the kernel. The old
+    /// maps stay then.
+    pub fn change_maps(&self, name: &ImageName, change: &MapChange) -> Result<Done, DiskError> {
+        let what = || format!("cannot change the dirty maps of {}", name.path.display());
+        let disk = Arc::new(self.open(name, false)?);
+        let Some(raw) = disk.image_file() else {
+            let why = "only an image in a file can have them: a device and a volume have no place beside them";
+            return Err(unsuitable(
+                what(),
+                why,
+                "use an image in a file; a store sends what has changed (ferrite store send)",
+            ));
+        };
+        let bytes = disk.sectors() * SECTOR_BYTES;
+        if bytes > MAX_DISK_BYTES {
+            return Err(unsuitable(what(), "the disk is larger than 64 TiB", "leave its maps out"));
+        }
+        let mut context = IoContext::new(self, 1).map_err(|e| broken(what(), e))?;
+        self.complete(&mut context, &disk).map_err(|e| broken(what(), e))?;
+        let (mut maps, mut notes) = old_maps(raw, bytes)?;
+        apply(&mut maps, change, bytes, what)?;
+        let path = path_of(raw.path());
+        match maps.is_empty() {
+            true => self.remove_maps(&path),
+            false => content(raw, bytes, maps)
+                .and_then(|content| self.replace_maps(&mut context, &path, &content)),
+        }
+        .map_err(|e| broken(what(), e))?;
+        if let MapChange::Begin(_) | MapChange::Clear(_) = change {
+            notes.push(format!("{} has to stay beside the image", path.display()));
+        }
+        Ok(Done {
+            path: name.path.display().to_string(),
+            format: name.format.name(),
+            virtual_bytes: bytes,
+            notes,
+        })
+    }
+
+    /// Makes all data durable, and the image complete for other programs: no map will name what is durable now.
+    fn complete(&self, context: &mut IoContext, disk: &Arc<Disk>) -> io::Result<()> {
+        let port = context.port(disk)?;
+        context.run(disk.close(&port))
+    }
+
+    fn remove_maps(&self, path: &Path) -> io::Result<()> {
+        match self.directory.remove(path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        self.directory.sync(parent_dir(path))
+    }
+
+    /// Gives the name to a file with these contents.
+    fn replace_maps(
+        &self,
+        context: &mut IoContext,
+        path: &Path,
+        content: &Content,
+    ) -> io::Result<()> {
+        let new = beside(path, NEW);
+        let file = Arc::new(self.new_maps(&new)?);
+        let buffer = context.buffer()?;
+        let port = context.port_of(vec![file])?;
+        let bytes = content.to_bytes();
+        context.run(async {
+            for (i, part) in bytes.chunks(BUFFER_BYTES).enumerate() {
+                let span = buffer.slice(0, part.len());
+                port.memory().copy_in(span, part);
+                port.io.write_all(port.files[0], (i * BUFFER_BYTES) as u64, span).await?;
+            }
+            port.io.sync(port.files[0]).await
+        })?;
+        self.directory.rename(&new, path)?;
+        self.directory.sync(parent_dir(path))
+    }
+
+    /// Makes the file under its temporary name. One that is there was left by a program that was killed: the image is
+    /// locked.
+    fn new_maps(&self, new: &Path) -> io::Result<OwnedFd> {
+        match self.directory.create_new(new) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                check_regular(new, String::new()).map_err(|e| io::Error::other(e.why()))?;
+                self.directory.remove(new)?;
+                self.directory.create_new(new)
+            }
+            made => made,
+        }
+    }
+}
+
+fn hex(id: &MapId) -> String {
+    format!("{:032x}", u128::from_be_bytes(*id))
+}
+
+/// The maps that fit the image, and notes of those that do not.
+fn old_maps(raw: &Raw, bytes: u64) -> Result<(Vec<Map>, Vec<String>), DiskError> {
+    let Some(found) = Found::open(raw, bytes, false)? else { return Ok((Vec::new(), Vec::new())) };
+    let content = match (found.void, found.content) {
+        (None, Some(content)) => content,
+        (void, content) => {
+            let names: Vec<String> =
+                content.into_iter().flat_map(|c| c.maps).map(|map| map.name).collect();
+            let why = void.unwrap_or_default();
+            let note = format!("void maps are given up ({}): {why}", names.join(", "));
+            return Ok((Vec::new(), vec![note]));
+        }
+    };
+    let known = content.head.bytes;
+    let mut maps = content.maps;
+    for map in &mut maps {
+        map.bits.resize(regions(bytes).div_ceil(64) as usize, 0);
+        // What the disk has grown by has changed.
+        for region in known / REGION_BYTES..regions(bytes) {
+            if bytes > known {
+                map.bits[region as usize / 64] |= 1 << (region % 64);
+            }
+        }
+    }
+    Ok((maps, Vec::new()))
+}
+
+fn apply(
+    maps: &mut Vec<Map>,
+    change: &MapChange,
+    bytes: u64,
+    what: impl Fn() -> String,
+) -> Result<(), DiskError> {
+    let (MapChange::Begin(name) | MapChange::Clear(name) | MapChange::End(name)) = change;
+    if VolumeName::new(name).is_none() {
+        let why = format!(
+            "{name:?} cannot be the name of a map: it has up to 63 letters, digits, \"-\", \"_\" or \".\", and begins with a \
+             letter or digit"
+        );
+        return Err(DiskError::new(ErrorKind::Usage, what(), why, "choose another name"));
+    }
+    let at = maps.iter().position(|map| map.name == *name);
+    match (change, at) {
+        (MapChange::Begin(_), Some(_)) => {
+            let help = "choose another name; ferrite image dirty clear begins this map anew";
+            return Err(refused(what(), format!("there is a map {name}"), help));
+        }
+        (MapChange::Begin(_), None) if maps.len() == MAX_MAPS => {
+            let help = "end one that is not needed any more (ferrite image dirty remove)";
+            return Err(refused(what(), format!("it has {MAX_MAPS} maps, and no more fit"), help));
+        }
+        (MapChange::Clear(_) | MapChange::End(_), None) => {
+            let help = "ferrite image dirty list shows the maps that there are";
+            let why = format!("there is no map {name} that fits the image");
+            return Err(DiskError::new(ErrorKind::NotFound, what(), why, help));
+        }
+        (_, at) => at.map(|at| maps.remove(at)),
+    };
+    if let MapChange::Begin(_) | MapChange::Clear(_) = change {
+        let id = secret().map_err(|e| broken(what(), e))?;
+        let bits = vec![0; regions(bytes).div_ceil(64) as usize];
+        maps.push(Map { name: name.clone(), id, begun_s: unix_time_s(), bits });
+    }
+    Ok(())
+}
+
+/// A file of these maps, of an image that is closed in good order.
+fn content(raw: &Raw, bytes: u64, maps: Vec<Map>) -> io::Result<Content> {
+    let (seconds, nanoseconds) = found::changed_at(raw)?;
+    let state = State::Closed(seconds, nanoseconds);
+    let head = Head { file: secret()?, state, maps: maps.len(), bytes, opening: 0 };
+    Ok(Content { head, identity: found::identity(raw)?, maps, damaged: 0 })
+}
