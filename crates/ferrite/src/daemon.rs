@@ -41,7 +41,7 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
             Some(key) => (format!("{}: {key}", e.file.display()), e.why),
             None => (e.file.display().to_string(), e.why),
         };
-        Failure { code: Code::USAGE, what, why, help: e.allowed }
+        Failure::new(what, why, e.allowed).with_code(Code::USAGE)
     })?;
     let warnings = config.warnings(path, &args.places.run_dir);
     if args.check_config {

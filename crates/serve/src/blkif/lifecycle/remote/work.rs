@@ -367,6 +367,7 @@ impl<'a> WorkerProcess<'a> {
                 why: "only one of the two may write to the disk".to_owned(),
                 help: "attach it to both in the same mode (mode=)".to_owned(),
                 in_use: false,
+                errno: None,
             }));
         }
         // The older guest's disk is gone: the daemon serves one at a time beside the first.
