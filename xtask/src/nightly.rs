@@ -50,6 +50,8 @@ enum Part {
     Parking,
     /// The process of a store with ten guests, killed hundreds of times.
     Store,
+    /// Taps in random orders of verbs, deaths and upgrades, for ten minutes.
+    Taps,
     /// Programs of others against the NBD server, as far as they are installed.
     Peers,
     /// The processes of an older commit, upgraded to this one under guests.
@@ -112,6 +114,7 @@ fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
         Part::Truth => truth::test(&[TRIXIE, BOOKWORM]),
         Part::Parking => night_checks::parking(),
         Part::Store => night_checks::killed_store(),
+        Part::Taps => night_checks::random_taps(),
         Part::Peers => peers::test(cases),
         Part::Upgrade => upgrade::test(),
         Part::Mutants => passed(mutants::nightly()?, "a mutant was not noticed"),
