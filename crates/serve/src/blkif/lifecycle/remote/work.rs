@@ -17,14 +17,16 @@ use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 
+use super::super::ahead::HELD;
 use super::super::closing::close;
-use super::super::config::WorkConfig;
+use super::super::config::{Ahead, WorkConfig};
 use super::super::connected::EngineFactory;
 use super::super::error::ServeError;
 use super::super::in_use::ImageReply;
 use super::super::messages::{Failure, OpenFailure, Order, Reply, Report};
 use super::super::orphan::{Orphan, Start};
 use super::super::run_dir::{RunFiles, STOPPED, TABLE, second};
+use super::super::tune::Tune;
 use super::super::worker::Worker;
 use super::super::worker_handle::WorkerHandle;
 use super::deferred::{Deferred, Opening, OpeningKind};
@@ -105,6 +107,7 @@ pub fn work_from(
         Start::WaitForFollower => {}
         Start::ExpectFollower => wait_for_first_request([first, second])?,
         Start::Orphan(orphan) => process.take_over_orphan(orphan)?,
+        Start::Ahead { ahead, tune } => process.open_ahead(ahead, *tune)?,
     }
     loop {
         match process.turn(first) {
@@ -252,6 +255,17 @@ impl<'a> WorkerProcess<'a> {
         let reports = |i: usize| workers[i].is_some() && (ready[2 + i] || ready[4 + i]);
         let client = takes && ready[6];
         Ok(Ready { requests: [ready[0], ready[1]], reports: [reports(0), reports(1)], client })
+    }
+
+    /// Opens the image of a disk without a guest, as its follower would have requested.
+    fn open_ahead(&mut self, ahead: Ahead, tune: Tune) -> Result<(), ServeError> {
+        self.open(ahead.read_only, false)?;
+        self.order(Order::Tune(tune))?;
+        for order in HELD {
+            self.order(order)?;
+        }
+        tracing::info!("no daemon runs: opened the image for clients");
+        Ok(())
     }
 
     /// Takes over a guest that a predecessor has left, as its follower would have requested. A
