@@ -281,6 +281,16 @@ fn a_tap_is_served_on_after_the_death_of_each_process() {
     assert_eq!(tap.state(&host), Some(0));
     load.end();
     leave(&host, &disk);
+    // The same with clients only.
+    assert!(tap.row(&host).worker.is_some());
+    kill(daemon);
+    for _ in 0..2 {
+        kill_pid(worker(tap.pid as i32).unwrap());
+        read(&mut client, 0);
+    }
+    daemon = start(&host);
+    wait_until("the tap", || tap.state(&host) == Some(0));
+    read(&mut client, 0);
     drop(client);
     tap.end(&host);
     nothing_is_left(&host);
@@ -394,7 +404,9 @@ impl Orders {
         for tap in taps {
             processes.extend(self.processes(tap));
             // One whose keeper was killed while it had no image is not attached any more.
-            if tap.row(&self.host).pid.is_some() {
+            if let Some(pid) = tap.row(&self.host).pid {
+                // The next daemon knows only the keeper that it finds.
+                let tap = Tap { pid, ..tap };
                 tap.call(&self.host, "close", None).unwrap();
                 tap.call(&self.host, "detach", None).unwrap();
             }

@@ -247,5 +247,7 @@ fn marked(paths: &Paths) -> Vec<u32> {
 fn is_paused(entry: &Entry) -> bool {
     // A tap that could not go on is paused again in a moment.
     let has_failed = matches!(entry.resume, Resume::Failed(_));
-    entry.pause.is_some() && (entry.phase == Phase::Paused || has_failed)
+    // A predecessor has paused it, and its thread has not looked at it yet.
+    let is_found = entry.starts == 0 && entry.resume == Resume::None;
+    entry.pause.is_some() && (entry.phase == Phase::Paused || has_failed || is_found)
 }
