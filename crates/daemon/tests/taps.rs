@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use ferrite_daemon::Step;
 use ferrite_daemon::control::client::ClientError;
-use ferrite_daemon::control::protocol::{TapDone, TapRow, TapRows};
+use ferrite_daemon::control::protocol::{TapDone, TapRow, TapRows, Upgraded};
 use ferrite_daemon::keepers::Keepers;
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::machine::DiskPaths;
@@ -324,6 +324,29 @@ fn a_thread_publishes_counters_from_the_first_guest_of_a_tap_to_the_last() {
         wait_until("the end of the thread", || threads(&daemon, "statistics") == 0);
     }
     tap.end(&host);
+    nothing_is_left(&host);
+    kill(daemon);
+}
+
+#[test]
+fn the_process_of_a_tap_that_is_not_open_gets_the_next_program_as_well() {
+    let host = Host::new(0);
+    let daemon = start(&host);
+    let image = host.make_image("a.img", 4 * MIB);
+    let named = format!("aio:{}", image.display());
+    let (idle, open) = (Tap::attach(&host), Tap::open(&host, &named));
+    let program = host.dir.path().join("next");
+    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    let done: Upgraded = host.call("upgrade", &json!({ "binary": program })).unwrap();
+    let ids: Vec<u32> = done.upgraded.iter().map(|id| id.devid).collect();
+    assert_eq!((ids, done.failed), (vec![idle.minor, open.minor], vec![]));
+    for tap in [idle, open] {
+        assert_eq!(std::fs::read_link(format!("/proc/{}/exe", tap.pid)).unwrap(), program);
+    }
+    open.end(&host);
+    idle.call(&host, "open", Some(&named)).unwrap();
+    assert_eq!(read(&mut idle.client(&host), 0), [0; 4096]);
+    idle.end(&host);
     nothing_is_left(&host);
     kill(daemon);
 }

@@ -4,11 +4,13 @@
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 use ferrite_testkit::devices::Freezable;
 use ferrite_testkit::nbd::{Client, command};
+use ferrite_testkit::programs::skipped;
 use ferrite_testkit::{images, wait_until};
 
 const MIB: u64 = 1 << 20;
@@ -231,6 +233,23 @@ fn each_verb_says_what_tapdisks_does_and_leaves_its_state() {
     rustix::process::kill_process(signalled, rustix::process::Signal::TERM).unwrap();
     wait_until("no row", || daemon.tap_ctl("list").stdout.is_empty());
     assert_eq!(fs::read_dir(daemon.dir.path().join("run/keepers")).unwrap().count(), 0);
+}
+
+#[test]
+fn a_user_who_may_not_drive_taps_is_told_so() {
+    let daemon = Daemon::new();
+    fs::set_permissions(daemon.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let mut command = Command::new(daemon.dir.path().join("tap-ctl"));
+    command.args(["list", "--run-dir"]).arg(daemon.dir.path().join("run")).uid(65534);
+    let output = command.env_remove("XENBUS_PATH").output();
+    let Ok(output) = output else {
+        return skipped(
+            "the build folder is closed to other users, or this one may not become them",
+        );
+    };
+    assert_eq!(output.status.code(), Some(13));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(said, "tap-ctl: this user may not drive taps; run it as root\n");
 }
 
 #[test]

@@ -24,7 +24,7 @@ use crate::config::nearest;
 use crate::directory::{self, Snapshot};
 use crate::state::DiskId;
 use crate::table::{Entry, Phase, Upgrade, detached};
-use crate::{Failure, Shared, Xen, tuning};
+use crate::{Failure, Shared, Xen, taps, tuning};
 
 /// The names of all methods.
 pub(super) const METHODS: [&str; 34] = [
@@ -413,6 +413,14 @@ fn upgrade(shared: &Shared, request: &UpgradeParams) -> Result<Upgraded, RpcErro
         None => shared.table.read(any),
     };
     let mut done = Upgraded { upgraded: Vec::new(), failed: Vec::new() };
+    let mut add = |id, outcome| match outcome {
+        Ok(()) => done.upgraded.push(id),
+        Err(Failure { why, help }) => done.failed.push(NotUpgraded { disk: id, why, help }),
+    };
+    if request.disk.is_none() {
+        let idle = taps::upgrade_idle(shared, binary);
+        idle.into_iter().for_each(|(id, outcome)| add(id, outcome));
+    }
     let mut seen = BTreeSet::new();
     for id in ids {
         // The disk was upgraded with another one of its store.
@@ -421,10 +429,7 @@ fn upgrade(shared: &Shared, request: &UpgradeParams) -> Result<Upgraded, RpcErro
         }
         for (id, outcome) in upgrade_one(shared, id, binary) {
             seen.insert(id);
-            match outcome {
-                Ok(()) => done.upgraded.push(id),
-                Err(Failure { why, help }) => done.failed.push(NotUpgraded { disk: id, why, help }),
-            }
+            add(id, outcome);
         }
     }
     Ok(done)

@@ -35,7 +35,9 @@ mod statistics;
 mod verbs;
 
 pub(crate) use list::{list, statistics};
-pub(crate) use verbs::{allocate, attach, close, detach, free, open, pause, spawn, unpause};
+pub(crate) use verbs::{
+    allocate, attach, close, detach, free, open, pause, spawn, unpause, upgrade_idle,
+};
 
 /// As many taps as tapdisk has numbers.
 const MINORS: u32 = 16384;

@@ -251,6 +251,20 @@ pub(crate) fn detach(shared: &Shared, pid: u32, minor: u32) -> Result<(), TapErr
     Ok(())
 }
 
+/// Replaces the program of the processes of taps that are not open. Those of open ones go on as
+/// disks do.
+pub(crate) fn upgrade_idle(shared: &Shared, binary: &Path) -> Vec<(DiskId, Result<(), Failure>)> {
+    let _one = shared.taps.change();
+    let attached: Vec<DiskId> =
+        shared.taps.lock().keys().map(|minor| DiskId::tap(*minor)).collect();
+    let is_idle = |id: &DiskId| {
+        let is_open = shared.table.read(|disks| disks.contains_key(id));
+        !is_open && shared.serving.keeper_of(*id).is_some()
+    };
+    let idle = attached.into_iter().filter(is_idle);
+    idle.map(|id| (id, shared.serving.upgrade_closed(id, binary))).collect()
+}
+
 /// Frees a minor.
 pub(crate) fn free(shared: &Shared, minor: u32) -> Result<(), TapError> {
     let _one = shared.taps.change();
