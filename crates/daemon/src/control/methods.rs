@@ -22,6 +22,7 @@ use super::waits::waits_for;
 use super::{images, limits, pauses};
 use crate::config::nearest;
 use crate::directory::{self, Snapshot};
+use crate::pause::Pause;
 use crate::state::DiskId;
 use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen, taps, tuning};
@@ -194,7 +195,8 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
         minor: entry.minor,
         starts: entry.starts,
         full: None,
-        paused: entry.pause.clone(),
+        // The image that was refused is between the daemon and the next one.
+        paused: entry.pause.clone().map(|pause| Pause { refused: None, ..pause }),
         guest: entry.tap.and_then(|tap| tap.guest),
         why: failure.map(|failure| failure.why.clone()),
         help: failure.map(|failure| failure.help.clone()),
