@@ -17,16 +17,14 @@ use ferrite_xen::hypervisor::{DomId, Hypervisor};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 
-use super::super::ahead::HELD;
 use super::super::closing::close;
-use super::super::config::{Ahead, WorkConfig};
+use super::super::config::WorkConfig;
 use super::super::connected::EngineFactory;
 use super::super::error::ServeError;
 use super::super::in_use::ImageReply;
 use super::super::messages::{Failure, OpenFailure, Order, Reply, Report};
-use super::super::orphan::{Orphan, Start};
+use super::super::orphan::Start;
 use super::super::run_dir::{RunFiles, STOPPED, TABLE, second};
-use super::super::tune::Tune;
 use super::super::worker::Worker;
 use super::super::worker_handle::WorkerHandle;
 use super::deferred::{Deferred, Opening, OpeningKind};
@@ -257,45 +255,6 @@ impl<'a> WorkerProcess<'a> {
         Ok(Ready { requests: [ready[0], ready[1]], reports: [reports(0), reports(1)], client })
     }
 
-    /// Opens the image of a disk without a guest, as its follower would have requested.
-    fn open_ahead(&mut self, ahead: Ahead, tune: Tune) -> Result<(), ServeError> {
-        self.open(ahead.read_only, false)?;
-        self.order(Order::Tune(tune))?;
-        for order in HELD {
-            self.order(order)?;
-        }
-        tracing::info!("no daemon runs: opened the image for clients");
-        Ok(())
-    }
-
-    /// Takes over a guest that a predecessor has left, as its follower would have requested. A
-    /// follower that comes meanwhile requests the same, and finds it done.
-    fn take_over_orphan(&mut self, orphan: Orphan) -> Result<(), ServeError> {
-        let Orphan { domid, read_only, keeps_all, rings, told_sectors, tune } = orphan;
-        // A failure here may be temporary: the next worker tries again.
-        self.open(read_only, keeps_all)?;
-        if self.config.stays {
-            self.order(Order::Guest(domid.0))?;
-        }
-        self.order(Order::Tune(*tune))?;
-        self.order(Order::Remember)?;
-        self.order(Order::Enter)?;
-        match self.order(Order::TakeOver { rings, told_sectors }) {
-            Ok(Reply::Connected { how, undone }) => {
-                tracing::info!("no daemon runs: took over, {undone} requests to finish: {how}");
-            }
-            Ok(reply) => tracing::error!("{reply:?}: this is a bug in ferrite"),
-            Err(
-                failure @ (Failure::Refused(_) | Failure::OtherRings(_) | Failure::WrongImage(_)),
-            ) => {
-                let why = ServeError::from(failure);
-                tracing::warn!("the guest waits until a daemon runs: {why}");
-            }
-            Err(failure) => return Err(failure.into()),
-        }
-        Ok(())
-    }
-
     /// Serves the next client of the client channel.
     fn accept_client(&mut self) {
         let (Some(served), Some(client_channel)) = (&mut self.served, self.client_channel) else {
@@ -467,7 +426,7 @@ impl<'a> WorkerProcess<'a> {
 
     /// Opens the image in this mode. An image that is open in this mode stays open, and its guest
     /// goes on.
-    fn open(&mut self, read_only: bool, keeps_all: bool) -> Result<(), Failure> {
+    pub(super) fn open(&mut self, read_only: bool, keeps_all: bool) -> Result<(), Failure> {
         if self.is_open(read_only)? {
             return Ok(());
         }
@@ -519,7 +478,7 @@ impl<'a> WorkerProcess<'a> {
         Ok(())
     }
 
-    fn order(&mut self, order: Order) -> Result<Reply, Failure> {
+    pub(super) fn order(&mut self, order: Order) -> Result<Reply, Failure> {
         // A disk that stays is closed by [`retire`](Self::retire) only.
         let closes = order == Order::Close && !self.config.stays;
         if closes {
