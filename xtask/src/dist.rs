@@ -54,6 +54,8 @@ const PAGES: [&str; 23] = [
     "internals/trace.md",
 ];
 
+/// The program of XAPI's plug-ins.
+const PLUGIN: &str = "plugin.py";
 /// XAPI's plug-ins, by their folders below dist/xapi and below XAPI's own.
 const PLUGINS: [&str; 2] = ["datapath/ferrite", "volume/org.xen.xapi.storage.ferrite"];
 
@@ -406,7 +408,7 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     Ok(())
 }
 
-/// One of XAPI's plug-ins: a file, and links to it by the names of its calls.
+/// One of XAPI's plug-ins: a file, which is the same for both, and links to it by the names of its calls.
 fn stage_plugin(plugin: &str, root: &Path) -> Result<()> {
     let from = steps::repository().join("dist/xapi").join(plugin);
     let to = root.join("var/lib/xapi/storage-scripts").join(plugin);
@@ -415,8 +417,8 @@ fn stage_plugin(plugin: &str, root: &Path) -> Result<()> {
         let entry = entry?;
         let (from, to) = (entry.path(), to.join(entry.file_name()));
         match fs::read_link(&from) {
-            Ok(target) => std::os::unix::fs::symlink(target, &to)?,
-            Err(_) => {
+            Ok(target) if target == Path::new(PLUGIN) => std::os::unix::fs::symlink(target, &to)?,
+            _ => {
                 fs::copy(&from, &to)?;
                 fs::set_permissions(&to, fs::Permissions::from_mode(0o755))?;
             }

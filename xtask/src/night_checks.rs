@@ -78,6 +78,13 @@ pub(crate) fn changes() -> Result<()> {
     steps::run(test.env("FERRITE_TEST_SCALE", "334"))
 }
 
+/// Taps in a hundred times as many random orders as with each commit.
+pub(crate) fn random_taps() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite-daemon", "--test", "taps", "orders"]);
+    steps::run(test.env("FERRITE_TEST_SCALE", "100"))
+}
+
 /// The process of a store with ten guests, killed forty times as often as with each commit.
 pub(crate) fn killed_store() -> Result<()> {
     let mut test = cargo();

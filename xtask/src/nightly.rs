@@ -52,6 +52,8 @@ enum Part {
     Store,
     /// A thousand random sequences of changes and deaths of a running disk.
     Changes,
+    /// Taps in random orders of verbs, deaths and upgrades, for ten minutes.
+    Taps,
     /// Programs of others against the NBD server, as far as they are installed.
     Peers,
     /// The processes of an older commit, upgraded to this one under guests.
@@ -115,6 +117,7 @@ fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
         Part::Parking => night_checks::parking(),
         Part::Store => night_checks::killed_store(),
         Part::Changes => night_checks::changes(),
+        Part::Taps => night_checks::random_taps(),
         Part::Peers => peers::test(cases),
         Part::Upgrade => upgrade::test(),
         Part::Mutants => passed(mutants::nightly()?, "a mutant was not noticed"),

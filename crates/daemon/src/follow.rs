@@ -319,10 +319,15 @@ impl Follower {
     }
 
     fn write_state_with(&self, image: &Image, pause: Option<Pause>) -> Result<(), Failure> {
+        let written = self.shared.states.write(&self.state(image, pause));
+        written.map_err(|e| self.shared.state_failure(&e))
+    }
+
+    /// The state of a served disk with this image.
+    pub(crate) fn state(&self, image: &Image, pause: Option<Pause>) -> DiskState {
         let state = DiskState::new(self.id, image, self.minor).with_tap(self.tap());
         let state = state.beside(self.beside()).paused(pause).tuned(self.tune());
-        let state = state.leaving(self.left()).with_new_leaf(self.new_leaf());
-        self.shared.states.write(&state).map_err(|e| self.shared.state_failure(&e))
+        state.leaving(self.left()).with_new_leaf(self.new_leaf())
     }
 
     /// What a tap has besides.

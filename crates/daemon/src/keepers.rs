@@ -278,7 +278,7 @@ impl Keepers {
                 disk.tuned(&tune, tuned);
                 disk.opened(facts).map_err(|Failure { why, help }| {
                     let what = "cannot serve the disk".to_owned();
-                    ServeError::Open { what, why, help }
+                    ServeError::Open { what, why, help, errno: None }
                 })?;
                 disk.ask_worker(line.fd.as_fd(), stop)
             };
@@ -327,7 +327,10 @@ impl Keepers {
                     tracing::warn!("disk {}: {why}; its guest waits for the next worker", disk.id);
                 }
                 Err(ServeError::WorkerLost(why)) => return Err(all_lost(&why)),
-                Err(e) => return Err(not_served(e)),
+                Err(e) => {
+                    disk.record_errno(&e);
+                    return Err(not_served(e));
+                }
             }
         }
     }
@@ -543,7 +546,7 @@ fn all_lost(why: &str) -> Failure {
 
 fn not_served(e: ServeError) -> Failure {
     let help = match &e {
-        ServeError::Open { what, why, help } => {
+        ServeError::Open { what, why, help, .. } => {
             return Failure { why: format!("{what}: {why}"), help: help.clone() };
         }
         ServeError::Close(_) => {

@@ -5,14 +5,14 @@ use std::fs::File;
 use std::path::Path;
 use std::time::Duration;
 
-use ferrite_serve::blkif::lifecycle::{Orphan, ServeError, Start, TABLE};
+use ferrite_serve::blkif::lifecycle::{Ahead, Orphan, ServeError, Start, TABLE};
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::{Store, StoreError};
 use rustix::fs::{FlockOperation, flock};
 
 use crate::Paths;
 use crate::directory;
-use crate::state::{DiskId, States};
+use crate::state::{DiskId, States, TapState};
 
 /// The longest wait for a reply of xenstore. The worker handles nothing else meanwhile.
 const XENSTORE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -21,26 +21,33 @@ const XENSTORE_TIMEOUT: Duration = Duration::from_secs(5);
 /// worker has its rights, since `connect` opens a connection to xenstore.
 pub fn start(run: &Path, id: DiskId, connect: impl FnOnce() -> Result<Store, StoreError>) -> Start {
     let paths = Paths { run: run.to_owned() };
-    // No guest was connected, or another attachment has the disk now.
-    if !run.join(id.file_name()).join(TABLE).exists() || !is_to_be_served(&paths, id) {
+    // Another attachment has the disk now.
+    if !is_to_be_served(&paths, id) {
+        return Start::WaitForFollower;
+    }
+    let known = States::peek(&paths.states(), id);
+    let tap = known.as_ref().and_then(|known| known.tap);
+    let is_without_guest = tap.is_some_and(|tap| tap.guest.is_none());
+    // No guest was connected.
+    if !is_without_guest && !run.join(id.file_name()).join(TABLE).exists() {
         return Start::WaitForFollower;
     }
     // A daemon knows more than xenstore, such as whether the disk is to rest. So it decides.
     if a_daemon_runs(&paths) {
         return Start::ExpectFollower;
     }
-    let known = States::peek(&paths.states(), id);
-    let tap = known.as_ref().and_then(|known| known.tap);
+    let tune = known.map(|known| Box::new(known.tune)).unwrap_or_default();
     let guest = match tap {
-        Some(tap) => tap.guest,
-        None => Some(id),
+        None => id,
+        Some(TapState { guest: Some(guest), .. }) => guest,
+        Some(TapState { read_only, .. }) => {
+            return Start::Ahead { ahead: Ahead { read_only }, tune };
+        }
     };
-    // Clients of a tap without a guest wait for the daemon.
-    let Some(guest) = guest else { return Start::WaitForFollower };
     match find(guest, connect) {
         Ok(Some(mut orphan)) => {
             orphan.read_only = tap.map_or(orphan.read_only, |tap| tap.read_only);
-            orphan.tune = known.map(|known| Box::new(known.tune)).unwrap_or_default();
+            orphan.tune = tune;
             Start::Orphan(orphan)
         }
         Ok(None) => Start::WaitForFollower,

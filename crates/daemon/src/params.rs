@@ -56,12 +56,31 @@ impl Format {
 }
 
 /// An image that the toolstack has named.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Image {
     /// The image's format.
     pub format: Format,
     /// The absolute path; of a volume `PATH#NAME`.
+    #[serde(with = "path_as_bytes")]
     pub path: PathBuf,
+}
+
+/// A path in a state file: bytes, since paths need not be text.
+mod path_as_bytes {
+    use std::ffi::OsString;
+    use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+    use std::path::{Path, PathBuf};
+
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(path: &Path, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_seq(path.as_os_str().as_bytes())
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<PathBuf, D::Error> {
+        Ok(OsString::from_vec(Vec::deserialize(from)?).into())
+    }
 }
 
 impl Image {

@@ -41,6 +41,9 @@ pub struct Pause {
     /// operation leaves an image that can be served, wherever it is interrupted.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub is_step: bool,
+    /// The image that the disk could not go on with last.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub refused: Option<Image>,
 }
 
 impl Pause {
@@ -48,7 +51,7 @@ impl Pause {
     pub fn by(by: &str) -> Pause {
         let by = by.chars().filter(|c| !c.is_control()).take(BY).collect();
         let since = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
-        Pause { since, by, is_step: false }
+        Pause { since, by, is_step: false, refused: None }
     }
 
     /// A pause that ends with the operation `by`.
@@ -455,10 +458,18 @@ impl Follower {
         }
         self.shared.table.change(self.id, |entry| {
             (entry.image, entry.real) = (Some(before.clone()), None);
-            entry.resume = Resume::Failed(failure);
-            // From here on it is the administrator's: the operation may have ended.
-            entry.pause.iter_mut().for_each(|pause| pause.is_step = false);
+            if let Some(pause) = &mut entry.pause {
+                // From here on it is the administrator's: the operation may have ended.
+                pause.is_step = false;
+                pause.refused = Some(next.clone());
+            }
         });
+        // The next daemon tells of the failure, too. If it cannot be written, the disk is paused all
+        // the same.
+        if let Err(e) = self.write_state(before) {
+            tracing::warn!("disk {}: {e}", self.id);
+        }
+        self.shared.table.change(self.id, |entry| entry.resume = Resume::Failed(failure));
         Ok(Next::Again)
     }
 }

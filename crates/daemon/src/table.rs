@@ -8,6 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use ferrite_serve::blkif::lifecycle::Tune;
 use ferrite_serve::waker::Waker;
+use rustix::io::Errno;
 
 use crate::Failure;
 use crate::asking::Questions;
@@ -91,6 +92,8 @@ pub struct Entry {
     pub since: SystemTime,
     /// How often the disk was started.
     pub starts: u64,
+    /// The number of the error by which a tap's image could not be opened, if it had one.
+    pub(crate) errno: Option<Errno>,
     /// Whether its image was open: a guest may have written.
     pub(crate) was_open: bool,
     /// The later attachment that it rests for, or is to rest for.
@@ -254,6 +257,7 @@ impl Table {
             nbd: None,
             since: SystemTime::now(),
             starts: 0,
+            errno: None,
             was_open: false,
             rests_for,
             is_suspended: known.is_some_and(|state| state.left.is_some()),

@@ -79,7 +79,9 @@ impl Assignment<'_> {
             return;
         }
         let failure = match e {
-            ServeError::Open { what, why, help } => Failure { why: format!("{what}: {why}"), help },
+            ServeError::Open { what, why, help, .. } => {
+                Failure { why: format!("{what}: {why}"), help }
+            }
             e => Failure { why: e.to_string(), help: "the daemon's log has more".to_owned() },
         };
         let failure = self.write_tune(&before).err().unwrap_or(failure);

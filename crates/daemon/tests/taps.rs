@@ -13,14 +13,16 @@ use std::sync::Arc;
 
 use ferrite_daemon::Step;
 use ferrite_daemon::control::client::ClientError;
-use ferrite_daemon::control::protocol::{TapDone, TapRow, TapRows};
+use ferrite_daemon::control::protocol::{TapDone, TapRow, TapRows, Upgraded};
 use ferrite_daemon::keepers::Keepers;
+use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::nbd::{Client, command};
-use ferrite_testkit::{PATIENCE, images, wait_until};
+use ferrite_testkit::{PATIENCE, images, scale, wait_until};
 use host::{Host, works};
 use load::Load;
 use roles::{MIB, Roles, is_alive, kill, kill_pid, worker};
+use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
 
 /// Not a test: the daemon.
@@ -279,10 +281,180 @@ fn a_tap_is_served_on_after_the_death_of_each_process() {
     assert_eq!(tap.state(&host), Some(0));
     load.end();
     leave(&host, &disk);
+    // The same with clients only.
+    assert!(tap.row(&host).worker.is_some());
+    kill(daemon);
+    for _ in 0..2 {
+        kill_pid(worker(tap.pid as i32).unwrap());
+        read(&mut client, 0);
+    }
+    daemon = start(&host);
+    wait_until("the tap", || tap.state(&host) == Some(0));
+    read(&mut client, 0);
     drop(client);
     tap.end(&host);
     nothing_is_left(&host);
     kill(daemon);
+}
+
+/// The threads of this name in a process.
+fn threads(process: &Child, name: &str) -> usize {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", process.id())).unwrap().flatten();
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+    names.filter(|found| found.trim_end() == name).count()
+}
+
+#[test]
+fn a_thread_publishes_counters_from_the_first_guest_of_a_tap_to_the_last() {
+    let host = Host::new(1);
+    let mut daemon = start(&host);
+    let image = host.make_image("a.img", 4 * MIB);
+    let tap = Tap::open(&host, &format!("aio:{}", image.display()));
+    for _ in 0..2 {
+        assert_eq!(threads(&daemon, "statistics"), 0);
+        let disk = tap.join(&host, 1);
+        let mut front = host.connect(&disk);
+        assert_eq!(threads(&daemon, "statistics"), 1);
+        kill(daemon);
+        daemon = start(&host);
+        wait_until("a thread", || threads(&daemon, "statistics") == 1);
+        works(&mut front, 1);
+        front.close(PATIENCE).unwrap();
+        leave(&host, &disk);
+        wait_until("the end of the thread", || threads(&daemon, "statistics") == 0);
+    }
+    tap.end(&host);
+    nothing_is_left(&host);
+    kill(daemon);
+}
+
+#[test]
+fn the_process_of_a_tap_that_is_not_open_gets_the_next_program_as_well() {
+    let host = Host::new(0);
+    let daemon = start(&host);
+    let image = host.make_image("a.img", 4 * MIB);
+    let named = format!("aio:{}", image.display());
+    let (idle, open) = (Tap::attach(&host), Tap::open(&host, &named));
+    let program = host.dir.path().join("next");
+    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    let done: Upgraded = host.call("upgrade", &json!({ "binary": program })).unwrap();
+    let ids: Vec<u32> = done.upgraded.iter().map(|id| id.devid).collect();
+    assert_eq!((ids, done.failed), (vec![idle.minor, open.minor], vec![]));
+    for tap in [idle, open] {
+        assert_eq!(std::fs::read_link(format!("/proc/{}/exe", tap.pid)).unwrap(), program);
+    }
+    open.end(&host);
+    idle.call(&host, "open", Some(&named)).unwrap();
+    assert_eq!(read(&mut idle.client(&host), 0), [0; 4096]);
+    idle.end(&host);
+    nothing_is_left(&host);
+    kill(daemon);
+}
+
+/// Twenty taps of one host, and what is done to them in a random order.
+struct Orders {
+    host: Host,
+    daemon: Child,
+    images: Vec<PathBuf>,
+    programs: Vec<PathBuf>,
+    random: SplitMix64,
+}
+
+impl Orders {
+    const TAPS: usize = 20;
+    const STEPS: usize = 40;
+
+    fn new(seed: u64) -> Orders {
+        // A guest would be connected to one worker only.
+        let host = Host::new(0);
+        let own = std::env::current_exe().unwrap();
+        let programs = ["one", "other"].map(|name| host.dir.path().join(name));
+        for copy in &programs {
+            std::fs::copy(&own, copy).unwrap();
+        }
+        let images = (0..Self::TAPS).map(|i| host.make_image(&format!("{i}.img"), MIB)).collect();
+        let (daemon, programs) = (start(&host), programs.to_vec());
+        Orders { host, daemon, images, programs, random: SplitMix64::new(seed) }
+    }
+
+    /// The number of a process that serves this tap, if there is one.
+    fn processes(&self, tap: Tap) -> Vec<i32> {
+        let keeper = tap.row(&self.host).pid.map(|pid| pid as i32);
+        let keeper = keeper.filter(|pid| is_alive(*pid));
+        keeper.into_iter().chain(keeper.and_then(worker)).collect()
+    }
+
+    /// Does something to one of the taps. It may fail, as the tap may be in any state.
+    fn step(&mut self, taps: &[Tap]) {
+        let tap = taps[self.random.below(taps.len() as u64) as usize];
+        let image = format!("aio:{}", self.images[tap.minor as usize].display());
+        match self.random.below(12) {
+            0..4 => drop(tap.call(&self.host, "open", Some(&image))),
+            4..6 => drop(tap.call(&self.host, "pause", None)),
+            6 | 7 => drop(tap.call(&self.host, "unpause", None)),
+            8 => drop(tap.call(&self.host, "close", None)),
+            9 => {
+                let processes = self.processes(tap);
+                if let Some(pid) = processes.get(self.random.below(2) as usize) {
+                    kill_pid(*pid);
+                }
+            }
+            10 => {
+                let binary = &self.programs[self.random.below(2) as usize];
+                let disk = json!({ "domid": 0x7ff4, "devid": tap.minor });
+                let params = json!({ "disk": disk, "binary": binary });
+                drop(self.host.call::<serde_json::Value>("upgrade", &params));
+            }
+            _ => {
+                self.daemon.kill().unwrap();
+                self.daemon.wait().unwrap();
+                self.daemon = start(&self.host);
+            }
+        }
+    }
+
+    /// One order of steps. Nothing of it is left afterwards.
+    fn run(&mut self) {
+        let taps: Vec<Tap> = (0..Self::TAPS).map(|_| Tap::attach(&self.host)).collect();
+        for tap in &taps {
+            let image = format!("aio:{}", self.images[tap.minor as usize].display());
+            tap.call(&self.host, "open", Some(&image)).unwrap();
+        }
+        for _ in 0..Self::STEPS {
+            self.step(&taps);
+        }
+        let mut processes = Vec::new();
+        for tap in taps {
+            processes.extend(self.processes(tap));
+            // One whose keeper was killed while it had no image is not attached any more.
+            if let Some(pid) = tap.row(&self.host).pid {
+                // The next daemon knows only the keeper that it finds.
+                let tap = Tap { pid, ..tap };
+                tap.call(&self.host, "close", None).unwrap();
+                tap.call(&self.host, "detach", None).unwrap();
+            }
+            self.host.call::<TapDone>("tap.free", &json!({ "minor": tap.minor })).unwrap();
+        }
+        wait_until("the end of all processes", || !processes.iter().any(|pid| is_alive(*pid)));
+        nothing_is_left(&self.host);
+        for image in &self.images {
+            let file = std::fs::File::open(image).unwrap();
+            let lock = FlockOperation::NonBlockingLockExclusive;
+            wait_until("no lock", || flock(&file, lock).is_ok());
+        }
+    }
+}
+
+/// The steps that the storage manager and accidents take, with each commit in two orders.
+#[test]
+fn orders_of_verbs_deaths_and_upgrades_leave_nothing() {
+    let seed = SplitMix64::from_system().next_u64();
+    println!("seed {seed}");
+    let mut orders = Orders::new(seed);
+    for _ in 0..2 * scale() {
+        orders.run();
+    }
+    kill(orders.daemon);
 }
 
 #[test]

@@ -91,6 +91,16 @@ impl DiskError {
         self.kind
     }
 
+    /// The kernel's number of the error, if it had one.
+    pub fn errno(&self) -> Option<Errno> {
+        let of_source = self.source.as_ref().and_then(Errno::from_io_error);
+        of_source.or(match self.kind {
+            ErrorKind::NotFound => Some(Errno::NOENT),
+            ErrorKind::Permission => Some(Errno::ACCESS),
+            _ => None,
+        })
+    }
+
     /// The step that failed, for example `cannot open image /srv/a.img`.
     pub fn what(&self) -> &str {
         &self.what

@@ -41,7 +41,7 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
             Some(key) => (format!("{}: {key}", e.file.display()), e.why),
             None => (e.file.display().to_string(), e.why),
         };
-        Failure { code: Code::USAGE, what, why, help: e.allowed }
+        Failure::new(what, why, e.allowed).with_code(Code::USAGE)
     })?;
     let warnings = config.warnings(path, &args.places.run_dir);
     if args.check_config {
@@ -59,7 +59,9 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
     }
     warnings.iter().for_each(|doubt| tracing::warn!("{doubt}"));
     let stop = stop_on_signals()?;
-    let places = Paths { run: args.places.run_dir.clone() };
+    // Workers have another working directory.
+    let run = std::path::absolute(&args.places.run_dir);
+    let places = Paths { run: run.map_err(|e| cannot(&args.places.run_dir, &e))? };
     let (metrics_socket, stats) = (config.metrics_socket.clone(), places.run.join(FOLDER));
     let keepers = Arc::new(Keepers::new(&places.run, Box::new(Ours)));
     let daemon = Daemon::new(config, places, keepers, Box::new(Store::open), stop)

@@ -5,6 +5,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use ferrite_disk::{DiskError, ErrorKind};
+use rustix::io::Errno;
 
 use crate::plain::one_line;
 
@@ -71,6 +72,8 @@ pub struct Failure {
     pub why: String,
     /// The next step for the user.
     pub help: String,
+    /// The kernel's number of the error, if it had one.
+    pub errno: Option<Errno>,
 }
 
 impl Failure {
@@ -80,7 +83,8 @@ impl Failure {
         why: impl fmt::Display,
         help: impl Into<String>,
     ) -> Failure {
-        Failure { code: Code::FAILED, what: what.into(), why: why.to_string(), help: help.into() }
+        let (what, why, help) = (what.into(), why.to_string(), help.into());
+        Failure { code: Code::FAILED, what, why, help, errno: None }
     }
 
     /// The same failure with another code. An interruption keeps its own code.
@@ -105,7 +109,7 @@ impl Failure {
     }
 
     fn json(&self) -> String {
-        let Failure { code, what, why, help } = self;
+        let Failure { code, what, why, help, .. } = self;
         serde_json::json!({ "what": what, "why": why, "help": help, "code": code.0 }).to_string()
     }
 }
@@ -132,7 +136,7 @@ impl From<DiskError> for Failure {
             | ErrorKind::Io => Code::FAILED,
         };
         let (what, why, help) = (e.what().into(), e.why().into(), e.help().into());
-        Failure { code, what, why, help }
+        Failure { code, what, why, help, errno: e.errno() }
     }
 }
 

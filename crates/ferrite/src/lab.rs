@@ -16,13 +16,12 @@ pub(crate) fn run(args: &LabArgs) -> Result<(), Failure> {
     let error = command.args(&args.words).exec();
     let what = format!("cannot start {PROGRAM}");
     match error.kind() {
-        io::ErrorKind::NotFound => Err(Failure {
-            code: Code::NOT_FOUND,
-            what,
-            why: "it is not beside this program, and not in PATH".into(),
-            help: "build it from Ferrite's source: cargo build --release --package ferrite-lab"
-                .into(),
-        }),
+        io::ErrorKind::NotFound => {
+            let why = "it is not beside this program, and not in PATH";
+            let help =
+                "build it from Ferrite's source: cargo build --release --package ferrite-lab";
+            Err(Failure::new(what, why, help).with_code(Code::NOT_FOUND))
+        }
         _ => Err(Failure::new(what, error, "check the rights of the file")),
     }
 }

@@ -89,12 +89,11 @@ fn configured(file: &Path) -> Result<Vec<PathBuf>, Failure> {
     lines
         .map(|(i, line)| match line == ANY || line.starts_with('/') {
             true => Ok(line.into()),
-            false => Err(Failure {
-                code: Code::USAGE,
-                what: format!("cannot use {}", file.display()),
-                why: format!("line {} is neither an absolute path nor \"{ANY}\"", i + 1),
-                help: "name a folder a line".into(),
-            }),
+            false => {
+                let why = format!("line {} is neither an absolute path nor \"{ANY}\"", i + 1);
+                let what = format!("cannot use {}", file.display());
+                Err(Failure::new(what, why, "name a folder a line").with_code(Code::USAGE))
+            }
         })
         .collect()
 }

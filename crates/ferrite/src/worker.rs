@@ -138,7 +138,8 @@ fn open(
     let disk = serve::open_within(args, how.read_only, run_dir, PATIENCE)?;
     tracing::info!("opened {disk}");
     let kind = choose(args.engine, args.poll_storage, &disk)?;
-    if !kind.holds() {
+    // Of a tap's image, callers want to find one process that has it open.
+    if !kind.holds() || args.xen.domain == DomId::NONE {
         disk.let_go();
     }
     let engine = engines(kind, alive.clone());
@@ -321,12 +322,12 @@ fn engines(kind: EngineKind, alive: Arc<OwnedFd>) -> EngineFactory {
 /// Reports a failure to the log, unless it is the same as the last one, and to the keeper.
 fn told(failure: Failure, last: &mut Option<String>) -> OpenFailure {
     let in_use = failure.code == Code::BUSY;
-    let Failure { what, why, help, .. } = failure;
+    let Failure { what, why, help, errno, .. } = failure;
     if last.as_ref() != Some(&why) {
         tracing::error!("{what}: {why}; {help}");
         *last = Some(why.clone());
     }
-    OpenFailure { what, why, help, in_use }
+    OpenFailure { what, why, help, in_use, errno: errno.map(Errno::raw_os_error) }
 }
 
 #[cfg(test)]

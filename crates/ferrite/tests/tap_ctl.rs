@@ -109,6 +109,16 @@ fn served_disks_are_listed_and_the_one_that_was_attached_last_is_the_last() {
 }
 
 #[test]
+fn taps_and_disks_come_by_one_question() {
+    let program = Program::new();
+    let rows = json!({ "taps": [{ "minor": 9 }], "disks": [disk(3, 2, "served", 1)] });
+    let asked = answering(program.dir.path(), vec![("tap.list", rows)]);
+    let lines = "minor=9\npid=72 minor=2 state=0 args=vhd:/srv/a.vhd\n";
+    assert_eq!(text(&program.call("list").stdout), lines);
+    assert_eq!(asked.iter().count(), 1);
+}
+
+#[test]
 fn an_image_that_is_being_opened_is_waited_for() {
     let program = Program::new();
     let attached = json!({ "disk": disk(3, 2, "served", 1) });

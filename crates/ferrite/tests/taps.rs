@@ -4,10 +4,13 @@
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
+use ferrite_testkit::devices::Freezable;
 use ferrite_testkit::nbd::{Client, command};
+use ferrite_testkit::programs::skipped;
 use ferrite_testkit::{images, wait_until};
 
 const MIB: u64 = 1 << 20;
@@ -233,6 +236,23 @@ fn each_verb_says_what_tapdisks_does_and_leaves_its_state() {
 }
 
 #[test]
+fn a_user_who_may_not_drive_taps_is_told_so() {
+    let daemon = Daemon::new();
+    fs::set_permissions(daemon.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let mut command = Command::new(daemon.dir.path().join("tap-ctl"));
+    command.args(["list", "--run-dir"]).arg(daemon.dir.path().join("run")).uid(65534);
+    let output = command.env_remove("XENBUS_PATH").output();
+    let Ok(output) = output else {
+        return skipped(
+            "the build folder is closed to other users, or this one may not become them",
+        );
+    };
+    assert_eq!(output.status.code(), Some(13));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(said, "tap-ctl: this user may not drive taps; run it as root\n");
+}
+
+#[test]
 fn names_with_blanks_and_colons_and_long_ones_are_names() {
     let daemon = Daemon::new();
     let image = daemon.image("b", "vhd");
@@ -284,6 +304,140 @@ fn taps_outlive_the_daemon() {
     rustix::process::kill_process(signalled, rustix::process::Signal::TERM).unwrap();
     daemon.says("free -m 2", "");
     wait_until("no row", || daemon.tap_ctl("list").stdout.is_empty());
+}
+
+/// The processes that have a file open.
+fn openers(path: &str) -> Vec<u32> {
+    let processes = fs::read_dir("/proc").unwrap().flatten();
+    let has_it = |process: &fs::DirEntry| {
+        let files = fs::read_dir(process.path().join("fd")).into_iter().flatten().flatten();
+        files
+            .map(|file| fs::read_link(file.path()))
+            .any(|name| name.is_ok_and(|n| n == Path::new(path)))
+    };
+    let pid = |process: fs::DirEntry| process.file_name().to_str()?.parse().ok();
+    processes.filter(has_it).filter_map(pid).collect()
+}
+
+#[test]
+fn one_process_has_the_image_of_a_tap_open_and_that_number_finds_the_tap() {
+    let daemon = Daemon::new();
+    let image = daemon.image("o", "qcow2");
+    daemon.tap_ctl("allocate");
+    let pid = daemon.spawn();
+    daemon.says(&format!("attach -p {pid} -m 0"), "");
+    daemon.says(&format!("open -p {pid} -m 0 -a qcow2:{image}"), "");
+    let expected = format!("pid={pid} minor=0 state=0 args=qcow2:{image}\n");
+    for _ in 0..2 {
+        let mut found = Vec::new();
+        wait_until("one process with the image", || {
+            found = openers(&image);
+            found.len() == 1
+        });
+        daemon.says(&format!("list -p {}", found[0]), &expected);
+        // The caller goes on with that number.
+        daemon.says(&format!("pause -p {} -m 0", found[0]), "");
+        assert!(openers(&image).is_empty());
+        daemon.says(&format!("unpause -p {pid} -m 0"), "");
+    }
+    daemon.says(&format!("destroy -p {pid} -m 0"), "");
+}
+
+#[test]
+fn a_number_is_that_of_the_error_and_not_of_words_in_a_name() {
+    let daemon = Daemon::new();
+    daemon.tap_ctl("allocate");
+    let pid = daemon.spawn();
+    daemon.says(&format!("attach -p {pid} -m 0"), "");
+    let folder = daemon.dir.path().join("No space left");
+    fs::create_dir(&folder).unwrap();
+    let garbage = folder.join("Permission denied.vhd");
+    fs::write(&garbage, [7; 70_000]).unwrap();
+    let (pid, open) = (pid.to_string(), |name: &Path| format!("vhd:{}", name.display()));
+    let call = |name: &Path| daemon.call(&["open", "-p", &pid, "-m", "0", "-a", &open(name)]);
+    assert_eq!(call(&garbage).status.code(), Some(22));
+    // The worker, and not the daemon, finds that a parent is missing.
+    let folder = Path::new(&daemon.image("p", "vhd")).parent().unwrap().to_owned();
+    let ferrite = |words: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        let output = command.args(words).current_dir(&folder).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    };
+    ferrite(&["image", "create", "parent.vhd", "4M"]);
+    ferrite(&["image", "clone", "parent.vhd", "leaf.vhd"]);
+    let leaf = folder.join("leaf.vhd");
+    fs::remove_file(folder.join("parent.vhd")).unwrap();
+    assert_eq!(call(&leaf).status.code(), Some(2));
+    daemon.says(&format!("detach -p {pid} -m 0"), "");
+    daemon.says("free -m 0", "");
+}
+
+#[test]
+fn a_tap_that_could_not_go_on_is_told_of_by_the_next_daemon() {
+    let mut daemon = Daemon::new();
+    let image = daemon.image("r", "vhd");
+    daemon.tap_ctl("allocate");
+    let pid = daemon.spawn();
+    daemon.says(&format!("attach -p {pid} -m 0"), "");
+    daemon.says(&format!("open -p {pid} -m 0 -a vhd:{image}"), "");
+    daemon.says(&format!("pause -p {pid} -m 0"), "");
+    let garbage = daemon.dir.path().join("garbage");
+    fs::write(&garbage, [7; 70_000]).unwrap();
+    let garbage = garbage.to_str().unwrap();
+    for (bad, errno) in [("/no/such", 2), (garbage, 22)] {
+        daemon.fails(&format!("unpause -p {pid} -m 0 -a vhd:{bad}"), errno);
+        let expected = format!("pid={pid} minor=0 state=0x22a args=vhd:{bad}\n");
+        daemon.says("list", &expected);
+        daemon.restart();
+        let listed = || String::from_utf8(daemon.tap_ctl("list").stdout).unwrap();
+        wait_until("the paused tap", || listed().contains("state=0x2"));
+        daemon.says("list", &expected);
+    }
+    daemon.says(&format!("unpause -p {pid} -m 0 -a vhd:{image}"), "");
+    daemon.says("list", &format!("pid={pid} minor=0 state=0 args=vhd:{image}\n"));
+    // A later pause has not failed.
+    daemon.says(&format!("pause -p {pid} -m 0"), "");
+    daemon.says("list", &format!("pid={pid} minor=0 state=0x2a args=vhd:{image}\n"));
+    daemon.says(&format!("destroy -p {pid} -m 0"), "");
+}
+
+#[test]
+fn a_close_while_storage_hangs_ends_in_time_and_is_done_when_storage_answers() {
+    let daemon = Daemon::new();
+    let Some(storage) = Freezable::mount(&daemon.dir.path().join("hangs")) else { return };
+    let image = storage.folder().join("a.img");
+    fs::File::create(&image).unwrap().set_len(4 * MIB).unwrap();
+    let [hangs, other] =
+        [format!("aio:{}", image.display()), format!("vhd:{}", daemon.image("o", "vhd"))];
+    let [pid, unaffected] = [(0, &hangs), (1, &other)].map(|(minor, image)| {
+        daemon.tap_ctl("allocate");
+        let pid = daemon.spawn();
+        daemon.says(&format!("attach -p {pid} -m {minor}"), "");
+        daemon.says(&format!("open -p {pid} -m {minor} -a {image}"), "");
+        pid
+    });
+    let (mut client, mut others) = (daemon.client(pid, 0), daemon.client(unaffected, 1));
+    write(&mut client, 1);
+    storage.freeze();
+    client.send(command::WRITE, 0, 4096, 4096, &[2; 4096]);
+    wait_until("a request at the storage", || {
+        let stats = daemon.tap_ctl(&format!("stats -p {pid} -m 0")).stdout;
+        let stats: serde_json::Value = serde_json::from_slice(&stats).unwrap();
+        stats["reqs_outstanding"] == 1
+    });
+    daemon.fails(&format!("close -p {pid} -m 0 -t 2"), 110);
+    daemon.says("list -m 0", &format!("pid={pid} minor=0 state=0 args={hangs}\n"));
+    write(&mut others, 3);
+    daemon.says(&format!("pause -p {unaffected} -m 1"), "");
+    daemon.says(&format!("unpause -p {unaffected} -m 1"), "");
+    assert_eq!(read(&mut others), [3; 4096]);
+    daemon.says(&format!("destroy -p {unaffected} -m 1"), "");
+    storage.thaw();
+    let closed = format!("pid={pid} minor=0 state=0x2\n");
+    wait_until("its end", || daemon.tap_ctl("list").stdout == closed.as_bytes());
+    assert_eq!(fs::read(&image).unwrap()[4096..8192], [2; 4096]);
+    daemon.says(&format!("destroy -p {pid} -m 0"), "");
+    daemon.says("list", "");
 }
 
 #[test]

@@ -169,6 +169,7 @@ impl OnALine {
                 why: "no Xen".into(),
                 help: "b".into(),
                 in_use: false,
+                errno: None,
             };
             let (client_channel, _) = frames::pair().unwrap();
             let lines = Lines { first: &theirs, second: &second };

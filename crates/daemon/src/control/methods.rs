@@ -22,9 +22,10 @@ use super::waits::waits_for;
 use super::{images, limits, pauses};
 use crate::config::nearest;
 use crate::directory::{self, Snapshot};
+use crate::pause::Pause;
 use crate::state::DiskId;
 use crate::table::{Entry, Phase, Upgrade, detached};
-use crate::{Failure, Shared, Xen, tuning};
+use crate::{Failure, Shared, Xen, taps, tuning};
 
 /// The names of all methods.
 pub(super) const METHODS: [&str; 38] = [
@@ -201,7 +202,8 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
         minor: entry.minor,
         starts: entry.starts,
         full: None,
-        paused: entry.pause.clone(),
+        // The image that was refused is between the daemon and the next one.
+        paused: entry.pause.clone().map(|pause| Pause { refused: None, ..pause }),
         guest: entry.tap.and_then(|tap| tap.guest),
         why: failure.map(|failure| failure.why.clone()),
         help: failure.map(|failure| failure.help.clone()),
@@ -420,6 +422,14 @@ fn upgrade(shared: &Shared, request: &UpgradeParams) -> Result<Upgraded, RpcErro
         None => shared.table.read(any),
     };
     let mut done = Upgraded { upgraded: Vec::new(), failed: Vec::new() };
+    let mut add = |id, outcome| match outcome {
+        Ok(()) => done.upgraded.push(id),
+        Err(Failure { why, help }) => done.failed.push(NotUpgraded { disk: id, why, help }),
+    };
+    if request.disk.is_none() {
+        let idle = taps::upgrade_idle(shared, binary);
+        idle.into_iter().for_each(|(id, outcome)| add(id, outcome));
+    }
     let mut seen = BTreeSet::new();
     for id in ids {
         // The disk was upgraded with another one of its store.
@@ -428,10 +438,7 @@ fn upgrade(shared: &Shared, request: &UpgradeParams) -> Result<Upgraded, RpcErro
         }
         for (id, outcome) in upgrade_one(shared, id, binary) {
             seen.insert(id);
-            match outcome {
-                Ok(()) => done.upgraded.push(id),
-                Err(Failure { why, help }) => done.failed.push(NotUpgraded { disk: id, why, help }),
-            }
+            add(id, outcome);
         }
     }
     Ok(done)

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::protocol::Disk;
+
 /// The parameters of `tap.attach`, `tap.detach`, `tap.pause`, `tap.unpause`, `tap.close` and
 /// `tap.open`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,6 +79,9 @@ pub struct TapRow {
 pub struct TapRows {
     /// All taps, by minor; then the processes without one.
     pub taps: Vec<TapRow>,
+    /// The disks that a toolstack has attached. Older daemons do not send them.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub disks: Option<Vec<Disk>>,
 }
 
 /// The result of `tap.stats`. Pairs are of reads and writes.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use serde_json::Value;
 
-use super::methods::{reply, take};
+use super::methods::{list, reply, take};
 use super::pauses::{image, seconds};
 use super::protocol::{Help, MinorParams, Nothing, RpcError, TapDone, TapParams, TapRows, code};
 use crate::Shared;
@@ -19,9 +19,7 @@ pub(super) fn call(
     params: Value,
 ) -> Option<Result<Value, RpcError>> {
     Some(match method {
-        "tap.list" => {
-            take::<Nothing>(params).and_then(|_| reply(&TapRows { taps: taps::list(shared) }))
-        }
+        "tap.list" => take::<Nothing>(params).and_then(|_| reply(&rows(shared))),
         "tap.allocate" => take::<Nothing>(params).and_then(|_| {
             let minor = taps::allocate(shared).map_err(refused)?;
             reply(&TapDone { minor: Some(minor), pid: None })
@@ -55,6 +53,13 @@ pub(super) fn call(
     })
 }
 
+/// All taps, and the disks that are none.
+fn rows(shared: &Shared) -> TapRows {
+    let mut disks = list(shared).disks;
+    disks.retain(|disk| !disk.disk.is_tap());
+    TapRows { taps: taps::list(shared), disks: Some(disks) }
+}
+
 fn done(
     params: Value,
     call: impl FnOnce(&TapParams) -> Result<(), TapError>,
@@ -64,9 +69,16 @@ fn done(
     reply(&TapDone { minor: Some(tap.minor), pid: Some(tap.pid) })
 }
 
+/// Most bytes of a path. A longer one names no file, and state files have room for these.
+const MAX_PATH: usize = 4096;
+
 /// The image that is named, if one is.
 fn named(tap: &TapParams) -> Result<Option<Image>, TapError> {
     let Some(name) = &tap.image else { return Ok(None) };
+    if name.len() > MAX_PATH {
+        let why = format!("the image's name has more than {MAX_PATH} bytes");
+        return Err(TapError::new(Errno::NAMETOOLONG, why, "name it by a shorter path"));
+    }
     image(name).map(Some).map_err(|e| {
         let help = e.data.map(|data| data.help).unwrap_or_default();
         match name.split_once(':') {

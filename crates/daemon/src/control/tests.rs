@@ -109,7 +109,7 @@ fn same<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(name: &st
 const FULL: Full = Full { requests: 1 << 40, since: 1 << 41 };
 
 fn pause() -> Pause {
-    Pause { since: 1 << 41, by: "a".to_owned(), is_step: true }
+    Pause { since: 1 << 41, by: "a".to_owned(), is_step: true, refused: None }
 }
 
 fn disk() -> Disk {
@@ -207,7 +207,7 @@ fn every_type_of_a_tap_is_described_as_it_is() {
     same("TapDone", &TapDone { pid, minor });
     let row = TapRow { pid, minor, state: Some(0x22a), args: args.clone(), worker: Some(3) };
     same("TapRow", &row);
-    same("TapRows", &TapRows { taps: vec![row] });
+    same("TapRows", &TapRows { taps: vec![row], disks: Some(Vec::new()) });
     let (sectors, errors, in_flight) = ([1, 1 << 40], [2, 3], 4);
     same("TapStatistics", &TapStatistics { args, is_paused: true, sectors, errors, in_flight });
 }

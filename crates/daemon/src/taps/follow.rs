@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use ferrite_serve::blkif::lifecycle::{Ahead, ExpectedAttachment, Outcome, remove_run_dir};
 
+use super::TapError;
+use super::errno::{check, errno_of};
 use crate::directory::{self, Snapshot};
 use crate::follow::{Ending, Follower, Next, RETRY, RETRY_MAX};
 use crate::params::Image;
@@ -61,13 +63,21 @@ impl Follower {
     /// Serves an open tap until the thread is woken or its guest leaves.
     pub(crate) fn serve_tap(&mut self, image: &Image, resumes: bool) -> Result<Next, Failure> {
         let Some(tap) = self.tap() else { return Ok(Next::Ended) };
+        if resumes {
+            check(image).map_err(|e| self.not_opened(e))?;
+        }
         let real = image.file().canonicalize().ok();
         self.shared.table.change(self.id, |entry| {
             entry.starts += 1;
+            entry.errno = None;
             entry.real = real;
         });
         // The next daemon has to find the tap, and its guest, before either is served.
-        self.write_state(image)?;
+        let state = self.state(image, self.pause());
+        self.shared.states.write(&state).map_err(|e| {
+            let errno = errno_of(&e);
+            self.not_opened(TapError { errno, failure: self.state_failure(&e) })
+        })?;
         (self.shared.on_step)(Step::StateWritten);
         let served = match tap.guest {
             None => {
@@ -176,7 +186,7 @@ impl Follower {
         self.shared.states.write(&state).map_err(|e| self.state_failure(&e))?;
         (self.shared.on_step)(Step::Forgotten);
         self.shared.serving.empty(self.id)?;
-        self.shared.taps.closed(self.id);
+        self.shared.taps.set_closed(self.id, true);
         tracing::info!("{} is closed", self.id);
         Ok(())
     }

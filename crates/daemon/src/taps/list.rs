@@ -52,23 +52,24 @@ fn forget_dead(shared: &Shared) {
 fn row(shared: &Shared, minor: u32) -> TapRow {
     let id = DiskId::tap(minor);
     let mut row = TapRow { minor: Some(minor), ..TapRow::default() };
-    let (is_closed, refused) = match shared.taps.lock().get(&minor) {
+    let is_closed = match shared.taps.lock().get(&minor) {
         None => return row,
-        Some(Attached { pid, is_closed, refused, .. }) => {
+        Some(Attached { pid, is_closed, .. }) => {
             row.pid = Some(*pid);
-            (*is_closed, refused.clone())
+            *is_closed
         }
     };
     let seen = shared.table.read(|disks| {
         let entry = disks.get(&id)?;
-        Some((is_paused(entry), entry.image.clone()))
+        let pause = entry.pause.as_ref().filter(|_| is_paused(entry));
+        let refused = pause.and_then(|pause| pause.refused.clone());
+        Some(match (pause, refused) {
+            (None, _) => (0, entry.image.clone()),
+            (Some(_), None) => (PAUSED, entry.image.clone()),
+            (Some(_), refused) => (PAUSED | NOT_RESUMED, refused),
+        })
     });
-    let (state, image) = match seen {
-        None => (if is_closed { CLOSED } else { 0 }, None),
-        Some((true, _)) if refused.is_some() => (PAUSED | NOT_RESUMED, refused),
-        Some((true, image)) => (PAUSED, image),
-        Some((false, image)) => (0, image),
-    };
+    let (state, image) = seen.unwrap_or((if is_closed { CLOSED } else { 0 }, None));
     row.worker = seen_worker(shared, id, image.is_some());
     row.state = Some(state);
     row.args = image.as_ref().map(args);

@@ -28,6 +28,7 @@ use crate::state::{DiskId, DiskState};
 use crate::table::{Entry, Phase};
 use crate::{Failure, Paths, Shared, blktap};
 
+mod errno;
 mod follow;
 mod list;
 mod statistics;
@@ -36,6 +37,7 @@ mod verbs;
 pub(crate) use list::{list, statistics};
 pub(crate) use verbs::{
     allocate, attach, close, close_own, detach, free, open, open_own, pause, spawn, unpause,
+    upgrade_idle,
 };
 
 /// As many taps as tapdisk has numbers.
@@ -63,8 +65,6 @@ struct Attached {
     earlier: BTreeSet<u32>,
     /// Whether the tap was closed. It may be opened anew.
     is_closed: bool,
-    /// The image that the tap could not go on with after a pause.
-    refused: Option<Image>,
 }
 
 /// The taps that have a keeper.
@@ -73,6 +73,7 @@ pub(crate) struct Taps {
     attached: Mutex<BTreeMap<u32, Attached>>,
     /// Held while a verb changes which taps and keepers there are.
     changing: Mutex<()>,
+    publishing: statistics::Publishing,
 }
 
 impl Taps {
@@ -80,39 +81,14 @@ impl Taps {
         self.attached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts to publish counters for XAPI's monitoring.
-    fn publish(&self, shared: &Arc<Shared>) {
-        let shared = shared.clone();
-        let name = "statistics".to_owned();
-        let thread =
-            std::thread::Builder::new().name(name).spawn(move || statistics::publish(&shared));
-        if let Err(e) = thread {
-            tracing::warn!("counters are not published for XAPI: cannot start a thread: {e}");
-        }
-    }
-
     fn change(&self) -> MutexGuard<'_, ()> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that a tap is open, with no failure of the past.
-    fn opened(&self, minor: u32) {
-        if let Some(tap) = self.lock().get_mut(&minor) {
-            (tap.is_closed, tap.refused) = (false, None);
-        }
-    }
-
-    /// Notes the image that a paused tap could not go on with.
-    fn refused(&self, minor: u32, image: Option<Image>) {
-        if let Some(tap) = self.lock().get_mut(&minor) {
-            tap.refused = image;
-        }
-    }
-
-    /// Notes that a tap is closed.
-    fn closed(&self, id: DiskId) {
+    /// Notes whether a tap is closed.
+    fn set_closed(&self, id: DiskId, is_closed: bool) {
         if let Some(tap) = self.lock().get_mut(&id.devid) {
-            (tap.is_closed, tap.refused) = (true, None);
+            tap.is_closed = is_closed;
         }
     }
 
@@ -166,7 +142,7 @@ pub(crate) enum Joined {
 }
 
 /// Has a guest's disk join a tap. That it has is in the tap's state file before it is served.
-pub(crate) fn join(shared: &Shared, tap: DiskId, guest: DiskId) -> Joined {
+pub(crate) fn join(shared: &Arc<Shared>, tap: DiskId, guest: DiskId) -> Joined {
     let mut joined = Joined::No(format!("{tap} is not open: tap-ctl list shows the taps"));
     shared.table.change(tap, |entry| {
         let (Some(state), Some(image)) = (&mut entry.tap, &entry.image) else { return };
@@ -182,13 +158,13 @@ pub(crate) fn join(shared: &Shared, tap: DiskId, guest: DiskId) -> Joined {
         entry.wake();
         joined = Joined::AsFirst;
     });
+    statistics::begin(shared);
     joined
 }
 
 /// Takes up the taps of a predecessor: attached ones, and open ones with their threads. Xenstore is
 /// not needed for that.
 pub(crate) fn restore(shared: &Arc<Shared>) {
-    shared.taps.publish(shared);
     for id in shared.serving.kept_disks() {
         // Keepers of other disks are their threads' to ask.
         let Some(minor) = id.minor_of_tap() else { continue };
@@ -211,6 +187,7 @@ pub(crate) fn restore(shared: &Arc<Shared>) {
             tracing::error!("{} is not served: cannot start a thread: {e}", state.id);
         }
     }
+    statistics::begin(shared);
     sweep(shared);
 }
 
@@ -273,5 +250,7 @@ fn marked(paths: &Paths) -> Vec<u32> {
 fn is_paused(entry: &Entry) -> bool {
     // A tap that could not go on is paused again in a moment.
     let has_failed = matches!(entry.resume, Resume::Failed(_));
-    entry.pause.is_some() && (entry.phase == Phase::Paused || has_failed)
+    // A predecessor has paused it, and its thread has not looked at it yet.
+    let is_found = entry.starts == 0 && entry.resume == Resume::None;
+    entry.pause.is_some() && (entry.phase == Phase::Paused || has_failed || is_found)
 }

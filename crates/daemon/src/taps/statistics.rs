@@ -3,14 +3,14 @@
 //! `td3-PID/vbd-D-N` is tapdisk's and `vbd3-D-N/statistics` its backend's. A reader maps each file
 //! once and keeps the mapping, so a file stays the same one for as long as the guest has the disk:
 //! over deaths and upgrades of all processes. They are written once a second, from the worker's
-//! counters.
+//! counters. The thread that does it runs while there are guests that have joined taps.
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ferrite_serve::counters::snapshot::{self, KindCounts};
@@ -18,6 +18,7 @@ use ferrite_serve::counters::stats_file;
 
 use crate::Shared;
 use crate::state::DiskId;
+use crate::table::Entry;
 
 /// The pause between two writes. Readers look every five seconds.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -42,8 +43,40 @@ impl Joined {
     }
 }
 
-/// Writes the files of all joined guests until the daemon stops.
-pub(super) fn publish(shared: &Arc<Shared>) {
+/// Whether the thread runs.
+#[derive(Default)]
+pub(super) struct Publishing(Mutex<bool>);
+
+impl Publishing {
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Starts the thread if a guest has joined a tap and it does not run.
+pub(super) fn begin(shared: &Arc<Shared>) {
+    let mut runs = shared.taps.publishing.lock();
+    if *runs || !has_guests(shared) {
+        return;
+    }
+    let thread = std::thread::Builder::new().name("statistics".to_owned());
+    let of_thread = shared.clone();
+    match thread.spawn(move || publish(&of_thread)) {
+        Ok(_) => *runs = true,
+        Err(e) => {
+            tracing::warn!("counters are not published for XAPI: cannot start a thread: {e}");
+        }
+    }
+}
+
+/// Whether a guest has joined a tap.
+fn has_guests(shared: &Shared) -> bool {
+    let has_guest = |entry: &Entry| entry.tap.is_some_and(|tap| tap.guest.is_some());
+    shared.table.read(|disks| disks.values().any(has_guest))
+}
+
+/// Writes the files of all joined guests until the last one has left, or the daemon stops.
+fn publish(shared: &Arc<Shared>) {
     let shared_memory = shared.paths.shared_memory();
     let mut open: BTreeMap<DiskId, (Joined, [Option<File>; 2])> = BTreeMap::new();
     while !shared.is_stopped(PERIOD) {
@@ -64,13 +97,19 @@ pub(super) fn publish(shared: &Arc<Shared>) {
                 write(files, &seen);
             }
         }
+        // A guest that joins from here on starts the next thread.
+        let mut runs = shared.taps.publishing.lock();
+        if open.is_empty() && !has_guests(shared) {
+            *runs = false;
+            return;
+        }
     }
 }
 
 /// The guests that have joined taps now.
 fn joined(shared: &Shared) -> BTreeMap<DiskId, Joined> {
     shared.table.read(|disks| {
-        let of = |(tap, entry): (&DiskId, &crate::table::Entry)| {
+        let of = |(tap, entry): (&DiskId, &Entry)| {
             let guest = entry.tap?.guest?;
             Some((guest, Joined { tap: *tap, guest, pid: entry.pid? }))
         };

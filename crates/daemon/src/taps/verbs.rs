@@ -8,9 +8,10 @@ use std::time::Duration;
 use ferrite_serve::counters::{snapshot, stats_file};
 use rustix::io::Errno;
 
+use super::errno::{check, errno_of, recorded};
 use super::{Attached, MINORS, TapError, is_paused, mark, start};
 use crate::follow::Follower;
-use crate::params::{Format, Image};
+use crate::params::Image;
 use crate::pause::{self, NotDone, Pause};
 use crate::state::{DiskId, DiskState, TapState};
 use crate::table::{Closing, Entry, Phase};
@@ -169,21 +170,21 @@ fn open_as(
             Phase::Starting | Phase::Empty | Phase::Resting(_) | Phase::Suspended => None,
         },
     });
-    let failure = match opened {
+    let e = match opened {
         Some(Ok(())) => {
-            shared.taps.opened(minor);
+            shared.taps.set_closed(id, false);
             // A guest's disk may wait for it.
             shared.wake.wake();
             return Ok(());
         }
-        Some(Err(failure)) => failure,
-        None => Failure {
-            why: format!("{} is still being opened", image.path.display()),
-            help: "its storage is slow or does not answer".to_owned(),
-        },
+        Some(Err(failure)) => TapError { errno: recorded(shared, id), failure },
+        None => {
+            let why = format!("{} is still being opened", image.path.display());
+            TapError::new(Errno::TIMEDOUT, why, "its storage is slow or does not answer")
+        }
     };
     take_back(shared, id);
-    Err(TapError { errno: errno_of_failure(&failure), failure })
+    Err(e)
 }
 
 /// Ends the thread of a tap whose image could not be opened. It is attached as before.
@@ -204,41 +205,6 @@ fn wait_until_gone(shared: &Shared, id: DiskId, within: Duration) -> bool {
     // Without xenstore the main thread removes ended threads only once a second.
     shared.table.reap();
     ended.is_some()
-}
-
-/// Checks an image's name and file before a thread is started for it.
-fn check(image: &Image) -> Result<(), TapError> {
-    if image.path.as_os_str().is_empty() {
-        let why = "the drive is empty: no image is named";
-        return Err(TapError::new(Errno::NOMEDIUM, why, "name it as TYPE:PATH"));
-    }
-    if image.format == Format::Store {
-        return Ok(());
-    }
-    std::fs::metadata(&image.path).map(drop).map_err(|e| {
-        let why = format!("cannot open {}: {e}", image.path.display());
-        TapError::new(errno_of(&e), why, "name an image that is there")
-    })
-}
-
-fn errno_of(e: &io::Error) -> Errno {
-    match Errno::from_io_error(e) {
-        // Callers repeat what has failed with these.
-        None | Some(Errno::IO | Errno::AGAIN) => Errno::INVAL,
-        Some(errno) => errno,
-    }
-}
-
-/// The number for a failure that has only a text.
-fn errno_of_failure(failure: &Failure) -> Errno {
-    let of = [
-        ("Permission denied", Errno::ACCESS),
-        ("No such file", Errno::NOENT),
-        ("No space left", Errno::NOSPC),
-        ("still being opened", Errno::TIMEDOUT),
-    ];
-    let found = of.iter().find(|(words, _)| failure.why.contains(words));
-    found.map_or(Errno::INVAL, |(_, errno)| *errno)
 }
 
 fn gone(id: DiskId) -> Failure {
@@ -275,20 +241,14 @@ pub(crate) fn unpause(
         let why = format!("{id} is not paused");
         return Err(TapError::new(Errno::INVAL, why, "tap-ctl list shows its state"));
     }
-    let resumed = match image.as_ref().map(check) {
-        Some(Err(e)) => Err(e),
-        _ => pause::resume(shared, id, image.clone(), false, OPENED_WITHIN).map_err(|e| {
-            let (errno, failure) = match e {
-                NotDone::NoDisk => (Errno::NOENT, gone(id)),
-                NotDone::NotInTime(failure) => (Errno::TIMEDOUT, failure),
-                NotDone::Failed(failure) => (errno_of_failure(&failure), failure),
-            };
-            TapError { errno, failure }
-        }),
-    };
-    let tried = image.or_else(|| shared.table.read(|disks| disks.get(&id)?.image.clone()));
-    shared.taps.refused(minor, tried.filter(|_| resumed.is_err()));
-    resumed
+    pause::resume(shared, id, image, false, OPENED_WITHIN).map_err(|e| {
+        let (errno, failure) = match e {
+            NotDone::NoDisk => (Errno::NOENT, gone(id)),
+            NotDone::NotInTime(failure) => (Errno::TIMEDOUT, failure),
+            NotDone::Failed(failure) => (recorded(shared, id), failure),
+        };
+        TapError { errno, failure }
+    })
 }
 
 /// Closes a tap, and waits until it is. One that is closed stays so.
@@ -332,6 +292,20 @@ pub(crate) fn detach(shared: &Shared, pid: u32, minor: u32) -> Result<(), TapErr
     Follower::forget_tap(shared, id);
     shared.taps.lock().remove(&minor);
     Ok(())
+}
+
+/// Replaces the program of the processes of taps that are not open. Those of open ones go on as
+/// disks do.
+pub(crate) fn upgrade_idle(shared: &Shared, binary: &Path) -> Vec<(DiskId, Result<(), Failure>)> {
+    let _one = shared.taps.change();
+    let attached: Vec<DiskId> =
+        shared.taps.lock().keys().map(|minor| DiskId::tap(*minor)).collect();
+    let is_idle = |id: &DiskId| {
+        let is_open = shared.table.read(|disks| disks.contains_key(id));
+        !is_open && shared.serving.keeper_of(*id).is_some()
+    };
+    let idle = attached.into_iter().filter(is_idle);
+    idle.map(|id| (id, shared.serving.upgrade_closed(id, binary))).collect()
 }
 
 /// Frees a minor.

@@ -48,6 +48,7 @@ use ferrite_testkit::{PATIENCE, wait_until};
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::mover::Budget;
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::host::{A_WHILE, GUESTS, Host, STORE, connect};
@@ -247,9 +248,10 @@ impl Told {
             why: e.to_string(),
             help: "-".to_owned(),
             in_use: e.kind() == ErrorKind::InUse,
+            errno: e.errno().map(Errno::raw_os_error),
         })?;
         let kind = test_engine();
-        if !kind.holds() {
+        if !kind.holds() || self.domid == DomId::NONE {
             disk.let_go();
         }
         Ok(Opened { disk, engine: engine(alive) })

@@ -350,18 +350,18 @@ fn compare(tools: &ImageTools<'_>, out: &Out<'_>, args: &CompareArgs) -> Result<
     out.confirm(&found, text::comparison).map_err(|e| e.with_code(Code::NOT_COMPARED))?;
     match found.first_difference_bytes {
         None => Ok(()),
-        Some(at) => Err(Failure {
-            code: Code::DIFFER,
-            what: format!("{} and {} differ", args.a.display(), args.b.display()),
-            why: match found.difference {
+        Some(at) => {
+            let what = format!("{} and {} differ", args.a.display(), args.b.display());
+            let why = match found.difference {
                 Some(Difference::Allocation) => format!(
                     "they read the same, and from byte {at} on one of them has space allocated \
                      where the other has none (-s)"
                 ),
                 _ => format!("the first difference is at byte {at}"),
-            },
-            help: "ferrite image map shows where each has its data".into(),
-        }),
+            };
+            let help = "ferrite image map shows where each has its data";
+            Err(Failure::new(what, why, help).with_code(Code::DIFFER))
+        }
     }
 }
 

@@ -104,7 +104,7 @@ pub(super) enum Reply {
 }
 
 impl From<Failure> for Reply {
-    fn from(Failure { code, what, why, help }: Failure) -> Reply {
+    fn from(Failure { code, what, why, help, .. }: Failure) -> Reply {
         Reply::Failed { code: code.number(), what, why, help }
     }
 }
@@ -112,7 +112,7 @@ impl From<Failure> for Reply {
 impl Reply {
     /// A failure of the command.
     pub(super) fn failure(code: u8, what: String, why: String, help: String) -> Failure {
-        Failure { code: Code::of_another(code), what, why, help }
+        Failure::new(what, why, help).with_code(Code::of_another(code))
     }
 }
 

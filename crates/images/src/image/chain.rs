@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use ferrite_disk_base::size::Human;
 use ferrite_disk_base::{DiskError, ErrorKind, ImageName, OpenOptions, Parents};
 use ferrite_host::names;
+use rustix::io::Errno;
 
 use super::format::ParentNames;
 use super::layer::Layer;
@@ -141,7 +142,8 @@ fn open_parent(layers: &[Layer], options: &OpenOptions) -> Result<Option<Layer>,
             format!("its parent {name:?} is at none of {}", whole(&paths)),
             "put the parent back to where it was when the image was made, or, if it has another name \
              now, say so: ferrite image rebase -u IMAGE -b PARENT",
-        ),
+        )
+        .map_err(|e| e.with_source(Errno::NOENT)),
     }
 }
 

@@ -125,7 +125,7 @@ fn chosen(args: &RunArgs) -> Result<Vec<&'static Experiment>, Failure> {
     }
     let refuse = |name: &String, why: &str, help: String| {
         let what = format!("cannot run {name:?}");
-        Err(Failure { code: Code::USAGE, what, why: why.into(), help })
+        Err(Failure::new(what, why, help).with_code(Code::USAGE))
     };
     let find = |name: &String| match experiments::find(name) {
         Some(Experiment { how: How::OnXen { part }, .. }) => refuse(
@@ -189,6 +189,7 @@ fn report(args: &ReportArgs) -> Result<(), Failure> {
             what: "cannot make the report".into(),
             why: format!("there is no result in {}", args.results.display()),
             help: "run an experiment first: ferrite-lab run --all".into(),
+            errno: None,
         });
     }
     let path = args.output.clone().unwrap_or_else(|| args.results.join("report.html"));
@@ -243,6 +244,7 @@ fn failed(what: &str, error: &anyhow::Error) -> Failure {
             what: what.into(),
             why: "interrupted".into(),
             help: "what was finished before is in the folder of results".into(),
+            errno: None,
         };
     }
     let help = "docs/lab.md says what an experiment needs; ferrite-bench -v shows more of one run";

@@ -201,6 +201,7 @@ pub(crate) fn worker(kept: &KeptArgs) -> Result<(), Failure> {
             why,
             help,
             in_use: false,
+            errno: None,
         })
     };
     let lines = Lines { first: &line, second: &second };

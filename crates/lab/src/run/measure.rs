@@ -53,6 +53,7 @@ pub(crate) fn interrupted() -> Failure {
         what: "cannot finish the measurement".into(),
         why: "interrupted".into(),
         help: "run it again".into(),
+        errno: None,
     }
 }
 
@@ -145,6 +146,7 @@ pub(super) fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> 
             why: "this mode overwrites what the image holds".to_owned(),
             help: "use an image without needed data and say --force-overwrite, or measure null:"
                 .to_owned(),
+            errno: None,
         });
     }
     Ok(disk)

@@ -147,7 +147,7 @@ fn poll_us(args: &BenchArgs, loaded: u32) -> u32 {
 }
 
 fn usage(why: String, help: impl Into<String>) -> Failure {
-    Failure { code: Code::USAGE, what: "cannot measure that".to_owned(), why, help: help.into() }
+    Failure::new("cannot measure that", why, help).with_code(Code::USAGE)
 }
 
 #[cfg(test)]

@@ -18,10 +18,14 @@ const TYPES: [(&str, u32); 3] = [("aio", 0), ("vhd", 4), ("qcow2", 6)];
 
 /// Lists taps, and disks that xl has attached.
 pub(super) fn list(daemon: &Daemon, options: &Options) -> Result<(), Refusal> {
-    let rows = daemon.call::<TapRows>("tap.list", &Nothing {}, 0)?.taps;
+    let TapRows { taps, disks } = daemon.call("tap.list", &Nothing {}, 0)?;
+    let disks = match disks {
+        Some(disks) => disks,
+        None => daemon.disks()?,
+    };
     let mut lines: Vec<String> =
-        rows.iter().filter(|row| is_wanted(row, options)).map(line).collect();
-    lines.extend(xl::list(daemon, options)?);
+        taps.iter().filter(|row| is_wanted(row, options)).map(line).collect();
+    lines.extend(xl::list(daemon, disks, options)?);
     let mut out = io::stdout().lock();
     for line in lines {
         let _ = writeln!(out, "{line}");

@@ -49,9 +49,12 @@ fn is_meant(options: &Options, disk: &Disk) -> bool {
         && options.file.as_deref().is_none_or(|file| disk.image.as_deref() == Some(file))
 }
 
-/// The lines of the disks that match. One that is being opened is waited for if its file is named.
-pub(super) fn list(daemon: &Daemon, wanted: &Options) -> Result<Vec<String>, Refusal> {
-    let mut disks = daemon.disks()?;
+/// The lines of those of these disks that match. One that is being opened is waited for if its file is named.
+pub(super) fn list(
+    daemon: &Daemon,
+    mut disks: Vec<Disk>,
+    wanted: &Options,
+) -> Result<Vec<String>, Refusal> {
     let unserved = |disk: &&Disk| is_meant(wanted, disk) && is_to_be_served(disk);
     if wanted.file.is_some() && disks.iter().any(|disk| unserved(&disk)) {
         for disk in disks.iter().filter(unserved) {

@@ -15,6 +15,10 @@ use super::worker_handle::WorkerHandle as _;
 use crate::blkif::negotiate::DiskFacts;
 use crate::waker::Waker;
 
+/// The orders to a worker whose disk has no guest. One may have gone while no follower saw it; it
+/// waits for no request any more.
+pub(super) const HELD: [Order; 4] = [Order::Remember, Order::Stop, Order::Forget, Order::Enter];
+
 /// Has a worker open its image, calls `opened` as
 /// [`follow_notifying`](super::follow_notifying) does, and waits until `stop` is woken.
 ///
@@ -31,8 +35,7 @@ pub fn hold(
     let held = |line: &mut Line<'_>| {
         line.open(ahead.read_only, false, false)?;
         let tuned = line.tune(tune)?;
-        // A guest may have gone while no follower saw it. It waits for no request any more.
-        for order in [Order::Remember, Order::Stop, Order::Forget, Order::Enter] {
+        for order in HELD {
             line.carry_out(order)?;
         }
         Ok::<_, Failure>(tuned)

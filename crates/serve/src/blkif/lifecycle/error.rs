@@ -37,6 +37,8 @@ pub enum ServeError {
         why: String,
         /// The next step for the administrator.
         help: String,
+        /// The kernel's number of the error, if it had one.
+        errno: Option<i32>,
     },
     /// The worker's process is gone, or has broken the protocol. Its guest waits for the next
     /// worker: follow its line.

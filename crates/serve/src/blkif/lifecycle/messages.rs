@@ -151,6 +151,9 @@ pub struct OpenFailure {
     /// Whether another process or host has it open.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub in_use: bool,
+    /// The kernel's number of the error, if it had one.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub errno: Option<i32>,
 }
 
 /// An unsolicited message of a worker.
@@ -175,7 +178,13 @@ impl Failure {
     /// The other half speaks an unknown version of these messages. The guest is served on.
     pub(super) fn version(what: &str, e: &UnknownVersion) -> Self {
         let (what, why) = (what.to_owned(), e.to_string());
-        Failure::Open(OpenFailure { what, why, help: e.help().to_owned(), in_use: false })
+        Failure::Open(OpenFailure {
+            what,
+            why,
+            help: e.help().to_owned(),
+            in_use: false,
+            errno: None,
+        })
     }
 
     /// A file in the run directory could not be written.
@@ -204,8 +213,8 @@ impl From<Failure> for ServeError {
             }
             Failure::Host { what, why } => ServeError::Host { what, source: io::Error::other(why) },
             Failure::Close(why) => ServeError::Close(io::Error::other(why)),
-            Failure::Open(OpenFailure { what, why, help, .. }) => {
-                ServeError::Open { what, why, help }
+            Failure::Open(OpenFailure { what, why, help, errno, .. }) => {
+                ServeError::Open { what, why, help, errno }
             }
             Failure::Lost(why) => ServeError::WorkerLost(why),
             Failure::Left => ServeError::Left,

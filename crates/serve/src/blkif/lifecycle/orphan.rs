@@ -8,6 +8,7 @@ use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::{Store, StoreError};
 
 use super::attachment::Attachment;
+use super::config::Ahead;
 use super::error::ServeError;
 use super::messages::Rings;
 use super::refusal::Refusal;
@@ -26,6 +27,13 @@ pub enum Start {
     ExpectFollower,
     /// There is no follower, and a guest is connected.
     Orphan(Orphan),
+    /// There is no follower, and the disk is open without a guest: clients of NBD may wait.
+    Ahead {
+        /// How the image is opened.
+        ahead: Ahead,
+        /// What was set on the running disk.
+        tune: Box<Tune>,
+    },
 }
 
 /// A connected guest, as xenstore describes it.

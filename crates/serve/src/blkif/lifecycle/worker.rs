@@ -85,7 +85,11 @@ impl<'a> Worker<'a> {
             }
         }
         let image = disk(device)?.identity().map_or(String::new(), |image| image.path);
-        config.counters.place(&config.run_dir, &image);
+        match config.stays {
+            // Callers find a tap by its worker's number, also before its first client.
+            true => config.counters.keep_in(&config.run_dir, &image),
+            false => config.counters.place(&config.run_dir, &image),
+        }
         device.set_limits(&config.limits);
         config.counters.limit(&config.limits);
         let context = context(hypervisor, device, (domid, Side::First), files, config, engine)?;

@@ -122,6 +122,7 @@ impl<'a> Line<'a> {
                 why: "its worker is of an older ferrite, which does not know these settings"
                     .to_owned(),
                 help: "move it to this version first: ferrite upgrade".to_owned(),
+                errno: None,
             }));
         }
         match self.request(RequestKind::Order(Order::Tune(tune.clone()))) {

@@ -3,6 +3,7 @@
 //! `wire.rs` has the messages, `line.rs` the follower's end of the line, and `work.rs` the worker's. `deferred.rs`
 //! has an image that is opened when its guest connects.
 
+mod alone;
 pub(super) mod deferred;
 pub(super) mod line;
 pub(super) mod wire;

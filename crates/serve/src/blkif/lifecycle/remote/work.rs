@@ -22,7 +22,7 @@ use super::super::connected::EngineFactory;
 use super::super::error::ServeError;
 use super::super::in_use::ImageReply;
 use super::super::messages::{Failure, OpenFailure, Order, Reply, Report};
-use super::super::orphan::{Orphan, Start};
+use super::super::orphan::Start;
 use super::super::run_dir::{RunFiles, STOPPED, release_tables, second};
 use super::super::volume::VolumeReply;
 use super::super::worker::Worker;
@@ -104,6 +104,7 @@ pub fn work_from(
         Start::WaitForFollower => {}
         Start::ExpectFollower => wait_for_first_request([first, second])?,
         Start::Orphan(orphan) => process.take_over_orphan(orphan)?,
+        Start::Ahead { ahead, tune } => process.open_ahead(ahead, *tune)?,
     }
     loop {
         match process.turn(first) {
@@ -253,34 +254,6 @@ impl<'a> WorkerProcess<'a> {
         Ok(Ready { requests: [ready[0], ready[1]], reports: [reports(0), reports(1)], client })
     }
 
-    /// Takes over a guest that a predecessor has left, as its follower would have requested. A
-    /// follower that comes meanwhile requests the same, and finds it done.
-    fn take_over_orphan(&mut self, orphan: Orphan) -> Result<(), ServeError> {
-        let Orphan { domid, read_only, keeps_all, rings, told_sectors, tune } = orphan;
-        // A failure here may be temporary: the next worker tries again.
-        self.open(read_only, keeps_all)?;
-        if self.config.stays {
-            self.order(Order::Guest(domid.0))?;
-        }
-        self.order(Order::Tune(*tune))?;
-        self.order(Order::Remember)?;
-        self.order(Order::Enter)?;
-        match self.order(Order::TakeOver { rings, told_sectors }) {
-            Ok(Reply::Connected { how, undone }) => {
-                tracing::info!("no daemon runs: took over, {undone} requests to finish: {how}");
-            }
-            Ok(reply) => tracing::error!("{reply:?}: this is a bug in ferrite"),
-            Err(
-                failure @ (Failure::Refused(_) | Failure::OtherRings(_) | Failure::WrongImage(_)),
-            ) => {
-                let why = ServeError::from(failure);
-                tracing::warn!("the guest waits until a daemon runs: {why}");
-            }
-            Err(failure) => return Err(failure.into()),
-        }
-        Ok(())
-    }
-
     /// Serves the next client of the client channel.
     fn accept_client(&mut self) {
         let (Some(served), Some(client_channel)) = (&mut self.served, self.client_channel) else {
@@ -366,6 +339,7 @@ impl<'a> WorkerProcess<'a> {
                 why: "only one of the two may write to the disk".to_owned(),
                 help: "attach it to both in the same mode (mode=)".to_owned(),
                 in_use: false,
+                errno: None,
             }));
         }
         // The older guest's disk is gone: the daemon serves one at a time beside the first.
@@ -450,7 +424,7 @@ impl<'a> WorkerProcess<'a> {
 
     /// Opens the image in this mode. An image that is open in this mode stays open, and its guest
     /// goes on.
-    fn open(&mut self, read_only: bool, keeps_all: bool) -> Result<(), Failure> {
+    pub(super) fn open(&mut self, read_only: bool, keeps_all: bool) -> Result<(), Failure> {
         if self.is_open(read_only)? {
             return Ok(());
         }
@@ -502,7 +476,7 @@ impl<'a> WorkerProcess<'a> {
         Ok(())
     }
 
-    fn order(&mut self, order: Order) -> Result<Reply, Failure> {
+    pub(super) fn order(&mut self, order: Order) -> Result<Reply, Failure> {
         // A disk that stays is closed by [`retire`](Self::retire) only.
         let closes = order == Order::Close && !self.config.stays;
         if closes {
