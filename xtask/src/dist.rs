@@ -27,7 +27,7 @@ pub(crate) struct DistArguments {
 }
 
 /// The pages of the documentation that hosts get. Links of these lead only to pages of this list.
-const PAGES: [&str; 23] = [
+const PAGES: [&str; 24] = [
     "operations.md",
     "watching.md",
     "serve.md",

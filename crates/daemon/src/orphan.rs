@@ -40,8 +40,9 @@ pub fn start(run: &Path, id: DiskId, connect: impl FnOnce() -> Result<Store, Sto
     let guest = match tap {
         None => id,
         Some(TapState { guest: Some(guest), .. }) => guest,
-        Some(TapState { read_only, .. }) => {
-            return Start::Ahead { ahead: Ahead { read_only }, tune };
+        Some(TapState { read_only, is_own, .. }) => {
+            let ahead = Ahead { read_only, toolstack_locks: !is_own };
+            return Start::Ahead { ahead, tune };
         }
     };
     match find(guest, connect) {

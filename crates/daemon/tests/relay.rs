@@ -51,7 +51,7 @@ fn client(host: &Host, disk: &DiskPaths, structured: bool) -> Client {
 /// A client in any form of requests and replies.
 fn client_in_form(host: &Host, disk: &DiskPaths, number: usize) -> Client {
     if number % 3 < 2 {
-        return client(host, disk, number % 3 == 0);
+        return client(host, disk, number.is_multiple_of(3));
     }
     let mut client = Client::over(stream(host, disk));
     client.go_extended(&["base:allocation", "qemu:allocation-depth"]);

@@ -83,8 +83,8 @@ fn servers() -> io::Result<()> {
     replies.extend([7; 4096]);
     replies.extend(Head::hole(cookie(0), true, 1 << 20, 4096).bytes());
     replies.extend(Head::status(cookie(1), 2).bytes());
-    push_extent(&mut replies, 4096, true);
-    push_extent(&mut replies, 4096, false);
+    push_extent(&mut replies, 4096, 3);
+    push_extent(&mut replies, 4096, 0);
     replies.extend(Head::error(cookie(2), 28).bytes());
     replies.extend(Head::simple(cookie(3), 0).bytes());
     put("nbd_client", "all", &[&said[..], &replies].concat())?;

@@ -8,7 +8,8 @@ use ferrite_nbd::uri::Uri;
 pub(crate) fn nbd_client(input: &[u8]) {
     let Some((kinds, stream)) = input.split_first() else { return };
     let session = Some(Session { user: [1; 16], process: 2, connection: 3 });
-    let wanted = Wanted { export: "e".into(), allocation: kinds & 1 != 0, session };
+    let wanted =
+        Wanted { export: "e".into(), allocation: kinds & 1 != 0, session, ..Wanted::default() };
     let mut handshake = Handshake::new(wanted).expect("the name is short");
     let (mut rest, mut out) = (stream, Vec::new());
     let (structured, context) = loop {

@@ -106,7 +106,8 @@ fn connect_all(shared: &Arc<Shared>) -> bool {
         known.iter().filter(|(_, d)| d.streams.is_empty()).map(|(index, _)| *index).collect()
     };
     let all = without(&shared.devices.lock());
-    all.into_iter().fold(true, |done, index| connect(shared, index) && done)
+    let unconnected = all.into_iter().filter(|index| !connect(shared, *index)).count();
+    unconnected == 0
 }
 
 fn connect(shared: &Arc<Shared>, index: u32) -> bool {

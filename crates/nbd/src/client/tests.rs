@@ -3,10 +3,13 @@ use proptest::prelude::*;
 use super::*;
 use crate::wire::{self, FIXED_NEWSTYLE, Head, NO_ZEROES, can, option, push_option_reply, reply};
 
+/// The kinds and data of the replies to one option.
+type Said = Vec<(u32, Vec<u8>)>;
+
 /// A server of few words: what it sends by what it was asked.
 struct Server {
     flags: u16,
-    replies: Vec<(u32, Vec<(u32, Vec<u8>)>)>,
+    replies: Vec<(u32, Said)>,
 }
 
 impl Server {
@@ -79,7 +82,12 @@ impl Server {
 const FLAGS: u16 = can::HAS_FLAGS | can::FLUSH | can::MULTI_CONN;
 
 fn wanted() -> Wanted {
-    Wanted { export: "e".into(), allocation: true, session: Some(session(1, 2)) }
+    Wanted {
+        export: "e".into(),
+        allocation: true,
+        session: Some(session(1, 2)),
+        ..Wanted::default()
+    }
 }
 
 fn session(process: u64, connection: u32) -> Session {
@@ -284,7 +292,8 @@ fn extents_are_within_their_range() {
     let ticket = replies.begin(Command::Status { offset: 0, len: 1 << 30 }).unwrap();
     let count = MAX_EXTENTS + 5000;
     let mut sent = Head::status(ticket.cookie(), count).bytes().to_vec();
-    (0..count as u32).for_each(|i| wire::push_extent(&mut sent, 512, i % 2 == 0));
+    (0..count as u32)
+        .for_each(|i| wire::push_extent(&mut sent, 512, if i % 2 == 0 { 3 } else { 0 }));
     let events = decode(&mut replies, &sent).unwrap();
     let Event::Ended { answer: Answer::Extents(told), .. } = &events[0] else { panic!("none") };
     assert_eq!(told.len(), MAX_EXTENTS);
