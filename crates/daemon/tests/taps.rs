@@ -413,6 +413,18 @@ impl Orders {
         }
     }
 
+    /// Closes, detaches and frees a tap, as far as it is there. `false`: it has come back meanwhile.
+    fn is_freed(&self, tap: Tap) -> bool {
+        // One whose keeper was killed while it had no image is not attached any more.
+        if let Some(pid) = tap.row(&self.host).pid {
+            // The next daemon knows only the keeper that it finds.
+            let tap = Tap { pid, ..tap };
+            tap.call(&self.host, "close", None).unwrap();
+            tap.call(&self.host, "detach", None).unwrap();
+        }
+        self.host.call::<TapDone>("tap.free", &json!({ "minor": tap.minor })).is_ok()
+    }
+
     /// One order of steps. Nothing of it is left afterwards.
     fn run(&mut self) {
         let taps: Vec<Tap> = (0..Self::TAPS).map(|_| Tap::attach(&self.host)).collect();
@@ -426,14 +438,9 @@ impl Orders {
         let mut processes = Vec::new();
         for tap in taps {
             processes.extend(self.processes(tap));
-            // One whose keeper was killed while it had no image is not attached any more.
-            if let Some(pid) = tap.row(&self.host).pid {
-                // The next daemon knows only the keeper that it finds.
-                let tap = Tap { pid, ..tap };
-                tap.call(&self.host, "close", None).unwrap();
-                tap.call(&self.host, "detach", None).unwrap();
-            }
-            self.host.call::<TapDone>("tap.free", &json!({ "minor": tap.minor })).unwrap();
+            // An open tap whose keeper and daemon were killed together gets another keeper from the next daemon, and
+            // has none until then.
+            wait_until("the end of a tap", || self.is_freed(tap));
         }
         wait_until("the end of all processes", || !processes.iter().any(|pid| is_alive(*pid)));
         nothing_is_left(&self.host);

@@ -142,7 +142,7 @@ fn what_is_passed_and_no_listening_socket_is_refused() {
         assert!(code == Some(1) && text.contains("Accept=no"), "{text}");
     }
     let (code, text) = fails(ferrite(&export));
-    assert!(code == Some(2) && text.contains("name one (--socket PATH)"), "{text}");
+    assert!(code == Some(2) && text.contains("name one (--socket PATH or --listen"), "{text}");
     // Sockets for another process are none.
     let mut others = ferrite(&export);
     let (code, text) = fails({

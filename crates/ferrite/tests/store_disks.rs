@@ -161,7 +161,7 @@ fn what_a_scrub_has_found_damaged_is_written_back_from_a_backup() {
     assert!(text.contains("--force") && !text.contains("--resume"), "{text}");
     let resumed = ferrite(dir, &["image", "convert", "--resume", "store:s#a", "copy.raw"]).output();
     let text = String::from_utf8_lossy(&resumed.as_ref().unwrap().stderr).into_owned();
-    assert!(text.contains("in a store, which do not tell"), "{text}");
+    assert!(text.contains("in a store or on a server, which do not tell"), "{text}");
     let scrub = ferrite(dir, &["store", "scrub", "s"]).output().unwrap();
     let text = String::from_utf8_lossy(&scrub.stdout);
     assert_eq!(scrub.status.code(), Some(2), "{scrub:?}");

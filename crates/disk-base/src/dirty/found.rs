@@ -68,6 +68,8 @@ impl Found {
         let flags = if writable { OFlags::RDWR } else { OFlags::RDONLY };
         let file = match plain::open(&path, flags) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            // No file can be beside an image with such a name.
+            Err(e) if e.kind() == io::ErrorKind::InvalidFilename => return Ok(None),
             file => file.map_err(|e| cannot("open", &path, e))?,
         };
         let text = read_all(&file).map_err(|e| cannot("read", &path, e))?;
