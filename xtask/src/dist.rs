@@ -27,13 +27,14 @@ pub(crate) struct DistArguments {
 }
 
 /// The pages of the documentation that hosts get. Links of these lead only to pages of this list.
-const PAGES: [&str; 24] = [
+const PAGES: [&str; 25] = [
     "operations.md",
     "watching.md",
     "serve.md",
     "images.md",
     "store.md",
     "nbd.md",
+    "access.md",
     "xapi.md",
     "install.md",
     "control.schema.json",

@@ -1,5 +1,5 @@
 //! Names of exports: `nbd+unix:///EXPORT?socket=PATH`, `nbd://HOST:PORT/EXPORT?plain=yes`,
-//! `nbds://HOST:PORT/EXPORT?tls-certificates=DIR` (the NBD project's `doc/uri.md`), with settings of this client
+//! `nbds://HOST:PORT/EXPORT?tls-certificates=DIR` (the NBD project's document of URIs), with settings of this client
 //! behind the question mark.
 
 use std::fmt;

@@ -1,5 +1,5 @@
 //! The messages of NBD, as bytes, of servers and clients. All numbers are big-endian (nbd-rules.md 1).
-//! Names are those of `doc/proto.md` of the NBD project without their prefix.
+//! Names are those of the NBD protocol (nbd-rules.md) without their prefix.
 
 /// The first magic number of a server.
 pub const SERVER_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");

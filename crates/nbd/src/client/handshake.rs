@@ -101,7 +101,7 @@ pub struct Export {
     pub fenced: bool,
 }
 
-/// What a server without block sizes accepts (NBD's `doc/proto.md`).
+/// What a server without block sizes accepts (the protocol of the NBD project, "Block size constraints").
 const DEFAULT_MAX_BYTES: u32 = 32 << 20;
 const DEFAULT_PREFERRED_BYTES: u32 = 4096;
 const LARGEST_MIN_BYTES: u32 = 64 << 10;
