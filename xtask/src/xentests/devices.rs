@@ -82,7 +82,7 @@ fn cleaned(bench: &mut Bench<'_>) -> Result<()> {
          qemu-nbd -f raw -k /tmp/other.sock --persistent --fork /lab/other.raw; \
          nbd-client -unix /tmp/other.sock /dev/nbd9 2>&1")?;
     bench.xenhost.sh(&format!(
-        "mkfs.xfs -q {device} && mount {device} /mnt/dev && echo kept > /mnt/dev/file"
+        "mkfs.ext4 -q {device} && mount {device} /mnt/dev && echo kept > /mnt/dev/file"
     ))?;
     let refused =
         bench.xenhost.sh(&format!("ferrite disk device --remove {device} 2>&1 && exit 1; true"))?;
