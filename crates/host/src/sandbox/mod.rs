@@ -88,9 +88,13 @@ pub fn deny_names_and_calls(means: &Means) -> io::Result<Lacking> {
     processors::remember();
     rights::one_arena();
     step("refuse new rights", rights::no_new_rights())?;
-    step("deny all names", filter::deny_names(&mut lacking.0))?;
-    step("deny system calls", filter::allow(&calls::allowed(means)))?;
+    deny(&mut lacking, means)?;
     Ok(lacking)
+}
+
+fn deny(lacking: &mut Lacking, means: &Means) -> io::Result<()> {
+    step("deny all names", filter::deny_names(&mut lacking.0))?;
+    step("deny system calls", filter::allow(&calls::allowed(means)))
 }
 
 impl Lockdown {
@@ -109,8 +113,7 @@ impl Lockdown {
         step("leave the networks", rights::leave_networks(&mut lacking.0))?;
         step(&format!("have {root} as its root"), rights::leave_files(&self.root))?;
         step("become another user", rights::leave_user(self.user))?;
-        step("deny all names", filter::deny_names(&mut lacking.0))?;
-        step("deny system calls", filter::allow(&calls::allowed(&self.means)))?;
+        deny(&mut lacking, &self.means)?;
         Ok(lacking)
     }
 }
