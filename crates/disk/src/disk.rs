@@ -332,10 +332,10 @@ impl Disk {
         }
     }
 
-    /// Scratch memory in bytes that a [`Port`] to any disk needs.
+    /// Scratch memory in bytes that a [`Port`](ferrite_disk_base::Port) to any disk needs.
     pub const MAX_SCRATCH_BYTES: usize = SCRATCH_BYTES;
 
-    /// Scratch memory in bytes that a [`Port`] to this disk needs; 0: none.
+    /// Scratch memory in bytes that a [`Port`](ferrite_disk_base::Port) to this disk needs; 0: none.
     pub fn scratch_bytes(&self) -> usize {
         match self {
             Disk::Image(_) | Disk::Store(_) | Disk::Remote(_) => SCRATCH_BYTES,
