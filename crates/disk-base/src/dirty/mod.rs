@@ -6,14 +6,14 @@
 //! * [`layout`]: the file as bytes.
 //! * [`found`]: the file as it is found, and why it may be void.
 //! * [`tracker`]: the maps of a disk that is open for writing.
-//! * [`fine`]: which blocks of [`BLOCK_BYTES`] have changed, in memory that survives the process and no power cut.
+//! * `fine.rs`: which blocks of [`BLOCK_BYTES`] have changed, in memory that survives the process and no power cut.
 //!
 //! # Order of writes
 //! A write to a region that is not marked yet, of an opening that has marked nothing yet or has:
 //! 1. The file's head says that the image is open, and the region's bit is set in all maps. Both are written in any
 //!    order: neither is wrong without the other, since no data follow before step 2 has ended.
 //! 2. The file is synced.
-//! 3. The block's bit is set in memory ([`fine`]). From now on the region counts as marked.
+//! 3. The block's bit is set in memory (`fine.rs`). From now on the region counts as marked.
 //! 4. The data are written.
 //!
 //! At the end of an orderly use:
