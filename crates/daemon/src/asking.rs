@@ -2,8 +2,8 @@
 //! reads while the disk is in use, or a volume of a store.
 //!
 //! A question waits in the disk's entry. The disk's thread is woken, asks the worker as soon as the
-//! image is known to be open, and records the reply. A worker that dies meanwhile leaves what was
-//! or what is asked for, and the next worker is asked again.
+//! image is known to be open, and records the reply. A worker that dies meanwhile leaves the
+//! old state or the new one, and the daemon asks the next worker again.
 
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt as _;

@@ -243,7 +243,7 @@ mod tests {
             names.undo().unwrap();
             assert_eq!(files(dir.path()), ["a.img"]);
         }
-        // An image of this name that somebody else has made meanwhile stays.
+        // `undo` keeps an image of this name that another program has made.
         fs::write(&names.leaf, "theirs").unwrap();
         names.undo().unwrap();
         assert!(names.take_names().is_err());

@@ -281,7 +281,7 @@ fn a_tap_is_served_on_after_the_death_of_each_process() {
     assert_eq!(tap.state(&host), Some(0));
     load.end();
     leave(&host, &disk);
-    // The same with clients only.
+    // Without a guest, the tap has clients of NBD only.
     assert!(tap.row(&host).worker.is_some());
     kill(daemon);
     for _ in 0..2 {

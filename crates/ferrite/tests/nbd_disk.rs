@@ -88,7 +88,7 @@ impl Place {
         self.start(command, "nbdkit", socket)
     }
 
-    /// The same of qemu-nbd, for any number of clients.
+    /// Starts qemu-nbd on this socket, for any number of clients.
     fn qemu_nbd(&self, socket: &str, args: &[&str]) -> Option<Process> {
         let path = self.text(socket);
         let mut command = Command::new("qemu-nbd");

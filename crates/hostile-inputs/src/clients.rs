@@ -32,7 +32,7 @@ const GREETING: &[u8] = b"\0\0\0\x03\
     IHAVEOPT\0\0\0\x0a\0\0\0\x1b\0\0\0\0\0\0\0\x01\0\0\0\x0fbase:allocation\
     IHAVEOPT\0\0\0\x07\0\0\0\x06\0\0\0\0\0\0";
 
-/// The same with extended heads and both contexts.
+/// The greeting of a client that asks for extended heads and both contexts.
 const EXTENDED_GREETING: &[u8] = b"\0\0\0\x03\
     IHAVEOPT\0\0\0\x0b\0\0\0\0\
     IHAVEOPT\0\0\0\x0a\0\0\0\x34\0\0\0\0\0\0\0\x02\0\0\0\x0fbase:allocation\

@@ -29,7 +29,7 @@ pub enum Server {
         /// The TCP port.
         port: u16,
     },
-    /// The same by TLS.
+    /// A host and a port, by TLS.
     Tls {
         /// A name or an address, without brackets.
         host: String,

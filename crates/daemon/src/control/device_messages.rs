@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::state::DiskId;
 
-/// The parameters of `device.add`: a disk, or an image that nobody uses.
+/// The parameters of `device.add`: a disk, or an image that is not in use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AddDeviceParams {

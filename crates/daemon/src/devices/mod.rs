@@ -104,7 +104,7 @@ pub(crate) fn add(shared: &Arc<Shared>, disk: DiskId, wish: Wish) -> Result<Reco
     make(shared, disk, wish, false)
 }
 
-/// Opens an image that nobody uses, and makes a device of it.
+/// Opens an image that is not in use, and makes a device of it.
 pub(crate) fn add_image(
     shared: &Arc<Shared>,
     image: &Image,
@@ -296,7 +296,7 @@ pub(crate) fn list(shared: &Shared) -> Vec<Row> {
     records.into_iter().map(row).collect()
 }
 
-/// Removes all devices that nobody uses, and those that a daemon has made of which no record is left. Returns the
+/// Removes all devices without a mount or another user, and those of an earlier daemon that have no record. Returns the
 /// indices.
 pub(crate) fn clean(shared: &Arc<Shared>) -> Vec<u32> {
     let known: Vec<u32> = shared.devices.lock().keys().copied().collect();

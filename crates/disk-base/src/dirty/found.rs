@@ -103,7 +103,7 @@ impl Found {
     }
 }
 
-/// All of a file, up to the length that one can have.
+/// Reads a file of maps whole, up to one byte more than the longest valid one.
 fn read_all(file: &File) -> io::Result<Vec<u8>> {
     let len = file.metadata()?.len().min(most_bytes() + 1);
     let mut text = vec![0; len as usize];

@@ -21,7 +21,7 @@
 //! 2. The head says that the image is closed, and when the image was last changed. The file is synced.
 //!
 //! Beginning, ending and clearing a map makes another file (`image-tools/src/dirty.rs`), while the image is locked and
-//! nobody writes:
+//! no queue writes to it:
 //! 1. The image is flushed and complete. Otherwise a power cut could take back data that no map names.
 //! 2. The new file is written under another name, and synced.
 //! 3. It gets the name of the old one, and the directory is synced.
@@ -32,8 +32,8 @@
 //! # The identity of an image
 //! A file has its inode's number and the time at which it was made (`inode N made T`): a copy, a restored file and a
 //! new file of the same number have another. Where the file system has no such time, the number remains. After an
-//! orderly end the time of the last change must be what the head says: a program that writes to the image without
-//! knowing of the map changes it. After a kill or a power cut nobody knows that time. Then Ferrite has to be the next
+//! orderly end the time of the last change must be what the head says: a program that writes to the image and
+//! does not update the map changes that time. After a kill or a power cut the head does not have it. Then Ferrite has to be the next
 //! that opens the image for writing (docs/images.md).
 //!
 //! A map that does not fit is void: the head says so durably before the image is written, and the log says why. Void

@@ -67,7 +67,7 @@ impl Mapped {
         changed(&maps)
     }
 
-    /// The same of a disk that is open.
+    /// The changed parts of an open disk, as offsets and lengths in KiB.
     fn changed_in(&self, session: &Session) -> Vec<(u64, u64)> {
         let seen = session.disk().maps(Some(&self.state())).unwrap().unwrap();
         let part = |part: &std::ops::Range<u64>| (part.start / KIB, (part.end - part.start) / KIB);

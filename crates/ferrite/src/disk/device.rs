@@ -31,7 +31,7 @@ docs/access.md.";
 /// `ferrite disk device`.
 #[derive(Debug, Args)]
 pub(crate) struct DeviceArgs {
-    /// A disk that the daemon serves (web1/xvda, tap/0), or an image that nobody uses: FORMAT:PATH, or a path with a /
+    /// A disk that the daemon serves (web1/xvda, tap/0), or an image that is not in use: FORMAT:PATH, or a path with a /
     /// in front or an extension.
     #[arg(
         value_name = "DISK|IMAGE",
@@ -73,7 +73,7 @@ pub(crate) struct DeviceArgs {
 /// `ferrite disk devices`.
 #[derive(Debug, Args)]
 pub(crate) struct DevicesArgs {
-    /// Remove those that nobody uses, and those that a killed daemon has left.
+    /// Remove devices that are not in use, and those that a killed daemon has left.
     #[arg(long)]
     pub(crate) clean: bool,
 

@@ -90,7 +90,7 @@ impl Waits {
 
     /// Adds a wait for one of `events` of poll(2).
     pub(super) fn add_descriptor(&mut self, fd: RawFd, events: i16, token: Token) {
-        // Those that are fresh stay the last.
+        // Fresh waits stay at the end of the list.
         let at = self.descriptors.len() - self.fresh;
         self.descriptors.insert(at, Waiting { fd, events, token, stream: None });
     }
