@@ -138,12 +138,13 @@ h.flush()
 assert h.pread(size, 0) == model
 END
             # The system's Python has the module.
-            PATH=/usr/bin:/bin nbdsh -u "$URI" -c - < model.py
+            PATH=/usr/bin:/bin nbdsh -c "import os; h.set_uri_allow_local_file(True); h.connect_uri(os.environ['URI'])" \
+                -c - < model.py
         "#,
     },
     Peer {
         name: "nbdfuse",
-        ways: Ways::Both,
+        ways: Ways::Socket,
         needs: &["nbdfuse", "/dev/fuse"],
         script: r#"
             touch file
@@ -158,7 +159,7 @@ END
     },
     Peer {
         name: "fsx",
-        ways: Ways::Both,
+        ways: Ways::Socket,
         needs: &["fsx", "nbdfuse", "/dev/fuse"],
         script: r#"
             touch file
@@ -256,21 +257,33 @@ END
     Peer {
         name: "filesystem",
         ways: Ways::Both,
-        needs: &["nbdfuse", "/dev/fuse", "/dev/loop-control", "losetup", "mkfs.ext4", "mount"],
+        needs: &["nbdfuse", "/dev/fuse", "/dev/loop-control", "losetup", "mkfs.ext4", "e2fsck", "unshare"],
         script: r#"
             if test "$(id -u)" != 0; then echo "left out: it mounts, and this user is not root"; exit 0; fi
+            cat > mounts <<'END'
             mkdir show files
+            touch show/disk
+            if test -n "${CERTIFICATES-}"; then
+                # nbdfuse takes certificates only from where those of root are.
+                mkdir etc
+                cp -a /etc/. etc
+                mkdir -p etc/pki
+                rm -rf etc/pki/libnbd
+                cp -r "$CERTIFICATES" etc/pki/libnbd
+                mount --bind etc /etc
+                URI=nbds://localhost:$PORT/
+            fi
             nbdfuse -P pid show/disk "$URI" &
             for i in $(seq 100); do test -s pid && break; sleep 0.1; done
             loop=
             end() {
-                umount files || true
+                umount files 2>&1 || true
                 test -z "$loop" || losetup --detach "$loop"
-                umount show || fusermount3 -u show
+                umount show/disk
                 wait
             }
             trap end EXIT
-            loop=$(losetup --find --show --direct-io=on show/disk)
+            loop=$(losetup --find --show show/disk)
             mkfs.ext4 -q "$loop"
             mount "$loop" files
             cp "$DATA" files/one
@@ -282,6 +295,8 @@ END
             mount "$loop" files
             cmp "$DATA" files/two
             cmp "$DATA" files/three
+END
+            unshare --mount bash -euo pipefail mounts
         "#,
     },
     // It fails unless what is written is what is there.
