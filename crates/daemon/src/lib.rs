@@ -49,6 +49,7 @@ pub mod params;
 pub mod pause;
 mod siblings;
 pub mod state;
+mod state_files;
 mod step;
 mod supervise;
 pub mod suspended;

@@ -12,13 +12,14 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ferrite_host::frames;
-use ferrite_host::names::connect::{self, Address};
+use ferrite_host::names::connect;
 use ferrite_host::names::policy::{Policy, Right};
 use ferrite_host::names::server::{Images, Served, Server};
 use ferrite_host::names::{self, Broker};
 use ferrite_host::process::{FIRST_GIVEN, take_given};
 use ferrite_host::sandbox::{Lacking, Lockdown, Means};
 use ferrite_host::tunnel::TunnelUser;
+use ferrite_nbd::address::Address;
 use serde::{Deserialize, Serialize};
 
 use crate::log;

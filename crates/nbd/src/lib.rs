@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod address;
 pub mod client;
 pub mod uri;
 pub mod wire;

@@ -10,12 +10,13 @@ use ferrite_disk_base::{
     DiscardLimits, DiskError, ErrorKind, OpenOptions, READ_ONLY, SECTOR_BYTES,
 };
 use ferrite_host::clock::secret;
-use ferrite_host::names::connect::{self, Address};
+use ferrite_host::names::connect;
 use ferrite_io::reactor::Io;
 use ferrite_io::remote::{Remote, RemoteFactory};
 use ferrite_io::scratch::Scratch;
+use ferrite_nbd::address::Address;
 use ferrite_nbd::client::{Export, Refusal, Session as SessionName, Wanted};
-use ferrite_nbd::uri::{BadUri, Server, Uri};
+use ferrite_nbd::uri::{BadUri, Uri};
 use ferrite_nbd::wire::can;
 
 use crate::link::{self, Link, Waiting, run_here};
@@ -77,7 +78,7 @@ impl RemoteExport {
         let what = || format!("cannot open {text}");
         let uri = Uri::parse(text)
             .map_err(|BadUri { why, help }| DiskError::new(ErrorKind::Usage, what(), why, help))?;
-        let address = address_of(&uri.server);
+        let address = uri.server.clone();
         let (user, process) = identity(&uri).map_err(|e| {
             let help = "check the kernel's random numbers (/dev/urandom)";
             DiskError::new(ErrorKind::Io, what(), e.to_string(), help)
@@ -287,7 +288,7 @@ fn connect_here(address: &Address, wanted: &Wanted) -> Result<Link, Refusal> {
 /// names no export.
 pub fn server_of(name: &str) -> Option<connect::Server> {
     let uri = Uri::parse(name).ok()?;
-    let address = address_of(&uri.server);
+    let address = uri.server;
     let resolved = match &address {
         Address::Unix(_) => Vec::new(),
         Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
@@ -295,18 +296,6 @@ pub fn server_of(name: &str) -> Option<connect::Server> {
         }
     };
     Some(connect::Server { address, resolved })
-}
-
-/// Where connections go.
-fn address_of(server: &Server) -> Address {
-    match server {
-        Server::Unix(path) => Address::Unix(path.clone()),
-        Server::Plain { host, port } => Address::Tcp { host: host.clone(), port: *port },
-        Server::Tls { host, port, certificates } => {
-            let (host, certificates) = (host.clone(), certificates.clone());
-            Address::Tls { host, port: *port, certificates }
-        }
-    }
 }
 
 fn block_bytes(export: &Export) -> u32 {

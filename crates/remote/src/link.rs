@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use ferrite_host::names::connect::{self, Address};
+use ferrite_host::names::connect;
 use ferrite_io::reactor::Io;
+use ferrite_nbd::address::Address;
 use ferrite_nbd::client::{Command, Export, Handshake, Refusal, Wanted};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;

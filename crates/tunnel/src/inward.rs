@@ -216,13 +216,7 @@ impl Shared {
 
     fn serve(&self, number: u64, socket: &OwnedFd, linked: &AtomicBool) -> Result<(), End> {
         let end = Instant::now() + GREETING;
-        let outside = Timed { socket, end, whom: "client" };
-        let flags = until_tls(&outside)?;
-        let config = self.config(number, end)?;
-        let connection = ServerConnection::new(config).map_err(|e| fault(&e, Peer::Client))?;
-        let mut tls = Connection::Server(connection);
-        bound(&mut tls);
-        handshake(&mut tls, &outside, Peer::Client)?;
+        let (flags, mut tls) = secure(socket, end, || self.config(number, end))?;
         let _place = self.take_place()?;
         linked.store(true, Ordering::Relaxed);
         let (_, link) = self.ask("link", number, end)?;
@@ -277,6 +271,35 @@ impl Shared {
         }
         let config = credentials::server(&contents, self.verifies)?;
         Ok(Current { contents, config })
+    }
+}
+
+/// Does a client's handshakes: that of NBD until STARTTLS, and that of TLS. Returns its flags.
+fn secure(
+    socket: &OwnedFd,
+    end: Instant,
+    config: impl FnOnce() -> Result<Arc<ServerConfig>, End>,
+) -> Result<(u32, Connection), End> {
+    let outside = Timed { socket, end, whom: "client" };
+    let flags = until_tls(&outside)?;
+    let connection = ServerConnection::new(config()?).map_err(|e| fault(&e, Peer::Client))?;
+    let mut tls = Connection::Server(connection);
+    bound(&mut tls);
+    handshake(&mut tls, &outside, Peer::Client)?;
+    Ok((flags, tls))
+}
+
+/// Does the handshakes of a client that has to have a certificate, and no more: for tests of any bytes.
+///
+/// # Errors
+/// Why there is no TLS; `None`: the client has left.
+pub fn greet_client(socket: &OwnedFd, files: &Files) -> Result<(), Option<Fault>> {
+    let contents = Contents::read(files)?;
+    let config = credentials::server(&contents, true)?;
+    match secure(socket, Instant::now() + GREETING, || Ok(config)) {
+        Ok(_) => Ok(()),
+        Err(End::Refused(fault)) => Err(Some(fault)),
+        Err(End::Left) => Err(None),
     }
 }
 

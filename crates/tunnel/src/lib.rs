@@ -22,7 +22,7 @@ mod stream;
 mod tests;
 
 pub use credentials::{check_client, check_server};
-pub use inward::inward;
+pub use inward::{greet_client, inward};
 pub use outward::outward;
 
 /// Why there is no TLS with a peer, or none with these files.
