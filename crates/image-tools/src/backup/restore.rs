@@ -4,7 +4,7 @@ use std::io::Read;
 use std::path::Path;
 
 use ferrite_disk::Disk;
-use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES};
 
 use super::create::info;
 use super::folder::{Folder, Use, hashes};
@@ -30,7 +30,7 @@ pub struct Restore {
 
 /// A stream to restore.
 pub struct RestoreStream<'a> {
-    /// The bytes.
+    /// The bytes. A read that ends with `Interrupted` stops the restore.
     pub from: &'a mut dyn Read,
     /// A file at the destination may be overwritten.
     pub force: bool,

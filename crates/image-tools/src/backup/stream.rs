@@ -168,7 +168,7 @@ impl ImageTools<'_> {
             DiskError::new(kind, what(), why, help).with_source(e)
         };
         let mut head = [0; 24];
-        from.read_exact(&mut head).map_err(unread)?;
+        fill(from, &mut head).map_err(unread)?;
         let mut size = [0; 8];
         size.copy_from_slice(&head[16..]);
         let bytes = u64::from_le_bytes(size);
@@ -215,7 +215,7 @@ impl ImageTools<'_> {
                 return Err(bad("a region of it lies outside of the disk, or before another one"));
             }
             let data = &mut data[..len as usize];
-            from.read_exact(data)?;
+            fill(from, data)?;
             found.push((number, Hash(*blake3::hash(data).as_bytes())));
             for (i, piece) in data.chunks(PIECE).enumerate() {
                 if piece.iter().any(|byte| *byte != 0) {
@@ -237,7 +237,7 @@ fn check_manifest(
         return Err(bad("its manifest is too long"));
     }
     let mut text = vec![0; len as usize];
-    from.read_exact(&mut text)?;
+    fill(from, &mut text)?;
     let manifest = Manifest::parse_any(&text)?;
     match manifest.disk.virtual_bytes == bytes && manifest.regions == found {
         true => Ok(()),
@@ -245,9 +245,21 @@ fn check_manifest(
     }
 }
 
+/// Reads all of `to`. A read that was interrupted ends it: the reader has asked whether it goes on.
+fn fill(from: &mut dyn Read, to: &mut [u8]) -> io::Result<()> {
+    let mut done = 0;
+    while done < to.len() {
+        match from.read(&mut to[done..])? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            more => done += more,
+        }
+    }
+    Ok(())
+}
+
 fn word(from: &mut dyn Read) -> io::Result<u32> {
     let mut bytes = [0; 4];
-    from.read_exact(&mut bytes)?;
+    fill(from, &mut bytes)?;
     Ok(u32::from_le_bytes(bytes))
 }
 
