@@ -11,6 +11,7 @@ use ferrite_serve::path::full::OnFull;
 use ferrite_serve::path::limit::Limits;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
+use crate::backup::args::BackupArgs;
 use crate::disk::{change, device, limit, pause};
 use crate::exit::{Code, Failure};
 use crate::export::args::ExportArgs;
@@ -162,6 +163,8 @@ pub(crate) enum Command {
     Image(ImageArgs),
     /// Make, inspect and check stores, which hold equal blocks once, and their volumes.
     Store(StoreArgs),
+    /// Back disks up into folders, incrementally, and restore them.
+    Backup(BackupArgs),
     /// Show statistics of disks: requests, data and latencies, one line per disk.
     Stat(StatArgs),
     /// Show statistics of disks on the terminal, until q is pressed.

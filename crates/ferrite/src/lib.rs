@@ -5,6 +5,7 @@
 use std::path::Path;
 use std::process::ExitCode;
 
+mod backup;
 mod cli;
 mod compat;
 mod daemon;
@@ -93,6 +94,7 @@ pub fn main() -> ExitCode {
         cli::Command::Doctor(args) => doctor::run(args),
         cli::Command::Image(args) => image::run(args),
         cli::Command::Store(args) => store::run(args),
+        cli::Command::Backup(args) => backup::run(args),
         cli::Command::Stat(args) => seeing::stat::run(args),
         cli::Command::Top(args) => seeing::top::run(args),
         cli::Command::Lab(args) => lab::run(args),

@@ -95,8 +95,9 @@ impl ImageTools<'_> {
         let path = path_of(raw.path());
         match maps.is_empty() {
             true => self.remove_maps(&path),
-            false => content(raw, bytes, maps)
-                .and_then(|content| self.replace_maps(&mut context, &path, &content)),
+            false => content(raw, bytes, maps).and_then(|content| {
+                self.replace_file(&mut context, &path, &content.to_bytes())
+            }),
         }
         .map_err(|e| broken(what(), e))?;
         if let MapChange::Begin(_) | MapChange::Clear(_) = change {
@@ -124,18 +125,18 @@ impl ImageTools<'_> {
         self.directory.sync(parent_dir(path))
     }
 
-    /// Gives the name to a file with these contents.
-    fn replace_maps(
+    /// Gives the name to a file with these contents, durably. The order: the file is written under a temporary name and
+    /// synced, it gets the name, and the folder is synced.
+    pub(super) fn replace_file(
         &self,
         context: &mut IoContext,
         path: &Path,
-        content: &Content,
+        bytes: &[u8],
     ) -> io::Result<()> {
         let new = beside(path, NEW);
         let file = Arc::new(self.new_maps(&new)?);
         let buffer = context.buffer()?;
         let port = context.port_of(vec![file])?;
-        let bytes = content.to_bytes();
         context.run(async {
             for (i, part) in bytes.chunks(BUFFER_BYTES).enumerate() {
                 let span = buffer.slice(0, part.len());

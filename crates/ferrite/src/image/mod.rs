@@ -24,7 +24,7 @@ mod making;
 mod merging;
 pub(crate) mod progress;
 mod qemu;
-mod text;
+pub(crate) mod text;
 
 use args::{
     Amendment, CheckArgs, CompareArgs, DirtyCommand, ImageArgs, ImageCommand, InfoArgs,
