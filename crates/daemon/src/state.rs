@@ -421,7 +421,8 @@ fn read(path: &Path, id: DiskId) -> Result<DiskState, ReadError> {
     if state.id != id {
         return Err(invalid(&format!("it is of disk {}", state.id)));
     }
-    if !state.image().path.is_absolute() {
+    let image = state.image();
+    if !image.path.is_absolute() && image.export().is_none() {
         return Err(invalid(&"it names no image"));
     }
     Ok(state)
