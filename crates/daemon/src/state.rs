@@ -226,7 +226,8 @@ impl Stated for DiskState {
     }
 
     fn check(&self) -> Result<(), String> {
-        match self.image().path.is_absolute() {
+        let image = self.image();
+        match image.path.is_absolute() || image.export().is_some() {
             true => Ok(()),
             false => Err("it names no image".to_owned()),
         }

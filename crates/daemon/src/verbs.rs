@@ -55,6 +55,10 @@ pub(crate) fn snapshot(
             must_be_allowed(shared, Path::new(new))?;
             new_leaf::snapshot(shared, id, &image, Path::new(new))
         }
+        (Format::Nbd, _) => Err(refuse(
+            "its data are on another server",
+            "make the snapshot there; the guest goes on on what that server exports",
+        )),
         (Format::Raw, _) => Err(refuse(
             "a raw image has no snapshots of its own",
             "let the guest go on in a qcow2 image on it: ferrite disk snapshot --leaf qcow2",
@@ -100,6 +104,12 @@ pub(crate) fn resize(
     is_more: bool,
 ) -> Result<(), NotDone> {
     let image = image(shared, id)?;
+    if image.format == Format::Nbd {
+        return Err(refuse(
+            "its data are on another server, and an export that grows under a guest ends its disk",
+            "detach the disk, make it larger where the server runs, and attach it again",
+        ));
+    }
     if image.format == Format::Store {
         return resize_volume(shared, id, bytes, is_more);
     }
@@ -145,6 +155,9 @@ pub(crate) fn switch(
     compare: bool,
 ) -> Result<(), NotDone> {
     let before = image(shared, id)?;
+    if let Some(uri) = next.export() {
+        shared.config.nbd.check(&uri).map_err(NotDone::Failed)?;
+    }
     let by = "a switch to another image";
     pause::pause(shared, id, &Pause::step_of(by), WITHIN)?;
     let compared = match compare {

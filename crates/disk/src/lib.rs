@@ -44,7 +44,7 @@ pub use ferrite_images::vhd::{
     Change as HeaderChange, Facts as HeaderFacts, KeyHash, ParentLink, Uuid,
 };
 pub use ferrite_images::{Image, open_medium, open_raw, open_store};
-pub use ferrite_remote::server_of;
+pub use ferrite_remote::{client_of, server_of};
 pub use ferrite_store::{background::ServiceEngine, lookups as store_lookups, owned::StoreKey};
 pub use identity::DiskIdentity;
 pub use null::Null;

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
-use ferrite_disk::{Disk, Locking, OnDamage, OpenOptions, Session};
+use ferrite_disk::{Disk, Locking, OnDamage, OpenOptions, Session, client_of};
 use ferrite_host::clock::SystemClock;
 use ferrite_host::names;
 use ferrite_io::pool::HostMemory;
@@ -315,6 +315,7 @@ fn open_as(
         qemu_first: args.qemu_first,
         locking: if args.toolstack_locks { Locking::Toolstack } else { Locking::Ours },
         keep_allocated: args.keep_allocated,
+        client: client_of(&run_dir),
         state_dir: Some(run.join(IMAGES)),
         parents: args.parents.allowed_for(&args.image)?,
         on_damage,

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use clap::Parser as _;
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
-use ferrite_disk::{ImageName, Parents, server_of};
+use ferrite_disk::{ImageName, Parents, client_of, server_of};
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{self, user_of, user_of_tap};
 use ferrite_io::engines::EngineKind;
@@ -60,6 +60,8 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let means = Means::open(args, run_dir, serve::limit(args), host)?;
     let start = orphan::start(run_dir, disk_id(args), Store::open);
     let nvme = image(args).is_some_and(|path| is_namespace(&path));
+    // Servers of disks are told this name, which can be made of the kernel's only here.
+    client_of(run_dir);
     drop_privileges(nvme, &args.xen)?;
     let lines = Lines { first: &line, second: &second };
     let worked = means.serve(start, lines, &client_channel, &alive);

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use ferrite_disk_base::{
     DiscardLimits, DiskError, ErrorKind, OpenOptions, READ_ONLY, SECTOR_BYTES,
 };
-use ferrite_host::clock::secret;
 use ferrite_host::names::connect;
 use ferrite_io::reactor::Io;
 use ferrite_io::remote::{Remote, RemoteFactory};
@@ -19,6 +18,7 @@ use ferrite_nbd::client::{Export, Refusal, Session as SessionName, Wanted};
 use ferrite_nbd::uri::{BadUri, Uri};
 use ferrite_nbd::wire::can;
 
+use crate::client::Identity;
 use crate::link::{self, Link, Waiting, run_here};
 use crate::session::Session;
 
@@ -79,7 +79,7 @@ impl RemoteExport {
         let uri = Uri::parse(text)
             .map_err(|BadUri { why, help }| DiskError::new(ErrorKind::Usage, what(), why, help))?;
         let address = uri.server.clone();
-        let (user, process) = identity(&uri).map_err(|e| {
+        let Identity { user, process, is_lasting } = Identity::of(&uri, options).map_err(|e| {
             let help = "check the kernel's random numbers (/dev/urandom)";
             DiskError::new(ErrorKind::Io, what(), e.to_string(), help)
         })?;
@@ -94,8 +94,8 @@ impl RemoteExport {
         let export = link.export.clone();
         check(&export, options.read_only)
             .map_err(|(kind, why, help)| DiskError::new(kind, what(), why, help))?;
-        // With a name of its own the session is known to the server, which has ended the predecessor's.
-        let is_fenced = export.fenced && uri.session.is_some();
+        // The server knows the user, and has ended the predecessor's connections.
+        let is_fenced = export.fenced && is_lasting;
         let drains_first = options.taken_over && !options.read_only && !is_fenced;
         let state = State { first: Some(link), ..State::default() };
         let shared = Shared {
@@ -247,27 +247,6 @@ impl RemoteFactory for Factory {
         let (number, link) = self.0.take_number()?;
         Ok(Session::begin(self.0.clone(), number, link, io, scratch.arena().clone()))
     }
-}
-
-/// Who uses the disk, and which process that is. A user without a name is this process alone.
-fn identity(uri: &Uri) -> io::Result<([u8; 16], u64)> {
-    let process = u64::from_ne_bytes(secret()?);
-    let user = match &uri.session {
-        None => secret()?,
-        Some(name) => {
-            let mut user = [0; 16];
-            user.copy_from_slice(
-                &blake3::Hasher::new()
-                    .update(name.as_bytes())
-                    .update(b"/")
-                    .update(uri.export.as_bytes())
-                    .finalize()
-                    .as_bytes()[..16],
-            );
-            user
-        }
-    };
-    Ok((user, process))
 }
 
 fn connect_here(address: &Address, wanted: &Wanted) -> Result<Link, Refusal> {

@@ -47,7 +47,9 @@ pub(super) fn switch(shared: &Shared, request: &SwitchParams) -> Result<Attached
 /// The image that a parameter names.
 pub(super) fn image(name: &str) -> Result<Image, RpcError> {
     let why = match Params::parse(name.as_bytes()) {
-        Params::Image(image) if image.path.is_absolute() => return Ok(image),
+        Params::Image(image) if image.path.is_absolute() || image.export().is_some() => {
+            return Ok(image);
+        }
         Params::Image(_) => "the image's path is not absolute".to_owned(),
         Params::Empty | Params::Tap => "no image is named".to_owned(),
         Params::Invalid(why) => why,

@@ -126,7 +126,7 @@ pub(crate) fn add_image(
 
 /// The device that was made of an image, if one was.
 fn of_image(shared: &Shared, image: &Image) -> Option<Record> {
-    let real = image.path.canonicalize().ok();
+    let real = image.real_file();
     let is_it = |entry: &Entry| entry.image.as_ref() == Some(image) || entry.real == real;
     let of_disk = |disk| shared.table.read(|disks| disks.get(&disk).is_some_and(is_it));
     let known = shared.devices.lock();

@@ -22,7 +22,7 @@ use ferrite_daemon::keepers::{Programs, StoreWorker};
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Failure};
-use ferrite_disk::{Disk, ErrorKind, OpenOptions};
+use ferrite_disk::{Disk, ErrorKind, OpenOptions, client_of, server_of};
 use ferrite_host::names;
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{Means, user_of, user_of_tap};
@@ -30,13 +30,13 @@ use ferrite_image_tools::stores::Change;
 use ferrite_image_tools::stores::served::ServedStore;
 use ferrite_io::engines::test_engine;
 use ferrite_keeper::{
-    ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DiskSpec, LINE_FD, Preopen, SECOND_FD,
+    ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DataServer, DiskSpec, LINE_FD, Preopen, SECOND_FD,
     WorkerChannel, WorkerEvent, WorkerSandbox, become_relay, drop_privileges,
 };
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
 use ferrite_serve::blkif::lifecycle::{
-    EngineFactory, Lines, OpenFailure, Opened, Opening, OpeningKind, Start, WorkConfig,
+    EngineFactory, Lines, OpenFailure, Opened, Opening, OpeningKind, Start, TABLE, WorkConfig,
     run_dir_name, work_from,
 };
 use ferrite_serve::counters::{remember_process, stats_file};
@@ -130,9 +130,15 @@ impl Programs for Roles {
                 Some(minor) => user_of_tap(minor),
                 None => user_of(disk.id.domid, disk.id.devid),
             },
-            servers: Vec::new(),
+            servers: servers(disk),
         }))
     }
+}
+
+/// The server of an export, as the real program finds it out.
+fn servers(disk: &Assignment<'_>) -> Vec<DataServer> {
+    let server = disk.image.export().and_then(|_| server_of(disk.image.path.to_str()?));
+    server.as_ref().and_then(DataServer::of).into_iter().collect()
 }
 
 /// Descriptors of guests that this process was started with.
@@ -236,8 +242,10 @@ impl Told {
                 _ if self.image.starts_with("store:") => Some(A_WHILE),
                 _ => Some(PATIENCE),
             },
+            client: client_of(&self.run_dir()),
             state_dir: Some(self.run.join("images")),
-            taken_over: true,
+            // Of an export the successor of a killed worker waits.
+            taken_over: !self.image.starts_with("nbd:") || names::exists(self.run_dir().join(TABLE)),
             qemu_first: self.qemu_first,
             index_bytes: 1 << 20,
             unlocked: how.kind == OpeningKind::Look,
@@ -299,6 +307,8 @@ fn be_a_worker() {
     }
     reach(&loopback, &guests);
     let config = told.config();
+    // The kernel's part of this is read before the rights are dropped.
+    client_of(&told.run_dir());
     remember_process();
     let start = told.start();
     assert!(drop_privileges(Means::default()).unwrap().is_some());
