@@ -1,5 +1,6 @@
 //! `ferrite worker`: the process that serves one disk for its keeper (docs/internals/processes.md).
 
+use std::ffi::OsStr;
 use std::fmt::Display;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt as _;
@@ -14,7 +15,9 @@ use ferrite_disk::{ImageName, Parents, server_of};
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{self, user_of, user_of_tap};
 use ferrite_io::engines::EngineKind;
-use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, DataServer, LINE_FD, SECOND_FD, WorkerSandbox};
+use ferrite_keeper::{
+    ALIVE_FD, CLIENT_CHANNEL_FD, DataServer, LINE_FD, MirrorFiles, SECOND_FD, WorkerSandbox,
+};
 use ferrite_serve::blkif::lifecycle::{
     EngineFactory, Lines, OpenFailure, Opened, Opening, OpeningKind, ServeError, Start, WorkConfig,
     work_from,
@@ -144,7 +147,10 @@ fn open(
     }
     let engine = engines(kind, alive.clone());
     let disk = serve::complete(args, disk, &engine)?;
-    Ok(Opened { disk, engine })
+    let disk = serve::mirrored(args, disk, run_dir, PATIENCE)?;
+    // The target's data may take another engine.
+    let kind = choose(args.engine, args.poll_storage && args.mirror.is_none(), &disk)?;
+    Ok(Opened { disk, engine: engines(kind, alive.clone()) })
 }
 
 /// The number of queues for which devices are opened. A connected guest keeps its number, also when the option was made
@@ -173,6 +179,10 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
     args.memory.memory_host.iter().for_each(|bytes| put("memory-host", bytes));
     put("metadata-memory", &args.store.metadata_memory);
     put("index-memory", &args.store.index_memory);
+    args.mirror.iter().for_each(|target| put("mirror", target));
+    if let Some(map) = &args.mirror_map {
+        put("mirror-map", &map.to_str()?);
+    }
     put("mover", &args.mover);
     put("own-grants", &args.own_grants);
     put("map-budget", &args.map_budget);
@@ -258,7 +268,8 @@ pub(crate) fn worker_sandbox(
             DomId::NONE => user_of_tap(args.xen.device),
             domain => user_of(domain.0, args.xen.device),
         },
-        servers: servers(args),
+        servers: servers(&args.image),
+        mirror: mirror_files(args),
     }))
 }
 
@@ -271,10 +282,18 @@ fn image(args: &ServeArgs) -> Option<PathBuf> {
 
 /// The server of an export, whose name may have to be resolved: that waits. One that has no address now is tried in vain
 /// by the worker, which says so.
-fn servers(args: &ServeArgs) -> Vec<DataServer> {
-    let name = ImageName::parse(&args.image).ok();
+fn servers(image: &OsStr) -> Vec<DataServer> {
+    let name = ImageName::parse(image).ok();
     let server = name.and_then(|name| server_of(name.export()?));
     server.as_ref().and_then(DataServer::of).into_iter().collect()
+}
+
+/// What the worker opens for a mirror.
+fn mirror_files(args: &ServeArgs) -> Option<MirrorFiles> {
+    let (target, map) = args.mirror.as_ref().zip(args.mirror_map.clone())?;
+    let name = ImageName::parse(target).ok();
+    let image = name.filter(|name| name.export().is_none()).map(|name| name.path);
+    Some(MirrorFiles { map, image, servers: servers(target.as_ref()) })
 }
 
 fn is_volume(args: &ServeArgs) -> bool {
@@ -448,7 +467,7 @@ mod tests {
             let Command::Serve(serve) = parse(["serve", "--xen=3/xvda", image]).command else {
                 panic!()
             };
-            servers(&serve)
+            servers(&serve.image)
         };
         assert_eq!(of("/images/a.img"), []);
         let unix = of("nbd+unix:///a?socket=/run/s");

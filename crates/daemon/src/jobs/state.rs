@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::Failure;
-use crate::params::{Format, Image};
+use crate::params::{Format, Image, Params};
 use crate::state::{DiskId, replace};
 
 /// The version of the files.
@@ -31,6 +31,82 @@ pub type JobId = u64;
 pub enum Task {
     /// Merges images of a running disk's chain.
     Coalesce(Coalesce),
+    /// Has all writes of a running disk go to another one, too.
+    Mirror(Mirror),
+}
+
+/// A mirror of a running disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mirror {
+    /// The image that the disk is served from.
+    pub source: Image,
+    /// The target, as `FORMAT:PATH` or the URI of an export.
+    pub target: String,
+    /// Whether the disk goes on with the target, once that has all.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub switches: bool,
+    /// Bytes of the disk, once that is known.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub bytes: Option<u64>,
+    /// The reason and the help of the failure that ends it.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub failed: Option<(String, String)>,
+    /// The step that was begun.
+    pub step: MirrorStep,
+}
+
+/// The steps of a mirror.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MirrorStep {
+    /// Whether the target fits.
+    Check,
+    /// The disk is paused, and goes on with the mirror.
+    Attach,
+    /// The target gets what it lacks.
+    Copy,
+    /// The target has all, and gets each write.
+    Mirror,
+    /// The disk is paused, and goes on with the target.
+    Switch,
+    /// The disk is paused, and goes on without the mirror.
+    Detach,
+}
+
+impl MirrorStep {
+    /// The step's name for people.
+    pub fn word(self) -> &'static str {
+        match self {
+            MirrorStep::Check => "check",
+            MirrorStep::Attach => "attach",
+            MirrorStep::Copy => "copy",
+            MirrorStep::Mirror => "mirror",
+            MirrorStep::Switch => "switch",
+            MirrorStep::Detach => "detach",
+        }
+    }
+
+    /// Whether workers that open the source have to open the mirror, too.
+    pub fn is_mirrored(self) -> bool {
+        !matches!(self, MirrorStep::Check | MirrorStep::Detach)
+    }
+}
+
+impl Mirror {
+    /// A mirror that has not begun.
+    pub fn new(source: &Image, target: String, switches: bool) -> Mirror {
+        let (source, step) = (source.clone(), MirrorStep::Check);
+        Mirror { source, target, switches, bytes: None, failed: None, step }
+    }
+
+    /// The target as an image that a disk can have.
+    pub fn target_image(&self) -> Option<Image> {
+        match Params::parse(self.target.as_bytes()) {
+            Params::Image(image) => Some(image),
+            _ => None,
+        }
+    }
 }
 
 /// The merge of a stretch of a chain, below its leaf.
@@ -141,6 +217,7 @@ impl Task {
     pub fn image(&self) -> Image {
         match self {
             Task::Coalesce(coalesce) => coalesce.leaf(),
+            Task::Mirror(mirror) => mirror.source.clone(),
         }
     }
 
@@ -148,6 +225,7 @@ impl Task {
     pub fn step(&self) -> &'static str {
         match self {
             Task::Coalesce(coalesce) => coalesce.step.word(),
+            Task::Mirror(mirror) => mirror.step.word(),
         }
     }
 
@@ -159,6 +237,9 @@ impl Task {
                 CoalesceStep::Split | CoalesceStep::Grow => coalesce.top.is_some(),
                 _ => false,
             },
+            Task::Mirror(mirror) => {
+                !matches!(mirror.step, MirrorStep::Switch | MirrorStep::Detach)
+            }
         }
     }
 }

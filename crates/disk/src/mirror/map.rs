@@ -89,10 +89,6 @@ impl Map {
         Ok(Map { shm, regions: regions(bytes) })
     }
 
-    pub(crate) fn regions(&self) -> u64 {
-        self.regions
-    }
-
     fn word(&self, region: u64) -> &AtomicU64 {
         &self.shm.words()[BITS_AT + region as usize / 64]
     }
@@ -204,9 +200,11 @@ impl MirrorFile {
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder)?;
         }
+        // A worker may have an older one mapped, and keeps it.
+        let new = path.with_extension("new");
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(true).mode(0o600);
-        let file = options.open(path)?;
+        let file = options.open(&new)?;
         // The bits come before the head, which makes it a map.
         let mut bits = vec![u8::MAX; file_bytes(bytes) - HEADER_BYTES];
         let spare = regions(bytes) % 64;
@@ -219,6 +217,7 @@ impl MirrorFile {
         head[LEFT_AT..LEFT_AT + 8].copy_from_slice(&regions(bytes).to_le_bytes());
         head[..8].copy_from_slice(&MAGIC.to_le_bytes());
         file.write_all_at(&head, 0)?;
+        std::fs::rename(&new, path)?;
         Ok(MirrorFile { file, regions: regions(bytes) })
     }
 

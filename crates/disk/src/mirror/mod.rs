@@ -93,7 +93,7 @@ impl Disk {
         let options = OpenOptions {
             // What the target lacks after a death is in the map.
             state_dir: None,
-            format_said: ImageName::says_format(mirror.target.path.as_os_str()),
+            format_said: true,
             ..options.clone()
         };
         let target = match open_target(&self, &mirror.target, &options) {
