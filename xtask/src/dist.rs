@@ -48,6 +48,7 @@ const PAGES: [&str; 25] = [
     "trace.md",
     "performance.md",
     "internals/dirty-map.md",
+    "internals/mirror.md",
     "internals/processes.md",
     "internals/formats.md",
     "internals/send-stream.md",
