@@ -190,7 +190,7 @@ fn kill_process(pid: i32) {
 
 /// The points of a job at which its daemon is killed.
 const POINTS: [&str; 8] =
-    ["check", "attach", "paused", "changed", "resumed", "copy", "mirror", "switch"];
+    ["check", "attach", "paused", "changed", "resumed", "copy", "switch", "ended"];
 
 #[test]
 fn a_disk_moves_to_the_target_although_the_daemon_dies_at_each_step() {

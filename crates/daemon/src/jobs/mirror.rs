@@ -2,9 +2,11 @@
 //!
 //! The order, and what the next daemon does if this one dies in a step: the same step again.
 //!
-//! 1. `check`: a process opens the target and looks whether it fits. Nothing has changed.
+//! 1. `check`: a process opens the target and looks whether it fits. The map is made, with all regions
+//!    set.
 //! 2. `attach`: the step is written to the state file: from here on, each worker that opens the source
-//!    opens the mirror, too. The map is made, with all regions set. The disk is paused, and goes on.
+//!    opens the mirror, too. The disk is paused, and goes on. If the next daemon does so again the map
+//!    stays as it is: a worker may have cleared bits, and workers without the mirror came before.
 //! 3. `copy`, `mirror`: the worker copies. This thread looks at the map, and tells the worker how fast.
 //! 4. `switch`: the disk is paused. If the map says that both are equal, it goes on with the target;
 //!    otherwise with the source and its mirror, and with step 3. The disk's state file names the
@@ -96,11 +98,13 @@ fn steps(run: &Run, begun: MirrorStep) -> Result<(), Halt> {
         run.enter(|task| with_mirror(task, |mirror| (mirror.step, mirror.bytes) = (step, bytes)))?;
         step = match step {
             MirrorStep::Check => {
-                bytes = Some(check(run)?.bytes);
+                let found = check(run)?.bytes;
+                bytes = Some(found);
+                make_map(run, found)?;
                 MirrorStep::Attach
             }
             MirrorStep::Attach => {
-                attach(run, bytes.unwrap_or(0))?;
+                attach(run)?;
                 MirrorStep::Copy
             }
             MirrorStep::Copy | MirrorStep::Mirror => follow(run, step)?,
@@ -184,15 +188,18 @@ fn gone(run: &Run) -> Failure {
     }
 }
 
-/// Has the disk go on with the mirror.
-fn attach(run: &Run, bytes: u64) -> Result<(), Halt> {
+/// Makes the map. No worker has opened it.
+fn make_map(run: &Run, bytes: u64) -> Result<(), Halt> {
     let state = run.state();
-    while_paused(run, || {
-        let path = run.jobs().mirror_map(run.id()).unwrap_or_default();
-        let map = MirrorFile::create(&path, bytes).map_err(|e| cannot_use_map(&path, &e))?;
-        map.set_pace(state.speed, state.paused).map_err(|e| cannot_use_map(&path, &e))?;
-        Ok(((), None))
-    })?;
+    let path = run.jobs().mirror_map(run.id()).unwrap_or_default();
+    let made = MirrorFile::create(&path, bytes);
+    let made = made.and_then(|map| map.set_pace(state.speed, state.paused));
+    made.map_err(|e| cannot_use_map(&path, &e))
+}
+
+/// Has the disk go on with the mirror.
+fn attach(run: &Run) -> Result<(), Halt> {
+    while_paused(run, || Ok(((), None)))?;
     let status = status(&map(run)?)?;
     match (status.opened, status.state) {
         (0, _) => Err(Halt::Failed(Failure {

@@ -146,6 +146,11 @@ pub fn check_target(name: &ImageName, target: &Disk, sectors: u64) -> Result<(),
         let why = format!("it has {has} bytes, and the disk has {wants}");
         return Err(unfit(name, why, "make it as large as the disk (ferrite image resize)"));
     }
+    let block = u64::from(target.block_bytes());
+    if !(sectors * SECTOR_BYTES).is_multiple_of(block) {
+        let why = format!("it has blocks of {block} bytes, and the disk is no multiple of that");
+        return Err(unfit(name, why, "name a target with blocks of 512 bytes"));
+    }
     if target.one_queue() {
         let why = "its server takes one connection to what is written (no multi-conn)".to_owned();
         let help = "have the server allow several: qemu-nbd --shared=8, ferrite export nbd";
