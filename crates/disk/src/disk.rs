@@ -174,7 +174,9 @@ impl Disk {
             // It changes parts of its blocks itself.
             Disk::Store(_) => SECTOR_BYTES as u32,
             Disk::Remote(d) => d.facts().block_bytes,
-            Disk::Mirror(d) => d.disks().map(Disk::block_bytes).max().unwrap_or(SECTOR_BYTES as u32),
+            Disk::Mirror(d) => {
+                d.disks().map(Disk::block_bytes).max().unwrap_or(SECTOR_BYTES as u32)
+            }
             _ => self.medium().map_or(SECTOR_BYTES as u32, Raw::block_bytes),
         }
     }

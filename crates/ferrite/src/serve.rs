@@ -6,9 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
-use ferrite_disk::{
-    Disk, Locking, MirrorOptions, OnDamage, OpenOptions, Session, mirror_target,
-};
+use ferrite_disk::{Disk, Locking, MirrorOptions, OnDamage, OpenOptions, Session, mirror_target};
 use ferrite_host::clock::SystemClock;
 use ferrite_host::names;
 use ferrite_io::pool::HostMemory;

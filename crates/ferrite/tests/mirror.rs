@@ -115,10 +115,14 @@ fn the_recipe_of_the_manual_replicates_a_disk() {
     let (_, recipe) = PAGE.split_once("## Replicate to a second host\n").unwrap();
     let line = recipe.lines().find(|line| line.starts_with("ferrite export")).unwrap();
     let line = line.replace("/srv/", &lab.image(""));
-    let server = serve_by(&lab, &line.split_whitespace().skip(1).collect::<Vec<_>>(), "replica.sock");
+    let server =
+        serve_by(&lab, &line.split_whitespace().skip(1).collect::<Vec<_>>(), "replica.sock");
     let load = Load::start(&lab.host, &lab.disk);
-    lab.follows_on(&PAGE.replace(&format!("{}\n", line.replace(&lab.image(""), "/srv/")), ""),
-        "Replicate to a second host", |_| load.wait_for_progress());
+    lab.follows_on(
+        &PAGE.replace(&format!("{}\n", line.replace(&lab.image(""), "/srv/")), ""),
+        "Replicate to a second host",
+        |_| load.wait_for_progress(),
+    );
     load.end();
     lab.does(&["job", "cancel", "1"]);
     lab.detach();
@@ -144,6 +148,7 @@ fn a_mirror_that_is_cancelled_leaves_the_source_and_an_equal_target() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_mirror_is_cancelled_while_it_copies_and_the_guest_goes_on() {
     let lab = lab();
     let load = Load::start(&lab.host, &lab.disk);
@@ -160,6 +165,7 @@ fn a_mirror_is_cancelled_while_it_copies_and_the_guest_goes_on() {
 }
 
 #[test]
+#[ignore = "nightly"]
 fn a_mirror_goes_on_after_the_death_of_workers_and_keepers() {
     let mut lab = lab();
     let load = Load::start(&lab.host, &lab.disk);
@@ -282,7 +288,7 @@ fn what_cannot_be_a_target_is_refused_with_words_and_the_guest_goes_on() {
     let folder = lab.image("");
     for (target, why) in [
         (&small, "it has 4194304 bytes, and the disk has 8388608"),
-        (&lab.image("none.qcow2"), "cannot find"),
+        (&lab.image("none.qcow2"), "No such file"),
         (&lab.image("a.qcow2"), "in use"),
         (&lab.image("base.qcow2"), ""),
         (&read_only, ""),

@@ -51,7 +51,8 @@ impl World {
                 own_files: vec![run.join("stats").join(&name)],
                 root: run.join("empty"),
                 user: user_of_store(1, 1),
-                servers: Vec::new(), mirror: None,
+                servers: Vec::new(),
+                mirror: None,
             }),
             relay: None,
             group: Some(Group {

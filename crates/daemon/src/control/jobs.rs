@@ -5,15 +5,15 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::methods::{MAX_WAIT, found, reply, take};
+use super::pauses::image;
 use super::protocol::{
-    CoalesceParams, Job, JobKind, MirrorParams, JobLimitParams, JobList, JobParams, JobPhase, JobWaitParams,
-    Nothing, PhaseName, RpcError, code,
+    CoalesceParams, Job, JobKind, JobLimitParams, JobList, JobParams, JobPhase, JobWaitParams,
+    MirrorParams, Nothing, PhaseName, RpcError, code,
 };
 use crate::Shared;
-use super::pauses::image;
 use crate::jobs::state::{Coalesce, Mirror, Outcome, Task};
-use crate::params::{Format, Image};
 use crate::jobs::{Refusal, Seen};
+use crate::params::{Format, Image};
 use crate::state::DiskId;
 use crate::table::Entry;
 
@@ -159,9 +159,10 @@ fn target(shared: &Shared, name: &str, switches: bool) -> Result<String, RpcErro
         let help = "add its folder to image_folders in ferrite.toml, or name another place";
         return Err(bad(format!("{} is in no image folder", real.display()), help));
     }
-    target.name().into_string().map_err(|_| {
-        bad("the target's name is not UTF-8".to_owned(), "rename it")
-    })
+    target
+        .name()
+        .into_string()
+        .map_err(|_| bad("the target's name is not UTF-8".to_owned(), "rename it"))
 }
 
 fn refused(refusal: Refusal) -> RpcError {

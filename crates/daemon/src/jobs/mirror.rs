@@ -15,6 +15,7 @@
 //!    opens the mirror. The disk is paused, and goes on with the source alone.
 
 use std::io;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ferrite_disk::{MirrorFile, MirrorState, MirrorStatus, REGION_BYTES};
@@ -22,12 +23,13 @@ use serde::Deserialize;
 
 use super::coalesce::result;
 use super::run::{Halt, Leave, Run};
-use super::state::{Mirror, MirrorStep, Task};
+use super::state::{JobId, Mirror, MirrorStep, Task};
+use super::{Jobs, MirrorSpec, Refusal};
 use crate::params::Image;
 use crate::state::DiskId;
 use crate::table::Phase;
 use crate::wait::Backoff;
-use crate::{Failure, Xen};
+use crate::{Failure, Paths, Xen};
 
 /// How often the map is looked at.
 const LOOK: Duration = Duration::from_millis(100);
@@ -38,6 +40,46 @@ const REOPEN: Duration = Duration::from_secs(1);
 const REOPEN_MAX: Duration = Duration::from_secs(60);
 /// A copy that comes no nearer to its end in this time does not converge.
 const NO_NEARER: Duration = Duration::from_secs(60);
+
+impl Jobs {
+    /// Has a mirror end with the target as the disk's image, once that has all.
+    pub(crate) fn complete(&self, id: JobId) -> Result<(), Refusal> {
+        let refuse = |why: String, help: &str| Err(Failure { why, help: help.to_owned() });
+        self.ask(id, |state, _| match &mut state.task {
+            Task::Mirror(mirror) if mirror.target_image().is_none() => refuse(
+                format!("a disk of this host cannot be served from {:.256}", mirror.target),
+                "attach that disk where its server is, and cancel the mirror",
+            ),
+            Task::Mirror(mirror) => {
+                mirror.switches = true;
+                Ok(())
+            }
+            Task::Coalesce(_) => refuse(
+                format!("job {id} is no mirror"),
+                "ferrite job list shows what each job does",
+            ),
+        })
+    }
+
+    /// The mirror that workers open with this image.
+    pub(crate) fn mirror_of(&self, image: &Image) -> Option<MirrorSpec> {
+        let table = self.lock();
+        let mut open = table.jobs.values().filter(|job| job.state.end.is_none());
+        open.find_map(|job| match &job.state.task {
+            Task::Mirror(mirror) if mirror.source == *image && mirror.step.is_mirrored() => {
+                let map = self.mirror_map(job.state.id)?;
+                Some(MirrorSpec { target: mirror.worker_target(), map })
+            }
+            _ => None,
+        })
+    }
+
+    /// The file of the map of a mirror.
+    fn mirror_map(&self, id: JobId) -> Option<PathBuf> {
+        let run = self.files.folder().parent()?;
+        Some(Paths { run: run.to_owned() }.mirrors().join(format!("{id}.map")))
+    }
+}
 
 /// The result of `mirror-check`.
 #[derive(Deserialize)]
@@ -184,7 +226,8 @@ fn resume(run: &Run, disk: DiskId, by: &str) -> Result<(), Halt> {
 fn gone(run: &Run) -> Failure {
     Failure {
         why: format!("no disk is served from {} any more", task(run).source.path.display()),
-        help: "the target is not complete: begin the mirror anew when the disk is attached".to_owned(),
+        help: "the target is not complete: begin the mirror anew when the disk is attached"
+            .to_owned(),
     }
 }
 
@@ -229,12 +272,8 @@ struct Watch {
 fn follow(run: &Run, step: MirrorStep) -> Result<MirrorStep, Halt> {
     let map = map(run)?;
     let backoff = Backoff::new(REOPEN, REOPEN_MAX);
-    let mut watch = Watch {
-        least: (u64::MAX, Instant::now()),
-        reopen_at: None,
-        backoff,
-        gone_since: None,
-    };
+    let mut watch =
+        Watch { least: (u64::MAX, Instant::now()), reopen_at: None, backoff, gone_since: None };
     loop {
         let state = run.state();
         if state.cancelled {

@@ -35,7 +35,7 @@ use state::{End, JobFiles, JobId, JobState, Outcome, Task};
 
 use crate::params::Image;
 use crate::state::DiskId;
-use crate::{Failure, Paths, Shared};
+use crate::{Failure, Shared};
 
 /// How long an ended job is kept.
 const KEPT: Duration = Duration::from_secs(24 * 3600);
@@ -486,44 +486,6 @@ impl Jobs {
         if let Some(job) = self.lock().jobs.get_mut(&id) {
             job.trouble = trouble;
         }
-    }
-
-    /// Has a mirror end with the target as the disk's image, once that has all.
-    pub(crate) fn complete(&self, id: JobId) -> Result<(), Refusal> {
-        let refuse = |why: String, help: &str| Err(Failure { why, help: help.to_owned() });
-        self.ask(id, |state, _| match &mut state.task {
-            Task::Mirror(mirror) if mirror.target_image().is_none() => refuse(
-                format!("a disk of this host cannot be served from {:.256}", mirror.target),
-                "attach that disk where its server is, and cancel the mirror",
-            ),
-            Task::Mirror(mirror) => {
-                mirror.switches = true;
-                Ok(())
-            }
-            Task::Coalesce(_) => refuse(
-                format!("job {id} is no mirror"),
-                "ferrite job list shows what each job does",
-            ),
-        })
-    }
-
-    /// The mirror that workers open with this image.
-    pub(crate) fn mirror_of(&self, image: &Image) -> Option<MirrorSpec> {
-        let table = self.lock();
-        let mut open = table.jobs.values().filter(|job| job.state.end.is_none());
-        open.find_map(|job| match &job.state.task {
-            Task::Mirror(mirror) if mirror.source == *image && mirror.step.is_mirrored() => {
-                let map = self.mirror_map(job.state.id)?;
-                Some(MirrorSpec { target: mirror.target.clone(), map })
-            }
-            _ => None,
-        })
-    }
-
-    /// The file of the map of a mirror.
-    fn mirror_map(&self, id: JobId) -> Option<PathBuf> {
-        let run = self.files.folder().parent()?;
-        Some(Paths { run: run.to_owned() }.mirrors().join(format!("{id}.map")))
     }
 
     /// Records how a job has ended. The result counts also if its file cannot be written: the next

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use super::Pausing;
-use crate::pause::{self, NotDone, Pause};
 use crate::params::Image;
+use crate::pause::{self, NotDone, Pause};
 use crate::state::DiskId;
 use crate::table::{Entry, Phase, detached};
 use crate::{Failure, Shared};

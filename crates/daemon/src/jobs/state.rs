@@ -11,6 +11,7 @@ use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
+use ferrite_host::clock::secret;
 use serde::{Deserialize, Serialize};
 
 use crate::Failure;
@@ -43,6 +44,9 @@ pub struct Mirror {
     pub source: Image,
     /// The target, as `FORMAT:PATH` or the URI of an export.
     pub target: String,
+    /// The name of its sessions with the target's server: so the server ends those of a killed worker.
+    #[serde(default)]
+    pub session: String,
     /// Whether the disk goes on with the target, once that has all.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub switches: bool,
@@ -97,7 +101,21 @@ impl Mirror {
     /// A mirror that has not begun.
     pub fn new(source: &Image, target: String, switches: bool) -> Mirror {
         let (source, step) = (source.clone(), MirrorStep::Check);
-        Mirror { source, target, switches, bytes: None, failed: None, step }
+        // Without a random number it has no name, and a server is given time to end older requests.
+        let session =
+            secret::<8>().map(|number| format!("mirror-{:016x}", u64::from_ne_bytes(number)));
+        let session = session.unwrap_or_default();
+        Mirror { source, target, session, switches, bytes: None, failed: None, step }
+    }
+
+    /// The target as workers open it.
+    pub fn worker_target(&self) -> String {
+        let is_export = self.target.contains("://") && self.target.starts_with("nbd");
+        if !is_export || self.session.is_empty() || self.target.contains("session=") {
+            return self.target.clone();
+        }
+        let sign = if self.target.contains('?') { '&' } else { '?' };
+        format!("{}{sign}session={}", self.target, self.session)
     }
 
     /// The target as an image that a disk can have.
@@ -237,9 +255,7 @@ impl Task {
                 CoalesceStep::Split | CoalesceStep::Grow => coalesce.top.is_some(),
                 _ => false,
             },
-            Task::Mirror(mirror) => {
-                !matches!(mirror.step, MirrorStep::Switch | MirrorStep::Detach)
-            }
+            Task::Mirror(mirror) => !matches!(mirror.step, MirrorStep::Switch | MirrorStep::Detach),
         }
     }
 }

@@ -32,8 +32,8 @@ use ferrite_image_tools::stores::Change;
 use ferrite_image_tools::stores::served::ServedStore;
 use ferrite_io::engines::test_engine;
 use ferrite_keeper::{
-    ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DataServer, DiskSpec, LINE_FD, MirrorFiles, Preopen, SECOND_FD,
-    WorkerChannel, WorkerEvent, WorkerSandbox, become_relay, drop_privileges,
+    ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DataServer, DiskSpec, LINE_FD, MirrorFiles, Preopen,
+    SECOND_FD, WorkerChannel, WorkerEvent, WorkerSandbox, become_relay, drop_privileges,
 };
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};

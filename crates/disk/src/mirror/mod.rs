@@ -84,7 +84,11 @@ impl Disk {
     ///
     /// # Errors
     /// The map cannot be opened: without it, writes would be missing in the target unseen.
-    pub fn mirrored(self, mirror: &MirrorOptions, options: &OpenOptions) -> Result<Disk, DiskError> {
+    pub fn mirrored(
+        self,
+        mirror: &MirrorOptions,
+        options: &OpenOptions,
+    ) -> Result<Disk, DiskError> {
         if self.read_only() {
             return Ok(self);
         }

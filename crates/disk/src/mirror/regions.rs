@@ -204,9 +204,8 @@ impl Table {
         if self.open.range(of(offset, len)).any(|(_, open)| is_taken(open)) {
             return None;
         }
-        let both = of_both
-            && !self.is_behind
-            && of(offset, len).all(|region| self.is_equal(map, region));
+        let both =
+            of_both && !self.is_behind && of(offset, len).all(|region| self.is_equal(map, region));
         for at in of(offset, len) {
             let was_equal = self.is_equal(map, at);
             // The bit comes before the data of either disk: if this process dies, they may differ.

@@ -149,10 +149,9 @@ fn examples(name: &str) -> Terms {
             ),
             ("Move the disk there at once.", "ferrite mirror web1/xvda /srv/new.qcow2 --switch"),
         ],
-        "ferrite-mirror-complete" => &[(
-            "Have the disk go on with the second image.",
-            "ferrite mirror complete web1/xvda",
-        )],
+        "ferrite-mirror-complete" => {
+            &[("Have the disk go on with the second image.", "ferrite mirror complete web1/xvda")]
+        }
         "ferrite-disk-coalesce" => &[
             (
                 "Merge the image below the disk's into its parent, at 50 MiB a second.",

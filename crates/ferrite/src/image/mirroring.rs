@@ -1,6 +1,8 @@
 //! A look at the two disks of a mirror, before it is begun.
 
-use ferrite_disk::{Disk, ImageName, OnDamage, OpenOptions, SECTOR_BYTES, check_target, mirror_target};
+use ferrite_disk::{
+    Disk, ImageName, OnDamage, OpenOptions, SECTOR_BYTES, check_target, mirror_target,
+};
 use ferrite_image_tools::ImageTools;
 use serde::Serialize;
 

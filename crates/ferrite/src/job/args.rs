@@ -6,6 +6,7 @@ use std::str::FromStr;
 use clap::{Args, Subcommand};
 
 use crate::cli::{DiskArg, RunDirArgs};
+use crate::guests::GuestDisk;
 use crate::image::args::bytes;
 
 /// `ferrite job`.
@@ -96,32 +97,14 @@ pub(crate) struct MirrorArgs {
     #[command(subcommand)]
     pub(crate) command: Option<MirrorCommand>,
 
-    #[command(flatten)]
-    pub(crate) start: Option<StartMirrorArgs>,
-}
-
-/// The commands on a mirror that runs.
-#[derive(Debug, Subcommand)]
-pub(crate) enum MirrorCommand {
-    /// Have the disk go on with the target, once that has all; the guest waits for a moment.
-    Complete {
-        #[command(flatten)]
-        disk: DiskArg,
-        #[command(flatten)]
-        output: OutputArgs,
-    },
-}
-
-/// The arguments that start a mirror.
-#[derive(Debug, Args)]
-pub(crate) struct StartMirrorArgs {
-    #[command(flatten)]
-    pub(crate) disk: DiskArg,
+    /// The guest by name, UUID or number, and the device as xvda, hda, sda or as a number (web1/xvda).
+    #[arg(value_name = "GUEST/DEV", required = true)]
+    pub(crate) disk: Option<GuestDisk>,
 
     /// The second disk: an image (FORMAT:PATH, or a path whose extension says the format), a block device, or an export of
     /// an NBD server (nbd+unix:///EXPORT?socket=PATH, nbds://HOST/EXPORT).
-    #[arg(value_name = "TARGET")]
-    pub(crate) target: String,
+    #[arg(value_name = "TARGET", required = true)]
+    pub(crate) target: Option<String>,
 
     /// Have the disk go on with the target, as soon as that has all.
     #[arg(long)]
@@ -137,6 +120,18 @@ pub(crate) struct StartMirrorArgs {
 
     #[command(flatten)]
     pub(crate) output: OutputArgs,
+}
+
+/// The commands on a mirror that runs.
+#[derive(Debug, Subcommand)]
+pub(crate) enum MirrorCommand {
+    /// Have the disk go on with the target, once that has all; the guest waits for a moment.
+    Complete {
+        #[command(flatten)]
+        disk: DiskArg,
+        #[command(flatten)]
+        output: OutputArgs,
+    },
 }
 
 /// `ferrite disk coalesce`.

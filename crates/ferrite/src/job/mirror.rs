@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use ferrite_daemon::control::protocol::{Job, JobKind, JobList, JobParams, MirrorParams, Nothing};
 
-use super::args::{MirrorArgs, MirrorCommand, OutputArgs, StartMirrorArgs};
+use super::args::{MirrorArgs, MirrorCommand, OutputArgs};
 use super::{follow, result};
 use crate::cli::DiskArg;
 use crate::disk::pause::named;
@@ -15,21 +15,18 @@ use crate::exit::{Code, Failure};
 const IN_STEP: &str = "mirror";
 
 pub(crate) fn run(args: &MirrorArgs) -> Result<(), Failure> {
-    match (&args.command, &args.start) {
-        (Some(MirrorCommand::Complete { disk, output }), _) => complete(disk, output),
-        (None, Some(start)) => begin(start),
-        (None, None) => {
-            let help = "ferrite mirror GUEST/DEV TARGET";
-            Err(Failure::new("cannot mirror", "no disk is named", help).with_code(Code::USAGE))
-        }
+    if let Some(MirrorCommand::Complete { disk, output }) = &args.command {
+        return complete(disk, output);
     }
-}
-
-fn begin(args: &StartMirrorArgs) -> Result<(), Failure> {
-    let disk = args.disk.disk.find()?;
-    let target = match args.target.starts_with("nbd") && args.target.contains("://") {
-        true => args.target.clone(),
-        false => named("cannot mirror to", args.target.as_ref())?,
+    let (Some(disk), Some(target)) = (&args.disk, &args.target) else {
+        let help = "ferrite mirror GUEST/DEV TARGET";
+        let failure = Failure::new("cannot mirror", "no disk and target are named", help);
+        return Err(failure.with_code(Code::USAGE));
+    };
+    let disk = disk.find()?;
+    let target = match target.starts_with("nbd") && target.contains("://") {
+        true => target.clone(),
+        false => named("cannot mirror to", target.as_ref())?,
     };
     let speed = args.speed.and_then(|speed| speed.0);
     let asked = MirrorParams { disk: id(disk), target, switch: args.switch, speed };
@@ -60,9 +57,8 @@ fn complete(disk: &DiskArg, output: &OutputArgs) -> Result<(), Failure> {
     let run = &output.places.run_dir;
     let jobs: JobList = call(run, "job.list", &Nothing {}, ANSWER)
         .map_err(|e| not_answered("cannot list the jobs", &e, e.to_string()))?;
-    let is_it = |job: &&Job| {
-        job.kind == JobKind::Mirror && job.disk == id(disk) && !job.phase.has_ended()
-    };
+    let is_it =
+        |job: &&Job| job.kind == JobKind::Mirror && job.disk == id(disk) && !job.phase.has_ended();
     let Some(job) = jobs.jobs.iter().find(is_it) else {
         let what = format!("cannot complete the mirror of disk {disk}");
         let help = "ferrite job list shows the jobs; ferrite mirror GUEST/DEV TARGET begins one";

@@ -144,7 +144,8 @@ pub(super) fn worker_sandbox(store: PathBuf, run_dir: &Path, run: &Path) -> Work
         own_files: vec![stats.with_extension("new"), stats],
         root: run.join(EMPTY),
         user: user_of_store(device, inode),
-        servers: Vec::new(), mirror: None,
+        servers: Vec::new(),
+        mirror: None,
     }
 }
 

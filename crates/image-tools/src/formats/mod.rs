@@ -441,11 +441,9 @@ pub(super) async fn resize(port: &Port, disk: Disk, bytes: u64) -> Result<(), Di
     let (layer, below_bytes) = match disk {
         // A volume and a remote keep their size; their names were refused before.
         // A mirror is of a disk that is served.
-        Disk::Null(_)
-        | Disk::Store(_)
-        | Disk::Elsewhere(_)
-        | Disk::Remote(_)
-        | Disk::Mirror(_) => return Ok(()),
+        Disk::Null(_) | Disk::Store(_) | Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Mirror(_) => {
+            return Ok(());
+        }
         Disk::Raw(raw) => (Some(Layer::Raw(raw)), 0),
         Disk::Image(image) => {
             let below_bytes = image.layers().get(1).map_or(0, Layer::bytes);

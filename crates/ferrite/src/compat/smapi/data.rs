@@ -6,8 +6,8 @@
 use std::path::Path;
 
 use ferrite_daemon::control::client::ClientError;
-use ferrite_daemon::control::protocol::{Job, JobKind, JobList, JobParams, JobPhase, MirrorParams};
 use ferrite_daemon::control::protocol::Nothing;
+use ferrite_daemon::control::protocol::{Job, JobKind, JobList, JobParams, JobPhase, MirrorParams};
 use ferrite_daemon::state::DiskId;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -70,8 +70,7 @@ fn tap(run: &Path, uri: &str) -> Result<DiskId, Fault> {
 
 fn mirror(run: &Path, asked: &StartParams) -> Result<Value, Fault> {
     let disk = tap(run, &asked.uri)?;
-    let params =
-        MirrorParams { disk, target: asked.remote.clone(), switch: false, speed: None };
+    let params = MirrorParams { disk, target: asked.remote.clone(), switch: false, speed: None };
     match ask::<Job>(run, "disk.mirror", &params, ANSWER) {
         Ok(job) => Ok(operation(&job)),
         // A repeated call: the operation is the same.
@@ -85,9 +84,8 @@ fn mirror(run: &Path, asked: &StartParams) -> Result<Value, Fault> {
 fn running(run: &Path, disk: DiskId) -> Result<Option<Job>, Fault> {
     let all: JobList = ask(run, "job.list", &Nothing {}, ANSWER)
         .map_err(|e| failed("cannot list the mirrors", &e))?;
-    let is_it = |job: &Job| {
-        job.kind == JobKind::Mirror && job.disk == disk && !job.phase.has_ended()
-    };
+    let is_it =
+        |job: &Job| job.kind == JobKind::Mirror && job.disk == disk && !job.phase.has_ended();
     Ok(all.jobs.into_iter().find(is_it))
 }
 
