@@ -199,7 +199,10 @@ impl Mirror {
         let change = pair.regions.change(&port.io, offset, buf.len() as u64, true).await?;
         let from = pair.source_port(port);
         let (Some((target, to)), true) = (pair.target_port(port), change.both) else {
-            return pair.source.write(&from, offset, buf).await;
+            let done = pair.source.write(&from, offset, buf).await;
+            drop(change);
+            pair.say();
+            return done;
         };
         let both = both(pair.source.write(&from, offset, buf), target.write(&to, offset, buf));
         let (done, mirrored) = both.await;
@@ -229,7 +232,10 @@ impl Mirror {
         let change = pair.regions.change(&port.io, offset, len, true).await?;
         let from = pair.source_port(port);
         let (Some((target, to)), true) = (pair.target_port(port), change.both) else {
-            return pair.source.write_zeroes(&from, offset, len, zeros).await;
+            let done = pair.source.write_zeroes(&from, offset, len, zeros).await;
+            drop(change);
+            pair.say();
+            return done;
         };
         let source = pair.source.write_zeroes(&from, offset, len, zeros);
         let (done, mirrored) = both(source, target.write_zeroes(&to, offset, len, zeros)).await;
@@ -329,8 +335,14 @@ impl Pair {
         match target {
             // The source may have a part of a failed write.
             Ok(()) if source.is_ok() => change.done(),
-            Ok(()) => {}
-            Err(e) => self.target_failed("write to", &e),
+            Ok(()) => {
+                drop(change);
+                self.say();
+            }
+            Err(e) => {
+                drop(change);
+                self.target_failed("write to", &e);
+            }
         }
     }
 

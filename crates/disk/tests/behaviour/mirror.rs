@@ -186,6 +186,7 @@ fn a_write_that_ends_during_a_flush_is_not_covered_by_it() {
     // The flush of the target waits while another queue writes to the same region.
     pair.faults.once(Ops::among(&[Kind::Sync]).on(target), Fault::Held(None));
     let held = pair.faults.hold();
+    pair.faults.forget();
     std::thread::scope(|scope| {
         scope.spawn(|| pair.session(&disk).flush().unwrap());
         pair.faults.wait_for(Kind::Sync, 2);
