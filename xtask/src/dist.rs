@@ -27,7 +27,7 @@ pub(crate) struct DistArguments {
 }
 
 /// The pages of the documentation that hosts get. Links of these lead only to pages of this list.
-const PAGES: [&str; 25] = [
+const PAGES: [&str; 26] = [
     "operations.md",
     "watching.md",
     "serve.md",

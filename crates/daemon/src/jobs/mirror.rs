@@ -306,7 +306,7 @@ fn follow(run: &Run, step: MirrorStep) -> Result<MirrorStep, Halt> {
 impl Watch {
     /// What keeps the mirror from being complete, in words.
     fn trouble(&mut self, status: &MirrorStatus, paused: bool) -> Option<String> {
-        let left = status.left * REGION_BYTES >> 20;
+        let left = (status.left * REGION_BYTES) >> 20;
         if status.left < self.least.0 || paused || status.left == 0 {
             self.least = (status.left, Instant::now());
         }

@@ -143,7 +143,9 @@ impl Copier<'_> {
             Box::pin(self.lane(*buffer, most, lanes as u64)) as Pin<Box<dyn Future<Output = _>>>
         };
         let done = all(buffers[..lanes].iter().map(lane).collect()).await;
+        let mut is_lost = false;
         for e in done.into_iter().filter_map(Result::err) {
+            is_lost = true;
             match e {
                 Lost::Source(e) => {
                     // Only a write of the guest can mend that region.
@@ -153,6 +155,8 @@ impl Copier<'_> {
                 Lost::Target(e) if self.pace.check().is_ok() => self.failed(&e),
                 Lost::Target(_) => {}
             }
+        }
+        if is_lost {
             return false;
         }
         if was_behind {
