@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use clap::Parser as _;
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
-use ferrite_disk::{ImageName, Parents, server_of};
+use ferrite_disk::{Disk, ImageName, Parents, server_of};
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{self, user_of, user_of_tap};
 use ferrite_io::engines::EngineKind;
@@ -150,7 +150,14 @@ fn open(
     let disk = serve::mirrored(args, disk, run_dir, PATIENCE)?;
     // The target's data may take another engine.
     let kind = choose(args.engine, args.poll_storage && args.mirror.is_none(), &disk)?;
-    Ok(Opened { disk, engine: engines(kind, alive.clone()) })
+    let engine = engines(kind, alive.clone());
+    // It is copied whether or not a guest is connected.
+    if let Disk::Mirror(mirror) = &disk
+        && let Err(e) = mirror.begin_service(&engine)
+    {
+        tracing::warn!("the mirror copies nothing: {e}");
+    }
+    Ok(Opened { disk, engine })
 }
 
 /// The number of queues for which devices are opened. A connected guest keeps its number, also when the option was made

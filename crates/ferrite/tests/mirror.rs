@@ -289,7 +289,7 @@ fn what_cannot_be_a_target_is_refused_with_words_and_the_guest_goes_on() {
     for (target, why) in [
         (&small, "it has 4194304 bytes, and the disk has 8388608"),
         (&lab.image("none.qcow2"), "No such file"),
-        (&lab.image("a.qcow2"), "in use"),
+        (&lab.image("a.qcow2"), "has locked it"),
         (&lab.image("base.qcow2"), ""),
         (&read_only, ""),
         (&folder, ""),

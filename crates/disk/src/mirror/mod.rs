@@ -286,7 +286,11 @@ impl Mirror {
         Ok(())
     }
 
-    pub(crate) fn begin_service(&self, engine: &ServiceEngine) -> io::Result<()> {
+    /// Begins the copy, as [`Disk::begin_service`] does. A second call changes nothing.
+    ///
+    /// # Errors
+    /// No thread can be made.
+    pub fn begin_service(&self, engine: &ServiceEngine) -> io::Result<()> {
         self.pair.source.begin_service(engine)?;
         let mut background = self.background.lock().unwrap_or_else(PoisonError::into_inner);
         if background.is_none() {
