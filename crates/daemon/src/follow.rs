@@ -252,6 +252,7 @@ impl Follower {
             defers,
             minor: self.minor,
             attached: self.attached.clone(),
+            mirror: self.shared.jobs.mirror_of(image),
             resumes,
             told_sectors: self.told_sectors(&mut store)?,
             shared: &self.shared,

@@ -118,6 +118,8 @@ pub struct Assignment<'a> {
     pub minor: u32,
     /// The attachment to serve. Another attachment of the same name may have another image.
     pub attached: ExpectedAttachment,
+    /// The mirror of the image, if there is one.
+    pub mirror: Option<jobs::MirrorSpec>,
     /// Whether the disk is paused, and goes on if its image can be opened.
     resumes: bool,
     /// The size in sectors that the guest was told, of a paused disk that is to go on.
@@ -338,6 +340,11 @@ impl Paths {
     /// The directory of the state files.
     pub fn states(&self) -> PathBuf {
         self.run.join("disks")
+    }
+
+    /// The directory of the maps of mirrors.
+    pub fn mirrors(&self) -> PathBuf {
+        self.run.join("mirrors")
     }
 
     /// The directory of the state files of jobs.

@@ -17,7 +17,7 @@ use crate::exit::{Code, Failure};
 use crate::export::args::ExportArgs;
 use crate::guests::{Guest, GuestDisk};
 use crate::image::args::ImageArgs;
-use crate::job::args::{CoalesceArgs, JobArgs};
+use crate::job::args::{CoalesceArgs, JobArgs, MirrorArgs};
 use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs, engines, movers, on_full_policies};
 use crate::parents::ParentsArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
@@ -144,6 +144,9 @@ pub(crate) enum Command {
     Disk(DiskArgs),
     /// See the daemon's jobs, wait for them, pause, limit and cancel them.
     Job(JobArgs),
+    /// Have all writes of a running disk go to a second disk, too, and copy what that lacks; then move the disk there.
+    #[command(after_help = crate::job::args::MIRROR_HELP)]
+    Mirror(MirrorArgs),
     /// Move running disks to a new version of ferrite; guests see a short pause.
     Upgrade(UpgradeArgs),
     /// Serve one disk for its keeper: with the options of serve, for as long as the keeper lives.
@@ -232,6 +235,14 @@ pub(crate) struct ServeArgs {
     /// The toolstack keeps others from the image and its parents (XAPI's storage manager): refuse none.
     #[arg(long, hide = true)]
     pub(crate) toolstack_locks: bool,
+
+    /// The target of the disk's mirror.
+    #[arg(long, hide = true, requires = "mirror_map")]
+    pub(crate) mirror: Option<String>,
+
+    /// The map of the disk's mirror.
+    #[arg(long, hide = true, requires = "mirror")]
+    pub(crate) mirror_map: Option<PathBuf>,
 
     /// Offer up to this many queues, each with a thread of its own.
     #[arg(long, value_name = "N", default_value_t = 4,

@@ -207,6 +207,8 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
         xen: Vbd { domain: DomId(disk.id.domid), device: disk.id.devid },
         read_only: false,
         qemu_first: disk.qemu_first,
+        mirror: disk.mirror.as_ref().map(|mirror| mirror.target.clone()),
+        mirror_map: disk.mirror.as_ref().map(|mirror| mirror.map.clone()),
         toolstack_locks: disk.ahead.is_some_and(|ahead| ahead.toolstack_locks),
         queues: options.queues,
         ring_order: options.ring_order,

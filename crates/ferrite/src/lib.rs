@@ -88,6 +88,7 @@ pub fn main() -> ExitCode {
         cli::Command::Daemon(args) => daemon::run(args),
         cli::Command::Disk(args) => disk::run(args),
         cli::Command::Job(args) => job::run(args),
+        cli::Command::Mirror(args) => job::mirror::run(args),
         cli::Command::Export(args) => export::run(args),
         cli::Command::Tunnel(args) => tunnel::run(args),
         cli::Command::Upgrade(args) => disk::upgrade(args),

@@ -28,7 +28,7 @@ use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen, taps, tuning};
 
 /// The names of all methods.
-pub(super) const METHODS: [&str; 38] = [
+pub(super) const METHODS: [&str; 40] = [
     "attach.wait",
     "daemon.status",
     "device.add",
@@ -39,6 +39,7 @@ pub(super) const METHODS: [&str; 38] = [
     "disk.detach",
     "disk.limit",
     "disk.list",
+    "disk.mirror",
     "disk.pause",
     "disk.resize",
     "disk.resume",
@@ -49,6 +50,7 @@ pub(super) const METHODS: [&str; 38] = [
     "image.change",
     "image.query",
     "job.cancel",
+    "job.complete",
     "job.limit",
     "job.list",
     "job.pause",

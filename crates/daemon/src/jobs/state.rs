@@ -9,10 +9,11 @@ use std::io;
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Path, PathBuf};
 
+use ferrite_host::clock::secret;
 use serde::{Deserialize, Serialize};
 
 use crate::Failure;
-use crate::params::{Format, Image};
+use crate::params::{Format, Image, Params};
 use crate::state::DiskId;
 use crate::state_files::{StateFiles, Stated};
 
@@ -28,6 +29,99 @@ pub type JobId = u64;
 pub enum Task {
     /// Merges images of a running disk's chain.
     Coalesce(Coalesce),
+    /// Has all writes of a running disk go to another one, too.
+    Mirror(Mirror),
+}
+
+/// A mirror of a running disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mirror {
+    /// The image that the disk is served from.
+    pub source: Image,
+    /// The target, as `FORMAT:PATH` or the URI of an export.
+    pub target: String,
+    /// The name of its sessions with the target's server: so the server ends those of a killed worker.
+    #[serde(default)]
+    pub session: String,
+    /// Whether the disk goes on with the target, once that has all.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub switches: bool,
+    /// Bytes of the disk, once that is known.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub bytes: Option<u64>,
+    /// The reason and the help of the failure that ends it.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub failed: Option<(String, String)>,
+    /// The step that was begun.
+    pub step: MirrorStep,
+}
+
+/// The steps of a mirror.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MirrorStep {
+    /// Whether the target fits.
+    Check,
+    /// The disk is paused, and goes on with the mirror.
+    Attach,
+    /// The target gets what it lacks.
+    Copy,
+    /// The target has all, and gets each write.
+    Mirror,
+    /// The disk is paused, and goes on with the target.
+    Switch,
+    /// The disk is paused, and goes on without the mirror.
+    Detach,
+}
+
+impl MirrorStep {
+    /// The step's name for people.
+    pub fn word(self) -> &'static str {
+        match self {
+            MirrorStep::Check => "check",
+            MirrorStep::Attach => "attach",
+            MirrorStep::Copy => "copy",
+            MirrorStep::Mirror => "mirror",
+            MirrorStep::Switch => "switch",
+            MirrorStep::Detach => "detach",
+        }
+    }
+
+    /// Whether workers that open the source have to open the mirror, too.
+    pub fn is_mirrored(self) -> bool {
+        !matches!(self, MirrorStep::Check | MirrorStep::Detach)
+    }
+}
+
+impl Mirror {
+    /// A mirror that has not begun.
+    pub fn new(source: &Image, target: String, switches: bool) -> Mirror {
+        let (source, step) = (source.clone(), MirrorStep::Check);
+        // Without a random number it has no name, and a server is given time to end older requests.
+        let session =
+            secret::<8>().map(|number| format!("mirror-{:016x}", u64::from_ne_bytes(number)));
+        let session = session.unwrap_or_default();
+        Mirror { source, target, session, switches, bytes: None, failed: None, step }
+    }
+
+    /// The target as workers open it.
+    pub fn worker_target(&self) -> String {
+        let is_export = self.target.contains("://") && self.target.starts_with("nbd");
+        if !is_export || self.session.is_empty() || self.target.contains("session=") {
+            return self.target.clone();
+        }
+        let sign = if self.target.contains('?') { '&' } else { '?' };
+        format!("{}{sign}session={}", self.target, self.session)
+    }
+
+    /// The target as an image that a disk can have.
+    pub fn target_image(&self) -> Option<Image> {
+        match Params::parse(self.target.as_bytes()) {
+            Params::Image(image) => Some(image),
+            _ => None,
+        }
+    }
 }
 
 /// The merge of a stretch of a chain, below its leaf.
@@ -138,6 +232,7 @@ impl Task {
     pub fn image(&self) -> Image {
         match self {
             Task::Coalesce(coalesce) => coalesce.leaf(),
+            Task::Mirror(mirror) => mirror.source.clone(),
         }
     }
 
@@ -145,6 +240,7 @@ impl Task {
     pub fn step(&self) -> &'static str {
         match self {
             Task::Coalesce(coalesce) => coalesce.step.word(),
+            Task::Mirror(mirror) => mirror.step.word(),
         }
     }
 
@@ -156,6 +252,7 @@ impl Task {
                 CoalesceStep::Split | CoalesceStep::Grow => coalesce.top.is_some(),
                 _ => false,
             },
+            Task::Mirror(mirror) => !matches!(mirror.step, MirrorStep::Switch | MirrorStep::Detach),
         }
     }
 }

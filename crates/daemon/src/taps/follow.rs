@@ -140,6 +140,7 @@ impl Follower {
             defers: false,
             minor: self.minor,
             attached: self.attached.clone(),
+            mirror: self.shared.jobs.mirror_of(image),
             resumes,
             told_sectors,
             shared: &self.shared,

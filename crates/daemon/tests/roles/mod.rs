@@ -22,7 +22,9 @@ use ferrite_daemon::keepers::{Programs, StoreWorker};
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Failure};
-use ferrite_disk::{Disk, ErrorKind, OpenOptions, client_of, server_of};
+use ferrite_disk::{
+    Disk, ErrorKind, ImageName, MirrorOptions, OpenOptions, client_of, mirror_target, server_of,
+};
 use ferrite_host::names;
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{Means, user_of, user_of_tap};
@@ -30,8 +32,8 @@ use ferrite_image_tools::stores::Change;
 use ferrite_image_tools::stores::served::ServedStore;
 use ferrite_io::engines::test_engine;
 use ferrite_keeper::{
-    ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DataServer, DiskSpec, LINE_FD, Preopen, SECOND_FD,
-    WorkerChannel, WorkerEvent, WorkerSandbox, become_relay, drop_privileges,
+    ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DataServer, DiskSpec, LINE_FD, MirrorFiles, Preopen,
+    SECOND_FD, WorkerChannel, WorkerEvent, WorkerSandbox, become_relay, drop_privileges,
 };
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
@@ -86,7 +88,10 @@ impl Programs for Roles {
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, Failure> {
         let image = disk.image.name().into_string().unwrap();
         let (id, run, first) = (disk.id, disk.run_dir().display(), disk.qemu_first);
-        let disk = format!("{id}|{run}|{first}|{}|{image}", disk.options.on_full);
+        let mirror = disk.mirror.as_ref();
+        let mirror = mirror.map(|it| format!("{}>{}", it.map.display(), it.target));
+        let (mirror, full) = (mirror.unwrap_or_default(), disk.options.on_full);
+        let disk = format!("{id}|{run}|{first}|{full}|{mirror}|{image}");
         Ok(vec![WORKER.to_owned(), disk])
     }
 
@@ -131,6 +136,15 @@ impl Programs for Roles {
                 None => user_of(disk.id.domid, disk.id.devid),
             },
             servers: servers(disk),
+            mirror: disk.mirror.as_ref().map(|it| {
+                let name = ImageName::parse(&it.target).unwrap();
+                let server = name.export().and_then(server_of);
+                MirrorFiles {
+                    map: it.map.clone(),
+                    image: server.is_none().then_some(name.path),
+                    servers: server.as_ref().and_then(DataServer::of).into_iter().collect(),
+                }
+            }),
         }))
     }
 }
@@ -184,13 +198,15 @@ struct Told {
     run: PathBuf,
     qemu_first: bool,
     on_full: String,
+    /// The map and the target.
+    mirror: Option<(PathBuf, String)>,
     image: String,
 }
 
 impl Told {
     fn by(what: &str) -> Told {
-        let what: Vec<&str> = what.splitn(5, '|').collect();
-        let [id, run, first, on_full, image] = what[..] else { panic!("{what:?}") };
+        let what: Vec<&str> = what.splitn(6, '|').collect();
+        let [id, run, first, on_full, mirror, image] = what[..] else { panic!("{what:?}") };
         let (domid, devid) = id.split_once('/').unwrap();
         let domid = if domid == "tap" { DomId::NONE } else { DomId(domid.parse().unwrap()) };
         Told {
@@ -199,6 +215,7 @@ impl Told {
             run: run.into(),
             qemu_first: first == "true",
             on_full: on_full.to_owned(),
+            mirror: mirror.split_once('>').map(|(map, to)| (map.into(), to.to_owned())),
             image: image.to_owned(),
         }
     }
@@ -258,6 +275,18 @@ impl Told {
             in_use: e.kind() == ErrorKind::InUse,
             errno: e.errno().map(Errno::raw_os_error),
         })?;
+        let disk = match &self.mirror {
+            Some((map, target)) if how.kind != OpeningKind::Look => {
+                let options = OpenOptions {
+                    wait_for_lock: Some(PATIENCE),
+                    taken_over: true,
+                    ..OpenOptions::default()
+                };
+                let target = mirror_target(target).unwrap();
+                disk.mirrored(&MirrorOptions { target, map: map.clone() }, &options).unwrap()
+            }
+            _ => disk,
+        };
         let kind = test_engine();
         if !kind.holds() || self.domid == DomId::NONE {
             disk.let_go();

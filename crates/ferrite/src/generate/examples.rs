@@ -142,6 +142,16 @@ fn examples(name: &str) -> Terms {
             ("Detach a disk that the guest has unmounted.", "ferrite disk detach web1/xvdb"),
             ("Take it away; unwritten data are lost.", "ferrite disk detach --force web1/xvdb"),
         ],
+        "ferrite-mirror" => &[
+            (
+                "Have all writes of a disk go to a second image, too; it ends when that has all.",
+                "ferrite mirror web1/xvda /srv/new.qcow2 --speed 200M",
+            ),
+            ("Move the disk there at once.", "ferrite mirror web1/xvda /srv/new.qcow2 --switch"),
+        ],
+        "ferrite-mirror-complete" => {
+            &[("Have the disk go on with the second image.", "ferrite mirror complete web1/xvda")]
+        }
         "ferrite-disk-coalesce" => &[
             (
                 "Merge the image below the disk's into its parent, at 50 MiB a second.",
