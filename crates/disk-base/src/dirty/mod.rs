@@ -56,8 +56,8 @@ mod tests;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-pub use found::{Found, Seen, look};
-pub use layout::{Content, Map, MapId};
+pub use found::{Blocks, Found, Seen, image_at, look};
+pub use layout::{Content, Image, Map, MapId};
 pub use tracker::Tracker;
 
 /// The unit of the durable bits.
