@@ -13,7 +13,8 @@ use ferrite_disk_base::dirty::layout::regions;
 use ferrite_disk_base::dirty::{
     Content, MAX_DISK_BYTES, MAX_MAPS, Map, MapId, found, path_of,
 };
-use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES, VolumeName};
+use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES, VolumeName};
+use ferrite_images::Image;
 use ferrite_host::clock::{secret, unix_time_s};
 
 use super::files::{beside, check_regular};
@@ -43,7 +44,13 @@ impl ImageTools<'_> {
     /// # Errors
     /// They cannot be read.
     pub fn dirty_maps(&self, name: &ImageName) -> Result<DirtyMaps, DiskError> {
-        let disk = self.open(name, true)?;
+        let disk = match name.format {
+            // The maps are those of its own file, wherever its parents are.
+            Format::Vhd | Format::Qcow2 => {
+                Disk::Image(Image::open_alone(name, &ImageTools::even_parents(self.options(true)))?)
+            }
+            _ => self.open(name, true)?,
+        };
         let virtual_bytes = disk.sectors() * SECTOR_BYTES;
         let Some(seen) = disk.maps(self.readable_state())? else {
             return Ok(DirtyMaps { virtual_bytes, ..DirtyMaps::default() });
