@@ -129,7 +129,9 @@ pub(crate) fn copy_maps(
     }
     if begin.is_none() && !(is_file(from) && is_file(to)) {
         let (from, to) = (from.path.display(), to.path.display());
-        tracing::warn!("the dirty maps of {from} stay behind: {to} is no file beside which they could be");
+        tracing::warn!(
+            "the dirty maps of {from} stay behind: {to} is no file beside which they could be"
+        );
         return Ok(());
     }
     let mut arguments = vec!["dirty".into(), "copy".into(), from.name(), to.name()];

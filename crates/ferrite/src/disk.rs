@@ -24,9 +24,9 @@ use crate::plain::one_line;
 use crate::vdev::Vbd;
 
 mod attach;
-pub(crate) mod dirty;
 pub(crate) mod change;
 pub(crate) mod device;
+pub(crate) mod dirty;
 pub(crate) mod limit;
 pub(crate) mod pause;
 

@@ -53,7 +53,10 @@ impl Blocks {
         let left = fine_path(state_dir, image, path, head)
             .and_then(|file| fine::write(&file, head, before));
         if left.is_none() {
-            tracing::debug!("the changed blocks of {} are not kept: its regions are", path.display());
+            tracing::debug!(
+                "the changed blocks of {} are not kept: its regions are",
+                path.display()
+            );
         }
     }
 }
@@ -266,8 +269,9 @@ pub fn look(raw: &Raw, bytes: u64, state_dir: Option<&Path>) -> Result<Option<Se
     let Some(content) = content else {
         return Ok(Some(Seen { path, void, damaged: 0, maps: Vec::new() }));
     };
-    let fine = state_dir
-        .and_then(|dir| Fine::look(&fine_path(dir, raw.fd(), raw.path(), &content.head)?, &content.head));
+    let fine = state_dir.and_then(|dir| {
+        Fine::look(&fine_path(dir, raw.fd(), raw.path(), &content.head)?, &content.head)
+    });
     let seen = |(index, map): (usize, &Map)| SeenMap {
         name: map.name.clone(),
         id: map.id,
@@ -285,12 +289,7 @@ pub fn look(raw: &Raw, bytes: u64, state_dir: Option<&Path>) -> Result<Option<Se
 }
 
 /// The ranges that may have changed since a map was begun. `known`: the size of the disk that the map is for.
-fn changed(
-    map: &Map,
-    known: u64,
-    bytes: u64,
-    blocks_of: impl Fn(u64) -> u64,
-) -> Vec<Range<u64>> {
+fn changed(map: &Map, known: u64, bytes: u64, blocks_of: impl Fn(u64) -> u64) -> Vec<Range<u64>> {
     let mut ranges: Vec<Range<u64>> = Vec::new();
     let mut add = |range: Range<u64>| match ranges.last_mut() {
         _ if range.is_empty() => {}

@@ -15,8 +15,8 @@ use ferrite_io::engine::FileId;
 use super::fine::{self, Fine};
 use super::found::{Found, cannot, changed_at, identity};
 use super::layout::{
-    BITS, Head, IDENTITY_AT, OTHER_AT, SECTOR, State, identity_to_bytes, parse_sector, place, regions,
-    sector_to_bytes,
+    BITS, Head, IDENTITY_AT, OTHER_AT, SECTOR, State, identity_to_bytes, parse_sector, place,
+    regions, sector_to_bytes,
 };
 use super::{REGION_BYTES, path_of};
 use crate::{Commits, DiskError, OpenOptions, Port, Raw};

@@ -290,9 +290,10 @@ fn examples_of_images(name: &str) -> Terms {
         "ferrite-image-dirty" | "ferrite-image-dirty-add" => {
             &[("Record changes since a backup.", "ferrite image dirty add disk.qcow2 nightly")]
         }
-        "ferrite-image-dirty-copy" => {
-            &[("Keep the maps of an image that was moved.", "ferrite image dirty copy old.qcow2 new.qcow2")]
-        }
+        "ferrite-image-dirty-copy" => &[(
+            "Keep the maps of an image that was moved.",
+            "ferrite image dirty copy old.qcow2 new.qcow2",
+        )],
         "ferrite-disk-dirty" | "ferrite-disk-dirty-add" => &[(
             "Record changes of a running disk since a backup.",
             "ferrite disk dirty add web1/xvdb nightly",

@@ -19,7 +19,8 @@ use std::path::{Path, PathBuf};
 use ferrite_disk::Disk;
 use ferrite_disk_base::dirty::layout::{Head, State, regions};
 use ferrite_disk_base::dirty::{
-    Blocks, Content, Found, Image, MAX_DISK_BYTES, MAX_MAPS, Map, MapId, REGION_BYTES, image_at, path_of,
+    Blocks, Content, Found, Image, MAX_DISK_BYTES, MAX_MAPS, Map, MapId, REGION_BYTES, image_at,
+    path_of,
 };
 use ferrite_disk_base::{DiskError, Raw, SECTOR_BYTES, plain};
 use ferrite_host::clock::secret;
@@ -71,8 +72,7 @@ impl Maps {
         for map in &other.maps {
             if let Some(own) = self.maps.iter_mut().find(|own| own.id == map.id) {
                 own.bits.iter_mut().zip(&map.bits).for_each(|(own, bits)| *own |= bits);
-            } else if self.maps.len() < MAX_MAPS
-                && self.maps.iter().all(|own| own.name != map.name)
+            } else if self.maps.len() < MAX_MAPS && self.maps.iter().all(|own| own.name != map.name)
             {
                 self.maps.push(map.clone());
             } else {
@@ -275,9 +275,9 @@ impl ImageTools<'_> {
         let mut context = IoContext::new(self, 1).map_err(cannot)?;
         match maps.maps.is_empty() {
             true => {}
-            false => self
-                .replace_maps(&mut context, &path_of(&to.path), &content)
-                .map_err(cannot)?,
+            false => {
+                self.replace_maps(&mut context, &path_of(&to.path), &content).map_err(cannot)?
+            }
         }
         Ok(crate::create::done(to, other_bytes, maps.notes))
     }
