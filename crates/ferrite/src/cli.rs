@@ -12,7 +12,7 @@ use ferrite_serve::path::limit::Limits;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
 use crate::backup::args::BackupArgs;
-use crate::disk::{change, device, limit, pause};
+use crate::disk::{change, device, dirty, limit, pause};
 use crate::exit::{Code, Failure};
 use crate::export::args::ExportArgs;
 use crate::guests::{Guest, GuestDisk};
@@ -452,6 +452,9 @@ pub(crate) enum DiskCommand {
     /// Keep a running disk as it is now under the name NEW; the guest goes on in a new image.
     #[command(after_help = change::SNAPSHOT_HELP)]
     Snapshot(change::SnapshotArgs),
+    /// Record which parts of a running disk change, for incremental backups.
+    #[command(subcommand)]
+    Dirty(dirty::DirtyCommand),
     /// Make a running disk larger.
     #[command(after_help = change::RESIZE_HELP)]
     Resize(change::ResizeArgs),

@@ -26,6 +26,7 @@ use crate::vdev::Vbd;
 mod attach;
 pub(crate) mod change;
 pub(crate) mod device;
+pub(crate) mod dirty;
 pub(crate) mod limit;
 pub(crate) mod pause;
 
@@ -60,6 +61,7 @@ pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
         DiskCommand::Pause(args) => pause::pause(args),
         DiskCommand::Resume(args) => pause::resume(args),
         DiskCommand::Snapshot(args) => change::snapshot(args),
+        DiskCommand::Dirty(command) => dirty::run(command),
         DiskCommand::Resize(args) => change::resize(args),
         DiskCommand::Switch(args) => change::switch(args),
         DiskCommand::Wait { disk, timeout, json, places } => {

@@ -28,7 +28,7 @@ use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen, taps, tuning};
 
 /// The names of all methods.
-pub(super) const METHODS: [&str; 40] = [
+pub(super) const METHODS: [&str; 41] = [
     "attach.wait",
     "daemon.status",
     "device.add",
@@ -37,6 +37,7 @@ pub(super) const METHODS: [&str; 40] = [
     "device.remove",
     "disk.coalesce",
     "disk.detach",
+    "disk.dirty",
     "disk.limit",
     "disk.list",
     "disk.mirror",
@@ -96,6 +97,7 @@ pub(super) fn call(shared: &Arc<Shared>, method: &str, params: Value) -> Result<
         "disk.snapshot" => {
             take(params).and_then(|request| reply(&pauses::snapshot(shared, &request)?))
         }
+        "disk.dirty" => take(params).and_then(|request| reply(&pauses::dirty(shared, &request)?)),
         "disk.resize" => take(params).and_then(|request| reply(&pauses::resize(shared, &request)?)),
         "disk.switch" => take(params).and_then(|request| reply(&pauses::switch(shared, &request)?)),
         "attach.wait" => take(params).and_then(|request| reply(&wait(shared, &request)?)),

@@ -144,8 +144,15 @@ fn every_type_is_described_as_it_is() {
     let image = Some("raw:/a".to_owned());
     same(
         "SnapshotParams",
-        &SnapshotParams { disk: id, name: "/a".to_owned(), leaf: Some(Format::Qcow2) },
+        &SnapshotParams {
+            disk: id,
+            name: "/a".to_owned(),
+            leaf: Some(Format::Qcow2),
+            begin_map: Some("nightly".to_owned()),
+        },
     );
+    let map = "nightly".to_owned();
+    same("DirtyParams", &DirtyParams { disk: id, verb: MapVerb::Clear, map });
     same("ResizeParams", &ResizeParams { disk: id, bytes: 1 << 40, is_more: true });
     let (to, compare) = ("raw:/a".to_owned(), true);
     same("SwitchParams", &SwitchParams { disk: id, image: to, compare });

@@ -300,6 +300,26 @@ fn examples_of_images(name: &str) -> Terms {
         "ferrite-image-dirty" | "ferrite-image-dirty-add" => {
             &[("Record changes since a backup.", "ferrite image dirty add disk.qcow2 nightly")]
         }
+        "ferrite-image-dirty-copy" => &[(
+            "Keep the maps of an image that was moved.",
+            "ferrite image dirty copy old.qcow2 new.qcow2",
+        )],
+        "ferrite-disk-dirty" | "ferrite-disk-dirty-add" => &[(
+            "Record changes of a running disk since a backup.",
+            "ferrite disk dirty add web1/xvdb nightly",
+        )],
+        "ferrite-disk-dirty-list" => {
+            &[("How much has changed.", "ferrite disk dirty list web1/xvdb")]
+        }
+        "ferrite-disk-dirty-show" => {
+            &[("What has changed.", "ferrite disk dirty show web1/xvdb nightly")]
+        }
+        "ferrite-disk-dirty-clear" => {
+            &[("Begin a map anew.", "ferrite disk dirty clear web1/xvdb nightly")]
+        }
+        "ferrite-disk-dirty-remove" => {
+            &[("End a map.", "ferrite disk dirty remove web1/xvdb nightly")]
+        }
         "ferrite-image-dirty-list" => {
             &[("How much has changed.", "ferrite image dirty list disk.qcow2")]
         }
