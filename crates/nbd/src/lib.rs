@@ -3,5 +3,6 @@
 #![forbid(unsafe_code)]
 
 pub mod client;
+pub mod restriction;
 pub mod uri;
 pub mod wire;
