@@ -19,7 +19,6 @@ use ferrite_xen::real::HostDomains;
 use ferrite_xen::store::Store;
 use sd_notify::NotifyState;
 
-use crate::RELAY;
 use crate::cli::{DaemonArgs, ServeArgs};
 use crate::exit::{Code, Failure};
 use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs};
@@ -28,6 +27,7 @@ use crate::plain::one_line;
 use crate::serve::{stop_on_signals, tell_of_processors};
 use crate::vdev::Vbd;
 use crate::worker::{arguments, store, told_by, worker_sandbox};
+use crate::{EXPORTER, RELAY};
 
 mod metrics;
 
@@ -123,6 +123,12 @@ impl Programs for Ours {
         let of = of.map_or_else(|| disk.to_string().into(), ToOwned::to_owned);
         command.arg0("ferrite").arg("keeper").arg(of);
         command
+    }
+
+    fn exporter(&self, disk: DiskId) -> Option<Command> {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("ferrite").arg(EXPORTER).arg(disk.to_string());
+        Some(command)
     }
 
     fn store_worker(

@@ -41,6 +41,7 @@ const SERVER_LOG: &str =
 /// The internal commands, which have no options.
 const KEEPER: &str = "keeper";
 const RELAY: &str = "relay";
+const EXPORTER: &str = "exporter";
 
 /// The whole program `ferrite`.
 pub fn main() -> ExitCode {
@@ -49,6 +50,7 @@ pub fn main() -> ExitCode {
     match std::env::args_os().nth(1) {
         Some(command) if command == KEEPER => return keeper(),
         Some(command) if command == RELAY => return relay(),
+        Some(command) if command == EXPORTER => return exporter(),
         _ => {}
     }
     if let Some((tool, args)) = compat::asked_for(std::env::args_os()) {
@@ -129,6 +131,21 @@ fn keeper() -> ExitCode {
         Err(e) => {
             let help = "the daemon starts it; ferrite serve serves a disk by hand";
             exit::Failure::new("cannot be a keeper", e, help).report()
+        }
+    }
+}
+
+/// The exporter: the process that listens for a disk's clients on other hosts.
+fn exporter() -> ExitCode {
+    let check = |folder: &Path, verifies| {
+        ferrite_tunnel::check_server(folder, verifies)
+            .map_err(|fault| (format!("{}: {}", fault.what, fault.why), fault.help))
+    };
+    match ferrite_keeper::run_exporter(check) {
+        Ok(never) => match never {},
+        Err(e) => {
+            let help = "see the answer of ferrite disk export; ferrite export nbd exports an image";
+            exit::Failure::new("cannot export a disk", e, help).report()
         }
     }
 }

@@ -4,5 +4,6 @@
 
 pub mod address;
 pub mod client;
+pub mod restriction;
 pub mod uri;
 pub mod wire;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_host::clock::{Random, SplitMix64};
-use ferrite_host::tunnel::Files;
+use ferrite_host::tunnel::{Files, Inward};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
 
@@ -186,7 +186,9 @@ fn random_streams_inside_tls_arrive_whole_and_end() {
 #[test]
 fn a_tunnel_ends_with_its_starter() {
     let (starter, own) = ferrite_host::frames::pair().unwrap();
-    let tunnel = std::thread::spawn(move || inward(own, true).map(|never| match never {}));
+    let tunnel = std::thread::spawn(move || {
+        inward(own, Inward::Tls { verifies: true }, None).map(|never| match never {})
+    });
     drop(starter);
     assert!(tunnel.join().unwrap().is_err());
 }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 pub use super::device_messages::*;
+pub use super::export_messages::*;
 pub use super::image_messages::*;
 pub use super::job_messages::*;
 pub use super::tap_messages::*;

@@ -237,6 +237,30 @@ fn every_type_of_a_device_is_described_as_it_is() {
 }
 
 #[test]
+fn every_type_of_an_export_is_described_as_it_is() {
+    let disk = DiskId { domid: 1, devid: 51712 };
+    let (listen, tls) = (vec!["192.0.2.5:10809".to_owned()], Some("/etc/ferrite/tls".to_owned()));
+    let (any_client, plain, read_only, shared, no_list) = (true, true, true, true, true);
+    let (name, pid, why) = ("disk".to_owned(), Some(7), Some("no".to_owned()));
+    let asked = ExportParams {
+        disk,
+        listen: listen.clone(),
+        tls: tls.clone(),
+        any_client,
+        plain,
+        name: Some(name.clone()),
+        read_only,
+        shared,
+        no_list,
+    };
+    same("ExportParams", &asked);
+    same("UnexportParams", &UnexportParams { disk });
+    let row = ExportRow { disk, name, listen, tls, any_client, read_only, no_list, pid, why };
+    same("ExportRow", &row);
+    same("ExportRows", &ExportRows { exports: vec![row] });
+}
+
+#[test]
 fn every_type_of_a_job_is_described_as_it_is() {
     let disk = DiskId { domid: 1, devid: 51712 };
     let path = |name: &str| Some(format!("/srv/{name}"));
