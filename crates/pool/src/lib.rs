@@ -9,8 +9,6 @@
 //!
 //! Times are nanoseconds of a clock that goes on while the machine sleeps.
 
-
-
 mod member;
 mod messages;
 mod names;

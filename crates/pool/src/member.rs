@@ -133,7 +133,13 @@ impl Member {
     }
 
     /// What a repair is to write is on the medium, or something else is.
-    pub fn compared(&mut self, conn: ConnId, op: OpId, is_same: bool, region_blocks: u64) -> Vec<Effect> {
+    pub fn compared(
+        &mut self,
+        conn: ConnId,
+        op: OpId,
+        is_same: bool,
+        region_blocks: u64,
+    ) -> Vec<Effect> {
         match self.under_way.remove(&(conn, op)) {
             Some(_) if is_same => self.answer(conn, Reply::Done { op }),
             Some(Io::Repair { blocks, data }) => {
@@ -187,7 +193,9 @@ impl Member {
                     _ => None,
                 });
                 let busy: BTreeSet<Region> = busy.flatten().collect();
-                self.wanted.dirty.retain(|region| !regions.contains(region) || busy.contains(region));
+                self.wanted
+                    .dirty
+                    .retain(|region| !regions.contains(region) || busy.contains(region));
                 return self.answer(conn, Reply::Done { op });
             }
             Io::Complete => self.wanted.incomplete = false,
@@ -277,9 +285,7 @@ impl Member {
                 !self.rules.keep(Rule::BitsFirst)
                     || states.iter_mut().flatten().all(|stored| regions.is_subset(&stored.dirty))
             }
-            Io::Mark(regions) => {
-                self.storing.is_none() && regions.is_subset(&self.durable.dirty)
-            }
+            Io::Mark(regions) => self.storing.is_none() && regions.is_subset(&self.durable.dirty),
             Io::Complete => self.storing.is_none() && !self.durable.incomplete,
             _ => true,
         }

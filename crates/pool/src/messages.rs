@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use crate::{Blocks, Generation, OpId, OwnerId, Region};
 use crate::owner::RequestId;
+use crate::{Blocks, Generation, OpId, OwnerId, Region};
 
 /// From an owner to a member. Those of one connection arrive in their order.
 #[derive(Clone, Debug, PartialEq, Eq)]

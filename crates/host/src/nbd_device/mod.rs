@@ -174,7 +174,8 @@ fn openers(path: &Path) -> Vec<String> {
     };
     let mut found = Vec::new();
     for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let Some(pid) = process.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
+        let Some(pid) = process.file_name().to_str().and_then(|name| name.parse::<u32>().ok())
+        else {
             continue;
         };
         if has_it(&process.path()) {

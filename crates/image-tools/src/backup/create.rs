@@ -123,13 +123,17 @@ impl ImageTools<'_> {
     /// Steps 2 to 5, and the first half of 6. Returns the bytes that were read.
     fn make(&self, making: &mut Making<'_>) -> Result<u64, DiskError> {
         let folder = making.folder;
-        let (to, bytes) =
-            (folder.data(&making.manifest.name), making.manifest.disk.virtual_bytes);
+        let (to, bytes) = (folder.data(&making.manifest.name), making.manifest.disk.virtual_bytes);
         let what = || format!("cannot make backup {}", to.path.display());
         let cannot = |e| broken(what(), e);
         if making.source.sectors() * SECTOR_BYTES != bytes {
             let help = "run the same command again";
-            return Err(DiskError::new(ErrorKind::InUse, what(), "the disk is being resized", help));
+            return Err(DiskError::new(
+                ErrorKind::InUse,
+                what(),
+                "the disk is being resized",
+                help,
+            ));
         }
         check_apart(what(), &making.source, &to.path)?;
         let (ranges, changed) = self.ranges(making)?;
@@ -156,9 +160,10 @@ impl ImageTools<'_> {
             }
             let hashes = regions.hashes();
             // Of what was in flight when it was stopped nothing has a hash.
-            let noted = context.run(regions.flush()).map_err(cannot).and_then(|()| {
-                self.note(folder, &mut making.manifest, hashes)
-            });
+            let noted = context
+                .run(regions.flush())
+                .map_err(cannot)
+                .and_then(|()| self.note(folder, &mut making.manifest, hashes));
             // The first error counts, not its consequences.
             if let Err(e) = finished {
                 return Err(stopped(what(), e, making.maps.is_some()));

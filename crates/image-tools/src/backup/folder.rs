@@ -174,7 +174,9 @@ impl Folder {
             };
             if found.id != parent.id || chain.len() >= MAX_CHAIN {
                 let why = match found.id != parent.id {
-                    true => format!("it stands on another backup {} than the one here", parent.name),
+                    true => {
+                        format!("it stands on another backup {} than the one here", parent.name)
+                    }
                     false => format!("more than {MAX_CHAIN} backups stand on each other"),
                 };
                 let help = "get the folder back as it was; the other backups can be used";
@@ -199,7 +201,8 @@ impl Folder {
 
 fn lacks(what: String, parent: &str) -> DiskError {
     let why = format!("it stands on backup {parent}, which is missing");
-    let help = "get that back from a copy of the folder: without it only earlier ones can be restored";
+    let help =
+        "get that back from a copy of the folder: without it only earlier ones can be restored";
     DiskError::new(ErrorKind::Parent, what, why, help)
 }
 
@@ -209,7 +212,12 @@ fn newest<'a>(folder: &Folder, entries: &'a Entries) -> Result<&'a str, DiskErro
     let good = || entries.values().filter_map(|entry| entry.as_ref().ok());
     let Some(last) = good().max_by_key(|m| (m.created_unix_s, depth(entries, m))) else {
         let why = "there is no backup in it that can be used";
-        return Err(DiskError::new(ErrorKind::NotFound, what(), why, "ferrite backup list says why"));
+        return Err(DiskError::new(
+            ErrorKind::NotFound,
+            what(),
+            why,
+            "ferrite backup list says why",
+        ));
     };
     if good().any(|m| m.disk.name != last.disk.name) {
         let why = "it has backups of several disks";

@@ -172,7 +172,8 @@ impl Manifest {
         let is_inside = self.regions.last().is_none_or(|last| u64::from(last.0) < end);
         let is_named = VolumeName::new(&self.name).is_some();
         let parent = self.parent.as_ref();
-        let stands = parent.is_none_or(|p| VolumeName::new(&p.name).is_some() && p.name != self.name);
+        let stands =
+            parent.is_none_or(|p| VolumeName::new(&p.name).is_some() && p.name != self.name);
         self.region_bytes == REGION_BYTES
             && (1..=MAX_DISK_BYTES).contains(&bytes)
             && rises

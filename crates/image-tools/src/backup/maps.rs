@@ -41,7 +41,8 @@ impl ImageTools<'_> {
         notes: &mut Vec<String>,
     ) -> Result<Maps, DiskError> {
         let what = format!("cannot back up {}", image.path.display());
-        let usage = |why: String, help: &str| DiskError::new(ErrorKind::Usage, what.clone(), why, help);
+        let usage =
+            |why: String, help: &str| DiskError::new(ErrorKind::Usage, what.clone(), why, help);
         if VolumeName::new(map).is_none() || map.len() > NAME_BYTES {
             let why = format!("{map:?} cannot be the name of a map");
             return Err(usage(why, "take up to 60 letters, digits, \"-\", \"_\" or \".\""));
@@ -55,7 +56,8 @@ impl ImageTools<'_> {
         let ours: Vec<&DirtyMap> = found.maps.iter().filter(ours).collect();
         let sorted = sort(&ours, entries);
         let unfinished = self.unfinished_of(folder, &sorted.open)?;
-        let is_foreign = sorted.last.is_none() && unfinished.is_none() && how.kind != BackupKind::Full;
+        let is_foreign =
+            sorted.last.is_none() && unfinished.is_none() && how.kind != BackupKind::Full;
         if let Some(open) = sorted.open.first().filter(|_| is_foreign) {
             let why = format!(
                 "its map {} belongs to no usable backup in {}",

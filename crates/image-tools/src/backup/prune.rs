@@ -56,7 +56,8 @@ impl ImageTools<'_> {
         if let (Some((kept, parent)), false) = (orphans.first(), how.merge) {
             let what = format!("cannot remove backup {parent} of {}", folder.path().display());
             let why = format!("backup {kept}, which is kept, stands on it");
-            let help = "add --merge, which makes that one a full one first; or keep more, or remove both";
+            let help =
+                "add --merge, which makes that one a full one first; or keep more, or remove both";
             return Err(refused(what, why, help));
         }
         for (kept, _) in &orphans {

@@ -325,9 +325,8 @@ impl<'a> Regions<'a> {
         part: Range<u64>,
     ) -> io::Result<()> {
         let memory = self.from_port.memory();
-        let place = |from: u64, to: u64| {
-            buf.slice((from - region.start) as usize, (to - from) as usize)
-        };
+        let place =
+            |from: u64, to: u64| buf.slice((from - region.start) as usize, (to - from) as usize);
         let end_of_unit = |at: u64| (at / UNIT as u64 + 1) * UNIT as u64;
         let mut writes: Vec<Task<'_>> = Vec::new();
         let mut at = part.start;

@@ -41,12 +41,7 @@ impl ImageTools<'_> {
     ///
     /// # Errors
     /// There is no such backup; one of its chain is damaged or missing; the destination is there, or is too small.
-    pub fn restore(
-        &self,
-        folder: &Path,
-        to: &ImageName,
-        how: &Restore,
-    ) -> Result<Done, DiskError> {
+    pub fn restore(&self, folder: &Path, to: &ImageName, how: &Restore) -> Result<Done, DiskError> {
         Folder::check_readable(folder)?;
         let folder = Folder::open(folder, Use::Read)?;
         let entries = folder.entries()?;
@@ -148,7 +143,8 @@ impl ImageTools<'_> {
         let disk = self.open(&name, true)?;
         let what = format!("cannot use backup {}", name.path.display());
         let wrong = |why: String| {
-            let help = "restore an earlier one (ferrite backup list), or get the folder back as it was";
+            let help =
+                "restore an earlier one (ferrite backup list), or get the folder back as it was";
             Err(DiskError::new(ErrorKind::Damaged, what.clone(), why, help))
         };
         let bytes = disk.sectors() * SECTOR_BYTES;
@@ -259,4 +255,3 @@ fn damaged(chain: &[&Manifest], wrong: &[u64]) -> DiskError {
 pub(super) fn stands_on(manifest: &Manifest, parent: &Reference) -> bool {
     manifest.parent.as_ref().is_some_and(|found| found.id == parent.id)
 }
-

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use ferrite_disk::Disk;
 use ferrite_disk_base::dirty::layout::regions;
-use ferrite_disk_base::dirty::{Content, MAX_DISK_BYTES, MAX_MAPS, Map, MapId, found, path_of};
+use ferrite_disk_base::dirty::{MAX_DISK_BYTES, MAX_MAPS, Map, MapId, found, path_of};
 use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES, VolumeName};
 use ferrite_host::clock::{secret, unix_time_s};
 use ferrite_images::Image;

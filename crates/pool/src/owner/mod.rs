@@ -124,9 +124,13 @@ enum Phase {
     /// Waits for the outcome of the take-over.
     TakingOver,
     /// Opens the members.
-    Opening { since: u64 },
+    Opening {
+        since: u64,
+    },
     /// Serves, from this time on.
-    Serving { from: u64 },
+    Serving {
+        from: u64,
+    },
     Failed(Failure),
 }
 

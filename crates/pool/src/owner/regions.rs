@@ -32,7 +32,8 @@ impl Owner {
         if self.keep(Rule::ClearLate) && !self.is_whole() {
             return BTreeSet::new();
         }
-        let written = self.tasks.values().filter_map(|task| task.holds).filter(|(_, writes)| *writes);
+        let written =
+            self.tasks.values().filter_map(|task| task.holds).filter(|(_, writes)| *writes);
         let region_blocks = self.config.region_blocks;
         let written: BTreeSet<Region> =
             written.flat_map(|(blocks, _)| blocks.regions(region_blocks)).collect();
@@ -70,7 +71,10 @@ impl Owner {
 
     /// Begins to copy a region, if nobody holds it and few are under way.
     pub(super) fn begin_copy(&mut self, region: Region, to: Option<MemberId>) -> bool {
-        let copies = self.tasks.values().filter(|task| matches!(task.kind, Kind::CopyRead { .. } | Kind::CopyWrite { .. }));
+        let copies = self
+            .tasks
+            .values()
+            .filter(|task| matches!(task.kind, Kind::CopyRead { .. } | Kind::CopyWrite { .. }));
         let blocks = region.blocks(self.config.region_blocks, self.config.disk_blocks);
         let is_held = self.is_held(blocks, true);
         let Some(source) = self.source().filter(|_| !is_held && copies.count() < COPIES) else {

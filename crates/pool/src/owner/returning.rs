@@ -21,7 +21,10 @@ enum Stage {
     /// The others tell their dirty regions.
     Asking,
     /// Regions are copied; when none is left, its bits become `union`.
-    Copying { left: BTreeSet<Region>, union: BTreeSet<Region> },
+    Copying {
+        left: BTreeSet<Region>,
+        union: BTreeSet<Region>,
+    },
     Marking,
     Flushing,
     /// The record is being changed.

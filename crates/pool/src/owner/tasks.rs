@@ -23,15 +23,33 @@ pub(super) struct Task {
 pub(super) enum Kind {
     Write(RequestId),
     /// A read, and which operation has found its data.
-    Read { request: RequestId, found: Option<OpId> },
+    Read {
+        request: RequestId,
+        found: Option<OpId>,
+    },
     /// A flush, and the regions that are clean when it is done, if the record is the same then.
-    Flush { request: RequestId, clears: BTreeSet<Region>, epoch: u64 },
+    Flush {
+        request: RequestId,
+        clears: BTreeSet<Region>,
+        epoch: u64,
+    },
     /// A region that is to be copied is read. `to` is a member that returns; without it the region is made equal on all.
-    CopyRead { region: Region, to: Option<MemberId>, source: MemberId, found: Option<OpId> },
+    CopyRead {
+        region: Region,
+        to: Option<MemberId>,
+        source: MemberId,
+        found: Option<OpId>,
+    },
     /// It is written.
-    CopyWrite { region: Region, to: Option<MemberId> },
+    CopyWrite {
+        region: Region,
+        to: Option<MemberId>,
+    },
     /// A step of a member's return.
-    Step { member: MemberId, found: BTreeSet<Region> },
+    Step {
+        member: MemberId,
+        found: BTreeSet<Region>,
+    },
     /// The member is told that it is complete.
     Complete,
 }
@@ -40,9 +58,9 @@ impl Task {
     /// The request that it carries out.
     pub(super) fn request(&self) -> Option<RequestId> {
         match self.kind {
-            Kind::Write(request)
-            | Kind::Read { request, .. }
-            | Kind::Flush { request, .. } => Some(request),
+            Kind::Write(request) | Kind::Read { request, .. } | Kind::Flush { request, .. } => {
+                Some(request)
+            }
             _ => None,
         }
     }
@@ -88,9 +106,10 @@ impl Owner {
 
     /// Whether a task holds blocks against this use.
     pub(super) fn is_held(&self, blocks: Blocks, writes: bool) -> bool {
-        self.tasks.values().filter_map(|task| task.holds).any(|(held, for_writing)| {
-            held.overlap(blocks) && (writes || for_writing)
-        })
+        self.tasks
+            .values()
+            .filter_map(|task| task.holds)
+            .any(|(held, for_writing)| held.overlap(blocks) && (writes || for_writing))
     }
 
     /// Begins the requests that nothing stands against.
@@ -137,7 +156,11 @@ impl Owner {
             Wanted::Flush => {
                 let waits = self.maybe_in_sync().into_iter().map(|m| (m, Io::Flush)).collect();
                 let (clears, epoch) = (self.clean_after_flush(), self.epoch);
-                self.begin(Task { kind: Kind::Flush { request, clears, epoch }, waits, holds: None });
+                self.begin(Task {
+                    kind: Kind::Flush { request, clears, epoch },
+                    waits,
+                    holds: None,
+                });
             }
         }
         true

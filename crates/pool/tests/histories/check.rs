@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 
 /// A write or a read of one block. Times are numbers of events.
 #[derive(Clone, Debug)]
-pub struct Access {
-    pub block: u64,
-    pub value: u64,
-    pub is_write: bool,
-    pub begun: u64,
+pub(crate) struct Access {
+    pub(crate) block: u64,
+    pub(crate) value: u64,
+    pub(crate) is_write: bool,
+    pub(crate) begun: u64,
     /// `None`: without an answer. Such reads are left out.
-    pub ended: Option<u64>,
+    pub(crate) ended: Option<u64>,
 }
 
 /// All accesses of one value.
@@ -22,7 +22,7 @@ struct Cluster {
     last_begin: u64,
 }
 
-pub fn check(accesses: &[Access]) -> Result<(), String> {
+pub(crate) fn check(accesses: &[Access]) -> Result<(), String> {
     let mut blocks: BTreeMap<u64, BTreeMap<u64, Vec<&Access>>> = BTreeMap::new();
     for access in accesses.iter().filter(|a| a.is_write || a.ended.is_some()) {
         blocks.entry(access.block).or_default().entry(access.value).or_default().push(access);
@@ -77,8 +77,12 @@ fn check_block(block: u64, clusters: &[Cluster]) -> Result<(), String> {
 #[test]
 fn a_stale_read_is_found_and_a_late_write_is_none() {
     let write = |value, begun, ended| Access { block: 0, value, is_write: true, begun, ended };
-    let read = |value, begun, ended| {
-        Access { block: 0, value, is_write: false, begun, ended: Some(ended) }
+    let read = |value, begun, ended| Access {
+        block: 0,
+        value,
+        is_write: false,
+        begun,
+        ended: Some(ended),
     };
     let good = [write(1, 1, Some(2)), write(2, 3, None), read(1, 4, 5), read(2, 6, 7)];
     check(&good).unwrap();

@@ -54,9 +54,6 @@ left_out! {
     a_return_without_its_own_bits_is_found: OwnBits,
     requests_without_order_are_found: Order,
     a_restarted_member_that_is_a_source_is_found: Incomplete,
-    a_take_over_without_a_wait_is_found: Wait,
-    reads_without_proof_are_found: Proof,
-    a_return_without_the_union_is_found: Union,
     an_unknown_outcome_that_is_read_is_found: Settle,
     an_incomplete_member_that_forgets_it_is_found: StaysIncomplete,
 }

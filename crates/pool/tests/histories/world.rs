@@ -25,17 +25,17 @@ const TICK: u64 = TRUST / 8;
 const MOST_OUTSTANDING: usize = 4;
 
 /// What may go wrong in a history.
-pub struct Plan {
-    pub seed: u64,
-    pub servers: u8,
+pub(crate) struct Plan {
+    pub(crate) seed: u64,
+    pub(crate) servers: u8,
     /// Milliseconds between two faults, on average.
-    pub fault_every: u64,
+    pub(crate) fault_every: u64,
     /// Transactions of 100 whose outcome is not known at once.
-    pub unknown: u64,
+    pub(crate) unknown: u64,
 }
 
 impl Plan {
-    pub fn of_seed(seed: u64) -> Plan {
+    pub(crate) fn of_seed(seed: u64) -> Plan {
         let mut random = Random::new(seed ^ 0x706f_6f6c);
         Plan {
             seed,
@@ -108,7 +108,7 @@ struct Host {
     no_record_until: u64,
 }
 
-pub struct World {
+pub(crate) struct World {
     random: Random,
     rules: Rules,
     plan_unknown: u64,
@@ -131,7 +131,7 @@ pub struct World {
 
 impl World {
     /// Runs a history, and says what is wrong in it.
-    pub fn run(plan: &Plan, rules: Rules) -> Result<(), String> {
+    pub(crate) fn run(plan: &Plan, rules: Rules) -> Result<(), String> {
         let mut world = World::new(plan, rules);
         world.at(0, What::StartOwner);
         world.at(plan.fault_every, What::Fault);
@@ -377,7 +377,11 @@ impl World {
         self.tell(host, What::Connect(host, member), Event::Connected(member, conn));
     }
 
-    fn at_member(&mut self, conn: ConnId, f: impl FnOnce(&mut Member, ConnId) -> Vec<MemberEffect>) {
+    fn at_member(
+        &mut self,
+        conn: ConnId,
+        f: impl FnOnce(&mut Member, ConnId) -> Vec<MemberEffect>,
+    ) {
         let Some(known) = self.conns.get(&conn).filter(|known| known.at_member) else { return };
         let id = known.member;
         if let Some(member) = &mut self.servers.get_mut(&id).unwrap().member {
@@ -524,8 +528,12 @@ impl World {
                 }
             }
         }
-        let of: Vec<ConnId> =
-            self.conns.iter().filter(|(_, c)| c.member == id && c.at_member).map(|(c, _)| *c).collect();
+        let of: Vec<ConnId> = self
+            .conns
+            .iter()
+            .filter(|(_, c)| c.member == id && c.at_member)
+            .map(|(c, _)| *c)
+            .collect();
         for conn in of {
             self.conns.get_mut(&conn).unwrap().at_member = false;
             self.send(conn, 1, What::EndAtOwner(conn));
@@ -564,8 +572,12 @@ impl World {
 
     fn stop_owner(&mut self, host: usize) {
         self.hosts[host].owner = None;
-        let of: Vec<ConnId> =
-            self.conns.iter().filter(|(_, c)| c.host == host && c.at_owner).map(|(c, _)| *c).collect();
+        let of: Vec<ConnId> = self
+            .conns
+            .iter()
+            .filter(|(_, c)| c.host == host && c.at_owner)
+            .map(|(c, _)| *c)
+            .collect();
         for conn in of {
             self.conns.get_mut(&conn).unwrap().at_owner = false;
             self.send(conn, 0, What::EndAtMember(conn));
@@ -627,7 +639,8 @@ impl World {
         let members: Vec<MemberId> = self.servers.keys().copied().collect();
         let member = self.random.one_of(&members);
         let last = self.hosts.len() - 1;
-        let host = if self.random.chance(70) { last } else { self.random.below(last as u64 + 1) as usize };
+        let host =
+            if self.random.chance(70) { last } else { self.random.below(last as u64 + 1) as usize };
         let time = self.now + self.random.one_of(&[30, 200, 500, 1200]);
         match self.random.below(12) {
             0 | 1 => drop(self.cuts.insert((host, member, 0), time)),
@@ -660,7 +673,8 @@ impl World {
     /// Both ends hear of a connection's end, each at its own time. What is on its way arrives before.
     fn reset(&mut self, host: usize, member: MemberId) {
         let of = self.conns.iter().filter(|(_, c)| (c.host, c.member) == (host, member));
-        let of: Vec<ConnId> = of.filter(|(_, c)| c.at_member && c.at_owner).map(|(id, _)| *id).collect();
+        let of: Vec<ConnId> =
+            of.filter(|(_, c)| c.at_member && c.at_owner).map(|(id, _)| *id).collect();
         for conn in of {
             let (first, second) = (self.soon(), self.soon());
             self.at(first, What::EndAtOwner(conn));
