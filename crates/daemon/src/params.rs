@@ -12,7 +12,8 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use ferrite_nbd::uri::{BadUri, Server, Uri, is_uri};
+use ferrite_nbd::address::Address;
+use ferrite_nbd::uri::{BadUri, Uri, is_uri};
 use serde::{Deserialize, Serialize};
 
 /// The format of an image.
@@ -217,13 +218,13 @@ fn export(uri: &[u8]) -> Params {
 pub(crate) fn place_of(uri: &Uri) -> PathBuf {
     let export = &uri.export;
     match &uri.server {
-        Server::Unix(path) => {
+        Address::Unix(path) => {
             let real = real_socket(path).unwrap_or_else(|_| path.clone());
             let parts =
                 [OsStr::new("nbd+unix:"), real.as_os_str(), OsStr::new("/"), export.as_ref()];
             parts.into_iter().collect::<OsString>().into()
         }
-        Server::Plain { host, port } | Server::Tls { host, port, .. } => {
+        Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
             format!("nbd://{host}:{port}/{export}").into()
         }
     }

@@ -3,7 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
-use ferrite_nbd::uri::{PORT, Server, Uri};
+use ferrite_nbd::address::Address;
+use ferrite_nbd::uri::{PORT, Uri};
 use toml::Value;
 
 use super::keys::is_folder;
@@ -67,11 +68,11 @@ impl NbdOptions {
     /// The list does not have its server, or its certificates are elsewhere.
     pub(crate) fn check(&self, uri: &Uri) -> Result<(), Failure> {
         let (is_listed, shown) = match &uri.server {
-            Server::Unix(path) => {
+            Address::Unix(path) => {
                 let real = real_socket(path).unwrap_or_else(|_| path.clone());
                 (self.has_socket(&real), path.display().to_string())
             }
-            Server::Plain { host, port } | Server::Tls { host, port, .. } => {
+            Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
                 let shown = if host.contains(':') { format!("[{host}]") } else { host.clone() };
                 (self.has_port(host, *port), format!("{shown}:{port}"))
             }
@@ -84,7 +85,7 @@ impl NbdOptions {
                 help: format!("add {shown:?} to servers below [nbd] in it and restart the daemon"),
             });
         }
-        let Server::Tls { certificates, .. } = &uri.server else { return Ok(()) };
+        let Address::Tls { certificates, .. } = &uri.server else { return Ok(()) };
         let folder = certificates.display();
         let real = certificates.canonicalize().map_err(|e| Failure {
             why: format!("cannot find the certificates in {folder}: {e}"),

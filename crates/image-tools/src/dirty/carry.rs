@@ -179,7 +179,7 @@ impl ImageTools<'_> {
         let content =
             Content { head, identity: closed.identity, other: None, ..old.content.clone() };
         let mut context = IoContext::new(self, 1).map_err(cannot)?;
-        self.replace_file(&mut context, &path_of(parent), &content).map_err(cannot)
+        self.replace_file(&mut context, &path_of(parent), &content.to_bytes()).map_err(cannot)
     }
 
     /// Gives the image at `name` these maps, as its own.
@@ -194,7 +194,7 @@ impl ImageTools<'_> {
     fn put_maps(&self, maps: &Maps, content: &Content, name: &Path) -> std::io::Result<()> {
         self.leave_blocks(maps, &content.head, &maps.path)?;
         let mut context = IoContext::new(self, 1)?;
-        self.replace_file(&mut context, &path_of(name), content)
+        self.replace_file(&mut context, &path_of(name), &content.to_bytes())
     }
 
     /// Leaves the blocks in memory for the image at this path. It is done before the file of maps gets its name.
@@ -275,9 +275,9 @@ impl ImageTools<'_> {
         let mut context = IoContext::new(self, 1).map_err(cannot)?;
         match maps.maps.is_empty() {
             true => {}
-            false => {
-                self.replace_file(&mut context, &path_of(&to.path), &content).map_err(cannot)?
-            }
+            false => self
+                .replace_file(&mut context, &path_of(&to.path), &content.to_bytes())
+                .map_err(cannot)?,
         }
         Ok(crate::create::done(to, other_bytes, maps.notes))
     }
