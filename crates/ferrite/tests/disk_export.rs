@@ -1,5 +1,6 @@
 //! `ferrite disk export`: a disk of the daemon for clients of other hosts. There is no Xen here: the disk is a tap.
 
+#[allow(dead_code, reason = "a module of several tests, not all of which use all")]
 mod tls;
 
 use std::fs::{self, File};

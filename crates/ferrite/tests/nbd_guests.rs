@@ -1,6 +1,7 @@
 //! Guests whose disks are exports of other servers: ours, nbdkit and qemu-nbd. The guest verifies all that it reads.
 
 mod deep;
+#[allow(dead_code, reason = "a module of several tests, not all of which use all")]
 mod far;
 #[path = "../../daemon/tests/host/mod.rs"]
 mod host;
