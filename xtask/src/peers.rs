@@ -257,7 +257,15 @@ END
     Peer {
         name: "filesystem",
         ways: Ways::Both,
-        needs: &["nbdfuse", "/dev/fuse", "/dev/loop-control", "losetup", "mkfs.ext4", "e2fsck", "unshare"],
+        needs: &[
+            "nbdfuse",
+            "/dev/fuse",
+            "/dev/loop-control",
+            "losetup",
+            "mkfs.ext4",
+            "e2fsck",
+            "unshare",
+        ],
         script: r#"
             if test "$(id -u)" != 0; then echo "left out: it mounts, and this user is not root"; exit 0; fi
             cat > mounts <<'END'
