@@ -75,6 +75,8 @@ fn tunnels() -> io::Result<()> {
     let greeting = b"NBDMAGICIHAVEOPT\0\x03";
     let refusal = b"\0\x03\xe8\x89\x04\x55\x65\xa9\0\0\0\x05\x80\0\0\x01\0\0\0\x06no TLS";
     put("tunnel", "server-refuses", &[server, greeting, refusal].concat())?;
+    let lines = b"\0\x03\xe8\x89\x04\x55\x65\xa9\0\0\0\x05\x80\0\0\x02\0\0\0\x0cno\nTLS\x1b[2J\r\n";
+    put("tunnel", "server-in-lines", &[server, greeting, lines].concat())?;
     put(
         "tunnel",
         "server-old",

@@ -40,8 +40,8 @@ fn programs_with_tls_1_2_only_are_served_and_serve() {
     let Some(server) = Peer::start("qemu-nbd", &args) else { return };
     let mut outward = Outward::to(&pki, "client", "localhost", server.1);
     assert_eq!(outward.client.go(true).0, 8 << 20);
-    outward.client.write(4096, &bytes);
-    assert!(outward.client.read(4096, bytes.len() as u32 - 8192) == bytes[..bytes.len() - 8192]);
+    outward.client.write(0, &bytes);
+    assert!(outward.client.read(0, bytes.len() as u32) == bytes);
 }
 
 /// What libnbd's shell asks, in clear and by TLS: `URI` and `TLS` are set.

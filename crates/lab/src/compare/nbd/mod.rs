@@ -253,7 +253,7 @@ fn raw(
     let rows = each.iter().map(|load| beside(setup, place, load, &ours, &theirs));
     let mut rows = rows.collect::<Result<Vec<_>>>()?;
     let copy = |server: &Server| nbdcopy(&[&server.uri(), "null:"]);
-    let name = format!("nbd, {place}, nbdcopy to null:");
+    let name = format!("nbd, {place}, nbdcopy to nothing");
     let plan =
         Plan::new(name.clone()).add("qemu-nbd", || copy(&theirs)).add("ferrite", || copy(&ours));
     let rounds = plan.run(setup.runs)?;
