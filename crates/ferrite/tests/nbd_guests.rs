@@ -52,8 +52,10 @@ fn disks_by_tls_of_each_server_survive_their_worker_and_their_tunnel() {
     let Some(pki) = Pki::new() else { return };
     let folder = pki.path("server");
     let tls = folder.to_str().unwrap();
-    let (ports, certificates) = ([(); 3].map(|()| free_port()), format!("--tls-certificates={tls}"));
-    let far = Far::new(&ports.map(|port| format!("127.0.0.1:{port}")).each_ref().map(String::as_str));
+    let (ports, certificates) =
+        ([(); 3].map(|()| free_port()), format!("--tls-certificates={tls}"));
+    let far =
+        Far::new(&ports.map(|port| format!("127.0.0.1:{port}")).each_ref().map(String::as_str));
     let at = |i: usize| At::Port("127.0.0.1", ports[i]);
     let mut kit = Command::new("nbdkit");
     kit.args(["-f", "-i", "127.0.0.1", "-p", &ports[1].to_string(), "--tls=require"]);
@@ -70,7 +72,8 @@ fn disks_by_tls_of_each_server_survive_their_worker_and_their_tunnel() {
     let client = pki.path("client");
     for (i, _) in servers.iter().enumerate().filter(|(_, server)| server.is_some()) {
         let port = ports[i];
-        let uri = format!("nbds://127.0.0.1:{port}/?tls-certificates={}&drain_s=0", client.display());
+        let uri =
+            format!("nbds://127.0.0.1:{port}/?tls-certificates={}&drain_s=0", client.display());
         let (disk, load) = far.load(&uri);
         far.kill_worker(&disk);
         load.wait_for_progress();
@@ -85,7 +88,8 @@ fn disks_by_tls_of_each_server_survive_their_worker_and_their_tunnel() {
 }
 
 #[test]
-fn a_disk_whose_server_is_not_there_waits_for_it_and_says_so_and_one_that_is_not_allowed_is_refused() {
+fn a_disk_whose_server_is_not_there_waits_for_it_and_says_so_and_one_that_is_not_allowed_is_refused()
+ {
     let far = Far::new(&[]);
     let (image, socket) = (far.image("disk.img"), far.path("nbd.sock"));
     let disk = far.host.attach(1, 0, &far.uri("nbd.sock", ""));
@@ -94,7 +98,8 @@ fn a_disk_whose_server_is_not_there_waits_for_it_and_says_so_and_one_that_is_not
     assert!(why.contains("there is no socket"), "{why}");
     // The toolstack finds it where it finds that an image is missing.
     wait_until("an error in xenstore", || {
-        let error = far.host.store().read_string(&format!("{}/error", disk.backend));
+        let error =
+            far.host.store().read_string("/local/domain/0/error/backend/vbd3/1/51712/error");
         error.is_ok_and(|error| error.is_some_and(|error| error.contains("there is no socket")))
     });
     let _server = Server::ours(&image, At::Socket(&socket), &[]);
@@ -114,7 +119,8 @@ fn a_disk_whose_server_is_not_there_waits_for_it_and_says_so_and_one_that_is_not
 fn a_guest_gets_the_servers_errors_and_the_disk_goes_on() {
     let far = Far::new(&[]);
     let (switch, size) = (far.path("errors"), deep::BYTES.to_string());
-    let filters = ["--filter=error", "--filter=delay", "--filter=blocksize-policy", "memory", &size];
+    let filters =
+        ["--filter=error", "--filter=delay", "--filter=blocksize-policy", "memory", &size];
     let when = format!("error-file={}", switch.display());
     let settings =
         ["error=EIO", "error-pread-rate=50%", "error-pwrite-rate=50%", &when, "wdelay=1ms"];

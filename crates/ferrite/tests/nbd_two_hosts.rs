@@ -166,7 +166,13 @@ impl Two {
 
 fn serve(cable: &Cable, pki: &Pki, image: &std::path::Path) -> Server {
     let mut command = inside(&cable.disks, env!("CARGO_BIN_EXE_ferrite"));
-    command.args(["export", "nbd", image.to_str().unwrap(), "--listen", &format!("{DISKS}:{PORT}")]);
+    command.args([
+        "export",
+        "nbd",
+        image.to_str().unwrap(),
+        "--listen",
+        &format!("{DISKS}:{PORT}"),
+    ]);
     command.args(["--tls", pki.path("far").to_str().unwrap()]);
     Server::start(command, At::From(&cable.guests, DISKS, PORT)).unwrap()
 }

@@ -245,7 +245,8 @@ impl Told {
             client: client_of(&self.run_dir()),
             state_dir: Some(self.run.join("images")),
             // Of an export the successor of a killed worker waits.
-            taken_over: !self.image.starts_with("nbd:") || names::exists(self.run_dir().join(TABLE)),
+            taken_over: !self.image.starts_with("nbd:")
+                || names::exists(self.run_dir().join(TABLE)),
             qemu_first: self.qemu_first,
             index_bytes: 1 << 20,
             unlocked: how.kind == OpeningKind::Look,

@@ -133,8 +133,9 @@ impl Far {
 pub(crate) fn children(parent: i32, role: &str) -> Vec<i32> {
     let tasks = fs::read_dir(format!("/proc/{parent}/task")).into_iter().flatten().flatten();
     let lists = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
-    let all: Vec<i32> =
-        lists.flat_map(|list| list.split(' ').filter_map(|n| n.parse().ok()).collect::<Vec<_>>()).collect();
+    let all: Vec<i32> = lists
+        .flat_map(|list| list.split(' ').filter_map(|n| n.parse().ok()).collect::<Vec<_>>())
+        .collect();
     let is_so = |pid: &i32| {
         let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         line.split(|byte| *byte == 0).nth(1) == Some(role.as_bytes())
