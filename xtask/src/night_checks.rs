@@ -98,3 +98,10 @@ pub(crate) fn killed_store() -> Result<()> {
     test.args(["test", "--locked", "--package", "ferrite", "--test", "store_killed"]);
     steps::run(test.env("FERRITE_TEST_SCALE", "40"))
 }
+
+/// Guests of one host with disks on another one, also those that take minutes.
+pub(crate) fn remotes() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite", "--test", "nbd_two_hosts"]);
+    steps::run(test.args(["--", "--include-ignored"]).env("FERRITE_TEST_REQUIRE_PEERS", "1"))
+}

@@ -56,6 +56,8 @@ enum Part {
     Mirrors,
     /// Taps in random orders of verbs, deaths and upgrades, for ten minutes.
     Taps,
+    /// Guests whose disks are on another host: deaths of all processes, and a server that is stopped.
+    Remotes,
     /// Programs of others against the NBD server, as far as they are installed.
     Peers,
     /// The processes of an older commit, upgraded to this one under guests.
@@ -121,6 +123,7 @@ fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
         Part::Changes => night_checks::changes(),
         Part::Mirrors => night_checks::mirrors(),
         Part::Taps => night_checks::random_taps(),
+        Part::Remotes => night_checks::remotes(),
         Part::Peers => peers::test(cases),
         Part::Upgrade => upgrade::test(),
         Part::Mutants => passed(mutants::nightly()?, "a mutant was not noticed"),

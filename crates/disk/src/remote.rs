@@ -28,6 +28,8 @@ pub struct RemoteFacts {
     pub sectors: u64,
     /// Whether nothing may be changed.
     pub read_only: bool,
+    /// Whether the other side allows nobody to change anything.
+    pub is_write_protected: bool,
     /// The unit of all operations in bytes: 512 or 4096.
     pub block_bytes: u32,
     /// Smaller writes may cost more.
@@ -83,6 +85,7 @@ impl RemoteDisk {
             name: name.to_owned(),
             sectors: export.sectors(),
             read_only: export.read_only(),
+            is_write_protected: export.is_write_protected(),
             block_bytes: export.block_bytes(),
             physical_block_bytes: export.physical_block_bytes(),
             discard: export.discard_limits().filter(|_| !options.keep_allocated),

@@ -129,6 +129,11 @@ impl RemoteExport {
         self.shared.read_only
     }
 
+    /// Whether the server allows nobody to write.
+    pub fn is_write_protected(&self) -> bool {
+        self.shared.export.can(can::READ_ONLY)
+    }
+
     /// Offsets and lengths are multiples of this: 512 or 4096.
     pub fn block_bytes(&self) -> u32 {
         block_bytes(&self.shared.export)

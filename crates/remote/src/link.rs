@@ -14,7 +14,6 @@ use ferrite_nbd::address::Address;
 use ferrite_nbd::client::{Command, Export, Handshake, Refusal, Wanted};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::sockopt::set_socket_linger;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use crate::signal::first;
@@ -26,16 +25,6 @@ pub(crate) struct Link {
     pub(crate) export: Export,
     /// The last request is in the socket as a whole. What follows a part of one would be taken for its data.
     pub(crate) is_between_requests: AtomicBool,
-}
-
-impl Link {
-    /// Drops what the kernel has for a server that is silent. It would be sent when the server can be reached again, after
-    /// newer requests of the next connection.
-    pub(crate) fn abandon(&self) {
-        self.is_between_requests.store(false, Ordering::Relaxed);
-        // A Unix socket has no such bytes: what was sent is at the server.
-        let _ = set_socket_linger(&self.socket, Some(Duration::ZERO));
-    }
 }
 
 impl Drop for Link {

@@ -90,6 +90,7 @@ fn remote_disk(store: &Arc<Store>, one_queue: bool) -> Disk {
         name: "test:store".into(),
         sectors: REMOTE_BYTES as u64 / 512,
         read_only: false,
+        is_write_protected: false,
         block_bytes: 512,
         physical_block_bytes: 4096,
         one_queue,

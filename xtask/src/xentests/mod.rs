@@ -19,6 +19,7 @@ mod nvme;
 mod own_grants;
 mod processors;
 mod recovery;
+mod remotes;
 mod runner;
 mod store;
 mod toolstack;
@@ -117,6 +118,7 @@ pub(crate) fn all() -> Vec<Case> {
         toolstack::CASES,
         xl::CASES,
         exported::CASES,
+        remotes::CASES,
         devices::CASES,
         media::CASES,
         discard::CASES,

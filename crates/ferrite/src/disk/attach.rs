@@ -14,7 +14,7 @@ use clap::Args;
 use ferrite_daemon::control::protocol::{Attached, Details, Nothing, ShowParams, Status};
 use ferrite_daemon::directory;
 use ferrite_daemon::params::{Image, Params};
-use ferrite_disk::ImageName;
+use ferrite_disk::{Format, ImageName};
 use ferrite_xen::store::Store;
 
 use super::{ANSWER, call, id, not_answered, tell, wait};
@@ -85,8 +85,12 @@ pub(super) fn image(what: &str, text: &OsStr) -> Result<Image, Failure> {
     let what = format!("{what} {}", text.display());
     let named = ImageName::of_existing(text, None)?;
     let refuse = |why: &str, help: &str| Failure::new(&what, why, help).with_code(Code::USAGE);
-    let path = std::path::absolute(&named.path)
-        .map_err(|e| Failure::new(&what, e, "name the image by its absolute path"))?;
+    let path = match named.format {
+        // The name of an export is no path.
+        Format::Nbd => named.path.clone(),
+        _ => std::path::absolute(&named.path)
+            .map_err(|e| Failure::new(&what, e, "name the image by its absolute path"))?,
+    };
     // xl reads the words up to the end of a line, and takes commas off the end.
     let is_whole = path.to_str().is_some_and(|path| {
         !path.contains(char::is_control) && path.trim_end_matches([',', ' ']) == path
@@ -98,6 +102,8 @@ pub(super) fn image(what: &str, text: &OsStr) -> Result<Image, Failure> {
     let named = ImageName { path, ..named };
     let file = named.volume().map_or(named.path.as_path(), |(store, _)| store);
     match std::fs::metadata(file) {
+        // Whether its server is there, its worker finds out.
+        _ if named.format == Format::Nbd => {}
         Ok(meta) if meta.is_dir() => {
             return Err(refuse("it is a directory", "name a file or block device"));
         }

@@ -77,8 +77,11 @@ fn layer_lines(out: &mut String, layer: &LayerInfo) {
     if let Some(bytes) = layer.allocated_bytes {
         line("allocated", Human(bytes).to_string());
     }
-    let (file, disk) = (Human(layer.file_bytes), Human(layer.disk_bytes));
-    line("file", format!("{file}, {disk} on disk"));
+    // What a server has on its storage, nobody knows here.
+    if layer.format != Format::Nbd.name() {
+        let (file, disk) = (Human(layer.file_bytes), Human(layer.disk_bytes));
+        line("file", format!("{file}, {disk} on disk"));
+    }
     if let Some(bytes) = layer.unit_bytes {
         line("unit", Human(bytes).to_string());
     }

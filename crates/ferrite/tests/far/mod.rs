@@ -64,8 +64,7 @@ impl Far {
     pub(crate) fn start(&mut self) {
         let program = self.program.clone().unwrap_or_else(|| std::env::current_exe().unwrap());
         let mut command = self.host.daemon_of(&program);
-        let log = File::options().create(true).append(true).open(self.path("log")).unwrap();
-        command.env(NBD_SERVERS, &self.servers).stderr(log);
+        command.env(NBD_SERVERS, &self.servers);
         self.daemon = Some(command.spawn().unwrap());
         wait_until("xenstore", || self.host.status().is_ok_and(|status| status.xen));
     }
@@ -120,16 +119,6 @@ impl Far {
         tunnels.len()
     }
 
-    /// What the daemon and its processes have logged.
-    pub(crate) fn log(&self) -> String {
-        fs::read_to_string(self.path("log")).unwrap_or_default()
-    }
-
-    #[track_caller]
-    pub(crate) fn wait_for_line(&self, text: &str) {
-        wait_until(text, || self.log().contains(text));
-    }
-
     /// Ends the guest and its disk.
     #[track_caller]
     pub(crate) fn end(mut self, disk: &DiskPaths, load: Deep) {
@@ -164,6 +153,8 @@ pub(crate) struct Server {
 pub(crate) enum At<'a> {
     Socket(&'a Path),
     Port(&'a str, u16),
+    /// A port that is reached from this network namespace.
+    From(&'a str, &'a str, u16),
 }
 
 impl At<'_> {
@@ -171,6 +162,12 @@ impl At<'_> {
         match self {
             At::Socket(path) => UnixStream::connect(path).is_ok(),
             At::Port(host, port) => TcpStream::connect((*host, *port)).is_ok(),
+            At::From(namespace, host, port) => {
+                let probe = format!("exec 3<>/dev/tcp/{host}/{port}");
+                let mut bash = inside(namespace, "bash");
+                bash.args(["-c", &probe]).stderr(Stdio::null());
+                bash.status().unwrap().success()
+            }
         }
     }
 }
@@ -206,7 +203,9 @@ impl Server {
         command.args(["export", "nbd", disk.to_str().unwrap()]).args(more);
         match at {
             At::Socket(path) => command.args(["--socket", path.to_str().unwrap()]),
-            At::Port(host, port) => command.args(["--listen", &format!("{host}:{port}")]),
+            At::Port(host, port) | At::From(_, host, port) => {
+                command.args(["--listen", &format!("{host}:{port}")])
+            }
         };
         Server::start(command, at).unwrap()
     }
@@ -229,6 +228,13 @@ impl Drop for Server {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// A program in a network namespace. It has the process number of what is started.
+pub(crate) fn inside(namespace: &str, program: &str) -> Command {
+    let mut command = Command::new("nsenter");
+    command.args([&format!("--net=/run/netns/{namespace}"), program]);
+    command
 }
 
 /// A TCP port of this host that is free now.

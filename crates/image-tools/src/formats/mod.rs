@@ -340,7 +340,7 @@ pub(super) fn remote_info(remote: &RemoteDisk, virtual_bytes: u64) -> LayerInfo 
         snapshots: Vec::new(),
         bitmaps: Vec::new(),
         journal: false,
-        read_only: remote.facts().read_only,
+        read_only: remote.facts().is_write_protected,
     }
 }
 

@@ -193,9 +193,6 @@ impl Session {
                 is_first = false;
                 let begin = Instant::now();
                 let why = self.use_link(&next).await;
-                if !why.was_heard() {
-                    next.abandon();
-                }
                 drop(next);
                 lost_at = Instant::now();
                 self.lost(&why);

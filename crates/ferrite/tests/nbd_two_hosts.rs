@@ -1,0 +1,220 @@
+//! A guest on one host and its disk on another one: two network namespaces with a cable between them. Root's rights are
+//! needed, and ip, nsenter and nft.
+
+mod deep;
+#[allow(dead_code, reason = "a module of several tests, not all of which use all")]
+mod far;
+#[path = "../../daemon/tests/host/mod.rs"]
+mod host;
+#[path = "../../daemon/tests/roles/mod.rs"]
+mod roles;
+#[allow(dead_code, reason = "a module of several tests, not all of which use all")]
+mod tls;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use deep::Deep;
+use far::{At, Far, Server, children, inside};
+use ferrite_loopback::machine::DiskPaths;
+use ferrite_testkit::programs::installed;
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+use tls::Pki;
+
+/// Not a test: the daemon.
+#[test]
+fn process_daemon() {
+    far::be_a_daemon();
+}
+
+const GUESTS: &str = "10.77.38.1";
+const DISKS: &str = "10.77.38.2";
+const PORT: u16 = 10809;
+
+/// The cable and its two ends. It is gone when this is dropped.
+struct Cable {
+    guests: String,
+    disks: String,
+    /// The program that runs this one on the guests' host.
+    script: PathBuf,
+    _dir: TempDir,
+}
+
+impl Cable {
+    /// `None`: not here.
+    fn new(name: &str) -> Option<Cable> {
+        installed("ip", Command::new("ip").arg("-V").output())?;
+        installed("nft", Command::new("nft").arg("-v").output())?;
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: network namespaces are root's");
+            return None;
+        }
+        let number = std::process::id();
+        let (guests, disks) = (format!("{name}g{number}"), format!("{name}d{number}"));
+        // /dev/shm may be mounted without programs.
+        let dir = tempfile::tempdir().unwrap();
+        let script = dir.path().join("daemon");
+        let program = std::env::current_exe().unwrap();
+        let text = format!(
+            "#!/bin/sh\nexec nsenter --net=/run/netns/{guests} '{}' \"$@\"\n",
+            program.display()
+        );
+        fs::write(&script, text).unwrap();
+        fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+        let cable = Cable { guests, disks, script, _dir: dir };
+        let (guests, disks) = (&cable.guests, &cable.disks);
+        run(&format!(
+            "ip netns add {guests} && ip netns add {disks} &&
+             ip -n {guests} link add cable type veth peer name cable netns {disks} &&
+             ip -n {guests} addr add {GUESTS}/24 dev cable && ip -n {disks} addr add {DISKS}/24 dev cable &&
+             ip -n {guests} link set cable up && ip -n {disks} link set cable up &&
+             ip -n {guests} link set lo up && ip -n {disks} link set lo up"
+        ));
+        Some(cable)
+    }
+
+    /// Loses all that the guests' host sends, without a word.
+    fn cut(&self) {
+        run(&format!(
+            "nsenter --net=/run/netns/{} nft 'add table inet cut; \
+             add chain inet cut out {{ type filter hook output priority 0; policy drop; }}'",
+            self.guests
+        ));
+    }
+
+    fn mend(&self) {
+        run(&format!("nsenter --net=/run/netns/{} nft delete table inet cut", self.guests));
+    }
+}
+
+impl Drop for Cable {
+    fn drop(&mut self) {
+        for namespace in [&self.guests, &self.disks] {
+            let _ = Command::new("ip").args(["netns", "del", namespace]).status();
+        }
+    }
+}
+
+#[track_caller]
+fn run(script: &str) {
+    let output = Command::new("sh").args(["-ec", script]).output().unwrap();
+    assert!(output.status.success(), "{script}: {output:?}");
+}
+
+/// A guest on one host whose disk is on the other.
+struct Two {
+    cable: Cable,
+    pki: Pki,
+    far: Far,
+    image: PathBuf,
+    server: Option<Server>,
+    disk: DiskPaths,
+    load: Deep,
+}
+
+impl Two {
+    fn new(name: &str, settings: &str) -> Option<Two> {
+        let (cable, pki) = (Cable::new(name)?, Pki::new()?);
+        pki.server("far", "ca", "365", &format!("IP:{DISKS}"));
+        let mut far = Far::of(&[DISKS]);
+        far.program = Some(cable.script.clone());
+        far.start();
+        let image = far.path("disk.qcow2");
+        let size = deep::BYTES.to_string();
+        tls::ok(&mut tls::ferrite(&["image", "create", image.to_str().unwrap(), &size]));
+        let server = Some(serve(&cable, &pki, &image));
+        let folder = pki.path("client");
+        let uri = format!("nbds://{DISKS}/?tls-certificates={}{settings}", folder.display());
+        let (disk, load) = far.load(&uri);
+        Some(Two { cable, pki, far, image, server, disk, load })
+    }
+
+    /// Something of one host dies, and then something of the other.
+    fn death(&mut self, number: usize) {
+        match number % 4 {
+            0 => self.far.kill_worker(&self.disk),
+            1 => assert!(self.far.kill_tunnels(&self.disk) > 0),
+            2 => self.far.restart(),
+            _ => self.far.kill_keeper(&self.disk),
+        }
+        self.load.wait_for_progress();
+        let server = self.server.take().unwrap();
+        let tunnel = children(server.pid(), "tunnel").first().copied();
+        match tunnel.filter(|_| number % 2 == 1) {
+            // The next one is started for the next client.
+            Some(tunnel) => {
+                kill_process(Pid::from_raw(tunnel).unwrap(), Signal::KILL).unwrap();
+                self.server = Some(server);
+            }
+            None => {
+                drop(server);
+                self.server = Some(serve(&self.cable, &self.pki, &self.image));
+            }
+        }
+        self.load.wait_for_progress();
+    }
+
+    fn end(self) {
+        assert_eq!(self.load.errors(), 0);
+        self.far.end(&self.disk, self.load);
+    }
+}
+
+fn serve(cable: &Cable, pki: &Pki, image: &std::path::Path) -> Server {
+    let mut command = inside(&cable.disks, env!("CARGO_BIN_EXE_ferrite"));
+    command.args([
+        "export",
+        "nbd",
+        image.to_str().unwrap(),
+        "--listen",
+        &format!("{DISKS}:{PORT}"),
+    ]);
+    command.args(["--tls", pki.path("far").to_str().unwrap()]);
+    Server::start(command, At::From(&cable.guests, DISKS, PORT)).unwrap()
+}
+
+/// It would wait for a day before anything is sent again, if our server were not told who comes back.
+const FENCED: &str = "&drain_s=86400";
+
+#[test]
+fn a_disk_on_another_host_survives_three_deaths_on_each() {
+    let Some(mut two) = Two::new("a", FENCED) else { return };
+    (0..3).for_each(|number| two.death(number));
+    two.end();
+}
+
+#[test]
+#[ignore = "a minute: cargo xtask nightly"]
+fn a_disk_on_another_host_survives_twenty_deaths_on_each() {
+    let Some(mut two) = Two::new("b", FENCED) else { return };
+    (0..20).for_each(|number| two.death(number));
+    two.end();
+}
+
+#[test]
+fn a_cable_that_is_cut_for_longer_than_the_deadline_is_a_pause_for_the_guest() {
+    let Some(two) = Two::new("c", "&drain_s=86400&deadline_s=1") else { return };
+    for _ in 0..2 {
+        two.cable.cut();
+        std::thread::sleep(Duration::from_millis(1500));
+        two.cable.mend();
+        two.load.wait_for_progress();
+    }
+    two.end();
+}
+
+#[test]
+#[ignore = "a server is stopped for 20 s: cargo xtask nightly"]
+fn a_server_that_is_stopped_for_longer_than_its_deadline_is_a_pause_for_the_guest() {
+    let Some(two) = Two::new("s", "&drain_s=86400&deadline_s=5&reconnect_s=60") else { return };
+    let server = two.server.as_ref().unwrap();
+    server.signal(Signal::STOP);
+    std::thread::sleep(Duration::from_secs(20));
+    server.signal(Signal::CONT);
+    two.load.wait_for_progress();
+    two.end();
+}
