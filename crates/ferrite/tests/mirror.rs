@@ -16,7 +16,7 @@ use ferrite_daemon::control::protocol::{Details, Job, JobPhase};
 use ferrite_testkit::wait_until;
 use live::{BYTES, Lab};
 use load::Load;
-use roles::{keeper, kill, worker};
+use roles::{keeper, worker};
 use serde_json::json;
 
 /// Not a test: the daemon.
@@ -299,15 +299,15 @@ fn what_cannot_be_a_target_is_refused_with_words_and_the_guest_goes_on() {
         lab.refuses(&["mirror", "web1/xvda", target], why);
     }
     // One mirror a disk, and one a target.
+    let load = Load::start(&lab.host, &lab.disk);
+    load.wait_for_progress();
     let id = start(&lab, &target(&lab), &json!({}));
     wait_for_step(&lab, id, "mirror");
     lab.refuses(&["mirror", "web1/xvda", &lab.image("t.qcow2")], "changes this disk already");
-    lab.refuses(&["disk", "snapshot", "web1/xvda", &lab.image("s.qcow2")], "job 1 changes");
+    lab.refuses(&["disk", "snapshot", "web1/xvda", &lab.image("s.qcow2")], "changes this disk");
     lab.refuses(&["disk", "resize", "web1/xvda", "+1M"], "job");
     lab.does(&["job", "cancel", &id.to_string()]);
     lab.fails(&["mirror", "complete", "web1/xvda"], "it has none");
-    let _ = kill;
-    let load = Load::start(&lab.host, &lab.disk);
     load.wait_for_progress();
     load.end();
     lab.does(&["image", "info", "-U", &lab.image("a.qcow2")]);

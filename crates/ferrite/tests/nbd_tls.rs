@@ -1,5 +1,9 @@
 //! NBD by TLS: `ferrite export nbd --listen --tls` with usual clients, and clients and servers that are refused.
 
+#[path = "tls/disturbers.rs"]
+mod disturbers;
+#[path = "tls/others.rs"]
+mod others;
 mod tls;
 
 use std::fs::{self, File};

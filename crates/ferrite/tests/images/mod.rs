@@ -41,6 +41,23 @@ impl Place {
         Place::output(self.command_of("store", args))
     }
 
+    /// Runs `ferrite backup` in the directory.
+    pub(crate) fn backup(&self, args: &[&str]) -> Output {
+        Place::output(self.command_of("backup", args))
+    }
+
+    /// Runs `ferrite backup`, which has to succeed without output on standard error; returns standard output.
+    #[track_caller]
+    pub(crate) fn backup_ok(&self, args: &[&str]) -> String {
+        Place::worked(self.backup(args), args)
+    }
+
+    /// Runs `ferrite backup`, which has to fail with this code and two lines.
+    #[track_caller]
+    pub(crate) fn backup_fails(&self, code: i32, args: &[&str]) -> String {
+        Place::failed(self.backup(args), code, args)
+    }
+
     fn output(mut command: Command) -> Output {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let spawned = {
@@ -55,7 +72,7 @@ impl Place {
         self.command_of("image", args)
     }
 
-    /// `ferrite image` or `ferrite store` in the directory.
+    /// `ferrite image`, `ferrite store` or `ferrite backup` in the directory.
     pub(crate) fn command_of(&self, of: &str, args: &[&str]) -> Command {
         let mut command = listening();
         command.args([of, "--engine", &engine()]).args(args);

@@ -5,7 +5,7 @@ use std::process::{ChildStdin, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{Export, Outward, Pki, SClient};
+use crate::tls::{Export, Outward, Pki, SClient};
 
 /// An option's head, and the first of its data.
 const BEGUN: &[u8] = b"IHAVEOPT\0\0\0\x63\0\0\x10\0";

@@ -1,8 +1,5 @@
 //! Certificates, an export by TLS, and those who talk with it.
 
-mod disturbers;
-mod others;
-
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use ferrite_testkit::programs::{installed, peer};
 
-use super::{Export, Outward, Peer, Pki, ferrite, ok};
+use crate::tls::{Export, Outward, Peer, Pki, ferrite, ok};
 
 /// GnuTLS's words for all but TLS 1.3.
 const OLDER: &str = "NORMAL:-VERS-TLS1.3";
