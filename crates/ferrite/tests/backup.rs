@@ -75,8 +75,11 @@ fn what_was_changed_in_a_folder_is_noticed_and_never_restored() {
     // Data of the second one.
     let path = place.path("b/two.qcow2");
     let data = File::options().write(true).open(&path).unwrap();
-    let end = data.metadata().unwrap().len();
-    data.write_all_at(b"changed", end - 4096).unwrap();
+    let disk = fs::read(place.path("two.img")).unwrap();
+    let written = &disk[5 << 20..(5 << 20) + 512];
+    let image = fs::read(&path).unwrap();
+    let at = image.chunks(512).position(|sector| sector == written).unwrap() * 512;
+    data.write_all_at(b"changed", at as u64).unwrap();
     place.backup_fails(5, &["restore", "b", "x.img", "--name", "two"]);
     assert!(!Path::new(&place.path("x.img")).exists());
     place.has_no_leftovers();

@@ -108,6 +108,9 @@ impl ImageTools<'_> {
         };
         let mut making = Making { folder: &folder, source, maps, manifest };
         let read_bytes = self.make(&mut making)?;
+        if let Some(map) = &how.map {
+            self.remove_if_there(&folder.begun(map)).map_err(cannot)?;
+        }
         let Making { source, maps, manifest, .. } = making;
         drop(source);
         // Step 6.

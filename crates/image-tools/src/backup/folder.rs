@@ -18,6 +18,8 @@ use crate::{ImageTools, broken, is_readable};
 /// The end of the name of a manifest, and of one of an unfinished backup.
 pub(super) const MANIFEST: &str = ".json";
 pub(super) const UNFINISHED: &str = ".json.partial";
+/// The end of the name of a file that stands while a map is begun.
+const BEGUN: &str = ".begun";
 /// The end of the name of the manifest of a backup that is being removed.
 pub(super) const REMOVED: &str = ".json.removed";
 /// Most entries of a folder that are looked at.
@@ -102,6 +104,11 @@ impl Folder {
 
     pub(super) fn unfinished(&self, name: &str) -> PathBuf {
         self.file(name, UNFINISHED)
+    }
+
+    /// The file that says that a map of this name is begun for this folder, before it is.
+    pub(super) fn begun(&self, map: &str) -> PathBuf {
+        self.file(map, BEGUN)
     }
 
     pub(super) fn removed(&self, name: &str) -> PathBuf {

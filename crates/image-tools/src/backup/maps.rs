@@ -6,7 +6,8 @@ use super::BackupKind;
 use super::create::BackUp;
 use super::folder::{Entries, Folder, MAX_CHAIN, depth};
 use super::manifest::{Manifest, Reference};
-use crate::{DirtyMap, ImageTools, MapChange, refused};
+use crate::io_context::IoContext;
+use crate::{DirtyMap, ImageTools, MapChange, broken, refused};
 
 /// The part of a map's name that is the user's has at most so many bytes.
 const NAME_BYTES: usize = 60;
@@ -56,8 +57,12 @@ impl ImageTools<'_> {
         let ours: Vec<&DirtyMap> = found.maps.iter().filter(ours).collect();
         let sorted = sort(&ours, entries);
         let unfinished = self.unfinished_of(folder, &sorted.open)?;
-        let is_foreign =
-            sorted.last.is_none() && unfinished.is_none() && how.kind != BackupKind::Full;
+        // A process that ended between the begin of a map and its manifest has left this file.
+        let was_begun = folder.begun(map).symlink_metadata().is_ok();
+        let is_foreign = sorted.last.is_none()
+            && unfinished.is_none()
+            && !was_begun
+            && how.kind != BackupKind::Full;
         if let Some(open) = sorted.open.first().filter(|_| is_foreign) {
             let why = format!(
                 "its map {} belongs to no usable backup in {}",
@@ -87,6 +92,11 @@ impl ImageTools<'_> {
         let taken = sorted.last.map(|last| last.0.name.as_str());
         let [one, two] = &names;
         let next = if taken == Some(one.as_str()) { two } else { one };
+        let begun = folder.begun(map);
+        let cannot = |e| broken(format!("cannot write {}", begun.display()), e);
+        let mut context = IoContext::new(self, 1).map_err(cannot)?;
+        self.replace_file(&mut context, &begun, b"").map_err(cannot)?;
+        drop(context);
         self.change_maps(image, &MapChange::Begin(next.clone()))?;
         let begun = self.dirty_maps(image)?.maps.into_iter().find(|map| map.name == *next);
         let begun = begun.ok_or_else(|| {

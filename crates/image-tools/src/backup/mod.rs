@@ -7,13 +7,13 @@
 //! copies. The manifest has the identifier of that map, so a map never leads to the wrong backup.
 //!
 //! The order of writes of [`ImageTools::back_up`]:
-//! 1. The next map is begun, durably.
+//! 1. A file says that a map is begun for this folder (`MAP.begun`), and the next map is begun, durably.
 //! 2. The unfinished manifest is written, with the identifier of that map.
 //! 3. What the last map names is copied. At times the data are made durable, and then the hashes of the complete regions
 //!    are written into the unfinished manifest.
 //! 4. The data are durable and get their name, and the folder is synced.
 //! 5. The manifest is durable and gets its name, and the folder is synced. From here on the backup is complete.
-//! 6. The unfinished manifest is removed, and the last map is ended.
+//! 6. The unfinished manifest and `MAP.begun` are removed, and the last map is ended.
 //!
 //! Before step 5 the last map still names all that has changed since the last backup, so a backup that was interrupted
 //! is continued, or begun again. What changed since step 1 is copied again then. After step 5 the next backup ends the
