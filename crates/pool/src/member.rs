@@ -142,11 +142,11 @@ impl Member {
     ) -> Vec<Effect> {
         match self.under_way.remove(&(conn, op)) {
             Some(_) if is_same => self.answer(conn, Reply::Done { op }),
-            Some(Io::Repair { blocks, data }) => {
-                // An operation of a session that has ended is not begun any more.
-                if self.session.contains(&conn) || !self.rules.keep(Rule::Fence) {
-                    self.io(conn, op, Io::Write { blocks, data }, region_blocks);
-                }
+            // An operation of a session that has ended is not begun any more.
+            Some(Io::Repair { blocks, data })
+                if self.session.contains(&conn) || !self.rules.keep(Rule::Fence) =>
+            {
+                self.io(conn, op, Io::Write { blocks, data }, region_blocks);
             }
             _ => {}
         }

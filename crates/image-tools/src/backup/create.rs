@@ -44,6 +44,9 @@ struct Making<'a> {
     manifest: Manifest,
 }
 
+/// Parts of a disk, in bytes, in order.
+type Ranges = Vec<Range<u64>>;
+
 impl ImageTools<'_> {
     /// Makes a backup of a disk that is not in use, in a folder, which is made if it is not there. The order of writes
     /// stands in the text of this module's parent. An interrupted backup is continued.
@@ -182,7 +185,7 @@ impl ImageTools<'_> {
         file.finish()?;
         // Step 5.
         making.manifest.regions = hashes.into_iter().collect();
-        let text = making.manifest.to_bytes().map_err(cannot)?;
+        let text = making.manifest.sealed().map_err(cannot)?;
         let mut context = IoContext::new(self, 1).map_err(cannot)?;
         self.replace_file(&mut context, &folder.manifest(&making.manifest.name), &text)
             .map_err(cannot)?;
@@ -192,7 +195,7 @@ impl ImageTools<'_> {
     }
 
     /// What is copied, and what has changed since the interrupted attempt began.
-    fn ranges(&self, making: &Making<'_>) -> Result<(Vec<Range<u64>>, Vec<Range<u64>>), DiskError> {
+    fn ranges(&self, making: &Making<'_>) -> Result<(Ranges, Ranges), DiskError> {
         let bytes = making.manifest.disk.virtual_bytes;
         let all = || std::iter::once(0..bytes).collect::<Vec<_>>();
         let Some(maps) = &making.maps else { return Ok((all(), Vec::new())) };
@@ -275,7 +278,7 @@ impl ImageTools<'_> {
         let path = folder.unfinished(&manifest.name);
         let cannot = |e| broken(format!("cannot write {}", path.display()), e);
         manifest.regions = hashes.into_iter().collect();
-        let text = manifest.to_bytes().map_err(cannot)?;
+        let text = manifest.sealed().map_err(cannot)?;
         manifest.regions = Vec::new();
         let mut context = IoContext::new(self, 1).map_err(cannot)?;
         self.replace_file(&mut context, &path, &text).map_err(cannot)
@@ -368,6 +371,5 @@ fn stopped(what: String, e: std::io::Error, is_continued: bool) -> DiskError {
         false => "",
     };
     let e = broken(what, e);
-    let new = DiskError::new(e.kind(), e.what(), e.why(), format!("{}{help}", e.help()));
-    new
+    DiskError::new(e.kind(), e.what(), e.why(), format!("{}{help}", e.help()))
 }

@@ -108,7 +108,7 @@ impl Manifest {
     }
 
     /// The text of its file.
-    pub(super) fn to_bytes(&mut self) -> io::Result<Vec<u8>> {
+    pub(super) fn sealed(&mut self) -> io::Result<Vec<u8>> {
         self.blake3.clear();
         let unsealed = serde_json::to_vec(&*self)?;
         self.blake3 = blake3::hash(&unsealed).to_hex().to_string();
@@ -207,13 +207,13 @@ mod tests {
     #[test]
     fn a_manifest_is_read_as_it_was_written() {
         let mut manifest = manifest();
-        let text = manifest.to_bytes().unwrap();
+        let text = manifest.sealed().unwrap();
         assert_eq!(Manifest::parse(&text, "monday").unwrap(), manifest);
     }
 
     #[test]
     fn each_changed_digit_is_noticed() {
-        let text = manifest().to_bytes().unwrap();
+        let text = manifest().sealed().unwrap();
         for at in (0..text.len()).filter(|at| text[*at].is_ascii_digit()) {
             let mut changed = text.clone();
             changed[at] = if changed[at] == b'7' { b'8' } else { b'7' };
@@ -236,7 +236,7 @@ mod tests {
         let mut size = manifest();
         size.disk.virtual_bytes = u64::MAX;
         for mut bad in [regions, outside, itself, path, size] {
-            let text = bad.to_bytes().unwrap();
+            let text = bad.sealed().unwrap();
             assert!(Manifest::parse(&text, "monday").is_err(), "{bad:?}");
         }
     }

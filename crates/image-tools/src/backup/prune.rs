@@ -133,7 +133,7 @@ impl ImageTools<'_> {
         let mut manifest = chain[0].clone();
         manifest.parent = None;
         manifest.regions = expected.into_iter().collect();
-        let text = manifest.to_bytes().map_err(cannot)?;
+        let text = manifest.sealed().map_err(cannot)?;
         let mut context = IoContext::new(self, 1).map_err(cannot)?;
         self.replace_file(&mut context, &folder.manifest(name), &text).map_err(cannot)
     }

@@ -130,7 +130,7 @@ impl ImageTools<'_> {
             to.write_all(&(data.len() as u32).to_le_bytes())?;
             to.write_all(data)?;
         }
-        let text = manifest.to_bytes()?;
+        let text = manifest.sealed()?;
         to.write_all(&END.to_le_bytes())?;
         to.write_all(&u32::try_from(text.len()).map_err(io::Error::other)?.to_le_bytes())?;
         to.write_all(&text)?;
