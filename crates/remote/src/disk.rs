@@ -11,6 +11,7 @@ use ferrite_disk_base::{
 };
 use ferrite_host::clock::secret;
 use ferrite_host::names::connect::{self, Address};
+use ferrite_host::rbd;
 use ferrite_io::reactor::Io;
 use ferrite_io::remote::{Remote, RemoteFactory};
 use ferrite_io::scratch::Scratch;
@@ -77,7 +78,7 @@ impl RemoteExport {
         let what = || format!("cannot open {text}");
         let uri = Uri::parse(text)
             .map_err(|BadUri { why, help }| DiskError::new(ErrorKind::Usage, what(), why, help))?;
-        let address = address_of(&uri.server);
+        let address = address_of(&uri.server, options.read_only);
         let (user, process) = identity(&uri).map_err(|e| {
             let help = "check the kernel's random numbers (/dev/urandom)";
             DiskError::new(ErrorKind::Io, what(), e.to_string(), help)
@@ -224,7 +225,9 @@ impl Shared {
     pub(crate) fn compare(&self, now: &Export) -> Result<(), String> {
         let then = &self.export;
         let needed = can::FLUSH | can::TRIM | can::WRITE_ZEROES | can::MULTI_CONN;
-        if now.bytes != then.bytes {
+        // An image of a cluster may grow. The disk keeps its size until it is opened again.
+        let has_grown = matches!(self.address, Address::Rbd(_)) && now.bytes > then.bytes;
+        if now.bytes != then.bytes && !has_grown {
             return Err(format!("it has {} bytes, and had {}", now.bytes, then.bytes));
         }
         if !self.read_only && now.can(can::READ_ONLY) {
@@ -285,11 +288,12 @@ fn connect_here(address: &Address, wanted: &Wanted) -> Result<Link, Refusal> {
 
 /// The server of an export, with the addresses that its name has now. It may wait for the host's resolver. `None`: this
 /// names no export.
-pub fn server_of(name: &str) -> Option<connect::Server> {
+/// `read_only`: nothing will be written.
+pub fn server_of(name: &str, read_only: bool) -> Option<connect::Server> {
     let uri = Uri::parse(name).ok()?;
-    let address = address_of(&uri.server);
+    let address = address_of(&uri.server, read_only);
     let resolved = match &address {
-        Address::Unix(_) => Vec::new(),
+        Address::Unix(_) | Address::Rbd(_) => Vec::new(),
         Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
             connect::resolve(host, *port).unwrap_or_default()
         }
@@ -298,13 +302,17 @@ pub fn server_of(name: &str) -> Option<connect::Server> {
 }
 
 /// Where connections go.
-fn address_of(server: &Server) -> Address {
+fn address_of(server: &Server, read_only: bool) -> Address {
     match server {
         Server::Unix(path) => Address::Unix(path.clone()),
         Server::Plain { host, port } => Address::Tcp { host: host.clone(), port: *port },
         Server::Tls { host, port, certificates } => {
             let (host, certificates) = (host.clone(), certificates.clone());
             Address::Tls { host, port: *port, certificates }
+        }
+        Server::Rbd(image) => {
+            let read_only = read_only || image.snapshot.is_some();
+            Address::Rbd(rbd::Image { name: image.to_string(), read_only })
         }
     }
 }

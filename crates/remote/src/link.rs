@@ -168,11 +168,15 @@ fn try_send(socket: BorrowedFd<'_>, bytes: &[u8]) -> rustix::io::Result<usize> {
 
 /// Why there is no connection, and what to do.
 fn unreachable_server(address: &Address, e: &io::Error) -> Refusal {
+    if let Address::Rbd(image) = address {
+        return without_helper(&image.name, e);
+    }
     let place = match address {
         Address::Unix(path) => path.display().to_string(),
         Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
             format!("{host}, port {port}")
         }
+        Address::Rbd(image) => image.name.clone(),
     };
     let errno = e.raw_os_error().map(Errno::from_raw_os_error);
     let (why, help) = match (errno, e.kind()) {
@@ -209,4 +213,22 @@ fn unreachable_server(address: &Address, e: &io::Error) -> Refusal {
         _ => (format!("{place}: {e}"), "check the server and the network".to_owned()),
     };
     Refusal { why, help, passes: true }
+}
+
+/// Why no helper process serves an image of a Ceph cluster.
+fn without_helper(name: &str, e: &io::Error) -> Refusal {
+    let image = name.split('?').next().unwrap_or(name);
+    let errno = e.raw_os_error().map(Errno::from_raw_os_error);
+    let (why, help) = match (errno, e.kind()) {
+        (Some(Errno::NOENT), _) => (
+            "the program ferrite-rbd is not beside this one".to_owned(),
+            "install it: it is in the package ferrite, and is built by cargo build -p ferrite-rbd",
+        ),
+        (_, io::ErrorKind::TimedOut) => (
+            format!("the cluster does not answer for {image}"),
+            "check the cluster (ceph -s, ceph pg stat), and the network to its OSDs",
+        ),
+        _ => (format!("the helper process of {image} is lost: {e}"), "look into the log"),
+    };
+    Refusal { why, help: help.to_owned(), passes: true }
 }

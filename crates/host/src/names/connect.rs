@@ -22,6 +22,7 @@ use rustix::net::{
 use rustix::process::{Pid, WaitOptions, geteuid, waitpid};
 
 use super::wire::{Request, What};
+use crate::rbd::{self, Image, Starter};
 use crate::sandbox::user_of_tunnel;
 use crate::tunnel::{Files, TunnelUser, start_outward};
 
@@ -56,7 +57,12 @@ pub enum Address {
         /// The folder of the client's certificates.
         certificates: PathBuf,
     },
+    /// An image of a Ceph cluster: a [helper](crate::rbd) stands between.
+    Rbd(Image),
 }
+
+/// Before the name of an image that is written, and of one that is only read.
+const RBD: [&[u8]; 2] = [b"rbd:", b"rbd-read-only:"];
 
 impl Address {
     /// As two texts, for [`parse`](Self::parse): the server, and the folder of certificates.
@@ -66,6 +72,9 @@ impl Address {
             Address::Tcp { host, port } => (format!("tcp:{port}:{host}").into_bytes(), &[]),
             Address::Tls { host, port, certificates } => {
                 (format!("tls:{port}:{host}").into_bytes(), certificates.as_os_str().as_bytes())
+            }
+            Address::Rbd(Image { name, read_only }) => {
+                ([RBD[usize::from(*read_only)], name.as_bytes()].concat(), &[])
             }
         }
     }
@@ -82,6 +91,12 @@ impl Address {
         }
         if !folder.is_empty() {
             return None;
+        }
+        for (read_only, prefix) in [false, true].into_iter().zip(RBD) {
+            if let Some(name) = bytes.strip_prefix(prefix).filter(|name| !name.is_empty()) {
+                let name = String::from_utf8(name.to_vec()).ok()?;
+                return Some(Address::Rbd(Image { name, read_only }));
+            }
         }
         if let Some(path) = bytes.strip_prefix(b"unix:").filter(|path| path.starts_with(b"/")) {
             return Some(Address::Unix(OsString::from_vec(path.to_vec()).into()));
@@ -127,6 +142,9 @@ pub fn begin(address: &Address, attempt: u32) -> rustix::io::Result<OwnedFd> {
         let request = Request { what, flags: attempt, mode: 0, first: &first, second };
         return broker.ask(&request, &[])?.file();
     }
+    if let Address::Rbd(image) = address {
+        return rbd::begin(image, Starter::OwnThread);
+    }
     let server = Server { address: address.clone(), resolved: remembered(address)? };
     let user = geteuid()
         .is_root()
@@ -160,6 +178,9 @@ pub(super) fn begin_to(
     user: Option<&TunnelUser>,
 ) -> rustix::io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    if let Address::Rbd(image) = &server.address {
+        return rbd::begin(image, Starter::ThisThread);
+    }
     if let Address::Unix(path) = &server.address {
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         connect(&socket, &SocketAddrUnix::new(path.as_path())?)?;
@@ -228,12 +249,14 @@ mod tests {
             Address::Tcp { host: "::1".into(), port: 7 },
             Address::Tcp { host: "h.example".into(), port: 65535 },
             Address::Tls { host: "::1".into(), port: 7, certificates: "/etc/pki".into() },
+            Address::Rbd(Image { name: "p/i?id=a".into(), read_only: false }),
+            Address::Rbd(Image { name: "p/i@s".into(), read_only: true }),
         ] {
             let (text, folder) = address.to_bytes();
             assert_eq!(Address::parse(&text, folder), Some(address.clone()));
         }
         for text in
-            ["", "unix:", "unix:a", "tcp:", "tcp:1:", "tcp:x:h", "tcp:65536:h", "/a", "tls:1:h"]
+            ["", "unix:", "unix:a", "tcp:", "tcp:1:", "tcp:x:h", "tcp:65536:h", "/a", "tls:1:h", "rbd:"]
         {
             assert_eq!(Address::parse(text.as_bytes(), &[]), None, "{text}");
         }
