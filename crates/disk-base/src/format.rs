@@ -37,7 +37,10 @@ impl Format {
 
     /// The format of this name; `None` for others.
     pub fn by_name(name: &str) -> Option<Format> {
-        Format::ALL.into_iter().chain([Format::Store, Format::Nbd, Format::Rbd]).find(|f| f.name() == name)
+        Format::ALL
+            .into_iter()
+            .chain([Format::Store, Format::Nbd, Format::Rbd])
+            .find(|f| f.name() == name)
     }
 
     /// The format by the extension of a file's name; raw for other extensions.

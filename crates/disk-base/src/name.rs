@@ -101,7 +101,8 @@ impl ImageName {
     pub fn no_image(&self) -> DiskError {
         if self.format == Format::Rbd {
             let what = format!("cannot work on {}", self.path.display());
-            let why = "it is an image of a Ceph cluster, and this is for images in files of their own";
+            let why =
+                "it is an image of a Ceph cluster, and this is for images in files of their own";
             let help = "snapshots, clones and sizes are Ceph's: use its command rbd; ferrite image convert copies \
                         from and to it";
             return DiskError::new(ErrorKind::Usage, what, why, help);

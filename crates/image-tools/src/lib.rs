@@ -13,9 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrite_disk::Disk;
-use ferrite_disk_base::{
-    DiskError, ErrorKind, ImageName, MAX_LAYERS, OpenOptions, Parents,
-};
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, MAX_LAYERS, OpenOptions, Parents};
 use ferrite_host::directory::Directory;
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;

@@ -255,9 +255,18 @@ mod tests {
             let (text, folder) = address.to_bytes();
             assert_eq!(Address::parse(&text, folder), Some(address.clone()));
         }
-        for text in
-            ["", "unix:", "unix:a", "tcp:", "tcp:1:", "tcp:x:h", "tcp:65536:h", "/a", "tls:1:h", "rbd:"]
-        {
+        for text in [
+            "",
+            "unix:",
+            "unix:a",
+            "tcp:",
+            "tcp:1:",
+            "tcp:x:h",
+            "tcp:65536:h",
+            "/a",
+            "tls:1:h",
+            "rbd:",
+        ] {
             assert_eq!(Address::parse(text.as_bytes(), &[]), None, "{text}");
         }
     }
