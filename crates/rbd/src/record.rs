@@ -18,7 +18,7 @@ use crate::fault::Fault;
 /// One write of so many bytes is there or not when the process is killed.
 const BYTES: usize = 512;
 /// How long the predecessor, whose starter has gone on already, may take to release its image.
-const PATIENCE: Duration = Duration::from_secs(6);
+const PATIENCE: Duration = Duration::from_secs(4);
 
 /// How far a helper is with its lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,7 +130,8 @@ fn wait_for_lock(file: &File, image: &Image) -> Result<(), Fault> {
             Err(Errno::WOULDBLOCK) => {
                 let why = format!("{} is in use by another process of this host", image.short());
                 let help = "end that process (pgrep -a ferrite-rbd), or open the image read-only";
-                return Err(Fault::passing(why, help));
+                // It has waited already: no second attempt follows.
+                return Err(Fault::lasting(why, help));
             }
             Err(e) => {
                 let why = format!("the record of the image's lock cannot be locked: {e}");
