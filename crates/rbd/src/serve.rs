@@ -129,9 +129,8 @@ fn end(mut disk: Arc<Disk>) {
     }
 }
 
-/// Says to the clients that wait why there is no image.
+/// Says to the clients that wait why there is no image. They log it once; a helper is started for each of their attempts.
 fn refuse_links(control: &OwnedFd, fault: &Fault) {
-    log(3, &fault.to_string());
     let mut next = CONTROL.receive(control).ok();
     while let Some(frame) = next {
         for socket in frame.files {
