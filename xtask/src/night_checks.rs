@@ -78,6 +78,13 @@ pub(crate) fn changes() -> Result<()> {
     steps::run(test.env("FERRITE_TEST_SCALE", "334"))
 }
 
+/// A running disk's mirror: the cases that a commit does not have.
+pub(crate) fn mirrors() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite", "--test", "mirror"]);
+    steps::run(test.args(["--", "--include-ignored"]))
+}
+
 /// Taps in a hundred times as many random orders as with each commit.
 pub(crate) fn random_taps() -> Result<()> {
     let mut test = cargo();

@@ -52,6 +52,8 @@ enum Part {
     Store,
     /// A thousand random sequences of changes and deaths of a running disk.
     Changes,
+    /// Mirrors of a running disk whose workers and keepers die, and that are cancelled while they copy.
+    Mirrors,
     /// Taps in random orders of verbs, deaths and upgrades, for ten minutes.
     Taps,
     /// Programs of others against the NBD server, as far as they are installed.
@@ -117,6 +119,7 @@ fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
         Part::Parking => night_checks::parking(),
         Part::Store => night_checks::killed_store(),
         Part::Changes => night_checks::changes(),
+        Part::Mirrors => night_checks::mirrors(),
         Part::Taps => night_checks::random_taps(),
         Part::Peers => peers::test(cases),
         Part::Upgrade => upgrade::test(),

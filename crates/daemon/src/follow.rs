@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use ferrite_nbd::uri::Uri;
 use ferrite_serve::blkif::lifecycle::{
     ExpectedAttachment, Outcome, Tune, clear_failure, remove_run_dir, report_failure,
 };
@@ -17,7 +18,7 @@ use ferrite_xen::store::{Store, StoreError};
 
 use crate::directory::Snapshot;
 use crate::new_leaf::NewLeaf;
-use crate::params::Image;
+use crate::params::{Image, place_of};
 use crate::pause::Pause;
 use crate::state::{DiskId, DiskState, TapState};
 use crate::table::{Entry, Phase, Upgrade, WakeReason};
@@ -251,6 +252,7 @@ impl Follower {
             defers,
             minor: self.minor,
             attached: self.attached.clone(),
+            mirror: self.shared.jobs.mirror_of(image),
             resumes,
             told_sectors: self.told_sectors(&mut store)?,
             shared: &self.shared,
@@ -362,8 +364,23 @@ impl Follower {
         self.shared.state_failure(e)
     }
 
+    /// Checks that an export's server is one of the configured ones. Nobody connects to it here: that is the worker's.
+    fn check_server(&self, uri: &Uri) -> Result<(), Failure> {
+        // The storage manager that opened the tap has named its image.
+        let of_tap = self.beside().is_some_and(DiskId::is_tap);
+        if !of_tap {
+            self.shared.config.nbd.check(uri)?;
+        }
+        let place = place_of(uri);
+        self.shared.table.change(self.id, |entry| entry.real = Some(place));
+        Ok(())
+    }
+
     /// Checks that the image is in one of the configured directories. Links are resolved first.
     fn check_folder(&self, image: &Image) -> Result<(), Failure> {
+        if let Some(uri) = image.export() {
+            return self.check_server(&uri);
+        }
         let path = image.path.display();
         let real = image.file().canonicalize().map_err(|e| Failure {
             why: format!("cannot open {path}: {e}"),

@@ -55,6 +55,11 @@ pub trait Programs: Send + Sync {
     /// A command that becomes the keeper of this disk or of its store.
     fn keeper(&self, disk: DiskId, spec: &DiskSpec) -> Command;
 
+    /// A command that becomes the exporter of this disk. `None`: disks are not exported.
+    fn exporter(&self, _: DiskId) -> Option<Command> {
+        None
+    }
+
     /// The arguments of a worker that serves this disk. Its program is the keeper's.
     ///
     /// # Errors
@@ -497,6 +502,10 @@ impl Serving for Keepers {
                 .map_err(io::Error::other)
         };
         parted().map_err(|e| failure("remove it from its guest's disk", &e))
+    }
+
+    fn exporter(&self, disk: DiskId) -> Option<Command> {
+        self.programs.exporter(disk)
     }
 
     fn remove(&self, disk: DiskId) {

@@ -38,6 +38,7 @@ pub mod config;
 pub mod control;
 mod devices;
 pub mod directory;
+mod exports;
 mod follow;
 pub mod jobs;
 mod joint_upgrade;
@@ -49,6 +50,7 @@ pub mod params;
 pub mod pause;
 mod siblings;
 pub mod state;
+mod state_files;
 mod step;
 mod supervise;
 pub mod suspended;
@@ -62,6 +64,7 @@ mod wait;
 
 use config::{Config, DiskOptions};
 use devices::Devices;
+use exports::Exports;
 use jobs::{Jobs, Means};
 use joint_upgrade::Participant;
 use params::Image;
@@ -117,6 +120,8 @@ pub struct Assignment<'a> {
     pub minor: u32,
     /// The attachment to serve. Another attachment of the same name may have another image.
     pub attached: ExpectedAttachment,
+    /// The mirror of the image, if there is one.
+    pub mirror: Option<jobs::MirrorSpec>,
     /// Whether the disk is paused, and goes on if its image can be opened.
     resumes: bool,
     /// The size in sectors that the guest was told, of a paused disk that is to go on.
@@ -253,6 +258,11 @@ pub trait Serving: Send + Sync {
         Ok(())
     }
 
+    /// A command that becomes the exporter of a disk. `None`: disks are not exported.
+    fn exporter(&self, _: DiskId) -> Option<std::process::Command> {
+        None
+    }
+
     /// The process number of a disk's keeper.
     fn keeper_of(&self, _: DiskId) -> Option<u32> {
         None
@@ -339,6 +349,11 @@ impl Paths {
         self.run.join("disks")
     }
 
+    /// The directory of the maps of mirrors.
+    pub fn mirrors(&self) -> PathBuf {
+        self.run.join("mirrors")
+    }
+
     /// The directory of the state files of jobs.
     pub fn jobs(&self) -> PathBuf {
         self.run.join("jobs")
@@ -378,6 +393,7 @@ pub(crate) struct Shared {
     jobs: Jobs,
     taps: Taps,
     devices: Devices,
+    exports: Exports,
     /// What the hypervisor tells of the guests, if it tells it to this domain.
     domains: Option<Arc<dyn Domains>>,
     clock: Arc<dyn Clock>,
@@ -507,6 +523,7 @@ impl Daemon {
             jobs,
             taps: Taps::default(),
             devices: Devices::default(),
+            exports: Exports::default(),
             domains: None,
             clock: SystemClock::shared(),
             log: SharedLogLimit::default(),
@@ -561,6 +578,7 @@ impl Daemon {
     pub fn run(&self, alive: &dyn Fn(&str)) -> io::Result<()> {
         taps::restore(&self.shared);
         devices::restore(&self.shared);
+        exports::restore(&self.shared);
         self.shared.jobs.begin(&self.shared);
         let control = control::server::Server::start(&self.shared)?;
         suspended::watch(&self.shared)?;

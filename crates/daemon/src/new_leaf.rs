@@ -3,7 +3,8 @@
 //! The order of steps, while the disk is paused:
 //! 1. The state file has the [`NewLeaf`] with the pause.
 //! 2. An empty file takes the leaf's name, so that no other program's file is overwritten. Then the
-//!    raw file gets the snapshot's name as a second one. Then the leaf is written.
+//!    raw file gets the snapshot's name as a second one. Then the leaf is written. It gets the disk's
+//!    dirty maps, and the snapshot keeps them as they are.
 //! 3. The disk goes on with the leaf (pause.rs, 3 to 5). `switched.json` leads the configured raw
 //!    name to it.
 //! 4. The raw file loses its old name and is write-protected. The state file has no [`NewLeaf`] any
@@ -23,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use crate::params::{Format, Image};
 use crate::pause::{self, NotDone, Pause};
 use crate::state::DiskId;
-use crate::verbs::{self, refuse};
+use crate::verbs::{self, maps_of, refuse};
 use crate::{Failure, Shared, Step};
 
 /// The names of a snapshot that is made, as the state file has them.
@@ -69,6 +70,7 @@ impl NewLeaf {
     /// Step 4.
     fn complete(&self) -> io::Result<()> {
         if self.has_both_names() {
+            remove(&maps_of(&self.raw))?;
             fs::remove_file(&self.raw)?;
         }
         let mode = self.snapshot.metadata()?.mode() & !0o222;
@@ -83,16 +85,23 @@ impl NewLeaf {
             return if is_empty() { fs::remove_file(&self.leaf) } else { Ok(()) };
         }
         // The second name goes last: as long as it is there, the leaf is ours.
-        match fs::remove_file(&self.leaf) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            _ => {}
-        }
+        remove(&maps_of(&self.leaf))?;
+        remove(&self.leaf)?;
+        remove(&maps_of(&self.snapshot))?;
         fs::remove_file(&self.snapshot)?;
         self.sync_folder()
     }
 
     fn sync_folder(&self) -> io::Result<()> {
         File::open(self.raw.parent().unwrap_or(Path::new("/")))?.sync_all()
+    }
+}
+
+/// Removes a file that may be gone.
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
     }
 }
 
@@ -106,13 +115,14 @@ pub(crate) fn snapshot(
     id: DiskId,
     raw: &Image,
     new: &Path,
+    begin_map: Option<&str>,
 ) -> Result<(), NotDone> {
     let names = checked(id, raw, new)?;
     let by = Pause::step_of("a snapshot");
     let noted = names.clone();
     pause::pause_and(shared, id, &by, verbs::WITHIN, |entry| entry.new_leaf = Some(noted))
         .inspect_err(|_| shared.table.change(id, |entry| entry.new_leaf = None))?;
-    let made = make(shared, &names).map(|()| names.image()).map_err(NotDone::Failed);
+    let made = make(shared, &names, begin_map).map(|()| names.image()).map_err(NotDone::Failed);
     (shared.on_step)(Step::LeafMade);
     verbs::go_on_with(shared, id, made, raw)
 }
@@ -160,7 +170,7 @@ fn checked(id: DiskId, raw: &Image, new: &Path) -> Result<NewLeaf, NotDone> {
     Ok(names)
 }
 
-fn make(shared: &Shared, names: &NewLeaf) -> Result<(), Failure> {
+fn make(shared: &Shared, names: &NewLeaf, begin_map: Option<&str>) -> Result<(), Failure> {
     names.take_names().map_err(|e| Failure {
         why: format!(
             "cannot give {} the name {}: {e}",
@@ -171,7 +181,10 @@ fn make(shared: &Shared, names: &NewLeaf) -> Result<(), Failure> {
     })?;
     let parent = Image { format: Format::Raw, path: names.snapshot.clone() };
     let arguments = ["clone".into(), "--force".into(), parent.name(), names.image().name()];
-    verbs::run(shared, &arguments)
+    verbs::run(shared, &arguments)?;
+    let raw = Image { format: Format::Raw, path: names.raw.clone() };
+    verbs::copy_maps(shared, &raw, &parent, None)?;
+    verbs::copy_maps(shared, &raw, &names.image(), begin_map)
 }
 
 impl Shared {

@@ -4,11 +4,16 @@
 //! are ferrite's. Paths may have colons: only the first one counts. libxl does not accept `qcow2`,
 //! but passes a target on as it is. So `aio:qcow2:/PATH` is a qcow2 image, too. No path is mistaken
 //! for that, since paths of images are absolute.
+//!
+//! An export of an NBD server is named by its URI (docs/internals/remotes.md), with `nbd:`, `aio:` or nothing before it.
+//! `nbd:unix:` is something else: a tap's socket, as XAPI names it.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
+use ferrite_nbd::address::Address;
+use ferrite_nbd::uri::{BadUri, Uri, is_uri};
 use serde::{Deserialize, Serialize};
 
 /// The format of an image.
@@ -23,6 +28,8 @@ pub enum Format {
     Qcow2,
     /// A volume of a store.
     Store,
+    /// An export of an NBD server.
+    Nbd,
 }
 
 impl Format {
@@ -33,6 +40,7 @@ impl Format {
             Format::Vhd => "vhd",
             Format::Qcow2 => "qcow2",
             Format::Store => "store",
+            Format::Nbd => "nbd",
         }
     }
 
@@ -50,6 +58,7 @@ impl Format {
             b"vhd" => Some(Format::Vhd),
             b"qcow2" => Some(Format::Qcow2),
             b"store" => Some(Format::Store),
+            b"nbd" => Some(Format::Nbd),
             _ => None,
         }
     }
@@ -61,7 +70,7 @@ impl Format {
 pub struct Image {
     /// The image's format.
     pub format: Format,
-    /// The absolute path; of a volume `PATH#NAME`.
+    /// The absolute path; of a volume `PATH#NAME`, of an export its URI.
     #[serde(with = "path_as_bytes")]
     pub path: PathBuf,
 }
@@ -94,6 +103,20 @@ impl Image {
         parts_of_volume(&self.path).filter(|_| self.format == Format::Store)
     }
 
+    /// The server and the name of an export. `None` for other formats.
+    pub fn export(&self) -> Option<Uri> {
+        let text = self.path.to_str().filter(|_| self.format == Format::Nbd)?;
+        Uri::parse(text).ok()
+    }
+
+    /// The file without links; of an export its [place](place_of). `None`: it cannot be found.
+    pub(crate) fn real_file(&self) -> Option<PathBuf> {
+        match self.export() {
+            Some(uri) => Some(place_of(&uri)),
+            None => self.file().canonicalize().ok(),
+        }
+    }
+
     /// The name with the format before the path, as `Disk::open` takes it.
     pub fn name(&self) -> OsString {
         [OsStr::new(self.format.word()), OsStr::new(":"), self.path.as_os_str()]
@@ -120,6 +143,9 @@ impl Params {
     pub fn parse(value: &[u8]) -> Params {
         if value.starts_with(TAP) {
             return Params::Tap;
+        }
+        if let Some(uri) = uri(value) {
+            return export(uri);
         }
         let Some((word, rest)) = split(value) else {
             return match value {
@@ -169,6 +195,52 @@ fn without_format(path: &[u8]) -> Params {
     }
 }
 
+/// The URI of an export, with or without a format before it: libxl writes `aio` before each target that it does not know.
+fn uri(value: &[u8]) -> Option<&[u8]> {
+    let bare = [&b"aio:"[..], b"raw:", b"nbd:"].iter().find_map(|word| value.strip_prefix(*word));
+    // With two prefixes: what `ferrite disk attach` has xl write.
+    let inner = bare.and_then(|bare| bare.strip_prefix(b"nbd:"));
+    [inner, bare, Some(value)].into_iter().flatten().find(|name| is_uri(name))
+}
+
+fn export(uri: &[u8]) -> Params {
+    let text = String::from_utf8_lossy(uri);
+    match Uri::parse(&text) {
+        Ok(_) => Params::Image(Image { format: Format::Nbd, path: text.into_owned().into() }),
+        Err(BadUri { why, help }) => {
+            let shown: String = text.chars().take(128).collect();
+            Params::Invalid(format!("{shown:?} names no export: {why}; {help}"))
+        }
+    }
+}
+
+/// One name for an export however it is written, without this client's settings. It tells whether two disks are one.
+pub(crate) fn place_of(uri: &Uri) -> PathBuf {
+    let export = &uri.export;
+    match &uri.server {
+        Address::Unix(path) => {
+            let real = real_socket(path).unwrap_or_else(|_| path.clone());
+            let parts =
+                [OsStr::new("nbd+unix:"), real.as_os_str(), OsStr::new("/"), export.as_ref()];
+            parts.into_iter().collect::<OsString>().into()
+        }
+        Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
+            format!("nbd://{host}:{port}/{export}").into()
+        }
+        Address::Rbd { image, .. } => format!("rbd:{}", image.short()).into(),
+    }
+}
+
+/// The path of a socket without links in its folder. The socket itself need not be there: its server may come later.
+pub(crate) fn real_socket(path: &Path) -> std::io::Result<PathBuf> {
+    match (path.canonicalize(), path.parent(), path.file_name()) {
+        (Err(e), Some(folder), Some(name)) if e.kind() == std::io::ErrorKind::NotFound => {
+            Ok(folder.canonicalize()?.join(name))
+        }
+        (real, ..) => real,
+    }
+}
+
 fn split(value: &[u8]) -> Option<(&[u8], &[u8])> {
     let colon = value.iter().position(|byte| *byte == b':')?;
     Some((&value[..colon], &value[colon + 1..]))
@@ -180,6 +252,13 @@ fn image(format: Format, path: &[u8]) -> Params {
         return Params::Invalid(format!(
             "{:.256} names no volume of a store: write store:PATH#NAME, where NAME has 1 to 63 letters, \
              digits, \"-\", \"_\" or \".\" and begins with a letter or digit",
+            path.display()
+        ));
+    }
+    if format == Format::Nbd {
+        return Params::Invalid(format!(
+            "{:.256} names no export: write nbd+unix:///EXPORT?socket=PATH or \
+             nbds://HOST:PORT/EXPORT?tls-certificates=DIR",
             path.display()
         ));
     }
@@ -205,7 +284,8 @@ fn invalid(value: &[u8]) -> String {
     let value = String::from_utf8_lossy(value);
     let shown: String = value.chars().take(128).collect();
     format!(
-        "params {shown:?} name no image: write aio:PATH, vhd:PATH, qcow2:PATH or store:PATH#NAME"
+        "params {shown:?} name no image: write aio:PATH, vhd:PATH, qcow2:PATH, store:PATH#NAME or the URI of an \
+         export, such as nbds://HOST:PORT/EXPORT?tls-certificates=DIR"
     )
 }
 
@@ -265,6 +345,42 @@ mod tests {
             assert!(matches!(Params::parse(invalid.as_bytes()), Params::Invalid(_)), "{invalid}");
         }
         let tap = b"nbd:unix:/run/blktap-control/nbd/sr/vdi:exportname=vdi";
+        assert_eq!(Params::parse(tap), Params::Tap);
+    }
+
+    #[test]
+    fn exports_are_named_by_uris_and_taps_of_xapi_are_not_exports() {
+        let uri = "nbd+unix:///d?socket=/run/a:b&session=vm";
+        for params in ["", "aio:", "raw:", "nbd:", "aio:nbd:"] {
+            let Params::Image(image) = Params::parse(format!("{params}{uri}").as_bytes()) else {
+                panic!("{params}")
+            };
+            assert_eq!(image, Image { format: Format::Nbd, path: uri.into() }, "{params}");
+            assert_eq!(image.name(), OsStr::new(&format!("nbd:{uri}")));
+            assert_eq!(image.export().unwrap().export, "d");
+            assert_eq!((image.file(), image.volume()), (Path::new(uri), None));
+        }
+        let places = [
+            ("nbd://[::1]:7/a?plain=yes&drain_s=0", "nbd://::1:7/a"),
+            ("nbds://h.example/?tls-certificates=/etc/a", "nbd://h.example:10809/"),
+            ("nbd+unix:///x%20y?socket=/proc/1/nowhere/s", "nbd+unix:/proc/1/nowhere/s/x y"),
+        ];
+        for (uri, place) in places {
+            let Params::Image(image) = Params::parse(uri.as_bytes()) else { panic!("{uri}") };
+            assert_eq!(place_of(&image.export().unwrap()), Path::new(place));
+        }
+        for (invalid, cure) in [
+            ("nbd://h/a", "nbds://h/EXPORT?tls-certificates=DIR"),
+            ("aio:nbd+unix:///a", "socket=PATH"),
+            ("nbds://h/a?tls-certificates=b", "whole path"),
+            ("nbd:/srv/a", "EXPORT?socket=PATH"),
+        ] {
+            let Params::Invalid(why) = Params::parse(invalid.as_bytes()) else {
+                panic!("{invalid}")
+            };
+            assert!(why.contains(cure), "{why}");
+        }
+        let tap = b"nbd:unix:/run/nbd://x";
         assert_eq!(Params::parse(tap), Params::Tap);
     }
 

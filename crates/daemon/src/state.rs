@@ -1,13 +1,9 @@
 //! The state files: one small file for each disk in `/run/ferrite/disks`, for the next daemon.
 //!
 //! A file is written before its disk is served, and removed when the disk is not served any more.
-//! It is replaced by a rename, so a daemon that dies leaves the old file or the new one. A file
-//! that is torn, foreign or of a later version is set aside and logged. It does not keep other
-//! disks from being served.
+//! `crate::state_files` replaces and reads it.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use ferrite_serve::blkif::lifecycle::{Tune, run_dir_name};
@@ -17,14 +13,11 @@ use serde::{Deserialize, Serialize};
 use crate::new_leaf::NewLeaf;
 use crate::params::{Format, Image};
 use crate::pause::Pause;
+use crate::state_files::{StateFiles, Stated};
 use crate::suspended::LeftImage;
 
 /// The version of the files. A daemon reads this version and the one before, once there is one.
 const VERSION: u32 = 1;
-/// The longest valid file.
-const MAX_BYTES: u64 = 64 << 10;
-/// The space that a file has is a multiple of it.
-const BLOCK_BYTES: usize = 4096;
 
 /// The identifier of a disk: a guest's, or a tap's. A tap is a disk that is open without a guest. It
 /// has no domain ([`DomId::NONE`]), and its number is tapdisk's minor.
@@ -224,11 +217,26 @@ impl DiskState {
     }
 }
 
+impl Stated for DiskState {
+    const VERSION: u32 = VERSION;
+    const WITHOUT: &'static str = "the disk is served as the toolstack says";
+
+    fn name(&self) -> String {
+        self.id.file_name()
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let image = self.image();
+        match image.path.is_absolute() || image.export().is_some() {
+            true => Ok(()),
+            false => Err("it names no image".to_owned()),
+        }
+    }
+}
+
 /// The directory of the state files.
 #[derive(Clone, Debug)]
-pub struct States {
-    folder: PathBuf,
-}
+pub struct States(StateFiles<DiskState>);
 
 impl States {
     /// Opens the directory, and creates it if it is missing.
@@ -236,22 +244,17 @@ impl States {
     /// # Errors
     /// Errors of the file system.
     pub fn open(folder: &Path) -> io::Result<States> {
-        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-        Ok(States { folder: folder.to_owned() })
+        StateFiles::open(folder).map(States)
     }
 
     /// The path of a disk's file in `folder`.
     pub fn file(folder: &Path, id: DiskId) -> PathBuf {
-        folder.join(format!("{}.json", id.file_name()))
+        StateFiles::<DiskState>::at(folder).file(&id.file_name())
     }
 
     /// Reads a disk's file without setting an invalid one aside.
     pub fn peek(folder: &Path, id: DiskId) -> Option<DiskState> {
-        read(&States::file(folder, id), id).ok()
-    }
-
-    fn path(&self, id: DiskId) -> PathBuf {
-        States::file(&self.folder, id)
+        StateFiles::at(folder).peek(&id.file_name())
     }
 
     /// Replaces a disk's file.
@@ -259,17 +262,12 @@ impl States {
     /// # Errors
     /// Errors of the file system. The old file stays.
     pub fn write(&self, state: &DiskState) -> io::Result<()> {
-        replace(&self.path(state.id), &serde_json::to_vec(state).map_err(io::Error::other)?)
+        self.0.write(state)
     }
 
     /// Reads the files of all disks, in order, without setting invalid ones aside or removing any.
     pub fn peek_all(folder: &Path) -> Vec<DiskState> {
-        let entries = fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok);
-        let ids = entries.filter_map(|entry| Self::id_of(&entry.path()));
-        let mut states: Vec<_> = ids.filter_map(|id| States::peek(folder, id)).collect();
-        states.sort_by_key(|state| state.id);
-        states.dedup_by_key(|state| state.id);
-        states
+        in_order(StateFiles::at(folder).peek_all())
     }
 
     /// Reads a disk's file. An invalid file is set aside, and counts as missing.
@@ -277,23 +275,12 @@ impl States {
     /// # Errors
     /// The file cannot be read now, for want of descriptors for example. It may be valid.
     pub fn read(&self, id: DiskId) -> io::Result<Option<DiskState>> {
-        let path = self.path(id);
-        match read(&path, id) {
-            Ok(state) => Ok(Some(state)),
-            Err(ReadError::Missing) => Ok(None),
-            Err(ReadError::Io(e)) => Err(e),
-            Err(ReadError::Invalid(why)) => {
-                self.set_aside(&path, &why);
-                Ok(None)
-            }
-        }
+        self.0.read(&id.file_name())
     }
 
     /// Removes a disk's file, if it exists. A failure is logged.
     pub fn remove(&self, id: DiskId) {
-        if let Err(e) = self.try_remove(id) {
-            tracing::warn!("cannot remove {}: {e}", self.path(id).display());
-        }
+        self.0.remove(&id.file_name());
     }
 
     /// Removes a disk's file, if it exists.
@@ -301,134 +288,25 @@ impl States {
     /// # Errors
     /// Errors of the file system.
     pub(crate) fn try_remove(&self, id: DiskId) -> io::Result<()> {
-        match fs::remove_file(self.path(id)) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
-            _ => Ok(()),
-        }
+        self.0.try_remove(&id.file_name())
     }
 
     /// Reads the files of all disks, in order. Half-written files are removed, and invalid ones are
     /// set aside. Files that cannot be read now are left out.
     pub fn all(&self) -> Vec<DiskState> {
-        let entries = fs::read_dir(&self.folder).into_iter().flatten().filter_map(Result::ok);
-        let mut states = Vec::new();
-        for path in entries.map(|entry| entry.path()) {
-            match path.extension().and_then(|extension| extension.to_str()) {
-                // A daemon was killed before it renamed the file.
-                Some("new") => drop(fs::remove_file(&path)),
-                Some("json") => match Self::id_of(&path) {
-                    Some(id) => states.extend(self.read(id).ok().flatten()),
-                    None => self.set_aside(&path, "its name is not that of a disk"),
-                },
-                _ => {}
-            }
-        }
-        states.sort_by_key(|state| state.id);
-        states
-    }
-
-    /// The disk that a file's name says.
-    fn id_of(path: &Path) -> Option<DiskId> {
-        id_of_name(path.file_stem()?.to_str()?)
-    }
-
-    /// Renames an invalid file: it is logged once, and an administrator can look at it.
-    fn set_aside(&self, path: &Path, why: &str) {
-        let aside = path.with_extension("odd");
-        tracing::warn!(
-            "{} is invalid and renamed to {}: {why}; the disk is served as the toolstack says",
-            path.display(),
-            aside.display()
-        );
-        if let Err(e) = fs::rename(path, &aside) {
-            tracing::warn!("cannot rename {}: {e}", path.display());
-        }
+        in_order(self.0.all())
     }
 }
 
-/// Gives a state file this text: by a rename, so a process that dies leaves the old file or the new
-/// one. A file that has the text already is left alone, whatever happens to its file system.
-///
-/// Without space for a second file it is written in place, by one write within the space that it has:
-/// the death of a process does not tear that, and with the host's death these files are gone.
-pub(crate) fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
-    if fs::read(path).is_ok_and(|old| old.trim_ascii_end() == text) {
-        return Ok(());
-    }
-    let new = path.with_extension("new");
-    let mut options = OpenOptions::new();
-    options.write(true).create(true).truncate(true).mode(0o600);
-    let written = options.open(&new).and_then(|mut file| file.write_all(text));
-    match written.and_then(|()| fs::rename(&new, path)) {
-        Err(e) if matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => {
-            let _ = fs::remove_file(&new);
-            write_in_place(path, text).map_err(|_| e)
-        }
-        replaced => replaced,
-    }
-}
-
-fn write_in_place(path: &Path, text: &[u8]) -> io::Result<()> {
-    let file = OpenOptions::new().write(true).open(path)?;
-    let old = usize::try_from(file.metadata()?.len()).map_err(io::Error::other)?;
-    let mut text = text.to_vec();
-    if text.len() > old.next_multiple_of(BLOCK_BYTES) {
-        return Err(io::ErrorKind::StorageFull.into());
-    }
-    // A reader ignores empty lines behind the text.
-    text.resize(text.len().max(old), b'\n');
-    match file.write_at(&text, 0)? {
-        all if all == text.len() => Ok(()),
-        _ => Err(io::ErrorKind::WriteZero.into()),
-    }
-}
-
-/// Why a state file was not read.
-enum ReadError {
-    Missing,
-    /// The contents are invalid, for this reason.
-    Invalid(String),
-    /// The file cannot be read now.
-    Io(io::Error),
-}
-
-/// The version field alone, which every version has.
-#[derive(Deserialize)]
-struct Versioned {
-    version: u32,
-}
-
-fn read(path: &Path, id: DiskId) -> Result<DiskState, ReadError> {
-    let invalid = |e: &dyn std::fmt::Display| ReadError::Invalid(e.to_string());
-    let file = match File::open(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(ReadError::Missing),
-        opened => opened.map_err(ReadError::Io)?,
-    };
-    let mut text = Vec::new();
-    file.take(MAX_BYTES + 1).read_to_end(&mut text).map_err(|e| match e.kind() {
-        io::ErrorKind::IsADirectory => invalid(&e),
-        _ => ReadError::Io(e),
-    })?;
-    if text.len() as u64 > MAX_BYTES {
-        return Err(invalid(&"it is too long"));
-    }
-    let versioned: Versioned = serde_json::from_slice(&text).map_err(|e| invalid(&e))?;
-    if versioned.version != VERSION {
-        let version = versioned.version;
-        return Err(invalid(&format!("it has version {version}, and this daemon reads {VERSION}")));
-    }
-    let state: DiskState = serde_json::from_slice(&text).map_err(|e| invalid(&e))?;
-    if state.id != id {
-        return Err(invalid(&format!("it is of disk {}", state.id)));
-    }
-    if !state.image().path.is_absolute() {
-        return Err(invalid(&"it names no image"));
-    }
-    Ok(state)
+fn in_order(mut states: Vec<DiskState>) -> Vec<DiskState> {
+    states.sort_by_key(|state| state.id);
+    states
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn states() -> (tempfile::TempDir, States) {

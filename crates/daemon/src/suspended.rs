@@ -25,7 +25,7 @@ use ferrite_xen::store::StoreError;
 use serde::{Deserialize, Serialize};
 
 use crate::follow::{Follower, Next};
-use crate::params::Image;
+use crate::params::{Format, Image};
 use crate::table::{Entry, Phase};
 use crate::unserved::{End, stand_in};
 use crate::wait::wait_for;
@@ -149,14 +149,18 @@ fn find(shared: &Shared) {
     }
 }
 
-/// Whether a disk has an image that can be left to another host. A store has one host at a time.
+/// Whether a disk has an image that can be left to another host. A store has one host at a time. An export has no lock
+/// and no date, so nothing would be seen of another host: its connections stay.
 fn may_be_left(entry: &Entry) -> bool {
     matches!(entry.phase, Phase::Served | Phase::Starting)
         && !entry.is_suspended
         && entry.rests_for.is_none()
         && entry.pause.is_none()
         && entry.beside.is_none()
-        && entry.image.as_ref().is_some_and(|image| image.volume().is_none())
+        && entry
+            .image
+            .as_ref()
+            .is_some_and(|image| !matches!(image.format, Format::Store | Format::Nbd))
 }
 
 impl Assignment<'_> {

@@ -8,13 +8,14 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
 use ferrite_serve::blkif::lifecycle::VolumeOrder;
 
 use crate::asking::ask_of_disk;
+use crate::control::protocol::MapVerb;
 use crate::params::{Format, Image};
 use crate::pause::{self, NotDone, Pause};
 use crate::state::DiskId;
@@ -44,17 +45,23 @@ pub(crate) fn snapshot(
     id: DiskId,
     new: &str,
     leaf: Option<Format>,
+    begin_map: Option<&str>,
 ) -> Result<(), NotDone> {
     let image = image(shared, id)?;
     match (image.format, leaf) {
         (own @ (Format::Vhd | Format::Qcow2), leaf) if leaf.is_none_or(|leaf| leaf == own) => {
-            snapshot_of_image(shared, id, &image, Path::new(new))
+            snapshot_of_image(shared, id, &image, Path::new(new), begin_map)
         }
-        (Format::Store, None) => snapshot_of_volume(shared, id, new),
+        (Format::Store, None) if begin_map.is_none() => snapshot_of_volume(shared, id, new),
+        (Format::Store, _) => Err(no_maps()),
         (Format::Raw, Some(Format::Qcow2)) => {
             must_be_allowed(shared, Path::new(new))?;
-            new_leaf::snapshot(shared, id, &image, Path::new(new))
+            new_leaf::snapshot(shared, id, &image, Path::new(new), begin_map)
         }
+        (Format::Nbd, _) => Err(refuse(
+            "its data are on another server",
+            "make the snapshot there; the guest goes on on what that server exports",
+        )),
         (Format::Raw, _) => Err(refuse(
             "a raw image has no snapshots of its own",
             "let the guest go on in a qcow2 image on it: ferrite disk snapshot --leaf qcow2",
@@ -79,14 +86,68 @@ fn snapshot_of_image(
     id: DiskId,
     image: &Image,
     new: &Path,
+    begin_map: Option<&str>,
 ) -> Result<(), NotDone> {
     must_be_allowed(shared, new)?;
     if new.symlink_metadata().is_ok() {
         let why = format!("{} exists", new.display());
         return Err(refuse(why, "name a file that does not exist yet"));
     }
-    let arguments = ["snapshot".into(), image.name(), new.into()];
+    let mut arguments = vec!["snapshot".into(), image.name(), new.into()];
+    arguments.extend(begin_map.map(|map| format!("--begin-map={map}").into()));
     while_paused(shared, id, "a snapshot", || run(shared, &arguments))
+}
+
+fn no_maps() -> NotDone {
+    refuse(
+        "only an image in a file can have dirty maps",
+        "leave the map out; ferrite store send sends what has changed on a volume",
+    )
+}
+
+/// Begins, clears or ends a dirty map, in a short pause: a worker can neither make nor remove the file.
+///
+/// # Errors
+/// The disk goes on with the maps that it had.
+pub(crate) fn dirty(shared: &Shared, id: DiskId, verb: MapVerb, map: &str) -> Result<(), NotDone> {
+    let image = image(shared, id)?;
+    if image.format == Format::Store {
+        return Err(no_maps());
+    }
+    let arguments =
+        ["dirty".into(), verb.word().into(), "--".into(), image.name(), OsString::from(map)];
+    while_paused(shared, id, "a change of its dirty maps", || run(shared, &arguments))
+}
+
+/// Gives the dirty maps of an image, if it has any, to another one that reads the same. `begin` is the name of another
+/// map.
+pub(crate) fn copy_maps(
+    shared: &Shared,
+    from: &Image,
+    to: &Image,
+    begin: Option<&str>,
+) -> Result<(), Failure> {
+    let is_file = |image: &Image| image.path.is_file() && image.format != Format::Store;
+    if begin.is_none() && !maps_of(&from.path).exists() {
+        return Ok(());
+    }
+    if begin.is_none() && !(is_file(from) && is_file(to)) {
+        let (from, to) = (from.path.display(), to.path.display());
+        tracing::warn!(
+            "the dirty maps of {from} stay behind: {to} is no file beside which they could be"
+        );
+        return Ok(());
+    }
+    let mut arguments = vec!["dirty".into(), "copy".into(), from.name(), to.name()];
+    arguments.extend(begin.map(|map| format!("--begin-map={map}").into()));
+    run(shared, &arguments)
+}
+
+/// The path of an image's dirty maps.
+pub(crate) fn maps_of(image: &Path) -> PathBuf {
+    let mut path = image.as_os_str().to_owned();
+    path.push(ferrite_host::names::policy::DIRTY_EXTENSION);
+    path.into()
 }
 
 /// Makes the disk larger: to this size, or by it (`is_more`). Its guest is told.
@@ -100,6 +161,12 @@ pub(crate) fn resize(
     is_more: bool,
 ) -> Result<(), NotDone> {
     let image = image(shared, id)?;
+    if image.format == Format::Nbd {
+        return Err(refuse(
+            "its data are on another server, and an export that grows under a guest ends its disk",
+            "detach the disk, make it larger where the server runs, and attach it again",
+        ));
+    }
     if image.format == Format::Store {
         return resize_volume(shared, id, bytes, is_more);
     }
@@ -145,12 +212,17 @@ pub(crate) fn switch(
     compare: bool,
 ) -> Result<(), NotDone> {
     let before = image(shared, id)?;
+    if let Some(uri) = next.export() {
+        shared.config.nbd.check(&uri).map_err(NotDone::Failed)?;
+    }
     let by = "a switch to another image";
     pause::pause(shared, id, &Pause::step_of(by), WITHIN)?;
     let compared = match compare {
         true => run(shared, &["compare".into(), before.name(), next.name()]),
         false => Ok(()),
     };
+    // Before the disk goes on: no write is missing from the maps.
+    let compared = compared.and_then(|()| copy_maps(shared, &before, next, None));
     go_on_with(shared, id, compared.map(|()| next.clone()).map_err(NotDone::Failed), &before)
 }
 

@@ -15,7 +15,7 @@ pub enum Format {
     Store,
     /// An export of an NBD server (docs/access.md). No image is one.
     Nbd,
-    /// An image of a Ceph cluster (docs/internals/processes.md 15). No image in a file is one.
+    /// An image of a Ceph cluster (docs/internals/processes.md 16). No image in a file is one.
     Rbd,
 }
 

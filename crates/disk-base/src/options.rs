@@ -49,6 +49,9 @@ pub struct OpenOptions {
     /// How long to wait for the lock; `None`: fail at once. A process that takes over from a killed one waits until the
     /// dead one's last operation has ended.
     pub wait_for_lock: Option<Duration>,
+    /// Who uses a disk on another server, as that server is told: all processes that follow each other on the disk have
+    /// the same. `None`: this process alone, which has no predecessor.
+    pub client: Option<[u8; 16]>,
     /// The folder, on tmpfs, of answered changes of metadata until they are durable, so that they survive the death of
     /// this process. `None`: they do not.
     pub state_dir: Option<PathBuf>,
@@ -115,6 +118,7 @@ impl Default for OpenOptions {
         OpenOptions {
             read_only: false,
             wait_for_lock: None,
+            client: None,
             state_dir: None,
             unseen_state: false,
             metadata_bytes: METADATA_BYTES,

@@ -47,7 +47,11 @@ impl Disk {
 /// Whether zeros have no place in any image. The last VHD of a chain says so of blocks without a place: it has no other
 /// zeros.
 fn is_nobodys(disk: &Disk, piece: &Piece) -> bool {
-    let Disk::Image(image) = disk else { return false };
+    let image = match disk {
+        Disk::Image(image) => image,
+        Disk::Mirror(mirror) => return is_nobodys(mirror.source(), piece),
+        _ => return false,
+    };
     let layers = image.layers();
     let is_last = piece.layer == layers.len().checked_sub(1);
     let is_vhd = layers.last().is_some_and(|layer| layer.format() == Format::Vhd);

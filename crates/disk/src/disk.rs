@@ -22,6 +22,7 @@ use ferrite_store::background::ServiceEngine;
 mod steps;
 
 use crate::elsewhere::Elsewhere;
+use crate::mirror::Mirror;
 use crate::null::{self, Null};
 use crate::remote::RemoteDisk;
 use crate::tracking;
@@ -44,6 +45,8 @@ pub enum Disk {
     Elsewhere(Elsewhere),
     /// Data behind a connection.
     Remote(RemoteDisk),
+    /// A disk whose writes go to another one, too.
+    Mirror(Box<Mirror>),
     /// A disk without a medium.
     Null(Null),
 }
@@ -99,7 +102,10 @@ impl Disk {
 
     /// Whether I/O bypasses the page cache.
     pub fn direct(&self) -> bool {
-        self.medium().is_some_and(Raw::direct)
+        match self {
+            Disk::Mirror(d) => d.disks().all(Disk::direct),
+            _ => self.medium().is_some_and(Raw::direct),
+        }
     }
 
     /// The medium of the disk; `None` for a disk without one.
@@ -108,6 +114,7 @@ impl Disk {
             Disk::Raw(d) => Some(d),
             Disk::Image(d) => Some(d.medium()),
             Disk::Store(d) => Some(d.medium()),
+            Disk::Mirror(d) => d.source().medium(),
             Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => None,
         }
     }
@@ -118,6 +125,7 @@ impl Disk {
             Disk::Raw(d) => vec![d],
             Disk::Image(d) => d.layers().iter().map(Layer::medium).collect(),
             Disk::Store(d) => vec![d.medium()],
+            Disk::Mirror(d) => d.disks().flat_map(Disk::media).collect(),
             Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => Vec::new(),
         }
     }
@@ -131,6 +139,7 @@ impl Disk {
             Disk::Store(d) => d.sectors(),
             Disk::Elsewhere(d) => d.sectors(),
             Disk::Remote(d) => d.facts().sectors,
+            Disk::Mirror(d) => d.source().sectors(),
             Disk::Null(d) => d.sectors(),
         }
     }
@@ -148,6 +157,7 @@ impl Disk {
             Disk::Store(d) => d.read_only(),
             Disk::Elsewhere(_) => true,
             Disk::Remote(d) => d.facts().read_only,
+            Disk::Mirror(d) => d.source().read_only(),
             Disk::Null(d) => d.read_only(),
         }
     }
@@ -164,6 +174,9 @@ impl Disk {
             // It changes parts of its blocks itself.
             Disk::Store(_) => SECTOR_BYTES as u32,
             Disk::Remote(d) => d.facts().block_bytes,
+            Disk::Mirror(d) => {
+                d.disks().map(Disk::block_bytes).max().unwrap_or(SECTOR_BYTES as u32)
+            }
             _ => self.medium().map_or(SECTOR_BYTES as u32, Raw::block_bytes),
         }
     }
@@ -173,6 +186,7 @@ impl Disk {
         match self {
             Disk::Store(_) | Disk::Elsewhere(_) => BLOCK_BYTES as u32,
             Disk::Remote(d) => d.facts().physical_block_bytes,
+            Disk::Mirror(d) => d.source().physical_block_bytes(),
             _ => self.medium().map_or(null::PHYSICAL_BLOCK_BYTES, Raw::physical_block_bytes),
         }
     }
@@ -185,6 +199,7 @@ impl Disk {
             Disk::Store(d) => d.discard_limits(),
             Disk::Elsewhere(_) => None,
             Disk::Remote(d) => d.facts().discard,
+            Disk::Mirror(d) => d.source().discard_limits(),
             Disk::Null(d) => d.discard_limits(),
         }
     }
@@ -195,6 +210,7 @@ impl Disk {
             Disk::Raw(d) => d.files(),
             Disk::Image(d) => d.files(),
             Disk::Store(d) => d.medium().files(),
+            Disk::Mirror(d) => return d.disks().flat_map(Disk::files).collect(),
             Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => Vec::new(),
         };
         files.extend(self.tracker().map(Tracker::file));
@@ -214,6 +230,7 @@ impl Disk {
             Disk::Store(d) => d.map(offset, len),
             Disk::Elsewhere(_) => Extent::Slow { len },
             Disk::Remote(d) => d.map(offset, len),
+            Disk::Mirror(d) => d.source().map(offset, len),
             Disk::Null(_) => Extent::Zeros { len },
         }
     }
@@ -233,7 +250,7 @@ impl Disk {
         match self {
             Disk::Raw(d) => d.map(offset, len),
             Disk::Image(d) => d.reserve(offset, len),
-            Disk::Store(_) | Disk::Elsewhere(_) => Extent::Slow { len },
+            Disk::Store(_) | Disk::Elsewhere(_) | Disk::Mirror(_) => Extent::Slow { len },
             Disk::Remote(d) => d.map(offset, len),
             Disk::Null(_) => Extent::Zeros { len },
         }
@@ -241,7 +258,7 @@ impl Disk {
 
     /// Whether [`reserve`](Disk::reserve) ever returns a place: otherwise each write takes steps.
     pub fn reserves(&self) -> bool {
-        !matches!(self, Disk::Store(_) | Disk::Elsewhere(_))
+        !matches!(self, Disk::Store(_) | Disk::Elsewhere(_) | Disk::Mirror(_))
     }
 
     /// Whether [`check`](Disk::check) applies to this disk, now and later.
@@ -250,6 +267,7 @@ impl Disk {
             #[cfg(feature = "testing")]
             Disk::Raw(d) => d.checked.is_set(),
             Disk::Store(_) => true,
+            Disk::Mirror(d) => d.source().has_checks(),
             _ => false,
         }
     }
@@ -262,6 +280,7 @@ impl Disk {
             #[cfg(feature = "testing")]
             Disk::Raw(d) => d.checked.fits(memory, offset, data),
             Disk::Store(d) => d.check(memory, offset, data),
+            Disk::Mirror(d) => d.source().check(memory, offset, data),
             _ => {
                 let _ = (memory, offset, data);
                 true
@@ -287,6 +306,7 @@ impl Disk {
         match self {
             Disk::Image(d) => d.reader(),
             Disk::Store(d) => Some(d.reader()),
+            Disk::Mirror(d) => d.source().reader(),
             Disk::Raw(_) | Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => None,
         }
     }
@@ -298,6 +318,8 @@ impl Disk {
         match self {
             Disk::Image(d) => d.while_mapped(steps).await,
             Disk::Store(d) => d.while_mapped(steps).await,
+            // Boxed, as this calls itself.
+            Disk::Mirror(d) => Box::pin(d.source().while_mapped(steps)).await,
             Disk::Raw(_) | Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => steps.await,
         }
     }
@@ -320,6 +342,7 @@ impl Disk {
     pub fn shut_out_qemu(&self) -> bool {
         match self {
             Disk::Raw(d) => d.shut_out_qemu(),
+            Disk::Mirror(d) => d.source().shut_out_qemu(),
             _ => true,
         }
     }
@@ -338,7 +361,7 @@ impl Disk {
     /// Scratch memory in bytes that a [`Port`](ferrite_disk_base::Port) to this disk needs; 0: none.
     pub fn scratch_bytes(&self) -> usize {
         match self {
-            Disk::Image(_) | Disk::Store(_) | Disk::Remote(_) => SCRATCH_BYTES,
+            Disk::Image(_) | Disk::Store(_) | Disk::Remote(_) | Disk::Mirror(_) => SCRATCH_BYTES,
             Disk::Raw(d) if d.tracker().is_some() => SCRATCH_BYTES,
             Disk::Raw(_) | Disk::Elsewhere(_) | Disk::Null(_) => 0,
         }
@@ -346,7 +369,10 @@ impl Disk {
 
     /// Whether the disk has metadata, so that mapping can hit or miss memory.
     pub fn has_metadata(&self) -> bool {
-        matches!(self, Disk::Image(_) | Disk::Store(_))
+        match self {
+            Disk::Mirror(d) => d.source().has_metadata(),
+            _ => matches!(self, Disk::Image(_) | Disk::Store(_)),
+        }
     }
 
     /// Called when the kernel has been given the data of a range that [`reserve`](Disk::reserve) placed: readers see it
@@ -361,7 +387,11 @@ impl Disk {
     /// Whether there are answered changes that are only in this host's memory, because no [`flush`](Disk::flush) came
     /// since. Reads memory only.
     pub fn is_dirty(&self) -> bool {
-        matches!(self, Disk::Image(d) if d.is_dirty())
+        match self {
+            Disk::Image(d) => d.is_dirty(),
+            Disk::Mirror(d) => d.disks().any(Disk::is_dirty),
+            _ => false,
+        }
     }
 
     /// Whether a parent has answered writes of a killed process that are only in this host's memory:
@@ -378,6 +408,8 @@ impl Disk {
             Disk::Image(d) => d.is_faulty(),
             Disk::Store(d) => d.is_faulty(),
             Disk::Remote(d) => d.is_faulty(),
+            // A target that has failed is the mirror's own trouble.
+            Disk::Mirror(d) => d.source().is_faulty(),
             Disk::Elsewhere(_) | Disk::Null(_) => false,
         }
     }
@@ -390,6 +422,7 @@ impl Disk {
             Disk::Image(d) => d.witness_syncs(witness),
             Disk::Store(d) => d.store().live().witness(witness),
             Disk::Remote(d) => d.witness_syncs(witness),
+            Disk::Mirror(d) => d.source().witness_syncs(witness),
             Disk::Elsewhere(_) | Disk::Null(_) => {}
         }
     }
@@ -402,6 +435,7 @@ impl Disk {
     pub fn begin_service(&self, engine: &ServiceEngine) -> io::Result<()> {
         match self {
             Disk::Store(d) => d.begin_service(engine),
+            Disk::Mirror(d) => d.begin_service(engine),
             _ => Ok(()),
         }
     }
@@ -414,14 +448,20 @@ impl Disk {
             Disk::Image(d) => d.layers().iter().for_each(|layer| layer.medium().unlock()),
             Disk::Store(d) => d.unlock(),
             Disk::Elsewhere(d) => d.unlock(),
+            Disk::Mirror(d) => {
+                d.end_background();
+                d.disks().for_each(Disk::unlock);
+            }
             Disk::Remote(_) | Disk::Null(_) => {}
         }
     }
 
     /// Has its media keep the space that they have where zeros are written: see [`OpenOptions::keep_allocated`].
     pub fn keep_allocated(&self) {
-        if let Disk::Remote(d) = self {
-            d.keep_allocated();
+        match self {
+            Disk::Remote(d) => d.keep_allocated(),
+            Disk::Mirror(d) => return d.disks().for_each(Disk::keep_allocated),
+            _ => {}
         }
         self.media().into_iter().for_each(Raw::keep_allocated);
     }
@@ -430,6 +470,7 @@ impl Disk {
     pub fn keeps_allocated(&self) -> bool {
         match self {
             Disk::Remote(d) => d.keeps_allocated(),
+            Disk::Mirror(d) => d.source().keeps_allocated(),
             _ => self.medium().is_some_and(Raw::keeps_allocated),
         }
     }
@@ -459,6 +500,7 @@ impl Disk {
             Disk::Image(d) => d.medium().zeroes_fast(),
             // Only its server knows.
             Disk::Remote(_) => false,
+            Disk::Mirror(d) => d.disks().all(Disk::zeroes_fast),
             Disk::Store(_) | Disk::Elsewhere(_) | Disk::Null(_) => true,
         }
     }
@@ -473,6 +515,10 @@ impl fmt::Display for Disk {
             Disk::Store(d) => d.fmt(f),
             Disk::Elsewhere(d) => d.fmt(f),
             Disk::Remote(d) => d.fmt(f),
+            Disk::Mirror(d) => match d.target() {
+                Some(target) => write!(f, "{}, mirrored to {target}", d.source()),
+                None => write!(f, "{}, with a mirror that has no target", d.source()),
+            },
             Disk::Null(d) => d.fmt(f),
         }
     }

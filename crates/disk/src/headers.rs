@@ -36,6 +36,7 @@ impl Disk {
                 Some(Layer::Vhd(vhd)) => Some(vhd),
                 _ => None,
             },
+            Disk::Mirror(mirror) => mirror.source().leaf_vhd(),
             _ => None,
         }
     }

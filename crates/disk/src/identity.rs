@@ -35,6 +35,7 @@ impl Disk {
                 let path = remote.facts().name.clone();
                 return Ok(DiskIdentity { key: format!("remote {path}"), path });
             }
+            Disk::Mirror(mirror) => return mirror.source().identity(),
             Disk::Null(_) => return Ok(DiskIdentity { key: "null".into(), path: "null:".into() }),
             Disk::Raw(raw) => ("raw".to_owned(), raw),
             Disk::Store(volume) => {

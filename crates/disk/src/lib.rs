@@ -9,6 +9,7 @@
 //! * [`Volume`]: of a store, which holds equal blocks once.
 //! * [`Elsewhere`]: a volume of a store that another process has open, read through that process.
 //! * [`RemoteDisk`]: data behind a connection, byte for byte.
+//! * [`Mirror`]: a disk whose writes go to another one, too.
 //! * [`Null`]: reads zeros, discards writes; for measuring everything above it.
 //!
 //! Items of the crates below that a disk's interface uses are re-exported here.
@@ -21,6 +22,7 @@ mod disk;
 pub mod elsewhere;
 mod headers;
 mod identity;
+mod mirror;
 mod null;
 pub mod pieces;
 mod remote;
@@ -44,9 +46,13 @@ pub use ferrite_images::vhd::{
     Change as HeaderChange, Facts as HeaderFacts, KeyHash, ParentLink, Uuid,
 };
 pub use ferrite_images::{Image, open_medium, open_raw, open_store};
-pub use ferrite_remote::server_of;
+pub use ferrite_remote::{client_of, server_of};
 pub use ferrite_store::{background::ServiceEngine, lookups as store_lookups, owned::StoreKey};
 pub use identity::DiskIdentity;
+pub use mirror::{
+    Mirror, MirrorFile, MirrorOptions, MirrorState, MirrorStatus, REGION_BYTES, check_target,
+    mirror_target,
+};
 pub use null::Null;
 pub use remote::{RemoteDisk, RemoteFacts};
 pub use session::Session;

@@ -63,6 +63,7 @@ pub fn look<'a>(disk: &'a Disk, port: &'a Port, offset: u64, len: u64) -> Work<'
                 let what = if found.zeros { What::Zeros } else { What::Data(offset) };
                 Ok(Piece { len: found.len, layer: Some(0), what })
             }
+            Disk::Mirror(mirror) => look(mirror.source(), port, offset, len).await,
             Disk::Image(image) => look_at_layers(image.layers(), port, offset, len).await,
         }
     })
@@ -90,6 +91,9 @@ pub enum Found {
 /// Errors of the kernel that are no damage.
 pub fn look_in_spite<'a>(disk: &'a Disk, port: &'a Port, offset: u64, len: u64) -> Work<'a, Found> {
     Box::pin(async move {
+        if let Disk::Mirror(mirror) = disk {
+            return look_in_spite(mirror.source(), port, offset, len).await;
+        }
         let Disk::Image(image) = disk else {
             return look(disk, port, offset, len).await.map(Found::Piece);
         };

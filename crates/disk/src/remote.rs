@@ -45,13 +45,18 @@ impl Disk {
     pub fn backings(&self) -> Vec<Backing> {
         match self {
             Disk::Remote(d) => vec![d.backing()],
+            Disk::Mirror(d) => d.backings(),
             _ => self.files().into_iter().map(Backing::File).collect(),
         }
     }
 
     /// Whether no more than one queue may use it at a time.
     pub fn one_queue(&self) -> bool {
-        matches!(self, Disk::Remote(d) if d.facts().one_queue)
+        match self {
+            Disk::Remote(d) => d.facts().one_queue,
+            Disk::Mirror(d) => d.source().one_queue(),
+            _ => false,
+        }
     }
 }
 

@@ -11,19 +11,20 @@ use ferrite_serve::path::full::OnFull;
 use ferrite_serve::path::limit::Limits;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
-use crate::disk::{change, device, limit, pause};
+use crate::backup::args::BackupArgs;
+use crate::disk::{attach, change, device, dirty, export, limit, pause};
 use crate::exit::{Code, Failure};
 use crate::export::args::ExportArgs;
-use crate::guests::{Guest, GuestDisk};
+use crate::guests::GuestDisk;
 use crate::image::args::ImageArgs;
-use crate::job::args::{CoalesceArgs, JobArgs};
+use crate::job::args::{CoalesceArgs, JobArgs, MirrorArgs};
 use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs, engines, movers, on_full_policies};
 use crate::parents::ParentsArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
 use crate::seeing::trace::TraceArgs;
 use crate::store::args::StoreArgs;
 use crate::tunnel::TunnelArgs;
-use crate::vdev::{Vbd, device_number};
+use crate::vdev::Vbd;
 
 /// A virtual-disk backend for Xen guests.
 #[derive(Debug, Parser)]
@@ -143,6 +144,9 @@ pub(crate) enum Command {
     Disk(DiskArgs),
     /// See the daemon's jobs, wait for them, pause, limit and cancel them.
     Job(JobArgs),
+    /// Have all writes of a running disk go to a second disk, too, and copy what that lacks; then move the disk there.
+    #[command(after_help = crate::job::args::MIRROR_HELP)]
+    Mirror(MirrorArgs),
     /// Move running disks to a new version of ferrite; guests see a short pause.
     Upgrade(UpgradeArgs),
     /// Serve one disk for its keeper: with the options of serve, for as long as the keeper lives.
@@ -162,6 +166,8 @@ pub(crate) enum Command {
     Image(ImageArgs),
     /// Make, inspect and check stores, which hold equal blocks once, and their volumes.
     Store(StoreArgs),
+    /// Back disks up into folders, incrementally, and restore them.
+    Backup(BackupArgs),
     /// Show statistics of disks: requests, data and latencies, one line per disk.
     Stat(StatArgs),
     /// Show statistics of disks on the terminal, until q is pressed.
@@ -229,6 +235,14 @@ pub(crate) struct ServeArgs {
     /// The toolstack keeps others from the image and its parents (XAPI's storage manager): refuse none.
     #[arg(long, hide = true)]
     pub(crate) toolstack_locks: bool,
+
+    /// The target of the disk's mirror.
+    #[arg(long, hide = true, requires = "mirror_map")]
+    pub(crate) mirror: Option<String>,
+
+    /// The map of the disk's mirror.
+    #[arg(long, hide = true, requires = "mirror")]
+    pub(crate) mirror_map: Option<PathBuf>,
 
     /// Offer up to this many queues, each with a thread of its own.
     #[arg(long, value_name = "N", default_value_t = 4,
@@ -339,34 +353,6 @@ pub(crate) struct DiskArg {
     pub(crate) disk: GuestDisk,
 }
 
-/// `ferrite disk attach`.
-#[derive(Debug, Args)]
-pub(crate) struct AttachArgs {
-    /// The guest: its name, UUID or number.
-    #[arg(value_name = "GUEST")]
-    pub(crate) guest: Guest,
-
-    /// The guest's name of the new disk: xvdb, say.
-    #[arg(value_name = "DEV", value_parser = device_number)]
-    pub(crate) device: u32,
-
-    /// A disk image (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it) or block
-    /// device; store:PATH#NAME for a volume of a store.
-    #[arg(value_name = "IMAGE")]
-    pub(crate) image: OsString,
-
-    /// Let the guest only read, and open the image read-only.
-    #[arg(long)]
-    pub(crate) read_only: bool,
-
-    /// Print JSON instead of text.
-    #[arg(long)]
-    pub(crate) json: bool,
-
-    #[command(flatten)]
-    pub(crate) places: RunDirArgs,
-}
-
 /// The commands of `ferrite disk`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum DiskCommand {
@@ -393,7 +379,7 @@ pub(crate) enum DiskCommand {
         after_help = "The daemon has to run, and the image has to be in one of its image_folders. The disk \
                             is attached until the guest ends; xl's configuration of the guest is not changed."
     )]
-    Attach(AttachArgs),
+    Attach(attach::AttachArgs),
     /// Merge images of a running disk's chain: below the image that the guest writes to, or that one, too.
     #[command(
         after_help = "The merge is a job of the daemon (ferrite job): it goes on if this command is interrupted. \
@@ -423,6 +409,13 @@ pub(crate) enum DiskCommand {
         #[command(flatten)]
         places: RunDirArgs,
     },
+    /// Give a disk to clients of other hosts, by NBD and TLS.
+    #[command(after_help = export::HELP)]
+    Export(export::ExportArgs),
+    /// End a disk's export, and its clients' connections.
+    Unexport(export::UnexportArgs),
+    /// List the disks that are exported to other hosts.
+    Exports(export::ExportsArgs),
     /// Limit the requests and bytes of a running disk in a second.
     #[command(after_help = limit::HELP)]
     Limit(limit::LimitArgs),
@@ -438,6 +431,9 @@ pub(crate) enum DiskCommand {
     /// Keep a running disk as it is now under the name NEW; the guest goes on in a new image.
     #[command(after_help = change::SNAPSHOT_HELP)]
     Snapshot(change::SnapshotArgs),
+    /// Record which parts of a running disk change, for incremental backups.
+    #[command(subcommand)]
+    Dirty(dirty::DirtyCommand),
     /// Make a running disk larger.
     #[command(after_help = change::RESIZE_HELP)]
     Resize(change::ResizeArgs),

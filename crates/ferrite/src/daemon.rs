@@ -19,7 +19,6 @@ use ferrite_xen::real::HostDomains;
 use ferrite_xen::store::Store;
 use sd_notify::NotifyState;
 
-use crate::RELAY;
 use crate::cli::{DaemonArgs, ServeArgs};
 use crate::exit::{Code, Failure};
 use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs};
@@ -28,6 +27,7 @@ use crate::plain::one_line;
 use crate::serve::{stop_on_signals, tell_of_processors};
 use crate::vdev::Vbd;
 use crate::worker::{arguments, store, told_by, worker_sandbox};
+use crate::{EXPORTER, RELAY};
 
 mod metrics;
 
@@ -125,6 +125,12 @@ impl Programs for Ours {
         command
     }
 
+    fn exporter(&self, disk: DiskId) -> Option<Command> {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("ferrite").arg(EXPORTER).arg(disk.to_string());
+        Some(command)
+    }
+
     fn store_worker(
         &self,
         disk: &Assignment<'_>,
@@ -207,6 +213,8 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
         xen: Vbd { domain: DomId(disk.id.domid), device: disk.id.devid },
         read_only: false,
         qemu_first: disk.qemu_first,
+        mirror: disk.mirror.as_ref().map(|mirror| mirror.target.clone()),
+        mirror_map: disk.mirror.as_ref().map(|mirror| mirror.map.clone()),
         toolstack_locks: disk.ahead.is_some_and(|ahead| ahead.toolstack_locks),
         queues: options.queues,
         ring_order: options.ring_order,

@@ -23,9 +23,11 @@ use crate::job;
 use crate::plain::one_line;
 use crate::vdev::Vbd;
 
-mod attach;
+pub(crate) mod attach;
 pub(crate) mod change;
 pub(crate) mod device;
+pub(crate) mod dirty;
+pub(crate) mod export;
 pub(crate) mod limit;
 pub(crate) mod pause;
 
@@ -57,9 +59,13 @@ pub(crate) fn run(args: &DiskArgs) -> Result<(), Failure> {
         }
         DiskCommand::Device(args) => device::device(args),
         DiskCommand::Devices(args) => device::devices(args),
+        DiskCommand::Export(args) => export::export(args),
+        DiskCommand::Unexport(args) => export::unexport(args),
+        DiskCommand::Exports(args) => export::exports(args),
         DiskCommand::Pause(args) => pause::pause(args),
         DiskCommand::Resume(args) => pause::resume(args),
         DiskCommand::Snapshot(args) => change::snapshot(args),
+        DiskCommand::Dirty(command) => dirty::run(command),
         DiskCommand::Resize(args) => change::resize(args),
         DiskCommand::Switch(args) => change::switch(args),
         DiskCommand::Wait { disk, timeout, json, places } => {

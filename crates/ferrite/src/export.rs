@@ -3,7 +3,7 @@
 pub(crate) mod args;
 mod listen;
 mod names;
-mod network;
+pub(crate) mod network;
 
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;

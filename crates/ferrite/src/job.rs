@@ -19,6 +19,7 @@ use crate::plain::one_line;
 use crate::signals;
 
 pub(crate) mod args;
+pub(crate) mod mirror;
 
 use args::{CoalesceArgs, JobArgs, JobCommand, OneJob, OutputArgs};
 
@@ -37,7 +38,7 @@ pub(crate) fn run(args: &JobArgs) -> Result<(), Failure> {
         }
         JobCommand::Wait { timeout, job } => {
             let timeout = timeout.map(|seconds| Duration::from_secs(seconds.into()));
-            let found = follow(&job.output.places.run_dir, job.id, timeout, None)?;
+            let found = follow(&job.output.places.run_dir, job.id, timeout, None, |_| false)?;
             result(&found, &job.output)
         }
         JobCommand::Cancel(job) => {
@@ -86,7 +87,7 @@ pub(crate) fn coalesce(args: &CoalesceArgs) -> Result<(), Failure> {
             println!("job {} is started; ferrite job wait {0} waits for it", job.id);
         });
     }
-    let job = follow(run, job.id, None, Some(Instant::now()))?;
+    let job = follow(run, job.id, None, Some(Instant::now()), |_| false)?;
     result(&job, &args.output)
 }
 
@@ -117,13 +118,14 @@ fn of_job(what: &str, id: u64, e: &ClientError) -> Failure {
     }
 }
 
-/// Waits for the end of a job, with a progress bar. A daemon that is started again is waited for:
+/// Waits for the end of a job, or until `is_enough` says so, with a progress bar. A daemon that is started again is waited for:
 /// the next one goes on with the job. `answered` is when it has answered before.
 fn follow(
     run: &Path,
     id: u64,
     timeout: Option<Duration>,
     mut answered: Option<Instant>,
+    is_enough: impl Fn(&Job) -> bool,
 ) -> Result<Job, Failure> {
     let stop = signals::flag()?;
     let shown = Shown::new(false, stop);
@@ -131,7 +133,7 @@ fn follow(
     let job = loop {
         let mut progress = Progress { done_bytes: 0, total_bytes: 0 };
         match call::<Job>(run, "job.show", &JobParams { id }, ANSWER) {
-            Ok(job) if job.phase.has_ended() => break Ok(job),
+            Ok(job) if job.phase.has_ended() || is_enough(&job) => break Ok(job),
             Ok(job) => {
                 answered = Some(Instant::now());
                 progress = Progress { done_bytes: job.done, total_bytes: job.all };
@@ -253,6 +255,7 @@ fn clock(seconds: u64) -> String {
 pub(crate) fn kind(kind: JobKind) -> &'static str {
     match kind {
         JobKind::Coalesce => "coalesce",
+        JobKind::Mirror => "mirror",
     }
 }
 

@@ -5,6 +5,7 @@
 use std::path::Path;
 use std::process::ExitCode;
 
+mod backup;
 mod cli;
 mod compat;
 mod daemon;
@@ -40,6 +41,7 @@ const SERVER_LOG: &str =
 /// The internal commands, which have no options.
 const KEEPER: &str = "keeper";
 const RELAY: &str = "relay";
+const EXPORTER: &str = "exporter";
 
 /// The whole program `ferrite`.
 pub fn main() -> ExitCode {
@@ -48,6 +50,7 @@ pub fn main() -> ExitCode {
     match std::env::args_os().nth(1) {
         Some(command) if command == KEEPER => return keeper(),
         Some(command) if command == RELAY => return relay(),
+        Some(command) if command == EXPORTER => return exporter(),
         _ => {}
     }
     if let Some((tool, args)) = compat::asked_for(std::env::args_os()) {
@@ -87,12 +90,14 @@ pub fn main() -> ExitCode {
         cli::Command::Daemon(args) => daemon::run(args),
         cli::Command::Disk(args) => disk::run(args),
         cli::Command::Job(args) => job::run(args),
+        cli::Command::Mirror(args) => job::mirror::run(args),
         cli::Command::Export(args) => export::run(args),
         cli::Command::Tunnel(args) => tunnel::run(args),
         cli::Command::Upgrade(args) => disk::upgrade(args),
         cli::Command::Doctor(args) => doctor::run(args),
         cli::Command::Image(args) => image::run(args),
         cli::Command::Store(args) => store::run(args),
+        cli::Command::Backup(args) => backup::run(args),
         cli::Command::Stat(args) => seeing::stat::run(args),
         cli::Command::Top(args) => seeing::top::run(args),
         cli::Command::Lab(args) => lab::run(args),
@@ -126,6 +131,21 @@ fn keeper() -> ExitCode {
         Err(e) => {
             let help = "the daemon starts it; ferrite serve serves a disk by hand";
             exit::Failure::new("cannot be a keeper", e, help).report()
+        }
+    }
+}
+
+/// The exporter: the process that listens for a disk's clients on other hosts.
+fn exporter() -> ExitCode {
+    let check = |folder: &Path, verifies| {
+        ferrite_tunnel::check_server(folder, verifies)
+            .map_err(|fault| (format!("{}: {}", fault.what, fault.why), fault.help))
+    };
+    match ferrite_keeper::run_exporter(check) {
+        Ok(never) => match never {},
+        Err(e) => {
+            let help = "see the answer of ferrite disk export; ferrite export nbd exports an image";
+            exit::Failure::new("cannot export a disk", e, help).report()
         }
     }
 }

@@ -6,7 +6,9 @@ use std::path::Path;
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
-use ferrite_disk::{Disk, Locking, OnDamage, OpenOptions, Session};
+use ferrite_disk::{
+    Disk, Locking, MirrorOptions, OnDamage, OpenOptions, Session, client_of, mirror_target,
+};
 use ferrite_host::clock::SystemClock;
 use ferrite_host::names;
 use ferrite_io::pool::HostMemory;
@@ -315,6 +317,7 @@ fn open_as(
         qemu_first: args.qemu_first,
         locking: if args.toolstack_locks { Locking::Toolstack } else { Locking::Ours },
         keep_allocated: args.keep_allocated,
+        client: client_of(&run_dir),
         state_dir: Some(run.join(IMAGES)),
         parents: args.parents.allowed_for(&args.image)?,
         on_damage,
@@ -322,6 +325,24 @@ fn open_as(
     };
     let options = args.store.give(options);
     Ok(Disk::open(&served_raw::name(&run_dir, &args.image), &options)?)
+}
+
+/// The disk with its mirror, if it has one.
+pub(crate) fn mirrored(
+    args: &ServeArgs,
+    disk: Disk,
+    run: &Path,
+    within: Duration,
+) -> Result<Disk, Failure> {
+    let (Some(target), Some(map)) = (&args.mirror, &args.mirror_map) else { return Ok(disk) };
+    let options = OpenOptions {
+        wait_for_lock: is_taken_over(args, run).then_some(within),
+        taken_over: is_taken_over(args, run),
+        parents: args.parents.allowed_for(target.as_ref())?,
+        ..OpenOptions::default()
+    };
+    let mirror = MirrorOptions { target: mirror_target(target)?, map: map.clone() };
+    Ok(disk.mirrored(&mirror, &options)?)
 }
 
 /// Copies writes of a killed backend to an image that is now a parent into the leaf.

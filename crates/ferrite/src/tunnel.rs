@@ -8,9 +8,9 @@ use clap::{Args, Subcommand};
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{Lockdown, Means, deny_names_and_calls};
 use ferrite_host::tunnel::{
-    CA, CLIENT_CERTIFICATE, CLIENT_FILES_FD, CLIENT_KEY, FIRST_FD, Files, INNER_FD,
+    CA, CLIENT_CERTIFICATE, CLIENT_FILES_FD, CLIENT_KEY, FIRST_FD, Files, INNER_FD, Inward,
 };
-use ferrite_tunnel::{inward, outward};
+use ferrite_tunnel::{Restriction, inward, outward};
 
 use crate::exit::Failure;
 use crate::signals;
@@ -30,6 +30,18 @@ enum Direction {
         /// Clients need no certificates.
         #[arg(long)]
         any_client: bool,
+        /// Clients speak in clear.
+        #[arg(long, conflicts_with = "any_client")]
+        plain: bool,
+        /// Clients get the export of this name. The server is told.
+        #[arg(long, value_name = "NAME")]
+        export: Option<String>,
+        /// Clients may not change anything.
+        #[arg(long, requires = "export")]
+        read_only: bool,
+        /// Clients are not told the name.
+        #[arg(long, requires = "export")]
+        no_list: bool,
         #[command(flatten)]
         rights: RightsArgs,
     },
@@ -61,10 +73,19 @@ pub(crate) fn run(args: &TunnelArgs) -> Result<(), Failure> {
     // ends with its parent.
     let _stop = signals::flag()?;
     match &args.direction {
-        Direction::In { any_client, rights } => {
+        Direction::In { any_client, plain, export, read_only, no_list, rights } => {
+            let how = match plain {
+                true => Inward::Plain,
+                false => Inward::Tls { verifies: !any_client },
+            };
+            let restriction = export.as_ref().map(|name| Restriction {
+                name: name.clone(),
+                read_only: *read_only,
+                hides_names: *no_list,
+            });
             let starter = given(FIRST_FD)?;
             rights.give_up(Means { sockets_only: true, accepts: true, ..Means::default() })?;
-            match inward(starter, !any_client) {
+            match inward(starter, how, restriction) {
                 Ok(never) => match never {},
                 Err(e) => Err(cannot("serve clients by TLS", e)),
             }

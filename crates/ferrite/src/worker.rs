@@ -1,5 +1,6 @@
 //! `ferrite worker`: the process that serves one disk for its keeper (docs/internals/processes.md).
 
+use std::ffi::OsStr;
 use std::fmt::Display;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt as _;
@@ -10,11 +11,13 @@ use std::time::{Duration, Instant};
 use clap::Parser as _;
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
-use ferrite_disk::{ImageName, Parents, server_of};
+use ferrite_disk::{Disk, ImageName, Parents, client_of, server_of};
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{self, user_of, user_of_tap};
 use ferrite_io::engines::EngineKind;
-use ferrite_keeper::{ALIVE_FD, CLIENT_CHANNEL_FD, DataServer, LINE_FD, SECOND_FD, WorkerSandbox};
+use ferrite_keeper::{
+    ALIVE_FD, CLIENT_CHANNEL_FD, DataServer, LINE_FD, MirrorFiles, SECOND_FD, WorkerSandbox,
+};
 use ferrite_serve::blkif::lifecycle::{
     EngineFactory, Lines, OpenFailure, Opened, Opening, OpeningKind, ServeError, Start, WorkConfig,
     work_from,
@@ -60,6 +63,8 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let means = Means::open(args, run_dir, serve::limit(args), host)?;
     let start = orphan::start(run_dir, disk_id(args), Store::open);
     let nvme = image(args).is_some_and(|path| is_namespace(&path));
+    // Servers of disks are told this name, which can be made of the kernel's only here.
+    client_of(run_dir);
     drop_privileges(nvme, &args.xen)?;
     let lines = Lines { first: &line, second: &second };
     let worked = means.serve(start, lines, &client_channel, &alive);
@@ -144,6 +149,16 @@ fn open(
     }
     let engine = engines(kind, alive.clone());
     let disk = serve::complete(args, disk, &engine)?;
+    let disk = serve::mirrored(args, disk, run_dir, PATIENCE)?;
+    // The target's data may take another engine.
+    let kind = choose(args.engine, args.poll_storage && args.mirror.is_none(), &disk)?;
+    let engine = engines(kind, alive.clone());
+    // It is copied whether or not a guest is connected.
+    if let Disk::Mirror(mirror) = &disk
+        && let Err(e) = mirror.begin_service(&engine)
+    {
+        tracing::warn!("the mirror copies nothing: {e}");
+    }
     Ok(Opened { disk, engine })
 }
 
@@ -173,6 +188,10 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
     args.memory.memory_host.iter().for_each(|bytes| put("memory-host", bytes));
     put("metadata-memory", &args.store.metadata_memory);
     put("index-memory", &args.store.index_memory);
+    args.mirror.iter().for_each(|target| put("mirror", target));
+    if let Some(map) = &args.mirror_map {
+        put("mirror-map", &map.to_str()?);
+    }
     put("mover", &args.mover);
     put("own-grants", &args.own_grants);
     put("map-budget", &args.map_budget);
@@ -258,7 +277,8 @@ pub(crate) fn worker_sandbox(
             DomId::NONE => user_of_tap(args.xen.device),
             domain => user_of(domain.0, args.xen.device),
         },
-        servers: servers(args, args.read_only || !writable),
+        servers: servers(&args.image, args.read_only || !writable),
+        mirror: mirror_files(args),
     }))
 }
 
@@ -271,10 +291,18 @@ fn image(args: &ServeArgs) -> Option<PathBuf> {
 
 /// The server of an export, whose name may have to be resolved: that waits. One that has no address now is tried in vain
 /// by the worker, which says so.
-fn servers(args: &ServeArgs, read_only: bool) -> Vec<DataServer> {
-    let name = ImageName::parse(&args.image).ok();
+fn servers(image: &OsStr, read_only: bool) -> Vec<DataServer> {
+    let name = ImageName::parse(image).ok();
     let server = name.and_then(|name| server_of(name.export()?, read_only));
     server.as_ref().and_then(DataServer::of).into_iter().collect()
+}
+
+/// What the worker opens for a mirror.
+fn mirror_files(args: &ServeArgs) -> Option<MirrorFiles> {
+    let (target, map) = args.mirror.as_ref().zip(args.mirror_map.clone())?;
+    let name = ImageName::parse(target).ok();
+    let image = name.filter(|name| name.export().is_none()).map(|name| name.path);
+    Some(MirrorFiles { map, image, servers: servers(target.as_ref(), false) })
 }
 
 fn is_volume(args: &ServeArgs) -> bool {
@@ -448,7 +476,7 @@ mod tests {
             let Command::Serve(serve) = parse(["serve", "--xen=3/xvda", image]).command else {
                 panic!()
             };
-            servers(&serve, false)
+            servers(&serve.image, false)
         };
         assert_eq!(of("/images/a.img"), []);
         let json = serde_json::to_string(&of("rbd:p/i?conf=/c")).unwrap();

@@ -52,6 +52,7 @@ impl World {
                 root: run.join("empty"),
                 user: user_of_store(1, 1),
                 servers: Vec::new(),
+                mirror: None,
             }),
             relay: None,
             group: Some(Group {

@@ -23,6 +23,7 @@ pub mod byte_locks;
 pub mod clock;
 pub mod directory;
 pub mod frames;
+pub mod listen;
 pub mod lock_file;
 pub mod log_limit;
 pub mod names;

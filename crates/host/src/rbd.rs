@@ -1,5 +1,5 @@
 //! The helper process of an image of a Ceph cluster, `ferrite-rbd`, seen from those who start it
-//! (docs/internals/processes.md 15). It has librbd, whose threads, files and sockets a worker may not have, and answers
+//! (docs/internals/processes.md 16). It has librbd, whose threads, files and sockets a worker may not have, and answers
 //! NBD on streams that its starter gives it.
 //!
 //! A process that starts helpers has one for each image, for all connections to it: an image is open once, so a flush
@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError};
 
+use ferrite_nbd::uri::rbd::Image;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, WaitOptions, waitpid};
@@ -38,15 +39,6 @@ pub const LINK: &[u8] = b"link";
 /// Streams that wait in a control socket, while the helper opens its image.
 const ATTEMPTS: usize = 2;
 
-/// An image, with the settings of its name, and whether it is only read.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Image {
-    /// As `ferrite-rbd` reads it: the name behind `rbd:`.
-    pub name: String,
-    /// Nothing is written.
-    pub read_only: bool,
-}
-
 /// Who waits for the end of a helper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Starter {
@@ -62,31 +54,36 @@ struct Helper {
     control: OwnedFd,
 }
 
-/// The running helpers of this process.
-static HELPERS: Mutex<BTreeMap<Image, Helper>> = Mutex::new(BTreeMap::new());
+/// The running helpers of this process, each with its image, and whether it only reads it.
+static HELPERS: Mutex<BTreeMap<(Image, bool), Helper>> = Mutex::new(BTreeMap::new());
 
 /// A connection to the image: a stream whose other end its helper has, which is started if there is none. It does not
-/// block. The helper greets when it has the image open, and says on the stream why it has not.
+/// block. A helper that only reads takes no lock. The helper greets when it has the image open, and says on the stream why it has not.
 ///
 /// # Errors
 /// `NOENT`: there is no such program. `AGAIN`: the helper does not take connections. Otherwise the kernel's.
-pub(crate) fn begin(image: &Image, starter: Starter) -> rustix::io::Result<OwnedFd> {
+pub(crate) fn begin(
+    image: &Image,
+    read_only: bool,
+    starter: Starter,
+) -> rustix::io::Result<OwnedFd> {
+    let key = (image.clone(), read_only);
     let failed = |e: io::Error| Errno::from_io_error(&e).unwrap_or(Errno::IO);
     let (ours, theirs) =
         socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     rustix::io::ioctl_fionbio(&ours, true)?;
     let mut helpers = HELPERS.lock().unwrap_or_else(PoisonError::into_inner);
     for _ in 0..ATTEMPTS {
-        if !helpers.contains_key(image) {
-            helpers.insert(image.clone(), start(image, starter).map_err(failed)?);
+        if !helpers.contains_key(&key) {
+            helpers.insert(key.clone(), start(image, read_only, starter).map_err(failed)?);
         }
-        let Some(helper) = helpers.get(image) else { break };
+        let Some(helper) = helpers.get(&key) else { break };
         match CONTROL.try_send(&helper.control, LINK, &[theirs.as_fd()]) {
             Ok(()) => return Ok(ours),
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(Errno::AGAIN),
             // It has ended.
             Err(_) => {
-                let ended = helpers.remove(image);
+                let ended = helpers.remove(&key);
                 reap(ended.and_then(|helper| helper.pid));
             }
         }
@@ -94,13 +91,14 @@ pub(crate) fn begin(image: &Image, starter: Starter) -> rustix::io::Result<Owned
     Err(Errno::PIPE)
 }
 
-fn start(image: &Image, starter: Starter) -> io::Result<Helper> {
+fn start(image: &Image, read_only: bool, starter: Starter) -> io::Result<Helper> {
     reap(None);
     let program = File::open(program()?)?;
     let (control, theirs) = frames::pair()?;
+    let name = image.to_string();
     let mut arguments = vec![PROGRAM, SERVE];
-    arguments.extend(image.read_only.then_some(READ_ONLY));
-    arguments.push(&image.name);
+    arguments.extend(read_only.then_some(READ_ONLY));
+    arguments.push(&name);
     let arguments = arguments.into_iter().map(CString::new).collect::<Result<_, _>>()?;
     let mut environment = environment_without("RUST_BACKTRACE");
     environment.push(c"RUST_BACKTRACE=0".into());

@@ -55,6 +55,38 @@ pub struct TunnelUser {
     pub root: PathBuf,
 }
 
+/// How an inward tunnel serves its clients.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Inward {
+    /// They speak TLS; with certificates, if that is said.
+    Tls {
+        /// Whether clients need certificates.
+        verifies: bool,
+    },
+    /// They speak in clear.
+    Plain,
+}
+
+/// What an inward tunnel tells the server of each client, which may do no more.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExportLimits {
+    /// The name of the export.
+    pub name: String,
+    /// Whether changes are refused.
+    pub read_only: bool,
+    /// Whether clients are not told the name.
+    pub hides_names: bool,
+}
+
+impl ExportLimits {
+    fn arguments(&self) -> Vec<String> {
+        let mut arguments = vec!["--export".to_owned(), self.name.clone()];
+        arguments.extend(self.read_only.then(|| "--read-only".to_owned()));
+        arguments.extend(self.hides_names.then(|| "--no-list".to_owned()));
+        arguments
+    }
+}
+
 /// The open files of a folder, by their names there.
 #[derive(Debug, Default)]
 pub struct Files(Vec<(&'static str, File)>);
@@ -159,19 +191,26 @@ pub fn start_outward(
     start(program, OUTWARD, &more, &given, user)
 }
 
-/// Starts an inward tunnel with its socket to this process ([`frames::TUNNEL`](crate::frames::TUNNEL)). Unless
-/// `verifies`, clients need no certificate. The process ends with this thread.
+/// Starts an inward tunnel with its socket to this process ([`frames::TUNNEL`](crate::frames::TUNNEL)). The process
+/// ends with this thread.
 ///
 /// # Errors
 /// The process cannot be started.
 pub fn start_inward(
     program: BorrowedFd<'_>,
     socket: BorrowedFd<'_>,
-    verifies: bool,
+    how: &Inward,
+    limits: Option<&ExportLimits>,
     user: Option<&TunnelUser>,
 ) -> io::Result<Pid> {
-    let more: &[String] = if verifies { &[] } else { &["--any-client".to_owned()] };
-    start(program, INWARD, more, &[Some(socket)], user)
+    let how = match how {
+        Inward::Tls { verifies: true } => None,
+        Inward::Tls { verifies: false } => Some("--any-client"),
+        Inward::Plain => Some("--plain"),
+    };
+    let mut more: Vec<String> = how.iter().map(|how| (*how).to_owned()).collect();
+    more.extend(limits.map(ExportLimits::arguments).unwrap_or_default());
+    start(program, INWARD, &more, &[Some(socket)], user)
 }
 
 fn start(

@@ -11,12 +11,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 use ferrite_host::names::Broker;
-use ferrite_host::names::connect::{Address, Server as Remote, resolve};
+use ferrite_host::names::connect::{Server as Remote, resolve};
 use ferrite_host::names::policy::{Policy, Right};
 use ferrite_host::names::server::{Images, Served, Server};
 use ferrite_host::names::wire::{Request, What};
 use ferrite_host::naming::Handle;
 use ferrite_host::place::Place;
+use ferrite_nbd::address::Address;
 use ferrite_testkit::devices::Loop;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};

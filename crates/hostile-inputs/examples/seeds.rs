@@ -34,6 +34,7 @@ const TAIL_BYTES: usize = 512;
 fn main() -> io::Result<()> {
     text()?;
     servers()?;
+    tunnels()?;
     guests()?;
     store()?;
     seen()?;
@@ -57,6 +58,37 @@ fn text() -> io::Result<()> {
     let names = ["/srv/a.img", "vhd:/dev/vg/lv", "a.VHD", "qcow2:b", "raw:/a/b.vhd", "./a:b"];
     for (i, text) in names.iter().enumerate() {
         put("image_name", &i.to_string(), text.as_bytes())?;
+    }
+    Ok(())
+}
+
+/// Those who speak NBD with a tunnel, and what they say first of TLS.
+fn tunnels() -> io::Result<()> {
+    let (client, server, in_tls) = (&[0u8][..], &[1u8][..], 2u8);
+    let option = |kind: u8, data: &[u8]| -> Vec<u8> {
+        [b"IHAVEOPT\0\0\0".as_slice(), &[kind, 0, 0, 0, data.len() as u8], data].concat()
+    };
+    let asks = [option(3, b""), option(7, &[0; 6]), option(5, b"x"), option(5, b"")].concat();
+    put("tunnel", "client", &[client, &[0, 0, 0, 3], &asks].concat())?;
+    put("tunnel", "client-abort", &[client, &[0, 0, 0, 3], &asks[..16], &option(2, b"")].concat())?;
+    put("tunnel", "client-flags", &[client, &[0, 0, 1, 3]].concat())?;
+    let greeting = b"NBDMAGICIHAVEOPT\0\x03";
+    let refusal = b"\0\x03\xe8\x89\x04\x55\x65\xa9\0\0\0\x05\x80\0\0\x01\0\0\0\x06no TLS";
+    put("tunnel", "server-refuses", &[server, greeting, refusal].concat())?;
+    put(
+        "tunnel",
+        "server-old",
+        &[server, b"NBDMAGIC\0\0\x42\x02\x81\x86\x12\x53".as_slice()].concat(),
+    )?;
+    // The head of a record, and of a ClientHello or ServerHello with its version and random bytes.
+    let hello = |kind: u8| {
+        [&[22, 3, 1, 0, 43, kind, 0, 0, 39, 3, 3], &[7; 32][..], &[0, 0, 2, 0x13, 1]].concat()
+    };
+    put("tunnel", "client-hello", &[&[in_tls], &hello(1)[..]].concat())?;
+    put("tunnel", "server-hello", &[&[in_tls | 1], &hello(2)[..]].concat())?;
+    for (name, who) in [("client", in_tls), ("server", in_tls | 1)] {
+        put("tunnel", &format!("{name}-alert"), &[who, 21, 3, 3, 0, 2, 2, 40])?;
+        put("tunnel", &format!("{name}-clear"), &[&[who], &asks[..]].concat())?;
     }
     Ok(())
 }

@@ -18,6 +18,7 @@ mod replies;
 mod seen;
 mod servers;
 mod stores;
+mod tunnel;
 mod whole;
 
 pub use whole::Recipe;
@@ -26,7 +27,7 @@ pub use whole::Recipe;
 pub type Target = fn(&[u8]);
 
 /// All targets, by the names of the fuzz targets and of their corpora.
-pub const TARGETS: [(&str, Target); 22] = [
+pub const TARGETS: [(&str, Target); 23] = [
     ("counters", seen::counters),
     ("dedup_journal", dedup::journal),
     ("dedup_pages", dedup::pages),
@@ -48,6 +49,7 @@ pub const TARGETS: [(&str, Target); 22] = [
     ("store_keys", replies::store_keys),
     ("store_wire", replies::store_wire),
     ("trace", seen::trace),
+    ("tunnel", tunnel::tunnel),
     ("vhd", whole::vhd_image),
 ];
 

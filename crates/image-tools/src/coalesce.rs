@@ -1,8 +1,8 @@
 //! Merges a child into its parent.
 //!
 //! The order: the grandparent's list gets the child's name; the child's data are copied into the parent, then synced;
-//! the parent gets the child's identity, if the format has one, and its owner and mode; the parent is renamed over the
-//! child. Until the last step the child shadows every byte that changes, and reads as before. So a crash at any point
+//! the parent gets the child's identity, if the format has one, and its owner and mode; the disk's dirty maps fit both
+//! files from then on (`dirty/carry.rs`); the parent is renamed over the child. Until the last step the child shadows every byte that changes, and reads as before. So a crash at any point
 //! leaves a valid chain, and running it again does the rest.
 
 use std::fs;
@@ -151,11 +151,16 @@ impl ImageTools<'_> {
         let port = context.port(&lower).map_err(cannot)?;
         let _locked = lower.files();
         context.run(formats::take_identity(&port, lower, &upper)).map_err(cannot)?;
+        // The maps of the disk stay with its name.
+        if let Some(maps) = self.maps_to_carry(&upper, None, String::new)? {
+            self.carry_maps(&maps, &parent.path, &child.path)?;
+        }
         self.hand_over(child, parent).map_err(cannot)?;
         let protected = Protected::of(&parent.path).map_err(cannot)?;
         take_rights(&parent.path, &child.path, 0).map_err(cannot)?;
         self.directory.rename(&parent.path, &child.path).map_err(cannot)?;
         protected.forget();
+        self.forget_maps(&parent.path)?;
         self.sync_dir(&child.path)
     }
 

@@ -294,6 +294,7 @@ fn sources(disk: &Disk, name: &ImageName) -> io::Result<Vec<Source>> {
         Disk::Store(volume) => Ok(vec![Source::of(volume.medium().path())?.untold()]),
         Disk::Elsewhere(volume) => Ok(vec![Source::of(volume.store())?.untold()]),
         Disk::Remote(remote) => Ok(vec![Source::of_export(&remote.facts().name)]),
+        Disk::Mirror(mirror) => sources(mirror.source(), name),
         Disk::Raw(_) | Disk::Null(_) => Ok(vec![Source::of(&name.path)?]),
     }
 }

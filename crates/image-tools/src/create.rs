@@ -20,7 +20,7 @@ use super::formats::Blank;
 use super::io_context::IoContext;
 use super::spec::{NewImage, Parent, absolute_dir};
 use super::undo::Undo;
-use super::{Done, ImageTools, broken, formats, refused, unsuitable};
+use super::{Done, ImageTools, MapChange, broken, formats, refused, unsuitable};
 
 impl ImageTools<'_> {
     /// Makes an image, durably. A parent is made read-only, if it is not yet.
@@ -297,12 +297,28 @@ impl ImageTools<'_> {
     /// If a step fails, the second name is removed again, and the leaf keeps the first.
     ///
     /// The order: the leaf's parent gets the second name on its list; the file gets that name; the new leaf is written
-    /// and synced; the new leaf is renamed over the old name. A crash before the last step leaves the old leaf, a crash
-    /// after it the new one, and there is always one.
+    /// and synced; the disk's dirty maps fit both from then on (`dirty/carry.rs`); the new leaf is renamed over the old
+    /// name. A crash before the last step leaves the old leaf, a crash after it the new one, and there is always one.
+    ///
+    /// The dirty maps go on with the leaf. The parent keeps them as they are at this moment.
     ///
     /// # Errors
     /// The leaf is in use, or has children; `parent` exists and is another file.
     pub fn snapshot(&self, leaf: &ImageName, parent: &ImageName) -> Result<Done, DiskError> {
+        self.snapshot_and(leaf, parent, None)
+    }
+
+    /// As [`snapshot`](Self::snapshot). With `begin`, the leaf has a dirty map of this name, in which nothing has
+    /// changed since.
+    ///
+    /// # Errors
+    /// As there; the map cannot be begun.
+    pub fn snapshot_and(
+        &self,
+        leaf: &ImageName,
+        parent: &ImageName,
+        begin: Option<&str>,
+    ) -> Result<Done, DiskError> {
         let what = || format!("cannot make a snapshot of {}", leaf.path.display());
         let cannot = |e: io::Error| broken(what(), e);
         self.check_snapshot_names(leaf, parent)?;
@@ -310,7 +326,7 @@ impl ImageTools<'_> {
         let bytes = disk.sectors() * SECTOR_BYTES;
         let exists = parent.path.symlink_metadata().is_ok();
         if exists && self.is_parent(&disk, &parent.path)? {
-            return self.snapshot_again(leaf, &parent.path, &disk);
+            return self.snapshot_again(leaf, &parent.path, disk, begin);
         }
         if exists && !same_file(&leaf.path, &parent.path).map_err(cannot)? {
             let why = format!("{} exists and is another file", parent.path.display());
@@ -318,6 +334,7 @@ impl ImageTools<'_> {
         }
         check_length(what(), &disk, &leaf.path)?;
         self.close(&disk, &leaf.path)?;
+        let maps = self.maps_to_carry(&disk, begin, what)?;
         // The lock stays on the file, which has the parent's name from the last step on.
         let path = absolute(&parent.path).map_err(cannot)?;
         let parent = Parent { disk, name: parent.clone(), path };
@@ -340,6 +357,11 @@ impl ImageTools<'_> {
         let marked = self.mark(&parent.path, leaf, file.path(), Some(help), &mut notes)?;
         undo.marked(&parent.path, marked);
         self.write_new(&mut file, leaf.format, &new, (Some(&parent), Blank::Zeros), bytes)?;
+        if let Some(maps) = maps {
+            self.freeze_maps(&maps, &parent.path)?;
+            self.carry_maps(&maps, file.path(), &leaf.path)?;
+            notes.extend(maps.notes);
+        }
         file.finish()?;
         undo.forget();
         undo_below.forget();
@@ -355,24 +377,31 @@ impl ImageTools<'_> {
         &self,
         leaf: &ImageName,
         parent: &Path,
-        disk: &Disk,
+        disk: Disk,
+        begin: Option<&str>,
     ) -> Result<Done, DiskError> {
         let what = || format!("cannot make a snapshot of {}", leaf.path.display());
         let cannot = |e| broken(what(), e);
         let (bytes, path) = (disk.sectors() * SECTOR_BYTES, parent.display());
         protect(parent, true).map_err(cannot)?;
         self.sync_dir(&leaf.path)?;
-        if let Disk::Image(image) = disk
+        if let Disk::Image(image) = &disk
             && (image
                 .layers()
                 .get(1)
                 .is_some_and(|below| below.bytes() != image.layers()[0].bytes())
-                || !self.is_blank(disk).map_err(cannot)?)
+                || !self.is_blank(&disk).map_err(cannot)?)
         {
             let why = format!(
                 "{path} is its parent already, of an earlier snapshot, and the disk has changed since"
             );
             return Err(refused(what(), why, "choose another name for what it is now"));
+        }
+        if let (Some(map), Ok(Some(seen))) = (begin, disk.maps(None))
+            && !seen.maps.iter().any(|seen| seen.name == map)
+        {
+            drop(disk);
+            return self.change_maps(leaf, &MapChange::Begin(map.to_owned()));
         }
         let note = format!("nothing to do: {path} is its parent already, and reads the same");
         Ok(done(leaf, bytes, vec![note]))

@@ -36,6 +36,7 @@ impl ImageTools<'_> {
     pub(super) fn info_of(&self, disk: &Disk) -> Result<Info, DiskError> {
         let virtual_bytes = disk.sectors() * SECTOR_BYTES;
         let chain = match disk {
+            Disk::Mirror(mirror) => return self.info_of(mirror.source()),
             Disk::Null(_) => Vec::new(),
             Disk::Remote(remote) => vec![formats::remote_info(remote, virtual_bytes)],
             Disk::Raw(raw) => vec![formats::raw_info(raw)?],

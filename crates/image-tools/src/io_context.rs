@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use ferrite_disk::Disk;
+use ferrite_disk_base::dirty::REGION_BYTES;
 use ferrite_disk_base::{Port, SCRATCH_BYTES};
 use ferrite_io::arena::{Arena, Span};
 use ferrite_io::reactor::Reactor;
@@ -68,6 +69,17 @@ impl IoContext {
     /// One of the buffers.
     pub(super) fn buffer(&mut self) -> io::Result<Span> {
         self.buffers.pop().ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+    }
+
+    /// Free buffers that follow each other, for a region of a dirty map.
+    pub(super) fn region(&mut self) -> io::Result<Span> {
+        let mut whole = self.buffer()?;
+        while (whole.len() as u64) < REGION_BYTES {
+            // They are given out from the last to the first.
+            let before = self.buffer()?;
+            whole = before.join(whole).ok_or(io::ErrorKind::OutOfMemory)?;
+        }
+        Ok(whole)
     }
 
     /// Runs a future to its end.

@@ -19,6 +19,7 @@ use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
 
 mod allocation;
+mod backup;
 mod check;
 mod coalesce;
 mod compare;
@@ -26,6 +27,7 @@ mod convert;
 mod convert_over;
 mod copy;
 mod create;
+mod date;
 mod dirty;
 mod extents;
 mod files;
@@ -55,7 +57,11 @@ mod volumes;
 /// image takes a descriptor.
 const MAX_LAYERS_OFFLINE: usize = 4 * MAX_LAYERS;
 
+pub use backup::{
+    BackUp, BackupDone, BackupInfo, BackupKind, Prune, Pruned, Restore, RestoreStream, Verified,
+};
 pub use convert::Convert;
+pub use date::parts as date_parts;
 pub use dirty::MapChange;
 pub use inner::Inner;
 pub use measure::Measured;

@@ -98,6 +98,12 @@ impl ImageTools<'_> {
         let kept = fs::canonicalize(&name.path).and_then(|kept| children::lists(&kept));
         let inherited = kept.and_then(|kept| children::inherit(self.directory, &kept, file.path()));
         inherited.map_err(cannot)?;
+        // The contents are the same only where they were compared.
+        if how == Rebase::Safe
+            && let Some(maps) = self.maps_to_carry(&old, None, String::new)?
+        {
+            self.carry_maps(&maps, file.path(), &name.path)?;
+        }
         file.finish()?;
         undo.forget();
         if was_protected {

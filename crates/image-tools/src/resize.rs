@@ -122,7 +122,7 @@ impl ImageTools<'_> {
         match bytes == before {
             // An interrupted resize may have got this far, and may not be durable.
             true => self.close(&disk, &name.path)?,
-            false => self.set_size(disk, name, bytes)?,
+            false => self.set_size_and_keep_maps(disk, name, bytes)?,
         }
         Ok(done(name, bytes, notes))
     }
@@ -171,6 +171,20 @@ impl ImageTools<'_> {
     }
 
     /// Resizes an open disk, and closes it.
+    /// The order of writes is in `dirty/carry.rs`. What the disk grows by has changed.
+    fn set_size_and_keep_maps(
+        &self,
+        disk: Disk,
+        name: &ImageName,
+        bytes: u64,
+    ) -> Result<(), DiskError> {
+        self.close(&disk, &name.path)?;
+        let changing = self.begin_change(&disk)?;
+        let _locked = disk.files();
+        self.set_size(disk, name, bytes)?;
+        changing.end(&name.path)
+    }
+
     pub(super) fn set_size(
         &self,
         disk: Disk,

@@ -111,6 +111,7 @@ impl Guard {
 fn growing(disk: &Disk) -> Option<&Raw> {
     match disk {
         Disk::Raw(_) | Disk::Image(_) => disk.media().first().copied().filter(|raw| raw.is_file()),
+        Disk::Mirror(mirror) => growing(mirror.source()),
         Disk::Store(_) | Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => None,
     }
 }

@@ -9,6 +9,7 @@
 //!   how it gives up its rights.
 //! * [`Group`], [`WorkerChannel`]: several disks that share one keeper and one worker.
 //! * [`become_relay`]: turns this process into an unprivileged relay.
+//! * [`ExporterSpec`], [`run_exporter`]: the process that listens for NBD clients of other hosts.
 //! * [`Tunnel`]: the process that speaks TLS with NBD clients of other hosts.
 
 #![forbid(unsafe_code)]
@@ -18,6 +19,7 @@ use std::sync::{Mutex, PoisonError};
 mod backoff;
 mod channel;
 mod client;
+mod exporter;
 mod group;
 mod keeper;
 mod member;
@@ -32,13 +34,14 @@ mod worker;
 
 pub use channel::{AssignedDisk, WorkerChannel, WorkerEvent};
 pub use client::{Keeper, Line};
+pub use exporter::{Exporter, ExporterSpec, Started, TlsFolder, run_exporter};
 pub use keeper::run;
 pub use public::nbd_socket;
 pub use relay::become_relay;
-pub use sandbox::{DataServer, WorkerSandbox, drop_privileges};
+pub use sandbox::{DataServer, MirrorFiles, WorkerSandbox, drop_privileges};
 pub use socket::{name_of, remove_leftovers, socket_name};
 pub use spec::{DiskSpec, Group, Preopen};
-pub use tunnel::{Tunnel, TunnelSpec};
+pub use tunnel::{Tunnel, TunnelSpec, admitted};
 pub use worker::{ALIVE, ALIVE_FD, CLIENT_CHANNEL_FD, LINE_FD, SECOND_FD};
 
 /// The run directory's name of the disk or group that this process keeps.

@@ -12,13 +12,14 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ferrite_host::frames;
-use ferrite_host::names::connect::{self, Address};
+use ferrite_host::names::connect;
 use ferrite_host::names::policy::{Policy, Right};
 use ferrite_host::names::server::{Images, Served, Server};
 use ferrite_host::names::{self, Broker};
 use ferrite_host::process::{FIRST_GIVEN, take_given};
 use ferrite_host::sandbox::{Lacking, Lockdown, Means};
 use ferrite_host::tunnel::TunnelUser;
+use ferrite_nbd::address::Address;
 use serde::{Deserialize, Serialize};
 
 use crate::log;
@@ -57,6 +58,22 @@ pub struct WorkerSandbox {
     /// The servers of the disk's data. With any, there is no image on this host.
     #[serde(default)]
     pub servers: Vec<DataServer>,
+    /// The mirror of the disk. An older keeper does not know the word, so it is left out without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mirror: Option<MirrorFiles>,
+}
+
+/// What a worker needs for the mirror of its disk, besides the disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MirrorFiles {
+    /// The map, which the worker changes.
+    pub map: PathBuf,
+    /// The target, if it is an image on this host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<PathBuf>,
+    /// The servers of the target's data.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub servers: Vec<DataServer>,
 }
 
 /// A server that a worker is connected to.
@@ -92,15 +109,27 @@ impl WorkerSandbox {
         if self.servers.is_empty() {
             policy.rules.extend(Policy::of_disk(&self.image, self.writable, &[]).rules);
         } else {
-            policy.servers.extend(self.servers.iter().filter_map(DataServer::allowed));
-            let root = self.root.clone();
-            policy.tunnel = Some(TunnelUser { user: self.user | TUNNEL, root });
+            self.allow_servers(policy, &self.servers);
+        }
+        if let Some(mirror) = &self.mirror {
+            policy.add(&mirror.map, false, Right::Own);
+            let target = mirror.image.iter();
+            policy.rules.extend(target.flat_map(|image| Policy::of_disk(image, true, &[]).rules));
+            self.allow_servers(policy, &mirror.servers);
         }
         policy.add(run_dir, true, Right::Own);
         // A file is allowed itself, with nothing below it.
         self.read.iter().for_each(|path| policy.add(path, true, Right::Read));
         self.journals.iter().for_each(|path| policy.add(path, true, Right::Journals));
         self.own_files.iter().for_each(|path| policy.add(path, false, Right::Own));
+    }
+
+    fn allow_servers(&self, policy: &mut Policy, servers: &[DataServer]) {
+        policy.servers.extend(servers.iter().filter_map(DataServer::allowed));
+        if !servers.is_empty() {
+            let root = self.root.clone();
+            policy.tunnel = Some(TunnelUser { user: self.user | TUNNEL, root });
+        }
     }
 
     /// Environment variables of a worker.

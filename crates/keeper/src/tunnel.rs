@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ferrite_host::frames::{self, TUNNEL};
-use ferrite_host::tunnel::{Files, TunnelUser, start_inward};
+use ferrite_host::tunnel::{ExportLimits, Files, Inward, TunnelUser, start_inward};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
@@ -19,13 +19,25 @@ use crate::backoff::RestartBackoff;
 /// How often the exit of a killed tunnel is checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
+/// A stream whose other end `admit` hands to a server in this process.
+///
+/// # Errors
+/// The server has no room, or the kernel none.
+pub fn admitted(admit: impl FnOnce(BorrowedFd<'_>) -> io::Result<()>) -> io::Result<OwnedFd> {
+    let (server, link) =
+        socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    admit(server.as_fd()).map(|()| link)
+}
+
 /// What a tunnel serves, and for whom.
 #[derive(Clone, Debug)]
 pub struct TunnelSpec {
-    /// The folder of certificates. Its files are opened anew for each client.
-    pub folder: PathBuf,
+    /// The folder of certificates. Its files are opened anew for each client. Without one they speak in clear.
+    pub folder: Option<PathBuf>,
     /// Whether clients need certificates.
     pub verifies: bool,
+    /// What clients may do, if the server is told.
+    pub limits: Option<ExportLimits>,
     /// The user of the process, if this one is root's.
     pub user: Option<TunnelUser>,
 }
@@ -102,8 +114,13 @@ impl Tunnel {
 
     fn start(&self) -> io::Result<Process> {
         let (socket, own) = frames::pair()?;
-        let TunnelSpec { verifies, user, .. } = &self.spec;
-        let pid = start_inward(self.program.as_fd(), own.as_fd(), *verifies, user.as_ref())?;
+        let TunnelSpec { folder, verifies, user, limits } = &self.spec;
+        let how = match folder {
+            Some(_) => Inward::Tls { verifies: *verifies },
+            None => Inward::Plain,
+        };
+        let (program, own) = (self.program.as_fd(), own.as_fd());
+        let pid = start_inward(program, own, &how, limits.as_ref(), user.as_ref())?;
         let process = Process { pid, socket, since: Instant::now() };
         // They wait in the socket until the process reads them.
         for listener in &self.listeners {
@@ -124,15 +141,12 @@ impl Tunnel {
         logged
     }
 
-    /// Handles one message. `admit` hands a stream to the server. A tunnel that has ended or sends anything unknown is
+    /// Handles one message. `link` makes a stream to the server. A tunnel that has ended or sends anything unknown is
     /// replaced.
     ///
     /// # Errors
     /// What is to be logged. The rate is bounded.
-    pub fn handle_message(
-        &mut self,
-        admit: impl FnOnce(BorrowedFd<'_>) -> io::Result<()>,
-    ) -> io::Result<()> {
+    pub fn handle_message(&mut self, link: impl FnOnce() -> io::Result<OwnedFd>) -> io::Result<()> {
         let Some(process) = &self.process else { return Ok(()) };
         let received = match TUNNEL.try_receive(&process.socket) {
             Ok(None) => return Ok(()),
@@ -142,9 +156,11 @@ impl Tunnel {
         let text = std::str::from_utf8(&received).unwrap_or_default();
         let number = |what| text.strip_prefix(what).and_then(|number| number.parse::<u64>().ok());
         let done = match (number("link "), number("files ")) {
-            (Some(number), _) => process.give_link(number, admit),
+            (Some(number), _) => process.give_link(number, link),
             (_, Some(number)) => {
-                let files = Files::of_server(&self.spec.folder, self.spec.verifies);
+                let folder = self.spec.folder.as_deref();
+                let folder = folder.ok_or_else(|| io::Error::other("there is no folder for TLS"));
+                let files = folder.and_then(|at| Files::of_server(at, self.spec.verifies));
                 process.give_files(number, files.as_ref().ok()).and(files.map(drop))
             }
             _ if text.is_empty() => {
@@ -178,6 +194,15 @@ impl Tunnel {
         self.reap();
     }
 
+    /// Ends the tunnel for good: its clients' connections have ended and nobody listens when this returns.
+    pub fn close(&mut self) {
+        self.end();
+        self.listeners.clear();
+        for pid in self.ended.drain(..) {
+            let _ = waitpid(Some(pid), WaitOptions::empty());
+        }
+    }
+
     fn reap(&mut self) {
         self.ended.retain(|pid| {
             matches!(waitpid(Some(*pid), WaitOptions::NOHANG), Ok(None) | Err(Errno::INTR))
@@ -196,15 +221,9 @@ impl Drop for Tunnel {
 
 impl Process {
     /// Sends the tunnel a stream to the server, or none if the server has no room for one more.
-    fn give_link(
-        &self,
-        number: u64,
-        admit: impl FnOnce(BorrowedFd<'_>) -> io::Result<()>,
-    ) -> io::Result<()> {
-        let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
-        let pair = pair.map_err(io::Error::from);
-        let admitted = pair.and_then(|(server, link)| admit(server.as_fd()).map(|()| link));
-        let link: Vec<_> = admitted.iter().map(OwnedFd::as_fd).collect();
+    fn give_link(&self, number: u64, link: impl FnOnce() -> io::Result<OwnedFd>) -> io::Result<()> {
+        let made = link();
+        let link: Vec<_> = made.iter().map(OwnedFd::as_fd).collect();
         TUNNEL.try_send(&self.socket, format!("link {number}").as_bytes(), &link)
     }
 

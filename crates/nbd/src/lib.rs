@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+pub mod address;
 pub mod client;
+pub mod restriction;
 pub mod uri;
 pub mod wire;

@@ -5,8 +5,9 @@
 pub mod rbd;
 
 use std::fmt;
-use std::path::PathBuf;
 use std::time::Duration;
+
+use crate::address::Address;
 
 /// The port of NBD.
 pub const PORT: u16 = 10809;
@@ -19,36 +20,11 @@ pub const MAX_URI_BYTES: usize = 8192;
 const MAX_SECONDS: u64 = 24 * 3600;
 const MAX_SESSION_BYTES: usize = 64;
 
-/// Where the server is.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Server {
-    /// A Unix socket.
-    Unix(PathBuf),
-    /// A host and a port, without encryption.
-    Plain {
-        /// A name or an address, without brackets.
-        host: String,
-        /// The TCP port.
-        port: u16,
-    },
-    /// A host and a port, by TLS.
-    Tls {
-        /// A name or an address, without brackets.
-        host: String,
-        /// The TCP port.
-        port: u16,
-        /// The folder of `ca-cert.pem` and perhaps `client-cert.pem` and `client-key.pem`.
-        certificates: PathBuf,
-    },
-    /// A helper process, which has the image of a Ceph cluster open.
-    Rbd(rbd::Image),
-}
-
 /// An export, and how it is used.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Uri {
     /// Its server.
-    pub server: Server,
+    pub server: Address,
     /// Its name there; empty: the server's default.
     pub export: String,
     /// The name of the session: all processes that follow each other on this disk have the same.
@@ -171,7 +147,7 @@ impl Settings {
         Ok(settings)
     }
 
-    fn unix(&self, authority: &str) -> Result<Server, BadUri> {
+    fn unix(&self, authority: &str) -> Result<Address, BadUri> {
         if !authority.is_empty() {
             let help = "write nbd+unix:///EXPORT?socket=PATH, with three slashes";
             return bad("a Unix socket has no host", help);
@@ -179,14 +155,14 @@ impl Settings {
         self.refuse_certificates("nbd+unix")?;
         match &self.socket {
             Some(path) if path.starts_with('/') && !path.contains('\0') => {
-                Ok(Server::Unix(path.into()))
+                Ok(Address::Unix(path.into()))
             }
             Some(_) => bad("the path of the socket does not begin with /", "write the whole path"),
             None => bad("it names no socket", "write nbd+unix:///EXPORT?socket=PATH"),
         }
     }
 
-    fn plain(&self, authority: &str) -> Result<Server, BadUri> {
+    fn plain(&self, authority: &str) -> Result<Address, BadUri> {
         self.refuse_socket()?;
         self.refuse_certificates("nbd")?;
         let (host, port) = host_and_port(authority)?;
@@ -197,10 +173,10 @@ impl Settings {
             );
             return bad("nbd:// neither encrypts nor authenticates", &help);
         }
-        Ok(Server::Plain { host, port })
+        Ok(Address::Tcp { host, port })
     }
 
-    fn tls(&self, authority: &str) -> Result<Server, BadUri> {
+    fn tls(&self, authority: &str) -> Result<Address, BadUri> {
         self.refuse_socket()?;
         if self.plain {
             return bad("it is encrypted and plain at once", "leave plain out, or write nbd://");
@@ -208,7 +184,7 @@ impl Settings {
         let (host, port) = host_and_port(authority)?;
         match &self.certificates {
             Some(path) if path.starts_with('/') && !path.contains('\0') => {
-                Ok(Server::Tls { host, port, certificates: path.into() })
+                Ok(Address::Tls { host, port, certificates: path.into() })
             }
             Some(_) => bad("the path of the certificates does not begin with /", "write it whole"),
             None => {
@@ -317,11 +293,11 @@ mod tests {
 
     #[test]
     fn each_form_names_a_server_and_an_export() {
-        let host = |host: &str, port| Server::Plain { host: host.into(), port };
+        let host = |host: &str, port| Address::Tcp { host: host.into(), port };
         for (text, server, export) in [
-            ("nbd+unix:///?socket=/run/a", Server::Unix("/run/a".into()), ""),
-            ("nbd+unix:///d%20e?socket=/run/a%3fb", Server::Unix("/run/a?b".into()), "d e"),
-            ("nbd+unix://?socket=/a", Server::Unix("/a".into()), ""),
+            ("nbd+unix:///?socket=/run/a", Address::Unix("/run/a".into()), ""),
+            ("nbd+unix:///d%20e?socket=/run/a%3fb", Address::Unix("/run/a?b".into()), "d e"),
+            ("nbd+unix://?socket=/a", Address::Unix("/a".into()), ""),
             ("nbd://h/x/y?plain=yes", host("h", 10809), "x/y"),
             ("nbd://[::1]:99/?plain=yes", host("::1", 99), ""),
             ("nbd://10.0.0.1:5?plain=yes", host("10.0.0.1", 5), ""),
@@ -331,7 +307,7 @@ mod tests {
         }
         let uri = Uri::parse("nbds://h:7/e?tls-certificates=/etc/pki").unwrap();
         let certificates = "/etc/pki".into();
-        assert_eq!(uri.server, Server::Tls { host: "h".into(), port: 7, certificates });
+        assert_eq!(uri.server, Address::Tls { host: "h".into(), port: 7, certificates });
     }
 
     #[test]

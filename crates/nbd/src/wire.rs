@@ -263,8 +263,22 @@ impl RawRequest {
     /// Parses a request. `None`: the bytes are not a request, and the rest of the stream is
     /// unusable.
     pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<RawRequest> {
+        RawRequest::parse_head(bytes, REQUEST_MAGIC, |len| len.u32().map(u64::from))
+    }
+
+    /// Parses a request with an extended head. `None`: as for [`parse`](Self::parse).
+    pub fn parse_extended(bytes: &[u8; EXTENDED_REQUEST_BYTES]) -> Option<RawRequest> {
+        RawRequest::parse_head(bytes, EXTENDED_REQUEST_MAGIC, Fields::u64)
+    }
+
+    #[inline]
+    fn parse_head<'a>(
+        bytes: &'a [u8],
+        magic: u32,
+        len: impl FnOnce(&mut Fields<'a>) -> Option<u64>,
+    ) -> Option<RawRequest> {
         let mut fields = Fields(bytes);
-        if fields.u32()? != REQUEST_MAGIC {
+        if fields.u32()? != magic {
             return None;
         }
         Some(RawRequest {
@@ -272,7 +286,7 @@ impl RawRequest {
             command: fields.u16()?,
             cookie: fields.u64()?,
             offset: fields.u64()?,
-            len: fields.u32()?.into(),
+            len: len(&mut fields)?,
         })
     }
 

@@ -1,5 +1,5 @@
 //! `ferrite-rbd`: has an image of a Ceph cluster open for its starter, and answers NBD on streams that this one gives it
-//! (docs/internals/processes.md 15). A process of its own, since librbd makes threads, sockets and files, which a disk's worker may
+//! (docs/internals/processes.md 16). A process of its own, since librbd makes threads, sockets and files, which a disk's worker may
 //! not have. librbd and librados are opened at run time, and never linked.
 //!
 //! * [`ffi`]: the two libraries. The only unsafe code.

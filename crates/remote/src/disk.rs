@@ -9,16 +9,16 @@ use std::time::{Duration, Instant};
 use ferrite_disk_base::{
     DiscardLimits, DiskError, ErrorKind, OpenOptions, READ_ONLY, SECTOR_BYTES,
 };
-use ferrite_host::clock::secret;
-use ferrite_host::names::connect::{self, Address};
-use ferrite_host::rbd;
+use ferrite_host::names::connect;
 use ferrite_io::reactor::Io;
 use ferrite_io::remote::{Remote, RemoteFactory};
 use ferrite_io::scratch::Scratch;
+use ferrite_nbd::address::Address;
 use ferrite_nbd::client::{Export, Refusal, Session as SessionName, Wanted};
-use ferrite_nbd::uri::{BadUri, Server, Uri};
+use ferrite_nbd::uri::{BadUri, Uri};
 use ferrite_nbd::wire::can;
 
+use crate::client::Identity;
 use crate::link::{self, Link, Waiting, run_here};
 use crate::session::Session;
 
@@ -78,8 +78,8 @@ impl RemoteExport {
         let what = || format!("cannot open {text}");
         let uri = Uri::parse(text)
             .map_err(|BadUri { why, help }| DiskError::new(ErrorKind::Usage, what(), why, help))?;
-        let address = address_of(&uri.server, options.read_only);
-        let (user, process) = identity(&uri).map_err(|e| {
+        let address = address_of(&uri, options.read_only);
+        let Identity { user, process, is_lasting } = Identity::of(&uri, options).map_err(|e| {
             let help = "check the kernel's random numbers (/dev/urandom)";
             DiskError::new(ErrorKind::Io, what(), e.to_string(), help)
         })?;
@@ -94,8 +94,8 @@ impl RemoteExport {
         let export = link.export.clone();
         check(&export, options.read_only)
             .map_err(|(kind, why, help)| DiskError::new(kind, what(), why, help))?;
-        // With a name of its own the session is known to the server, which has ended the predecessor's.
-        let is_fenced = export.fenced && uri.session.is_some();
+        // The server knows the user, and has ended the predecessor's connections.
+        let is_fenced = export.fenced && is_lasting;
         let drains_first = options.taken_over && !options.read_only && !is_fenced;
         let state = State { first: Some(link), ..State::default() };
         let shared = Shared {
@@ -226,7 +226,7 @@ impl Shared {
         let then = &self.export;
         let needed = can::FLUSH | can::TRIM | can::WRITE_ZEROES | can::MULTI_CONN;
         // An image of a cluster may grow. The disk keeps its size until it is opened again.
-        let has_grown = matches!(self.address, Address::Rbd(_)) && now.bytes > then.bytes;
+        let has_grown = matches!(self.address, Address::Rbd { .. }) && now.bytes > then.bytes;
         if now.bytes != then.bytes && !has_grown {
             return Err(format!("it has {} bytes, and had {}", now.bytes, then.bytes));
         }
@@ -251,27 +251,6 @@ impl RemoteFactory for Factory {
     }
 }
 
-/// Who uses the disk, and which process that is. A user without a name is this process alone.
-fn identity(uri: &Uri) -> io::Result<([u8; 16], u64)> {
-    let process = u64::from_ne_bytes(secret()?);
-    let user = match &uri.session {
-        None => secret()?,
-        Some(name) => {
-            let mut user = [0; 16];
-            user.copy_from_slice(
-                &blake3::Hasher::new()
-                    .update(name.as_bytes())
-                    .update(b"/")
-                    .update(uri.export.as_bytes())
-                    .finalize()
-                    .as_bytes()[..16],
-            );
-            user
-        }
-    };
-    Ok((user, process))
-}
-
 fn connect_here(address: &Address, wanted: &Wanted) -> Result<Link, Refusal> {
     let end = Instant::now() + PATIENCE;
     let mut attempt = 0;
@@ -287,13 +266,12 @@ fn connect_here(address: &Address, wanted: &Wanted) -> Result<Link, Refusal> {
 }
 
 /// The server of an export, with the addresses that its name has now. It may wait for the host's resolver. `None`: this
-/// names no export.
-/// `read_only`: nothing will be written.
+/// names no export. `read_only`: nothing will be written.
 pub fn server_of(name: &str, read_only: bool) -> Option<connect::Server> {
     let uri = Uri::parse(name).ok()?;
-    let address = address_of(&uri.server, read_only);
+    let address = address_of(&uri, read_only);
     let resolved = match &address {
-        Address::Unix(_) | Address::Rbd(_) => Vec::new(),
+        Address::Unix(_) | Address::Rbd { .. } => Vec::new(),
         Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
             connect::resolve(host, *port).unwrap_or_default()
         }
@@ -301,20 +279,13 @@ pub fn server_of(name: &str, read_only: bool) -> Option<connect::Server> {
     Some(connect::Server { address, resolved })
 }
 
-/// Where connections go.
-fn address_of(server: &Server, read_only: bool) -> Address {
-    match server {
-        Server::Unix(path) => Address::Unix(path.clone()),
-        Server::Plain { host, port } => Address::Tcp { host: host.clone(), port: *port },
-        Server::Tls { host, port, certificates } => {
-            let (host, certificates) = (host.clone(), certificates.clone());
-            Address::Tls { host, port: *port, certificates }
-        }
-        Server::Rbd(image) => {
-            let read_only = read_only || image.snapshot.is_some();
-            Address::Rbd(rbd::Image { name: image.to_string(), read_only })
-        }
+/// Where connections go. An image of a cluster that is only read is open without its lock.
+fn address_of(uri: &Uri, read_only: bool) -> Address {
+    let mut address = uri.server.clone();
+    if let Address::Rbd { read_only: only_read, .. } = &mut address {
+        *only_read |= read_only;
     }
+    address
 }
 
 fn block_bytes(export: &Export) -> u32 {

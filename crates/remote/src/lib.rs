@@ -9,9 +9,11 @@
 
 #![forbid(unsafe_code)]
 
+mod client;
 mod disk;
 mod link;
 mod session;
 mod signal;
 
+pub use client::client_of;
 pub use disk::{RemoteExport, server_of};

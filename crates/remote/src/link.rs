@@ -8,11 +8,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use ferrite_host::names::connect::{self, Address};
+use ferrite_host::names::connect;
 use ferrite_io::reactor::Io;
+use ferrite_nbd::address::Address;
 use ferrite_nbd::client::{Command, Export, Handshake, Refusal, Wanted};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use rustix::net::sockopt::set_socket_linger;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use crate::signal::first;
@@ -24,6 +26,16 @@ pub(crate) struct Link {
     pub(crate) export: Export,
     /// The last request is in the socket as a whole. What follows a part of one would be taken for its data.
     pub(crate) is_between_requests: AtomicBool,
+}
+
+impl Link {
+    /// Drops what the kernel has for a server that is silent. It would be sent when the server can be reached again, after
+    /// newer requests of the next connection.
+    pub(crate) fn abandon(&self) {
+        self.is_between_requests.store(false, Ordering::Relaxed);
+        // A Unix socket has no such bytes: what was sent is at the server.
+        let _ = set_socket_linger(&self.socket, Some(Duration::ZERO));
+    }
 }
 
 impl Drop for Link {
@@ -168,15 +180,12 @@ fn try_send(socket: BorrowedFd<'_>, bytes: &[u8]) -> rustix::io::Result<usize> {
 
 /// Why there is no connection, and what to do.
 fn unreachable_server(address: &Address, e: &io::Error) -> Refusal {
-    if let Address::Rbd(image) = address {
-        return without_helper(&image.name, e);
-    }
     let place = match address {
         Address::Unix(path) => path.display().to_string(),
         Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
             format!("{host}, port {port}")
         }
-        Address::Rbd(image) => image.name.clone(),
+        Address::Rbd { image, .. } => return without_helper(&image.short(), e),
     };
     let errno = e.raw_os_error().map(Errno::from_raw_os_error);
     let (why, help) = match (errno, e.kind()) {
@@ -216,8 +225,7 @@ fn unreachable_server(address: &Address, e: &io::Error) -> Refusal {
 }
 
 /// Why no helper process serves an image of a Ceph cluster.
-fn without_helper(name: &str, e: &io::Error) -> Refusal {
-    let image = name.split('?').next().unwrap_or(name);
+fn without_helper(image: &str, e: &io::Error) -> Refusal {
     let errno = e.raw_os_error().map(Errno::from_raw_os_error);
     let (why, help) = match (errno, e.kind()) {
         (Some(Errno::NOENT), _) => (

@@ -3,6 +3,7 @@
 //! Each message is read to its last byte and no further: what comes behind STARTTLS is TLS, and never an option in
 //! clear.
 
+use ferrite_nbd::restriction::{RESTRICT, Restriction};
 use ferrite_nbd::wire::{
     FIXED_NEWSTYLE, Fields, NO_ZEROES, OPTION_MAGIC, OPTION_REPLY_MAGIC, SERVER_MAGIC, option,
     push_option_reply, reply,
@@ -135,6 +136,12 @@ pub(crate) fn until_tls(client: &Timed<'_>) -> Result<u32, End> {
     Err(without_tls())
 }
 
+/// Does the beginning of a server's handshake with a client in clear. Returns its flags.
+pub(crate) fn in_clear(client: &Timed<'_>) -> Result<u32, End> {
+    greet(client, FIXED_NEWSTYLE | NO_ZEROES)?;
+    flags_of(client)
+}
+
 fn without_tls() -> End {
     let why = "this server serves nobody in clear";
     Fault::new("the client has not asked for TLS", why, "use nbds:// with certificates there")
@@ -150,6 +157,31 @@ pub(crate) fn join(server: &Timed<'_>, flags: u32) -> Result<(), End> {
         return Err(Fault::new("the inner server is refused", why, "use another server").into());
     }
     server.write_all(&flags.to_be_bytes())
+}
+
+/// Tells a server of this host what its client may do. One that does not know the option would let it do anything.
+pub(crate) fn restrict(server: &Timed<'_>, restriction: &Restriction) -> Result<(), End> {
+    let data = restriction.to_bytes();
+    let mut ask = Vec::with_capacity(OPTION_HEAD_BYTES + data.len());
+    ask.extend(OPTION_MAGIC.to_be_bytes());
+    ask.extend(RESTRICT.to_be_bytes());
+    ask.extend((data.len() as u32).to_be_bytes());
+    ask.extend(data);
+    server.write_all(&ask)?;
+    let head = server.read::<20>()?;
+    let mut fields = Fields(&head);
+    let (magic, option, kind, len) = (fields.u64(), fields.u32(), fields.u32(), fields.u32());
+    let is_done = (magic, option) == (Some(OPTION_REPLY_MAGIC), Some(RESTRICT))
+        && (kind, len) == (Some(reply::ACK), Some(0));
+    match is_done {
+        true => Ok(()),
+        false => Err(Fault::new(
+            "a client was turned away",
+            "the program that serves the disk is too old to limit what clients may do",
+            "run ferrite upgrade",
+        )
+        .into()),
+    }
 }
 
 /// Asks a server for TLS.

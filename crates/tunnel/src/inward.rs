@@ -22,7 +22,8 @@ use ferrite_host::clock::{Clock as _, SystemClock};
 use ferrite_host::frames::{Frame, TUNNEL};
 use ferrite_host::limited;
 use ferrite_host::log_limit::SharedLogLimit;
-use ferrite_host::tunnel::Files;
+use ferrite_host::tunnel::{Files, Inward};
+use ferrite_nbd::restriction::Restriction;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, SocketAddrAny, SocketFlags, acceptfrom_with, shutdown};
@@ -30,7 +31,8 @@ use rustls::{Connection, ServerConfig, ServerConnection};
 
 use crate::credentials::{self, Contents};
 use crate::faults::{Peer, fault};
-use crate::greeting::{join, until_tls};
+use crate::greeting::{in_clear, join, restrict, until_tls};
+use crate::plain::pass;
 use crate::pump::{Pump, bound, handshake};
 use crate::stream::{GREETING, Timed, timespec};
 use crate::{End, Fault};
@@ -52,8 +54,9 @@ type Waiting = HashMap<String, SyncSender<Answer>>;
 /// What all clients' threads share.
 struct Shared {
     starter: OwnedFd,
-    /// Whether clients need certificates.
-    verifies: bool,
+    how: Inward,
+    /// What the server is told of each client.
+    restriction: Option<Restriction>,
     /// Threads that wait for an answer of the starter, by what they have asked.
     waiting: Mutex<Waiting>,
     current: Mutex<Option<Current>>,
@@ -78,14 +81,19 @@ struct Client {
     linked: Arc<AtomicBool>,
 }
 
-/// Serves clients until the starter ends. Unless it `verifies`, they need no certificates.
+/// Serves clients until the starter ends. The server is told of each what it may do, if there is a `restriction`.
 ///
 /// # Errors
 /// The starter has ended, or its socket fails.
-pub fn inward(starter: OwnedFd, verifies: bool) -> io::Result<Infallible> {
+pub fn inward(
+    starter: OwnedFd,
+    how: Inward,
+    restriction: Option<Restriction>,
+) -> io::Result<Infallible> {
     let shared = Arc::new(Shared {
         starter,
-        verifies,
+        how,
+        restriction,
         waiting: Mutex::default(),
         current: Mutex::default(),
         linked: AtomicUsize::new(0),
@@ -216,22 +224,40 @@ impl Shared {
 
     fn serve(&self, number: u64, socket: &OwnedFd, linked: &AtomicBool) -> Result<(), End> {
         let end = Instant::now() + GREETING;
-        let outside = Timed { socket, end, whom: "client" };
-        let flags = until_tls(&outside)?;
-        let config = self.config(number, end)?;
-        let connection = ServerConnection::new(config).map_err(|e| fault(&e, Peer::Client))?;
-        let mut tls = Connection::Server(connection);
-        bound(&mut tls);
-        handshake(&mut tls, &outside, Peer::Client)?;
+        if self.how == Inward::Plain {
+            let outside = Timed { socket, end, whom: "client" };
+            let flags = in_clear(&outside)?;
+            let _place = self.take_place()?;
+            let inside = self.link(number, end, flags, linked)?;
+            pass(socket, &inside);
+            return Ok(());
+        }
+        let (flags, mut tls) = secure(socket, end, || self.config(number, end))?;
         let _place = self.take_place()?;
+        let inside = self.link(number, end, flags, linked)?;
+        Pump::new(&mut tls, Peer::Client, socket, &inside).run()
+    }
+
+    /// A stream to the server, which has heard the client's flags and what it may do.
+    fn link(
+        &self,
+        number: u64,
+        end: Instant,
+        flags: u32,
+        linked: &AtomicBool,
+    ) -> Result<OwnedFd, End> {
         linked.store(true, Ordering::Relaxed);
         let (_, link) = self.ask("link", number, end)?;
         let Some(inside) = link.into_iter().next() else {
             let what = "a client was turned away";
             return Err(Fault::new(what, "the disk takes no more", "end another client").into());
         };
-        join(&Timed { socket: &inside, end, whom: "server" }, flags)?;
-        Pump::new(&mut tls, Peer::Client, socket, &inside).run()
+        let server = Timed { socket: &inside, end, whom: "disk" };
+        join(&server, flags)?;
+        if let Some(restriction) = &self.restriction {
+            restrict(&server, restriction)?;
+        }
+        Ok(inside)
     }
 
     /// A place among the clients with a stream to the server.
@@ -240,7 +266,7 @@ impl Shared {
         if self.linked.fetch_add(1, Ordering::Relaxed) < MAX_CLIENTS {
             return Ok(place);
         }
-        let why = format!("there are {MAX_CLIENTS} with TLS");
+        let why = format!("there are {MAX_CLIENTS}");
         Err(Fault::new("a client was turned away", why, "end another client").into())
     }
 
@@ -275,8 +301,37 @@ impl Shared {
         if current.is_some_and(|current| current.contents == contents) {
             return Err(None);
         }
-        let config = credentials::server(&contents, self.verifies)?;
+        let config = credentials::server(&contents, self.how == Inward::Tls { verifies: true })?;
         Ok(Current { contents, config })
+    }
+}
+
+/// Does a client's handshakes: that of NBD until STARTTLS, and that of TLS. Returns its flags.
+fn secure(
+    socket: &OwnedFd,
+    end: Instant,
+    config: impl FnOnce() -> Result<Arc<ServerConfig>, End>,
+) -> Result<(u32, Connection), End> {
+    let outside = Timed { socket, end, whom: "client" };
+    let flags = until_tls(&outside)?;
+    let connection = ServerConnection::new(config()?).map_err(|e| fault(&e, Peer::Client))?;
+    let mut tls = Connection::Server(connection);
+    bound(&mut tls);
+    handshake(&mut tls, &outside, Peer::Client)?;
+    Ok((flags, tls))
+}
+
+/// Does the handshakes of a client that has to have a certificate, and no more: for tests of any bytes.
+///
+/// # Errors
+/// Why there is no TLS; `None`: the client has left.
+pub fn greet_client(socket: &OwnedFd, files: &Files) -> Result<(), Option<Fault>> {
+    let contents = Contents::read(files)?;
+    let config = credentials::server(&contents, true)?;
+    match secure(socket, Instant::now() + GREETING, || Ok(config)) {
+        Ok(_) => Ok(()),
+        Err(End::Refused(fault)) => Err(Some(fault)),
+        Err(End::Left) => Err(None),
     }
 }
 

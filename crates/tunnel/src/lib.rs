@@ -16,13 +16,15 @@ mod faults;
 mod greeting;
 mod inward;
 mod outward;
+mod plain;
 mod pump;
 mod stream;
 #[cfg(test)]
 mod tests;
 
 pub use credentials::{check_client, check_server};
-pub use inward::inward;
+pub use ferrite_nbd::restriction::Restriction;
+pub use inward::{greet_client, inward};
 pub use outward::outward;
 
 /// Why there is no TLS with a peer, or none with these files.

@@ -14,12 +14,12 @@ use crate::faults::{Peer, fault};
 use crate::stream::{Socket, Timed, is_nothing, linger, timespec};
 use crate::{End, Fault};
 
-/// Bytes of TLS that were received: two of its longest records.
-const WIRE_BYTES: usize = 32 << 10;
+/// Bytes of TLS that were received: some of its longest records, so that a wake-up and a system call are for several.
+const WIRE_BYTES: usize = 128 << 10;
 /// Bytes in clear, in each direction.
-const CLEAR_BYTES: usize = 64 << 10;
+const CLEAR_BYTES: usize = 128 << 10;
 /// Most bytes of TLS that wait to be sent: those in clear, and what encryption adds.
-const SEND_BYTES: usize = 80 << 10;
+const SEND_BYTES: usize = 144 << 10;
 /// The time to read the last bytes after an end.
 const GOODBYE: Duration = Duration::from_secs(10);
 

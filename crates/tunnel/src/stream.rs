@@ -102,7 +102,10 @@ impl Timed<'_> {
             false => Err(End::Refused(Fault::new(
                 format!("the {} has not finished its handshake", self.whom),
                 format!("{} s are over", GREETING.as_secs()),
-                "check the network between, and that it is a program of NBD with TLS",
+                match self.whom {
+                    "disk" => "ferrite disk list shows whether it is served or paused",
+                    _ => "check the network between, and that it is a program of NBD with TLS",
+                },
             ))),
         }
     }

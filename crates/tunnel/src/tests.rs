@@ -1,6 +1,6 @@
 //! Streams of strangers, byte by byte, before TLS and in it.
 
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
@@ -8,14 +8,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_host::clock::{Random, SplitMix64};
-use ferrite_host::tunnel::Files;
+use ferrite_host::tunnel::{Files, Inward};
 use rustls::pki_types::ServerName;
-use rustls::{ClientConnection, Connection, ServerConfig, ServerConnection};
+use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
 
 use crate::credentials::{self, Contents};
 use crate::faults::Peer;
 use crate::greeting::until_tls;
-use crate::pump::{bound, handshake};
+use crate::pump::{Pump, bound, handshake};
 use crate::stream::{Socket, Timed};
 use crate::{End, inward};
 
@@ -50,18 +50,35 @@ fn harm(bytes: &[u8], random: &mut SplitMix64) -> Vec<u8> {
     bytes
 }
 
-/// The certificate and key of a server. `None`: openssl is not installed.
-fn server() -> Option<Arc<ServerConfig>> {
+/// How many times longer than usual the tests with loops run, as those of other crates.
+fn scale() -> u32 {
+    let scale = std::env::var("FERRITE_TEST_SCALE").ok();
+    scale.map_or(1, |scale| scale.parse().expect("FERRITE_TEST_SCALE is a number"))
+}
+
+/// A server, and a client who knows it. `None`: openssl is not installed.
+fn both() -> Option<(Arc<ServerConfig>, Arc<ClientConfig>)> {
     let dir = tempfile::tempdir().unwrap();
-    let mut command = Command::new("openssl");
-    command.args(["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]);
-    command.args(["-noenc", "-subj", "/CN=x", "-addext", "subjectAltName=DNS:localhost"]);
-    command.args(["-keyout", "server-key.pem", "-out", "server-cert.pem"]).stderr(Stdio::null());
-    if !command.current_dir(dir.path()).status().ok()?.success() {
-        return None;
-    }
-    let files = Files::of_server(dir.path(), false).unwrap();
-    Some(credentials::server(&Contents::read(&files).unwrap(), false).unwrap())
+    let openssl = |kind: &str, more: &[&str]| {
+        let mut command = Command::new("openssl");
+        command.args(["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]);
+        command.args(["-noenc", "-subj", &format!("/CN={kind}")]).args(more);
+        command.args(["-keyout", &format!("{kind}-key.pem"), "-out", &format!("{kind}-cert.pem")]);
+        let status = command.current_dir(dir.path()).stderr(Stdio::null()).status();
+        status.ok()?.success().then_some(())
+    };
+    openssl("ca", &[])?;
+    let signed = ["-CA", "ca-cert.pem", "-CAkey", "ca-key.pem", "-addext"];
+    let names = ["basicConstraints=critical,CA:FALSE", "-addext", "subjectAltName=DNS:localhost"];
+    openssl("server", &[&signed[..], &names].concat())?;
+    let read = |files: Files| Contents::read(&files).unwrap();
+    let server = credentials::server(&read(Files::of_server(dir.path(), false).unwrap()), false);
+    let client = credentials::client(&read(Files::of_client(dir.path()).unwrap()));
+    Some((server.unwrap(), client.unwrap()))
+}
+
+fn server() -> Option<Arc<ServerConfig>> {
+    Some(both()?.0)
 }
 
 /// What a client of TLS says first.
@@ -95,7 +112,8 @@ fn random_streams_of_tls_end_one_connection_each() {
     println!("seed {SEED}");
     let mut random = SplitMix64::new(SEED);
     let hello = client_hello();
-    for i in 0..10_000u32 {
+    let rounds = if scale() > 1 { 100_000 } else { 10_000 };
+    for i in 0..rounds {
         let mut bytes = harm(&hello, &mut random);
         if i % 4 == 0 {
             // A good beginning, and records of each kind behind it.
@@ -113,11 +131,64 @@ fn random_streams_of_tls_end_one_connection_each() {
     }
 }
 
+/// A client's stream inside TLS, in pieces of any size, through a tunnel to a server that says all of it again.
+#[test]
+fn random_streams_inside_tls_arrive_whole_and_end() {
+    let Some((server, client)) = both() else { return };
+    println!("seed {SEED}");
+    let mut random = SplitMix64::new(SEED);
+    let good = b"\0\0\0\x03IHAVEOPT\0\0\0\x08\0\0\0\0IHAVEOPT\0\0\0\x07\0\0\0\x06\0\0\0\0\0\0";
+    let rounds = if scale() > 1 { 100_000 } else { 300 };
+    for round in 0..rounds {
+        let mut bytes = harm(good, &mut random);
+        if round % 16 == 0 {
+            // Longer than all buffers between, so both sides have to wait.
+            bytes.extend((0..1 << 20).map(|i: u32| (i / 253) as u8));
+        }
+        let ((outside, own), (inside, other)) =
+            (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
+        let (server, client, sent) = (server.clone(), client.clone(), &bytes);
+        let most = 1 + random.below(100_000) as usize;
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let (own, inside) = (OwnedFd::from(own), OwnedFd::from(inside));
+                let mut tls = Connection::Server(ServerConnection::new(server).unwrap());
+                bound(&mut tls);
+                handshake(&mut tls, &timed(&own), Peer::Client).unwrap();
+                Pump::new(&mut tls, Peer::Client, &own, &inside).run().unwrap();
+            });
+            scope.spawn(move || {
+                std::io::copy(&mut &other, &mut &other).unwrap();
+                other.shutdown(std::net::Shutdown::Write).unwrap();
+            });
+            let name = ServerName::try_from("localhost").unwrap();
+            let (mut tls, mut outside) = (ClientConnection::new(client, name).unwrap(), outside);
+            // A client without a word has a handshake as well.
+            tls.complete_io(&mut outside).unwrap();
+            let mut got = vec![0; sent.len()];
+            let mut read = 0;
+            for piece in sent.chunks(most) {
+                rustls::Stream::new(&mut tls, &mut outside).write_all(piece).unwrap();
+                // As much of it as has come back.
+                let part = &mut got[read..read + piece.len()];
+                rustls::Stream::new(&mut tls, &mut outside).read_exact(part).unwrap();
+                read += piece.len();
+            }
+            tls.send_close_notify();
+            let mut rest = Vec::new();
+            rustls::Stream::new(&mut tls, &mut outside).read_to_end(&mut rest).unwrap();
+            assert!(got == *sent && rest.is_empty(), "round {round}");
+        });
+    }
+}
+
 /// A tunnel that serves nobody yet ends with its starter.
 #[test]
 fn a_tunnel_ends_with_its_starter() {
     let (starter, own) = ferrite_host::frames::pair().unwrap();
-    let tunnel = std::thread::spawn(move || inward(own, true).map(|never| match never {}));
+    let tunnel = std::thread::spawn(move || {
+        inward(own, Inward::Tls { verifies: true }, None).map(|never| match never {})
+    });
     drop(starter);
     assert!(tunnel.join().unwrap().is_err());
 }

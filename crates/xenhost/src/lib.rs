@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bootdisk;
+pub mod certificates;
 pub mod channel;
 pub mod disk;
 pub mod guest;

@@ -89,6 +89,13 @@ fn cleaned(bench: &mut Bench<'_>) -> Result<()> {
     if !refused.contains("mounted at /mnt/dev") {
         bail!("a mounted device: {refused}");
     }
+    let open = bench.xenhost.sh(&format!(
+        "umount /mnt/dev; (exec 7<{device}; ferrite disk device --remove {device} 2>&1 && exit 1; true) && \
+         mount {device} /mnt/dev"
+    ))?;
+    if !open.contains("open in process") {
+        bail!("a device that a program has open: {open}");
+    }
     let again = bench.xenhost.sh(&format!("ferrite disk device {IMAGE} 2>&1 && exit 1; true"))?;
     if !again.contains(&device) {
         bail!("a second device of an image: {again}");

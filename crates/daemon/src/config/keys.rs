@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
+use ferrite_nbd::uri::Uri;
 use ferrite_serve::memory::DataMemory;
 use toml::{Table, Value};
 
-use super::{Config, DiskOptions, HostOptions, nearest};
+use super::{Config, DiskOptions, HostOptions, NbdOptions, nearest, servers};
 
 /// The default of `image_folders`.
 pub(super) const IMAGE_FOLDERS: [&str; 4] =
@@ -57,7 +58,20 @@ const TOP: [Key<Config>; 4] = [
     },
 ];
 
-const TABLES: [&str; 3] = ["disks", "host", "images"];
+const TABLES: [&str; 4] = ["disks", "host", "images", "nbd"];
+
+const NBD: [Key<NbdOptions>; 2] = [
+    Key {
+        name: "servers",
+        allowed: servers::ALLOWED,
+        take: |nbd, value| put(&mut nbd.servers, servers::of_list(value)),
+    },
+    Key {
+        name: "certificate_folders",
+        allowed: FOLDERS,
+        take: |nbd, value| put(&mut nbd.certificate_folders, folders(value)),
+    },
+];
 
 const HOST: [Key<HostOptions>; 3] = [
     Key {
@@ -227,12 +241,15 @@ pub(super) fn take_all(config: &mut Config, file: &Table) -> Result<(), KeyError
     if let Some(value) = file.get("disks") {
         take_table(&mut config.disks, &DISK, "disks", value)?;
     }
+    if let Some(value) = file.get("nbd") {
+        take_table(&mut config.nbd, &NBD, "nbd", value)?;
+    }
     // Images come after `disks`: an image has its values for each key that it does not set.
     if let Some(value) = file.get("images") {
         for (path, value) in table("images", value)? {
             let key = format!("images.{path:?}");
-            if !is_folder(Path::new(path)) {
-                let why = "an image is named by its absolute path".to_owned();
+            if !is_folder(Path::new(path)) && Uri::parse(path).is_err() {
+                let why = "an image is named by its absolute path, an export by its URI".to_owned();
                 let allowed = "write [images.\"/srv/images/disk.vhd\"]".to_owned();
                 return Err(KeyError { key, why, allowed });
             }
@@ -293,6 +310,9 @@ fn take<T>(
 fn elsewhere(name: &str) -> Option<&'static str> {
     let of_disks = DISK.iter().any(|key| key.name == name);
     let of_host = HOST.iter().any(|key| key.name == name);
+    if NBD.iter().any(|key| key.name == name) {
+        return Some("below [nbd]");
+    }
     match (of_disks, of_host) {
         (true, true) => Some("below [host] for all disks together, below [disks] for each"),
         (true, false) => {
@@ -340,7 +360,7 @@ fn socket(value: &Value) -> Option<PathBuf> {
 }
 
 /// Whether a path is absolute and has no `..`: it is compared with resolved paths, which have none.
-fn is_folder(path: &Path) -> bool {
+pub(super) fn is_folder(path: &Path) -> bool {
     path.is_absolute() && !path.components().any(|part| part == std::path::Component::ParentDir)
 }
 
@@ -352,5 +372,6 @@ pub(super) fn of_disks() -> Vec<&'static str> {
 #[cfg(test)]
 pub(super) fn names() -> Vec<&'static str> {
     let disk = DISK.iter().map(|key| key.name).chain(HOST.iter().map(|key| key.name));
+    let disk = disk.chain(NBD.iter().map(|key| key.name));
     disk.chain(TOP.iter().map(|key| key.name)).chain(TABLES).collect()
 }

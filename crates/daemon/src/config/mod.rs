@@ -20,11 +20,13 @@ use crate::control::protocol::{Setting, Source};
 
 mod keys;
 mod nearest;
+mod servers;
 #[cfg(test)]
 mod tests;
 mod warnings;
 
 pub use nearest::nearest;
+pub use servers::{NbdOptions, NbdServer};
 
 /// The path of the configuration.
 pub const PATH: &str = "/etc/ferrite/ferrite.toml";
@@ -43,11 +45,13 @@ pub struct Config {
     pub state_folder: PathBuf,
     /// The path of the socket for metrics. `None`: there is none.
     pub metrics_socket: Option<PathBuf>,
+    /// The servers of NBD whose exports may be disks.
+    pub nbd: NbdOptions,
     /// The options that all disks of the host share.
     pub host: HostOptions,
     /// The options of each disk.
     pub disks: DiskOptions,
-    /// The options of single images, by path.
+    /// The options of single images, by path or by URI.
     pub images: BTreeMap<PathBuf, DiskOptions>,
 }
 
@@ -123,6 +127,7 @@ impl Default for Config {
             parent_folders: Vec::new(),
             state_folder: PathBuf::from(keys::STATE_FOLDER),
             metrics_socket: None,
+            nbd: NbdOptions::default(),
             host: HostOptions {
                 map_budget: HOST_MAPPINGS,
                 poll_processors: None,

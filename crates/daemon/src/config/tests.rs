@@ -46,6 +46,10 @@ cpu = 150
 merge = false
 limit = "iops_read=500,bytes=1048576:8388608"
 
+[nbd]
+servers = ["storage.example:7", "/run/nbd"]
+certificate_folders = ["/etc/tls"]
+
 [images."/srv/images/db:1.vhd"]
 queues = 8
 poll_us = "auto"
@@ -80,6 +84,13 @@ fn each_key_goes_to_its_place() {
         parent_folders: vec!["/srv/templates".into()],
         state_folder: "/srv/state".into(),
         metrics_socket: Some("/run/m.sock".into()),
+        nbd: NbdOptions {
+            servers: vec![
+                NbdServer::Port { host: "storage.example".into(), port: 7 },
+                NbdServer::Socket("/run/nbd".into()),
+            ],
+            certificate_folders: vec!["/etc/tls".into()],
+        },
         host: HostOptions { map_budget: 1000, poll_processors: Some(0), memory_mib: Some(512) },
         disks,
         images: [("/srv/images/db:1.vhd".into(), image)].into(),

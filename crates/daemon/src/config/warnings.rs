@@ -3,6 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
+use ferrite_nbd::uri::Uri;
+
 use super::{Config, ConfigError, keys};
 
 impl Config {
@@ -45,7 +47,22 @@ impl Config {
             let help = "correct it, or make the folder: there are no metrics without it";
             warnings.push(warning("metrics_socket".to_owned(), why, help));
         }
+        for folder in &self.nbd.certificate_folders {
+            if let Some(why) = missing(folder) {
+                let help = "correct it, or make the folder: until then no disk is served by TLS";
+                warnings.push(warning("nbd.certificate_folders".to_owned(), why, help));
+            }
+        }
         for image in self.images.keys() {
+            if let Some(uri) = image.to_str().and_then(|text| Uri::parse(text).ok()) {
+                if let Err(refused) = self.nbd.check(&uri) {
+                    let why = "it is on a server that disks may not be on".to_owned();
+                    let mut warning = warning(format!("images.{image:?}"), why, "");
+                    warning.allowed = refused.help;
+                    warnings.push(warning);
+                }
+                continue;
+            }
             let key = format!("images.{image:?}");
             if let Some(why) = missing(image) {
                 let help = "correct it, or make the image: no other gets these settings";

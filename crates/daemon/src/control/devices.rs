@@ -86,7 +86,7 @@ fn row(shared: &Shared, record: Record, users: Vec<String>) -> DeviceRow {
     }
 }
 
-fn not_done(e: NotDone) -> RpcError {
+pub(super) fn not_done(e: NotDone) -> RpcError {
     let (code, Failure { why, help }) = match e {
         NotDone::Missing(failure) => (code::NO_DISK, failure),
         NotDone::InUse(failure) => (code::IN_USE, failure),

@@ -25,7 +25,23 @@ pub struct CoalesceParams {
     pub speed: Option<u64>,
 }
 
-/// The parameters of `job.show`, `job.cancel`, `job.pause` and `job.resume`.
+/// The parameters of `disk.mirror`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MirrorParams {
+    /// The disk that is mirrored.
+    pub disk: DiskId,
+    /// The target, as `FORMAT:PATH` or the URI of an NBD export.
+    pub target: String,
+    /// Whether the disk goes on with the target, once that has all.
+    #[serde(default)]
+    pub switch: bool,
+    /// Most bytes a second. Without it, there is no limit.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub speed: Option<u64>,
+}
+
+/// The parameters of `job.show`, `job.cancel`, `job.complete`, `job.pause` and `job.resume`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct JobParams {
@@ -61,6 +77,8 @@ pub struct JobLimitParams {
 pub enum JobKind {
     /// It merges images of a running disk's chain.
     Coalesce,
+    /// It has all writes of a disk go to another one, too.
+    Mirror,
 }
 
 /// The state of a job.
@@ -106,7 +124,7 @@ pub struct Job {
     /// The highest image that is merged, once that is known.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub from: Option<String>,
-    /// The image that it is merged into, once that is known.
+    /// The image that it is merged into, once that is known; the target of a mirror.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub to: Option<String>,
     /// Its state.
@@ -130,7 +148,7 @@ pub struct Job {
     /// Most bytes a second, if there is a limit.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub speed: Option<u64>,
-    /// Why it has failed, or which image it has left in the chain.
+    /// Why it has failed, or which image it has left in the chain; of a mirror that goes on, why it is not complete.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub why: Option<String>,
     /// The next step for the administrator.

@@ -5,13 +5,16 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::methods::{MAX_WAIT, found, reply, take};
+use super::pauses::image;
 use super::protocol::{
     CoalesceParams, Job, JobKind, JobLimitParams, JobList, JobParams, JobPhase, JobWaitParams,
-    Nothing, PhaseName, RpcError, code,
+    MirrorParams, Nothing, PhaseName, RpcError, code,
 };
 use crate::Shared;
-use crate::jobs::state::{Coalesce, Outcome, Task};
+use crate::jobs::state::{Coalesce, Mirror, Outcome, Task};
 use crate::jobs::{Refusal, Seen};
+use crate::params::{Format, Image};
+use crate::state::DiskId;
 use crate::table::Entry;
 
 /// How long `job.cancel` waits for the end of the job's process.
@@ -27,6 +30,7 @@ pub(super) fn call(
     let jobs = &shared.jobs;
     Some(match method {
         "disk.coalesce" => take(params).and_then(|asked| reply(&coalesce(shared, &asked)?)),
+        "disk.mirror" => take(params).and_then(|asked| reply(&mirror(shared, &asked)?)),
         "job.list" => take::<Nothing>(params).and_then(|_| reply(&list(shared))),
         "job.show" => take::<JobParams>(params).and_then(|asked| reply(&show(shared, asked.id)?)),
         "job.wait" => take(params).and_then(|asked| reply(&wait(shared, &asked)?)),
@@ -34,6 +38,7 @@ pub(super) fn call(
             jobs.cancel(id)?;
             jobs.wait(id, CANCELLED_WITHIN).map(drop)
         }),
+        "job.complete" => changed(shared, params, |id| jobs.complete(id)),
         "job.pause" => changed(shared, params, |id| jobs.pause(id, true)),
         "job.resume" => changed(shared, params, |id| jobs.pause(id, false)),
         "job.limit" => take::<JobLimitParams>(params).and_then(|asked| {
@@ -79,7 +84,7 @@ fn wait(shared: &Shared, asked: &JobWaitParams) -> Result<Job, RpcError> {
 
 /// Starts the merge of images below a running disk's leaf.
 fn coalesce(shared: &Shared, asked: &CoalesceParams) -> Result<Job, RpcError> {
-    let disk = found(shared, asked.disk)?;
+    found(shared, asked.disk)?;
     let bad = |message: String, help: &str| RpcError::new(code::INVALID_PARAMS, message, help);
     for path in [&asked.from, &asked.to].into_iter().flatten() {
         if !path.starts_with('/') {
@@ -90,24 +95,74 @@ fn coalesce(shared: &Shared, asked: &CoalesceParams) -> Result<Job, RpcError> {
     if asked.speed == Some(0) {
         return Err(bad("a speed of 0".to_owned(), "leave speed out for no limit"));
     }
-    let of_entry = |entry: &Entry| (entry.image.clone(), entry.beside);
-    let (image, beside) =
-        shared.table.read(|disks| disks.get(&asked.disk).map(of_entry)).unwrap_or_default();
-    if let Some(first) = beside {
-        let message = format!("disk {} is a stub domain's", asked.disk);
-        let help = format!("it is served with disk {first}: merge the images of that one");
-        return Err(RpcError::new(code::FAILED, message, &help));
-    }
-    let Some(image) = image.filter(|_| disk.phase == PhaseName::Served) else {
-        let message = format!("disk {} is not served", asked.disk);
-        let help = format!(
-            "ferrite disk show {} says why; ferrite image coalesce merges images at rest",
-            asked.disk
-        );
-        return Err(RpcError::new(code::FAILED, message, &help));
-    };
+    let at_rest = "ferrite image coalesce merges images at rest";
+    let image = served_image(shared, asked.disk, at_rest)?;
     let task = Coalesce::new(&image, asked.from.clone(), asked.to.clone()).forced(asked.force);
     shared.jobs.start(asked.disk, Task::Coalesce(task), asked.speed).map(describe).map_err(refused)
+}
+
+/// The image of a disk that is served.
+fn served_image(shared: &Shared, id: DiskId, at_rest: &str) -> Result<Image, RpcError> {
+    let disk = found(shared, id)?;
+    let of_entry = |entry: &Entry| (entry.image.clone(), entry.beside);
+    let (image, beside) =
+        shared.table.read(|disks| disks.get(&id).map(of_entry)).unwrap_or_default();
+    if let Some(first) = beside {
+        let message = format!("disk {id} is a stub domain's");
+        let help = format!("it is served with disk {first}: name that one");
+        return Err(RpcError::new(code::FAILED, message, &help));
+    }
+    image.filter(|_| disk.phase == PhaseName::Served).ok_or_else(|| {
+        let help = format!("ferrite disk show {id} says why; {at_rest}");
+        RpcError::new(code::FAILED, format!("disk {id} is not served"), &help)
+    })
+}
+
+/// Starts the mirror of a running disk.
+fn mirror(shared: &Shared, asked: &MirrorParams) -> Result<Job, RpcError> {
+    let at_rest = "ferrite image convert copies images at rest";
+    let source = served_image(shared, asked.disk, at_rest)?;
+    let bad = |message: String, help: &str| RpcError::new(code::INVALID_PARAMS, message, help);
+    if asked.speed == Some(0) {
+        return Err(bad("a speed of 0".to_owned(), "leave speed out for no limit"));
+    }
+    if source.format == Format::Store {
+        let help = "copy a snapshot of it: ferrite store send, ferrite image convert";
+        return Err(bad("volumes of stores cannot be mirrored".to_owned(), help));
+    }
+    let target = target(shared, &asked.target, asked.switch)?;
+    let task = Mirror::new(&source, target, asked.switch);
+    shared.jobs.start(asked.disk, Task::Mirror(task), asked.speed).map(describe).map_err(refused)
+}
+
+/// The target of a mirror, as its worker gets it.
+fn target(shared: &Shared, name: &str, switches: bool) -> Result<String, RpcError> {
+    let bad = |message: String, help: &str| RpcError::new(code::INVALID_PARAMS, message, help);
+    if name.starts_with("nbd:") || name.starts_with("nbd+") || name.starts_with("nbds") {
+        if switches && image(name).is_err() {
+            let help = "mirror it without --switch, and attach the disk where its server is";
+            let message = "a disk of this host cannot be served from an export".to_owned();
+            return Err(bad(message, help));
+        }
+        return Ok(name.to_owned());
+    }
+    let target = image(name)?;
+    if target.format == Format::Store {
+        let help = "name an image, a device or an export of a server";
+        return Err(bad("volumes of stores cannot be targets".to_owned(), help));
+    }
+    let real = target.path.canonicalize().map_err(|e| {
+        let help = "make it first, as large as the disk: ferrite image create";
+        bad(format!("cannot find {}: {e}", target.path.display()), help)
+    })?;
+    if !shared.config.allows(&real) {
+        let help = "add its folder to image_folders in ferrite.toml, or name another place";
+        return Err(bad(format!("{} is in no image folder", real.display()), help));
+    }
+    target
+        .name()
+        .into_string()
+        .map_err(|_| bad("the target's name is not UTF-8".to_owned(), "rename it"))
 }
 
 fn refused(refusal: Refusal) -> RpcError {
@@ -120,24 +175,27 @@ fn refused(refusal: Refusal) -> RpcError {
 }
 
 fn describe(seen: Seen) -> Job {
-    let Seen { state, done, all, rate, left_s } = seen;
+    let Seen { state, done, all, rate, left_s, trouble } = seen;
     let (phase, why, help) = match state.end.as_ref().map(|end| end.outcome.clone()) {
         None if state.cancelled => (JobPhase::Cancelling, None, None),
         None if state.paused => (JobPhase::Paused, None, None),
-        None => (JobPhase::Running, None, None),
+        None => (JobPhase::Running, trouble, None),
         Some(Outcome::Done) => (JobPhase::Done, None, None),
         Some(Outcome::Cancelled) => (JobPhase::Cancelled, None, None),
         Some(Outcome::Longer { why, help }) => (JobPhase::Cancelled, Some(why), Some(help)),
         Some(Outcome::Failed { why, help }) => (JobPhase::Failed, Some(why), Some(help)),
     };
-    let Task::Coalesce(coalesce) = &state.task;
+    let (kind, from, to) = match &state.task {
+        Task::Coalesce(it) => (JobKind::Coalesce, it.from.clone(), it.to.clone()),
+        Task::Mirror(it) => (JobKind::Mirror, None, Some(it.target.clone())),
+    };
     Job {
         id: state.id,
-        kind: JobKind::Coalesce,
+        kind,
         disk: state.disk,
         image: state.task.image().path.to_string_lossy().into_owned(),
-        from: coalesce.from.clone(),
-        to: coalesce.to.clone(),
+        from,
+        to,
         phase,
         step: state.task.step().to_owned(),
         created: state.created,

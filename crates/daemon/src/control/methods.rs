@@ -19,7 +19,7 @@ use super::protocol::{
     RpcError, Setting, ShowParams, Status, UpgradeParams, Upgraded, WaitParams, code,
 };
 use super::waits::waits_for;
-use super::{images, limits, pauses};
+use super::{exports, images, limits, pauses};
 use crate::config::nearest;
 use crate::directory::{self, Snapshot};
 use crate::pause::Pause;
@@ -28,7 +28,7 @@ use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen, taps, tuning};
 
 /// The names of all methods.
-pub(super) const METHODS: [&str; 38] = [
+pub(super) const METHODS: [&str; 44] = [
     "attach.wait",
     "daemon.status",
     "device.add",
@@ -37,8 +37,12 @@ pub(super) const METHODS: [&str; 38] = [
     "device.remove",
     "disk.coalesce",
     "disk.detach",
+    "disk.dirty",
+    "disk.export",
+    "disk.exports",
     "disk.limit",
     "disk.list",
+    "disk.mirror",
     "disk.pause",
     "disk.resize",
     "disk.resume",
@@ -46,9 +50,11 @@ pub(super) const METHODS: [&str; 38] = [
     "disk.show",
     "disk.snapshot",
     "disk.switch",
+    "disk.unexport",
     "image.change",
     "image.query",
     "job.cancel",
+    "job.complete",
     "job.limit",
     "job.list",
     "job.pause",
@@ -87,6 +93,13 @@ pub(super) fn call(shared: &Arc<Shared>, method: &str, params: Value) -> Result<
             take::<ShowParams>(params).and_then(|request| reply(&show(shared, request.disk)?))
         }
         "disk.detach" => take(params).and_then(|request| reply(&detach(shared, &request)?)),
+        "disk.export" => {
+            take(params).and_then(|request| reply(&exports::export(shared, &request)?))
+        }
+        "disk.exports" => take::<Nothing>(params).and_then(|_| reply(&exports::list(shared))),
+        "disk.unexport" => {
+            take(params).and_then(|request| reply(&exports::unexport(shared, &request)?))
+        }
         "disk.pause" => take(params).and_then(|request| reply(&pauses::pause(shared, &request)?)),
         "disk.resume" => take(params).and_then(|request| reply(&pauses::resume(shared, &request)?)),
         "disk.limit" => take(params).and_then(|request| reply(&limits::limit(shared, &request)?)),
@@ -94,6 +107,7 @@ pub(super) fn call(shared: &Arc<Shared>, method: &str, params: Value) -> Result<
         "disk.snapshot" => {
             take(params).and_then(|request| reply(&pauses::snapshot(shared, &request)?))
         }
+        "disk.dirty" => take(params).and_then(|request| reply(&pauses::dirty(shared, &request)?)),
         "disk.resize" => take(params).and_then(|request| reply(&pauses::resize(shared, &request)?)),
         "disk.switch" => take(params).and_then(|request| reply(&pauses::switch(shared, &request)?)),
         "attach.wait" => take(params).and_then(|request| reply(&wait(shared, &request)?)),

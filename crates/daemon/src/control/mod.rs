@@ -5,6 +5,8 @@
 pub mod client;
 mod device_messages;
 mod devices;
+mod export_messages;
+mod exports;
 mod image_messages;
 mod images;
 mod job_messages;

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use super::methods::{MAX_WAIT, found, no_disk};
 use super::protocol::{
-    Attached, PauseParams, ResizeParams, ResumeParams, RpcError, SnapshotParams, SwitchParams, code,
+    Attached, DirtyParams, PauseParams, ResizeParams, ResumeParams, RpcError, SnapshotParams,
+    SwitchParams, code,
 };
 use crate::params::{Image, Params};
 use crate::pause::{self, NotDone, Pause};
@@ -28,7 +29,14 @@ pub(super) fn resume(shared: &Shared, request: &ResumeParams) -> Result<Attached
 
 pub(super) fn snapshot(shared: &Shared, request: &SnapshotParams) -> Result<Attached, RpcError> {
     let id = request.disk;
-    verbs::snapshot(shared, id, &request.name, request.leaf).map_err(|e| not_done(id, e))?;
+    let (leaf, begin) = (request.leaf, request.begin_map.as_deref());
+    verbs::snapshot(shared, id, &request.name, leaf, begin).map_err(|e| not_done(id, e))?;
+    Ok(Attached { disk: found(shared, id)? })
+}
+
+pub(super) fn dirty(shared: &Shared, request: &DirtyParams) -> Result<Attached, RpcError> {
+    let id = request.disk;
+    verbs::dirty(shared, id, request.verb, &request.map).map_err(|e| not_done(id, e))?;
     Ok(Attached { disk: found(shared, id)? })
 }
 
@@ -47,7 +55,9 @@ pub(super) fn switch(shared: &Shared, request: &SwitchParams) -> Result<Attached
 /// The image that a parameter names.
 pub(super) fn image(name: &str) -> Result<Image, RpcError> {
     let why = match Params::parse(name.as_bytes()) {
-        Params::Image(image) if image.path.is_absolute() => return Ok(image),
+        Params::Image(image) if image.path.is_absolute() || image.export().is_some() => {
+            return Ok(image);
+        }
         Params::Image(_) => "the image's path is not absolute".to_owned(),
         Params::Empty | Params::Tap => "no image is named".to_owned(),
         Params::Invalid(why) => why,

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 pub use super::device_messages::*;
+pub use super::export_messages::*;
 pub use super::image_messages::*;
 pub use super::job_messages::*;
 pub use super::tap_messages::*;
@@ -161,6 +162,45 @@ pub struct SnapshotParams {
     /// The format of the new image that the guest goes on in. A raw disk needs one: qcow2.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub leaf: Option<Format>,
+    /// The name of a dirty map that is begun at this moment. The others go on, and the snapshot keeps
+    /// them as they are now.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub begin_map: Option<String>,
+}
+
+/// A change of the dirty maps of a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MapVerb {
+    /// Begins a map.
+    Add,
+    /// Ends a map.
+    Remove,
+    /// Ends a map, and begins another of its name.
+    Clear,
+}
+
+impl MapVerb {
+    /// The word of the command line.
+    pub fn word(self) -> &'static str {
+        match self {
+            MapVerb::Add => "add",
+            MapVerb::Remove => "remove",
+            MapVerb::Clear => "clear",
+        }
+    }
+}
+
+/// The parameters of `disk.dirty`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DirtyParams {
+    /// The disk.
+    pub disk: DiskId,
+    /// What is done.
+    pub verb: MapVerb,
+    /// The name of the map.
+    pub map: String,
 }
 
 /// The parameters of `disk.resize`.

@@ -144,8 +144,15 @@ fn every_type_is_described_as_it_is() {
     let image = Some("raw:/a".to_owned());
     same(
         "SnapshotParams",
-        &SnapshotParams { disk: id, name: "/a".to_owned(), leaf: Some(Format::Qcow2) },
+        &SnapshotParams {
+            disk: id,
+            name: "/a".to_owned(),
+            leaf: Some(Format::Qcow2),
+            begin_map: Some("nightly".to_owned()),
+        },
     );
+    let map = "nightly".to_owned();
+    same("DirtyParams", &DirtyParams { disk: id, verb: MapVerb::Clear, map });
     same("ResizeParams", &ResizeParams { disk: id, bytes: 1 << 40, is_more: true });
     let (to, compare) = ("raw:/a".to_owned(), true);
     same("SwitchParams", &SwitchParams { disk: id, image: to, compare });
@@ -230,6 +237,30 @@ fn every_type_of_a_device_is_described_as_it_is() {
 }
 
 #[test]
+fn every_type_of_an_export_is_described_as_it_is() {
+    let disk = DiskId { domid: 1, devid: 51712 };
+    let (listen, tls) = (vec!["192.0.2.5:10809".to_owned()], Some("/etc/ferrite/tls".to_owned()));
+    let (any_client, plain, read_only, shared, no_list) = (true, true, true, true, true);
+    let (name, pid, why) = ("disk".to_owned(), Some(7), Some("no".to_owned()));
+    let asked = ExportParams {
+        disk,
+        listen: listen.clone(),
+        tls: tls.clone(),
+        any_client,
+        plain,
+        name: Some(name.clone()),
+        read_only,
+        shared,
+        no_list,
+    };
+    same("ExportParams", &asked);
+    same("UnexportParams", &UnexportParams { disk });
+    let row = ExportRow { disk, name, listen, tls, any_client, read_only, no_list, pid, why };
+    same("ExportRow", &row);
+    same("ExportRows", &ExportRows { exports: vec![row] });
+}
+
+#[test]
 fn every_type_of_a_job_is_described_as_it_is() {
     let disk = DiskId { domid: 1, devid: 51712 };
     let path = |name: &str| Some(format!("/srv/{name}"));
@@ -237,6 +268,8 @@ fn every_type_of_a_job_is_described_as_it_is() {
     let force = true;
     let asked = CoalesceParams { disk, from: from.clone(), to: to.clone(), force, speed };
     same("CoalesceParams", &asked);
+    let target = "raw:/srv/b".to_owned();
+    same("MirrorParams", &MirrorParams { disk, target, switch: true, speed });
     same("JobParams", &JobParams { id: 1 << 40 });
     same("JobWaitParams", &JobWaitParams { id: 7, timeout_s: 9 });
     same("JobLimitParams", &JobLimitParams { id: 7, speed });

@@ -42,6 +42,9 @@ pub(crate) const MAX_CONNECTIONS: u32 = 4;
 /// How long the kernel waits for a connection when there is none, and with several for an answer. In the kernel it is a
 /// 32-bit number of ticks, 1000 a second at most.
 const FOREVER: Duration = Duration::from_secs(30 * 24 * 3600);
+/// How often a device is looked at for users before it is removed, and the time in between.
+const LOOKS: u32 = 10;
+const BETWEEN_LOOKS: Duration = Duration::from_millis(200);
 /// The block of a device. Disks are multiples of it.
 const BLOCK_BYTES: u64 = 512;
 
@@ -123,7 +126,7 @@ pub(crate) fn add_image(
 
 /// The device that was made of an image, if one was.
 fn of_image(shared: &Shared, image: &Image) -> Option<Record> {
-    let real = image.path.canonicalize().ok();
+    let real = image.real_file();
     let is_it = |entry: &Entry| entry.image.as_ref() == Some(image) || entry.real == real;
     let of_disk = |disk| shared.table.read(|disks| disks.get(&disk).is_some_and(is_it));
     let known = shared.devices.lock();
@@ -242,7 +245,7 @@ pub(crate) fn remove(shared: &Arc<Shared>, index: u32) -> Result<Record, NotDone
         let help = "ferrite disk devices shows them".to_owned();
         return Err(NotDone::Missing(Failure { why, help }));
     };
-    let users = nbd_device::users(index).unwrap_or_default();
+    let users = lasting_users(index);
     if !users.is_empty() {
         let why = format!("{} is in use: {}", path.display(), users.join(", "));
         let help = "unmount it (umount), or end its other use, then try again".to_owned();
@@ -254,6 +257,19 @@ pub(crate) fn remove(shared: &Arc<Shared>, index: u32) -> Result<Record, NotDone
     })?;
     forget(shared, index, &record);
     Ok(record)
+}
+
+/// Who uses a device, and not for a moment only: udev reads a device after each change of it.
+fn lasting_users(index: u32) -> Vec<String> {
+    let mut users = Vec::new();
+    for _ in 0..LOOKS {
+        users = nbd_device::users(index).unwrap_or_default();
+        if users.is_empty() {
+            break;
+        }
+        std::thread::sleep(BETWEEN_LOOKS);
+    }
+    users
 }
 
 /// Has the kernel remove the device, if it is there and is this one.

@@ -3,19 +3,17 @@
 //! It is written before the device is made, and again when its index is known. A daemon that dies in between finds the
 //! device by its identifier, which the kernel keeps (from Linux 5.14 on).
 
-use std::fs::{self, DirBuilder};
+use std::fs;
 use std::io;
-use std::os::unix::fs::DirBuilderExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use ferrite_host::nbd_device;
 use serde::{Deserialize, Serialize};
 
-use crate::state::{DiskId, replace};
+use crate::state::DiskId;
+use crate::state_files::{StateFiles, Stated};
 
 const VERSION: u32 = 1;
-/// The longest valid file.
-const MAX_BYTES: u64 = 64 << 10;
 /// All identifiers of this program begin with it.
 const PREFIX: &str = "ferrite-";
 
@@ -49,27 +47,17 @@ impl Record {
         Record { version, identifier, disk, index, read_only, connections, bytes, owns_disk }
     }
 
-    fn path(&self, folder: &Path) -> PathBuf {
-        folder.join(format!("{}.json", self.identifier))
-    }
-
     /// Writes the file.
     ///
     /// # Errors
     /// Errors of the file system.
     pub(crate) fn write(&self, folder: &Path) -> io::Result<()> {
-        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-        replace(&self.path(folder), &serde_json::to_vec(self).map_err(io::Error::other)?)
+        StateFiles::open(folder)?.write(self)
     }
 
     /// Removes the file. A failure is logged.
     pub(crate) fn remove(&self, folder: &Path) {
-        let path = self.path(folder);
-        if let Err(e) = fs::remove_file(&path)
-            && e.kind() != io::ErrorKind::NotFound
-        {
-            tracing::warn!("cannot remove {}: {e}", path.display());
-        }
+        StateFiles::<Record>::at(folder).remove(&self.identifier);
         // The next device makes it again.
         let _ = fs::remove_dir(folder);
     }
@@ -84,41 +72,21 @@ impl Record {
     }
 }
 
-/// All records. Invalid files are set aside.
-pub(crate) fn all(folder: &Path) -> Vec<Record> {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    let mut records = Vec::new();
-    for path in entries.map(|entry| entry.path()) {
-        match path.extension().and_then(|extension| extension.to_str()) {
-            Some("new") => drop(fs::remove_file(&path)),
-            Some("json") => match read(&path) {
-                Ok(record) => records.push(record),
-                Err(why) => {
-                    let aside = path.with_extension("odd");
-                    tracing::warn!("{} is renamed to {}: {why}", path.display(), aside.display());
-                    let _ = fs::rename(&path, &aside);
-                }
-            },
-            _ => {}
-        }
+impl Stated for Record {
+    const VERSION: u32 = VERSION;
+    const WITHOUT: &'static str =
+        "its device, if there is one, is not followed: remove it by ferrite disk device --clean";
+
+    fn name(&self) -> String {
+        self.identifier.clone()
     }
-    records.sort_by_key(|record| record.disk);
-    records
 }
 
-fn read(path: &Path) -> Result<Record, String> {
-    let len = fs::metadata(path).map_err(|e| e.to_string())?.len();
-    if len > MAX_BYTES {
-        return Err(format!("it has {len} bytes"));
-    }
-    let bytes = fs::read(path).map_err(|e| e.to_string())?;
-    let record: Record = serde_json::from_slice(&bytes).map_err(|e| e.to_string())?;
-    let is_named = path.file_stem().is_some_and(|name| name == record.identifier.as_str());
-    match (record.version, is_named) {
-        (VERSION, true) => Ok(record),
-        (VERSION, false) => Err("its name is not that of its device".to_owned()),
-        (version, _) => Err(format!("it has version {version}, and {VERSION} is known")),
-    }
+/// All records. Invalid files are set aside.
+pub(crate) fn all(folder: &Path) -> Vec<Record> {
+    let mut records = StateFiles::<Record>::at(folder).all();
+    records.sort_by_key(|record| record.disk);
+    records
 }
 
 /// The index of a device that this program has made on this host, by the kernel's word alone.
@@ -141,7 +109,8 @@ mod tests {
         record.write(&at).unwrap();
         fs::write(at.join("ferrite-x.json"), "{}").unwrap();
         fs::write(at.join("half.new"), "{").unwrap();
-        fs::copy(record.path(&at), at.join("ferrite-copy.json")).unwrap();
+        fs::copy(at.join(format!("{}.json", record.identifier)), at.join("ferrite-copy.json"))
+            .unwrap();
         assert_eq!(all(&at), [record.clone()]);
         let odd = |name: &str| at.join(name).exists();
         assert!(odd("ferrite-x.odd") && odd("ferrite-copy.odd") && !odd("half.new"));

@@ -59,7 +59,7 @@ fn steps(run: &Run, begun: Next) -> Result<(), Halt> {
     loop {
         let Next(step, known) = next;
         run.enter(|task| known_step(task, step, known.as_ref()))?;
-        let Task::Coalesce(coalesce) = run.state().task;
+        let coalesce = leaf::task(run);
         let then = |step| Next(step, None);
         next = match step {
             CoalesceStep::Plan => plan(run)?,
@@ -99,7 +99,7 @@ fn steps(run: &Run, begun: Next) -> Result<(), Halt> {
 
 /// Notes a step, with what the step before has found.
 pub(super) fn known_step(task: &mut Task, step: CoalesceStep, known: Option<&Known>) {
-    let Task::Coalesce(coalesce) = task;
+    let Task::Coalesce(coalesce) = task else { return };
     coalesce.step = step;
     if let Some(known) = known {
         known(coalesce);
@@ -164,7 +164,7 @@ pub(super) fn while_paused(run: &Run) -> Result<Value, Halt> {
 /// The process of the step that was begun.
 fn command(run: &Run) -> Result<Command, Halt> {
     let state = run.state();
-    let Task::Coalesce(coalesce) = &state.task;
+    let coalesce = &leaf::task(run);
     let mut command = run.image_command()?;
     command.arg("merge-step").arg(coalesce.step.word()).arg(coalesce.leaf().name());
     // In a merge of the leaf, the upper end is the last snapshot.

@@ -36,9 +36,12 @@ struct Merged {
     leaf_bytes: u64,
 }
 
-fn task(run: &Run) -> Coalesce {
-    let Task::Coalesce(coalesce) = run.state().task;
-    coalesce
+/// The merge that the job does.
+pub(super) fn task(run: &Run) -> Coalesce {
+    match run.state().task {
+        Task::Coalesce(coalesce) => coalesce,
+        Task::Mirror(_) => unreachable!("a job does not change its kind"),
+    }
 }
 
 /// The step after the plan.

@@ -3,6 +3,7 @@
 //! * [`state`]: the files that tell the next daemon which jobs there are, and their steps.
 //! * `run`: the thread of a job. `coalesce` has the steps of one kind: straight-line code. `leaf` has
 //!   those of a merge of the leaf itself.
+//! * `mirror`: the steps of another kind, which has every write go to a second disk, too.
 //! * `child`: the processes that do the work. This crate opens no images.
 //! * `meter`: progress.
 //! * `pausing`: pauses of disks that are steps of jobs.
@@ -12,7 +13,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -23,6 +24,7 @@ mod child;
 mod coalesce;
 mod leaf;
 mod meter;
+mod mirror;
 mod pausing;
 mod run;
 pub mod state;
@@ -61,6 +63,26 @@ pub trait Pausing: Send + Sync {
     /// # Errors
     /// The disk stays paused.
     fn resume(&self, disk: DiskId, by: &str) -> Result<(), Failure>;
+
+    /// As [`resume`](Pausing::resume), with another image if one is named.
+    ///
+    /// # Errors
+    /// The disk stays paused, with the image that it had.
+    fn resume_as(&self, disk: DiskId, by: &str, image: Option<&Image>) -> Result<(), Failure> {
+        match image {
+            None => self.resume(disk, by),
+            Some(_) => Err(lacking()),
+        }
+    }
+}
+
+/// The mirror that a worker opens with its disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MirrorSpec {
+    /// The target, as `FORMAT:PATH` or the URI of an export.
+    pub target: String,
+    /// The file of the map.
+    pub map: PathBuf,
 }
 
 /// How much data may be in a leaf that is merged while its guest waits.
@@ -172,6 +194,8 @@ impl Refusal {
 struct Entry {
     state: JobState,
     meter: Meter,
+    /// What keeps a job that goes on from its end.
+    trouble: Option<String>,
     /// Wakes the job's thread. `None` after its end.
     wake: Option<Arc<Waker>>,
 }
@@ -184,6 +208,7 @@ pub(crate) struct Seen {
     pub(crate) all: u64,
     pub(crate) rate: u64,
     pub(crate) left_s: Option<u64>,
+    pub(crate) trouble: Option<String>,
 }
 
 /// All jobs of the daemon.
@@ -215,6 +240,16 @@ impl Table {
     }
 }
 
+impl Table {
+    /// The job that has the same target.
+    fn mirroring_to(&self, task: &Task) -> Option<JobId> {
+        let Task::Mirror(wanted) = task else { return None };
+        let is_same = |task: &Task| matches!(task, Task::Mirror(m) if m.target == wanted.target);
+        let mut open = self.jobs.values().filter(|job| job.state.end.is_none());
+        open.find(|job| is_same(&job.state.task)).map(|job| job.state.id)
+    }
+}
+
 impl Jobs {
     /// Reads the jobs of earlier daemons.
     pub(crate) fn open(folder: &Path, means: Means) -> io::Result<Jobs> {
@@ -223,7 +258,7 @@ impl Jobs {
         let mut table = Table { last: files.highest(), ..Table::default() };
         for state in found {
             let meter = Meter::new(state.done, state.all);
-            table.jobs.insert(state.id, Entry { state, meter, wake: None });
+            table.jobs.insert(state.id, Entry { state, meter, trouble: None, wake: None });
         }
         let table = Mutex::new(table);
         Ok(Jobs { files, means, table, changed: Condvar::new(), shared: OnceLock::new() })
@@ -295,7 +330,7 @@ impl Jobs {
             let help = "the next daemon takes it: ask again".to_owned();
             return Err(Refusal::Other(Failure { why: "the daemon ends".to_owned(), help }));
         }
-        if let Some(other) = table.changing(disk, &image) {
+        if let Some(other) = table.changing(disk, &image).or_else(|| table.mirroring_to(&task)) {
             return Err(Refusal::Busy(other));
         }
         let id = table.last + 1;
@@ -309,7 +344,7 @@ impl Jobs {
             failed(&e)
         })?;
         tracing::info!("job {id} of disk {disk} is started: {}", kind(&state.task));
-        let entry = Entry { state, meter: Meter::default(), wake: Some(wake) };
+        let entry = Entry { state, meter: Meter::default(), trouble: None, wake: Some(wake) };
         let seen = entry.seen(0);
         table.jobs.insert(id, entry);
         self.changed.notify_all();
@@ -446,6 +481,13 @@ impl Jobs {
         }
     }
 
+    /// Notes what keeps a job from its end.
+    fn set_trouble(&self, id: JobId, trouble: Option<String>) {
+        if let Some(job) = self.lock().jobs.get_mut(&id) {
+            job.trouble = trouble;
+        }
+    }
+
     /// Records how a job has ended. The result counts also if its file cannot be written: the next
     /// daemon does the last step again then.
     fn end(&self, shared: &Shared, id: JobId, outcome: Outcome) {
@@ -532,6 +574,7 @@ impl Entry {
             all: self.meter.all,
             rate: if runs { self.meter.rate(now_ns) } else { 0 },
             left_s: self.meter.left_s(now_ns).filter(|_| runs),
+            trouble: self.trouble.clone().filter(|_| self.state.end.is_none()),
         }
     }
 }
@@ -540,6 +583,7 @@ impl Entry {
 pub(crate) fn kind(task: &Task) -> &'static str {
     match task {
         Task::Coalesce(_) => "coalesce",
+        Task::Mirror(_) => "mirror",
     }
 }
 

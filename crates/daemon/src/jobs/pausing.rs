@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::Pausing;
+use crate::params::Image;
 use crate::pause::{self, NotDone, Pause};
 use crate::state::DiskId;
 use crate::table::{Entry, Phase, detached};
@@ -33,13 +34,17 @@ impl Pausing for Own<'_> {
         pause::pause(self.0, disk, &Pause::step_of(by), WITHIN).map_err(failure)
     }
 
-    fn resume(&self, disk: DiskId, _: &str) -> Result<(), Failure> {
+    fn resume(&self, disk: DiskId, by: &str) -> Result<(), Failure> {
+        self.resume_as(disk, by, None)
+    }
+
+    fn resume_as(&self, disk: DiskId, _: &str, image: Option<&Image>) -> Result<(), Failure> {
         // It was detached meanwhile, or an administrator has resumed it.
         let Some(Some(is_step)) = self.read(disk, |entry| entry.pause.as_ref().map(|p| p.is_step))
         else {
             return Ok(());
         };
-        match pause::resume(self.0, disk, None, is_step, WITHIN) {
+        match pause::resume(self.0, disk, image.cloned(), is_step, WITHIN) {
             Err(NotDone::NoDisk) => Ok(()),
             done => done.map_err(failure),
         }

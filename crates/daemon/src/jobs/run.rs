@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::child::{self, Ended, Errors, Line, Order};
 use super::pausing::Own;
 use super::state::{JobId, JobState, Outcome, Task};
-use super::{Jobs, Means, Pausing, coalesce};
+use super::{Jobs, Means, Pausing, coalesce, mirror};
 use crate::state::DiskId;
 use crate::table::{Entry, Phase};
 use crate::wait::{Backoff, wait_for};
@@ -74,6 +74,7 @@ pub(super) fn run(shared: Arc<Shared>, id: JobId, wake: Arc<Waker>) {
     let _end = Ending { shared: shared.clone(), id };
     let done = Run::begin(shared.clone(), id, wake).and_then(|run| match run.state().task {
         Task::Coalesce(begun) => coalesce::run(&run, begun.step),
+        Task::Mirror(begun) => mirror::run(&run, begun.step),
     });
     let outcome = match done {
         Ok(()) => Outcome::Done,
@@ -129,7 +130,17 @@ impl Run {
         self.jobs().read(self.id).expect("a job with a thread is in the table")
     }
 
-    fn jobs(&self) -> &Jobs {
+    /// The daemon.
+    pub(super) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// The number of the job.
+    pub(super) fn id(&self) -> JobId {
+        self.id
+    }
+
+    pub(super) fn jobs(&self) -> &Jobs {
         &self.shared.jobs
     }
 
@@ -264,7 +275,7 @@ impl Run {
     }
 
     /// Waits for this time, unless the daemon ends.
-    fn rest(&self, how_long: Duration) -> Result<(), Halt> {
+    pub(super) fn rest(&self, how_long: Duration) -> Result<(), Halt> {
         wait_for([self.wake.fd()], Some(how_long));
         self.wake.clear();
         match self.jobs().is_stopping() {

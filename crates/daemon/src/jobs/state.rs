@@ -1,26 +1,24 @@
 //! The state files of jobs: one small file for each in `/run/ferrite/jobs`, for the next daemon.
 //!
-//! A job's file is written before each of its steps, and replaced by a rename, as those of disks
-//! are (`crate::state`). It stays when the job has ended, with the result. An invalid file is set
-//! aside and logged. It keeps no other job from going on.
+//! A job's file is written before each of its steps. It stays when the job has ended, with the
+//! result. `crate::state_files` replaces and reads it.
 
 use std::ffi::OsString;
-use std::fs::{self, DirBuilder, File};
-use std::io::{self, Read as _};
+use std::fs;
+use std::io;
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
+use ferrite_host::clock::secret;
 use serde::{Deserialize, Serialize};
 
 use crate::Failure;
-use crate::params::{Format, Image};
-use crate::state::{DiskId, replace};
+use crate::params::{Format, Image, Params};
+use crate::state::DiskId;
+use crate::state_files::{StateFiles, Stated};
 
 /// The version of the files.
 const VERSION: u32 = 1;
-/// The longest valid file.
-const MAX_BYTES: u64 = 64 << 10;
 
 /// The number of a job.
 pub type JobId = u64;
@@ -31,6 +29,99 @@ pub type JobId = u64;
 pub enum Task {
     /// Merges images of a running disk's chain.
     Coalesce(Coalesce),
+    /// Has all writes of a running disk go to another one, too.
+    Mirror(Mirror),
+}
+
+/// A mirror of a running disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mirror {
+    /// The image that the disk is served from.
+    pub source: Image,
+    /// The target, as `FORMAT:PATH` or the URI of an export.
+    pub target: String,
+    /// The name of its sessions with the target's server: so the server ends those of a killed worker.
+    #[serde(default)]
+    pub session: String,
+    /// Whether the disk goes on with the target, once that has all.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub switches: bool,
+    /// Bytes of the disk, once that is known.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub bytes: Option<u64>,
+    /// The reason and the help of the failure that ends it.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub failed: Option<(String, String)>,
+    /// The step that was begun.
+    pub step: MirrorStep,
+}
+
+/// The steps of a mirror.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MirrorStep {
+    /// Whether the target fits.
+    Check,
+    /// The disk is paused, and goes on with the mirror.
+    Attach,
+    /// The target gets what it lacks.
+    Copy,
+    /// The target has all, and gets each write.
+    Mirror,
+    /// The disk is paused, and goes on with the target.
+    Switch,
+    /// The disk is paused, and goes on without the mirror.
+    Detach,
+}
+
+impl MirrorStep {
+    /// The step's name for people.
+    pub fn word(self) -> &'static str {
+        match self {
+            MirrorStep::Check => "check",
+            MirrorStep::Attach => "attach",
+            MirrorStep::Copy => "copy",
+            MirrorStep::Mirror => "mirror",
+            MirrorStep::Switch => "switch",
+            MirrorStep::Detach => "detach",
+        }
+    }
+
+    /// Whether workers that open the source have to open the mirror, too.
+    pub fn is_mirrored(self) -> bool {
+        !matches!(self, MirrorStep::Check | MirrorStep::Detach)
+    }
+}
+
+impl Mirror {
+    /// A mirror that has not begun.
+    pub fn new(source: &Image, target: String, switches: bool) -> Mirror {
+        let (source, step) = (source.clone(), MirrorStep::Check);
+        // Without a random number it has no name, and a server is given time to end older requests.
+        let session =
+            secret::<8>().map(|number| format!("mirror-{:016x}", u64::from_ne_bytes(number)));
+        let session = session.unwrap_or_default();
+        Mirror { source, target, session, switches, bytes: None, failed: None, step }
+    }
+
+    /// The target as workers open it.
+    pub fn worker_target(&self) -> String {
+        let is_export = self.target.contains("://") && self.target.starts_with("nbd");
+        if !is_export || self.session.is_empty() || self.target.contains("session=") {
+            return self.target.clone();
+        }
+        let sign = if self.target.contains('?') { '&' } else { '?' };
+        format!("{}{sign}session={}", self.target, self.session)
+    }
+
+    /// The target as an image that a disk can have.
+    pub fn target_image(&self) -> Option<Image> {
+        match Params::parse(self.target.as_bytes()) {
+            Params::Image(image) => Some(image),
+            _ => None,
+        }
+    }
 }
 
 /// The merge of a stretch of a chain, below its leaf.
@@ -141,6 +232,7 @@ impl Task {
     pub fn image(&self) -> Image {
         match self {
             Task::Coalesce(coalesce) => coalesce.leaf(),
+            Task::Mirror(mirror) => mirror.source.clone(),
         }
     }
 
@@ -148,6 +240,7 @@ impl Task {
     pub fn step(&self) -> &'static str {
         match self {
             Task::Coalesce(coalesce) => coalesce.step.word(),
+            Task::Mirror(mirror) => mirror.step.word(),
         }
     }
 
@@ -159,6 +252,7 @@ impl Task {
                 CoalesceStep::Split | CoalesceStep::Grow => coalesce.top.is_some(),
                 _ => false,
             },
+            Task::Mirror(mirror) => !matches!(mirror.step, MirrorStep::Switch | MirrorStep::Detach),
         }
     }
 }
@@ -243,11 +337,26 @@ impl JobState {
     }
 }
 
+impl Stated for JobState {
+    const VERSION: u32 = VERSION;
+    const WITHOUT: &'static str =
+        "the job does not go on: ferrite disk list says whether its disk is paused";
+
+    fn name(&self) -> String {
+        self.id.to_string()
+    }
+
+    fn check(&self) -> Result<(), String> {
+        match self.task.image().path.is_absolute() {
+            true => Ok(()),
+            false => Err("it names no image".to_owned()),
+        }
+    }
+}
+
 /// The directory of the state files.
 #[derive(Clone, Debug)]
-pub struct JobFiles {
-    folder: PathBuf,
-}
+pub struct JobFiles(StateFiles<JobState>);
 
 impl JobFiles {
     /// Opens the directory, and creates it if it is missing.
@@ -255,22 +364,17 @@ impl JobFiles {
     /// # Errors
     /// Errors of the file system.
     pub fn open(folder: &Path) -> io::Result<JobFiles> {
-        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-        Ok(JobFiles { folder: folder.to_owned() })
+        StateFiles::open(folder).map(JobFiles)
     }
 
     /// The directory.
     pub fn folder(&self) -> &Path {
-        &self.folder
-    }
-
-    fn path(&self, id: JobId) -> PathBuf {
-        self.folder.join(format!("{id}.json"))
+        self.0.folder()
     }
 
     /// The file that the processes of a job have as standard error, and hold the lock of.
     pub fn errors(&self, id: JobId) -> PathBuf {
-        self.folder.join(format!("{id}.errors"))
+        self.folder().join(format!("{id}.errors"))
     }
 
     /// Replaces a job's file.
@@ -278,89 +382,33 @@ impl JobFiles {
     /// # Errors
     /// Errors of the file system. The old file stays.
     pub fn write(&self, state: &JobState) -> io::Result<()> {
-        replace(&self.path(state.id), &serde_json::to_vec(state).map_err(io::Error::other)?)
+        self.0.write(state)
     }
 
     /// Removes the files of a job. A failure is logged.
     pub fn remove(&self, id: JobId) {
-        for path in [self.path(id), self.errors(id)] {
-            match fs::remove_file(&path) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                    tracing::warn!("cannot remove {}: {e}", path.display());
-                }
-                _ => {}
+        self.0.remove(&id.to_string());
+        let errors = self.errors(id);
+        match fs::remove_file(&errors) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                tracing::warn!("cannot remove {}: {e}", errors.display());
             }
+            _ => {}
         }
     }
 
     /// Reads the files of all jobs, in order. Half-written files are removed, and invalid ones are
-    /// set aside.
+    /// set aside. Files that cannot be read now are left out.
     pub fn all(&self) -> Vec<JobState> {
-        let entries = fs::read_dir(&self.folder).into_iter().flatten().filter_map(Result::ok);
-        let mut states = Vec::new();
-        for path in entries.map(|entry| entry.path()) {
-            match path.extension().and_then(|e| e.to_str()) {
-                Some("new") => {
-                    let _ = fs::remove_file(&path);
-                }
-                Some("json") => match read(&path) {
-                    Ok(state) => states.push(state),
-                    Err(why) => set_aside(&path, &why),
-                },
-                _ => {}
-            }
-        }
+        let mut states = self.0.all();
         states.sort_by_key(|state| state.id);
         states
     }
 
     /// The highest number that any file here has: of jobs, and of files that were set aside.
     pub fn highest(&self) -> JobId {
-        let entries = fs::read_dir(&self.folder).into_iter().flatten().filter_map(Result::ok);
-        let number = |name: OsString| name.to_str()?.split('.').next()?.parse().ok();
-        entries.filter_map(|entry| number(entry.file_name())).max().unwrap_or(0)
-    }
-}
-
-/// Renames an invalid file: it is logged once, and an administrator can look at it.
-fn set_aside(path: &Path, why: &str) {
-    let aside = path.with_extension("odd");
-    tracing::warn!(
-        "{} is invalid and renamed to {}: {why}; the job does not go on: ferrite disk list says \
-         whether its disk is paused",
-        path.display(),
-        aside.display()
-    );
-    if let Err(e) = fs::rename(path, &aside) {
-        tracing::warn!("cannot rename {}: {e}", path.display());
-    }
-}
-
-/// The version field alone, which every version has.
-#[derive(Deserialize)]
-struct Versioned {
-    version: u32,
-}
-
-fn read(path: &Path) -> Result<JobState, String> {
-    let mut text = Vec::new();
-    let read = File::open(path).and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut text));
-    read.map_err(|e| e.to_string())?;
-    if text.len() as u64 > MAX_BYTES {
-        return Err("it is too long".to_owned());
-    }
-    let versioned: Versioned = serde_json::from_slice(&text).map_err(|e| e.to_string())?;
-    if versioned.version != VERSION {
-        let version = versioned.version;
-        return Err(format!("it has version {version}, and this daemon reads {VERSION}"));
-    }
-    let state: JobState = serde_json::from_slice(&text).map_err(|e| e.to_string())?;
-    if path.file_stem().and_then(|stem| stem.to_str()) != Some(&state.id.to_string()) {
-        return Err(format!("it is of job {}", state.id));
-    }
-    match state.task.image().path.is_absolute() {
-        true => Ok(state),
-        false => Err("it names no image".to_owned()),
+        let number = |path: PathBuf| path.file_name()?.to_str()?.split('.').next()?.parse().ok();
+        self.0.paths().filter_map(number).max().unwrap_or(0)
     }
 }
 

@@ -35,7 +35,8 @@ pub(super) fn check(image: &Image) -> Result<(), TapError> {
         let why = "the drive is empty: no image is named";
         return Err(TapError::new(Errno::NOMEDIUM, why, "name it as TYPE:PATH"));
     }
-    if image.format == Format::Store {
+    // The worker finds out whether there is such a volume, and a server.
+    if matches!(image.format, Format::Store | Format::Nbd) {
         return Ok(());
     }
     std::fs::metadata(&image.path).map(drop).map_err(|e| {

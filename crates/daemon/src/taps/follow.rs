@@ -66,7 +66,7 @@ impl Follower {
         if resumes {
             check(image).map_err(|e| self.not_opened(e))?;
         }
-        let real = image.file().canonicalize().ok();
+        let real = image.real_file();
         self.shared.table.change(self.id, |entry| {
             entry.starts += 1;
             entry.errno = None;
@@ -140,6 +140,7 @@ impl Follower {
             defers: false,
             minor: self.minor,
             attached: self.attached.clone(),
+            mirror: self.shared.jobs.mirror_of(image),
             resumes,
             told_sectors,
             shared: &self.shared,

@@ -16,7 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ferrite_daemon::config::Config;
+use ferrite_daemon::config::{Config, NbdOptions, NbdServer};
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{Details, Disk as Listed, Disks, PhaseName, Status};
 use ferrite_daemon::state::DiskId;
@@ -498,6 +498,8 @@ pub const GUESTS: &str = "FERRITE_TEST_GUESTS";
 pub const STORE: &str = "FERRITE_TEST_STORE";
 const RUN: &str = "FERRITE_TEST_RUN";
 const IMAGES: &str = "FERRITE_TEST_IMAGES";
+/// The environment variable with the servers of NBD that disks may be on, each behind a comma. Certificates may be anywhere.
+pub const NBD_SERVERS: &str = "FERRITE_TEST_NBD_SERVERS";
 /// The environment variable with the policy for full storage, if it is not the default.
 pub const ON_FULL: &str = "FERRITE_TEST_ON_FULL";
 /// The environment variable by which a daemon learns of suspended guests.
@@ -539,6 +541,11 @@ pub fn be_a_daemon_as(
     let mut config = Config { image_folders, state_folder, ..Config::default() };
     if let Ok(policy) = std::env::var(ON_FULL) {
         config.disks.on_full = policy.parse().unwrap();
+    }
+    if let Ok(servers) = std::env::var(NBD_SERVERS) {
+        let servers = servers.split(',').map(|server| NbdServer::parse(server).unwrap());
+        let certificate_folders = vec!["/".into()];
+        config.nbd = NbdOptions { servers: servers.collect(), certificate_folders };
     }
     let paths = Paths { run: env(RUN).into() };
     let way = connect(env(STORE).as_ref());

@@ -22,7 +22,9 @@ use ferrite_daemon::keepers::{Programs, StoreWorker};
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Failure};
-use ferrite_disk::{Disk, ErrorKind, OpenOptions};
+use ferrite_disk::{
+    Disk, ErrorKind, ImageName, MirrorOptions, OpenOptions, client_of, mirror_target, server_of,
+};
 use ferrite_host::names;
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{Means, user_of, user_of_tap};
@@ -30,13 +32,13 @@ use ferrite_image_tools::stores::Change;
 use ferrite_image_tools::stores::served::ServedStore;
 use ferrite_io::engines::test_engine;
 use ferrite_keeper::{
-    ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DiskSpec, LINE_FD, Preopen, SECOND_FD,
-    WorkerChannel, WorkerEvent, WorkerSandbox, become_relay, drop_privileges,
+    ALIVE_FD, AssignedDisk, CLIENT_CHANNEL_FD, DataServer, DiskSpec, LINE_FD, MirrorFiles, Preopen,
+    SECOND_FD, WorkerChannel, WorkerEvent, WorkerSandbox, become_relay, drop_privileges,
 };
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_loopback::{CopyWith, GuestHandle, Loopback};
 use ferrite_serve::blkif::lifecycle::{
-    EngineFactory, Lines, OpenFailure, Opened, Opening, OpeningKind, Start, WorkConfig,
+    EngineFactory, Lines, OpenFailure, Opened, Opening, OpeningKind, Start, TABLE, WorkConfig,
     run_dir_name, work_from,
 };
 use ferrite_serve::counters::{remember_process, stats_file};
@@ -86,7 +88,10 @@ impl Programs for Roles {
     fn worker(&self, disk: &Assignment<'_>) -> Result<Vec<String>, Failure> {
         let image = disk.image.name().into_string().unwrap();
         let (id, run, first) = (disk.id, disk.run_dir().display(), disk.qemu_first);
-        let disk = format!("{id}|{run}|{first}|{}|{image}", disk.options.on_full);
+        let mirror = disk.mirror.as_ref();
+        let mirror = mirror.map(|it| format!("{}>{}", it.map.display(), it.target));
+        let (mirror, full) = (mirror.unwrap_or_default(), disk.options.on_full);
+        let disk = format!("{id}|{run}|{first}|{full}|{mirror}|{image}");
         Ok(vec![WORKER.to_owned(), disk])
     }
 
@@ -130,9 +135,24 @@ impl Programs for Roles {
                 Some(minor) => user_of_tap(minor),
                 None => user_of(disk.id.domid, disk.id.devid),
             },
-            servers: Vec::new(),
+            servers: servers(disk, !writable),
+            mirror: disk.mirror.as_ref().map(|it| {
+                let name = ImageName::parse(&it.target).unwrap();
+                let server = name.export().and_then(|uri| server_of(uri, false));
+                MirrorFiles {
+                    map: it.map.clone(),
+                    image: server.is_none().then_some(name.path),
+                    servers: server.as_ref().and_then(DataServer::of).into_iter().collect(),
+                }
+            }),
         }))
     }
+}
+
+/// The server of an export, as the real program finds it out.
+fn servers(disk: &Assignment<'_>, read_only: bool) -> Vec<DataServer> {
+    let server = disk.image.export().and_then(|_| server_of(disk.image.path.to_str()?, read_only));
+    server.as_ref().and_then(DataServer::of).into_iter().collect()
 }
 
 /// Descriptors of guests that this process was started with.
@@ -178,13 +198,15 @@ struct Told {
     run: PathBuf,
     qemu_first: bool,
     on_full: String,
+    /// The map and the target.
+    mirror: Option<(PathBuf, String)>,
     image: String,
 }
 
 impl Told {
     fn by(what: &str) -> Told {
-        let what: Vec<&str> = what.splitn(5, '|').collect();
-        let [id, run, first, on_full, image] = what[..] else { panic!("{what:?}") };
+        let what: Vec<&str> = what.splitn(6, '|').collect();
+        let [id, run, first, on_full, mirror, image] = what[..] else { panic!("{what:?}") };
         let (domid, devid) = id.split_once('/').unwrap();
         let domid = if domid == "tap" { DomId::NONE } else { DomId(domid.parse().unwrap()) };
         Told {
@@ -193,6 +215,7 @@ impl Told {
             run: run.into(),
             qemu_first: first == "true",
             on_full: on_full.to_owned(),
+            mirror: mirror.split_once('>').map(|(map, to)| (map.into(), to.to_owned())),
             image: image.to_owned(),
         }
     }
@@ -236,8 +259,11 @@ impl Told {
                 _ if self.image.starts_with("store:") => Some(A_WHILE),
                 _ => Some(PATIENCE),
             },
+            client: client_of(&self.run_dir()),
             state_dir: Some(self.run.join("images")),
-            taken_over: true,
+            // Of an export the successor of a killed worker waits.
+            taken_over: !self.image.starts_with("nbd:")
+                || names::exists(self.run_dir().join(TABLE)),
             qemu_first: self.qemu_first,
             index_bytes: 1 << 20,
             unlocked: how.kind == OpeningKind::Look,
@@ -250,6 +276,18 @@ impl Told {
             in_use: e.kind() == ErrorKind::InUse,
             errno: e.errno().map(Errno::raw_os_error),
         })?;
+        let disk = match &self.mirror {
+            Some((map, target)) if how.kind != OpeningKind::Look => {
+                let options = OpenOptions {
+                    wait_for_lock: Some(PATIENCE),
+                    taken_over: true,
+                    ..OpenOptions::default()
+                };
+                let target = mirror_target(target).unwrap();
+                disk.mirrored(&MirrorOptions { target, map: map.clone() }, &options).unwrap()
+            }
+            _ => disk,
+        };
         let kind = test_engine();
         if !kind.holds() || self.domid == DomId::NONE {
             disk.let_go();
@@ -299,6 +337,8 @@ fn be_a_worker() {
     }
     reach(&loopback, &guests);
     let config = told.config();
+    // The kernel's part of this is read before the rights are dropped.
+    client_of(&told.run_dir());
     remember_process();
     let start = told.start();
     assert!(drop_privileges(Means::default()).unwrap().is_some());

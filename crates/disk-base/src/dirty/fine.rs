@@ -1,12 +1,13 @@
 //! Which blocks of each region have changed, in memory that survives the process and no power cut.
 //!
-//! A region has two words, with a bit for each block:
+//! A region has a word for this opening, and one for each map, with a bit for each block:
 //! * *now*: blocks that this opening has written. A word that is not 0 says also that the region's bit is durable in
 //!   all maps. This is the only word that the hot path reads.
-//! * *before*: blocks that earlier openings have written.
+//! * *before*: blocks that earlier openings have written since the map was begun.
 //!
 //! The file is on tmpfs. It belongs to one file of maps, and to one opening of that: both know the opening's random
-//! number. Otherwise *before* is made from the durable bits, with all blocks of a marked region.
+//! number. Otherwise *before* is made from the durable bits, with all blocks of a marked region. Memory without a file
+//! has only *now*: nobody else reads it.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,21 +16,23 @@ use ferrite_host::names;
 use ferrite_host::shm::Shm;
 use rustix::fs::Mode;
 
-use super::layout::{MapId, State};
+use super::layout::{Head, MapId, State, regions};
 use super::{BLOCK_BYTES, REGION_BYTES};
 
-/// `ferrfin1`.
-const MAGIC: u64 = u64::from_le_bytes(*b"ferrfin1");
+/// `ferrfin2`.
+const MAGIC: u64 = u64::from_le_bytes(*b"ferrfin2");
 const HEADER_BYTES: usize = 4096;
 const OPENING_AT: usize = 8;
 const ID_AT: usize = 16;
 const WORDS_AT: usize = HEADER_BYTES / 8;
-/// The longest file: of a disk of 4 TiB. A larger disk has its blocks in the process alone.
-const MAX_FILE_BYTES: usize = HEADER_BYTES + (16 << 20);
+/// The longest file: of a disk of 4 TiB with three maps. A larger one has its blocks in the process alone.
+const MAX_FILE_BYTES: usize = HEADER_BYTES + (32 << 20);
 
 /// The words of a disk.
 pub(crate) struct Fine {
     shm: Shm,
+    /// Maps that have words of their own: 0 without a file.
+    maps: usize,
 }
 
 /// The file's identifier as two words.
@@ -44,15 +47,34 @@ pub(crate) fn path(dir: &Path, id: &MapId, journal_end: &str) -> PathBuf {
     dir.join(format!("{:032x}{end}.dirty", u128::from_le_bytes(*id)))
 }
 
-fn fits(shm: &Shm, id: &MapId, opening: u64, regions: u64) -> bool {
-    shm.len() == bytes(regions)
+fn fits(shm: &Shm, head: &Head) -> bool {
+    shm.len() == bytes(regions(head.bytes), head.maps)
         && shm.load_u64(0) == MAGIC
-        && shm.load_u64(OPENING_AT) == opening
-        && [shm.load_u64(ID_AT), shm.load_u64(ID_AT + 8)] == halves(id)
+        && shm.load_u64(OPENING_AT) == head.opening
+        && [shm.load_u64(ID_AT), shm.load_u64(ID_AT + 8)] == halves(&head.file)
 }
 
-fn bytes(regions: u64) -> usize {
-    HEADER_BYTES + 16 * regions as usize
+fn bytes(regions: u64, maps: usize) -> usize {
+    HEADER_BYTES + 8 * (1 + maps) * regions as usize
+}
+
+/// Makes the file for a file of maps with this head. `None`: it would be too long, or there is no place for it.
+fn make(file: &Path, head: &Head) -> Option<Fine> {
+    let len = bytes(regions(head.bytes), head.maps);
+    if len > MAX_FILE_BYTES {
+        return None;
+    }
+    names::create_dir_all(file.parent()?, Mode::RWXU).ok()?;
+    // A reader may have the old one mapped: it keeps it.
+    let _ = names::remove_file(file);
+    Some(Fine { shm: Shm::create(file, len).ok()?, maps: head.maps })
+}
+
+/// Makes the file for a new file of maps, of which `before` says the blocks of a map's region.
+pub(crate) fn write(file: &Path, head: &Head, before: impl Fn(usize, u64) -> u64) -> Option<()> {
+    let fine = make(file, head)?;
+    fine.begin(head, before);
+    Some(())
 }
 
 impl Fine {
@@ -63,44 +85,47 @@ impl Fine {
     /// There is no memory.
     pub(crate) fn open(
         file: Option<&Path>,
-        head: &super::layout::Head,
-        regions: u64,
-        marked: impl Fn(u64) -> bool,
+        head: &Head,
+        marked: impl Fn(usize, u64) -> bool,
     ) -> std::io::Result<Fine> {
         if let Some(shm) = file.and_then(|file| Shm::open(file).ok())
-            && fits(&shm, &head.file, head.opening, regions)
+            && fits(&shm, head)
         {
-            let fine = Fine { shm };
+            let fine = Fine { shm, maps: head.maps };
             // Of a killed process: what it has marked is durable.
             if head.state != State::Open {
                 fine.end_opening();
             }
             return Ok(fine);
         }
-        let file = file.filter(|_| bytes(regions) <= MAX_FILE_BYTES);
-        let made = file.and_then(|file| {
-            names::create_dir_all(file.parent()?, Mode::RWXU).ok()?;
-            // A reader may have the old one mapped: it keeps it.
-            let _ = names::remove_file(file);
-            Shm::create(file, bytes(regions)).ok()
-        });
-        let shm = made.map_or_else(|| Shm::private(bytes(regions)), Ok)?;
-        let fine = Fine { shm };
-        for region in (0..regions).filter(|region| marked(*region)) {
-            fine.before(region).store(u64::MAX, Ordering::Relaxed);
-        }
-        let [first, second] = halves(&head.file);
-        fine.shm.store_u64(ID_AT, first);
-        fine.shm.store_u64(ID_AT + 8, second);
-        fine.shm.store_u64(OPENING_AT, head.opening);
-        fine.shm.store_u64(0, MAGIC);
+        let fine = match file.and_then(|file| make(file, head)) {
+            Some(fine) => fine,
+            None => Fine { shm: Shm::private(bytes(regions(head.bytes), 0))?, maps: 0 },
+        };
+        fine.begin(head, |map, region| if marked(map, region) { u64::MAX } else { 0 });
         Ok(fine)
     }
 
+    fn begin(&self, head: &Head, before: impl Fn(usize, u64) -> u64) {
+        for region in 0..self.regions() {
+            for map in 0..self.maps {
+                let blocks = before(map, region);
+                if blocks != 0 {
+                    self.before(map, region).store(blocks, Ordering::Relaxed);
+                }
+            }
+        }
+        let [first, second] = halves(&head.file);
+        self.shm.store_u64(ID_AT, first);
+        self.shm.store_u64(ID_AT + 8, second);
+        self.shm.store_u64(OPENING_AT, head.opening);
+        self.shm.store_u64(0, MAGIC);
+    }
+
     /// Looks at the words that a process has left, or uses. `None`: they do not fit.
-    pub(crate) fn look(file: &Path, id: &MapId, opening: u64, regions: u64) -> Option<Fine> {
+    pub(crate) fn look(file: &Path, head: &Head) -> Option<Fine> {
         let shm = Shm::look(file).ok()?;
-        fits(&shm, id, opening, regions).then_some(Fine { shm })
+        fits(&shm, head).then_some(Fine { shm, maps: head.maps })
     }
 
     /// From now on the words are of this opening.
@@ -113,22 +138,33 @@ impl Fine {
         for region in 0..self.regions() {
             let Some(now) = self.now(region) else { return };
             // First the copy: the process may die in between.
-            self.before(region).fetch_or(now.load(Ordering::Acquire), Ordering::AcqRel);
-            now.store(0, Ordering::Release);
+            let blocks = now.load(Ordering::Acquire);
+            if blocks != 0 {
+                for map in 0..self.maps {
+                    self.before(map, region).fetch_or(blocks, Ordering::AcqRel);
+                }
+                now.store(0, Ordering::Release);
+            }
         }
     }
 
     fn regions(&self) -> u64 {
-        ((self.shm.len() - HEADER_BYTES) / 16) as u64
+        ((self.shm.len() - HEADER_BYTES) / (8 * (1 + self.maps))) as u64
+    }
+
+    /// The place of a region's words.
+    #[inline]
+    fn at(&self, region: u64) -> usize {
+        WORDS_AT + (1 + self.maps) * region as usize
     }
 
     #[inline]
     fn now(&self, region: u64) -> Option<&AtomicU64> {
-        self.shm.words().get(WORDS_AT + 2 * region as usize)
+        self.shm.words().get(self.at(region))
     }
 
-    fn before(&self, region: u64) -> &AtomicU64 {
-        &self.shm.words()[WORDS_AT + 2 * region as usize + 1]
+    fn before(&self, map: usize, region: u64) -> &AtomicU64 {
+        &self.shm.words()[self.at(region) + 1 + map]
     }
 
     /// Whether all regions of a range are marked; then their blocks are, too.
@@ -158,10 +194,13 @@ impl Fine {
         }
     }
 
-    /// The changed blocks of a region.
-    pub(crate) fn changed(&self, region: u64) -> u64 {
+    /// The blocks of a region that have changed since a map was begun.
+    ///
+    /// # Panics
+    /// Of memory without a file, or of a map or region that it does not have.
+    pub(crate) fn changed(&self, map: usize, region: u64) -> u64 {
         let now = self.now(region).map_or(u64::MAX, |now| now.load(Ordering::Acquire));
-        now | self.before(region).load(Ordering::Acquire)
+        now | self.before(map, region).load(Ordering::Acquire)
     }
 }
 

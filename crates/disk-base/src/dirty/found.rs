@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
@@ -10,7 +11,7 @@ use ferrite_host::place::Place;
 use rustix::fs::{OFlags, fstat};
 
 use super::fine::{self, Fine};
-use super::layout::{Content, Map, MapId, State, most_bytes, regions};
+use super::layout::{Content, Head, Image, Map, MapId, State, most_bytes, regions};
 use super::{BLOCK_BYTES, REGION_BYTES, path_of};
 use crate::{DiskError, ErrorKind, Raw, plain};
 
@@ -27,12 +28,50 @@ pub struct Found {
     pub void: Option<String>,
 }
 
+/// Which blocks have changed, in memory: of a file of maps as it was found.
+pub struct Blocks(Fine);
+
+impl Blocks {
+    /// The changed blocks of a region of [`REGION_BYTES`] since the map of this index was begun, a bit for each. They
+    /// count only if the map has the region.
+    ///
+    /// # Panics
+    /// If there is no such map or region.
+    pub fn changed(&self, map: usize, region: u64) -> u64 {
+        self.0.changed(map, region)
+    }
+
+    /// Leaves the blocks for those who read or open a new file of maps: `before` says those of a map's region. Without
+    /// them all blocks of a region count as changed.
+    pub fn leave(
+        state_dir: &Path,
+        image: impl AsFd,
+        path: &Path,
+        head: &Head,
+        before: impl Fn(usize, u64) -> u64,
+    ) {
+        let left = fine_path(state_dir, image, path, head)
+            .and_then(|file| fine::write(&file, head, before));
+        if left.is_none() {
+            tracing::debug!(
+                "the changed blocks of {} are not kept: its regions are",
+                path.display()
+            );
+        }
+    }
+}
+
+fn fine_path(state_dir: &Path, image: impl AsFd, path: &Path, head: &Head) -> Option<PathBuf> {
+    let end = Place::of(image, path).ok()?.journal_end();
+    Some(fine::path(state_dir, &head.file, &end))
+}
+
 /// The identity of an image's file: see the text of [`dirty`](super).
 ///
 /// # Errors
 /// It cannot be examined.
-pub fn identity(raw: &Raw) -> io::Result<String> {
-    let place = Place::of(raw.fd(), raw.path())?;
+pub fn identity(file: impl AsFd, path: &Path) -> io::Result<String> {
+    let place = Place::of(file, path)?;
     let text = place.text();
     Ok(text.split_once(" on ").map_or(text, |(file, _)| file).to_owned())
 }
@@ -41,9 +80,18 @@ pub fn identity(raw: &Raw) -> io::Result<String> {
 ///
 /// # Errors
 /// It cannot be examined.
-pub fn changed_at(raw: &Raw) -> io::Result<(i64, u32)> {
-    let stat = fstat(raw.fd())?;
+pub fn changed_at(file: impl AsFd) -> io::Result<(i64, u32)> {
+    let stat = fstat(file)?;
     Ok((stat.st_mtime as i64, stat.st_mtime_nsec as u32))
+}
+
+/// What binds maps to the image at `path`, which is complete and not written any more.
+///
+/// # Errors
+/// It cannot be opened or examined.
+pub fn image_at(path: &Path) -> io::Result<Image> {
+    let file = plain::open(path, OFlags::RDONLY)?;
+    Ok(Image { identity: identity(&file, path)?, changed: changed_at(&file)? })
 }
 
 /// The error of the kernel about a file of maps.
@@ -85,6 +133,48 @@ impl Found {
         Ok(Some(found))
     }
 
+    /// The blocks that have changed, in memory. `None`: nothing is left of them.
+    pub fn blocks(&self, raw: &Raw, state_dir: &Path) -> Option<Blocks> {
+        let head = &self.content.as_ref()?.head;
+        Fine::look(&fine_path(state_dir, raw.fd(), raw.path(), head)?, head).map(Blocks)
+    }
+
+    /// Before the image is changed by a step that leaves the disk's contents: from here on its time of change does not
+    /// count. `true`: [`end_change`](Self::end_change) has to follow.
+    ///
+    /// # Errors
+    /// The file cannot be written. The image must not be changed.
+    pub fn begin_change(&mut self) -> Result<bool, DiskError> {
+        let Some(content) = self.content.as_mut().filter(|_| self.void.is_none()) else {
+            return Ok(false);
+        };
+        if !matches!(content.head.state, State::Closed(..)) {
+            return Ok(false);
+        }
+        content.head.state = State::Open;
+        self.put_head().map_err(|e| cannot("keep", &self.path, e)).map(|()| true)
+    }
+
+    /// After a change that [`begin_change`](Self::begin_change) has begun, of the image in `image`, complete and synced.
+    ///
+    /// # Errors
+    /// The file cannot be written. The maps stay valid: the image counts as open.
+    pub fn end_change(&mut self, image: impl AsFd) -> Result<(), DiskError> {
+        let closed = changed_at(image).and_then(|(seconds, nanoseconds)| {
+            if let Some(content) = &mut self.content {
+                content.head.state = State::Closed(seconds, nanoseconds);
+            }
+            self.put_head()
+        });
+        closed.map_err(|e| cannot("keep", &self.path, e))
+    }
+
+    fn put_head(&self) -> io::Result<()> {
+        let Some(content) = &self.content else { return Ok(()) };
+        self.file.write_all_at(&content.head.to_bytes(), 0)?;
+        self.file.sync_data()
+    }
+
     /// Makes maps void that do not fit, durably, and says why: the image is about to be written without them.
     pub(super) fn make_void(&self, why: &str) -> Result<(), DiskError> {
         let path = self.path.display();
@@ -93,7 +183,7 @@ impl Found {
         ));
         match &self.content {
             Some(content) if content.head.state != State::Void => {
-                let head = super::layout::Head { state: State::Void, ..content.head.clone() };
+                let head = Head { state: State::Void, ..content.head.clone() };
                 let written = self.file.write_all_at(&head.to_bytes(), 0);
                 let synced = written.and_then(|()| self.file.sync_data());
                 synced.map_err(|e| cannot("give up", &self.path, e))
@@ -116,20 +206,29 @@ fn read_all(file: &File) -> io::Result<Vec<u8>> {
 
 /// Why maps do not fit an image.
 fn why_void(raw: &Raw, bytes: u64, content: &Content) -> io::Result<Option<String>> {
-    let head = &content.head;
-    let now = changed_at(raw)?;
-    Ok(match head.state {
-        State::Void => Some("they were given up before".to_owned()),
-        _ if content.identity != identity(raw)? => {
-            Some("they were made for another file: the image was copied or restored".to_owned())
+    let (head, now) = (&content.head, changed_at(raw.fd())?);
+    let own = identity(raw.fd(), raw.path())?;
+    let closed = match (head.state, &content.other) {
+        (State::Void, _) => return Ok(Some("they were given up before".to_owned())),
+        (State::Closed(seconds, nanoseconds), _) if own == content.identity => {
+            Some((seconds, nanoseconds))
         }
+        (State::Closed(..), Some(other)) if own == other.identity => Some(other.changed),
+        (State::Open, _) if own == content.identity => None,
+        (State::Open, Some(other)) if own == other.identity => None,
+        _ => {
+            let why = "they were made for another file: the image was copied or restored";
+            return Ok(Some(why.to_owned()));
+        }
+    };
+    Ok(match closed {
         _ if bytes < head.bytes => {
             Some(format!("the disk had {} bytes, and has {bytes} now", head.bytes))
         }
-        State::Closed(seconds, nanoseconds) if (seconds, nanoseconds) != now => {
+        Some(closed) if closed != now => {
             Some("another program has changed the image since it was closed here".to_owned())
         }
-        State::Closed(..) | State::Open => None,
+        _ => None,
     })
 }
 
@@ -171,26 +270,26 @@ pub fn look(raw: &Raw, bytes: u64, state_dir: Option<&Path>) -> Result<Option<Se
         return Ok(Some(Seen { path, void, damaged: 0, maps: Vec::new() }));
     };
     let fine = state_dir.and_then(|dir| {
-        let end = Place::of(raw.fd(), raw.path()).ok()?.journal_end();
-        let head = &content.head;
-        let file = fine::path(dir, &head.file, &end);
-        Fine::look(&file, &head.file, head.opening, regions(head.bytes))
+        Fine::look(&fine_path(dir, raw.fd(), raw.path(), &content.head)?, &content.head)
     });
-    let seen = |map: &Map| SeenMap {
+    let seen = |(index, map): (usize, &Map)| SeenMap {
         name: map.name.clone(),
         id: map.id,
         begun_s: map.begun_s,
         changed: match void {
             Some(_) => std::iter::once(0..bytes).collect(),
-            None => changed(map, content.head.bytes, bytes, fine.as_ref()),
+            None => {
+                let blocks = |region| fine.as_ref().map_or(u64::MAX, |f| f.changed(index, region));
+                changed(map, content.head.bytes, bytes, blocks)
+            }
         },
     };
-    let maps = content.maps.iter().map(seen).collect();
+    let maps = content.maps.iter().enumerate().map(seen).collect();
     Ok(Some(Seen { path, void, damaged: content.damaged, maps }))
 }
 
 /// The ranges that may have changed since a map was begun. `known`: the size of the disk that the map is for.
-fn changed(map: &Map, known: u64, bytes: u64, fine: Option<&Fine>) -> Vec<Range<u64>> {
+fn changed(map: &Map, known: u64, bytes: u64, blocks_of: impl Fn(u64) -> u64) -> Vec<Range<u64>> {
     let mut ranges: Vec<Range<u64>> = Vec::new();
     let mut add = |range: Range<u64>| match ranges.last_mut() {
         _ if range.is_empty() => {}
@@ -199,7 +298,7 @@ fn changed(map: &Map, known: u64, bytes: u64, fine: Option<&Fine>) -> Vec<Range<
     };
     let is_set = |region: u64| map.bits[region as usize / 64] >> (region % 64) & 1 != 0;
     for region in (0..regions(known)).filter(|region| is_set(*region)) {
-        let (start, blocks) = (region * REGION_BYTES, fine.map_or(u64::MAX, |f| f.changed(region)));
+        let (start, blocks) = (region * REGION_BYTES, blocks_of(region));
         for block in (0..64).filter(|block| blocks >> block & 1 != 0) {
             let at = start + block * BLOCK_BYTES;
             add(at.min(known)..(at + BLOCK_BYTES).min(known));

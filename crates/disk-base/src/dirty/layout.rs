@@ -2,8 +2,9 @@
 //!
 //! | offset | bytes | what |
 //! |---|---|---|
-//! | 0 | 512 | the head, the only sector besides bits that changes in place |
+//! | 0 | 512 | the head |
 //! | 512 | 512 | the identity of the image |
+//! | 1024 | 512 | another file that the maps fit, and when it was last changed; zeros: none |
 //! | 4096 | 4096 | the table of maps: 16 entries of 128 bytes |
 //! | 8192 | | for each map of the table its sectors of bits |
 //!
@@ -30,7 +31,12 @@ const TABLE_BYTES: usize = 4096;
 const ENTRY_BYTES: usize = 128;
 const BITS_AT: usize = TABLE_AT + TABLE_BYTES;
 /// The longest identity of an image.
-pub(super) const MAX_IDENTITY_BYTES: usize = SUM_AT - 4;
+pub(super) const MAX_IDENTITY_BYTES: usize = 480;
+/// The places of the two identities.
+pub(super) const IDENTITY_AT: usize = SECTOR;
+pub(super) const OTHER_AT: usize = 2 * SECTOR;
+/// The time of the last change, in the sector of an identity.
+const CHANGED_AT: usize = 4 + MAX_IDENTITY_BYTES;
 const MAX_NAME_BYTES: usize = 63;
 
 /// A random identifier, of a file of maps or of one map.
@@ -75,6 +81,15 @@ pub struct Map {
     pub bits: Vec<u64>,
 }
 
+/// The file of an image, as far as maps are bound to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Image {
+    /// Its identity.
+    pub identity: String,
+    /// When it was last changed: seconds and nanoseconds.
+    pub changed: (i64, u32),
+}
+
 /// A whole file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Content {
@@ -82,6 +97,8 @@ pub struct Content {
     pub head: Head,
     /// The identity of the image.
     pub identity: String,
+    /// Another file that the maps fit: one that is about to get the image's name, or has got it.
+    pub other: Option<Image>,
     /// The maps, in the order of the table.
     pub maps: Vec<Map>,
     /// Sectors of bits that were damaged: all of their bits are set.
@@ -160,6 +177,29 @@ pub(super) fn parse_sector(
     Some(bits)
 }
 
+/// The sector of an identity.
+pub(super) fn identity_to_bytes(file: &MapId, text: &str, changed: (i64, u32)) -> [u8; SECTOR] {
+    let mut to = [0; SECTOR];
+    let text = &text.as_bytes()[..text.len().min(MAX_IDENTITY_BYTES)];
+    to[..4].copy_from_slice(&(text.len() as u32).to_le_bytes());
+    to[4..4 + text.len()].copy_from_slice(text);
+    to[CHANGED_AT..CHANGED_AT + 8].copy_from_slice(&changed.0.to_le_bytes());
+    to[CHANGED_AT + 8..CHANGED_AT + 12].copy_from_slice(&changed.1.to_le_bytes());
+    let sum = sum(&[file, &to[..SUM_AT]]);
+    to[SUM_AT..].copy_from_slice(&sum.to_le_bytes());
+    to
+}
+
+fn parse_identity(file: &MapId, from: &[u8]) -> Option<Image> {
+    let len = half(from, 0) as usize;
+    if half(from, SUM_AT) != sum(&[file, &from[..SUM_AT]]) || len > MAX_IDENTITY_BYTES {
+        return None;
+    }
+    let identity = String::from_utf8(from[4..4 + len].to_vec()).ok()?;
+    let changed = (word(from, CHANGED_AT).cast_signed(), half(from, CHANGED_AT + 8));
+    Some(Image { identity, changed })
+}
+
 impl Head {
     pub(super) fn to_bytes(&self) -> [u8; SECTOR] {
         let mut to = [0; SECTOR];
@@ -216,11 +256,10 @@ impl Content {
         assert!(self.maps.len() <= MAX_MAPS && self.head.maps == self.maps.len());
         let mut to = Vec::with_capacity(file_bytes(self.head.bytes, self.maps.len()) as usize);
         to.extend(self.head.to_bytes());
-        let identity = &self.identity.as_bytes()[..self.identity.len().min(MAX_IDENTITY_BYTES)];
-        to.extend((identity.len() as u32).to_le_bytes());
-        to.extend(identity);
-        to.resize(SECTOR + SUM_AT, 0);
-        to.extend(sum(&[&self.head.file, &to[SECTOR..]]).to_le_bytes());
+        to.extend(identity_to_bytes(&self.head.file, &self.identity, (0, 0)));
+        if let Some(Image { identity, changed }) = &self.other {
+            to.extend(identity_to_bytes(&self.head.file, identity, *changed));
+        }
         to.resize(TABLE_AT, 0);
         for (i, map) in self.maps.iter().enumerate() {
             to.extend(map.id);
@@ -249,16 +288,18 @@ impl Content {
         if from.len() as u64 != file_bytes(head.bytes, head.maps) {
             return Err("its length does not fit its head");
         }
-        let part = &from[SECTOR..2 * SECTOR];
-        let identity = part.get(4..4 + half(part, 0) as usize).map(<[u8]>::to_vec);
-        let is_whole = half(part, SUM_AT) == sum(&[&head.file, &part[..SUM_AT]]);
-        let identity = identity.filter(|_| is_whole).and_then(|text| String::from_utf8(text).ok());
-        let identity = identity.ok_or("the identity of its image is damaged")?;
+        let image = |at| {
+            let found = parse_identity(&head.file, &from[at..at + SECTOR]);
+            found.ok_or("the identity of its image is damaged")
+        };
+        let identity = image(IDENTITY_AT)?.identity;
+        let has_other = from[OTHER_AT..OTHER_AT + SECTOR].iter().any(|byte| *byte != 0);
+        let other = has_other.then(|| image(OTHER_AT)).transpose()?;
         let table = &from[TABLE_AT..BITS_AT];
         if half(table, TABLE_BYTES - 4) != sum(&[&head.file, &table[..TABLE_BYTES - 4]]) {
             return Err("its table of maps is damaged");
         }
-        let mut content = Content { head, identity, maps: Vec::new(), damaged: 0 };
+        let mut content = Content { head, identity, other, maps: Vec::new(), damaged: 0 };
         for i in 0..content.head.maps {
             let entry = &table[i * ENTRY_BYTES..(i + 1) * ENTRY_BYTES];
             let map = content.parse_map(i, entry, from).ok_or("its table of maps is damaged")?;

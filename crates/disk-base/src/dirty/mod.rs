@@ -20,7 +20,7 @@
 //! 1. The image is flushed and complete. Blocks are not marked any more, so that a later write begins with step 1 above.
 //! 2. The head says that the image is closed, and when the image was last changed. The file is synced.
 //!
-//! Beginning, ending and clearing a map makes another file (`image-tools/src/dirty.rs`), while the image is locked and
+//! Beginning, ending and clearing a map makes another file (`image-tools/src/dirty/`), while the image is locked and
 //! no queue writes to it:
 //! 1. The image is flushed and complete. Otherwise a power cut could take back data that no map names.
 //! 2. The new file is written under another name, and synced.
@@ -56,8 +56,8 @@ mod tests;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-pub use found::{Found, Seen, look};
-pub use layout::{Content, Map, MapId};
+pub use found::{Blocks, Found, Seen, image_at, look};
+pub use layout::{Content, Image, Map, MapId};
 pub use tracker::Tracker;
 
 /// The unit of the durable bits.

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::layout::{Content, Head, Map, State, regions};
+use super::layout::{Content, Head, Image, Map, State, regions};
 use super::{MAX_DISK_BYTES, MAX_MAPS, REGION_BYTES};
 
 fn content(bytes: u64, names: &[&str]) -> Content {
@@ -21,7 +21,9 @@ fn content(bytes: u64, names: &[&str]) -> Content {
         opening: u64::MAX,
     };
     let maps = names.iter().enumerate().map(map).collect();
-    Content { head, identity: "inode 12 made 34".to_owned(), maps, damaged: 0 }
+    let other = (names.len() == 2)
+        .then(|| Image { identity: "inode 5 made 6".to_owned(), changed: (-7, 999_999_999) });
+    Content { head, identity: "inode 12 made 34".to_owned(), other, maps, damaged: 0 }
 }
 
 #[test]
@@ -72,6 +74,7 @@ fn a_file_of_another_kind_version_or_length_is_refused_with_its_reason() {
     assert_eq!(changed(7, b'2'), "it was made by another version of this program");
     assert_eq!(changed(33, 1), "its head is damaged");
     assert_eq!(changed(512 + 9, 1), "the identity of its image is damaged");
+    assert_eq!(changed(1024 + 9, 1), "the identity of its image is damaged");
     assert_eq!(changed(4096 + 30, 1), "its table of maps is damaged");
     assert_eq!(Content::parse(&good[..good.len() - 1]), Err("its length does not fit its head"));
 }

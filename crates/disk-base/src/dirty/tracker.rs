@@ -13,8 +13,11 @@ use ferrite_host::place::Place;
 use ferrite_io::engine::FileId;
 
 use super::fine::{self, Fine};
-use super::found::{Found, cannot, changed_at};
-use super::layout::{BITS, Head, SECTOR, State, parse_sector, place, regions, sector_to_bytes};
+use super::found::{Found, cannot, changed_at, identity};
+use super::layout::{
+    BITS, Head, IDENTITY_AT, OTHER_AT, SECTOR, State, identity_to_bytes, parse_sector, place,
+    regions, sector_to_bytes,
+};
 use super::{REGION_BYTES, path_of};
 use crate::{Commits, DiskError, OpenOptions, Port, Raw};
 
@@ -42,6 +45,8 @@ struct Book {
     head: Head,
     /// Whether the head says durably that the image is open.
     is_open: bool,
+    /// The image, as long as the file names another one, too.
+    image: Option<String>,
     /// Regions whose bits are set in all maps: durably, as soon as `is_open`.
     marked: Vec<u64>,
     /// Regions that writes wait for. They stay until a commit has ended well: it may be dropped with its task.
@@ -89,19 +94,20 @@ impl Tracker {
         let regions = regions(content.head.bytes);
         let words = 0..regions.div_ceil(64) as usize;
         let all = |i: usize| content.maps.iter().fold(u64::MAX, |all, map| all & map.bits[i]);
-        let any = |region: u64| {
-            let is_set = |bits: &[u64]| bits[region as usize / 64] >> (region % 64) & 1 != 0;
-            content.maps.iter().any(|map| is_set(&map.bits))
+        let is_set = |map: usize, region: u64| {
+            content.maps[map].bits[region as usize / 64] >> (region % 64) & 1 != 0
         };
         let fine = options.state_dir.as_deref().and_then(|dir| {
             let end = Place::of(raw.fd(), raw.path()).ok()?.journal_end();
             Some(fine::path(dir, &content.head.file, &end))
         });
-        let fine = Fine::open(fine.as_deref(), &content.head, regions, any);
+        let fine = Fine::open(fine.as_deref(), &content.head, is_set);
         let fine = fine.map_err(|e| cannot("keep", &path, e))?;
+        let own = identity(raw.fd(), raw.path()).map_err(|e| cannot("compare", &path, e))?;
         let book = Book {
             head: content.head.clone(),
             is_open: false,
+            image: content.other.as_ref().map(|_| own),
             marked: words.map(all).collect(),
             wanted: BTreeSet::new(),
         };
@@ -211,6 +217,7 @@ impl Tracker {
             }
         }
         port.io.sync(file).await?;
+        self.bind(port, file).await?;
         let mut book = self.book();
         if let Some(head) = head {
             self.fine.begin_opening(head.opening);
@@ -221,6 +228,21 @@ impl Tracker {
             book.marked[region as usize / 64] |= 1 << (region % 64);
             book.wanted.remove(&region);
         }
+        Ok(())
+    }
+
+    /// Binds the file to this image alone, if another one was about to get its name. The head says "open", durably: so
+    /// no time of a change counts. The first identity is durable before the second goes, and one of the two is always
+    /// the image's.
+    async fn bind(&self, port: &Port, file: FileId) -> io::Result<()> {
+        let Some(image) = self.book().image.clone() else { return Ok(()) };
+        let id = self.book().head.file;
+        let own = identity_to_bytes(&id, &image, (0, 0));
+        self.write(port, file, IDENTITY_AT as u64, &own).await?;
+        port.io.sync(file).await?;
+        self.write(port, file, OTHER_AT as u64, &[0; SECTOR]).await?;
+        port.io.sync(file).await?;
+        self.book().image = None;
         Ok(())
     }
 
@@ -304,7 +326,7 @@ impl Tracker {
         }
         self.fine.end_opening();
         self.book().is_open = false;
-        let (seconds, nanoseconds) = changed_at(image)?;
+        let (seconds, nanoseconds) = changed_at(image.fd())?;
         let state = State::Closed(seconds, nanoseconds);
         let head = Head { state, ..self.book().head.clone() };
         let file = port.files[self.index];

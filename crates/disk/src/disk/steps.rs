@@ -22,6 +22,7 @@ impl Disk {
                 Disk::Image(d) => d.read(port, offset, buf).await,
                 Disk::Store(d) => d.read(port, offset, buf).await,
                 Disk::Elsewhere(d) => d.read(port, offset, buf).await,
+                Disk::Mirror(d) => d.read(port, offset, buf).await,
                 Disk::Remote(_) => port.io.read_exact(port.files[0], offset, buf).await,
                 Disk::Null(_) => {
                     port.memory().fill(buf, 0);
@@ -46,6 +47,7 @@ impl Disk {
                 }
                 Disk::Image(d) => d.write(port, offset, buf).await,
                 Disk::Store(d) => d.write(port, offset, buf).await,
+                Disk::Mirror(d) => d.write(port, offset, buf).await,
                 Disk::Elsewhere(_) | Disk::Null(_) => Ok(()),
             }
         })
@@ -64,6 +66,7 @@ impl Disk {
                 Disk::Image(d) => d.flush(port).await,
                 Disk::Store(d) => d.flush(port).await,
                 Disk::Remote(d) => d.flush(port).await,
+                Disk::Mirror(d) => d.flush(port).await,
                 Disk::Elsewhere(_) | Disk::Null(_) => Ok(()),
             }
         })
@@ -79,6 +82,7 @@ impl Disk {
             match self {
                 Disk::Image(d) if !self.read_only() => d.close(port).await?,
                 Disk::Store(d) => d.close(port).await?,
+                Disk::Mirror(d) => return d.close(port).await,
                 _ => self.flush(port).await?,
             }
             self.end_tracking(port).await
@@ -120,6 +124,7 @@ impl Disk {
                 Disk::Image(d) => d.discard_part(port, offset, len).await,
                 Disk::Store(d) => d.discard_part(port, offset, len).await,
                 Disk::Remote(d) => d.discard_part(port, offset, len).await,
+                Disk::Mirror(d) => d.discard_part(port, offset, len).await,
                 Disk::Elsewhere(_) | Disk::Null(_) => Ok(len),
             }
         })
@@ -146,6 +151,7 @@ impl Disk {
                 Disk::Image(d) => d.write_zeroes(port, offset, len, zeros).await,
                 Disk::Store(d) => d.write_zeroes(port, offset, len).await,
                 Disk::Remote(d) => d.write_zeroes(port, offset, len, zeros).await,
+                Disk::Mirror(d) => d.write_zeroes(port, offset, len, zeros).await,
                 Disk::Elsewhere(_) | Disk::Null(_) => Ok(()),
             }
         })

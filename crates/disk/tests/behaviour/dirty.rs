@@ -294,3 +294,119 @@ fn changes_of_maps_that_make_no_sense_are_refused_with_the_next_step() {
     let null = ImageName::parse("raw:/dev/null").unwrap();
     assert!(tools(|tools| tools.change_maps(&null, &MapChange::Begin("a".into()))).is_err());
 }
+
+/// The ranges of the map of this name, as offsets and lengths in KiB.
+fn changed_of(maps: &DirtyMaps, map: &str) -> Vec<(u64, u64)> {
+    assert_eq!(maps.void, None);
+    let map = maps.maps.iter().find(|seen| seen.name == map).expect("such a map");
+    map.changed.iter().map(|part| (part.start_bytes / KIB, part.length_bytes / KIB)).collect()
+}
+
+impl Mapped {
+    fn write(&self, at: u64) {
+        let mut session = self.open();
+        session.write(at, &[7; 512]).unwrap();
+        session.close().unwrap();
+    }
+
+    /// With the blocks in memory.
+    fn does<T>(
+        &self,
+        what: impl FnOnce(&ferrite_image_tools::ImageTools<'_>) -> Result<T, ferrite_disk::DiskError>,
+    ) -> T {
+        work(Some(&self.state()), what).unwrap()
+    }
+}
+
+#[test]
+fn maps_go_on_with_a_snapshots_leaf_and_back_and_the_snapshot_keeps_them_as_they_were() {
+    for extension in ["vhd", "qcow2"] {
+        let disk = Mapped::new(extension);
+        disk.write(9 * MIB);
+        let was = disk.path.with_file_name("was").with_extension(extension);
+        let (leaf, parent) = (name(&disk.path), name(&was));
+        disk.does(|tools| tools.snapshot_and(&leaf, &parent, Some("next")));
+        // Before and after the first write, which binds the maps to the leaf.
+        for written in [&[][..], &[(20 * KIB, 64)]] {
+            let both = [&[(9 * KIB, 64)][..], written].concat();
+            assert_eq!(changed_of(&disk.maps(), "nightly"), both, "{extension}");
+            assert_eq!(changed_of(&disk.maps(), "next"), written, "{extension}");
+            let frozen = maps(&was, Some(&disk.state()));
+            assert_eq!(changed_of(&frozen, "nightly"), [(9 * KIB, 64)], "{extension}");
+            assert_eq!(frozen.maps.len(), 1);
+            disk.write(20 * MIB);
+        }
+        disk.does(|tools| tools.coalesce(&leaf, false));
+        disk.write(30 * MIB);
+        let next = [(20 * KIB, 64), (30 * KIB, 64)];
+        assert_eq!(changed_of(&disk.maps(), "next"), next, "{extension}");
+        assert!(!path_of_maps(&was).exists());
+        disk.does(|tools| tools.resize(&leaf, 44 << 20, false));
+        let grown = [&next[..], &[(40 * KIB, 4 * KIB)]].concat();
+        assert_eq!(changed_of(&disk.maps(), "next"), grown, "{extension}");
+    }
+}
+
+#[test]
+fn a_snapshot_that_is_cut_off_before_its_last_step_leaves_maps_that_fit_the_old_leaf() {
+    let disk = Mapped::new("qcow2");
+    disk.write(9 * MIB);
+    let old = disk.path.with_file_name("old.qcow2");
+    // A second name, as a snapshot that is cut off leaves one.
+    fs::hard_link(&disk.path, &old).unwrap();
+    let was = disk.path.with_file_name("was.qcow2");
+    disk.does(|tools| tools.snapshot_and(&name(&disk.path), &name(&was), Some("next")));
+    fs::rename(&old, &disk.path).unwrap();
+    assert_eq!(changed_of(&disk.maps(), "next"), []);
+    disk.write(20 * MIB);
+    assert_eq!(changed_of(&disk.maps(), "next"), [(20 * KIB, 64)]);
+    assert_eq!(changed_of(&disk.maps(), "nightly"), [(9 * KIB, 64), (20 * KIB, 64)]);
+}
+
+#[test]
+fn blocks_in_memory_are_kept_for_each_map_when_another_is_begun() {
+    let disk = Mapped::new("img");
+    disk.write(9 * MIB);
+    disk.does(|tools| tools.change_maps(&name(&disk.path), &MapChange::Begin("next".into())));
+    disk.write(9 * MIB + 256 * KIB);
+    let first = [(9 * KIB, 64), (9 * KIB + 256, 64)];
+    assert_eq!(changed_of(&disk.maps(), "nightly"), first);
+    assert_eq!(changed_of(&disk.maps(), "next"), first[1..]);
+}
+
+#[test]
+fn blocks_that_one_host_remembers_are_not_believed_after_another_has_written() {
+    let disk = Mapped::new("img");
+    disk.write(9 * MIB);
+    let elsewhere = disk.dir.path().join("elsewhere");
+    let options = OpenOptions { state_dir: Some(elsewhere.clone()), ..OpenOptions::default() };
+    let mut session = session_of(Disk::open_image(&name(&disk.path), &options).unwrap());
+    session.write(10 * MIB, &[7; 512]).unwrap();
+    // It is killed.
+    drop(session);
+    let region = [(8 * KIB, 4 * KIB)];
+    assert_eq!(changed_of(&maps(&disk.path, Some(&elsewhere)), "nightly"), region);
+    assert_eq!(disk.changed(), region);
+    disk.write(20 * MIB);
+    assert_eq!(disk.changed(), [region[0], (20 * KIB, 64)]);
+}
+
+#[test]
+fn maps_are_copied_to_an_image_that_reads_the_same_and_what_that_has_recorded_stays() {
+    let disk = Mapped::new("img");
+    disk.write(9 * MIB);
+    let other = disk.path.with_file_name("b.qcow2");
+    disk.does(|tools| {
+        tools.convert(
+            &name(&disk.path),
+            &name(&other),
+            &ferrite_image_tools::Convert::default(),
+        )?;
+        tools.change_maps(&name(&other), &MapChange::Begin("own".into()))?;
+        tools.copy_maps(&name(&disk.path), &name(&other), Some("next"))
+    });
+    let all = maps(&other, Some(&disk.state()));
+    assert_eq!(changed_of(&all, "nightly"), [(9 * KIB, 64)]);
+    assert_eq!((changed_of(&all, "next"), changed_of(&all, "own")), (vec![], vec![]));
+    assert_eq!(all.maps[0].id, disk.maps().maps[0].id);
+}

@@ -18,6 +18,7 @@ mod group_commit;
 mod header_changes;
 mod io;
 mod journals;
+mod mirror;
 mod open;
 mod parents;
 mod places;

@@ -10,6 +10,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::process::{Command, Output};
 
+use clap::Args;
 use ferrite_daemon::control::protocol::{Attached, Details, Nothing, ShowParams, Status};
 use ferrite_daemon::directory;
 use ferrite_daemon::params::{Image, Params};
@@ -17,11 +18,11 @@ use ferrite_disk::ImageName;
 use ferrite_xen::store::Store;
 
 use super::{ANSWER, call, id, not_answered, tell, wait};
-use crate::cli::AttachArgs;
+use crate::cli::RunDirArgs;
 use crate::exit::{Code, Failure};
-use crate::guests::Names;
+use crate::guests::{Guest, Names};
 use crate::plain::one_line;
-use crate::vdev::{Vbd, device_name};
+use crate::vdev::{Vbd, device_name, device_number};
 
 /// The toolstack's program.
 const XL: &str = "xl";
@@ -31,6 +32,34 @@ const MOST_SAID: usize = 600;
 const SERVED_S: u32 = 10;
 
 /// `ferrite disk attach`.
+#[derive(Debug, Args)]
+pub(crate) struct AttachArgs {
+    /// The guest: its name, UUID or number.
+    #[arg(value_name = "GUEST")]
+    pub(crate) guest: Guest,
+
+    /// The guest's name of the new disk: xvdb, say.
+    #[arg(value_name = "DEV", value_parser = device_number)]
+    pub(crate) device: u32,
+
+    /// A disk image (vhd:PATH, qcow2:PATH, raw:PATH, or a path whose extension says it) or block
+    /// device; store:PATH#NAME for a volume of a store.
+    #[arg(value_name = "IMAGE")]
+    pub(crate) image: OsString,
+
+    /// Let the guest only read, and open the image read-only.
+    #[arg(long)]
+    pub(crate) read_only: bool,
+
+    /// Print JSON instead of text.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) places: RunDirArgs,
+}
+
+/// Attaches the image.
 pub(super) fn run(args: &AttachArgs) -> Result<(), Failure> {
     let image = image("cannot attach", &args.image)?;
     let run_dir = &args.places.run_dir;

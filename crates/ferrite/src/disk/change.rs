@@ -21,7 +21,7 @@ use crate::plain::one_line;
 use crate::vdev::Vbd;
 
 /// Time for the daemon's answer: requests under way, the change, and the opening of the image.
-const ANSWER: Duration = Duration::from_secs(600);
+pub(super) const ANSWER: Duration = Duration::from_secs(600);
 
 /// The help of `disk snapshot` after its options.
 pub(crate) const SNAPSHOT_HELP: &str = "\
@@ -55,6 +55,11 @@ pub(crate) struct SnapshotArgs {
     /// The format of the image that a raw disk's guest goes on in. It has the disk's name, with this extension.
     #[arg(long, value_name = "FORMAT", value_parser = ["qcow2"])]
     pub(crate) leaf: Option<String>,
+
+    /// Begin a dirty map of this name at the same moment. The maps that there are go on, and the snapshot keeps them as
+    /// they are now: for an incremental backup.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) begin_map: Option<String>,
 
     /// A command for a shell that is run before the snapshot with the word before, and then with after.
     #[arg(long, value_name = "CMD")]
@@ -130,7 +135,8 @@ pub(super) fn snapshot(args: &SnapshotArgs) -> Result<(), Failure> {
         Failure::new(what, why, "choose another name").with_code(Code::USAGE)
     })?;
     let leaf = args.leaf.as_ref().map(|_| Format::Qcow2);
-    let asked = SnapshotParams { disk: id(disk), name: new.clone(), leaf };
+    let begin_map = args.begin_map.clone();
+    let asked = SnapshotParams { disk: id(disk), name: new.clone(), leaf, begin_map };
     let quiesce = |word: &str| args.quiesce.as_deref().map_or(Ok(()), |cmd| hook(cmd, word));
     quiesce("before").map_err(|why| {
         let help = match quiesce("after") {

@@ -98,7 +98,7 @@ pub(super) fn resume(args: &ResumeArgs) -> Result<(), Failure> {
 }
 
 /// The image's name for the daemon: with its format, and an absolute path.
-pub(super) fn named(what: &str, text: &OsStr) -> Result<String, Failure> {
+pub(crate) fn named(what: &str, text: &OsStr) -> Result<String, Failure> {
     let image = attach::image(what, text)?;
     image.name().into_string().map_err(|name| {
         let what = format!("{what} {}", name.display());

@@ -5,36 +5,23 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use clap::Args;
 use ferrite_host::clock::{Clock as _, SystemClock};
 use ferrite_host::frames::{self, CLIENT_CHANNEL};
 use ferrite_host::limited;
+use ferrite_host::listen::listen_tcp;
 use ferrite_host::log_limit::SharedLogLimit;
 use ferrite_host::sandbox::user_of_tunnel;
 use ferrite_host::tunnel::TunnelUser;
-use ferrite_keeper::{Tunnel, TunnelSpec};
+use ferrite_keeper::{Tunnel, TunnelSpec, admitted};
 use ferrite_serve::waker::Waker;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::sockopt::{
-    set_ipv6_v6only, set_socket_keepalive, set_socket_reuseaddr, set_tcp_keepcnt, set_tcp_keepidle,
-    set_tcp_keepintvl, set_tcp_nodelay,
-};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 use rustix::process::geteuid;
 
 use crate::exit::{Code, Failure};
 use crate::serve::RUN_DIR;
 
-/// Connections that wait to be accepted.
-const BACKLOG: i32 = 128;
-/// A connection without a byte for this long is asked whether it lives.
-const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
-/// The time between such questions.
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
-/// So many questions without an answer end a connection.
-const KEEPALIVE_COUNT: u32 = 6;
 /// The empty folder in the daemon's.
 const EMPTY: &str = "empty";
 
@@ -106,7 +93,7 @@ pub(super) fn listen(args: &NetworkArgs) -> Result<Option<Network>, Failure> {
     }
     let (mut listeners, mut places) = (Vec::new(), Vec::new());
     for wanted in &args.listen {
-        let listener = bind(*wanted).map_err(|e| {
+        let listener = listen_tcp(*wanted).map_err(|e| {
             let busy = e.kind() == std::io::ErrorKind::AddrInUse;
             let help = "stop the program that listens there (ss -ltnp), or name an address of this host and a free port";
             let failure = Failure::new(format!("cannot listen at {wanted}"), e, help);
@@ -131,26 +118,6 @@ pub(super) fn listen(args: &NetworkArgs) -> Result<Option<Network>, Failure> {
     Ok(Some(Network { places, clients }))
 }
 
-/// A listening socket. Accepted ones inherit its options.
-fn bind(wanted: SocketAddr) -> std::io::Result<TcpListener> {
-    let family = if wanted.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(family, SocketType::STREAM, flags, None)?;
-    set_socket_reuseaddr(&socket, true)?;
-    if wanted.is_ipv6() {
-        // `[::]` is said of IPv6 only.
-        set_ipv6_v6only(&socket, true)?;
-    }
-    set_tcp_nodelay(&socket, true)?;
-    set_socket_keepalive(&socket, true)?;
-    set_tcp_keepidle(&socket, KEEPALIVE_IDLE)?;
-    set_tcp_keepintvl(&socket, KEEPALIVE_INTERVAL)?;
-    set_tcp_keepcnt(&socket, KEEPALIVE_COUNT)?;
-    rustix::net::bind(&socket, &wanted)?;
-    rustix::net::listen(&socket, BACKLOG)?;
-    Ok(socket.into())
-}
-
 /// The thread that starts the tunnel, and the next one when it ends.
 pub(super) struct TunnelThread {
     /// Brings clients to the server.
@@ -171,7 +138,8 @@ impl TunnelThread {
             user: user_of_tunnel(std::process::id()),
             root: Path::new(RUN_DIR).join(EMPTY),
         });
-        let spec = TunnelSpec { folder: std::path::absolute(folder)?, verifies, user };
+        let folder = Some(std::path::absolute(folder)?);
+        let spec = TunnelSpec { folder, verifies, limits: None, user };
         let program = std::fs::File::open("/proc/self/exe")?.into();
         let listeners = listeners.into_iter().map(OwnedFd::from).collect();
         let (mut tunnel, stopped) = (Tunnel::new(spec, program, listeners), stop.clone());
@@ -212,7 +180,7 @@ fn keep(tunnel: &mut Tunnel, server: &OwnedFd, stop: &Waker) {
             let admit = |link: std::os::fd::BorrowedFd<'_>| {
                 CLIENT_CHANNEL.try_send(server, b"client", &[link])
             };
-            if let Err(e) = tunnel.handle_message(admit) {
+            if let Err(e) = tunnel.handle_message(|| admitted(admit)) {
                 limited!(warn, limit, SystemClock.now_ns(), "clients by TLS: {e}");
             }
         }

@@ -142,6 +142,16 @@ fn examples(name: &str) -> Terms {
             ("Detach a disk that the guest has unmounted.", "ferrite disk detach web1/xvdb"),
             ("Take it away; unwritten data are lost.", "ferrite disk detach --force web1/xvdb"),
         ],
+        "ferrite-mirror" => &[
+            (
+                "Have all writes of a disk go to a second image, too; it ends when that has all.",
+                "ferrite mirror web1/xvda /srv/new.qcow2 --speed 200M",
+            ),
+            ("Move the disk there at once.", "ferrite mirror web1/xvda /srv/new.qcow2 --switch"),
+        ],
+        "ferrite-mirror-complete" => {
+            &[("Have the disk go on with the second image.", "ferrite mirror complete web1/xvda")]
+        }
         "ferrite-disk-coalesce" => &[
             (
                 "Merge the image below the disk's into its parent, at 50 MiB a second.",
@@ -289,6 +299,26 @@ fn examples_of_images(name: &str) -> Terms {
         "ferrite-image-du" => &[("Show the space of a disk.", "ferrite image du disk.qcow2")],
         "ferrite-image-dirty" | "ferrite-image-dirty-add" => {
             &[("Record changes since a backup.", "ferrite image dirty add disk.qcow2 nightly")]
+        }
+        "ferrite-image-dirty-copy" => &[(
+            "Keep the maps of an image that was moved.",
+            "ferrite image dirty copy old.qcow2 new.qcow2",
+        )],
+        "ferrite-disk-dirty" | "ferrite-disk-dirty-add" => &[(
+            "Record changes of a running disk since a backup.",
+            "ferrite disk dirty add web1/xvdb nightly",
+        )],
+        "ferrite-disk-dirty-list" => {
+            &[("How much has changed.", "ferrite disk dirty list web1/xvdb")]
+        }
+        "ferrite-disk-dirty-show" => {
+            &[("What has changed.", "ferrite disk dirty show web1/xvdb nightly")]
+        }
+        "ferrite-disk-dirty-clear" => {
+            &[("Begin a map anew.", "ferrite disk dirty clear web1/xvdb nightly")]
+        }
+        "ferrite-disk-dirty-remove" => {
+            &[("End a map.", "ferrite disk dirty remove web1/xvdb nightly")]
         }
         "ferrite-image-dirty-list" => {
             &[("How much has changed.", "ferrite image dirty list disk.qcow2")]

@@ -21,7 +21,7 @@ pub(crate) use looking::{CheckArgs, CompareArgs, InfoArgs, MapArgs, Scope};
 pub(crate) use making::{
     CloneArgs, ConvertArgs, CreateArgs, MeasureArgs, RebaseArgs, ResizeArgs, SnapshotArgs,
 };
-pub(crate) use merging::{CoalesceArgs, MergeStep};
+pub(crate) use merging::{CoalesceArgs, MergeStep, MirrorCheckArgs};
 
 /// The arguments of `ferrite image`.
 #[derive(Debug, Args)]
@@ -84,6 +84,9 @@ pub(crate) enum ImageCommand {
     /// A step of a merge in a chain that may be in use: the daemon runs it.
     #[command(subcommand, hide = true)]
     MergeStep(MergeStep),
+    /// Look whether a disk in use can be mirrored to a target: the daemon runs it.
+    #[command(hide = true)]
+    MirrorCheck(MirrorCheckArgs),
     /// Give an image another parent, and keep its contents.
     Rebase(RebaseArgs),
     /// Make a disk larger, or smaller where nothing is allocated.

@@ -6,7 +6,7 @@ use ferrite_disk::ImageName;
 use ferrite_disk::size::Human;
 use ferrite_image_tools::{DirtyMap, DirtyMaps, ImageTools, MapChange};
 
-use super::args::{ChangeArgs, DirtyCommand, ShowArgs};
+use super::args::{ChangeArgs, DirtyCommand, ShowArgs, existing};
 use super::{Out, text};
 use crate::exit::{Code, Failure};
 use crate::plain::one_line;
@@ -21,6 +21,10 @@ pub(super) fn run(
         DirtyCommand::Add(it) => change(tools, out, it, MapChange::Begin(it.map.clone())),
         DirtyCommand::Remove(it) => change(tools, out, it, MapChange::End(it.map.clone())),
         DirtyCommand::Clear(it) => change(tools, out, it, MapChange::Clear(it.map.clone())),
+        DirtyCommand::Copy(it) => {
+            let (from, to) = (existing(&it.from, None)?, existing(&it.to, None)?);
+            out.confirm(&tools.copy_maps(&from, &to, it.begin_map.as_deref())?, text::made)
+        }
         DirtyCommand::List(it) => {
             let name = it.named.name()?;
             out.say(&tools.dirty_maps(&name)?, |maps| list(&name, maps))

@@ -132,7 +132,8 @@ pub(super) fn snapshot(
 ) -> Result<(), Failure> {
     let leaf = existing(&args.leaf, args.format)?;
     if let Some(parent) = &args.parent {
-        return out.confirm(&tools.snapshot(&leaf, &name(parent, args.format)?)?, text::made);
+        let (parent, begin) = (name(parent, args.format)?, args.begin_map.as_deref());
+        return out.confirm(&tools.snapshot_and(&leaf, &parent, begin)?, text::made);
     }
     let inner = &args.inner;
     if let Some(name) = &inner.create {

@@ -144,7 +144,12 @@ fn result(out: &Out<'_>, done: &Done) -> Result<(), Failure> {
     tell(out, done, text::made)
 }
 
-fn tell<T: Serialize>(out: &Out<'_>, what: &T, text: impl Fn(&T) -> String) -> Result<(), Failure> {
+/// Prints a result for people, or as a line for a program.
+pub(super) fn tell<T: Serialize>(
+    out: &Out<'_>,
+    what: &T,
+    text: impl Fn(&T) -> String,
+) -> Result<(), Failure> {
     if !out.json {
         return out.confirm(what, text);
     }

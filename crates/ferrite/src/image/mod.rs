@@ -22,9 +22,10 @@ pub(crate) mod args;
 mod dirty;
 mod making;
 mod merging;
+mod mirroring;
 pub(crate) mod progress;
 mod qemu;
-mod text;
+pub(crate) mod text;
 
 use args::{
     Amendment, CheckArgs, CompareArgs, DirtyCommand, ImageArgs, ImageCommand, InfoArgs,
@@ -86,6 +87,7 @@ fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<()
             Ok(repaired.or_refused()?)
         }
         ImageCommand::Coalesce(it) => merging::coalesce(tools, &out, it),
+        ImageCommand::MirrorCheck(it) => mirroring::check(tools, &out, it),
         ImageCommand::MergeStep(step) => merging::step(tools, &out, step),
         ImageCommand::Rebase(it) => out.confirm(&making::rebase(tools, it)?, text::made),
         ImageCommand::Resize(it) => {

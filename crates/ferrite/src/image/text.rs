@@ -6,7 +6,7 @@ use ferrite_disk::size::Human;
 use ferrite_disk::{Class, Counts, Format};
 use ferrite_image_tools::{
     CheckReport, Checked, Comparison, Done, Extent, Info, InnerDone, JournalInfo, JournalState,
-    Kind, LayerInfo, Measured, Repaired, Salvaged, SnapshotInfo, Usage,
+    Kind, LayerInfo, Measured, Repaired, Salvaged, SnapshotInfo, Usage, date_parts,
 };
 
 use crate::plain::one_line;
@@ -19,7 +19,7 @@ fn with_notes(mut line: String, notes: &[String]) -> String {
     line
 }
 
-pub(super) fn made(done: &Done) -> String {
+pub(crate) fn made(done: &Done) -> String {
     let size = Human(done.virtual_bytes);
     let kind = if done.format == Format::Store.name() { "volume" } else { done.format };
     with_notes(format!("{}: {kind} of {size}", one_line(&done.path)), &done.notes)
@@ -121,18 +121,8 @@ pub(super) fn measured(measured: &Measured) -> String {
 }
 
 /// A date and time of UTC.
-pub(super) fn date(unix_s: u64) -> String {
-    let (days, s) = (unix_s / 86_400, unix_s % 86_400);
-    // Years of the proleptic Gregorian calendar, from 1 March of the year 0 on: the leap day is a year's last.
-    let days = days + 719_468;
-    let (era, day) = (days / 146_097, days % 146_097);
-    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let day = day - (153 * month + 2) / 5 + 1;
-    let month = if month < 10 { month + 3 } else { month - 9 };
-    let year = era * 400 + year + u64::from(month < 3);
-    let (h, m, s) = (s / 3600, s / 60 % 60, s % 60);
+pub(crate) fn date(unix_s: u64) -> String {
+    let [year, month, day, h, m, s] = date_parts(unix_s);
     format!("{year}-{month:02}-{day:02} {h:02}:{m:02}:{s:02} UTC")
 }
 

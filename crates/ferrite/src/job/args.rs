@@ -6,6 +6,7 @@ use std::str::FromStr;
 use clap::{Args, Subcommand};
 
 use crate::cli::{DiskArg, RunDirArgs};
+use crate::guests::GuestDisk;
 use crate::image::args::bytes;
 
 /// `ferrite job`.
@@ -81,6 +82,56 @@ impl FromStr for Speed {
             text => bytes(text).map(|bytes| Speed(Some(bytes))),
         }
     }
+}
+
+/// The help of `ferrite mirror`.
+pub(crate) const MIRROR_HELP: &str = "A mirror is a job of the daemon (ferrite job): it goes on if this command is \
+    interrupted. The target has to be there, and as large as the disk. Without --switch the mirror lasts until it is \
+    cancelled (ferrite job cancel), or completed (ferrite mirror complete). A target that fails does not stop the guest: \
+    it gets what it lacks when it works again.";
+
+/// `ferrite mirror`.
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub(crate) struct MirrorArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<MirrorCommand>,
+
+    /// The guest by name, UUID or number, and the device as xvda, hda, sda or as a number (web1/xvda).
+    #[arg(value_name = "GUEST/DEV", required = true)]
+    pub(crate) disk: Option<GuestDisk>,
+
+    /// The second disk: an image (FORMAT:PATH, or a path whose extension says the format), a block device, or an export of
+    /// an NBD server (nbd+unix:///EXPORT?socket=PATH, nbds://HOST/EXPORT).
+    #[arg(value_name = "TARGET", required = true)]
+    pub(crate) target: Option<String>,
+
+    /// Have the disk go on with the target, as soon as that has all.
+    #[arg(long)]
+    pub(crate) switch: bool,
+
+    /// Copy at most so many bytes a second, such as 50M; writes of the guest are not limited.
+    #[arg(long, value_name = "BYTES_PER_S")]
+    pub(crate) speed: Option<Speed>,
+
+    /// Start the mirror, and do not wait: otherwise the command ends when the target has all.
+    #[arg(long)]
+    pub(crate) background: bool,
+
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+/// The commands on a mirror that runs.
+#[derive(Debug, Subcommand)]
+pub(crate) enum MirrorCommand {
+    /// Have the disk go on with the target, once that has all; the guest waits for a moment.
+    Complete {
+        #[command(flatten)]
+        disk: DiskArg,
+        #[command(flatten)]
+        output: OutputArgs,
+    },
 }
 
 /// `ferrite disk coalesce`.

@@ -25,7 +25,7 @@ pub(crate) mod args;
 mod asking;
 pub(crate) mod owner;
 pub(crate) mod reading;
-mod streams;
+pub(crate) mod streams;
 mod text;
 mod wire;
 

@@ -9,6 +9,7 @@ use ferrite_image_tools::stores::{Receive, Send, Sent};
 use ferrite_store::journal::Name;
 use ferrite_store::name::StoreName;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 use super::args::{ReceiveArgs, SendArgs, VolumeArg};
 use super::{entry, of_volume, text};
@@ -46,7 +47,7 @@ pub(super) fn receive(
     let base = optional(args.base.as_deref())?;
     let how = Receive { base, resume: args.resume, force: args.force };
     refuse_terminal(&args.snapshot, "receive", io::stdin().is_terminal(), "< FILE")?;
-    out.confirm(&tools.receive(&path, &name, &how, &mut Input(io::stdin()))?, text::done)
+    out.confirm(&tools.receive(&path, &name, &how, &mut Input::new(&|| false))?, text::done)
 }
 
 fn optional(name: Option<&OsStr>) -> Result<Option<Name>, Failure> {
@@ -69,18 +70,30 @@ fn refuse_terminal(
     }
 }
 
-/// Standard input, whose reads are interrupted while nothing comes.
-struct Input(io::Stdin);
+/// Standard input. While nothing comes, a read asks at times whether it goes on; if not, it ends with `Interrupted`.
+pub(crate) struct Input<'a> {
+    from: io::Stdin,
+    goes_on: &'a dyn Fn() -> bool,
+}
 
-impl Read for Input {
+impl<'a> Input<'a> {
+    pub(crate) fn new(goes_on: &'a dyn Fn() -> bool) -> Input<'a> {
+        Input { from: io::stdin(), goes_on }
+    }
+}
+
+impl Read for Input<'_> {
     fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
-        // The end and errors are ready, too.
-        let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
-        match poll(&mut fds, Some(&LOOK_AGAIN)) {
-            Ok(0) => Err(io::ErrorKind::Interrupted.into()),
-            // Without the buffer of the standard library, which a poll does not see.
-            Ok(_) => Ok(rustix::io::read(&self.0, to)?),
-            Err(e) => Err(e.into()),
+        loop {
+            // The end and errors are ready, too.
+            let mut fds = [PollFd::new(&self.from, PollFlags::IN)];
+            match poll(&mut fds, Some(&LOOK_AGAIN)) {
+                Ok(0) | Err(Errno::INTR) if (self.goes_on)() => {}
+                Ok(0) => return Err(io::ErrorKind::Interrupted.into()),
+                // Without the buffer of the standard library, which a poll does not see.
+                Ok(_) => return Ok(rustix::io::read(&self.from, to)?),
+                Err(e) => return Err(e.into()),
+            }
         }
     }
 }

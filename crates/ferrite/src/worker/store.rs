@@ -145,6 +145,7 @@ pub(super) fn worker_sandbox(store: PathBuf, run_dir: &Path, run: &Path) -> Work
         root: run.join(EMPTY),
         user: user_of_store(device, inode),
         servers: Vec::new(),
+        mirror: None,
     }
 }
 

@@ -244,7 +244,11 @@ impl Lab {
     /// Runs the first block of this title of the page, with this test's folder and guest. `each` is
     /// called after each command.
     pub fn follows(&self, title: &str, each: impl Fn(&[&str])) {
-        let page = include_str!("../../../../docs/operations.md");
+        self.follows_on(include_str!("../../../../docs/operations.md"), title, each);
+    }
+
+    /// As [`follows`](Self::follows), of another page.
+    pub fn follows_on(&self, page: &str, title: &str, each: impl Fn(&[&str])) {
         let (_, recipe) = page.split_once(&format!("## {title}\n")).unwrap();
         let recipe = recipe.split("```text\n").nth(1).unwrap().split("```").next().unwrap();
         for line in recipe.lines().map(|line| line.split(" #").next().unwrap()) {

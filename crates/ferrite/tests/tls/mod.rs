@@ -1,5 +1,8 @@
 //! Certificates, an export by TLS, and those who talk with it.
 
+mod disturbers;
+mod others;
+
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -277,35 +280,49 @@ pub(crate) fn start_tls(mut stream: &TcpStream) {
 
 /// The output of `openssl s_client` with these options, behind STARTTLS.
 pub(crate) fn s_client(export: &Export, pki: &Pki, options: &[&str]) -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    let mut command = Command::new("openssl");
-    command.args([
-        "s_client",
-        "-connect",
-        &format!("127.0.0.1:{port}"),
-        "-CAfile",
-        "ca/ca-cert.pem",
-    ]);
-    command
-        .args(["-cert", "client/client-cert.pem", "-key", "client/client-key.pem"])
-        .args(options);
-    let command = command.current_dir(pki.dir.path()).stdin(Stdio::null());
-    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let (outside, server) = (listener.accept().unwrap().0, export.connect());
-    start_tls(&server);
-    let pass = |from: &TcpStream, to: &TcpStream| {
-        let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
-        std::thread::spawn(move || {
-            let _ = std::io::copy(&mut from, &mut to);
-            let _ = to.shutdown(Shutdown::Write);
-        })
-    };
-    let threads = [pass(&outside, &server), pass(&server, &outside)];
-    let output = child.wait_with_output().unwrap();
-    let _ = (outside.shutdown(Shutdown::Both), server.shutdown(Shutdown::Both));
-    threads.into_iter().for_each(|thread| thread.join().unwrap());
-    String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+    SClient::start(export, pki, options, Stdio::null()).end()
+}
+
+/// `openssl s_client` behind STARTTLS, which it does not know.
+pub(crate) struct SClient {
+    pub(crate) child: Child,
+    sockets: [TcpStream; 2],
+    threads: [std::thread::JoinHandle<()>; 2],
+}
+
+impl SClient {
+    pub(crate) fn start(export: &Export, pki: &Pki, options: &[&str], input: Stdio) -> SClient {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let place = format!("127.0.0.1:{}", listener.local_addr().unwrap().port());
+        let mut command = Command::new("openssl");
+        command.args(["s_client", "-connect", &place, "-CAfile", "ca/ca-cert.pem"]);
+        command
+            .args(["-cert", "client/client-cert.pem", "-key", "client/client-key.pem"])
+            .args(options);
+        let command = command.current_dir(pki.dir.path()).stdin(input);
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let (outside, server) = (listener.accept().unwrap().0, export.connect());
+        start_tls(&server);
+        // It may be longer at it than a read of this test may take.
+        server.set_read_timeout(None).unwrap();
+        let pass = |from: &TcpStream, to: &TcpStream| {
+            let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+            std::thread::spawn(move || {
+                let _ = std::io::copy(&mut from, &mut to);
+                let _ = to.shutdown(Shutdown::Write);
+            })
+        };
+        let threads = [pass(&outside, &server), pass(&server, &outside)];
+        SClient { child, sockets: [outside, server], threads }
+    }
+
+    /// Waits for its end. Returns what it has printed.
+    pub(crate) fn end(self) -> String {
+        let output = self.child.wait_with_output().unwrap();
+        self.sockets.iter().for_each(|socket| drop(socket.shutdown(Shutdown::Both)));
+        self.threads.into_iter().for_each(|thread| thread.join().unwrap());
+        String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+    }
 }
 
 /// A client of this host that goes by TLS to a server, with the certificates of a folder.

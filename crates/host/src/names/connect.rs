@@ -1,16 +1,15 @@
 //! Connections to the servers of a disk's data. They are begun, and nobody waits for them here.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use ferrite_nbd::address::Address;
 use rustix::io::Errno;
 use rustix::net::sockopt::{
     set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl, set_tcp_nodelay,
@@ -22,7 +21,7 @@ use rustix::net::{
 use rustix::process::{Pid, WaitOptions, geteuid, waitpid};
 
 use super::wire::{Request, What};
-use crate::rbd::{self, Image, Starter};
+use crate::rbd::{self, Starter};
 use crate::sandbox::user_of_tunnel;
 use crate::tunnel::{Files, TunnelUser, start_outward};
 
@@ -35,78 +34,6 @@ const TUNNEL_ROOT: &str = "/run/ferrite/empty";
 const KEEPALIVE_AFTER: Duration = Duration::from_secs(10);
 const KEEPALIVE_EVERY: Duration = Duration::from_secs(5);
 const KEEPALIVES: u32 = 3;
-
-/// The name of a server.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Address {
-    /// A Unix socket of the kind `STREAM`.
-    Unix(PathBuf),
-    /// A TCP port.
-    Tcp {
-        /// A name, or an address without brackets.
-        host: String,
-        /// The port.
-        port: u16,
-    },
-    /// A TCP port, by TLS: a [tunnel](crate::tunnel) stands between.
-    Tls {
-        /// A name, or an address without brackets, as the server's certificate has it.
-        host: String,
-        /// The port.
-        port: u16,
-        /// The folder of the client's certificates.
-        certificates: PathBuf,
-    },
-    /// An image of a Ceph cluster: a [helper](crate::rbd) stands between.
-    Rbd(Image),
-}
-
-/// Before the name of an image that is written, and of one that is only read.
-const RBD: [&[u8]; 2] = [b"rbd:", b"rbd-read-only:"];
-
-impl Address {
-    /// As two texts, for [`parse`](Self::parse): the server, and the folder of certificates.
-    pub fn to_bytes(&self) -> (Vec<u8>, &[u8]) {
-        match self {
-            Address::Unix(path) => ([b"unix:", path.as_os_str().as_bytes()].concat(), &[]),
-            Address::Tcp { host, port } => (format!("tcp:{port}:{host}").into_bytes(), &[]),
-            Address::Tls { host, port, certificates } => {
-                (format!("tls:{port}:{host}").into_bytes(), certificates.as_os_str().as_bytes())
-            }
-            Address::Rbd(Image { name, read_only }) => {
-                ([RBD[usize::from(*read_only)], name.as_bytes()].concat(), &[])
-            }
-        }
-    }
-
-    /// From such texts. None: they are none.
-    pub fn parse(bytes: &[u8], folder: &[u8]) -> Option<Address> {
-        if let Some(rest) = bytes.strip_prefix(b"tls:") {
-            let Address::Tcp { host, port } = Address::parse(&[b"tcp:", rest].concat(), &[])?
-            else {
-                return None;
-            };
-            let certificates = OsString::from_vec(folder.to_vec()).into();
-            return folder.starts_with(b"/").then_some(Address::Tls { host, port, certificates });
-        }
-        if !folder.is_empty() {
-            return None;
-        }
-        for (read_only, prefix) in [false, true].into_iter().zip(RBD) {
-            if let Some(name) = bytes.strip_prefix(prefix).filter(|name| !name.is_empty()) {
-                let name = String::from_utf8(name.to_vec()).ok()?;
-                return Some(Address::Rbd(Image { name, read_only }));
-            }
-        }
-        if let Some(path) = bytes.strip_prefix(b"unix:").filter(|path| path.starts_with(b"/")) {
-            return Some(Address::Unix(OsString::from_vec(path.to_vec()).into()));
-        }
-        let text = std::str::from_utf8(bytes.strip_prefix(b"tcp:")?).ok()?;
-        let (port, host) = text.split_once(':')?;
-        let (port, host) = (port.parse().ok()?, host.to_owned());
-        (!host.is_empty()).then_some(Address::Tcp { host, port })
-    }
-}
 
 /// A server that a worker may be connected to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -142,8 +69,8 @@ pub fn begin(address: &Address, attempt: u32) -> rustix::io::Result<OwnedFd> {
         let request = Request { what, flags: attempt, mode: 0, first: &first, second };
         return broker.ask(&request, &[])?.file();
     }
-    if let Address::Rbd(image) = address {
-        return rbd::begin(image, Starter::OwnThread);
+    if let Address::Rbd { image, read_only } = address {
+        return rbd::begin(image, *read_only, Starter::OwnThread);
     }
     let server = Server { address: address.clone(), resolved: remembered(address)? };
     let user = geteuid()
@@ -178,8 +105,8 @@ pub(super) fn begin_to(
     user: Option<&TunnelUser>,
 ) -> rustix::io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    if let Address::Rbd(image) = &server.address {
-        return rbd::begin(image, Starter::ThisThread);
+    if let Address::Rbd { image, read_only } = &server.address {
+        return rbd::begin(image, *read_only, Starter::ThisThread);
     }
     if let Address::Unix(path) = &server.address {
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -236,38 +163,4 @@ fn reap_tunnels(new: Option<Pid>) {
     let mut tunnels = TUNNELS.lock().unwrap_or_else(PoisonError::into_inner);
     tunnels.retain(|pid| matches!(waitpid(Some(*pid), WaitOptions::NOHANG), Ok(None)));
     tunnels.extend(new);
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_address_is_what_its_text_says() {
-        for address in [
-            Address::Unix("/run/a:b".into()),
-            Address::Tcp { host: "::1".into(), port: 7 },
-            Address::Tcp { host: "h.example".into(), port: 65535 },
-            Address::Tls { host: "::1".into(), port: 7, certificates: "/etc/pki".into() },
-            Address::Rbd(Image { name: "p/i?id=a".into(), read_only: false }),
-            Address::Rbd(Image { name: "p/i@s".into(), read_only: true }),
-        ] {
-            let (text, folder) = address.to_bytes();
-            assert_eq!(Address::parse(&text, folder), Some(address.clone()));
-        }
-        for text in [
-            "",
-            "unix:",
-            "unix:a",
-            "tcp:",
-            "tcp:1:",
-            "tcp:x:h",
-            "tcp:65536:h",
-            "/a",
-            "tls:1:h",
-            "rbd:",
-        ] {
-            assert_eq!(Address::parse(text.as_bytes(), &[]), None, "{text}");
-        }
-    }
 }

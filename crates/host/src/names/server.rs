@@ -11,13 +11,14 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Component, Path, PathBuf};
 
+use ferrite_nbd::address::Address;
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, OFlags, Stat, fcntl_getfl, fcntl_setfl, fstat, inotify, major,
     minor, mkdirat, openat, readlinkat, renameat, unlinkat,
 };
 use rustix::io::{Errno, retry_on_intr};
 
-use super::connect::{self, Address};
+use super::connect;
 use super::policy::{Access, Policy, Right, Rule, is_text};
 use super::wire::{Answer, NAMES, Request, What};
 use super::{device_events, of_descriptor};

@@ -132,7 +132,8 @@ pub fn identifier(index: u32) -> Option<String> {
     Some(text.trim_end().to_owned())
 }
 
-/// Who uses a device or a partition of it, for people: mount points, swap space, devices that stand on it.
+/// Who uses a device or a partition of it, for people: mount points, swap space, devices that stand on it, programs that
+/// have it open. Those in other mount namespaces are seen, too, if they have it by its usual name.
 ///
 /// # Errors
 /// The lists of the kernel cannot be read.
@@ -159,8 +160,30 @@ pub fn users(index: u32) -> io::Result<Vec<String>> {
         for holder in fs::read_dir(folder.join("holders")).into_iter().flatten().flatten() {
             users.push(format!("the device {}", holder.file_name().to_string_lossy()));
         }
+        users.extend(openers(Path::new(&device)));
     }
     Ok(users)
+}
+
+/// The programs that have a file open, for people. What this process may not look into is left out.
+fn openers(path: &Path) -> Vec<String> {
+    // The link's text is compared: a look at the file itself could wait for a server that does not answer.
+    let has_it = |process: &Path| {
+        let fds = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+        fds.into_iter().any(|fd| fs::read_link(fd.path()).is_ok_and(|to| to == path))
+    };
+    let mut found = Vec::new();
+    for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Some(pid) = process.file_name().to_str().and_then(|name| name.parse::<u32>().ok())
+        else {
+            continue;
+        };
+        if has_it(&process.path()) {
+            let name = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
+            found.push(format!("open in process {pid} ({})", name.trim_end().escape_debug()));
+        }
+    }
+    found
 }
 
 /// The places where the device `MAJOR:MINOR` is mounted (proc(5), mountinfo).

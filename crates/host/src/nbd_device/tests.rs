@@ -54,3 +54,17 @@ fn a_connection_is_written_as_the_kernel_reads_it() {
     assert_eq!(tail[12..16], 5i32.to_ne_bytes());
     assert_eq!(tail[24..28], 6i32.to_ne_bytes());
 }
+
+#[test]
+fn a_program_that_has_a_file_open_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().canonicalize().unwrap().join("device");
+    assert!(openers(&path).is_empty());
+    let file = std::fs::File::create(&path).unwrap();
+    let found = openers(&path);
+    assert_eq!(found.len(), 1, "{found:?}");
+    let own = format!("open in process {} (", std::process::id());
+    assert!(found[0].starts_with(&own), "{found:?}");
+    drop(file);
+    assert!(openers(&path).is_empty());
+}

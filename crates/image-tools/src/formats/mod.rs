@@ -293,6 +293,7 @@ fn without_units(new: New<'_>, why: &str) -> Result<(), DiskError> {
 pub(super) fn leaf(disk: &Disk) -> Option<&Layer> {
     match disk {
         Disk::Image(image) => image.layers().first(),
+        Disk::Mirror(mirror) => leaf(mirror.source()),
         Disk::Raw(_) | Disk::Store(_) | Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Null(_) => {
             None
         }
@@ -439,7 +440,10 @@ pub(super) fn resize_notes(disk: &Disk, bytes: u64) -> Vec<String> {
 pub(super) async fn resize(port: &Port, disk: Disk, bytes: u64) -> Result<(), DiskError> {
     let (layer, below_bytes) = match disk {
         // A volume and a remote keep their size; their names were refused before.
-        Disk::Null(_) | Disk::Store(_) | Disk::Elsewhere(_) | Disk::Remote(_) => return Ok(()),
+        // A mirror is of a disk that is served.
+        Disk::Null(_) | Disk::Store(_) | Disk::Elsewhere(_) | Disk::Remote(_) | Disk::Mirror(_) => {
+            return Ok(());
+        }
         Disk::Raw(raw) => (Some(Layer::Raw(raw)), 0),
         Disk::Image(image) => {
             let below_bytes = image.layers().get(1).map_or(0, Layer::bytes);

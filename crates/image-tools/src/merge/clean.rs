@@ -63,6 +63,7 @@ impl ImageTools<'_> {
         let lists = children::lists(path).map_err(cannot)?;
         children::forget_all(self.directory, &lists).map_err(cannot)?;
         self.directory.remove(path).map_err(cannot)?;
+        self.forget_maps(path)?;
         protected.forget();
         self.sync_dir(path)
     }

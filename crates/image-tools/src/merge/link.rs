@@ -73,8 +73,10 @@ impl ImageTools<'_> {
         let mut context = IoContext::new(self, 0).map_err(cannot)?;
         let port = context.port(&disk).map_err(cannot)?;
         let _locked = disk.files();
+        let changing = self.begin_change(&disk)?;
         let relinked = context.run(async { Ok(formats::relink(&port, disk, &parent).await) });
         relinked.map_err(cannot)??;
+        changing.end(&child.path)?;
         protected.restore().map_err(cannot)?;
         Ok(done(found, notes))
     }

@@ -5,7 +5,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::{BadUri, Server, Uri, bad, decoded, number};
+use super::{BadUri, Uri, bad, decoded, number};
+use crate::address::Address;
 
 /// The scheme, with its colon.
 pub const SCHEME: &str = "rbd:";
@@ -21,7 +22,7 @@ const FORM: &str = "write rbd:POOL/IMAGE, rbd:POOL/NAMESPACE/IMAGE or rbd:POOL/I
 const GRACE: Duration = Duration::from_secs(15);
 
 /// An image or a snapshot of a cluster, and who asks for it.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Image {
     /// The pool.
     pub pool: String,
@@ -92,7 +93,8 @@ pub(super) fn uri(text: &str) -> Result<Uri, BadUri> {
         // A new helper breaks the lock of the old one: the cluster refuses what of it comes late.
         drain: Duration::ZERO,
         deadline: image.deadline + GRACE,
-        server: Server::Rbd(image),
+        // Nobody can write a snapshot.
+        server: Address::Rbd { read_only: image.snapshot.is_some(), image },
     })
 }
 
@@ -186,7 +188,9 @@ mod tests {
         assert_eq!(Image::parse(&image.to_string()).unwrap(), image);
         let uri = Uri::parse(&format!("rbd:{text}")).unwrap();
         assert_eq!((uri.reconnect.as_secs(), uri.deadline.as_secs()), (7, 20));
-        assert_eq!(uri.server, Server::Rbd(image));
+        assert_eq!(uri.server, Address::Rbd { image, read_only: true });
+        let uri = Uri::parse("rbd:p/i").unwrap();
+        assert!(matches!(uri.server, Address::Rbd { read_only: false, .. }), "{uri:?}");
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Requests and replies in each form, and the messages with 64-bit lengths.
 
 use super::{
-    DONE, EXTENDED_CHUNK_MAGIC, EXTENDED_REQUEST_BYTES, EXTENDED_REQUEST_MAGIC, Fields, Form, Head,
-    REQUEST_BYTES, RawRequest, chunk, command, flag,
+    DONE, EXTENDED_CHUNK_MAGIC, EXTENDED_REQUEST_BYTES, Form, Head, REQUEST_BYTES, RawRequest,
+    chunk, command, flag,
 };
 
 impl Form {
@@ -31,23 +31,6 @@ impl Form {
             Form::Extended => raw.has(flag::PAYLOAD_LEN),
         };
         if has_data { raw.len } else { 0 }
-    }
-}
-
-impl RawRequest {
-    /// Parses a request with an extended head. `None`: as for [`parse`](Self::parse).
-    pub fn parse_extended(bytes: &[u8; EXTENDED_REQUEST_BYTES]) -> Option<RawRequest> {
-        let mut fields = Fields(bytes);
-        if fields.u32()? != EXTENDED_REQUEST_MAGIC {
-            return None;
-        }
-        Some(RawRequest {
-            flags: fields.u16()?,
-            command: fields.u16()?,
-            cookie: fields.u64()?,
-            offset: fields.u64()?,
-            len: fields.u64()?,
-        })
     }
 }
 

@@ -51,6 +51,8 @@ pub(crate) struct Session {
     has_ended: Cell<bool>,
     /// A lost connection had changes without an answer, which its server may still execute.
     is_unsettled: Cell<bool>,
+    /// It did not end the connection: it may have been stopped or cut off, and begin with old requests when it is back.
+    was_silent: Cell<bool>,
     /// Why the last attempt to connect failed.
     last_refusal: RefCell<String>,
     /// There is something to send.
@@ -96,6 +98,18 @@ impl fmt::Display for Lost {
             Lost::Broken(broken) => broken.fmt(f),
             Lost::Late => f.write_str("the server did not answer a request in time"),
             Lost::ShutDown => f.write_str("the server is shutting down"),
+        }
+    }
+}
+
+impl Lost {
+    /// Whether the server was heard: it has ended the connection, or sent what it should not.
+    fn was_heard(&self) -> bool {
+        use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+        match self {
+            Lost::Io(e) => matches!(e.kind(), UnexpectedEof | ConnectionReset | BrokenPipe),
+            Lost::Broken(_) | Lost::ShutDown => true,
+            Lost::Late => false,
         }
     }
 }
@@ -151,6 +165,7 @@ impl Session {
             phase: Cell::new(Phase::Takes),
             has_ended: Cell::new(false),
             is_unsettled: Cell::new(false),
+            was_silent: Cell::new(false),
             last_refusal: RefCell::default(),
             to_send: Signal::default(),
             to_watch: Signal::default(),
@@ -178,6 +193,9 @@ impl Session {
                 is_first = false;
                 let begin = Instant::now();
                 let why = self.use_link(&next).await;
+                if !why.was_heard() {
+                    next.abandon();
+                }
                 drop(next);
                 lost_at = Instant::now();
                 self.lost(&why);

@@ -3,7 +3,11 @@
 //! A request without an answer may or may not have been executed, and the server may still execute it. To send it again
 //! is right only if the server does not execute the first one later: by then newer data of the guest may be there. So
 //! 1. a server of ours is told the session's name. It ends what is left of the older connection before it answers.
-//! 2. With any other server changes are sent again only after `drain_s` seconds without a connection.
+//! 2. With any other server changes are sent again only after `drain_s` seconds without a connection. If the server did not
+//!    end the old connection itself, these begin when it answers again: it may have been stopped with requests before it.
+//!
+//! What has failed meanwhile, as the server was lost for too long, may be executed late likewise. So both rules hold for
+//! each change that had no answer, whether it is sent again or not.
 //!
 //! Reads and flushes may be executed as often as one likes. They wait likewise, since they may depend on the order.
 
@@ -47,6 +51,7 @@ impl Session {
             inner.take_back();
             let is_unsettled = inner.waiting.iter().any(|part| part.sent && part.command.changes());
             self.is_unsettled.set(self.is_unsettled.get() || is_unsettled);
+            self.was_silent.set(self.was_silent.get() || is_unsettled && !why.was_heard());
             let (late, waiting): (VecDeque<_>, VecDeque<_>) = inner
                 .waiting
                 .drain(..)
@@ -118,6 +123,8 @@ impl Session {
         let drain = self.disk.uri.drain;
         let (since, is_unsafe) = match is_first {
             true => (self.disk.opened, self.disk.drains_first),
+            // A server that was stopped has the old requests before it when it goes on, which is now.
+            false if self.was_silent.get() => (Instant::now(), !link.export.fenced),
             false => (lost_at, !link.export.fenced && self.is_unsettled.get()),
         };
         let left = (since + drain).saturating_duration_since(Instant::now());
@@ -126,6 +133,7 @@ impl Session {
             let _ = self.io.sleep(left).await;
         }
         self.is_unsettled.set(false);
+        self.was_silent.set(false);
         self.last_refusal.take();
         if !is_first && self.disk.may_log() {
             tracing::warn!("{}: it is connected again", self.disk.text);

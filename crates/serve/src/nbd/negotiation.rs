@@ -1,6 +1,7 @@
 //! The negotiation with a client before its first request: bytes in, bytes out, no I/O.
 
 use ferrite_nbd::client::{SESSION, Session};
+use ferrite_nbd::restriction::{RESTRICT, Restriction};
 use ferrite_nbd::wire::{
     CONTEXT, CONTEXT_ID, DEPTH_CONTEXT, DEPTH_CONTEXT_ID, FIXED_NEWSTYLE, Fields, Form, NO_ZEROES,
     OPTION_MAGIC, SERVER_MAGIC, can, info, option, push_option_reply, reply,
@@ -58,6 +59,8 @@ pub(super) struct Agreed {
     pub(super) form: Form,
     /// What the client may query.
     pub(super) contexts: Contexts,
+    /// The client may not change anything, whatever others may.
+    pub(super) read_only: bool,
 }
 
 /// The contexts that a client has chosen.
@@ -114,6 +117,8 @@ pub(super) struct Negotiation {
     skip: u64,
     /// The client has named its session.
     has_session: bool,
+    /// What the client may do was said.
+    is_restricted: bool,
 }
 
 impl Negotiation {
@@ -134,6 +139,7 @@ impl Negotiation {
             options: 0,
             skip: 0,
             has_session: false,
+            is_restricted: false,
         }
     }
 
@@ -242,6 +248,11 @@ impl Negotiation {
                     answer(reply::ACK, &[]);
                 }
             },
+            RESTRICT => {
+                let is_done =
+                    Restriction::parse(data).is_some_and(|restriction| self.restrict(restriction));
+                answer(if is_done { reply::ACK } else { reply::INVALID }, &[]);
+            }
             option::RELAYED if self.relayed => {
                 self.unknown_relay = false;
                 answer(reply::ACK, &[]);
@@ -264,6 +275,28 @@ impl Negotiation {
             _ => answer(reply::UNSUPPORTED, &[]),
         }
         Next::More
+    }
+
+    /// Takes rights from the client. A second time could give it another name, so there is none.
+    fn restrict(&mut self, restriction: Restriction) -> bool {
+        let is_first = !std::mem::replace(&mut self.is_restricted, true);
+        // A name is for the only export, which has none of its own.
+        let only = match &mut self.offers[..] {
+            [only] if only.name.is_empty() => Some(only),
+            _ => None,
+        };
+        match only {
+            _ if !is_first => return false,
+            Some(only) => only.name = restriction.name,
+            None if restriction.name.is_empty() => {}
+            None => return false,
+        }
+        self.hides_names |= restriction.hides_names;
+        self.agreed.read_only |= restriction.read_only;
+        for offer in &mut self.offers {
+            offer.export.read_only |= restriction.read_only;
+        }
+        true
     }
 
     /// Handles the oldest way to select an export. A wrong name can only be answered by closing, and so is a client

@@ -319,8 +319,9 @@ fn serve_chosen(
     let Some(mut greeted) = greet(&socket, offers.clone(), manners, sessions, stop, limit)? else {
         return Ok(Counts::default());
     };
-    let (Exported { device, engine, .. }, export) =
+    let (Exported { device, engine, .. }, mut export) =
         (&exports[greeted.agreed.index], offers[greeted.agreed.index].export);
+    export.read_only |= greeted.agreed.read_only;
     // The last to be dropped: the client that replaces this one waits for it.
     let _session = greeted.session.take();
     let queue = buffers.take()?;

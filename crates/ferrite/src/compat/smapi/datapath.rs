@@ -53,7 +53,7 @@ pub(super) fn answer(call: &Call) -> Result<Value, Fault> {
             datapath.detach(&call.params()?);
             Ok(Value::Null)
         }
-        _ => Err(call.unimplemented()),
+        name => super::data::answer(call, name).unwrap_or_else(|| Err(call.unimplemented())),
     }
 }
 

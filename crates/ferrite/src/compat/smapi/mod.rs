@@ -19,6 +19,7 @@ use super::Tool;
 use crate::exit::Failure;
 use crate::plain::one_line;
 
+mod data;
 mod datapath;
 mod disks;
 mod files;

@@ -1,5 +1,7 @@
 //! The arguments of `ferrite image dirty`.
 
+use std::ffi::OsString;
+
 use clap::{Args, Subcommand};
 
 use super::{NamedArgs, OneArgs};
@@ -13,6 +15,8 @@ pub(crate) enum DirtyCommand {
     Remove(ChangeArgs),
     /// Begin a map anew, in one step: nothing has changed then.
     Clear(ChangeArgs),
+    /// Give the maps of an image to another one with the same contents; what that has recorded stays.
+    Copy(CopyArgs),
     /// List the maps of an image, and how much has changed.
     List(OneArgs),
     /// Show which ranges of the disk may have changed since a map was begun.
@@ -28,6 +32,22 @@ pub(crate) struct ChangeArgs {
     /// The name of the map: letters, digits, "-", "_" and ".".
     #[arg(value_name = "NAME")]
     pub(crate) map: String,
+}
+
+/// The arguments of `dirty copy`.
+#[derive(Debug, Args)]
+pub(crate) struct CopyArgs {
+    /// The image whose maps are copied.
+    #[arg(value_name = "IMAGE")]
+    pub(crate) from: OsString,
+
+    /// The image that gets them, and reads the same.
+    #[arg(value_name = "OTHER")]
+    pub(crate) to: OsString,
+
+    /// Begin another map of this name.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) begin_map: Option<String>,
 }
 
 /// The arguments of `dirty show`.

@@ -78,6 +78,10 @@ pub(crate) struct SnapshotArgs {
     #[command(flatten)]
     pub(crate) inner: InnerArgs,
 
+    /// Begin a dirty map of this name: it records what changes from now on.
+    #[arg(long, value_name = "NAME", requires = "parent")]
+    pub(crate) begin_map: Option<String>,
+
     /// The format of the disk, whatever its name says.
     #[arg(short = 'f', long, value_enum, value_name = "FORMAT")]
     pub(crate) format: Option<FormatName>,

@@ -31,6 +31,16 @@ pub(crate) struct CoalesceArgs {
     pub(crate) force: bool,
 }
 
+/// The arguments of `mirror-check`.
+#[derive(Debug, Args)]
+pub(crate) struct MirrorCheckArgs {
+    /// The image of the disk, which is in use.
+    pub(crate) source: OsString,
+
+    /// The target.
+    pub(crate) target: String,
+}
+
 /// The steps of a merge, for the daemon. With --json there is a line of JSON a second with the progress, and one with
 /// the result.
 #[derive(Debug, Subcommand)]

@@ -1,4 +1,5 @@
-//! The maps of what has changed on a disk: begun, cleared and ended while the image is not in use.
+//! The maps of what has changed on a disk: begun, cleared and ended while the image is not in use; and carried to
+//! another image of the disk.
 //!
 //! The order of writes is in `disk-base/src/dirty/mod.rs`. A crash at any point leaves the old maps or the new ones.
 
@@ -7,18 +8,19 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use ferrite_disk::{Disk, Raw};
-use ferrite_disk_base::dirty::layout::{Head, State, regions};
-use ferrite_disk_base::dirty::{
-    Content, Found, MAX_DISK_BYTES, MAX_MAPS, Map, MapId, REGION_BYTES, found, path_of,
-};
-use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES, VolumeName};
+use ferrite_disk::Disk;
+use ferrite_disk_base::dirty::layout::regions;
+use ferrite_disk_base::dirty::{MAX_DISK_BYTES, MAX_MAPS, Map, MapId, found, path_of};
+use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES, VolumeName};
 use ferrite_host::clock::{secret, unix_time_s};
+use ferrite_images::Image;
 
 use super::files::{beside, check_regular};
 use super::io_context::{BUFFER_BYTES, IoContext};
 use super::report::{Changed, DirtyMap, DirtyMaps, Done};
 use super::{ImageTools, broken, parent_dir, refused, unsuitable};
+
+mod carry;
 
 /// The end of the temporary name.
 const NEW: &str = ".new";
@@ -40,7 +42,13 @@ impl ImageTools<'_> {
     /// # Errors
     /// They cannot be read.
     pub fn dirty_maps(&self, name: &ImageName) -> Result<DirtyMaps, DiskError> {
-        let disk = self.open(name, true)?;
+        let disk = match name.format {
+            // The maps are those of its own file, wherever its parents are.
+            Format::Vhd | Format::Qcow2 => {
+                Disk::Image(Image::open_alone(name, &ImageTools::even_parents(self.options(true)))?)
+            }
+            _ => self.open(name, true)?,
+        };
         let virtual_bytes = disk.sectors() * SECTOR_BYTES;
         let Some(seen) = disk.maps(self.readable_state())? else {
             return Ok(DirtyMaps { virtual_bytes, ..DirtyMaps::default() });
@@ -90,17 +98,13 @@ impl ImageTools<'_> {
         }
         let mut context = IoContext::new(self, 1).map_err(|e| broken(what(), e))?;
         self.complete(&mut context, &disk).map_err(|e| broken(what(), e))?;
-        let (mut maps, mut notes) = old_maps(raw, bytes)?;
-        apply(&mut maps, change, bytes, what)?;
-        let path = path_of(raw.path());
-        match maps.is_empty() {
-            true => self.remove_maps(&path),
-            false => content(raw, bytes, maps)
-                .and_then(|content| self.replace_maps(&mut context, &path, &content)),
-        }
-        .map_err(|e| broken(what(), e))?;
+        drop(context);
+        let mut maps = self.maps_of(raw, bytes)?;
+        apply(&mut maps.maps, change, bytes, what)?;
+        self.write_maps(&maps, raw.path()).map_err(|e| broken(what(), e))?;
+        let mut notes = maps.notes;
         if let MapChange::Begin(_) | MapChange::Clear(_) = change {
-            notes.push(format!("{} has to stay beside the image", path.display()));
+            notes.push(format!("{} has to stay beside the image", path_of(raw.path()).display()));
         }
         Ok(Done {
             path: name.path.display().to_string(),
@@ -124,18 +128,18 @@ impl ImageTools<'_> {
         self.directory.sync(parent_dir(path))
     }
 
-    /// Gives the name to a file with these contents.
-    fn replace_maps(
+    /// Gives the name to a file with these contents, durably. The order: the file is written under a temporary name and
+    /// synced, it gets the name, and the folder is synced.
+    pub(super) fn replace_file(
         &self,
         context: &mut IoContext,
         path: &Path,
-        content: &Content,
+        bytes: &[u8],
     ) -> io::Result<()> {
         let new = beside(path, NEW);
         let file = Arc::new(self.new_maps(&new)?);
         let buffer = context.buffer()?;
         let port = context.port_of(vec![file])?;
-        let bytes = content.to_bytes();
         context.run(async {
             for (i, part) in bytes.chunks(BUFFER_BYTES).enumerate() {
                 let span = buffer.slice(0, part.len());
@@ -164,33 +168,6 @@ impl ImageTools<'_> {
 
 fn hex(id: &MapId) -> String {
     format!("{:032x}", u128::from_be_bytes(*id))
-}
-
-/// The maps that fit the image, and notes of those that do not.
-fn old_maps(raw: &Raw, bytes: u64) -> Result<(Vec<Map>, Vec<String>), DiskError> {
-    let Some(found) = Found::open(raw, bytes, false)? else { return Ok((Vec::new(), Vec::new())) };
-    let content = match (found.void, found.content) {
-        (None, Some(content)) => content,
-        (void, content) => {
-            let names: Vec<String> =
-                content.into_iter().flat_map(|c| c.maps).map(|map| map.name).collect();
-            let why = void.unwrap_or_default();
-            let note = format!("void maps are given up ({}): {why}", names.join(", "));
-            return Ok((Vec::new(), vec![note]));
-        }
-    };
-    let known = content.head.bytes;
-    let mut maps = content.maps;
-    for map in &mut maps {
-        map.bits.resize(regions(bytes).div_ceil(64) as usize, 0);
-        // What the disk has grown by has changed.
-        for region in known / REGION_BYTES..regions(bytes) {
-            if bytes > known {
-                map.bits[region as usize / 64] |= 1 << (region % 64);
-            }
-        }
-    }
-    Ok((maps, Vec::new()))
 }
 
 fn apply(
@@ -230,12 +207,4 @@ fn apply(
         maps.push(Map { name: name.clone(), id, begun_s: unix_time_s(), bits });
     }
     Ok(())
-}
-
-/// A file of these maps, of an image that is closed in good order.
-fn content(raw: &Raw, bytes: u64, maps: Vec<Map>) -> io::Result<Content> {
-    let (seconds, nanoseconds) = found::changed_at(raw)?;
-    let state = State::Closed(seconds, nanoseconds);
-    let head = Head { file: secret()?, state, maps: maps.len(), bytes, opening: 0 };
-    Ok(Content { head, identity: found::identity(raw)?, maps, damaged: 0 })
 }

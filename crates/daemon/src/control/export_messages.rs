@@ -1,0 +1,79 @@
+//! The messages of the control socket about exports to other hosts.
+
+use serde::{Deserialize, Serialize};
+
+use crate::state::DiskId;
+
+/// The parameters of `disk.export`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExportParams {
+    /// The disk to export.
+    pub disk: DiskId,
+    /// Where to listen, as `ADDRESS:PORT`.
+    pub listen: Vec<String>,
+    /// The absolute path of the folder of certificates. Without it `plain` has to be true.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub tls: Option<String>,
+    /// Whether clients need no certificates.
+    #[serde(default)]
+    pub any_client: bool,
+    /// Whether clients speak in clear.
+    #[serde(default)]
+    pub plain: bool,
+    /// The export's name. Without it, that of the image's file without extension, or of the volume.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub name: Option<String>,
+    /// Whether clients may not change anything.
+    #[serde(default)]
+    pub read_only: bool,
+    /// Whether clients may write beside a guest that writes, too.
+    #[serde(default)]
+    pub shared: bool,
+    /// Whether clients are not told the name.
+    #[serde(default)]
+    pub no_list: bool,
+}
+
+/// The parameters of `disk.unexport`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UnexportParams {
+    /// The disk.
+    pub disk: DiskId,
+}
+
+/// An export.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExportRow {
+    /// The disk.
+    pub disk: DiskId,
+    /// The export's name.
+    pub name: String,
+    /// Where it listens, as `ADDRESS:PORT`.
+    pub listen: Vec<String>,
+    /// The folder of certificates. Without it clients speak in clear.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub tls: Option<String>,
+    /// Whether clients need no certificates.
+    pub any_client: bool,
+    /// Whether clients may not change anything.
+    pub read_only: bool,
+    /// Whether clients are not told the name.
+    pub no_list: bool,
+    /// The number of the process that listens.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub pid: Option<u32>,
+    /// Why nobody listens now.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub why: Option<String>,
+}
+
+/// The result of `disk.exports`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExportRows {
+    /// All exports.
+    pub exports: Vec<ExportRow>,
+}

@@ -1,0 +1,70 @@
+//! The methods of the control socket about exports to other hosts.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::devices::not_done;
+use super::protocol::{ExportParams, ExportRow, ExportRows, RpcError, UnexportParams, code};
+use crate::Shared;
+use crate::exports::{self, Record, Row};
+use crate::state_files::Stated;
+
+/// Most places to listen of one export.
+const MAX_LISTEN: usize = 16;
+
+pub(super) fn export(shared: &Arc<Shared>, asked: &ExportParams) -> Result<ExportRow, RpcError> {
+    let invalid = |why: String, help: &str| RpcError::new(code::INVALID_PARAMS, why, help);
+    if asked.tls.is_some() == asked.plain {
+        let help = "give a folder of certificates (docs/access.md), or plain where all who reach the port may read";
+        return Err(invalid("it is not said how clients are known".to_owned(), help));
+    }
+    let tls = asked.tls.as_ref().map(PathBuf::from);
+    if tls.as_ref().is_some_and(|folder| !folder.is_absolute()) {
+        let help = "write it from the root folder on";
+        return Err(invalid("the folder of certificates has no absolute name".to_owned(), help));
+    }
+    if !(1..=MAX_LISTEN).contains(&asked.listen.len()) {
+        let why = format!("1 to {MAX_LISTEN} places to listen are possible");
+        return Err(invalid(why, "write ADDRESS:PORT"));
+    }
+    let mut listen = Vec::new();
+    for place in &asked.listen {
+        let help = "write 192.0.2.5:10809 or [2001:db8::5]:10809";
+        let why = || format!("{place:.100} is no IP address with a port");
+        listen.push(place.parse().map_err(|_| invalid(why(), help))?);
+    }
+    let record = Record {
+        version: Record::VERSION,
+        disk: asked.disk,
+        listen,
+        tls,
+        any_client: asked.any_client,
+        name: asked.name.clone().unwrap_or_default(),
+        read_only: asked.read_only,
+        no_list: asked.no_list,
+    };
+    let made = exports::add(shared, record, asked.shared).map_err(not_done)?;
+    Ok(row((made, None, None)))
+}
+
+pub(super) fn unexport(shared: &Shared, asked: &UnexportParams) -> Result<ExportRow, RpcError> {
+    Ok(row((exports::remove(shared, asked.disk).map_err(not_done)?, None, None)))
+}
+
+pub(super) fn list(shared: &Shared) -> ExportRows {
+    ExportRows { exports: exports::list(shared).into_iter().map(row).collect() }
+}
+
+fn row((record, pid, why): Row) -> ExportRow {
+    ExportRow {
+        disk: record.disk,
+        name: record.name,
+        listen: record.listen.iter().map(ToString::to_string).collect(),
+        tls: record.tls.map(|folder| folder.to_string_lossy().into_owned()),
+        any_client: record.any_client,
+        read_only: record.read_only,
+        no_list: record.no_list,
+        pid,
+        why,
+    }
+}

@@ -1,0 +1,172 @@
+//! `ferrite disk export`: a disk of the daemon for clients of other hosts. There is no Xen here: the disk is a tap.
+
+mod tls;
+
+use std::fs::{self, File};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+
+use ferrite_testkit::wait_until;
+use rustix::process::{Pid, Signal, kill_process};
+use tls::{Pki, ferrite};
+
+/// A daemon with one tap of 4 MiB.
+struct Daemon {
+    child: Child,
+    pki: Pki,
+}
+
+impl Daemon {
+    fn new() -> Option<Daemon> {
+        let pki = Pki::new()?;
+        symlink(env!("CARGO_BIN_EXE_ferrite"), pki.path("tap-ctl")).unwrap();
+        let toml = format!("state_folder = {:?}\n", pki.path("state"));
+        fs::write(pki.path("ferrite.toml"), toml).unwrap();
+        File::create_new(pki.path("web.raw")).unwrap().set_len(4 << 20).unwrap();
+        let child = start(&pki);
+        let daemon = Daemon { child, pki };
+        daemon.wait();
+        let image = format!("aio:{}", daemon.pki.path("web.raw").display());
+        let made = Command::new(daemon.pki.path("tap-ctl"))
+            .args(["create", "-a", &image, "--run-dir"])
+            .arg(daemon.run())
+            .output()
+            .unwrap();
+        assert!(made.status.success(), "{made:?}");
+        Some(daemon)
+    }
+
+    fn run(&self) -> PathBuf {
+        self.pki.path("run")
+    }
+
+    fn wait(&self) {
+        wait_until("the daemon", || self.disk(&["list", "--json"]).stdout.starts_with(b"{"));
+    }
+
+    fn disk(&self, args: &[&str]) -> Output {
+        let mut command = ferrite(&["disk"]);
+        command.args(args).arg("--run-dir").arg(self.run()).output().unwrap()
+    }
+
+    /// Exports the disk by TLS. Returns the port.
+    fn export(&self, more: &[&str]) -> u16 {
+        let folder = self.pki.path("server");
+        let args = ["export", "tap/0", "--listen", "127.0.0.1:0", "--tls"];
+        let output = self.disk(&[&args[..], &[folder.to_str().unwrap()], more].concat());
+        assert!(output.status.success(), "{output:?}");
+        let said = String::from_utf8(output.stdout).unwrap();
+        said.trim().rsplit(':').next().unwrap().parse().unwrap()
+    }
+
+    #[track_caller]
+    fn fails(&self, code: i32, args: &[&str], why: &str) {
+        let output = self.disk(args);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(code) && said.contains(why), "{args:?}: {output:?}");
+    }
+
+    /// What nbdinfo says of an export.
+    fn info(&self, port: u16, name: &str, folder: &str) -> Output {
+        let folder = self.pki.path(folder);
+        let uri = format!("nbds://localhost:{port}/{name}?tls-certificates={}", folder.display());
+        Command::new("nbdinfo").args(["--json", &uri]).output().unwrap()
+    }
+
+    #[track_caller]
+    fn serves(&self, port: u16, name: &str) -> String {
+        let output = self.info(port, name, "client");
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success() && said.contains("4194304"), "{output:?}");
+        said
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.disk(&["unexport", "tap/0"]);
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        // Keepers and exporters live on.
+        let run = self.run();
+        let run = run.as_os_str().as_encoded_bytes();
+        for process in fs::read_dir("/proc").unwrap().flatten() {
+            let environment = fs::read(process.path().join("environ")).unwrap_or_default();
+            let is_ours = environment.windows(run.len()).any(|w| w == run);
+            let pid = process.file_name().to_str().and_then(|name| name.parse().ok());
+            if let Some(pid) = pid.and_then(Pid::from_raw).filter(|_| is_ours) {
+                let _ = kill_process(pid, Signal::KILL);
+            }
+        }
+    }
+}
+
+fn start(pki: &Pki) -> Child {
+    let mut command = ferrite(&["daemon", "--run-dir"]);
+    command.arg(pki.path("run")).arg("--config").arg(pki.path("ferrite.toml"));
+    let log = File::options().create(true).append(true).open(pki.path("log")).unwrap();
+    command.stdout(Stdio::null()).stderr(log).spawn().unwrap()
+}
+
+fn has_nbdinfo() -> bool {
+    ferrite_testkit::programs::peer("nbdinfo", &["--version"]).is_some()
+}
+
+#[test]
+fn a_disk_is_exported_by_tls_under_its_name_until_that_ends() {
+    let Some(mut daemon) = Daemon::new().filter(|_| has_nbdinfo()) else { return };
+    let port = daemon.export(&["--read-only"]);
+    let said = daemon.serves(port, "web");
+    assert!(said.contains("\"is_read_only\": true"), "{said}");
+    daemon.serves(port, "");
+    assert!(!daemon.info(port, "other", "client").status.success());
+    // Without a certificate of the authority there is nothing to read.
+    fs::create_dir(daemon.pki.path("none")).unwrap();
+    let ca = daemon.pki.path("ca/ca-cert.pem");
+    fs::copy(ca, daemon.pki.path("none/ca-cert.pem")).unwrap();
+    assert!(!daemon.info(port, "web", "none").status.success());
+    daemon.fails(4, &["export", "tap/0", "--plain", "--listen", "127.0.0.1:0"], "exported already");
+    // It goes on without a daemon, and the next one knows it.
+    daemon.child.kill().unwrap();
+    daemon.child.wait().unwrap();
+    daemon.serves(port, "web");
+    daemon.child = start(&daemon.pki);
+    daemon.wait();
+    let pid = || {
+        let output = daemon.disk(&["exports", "--json"]);
+        let rows: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        rows["exports"][0]["pid"].as_i64().and_then(|pid| Pid::from_raw(pid as i32))
+    };
+    wait_until("the exporter", || pid().is_some());
+    // Another process listens there when that one is killed.
+    let first = pid().unwrap();
+    kill_process(first, Signal::KILL).unwrap();
+    wait_until("the next exporter", || pid().is_some_and(|next| next != first));
+    daemon.serves(port, "web");
+    assert!(daemon.disk(&["unexport", "tap/0"]).status.success());
+    assert!(TcpStream::connect(("127.0.0.1", port)).is_err());
+    daemon.fails(3, &["unexport", "tap/0"], "is not exported");
+}
+
+#[test]
+fn an_export_that_cannot_be_says_why_and_leaves_nothing() {
+    let Some(daemon) = Daemon::new() else { return };
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let place = taken.local_addr().unwrap().to_string();
+    let to = |listen: &str, how: &[&str], code, why: &str| {
+        daemon.fails(code, &[&["export", "tap/0", "--listen", listen], how].concat(), why);
+    };
+    to(&place, &["--plain"], 4, "ss -ltnp");
+    to("127.0.0.1:0", &["--tls", "/nowhere"], 1, "server-cert.pem");
+    to("127.0.0.1:0", &[], 2, "--plain");
+    to("10809", &["--plain"], 2, "0.0.0.0:10809");
+    daemon.fails(3, &["export", "tap/9", "--plain", "--listen", "127.0.0.1:0"], "not attached");
+    let listed = daemon.disk(&["exports", "--json"]);
+    assert_eq!(
+        String::from_utf8_lossy(&listed.stdout).split_whitespace().collect::<String>(),
+        r#"{"exports":[]}"#
+    );
+    assert_eq!(fs::read_dir(daemon.run().join("exports")).unwrap().count(), 0);
+}

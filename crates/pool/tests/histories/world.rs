@@ -1,0 +1,750 @@
+//! Servers, hosts, the network between them and the record's key, in simulated time (milliseconds).
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+
+use ferrite_pool::{
+    Blocks, BootId, Config, ConnId, Data, Effect, Event, Failure, Generation, Io, Member,
+    MemberEffect, MemberId, OpId, Owner, OwnerId, Record, Reply, Request, RequestId, Revision,
+    Rules, Said, Stored, Wanted,
+};
+
+use crate::check::{self, Access};
+use crate::random::Random;
+
+const BLOCKS: u64 = 6;
+const REGION_BLOCKS: u64 = 2;
+const TRUST: u64 = 400;
+const DRIFT: u64 = 20;
+const PATIENCE: u64 = 250;
+/// Until then everything goes wrong that may.
+const TROUBLE: u64 = 6_000;
+/// By then all has to be in order again.
+const END: u64 = 30_000;
+const TICK: u64 = TRUST / 8;
+const MOST_OUTSTANDING: usize = 4;
+
+/// What may go wrong in a history.
+pub(crate) struct Plan {
+    pub(crate) seed: u64,
+    pub(crate) servers: u8,
+    /// Milliseconds between two faults, on average.
+    pub(crate) fault_every: u64,
+    /// Transactions of 100 whose outcome is not known at once.
+    pub(crate) unknown: u64,
+}
+
+impl Plan {
+    pub(crate) fn of_seed(seed: u64) -> Plan {
+        let mut random = Random::new(seed ^ 0x706f_6f6c);
+        Plan {
+            seed,
+            servers: if random.chance(60) { 2 } else { 3 },
+            fault_every: random.one_of(&[150, 300, 600, 1200]),
+            unknown: random.one_of(&[0, 10, 40]),
+        }
+    }
+}
+
+enum What {
+    ToMember(ConnId, Request),
+    ToOwner(ConnId, Reply),
+    EndAtMember(ConnId),
+    EndAtOwner(ConnId),
+    Connect(usize, MemberId),
+    MediumDone(MemberId, u64, ConnId, OpId, Io),
+    Stored(MemberId, u64, Stored),
+    RecordRead(usize),
+    Transacted(usize, Revision, Record, u64),
+    Said(usize, Said),
+    RecordIs(usize, Revision, Record),
+    Client(usize),
+    Tick(usize),
+    Fault,
+    StartServer(MemberId),
+    StartOwner,
+    Heal,
+    LastLook,
+}
+
+struct Conn {
+    host: usize,
+    member: MemberId,
+    /// The last arrival at the member, and at the owner.
+    arrivals: [u64; 2],
+    at_member: bool,
+    at_owner: bool,
+}
+
+struct Server {
+    member: Option<Member>,
+    stored: Stored,
+    boot: u64,
+    /// Counts the starts of the process.
+    start: u64,
+    durable: Vec<u64>,
+    /// Written and not flushed.
+    cache: Vec<(u64, u64)>,
+    /// On the medium.
+    under_way: Vec<(ConnId, OpId, Io)>,
+}
+
+impl Server {
+    fn content(&self, block: u64) -> u64 {
+        let cached = self.cache.iter().rev().find(|(at, _)| *at == block);
+        cached.map_or(self.durable[block as usize], |(_, value)| *value)
+    }
+}
+
+struct Host {
+    owner: Option<Owner>,
+    /// Its clock counts this many thousandths more.
+    fast: u64,
+    paused_until: u64,
+    outstanding: BTreeMap<RequestId, Vec<usize>>,
+    requests: u64,
+    values: BTreeMap<RequestId, u64>,
+    found: BTreeMap<OpId, Vec<(u64, u64)>>,
+    no_record_until: u64,
+}
+
+pub(crate) struct World {
+    random: Random,
+    rules: Rules,
+    plan_unknown: u64,
+    fault_every: u64,
+    now: u64,
+    stamp: u64,
+    queue: BinaryHeap<Reverse<(u64, u64)>>,
+    events: BTreeMap<u64, What>,
+    servers: BTreeMap<MemberId, Server>,
+    hosts: Vec<Host>,
+    conns: BTreeMap<ConnId, Conn>,
+    cuts: BTreeMap<(usize, MemberId, usize), u64>,
+    revision: u64,
+    record: Record,
+    accesses: Vec<Access>,
+    values: u64,
+    wrong: Option<String>,
+    calm: bool,
+}
+
+impl World {
+    /// Runs a history, and says what is wrong in it.
+    pub(crate) fn run(plan: &Plan, rules: Rules) -> Result<(), String> {
+        let mut world = World::new(plan, rules);
+        world.at(0, What::StartOwner);
+        world.at(plan.fault_every, What::Fault);
+        world.at(TROUBLE, What::Heal);
+        while let Some(Reverse((time, id))) = world.queue.pop() {
+            world.now = time;
+            if time > END {
+                break;
+            }
+            world.stamp += 1;
+            let Some(what) = world.events.remove(&id) else { continue };
+            world.happen(what);
+            if let Some(why) = world.wrong.take() {
+                return Err(why);
+            }
+            world.start_another();
+            if world.is_over() {
+                break;
+            }
+        }
+        check::check(&world.accesses)?;
+        world.last_state()
+    }
+
+    fn new(plan: &Plan, rules: Rules) -> World {
+        let members: Vec<MemberId> = (0..plan.servers).map(MemberId).collect();
+        let server = || Server {
+            member: None,
+            stored: Stored::default(),
+            boot: 0,
+            start: 0,
+            durable: vec![0; BLOCKS as usize],
+            cache: Vec::new(),
+            under_way: Vec::new(),
+        };
+        let record = Record {
+            generation: Generation(0),
+            owner: OwnerId(0),
+            in_sync: members.iter().copied().collect(),
+            out: Default::default(),
+            nonce: 0,
+        };
+        let mut world = World {
+            random: Random::new(plan.seed),
+            rules,
+            plan_unknown: plan.unknown,
+            fault_every: plan.fault_every,
+            now: 0,
+            stamp: 0,
+            queue: BinaryHeap::new(),
+            events: BTreeMap::new(),
+            servers: members.iter().map(|member| (*member, server())).collect(),
+            hosts: Vec::new(),
+            conns: BTreeMap::new(),
+            cuts: BTreeMap::new(),
+            revision: 1,
+            record,
+            accesses: Vec::new(),
+            values: 0,
+            wrong: None,
+            calm: false,
+        };
+        for member in members {
+            world.start_server(member);
+        }
+        world
+    }
+
+    fn at(&mut self, delay: u64, what: What) {
+        self.at_time(self.now + delay, what);
+    }
+
+    fn at_time(&mut self, time: u64, what: What) {
+        self.values += 1;
+        let id = self.values;
+        self.queue.push(Reverse((time, id)));
+        self.events.insert(id, what);
+    }
+
+    fn soon(&mut self) -> u64 {
+        let rare = self.random.chance(3) && !self.calm;
+        if rare { self.random.between(5, 300) } else { self.random.between(1, 5) }
+    }
+
+    fn happen(&mut self, what: What) {
+        match what {
+            What::ToMember(conn, request) => {
+                self.at_member(conn, |member, conn| member.request(conn, request, REGION_BLOCKS));
+            }
+            What::EndAtMember(conn) => {
+                self.at_member(conn, |member, conn| member.ended(conn, REGION_BLOCKS));
+                if let Some(conn) = self.conns.get_mut(&conn) {
+                    conn.at_member = false;
+                }
+            }
+            What::ToOwner(conn, reply) => {
+                let of = self.conns.get(&conn).filter(|c| c.at_owner).map(|c| c.host);
+                if let Some(host) = of {
+                    self.tell(host, What::ToOwner(conn, reply.clone()), Event::Reply(conn, reply));
+                }
+            }
+            What::EndAtOwner(conn) => {
+                let of = self.conns.get(&conn).filter(|c| c.at_owner).map(|c| c.host);
+                if let Some(host) = of {
+                    self.tell(host, What::EndAtOwner(conn), Event::Ended(conn));
+                }
+            }
+            What::Connect(host, member) => self.connect(host, member),
+            What::MediumDone(member, start, conn, op, io) => {
+                self.medium_done(member, start, conn, op, io);
+            }
+            What::Stored(member, start, stored) => {
+                let server = self.servers.get_mut(&member).unwrap();
+                if server.start == start && server.member.is_some() {
+                    server.stored = stored;
+                    let effects = server.member.as_mut().unwrap().stored(REGION_BLOCKS);
+                    self.carry_out_member(member, effects);
+                }
+            }
+            What::RecordRead(host) => {
+                let (revision, record) = (Revision(self.revision), self.record.clone());
+                let delay = self.soon();
+                self.at(delay, What::RecordIs(host, revision, record));
+            }
+            What::RecordIs(host, revision, record) => {
+                let again = What::RecordIs(host, revision, record.clone());
+                self.tell(host, again, Event::Record(Some((revision, record))));
+            }
+            What::Transacted(host, compare, record, kind) => {
+                self.transacted(host, compare, record, kind);
+            }
+            What::Said(host, said) => {
+                self.tell(host, What::Said(host, said.clone()), Event::Said(said));
+            }
+            What::Client(host) => self.client(host),
+            What::Tick(host) => {
+                if self.hosts[host].owner.is_some() {
+                    self.at(TICK, What::Tick(host));
+                    if self.hosts[host].paused_until <= self.now {
+                        self.tell(host, What::Tick(host), Event::Tick);
+                    }
+                }
+            }
+            What::Fault => self.fault(),
+            What::StartServer(member) => self.start_server(member),
+            What::StartOwner if self.calm => {}
+            What::StartOwner => self.start_owner(),
+            What::Heal => self.heal(),
+            What::LastLook => self.last_look(),
+        }
+    }
+
+    /// Tells an owner something, when its host is not paused.
+    fn tell(&mut self, host: usize, again: What, event: Event) {
+        let paused = self.hosts[host].paused_until;
+        if paused > self.now {
+            return self.at_time(paused, again);
+        }
+        let now = self.now + self.now * self.hosts[host].fast / 1000;
+        let Some(owner) = &mut self.hosts[host].owner else { return };
+        let effects = owner.handle(now, event);
+        for effect in effects {
+            self.carry_out(host, effect);
+        }
+    }
+
+    fn carry_out(&mut self, host: usize, effect: Effect) {
+        match effect {
+            Effect::Read => {
+                let delay = self.to_record(host);
+                self.at(delay, What::RecordRead(host));
+            }
+            Effect::Transact { compare, record } => {
+                let delay = self.to_record(host);
+                let is_unknown = self.random.chance(self.plan_unknown) && !self.calm;
+                let kind = if is_unknown { 1 + self.random.below(3) } else { 0 };
+                self.at(delay, What::Transacted(host, compare, record, kind));
+            }
+            Effect::Connect(member) => {
+                let delay = self.soon();
+                self.at(delay, What::Connect(host, member));
+            }
+            Effect::Close(conn) => {
+                if let Some(known) = self.conns.get_mut(&conn) {
+                    known.at_owner = false;
+                }
+                self.send(conn, 0, What::EndAtMember(conn));
+            }
+            Effect::Send(conn, request) => self.send(conn, 0, What::ToMember(conn, request)),
+            Effect::AnswerRead(id, op) => {
+                let found = self.hosts[host].found.get(&op).cloned().unwrap_or_default();
+                for index in self.hosts[host].outstanding.remove(&id).unwrap_or_default() {
+                    let access = &mut self.accesses[index];
+                    let value = found.iter().find(|(block, _)| *block == access.block);
+                    match value {
+                        Some((_, value)) => access.value = *value,
+                        None => self.wrong = Some("a read was answered without data".to_owned()),
+                    }
+                    access.ended = Some(self.stamp);
+                }
+            }
+            Effect::Answer(id) => {
+                for index in self.hosts[host].outstanding.remove(&id).unwrap_or_default() {
+                    self.accesses[index].ended = Some(self.stamp);
+                }
+            }
+            Effect::Fail(id, _) => drop(self.hosts[host].outstanding.remove(&id)),
+        }
+    }
+
+    fn to_record(&mut self, host: usize) -> u64 {
+        let cut = self.hosts[host].no_record_until.saturating_sub(self.now);
+        cut + self.soon()
+    }
+
+    /// Sends along a connection. Messages stay in order, and a cut holds them up.
+    fn send(&mut self, conn: ConnId, to: usize, what: What) {
+        let delay = self.soon();
+        let now = self.now;
+        let Some(known) = self.conns.get_mut(&conn) else { return };
+        let cut = self.cuts.get(&(known.host, known.member, to)).copied().unwrap_or(0);
+        let time = (now.max(cut) + delay).max(known.arrivals[to]);
+        known.arrivals[to] = time;
+        self.at_time(time, what);
+    }
+
+    fn connect(&mut self, host: usize, member: MemberId) {
+        let cut = |to| self.cuts.get(&(host, member, to)).copied().unwrap_or(0) > self.now;
+        let fails = self.servers[&member].member.is_none() || cut(0) || cut(1);
+        if fails {
+            let again = What::Connect(host, member);
+            return self.tell(host, again, Event::Unconnected(member));
+        }
+        self.values += 1;
+        let conn = ConnId(self.values);
+        let arrivals = [self.now; 2];
+        self.conns.insert(conn, Conn { host, member, arrivals, at_member: true, at_owner: true });
+        let paused = self.hosts[host].paused_until;
+        if paused > self.now {
+            self.conns.remove(&conn);
+            return self.at_time(paused, What::Connect(host, member));
+        }
+        self.tell(host, What::Connect(host, member), Event::Connected(member, conn));
+    }
+
+    fn at_member(
+        &mut self,
+        conn: ConnId,
+        f: impl FnOnce(&mut Member, ConnId) -> Vec<MemberEffect>,
+    ) {
+        let Some(known) = self.conns.get(&conn).filter(|known| known.at_member) else { return };
+        let id = known.member;
+        if let Some(member) = &mut self.servers.get_mut(&id).unwrap().member {
+            let effects = f(member, conn);
+            self.carry_out_member(id, effects);
+        }
+    }
+
+    fn carry_out_member(&mut self, id: MemberId, effects: Vec<MemberEffect>) {
+        let start = self.servers[&id].start;
+        for effect in effects {
+            match effect {
+                MemberEffect::Store(stored) => {
+                    let delay = self.soon();
+                    self.at(delay, What::Stored(id, start, stored));
+                }
+                MemberEffect::Start(conn, op, io) => {
+                    let server = self.servers.get_mut(&id).unwrap();
+                    server.under_way.push((conn, op, io.clone()));
+                    let delay = self.soon();
+                    self.at(delay, What::MediumDone(id, start, conn, op, io));
+                }
+                MemberEffect::Send(conn, reply) => {
+                    if self.conns.get(&conn).is_some_and(|conn| conn.at_member) {
+                        self.send(conn, 1, What::ToOwner(conn, reply));
+                    }
+                }
+                MemberEffect::Close(conn) => {
+                    if let Some(known) = self.conns.get_mut(&conn) {
+                        known.at_member = false;
+                    }
+                    self.send(conn, 1, What::EndAtOwner(conn));
+                }
+            }
+        }
+    }
+
+    /// The data that a write has, by block.
+    fn data(&self, host: usize, blocks: Blocks, data: Data) -> Vec<(u64, u64)> {
+        match data {
+            Data::OfRequest(id) => {
+                let value = self.hosts[host].values[&id];
+                (blocks.start..blocks.end).map(|block| (block, value)).collect()
+            }
+            Data::OfRead(op) => self.hosts[host].found[&op].clone(),
+        }
+    }
+
+    fn medium_done(&mut self, id: MemberId, start: u64, conn: ConnId, op: OpId, io: Io) {
+        if self.servers[&id].start != start || self.servers[&id].member.is_none() {
+            return;
+        }
+        let host = self.conns[&conn].host;
+        let server = self.servers.get_mut(&id).unwrap();
+        server.under_way.retain(|(c, o, _)| (*c, *o) != (conn, op));
+        let mut is_same = None;
+        match io {
+            Io::Write { blocks, data } => {
+                let data = self.data(host, blocks, data);
+                self.servers.get_mut(&id).unwrap().cache.extend(data);
+            }
+            Io::Repair { blocks, data } => {
+                let data = self.data(host, blocks, data);
+                let server = &self.servers[&id];
+                is_same = Some(data.iter().all(|(at, value)| server.content(*at) == *value));
+            }
+            Io::Read { blocks } => {
+                let blocks = blocks.start..blocks.end;
+                let found = blocks.map(|block| (block, server.content(block))).collect();
+                self.hosts[host].found.insert(op, found);
+            }
+            Io::Flush => {
+                for (block, value) in std::mem::take(&mut server.cache) {
+                    server.durable[block as usize] = value;
+                }
+            }
+            _ => {}
+        }
+        let member = self.servers.get_mut(&id).unwrap().member.as_mut().unwrap();
+        let effects = match is_same {
+            Some(is_same) => member.compared(conn, op, is_same, REGION_BLOCKS),
+            None => member.done(conn, op, REGION_BLOCKS),
+        };
+        self.carry_out_member(id, effects);
+    }
+
+    /// Carries out a transaction, or not (`kind` 2), or later (3), and says so, or that it is not known.
+    fn transacted(&mut self, host: usize, compare: Revision, record: Record, kind: u64) {
+        match kind {
+            3 => {
+                let delay = self.random.between(20, 1500);
+                self.at(delay, What::Transacted(usize::MAX, compare, record, 1));
+            }
+            2 => {}
+            _ if compare.0 == self.revision => {
+                self.revision += 1;
+                self.record = record;
+                if kind == 0 {
+                    let delay = self.soon();
+                    self.at(delay, What::Said(host, Said::Won(Revision(self.revision))));
+                }
+            }
+            _ => {
+                if kind == 0 {
+                    let said = Said::Lost(Revision(self.revision), self.record.clone());
+                    let delay = self.soon();
+                    self.at(delay, What::Said(host, said));
+                }
+            }
+        }
+        if kind != 0 && host != usize::MAX {
+            let delay = self.random.between(1, 200);
+            self.at(delay, What::Said(host, Said::Unknown));
+        }
+    }
+
+    fn start_server(&mut self, id: MemberId) {
+        let rules = self.rules;
+        let server = self.servers.get_mut(&id).unwrap();
+        if server.member.is_none() {
+            server.start += 1;
+            server.member = Some(Member::new(server.stored.clone(), BootId(server.boot), rules));
+        }
+    }
+
+    /// A server's process ends; with `power`, so does its machine.
+    fn stop_server(&mut self, id: MemberId, power: bool) {
+        let server = self.servers.get_mut(&id).unwrap();
+        server.member = None;
+        for (conn, _, io) in std::mem::take(&mut server.under_way) {
+            // What was on the medium is done, or not.
+            let Io::Write { blocks, data } = io else { continue };
+            if self.random.chance(50) {
+                let data = self.data(self.conns[&conn].host, blocks, data);
+                self.servers.get_mut(&id).unwrap().cache.extend(data);
+            }
+        }
+        let server = self.servers.get_mut(&id).unwrap();
+        if power {
+            server.boot += 1;
+            for (block, value) in std::mem::take(&mut server.cache) {
+                if self.random.chance(50) {
+                    server.durable[block as usize] = value;
+                }
+            }
+        }
+        let of: Vec<ConnId> = self
+            .conns
+            .iter()
+            .filter(|(_, c)| c.member == id && c.at_member)
+            .map(|(c, _)| *c)
+            .collect();
+        for conn in of {
+            self.conns.get_mut(&conn).unwrap().at_member = false;
+            self.send(conn, 1, What::EndAtOwner(conn));
+        }
+    }
+
+    fn start_owner(&mut self) {
+        let host = self.hosts.len();
+        let fast = self.random.below(11);
+        let (owner, effects) = Owner::start(Config {
+            me: OwnerId(host as u64 + 1),
+            trust: TRUST,
+            drift: DRIFT,
+            patience: PATIENCE,
+            region_blocks: REGION_BLOCKS,
+            disk_blocks: BLOCKS,
+            min: 1,
+            rules: self.rules,
+        });
+        self.hosts.push(Host {
+            owner: Some(owner),
+            fast,
+            paused_until: 0,
+            outstanding: BTreeMap::new(),
+            requests: 0,
+            values: BTreeMap::new(),
+            found: BTreeMap::new(),
+            no_record_until: 0,
+        });
+        for effect in effects {
+            self.carry_out(host, effect);
+        }
+        self.at(1, What::Tick(host));
+        self.at(5, What::Client(host));
+    }
+
+    fn stop_owner(&mut self, host: usize) {
+        self.hosts[host].owner = None;
+        let of: Vec<ConnId> = self
+            .conns
+            .iter()
+            .filter(|(_, c)| c.host == host && c.at_owner)
+            .map(|(c, _)| *c)
+            .collect();
+        for conn in of {
+            self.conns.get_mut(&conn).unwrap().at_owner = false;
+            self.send(conn, 0, What::EndAtMember(conn));
+        }
+    }
+
+    /// The disk's user asks for something.
+    fn client(&mut self, host: usize) {
+        let is_last = host + 1 == self.hosts.len();
+        if self.hosts[host].owner.is_none() || (self.calm && !is_last) {
+            return;
+        }
+        let pause = self.random.between(5, 60);
+        if !self.calm || self.now < TROUBLE + 500 {
+            self.at(pause, What::Client(host));
+        }
+        let busy = self.hosts[host].outstanding.len() >= MOST_OUTSTANDING;
+        if busy || self.hosts[host].paused_until > self.now {
+            return;
+        }
+        let start = self.random.below(BLOCKS);
+        let end = (start + self.random.between(1, 3)).min(BLOCKS);
+        let blocks = Blocks { start, end };
+        let wanted = match self.random.below(10) {
+            0 => Wanted::Flush,
+            1..=4 => Wanted::Write(blocks),
+            _ => Wanted::Read(blocks),
+        };
+        self.ask(host, wanted);
+    }
+
+    fn ask(&mut self, host: usize, wanted: Wanted) {
+        let known = &mut self.hosts[host];
+        known.requests += 1;
+        let id = RequestId(known.requests);
+        self.values += 1;
+        let value = self.values;
+        let (blocks, is_write) = match wanted {
+            Wanted::Read(blocks) => (blocks.start..blocks.end, false),
+            Wanted::Write(blocks) => (blocks.start..blocks.end, true),
+            Wanted::Flush => (0..0, false),
+        };
+        known.values.insert(id, value);
+        let first = self.accesses.len();
+        let begun = self.stamp;
+        let access = |block| Access { block, value, is_write, begun, ended: None };
+        self.accesses.extend(blocks.map(access));
+        let indices = (first..self.accesses.len()).collect();
+        self.hosts[host].outstanding.insert(id, indices);
+        self.tell(host, What::Client(host), Event::Request(id, wanted));
+    }
+
+    fn fault(&mut self) {
+        if self.calm {
+            return;
+        }
+        let pause = self.random.between(self.fault_every / 2, self.fault_every * 3 / 2);
+        self.at(pause, What::Fault);
+        let members: Vec<MemberId> = self.servers.keys().copied().collect();
+        let member = self.random.one_of(&members);
+        let last = self.hosts.len() - 1;
+        let host =
+            if self.random.chance(70) { last } else { self.random.below(last as u64 + 1) as usize };
+        let time = self.now + self.random.one_of(&[30, 200, 500, 1200]);
+        match self.random.below(12) {
+            0 | 1 => drop(self.cuts.insert((host, member, 0), time)),
+            2 | 3 => drop(self.cuts.insert((host, member, 1), time)),
+            4 => {
+                for member in members {
+                    self.cuts.insert((host, member, 0), time);
+                    self.cuts.insert((host, member, 1), time);
+                }
+            }
+            5 | 6 => self.reset(host, member),
+            7 | 8 if self.servers[&member].member.is_some() => {
+                let power = self.random.chance(60);
+                self.stop_server(member, power);
+                self.at_time(time, What::StartServer(member));
+            }
+            9 => self.hosts[host].paused_until = time,
+            10 => self.hosts[host].no_record_until = time,
+            11 => {
+                if self.random.chance(50) {
+                    self.stop_owner(host);
+                }
+                let delay = self.random.one_of(&[1, 20, 300]);
+                self.at(delay, What::StartOwner);
+            }
+            _ => {}
+        }
+    }
+
+    /// Both ends hear of a connection's end, each at its own time. What is on its way arrives before.
+    fn reset(&mut self, host: usize, member: MemberId) {
+        let of = self.conns.iter().filter(|(_, c)| (c.host, c.member) == (host, member));
+        let of: Vec<ConnId> =
+            of.filter(|(_, c)| c.at_member && c.at_owner).map(|(id, _)| *id).collect();
+        for conn in of {
+            let (first, second) = (self.soon(), self.soon());
+            self.at(first, What::EndAtOwner(conn));
+            let late = self.conns[&conn].arrivals[0].max(self.now + second);
+            self.conns.get_mut(&conn).unwrap().arrivals[0] = late;
+            self.at_time(late, What::EndAtMember(conn));
+        }
+    }
+
+    /// The trouble is over: one more owner, on a host that nothing is wrong with.
+    fn heal(&mut self) {
+        self.calm = true;
+        self.cuts.clear();
+        for host in 0..self.hosts.len() {
+            self.stop_owner(host);
+        }
+        let members: Vec<MemberId> = self.servers.keys().copied().collect();
+        for member in members {
+            self.at(1, What::StartServer(member));
+        }
+        self.start_owner();
+        self.at(6_000, What::LastLook);
+    }
+
+    /// Reads the whole disk.
+    fn last_look(&mut self) {
+        let last = self.hosts.len() - 1;
+        for block in 0..BLOCKS {
+            self.ask(last, Wanted::Read(Blocks { start: block, end: block + 1 }));
+        }
+    }
+
+    fn last_owner(&self) -> Option<&Owner> {
+        self.hosts.last().and_then(|host| host.owner.as_ref())
+    }
+
+    /// A change of an owner that is dead may be carried out late, and supersede the last one.
+    fn start_another(&mut self) {
+        let failure = self.last_owner().and_then(Owner::failure);
+        if self.calm && failure == Some(Failure::Superseded) && self.now < TROUBLE + 3_000 {
+            self.start_owner();
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        if !self.calm || self.now < TROUBLE + 6_001 {
+            return false;
+        }
+        let failed = self.last_owner().is_some_and(|owner| owner.failure().is_some());
+        let idle = self.hosts.last().is_some_and(|host| host.outstanding.is_empty());
+        failed || (idle && self.last_owner().is_some_and(Owner::is_settled))
+    }
+
+    fn last_state(&self) -> Result<(), String> {
+        let owner = self.last_owner().ok_or("there is no owner")?;
+        match owner.failure() {
+            // All members that were in sync have lost power: no answer is better than a wrong one.
+            Some(Failure::Incomplete) => return Ok(()),
+            Some(failure) => return Err(format!("the last owner has failed: {failure:?}")),
+            None => {}
+        }
+        if !owner.is_settled() {
+            return Err(format!("the disk does not come to rest: {owner:?}"));
+        }
+        for block in 0..BLOCKS {
+            let copies: Vec<u64> = self.servers.values().map(|s| s.content(block)).collect();
+            if copies.iter().any(|copy| *copy != copies[0]) {
+                return Err(format!("block {block} differs at the end: {copies:?}"));
+            }
+        }
+        Ok(())
+    }
+}
