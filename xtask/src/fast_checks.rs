@@ -34,6 +34,8 @@ const PRODUCT: [&str; 16] = [
     "ferrite-tunnel",
     "ferrite-xen",
 ];
+/// The crates that the helper for Ceph links.
+const HELPER: [&str; 3] = ["ferrite-host", "ferrite-nbd", "ferrite-rbd"];
 /// The crates that tasks link: they compile while the product does not.
 const TOOLS: [&str; 1] = ["ferrite-xenhost"];
 
@@ -119,6 +121,7 @@ pub(crate) fn on_aio(test: &mut Command) {
 /// The serving program links none of the crates for tests and measurements, and tasks link nothing of the product.
 fn product_links_no_tests() -> Result<()> {
     links_only("ferrite", &PRODUCT)?;
+    links_only("ferrite-rbd", &HELPER)?;
     links_only("xtask", &TOOLS)
 }
 

@@ -227,6 +227,7 @@ pub(crate) fn place_of(uri: &Uri) -> PathBuf {
         Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
             format!("nbd://{host}:{port}/{export}").into()
         }
+        Address::Rbd { image, .. } => format!("rbd:{}", image.short()).into(),
     }
 }
 

@@ -15,6 +15,8 @@ pub enum Format {
     Store,
     /// An export of an NBD server (docs/access.md). No image is one.
     Nbd,
+    /// An image of a Ceph cluster (docs/internals/processes.md 16). No image in a file is one.
+    Rbd,
 }
 
 impl Format {
@@ -29,12 +31,16 @@ impl Format {
             Format::Qcow2 => "qcow2",
             Format::Store => "store",
             Format::Nbd => "nbd",
+            Format::Rbd => "rbd",
         }
     }
 
     /// The format of this name; `None` for others.
     pub fn by_name(name: &str) -> Option<Format> {
-        Format::ALL.into_iter().chain([Format::Store, Format::Nbd]).find(|f| f.name() == name)
+        Format::ALL
+            .into_iter()
+            .chain([Format::Store, Format::Nbd, Format::Rbd])
+            .find(|f| f.name() == name)
     }
 
     /// The format by the extension of a file's name; raw for other extensions.
@@ -43,6 +49,11 @@ impl Format {
         let format = Format::by_name(&extension.to_ascii_lowercase());
         // Only a name with a prefix names a volume or an export.
         format.filter(|format| Format::ALL.contains(format)).unwrap_or(Format::Raw)
+    }
+
+    /// Whether the data are behind a connection, and the name is no path.
+    pub fn is_remote(self) -> bool {
+        matches!(self, Format::Nbd | Format::Rbd)
     }
 
     /// Whether such an image has metadata, and perhaps a parent: it is opened as a chain of layers.

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use ferrite_nbd::uri::{BadUri, Uri, is_uri};
+use ferrite_nbd::uri::{BadUri, Uri, is_uri, rbd};
 
 use crate::format::Format;
 use crate::volume_name::VolumeName;
@@ -81,9 +81,9 @@ impl ImageName {
         parts.filter(|_| self.format == Format::Store)
     }
 
-    /// The name of an export of an NBD server.
+    /// The name of an export of an NBD server, or of an image of a Ceph cluster.
     pub fn export(&self) -> Option<&str> {
-        self.path.to_str().filter(|_| self.format == Format::Nbd)
+        self.path.to_str().filter(|_| self.format.is_remote())
     }
 
     /// Refuses a volume and an export, where only an image can be.
@@ -92,13 +92,21 @@ impl ImageName {
     /// It is one.
     pub fn must_be_image(&self) -> Result<(), DiskError> {
         match self.format {
-            Format::Store | Format::Nbd => Err(self.no_image()),
+            Format::Store | Format::Nbd | Format::Rbd => Err(self.no_image()),
             _ => Ok(()),
         }
     }
 
     /// The error for a volume or an export where only an image is possible.
     pub fn no_image(&self) -> DiskError {
+        if self.format == Format::Rbd {
+            let what = format!("cannot work on {}", self.path.display());
+            let why =
+                "it is an image of a Ceph cluster, and this is for images in files of their own";
+            let help = "snapshots, clones and sizes are Ceph's: use its command rbd; ferrite image convert copies \
+                        from and to it";
+            return DiskError::new(ErrorKind::Usage, what, why, help);
+        }
         if self.format == Format::Nbd {
             let what = format!("cannot work on {}", self.path.display());
             let why = "it is an export of a server, and this is for images in files of their own";
@@ -124,7 +132,7 @@ impl ImageName {
         let text = text.as_ref();
         let refuse = |why: String| {
             let help = "write raw:PATH, vhd:PATH, qcow2:PATH, store:PATH#NAME, \
-                        nbd+unix:///EXPORT?socket=PATH, or a path that ends in .vhd or .qcow2 (anything else is \
+                        nbd+unix:///EXPORT?socket=PATH, rbd:POOL/IMAGE, or a path that ends in .vhd or .qcow2 (anything else is \
                         raw; a colon in a file name needs ./ before it)";
             Err(DiskError::new(
                 ErrorKind::Usage,
@@ -139,11 +147,13 @@ impl ImageName {
             return Err(DiskError::new(ErrorKind::Usage, what, "no name was given", help));
         }
         if let Some(uri) = uri(text) {
+            let is_rbd = uri.starts_with(rbd::SCHEME);
+            let format = if is_rbd { Format::Rbd } else { Format::Nbd };
             return match Uri::parse(uri) {
-                _ if said.is_some_and(|said| said != Format::Nbd) => {
-                    refuse("it is named nbd, and another format was said".into())
+                _ if said.is_some_and(|said| said != format) => {
+                    refuse(format!("it is named {format}, and another format was said"))
                 }
-                Ok(_) => Ok(ImageName { format: Format::Nbd, path: uri.into() }),
+                Ok(_) => Ok(ImageName { format, path: uri.into() }),
                 Err(BadUri { why, help }) => {
                     let what = format!("cannot open {}", text.display());
                     Err(DiskError::new(ErrorKind::Usage, what, why, help))
@@ -154,7 +164,9 @@ impl ImageName {
             None => (Format::of_path(text.as_ref()), text),
             Some((prefix, path)) => match Format::by_name(&prefix.to_string_lossy()) {
                 Some(_) if path.is_empty() => return refuse("it names no file".into()),
-                Some(Format::Nbd) => return refuse("what is behind nbd: names no export".into()),
+                Some(Format::Nbd | Format::Rbd) => {
+                    return refuse("what is behind nbd: names no export".into());
+                }
                 Some(format) if said.is_some_and(|said| said != format) => {
                     return refuse(format!("it is named {format}, and another format was said"));
                 }

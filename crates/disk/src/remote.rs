@@ -8,7 +8,8 @@ use std::sync::{Arc, Weak};
 use ferrite_disk_base::size::Human;
 
 use ferrite_disk_base::{
-    Commits, DiscardLimits, DiskError, Extent, OpenOptions, Port, SECTOR_BYTES, SyncWitness,
+    Commits, DiscardLimits, DiskError, Extent, Format, ImageName, OpenOptions, Port, SECTOR_BYTES,
+    SyncWitness,
 };
 use ferrite_io::arena::Span;
 use ferrite_io::remote::{Allocation, Backing, RemoteFactory};
@@ -112,6 +113,11 @@ impl RemoteDisk {
     /// What is known of it.
     pub fn facts(&self) -> &RemoteFacts {
         &self.facts
+    }
+
+    /// Whose name it has.
+    pub fn format(&self) -> Format {
+        ImageName::parse(&self.facts.name).map_or(Format::Nbd, |name| name.format)
     }
 
     /// What each queue registers.

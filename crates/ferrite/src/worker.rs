@@ -277,7 +277,7 @@ pub(crate) fn worker_sandbox(
             DomId::NONE => user_of_tap(args.xen.device),
             domain => user_of(domain.0, args.xen.device),
         },
-        servers: servers(&args.image),
+        servers: servers(&args.image, args.read_only || !writable),
         mirror: mirror_files(args),
     }))
 }
@@ -291,9 +291,9 @@ fn image(args: &ServeArgs) -> Option<PathBuf> {
 
 /// The server of an export, whose name may have to be resolved: that waits. One that has no address now is tried in vain
 /// by the worker, which says so.
-fn servers(image: &OsStr) -> Vec<DataServer> {
+fn servers(image: &OsStr, read_only: bool) -> Vec<DataServer> {
     let name = ImageName::parse(image).ok();
-    let server = name.and_then(|name| server_of(name.export()?));
+    let server = name.and_then(|name| server_of(name.export()?, read_only));
     server.as_ref().and_then(DataServer::of).into_iter().collect()
 }
 
@@ -302,7 +302,7 @@ fn mirror_files(args: &ServeArgs) -> Option<MirrorFiles> {
     let (target, map) = args.mirror.as_ref().zip(args.mirror_map.clone())?;
     let name = ImageName::parse(target).ok();
     let image = name.filter(|name| name.export().is_none()).map(|name| name.path);
-    Some(MirrorFiles { map, image, servers: servers(target.as_ref()) })
+    Some(MirrorFiles { map, image, servers: servers(target.as_ref(), false) })
 }
 
 fn is_volume(args: &ServeArgs) -> bool {
@@ -476,9 +476,11 @@ mod tests {
             let Command::Serve(serve) = parse(["serve", "--xen=3/xvda", image]).command else {
                 panic!()
             };
-            servers(&serve.image)
+            servers(&serve.image, false)
         };
         assert_eq!(of("/images/a.img"), []);
+        let json = serde_json::to_string(&of("rbd:p/i?conf=/c")).unwrap();
+        assert!(json.contains("\"rbd:p/i?conf=%2fc&id=admin&deadline_s=60\""), "{json}");
         let unix = of("nbd+unix:///a?socket=/run/s");
         let json = serde_json::to_string(&unix).unwrap();
         assert_eq!(json, r#"[{"address":"unix:/run/s","certificates":null,"resolved":[]}]"#);

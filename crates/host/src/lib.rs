@@ -13,6 +13,7 @@
 //! * [`byte_locks`] and [`shares`]: locks on bytes of files, and the shares of a host that processes claim by them.
 //! * [`lock_file`]: a locked file, which proves that its owner lives.
 //! * [`log_limit`]: bounds log lines that a guest or a client can cause.
+//! * [`rbd`]: starts the process that has an image of a Ceph cluster open.
 //! * [`tunnel`]: starts the process that speaks TLS, and names its files.
 //! * [`shm`]: memory that outlives the process (files on tmpfs).
 //! * [`volatile`]: copies to and from memory that other parties change meanwhile.
@@ -32,6 +33,7 @@ pub mod nvme;
 pub mod place;
 pub mod process;
 pub mod processors;
+pub mod rbd;
 pub mod sandbox;
 pub mod shares;
 pub mod shm;

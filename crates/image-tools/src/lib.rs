@@ -13,9 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrite_disk::Disk;
-use ferrite_disk_base::{
-    DiskError, ErrorKind, Format, ImageName, MAX_LAYERS, OpenOptions, Parents,
-};
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, MAX_LAYERS, OpenOptions, Parents};
 use ferrite_host::directory::Directory;
 use ferrite_io::arena::Arena;
 use ferrite_io::engine::Engine;
@@ -143,7 +141,7 @@ impl ImageTools<'_> {
     }
 
     fn open(&self, name: &ImageName, read_only: bool) -> Result<Disk, DiskError> {
-        match read_only || name.format == Format::Nbd {
+        match read_only || name.format.is_remote() {
             true => Disk::open_image(name, &self.options(read_only)),
             false => ImageTools::open_to_write(name, &self.options(false)),
         }

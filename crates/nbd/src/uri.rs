@@ -1,6 +1,8 @@
 //! Names of exports: `nbd+unix:///EXPORT?socket=PATH`, `nbd://HOST:PORT/EXPORT?plain=yes`,
 //! `nbds://HOST:PORT/EXPORT?tls-certificates=DIR` (the NBD project's document of URIs), with settings of this client
-//! behind the question mark.
+//! behind the question mark. A block device of a Ceph cluster has a name of its own form ([`rbd`]).
+
+pub mod rbd;
 
 use std::fmt;
 use std::time::Duration;
@@ -11,7 +13,7 @@ use crate::address::Address;
 pub const PORT: u16 = 10809;
 
 /// The schemes, with their colon.
-pub const SCHEMES: [&str; 4] = ["nbd:", "nbds:", "nbd+unix:", "nbds+unix:"];
+pub const SCHEMES: [&str; 5] = ["nbd:", "nbds:", "nbd+unix:", "nbds+unix:", rbd::SCHEME];
 
 /// The longest name that is read.
 pub const MAX_URI_BYTES: usize = 8192;
@@ -81,6 +83,9 @@ impl Uri {
     pub fn parse(text: &str) -> Result<Uri, BadUri> {
         if text.len() > MAX_URI_BYTES {
             return bad(format!("it is longer than {MAX_URI_BYTES} bytes"), FORMS);
+        }
+        if let Some(image) = text.strip_prefix(rbd::SCHEME) {
+            return rbd::uri(image);
         }
         let Some((scheme, rest)) = text.split_once("://") else {
             return bad("it has no // behind its first colon", FORMS);

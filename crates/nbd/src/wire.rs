@@ -72,6 +72,10 @@ pub mod reply {
     pub const TOO_BIG: u32 = 1 << 31 | 9;
     /// This works with extended heads only, or they cannot be left again.
     pub const EXTENDED_REQUIRED: u32 = 1 << 31 | 10;
+    /// Of no standard: a helper process of ours has no export, and its text says why; behind a line feed, what to do.
+    pub const FAULT: u32 = 1 << 31 | u32::from_be_bytes(*b"\0FFA");
+    /// As FAULT, and it may pass by itself.
+    pub const PASSING_FAULT: u32 = 1 << 31 | u32::from_be_bytes(*b"\0FFP");
 }
 
 /// The kinds of information about an export.

@@ -78,7 +78,7 @@ impl RemoteExport {
         let what = || format!("cannot open {text}");
         let uri = Uri::parse(text)
             .map_err(|BadUri { why, help }| DiskError::new(ErrorKind::Usage, what(), why, help))?;
-        let address = uri.server.clone();
+        let address = address_of(&uri, options.read_only);
         let Identity { user, process, is_lasting } = Identity::of(&uri, options).map_err(|e| {
             let help = "check the kernel's random numbers (/dev/urandom)";
             DiskError::new(ErrorKind::Io, what(), e.to_string(), help)
@@ -230,7 +230,9 @@ impl Shared {
     pub(crate) fn compare(&self, now: &Export) -> Result<(), String> {
         let then = &self.export;
         let needed = can::FLUSH | can::TRIM | can::WRITE_ZEROES | can::MULTI_CONN;
-        if now.bytes != then.bytes {
+        // An image of a cluster may grow. The disk keeps its size until it is opened again.
+        let has_grown = matches!(self.address, Address::Rbd { .. }) && now.bytes > then.bytes;
+        if now.bytes != then.bytes && !has_grown {
             return Err(format!("it has {} bytes, and had {}", now.bytes, then.bytes));
         }
         if !self.read_only && now.can(can::READ_ONLY) {
@@ -269,17 +271,26 @@ fn connect_here(address: &Address, wanted: &Wanted) -> Result<Link, Refusal> {
 }
 
 /// The server of an export, with the addresses that its name has now. It may wait for the host's resolver. `None`: this
-/// names no export.
-pub fn server_of(name: &str) -> Option<connect::Server> {
+/// names no export. `read_only`: nothing will be written.
+pub fn server_of(name: &str, read_only: bool) -> Option<connect::Server> {
     let uri = Uri::parse(name).ok()?;
-    let address = uri.server;
+    let address = address_of(&uri, read_only);
     let resolved = match &address {
-        Address::Unix(_) => Vec::new(),
+        Address::Unix(_) | Address::Rbd { .. } => Vec::new(),
         Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
             connect::resolve(host, *port).unwrap_or_default()
         }
     };
     Some(connect::Server { address, resolved })
+}
+
+/// Where connections go. An image of a cluster that is only read is open without its lock.
+fn address_of(uri: &Uri, read_only: bool) -> Address {
+    let mut address = uri.server.clone();
+    if let Address::Rbd { read_only: only_read, .. } = &mut address {
+        *only_read |= read_only;
+    }
+    address
 }
 
 fn block_bytes(export: &Export) -> u32 {

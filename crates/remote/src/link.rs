@@ -174,6 +174,7 @@ fn unreachable_server(address: &Address, e: &io::Error) -> Refusal {
         Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
             format!("{host}, port {port}")
         }
+        Address::Rbd { image, .. } => return without_helper(&image.short(), e),
     };
     let errno = e.raw_os_error().map(Errno::from_raw_os_error);
     let (why, help) = match (errno, e.kind()) {
@@ -210,4 +211,21 @@ fn unreachable_server(address: &Address, e: &io::Error) -> Refusal {
         _ => (format!("{place}: {e}"), "check the server and the network".to_owned()),
     };
     Refusal { why, help, passes: true }
+}
+
+/// Why no helper process serves an image of a Ceph cluster.
+fn without_helper(image: &str, e: &io::Error) -> Refusal {
+    let errno = e.raw_os_error().map(Errno::from_raw_os_error);
+    let (why, help) = match (errno, e.kind()) {
+        (Some(Errno::NOENT), _) => (
+            "the program ferrite-rbd is not beside this one".to_owned(),
+            "install it: it is in the package ferrite, and is built by cargo build -p ferrite-rbd",
+        ),
+        (_, io::ErrorKind::TimedOut) => (
+            format!("the cluster does not answer for {image}"),
+            "check the cluster (ceph -s, ceph pg stat), and the network to its OSDs",
+        ),
+        _ => (format!("the helper process of {image} is lost: {e}"), "look into the log"),
+    };
+    Refusal { why, help: help.to_owned(), passes: true }
 }

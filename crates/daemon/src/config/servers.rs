@@ -76,6 +76,14 @@ impl NbdOptions {
                 let shown = if host.contains(':') { format!("[{host}]") } else { host.clone() };
                 (self.has_port(host, *port), format!("{shown}:{port}"))
             }
+            // The list has no entries for clusters, and a name says which files its helper reads.
+            Address::Rbd { image, .. } => {
+                return Err(Failure {
+                    why: format!("the daemon does not serve {}, an image on Ceph", image.short()),
+                    help: "serve it with ferrite serve, or copy it into a file by ferrite image convert"
+                        .to_owned(),
+                });
+            }
         };
         if !is_listed {
             return Err(Failure {
@@ -181,6 +189,7 @@ mod tests {
             ("nbd://[::1]/?plain=yes".into(), "\"[::1]:10809\""),
             (tls("192.0.2.1:7", "other"), "certificate_folders below [nbd]"),
             (tls("192.0.2.1:7", "tls/b"), "tls-certificates=DIR"),
+            ("rbd:p/i?conf=/etc/shadow".into(), "ferrite serve"),
         ] {
             let why = check(uri.clone()).unwrap_err();
             assert!(why.contains(cure), "{uri}: {why}");

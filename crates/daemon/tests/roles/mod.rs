@@ -135,10 +135,10 @@ impl Programs for Roles {
                 Some(minor) => user_of_tap(minor),
                 None => user_of(disk.id.domid, disk.id.devid),
             },
-            servers: servers(disk),
+            servers: servers(disk, !writable),
             mirror: disk.mirror.as_ref().map(|it| {
                 let name = ImageName::parse(&it.target).unwrap();
-                let server = name.export().and_then(server_of);
+                let server = name.export().and_then(|uri| server_of(uri, false));
                 MirrorFiles {
                     map: it.map.clone(),
                     image: server.is_none().then_some(name.path),
@@ -150,8 +150,8 @@ impl Programs for Roles {
 }
 
 /// The server of an export, as the real program finds it out.
-fn servers(disk: &Assignment<'_>) -> Vec<DataServer> {
-    let server = disk.image.export().and_then(|_| server_of(disk.image.path.to_str()?));
+fn servers(disk: &Assignment<'_>, read_only: bool) -> Vec<DataServer> {
+    let server = disk.image.export().and_then(|_| server_of(disk.image.path.to_str()?, read_only));
     server.as_ref().and_then(DataServer::of).into_iter().collect()
 }
 

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 

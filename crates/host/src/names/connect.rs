@@ -21,6 +21,7 @@ use rustix::net::{
 use rustix::process::{Pid, WaitOptions, geteuid, waitpid};
 
 use super::wire::{Request, What};
+use crate::rbd::{self, Starter};
 use crate::sandbox::user_of_tunnel;
 use crate::tunnel::{Files, TunnelUser, start_outward};
 
@@ -68,6 +69,9 @@ pub fn begin(address: &Address, attempt: u32) -> rustix::io::Result<OwnedFd> {
         let request = Request { what, flags: attempt, mode: 0, first: &first, second };
         return broker.ask(&request, &[])?.file();
     }
+    if let Address::Rbd { image, read_only } = address {
+        return rbd::begin(image, *read_only, Starter::OwnThread);
+    }
     let server = Server { address: address.clone(), resolved: remembered(address)? };
     let user = geteuid()
         .is_root()
@@ -101,6 +105,9 @@ pub(super) fn begin_to(
     user: Option<&TunnelUser>,
 ) -> rustix::io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    if let Address::Rbd { image, read_only } = &server.address {
+        return rbd::begin(image, *read_only, Starter::ThisThread);
+    }
     if let Address::Unix(path) = &server.address {
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         connect(&socket, &SocketAddrUnix::new(path.as_path())?)?;

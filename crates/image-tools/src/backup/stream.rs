@@ -149,7 +149,7 @@ impl ImageTools<'_> {
     ) -> Result<Done, DiskError> {
         let what = || format!("cannot restore {}", to.path.display());
         let cannot = |e| broken(what(), e);
-        if to.format == Format::Store || to.format == Format::Nbd || self.is_device(&to.path) {
+        if to.format == Format::Store || to.format.is_remote() || self.is_device(&to.path) {
             let help = "restore into an image, and copy that with ferrite image convert";
             return Err(refused(what(), "a stream is restored into a new image only", help));
         }

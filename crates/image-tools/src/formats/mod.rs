@@ -156,7 +156,7 @@ macro_rules! ask_format {
     ($format:expr, $type:ident => $ask:expr) => {
         match $format {
             // A volume and an export are no images, and their names were refused before.
-            Format::Raw | Format::Store | Format::Nbd => {
+            Format::Raw | Format::Store | Format::Nbd | Format::Rbd => {
                 type $type = Raw;
                 $ask
             }
@@ -327,7 +327,7 @@ pub(super) fn volume_info(volume: &Volume, virtual_bytes: u64) -> Result<LayerIn
 pub(super) fn remote_info(remote: &RemoteDisk, virtual_bytes: u64) -> LayerInfo {
     LayerInfo {
         path: remote.facts().name.clone(),
-        format: Format::Nbd.name(),
+        format: remote.format().name(),
         kind: None,
         virtual_bytes,
         allocated_bytes: None,

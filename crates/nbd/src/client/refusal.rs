@@ -51,6 +51,9 @@ impl Refusal {
             "" => "the default export (the one without a name)".to_owned(),
             name => format!("the export {name:?}"),
         };
+        if matches!(code, reply::FAULT | reply::PASSING_FAULT) {
+            return Refusal::of_fault(text, code == reply::PASSING_FAULT);
+        }
         let (why, help, passes) = match code {
             reply::UNKNOWN => (
                 format!("the server has no such export: {name}"),
@@ -103,13 +106,26 @@ impl Refusal {
         };
         Refusal { why: with_text(why, text), help: help.to_owned(), passes }
     }
+
+    /// A helper process of this host said why it has no export, and what to do.
+    fn of_fault(text: &[u8], passes: bool) -> Refusal {
+        let mut parts = text.splitn(2, |byte| *byte == b'\n').map(clean);
+        let mut next = || parts.next().filter(|part| !part.is_empty());
+        let why = next().unwrap_or_else(|| "the helper process does not say why".into());
+        let help = next().unwrap_or_else(|| "look into the log".into());
+        Refusal { why, help, passes }
+    }
 }
 
 /// Adds what the server said, without its control characters.
 fn with_text(why: String, text: &[u8]) -> String {
-    let text = String::from_utf8_lossy(text);
-    let clean: String = text.chars().filter(|c| !c.is_control()).take(MAX_TEXT_CHARS).collect();
+    let clean = clean(text);
     if clean.is_empty() { why } else { format!("{why} ({clean})") }
+}
+
+fn clean(text: &[u8]) -> String {
+    let text = String::from_utf8_lossy(text);
+    text.chars().filter(|c| !c.is_control()).take(MAX_TEXT_CHARS).collect()
 }
 
 fn asked_name(asked: u32) -> &'static str {

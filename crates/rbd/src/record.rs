@@ -1,0 +1,190 @@
+//! Which client of the cluster the last helper of this host was, for the next one: it may break the lock of a dead helper at
+//! once. A file for each image on a tmpfs. Its helper has it locked, so who gets that lock knows that the one before has ended.
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
+use std::path::PathBuf;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use ferrite_nbd::uri::rbd::Image;
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
+use rustix::process::{geteuid, getppid};
+
+use crate::fault::Fault;
+
+/// One write of so many bytes is there or not when the process is killed.
+const BYTES: usize = 512;
+/// How long the predecessor, whose starter has gone on already, may take to release its image.
+const PATIENCE: Duration = Duration::from_secs(4);
+
+/// How far a helper is with its lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    /// It has the lock, or is about to take it.
+    Holds,
+    /// It gives it back.
+    Releases,
+    /// Another client took it.
+    Lost,
+}
+
+const STATES: [(State, &str); 3] =
+    [(State::Holds, "holds"), (State::Releases, "releases"), (State::Lost, "lost")];
+
+/// The record of an image, locked.
+#[derive(Debug)]
+pub(crate) struct Record {
+    /// None: there is no folder for it, so nothing is known of dead helpers.
+    file: Option<File>,
+    /// The process that has started this one.
+    starter: String,
+    before: Option<Before>,
+}
+
+/// What the last helper has left.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Before {
+    owner: String,
+    starter: String,
+    state: State,
+}
+
+impl Record {
+    /// Opens the record, and waits some seconds for a predecessor.
+    ///
+    /// # Errors
+    /// Another process of this host has the image open for writing.
+    pub(crate) fn open(image: &Image) -> Result<Record, Fault> {
+        let help = "make /run/ferrite writable for root, or XDG_RUNTIME_DIR for its user";
+        let cannot = |e: io::Error| {
+            Fault::passing(format!("the record of the image's lock cannot be kept: {e}"), help)
+        };
+        let starter = starter();
+        let Some(path) = path(image) else {
+            return Ok(Record { file: None, starter, before: None });
+        };
+        if let Some(folder) = path.parent() {
+            DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(cannot)?;
+        }
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        let nofollow = OFlags::NOFOLLOW.bits().cast_signed();
+        let file = options.custom_flags(nofollow).open(&path).map_err(cannot)?;
+        wait_for_lock(&file, image)?;
+        let mut bytes = [0; BYTES];
+        let len = file.read_at(&mut bytes, 0).map_err(cannot)?;
+        let before = parse(&bytes[..len]);
+        Ok(Record { file: Some(file), starter, before })
+    }
+
+    /// Whether this client was the last helper of this host, which is dead.
+    pub(crate) fn is_predecessor(&self, owner: &str) -> bool {
+        self.before.as_ref().is_some_and(|before| before.owner == owner)
+    }
+
+    /// Whether the predecessor, which this helper goes on for, has lost the image to another client: it was told so, or the
+    /// lock that it had is no longer its own. Then the guest's disk is no longer what it was.
+    pub(crate) fn has_lost(&self, owner: Option<&str>) -> bool {
+        let Some(before) = self.before.as_ref().filter(|before| before.starter == self.starter)
+        else {
+            return false;
+        };
+        match before.state {
+            State::Lost => true,
+            State::Holds => owner != Some(&before.owner),
+            State::Releases => false,
+        }
+    }
+
+    /// Writes what is so now, or is about to be.
+    pub(crate) fn write(&self, owner: &str, state: State) -> io::Result<()> {
+        let Some(file) = &self.file else { return Ok(()) };
+        let state = STATES.iter().find(|(known, _)| *known == state).map_or("", |(_, name)| *name);
+        let mut text = format!("{state}\n{owner}\n{}\n", self.starter).into_bytes();
+        if text.len() > BYTES {
+            return Err(io::Error::other("the address of this client is too long"));
+        }
+        text.resize(BYTES, 0);
+        file.write_all_at(&text, 0)
+    }
+}
+
+fn parse(bytes: &[u8]) -> Option<Before> {
+    let mut lines = std::str::from_utf8(bytes).ok()?.split('\n');
+    let state = lines.next()?;
+    let (state, _) = STATES.iter().find(|(_, name)| *name == state)?;
+    let (owner, starter) = (lines.next()?.to_owned(), lines.next()?.to_owned());
+    Some(Before { owner, starter, state: *state })
+}
+
+fn wait_for_lock(file: &File, image: &Image) -> Result<(), Fault> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        match flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(Errno::WOULDBLOCK) if Instant::now() < end => sleep(Duration::from_millis(20)),
+            Err(Errno::WOULDBLOCK) => {
+                let why = format!("{} is in use by another process of this host", image.short());
+                let help = "end that process (pgrep -a ferrite-rbd), or open the image read-only";
+                // It has waited already: no second attempt follows.
+                return Err(Fault::lasting(why, help));
+            }
+            Err(e) => {
+                let why = format!("the record of the image's lock cannot be locked: {e}");
+                return Err(Fault::passing(why, "check /run/ferrite"));
+            }
+        }
+    }
+}
+
+/// The record's file: of root in /run/ferrite, of others in their own folder.
+fn path(image: &Image) -> Option<PathBuf> {
+    let folder = match geteuid().is_root() {
+        true => PathBuf::from("/run/ferrite"),
+        false => PathBuf::from(std::env::var_os("XDG_RUNTIME_DIR")?).join("ferrite"),
+    };
+    let conf = std::fs::canonicalize(&image.conf).unwrap_or_else(|_| image.conf.clone());
+    let text = format!("{}\n{}", conf.display(), image.short());
+    let name = blake3::hash(text.as_bytes()).to_hex();
+    Some(folder.join("rbd").join(&name[..32]))
+}
+
+/// This process's parent: its number, and when it began.
+fn starter() -> String {
+    let number = getppid().map_or(0, |pid| pid.as_raw_nonzero().get());
+    let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).unwrap_or_default();
+    // Behind the name, which may have anything in it: the 22nd field of all is the twentieth here (proc_pid_stat(5)).
+    let began = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(19));
+    format!("{number} {}", began.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(starter: &str, before: &[u8]) -> Record {
+        Record { file: None, starter: starter.into(), before: parse(before) }
+    }
+
+    #[test]
+    fn a_lock_that_is_no_longer_the_predecessors_is_lost_for_its_starter_alone() {
+        let held = record("7 1", b"holds\na:1\n7 1\n\0\0");
+        assert!(held.is_predecessor("a:1") && !held.is_predecessor("a:2"));
+        assert!(!held.has_lost(Some("a:1")));
+        assert!(held.has_lost(None) && held.has_lost(Some("a:2")));
+        assert!(!record("8 1", b"holds\na:1\n7 1\n").has_lost(None));
+        assert!(record("7 1", b"lost\na:1\n7 1\n").has_lost(Some("a:1")));
+        assert!(!record("7 1", b"releases\na:1\n7 1\n").has_lost(None));
+    }
+
+    #[test]
+    fn what_is_no_record_says_nothing() {
+        for bytes in [&b""[..], b"holds", b"other\na\nb\n", b"\xff", b"holds\na"] {
+            assert_eq!(parse(bytes), None);
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! The image, and the connections to it.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ferrite_host::process::take_given;
+use ferrite_host::rbd::{CONTROL, CONTROL_FD, LINK};
+use ferrite_nbd::uri::rbd::Image as Name;
+use rustix::process::set_parent_process_death_signal;
+
+use crate::budget::Budget;
+use crate::fault::{Fault, log};
+use crate::greeting;
+use crate::lock::is_lost;
+use crate::open::{Opened, open};
+use crate::session::Session;
+
+/// Connections at a time. A disk has one for each queue.
+const MAX_CONNECTIONS: usize = 128;
+/// How long the end may wait for requests under way, and for the starter of a helper without an image.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What all connections share.
+pub(crate) struct Disk {
+    pub(crate) opened: Opened,
+    pub(crate) budget: Arc<Budget>,
+    sessions: Mutex<Vec<Arc<Session>>>,
+    /// Another client has the image: nothing succeeds any more.
+    has_lost: AtomicBool,
+}
+
+impl Disk {
+    pub(crate) fn has_lost(&self) -> bool {
+        self.has_lost.load(Ordering::Relaxed)
+    }
+
+    /// Looks at the error of a request.
+    pub(crate) fn failed(&self, errno: i32) {
+        if is_lost(errno) && !self.has_lost.swap(true, Ordering::Relaxed) {
+            self.opened.lose();
+            let name = &self.opened.name;
+            log(
+                3,
+                &format!(
+                    "{name}: another client has taken the image, and all requests fail from now on; end the guest"
+                ),
+            );
+        }
+    }
+
+    pub(crate) fn sessions(&self) -> Vec<Arc<Session>> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn forget(&self, session: &Arc<Session>) {
+        let mut sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+        sessions.retain(|other| !Arc::ptr_eq(other, session));
+    }
+}
+
+/// Serves an image until the starter closes the control socket.
+pub(crate) fn run(name: &str, read_only: bool) -> ExitCode {
+    let Ok(control) = take_given(CONTROL_FD) else {
+        log(3, "it is started by ferrite, which gives it a socket");
+        return ExitCode::from(2);
+    };
+    // It ends with the control socket, and gives the lock back. To be killed with the starter would leave the lock.
+    let _ = set_parent_process_death_signal(None);
+    let name = Name::parse(name).map_err(|e| Fault::lasting(e.why, e.help));
+    match name.and_then(|name| open(&name, read_only)) {
+        Ok(opened) => {
+            let (budget, sessions) = (Arc::default(), Mutex::default());
+            let disk = Disk { opened, budget, sessions, has_lost: AtomicBool::new(false) };
+            take_links(&control, Arc::new(disk));
+            ExitCode::SUCCESS
+        }
+        Err(fault) => {
+            refuse_links(&control, &fault);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn take_links(control: &OwnedFd, disk: Arc<Disk>) {
+    while let Ok(mut frame) = CONTROL.receive(control) {
+        let Some(socket) = frame.files.pop().filter(|_| frame.bytes == LINK) else { continue };
+        let session = Arc::new(Session::new(socket));
+        {
+            let mut sessions = disk.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+            if sessions.len() >= MAX_CONNECTIONS {
+                continue;
+            }
+            sessions.push(session.clone());
+        }
+        let of_thread = disk.clone();
+        let started = std::thread::Builder::new().name("connection".into()).spawn({
+            let session = session.clone();
+            move || {
+                session.run(&of_thread);
+                of_thread.forget(&session);
+            }
+        });
+        if started.is_err() {
+            disk.forget(&session);
+        }
+    }
+    end(disk);
+}
+
+/// No request is under way when the lock is given back.
+fn end(mut disk: Arc<Disk>) {
+    let until = Instant::now() + PATIENCE;
+    let sessions = disk.sessions();
+    // With requests under way the lock is left: a successor breaks it, which keeps them from coming late.
+    if sessions.iter().all(|session| session.end(until)) {
+        disk.opened.release(disk.has_lost());
+    }
+    drop(sessions);
+    // The image is closed when the last thread has let it go.
+    while Instant::now() < until {
+        match Arc::try_unwrap(disk) {
+            Ok(_) => return,
+            Err(shared) => disk = shared,
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Says to the clients that wait why there is no image. They log it once; a helper is started for each of their attempts.
+fn refuse_links(control: &OwnedFd, fault: &Fault) {
+    let mut next = CONTROL.receive(control).ok();
+    while let Some(frame) = next {
+        for socket in frame.files {
+            let _ = greeting::refuse(socket.as_fd(), fault);
+        }
+        next = CONTROL.try_receive(control).ok().flatten();
+    }
+}
