@@ -372,7 +372,7 @@ mod tests {
         for (invalid, cure) in [
             ("nbd://h/a", "nbds://h/EXPORT?tls-certificates=DIR"),
             ("aio:nbd+unix:///a", "socket=PATH"),
-            ("nbds://h/a?tls-certificates=b", "whole path"),
+            ("nbds://h/a?tls-certificates=b", "write it whole"),
             ("nbd:/srv/a", "EXPORT?socket=PATH"),
         ] {
             let Params::Invalid(why) = Params::parse(invalid.as_bytes()) else {

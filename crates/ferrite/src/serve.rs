@@ -1,5 +1,6 @@
 //! `ferrite serve`: serves disks to guests, in the foreground.
 
+use std::ffi::OsStr;
 use std::io;
 use std::iter;
 use std::path::Path;
@@ -7,7 +8,8 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use ferrite_disk::{
-    Disk, Locking, MirrorOptions, OnDamage, OpenOptions, Session, client_of, mirror_target,
+    Disk, ImageName, Locking, MirrorOptions, OnDamage, OpenOptions, Session, client_of,
+    mirror_target,
 };
 use ferrite_host::clock::SystemClock;
 use ferrite_host::names;
@@ -317,7 +319,8 @@ fn open_as(
         qemu_first: args.qemu_first,
         locking: if args.toolstack_locks { Locking::Toolstack } else { Locking::Ours },
         keep_allocated: args.keep_allocated,
-        client: client_of(&run_dir),
+        // Only servers are told it, and a store's worker may not ask the kernel for it.
+        client: is_export(&args.image).then(|| client_of(&run_dir)).flatten(),
         state_dir: Some(run.join(IMAGES)),
         parents: args.parents.allowed_for(&args.image)?,
         on_damage,
@@ -325,6 +328,10 @@ fn open_as(
     };
     let options = args.store.give(options);
     Ok(Disk::open(&served_raw::name(&run_dir, &args.image), &options)?)
+}
+
+fn is_export(image: &OsStr) -> bool {
+    ImageName::parse(image).is_ok_and(|name| name.export().is_some())
 }
 
 /// The disk with its mirror, if it has one.

@@ -259,7 +259,7 @@ impl Told {
                 _ if self.image.starts_with("store:") => Some(A_WHILE),
                 _ => Some(PATIENCE),
             },
-            client: client_of(&self.run_dir()),
+            client: self.image.starts_with("nbd:").then(|| client_of(&self.run_dir())).flatten(),
             state_dir: Some(self.run.join("images")),
             // Of an export the successor of a killed worker waits.
             taken_over: !self.image.starts_with("nbd:")

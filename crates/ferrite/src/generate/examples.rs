@@ -187,6 +187,32 @@ fn examples(name: &str) -> Terms {
             "Keep a guest's disk as it is now.",
             "ferrite disk snapshot web1/xvdb /srv/web1-monday.vhd",
         )],
+        "ferrite-disk-export" => &[(
+            "Let a backup host read a running disk.",
+            "ferrite disk export web1/xvda --listen 192.0.2.5:10809 --tls /etc/pki/ferrite --read-only",
+        )],
+        "ferrite-disk-unexport" => {
+            &[("End the exports of a disk.", "ferrite disk unexport web1/xvda")]
+        }
+        "ferrite-disk-exports" => &[("List all exports.", "ferrite disk exports")],
+        "ferrite-backup" | "ferrite-backup-create" => &[(
+            "Back up what has changed since the last time, or all.",
+            "ferrite backup create /srv/web1.qcow2 /backups/web1",
+        )],
+        "ferrite-backup-restore" => &[(
+            "Restore the newest backup into a new image.",
+            "ferrite backup restore /backups/web1 /srv/web1-new.qcow2",
+        )],
+        "ferrite-backup-verify" => {
+            &[("Compare all backups with their hashes.", "ferrite backup verify /backups/web1")]
+        }
+        "ferrite-backup-list" => &[("List backups.", "ferrite backup list /backups/web1")],
+        "ferrite-backup-prune" => {
+            &[("Keep the newest seven.", "ferrite backup prune /backups/web1 --keep 7 --merge")]
+        }
+        "ferrite-backup-merge" => {
+            &[("Make a backup a full one.", "ferrite backup merge /backups/web1 monday")]
+        }
         "ferrite-disk-resize" => {
             &[("Make a disk 10 GiB larger.", "ferrite disk resize web1/xvdb +10G")]
         }
