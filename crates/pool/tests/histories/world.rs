@@ -245,9 +245,11 @@ impl World {
             }
             What::Stored(member, start, stored) => {
                 let server = self.servers.get_mut(&member).unwrap();
-                if server.start == start && server.member.is_some() {
+                if server.start == start
+                    && let Some(running) = &mut server.member
+                {
                     server.stored = stored;
-                    let effects = server.member.as_mut().unwrap().stored(REGION_BLOCKS);
+                    let effects = running.stored(REGION_BLOCKS);
                     self.carry_out_member(member, effects);
                 }
             }
@@ -301,11 +303,11 @@ impl World {
     fn carry_out(&mut self, host: usize, effect: Effect) {
         match effect {
             Effect::Read => {
-                let delay = self.to_record(host);
+                let delay = self.record_after(host);
                 self.at(delay, What::RecordRead(host));
             }
             Effect::Transact { compare, record } => {
-                let delay = self.to_record(host);
+                let delay = self.record_after(host);
                 let is_unknown = self.random.chance(self.plan_unknown) && !self.calm;
                 let kind = if is_unknown { 1 + self.random.below(3) } else { 0 };
                 self.at(delay, What::Transacted(host, compare, record, kind));
@@ -342,7 +344,7 @@ impl World {
         }
     }
 
-    fn to_record(&mut self, host: usize) -> u64 {
+    fn record_after(&mut self, host: usize) -> u64 {
         let cut = self.hosts[host].no_record_until.saturating_sub(self.now);
         cut + self.soon()
     }
