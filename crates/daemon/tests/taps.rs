@@ -135,6 +135,8 @@ fn nothing_is_left(host: &Host) {
         entries.map(|entry| entry.file_name().into_string().unwrap()).collect()
     };
     let run = host.paths().run;
+    // A keeper that has ended takes its files along a moment later.
+    wait_until("the end of the keepers' files", || names(&run.join("keepers")).is_empty());
     for folder in ["keepers", "disks", "names", "images"] {
         assert_eq!(names(&run.join(folder)), BTreeSet::new(), "{folder}");
     }
