@@ -62,6 +62,7 @@ pub struct Member {
     /// What the medium should have.
     wanted: Stored,
     boot: BootId,
+    region_blocks: u64,
     rules: Rules,
     opening: Option<Opening>,
     /// The connection of the session. (More than one only where a test leaves a rule out.)
@@ -75,12 +76,13 @@ pub struct Member {
 
 impl Member {
     /// A member as it starts, with what its medium has, in this start of the operating system.
-    pub fn new(stored: Stored, boot: BootId, rules: Rules) -> Member {
+    pub fn new(stored: Stored, boot: BootId, region_blocks: u64, rules: Rules) -> Member {
         Member {
             durable: stored.clone(),
             storing: None,
             wanted: stored,
             boot,
+            region_blocks,
             rules,
             opening: None,
             session: BTreeSet::new(),
@@ -91,66 +93,60 @@ impl Member {
     }
 
     /// Takes a message.
-    pub fn request(&mut self, conn: ConnId, request: Request, region_blocks: u64) -> Vec<Effect> {
+    pub fn request(&mut self, conn: ConnId, request: Request) -> Vec<Effect> {
         match request {
             Request::Open { generation, owner } => self.open(conn, generation, owner),
             Request::Io { op, io } => {
                 let is_session = self.session.contains(&conn);
                 if is_session || !self.rules.keep(Rule::Fence) {
-                    self.io(conn, op, io, region_blocks);
+                    self.io(conn, op, io);
                 } else {
                     self.effects.push(Effect::Close(conn));
                 }
             }
         }
-        self.go_on(region_blocks)
+        self.go_on()
     }
 
     /// A connection has ended.
-    pub fn ended(&mut self, conn: ConnId, region_blocks: u64) -> Vec<Effect> {
+    pub fn ended(&mut self, conn: ConnId) -> Vec<Effect> {
         self.session.remove(&conn);
         if self.opening.as_ref().is_some_and(|opening| opening.conn == conn) {
             self.opening = None;
         }
         self.waiting.retain(|op| op.conn != conn);
-        self.go_on(region_blocks)
+        self.go_on()
     }
 
     /// What [`Effect::Store`] gave is durable.
-    pub fn stored(&mut self, region_blocks: u64) -> Vec<Effect> {
+    pub fn stored(&mut self) -> Vec<Effect> {
         if let Some(stored) = self.storing.take() {
             self.durable = stored;
         }
-        self.go_on(region_blocks)
+        self.go_on()
     }
 
     /// The medium has done an operation.
-    pub fn done(&mut self, conn: ConnId, op: OpId, region_blocks: u64) -> Vec<Effect> {
+    pub fn done(&mut self, conn: ConnId, op: OpId) -> Vec<Effect> {
         if self.under_way.remove(&(conn, op)).is_some() {
             self.answer(conn, Reply::Done { op });
         }
-        self.go_on(region_blocks)
+        self.go_on()
     }
 
     /// What a repair is to write is on the medium, or something else is.
-    pub fn compared(
-        &mut self,
-        conn: ConnId,
-        op: OpId,
-        is_same: bool,
-        region_blocks: u64,
-    ) -> Vec<Effect> {
+    pub fn compared(&mut self, conn: ConnId, op: OpId, is_same: bool) -> Vec<Effect> {
         match self.under_way.remove(&(conn, op)) {
             Some(_) if is_same => self.answer(conn, Reply::Done { op }),
             // An operation of a session that has ended is not begun any more.
             Some(Io::Repair { blocks, data })
                 if self.session.contains(&conn) || !self.rules.keep(Rule::Fence) =>
             {
-                self.io(conn, op, Io::Write { blocks, data }, region_blocks);
+                self.io(conn, op, Io::Write { blocks, data });
             }
             _ => {}
         }
-        self.go_on(region_blocks)
+        self.go_on()
     }
 
     fn open(&mut self, conn: ConnId, generation: Generation, owner: OwnerId) {
@@ -180,15 +176,17 @@ impl Member {
         self.effects.push(Effect::Close(conn));
     }
 
-    fn io(&mut self, conn: ConnId, op: OpId, io: Io, region_blocks: u64) {
+    fn io(&mut self, conn: ConnId, op: OpId, io: Io) {
         match &io {
-            Io::Write { blocks, .. } => self.wanted.dirty.extend(blocks.regions(region_blocks)),
+            Io::Write { blocks, .. } => {
+                self.wanted.dirty.extend(blocks.regions(self.region_blocks))
+            }
             Io::Mark(regions) => self.wanted.dirty.extend(regions),
             Io::Clear(regions) => {
                 let writes = self.under_way.values().chain(self.waiting.iter().map(|op| &op.io));
                 let busy = writes.filter_map(|io| match io {
                     Io::Write { blocks, .. } | Io::Repair { blocks, .. } => {
-                        Some(blocks.regions(region_blocks))
+                        Some(blocks.regions(self.region_blocks))
                     }
                     _ => None,
                 });
@@ -216,9 +214,9 @@ impl Member {
     }
 
     /// Does what is possible now.
-    fn go_on(&mut self, region_blocks: u64) -> Vec<Effect> {
+    fn go_on(&mut self) -> Vec<Effect> {
         self.note_opening();
-        self.begin_ops(region_blocks);
+        self.begin_ops();
         if self.storing.is_none() && self.wanted != self.durable {
             self.storing = Some(self.wanted.clone());
             self.effects.push(Effect::Store(self.wanted.clone()));
@@ -258,10 +256,10 @@ impl Member {
     }
 
     /// Begins what has waited for the record long enough.
-    fn begin_ops(&mut self, region_blocks: u64) {
+    fn begin_ops(&mut self) {
         let mut still = VecDeque::new();
         while let Some(op) = self.waiting.pop_front() {
-            if !self.may_begin(&op.io, region_blocks) {
+            if !self.may_begin(&op.io) {
                 still.push_back(op);
                 continue;
             }
@@ -276,14 +274,14 @@ impl Member {
         self.waiting = still;
     }
 
-    fn may_begin(&self, io: &Io, region_blocks: u64) -> bool {
+    fn may_begin(&self, io: &Io) -> bool {
         match io {
             Io::Write { blocks, .. } => {
                 // R6. What is being stored may lack a bit that the medium still has.
-                let mut states = [Some(&self.durable), self.storing.as_ref(), Some(&self.wanted)];
-                let regions: BTreeSet<Region> = blocks.regions(region_blocks).collect();
+                let states = [Some(&self.durable), self.storing.as_ref(), Some(&self.wanted)];
+                let regions: BTreeSet<Region> = blocks.regions(self.region_blocks).collect();
                 !self.rules.keep(Rule::BitsFirst)
-                    || states.iter_mut().flatten().all(|stored| regions.is_subset(&stored.dirty))
+                    || states.into_iter().flatten().all(|stored| regions.is_subset(&stored.dirty))
             }
             Io::Mark(regions) => self.storing.is_none() && regions.is_subset(&self.durable.dirty),
             Io::Complete => self.storing.is_none() && !self.durable.incomplete,

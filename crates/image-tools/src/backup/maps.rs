@@ -92,10 +92,10 @@ impl ImageTools<'_> {
         let taken = sorted.last.map(|last| last.0.name.as_str());
         let [one, two] = &names;
         let next = if taken == Some(one.as_str()) { two } else { one };
-        let begun = folder.begun(map);
-        let cannot = |e| broken(format!("cannot write {}", begun.display()), e);
+        let note = folder.begun(map);
+        let cannot = |e| broken(format!("cannot write {}", note.display()), e);
         let mut context = IoContext::new(self, 1).map_err(cannot)?;
-        self.replace_file(&mut context, &begun, b"").map_err(cannot)?;
+        self.replace_file(&mut context, &note, b"").map_err(cannot)?;
         drop(context);
         self.change_maps(image, &MapChange::Begin(next.clone()))?;
         let begun = self.dirty_maps(image)?.maps.into_iter().find(|map| map.name == *next);

@@ -89,15 +89,7 @@ impl ImageTools<'_> {
         let target = file.open_disk(to.format)?;
         let expected = hashes(chain);
         let mut context = Regions::context(self).map_err(cannot)?;
-        let plan = Plan {
-            from: source,
-            to: Some(To { disk: &target, zeros: false }),
-            ranges: std::iter::once(0..bytes).collect(),
-            done: Default::default(),
-            expected: Some(&expected),
-            zeros_have_hashes: false,
-            total: (0, bytes),
-        };
+        let plan = of_whole(source, Some(&target), &expected);
         let regions = Regions::new(self, &mut context, plan).map_err(cannot)?;
         context.run(regions.run(u64::MAX)).map_err(cannot)?;
         let wrong = regions.wrong();
@@ -116,17 +108,8 @@ impl ImageTools<'_> {
     fn compare_all(&self, source: &Disk, chain: &[&Manifest]) -> Result<Vec<u64>, DiskError> {
         let cannot = |e| broken(format!("cannot read backup {}", chain[0].name), e);
         let expected = hashes(chain);
-        let bytes = source.sectors() * SECTOR_BYTES;
         let mut context = Regions::context(self).map_err(cannot)?;
-        let plan = Plan {
-            from: source,
-            to: None,
-            ranges: std::iter::once(0..bytes).collect(),
-            done: Default::default(),
-            expected: Some(&expected),
-            zeros_have_hashes: false,
-            total: (0, bytes),
-        };
+        let plan = of_whole(source, None, &expected);
         let regions = Regions::new(self, &mut context, plan).map_err(cannot)?;
         context.run(regions.run(u64::MAX)).map_err(cannot)?;
         Ok(regions.wrong())
@@ -221,6 +204,24 @@ impl ImageTools<'_> {
             }
         }
         Ok(all)
+    }
+}
+
+/// Reads a whole disk, compares it with the hashes, and copies it to the target, if there is one.
+fn of_whole<'a>(
+    from: &'a Disk,
+    to: Option<&'a Disk>,
+    expected: &'a std::collections::BTreeMap<u32, super::manifest::Hash>,
+) -> Plan<'a> {
+    let bytes = from.sectors() * SECTOR_BYTES;
+    Plan {
+        from,
+        to: to.map(|disk| To { disk, zeros: false }),
+        ranges: std::iter::once(0..bytes).collect(),
+        done: Default::default(),
+        expected: Some(expected),
+        zeros_have_hashes: false,
+        total: (0, bytes),
     }
 }
 

@@ -219,10 +219,10 @@ impl World {
     fn happen(&mut self, what: What) {
         match what {
             What::ToMember(conn, request) => {
-                self.at_member(conn, |member, conn| member.request(conn, request, REGION_BLOCKS));
+                self.at_member(conn, |member, conn| member.request(conn, request));
             }
             What::EndAtMember(conn) => {
-                self.at_member(conn, |member, conn| member.ended(conn, REGION_BLOCKS));
+                self.at_member(conn, |member, conn| member.ended(conn));
                 if let Some(conn) = self.conns.get_mut(&conn) {
                     conn.at_member = false;
                 }
@@ -249,7 +249,7 @@ impl World {
                     && let Some(running) = &mut server.member
                 {
                     server.stored = stored;
-                    let effects = running.stored(REGION_BLOCKS);
+                    let effects = running.stored();
                     self.carry_out_member(member, effects);
                 }
             }
@@ -464,8 +464,8 @@ impl World {
         }
         let member = self.servers.get_mut(&id).unwrap().member.as_mut().unwrap();
         let effects = match is_same {
-            Some(is_same) => member.compared(conn, op, is_same, REGION_BLOCKS),
-            None => member.done(conn, op, REGION_BLOCKS),
+            Some(is_same) => member.compared(conn, op, is_same),
+            None => member.done(conn, op),
         };
         self.carry_out_member(id, effects);
     }
@@ -505,7 +505,8 @@ impl World {
         let server = self.servers.get_mut(&id).unwrap();
         if server.member.is_none() {
             server.start += 1;
-            server.member = Some(Member::new(server.stored.clone(), BootId(server.boot), rules));
+            server.member =
+                Some(Member::new(server.stored.clone(), BootId(server.boot), REGION_BLOCKS, rules));
         }
     }
 
