@@ -11,7 +11,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use ferrite_testkit::wait_until;
 use rustix::process::{Pid, Signal, kill_process};
-use tls::{Pki, ferrite};
+use tls::{Outward, Pki, ferrite};
 
 /// A daemon with one tap of 4 MiB.
 struct Daemon {
@@ -74,6 +74,22 @@ impl Daemon {
         let folder = self.pki.path(folder);
         let uri = format!("nbds://localhost:{port}/{name}?tls-certificates={}", folder.display());
         Command::new("nbdinfo").args(["--json", &uri]).output().unwrap()
+    }
+
+    /// Kills the disk's worker.
+    fn kill_worker(&self) {
+        let run = self.run();
+        let run = run.as_os_str().as_encoded_bytes();
+        let has = |text: &[u8], part: &[u8]| text.windows(part.len()).any(|w| w == part);
+        let is_worker = |process: &std::path::Path| {
+            let words = fs::read(process.join("cmdline")).unwrap_or_default();
+            has(&words, b"\0worker\0") && has(&words, run)
+        };
+        let all = fs::read_dir("/proc").unwrap().flatten();
+        let worker = all.map(|process| process.path()).find(|process| is_worker(process));
+        let worker = worker.expect("a worker");
+        let pid: i32 = worker.file_name().unwrap().to_str().unwrap().parse().unwrap();
+        kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
     }
 
     #[track_caller]
@@ -149,6 +165,20 @@ fn a_disk_is_exported_by_tls_under_its_name_until_that_ends() {
     assert!(daemon.disk(&["unexport", "tap/0"]).status.success());
     assert!(TcpStream::connect(("127.0.0.1", port)).is_err());
     daemon.fails(3, &["unexport", "tap/0"], "is not exported");
+}
+
+#[test]
+fn a_client_of_an_export_goes_on_when_the_disks_worker_is_killed() {
+    let Some(daemon) = Daemon::new() else { return };
+    let port = daemon.export(&[]);
+    let mut outward = Outward::to(&daemon.pki, "client", "localhost", port);
+    assert_eq!(outward.client.go(true).0, 4 << 20);
+    for round in 1..=3 {
+        let data = vec![round; 64 << 10];
+        outward.client.write(u64::from(round) << 20, &data);
+        daemon.kill_worker();
+        assert!(outward.client.read(u64::from(round) << 20, data.len() as u32) == data);
+    }
 }
 
 #[test]
