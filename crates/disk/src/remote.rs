@@ -29,7 +29,7 @@ pub struct RemoteFacts {
     pub sectors: u64,
     /// Whether nothing may be changed.
     pub read_only: bool,
-    /// Whether the other side allows nobody to change anything.
+    /// Whether the server refuses all changes, of each client.
     pub is_write_protected: bool,
     /// The unit of all operations in bytes: 512 or 4096.
     pub block_bytes: u32,

@@ -148,7 +148,7 @@ fn a_mirror_that_is_cancelled_leaves_the_source_and_an_equal_target() {
 }
 
 #[test]
-#[ignore = "nightly"]
+#[ignore = "many deaths: cargo xtask nightly --only mirrors"]
 fn a_mirror_is_cancelled_while_it_copies_and_the_guest_goes_on() {
     let lab = lab();
     let load = Load::start(&lab.host, &lab.disk);
@@ -165,7 +165,7 @@ fn a_mirror_is_cancelled_while_it_copies_and_the_guest_goes_on() {
 }
 
 #[test]
-#[ignore = "nightly"]
+#[ignore = "many deaths: cargo xtask nightly --only mirrors"]
 fn a_mirror_goes_on_after_the_death_of_workers_and_keepers() {
     let mut lab = lab();
     let load = Load::start(&lab.host, &lab.disk);

@@ -62,7 +62,7 @@ fn text() -> io::Result<()> {
     Ok(())
 }
 
-/// Those who speak NBD with a tunnel, and what they say first of TLS.
+/// Clients and servers that speak NBD with a tunnel, and what they say first of TLS.
 fn tunnels() -> io::Result<()> {
     let (client, server, in_tls) = (&[0u8][..], &[1u8][..], 2u8);
     let option = |kind: u8, data: &[u8]| -> Vec<u8> {

@@ -65,7 +65,7 @@ pub struct ExportRow {
     /// The number of the process that listens.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub pid: Option<u32>,
-    /// Why nobody listens now.
+    /// Why the export is not served now.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub why: Option<String>,
 }

@@ -7,7 +7,7 @@
 //!
 //! The file is on tmpfs. It belongs to one file of maps, and to one opening of that: both know the opening's random
 //! number. Otherwise *before* is made from the durable bits, with all blocks of a marked region. Memory without a file
-//! has only *now*: nobody else reads it.
+//! has only *now*, since no other process reads it.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};

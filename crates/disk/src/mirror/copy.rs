@@ -1,6 +1,6 @@
 //! The thread that copies what the target lacks. It has an engine and memory of its own, so it does not delay queues.
 //!
-//! A region is copied while nobody writes to it; other regions go on. A few regions are under way at a time.
+//! A region is copied while no write to it is under way; writes to other regions go on. A few regions are under way at a time.
 
 use std::future::{Future, poll_fn};
 use std::io;

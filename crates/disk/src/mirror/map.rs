@@ -195,7 +195,7 @@ impl MirrorFile {
     /// Makes the file of a mirror of a disk of so many bytes, in which all regions differ.
     ///
     /// # Errors
-    /// Those of the file system.
+    /// Errors of the file system.
     pub fn create(path: &Path, bytes: u64) -> io::Result<MirrorFile> {
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder)?;
@@ -224,7 +224,7 @@ impl MirrorFile {
     /// Opens the file of a mirror.
     ///
     /// # Errors
-    /// Those of the file system. `InvalidData`: it is none.
+    /// Errors of the file system. `InvalidData`: the file is no map.
     pub fn open(path: &Path) -> io::Result<MirrorFile> {
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         let found = MirrorFile { file, regions: 0 };

@@ -1,4 +1,4 @@
-//! The regions of a mirror, and who writes them now (docs/internals/mirror.md 2).
+//! The regions of a mirror, and the writes to them that are under way (docs/internals/mirror.md 2).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -290,7 +290,7 @@ impl Drop for Change<'_> {
     }
 }
 
-/// A copy that is under way: nobody changes the region.
+/// A copy that is under way: no write to the region is begun meanwhile.
 pub(super) struct Copy<'a> {
     regions: &'a Regions,
     pub(super) region: u64,

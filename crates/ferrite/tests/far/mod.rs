@@ -53,7 +53,7 @@ impl Far {
         far
     }
 
-    /// The same, without a daemon yet.
+    /// A host as that of [`Far::new`], without a daemon yet.
     pub(crate) fn of(servers: &[&str]) -> Far {
         let host = Host::new(1);
         let folder = host.dir.path().to_str().unwrap().to_owned();

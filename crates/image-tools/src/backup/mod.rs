@@ -116,6 +116,6 @@ pub struct Pruned {
     pub removed: Vec<String>,
     /// The backups that were made full ones.
     pub merged: Vec<String>,
-    /// Those that are left.
+    /// The backups that are left.
     pub kept: Vec<String>,
 }

@@ -21,7 +21,7 @@ pub(super) fn run(setup: &Setup, dir: &Path) -> Result<Vec<Measurement>> {
     let mut command = Command::new("nbdkit");
     command.args(["--foreground", "--unix"]).arg(&socket);
     let server = Server::start(command.args(["memory", &format!("{IMAGE_MIB}M")]), &socket)?;
-    // All of it has data: what a server calls a hole need not be read.
+    // The whole disk has data: what a server calls a hole need not be read.
     let raw = image.to_str().context("the path of a folder of the system is text")?;
     nbdcopy(&[raw, &server.uri()])?;
     let mut rows = Vec::new();
