@@ -50,7 +50,7 @@ use layout::{
 pub use layout::{Identity, Record, Slot, TOLD_WORDS, Told};
 pub use refusals::{lost, parts};
 pub use shelf::JournalState;
-pub use shelf::{Kept, Left, Survey, all, any_at, drop_kept, forget, survey, told_of};
+pub use shelf::{Kept, Left, Survey, all, any_at, drop_kept, forget, has_own, survey, told_of};
 
 /// Free records that the file always has space for, as long as the tmpfs has some: more than writes are in flight at a
 /// time, except with the largest rings.

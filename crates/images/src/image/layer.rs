@@ -229,7 +229,7 @@ impl Layer {
                 DiskError::new(ErrorKind::Io, what, e.to_string(), "check the kernel's log (dmesg)")
             })?;
         match identity {
-            Some(identity) => Ok(journal::survey(dir, &identity)?.own.is_some()),
+            Some(identity) => journal::has_own(dir, &identity),
             None => Ok(false),
         }
     }

@@ -58,11 +58,12 @@ pub fn survey(dir: Option<&Path>, identity: &Identity) -> Result<Survey, DiskErr
     let Some(dir) = dir else { return Ok(found) };
     let own = identity.file_name();
     let (id, place) = halves_of(&own);
-    for name in names(dir)? {
+    let concerned = |name: &str| {
+        let (its_id, its_place) = halves_of(name);
+        its_id == id || its_place == place
+    };
+    for name in names(dir, concerned)? {
         let (its_id, its_place) = halves_of(&name);
-        if its_id != id && its_place != place {
-            continue;
-        }
         let Some(left) = left(dir, &name)? else { continue };
         if name == own {
             found.own = Some(left);
@@ -77,6 +78,16 @@ pub fn survey(dir: Option<&Path>, identity: &Identity) -> Result<Survey, DiskErr
         }
     }
     Ok(found)
+}
+
+/// Whether an image's own journal has answered changes. Other journals are not looked for: the folder of a busy host has
+/// hundreds of them, and this is asked for each image of a chain.
+///
+/// # Errors
+/// It cannot be read, or it is another version's.
+pub fn has_own(dir: Option<&Path>, identity: &Identity) -> Result<bool, DiskError> {
+    let Some(dir) = dir else { return Ok(false) };
+    left(dir, &identity.file_name()).map(|left| left.is_some())
 }
 
 /// The note that the last writer of an image has left besides the records, even if there are none.
@@ -124,9 +135,10 @@ pub(super) fn sweep(dir: &Path, identity: &Identity, own: &Path) -> Result<(), D
 }
 
 fn at_place(dir: &Path, identity: &Identity) -> Result<Vec<PathBuf>, DiskError> {
-    let (_, place) = halves_of(&identity.file_name());
+    let own = identity.file_name();
+    let (_, place) = halves_of(&own);
     let mut paths = Vec::new();
-    for name in names(dir)?.into_iter().filter(|name| halves_of(name).1 == place) {
+    for name in names(dir, |name| halves_of(name).1 == place)? {
         let path = dir.join(&name);
         let Ok(shm) = Shm::look(&path) else { continue };
         // For another version's only the name tells its image.
@@ -153,8 +165,8 @@ fn remove_if(path: &Path, unneeded: impl Fn(Option<&Shm>) -> bool) -> Result<(),
     }
 }
 
-/// The names of all files with names of journals.
-fn names(dir: &Path) -> Result<Vec<String>, DiskError> {
+/// The names of journals that are `wanted`, in order.
+fn names(dir: &Path, wanted: impl Fn(&str) -> bool) -> Result<Vec<String>, DiskError> {
     let failed = |e| cannot(dir, "looked through", e);
     let entries = match ferrite_host::names::read_dir(dir) {
         Err(e) if e.kind() == NotFound => return Ok(Vec::new()),
@@ -163,17 +175,17 @@ fn names(dir: &Path) -> Result<Vec<String>, DiskError> {
     let mut names = Vec::new();
     for entry in entries {
         let name = entry.map_err(failed)?.file_name();
-        names.extend(name.into_string().ok().filter(|name| name.ends_with(EXTENSION)));
+        let is_one = |name: &String| name.ends_with(EXTENSION) && wanted(name);
+        names.extend(name.into_string().ok().filter(is_one));
     }
     names.sort();
     Ok(names)
 }
 
 /// The two parts of a name, the image's identifier and its place.
-fn halves_of(name: &str) -> (String, String) {
+fn halves_of(name: &str) -> (&str, &str) {
     let name = name.strip_suffix(EXTENSION).unwrap_or(name);
-    let (id, place) = name.split_once('-').unwrap_or((name, ""));
-    (id.to_owned(), place.to_owned())
+    name.split_once('-').unwrap_or((name, ""))
 }
 
 /// A journal, if it has answered changes.
@@ -269,7 +281,7 @@ pub struct Kept {
 /// They cannot be read.
 pub fn all(dir: &Path) -> Result<Vec<Kept>, DiskError> {
     let kept = |file: &String| kept(dir, file).transpose();
-    names(dir)?.iter().filter_map(kept).collect()
+    names(dir, |_| true)?.iter().filter_map(kept).collect()
 }
 
 /// A journal of the list; `None`: it is gone.
