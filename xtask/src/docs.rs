@@ -5,6 +5,7 @@ pub(crate) struct Page(&'static str);
 
 pub(crate) const README: Page = Page(include_str!("../../README.md"));
 pub(crate) const SERVE: Page = Page(include_str!("../../docs/serve.md"));
+pub(crate) const ACCESS: Page = Page(include_str!("../../docs/access.md"));
 
 impl Page {
     /// The blocks of shell commands below a heading, up to the next one.

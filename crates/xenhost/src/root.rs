@@ -38,6 +38,7 @@ impl Suite {
                 "xenstore-utils",
                 "fio",
                 "e2fsprogs",
+                "xfsprogs",
                 "fdisk",
                 "strace",
                 "nbd-client",

@@ -1,6 +1,7 @@
 //! Disks as block devices of domain 0: made, used, and removed by `ferrite disk device`.
 
 use super::{Bench, Case, deaths, expect_eq, ferrite};
+use crate::docs;
 use anyhow::{Context as _, Result, bail};
 
 pub(super) const CASES: &[Case] = &[
@@ -12,6 +13,8 @@ pub(super) const CASES: &[Case] = &[
         "device/a-device-in-use-stays-a-left-one-is-cleaned-and-others-are-not-touched",
         cleaned,
     ),
+    ferrite("device/a-disk-that-grows-under-a-mounted-device-shows-its-size-in-the-next", grown),
+    ferrite("device/the-recipes-as-printed", as_printed),
 ];
 
 const IMAGE: &str = "/lab/device.qcow2";
@@ -24,7 +27,7 @@ const WRITE: &str = "for direct in 0 1; do fio --name=v$direct --directory=/mnt/
 fn make(bench: &mut Bench<'_>, connections: u32) -> Result<String> {
     bench
         .xenhost
-        .sh(&format!("rm -f {IMAGE}; ferrite image create {IMAGE} 128M; mkdir -p /mnt/dev"))?;
+        .sh(&format!("rm -f {IMAGE}; ferrite image create {IMAGE} 320M; mkdir -p /mnt/dev"))?;
     let made = format!("ferrite disk device {IMAGE} --load --connections {connections}");
     Ok(bench.xenhost.sh(&made)?.trim().to_owned())
 }
@@ -35,10 +38,10 @@ fn kill_daemon(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 /// What is left of the disk is its image, which other programs find whole.
-fn unmount_and_check(bench: &mut Bench<'_>, device: &str) -> Result<()> {
+fn unmount_and_check(bench: &mut Bench<'_>, device: &str, check: &str) -> Result<()> {
     bench.xenhost.sh_for(
         &format!(
-            "set -e; umount /mnt/dev; e2fsck -fn {device} 2>&1; sum=$(sha256sum < {device}); blkdiscard {device}; \
+            "set -e; umount /mnt/dev; {check} {device} 2>&1; sum=$(sha256sum < {device}); blkdiscard {device}; \
              ferrite disk device --remove {device}; ferrite image check {IMAGE}; qemu-img check -q {IMAGE}; \
              [ $(stat -c %b {IMAGE}) -lt 8192 ]; [ -z \"$(tap-ctl list)\" ]; ! ls -d /run/ferrite/devices 2>/dev/null; \
              rm {IMAGE}; rmdir /mnt/dev /run/blktap-control/tapdisk"
@@ -50,9 +53,11 @@ fn unmount_and_check(bench: &mut Bench<'_>, device: &str) -> Result<()> {
 
 fn deaths(bench: &mut Bench<'_>) -> Result<()> {
     bench.start_daemon()?;
-    for connections in [1, 4] {
+    for (connections, make_fs, check) in
+        [(1, "mkfs.ext4 -q", "e2fsck -fn"), (4, "mkfs.xfs -q", "xfs_repair -n")]
+    {
         let device = make(bench, connections)?;
-        bench.xenhost.sh_for(&format!("mkfs.ext4 -q {device} && mount {device} /mnt/dev"), 120)?;
+        bench.xenhost.sh_for(&format!("{make_fs} {device} && mount {device} /mnt/dev"), 120)?;
         bench.xenhost.sh(&format!("({WRITE}) >/tmp/fio.log 2>&1; echo $? >/tmp/fio.rc &"))?;
         for _ in 0..5 {
             bench.xenhost.sh("sleep 1; kill -9 $(pgrep -f '[f]errite worker' | head -n 1)")?;
@@ -69,7 +74,7 @@ fn deaths(bench: &mut Bench<'_>) -> Result<()> {
         if !done.starts_with("0\n") {
             bail!("fio on {device}: {done}");
         }
-        unmount_and_check(bench, &device)?;
+        unmount_and_check(bench, &device, check)?;
     }
     Ok(())
 }
@@ -120,4 +125,73 @@ fn cleaned(bench: &mut Bench<'_>) -> Result<()> {
         device.trim_start_matches("/dev/")
     ))?;
     Ok(())
+}
+
+/// A device keeps the size that it was made with. What is mounted goes on, also after the worker's death that ends the
+/// connections of before the growth; the next device is as large as the disk.
+fn grown(bench: &mut Bench<'_>) -> Result<()> {
+    bench.start_daemon()?;
+    let device = make(bench, 1)?;
+    let size = format!("blockdev --getsize64 {device}");
+    let before = bench
+        .xenhost
+        .sh(&format!("set -e; mkfs.ext4 -q {device}; mount {device} /mnt/dev; {size}"))?;
+    let written = "dd if=/dev/urandom of=/mnt/dev/file bs=1M count=8 conv=fsync 2>/dev/null && \
+                   sha256sum /mnt/dev/file >/tmp/sum";
+    bench.xenhost.sh_for(
+        &format!(
+            "ferrite disk resize $(ferrite disk list | grep -o 'tap/[0-9]*') 400M 2>&1 && {written}"
+        ),
+        120,
+    )?;
+    bench.xenhost.sh_for(
+        "set -e; kill -9 $(pgrep -f '[f]errite worker' | head -n 1); sync -f /mnt/dev; \
+         echo 3 > /proc/sys/vm/drop_caches; sha256sum -c --quiet /tmp/sum; rm /tmp/sum",
+        300,
+    )?;
+    let after = bench.xenhost.sh(&size)?;
+    expect_eq("the size of a device whose disk has grown", &after, &before)?;
+    bench.xenhost.sh(&format!("umount /mnt/dev && ferrite disk device --remove {device}"))?;
+    let next = bench.xenhost.sh(&format!("ferrite disk device {IMAGE}"))?;
+    let size = bench.xenhost.sh(&format!("blockdev --getsize64 {next}"))?;
+    expect_eq("the size of the next device", &size.trim(), &(400u64 << 20).to_string().as_str())?;
+    bench
+        .xenhost
+        .sh_for(
+            &format!(
+                "set -e; e2fsck -fn {next} 2>&1; ferrite disk device --remove {next}; ferrite image check {IMAGE}; \
+                 rm {IMAGE}; rmdir /mnt/dev /run/blktap-control/tapdisk"
+            ),
+            120,
+        )
+        .map(drop)
+}
+
+fn as_printed(bench: &mut Bench<'_>) -> Result<()> {
+    bench.start_daemon()?;
+    let run = |bench: &mut Bench<'_>, heading: &str| {
+        let blocks = docs::ACCESS.commands(heading);
+        let [commands] = &blocks[..] else { bail!("other blocks below {heading}: {blocks:?}") };
+        bench.xenhost.sh_for(&format!("set -e; cd /lab; {commands}"), 300)
+    };
+    run(bench, "Look into a disk")?;
+    // Another program finds the file system of the recipe.
+    let seen = "set -e; cd /lab; ferrite image convert disk.qcow2 disk.img; \
+                debugfs -R 'cat /file' disk.img 2>/dev/null; rm disk.qcow2 disk.img";
+    let seen = bench.xenhost.sh_for(seen, 120)?;
+    expect_eq("the file in the image", &seen.trim(), &"a file of domain 0")?;
+    // A guest's disk with a partition, as the second recipe expects it.
+    bench.xenhost.sh_for(
+        "set -e; ferrite image create /srv/web1.vhd 64M; device=$(ferrite disk device /srv/web1.vhd); \
+         printf 'label: gpt\\n,\\n' | sfdisk -q $device; blockdev --rereadpt $device; udevadm settle; \
+         mkfs.ext4 -q ${device}p1; mount ${device}p1 /mnt; echo web1 >/mnt/of-the-guest; umount /mnt; \
+         ferrite disk device --remove $device",
+        300,
+    )?;
+    let listed = run(bench, "Rescue a guest's file system")?;
+    if !listed.contains("of-the-guest") {
+        bail!("the guest's file is not there: {listed}");
+    }
+    let check = "ferrite image check /srv/web1.vhd && rm /srv/web1.vhd && rmdir /run/blktap-control/tapdisk";
+    bench.xenhost.sh(check).map(drop)
 }
