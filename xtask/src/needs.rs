@@ -17,6 +17,8 @@ pub(crate) const CHECKS: &[Need] = &[
     ("nbdsh", "python3-libnbd"),
     ("nbdkit", "nbdkit"),
     ("openssl", "openssl"),
+    ("etcd", "etcd-server"),
+    ("etcdctl", "etcd-client"),
     ("/usr/lib/python3/dist-packages/prometheus_client/__init__.py", "python3-prometheus-client"),
 ];
 
