@@ -25,7 +25,7 @@ pub enum Rule {
     Copy,
     /// R8: what only the returning member has marked is copied, too.
     OwnBits,
-    /// R8: the returning member's bits become the union.
+    /// R8: the returning member's bits become the union: what is copied to it is marked, and what was equal already.
     Union,
     /// R9: overlapping requests wait for each other.
     Order,

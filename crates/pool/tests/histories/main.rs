@@ -6,8 +6,8 @@ mod check;
 mod random;
 mod world;
 
-use ferrite_pool::{Rule, Rules};
-use world::{Plan, World};
+use ferrite_pool::{Rule, Rules, Wanted};
+use world::{Act, FIRST, Plan, World, directed};
 
 fn histories(rules: Rules, seeds: std::ops::Range<u64>) -> Option<(u64, String)> {
     for seed in seeds {
@@ -56,4 +56,60 @@ left_out! {
     a_restarted_member_that_is_a_source_is_found: Incomplete,
     an_unknown_outcome_that_is_read_is_found: Settle,
     an_incomplete_member_that_forgets_it_is_found: StaysIncomplete,
+}
+
+/// An act every few milliseconds.
+fn often(from: u64, to: u64, act: Act) -> impl Iterator<Item = (u64, Act)> {
+    (from..to).step_by(7).map(move |time| (time, act))
+}
+
+/// The rules keep a history right that goes wrong without one of them.
+fn needs(rule: Rule, servers: u8, acts: &[(u64, Act)]) {
+    directed(servers, Rules::default(), acts).unwrap_or_else(|why| panic!("by all rules: {why}"));
+    let found = directed(servers, Rules::without(rule), acts);
+    println!("{rule:?}: {}", found.expect_err("not found"));
+}
+
+/// The process that had the disk lives, and neither hears of its end nor reaches the record. It had answers of both members
+/// just before. The new one reaches the first member alone.
+fn old_owner_beside_a_new_one(writes: (u64, u64), reads: (u64, u64)) -> Vec<(u64, Act)> {
+    let late = 5_000;
+    let mut acts = vec![
+        (0, Act::Start),
+        (500, Act::Ask(0, Wanted::Write(FIRST))),
+        (1_000, Act::Cut { host: 0, member: 0, until: late }),
+        (1_000, Act::CutRecord { host: 0, until: late }),
+        (1_000, Act::Cut { host: 1, member: 1, until: late }),
+        (1_000, Act::Start),
+    ];
+    acts.extend(often(writes.0, writes.1, Act::Ask(1, Wanted::Write(FIRST))));
+    acts.extend(often(reads.0, reads.1, Act::Ask(0, Wanted::Read(FIRST))));
+    acts.sort_by_key(|(time, _)| *time);
+    acts
+}
+
+#[test]
+fn a_take_over_that_does_not_wait_is_found() {
+    needs(Rule::Wait, 2, &old_owner_beside_a_new_one((1_200, 1_380), (1_280, 1_390)));
+}
+
+#[test]
+fn reads_without_a_proof_are_found() {
+    needs(Rule::Proof, 2, &old_owner_beside_a_new_one((1_750, 1_900), (1_800, 2_000)));
+}
+
+/// One member after the other is out: the one that comes back first is the only source of the next one.
+#[test]
+fn a_return_that_does_not_take_up_the_others_bits_is_found() {
+    let mut acts = vec![
+        (0, Act::Start),
+        (300, Act::Stop(1)),
+        (300, Act::Stop(2)),
+        (1_000, Act::Ask(0, Wanted::Write(FIRST))),
+        (1_200, Act::Restart(2)),
+        (2_000, Act::Stop(0)),
+        (2_800, Act::Restart(1)),
+    ];
+    acts.extend(often(3_600, 3_800, Act::Ask(0, Wanted::Read(FIRST))));
+    needs(Rule::Union, 3, &acts);
 }

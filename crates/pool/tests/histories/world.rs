@@ -4,13 +4,17 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use ferrite_pool::{
-    Blocks, BootId, Config, ConnId, Data, Effect, Event, Failure, Generation, Io, Member,
-    MemberEffect, MemberId, OpId, Owner, OwnerId, Record, Reply, Request, RequestId, Revision,
-    Rules, Said, Stored, Wanted,
+    Blocks, ConnId, Data, Effect, Event, Failure, Generation, Io, Member, MemberEffect, MemberId,
+    OpId, Owner, OwnerId, Record, Reply, Request, RequestId, Revision, Rules, Said, Stored, Wanted,
 };
 
 use crate::check::{self, Access};
 use crate::random::Random;
+
+mod directed;
+mod faults;
+
+pub(crate) use directed::{Act, FIRST, directed};
 
 const BLOCKS: u64 = 6;
 const REGION_BLOCKS: u64 = 2;
@@ -61,6 +65,7 @@ enum What {
     Client(usize),
     Tick(usize),
     Fault,
+    Act(Act),
     StartServer(MemberId),
     StartOwner,
     Heal,
@@ -127,6 +132,8 @@ pub(crate) struct World {
     values: u64,
     wrong: Option<String>,
     calm: bool,
+    /// Nothing happens by chance.
+    is_directed: bool,
 }
 
 impl World {
@@ -135,6 +142,12 @@ impl World {
         let mut world = World::new(plan, rules);
         world.at(0, What::StartOwner);
         world.at(plan.fault_every, What::Fault);
+        world.to_the_end()
+    }
+
+    /// Lets everything happen, and says what is wrong.
+    fn to_the_end(mut self) -> Result<(), String> {
+        let world = &mut self;
         world.at(TROUBLE, What::Heal);
         while let Some(Reverse((time, id))) = world.queue.pop() {
             world.now = time;
@@ -193,6 +206,7 @@ impl World {
             values: 0,
             wrong: None,
             calm: false,
+            is_directed: false,
         };
         for member in members {
             world.start_server(member);
@@ -212,7 +226,7 @@ impl World {
     }
 
     fn soon(&mut self) -> u64 {
-        let rare = self.random.chance(3) && !self.calm;
+        let rare = self.random.chance(3) && !self.calm && !self.is_directed;
         if rare { self.random.between(5, 300) } else { self.random.between(1, 5) }
     }
 
@@ -278,6 +292,7 @@ impl World {
                 }
             }
             What::Fault => self.fault(),
+            What::Act(act) => self.act(act),
             What::StartServer(member) => self.start_server(member),
             What::StartOwner if self.calm => {}
             What::StartOwner => self.start_owner(),
@@ -500,94 +515,6 @@ impl World {
         }
     }
 
-    fn start_server(&mut self, id: MemberId) {
-        let rules = self.rules;
-        let server = self.servers.get_mut(&id).unwrap();
-        if server.member.is_none() {
-            server.start += 1;
-            server.member =
-                Some(Member::new(server.stored.clone(), BootId(server.boot), REGION_BLOCKS, rules));
-        }
-    }
-
-    /// A server's process ends; with `power`, so does its machine.
-    fn stop_server(&mut self, id: MemberId, power: bool) {
-        let server = self.servers.get_mut(&id).unwrap();
-        server.member = None;
-        for (conn, _, io) in std::mem::take(&mut server.under_way) {
-            // What was on the medium is done, or not.
-            let Io::Write { blocks, data } = io else { continue };
-            if self.random.chance(50) {
-                let data = self.data(self.conns[&conn].host, blocks, data);
-                self.servers.get_mut(&id).unwrap().cache.extend(data);
-            }
-        }
-        let server = self.servers.get_mut(&id).unwrap();
-        if power {
-            server.boot += 1;
-            for (block, value) in std::mem::take(&mut server.cache) {
-                if self.random.chance(50) {
-                    server.durable[block as usize] = value;
-                }
-            }
-        }
-        let of: Vec<ConnId> = self
-            .conns
-            .iter()
-            .filter(|(_, c)| c.member == id && c.at_member)
-            .map(|(c, _)| *c)
-            .collect();
-        for conn in of {
-            self.conns.get_mut(&conn).unwrap().at_member = false;
-            self.send(conn, 1, What::EndAtOwner(conn));
-        }
-    }
-
-    fn start_owner(&mut self) {
-        let host = self.hosts.len();
-        let fast = self.random.below(11);
-        let (owner, effects) = Owner::start(Config {
-            me: OwnerId(host as u64 + 1),
-            trust: TRUST,
-            drift: DRIFT,
-            patience: PATIENCE,
-            region_blocks: REGION_BLOCKS,
-            disk_blocks: BLOCKS,
-            min: 1,
-            rules: self.rules,
-        });
-        self.hosts.push(Host {
-            owner: Some(owner),
-            fast,
-            paused_until: 0,
-            outstanding: BTreeMap::new(),
-            requests: 0,
-            values: BTreeMap::new(),
-            found: BTreeMap::new(),
-            no_record_until: 0,
-        });
-        for effect in effects {
-            self.carry_out(host, effect);
-        }
-        self.at(1, What::Tick(host));
-        self.at(5, What::Client(host));
-    }
-
-    fn stop_owner(&mut self, host: usize) {
-        self.hosts[host].owner = None;
-        let of: Vec<ConnId> = self
-            .conns
-            .iter()
-            .filter(|(_, c)| c.host == host && c.at_owner)
-            .map(|(c, _)| *c)
-            .collect();
-        for conn in of {
-            self.conns.get_mut(&conn).unwrap().at_owner = false;
-            self.send(conn, 0, What::EndAtMember(conn));
-        }
-    }
-
-    /// The disk's user asks for something.
     fn client(&mut self, host: usize) {
         let is_last = host + 1 == self.hosts.len();
         if self.hosts[host].owner.is_none() || (self.calm && !is_last) {
@@ -631,83 +558,6 @@ impl World {
         let indices = (first..self.accesses.len()).collect();
         self.hosts[host].outstanding.insert(id, indices);
         self.tell(host, What::Client(host), Event::Request(id, wanted));
-    }
-
-    fn fault(&mut self) {
-        if self.calm {
-            return;
-        }
-        let pause = self.random.between(self.fault_every / 2, self.fault_every * 3 / 2);
-        self.at(pause, What::Fault);
-        let members: Vec<MemberId> = self.servers.keys().copied().collect();
-        let member = self.random.one_of(&members);
-        let last = self.hosts.len() - 1;
-        let host =
-            if self.random.chance(70) { last } else { self.random.below(last as u64 + 1) as usize };
-        let time = self.now + self.random.one_of(&[30, 200, 500, 1200]);
-        match self.random.below(12) {
-            0 | 1 => drop(self.cuts.insert((host, member, 0), time)),
-            2 | 3 => drop(self.cuts.insert((host, member, 1), time)),
-            4 => {
-                for member in members {
-                    self.cuts.insert((host, member, 0), time);
-                    self.cuts.insert((host, member, 1), time);
-                }
-            }
-            5 | 6 => self.reset(host, member),
-            7 | 8 if self.servers[&member].member.is_some() => {
-                let power = self.random.chance(60);
-                self.stop_server(member, power);
-                self.at_time(time, What::StartServer(member));
-            }
-            9 => self.hosts[host].paused_until = time,
-            10 => self.hosts[host].no_record_until = time,
-            11 => {
-                if self.random.chance(50) {
-                    self.stop_owner(host);
-                }
-                let delay = self.random.one_of(&[1, 20, 300]);
-                self.at(delay, What::StartOwner);
-            }
-            _ => {}
-        }
-    }
-
-    /// Both ends hear of a connection's end, each at its own time. What is on its way arrives before.
-    fn reset(&mut self, host: usize, member: MemberId) {
-        let of = self.conns.iter().filter(|(_, c)| (c.host, c.member) == (host, member));
-        let of: Vec<ConnId> =
-            of.filter(|(_, c)| c.at_member && c.at_owner).map(|(id, _)| *id).collect();
-        for conn in of {
-            let (first, second) = (self.soon(), self.soon());
-            self.at(first, What::EndAtOwner(conn));
-            let late = self.conns[&conn].arrivals[0].max(self.now + second);
-            self.conns.get_mut(&conn).unwrap().arrivals[0] = late;
-            self.at_time(late, What::EndAtMember(conn));
-        }
-    }
-
-    /// The trouble is over: one more owner, on a host that nothing is wrong with.
-    fn heal(&mut self) {
-        self.calm = true;
-        self.cuts.clear();
-        for host in 0..self.hosts.len() {
-            self.stop_owner(host);
-        }
-        let members: Vec<MemberId> = self.servers.keys().copied().collect();
-        for member in members {
-            self.at(1, What::StartServer(member));
-        }
-        self.start_owner();
-        self.at(6_000, What::LastLook);
-    }
-
-    /// Reads the whole disk.
-    fn last_look(&mut self) {
-        let last = self.hosts.len() - 1;
-        for block in 0..BLOCKS {
-            self.ask(last, Wanted::Read(Blocks { start: block, end: block + 1 }));
-        }
     }
 
     fn last_owner(&self) -> Option<&Owner> {
