@@ -4,8 +4,9 @@
 //! `/run/ferrite/exports` for the next daemon. A thread looks after exporters: one that has ended is started again, and
 //! that of a detached disk is ended.
 //!
-//! Steps of making one: the record, the exporter, the record with its addresses. Steps of removing one: the exporter,
-//! the record. So there is a record wherever there is an exporter.
+//! Steps of making one: the claim to write (`writers.rs`), the record, the exporter, the record with its addresses. Steps
+//! of removing one: the exporter, the record, the claim. So there is a record wherever there is an exporter, and no
+//! guest joins while clients may write.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -21,6 +22,7 @@ use crate::devices::NotDone;
 use crate::state::{DiskId, States};
 use crate::state_files::{StateFiles, Stated};
 use crate::table::Phase;
+use crate::writers::{Refused, Way};
 use crate::{Failure, Paths, Shared};
 
 /// The pause between looks at the disks.
@@ -45,6 +47,16 @@ pub(crate) struct Record {
     pub(crate) read_only: bool,
     /// Whether clients are not told the name.
     pub(crate) no_list: bool,
+    /// Whether clients may write beside a guest.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) shared: bool,
+}
+
+impl Record {
+    /// Whether no guest may write meanwhile.
+    fn writes_alone(&self) -> bool {
+        !self.read_only && !self.shared
+    }
 }
 
 impl Stated for Record {
@@ -94,12 +106,8 @@ fn failed(why: impl Into<String>, help: &str) -> NotDone {
     NotDone::Failed(Failure { why: why.into(), help: help.to_owned() })
 }
 
-/// Exports a disk. `shared_writes`: clients may write beside a guest.
-pub(crate) fn add(
-    shared: &Arc<Shared>,
-    mut record: Record,
-    shared_writes: bool,
-) -> Result<Record, NotDone> {
+/// Exports a disk.
+pub(crate) fn add(shared: &Arc<Shared>, record: Record) -> Result<Record, NotDone> {
     let _one = shared.exports.change();
     let disk = record.disk;
     if shared.exports.lock().contains_key(&disk) {
@@ -107,7 +115,28 @@ pub(crate) fn add(
         let help = "ferrite disk exports shows how; ferrite disk unexport ends that".to_owned();
         return Err(NotDone::InUse(Failure { why, help }));
     }
-    may_be_exported(shared, &mut record, shared_writes)?;
+    if record.writes_alone() {
+        shared.writers.claim(&shared.table, disk, Way::Export).map_err(|e| {
+            let failure = e.failure(disk, "export it");
+            match e {
+                Refused::Missing => NotDone::Missing(failure),
+                Refused::OfGuest(_) => NotDone::InUse(failure),
+            }
+        })?;
+    }
+    make(shared, record).inspect_err(|_| release(shared, disk))
+}
+
+/// Ends the claim of an export. A guest may wait for that.
+fn release(shared: &Shared, disk: DiskId) {
+    if shared.writers.release(disk, Way::Export) {
+        shared.wake.wake();
+    }
+}
+
+fn make(shared: &Arc<Shared>, mut record: Record) -> Result<Record, NotDone> {
+    let disk = record.disk;
+    may_be_exported(shared, &mut record)?;
     let not_written = |e: std::io::Error| {
         failed(format!("cannot write the record: {e}"), "make room on the file system of /run")
     };
@@ -126,23 +155,15 @@ pub(crate) fn add(
 }
 
 /// Whether the disk may be exported now. Names the export, if it has no name.
-fn may_be_exported(shared: &Shared, record: &mut Record, writes: bool) -> Result<(), NotDone> {
+fn may_be_exported(shared: &Shared, record: &mut Record) -> Result<(), NotDone> {
     let disk = record.disk;
     let seen = shared.table.read(|disks| {
         let entry = disks.get(&disk)?;
-        let guest = entry.tap.map_or(Some(disk), |tap| tap.guest);
-        Some((entry.phase.clone(), entry.nbd.is_some(), guest, entry.image.clone()))
+        Some((entry.phase.clone(), entry.nbd.is_some(), entry.image.clone()))
     });
-    let Some((phase, has_socket, guest, image)) = seen else {
-        let why = format!("disk {disk} is not attached");
-        let help = "ferrite disk list shows the attached disks".to_owned();
-        return Err(NotDone::Missing(Failure { why, help }));
+    let Some((phase, has_socket, image)) = seen else {
+        return Err(NotDone::Missing(Refused::Missing.failure(disk, "")));
     };
-    if let Some(guest) = guest.filter(|_| !record.read_only && !writes) {
-        let why = format!("disk {disk} is that of a guest ({guest}), which writes to it");
-        let help = "export it by --read-only; --shared has both write, for file systems that are made for that";
-        return Err(NotDone::InUse(Failure { why, help: help.to_owned() }));
-    }
     match phase {
         Phase::Served if has_socket => {}
         Phase::Paused => {
@@ -223,6 +244,7 @@ fn end(shared: &Shared, disk: DiskId) -> Result<(), NotDone> {
     }
     StateFiles::<Record>::at(&shared.paths.exports()).remove(&disk.file_name());
     shared.exports.lock().remove(&disk);
+    release(shared, disk);
     tracing::info!("disk {disk} is not exported any more");
     Ok(())
 }
@@ -244,6 +266,9 @@ pub(crate) fn restore(shared: &Arc<Shared>) {
         return;
     }
     for record in records {
+        if record.writes_alone() {
+            shared.writers.restore(record.disk, Way::Export);
+        }
         let export = Export { record: record.clone(), exporter: None, why: None };
         shared.exports.lock().insert(record.disk, export);
     }

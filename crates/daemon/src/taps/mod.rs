@@ -154,6 +154,12 @@ pub(crate) fn join(shared: &Arc<Shared>, tap: DiskId, guest: DiskId) -> Joined {
             joined = Joined::AsSecond(image.clone());
             return;
         }
+        if state.guest.is_none()
+            && let Some(why) = shared.writers.in_the_way(tap)
+        {
+            joined = Joined::No(why);
+            return;
+        }
         state.guest = Some(guest);
         entry.wake();
         joined = Joined::AsFirst;
