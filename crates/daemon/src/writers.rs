@@ -105,3 +105,51 @@ impl Writers {
 fn guest_of(disk: DiskId, entry: &Entry) -> Option<DiskId> {
     entry.tap.map_or(Some(disk), |tap| tap.guest)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::params::Params;
+    use crate::state::{DiskState, TapState};
+
+    const TAP: DiskId = DiskId::tap(0);
+    const GUEST: DiskId = DiskId { domid: 1, devid: 51712 };
+
+    /// A table with one disk.
+    fn table(id: DiskId, tap: Option<TapState>) -> Table {
+        let Params::Image(image) = Params::parse(b"aio:/a.img") else { panic!("an image") };
+        let (table, state) = (Table::default(), DiskState::new(id, &image, 0).with_tap(tap));
+        let start = |_, _| Ok(std::thread::spawn(|| ()));
+        table.insert(id, Some(image), Some(&state), |_| false, start).unwrap();
+        table
+    }
+
+    #[test]
+    fn a_tap_is_either_a_guests_or_written_by_others() {
+        let (table, writers) = (table(TAP, Some(TapState::default())), Writers::default());
+        writers.claim(&table, TAP, Way::Export).unwrap();
+        writers.claim(&table, TAP, Way::Device).unwrap();
+        assert!(writers.in_the_way(TAP).unwrap().contains("ferrite disk unexport tap/0"));
+        assert!(writers.release(TAP, Way::Export) && !writers.release(TAP, Way::Export));
+        assert!(writers.in_the_way(TAP).unwrap().contains("ferrite disk device --remove"));
+        assert_eq!(writers.in_the_way(DiskId::tap(1)), None);
+        assert!(writers.release(TAP, Way::Device));
+        assert_eq!(writers.in_the_way(TAP), None);
+        table.change(TAP, |entry| entry.tap.as_mut().unwrap().guest = Some(GUEST));
+        let refused = writers.claim(&table, TAP, Way::Device).unwrap_err();
+        assert!(matches!(refused, Refused::OfGuest(GUEST)), "{refused:?}");
+        let refused = writers.claim(&table, DiskId::tap(1), Way::Device).unwrap_err();
+        assert!(matches!(refused, Refused::Missing), "{refused:?}");
+        assert_eq!(writers.in_the_way(TAP), None);
+    }
+
+    #[test]
+    fn a_guests_disk_has_no_other_writer_and_a_tap_for_reading_has_none() {
+        let writers = Writers::default();
+        let refused = writers.claim(&table(GUEST, None), GUEST, Way::Export).unwrap_err();
+        assert!(matches!(refused, Refused::OfGuest(GUEST)), "{refused:?}");
+        let read = TapState { read_only: true, ..TapState::default() };
+        writers.claim(&table(TAP, Some(read)), TAP, Way::Export).unwrap();
+        assert_eq!(writers.in_the_way(TAP), None);
+    }
+}

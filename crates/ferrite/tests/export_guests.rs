@@ -238,6 +238,12 @@ fn clients_of_a_guests_disk_go_on_over_the_end_of_each_process_and_see_what_was_
     assert_eq!(upgraded.upgraded, [id]);
     reads(&mut reader);
     load.wait_for_progress();
+    // A tunnel's end takes the clients' connections along, and the exporter starts the next one.
+    let tunnel = roles::children(site.exporter() as i32, "tunnel").next().unwrap();
+    kill_pid(tunnel);
+    assert!(reader.is_closed());
+    let mut reader = client(&row);
+    reads(&mut reader);
     // Without its exporter a client has to connect again, to the same address.
     let exporter = site.exporter();
     kill_pid(exporter as i32);

@@ -470,8 +470,8 @@ pub fn relay_of(keeper: i32) -> Option<i32> {
     children(keeper, RELAY).next()
 }
 
-/// The children of a keeper in this role.
-fn children(keeper: i32, role: &str) -> impl Iterator<Item = i32> {
+/// The children of a keeper, or of an exporter, in this role.
+pub fn children(keeper: i32, role: &str) -> impl Iterator<Item = i32> {
     // A test program has several threads, each with children of its own.
     let threads = std::fs::read_dir(format!("/proc/{keeper}/task")).into_iter().flatten().flatten();
     let children = threads.filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());
