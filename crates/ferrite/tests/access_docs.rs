@@ -17,6 +17,8 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::process::{Child, Command, Stdio};
 
 use far::{At, Server, free_port};
+use ferrite_nbd::wire::{option, reply};
+use ferrite_testkit::nbd::info;
 use ferrite_testkit::{PATIENCE, wait_until};
 use host::{Host, works};
 use tls::Pki;
@@ -88,9 +90,10 @@ fn the_recipe_for_a_running_disk_works() {
     assert!(listed.contains("web1/xvda") && listed.contains("known"), "{listed}");
     // The export is called as the image's file.
     let mut outward = tls::Outward::to(&pki, "client", "localhost", port);
-    let (bytes, _) = outward.client.go_extended(&["1"]);
-    assert_eq!(bytes, 4 << 20);
-    assert_eq!(outward.client.call_long(0, 0, 4096, 4096).data, [6; 4096]);
+    let answers = outward.client.option(option::INFO, &info("1"));
+    assert_eq!(answers.last().unwrap().0, reply::ACK, "{answers:?}");
+    assert_eq!(outward.client.go(true).0, 4 << 20);
+    assert_eq!(outward.client.read(4096, 4096), [6; 4096]);
     tls::ok(&mut site.command(lines[2]));
     assert!(outward.client.is_closed());
     assert!(tls::ok(&mut site.command(lines[1])).lines().count() == 1);
@@ -136,7 +139,8 @@ fn the_recipe_for_a_guests_disk_on_another_host_works() {
         disk
     };
     assert!(lines[0].starts_with("disk = "));
-    serves(0, lines[0]);
+    site.host.detach(&serves(0, lines[0]));
+    site.host.wait_for_no_disks();
     let bin = pki.path("bin");
     fs::create_dir(&bin).unwrap();
     fs::write(bin.join("xl"), XL).unwrap();
