@@ -9,6 +9,7 @@
 //! guest joins while clients may write.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,6 +17,7 @@ use std::time::Duration;
 
 use ferrite_keeper::{Exporter, ExporterSpec, Started, TlsFolder, nbd_socket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
 use crate::devices::NotDone;
@@ -231,21 +233,51 @@ pub(crate) fn remove(shared: &Shared, disk: DiskId) -> Result<Record, NotDone> {
         let help = "ferrite disk exports shows those that are".to_owned();
         NotDone::Missing(Failure { why, help })
     })?;
-    end(shared, disk)?;
+    end(shared, disk, "as was asked for")?;
     Ok(record)
 }
 
-fn end(shared: &Shared, disk: DiskId) -> Result<(), NotDone> {
+/// Ends what the earlier disk of this number had. Call it before a new one can be reached: the clients of that one must
+/// not come to this one.
+pub(crate) fn end_of_earlier(shared: &Shared, disk: DiskId) {
+    let _one = shared.exports.change();
+    if !shared.exports.lock().contains_key(&disk) {
+        return;
+    }
+    if let Err(NotDone::Failed(e)) = end(shared, disk, "another disk has its number") {
+        tracing::error!("clients of an earlier disk {disk} may reach the new one: {e}");
+    }
+}
+
+fn end(shared: &Shared, disk: DiskId, why: &str) -> Result<(), NotDone> {
+    let not_ended = |e: &io::Error| {
+        failed(format!("the process that listens does not end: {e}"), "try again, or kill it")
+    };
+    let killed = |exporter: &Exporter| -> io::Result<()> {
+        let pid = i32::try_from(exporter.pid).ok().and_then(Pid::from_raw);
+        Ok(kill_process(pid.ok_or(io::ErrorKind::NotFound)?, Signal::KILL)?)
+    };
     match Exporter::connect(&socket(shared, disk)) {
-        Ok(exporter) => exporter.end().map_err(|e| {
-            failed(format!("the process that listens does not end: {e}"), "try again, or kill it")
-        })?,
-        Err(e) => tracing::debug!("the exporter of disk {disk} has ended: {e}"),
+        // One that was stopped does not answer.
+        Ok(exporter) => exporter.end().or_else(|_| killed(&exporter)).map_err(|e| not_ended(&e))?,
+        Err(e)
+            if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) =>
+        {
+            tracing::debug!("the exporter of disk {disk} has ended: {e}");
+        }
+        Err(e) => {
+            match &shared.exports.lock().get(&disk).and_then(|export| export.exporter.as_ref()) {
+                Some(exporter) if has_ended(exporter) => {}
+                // The process of that number has this connection open, so it is the exporter.
+                Some(exporter) => killed(exporter).map_err(|e| not_ended(&e))?,
+                None => return Err(not_ended(&e)),
+            }
+        }
     }
     StateFiles::<Record>::at(&shared.paths.exports()).remove(&disk.file_name());
     shared.exports.lock().remove(&disk);
     release(shared, disk);
-    tracing::info!("disk {disk} is not exported any more");
+    tracing::info!("disk {disk} is not exported any more: {why}");
     Ok(())
 }
 
@@ -314,7 +346,7 @@ fn look_at(shared: &Arc<Shared>, disk: DiskId) {
     let is_there = shared.table.read(|disks| disks.contains_key(&disk))
         || States::peek(&shared.paths.states(), disk).is_some();
     if !is_there {
-        if let Err(NotDone::Failed(e)) = end(shared, disk) {
+        if let Err(NotDone::Failed(e)) = end(shared, disk, "it is detached") {
             tracing::warn!("the export of disk {disk}, which is detached, does not end: {e}");
         }
         return;

@@ -413,6 +413,12 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
+    /// Ends exports and devices of an earlier disk that had the number of this new one. Call it without a lock.
+    fn end_of_earlier(&self, disk: DiskId) {
+        exports::end_of_earlier(self, disk);
+        devices::end_of_earlier(self, disk);
+    }
+
     fn set_xen(&self, xen: Xen) {
         *self.xen.lock().unwrap_or_else(PoisonError::into_inner) = xen;
     }

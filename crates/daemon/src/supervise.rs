@@ -194,6 +194,7 @@ impl Supervisor<'_> {
             taps::Joined::AsSecond(image) => {
                 // The worker serves both; this one has a thread of its own (attachments.md).
                 let state = DiskState::new(id, &image, 0).beside(Some(tap));
+                self.shared.end_of_earlier(id);
                 self.start(id, Task::Serve(image), seen, Some(&state));
                 self.log(|| tracing::info!("disk {id} has joined {tap} as the second"));
                 Ok(true)
@@ -262,6 +263,9 @@ impl Supervisor<'_> {
             }
             if let Some(task) = self.task(known.as_ref(), &seen) {
                 found = true;
+                if known.is_none() {
+                    self.shared.end_of_earlier(id);
+                }
                 self.start(id, task, &seen, known.as_ref());
             }
         }

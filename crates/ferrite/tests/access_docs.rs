@@ -129,7 +129,10 @@ fn the_recipe_for_a_guests_disk_on_another_host_works() {
     // xl has the daemon's script run, and writes the target into the disk's parameters.
     let target = |disk: &str| {
         assert!(disk.contains("format=raw") && disk.contains("script=block-ferrite"), "{disk}");
-        format!("aio:{}", disk.split_once("target=").unwrap().1.trim_end_matches(['"', ']', ' ', '\n']))
+        format!(
+            "aio:{}",
+            disk.split_once("target=").unwrap().1.trim_end_matches(['"', ']', ' ', '\n'])
+        )
     };
     let serves = |index: u32, disk: &str| {
         let disk = site.host.attach(1, index, &target(disk));

@@ -200,7 +200,8 @@ fn doctor_says_what_is_wrong_with_exports_and_with_disks_on_other_servers() {
     // What it says in the line of a disk, and of what to do.
     let says = |of: &str, state: &str, what: &[&str]| {
         let said = doctor();
-        let at = said.lines().position(|line| line.contains(of)).unwrap_or_else(|| panic!("{said}"));
+        let at =
+            said.lines().position(|line| line.contains(of)).unwrap_or_else(|| panic!("{said}"));
         let told = said.lines().skip(at).take(2).collect::<Vec<_>>().join("\n");
         assert!(told.trim_start().starts_with(state), "{said}");
         assert!(what.iter().all(|what| told.contains(what)), "{said}");
@@ -223,7 +224,10 @@ fn doctor_says_what_is_wrong_with_exports_and_with_disks_on_other_servers() {
     let (socket, at) = (daemon.pki.path("remote.sock"), daemon.free_place());
     let servers = [
         (vec!["--socket".to_owned(), socket.display().to_string()], socket_uri(&socket)),
-        (vec!["--listen".to_owned(), at.clone(), "--plain".to_owned()], format!("nbd://{at}/?plain=yes")),
+        (
+            vec!["--listen".to_owned(), at.clone(), "--plain".to_owned()],
+            format!("nbd://{at}/?plain=yes"),
+        ),
     ];
     for (place, uri) in servers {
         let mut command = ferrite(&["export", "nbd", image.to_str().unwrap()]);
@@ -233,7 +237,8 @@ fn doctor_says_what_is_wrong_with_exports_and_with_disks_on_other_servers() {
         server.kill().unwrap();
         server.wait().unwrap();
         let _ = fs::remove_file(&socket);
-        let why = if uri.contains("unix") { "there is no socket" } else { "has no connection to it now" };
+        let why =
+            if uri.contains("unix") { "there is no socket" } else { "has no connection to it now" };
         says(&uri, "WARN", &[why, "start the server"]);
     }
 }

@@ -89,7 +89,8 @@ impl Site {
 
     /// The reason why a guest's disk is not served, as the toolstack finds it.
     fn error(&self, disk: &DiskPaths) -> Option<String> {
-        let path = format!("/local/domain/0/error/{}/error", &disk.backend["/local/domain/0/".len()..]);
+        let path =
+            format!("/local/domain/0/error/{}/error", &disk.backend["/local/domain/0/".len()..]);
         self.host.store().read_string(&path).unwrap()
     }
 
@@ -288,5 +289,41 @@ fn a_client_of_a_paused_disk_waits_and_one_of_a_detached_disk_is_disconnected() 
     wait_until("the end of the export", || site.exports().is_empty());
     assert!(stream(&row).is_err());
     assert_eq!(std::fs::read_dir(site.host.paths().run.join("exports")).unwrap().count(), 0);
+    site.end();
+}
+
+#[test]
+fn clients_of_a_tap_do_not_get_the_next_one_of_its_number() {
+    let site = Site::new();
+    let tap = site.tap();
+    let row = site.export(tap.id, &json!({})).unwrap();
+    let mut writer = client(&row);
+    writer.write(0, &[1; 4096]);
+    let image = format!("aio:{}", site.host.make_image("next.img", 4 * MIB).display());
+    let call = |verb: &str| {
+        let asked = json!({ "pid": tap.pid, "minor": tap.minor, "image": image, "timeout_s": 20 });
+        site.host.call::<TapDone>(&format!("tap.{verb}"), &asked).unwrap();
+    };
+    call("close");
+    call("open");
+    assert_eq!(site.exports(), []);
+    assert!(writer.is_closed() && stream(&row).is_err());
+    site.end();
+}
+
+#[test]
+fn clients_of_a_guests_disk_do_not_get_the_next_one_of_its_number() {
+    let site = Site::new();
+    let disk = roles::attach(&site.host, 1);
+    site.host.wait_for_phase(&disk, PhaseName::Served);
+    let row = site.export(host::id(&disk), &json!({ "read_only": true })).unwrap();
+    let mut reader = client(&row);
+    reader.read(0, 4096);
+    site.host.detach(&disk);
+    let third = site.host.make_image("third.img", 4 * MIB);
+    let disk = site.host.attach(1, 0, &format!("aio:{}", third.display()));
+    site.host.wait_for_phase(&disk, PhaseName::Served);
+    assert_eq!(site.exports(), []);
+    assert!(reader.is_closed() && stream(&row).is_err());
     site.end();
 }

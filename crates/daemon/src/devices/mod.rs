@@ -281,6 +281,31 @@ pub(crate) fn remove(shared: &Arc<Shared>, index: u32) -> Result<Record, NotDone
     Ok(record)
 }
 
+/// Removes the device of an earlier disk of this number, also one that is in use: it must not show the new disk. Call it
+/// before that can be reached.
+pub(crate) fn end_of_earlier(shared: &Shared, disk: DiskId) {
+    let _one = shared.devices.change();
+    end_of_earlier_held(shared, disk);
+}
+
+/// As [`end_of_earlier`], of a tap that is opened for a device: the caller makes devices.
+pub(crate) fn end_of_earlier_held(shared: &Shared, disk: DiskId) {
+    let known = shared.devices.lock();
+    let found = known.iter().find(|(_, device)| device.record.disk == disk);
+    let Some((index, record)) = found.map(|(index, device)| (*index, device.record.clone())) else {
+        return;
+    };
+    drop(known);
+    let path = nbd_device::path(index);
+    tracing::warn!("{} is removed: another disk has the number {disk} now", path.display());
+    if let Err(e) = disconnect(&record, index) {
+        tracing::error!("{} of an earlier disk is not removed: {e}", path.display());
+    }
+    shared.devices.lock().remove(&index);
+    release(shared, disk);
+    record.remove(&shared.paths.devices());
+}
+
 /// Who uses a device, and not for a moment only: udev reads a device after each change of it.
 fn lasting_users(index: u32) -> Vec<String> {
     let mut users = Vec::new();

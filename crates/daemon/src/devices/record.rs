@@ -47,7 +47,17 @@ impl Record {
         let identifier = format!("{PREFIX}{}-{unique:x}", disk.file_name());
         let (index, read_only, connections, bytes, shared) = (None, false, 1, 0, false);
         let version = VERSION;
-        Record { version, identifier, disk, index, read_only, connections, bytes, owns_disk, shared }
+        Record {
+            version,
+            identifier,
+            disk,
+            index,
+            read_only,
+            connections,
+            bytes,
+            owns_disk,
+            shared,
+        }
     }
 
     /// Writes the file.

@@ -207,7 +207,7 @@ fn sweep(shared: &Shared) {
     }
 }
 
-/// Starts the thread of an open tap.
+/// Starts the thread of an open tap. One that is opened anew has had [`Shared::end_of_earlier`].
 fn start(shared: &Arc<Shared>, state: &DiskState) -> io::Result<()> {
     let (id, image) = (state.id, state.image());
     shared.table.insert(

@@ -8,9 +8,9 @@ use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 use std::time::Duration;
 
+use ferrite_daemon::Paths;
 use ferrite_daemon::control::client::call;
 use ferrite_daemon::control::protocol::{Disk, Disks, ExportRow, ExportRows, Nothing, PhaseName};
-use ferrite_daemon::Paths;
 use ferrite_host::names::connect::resolve;
 use ferrite_nbd::address::Address;
 use ferrite_nbd::uri::{Uri, is_uri};
@@ -88,7 +88,8 @@ fn of_export(row: &ExportRow) -> Option<Fault> {
 /// A certificate that expires soon.
 fn soon(folder: &Path, side: Side) -> Option<Fault> {
     let name = expires_within(folder, side, SOON)?;
-    let why = format!("{} expires within {} days", folder.join(name).display(), SOON.as_secs() / 86400);
+    let why =
+        format!("{} expires within {} days", folder.join(name).display(), SOON.as_secs() / 86400);
     Some((why, "renew it: docs/access.md says how".to_owned()))
 }
 
@@ -157,7 +158,10 @@ fn plain(address: SocketAddr) -> SocketAddr {
 /// The other sides of this host's connections by TCP that are established.
 fn connections() -> BTreeSet<SocketAddr> {
     let read = |path| fs::read_to_string(path).unwrap_or_default();
-    [read("/proc/net/tcp"), read("/proc/net/tcp6")].iter().flat_map(|text| established(text)).collect()
+    [read("/proc/net/tcp"), read("/proc/net/tcp6")]
+        .iter()
+        .flat_map(|text| established(text))
+        .collect()
 }
 
 /// From the text of `/proc/net/tcp` or `tcp6`.

@@ -12,8 +12,8 @@ use std::time::Duration;
 use ferrite_nbd::address::Address;
 use rustix::io::Errno;
 use rustix::net::sockopt::{
-    set_socket_keepalive, set_socket_linger, set_tcp_keepcnt, set_tcp_keepidle,
-    set_tcp_keepintvl, set_tcp_nodelay,
+    set_socket_keepalive, set_socket_linger, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl,
+    set_tcp_nodelay,
 };
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, ipproto, socket_with,
