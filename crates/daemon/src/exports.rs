@@ -4,10 +4,12 @@
 //! `/run/ferrite/exports` for the next daemon. A thread looks after exporters: one that has ended is started again, and
 //! that of a detached disk is ended.
 //!
-//! Steps of making one: the record, the exporter, the record with its addresses. Steps of removing one: the exporter,
-//! the record. So there is a record wherever there is an exporter.
+//! Steps of making one: the claim to write (`writers.rs`), the record, the exporter, the record with its addresses. Steps
+//! of removing one: the exporter, the record, the claim. So there is a record wherever there is an exporter, and no
+//! guest joins while clients may write.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,12 +17,14 @@ use std::time::Duration;
 
 use ferrite_keeper::{Exporter, ExporterSpec, Started, TlsFolder, nbd_socket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
 use crate::devices::NotDone;
 use crate::state::{DiskId, States};
 use crate::state_files::{StateFiles, Stated};
 use crate::table::Phase;
+use crate::writers::{Refused, Way};
 use crate::{Failure, Paths, Shared};
 
 /// The pause between looks at the disks.
@@ -45,6 +49,16 @@ pub(crate) struct Record {
     pub(crate) read_only: bool,
     /// Whether clients are not told the name.
     pub(crate) no_list: bool,
+    /// Whether clients may write beside a guest.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) shared: bool,
+}
+
+impl Record {
+    /// Whether no guest may write meanwhile.
+    fn writes_alone(&self) -> bool {
+        !self.read_only && !self.shared
+    }
 }
 
 impl Stated for Record {
@@ -94,12 +108,8 @@ fn failed(why: impl Into<String>, help: &str) -> NotDone {
     NotDone::Failed(Failure { why: why.into(), help: help.to_owned() })
 }
 
-/// Exports a disk. `shared_writes`: clients may write beside a guest.
-pub(crate) fn add(
-    shared: &Arc<Shared>,
-    mut record: Record,
-    shared_writes: bool,
-) -> Result<Record, NotDone> {
+/// Exports a disk.
+pub(crate) fn add(shared: &Arc<Shared>, record: Record) -> Result<Record, NotDone> {
     let _one = shared.exports.change();
     let disk = record.disk;
     if shared.exports.lock().contains_key(&disk) {
@@ -107,7 +117,28 @@ pub(crate) fn add(
         let help = "ferrite disk exports shows how; ferrite disk unexport ends that".to_owned();
         return Err(NotDone::InUse(Failure { why, help }));
     }
-    may_be_exported(shared, &mut record, shared_writes)?;
+    if record.writes_alone() {
+        shared.writers.claim(&shared.table, disk, Way::Export).map_err(|e| {
+            let failure = e.failure(disk, "export it");
+            match e {
+                Refused::Missing => NotDone::Missing(failure),
+                Refused::OfGuest(_) => NotDone::InUse(failure),
+            }
+        })?;
+    }
+    make(shared, record).inspect_err(|_| release(shared, disk))
+}
+
+/// Ends the claim of an export. A guest may wait for that.
+fn release(shared: &Shared, disk: DiskId) {
+    if shared.writers.release(disk, Way::Export) {
+        shared.wake.wake();
+    }
+}
+
+fn make(shared: &Arc<Shared>, mut record: Record) -> Result<Record, NotDone> {
+    let disk = record.disk;
+    may_be_exported(shared, &mut record)?;
     let not_written = |e: std::io::Error| {
         failed(format!("cannot write the record: {e}"), "make room on the file system of /run")
     };
@@ -126,23 +157,15 @@ pub(crate) fn add(
 }
 
 /// Whether the disk may be exported now. Names the export, if it has no name.
-fn may_be_exported(shared: &Shared, record: &mut Record, writes: bool) -> Result<(), NotDone> {
+fn may_be_exported(shared: &Shared, record: &mut Record) -> Result<(), NotDone> {
     let disk = record.disk;
     let seen = shared.table.read(|disks| {
         let entry = disks.get(&disk)?;
-        let guest = entry.tap.map_or(Some(disk), |tap| tap.guest);
-        Some((entry.phase.clone(), entry.nbd.is_some(), guest, entry.image.clone()))
+        Some((entry.phase.clone(), entry.nbd.is_some(), entry.image.clone()))
     });
-    let Some((phase, has_socket, guest, image)) = seen else {
-        let why = format!("disk {disk} is not attached");
-        let help = "ferrite disk list shows the attached disks".to_owned();
-        return Err(NotDone::Missing(Failure { why, help }));
+    let Some((phase, has_socket, image)) = seen else {
+        return Err(NotDone::Missing(Refused::Missing.failure(disk, "")));
     };
-    if let Some(guest) = guest.filter(|_| !record.read_only && !writes) {
-        let why = format!("disk {disk} is that of a guest ({guest}), which writes to it");
-        let help = "export it by --read-only; --shared has both write, for file systems that are made for that";
-        return Err(NotDone::InUse(Failure { why, help: help.to_owned() }));
-    }
     match phase {
         Phase::Served if has_socket => {}
         Phase::Paused => {
@@ -210,20 +233,51 @@ pub(crate) fn remove(shared: &Shared, disk: DiskId) -> Result<Record, NotDone> {
         let help = "ferrite disk exports shows those that are".to_owned();
         NotDone::Missing(Failure { why, help })
     })?;
-    end(shared, disk)?;
+    end(shared, disk, "as was asked for")?;
     Ok(record)
 }
 
-fn end(shared: &Shared, disk: DiskId) -> Result<(), NotDone> {
+/// Ends what the earlier disk of this number had. Call it before a new one can be reached: the clients of that one must
+/// not come to this one.
+pub(crate) fn end_of_earlier(shared: &Shared, disk: DiskId) {
+    let _one = shared.exports.change();
+    if !shared.exports.lock().contains_key(&disk) {
+        return;
+    }
+    if let Err(NotDone::Failed(e)) = end(shared, disk, "another disk has its number") {
+        tracing::error!("clients of an earlier disk {disk} may reach the new one: {e}");
+    }
+}
+
+fn end(shared: &Shared, disk: DiskId, why: &str) -> Result<(), NotDone> {
+    let not_ended = |e: &io::Error| {
+        failed(format!("the process that listens does not end: {e}"), "try again, or kill it")
+    };
+    let killed = |exporter: &Exporter| -> io::Result<()> {
+        let pid = i32::try_from(exporter.pid).ok().and_then(Pid::from_raw);
+        Ok(kill_process(pid.ok_or(io::ErrorKind::NotFound)?, Signal::KILL)?)
+    };
     match Exporter::connect(&socket(shared, disk)) {
-        Ok(exporter) => exporter.end().map_err(|e| {
-            failed(format!("the process that listens does not end: {e}"), "try again, or kill it")
-        })?,
-        Err(e) => tracing::debug!("the exporter of disk {disk} has ended: {e}"),
+        // One that was stopped does not answer.
+        Ok(exporter) => exporter.end().or_else(|_| killed(&exporter)).map_err(|e| not_ended(&e))?,
+        Err(e)
+            if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) =>
+        {
+            tracing::debug!("the exporter of disk {disk} has ended: {e}");
+        }
+        Err(e) => {
+            match &shared.exports.lock().get(&disk).and_then(|export| export.exporter.as_ref()) {
+                Some(exporter) if has_ended(exporter) => {}
+                // The process of that number has this connection open, so it is the exporter.
+                Some(exporter) => killed(exporter).map_err(|e| not_ended(&e))?,
+                None => return Err(not_ended(&e)),
+            }
+        }
     }
     StateFiles::<Record>::at(&shared.paths.exports()).remove(&disk.file_name());
     shared.exports.lock().remove(&disk);
-    tracing::info!("disk {disk} is not exported any more");
+    release(shared, disk);
+    tracing::info!("disk {disk} is not exported any more: {why}");
     Ok(())
 }
 
@@ -244,6 +298,9 @@ pub(crate) fn restore(shared: &Arc<Shared>) {
         return;
     }
     for record in records {
+        if record.writes_alone() {
+            shared.writers.restore(record.disk, Way::Export);
+        }
         let export = Export { record: record.clone(), exporter: None, why: None };
         shared.exports.lock().insert(record.disk, export);
     }
@@ -289,7 +346,7 @@ fn look_at(shared: &Arc<Shared>, disk: DiskId) {
     let is_there = shared.table.read(|disks| disks.contains_key(&disk))
         || States::peek(&shared.paths.states(), disk).is_some();
     if !is_there {
-        if let Err(NotDone::Failed(e)) = end(shared, disk) {
+        if let Err(NotDone::Failed(e)) = end(shared, disk, "it is detached") {
             tracing::warn!("the export of disk {disk}, which is detached, does not end: {e}");
         }
         return;

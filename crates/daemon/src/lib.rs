@@ -12,7 +12,7 @@
 
 #![forbid(unsafe_code)]
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::fs::DirBuilder;
 use std::io;
@@ -61,6 +61,7 @@ mod tuning;
 mod unserved;
 mod verbs;
 mod wait;
+mod writers;
 
 use config::{Config, DiskOptions};
 use devices::Devices;
@@ -73,6 +74,7 @@ pub use step::Step;
 use switched::Switched;
 use table::{Phase, Table, Upgrade, WakeReason};
 use taps::Taps;
+use writers::Writers;
 
 /// The reason why a disk is not served, with the next step.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -394,6 +396,7 @@ pub(crate) struct Shared {
     taps: Taps,
     devices: Devices,
     exports: Exports,
+    writers: Writers,
     /// What the hypervisor tells of the guests, if it tells it to this domain.
     domains: Option<Arc<dyn Domains>>,
     clock: Arc<dyn Clock>,
@@ -410,6 +413,12 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
+    /// Ends exports and devices of an earlier disk that had the number of this new one. Call it without a lock.
+    fn end_of_earlier(&self, disk: DiskId) {
+        exports::end_of_earlier(self, disk);
+        devices::end_of_earlier(self, disk);
+    }
+
     fn set_xen(&self, xen: Xen) {
         *self.xen.lock().unwrap_or_else(PoisonError::into_inner) = xen;
     }
@@ -524,6 +533,7 @@ impl Daemon {
             taps: Taps::default(),
             devices: Devices::default(),
             exports: Exports::default(),
+            writers: Writers::default(),
             domains: None,
             clock: SystemClock::shared(),
             log: SharedLogLimit::default(),
@@ -588,7 +598,8 @@ impl Daemon {
             alive(status);
         };
         let leaving = Cell::new(false);
-        supervise::Supervisor { shared: &self.shared, alive: &alive, leaving }.run();
+        let refused = RefCell::default();
+        supervise::Supervisor { shared: &self.shared, alive: &alive, leaving, refused }.run();
         // Jobs come to rest while disks can still be resumed.
         self.shared.jobs.stop();
         self.shared.table.stop_all();

@@ -41,7 +41,7 @@ impl std::fmt::Display for DiskId {
 
 impl DiskId {
     /// The tap of this minor.
-    pub fn tap(minor: u32) -> DiskId {
+    pub const fn tap(minor: u32) -> DiskId {
         DiskId { domid: DomId::NONE.0, devid: minor }
     }
 

@@ -3,7 +3,7 @@
 //! It is level-triggered: an event only starts a scan, and a scan finds everything that is to be
 //! done. So a daemon that starts late, or again, finds the same as one that ran before.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, PoisonError};
@@ -41,6 +41,8 @@ pub(crate) struct Supervisor<'a> {
     pub(crate) alive: &'a dyn Fn(&str),
     /// Whether a tap's guest has let go, and its frontend is still there: no event tells of its end.
     pub(crate) leaving: Cell<bool>,
+    /// The guests' disks that have not joined their tap, with the reason. Each reason is logged once.
+    pub(crate) refused: RefCell<BTreeMap<DiskId, String>>,
 }
 
 impl Supervisor<'_> {
@@ -192,14 +194,19 @@ impl Supervisor<'_> {
             taps::Joined::AsSecond(image) => {
                 // The worker serves both; this one has a thread of its own (attachments.md).
                 let state = DiskState::new(id, &image, 0).beside(Some(tap));
+                self.shared.end_of_earlier(id);
                 self.start(id, Task::Serve(image), seen, Some(&state));
                 self.log(|| tracing::info!("disk {id} has joined {tap} as the second"));
                 Ok(true)
             }
             taps::Joined::No(why) => {
-                let path = directory::path(id);
-                let told = report_failure(store, &path, &why);
-                told.map(|()| false)
+                report_failure(store, &directory::path(id), &why)?;
+                let mut refused = self.refused.borrow_mut();
+                if refused.get(&id) != Some(&why) {
+                    self.log(|| tracing::warn!("disk {id} has not joined {tap}: {why}"));
+                    refused.insert(id, why);
+                }
+                Ok(false)
             }
         }
     }
@@ -230,7 +237,9 @@ impl Supervisor<'_> {
     fn scan(&self, store: &mut Store) -> Result<bool, StoreError> {
         let mut found = !self.shared.table.reap().is_empty();
         self.sweep_ended(store)?;
-        for id in directory::all(store)? {
+        let all = directory::all(store)?;
+        self.refused.borrow_mut().retain(|id, _| all.contains(id) && !self.is_known(*id));
+        for id in all {
             if self.is_known(id) {
                 continue;
             }
@@ -254,6 +263,9 @@ impl Supervisor<'_> {
             }
             if let Some(task) = self.task(known.as_ref(), &seen) {
                 found = true;
+                if known.is_none() {
+                    self.shared.end_of_earlier(id);
+                }
                 self.start(id, task, &seen, known.as_ref());
             }
         }

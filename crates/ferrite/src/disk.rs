@@ -95,6 +95,7 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<(), Failure> {
             None => not_answered("cannot upgrade disks", &e, e.to_string()),
         })?;
     tell(args.json, &done, || print!("{}", upgraded(&done, &asked.binary)))?;
+    export::say_which_are_old(&args.places.run_dir, disk.map(id), Path::new(&asked.binary));
     let Some(first) = done.failed.first() else { return Ok(()) };
     for disk in &done.failed {
         eprintln!("disk {}: {}; {}", disk.disk, one_line(&disk.why), one_line(&disk.help));

@@ -14,6 +14,7 @@ use crate::guests::Names;
 use crate::plain::one_line;
 
 mod kernel;
+mod network;
 mod xen;
 
 /// How good a finding is.
@@ -75,8 +76,8 @@ fn verdict(report: &Report) -> Result<(), Failure> {
 }
 
 /// The disks that are paused.
-fn paused(run: &Path) -> Vec<Check> {
-    let disks = paused_disks(run, &Names::read());
+fn paused(run: &Path, names: &Names) -> Vec<Check> {
+    let disks = paused_disks(run, names);
     let check = |disk: PausedDisk| Check {
         area: "disks",
         name: "paused",
@@ -91,7 +92,9 @@ fn examine(run: &Path) -> Report {
     let chosen = EngineChoice::Auto.decide().ok().map(|chosen| chosen.kind);
     let mut checks = kernel::checks(chosen);
     checks.extend(xen::checks());
-    checks.extend(paused(run));
+    let names = Names::read();
+    checks.extend(paused(run, &names));
+    checks.extend(network::checks(run, &names));
     let none_missing = |names: &[&str]| {
         names.iter().all(|n| checks.iter().any(|c| c.name == *n && c.state != State::No))
     };

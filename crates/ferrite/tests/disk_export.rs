@@ -6,7 +6,7 @@ mod tls;
 use std::fs::{self, File};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::symlink;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 use ferrite_testkit::wait_until;
@@ -29,14 +29,22 @@ impl Daemon {
         let child = start(&pki);
         let daemon = Daemon { child, pki };
         daemon.wait();
-        let image = format!("aio:{}", daemon.pki.path("web.raw").display());
-        let made = Command::new(daemon.pki.path("tap-ctl"))
-            .args(["create", "-a", &image, "--run-dir"])
-            .arg(daemon.run())
-            .output()
-            .unwrap();
-        assert!(made.status.success(), "{made:?}");
+        assert!(daemon.tap(&format!("aio:{}", daemon.pki.path("web.raw").display())));
         Some(daemon)
+    }
+
+    /// Makes a tap of an image. Returns whether that worked.
+    fn tap(&self, image: &str) -> bool {
+        let mut command = Command::new(self.pki.path("tap-ctl"));
+        let command = command.args(["create", "-a", image, "--run-dir"]).arg(self.run());
+        let output = command.output().unwrap();
+        eprint!("{}", String::from_utf8_lossy(&output.stderr));
+        output.status.success()
+    }
+
+    /// A place to listen that is free now.
+    fn free_place(&self) -> String {
+        TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
     }
 
     fn run(&self) -> PathBuf {
@@ -179,6 +187,87 @@ fn a_client_of_an_export_goes_on_when_the_disks_worker_is_killed() {
         daemon.kill_worker();
         assert!(outward.client.read(u64::from(round) << 20, data.len() as u32) == data);
     }
+}
+
+#[test]
+fn doctor_says_what_is_wrong_with_exports_and_with_disks_on_other_servers() {
+    let Some(daemon) = Daemon::new() else { return };
+    // It fails where there is no Xen.
+    let doctor = || {
+        let output = ferrite(&["doctor", "--run-dir"]).arg(daemon.run()).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    // What it says in the line of a disk, and of what to do.
+    let says = |of: &str, state: &str, what: &[&str]| {
+        let said = doctor();
+        let at =
+            said.lines().position(|line| line.contains(of)).unwrap_or_else(|| panic!("{said}"));
+        let told = said.lines().skip(at).take(2).collect::<Vec<_>>().join("\n");
+        assert!(told.trim_start().starts_with(state), "{said}");
+        assert!(what.iter().all(|what| told.contains(what)), "{said}");
+    };
+    assert!(!doctor().contains("exported as"));
+    let port = daemon.export(&["--read-only"]);
+    let export = format!("exported as web at 127.0.0.1:{port}, TLS by ");
+    says(&export, "OK", &["read only"]);
+    daemon.pki.server("soon", "ca", "5", "DNS:localhost");
+    for file in ["server-cert.pem", "server-key.pem"] {
+        let (from, to) = (daemon.pki.path("soon"), daemon.pki.path("server"));
+        fs::copy(from.join(file), to.join(file)).unwrap();
+    }
+    says(&export, "WARN", &["server-cert.pem expires within 14 days", "renew it"]);
+    fs::remove_file(daemon.pki.path("server/server-key.pem")).unwrap();
+    says(&export, "WARN", &["server-key.pem", "No such file"]);
+
+    let image = daemon.pki.path("remote.raw");
+    File::create_new(&image).unwrap().set_len(4 << 20).unwrap();
+    let (socket, at) = (daemon.pki.path("remote.sock"), daemon.free_place());
+    let servers = [
+        (vec!["--socket".to_owned(), socket.display().to_string()], socket_uri(&socket)),
+        (
+            vec!["--listen".to_owned(), at.clone(), "--plain".to_owned()],
+            format!("nbd://{at}/?plain=yes"),
+        ),
+    ];
+    for (place, uri) in servers {
+        let mut command = ferrite(&["export", "nbd", image.to_str().unwrap()]);
+        let mut server = command.args(place).stderr(Stdio::null()).spawn().unwrap();
+        wait_until("the tap", || daemon.tap(&format!("nbd:{uri}")));
+        says(&uri, "OK", &[]);
+        server.kill().unwrap();
+        server.wait().unwrap();
+        let _ = fs::remove_file(&socket);
+        let why =
+            if uri.contains("unix") { "there is no socket" } else { "has no connection to it now" };
+        says(&uri, "WARN", &[why, "start the server"]);
+    }
+}
+
+fn socket_uri(socket: &Path) -> String {
+    format!("nbd+unix:///?socket={}", socket.display())
+}
+
+#[test]
+fn an_upgrade_leaves_an_export_with_its_clients_and_says_so() {
+    let Some(daemon) = Daemon::new() else { return };
+    let port = daemon.export(&[]);
+    let mut outward = Outward::to(&daemon.pki, "client", "localhost", port);
+    outward.client.go(true);
+    let upgrade = |binary: &Path| {
+        let mut command = ferrite(&["upgrade", "--binary"]);
+        let output = command.arg(binary).arg("--run-dir").arg(daemon.run()).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let same = Path::new(env!("CARGO_BIN_EXE_ferrite"));
+    assert_eq!(upgrade(same), "");
+    let next = daemon.pki.path("ferrite");
+    fs::copy(same, &next).unwrap();
+    let said = upgrade(&next);
+    assert!(said.contains("the export of disk tap/0 goes on by the program before"), "{said}");
+    outward.client.write(4096, &[5; 4096]);
+    daemon.kill_worker();
+    assert_eq!(outward.client.read(4096, 4096), [5; 4096]);
 }
 
 #[test]

@@ -500,6 +500,11 @@ fn recipe(title: &str) {
 }
 
 #[test]
+fn the_recipe_for_several_disks_of_one_process_works() {
+    recipe("Serve several disks from one process");
+}
+
+#[test]
 fn the_recipe_for_a_disk_of_qemu_nbd_works() {
     if installed("qemu-nbd", Command::new("qemu-nbd").arg("--version").output()).is_some() {
         recipe("Take a disk from qemu-nbd");

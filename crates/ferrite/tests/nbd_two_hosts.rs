@@ -21,6 +21,7 @@ use deep::Deep;
 use far::{At, Far, Server, children, inside};
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::programs::installed;
+use ferrite_testkit::wait_until;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use tls::Pki;
@@ -79,11 +80,36 @@ impl Cable {
 
     /// Loses all that the guests' host sends, without a word.
     fn cut(&self) {
+        self.rule("policy drop;", "");
+    }
+
+    fn rule(&self, policy: &str, rule: &str) {
         run(&format!(
             "nsenter --net=/run/netns/{} nft 'add table inet cut; \
-             add chain inet cut out {{ type filter hook output priority 0; policy drop; }}'",
+             add chain inet cut out {{ type filter hook output priority 0; {policy} }}; {rule}'",
             self.guests
         ));
+    }
+
+    /// Loses what the connections send that there are now, and nothing of later ones. Returns their ports here.
+    fn cut_connections(&self) -> Vec<String> {
+        let ports: Vec<String> = self.sockets().into_iter().map(|(port, _)| port).collect();
+        assert!(!ports.is_empty());
+        let rule = format!("add rule inet cut out tcp sport {{ {} }} drop", ports.join(", "));
+        self.rule("", &rule);
+        ports
+    }
+
+    /// The guests' host's connections to the server, also those that are closed: the port here, and the bytes that the
+    /// kernel has still to send.
+    fn sockets(&self) -> Vec<(String, u64)> {
+        let mut ss = inside(&self.guests, "ss");
+        let said = tls::ok(ss.args(["-Htan", &format!("dport = :{PORT}")]));
+        let row = |line: &str| {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            (words[3].rsplit(':').next().unwrap().to_owned(), words[2].parse().unwrap())
+        };
+        said.lines().map(row).collect()
     }
 
     fn mend(&self) {
@@ -217,4 +243,57 @@ fn a_server_that_is_stopped_for_longer_than_its_deadline_is_a_pause_for_the_gues
     server.signal(Signal::CONT);
     two.load.wait_for_progress();
     two.end();
+}
+
+/// A guest's disk is on nbdkit, which does not know whose connections it has. What they had not sent when they were given
+/// up would be executed behind newer writes, if the kernel went on to send it.
+fn lost_bytes_stay_lost(name: &str, has_tls: bool) {
+    let (Some(cable), Some(pki)) = (Cable::new(name), Pki::new()) else { return };
+    if installed("ss", Command::new("ss").arg("-V").output()).is_none() {
+        return;
+    }
+    pki.server("far", "ca", "365", &format!("IP:{DISKS}"));
+    let mut far = Far::of(&[DISKS]);
+    far.program = Some(cable.script.clone());
+    far.start();
+    let mut kit = inside(&cable.disks, "nbdkit");
+    kit.args(["-f", "-i", DISKS, "-p", &PORT.to_string()]);
+    let (scheme, more) = match has_tls {
+        true => {
+            kit.args(["--tls=require", "--tls-verify-peer"]);
+            kit.arg(format!("--tls-certificates={}", pki.path("far").display()));
+            ("nbds", format!("tls-certificates={}", pki.path("client").display()))
+        }
+        false => ("nbd", "plain=yes".to_owned()),
+    };
+    kit.args(["memory", &deep::BYTES.to_string()]);
+    if installed("nbdkit", Command::new("nbdkit").arg("--version").output()).is_none() {
+        return;
+    }
+    let _server = Server::start(kit, At::From(&cable.guests, DISKS, PORT)).unwrap();
+    let settings = "drain_s=2&deadline_s=1&reconnect_s=60";
+    let (disk, load) = far.load(&format!("{scheme}://{DISKS}/?{more}&{settings}"));
+    let lost = cable.cut_connections();
+    let is_lost = |port: &String| lost.contains(port);
+    wait_until("bytes that cannot be sent", || {
+        cable.sockets().iter().any(|(port, bytes)| is_lost(port) && *bytes > 0)
+    });
+    // A flush and the writes before it go by the next connection, when `drain_s` is over.
+    load.wait_for_progress();
+    let left: Vec<_> = cable.sockets().into_iter().filter(|(port, _)| is_lost(port)).collect();
+    assert!(left.iter().all(|(_, bytes)| *bytes == 0), "{left:?}");
+    cable.mend();
+    load.wait_for_progress();
+    assert_eq!(load.errors(), 0);
+    far.end(&disk, load);
+}
+
+#[test]
+fn what_a_lost_connection_had_not_sent_never_reaches_another_server() {
+    lost_bytes_stay_lost("l", false);
+}
+
+#[test]
+fn what_a_lost_connection_by_tls_had_not_sent_never_reaches_another_server() {
+    lost_bytes_stay_lost("t", true);
 }

@@ -7,6 +7,7 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ferrite_host::tunnel::{
     CA, CLIENT_CERTIFICATE, CLIENT_KEY, Files, REVOKED, SERVER_CERTIFICATE, SERVER_KEY,
@@ -150,12 +151,7 @@ pub(crate) fn server(contents: &Contents, verifies: bool) -> Result<Arc<ServerCo
 
 /// Refuses a certificate of our own that each client would refuse. Who has signed it is for clients to know.
 fn check_own(chain: &[CertificateDer<'_>], roots: &RootCertStore) -> Result<(), Fault> {
-    let Some((own, between)) = chain.split_first() else { return Ok(()) };
-    let parsed = ParsedCertificate::try_from(own).map_err(|e| unfit(SERVER_CERTIFICATE, &e))?;
-    let algorithms = provider().signature_verification_algorithms.all;
-    let now = UnixTime::now();
-    let checked =
-        verify_server_cert_signed_by_trust_anchor(&parsed, roots, between, now, algorithms);
+    let checked = check_at(SERVER_CERTIFICATE, chain, roots, UnixTime::now())?;
     use CertificateError as E;
     match checked {
         Err(Error::InvalidCertificate(e)) => match e {
@@ -178,6 +174,19 @@ fn check_own(chain: &[CertificateDer<'_>], roots: &RootCertStore) -> Result<(), 
         },
         _ => Ok(()),
     }
+}
+
+/// What clients would say of a server's certificate at this time.
+fn check_at(
+    name: &'static str,
+    chain: &[CertificateDer<'_>],
+    roots: &RootCertStore,
+    at: UnixTime,
+) -> Result<Result<(), Error>, Fault> {
+    let Some((own, between)) = chain.split_first() else { return Ok(Ok(())) };
+    let parsed = ParsedCertificate::try_from(own).map_err(|e| unfit(name, &e))?;
+    let algorithms = provider().signature_verification_algorithms.all;
+    Ok(verify_server_cert_signed_by_trust_anchor(&parsed, roots, between, at, algorithms))
 }
 
 /// What a client needs for a server.
@@ -214,6 +223,37 @@ pub fn check_server(folder: &Path, verifies: bool) -> Result<(), Fault> {
 pub fn check_client(folder: &Path) -> Result<(), Fault> {
     let files = Files::of_client(folder).map_err(|e| missing(&e))?;
     client(&Contents::read(&files)?).map(drop).map_err(|fault| in_folder(folder, fault))
+}
+
+/// Whose certificate of a folder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// Clients connect to it.
+    Server,
+    /// It connects to servers.
+    Client,
+}
+
+/// The name of a folder's certificate that will have expired when this time is over. `None`: it will not, or it
+/// cannot be read.
+pub fn expires_within(folder: &Path, side: Side, time: Duration) -> Option<&'static str> {
+    let (files, name) = match side {
+        Side::Server => (Files::of_server(folder, false), SERVER_CERTIFICATE),
+        Side::Client => (Files::of_client(folder), CLIENT_CERTIFICATE),
+    };
+    let contents = Contents::read(&files.ok()?).ok()?;
+    let (chain, roots) = (contents.certificates(name).ok()?, contents.roots().ok()?);
+    let then = Duration::from_secs(UnixTime::now().as_secs()) + time;
+    let checked = check_at(name, &chain, &roots, UnixTime::since_unix_epoch(then));
+    let is_over = |e: &Error| {
+        matches!(
+            e,
+            Error::InvalidCertificate(
+                CertificateError::Expired | CertificateError::ExpiredContext { .. }
+            )
+        )
+    };
+    checked.ok()?.is_err_and(|e| is_over(&e)).then_some(name)
 }
 
 fn missing(e: &std::io::Error) -> Fault {

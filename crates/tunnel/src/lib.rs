@@ -2,7 +2,7 @@
 //!
 //! * [`inward`]: clients come by TLS, and each gets a stream to a server of this host.
 //! * [`outward`]: a client of this host goes by TLS to a server elsewhere.
-//! * [`check_server`], [`check_client`]: whether the files of a folder are fit for that.
+//! * [`check_server`], [`check_client`], [`expires_within`]: whether the files of a folder are fit for that.
 //!
 //! It does the handshake of NBD up to STARTTLS (`greeting.rs`) and that of TLS, and from then on moves bytes
 //! (`pump.rs`). Each connection has a thread, bounded buffers, and 10 s to get that far.
@@ -22,7 +22,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
-pub use credentials::{check_client, check_server};
+pub use credentials::{Side, check_client, check_server, expires_within};
 pub use ferrite_nbd::restriction::Restriction;
 pub use inward::{greet_client, inward};
 pub use outward::outward;

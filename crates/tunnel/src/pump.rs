@@ -22,6 +22,9 @@ const CLEAR_BYTES: usize = 128 << 10;
 const SEND_BYTES: usize = 144 << 10;
 /// The time to read the last bytes after an end.
 const GOODBYE: Duration = Duration::from_secs(10);
+/// The same for a server. A client has had all answers that it waits for, and a write that it has given up must not
+/// come late. This and the pause for the server's own end are over within the shortest useful `drain_s`.
+const GOODBYE_TO_SERVER: Duration = Duration::from_millis(500);
 
 /// Bounds the buffers that TLS has by itself.
 pub(crate) fn bound(tls: &mut Connection) {
@@ -151,7 +154,7 @@ impl<'a> Pump<'a> {
     pub(crate) fn run(&mut self) -> Result<(), End> {
         let moved = self.move_all();
         match &moved {
-            Ok(()) => linger(self.outside, GOODBYE),
+            Ok(()) => linger(self.outside, self.goodbye()),
             Err(End::Refused(_)) => say_why(self.tls, self.outside),
             Err(End::Left) => {}
         }
@@ -214,6 +217,14 @@ impl<'a> Pump<'a> {
             if let Err(e) = self.tls.process_new_packets() {
                 return Err(fault(&e, self.peer).into());
             }
+        }
+    }
+
+    /// The time that the other side has after the end of inside.
+    fn goodbye(&self) -> Duration {
+        match self.peer {
+            Peer::Client => GOODBYE,
+            Peer::Server => GOODBYE_TO_SERVER,
         }
     }
 
@@ -301,7 +312,7 @@ impl<'a> Pump<'a> {
         };
         if count == 0 {
             self.tls.send_close_notify();
-            self.until = Some(Instant::now() + GOODBYE);
+            self.until = Some(Instant::now() + self.goodbye());
             return Ok(());
         }
         // There is room for all of it: nothing waits to be sent.

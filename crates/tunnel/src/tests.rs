@@ -14,7 +14,7 @@ use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerCon
 
 use crate::credentials::{self, Contents};
 use crate::faults::Peer;
-use crate::greeting::until_tls;
+use crate::greeting::{restrict, until_tls};
 use crate::pump::{Pump, bound, handshake};
 use crate::stream::{Socket, Timed};
 use crate::{End, inward};
@@ -199,4 +199,32 @@ fn a_socket_that_has_nothing_says_so_and_does_not_wait() {
     let own = OwnedFd::from(own);
     let read = std::io::Read::read(&mut Socket(&own), &mut [0; 8]);
     assert_eq!(read.unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+}
+
+/// A server of this host answers `FeEX`. Only one that has understood it gets the client.
+#[test]
+fn a_client_is_not_given_to_a_server_that_does_not_limit_it() {
+    let restriction = ferrite_nbd::restriction::Restriction {
+        name: "web".to_owned(),
+        read_only: true,
+        hides_names: false,
+    };
+    let answer = |option: &[u8; 4], kind: u32, len: u32| {
+        let mut bytes = 0x0003_e889_0455_65a9_u64.to_be_bytes().to_vec();
+        bytes.extend(option);
+        bytes.extend(kind.to_be_bytes());
+        bytes.extend(len.to_be_bytes());
+        bytes
+    };
+    let said = |bytes: &[u8]| {
+        let (server, _stranger) = stream(bytes);
+        restrict(&timed(&server), &restriction)
+    };
+    assert!(said(&answer(b"FeEX", 1, 0)).is_ok());
+    let unsupported = 1 << 31 | 1;
+    for refused in [answer(b"FeEX", unsupported, 0), answer(b"FeEX", 1, 1), answer(b"FRLY", 1, 0)] {
+        let Err(End::Refused(fault)) = said(&refused) else { panic!("{refused:?}") };
+        assert!(fault.help.contains("ferrite upgrade"), "{fault}");
+    }
+    assert!(matches!(said(&answer(b"FeEX", 1, 0)[..19]), Err(End::Left)));
 }

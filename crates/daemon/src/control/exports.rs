@@ -42,8 +42,9 @@ pub(super) fn export(shared: &Arc<Shared>, asked: &ExportParams) -> Result<Expor
         name: asked.name.clone().unwrap_or_default(),
         read_only: asked.read_only,
         no_list: asked.no_list,
+        shared: asked.shared,
     };
-    let made = exports::add(shared, record, asked.shared).map_err(not_done)?;
+    let made = exports::add(shared, record).map_err(not_done)?;
     Ok(row((made, None, None)))
 }
 

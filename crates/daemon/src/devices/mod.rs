@@ -11,14 +11,14 @@
 //! 30 seconds. With several it does so only after the limit, which is 30 days: if the disk's keeper is killed, what was
 //! under way on its connections waits. That is why one connection is the default.
 //!
-//! Steps of making one: the record, the connections, the device, the record with its index. Steps of removing one: the
-//! device, the disk if it was opened for the device, the record.
+//! Steps of making one: the claim to write (`writers.rs`), the record, the connections, the device, the record with its
+//! index. Steps of removing one: the device, the claim, the disk if it was opened for the device, the record.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -28,6 +28,7 @@ use ferrite_nbd::wire::can;
 use crate::params::Image;
 use crate::state::DiskId;
 use crate::table::{Entry, Phase};
+use crate::writers::{Refused, Way};
 use crate::{Failure, Paths, Shared, taps};
 
 mod record;
@@ -66,6 +67,13 @@ pub(crate) struct Wish {
     /// Whether it may be writable beside a guest.
     pub(crate) shared: bool,
     pub(crate) connections: u32,
+}
+
+impl Wish {
+    /// Whether no guest may write meanwhile.
+    fn writes_alone(self) -> bool {
+        !self.read_only && !self.shared
+    }
 }
 
 /// A device, and this daemon's copies of its connections.
@@ -147,11 +155,39 @@ fn make(
     wish: Wish,
     owns_disk: bool,
 ) -> Result<Record, NotDone> {
-    let socket = socket_of(shared, disk, wish)?;
+    // Before the claim: that of another device of the disk stays.
+    let socket = socket_of(shared, disk)?;
+    if wish.writes_alone() {
+        shared.writers.claim(&shared.table, disk, Way::Device).map_err(|e| {
+            let failure = e.failure(disk, "look into it");
+            match e {
+                Refused::Missing => NotDone::Missing(failure),
+                Refused::OfGuest(_) => NotDone::InUse(failure),
+            }
+        })?;
+    }
+    make_of(shared, disk, &socket, wish, owns_disk).inspect_err(|_| release(shared, disk))
+}
+
+/// Ends the claim of a device. A guest may wait for that.
+fn release(shared: &Shared, disk: DiskId) {
+    if shared.writers.release(disk, Way::Device) {
+        shared.wake.wake();
+    }
+}
+
+fn make_of(
+    shared: &Arc<Shared>,
+    disk: DiskId,
+    socket: &Path,
+    wish: Wish,
+    owns_disk: bool,
+) -> Result<Record, NotDone> {
     let mut kernel = Kernel::open().map_err(|e| NotDone::Failed(no_kernel(&e)))?;
     let mut record = Record::new(disk, shared.clock.now_ns(), owns_disk);
-    let streams = Streams::connect(&socket, wish.connections.clamp(1, MAX_CONNECTIONS))
+    let streams = Streams::connect(socket, wish.connections.clamp(1, MAX_CONNECTIONS))
         .map_err(NotDone::Failed)?;
+    record.shared = wish.shared;
     record.read_only = wish.read_only || streams.export.can(can::READ_ONLY);
     record.connections = streams.streams.len() as u32;
     record.bytes = streams.export.bytes;
@@ -177,31 +213,17 @@ fn make(
 }
 
 /// The socket of a disk that may have a device.
-fn socket_of(shared: &Shared, disk: DiskId, wish: Wish) -> Result<PathBuf, NotDone> {
+fn socket_of(shared: &Shared, disk: DiskId) -> Result<PathBuf, NotDone> {
     if let Some(device) = shared.devices.lock().values().find(|device| device.record.disk == disk) {
         return Err(NotDone::InUse(has_one(&format!("disk {disk}"), &device.record)));
     }
     let seen = shared.table.read(|disks| {
         let entry = disks.get(&disk)?;
-        let guest = match entry.tap {
-            Some(tap) => tap.guest,
-            None => Some(disk),
-        };
-        Some((entry.phase.clone(), entry.nbd.clone(), guest))
+        Some((entry.phase.clone(), entry.nbd.clone()))
     });
-    let Some((phase, socket, guest)) = seen else {
-        let help = "ferrite disk list shows the attached disks".to_owned();
-        return Err(NotDone::Missing(Failure {
-            why: format!("disk {disk} is not attached"),
-            help,
-        }));
+    let Some((phase, socket)) = seen else {
+        return Err(NotDone::Missing(Refused::Missing.failure(disk, "")));
     };
-    if let Some(guest) = guest.filter(|_| !wish.read_only && !wish.shared) {
-        let why = format!("disk {disk} is that of a guest ({guest}), which writes to it");
-        let help = "look into it by --read-only; --shared has both write, for file systems that are \
-                    made for that";
-        return Err(NotDone::InUse(Failure { why, help: help.to_owned() }));
-    }
     match (phase, socket) {
         (Phase::Served, Some(socket)) => Ok(socket),
         (phase, _) => {
@@ -259,6 +281,31 @@ pub(crate) fn remove(shared: &Arc<Shared>, index: u32) -> Result<Record, NotDone
     Ok(record)
 }
 
+/// Removes the device of an earlier disk of this number, also one that is in use: it must not show the new disk. Call it
+/// before that can be reached.
+pub(crate) fn end_of_earlier(shared: &Shared, disk: DiskId) {
+    let _one = shared.devices.change();
+    end_of_earlier_held(shared, disk);
+}
+
+/// As [`end_of_earlier`], of a tap that is opened for a device: the caller makes devices.
+pub(crate) fn end_of_earlier_held(shared: &Shared, disk: DiskId) {
+    let known = shared.devices.lock();
+    let found = known.iter().find(|(_, device)| device.record.disk == disk);
+    let Some((index, record)) = found.map(|(index, device)| (*index, device.record.clone())) else {
+        return;
+    };
+    drop(known);
+    let path = nbd_device::path(index);
+    tracing::warn!("{} is removed: another disk has the number {disk} now", path.display());
+    if let Err(e) = disconnect(&record, index) {
+        tracing::error!("{} of an earlier disk is not removed: {e}", path.display());
+    }
+    shared.devices.lock().remove(&index);
+    release(shared, disk);
+    record.remove(&shared.paths.devices());
+}
+
 /// Who uses a device, and not for a moment only: udev reads a device after each change of it.
 fn lasting_users(index: u32) -> Vec<String> {
     let mut users = Vec::new();
@@ -288,6 +335,7 @@ fn disconnect(record: &Record, index: u32) -> io::Result<()> {
 /// Closes the disk of a device that is gone, if it was opened for that, and removes the record.
 fn forget(shared: &Shared, index: u32, record: &Record) {
     shared.devices.lock().remove(&index);
+    release(shared, record.disk);
     if let Some(minor) = record.disk.minor_of_tap().filter(|_| record.owns_disk) {
         taps::close_own(shared, minor);
     }
@@ -344,6 +392,9 @@ pub(crate) fn restore(shared: &Arc<Shared>) {
                 record.index = Some(index);
                 // By the first complete record the device is known on older kernels, too.
                 let _ = record.write(&shared.paths.devices());
+                if !record.read_only && !record.shared {
+                    shared.writers.restore(record.disk, Way::Device);
+                }
                 shared.devices.lock().insert(index, Device { record, streams: Vec::new() });
             }
             // It was not made, or the kernel has lost it.
@@ -380,7 +431,7 @@ fn not_made(e: &io::Error) -> Failure {
     Failure { why: format!("the kernel makes no device: {e}"), help: help.to_owned() }
 }
 
-fn not_written(folder: &std::path::Path, e: &io::Error) -> Failure {
+fn not_written(folder: &Path, e: &io::Error) -> Failure {
     let why = format!("cannot write in {}: {e}", folder.display());
     Failure { why, help: "make room on the file system of /run".to_owned() }
 }

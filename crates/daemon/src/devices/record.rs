@@ -36,15 +36,28 @@ pub(crate) struct Record {
     pub(crate) bytes: u64,
     /// Whether the disk is a tap that was made for it.
     pub(crate) owns_disk: bool,
+    /// Whether it may be written beside a guest.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) shared: bool,
 }
 
 impl Record {
     /// The record of a device that is to be made. `unique` was not used since this host was started.
     pub(crate) fn new(disk: DiskId, unique: u64, owns_disk: bool) -> Record {
         let identifier = format!("{PREFIX}{}-{unique:x}", disk.file_name());
-        let (index, read_only, connections, bytes) = (None, false, 1, 0);
+        let (index, read_only, connections, bytes, shared) = (None, false, 1, 0, false);
         let version = VERSION;
-        Record { version, identifier, disk, index, read_only, connections, bytes, owns_disk }
+        Record {
+            version,
+            identifier,
+            disk,
+            index,
+            read_only,
+            connections,
+            bytes,
+            owns_disk,
+            shared,
+        }
     }
 
     /// Writes the file.

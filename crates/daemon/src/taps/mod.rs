@@ -154,6 +154,12 @@ pub(crate) fn join(shared: &Arc<Shared>, tap: DiskId, guest: DiskId) -> Joined {
             joined = Joined::AsSecond(image.clone());
             return;
         }
+        if state.guest.is_none()
+            && let Some(why) = shared.writers.in_the_way(tap)
+        {
+            joined = Joined::No(why);
+            return;
+        }
         state.guest = Some(guest);
         entry.wake();
         joined = Joined::AsFirst;
@@ -201,7 +207,7 @@ fn sweep(shared: &Shared) {
     }
 }
 
-/// Starts the thread of an open tap.
+/// Starts the thread of an open tap. One that is opened anew has had [`Shared::end_of_earlier`].
 fn start(shared: &Arc<Shared>, state: &DiskState) -> io::Result<()> {
     let (id, image) = (state.id, state.image());
     shared.table.insert(

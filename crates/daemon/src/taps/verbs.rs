@@ -15,7 +15,7 @@ use crate::params::Image;
 use crate::pause::{self, NotDone, Pause};
 use crate::state::{DiskId, DiskState, TapState};
 use crate::table::{Closing, Entry, Phase};
-use crate::{Failure, Shared};
+use crate::{Failure, Shared, devices, exports};
 
 /// How long an image may take to be opened.
 const OPENED_WITHIN: Duration = Duration::from_secs(60);
@@ -151,6 +151,15 @@ fn open_as(
     of_process(shared, pid, minor)?;
     let id = DiskId::tap(minor);
     check(image)?;
+    if !shared.table.read(|disks| disks.contains_key(&id)) {
+        match tap.is_own {
+            false => shared.end_of_earlier(id),
+            true => {
+                exports::end_of_earlier(shared, id);
+                devices::end_of_earlier_held(shared, id);
+            }
+        }
+    }
     {
         let _one = shared.taps.change();
         if shared.table.read(|disks| disks.contains_key(&id)) {

@@ -500,6 +500,8 @@ const RUN: &str = "FERRITE_TEST_RUN";
 const IMAGES: &str = "FERRITE_TEST_IMAGES";
 /// The environment variable with the servers of NBD that disks may be on, each behind a comma. Certificates may be anywhere.
 pub const NBD_SERVERS: &str = "FERRITE_TEST_NBD_SERVERS";
+/// The environment variable with the configuration file whose servers of NBD and certificates count.
+pub const CONFIG: &str = "FERRITE_TEST_CONFIG";
 /// The environment variable with the policy for full storage, if it is not the default.
 pub const ON_FULL: &str = "FERRITE_TEST_ON_FULL";
 /// The environment variable by which a daemon learns of suspended guests.
@@ -546,6 +548,9 @@ pub fn be_a_daemon_as(
         let servers = servers.split(',').map(|server| NbdServer::parse(server).unwrap());
         let certificate_folders = vec!["/".into()];
         config.nbd = NbdOptions { servers: servers.collect(), certificate_folders };
+    }
+    if let Ok(path) = std::env::var(CONFIG) {
+        config.nbd = Config::load(path.as_ref(), true).unwrap().nbd;
     }
     let paths = Paths { run: env(RUN).into() };
     let way = connect(env(STORE).as_ref());

@@ -66,6 +66,9 @@ pub const WAIT_FOR_HOST_MS: &str = "FERRITE_TEST_WAIT_FOR_HOST_MS";
 /// A worker's variable: the stub domain whose guest's disk it serves.
 pub const STUB: &str = "FERRITE_TEST_STUB";
 
+/// A daemon's variable: the path of the program `ferrite`, which exports disks. Without it none is exported.
+pub const PROGRAM: &str = "FERRITE_TEST_PROGRAM";
+
 /// Starts this program as keeper and worker.
 pub struct Roles;
 
@@ -114,6 +117,12 @@ impl Programs for Roles {
 
     fn relay(&self) -> Vec<String> {
         vec![RELAY.to_owned()]
+    }
+
+    fn exporter(&self, disk: DiskId) -> Option<Command> {
+        let mut command = Command::new(std::env::var_os(PROGRAM)?);
+        command.arg("exporter").arg(disk.to_string());
+        Some(command)
     }
 
     fn sandbox(
@@ -461,8 +470,8 @@ pub fn relay_of(keeper: i32) -> Option<i32> {
     children(keeper, RELAY).next()
 }
 
-/// The children of a keeper in this role.
-fn children(keeper: i32, role: &str) -> impl Iterator<Item = i32> {
+/// The children of a keeper, or of an exporter, in this role.
+pub fn children(keeper: i32, role: &str) -> impl Iterator<Item = i32> {
     // A test program has several threads, each with children of its own.
     let threads = std::fs::read_dir(format!("/proc/{keeper}/task")).into_iter().flatten().flatten();
     let children = threads.filter_map(|t| std::fs::read_to_string(t.path().join("children")).ok());

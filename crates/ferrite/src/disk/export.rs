@@ -1,9 +1,14 @@
 //! `ferrite disk export`, `unexport` and `exports`: disks of the daemon for clients of other hosts.
 
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+
 use clap::Args;
 use ferrite_daemon::control::protocol::{
     ExportParams, ExportRow, ExportRows, Nothing, UnexportParams,
 };
+use ferrite_daemon::state::DiskId;
 
 use super::{ANSWER, call, id, not_answered, of_disk, tell, vbd};
 use crate::cli::{DiskArg, RunDirArgs};
@@ -125,6 +130,25 @@ pub(super) fn exports(args: &ExportsArgs) -> Result<(), Failure> {
     let rows: ExportRows = call(&args.places.run_dir, "disk.exports", &Nothing {}, ANSWER)
         .map_err(|e| not_answered("cannot list the exports", &e, e.to_string()))?;
     tell(args.json, &rows, || print!("{}", table(&rows.exports)))
+}
+
+/// Says which exports go on by another program than this: an upgrade leaves their processes, which have clients.
+pub(super) fn say_which_are_old(run: &Path, disk: Option<DiskId>, binary: &Path) {
+    // A daemon that knows no exports has none.
+    let Ok(rows) = call::<ExportRows>(run, "disk.exports", &Nothing {}, ANSWER) else { return };
+    let file = |path: &Path| fs::metadata(path).ok().map(|seen| (seen.dev(), seen.ino()));
+    let new = file(binary);
+    for row in rows.exports.iter().filter(|row| disk.is_none_or(|disk| disk == row.disk)) {
+        let Some(pid) = row.pid else { continue };
+        let old = file(Path::new(&format!("/proc/{pid}/exe")));
+        if old.is_some() && old != new {
+            let disk = row.disk;
+            eprintln!(
+                "the export of disk {disk} goes on by the program before, and its clients stay connected; to have it \
+                 upgraded: ferrite disk unexport {disk}, then ferrite disk export again"
+            );
+        }
+    }
 }
 
 fn table(exports: &[ExportRow]) -> String {

@@ -12,7 +12,8 @@ use std::time::Duration;
 use ferrite_nbd::address::Address;
 use rustix::io::Errno;
 use rustix::net::sockopt::{
-    set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl, set_tcp_nodelay,
+    set_socket_keepalive, set_socket_linger, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl,
+    set_tcp_nodelay,
 };
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, ipproto, socket_with,
@@ -122,6 +123,9 @@ pub(super) fn begin_to(
     set_tcp_keepidle(&socket, KEEPALIVE_AFTER)?;
     set_tcp_keepintvl(&socket, KEEPALIVE_EVERY)?;
     set_tcp_keepcnt(&socket, KEEPALIVES)?;
+    // Whoever closes it, or is killed, takes back what the kernel has not sent. Otherwise the kernel would send writes
+    // for minutes, behind newer ones of the next connection (docs/internals/remotes.md 2).
+    set_socket_linger(&socket, Some(Duration::ZERO))?;
     match connect(&socket, at) {
         Ok(()) | Err(Errno::INPROGRESS) => {}
         Err(e) => return Err(e),
