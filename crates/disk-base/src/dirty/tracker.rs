@@ -18,6 +18,7 @@ use super::layout::{
     BITS, Head, IDENTITY_AT, OTHER_AT, SECTOR, State, identity_to_bytes, parse_sector, place,
     regions, sector_to_bytes,
 };
+use super::view::KnownMap;
 use super::{REGION_BYTES, path_of};
 use crate::{Commits, DiskError, OpenOptions, Port, Raw};
 
@@ -30,8 +31,12 @@ pub struct Tracker {
     path: PathBuf,
     /// The index of the file in the disk's files.
     index: usize,
-    maps: usize,
+    known: Vec<KnownMap>,
+    /// The size of the disk when the file was made.
+    bytes: u64,
     regions: u64,
+    /// Without words in memory: the bits of each map when the image was opened.
+    before: Vec<Vec<u64>>,
     fine: Fine,
     /// One commit at a time marks regions, for all writes that wait.
     commits: Commits,
@@ -103,6 +108,10 @@ impl Tracker {
         });
         let fine = Fine::open(fine.as_deref(), &content.head, is_set);
         let fine = fine.map_err(|e| cannot("keep", &path, e))?;
+        let before = match fine.has_words() {
+            true => Vec::new(),
+            false => content.maps.iter().map(|map| map.bits.clone()).collect(),
+        };
         let own = identity(raw.fd(), raw.path()).map_err(|e| cannot("compare", &path, e))?;
         let book = Book {
             head: content.head.clone(),
@@ -115,8 +124,10 @@ impl Tracker {
             file: Arc::new(OwnedFd::from(file)),
             path,
             index,
-            maps: content.maps.len(),
+            known: content.maps.iter().map(KnownMap::of).collect(),
+            bytes: content.head.bytes,
             regions,
+            before,
             fine,
             commits: Commits::new(),
             book: Mutex::new(book),
@@ -136,6 +147,28 @@ impl Tracker {
     #[inline]
     pub fn is_marked(&self, offset: u64, len: u64) -> bool {
         self.fine.is_marked(offset, len) || self.is_off.load(Ordering::Acquire)
+    }
+
+    pub(super) fn known(&self) -> &[KnownMap] {
+        &self.known
+    }
+
+    /// Looks at what has changed since the map of this index was begun: the size of the disk that it is for, and the
+    /// blocks of each of its regions. Of maps that were given up, everything.
+    pub(super) fn with_blocks<R>(
+        &self,
+        map: usize,
+        look: impl FnOnce(u64, &dyn Fn(u64) -> u64) -> R,
+    ) -> R {
+        if self.is_off.load(Ordering::Acquire) {
+            return look(self.bytes, &|_| u64::MAX);
+        }
+        if self.fine.has_words() {
+            return look(self.bytes, &|region| self.fine.changed(map, region));
+        }
+        let (book, before) = (self.book(), &self.before[map]);
+        let word = |region: u64| before[region as usize / 64] | book.marked[region as usize / 64];
+        look(self.bytes, &|region| if word(region) >> (region % 64) & 1 != 0 { u64::MAX } else { 0 })
     }
 
     fn book(&self) -> MutexGuard<'_, Book> {
@@ -212,7 +245,7 @@ impl Tracker {
             self.write(port, file, 0, &head.to_bytes()).await?;
         }
         for (sector, regions) in &sectors {
-            for map in 0..self.maps {
+            for map in 0..self.known.len() {
                 self.set_bits(port, file, map, *sector, regions).await?;
             }
         }
