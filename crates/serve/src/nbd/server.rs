@@ -311,8 +311,9 @@ fn serve_chosen(
 ) -> io::Result<Counts> {
     socket.set_nonblocking(true)?;
     let offer = |Exported { name, device, .. }: &Exported| {
-        let (export, dirty) =
-            device.with_disk(|disk| (Export::of(disk, options), dirty_contexts(disk)))?;
+        // A file of maps may be read: only a parker waits for that.
+        let disk = device.disk()?;
+        let (export, dirty) = (Export::of(&disk, options), dirty_contexts(&disk));
         Ok(Offer { name: name.clone(), export, dirty })
     };
     let offers = exports.iter().map(offer).collect::<io::Result<Vec<_>>>()?;
