@@ -8,7 +8,7 @@ const EXPORT: Export =
 
 /// An export with a dirty map.
 fn offer() -> Offer {
-    let maps = [KnownMap { name: "m".to_owned(), id: [7; 16] }];
+    let maps = [KnownMap { name: "m".to_owned(), id: *b"0123456789abcdef" }];
     Offer { name: String::new(), export: EXPORT, dirty: DirtyContexts::of(&maps) }
 }
 
@@ -145,7 +145,7 @@ fn dirty_maps_are_listed_by_namespaces_and_chosen_by_their_names_only() {
         assert_eq!(names(set, &[none]), [""; 0], "{none:?}");
     }
     let (told, chosen) = contexts(set, &[b"qemu:dirty-bitmap:m", b"base:allocation"]);
-    let number = u32::from_le_bytes([7; 4]);
+    let number = u32::from_le_bytes(*b"4567");
     let (first, second) = (("base:allocation".to_owned(), 1), (both[1].to_owned(), number));
     assert_eq!(told, [first, second]);
     assert!(chosen.allocation && !chosen.depth);
