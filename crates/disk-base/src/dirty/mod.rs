@@ -71,6 +71,8 @@ pub const BLOCK_BYTES: u64 = 64 << 10;
 pub const MAX_DISK_BYTES: u64 = 64 << 40;
 /// The most maps of a disk.
 pub const MAX_MAPS: usize = 16;
+/// The beginning of the names of maps that mirrors have for themselves, and that no client is told of.
+pub const MIRROR_MAP: &str = "mirror-";
 /// The end of the file's name.
 pub const EXTENSION: &str = ferrite_host::names::policy::DIRTY_EXTENSION;
 

@@ -35,8 +35,6 @@ pub struct Tracker {
     /// The size of the disk when the file was made.
     bytes: u64,
     regions: u64,
-    /// Without words in memory: the bits of each map when the image was opened.
-    before: Vec<Vec<u64>>,
     fine: Fine,
     /// One commit at a time marks regions, for all writes that wait.
     commits: Commits,
@@ -54,6 +52,8 @@ struct Book {
     image: Option<String>,
     /// Regions whose bits are set in all maps: durably, as soon as `is_open`.
     marked: Vec<u64>,
+    /// The maps' names, and the regions whose bits may be set in each.
+    maps: Vec<(String, Vec<u64>)>,
     /// Regions that writes wait for. They stay until a commit has ended well: it may be dropped with its task.
     wanted: BTreeSet<u64>,
 }
@@ -108,16 +108,13 @@ impl Tracker {
         });
         let fine = Fine::open(fine.as_deref(), &content.head, is_set);
         let fine = fine.map_err(|e| cannot("keep", &path, e))?;
-        let before = match fine.has_words() {
-            true => Vec::new(),
-            false => content.maps.iter().map(|map| map.bits.clone()).collect(),
-        };
         let own = identity(raw.fd(), raw.path()).map_err(|e| cannot("compare", &path, e))?;
         let book = Book {
             head: content.head.clone(),
             is_open: false,
             image: content.other.as_ref().map(|_| own),
             marked: words.map(all).collect(),
+            maps: content.maps.iter().map(|map| (map.name.clone(), map.bits.clone())).collect(),
             wanted: BTreeSet::new(),
         };
         Ok(Some(Tracker {
@@ -127,7 +124,6 @@ impl Tracker {
             known: content.maps.iter().map(KnownMap::of).collect(),
             bytes: content.head.bytes,
             regions,
-            before,
             fine,
             commits: Commits::new(),
             book: Mutex::new(book),
@@ -166,9 +162,9 @@ impl Tracker {
         if self.fine.has_words() {
             return look(self.bytes, &|region| self.fine.changed(map, region));
         }
-        let (book, before) = (self.book(), &self.before[map]);
-        let word = |region: u64| before[region as usize / 64] | book.marked[region as usize / 64];
-        look(self.bytes, &|region| if word(region) >> (region % 64) & 1 != 0 { u64::MAX } else { 0 })
+        let book = self.book();
+        let is_set = |region: u64| book.maps[map].1[region as usize / 64] >> (region % 64) & 1 != 0;
+        look(self.bytes, &|region| if is_set(region) { u64::MAX } else { 0 })
     }
 
     fn book(&self) -> MutexGuard<'_, Book> {
@@ -258,7 +254,9 @@ impl Tracker {
             book.is_open = true;
         }
         for region in sectors.into_values().flatten() {
-            book.marked[region as usize / 64] |= 1 << (region % 64);
+            let (word, bit) = (region as usize / 64, 1 << (region % 64));
+            book.marked[word] |= bit;
+            book.maps.iter_mut().for_each(|(_, bits)| bits[word] |= bit);
             book.wanted.remove(&region);
         }
         Ok(())

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ferrite_disk::dirty::{KnownMap, MAX_MAPS, MapId};
+use ferrite_disk::dirty::{KnownMap, MAX_MAPS, MIRROR_MAP, MapId};
 use ferrite_nbd::wire::{
     CONTEXT, CONTEXT_ID, DEPTH_CONTEXT, DEPTH_CONTEXT_ID, DIRTY_CONTEXT, QEMU_DIRTY_CONTEXT,
 };
@@ -35,7 +35,8 @@ impl DirtyContexts {
     /// negotiation with the next worker notices that there is another map of the same name (nbd-rules.md 6).
     pub(super) fn of(maps: &[KnownMap]) -> DirtyContexts {
         let mut all = Vec::<DirtyContext>::with_capacity(2 * maps.len());
-        for map in maps.iter().take(MAX_MAPS) {
+        let is_for_clients = |map: &&KnownMap| !map.name.starts_with(MIRROR_MAP);
+        for map in maps.iter().filter(is_for_clients).take(MAX_MAPS) {
             let names = [(DIRTY_CONTEXT, 0), (QEMU_DIRTY_CONTEXT, 4)];
             for (space, at) in names {
                 let wanted = map.id[at..].first_chunk().map_or(0, |part| u32::from_le_bytes(*part));
@@ -142,6 +143,12 @@ mod tests {
             ]
         );
         assert_eq!(numbers(&[map("a", 78, 99)]), [78, 99]);
+    }
+
+    #[test]
+    fn maps_of_mirrors_are_not_told() {
+        let maps = [map("mirror-0", 77, 99), map("mirror", 100, 101)];
+        assert_eq!(numbers(&maps), [100, 101]);
     }
 
     #[test]
