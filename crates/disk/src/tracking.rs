@@ -23,7 +23,11 @@ fn file(disk: &Disk) -> Option<&Raw> {
 
 /// Has the changes of a disk recorded, if it is open for writing and its image has maps.
 pub(crate) fn begin(disk: &Disk, options: &OpenOptions) -> Result<(), DiskError> {
-    let Some(raw) = file(disk).filter(|raw| !raw.read_only()) else { return Ok(()) };
+    let Some(raw) = file(disk) else { return Ok(()) };
+    if raw.read_only() {
+        options.state_dir.iter().for_each(|dir| raw.find_blocks_in(dir.clone()));
+        return Ok(());
+    }
     let (bytes, index) = (disk.sectors() * SECTOR_BYTES, disk.files().len());
     if let Some(tracker) = Tracker::open(raw, bytes, options, index)? {
         raw.track(tracker);
@@ -81,6 +85,19 @@ impl Disk {
     ) -> Result<Option<dirty::Seen>, DiskError> {
         let bytes = self.sectors() * SECTOR_BYTES;
         file(self).map_or(Ok(None), |raw| dirty::look(raw, bytes, state_dir))
+    }
+
+    /// The maps of the disk, for those who ask while it is open. Of a mirrored disk, those of its source. `None`: it has
+    /// none that are valid.
+    ///
+    /// # Errors
+    /// They cannot be read.
+    pub fn dirty_view(&self) -> Result<Option<dirty::View<'_>>, DiskError> {
+        if let Disk::Mirror(mirror) = self {
+            return mirror.source().dirty_view();
+        }
+        let bytes = self.sectors() * SECTOR_BYTES;
+        file(self).map_or(Ok(None), |raw| raw.maps(bytes))
     }
 
     /// The file of the disk's own image, beside which its maps are; `None`: it cannot have any.

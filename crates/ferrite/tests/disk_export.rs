@@ -6,9 +6,11 @@ mod tls;
 use std::fs::{self, File};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
+use ferrite_testkit::nbd::{ACK, Client, command, contexts, option};
 use ferrite_testkit::wait_until;
 use rustix::process::{Pid, Signal, kill_process};
 use tls::{Outward, Pki, ferrite};
@@ -187,6 +189,75 @@ fn a_client_of_an_export_goes_on_when_the_disks_worker_is_killed() {
         daemon.kill_worker();
         assert!(outward.client.read(u64::from(round) << 20, data.len() as u32) == data);
     }
+}
+
+/// What has changed by the disk's map `m`, whose number this is: offsets and lengths in KiB.
+fn changed_map(client: &mut Client, number: u32) -> Result<Vec<(u64, u64)>, u32> {
+    let reply = client.call(command::BLOCK_STATUS, 0, 0, 4 << 20, &[]);
+    if reply.error != 0 {
+        return Err(reply.error);
+    }
+    let (context, extents) = &reply.contexts[0];
+    assert_eq!(*context, number);
+    let (mut at, mut parts) = (0, Vec::new());
+    for (len, state) in extents {
+        if *state != 0 {
+            parts.push((at >> 10, len >> 10));
+        }
+        at += len;
+    }
+    Ok(parts)
+}
+
+/// Chooses the disk's map `m`. Returns its number.
+fn choose_map(client: &mut Client) -> u32 {
+    assert_eq!(client.option(option::STRUCTURED_REPLY, &[]), [(ACK, vec![])]);
+    let queries = contexts("", &["ferrite:dirty-m"]);
+    let answers = client.option(option::SET_META_CONTEXT, &queries);
+    assert_eq!(answers.len(), 2, "the map is offered");
+    client.go(false);
+    u32::from_be_bytes(answers[0].1[..4].try_into().unwrap())
+}
+
+#[test]
+fn dirty_maps_of_a_running_disk_are_contexts_also_after_its_worker_was_killed() {
+    let Some(daemon) = Daemon::new() else { return };
+    let change = |verb: &str| {
+        let output = daemon.disk(&["dirty", verb, "tap/0", "m"]);
+        assert!(output.status.success(), "{output:?}");
+    };
+    change("add");
+    let port = daemon.export(&[]);
+    let shown = daemon.disk(&["show", "tap/0"]);
+    let shown = String::from_utf8(shown.stdout).unwrap();
+    let line = shown.lines().find_map(|line| line.trim().strip_prefix("nbd:"));
+    let socket = line.expect("the disk's own socket").trim().to_owned();
+    let connect = || Client::over(UnixStream::connect(&socket).unwrap());
+    let mut own = connect();
+    let mut outward = Outward::to(&daemon.pki, "client", "localhost", port);
+    let number = choose_map(&mut own);
+    assert_eq!(choose_map(&mut outward.client), number);
+    own.write(64 << 10, &[7; 512]);
+    for client in [&mut own, &mut outward.client] {
+        assert_eq!(changed_map(client, number), Ok(vec![(64, 64)]));
+    }
+    daemon.kill_worker();
+    outward.client.write(1 << 20, &[7; 512]);
+    for client in [&mut own, &mut outward.client] {
+        assert_eq!(changed_map(client, number), Ok(vec![(64, 64), (1024, 64)]));
+    }
+    // The map that they know is gone; all else goes on, as long as the worker lives that told them of it.
+    change("clear");
+    assert_eq!(changed_map(&mut own, number), Err(5));
+    assert_eq!(own.read(64 << 10, 512), [7; 512]);
+    let mut newer = connect();
+    let next = choose_map(&mut newer);
+    assert_ne!(next, number);
+    assert_eq!(changed_map(&mut newer, next), Ok(vec![]));
+    daemon.kill_worker();
+    assert!(own.is_closed() && outward.client.is_closed());
+    newer.write(2 << 20, &[7; 512]);
+    assert_eq!(changed_map(&mut newer, next), Ok(vec![(2048, 64)]));
 }
 
 #[test]

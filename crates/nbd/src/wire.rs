@@ -44,7 +44,8 @@ pub mod option {
     pub const SET_META_CONTEXT: u32 = 10;
     /// Asks for heads with 64-bit lengths.
     pub const EXTENDED_HEADERS: u32 = 11;
-    /// Of no standard: a relay between client and server says that it understands all that this version offers.
+    /// Of no standard: a relay between client and server says which version of it this is, by 32 bits. Without them it is
+    /// the first. The server answers in the same form, by the version that both understand.
     pub const RELAYED: u32 = u32::from_be_bytes(*b"FRLY");
 }
 
@@ -192,6 +193,13 @@ pub const DEPTH_CONTEXT: &str = "qemu:allocation-depth";
 /// Its number on the wire.
 pub const DEPTH_CONTEXT_ID: u32 = 2;
 
+/// The beginning of the name of a context that says what has changed since a dirty map was begun; the map's name follows.
+pub const DIRTY_CONTEXT: &str = "ferrite:dirty-";
+/// The same as QEMU calls it.
+pub const QEMU_DIRTY_CONTEXT: &str = "qemu:dirty-bitmap:";
+
+/// The state of an extent that may have changed.
+pub const DIRTY: u32 = 1;
 /// The state of an extent that reads as zeros and takes no space.
 pub const HOLE_AND_ZERO: u32 = 3;
 

@@ -16,7 +16,9 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 const GREETING: &[u8] = b"NBDMAGICIHAVEOPT\0\x03";
 const SIZE: u64 = 1 << 30;
 /// The relay's own option.
-const RELAYED: &[u8] = b"IHAVEOPTFRLY\0\0\0\0";
+const RELAYED: &[u8] = b"IHAVEOPTFRLY\0\0\0\x04\0\0\0\x02";
+/// The same of the first version.
+const RELAYED_FIRST: &[u8] = b"IHAVEOPTFRLY\0\0\0\0";
 /// HAS_FLAGS and SEND_FLUSH.
 const FLAGS: u16 = 5;
 
@@ -118,10 +120,10 @@ impl Worker {
         self.answer(1, &[]);
     }
 
-    /// Knows the relay's option.
+    /// Knows the relay's option, and its version.
     fn is_introduced(&mut self) {
         self.hears(RELAYED);
-        self.answer_to(u32::from_be_bytes(*b"FRLY"), ACK, &[]);
+        self.answer_to(u32::from_be_bytes(*b"FRLY"), ACK, &[0, 0, 0, 2]);
     }
 
     /// Answers GO.
@@ -276,7 +278,7 @@ fn a_client_whose_first_worker_was_older_keeps_what_that_one_offered() {
     let go = [&b"IHAVEOPT\0\0\0\x07"[..], &(info.len() as u32).to_be_bytes(), &info].concat();
     worker.say(GREETING);
     worker.hears(&[0, 0, 0, 3]);
-    for options in [&[RELAYED, RELAYED][..], &[RELAYED]] {
+    for options in [&[RELAYED, RELAYED_FIRST][..], &[RELAYED_FIRST]] {
         for option in options {
             worker.hears(option);
             worker.answer_to(relayed, unsupported, &[]);
@@ -292,6 +294,39 @@ fn a_client_whose_first_worker_was_older_keeps_what_that_one_offered() {
         worker.say(GREETING);
         // Only the client's own options come.
         worker.hears(&[0, 0, 0, 3]);
+    }
+    let mut client = client.join().unwrap();
+    client.send(command::FLUSH, 0, 0, 0, &[]);
+    worker.hears(&request(command::FLUSH, 0, 1, 0, 0));
+    worker.done(1, 0);
+    assert_eq!(client.reply().error, 0);
+}
+
+/// A worker that knows the option and no version offers no dirty maps, and its successor does not hear of a version.
+#[test]
+fn a_client_whose_first_worker_knew_no_version_of_relays_keeps_what_that_one_offered() {
+    let keeper = Keeper::new();
+    let stream = keeper.connect();
+    let mut worker = keeper.link();
+    let client = std::thread::spawn(move || {
+        let mut client = Client::over(stream);
+        assert_eq!(client.go(false), (SIZE, FLAGS));
+        client
+    });
+    let (relayed, info) = (u32::from_be_bytes(*b"FRLY"), info(""));
+    let go = [&b"IHAVEOPT\0\0\0\x07"[..], &(info.len() as u32).to_be_bytes(), &info].concat();
+    for option in [RELAYED, RELAYED_FIRST] {
+        worker.say(GREETING);
+        worker.hears(&[0, 0, 0, 3]);
+        worker.hears(option);
+        worker.answer_to(relayed, ACK, &[]);
+        worker.hears(&go);
+        worker.answer(3, &[&[0, 0][..], &SIZE.to_be_bytes(), &FLAGS.to_be_bytes()].concat());
+        worker.answer(1, &[]);
+        if option == RELAYED {
+            drop(worker);
+            worker = keeper.link();
+        }
     }
     let mut client = client.join().unwrap();
     client.send(command::FLUSH, 0, 0, 0, &[]);

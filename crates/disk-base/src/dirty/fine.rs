@@ -194,6 +194,11 @@ impl Fine {
         }
     }
 
+    /// Whether each map has words of its own.
+    pub(crate) fn has_words(&self) -> bool {
+        self.maps > 0
+    }
+
     /// The blocks of a region that have changed since a map was begun.
     ///
     /// # Panics

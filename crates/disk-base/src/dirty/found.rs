@@ -11,8 +11,9 @@ use ferrite_host::place::Place;
 use rustix::fs::{OFlags, fstat};
 
 use super::fine::{self, Fine};
-use super::layout::{Content, Head, Image, Map, MapId, State, most_bytes, regions};
-use super::{BLOCK_BYTES, REGION_BYTES, path_of};
+use super::layout::{Content, Head, Image, Map, MapId, State, most_bytes};
+use super::path_of;
+use super::view::{Limits, changed_blocks, stretches};
 use crate::{DiskError, ErrorKind, Raw, plain};
 
 /// How to go on without a map that does not fit.
@@ -61,7 +62,7 @@ impl Blocks {
     }
 }
 
-fn fine_path(state_dir: &Path, image: impl AsFd, path: &Path, head: &Head) -> Option<PathBuf> {
+pub(super) fn fine_path(state_dir: &Path, image: impl AsFd, path: &Path, head: &Head) -> Option<PathBuf> {
     let end = Place::of(image, path).ok()?.journal_end();
     Some(fine::path(state_dir, &head.file, &end))
 }
@@ -279,8 +280,9 @@ pub fn look(raw: &Raw, bytes: u64, state_dir: Option<&Path>) -> Result<Option<Se
         changed: match void {
             Some(_) => std::iter::once(0..bytes).collect(),
             None => {
-                let blocks = |region| fine.as_ref().map_or(u64::MAX, |f| f.changed(index, region));
-                changed(map, content.head.bytes, bytes, blocks)
+                let words = fine.as_ref().map(|fine| (fine, index));
+                let blocks = |region| changed_blocks(map, region, words);
+                changed(content.head.bytes, bytes, blocks)
             }
         },
     };
@@ -289,21 +291,12 @@ pub fn look(raw: &Raw, bytes: u64, state_dir: Option<&Path>) -> Result<Option<Se
 }
 
 /// The ranges that may have changed since a map was begun. `known`: the size of the disk that the map is for.
-fn changed(map: &Map, known: u64, bytes: u64, blocks_of: impl Fn(u64) -> u64) -> Vec<Range<u64>> {
-    let mut ranges: Vec<Range<u64>> = Vec::new();
-    let mut add = |range: Range<u64>| match ranges.last_mut() {
-        _ if range.is_empty() => {}
-        Some(last) if last.end == range.start => last.end = range.end,
-        _ => ranges.push(range),
-    };
-    let is_set = |region: u64| map.bits[region as usize / 64] >> (region % 64) & 1 != 0;
-    for region in (0..regions(known)).filter(|region| is_set(*region)) {
-        let (start, blocks) = (region * REGION_BYTES, blocks_of(region));
-        for block in (0..64).filter(|block| blocks >> block & 1 != 0) {
-            let at = start + block * BLOCK_BYTES;
-            add(at.min(known)..(at + BLOCK_BYTES).min(known));
-        }
-    }
-    add(known..bytes);
-    ranges
+fn changed(known: u64, bytes: u64, blocks: impl Fn(u64) -> u64) -> Vec<Range<u64>> {
+    let mut end = 0;
+    let ranges = stretches(0..bytes, known, Limits::NONE, blocks).into_iter().filter_map(|part| {
+        let start = end;
+        end += part.len;
+        part.changed.then_some(start..end)
+    });
+    ranges.collect()
 }

@@ -6,6 +6,7 @@
 //! * [`layout`]: the file as bytes.
 //! * [`found`]: the file as it is found, and why it may be void.
 //! * [`tracker`]: the maps of a disk that is open for writing.
+//! * [`view`]: the maps of an open disk, for those who ask.
 //! * `fine.rs`: which blocks of [`BLOCK_BYTES`] have changed, in memory that survives the process and no power cut.
 //!
 //! # Order of writes
@@ -49,6 +50,7 @@ pub(crate) mod fine;
 pub mod found;
 pub mod layout;
 pub mod tracker;
+pub mod view;
 
 #[cfg(test)]
 mod tests;
@@ -59,6 +61,7 @@ use std::path::{Path, PathBuf};
 pub use found::{Blocks, Found, Seen, image_at, look};
 pub use layout::{Content, Image, Map, MapId};
 pub use tracker::Tracker;
+pub use view::{AtRest, KnownMap, Stretch, View};
 
 /// The unit of the durable bits.
 pub const REGION_BYTES: u64 = 4 << 20;
@@ -68,6 +71,8 @@ pub const BLOCK_BYTES: u64 = 64 << 10;
 pub const MAX_DISK_BYTES: u64 = 64 << 40;
 /// The most maps of a disk.
 pub const MAX_MAPS: usize = 16;
+/// The beginning of the names of maps that mirrors have for themselves, and that no client is told of.
+pub const MIRROR_MAP: &str = "mirror-";
 /// The end of the file's name.
 pub const EXTENSION: &str = ferrite_host::names::policy::DIRTY_EXTENSION;
 

@@ -18,6 +18,7 @@ use super::layout::{
     BITS, Head, IDENTITY_AT, OTHER_AT, SECTOR, State, identity_to_bytes, parse_sector, place,
     regions, sector_to_bytes,
 };
+use super::view::KnownMap;
 use super::{REGION_BYTES, path_of};
 use crate::{Commits, DiskError, OpenOptions, Port, Raw};
 
@@ -30,7 +31,9 @@ pub struct Tracker {
     path: PathBuf,
     /// The index of the file in the disk's files.
     index: usize,
-    maps: usize,
+    known: Vec<KnownMap>,
+    /// The size of the disk when the file was made.
+    bytes: u64,
     regions: u64,
     fine: Fine,
     /// One commit at a time marks regions, for all writes that wait.
@@ -49,6 +52,8 @@ struct Book {
     image: Option<String>,
     /// Regions whose bits are set in all maps: durably, as soon as `is_open`.
     marked: Vec<u64>,
+    /// The maps' names, and the regions whose bits may be set in each.
+    maps: Vec<(String, Vec<u64>)>,
     /// Regions that writes wait for. They stay until a commit has ended well: it may be dropped with its task.
     wanted: BTreeSet<u64>,
 }
@@ -109,13 +114,15 @@ impl Tracker {
             is_open: false,
             image: content.other.as_ref().map(|_| own),
             marked: words.map(all).collect(),
+            maps: content.maps.iter().map(|map| (map.name.clone(), map.bits.clone())).collect(),
             wanted: BTreeSet::new(),
         };
         Ok(Some(Tracker {
             file: Arc::new(OwnedFd::from(file)),
             path,
             index,
-            maps: content.maps.len(),
+            known: content.maps.iter().map(KnownMap::of).collect(),
+            bytes: content.head.bytes,
             regions,
             fine,
             commits: Commits::new(),
@@ -136,6 +143,28 @@ impl Tracker {
     #[inline]
     pub fn is_marked(&self, offset: u64, len: u64) -> bool {
         self.fine.is_marked(offset, len) || self.is_off.load(Ordering::Acquire)
+    }
+
+    pub(super) fn known(&self) -> &[KnownMap] {
+        &self.known
+    }
+
+    /// Looks at what has changed since the map of this index was begun: the size of the disk that it is for, and the
+    /// blocks of each of its regions. Of maps that were given up, everything.
+    pub(super) fn with_blocks<R>(
+        &self,
+        map: usize,
+        look: impl FnOnce(u64, &dyn Fn(u64) -> u64) -> R,
+    ) -> R {
+        if self.is_off.load(Ordering::Acquire) {
+            return look(self.bytes, &|_| u64::MAX);
+        }
+        if self.fine.has_words() {
+            return look(self.bytes, &|region| self.fine.changed(map, region));
+        }
+        let book = self.book();
+        let is_set = |region: u64| book.maps[map].1[region as usize / 64] >> (region % 64) & 1 != 0;
+        look(self.bytes, &|region| if is_set(region) { u64::MAX } else { 0 })
     }
 
     fn book(&self) -> MutexGuard<'_, Book> {
@@ -212,7 +241,7 @@ impl Tracker {
             self.write(port, file, 0, &head.to_bytes()).await?;
         }
         for (sector, regions) in &sectors {
-            for map in 0..self.maps {
+            for map in 0..self.known.len() {
                 self.set_bits(port, file, map, *sector, regions).await?;
             }
         }
@@ -225,7 +254,9 @@ impl Tracker {
             book.is_open = true;
         }
         for region in sectors.into_values().flatten() {
-            book.marked[region as usize / 64] |= 1 << (region % 64);
+            let (word, bit) = (region as usize / 64, 1 << (region % 64));
+            book.marked[word] |= bit;
+            book.maps.iter_mut().for_each(|(_, bits)| bits[word] |= bit);
             book.wanted.remove(&region);
         }
         Ok(())

@@ -5,14 +5,13 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use ferrite_host::nvme::Namespace;
 use ferrite_io::arena::Span;
 use rustix::fs::{SeekFrom, fstat, fstatvfs, seek};
 use rustix::io::{Errno, pread};
 
-use crate::dirty::Tracker;
 use crate::error::READ_ONLY;
 use crate::size::Human;
 use crate::writeback::{Commits, SyncWitness};
@@ -101,7 +100,7 @@ pub struct Raw {
     /// The commits of a raw disk.
     commits: Box<Commits>,
     /// The maps of the disk's changes, if its image has any.
-    tracker: OnceLock<Box<Tracker>>,
+    maps: Box<tracked::Maps>,
     /// A test's check of its data.
     #[cfg(feature = "testing")]
     pub checked: checked::Checked,
@@ -189,7 +188,7 @@ impl Raw {
             thin: options.thin,
             runs: Box::new(Runs::new(options.is_read_unchanged())),
             commits: Box::default(),
-            tracker: OnceLock::new(),
+            maps: Box::default(),
             #[cfg(feature = "testing")]
             checked: checked::Checked::default(),
         })
@@ -238,7 +237,7 @@ impl Raw {
             thin: false,
             runs: Box::new(Runs::new(false)),
             commits: Box::default(),
-            tracker: OnceLock::new(),
+            maps: Box::default(),
             #[cfg(feature = "testing")]
             checked: checked::Checked::default(),
         };

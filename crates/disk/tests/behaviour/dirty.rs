@@ -72,7 +72,9 @@ impl Mapped {
     fn changed_in(&self, session: &Session) -> Vec<(u64, u64)> {
         let seen = session.disk().maps(Some(&self.state())).unwrap().unwrap();
         let part = |part: &std::ops::Range<u64>| (part.start / KIB, (part.end - part.start) / KIB);
-        seen.maps[0].changed.iter().map(part).collect()
+        let changed: Vec<_> = seen.maps[0].changed.iter().map(part).collect();
+        assert_eq!(viewed(session), changed, "what clients of the disk are told");
+        changed
     }
 
     /// Why the maps are void.
@@ -80,6 +82,20 @@ impl Mapped {
     fn void(&self) -> String {
         self.maps().void.expect("void maps")
     }
+}
+
+/// The same as the disk tells its clients.
+fn viewed(session: &Session) -> Vec<(u64, u64)> {
+    let view = session.disk().dirty_view().unwrap().expect("maps");
+    let all = view.stretches(&view.maps()[0].id, 0..40 * MIB, usize::MAX).unwrap();
+    let (mut at, mut changed) = (0, Vec::new());
+    for part in all {
+        if part.changed {
+            changed.push((at / KIB, part.len / KIB));
+        }
+        at += part.len;
+    }
+    changed
 }
 
 fn path_of_maps(image: &Path) -> PathBuf {
@@ -257,6 +273,7 @@ fn a_map_that_cannot_be_written_is_void_and_the_guest_goes_on() {
     faults.set([Ops::among(&[Kind::Sync]).fail(EIO).once()]);
     session.write(MIB, &[7; 512]).unwrap();
     session.write(9 * MIB, &[7; 512]).unwrap();
+    assert_eq!(viewed(&session), [(0, 40 * KIB)], "everything may have changed");
     session.close().unwrap();
     assert!(disk.void().contains("given up before"), "{}", disk.void());
 }

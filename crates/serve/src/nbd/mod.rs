@@ -13,6 +13,7 @@
 mod bind;
 mod buffers;
 mod client;
+mod contexts;
 mod handshake;
 mod negotiation;
 mod relay;

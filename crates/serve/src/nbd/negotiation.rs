@@ -3,9 +3,11 @@
 use ferrite_nbd::client::{SESSION, Session};
 use ferrite_nbd::restriction::{RESTRICT, Restriction};
 use ferrite_nbd::wire::{
-    CONTEXT, CONTEXT_ID, DEPTH_CONTEXT, DEPTH_CONTEXT_ID, FIXED_NEWSTYLE, Fields, Form, NO_ZEROES,
-    OPTION_MAGIC, SERVER_MAGIC, can, info, option, push_option_reply, reply,
+    FIXED_NEWSTYLE, Fields, Form, NO_ZEROES, OPTION_MAGIC, SERVER_MAGIC, can, info, option,
+    push_option_reply, reply,
 };
+
+use super::contexts::{Context, Contexts, DirtyContexts};
 
 /// The longest option that is decoded: names have at most 4096 bytes.
 pub(super) const MAX_OPTION_BYTES: usize = 32 << 10;
@@ -39,6 +41,7 @@ pub(super) struct Export {
 pub(super) struct Offer {
     pub(super) name: String,
     pub(super) export: Export,
+    pub(super) dirty: DirtyContexts,
 }
 
 /// What a server tells its clients.
@@ -49,6 +52,30 @@ pub(super) struct Manners {
     /// A relay is between client and server. It may be of an older version, until it says otherwise (nbd-rules.md 6).
     pub(super) relayed: bool,
 }
+
+/// What is between client and server, and understands what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Understood {
+    /// What the first version offered.
+    Least,
+    /// Extended heads, `qemu:allocation-depth`, CACHE and FAST_ZERO, too.
+    Depth,
+    /// The contexts of dirty maps, too.
+    Maps,
+}
+
+impl Understood {
+    fn needed(context: Context) -> Understood {
+        match context {
+            Context::Allocation => Understood::Least,
+            Context::Depth => Understood::Depth,
+            Context::Dirty(_) => Understood::Maps,
+        }
+    }
+}
+
+/// The version of what a relay understands, besides the first one, which has no number.
+pub(super) const RELAY_VERSION: u32 = 2;
 
 /// The negotiated features.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -61,29 +88,6 @@ pub(super) struct Agreed {
     pub(super) contexts: Contexts,
     /// The client may not change anything, whatever others may.
     pub(super) read_only: bool,
-}
-
-/// The contexts that a client has chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Contexts {
-    /// `base:allocation`.
-    pub(super) allocation: bool,
-    /// `qemu:allocation-depth`.
-    pub(super) depth: bool,
-}
-
-impl Contexts {
-    /// The name and the number of each context, in the order of answers.
-    const ALL: [(&str, u32); 2] = [(CONTEXT, CONTEXT_ID), (DEPTH_CONTEXT, DEPTH_CONTEXT_ID)];
-
-    pub(super) fn is_empty(self) -> bool {
-        self == Contexts::default()
-    }
-
-    fn add(&mut self, id: u32) {
-        self.allocation |= id == CONTEXT_ID;
-        self.depth |= id == DEPTH_CONTEXT_ID;
-    }
 }
 
 /// The next step of the connection.
@@ -105,8 +109,8 @@ pub(super) struct Negotiation {
     offers: Vec<Offer>,
     hides_names: bool,
     relayed: bool,
-    /// Whether there is a relay that has not said its version: nothing is offered that it may not understand.
-    unknown_relay: bool,
+    /// Nothing else is offered: a relay may not understand it.
+    understood: Understood,
     /// The client's flags, which come first.
     flags: Option<u32>,
     agreed: Agreed,
@@ -132,7 +136,7 @@ impl Negotiation {
             offers,
             hides_names: manners.hides_names,
             relayed: manners.relayed,
-            unknown_relay: manners.relayed,
+            understood: if manners.relayed { Understood::Least } else { Understood::Maps },
             flags: None,
             agreed: Agreed::default(),
             contexts_of: Vec::new(),
@@ -253,11 +257,16 @@ impl Negotiation {
                     Restriction::parse(data).is_some_and(|restriction| self.restrict(restriction));
                 answer(if is_done { reply::ACK } else { reply::INVALID }, &[]);
             }
-            option::RELAYED if self.relayed => {
-                self.unknown_relay = false;
+            option::RELAYED if self.relayed && data.is_empty() => {
+                self.understood = Understood::Depth;
                 answer(reply::ACK, &[]);
             }
-            option::EXTENDED_HEADERS if self.unknown_relay => answer(reply::UNSUPPORTED, &[]),
+            option::RELAYED if self.relayed => {
+                // A later version understands all that this one offers.
+                self.understood = Understood::Maps;
+                answer(reply::ACK, &[&RELAY_VERSION.to_be_bytes()]);
+            }
+            option::EXTENDED_HEADERS if self.understood == Understood::Least => answer(reply::UNSUPPORTED, &[]),
             option::EXTENDED_HEADERS if data.is_empty() => {
                 self.agreed.form = Form::Extended;
                 answer(reply::ACK, &[]);
@@ -357,8 +366,9 @@ impl Negotiation {
         set(can::WRITE_ZEROES, !export.read_only);
         set(can::TRIM, !export.read_only && export.trims);
         set(can::DF, form != Form::Simple);
-        set(can::CACHE, !self.unknown_relay);
-        set(can::FAST_ZERO, !self.unknown_relay && !export.read_only);
+        let all = self.understood > Understood::Least;
+        set(can::CACHE, all);
+        set(can::FAST_ZERO, all && !export.read_only);
         flags
     }
 
@@ -371,24 +381,28 @@ impl Negotiation {
         let Some((name, queries)) = parse_contexts(data).filter(|_| may) else {
             return push_option_reply(out, option, reply::INVALID, &[]);
         };
-        if self.find(name).is_none() {
+        let Some(index) = self.find(name) else {
             return push_option_reply(out, option, reply::UNKNOWN, &[]);
-        }
-        for (context, id) in Contexts::ALL {
-            if self.unknown_relay && id != CONTEXT_ID {
+        };
+        for (context, number, which) in self.offers[index].dirty.offered() {
+            if self.understood < Understood::needed(which) {
                 continue;
             }
-            // The namespace alone asks for all of its contexts, to list them only.
-            let space = &context.as_bytes()[..=context.find(':').unwrap_or(0)];
+            // A namespace alone asks for all of its contexts, to list them only.
+            let is_space = |query: &&[u8]| {
+                query.ends_with(b":") && context.as_bytes().starts_with(query)
+            };
             let exact = queries.contains(&context.as_bytes());
-            let listed = !sets && (queries.is_empty() || queries.contains(&space));
+            let listed = !sets && (queries.is_empty() || queries.iter().any(is_space));
             if !exact && !listed {
                 continue;
             }
-            let id = if sets { id } else { 0 };
-            let parts = [&id.to_be_bytes()[..], context.as_bytes()];
+            let number = if sets { number } else { 0 };
+            let parts = [&number.to_be_bytes()[..], context.as_bytes()];
             push_option_reply(out, option, reply::META_CONTEXT, &parts);
-            self.agreed.contexts.add(id);
+            if sets {
+                self.agreed.contexts.add(which);
+            }
         }
         if sets {
             self.contexts_of = name.to_vec();

@@ -16,6 +16,7 @@ use ferrite_io::engine::Engine;
 
 use super::buffers::ClientPool;
 use super::client::Client;
+use super::contexts::DirtyContexts;
 use super::handshake::greet;
 use super::negotiation::{Export, Manners, Offer};
 use super::sessions::Sessions;
@@ -310,8 +311,10 @@ fn serve_chosen(
 ) -> io::Result<Counts> {
     socket.set_nonblocking(true)?;
     let offer = |Exported { name, device, .. }: &Exported| {
-        let export = device.with_disk(|disk| Export::of(disk, options))?;
-        Ok(Offer { name: name.clone(), export })
+        // A file of maps may be read: only a parker waits for that.
+        let disk = device.disk()?;
+        let (export, dirty) = (Export::of(&disk, options), dirty_contexts(&disk));
+        Ok(Offer { name: name.clone(), export, dirty })
     };
     let offers = exports.iter().map(offer).collect::<io::Result<Vec<_>>>()?;
     let manners = Manners { hides_names: options.hides_names, relayed: options.relayed };
@@ -321,6 +324,7 @@ fn serve_chosen(
     };
     let (Exported { device, engine, .. }, mut export) =
         (&exports[greeted.agreed.index], offers[greeted.agreed.index].export);
+    let dirty = offers[greeted.agreed.index].dirty.clone();
     export.read_only |= greeted.agreed.read_only;
     // The last to be dropped: the client that replaces this one waits for it.
     let _session = greeted.session.take();
@@ -332,7 +336,7 @@ fn serve_chosen(
     device.begin_service(engine);
     let engine = engine(shared.pool.arena().clone(), ENGINE_ENTRIES)?;
     let trace = options.traces.as_ref().and_then(ClientTraces::begin);
-    let client = Client::new(shared, engine, socket, export, &greeted, stop.clone(), trace)?;
+    let client = Client::new(shared, engine, socket, (export, dirty), &greeted, stop.clone(), trace)?;
     if let Err(e) = client.run(options.goodbye, options.at_stop) {
         buffers.renew(&queue);
         return Err(e);
@@ -363,6 +367,17 @@ impl Common {
                 let now_ns = device.clock.now_ns();
                 limited!(warn, device.log_limits.connections, now_ns, "a client is lost: {e}");
             }
+        }
+    }
+}
+
+/// The contexts of a disk's maps. Without them a client can do all else.
+fn dirty_contexts(disk: &Disk) -> DirtyContexts {
+    match disk.dirty_view() {
+        Ok(view) => view.map(|view| DirtyContexts::of(view.maps())).unwrap_or_default(),
+        Err(e) => {
+            ferrite_disk::warn_once(&format!("clients do not see the dirty maps: {e}"));
+            DirtyContexts::default()
         }
     }
 }

@@ -21,6 +21,7 @@ use ferrite_io::reactor::Wait;
 use ferrite_io::socket::RoomWatch;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::contexts::DirtyContexts;
 use super::handshake::Greeted;
 use super::negotiation::{Agreed, Export};
 use crate::path::shared::Shared;
@@ -64,6 +65,8 @@ pub(super) struct Client {
     /// Kept open because an operation of the engine waits for it.
     _stop: Arc<Waker>,
     export: Export,
+    /// The contexts of the export's dirty maps.
+    dirty: DirtyContexts,
     agreed: Agreed,
     /// Size of the largest part in bytes.
     part_bytes: usize,
@@ -109,7 +112,7 @@ impl Client {
         shared: Arc<Shared>,
         engine: Box<dyn Engine>,
         socket: UnixStream,
-        export: Export,
+        (export, dirty): (Export, DirtyContexts),
         greeted: &Greeted,
         stop: Arc<Waker>,
         trace: Option<ClientTrace>,
@@ -126,6 +129,7 @@ impl Client {
             room,
             _stop: stop,
             export,
+            dirty,
             agreed: greeted.agreed,
             input: Input::new(&greeted.input),
             requests: Requests::new(),

@@ -174,7 +174,12 @@ impl Client {
             request.left -= len;
         }
         let (sector, end) = (offset / SECTOR_BYTES, (offset + len).div_ceil(SECTOR_BYTES));
-        let work = Work { action, sector, sectors: end - sector };
+        let sectors = match step.doing {
+            // The path is for its order with other users of the disk only: dirty maps do not ask for places.
+            Doing::Status if !self.agreed.contexts.need_places() => 1,
+            _ => end - sector,
+        };
+        let work = Work { action, sector, sectors };
         let (before, behind) = (offset % SECTOR_BYTES, end * SECTOR_BYTES - (offset + len));
         self.path.cut(&ticket, before as usize, behind as usize);
         match action {
@@ -314,7 +319,9 @@ impl Client {
             if error == 0 {
                 match part.doing {
                     Doing::Read => self.answer_read(slot, part, data, &mut buf),
-                    Doing::Status => self.answer_status(slot, part, &found),
+                    Doing::Status if !self.answer_status(slot, part, &found) => {
+                        self.requests.get(slot).error = error::IO;
+                    }
                     _ => {}
                 }
             }

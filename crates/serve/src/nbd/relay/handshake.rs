@@ -3,11 +3,14 @@
 //!
 //! One option is passed on at a time, so that each reply belongs to a known option. Before the first one the relay says
 //! by an option of its own that it understands all that this version's workers offer. An older worker does not know
-//! that option. Later workers then do not hear of it, and offer what the older one did.
+//! that option, or not its version. Later workers then do not hear of it, or of the version, and offer what the older
+//! one did.
 
 use std::ops::Range;
 
-use super::super::negotiation::{MAX_NAME_BYTES, MAX_OPTION_BYTES, OPTION_HEAD_BYTES, PADDING};
+use super::super::negotiation::{
+    MAX_NAME_BYTES, MAX_OPTION_BYTES, OPTION_HEAD_BYTES, PADDING, RELAY_VERSION,
+};
 use super::stream::Inbox;
 use ferrite_nbd::wire::{
     FIXED_NEWSTYLE, Fields, Form, NO_ZEROES, OPTION_MAGIC, OPTION_REPLY_MAGIC, SERVER_MAGIC,
@@ -129,9 +132,7 @@ impl Handshake {
         }
         self.client_bytes.extend_from_slice(bytes);
         if self.stage == Stage::Flags {
-            self.client_bytes.extend(OPTION_MAGIC.to_be_bytes());
-            self.client_bytes.extend(option::RELAYED.to_be_bytes());
-            self.client_bytes.extend([0; 4]);
+            self.introduce(&RELAY_VERSION.to_be_bytes());
         }
         inbox.skip(count);
         self.stage = stage;
@@ -144,7 +145,7 @@ impl Handshake {
         &mut self,
         inbox: &mut Inbox,
     ) -> Result<Option<Range<usize>>, ProtocolError> {
-        let mut knows_relays = false;
+        let (mut knows_relays, mut knows_version) = (false, false);
         let (count, stage) = match self.stage {
             Stage::Greeting => {
                 let Some(mut fields) = inbox.peek(GREETING_BYTES).map(Fields) else {
@@ -177,6 +178,7 @@ impl Handshake {
                     return Err(ProtocolError);
                 }
                 knows_relays = (kind, asked) == (reply::ACK, option::RELAYED);
+                knows_version = len > 0;
                 if (kind, asked) == (reply::ACK, option::EXTENDED_HEADERS) {
                     self.form = Form::Extended;
                 }
@@ -203,10 +205,22 @@ impl Handshake {
         if std::mem::replace(&mut self.stage, stage) != Stage::Introduced {
             return Ok(Some(at..at + count));
         }
-        if !knows_relays {
+        if !knows_relays || !knows_version {
             self.client_bytes.truncate(FLAGS_BYTES);
-            self.server_bytes.truncate(at);
+        }
+        match knows_relays {
+            true if !knows_version => self.introduce(&[]),
+            true => {}
+            false => self.server_bytes.truncate(at),
         }
         Ok(Some(at..at))
+    }
+
+    /// Adds the relay's own option.
+    fn introduce(&mut self, version: &[u8]) {
+        self.client_bytes.extend(OPTION_MAGIC.to_be_bytes());
+        self.client_bytes.extend(option::RELAYED.to_be_bytes());
+        self.client_bytes.extend((version.len() as u32).to_be_bytes());
+        self.client_bytes.extend(version);
     }
 }

@@ -19,9 +19,9 @@ use std::collections::BTreeMap;
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
 
+use super::super::contexts::MAX_EXTENTS;
 use super::super::negotiation::MAX_REQUEST_BYTES;
 use super::stream::{Inbox, MAX_PIECES, send};
-use crate::path::QUESTIONS;
 use ferrite_nbd::wire::{
     CHUNK_MAGIC, DONE, EXTENDED_CHUNK_MAGIC, EXTENDED_REQUEST_BYTES, Fields, Form, RawRequest,
     SIMPLE_REPLY_MAGIC, command,
@@ -33,8 +33,8 @@ const MAX_HELD: usize = 128;
 const MAX_HELD_BYTES: usize = 4 << 20;
 /// Bytes of a reply besides the data of a read and extents: heads of chunks.
 const MORE_BYTES: usize = 8 << 10;
-/// Most bytes of the extents of a reply: those of a worker's lookups, in two contexts.
-const EXTENTS_BYTES: usize = 2 * QUESTIONS * 16;
+/// Most bytes of the extents of a reply, of all contexts together.
+const EXTENTS_BYTES: usize = MAX_EXTENTS * 16;
 /// After this many ended links in a row, a request without a reply is not sent again: it may be
 /// what ends them.
 const MAX_SENDS: u32 = 8;
