@@ -194,6 +194,20 @@ impl Fine {
         }
     }
 
+    /// The next write to a region is to set its bit again, and one map has nothing of it any more. The others keep what
+    /// they had: they get the copy first, since the process may die in between.
+    pub(crate) fn clear(&self, map: usize, region: u64) {
+        let Some(now) = self.now(region) else { return };
+        let blocks = now.load(Ordering::Acquire);
+        for other in (0..self.maps).filter(|other| *other != map) {
+            self.before(other, region).fetch_or(blocks, Ordering::AcqRel);
+        }
+        if map < self.maps {
+            self.before(map, region).store(0, Ordering::Release);
+        }
+        now.store(0, Ordering::Release);
+    }
+
     /// The blocks of a region that have changed since a map was begun.
     ///
     /// # Panics

@@ -21,6 +21,8 @@ use super::layout::{
 use super::{REGION_BYTES, path_of};
 use crate::{Commits, DiskError, OpenOptions, Port, Raw};
 
+mod clearing;
+
 /// Most bytes that are marked by one commit: bounded work, however long a request is.
 const STEP_BYTES: u64 = 1 << 30;
 
@@ -49,6 +51,8 @@ struct Book {
     image: Option<String>,
     /// Regions whose bits are set in all maps: durably, as soon as `is_open`.
     marked: Vec<u64>,
+    /// The maps' names, and the regions whose bits may be set in each.
+    maps: Vec<(String, Vec<u64>)>,
     /// Regions that writes wait for. They stay until a commit has ended well: it may be dropped with its task.
     wanted: BTreeSet<u64>,
 }
@@ -109,6 +113,7 @@ impl Tracker {
             is_open: false,
             image: content.other.as_ref().map(|_| own),
             marked: words.map(all).collect(),
+            maps: content.maps.iter().map(|map| (map.name.clone(), map.bits.clone())).collect(),
             wanted: BTreeSet::new(),
         };
         Ok(Some(Tracker {
@@ -225,7 +230,9 @@ impl Tracker {
             book.is_open = true;
         }
         for region in sectors.into_values().flatten() {
-            book.marked[region as usize / 64] |= 1 << (region % 64);
+            let (word, bit) = (region as usize / 64, 1 << (region % 64));
+            book.marked[word] |= bit;
+            book.maps.iter_mut().for_each(|(_, bits)| bits[word] |= bit);
             book.wanted.remove(&region);
         }
         Ok(())
@@ -246,8 +253,7 @@ impl Tracker {
         Ok(())
     }
 
-    /// Sets the bits of these regions in one sector. It is read first: another host may have written it, while a
-    /// migrating guest's disk is open on both.
+    /// Sets the bits of these regions in one sector.
     async fn set_bits(
         &self,
         port: &Port,
@@ -255,6 +261,25 @@ impl Tracker {
         map: usize,
         sector: u64,
         regions: &[u64],
+    ) -> io::Result<()> {
+        self.change_bits(port, file, map, sector, |bits| {
+            for region in regions {
+                let bit = region % BITS;
+                bits[bit as usize / 64] |= 1 << (bit % 64);
+            }
+        })
+        .await
+    }
+
+    /// Changes the bits of one sector. It is read first: another host may have written it, while a migrating guest's
+    /// disk is open on both.
+    async fn change_bits(
+        &self,
+        port: &Port,
+        file: FileId,
+        map: usize,
+        sector: u64,
+        change: impl FnOnce(&mut [u64]),
     ) -> io::Result<()> {
         let (id, at) = {
             let head = &self.book().head;
@@ -268,10 +293,7 @@ impl Tracker {
         }
         let mut bits =
             parse_sector(&id, map, sector, &bytes).unwrap_or([u64::MAX; BITS as usize / 64]);
-        for region in regions {
-            let bit = region % BITS;
-            bits[bit as usize / 64] |= 1 << (bit % 64);
-        }
+        change(&mut bits);
         self.write(port, file, at, &sector_to_bytes(&id, map, sector, &bits)).await
     }
 

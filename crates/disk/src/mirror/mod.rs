@@ -2,6 +2,7 @@
 //!
 //! * `map`: which regions may differ, in a file that the daemon reads.
 //! * `regions`: who writes a region now, and whether the target has it.
+//! * `settling`: the map that survives a power cut.
 //! * `copy`: the thread that copies the regions which the target lacks.
 
 use std::fmt;
@@ -22,6 +23,7 @@ use crate::Disk;
 mod copy;
 mod map;
 mod regions;
+mod settling;
 
 use copy::Background;
 use map::Map;
@@ -70,6 +72,8 @@ struct Pair {
     source: Disk,
     target: Option<Disk>,
     regions: Regions,
+    /// The index of the source's dirty map that names what the target may lack.
+    durable: Option<usize>,
 }
 
 impl fmt::Debug for Mirror {
@@ -108,8 +112,13 @@ impl Disk {
                 None
             }
         };
+        let durable = settling::join(&self, &map);
+        if durable.is_none() && map.name().is_some() {
+            tracing::warn!("after a power cut the mirror has to begin anew: its dirty map is gone or void");
+        }
+        map.say_kept(durable.is_some());
         let regions = Regions::new(map, target.is_none());
-        let pair = Arc::new(Pair { source: self, target, regions });
+        let pair = Arc::new(Pair { source: self, target, regions, durable });
         pair.say();
         Ok(Disk::Mirror(Box::new(Mirror { pair, background: Mutex::new(None) })))
     }
@@ -204,6 +213,7 @@ impl Mirror {
             pair.say();
             return done;
         };
+        pair.source.mark(&from, offset, buf.len() as u64).await?;
         let both = both(pair.source.write(&from, offset, buf), target.write(&to, offset, buf));
         let (done, mirrored) = both.await;
         pair.settle(change, &done, mirrored);
@@ -237,6 +247,7 @@ impl Mirror {
             pair.say();
             return done;
         };
+        pair.source.mark(&from, offset, len).await?;
         let source = pair.source.write_zeroes(&from, offset, len, zeros);
         let (done, mirrored) = both(source, target.write_zeroes(&to, offset, len, zeros)).await;
         pair.settle(change, &done, mirrored);
@@ -270,20 +281,33 @@ impl Mirror {
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
         self.end_background();
         let pair = &self.pair;
+        let closed = self.close_target(port).await;
+        if closed {
+            pair.settle_groups(port, true).await?;
+        }
         pair.source.close(&pair.source_port(port)).await?;
-        let Some((target, to)) = pair.target_port(port) else { return Ok(()) };
+        if closed && !pair.regions.is_behind() && pair.regions.map.count() == 0 {
+            pair.regions.map.set_complete();
+        }
+        pair.say();
+        Ok(())
+    }
+
+    /// The end of the target. Returns whether it is durable.
+    async fn close_target(&self, port: &Port) -> bool {
+        let pair = &self.pair;
+        let Some((target, to)) = pair.target_port(port) else { return false };
         let number = pair.regions.begin_flush();
         match target.close(&to).await {
             Ok(()) => {
                 pair.regions.flushed(number);
-                if !pair.regions.is_behind() && pair.regions.map.count() == 0 {
-                    pair.regions.map.set_complete();
-                }
+                true
             }
-            Err(e) => pair.target_failed("close", &e),
+            Err(e) => {
+                pair.target_failed("close", &e);
+                false
+            }
         }
-        pair.say();
-        Ok(())
     }
 
     /// Begins the copy, as [`Disk::begin_service`] does. A second call changes nothing.
@@ -297,6 +321,13 @@ impl Mirror {
             *background = Some(Background::start(self.pair.clone(), engine.clone())?);
         }
         Ok(())
+    }
+
+    /// A part of what the thread of [`begin_service`](Self::begin_service) does, for callers that have no such thread:
+    /// copies some regions, or flushes the target; with `settles`, then clears bits that survive a power cut. Each
+    /// buffer holds up to [`REGION_BYTES`], a multiple of 4 KiB; `zeros` as for [`Disk::write_zeroes`].
+    pub async fn work_once(&self, port: &Port, zeros: Span, buffers: &[Span], settles: bool) {
+        copy::once(&self.pair, port, zeros, buffers, settles).await;
     }
 
     /// Ends the copy between two regions.
