@@ -64,6 +64,14 @@ fn target(lab: &Lab) -> String {
     format!("qcow2:{}", lab.image("t.qcow2"))
 }
 
+/// The names of the dirty maps of an image.
+fn maps(lab: &Lab, name: &str) -> Vec<String> {
+    let told = lab.does(&["image", "--json", "dirty", "list", "-U", &lab.image(name)]);
+    let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+    let maps = told["maps"].as_array().unwrap().iter();
+    maps.map(|map| map["name"].as_str().unwrap().to_owned()).collect()
+}
+
 /// Both disks have the same contents. The disk is at rest.
 fn are_equal(lab: &Lab, a: &str, b: &str) {
     lab.does(&["image", "compare", &lab.image(a), &lab.image(b)]);
@@ -85,6 +93,10 @@ fn a_disk_moves_to_the_target_of_its_mirror_while_its_guest_writes() {
     load.wait_for_progress();
     let listed = lab.does(&["job", "list"]);
     assert!(listed.contains("mirror") && listed.contains("100%"), "{listed}");
+    let listed = lab.does(&["disk", "list"]);
+    assert!(listed.contains("job 1: mirror to qcow2:/") && listed.contains("step mirror"), "{listed}");
+    let listed = lab.does(&["disk", "list", "--json"]);
+    assert!(listed.contains("\"job\"") && listed.contains("\"kind\": \"mirror\""), "{listed}");
     let said = lab.does(&["mirror", "complete", "web1/xvda"]);
     assert_eq!(said, "job 1 is done\n");
     assert_eq!(image_of(&lab), lab.image("t.qcow2"));
@@ -145,6 +157,46 @@ fn a_mirror_that_is_cancelled_leaves_the_source_and_an_equal_target() {
     are_equal(&lab, "a.qcow2", "t.qcow2");
     // The map is gone with its mirror.
     assert_eq!(std::fs::read_dir(lab.host.paths().mirrors()).unwrap().count(), 0);
+}
+
+/// What is in /run is lost, as by a power cut, and the guest is started again.
+fn lose_memory(lab: &mut Lab) {
+    lab.detach();
+    for folder in ["disks", "jobs", "mirrors", "images"] {
+        let _ = std::fs::remove_dir_all(lab.host.paths().run.join(folder));
+    }
+    lab.disk = lab.host.attach(1, 0, &lab.params);
+    lab.start(None);
+}
+
+#[test]
+fn a_mirror_goes_on_after_the_loss_of_memory_and_copies_only_what_the_target_lacks() {
+    let mut lab = lab();
+    let load = Load::start(&lab.host, &lab.disk);
+    let id = start(&lab, &target(&lab), &json!({}));
+    wait_for_step(&lab, id, "mirror");
+    load.wait_for_progress();
+    load.end();
+    let names = maps(&lab, "a.qcow2");
+    assert!(names.len() == 1 && names[0].starts_with("mirror-"), "{names:?}");
+    lose_memory(&mut lab);
+    // A whole copy would take hours.
+    let slow = ["mirror", "web1/xvda", &lab.image("t.qcow2"), "--resume", "--speed", "1000"];
+    lab.does(&slow);
+    // The guest writes without a mirror, and that is copied.
+    lose_memory(&mut lab);
+    let load = Load::start(&lab.host, &lab.disk);
+    load.wait_for_progress();
+    lab.does(&["mirror", "web1/xvda", &lab.image("t.qcow2"), "--resume"]);
+    load.wait_for_progress();
+    load.end();
+    // The end of the mirror ends its map, and then nobody knows what the target lacks.
+    lab.does(&["job", "cancel", "1"]);
+    wait_until("the end", || ended(&lab, 1).phase == JobPhase::Cancelled);
+    assert_eq!(maps(&lab, "a.qcow2"), [""; 0]);
+    lab.fails(&slow, "it is not known what the target lacks");
+    lab.detach();
+    are_equal(&lab, "a.qcow2", "t.qcow2");
 }
 
 #[test]

@@ -131,7 +131,7 @@ fn mirror(shared: &Shared, asked: &MirrorParams) -> Result<Job, RpcError> {
         return Err(bad("volumes of stores cannot be mirrored".to_owned(), help));
     }
     let target = target(shared, &asked.target, asked.switch)?;
-    let task = Mirror::new(&source, target, asked.switch);
+    let task = Mirror::new(&source, target, asked.switch).resumed(asked.resume);
     shared.jobs.start(asked.disk, Task::Mirror(task), asked.speed).map(describe).map_err(refused)
 }
 

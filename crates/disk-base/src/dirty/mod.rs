@@ -26,7 +26,9 @@
 //! 2. The new file is written under another name, and synced.
 //! 3. It gets the name of the old one, and the directory is synced.
 //!
-//! So bits are only ever set in a file. Its random identifier is part of the checksum of each sector with bits, so no
+//! A mirror clears bits of its own map while the disk is in use: `tracker/clearing.rs`.
+//!
+//! The file's random identifier is part of the checksum of each sector with bits, so no
 //! sector of an earlier file counts.
 //!
 //! # The identity of an image

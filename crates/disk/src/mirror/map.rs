@@ -39,6 +39,10 @@ const NAME_LEN_AT: usize = 1152;
 const NAME_AT: usize = 1160;
 /// The longest name of a dirty map, in bytes.
 const MAX_NAME: usize = 63;
+const TARGET_LEN_AT: usize = 1232;
+const TARGET_AT: usize = 1240;
+/// The longest identity of a target, in bytes.
+const MAX_TARGET: usize = 480;
 
 /// What the worker says of the mirror.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,6 +107,20 @@ impl Map {
         let mut name = vec![0; len.min(MAX_NAME)];
         self.shm.copy_out(NAME_AT, &mut name);
         String::from_utf8(name).ok().filter(|name| !name.is_empty())
+    }
+
+    /// Notes which file the target is, at the first call. Returns whether it is the file of the first call.
+    pub(crate) fn is_same_target(&self, identity: &str) -> bool {
+        let own = &identity.as_bytes()[..identity.len().min(MAX_TARGET)];
+        let len = (self.shm.load_u64(TARGET_LEN_AT) as usize).min(MAX_TARGET);
+        if len == 0 {
+            self.shm.copy_in(TARGET_AT, own);
+            self.shm.store_u64(TARGET_LEN_AT, own.len() as u64);
+            return true;
+        }
+        let mut known = vec![0; len];
+        self.shm.copy_out(TARGET_AT, &mut known);
+        known == own
     }
 
     /// Says whether a map that survives a power cut is kept, too.

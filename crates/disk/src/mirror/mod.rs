@@ -104,7 +104,9 @@ impl Disk {
             format_said: true,
             ..options.clone()
         };
-        let target = match open_target(&self, &mirror.target, &options) {
+        let opened = open_target(&self, &mirror.target, &options)
+            .and_then(|target| check_identity(&mirror.target, target, &map));
+        let target = match opened {
             Ok(target) => Some(target),
             Err(e) => {
                 tracing::warn!("the mirror has no target now: {e}; {}", e.help());
@@ -139,6 +141,23 @@ fn open_target(source: &Disk, name: &ImageName, options: &OpenOptions) -> Result
         return Err(unfit(name, why.to_owned(), "use its block device (/dev/nvme0n1)"));
     }
     Ok(target)
+}
+
+/// Which file a target is; `None`: it is none, or cannot be examined.
+pub fn target_identity(target: &Disk) -> Option<String> {
+    let raw = target.image_file()?;
+    ferrite_disk_base::dirty::found::identity(raw.fd(), raw.path()).ok()
+}
+
+/// Checks that the target is the file that it was: another one lacks what the map says that it has.
+fn check_identity(name: &ImageName, target: Disk, map: &Map) -> Result<Disk, DiskError> {
+    match target_identity(&target) {
+        Some(identity) if !map.is_same_target(&identity) => {
+            let help = "cancel the mirror, and begin it anew with this file";
+            Err(unfit(name, "it is another file than when the mirror was begun".to_owned(), help))
+        }
+        _ => Ok(target),
+    }
 }
 
 /// Checks that a disk can be the target of a mirror of so many sectors.

@@ -64,7 +64,14 @@ impl Old {
 
 impl Maps {
     fn blocks(&self, id: &MapId, region: u64) -> u64 {
-        self.old.as_ref().map_or(0, |old| old.changed(id, region))
+        let old = self.old.as_ref().filter(|old| old.content.maps.iter().any(|m| m.id == *id));
+        let is_set = |map: &Map| map.bits[region as usize / 64] >> (region % 64) & 1 != 0;
+        match (old, self.maps.iter().find(|map| map.id == *id)) {
+            (Some(old), _) => old.changed(id, region),
+            // A new map of a mirror has all bits set.
+            (None, Some(map)) if is_set(map) => u64::MAX,
+            _ => 0,
+        }
     }
 
     /// Adds the maps of another image with the same contents. A map that both have has the changes of both.
