@@ -148,7 +148,8 @@ fn target(shared: &Shared, name: &str, switches: bool) -> Result<String, RpcErro
     }
     let target = image(name)?;
     if target.format == Format::Store {
-        let help = "name an image, a device or an export of a server";
+        let help = "give it by NBD (ferrite export nbd --socket SOCKET VOLUME), and mirror to \
+                    nbd+unix:///?socket=SOCKET";
         return Err(bad("volumes of stores cannot be targets".to_owned(), help));
     }
     let real = target.path.canonicalize().map_err(|e| {

@@ -411,11 +411,17 @@ fn switch(run: &Run) -> Result<bool, Halt> {
             help: "attach that disk where its server is, and cancel the mirror".to_owned(),
         })
     })?;
+    let has_maps = keeping::has_others(run);
     while_paused(run, || {
         let map = map(run)?;
         let is_complete = map.is_complete();
         match is_complete.map_err(|e| cannot_use_map("of the mirror".as_ref(), &e))? {
-            true => Ok((true, Some(target))),
+            true => {
+                if has_maps {
+                    keeping::hand_over(run, &target);
+                }
+                Ok((true, Some(target)))
+            }
             false => Ok((false, None)),
         }
     })

@@ -9,6 +9,7 @@
 //! number. Otherwise *before* is made from the durable bits, with all blocks of a marked region. Memory without a file
 //! has only *now*, since no other process reads it.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -45,6 +46,13 @@ fn halves(id: &MapId) -> [u64; 2] {
 pub(crate) fn path(dir: &Path, id: &MapId, journal_end: &str) -> PathBuf {
     let end = journal_end.strip_suffix(".journal").unwrap_or(journal_end);
     dir.join(format!("{:032x}{end}.dirty", u128::from_le_bytes(*id)))
+}
+
+/// Whether a file of this name is of the image with this end of a journal's name.
+pub(crate) fn is_of(name: &OsStr, journal_end: &str) -> bool {
+    let end = journal_end.strip_suffix(".journal").unwrap_or(journal_end);
+    let id = name.to_str().and_then(|name| name.strip_suffix(".dirty")?.strip_suffix(end));
+    id.is_some_and(|id| id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
 fn fits(shm: &Shm, head: &Head) -> bool {

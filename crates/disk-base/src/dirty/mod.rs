@@ -58,7 +58,7 @@ mod tests;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-pub use found::{Blocks, Found, Seen, image_at, look};
+pub use found::{Blocks, Found, Seen, forget_blocks, image_at, look};
 pub use layout::{Content, Image, Map, MapId};
 pub use tracker::Tracker;
 

@@ -167,7 +167,8 @@ fn check_identity(name: &ImageName, target: Disk, map: &Map) -> Result<Disk, Dis
 pub fn check_target(name: &ImageName, target: &Disk, sectors: u64) -> Result<(), DiskError> {
     if matches!(name.format, Format::Store) || matches!(target, Disk::Null(_)) {
         let why = "volumes of stores cannot be targets".to_owned();
-        return Err(unfit(name, why, "name an image, a device or an export of a server"));
+        let help = "give it by NBD: ferrite export nbd --socket SOCKET VOLUME; nbd+unix:///?socket=SOCKET";
+        return Err(unfit(name, why, help));
     }
     if target.read_only() {
         let why = "it is read-only".to_owned();

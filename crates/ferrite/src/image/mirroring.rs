@@ -30,6 +30,14 @@ struct Kept {
     kept: bool,
     /// Why there is none.
     why: String,
+    /// Whether there are other maps.
+    others: bool,
+}
+
+impl Kept {
+    fn none(why: &str) -> Kept {
+        Kept { kept: false, why: why.to_owned(), others: false }
+    }
 }
 
 /// Opens the target as the worker will, and closes it again. The source is in use, and only its size is read.
@@ -72,29 +80,34 @@ pub(super) fn map(
     let kept = match it.verb {
         MirrorMapVerb::Begin => {
             match tools.change_maps(&source, &MapChange::Mirror(it.map.clone())) {
-                Ok(_) => Kept { kept: true, why: String::new() },
-                Err(e) if e.kind() == ErrorKind::Unsuitable => {
-                    Kept { kept: false, why: e.why().to_owned() }
-                }
+                Ok(_) => Kept { kept: true, ..Kept::none("") },
+                Err(e) if e.kind() == ErrorKind::Unsuitable => Kept::none(e.why()),
                 Err(e) => return Err(e.into()),
             }
         }
-        MirrorMapVerb::Keep => {
-            let maps = tools.dirty_maps(&source)?;
+        MirrorMapVerb::Keep | MirrorMapVerb::Look => {
+            let in_use = ImageTools {
+                unlocked: it.verb == MirrorMapVerb::Look,
+                state_dir: tools.state_dir.clone(),
+                parents: tools.parents.clone(),
+                ..*tools
+            };
+            let maps = in_use.dirty_maps(&source)?;
+            let others = maps.maps.iter().any(|map| map.name != it.map);
             let is_there = maps.maps.iter().any(|map| map.name == it.map);
             let why = match maps.void {
                 Some(why) => why,
                 None if is_there => String::new(),
                 None => "the disk has no map of a mirror to this target".to_owned(),
             };
-            Kept { kept: why.is_empty(), why }
+            Kept { kept: why.is_empty(), why, others }
         }
         MirrorMapVerb::End => {
             match tools.change_maps(&source, &MapChange::End(it.map.clone())) {
                 Err(e) if !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Unsuitable) => {
                     return Err(e.into());
                 }
-                _ => Kept { kept: false, why: String::new() },
+                _ => Kept::none(""),
             }
         }
     };

@@ -5,8 +5,9 @@
 use serde::Deserialize;
 
 use super::{cannot_use_map, map, result, task};
-use crate::Failure;
 use crate::jobs::run::{Halt, Leave, Run};
+use crate::params::Image;
+use crate::{Failure, verbs};
 
 /// The result of `mirror-map`.
 #[derive(Deserialize)]
@@ -15,6 +16,8 @@ struct Kept {
     kept: bool,
     /// Why there is none.
     why: String,
+    /// Whether there are other maps.
+    others: bool,
 }
 
 fn change(run: &Run, verb: &str, name: &str) -> Result<Kept, Halt> {
@@ -42,7 +45,7 @@ pub(super) fn begin(run: &Run) -> Result<(), Halt> {
             }
         },
         false => match change(run, "begin", &name) {
-            Ok(Kept { kept, why }) => {
+            Ok(Kept { kept, why, .. }) => {
                 if !kept {
                     tracing::info!("job {}: it begins anew after a power cut: {why}", run.id());
                 }
@@ -57,6 +60,24 @@ pub(super) fn begin(run: &Run) -> Result<(), Halt> {
     };
     let named = map(run)?.set_name(kept.then_some(&name));
     named.map_err(|e| cannot_use_map("of the mirror".as_ref(), &e))
+}
+
+/// Whether the source has other maps, which move with the disk. It may be in use.
+pub(super) fn has_others(run: &Run) -> bool {
+    let looked = task(run).map.map(|name| change(run, "look", &name));
+    matches!(looked, Some(Ok(Kept { others: true, .. })))
+}
+
+/// Ends the map, and gives the others to the target, which reads the same. Both are closed. If the daemon dies then, both
+/// have maps that fit.
+pub(super) fn hand_over(run: &Run, target: &Image) {
+    end(run);
+    if let Err(e) = verbs::copy_maps(run.shared(), &task(run).source, target, None) {
+        tracing::warn!(
+            "job {}: the dirty maps stay with the old image, and the next backup is a full one: {e}",
+            run.id()
+        );
+    }
 }
 
 /// Ends the map. No worker has the source open.

@@ -48,7 +48,7 @@ pub(crate) struct MirrorMapArgs {
     #[arg(value_enum)]
     pub(crate) verb: MirrorMapVerb,
 
-    /// The image of the disk, which nothing has open.
+    /// The image of the disk, which nothing has open but for a look.
     pub(crate) source: OsString,
 
     /// The name of the map.
@@ -62,6 +62,8 @@ pub(crate) enum MirrorMapVerb {
     Begin,
     /// The target lacks what the map names.
     Keep,
+    /// Which maps there are, while the disk may be in use.
+    Look,
     /// There is no mirror any more.
     End,
 }
