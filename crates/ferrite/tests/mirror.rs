@@ -96,7 +96,10 @@ fn a_disk_moves_to_the_target_of_its_mirror_while_its_guest_writes() {
     let listed = lab.does(&["job", "list"]);
     assert!(listed.contains("mirror") && listed.contains("100%"), "{listed}");
     let listed = lab.does(&["disk", "list"]);
-    assert!(listed.contains("job 1: mirror to qcow2:/") && listed.contains("step mirror"), "{listed}");
+    assert!(
+        listed.contains("job 1: mirror to qcow2:/") && listed.contains("step mirror"),
+        "{listed}"
+    );
     let listed = lab.does(&["disk", "list", "--json"]);
     assert!(listed.contains("\"job\"") && listed.contains("\"kind\": \"mirror\""), "{listed}");
     let usual = load.take_longest_us();

@@ -126,7 +126,9 @@ fn moves(bench: &mut Bench<'_>) -> Result<()> {
         return Ok(());
     }
     put_certificates(bench)?;
-    let made = format!("rm -f {IMAGE} {LOCAL}; for i in {IMAGE} {LOCAL}; do ferrite image create $i 64M; done");
+    let made = format!(
+        "rm -f {IMAGE} {LOCAL}; for i in {IMAGE} {LOCAL}; do ferrite image create $i 64M; done"
+    );
     bench.xenhost.sh(&made)?;
     let mut server = export(bench)?;
     bench.start_daemon_with(TABLES)?;
@@ -139,12 +141,17 @@ fn moves(bench: &mut Bench<'_>) -> Result<()> {
     let disk = format!("{}/xvdb", guest.name());
     // It ends when the target has all.
     bench.xenhost.sh(&format!("ferrite mirror {disk} '{uri}'"))?;
-    let has_all = "ferrite job show 1 | grep -q 'step mirror' && ! ferrite job show 1 | grep -q reason";
+    let has_all =
+        "ferrite job show 1 | grep -q 'step mirror' && ! ferrite job show 1 | grep -q reason";
     bench.xenhost.sh("sleep 2; kill -KILL $(pgrep -f 'ferrite worker ' | head -n 1)")?;
     bench.xenhost.wait_until("a target that has all again", has_all, 60)?;
     bench.xenhost.sh(&format!("sleep 2; kill -KILL {server}"))?;
     bench.xenhost.wait_until("the end of the server", &ended(server), 60)?;
-    bench.xenhost.wait_until("a target that fails", "ferrite job show 1 | grep -q 'target lacks'", 60)?;
+    bench.xenhost.wait_until(
+        "a target that fails",
+        "ferrite job show 1 | grep -q 'target lacks'",
+        60,
+    )?;
     server = export(bench)?;
     bench.xenhost.wait_until("a target that has all again", has_all, 90)?;
     bench.xenhost.sh(&format!("ferrite mirror complete {disk}"))?;

@@ -242,9 +242,10 @@ fn resume(run: &Run, disk: DiskId, by: &str) -> Result<(), Halt> {
 fn gone(run: &Run) -> Failure {
     Failure {
         why: format!("no disk is served from {} any more", task(run).source.path.display()),
-        help: "the target is not complete: when the disk is attached, begin the mirror again, with \
+        help:
+            "the target is not complete: when the disk is attached, begin the mirror again, with \
                --resume if nobody writes to the target"
-            .to_owned(),
+                .to_owned(),
     }
 }
 
@@ -385,7 +386,10 @@ fn reopen(run: &Run, status: &MirrorStatus) -> Result<(), Halt> {
             // The worker takes regions for equal that another file lacks.
             Ok(checked) if mirror.map.as_ref().is_some_and(|map| checked.map != *map) => {
                 return Err(Halt::Failed(Failure {
-                    why: format!("{:.256} is another file than when the mirror was begun", mirror.target),
+                    why: format!(
+                        "{:.256} is another file than when the mirror was begun",
+                        mirror.target
+                    ),
                     help: "begin the mirror anew with this file".to_owned(),
                 }));
             }

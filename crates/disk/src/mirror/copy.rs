@@ -93,13 +93,7 @@ fn work(pair: &Arc<Pair>, engine: &ServiceEngine, stop: Arc<Stop>) -> io::Result
 }
 
 /// See [`Mirror::work_once`](super::Mirror::work_once).
-pub(super) async fn once(
-    pair: &Pair,
-    port: &Port,
-    zeros: Span,
-    buffers: &[Span],
-    settles: bool,
-) {
+pub(super) async fn once(pair: &Pair, port: &Port, zeros: Span, buffers: &[Span], settles: bool) {
     let pace = Pace::unbounded();
     let copier = Copier { pair, port, zeros, pace: &pace };
     if pair.target.is_some() && (pair.regions.left() > 0 || pair.regions.is_behind()) {
@@ -167,7 +161,9 @@ impl Copier<'_> {
     async fn settle(&self) {
         if let Err(e) = self.pair.settle_groups(self.port, false).await {
             // The guest's own flushes fail, too.
-            tracing::debug!("the mirror's dirty map names too much: the source cannot be flushed: {e}");
+            tracing::debug!(
+                "the mirror's dirty map names too much: the source cannot be flushed: {e}"
+            );
         }
     }
 

@@ -116,7 +116,9 @@ impl Disk {
         };
         let durable = settling::join(&self, &map);
         if durable.is_none() && map.name().is_some() {
-            tracing::warn!("after a power cut the mirror has to begin anew: its dirty map is gone or void");
+            tracing::warn!(
+                "after a power cut the mirror has to begin anew: its dirty map is gone or void"
+            );
         }
         map.say_kept(durable.is_some());
         let regions = Regions::new(map, target.is_none());
@@ -167,7 +169,8 @@ fn check_identity(name: &ImageName, target: Disk, map: &Map) -> Result<Disk, Dis
 pub fn check_target(name: &ImageName, target: &Disk, sectors: u64) -> Result<(), DiskError> {
     if matches!(name.format, Format::Store) || matches!(target, Disk::Null(_)) {
         let why = "volumes of stores cannot be targets".to_owned();
-        let help = "give it by NBD: ferrite export nbd --socket SOCKET VOLUME; nbd+unix:///?socket=SOCKET";
+        let help =
+            "give it by NBD: ferrite export nbd --socket SOCKET VOLUME; nbd+unix:///?socket=SOCKET";
         return Err(unfit(name, why, help));
     }
     if target.read_only() {

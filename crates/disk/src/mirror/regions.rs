@@ -172,9 +172,9 @@ impl Regions {
         let range = table.settling.turn(self.map.groups());
         let found = match at_end {
             true => of(0..self.map.groups(), &|group| self.map.is_group_clear(group)),
-            false => of(range, &|group| {
-                !table.settling.is_hot(group) && self.map.is_group_clear(group)
-            }),
+            false => {
+                of(range, &|group| !table.settling.is_hot(group) && self.map.is_group_clear(group))
+            }
         };
         table.settling.begin(&found);
         found.len()

@@ -45,7 +45,9 @@ impl Pair {
         assert_eq!(seen.void, None);
         let map = seen.maps.iter().find(|map| map.name == NAME).unwrap();
         let is_named = |region: &u64| {
-            map.changed.iter().any(|part| part.start < (region + 1) * 4 * MIB && part.end > region * 4 * MIB)
+            map.changed
+                .iter()
+                .any(|part| part.start < (region + 1) * 4 * MIB && part.end > region * 4 * MIB)
         };
         (0..REGIONS).filter(is_named).collect()
     }

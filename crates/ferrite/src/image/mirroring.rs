@@ -102,14 +102,12 @@ pub(super) fn map(
             };
             Kept { kept: why.is_empty(), why, others }
         }
-        MirrorMapVerb::End => {
-            match tools.change_maps(&source, &MapChange::End(it.map.clone())) {
-                Err(e) if !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Unsuitable) => {
-                    return Err(e.into());
-                }
-                _ => Kept::none(""),
+        MirrorMapVerb::End => match tools.change_maps(&source, &MapChange::End(it.map.clone())) {
+            Err(e) if !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Unsuitable) => {
+                return Err(e.into());
             }
-        }
+            _ => Kept::none(""),
+        },
     };
     tell(out, &kept, |it| format!("kept: {}\n", it.kept))
 }
