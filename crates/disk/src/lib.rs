@@ -51,7 +51,7 @@ pub use ferrite_store::{background::ServiceEngine, lookups as store_lookups, own
 pub use identity::DiskIdentity;
 pub use mirror::{
     Mirror, MirrorFile, MirrorOptions, MirrorState, MirrorStatus, REGION_BYTES, check_target,
-    mirror_target,
+    mirror_target, target_identity,
 };
 pub use null::Null;
 pub use remote::{RemoteDisk, RemoteFacts};

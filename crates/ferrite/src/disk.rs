@@ -6,8 +6,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{
-    Attached, DetachParams, Detached, Details, Disk, Disks, Full, Nothing, PhaseName, Setting,
-    ShowParams, Source, UpgradeParams, Upgraded, WaitParams,
+    Attached, DetachParams, Detached, Details, Disk, Disks, Full, Job, JobList, Nothing, PhaseName,
+    Setting, ShowParams, Source, UpgradeParams, Upgraded, WaitParams,
 };
 use ferrite_daemon::state::{DiskId, States};
 use ferrite_daemon::{Paths, directory};
@@ -226,12 +226,19 @@ fn list(run: &Path, json: bool) -> Result<(), Failure> {
     let what = "cannot list the disks";
     let disks: Disks = call(run, "disk.list", &Nothing {}, ANSWER)
         .map_err(|e| not_answered(what, &e, e.to_string()))?;
+    // An older daemon has none.
+    let jobs = call(run, "job.list", &Nothing {}, ANSWER).map(|list: JobList| list.jobs);
+    let mut jobs = jobs.unwrap_or_default();
+    jobs.retain(|job| !job.phase.has_ended());
     let names = Names::read();
     let mut value = serde_json::to_value(&disks).unwrap_or_default();
     for (value, disk) in value["disks"].as_array_mut().into_iter().flatten().zip(&disks.disks) {
         add_name(value, disk, &names);
+        if let (Some(fields), Some(job)) = (value.as_object_mut(), job_of(&jobs, disk)) {
+            fields.insert("job".to_owned(), serde_json::to_value(job).unwrap_or_default());
+        }
     }
-    tell(json, &value, || print!("{}", table(&disks.disks, &names)))?;
+    tell(json, &value, || print!("{}", table(&disks.disks, &jobs, &names)))?;
     // Programs would take an empty list for a host without disks.
     match disks.no_xen {
         None => Ok(()),
@@ -254,8 +261,13 @@ fn add_name(value: &mut Value, disk: &Disk, names: &Names) {
     }
 }
 
-/// One line per disk, and one for the reason if it has failed.
-fn table(disks: &[Disk], names: &Names) -> String {
+/// The job that works on a disk.
+fn job_of<'a>(jobs: &'a [Job], disk: &Disk) -> Option<&'a Job> {
+    jobs.iter().find(|job| job.disk == disk.disk)
+}
+
+/// One line per disk, one for its job, and one for the reason if it has failed.
+fn table(disks: &[Disk], jobs: &[Job], names: &Names) -> String {
     let titles = ["DISK", "NAME", "PHASE", "FOR", "PID", "FORMAT", "IMAGE"];
     let mut rows = vec![titles.map(str::to_owned)];
     for disk in disks {
@@ -279,7 +291,8 @@ fn table(disks: &[Disk], names: &Names) -> String {
         text += &format!("{}\n", row[6]);
         let Some(disk) = i.checked_sub(1).map(|at| &disks[at]) else { continue };
         let paused = disk.paused.as_ref().map(|paused| pause::note(disk, paused));
-        let notes = [disk.full.as_ref().map(space), paused, disk.why.clone()];
+        let job = job_of(jobs, disk).map(job::note);
+        let notes = [disk.full.as_ref().map(space), paused, job, disk.why.clone()];
         for note in notes.iter().flatten() {
             text += &format!("    {}\n", one_line(note));
         }
@@ -410,18 +423,18 @@ mod tests {
 
     #[test]
     fn a_list_has_a_line_a_disk_and_one_for_each_reason() {
-        let table = |disks: &[Disk]| table(disks, &Names::default());
-        let text = table(&[disk(1, None), disk(1000, Some("no such\nimage"))]);
+        let table = |disks: &[Disk], jobs: &[Job]| table(disks, jobs, &Names::default());
+        let text = table(&[disk(1, None), disk(1000, Some("no such\nimage"))], &[]);
         let expected = "DISK        NAME       PHASE   FOR  PID  FORMAT  IMAGE\n\
                         1/51712     1/xvda     served  0s   77   vhd     /srv/a\\u{1b}[31m.vhd\n\
                         1000/51712  1000/xvda  failed  0s   77   vhd     /srv/a\\u{1b}[31m.vhd\n    \
                         no such\\nimage\n";
         assert_eq!(text, expected);
         let full = Some(Full { requests: 2, since: u64::MAX });
-        let text = table(&[Disk { full, ..disk(1, None) }]);
+        let text = table(&[Disk { full, ..disk(1, None) }], &[]);
         let note = "    its storage is full: 2 requests wait for space, for 0s\n";
         assert!(text.ends_with(note), "{text}");
-        assert_eq!(table(&[]), "DISK  NAME  PHASE  FOR  PID  FORMAT  IMAGE\n");
+        assert_eq!(table(&[], &[]), "DISK  NAME  PHASE  FOR  PID  FORMAT  IMAGE\n");
     }
 
     #[test]

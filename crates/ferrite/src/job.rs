@@ -241,6 +241,15 @@ fn table(jobs: &[Job], names: &Names) -> String {
     text
 }
 
+/// What a disk's job does, in a line.
+pub(crate) fn note(job: &Job) -> String {
+    let to = job.to.as_ref().map(|to| format!(" to {to}")).unwrap_or_default();
+    let rate = if job.rate > 0 { format!(", {}/s", Human(job.rate)) } else { String::new() };
+    let why = job.why.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
+    let (id, kind, step) = (job.id, kind(job.kind), &job.step);
+    format!("job {id}: {kind}{to}, {} done, step {step}{rate}{why}", percent(job))
+}
+
 fn percent(job: &Job) -> String {
     match job.all {
         0 => "-".to_owned(),

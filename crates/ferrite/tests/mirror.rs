@@ -13,6 +13,7 @@ use std::process::{Child, Command};
 
 use ferrite_daemon::Step;
 use ferrite_daemon::control::protocol::{Details, Job, JobPhase};
+use ferrite_testkit::places::Small;
 use ferrite_testkit::wait_until;
 use live::{BYTES, Lab};
 use load::Load;
@@ -64,6 +65,14 @@ fn target(lab: &Lab) -> String {
     format!("qcow2:{}", lab.image("t.qcow2"))
 }
 
+/// The names of the dirty maps of an image.
+fn maps(lab: &Lab, name: &str) -> Vec<String> {
+    let told = lab.does(&["image", "--json", "dirty", "list", "-U", &lab.image(name)]);
+    let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+    let maps = told["maps"].as_array().unwrap().iter();
+    maps.map(|map| map["name"].as_str().unwrap().to_owned()).collect()
+}
+
 /// Both disks have the same contents. The disk is at rest.
 fn are_equal(lab: &Lab, a: &str, b: &str) {
     lab.does(&["image", "compare", &lab.image(a), &lab.image(b)]);
@@ -80,14 +89,28 @@ fn a_disk_moves_to_the_target_of_its_mirror_while_its_guest_writes() {
     let lab = lab();
     let load = Load::start(&lab.host, &lab.disk);
     load.wait_for_progress();
+    lab.does(&["disk", "dirty", "add", "web1/xvda", "nightly"]);
     let said = lab.does(&["mirror", "web1/xvda", &lab.image("t.qcow2")]);
     assert!(said.starts_with("the target has all"), "{said}");
     load.wait_for_progress();
     let listed = lab.does(&["job", "list"]);
     assert!(listed.contains("mirror") && listed.contains("100%"), "{listed}");
+    let listed = lab.does(&["disk", "list"]);
+    assert!(
+        listed.contains("job 1: mirror to qcow2:/") && listed.contains("step mirror"),
+        "{listed}"
+    );
+    let listed = lab.does(&["disk", "list", "--json"]);
+    assert!(listed.contains("\"job\"") && listed.contains("\"kind\": \"mirror\""), "{listed}");
+    let usual = load.take_longest_us();
     let said = lab.does(&["mirror", "complete", "web1/xvda"]);
     assert_eq!(said, "job 1 is done\n");
+    let switched = load.take_longest_us();
+    println!("longest answers: {usual} us until the switch-over, {switched} us with it");
     assert_eq!(image_of(&lab), lab.image("t.qcow2"));
+    // The disk's maps move with it.
+    assert_eq!(maps(&lab, "t.qcow2"), ["nightly"]);
+    assert_eq!(maps(&lab, "a.qcow2"), ["nightly"]);
     // What the guest reads from here on is the target's.
     load.wait_for_progress();
     load.end();
@@ -145,6 +168,46 @@ fn a_mirror_that_is_cancelled_leaves_the_source_and_an_equal_target() {
     are_equal(&lab, "a.qcow2", "t.qcow2");
     // The map is gone with its mirror.
     assert_eq!(std::fs::read_dir(lab.host.paths().mirrors()).unwrap().count(), 0);
+}
+
+/// What is in /run is lost, as by a power cut, and the guest is started again.
+fn lose_memory(lab: &mut Lab) {
+    lab.detach();
+    for folder in ["disks", "jobs", "mirrors", "images"] {
+        let _ = std::fs::remove_dir_all(lab.host.paths().run.join(folder));
+    }
+    lab.disk = lab.host.attach(1, 0, &lab.params);
+    lab.start(None);
+}
+
+#[test]
+fn a_mirror_goes_on_after_the_loss_of_memory_and_copies_only_what_the_target_lacks() {
+    let mut lab = lab();
+    let load = Load::start(&lab.host, &lab.disk);
+    let id = start(&lab, &target(&lab), &json!({}));
+    wait_for_step(&lab, id, "mirror");
+    load.wait_for_progress();
+    load.end();
+    let names = maps(&lab, "a.qcow2");
+    assert!(names.len() == 1 && names[0].starts_with("mirror-"), "{names:?}");
+    lose_memory(&mut lab);
+    // A whole copy would take hours.
+    let slow = ["mirror", "web1/xvda", &lab.image("t.qcow2"), "--resume", "--speed", "1000"];
+    lab.does(&slow);
+    // The guest writes without a mirror, and that is copied.
+    lose_memory(&mut lab);
+    let load = Load::start(&lab.host, &lab.disk);
+    load.wait_for_progress();
+    lab.does(&["mirror", "web1/xvda", &lab.image("t.qcow2"), "--resume"]);
+    load.wait_for_progress();
+    load.end();
+    // The end of the mirror ends its map, and then nobody knows what the target lacks.
+    lab.does(&["job", "cancel", "1"]);
+    wait_until("the end", || ended(&lab, 1).phase == JobPhase::Cancelled);
+    assert_eq!(maps(&lab, "a.qcow2"), [""; 0]);
+    lab.fails(&slow, "it is not known what the target lacks");
+    lab.detach();
+    are_equal(&lab, "a.qcow2", "t.qcow2");
 }
 
 #[test]
@@ -235,6 +298,13 @@ impl Drop for Server {
     }
 }
 
+/// Ends a server in good order.
+fn end_server(mut server: Server) {
+    use rustix::process::{Pid, Signal};
+    rustix::process::kill_process(Pid::from_child(&server.0), Signal::TERM).unwrap();
+    assert!(server.0.wait().unwrap().success());
+}
+
 fn serve(lab: &Lab, image: &str) -> Server {
     let [socket, image] = ["nbd.sock", image].map(|name| lab.image(name));
     serve_by(lab, &["export", "nbd", "--socket", &socket, &image], "nbd.sock")
@@ -278,6 +348,72 @@ fn a_target_that_is_killed_and_comes_back_gets_what_it_lacks_and_the_guest_sees_
 }
 
 #[test]
+fn a_volume_of_a_store_is_a_target_by_nbd_and_refused_by_its_name() {
+    let mut lab = lab();
+    let pool = lab.image("pool");
+    let volume = format!("{pool}#t");
+    for words in [&["create", &pool, "--size", "64M"][..], &["create", &volume, "8M", "-q"]] {
+        let done = lab.program(&[&["store"], words].concat());
+        assert!(done.status.success(), "{done:?}");
+    }
+    let named = format!("store:{volume}");
+    lab.refuses(&["mirror", "web1/xvda", &named], "ferrite export nbd --socket");
+    let socket = lab.image("nbd.sock");
+    let server = serve_by(&lab, &["export", "nbd", "--socket", &socket, &named], "nbd.sock");
+    let load = Load::start(&lab.host, &lab.disk);
+    lab.does(&["mirror", "web1/xvda", &format!("nbd+unix:///?socket={socket}")]);
+    load.wait_for_progress();
+    load.end();
+    lab.does(&["job", "cancel", "1"]);
+    assert_eq!(ended(&lab, 1).phase, JobPhase::Cancelled);
+    lab.detach();
+    end_server(server);
+    assert!(lab.contents(&named) == lab.contents(&lab.image("a.qcow2")));
+}
+
+#[test]
+fn a_target_that_fills_up_gets_what_it_lacks_when_there_is_room_and_can_be_cancelled_before() {
+    let mut lab = lab();
+    let folder = lab.host.image("small");
+    std::fs::create_dir(&folder).unwrap();
+    let Some(small) = Small::mount(&folder, "size=16m") else { return };
+    lab.does(&["image", "create", &lab.image("small/t.qcow2"), "8M"]);
+    let fill = || {
+        let mut filler = std::fs::File::create(folder.join("filler")).unwrap();
+        while std::io::Write::write_all(&mut filler, &[1; 4096]).is_ok() {}
+    };
+    fill();
+    let load = Load::start(&lab.host, &lab.disk);
+    let target = format!("qcow2:{}", lab.image("small/t.qcow2"));
+    let is_full = |id| {
+        let why = show(&lab, id).why;
+        why.is_some_and(|why| why.contains("No space left") && why.contains("the target lacks"))
+    };
+    let id = start(&lab, &target, &json!({}));
+    wait_until("a full target", || is_full(id));
+    load.wait_for_progress();
+    let listed = lab.does(&["disk", "list"]);
+    assert!(listed.contains("No space left"), "{listed}");
+    lab.does(&["job", "cancel", &id.to_string()]);
+    assert_eq!(ended(&lab, id).phase, JobPhase::Cancelled);
+    load.wait_for_progress();
+    let id = start(&lab, &target, &json!({}));
+    wait_until("a full target", || is_full(id));
+    std::fs::remove_file(folder.join("filler")).unwrap();
+    wait_until("the target", || {
+        let job = show(&lab, id);
+        job.step == "mirror" && job.why.is_none()
+    });
+    load.wait_for_progress();
+    load.end();
+    lab.does(&["job", "cancel", &id.to_string()]);
+    assert_eq!(ended(&lab, id).phase, JobPhase::Cancelled);
+    lab.detach();
+    are_equal(&lab, "a.qcow2", "small/t.qcow2");
+    drop(small);
+}
+
+#[test]
 fn what_cannot_be_a_target_is_refused_with_words_and_the_guest_goes_on() {
     let lab = lab();
     let [small, read_only] = ["small.img", "ro.img"].map(|name| lab.image(name));
@@ -286,6 +422,9 @@ fn what_cannot_be_a_target_is_refused_with_words_and_the_guest_goes_on() {
     let clone = lab.image("child.qcow2");
     lab.does(&["image", "create", "--parent", &read_only, &clone]);
     let folder = lab.image("");
+    let other = lab.image("other.img");
+    lab.does(&["image", "create", &other, "8M"]);
+    lab.refuses(&["mirror", "web1/xvda", &other, "--resume"], "it is not known what the target");
     for (target, why) in [
         (&small, "it has 4194304 bytes, and the disk has 8388608"),
         (&lab.image("none.qcow2"), "No such file"),

@@ -62,7 +62,7 @@ pub use backup::{
 };
 pub use convert::Convert;
 pub use date::parts as date_parts;
-pub use dirty::MapChange;
+pub use dirty::{MIRROR_MAP, MapChange};
 pub use inner::Inner;
 pub use measure::Measured;
 pub use merge::{LeafMerge, MergeCopy, MergePlan, Stretch};

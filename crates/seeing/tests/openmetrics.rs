@@ -51,7 +51,8 @@ fn host(image: &str) -> Host {
     };
     let phases = &["starting", "served", "failed"];
     let (done_bytes, all_bytes, kind) = (1 << 20, 1 << 22, "coalesce");
-    let job = Job { domid: 3, devid: 51712, kind, done_bytes, all_bytes, paused: true };
+    let (paused, troubled) = (true, true);
+    let job = Job { domid: 3, devid: 51712, kind, done_bytes, all_bytes, paused, troubled };
     let (version, disks, jobs) = ("1.2.3".into(), vec![disk], vec![job]);
     let ended_jobs = vec![("coalesce", "done", 4), ("coalesce", "failed", 2)];
     Host { version, phases, disks, jobs, ended_jobs, ..Host::default() }
@@ -121,6 +122,7 @@ fn all_that_is_counted_is_told_in_units_of_the_format() {
     assert_eq!(value(&families, "ferrite_disk_job_done_bytes", &job), f64::from(1 << 20));
     assert_eq!(value(&families, "ferrite_disk_job_all_bytes", &job), f64::from(1 << 22));
     assert_eq!(value(&families, "ferrite_disk_job_paused", &job), 1.0);
+    assert_eq!(value(&families, "ferrite_disk_job_troubled", &job), 1.0);
     let failed = [("kind", "coalesce"), ("result", "failed")];
     assert_eq!(value(&families, "ferrite_jobs_total", &failed), 2.0);
     for (limit, is) in [("iops", 500.0), ("bytes_write", 1048576.0)] {

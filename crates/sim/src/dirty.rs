@@ -302,16 +302,16 @@ impl Story {
 }
 
 /// One task of a guest.
-struct Guest {
-    disk: Rc<Disk>,
-    queue: Queue,
-    buffer: ferrite_io::arena::Span,
-    random: SplitMix64,
-    bytes: u64,
+pub(crate) struct Guest {
+    pub(crate) disk: Rc<Disk>,
+    pub(crate) queue: Queue,
+    pub(crate) buffer: ferrite_io::arena::Span,
+    pub(crate) random: SplitMix64,
+    pub(crate) bytes: u64,
 }
 
 impl Guest {
-    async fn run(mut self) {
+    pub(crate) async fn run(mut self) {
         for _ in 0..REQUESTS {
             if self.request().await.is_err() {
                 return;

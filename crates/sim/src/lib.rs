@@ -9,6 +9,7 @@
 //! * [`mod@format`]: the formats under test, and how images are made and opened.
 //! * [`load`]: requests from several queues.
 //! * [`machine`]: the directory, the files and the processes of a story.
+//! * [`mirror`]: stories of a disk whose writes go to a second one, too.
 //! * [`paths`]: how often each rare path of the formats was taken.
 //! * [`plan`]: the choice of a story, and its findings.
 //! * [`stamp`]: contents that identify their write.
@@ -23,6 +24,7 @@ pub mod format;
 pub mod images;
 pub mod load;
 pub mod machine;
+pub mod mirror;
 pub mod model;
 mod packed;
 mod past;

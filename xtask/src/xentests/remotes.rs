@@ -11,12 +11,16 @@ use ferrite_xenhost::disk::ended;
 use ferrite_xenhost::guest::Guest;
 use ferrite_xenhost::steps;
 
-pub(super) const CASES: &[Case] =
-    &[ferrite("xl/a-guests-disk-is-on-a-server-by-tls-while-processes-end", by_tls)];
+pub(super) const CASES: &[Case] = &[
+    ferrite("xl/a-guests-disk-is-on-a-server-by-tls-while-processes-end", by_tls),
+    ferrite("xl/a-guests-disk-moves-to-a-server-by-tls-while-processes-end", moves),
+];
 
 /// The folders of certificates in domain 0.
 const TLS: &str = "/lab/tls";
 const IMAGE: &str = "/lab/remote.qcow2";
+/// A disk of domain 0 that moves to the server.
+const LOCAL: &str = "/lab/local.qcow2";
 const SERVER: &str = "127.0.0.1";
 /// What the daemon is told of servers.
 const TABLES: &str =
@@ -112,6 +116,57 @@ fn by_tls(bench: &mut Bench<'_>) -> Result<()> {
     bench.xenhost.sh(&format!("kill -TERM {server}"))?;
     bench.xenhost.wait_until("the end of the server", &ended(server), 60)?;
     let checked = format!("ferrite image check {IMAGE} && rm -r {IMAGE} {TLS} /tmp/remote.log");
+    bench.xenhost.sh(&checked).map(drop)
+}
+
+/// A disk is mirrored to the server. The server and the worker end under fio's verification. Then the guest goes on with
+/// the server's disk.
+fn moves(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? {
+        return Ok(());
+    }
+    put_certificates(bench)?;
+    let made = format!(
+        "rm -f {IMAGE} {LOCAL}; for i in {IMAGE} {LOCAL}; do ferrite image create $i 64M; done"
+    );
+    bench.xenhost.sh(&made)?;
+    let mut server = export(bench)?;
+    bench.start_daemon_with(TABLES)?;
+    let mut guest = running_guest(bench)?;
+    let uri = format!("nbds://{SERVER}/?tls-certificates={TLS}/client");
+    let words = format!("format=qcow2,vdev=xvdb,access=w,backendtype=tap,target={LOCAL}");
+    bench.xenhost.sh(&format!("xl block-attach {} '{words}'", guest.name()))?;
+    guest.sh(bench.xenhost, USE, 120)?;
+    let load = guest.begin(bench.xenhost, LOAD, 180)?;
+    let disk = format!("{}/xvdb", guest.name());
+    // It ends when the target has all.
+    bench.xenhost.sh(&format!("ferrite mirror {disk} '{uri}'"))?;
+    let has_all =
+        "ferrite job show 1 | grep -q 'step mirror' && ! ferrite job show 1 | grep -q reason";
+    bench.xenhost.sh("sleep 2; kill -KILL $(pgrep -f 'ferrite worker ' | head -n 1)")?;
+    bench.xenhost.wait_until("a target that has all again", has_all, 60)?;
+    bench.xenhost.sh(&format!("sleep 2; kill -KILL {server}"))?;
+    bench.xenhost.wait_until("the end of the server", &ended(server), 60)?;
+    bench.xenhost.wait_until(
+        "a target that fails",
+        "ferrite job show 1 | grep -q 'target lacks'",
+        60,
+    )?;
+    server = export(bench)?;
+    bench.xenhost.wait_until("a target that has all again", has_all, 90)?;
+    bench.xenhost.sh(&format!("ferrite mirror complete {disk}"))?;
+    let listed = bench.xenhost.sh("ferrite disk list")?;
+    if !listed.contains(&uri) {
+        bail!("the disk is not listed by its address:\n{listed}");
+    }
+    guest.finish_ok(bench.xenhost, &load).context("fio's verification in the guest")?;
+    bench.xenhost.sh(&format!("xl block-detach {} xvdb", guest.name()))?;
+    bench.xenhost.sh(&format!("kill -TERM {server}"))?;
+    bench.xenhost.wait_until("the end of the server", &ended(server), 60)?;
+    let checked = format!(
+        "ferrite image check {IMAGE} && ferrite image check {LOCAL} && \
+         rm -r {IMAGE} {LOCAL} {TLS} /tmp/remote.log"
+    );
     bench.xenhost.sh(&checked).map(drop)
 }
 

@@ -36,6 +36,9 @@ pub struct MirrorParams {
     /// Whether the disk goes on with the target, once that has all.
     #[serde(default)]
     pub switch: bool,
+    /// Whether only what the target of an earlier mirror lacks is copied. Nobody else may have written to it.
+    #[serde(default)]
+    pub resume: bool,
     /// Most bytes a second. Without it, there is no limit.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub speed: Option<u64>,

@@ -131,7 +131,7 @@ fn mirror(shared: &Shared, asked: &MirrorParams) -> Result<Job, RpcError> {
         return Err(bad("volumes of stores cannot be mirrored".to_owned(), help));
     }
     let target = target(shared, &asked.target, asked.switch)?;
-    let task = Mirror::new(&source, target, asked.switch);
+    let task = Mirror::new(&source, target, asked.switch).resumed(asked.resume);
     shared.jobs.start(asked.disk, Task::Mirror(task), asked.speed).map(describe).map_err(refused)
 }
 
@@ -148,7 +148,8 @@ fn target(shared: &Shared, name: &str, switches: bool) -> Result<String, RpcErro
     }
     let target = image(name)?;
     if target.format == Format::Store {
-        let help = "name an image, a device or an export of a server";
+        let help = "give it by NBD (ferrite export nbd --socket SOCKET VOLUME), and mirror to \
+                    nbd+unix:///?socket=SOCKET";
         return Err(bad("volumes of stores cannot be targets".to_owned(), help));
     }
     let real = target.path.canonicalize().map_err(|e| {

@@ -269,7 +269,7 @@ fn every_type_of_a_job_is_described_as_it_is() {
     let asked = CoalesceParams { disk, from: from.clone(), to: to.clone(), force, speed };
     same("CoalesceParams", &asked);
     let target = "raw:/srv/b".to_owned();
-    same("MirrorParams", &MirrorParams { disk, target, switch: true, speed });
+    same("MirrorParams", &MirrorParams { disk, target, switch: true, resume: true, speed });
     same("JobParams", &JobParams { id: 1 << 40 });
     same("JobWaitParams", &JobWaitParams { id: 7, timeout_s: 9 });
     same("JobLimitParams", &JobLimitParams { id: 7, speed });

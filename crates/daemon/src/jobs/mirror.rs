@@ -6,13 +6,16 @@
 //!    set.
 //! 2. `attach`: the step is written to the state file: from here on, each worker that opens the source
 //!    opens the mirror, too. The disk is paused, and goes on. If the next daemon does so again the map
-//!    stays as it is: a worker may have cleared bits, and workers without the mirror came before.
+//!    stays as it is: a worker may have cleared bits, and workers without the mirror came before. In the
+//!    pause the source gets the dirty map that survives a power cut (`keeping`), before a worker can
+//!    clear bits of it.
 //! 3. `copy`, `mirror`: the worker copies. This thread looks at the map, and tells the worker how fast.
 //! 4. `switch`: the disk is paused. If the map says that both are equal, it goes on with the target;
 //!    otherwise with the source and its mirror, and with step 3. The disk's state file names the
 //!    image that is the disk: one of the two, at each time.
 //! 5. `detach`, if the mirror was cancelled or has failed: the step is written, so no later worker
-//!    opens the mirror. The disk is paused, and goes on with the source alone.
+//!    opens the mirror. The disk is paused, and goes on with the source alone. The dirty map ends, if the
+//!    mirror was cancelled. After a failure it stays, so that another mirror can go on with the target.
 
 use std::io;
 use std::path::PathBuf;
@@ -30,6 +33,8 @@ use crate::state::DiskId;
 use crate::table::Phase;
 use crate::wait::Backoff;
 use crate::{Failure, Paths, Xen};
+
+mod keeping;
 
 /// How often the map is looked at.
 const LOOK: Duration = Duration::from_millis(100);
@@ -86,6 +91,8 @@ impl Jobs {
 struct Checked {
     /// Bytes of the disk.
     bytes: u64,
+    /// The name of the dirty map for this target.
+    map: String,
 }
 
 fn task(run: &Run) -> Mirror {
@@ -111,6 +118,10 @@ pub(super) fn run(run: &Run, begun: MirrorStep) -> Result<(), Halt> {
         Err(halt @ (Halt::Cancelled | Halt::Failed(_))) => Err(leave(run, halt)),
         done => done,
     };
+    if done.is_ok() {
+        // The disk has the target now. The source is at rest.
+        keeping::end(run);
+    }
     if !matches!(done, Err(Halt::Stopped))
         && let Some(map) = run.jobs().mirror_map(run.id())
         && let Err(e) = std::fs::remove_file(&map)
@@ -135,14 +146,19 @@ fn steps(run: &Run, begun: MirrorStep) -> Result<(), Halt> {
     if step == MirrorStep::Switch && is_switched(run)? {
         return Ok(());
     }
-    let mut bytes = task(run).bytes;
+    let (mut bytes, mut name) = (task(run).bytes, task(run).map);
     loop {
-        run.enter(|task| with_mirror(task, |mirror| (mirror.step, mirror.bytes) = (step, bytes)))?;
+        run.enter(|task| {
+            with_mirror(task, |mirror| {
+                (mirror.step, mirror.bytes) = (step, bytes);
+                mirror.map.clone_from(&name);
+            });
+        })?;
         step = match step {
             MirrorStep::Check => {
-                let found = check(run)?.bytes;
-                bytes = Some(found);
-                make_map(run, found)?;
+                let found = check(run)?;
+                (bytes, name) = (Some(found.bytes), Some(found.map));
+                make_map(run, found.bytes)?;
                 MirrorStep::Attach
             }
             MirrorStep::Attach => {
@@ -226,8 +242,10 @@ fn resume(run: &Run, disk: DiskId, by: &str) -> Result<(), Halt> {
 fn gone(run: &Run) -> Failure {
     Failure {
         why: format!("no disk is served from {} any more", task(run).source.path.display()),
-        help: "the target is not complete: begin the mirror anew when the disk is attached"
-            .to_owned(),
+        help:
+            "the target is not complete: when the disk is attached, begin the mirror again, with \
+               --resume if nobody writes to the target"
+                .to_owned(),
     }
 }
 
@@ -242,7 +260,7 @@ fn make_map(run: &Run, bytes: u64) -> Result<(), Halt> {
 
 /// Has the disk go on with the mirror.
 fn attach(run: &Run) -> Result<(), Halt> {
-    while_paused(run, || Ok(((), None)))?;
+    while_paused(run, || keeping::begin(run).map(|()| ((), None)))?;
     let status = status(&map(run)?)?;
     match (status.opened, status.state) {
         (0, _) => Err(Halt::Failed(Failure {
@@ -365,6 +383,16 @@ fn reopen(run: &Run, status: &MirrorStatus) -> Result<(), Halt> {
                 tracing::debug!("job {}: the target cannot be opened yet: {e}", run.id());
                 return Ok(());
             }
+            // The worker takes regions for equal that another file lacks.
+            Ok(checked) if mirror.map.as_ref().is_some_and(|map| checked.map != *map) => {
+                return Err(Halt::Failed(Failure {
+                    why: format!(
+                        "{:.256} is another file than when the mirror was begun",
+                        mirror.target
+                    ),
+                    help: "begin the mirror anew with this file".to_owned(),
+                }));
+            }
             checked => checked.map(drop)?,
         }
     }
@@ -387,11 +415,17 @@ fn switch(run: &Run) -> Result<bool, Halt> {
             help: "attach that disk where its server is, and cancel the mirror".to_owned(),
         })
     })?;
+    let has_maps = keeping::has_others(run);
     while_paused(run, || {
         let map = map(run)?;
         let is_complete = map.is_complete();
         match is_complete.map_err(|e| cannot_use_map("of the mirror".as_ref(), &e))? {
-            true => Ok((true, Some(target))),
+            true => {
+                if has_maps {
+                    keeping::hand_over(run, &target);
+                }
+                Ok((true, Some(target)))
+            }
             false => Ok((false, None)),
         }
     })
@@ -439,11 +473,22 @@ fn leave(run: &Run, halt: Halt) -> Halt {
     run.jobs().set_trouble(run.id(), None);
     match run.served() {
         // It is attached without the mirror next time.
-        Ok(None) => return halt,
+        Ok(None) => {
+            if matches!(halt, Halt::Cancelled) {
+                keeping::end(run);
+            }
+            return halt;
+        }
         Err(e) => return e,
         Ok(Some(_)) => {}
     }
-    match while_paused(run, || Ok(((), None))) {
+    let done = while_paused(run, || {
+        if matches!(halt, Halt::Cancelled) {
+            keeping::end(run);
+        }
+        Ok(((), None))
+    });
+    match done {
         Ok(()) => halt,
         Err(Halt::Failed(e)) => Halt::Failed(Failure {
             why: format!("the mirror cannot be ended: {}", e.why),

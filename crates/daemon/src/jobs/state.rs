@@ -47,9 +47,15 @@ pub struct Mirror {
     /// Whether the disk goes on with the target, once that has all.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub switches: bool,
+    /// Whether it goes on with a target that an earlier mirror had, and that nobody has written to since.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub resumes: bool,
     /// Bytes of the disk, once that is known.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub bytes: Option<u64>,
+    /// The name of the source's dirty map that says what the target lacks, once that is known.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub map: Option<String>,
     /// The reason and the help of the failure that ends it.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub failed: Option<(String, String)>,
@@ -97,12 +103,19 @@ impl MirrorStep {
 impl Mirror {
     /// A mirror that has not begun.
     pub fn new(source: &Image, target: String, switches: bool) -> Mirror {
-        let (source, step) = (source.clone(), MirrorStep::Check);
+        let (source, step, map, resumes) = (source.clone(), MirrorStep::Check, None, false);
         // Without a random number it has no name, and a server is given time to end older requests.
         let session =
             secret::<8>().map(|number| format!("mirror-{:016x}", u64::from_ne_bytes(number)));
         let session = session.unwrap_or_default();
-        Mirror { source, target, session, switches, bytes: None, failed: None, step }
+        let (bytes, failed) = (None, None);
+        Mirror { source, target, session, switches, resumes, bytes, map, failed, step }
+    }
+
+    /// Goes on with a target that an earlier mirror had.
+    #[must_use]
+    pub fn resumed(self, resumes: bool) -> Mirror {
+        Mirror { resumes, ..self }
     }
 
     /// The target as workers open it.

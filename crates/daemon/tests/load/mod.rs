@@ -9,6 +9,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use ferrite_host::clock::{Random as _, SplitMix64};
 use ferrite_loopback::front::Frontend;
@@ -21,6 +22,8 @@ use crate::host::Host;
 pub struct Load {
     stop: Arc<AtomicBool>,
     done: Arc<AtomicU64>,
+    /// The longest time of a read and a write, in microseconds.
+    longest_us: Arc<AtomicU64>,
     thread: JoinHandle<(Frontend, Model)>,
 }
 
@@ -44,8 +47,15 @@ impl Load {
     pub fn go_on(front: Frontend, model: Model) -> Load {
         let (stop, done) = (Arc::<AtomicBool>::default(), Arc::<AtomicU64>::default());
         let (end, counted) = (stop.clone(), done.clone());
-        let thread = std::thread::spawn(move || run(front, &end, &counted, model));
-        Load { stop, done, thread }
+        let longest_us = Arc::<AtomicU64>::default();
+        let longest = longest_us.clone();
+        let thread = std::thread::spawn(move || run(front, &end, (&counted, &longest), model));
+        Load { stop, done, longest_us, thread }
+    }
+
+    /// The longest time of a read and a write since the last call, in microseconds: to be printed.
+    pub fn take_longest_us(&self) -> u64 {
+        self.longest_us.swap(0, Ordering::Relaxed)
     }
 
     /// Suspends the guest, with no request in flight.
@@ -70,7 +80,7 @@ impl Load {
 fn run(
     mut front: Frontend,
     stop: &AtomicBool,
-    done: &AtomicU64,
+    (done, longest_us): (&AtomicU64, &AtomicU64),
     model: Model,
 ) -> (Frontend, Model) {
     let Model { first_block, mut stamps } = model;
@@ -78,6 +88,7 @@ fn run(
     let buffer = front.space().buffer(1).unwrap();
     while !stop.load(Ordering::Relaxed) {
         let block = random.below(256) as usize;
+        let begun = Instant::now();
         let queue = &mut front.queues[0];
         let sector = (first_block + block as u64) * 8;
         queue.read(sector, &buffer, 0, 4096).unwrap();
@@ -90,6 +101,7 @@ fn run(
         queue.write(sector, &buffer, 0, 4096).unwrap();
         assert!(queue.next_reply(PATIENCE).unwrap().is_ok());
         done.fetch_add(1, Ordering::Relaxed);
+        longest_us.fetch_max(begun.elapsed().as_micros() as u64, Ordering::Relaxed);
     }
     (front, Model { first_block, stamps })
 }

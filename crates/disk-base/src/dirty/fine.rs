@@ -9,6 +9,7 @@
 //! number. Otherwise *before* is made from the durable bits, with all blocks of a marked region. Memory without a file
 //! has only *now*, since no other process reads it.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -45,6 +46,13 @@ fn halves(id: &MapId) -> [u64; 2] {
 pub(crate) fn path(dir: &Path, id: &MapId, journal_end: &str) -> PathBuf {
     let end = journal_end.strip_suffix(".journal").unwrap_or(journal_end);
     dir.join(format!("{:032x}{end}.dirty", u128::from_le_bytes(*id)))
+}
+
+/// Whether a file of this name is of the image with this end of a journal's name.
+pub(crate) fn is_of(name: &OsStr, journal_end: &str) -> bool {
+    let end = journal_end.strip_suffix(".journal").unwrap_or(journal_end);
+    let id = name.to_str().and_then(|name| name.strip_suffix(".dirty")?.strip_suffix(end));
+    id.is_some_and(|id| id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
 fn fits(shm: &Shm, head: &Head) -> bool {
@@ -197,6 +205,20 @@ impl Fine {
     /// Whether each map has words of its own.
     pub(crate) fn has_words(&self) -> bool {
         self.maps > 0
+    }
+
+    /// The next write to a region is to set its bit again, and one map has nothing of it any more. The others keep what
+    /// they had: they get the copy first, since the process may die in between.
+    pub(crate) fn clear(&self, map: usize, region: u64) {
+        let Some(now) = self.now(region) else { return };
+        let blocks = now.load(Ordering::Acquire);
+        for other in (0..self.maps).filter(|other| *other != map) {
+            self.before(other, region).fetch_or(blocks, Ordering::AcqRel);
+        }
+        if map < self.maps {
+            self.before(map, region).store(0, Ordering::Release);
+        }
+        now.store(0, Ordering::Release);
     }
 
     /// The blocks of a region that have changed since a map was begun.

@@ -62,6 +62,20 @@ impl Blocks {
     }
 }
 
+/// Removes what is in memory of earlier files of maps of an image, whose file of maps has the identifier `keep` now, or is
+/// gone. The image is locked. What cannot be removed stays: it fits nothing.
+pub fn forget_blocks(state_dir: &Path, image: impl AsFd, path: &Path, keep: Option<&MapId>) {
+    let Ok(place) = Place::of(image, path) else { return };
+    let end = place.journal_end();
+    let kept = keep.map(|id| fine::path(state_dir, id, &end));
+    for entry in std::fs::read_dir(state_dir).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if fine::is_of(&entry.file_name(), &end) && kept.as_ref() != Some(&path) {
+            let _ = std::fs::remove_file(&path);
+        }
+    }
+}
+
 pub(super) fn fine_path(state_dir: &Path, image: impl AsFd, path: &Path, head: &Head) -> Option<PathBuf> {
     let end = Place::of(image, path).ok()?.journal_end();
     Some(fine::path(state_dir, &head.file, &end))

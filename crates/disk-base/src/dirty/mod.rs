@@ -27,7 +27,9 @@
 //! 2. The new file is written under another name, and synced.
 //! 3. It gets the name of the old one, and the directory is synced.
 //!
-//! So bits are only ever set in a file. Its random identifier is part of the checksum of each sector with bits, so no
+//! A mirror clears bits of its own map while the disk is in use: `tracker/clearing.rs`.
+//!
+//! The file's random identifier is part of the checksum of each sector with bits, so no
 //! sector of an earlier file counts.
 //!
 //! # The identity of an image
@@ -58,7 +60,7 @@ mod tests;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-pub use found::{Blocks, Found, Seen, image_at, look};
+pub use found::{Blocks, Found, Seen, forget_blocks, image_at, look};
 pub use layout::{Content, Image, Map, MapId};
 pub use tracker::Tracker;
 pub use view::{AtRest, KnownMap, Stretch, View};

@@ -22,6 +22,8 @@ use super::view::KnownMap;
 use super::{REGION_BYTES, path_of};
 use crate::{Commits, DiskError, OpenOptions, Port, Raw};
 
+mod clearing;
+
 /// Most bytes that are marked by one commit: bounded work, however long a request is.
 const STEP_BYTES: u64 = 1 << 30;
 
@@ -277,8 +279,7 @@ impl Tracker {
         Ok(())
     }
 
-    /// Sets the bits of these regions in one sector. It is read first: another host may have written it, while a
-    /// migrating guest's disk is open on both.
+    /// Sets the bits of these regions in one sector.
     async fn set_bits(
         &self,
         port: &Port,
@@ -286,6 +287,25 @@ impl Tracker {
         map: usize,
         sector: u64,
         regions: &[u64],
+    ) -> io::Result<()> {
+        self.change_bits(port, file, map, sector, |bits| {
+            for region in regions {
+                let bit = region % BITS;
+                bits[bit as usize / 64] |= 1 << (bit % 64);
+            }
+        })
+        .await
+    }
+
+    /// Changes the bits of one sector. It is read first: another host may have written it, while a migrating guest's
+    /// disk is open on both.
+    async fn change_bits(
+        &self,
+        port: &Port,
+        file: FileId,
+        map: usize,
+        sector: u64,
+        change: impl FnOnce(&mut [u64]),
     ) -> io::Result<()> {
         let (id, at) = {
             let head = &self.book().head;
@@ -299,10 +319,7 @@ impl Tracker {
         }
         let mut bits =
             parse_sector(&id, map, sector, &bytes).unwrap_or([u64::MAX; BITS as usize / 64]);
-        for region in regions {
-            let bit = region % BITS;
-            bits[bit as usize / 64] |= 1 << (bit % 64);
-        }
+        change(&mut bits);
         self.write(port, file, at, &sector_to_bytes(&id, map, sector, &bits)).await
     }
 

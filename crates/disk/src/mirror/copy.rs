@@ -32,6 +32,9 @@ const IDLE: Duration = Duration::from_millis(100);
 /// The pauses before a target that has failed is tried again.
 const AGAIN: Duration = Duration::from_millis(250);
 const AGAIN_MAX: Duration = Duration::from_secs(10);
+/// How often bits that survive a power cut are cleared. A region that is written as often keeps its bit, and its writes
+/// wait for no sync.
+const SETTLE: Duration = Duration::from_secs(3);
 /// Data are copied in multiples of this.
 const UNIT: u64 = 4096;
 
@@ -89,6 +92,21 @@ fn work(pair: &Arc<Pair>, engine: &ServiceEngine, stop: Arc<Stop>) -> io::Result
     Ok(())
 }
 
+/// See [`Mirror::work_once`](super::Mirror::work_once).
+pub(super) async fn once(pair: &Pair, port: &Port, zeros: Span, buffers: &[Span], settles: bool) {
+    let pace = Pace::unbounded();
+    let copier = Copier { pair, port, zeros, pace: &pace };
+    if pair.target.is_some() && (pair.regions.left() > 0 || pair.regions.is_behind()) {
+        copier.round(buffers).await;
+    } else {
+        pair.flush_target(port).await;
+    }
+    if settles {
+        copier.settle().await;
+    }
+    pair.say();
+}
+
 /// Why a region was not copied.
 enum Lost {
     Source(io::Error),
@@ -106,6 +124,7 @@ impl Copier<'_> {
     /// Copies until it is to end.
     async fn run(&self, buffers: &[Span]) {
         let mut pause = AGAIN;
+        let (mut settled, mut was_in_step) = (Instant::now(), false);
         while self.pace.check().is_ok() {
             let regions = &self.pair.regions;
             let rests = regions.map.rests();
@@ -126,9 +145,25 @@ impl Copier<'_> {
                 rest
             };
             self.pair.say();
+            let in_step = regions.left() == 0 && !regions.is_behind();
+            if settled.elapsed() >= SETTLE || in_step && !was_in_step {
+                self.settle().await;
+                settled = Instant::now();
+            }
+            was_in_step = in_step;
             if !rest.is_zero() && self.pace.rest(&self.port.io, rest).await.is_err() {
                 return;
             }
+        }
+    }
+
+    /// Clears bits that survive a power cut.
+    async fn settle(&self) {
+        if let Err(e) = self.pair.settle_groups(self.port, false).await {
+            // The guest's own flushes fail, too.
+            tracing::debug!(
+                "the mirror's dirty map names too much: the source cannot be flushed: {e}"
+            );
         }
     }
 
@@ -238,7 +273,7 @@ impl Copier<'_> {
             let len = match found.zeros && (whole > 0 || found.len == end - at) {
                 true if found.len == end - at => found.len,
                 true => whole,
-                false => found.len.next_multiple_of(UNIT).min(end - at),
+                false => found.len.next_multiple_of(UNIT).min(end - at).min(buffer.len() as u64),
             };
             if found.zeros && len <= found.len {
                 self.zero(target, &to, at, len).await.map_err(Lost::Target)?;

@@ -14,6 +14,9 @@ use ferrite_host::shm::Shm;
 /// Bytes of a region: the unit of the map, and of the copy.
 pub const REGION_BYTES: u64 = 1 << 20;
 
+/// Regions of a group: what a bit of a dirty map stands for.
+pub(super) const GROUP: u64 = ferrite_disk_base::dirty::REGION_BYTES / REGION_BYTES;
+
 /// `ferrmir1`.
 const MAGIC: u64 = u64::from_le_bytes(*b"ferrmir1");
 const HEADER_BYTES: usize = 4096;
@@ -28,9 +31,18 @@ const REOPEN_AT: usize = 56;
 const COMPLETE_AT: usize = 64;
 const OPENED_AT: usize = 72;
 const WHY_LEN_AT: usize = 80;
+const KEPT_AT: usize = 88;
 const WHY_AT: usize = 128;
 /// The longest reason, in bytes.
 const MAX_WHY: usize = 1024;
+const NAME_LEN_AT: usize = 1152;
+const NAME_AT: usize = 1160;
+/// The longest name of a dirty map, in bytes.
+const MAX_NAME: usize = 63;
+const TARGET_LEN_AT: usize = 1232;
+const TARGET_AT: usize = 1240;
+/// The longest identity of a target, in bytes.
+const MAX_TARGET: usize = 480;
 
 /// What the worker says of the mirror.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,6 +101,33 @@ impl Map {
         Ok(Map { shm, regions: regions(bytes) })
     }
 
+    /// The name of the source's dirty map that says durably what the target may lack.
+    pub(crate) fn name(&self) -> Option<String> {
+        let len = self.shm.load_u64(NAME_LEN_AT) as usize;
+        let mut name = vec![0; len.min(MAX_NAME)];
+        self.shm.copy_out(NAME_AT, &mut name);
+        String::from_utf8(name).ok().filter(|name| !name.is_empty())
+    }
+
+    /// Notes which file the target is, at the first call. Returns whether it is the file of the first call.
+    pub(crate) fn is_same_target(&self, identity: &str) -> bool {
+        let own = &identity.as_bytes()[..identity.len().min(MAX_TARGET)];
+        let len = (self.shm.load_u64(TARGET_LEN_AT) as usize).min(MAX_TARGET);
+        if len == 0 {
+            self.shm.copy_in(TARGET_AT, own);
+            self.shm.store_u64(TARGET_LEN_AT, own.len() as u64);
+            return true;
+        }
+        let mut known = vec![0; len];
+        self.shm.copy_out(TARGET_AT, &mut known);
+        known == own
+    }
+
+    /// Says whether a map that survives a power cut is kept, too.
+    pub(crate) fn say_kept(&self, kept: bool) {
+        self.shm.store_u64(KEPT_AT, u64::from(kept));
+    }
+
     fn word(&self, region: u64) -> &AtomicU64 {
         &self.shm.words()[BITS_AT + region as usize / 64]
     }
@@ -104,6 +143,23 @@ impl Map {
 
     pub(crate) fn clear(&self, region: u64) {
         self.word(region).fetch_and(!(1 << (region % 64)), Ordering::AcqRel);
+    }
+
+    /// Whether no region of a group may differ.
+    pub(crate) fn is_group_clear(&self, group: u64) -> bool {
+        let all = group * GROUP..((group + 1) * GROUP).min(self.regions);
+        all.into_iter().all(|region| !self.is_set(region))
+    }
+
+    /// Groups of regions, of which the durable map has one bit each.
+    pub(crate) fn groups(&self) -> u64 {
+        self.regions.div_ceil(GROUP)
+    }
+
+    /// The regions of a group do not differ.
+    pub(crate) fn clear_group(&self, group: u64) {
+        let all = group * GROUP..((group + 1) * GROUP).min(self.regions);
+        all.into_iter().for_each(|region| self.clear(region));
     }
 
     /// The number of regions that may differ.
@@ -180,6 +236,8 @@ pub struct MirrorStatus {
     pub opened: u64,
     /// Whether the target has to be opened anew.
     pub reopen: bool,
+    /// Whether a map of the source that survives a power cut says what the target may lack.
+    pub kept: bool,
     /// Why the target is not used, in the words of the worker.
     pub why: String,
 }
@@ -263,6 +321,7 @@ impl MirrorFile {
             copied_bytes: self.word(COPIED_AT)?,
             opened: self.word(OPENED_AT)?,
             reopen: self.word(REOPEN_AT)? != 0,
+            kept: self.word(KEPT_AT)? != 0,
             why,
         })
     }
@@ -278,6 +337,21 @@ impl MirrorFile {
         let mut bits = vec![0; regions_bytes(self.regions)];
         self.file.read_exact_at(&mut bits, HEADER_BYTES as u64)?;
         Ok(bits.iter().all(|byte| *byte == 0))
+    }
+
+    /// Names the dirty map of the source that says durably what the target may lack. No worker has the file open now,
+    /// and that map names all that the target lacks.
+    ///
+    /// # Errors
+    /// The file cannot be written. `InvalidInput`: the name is too long.
+    pub fn set_name(&self, name: Option<&str>) -> io::Result<()> {
+        let name = name.unwrap_or_default();
+        if name.len() > MAX_NAME {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        self.set(NAME_LEN_AT, 0)?;
+        self.file.write_all_at(name.as_bytes(), NAME_AT as u64)?;
+        self.set(NAME_LEN_AT, name.len() as u64)
     }
 
     /// Sets the most bytes that are copied in a second (`None`: no limit), and whether the copy rests.

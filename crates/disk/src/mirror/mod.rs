@@ -2,6 +2,7 @@
 //!
 //! * `map`: which regions may differ, in a file that the daemon reads.
 //! * `regions`: who writes a region now, and whether the target has it.
+//! * `settling`: the map that survives a power cut.
 //! * `copy`: the thread that copies the regions which the target lacks.
 
 use std::fmt;
@@ -22,6 +23,7 @@ use crate::Disk;
 mod copy;
 mod map;
 mod regions;
+mod settling;
 
 use copy::Background;
 use map::Map;
@@ -70,6 +72,8 @@ struct Pair {
     source: Disk,
     target: Option<Disk>,
     regions: Regions,
+    /// The index of the source's dirty map that names what the target may lack.
+    durable: Option<usize>,
 }
 
 impl fmt::Debug for Mirror {
@@ -100,7 +104,9 @@ impl Disk {
             format_said: true,
             ..options.clone()
         };
-        let target = match open_target(&self, &mirror.target, &options) {
+        let opened = open_target(&self, &mirror.target, &options)
+            .and_then(|target| check_identity(&mirror.target, target, &map));
+        let target = match opened {
             Ok(target) => Some(target),
             Err(e) => {
                 tracing::warn!("the mirror has no target now: {e}; {}", e.help());
@@ -108,8 +114,15 @@ impl Disk {
                 None
             }
         };
+        let durable = settling::join(&self, &map);
+        if durable.is_none() && map.name().is_some() {
+            tracing::warn!(
+                "after a power cut the mirror has to begin anew: its dirty map is gone or void"
+            );
+        }
+        map.say_kept(durable.is_some());
         let regions = Regions::new(map, target.is_none());
-        let pair = Arc::new(Pair { source: self, target, regions });
+        let pair = Arc::new(Pair { source: self, target, regions, durable });
         pair.say();
         Ok(Disk::Mirror(Box::new(Mirror { pair, background: Mutex::new(None) })))
     }
@@ -132,6 +145,23 @@ fn open_target(source: &Disk, name: &ImageName, options: &OpenOptions) -> Result
     Ok(target)
 }
 
+/// Which file a target is; `None`: it is none, or cannot be examined.
+pub fn target_identity(target: &Disk) -> Option<String> {
+    let raw = target.image_file()?;
+    ferrite_disk_base::dirty::found::identity(raw.fd(), raw.path()).ok()
+}
+
+/// Checks that the target is the file that it was: another one lacks what the map says that it has.
+fn check_identity(name: &ImageName, target: Disk, map: &Map) -> Result<Disk, DiskError> {
+    match target_identity(&target) {
+        Some(identity) if !map.is_same_target(&identity) => {
+            let help = "cancel the mirror, and begin it anew with this file";
+            Err(unfit(name, "it is another file than when the mirror was begun".to_owned(), help))
+        }
+        _ => Ok(target),
+    }
+}
+
 /// Checks that a disk can be the target of a mirror of so many sectors.
 ///
 /// # Errors
@@ -139,7 +169,9 @@ fn open_target(source: &Disk, name: &ImageName, options: &OpenOptions) -> Result
 pub fn check_target(name: &ImageName, target: &Disk, sectors: u64) -> Result<(), DiskError> {
     if matches!(name.format, Format::Store) || matches!(target, Disk::Null(_)) {
         let why = "volumes of stores cannot be targets".to_owned();
-        return Err(unfit(name, why, "name an image, a device or an export of a server"));
+        let help =
+            "give it by NBD: ferrite export nbd --socket SOCKET VOLUME; nbd+unix:///?socket=SOCKET";
+        return Err(unfit(name, why, help));
     }
     if target.read_only() {
         let why = "it is read-only".to_owned();
@@ -204,6 +236,7 @@ impl Mirror {
             pair.say();
             return done;
         };
+        pair.source.mark(&from, offset, buf.len() as u64).await?;
         let both = both(pair.source.write(&from, offset, buf), target.write(&to, offset, buf));
         let (done, mirrored) = both.await;
         pair.settle(change, &done, mirrored);
@@ -237,6 +270,7 @@ impl Mirror {
             pair.say();
             return done;
         };
+        pair.source.mark(&from, offset, len).await?;
         let source = pair.source.write_zeroes(&from, offset, len, zeros);
         let (done, mirrored) = both(source, target.write_zeroes(&to, offset, len, zeros)).await;
         pair.settle(change, &done, mirrored);
@@ -270,20 +304,33 @@ impl Mirror {
     pub(crate) async fn close(&self, port: &Port) -> io::Result<()> {
         self.end_background();
         let pair = &self.pair;
+        let closed = self.close_target(port).await;
+        if closed {
+            pair.settle_groups(port, true).await?;
+        }
         pair.source.close(&pair.source_port(port)).await?;
-        let Some((target, to)) = pair.target_port(port) else { return Ok(()) };
+        if closed && !pair.regions.is_behind() && pair.regions.map.count() == 0 {
+            pair.regions.map.set_complete();
+        }
+        pair.say();
+        Ok(())
+    }
+
+    /// The end of the target. Returns whether it is durable.
+    async fn close_target(&self, port: &Port) -> bool {
+        let pair = &self.pair;
+        let Some((target, to)) = pair.target_port(port) else { return false };
         let number = pair.regions.begin_flush();
         match target.close(&to).await {
             Ok(()) => {
                 pair.regions.flushed(number);
-                if !pair.regions.is_behind() && pair.regions.map.count() == 0 {
-                    pair.regions.map.set_complete();
-                }
+                true
             }
-            Err(e) => pair.target_failed("close", &e),
+            Err(e) => {
+                pair.target_failed("close", &e);
+                false
+            }
         }
-        pair.say();
-        Ok(())
     }
 
     /// Begins the copy, as [`Disk::begin_service`] does. A second call changes nothing.
@@ -297,6 +344,13 @@ impl Mirror {
             *background = Some(Background::start(self.pair.clone(), engine.clone())?);
         }
         Ok(())
+    }
+
+    /// A part of what the thread of [`begin_service`](Self::begin_service) does, for callers that have no such thread:
+    /// copies some regions, or flushes the target; with `settles`, then clears bits that survive a power cut. Each
+    /// buffer holds up to [`REGION_BYTES`], a multiple of 4 KiB; `zeros` as for [`Disk::write_zeroes`].
+    pub async fn work_once(&self, port: &Port, zeros: Span, buffers: &[Span], settles: bool) {
+        copy::once(&self.pair, port, zeros, buffers, settles).await;
     }
 
     /// Ends the copy between two regions.

@@ -10,6 +10,7 @@ use ferrite_io::reactor::Io;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::map::{Map, REGION_BYTES};
+use super::settling::Settling;
 
 /// How often one that cannot be woken looks again.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
@@ -35,6 +36,8 @@ struct Table {
     /// How often it has failed.
     failures: u64,
     waiting: VecDeque<Arc<OwnedFd>>,
+    /// Groups of regions whose durable bits are about to be cleared.
+    settling: Settling,
 }
 
 #[derive(Debug, Default)]
@@ -58,7 +61,9 @@ impl Regions {
     pub(super) fn new(map: Map, is_behind: bool) -> Regions {
         let left = map.count();
         let (open, waiting) = (BTreeMap::new(), VecDeque::new());
-        let table = Mutex::new(Table { open, left, epoch: 1, is_behind, failures: 0, waiting });
+        let settling = Settling::default();
+        let table =
+            Mutex::new(Table { open, left, epoch: 1, is_behind, failures: 0, waiting, settling });
         Regions { map, table }
     }
 
@@ -155,6 +160,39 @@ impl Regions {
         !std::mem::replace(&mut table.is_behind, true)
     }
 
+    /// Notes groups that both disks have and that nobody writes now, among those of a range that `of` returns: it is asked
+    /// which groups are at rest. Groups that were written since the call before the last one are left out, unless it is
+    /// the end. Returns how many there are.
+    pub(super) fn begin_settling(
+        &self,
+        at_end: bool,
+        of: impl FnOnce(std::ops::Range<u64>, &dyn Fn(u64) -> bool) -> Vec<u64>,
+    ) -> usize {
+        let mut table = self.table();
+        let range = table.settling.turn(self.map.groups());
+        let found = match at_end {
+            true => of(0..self.map.groups(), &|group| self.map.is_group_clear(group)),
+            false => {
+                of(range, &|group| !table.settling.is_hot(group) && self.map.is_group_clear(group))
+            }
+        };
+        table.settling.begin(&found);
+        found.len()
+    }
+
+    /// Both disks are flushed: of the noted groups, those that were not written since. Writes to them wait until
+    /// [`settled`](Self::settled).
+    pub(super) fn hold_settled(&self) -> Vec<u64> {
+        self.table().settling.hold()
+    }
+
+    /// Writes to held groups go on. Without `hold_settled` before, none is settled.
+    pub(super) fn settled(&self) {
+        let mut table = self.table();
+        table.settling.end();
+        table.wake_all();
+    }
+
     /// The target works again.
     pub(super) fn catch_up(&self) {
         self.table().is_behind = false;
@@ -202,6 +240,9 @@ impl Table {
         let overlaps = |(at, bytes): &(u64, u64)| *at < offset + len && offset < at + bytes;
         let is_taken = |open: &Region| open.is_copied || open.writes.iter().any(overlaps);
         if self.open.range(of(offset, len)).any(|(_, open)| is_taken(open)) {
+            return None;
+        }
+        if !self.settling.begin_change(of(offset, len)) {
             return None;
         }
         let both =

@@ -139,6 +139,28 @@ fn a_map_names_the_blocks_of_all_changes_and_their_regions_after_a_power_cut() {
 }
 
 #[test]
+fn what_is_in_memory_of_maps_that_have_ended_is_removed() {
+    let disk = Mapped::new("img");
+    let files = || fs::read_dir(disk.state()).unwrap().count();
+    let change = |change| {
+        work(Some(&disk.state()), |tools| tools.change_maps(&name(&disk.path), &change)).unwrap()
+    };
+    for i in 0..3 {
+        let mut session = disk.open();
+        session.write(MIB, &[1; 4096]).unwrap();
+        session.close().unwrap();
+        change(MapChange::Begin(format!("m{i}")));
+        assert_eq!(files(), 1);
+        // It is the one that counts.
+        assert_eq!(disk.changed(), [(KIB, 64)]);
+    }
+    for ended in ["nightly", "m0", "m1", "m2"] {
+        change(MapChange::End(ended.to_owned()));
+    }
+    assert_eq!(files(), 0);
+}
+
+#[test]
 fn a_discard_is_a_change() {
     let disk = Mapped::new("img");
     let mut session = disk.open();

@@ -19,6 +19,7 @@ mod header_changes;
 mod io;
 mod journals;
 mod mirror;
+mod mirror_map;
 mod open;
 mod parents;
 mod places;

@@ -18,21 +18,21 @@ use tempfile::TempDir;
 use crate::common::dir_on_disk;
 use crate::model::{name, tools};
 
-const MIB: u64 = 1 << 20;
-const BYTES: u64 = 12 * MIB + 4096;
-const EIO: i32 = 5;
+pub(crate) const MIB: u64 = 1 << 20;
+pub(crate) const BYTES: u64 = 12 * MIB + 4096;
+pub(crate) const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 
 /// The two disks of a mirror, and its map.
-struct Pair {
-    dir: TempDir,
-    source: PathBuf,
-    target: PathBuf,
-    faults: Faults,
+pub(crate) struct Pair {
+    pub(crate) dir: TempDir,
+    pub(crate) source: PathBuf,
+    pub(crate) target: PathBuf,
+    pub(crate) faults: Faults,
 }
 
 impl Pair {
-    fn new(source: &str, target: &str) -> Pair {
+    pub(crate) fn new(source: &str, target: &str) -> Pair {
         let dir = dir_on_disk();
         let path = |name: &str, extension| dir.path().join(name).with_extension(extension);
         let (source, target) = (path("source", source), path("target", target));
@@ -45,42 +45,42 @@ impl Pair {
         pair
     }
 
-    fn map(&self) -> PathBuf {
+    pub(crate) fn map(&self) -> PathBuf {
         self.dir.path().join("map")
     }
 
-    fn open(&self) -> Arc<Disk> {
+    pub(crate) fn open(&self) -> Arc<Disk> {
         let options = OpenOptions::default();
         let disk = Disk::open_image(&name(&self.source), &options).unwrap();
         let mirror = MirrorOptions { target: name(&self.target), map: self.map() };
         Arc::new(disk.mirrored(&mirror, &options).unwrap())
     }
 
-    fn session(&self, disk: &Arc<Disk>) -> Session {
+    pub(crate) fn session(&self, disk: &Arc<Disk>) -> Session {
         Session::new(disk.clone(), |arena| self.faults.open(arena, 64)).unwrap()
     }
 
     /// Begins the copy.
-    fn copies(&self, disk: &Disk) {
+    pub(crate) fn copies(&self, disk: &Disk) {
         let faults = self.faults.clone();
         let engine: ServiceEngine = Arc::new(move |arena, entries| faults.open(arena, entries));
         disk.begin_service(&engine).unwrap();
     }
 
-    fn status(&self) -> MirrorStatus {
+    pub(crate) fn status(&self) -> MirrorStatus {
         MirrorFile::open(&self.map()).unwrap().status().unwrap()
     }
 
-    fn wait_for(&self, state: MirrorState) {
+    pub(crate) fn wait_for(&self, state: MirrorState) {
         wait_until("a state of the mirror", || self.status().state == state);
     }
 
-    fn is_complete(&self) -> bool {
+    pub(crate) fn is_complete(&self) -> bool {
         MirrorFile::open(&self.map()).unwrap().is_complete().unwrap()
     }
 
     /// A mirror that was complete and is opened again, without a copy.
-    fn in_step(source: &str, target: &str) -> (Pair, Arc<Disk>) {
+    pub(crate) fn in_step(source: &str, target: &str) -> (Pair, Arc<Disk>) {
         let pair = Pair::new(source, target);
         let disk = pair.open();
         pair.copies(&disk);
@@ -96,7 +96,7 @@ impl Pair {
 
     /// Copies what the target lacks, and closes both.
     #[track_caller]
-    fn ends_equal(&self, disk: Arc<Disk>) {
+    pub(crate) fn ends_equal(&self, disk: Arc<Disk>) {
         self.copies(&disk);
         self.wait_for(MirrorState::InStep);
         self.session(&disk).close().unwrap();
@@ -106,7 +106,7 @@ impl Pair {
     }
 
     #[track_caller]
-    fn are_equal(&self) {
+    pub(crate) fn are_equal(&self) {
         let [a, b] = [&self.source, &self.target].map(|path| {
             let disk = Disk::open_image(&name(path), &OpenOptions::default()).unwrap();
             let mut session = self.session(&Arc::new(disk));
@@ -121,7 +121,7 @@ impl Pair {
     }
 
     /// Changes the target as a death of its host would: what was not flushed is lost.
-    fn spoil_target(&self, at: u64) {
+    pub(crate) fn spoil_target(&self, at: u64) {
         let file = File::options().write(true).open(&self.target).unwrap();
         file.write_all_at(&[0xee; 4096], at).unwrap();
     }

@@ -58,6 +58,7 @@ fn working(job: &protocol::Job) -> Job {
         done_bytes: job.done,
         all_bytes: job.all,
         paused: job.phase == JobPhase::Paused,
+        troubled: job.why.is_some(),
     }
 }
 

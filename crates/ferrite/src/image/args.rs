@@ -21,7 +21,7 @@ pub(crate) use looking::{CheckArgs, CompareArgs, InfoArgs, MapArgs, Scope};
 pub(crate) use making::{
     CloneArgs, ConvertArgs, CreateArgs, MeasureArgs, RebaseArgs, ResizeArgs, SnapshotArgs,
 };
-pub(crate) use merging::{CoalesceArgs, MergeStep, MirrorCheckArgs};
+pub(crate) use merging::{CoalesceArgs, MergeStep, MirrorCheckArgs, MirrorMapArgs, MirrorMapVerb};
 
 /// The arguments of `ferrite image`.
 #[derive(Debug, Args)]
@@ -87,6 +87,9 @@ pub(crate) enum ImageCommand {
     /// Look whether a disk in use can be mirrored to a target: the daemon runs it.
     #[command(hide = true)]
     MirrorCheck(MirrorCheckArgs),
+    /// A change of the map that says after a power cut what a mirror's target lacks: the daemon runs it.
+    #[command(hide = true)]
+    MirrorMap(MirrorMapArgs),
     /// Give an image another parent, and keep its contents.
     Rebase(RebaseArgs),
     /// Make a disk larger, or smaller where nothing is allocated.

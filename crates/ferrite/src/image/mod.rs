@@ -88,6 +88,7 @@ fn command(tools: &ImageTools<'_>, args: &ImageArgs, shown: &Shown) -> Result<()
         }
         ImageCommand::Coalesce(it) => merging::coalesce(tools, &out, it),
         ImageCommand::MirrorCheck(it) => mirroring::check(tools, &out, it),
+        ImageCommand::MirrorMap(it) => mirroring::map(tools, &out, it),
         ImageCommand::MergeStep(step) => merging::step(tools, &out, step),
         ImageCommand::Rebase(it) => out.confirm(&making::rebase(tools, it)?, text::made),
         ImageCommand::Resize(it) => {

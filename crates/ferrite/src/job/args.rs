@@ -110,6 +110,11 @@ pub(crate) struct MirrorArgs {
     #[arg(long)]
     pub(crate) switch: bool,
 
+    /// Go on with the target of a mirror that a power cut or a shutdown of the guest has ended: copy only what it lacks. The
+    /// target must not have been written by anyone else since.
+    #[arg(long)]
+    pub(crate) resume: bool,
+
     /// Copy at most so many bytes a second, such as 50M; writes of the guest are not limited.
     #[arg(long, value_name = "BYTES_PER_S")]
     pub(crate) speed: Option<Speed>,

@@ -19,8 +19,8 @@ use std::path::{Path, PathBuf};
 use ferrite_disk::Disk;
 use ferrite_disk_base::dirty::layout::{Head, State, regions};
 use ferrite_disk_base::dirty::{
-    Blocks, Content, Found, Image, MAX_DISK_BYTES, MAX_MAPS, Map, MapId, REGION_BYTES, image_at,
-    path_of,
+    Blocks, Content, Found, Image, MAX_DISK_BYTES, MAX_MAPS, Map, MapId, REGION_BYTES,
+    forget_blocks, image_at, path_of,
 };
 use ferrite_disk_base::{DiskError, Raw, SECTOR_BYTES, plain};
 use ferrite_host::clock::secret;
@@ -64,7 +64,14 @@ impl Old {
 
 impl Maps {
     fn blocks(&self, id: &MapId, region: u64) -> u64 {
-        self.old.as_ref().map_or(0, |old| old.changed(id, region))
+        let old = self.old.as_ref().filter(|old| old.content.maps.iter().any(|m| m.id == *id));
+        let is_set = |map: &Map| map.bits[region as usize / 64] >> (region % 64) & 1 != 0;
+        match (old, self.maps.iter().find(|map| map.id == *id)) {
+            (Some(old), _) => old.changed(id, region),
+            // A new map of a mirror has all bits set.
+            (None, Some(map)) if is_set(map) => u64::MAX,
+            _ => 0,
+        }
     }
 
     /// Adds the maps of another image with the same contents. A map that both have has the changes of both.
@@ -185,10 +192,21 @@ impl ImageTools<'_> {
     /// Gives the image at `name` these maps, as its own.
     pub(super) fn write_maps(&self, maps: &Maps, name: &Path) -> std::io::Result<()> {
         if maps.maps.is_empty() {
-            return self.remove_maps(&path_of(name));
+            self.remove_maps(&path_of(name))?;
+            return self.forget_blocks(name, None);
         }
         let content = content(maps, image_at(name)?, None)?;
-        self.put_maps(maps, &content, name)
+        self.put_maps(maps, &content, name)?;
+        // The old file of maps is gone for good.
+        self.forget_blocks(name, Some(&content.head.file))
+    }
+
+    /// Removes what is in memory of an image's earlier files of maps.
+    fn forget_blocks(&self, name: &Path, keep: Option<&MapId>) -> std::io::Result<()> {
+        let Some(dir) = self.readable_state() else { return Ok(()) };
+        let image = plain::open(name, OFlags::RDONLY)?;
+        forget_blocks(dir, &image, name, keep);
+        Ok(())
     }
 
     fn put_maps(&self, maps: &Maps, content: &Content, name: &Path) -> std::io::Result<()> {

@@ -34,7 +34,12 @@ pub enum MapChange {
     Clear(String),
     /// Ends this map.
     End(String),
+    /// Begins the map of a mirror, or begins it anew: its target lacks everything. Other maps have no such name.
+    Mirror(String),
 }
+
+/// The beginning of the names of mirrors' maps.
+pub const MIRROR_MAP: &str = "mirror-";
 
 impl ImageTools<'_> {
     /// The maps of an image, with what has changed.
@@ -176,12 +181,21 @@ fn apply(
     bytes: u64,
     what: impl Fn() -> String,
 ) -> Result<(), DiskError> {
-    let (MapChange::Begin(name) | MapChange::Clear(name) | MapChange::End(name)) = change;
+    let (MapChange::Begin(name)
+    | MapChange::Clear(name)
+    | MapChange::End(name)
+    | MapChange::Mirror(name)) = change;
     if VolumeName::new(name).is_none() {
         let why = format!(
             "{name:?} cannot be the name of a map: it has up to 63 letters, digits, \"-\", \"_\" or \".\", and begins with a \
              letter or digit"
         );
+        return Err(DiskError::new(ErrorKind::Usage, what(), why, "choose another name"));
+    }
+    let is_mirrors = matches!(change, MapChange::Mirror(_) | MapChange::End(_));
+    if name.starts_with(MIRROR_MAP) && !is_mirrors {
+        // A cleared one would say that the target lacks nothing.
+        let why = format!("maps of mirrors alone have names that begin with {MIRROR_MAP:?}");
         return Err(DiskError::new(ErrorKind::Usage, what(), why, "choose another name"));
     }
     let at = maps.iter().position(|map| map.name == *name);
@@ -190,7 +204,7 @@ fn apply(
             let help = "choose another name; ferrite image dirty clear begins this map anew";
             return Err(refused(what(), format!("there is a map {name}"), help));
         }
-        (MapChange::Begin(_), None) if maps.len() == MAX_MAPS => {
+        (MapChange::Begin(_) | MapChange::Mirror(_), None) if maps.len() == MAX_MAPS => {
             let help = "end one that is not needed any more (ferrite image dirty remove)";
             return Err(refused(what(), format!("it has {MAX_MAPS} maps, and no more fit"), help));
         }
@@ -201,9 +215,10 @@ fn apply(
         }
         (_, at) => at.map(|at| maps.remove(at)),
     };
-    if let MapChange::Begin(_) | MapChange::Clear(_) = change {
+    if !matches!(change, MapChange::End(_)) {
         let id = secret().map_err(|e| broken(what(), e))?;
-        let bits = vec![0; regions(bytes).div_ceil(64) as usize];
+        let word = if matches!(change, MapChange::Mirror(_)) { u64::MAX } else { 0 };
+        let bits = vec![word; regions(bytes).div_ceil(64) as usize];
         maps.push(Map { name: name.clone(), id, begun_s: unix_time_s(), bits });
     }
     Ok(())

@@ -15,6 +15,7 @@ mod instructions;
 mod kept;
 mod loopback;
 pub(crate) mod machine;
+mod mirror;
 pub(crate) mod nbd;
 mod network;
 pub(crate) mod result;
@@ -75,6 +76,8 @@ enum Part {
     Store,
     /// Disks by NBD, compared with qemu-nbd.
     Nbd,
+    /// Disks with a dirty map, and with a mirror, compared with the same without.
+    Mirror,
     /// Many guests, and disks at rest.
     Guests,
     /// Disks with a keeper and a worker each, compared with one process.
@@ -102,6 +105,7 @@ impl Part {
         Part::Images,
         Part::Store,
         Part::Nbd,
+        Part::Mirror,
         Part::Guests,
         Part::Kept,
         Part::Instructions,
@@ -121,6 +125,7 @@ impl Part {
             Part::Images => "images",
             Part::Store => "store",
             Part::Nbd => "nbd",
+            Part::Mirror => "mirror",
             Part::Guests => "guests",
             Part::Kept => "kept",
             Part::Instructions => "instructions",
@@ -140,6 +145,7 @@ impl Part {
             Part::Images => images::run(&Setup::new(arguments)?),
             Part::Store => store::run(&Setup::new(arguments)?),
             Part::Nbd => nbd::run(&Setup::new(arguments)?),
+            Part::Mirror => mirror::run(&Setup::new(arguments)?),
             Part::Guests => guests::run(&Setup::new(arguments)?),
             Part::Kept => kept::run(&Setup::new(arguments)?),
             Part::Instructions => instructions::run(arguments.runs, &arguments.instructions),

@@ -118,6 +118,14 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     pub(crate) force_overwrite: bool,
 
+    /// Have all writes go to this image, too; what it holds is lost.
+    #[arg(long, value_name = "IMAGE", requires = "mirror_map")]
+    pub(crate) mirror: Option<String>,
+
+    /// The map of the mirror, which says what it lacks.
+    #[arg(long, value_name = "FILE", requires = "mirror")]
+    pub(crate) mirror_map: Option<PathBuf>,
+
     /// How data moves between a guest and buffers: copy, map, or persistent.
     #[arg(long, value_name = "HOW", default_value_t = Mover::Copy)]
     pub(crate) mover: Mover,

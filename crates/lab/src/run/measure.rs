@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use ferrite::exit::{Code, Failure};
 use ferrite::{engine, signals};
-use ferrite_disk::{Disk, OpenOptions};
+use ferrite_disk::{Disk, MirrorOptions, OpenOptions, mirror_target};
 use ferrite_host::clock::{Clock, SystemClock};
 use rustix::time::{ClockId, clock_gettime};
 use signal_hook::iterator::Signals;
@@ -149,7 +149,9 @@ pub(super) fn open(args: &BenchArgs, state_dir: &Path) -> Result<Disk, Failure> 
             errno: None,
         });
     }
-    Ok(disk)
+    let (Some(target), Some(map)) = (&args.mirror, &args.mirror_map) else { return Ok(disk) };
+    let mirror = MirrorOptions { target: mirror_target(target)?, map: map.clone() };
+    Ok(disk.mirrored(&mirror, &options)?)
 }
 
 /// The processor time of a process, and when it was read. All of its threads count, including those that have ended and

@@ -198,7 +198,7 @@ impl Everything {
     /// without end.
     fn jobs(&self, to: &mut DescriptorEncoder<'_>) -> fmt::Result {
         type Value = fn(&Job) -> f64;
-        let gauges: [(&str, &str, Option<&Unit>, Value); 3] = [
+        let gauges: [(&str, &str, Option<&Unit>, Value); 4] = [
             ("ferrite_disk_job_done", "What a disk's job has done", Some(&Unit::Bytes), |job| {
                 job.done_bytes as f64
             }),
@@ -208,6 +208,12 @@ impl Everything {
             ("ferrite_disk_job_paused", "Whether a disk's job rests", None, |job| {
                 f64::from(u8::from(job.paused))
             }),
+            (
+                "ferrite_disk_job_troubled",
+                "Whether something keeps a disk's job from its end",
+                None,
+                |job| f64::from(u8::from(job.troubled)),
+            ),
         ];
         let name = |job: &Job| ferrite_serve::blkif::lifecycle::run_dir_name(job.domid, job.devid);
         let names: Vec<String> = self.host.jobs.iter().map(name).collect();

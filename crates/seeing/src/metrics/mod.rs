@@ -48,6 +48,8 @@ pub struct Job {
     pub all_bytes: u64,
     /// Whether it rests until it is resumed.
     pub paused: bool,
+    /// Whether something keeps it from its end: a target that fails, or a copy that does not converge.
+    pub troubled: bool,
 }
 
 /// An attached disk.

@@ -70,7 +70,8 @@ fn tap(run: &Path, uri: &str) -> Result<DiskId, Fault> {
 
 fn mirror(run: &Path, asked: &StartParams) -> Result<Value, Fault> {
     let disk = tap(run, &asked.uri)?;
-    let params = MirrorParams { disk, target: asked.remote.clone(), switch: false, speed: None };
+    let (target, switch, resume) = (asked.remote.clone(), false, false);
+    let params = MirrorParams { disk, target, switch, resume, speed: None };
     match ask::<Job>(run, "disk.mirror", &params, ANSWER) {
         Ok(job) => Ok(operation(&job)),
         // A repeated call: the operation is the same.

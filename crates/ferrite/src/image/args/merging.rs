@@ -41,6 +41,33 @@ pub(crate) struct MirrorCheckArgs {
     pub(crate) target: String,
 }
 
+/// The arguments of `mirror-map`.
+#[derive(Debug, Args)]
+pub(crate) struct MirrorMapArgs {
+    /// What is done.
+    #[arg(value_enum)]
+    pub(crate) verb: MirrorMapVerb,
+
+    /// The image of the disk, which nothing has open but for a look.
+    pub(crate) source: OsString,
+
+    /// The name of the map.
+    pub(crate) map: String,
+}
+
+/// The changes of a mirror's map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum MirrorMapVerb {
+    /// The target lacks everything.
+    Begin,
+    /// The target lacks what the map names.
+    Keep,
+    /// Which maps there are, while the disk may be in use.
+    Look,
+    /// There is no mirror any more.
+    End,
+}
+
 /// The steps of a merge, for the daemon. With --json there is a line of JSON a second with the progress, and one with
 /// the result.
 #[derive(Debug, Subcommand)]
