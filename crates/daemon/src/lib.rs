@@ -43,6 +43,7 @@ mod follow;
 pub mod jobs;
 mod joint_upgrade;
 pub mod keepers;
+pub mod migration;
 mod moved;
 pub mod new_leaf;
 pub mod orphan;
@@ -67,6 +68,7 @@ use devices::Devices;
 use exports::Exports;
 use jobs::{Jobs, Means};
 use joint_upgrade::Participant;
+use migration::Migrations;
 use params::Image;
 use state::{DiskId, States};
 pub use step::Step;
@@ -394,6 +396,7 @@ pub(crate) struct Shared {
     taps: Taps,
     devices: Devices,
     exports: Exports,
+    migration: Migrations,
     /// What the hypervisor tells of the guests, if it tells it to this domain.
     domains: Option<Arc<dyn Domains>>,
     clock: Arc<dyn Clock>,
@@ -511,6 +514,7 @@ impl Daemon {
         let lock = Lock::take(paths.lock())?;
         let states = States::open(&paths.states())?;
         let switched = Switched::new(&config.state_folder);
+        let migration = Migrations::of(&config.state_folder);
         let jobs = Jobs::open(&paths.jobs(), Means::default())?;
         let shared = Shared {
             config,
@@ -524,6 +528,7 @@ impl Daemon {
             taps: Taps::default(),
             devices: Devices::default(),
             exports: Exports::default(),
+            migration,
             domains: None,
             clock: SystemClock::shared(),
             log: SharedLogLimit::default(),
@@ -580,6 +585,7 @@ impl Daemon {
         devices::restore(&self.shared);
         exports::restore(&self.shared);
         self.shared.jobs.begin(&self.shared);
+        migration::begin(&self.shared);
         let control = control::server::Server::start(&self.shared)?;
         suspended::watch(&self.shared)?;
         alive("starting");

@@ -504,6 +504,21 @@ pub const NBD_SERVERS: &str = "FERRITE_TEST_NBD_SERVERS";
 pub const ON_FULL: &str = "FERRITE_TEST_ON_FULL";
 /// The environment variable by which a daemon learns of suspended guests.
 pub const SUSPENDS: &str = "FERRITE_TEST_SUSPENDS";
+/// The environment variable with a step of a daemon and a command that is run at it: `STEP=COMMAND`.
+pub const DO_AT: &str = "FERRITE_TEST_DO_AT";
+
+/// Runs the command that the environment names for a step.
+fn do_at(step: Step) {
+    let Ok(text) = std::env::var(DO_AT) else { return };
+    if let Some((at, command)) = text.split_once('=')
+        && at == format!("{step:?}")
+    {
+        assert!(Command::new("sh").args(["-c", command]).status().unwrap().success());
+    }
+}
+
+/// The environment variable that names a daemon's configuration, for its table `migration`.
+pub const CONFIG: &str = "FERRITE_TEST_CONFIG";
 const DIE_AT: &str = "FERRITE_TEST_DIE_AT";
 
 /// Runs a daemon that serves disks itself, if the environment asks for one.
@@ -547,6 +562,9 @@ pub fn be_a_daemon_as(
         let certificate_folders = vec!["/".into()];
         config.nbd = NbdOptions { servers: servers.collect(), certificate_folders };
     }
+    if let Ok(file) = std::env::var(CONFIG) {
+        config.migration = Config::load(file.as_ref(), true).unwrap().migration;
+    }
     let paths = Paths { run: env(RUN).into() };
     let way = connect(env(STORE).as_ref());
     let stop = Arc::new(Waker::new().unwrap());
@@ -563,6 +581,7 @@ pub fn be_a_daemon_as(
             kill_process(getpid(), Signal::KILL).unwrap();
         }
         kill_victim(step);
+        do_at(step);
     });
     daemon.run(&|_| ()).unwrap();
 }
