@@ -163,8 +163,11 @@ pub(crate) fn forget(shared: &Shared, id: &str) -> Result<(), Failure> {
     match (records.read::<Outgoing>(id), records.read::<Incoming>(id)) {
         (Ok(Some(out)), _) if !out.done => Err(going()),
         (Ok(Some(_)), _) => records.remove::<Outgoing>(id).map_err(failed),
-        (_, Ok(Some(of))) if of.state == Receiver::Incoming || of.keep => Err(going()),
-        (_, Ok(Some(_))) => records.remove::<Incoming>(id).map_err(failed),
+        (_, Ok(Some(of))) if of.state == Receiver::Incoming => Err(going()),
+        (_, Ok(Some(of))) => {
+            receive::end(shared, &of)?;
+            records.remove::<Incoming>(id).map_err(failed)
+        }
         _ => Err(no_such(id)),
     }
 }

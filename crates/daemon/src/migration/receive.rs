@@ -49,6 +49,8 @@ use crate::{Failure, Shared, Step, taps, verbs};
 const MAX_CLIENTS: usize = 16;
 /// The largest disk.
 const MAX_DISK_BYTES: u64 = 64 << 40;
+/// The socket of the process that listens.
+const LISTENER: &str = "migration-listener.sock";
 /// The pause before the listener is looked for again.
 const RETRY: Duration = Duration::from_secs(2);
 
@@ -75,6 +77,12 @@ pub(super) fn listen(shared: &Arc<Shared>) {
     if let Err(e) = thread.spawn(move || accept(&accepting, &listener)) {
         return tracing::error!("no disk can come here: no thread: {e}");
     }
+    // That of an earlier daemon may have another configuration.
+    if let Ok(before) = Exporter::connect(&shared.paths.run.join(LISTENER))
+        && let Err(e) = before.end()
+    {
+        tracing::warn!("the listener for disks that come is the earlier one still: {e}");
+    }
     let mut said = None;
     loop {
         match keep_listener(shared, listen, &socket) {
@@ -93,7 +101,7 @@ pub(super) fn listen(shared: &Arc<Shared>) {
 
 /// Starts the process that listens, unless it runs. It outlives the daemon.
 fn keep_listener(shared: &Shared, listen: SocketAddr, server: &Path) -> Result<(), Failure> {
-    let own = shared.paths.run.join("migration-listener.sock");
+    let own = shared.paths.run.join(LISTENER);
     if Exporter::connect(&own).is_ok() {
         return Ok(());
     }
@@ -221,6 +229,9 @@ fn give_up_unmade(shared: &Shared, id: &str) {
 
 /// Whether a disk may come.
 fn may_come(shared: &Shared, asked: &Prepare, folder: &Path) -> Result<(), Failure> {
+    // What was aborted may be aborted again.
+    let is_aborted = |of: &Incoming| (of.state == Receiver::Aborted).then_some(of.created);
+    shared.migration.records.prune::<Incoming>(now_s(), is_aborted);
     let records: Vec<Incoming> = shared.migration.records.all();
     if records.len() >= records::MAX {
         let help = "remove old ones there: ferrite migrate list, ferrite migrate forget";
@@ -280,9 +291,13 @@ pub(super) fn ensure(shared: &Arc<Shared>, mut record: Incoming) -> Result<Incom
         }
         Receiver::Taken => {
             let (coming, own) = (record.coming(), record.image());
-            close(shared, &coming)?;
-            name(&coming, &own)?;
-            (shared.on_step)(Step::Migration("named"));
+            if !record.named {
+                close(shared, &coming)?;
+                name(&coming, &own)?;
+                (shared.on_step)(Step::Migration("named"));
+                record.named = true;
+                write(shared, &record)?;
+            }
             if record.keep {
                 give(shared, &mut record, &own)?;
             }
@@ -475,6 +490,11 @@ fn clean(shared: &Shared, record: &Incoming) {
             tracing::warn!("cannot remove {}: {e}", path.display());
         }
     }
+}
+
+/// Ends what is left of a disk that has come: its export to the sender.
+pub(super) fn end(shared: &Shared, record: &Incoming) -> Result<(), Failure> {
+    close(shared, &record.image())
 }
 
 /// What an administrator has said of a disk that comes.

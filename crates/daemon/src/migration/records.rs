@@ -21,6 +21,8 @@ use crate::state::DiskId;
 const VERSION: u32 = 1;
 /// The longest record.
 const MAX_BYTES: u64 = 64 << 10;
+/// How long the record of a migration that is over is kept, in seconds.
+const KEPT_S: u64 = 30 * 24 * 3600;
 /// Most records of one kind. A further migration is refused.
 pub(crate) const MAX: usize = 1000;
 
@@ -75,6 +77,8 @@ pub(crate) struct Incoming {
     pub(crate) keep: bool,
     /// Whether the image was made.
     pub(crate) made: bool,
+    /// Whether the image has its own name.
+    pub(crate) named: bool,
     /// Who has the disk.
     pub(crate) state: Receiver,
     /// When it was begun, in seconds since 1970.
@@ -115,6 +119,7 @@ impl Incoming {
             export: String::new(),
             keep: false,
             made: false,
+            named: false,
             state: Receiver::Incoming,
             created,
         }
@@ -212,6 +217,16 @@ impl Records {
         match fs::remove_file(&path) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
             _ => sync_folder(&path),
+        }
+    }
+
+    /// Removes old records of which nothing depends any more: those that `is_over`.
+    pub(crate) fn prune<R: Kept>(&self, now_s: u64, is_over: impl Fn(&R) -> Option<u64>) {
+        for record in self.all::<R>() {
+            let is_old = is_over(&record).is_some_and(|at| now_s.saturating_sub(at) > KEPT_S);
+            if is_old && let Err(e) = self.remove::<R>(record.id()) {
+                tracing::warn!("the record of migration {} stays: {e}", record.id());
+            }
         }
     }
 

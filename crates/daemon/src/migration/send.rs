@@ -24,7 +24,7 @@ use serde::Deserialize;
 use super::messages::{Answer, Ask, Prepare, to_hex};
 use super::records::{self, Outgoing};
 use super::token::{Receiver, Request, Sender};
-use super::wire::Peer;
+use super::wire::{NoAnswer, Peer};
 use super::{new_id, no_certificates, no_such, now_s};
 use crate::jobs::state::{Mirror, MirrorMigration, Task};
 use crate::params::{Format, Image};
@@ -62,8 +62,10 @@ pub(crate) fn read(shared: &Shared, id: &str) -> Result<Outgoing, Failure> {
 pub(crate) fn of_disk(shared: &Shared, disk: DiskId) -> Result<Outgoing, Failure> {
     let image = shared.table.read(|disks| disks.get(&disk)?.image.clone());
     let all = shared.migration.records.all::<Outgoing>();
-    let mut all = all.into_iter().filter(|record| !record.done);
-    all.find(|record| record.disk == disk && image.as_ref().is_none_or(|i| *i == record.image || i.format == Format::Nbd))
+    // One that was given up waits for the other host to hear of it.
+    let is_open = |it: &Outgoing| !it.done && !(it.gives_up && it.state == Sender::Owner);
+    let mut all = all.into_iter().filter(is_open);
+    all.find(|it| it.disk == disk && image.as_ref().is_none_or(|image| *image == it.image))
         .ok_or_else(|| {
             refuse(format!("disk {disk} has no migration"), "ferrite migrate DISK HOST begins one")
         })
@@ -88,8 +90,8 @@ fn address(shared: &Shared, host: &str) -> Result<(Address, String), Failure> {
     Ok((Address::Tls { host: name, port, certificates }, shown))
 }
 
-fn connect(shared: &Shared, host: &str) -> Result<Peer, super::wire::NoAnswer> {
-    let (address, shown) = address(shared, host).map_err(super::wire::NoAnswer::Refused)?;
+fn connect(shared: &Shared, host: &str) -> Result<Peer, NoAnswer> {
+    let (address, shown) = address(shared, host).map_err(NoAnswer::Refused)?;
     Peer::connect(&address, &shown)
 }
 
@@ -119,6 +121,8 @@ pub(crate) fn prepare(
         let help = "ferrite migrate status shows it; ferrite migrate abort ends it";
         return Err(refuse(format!("disk {disk} is migrated already"), help));
     }
+    let is_over = |it: &Outgoing| it.done.then_some(it.created);
+    shared.migration.records.prune::<Outgoing>(now_s(), is_over);
     let all = shared.migration.records.all::<Outgoing>();
     if all.len() >= records::MAX {
         return Err(refuse("there are too many records of migrations", "ferrite migrate forget ID removes old ones"));
@@ -153,6 +157,13 @@ pub(crate) fn prepare(
             Ok(record)
         }
         Ok(_) => Err(give_up_new(shared, &mut record, refuse("its answer is not understood", "use one release"))),
+        // It has not begun there.
+        Err(NoAnswer::Refused(e)) => {
+            shared.migration.records.remove::<Outgoing>(&id).map_err(|e| {
+                refuse(format!("its record cannot be removed: {e}"), "mend the state folder")
+            })?;
+            Err(e)
+        }
         Err(no) => Err(give_up_new(shared, &mut record, no.into())),
     }
 }
