@@ -161,10 +161,10 @@ fn dies(places: &Places, at: (Option<Step>, Option<Step>), moves: bool) {
     }
     let load = Load::start(&lab.host, &lab.disk);
     load.wait_for_progress();
-    // It may end with its daemon.
-    let ended = lab.run(&["migrate", "web1/xvda", "b"]);
+    // It waits for a daemon that is started again, or ends with it.
+    let mut command = lab.begins(&["migrate", "web1/xvda", "b"]);
     if at.0.is_some() {
-        lab.is_dead(&format!("{at:?}: {ended:?}"));
+        lab.is_dead(&format!("{at:?}"));
         lab.start_again();
         // A migration that was begun and not committed is given up, or goes on.
         if let Some(open) = migrations::list(&lab.host).into_iter().find(|it| !it.over)
@@ -176,7 +176,8 @@ fn dies(places: &Places, at: (Option<Step>, Option<Step>), moves: bool) {
             let _ = lab.run(&["migrate", "commit", "web1/xvda"]);
         }
     }
-    if there.has_died() {
+    if at.1.is_some() {
+        wait_until("the death of the receiver", || there.has_died());
         there.start(None);
     }
     wait_until(&format!("a decision after {at:?}"), || {
@@ -187,10 +188,12 @@ fn dies(places: &Places, at: (Option<Step>, Option<Step>), moves: bool) {
     let own = migrations::list(&lab.host).pop().unwrap().holder;
     let other = migrations::list(&there.host).pop().map_or(Holder::There, |it| it.holder);
     assert!((own == Holder::Here) != (other == Holder::Here), "{at:?}: {own:?} {other:?}");
-    assert_eq!(own == Holder::There, moves, "{at:?}: {ended:?}");
+    assert_eq!(own == Holder::There, moves, "{at:?}");
     assert_eq!(fs::exists(there.image("a.qcow2")).unwrap(), moves, "{at:?}");
     wait_until("the guest's disk", || image_of(&lab).starts_with("nbds://") == moves);
     load.wait_for_progress();
+    let _ = command.kill();
+    command.wait().unwrap();
     load.end();
     lab.detach();
 }

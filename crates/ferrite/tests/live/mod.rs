@@ -240,6 +240,13 @@ impl Lab {
         command.env("XENSTORED_PATH", self.host.store_socket()).output().unwrap()
     }
 
+    /// Begins a command of the daemon's.
+    pub fn begins(&self, words: &[&str]) -> Child {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        command.args(words).env_remove("RUST_LOG").arg("--run-dir").arg(self.host.paths().run);
+        command.env("XENSTORED_PATH", self.host.store_socket()).spawn().unwrap()
+    }
+
     /// Runs a command that works, and returns what it has said.
     pub fn does(&self, args: &[&str]) -> String {
         let done = self.run(args);
