@@ -27,7 +27,7 @@ pub(crate) struct DistArguments {
 }
 
 /// The pages of the documentation that hosts get. Links of these lead only to pages of this list.
-const PAGES: [&str; 26] = [
+const PAGES: [&str; 27] = [
     "operations.md",
     "watching.md",
     "serve.md",
@@ -48,6 +48,7 @@ const PAGES: [&str; 26] = [
     "trace.md",
     "performance.md",
     "internals/dirty-map.md",
+    "internals/migration.md",
     "internals/mirror.md",
     "internals/processes.md",
     "internals/formats.md",

@@ -85,6 +85,13 @@ pub(crate) fn mirrors() -> Result<()> {
     steps::run(test.args(["--", "--include-ignored"]))
 }
 
+/// Migrations to another host: the cases that a commit does not have.
+pub(crate) fn migrations() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite", "--test", "migrate"]);
+    steps::run(test.args(["--", "--include-ignored"]).env("FERRITE_TEST_REQUIRE_PEERS", "1"))
+}
+
 /// Taps in a hundred times as many random orders as with each commit.
 pub(crate) fn random_taps() -> Result<()> {
     let mut test = cargo();

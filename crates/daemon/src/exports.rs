@@ -43,6 +43,9 @@ pub(crate) struct Record {
     pub(crate) tls: Option<PathBuf>,
     /// Whether clients need no certificates.
     pub(crate) any_client: bool,
+    /// The hosts whose certificates clients may have. Empty: any that the authority has signed.
+    #[serde(skip_serializing_if = "Vec::is_empty", default)]
+    pub(crate) peers: Vec<String>,
     /// The export's name.
     pub(crate) name: String,
     /// Whether clients may not change anything.
@@ -202,7 +205,11 @@ fn start(shared: &Shared, record: &mut Record) -> Result<Exporter, NotDone> {
         socket: socket(shared, disk),
         server: nbd_socket(&shared.paths.run.join(disk.file_name())),
         listen: record.listen.clone(),
-        tls: record.tls.clone().map(|folder| TlsFolder { folder, verifies: !record.any_client }),
+        tls: record.tls.clone().map(|folder| TlsFolder {
+            folder,
+            verifies: !record.any_client,
+            peers: record.peers.clone(),
+        }),
         name: record.name.clone(),
         read_only: record.read_only,
         hides_names: record.no_list,

@@ -43,6 +43,7 @@ mod follow;
 pub mod jobs;
 mod joint_upgrade;
 pub mod keepers;
+pub mod migration;
 mod moved;
 pub mod new_leaf;
 pub mod orphan;
@@ -68,6 +69,7 @@ use devices::Devices;
 use exports::Exports;
 use jobs::{Jobs, Means};
 use joint_upgrade::Participant;
+use migration::Migrations;
 use params::Image;
 use state::{DiskId, States};
 pub use step::Step;
@@ -397,6 +399,7 @@ pub(crate) struct Shared {
     devices: Devices,
     exports: Exports,
     writers: Writers,
+    migration: Migrations,
     /// What the hypervisor tells of the guests, if it tells it to this domain.
     domains: Option<Arc<dyn Domains>>,
     clock: Arc<dyn Clock>,
@@ -520,6 +523,7 @@ impl Daemon {
         let lock = Lock::take(paths.lock())?;
         let states = States::open(&paths.states())?;
         let switched = Switched::new(&config.state_folder);
+        let migration = Migrations::of(&config.state_folder);
         let jobs = Jobs::open(&paths.jobs(), Means::default())?;
         let shared = Shared {
             config,
@@ -534,6 +538,7 @@ impl Daemon {
             devices: Devices::default(),
             exports: Exports::default(),
             writers: Writers::default(),
+            migration,
             domains: None,
             clock: SystemClock::shared(),
             log: SharedLogLimit::default(),
@@ -590,6 +595,7 @@ impl Daemon {
         devices::restore(&self.shared);
         exports::restore(&self.shared);
         self.shared.jobs.begin(&self.shared);
+        migration::begin(&self.shared);
         let control = control::server::Server::start(&self.shared)?;
         suspended::watch(&self.shared)?;
         alive("starting");

@@ -29,4 +29,6 @@ pub enum Step {
     DeviceMade,
     /// A job has come to this point: its state file has this step, or a part of the step is done.
     Job(&'static str),
+    /// A migration has come to this point, on the sender or the receiver.
+    Migration(&'static str),
 }

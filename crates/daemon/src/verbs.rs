@@ -213,7 +213,7 @@ pub(crate) fn switch(
 ) -> Result<(), NotDone> {
     let before = image(shared, id)?;
     if let Some(uri) = next.export() {
-        shared.config.nbd.check(&uri).map_err(NotDone::Failed)?;
+        shared.config.check_export(&uri).map_err(NotDone::Failed)?;
     }
     let by = "a switch to another image";
     pause::pause(shared, id, &Pause::step_of(by), WITHIN)?;
@@ -331,6 +331,11 @@ fn stays_paused(id: DiskId, why: NotDone, e: NotDone) -> NotDone {
 
 /// Runs `ferrite image` with these arguments. Its error is ours.
 pub(crate) fn run(shared: &Shared, arguments: &[OsString]) -> Result<(), Failure> {
+    asked(shared, arguments).map(drop)
+}
+
+/// Runs `ferrite image`, and returns what it says.
+pub(crate) fn asked(shared: &Shared, arguments: &[OsString]) -> Result<Vec<u8>, Failure> {
     let Some(tools) = shared.jobs.tools() else {
         let help = "look which program serves this host".to_owned();
         return Err(Failure { why: "this daemon has no programs for images".to_owned(), help });
@@ -342,7 +347,7 @@ pub(crate) fn run(shared: &Shared, arguments: &[OsString]) -> Result<(), Failure
     command.args(["--json", "--quiet"]).args(arguments).stdin(Stdio::null());
     let done = command.output().map_err(|e| not_run(&e))?;
     if done.status.success() {
-        return Ok(());
+        return Ok(done.stdout);
     }
     Err(reported(&done.stderr).unwrap_or_else(|| {
         let text = String::from_utf8_lossy(&done.stderr);

@@ -4,6 +4,7 @@
 //! * [`Raw`]: a regular file or a block device, byte for byte, open and locked.
 //! * [`Commits`], [`journal`]: metadata that was answered for and is not durable yet.
 //! * [`dirty`]: the durable map of what has changed on a disk.
+//! * [`moved`]: the durable mark of an image whose disk is on another host now.
 //! * [`Epochs`]: when a freed place is no longer in use.
 //! * [`ImageName`], [`OpenOptions`], [`Parents`]: which disk is opened, and how.
 //! * [`DiskError`], [`Finding`]: errors and damage, in words for people.
@@ -17,6 +18,7 @@ mod error;
 mod extent;
 mod finding;
 mod format;
+pub mod moved;
 mod name;
 mod options;
 mod parents;

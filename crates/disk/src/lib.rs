@@ -40,7 +40,7 @@ pub use ferrite_disk_base::{
     CONFIGURED_PARENTS, Class, Counts, DiscardLimits, DiskError, ErrorKind, Extent, Finding,
     Format, GrowthWatch, INDEX_BYTES, ImageName, Locking, MAX_LAYERS, METADATA_BYTES, Mark,
     OnDamage, OpenOptions, Parents, Port, ProblemKind, Rare, Raw, Reader, SECTOR_BYTES,
-    SyncWitness, dirty, size, warn_once,
+    SyncWitness, dirty, moved, size, warn_once,
 };
 pub use ferrite_images::vhd::{
     Change as HeaderChange, Facts as HeaderFacts, KeyHash, ParentLink, Uuid,

@@ -18,6 +18,7 @@ use crate::export::args::ExportArgs;
 use crate::guests::GuestDisk;
 use crate::image::args::ImageArgs;
 use crate::job::args::{CoalesceArgs, JobArgs, MirrorArgs};
+use crate::migrate::MigrateArgs;
 use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs, engines, movers, on_full_policies};
 use crate::parents::ParentsArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
@@ -147,6 +148,9 @@ pub(crate) enum Command {
     /// Have all writes of a running disk go to a second disk, too, and copy what that lacks; then move the disk there.
     #[command(after_help = crate::job::args::MIRROR_HELP)]
     Mirror(MirrorArgs),
+    /// Move a running disk to the daemon of another host.
+    #[command(after_help = crate::migrate::HELP)]
+    Migrate(MigrateArgs),
     /// Move running disks to a new version of ferrite; guests see a short pause.
     Upgrade(UpgradeArgs),
     /// Serve one disk for its keeper: with the options of serve, for as long as the keeper lives.

@@ -95,6 +95,13 @@ impl Failure {
         }
     }
 
+    /// The same failure with one more next step.
+    #[must_use]
+    pub fn with_more_help(self, more: &str) -> Failure {
+        let help = if self.help.is_empty() { more.to_owned() } else { format!("{}; {more}", self.help) };
+        Failure { help, ..self }
+    }
+
     /// Writes the failure to standard error and gives the code to end with.
     pub fn report(&self) -> ExitCode {
         self.report_as(false)

@@ -120,7 +120,7 @@ fn of_job(what: &str, id: u64, e: &ClientError) -> Failure {
 
 /// Waits for the end of a job, or until `is_enough` says so, with a progress bar. A daemon that is started again is waited for:
 /// the next one goes on with the job. `answered` is when it has answered before.
-fn follow(
+pub(crate) fn follow(
     run: &Path,
     id: u64,
     timeout: Option<Duration>,
@@ -172,7 +172,7 @@ fn is_away(e: &ClientError) -> bool {
 }
 
 /// Prints the result of a job that has ended. One that is not done is a failure.
-fn result(job: &Job, output: &OutputArgs) -> Result<(), Failure> {
+pub(crate) fn result(job: &Job, output: &OutputArgs) -> Result<(), Failure> {
     let is_done = job.phase == JobPhase::Done;
     if output.json || is_done {
         tell(output.json, job, || println!("{}", said(job)))?;

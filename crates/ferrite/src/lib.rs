@@ -20,6 +20,7 @@ mod image;
 mod job;
 mod lab;
 pub mod log;
+mod migrate;
 pub mod options;
 mod pairs;
 pub mod parents;
@@ -91,6 +92,7 @@ pub fn main() -> ExitCode {
         cli::Command::Disk(args) => disk::run(args),
         cli::Command::Job(args) => job::run(args),
         cli::Command::Mirror(args) => job::mirror::run(args),
+        cli::Command::Migrate(args) => migrate::run(args),
         cli::Command::Export(args) => export::run(args),
         cli::Command::Tunnel(args) => tunnel::run(args),
         cli::Command::Upgrade(args) => disk::upgrade(args),

@@ -42,6 +42,9 @@ enum Direction {
         /// Clients are not told the name.
         #[arg(long, requires = "export")]
         no_list: bool,
+        /// Clients have a certificate of one of these hosts.
+        #[arg(long, requires = "export", value_name = "HOST")]
+        peer: Vec<String>,
         #[command(flatten)]
         rights: RightsArgs,
     },
@@ -73,7 +76,7 @@ pub(crate) fn run(args: &TunnelArgs) -> Result<(), Failure> {
     // ends with its parent.
     let _stop = signals::flag()?;
     match &args.direction {
-        Direction::In { any_client, plain, export, read_only, no_list, rights } => {
+        Direction::In { any_client, plain, export, read_only, no_list, peer, rights } => {
             let how = match plain {
                 true => Inward::Plain,
                 false => Inward::Tls { verifies: !any_client },
@@ -85,7 +88,7 @@ pub(crate) fn run(args: &TunnelArgs) -> Result<(), Failure> {
             });
             let starter = given(FIRST_FD)?;
             rights.give_up(Means { sockets_only: true, accepts: true, ..Means::default() })?;
-            match inward(starter, how, restriction) {
+            match inward(starter, how, restriction, peer.clone()) {
                 Ok(never) => match never {},
                 Err(e) => Err(cannot("serve clients by TLS", e)),
             }

@@ -76,6 +76,8 @@ pub struct ExportLimits {
     pub read_only: bool,
     /// Whether clients are not told the name.
     pub hides_names: bool,
+    /// The hosts of which a client's certificate has to be one. Empty: any that the authority has signed.
+    pub peers: Vec<String>,
 }
 
 impl ExportLimits {
@@ -83,6 +85,7 @@ impl ExportLimits {
         let mut arguments = vec!["--export".to_owned(), self.name.clone()];
         arguments.extend(self.read_only.then(|| "--read-only".to_owned()));
         arguments.extend(self.hides_names.then(|| "--no-list".to_owned()));
+        arguments.extend(self.peers.iter().flat_map(|peer| ["--peer".to_owned(), peer.clone()]));
         arguments
     }
 }

@@ -60,6 +60,9 @@ pub struct TlsFolder {
     pub folder: PathBuf,
     /// Whether clients need certificates.
     pub verifies: bool,
+    /// The hosts whose certificates clients may have. Empty: any that the authority has signed.
+    #[serde(skip_serializing_if = "Vec::is_empty", default)]
+    pub peers: Vec<String>,
 }
 
 /// The first line of a new exporter.
@@ -81,7 +84,8 @@ pub enum Started {
 impl ExporterSpec {
     pub(crate) fn limits(&self) -> ExportLimits {
         let (read_only, hides_names) = (self.read_only, self.hides_names);
-        ExportLimits { name: self.name.clone(), read_only, hides_names }
+        let peers = self.tls.as_ref().map(|tls| tls.peers.clone()).unwrap_or_default();
+        ExportLimits { name: self.name.clone(), read_only, hides_names, peers }
     }
 
     /// Starts the exporter. `command` has to be a program that calls [`run_exporter`]. The exporter is no child of

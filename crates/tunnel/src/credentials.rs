@@ -12,10 +12,14 @@ use std::time::Duration;
 use ferrite_host::tunnel::{
     CA, CLIENT_CERTIFICATE, CLIENT_KEY, Files, REVOKED, SERVER_CERTIFICATE, SERVER_KEY,
 };
-use rustls::client::{Resumption, verify_server_cert_signed_by_trust_anchor};
+use rustls::client::{
+    Resumption, verify_server_cert_signed_by_trust_anchor, verify_server_name,
+};
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::{self, PemObject as _};
-use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, UnixTime};
+use rustls::pki_types::{
+    CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName, UnixTime,
+};
 use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
 use rustls::{CertificateError, ClientConfig, Error, RootCertStore, ServerConfig};
 
@@ -147,6 +151,28 @@ pub(crate) fn server(contents: &Contents, verifies: bool) -> Result<Arc<ServerCo
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;
     Ok(Arc::new(config))
+}
+
+/// Checks that a client's certificate is of one of these hosts, by its alternative names. Without hosts any is right.
+pub(crate) fn check_peer(
+    chain: Option<&[CertificateDer<'_>]>,
+    peers: &[String],
+) -> Result<(), Fault> {
+    if peers.is_empty() {
+        return Ok(());
+    }
+    let own = chain.and_then(<[_]>::first).and_then(|own| ParsedCertificate::try_from(own).ok());
+    let is_of = |parsed: &ParsedCertificate<'_>, peer: &String| {
+        ServerName::try_from(peer.as_str()).is_ok_and(|name| verify_server_name(parsed, &name).is_ok())
+    };
+    match own.is_some_and(|parsed| peers.iter().any(|peer| is_of(&parsed, peer))) {
+        true => Ok(()),
+        false => Err(Fault::new(
+            "the client's certificate is refused",
+            "its names (subjectAltName) are those of no host that may come",
+            "add its host to from below [migration] in ferrite.toml, or use that host's certificate",
+        )),
+    }
 }
 
 /// Refuses a certificate of our own that each client would refuse. Who has signed it is for clients to know.

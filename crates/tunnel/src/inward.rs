@@ -57,6 +57,8 @@ struct Shared {
     how: Inward,
     /// What the server is told of each client.
     restriction: Option<Restriction>,
+    /// The hosts of which a client's certificate has to be one. Empty: any.
+    peers: Vec<String>,
     /// Threads that wait for an answer of the starter, by what they have asked.
     waiting: Mutex<Waiting>,
     current: Mutex<Option<Current>>,
@@ -81,7 +83,8 @@ struct Client {
     linked: Arc<AtomicBool>,
 }
 
-/// Serves clients until the starter ends. The server is told of each what it may do, if there is a `restriction`.
+/// Serves clients until the starter ends. The server is told of each what it may do, if there is a `restriction`. With
+/// `peers`, a client needs a certificate of one of these hosts.
 ///
 /// # Errors
 /// The starter has ended, or its socket fails.
@@ -89,11 +92,13 @@ pub fn inward(
     starter: OwnedFd,
     how: Inward,
     restriction: Option<Restriction>,
+    peers: Vec<String>,
 ) -> io::Result<Infallible> {
     let shared = Arc::new(Shared {
         starter,
         how,
         restriction,
+        peers,
         waiting: Mutex::default(),
         current: Mutex::default(),
         linked: AtomicUsize::new(0),
@@ -233,6 +238,7 @@ impl Shared {
             return Ok(());
         }
         let (flags, mut tls) = secure(socket, end, || self.config(number, end))?;
+        credentials::check_peer(tls.peer_certificates(), &self.peers)?;
         let _place = self.take_place()?;
         let inside = self.link(number, end, flags, linked)?;
         Pump::new(&mut tls, Peer::Client, socket, &inside).run()

@@ -6,7 +6,9 @@ use ferrite_nbd::uri::Uri;
 use ferrite_serve::memory::DataMemory;
 use toml::{Table, Value};
 
-use super::{Config, DiskOptions, HostOptions, NbdOptions, nearest, servers};
+use super::{
+    Config, DiskOptions, HostOptions, MigrationOptions, NbdOptions, migration, nearest, servers,
+};
 
 /// The default of `image_folders`.
 pub(super) const IMAGE_FOLDERS: [&str; 4] =
@@ -58,7 +60,40 @@ const TOP: [Key<Config>; 4] = [
     },
 ];
 
-const TABLES: [&str; 4] = ["disks", "host", "images", "nbd"];
+const TABLES: [&str; 5] = ["disks", "host", "images", "migration", "nbd"];
+
+const MIGRATION: [Key<MigrationOptions>; 6] = [
+    Key {
+        name: "listen",
+        allowed: "an IP address with a port, such as \"192.0.2.5:10810\"",
+        take: |to, value| put(&mut to.listen, migration::listen(value).map(Some)),
+    },
+    Key {
+        name: "certificates",
+        allowed: "an absolute path of a folder, such as \"/etc/ferrite/tls\"",
+        take: |to, value| put(&mut to.certificates, folder(value).map(Some)),
+    },
+    Key {
+        name: "folder",
+        allowed: "an absolute path of a folder, such as \"/srv/images\"",
+        take: |to, value| put(&mut to.folder, folder(value).map(Some)),
+    },
+    Key {
+        name: "from",
+        allowed: "a list of names of hosts, as their certificates have them, such as [\"a.example\"]",
+        take: |to, value| put(&mut to.from, migration::from(value)),
+    },
+    Key {
+        name: "ports",
+        allowed: "the first and the last port, such as [49152, 49215], or [0, 0] for any that is free",
+        take: |to, value| put(&mut to.ports, migration::ports(value)),
+    },
+    Key {
+        name: "hosts",
+        allowed: "a table of names, such as { b = \"b.example:10810\" }",
+        take: |to, value| put(&mut to.hosts, migration::hosts(value)),
+    },
+];
 
 const NBD: [Key<NbdOptions>; 2] = [
     Key {
@@ -244,6 +279,9 @@ pub(super) fn take_all(config: &mut Config, file: &Table) -> Result<(), KeyError
     if let Some(value) = file.get("nbd") {
         take_table(&mut config.nbd, &NBD, "nbd", value)?;
     }
+    if let Some(value) = file.get("migration") {
+        take_table(&mut config.migration, &MIGRATION, "migration", value)?;
+    }
     // Images come after `disks`: an image has its values for each key that it does not set.
     if let Some(value) = file.get("images") {
         for (path, value) in table("images", value)? {
@@ -313,6 +351,9 @@ fn elsewhere(name: &str) -> Option<&'static str> {
     if NBD.iter().any(|key| key.name == name) {
         return Some("below [nbd]");
     }
+    if MIGRATION.iter().any(|key| key.name == name) {
+        return Some("below [migration]");
+    }
     match (of_disks, of_host) {
         (true, true) => Some("below [host] for all disks together, below [disks] for each"),
         (true, false) => {
@@ -347,6 +388,10 @@ fn word<T: std::str::FromStr>(value: &Value) -> Option<T> {
     value.as_str().and_then(|text| text.parse().ok())
 }
 
+fn folder(value: &Value) -> Option<PathBuf> {
+    value.as_str().map(PathBuf::from).filter(|path| is_folder(path))
+}
+
 fn folders(value: &Value) -> Option<Vec<PathBuf>> {
     let list = value.as_array()?.iter();
     let list = list.map(|entry| entry.as_str().map(PathBuf::from).filter(|path| is_folder(path)));
@@ -373,5 +418,6 @@ pub(super) fn of_disks() -> Vec<&'static str> {
 pub(super) fn names() -> Vec<&'static str> {
     let disk = DISK.iter().map(|key| key.name).chain(HOST.iter().map(|key| key.name));
     let disk = disk.chain(NBD.iter().map(|key| key.name));
+    let disk = disk.chain(MIGRATION.iter().map(|key| key.name));
     disk.chain(TOP.iter().map(|key| key.name)).chain(TABLES).collect()
 }

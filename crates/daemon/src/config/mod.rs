@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 
 use ferrite_disk::{INDEX_BYTES, METADATA_BYTES};
 use ferrite_io::engines::EngineChoice;
+use ferrite_nbd::address::Address;
+use ferrite_nbd::uri::Uri;
 use ferrite_serve::memory::DataMemory;
 use ferrite_serve::path::full::OnFull;
 use ferrite_serve::path::limit::Limits;
@@ -19,12 +21,14 @@ use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 use crate::control::protocol::{Setting, Source};
 
 mod keys;
+mod migration;
 mod nearest;
 mod servers;
 #[cfg(test)]
 mod tests;
 mod warnings;
 
+pub use migration::MigrationOptions;
 pub use nearest::nearest;
 pub use servers::{NbdOptions, NbdServer};
 
@@ -47,6 +51,8 @@ pub struct Config {
     pub metrics_socket: Option<PathBuf>,
     /// The servers of NBD whose exports may be disks.
     pub nbd: NbdOptions,
+    /// Migrations to and from other hosts.
+    pub migration: MigrationOptions,
     /// The options that all disks of the host share.
     pub host: HostOptions,
     /// The options of each disk.
@@ -128,6 +134,7 @@ impl Default for Config {
             state_folder: PathBuf::from(keys::STATE_FOLDER),
             metrics_socket: None,
             nbd: NbdOptions::default(),
+            migration: MigrationOptions::default(),
             host: HostOptions {
                 map_budget: HOST_MAPPINGS,
                 poll_processors: None,
@@ -190,6 +197,22 @@ impl fmt::Display for ConfigError {
 impl std::error::Error for ConfigError {}
 
 impl Config {
+    /// Checks that an export may be a disk: its server is listed, or is a host that disks migrate to.
+    ///
+    /// # Errors
+    /// Neither, or its certificates are elsewhere.
+    pub(crate) fn check_export(&self, uri: &Uri) -> Result<(), crate::Failure> {
+        match &uri.server {
+            Address::Tls { host, certificates, .. }
+                if self.migration.knows(host)
+                    && self.migration.certificates.as_ref() == Some(certificates) =>
+            {
+                Ok(())
+            }
+            _ => self.nbd.check(uri),
+        }
+    }
+
     /// Reads the configuration. A missing file has all defaults, unless the user has named it
     /// (`asked_for`).
     ///

@@ -50,6 +50,14 @@ limit = "iops_read=500,bytes=1048576:8388608"
 servers = ["storage.example:7", "/run/nbd"]
 certificate_folders = ["/etc/tls"]
 
+[migration]
+listen = "192.0.2.5:10810"
+certificates = "/etc/tls"
+folder = "/srv/in"
+from = ["a.example"]
+ports = [5, 7]
+hosts = { b = "b.example:10810" }
+
 [images."/srv/images/db:1.vhd"]
 queues = 8
 poll_us = "auto"
@@ -90,6 +98,14 @@ fn each_key_goes_to_its_place() {
                 NbdServer::Socket("/run/nbd".into()),
             ],
             certificate_folders: vec!["/etc/tls".into()],
+        },
+        migration: MigrationOptions {
+            listen: Some("192.0.2.5:10810".parse().unwrap()),
+            certificates: Some("/etc/tls".into()),
+            folder: Some("/srv/in".into()),
+            from: vec!["a.example".into()],
+            ports: (5, 7),
+            hosts: [("b".into(), "b.example:10810".into())].into(),
         },
         host: HostOptions { map_budget: 1000, poll_processors: Some(0), memory_mib: Some(512) },
         disks,

@@ -55,7 +55,7 @@ impl Config {
         }
         for image in self.images.keys() {
             if let Some(uri) = image.to_str().and_then(|text| Uri::parse(text).ok()) {
-                if let Err(refused) = self.nbd.check(&uri) {
+                if let Err(refused) = self.check_export(&uri) {
                     let why = "it is on a server that disks may not be on".to_owned();
                     let mut warning = warning(format!("images.{image:?}"), why, "");
                     warning.allowed = refused.help;

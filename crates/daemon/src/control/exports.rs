@@ -39,6 +39,7 @@ pub(super) fn export(shared: &Arc<Shared>, asked: &ExportParams) -> Result<Expor
         listen,
         tls,
         any_client: asked.any_client,
+        peers: Vec::new(),
         name: asked.name.clone().unwrap_or_default(),
         read_only: asked.read_only,
         no_list: asked.no_list,

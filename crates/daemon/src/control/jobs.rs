@@ -102,7 +102,7 @@ fn coalesce(shared: &Shared, asked: &CoalesceParams) -> Result<Job, RpcError> {
 }
 
 /// The image of a disk that is served.
-fn served_image(shared: &Shared, id: DiskId, at_rest: &str) -> Result<Image, RpcError> {
+pub(super) fn served_image(shared: &Shared, id: DiskId, at_rest: &str) -> Result<Image, RpcError> {
     let disk = found(shared, id)?;
     let of_entry = |entry: &Entry| (entry.image.clone(), entry.beside);
     let (image, beside) =

@@ -28,7 +28,7 @@ use crate::table::{Entry, Phase, Upgrade, detached};
 use crate::{Failure, Shared, Xen, taps, tuning};
 
 /// The names of all methods.
-pub(super) const METHODS: [&str; 44] = [
+pub(super) const METHODS: [&str; 51] = [
     "attach.wait",
     "daemon.status",
     "device.add",
@@ -61,6 +61,13 @@ pub(super) const METHODS: [&str; 44] = [
     "job.resume",
     "job.show",
     "job.wait",
+    "migrate.abort",
+    "migrate.commit",
+    "migrate.forget",
+    "migrate.list",
+    "migrate.prepare",
+    "migrate.resolve",
+    "migrate.run",
     "tap.allocate",
     "tap.attach",
     "tap.close",
@@ -116,6 +123,10 @@ pub(super) fn call(shared: &Arc<Shared>, method: &str, params: Value) -> Result<
         }
         "image.query" => take(params).and_then(|request| reply(&images::query(shared, &request)?)),
         "upgrade" => take(params).and_then(|request| reply(&upgrade(shared, &request)?)),
+        _ if method.starts_with("migrate.") => {
+            super::migrations::call(shared, method, params)
+                .unwrap_or_else(|| Err(no_method(method)))
+        }
         _ if method.starts_with("device.") => {
             super::devices::call(shared, method, params).unwrap_or_else(|| Err(no_method(method)))
         }

@@ -13,6 +13,8 @@ mod job_messages;
 mod jobs;
 mod limits;
 mod methods;
+mod migration_messages;
+mod migrations;
 mod pauses;
 pub mod protocol;
 pub(crate) mod server;

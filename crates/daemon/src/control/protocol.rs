@@ -10,6 +10,7 @@ pub use super::device_messages::*;
 pub use super::export_messages::*;
 pub use super::image_messages::*;
 pub use super::job_messages::*;
+pub use super::migration_messages::*;
 pub use super::tap_messages::*;
 use crate::params::Format;
 use crate::pause::Pause;

@@ -297,6 +297,34 @@ fn every_type_of_a_job_is_described_as_it_is() {
 }
 
 #[test]
+fn every_type_of_a_migration_is_described_as_it_is() {
+    let disk = DiskId { domid: 1, devid: 51712 };
+    let text = || "0a".to_owned();
+    let (id, host, name) = (text(), text(), Some(text()));
+    same("MigratePrepareParams", &MigratePrepareParams { disk, host, name });
+    same("MigrateRunParams", &MigrateRunParams { disk, speed: Some(1 << 40) });
+    same("MigrateCommitParams", &MigrateCommitParams { disk, keep: true });
+    same("MigrationParams", &MigrationParams { id: id.clone() });
+    same("MigrateResolveParams", &MigrateResolveParams { id: id.clone(), here: false });
+    let migration = Migration {
+        id,
+        direction: MigrationDirection::Out,
+        disk: Some(disk),
+        image: "/srv/a".to_owned(),
+        host: Some(text()),
+        target: Some(text()),
+        holder: Holder::Doubt,
+        over: true,
+        job: Some(1 << 40),
+        created: 1 << 40,
+        why: Some(text()),
+        help: Some(text()),
+    };
+    same("Migration", &migration);
+    same("MigrationList", &MigrationList { migrations: vec![migration] });
+}
+
+#[test]
 fn every_type_of_an_image_in_use_is_described_as_it_is() {
     let (uuid, relative) = ("0".repeat(32), "./a.vhd".to_owned());
     let parent = Change::Parent { uuid, modified: 1 << 40, relative };
@@ -323,6 +351,12 @@ fn every_word_of_the_schema_is_one_of_ours() {
     let all = schema();
     for word in all["$defs"]["JobKind"]["enum"].as_array().unwrap() {
         serde_json::from_value::<JobKind>(word.clone()).unwrap();
+    }
+    for word in all["$defs"]["Holder"]["enum"].as_array().unwrap() {
+        serde_json::from_value::<Holder>(word.clone()).unwrap();
+    }
+    for word in all["$defs"]["MigrationDirection"]["enum"].as_array().unwrap() {
+        serde_json::from_value::<MigrationDirection>(word.clone()).unwrap();
     }
     for word in all["$defs"]["JobPhase"]["enum"].as_array().unwrap() {
         serde_json::from_value::<JobPhase>(word.clone()).unwrap();

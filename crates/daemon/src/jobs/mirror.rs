@@ -95,7 +95,7 @@ struct Checked {
     map: String,
 }
 
-fn task(run: &Run) -> Mirror {
+pub(super) fn task(run: &Run) -> Mirror {
     match run.state().task {
         Task::Mirror(mirror) => mirror,
         Task::Coalesce(_) => unreachable!("a job does not change its kind"),
@@ -205,13 +205,7 @@ fn while_paused<T>(
     f: impl FnOnce() -> Result<(T, Option<Image>), Halt>,
 ) -> Result<T, Halt> {
     let by = format!("job {}", run.id());
-    let disk = run.insist(|| match run.served()? {
-        None => Err(Halt::Failed(gone(run))),
-        Some(disk) => run.with_pausing(|p| p.pause(disk, &by)).map(|()| disk).map_err(|e| {
-            Halt::Failed(Failure { why: format!("disk {disk} cannot be paused: {}", e.why), ..e })
-        }),
-    })?;
-    run.reached("paused");
+    let disk = pause(run, &by)?;
     let done = f();
     run.reached("changed");
     let image = done.as_ref().ok().and_then(|(_, image)| image.clone());
@@ -229,8 +223,20 @@ fn while_paused<T>(
     done.map(|(done, _)| done)
 }
 
+/// Pauses the disk: both disks are closed.
+pub(super) fn pause(run: &Run, by: &str) -> Result<DiskId, Halt> {
+    let disk = run.insist(|| match run.served()? {
+        None => Err(Halt::Failed(gone(run))),
+        Some(disk) => run.with_pausing(|p| p.pause(disk, by)).map(|()| disk).map_err(|e| {
+            Halt::Failed(Failure { why: format!("disk {disk} cannot be paused: {}", e.why), ..e })
+        }),
+    })?;
+    run.reached("paused");
+    Ok(disk)
+}
+
 /// Lets the disk go on with its own image.
-fn resume(run: &Run, disk: DiskId, by: &str) -> Result<(), Halt> {
+pub(super) fn resume(run: &Run, disk: DiskId, by: &str) -> Result<(), Halt> {
     run.insist(|| run.with_pausing(|p| p.resume(disk, by)).map_err(Halt::Failed)).map_err(|halt| {
         halt.because(|e| Failure {
             why: format!("disk {disk} is paused and cannot be resumed: {}", e.why),
@@ -409,6 +415,9 @@ fn reopen(run: &Run, status: &MirrorStatus) -> Result<(), Halt> {
 /// Lets the disk go on with the target, if both are equal. `false`: they are not.
 fn switch(run: &Run) -> Result<bool, Halt> {
     let mirror = task(run);
+    if let Some(migration) = &mirror.migration {
+        return super::handover::switch(run, &mirror, &migration.id);
+    }
     let target = mirror.target_image().ok_or_else(|| {
         Halt::Failed(Failure {
             why: format!("a disk of this host cannot be served from {:.256}", mirror.target),
@@ -416,19 +425,20 @@ fn switch(run: &Run) -> Result<bool, Halt> {
         })
     })?;
     let has_maps = keeping::has_others(run);
-    while_paused(run, || {
-        let map = map(run)?;
-        let is_complete = map.is_complete();
-        match is_complete.map_err(|e| cannot_use_map("of the mirror".as_ref(), &e))? {
-            true => {
-                if has_maps {
-                    keeping::hand_over(run, &target);
-                }
-                Ok((true, Some(target)))
+    while_paused(run, || match is_complete(run)? {
+        true => {
+            if has_maps {
+                keeping::hand_over(run, &target);
             }
-            false => Ok((false, None)),
+            Ok((true, Some(target)))
         }
+        false => Ok((false, None)),
     })
+}
+
+/// Whether both disks are closed, equal and durable. The disk is paused.
+pub(super) fn is_complete(run: &Run) -> Result<bool, Halt> {
+    map(run)?.is_complete().map_err(|e| cannot_use_map("of the mirror".as_ref(), &e))
 }
 
 /// Whether a disk has the target as its image. Waits until a disk has one of the two.

@@ -3,7 +3,8 @@
 //! * [`state`]: the files that tell the next daemon which jobs there are, and their steps.
 //! * `run`: the thread of a job. `coalesce` has the steps of one kind: straight-line code. `leaf` has
 //!   those of a merge of the leaf itself.
-//! * `mirror`: the steps of another kind, which has every write go to a second disk, too.
+//! * `mirror`: the steps of another kind, which has every write go to a second disk, too. `handover` has the
+//!   switch-over to another host.
 //! * `child`: the processes that do the work. This crate opens no images.
 //! * `meter`: progress.
 //! * `pausing`: pauses of disks that are steps of jobs.
@@ -22,6 +23,7 @@ use ferrite_serve::waker::Waker;
 
 mod child;
 mod coalesce;
+mod handover;
 mod leaf;
 mod meter;
 mod mirror;
@@ -430,6 +432,17 @@ impl Jobs {
             meter.forget_rate();
             Ok(())
         })
+    }
+
+    /// The job that copies the disk of a migration.
+    pub(crate) fn migrating(&self, migration: &str) -> Option<JobId> {
+        let is_it = |task: &Task| match task {
+            Task::Mirror(mirror) => mirror.migration.as_ref().is_some_and(|m| m.id == migration),
+            Task::Coalesce(_) => false,
+        };
+        let table = self.lock();
+        let mut open = table.jobs.values().filter(|job| job.state.end.is_none());
+        open.find(|job| is_it(&job.state.task)).map(|job| job.state.id)
     }
 
     fn read(&self, id: JobId) -> Option<JobState> {

@@ -59,8 +59,19 @@ pub struct Mirror {
     /// The reason and the help of the failure that ends it.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub failed: Option<(String, String)>,
+    /// The migration to another host that it is the copy of.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub migration: Option<MirrorMigration>,
     /// The step that was begun.
     pub step: MirrorStep,
+}
+
+/// The migration of a mirror (`crate::migration`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MirrorMigration {
+    /// Its identifier.
+    pub id: String,
 }
 
 /// The steps of a mirror.
@@ -108,8 +119,8 @@ impl Mirror {
         let session =
             secret::<8>().map(|number| format!("mirror-{:016x}", u64::from_ne_bytes(number)));
         let session = session.unwrap_or_default();
-        let (bytes, failed) = (None, None);
-        Mirror { source, target, session, switches, resumes, bytes, map, failed, step }
+        let (bytes, failed, migration) = (None, None, None);
+        Mirror { source, target, session, switches, resumes, bytes, map, failed, migration, step }
     }
 
     /// Goes on with a target that an earlier mirror had.

@@ -500,12 +500,25 @@ const RUN: &str = "FERRITE_TEST_RUN";
 const IMAGES: &str = "FERRITE_TEST_IMAGES";
 /// The environment variable with the servers of NBD that disks may be on, each behind a comma. Certificates may be anywhere.
 pub const NBD_SERVERS: &str = "FERRITE_TEST_NBD_SERVERS";
-/// The environment variable with the configuration file whose servers of NBD and certificates count.
+/// The environment variable with the configuration file whose tables `nbd` and `migration` count.
 pub const CONFIG: &str = "FERRITE_TEST_CONFIG";
 /// The environment variable with the policy for full storage, if it is not the default.
 pub const ON_FULL: &str = "FERRITE_TEST_ON_FULL";
 /// The environment variable by which a daemon learns of suspended guests.
 pub const SUSPENDS: &str = "FERRITE_TEST_SUSPENDS";
+/// The environment variable with a step of a daemon and a command that is run at it: `STEP=COMMAND`.
+pub const DO_AT: &str = "FERRITE_TEST_DO_AT";
+
+/// Runs the command that the environment names for a step.
+fn do_at(step: Step) {
+    let Ok(text) = std::env::var(DO_AT) else { return };
+    if let Some((at, command)) = text.split_once('=')
+        && at == format!("{step:?}")
+    {
+        assert!(Command::new("sh").args(["-c", command]).status().unwrap().success());
+    }
+}
+
 const DIE_AT: &str = "FERRITE_TEST_DIE_AT";
 
 /// Runs a daemon that serves disks itself, if the environment asks for one.
@@ -549,8 +562,12 @@ pub fn be_a_daemon_as(
         let certificate_folders = vec!["/".into()];
         config.nbd = NbdOptions { servers: servers.collect(), certificate_folders };
     }
-    if let Ok(path) = std::env::var(CONFIG) {
-        config.nbd = Config::load(path.as_ref(), true).unwrap().nbd;
+    if let Ok(file) = std::env::var(CONFIG) {
+        let file = Config::load(file.as_ref(), true).unwrap();
+        config.migration = file.migration;
+        if file.nbd != NbdOptions::default() {
+            config.nbd = file.nbd;
+        }
     }
     let paths = Paths { run: env(RUN).into() };
     let way = connect(env(STORE).as_ref());
@@ -568,6 +585,7 @@ pub fn be_a_daemon_as(
             kill_process(getpid(), Signal::KILL).unwrap();
         }
         kill_victim(step);
+        do_at(step);
     });
     daemon.run(&|_| ()).unwrap();
 }

@@ -25,6 +25,20 @@ pub(super) fn run(
             let (from, to) = (existing(&it.from, None)?, existing(&it.to, None)?);
             out.confirm(&tools.copy_maps(&from, &to, it.begin_map.as_deref())?, text::made)
         }
+        DirtyCommand::Pack(it) => {
+            let packed = tools.pack_maps(&it.named.name()?)?;
+            std::fs::write(&it.file, packed).map_err(|e| {
+                let what = format!("cannot write {}", it.file.display());
+                Failure::new(what, e, "make room there, or name another file")
+            })
+        }
+        DirtyCommand::Adopt(it) => {
+            let packed = std::fs::read(&it.file).map_err(|e| {
+                Failure::new(format!("cannot read {}", it.file.display()), e, "name a packed file")
+            })?;
+            let name = existing(&it.image, None)?;
+            out.confirm(&tools.adopt_maps(&packed, &name, &it.path)?, text::made)
+        }
         DirtyCommand::List(it) => {
             let name = it.named.name()?;
             out.say(&tools.dirty_maps(&name)?, |maps| list(&name, maps))

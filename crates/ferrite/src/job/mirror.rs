@@ -12,7 +12,7 @@ use crate::disk::{ANSWER, call, id, not_answered, of_disk, tell};
 use crate::exit::{Code, Failure};
 
 /// The step of a mirror whose target has all.
-const IN_STEP: &str = "mirror";
+pub(crate) const IN_STEP: &str = "mirror";
 
 pub(crate) fn run(args: &MirrorArgs) -> Result<(), Failure> {
     if let Some(MirrorCommand::Complete { disk, output }) = &args.command {

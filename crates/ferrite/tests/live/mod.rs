@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ferrite_daemon::Step;
 use ferrite_daemon::control::protocol::PhaseName;
 use ferrite_daemon::jobs::{LeafBytes, Means, Tools};
-use ferrite_daemon::keepers::Keepers;
+use ferrite_daemon::keepers::{Keepers, Programs};
 use ferrite_disk::{Disk, ImageName, OpenOptions, Session};
 use ferrite_io::engines::test_engine;
 use ferrite_loopback::machine::DiskPaths;
@@ -39,13 +39,18 @@ static ALONE: Mutex<()> = Mutex::new(());
 
 /// The daemon, whose changes are made by the program.
 pub fn be_a_daemon() {
+    be_a_daemon_of(Box::new(Roles));
+}
+
+/// As [`be_a_daemon`], whose keepers are started by these programs.
+pub fn be_a_daemon_of(programs: Box<dyn Programs>) {
     let mut leaf = LeafBytes::default();
     if let Ok(small) = std::env::var(SMALL_LEAF) {
         leaf.small = small.parse().unwrap();
     }
     let means = Means::default().with_tools(Arc::new(Program)).with_leaf_bytes(leaf);
     host::be_a_daemon_as(
-        |run| Arc::new(Keepers::new(run, Box::new(Roles))),
+        |run| Arc::new(Keepers::new(run, programs)),
         |daemon| daemon.with_jobs(means),
     );
 }
@@ -183,6 +188,21 @@ impl Lab {
         self.is_served();
     }
 
+    /// Starts a daemon, and waits for no disk.
+    pub fn start_again(&mut self) {
+        let more: Vec<(&str, &str)> =
+            self.environment.iter().map(|(name, to)| (*name, to.as_str())).collect();
+        self.daemon = Some(self.host.spawn_with(None, &more));
+        wait_until("a daemon", || self.host.status().is_ok_and(|status| status.xen));
+    }
+
+    /// Kills the daemon, and starts one without the variables of this one's steps. It waits for no disk.
+    pub fn restart_unserved(&mut self) {
+        kill(self.daemon.take().unwrap());
+        self.environment.retain(|(name, _)| *name != host::DO_AT);
+        self.start_again();
+    }
+
     pub fn is_served(&self) {
         wait_until("a daemon", || self.host.status().is_ok_and(|status| status.xen));
         self.host.wait_for_phase(&self.disk, PhaseName::Served);
@@ -218,6 +238,13 @@ impl Lab {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
         command.args(words).env_remove("RUST_LOG").current_dir(self.host.image(""));
         command.env("XENSTORED_PATH", self.host.store_socket()).output().unwrap()
+    }
+
+    /// Begins a command of the daemon's.
+    pub fn begins(&self, words: &[&str]) -> Child {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        command.args(words).env_remove("RUST_LOG").arg("--run-dir").arg(self.host.paths().run);
+        command.env("XENSTORED_PATH", self.host.store_socket()).spawn().unwrap()
     }
 
     /// Runs a command that works, and returns what it has said.

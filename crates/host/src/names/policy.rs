@@ -13,6 +13,8 @@ use crate::tunnel::TunnelUser;
 
 /// The end of the name of an image's dirty maps, in the image's folder.
 pub const DIRTY_EXTENSION: &str = ".ferrite-dirty";
+/// The end of the name of the mark of an image that was moved to another host, in the image's folder.
+pub const MOVED_EXTENSION: &str = ".ferrite-moved";
 
 /// What is in a place, as far as a worker may have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -78,6 +80,10 @@ impl Policy {
             maps.push(DIRTY_EXTENSION);
             policy.add(maps.as_ref(), false, Right::Write);
         }
+        // A folder of devices, or the root, is not allowed as a whole below.
+        let mut mark = image.as_os_str().to_owned();
+        mark.push(MOVED_EXTENSION);
+        policy.add(mark.as_ref(), false, Right::Read);
         // Below the root there is everything, and the devices' folder is no image's.
         let own = image.parent().filter(|folder| folder.parent().is_some());
         let is_devices =
@@ -133,8 +139,9 @@ impl Policy {
 
 impl Rule {
     fn is_image(&self, place: &Path) -> bool {
-        let is_maps = place.as_os_str().as_bytes().ends_with(DIRTY_EXTENSION.as_bytes());
-        !self.is_folder && self.right <= Right::Write && self.place == place && !is_maps
+        let name = place.as_os_str().as_bytes();
+        let is_beside = [DIRTY_EXTENSION, MOVED_EXTENSION].iter().any(|e| name.ends_with(e.as_bytes()));
+        !self.is_folder && self.right <= Right::Write && self.place == place && !is_beside
     }
 
     fn allows(&self, place: &Path, kind: FileType, access: Access) -> bool {

@@ -240,6 +240,65 @@ impl ImageTools<'_> {
         Ok(Changing(begun.then_some(found)))
     }
 
+    /// The valid maps of an image that nobody writes, for another host: the bytes of a file of maps.
+    ///
+    /// # Errors
+    /// They cannot be read, or are void.
+    pub fn pack_maps(&self, name: &ferrite_disk_base::ImageName) -> Result<Vec<u8>, DiskError> {
+        let what = || format!("cannot pack the dirty maps of {}", name.path.display());
+        let disk = self.open(name, true)?;
+        let mut maps = self.maps_to_carry(&disk, None, what)?;
+        if let Some(maps) = &mut maps {
+            // What a mirror's target lacks is of no use elsewhere.
+            maps.maps.retain(|map| !map.name.starts_with(super::MIRROR_MAP));
+        }
+        match maps {
+            Some(maps) if !maps.maps.is_empty() => {
+                let own = image_at(&maps.path).map_err(|e| broken(what(), e))?;
+                Ok(content(&maps, own, None).map_err(|e| broken(what(), e))?.to_bytes())
+            }
+            maps => {
+                let notes = maps.map(|maps| maps.notes.join("; ")).filter(|notes| !notes.is_empty());
+                let why = notes.unwrap_or_else(|| "it has none".to_owned());
+                Err(unsuitable(what(), why, "make a full backup where the disk is then"))
+            }
+        }
+    }
+
+    /// Gives an image the maps that [`pack_maps`](Self::pack_maps) has made of a disk with the same contents. They are
+    /// written beside `path`, a name that the image is about to get.
+    ///
+    /// # Errors
+    /// They are damaged, or of a larger disk; errors of the kernel.
+    pub fn adopt_maps(
+        &self,
+        packed: &[u8],
+        name: &ferrite_disk_base::ImageName,
+        path: &Path,
+    ) -> Result<crate::Done, DiskError> {
+        let what = || format!("cannot adopt dirty maps for {}", name.path.display());
+        let cannot = |e| broken(what(), e);
+        let disk = std::sync::Arc::new(self.open(name, false)?);
+        self.complete(&mut IoContext::new(self, 1).map_err(cannot)?, &disk).map_err(cannot)?;
+        let bytes = disk.sectors() * SECTOR_BYTES;
+        let content_of = Content::parse(packed)
+            .map_err(|why| unsuitable(what(), why, "make a full backup of it"))?;
+        if content_of.head.bytes > bytes || disk.image_file().is_none() {
+            let why = "they are of a larger disk, or the image is no file";
+            return Err(unsuitable(what(), why, "make a full backup of it"));
+        }
+        let mut maps = content_of.maps.clone();
+        grow(&mut maps, content_of.head.bytes, bytes);
+        let own = name.path.clone();
+        // The blocks of the other host are not known: each region that has changed counts as a whole.
+        let old = Some(Old { content: content_of, blocks: None });
+        let maps = Maps { path: own, bytes, maps, notes: Vec::new(), old };
+        let content = content(&maps, image_at(&name.path).map_err(cannot)?, None).map_err(cannot)?;
+        let mut context = IoContext::new(self, 1).map_err(cannot)?;
+        self.replace_file(&mut context, &path_of(path), &content.to_bytes()).map_err(cannot)?;
+        Ok(crate::create::done(name, bytes, maps.notes))
+    }
+
     /// Gives the maps of an image to another one, which reads the same; with `begin`, and a new one. The maps that the
     /// other one has stay, if their names are not taken.
     ///

@@ -38,8 +38,7 @@ pub enum MapChange {
     Mirror(String),
 }
 
-/// The beginning of the names of mirrors' maps.
-pub const MIRROR_MAP: &str = "mirror-";
+pub use ferrite_disk_base::dirty::MIRROR_MAP;
 
 impl ImageTools<'_> {
     /// The maps of an image, with what has changed.

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use ferrite_disk_base::{
-    DiskError, ErrorKind, Locking, OnDamage, OpenOptions, READ_ONLY, Raw, Unopened,
+    DiskError, ErrorKind, Locking, OnDamage, OpenOptions, READ_ONLY, Raw, Unopened, moved,
 };
 
 use ferrite_host::clock::{Clock as _, SystemClock};
@@ -115,6 +115,9 @@ fn unwritten(
         Err(Unopened::Other(e)) => return Err(e),
         Ok(medium) => medium,
     };
+    if !options.read_only {
+        moved::check(medium.path())?;
+    }
     if !options.read_only && !options.may_write_parents() {
         let ask = if options.taken_over { Ask::Marked } else { Ask::Named };
         children::check_none(&medium, ask)?;

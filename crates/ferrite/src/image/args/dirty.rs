@@ -1,6 +1,7 @@
 //! The arguments of `ferrite image dirty`.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
@@ -17,6 +18,12 @@ pub(crate) enum DirtyCommand {
     Clear(ChangeArgs),
     /// Give the maps of an image to another one with the same contents; what that has recorded stays.
     Copy(CopyArgs),
+    /// Write the maps of an image into a file, for another host.
+    #[command(hide = true)]
+    Pack(PackArgs),
+    /// Give an image the maps of a file that `pack` has written, beside another name.
+    #[command(hide = true)]
+    Adopt(AdoptArgs),
     /// List the maps of an image, and how much has changed.
     List(OneArgs),
     /// Show which ranges of the disk may have changed since a map was begun.
@@ -48,6 +55,29 @@ pub(crate) struct CopyArgs {
     /// Begin another map of this name.
     #[arg(long, value_name = "NAME")]
     pub(crate) begin_map: Option<String>,
+}
+
+/// The arguments of `dirty pack`.
+#[derive(Debug, Args)]
+pub(crate) struct PackArgs {
+    #[command(flatten)]
+    pub(crate) named: NamedArgs,
+
+    /// The file.
+    pub(crate) file: PathBuf,
+}
+
+/// The arguments of `dirty adopt`.
+#[derive(Debug, Args)]
+pub(crate) struct AdoptArgs {
+    /// The file of `pack`.
+    pub(crate) file: PathBuf,
+
+    /// The image.
+    pub(crate) image: OsString,
+
+    /// The name that the image is about to get.
+    pub(crate) path: PathBuf,
 }
 
 /// The arguments of `dirty show`.
