@@ -17,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 mod devices;
+pub mod backup;
 pub mod dirty;
 mod disk;
 pub mod format;

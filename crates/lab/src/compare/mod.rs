@@ -2,6 +2,7 @@
 //!
 //! It is a program of its own, so that `xtask` links nothing of the product.
 
+mod backup;
 mod bound;
 pub(crate) mod burners;
 mod crowd;
@@ -54,6 +55,9 @@ struct BenchArguments {
     /// The largest number of guests of the parts persistent and aggregate; each takes up to a minute to start.
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
     most_guests: u32,
+    /// The size of the disk of the part backup, which takes twice that much space in the build folder.
+    #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    backup_gib: u32,
     #[command(flatten)]
     instructions: instructions::InstructionsArguments,
     #[command(flatten)]
@@ -75,6 +79,8 @@ enum Part {
     Store,
     /// Disks by NBD, compared with qemu-nbd.
     Nbd,
+    /// Backups, compared with copies by qemu-img and nbdcopy.
+    Backup,
     /// Many guests, and disks at rest.
     Guests,
     /// Disks with a keeper and a worker each, compared with one process.
@@ -102,6 +108,7 @@ impl Part {
         Part::Images,
         Part::Store,
         Part::Nbd,
+        Part::Backup,
         Part::Guests,
         Part::Kept,
         Part::Instructions,
@@ -121,6 +128,7 @@ impl Part {
             Part::Images => "images",
             Part::Store => "store",
             Part::Nbd => "nbd",
+            Part::Backup => "backup",
             Part::Guests => "guests",
             Part::Kept => "kept",
             Part::Instructions => "instructions",
@@ -140,6 +148,7 @@ impl Part {
             Part::Images => images::run(&Setup::new(arguments)?),
             Part::Store => store::run(&Setup::new(arguments)?),
             Part::Nbd => nbd::run(&Setup::new(arguments)?),
+            Part::Backup => backup::run(&Setup::new(arguments)?, arguments.backup_gib),
             Part::Guests => guests::run(&Setup::new(arguments)?),
             Part::Kept => kept::run(&Setup::new(arguments)?),
             Part::Instructions => instructions::run(arguments.runs, &arguments.instructions),
