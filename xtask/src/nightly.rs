@@ -54,6 +54,8 @@ enum Part {
     Changes,
     /// Mirrors of a running disk whose workers and keepers die, and that are cancelled while they copy.
     Mirrors,
+    /// Backups of running disks that are killed, interrupted and cut off, and a thousand stories of them.
+    Backups,
     /// Taps in random orders of verbs, deaths and upgrades, for ten minutes.
     Taps,
     /// Guests whose disks are on another host: deaths of all processes, and a server that is stopped.
@@ -122,6 +124,7 @@ fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
         Part::Store => night_checks::killed_store(),
         Part::Changes => night_checks::changes(),
         Part::Mirrors => night_checks::mirrors(),
+        Part::Backups => night_checks::backups(),
         Part::Taps => night_checks::random_taps(),
         Part::Remotes => night_checks::remotes(),
         Part::Peers => peers::test(cases),

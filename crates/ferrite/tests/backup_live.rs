@@ -39,13 +39,6 @@ fn ok(lab: &Lab, words: &[&str]) -> String {
     String::from_utf8(done.stdout).unwrap()
 }
 
-fn fails(lab: &Lab, words: &[&str], why: &str) -> String {
-    let done = lab.program(words);
-    let said = String::from_utf8_lossy(&done.stderr).into_owned();
-    assert!(!done.status.success() && said.contains(why), "{words:?}: {done:?}");
-    said
-}
-
 fn list(lab: &Lab) -> Value {
     serde_json::from_str(&ok(lab, &["backup", "list", "b", "--json"])).unwrap()
 }
@@ -294,7 +287,7 @@ fn a_backup_that_fails_or_is_interrupted_leaves_the_disk_as_it_was_and_is_contin
     std::fs::write(lab.host.image("file"), "x").unwrap();
     lab.fails(&["backup", "create", DISK, "file"], "a file has that name");
     lab.fails(&["backup", "create", DISK, "-"], "into a folder");
-    lab.fails(&["backup", "create", "web1/xvdz", "b"], "no such disk");
+    lab.fails(&["backup", "create", "web1/xvdz", "b"], "there is no such disk");
     for name in ["file", "full"] {
         let path = lab.host.image(name);
         let _ = std::fs::remove_file(&path).or_else(|_| std::fs::remove_dir_all(&path));
@@ -316,6 +309,8 @@ fn a_disk_that_grows_or_is_detached_meanwhile_is_backed_up_as_it_was() {
     let done = ended(child);
     assert!(done.status.success(), "{done:?}");
     assert_eq!(lab.chain(), ["a.qcow2"]);
+    drop(client);
+    let (mut client, _) = lab.client();
     client.write(AT, &[2; 4096]);
     let child = stopped(&lab, &["--name", "two"]);
     drop(client);
@@ -355,6 +350,32 @@ fn a_raw_disk_is_backed_up_from_its_qcow2_image_and_only_if_that_is_asked_for() 
         assert_eq!(lab.chain(), ["a.qcow2", "a.base.img"]);
     }
     end(lab, load);
+}
+
+#[test]
+fn a_volume_of_a_store_is_backed_up_whole_while_its_guest_writes() {
+    let mut lab = Lab::of_volume();
+    let load = Load::start(&lab.host, &lab.disk);
+    let (mut client, _) = lab.client();
+    client.write(AT, &[1; 4096]);
+    lab.refuses(&["backup", "create", DISK, "b", "--incremental"], "store send");
+    for name in ["one", "two"] {
+        load.wait_for_progress();
+        backup(&lab, &["--name", name]);
+    }
+    client.write(AT, &[2; 4096]);
+    drop(client);
+    load.end();
+    backup(&lab, &["--name", "three"]);
+    lab.detach();
+    let listed = ok(&lab, &["store", "list", "pool"]);
+    assert!(!listed.contains("ferrite-backup"), "{listed}");
+    ok(&lab, &["backup", "verify", "b"]);
+    ok(&lab, &["backup", "restore", "b", "three.img"]);
+    ok(&lab, &["image", "compare", "three.img", "store:pool#web"]);
+    ok(&lab, &["backup", "restore", "b", "two.img", "--name", "two"]);
+    let bytes = std::fs::read(lab.host.image("two.img")).unwrap();
+    assert_eq!(bytes[usize::try_from(AT).unwrap()], 1);
 }
 
 #[test]

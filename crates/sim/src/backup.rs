@@ -39,6 +39,8 @@ pub struct Told {
     pub incremental: u64,
     /// Snapshots that a backup found and merged.
     pub merged: u64,
+    /// Backups that were interrupted in good order.
+    pub interrupted: u64,
 }
 
 struct Story {
@@ -49,6 +51,8 @@ struct Story {
     bytes: u64,
     /// What each complete backup has to have.
     expected: BTreeMap<String, Vec<u8>>,
+    /// How often a backup still reports its progress before it is interrupted.
+    patience: Cell<u64>,
     told: Told,
 }
 
@@ -64,7 +68,8 @@ pub fn tell(kind: Kind, seed: u64) -> Result<Told, String> {
     let folder = machine.place.images.join("b");
     std::fs::create_dir(&folder).map_err(|e| e.to_string())?;
     let (expected, told, random) = (BTreeMap::new(), Told::default(), RefCell::new(random));
-    let mut story = Story { machine, random, image, folder, bytes, expected, told };
+    let patience = Cell::new(u64::MAX);
+    let mut story = Story { machine, random, image, folder, bytes, expected, patience, told };
     let new = NewImage { bytes: Some(bytes), ..NewImage::default() };
     story.tools(|tools| tools.create(&story.image, &new)).map_err(|e| e.to_string())?;
     for round in 0..ROUNDS {
@@ -88,7 +93,11 @@ impl Story {
             state_dir: Some(place.state.clone()),
             fixed_size: false,
             parents: ferrite_disk::Parents::default(),
-            progress: &|_| true,
+            progress: &|_| {
+                let left = self.patience.get().saturating_sub(1);
+                self.patience.set(left);
+                left > 0
+            },
         })
     }
 
@@ -132,6 +141,8 @@ impl Story {
         let stops = may_stop && self.below(4) > 0;
         let stop = stops.then(|| world.step() + 1 + self.below(STEPS));
         world.stop_at(stop);
+        let is_interrupted = may_stop && self.below(3) == 0;
+        self.patience.set(if is_interrupted { 1 + self.below(6) } else { u64::MAX });
         let kind = if self.below(8) == 0 { BackupKind::Full } else { BackupKind::Auto };
         let how = BackUp { name: None, map: Some("m".into()), kind, speed: 0 };
         let frozen = RefCell::new(None);
@@ -144,12 +155,14 @@ impl Story {
         let (done, merges) = done;
         let stopped = world.stopped();
         world.stop_at(None);
+        self.patience.set(u64::MAX);
         self.told.merged += u64::from(merges > 1);
         match done {
             Ok(done) if !stopped => {
                 self.told.continued += u64::from(done.resumed);
                 self.told.incremental += u64::from(done.backup.parent.is_some());
             }
+            Err(e) if !stopped && e.kind() == ErrorKind::Interrupted => self.told.interrupted += 1,
             Err(e) if !stopped => return Err(format!("a backup: {e}; {}", e.help())),
             _ => self.end()?,
         }
