@@ -190,7 +190,7 @@ fn a_backup_that_is_killed_at_any_step_loses_no_change_and_the_next_one_cleans_u
     let load = Load::start(&lab.host, &lab.disk);
     let (mut client, _) = lab.client();
     backup(&lab, &[]);
-    let record = lab.host.image("a.qcow2.ferrite-backup");
+    let record = lab.host.image("a.qcow2.ferrite-backup-record");
     let copied = |name: &str| lab.host.image(&format!("b/{name}.json"));
     let mut found = [0; 3];
     for round in 0..6_u8 {

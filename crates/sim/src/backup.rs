@@ -77,7 +77,7 @@ pub fn tell(kind: Kind, seed: u64) -> Result<Told, String> {
         story.back_up(round + 1 < ROUNDS)?;
     }
     story.examine(true)?;
-    match story.machine.place.images.join("disk.ferrite-backup").exists() {
+    match story.machine.place.images.join("disk.ferrite-backup-record").exists() {
         true => Err("the record is left after a backup that nothing has interrupted".into()),
         false => Ok(story.told),
     }

@@ -1,7 +1,7 @@
 //! Makes a backup of a disk while its guest writes: from a snapshot, which is merged away afterwards.
 //!
 //! The order of writes of [`ImageTools::back_up_live`], with the steps of the parent module in it:
-//! 1. The record `IMAGE.ferrite-backup` beside the disk's image names the snapshot and the folder, durably. Then
+//! 1. The record `IMAGE.ferrite-backup-record` beside the disk's image names the snapshot and the folder, durably. Then
 //!    `MAP.begun` is written.
 //! 2. In one pause of the guest the snapshot is made, and the next map is begun.
 //! 3. Steps 2 to 5 of the parent module, from the snapshot: what its frozen last map names is copied.
@@ -28,7 +28,7 @@ use crate::io_context::IoContext;
 use crate::{ImageTools, MapChange, broken, parent_dir, refused};
 
 /// The end of the name of a record.
-const RECORD: &str = ".ferrite-backup";
+const RECORD: &str = ".ferrite-backup-record";
 /// What is in a snapshot's name before the extension.
 const SNAPSHOT: &str = "ferrite-backup";
 /// What is in the name of a raw disk that became the base of a qcow2 image.
@@ -201,23 +201,39 @@ impl ImageTools<'_> {
         if let Err(e) = disk.snapshot(&snapshot, new) {
             return Err(self.given_up(disk, &leaf, e));
         }
-        let now = disk.leaf()?.unwrap_or_else(|| leaf.clone());
+        let now = match disk.leaf() {
+            Ok(now) => now.unwrap_or_else(|| leaf.clone()),
+            Err(e) => return Err(self.given_up(disk, &leaf, e)),
+        };
         let (making, read_bytes) = self
             .copy_live(&now, &snapshot, &folder, how, maps)
             .map_err(|e| self.given_up(disk, &now, e))?;
-        let is_resumed = making.maps.as_ref().is_some_and(|maps| maps.resumed.is_some());
-        let Making { source, maps, manifest, .. } = making;
-        drop(source);
-        if let Some(Maps { last: Some((map, _)), .. }) = maps
-            && let Err(e) = self.on(disk, &now, |disk| disk.end_map(&map.name))
-        {
-            notes.push(format!("the next backup ends map {}: {e}", map.name));
-        }
         if leaf.format == Format::Raw {
             let (now, base) = (now.path.display(), snapshot.path.display());
             notes.push(format!("the disk is {now} now, on {base}, which has to stay"));
         }
-        match self.merge_leftover(disk, &now) {
+        let done = self.end_live(disk, &now, how, making, notes)?;
+        Ok(BackupDone { read_bytes, ..done })
+    }
+
+    /// Steps 4 and 5, after a backup that is durable: what fails here is left to the next one.
+    fn end_live(
+        &self,
+        disk: &dyn LiveDisk,
+        leaf: &ImageName,
+        how: &BackUp,
+        making: Making<'_>,
+        mut notes: Vec<String>,
+    ) -> Result<BackupDone, DiskError> {
+        let resumed = making.maps.as_ref().is_some_and(|maps| maps.resumed.is_some());
+        let Making { folder, source, maps, manifest, .. } = making;
+        drop(source);
+        if let Some(Maps { last: Some((map, _)), .. }) = maps
+            && let Err(e) = self.on(disk, leaf, |disk| disk.end_map(&map.name))
+        {
+            notes.push(format!("the next backup ends map {}: {e}", map.name));
+        }
+        match self.merge_leftover(disk, leaf) {
             Ok(_) => {
                 if let Some(map) = &how.map {
                     let begun = folder.begun(map);
@@ -227,12 +243,12 @@ impl ImageTools<'_> {
             }
             Err(e) => notes.push(format!(
                 "the snapshot {} stays, and the next backup merges it: {e}; {}",
-                snapshot.path.display(),
+                snapshot_of(leaf).path.display(),
                 e.help()
             )),
         }
-        let backup = info(&folder, &manifest, "complete");
-        Ok(BackupDone { backup, read_bytes, resumed: is_resumed, notes })
+        let backup = info(folder, &manifest, "complete");
+        Ok(BackupDone { backup, read_bytes: 0, resumed, notes })
     }
 
     /// A full backup of a volume, from a snapshot in its store. Volumes have no maps.
