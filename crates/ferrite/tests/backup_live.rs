@@ -312,10 +312,10 @@ fn a_disk_that_grows_or_is_detached_meanwhile_is_backed_up_as_it_was() {
     drop(client);
     let (mut client, _) = lab.client();
     client.write(AT, &[2; 4096]);
-    let child = stopped(&lab, &["--name", "two"]);
     drop(client);
     load.wait_for_progress();
     load.end();
+    let child = stopped(&lab, &["--name", "two"]);
     let kept = keeper(&lab.host, &lab.disk);
     roles::end(&lab.host, std::slice::from_ref(&lab.disk), &[kept]);
     signal(&child, Signal::CONT);
