@@ -27,7 +27,7 @@ pub(crate) struct DistArguments {
 }
 
 /// The pages of the documentation that hosts get. Links of these lead only to pages of this list.
-const PAGES: [&str; 27] = [
+const PAGES: [&str; 25] = [
     "operations.md",
     "watching.md",
     "serve.md",
@@ -35,6 +35,7 @@ const PAGES: [&str; 27] = [
     "store.md",
     "nbd.md",
     "access.md",
+    "backup.md",
     "xapi.md",
     "install.md",
     "control.schema.json",
@@ -47,6 +48,7 @@ const PAGES: [&str; 27] = [
     "support.md",
     "trace.md",
     "performance.md",
+    "internals/backups.md",
     "internals/dirty-map.md",
     "internals/migration.md",
     "internals/mirror.md",

@@ -92,6 +92,16 @@ pub(crate) fn migrations() -> Result<()> {
     steps::run(test.args(["--", "--include-ignored"]).env("FERRITE_TEST_REQUIRE_PEERS", "1"))
 }
 
+/// Backups of running disks, also those that take longer, and a thousand stories in each format.
+pub(crate) fn backups() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite", "--test", "backup_live"]);
+    steps::run(test.args(["--", "--include-ignored"]))?;
+    let mut stories = cargo();
+    stories.args(["test", "--locked", "--package", "ferrite-sim", "--test", "backup"]);
+    steps::run(stories.env("FERRITE_TEST_SCALE", "125"))
+}
+
 /// Taps in a hundred times as many random orders as with each commit.
 pub(crate) fn random_taps() -> Result<()> {
     let mut test = cargo();

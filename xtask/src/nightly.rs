@@ -56,6 +56,8 @@ enum Part {
     Mirrors,
     /// Migrations to another host, whose daemons die at each step, and whose network is cut.
     Migrate,
+    /// Backups of running disks that are killed, interrupted and cut off, and a thousand stories of them.
+    Backups,
     /// Taps in random orders of verbs, deaths and upgrades, for ten minutes.
     Taps,
     /// Guests whose disks are on another host: deaths of all processes, and a server that is stopped.
@@ -125,6 +127,7 @@ fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
         Part::Changes => night_checks::changes(),
         Part::Mirrors => night_checks::mirrors(),
         Part::Migrate => night_checks::migrations(),
+        Part::Backups => night_checks::backups(),
         Part::Taps => night_checks::random_taps(),
         Part::Remotes => night_checks::remotes(),
         Part::Peers => peers::test(cases),

@@ -8,6 +8,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
@@ -89,7 +90,12 @@ fn snapshot_of_image(
     begin_map: Option<&str>,
 ) -> Result<(), NotDone> {
     must_be_allowed(shared, new)?;
-    if new.symlink_metadata().is_ok() {
+    // A snapshot that was cut off has left a second name of the image's file, and is completed.
+    let is_cut_off = || {
+        let file = |path: &Path| path.symlink_metadata().map(|meta| (meta.dev(), meta.ino())).ok();
+        new != image.path && file(new) == file(&image.path)
+    };
+    if new.symlink_metadata().is_ok() && !is_cut_off() {
         let why = format!("{} exists", new.display());
         return Err(refuse(why, "name a file that does not exist yet"));
     }

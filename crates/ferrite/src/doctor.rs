@@ -7,6 +7,7 @@ use std::path::Path;
 use ferrite_io::engines::{EngineChoice, EngineKind};
 use serde::Serialize;
 
+use crate::backup::live::{self, LeftBackup};
 use crate::cli::DoctorArgs;
 use crate::disk::pause::{PausedDisk, paused_disks};
 use crate::exit::Failure;
@@ -88,6 +89,24 @@ fn paused(run: &Path, names: &Names) -> Vec<Check> {
     disks.into_iter().map(check).collect()
 }
 
+/// The snapshots that interrupted backups have left.
+fn left_backups(run: &Path) -> Vec<Check> {
+    let check = |left: LeftBackup| {
+        let LeftBackup { name, snapshot, folder } = left;
+        let (snapshot, folder) = (snapshot.display(), folder.display());
+        let found = format!("a backup of {name} was interrupted; its snapshot is {snapshot}");
+        let means = format!("to go on, or to merge that: ferrite backup create {name} {folder}");
+        Check {
+            area: "disks",
+            name: "backup",
+            state: State::Warn,
+            found: one_line(&found).into_owned(),
+            means: one_line(&means).into_owned(),
+        }
+    };
+    live::left_backups(run, &Names::read()).into_iter().map(check).collect()
+}
+
 fn examine(run: &Path) -> Report {
     let chosen = EngineChoice::Auto.decide().ok().map(|chosen| chosen.kind);
     let mut checks = kernel::checks(chosen);
@@ -95,6 +114,7 @@ fn examine(run: &Path) -> Report {
     let names = Names::read();
     checks.extend(paused(run, &names));
     checks.extend(network::checks(run, &names));
+    checks.extend(left_backups(run));
     let none_missing = |names: &[&str]| {
         names.iter().all(|n| checks.iter().any(|c| c.name == *n && c.state != State::No))
     };

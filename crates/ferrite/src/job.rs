@@ -161,7 +161,7 @@ pub(crate) fn follow(
 }
 
 /// Whether the daemon is being started again.
-fn is_away(e: &ClientError) -> bool {
+pub(crate) fn is_away(e: &ClientError) -> bool {
     match e {
         ClientError::Unreachable(e) => {
             matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)

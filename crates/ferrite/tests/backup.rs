@@ -1,6 +1,7 @@
 //! `ferrite backup`: chains of backups, what they are restored to, and what is refused.
 
 mod images;
+mod pages;
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
@@ -269,4 +270,19 @@ fn volumes_of_stores_are_backed_up_whole_and_restored() {
     place.backup_fails(1, &["create", "store:s.store#v", "b", "--incremental"]);
     place.backup_ok(&["restore", "b", "store:s.store#w"]);
     place.ok(&["compare", "store:s.store#w", "begin.img"]);
+}
+
+#[test]
+fn the_commands_of_the_manual_restore_a_disk_and_one_file() {
+    let page = include_str!("../../../docs/backup.md");
+    let commands = pages::commands(page);
+    let (disk, file) = commands.split_once("truncate ").unwrap();
+    pages::run(disk);
+    let has = |program: &str| Command::new(program).arg("-V").output().is_ok();
+    let missing = ["nbdfuse", "debugfs", "mkfs.ext4", "fusermount3"].into_iter().find(|p| !has(p));
+    match missing {
+        Some(missing) => eprintln!("skipped: {missing} is not installed"),
+        None if fs::File::open("/dev/fuse").is_err() => eprintln!("skipped: this user has no FUSE"),
+        None => pages::run(&format!("truncate {file}")),
+    }
 }

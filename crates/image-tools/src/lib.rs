@@ -58,7 +58,8 @@ mod volumes;
 const MAX_LAYERS_OFFLINE: usize = 4 * MAX_LAYERS;
 
 pub use backup::{
-    BackUp, BackupDone, BackupInfo, BackupKind, Prune, Pruned, Restore, RestoreStream, Verified,
+    AtRest, BackUp, BackupDone, BackupInfo, BackupKind, BackupRecord, LiveDisk, Prune, Pruned,
+    Restore, RestoreStream, Verified,
 };
 pub use convert::Convert;
 pub use date::parts as date_parts;

@@ -18,6 +18,7 @@
 #![forbid(unsafe_code)]
 
 mod devices;
+pub mod backup;
 pub mod dirty;
 mod disk;
 pub mod format;

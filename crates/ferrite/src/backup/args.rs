@@ -6,7 +6,9 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use ferrite_io::engines::EngineChoice;
 
+use crate::cli::RunDirArgs;
 use crate::image::args::{FormatName, NamedArgs};
+use crate::job::args::Speed;
 use crate::options::engines;
 use crate::parents::ParentsArgs;
 
@@ -45,9 +47,11 @@ pub(crate) struct BackupArgs {
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub(crate) enum BackupCommand {
-    /// Back up a disk that is not in use: what has changed since the last backup, or everything.
+    /// Back up a disk: what has changed since the last backup, or everything.
     #[command(
-        after_help = "Two dirty maps of the image, MAP.1 and MAP.2, record what changes between backups. An interrupted \
+        after_help = "IMAGE is an image that is not in use, or a disk that the daemon serves: GUEST/DEV, such as \
+                            web1/xvda. That is copied from a snapshot, which is merged away again, while the guest \
+                            writes. Two dirty maps of the image, MAP.1 and MAP.2, record what changes between backups. An interrupted \
                             backup is continued by the next one of the same disk into the same folder. To standard \
                             output (-) goes a full backup, without maps."
     )]
@@ -99,6 +103,22 @@ pub(crate) struct CreateArgs {
     /// Copy what has changed, and fail if that is not known.
     #[arg(long)]
     pub(crate) incremental: bool,
+
+    /// Read at most so many bytes a second, such as 50M.
+    #[arg(long, value_name = "BYTES_PER_S")]
+    pub(crate) speed: Option<Speed>,
+
+    /// The format of the image that the guest of a raw disk goes on in, from the first backup on. The raw image becomes its
+    /// base.
+    #[arg(long, value_name = "FORMAT", value_parser = ["qcow2"])]
+    pub(crate) leaf: Option<String>,
+
+    /// A command for a shell that is run before the snapshot with the word before, and then with after.
+    #[arg(long, value_name = "CMD")]
+    pub(crate) quiesce: Option<String>,
+
+    #[command(flatten)]
+    pub(crate) places: RunDirArgs,
 }
 
 /// The arguments of `restore`.

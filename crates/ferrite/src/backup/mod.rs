@@ -4,18 +4,22 @@
 use std::io::{self, BufWriter, IsTerminal as _};
 use std::path::Path;
 
+use ferrite_daemon::params::Format;
 use ferrite_host::directory::HostDirectory;
 use ferrite_image_tools::{
     BackUp, BackupKind, ImageTools, Progress, Prune, Restore, RestoreStream, Verified,
 };
 
 use crate::exit::{Code, Failure};
+use crate::guests::Names;
 use crate::image::progress::Shown;
 use crate::image::{ENTRIES, Out, allow_many_files, engine, state_dir, text as image_text};
 use crate::signals;
 use crate::store::streams::Input;
+use crate::vdev::Vbd;
 
 pub(crate) mod args;
+pub(crate) mod live;
 mod text;
 
 use args::{BackupArgs, BackupCommand, CreateArgs, PruneArgs, RestoreArgs};
@@ -71,14 +75,23 @@ fn command(tools: &ImageTools<'_>, args: &BackupArgs, out: &Out<'_>) -> Result<(
 }
 
 fn create(tools: &ImageTools<'_>, out: &Out<'_>, args: &CreateArgs) -> Result<(), Failure> {
-    let image = args.named.disk()?;
     let kind = match (args.full, args.incremental) {
         (true, _) => BackupKind::Full,
         (_, true) => BackupKind::Incremental,
         _ => BackupKind::Auto,
     };
     let map = (!args.no_map).then(|| args.map.clone());
-    let how = BackUp { name: args.name.clone(), map, kind };
+    let speed = args.speed.and_then(|speed| speed.0).unwrap_or(0);
+    let how = BackUp { name: args.name.clone(), map, kind, speed };
+    if let Some(disk) = live::named(&args.named)? {
+        return create_live(tools, out, args, (disk.find()?, &how));
+    }
+    let image = args.named.disk()?;
+    if args.leaf.is_some() || args.quiesce.is_some() {
+        let why = "--leaf and --quiesce are for disks that the daemon serves";
+        let help = "leave it out, or name the disk as GUEST/DEV";
+        return Err(Failure::new("cannot back up", why, help).with_code(Code::USAGE));
+    }
     if !is_stream(&args.folder) {
         return out.confirm(&tools.back_up(&image, &args.folder, &how)?, text::made);
     }
@@ -89,6 +102,28 @@ fn create(tools: &ImageTools<'_>, out: &Out<'_>, args: &CreateArgs) -> Result<()
     let mut to = BufWriter::with_capacity(BUFFER_BYTES, to.lock());
     tools.back_up_to(&image, &mut to, &how)?;
     Ok(())
+}
+
+/// Backs up a disk that the daemon serves.
+fn create_live(
+    tools: &ImageTools<'_>,
+    out: &Out<'_>,
+    args: &CreateArgs,
+    (disk, how): (Vbd, &BackUp),
+) -> Result<(), Failure> {
+    let name = Names::read().disk(disk);
+    if is_stream(&args.folder) {
+        let what = format!("cannot back up {name} to standard output");
+        let why = "a disk in use is backed up into a folder";
+        return Err(Failure::new(what, why, "name a folder").with_code(Code::USAGE));
+    }
+    let run = &args.places.run_dir;
+    let _locked = live::lock(run, disk)?;
+    let leaf = args.leaf.as_ref().map(|_| Format::Qcow2);
+    let speed = args.speed.and_then(|speed| speed.0);
+    let quiesce = args.quiesce.as_deref();
+    let served = live::Served { run, disk, name, leaf, speed, quiesce };
+    out.confirm(&tools.back_up_live(&served, &args.folder, how)?, text::made)
 }
 
 fn restore(tools: &ImageTools<'_>, out: &Out<'_>, args: &RestoreArgs) -> Result<(), Failure> {

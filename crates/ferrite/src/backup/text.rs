@@ -34,6 +34,9 @@ pub(super) fn list(all: &[BackupInfo]) -> String {
     for backup in all {
         let BackupInfo { name, state, .. } = backup;
         let _ = match &backup.why {
+            None if *state == "begun" => {
+                writeln!(out, "{name:<24} {state}, of {}", one_line(&backup.disk))
+            }
             Some(why) => writeln!(out, "{name:<24} {state}: {}", one_line(why)),
             None => writeln!(
                 out,
@@ -44,6 +47,13 @@ pub(super) fn list(all: &[BackupInfo]) -> String {
                 one_line(&backup.disk)
             ),
         };
+        if let Some(snapshot) = &backup.snapshot {
+            let snapshot = one_line(snapshot);
+            let _ = writeln!(
+                out,
+                "    from {snapshot}; if it was interrupted, the next backup of the disk merges that"
+            );
+        }
     }
     if all.is_empty() { "no backups\n".to_owned() } else { out }
 }

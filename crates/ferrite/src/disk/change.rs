@@ -21,7 +21,7 @@ use crate::plain::one_line;
 use crate::vdev::Vbd;
 
 /// Time for the daemon's answer: requests under way, the change, and the opening of the image.
-pub(super) const ANSWER: Duration = Duration::from_secs(600);
+pub(crate) const ANSWER: Duration = Duration::from_secs(600);
 
 /// The help of `disk snapshot` after its options.
 pub(crate) const SNAPSHOT_HELP: &str = "\
@@ -178,11 +178,11 @@ fn is_volume(places: &RunDirArgs, disk: Vbd) -> Result<bool, Failure> {
 }
 
 /// The help if a guest may not have been thawed.
-const FROZEN: &str =
+pub(crate) const FROZEN: &str =
     "the guest's file systems may be frozen: run the command by hand with the word after";
 
 /// Runs the command with this word, and waits for its end. The error says how it has failed.
-fn hook(command: &str, word: &str) -> Result<(), String> {
+pub(crate) fn hook(command: &str, word: &str) -> Result<(), String> {
     let run = OsStr::new("\"$@\"");
     let text: OsString = [OsStr::new(command), OsStr::new(" "), run].into_iter().collect();
     let status = Command::new("sh").arg("-c").arg(text).args(["sh", word]).status();

@@ -228,7 +228,8 @@ impl Lab {
     pub fn run(&self, args: &[&str]) -> Output {
         let run = self.host.paths().run;
         let mut words = args.to_vec();
-        if args[0] != "image" {
+        let asks_daemon = args[0] != "image" && (args[0] != "backup" || args[1] == "create");
+        if asks_daemon {
             words.extend(["--run-dir", run.to_str().unwrap()]);
         }
         self.program(&words)

@@ -13,6 +13,7 @@ use ferrite_images::children::{PARTIAL, absolute};
 
 use super::folder::{Entries, Folder, Use};
 use super::manifest::{DiskOf, Hash, Manifest, NewManifest, Reference};
+use super::live::AtRest;
 use super::maps::Maps;
 use super::regions::{Plan, Regions, To};
 use super::{BackupDone, BackupInfo, BackupKind};
@@ -33,15 +34,22 @@ pub struct BackUp {
     pub map: Option<String>,
     /// What is copied.
     pub kind: BackupKind,
+    /// Most bytes a second that are read; 0: no limit.
+    pub speed: u64,
 }
 
 /// A backup that is being made.
-struct Making<'a> {
-    folder: &'a Folder,
-    /// The disk, locked against writers.
-    source: Disk,
-    maps: Option<Maps>,
-    manifest: Manifest,
+pub(super) struct Making<'a> {
+    pub(super) folder: &'a Folder,
+    /// The disk, locked against writers; or a snapshot of it.
+    pub(super) source: Disk,
+    pub(super) maps: Option<Maps>,
+    pub(super) manifest: Manifest,
+    /// The source is a snapshot of the moment at which the next map was begun: it has the maps of that moment, without
+    /// the new one.
+    pub(super) is_snapshot: bool,
+    /// As in [`BackUp`].
+    pub(super) speed: u64,
 }
 
 /// Parts of a disk, in bytes, in order.
@@ -71,6 +79,10 @@ impl ImageTools<'_> {
             check_name(&folder, &entries, name)?;
         }
         let mut notes = Vec::new();
+        if has_maps(image) {
+            let disk = AtRest { tools: self, leaf: image.clone() };
+            notes.extend(self.merge_leftover(&disk, image)?);
+        }
         let maps = match &how.map {
             Some(map) if has_maps(image) => {
                 Some(self.begin_maps(image, (&folder, &entries), (how, map), &mut notes)?)
@@ -87,29 +99,12 @@ impl ImageTools<'_> {
             None => None,
         };
         let source = self.open(image, true)?;
-        let resumed = maps.as_ref().and_then(|maps| maps.resumed.clone());
-        let is_resumed = resumed.is_some();
-        let manifest = match resumed {
-            Some(manifest) => manifest,
-            None => {
-                let created_unix_s = unix_time_s();
-                let name = how.name.clone().unwrap_or_else(|| free_name(&folder, created_unix_s));
-                let id: [u8; 16] = secret().map_err(cannot)?;
-                let last = maps.as_ref().and_then(|maps| maps.last.as_ref());
-                Manifest::new(NewManifest {
-                    name,
-                    id: format!("{:032x}", u128::from_be_bytes(id)),
-                    parent: last.map(|last| last.1.clone()),
-                    created_unix_s,
-                    disk: DiskOf {
-                        name: name_of(image),
-                        virtual_bytes: source.sectors() * SECTOR_BYTES,
-                    },
-                    map: maps.as_ref().map(|maps| maps.next.clone()),
-                })
-            }
-        };
-        let mut making = Making { folder: &folder, source, maps, manifest };
+        let is_resumed = maps.as_ref().is_some_and(|maps| maps.resumed.is_some());
+        let bytes = source.sectors() * SECTOR_BYTES;
+        let manifest = manifest(&folder, how, (image, bytes), maps.as_ref()).map_err(cannot)?;
+        let speed = how.speed;
+        let is_snapshot = false;
+        let mut making = Making { folder: &folder, source, maps, manifest, is_snapshot, speed };
         let read_bytes = self.make(&mut making)?;
         if let Some(map) = &how.map {
             self.remove_if_there(&folder.begun(map)).map_err(cannot)?;
@@ -127,7 +122,7 @@ impl ImageTools<'_> {
     }
 
     /// Steps 2 to 5, and the first half of 6. Returns the bytes that were read.
-    fn make(&self, making: &mut Making<'_>) -> Result<u64, DiskError> {
+    pub(super) fn make(&self, making: &mut Making<'_>) -> Result<u64, DiskError> {
         let folder = making.folder;
         let (to, bytes) = (folder.data(&making.manifest.name), making.manifest.disk.virtual_bytes);
         let what = || format!("cannot make backup {}", to.path.display());
@@ -159,6 +154,7 @@ impl ImageTools<'_> {
             total: (0, bytes),
         };
         let regions = Regions::new(self, &mut context, plan).map_err(cannot)?;
+        regions.limit(making.speed);
         loop {
             let finished = context.run(regions.run(SYNC_EVERY));
             if let Ok(true) = finished {
@@ -206,7 +202,11 @@ impl ImageTools<'_> {
             let why = "its maps have been changed meanwhile, by another command or program";
             DiskError::new(ErrorKind::InUse, what, why, "run the same command again")
         };
-        let changed = find(&maps.next).ok_or_else(gone)?;
+        let changed = match making.is_snapshot && maps.resumed.is_none() {
+            // It was begun at the moment of the snapshot.
+            true => Vec::new(),
+            false => find(&maps.next).ok_or_else(gone)?,
+        };
         let ranges = match &maps.last {
             Some((last, _)) => find(last).ok_or_else(gone)?,
             None => all(),
@@ -285,6 +285,30 @@ impl ImageTools<'_> {
     }
 }
 
+/// The manifest of the backup that is continued, or a new one.
+pub(super) fn manifest(
+    folder: &Folder,
+    how: &BackUp,
+    (image, virtual_bytes): (&ImageName, u64),
+    maps: Option<&Maps>,
+) -> std::io::Result<Manifest> {
+    if let Some(resumed) = maps.and_then(|maps| maps.resumed.clone()) {
+        return Ok(resumed);
+    }
+    let created_unix_s = unix_time_s();
+    let name = how.name.clone().unwrap_or_else(|| free_name(folder, created_unix_s));
+    let id: [u8; 16] = secret()?;
+    let last = maps.and_then(|maps| maps.last.as_ref());
+    Ok(Manifest::new(NewManifest {
+        name,
+        id: format!("{:032x}", u128::from_be_bytes(id)),
+        parent: last.map(|last| last.1.clone()),
+        created_unix_s,
+        disk: DiskOf { name: name_of(image), virtual_bytes },
+        map: maps.map(|maps| maps.next.clone()),
+    }))
+}
+
 /// The ranges of a map; `None`: it is not there any more, or void.
 fn find(seen: Option<&Seen>, of: &Reference) -> Option<Vec<Range<u64>>> {
     let seen = seen.filter(|seen| seen.void.is_none())?;
@@ -300,7 +324,7 @@ fn has_changed(changed: &[Range<u64>], number: u32) -> bool {
 }
 
 /// Whether a disk can have maps.
-fn has_maps(image: &ImageName) -> bool {
+pub(super) fn has_maps(image: &ImageName) -> bool {
     let is_image = image.volume().is_none() && image.export().is_none();
     is_image && ferrite_host::names::is_file(&image.path)
 }
@@ -317,7 +341,7 @@ pub(super) fn name_of(image: &ImageName) -> String {
     path.unwrap_or_else(|_| image.path.display().to_string())
 }
 
-fn check_name(folder: &Folder, entries: &Entries, name: &str) -> Result<(), DiskError> {
+pub(super) fn check_name(folder: &Folder, entries: &Entries, name: &str) -> Result<(), DiskError> {
     let what = || format!("cannot make backup {name} in {}", folder.path().display());
     if VolumeName::new(name).is_none() {
         let why = "a name has up to 63 letters, digits, \"-\", \"_\" or \".\", and begins with a letter or digit";
@@ -360,6 +384,7 @@ pub(super) fn info(folder: &Folder, manifest: &Manifest, state: &'static str) ->
         data_bytes: meta.map_or(0, |meta| meta.len()),
         map: manifest.map.as_ref().map(|map| map.name.clone()),
         state,
+        snapshot: None,
         why: None,
     }
 }

@@ -19,7 +19,7 @@ use crate::{ImageTools, broken, is_readable};
 pub(super) const MANIFEST: &str = ".json";
 pub(super) const UNFINISHED: &str = ".json.partial";
 /// The end of the name of a file that stands while a map is begun.
-const BEGUN: &str = ".begun";
+pub(super) const BEGUN: &str = ".begun";
 /// The end of the name of the manifest of a backup that is being removed.
 pub(super) const REMOVED: &str = ".json.removed";
 /// Most entries of a folder that are looked at.

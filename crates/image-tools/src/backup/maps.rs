@@ -7,7 +7,7 @@ use super::create::BackUp;
 use super::folder::{Entries, Folder, MAX_CHAIN, depth};
 use super::manifest::{Manifest, Reference};
 use crate::io_context::IoContext;
-use crate::{DirtyMap, ImageTools, MapChange, broken, refused};
+use crate::{DirtyMap, DirtyMaps, ImageTools, MapChange, broken, refused};
 
 /// The part of a map's name that is the user's has at most so many bytes.
 const NAME_BYTES: usize = 60;
@@ -20,6 +20,21 @@ pub(super) struct Maps {
     pub(super) next: Reference,
     /// The unfinished backup that is continued.
     pub(super) resumed: Option<Manifest>,
+}
+
+/// Which maps a backup will use.
+pub(super) struct Chosen {
+    /// As in [`Maps`].
+    pub(super) last: Option<(Reference, Reference)>,
+    pub(super) next: Next,
+}
+
+/// The map that belongs to the next backup.
+pub(super) enum Next {
+    /// That of an unfinished backup, which is continued.
+    Continued(Reference, Box<Manifest>),
+    /// One that is to be begun.
+    New(String),
 }
 
 /// What was found.
@@ -37,10 +52,63 @@ impl ImageTools<'_> {
     pub(super) fn begin_maps(
         &self,
         image: &ImageName,
-        (folder, entries): (&Folder, &Entries),
+        of: (&Folder, &Entries),
         (how, map): (&BackUp, &str),
         notes: &mut Vec<String>,
     ) -> Result<Maps, DiskError> {
+        let found = self.dirty_maps(image)?;
+        let end = |name: &str| self.change_maps(image, &MapChange::End(name.to_owned())).map(drop);
+        let chosen = self.choose_maps((image, &found), of, (how, map), &end, notes)?;
+        let last = chosen.last;
+        match chosen.next {
+            Next::Continued(next, old) => Ok(Maps { last, next, resumed: Some(*old) }),
+            Next::New(next) => {
+                self.write_begun(of.0, map, b"")?;
+                self.change_maps(image, &MapChange::Begin(next.clone()))?;
+                let next = self.begun_map(self, image, &next)?;
+                Ok(Maps { last, next, resumed: None })
+            }
+        }
+    }
+
+    /// Writes, durably, that a map of this name is begun for this folder.
+    pub(super) fn write_begun(
+        &self,
+        folder: &Folder,
+        map: &str,
+        text: &[u8],
+    ) -> Result<(), DiskError> {
+        let note = folder.begun(map);
+        let cannot = |e| broken(format!("cannot write {}", note.display()), e);
+        let mut context = IoContext::new(self, 1).map_err(cannot)?;
+        self.replace_file(&mut context, &note, text).map_err(cannot)
+    }
+
+    /// The map that was begun just now.
+    pub(super) fn begun_map(
+        &self,
+        reader: &ImageTools<'_>,
+        image: &ImageName,
+        name: &str,
+    ) -> Result<Reference, DiskError> {
+        let begun = reader.dirty_maps(image)?.maps.into_iter().find(|map| map.name == name);
+        let begun = begun.ok_or_else(|| {
+            let what = format!("cannot back up {}", image.path.display());
+            let help = "run the same command again";
+            DiskError::new(ErrorKind::InUse, what, "another command changes its maps", help)
+        })?;
+        Ok(Reference { name: begun.name, id: begun.id })
+    }
+
+    /// Chooses the maps among those that were found. Maps that are not needed any more are ended.
+    pub(super) fn choose_maps(
+        &self,
+        (image, found): (&ImageName, &DirtyMaps),
+        (folder, entries): (&Folder, &Entries),
+        (how, map): (&BackUp, &str),
+        end: &dyn Fn(&str) -> Result<(), DiskError>,
+        notes: &mut Vec<String>,
+    ) -> Result<Chosen, DiskError> {
         let what = format!("cannot back up {}", image.path.display());
         let usage =
             |why: String, help: &str| DiskError::new(ErrorKind::Usage, what.clone(), why, help);
@@ -49,7 +117,6 @@ impl ImageTools<'_> {
             return Err(usage(why, "take up to 60 letters, digits, \"-\", \"_\" or \".\""));
         }
         let names = [format!("{map}.1"), format!("{map}.2")];
-        let found = self.dirty_maps(image)?;
         if let Some(why) = &found.void {
             notes.push(format!("the dirty maps are void, so all is copied: {why}"));
         }
@@ -80,31 +147,22 @@ impl ImageTools<'_> {
                 && how.name.as_ref().is_none_or(|name| *name == old.name)
         });
         if let Some(older) = sorted.older {
-            self.change_maps(image, &MapChange::End(older.name.clone()))?;
+            end(&older.name)?;
         }
-        let continued = resumed.as_ref().and_then(|old| old.map.clone());
-        for open in sorted.open.iter().filter(|m| continued.as_ref().is_none_or(|c| c.id != m.id)) {
-            self.change_maps(image, &MapChange::End(open.name.clone()))?;
+        let continued =
+            resumed.and_then(|old| Some((old.map.clone()?, Box::new(old))));
+        let is_kept =
+            |map: &DirtyMap| continued.as_ref().is_some_and(|(next, _)| next.id == map.id);
+        for open in sorted.open.iter().filter(|map| !is_kept(map)) {
+            end(&open.name)?;
         }
-        if let Some(next) = continued {
-            return Ok(Maps { last, next, resumed });
+        if let Some((next, old)) = continued {
+            return Ok(Chosen { last, next: Next::Continued(next, old) });
         }
         let taken = sorted.last.map(|last| last.0.name.as_str());
-        let [one, two] = &names;
+        let [one, two] = names;
         let next = if taken == Some(one.as_str()) { two } else { one };
-        let note = folder.begun(map);
-        let cannot = |e| broken(format!("cannot write {}", note.display()), e);
-        let mut context = IoContext::new(self, 1).map_err(cannot)?;
-        self.replace_file(&mut context, &note, b"").map_err(cannot)?;
-        drop(context);
-        self.change_maps(image, &MapChange::Begin(next.clone()))?;
-        let begun = self.dirty_maps(image)?.maps.into_iter().find(|map| map.name == *next);
-        let begun = begun.ok_or_else(|| {
-            let help = "run the same command again";
-            DiskError::new(ErrorKind::InUse, what, "another command changes its maps", help)
-        })?;
-        let next = Reference { name: begun.name, id: begun.id };
-        Ok(Maps { last, next, resumed: None })
+        Ok(Chosen { last, next: Next::New(next) })
     }
 
     /// The unfinished backup that began one of these maps.

@@ -23,6 +23,7 @@ use serde::Serialize;
 
 mod create;
 mod folder;
+mod live;
 mod manifest;
 mod maps;
 mod prune;
@@ -32,6 +33,7 @@ mod stream;
 mod verify;
 
 pub use create::BackUp;
+pub use live::{AtRest, BackupRecord, LiveDisk};
 pub use prune::Prune;
 pub use restore::{Restore, RestoreStream};
 
@@ -66,8 +68,11 @@ pub struct BackupInfo {
     pub data_bytes: u64,
     /// The map that was begun with it.
     pub map: Option<String>,
-    /// `complete`, `unfinished`, or `damaged`.
+    /// `complete`, `unfinished`, or `damaged`; `begun` if a backup was interrupted before it had a name.
     pub state: &'static str,
+    /// The snapshot of a disk in use that is copied, or that an interrupted backup has left.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
     /// Why it is damaged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,

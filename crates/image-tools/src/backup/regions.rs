@@ -7,6 +7,8 @@ use std::future::Future;
 use std::io;
 use std::ops::Range;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ferrite_disk::Disk;
 use ferrite_disk::pieces::{What, look};
@@ -17,6 +19,7 @@ use ferrite_io::shared_lock::SharedLock;
 
 use super::manifest::Hash;
 use crate::io_context::{BUFFER_BYTES, IoContext, Stop, all};
+use crate::speed::Speed;
 use crate::{ImageTools, Progress};
 
 /// Regions in flight at a time. They take 32 MiB of buffers.
@@ -84,6 +87,8 @@ pub(super) struct Regions<'a> {
     /// Bytes that may still be read before a stop.
     left: Cell<u64>,
     stop: Stop,
+    speed: Speed,
+    bytes_per_s: Arc<AtomicU64>,
 }
 
 impl<'a> Regions<'a> {
@@ -102,7 +107,10 @@ impl<'a> Regions<'a> {
         let from_port = context.port(plan.from)?;
         let to_port = plan.to.map(|to| context.port(to.disk)).transpose()?;
         from_port.memory().fill(zeros, 0);
+        let bytes_per_s = Arc::<AtomicU64>::default();
         Ok(Regions {
+            speed: Speed::new(bytes_per_s.clone()),
+            bytes_per_s,
             tools,
             bytes: plan.from.sectors() * SECTOR_BYTES,
             hashes: RefCell::new(std::mem::take(&mut plan.done)),
@@ -121,6 +129,11 @@ impl<'a> Regions<'a> {
             left: Cell::new(0),
             stop: Stop::default(),
         })
+    }
+
+    /// Reads at most so many bytes a second from now on; 0: no limit.
+    pub(super) fn limit(&self, bytes_per_s: u64) {
+        self.bytes_per_s.store(bytes_per_s, Ordering::Relaxed);
     }
 
     /// The hashes so far: of regions that are written, and not durable before a flush.
@@ -201,7 +214,9 @@ impl<'a> Regions<'a> {
             number = number.max(found.start / REGION_BYTES);
             let (done, total_bytes) = self.plan.total;
             let done_bytes = (done + number * REGION_BYTES).min(total_bytes);
-            if !(self.tools.progress)(Progress { done_bytes, total_bytes }) {
+            let progress = Progress { done_bytes, total_bytes };
+            let goes_on = || (self.tools.progress)(progress);
+            if !goes_on() || !self.speed.wait(goes_on) {
                 return Err(io::ErrorKind::Interrupted.into());
             }
             self.next.set((number + 1, range));
@@ -215,6 +230,7 @@ impl<'a> Regions<'a> {
             }
             let bytes: u64 = data.iter().map(|part| part.end - part.start).sum();
             self.read.set(self.read.get() + bytes);
+            self.speed.spend(bytes);
             self.left.set(self.left.get().saturating_sub(bytes.max(UNIT as u64)));
             return Ok(Some(Region { number, data }));
         }

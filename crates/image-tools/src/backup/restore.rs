@@ -4,7 +4,7 @@ use std::io::Read;
 use std::path::Path;
 
 use ferrite_disk::Disk;
-use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, ErrorKind, ImageName, SECTOR_BYTES, plain};
 
 use super::create::info;
 use super::folder::{Folder, Use, hashes};
@@ -203,7 +203,33 @@ impl ImageTools<'_> {
                 });
             }
         }
+        for map in folder.names(super::folder::BEGUN)? {
+            add_snapshot(&folder, &map, &mut all);
+        }
         Ok(all)
+    }
+}
+
+/// Adds the snapshot that a backup with this map copies, or has left.
+fn add_snapshot(folder: &Folder, map: &str, all: &mut Vec<BackupInfo>) {
+    let text = plain::read(&folder.begun(map), super::live::MAX_RECORD);
+    // That of a disk at rest is empty.
+    let record = text.and_then(|text| super::live::BackupRecord::parse(&text));
+    let Some(record) = record.ok().filter(super::live::BackupRecord::is_left) else { return };
+    let snapshot = record.snapshot.display().to_string();
+    let maps = [format!("{map}.1"), format!("{map}.2")];
+    let is_it = |found: &&mut BackupInfo| {
+        found.state == "unfinished" && found.map.as_ref().is_some_and(|map| maps.contains(map))
+    };
+    match all.iter_mut().find(is_it) {
+        Some(unfinished) => unfinished.snapshot = Some(snapshot),
+        None => all.push(BackupInfo {
+            disk: record.image.display().to_string(),
+            state: "begun",
+            snapshot: Some(snapshot),
+            why: None,
+            ..unusable(map, &std::io::ErrorKind::Other.into())
+        }),
     }
 }
 
@@ -236,6 +262,7 @@ fn unusable(name: &str, e: &std::io::Error) -> BackupInfo {
         data_bytes: 0,
         map: None,
         state: "damaged",
+        snapshot: None,
         why: Some(e.to_string()),
     }
 }

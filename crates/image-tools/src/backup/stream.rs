@@ -77,6 +77,7 @@ impl ImageTools<'_> {
             data_bytes: read_bytes,
             map: None,
             state: "complete",
+            snapshot: None,
             why: None,
         };
         Ok(BackupDone { backup, read_bytes, resumed: false, notes: Vec::new() })

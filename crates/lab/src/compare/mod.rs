@@ -2,6 +2,7 @@
 //!
 //! It is a program of its own, so that `xtask` links nothing of the product.
 
+mod backup;
 mod bound;
 pub(crate) mod burners;
 mod crowd;
@@ -55,6 +56,9 @@ struct BenchArguments {
     /// The largest number of guests of the parts persistent and aggregate; each takes up to a minute to start.
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
     most_guests: u32,
+    /// The size of the disk of the part backup, which takes twice that much space in the build folder.
+    #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    backup_gib: u32,
     #[command(flatten)]
     instructions: instructions::InstructionsArguments,
     #[command(flatten)]
@@ -78,6 +82,8 @@ enum Part {
     Nbd,
     /// Disks with a dirty map, and with a mirror, compared with the same without.
     Mirror,
+    /// Backups, compared with copies by qemu-img and nbdcopy.
+    Backup,
     /// Many guests, and disks at rest.
     Guests,
     /// Disks with a keeper and a worker each, compared with one process.
@@ -106,6 +112,7 @@ impl Part {
         Part::Store,
         Part::Nbd,
         Part::Mirror,
+        Part::Backup,
         Part::Guests,
         Part::Kept,
         Part::Instructions,
@@ -126,6 +133,7 @@ impl Part {
             Part::Store => "store",
             Part::Nbd => "nbd",
             Part::Mirror => "mirror",
+            Part::Backup => "backup",
             Part::Guests => "guests",
             Part::Kept => "kept",
             Part::Instructions => "instructions",
@@ -146,6 +154,7 @@ impl Part {
             Part::Store => store::run(&Setup::new(arguments)?),
             Part::Nbd => nbd::run(&Setup::new(arguments)?),
             Part::Mirror => mirror::run(&Setup::new(arguments)?),
+            Part::Backup => backup::run(&Setup::new(arguments)?, arguments.backup_gib),
             Part::Guests => guests::run(&Setup::new(arguments)?),
             Part::Kept => kept::run(&Setup::new(arguments)?),
             Part::Instructions => instructions::run(arguments.runs, &arguments.instructions),
