@@ -130,7 +130,7 @@ fn may_be_exported(shared: &Shared, record: &mut Record, writes: bool) -> Result
     let disk = record.disk;
     let seen = shared.table.read(|disks| {
         let entry = disks.get(&disk)?;
-        let guest = entry.tap.map_or(Some(disk), |tap| tap.guest);
+        let guest = entry.tap.as_ref().map_or(Some(disk), |tap| tap.guest);
         Some((entry.phase.clone(), entry.nbd.is_some(), guest, entry.image.clone()))
     });
     let Some((phase, has_socket, guest, image)) = seen else {

@@ -4,12 +4,14 @@
 //! * [`Raw`]: a regular file or a block device, byte for byte, open and locked.
 //! * [`Commits`], [`journal`]: metadata that was answered for and is not durable yet.
 //! * [`dirty`]: the durable map of what has changed on a disk.
+//! * [`changes`]: the changed blocks of a tap, in tapdisk's log.
 //! * [`Epochs`]: when a freed place is no longer in use.
 //! * [`ImageName`], [`OpenOptions`], [`Parents`]: which disk is opened, and how.
 //! * [`DiskError`], [`Finding`]: errors and damage, in words for people.
 
 #![forbid(unsafe_code)]
 
+pub mod changes;
 mod content;
 pub mod dirty;
 mod epochs;

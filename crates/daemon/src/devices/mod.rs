@@ -183,7 +183,7 @@ fn socket_of(shared: &Shared, disk: DiskId, wish: Wish) -> Result<PathBuf, NotDo
     }
     let seen = shared.table.read(|disks| {
         let entry = disks.get(&disk)?;
-        let guest = match entry.tap {
+        let guest = match &entry.tap {
             Some(tap) => tap.guest,
             None => Some(disk),
         };

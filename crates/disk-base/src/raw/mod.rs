@@ -12,6 +12,7 @@ use ferrite_io::arena::Span;
 use rustix::fs::{SeekFrom, fstat, fstatvfs, seek};
 use rustix::io::{Errno, pread};
 
+use crate::changes::ChangeMap;
 use crate::dirty::Tracker;
 use crate::error::READ_ONLY;
 use crate::size::Human;
@@ -102,6 +103,8 @@ pub struct Raw {
     commits: Box<Commits>,
     /// The maps of the disk's changes, if its image has any.
     tracker: OnceLock<Box<Tracker>>,
+    /// The changed blocks of a tap, if they are recorded.
+    changes: OnceLock<Box<ChangeMap>>,
     /// A test's check of its data.
     #[cfg(feature = "testing")]
     pub checked: checked::Checked,
@@ -190,6 +193,7 @@ impl Raw {
             runs: Box::new(Runs::new(options.is_read_unchanged())),
             commits: Box::default(),
             tracker: OnceLock::new(),
+            changes: OnceLock::new(),
             #[cfg(feature = "testing")]
             checked: checked::Checked::default(),
         })
@@ -239,6 +243,7 @@ impl Raw {
             runs: Box::new(Runs::new(false)),
             commits: Box::default(),
             tracker: OnceLock::new(),
+            changes: OnceLock::new(),
             #[cfg(feature = "testing")]
             checked: checked::Checked::default(),
         };
