@@ -314,9 +314,11 @@ fn a_close_while_storage_hangs_ends_in_time_and_is_done_when_storage_answers() {
 fn the_commands_of_the_manual_work() {
     let daemon = Daemon::new();
     let page = include_str!("../../../docs/xapi.md");
-    let (_, section) = page.split_once("\n## Taps\n").unwrap();
-    let (_, block) = section.split_once("```sh\n").unwrap();
-    let script = block.split("```").next().unwrap();
+    let script = |heading: &str| {
+        let (_, section) = page.split_once(&format!("\n## {heading}\n")).unwrap();
+        let (_, block) = section.split_once("```sh\n").unwrap();
+        block.split("```").next().unwrap()
+    };
     let at = |name: &str| daemon.dir.path().join(name);
     // The page's commands are for the daemon of the host.
     let wrapper = format!(
@@ -330,10 +332,14 @@ fn the_commands_of_the_manual_work() {
     for name in ["a", "b"] {
         fs::copy(daemon.image(&format!("of-{name}"), "vhd"), at(&format!("{name}.vhd"))).unwrap();
     }
+    std::os::unix::fs::symlink(at("cbt-util"), at("path/cbt-util")).unwrap();
     let path = format!("{}:{}", at("path").display(), std::env::var("PATH").unwrap());
-    let mut command = Command::new("sh");
-    command.args(["-e", "-c", script]).env("PATH", path).env_remove("XENBUS_PATH");
-    let output = command.current_dir(daemon.dir.path()).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    daemon.says("list", "");
+    for heading in ["Taps", "Changed blocks"] {
+        let mut command = Command::new("sh");
+        command.args(["-e", "-c", script(heading)]).env("PATH", &path).env_remove("XENBUS_PATH");
+        let output = command.current_dir(daemon.dir.path()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        daemon.says("list", "");
+    }
+    assert_eq!(fs::read(at("blocks")).unwrap(), [0; 8]);
 }

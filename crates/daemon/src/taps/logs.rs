@@ -63,9 +63,17 @@ pub(super) fn begin(
     tap: &TapState,
 ) -> Result<Option<PathBuf>, TapError> {
     let Some(path) = tap.log.as_ref().filter(|_| !tap.read_only) else { return Ok(None) };
-    let mut log = Log::open(path, true)?;
     let file = shared.paths.changes(id);
-    let consistent = match ChangeMapFile::open(&file) {
+    let known = ChangeMapFile::open(&file);
+    let mut log = match (Log::open(path, true), &known) {
+        // The disk is open already, and its guest is not to wait: the end tells of the log.
+        (Err(e), Ok(_)) => {
+            tracing::warn!("the log of {id} cannot be read now: {e}");
+            return Ok(Some(file));
+        }
+        (log, _) => log?,
+    };
+    let consistent = match known {
         Ok(_) => None,
         Err(e) if e.kind() == io::ErrorKind::NotFound => Some(log.head.consistent != 0),
         Err(e) => {

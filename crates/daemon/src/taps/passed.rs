@@ -370,12 +370,11 @@ fn watch(
     let theirs = shared.clone();
     std::thread::Builder::new().name("connection".to_owned()).spawn(move || {
         let _ = child.wait();
-        let mut inner = theirs.taps.passed.lock();
-        inner.processes.retain(|process| process.number != number);
-        drop(inner);
         if let Some(socket) = socket {
             let _ = fs::remove_file(socket);
         }
+        let mut inner = theirs.taps.passed.lock();
+        inner.processes.retain(|process| process.number != number);
     })?;
     Ok(())
 }

@@ -17,6 +17,8 @@ use crate::stream::{GREETING, Timed};
 use crate::{End, Fault};
 
 mod client;
+#[cfg(test)]
+mod tests;
 
 pub use client::passed_client;
 
