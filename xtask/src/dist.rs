@@ -182,6 +182,7 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
         "usr/sbin/tap-ctl",
         "usr/bin/vhd-util",
         "usr/sbin/td-util",
+        "usr/sbin/cbt-util",
         "etc/xen/scripts/block-ferrite",
         "etc/ferrite/ferrite.toml",
         "var/lib/xapi/storage-scripts/datapath/ferrite/Datapath.attach",
@@ -348,11 +349,12 @@ fn stage_debug_package(root: &Path) -> Result<()> {
 }
 
 /// The names of tapdisk's tools, as links to the program. xl's scripts search bin first.
-const TOOLS: [(&str, &str); 4] = [
+const TOOLS: [(&str, &str); 5] = [
     ("ferrite", "usr/bin/tap-ctl"),
     ("../bin/ferrite", "usr/sbin/tap-ctl"),
     ("ferrite", "usr/bin/vhd-util"),
     ("../bin/ferrite", "usr/sbin/td-util"),
+    ("../bin/ferrite", "usr/sbin/cbt-util"),
 ];
 
 /// The files in their installed places.

@@ -34,7 +34,7 @@ impl Paths {
     }
 
     /// The path of a disk's NBD socket.
-    fn nbd_socket(&self, id: DiskId) -> PathBuf {
+    pub(crate) fn nbd_socket(&self, id: DiskId) -> PathBuf {
         self.run.join(id.file_name()).join(SOCKET)
     }
 }

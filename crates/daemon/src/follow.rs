@@ -253,6 +253,7 @@ impl Follower {
             minor: self.minor,
             attached: self.attached.clone(),
             mirror: self.shared.jobs.mirror_of(image),
+            changes: None,
             resumes,
             told_sectors: self.told_sectors(&mut store)?,
             shared: &self.shared,
@@ -334,7 +335,7 @@ impl Follower {
 
     /// What a tap has besides.
     pub(crate) fn tap(&self) -> Option<TapState> {
-        self.shared.table.read(|disks| disks.get(&self.id)?.tap)
+        self.shared.table.read(|disks| disks.get(&self.id)?.tap.clone())
     }
 
     fn new_leaf(&self) -> Option<NewLeaf> {

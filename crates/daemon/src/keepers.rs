@@ -31,7 +31,7 @@ use crate::config::DiskOptions;
 use crate::state::{DiskId, id_of_name};
 use crate::table::WakeReason;
 use crate::wait::wait_for;
-use crate::{Assignment, Failure, Paths, Serving};
+use crate::{Assignment, Failure, Passing, Paths, Serving};
 
 mod attachment;
 mod closed;
@@ -57,6 +57,11 @@ pub trait Programs: Send + Sync {
 
     /// A command that becomes the exporter of this disk. `None`: disks are not exported.
     fn exporter(&self, _: DiskId) -> Option<Command> {
+        None
+    }
+
+    /// A command that becomes the process of a connection that XAPI has passed to a tap. `None`: there are none.
+    fn passing(&self, _: Passing) -> Option<Command> {
         None
     }
 
@@ -506,6 +511,10 @@ impl Serving for Keepers {
 
     fn exporter(&self, disk: DiskId) -> Option<Command> {
         self.programs.exporter(disk)
+    }
+
+    fn passing(&self, passing: Passing) -> Option<Command> {
+        self.programs.passing(passing)
     }
 
     fn remove(&self, disk: DiskId) {

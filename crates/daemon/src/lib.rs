@@ -126,11 +126,24 @@ pub struct Assignment<'a> {
     pub attached: ExpectedAttachment,
     /// The mirror of the image, if there is one.
     pub mirror: Option<jobs::MirrorSpec>,
+    /// The file in which changed blocks are noted, if they are.
+    pub changes: Option<PathBuf>,
     /// Whether the disk is paused, and goes on if its image can be opened.
     resumes: bool,
     /// The size in sectors that the guest was told, of a paused disk that is to go on.
     told_sectors: Option<u64>,
     shared: &'a Shared,
+}
+
+/// What a connection that XAPI has passed to a tap is used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Passing {
+    /// The tap is served on it, with the handshake of the old style.
+    Server,
+    /// The tap is served on it, with the handshake that has options.
+    ServerWithOptions,
+    /// The tap's writes go to the disk behind it.
+    Client,
 }
 
 impl Assignment<'_> {
@@ -264,6 +277,12 @@ pub trait Serving: Send + Sync {
 
     /// A command that becomes the exporter of a disk. `None`: disks are not exported.
     fn exporter(&self, _: DiskId) -> Option<std::process::Command> {
+        None
+    }
+
+    /// A command that becomes the process of a connection that XAPI has passed to a tap. Its standard input is the
+    /// connection. `None`: there are no such processes.
+    fn passing(&self, _: Passing) -> Option<std::process::Command> {
         None
     }
 

@@ -26,8 +26,8 @@ pub fn start(run: &Path, id: DiskId, connect: impl FnOnce() -> Result<Store, Sto
         return Start::WaitForFollower;
     }
     let known = States::peek(&paths.states(), id);
-    let tap = known.as_ref().and_then(|known| known.tap);
-    let is_without_guest = tap.is_some_and(|tap| tap.guest.is_none());
+    let tap = known.as_ref().and_then(|known| known.tap.clone());
+    let is_without_guest = tap.as_ref().is_some_and(|tap| tap.guest.is_none());
     // No guest was connected.
     if !is_without_guest && !run.join(id.file_name()).join(TABLE).exists() {
         return Start::WaitForFollower;
@@ -37,17 +37,17 @@ pub fn start(run: &Path, id: DiskId, connect: impl FnOnce() -> Result<Store, Sto
         return Start::ExpectFollower;
     }
     let tune = known.map(|known| Box::new(known.tune)).unwrap_or_default();
-    let guest = match tap {
+    let guest = match &tap {
         None => id,
-        Some(TapState { guest: Some(guest), .. }) => guest,
+        Some(TapState { guest: Some(guest), .. }) => *guest,
         Some(TapState { read_only, is_own, .. }) => {
-            let ahead = Ahead { read_only, toolstack_locks: !is_own };
+            let ahead = Ahead { read_only: *read_only, toolstack_locks: !is_own };
             return Start::Ahead { ahead, tune };
         }
     };
     match find(guest, connect) {
         Ok(Some(mut orphan)) => {
-            orphan.read_only = tap.map_or(orphan.read_only, |tap| tap.read_only);
+            orphan.read_only = tap.as_ref().map_or(orphan.read_only, |tap| tap.read_only);
             orphan.tune = tune;
             Start::Orphan(orphan)
         }
@@ -73,7 +73,7 @@ fn is_to_be_served(paths: &Paths, id: DiskId) -> bool {
     // Another host may have the image of a guest that is suspended.
     let known = known.filter(|known| known.left.is_none());
     known.is_some_and(|known| {
-        let is_closed = known.pause.is_some() || known.tap.is_some_and(|tap| tap.closed);
+        let is_closed = known.pause.is_some() || known.tap.as_ref().is_some_and(|tap| tap.closed);
         known.rests_for.is_none() && known.beside.is_none() && !is_closed
     })
 }

@@ -280,7 +280,7 @@ impl Shared {
 
     /// Records that the disk goes on with this image: first in the state file.
     pub(crate) fn end_pause(&self, id: DiskId, image: &Image, minor: u32) -> Result<(), Failure> {
-        let of_entry = |entry: &Entry| (entry.tune.clone(), entry.tap, entry.new_leaf.clone());
+        let of_entry = |entry: &Entry| (entry.tune.clone(), entry.tap.clone(), entry.new_leaf.clone());
         let (tune, tap, leaf) =
             self.table.read(|disks| disks.get(&id).map(of_entry)).unwrap_or_default();
         let state = DiskState::new(id, image, minor).tuned(tune).with_tap(tap).with_new_leaf(leaf);
@@ -331,6 +331,10 @@ impl Follower {
         }
         let keeper = self.shared.serving.close(self.id, &self.stop)?;
         self.shared.table.change(self.id, |entry| entry.pid = keeper.or(entry.pid));
+        // The storage manager reads the log while the tap is paused.
+        if let Err(failure) = self.end_log() {
+            return self.cannot_pause(failure);
+        }
         // The next daemon must not open an image that another program may change.
         if let Err(failure) = self.write_state(image) {
             return self.cannot_pause(failure);

@@ -74,7 +74,7 @@ pub fn id_of_name(name: &str) -> Option<DiskId> {
 }
 
 /// What the state of a tap has besides.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TapState {
     /// Whether the image is opened for reading only.
@@ -89,6 +89,23 @@ pub struct TapState {
     /// The guest's disk that has joined it.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub guest: Option<DiskId>,
+    /// The log of changed blocks, which the storage manager has named.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub log: Option<PathBuf>,
+    /// The second disk that writes go to.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub mirror: Option<TapMirror>,
+}
+
+/// A second disk, behind a connection that XAPI has passed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TapMirror {
+    /// The name that XAPI has given it.
+    pub name: String,
+    /// The socket of the process that has the connection. `None`: there was no connection of this name.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub socket: Option<PathBuf>,
 }
 
 /// The state of a served disk.

@@ -143,7 +143,7 @@ impl Entry {
 
     /// Whether the tap's image is to be closed for good now.
     pub(crate) fn closes(&self) -> bool {
-        let has_guest = self.tap.is_some_and(|tap| tap.guest.is_some());
+        let has_guest = self.tap.as_ref().is_some_and(|tap| tap.guest.is_some());
         self.closing.is_some_and(|closing| closing == Closing::Now || !has_guest)
     }
 
@@ -269,7 +269,7 @@ impl Table {
             upgrade: Upgrade::None,
             participant: None,
             group: None,
-            tap: known.and_then(|state| state.tap),
+            tap: known.and_then(|state| state.tap.clone()),
             closing: None,
             new_leaf: known.and_then(|state| state.new_leaf.clone()),
             tune: known.map(|state| state.tune.clone()).unwrap_or_default(),

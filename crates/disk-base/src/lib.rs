@@ -4,6 +4,7 @@
 //! * [`Raw`]: a regular file or a block device, byte for byte, open and locked.
 //! * [`Commits`], [`journal`]: metadata that was answered for and is not durable yet.
 //! * [`dirty`]: the durable map of what has changed on a disk.
+//! * [`changes`]: the changed blocks of a tap, in tapdisk's log.
 //! * [`moved`]: the durable mark of an image whose disk is on another host now.
 //! * [`Epochs`]: when a freed place is no longer in use.
 //! * [`ImageName`], [`OpenOptions`], [`Parents`]: which disk is opened, and how.
@@ -11,6 +12,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod changes;
 mod content;
 pub mod dirty;
 mod epochs;

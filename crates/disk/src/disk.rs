@@ -243,6 +243,9 @@ impl Disk {
     /// As [`map`](Disk::map).
     pub fn reserve(&self, offset: u64, len: u64) -> Extent {
         assert!(len > 0 && self.contains(offset, len), "unchecked range {offset}+{len}");
+        if let Some(changes) = self.changes() {
+            changes.note(offset, len);
+        }
         // The first write to a region takes steps: its bit is durable before its data.
         if self.tracker().is_some_and(|tracker| !tracker.is_marked(offset, len)) {
             return Extent::Slow { len };

@@ -32,6 +32,7 @@ mod volume;
 
 pub use allocation::Allocation;
 pub use changes::Repeated;
+pub use ferrite_disk_base::changes as change_log;
 pub use disk::{Disk, Work};
 pub use elsewhere::Elsewhere;
 #[cfg(feature = "testing")]

@@ -1,9 +1,11 @@
 //! The maps of what has changed on a disk (`disk-base/src/dirty/`), where the disk meets them.
 
 use std::io;
+use std::path::Path;
 
+use ferrite_disk_base::changes::ChangeMap;
 use ferrite_disk_base::dirty::{self, Tracker};
-use ferrite_disk_base::{DiskError, OpenOptions, Port, Raw, SECTOR_BYTES};
+use ferrite_disk_base::{DiskError, ErrorKind, OpenOptions, Port, Raw, SECTOR_BYTES};
 
 use crate::Disk;
 
@@ -46,8 +48,47 @@ impl Disk {
         }
     }
 
+    /// The changed blocks of a tap's disk, if they are recorded.
+    #[inline]
+    pub(crate) fn changes(&self) -> Option<&ChangeMap> {
+        match self {
+            Disk::Raw(d) => d.changes(),
+            Disk::Image(d) => d.medium().changes(),
+            _ => None,
+        }
+    }
+
+    /// Has the disk's changed blocks recorded in a file that [`ChangeMapFile::create`] has made.
+    ///
+    /// [`ChangeMapFile::create`]: ferrite_disk_base::changes::ChangeMapFile::create
+    ///
+    /// # Errors
+    /// The file cannot be used, or is a smaller disk's; the disk is no image.
+    pub fn record_changes(&self, file: &Path) -> Result<(), DiskError> {
+        let raw = match self {
+            _ if self.read_only() => return Ok(()),
+            Disk::Raw(d) => Some(d),
+            Disk::Image(d) => Some(d.medium()),
+            _ => None,
+        };
+        let what = "cannot record the changed blocks of the disk";
+        let raw = raw.ok_or_else(|| {
+            let help = "open it without -C";
+            DiskError::new(ErrorKind::Unsuitable, what, "only those of images are recorded", help)
+        })?;
+        let map = ChangeMap::open(file, self.sectors() * SECTOR_BYTES).map_err(|e| {
+            let help = "name a log of this disk's size (cbt-util set -s)";
+            DiskError::new(ErrorKind::Unsuitable, what, e.to_string(), help)
+        })?;
+        raw.record(map);
+        Ok(())
+    }
+
     /// Marks a range before it is changed.
     pub(crate) async fn mark(&self, port: &Port, offset: u64, len: u64) -> io::Result<()> {
+        if let Some(changes) = self.changes().filter(|_| len > 0) {
+            changes.note(offset, len);
+        }
         match self.tracker() {
             Some(tracker) => tracker.mark(port, offset, len).await,
             None => Ok(()),
@@ -56,8 +97,14 @@ impl Disk {
 
     /// Marks the beginning of a range; returns its length.
     pub(crate) async fn mark_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
+        let len = match (self.tracker(), self.changes()) {
+            (None, None) => return Ok(len),
+            _ => len.min(PART_BYTES),
+        };
+        if let Some(changes) = self.changes().filter(|_| len > 0) {
+            changes.note(offset, len);
+        }
         let Some(tracker) = self.tracker() else { return Ok(len) };
-        let len = len.min(PART_BYTES);
         tracker.mark(port, offset, len).await?;
         Ok(len)
     }
@@ -81,7 +128,7 @@ impl Disk {
     /// They cannot be read.
     pub fn maps(
         &self,
-        state_dir: Option<&std::path::Path>,
+        state_dir: Option<&Path>,
     ) -> Result<Option<dirty::Seen>, DiskError> {
         let bytes = self.sectors() * SECTOR_BYTES;
         file(self).map_or(Ok(None), |raw| dirty::look(raw, bytes, state_dir))

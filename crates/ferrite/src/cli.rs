@@ -248,6 +248,10 @@ pub(crate) struct ServeArgs {
     #[arg(long, hide = true, requires = "mirror")]
     pub(crate) mirror_map: Option<PathBuf>,
 
+    /// The file in which changed blocks are noted.
+    #[arg(long, hide = true)]
+    pub(crate) changes: Option<PathBuf>,
+
     /// Offer up to this many queues, each with a thread of its own.
     #[arg(long, value_name = "N", default_value_t = 4,
           value_parser = clap::value_parser!(u32).range(1..=64))]

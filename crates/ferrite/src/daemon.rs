@@ -10,7 +10,7 @@ use ferrite_daemon::config::{self, Config, DiskOptions};
 use ferrite_daemon::jobs::{Means, Tools};
 use ferrite_daemon::keepers::{Keepers, Programs, StoreWorker};
 use ferrite_daemon::state::DiskId;
-use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Paths};
+use ferrite_daemon::{Assignment, Daemon, Failure as DiskFailure, Passing, Paths};
 use ferrite_keeper::{DiskSpec, WorkerSandbox};
 use ferrite_serve::counters::FOLDER;
 use ferrite_store::owned::StoreKey;
@@ -131,6 +131,17 @@ impl Programs for Ours {
         Some(command)
     }
 
+    fn passing(&self, passing: Passing) -> Option<Command> {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("ferrite").arg(ferrite_host::tunnel::COMMAND);
+        match passing {
+            Passing::Server => command.arg("passed-server"),
+            Passing::ServerWithOptions => command.args(["passed-server", "--options"]),
+            Passing::Client => command.arg("passed-client"),
+        };
+        Some(command)
+    }
+
     fn store_worker(
         &self,
         disk: &Assignment<'_>,
@@ -215,6 +226,7 @@ fn serve_args(disk: &Assignment<'_>) -> ServeArgs {
         qemu_first: disk.qemu_first,
         mirror: disk.mirror.as_ref().map(|mirror| mirror.target.clone()),
         mirror_map: disk.mirror.as_ref().map(|mirror| mirror.map.clone()),
+        changes: disk.changes.clone(),
         toolstack_locks: disk.ahead.is_some_and(|ahead| ahead.toolstack_locks),
         queues: options.queues,
         ring_order: options.ring_order,

@@ -1,7 +1,7 @@
 //! `ferrite tunnel`: the process that speaks TLS for its parent (`ferrite_host::tunnel` starts it).
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
@@ -10,7 +10,7 @@ use ferrite_host::sandbox::{Lockdown, Means, deny_names_and_calls};
 use ferrite_host::tunnel::{
     CA, CLIENT_CERTIFICATE, CLIENT_FILES_FD, CLIENT_KEY, FIRST_FD, Files, INNER_FD, Inward,
 };
-use ferrite_tunnel::{Restriction, inward, outward};
+use ferrite_tunnel::{Restriction, inward, outward, passed_client, passed_server};
 
 use crate::exit::Failure;
 use crate::signals;
@@ -45,6 +45,19 @@ enum Direction {
         /// Clients have a certificate of one of these hosts.
         #[arg(long, requires = "export", value_name = "HOST")]
         peer: Vec<String>,
+        #[command(flatten)]
+        rights: RightsArgs,
+    },
+    /// A connection of storage motion gets the disk of a server. They are standard input and output.
+    PassedServer {
+        /// The handshake with options: the server's own.
+        #[arg(long)]
+        options: bool,
+        #[command(flatten)]
+        rights: RightsArgs,
+    },
+    /// A connection of storage motion is the target of a disk's mirror. It is standard input; standard output listens.
+    PassedClient {
         #[command(flatten)]
         rights: RightsArgs,
     },
@@ -93,6 +106,18 @@ pub(crate) fn run(args: &TunnelArgs) -> Result<(), Failure> {
                 Err(e) => Err(cannot("serve clients by TLS", e)),
             }
         }
+        Direction::PassedServer { options, rights } => {
+            let (outside, inside) = standard()?;
+            rights.give_up(Means { sockets_only: true, accepts: true, ..Means::default() })?;
+            passed_server(&outside, &inside, *options)
+                .map_err(|fault| Failure::new(fault.what, fault.why, fault.help))
+        }
+        Direction::PassedClient { rights } => {
+            let (target, listener) = standard()?;
+            rights.give_up(Means { sockets_only: true, accepts: true, ..Means::default() })?;
+            passed_client(target, listener)
+                .map_err(|fault| Failure::new(fault.what, fault.why, fault.help))
+        }
         Direction::Out { server, rights } => {
             let (outside, inside) = (given(FIRST_FD)?, given(INNER_FD)?);
             let names = [CA, CLIENT_CERTIFICATE, CLIENT_KEY].into_iter().zip(CLIENT_FILES_FD);
@@ -104,6 +129,13 @@ pub(crate) fn run(args: &TunnelArgs) -> Result<(), Failure> {
                 .map_err(|fault| Failure::new(fault.what, fault.why, fault.help))
         }
     }
+}
+
+/// The two sockets of a process that was started by name: one that outlives its starter.
+fn standard() -> Result<(OwnedFd, OwnedFd), Failure> {
+    let outside = std::io::stdin().as_fd().try_clone_to_owned();
+    let inside = std::io::stdout().as_fd().try_clone_to_owned();
+    outside.and_then(|outside| Ok((outside, inside?))).map_err(|e| cannot("take its sockets", e))
 }
 
 impl RightsArgs {

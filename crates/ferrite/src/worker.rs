@@ -149,6 +149,9 @@ fn open(
     }
     let engine = engines(kind, alive.clone());
     let disk = serve::complete(args, disk, &engine)?;
+    if let Some(file) = &args.changes {
+        disk.record_changes(file)?;
+    }
     let disk = serve::mirrored(args, disk, run_dir, PATIENCE)?;
     // The target's data may take another engine.
     let kind = choose(args.engine, args.poll_storage && args.mirror.is_none(), &disk)?;
@@ -191,6 +194,9 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
     args.mirror.iter().for_each(|target| put("mirror", target));
     if let Some(map) = &args.mirror_map {
         put("mirror-map", &map.to_str()?);
+    }
+    if let Some(file) = &args.changes {
+        put("changes", &file.to_str()?);
     }
     put("mover", &args.mover);
     put("own-grants", &args.own_grants);
@@ -271,7 +277,8 @@ pub(crate) fn worker_sandbox(
         // The worker reads the list itself.
         read: [parents, vec![ParentsArgs::list()]].concat(),
         journals: Some(run.join(serve::IMAGES)),
-        own_files: vec![stats.with_extension("new"), stats],
+        own_files: [vec![stats.with_extension("new"), stats], args.changes.iter().cloned().collect()]
+            .concat(),
         root: run.join(EMPTY),
         user: match args.xen.domain {
             DomId::NONE => user_of_tap(args.xen.device),

@@ -537,3 +537,18 @@ fn the_commands_in_the_documentation_work() {
     }
     pages::run(&script);
 }
+
+#[test]
+fn a_snapshot_says_that_dirty_maps_do_not_go_on_with_it() {
+    let tools = Tools::new();
+    tools.vhd("create -n leaf.vhd -s 4");
+    tools.place.ok(&["dirty", "add", "leaf.vhd", "nightly"]);
+    // As the storage manager does: the leaf gets a second name, and the new image the first one's later.
+    fs::hard_link(tools.place.path("leaf.vhd"), tools.place.path("parent.vhd")).unwrap();
+    for (leaf, parent) in [("leaf.vhd.new", "parent.vhd"), ("other.vhd", "leaf.vhd")] {
+        let output = tools.run("vhd-util", &["snapshot", "-n", leaf, "-p", parent]);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success() && text.contains("leaf.vhd.ferrite-dirty"), "{text:?}");
+    }
+    tools.vhd("snapshot -n third.vhd -p parent.vhd");
+}

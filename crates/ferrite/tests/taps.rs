@@ -2,150 +2,19 @@
 //! that `list` shows. There is no Xen here: guests are clients of NBD.
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt as _, symlink};
-use std::os::unix::net::UnixStream;
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::path::Path;
+use std::process::Command;
 
 use ferrite_testkit::devices::Freezable;
-use ferrite_testkit::nbd::{Client, command};
+use ferrite_testkit::nbd::command;
 use ferrite_testkit::programs::skipped;
 use ferrite_testkit::{images, wait_until};
 
-const MIB: u64 = 1 << 20;
+mod tapped;
 
-struct Daemon {
-    child: Child,
-    dir: tempfile::TempDir,
-}
-
-impl Daemon {
-    fn new() -> Daemon {
-        let dir = tempfile::tempdir().unwrap();
-        symlink(env!("CARGO_BIN_EXE_ferrite"), dir.path().join("tap-ctl")).unwrap();
-        let child = start(dir.path());
-        let daemon = Daemon { child, dir };
-        daemon.wait();
-        daemon
-    }
-
-    fn wait(&self) {
-        wait_until("the daemon", || self.tap_ctl("list").status.success());
-    }
-
-    fn restart(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-        self.child = start(self.dir.path());
-        self.wait();
-    }
-
-    fn tap_ctl(&self, line: &str) -> Output {
-        self.call(&line.split(' ').collect::<Vec<_>>())
-    }
-
-    fn call(&self, args: &[&str]) -> Output {
-        let mut command = Command::new(self.dir.path().join("tap-ctl"));
-        command.args(args).env_remove("XENBUS_PATH").env_remove("RUST_LOG");
-        command.arg("--run-dir").arg(self.dir.path().join("run")).output().unwrap()
-    }
-
-    /// What `ferrite disk` prints with these arguments.
-    fn disk(&self, args: &[&str]) -> String {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
-        command.arg("disk").args(args).arg("--run-dir").arg(self.dir.path().join("run"));
-        String::from_utf8(command.env_remove("RUST_LOG").output().unwrap().stdout).unwrap()
-    }
-
-    /// Calls a verb that prints this, and succeeds.
-    fn says(&self, line: &str, expected: &str) {
-        let output = self.tap_ctl(line);
-        let said = String::from_utf8(output.stdout).unwrap();
-        let errors = String::from_utf8(output.stderr).unwrap();
-        assert_eq!((said.as_str(), errors.as_str()), (expected, ""), "{line}");
-        assert!(output.status.success(), "{line}");
-    }
-
-    /// Calls a verb that fails with this number, and prints nothing but the reason.
-    fn fails(&self, line: &str, errno: i32) {
-        let output = self.tap_ctl(line);
-        assert_eq!(output.status.code(), Some(errno), "{line}");
-        assert!(output.stdout.is_empty() && output.stderr.starts_with(b"tap-ctl: "), "{line}");
-    }
-
-    fn image(&self, name: &str, format: &str) -> String {
-        let folder = self.dir.path().join(name);
-        fs::create_dir_all(&folder).unwrap();
-        images::make(&folder, format, 4 * MIB).into_os_string().into_string().unwrap()
-    }
-
-    fn spawn(&self) -> u32 {
-        let output = self.tap_ctl("spawn");
-        String::from_utf8(output.stdout).unwrap().trim_end().parse().unwrap()
-    }
-
-    fn blktap(&self) -> PathBuf {
-        self.dir.path().join("blktap-control")
-    }
-
-    fn client(&self, pid: u32, minor: u32) -> Client {
-        let socket = self.blktap().join(format!("nbd{pid}.{minor}"));
-        let mut client = Client::over(UnixStream::connect(socket).unwrap());
-        client.go(true);
-        client
-    }
-}
-
-fn start(dir: &Path) -> Child {
-    fs::write(dir.join("ferrite.toml"), format!("state_folder = {:?}\n", dir.join("state")))
-        .unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
-    command.args(["daemon", "--run-dir"]).arg(dir.join("run")).env_remove("RUST_LOG");
-    command.arg("--config").arg(dir.join("ferrite.toml"));
-    command
-        .stdout(Stdio::null())
-        .stderr(fs::File::create(dir.join("log")).unwrap())
-        .spawn()
-        .unwrap()
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        // Keepers of a failed test live on.
-        let list = fs::read_dir("/proc").unwrap().flatten();
-        let run = self.dir.path().join("run");
-        for process in list {
-            let environment = fs::read(process.path().join("environ")).unwrap_or_default();
-            let is_ours = environment
-                .windows(run.as_os_str().len())
-                .any(|w| w == run.as_os_str().as_encoded_bytes());
-            let pid = process.file_name().to_str().and_then(|name| name.parse().ok());
-            if let Some(pid) = pid.and_then(rustix::process::Pid::from_raw).filter(|_| is_ours) {
-                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-            }
-        }
-    }
-}
-
-fn is_alive(pid: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with('Z'))
-}
-
-fn write(client: &mut Client, byte: u8) {
-    let cookie = client.send(command::WRITE, 0, 4096, 4096, &[byte; 4096]);
-    assert_eq!((client.reply().cookie, 0), (cookie, 0));
-}
-
-fn read(client: &mut Client) -> Vec<u8> {
-    let cookie = client.send(command::READ, 0, 4096, 4096, &[]);
-    let reply = client.reply();
-    assert_eq!((reply.cookie, reply.error), (cookie, 0));
-    reply.data
-}
+use tapped::{Daemon, MIB, is_alive, read, write};
 
 #[test]
 fn each_verb_says_what_tapdisks_does_and_leaves_its_state() {
@@ -175,7 +44,8 @@ fn each_verb_says_what_tapdisks_does_and_leaves_its_state() {
     daemon.fails(&open("vhd:/no/such"), 2);
     fs::write(daemon.dir.path().join("garbage"), [7; 70_000]).unwrap();
     daemon.fails(&open(&format!("vhd:{}/garbage", daemon.dir.path().display())), 22);
-    daemon.fails(&format!("{} -C /log", open(&format!("vhd:{image}"))), 95);
+    daemon.fails(&format!("{} -C /no/log", open(&format!("vhd:{image}"))), 2);
+    daemon.fails(&format!("{} -s", open(&format!("vhd:{image}"))), 95);
     daemon.says("list", &attached);
     daemon.says(&open(&format!("vhd:{image}")), "");
     let line = |state: &str| format!("pid={pid} minor=1 state={state} args=vhd:{image}\n");
@@ -444,9 +314,11 @@ fn a_close_while_storage_hangs_ends_in_time_and_is_done_when_storage_answers() {
 fn the_commands_of_the_manual_work() {
     let daemon = Daemon::new();
     let page = include_str!("../../../docs/xapi.md");
-    let (_, section) = page.split_once("\n## Taps\n").unwrap();
-    let (_, block) = section.split_once("```sh\n").unwrap();
-    let script = block.split("```").next().unwrap();
+    let script = |heading: &str| {
+        let (_, section) = page.split_once(&format!("\n## {heading}\n")).unwrap();
+        let (_, block) = section.split_once("```sh\n").unwrap();
+        block.split("```").next().unwrap()
+    };
     let at = |name: &str| daemon.dir.path().join(name);
     // The page's commands are for the daemon of the host.
     let wrapper = format!(
@@ -460,10 +332,14 @@ fn the_commands_of_the_manual_work() {
     for name in ["a", "b"] {
         fs::copy(daemon.image(&format!("of-{name}"), "vhd"), at(&format!("{name}.vhd"))).unwrap();
     }
+    std::os::unix::fs::symlink(at("cbt-util"), at("path/cbt-util")).unwrap();
     let path = format!("{}:{}", at("path").display(), std::env::var("PATH").unwrap());
-    let mut command = Command::new("sh");
-    command.args(["-e", "-c", script]).env("PATH", path).env_remove("XENBUS_PATH");
-    let output = command.current_dir(daemon.dir.path()).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    daemon.says("list", "");
+    for heading in ["Taps", "Changed blocks"] {
+        let mut command = Command::new("sh");
+        command.args(["-e", "-c", script(heading)]).env("PATH", &path).env_remove("XENBUS_PATH");
+        let output = command.current_dir(daemon.dir.path()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        daemon.says("list", "");
+    }
+    assert_eq!(fs::read(at("blocks")).unwrap(), [0; 8]);
 }

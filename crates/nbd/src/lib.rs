@@ -4,6 +4,7 @@
 
 pub mod address;
 pub mod client;
+pub mod old_style;
 pub mod restriction;
 pub mod uri;
 pub mod wire;

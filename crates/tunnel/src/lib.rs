@@ -2,6 +2,7 @@
 //!
 //! * [`inward`]: clients come by TLS, and each gets a stream to a server of this host.
 //! * [`outward`]: a client of this host goes by TLS to a server elsewhere.
+//! * [`passed_server`], [`passed_client`]: connections of storage motion that XAPI has passed to a tap.
 //! * [`check_server`], [`check_client`], [`expires_within`]: whether the files of a folder are fit for that.
 //!
 //! It does the handshake of NBD up to STARTTLS (`greeting.rs`) and that of TLS, and from then on moves bytes
@@ -16,6 +17,7 @@ mod faults;
 mod greeting;
 mod inward;
 mod outward;
+mod passed;
 mod plain;
 mod pump;
 mod stream;
@@ -26,6 +28,7 @@ pub use credentials::{Side, check_client, check_server, expires_within};
 pub use ferrite_nbd::restriction::Restriction;
 pub use inward::{greet_client, inward};
 pub use outward::outward;
+pub use passed::{passed_client, passed_server};
 
 /// Why there is no TLS with a peer, or none with these files.
 #[derive(Clone, Debug, PartialEq, Eq)]

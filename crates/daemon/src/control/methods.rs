@@ -229,7 +229,7 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
         full: None,
         // The image that was refused is between the daemon and the next one.
         paused: entry.pause.clone().map(|pause| Pause { refused: None, ..pause }),
-        guest: entry.tap.and_then(|tap| tap.guest),
+        guest: entry.tap.as_ref().and_then(|tap| tap.guest),
         why: failure.map(|failure| failure.why.clone()),
         help: failure.map(|failure| failure.help.clone()),
     }
@@ -257,8 +257,8 @@ fn failed(e: &StoreError) -> RpcError {
 
 fn show(shared: &Shared, id: DiskId) -> Result<Details, RpcError> {
     let disk = found(shared, id)?;
-    let tap = shared.table.read(|disks| disks.get(&id)?.tap);
-    let (seen, read_only) = match (tap, disk.guest) {
+    let tap = shared.table.read(|disks| disks.get(&id)?.tap.clone());
+    let (seen, read_only) = match (&tap, disk.guest) {
         (Some(tap), None) => (Snapshot::default(), tap.read_only),
         (_, guest) => {
             let (mut store, guest) = (store(shared)?, guest.unwrap_or(id));

@@ -1,5 +1,7 @@
 //! The messages of the control socket about taps.
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
 
 use super::protocol::Disk;
@@ -20,6 +22,13 @@ pub struct TapParams {
     /// Whether `tap.open` opens the image for reading only.
     #[serde(default)]
     pub read_only: bool,
+    /// The log of changed blocks that `tap.open` and `tap.unpause` go on with; without it there is none.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub log: Option<PathBuf>,
+    /// The second disk that writes go to, for `tap.open` and `tap.unpause`: `nbd:NAME` of a connection that was passed,
+    /// or `null`. Without it the second disk stays.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub mirror: Option<String>,
     /// Whether `tap.close` does not wait for a guest.
     #[serde(default)]
     pub force: bool,
@@ -99,4 +108,7 @@ pub struct TapStatistics {
     pub errors: [u64; 2],
     /// Requests that are under way.
     pub in_flight: u64,
+    /// Whether its second disk lacks writes.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub mirror_failed: bool,
 }

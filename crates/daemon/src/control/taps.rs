@@ -10,7 +10,7 @@ use super::pauses::{image, seconds};
 use super::protocol::{Help, MinorParams, Nothing, RpcError, TapDone, TapParams, TapRows, code};
 use crate::Shared;
 use crate::params::Image;
-use crate::taps::{self, TapError};
+use crate::taps::{self, Extras, Second, TapError};
 
 /// Calls a method whose name begins with `tap.`. `None`: there is no such method.
 pub(super) fn call(
@@ -31,12 +31,14 @@ pub(super) fn call(
         "tap.attach" => done(params, |tap| taps::attach(shared, tap.pid, tap.minor)),
         "tap.open" => done(params, |tap| {
             let image = named(tap)?.ok_or_else(empty)?;
-            taps::open(shared, tap.pid, tap.minor, &image, tap.read_only)
+            taps::open(shared, tap.pid, tap.minor, &image, tap.read_only, extras(tap)?)
         }),
         "tap.pause" => {
             done(params, |tap| taps::pause(shared, tap.pid, tap.minor, seconds(tap.timeout_s)))
         }
-        "tap.unpause" => done(params, |tap| taps::unpause(shared, tap.pid, tap.minor, named(tap)?)),
+        "tap.unpause" => done(params, |tap| {
+            taps::unpause(shared, tap.pid, tap.minor, named(tap)?, extras(tap)?)
+        }),
         "tap.close" => done(params, |tap| {
             taps::close(shared, tap.pid, tap.minor, tap.force, seconds(tap.timeout_s))
         }),
@@ -86,6 +88,16 @@ fn named(tap: &TapParams) -> Result<Option<Image>, TapError> {
             _ => TapError::new(Errno::INVAL, e.message, &help),
         }
     })
+}
+
+/// What is recorded, and where writes go besides.
+fn extras(tap: &TapParams) -> Result<Extras, TapError> {
+    if tap.log.as_ref().is_some_and(|log| log.as_os_str().len() > MAX_PATH) {
+        let why = format!("the log's name has more than {MAX_PATH} bytes");
+        return Err(TapError::new(Errno::NAMETOOLONG, why, "name it by a shorter path"));
+    }
+    let mirror = tap.mirror.as_deref().map(Second::parse).transpose()?;
+    Ok(Extras { log: tap.log.clone(), mirror })
 }
 
 fn empty() -> TapError {

@@ -208,7 +208,10 @@ fn every_type_is_described_as_it_is() {
 fn every_type_of_a_tap_is_described_as_it_is() {
     let (image, args) = (Some("vhd:/a".to_owned()), Some("vhd:/a".to_owned()));
     let (pid, minor, timeout_s) = (7, 8, 9);
-    same("TapParams", &TapParams { pid, minor, image, read_only: true, force: true, timeout_s });
+    let (log, mirror) = (Some("/log".into()), Some("nbd:a".to_owned()));
+    let (read_only, force) = (true, true);
+    let params = TapParams { pid, minor, image, read_only, log, mirror, force, timeout_s };
+    same("TapParams", &params);
     same("MinorParams", &MinorParams { minor });
     let (pid, minor) = (Some(pid), Some(minor));
     same("TapDone", &TapDone { pid, minor });
@@ -216,7 +219,9 @@ fn every_type_of_a_tap_is_described_as_it_is() {
     same("TapRow", &row);
     same("TapRows", &TapRows { taps: vec![row], disks: Some(Vec::new()) });
     let (sectors, errors, in_flight) = ([1, 1 << 40], [2, 3], 4);
-    same("TapStatistics", &TapStatistics { args, is_paused: true, sectors, errors, in_flight });
+    let (is_paused, mirror_failed) = (true, true);
+    let seen = TapStatistics { args, is_paused, sectors, errors, in_flight, mirror_failed };
+    same("TapStatistics", &seen);
 }
 
 #[test]

@@ -1,11 +1,12 @@
 //! The thread of an open tap: it serves clients of NBD and the guest that has joined, as the thread
 //! of each disk does, and goes on when the guest leaves.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use ferrite_serve::blkif::lifecycle::{Ahead, ExpectedAttachment, Outcome, remove_run_dir};
 
-use super::TapError;
+use super::{TapError, logs, motion};
 use super::errno::{check, errno_of};
 use crate::directory::{self, Snapshot};
 use crate::follow::{Ending, Follower, Next, RETRY, RETRY_MAX};
@@ -79,12 +80,14 @@ impl Follower {
             self.not_opened(TapError { errno, failure: self.state_failure(&e) })
         })?;
         (self.shared.on_step)(Step::StateWritten);
+        // Before a worker opens the image: no write may be missing in the log.
+        let changes = logs::begin(&self.shared, self.id, &tap).map_err(|e| self.not_opened(e))?;
         let served = match tap.guest {
             None => {
-                let disk = self.tap_assignment(image, tap, self.id, resumes, None);
+                let disk = self.tap_assignment(image, (&tap, changes), self.id, resumes, None);
                 self.shared.serving.hold(&disk, &self.stop)?
             }
-            Some(guest) => self.serve_guest(image, tap, guest, resumes)?,
+            Some(guest) => self.serve_guest(image, (&tap, changes), guest, resumes)?,
         };
         match (served, tap.guest) {
             (Outcome::Unplugged, Some(guest)) => {
@@ -99,7 +102,7 @@ impl Follower {
     fn serve_guest(
         &mut self,
         image: &Image,
-        tap: TapState,
+        tap: (&TapState, Option<PathBuf>),
         guest: DiskId,
         resumes: bool,
     ) -> Result<Outcome, Failure> {
@@ -124,7 +127,7 @@ impl Follower {
     fn tap_assignment(
         &self,
         image: &Image,
-        tap: TapState,
+        (tap, changes): (&TapState, Option<PathBuf>),
         guest: DiskId,
         resumes: bool,
         told_sectors: Option<u64>,
@@ -140,7 +143,9 @@ impl Follower {
             defers: false,
             minor: self.minor,
             attached: self.attached.clone(),
-            mirror: self.shared.jobs.mirror_of(image),
+            mirror: motion::spec(&self.shared, self.id, tap)
+                .or_else(|| self.shared.jobs.mirror_of(image)),
+            changes,
             resumes,
             told_sectors,
             shared: &self.shared,
@@ -178,11 +183,19 @@ impl Follower {
         self.write_state(image)
     }
 
-    /// Closes the tap's image. The order: the worker writes everything back and closes; the state
-    /// file says that the tap is closed, so that no successor opens the image; the keeper forgets it.
+    /// Closes the tap's image. The order: the worker writes everything back and closes; the log gets
+    /// the changed blocks; the state file says that the tap is closed, so that no successor opens the image; the keeper forgets it.
     fn close_tap(&self, image: &Image) -> Result<(), Failure> {
         self.shared.serving.close(self.id, &self.stop)?;
-        let tap = self.tap().map(|tap| TapState { closed: true, guest: None, ..tap });
+        self.end_log()?;
+        motion::end(&self.shared, self.id);
+        let tap = self.tap().map(|tap| TapState {
+            closed: true,
+            guest: None,
+            log: None,
+            mirror: None,
+            ..tap
+        });
         let state = DiskState::new(self.id, image, self.minor).with_tap(tap);
         self.shared.states.write(&state).map_err(|e| self.state_failure(&e))?;
         (self.shared.on_step)(Step::Forgotten);
@@ -192,9 +205,17 @@ impl Follower {
         Ok(())
     }
 
+    /// Puts the changed blocks of a tap whose image is closed into its log.
+    pub(crate) fn end_log(&self) -> Result<(), Failure> {
+        self.tap().map_or(Ok(()), |tap| logs::end(&self.shared, self.id, &tap))
+    }
+
     /// Removes what a tap has left that is detached.
     pub(crate) fn forget_tap(shared: &crate::Shared, id: DiskId) {
         shared.serving.remove(id);
+        logs::salvage(shared, id);
+        motion::end(shared, id);
+        shared.taps.passed.forget(id.devid);
         blktap::unlink(&shared.paths, id);
         let run_dir = shared.paths.run.join(id.file_name());
         if let Err(e) = remove_run_dir(&run_dir) {

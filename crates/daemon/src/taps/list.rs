@@ -111,5 +111,6 @@ pub(crate) fn statistics(shared: &Shared, minor: u32) -> Result<TapStatistics, F
         sectors: [reads.0, writes.0],
         errors: [reads.1, writes.1],
         in_flight: reads.2 + writes.2,
+        mirror_failed: super::motion::has_failed(shared, id),
     })
 }

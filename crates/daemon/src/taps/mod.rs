@@ -31,12 +31,16 @@ use crate::{Failure, Paths, Shared, blktap};
 mod errno;
 mod follow;
 mod list;
+mod logs;
+mod motion;
+mod passed;
 mod statistics;
 mod verbs;
 
 pub(crate) use list::{list, statistics};
+pub(crate) use motion::Second;
 pub(crate) use verbs::{
-    allocate, attach, close, close_own, detach, free, open, open_own, pause, spawn, unpause,
+    Extras, allocate, attach, close, close_own, detach, free, open, open_own, pause, spawn, unpause,
     upgrade_idle,
 };
 
@@ -74,6 +78,7 @@ pub(crate) struct Taps {
     /// Held while a verb changes which taps and keepers there are.
     changing: Mutex<()>,
     publishing: statistics::Publishing,
+    passed: passed::Passed,
 }
 
 impl Taps {
@@ -128,7 +133,7 @@ pub(crate) fn is_named(params: &[u8]) -> bool {
 
 /// Whether a guest's disk has joined a tap as the first.
 pub(crate) fn has_guest(disks: &BTreeMap<DiskId, Entry>, id: DiskId) -> bool {
-    disks.values().any(|entry| entry.tap.is_some_and(|tap| tap.guest == Some(id)))
+    disks.values().any(|entry| entry.tap.as_ref().is_some_and(|tap| tap.guest == Some(id)))
 }
 
 /// How a guest's disk has joined a tap.
@@ -177,9 +182,10 @@ pub(crate) fn restore(shared: &Arc<Shared>) {
         let Some(pid) = shared.serving.keeper_of(id) else { continue };
         shared.taps.set_keeper(id, pid);
         blktap::link(&shared.paths, id, pid, minor);
+        passed::listen(shared, pid, minor);
     }
     for state in shared.states.all() {
-        let (Some(minor), Some(tap)) = (state.id.minor_of_tap(), state.tap) else { continue };
+        let (Some(minor), Some(tap)) = (state.id.minor_of_tap(), &state.tap) else { continue };
         if tap.closed {
             let mut attached = shared.taps.lock();
             match attached.get_mut(&minor) {

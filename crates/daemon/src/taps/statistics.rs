@@ -71,7 +71,7 @@ pub(super) fn begin(shared: &Arc<Shared>) {
 
 /// Whether a guest has joined a tap.
 fn has_guests(shared: &Shared) -> bool {
-    let has_guest = |entry: &Entry| entry.tap.is_some_and(|tap| tap.guest.is_some());
+    let has_guest = |entry: &Entry| entry.tap.as_ref().is_some_and(|tap| tap.guest.is_some());
     shared.table.read(|disks| disks.values().any(has_guest))
 }
 
@@ -110,7 +110,7 @@ fn publish(shared: &Arc<Shared>) {
 fn joined(shared: &Shared) -> BTreeMap<DiskId, Joined> {
     shared.table.read(|disks| {
         let of = |(tap, entry): (&DiskId, &Entry)| {
-            let guest = entry.tap?.guest?;
+            let guest = entry.tap.as_ref()?.guest?;
             Some((guest, Joined { tap: *tap, guest, pid: entry.pid? }))
         };
         disks.iter().filter_map(of).collect()

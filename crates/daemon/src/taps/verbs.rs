@@ -1,7 +1,7 @@
 //! The verbs of taps, as `tap-ctl` has them.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use ferrite_serve::counters::{snapshot, stats_file};
 use rustix::io::Errno;
 
 use super::errno::{check, errno_of, recorded};
-use super::{Attached, MINORS, TapError, is_paused, mark, start};
+use super::{Attached, MINORS, Second, TapError, is_paused, logs, mark, motion, passed, start};
 use crate::follow::Follower;
 use crate::params::Image;
 use crate::pause::{self, NotDone, Pause};
@@ -51,7 +51,7 @@ pub(crate) fn spawn(shared: &Shared) -> Result<u32, TapError> {
 }
 
 /// Gives a process the tap of a minor.
-pub(crate) fn attach(shared: &Shared, pid: u32, minor: u32) -> Result<(), TapError> {
+pub(crate) fn attach(shared: &Arc<Shared>, pid: u32, minor: u32) -> Result<(), TapError> {
     let _one = shared.taps.change();
     let id = DiskId::tap(minor);
     if !super::is_allocated(&shared.paths, minor) {
@@ -71,6 +71,7 @@ pub(crate) fn attach(shared: &Shared, pid: u32, minor: u32) -> Result<(), TapErr
         Err(failure) => return Err(TapError { errno: Errno::NOENT, failure }),
     }
     shared.taps.set_keeper(id, pid);
+    passed::listen(shared, pid, minor);
     Ok(())
 }
 
@@ -103,8 +104,19 @@ pub(crate) fn open(
     minor: u32,
     image: &Image,
     read_only: bool,
+    extras: Extras,
 ) -> Result<(), TapError> {
-    open_as(shared, pid, minor, image, TapState { read_only, ..TapState::default() })
+    let tap = TapState { read_only, log: extras.log, ..TapState::default() };
+    open_as(shared, pid, minor, image, tap, extras.mirror.as_ref())
+}
+
+/// What `open` and `unpause` are told besides the image.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Extras {
+    /// The log of changed blocks. Without one none are recorded.
+    pub(crate) log: Option<PathBuf>,
+    /// The second disk that writes go to. Without one it stays as it is.
+    pub(crate) mirror: Option<Second>,
 }
 
 /// Opens an image in a tap of its own, for this daemon. Returns the minor.
@@ -117,7 +129,7 @@ pub(crate) fn open_own(
     let state = TapState { read_only, is_own: true, ..TapState::default() };
     let opened = spawn(shared).and_then(|pid| {
         attach(shared, pid, minor)?;
-        open_as(shared, pid, minor, image, state)
+        open_as(shared, pid, minor, image, state, None)
     });
     if let Err(e) = opened {
         close_own(shared, minor);
@@ -146,7 +158,8 @@ fn open_as(
     pid: u32,
     minor: u32,
     image: &Image,
-    tap: TapState,
+    mut tap: TapState,
+    second: Option<&Second>,
 ) -> Result<(), TapError> {
     of_process(shared, pid, minor)?;
     let id = DiskId::tap(minor);
@@ -165,6 +178,10 @@ fn open_as(
         if shared.table.read(|disks| disks.contains_key(&id)) {
             let why = format!("{id} is open already");
             return Err(TapError::new(Errno::ALREADY, why, "close it first: tap-ctl close"));
+        }
+        logs::check(shared, id, tap.log.as_deref())?;
+        if let Some(second) = second {
+            tap.mirror = motion::change(shared, id, second)?;
         }
         let state = DiskState::new(id, image, minor).with_tap(Some(tap));
         start(shared, &state).map_err(|e| {
@@ -200,6 +217,7 @@ fn open_as(
 fn take_back(shared: &Shared, id: DiskId) {
     shared.table.change(id, Entry::end);
     wait_until_gone(shared, id, OPENED_WITHIN);
+    logs::salvage(shared, id);
     shared.states.remove(id);
     if let Err(e) = shared.serving.empty(id) {
         tracing::warn!("{id}: {e}");
@@ -242,6 +260,7 @@ pub(crate) fn unpause(
     pid: u32,
     minor: u32,
     image: Option<Image>,
+    extras: Extras,
 ) -> Result<(), TapError> {
     of_process(shared, pid, minor)?;
     let id = DiskId::tap(minor);
@@ -250,6 +269,15 @@ pub(crate) fn unpause(
         let why = format!("{id} is not paused");
         return Err(TapError::new(Errno::INVAL, why, "tap-ctl list shows its state"));
     }
+    logs::check(shared, id, extras.log.as_deref())?;
+    let second = extras.mirror.as_ref().map(|second| motion::change(shared, id, second));
+    let second = second.transpose()?;
+    shared.table.change(id, |entry| {
+        if let Some(tap) = &mut entry.tap {
+            tap.log = extras.log;
+            tap.mirror = second.unwrap_or(tap.mirror.take());
+        }
+    });
     pause::resume(shared, id, image, false, OPENED_WITHIN).map_err(|e| {
         let (errno, failure) = match e {
             NotDone::NoDisk => (Errno::NOENT, gone(id)),
@@ -281,7 +309,7 @@ pub(crate) fn close(
     if wait_until_gone(shared, id, within) {
         return Ok(());
     }
-    let why = match shared.table.read(|disks| disks.get(&id)?.tap?.guest) {
+    let why = match shared.table.read(|disks| disks.get(&id)?.tap.as_ref()?.guest) {
         Some(guest) => format!("{id} is not closed yet: disk {guest} has it"),
         None => format!("{id} is not closed yet: requests are under way"),
     };

@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 
 use super::Raw;
 use crate::DiskError;
+use crate::changes::ChangeMap;
 use crate::dirty::{AtRest, Tracker, View};
 
 /// The maps of a disk, as long as it is open.
@@ -16,6 +17,8 @@ pub(super) struct Maps {
     state_dir: OnceLock<PathBuf>,
     /// Its maps, once somebody has asked. `None`: it has none.
     at_rest: OnceLock<Option<AtRest>>,
+    /// The changed blocks of a tap, if they are recorded.
+    changes: OnceLock<Box<ChangeMap>>,
 }
 
 impl Raw {
@@ -55,5 +58,17 @@ impl Raw {
             let _ = self.maps.at_rest.set(AtRest::load(self, bytes, state_dir)?);
         }
         Ok(self.maps.at_rest.get().and_then(Option::as_ref).map(View::AtRest))
+    }
+
+    /// The changed blocks of the disk. `None`: they are not recorded.
+    #[inline]
+    pub fn changes(&self) -> Option<&ChangeMap> {
+        self.maps.changes.get().map(|map| &**map)
+    }
+
+    /// Has the changed blocks of the disk recorded. The first call counts: before the disk is used.
+    pub fn record(&self, map: ChangeMap) {
+        // A second one is dropped.
+        let _ = self.maps.changes.set(Box::new(map));
     }
 }

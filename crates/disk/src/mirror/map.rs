@@ -9,7 +9,9 @@ use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use ferrite_host::names;
 use ferrite_host::shm::Shm;
+use rustix::fs::{Mode, OFlags};
 
 /// Bytes of a region: the unit of the map, and of the copy.
 pub const REGION_BYTES: u64 = 1 << 20;
@@ -32,6 +34,8 @@ const COMPLETE_AT: usize = 64;
 const OPENED_AT: usize = 72;
 const WHY_LEN_AT: usize = 80;
 const KEPT_AT: usize = 88;
+/// Whether only new writes go to the target.
+const WRITES_AT: usize = 96;
 const WHY_AT: usize = 128;
 /// The longest reason, in bytes.
 const MAX_WHY: usize = 1024;
@@ -80,12 +84,24 @@ fn file_bytes(bytes: u64) -> usize {
 pub(crate) struct Map {
     shm: Shm,
     regions: u64,
+    /// Only new writes go to the target: nothing is copied, and a target that has failed is not tried again.
+    pub(crate) only_writes: bool,
+    /// A worker before has not closed both disks with the same in them.
+    pub(crate) was_left: bool,
 }
 
 impl Map {
     /// Opens the file of a mirror of a disk of so many bytes.
     pub(crate) fn open(path: &Path, bytes: u64) -> io::Result<Map> {
-        let shm = Shm::open(path)?;
+        let mut shm = Shm::open(path)?;
+        let only_writes = shm.len() >= HEADER_BYTES && shm.load_u64(WRITES_AT) != 0;
+        if only_writes && shm.load_u64(0) == MAGIC && shm.load_u64(BYTES_AT) == 0 {
+            // Who has made it did not know the disk's size.
+            let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+            let file = File::from(names::open(path, flags, Mode::empty())?);
+            shm = Shm::lengthen(&file, file_bytes(bytes))?;
+            shm.store_u64(BYTES_AT, bytes);
+        }
         let is_it = shm.len() >= file_bytes(bytes)
             && shm.load_u64(0) == MAGIC
             && shm.load_u64(BYTES_AT) == bytes;
@@ -93,12 +109,13 @@ impl Map {
             let text = "it is no file of a mirror of this disk";
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
+        let was_left = shm.load_u64(OPENED_AT) != 0 && shm.load_u64(COMPLETE_AT) != 1;
         // A successor must not take the disk for the target's equal from here on.
         shm.store_u64(COMPLETE_AT, 0);
         shm.store_u64(REOPEN_AT, 0);
         let opened = shm.load_u64(OPENED_AT);
         shm.store_u64(OPENED_AT, opened.wrapping_add(1));
-        Ok(Map { shm, regions: regions(bytes) })
+        Ok(Map { shm, regions: regions(bytes), only_writes, was_left })
     }
 
     /// The name of the source's dirty map that says durably what the target may lack.
@@ -277,6 +294,26 @@ impl MirrorFile {
         file.write_all_at(&head, 0)?;
         std::fs::rename(&new, path)?;
         Ok(MirrorFile { file, regions: regions(bytes) })
+    }
+
+    /// Makes the file of a mirror that copies nothing, of a disk whose size its worker knows.
+    ///
+    /// # Errors
+    /// Errors of the file system.
+    pub fn create_for_writes(path: &Path) -> io::Result<MirrorFile> {
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder)?;
+        }
+        let new = path.with_extension("new");
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(true).mode(0o600);
+        let file = options.open(&new)?;
+        let mut head = vec![0; HEADER_BYTES];
+        head[WRITES_AT] = 1;
+        head[..8].copy_from_slice(&MAGIC.to_le_bytes());
+        file.write_all_at(&head, 0)?;
+        std::fs::rename(&new, path)?;
+        Ok(MirrorFile { file, regions: 0 })
     }
 
     /// Opens the file of a mirror.

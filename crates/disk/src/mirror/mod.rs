@@ -104,8 +104,16 @@ impl Disk {
             format_said: true,
             ..options.clone()
         };
-        let opened = open_target(&self, &mirror.target, &options)
-            .and_then(|target| check_identity(&mirror.target, target, &map));
+        // What an earlier worker had under way may be on one of the two only, and nobody would copy it.
+        let opened = match map.only_writes && map.was_left {
+            true => Err(unfit(
+                &mirror.target,
+                "the process that had it has ended".to_owned(),
+                "begin the mirror anew",
+            )),
+            false => open_target(&self, &mirror.target, &options)
+                .and_then(|target| check_identity(&mirror.target, target, &map)),
+        };
         let target = match opened {
             Ok(target) => Some(target),
             Err(e) => {
@@ -281,6 +289,10 @@ impl Mirror {
     /// again.
     pub(crate) async fn discard_part(&self, port: &Port, offset: u64, len: u64) -> io::Result<u64> {
         let pair = &self.pair;
+        if pair.regions.map.only_writes {
+            // It may be left out, and so both have the same.
+            return Ok(len);
+        }
         let len = len.min(ZEROED_AT_ONCE);
         let _change = pair.regions.change(&port.io, offset, len, false).await?;
         let done = pair.source.discard_part(&pair.source_port(port), offset, len).await;
@@ -339,6 +351,9 @@ impl Mirror {
     /// No thread can be made.
     pub fn begin_service(&self, engine: &ServiceEngine) -> io::Result<()> {
         self.pair.source.begin_service(engine)?;
+        if self.pair.regions.map.only_writes {
+            return Ok(());
+        }
         let mut background = self.background.lock().unwrap_or_else(PoisonError::into_inner);
         if background.is_none() {
             *background = Some(Background::start(self.pair.clone(), engine.clone())?);
@@ -419,7 +434,11 @@ impl Pair {
         if self.regions.fail() {
             tracing::warn!(
                 "cannot {what} the mirror's target: {e}; the guest goes on with its own disk, and the \
-                 target gets what it lacks when it works again"
+                 target {}",
+                match self.regions.map.only_writes {
+                    true => "gets nothing more",
+                    false => "gets what it lacks when it works again",
+                }
             );
         }
         self.regions.map.say_why(&format!("cannot {what} the target: {e}"));

@@ -13,6 +13,7 @@ use rustix::io::Errno;
 use crate::exit::Failure;
 use crate::plain::one_line;
 
+mod cbt_util;
 pub(crate) mod served;
 mod smapi;
 pub(crate) mod tap_ctl;
@@ -22,7 +23,7 @@ mod vhd_util;
 /// Options of `compat`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct CompatArgs {
-    /// Which tool: tap-ctl, vhd-util or td-util.
+    /// Which tool: tap-ctl, vhd-util, td-util or cbt-util.
     #[arg(value_name = "TOOL")]
     pub(crate) tool: OsString,
     /// The tool's own arguments.
@@ -39,13 +40,20 @@ pub(crate) enum Tool {
     TapCtl,
     VhdUtil,
     TdUtil,
+    CbtUtil,
     SmapiDatapath,
     SmapiVolume,
 }
 
 impl Tool {
-    const ALL: [Tool; 5] =
-        [Tool::TapCtl, Tool::VhdUtil, Tool::TdUtil, Tool::SmapiDatapath, Tool::SmapiVolume];
+    const ALL: [Tool; 6] = [
+        Tool::TapCtl,
+        Tool::VhdUtil,
+        Tool::TdUtil,
+        Tool::CbtUtil,
+        Tool::SmapiDatapath,
+        Tool::SmapiVolume,
+    ];
 
     /// The name of tapdisk's program.
     fn name(self) -> &'static str {
@@ -53,6 +61,7 @@ impl Tool {
             Tool::TapCtl => "tap-ctl",
             Tool::VhdUtil => "vhd-util",
             Tool::TdUtil => "td-util",
+            Tool::CbtUtil => "cbt-util",
             Tool::SmapiDatapath => "smapi-datapath",
             Tool::SmapiVolume => "smapi-volume",
         }
@@ -68,6 +77,7 @@ impl Tool {
             Tool::TapCtl => tap_ctl::main(args),
             Tool::VhdUtil => vhd_util::main(served::without_run_dir(args)),
             Tool::TdUtil => td_util::main(served::without_run_dir(args)),
+            Tool::CbtUtil => cbt_util::main(args),
             Tool::SmapiDatapath | Tool::SmapiVolume => smapi::main(self, args),
         }
     }

@@ -47,7 +47,11 @@ pub(super) fn answer(call: &Call) -> Result<Value, Fault> {
         "datapath.open" => open(call.params()?),
         "datapath.close" => Image::parse(&call.params::<UriParams>()?.uri).map(|_| Value::Null),
         "datapath.attach" => datapath.attach(&call.params()?),
-        "datapath.activate" => datapath.activate(&call.params()?),
+        "datapath.activate" => datapath.activate(&call.params()?, Access::All).map(|_| Value::Null),
+        "datapath.activate_readonly" => {
+            datapath.activate(&call.params()?, Access::Reads).map(|_| Value::Null)
+        }
+        "datapath.import_activate" => datapath.import_activate(&call.params()?),
         "datapath.deactivate" => datapath.deactivate(&call.params()?),
         "datapath.detach" => {
             datapath.detach(&call.params()?);
@@ -74,6 +78,13 @@ fn open(params: OpenParams) -> Result<Value, Fault> {
     }
 }
 
+/// What a domain does with a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Access {
+    All,
+    Reads,
+}
+
 struct Datapath<'a> {
     taps: &'a dyn Taps,
     disks: Disks,
@@ -94,7 +105,8 @@ impl Datapath<'_> {
                 check_exists(&image)?;
                 let minor = self.taps.allocate()?;
                 let (attached, active) = Default::default();
-                Disk { uri: params.uri.clone(), minor, pid: None, attached, active }
+                let (uri, pid, read_only) = (params.uri.clone(), None, false);
+                Disk { uri, minor, pid, attached, active, read_only }
             }
         };
         let made = held.save(&disk).and_then(|()| self.tap(&held, &mut disk, &image));
@@ -180,8 +192,17 @@ impl Datapath<'_> {
         fs::rename(new, link)
     }
 
-    /// Opens the image, or opens it again after a pause that a failed call has left.
-    fn activate(&self, params: &DomainParams) -> Result<Value, Fault> {
+    /// Opens the image, and answers with the socket that takes a connection on which the disk is written: the target of
+    /// storage motion.
+    fn import_activate(&self, params: &DomainParams) -> Result<Value, Fault> {
+        let tap = self.activate(params, Access::All)?;
+        let socket = self.taps.sockets().join(format!("nbdserver{}.{}", tap.pid, tap.minor));
+        Ok(json!(socket.display().to_string()))
+    }
+
+    /// Opens the image, or opens it again after a pause that a failed call has left. One that is open for reading only
+    /// is opened anew for a domain that writes.
+    fn activate(&self, params: &DomainParams, access: Access) -> Result<Tap, Fault> {
         let image = Image::parse(&params.uri)?;
         let held = self.disks.lock(&params.uri)?;
         let disk = held.read()?.filter(|disk| disk.attached.contains(&params.domain));
@@ -194,10 +215,20 @@ impl Datapath<'_> {
         };
         let tap = self.tap(&held, &mut disk, &image)?;
         let row = self.row(tap)?;
+        let mut is_open = row.as_ref().is_some_and(Row::is_open);
+        if is_open && disk.read_only && access == Access::All {
+            self.taps.close(tap, Close::Orderly)?;
+            is_open = false;
+        }
+        if !is_open {
+            disk.read_only = access == Access::Reads;
+            // Before the image is open: a crash must not leave one that seems to be open for writing.
+            held.save(&disk)?;
+        }
         let opened = match row {
-            Some(row) if row.is_paused() => self.taps.unpause(tap, &image),
-            Some(row) if row.is_open() => Ok(()),
-            _ => self.taps.open(tap, &image, is_read_only(&image)),
+            Some(row) if is_open && row.is_paused() => self.taps.unpause(tap, &image),
+            Some(_) if is_open => Ok(()),
+            _ => self.taps.open(tap, &image, disk.read_only || is_read_only(&image)),
         };
         opened.map_err(|e| match e.is_missing() && !image.path().exists() {
             true => missing(&image),
@@ -206,7 +237,7 @@ impl Datapath<'_> {
         if disk.active.insert(params.domain.clone()) {
             held.save(&disk)?;
         }
-        Ok(Value::Null)
+        Ok(tap)
     }
 
     fn row(&self, tap: Tap) -> Result<Option<Row>, Fault> {

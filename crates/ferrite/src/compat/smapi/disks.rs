@@ -33,6 +33,9 @@ pub(super) struct Disk {
     /// The domains for which the image is open. A domain is added after the image was opened, and removed after it was
     /// closed, so a crash in between leaves an order that can be repeated.
     pub(super) active: BTreeSet<String>,
+    /// Whether the image was opened for reading only, though it could be written.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) read_only: bool,
 }
 
 /// The files of all URIs.

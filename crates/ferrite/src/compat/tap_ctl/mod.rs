@@ -51,6 +51,13 @@ pub(crate) fn definition() -> clap::Command {
         || clap::Arg::new("type").short('t').value_name("TYPE").help("Only disks of this type.");
     let within =
         || clap::Arg::new("timeout").short('t').value_name("SECONDS").help("How long to wait.");
+    let log = |short: char| {
+        clap::Arg::new("log").short(short).value_name("LOG").help("Record changed blocks there.")
+    };
+    let mirror = || {
+        let help = "Have writes go to a passed connection, too; or null.";
+        clap::Arg::new("mirror").short('2').value_name("nbd:NAME").help(help)
+    };
     let flag = |name: &'static str, short: char, help: &'static str| {
         clap::Arg::new(name).short(short).action(clap::ArgAction::SetTrue).help(help)
     };
@@ -73,6 +80,8 @@ pub(crate) fn definition() -> clap::Command {
                 image(),
                 flag("read-only", 'R', "For reading only."),
                 flag("direct", 'D', "Accepted, and makes no difference."),
+                log('C'),
+                mirror(),
                 within(),
             ]),
             verb("close", "Close the image").args([
@@ -87,6 +96,8 @@ pub(crate) fn definition() -> clap::Command {
                 pid(),
                 minor(),
                 image(),
+                log('c'),
+                mirror(),
             ]),
             verb("stats", "Counters, as JSON").args([pid(), minor()]),
             verb("create", "Allocate, spawn, attach and open").args([image()]),
@@ -105,6 +116,8 @@ struct Options {
     kind: Option<String>,
     timeout_s: Option<u32>,
     read_only: bool,
+    log: Option<PathBuf>,
+    mirror: Option<String>,
     force: bool,
     run_dir: Option<PathBuf>,
     help: bool,
@@ -132,12 +145,19 @@ impl Options {
                 Arg::Short('t') => options.timeout_s = Some(number(verb, &text(parser)?)?),
                 Arg::Short('R') => options.read_only = true,
                 Arg::Short('h') => options.help = true,
+                Arg::Short('C') if verb != "unpause" => {
+                    options.log = Some(path(parser.value().map_err(|e| invalid(&e))?));
+                }
+                Arg::Short('c') if verb == "unpause" => {
+                    options.log = Some(path(parser.value().map_err(|e| invalid(&e))?));
+                }
+                Arg::Short('2') => options.mirror = Some(text(parser)?),
                 Arg::Short('D') | Arg::Long("debug") => {}
                 Arg::Long("run-dir") => {
                     options.run_dir = Some(parser.value().map_err(|e| invalid(&e))?.into());
                 }
-                // A mirror, a cache, a log of changed blocks, a standby, a key.
-                Arg::Short('2' | 'C' | 'c' | 'e' | 'r' | 's' | 'E') => {
+                // A cache, a standby, a key.
+                Arg::Short('e' | 'r' | 's' | 'E') => {
                     let why = format!(
                         "{verb}: this option is not supported; docs/xapi.md has those that are"
                     );
@@ -157,6 +177,12 @@ impl Options {
     fn tap(&self, verb: &str) -> Result<(u32, u32), Refusal> {
         self.pid.zip(self.minor).ok_or_else(|| missing(verb, "-p PID and -m MINOR are needed"))
     }
+}
+
+/// A path that the daemon can open: its folder is another one.
+fn path(given: OsString) -> PathBuf {
+    let given = PathBuf::from(given);
+    std::path::absolute(&given).unwrap_or(given)
 }
 
 fn missing(verb: &str, what: &str) -> Refusal {

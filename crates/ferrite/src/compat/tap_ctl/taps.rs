@@ -98,6 +98,8 @@ pub(super) fn change(
         minor,
         image: options.image.clone(),
         read_only: options.read_only,
+        log: options.log.clone(),
+        mirror: options.mirror.clone(),
         force: options.force,
         timeout_s,
     };
@@ -168,7 +170,7 @@ fn statistics(seen: &TapStatistics) -> Value {
         "name": seen.args.as_deref().unwrap_or("(null)"),
         "secs": seen.sectors,
         "images": images,
-        "nbd_mirror_failed": 0,
+        "nbd_mirror_failed": u8::from(seen.mirror_failed),
         "reqs_outstanding": seen.in_flight,
         "FIXME_enospc_redirect_count": 0,
         "read_caching": "false",

@@ -1,5 +1,6 @@
 //! New images: `create` and `snapshot`.
 
+use std::io::Write as _;
 use std::path::Path;
 
 use ferrite_image_tools::{NewVhd, VhdParent};
@@ -7,6 +8,7 @@ use rustix::io::Errno;
 
 use super::change::{MIB, found, found_or_new, mib, with_tools};
 use super::{Given, Stop, Verb};
+use crate::plain::one_line;
 
 pub(in super::super) const CREATE: Verb = Verb {
     name: "create",
@@ -71,7 +73,25 @@ fn snapshot(given: &Given, _: &mut Vec<u8>) -> Result<(), Stop> {
     if let Some(limit) = given.number('l')?.filter(|limit| *limit > 0) {
         check_depth(&new, limit)?;
     }
-    with_tools(|tools| tools.make_vhd(&path, &new))
+    with_tools(|tools| tools.make_vhd(&path, &new))?;
+    say_void(&path, new.parent.as_ref());
+    Ok(())
+}
+
+/// Says so if dirty maps do not go on with the new image. The storage manager makes `LEAF.new` on another name of
+/// LEAF, and gives it the name LEAF then: the maps beside that are void when it is opened.
+fn say_void(path: &Path, parent: Option<&VhdParent>) {
+    let leaf = path.extension().is_some_and(|end| end == "new").then(|| path.with_extension(""));
+    let names = parent.map(|parent| parent.path.clone()).into_iter().chain(leaf);
+    let mut maps = names.map(|name| ferrite_disk::dirty::path_of(&name)).filter(|maps| maps.exists());
+    if let Some(maps) = maps.next() {
+        let _ = writeln!(
+            std::io::stderr(),
+            "vhd-util: the dirty maps {} do not go on with {}; begin them anew on it, or use ferrite disk snapshot",
+            one_line(&maps.to_string_lossy()),
+            one_line(&path.to_string_lossy())
+        );
+    }
 }
 
 /// Refuses a chain that would be longer than `limit`.
