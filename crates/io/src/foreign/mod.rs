@@ -66,14 +66,17 @@ impl Memory {
         let of = fstatfs(&file)?;
         let is_memory = [TMPFS, HUGETLBFS].contains(&(of.f_type as u64));
         if !is_memory || FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-            return Err(invalid("the descriptor is no memory: it must be a memfd, or a file on tmpfs or hugetlbfs"));
+            return Err(invalid(
+                "the descriptor is no memory: it must be a memfd, or a file on tmpfs or hugetlbfs",
+            ));
         }
         let end = offset.checked_add(len).filter(|end| len > 0 && *end <= stat.st_size as u64);
         let Some(end) = end else {
             return Err(invalid("the memory is not within its file"));
         };
         // Pages of hugetlbfs are mapped whole.
-        let page = PAGE_BYTES.max(if of.f_type as u64 == HUGETLBFS { of.f_bsize as u64 } else { 0 });
+        let page =
+            PAGE_BYTES.max(if of.f_type as u64 == HUGETLBFS { of.f_bsize as u64 } else { 0 });
         let from = offset - offset % page;
         let mapped_len = usize::try_from((end - from).next_multiple_of(page)).map_err(too_large)?;
         let watch = Watch::new()?;
