@@ -31,7 +31,7 @@ use crate::{PATIENCE, images, places, wait_until};
 
 mod driver;
 
-pub use driver::{Ask, Driver, kind};
+pub use driver::{Ask, Driver, NEXT, SLOT_BYTES, TABLE, WRITE, kind};
 
 /// Requests of the protocol.
 pub mod message {

@@ -246,3 +246,90 @@ impl QueueTable {
         self.table.memory.store_u16(self.base + at, value)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RAW: RawInflight = RawInflight { bytes: 0, offset: 0, queues: 2, queue_size: 8 };
+
+    fn table() -> (OwnedFd, RawInflight) {
+        let (file, raw) = create(&RAW, 4, "disk").unwrap();
+        (file.into(), raw)
+    }
+
+    /// What the next process finds for queue 1, whose used index is that.
+    fn next(file: &OwnedFd, raw: &RawInflight, used: u16) -> Result<Option<Vec<u16>>, BadTable> {
+        let table = Arc::new(Inflight::open(raw, file, 4, "disk")?);
+        QueueTable::resume(table, 1, 8, used).map(|resumed| resumed.left)
+    }
+
+    fn begin(file: &OwnedFd, raw: &RawInflight, used: u16) -> QueueTable {
+        let table = Arc::new(Inflight::open(raw, file, 4, "disk").unwrap());
+        QueueTable::resume(table, 1, 8, used).unwrap().table
+    }
+
+    #[test]
+    fn a_successor_finds_what_was_taken_and_not_published_wherever_its_predecessor_ended() {
+        let used = 65_534;
+        for step in 0..6 {
+            let (file, raw) = table();
+            let mut queue = begin(&file, &raw, used);
+            for head in [5, 2, 7] {
+                queue.took(head).unwrap();
+            }
+            // 2 and 5 are answered, in that order; the used index is published at step 3.
+            let steps: [&dyn Fn(); 5] = [
+                &|| queue.answers(2).unwrap(),
+                &|| queue.answers(5).unwrap(),
+                &|| {},
+                &|| queue.set_in_flight(2, 0).unwrap(),
+                &|| queue.answered(&[2, 5], 0).unwrap(),
+            ];
+            steps[..step.min(5)].iter().for_each(|step| step());
+            let published = step >= 3;
+            let now = if published { used.wrapping_add(2) } else { used };
+            let expected = if published { vec![7] } else { vec![5, 2, 7] };
+            assert_eq!(next(&file, &raw, now).unwrap(), Some(expected.clone()), "{step}");
+            // The one after it finds the same, and a new request comes behind the old ones.
+            let mut queue = begin(&file, &raw, now);
+            queue.took(0).unwrap();
+            let expected = [expected, vec![0]].concat();
+            assert_eq!(next(&file, &raw, now).unwrap(), Some(expected), "{step}");
+        }
+    }
+
+    #[test]
+    fn a_queue_that_has_ended_begins_anew_on_any_ring() {
+        let (file, raw) = table();
+        let mut queue = begin(&file, &raw, 9);
+        assert_eq!(next(&file, &raw, 9).unwrap(), Some(vec![]));
+        queue.took(1).unwrap();
+        queue.answers(1).unwrap();
+        queue.answered(&[1], 10).unwrap();
+        queue.end().unwrap();
+        assert_eq!(next(&file, &raw, 0).unwrap(), None);
+    }
+
+    #[test]
+    fn tables_of_other_disks_or_shapes_or_without_sense_are_refused() {
+        let (file, raw) = table();
+        let other = |raw: RawInflight, disk: &str| Inflight::open(&raw, &file, 4, disk).is_err();
+        assert!(!other(raw, "disk"));
+        assert!(other(raw, "another"));
+        assert!(other(RawInflight { queues: 5, ..raw }, "disk"));
+        assert!(other(RawInflight { queues: 1, ..raw }, "disk"));
+        assert!(other(RawInflight { queue_size: 4096, ..raw }, "disk"));
+        assert!(other(RawInflight { bytes: raw.bytes - 1, ..raw }, "disk"));
+        assert!(other(RawInflight { offset: 4096, ..raw }, "disk"));
+        let queue = begin(&file, &raw, 0);
+        for (at, value) in [(VERSION_AT, 2), (ENTRIES_AT, 4), (USED_AT, 100), (LAST_AT, 8)] {
+            let before = queue.load(at).unwrap();
+            queue.store(at, value).unwrap();
+            // One answer is to be found, so that the last head matters.
+            assert!(next(&file, &raw, 1).is_err(), "{at}");
+            queue.store(at, before).unwrap();
+            queue.store(USED_AT, 0).unwrap();
+        }
+    }
+}

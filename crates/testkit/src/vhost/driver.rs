@@ -20,12 +20,12 @@ pub mod kind {
     pub const WRITE_ZEROES: u32 = 13;
 }
 
-/// `VIRTQ_DESC_F_NEXT`, `_WRITE` and `_INDIRECT`.
+/// Another descriptor follows (`VIRTQ_DESC_F_NEXT`).
 pub const NEXT: u16 = 1;
 /// The descriptor may be written.
 pub const WRITE: u16 = 2;
 /// The descriptor is a table of descriptors.
-pub const INDIRECT: u16 = 4;
+pub const TABLE: u16 = 4;
 
 /// Descriptors of a request that is not a table.
 const DESCS: u16 = 3;
@@ -216,7 +216,7 @@ impl Driver {
         }
         if self.indirect {
             let at = self.desc_at() + 16 * usize::from(first);
-            self.put_desc(at, guest(table), 16 * descs.len(), INDIRECT, 0);
+            self.put_desc(at, guest(table), 16 * descs.len(), TABLE, 0);
         }
         first
     }
