@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
+use ferrite_testkit::programs::peer;
 use ferrite_testkit::vhost::{Ask, Driver, FrontEnd, Guest, kind, message};
 use ferrite_testkit::{PATIENCE, images, places, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
@@ -123,4 +124,31 @@ fn the_socket_goes_with_the_export_and_wrong_names_are_refused() {
         let mut refused = Export::start(dir.path(), &image, &wrong);
         assert_eq!(refused.0.wait().unwrap().code(), Some(2), "{wrong:?}");
     }
+}
+
+/// The commands of docs/access.md about QEMU, as printed there.
+#[test]
+fn the_recipe_for_a_machine_of_qemu_works() {
+    if peer("qemu-system-x86_64", &["--version"]).is_none() {
+        return;
+    }
+    let page = include_str!("../../../docs/access.md");
+    let section = page.split_once("\n## The same image under QEMU\n").expect("the section").1;
+    let commands = section.split_once("```sh\n").expect("the commands").1;
+    let commands = commands.split("```").next().unwrap_or_default();
+    let dir = places::dir_in_memory();
+    let script = format!("trap 'kill $(jobs -p) || true' EXIT\n{commands}");
+    let program = Path::new(env!("CARGO_BIN_EXE_ferrite"));
+    let others = std::env::var("PATH").unwrap();
+    let path = format!("{}:{others}", program.parent().unwrap().display());
+    let mut sh = Command::new("bash");
+    sh.args(["-eux", "-c", &script])
+        .current_dir(dir.path())
+        .env("PATH", path)
+        .env("XDG_STATE_HOME", dir.path());
+    let output = sh.env("XDG_RUNTIME_DIR", dir.path()).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{text}");
+    assert!(!text.contains("disconnected"), "{text}");
+    assert!(!dir.path().join("disk.sock").exists());
 }

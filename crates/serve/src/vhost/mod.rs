@@ -15,6 +15,7 @@
 mod chain;
 mod config;
 mod inflight;
+mod look;
 mod memory;
 mod message;
 mod queue;
@@ -25,7 +26,7 @@ mod socket;
 
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
 use ferrite_disk::Disk;
@@ -35,6 +36,7 @@ use crate::counters::Counters;
 use crate::log_limit::limited;
 use crate::nbd::EngineFactory;
 use crate::path::device::Device;
+use crate::path::work::Work;
 use crate::tuning::Tuning;
 use crate::waker::{Waker, wait_for};
 
@@ -100,6 +102,36 @@ pub fn serve(
             }
         }
     }
+}
+
+/// Serves one front end, until it disconnects or `stop` is woken.
+///
+/// # Errors
+/// It has done what makes no sense, or a queue cannot go on. It is disconnected.
+pub fn serve_one(
+    device: &Arc<Device>,
+    options: &Options,
+    stream: UnixStream,
+    stop: &Waker,
+) -> io::Result<()> {
+    let queues = usize::from(options.queues);
+    let pool = Pool::with_scratch(options.memory, queues, Disk::MAX_SCRATCH_BYTES)?;
+    Session::new(stream, device, options, pool)?.run(stop)
+}
+
+/// The first part of each request on a queue at the beginning of this memory, as a running queue takes them from it; with the
+/// bytes of memory that its data have, if it has data. The queue has its descriptors, its available and its used ring behind
+/// each other. It is how tests see what a queue makes of any bytes.
+///
+/// # Errors
+/// There is no memory.
+pub fn requests_in(
+    memory: &[u8],
+    entries: u16,
+    sectors: u64,
+    read_only: bool,
+) -> io::Result<Vec<(Work, Option<u64>)>> {
+    look::requests_in(memory, entries, sectors, read_only)
 }
 
 /// Whether the next accept may succeed.
