@@ -2,6 +2,7 @@
 //! the next front end is served as if nothing had been.
 
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_testkit::vhost::{
     Ask, Driver, EVENT_INDEX, FrontEnd, GUEST_BASE, Guest, NEXT, PROTOCOL, Region, Served, TABLE,
@@ -305,4 +306,45 @@ fn queues_of_a_front_end_without_protocol_features_run_at_once() {
     front.tell(message::SET_VRING_CALL, &zero, &[driver.call.as_fd()]);
     front.tell(message::SET_VRING_KICK, &zero, &[driver.kick.as_fd()]);
     assert_eq!(driver.call(&Ask { kind: kind::FLUSH, ..Ask::flush() }).0, 0);
+}
+
+/// What was checked is what is done: each byte is read once, or from a copy.
+#[test]
+fn a_guest_that_changes_its_requests_while_they_are_read_stays_on_its_disk() {
+    let served = Served::new("raw", BYTES, options());
+    let (front, mut driver) = set_up(&served, 0);
+    assert_eq!(driver.call(&Ask::write(0, &[7; 4096])).0, 0);
+    let (guest, header) = (driver.guest.clone(), driver.header_at(0));
+    let len_at = driver.desc_at() + 16 + 8;
+    let ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let last = BYTES / 512;
+            for turn in 0u64.. {
+                let sector = [8, last, last - 1, u64::MAX][turn as usize % 4];
+                guest.memory.copy_in(header + 8, &sector.to_le_bytes()).unwrap();
+                let len = [512u32, 511, 64 << 10][turn as usize % 3];
+                guest.memory.copy_in(len_at, &len.to_le_bytes()).unwrap();
+                if ended.load(Ordering::Relaxed) {
+                    return;
+                }
+            }
+        });
+        let mut statuses = [0; 2];
+        for turn in 0..2000 {
+            let ask = match turn % 2 {
+                0 => Ask::write(8, &[turn as u8; 64 << 10]),
+                _ => Ask::read(8, 64 << 10),
+            };
+            let head = driver.prepare(0, &ask);
+            driver.offer(head);
+            assert_eq!(driver.wait_used().0, head);
+            statuses[usize::from(driver.status(0))] += 1;
+        }
+        ended.store(true, Ordering::Relaxed);
+        assert!(statuses[0] > 0 && statuses[1] > 0, "{statuses:?}");
+    });
+    assert_eq!(driver.call(&Ask::read(0, 4096)), (0, vec![7; 4096]));
+    assert_eq!(std::fs::metadata(&served.image).unwrap().len(), BYTES);
+    assert!(front.is_alive());
 }

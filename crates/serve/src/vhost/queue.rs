@@ -117,7 +117,7 @@ pub(super) struct Queue {
     in_use: usize,
     /// Requests that were not handed over completely, the next one first.
     todo: VecDeque<u16>,
-    /// Not all of them could be handed over: there was no room.
+    /// No request can be taken or handed over now. What the reason is wakes this thread when it ends.
     blocked: bool,
     parts: Vec<Part>,
     /// Requests on the used ring that are not published.
@@ -198,6 +198,7 @@ impl Queue {
                 self.path.give_up_waiting();
             }
             if self.path.is_throttled() {
+                self.blocked = true;
                 self.path.leave_if_idle();
             } else {
                 self.take().or_else(|broken| self.break_off(broken))?;
@@ -275,10 +276,12 @@ impl Queue {
             && self.replay.is_empty()
             && (self.broken || self.ring.waiting().is_ok_and(|there| there == 0));
         if self.path.has_company() && is_empty {
+            self.blocked = false;
             self.path.stay_out();
             return Ok(());
         }
         if !self.path.enter() {
+            self.blocked = true;
             return Ok(());
         }
         let now_ns = self.clock.now_ns();
