@@ -134,8 +134,9 @@ fn story(format: &str, seed: u64, kills: u32) {
             }
         }
         if !last {
-            drop(front);
+            // It is killed in the middle of its work, and not at the end of the connection.
             drop(server);
+            drop(front);
             server = Server::start(&image, &socket);
             front = connect(&socket, &guest, &drivers, &table);
         }
