@@ -6,6 +6,7 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -48,6 +49,8 @@ struct Line {
 
 struct Running {
     shared: Arc<Shared>,
+    /// Set before this session is woken: the thread itself has a moment to live then.
+    over: Arc<AtomicBool>,
     thread: JoinHandle<End>,
 }
 
@@ -302,7 +305,7 @@ impl<'a> Session<'a> {
     /// Ends the connection if a queue has ended by itself.
     fn check_queues(&mut self) -> io::Result<()> {
         let has_ended = |line: &&mut Line| {
-            line.running.as_ref().is_some_and(|running| running.thread.is_finished())
+            line.running.as_ref().is_some_and(|running| running.over.load(Ordering::Acquire))
         };
         self.lines.iter_mut().filter(has_ended).try_for_each(Line::stop)
     }
@@ -372,7 +375,8 @@ impl<'a> Session<'a> {
         let (engine, arena) = (self.options.engine.clone(), self.pool.arena().clone());
         let (call, err) = (line.call.clone(), line.err.clone());
         let (served, ended) = (shared.clone(), self.ended.clone());
-        let next_avail = ring.next_avail;
+        let over = Arc::new(AtomicBool::new(false));
+        let (next_avail, told) = (ring.next_avail, over.clone());
         let run = move || {
             let parts = Parts {
                 shared: served,
@@ -390,11 +394,12 @@ impl<'a> Session<'a> {
                 Ok(queue) => queue.run(),
                 Err(e) => End { next_avail, result: Err(e) },
             };
+            told.store(true, Ordering::Release);
             ended.wake();
             end
         };
         let thread = std::thread::Builder::new().name(format!("vhost-{number}")).spawn(run)?;
-        line.running = Some(Running { shared, thread });
+        line.running = Some(Running { shared, over, thread });
         Ok(())
     }
 
@@ -435,7 +440,7 @@ impl<'a> Session<'a> {
 impl Line {
     /// Stops the queue with all requests answered. It goes on behind the last one that was taken.
     fn stop(&mut self) -> io::Result<()> {
-        let Some(Running { shared, thread }) = self.running.take() else { return Ok(()) };
+        let Some(Running { shared, thread, .. }) = self.running.take() else { return Ok(()) };
         shared.stop();
         let end = thread.join().map_err(|_| {
             io::Error::other("a queue's thread has panicked: this is a bug in ferrite")
