@@ -25,6 +25,7 @@ mod times;
 mod truth;
 mod unsteady;
 mod upgrade;
+mod vhost;
 mod xentests;
 
 use anyhow::Result;

@@ -8,6 +8,7 @@ use clap::ValueEnum as _;
 use crate::outcome::{Outcome, check, summary};
 use crate::{
     checks, dist, fuzz, mutants, needs, night_checks, peers, powercuts, sanitizer, truth, upgrade,
+    vhost,
 };
 use ferrite_xenhost::packages;
 use ferrite_xenhost::root::{BOOKWORM, TRIXIE};
@@ -64,6 +65,8 @@ enum Part {
     Remotes,
     /// Programs of others against the NBD server, as far as they are installed.
     Peers,
+    /// Guests of QEMU whose disks are exports by vhost-user: ours, killed ten times, and the one of qemu-storage-daemon.
+    Vhost,
     /// The processes of an older commit, upgraded to this one under guests.
     Upgrade,
     /// All mutants.
@@ -131,6 +134,7 @@ fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
         Part::Taps => night_checks::random_taps(),
         Part::Remotes => night_checks::remotes(),
         Part::Peers => peers::test(cases),
+        Part::Vhost => vhost::test(cases),
         Part::Upgrade => upgrade::test(),
         Part::Mutants => passed(mutants::nightly()?, "a mutant was not noticed"),
         Part::PowerCuts => {

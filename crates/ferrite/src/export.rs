@@ -1,9 +1,10 @@
-//! `ferrite export nbd`: disks for clients of NBD, in the foreground.
+//! `ferrite export`: disks for clients of NBD, or for a guest by vhost-user, in the foreground.
 
 pub(crate) mod args;
 mod listen;
 mod names;
 pub(crate) mod network;
+mod vhost;
 
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
@@ -11,13 +12,17 @@ use std::time::Duration;
 
 use ferrite_disk::{Disk, OnDamage, OpenOptions, Session, StoreKey};
 use ferrite_host::clock::SystemClock;
+use ferrite_io::engines::EngineChoice;
 use ferrite_serve::blkif::lifecycle::close;
 use ferrite_serve::nbd::{COURTESY, EngineFactory, Exported, Options, Server, Source};
 use ferrite_serve::path::device::Device;
+use ferrite_serve::path::full::OnFull;
 use ferrite_serve::tuning::Tuning;
 
 use crate::engine::{choose, engines};
 use crate::exit::Failure;
+use crate::options::StoreMemoryArgs;
+use crate::parents::ParentsArgs;
 use crate::serve::{RECOVERY_ENTRIES, TAKE_OVER_WAIT, stop_on_signals};
 use crate::store::owner::{Place, Serving};
 use crate::store::reading;
@@ -30,11 +35,38 @@ use network::Clients;
 pub(crate) fn run(args: &ExportArgs) -> Result<(), Failure> {
     match &args.command {
         ExportCommand::Nbd(args) => nbd(args),
+        ExportCommand::VhostUser(args) => vhost::run(args),
     }
 }
 
 /// The most images of one process: each client looks at all of them.
 const MAX_EXPORTS: usize = 64;
+
+/// How images are opened, of the arguments of either protocol.
+struct How<'a> {
+    read_only: bool,
+    keep_allocated: bool,
+    /// Whether the image may end within a sector.
+    odd_size: bool,
+    on_full: OnFull,
+    engine: EngineChoice,
+    store: &'a StoreMemoryArgs,
+    parents: &'a ParentsArgs,
+}
+
+impl<'a> How<'a> {
+    fn of(args: &'a NbdArgs) -> How<'a> {
+        How {
+            read_only: args.read_only,
+            keep_allocated: args.keep_allocated,
+            odd_size: true,
+            on_full: args.on_full,
+            engine: args.engine,
+            store: &args.store,
+            parents: &args.parents,
+        }
+    }
+}
 
 /// An open image that is exported.
 struct Opened {
@@ -99,7 +131,7 @@ fn open_all(
     let state = user_state::to_serve(args.read_only)?;
     let mut opened = Vec::new();
     for (name, image) in images {
-        match open(args, name, image, wait_for_lock, &state) {
+        match open(&How::of(args), name, image, wait_for_lock, &state) {
             Ok(one) => opened.push(one),
             Err(failure) => {
                 // Nothing was written. An image that is closed leaves no journal.
@@ -141,7 +173,7 @@ fn serve_commands(place: Place, opened: &[Opened]) -> Option<Serving> {
 }
 
 fn open(
-    args: &NbdArgs,
+    args: &How<'_>,
     name: String,
     image: OsString,
     wait_for_lock: Option<Duration>,
@@ -206,7 +238,7 @@ fn close_all(opened: &[Opened]) -> Result<(), Failure> {
 }
 
 fn open_disk(
-    args: &NbdArgs,
+    args: &How<'_>,
     image: &OsStr,
     wait_for_lock: Option<Duration>,
     state: &State,
@@ -214,7 +246,7 @@ fn open_disk(
     let options = OpenOptions {
         read_only: args.read_only,
         keep_allocated: args.keep_allocated,
-        odd_size: true,
+        odd_size: args.odd_size,
         wait_for_lock,
         unseen_state: state.unseen,
         state_dir: state.folder.clone(),

@@ -84,6 +84,28 @@ pub unsafe fn copy_in(to: *mut u8, from: &[u8]) {
     }
 }
 
+/// Copies `len` bytes from one such memory to another.
+///
+/// # Safety
+/// `from` must be mapped readable and `to` mapped writable memory of that length, and they must not overlap.
+pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+    let (head, words) = split(to, len);
+    // Where the two are aligned alike, words of both are.
+    let alike = (from as usize ^ to as usize).is_multiple_of(WORD);
+    let (head, words) = if alike { (head, words) } else { (len, 0) };
+    let tail = head + words * WORD;
+    // SAFETY: every access is inside of the two ranges; words are aligned by `split`.
+    unsafe {
+        let byte = |i: usize| to.add(i).write_volatile(from.add(i).read_volatile());
+        (0..head).for_each(byte);
+        if !copy_many(from.add(head), to.add(head), words) {
+            let (from, to) = (from.add(head).cast::<u64>(), to.add(head).cast::<u64>());
+            (0..words).for_each(|i| to.add(i).write_volatile(from.add(i).read_volatile()));
+        }
+        (tail..len).for_each(byte);
+    }
+}
+
 /// Sets `len` bytes from `to` on.
 ///
 /// # Safety

@@ -19,6 +19,7 @@ mod seen;
 mod servers;
 mod stores;
 mod tunnel;
+mod vhost;
 mod whole;
 
 pub use whole::Recipe;
@@ -27,7 +28,7 @@ pub use whole::Recipe;
 pub type Target = fn(&[u8]);
 
 /// All targets, by the names of the fuzz targets and of their corpora.
-pub const TARGETS: [(&str, Target); 23] = [
+pub const TARGETS: [(&str, Target); 25] = [
     ("counters", seen::counters),
     ("dedup_journal", dedup::journal),
     ("dedup_pages", dedup::pages),
@@ -51,6 +52,8 @@ pub const TARGETS: [(&str, Target); 23] = [
     ("trace", seen::trace),
     ("tunnel", tunnel::tunnel),
     ("vhd", whole::vhd_image),
+    ("vhost", vhost::vhost),
+    ("vhost_ring", vhost::vhost_ring),
 ];
 
 /// Runs the target of that name.

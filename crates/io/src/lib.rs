@@ -8,6 +8,7 @@
 //! * [`computing`]: what takes a processor for long, beside the threads of queues.
 //! * [`executor`] and [`reactor`]: straight-line `async fn` for whatever has steps, on the same
 //!   engine and the same thread as the hot path.
+//! * [`foreign`]: memory of other processes, mapped: copies in and out.
 //! * [`remote`]: data behind a connection, beside files.
 //! * [`scratch`] and [`shared_lock`]: memory for tasks' own I/O, and a lock for tasks of several
 //!   threads.
@@ -20,6 +21,7 @@ pub mod computing;
 pub mod engine;
 pub mod engines;
 pub mod executor;
+pub mod foreign;
 pub mod large;
 pub mod pool;
 pub mod reactor;

@@ -2,6 +2,7 @@
 //!
 //! * [`blkif`]: the frontend that guests of Xen have: rings, negotiation, xenbus states.
 //! * [`nbd`]: the frontend for clients of NBD.
+//! * [`vhost`]: the frontend for guests of QEMU and others, by vhost-user.
 //! * [`path`]: checked requests to the disk and back, the same for every frontend: the hot path.
 //! * [`polling`]: polling before going to sleep.
 //! * [`processors`]: the processor time that a disk may use.
@@ -25,4 +26,5 @@ pub mod polling;
 pub mod processors;
 pub mod trace;
 pub mod tuning;
+pub mod vhost;
 pub mod waker;

@@ -28,6 +28,8 @@ pub mod rig;
 pub mod stores;
 #[cfg(feature = "serve")]
 pub mod storm;
+#[cfg(feature = "serve")]
+pub mod vhost;
 
 use std::time::{Duration, Instant};
 

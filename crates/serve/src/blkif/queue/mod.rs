@@ -26,7 +26,7 @@ mod answer;
 mod copy;
 mod diary;
 mod prompt;
-mod storm;
+pub(crate) mod storm;
 mod take;
 #[cfg(test)]
 pub(crate) mod tests;

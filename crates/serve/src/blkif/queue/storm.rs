@@ -13,26 +13,26 @@ const HOLD_NS: (u64, u64) = (50_000, 20_000_000);
 
 /// The count of one queue's events without requests.
 #[derive(Debug, Default)]
-pub(super) struct Storm {
+pub(crate) struct Storm {
     empty: u32,
     taken_since: bool,
 }
 
 impl Storm {
     /// Records that requests were taken off the ring.
-    pub(super) fn taken(&mut self) {
+    pub(crate) fn taken(&mut self) {
         self.taken_since = true;
     }
 
     /// Records that an event came.
-    pub(super) fn event(&mut self) {
+    pub(crate) fn event(&mut self) {
         self.empty = if self.taken_since { 0 } else { self.empty.saturating_add(1) };
         self.taken_since = false;
     }
 
     /// Returns for how long to mask events before the next sleep, in nanoseconds. It returns a time
     /// once for each event beyond the harmless ones.
-    pub(super) fn hold_ns(&mut self) -> Option<u64> {
+    pub(crate) fn hold_ns(&mut self) -> Option<u64> {
         if self.taken_since || self.empty <= HARMLESS {
             return None;
         }

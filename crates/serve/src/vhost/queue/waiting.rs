@@ -1,0 +1,160 @@
+//! What a queue does without work: it polls for a while, then asks for a kick and sleeps; and how it ends.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::time::Duration;
+
+use ferrite_io::engine::Op;
+use ferrite_io::foreign::Fault;
+use ferrite_io::reactor::Wait;
+
+use super::{COLD, KICK, NO_HEAD, Part, Queue};
+use crate::path::Admitted;
+use crate::path::shared::Shared;
+use crate::path::work::{Action, Work};
+use crate::polling::{Poll, Poller, RunDelay, stolen_ns, wake_up_ns};
+
+/// Turns of the polling loop between two readings of the clock.
+const TURNS: u32 = 32;
+
+/// How this queue polls.
+pub(super) struct Waiting {
+    poller: Poller,
+    delay: RunDelay,
+}
+
+impl Waiting {
+    /// Makes the state. Must run on the queue's thread.
+    pub(super) fn new(shared: &Shared) -> Waiting {
+        let cpus = ferrite_host::processors::count();
+        let has_host = shared.processors.host.is_some();
+        Waiting {
+            poller: Poller::new(shared.tuning.poll, wake_up_ns(), cpus, has_host),
+            delay: RunDelay::of_this_thread(),
+        }
+    }
+}
+
+impl Queue {
+    /// How long the next turn may wait. Before a sleep it looks at the ring for the last time, after it has asked the guest
+    /// for a kick.
+    pub(super) fn next_wait(&mut self, started: bool) -> io::Result<Wait> {
+        // A task begins in the turn itself.
+        let begins = started && !self.path.has_transfers();
+        let more = !self.todo.is_empty() && !self.blocked;
+        if begins || more || self.path.is_pending() || self.path.has_yielded() {
+            return Ok(Wait::No);
+        }
+        let now_ns = self.clock.now_ns();
+        let stopping = self.shared.stopping();
+        if self.broken || self.blocked || stopping || self.path.is_held_back() {
+            // Whatever holds the queue back wakes it, and a kick would only disturb.
+            return Ok(Wait::Until(self.path.throttled_for(now_ns)));
+        }
+        if let Some(left) = self.path.throttled_for(now_ns) {
+            return Ok(Wait::Until(Some(left)));
+        }
+        let window_ns = self.window_ns(now_ns);
+        if window_ns > 0 && (started || self.path.reactor().has_unsent()) {
+            return Ok(Wait::No);
+        }
+        if window_ns > 0 && self.poll(now_ns, window_ns) {
+            return Ok(Wait::No);
+        }
+        if let Some(left_ns) = self.held_until_ns.checked_sub(now_ns)
+            && left_ns > 0
+        {
+            return Ok(Wait::Until(Some(Duration::from_nanos(left_ns))));
+        }
+        // What is wrong with the ring is found again, and reported, by the next turn.
+        if self.ring.listen().unwrap_or(true) {
+            return Ok(Wait::No);
+        }
+        if !std::mem::replace(&mut self.armed, true) {
+            let fd = self.kick.as_raw_fd();
+            self.path.reactor().push(KICK, Op::Readable { fd });
+        }
+        Ok(Wait::Until(self.path.may_cool().then_some(COLD)))
+    }
+
+    /// For how long to poll from now on; 0 means not at all.
+    fn window_ns(&mut self, from_ns: u64) -> u64 {
+        let waiting = &mut self.waiting;
+        if waiting.poller.is_wait_check_due(from_ns)
+            && let Some(total_ns) = waiting.delay.total_ns()
+        {
+            waiting.poller.waited(from_ns, total_ns);
+        }
+        let processors = &self.shared.processors;
+        let may_poll = processors.may_poll() && processors.polling.is_left(from_ns);
+        if may_poll { waiting.poller.window_ns(from_ns) } else { 0 }
+    }
+
+    /// Polls for requests and completions. Returns whether there is work.
+    fn poll(&mut self, from_ns: u64, window_ns: u64) -> bool {
+        let mut poll = Poll { from_ns, to_ns: from_ns, stolen_ns: 0, hit: false };
+        while !poll.hit && poll.to_ns < from_ns + window_ns && !self.shared.stopping() {
+            for _ in 0..TURNS {
+                if self.ring.waiting() != Ok(0) || self.path.reactor().may_reap() {
+                    poll.hit = true;
+                    break;
+                }
+                std::hint::spin_loop();
+            }
+            let now_ns = self.clock.now_ns();
+            poll.stolen_ns += stolen_ns(now_ns - poll.to_ns);
+            poll.to_ns = now_ns;
+        }
+        let (hit, took_ns, to_ns) = (poll.hit, poll.to_ns - poll.from_ns, poll.to_ns);
+        self.waiting.poller.polled(poll);
+        self.shared.processors.polling.spend(took_ns, to_ns);
+        let counters = self.path.counters();
+        counters.polls.add(1);
+        counters.hits.add(u64::from(hit));
+        counters.polled_ns.add(took_ns);
+        hit
+    }
+
+    /// Updates the state after a turn. `slept`: it may have waited. `idle`: it brought no completion.
+    pub(super) fn woke(&mut self, slept: bool, idle: bool, took_ns: u64) {
+        if !slept {
+            return;
+        }
+        self.waiting.poller.slept(took_ns);
+        self.path.counters().sleeps.add(1);
+        if idle && took_ns >= COLD.as_nanos() as u64 && self.path.may_cool() {
+            self.path.give_memory_back();
+        }
+    }
+
+    /// Whether the queue was stopped, and all that was taken is answered. Writes that the guest has not flushed are flushed
+    /// then, as nobody may be there to do it later.
+    pub(super) fn is_over(&mut self) -> bool {
+        let answered = self.in_use == 0 && self.todo.is_empty() && self.path.is_idle();
+        if !self.shared.stopping() || !answered {
+            return false;
+        }
+        if !std::mem::replace(&mut self.saved, true)
+            && self.path.disk().is_dirty()
+            && self.path.enter()
+            && let Some(ticket) = self.path.take(0, 0, None, self.clock.now_ns())
+        {
+            self.parts[ticket.entry()] = Part { head: NO_HEAD, at: 0, bytes: 0 };
+            let work = Work { action: Action::Flush, sector: 0, sectors: 0 };
+            match self.path.admit(ticket, work) {
+                Admitted::Taken => {}
+                Admitted::Fetch(_) => unreachable!("a flush has no data"),
+            }
+            return false;
+        }
+        self.path.leave_if_idle()
+    }
+
+    /// Says in the table that nothing is in flight, if that is so: a predecessor's requests may have been left.
+    pub(super) fn end(&self) -> Result<(), Fault> {
+        match &self.inflight {
+            Some(inflight) if self.replay.is_empty() => inflight.end(),
+            _ => Ok(()),
+        }
+    }
+}
