@@ -369,7 +369,7 @@ impl Follower {
         // The storage manager that opened the tap has named its image.
         let of_tap = self.beside().is_some_and(DiskId::is_tap);
         if !of_tap {
-            self.shared.config.nbd.check(uri)?;
+            self.shared.config.check_export(uri)?;
         }
         let place = place_of(uri);
         self.shared.table.change(self.id, |entry| entry.real = Some(place));

@@ -213,7 +213,7 @@ pub(crate) fn switch(
 ) -> Result<(), NotDone> {
     let before = image(shared, id)?;
     if let Some(uri) = next.export() {
-        shared.config.nbd.check(&uri).map_err(NotDone::Failed)?;
+        shared.config.check_export(&uri).map_err(NotDone::Failed)?;
     }
     let by = "a switch to another image";
     pause::pause(shared, id, &Pause::step_of(by), WITHIN)?;

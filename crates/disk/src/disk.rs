@@ -138,7 +138,7 @@ impl Disk {
             Disk::Image(d) => d.sectors(),
             Disk::Store(d) => d.sectors(),
             Disk::Elsewhere(d) => d.sectors(),
-            Disk::Remote(d) => d.facts().sectors,
+            Disk::Remote(d) => d.sectors(),
             Disk::Mirror(d) => d.source().sectors(),
             Disk::Null(d) => d.sectors(),
         }
@@ -333,6 +333,7 @@ impl Disk {
     pub fn refresh_size(&self) -> Result<Option<u64>, DiskError> {
         match self {
             Disk::Raw(d) => d.refresh_size(),
+            Disk::Remote(d) => Ok(d.refresh_size()),
             _ => Ok(None),
         }
     }
@@ -351,6 +352,7 @@ impl Disk {
     pub fn growth_watch(&self) -> GrowthWatch {
         match self {
             Disk::Raw(d) => d.growth_watch(),
+            Disk::Remote(d) => d.growth_watch(),
             _ => GrowthWatch::never(),
         }
     }

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use ferrite_host::process::take_given;
@@ -22,6 +22,9 @@ use crate::session::Session;
 const MAX_CONNECTIONS: usize = 128;
 /// How long the end may wait for requests under way, and for the starter of a helper without an image.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How often the size of the image is looked at. librbd has it from the image's watch, so that costs nothing.
+const SIZE_EVERY: Duration = Duration::from_secs(1);
 
 /// What all connections share.
 pub(crate) struct Disk {
@@ -74,7 +77,11 @@ pub(crate) fn run(name: &str, read_only: bool) -> ExitCode {
         Ok(opened) => {
             let (budget, sessions) = (Arc::default(), Mutex::default());
             let disk = Disk { opened, budget, sessions, has_lost: AtomicBool::new(false) };
-            take_links(&control, Arc::new(disk));
+            let disk = Arc::new(disk);
+            let weak = Arc::downgrade(&disk);
+            // Without the thread the disk has its new size when it is opened again.
+            let _ = std::thread::Builder::new().name("size".into()).spawn(move || follow_size(&weak));
+            take_links(&control, disk);
             ExitCode::SUCCESS
         }
         Err(fault) => {
@@ -108,6 +115,21 @@ fn take_links(control: &OwnedFd, disk: Arc<Disk>) {
         }
     }
     end(disk);
+}
+
+/// Ends all connections when the image has grown: NBD tells a client the size in its greeting only, and ours connects again at
+/// once. It repeats what was not answered.
+fn follow_size(disk: &Weak<Disk>) {
+    let mut known = None;
+    while let Some(disk) = disk.upgrade() {
+        if let Ok(bytes) = disk.opened.image.bytes()
+            && known.replace(bytes).is_some_and(|known| bytes > known)
+        {
+            disk.sessions().iter().for_each(|session| session.close());
+        }
+        drop(disk);
+        std::thread::sleep(SIZE_EVERY);
+    }
 }
 
 /// No request is under way when the lock is given back.

@@ -6,7 +6,7 @@ use ferrite_nbd::uri::Uri;
 use ferrite_serve::memory::DataMemory;
 use toml::{Table, Value};
 
-use super::{Config, DiskOptions, HostOptions, NbdOptions, nearest, servers};
+use super::{Config, DiskOptions, HostOptions, NbdOptions, RbdOptions, clusters, nearest, servers};
 
 /// The default of `image_folders`.
 pub(super) const IMAGE_FOLDERS: [&str; 4] =
@@ -58,7 +58,7 @@ const TOP: [Key<Config>; 4] = [
     },
 ];
 
-const TABLES: [&str; 4] = ["disks", "host", "images", "nbd"];
+const TABLES: [&str; 5] = ["disks", "host", "images", "nbd", "rbd"];
 
 const NBD: [Key<NbdOptions>; 2] = [
     Key {
@@ -70,6 +70,19 @@ const NBD: [Key<NbdOptions>; 2] = [
         name: "certificate_folders",
         allowed: FOLDERS,
         take: |nbd, value| put(&mut nbd.certificate_folders, folders(value)),
+    },
+];
+
+const RBD: [Key<RbdOptions>; 2] = [
+    Key {
+        name: "pools",
+        allowed: clusters::ALLOWED,
+        take: |rbd, value| put(&mut rbd.pools, clusters::of_list(value)),
+    },
+    Key {
+        name: "folders",
+        allowed: FOLDERS,
+        take: |rbd, value| put(&mut rbd.folders, folders(value)),
     },
 ];
 
@@ -243,6 +256,9 @@ pub(super) fn take_all(config: &mut Config, file: &Table) -> Result<(), KeyError
     }
     if let Some(value) = file.get("nbd") {
         take_table(&mut config.nbd, &NBD, "nbd", value)?;
+    }
+    if let Some(value) = file.get("rbd") {
+        take_table(&mut config.rbd, &RBD, "rbd", value)?;
     }
     // Images come after `disks`: an image has its values for each key that it does not set.
     if let Some(value) = file.get("images") {

@@ -10,14 +10,18 @@ use std::path::{Path, PathBuf};
 
 use ferrite_disk::{INDEX_BYTES, METADATA_BYTES};
 use ferrite_io::engines::EngineChoice;
+use ferrite_nbd::address::Address;
+use ferrite_nbd::uri::Uri;
 use ferrite_serve::memory::DataMemory;
 use ferrite_serve::path::full::OnFull;
 use ferrite_serve::path::limit::Limits;
 use ferrite_serve::polling::PollWindow;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
+use crate::Failure;
 use crate::control::protocol::{Setting, Source};
 
+mod clusters;
 mod keys;
 mod nearest;
 mod servers;
@@ -25,6 +29,7 @@ mod servers;
 mod tests;
 mod warnings;
 
+pub use clusters::{RbdOptions, RbdPool};
 pub use nearest::nearest;
 pub use servers::{NbdOptions, NbdServer};
 
@@ -47,6 +52,8 @@ pub struct Config {
     pub metrics_socket: Option<PathBuf>,
     /// The servers of NBD whose exports may be disks.
     pub nbd: NbdOptions,
+    /// The images of Ceph clusters that may be disks.
+    pub rbd: RbdOptions,
     /// The options that all disks of the host share.
     pub host: HostOptions,
     /// The options of each disk.
@@ -128,6 +135,7 @@ impl Default for Config {
             state_folder: PathBuf::from(keys::STATE_FOLDER),
             metrics_socket: None,
             nbd: NbdOptions::default(),
+            rbd: RbdOptions::default(),
             host: HostOptions {
                 map_budget: HOST_MAPPINGS,
                 poll_processors: None,
@@ -231,6 +239,17 @@ impl Config {
             allowed: wrong.allowed,
         })?;
         Ok(config)
+    }
+
+    /// Checks that an export, or an image on Ceph, may be a disk.
+    ///
+    /// # Errors
+    /// Its server or its pool is not listed, or files that it names are elsewhere.
+    pub(crate) fn check_export(&self, uri: &Uri) -> Result<(), Failure> {
+        match &uri.server {
+            Address::Rbd { image, .. } => self.rbd.check(image),
+            _ => self.nbd.check(uri),
+        }
     }
 
     /// The options of an image.

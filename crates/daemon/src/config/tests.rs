@@ -50,6 +50,10 @@ limit = "iops_read=500,bytes=1048576:8388608"
 servers = ["storage.example:7", "/run/nbd"]
 certificate_folders = ["/etc/tls"]
 
+[rbd]
+pools = ["vm", "vm/tenant"]
+folders = ["/srv/ceph"]
+
 [images."/srv/images/db:1.vhd"]
 queues = 8
 poll_us = "auto"
@@ -90,6 +94,13 @@ fn each_key_goes_to_its_place() {
                 NbdServer::Socket("/run/nbd".into()),
             ],
             certificate_folders: vec!["/etc/tls".into()],
+        },
+        rbd: RbdOptions {
+            pools: vec![
+                RbdPool { name: "vm".into(), namespace: String::new() },
+                RbdPool { name: "vm".into(), namespace: "tenant".into() },
+            ],
+            folders: vec!["/srv/ceph".into()],
         },
         host: HostOptions { map_budget: 1000, poll_processors: Some(0), memory_mib: Some(512) },
         disks,

@@ -53,9 +53,16 @@ impl Config {
                 warnings.push(warning("nbd.certificate_folders".to_owned(), why, help));
             }
         }
+        let folders = self.rbd.folders.iter().filter(|_| !self.rbd.pools.is_empty());
+        for folder in folders {
+            if let Some(why) = missing(folder) {
+                let help = "correct it, or make the folder: until then no disk on Ceph is served";
+                warnings.push(warning("rbd.folders".to_owned(), why, help));
+            }
+        }
         for image in self.images.keys() {
             if let Some(uri) = image.to_str().and_then(|text| Uri::parse(text).ok()) {
-                if let Err(refused) = self.nbd.check(&uri) {
+                if let Err(refused) = self.check_export(&uri) {
                     let why = "it is on a server that disks may not be on".to_owned();
                     let mut warning = warning(format!("images.{image:?}"), why, "");
                     warning.allowed = refused.help;
