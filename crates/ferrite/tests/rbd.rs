@@ -2,6 +2,7 @@
 //! `crates/rbd/tests/program.rs`.
 
 mod deep;
+mod pages;
 #[allow(dead_code, reason = "a module of several tests, not all of which use all")]
 mod far;
 #[path = "../../daemon/tests/host/mod.rs"]
@@ -30,6 +31,22 @@ const MIB: usize = 1 << 20;
 const IO: u32 = 5;
 /// What a helper may have resident. The rest of the time is Ceph's: see docs/distributed.md.
 const HELPER_KIB: u64 = 64 << 10;
+
+/// The page's commands, with a folder of Ceph's own that is this cluster's.
+#[test]
+#[ignore = "starts a Ceph cluster: cargo xtask nightly --only rbd"]
+fn the_commands_of_the_page_work() {
+    let Some(cluster) = Cluster::shared() else { return };
+    let commands = pages::commands(include_str!("../../../docs/distributed.md"));
+    assert!(commands.contains("ferrite image convert"));
+    let folder = cluster.folder().display();
+    let script = format!(
+        "mkdir -p /etc/ceph\nmount -t tmpfs t /etc/ceph\ncp {folder}/ceph.conf /etc/ceph\n{commands}"
+    );
+    let file = cluster.path("page.sh");
+    fs::write(&file, script).unwrap();
+    pages::run(&format!("unshare -m bash -eux {}", file.display()));
+}
 
 /// Not a test: the daemon.
 #[test]
@@ -139,17 +156,17 @@ fn what_we_write_is_what_others_read_and_the_other_way() {
     let file = write_file(&dir, "first", &first);
     cluster.image("content", 16);
     let name = cluster.name("content", "");
-    ok(&["image", "convert", &file, &name]);
+    ok(&["image", "convert", "-n", &file, &name]);
     assert!(cluster.content("content") == first, "rbd export has something else");
     // What nobody has written has no objects, and reads as zeros.
     cluster.rbd(&["snap", "create", "--no-progress", &format!("{POOL}/content@s")]);
     let file = write_file(&dir, "second", &second);
-    ok(&["image", "convert", &file, &name]);
+    ok(&["image", "convert", "-n", &file, &name]);
     assert!(cluster.content("content") == second);
     let out = dir.path().join("out");
     ok(&["image", "convert", &cluster.name("content@s", ""), out.to_str().unwrap()]);
     assert!(fs::read(&out).unwrap() == first, "the snapshot has something else");
-    let said = refused(&["image", "convert", &file, &cluster.name("content@s", "")]);
+    let said = refused(&["image", "convert", "-n", &file, &cluster.name("content@s", "")]);
     assert!(said.contains("read-only") || said.contains("snapshot"), "{said}");
     // Writers of others.
     cluster.image("bench", 16);
@@ -202,6 +219,14 @@ fn discards_and_zeros_give_space_back() {
     assert!(client.read(2 * at, 4096).iter().all(|byte| *byte == 0));
     client.flush();
     drop(client);
+    // It has no right of root, and gets none.
+    for thread in fs::read_dir(format!("/proc/{}/task", export.helper())).unwrap() {
+        let status = fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+        assert!(!field("Uid:").split_whitespace().any(|user| user == "0"), "{status}");
+        assert_eq!(field("CapEff:").trim(), "0000000000000000");
+        assert_eq!(field("NoNewPrivs:").trim(), "1");
+    }
     let peak = peak_kib(export.helper());
     println!("the helper had {peak} KiB resident");
     assert!(peak <= HELPER_KIB, "{peak} KiB");
@@ -338,19 +363,22 @@ fn a_client_that_is_shut_out_fails_its_disk_for_good() {
     client.write(0, &[1; 4096]);
     client.flush();
     cluster.ceph(&["osd", "blocklist", "add", &watcher(cluster, "out")]);
-    let write = |client: &mut Client| client.call(command::WRITE, 0, 0, 4096, &[9; 4096]).error;
-    wait_until("an error", || write(&mut client) == IO);
+    let write =
+        |client: &mut Client, byte| client.call(command::WRITE, 0, 0, 4096, &[byte; 4096]).error;
+    // The OSDs learn of it one after the other.
+    wait_until("an error", || write(&mut client, 9) == IO);
     // The next helper knows it, though the cluster would take it.
     roles::kill_pid(export.helper());
     for _ in 0..3 {
-        assert_eq!(write(&mut client), IO);
+        assert_eq!(write(&mut client, 4), IO);
     }
     assert_eq!(client.call(command::FLUSH, 0, 0, 0, &[]).error, IO);
     drop((client, export));
     // A disk that is opened anew has no guest that remembers.
     let export = Export::of(&cluster.name("out", ""), &[]);
     let mut client = export.client();
-    assert!(client.read(0, 4096) == [1; 4096]);
+    let left = client.read(0, 4096);
+    assert!(left == [1; 4096] || left == [9; 4096], "{}", left[0]);
     client.write(0, &[2; 4096]);
 }
 
@@ -365,6 +393,16 @@ fn an_image_that_cannot_be_served_is_refused_with_what_to_do() {
     cluster.rbd(&["create", "--size", "8M", "--image-feature", "layering", "p/unlocked"]);
     let said = try_to_serve(&cluster.name("unlocked", ""));
     assert!(said.contains("rbd feature enable p/unlocked exclusive-lock"), "{said}");
+    // Settings of the image, or of its pool, overrule those of the client.
+    cluster.image("cached", 8);
+    cluster.rbd(&["config", "image", "set", "p/cached", "rbd_cache", "true"]);
+    let said = try_to_serve(&cluster.name("cached", ""));
+    assert!(said.contains("rbd config image remove p/cached rbd_cache"), "{said}");
+    cluster.rbd(&["config", "image", "remove", "p/cached", "rbd_cache"]);
+    cluster.rbd(&["config", "pool", "set", POOL, "rbd_cache", "true"]);
+    let said = try_to_serve(&cluster.name("cached", ""));
+    cluster.rbd(&["config", "pool", "remove", POOL, "rbd_cache"]);
+    assert!(said.contains("rbd config pool remove p rbd_cache"), "{said}");
     cluster.image("future", 8);
     let said = cluster.rbd(&["info", "--format", "json", "p/future"]);
     let id = said.split_once("\"id\":\"").unwrap().1.split('"').next().unwrap().to_owned();
@@ -414,7 +452,7 @@ fn a_command_leaves_no_lock_and_no_helper() {
     cluster.image("left", 8);
     let dir = tempfile::tempdir().unwrap();
     let file = write_file(&dir, "f", &pattern(8 * MIB, 3));
-    ok(&["image", "convert", &file, &cluster.name("left", "")]);
+    ok(&["image", "convert", "-n", &file, &cluster.name("left", "")]);
     let said = cluster.rbd(&["status", "p/left"]);
     assert!(said.contains("Watchers: none"), "{said}");
     let locks = cluster.rbd(&["lock", "ls", "p/left"]);

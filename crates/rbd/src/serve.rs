@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use ferrite_host::process::take_given;
 use ferrite_host::rbd::{CONTROL, CONTROL_FD, LINK};
+use ferrite_host::sandbox::{leave_root, user_of_helper};
 use ferrite_nbd::uri::rbd::Image as Name;
-use rustix::process::set_parent_process_death_signal;
+use rustix::process::{geteuid, set_parent_process_death_signal};
 
 use crate::budget::Budget;
 use crate::fault::{Fault, log};
@@ -73,7 +74,10 @@ pub(crate) fn run(name: &str, read_only: bool) -> ExitCode {
     // It ends with the control socket, and gives the lock back. To be killed with the starter would leave the lock.
     let _ = set_parent_process_death_signal(None);
     let name = Name::parse(name).map_err(|e| Fault::lasting(e.why, e.help));
-    match name.and_then(|name| open(&name, read_only)) {
+    let opened = name.and_then(|name| open(&name, read_only)).and_then(|opened| {
+        be_nobody().map(|()| opened)
+    });
+    match opened {
         Ok(opened) => {
             let (budget, sessions) = (Arc::default(), Mutex::default());
             let disk = Disk { opened, budget, sessions, has_lost: AtomicBool::new(false) };
@@ -89,6 +93,15 @@ pub(crate) fn run(name: &str, read_only: bool) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// All that is opened by name is open: the rest needs no right of root.
+fn be_nobody() -> Result<(), Fault> {
+    if !geteuid().is_root() {
+        return Ok(());
+    }
+    leave_root(user_of_helper(std::process::id()))
+        .map_err(|e| Fault::lasting(e.to_string(), "start it as root with all its capabilities"))
 }
 
 fn take_links(control: &OwnedFd, disk: Arc<Disk>) {

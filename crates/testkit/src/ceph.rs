@@ -209,7 +209,7 @@ impl Cluster {
     #[track_caller]
     pub fn used(&self, name: &str) -> u64 {
         let said = self.rbd(&["du", "--format", "json", &format!("{POOL}/{name}")]);
-        let field = said.rsplit_once("\"total_used_size\":").expect("the whole").1;
+        let field = said.rsplit_once("\"used_size\":").unwrap_or_else(|| panic!("{said}")).1;
         let digits: String = field.chars().take_while(char::is_ascii_digit).collect();
         digits.parse().unwrap()
     }
@@ -284,7 +284,7 @@ ms bind msgr1 = false
 public addr = 127.0.0.1
 cluster addr = 127.0.0.1
 mon allow pool delete = true
-mon osd report timeout = 30
+mon osd min down reporters = 1
 osd heartbeat interval = 1
 osd heartbeat grace = 6
 osd objectstore = memstore
