@@ -292,7 +292,10 @@ pub(crate) fn pack(program: &Path, to: &Path, squeeze: Squeeze) -> Result<Made> 
     let program = &program;
     stage(program, &root, to, &log)?;
     if let Some(helper) = helper {
-        run_logged(Command::new("strip").arg("-o").arg(root.join("usr/bin").join(HELPER)).arg(helper), &log)?;
+        run_logged(
+            Command::new("strip").arg("-o").arg(root.join("usr/bin").join(HELPER)).arg(helper),
+            &log,
+        )?;
     }
     let (_, day) = newest_version()?;
     let day = output(Command::new("date").args(["-u", "+%s", "-d", &day]))?;

@@ -8,8 +8,8 @@ use std::sync::{Arc, Weak};
 use ferrite_disk_base::size::Human;
 
 use ferrite_disk_base::{
-    Commits, DiscardLimits, DiskError, Extent, Format, GrowthWatch, ImageName, OpenOptions, Port, SECTOR_BYTES,
-    SyncWitness,
+    Commits, DiscardLimits, DiskError, Extent, Format, GrowthWatch, ImageName, OpenOptions, Port,
+    SECTOR_BYTES, SyncWitness,
 };
 use ferrite_io::arena::Span;
 use ferrite_io::remote::{Allocation, Backing, RemoteFactory};

@@ -2,11 +2,11 @@
 //! `crates/rbd/tests/program.rs`.
 
 mod deep;
-mod pages;
 #[allow(dead_code, reason = "a module of several tests, not all of which use all")]
 mod far;
 #[path = "../../daemon/tests/host/mod.rs"]
 mod host;
+mod pages;
 #[path = "../../daemon/tests/roles/mod.rs"]
 mod roles;
 
@@ -170,14 +170,16 @@ fn what_we_write_is_what_others_read_and_the_other_way() {
     assert!(said.contains("read-only") || said.contains("snapshot"), "{said}");
     // Writers of others.
     cluster.image("bench", 16);
-    let bench = ["--io-type", "write", "--io-size", "8K", "--io-total", "2M", "--io-pattern", "rand"];
+    let bench =
+        ["--io-type", "write", "--io-size", "8K", "--io-total", "2M", "--io-pattern", "rand"];
     cluster.rbd(&[&["bench", "p/bench"][..], &bench].concat());
     ok(&["image", "convert", &cluster.name("bench", ""), out.to_str().unwrap()]);
     assert!(fs::read(&out).unwrap() == cluster.content("bench"));
     // fio verifies what it reads by its own headers: once by librbd, once by our server.
     let Some(_) = installed("fio", Command::new("fio").arg("--version").output()) else { return };
     cluster.image("fio", 16);
-    let job = ["--name=j", "--rw=randwrite", "--bs=4k", "--size=8m", "--verify=crc32c", "--iodepth=16"];
+    let job =
+        ["--name=j", "--rw=randwrite", "--bs=4k", "--size=8m", "--verify=crc32c", "--iodepth=16"];
     let run = |engine: &[&str]| {
         let mut fio = Command::new("fio");
         fio.args(job).args(engine).env("CEPH_CONF", cluster.conf()).current_dir(dir.path());
@@ -403,22 +405,8 @@ fn an_image_that_cannot_be_served_is_refused_with_what_to_do() {
     let said = try_to_serve(&cluster.name("cached", ""));
     cluster.rbd(&["config", "pool", "remove", POOL, "rbd_cache"]);
     assert!(said.contains("rbd config pool remove p rbd_cache"), "{said}");
-    cluster.image("future", 8);
-    let said = cluster.rbd(&["info", "--format", "json", "p/future"]);
-    let id = said.split_once("\"id\":\"").unwrap().1.split('"').next().unwrap().to_owned();
-    // A feature that nobody knows yet, in the object with the image's features: 8 bytes, the lowest first.
-    let mut features = tempfile::NamedTempFile::new().unwrap();
-    std::io::Write::write_all(&mut features, &(0x3d | 1_u64 << 60).to_le_bytes()).unwrap();
-    let header = format!("rbd_header.{id}");
-    let mut rados = cluster.program("rados");
-    rados.args(["-p", POOL, "setomapval", &header, "features"]);
-    assert!(rados.stdin(fs::File::open(features.path()).unwrap()).status().unwrap().success());
-    let said = try_to_serve(&cluster.name("future", ""));
-    assert!(said.contains("has features that this librbd does not know"), "{said}");
-    for (name, cure) in [
-        ("none", "rbd create --size SIZE p/none"),
-        ("none@s", "no image p/none@s"),
-    ] {
+    for (name, cure) in [("none", "rbd create --size SIZE p/none"), ("none@s", "no image p/none@s")]
+    {
         let said = try_to_serve(&cluster.name(name, ""));
         assert!(said.contains(cure), "{said}");
     }

@@ -348,7 +348,8 @@ impl Image<'_> {
         unsafe {
             checked((api().rbd_config_image_list)(self.handle, list.as_mut_ptr(), &mut count))?;
             let found = &list[..usize::try_from(count).unwrap_or(0).min(MAX_SETTINGS)];
-            let found = found.iter().find(|it| CStr::from_ptr(it.name).to_bytes() == wanted.as_bytes());
+            let found =
+                found.iter().find(|it| CStr::from_ptr(it.name).to_bytes() == wanted.as_bytes());
             let found = found.map(|it| {
                 let level = LEVELS.get(usize::try_from(it.source).unwrap_or(0)).copied().flatten();
                 (CStr::from_ptr(it.value).to_string_lossy().into_owned(), level)

@@ -74,9 +74,9 @@ pub(crate) fn run(name: &str, read_only: bool) -> ExitCode {
     // It ends with the control socket, and gives the lock back. To be killed with the starter would leave the lock.
     let _ = set_parent_process_death_signal(None);
     let name = Name::parse(name).map_err(|e| Fault::lasting(e.why, e.help));
-    let opened = name.and_then(|name| open(&name, read_only)).and_then(|opened| {
-        be_nobody().map(|()| opened)
-    });
+    let opened = name
+        .and_then(|name| open(&name, read_only))
+        .and_then(|opened| be_nobody().map(|()| opened));
     match opened {
         Ok(opened) => {
             let (budget, sessions) = (Arc::default(), Mutex::default());
@@ -84,7 +84,8 @@ pub(crate) fn run(name: &str, read_only: bool) -> ExitCode {
             let disk = Arc::new(disk);
             let weak = Arc::downgrade(&disk);
             // Without the thread the disk has its new size when it is opened again.
-            let _ = std::thread::Builder::new().name("size".into()).spawn(move || follow_size(&weak));
+            let _ =
+                std::thread::Builder::new().name("size".into()).spawn(move || follow_size(&weak));
             take_links(&control, disk);
             ExitCode::SUCCESS
         }

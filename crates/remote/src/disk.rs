@@ -1,8 +1,8 @@
 //! What all threads know of an export.
 
 use std::io;
-use std::rc::Rc;
 use std::os::fd::OwnedFd;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -72,8 +72,7 @@ impl Cluster {
         let mut reaper = Command::new("bash");
         reaper.args(["-c", REAPER]).arg(&dir).process_group(0);
         let reaper = reaper.stdin(Stdio::piped()).spawn().unwrap().stdin.unwrap();
-        let cluster =
-            Cluster { dir, daemons: Mutex::default(), reaper: Mutex::new(reaper) };
+        let cluster = Cluster { dir, daemons: Mutex::default(), reaper: Mutex::new(reaper) };
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let fsid = new_uuid();
         fs::write(cluster.conf(), configuration(&cluster.dir, &fsid, port)).unwrap();
@@ -93,10 +92,9 @@ impl Cluster {
 
     fn make_monitor(&self, fsid: &str, port: u16) {
         let (mon, admin) = (self.path("mon.keyring"), self.keyring());
-        for (file, name, grants) in [
-            (&mon, "mon.", &["mon"][..]),
-            (&admin, "client.admin", &["mon", "osd", "mgr"][..]),
-        ] {
+        for (file, name, grants) in
+            [(&mon, "mon.", &["mon"][..]), (&admin, "client.admin", &["mon", "osd", "mgr"][..])]
+        {
             let mut tool = Command::new("ceph-authtool");
             tool.arg("--create-keyring").arg(file).args(["--gen-key", "-n", name]);
             for to in grants {

@@ -550,7 +550,9 @@ pub fn be_a_daemon_as(
         let certificate_folders = vec!["/".into()];
         config.nbd = NbdOptions { servers: servers.collect(), certificate_folders };
     }
-    if let Some((pools, folder)) = std::env::var(RBD).ok().as_deref().and_then(|it| it.split_once('|')) {
+    if let Some((pools, folder)) =
+        std::env::var(RBD).ok().as_deref().and_then(|it| it.split_once('|'))
+    {
         let pools = pools.split(',').map(|pool| RbdPool::parse(pool).unwrap()).collect();
         config.rbd = RbdOptions { pools, folders: vec![folder.into()] };
     }
