@@ -40,8 +40,11 @@ fn the_commands_of_the_page_work() {
     let commands = pages::commands(include_str!("../../../docs/distributed.md"));
     assert!(commands.contains("ferrite image convert"));
     let folder = cluster.folder().display();
+    // The keys are where Ceph looks for them by itself.
     let script = format!(
-        "mkdir -p /etc/ceph\nmount -t tmpfs t /etc/ceph\ncp {folder}/ceph.conf /etc/ceph\n{commands}"
+        "mkdir -p /etc/ceph\nmount -t tmpfs t /etc/ceph\n\
+         sed '/admin.keyring/d' {folder}/ceph.conf >/etc/ceph/ceph.conf\n\
+         cp {folder}/admin.keyring /etc/ceph/ceph.client.admin.keyring\n{commands}"
     );
     let file = cluster.path("page.sh");
     fs::write(&file, script).unwrap();
@@ -173,7 +176,7 @@ fn what_we_write_is_what_others_read_and_the_other_way() {
     let bench =
         ["--io-type", "write", "--io-size", "8K", "--io-total", "2M", "--io-pattern", "rand"];
     cluster.rbd(&[&["bench", "p/bench"][..], &bench].concat());
-    ok(&["image", "convert", &cluster.name("bench", ""), out.to_str().unwrap()]);
+    ok(&["image", "convert", "--force", &cluster.name("bench", ""), out.to_str().unwrap()]);
     assert!(fs::read(&out).unwrap() == cluster.content("bench"));
     // fio verifies what it reads by its own headers: once by librbd, once by our server.
     let Some(_) = installed("fio", Command::new("fio").arg("--version").output()) else { return };
