@@ -27,7 +27,7 @@ pub(crate) struct DistArguments {
 }
 
 /// The pages of the documentation that hosts get. Links of these lead only to pages of this list.
-const PAGES: [&str; 25] = [
+const PAGES: [&str; 30] = [
     "operations.md",
     "watching.md",
     "serve.md",
@@ -36,6 +36,7 @@ const PAGES: [&str; 25] = [
     "nbd.md",
     "access.md",
     "backup.md",
+    "distributed.md",
     "xapi.md",
     "install.md",
     "control.schema.json",
@@ -63,6 +64,9 @@ const PAGES: [&str; 25] = [
 const PLUGIN: &str = "plugin.py";
 /// XAPI's plug-ins, by their folders below dist/xapi and below XAPI's own.
 const PLUGINS: [&str; 2] = ["datapath/ferrite", "volume/org.xen.xapi.storage.ferrite"];
+
+/// The helper for disks on Ceph. Its package, too.
+const HELPER: &str = "ferrite-rbd";
 
 /// The packages that were made.
 pub(crate) struct Made {
@@ -114,6 +118,8 @@ fn build(is_static: bool) -> Result<PathBuf> {
         build
     };
     build.args(["--locked", "--release", "--package", "ferrite"]);
+    // The helper opens librbd at run time: a static program cannot.
+    build.args((!is_static).then_some(["--package", HELPER]).into_iter().flatten());
     build.env("CARGO_TARGET_DIR", &folder);
     if is_static {
         folder.push(libc_free::TARGET);
@@ -154,6 +160,13 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
     let told = output(Command::new("readelf").args(["-W", "-d"]).arg(&program))?;
     if is_static && told.contains("(NEEDED)") {
         bail!("the program is not linked statically:\n{told}");
+    }
+    let helper = folder.join("usr/bin").join(HELPER);
+    if is_static == helper.exists() {
+        bail!("{} is in the static package, or lacks in the other", helper.display());
+    }
+    if !is_static {
+        run_logged(Command::new(&helper).arg("--version"), &log)?;
     }
     if has_debug_information(&program)? {
         bail!("{} is not stripped", program.display());
@@ -277,9 +290,17 @@ pub(crate) fn pack(program: &Path, to: &Path, squeeze: Squeeze) -> Result<Made> 
     let _ = fs::remove_dir_all(to);
     let root = to.join("root");
     fs::create_dir_all(to)?;
+    // A static build has none.
+    let helper = Some(program.with_file_name(HELPER)).filter(|helper| helper.exists());
     let (program, debug) = split(program, to, &log)?;
     let program = &program;
     stage(program, &root, to, &log)?;
+    if let Some(helper) = helper {
+        run_logged(
+            Command::new("strip").arg("-o").arg(root.join("usr/bin").join(HELPER)).arg(helper),
+            &log,
+        )?;
+    }
     let (_, day) = newest_version()?;
     let day = output(Command::new("date").args(["-u", "+%s", "-d", &day]))?;
     let day = day.trim();
@@ -490,6 +511,7 @@ fn control(program: &Path, root: &Path) -> Result<()> {
         "Package: ferrite\nVersion: {VERSION}\nArchitecture: amd64\nSection: admin\n\
          Priority: optional\nMaintainer: the Ferrite authors <ferrite@localhost>\n{needs}\
          Recommends: xen-utils-common\n\
+         Suggests: librbd1\n\
          Conflicts: blktap, blktap-utils\n\
          Description: Xen virtual-disk backend in user space\n \
          Serves raw, VHD and qcow2 images to guests, and makes, copies, merges and\n \

@@ -22,6 +22,15 @@ pub(crate) const CHECKS: &[Need] = &[
     ("/usr/lib/python3/dist-packages/prometheus_client/__init__.py", "python3-prometheus-client"),
 ];
 
+/// The programs of a Ceph cluster and of its clients.
+pub(crate) const CEPH: &[Need] = &[
+    ("ceph-mon", "ceph-mon"),
+    ("ceph-mgr", "ceph-mgr"),
+    ("ceph-osd", "ceph-osd"),
+    ("rbd", "ceph-common"),
+    ("fio", "fio"),
+];
+
 /// The command with which vhdimount mounts for a user other than root. The package has it under both its names, that of
 /// FUSE 2 (libvhdi in bookworm) and that of FUSE 3.
 pub(crate) const MOUNTS: &[Need] = &[("fusermount", "fuse3"), ("fusermount3", "fuse3")];

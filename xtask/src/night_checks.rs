@@ -5,7 +5,9 @@ use std::process::Command;
 use anyhow::Result;
 
 use crate::fast_checks::{logged, on_aio};
+use crate::needs;
 use crate::programs::{Programs, run_each};
+use ferrite_xenhost::packages;
 use ferrite_xenhost::steps::{self, cargo};
 
 /// The tests of the disks, the backend and the programs, on the engine of kernels without io_uring.
@@ -114,6 +116,16 @@ pub(crate) fn killed_store() -> Result<()> {
     let mut test = cargo();
     test.args(["test", "--locked", "--package", "ferrite", "--test", "store_killed"]);
     steps::run(test.env("FERRITE_TEST_SCALE", "40"))
+}
+
+/// Disks on a cluster of Ceph, which the tests start: one after the other, as they share it.
+pub(crate) fn rbd() -> Result<()> {
+    packages::ensure(&[needs::CEPH])?;
+    steps::run(cargo().args(["build", "--locked", "--package", "ferrite-rbd"]))?;
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite", "--test", "rbd", "--"]);
+    test.args(["--include-ignored", "--test-threads", "1", "--nocapture"]);
+    steps::run(test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))
 }
 
 /// Guests of one host with disks on another one, also those that take minutes.

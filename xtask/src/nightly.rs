@@ -63,6 +63,8 @@ enum Part {
     Taps,
     /// Guests whose disks are on another host: deaths of all processes, and a server that is stopped.
     Remotes,
+    /// Disks on a Ceph cluster of three OSDs, whose processes are killed, and their rate beside that of fio's engine.
+    Rbd,
     /// Programs of others against the NBD server, as far as they are installed.
     Peers,
     /// Guests of QEMU whose disks are exports by vhost-user: ours, killed ten times, and the one of qemu-storage-daemon.
@@ -91,8 +93,8 @@ impl Part {
 pub(crate) fn nightly(arguments: &NightlyArguments) -> Result<ExitCode> {
     let wanted = |part: &Part| arguments.only.is_empty() || arguments.only.contains(part);
     let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(wanted).collect();
-    // The peers are what is here of them.
-    if chosen != [Part::Peers] {
+    // The peers are what is here of them, and Ceph's programs have a list of their own.
+    if chosen != [Part::Peers] && chosen != [Part::Rbd] {
         packages::ensure(&[packages::XEN_HOST, needs::DIST, needs::CHECKS])?;
     }
     let (mut parts, mut cases) = (Vec::new(), Vec::new());
@@ -133,6 +135,7 @@ fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
         Part::Backups => night_checks::backups(),
         Part::Taps => night_checks::random_taps(),
         Part::Remotes => night_checks::remotes(),
+        Part::Rbd => night_checks::rbd(),
         Part::Peers => peers::test(cases),
         Part::Vhost => vhost::test(cases),
         Part::Upgrade => upgrade::test(),

@@ -69,10 +69,11 @@ impl Programs {
         Programs::built_by(build.args(targets))
     }
 
-    /// Builds only `ferrite`, as tests run it, for the Xen host.
+    /// Builds only `ferrite` and its helper for Ceph, as tests run them, for the Xen host.
     pub(crate) fn build_ferrite() -> Result<PathBuf> {
         let mut build = cargo();
-        build.args(["build", "--locked", "--package", "ferrite", "--message-format=json"]);
+        build.args(["build", "--locked", "--package", "ferrite", "--package", "ferrite-rbd"]);
+        build.arg("--message-format=json");
         Programs::built_by(&mut build)?.binary("ferrite", "ferrite")
     }
 

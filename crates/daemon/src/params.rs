@@ -360,6 +360,9 @@ mod tests {
             assert_eq!(image.export().unwrap().export, "d");
             assert_eq!((image.file(), image.volume()), (Path::new(uri), None));
         }
+        let Params::Image(image) = Params::parse(b"aio:nbd:rbd:p/i@s?id=a") else { panic!() };
+        assert_eq!(image.path, Path::new("rbd:p/i@s?id=a"));
+        assert_eq!(place_of(&image.export().unwrap()), Path::new("rbd:p/i@s"));
         let places = [
             ("nbd://[::1]:7/a?plain=yes&drain_s=0", "nbd://::1:7/a"),
             ("nbds://h.example/?tls-certificates=/etc/a", "nbd://h.example:10809/"),

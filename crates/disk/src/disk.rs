@@ -138,7 +138,7 @@ impl Disk {
             Disk::Image(d) => d.sectors(),
             Disk::Store(d) => d.sectors(),
             Disk::Elsewhere(d) => d.sectors(),
-            Disk::Remote(d) => d.facts().sectors,
+            Disk::Remote(d) => d.sectors(),
             Disk::Mirror(d) => d.source().sectors(),
             Disk::Null(d) => d.sectors(),
         }
@@ -336,6 +336,7 @@ impl Disk {
     pub fn refresh_size(&self) -> Result<Option<u64>, DiskError> {
         match self {
             Disk::Raw(d) => d.refresh_size(),
+            Disk::Remote(d) => Ok(d.refresh_size()),
             _ => Ok(None),
         }
     }
@@ -354,6 +355,7 @@ impl Disk {
     pub fn growth_watch(&self) -> GrowthWatch {
         match self {
             Disk::Raw(d) => d.growth_watch(),
+            Disk::Remote(d) => d.growth_watch(),
             _ => GrowthWatch::never(),
         }
     }

@@ -2,14 +2,14 @@
 
 use std::fmt;
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use ferrite_disk_base::size::Human;
 
 use ferrite_disk_base::{
-    Commits, DiscardLimits, DiskError, Extent, Format, ImageName, OpenOptions, Port, SECTOR_BYTES,
-    SyncWitness,
+    Commits, DiscardLimits, DiskError, Extent, Format, GrowthWatch, ImageName, OpenOptions, Port,
+    SECTOR_BYTES, SyncWitness,
 };
 use ferrite_io::arena::Span;
 use ferrite_io::remote::{Allocation, Backing, RemoteFactory};
@@ -25,7 +25,7 @@ const CHUNK_BYTES: u64 = 64 << 20;
 pub struct RemoteFacts {
     /// The name of the disk, for people and as its identity.
     pub name: String,
-    /// Sectors of 512 bytes, a multiple of `block_bytes`.
+    /// Sectors of 512 bytes, a multiple of `block_bytes`, when it was opened.
     pub sectors: u64,
     /// Whether nothing may be changed.
     pub read_only: bool,
@@ -67,6 +67,10 @@ impl Disk {
 pub struct RemoteDisk {
     factory: Arc<dyn RemoteFactory>,
     facts: RemoteFacts,
+    /// The size in sectors, which only grows, in [`refresh_size`](Self::refresh_size).
+    sectors: AtomicU64,
+    /// What knows the size. `None`: it never grows.
+    export: Option<RemoteExport>,
     /// Flushes share syncs, and none succeeds after a failed one.
     commits: Commits,
     /// The other side has no means to make zeros.
@@ -92,7 +96,8 @@ impl RemoteDisk {
             discard: export.discard_limits().filter(|_| !options.keep_allocated),
             one_queue: export.one_queue(),
         };
-        let disk = RemoteDisk::new(export.factory(), facts);
+        let mut disk = RemoteDisk::new(export.factory(), facts);
+        disk.export = Some(export);
         if options.keep_allocated {
             disk.keep_allocated();
         }
@@ -103,6 +108,8 @@ impl RemoteDisk {
     pub fn new(factory: Arc<dyn RemoteFactory>, facts: RemoteFacts) -> RemoteDisk {
         RemoteDisk {
             factory,
+            sectors: AtomicU64::new(facts.sectors),
+            export: None,
             facts,
             commits: Commits::new(),
             lacks_zeros: AtomicBool::new(false),
@@ -113,6 +120,25 @@ impl RemoteDisk {
     /// What is known of it.
     pub fn facts(&self) -> &RemoteFacts {
         &self.facts
+    }
+
+    /// The size in sectors of 512 bytes.
+    #[inline]
+    pub(crate) fn sectors(&self) -> u64 {
+        self.sectors.load(Ordering::Relaxed)
+    }
+
+    /// Takes the size that the last connection has. `Some`: it has grown, in whole blocks.
+    pub(crate) fn refresh_size(&self) -> Option<u64> {
+        let block = u64::from(self.facts.block_bytes) / SECTOR_BYTES;
+        let now = self.export.as_ref()?.sectors() / block * block;
+        let before = self.sectors.fetch_max(now, Ordering::Relaxed);
+        (now > before).then_some(now)
+    }
+
+    /// See [`Disk::growth_watch`].
+    pub(crate) fn growth_watch(&self) -> GrowthWatch {
+        self.export.as_ref().map_or_else(GrowthWatch::never, RemoteExport::growth_watch)
     }
 
     /// Whose name it has.

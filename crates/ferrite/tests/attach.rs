@@ -178,6 +178,7 @@ fn xl_gets_words_by_which_the_daemon_finds_the_same_image() {
         ("a,b.qcow2", "raw", format!("qcow2:{}", at("a,b.qcow2"))),
         ("store:s.store#v", "raw", format!("store:{}#v", at("s.store"))),
         ("raw:raw.vhdx", "raw", format!("raw:{}", at("raw.vhdx"))),
+        ("rbd:p/i?id=a", "raw", "nbd:rbd:p/i?id=a".to_owned()),
     ] {
         let (child, said) = lab.attach(&["guest-1", "xvdb", image, "--read-only"]);
         assert_eq!(said, words(format, "r", &target));

@@ -23,6 +23,19 @@ struct Watcher {
     cookie: u64,
 }
 
+/// A setting, as librbd lists it, with where its value is from: an index of [`LEVELS`].
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Setting {
+    name: *mut c_char,
+    value: *mut c_char,
+    source: c_int,
+}
+
+/// `rbd_config_source_t`, by the word of the command that changes it. The first one is the client's configuration.
+const LEVELS: [Option<&str>; 3] = [None, Some("pool"), Some("image")];
+/// Settings that are listed, at most: librbd 16 has 63.
+const MAX_SETTINGS: usize = 1024;
 const EXCLUSIVE: c_int = 0;
 /// Zeros take space.
 const THICK: c_int = 1;
@@ -79,6 +92,8 @@ functions! {
     rbd_close(Handle) -> c_int;
     rbd_get_size(Handle, *mut u64) -> c_int;
     rbd_get_features(Handle, *mut u64) -> c_int;
+    rbd_config_image_list(Handle, *mut Setting, *mut c_int) -> c_int;
+    rbd_config_image_list_cleanup(*mut Setting, c_int) -> ();
     rbd_lock_acquire(Handle, c_int) -> c_int;
     rbd_lock_release(Handle) -> c_int;
     rbd_lock_break(Handle, c_int, *const c_char) -> c_int;
@@ -322,6 +337,26 @@ impl Image<'_> {
         // SAFETY: the image is open, and the number is filled in.
         checked(unsafe { (api().rbd_get_features)(self.handle, &mut features) })?;
         Ok(features)
+    }
+
+    /// The value of one of librbd's settings for this image, and its command if it is not from the client's
+    /// configuration: `image` or `pool`. `None`: this librbd does not have the setting.
+    pub(crate) fn setting(&self, wanted: &str) -> Result<Option<(String, Option<&str>)>, i32> {
+        let none = Setting { name: ptr::null_mut(), value: ptr::null_mut(), source: 0 };
+        let (mut list, mut count) = (vec![none; MAX_SETTINGS], MAX_SETTINGS as c_int);
+        // SAFETY: the image is open, the array has `count` places, and its strings are copied and given back.
+        unsafe {
+            checked((api().rbd_config_image_list)(self.handle, list.as_mut_ptr(), &mut count))?;
+            let found = &list[..usize::try_from(count).unwrap_or(0).min(MAX_SETTINGS)];
+            let found =
+                found.iter().find(|it| CStr::from_ptr(it.name).to_bytes() == wanted.as_bytes());
+            let found = found.map(|it| {
+                let level = LEVELS.get(usize::try_from(it.source).unwrap_or(0)).copied().flatten();
+                (CStr::from_ptr(it.value).to_string_lossy().into_owned(), level)
+            });
+            (api().rbd_config_image_list_cleanup)(list.as_mut_ptr(), count);
+            Ok(found)
+        }
     }
 
     /// Takes the exclusive lock, and keeps it until it is released.

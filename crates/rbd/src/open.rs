@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
+use ferrite_host::sandbox::deny_changes;
 use ferrite_nbd::uri::rbd::{Image as Name, SCHEME};
 use rustix::io::Errno;
 
-use crate::fault::Fault;
+use crate::fault::{Fault, log};
 use crate::ffi::{self, Cluster, Image, Pool};
 use crate::lock::{self, cannot};
 use crate::record::{Record, State};
@@ -57,9 +58,17 @@ pub(crate) fn open(name: &Name, read_only: bool) -> Result<Opened, Fault> {
     let read_only = read_only || name.snapshot.is_some();
     // Before anything that takes long.
     let record = if read_only { None } else { Some(Record::open(name)?) };
+    // Behind the record, and before any thread of librados.
+    let lacking = deny_changes().map_err(|e| Fault::lasting(e.to_string(), "look into the log"))?;
+    if !lacking.is_empty() {
+        log(5, &format!("{}: its helper has more rights than it needs: {lacking}", name.short()));
+    }
     let (cluster, pool) = connect(name)?;
     let image = open_image(pool, name, read_only)?;
     let short = name.short();
+    if !read_only {
+        must_not_cache(&image, &short)?;
+    }
     let features = image.features().map_err(|e| cannot("read the features of", &short, e))?;
     let lock = match record {
         None => None,
@@ -80,6 +89,19 @@ pub(crate) fn open(name: &Name, read_only: bool) -> Result<Opened, Fault> {
         }
     };
     Ok(Opened { image, name: short, read_only, lock })
+}
+
+/// Refuses an image whose own settings, or its pool's, overrule [`settings`]: an answered write would end with this process.
+fn must_not_cache(image: &Image<'_>, name: &str) -> Result<(), Fault> {
+    for (key, harmless) in [("rbd_cache", "false"), ("rbd_persistent_cache_mode", "disabled")] {
+        let found = image.setting(key).map_err(|e| cannot("read the settings of", name, e))?;
+        let Some((value, level)) = found.filter(|(value, _)| value != harmless) else { continue };
+        let level = level.unwrap_or("image");
+        let of = if level == "pool" { name.split('/').next().unwrap_or(name) } else { name };
+        let why = format!("{key} is {value} for {name}: answered writes could be lost");
+        return Err(Fault::lasting(why, format!("rbd config {level} remove {of} {key}")));
+    }
+    Ok(())
 }
 
 /// Takes the lock of an image from whoever has it, and shuts that client out. Returns who had it.

@@ -3,13 +3,14 @@
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use ferrite_host::process::take_given;
 use ferrite_host::rbd::{CONTROL, CONTROL_FD, LINK};
+use ferrite_host::sandbox::{leave_root, user_of_helper};
 use ferrite_nbd::uri::rbd::Image as Name;
-use rustix::process::set_parent_process_death_signal;
+use rustix::process::{geteuid, set_parent_process_death_signal};
 
 use crate::budget::Budget;
 use crate::fault::{Fault, log};
@@ -22,6 +23,9 @@ use crate::session::Session;
 const MAX_CONNECTIONS: usize = 128;
 /// How long the end may wait for requests under way, and for the starter of a helper without an image.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How often the size of the image is looked at. librbd has it from the image's watch, so that costs nothing.
+const SIZE_EVERY: Duration = Duration::from_secs(1);
 
 /// What all connections share.
 pub(crate) struct Disk {
@@ -70,11 +74,19 @@ pub(crate) fn run(name: &str, read_only: bool) -> ExitCode {
     // It ends with the control socket, and gives the lock back. To be killed with the starter would leave the lock.
     let _ = set_parent_process_death_signal(None);
     let name = Name::parse(name).map_err(|e| Fault::lasting(e.why, e.help));
-    match name.and_then(|name| open(&name, read_only)) {
+    let opened = name
+        .and_then(|name| open(&name, read_only))
+        .and_then(|opened| be_nobody().map(|()| opened));
+    match opened {
         Ok(opened) => {
             let (budget, sessions) = (Arc::default(), Mutex::default());
             let disk = Disk { opened, budget, sessions, has_lost: AtomicBool::new(false) };
-            take_links(&control, Arc::new(disk));
+            let disk = Arc::new(disk);
+            let weak = Arc::downgrade(&disk);
+            // Without the thread the disk has its new size when it is opened again.
+            let _ =
+                std::thread::Builder::new().name("size".into()).spawn(move || follow_size(&weak));
+            take_links(&control, disk);
             ExitCode::SUCCESS
         }
         Err(fault) => {
@@ -82,6 +94,15 @@ pub(crate) fn run(name: &str, read_only: bool) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// All that is opened by name is open: the rest needs no right of root.
+fn be_nobody() -> Result<(), Fault> {
+    if !geteuid().is_root() {
+        return Ok(());
+    }
+    leave_root(user_of_helper(std::process::id()))
+        .map_err(|e| Fault::lasting(e.to_string(), "start it as root with all its capabilities"))
 }
 
 fn take_links(control: &OwnedFd, disk: Arc<Disk>) {
@@ -108,6 +129,21 @@ fn take_links(control: &OwnedFd, disk: Arc<Disk>) {
         }
     }
     end(disk);
+}
+
+/// Ends all connections when the image has grown: NBD tells a client the size in its greeting only, and ours connects again at
+/// once. It repeats what was not answered.
+fn follow_size(disk: &Weak<Disk>) {
+    let mut known = None;
+    while let Some(disk) = disk.upgrade() {
+        if let Ok(bytes) = disk.opened.image.bytes()
+            && known.replace(bytes).is_some_and(|known| bytes > known)
+        {
+            disk.sessions().iter().for_each(|session| session.close());
+        }
+        drop(disk);
+        std::thread::sleep(SIZE_EVERY);
+    }
 }
 
 /// No request is under way when the lock is given back.

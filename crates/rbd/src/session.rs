@@ -69,7 +69,8 @@ impl Session {
         self.gate.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn close(&self) {
+    /// Takes no more requests. The client sees the end of the stream.
+    pub(crate) fn close(&self) {
         self.gate().closed = true;
         let _ = shutdown(&self.socket, Shutdown::Both);
         self.outbox.close();

@@ -1,13 +1,14 @@
 //! What all threads know of an export.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferrite_disk_base::{
-    DiscardLimits, DiskError, ErrorKind, OpenOptions, READ_ONLY, SECTOR_BYTES,
+    DiscardLimits, DiskError, ErrorKind, GrowthWatch, OpenOptions, READ_ONLY, SECTOR_BYTES,
 };
 use ferrite_host::names::connect;
 use ferrite_io::reactor::Io;
@@ -17,6 +18,7 @@ use ferrite_nbd::address::Address;
 use ferrite_nbd::client::{Export, Refusal, Session as SessionName, Wanted};
 use ferrite_nbd::uri::{BadUri, Uri};
 use ferrite_nbd::wire::can;
+use rustix::event::{EventfdFlags, eventfd};
 
 use crate::client::Identity;
 use crate::link::{self, Link, Waiting, run_here};
@@ -45,7 +47,12 @@ pub(crate) struct Shared {
     pub(crate) text: String,
     pub(crate) uri: Uri,
     pub(crate) address: Address,
+    /// As it was when it was opened, but for its size.
     pub(crate) export: Export,
+    /// The size in bytes, as the last connection has it.
+    bytes: AtomicU64,
+    /// Is added to when the size has grown. `None`: it never grows.
+    grown: Option<Arc<OwnedFd>>,
     read_only: bool,
     user: [u8; 16],
     process: u64,
@@ -94,6 +101,11 @@ impl RemoteExport {
         let export = link.export.clone();
         check(&export, options.read_only)
             .map_err(|(kind, why, help)| DiskError::new(kind, what(), why, help))?;
+        // Other servers have nothing by which they could tell it.
+        let grown = matches!(address, Address::Rbd { .. })
+            .then(|| eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).ok())
+            .flatten()
+            .map(Arc::new);
         // The server knows the user, and has ended the predecessor's connections.
         let is_fenced = export.fenced && is_lasting;
         let drains_first = options.taken_over && !options.read_only && !is_fenced;
@@ -102,6 +114,8 @@ impl RemoteExport {
             text: text.to_owned(),
             uri,
             address,
+            bytes: AtomicU64::new(export.bytes),
+            grown,
             export,
             read_only: options.read_only,
             user,
@@ -119,9 +133,14 @@ impl RemoteExport {
         &self.shared.text
     }
 
-    /// The size in sectors of 512 bytes.
+    /// The size in sectors of 512 bytes. That of an image of a cluster may grow.
     pub fn sectors(&self) -> u64 {
-        self.shared.export.bytes / SECTOR_BYTES
+        self.shared.bytes.load(Ordering::Relaxed) / SECTOR_BYTES
+    }
+
+    /// A watch that notifies when [`sectors`](Self::sectors) has grown.
+    pub fn growth_watch(&self) -> GrowthWatch {
+        self.shared.grown.clone().map_or_else(GrowthWatch::never, GrowthWatch::told)
     }
 
     /// Whether writes are refused.
@@ -230,10 +249,16 @@ impl Shared {
     pub(crate) fn compare(&self, now: &Export) -> Result<(), String> {
         let then = &self.export;
         let needed = can::FLUSH | can::TRIM | can::WRITE_ZEROES | can::MULTI_CONN;
-        // An image of a cluster may grow. The disk keeps its size until it is opened again.
-        let has_grown = matches!(self.address, Address::Rbd { .. }) && now.bytes > then.bytes;
-        if now.bytes != then.bytes && !has_grown {
-            return Err(format!("it has {} bytes, and had {}", now.bytes, then.bytes));
+        // An image of a cluster may grow: its helper ends the connections then.
+        let may_grow = matches!(self.address, Address::Rbd { .. });
+        let known = self.bytes.load(Ordering::Relaxed);
+        if now.bytes < known || (now.bytes > known && !may_grow) {
+            return Err(format!("it has {} bytes, and had {known}", now.bytes));
+        }
+        self.bytes.fetch_max(now.bytes, Ordering::Relaxed);
+        if let Some(grown) = self.grown.as_ref().filter(|_| now.bytes > known) {
+            // Without it the size counts when the disk is opened again.
+            let _ = rustix::io::write(grown, &1_u64.to_ne_bytes());
         }
         if !self.read_only && now.can(can::READ_ONLY) {
             return Err("it has become read-only".into());

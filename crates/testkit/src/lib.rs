@@ -5,6 +5,7 @@
 // A unit test of the backend has `rig` as a module, for types of its own.
 extern crate self as ferrite_testkit;
 
+pub mod ceph;
 pub mod devices;
 pub mod errno;
 pub mod faulty;

@@ -21,6 +21,7 @@ mod processors;
 mod recovery;
 mod remotes;
 mod runner;
+mod shared;
 mod store;
 mod toolstack;
 mod xapi;
@@ -119,6 +120,7 @@ pub(crate) fn all() -> Vec<Case> {
         xl::CASES,
         exported::CASES,
         remotes::CASES,
+        shared::CASES,
         devices::CASES,
         media::CASES,
         discard::CASES,

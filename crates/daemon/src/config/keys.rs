@@ -7,7 +7,8 @@ use ferrite_serve::memory::DataMemory;
 use toml::{Table, Value};
 
 use super::{
-    Config, DiskOptions, HostOptions, MigrationOptions, NbdOptions, migration, nearest, servers,
+    Config, DiskOptions, HostOptions, MigrationOptions, NbdOptions, RbdOptions, clusters, migration,
+    nearest, servers,
 };
 
 /// The default of `image_folders`.
@@ -60,7 +61,7 @@ const TOP: [Key<Config>; 4] = [
     },
 ];
 
-const TABLES: [&str; 5] = ["disks", "host", "images", "migration", "nbd"];
+const TABLES: [&str; 6] = ["disks", "host", "images", "migration", "nbd", "rbd"];
 
 const MIGRATION: [Key<MigrationOptions>; 6] = [
     Key {
@@ -105,6 +106,19 @@ const NBD: [Key<NbdOptions>; 2] = [
         name: "certificate_folders",
         allowed: FOLDERS,
         take: |nbd, value| put(&mut nbd.certificate_folders, folders(value)),
+    },
+];
+
+const RBD: [Key<RbdOptions>; 2] = [
+    Key {
+        name: "pools",
+        allowed: clusters::ALLOWED,
+        take: |rbd, value| put(&mut rbd.pools, clusters::of_list(value)),
+    },
+    Key {
+        name: "folders",
+        allowed: FOLDERS,
+        take: |rbd, value| put(&mut rbd.folders, folders(value)),
     },
 ];
 
@@ -281,6 +295,9 @@ pub(super) fn take_all(config: &mut Config, file: &Table) -> Result<(), KeyError
     }
     if let Some(value) = file.get("migration") {
         take_table(&mut config.migration, &MIGRATION, "migration", value)?;
+    }
+    if let Some(value) = file.get("rbd") {
+        take_table(&mut config.rbd, &RBD, "rbd", value)?;
     }
     // Images come after `disks`: an image has its values for each key that it does not set.
     if let Some(value) = file.get("images") {

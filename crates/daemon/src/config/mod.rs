@@ -18,8 +18,10 @@ use ferrite_serve::path::limit::Limits;
 use ferrite_serve::polling::PollWindow;
 use ferrite_xen::mover::{DISK_MAPPINGS, HOST_MAPPINGS, Mover};
 
+use crate::Failure;
 use crate::control::protocol::{Setting, Source};
 
+mod clusters;
 mod keys;
 mod migration;
 mod nearest;
@@ -28,6 +30,7 @@ mod servers;
 mod tests;
 mod warnings;
 
+pub use clusters::{RbdOptions, RbdPool};
 pub use migration::MigrationOptions;
 pub use nearest::nearest;
 pub use servers::{NbdOptions, NbdServer};
@@ -53,6 +56,8 @@ pub struct Config {
     pub nbd: NbdOptions,
     /// Migrations to and from other hosts.
     pub migration: MigrationOptions,
+    /// The images of Ceph clusters that may be disks.
+    pub rbd: RbdOptions,
     /// The options that all disks of the host share.
     pub host: HostOptions,
     /// The options of each disk.
@@ -135,6 +140,7 @@ impl Default for Config {
             metrics_socket: None,
             nbd: NbdOptions::default(),
             migration: MigrationOptions::default(),
+            rbd: RbdOptions::default(),
             host: HostOptions {
                 map_budget: HOST_MAPPINGS,
                 poll_processors: None,
@@ -254,6 +260,17 @@ impl Config {
             allowed: wrong.allowed,
         })?;
         Ok(config)
+    }
+
+    /// Checks that an export, or an image on Ceph, may be a disk.
+    ///
+    /// # Errors
+    /// Its server or its pool is not listed, or files that it names are elsewhere.
+    pub(crate) fn check_export(&self, uri: &Uri) -> Result<(), Failure> {
+        match &uri.server {
+            Address::Rbd { image, .. } => self.rbd.check(image),
+            _ => self.nbd.check(uri),
+        }
     }
 
     /// The options of an image.

@@ -76,14 +76,8 @@ impl NbdOptions {
                 let shown = if host.contains(':') { format!("[{host}]") } else { host.clone() };
                 (self.has_port(host, *port), format!("{shown}:{port}"))
             }
-            // The list has no entries for clusters, and a name says which files its helper reads.
-            Address::Rbd { image, .. } => {
-                return Err(Failure {
-                    why: format!("the daemon does not serve {}, an image on Ceph", image.short()),
-                    help: "serve it with ferrite serve, or copy it into a file by ferrite image convert"
-                        .to_owned(),
-                });
-            }
+            // No entry of this list allows a cluster: that is `RbdOptions`.
+            Address::Rbd { image, .. } => (false, image.short()),
         };
         if !is_listed {
             return Err(Failure {
@@ -129,7 +123,7 @@ impl NbdOptions {
 
 /// Whether a path without links is one of these, or below one. These may be links, whose targets may change: they are
 /// resolved each time.
-fn is_below<'a>(places: impl IntoIterator<Item = &'a PathBuf>, real: &Path) -> bool {
+pub(super) fn is_below<'a>(places: impl IntoIterator<Item = &'a PathBuf>, real: &Path) -> bool {
     places.into_iter().any(|place| {
         real.starts_with(place) || real_socket(place).is_ok_and(|place| real.starts_with(place))
     })
@@ -189,7 +183,6 @@ mod tests {
             ("nbd://[::1]/?plain=yes".into(), "\"[::1]:10809\""),
             (tls("192.0.2.1:7", "other"), "certificate_folders below [nbd]"),
             (tls("192.0.2.1:7", "tls/b"), "tls-certificates=DIR"),
-            ("rbd:p/i?conf=/etc/shadow".into(), "ferrite serve"),
         ] {
             let why = check(uri.clone()).unwrap_err();
             assert!(why.contains(cure), "{uri}: {why}");

@@ -58,6 +58,10 @@ from = ["a.example"]
 ports = [5, 7]
 hosts = { b = "b.example:10810" }
 
+[rbd]
+pools = ["vm", "vm/tenant"]
+folders = ["/srv/ceph"]
+
 [images."/srv/images/db:1.vhd"]
 queues = 8
 poll_us = "auto"
@@ -106,6 +110,13 @@ fn each_key_goes_to_its_place() {
             from: vec!["a.example".into()],
             ports: (5, 7),
             hosts: [("b".into(), "b.example:10810".into())].into(),
+        },
+        rbd: RbdOptions {
+            pools: vec![
+                RbdPool { name: "vm".into(), namespace: String::new() },
+                RbdPool { name: "vm".into(), namespace: "tenant".into() },
+            ],
+            folders: vec!["/srv/ceph".into()],
         },
         host: HostOptions { map_budget: 1000, poll_processors: Some(0), memory_mib: Some(512) },
         disks,

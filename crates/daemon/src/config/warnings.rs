@@ -53,6 +53,13 @@ impl Config {
                 warnings.push(warning("nbd.certificate_folders".to_owned(), why, help));
             }
         }
+        let folders = self.rbd.folders.iter().filter(|_| !self.rbd.pools.is_empty());
+        for folder in folders {
+            if let Some(why) = missing(folder) {
+                let help = "correct it, or make the folder: until then no disk on Ceph is served";
+                warnings.push(warning("rbd.folders".to_owned(), why, help));
+            }
+        }
         for image in self.images.keys() {
             if let Some(uri) = image.to_str().and_then(|text| Uri::parse(text).ok()) {
                 if let Err(refused) = self.check_export(&uri) {

@@ -16,7 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ferrite_daemon::config::{Config, NbdOptions, NbdServer};
+use ferrite_daemon::config::{Config, NbdOptions, NbdServer, RbdOptions, RbdPool};
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{Details, Disk as Listed, Disks, PhaseName, Status};
 use ferrite_daemon::state::DiskId;
@@ -502,6 +502,9 @@ const IMAGES: &str = "FERRITE_TEST_IMAGES";
 pub const NBD_SERVERS: &str = "FERRITE_TEST_NBD_SERVERS";
 /// The environment variable with the configuration file whose tables `nbd` and `migration` count.
 pub const CONFIG: &str = "FERRITE_TEST_CONFIG";
+/// The environment variable with the pools that disks may be in, each behind a comma, and behind a bar the folder of
+/// Ceph's files.
+pub const RBD: &str = "FERRITE_TEST_RBD";
 /// The environment variable with the policy for full storage, if it is not the default.
 pub const ON_FULL: &str = "FERRITE_TEST_ON_FULL";
 /// The environment variable by which a daemon learns of suspended guests.
@@ -568,6 +571,12 @@ pub fn be_a_daemon_as(
         if file.nbd != NbdOptions::default() {
             config.nbd = file.nbd;
         }
+    }
+    if let Some((pools, folder)) =
+        std::env::var(RBD).ok().as_deref().and_then(|it| it.split_once('|'))
+    {
+        let pools = pools.split(',').map(|pool| RbdPool::parse(pool).unwrap()).collect();
+        config.rbd = RbdOptions { pools, folders: vec![folder.into()] };
     }
     let paths = Paths { run: env(RUN).into() };
     let way = connect(env(STORE).as_ref());

@@ -3,7 +3,7 @@
 //! A local file is watched by inotify. Its own I/O reveals growth, too, so the watch is for times without any. A block
 //! device's new size comes as an event of the kernel to all listeners (netlink(7), `NETLINK_KOBJECT_UEVENT`). A file on
 //! a network has no notifications: its size has to be polled.
-//! one has to ask.
+//! A remote medium's new size is told on a descriptor of its own.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Weak};
@@ -41,6 +41,8 @@ enum Means {
     Events {
         socket: OwnedFd,
     },
+    /// A counter (eventfd) that whoever learns of a new size adds to.
+    Told(Arc<OwnedFd>),
     /// It never grows.
     Never,
     /// There are no notifications: poll.
@@ -55,6 +57,11 @@ impl GrowthWatch {
     /// A watch of a medium that never grows.
     pub fn never() -> GrowthWatch {
         GrowthWatch(Means::Never)
+    }
+
+    /// A watch of a counter (eventfd, non-blocking) that is added to when the medium has grown.
+    pub fn told(counter: Arc<OwnedFd>) -> GrowthWatch {
+        GrowthWatch(Means::Told(counter))
     }
 
     pub(super) fn of(file: &Arc<OwnedFd>, medium: Medium) -> GrowthWatch {
@@ -77,7 +84,7 @@ impl GrowthWatch {
                 }
                 watch.is_some()
             }
-            Means::Events { .. } | Means::Never => true,
+            Means::Events { .. } | Means::Told(_) | Means::Never => true,
             Means::Ask => false,
         }
     }
@@ -92,6 +99,7 @@ impl GrowthWatch {
                 }
             }
             Means::Events { socket } => drain(socket),
+            Means::Told(counter) => drain(counter),
             Means::Never | Means::Ask => {}
         }
     }
@@ -101,6 +109,7 @@ impl GrowthWatch {
         match &self.0 {
             Means::Inotify { notify, .. } => Some(notify.as_fd()),
             Means::Events { socket } => Some(socket.as_fd()),
+            Means::Told(counter) => Some(counter.as_fd()),
             Means::Never | Means::Ask => None,
         }
     }

@@ -14,7 +14,7 @@ use clap::Args;
 use ferrite_daemon::control::protocol::{Attached, Details, Nothing, ShowParams, Status};
 use ferrite_daemon::directory;
 use ferrite_daemon::params::{Image, Params};
-use ferrite_disk::{Format, ImageName};
+use ferrite_disk::ImageName;
 use ferrite_xen::store::Store;
 
 use super::{ANSWER, call, id, not_answered, tell, wait};
@@ -87,7 +87,7 @@ pub(super) fn image(what: &str, text: &OsStr) -> Result<Image, Failure> {
     let refuse = |why: &str, help: &str| Failure::new(&what, why, help).with_code(Code::USAGE);
     let path = match named.format {
         // The name of an export is no path.
-        Format::Nbd => named.path.clone(),
+        format if format.is_remote() => named.path.clone(),
         _ => std::path::absolute(&named.path)
             .map_err(|e| Failure::new(&what, e, "name the image by its absolute path"))?,
     };
@@ -103,7 +103,7 @@ pub(super) fn image(what: &str, text: &OsStr) -> Result<Image, Failure> {
     let file = named.volume().map_or(named.path.as_path(), |(store, _)| store);
     match std::fs::metadata(file) {
         // Whether its server is there, its worker finds out.
-        _ if named.format == Format::Nbd => {}
+        _ if named.format.is_remote() => {}
         Ok(meta) if meta.is_dir() => {
             return Err(refuse("it is a directory", "name a file or block device"));
         }
@@ -115,7 +115,12 @@ pub(super) fn image(what: &str, text: &OsStr) -> Result<Image, Failure> {
             return Err(if is_missing { failure.with_code(Code::NOT_FOUND) } else { failure });
         }
     }
-    let params = [named.format.name().as_bytes(), b":", named.path.as_os_str().as_bytes()].concat();
+    let path = named.path.as_os_str().as_bytes();
+    let params = match named.format.is_remote() {
+        // Its scheme says what it is.
+        true => path.to_owned(),
+        false => [named.format.name().as_bytes(), b":", path].concat(),
+    };
     match Params::parse(&params) {
         Params::Image(image) => Ok(image),
         Params::Invalid(why) => Err(refuse(&why, "name an image")),

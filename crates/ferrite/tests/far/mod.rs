@@ -15,7 +15,7 @@ use ferrite_testkit::wait_until;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::deep::{self, Deep};
-use crate::host::{self, Host, NBD_SERVERS};
+use crate::host::{self, Host, NBD_SERVERS, RBD};
 use crate::roles::{self, Roles};
 
 /// Runs a daemon, if the environment asks for one.
@@ -41,6 +41,8 @@ pub(crate) struct Far {
     pub(crate) host: Host,
     daemon: Option<Child>,
     servers: String,
+    /// The pools of a Ceph cluster that disks may be in, and behind a bar the folder of its files.
+    pub(crate) rbd: Option<String>,
     /// The program that is the daemon, if it is not this one.
     pub(crate) program: Option<PathBuf>,
 }
@@ -58,13 +60,14 @@ impl Far {
         let host = Host::new(1);
         let folder = host.dir.path().to_str().unwrap().to_owned();
         let servers = [&[folder.as_str()], servers].concat().join(",");
-        Far { host, daemon: None, servers, program: None }
+        Far { host, daemon: None, servers, rbd: None, program: None }
     }
 
     pub(crate) fn start(&mut self) {
         let program = self.program.clone().unwrap_or_else(|| std::env::current_exe().unwrap());
         let mut command = self.host.daemon_of(&program);
         command.env(NBD_SERVERS, &self.servers);
+        command.envs(self.rbd.as_ref().map(|rbd| (RBD, rbd)));
         self.daemon = Some(command.spawn().unwrap());
         wait_until("xenstore", || self.host.status().is_ok_and(|status| status.xen));
     }

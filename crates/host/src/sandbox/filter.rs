@@ -27,6 +27,20 @@ pub(super) fn deny_names(lacking: &mut Vec<String>) -> io::Result<()> {
     Ok(())
 }
 
+/// No file can be made, changed or executed by name, and no TCP port listened on. Names can be read.
+pub(super) fn deny_changes(lacking: &mut Vec<String>) -> io::Result<()> {
+    let denied = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_write(KNOWN) | AccessFs::Execute)
+        .and_then(|rules| rules.handle_access(AccessNet::BindTcp))
+        .and_then(|rules| rules.create()?.restrict_self())
+        .map_err(io::Error::other)?;
+    if denied.ruleset == RulesetStatus::NotEnforced {
+        lacking.push("no landlock (Linux 5.13, and lsm=... has to name it)".into());
+    }
+    Ok(())
+}
+
 /// From now on these calls are the only ones; who tries another one is killed at once. It holds for
 /// all threads.
 pub(super) fn allow(rules: &Result<Rules, BackendError>) -> io::Result<()> {

@@ -92,6 +92,33 @@ pub fn deny_names_and_calls(means: &Means) -> io::Result<Lacking> {
     Ok(lacking)
 }
 
+/// Denies this process, for good, to change or execute any file by name, and to listen on a TCP port: what a library
+/// that connects to servers and reads its configuration does not need. The process has one thread; later ones are as it is.
+///
+/// # Errors
+/// It is not locked down: it has to end.
+pub fn deny_changes() -> io::Result<Lacking> {
+    rights::one_thread()?;
+    let mut lacking = Lacking::default();
+    step("refuse new rights", rights::no_new_rights())?;
+    step("deny changes of files", filter::deny_changes(&mut lacking.0))?;
+    Ok(lacking)
+}
+
+/// Makes a process of root with several threads one of this user, without a capability.
+///
+/// # Errors
+/// It still has rights of root: it has to end.
+pub fn leave_root(user: u32) -> io::Result<()> {
+    step("become another user", rights::leave_root(user))
+}
+
+/// The user of a helper for Ceph, by its own number as a process.
+pub fn user_of_helper(process: u32) -> u32 {
+    const FIRST: u32 = 0x7440_0000;
+    FIRST | (process & 0x3f_ffff)
+}
+
 fn deny(lacking: &mut Lacking, means: &Means) -> io::Result<()> {
     step("deny all names", filter::deny_names(&mut lacking.0))?;
     step("deny system calls", filter::allow(&calls::allowed(means)))

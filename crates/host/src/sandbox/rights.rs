@@ -100,6 +100,20 @@ pub(super) fn leave_user(user: u32) -> io::Result<()> {
     }
 }
 
+/// Becomes that user with all threads, without a group or a capability. The C library has each thread do it.
+pub(super) fn leave_root(user: u32) -> io::Result<()> {
+    let no_groups = std::ptr::null();
+    // SAFETY: no groups, so no memory.
+    let done = unsafe { libc::setgroups(0, no_groups) };
+    check(done)?;
+    // SAFETY: no argument is memory.
+    let done = unsafe { libc::setresgid(user, user, user) };
+    check(done)?;
+    // SAFETY: as above. The kernel takes a thread's capabilities when none of its users is root any more.
+    let done = unsafe { libc::setresuid(user, user, user) };
+    check(done)
+}
+
 /// No program that this one becomes has more rights. The filters demand it of those who are not root.
 pub(super) fn no_new_rights() -> io::Result<()> {
     set(libc::PR_SET_NO_NEW_PRIVS, 1)

@@ -1,0 +1,146 @@
+//! Guests whose disks are devices of domain 0's kernel that have copies or paths: DRBD, and LVM on iSCSI with multipath
+//! (docs/distributed.md). Domain 0 is server and client at once. Only a domain 0 with their tools has them.
+
+use super::toolstack::{USE, running_guest, xl_knows_us};
+use super::{Bench, Case, ferrite};
+use anyhow::{Context, Result};
+use ferrite_xenhost::steps;
+
+pub(super) const CASES: &[Case] = &[
+    ferrite("shared/a-guest-on-drbd-loses-a-copy-and-its-worker", on_drbd),
+    ferrite("shared/a-guest-on-iscsi-loses-a-path-its-server-and-its-worker", on_iscsi),
+];
+
+/// fio in the guest, which reads what it has written.
+const LOAD: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
+     fio --name=shared --filename=/dev/xvdb --size=48m --ioengine=libaio --direct=1 --rw=randrw --bs=4k-64k \
+     --iodepth=16 --fsync=32 --randrepeat=1 --verify=crc32c --verify_fatal=1 --verify_backlog=64 --time_based \
+     --runtime=40 --minimal";
+
+const KILL_WORKER: &str = "kill -KILL $(pgrep -f 'ferrite worker ' | head -n 1)";
+
+/// Two resources of one host, each the other's peer. The second one's device is what another host would have.
+const DRBD_UP: &str = "
+modprobe drbd
+for i in 1 2; do
+    truncate -s 96M /lab/drbd$i
+    losetup /dev/loop$((i + 40)) /lab/drbd$i
+    p=$((3 - i))
+    cat >/etc/drbd.d/copy$i.res <<EOF
+resource copy$i {
+    net { protocol C; }
+    device /dev/drbd$i minor $i;
+    disk /dev/loop$((i + 40));
+    meta-disk internal;
+    floating 127.0.0.1:778$i;
+    floating 127.0.0.1:778$p;
+}
+EOF
+    drbdadm create-md --force copy$i
+done
+drbdadm up copy1 copy2
+drbdadm primary --force copy1
+";
+const DRBD_DOWN: &str = "
+drbdadm down copy1 copy2
+losetup -d /dev/loop41 /dev/loop42
+rm -f /lab/drbd1 /lab/drbd2 /etc/drbd.d/copy*.res
+";
+/// Both copies are in sync.
+const DRBD_SYNCED: &str = "drbdadm dstate copy1 | grep -q UpToDate/UpToDate";
+
+/// A target with two portals, and a volume on the device that multipath makes of both sessions.
+const ISCSI_UP: &str = "
+modprobe -a target_core_file iscsi_target_mod iscsi_tcp dm_multipath
+mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
+targetcli /backstores/fileio create disks /lab/iscsi 256M
+targetcli /iscsi create iqn.2026-01.example:disks
+targetcli /iscsi/iqn.2026-01.example:disks/tpg1/luns create /backstores/fileio/disks
+targetcli /iscsi/iqn.2026-01.example:disks/tpg1 set attribute generate_node_acls=1 demo_mode_write_protect=0 \
+    authentication=0 cache_dynamic_acls=1
+printf 'defaults {\\n user_friendly_names yes\\n find_multipaths no\\n no_path_retry 12\\n polling_interval 2\\n}\\n\
+blacklist {\\n devnode \"^(vd|xvd|nbd|loop|drbd)\"\\n}\\n' >/etc/multipath.conf
+[ -s /etc/iscsi/initiatorname.iscsi ] || echo \"InitiatorName=$(iscsi-iname)\" >/etc/iscsi/initiatorname.iscsi
+pgrep -x iscsid || iscsid
+pgrep -x multipathd || multipathd
+for portal in 127.0.0.1 127.0.0.2; do
+    iscsiadm -m discovery -t st -p $portal
+    iscsiadm -m node -p $portal -o update -n node.session.timeo.replacement_timeout -v 5
+    iscsiadm -m node -p $portal --login
+done
+for i in $(seq 100); do [ -b /dev/mapper/mpatha ] && break; sleep 0.3; done
+pvcreate /dev/mapper/mpatha
+vgcreate disks /dev/mapper/mpatha
+lvcreate -y -L 64M -n web1 disks
+";
+const ISCSI_DOWN: &str = "
+vgremove -f disks
+multipath -F || true
+iscsiadm -m node --logout
+iscsiadm -m node -o delete
+kill $(pgrep -x multipathd) $(pgrep -x iscsid)
+targetcli clearconfig confirm=True
+rm -f /lab/iscsi /etc/multipath.conf
+";
+const TPG: &str = "/iscsi/iqn.2026-01.example:disks/tpg1";
+
+/// Whether domain 0 has this command; otherwise the test is left out, which is told.
+fn has(bench: &mut Bench<'_>, command: &str) -> Result<bool> {
+    let found = bench.xenhost.dom0(&format!("command -v {command}"), 30)?.status == 0;
+    if !found {
+        steps::say(format!("left out: this domain 0 has no {command}"));
+    }
+    Ok(found)
+}
+
+/// Runs fio in a guest on this device, and the commands in domain 0 meanwhile, three seconds apart.
+fn under_load(bench: &mut Bench<'_>, device: &str, commands: &[&str]) -> Result<()> {
+    bench.start_daemon_with("")?;
+    let mut guest = running_guest(bench)?;
+    let words = "format=raw,vdev=xvdb,access=w,backendtype=tap,script=block-ferrite,target=";
+    bench.xenhost.sh(&format!("xl block-attach {} '{words}{device}'", guest.name()))?;
+    guest.sh(bench.xenhost, USE, 120)?;
+    let load = guest.begin(bench.xenhost, LOAD, 180)?;
+    for command in commands {
+        bench.xenhost.sh(&format!("sleep 3; {command}"))?;
+    }
+    guest.finish_ok(bench.xenhost, &load).context("fio's verification in the guest")?;
+    bench.xenhost.sh(&format!("xl block-detach {} xvdb", guest.name())).map(drop)
+}
+
+/// The second copy goes and comes back, and is equal at the end.
+fn on_drbd(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? || !has(bench, "drbdadm")? {
+        return Ok(());
+    }
+    bench.xenhost.sh(DRBD_UP)?;
+    bench.xenhost.wait_until("both copies", DRBD_SYNCED, 120)?;
+    let commands =
+        ["drbdadm disconnect copy2", KILL_WORKER, "drbdadm connect copy1 copy2", KILL_WORKER];
+    under_load(bench, "/dev/drbd1", &commands)?;
+    bench.xenhost.wait_until("both copies", DRBD_SYNCED, 120)?;
+    bench
+        .xenhost
+        .sh("drbdadm secondary copy1 && drbdadm primary copy2 && drbdadm secondary copy2")?;
+    // The metadata are behind the data.
+    bench.xenhost.sh("cmp -n $((64 << 20)) /lab/drbd1 /lab/drbd2")?;
+    bench.xenhost.sh(DRBD_DOWN).map(drop)
+}
+
+/// A path fails, then the server is away for a while.
+fn on_iscsi(bench: &mut Bench<'_>) -> Result<()> {
+    if !xl_knows_us(bench)? || !has(bench, "targetcli")? || !has(bench, "multipathd")? {
+        return Ok(());
+    }
+    bench.xenhost.sh(ISCSI_UP)?;
+    let path = "path=$(ls /sys/block/dm-*/slaves | grep -m 1 '^sd')";
+    let commands = [
+        &format!("{path}; echo offline >/sys/block/$path/device/state"),
+        KILL_WORKER,
+        &format!("{path}; echo running >/sys/block/$path/device/state"),
+        &format!("targetcli {TPG} disable; sleep 4; targetcli {TPG} enable"),
+        KILL_WORKER,
+    ];
+    under_load(bench, "/dev/disks/web1", &commands)?;
+    bench.xenhost.sh(ISCSI_DOWN).map(drop)
+}
