@@ -98,7 +98,8 @@ fn observed(lab: &Lab, name: &str) {
 fn is_restored(lab: &Lab, name: &str) {
     let to = format!("{name}-restored.img");
     ok(lab, &["backup", "restore", "b", &to, "--name", name]);
-    let same = [&to, &format!("{name}.img")].map(|name| std::fs::read(lab.host.image(name)).unwrap());
+    let same =
+        [&to, &format!("{name}.img")].map(|name| std::fs::read(lab.host.image(name)).unwrap());
     assert!(same[0] == same[1], "{name}");
     let mut compare = Command::new("qemu-img");
     compare.args(["compare", "-F", "raw", &lab.image(&format!("b/{name}.qcow2"))]);

@@ -115,7 +115,10 @@ impl Logs<'_> {
     fn says(&self, line: &str, expected: &str) {
         let output = self.call(line);
         let errors = String::from_utf8(output.stderr).unwrap();
-        assert_eq!((String::from_utf8(output.stdout).unwrap().as_str(), errors.as_str()), (expected, ""));
+        assert_eq!(
+            (String::from_utf8(output.stdout).unwrap().as_str(), errors.as_str()),
+            (expected, "")
+        );
         assert!(output.status.success(), "{line}");
     }
 
@@ -150,7 +153,8 @@ impl Logs<'_> {
 fn cbt_util_makes_reads_changes_and_joins_logs() {
     let daemon = Daemon::new();
     let logs = Logs(&daemon);
-    let [one, two] = ["8d4b5c62-9c1e-4f0e-a2c5-000000000001", "8d4b5c62-9c1e-4f0e-a2c5-000000000002"];
+    let [one, two] =
+        ["8d4b5c62-9c1e-4f0e-a2c5-000000000001", "8d4b5c62-9c1e-4f0e-a2c5-000000000002"];
     logs.says(&format!("create -n log -s {}", 64 * MIB), "");
     assert_eq!(fs::metadata(logs.path("log")).unwrap().len(), 176);
     logs.says("get -n log -s", "67108864\n");
@@ -170,7 +174,10 @@ fn cbt_util_makes_reads_changes_and_joins_logs() {
     assert_eq!(logs.bits("child"), [40, 47]);
     logs.fails("coalesce -p child -c log", 22);
     logs.says(&format!("set -n log -s {}", 128 * MIB), "");
-    assert_eq!((logs.bits("log"), fs::metadata(logs.path("log")).unwrap().len()), (vec![40, 47], 304));
+    assert_eq!(
+        (logs.bits("log"), fs::metadata(logs.path("log")).unwrap().len()),
+        (vec![40, 47], 304)
+    );
     logs.fails(&format!("set -n log -s {}", 64 * MIB), 22);
     // What is there is overwritten.
     logs.says(&format!("create -n log -s {MIB}"), "");
@@ -293,10 +300,17 @@ fn a_log_that_does_not_fit_is_refused_and_the_tap_opens_without_it() {
         0,
     )
     .unwrap();
-    let open = |tap: &Tap<'_>, log: &str| tap.line("open", &format!("-a vhd:{} -C {log}", tap.image));
-    for (name, errno) in
-        [("none", 2), ("", 21), ("short", 22), ("garbage", 22), ("cut", 22), ("pipe", 22), ("smaller", 22)]
-    {
+    let open =
+        |tap: &Tap<'_>, log: &str| tap.line("open", &format!("-a vhd:{} -C {log}", tap.image));
+    for (name, errno) in [
+        ("none", 2),
+        ("", 21),
+        ("short", 22),
+        ("garbage", 22),
+        ("cut", 22),
+        ("pipe", 22),
+        ("smaller", 22),
+    ] {
         daemon.fails(&open(&tap, &format!("{folder}/{name}")), errno);
     }
     assert_eq!(fs::read(logs.path("garbage")).unwrap(), [7; 4096]);
@@ -341,7 +355,11 @@ fn pass(daemon: &Daemon, socket: &str, name: &str, fd: BorrowedFd<'_>) {
 fn pass_target(tap: &Tap<'_>, name: &str, fd: impl AsFd) {
     let passed = tap.daemon.dir.path().join("run/passed");
     let names = || -> BTreeSet<_> {
-        fs::read_dir(&passed).into_iter().flatten().map(|entry| entry.unwrap().file_name()).collect()
+        fs::read_dir(&passed)
+            .into_iter()
+            .flatten()
+            .map(|entry| entry.unwrap().file_name())
+            .collect()
     };
     let before = names();
     pass(tap.daemon, &format!("nbdclient{}", tap.pid), name, fd.as_fd());
@@ -392,7 +410,10 @@ fn writes_go_to_both_disks_until_the_target_is_lost_and_the_guest_goes_on() {
         // Nothing is copied: XAPI does that.
         assert_eq!(other.read(0, 4096), [0; 4096]);
         let stats = source.stats();
-        assert_eq!((&stats["nbd_mirror_failed"], &stats["reqs_outstanding"]), (&0.into(), &0.into()));
+        assert_eq!(
+            (&stats["nbd_mirror_failed"], &stats["reqs_outstanding"]),
+            (&0.into(), &0.into())
+        );
         // It stays over a pause without a word of it.
         turn(&source, "");
         guest.write(MIB, &[4; 4096]);

@@ -7,8 +7,8 @@ use ferrite_serve::memory::DataMemory;
 use toml::{Table, Value};
 
 use super::{
-    Config, DiskOptions, HostOptions, MigrationOptions, NbdOptions, RbdOptions, clusters, migration,
-    nearest, servers,
+    Config, DiskOptions, HostOptions, MigrationOptions, NbdOptions, RbdOptions, clusters,
+    migration, nearest, servers,
 };
 
 /// The default of `image_folders`.

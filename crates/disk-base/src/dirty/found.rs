@@ -76,7 +76,12 @@ pub fn forget_blocks(state_dir: &Path, image: impl AsFd, path: &Path, keep: Opti
     }
 }
 
-pub(super) fn fine_path(state_dir: &Path, image: impl AsFd, path: &Path, head: &Head) -> Option<PathBuf> {
+pub(super) fn fine_path(
+    state_dir: &Path,
+    image: impl AsFd,
+    path: &Path,
+    head: &Head,
+) -> Option<PathBuf> {
     let end = Place::of(image, path).ok()?.journal_end();
     Some(fine::path(state_dir, &head.file, &end))
 }

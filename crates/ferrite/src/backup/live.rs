@@ -245,8 +245,7 @@ impl LiveDisk for Served<'_> {
     }
 
     fn end_map(&self, map: &str) -> Result<(), DiskError> {
-        let asked =
-            DirtyParams { disk: id(self.disk), verb: MapVerb::Remove, map: map.to_owned() };
+        let asked = DirtyParams { disk: id(self.disk), verb: MapVerb::Remove, map: map.to_owned() };
         self.ask::<Attached>("disk.dirty", &asked, CHANGE)
             .map(drop)
             .map_err(|e| self.error("end a dirty map of", &e))

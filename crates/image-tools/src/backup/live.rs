@@ -311,7 +311,11 @@ impl ImageTools<'_> {
         let cannot = |e| broken(what(), e);
         if is_there(&snapshot.path) {
             let why = format!("{} exists", snapshot.path.display());
-            return Err(refused(what(), why, "give that another name: the snapshot has it meanwhile"));
+            return Err(refused(
+                what(),
+                why,
+                "give that another name: the snapshot has it meanwhile",
+            ));
         }
         let record = BackupRecord {
             snapshot: snapshot.path.clone(),
@@ -395,7 +399,8 @@ impl ImageTools<'_> {
             self.directory.sync(parent_dir(&leaf.path)).map_err(cannot)?;
             self.remove_if_there(&path).map_err(cannot)?;
         }
-        let note = format!("the snapshot {} of an interrupted backup is merged", snapshot.path.display());
+        let note =
+            format!("the snapshot {} of an interrupted backup is merged", snapshot.path.display());
         Ok(is_left.then_some(note))
     }
 
