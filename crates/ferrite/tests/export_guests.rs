@@ -322,7 +322,13 @@ fn clients_of_a_guests_disk_do_not_get_the_next_one_of_its_number() {
     site.host.detach(&disk);
     let third = site.host.make_image("third.img", 4 * MIB);
     let disk = site.host.attach(1, 0, &format!("aio:{}", third.display()));
-    site.host.wait_for_phase(&disk, PhaseName::Served);
+    // The earlier one may be there for a moment.
+    wait_until("the next disk", || {
+        let shown = site.host.show(&disk).map(|shown| shown.disk);
+        shown.is_ok_and(|disk| {
+            disk.phase == PhaseName::Served && disk.image.unwrap().contains("third.img")
+        })
+    });
     assert_eq!(site.exports(), []);
     assert!(reader.is_closed() && stream(&row).is_err());
     site.end();
