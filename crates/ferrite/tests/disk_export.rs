@@ -220,10 +220,9 @@ fn dirty_maps_of_a_running_disk_are_contexts_also_after_its_worker_was_killed() 
     };
     change("add");
     let port = daemon.export(&[]);
-    let shown = daemon.disk(&["show", "tap/0"]);
-    let shown = String::from_utf8(shown.stdout).unwrap();
-    let line = shown.lines().find_map(|line| line.trim().strip_prefix("nbd:"));
-    let socket = line.expect("the disk's own socket").trim().to_owned();
+    let folders = fs::read_dir(daemon.run()).unwrap().flatten();
+    let socket = folders.map(|folder| folder.path().join("nbd")).find(|path| path.exists());
+    let socket = socket.expect("the disk's own socket");
     let connect = || Client::over(UnixStream::connect(&socket).unwrap());
     let mut own = connect();
     let mut outward = Outward::to(&daemon.pki, "client", "localhost", port);
