@@ -75,16 +75,16 @@ impl Place {
         let extents: Value = serde_json::from_str(&text).unwrap();
         let number = |extent: &Value, name: &str| extent[name].as_u64().unwrap();
         let dirty = |extent: &&Value| number(extent, "type") & 1 != 0;
-        let part = |extent: &Value| (number(extent, "offset") / KIB, number(extent, "length") / KIB);
+        let part =
+            |extent: &Value| (number(extent, "offset") / KIB, number(extent, "length") / KIB);
         joined(extents.as_array().unwrap().iter().filter(dirty).map(part))
     }
 
     /// The same as qemu-img tells it: what is dirty has no data for it.
     fn changed_for_qemu(&self, context: &str) -> Vec<(u64, u64)> {
         let socket = self.path("nbd.sock");
-        let image = format!(
-            "driver=nbd,server.type=unix,server.path={socket},x-dirty-bitmap={context}"
-        );
+        let image =
+            format!("driver=nbd,server.type=unix,server.path={socket},x-dirty-bitmap={context}");
         let text = ok("qemu-img", &["map", "--output=json", "--image-opts", &image]);
         let extents: Value = serde_json::from_str(&text).unwrap();
         let number = |extent: &Value, name: &str| extent[name].as_u64().unwrap();

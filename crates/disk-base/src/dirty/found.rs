@@ -62,7 +62,12 @@ impl Blocks {
     }
 }
 
-pub(super) fn fine_path(state_dir: &Path, image: impl AsFd, path: &Path, head: &Head) -> Option<PathBuf> {
+pub(super) fn fine_path(
+    state_dir: &Path,
+    image: impl AsFd,
+    path: &Path,
+    head: &Head,
+) -> Option<PathBuf> {
     let end = Place::of(image, path).ok()?.journal_end();
     Some(fine::path(state_dir, &head.file, &end))
 }

@@ -167,7 +167,11 @@ pub(super) fn stretches(
             let bit = at % REGION_BYTES / BLOCK_BYTES;
             let changed = word >> bit & 1 != 0;
             // All equal bits from this one on.
-            let same = if changed { (!word >> bit).trailing_zeros() } else { (word >> bit).trailing_zeros() };
+            let same = if changed {
+                (!word >> bit).trailing_zeros()
+            } else {
+                (word >> bit).trailing_zeros()
+            };
             let until = match word {
                 0 | u64::MAX => end,
                 _ => (at - at % BLOCK_BYTES).saturating_add(u64::from(same) * BLOCK_BYTES).min(end),

@@ -266,7 +266,9 @@ impl Negotiation {
                 self.understood = Understood::Maps;
                 answer(reply::ACK, &[&RELAY_VERSION.to_be_bytes()]);
             }
-            option::EXTENDED_HEADERS if self.understood == Understood::Least => answer(reply::UNSUPPORTED, &[]),
+            option::EXTENDED_HEADERS if self.understood == Understood::Least => {
+                answer(reply::UNSUPPORTED, &[])
+            }
             option::EXTENDED_HEADERS if data.is_empty() => {
                 self.agreed.form = Form::Extended;
                 answer(reply::ACK, &[]);
@@ -389,9 +391,8 @@ impl Negotiation {
                 continue;
             }
             // A namespace alone asks for all of its contexts, to list them only.
-            let is_space = |query: &&[u8]| {
-                query.ends_with(b":") && context.as_bytes().starts_with(query)
-            };
+            let is_space =
+                |query: &&[u8]| query.ends_with(b":") && context.as_bytes().starts_with(query);
             let exact = queries.contains(&context.as_bytes());
             let listed = !sets && (queries.is_empty() || queries.iter().any(is_space));
             if !exact && !listed {

@@ -336,7 +336,8 @@ fn serve_chosen(
     device.begin_service(engine);
     let engine = engine(shared.pool.arena().clone(), ENGINE_ENTRIES)?;
     let trace = options.traces.as_ref().and_then(ClientTraces::begin);
-    let client = Client::new(shared, engine, socket, (export, dirty), &greeted, stop.clone(), trace)?;
+    let client =
+        Client::new(shared, engine, socket, (export, dirty), &greeted, stop.clone(), trace)?;
     if let Err(e) = client.run(options.goodbye, options.at_stop) {
         buffers.renew(&queue);
         return Err(e);
