@@ -69,8 +69,9 @@ fn a_map_names_all_writes_although_worker_keeper_and_daemon_die_and_are_replaced
     load.wait_for_progress();
     kill(keeper(&lab.host, &lab.disk));
     load.wait_for_progress();
-    let program = env!("CARGO_BIN_EXE_ferrite");
-    lab.does(&["upgrade", "web1/xvda", "--binary", program]);
+    let program = lab.host.dir.path().join("other");
+    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    lab.does(&["upgrade", "web1/xvda", "--binary", program.to_str().unwrap()]);
     load.wait_for_progress();
     // The daemon dies when the image is closed for the change of a map. The disk goes on with the old maps.
     lab.restart(Some(Step::Paused));

@@ -196,7 +196,7 @@ fn a_mirror_goes_on_after_the_loss_of_memory_and_copies_only_what_the_target_lac
     lab.does(&slow);
     // The guest writes without a mirror, and that is copied.
     lose_memory(&mut lab);
-    let load = Load::start(&lab.host, &lab.disk);
+    let load = Load::from(&lab.host, &lab.disk, 512);
     load.wait_for_progress();
     lab.does(&["mirror", "web1/xvda", &lab.image("t.qcow2"), "--resume"]);
     load.wait_for_progress();

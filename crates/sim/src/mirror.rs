@@ -177,7 +177,7 @@ impl Story {
             self.machine.set_aside().map_err(|e| e.to_string())?;
         }
         let is_complete = closed && self.status()?.2;
-        drop((threads, disk));
+        drop((threads, disk, files));
         self.end(end)?;
         self.compare(end, is_complete)
     }
