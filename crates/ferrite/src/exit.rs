@@ -98,7 +98,8 @@ impl Failure {
     /// The same failure with one more next step.
     #[must_use]
     pub fn with_more_help(self, more: &str) -> Failure {
-        let help = if self.help.is_empty() { more.to_owned() } else { format!("{}; {more}", self.help) };
+        let help =
+            if self.help.is_empty() { more.to_owned() } else { format!("{}; {more}", self.help) };
         Failure { help, ..self }
     }
 

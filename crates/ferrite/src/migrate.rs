@@ -137,10 +137,13 @@ pub(crate) fn run(args: &MigrateArgs) -> Result<(), Failure> {
             say(output, &made)
         }
         Some(MigrateCommand::Run { disk, speed, background, output }) => {
-            let asked = MigrateRunParams { disk: id(disk.disk.find()?), speed: speed.and_then(|s| s.0) };
+            let asked =
+                MigrateRunParams { disk: id(disk.disk.find()?), speed: speed.and_then(|s| s.0) };
             copy(&disk.disk, &asked, *background, output)
         }
-        Some(MigrateCommand::Commit { disk, detach, output }) => commit(&disk.disk, !detach, output),
+        Some(MigrateCommand::Commit { disk, detach, output }) => {
+            commit(&disk.disk, !detach, output)
+        }
         Some(MigrateCommand::Abort(one)) => {
             let asked = MigrationParams { id: find(one)?.id };
             let done: Migration = ask(one, "cannot give up", "migrate.abort", &asked)?;
@@ -176,10 +179,17 @@ fn all(args: &MigrateArgs) -> Result<(), Failure> {
     let run = &args.output.places.run_dir;
     let done = start(disk, &asked, &args.output).and_then(|job| {
         let job = follow(run, job, None, Some(Instant::now()), |job| job.step == IN_STEP)?;
-        if job.phase.has_ended() { result(&job, &args.output) } else { commit(disk, !args.detach, &args.output) }
+        if job.phase.has_ended() {
+            result(&job, &args.output)
+        } else {
+            commit(disk, !args.detach, &args.output)
+        }
     });
     done.map_err(|failure| {
-        let more = format!("ferrite migrate status {} shows the migration, abort gives it up", &made.id[..8]);
+        let more = format!(
+            "ferrite migrate status {} shows the migration, abort gives it up",
+            &made.id[..8]
+        );
         failure.with_more_help(&more)
     })
 }
@@ -222,7 +232,9 @@ fn copy(
     }
     tell(output.json, &job, || match background {
         true => println!("job {} copies the disk; ferrite job show {0} says how far it is", job.id),
-        false => println!("the other host has all, and gets each write; ferrite migrate commit gives it the disk"),
+        false => println!(
+            "the other host has all, and gets each write; ferrite migrate commit gives it the disk"
+        ),
     })
 }
 
@@ -317,7 +329,11 @@ fn table(all: &[Migration], names: &Names) -> String {
         let disk = it.disk.map_or_else(|| "-".to_owned(), |disk| names.disk(vbd(disk)));
         let (id, image, host) = (&it.id[..8.min(it.id.len())], one_line(&it.image), one_line(host));
         let over = if it.over { "over" } else { "open" };
-        text += &format!("{id}  {disk}  {way} {host}  {over}  {}  {}  {image}\n", age(it.created), holder(it));
+        text += &format!(
+            "{id}  {disk}  {way} {host}  {over}  {}  {}  {image}\n",
+            age(it.created),
+            holder(it)
+        );
     }
     text
 }

@@ -95,7 +95,10 @@ fn a_running_disk_moves_to_another_daemon_while_its_guest_writes() {
     lab.does(&["image", "check", &there.image("web1.qcow2")]);
     let maps = lab.does(&["image", "dirty", "list", &there.image("web1.qcow2")]);
     assert!(maps.contains("nightly") && !maps.contains("void"), "{maps}");
-    assert!(maps.contains("4.0 MiB") || maps.contains("8.0 MiB") || maps.contains("4 MiB"), "{maps}");
+    assert!(
+        maps.contains("4.0 MiB") || maps.contains("8.0 MiB") || maps.contains("4 MiB"),
+        "{maps}"
+    );
 }
 
 #[test]
@@ -235,9 +238,7 @@ fn a_disk_whose_receiver_is_lost_in_between_is_in_doubt_until_somebody_says_wher
         .call::<ferrite_daemon::control::protocol::Migration>("migrate.commit", &asked)
         .unwrap();
     wait_until("the death of the receiver", || there.has_died());
-    wait_until("doubt", || {
-        migrations::list(&lab.host).iter().any(|it| it.holder == Holder::Doubt)
-    });
+    wait_until("doubt", || migrations::list(&lab.host).iter().any(|it| it.holder == Holder::Doubt));
     // Neither opens, also after a restart of the sender.
     is_retired(&lab);
     assert!(!fs::exists(there.image("a.qcow2")).unwrap());
@@ -334,7 +335,8 @@ fn is_cut(places: &Places, cable: &Cable, at: (&'static str, bool), way: &str) {
     lab.does(&["migrate", "run", "web1/xvda"]);
     load.wait_for_progress();
     let asked = serde_json::json!({ "disk": host::id(&lab.disk), "keep": true });
-    let begun = lab.host.call::<ferrite_daemon::control::protocol::Migration>("migrate.commit", &asked);
+    let begun =
+        lab.host.call::<ferrite_daemon::control::protocol::Migration>("migrate.commit", &asked);
     begun.unwrap();
     wait_until("doubt", || migrations::list(&lab.host).iter().any(|it| it.holder == Holder::Doubt));
     if of_receiver {

@@ -11,9 +11,7 @@ use std::sync::Arc;
 use ferrite_host::tunnel::{
     CA, CLIENT_CERTIFICATE, CLIENT_KEY, Files, REVOKED, SERVER_CERTIFICATE, SERVER_KEY,
 };
-use rustls::client::{
-    Resumption, verify_server_cert_signed_by_trust_anchor, verify_server_name,
-};
+use rustls::client::{Resumption, verify_server_cert_signed_by_trust_anchor, verify_server_name};
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::{self, PemObject as _};
 use rustls::pki_types::{
@@ -162,7 +160,8 @@ pub(crate) fn check_peer(
     }
     let own = chain.and_then(<[_]>::first).and_then(|own| ParsedCertificate::try_from(own).ok());
     let is_of = |parsed: &ParsedCertificate<'_>, peer: &String| {
-        ServerName::try_from(peer.as_str()).is_ok_and(|name| verify_server_name(parsed, &name).is_ok())
+        ServerName::try_from(peer.as_str())
+            .is_ok_and(|name| verify_server_name(parsed, &name).is_ok())
     };
     match own.is_some_and(|parsed| peers.iter().any(|peer| is_of(&parsed, peer))) {
         true => Ok(()),

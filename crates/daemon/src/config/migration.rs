@@ -32,7 +32,14 @@ pub struct MigrationOptions {
 impl Default for MigrationOptions {
     fn default() -> MigrationOptions {
         let (from, hosts) = (Vec::new(), BTreeMap::new());
-        MigrationOptions { listen: None, certificates: None, folder: None, from, ports: PORTS, hosts }
+        MigrationOptions {
+            listen: None,
+            certificates: None,
+            folder: None,
+            from,
+            ports: PORTS,
+            hosts,
+        }
     }
 }
 

@@ -123,10 +123,8 @@ pub(super) fn call(shared: &Arc<Shared>, method: &str, params: Value) -> Result<
         }
         "image.query" => take(params).and_then(|request| reply(&images::query(shared, &request)?)),
         "upgrade" => take(params).and_then(|request| reply(&upgrade(shared, &request)?)),
-        _ if method.starts_with("migrate.") => {
-            super::migrations::call(shared, method, params)
-                .unwrap_or_else(|| Err(no_method(method)))
-        }
+        _ if method.starts_with("migrate.") => super::migrations::call(shared, method, params)
+            .unwrap_or_else(|| Err(no_method(method))),
         _ if method.starts_with("device.") => {
             super::devices::call(shared, method, params).unwrap_or_else(|| Err(no_method(method)))
         }

@@ -6,8 +6,8 @@ use serde_json::Value;
 
 use super::methods::{reply, take};
 use super::protocol::{
-    Holder, Migration, MigrationDirection, MigrationList, MigrationParams, MigrateCommitParams,
-    MigratePrepareParams, MigrateResolveParams, MigrateRunParams, Nothing, RpcError, code,
+    Holder, MigrateCommitParams, MigratePrepareParams, MigrateResolveParams, MigrateRunParams,
+    Migration, MigrationDirection, MigrationList, MigrationParams, Nothing, RpcError, code,
 };
 use crate::migration::records::{Incoming, Outgoing};
 use crate::migration::token::{Receiver, Sender};

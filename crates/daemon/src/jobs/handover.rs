@@ -67,7 +67,9 @@ fn settle(run: &Run, id: &str) -> Result<Settled, Halt> {
                 return Ok(settled);
             }
             Err(Failure { why, help }) => {
-                let trouble = format!("it is not known which host has the disk, and its guest waits: {why}; {help}");
+                let trouble = format!(
+                    "it is not known which host has the disk, and its guest waits: {why}; {help}"
+                );
                 run.jobs().set_trouble(run.id(), Some(trouble));
                 run.rest(backoff.after(false))?;
             }
@@ -95,7 +97,11 @@ fn moved(run: &Run, mirror: &Mirror, disk: Option<DiskId>, by: &str) -> Result<b
         .map_err(|halt| {
             halt.because(|e| Failure {
                 why: format!("the disk is at {}, and cannot go on with it: {}", record.host, e.why),
-                help: format!("{}; then ferrite disk resume {disk} --image {}", e.help, target.path.display()),
+                help: format!(
+                    "{}; then ferrite disk resume {disk} --image {}",
+                    e.help,
+                    target.path.display()
+                ),
             })
         })?;
     run.reached("resumed");

@@ -146,9 +146,19 @@ mod tests {
         for good in ["web.qcow2", "a", "vm-7_x@1.vhd", &"x".repeat(MAX_NAME)] {
             assert!(is_name(good), "{good}");
         }
-        for bad in
-            ["", ".", "..", ".x", "-x", "a/b", "a\0", "a\n", "ä", "a.ferrite-dirty", &"x".repeat(201)]
-        {
+        for bad in [
+            "",
+            ".",
+            "..",
+            ".x",
+            "-x",
+            "a/b",
+            "a\0",
+            "a\n",
+            "ä",
+            "a.ferrite-dirty",
+            &"x".repeat(201),
+        ] {
             assert!(!is_name(bad), "{bad:?}");
         }
         assert!(is_id(&"0f".repeat(16)));

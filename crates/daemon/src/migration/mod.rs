@@ -157,7 +157,8 @@ pub(crate) fn forget(shared: &Shared, id: &str) -> Result<(), Failure> {
     };
     let going = || Failure {
         why: "it is not over".to_owned(),
-        help: "ferrite migrate status shows what it waits for; ferrite migrate abort ends it".to_owned(),
+        help: "ferrite migrate status shows what it waits for; ferrite migrate abort ends it"
+            .to_owned(),
     };
     let records = &shared.migration.records;
     match (records.read::<Outgoing>(id), records.read::<Incoming>(id)) {

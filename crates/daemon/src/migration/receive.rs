@@ -60,7 +60,10 @@ fn refuse(why: impl Into<String>, help: &str) -> Failure {
 
 fn not_written(shared: &Shared, e: &io::Error) -> Failure {
     let folder = shared.migration.records.folder().display();
-    refuse(format!("cannot write a record in {folder}: {e}"), "mend that folder (state_folder), and try again")
+    refuse(
+        format!("cannot write a record in {folder}: {e}"),
+        "mend that folder (state_folder), and try again",
+    )
 }
 
 /// Listens for senders, if the configuration says where. It looks after the listener until the daemon ends.
@@ -116,7 +119,8 @@ fn keep_listener(shared: &Shared, listen: SocketAddr, server: &Path) -> Result<(
         root: shared.paths.run.join("empty"),
     };
     let command = shared.serving.exporter(DiskId::tap(0));
-    let command = command.ok_or_else(|| refuse("this daemon cannot listen", "run ferrite daemon"))?;
+    let command =
+        command.ok_or_else(|| refuse("this daemon cannot listen", "run ferrite daemon"))?;
     match spec.start(command).map_err(|e| refuse(e.to_string(), "see the daemon's log"))? {
         Started::Listening(at) => {
             tracing::info!("disks may come here, at {listen} ({at:?})");
@@ -239,7 +243,10 @@ fn may_come(shared: &Shared, asked: &Prepare, folder: &Path) -> Result<(), Failu
     }
     if !is_name(&asked.name) {
         let help = "name the image for the other host: ferrite migrate --name NAME, of letters, digits, and . _ - + @";
-        return Err(refuse(format!("{:.100?} cannot be the name of an image there", asked.name), help));
+        return Err(refuse(
+            format!("{:.100?} cannot be the name of an image there", asked.name),
+            help,
+        ));
     }
     if !matches!(asked.format, Format::Raw | Format::Vhd | Format::Qcow2) {
         return Err(refuse("only raw, vhd and qcow2 images can come", "convert it first"));
@@ -343,7 +350,9 @@ fn give(shared: &Arc<Shared>, record: &mut Incoming, image: &Image) -> Result<()
         return Ok(());
     }
     let ip = shared.config.migration.listen.map(|at| at.ip());
-    let ip = ip.ok_or_else(|| refuse("this host does not listen for disks", "set listen below [migration]"))?;
+    let ip = ip.ok_or_else(|| {
+        refuse("this host does not listen for disks", "set listen below [migration]")
+    })?;
     let (first, last) = shared.config.migration.ports;
     let ports: Vec<u16> = match record.port {
         0 => (first..=last).collect(),
@@ -502,7 +511,11 @@ pub(super) fn resolve(shared: &Arc<Shared>, id: &str, here: bool) -> Result<Inco
     let _one = shared.migration.change_in();
     let mut record = known(shared, id)?.ok_or_else(|| super::no_such(id))?;
     record.state = record.state.decide(here).ok_or_else(|| {
-        let has = if record.state == Receiver::Taken { "this host has the disk" } else { "it was given up" };
+        let has = if record.state == Receiver::Taken {
+            "this host has the disk"
+        } else {
+            "it was given up"
+        };
         refuse(format!("it is not in doubt: {has}"), "ferrite migrate list shows it")
     })?;
     if here {

@@ -47,7 +47,10 @@ pub(crate) enum Settled {
 fn write(shared: &Shared, record: &Outgoing) -> Result<(), Failure> {
     shared.migration.records.write(record).map_err(|e| {
         let folder = shared.migration.records.folder().display();
-        refuse(format!("cannot write a record in {folder}: {e}"), "mend that folder (state_folder), and try again")
+        refuse(
+            format!("cannot write a record in {folder}: {e}"),
+            "mend that folder (state_folder), and try again",
+        )
     })
 }
 
@@ -79,14 +82,19 @@ fn address(shared: &Shared, host: &str) -> Result<(Address, String), Failure> {
         Some((host.to_owned(), port.parse::<u16>().ok().filter(|port| *port > 0)?))
     });
     let fits = |host: &str| {
-        (1..=255).contains(&host.len()) && host.chars().all(|c| c.is_ascii_alphanumeric() || ".-:%_".contains(c))
+        (1..=255).contains(&host.len())
+            && host.chars().all(|c| c.is_ascii_alphanumeric() || ".-:%_".contains(c))
     };
     let Some((name, port)) = parsed.filter(|(name, _)| fits(name)) else {
         let why = format!("{host:.200} is no host that is known");
-        return Err(refuse(why, "name one of hosts below [migration] in ferrite.toml, or write HOST:PORT"));
+        return Err(refuse(
+            why,
+            "name one of hosts below [migration] in ferrite.toml, or write HOST:PORT",
+        ));
     };
     let certificates = shared.config.migration.certificates.clone().ok_or_else(no_certificates)?;
-    let shown = if name.contains(':') { format!("[{name}]:{port}") } else { format!("{name}:{port}") };
+    let shown =
+        if name.contains(':') { format!("[{name}]:{port}") } else { format!("{name}:{port}") };
     Ok((Address::Tls { host: name, port, certificates }, shown))
 }
 
@@ -103,8 +111,9 @@ struct Facts {
 
 fn bytes_of(shared: &Shared, image: &Image) -> Result<u64, Failure> {
     let said = verbs::asked(shared, &["info".into(), "-U".into(), image.name()])?;
-    let facts: Facts = serde_json::from_slice(&said)
-        .map_err(|e| refuse(format!("the size of the disk is not known: {e}"), "ferrite image info shows it"))?;
+    let facts: Facts = serde_json::from_slice(&said).map_err(|e| {
+        refuse(format!("the size of the disk is not known: {e}"), "ferrite image info shows it")
+    })?;
     Ok(facts.virtual_bytes)
 }
 
@@ -125,14 +134,23 @@ pub(crate) fn prepare(
     shared.migration.records.prune::<Outgoing>(now_s(), is_over);
     let all = shared.migration.records.all::<Outgoing>();
     if all.len() >= records::MAX {
-        return Err(refuse("there are too many records of migrations", "ferrite migrate forget ID removes old ones"));
+        return Err(refuse(
+            "there are too many records of migrations",
+            "ferrite migrate forget ID removes old ones",
+        ));
     }
     if !matches!(image.format, Format::Raw | Format::Vhd | Format::Qcow2) || !image.path.is_file() {
         let help = "mirror it (ferrite mirror), or copy a snapshot of it";
-        return Err(refuse("only an image in a file can be migrated: a mark has to be beside it", help));
+        return Err(refuse(
+            "only an image in a file can be migrated: a mark has to be beside it",
+            help,
+        ));
     }
     if let Ok(Some(mark)) = moved::look(&image.path) {
-        return Err(refuse(format!("its image was moved to {}", mark.to), "ferrite migrate list shows it"));
+        return Err(refuse(
+            format!("its image was moved to {}", mark.to),
+            "ferrite migrate list shows it",
+        ));
     }
     let own_name = image.path.file_name().and_then(|name| name.to_str());
     let name = name.or(own_name).unwrap_or_default().to_owned();
@@ -156,7 +174,11 @@ pub(crate) fn prepare(
             (shared.on_step)(Step::Migration("agreed"));
             Ok(record)
         }
-        Ok(_) => Err(give_up_new(shared, &mut record, refuse("its answer is not understood", "use one release"))),
+        Ok(_) => Err(give_up_new(
+            shared,
+            &mut record,
+            refuse("its answer is not understood", "use one release"),
+        )),
         // It has not begun there.
         Err(NoAnswer::Refused(e)) => {
             shared.migration.records.remove::<Outgoing>(&id).map_err(|e| {
@@ -194,7 +216,10 @@ pub(crate) fn run(shared: &Shared, record: &Outgoing, speed: Option<u64>) -> Res
 pub(crate) fn commit(shared: &Shared, disk: DiskId, keep: bool) -> Result<u64, Failure> {
     let mut record = of_disk(shared, disk)?;
     let job = shared.jobs.migrating(&record.id).ok_or_else(|| {
-        refuse("its copy does not run", "ferrite migrate run starts it; ferrite job list has the reason")
+        refuse(
+            "its copy does not run",
+            "ferrite migrate run starts it; ferrite job list has the reason",
+        )
     })?;
     if keep && let Some(uri) = ferrite_nbd::uri::Uri::parse(&record.target).ok() {
         shared.config.check_export(&uri).map_err(|e| {
@@ -235,7 +260,9 @@ pub(crate) fn abort(shared: &Shared, id: &str) -> Result<Outgoing, Failure> {
     if let Err(e) = settle(shared, id) {
         shared.migration.set_trouble(id, Some(&e));
         if record.state == Sender::Owner {
-            tracing::warn!("migration {id} is given up; the other host is told when it can be reached: {e}");
+            tracing::warn!(
+                "migration {id} is given up; the other host is told when it can be reached: {e}"
+            );
         }
     }
     record = read(shared, id)?;
@@ -314,12 +341,20 @@ fn settle_now(shared: &Shared, record: &mut Outgoing) -> Result<Settled, Failure
 }
 
 /// Makes a decision durable. The mark decides, so it comes first.
-fn become_(shared: &Shared, record: &mut Outgoing, after: Sender, is_over: bool) -> Result<(), Failure> {
+fn become_(
+    shared: &Shared,
+    record: &mut Outgoing,
+    after: Sender,
+    is_over: bool,
+) -> Result<(), Failure> {
     match (record.state, after) {
         (_, Sender::Moved) => mark(record, true)?,
         (Sender::Leaving, Sender::Owner) => moved::clear(&record.image.path).map_err(|e| {
             let path = moved::path_of(&record.image.path);
-            refuse(format!("cannot remove {}: {e}", path.display()), "mend that folder; it is tried again")
+            refuse(
+                format!("cannot remove {}: {e}", path.display()),
+                "mend that folder; it is tried again",
+            )
         })?,
         _ => {}
     }
@@ -342,7 +377,8 @@ fn maps(shared: &Shared, record: &mut Outgoing) -> Option<String> {
         &["dirty".into(), "pack".into(), record.image.name(), file.clone().into()],
     );
     let read = packed.and_then(|()| {
-        std::fs::read(&file).map_err(|e| refuse(e.to_string(), "make room on the file system of /run"))
+        std::fs::read(&file)
+            .map_err(|e| refuse(e.to_string(), "make room on the file system of /run"))
     });
     let _ = std::fs::remove_file(&file);
     let fits = |bytes: &Vec<u8>| bytes.len() < super::messages::MAX_BYTES / 2 - 4096;
@@ -361,12 +397,17 @@ pub(super) fn resolve(shared: &Shared, id: &str, here: bool) -> Result<(), Failu
     let _one = shared.migration.change();
     let mut record = read(shared, id)?;
     let after = record.state.decide(here).ok_or_else(|| {
-        let has = if record.state == Sender::Moved { "the other host has the disk" } else { "this host has the disk" };
+        let has = if record.state == Sender::Moved {
+            "the other host has the disk"
+        } else {
+            "this host has the disk"
+        };
         refuse(format!("it is not in doubt: {has}"), "ferrite migrate list shows it")
     })?;
     // A host that answers knows better.
     if connect(shared, &record.host).is_ok() {
-        let help = "wait for its end (ferrite migrate status), or give it up (ferrite migrate abort)";
+        let help =
+            "wait for its end (ferrite migrate status), or give it up (ferrite migrate abort)";
         return Err(refuse(format!("it is not in doubt: {} answers", record.host), help));
     }
     become_(shared, &mut record, after, true)

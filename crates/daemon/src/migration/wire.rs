@@ -70,9 +70,9 @@ impl Peer {
         peer.greet().map_err(|e| fail(&lost(&e)))?;
         match peer.ask(&Ask::Hello { version: VERSION })? {
             Answer::Hello { version: VERSION } => Ok(peer),
-            Answer::Hello { version } => {
-                Err(peer.refused(format!("it speaks version {version} of migrations, and this host {VERSION}")))
-            }
+            Answer::Hello { version } => Err(peer.refused(format!(
+                "it speaks version {version} of migrations, and this host {VERSION}"
+            ))),
             _ => Err(peer.refused("it answers something else than was asked".to_owned())),
         }
     }
@@ -143,7 +143,9 @@ impl Peer {
 fn lost(e: &io::Error) -> String {
     match e.kind() {
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "it does not answer".to_owned(),
-        io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
+        io::ErrorKind::UnexpectedEof
+        | io::ErrorKind::BrokenPipe
+        | io::ErrorKind::ConnectionReset => {
             "the connection has ended: its daemon may not run, or nobody listens there".to_owned()
         }
         _ => e.to_string(),
@@ -242,9 +244,7 @@ mod tests {
         let (own, other) = UnixStream::pair().unwrap();
         let server = thread::spawn(move || {
             serve(other, |ask| match ask {
-                Ask::Look { .. } => {
-                    Answer::State { state: Some(Receiver::Incoming), note: None }
-                }
+                Ask::Look { .. } => Answer::State { state: Some(Receiver::Incoming), note: None },
                 _ => Answer::Refused { why: "no".into(), help: "-".into() },
             })
         });

@@ -12,11 +12,11 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output};
 
+use ferrite_daemon::config::DiskOptions;
 use ferrite_daemon::control::protocol::{Migration, MigrationList};
 use ferrite_daemon::keepers::{Programs, StoreWorker};
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Failure, Step};
-use ferrite_daemon::config::DiskOptions;
 use ferrite_disk::StoreKey;
 use ferrite_keeper::{DiskSpec, WorkerSandbox};
 use ferrite_testkit::programs::installed;
@@ -263,9 +263,7 @@ impl There {
             Some(program) => self.host.daemon_of(program).envs(more).spawn().unwrap(),
         });
         wait_until("a daemon", || self.host.status().is_ok_and(|status| status.xen));
-        wait_until("a listener", || {
-            std::net::TcpStream::connect((self.at, self.port)).is_ok()
-        });
+        wait_until("a listener", || std::net::TcpStream::connect((self.at, self.port)).is_ok());
     }
 
     /// Whether the daemon has killed itself.

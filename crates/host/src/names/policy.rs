@@ -140,7 +140,8 @@ impl Policy {
 impl Rule {
     fn is_image(&self, place: &Path) -> bool {
         let name = place.as_os_str().as_bytes();
-        let is_beside = [DIRTY_EXTENSION, MOVED_EXTENSION].iter().any(|e| name.ends_with(e.as_bytes()));
+        let is_beside =
+            [DIRTY_EXTENSION, MOVED_EXTENSION].iter().any(|e| name.ends_with(e.as_bytes()));
         !self.is_folder && self.right <= Right::Write && self.place == place && !is_beside
     }
 

@@ -236,7 +236,8 @@ impl ImageTools<'_> {
                 Ok(content(&maps, own, None).map_err(|e| broken(what(), e))?.to_bytes())
             }
             maps => {
-                let notes = maps.map(|maps| maps.notes.join("; ")).filter(|notes| !notes.is_empty());
+                let notes =
+                    maps.map(|maps| maps.notes.join("; ")).filter(|notes| !notes.is_empty());
                 let why = notes.unwrap_or_else(|| "it has none".to_owned());
                 Err(unsuitable(what(), why, "make a full backup where the disk is then"))
             }
@@ -271,7 +272,8 @@ impl ImageTools<'_> {
         // The blocks of the other host are not known: each region that has changed counts as a whole.
         let old = Some(Old { content: content_of, blocks: None });
         let maps = Maps { path: own, bytes, maps, notes: Vec::new(), old };
-        let content = content(&maps, image_at(&name.path).map_err(cannot)?, None).map_err(cannot)?;
+        let content =
+            content(&maps, image_at(&name.path).map_err(cannot)?, None).map_err(cannot)?;
         let mut context = IoContext::new(self, 1).map_err(cannot)?;
         self.replace_file(&mut context, &path_of(path), &content.to_bytes()).map_err(cannot)?;
         Ok(crate::create::done(name, bytes, maps.notes))
