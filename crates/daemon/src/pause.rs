@@ -207,7 +207,19 @@ pub(crate) fn resume(
     of_step: bool,
     within: Duration,
 ) -> Result<(), NotDone> {
-    let job = shared.jobs.of_disk(id).filter(|_| !of_step);
+    resume_by(shared, id, image, of_step, of_step, within)
+}
+
+/// As [`resume`]. `by_job`: the job that changes the disk's images asks.
+pub(crate) fn resume_by(
+    shared: &Shared,
+    id: DiskId,
+    image: Option<Image>,
+    of_step: bool,
+    by_job: bool,
+    within: Duration,
+) -> Result<(), NotDone> {
+    let job = shared.jobs.of_disk(id).filter(|_| !by_job);
     let mut asked = Err(NotDone::NoDisk);
     shared.table.change(id, |entry| {
         if let (Some(job), true) = (job, image.is_some() && image != entry.image) {

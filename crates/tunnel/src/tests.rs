@@ -187,7 +187,7 @@ fn random_streams_inside_tls_arrive_whole_and_end() {
 fn a_tunnel_ends_with_its_starter() {
     let (starter, own) = ferrite_host::frames::pair().unwrap();
     let tunnel = std::thread::spawn(move || {
-        inward(own, Inward::Tls { verifies: true }, None).map(|never| match never {})
+        inward(own, Inward::Tls { verifies: true }, None, Vec::new()).map(|never| match never {})
     });
     drop(starter);
     assert!(tunnel.join().unwrap().is_err());

@@ -44,7 +44,7 @@ impl Pausing for Own<'_> {
         else {
             return Ok(());
         };
-        match pause::resume(self.0, disk, image.cloned(), is_step, WITHIN) {
+        match pause::resume_by(self.0, disk, image.cloned(), is_step, true, WITHIN) {
             Err(NotDone::NoDisk) => Ok(()),
             done => done.map_err(failure),
         }

@@ -251,7 +251,7 @@ fn may_come(shared: &Shared, asked: &Prepare, folder: &Path) -> Result<(), Failu
     if !matches!(asked.format, Format::Raw | Format::Vhd | Format::Qcow2) {
         return Err(refuse("only raw, vhd and qcow2 images can come", "convert it first"));
     }
-    if asked.bytes == 0 || asked.bytes > MAX_DISK_BYTES || asked.bytes % 512 != 0 {
+    if asked.bytes == 0 || asked.bytes > MAX_DISK_BYTES || !asked.bytes.is_multiple_of(512) {
         let why = format!("a disk of {} bytes cannot come", asked.bytes);
         return Err(refuse(why, "512 bytes to 64 TiB, in sectors, are possible"));
     }

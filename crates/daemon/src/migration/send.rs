@@ -66,7 +66,8 @@ pub(crate) fn of_disk(shared: &Shared, disk: DiskId) -> Result<Outgoing, Failure
     let image = shared.table.read(|disks| disks.get(&disk)?.image.clone());
     let all = shared.migration.records.all::<Outgoing>();
     // One that was given up waits for the other host to hear of it.
-    let is_open = |it: &Outgoing| !it.done && !(it.gives_up && it.state == Sender::Owner);
+    let waits_only = |it: &Outgoing| it.gives_up && it.state == Sender::Owner;
+    let is_open = |it: &Outgoing| !(it.done || waits_only(it));
     let mut all = all.into_iter().filter(is_open);
     all.find(|it| it.disk == disk && image.as_ref().is_none_or(|image| *image == it.image))
         .ok_or_else(|| {
