@@ -16,8 +16,8 @@
 
 #![forbid(unsafe_code)]
 
-mod devices;
 pub mod backup;
+mod devices;
 pub mod dirty;
 mod disk;
 pub mod format;

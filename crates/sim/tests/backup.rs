@@ -16,6 +16,7 @@ fn tell_all(format: Format, seeds: u64) -> Told {
         all.incremental += told.incremental;
         all.merged += told.merged;
         all.interrupted += told.interrupted;
+        all.refused += told.refused;
     }
     println!("{format:?}: {all:?}");
     all

@@ -12,8 +12,8 @@ use ferrite_host::clock::{secret, unix_time_s};
 use ferrite_images::children::{PARTIAL, absolute};
 
 use super::folder::{Entries, Folder, Use};
-use super::manifest::{DiskOf, Hash, Manifest, NewManifest, Reference};
 use super::live::AtRest;
+use super::manifest::{DiskOf, Hash, Manifest, NewManifest, Reference};
 use super::maps::Maps;
 use super::regions::{Plan, Regions, To};
 use super::{BackupDone, BackupInfo, BackupKind};

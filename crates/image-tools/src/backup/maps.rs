@@ -149,8 +149,7 @@ impl ImageTools<'_> {
         if let Some(older) = sorted.older {
             end(&older.name)?;
         }
-        let continued =
-            resumed.and_then(|old| Some((old.map.clone()?, Box::new(old))));
+        let continued = resumed.and_then(|old| Some((old.map.clone()?, Box::new(old))));
         let is_kept =
             |map: &DirtyMap| continued.as_ref().is_some_and(|(next, _)| next.id == map.id);
         for open in sorted.open.iter().filter(|map| !is_kept(map)) {

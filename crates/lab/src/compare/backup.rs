@@ -120,7 +120,9 @@ impl Bench<'_> {
     /// A full backup of a raw image whose every other 4 MiB are written, as a qcow2 image.
     fn full(&self) -> Result<Vec<Measurement>> {
         let (mib, half) = (self.mib, self.path("half.raw"));
-        step(&format!("fill every other 4 MiB of an image of {mib} MiB"), || half_full(&half, mib))?;
+        step(&format!("fill every other 4 MiB of an image of {mib} MiB"), || {
+            half_full(&half, mib)
+        })?;
         let ours = || {
             self.anew("b")?;
             self.backup(&["create", "--no-map", "half.raw", "b", "--name", "one"])
