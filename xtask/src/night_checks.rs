@@ -101,6 +101,7 @@ pub(crate) fn backups() -> Result<()> {
     steps::run(test.args(["--", "--include-ignored"]))?;
     let mut stories = cargo();
     stories.args(["test", "--locked", "--package", "ferrite-sim", "--test", "backup"]);
+    stories.args(["--", "--include-ignored"]);
     steps::run(stories.env("FERRITE_TEST_SCALE", "125"))
 }
 

@@ -1,12 +1,10 @@
 //! A disk that the daemon serves, for a backup while its guest writes.
 
-use std::ffi::OsStr;
 use std::fs::File;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use clap::Parser as _;
 use ferrite_daemon::Paths;
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{
@@ -21,14 +19,12 @@ use rustix::fs::{FlockOperation, flock};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::cli::{Cli, Command};
 use crate::disk::change::{ANSWER as CHANGE, FROZEN, hook};
 use crate::disk::{ANSWER, call, id, vbd};
 use crate::exit::{Code, Failure};
 use crate::guests::{GuestDisk, Names};
 use crate::image::args::NamedArgs;
 use crate::job::is_away;
-use crate::store;
 use crate::vdev::Vbd;
 
 /// The pause between two looks at a job, or at a daemon that is being started again.
@@ -201,6 +197,17 @@ impl LiveDisk for Served<'_> {
                 let why = "its data are on another server";
                 Err(self.refused("back up", why, "back it up where that server runs"))
             }
+            Format::Store => {
+                let why = "it is a volume of a store, whose snapshots are in the store";
+                let help = format!(
+                    "ferrite disk snapshot {} NAME, and then ferrite backup create store:{} FOLDER --no-map",
+                    self.name,
+                    image
+                        .rsplit_once('#')
+                        .map_or(image.clone(), |(store, _)| format!("{store}#NAME")),
+                );
+                Err(self.refused("back up", why, help))
+            }
             Format::Raw if self.leaf.is_none() => {
                 let why = "a raw image has no snapshots of its own";
                 let help = "with --leaf qcow2 the guest goes on in a qcow2 image on it, once and for all; or detach the \
@@ -214,10 +221,6 @@ impl LiveDisk for Served<'_> {
     fn snapshot(&self, to: &ImageName, begin_map: Option<&str>) -> Result<(), DiskError> {
         let Some(name) = to.path.to_str().map(str::to_owned) else {
             return Err(self.refused("back up", "its name is not UTF-8", "rename its image"));
-        };
-        let name = match to.volume() {
-            Some((_, volume)) => volume.to_string(),
-            None => name,
         };
         let leaf = self.leaf.filter(|_| to.format == ferrite_disk::Format::Raw);
         let begin_map = begin_map.map(str::to_owned);
@@ -252,9 +255,6 @@ impl LiveDisk for Served<'_> {
     }
 
     fn merge(&self, leaf: &ImageName, snapshot: &ImageName) -> Result<(), DiskError> {
-        if snapshot.volume().is_some() {
-            return remove_volume(snapshot);
-        }
         let is_there = || snapshot.path.symlink_metadata().is_ok();
         let path = |image: &ImageName| Some(image.path.to_str()?.to_owned());
         for _ in 0..TRIES {
@@ -293,23 +293,5 @@ impl LiveDisk for Served<'_> {
         }
         let help = "ferrite job list shows them; run the same command again";
         Err(self.refused("merge the snapshot of", "other jobs change it", help))
-    }
-}
-
-/// Removes a snapshot of a store, if it is there, as `ferrite store delete` does.
-fn remove_volume(snapshot: &ImageName) -> Result<(), DiskError> {
-    let words = ["ferrite", "store", "--quiet", "delete"].map(OsStr::new);
-    let words = words.into_iter().chain([snapshot.path.as_os_str()]);
-    let parsed = Cli::try_parse_from(words).map(|cli| cli.command);
-    let Ok(Command::Store(args)) = parsed else {
-        let what = format!("cannot remove {}", snapshot.path.display());
-        let why = "its name is none that a command line can have";
-        return Err(DiskError::new(ErrorKind::Usage, what, why, "rename the store"));
-    };
-    match store::run(&args) {
-        Err(e) if e.code != Code::NOT_FOUND => {
-            Err(DiskError::new(ErrorKind::Io, e.what, e.why, e.help))
-        }
-        _ => Ok(()),
     }
 }

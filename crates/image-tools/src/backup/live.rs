@@ -58,7 +58,7 @@ pub trait LiveDisk {
     fn end_map(&self, map: &str) -> Result<(), DiskError>;
 
     /// Merges the leaf into the snapshot below it, which takes the leaf's name. It waits for the end of a merge that
-    /// was begun before. Of a volume the snapshot is removed, if there is one.
+    /// was begun before.
     ///
     /// # Errors
     /// The disk reads the same, and the snapshot may still be there.
@@ -176,9 +176,6 @@ impl ImageTools<'_> {
         if let Some(name) = &how.name {
             check_name(&folder, &entries, name)?;
         }
-        if leaf.format == Format::Store {
-            return self.back_up_live_volume(disk, &leaf, &folder, how);
-        }
         let mut notes = Vec::new();
         notes.extend(self.merge_leftover(disk, &leaf)?);
         let maps = match &how.map {
@@ -249,40 +246,6 @@ impl ImageTools<'_> {
         }
         let backup = info(folder, &manifest, "complete");
         Ok(BackupDone { backup, read_bytes: 0, resumed, notes })
-    }
-
-    /// A full backup of a volume, from a snapshot in its store. Volumes have no maps.
-    fn back_up_live_volume(
-        &self,
-        disk: &dyn LiveDisk,
-        leaf: &ImageName,
-        folder: &Folder,
-        how: &BackUp,
-    ) -> Result<BackupDone, DiskError> {
-        if how.kind == BackupKind::Incremental {
-            let what = format!("cannot back up {}", leaf.path.display());
-            let why = "without maps it is not known what has changed";
-            let help = "a volume of a store is sent incrementally by ferrite store send --from; leave --incremental out";
-            return Err(refused(what, why, help));
-        }
-        let mut snapshot = leaf.clone();
-        snapshot.path.as_mut_os_string().push(format!(".{SNAPSHOT}"));
-        // One that a killed backup has left.
-        disk.merge(leaf, &snapshot)?;
-        disk.snapshot(&snapshot, None)?;
-        let copied = self.copy_live(leaf, &snapshot, folder, how, None);
-        let removed = disk.merge(leaf, &snapshot);
-        let (making, read_bytes) = copied?;
-        let mut notes = Vec::new();
-        if how.map.is_some() {
-            notes.push("this is a full backup: only an image in a file has maps".to_owned());
-        }
-        if let Err(e) = removed {
-            let path = snapshot.path.display();
-            notes.push(format!("the snapshot {path} stays, and the next backup removes it: {e}"));
-        }
-        let backup = info(folder, &making.manifest, "complete");
-        Ok(BackupDone { backup, read_bytes, resumed: false, notes })
     }
 
     /// The maps as they are before the snapshot, beside the process that writes to the disk.
