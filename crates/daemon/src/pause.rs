@@ -280,7 +280,8 @@ impl Shared {
 
     /// Records that the disk goes on with this image: first in the state file.
     pub(crate) fn end_pause(&self, id: DiskId, image: &Image, minor: u32) -> Result<(), Failure> {
-        let of_entry = |entry: &Entry| (entry.tune.clone(), entry.tap.clone(), entry.new_leaf.clone());
+        let of_entry =
+            |entry: &Entry| (entry.tune.clone(), entry.tap.clone(), entry.new_leaf.clone());
         let (tune, tap, leaf) =
             self.table.read(|disks| disks.get(&id).map(of_entry)).unwrap_or_default();
         let state = DiskState::new(id, image, minor).tuned(tune).with_tap(tap).with_new_leaf(leaf);

@@ -32,11 +32,11 @@ mod volume;
 
 pub use allocation::Allocation;
 pub use changes::Repeated;
-pub use ferrite_disk_base::changes as change_log;
 pub use disk::{Disk, Work};
 pub use elsewhere::Elsewhere;
 #[cfg(feature = "testing")]
 pub use ferrite_disk_base::TestCheck;
+pub use ferrite_disk_base::changes as change_log;
 pub use ferrite_disk_base::{
     CONFIGURED_PARENTS, Class, Counts, DiscardLimits, DiskError, ErrorKind, Extent, Finding,
     Format, GrowthWatch, INDEX_BYTES, ImageName, Locking, MAX_LAYERS, METADATA_BYTES, Mark,

@@ -122,10 +122,7 @@ impl Disk {
     ///
     /// # Errors
     /// They cannot be read.
-    pub fn maps(
-        &self,
-        state_dir: Option<&Path>,
-    ) -> Result<Option<dirty::Seen>, DiskError> {
+    pub fn maps(&self, state_dir: Option<&Path>) -> Result<Option<dirty::Seen>, DiskError> {
         let bytes = self.sectors() * SECTOR_BYTES;
         file(self).map_or(Ok(None), |raw| dirty::look(raw, bytes, state_dir))
     }

@@ -277,8 +277,11 @@ pub(crate) fn worker_sandbox(
         // The worker reads the list itself.
         read: [parents, vec![ParentsArgs::list()]].concat(),
         journals: Some(run.join(serve::IMAGES)),
-        own_files: [vec![stats.with_extension("new"), stats], args.changes.iter().cloned().collect()]
-            .concat(),
+        own_files: [
+            vec![stats.with_extension("new"), stats],
+            args.changes.iter().cloned().collect(),
+        ]
+        .concat(),
         root: run.join(EMPTY),
         user: match args.xen.domain {
             DomId::NONE => user_of_tap(args.xen.device),

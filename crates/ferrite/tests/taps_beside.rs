@@ -106,16 +106,24 @@ impl<'a> Tap<'a> {
 /// `cbt-util`, and a folder with logs.
 struct Logs<'a>(&'a Daemon);
 
-impl Logs<'_> {
+impl<'a> Logs<'a> {
+    fn new(daemon: &'a Daemon) -> Logs<'a> {
+        fs::create_dir_all(daemon.dir.path().join("logs/folder")).unwrap();
+        Logs(daemon)
+    }
+
     fn call(&self, line: &str) -> Output {
         let mut command = Command::new(self.0.dir.path().join("cbt-util"));
-        command.args(line.split(' ')).current_dir(self.0.dir.path()).output().unwrap()
+        command.args(line.split(' ')).current_dir(self.0.dir.path().join("logs")).output().unwrap()
     }
 
     fn says(&self, line: &str, expected: &str) {
         let output = self.call(line);
         let errors = String::from_utf8(output.stderr).unwrap();
-        assert_eq!((String::from_utf8(output.stdout).unwrap().as_str(), errors.as_str()), (expected, ""));
+        assert_eq!(
+            (String::from_utf8(output.stdout).unwrap().as_str(), errors.as_str()),
+            (expected, "")
+        );
         assert!(output.status.success(), "{line}");
     }
 
@@ -126,7 +134,7 @@ impl Logs<'_> {
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.0.dir.path().join(name)
+        self.0.dir.path().join("logs").join(name)
     }
 
     /// A consistent log of the tests' images.
@@ -149,8 +157,9 @@ impl Logs<'_> {
 #[test]
 fn cbt_util_makes_reads_changes_and_joins_logs() {
     let daemon = Daemon::new();
-    let logs = Logs(&daemon);
-    let [one, two] = ["8d4b5c62-9c1e-4f0e-a2c5-000000000001", "8d4b5c62-9c1e-4f0e-a2c5-000000000002"];
+    let logs = Logs::new(&daemon);
+    let [one, two] =
+        ["8d4b5c62-9c1e-4f0e-a2c5-000000000001", "8d4b5c62-9c1e-4f0e-a2c5-000000000002"];
     logs.says(&format!("create -n log -s {}", 64 * MIB), "");
     assert_eq!(fs::metadata(logs.path("log")).unwrap().len(), 176);
     logs.says("get -n log -s", "67108864\n");
@@ -170,7 +179,10 @@ fn cbt_util_makes_reads_changes_and_joins_logs() {
     assert_eq!(logs.bits("child"), [40, 47]);
     logs.fails("coalesce -p child -c log", 22);
     logs.says(&format!("set -n log -s {}", 128 * MIB), "");
-    assert_eq!((logs.bits("log"), fs::metadata(logs.path("log")).unwrap().len()), (vec![40, 47], 304));
+    assert_eq!(
+        (logs.bits("log"), fs::metadata(logs.path("log")).unwrap().len()),
+        (vec![40, 47], 304)
+    );
     logs.fails(&format!("set -n log -s {}", 64 * MIB), 22);
     // What is there is overwritten.
     logs.says(&format!("create -n log -s {MIB}"), "");
@@ -179,8 +191,8 @@ fn cbt_util_makes_reads_changes_and_joins_logs() {
         ("get -n none -p", 2),
         ("set -n none -f 1", 2),
         ("create -n /no/such/folder -s 1", 2),
-        ("create -n run -s 1", 21),
-        ("get -n run -p", 21),
+        ("create -n folder -s 1", 21),
+        ("get -n folder -p", 21),
         ("get -n log", 22),
         ("get -n log -p -c", 22),
         ("get -p", 22),
@@ -209,7 +221,7 @@ fn cbt_util_makes_reads_changes_and_joins_logs() {
 #[test]
 fn writes_are_in_the_log_which_is_consistent_again_at_the_close() {
     let daemon = Daemon::new();
-    let (logs, tap) = (Logs(&daemon), Tap::new(&daemon, 0));
+    let (logs, tap) = (Logs::new(&daemon), Tap::new(&daemon, 0));
     let [log, other] = ["log", "other"].map(|name| logs.make(name));
     tap.open(&format!("-C {log}"));
     assert!(!logs.is_consistent("log"), "a power cut now would lose changes");
@@ -250,7 +262,7 @@ fn writes_are_in_the_log_which_is_consistent_again_at_the_close() {
 #[test]
 fn changes_are_in_the_log_after_the_death_of_worker_and_daemon() {
     let mut daemon = Daemon::new();
-    let log = Logs(&daemon).make("log");
+    let log = Logs::new(&daemon).make("log");
     let (mut client, pid, image) = {
         let tap = Tap::new(&daemon, 0);
         tap.open(&format!("-C {log}"));
@@ -263,7 +275,7 @@ fn changes_are_in_the_log_after_the_death_of_worker_and_daemon() {
     client.write(2 * BLOCK, &[3; 512]);
     kill(worker(&image).unwrap());
     client.write(3 * BLOCK, &[4; 512]);
-    let logs = Logs(&daemon);
+    let logs = Logs::new(&daemon);
     assert!(!logs.is_consistent("log") && logs.bits("log").is_empty());
     drop(client);
     daemon.says(&format!("close -p {pid} -m 0"), "");
@@ -278,9 +290,9 @@ fn changes_are_in_the_log_after_the_death_of_worker_and_daemon() {
 #[test]
 fn a_log_that_does_not_fit_is_refused_and_the_tap_opens_without_it() {
     let daemon = Daemon::new();
-    let (logs, tap, second) = (Logs(&daemon), Tap::new(&daemon, 0), Tap::new(&daemon, 1));
+    let (logs, tap, second) = (Logs::new(&daemon), Tap::new(&daemon, 0), Tap::new(&daemon, 1));
     let log = logs.make("log");
-    let folder = daemon.dir.path().display().to_string();
+    let folder = logs.path("").display().to_string();
     logs.says(&format!("create -n smaller -s {MIB}"), "");
     fs::write(logs.path("short"), [0; 20]).unwrap();
     fs::write(logs.path("garbage"), [7; 4096]).unwrap();
@@ -293,10 +305,17 @@ fn a_log_that_does_not_fit_is_refused_and_the_tap_opens_without_it() {
         0,
     )
     .unwrap();
-    let open = |tap: &Tap<'_>, log: &str| tap.line("open", &format!("-a vhd:{} -C {log}", tap.image));
-    for (name, errno) in
-        [("none", 2), ("", 21), ("short", 22), ("garbage", 22), ("cut", 22), ("pipe", 22), ("smaller", 22)]
-    {
+    let open =
+        |tap: &Tap<'_>, log: &str| tap.line("open", &format!("-a vhd:{} -C {log}", tap.image));
+    for (name, errno) in [
+        ("none", 2),
+        ("", 21),
+        ("short", 22),
+        ("garbage", 22),
+        ("cut", 22),
+        ("pipe", 22),
+        ("smaller", 22),
+    ] {
         daemon.fails(&open(&tap, &format!("{folder}/{name}")), errno);
     }
     assert_eq!(fs::read(logs.path("garbage")).unwrap(), [7; 4096]);
@@ -341,7 +360,11 @@ fn pass(daemon: &Daemon, socket: &str, name: &str, fd: BorrowedFd<'_>) {
 fn pass_target(tap: &Tap<'_>, name: &str, fd: impl AsFd) {
     let passed = tap.daemon.dir.path().join("run/passed");
     let names = || -> BTreeSet<_> {
-        fs::read_dir(&passed).into_iter().flatten().map(|entry| entry.unwrap().file_name()).collect()
+        fs::read_dir(&passed)
+            .into_iter()
+            .flatten()
+            .map(|entry| entry.unwrap().file_name())
+            .collect()
     };
     let before = names();
     pass(tap.daemon, &format!("nbdclient{}", tap.pid), name, fd.as_fd());
@@ -392,7 +415,10 @@ fn writes_go_to_both_disks_until_the_target_is_lost_and_the_guest_goes_on() {
         // Nothing is copied: XAPI does that.
         assert_eq!(other.read(0, 4096), [0; 4096]);
         let stats = source.stats();
-        assert_eq!((&stats["nbd_mirror_failed"], &stats["reqs_outstanding"]), (&0.into(), &0.into()));
+        assert_eq!(
+            (&stats["nbd_mirror_failed"], &stats["reqs_outstanding"]),
+            (&0.into(), &0.into())
+        );
         // It stays over a pause without a word of it.
         turn(&source, "");
         guest.write(MIB, &[4; 4096]);

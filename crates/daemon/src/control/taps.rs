@@ -36,9 +36,9 @@ pub(super) fn call(
         "tap.pause" => {
             done(params, |tap| taps::pause(shared, tap.pid, tap.minor, seconds(tap.timeout_s)))
         }
-        "tap.unpause" => done(params, |tap| {
-            taps::unpause(shared, tap.pid, tap.minor, named(tap)?, extras(tap)?)
-        }),
+        "tap.unpause" => {
+            done(params, |tap| taps::unpause(shared, tap.pid, tap.minor, named(tap)?, extras(tap)?))
+        }
         "tap.close" => done(params, |tap| {
             taps::close(shared, tap.pid, tap.minor, tap.force, seconds(tap.timeout_s))
         }),

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use ferrite_serve::blkif::lifecycle::{Ahead, ExpectedAttachment, Outcome, remove_run_dir};
 
-use super::{TapError, logs, motion};
 use super::errno::{check, errno_of};
+use super::{TapError, logs, motion};
 use crate::directory::{self, Snapshot};
 use crate::follow::{Ending, Follower, Next, RETRY, RETRY_MAX};
 use crate::params::Image;

@@ -62,7 +62,11 @@ pub(super) fn change(
     };
     if let Some(job) = shared.jobs.of_disk(id) {
         let why = format!("job {job} changes the images of {id}");
-        return Err(TapError::new(Errno::BUSY, why, "wait for it, or cancel it: ferrite job cancel"));
+        return Err(TapError::new(
+            Errno::BUSY,
+            why,
+            "wait for it, or cancel it: ferrite job cancel",
+        ));
     }
     let socket = shared.taps.passed.socket_of(id.devid, name);
     if socket.is_none() {

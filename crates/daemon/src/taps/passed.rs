@@ -154,12 +154,8 @@ pub(super) fn listen(shared: &Arc<Shared>, pid: u32, minor: u32) {
         return;
     }
     for (path, passing) in shared.paths.receivers(pid, minor) {
-        let receiver = bind(&path).map(|socket| Receiver {
-            minor,
-            path: path.clone(),
-            socket,
-            passing,
-        });
+        let receiver =
+            bind(&path).map(|socket| Receiver { minor, path: path.clone(), socket, passing });
         match receiver {
             Ok(receiver) => shared.taps.passed.lock().receivers.push(Arc::new(receiver)),
             Err(e) => {
@@ -217,12 +213,8 @@ fn receive(shared: &Arc<Shared>, wake: &Waker) {
         let fds = [shared.stop.fd(), wake.fd()].into_iter();
         let fds = fds.chain(receivers.iter().map(|receiver| receiver.socket.as_fd()));
         let fds = fds.chain(senders.iter().map(|sender| sender.stream.as_fd()));
-        let mut fds: Vec<_> =
-            fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-        let within = next.map(|left| Timespec {
-            tv_sec: left.as_secs() as i64 + 1,
-            tv_nsec: 0,
-        });
+        let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        let within = next.map(|left| Timespec { tv_sec: left.as_secs() as i64 + 1, tv_nsec: 0 });
         if poll(&mut fds, within.as_ref()).is_err() {
             continue;
         }
@@ -255,9 +247,8 @@ fn receive(shared: &Arc<Shared>, wake: &Waker) {
 /// Takes the message of a sender.
 fn take(shared: &Arc<Shared>, sender: &Sender) {
     let minor = sender.receiver.minor;
-    let done = read(&sender.stream).and_then(|(fd, name)| {
-        start(shared, &sender.receiver, fd, &name)
-    });
+    let done =
+        read(&sender.stream).and_then(|(fd, name)| start(shared, &sender.receiver, fd, &name));
     if let Err(why) = done {
         let now_ns = shared.clock.now_ns();
         limited!(warn, shared.log, now_ns, "a descriptor for tap/{minor} is not taken: {why}");

@@ -191,12 +191,7 @@ impl Shared {
     }
 
     /// Sends a request to the target.
-    fn pass_on(
-        &self,
-        queue: &Arc<Queue>,
-        request: &RawRequest,
-        data: &[u8],
-    ) -> Result<(), End> {
+    fn pass_on(&self, queue: &Arc<Queue>, request: &RawRequest, data: &[u8]) -> Result<(), End> {
         let reads = if request.command == command::READ { request.len as usize } else { 0 };
         let number = {
             let mut requests = lock(&self.requests);
@@ -227,11 +222,8 @@ impl Shared {
 
     /// Passes one reply of the target on.
     fn answer(&self) -> Result<(), End> {
-        let target = |within| Timed {
-            socket: &self.target,
-            end: Instant::now() + within,
-            whom: "server",
-        };
+        let target =
+            |within| Timed { socket: &self.target, end: Instant::now() + within, whom: "server" };
         let nonsense = |why: &str| End::Refused(Fault::new(PEER, why, "look at the target's log"));
         let bytes: [u8; SIMPLE_REPLY_BYTES] = target(NEVER).read()?;
         let mut fields = ferrite_nbd::wire::Fields(&bytes);

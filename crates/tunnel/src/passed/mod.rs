@@ -33,11 +33,7 @@ const TOLD: u16 =
 ///
 /// # Errors
 /// The disk's server refuses, or takes more than 10 s.
-pub fn passed_server(
-    outside: &OwnedFd,
-    inside: &OwnedFd,
-    with_options: bool,
-) -> Result<(), Fault> {
+pub fn passed_server(outside: &OwnedFd, inside: &OwnedFd, with_options: bool) -> Result<(), Fault> {
     if with_options {
         plain::pass(outside, inside);
         return Ok(());

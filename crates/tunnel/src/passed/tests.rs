@@ -47,7 +47,8 @@ impl Between {
     }
 
     fn answer(&mut self, cookie: u64, error: u32, data: &[u8]) {
-        let head = [&0x6744_6698_u32.to_be_bytes()[..], &error.to_be_bytes(), &cookie.to_be_bytes()];
+        let head =
+            [&0x6744_6698_u32.to_be_bytes()[..], &error.to_be_bytes(), &cookie.to_be_bytes()];
         self.target.write_all(&[&head.concat(), data].concat()).unwrap();
     }
 

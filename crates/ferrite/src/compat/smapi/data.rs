@@ -38,7 +38,8 @@ struct StartParams {
 struct CopyParams {
     #[serde(flatten)]
     of: StartParams,
-    blocklist: Blocks,
+    #[serde(rename = "blocklist")]
+    _blocks: Blocks,
 }
 
 /// The blocks that differ. More of them are copied.
@@ -74,9 +75,9 @@ pub(super) fn answer(call: &Call, name: &str) -> Option<Result<Value, Fault>> {
         "data.destroy" => call.params().and_then(|of: OperationParams| {
             let marker = marker(run, &of);
             if of.operation.1.ends_with(SHARED) || marker.exists() {
-                return files::remove(&marker).map(|()| Value::Null).map_err(|e| {
-                    Fault::of_io(format!("cannot remove {}", marker.display()), e)
-                });
+                return files::remove(&marker)
+                    .map(|()| Value::Null)
+                    .map_err(|e| Fault::of_io(format!("cannot remove {}", marker.display()), e));
             }
             // A job is kept for a day. What goes on ends here.
             match job(run, &of) {

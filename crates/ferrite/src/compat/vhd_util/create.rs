@@ -83,7 +83,8 @@ fn snapshot(given: &Given, _: &mut Vec<u8>) -> Result<(), Stop> {
 fn say_void(path: &Path, parent: Option<&VhdParent>) {
     let leaf = path.extension().is_some_and(|end| end == "new").then(|| path.with_extension(""));
     let names = parent.map(|parent| parent.path.clone()).into_iter().chain(leaf);
-    let mut maps = names.map(|name| ferrite_disk::dirty::path_of(&name)).filter(|maps| maps.exists());
+    let mut maps =
+        names.map(|name| ferrite_disk::dirty::path_of(&name)).filter(|maps| maps.exists());
     if let Some(maps) = maps.next() {
         let _ = writeln!(
             std::io::stderr(),
