@@ -50,7 +50,9 @@ fn the_target_of_storage_motion_has_a_socket_and_a_disk_that_is_only_read_none()
     let flags = || {
         let link = host.path("run/blktap-control/nbd/ferrite");
         let link = fs::read_dir(link).unwrap().next().unwrap().unwrap().path();
-        let mut client = Client::over(UnixStream::connect(link).unwrap());
+        // A link may have a longer name than a socket.
+        let socket = link.canonicalize().unwrap();
+        let mut client = Client::over(UnixStream::connect(socket).unwrap());
         client.go(false).1
     };
     const READ_ONLY: u16 = 2;

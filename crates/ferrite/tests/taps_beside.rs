@@ -106,10 +106,15 @@ impl<'a> Tap<'a> {
 /// `cbt-util`, and a folder with logs.
 struct Logs<'a>(&'a Daemon);
 
-impl Logs<'_> {
+impl<'a> Logs<'a> {
+    fn new(daemon: &'a Daemon) -> Logs<'a> {
+        fs::create_dir_all(daemon.dir.path().join("logs/folder")).unwrap();
+        Logs(daemon)
+    }
+
     fn call(&self, line: &str) -> Output {
         let mut command = Command::new(self.0.dir.path().join("cbt-util"));
-        command.args(line.split(' ')).current_dir(self.0.dir.path()).output().unwrap()
+        command.args(line.split(' ')).current_dir(self.0.dir.path().join("logs")).output().unwrap()
     }
 
     fn says(&self, line: &str, expected: &str) {
@@ -129,7 +134,7 @@ impl Logs<'_> {
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.0.dir.path().join(name)
+        self.0.dir.path().join("logs").join(name)
     }
 
     /// A consistent log of the tests' images.
@@ -152,7 +157,7 @@ impl Logs<'_> {
 #[test]
 fn cbt_util_makes_reads_changes_and_joins_logs() {
     let daemon = Daemon::new();
-    let logs = Logs(&daemon);
+    let logs = Logs::new(&daemon);
     let [one, two] =
         ["8d4b5c62-9c1e-4f0e-a2c5-000000000001", "8d4b5c62-9c1e-4f0e-a2c5-000000000002"];
     logs.says(&format!("create -n log -s {}", 64 * MIB), "");
@@ -186,8 +191,8 @@ fn cbt_util_makes_reads_changes_and_joins_logs() {
         ("get -n none -p", 2),
         ("set -n none -f 1", 2),
         ("create -n /no/such/folder -s 1", 2),
-        ("create -n run -s 1", 21),
-        ("get -n run -p", 21),
+        ("create -n folder -s 1", 21),
+        ("get -n folder -p", 21),
         ("get -n log", 22),
         ("get -n log -p -c", 22),
         ("get -p", 22),
@@ -216,7 +221,7 @@ fn cbt_util_makes_reads_changes_and_joins_logs() {
 #[test]
 fn writes_are_in_the_log_which_is_consistent_again_at_the_close() {
     let daemon = Daemon::new();
-    let (logs, tap) = (Logs(&daemon), Tap::new(&daemon, 0));
+    let (logs, tap) = (Logs::new(&daemon), Tap::new(&daemon, 0));
     let [log, other] = ["log", "other"].map(|name| logs.make(name));
     tap.open(&format!("-C {log}"));
     assert!(!logs.is_consistent("log"), "a power cut now would lose changes");
@@ -257,7 +262,7 @@ fn writes_are_in_the_log_which_is_consistent_again_at_the_close() {
 #[test]
 fn changes_are_in_the_log_after_the_death_of_worker_and_daemon() {
     let mut daemon = Daemon::new();
-    let log = Logs(&daemon).make("log");
+    let log = Logs::new(&daemon).make("log");
     let (mut client, pid, image) = {
         let tap = Tap::new(&daemon, 0);
         tap.open(&format!("-C {log}"));
@@ -270,7 +275,7 @@ fn changes_are_in_the_log_after_the_death_of_worker_and_daemon() {
     client.write(2 * BLOCK, &[3; 512]);
     kill(worker(&image).unwrap());
     client.write(3 * BLOCK, &[4; 512]);
-    let logs = Logs(&daemon);
+    let logs = Logs::new(&daemon);
     assert!(!logs.is_consistent("log") && logs.bits("log").is_empty());
     drop(client);
     daemon.says(&format!("close -p {pid} -m 0"), "");
@@ -285,9 +290,9 @@ fn changes_are_in_the_log_after_the_death_of_worker_and_daemon() {
 #[test]
 fn a_log_that_does_not_fit_is_refused_and_the_tap_opens_without_it() {
     let daemon = Daemon::new();
-    let (logs, tap, second) = (Logs(&daemon), Tap::new(&daemon, 0), Tap::new(&daemon, 1));
+    let (logs, tap, second) = (Logs::new(&daemon), Tap::new(&daemon, 0), Tap::new(&daemon, 1));
     let log = logs.make("log");
-    let folder = daemon.dir.path().display().to_string();
+    let folder = logs.path("").display().to_string();
     logs.says(&format!("create -n smaller -s {MIB}"), "");
     fs::write(logs.path("short"), [0; 20]).unwrap();
     fs::write(logs.path("garbage"), [7; 4096]).unwrap();

@@ -109,7 +109,9 @@ pub(super) fn end(shared: &Shared, id: DiskId, tap: &TapState) -> Result<(), Fai
     };
     let failure = |e: LogError| Failure {
         why: format!("the changed blocks are not in the log: {}", e.why),
-        help: e.help.to_owned(),
+        help:
+            "mend the log; if it is removed, the disk goes on without it, and its changes are lost"
+                .to_owned(),
     };
     let mut log = match Log::open(path, true) {
         // The storage manager has removed it: nobody asks for the changes.

@@ -16,6 +16,9 @@ const USAGE: &str = "cbt-util create -n LOG -s BYTES | \
                      cbt-util set -n LOG [-p UUID] [-c UUID] [-f 0|1] [-s BYTES] | \
                      cbt-util get -n LOG -p | -c | -f | -s | -b | cbt-util coalesce -p PARENT -c CHILD";
 
+/// What a verb does.
+type Run = fn(&Given) -> Result<(), Refusal>;
+
 impl From<LogError> for Refusal {
     fn from(e: LogError) -> Refusal {
         Refusal { errno: e.errno, why: e.to_string() }
@@ -38,7 +41,7 @@ fn run(args: Vec<OsString>) -> Result<(), Refusal> {
             None => Ok(Some(given)),
         }
     };
-    let (given, run): (_, fn(&Given) -> Result<(), Refusal>) = match verb.to_str() {
+    let (given, run): (_, Run) = match verb.to_str() {
         Some("create") => (parse("n:s:")?, create),
         Some("set") => (parse("n:p:c:f:s:")?, set),
         Some("get") => (parse("n:pcfsb")?, get),
@@ -55,7 +58,7 @@ fn usage(why: &str) -> Refusal {
     Refusal { errno: Errno::INVAL, why: format!("{why}; usage: {USAGE}") }
 }
 
-fn needed<'a>(given: &'a Given, letter: char) -> Result<&'a Path, Refusal> {
+fn needed(given: &Given, letter: char) -> Result<&Path, Refusal> {
     let value = given.value(letter).map(Path::new);
     value.ok_or_else(|| usage(&format!("-{letter} is missing")))
 }

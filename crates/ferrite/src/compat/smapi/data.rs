@@ -38,7 +38,8 @@ struct StartParams {
 struct CopyParams {
     #[serde(flatten)]
     of: StartParams,
-    blocklist: Blocks,
+    #[serde(rename = "blocklist")]
+    _blocks: Blocks,
 }
 
 /// The blocks that differ. More of them are copied.

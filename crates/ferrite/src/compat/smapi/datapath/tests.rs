@@ -15,7 +15,7 @@ impl Model {
             (self.datapath(), DomainParams { uri: self.uri(), domain: domain.to_owned() });
         match name {
             "attach" => datapath.attach(&params),
-            "activate" => datapath.activate(&params),
+            "activate" => datapath.activate(&params, Access::All).map(|_| Value::Null),
             "deactivate" => datapath.deactivate(&params),
             _ => {
                 datapath.detach(&params);
