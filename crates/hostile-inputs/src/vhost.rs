@@ -28,8 +28,7 @@ const SECTOR: u64 = 512;
 /// A front end's messages, without descriptors. It gets its answers, or the end.
 pub(crate) fn vhost(input: &[u8]) {
     let input = &input[..input.len().min(MAX_INPUT_BYTES)];
-    let disk =
-        Disk::open("null:2M".as_ref(), &OpenOptions::default()).expect("a disk of zeros opens");
+    let disk = Disk::open("null:2M", &OpenOptions::default()).expect("a disk of zeros opens");
     let device = Arc::new(Device::new(disk, SystemClock::shared()));
     let options = Options {
         read_only: false,
