@@ -62,7 +62,7 @@ impl Writers {
             match guest_of(disk, entry) {
                 Some(guest) => Err(Refused::OfGuest(guest)),
                 // Nobody writes to it.
-                None if entry.tap.is_some_and(|tap| tap.read_only) => Ok(()),
+                None if entry.tap.as_ref().is_some_and(|tap| tap.read_only) => Ok(()),
                 None => {
                     self.lock().insert((disk, way));
                     Ok(())
@@ -103,7 +103,7 @@ impl Writers {
 
 /// The guest that has the disk.
 fn guest_of(disk: DiskId, entry: &Entry) -> Option<DiskId> {
-    entry.tap.map_or(Some(disk), |tap| tap.guest)
+    entry.tap.as_ref().map_or(Some(disk), |tap| tap.guest)
 }
 
 #[cfg(test)]

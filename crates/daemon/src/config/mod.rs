@@ -203,22 +203,6 @@ impl fmt::Display for ConfigError {
 impl std::error::Error for ConfigError {}
 
 impl Config {
-    /// Checks that an export may be a disk: its server is listed, or is a host that disks migrate to.
-    ///
-    /// # Errors
-    /// Neither, or its certificates are elsewhere.
-    pub(crate) fn check_export(&self, uri: &Uri) -> Result<(), crate::Failure> {
-        match &uri.server {
-            Address::Tls { host, certificates, .. }
-                if self.migration.knows(host)
-                    && self.migration.certificates.as_ref() == Some(certificates) =>
-            {
-                Ok(())
-            }
-            _ => self.nbd.check(uri),
-        }
-    }
-
     /// Reads the configuration. A missing file has all defaults, unless the user has named it
     /// (`asked_for`).
     ///
@@ -262,13 +246,20 @@ impl Config {
         Ok(config)
     }
 
-    /// Checks that an export, or an image on Ceph, may be a disk.
+    /// Checks that an export, or an image on Ceph, may be a disk: its server or its pool is listed, or the server is a host
+    /// that disks migrate to.
     ///
     /// # Errors
-    /// Its server or its pool is not listed, or files that it names are elsewhere.
+    /// Neither, or files that it names are elsewhere.
     pub(crate) fn check_export(&self, uri: &Uri) -> Result<(), Failure> {
         match &uri.server {
             Address::Rbd { image, .. } => self.rbd.check(image),
+            Address::Tls { host, certificates, .. }
+                if self.migration.knows(host)
+                    && self.migration.certificates.as_ref() == Some(certificates) =>
+            {
+                Ok(())
+            }
             _ => self.nbd.check(uri),
         }
     }

@@ -369,9 +369,10 @@ fn give(shared: &Arc<Shared>, record: &mut Incoming, image: &Image) -> Result<()
             peers: shared.config.migration.from.clone(),
             name: record.export.clone(),
             read_only: false,
+            shared: false,
             no_list: true,
         };
-        match exports::add(shared, wanted, false) {
+        match exports::add(shared, wanted) {
             Ok(made) => {
                 record.port = made.listen.first().map_or(port, SocketAddr::port);
                 return write(shared, record);
