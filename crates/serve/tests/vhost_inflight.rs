@@ -104,7 +104,7 @@ fn story(format: &str, seed: u64, kills: u32) {
         let mut left = 20 + random.next_u64() % 200;
         while left > 0 {
             for (queue, driver) in drivers.iter_mut().enumerate() {
-                driver.indirect = random.next_u64() % 2 == 0;
+                driver.indirect = random.next_u64().is_multiple_of(2);
                 for (index, slot) in all[queue].iter_mut().enumerate() {
                     if slot.busy != Busy::No {
                         continue;

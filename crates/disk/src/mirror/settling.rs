@@ -120,7 +120,7 @@ impl Pair {
         };
         let most = if at_end { usize::MAX } else { AT_ONCE };
         let found = self.regions.begin_settling(at_end, |range, is_quiet| {
-            tracker.set_regions(index, range, most, |group| is_quiet(group))
+            tracker.set_regions(index, range, most, is_quiet)
         });
         if found == 0 {
             return Ok(());

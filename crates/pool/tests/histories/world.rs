@@ -142,11 +142,11 @@ impl World {
         let mut world = World::new(plan, rules);
         world.at(0, What::StartOwner);
         world.at(plan.fault_every, What::Fault);
-        world.to_the_end()
+        world.run_to_the_end()
     }
 
     /// Lets everything happen, and says what is wrong.
-    fn to_the_end(mut self) -> Result<(), String> {
+    fn run_to_the_end(mut self) -> Result<(), String> {
         let world = &mut self;
         world.at(TROUBLE, What::Heal);
         while let Some(Reverse((time, id))) = world.queue.pop() {

@@ -197,7 +197,6 @@ pub(super) fn parse(table: &Table, mut chain: Chain, rules: &Rules<'_>) -> Resul
 }
 
 /// The ranges of a discard or of zeros; or the status of a request that makes no sense.
-#[expect(clippy::type_complexity, reason = "an answer is no error")]
 fn ranges(
     table: &Table,
     chain: &Chain,

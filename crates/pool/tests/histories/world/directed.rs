@@ -29,7 +29,7 @@ pub(crate) fn directed(servers: u8, rules: Rules, acts: &[(u64, Act)]) -> Result
     for (time, act) in acts {
         world.at_time(*time, What::Act(*act));
     }
-    world.to_the_end()
+    world.run_to_the_end()
 }
 
 /// The first block of the disk.
