@@ -187,7 +187,7 @@ fn a_mirror_goes_on_after_the_loss_of_memory_and_copies_only_what_the_target_lac
     let id = start(&lab, &target(&lab), &json!({}));
     wait_for_step(&lab, id, "mirror");
     load.wait_for_progress();
-    load.end();
+    let written = load.leave();
     let names = maps(&lab, "a.qcow2");
     assert!(names.len() == 1 && names[0].starts_with("mirror-"), "{names:?}");
     lose_memory(&mut lab);
@@ -196,7 +196,7 @@ fn a_mirror_goes_on_after_the_loss_of_memory_and_copies_only_what_the_target_lac
     lab.does(&slow);
     // The guest writes without a mirror, and that is copied.
     lose_memory(&mut lab);
-    let load = Load::from(&lab.host, &lab.disk, 512);
+    let load = Load::go_on(lab.host.connect(&lab.disk), written);
     load.wait_for_progress();
     lab.does(&["mirror", "web1/xvda", &lab.image("t.qcow2"), "--resume"]);
     load.wait_for_progress();

@@ -444,7 +444,7 @@ fn what_xapi_never_sends_is_answered_by_an_error_in_its_form() {
     for tool in ["smapi-volume", "smapi-datapath"] {
         for (args, expected) in [
             (&["Volume.compose"][..], "Unimplemented"),
-            (&["Data.copy", "--json"], "Unimplemented"),
+            (&["Data.frobnicate", "--json"], "Unimplemented"),
             (&[], "Invalid_parameters"),
             (&["SR.ls", "--yaml"], "Invalid_parameters"),
         ] {

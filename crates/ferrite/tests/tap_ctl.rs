@@ -216,9 +216,6 @@ fn the_exit_code_is_the_errno_of_what_went_wrong() {
     for line in ["list -p x", "destroy -p 1", "list --frobnicate", "open -p 1 -m 2"] {
         assert_eq!(program.call(line).status.code(), Some(22), "{line}");
     }
-    for line in ["open -p 1 -m 2 -a vhd:/a -C log", "unpause -p 1 -m 2 -2 nbd:a"] {
-        assert_eq!(program.call(line).status.code(), Some(95), "{line}");
-    }
     // As tapdisk's program does.
     for line in ["frobnicate", "help", "list -h"] {
         let said = program.call(line);

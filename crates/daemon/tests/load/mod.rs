@@ -71,9 +71,16 @@ impl Load {
         wait_until("progress", || self.done.load(Ordering::Relaxed) > before + 2);
     }
 
+    /// Stops, and disconnects the guest. Returns what it has written, for [`go_on`](Load::go_on).
+    pub fn leave(self) -> Model {
+        let (mut front, model) = self.suspend();
+        front.close(PATIENCE).unwrap();
+        model
+    }
+
     /// Stops, and disconnects the guest.
     pub fn end(self) {
-        self.suspend().0.close(PATIENCE).unwrap();
+        self.leave();
     }
 }
 

@@ -152,6 +152,43 @@ fn examples(name: &str) -> Terms {
         "ferrite-mirror-complete" => {
             &[("Have the disk go on with the second image.", "ferrite mirror complete web1/xvda")]
         }
+        "ferrite-disk-device" => &[
+            ("An image that no guest uses.", "ferrite disk device --load /srv/web1.vhd"),
+            ("A running guest's disk, to look at.", "ferrite disk device web1/xvda --read-only"),
+            ("Remove one.", "ferrite disk device --remove /dev/nbd0"),
+        ],
+        "ferrite-disk-devices" => &[("All devices of disks.", "ferrite disk devices")],
+        "ferrite-migrate" => &[
+            (
+                "Move a disk to host b; its guest goes on here, with the image there.",
+                "ferrite migrate web1/xvda b",
+            ),
+            (
+                "The same, and the guest waits until it is moved, too.",
+                "ferrite migrate web1/xvda b --detach",
+            ),
+        ],
+        "ferrite-migrate-prepare" => {
+            &[("Have host b make an image for a disk.", "ferrite migrate prepare web1/xvda b")]
+        }
+        "ferrite-migrate-run" => {
+            &[("Copy it, and keep both equal.", "ferrite migrate run web1/xvda --speed 100M")]
+        }
+        "ferrite-migrate-commit" => {
+            &[("Give the disk to that host.", "ferrite migrate commit web1/xvda --detach")]
+        }
+        "ferrite-migrate-abort" => {
+            &[("Keep the disk on this host.", "ferrite migrate abort web1/xvda")]
+        }
+        "ferrite-migrate-list" => &[("All migrations.", "ferrite migrate list")],
+        "ferrite-migrate-status" => &[("One of them.", "ferrite migrate status web1/xvda")],
+        "ferrite-migrate-resolve" => &[(
+            "The other host is lost for good: the disk is this one's.",
+            "ferrite migrate resolve web1/xvda --here",
+        )],
+        "ferrite-migrate-forget" => {
+            &[("Remove the record of one that is over.", "ferrite migrate forget web1/xvda")]
+        }
         "ferrite-disk-coalesce" => &[
             (
                 "Merge the image below the disk's into its parent, at 50 MiB a second.",
