@@ -63,7 +63,7 @@ enum Part {
     Taps,
     /// Guests whose disks are on another host: deaths of all processes, and a server that is stopped.
     Remotes,
-    /// Disks on a Ceph cluster of three OSDs, whose processes are killed, and their rate beside that of fio's engine.
+    /// Disks on a Ceph cluster of three OSDs, whose processes are killed.
     Rbd,
     /// Programs of others against the NBD server, as far as they are installed.
     Peers,

@@ -1,10 +1,10 @@
 //! Migrations: disks that move from the daemon of one host to that of another one.
 //!
-//! * [`token`]: which of the two hosts may write, as rules without I/O.
-//! * [`records`]: what each host knows durably. The sender has a mark beside its image, too (`ferrite_disk::moved`).
-//! * [`messages`], [`wire`]: what they say to each other, by TLS.
-//! * [`receive`]: the host that a disk comes to. It has the order of its durable writes.
-//! * [`send`]: the host that a disk leaves. It has the order of its durable writes.
+//! * `token`: which of the two hosts may write, as rules without I/O.
+//! * `records`: what each host knows durably. The sender has a mark beside its image, too (`ferrite_disk::moved`).
+//! * `messages`, `wire`: what they say to each other, by TLS.
+//! * `receive`: the host that a disk comes to. It has the order of its durable writes.
+//! * `send`: the host that a disk leaves. It has the order of its durable writes.
 //!
 //! The data go by a mirror (`crate::jobs`), to an export of the receiver's. What follows a crash of either side at each
 //! step is in docs/internals/migration.md.

@@ -33,7 +33,7 @@ pub struct Found {
 pub struct Blocks(Fine);
 
 impl Blocks {
-    /// The changed blocks of a region of [`REGION_BYTES`] since the map of this index was begun, a bit for each. They
+    /// The changed blocks of a region of `REGION_BYTES` since the map of this index was begun, a bit for each. They
     /// count only if the map has the region.
     ///
     /// # Panics
