@@ -140,7 +140,7 @@ fn grown(bench: &mut Bench<'_>) -> Result<()> {
                    sha256sum /mnt/dev/file >/tmp/sum";
     bench.xenhost.sh_for(
         &format!(
-            "ferrite disk resize $(ferrite disk list | grep -o 'tap/[0-9]*') 400M 2>&1 && {written}"
+            "ferrite disk resize $(ferrite disk list | grep -o 'tap/[0-9]*' | head -n 1) 400M 2>&1 && {written}"
         ),
         120,
     )?;
@@ -176,7 +176,7 @@ fn as_printed(bench: &mut Bench<'_>) -> Result<()> {
     };
     run(bench, "Look into a disk")?;
     // Another program finds the file system of the recipe.
-    let seen = "set -e; cd /lab; ferrite image convert disk.qcow2 disk.img; \
+    let seen = "set -e; cd /lab; ferrite image convert -q disk.qcow2 disk.img; \
                 debugfs -R 'cat /file' disk.img 2>/dev/null; rm disk.qcow2 disk.img";
     let seen = bench.xenhost.sh_for(seen, 120)?;
     expect_eq("the file in the image", &seen.trim(), &"a file of domain 0")?;
