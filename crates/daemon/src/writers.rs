@@ -1,6 +1,6 @@
 //! Who writes to a tap while it has no guest: its export, and its device.
 //!
-//! Two writers that do not know of each other destroy a file system. So whoever comes second is refused: the export or
+//! Two writers that do not know of each other destroy a file system. So the second one is refused: the export or
 //! the device while there is a guest, and the guest while there is one of these. Both checks are made under the table's
 //! lock. A guest that is refused joins when the last of them has ended. What was made by `--shared` is not noted here.
 

@@ -45,7 +45,7 @@ impl Transaction {
         Transaction::default().and_when(key, revision)
     }
 
-    /// The same for another key.
+    /// Adds a comparison: the transaction is carried out only if this key has this revision, too.
     pub fn and_when(mut self, key: &str, revision: Revision) -> Transaction {
         self.compares.push((key.to_owned(), revision));
         self

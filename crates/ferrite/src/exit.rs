@@ -95,7 +95,7 @@ impl Failure {
         }
     }
 
-    /// The same failure with one more next step.
+    /// Adds a next step to this failure.
     #[must_use]
     pub fn with_more_help(self, more: &str) -> Failure {
         let help =

@@ -186,7 +186,7 @@ fn a_guest_gets_a_disk_that_clients_may_write_when_its_export_has_ended() {
     site.unexport(tap.id);
     front.close(PATIENCE).unwrap();
     site.leave(&disk);
-    // And when it has left, clients may write again.
+    // Clients may write again when the guest has left.
     site.export(tap.id, &json!({})).unwrap();
     site.unexport(tap.id);
     site.end();

@@ -142,7 +142,7 @@ const SENDER: [(Step, bool); 9] = [
     (Step::Migration("decided"), true),
     (Step::Migration("written"), true),
 ];
-/// The same of the receiver's daemon.
+/// The steps of the receiver's daemon, and whether the disk has moved when the daemon dies there.
 const RECEIVER: [(Step, bool); 8] = [
     (Step::Migration("noted"), false),
     (Step::Migration("made"), false),

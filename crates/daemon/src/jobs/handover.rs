@@ -83,7 +83,7 @@ fn moved(run: &Run, mirror: &Mirror, disk: Option<DiskId>, by: &str) -> Result<b
     let record = send::read(run.shared(), id).map_err(Halt::Failed)?;
     let Some(disk) = disk else { return Ok(true) };
     if !record.keep {
-        // The mark refuses it: so the disk stays paused, whoever ends, and says why.
+        // The mark refuses the image. So the disk stays paused over the end of any process, and its row says why.
         if let Err(e) = run.with_pausing(|p| p.resume(disk, by)) {
             tracing::info!("disk {disk} waits until it is detached: {e}");
         }

@@ -47,7 +47,7 @@ pub struct Mirror {
     /// Whether the disk goes on with the target, once that has all.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub switches: bool,
-    /// Whether it goes on with a target that an earlier mirror had, and that nobody has written to since.
+    /// Whether this mirror resumes an earlier one: no other program has written to the target since then.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub resumes: bool,
     /// Bytes of the disk, once that is known.

@@ -112,7 +112,7 @@ pub(crate) fn begin(shared: &Arc<Shared>) {
     }
 }
 
-/// Does what is left to do, until the daemon ends.
+/// Continues the migrations whose records are not finished, until the daemon ends.
 fn go_on(shared: &Arc<Shared>) {
     loop {
         for record in shared.migration.records.all::<Incoming>() {

@@ -313,7 +313,7 @@ pub(super) fn ensure(shared: &Arc<Shared>, mut record: Incoming) -> Result<Incom
     Ok(record)
 }
 
-/// Makes the image anew: what is left of it was not given to anybody.
+/// Makes the image of an incoming disk. The file of an earlier attempt is removed: the sender has never written to it.
 fn make(shared: &Shared, record: &Incoming, image: &Image) -> Result<(), Failure> {
     match fs::remove_file(&image.path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => {
@@ -502,7 +502,7 @@ fn clean(shared: &Shared, record: &Incoming) {
     }
 }
 
-/// Ends what is left of a disk that has come: its export to the sender.
+/// Ends the export of a disk that has arrived, by which the sender's guest uses it.
 pub(super) fn end(shared: &Shared, record: &Incoming) -> Result<(), Failure> {
     close(shared, &record.image())
 }

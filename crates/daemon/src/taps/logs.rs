@@ -114,7 +114,7 @@ pub(super) fn end(shared: &Shared, id: DiskId, tap: &TapState) -> Result<(), Fai
                 .to_owned(),
     };
     let mut log = match Log::open(path, true) {
-        // The storage manager has removed it: nobody asks for the changes.
+        // The storage manager has removed the log, so it will not read the changes.
         Err(e) if e.errno == Errno::NOENT => {
             tracing::warn!("the log of {id} is gone, and with it what it had: {}", path.display());
             forget(shared, id);

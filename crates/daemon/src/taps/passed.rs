@@ -195,7 +195,7 @@ fn begin(shared: &Arc<Shared>) -> io::Result<Arc<Waker>> {
     Ok(wake)
 }
 
-/// Somebody who has connected and not sent yet.
+/// A client of the socket that has connected and not yet sent a descriptor.
 struct Sender {
     stream: UnixStream,
     receiver: Arc<Receiver>,

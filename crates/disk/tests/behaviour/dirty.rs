@@ -84,7 +84,7 @@ impl Mapped {
     }
 }
 
-/// The same as the disk tells its clients.
+/// The changed stretches of the first map, as the open disk tells them to its clients: offsets and lengths.
 fn viewed(session: &Session) -> Vec<(u64, u64)> {
     let view = session.disk().dirty_view().unwrap().expect("maps");
     let all = view.stretches(&view.maps()[0].id, 0..40 * MIB, usize::MAX).unwrap();

@@ -38,7 +38,7 @@ impl Servers {
         Servers::start_with(name, count, "http", &[])
     }
 
-    /// The same, with further options.
+    /// Starts a cluster whose clients connect by `scheme`, with further options of etcd. None: etcd is not installed.
     pub(crate) fn start_with(
         name: &str,
         count: usize,
