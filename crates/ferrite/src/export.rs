@@ -12,22 +12,18 @@ use std::time::Duration;
 
 use ferrite_disk::{Disk, OnDamage, OpenOptions, Session, StoreKey};
 use ferrite_host::clock::SystemClock;
-use ferrite_io::engines::EngineChoice;
 use ferrite_serve::blkif::lifecycle::close;
 use ferrite_serve::nbd::{COURTESY, EngineFactory, Exported, Options, Server, Source};
 use ferrite_serve::path::device::Device;
-use ferrite_serve::path::full::OnFull;
 use ferrite_serve::tuning::Tuning;
 
 use crate::engine::{choose, engines};
 use crate::exit::Failure;
-use crate::options::StoreMemoryArgs;
-use crate::parents::ParentsArgs;
 use crate::serve::{RECOVERY_ENTRIES, TAKE_OVER_WAIT, stop_on_signals};
 use crate::store::owner::{Place, Serving};
 use crate::store::reading;
 use crate::user_state::{self, State};
-use args::{ExportArgs, ExportCommand, NbdArgs};
+use args::{ExportArgs, ExportCommand, NbdArgs, OpenArgs};
 use listen::Listening;
 use network::Clients;
 
@@ -41,32 +37,6 @@ pub(crate) fn run(args: &ExportArgs) -> Result<(), Failure> {
 
 /// The most images of one process: each client looks at all of them.
 const MAX_EXPORTS: usize = 64;
-
-/// How images are opened, of the arguments of either protocol.
-struct How<'a> {
-    read_only: bool,
-    keep_allocated: bool,
-    /// Whether the image may end within a sector.
-    odd_size: bool,
-    on_full: OnFull,
-    engine: EngineChoice,
-    store: &'a StoreMemoryArgs,
-    parents: &'a ParentsArgs,
-}
-
-impl<'a> How<'a> {
-    fn of(args: &'a NbdArgs) -> How<'a> {
-        How {
-            read_only: args.read_only,
-            keep_allocated: args.keep_allocated,
-            odd_size: true,
-            on_full: args.on_full,
-            engine: args.engine,
-            store: &args.store,
-            parents: &args.parents,
-        }
-    }
-}
 
 /// An open image that is exported.
 struct Opened {
@@ -87,7 +57,7 @@ fn nbd(args: &NbdArgs) -> Result<(), Failure> {
     // A port does not say who had it before.
     let may_follow = socket.as_ref().is_none_or(Listening::may_follow_another);
     let commands = Place::of(images.iter().map(|(_, image)| image.as_os_str()));
-    if args.read_only {
+    if args.open.read_only {
         reading::through_owners();
     }
     let opened = match open_all(args, images, may_follow.then_some(TAKE_OVER_WAIT)) {
@@ -128,10 +98,10 @@ fn open_all(
     images: Vec<(String, OsString)>,
     wait_for_lock: Option<Duration>,
 ) -> Result<Vec<Opened>, Failure> {
-    let state = user_state::to_serve(args.read_only)?;
+    let state = user_state::to_serve(args.open.read_only)?;
     let mut opened = Vec::new();
     for (name, image) in images {
-        match open(&How::of(args), name, image, wait_for_lock, &state) {
+        match open(&args.open, true, name, image, wait_for_lock, &state) {
             Ok(one) => opened.push(one),
             Err(failure) => {
                 // Nothing was written. An image that is closed leaves no journal.
@@ -145,14 +115,14 @@ fn open_all(
 
 fn options(args: &NbdArgs, engine: EngineFactory) -> Options {
     Options {
-        read_only: args.read_only,
+        read_only: args.open.read_only,
         max_clients: args.clients as usize,
         client_bytes: args.memory,
         greeting: COURTESY,
         goodbye: COURTESY,
         at_stop: COURTESY,
         engine,
-        tuning: Tuning { merge: !args.no_merge, ..Tuning::default() },
+        tuning: Tuning { merge: !args.open.no_merge, ..Tuning::default() },
         counters: None,
         keeps_all: false,
         traces: None,
@@ -172,14 +142,16 @@ fn serve_commands(place: Place, opened: &[Opened]) -> Option<Serving> {
     }
 }
 
+/// Opens an image. With `odd_size` it may end within a sector.
 fn open(
-    args: &How<'_>,
+    args: &OpenArgs,
+    odd_size: bool,
     name: String,
     image: OsString,
     wait_for_lock: Option<Duration>,
     state: &State,
 ) -> Result<Opened, Failure> {
-    let disk = open_disk(args, &image, wait_for_lock, state)?;
+    let disk = open_disk(args, odd_size, &image, wait_for_lock, state)?;
     tracing::info!("opened {disk}");
     let store = match &disk {
         Disk::Store(volume) => StoreKey::at(volume.medium().path()).ok(),
@@ -238,7 +210,8 @@ fn close_all(opened: &[Opened]) -> Result<(), Failure> {
 }
 
 fn open_disk(
-    args: &How<'_>,
+    args: &OpenArgs,
+    odd_size: bool,
     image: &OsStr,
     wait_for_lock: Option<Duration>,
     state: &State,
@@ -246,7 +219,7 @@ fn open_disk(
     let options = OpenOptions {
         read_only: args.read_only,
         keep_allocated: args.keep_allocated,
-        odd_size: args.odd_size,
+        odd_size,
         wait_for_lock,
         unseen_state: state.unseen,
         state_dir: state.folder.clone(),

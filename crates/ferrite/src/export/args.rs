@@ -50,6 +50,26 @@ pub(crate) struct VhostArgs {
     #[arg(long, value_name = "NAME", value_parser = parse_serial)]
     pub(crate) serial: Option<String>,
 
+    /// Memory for data in flight; at least 1 MiB for each queue. It is taken as it is used.
+    #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = parse_bytes)]
+    pub(crate) memory: usize,
+
+    #[command(flatten)]
+    pub(crate) open: OpenArgs,
+}
+
+fn parse_serial(text: &str) -> Result<String, String> {
+    match text.len() <= ferrite_serve::vhost::ID_BYTES
+        && text.bytes().all(|byte| byte.is_ascii_graphic())
+    {
+        true => Ok(text.to_owned()),
+        false => Err("it must be at most 20 letters, digits and signs".to_owned()),
+    }
+}
+
+/// How images are opened, for either protocol.
+#[derive(Debug, Args)]
+pub(crate) struct OpenArgs {
     /// Open the image read-only and refuse writes.
     #[arg(long)]
     pub(crate) read_only: bool,
@@ -61,10 +81,6 @@ pub(crate) struct VhostArgs {
     /// If the storage has no space for a write: fail it (error), or answer it when there is space (wait).
     #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error, value_parser = on_full_policies())]
     pub(crate) on_full: OnFull,
-
-    /// Memory for data in flight; at least 1 MiB for each queue. It is taken as it is used.
-    #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = parse_bytes)]
-    pub(crate) memory: usize,
 
     /// Engine for disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
     #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto, value_parser = engines())]
@@ -79,15 +95,6 @@ pub(crate) struct VhostArgs {
 
     #[command(flatten)]
     pub(crate) parents: ParentsArgs,
-}
-
-fn parse_serial(text: &str) -> Result<String, String> {
-    match text.len() <= ferrite_serve::vhost::ID_BYTES
-        && text.bytes().all(|byte| byte.is_ascii_graphic())
-    {
-        true => Ok(text.to_owned()),
-        false => Err("it must be at most 20 letters, digits and signs".to_owned()),
-    }
 }
 
 /// `ferrite export nbd`.
@@ -108,42 +115,19 @@ pub(crate) struct NbdArgs {
     #[command(flatten)]
     pub(crate) network: NetworkArgs,
 
-    /// Open the image read-only and refuse writes.
-    #[arg(long)]
-    pub(crate) read_only: bool,
-
     /// Do not tell clients the names of the images: who asks for the list gets an error, and has to know the name.
     #[arg(long)]
     pub(crate) no_list: bool,
-
-    /// Keep the space that the image has: refuse discards, and write zeros so that they have space.
-    #[arg(long)]
-    pub(crate) keep_allocated: bool,
 
     /// Serve up to N clients at once, each with a thread of its own; further clients are disconnected.
     #[arg(long, value_name = "N", default_value_t = 16,
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) clients: u32,
 
-    /// If the storage has no space for a write: fail it (error), or answer it when there is space (wait).
-    #[arg(long, value_name = "POLICY", default_value_t = OnFull::Error, value_parser = on_full_policies())]
-    pub(crate) on_full: OnFull,
-
     /// Most memory for data in flight of each client; at least 2 MiB. It is taken as it is used.
     #[arg(long, value_name = "SIZE", default_value = "8M", value_parser = parse_bytes)]
     pub(crate) memory: usize,
 
-    /// Engine for disk I/O: uring, aio, or auto: io_uring where it works, else Linux AIO.
-    #[arg(long, value_name = "ENGINE", default_value_t = EngineChoice::Auto, value_parser = engines())]
-    pub(crate) engine: EngineChoice,
-
-    /// Send each request to the storage by itself, even where adjacent ones could share an operation.
-    #[arg(long)]
-    pub(crate) no_merge: bool,
-
     #[command(flatten)]
-    pub(crate) store: StoreMemoryArgs,
-
-    #[command(flatten)]
-    pub(crate) parents: ParentsArgs,
+    pub(crate) open: OpenArgs,
 }

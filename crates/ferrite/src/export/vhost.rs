@@ -9,7 +9,7 @@ use ferrite_serve::vhost::{ID_BYTES, Options, serve};
 
 use super::args::VhostArgs;
 use super::listen::{Listening, listen};
-use super::{How, close_all, open, serve_commands};
+use super::{close_all, open, serve_commands};
 use crate::exit::Failure;
 use crate::serve::{TAKE_OVER_WAIT, stop_on_signals};
 use crate::store::owner::Place;
@@ -22,12 +22,12 @@ pub(super) fn run(args: &VhostArgs) -> Result<(), Failure> {
     let socket = listen(args.socket.as_deref(), false)?;
     let may_follow = socket.as_ref().is_none_or(Listening::may_follow_another);
     let commands = Place::of(iter::once(args.image.as_os_str()));
-    if args.read_only {
+    if args.open.read_only {
         reading::through_owners();
     }
     let wait = may_follow.then_some(TAKE_OVER_WAIT);
-    let state = user_state::to_serve(args.read_only)?;
-    let opened = match open(&how(args), String::new(), args.image.clone(), wait, &state) {
+    let state = user_state::to_serve(args.open.read_only)?;
+    let opened = match open(&args.open, false, String::new(), args.image.clone(), wait, &state) {
         Ok(opened) => vec![opened],
         Err(failure) => {
             commands.into_iter().for_each(Place::give_up);
@@ -40,12 +40,12 @@ pub(super) fn run(args: &VhostArgs) -> Result<(), Failure> {
     if let Some(socket) = &socket {
         tracing::info!("listening at {}", socket.place(args.socket.as_deref()));
         let options = Options {
-            read_only: args.read_only,
+            read_only: args.open.read_only,
             queues: args.queues,
             memory: args.memory,
             id: id(args),
             engine: opened[0].engine.clone(),
-            tuning: Tuning { merge: !args.no_merge, ..Tuning::default() },
+            tuning: Tuning { merge: !args.open.no_merge, ..Tuning::default() },
             counters: Some(Counters::default()),
         };
         served = serve(&opened[0].device, &options, socket.listener(), &stop);
@@ -59,18 +59,6 @@ pub(super) fn run(args: &VhostArgs) -> Result<(), Failure> {
         Failure::new("cannot serve the guest", e, help)
     })?;
     closed
-}
-
-fn how(args: &VhostArgs) -> How<'_> {
-    How {
-        read_only: args.read_only,
-        keep_allocated: args.keep_allocated,
-        odd_size: false,
-        on_full: args.on_full,
-        engine: args.engine,
-        store: &args.store,
-        parents: &args.parents,
-    }
 }
 
 /// The name that the guest sees: the one that was given, or the image's without its folder and its extension.
