@@ -18,7 +18,9 @@ use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
+use ferrite_host::names;
 use ferrite_host::shm::Shm;
+use rustix::fs::Mode;
 
 pub mod log;
 
@@ -116,7 +118,7 @@ impl ChangeMapFile {
     /// Errors of the file system.
     pub fn create(path: &Path, bytes: u64, was_consistent: bool) -> io::Result<ChangeMapFile> {
         if let Some(folder) = path.parent() {
-            std::fs::create_dir_all(folder)?;
+            names::create_dir_all(folder, Mode::RWXU)?;
         }
         let new = path.with_extension("new");
         let mut options = OpenOptions::new();

@@ -273,7 +273,7 @@ impl MirrorFile {
     /// Errors of the file system.
     pub fn create(path: &Path, bytes: u64) -> io::Result<MirrorFile> {
         if let Some(folder) = path.parent() {
-            std::fs::create_dir_all(folder)?;
+            names::create_dir_all(folder, Mode::RWXU)?;
         }
         // A worker may have an older one mapped, and keeps it.
         let new = path.with_extension("new");
@@ -302,7 +302,7 @@ impl MirrorFile {
     /// Errors of the file system.
     pub fn create_for_writes(path: &Path) -> io::Result<MirrorFile> {
         if let Some(folder) = path.parent() {
-            std::fs::create_dir_all(folder)?;
+            names::create_dir_all(folder, Mode::RWXU)?;
         }
         let new = path.with_extension("new");
         let mut options = OpenOptions::new();
