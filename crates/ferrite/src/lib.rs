@@ -25,6 +25,7 @@ pub mod options;
 mod pairs;
 pub mod parents;
 mod plain;
+mod pool;
 mod seeing;
 mod serve;
 mod served_raw;
@@ -37,7 +38,7 @@ mod worker;
 
 /// The log level of a server. Other commands log problems only.
 const SERVER_LOG: &str =
-    "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info,ferrite_tunnel=info";
+    "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info,ferrite_tunnel=info,ferrite_member=info";
 
 /// The internal commands, which have no options.
 const KEEPER: &str = "keeper";
@@ -70,6 +71,7 @@ pub fn main() -> ExitCode {
             | cli::Command::StoreWorker(_)
             | cli::Command::Export(_)
             | cli::Command::Tunnel(_)
+            | cli::Command::Pool(_)
     );
     if is_server {
         ferrite_serve::counters::remember_process();
@@ -97,6 +99,7 @@ pub fn main() -> ExitCode {
         cli::Command::Tunnel(args) => tunnel::run(args),
         cli::Command::Upgrade(args) => disk::upgrade(args),
         cli::Command::Doctor(args) => doctor::run(args),
+        cli::Command::Pool(args) => pool::run(args),
         cli::Command::Image(args) => image::run(args),
         cli::Command::Store(args) => store::run(args),
         cli::Command::Backup(args) => backup::run(args),

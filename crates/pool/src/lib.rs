@@ -15,6 +15,7 @@ mod names;
 mod owner;
 mod record;
 mod rules;
+pub mod wire;
 
 pub use member::{Effect as MemberEffect, Member, Stored};
 pub use messages::{Data, Io, Reply, Request};

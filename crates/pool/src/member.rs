@@ -156,6 +156,24 @@ impl Member {
         self.go_on()
     }
 
+    /// Whether a connection is the session's.
+    pub fn is_session(&self, conn: ConnId) -> bool {
+        self.session.contains(&conn)
+    }
+
+    /// The medium may have lost what was answered: a flush has failed. The copy is no source any more, as after R10, and
+    /// the session ends.
+    pub fn lost(&mut self) -> Vec<Effect> {
+        self.wanted.incomplete = true;
+        for conn in std::mem::take(&mut self.session) {
+            self.end(conn);
+        }
+        if let Some(opening) = self.opening.take() {
+            self.end(opening.conn);
+        }
+        self.go_on()
+    }
+
     fn open(&mut self, conn: ConnId, generation: Generation, owner: OwnerId) {
         let begun = self.opening.as_ref().map(|opening| (opening.generation, Some(opening.owner)));
         let (known, of) = begun.unwrap_or((self.wanted.generation, self.wanted.owner));

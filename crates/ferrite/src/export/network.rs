@@ -57,14 +57,14 @@ fn address(text: &str) -> Result<SocketAddr, String> {
 }
 
 /// Listening sockets for clients of other hosts.
-pub(super) struct Network {
+pub(crate) struct Network {
     /// Where they listen and how, for people.
-    pub(super) places: Vec<String>,
-    pub(super) clients: Clients,
+    pub(crate) places: Vec<String>,
+    pub(crate) clients: Clients,
 }
 
 /// Where these clients come from.
-pub(super) enum Clients {
+pub(crate) enum Clients {
     /// They speak in clear.
     Plain(Vec<TcpListener>),
     /// They speak TLS with the tunnel.
@@ -72,7 +72,7 @@ pub(super) enum Clients {
 }
 
 /// Listens. Nobody is served yet.
-pub(super) fn listen(args: &NetworkArgs) -> Result<Option<Network>, Failure> {
+pub(crate) fn listen(args: &NetworkArgs) -> Result<Option<Network>, Failure> {
     if args.listen.is_empty() {
         return Ok(None);
     }
@@ -119,9 +119,9 @@ pub(super) fn listen(args: &NetworkArgs) -> Result<Option<Network>, Failure> {
 }
 
 /// The thread that starts the tunnel, and the next one when it ends.
-pub(super) struct TunnelThread {
+pub(crate) struct TunnelThread {
     /// Brings clients to the server.
-    pub(super) channel: OwnedFd,
+    pub(crate) channel: OwnedFd,
     stop: Arc<Waker>,
     thread: Option<JoinHandle<()>>,
 }
