@@ -203,12 +203,14 @@ pub(crate) fn restore(shared: &Arc<Shared>) {
     sweep(shared);
 }
 
-/// Removes the names of sockets of taps that have no keeper and no thread.
+/// Removes the files of taps that have no keeper and no thread: their keepers were killed while they had no image.
 fn sweep(shared: &Shared) {
-    for id in blktap::linked(&shared.paths).filter(|id| id.is_tap()).collect::<BTreeSet<_>>() {
+    let mut left: BTreeSet<DiskId> = blktap::linked(&shared.paths).collect();
+    left.extend(shared.serving.kept_disks());
+    for id in left.into_iter().filter(|id| id.is_tap()) {
         let is_attached = shared.taps.lock().contains_key(&id.devid);
         if !is_attached && !shared.table.read(|disks| disks.contains_key(&id)) {
-            blktap::unlink(&shared.paths, id);
+            Follower::forget_tap(shared, id);
         }
     }
 }
