@@ -110,6 +110,8 @@ pub struct Entry {
     pub(crate) resume: Resume,
     /// How often the disk has gone on after a pause.
     pub(crate) resumed: u64,
+    /// How often it is still tried to end the pause of an operation of the daemon before.
+    pub(crate) tries: u32,
     /// The state of its upgrade.
     pub(crate) upgrade: Upgrade,
     /// Its part in a joint upgrade, until its thread takes it.
@@ -266,6 +268,7 @@ impl Table {
             pause: known.and_then(|state| state.pause.clone()),
             resume: known.map_or(Resume::None, Resume::after_a_restart),
             resumed: 0,
+            tries: known.map_or(0, Resume::tries_after_a_restart),
             upgrade: Upgrade::None,
             participant: None,
             group: None,

@@ -134,12 +134,16 @@ pub(super) fn second(run_dir: &Path) -> PathBuf {
 
 /// Has the tables of the disk's guests name no image, if there are any: the guests go on with another one.
 /// The requests in them stay. No process serves the disk.
-pub fn release_tables(run_dir: &Path) {
+///
+/// # Errors
+/// A table cannot be opened. Its guest would not be served from another image.
+pub fn release_tables(run_dir: &Path) -> io::Result<()> {
     for table in [run_dir.join(TABLE), second(run_dir).join(TABLE)] {
-        if let Some(name) = ImageName::open(&table) {
+        if let Some(name) = ImageName::open(&table)? {
             name.set(&DiskIdentity::default());
         }
     }
+    Ok(())
 }
 
 /// Removes the counters of the disk with this run directory.
