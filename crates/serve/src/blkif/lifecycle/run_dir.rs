@@ -285,6 +285,14 @@ mod tests {
     }
 
     #[test]
+    fn a_table_that_cannot_be_opened_is_not_released() {
+        let run_dir = tempfile::tempdir().unwrap();
+        release_tables(run_dir.path()).unwrap();
+        std::fs::create_dir(run_dir.path().join(TABLE)).unwrap();
+        assert!(release_tables(run_dir.path()).is_err());
+    }
+
+    #[test]
     fn a_directory_that_was_removed_by_its_last_owner_is_made_anew() {
         let base = tempfile::tempdir().unwrap();
         let path = base.path().join("vbd-1-2");
