@@ -156,11 +156,13 @@ impl Story {
         let (mut disk, doubtful) = (self.disk.borrow_mut(), self.doubtful.take());
         let sectors = found.chunks(512).zip(disk.chunks(512));
         for (sector, (is, _)) in sectors.enumerate().filter(|(_, (is, was))| is != was) {
-            let mut newer = doubtful.iter().filter_map(|(first, data)| {
-                data.chunks(512).nth(sector.checked_sub(*first)?)
-            });
+            let mut newer = doubtful
+                .iter()
+                .filter_map(|(first, data)| data.chunks(512).nth(sector.checked_sub(*first)?));
             if !newer.any(|new| new == is) {
-                return Err(format!("the disk has lost what its guest has written: sector {sector}"));
+                return Err(format!(
+                    "the disk has lost what its guest has written: sector {sector}"
+                ));
             }
         }
         *disk = found;

@@ -52,7 +52,8 @@ pub(super) fn show(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     let under_way = begin_verifying(bench, &mut guest)?;
     let name = guest.name().to_owned();
     let migrate = format!("ferrite migrate {name}/xvda b --name moved.qcow2 2>&1");
-    shown.timed("move its disk to the second daemon", || bench.xenhost.sh_for(&migrate, LIMIT_S))?;
+    shown
+        .timed("move its disk to the second daemon", || bench.xenhost.sh_for(&migrate, LIMIT_S))?;
     let status = bench.xenhost.sh(&format!("ferrite migrate status {name}/xvda"))?;
     ensure!(status.contains("the other host has the disk"), "{status}");
     let listed = bench.xenhost.sh("ferrite disk list")?;
@@ -65,11 +66,7 @@ pub(super) fn show(bench: &mut Bench<'_>, shown: &mut Shown) -> Result<()> {
     let id = known["migrations"][0]["id"].as_str().with_context(|| format!("no id: {known}"))?;
     // The export of the disk ends. Nobody uses it any more.
     bench.xenhost.sh(&format!("ferrite migrate forget {id} --run-dir {RUN}"))?;
-    bench.xenhost.wait_until(
-        "an image at rest",
-        &format!("ferrite image check {THERE}"),
-        60,
-    )?;
+    bench.xenhost.wait_until("an image at rest", &format!("ferrite image check {THERE}"), 60)?;
     bench.xenhost.sh(&format!("kill -TERM {second}"))?;
     bench.xenhost.wait_until("the end of the second daemon", &ended(second), 60)?;
     shown.fact(
