@@ -163,10 +163,13 @@ fn attach_many(host: &Host, guests: u16) -> Vec<(DiskPaths, Frontend)> {
 /// Closes all, and checks that nothing is left.
 fn end_all(host: &Host, guests: Vec<(DiskPaths, Frontend)>) {
     let keepers: Vec<i32> = guests.iter().map(|(disk, _)| keeper(host, disk)).collect();
-    let disks: Vec<DiskPaths> = guests.into_iter().map(|(disk, mut front)| {
-        front.close(PATIENCE).unwrap();
-        disk
-    }).collect();
+    let disks: Vec<DiskPaths> = guests
+        .into_iter()
+        .map(|(disk, mut front)| {
+            front.close(PATIENCE).unwrap();
+            disk
+        })
+        .collect();
     end(host, &disks, &keepers);
 }
 

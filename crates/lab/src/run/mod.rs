@@ -20,8 +20,8 @@ pub(crate) mod task;
 
 use cli::{Cli, Part, PartCli};
 use ferrite::exit::{Code, Failure};
-use kept::Sharing;
 use ferrite::{generate, log};
+use kept::Sharing;
 
 /// The program: its command line, one run, the report.
 pub(crate) fn main() -> ExitCode {

@@ -208,8 +208,7 @@ fn stopped(host: &Host, guests: &mut [Guest], to: &mut Figures) -> Result<()> {
     let victims: Vec<_> = others.iter().take(STOPPED).map(|it| it.disk.domid.0).collect();
     let keepers = all.iter().filter(|disk| victims.contains(&disk.disk.domid));
     let workers = keepers.filter_map(|disk| worker_of(disk.pid?));
-    let workers: Vec<_> =
-        workers.filter_map(|pid| Pid::from_raw(pid.cast_signed())).collect();
+    let workers: Vec<_> = workers.filter_map(|pid| Pid::from_raw(pid.cast_signed())).collect();
     let signal = |signal| workers.iter().try_for_each(|pid| kill_process(*pid, signal));
     signal(Signal::STOP)?;
     let mut longest = Duration::ZERO;
