@@ -203,7 +203,10 @@ fn answers(host: &Host, to: &mut Figures) -> Result<()> {
 fn stopped(host: &Host, guests: &mut [Guest], to: &mut Figures) -> Result<()> {
     let half = guests.len() / 2;
     let (probes, others) = guests.split_at_mut(PROBES.min(half));
-    let calm = probe(probes, || Ok(std::thread::sleep(Duration::from_secs(3))))?;
+    let calm = probe(probes, || {
+        std::thread::sleep(Duration::from_secs(3));
+        Ok(())
+    })?;
     let all = host.call::<Disks>("disk.list", &json!({}))?.disks;
     let victims: Vec<_> = others.iter().take(STOPPED).map(|it| it.disk.domid.0).collect();
     let keepers = all.iter().filter(|disk| victims.contains(&disk.disk.domid));
