@@ -1,6 +1,6 @@
 //! The table of all disks that the daemon knows.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -241,10 +241,9 @@ impl Table {
         let mut disks = self.lock();
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         reserved.remove(&id);
-        let is_free = |minor: &u32| {
-            let mut taken = disks.values().map(|entry| &entry.minor).chain(reserved.values());
-            taken.all(|taken| taken != minor)
-        };
+        let taken = disks.values().map(|entry| entry.minor).chain(reserved.values().copied());
+        let taken: BTreeSet<u32> = taken.collect();
+        let is_free = |minor: &u32| !taken.contains(minor);
         let minor = known.map(|state| state.minor).filter(|minor| is_free(minor));
         let is_unknown = |minor: &u32| is_free(minor) && !is_allocated(*minor);
         let minor = minor.or_else(|| (0..).find(is_unknown)).unwrap_or_default();

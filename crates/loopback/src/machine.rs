@@ -17,6 +17,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -171,6 +172,12 @@ impl Machine {
     pub fn counted_store(&self) -> Result<(Store, Arc<AtomicU64>), LoopbackError> {
         let (socket, requests) = self.server.connect_counted(BACKEND_DOMID)?;
         Ok((Store::from_fd(socket), requests))
+    }
+
+    /// Serves a connection that another process has made to a socket of the store, for dom0. It must not block.
+    /// Returns the counter of its requests.
+    pub fn serve_connection(&self, socket: OwnedFd) -> Arc<AtomicU64> {
+        self.server.serve(BACKEND_DOMID, socket)
     }
 
     /// A connection to the store that acts for a guest.

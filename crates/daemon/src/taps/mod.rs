@@ -136,6 +136,11 @@ pub(crate) fn has_guest(disks: &BTreeMap<DiskId, Entry>, id: DiskId) -> bool {
     disks.values().any(|entry| entry.tap.as_ref().is_some_and(|tap| tap.guest == Some(id)))
 }
 
+/// The guests' disks that taps serve.
+pub(crate) fn guests(disks: &BTreeMap<DiskId, Entry>) -> BTreeSet<DiskId> {
+    disks.values().filter_map(|entry| entry.tap.as_ref()?.guest).collect()
+}
+
 /// How a guest's disk has joined a tap.
 pub(crate) enum Joined {
     /// The tap's thread serves it.
