@@ -92,7 +92,7 @@ impl GuestSpace {
     }
 
     /// The descriptor on which the backend's events arrive.
-    pub(super) fn event_fd(&self, port: u32) -> BorrowedFd<'_> {
+    pub(crate) fn event_fd(&self, port: u32) -> BorrowedFd<'_> {
         self.descriptors.to_front(port)
     }
 
