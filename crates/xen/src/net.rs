@@ -123,14 +123,19 @@ impl NetRings {
         self.rx.publish() || tx
     }
 
-    /// The check before sleeping: asks for an event with the next transmit request, and with one more receive request
-    /// than there are. Tells whether there is one already.
+    /// The check before sleeping: asks for an event with the next transmit request, and if `rx` with one more receive
+    /// request than there are. Tells whether there is a transmit request already, or one more page.
     ///
     /// # Errors
     /// A producer is impossible.
-    pub fn final_check(&mut self) -> Result<bool, RingViolation> {
-        let free = self.rx.unconsumed()?;
-        let rx = self.rx.final_check(free)?;
-        Ok(self.tx.final_check(0)? || rx)
+    pub fn final_check(&mut self, rx: bool) -> Result<bool, RingViolation> {
+        let more = match rx {
+            true => {
+                let there = self.rx.unconsumed()?;
+                self.rx.final_check(there)?
+            }
+            false => false,
+        };
+        Ok(self.tx.final_check(0)? || more)
     }
 }
