@@ -18,6 +18,13 @@ macro_rules! counters {
                 Counts { $($name: self.$name.load(Relaxed),)* }
             }
         }
+
+        impl Counts {
+            /// All of them, by their names.
+            pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($name), self.$name),)*].into_iter()
+            }
+        }
     };
 }
 

@@ -12,6 +12,7 @@ mod control;
 pub mod counters;
 pub mod packet;
 pub mod switch;
+pub mod tap;
 mod vif;
 mod worker;
 
