@@ -177,7 +177,9 @@ fn a_network_that_starts_again_goes_on_with_the_rings() {
         rig.queue(0).push().unwrap();
         rig.start();
         let mut answered = 0;
+        let end = Instant::now() + LONG;
         while answered < 20 {
+            assert!(Instant::now() < end, "{answered} of 20 are answered");
             rig.queue(0).wait(Duration::from_millis(10)).unwrap();
             answered += rig.queue(0).answers().unwrap().len();
         }
@@ -207,7 +209,9 @@ fn a_receiver_without_pages_costs_a_bounded_time_and_its_packets() {
     assert_eq!(packet(rig.queue(2)).frame, good);
     assert_eq!(rig.queue(0).unanswered(), 101);
     let mut dropped = 0;
+    let end = Instant::now() + LONG;
     while dropped < 100 {
+        assert!(Instant::now() < end, "{dropped} of 100 are answered");
         rig.queue(0).wait(Duration::from_millis(10)).unwrap();
         let sent = rig.queue(0).answers().unwrap();
         dropped += sent.iter().filter(|sent| sent.status == RSP_DROPPED).count();

@@ -10,7 +10,7 @@ use std::time::Duration;
 use common::{LONG, Rig, answer, connected, frame, mac, packet};
 use ferrite_loopback::front::RingWord;
 use ferrite_loopback::netfront::{NetOptions, SendOptions};
-use ferrite_xen::hypervisor::{GrantRef, PAGE_SIZE};
+use ferrite_xen::hypervisor::GrantRef;
 use ferrite_xen::netif::{
     ExtraInfo, GSO_TCPV4, RSP_ERROR, RSP_OKAY, RxRequest, TX_EXTRA_INFO, TX_MORE_DATA, TxRequest,
 };
@@ -189,7 +189,7 @@ fn t40_a_header_that_changes_is_delivered_as_it_was_judged() {
     let mut rig = three();
     let bytes = frame(mac(1), mac(0), 1, 1000);
     let ends = Arc::new(AtomicBool::new(false));
-    let mut received = 0;
+    let (mut received, mut spoofed) = (0, 0);
     std::thread::scope(|scope| {
         let (queue_pages, flag) = (rig.fronts[0].queues[0].tx_pages(), ends.clone());
         let space = rig.fronts[0].space().clone();
@@ -206,12 +206,13 @@ fn t40_a_header_that_changes_is_delivered_as_it_was_judged() {
         for _ in 0..2000 {
             rig.send(0, &bytes, &SendOptions::default());
             while let Some(packet) = rig.queue(1).receive().unwrap() {
-                assert_eq!(packet.frame[6..12], mac(0), "a spoofed frame was delivered");
+                spoofed += u64::from(packet.frame[6..12] != mac(0));
                 received += 1;
             }
         }
         ends.store(true, Ordering::Relaxed);
     });
+    assert_eq!(spoofed, 0, "spoofed frames were delivered");
     let counts = rig.counts(0);
     assert_eq!(counts.spoofed + counts.sent_packets, 2000);
     assert!(received > 0 && counts.sent_packets == received);
@@ -273,7 +274,6 @@ fn t43_slots_without_bytes_and_sizes_that_lie_are_answered() {
     assert_eq!(rig.counts(0).malformed, 4);
     assert_eq!(rig.counts(1).received_packets, 0);
     others_go_on(&mut rig);
-    assert!(PAGE_SIZE == 4096);
 }
 
 #[test]
