@@ -215,7 +215,12 @@ fn t40_a_header_that_changes_is_delivered_as_it_was_judged() {
     assert_eq!(spoofed, 0, "spoofed frames were delivered");
     let counts = rig.counts(0);
     assert_eq!(counts.spoofed + counts.sent_packets, 2000);
-    assert!(received > 0 && counts.sent_packets == received);
+    assert!(received > 0);
+    // The sender is answered before the receiver.
+    while received < counts.sent_packets {
+        assert_eq!(packet(rig.queue(1)).frame[6..12], mac(0));
+        received += 1;
+    }
     others_go_on(&mut rig);
 }
 
