@@ -174,6 +174,7 @@ impl Follower {
         let root = self.root.clone();
         self.store.watch(&root, "interfaces")?;
         self.find()?;
+        self.command(Command::Begin);
         while !self.ends.load(Ordering::Acquire) {
             let mut changed = false;
             while self.store.poll_event()?.is_some() {

@@ -1,6 +1,6 @@
 //! The network interfaces of a host's guests, and the switch between them. Experimental.
 //!
-//! Two threads serve a switch. [`control`] follows xenstore: it connects interfaces, and disconnects them. [`worker`]
+//! Two threads serve a switch. `control` follows xenstore: it connects interfaces, and disconnects them. `worker`
 //! owns all rings and the [`switch`]: nothing there is shared, so nothing is locked.
 //!
 //! A packet's way: its slots are copied ([`packet`]), then the first bytes of the frame. The switch judges that private

@@ -219,6 +219,11 @@ impl NetQueue {
         Some(first)
     }
 
+    /// The ids of the slots of the packet that was put last: the pages that it is in.
+    pub fn last_ids(&self) -> &[u16] {
+        self.packets.back().map_or(&[], Vec::as_slice)
+    }
+
     /// Puts any request on the ring. Nothing is recorded.
     pub fn put(&mut self, request: TxRequest) {
         self.put_words(&request.encode());

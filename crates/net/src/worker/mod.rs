@@ -51,6 +51,8 @@ pub(crate) enum Command {
     Connect(Connection, Sender<Result<(), SwitchError>>),
     /// Drops an interface's rings, and says so.
     Disconnect(VifId, Sender<()>),
+    /// All interfaces that there were at the start are connected: before, packets for them would be lost.
+    Begin,
     /// Ends the thread.
     End,
 }
@@ -114,6 +116,8 @@ struct Turn {
     frames: Vec<Frame>,
     deliveries: Vec<Delivery>,
     pieces: Vec<Piece>,
+    /// Pieces of headers.
+    fetches: Vec<Piece>,
     rx: Vec<RxRequest>,
     headers: usize,
     uplink_frames: usize,
@@ -137,6 +141,7 @@ pub(crate) struct Worker {
     bytes: Vec<u8>,
     /// The port that is first in the next turn.
     first: usize,
+    has_begun: bool,
     has_ended: bool,
     copy_failures: u64,
 }
@@ -155,6 +160,7 @@ impl Worker {
             targets: Vec::new(),
             bytes: vec![0; UPLINK_BYTES],
             first: 0,
+            has_begun: false,
             has_ended: false,
             copy_failures: 0,
         })
@@ -167,7 +173,9 @@ impl Worker {
             if self.has_ended {
                 return;
             }
-            if !self.turn() {
+            if !self.has_begun {
+                self.sleep();
+            } else if !self.turn() {
                 self.rest();
             }
         }
@@ -185,6 +193,7 @@ impl Worker {
                     }
                     let _ = reply.send(());
                 }
+                Command::Begin => self.has_begun = true,
                 Command::End => self.has_ended = true,
             }
         }

@@ -65,7 +65,8 @@ impl Worker {
     /// Copies the headers of all frames that were taken. A frame whose header cannot be copied is refused.
     pub(super) fn fetch_headers(&mut self) {
         let frames = std::mem::take(&mut self.turn.frames);
-        let mut pieces = std::mem::take(&mut self.turn.pieces);
+        // Not the turn's: those of held packets are there already.
+        let mut pieces = std::mem::take(&mut self.turn.fetches);
         let mut ends = Vec::with_capacity(frames.len());
         for frame in &frames {
             self.add_fetch(frame, frame.header, &mut pieces);
@@ -85,7 +86,7 @@ impl Worker {
             is_ok
         });
         pieces.clear();
-        (self.turn.frames, self.turn.pieces) = (fetched, pieces);
+        (self.turn.frames, self.turn.fetches) = (fetched, pieces);
     }
 
     /// The pieces that bring a guest's frame, or its beginning, into the arena.

@@ -70,7 +70,7 @@ impl Worker {
         found
     }
 
-    fn sleep(&mut self) {
+    pub(super) fn sleep(&mut self) {
         let queues = || self.vifs.iter().flatten().flat_map(|vif| &vif.queues);
         let quiet = queues().any(|queue| queue.has_event).then_some(QUIET_NS);
         let held = queues().any(|queue| !queue.held.is_empty()).then_some(HELD_NS);
