@@ -21,6 +21,7 @@ mod job;
 mod lab;
 pub mod log;
 mod migrate;
+mod net;
 pub mod options;
 mod pairs;
 pub mod parents;
@@ -37,7 +38,7 @@ mod worker;
 
 /// The log level of a server. Other commands log problems only.
 const SERVER_LOG: &str =
-    "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info,ferrite_tunnel=info";
+    "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info,ferrite_net=info,ferrite_tunnel=info";
 
 /// The internal commands, which have no options.
 const KEEPER: &str = "keeper";
@@ -69,6 +70,7 @@ pub fn main() -> ExitCode {
             | cli::Command::Worker(_)
             | cli::Command::StoreWorker(_)
             | cli::Command::Export(_)
+            | cli::Command::Net(_)
             | cli::Command::Tunnel(_)
     );
     if is_server {
@@ -104,6 +106,7 @@ pub fn main() -> ExitCode {
         cli::Command::Top(args) => seeing::top::run(args),
         cli::Command::Lab(args) => lab::run(args),
         cli::Command::Trace(args) => seeing::trace::run(args),
+        cli::Command::Net(args) => net::run(args, json),
         cli::Command::Compat(args) => compat::unknown(args),
         cli::Command::Generate(args) => {
             let programs = [cli::definition(), compat::tap_ctl::definition()];

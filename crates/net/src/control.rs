@@ -39,6 +39,11 @@ impl Control {
         known.iter().map(|(id, counters)| (*id, counters.read())).collect()
     }
 
+    /// Whether the thread that follows xenstore has ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.thread.is_finished()
+    }
+
     /// Tells both threads to end.
     pub(crate) fn stop(&self) {
         self.ends.store(true, Ordering::Release);

@@ -106,6 +106,11 @@ impl Network {
         self.control.as_ref().map(control::Control::counters).unwrap_or_default()
     }
 
+    /// Whether it has ended by itself: [`Network::wait`] tells why.
+    pub fn has_ended(&self) -> bool {
+        self.control.as_ref().is_none_or(control::Control::has_ended)
+    }
+
     /// Waits until the network has ended by itself: only with an error.
     ///
     /// # Errors

@@ -283,7 +283,8 @@ mod tests {
         tcp[12] = 5 << 4;
         let frame = ipv4(TCP, &tcp);
         let gso = Some(Gso { size: 1448, kind: GsoKind::Tcp4 });
-        let mut begin = Begin::of(&frame, Offload { csum_blank: false, csum_valid: true, gso }).unwrap();
+        let mut begin =
+            Begin::of(&frame, Offload { csum_blank: false, csum_valid: true, gso }).unwrap();
         assert_eq!((begin.header[0], begin.header[1]), (NEEDS_CSUM, GSO_TCPV4));
         assert_eq!(begin.header[2..4], 54_u16.to_ne_bytes());
         let changed = begin.take_frame(&frame).unwrap();

@@ -10,9 +10,7 @@ use std::time::{Duration, Instant};
 use ferrite_net::packet::{Offload, Uplink};
 use ferrite_net::tap::TapUplink;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketType, ipproto, recv, sendto, socket,
-};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType, ipproto, recv, sendto, socket};
 
 const DEVICE: &str = "ferrite0";
 const OURS: [u8; 6] = [0x00, 0x16, 0x3e, 1, 2, 3];
@@ -155,7 +153,11 @@ fn ping() {
         let mut heard = vec![0; 4096];
         let len = recv(&socket, &mut heard[..], RecvFlags::empty()).unwrap().0;
         let heard = &heard[20..len];
-        assert_eq!((heard[0], &heard[4..]), (0, &request[4..]), "the answer has the question's bytes");
+        assert_eq!(
+            (heard[0], &heard[4..]),
+            (0, &request[4..]),
+            "the answer has the question's bytes"
+        );
     }
 }
 
@@ -167,9 +169,8 @@ fn checksums() {
 
     // From the kernel: the checksum is left out, and the field has the pseudo-header's sum.
     socket.send_to(&[7; 1000], "10.77.0.2:7001").unwrap();
-    let (sent, offload) = next(&mut tap, |frame, offload| {
-        (frame.len() == 1042).then(|| (frame.to_vec(), offload))
-    });
+    let (sent, offload) =
+        next(&mut tap, |frame, offload| (frame.len() == 1042).then(|| (frame.to_vec(), offload)));
     assert!(offload.csum_blank, "{offload:?}");
 
     // To the kernel: the same frame back. As it is, the checksum is wrong; as a blank one it is right.
