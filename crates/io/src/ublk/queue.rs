@@ -100,7 +100,8 @@ impl Channel for Queue {
             let part = to.slice(done, to.len() - done);
             let from = self.at(tag, at + done as u64);
             // SAFETY: the span is inside the arena, which lives, and nobody else has it: it belongs to the request.
-            let part = unsafe { std::slice::from_raw_parts_mut(arena.ptr(part).as_ptr(), part.len()) };
+            let part =
+                unsafe { std::slice::from_raw_parts_mut(arena.ptr(part).as_ptr(), part.len()) };
             done += some(retry_on_intr(|| pread(&self.file, &mut *part, from))?)?;
         }
         Ok(())

@@ -235,7 +235,8 @@ const DISCARD_SECTORS: u32 = 2 << 20;
 impl Parameters {
     pub(super) fn to_bytes(self) -> [u8; PARAMETER_BYTES] {
         let mut bytes = [0; PARAMETER_BYTES];
-        let mut put = |at: usize, value: u32| bytes[at..at + 4].copy_from_slice(&value.to_ne_bytes());
+        let mut put =
+            |at: usize, value: u32| bytes[at..at + 4].copy_from_slice(&value.to_ne_bytes());
         let types = BASIC | if self.discards.is_some() { DISCARD } else { 0 };
         put(0, PARAMETER_BYTES as u32);
         put(4, types);
