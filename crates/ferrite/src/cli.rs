@@ -23,6 +23,7 @@ use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs, engines, movers, o
 use crate::parents::ParentsArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
 use crate::seeing::trace::TraceArgs;
+use crate::pool::args::PoolArgs;
 use crate::store::args::StoreArgs;
 use crate::tunnel::TunnelArgs;
 use crate::vdev::Vbd;
@@ -170,6 +171,8 @@ pub(crate) enum Command {
     Image(ImageArgs),
     /// Make, inspect and check stores, which hold equal blocks once, and their volumes.
     Store(StoreArgs),
+    /// Keep the map of disks whose copies are on several servers (experimental).
+    Pool(PoolArgs),
     /// Back disks up into folders, incrementally, and restore them.
     Backup(BackupArgs),
     /// Show statistics of disks: requests, data and latencies, one line per disk.

@@ -29,6 +29,7 @@ mod seeing;
 mod serve;
 mod served_raw;
 pub mod signals;
+mod pool;
 mod store;
 mod tunnel;
 mod user_state;
@@ -99,6 +100,7 @@ pub fn main() -> ExitCode {
         cli::Command::Doctor(args) => doctor::run(args),
         cli::Command::Image(args) => image::run(args),
         cli::Command::Store(args) => store::run(args),
+        cli::Command::Pool(args) => pool::run(args),
         cli::Command::Backup(args) => backup::run(args),
         cli::Command::Stat(args) => seeing::stat::run(args),
         cli::Command::Top(args) => seeing::top::run(args),
