@@ -53,7 +53,8 @@ fn announce(etcd: &Servers, pool: &str, names: &[&str]) {
         let key = format!("ferrite/{pool}/servers/{name}");
         let bytes = 40u64 << 30;
         let address = format!("127.0.0.{}:10809", i + 1);
-        let value = serde_json::json!({"address": address, "free": bytes, "total": bytes, "boot": "1"});
+        let value =
+            serde_json::json!({"address": address, "free": bytes, "total": bytes, "boot": "1"});
         let put = Transaction::when(&key, Revision::ABSENT).put(&key, value.to_string().into());
         cluster.commit(&put).unwrap();
     }

@@ -60,8 +60,12 @@ impl Access {
                     false => Err(Error::Exists(format!("the disk {}/{name}", self.name()))),
                 };
             }
-            let mut disk =
-                Disk { id: Id::random(), request: new.request, shape: new.shape, segments: Vec::new() };
+            let mut disk = Disk {
+                id: Id::random(),
+                request: new.request,
+                shape: new.shape,
+                segments: Vec::new(),
+            };
             let others = grow(state, name, &mut disk, bytes)?;
             Ok(Ok(decided(state, others, Made { disk, was_there: false })))
         })
@@ -103,10 +107,9 @@ impl Access {
                 let key = state.record_key(name, set);
                 others = others.and_when(&key, record.revision).delete(&key);
             }
-            let removed = disk.copies().map(|(_, copy)| Removed {
-                server: copy.server.clone(),
-                name: copy.name.clone(),
-            });
+            let removed = disk
+                .copies()
+                .map(|(_, copy)| Removed { server: copy.server.clone(), name: copy.name.clone() });
             let removed: Vec<Removed> = removed.collect();
             let others = others.put(&state.removed_key(), json(&removed));
             Ok(Ok(decided(state, others, ())))
@@ -118,7 +121,12 @@ impl Access {
     ///
     /// # Errors
     /// [`Error::NoDisk`], [`Error::Room`], [`Error::Refused`] if the server has no copy, and those of etcd.
-    pub fn replace(&self, name: &str, server: &str, by: Option<&str>) -> Result<Vec<Replaced>, Error> {
+    pub fn replace(
+        &self,
+        name: &str,
+        server: &str,
+        by: Option<&str>,
+    ) -> Result<Vec<Replaced>, Error> {
         self.change(|state| {
             let mut disk = self.disk(state, name)?.clone();
             let has = disk.copies().filter(|(_, copy)| copy.server == server);

@@ -24,8 +24,8 @@ mod record;
 pub use commands::{Made, NewDisk, Replaced};
 pub use id::{Id, is_name};
 pub use map::{
-    Copy, Disk, MAX_BYTES, MAX_COPIES, MAX_SEGMENTS, MAX_SETS, MAX_STRIPES, Pool, Removed, Segment, Server, Set,
-    Shape, Spot, UNIT,
+    Copy, Disk, MAX_BYTES, MAX_COPIES, MAX_SEGMENTS, MAX_SETS, MAX_STRIPES, Pool, Removed, Segment,
+    Server, Set, Shape, Spot, UNIT,
 };
 pub use place::{NoRoom, Room, rooms};
 pub use pool::{Access, Error, State};

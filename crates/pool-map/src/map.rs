@@ -139,7 +139,8 @@ impl Shape {
         if !(1..=MAX_STRIPES).contains(&self.stripes) {
             return Err(format!("a disk has 1 to {MAX_STRIPES} stripes, and not {}", self.stripes));
         }
-        let is_fit = self.stripe_size.is_power_of_two() && (UNIT..=1 << 30).contains(&self.stripe_size);
+        let is_fit =
+            self.stripe_size.is_power_of_two() && (UNIT..=1 << 30).contains(&self.stripe_size);
         match is_fit {
             true => Ok(()),
             false => Err(format!(
@@ -265,7 +266,13 @@ mod tests {
         let mut copy = |server: &str| {
             number += 1;
             let id = Id::random();
-            Copy { member: 0, server: server.to_owned(), id, name: format!("d-{number}"), leaves: false }
+            Copy {
+                member: 0,
+                server: server.to_owned(),
+                id,
+                name: format!("d-{number}"),
+                leaves: false,
+            }
         };
         let segments = sizes.iter().map(|bytes| Segment {
             bytes: *bytes,
@@ -290,7 +297,10 @@ mod tests {
                 for unit in 0..spot.bytes / UNIT {
                     assert!(seen.insert((spot.set, spot.offset / UNIT + unit)));
                     let within = disk.spot(at + unit * UNIT + 7).unwrap();
-                    assert_eq!((within.set, within.offset), (spot.set, spot.offset + unit * UNIT + 7));
+                    assert_eq!(
+                        (within.set, within.offset),
+                        (spot.set, spot.offset + unit * UNIT + 7)
+                    );
                 }
                 at += spot.bytes;
             }

@@ -153,7 +153,9 @@ impl Access {
         let mut keys = 0;
         self.cluster.list(&prefix, |entry| {
             keys += 1;
-            if keys <= MAX_KEYS && let Err(why) = state.take(&prefix, &entry) {
+            if keys <= MAX_KEYS
+                && let Err(why) = state.take(&prefix, &entry)
+            {
                 state.odd.push((entry.key, why));
             }
         })?;

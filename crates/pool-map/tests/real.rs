@@ -53,7 +53,8 @@ impl Rig {
     /// The servers of a disk's sets.
     fn servers_of(&self, disk: &str) -> Vec<String> {
         let state = self.state();
-        let of = |set: &ferrite_pool_map::Set| set.copies.iter().map(|c| c.server.clone()).collect();
+        let of =
+            |set: &ferrite_pool_map::Set| set.copies.iter().map(|c| c.server.clone()).collect();
         state.disks[disk].sets().map(|(set, _)| of(set)).collect()
     }
 }
@@ -192,7 +193,8 @@ fn a_copy_of_an_opened_disk_stays_until_its_owner_has_another() {
     assert_eq!(rig.direct.replace("d", "b", None).unwrap(), [], "it is under way already");
     let state = rig.state();
     let (set, _) = state.disks["d"].sets().next().unwrap();
-    let copies: Vec<_> = set.copies.iter().map(|c| (c.server.as_str(), c.member, c.leaves)).collect();
+    let copies: Vec<_> =
+        set.copies.iter().map(|c| (c.server.as_str(), c.member, c.leaves)).collect();
     assert_eq!(copies, [("a", 0, false), ("b", 1, true), ("c", 2, false)]);
     // The record is its owner's.
     let record = &state.records[&("d".to_owned(), 0)].stored;

@@ -408,9 +408,10 @@ fn examples_of_images(name: &str) -> Terms {
             "Make a pool in an etcd on this host.",
             "ferrite pool init lab --etcd http://127.0.0.1:2379 --etcd-plain --experimental",
         )],
-        "ferrite-pool-create" => {
-            &[("A disk of 10 GiB with two copies.", "ferrite pool create lab/web1 10G --replicas 2")]
-        }
+        "ferrite-pool-create" => &[(
+            "A disk of 10 GiB with two copies.",
+            "ferrite pool create lab/web1 10G --replicas 2",
+        )],
         "ferrite-pool-list" => &[("List the disks.", "ferrite pool list lab")],
         "ferrite-pool-status" => {
             &[("Show servers and copies.", "ferrite pool status lab\nferrite pool status lab/web1")]
@@ -420,7 +421,9 @@ fn examples_of_images(name: &str) -> Terms {
         "ferrite-pool-replace" => {
             &[("Replace the copies on a lost server.", "ferrite pool replace lab/web1 b --by c")]
         }
-        "ferrite-pool-drain" => &[("Empty a server before it is stopped.", "ferrite pool drain lab b")],
+        "ferrite-pool-drain" => {
+            &[("Empty a server before it is stopped.", "ferrite pool drain lab b")]
+        }
         "ferrite-pool-steal" => {
             &[("Take a disk from a host that is dead.", "ferrite pool steal lab/web1")]
         }

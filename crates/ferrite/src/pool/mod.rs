@@ -113,8 +113,12 @@ impl Say {
 
 fn access(args: &PoolArgs, pool: &str) -> Result<Access, Failure> {
     if args.etcd.is_empty() {
-        return Err(Failure::new("cannot ask etcd", "no address is given", "give --etcd URL,URL,URL")
-            .with_code(Code::USAGE));
+        return Err(Failure::new(
+            "cannot ask etcd",
+            "no address is given",
+            "give --etcd URL,URL,URL",
+        )
+        .with_code(Code::USAGE));
     }
     let settings = Settings {
         endpoints: args.etcd.clone(),
@@ -176,9 +180,8 @@ fn drain_server(args: &PoolArgs, drain: &DrainArgs, say: &Say) -> Result<(), Fai
         return Ok(());
     }
     let state = pool.state().map_err(|e| failed("read the pool", &e))?;
-    let has = |disk: &ferrite_pool_map::Disk| {
-        disk.copies().any(|(_, copy)| copy.server == drain.server)
-    };
+    let has =
+        |disk: &ferrite_pool_map::Disk| disk.copies().any(|(_, copy)| copy.server == drain.server);
     let mut all = Vec::new();
     for (name, _) in state.disks.iter().filter(|(_, disk)| has(disk)) {
         let done = pool.replace(name, &drain.server, None);
@@ -207,7 +210,9 @@ fn failed(what: &str, e: &Error) -> Failure {
         Error::NoPool(_) => (Code::NOT_FOUND, "ferrite pool init makes a pool"),
         Error::NoDisk { .. } => (Code::NOT_FOUND, "ferrite pool list shows the disks"),
         Error::Exists(_) => (Code::FAILED, "choose another name"),
-        Error::Room(_) => (Code::FAILED, "start more servers, or choose fewer copies or a smaller size"),
+        Error::Room(_) => {
+            (Code::FAILED, "start more servers, or choose fewer copies or a smaller size")
+        }
         Error::Unsettled(_) => (Code::FAILED, "see whether etcd has a quorum"),
         Error::Busy => (Code::BUSY, "repeat the command"),
         Error::Odd { .. } => (Code::DAMAGED, "see which program has written that key"),

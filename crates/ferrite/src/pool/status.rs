@@ -151,7 +151,11 @@ fn disk_status(state: &State, name: &str, disk: &Disk) -> DiskStatus {
 fn line(it: &DiskStatus) -> String {
     let whole = if it.whole { "" } else { ", copies are missing" };
     let (replicas, stripes) = (it.replicas, it.stripes);
-    format!("{:<24} {:>10}  copies: {replicas}, stripes: {stripes}{whole}\n", it.name, Human(it.bytes))
+    format!(
+        "{:<24} {:>10}  copies: {replicas}, stripes: {stripes}{whole}\n",
+        it.name,
+        Human(it.bytes)
+    )
 }
 
 /// The disks as text.
