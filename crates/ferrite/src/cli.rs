@@ -22,6 +22,7 @@ use crate::migrate::MigrateArgs;
 use crate::net::NetArgs;
 use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs, engines, movers, on_full_policies};
 use crate::parents::ParentsArgs;
+use crate::pool::args::PoolArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
 use crate::seeing::trace::TraceArgs;
 use crate::store::args::StoreArgs;
@@ -171,6 +172,8 @@ pub(crate) enum Command {
     Image(ImageArgs),
     /// Make, inspect and check stores, which hold equal blocks once, and their volumes.
     Store(StoreArgs),
+    /// Keep the map of disks whose copies are on several servers (experimental).
+    Pool(PoolArgs),
     /// Back disks up into folders, incrementally, and restore them.
     Backup(BackupArgs),
     /// Show statistics of disks: requests, data and latencies, one line per disk.

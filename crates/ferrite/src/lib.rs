@@ -26,6 +26,7 @@ pub mod options;
 mod pairs;
 pub mod parents;
 mod plain;
+mod pool;
 mod seeing;
 mod serve;
 mod served_raw;
@@ -101,6 +102,7 @@ pub fn main() -> ExitCode {
         cli::Command::Doctor(args) => doctor::run(args),
         cli::Command::Image(args) => image::run(args),
         cli::Command::Store(args) => store::run(args),
+        cli::Command::Pool(args) => pool::run(args),
         cli::Command::Backup(args) => backup::run(args),
         cli::Command::Stat(args) => seeing::stat::run(args),
         cli::Command::Top(args) => seeing::top::run(args),
