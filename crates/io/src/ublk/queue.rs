@@ -16,7 +16,7 @@ use super::wire::{
 use super::{Channel, Ended};
 use crate::arena::{Arena, Span};
 
-const ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// A queue. It is made and used on one thread: the driver takes commands of no other.
 pub struct Queue {
