@@ -21,6 +21,8 @@ use crate::xentests::Bench;
 use crate::xentests::guests::{begin_verifying, migrate, stop_verifying};
 use crate::{checks, needs};
 
+mod moved_disk;
+
 /// The store of the guests that share data, with one volume.
 const STORE: &str = "/lab/demo.store";
 
@@ -41,6 +43,7 @@ const VERIFY: &str = "cd / && umount /mnt && blockdev --flushbufs /dev/xvda && \
 #[derive(clap::Args)]
 pub(crate) struct DemoArguments {
     /// Further guests: PVH on a qcow2, which migrates; two on a store, one of them a clone; HVM on a raw image.
+    /// A disk moves to a second daemon.
     #[arg(long)]
     all: bool,
 }
@@ -59,7 +62,8 @@ const MORE: &str = "\
      the disk is mounted in domain 0, which finds the guest's files.
   5. A PVH guest on a qcow2 migrates to this same host while it writes and verifies.
   6. The disk of a running guest, a volume of a store, is cloned; the clone boots a guest of its own.
-  7. An HVM guest boots from a raw image by its firmware, and its worker is killed.";
+  7. An HVM guest boots from a raw image by its firmware, and its worker is killed.
+  8. The disk of a running guest moves to a second daemon by TLS while the guest writes and verifies.";
 
 /// Runs the demonstration; its last line is PASS or FAIL.
 pub(crate) fn run(arguments: &DemoArguments) -> Result<ExitCode> {
@@ -123,7 +127,12 @@ impl Shown {
 fn demonstrate(xenhost: &mut XenHost, all: bool) -> Result<Shown> {
     let mut shown = Shown::default();
     let bench = &mut Bench::new(xenhost, Backend::Ferrite);
-    bench.start_daemon()?;
+    if all {
+        moved_disk::prepare(bench)?;
+        bench.start_daemon_with(moved_disk::TABLES)?;
+    } else {
+        bench.start_daemon()?;
+    }
     let xen = bench.xenhost.sh("xl info xen_version; uname -r")?.replace('\n', ", Linux ");
     shown.fact("host", format!("Xen {xen}, emulated by QEMU; xl, ferrite daemon"));
     paravirtual(bench, &mut shown, all)?;
@@ -131,6 +140,7 @@ fn demonstrate(xenhost: &mut XenHost, all: bool) -> Result<Shown> {
         migrated(bench, &mut shown)?;
         cloned(bench, &mut shown)?;
         with_firmware(bench, &mut shown)?;
+        moved_disk::show(bench, &mut shown)?;
     }
     Ok(shown)
 }

@@ -27,13 +27,14 @@ pub(crate) struct DistArguments {
 }
 
 /// The pages of the documentation that hosts get. Links of these lead only to pages of this list.
-const PAGES: [&str; 30] = [
+const PAGES: [&str; 31] = [
     "operations.md",
     "watching.md",
     "serve.md",
     "images.md",
     "store.md",
     "nbd.md",
+    "network.md",
     "access.md",
     "backup.md",
     "distributed.md",
@@ -197,6 +198,7 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
         "usr/sbin/td-util",
         "usr/sbin/cbt-util",
         "etc/xen/scripts/block-ferrite",
+        "etc/xen/scripts/vif-ferrite",
         "etc/ferrite/ferrite.toml",
         "var/lib/xapi/storage-scripts/datapath/ferrite/Datapath.attach",
         "var/lib/xapi/storage-scripts/volume/org.xen.xapi.storage.ferrite/SR.ls",
@@ -403,6 +405,7 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     put(&ours("modules-load.conf"), "usr/lib/modules-load.d/ferrite.conf", 0o644)?;
     put(&ours("ferrite.toml"), "etc/ferrite/ferrite.toml", 0o644)?;
     put(&ours("block-ferrite"), "etc/xen/scripts/block-ferrite", 0o755)?;
+    put(&ours("vif-ferrite"), "etc/xen/scripts/vif-ferrite", 0o755)?;
     put(&ours("copyright"), "usr/share/doc/ferrite/copyright", 0o644)?;
     put(&ours("lintian-overrides"), "usr/share/lintian/overrides/ferrite", 0o644)?;
     put(&ours("grafana-ferrite.json"), "usr/share/doc/ferrite/grafana-ferrite.json", 0o644)?;
@@ -518,7 +521,8 @@ fn control(program: &Path, root: &Path) -> Result<()> {
          checks such images.\n"
     );
     fs::write(folder.join("control"), text)?;
-    let kept = "/etc/xen/scripts/block-ferrite\n/etc/ferrite/ferrite.toml\n";
+    let kept =
+        "/etc/xen/scripts/block-ferrite\n/etc/xen/scripts/vif-ferrite\n/etc/ferrite/ferrite.toml\n";
     fs::write(folder.join("conffiles"), kept)?;
     for name in ["postinst", "prerm", "postrm"] {
         let script = folder.join(name);

@@ -16,17 +16,21 @@ use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged};
 const CARGO_DENY: &str = "0.20.2";
 
 /// The crates of this workspace that are linked into the serving program.
-const PRODUCT: [&str; 16] = [
+const PRODUCT: [&str; 20] = [
     "ferrite",
     "ferrite-daemon",
     "ferrite-disk",
     "ferrite-disk-base",
+    "ferrite-etcd",
     "ferrite-host",
     "ferrite-image-tools",
     "ferrite-images",
     "ferrite-io",
     "ferrite-keeper",
     "ferrite-nbd",
+    "ferrite-net",
+    "ferrite-pool",
+    "ferrite-pool-map",
     "ferrite-remote",
     "ferrite-seeing",
     "ferrite-serve",

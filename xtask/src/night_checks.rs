@@ -135,3 +135,10 @@ pub(crate) fn remotes() -> Result<()> {
     test.args(["test", "--locked", "--package", "ferrite", "--test", "nbd_two_hosts"]);
     steps::run(test.args(["--", "--include-ignored"]).env("FERRITE_TEST_REQUIRE_PEERS", "1"))
 }
+
+/// Hosts with many disks: the cases that a commit does not have.
+pub(crate) fn host() -> Result<()> {
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite-daemon", "--test", "many"]);
+    steps::run(test.args(["--", "--include-ignored", "--nocapture"]))
+}

@@ -94,7 +94,8 @@ pub(crate) fn try_out(rpm: &Path, log: &Path) -> Result<()> {
         bail!("the RPM is {payload}, not xz x86_64");
     }
     let kept = output(Command::new("rpm").args(["-qpc"]).arg(rpm))?;
-    if kept.trim() != "/etc/ferrite/ferrite.toml\n/etc/xen/scripts/block-ferrite" {
+    let scripts = "/etc/xen/scripts/block-ferrite\n/etc/xen/scripts/vif-ferrite";
+    if kept.trim() != format!("/etc/ferrite/ferrite.toml\n{scripts}") {
         bail!("the RPM keeps these files of the administrator, and no others:\n{kept}");
     }
     Ok(())

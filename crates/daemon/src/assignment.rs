@@ -92,6 +92,7 @@ impl Assignment<'_> {
 
     /// Records that the image is open.
     pub fn set_served(&self) {
+        self.shared.openings.leave(self.id);
         self.shared.table.change(self.id, |entry| entry.was_open = true);
         self.shared.table.set(self.id, Phase::Served);
         (self.shared.on_step)(Step::Served);

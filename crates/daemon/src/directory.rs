@@ -25,6 +25,36 @@ pub fn id_of(path: &str) -> Option<DiskId> {
     parse(domid, devid)
 }
 
+/// What an event of the watch on all directories is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EventOf {
+    /// A disk's directory, or a node in it.
+    Disk(DiskId),
+    /// The directory of all disks of a domain.
+    Domain(u16),
+    /// A name that no toolstack gives.
+    Nothing,
+    /// The directory of all domains, or a path that this daemon does not know.
+    All,
+}
+
+/// What an event with this path is about.
+pub(crate) fn event_of(path: &str) -> EventOf {
+    let rest = path.find(KIND).map(|at| &path[at + KIND.len()..]);
+    let Some(rest) = rest.filter(|rest| rest.is_empty() || rest.starts_with('/')) else {
+        return EventOf::All;
+    };
+    let mut names = rest.split('/').skip(1);
+    match (names.next(), names.next()) {
+        (None, _) => EventOf::All,
+        (Some(domid), None) => match domid.parse::<u16>() {
+            Ok(number) if number.to_string() == domid => EventOf::Domain(number),
+            _ => EventOf::Nothing,
+        },
+        (Some(domid), Some(devid)) => parse(domid, devid).map_or(EventOf::Nothing, EventOf::Disk),
+    }
+}
+
 fn parse(domid: &str, devid: &str) -> Option<DiskId> {
     let id = DiskId { domid: domid.parse().ok()?, devid: devid.parse().ok()? };
     (id.to_string() == format!("{domid}/{devid}")).then_some(id)
@@ -41,6 +71,15 @@ pub fn all(store: &mut Store) -> Result<Vec<DiskId>, StoreError> {
         found.extend(devices.iter().filter_map(|devid| parse(&domid, devid)));
     }
     Ok(found)
+}
+
+/// Lists the disks of a domain's backend directories.
+///
+/// # Errors
+/// Errors of xenstore.
+pub(crate) fn of_domain(store: &mut Store, domid: u16) -> Result<Vec<DiskId>, StoreError> {
+    let devices = list(store, &format!("{KIND}/{domid}"))?;
+    Ok(devices.iter().filter_map(|devid| parse(&domid.to_string(), devid)).collect())
 }
 
 /// Lists a node's children. A missing node has none.

@@ -259,10 +259,15 @@ impl Follower {
             shared: &self.shared,
         };
         let serving = &self.shared.serving;
+        // A disk that goes on has a guest that waits; one that is beside another opens nothing.
+        if beside.is_none() && !resumes {
+            self.shared.openings.enter(self.id, &self.stop);
+        }
         let served = match beside {
             None => serving.serve(&assignment, &mut store, &self.stop),
             Some(first) => serving.serve_beside(&assignment, first, &mut store, &self.stop),
         };
+        self.shared.openings.leave(self.id);
         // The attachment may have begun. If it has not, the next thread begins anew.
         if self.was_open() {
             self.attached = ExpectedAttachment::Begun;

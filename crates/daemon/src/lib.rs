@@ -46,9 +46,11 @@ pub mod keepers;
 pub mod migration;
 mod moved;
 pub mod new_leaf;
+mod openings;
 pub mod orphan;
 pub mod params;
 pub mod pause;
+mod pending;
 mod siblings;
 pub mod state;
 mod state_files;
@@ -70,6 +72,7 @@ use devices::Devices;
 use exports::Exports;
 use jobs::{Jobs, Means};
 use migration::Migrations;
+use openings::Openings;
 use state::{DiskId, States};
 pub use step::Step;
 use switched::Switched;
@@ -298,6 +301,7 @@ pub(crate) struct Shared {
     states: States,
     switched: Switched,
     table: Table,
+    openings: Openings,
     jobs: Jobs,
     taps: Taps,
     devices: Devices,
@@ -437,6 +441,7 @@ impl Daemon {
             states,
             switched,
             table: Table::default(),
+            openings: Openings::default(),
             jobs,
             taps: Taps::default(),
             devices: Devices::default(),
@@ -509,7 +514,9 @@ impl Daemon {
         };
         let leaving = Cell::new(false);
         let refused = RefCell::default();
-        supervise::Supervisor { shared: &self.shared, alive: &alive, leaving, refused }.run();
+        let pending = RefCell::default();
+        supervise::Supervisor { shared: &self.shared, alive: &alive, leaving, refused, pending }
+            .run();
         // Jobs come to rest while disks can still be resumed.
         self.shared.jobs.stop();
         self.shared.table.stop_all();

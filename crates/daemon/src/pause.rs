@@ -26,6 +26,10 @@ use crate::{Failure, Shared, Step, directory};
 
 /// A pause that lasts longer is a warning.
 pub const LONG: Duration = Duration::from_secs(60);
+/// How often it is tried to end a pause that was a step of an operation of the daemon before, and the time between
+/// tries. A program that this daemon started may have the image still.
+const TRIES_AFTER_A_RESTART: u32 = 50;
+const AGAIN: Duration = Duration::from_millis(200);
 /// Most characters of the name of the person or operation that pauses a disk.
 const BY: usize = 200;
 
@@ -78,6 +82,14 @@ impl Resume {
         match &state.pause {
             Some(pause) if pause.is_step => Resume::Requested(state.image()),
             _ => Resume::None,
+        }
+    }
+
+    /// How often the next daemon tries that.
+    pub(crate) fn tries_after_a_restart(state: &DiskState) -> u32 {
+        match Resume::after_a_restart(state) {
+            Resume::Requested(_) => TRIES_AFTER_A_RESTART,
+            _ => 0,
         }
     }
 }
@@ -307,7 +319,7 @@ impl Shared {
         self.states.write(&state).map_err(|e| self.state_failure(&e))?;
         self.table.change(id, |entry| {
             (entry.pause, entry.resume) = (None, Resume::None);
-            entry.resumed += 1;
+            (entry.resumed, entry.tries) = (entry.resumed + 1, 0);
         });
         Ok(())
     }
@@ -438,6 +450,17 @@ impl Follower {
         self.shared.switched.record(from, to).map_err(|e| self.shared.record_failure(&e))
     }
 
+    /// Whether it is tried again to end the pause of an operation of the daemon before. Nobody else ends it.
+    fn is_tried_again(&self) -> bool {
+        let mut is_tried = false;
+        self.shared.table.change(self.id, |entry| {
+            let is_step = entry.pause.as_ref().is_some_and(|pause| pause.is_step);
+            is_tried = is_step && entry.tries > 0;
+            entry.tries -= u32::from(is_tried);
+        });
+        is_tried
+    }
+
     /// Serves a paused disk with the image `next`. If that cannot be opened, the disk stays paused
     /// with the image `before`.
     fn go_on_with(&mut self, next: &Image, before: &Image) -> Result<Next, Failure> {
@@ -470,6 +493,10 @@ impl Follower {
                 next => return Ok(next),
             },
         };
+        if next == before && self.is_tried_again() {
+            tracing::debug!("disk {} does not go on yet: {failure}", self.id);
+            return Ok(if self.is_stopped(AGAIN) { Next::Ended } else { Next::Again });
+        }
         if let Err(e) = self.record_switch(next, before) {
             tracing::error!("disk {}: {e}", self.id);
         }

@@ -1,7 +1,7 @@
 //! The daemon's main thread: it follows xenstore, and starts a thread for each attached disk.
 //!
-//! It is level-triggered: an event only starts a scan, and a scan finds everything that is to be
-//! done. So a daemon that starts late, or again, finds the same as one that ran before.
+//! It is level-triggered: an event only says which disk to look at, and the look finds everything that is to be
+//! done. So a daemon that starts late, or again, finds the same as one that ran before: it looks at all.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,14 +9,16 @@ use std::io;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_serve::blkif::lifecycle::{ExpectedAttachment, report_failure, sweep};
+use ferrite_serve::blkif::lifecycle::{ExpectedAttachment, report_failure, sweep, sweep_disk};
 use ferrite_serve::log_limit::LogLimit;
+use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::{Store, StoreError};
 use ferrite_xen::xenbus::XenbusState;
 
 use crate::directory::{self, KIND, Snapshot};
 use crate::follow::{Follower, Task};
 use crate::params::Params;
+use crate::pending::Pending;
 use crate::state::{DiskId, DiskState};
 use crate::wait::{Backoff, wait_for};
 use crate::{Shared, Xen, blktap, taps};
@@ -43,6 +45,16 @@ pub(crate) struct Supervisor<'a> {
     pub(crate) leaving: Cell<bool>,
     /// The guests' disks that have not joined their tap, with the reason. Each reason is logged once.
     pub(crate) refused: RefCell<BTreeMap<DiskId, String>>,
+    /// The disks to look at.
+    pub(crate) pending: RefCell<Pending>,
+}
+
+/// What a look at a disk has found.
+struct Look {
+    /// Whether something was done.
+    found: bool,
+    /// Whether the disk has to be looked at again, with the next event of any disk.
+    again: bool,
 }
 
 impl Supervisor<'_> {
@@ -84,6 +96,7 @@ impl Supervisor<'_> {
         let mut store = (self.shared.connect)()?;
         self.sweep(&mut store)?;
         store.watch(KIND, TOKEN)?;
+        self.pending.borrow_mut().add_all();
         self.shared.set_xen(Xen::Connected);
         Ok(store)
     }
@@ -146,7 +159,10 @@ impl Supervisor<'_> {
         loop {
             let mut news = false;
             while let Some(event) = store.poll_event()? {
-                news |= !self.is_followed(&event.path);
+                if !self.is_followed(&event.path) {
+                    self.pending.borrow_mut().add_changed(&event.path);
+                    news = true;
+                }
             }
             if news {
                 return Ok(false);
@@ -232,44 +248,61 @@ impl Supervisor<'_> {
         Ok(true)
     }
 
-    /// Scans all directories, and starts threads for disks without one. Returns whether there were
-    /// any.
+    /// Looks at all disks that have to be looked at, and starts threads for them. Returns whether there were any.
     fn scan(&self, store: &mut Store) -> Result<bool, StoreError> {
-        let mut found = !self.shared.table.reap().is_empty();
+        let ended = self.shared.table.reap();
+        let mut found = !ended.is_empty();
+        let mut pending = self.pending.borrow_mut();
+        for id in ended {
+            pending.add(id);
+        }
         self.sweep_ended(store)?;
-        let all = directory::all(store)?;
-        self.refused.borrow_mut().retain(|id, _| all.contains(id) && !self.is_known(*id));
-        for id in all {
-            if self.is_known(id) {
-                continue;
-            }
-            let seen = Snapshot::read(store, id)?;
-            if !seen.is_wanted() {
-                found |= self.remove_left(store, id, &seen)?;
-                continue;
-            }
-            let known = match self.known(id, &seen) {
-                Ok(known) => known,
-                // The state file names the guest's image. A guess could give it another one.
-                Err(e) => {
-                    self.log(|| tracing::error!("cannot read the state of disk {id} yet: {e}"));
-                    self.shared.wake.wake();
-                    continue;
+        let disks = pending.disks(store)?;
+        self.refused.borrow_mut().retain(|id, _| pending.contains(*id) && !self.is_known(*id));
+        let of_taps = self.shared.table.read(taps::guests);
+        for id in disks {
+            if self.shared.table.read(|disks| disks.contains_key(&id)) {
+                // The end of its thread adds it again.
+                pending.remove(id);
+            } else if !of_taps.contains(&id) {
+                let seen = Snapshot::read(store, id)?;
+                let look = self.look(store, id, &seen)?;
+                found |= look.found;
+                if !look.again {
+                    pending.remove(id);
                 }
-            };
-            if known.is_none() && seen.params.as_deref().is_some_and(taps::is_named) {
-                found |= self.join_tap(store, id, &seen)?;
-                continue;
-            }
-            if let Some(task) = self.task(known.as_ref(), &seen) {
-                found = true;
-                if known.is_none() {
-                    self.shared.end_of_earlier(id);
-                }
-                self.start(id, task, &seen, known.as_ref());
             }
         }
         Ok(found)
+    }
+
+    /// Looks at a disk without a thread, and starts one if it needs one.
+    fn look(&self, store: &mut Store, id: DiskId, seen: &Snapshot) -> Result<Look, StoreError> {
+        if !seen.is_wanted() {
+            let is_leaving = self.remove_left(store, id, seen)?;
+            return Ok(Look { found: is_leaving, again: is_leaving });
+        }
+        let known = match self.known(id, seen) {
+            Ok(known) => known,
+            // The state file names the guest's image. A guess could give it another one.
+            Err(e) => {
+                self.log(|| tracing::error!("cannot read the state of disk {id} yet: {e}"));
+                self.shared.wake.wake();
+                return Ok(Look { found: false, again: true });
+            }
+        };
+        if known.is_none() && seen.params.as_deref().is_some_and(taps::is_named) {
+            return Ok(Look { found: self.join_tap(store, id, seen)?, again: true });
+        }
+        let Some(task) = self.task(known.as_ref(), seen) else {
+            return Ok(Look { found: false, again: true });
+        };
+        if known.is_none() {
+            self.shared.end_of_earlier(id);
+        }
+        self.start(id, task, seen, known.as_ref());
+        // Without a thread it is tried again.
+        Ok(Look { found: true, again: true })
     }
 
     /// Removes files of predecessors, of disks that ended without being served. It waits until the
@@ -279,7 +312,7 @@ impl Supervisor<'_> {
         let ended = unswept().clone();
         for id in ended {
             if !Snapshot::read(store, id)?.is_there {
-                sweep(store, &self.shared.paths.run, KIND)?;
+                sweep_disk(store, &self.shared.paths.run, KIND, (DomId(id.domid), id.devid))?;
                 unswept().retain(|other| *other != id);
             }
         }

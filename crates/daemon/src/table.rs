@@ -1,6 +1,6 @@
 //! The table of all disks that the daemon knows.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -110,6 +110,8 @@ pub struct Entry {
     pub(crate) resume: Resume,
     /// How often the disk has gone on after a pause.
     pub(crate) resumed: u64,
+    /// How often it is still tried to end the pause of an operation of the daemon before.
+    pub(crate) tries: u32,
     /// The state of its upgrade.
     pub(crate) upgrade: Upgrade,
     /// Its part in a joint upgrade, until its thread takes it.
@@ -239,10 +241,9 @@ impl Table {
         let mut disks = self.lock();
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         reserved.remove(&id);
-        let is_free = |minor: &u32| {
-            let mut taken = disks.values().map(|entry| &entry.minor).chain(reserved.values());
-            taken.all(|taken| taken != minor)
-        };
+        let taken = disks.values().map(|entry| entry.minor).chain(reserved.values().copied());
+        let taken: BTreeSet<u32> = taken.collect();
+        let is_free = |minor: &u32| !taken.contains(minor);
         let minor = known.map(|state| state.minor).filter(|minor| is_free(minor));
         let is_unknown = |minor: &u32| is_free(minor) && !is_allocated(*minor);
         let minor = minor.or_else(|| (0..).find(is_unknown)).unwrap_or_default();
@@ -266,6 +267,7 @@ impl Table {
             pause: known.and_then(|state| state.pause.clone()),
             resume: known.map_or(Resume::None, Resume::after_a_restart),
             resumed: 0,
+            tries: known.map_or(0, Resume::tries_after_a_restart),
             upgrade: Upgrade::None,
             participant: None,
             group: None,

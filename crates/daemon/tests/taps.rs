@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Child;
+use std::process::{Child, Command};
 use std::sync::Arc;
 
 use ferrite_daemon::Step;
@@ -24,6 +24,9 @@ use load::Load;
 use roles::{MIB, Roles, is_alive, kill, kill_pid, worker};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
+
+/// The environment variable with the seed of the random orders.
+const SEED: &str = "FERRITE_TEST_SEED";
 
 /// Not a test: the daemon.
 #[test]
@@ -353,6 +356,19 @@ fn the_process_of_a_tap_that_is_not_open_gets_the_next_program_as_well() {
     kill(daemon);
 }
 
+/// Tells what is left if a test fails.
+struct Told<'a>(&'a Host);
+
+impl Drop for Told<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let rows: Result<TapRows, _> = self.0.call("tap.list", &json!({}));
+            eprintln!("{rows:#?}");
+            let _ = Command::new("ls").arg("-lR").arg(self.0.paths().run).status();
+        }
+    }
+}
+
 /// Twenty taps of one host, and what is done to them in a random order.
 struct Orders {
     host: Host,
@@ -424,7 +440,8 @@ impl Orders {
             tap.call(&self.host, "close", None).unwrap();
             tap.call(&self.host, "detach", None).unwrap();
         }
-        self.host.call::<TapDone>("tap.free", &json!({ "minor": tap.minor })).is_ok()
+        let freed = self.host.call::<TapDone>("tap.free", &json!({ "minor": tap.minor }));
+        freed.is_ok()
     }
 
     /// One order of steps. Nothing of it is left afterwards.
@@ -437,6 +454,7 @@ impl Orders {
         for _ in 0..Self::STEPS {
             self.step(&taps);
         }
+        let _told = Told(&self.host);
         let mut processes = Vec::new();
         for tap in taps {
             processes.extend(self.processes(tap));
@@ -457,7 +475,8 @@ impl Orders {
 /// The steps that the storage manager and accidents take, with each commit in two orders.
 #[test]
 fn orders_of_verbs_deaths_and_upgrades_leave_nothing() {
-    let seed = SplitMix64::from_system().next_u64();
+    let seed = std::env::var(SEED).map(|seed| seed.parse().unwrap());
+    let seed = seed.unwrap_or_else(|_| SplitMix64::from_system().next_u64());
     println!("seed {seed}");
     let mut orders = Orders::new(seed);
     for _ in 0..2 * scale() {

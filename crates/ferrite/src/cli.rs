@@ -19,9 +19,10 @@ use crate::guests::GuestDisk;
 use crate::image::args::ImageArgs;
 use crate::job::args::{CoalesceArgs, JobArgs, MirrorArgs};
 use crate::migrate::MigrateArgs;
+use crate::net::NetArgs;
 use crate::options::{MemoryArgs, StoreMemoryArgs, TuningArgs, engines, movers, on_full_policies};
 use crate::parents::ParentsArgs;
-use crate::pool::PoolArgs;
+use crate::pool::args::PoolArgs;
 use crate::seeing::args::{StatArgs, TopArgs};
 use crate::seeing::trace::TraceArgs;
 use crate::store::args::StoreArgs;
@@ -184,6 +185,8 @@ pub(crate) enum Command {
     Lab(LabArgs),
     /// Record the requests of a disk one by one; make tables, pictures and a model of them.
     Trace(TraceArgs),
+    /// Experimental: serve network interfaces of guests, and a switch between them.
+    Net(NetArgs),
     /// Run a stand-in for one of tapdisk's tools: tap-ctl, vhd-util or td-util.
     #[command(disable_help_flag = true)]
     Compat(crate::compat::CompatArgs),

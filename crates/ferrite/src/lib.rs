@@ -21,6 +21,7 @@ mod job;
 mod lab;
 pub mod log;
 mod migrate;
+mod net;
 pub mod options;
 mod pairs;
 pub mod parents;
@@ -38,7 +39,7 @@ mod worker;
 
 /// The log level of a server. Other commands log problems only.
 const SERVER_LOG: &str =
-    "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info,ferrite_tunnel=info,ferrite_member=info";
+    "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info,ferrite_net=info,ferrite_tunnel=info,ferrite_member=info";
 
 /// The internal commands, which have no options.
 const KEEPER: &str = "keeper";
@@ -70,6 +71,7 @@ pub fn main() -> ExitCode {
             | cli::Command::Worker(_)
             | cli::Command::StoreWorker(_)
             | cli::Command::Export(_)
+            | cli::Command::Net(_)
             | cli::Command::Tunnel(_)
             | cli::Command::Pool(_)
     );
@@ -99,14 +101,15 @@ pub fn main() -> ExitCode {
         cli::Command::Tunnel(args) => tunnel::run(args),
         cli::Command::Upgrade(args) => disk::upgrade(args),
         cli::Command::Doctor(args) => doctor::run(args),
-        cli::Command::Pool(args) => pool::run(args),
         cli::Command::Image(args) => image::run(args),
         cli::Command::Store(args) => store::run(args),
+        cli::Command::Pool(args) => pool::run(args),
         cli::Command::Backup(args) => backup::run(args),
         cli::Command::Stat(args) => seeing::stat::run(args),
         cli::Command::Top(args) => seeing::top::run(args),
         cli::Command::Lab(args) => lab::run(args),
         cli::Command::Trace(args) => seeing::trace::run(args),
+        cli::Command::Net(args) => net::run(args, json),
         cli::Command::Compat(args) => compat::unknown(args),
         cli::Command::Generate(args) => {
             let programs = [cli::definition(), compat::tap_ctl::definition()];

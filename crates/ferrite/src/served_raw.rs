@@ -28,7 +28,8 @@ pub(crate) fn name<'a>(run_dir: &Path, image: &'a OsStr) -> Cow<'a, OsStr> {
 }
 
 fn was_served_raw(run_dir: &Path, image: &Path) -> bool {
-    let served = inflight::ImageName::open(&run_dir.join(TABLE)).map(|name| name.get().key);
+    let table = inflight::ImageName::open(&run_dir.join(TABLE)).ok().flatten();
+    let served = table.map(|name| name.get().key);
     served.is_some_and(|served| DiskIdentity::raw_at(image).is_ok_and(|raw| raw.key == served))
 }
 

@@ -289,6 +289,26 @@ fn a_change_whose_daemon_dies_leaves_the_disk_as_it_was_and_can_be_made_again() 
     lab.end();
 }
 
+/// What the dead daemon has begun may be in the way for a while.
+#[test]
+fn the_next_daemon_tries_again_to_end_the_pause_of_a_change() {
+    let mut lab = Lab::new(&["a.img"]);
+    let load = Load::start(&lab.host, &lab.disk);
+    load.wait_for_progress();
+    lab.restart(Some(Step::Paused));
+    let asked = json!({ "disk": host::id(&lab.disk), "bytes": 10 << 20 });
+    assert!(lab.host.call::<Attached>("disk.resize", &asked).is_err());
+    lab.is_dead("paused");
+    let (image, away) = (lab.image("a.img"), lab.image("away"));
+    std::fs::rename(&image, &away).unwrap();
+    lab.start_again();
+    wait_until("two tries", || lab.host.disks().first().is_some_and(|disk| disk.starts >= 2));
+    std::fs::rename(&away, &image).unwrap();
+    load.wait_for_progress();
+    load.end();
+    lab.end();
+}
+
 #[test]
 fn what_cannot_be_done_is_refused_with_the_reason_and_the_guest_is_served_on() {
     let lab = Lab::new(&["a.qcow2"]);

@@ -213,12 +213,6 @@ fn exactly_one_host_has_the_disk_when_the_senders_daemon_dies_at_the_token() {
 }
 
 #[test]
-fn exactly_one_host_has_the_disk_when_the_receivers_daemon_dies_at_the_token() {
-    let Some(places) = Places::new() else { return };
-    dies(&places, (None, Some(Step::Migration("taken"))), true);
-}
-
-#[test]
 #[ignore = "many deaths: cargo xtask nightly --only migrate"]
 fn exactly_one_host_has_the_disk_wherever_the_senders_daemon_dies() {
     let Some(places) = Places::new() else { return };
@@ -237,6 +231,7 @@ fn exactly_one_host_has_the_disk_wherever_the_receivers_daemon_dies() {
 }
 
 #[test]
+#[ignore = "a minute, until the sender gives up waiting: cargo xtask nightly --only migrate"]
 fn a_disk_whose_receiver_is_lost_in_between_is_in_doubt_until_somebody_says_where_it_is() {
     let Some(places) = Places::new() else { return };
     let mut lab = places.lab();

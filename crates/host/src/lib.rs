@@ -14,6 +14,7 @@
 //! * [`lock_file`]: a locked file, which proves that its owner lives.
 //! * [`log_limit`]: bounds log lines that a guest or a client can cause.
 //! * [`rbd`]: starts the process that has an image of a Ceph cluster open.
+//! * [`tap`]: network interfaces whose frames a process reads and writes.
 //! * [`tunnel`]: starts the process that speaks TLS, and names its files.
 //! * [`shm`]: memory that outlives the process (files on tmpfs).
 //! * [`volatile`]: copies to and from memory that other parties change meanwhile.
@@ -37,5 +38,6 @@ pub mod rbd;
 pub mod sandbox;
 pub mod shares;
 pub mod shm;
+pub mod tap;
 pub mod tunnel;
 pub mod volatile;

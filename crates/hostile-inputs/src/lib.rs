@@ -14,6 +14,7 @@ mod dirty;
 mod guest;
 pub mod images;
 mod names;
+mod network;
 mod replies;
 mod seen;
 mod servers;
@@ -28,7 +29,7 @@ pub use whole::Recipe;
 pub type Target = fn(&[u8]);
 
 /// All targets, by the names of the fuzz targets and of their corpora.
-pub const TARGETS: [(&str, Target); 25] = [
+pub const TARGETS: [(&str, Target); 26] = [
     ("counters", seen::counters),
     ("dedup_journal", dedup::journal),
     ("dedup_pages", dedup::pages),
@@ -42,6 +43,7 @@ pub const TARGETS: [(&str, Target); 25] = [
     ("nbd_relay", clients::nbd_relay),
     ("nbd_replies", servers::nbd_replies),
     ("nbd_uri", servers::nbd_uri),
+    ("net_slots", network::net_slots),
     ("qcow2", whole::qcow2_image),
     ("ring", guest::ring),
     ("size", names::size),

@@ -299,6 +299,8 @@ impl ImageTools<'_> {
     /// The order: the leaf's parent gets the second name on its list; the file gets that name; the new leaf is written
     /// and synced; the disk's dirty maps fit both from then on (`dirty/carry.rs`); the new leaf is renamed over the old
     /// name. A crash before the last step leaves the old leaf, a crash after it the new one, and there is always one.
+    /// The old leaf can be written to then, as an unfinished new leaf is no child (`children/marks.rs`). The next
+    /// snapshot makes its leaf anew: an unfinished one has never the disk's name.
     ///
     /// The dirty maps go on with the leaf. The parent keeps them as they are at this moment.
     ///

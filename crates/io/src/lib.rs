@@ -14,6 +14,7 @@
 //!   threads.
 //! * [`large`]: tables in huge pages.
 //! * [`socket`]: streams between a socket and the arena.
+//! * [`ublk`]: the kernel's driver for block devices that a process serves.
 
 pub mod aio;
 pub mod arena;
@@ -29,6 +30,7 @@ pub mod remote;
 pub mod scratch;
 pub mod shared_lock;
 pub mod socket;
+pub mod ublk;
 pub mod uring;
 
 mod offload;

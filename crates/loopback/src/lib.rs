@@ -9,9 +9,11 @@
 //! | event channels | pairs of eventfds | [`guest`] |
 //! | map | mmap of the memfd's frames (real page-table work) | [`link`] |
 //! | grant copy | memcpy, or process_vm_readv and process_vm_writev | [`copy`] |
+//! | grant copy from guest to guest | memcpy | [`pages`] |
 //! | xenstored | a thread that speaks its wire protocol | [`server`] |
 //! | toolstack | [`machine::Machine`] | [`machine`] |
 //! | blkfront | [`front::Frontend`] | [`front`] |
+//! | netfront | [`netfront::NetFront`] | [`netfront`] |
 //!
 //! Everything that a frontend can access (its memory, its grants, its part of the store) is as hostile as on Xen, and
 //! is treated so. Some resources that it could *not* access on Xen it can here: it has the eventfds, and names the
@@ -25,6 +27,8 @@ pub mod guest;
 pub mod link;
 pub mod machine;
 pub mod memory;
+pub mod netfront;
+pub mod pages;
 pub mod pipeline;
 pub mod server;
 

@@ -13,18 +13,30 @@ use super::copy::Copier;
 use super::grants::Access;
 use super::guest::{Descriptors, signal};
 use super::memory::{FrameMapping, GuestMemory};
+use super::pages::Between;
 use super::{BACKEND_DOMID, CopyWith, GuestHandle, LoopbackError};
 use ferrite_xen::hypervisor::{
     CopySegment, Direction, DomId, GrantRef, Hypervisor, HypervisorError, Link, RingMemory,
 };
 use ferrite_xen::mover::{Carrier, Grants, Mapping, Moving};
+use ferrite_xen::pages::Pages;
 
 /// The access to a set of guests. One process at a time serves a guest; when that process has died, in any way, the
 /// next one may.
 pub struct Loopback {
     copy_with: CopyWith,
-    guests: RwLock<HashMap<DomId, Arc<Attached>>>,
+    guests: Guests,
     copies: Arc<Copies>,
+}
+
+/// The guests that may be reached now.
+#[derive(Clone, Default)]
+pub(super) struct Guests(Arc<RwLock<HashMap<DomId, Arc<Attached>>>>);
+
+impl Guests {
+    pub(super) fn find(&self, domid: DomId) -> Option<Arc<Attached>> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).get(&domid).cloned()
+    }
 }
 
 /// The copies of connections that have ended.
@@ -37,7 +49,7 @@ struct Copies {
 impl Loopback {
     /// A loopback without guests.
     pub fn new(copy_with: CopyWith) -> Loopback {
-        Loopback { copy_with, guests: RwLock::default(), copies: Arc::default() }
+        Loopback { copy_with, guests: Guests::default(), copies: Arc::default() }
     }
 
     /// The copy method.
@@ -58,19 +70,27 @@ impl Loopback {
     /// Another process serves the guest, or it is no guest.
     pub fn add(&self, guest: &GuestHandle) -> Result<(), LoopbackError> {
         let attached = Arc::new(Attached::new(guest)?);
-        self.guests.write().unwrap_or_else(PoisonError::into_inner).insert(guest.domid(), attached);
+        self.guests
+            .0
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(guest.domid(), attached);
         Ok(())
     }
 
     /// Removes a guest. Its connections remain until they are dropped.
     pub fn remove(&self, domid: DomId) {
-        self.guests.write().unwrap_or_else(PoisonError::into_inner).remove(&domid);
+        self.guests.0.write().unwrap_or_else(PoisonError::into_inner).remove(&domid);
     }
 }
 
 impl Hypervisor for Loopback {
     fn name(&self) -> &'static str {
         "loopback"
+    }
+
+    fn pages(&self) -> Result<Box<dyn Pages>, HypervisorError> {
+        Ok(Box::new(Between::new(self.guests.clone())))
     }
 
     fn connect(
@@ -83,8 +103,7 @@ impl Hypervisor for Loopback {
         let refuse = |what: String, errno: rustix::io::Errno| {
             Err(HypervisorError::Guest { domid, what, source: errno.into() })
         };
-        let guests = self.guests.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(guest) = guests.get(&domid).cloned() else {
+        let Some(guest) = self.guests.find(domid) else {
             return refuse("reach it".into(), rustix::io::Errno::SRCH);
         };
         if !(1..=16).contains(&ring.len()) {
@@ -125,8 +144,8 @@ impl Hypervisor for Loopback {
 static OWNERS: Mutex<()> = Mutex::new(());
 
 /// A guest that this process serves.
-struct Attached {
-    memory: GuestMemory,
+pub(super) struct Attached {
+    pub(super) memory: GuestMemory,
     descriptors: Arc<Descriptors>,
 }
 

@@ -17,6 +17,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -61,7 +62,7 @@ impl Disk {
     }
 }
 
-/// The paths of a disk in the store.
+/// The paths of a device in the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskPaths {
     /// The guest.
@@ -82,6 +83,32 @@ impl DiskPaths {
             devid,
             frontend: format!("{}/device/vbd/{devid}", home(domid)),
             backend: format!("{}/backend/{KIND}/{domid}/{devid}", home(BACKEND_DOMID)),
+        }
+    }
+}
+
+/// The toolstack's settings of a network interface.
+#[derive(Clone, Debug)]
+pub struct Vif {
+    /// The interface's number in its guest.
+    pub handle: u32,
+    /// Its address, as `xx:xx:xx:xx:xx:xx`.
+    pub mac: String,
+    /// Which backend serves it: the name of its directory.
+    pub kind: String,
+    /// Further keys of the backend.
+    pub backend_keys: Vec<(&'static str, String)>,
+}
+
+impl DiskPaths {
+    /// The paths of a network interface served by dom0.
+    pub fn of_vif(domid: DomId, vif: &Vif) -> DiskPaths {
+        let (kind, devid) = (&vif.kind, vif.handle);
+        DiskPaths {
+            domid,
+            devid,
+            frontend: format!("{}/device/vif/{devid}", home(domid)),
+            backend: format!("{}/backend/{kind}/{domid}/{devid}", home(BACKEND_DOMID)),
         }
     }
 }
@@ -173,6 +200,12 @@ impl Machine {
         Ok((Store::from_fd(socket), requests))
     }
 
+    /// Serves a connection that another process has made to a socket of the store, for dom0. It must not block.
+    /// Returns the counter of its requests.
+    pub fn serve_connection(&self, socket: OwnedFd) -> Arc<AtomicU64> {
+        self.server.serve(BACKEND_DOMID, socket)
+    }
+
     /// A connection to the store that acts for a guest.
     ///
     /// # Errors
@@ -236,6 +269,42 @@ impl Machine {
             put(back, "bootable", "1")?;
             put(back, "online", "1")?;
             for (key, value) in &disk.backend_keys {
+                put(back, key, value)?;
+            }
+            put(back, "state", "1")
+        })?;
+        Ok(paths)
+    }
+
+    /// Writes both directories of a network interface, with the keys and permissions that libxl gives them.
+    ///
+    /// # Errors
+    /// The store's.
+    pub fn attach_vif(&mut self, domid: DomId, vif: &Vif) -> Result<DiskPaths, LoopbackError> {
+        let paths = DiskPaths::of_vif(domid, vif);
+        self.toolstack.transaction(|t| {
+            let (front, back) = (&paths.frontend, &paths.backend);
+            for (path, owner, reader) in
+                [(front, domid, BACKEND_DOMID), (back, BACKEND_DOMID, domid)]
+            {
+                t.remove(path)?;
+                t.mkdir(path)?;
+                t.set_permissions(path, &[('n', owner), ('r', reader)])?;
+            }
+            let mut put = |dir: &str, key: &str, value: &str| {
+                t.write(&format!("{dir}/{key}"), value.as_bytes())
+            };
+            put(front, "backend", back)?;
+            put(front, "backend-id", "0")?;
+            put(front, "handle", &vif.handle.to_string())?;
+            put(front, "mac", &vif.mac)?;
+            put(front, "state", "1")?;
+            put(back, "frontend", front)?;
+            put(back, "frontend-id", &domid.to_string())?;
+            put(back, "handle", &vif.handle.to_string())?;
+            put(back, "mac", &vif.mac)?;
+            put(back, "online", "1")?;
+            for (key, value) in &vif.backend_keys {
                 put(back, key, value)?;
             }
             put(back, "state", "1")
@@ -356,7 +425,7 @@ pub(super) fn state(store: &mut Store, path: &str) -> Result<u32, LoopbackError>
 }
 
 /// Waits until the node has one of these numbers. Takes every event of this connection.
-pub(super) fn wait_for_state(
+pub(crate) fn wait_for_state(
     store: &mut Store,
     path: &str,
     states: &[u32],

@@ -3,6 +3,7 @@
 //! * [`blkif`]: the frontend that guests of Xen have: rings, negotiation, xenbus states.
 //! * [`nbd`]: the frontend for clients of NBD.
 //! * [`vhost`]: the frontend for guests of QEMU and others, by vhost-user.
+//! * [`ublk`]: the frontend for block devices of this host, by the kernel's ublk driver.
 //! * [`path`]: checked requests to the disk and back, the same for every frontend: the hot path.
 //! * [`polling`]: polling before going to sleep.
 //! * [`processors`]: the processor time that a disk may use.
@@ -26,5 +27,6 @@ pub mod polling;
 pub mod processors;
 pub mod trace;
 pub mod tuning;
+pub mod ublk;
 pub mod vhost;
 pub mod waker;

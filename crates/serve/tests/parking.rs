@@ -175,7 +175,7 @@ fn parked_under_load(world: World, rounds: usize, seed: u64) {
 
 /// The image that the table names.
 fn named(world: &World) -> PathBuf {
-    ImageName::open(&world.run_dir().join(TABLE)).unwrap().get().path.into()
+    ImageName::open(&world.run_dir().join(TABLE)).unwrap().unwrap().get().path.into()
 }
 
 /// A backend with this image ends with a reason.

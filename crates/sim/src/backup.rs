@@ -2,7 +2,7 @@
 //!
 //! What is run is `ImageTools::back_up_live`, all of it. The guest writes after each snapshot and before each map is
 //! ended. Every backup that is complete, whatever was cut, has to be the disk as it was when its snapshot was made.
-//! So no change is lost between two backups.
+//! So no change is lost between two backups. After each cut the disk has all that its guest has flushed.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -39,8 +39,6 @@ pub struct Told {
     pub incremental: u64,
     /// Snapshots that a backup found and merged.
     pub merged: u64,
-    /// Times that the guest had to wait for a backup, as a snapshot was cut off.
-    pub refused: u64,
     /// Backups that were interrupted in good order.
     pub interrupted: u64,
 }
@@ -51,6 +49,10 @@ struct Story {
     image: ImageName,
     folder: PathBuf,
     bytes: u64,
+    /// What the guest's disk has for certain.
+    disk: RefCell<Vec<u8>>,
+    /// Writes of the guest of which it is not known whether the disk has them: sector and data.
+    doubtful: RefCell<Vec<(usize, Vec<u8>)>>,
     /// What each complete backup has to have.
     expected: BTreeMap<String, Vec<u8>>,
     /// How often a backup still reports its progress before it is interrupted.
@@ -71,19 +73,17 @@ pub fn tell(kind: Kind, seed: u64) -> Result<Told, String> {
     std::fs::create_dir(&folder).map_err(|e| e.to_string())?;
     let (expected, told, random) = (BTreeMap::new(), Told::default(), RefCell::new(random));
     let patience = Cell::new(u64::MAX);
-    let mut story = Story { machine, random, image, folder, bytes, expected, patience, told };
+    let (disk, doubtful) = (RefCell::new(vec![0; bytes as usize]), RefCell::default());
+    let mut story =
+        Story { machine, random, image, folder, bytes, disk, doubtful, expected, patience, told };
     let new = NewImage { bytes: Some(bytes), ..NewImage::default() };
     story.tools(|tools| tools.create(&story.image, &new)).map_err(|e| e.to_string())?;
     for round in 0..ROUNDS {
-        match story.write() {
-            // A snapshot was cut off: the next backup completes it.
-            Err(e) if e.to_string().contains("disk.ferrite-new stands on it") => {
-                story.told.refused += 1;
-            }
-            done => done.map_err(|e| format!("the guest: {e}"))?,
-        }
+        story.keeps_all()?;
+        story.write().map_err(|e| format!("the guest: {e}"))?;
         story.back_up(round + 1 < ROUNDS)?;
     }
+    story.keeps_all()?;
     story.examine(true)?;
     match story.machine.place.images.join("disk.ferrite-backup-record").exists() {
         true => Err("the record is left after a backup that nothing has interrupted".into()),
@@ -138,9 +138,35 @@ impl Story {
             let first = self.below(self.bytes / 512 - len);
             let stamp = self.random.borrow_mut().next_u64() | 1;
             let words = (0..len * 64).flat_map(|i| stamp.wrapping_mul(i | 1).to_le_bytes());
-            session.write(first * 512, &words.collect::<Vec<u8>>())?;
+            let data = words.collect::<Vec<u8>>();
+            self.doubtful.borrow_mut().push((first as usize, data.clone()));
+            session.write(first * 512, &data)?;
         }
-        session.close()
+        session.close()?;
+        let mut disk = self.disk.borrow_mut();
+        for (first, data) in self.doubtful.take() {
+            disk[first * 512..][..data.len()].copy_from_slice(&data);
+        }
+        Ok(())
+    }
+
+    /// The disk has all that its guest has written and flushed. Of the other writes it has some sectors.
+    fn keeps_all(&self) -> Result<(), String> {
+        let found = self.read(&self.image).map_err(|e| format!("the guest's disk: {e}"))?;
+        let (mut disk, doubtful) = (self.disk.borrow_mut(), self.doubtful.take());
+        let sectors = found.chunks(512).zip(disk.chunks(512));
+        for (sector, (is, _)) in sectors.enumerate().filter(|(_, (is, was))| is != was) {
+            let mut newer = doubtful
+                .iter()
+                .filter_map(|(first, data)| data.chunks(512).nth(sector.checked_sub(*first)?));
+            if !newer.any(|new| new == is) {
+                return Err(format!(
+                    "the disk has lost what its guest has written: sector {sector}"
+                ));
+            }
+        }
+        *disk = found;
+        Ok(())
     }
 
     /// A backup, in which the world may stop.

@@ -29,6 +29,8 @@ struct Operation {
     /// The directories of the changed entries.
     directories: Vec<PathBuf>,
     undo: Undo,
+    /// The file in the attic, until the operation is durable.
+    put_away: Option<PathBuf>,
 }
 
 /// The operations that are not durable, in order: the journal of a file system.
@@ -43,7 +45,17 @@ impl Entries {
     /// Writes the journal up to the last operation on this directory.
     fn sync(&mut self, directory: &Path) {
         let last = self.0.iter().rposition(|op| op.directories.iter().any(|d| d == directory));
-        self.0.drain(..last.map_or(0, |last| last + 1));
+        self.forget(last.map_or(0, |last| last + 1));
+    }
+
+    /// The first `count` operations are durable: no file of theirs is restored any more. A file without a name is gone
+    /// on a real machine, so no handle finds it.
+    fn forget(&mut self, count: usize) {
+        for operation in self.0.drain(..count) {
+            if let Some(place) = operation.put_away {
+                let _ = std::fs::remove_file(place);
+            }
+        }
     }
 
     /// Makes some of the operations, from the first on, durable, and reverts the others.
@@ -62,7 +74,7 @@ impl Entries {
                 }
             }
         }
-        self.0.clear();
+        self.forget(kept);
         Ok(())
     }
 }
@@ -171,7 +183,17 @@ fn other_name(path: &Path) -> io::Result<Option<PathBuf>> {
 
 impl State {
     fn did(&mut self, paths: &[&Path], undo: Undo) {
+        // A replaced file is the last one to be restored. A renamed one has a name.
+        let put_away = match &undo {
+            Undo::Bring(names) => names.last().and_then(|back| match back {
+                Back::Move(place, to) => {
+                    (paths.last() == Some(&to.as_path())).then(|| place.clone())
+                }
+                Back::Link(..) => None,
+            }),
+            Undo::Remove(_) => None,
+        };
         let directories = paths.iter().filter_map(|p| p.parent()).map(Path::to_owned).collect();
-        self.entries.0.push(Operation { directories, undo });
+        self.entries.0.push(Operation { directories, undo, put_away });
     }
 }

@@ -5,6 +5,9 @@
 //! validated against a disk, and every field is as the guest wrote it.
 
 use crate::hypervisor::GrantRef;
+use crate::slots;
+
+pub use crate::slots::RING_HEADER_BYTES;
 
 /// A 512-byte unit on the wire, whatever the medium's own block is (blkif.md 3.5).
 pub const SECTOR_BYTES: u64 = 512;
@@ -18,8 +21,6 @@ pub const MAX_INDIRECT_PAGES: usize = 8;
 pub const SEGMENT_BYTES: usize = 8;
 /// Bytes of the largest slot.
 pub const MAX_SLOT_BYTES: usize = 112;
-/// Bytes before the first slot of a ring.
-pub const RING_HEADER_BYTES: usize = 64;
 /// Largest ring: 2^4 pages.
 pub const MAX_RING_ORDER: u32 = 4;
 
@@ -85,8 +86,7 @@ impl Protocol {
 
     /// Slots of a ring of `2^order` pages: a power of two.
     pub const fn entries(self, order: u32) -> u32 {
-        let fit = (((4096usize << order) - RING_HEADER_BYTES) / self.slot_bytes()) as u32;
-        1 << fit.ilog2()
+        slots::entries(1 << order, self.slot_bytes())
     }
 
     const fn id_offset(self) -> usize {

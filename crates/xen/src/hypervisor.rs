@@ -11,6 +11,7 @@ use std::ptr::NonNull;
 use ferrite_io::arena::{Arena, Lender, Span};
 
 use crate::mover::Moving;
+use crate::pages::Pages;
 
 /// A domain's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -198,6 +199,18 @@ pub trait Hypervisor: Send + Sync {
     /// For one pool: pages that links copy to and from at less cost than others, where there are such.
     fn lender(&self) -> Option<Box<dyn Lender>> {
         None
+    }
+
+    /// A way to copy between the pages of any guests, for one thread.
+    ///
+    /// # Errors
+    /// This host cannot do it.
+    fn pages(&self) -> Result<Box<dyn Pages>, HypervisorError> {
+        Err(HypervisorError::Host {
+            what: "copy from guest to guest".into(),
+            source: io::ErrorKind::Unsupported.into(),
+            hint: "use a hypervisor that can",
+        })
     }
 
     /// Maps the ring pages (1 to 16, contiguous in the order given), binds the port. Data will

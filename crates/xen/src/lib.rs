@@ -1,8 +1,11 @@
-//! Everything that is Xen: the blkif ABI, and the hypervisor behind it.
+//! Everything that is Xen: the ABI of disks and of network interfaces, and the hypervisor behind it.
 //!
 //! * [`abi`]: the shared ring and its messages, for x86_64 and x86_32 frontends (pure functions
 //!   over copies; no shared memory).
-//! * [`ring`]: the back end of a shared ring, the one place that touches its memory.
+//! * [`slots`]: a shared ring of slots of any size, the one place that touches its memory.
+//! * [`ring`]: the back end of a disk's ring.
+//! * [`netif`]: the messages of a network interface. [`net`]: the back end of the two rings of its queue.
+//! * [`pages`]: copies between the pages of any guests.
 //! * [`hypervisor`]: the traits [`Hypervisor`](hypervisor::Hypervisor) and
 //!   [`Link`](hypervisor::Link), one connected queue.
 //! * [`store`]: a client for xenstore's wire protocol.
@@ -11,7 +14,11 @@
 pub mod abi;
 pub mod hypervisor;
 pub mod mover;
+pub mod net;
+pub mod netif;
+pub mod pages;
 pub mod real;
 pub mod ring;
+pub mod slots;
 pub mod store;
 pub mod xenbus;

@@ -75,6 +75,22 @@ fn deaths(bench: &mut Bench<'_>) -> Result<()> {
             bail!("fio on {device}: {done}");
         }
         unmount_and_check(bench, &device, check)?;
+        nothing_is_left(bench, make_fs)?;
+    }
+    Ok(())
+}
+
+/// The journal of an image that was closed is gone. The evidence is who holds one that is not, and what became of its
+/// workers.
+fn nothing_is_left(bench: &mut Bench<'_>, what: &str) -> Result<()> {
+    let left = bench.xenhost.sh(
+        "cd /run/ferrite/images && for file in $(ls); do ls -il $file; od -A d -t x8z -N 512 $file; \
+         grep \":$(stat -c %i $file) \" /proc/locks; for fd in /proc/[0-9]*/fd/*; do \
+         [ \"$(readlink $fd)\" = $PWD/$file ] && echo $fd; done; done; true",
+    )?;
+    if !left.is_empty() {
+        let log = bench.xenhost.sh("tail -n 200 /tmp/daemon.log")?;
+        bail!("{what}: left in /run/ferrite/images:\n{left}\n{log}");
     }
     Ok(())
 }

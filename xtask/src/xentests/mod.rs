@@ -19,7 +19,7 @@ mod nvme;
 mod own_grants;
 mod processors;
 mod recovery;
-mod remotes;
+pub(crate) mod remotes;
 mod runner;
 mod shared;
 mod store;
@@ -251,7 +251,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Starts the daemon with these tables of its configuration.
-    fn start_daemon_with(&mut self, tables: &str) -> Result<()> {
+    pub(crate) fn start_daemon_with(&mut self, tables: &str) -> Result<()> {
         self.daemon = Some(self.xenhost.start_daemon(tables)?);
         Ok(())
     }

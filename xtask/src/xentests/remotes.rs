@@ -17,11 +17,11 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 /// The folders of certificates in domain 0.
-const TLS: &str = "/lab/tls";
+pub(crate) const TLS: &str = "/lab/tls";
 const IMAGE: &str = "/lab/remote.qcow2";
 /// A disk of domain 0 that moves to the server.
 const LOCAL: &str = "/lab/local.qcow2";
-const SERVER: &str = "127.0.0.1";
+pub(crate) const SERVER: &str = "127.0.0.1";
 /// What the daemon is told of servers.
 const TABLES: &str =
     "[nbd]\nservers = [\"127.0.0.1\"]\ncertificate_folders = [\"/lab/tls/client\"]\n";
@@ -35,7 +35,7 @@ sign() { openssl req -x509 -CA authority/ca-cert.pem -CAkey authority/ca-key.pem
     -pkeyopt ec_paramgen_curve:P-256 -noenc -days 3650 -addext basicConstraints=critical,CA:FALSE \"$@\"; }
 sign -subj /CN=server -addext subjectAltName=IP:127.0.0.1 -addext extendedKeyUsage=serverAuth \
     -keyout server/server-key.pem -out server/server-cert.pem
-sign -subj /CN=client -addext extendedKeyUsage=clientAuth \
+sign -subj /CN=client -addext subjectAltName=DNS:a.example -addext extendedKeyUsage=clientAuth \
     -keyout client/client-key.pem -out client/client-cert.pem
 cp authority/ca-cert.pem server
 cp authority/ca-cert.pem client
@@ -48,7 +48,7 @@ const LOAD: &str = "until [ -b /dev/xvdb ]; do sleep 0.2; done; \
      --runtime=40 --minimal";
 
 /// Makes certificates where openssl is, and copies them to domain 0: each is text of a few lines.
-fn put_certificates(bench: &mut Bench<'_>) -> Result<()> {
+pub(crate) fn put_certificates(bench: &mut Bench<'_>) -> Result<()> {
     let folder = steps::target_dir().join("xen-certificates");
     let _ = fs::remove_dir_all(&folder);
     fs::create_dir_all(&folder)?;

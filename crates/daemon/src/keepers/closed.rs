@@ -22,21 +22,20 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// A worker that ends meanwhile leaves a table that names the image. Its guest would not be served
 /// from another one.
 pub(super) fn close(socket: &Path, run_dir: &Path, stop: &Waker) -> Result<Option<u32>, Failure> {
+    let release =
+        || release_tables(run_dir).map_err(|e| failure("release the disk's in-flight table", &e));
+    let has_keeper = || !Keeper::connect(socket).is_err_and(|e| has_no_listener(&e));
     let line = match Keeper::connect(socket).and_then(|keeper| keeper.line(None)) {
         // The worker has ended with its keeper.
-        Err(e) if has_no_listener(&e) => {
-            release_tables(run_dir);
-            return Ok(None);
-        }
+        Err(e) if has_no_listener(&e) => return release().map(|()| None),
         line => line.map_err(|e| failure("reach the keeper", &e))?,
     };
     match pause(line.fd.as_fd(), stop, None) {
         Ok(()) => Ok(Some(line.keeper as u32)),
         // The next worker of a paused disk opens nothing by itself.
-        Err(ServeError::WorkerLost(_)) => {
-            release_tables(run_dir);
-            Ok(Some(line.keeper as u32))
-        }
+        Err(ServeError::WorkerLost(_)) => release().map(|()| Some(line.keeper as u32)),
+        // It could not do all without its keeper, and ends as well.
+        Err(e) if !matches!(e, ServeError::Left) && !has_keeper() => release().map(|()| None),
         Err(e) => Err(not_served(e)),
     }
 }

@@ -136,6 +136,11 @@ pub(crate) fn has_guest(disks: &BTreeMap<DiskId, Entry>, id: DiskId) -> bool {
     disks.values().any(|entry| entry.tap.as_ref().is_some_and(|tap| tap.guest == Some(id)))
 }
 
+/// The guests' disks that taps serve.
+pub(crate) fn guests(disks: &BTreeMap<DiskId, Entry>) -> BTreeSet<DiskId> {
+    disks.values().filter_map(|entry| entry.tap.as_ref()?.guest).collect()
+}
+
 /// How a guest's disk has joined a tap.
 pub(crate) enum Joined {
     /// The tap's thread serves it.
@@ -203,12 +208,14 @@ pub(crate) fn restore(shared: &Arc<Shared>) {
     sweep(shared);
 }
 
-/// Removes the names of sockets of taps that have no keeper and no thread.
+/// Removes the files of taps that have no keeper and no thread: their keepers were killed while they had no image.
 fn sweep(shared: &Shared) {
-    for id in blktap::linked(&shared.paths).filter(|id| id.is_tap()).collect::<BTreeSet<_>>() {
+    let mut left: BTreeSet<DiskId> = blktap::linked(&shared.paths).collect();
+    left.extend(shared.serving.kept_disks());
+    for id in left.into_iter().filter(|id| id.is_tap()) {
         let is_attached = shared.taps.lock().contains_key(&id.devid);
         if !is_attached && !shared.table.read(|disks| disks.contains_key(&id)) {
-            blktap::unlink(&shared.paths, id);
+            Follower::forget_tap(shared, id);
         }
     }
 }

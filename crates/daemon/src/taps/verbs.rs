@@ -1,5 +1,6 @@
 //! The verbs of taps, as `tap-ctl` has them.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -85,6 +86,13 @@ fn of_process(shared: &Shared, pid: u32, minor: u32) -> Result<(), TapError> {
     let has_tap = attached.contains_key(&minor);
     drop(attached);
     if has_tap && worker(shared, DiskId::tap(minor)) == Some(pid) {
+        return Ok(());
+    }
+    // The keeper and the daemon were killed while it was paused: its next keeper is started when it goes on.
+    let is_left =
+        |disks: &BTreeMap<DiskId, Entry>| disks.get(&DiskId::tap(minor)).is_some_and(is_paused);
+    let is_dead = !Path::new("/proc").join(pid.to_string()).exists();
+    if !has_tap && is_dead && shared.table.read(is_left) {
         return Ok(());
     }
     let why = format!("process {pid} has no minor {minor}");
@@ -350,16 +358,22 @@ pub(crate) fn free(shared: &Shared, minor: u32) -> Result<(), TapError> {
     let _one = shared.taps.change();
     let id = DiskId::tap(minor);
     let is_attached = shared.taps.lock().contains_key(&minor);
-    if is_attached && shared.serving.keeper_of(id).is_none() {
+    let is_open = shared.table.read(|disks| disks.contains_key(&id));
+    // The daemon was killed, too, and this one starts no keeper for a tap that is paused.
+    let is_left = |entry: &Entry| {
+        is_paused(entry) && entry.tap.as_ref().is_some_and(|tap| tap.guest.is_none())
+    };
+    let is_left = shared.table.read(|disks| disks.get(&id).is_some_and(is_left));
+    if (is_attached || is_left) && shared.serving.keeper_of(id).is_none() {
         // The process was killed. What it has open is gone with it.
         shared.table.change(id, Entry::end);
         wait_until_gone(shared, id, OPENED_WITHIN);
-        Follower::forget_tap(shared, id);
-        shared.taps.lock().remove(&minor);
-    } else if is_attached || shared.table.read(|disks| disks.contains_key(&id)) {
+    } else if is_attached || is_open {
         let why = format!("minor {minor} is attached to a process");
         return Err(TapError::new(Errno::AGAIN, why, "detach it first: tap-ctl detach"));
     }
+    Follower::forget_tap(shared, id);
+    shared.taps.lock().remove(&minor);
     remove_mark(&shared.paths.allocated_minor(minor), minor)
 }
 

@@ -6,12 +6,15 @@
     reason = "a module of several tests, not all of which use all"
 )]
 
+mod in_process;
+
 use std::io::{self, Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::slice::SliceIndex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -20,87 +23,21 @@ use ferrite_daemon::config::{Config, NbdOptions, NbdServer, RbdOptions, RbdPool}
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{Details, Disk as Listed, Disks, PhaseName, Status};
 use ferrite_daemon::state::DiskId;
-use ferrite_daemon::{Assignment, Connect, Daemon, Failure, Paths, Serving, Step};
-use ferrite_disk::{Disk, OpenOptions};
-use ferrite_host::clock::SystemClock;
+use ferrite_daemon::{Connect, Daemon, Paths, Serving, Step};
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths, LoopbackDomains};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
-use ferrite_serve::blkif::lifecycle::{Outcome, close, serve};
-use ferrite_serve::path::device::Device;
 use ferrite_serve::waker::Waker;
 use ferrite_testkit::places::dir_in_memory;
-use ferrite_testkit::rig::config;
 use ferrite_testkit::{PATIENCE, wait_until};
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::{Store, StoreError};
+pub use in_process::InProcess;
 use rustix::process::{Pid, Signal, getpid, kill_process};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::json;
 use tempfile::TempDir;
-
-/// Serves disks with threads of this process.
-pub struct InProcess {
-    pub loopback: Arc<Loopback>,
-    /// The disks whose removal the daemon has requested.
-    pub removed: Mutex<Vec<DiskId>>,
-}
-
-impl Serving for InProcess {
-    fn serve(
-        &self,
-        disk: &Assignment<'_>,
-        store: &mut Store,
-        stop: &Waker,
-    ) -> Result<Outcome, Failure> {
-        let why = |e: &dyn std::fmt::Display| Failure { why: e.to_string(), help: "-".to_owned() };
-        let options = OpenOptions {
-            wait_for_lock: Some(PATIENCE),
-            state_dir: Some(disk.run_dir().join("images")),
-            qemu_first: disk.qemu_first,
-            ..OpenOptions::default()
-        };
-        let opened = Disk::open(&disk.image.name(), &options).map_err(|e| why(&e))?;
-        let device = Arc::new(Device::new(opened, SystemClock::shared()));
-        disk.set_keeper(std::process::id(), None, None);
-        disk.set_served();
-        let paths = DiskPaths::new(DomId(disk.id.domid), disk.id.devid);
-        let mut config = config(&paths, disk.run_dir().join(disk.id.file_name()));
-        config.follow.attached = disk.attached.clone();
-        let outcome = serve(store, &*self.loopback, &device, &config, stop).map_err(|e| why(&e))?;
-        if outcome == Outcome::Stopped {
-            close(&device, &config.engine).map_err(|e| why(&e))?;
-        }
-        Ok(outcome)
-    }
-
-    fn serve_beside(
-        &self,
-        _: &Assignment<'_>,
-        _: DiskId,
-        _: &mut Store,
-        _: &Waker,
-    ) -> Result<Outcome, Failure> {
-        Err(Failure { why: "there is no keeper here".to_owned(), help: "-".to_owned() })
-    }
-
-    fn part(&self, _: DiskId, _: DiskId) -> Result<(), Failure> {
-        Ok(())
-    }
-
-    fn remove(&self, disk: DiskId) {
-        self.removed.lock().unwrap().push(disk);
-    }
-
-    fn remove_older(&self, _: DiskId) -> Result<(), Failure> {
-        Ok(())
-    }
-
-    fn kept_disks(&self) -> Vec<DiskId> {
-        Vec::new()
-    }
-}
 
 /// The machine and its toolstack.
 pub struct Host {
@@ -112,6 +49,8 @@ pub struct Host {
     serving: Option<Arc<InProcess>>,
     /// The connections to the store, in the order of their start.
     connections: Arc<Mutex<Vec<UnixStream>>>,
+    /// The counters of their requests.
+    requests: Arc<Mutex<Vec<Arc<AtomicU64>>>>,
     /// Whether the store's replies are withheld.
     silent: Arc<(Mutex<bool>, Condvar)>,
 }
@@ -137,8 +76,9 @@ impl Host {
         let images = dir.path().join("images");
         std::fs::create_dir(&images).unwrap();
         let machine = Arc::new(Mutex::new(machine));
-        let (connections, silent) = (Arc::default(), Arc::default());
-        let host = Host { machine, dir, images, daemon: None, serving: None, connections, silent };
+        let (connections, requests, silent) = Default::default();
+        let (daemon, serving) = (None, None);
+        let host = Host { machine, dir, images, daemon, serving, connections, requests, silent };
         host.listen();
         host
     }
@@ -156,12 +96,15 @@ impl Host {
         // The thread ends with the machine, which it must not keep alive.
         let machine = Arc::downgrade(&self.machine);
         let (connections, silent) = (self.connections.clone(), self.silent.clone());
+        let requests = self.requests.clone();
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 connections.lock().unwrap().push(stream.try_clone().unwrap());
                 let Some(machine) = machine.upgrade() else { return };
-                let server = UnixStream::from(machine.lock().unwrap().backend().unwrap().store);
-                server.set_nonblocking(false).unwrap();
+                let (server, theirs) = UnixStream::pair().unwrap();
+                theirs.set_nonblocking(true).unwrap();
+                let counter = machine.lock().unwrap().serve_connection(theirs.into());
+                requests.lock().unwrap().push(counter);
                 let ways =
                     [(stream.try_clone().unwrap(), server.try_clone().unwrap()), (server, stream)];
                 for (from, to) in ways {
@@ -179,6 +122,11 @@ impl Host {
     /// Number of connections to the store so far.
     pub fn store_connections(&self) -> usize {
         self.connections.lock().unwrap().len()
+    }
+
+    /// Number of requests by these connections so far.
+    pub fn store_requests(&self) -> u64 {
+        self.requests.lock().unwrap().iter().map(|count| count.load(Ordering::Relaxed)).sum()
     }
 
     /// Ends these connections, in the order of their start.

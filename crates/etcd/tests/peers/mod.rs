@@ -155,7 +155,11 @@ pub(crate) struct Proxy {
     pub(crate) url: String,
     server: String,
     state: Arc<Mutex<(Next, Vec<Vec<u8>>)>>,
+    before: Arc<Mutex<Option<Before>>>,
 }
+
+/// What is done before a transaction is passed on.
+type Before = Box<dyn FnOnce() + Send>;
 
 impl Proxy {
     pub(crate) fn of(server: &str) -> Proxy {
@@ -163,11 +167,14 @@ impl Proxy {
         let url = format!("http://{}", listener.local_addr().unwrap());
         let server = server.trim_start_matches("http://").to_owned();
         let state = Arc::new(Mutex::new((Next::Passes, Vec::new())));
-        let proxy = Proxy { url, server: server.clone(), state: state.clone() };
+        let before = Arc::new(Mutex::new(None));
+        let proxy =
+            Proxy { url, server: server.clone(), state: state.clone(), before: before.clone() };
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let (stream, server, state) = (stream.unwrap(), server.clone(), state.clone());
-                std::thread::spawn(move || pass(stream, &server, &state));
+                let before = before.clone();
+                std::thread::spawn(move || pass(stream, &server, &state, &before));
             }
         });
         proxy
@@ -175,6 +182,11 @@ impl Proxy {
 
     pub(crate) fn next(&self, next: Next) {
         self.state.lock().unwrap().0 = next;
+    }
+
+    /// Does something before it passes the next transaction on: that one was decided on without it.
+    pub(crate) fn before_next(&self, before: impl FnOnce() + Send + 'static) {
+        *self.before.lock().unwrap() = Some(Box::new(before));
     }
 
     /// Passes on what was kept, and returns the answers.
@@ -185,8 +197,18 @@ impl Proxy {
     }
 }
 
-fn pass(mut client: TcpStream, server: &str, state: &Mutex<(Next, Vec<Vec<u8>>)>) {
+fn pass(
+    mut client: TcpStream,
+    server: &str,
+    state: &Mutex<(Next, Vec<Vec<u8>>)>,
+    before: &Mutex<Option<Before>>,
+) {
     let request = read_request(&mut client);
+    if request.starts_with(b"POST /v3/kv/txn")
+        && let Some(before) = before.lock().unwrap().take()
+    {
+        before();
+    }
     let next = match request.starts_with(b"POST /v3/kv/txn") {
         true => std::mem::replace(&mut state.lock().unwrap().0, Next::Passes),
         false => Next::Passes,

@@ -82,6 +82,9 @@ pub(super) fn of(name: &str) -> Topic {
         }
         name if name.starts_with("ferrite-image") => (&[JOURNALS], &[], &["qemu-img(1)"], IMAGES),
         name if name.starts_with("ferrite-store") => (&[JOURNALS], &[], &[], STORE),
+        name if name.starts_with("ferrite-pool") => {
+            (&[], &[], &["etcd(1)"], "/usr/share/doc/ferrite/distributed.md")
+        }
         "ferrite-stat" | "ferrite-top" => (&[STATS], &[XENSTORED], &["ferrite-trace(1)"], WATCHING),
         name if name.starts_with("ferrite-trace") => {
             (&[STATE], &[], &["ferrite-stat(1)"], "/usr/share/doc/ferrite/trace.md")
@@ -400,6 +403,29 @@ fn examples_of_images(name: &str) -> Terms {
         }
         "ferrite-image-journal-drop" => {
             &[("Drop journals of images that are gone.", "ferrite image journal drop --stale")]
+        }
+        "ferrite-pool" | "ferrite-pool-init" => &[(
+            "Make a pool in an etcd on this host.",
+            "ferrite pool init lab --etcd http://127.0.0.1:2379 --etcd-plain --experimental",
+        )],
+        "ferrite-pool-create" => &[(
+            "A disk of 10 GiB with two copies.",
+            "ferrite pool create lab/web1 10G --replicas 2",
+        )],
+        "ferrite-pool-list" => &[("List the disks.", "ferrite pool list lab")],
+        "ferrite-pool-status" => {
+            &[("Show servers and copies.", "ferrite pool status lab\nferrite pool status lab/web1")]
+        }
+        "ferrite-pool-resize" => &[("Make a disk larger.", "ferrite pool resize lab/web1 20G")],
+        "ferrite-pool-delete" => &[("Remove a disk.", "ferrite pool delete lab/web1")],
+        "ferrite-pool-replace" => {
+            &[("Replace the copies on a lost server.", "ferrite pool replace lab/web1 b --by c")]
+        }
+        "ferrite-pool-drain" => {
+            &[("Empty a server before it is stopped.", "ferrite pool drain lab b")]
+        }
+        "ferrite-pool-steal" => {
+            &[("Take a disk from a host that is dead.", "ferrite pool steal lab/web1")]
         }
         "ferrite-store" | "ferrite-store-create" => &[(
             "A store of 100 GiB, and a volume in it.",

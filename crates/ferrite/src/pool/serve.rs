@@ -17,19 +17,20 @@ use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::announce::{Announced, Announcement};
+use super::args::PoolArgs;
 use crate::exit::{Code, Failure};
 use crate::export::network::{self, Clients, NetworkArgs};
 use crate::serve::stop_on_signals;
 
 /// The help behind the options.
 pub(super) const HELP: &str = "The first start makes DIR, which has to be empty, the folder of this server. Each copy is \
-                               a raw image in it. This command is experimental.";
+                               a raw image in it. With --etcd the server tells the pool that it runs.";
 /// The pause before the next look for connections after a failure.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// The server.
 #[derive(Debug, Args)]
-pub(super) struct ServeArgs {
+pub(crate) struct ServeArgs {
     /// The folder of the copies.
     dir: PathBuf,
     /// The server's name in its pool.
@@ -40,17 +41,8 @@ pub(super) struct ServeArgs {
     pool: PoolId,
     #[command(flatten)]
     network: NetworkArgs,
-    /// Tell the cluster of etcd at these addresses that this server is there.
-    #[arg(long, value_name = "URL", value_delimiter = ',')]
-    etcd: Vec<String>,
-    /// The folder with ca-cert.pem, client-cert.pem and client-key.pem for etcd.
-    #[arg(long, value_name = "DIR", requires = "etcd", conflicts_with = "etcd_plain")]
-    etcd_tls: Option<PathBuf>,
-    /// Speak with etcd in clear: whoever is on the way may change what the pool is.
-    #[arg(long, requires = "etcd")]
-    etcd_plain: bool,
     /// The address and port that the hosts of the pool use, if it is not that of --listen.
-    #[arg(long, value_name = "ADDRESS:PORT", requires = "etcd")]
+    #[arg(long, value_name = "ADDRESS:PORT")]
     address: Option<String>,
 }
 
@@ -67,7 +59,7 @@ fn identifier(text: &str) -> Result<PoolId, String> {
 }
 
 /// Serves until a signal comes.
-pub(super) fn run(args: &ServeArgs) -> Result<(), Failure> {
+pub(super) fn run(of: &PoolArgs, args: &ServeArgs) -> Result<(), Failure> {
     let stop = stop_on_signals()?;
     raise_files();
     let PoolId(pool) = args.pool;
@@ -79,12 +71,12 @@ pub(super) fn run(args: &ServeArgs) -> Result<(), Failure> {
     })?;
     let place = network.places.first().and_then(|place| place.split(' ').next());
     let place = place.unwrap_or_default().to_owned();
-    let announced = match args.etcd.is_empty() {
+    let announced = match of.etcd.is_empty() {
         true => None,
         false => Some(Announced::start(Announcement {
-            endpoints: args.etcd.clone(),
-            tls: args.etcd_tls.clone(),
-            plain: args.etcd_plain,
+            endpoints: of.etcd.clone(),
+            tls: of.etcd_tls.clone(),
+            plain: of.etcd_plain,
             pool,
             name: args.name.clone(),
             address: args.address.clone().unwrap_or_else(|| place.clone()),

@@ -17,7 +17,7 @@ use super::manifest::{DiskOf, Hash, Manifest, NewManifest, Reference};
 use super::maps::Maps;
 use super::regions::{Plan, Regions, To};
 use super::{BackupDone, BackupInfo, BackupKind};
-use crate::files::{NewFile, Over, check_apart, check_regular, protect};
+use crate::files::{NewFile, Over, check_apart, check_regular, protect, same_file};
 use crate::formats::{self, Blank};
 use crate::io_context::IoContext;
 use crate::{ImageTools, MapChange, NewImage, broken, refused};
@@ -227,9 +227,13 @@ impl ImageTools<'_> {
         let cannot = |e| broken(what(), e);
         let is_resumed = making.maps.as_ref().is_some_and(|maps| maps.resumed.is_some());
         let partial = crate::files::beside(&to.path, PARTIAL);
-        if is_resumed && to.path.exists() && !partial.exists() {
-            // It was interrupted between steps 4 and 5.
-            self.directory.rename(&to.path, &partial).map_err(cannot)?;
+        if is_resumed && to.path.exists() {
+            // It was interrupted between steps 4 and 5; or in step 4, where the file has both names for a moment.
+            if !partial.exists() {
+                self.directory.rename(&to.path, &partial).map_err(cannot)?;
+            } else if same_file(&to.path, &partial).map_err(cannot)? {
+                self.directory.remove(&to.path).map_err(cannot)?;
+            }
         }
         let mut file = self.old_file(&to.path, PARTIAL, Over::Keep)?;
         check_regular(file.path(), what())?;

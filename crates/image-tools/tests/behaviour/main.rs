@@ -8,6 +8,7 @@ mod family;
 
 mod check_classes;
 mod children;
+mod killed;
 mod leaves;
 mod marks;
 mod moved_children;

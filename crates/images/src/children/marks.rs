@@ -16,6 +16,12 @@
 //! parent does not count. Lines of both kinds are left out when the next line is added. At that time a line also gets
 //! the present file of its child.
 //!
+//! A file that still has its temporary name ([`NEW`]) is no child, although its line is written before it gets its own
+//! name. Only the process that makes it gives it that name. Until then the process keeps the parent open, so no other
+//! process opens the parent for writing. If the process ends before, by a signal or by a power cut, no process gives the
+//! file its name any more: the next one that makes a file of this name removes it and makes it anew. So the parent may be
+//! written to, and no later snapshot takes the place of what was written.
+//!
 //! A rename of the parent leaves the list behind. So in the parent's folder the lines of other lists that name it by
 //! its place are the parent's, too.
 //!
@@ -39,6 +45,7 @@ use ferrite_host::names;
 use ferrite_host::naming::Handle;
 use rustix::fs::{FlockOperation, OFlags, flock, fstat};
 
+use super::NEW;
 use crate::vhd::{decode, unescape};
 use ferrite_host::place::{self, Place, lasting_file_system, look_at};
 
@@ -116,6 +123,8 @@ enum Whereabouts {
     AtPath,
     /// It is gone, or another file has its path and the handle leads nowhere.
     Nowhere,
+    /// It has its temporary name: it was never finished.
+    Unfinished,
     /// It has another name.
     Elsewhere(OwnedFd),
     /// There is no handle, or the kernel does not tell.
@@ -216,7 +225,7 @@ impl Mark {
                     Ok(_) => return State::Gone,
                     Err(_) => "and what it stands on cannot be read in it any more",
                 },
-                Whereabouts::Nowhere => return State::Gone,
+                Whereabouts::Nowhere | Whereabouts::Unfinished => return State::Gone,
                 Whereabouts::Elsewhere(file) => return self.moved(&file, family),
                 Whereabouts::Unknown(error) => return self.unknown(error),
             },
@@ -252,6 +261,9 @@ impl Mark {
             return Whereabouts::AtPath;
         }
         let Some(handle) = &self.handle else { return Whereabouts::Unknown(None) };
+        if handle_at(&with(&self.child, NEW)).as_ref() == Some(handle) {
+            return Whereabouts::Unfinished;
+        }
         match place::folder_above(&self.child).map(|folder| handle.open_on(folder.as_fd())) {
             Some(Ok(Some(file))) => Whereabouts::Elsewhere(file),
             Some(Ok(None)) => Whereabouts::Nowhere,

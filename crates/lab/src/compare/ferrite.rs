@@ -68,6 +68,11 @@ impl Ferrite {
         parse(&steps::output(command.args(options.split_whitespace()))?)
     }
 
+    /// `ferrite-bench` itself.
+    pub(crate) fn bench_program(&self) -> &Path {
+        &self.bench
+    }
+
     /// `ferrite` itself.
     pub(crate) fn program(&self) -> &Path {
         &self.program

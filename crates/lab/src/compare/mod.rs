@@ -10,6 +10,7 @@ mod disk;
 pub(crate) mod ferrite;
 pub(crate) mod fio;
 mod guests;
+mod host;
 pub(crate) mod image;
 mod images;
 mod instructions;
@@ -59,6 +60,9 @@ struct BenchArguments {
     /// The size of the disk of the part backup, which takes twice that much space in the build folder.
     #[arg(long, value_name = "GIB", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     backup_gib: u32,
+    /// The disks of the part host.
+    #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=4000))]
+    disks: u32,
     #[command(flatten)]
     instructions: instructions::InstructionsArguments,
     #[command(flatten)]
@@ -88,6 +92,8 @@ enum Part {
     Guests,
     /// Disks with a keeper and a worker each, compared with one process.
     Kept,
+    /// A host of many disks: memory, wake-ups, and what each costs. It takes root.
+    Host,
     /// Instructions per request of the backend's own code, by valgrind.
     Instructions,
     /// A real Xen host that counts instructions: blkback, qdisk and ferrite on one RAM disk.
@@ -115,6 +121,7 @@ impl Part {
         Part::Backup,
         Part::Guests,
         Part::Kept,
+        Part::Host,
         Part::Instructions,
         Part::Xen,
         Part::Vdo,
@@ -136,6 +143,7 @@ impl Part {
             Part::Backup => "backup",
             Part::Guests => "guests",
             Part::Kept => "kept",
+            Part::Host => "host",
             Part::Instructions => "instructions",
             Part::Xen => "xen",
             Part::Vdo => "vdo",
@@ -157,6 +165,7 @@ impl Part {
             Part::Backup => backup::run(&Setup::new(arguments)?, arguments.backup_gib),
             Part::Guests => guests::run(&Setup::new(arguments)?),
             Part::Kept => kept::run(&Setup::new(arguments)?),
+            Part::Host => host::run(arguments.disks),
             Part::Instructions => instructions::run(arguments.runs, &arguments.instructions),
             Part::Xen => xen::run(&arguments.xen),
             Part::Vdo => xen::vdo::run(&arguments.xen),

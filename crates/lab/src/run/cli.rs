@@ -47,6 +47,12 @@ pub(crate) enum Part {
     Keeper,
     /// A worker. Its keeper starts it.
     Worker(KeptArgs),
+    /// A host of many disks: the daemon, keepers and workers as processes, and a guest for each disk.
+    Host(HostArgs),
+    /// The daemon of such a host. The measurement starts it.
+    HostDaemon(HostDaemonArgs),
+    /// A worker of such a host. Its keeper starts it.
+    HostWorker(KeptArgs),
     /// The copies of a measurement alone, as the baseline of everything around them.
     Bare(BareArgs),
     /// The least pipeline of two processes for a load: the limit of any backend.
@@ -55,6 +61,22 @@ pub(crate) enum Part {
     BoundFront(GuestArgs),
     /// Write the manual page and completions for shells, for packages.
     Generate(GenerateArgs),
+}
+
+/// The arguments of `ferrite-bench host`.
+#[derive(Debug, Args)]
+pub(crate) struct HostArgs {
+    /// Disks, each of a guest of its own.
+    #[arg(long, value_name = "N", default_value_t = 1000,
+          value_parser = clap::value_parser!(u32).range(1..=4000))]
+    pub(crate) disks: u32,
+}
+
+/// The arguments of `ferrite-bench host-daemon`.
+#[derive(Debug, Args)]
+pub(crate) struct HostDaemonArgs {
+    /// The folder with all of the host's files.
+    pub(crate) folder: PathBuf,
 }
 
 /// The arguments of `ferrite-bench generate`.

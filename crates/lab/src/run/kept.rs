@@ -32,7 +32,7 @@ use super::host::{self, DEVID};
 use super::measure;
 
 /// The environment variable with the guest's handle, for keeper and worker.
-const GUEST: &str = "FERRITE_BENCH_GUEST";
+pub(crate) const GUEST: &str = "FERRITE_BENCH_GUEST";
 /// Descriptors up to this belong to the keeper and the worker themselves.
 const OWN_FDS: RawFd = 7;
 /// How often a worker tries to get the lock of a predecessor.
@@ -165,8 +165,17 @@ pub(crate) fn keeper() -> Result<(), Failure> {
     }
 }
 
+/// Who has the image of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    /// All workers of a measurement.
+    Shared,
+    /// This worker alone, as in the daemon.
+    Own,
+}
+
 /// `ferrite-bench worker`: as `ferrite worker`, with the loopback instead of Xen.
-pub(crate) fn worker(kept: &KeptArgs) -> Result<(), Failure> {
+pub(crate) fn worker(kept: &KeptArgs, sharing: Sharing) -> Result<(), Failure> {
     remember_process();
     let words = std::iter::once(&kept.program).chain(&kept.words);
     let args = Cli::try_parse_from(words).map_err(|e| cannot("be a worker", e))?.bench;
@@ -178,7 +187,8 @@ pub(crate) fn worker(kept: &KeptArgs) -> Result<(), Failure> {
     let guest = GuestHandle::from_arg(&text).map_err(|e| cannot("reach the guest", e))?;
     let loopback = Loopback::new(args.copy_with);
     loopback.add(&guest).map_err(|e| cannot("reach the guest", e))?;
-    let config = host::work_config(&args, guest.domid(), &kept.run_dir)?;
+    let mut config = host::work_config(&args, guest.domid(), &kept.run_dir)?;
+    config.closes = sharing == Sharing::Own;
     let means = Means { processes: args.copy_with == CopyWith::ProcessVm, ..Means::default() };
     ferrite_keeper::drop_privileges(means).map_err(|e| cannot("give rights up", e))?;
     let run = kept.run_dir.parent().unwrap_or(&kept.run_dir);

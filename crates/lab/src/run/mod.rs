@@ -12,6 +12,7 @@ mod host;
 pub(crate) mod idle;
 mod kept;
 mod load;
+pub(crate) mod many;
 mod measure;
 mod progress;
 pub(crate) mod tally;
@@ -20,6 +21,7 @@ pub(crate) mod task;
 use cli::{Cli, Part, PartCli};
 use ferrite::exit::{Code, Failure};
 use ferrite::{generate, log};
+use kept::Sharing;
 
 /// The program: its command line, one run, the report.
 pub(crate) fn main() -> ExitCode {
@@ -49,7 +51,10 @@ fn part(part: &Part) -> Result<(), Failure> {
     match part {
         Part::Guest(args) => guest::run(args),
         Part::Keeper => kept::keeper(),
-        Part::Worker(args) => kept::worker(args),
+        Part::Worker(args) => kept::worker(args, Sharing::Shared),
+        Part::Host(args) => many::run(args),
+        Part::HostDaemon(args) => many::daemon(&args.folder),
+        Part::HostWorker(args) => kept::worker(args, Sharing::Own),
         Part::Bare(args) => bare::run(args),
         Part::Bound(args) => bound::run(args),
         Part::BoundFront(args) => bound::front(args),

@@ -37,7 +37,7 @@ use ferrite_xen::store::{Store, StoreError};
 pub use error::FrontError;
 pub use queue::{FrontQueue, QueueOptions, Reply, Tag};
 pub use ring::{RawRing, RingWord};
-pub use space::{Buffer, GuestSpace};
+pub use space::{Alias, Buffer, GuestSpace};
 
 /// The keys that describe the ring (blkif.md 3.4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

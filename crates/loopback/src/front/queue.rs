@@ -97,7 +97,7 @@ impl FrontQueue {
             .memory()
             .map_frames(&frames, true)
             .map_err(LoopbackError::system("map a ring of the frontend's"))?;
-        let ring = Arc::new(RawRing::new(mapping, options.protocol));
+        let ring = Arc::new(RawRing::new(mapping, options.protocol.slot_bytes()));
         let entries = ring.entries() as usize;
         Ok(FrontQueue {
             space: space.clone(),
@@ -274,7 +274,7 @@ impl FrontQueue {
 
     /// Any bytes in the next slot. Nothing is recorded: [`take_raw`](Self::take_raw) takes a response to it.
     pub fn raw_request(&mut self, slot: &Slot) {
-        self.ring.put_slot(self.req_prod, slot);
+        self.ring.put_slot(self.req_prod, &slot.0[..self.options.protocol.slot_bytes()]);
         self.req_prod = self.req_prod.wrapping_add(1);
     }
 
@@ -431,7 +431,8 @@ impl FrontQueue {
         pending.active = true;
         pending.operation = response_op;
         let request = Request { id: self.id(tag), response_op, message };
-        self.ring.put_slot(self.req_prod, &request.encode(self.options.protocol));
+        let protocol = self.options.protocol;
+        self.ring.put_slot(self.req_prod, &request.encode(protocol).0[..protocol.slot_bytes()]);
         self.req_prod = self.req_prod.wrapping_add(1);
     }
 

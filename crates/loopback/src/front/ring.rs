@@ -4,8 +4,8 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::super::memory::FrameMapping;
-use ferrite_xen::abi::{Protocol, RING_HEADER_BYTES, Slot};
 use ferrite_xen::hypervisor::PAGE_SIZE;
+use ferrite_xen::slots::{self, RING_HEADER_BYTES};
 
 /// One of the four shared words of a ring's header (blkif.md 1.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +23,7 @@ pub enum RingWord {
 /// A ring's pages, mapped contiguously.
 pub struct RawRing {
     pages: FrameMapping,
-    protocol: Protocol,
+    slot_bytes: usize,
     entries: u32,
 }
 
@@ -33,9 +33,9 @@ unsafe impl Sync for RawRing {}
 
 impl RawRing {
     /// Initialises the header as SHARED_RING_INIT does.
-    pub(super) fn new(pages: FrameMapping, protocol: Protocol) -> RawRing {
-        let order = (pages.len() / PAGE_SIZE).ilog2();
-        let ring = RawRing { pages, protocol, entries: protocol.entries(order) };
+    pub(crate) fn new(pages: FrameMapping, slot_bytes: usize) -> RawRing {
+        let entries = slots::entries(pages.len() / PAGE_SIZE, slot_bytes);
+        let ring = RawRing { pages, slot_bytes, entries };
         ring.poke(0, &vec![0; ring.pages.len()]);
         ring.store(RingWord::ReqEvent, 1);
         ring.store(RingWord::RspEvent, 1);
@@ -65,29 +65,42 @@ impl RawRing {
     /// The offset of the slot of a free-running index, in bytes from the beginning of the ring.
     pub fn slot_at(&self, index: u32) -> usize {
         let slot = (index & (self.entries - 1)) as usize;
-        RING_HEADER_BYTES + slot * self.protocol.slot_bytes()
+        RING_HEADER_BYTES + slot * self.slot_bytes
     }
 
-    /// Writes a slot.
-    pub fn put_slot(&self, index: u32, slot: &Slot) {
+    /// Writes a slot, or its first bytes: words of 4.
+    ///
+    /// # Panics
+    /// If a slot has fewer: a bug of the test.
+    pub fn put_slot(&self, index: u32, slot: &[u8]) {
+        assert!(slot.len() <= self.slot_bytes);
         let at = self.slot_at(index);
-        for (i, word) in slot.0[..self.protocol.slot_bytes()].chunks_exact(4).enumerate() {
+        for (i, word) in slot.chunks_exact(4).enumerate() {
             let word = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
-            // SAFETY: the slot lies in the mapping (Protocol::entries), at a multiple of 4.
+            // SAFETY: the slot lies in the mapping (`slots::entries`), at a multiple of 4.
             unsafe {
                 self.pages.base().add(at + 4 * i).as_ptr().cast::<u32>().write_volatile(word)
             };
         }
     }
 
-    /// The first 16 bytes of a slot: a response with its padding.
-    pub fn response_bytes(&self, index: u32) -> [u8; 16] {
+    /// The first `N` words of a slot.
+    ///
+    /// # Panics
+    /// As [`put_slot`](Self::put_slot).
+    pub fn slot_words<const N: usize>(&self, index: u32) -> [u32; N] {
+        assert!(N * 4 <= self.slot_bytes);
         let at = self.slot_at(index);
+        // SAFETY: as in `put_slot`.
+        std::array::from_fn(|i| unsafe {
+            self.pages.base().add(at + 4 * i).as_ptr().cast::<u32>().read_volatile()
+        })
+    }
+
+    /// The first 16 bytes of a slot: a response of a disk's with its padding.
+    pub fn response_bytes(&self, index: u32) -> [u8; 16] {
         let mut out = [0; 16];
-        for (i, bytes) in out.chunks_exact_mut(4).enumerate() {
-            // SAFETY: as in `put_slot`.
-            let word =
-                unsafe { self.pages.base().add(at + 4 * i).as_ptr().cast::<u32>().read_volatile() };
+        for (bytes, word) in out.chunks_exact_mut(4).zip(self.slot_words::<4>(index)) {
             bytes.copy_from_slice(&word.to_le_bytes());
         }
         out

@@ -92,7 +92,7 @@ impl GuestSpace {
     }
 
     /// The descriptor on which the backend's events arrive.
-    pub(super) fn event_fd(&self, port: u32) -> BorrowedFd<'_> {
+    pub(crate) fn event_fd(&self, port: u32) -> BorrowedFd<'_> {
         self.descriptors.to_front(port)
     }
 
@@ -179,6 +179,11 @@ impl GuestSpace {
         (free.frames.iter().map(|(_, n)| n).sum(), free.grants.len())
     }
 
+    /// A frame that another thread changes, as a hostile guest's other processor.
+    pub fn alias(self: &Arc<Self>, frame: u32) -> Alias {
+        Alias { space: self.clone(), frame }
+    }
+
     /// `pages` pages, each granted to the backend for reading and writing.
     ///
     /// # Errors
@@ -193,6 +198,27 @@ impl GuestSpace {
         let buffer = Buffer { space: self.clone(), first, grefs };
         (0..pages).for_each(|page| buffer.grant(page, false));
         Ok(buffer)
+    }
+}
+
+/// A frame that belongs to somebody else; see [`GuestSpace::alias`].
+pub struct Alias {
+    space: Arc<GuestSpace>,
+    frame: u32,
+}
+
+impl Alias {
+    /// Writes bytes, one store each.
+    ///
+    /// # Panics
+    /// If they are not in the frame: a bug of the test.
+    pub fn write(&self, at: usize, bytes: &[u8]) {
+        assert!(at + bytes.len() <= PAGE_SIZE);
+        for (i, byte) in bytes.iter().enumerate() {
+            // SAFETY: inside a frame that stays mapped as long as the space; others write it, too, and nothing is
+            // decided on it.
+            unsafe { self.space.memory.frame(self.frame).add(at + i).write_volatile(*byte) };
+        }
     }
 }
 

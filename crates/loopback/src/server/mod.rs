@@ -91,9 +91,14 @@ impl StoreServer {
         )
         .and_then(|(ours, theirs)| Ok((ours, raised(theirs)?)))
         .map_err(LoopbackError::system("connect to the store"))?;
+        Ok((theirs, self.serve(domid, ours)))
+    }
+
+    /// Serves the other end of a stream socket that does not block. Returns the counter of its requests.
+    pub fn serve(&self, domid: DomId, socket: OwnedFd) -> Arc<AtomicU64> {
         let requests = Arc::new(AtomicU64::new(0));
-        self.shared.ask(|inbox| inbox.connections.push((domid, ours, requests.clone())));
-        Ok((theirs, requests))
+        self.shared.ask(|inbox| inbox.connections.push((domid, socket, requests.clone())));
+        requests
     }
 
     /// Fires watches of `@introduceDomain`: a domain was created.

@@ -29,6 +29,7 @@
 //! The table also names the served image (`image.rs`). A successor with another image is refused.
 
 use std::io;
+use std::io::ErrorKind::{InvalidData, NotFound};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -198,9 +199,15 @@ pub struct ImageName(Arc<Shm>);
 impl ImageName {
     /// Opens the image name of any connection's table. Returns `None` if there is no table of this
     /// version.
-    pub fn open(table: &Path) -> Option<ImageName> {
-        let shm = Shm::open(table).ok()?;
-        is_table(&shm).then(|| ImageName(Arc::new(shm)))
+    ///
+    /// # Errors
+    /// It cannot be opened: the process that opens files for this one may be gone.
+    pub fn open(table: &Path) -> io::Result<Option<ImageName>> {
+        match Shm::open(table) {
+            Ok(shm) => Ok(is_table(&shm).then(|| ImageName(Arc::new(shm)))),
+            Err(e) if matches!(e.kind(), NotFound | InvalidData) => Ok(None),
+            Err(e) => Err(e),
+        }
     }
 
     /// Returns the image that the guest is served from.

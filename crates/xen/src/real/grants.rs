@@ -211,7 +211,7 @@ pub(super) fn copy_within(device: &impl AsFd, own: u32) -> io::Result<()> {
     }
 }
 
-fn copy_entries(device: &impl AsFd, entries: &mut [uapi::CopyEntry]) -> io::Result<()> {
+pub(super) fn copy_entries(device: &impl AsFd, entries: &mut [uapi::CopyEntry]) -> io::Result<()> {
     let count = entries.len() as u32;
     let mut request = uapi::GrantCopy { count, pad: 0, entries: entries.as_mut_ptr() };
     // SAFETY: `count` entries of the kernel's layout. Their local sides are ranges of an

@@ -1,5 +1,6 @@
 //! Xen itself, reached from user space by /dev/xen/gntdev, evtchn, gntalloc and privcmd.
 
+mod between;
 mod copies;
 mod domains;
 mod events;
@@ -27,6 +28,7 @@ use crate::hypervisor::{
     CopySegment, Direction, DomId, GrantRef, Hypervisor, HypervisorError, Link, RingMemory,
 };
 use crate::mover::{Carrier, Moving};
+use crate::pages::Pages;
 use events::EventChannel;
 use grants::{DomainGrants, GrantDevice, Granted, MapError};
 use kept::{Device, Kept};
@@ -266,6 +268,12 @@ impl Hypervisor for Xen {
     fn lender(&self) -> Option<Box<dyn Lender>> {
         let own = self.own.clone()?;
         Some(Box::new(OwnPages::new(own)))
+    }
+
+    fn pages(&self) -> Result<Box<dyn Pages>, HypervisorError> {
+        // Of any guests: the kernel ties no descriptor for copies to one.
+        let device = self.device(|ahead| &ahead.grants, Xen::open_grants, DomId::NONE)?;
+        Ok(Box::new(between::Between::new(GrantDevice::new(device))))
     }
 
     fn connect(

@@ -6,8 +6,9 @@ use ferrite_io::arena::Arena;
 use proptest::prelude::*;
 
 use super::*;
-use crate::abi::{Message, PlainOp, RawSegment, Request};
+use crate::abi::{Message, PlainOp, RING_HEADER_BYTES, RawSegment, Request};
 use crate::hypervisor::{CopySegment, Direction, RingMemory};
+use crate::slots::{REQ_EVENT, REQ_PROD, RSP_EVENT, RSP_PROD};
 
 /// A ring in this process's own memory, and nothing else.
 struct BareLink {

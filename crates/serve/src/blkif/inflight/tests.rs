@@ -121,7 +121,7 @@ fn a_table_of_another_version_is_refused_with_the_version_that_can_read_it() {
         let e = Table::open(&path, identity()).err().unwrap();
         assert!(matches!(e, TableError::OtherVersion { .. }), "{e}");
         assert!(e.to_string().contains(says) && e.to_string().contains("reads 5"), "{e}");
-        assert!(ImageName::open(&path).is_none());
+        assert!(ImageName::open(&path).unwrap().is_none());
     }
 }
 
@@ -146,7 +146,7 @@ fn a_stored_table_of_this_version_is_taken_over() {
         Unanswered { entry, req_index, slot: slot(req_index), indirect }
     });
     assert_eq!(resume.unanswered, unanswered);
-    let image = ImageName::open(&path).unwrap().get();
+    let image = ImageName::open(&path).unwrap().unwrap().get();
     assert_eq!(image, identity().image);
 }
 
@@ -492,9 +492,9 @@ fn a_process_that_is_killed_while_it_names_another_image_has_named_one_of_the_tw
     let mut counts = 0;
     for n in 1..40 {
         STORES_LEFT.set(n % 6);
-        ImageName::open(&path).unwrap().set(&image(n));
+        ImageName::open(&path).unwrap().unwrap().set(&image(n));
         STORES_LEFT.set(usize::MAX);
-        let named = ImageName::open(&path).unwrap().get();
+        let named = ImageName::open(&path).unwrap().unwrap().get();
         if n % 6 == 5 {
             counts = n;
         }

@@ -65,7 +65,7 @@ pub use remote::line::{ask_of_image, ask_of_volume, leave, part, pause, retire};
 pub use remote::work::{Lines, Opened, work, work_from};
 pub use reported::clear_error as clear_failure;
 pub use run_dir::{STOPPED, TABLE, release_tables, remove_run_dir, remove_second, run_dir_name};
-pub use sweep::sweep;
+pub use sweep::{sweep, sweep_disk};
 pub use tune::Tune;
 pub use volume::{VolumeOrder, VolumeReply};
 

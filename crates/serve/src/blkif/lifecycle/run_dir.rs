@@ -134,12 +134,16 @@ pub(super) fn second(run_dir: &Path) -> PathBuf {
 
 /// Has the tables of the disk's guests name no image, if there are any: the guests go on with another one.
 /// The requests in them stay. No process serves the disk.
-pub fn release_tables(run_dir: &Path) {
+///
+/// # Errors
+/// A table cannot be opened. Its guest would not be served from another image.
+pub fn release_tables(run_dir: &Path) -> io::Result<()> {
     for table in [run_dir.join(TABLE), second(run_dir).join(TABLE)] {
-        if let Some(name) = ImageName::open(&table) {
+        if let Some(name) = ImageName::open(&table)? {
             name.set(&DiskIdentity::default());
         }
     }
+    Ok(())
 }
 
 /// Removes the counters of the disk with this run directory.
@@ -278,6 +282,14 @@ mod tests {
         std::fs::remove_file(path.join("theirs")).unwrap();
         RunDir::make(&path).unwrap().remove().unwrap();
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_table_that_cannot_be_opened_is_not_released() {
+        let run_dir = tempfile::tempdir().unwrap();
+        release_tables(run_dir.path()).unwrap();
+        std::fs::create_dir(run_dir.path().join(TABLE)).unwrap();
+        assert!(release_tables(run_dir.path()).is_err());
     }
 
     #[test]

@@ -29,7 +29,7 @@ impl TableSuccessor {
         control: Arc<Waker>,
     ) -> TableSuccessor {
         let is_ours = |name: &ImageName| disk.identity().is_ok_and(|own| own.key == name.get().key);
-        let name = Mutex::new(ImageName::open(table).filter(is_ours));
+        let name = Mutex::new(ImageName::open(table).ok().flatten().filter(is_ours));
         TableSuccessor { name, counters, control }
     }
 
@@ -88,7 +88,7 @@ mod tests {
                 Arc::new(Waker::new().unwrap()),
             );
             successor.serves(&next);
-            ImageName::open(&path).unwrap().get()
+            ImageName::open(&path).unwrap().unwrap().get()
         };
         assert_eq!(left(&old), next);
         assert_eq!(left(&other), other);

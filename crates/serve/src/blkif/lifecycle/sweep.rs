@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::{Store, StoreError};
 
 use super::reported::clear_error;
@@ -27,46 +28,93 @@ pub fn sweep(store: &mut Store, run_dirs: &Path, kind: &str) -> Result<(), Store
         let Some((domid, devid)) = entry.file_name().to_str().and_then(parse_name) else {
             continue;
         };
-        if !is_gone(store, kind, domid, devid)? {
-            continue;
-        }
-        // A locked directory belongs to a running process. The disk is checked again under the
-        // lock, since it cannot be connected meanwhile.
-        let Ok(Some(dir)) = RunDir::existing(&entry.path()) else { continue };
-        if is_gone(store, kind, domid, devid)?
-            && let Err(e) = dir.remove()
-        {
-            tracing::warn!("cannot remove {}: {e}", entry.path().display());
-        }
+        sweep_run_dir(store, &entry.path(), kind, (domid, devid))?;
     }
     sweep_counters(store, run_dirs, kind)?;
     let errors = format!("error/{kind}");
     for domid in list(store, &errors)? {
         for devid in list(store, &format!("{errors}/{domid}"))? {
-            if let (Ok(domid), Ok(devid)) = (domid.parse(), devid.parse())
-                && is_gone(store, kind, domid, devid)?
-            {
-                clear_error(store, &format!("{kind}/{domid}/{devid}"))?;
+            if let (Ok(domid), Ok(devid)) = (domid.parse(), devid.parse()) {
+                sweep_error(store, kind, (domid, devid))?;
             }
         }
     }
     Ok(())
 }
 
+/// As [`sweep`], of one disk: it costs the same on a host of many.
+///
+/// # Errors
+/// As [`sweep`].
+pub fn sweep_disk(
+    store: &mut Store,
+    run_dirs: &Path,
+    kind: &str,
+    (domid, devid): (DomId, u32),
+) -> Result<(), StoreError> {
+    if domid == DomId::NONE {
+        return Ok(()); // a tap's end is its storage manager's
+    }
+    let disk = (domid.0, devid);
+    let run_dir = run_dirs.join(run_dir_name(domid, devid));
+    sweep_run_dir(store, &run_dir, kind, disk)?;
+    sweep_counters_of(store, &run_dir, kind, disk)?;
+    sweep_error(store, kind, disk)
+}
+
+fn sweep_run_dir(
+    store: &mut Store,
+    run_dir: &Path,
+    kind: &str,
+    (domid, devid): (u16, u32),
+) -> Result<(), StoreError> {
+    if !is_gone(store, kind, domid, devid)? {
+        return Ok(());
+    }
+    // A locked directory belongs to a running process. The disk is checked again under the lock,
+    // since it cannot be connected meanwhile.
+    let Ok(Some(dir)) = RunDir::existing(run_dir) else { return Ok(()) };
+    if is_gone(store, kind, domid, devid)?
+        && let Err(e) = dir.remove()
+    {
+        tracing::warn!("cannot remove {}: {e}", run_dir.display());
+    }
+    Ok(())
+}
+
+fn sweep_error(
+    store: &mut Store,
+    kind: &str,
+    (domid, devid): (u16, u32),
+) -> Result<(), StoreError> {
+    match is_gone(store, kind, domid, devid)? {
+        true => clear_error(store, &format!("{kind}/{domid}/{devid}")),
+        false => Ok(()),
+    }
+}
+
 /// Removes counters whose run directory is gone.
 fn sweep_counters(store: &mut Store, run_dirs: &Path, kind: &str) -> Result<(), StoreError> {
     let files = std::fs::read_dir(run_dirs.join(FOLDER)).into_iter().flatten();
     for file in files.filter_map(Result::ok) {
-        let Some((domid, devid)) = file.file_name().to_str().and_then(parse_name) else {
-            continue;
-        };
-        let run_dir = run_dirs.join(file.file_name());
-        if !run_dir.exists()
-            && is_gone(store, kind, domid, devid)?
-            && let Err(e) = remove_counters(&run_dir)
-        {
-            tracing::warn!("cannot remove {}: {e}", file.path().display());
+        if let Some(disk) = file.file_name().to_str().and_then(parse_name) {
+            sweep_counters_of(store, &run_dirs.join(file.file_name()), kind, disk)?;
         }
+    }
+    Ok(())
+}
+
+fn sweep_counters_of(
+    store: &mut Store,
+    run_dir: &Path,
+    kind: &str,
+    (domid, devid): (u16, u32),
+) -> Result<(), StoreError> {
+    if !run_dir.exists()
+        && is_gone(store, kind, domid, devid)?
+        && let Err(e) = remove_counters(run_dir)
+    {
+        tracing::warn!("cannot remove the counters of {}: {e}", run_dir.display());
     }
     Ok(())
 }

@@ -99,7 +99,7 @@ fn a_slot_that_changes_after_it_was_read_is_what_it_was() {
         let index = counted.fetch_add(1, Ordering::SeqCst);
         let message = lies[index as usize % lies.len()];
         let lie = Request { id: 0xBAD, response_op: OP_WRITE, message };
-        ring.put_slot(index, &lie.encode(Protocol::X86_64));
+        ring.put_slot(index, &lie.encode(Protocol::X86_64).0);
     });
     *hooks() = Some(Hooks { slot_was_read, ..Hooks::default() });
     let queue = &mut front.queues[0];

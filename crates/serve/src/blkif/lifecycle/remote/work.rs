@@ -414,7 +414,8 @@ impl<'a> WorkerProcess<'a> {
             RequestKind::Leave => self.leave()?,
             RequestKind::Pause => {
                 self.retire()?;
-                release_tables(&self.config.run_dir);
+                release_tables(&self.config.run_dir)
+                    .map_err(|e| Failure::run_dir("release the in-flight table", e))?;
             }
             RequestKind::Order(order) => return self.order(order),
             RequestKind::Join { .. } | RequestKind::Part { .. } => return Err(wrong_line()),

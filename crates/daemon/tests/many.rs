@@ -1,0 +1,240 @@
+//! Hosts with many disks: what a disk costs does not depend on how many others there are.
+
+mod host;
+mod roles;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
+use ferrite_daemon::keepers::Keepers;
+use ferrite_disk::{Disk, OpenOptions};
+use ferrite_loopback::GuestOptions;
+use ferrite_loopback::front::Frontend;
+use ferrite_loopback::machine::DiskPaths;
+use ferrite_testkit::{PATIENCE, wait_until};
+use host::{Host, works};
+use roles::{Roles, end, keeper, kill, worker};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
+
+/// Not a test: the daemon.
+#[test]
+fn process_daemon() {
+    host::be_a_daemon_with(|run| Arc::new(Keepers::new(run, Box::new(Roles))));
+}
+
+const BYTES: u64 = 4 << 20;
+/// A guest with one disk of one queue.
+const SMALL: GuestOptions = GuestOptions { frames: 1024, grants: 2048, ports: 4 };
+
+fn attach(host: &Host, domid: u16) -> DiskPaths {
+    let image = host.make_image(&format!("{domid}.img"), BYTES);
+    host.attach(domid, 0, &format!("aio:{}", image.display()))
+}
+
+/// A disk whose guest has not come looks once more after a second.
+const LAST_LOOK: Duration = Duration::from_millis(1500);
+const QUIET: Duration = Duration::from_millis(400);
+
+/// Waits until the daemon asks xenstore for nothing for this time. Returns how often it has asked until then.
+fn at_rest(host: &Host, quiet: Duration) -> u64 {
+    let mut last = host.store_requests();
+    wait_until("rest", || {
+        std::thread::sleep(quiet);
+        let now = host.store_requests();
+        std::mem::replace(&mut last, now) == now
+    });
+    last
+}
+
+/// The requests to xenstore for a disk that is attached, used and detached beside so many others. A disk that is refused
+/// and goes is counted, too.
+fn requests_beside(others: u16) -> (u64, u64) {
+    let mut host = Host::with_guests(u32::from(others) + 1, SMALL);
+    (2..others + 2).for_each(|domid| drop(attach(&host, domid)));
+    host.start();
+    wait_until("the others", || host.status().unwrap().served == u32::from(others));
+    let before = at_rest(&host, LAST_LOOK);
+    let disk = attach(&host, 1);
+    host.wait_for_phase(&disk, PhaseName::Served);
+    let mut front = host.connect(&disk);
+    works(&mut front, 3);
+    front.close(PATIENCE).unwrap();
+    host.detach(&disk);
+    wait_until("its end", || host.disks().len() == usize::from(others));
+    let served = at_rest(&host, QUIET);
+    let refused = host.attach(1, 1, "aio:/nowhere/none.img");
+    host.wait_for_phase(&refused, PhaseName::Failed);
+    host.detach(&refused);
+    wait_until("its end", || host.disks().len() == usize::from(others));
+    let all = at_rest(&host, QUIET);
+    host.stop();
+    (served - before, all - served)
+}
+
+#[test]
+fn a_disk_comes_and_goes_at_the_same_cost_beside_forty_as_beside_four() {
+    let beside = std::thread::spawn(|| requests_beside(4));
+    let (many, many_refused) = requests_beside(40);
+    let (few, few_refused) = beside.join().unwrap();
+    // What is asked again after a pause differs from run to run, and is far less than one for each disk.
+    assert!(many <= few + 30, "{many} requests beside 40 disks, {few} beside 4");
+    assert!(many_refused <= few_refused + 30, "{many_refused} beside 40, {few_refused} beside 4");
+}
+
+#[test]
+fn disks_that_were_attached_before_the_daemon_or_while_xenstore_was_away_are_found() {
+    let mut host = Host::with_guests(6, SMALL);
+    let first = attach(&host, 1);
+    host.start();
+    host.wait_for_phase(&first, PhaseName::Served);
+    // Events are missed while the daemon's own connection is away: the first of all.
+    host.cut_store_connections(..1);
+    let others: Vec<DiskPaths> = (2..6).map(|domid| attach(&host, domid)).collect();
+    for disk in &others {
+        host.wait_for_phase(disk, PhaseName::Served);
+    }
+    host.stop();
+}
+
+#[test]
+fn a_directory_that_comes_again_at_once_is_served_again() {
+    let mut host = Host::with_guests(1, SMALL);
+    host.start();
+    for round in 0..4 {
+        let disk = attach(&host, 1);
+        let mut front = host.connect(&disk);
+        works(&mut front, round + 1);
+        front.close(PATIENCE).unwrap();
+        host.machine().unplug(&disk).unwrap();
+        host.wait_for_state(&disk, 6);
+        // The next one comes before the daemon has noticed the end of this one.
+        host.machine().remove_disk(&disk).unwrap();
+    }
+    host.wait_for_no_disks();
+    host.stop();
+}
+
+#[test]
+fn ten_images_that_cannot_be_opened_for_long_keep_no_other_disk_waiting() {
+    let mut host = Host::with_guests(14, SMALL);
+    // Each opening waits for a lock, as for storage that hangs.
+    let locked = |domid: u16| {
+        let image = host.make_image(&format!("{domid}.img"), BYTES);
+        let name = format!("raw:{}", image.display());
+        Disk::open(&name, &OpenOptions::default()).unwrap()
+    };
+    let held: Vec<Disk> = (1..11).map(locked).collect();
+    host.start();
+    let attach_held = |domid: u16| {
+        let image = host.image(&format!("{domid}.img"));
+        host.attach(domid, 0, &format!("aio:{}", image.display()))
+    };
+    let slow: Vec<DiskPaths> = (1..11).map(attach_held).collect();
+    for disk in &slow {
+        host.wait_for_phase(disk, PhaseName::Starting);
+    }
+    let others: Vec<DiskPaths> = (11..15).map(|domid| attach(&host, domid)).collect();
+    for disk in &others {
+        host.wait_for_phase(disk, PhaseName::Served);
+        works(&mut host.connect(disk), 5);
+    }
+    // The list names those that wait.
+    let waiting = host.disks().iter().filter(|disk| disk.phase == PhaseName::Starting).count();
+    assert_eq!(waiting, 10);
+    drop(held);
+    for disk in &slow {
+        host.wait_for_phase(disk, PhaseName::Served);
+    }
+    host.stop();
+}
+
+fn attach_many(host: &Host, guests: u16) -> Vec<(DiskPaths, Frontend)> {
+    let disks: Vec<DiskPaths> = (1..guests + 1).map(|domid| attach(host, domid)).collect();
+    let connect = |disk: DiskPaths| {
+        let front = host.connect(&disk);
+        (disk, front)
+    };
+    disks.into_iter().map(connect).collect()
+}
+
+/// Closes all, and checks that nothing is left.
+fn end_all(host: &Host, guests: Vec<(DiskPaths, Frontend)>) {
+    let keepers: Vec<i32> = guests.iter().map(|(disk, _)| keeper(host, disk)).collect();
+    let disks: Vec<DiskPaths> = guests
+        .into_iter()
+        .map(|(disk, mut front)| {
+            front.close(PATIENCE).unwrap();
+            disk
+        })
+        .collect();
+    end(host, &disks, &keepers);
+}
+
+fn runs(keeper: i32, binary: &Path) -> bool {
+    std::fs::read_link(format!("/proc/{keeper}/exe")).is_ok_and(|exe| exe == binary)
+}
+
+#[test]
+#[ignore = "it takes long: cargo xtask nightly --only host"]
+fn an_upgrade_of_two_hundred_disks_goes_on_after_the_daemons_death() {
+    const GUESTS: u16 = 200;
+    let host = Host::with_guests(u32::from(GUESTS), SMALL);
+    let daemon = host.spawn(None);
+    wait_until("the daemon", || host.status().is_ok_and(|status| status.xen));
+    let mut guests = attach_many(&host, GUESTS);
+    let binary = host.dir.path().join("next");
+    std::fs::copy(std::env::current_exe().unwrap(), &binary).unwrap();
+    let keepers: Vec<i32> = guests.iter().map(|(disk, _)| keeper(&host, disk)).collect();
+    let upgraded = || keepers.iter().filter(|keeper| runs(**keeper, &binary)).count();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let asked = json!({ "binary": binary });
+            assert!(host.call::<Upgraded>("upgrade", &asked).is_err(), "the daemon was killed");
+        });
+        wait_until("a part of the upgrade", || upgraded() > 20);
+        kill(daemon);
+    });
+    assert!(upgraded() < GUESTS.into());
+    guests.iter_mut().for_each(|(_, front)| works(front, 3));
+    let daemon = host.spawn(None);
+    wait_until("all", || host.status().is_ok_and(|it| it.served == u32::from(GUESTS)));
+    let done = host.call::<Upgraded>("upgrade", &json!({ "binary": binary })).unwrap();
+    assert_eq!((done.upgraded.len(), done.failed), (GUESTS.into(), Vec::new()));
+    assert_eq!(upgraded(), usize::from(GUESTS));
+    guests.iter_mut().for_each(|(_, front)| works(front, 4));
+    end_all(&host, guests);
+    kill(daemon);
+}
+
+#[test]
+#[ignore = "it takes long: cargo xtask nightly --only host"]
+fn ten_stopped_workers_of_two_hundred_disturb_neither_the_others_nor_the_daemon() {
+    const GUESTS: u16 = 200;
+    let host = Host::with_guests(u32::from(GUESTS), SMALL);
+    let daemon = host.spawn(None);
+    wait_until("the daemon", || host.status().is_ok_and(|status| status.xen));
+    let mut guests = attach_many(&host, GUESTS);
+    let stopped = guests[..10].iter().map(|(disk, _)| worker(keeper(&host, disk)).unwrap());
+    let stopped: Vec<Pid> = stopped.map(|pid| Pid::from_raw(pid).unwrap()).collect();
+    stopped.iter().for_each(|pid| kill_process(*pid, Signal::STOP).unwrap());
+    for round in 0..10 {
+        guests[10..].iter_mut().for_each(|(_, front)| works(front, round + 1));
+        assert_eq!(host.disks().len(), usize::from(GUESTS));
+        // Disks come and go meanwhile.
+        let (disk, mut front) = guests.pop().unwrap();
+        let domid = disk.domid.0;
+        front.close(PATIENCE).unwrap();
+        host.detach(&disk);
+        wait_until("its end", || host.disks().len() < usize::from(GUESTS));
+        let disk = attach(&host, domid);
+        let front = host.connect(&disk);
+        guests.push((disk, front));
+    }
+    stopped.iter().for_each(|pid| kill_process(*pid, Signal::CONT).unwrap());
+    guests.iter_mut().for_each(|(_, front)| works(front, 9));
+    end_all(&host, guests);
+    kill(daemon);
+}

@@ -1,0 +1,73 @@
+//! The commands of docs/network.md that need no Xen, the options that it names, and the hotplug script.
+
+mod pages;
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::process::{Command, Output};
+
+const PAGE: &str = include_str!("../../../docs/network.md");
+
+fn ferrite(words: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+    command.args(words).env_remove("RUST_LOG").output().unwrap()
+}
+
+#[test]
+fn the_commands_in_the_documentation_work() {
+    let script = pages::commands(PAGE);
+    assert_eq!(script.matches("net stat").count(), 2, "{script}");
+    pages::run(&script);
+}
+
+#[test]
+fn the_options_in_the_documentation_are_known() {
+    let help = ferrite(&["net", "serve", "--help"]);
+    let help = String::from_utf8(help.stdout).unwrap();
+    for option in ["--switch", "--uplink"] {
+        assert!(PAGE.contains(option) && help.contains(option), "{option}: {help}");
+    }
+    assert!(help.contains("experimental"), "{help}");
+}
+
+#[test]
+fn bad_words_are_refused_with_the_code_of_usage() {
+    for words in [&["--switch", "a/b"][..], &[], &["--switch", "lan", "--queues", "0"]] {
+        let refused = ferrite(&[&["net", "serve"], words].concat());
+        assert_eq!(refused.status.code(), Some(2), "{words:?}");
+    }
+}
+
+#[test]
+fn counters_of_a_switch_are_shown() {
+    let dir = tempfile::tempdir().unwrap();
+    let file =
+        r#"{"switch":"lan","interfaces":[{"domid":3,"handle":0,"counts":{"sent_packets":9}}]}"#;
+    std::fs::write(dir.path().join("lan.json"), file).unwrap();
+    let folder = dir.path().to_str().unwrap();
+    let shown = String::from_utf8(ferrite(&["net", "stat", "--counters", folder]).stdout).unwrap();
+    let line = shown.lines().nth(1).unwrap();
+    assert!(line.starts_with("vif3.0") && line.contains(" 9 "), "{shown}");
+    let json = ferrite(&["--json", "net", "stat", "--counters", folder]).stdout;
+    let json: serde_json::Value = serde_json::from_slice(&json).unwrap();
+    assert_eq!(json["switches"][0]["interfaces"][0]["counts"]["sent_packets"], 9);
+}
+
+/// `xenstore-write` is a script that notes its words.
+#[test]
+fn the_hotplug_script_lets_the_guest_connect() {
+    let dir = tempfile::tempdir().unwrap();
+    let (noted, tool) = (dir.path().join("noted"), dir.path().join("xenstore-write"));
+    std::fs::write(&tool, format!("#!/bin/sh\necho \"$@\" >>{}\n", noted.display())).unwrap();
+    std::fs::set_permissions(&tool, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../dist/vif-ferrite");
+    let path = format!("{}:{}", dir.path().display(), std::env::var("PATH").unwrap());
+    let run = |word: &str| {
+        let mut command = Command::new(&script);
+        command.arg(word).env("PATH", &path).env("XENBUS_PATH", "backend/vif-ferrite/3/0");
+        command.output().unwrap().status.code()
+    };
+    assert_eq!((run("online"), run("offline"), run("other")), (Some(0), Some(0), Some(2)));
+    let written = std::fs::read_to_string(&noted).unwrap();
+    assert_eq!(written, "backend/vif-ferrite/3/0/hotplug-status connected\n");
+}

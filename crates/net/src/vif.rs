@@ -1,0 +1,145 @@
+//! One connected interface, as the worker has it.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use ferrite_xen::hypervisor::DomId;
+use ferrite_xen::net::NetRings;
+use ferrite_xen::netif::RSP_DROPPED;
+
+use crate::VifId;
+use crate::counters::Counters;
+use crate::packet::{GsoKind, Offload, Taken};
+use crate::switch::{Mac, PortId};
+
+/// Packets that wait for one receive ring. Each is a few hundred bytes: its payload stays with its sender.
+pub(crate) const HELD_MAX: usize = 64;
+
+/// What a guest takes, by its own word.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Features {
+    /// Packets of several slots.
+    pub(crate) sg: bool,
+    pub(crate) gso_tcp4: bool,
+    pub(crate) gso_tcp6: bool,
+}
+
+impl Features {
+    /// Whether it takes such a packet, in so many pages.
+    pub(crate) fn takes(&self, offload: Offload, pages: usize) -> bool {
+        let gso = match offload.gso.map(|gso| gso.kind) {
+            None => true,
+            Some(GsoKind::Tcp4) => self.gso_tcp4,
+            Some(GsoKind::Tcp6) => self.gso_tcp6,
+        };
+        gso && (self.sg || pages == 1)
+    }
+}
+
+/// An interface that control has connected.
+pub(crate) struct Connection {
+    pub(crate) id: VifId,
+    pub(crate) mac: Mac,
+    pub(crate) features: Features,
+    pub(crate) queues: Vec<NetRings>,
+    pub(crate) counters: Arc<Counters>,
+}
+
+/// A packet of a connection: its place among those that its queue has sent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ref {
+    pub(crate) port: PortId,
+    /// The connection: a port is used again by others.
+    pub(crate) epoch: u64,
+    pub(crate) queue: usize,
+    pub(crate) seq: u64,
+}
+
+/// A packet that was taken and is not answered.
+pub(crate) struct Pending {
+    pub(crate) taken: Taken,
+    pub(crate) status: i16,
+    /// It waits for its receiver.
+    pub(crate) is_held: bool,
+}
+
+/// A packet that waits for pages of its receiver.
+pub(crate) struct Held {
+    pub(crate) from: Ref,
+    /// The private copy that was judged.
+    pub(crate) header: Vec<u8>,
+    pub(crate) since_ns: u64,
+}
+
+/// One queue.
+pub(crate) struct Queue {
+    pub(crate) rings: NetRings,
+    /// Taken packets, oldest first. They are answered in this order: a successor begins behind the last answer.
+    pub(crate) pending: VecDeque<Pending>,
+    /// The number of the oldest.
+    pub(crate) first: u64,
+    /// Packets for this queue's receive ring.
+    pub(crate) held: VecDeque<Held>,
+    /// A packet waited here in vain, and none was delivered since: nobody else waits.
+    pub(crate) is_starved: bool,
+    /// An event was taken, and the channel is not rearmed.
+    pub(crate) has_event: bool,
+    /// Something was done since the event.
+    pub(crate) has_worked: bool,
+    /// The channel stays as it is until then: events that bring nothing are held back.
+    pub(crate) quiet_until_ns: u64,
+}
+
+impl Queue {
+    fn new(rings: NetRings) -> Queue {
+        Queue {
+            rings,
+            pending: VecDeque::new(),
+            first: 0,
+            held: VecDeque::new(),
+            is_starved: false,
+            has_event: false,
+            has_worked: false,
+            quiet_until_ns: 0,
+        }
+    }
+
+    pub(crate) fn get(&mut self, seq: u64) -> Option<&mut Pending> {
+        self.pending.get_mut(usize::try_from(seq.checked_sub(self.first)?).ok()?)
+    }
+
+    /// Answers all packets up to the first one that is held.
+    pub(crate) fn answer(&mut self) {
+        while self.pending.front().is_some_and(|pending| !pending.is_held) {
+            let Some(Pending { taken, status, .. }) = self.pending.pop_front() else { return };
+            self.first += 1;
+            for response in taken.answers(status) {
+                self.rings.answer_tx(response);
+            }
+        }
+    }
+
+    /// Adds a packet that was taken; its number.
+    pub(crate) fn add(&mut self, taken: Taken) -> u64 {
+        self.pending.push_back(Pending { taken, status: RSP_DROPPED, is_held: false });
+        self.first + self.pending.len() as u64 - 1
+    }
+}
+
+/// One connected interface.
+pub(crate) struct Vif {
+    pub(crate) id: VifId,
+    pub(crate) domid: DomId,
+    pub(crate) epoch: u64,
+    pub(crate) features: Features,
+    pub(crate) counters: Arc<Counters>,
+    pub(crate) queues: Vec<Queue>,
+}
+
+impl Vif {
+    pub(crate) fn new(connection: Connection, epoch: u64) -> Vif {
+        let Connection { id, features, queues, counters, .. } = connection;
+        let queues = queues.into_iter().map(Queue::new).collect();
+        Vif { id, domid: DomId(id.domid), epoch, features, counters, queues }
+    }
+}

@@ -1,0 +1,327 @@
+//! The thread that moves packets. One turn of it:
+//!
+//! 1. Held packets whose receivers have pages now, and those that have waited too long (`hold.rs`).
+//! 2. Slots of each transmit ring are taken, some from each. The first bytes of all their frames: one grant copy
+//!    (`take.rs`).
+//! 3. The switch judges the private copies. Each delivery takes pages of its receiver, and adds its pieces
+//!    (`deliver.rs`).
+//! 4. All pieces: one grant copy, each status checked (`finish.rs`).
+//! 5. Both sides are answered. Each queue is published once, and its guest notified once if it asked.
+//!
+//! With nothing left to do, it looks again for a while, asks for events, and sleeps (`wait.rs`).
+
+mod deliver;
+mod finish;
+mod hold;
+mod take;
+pub(crate) mod wait;
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender};
+
+use ferrite_host::clock::{Clock, SystemClock};
+use ferrite_io::arena::{Arena, Span};
+use ferrite_xen::netif::{FRAME_BYTES_MAX, RSP_DROPPED, RxRequest};
+use ferrite_xen::pages::{Pages, Piece};
+
+use crate::VifId;
+use crate::counters::count;
+use crate::packet::{Offload, Stop, Uplink};
+use crate::switch::{PortId, Source, Switch, SwitchError, Target};
+use crate::vif::{Connection, Queue, Ref, Vif};
+
+/// Bytes of a frame that are copied before it is judged.
+const HEADER_BYTES: usize = 128;
+/// Packets that are taken in a turn.
+const TAKEN_MAX: usize = 256;
+/// Packets that are taken from one queue in a turn.
+const QUEUE_MAX: usize = 64;
+/// Headers in the arena: of packets that are taken in a turn, and of held ones.
+const HEADERS: usize = 2 * TAKEN_MAX;
+/// Frames to or from the uplink in a turn.
+const UPLINK_FRAMES: usize = 16;
+/// Room for one of them.
+const UPLINK_BYTES: usize = 64 << 10;
+const _: () = assert!(UPLINK_BYTES >= FRAME_BYTES_MAX);
+
+/// From control.
+pub(crate) enum Command {
+    /// Serves an interface, and says which port it has.
+    Connect(Connection, Sender<Result<(), SwitchError>>),
+    /// Drops an interface's rings, and says so.
+    Disconnect(VifId, Sender<()>),
+    /// All interfaces that there were at the start are connected: before, packets for them would be lost.
+    Begin,
+    /// Ends the thread.
+    End,
+}
+
+/// To control.
+pub(crate) enum Report {
+    /// An interface's rings were dropped: its frontend broke the rules.
+    Stopped(VifId, Stop),
+}
+
+/// What the thread is given.
+pub(crate) struct Start {
+    pub(crate) pages: Box<dyn Pages>,
+    pub(crate) uplink: Option<Box<dyn Uplink>>,
+    pub(crate) commands: Receiver<Command>,
+    /// Readable when there is a command.
+    pub(crate) wake: Arc<OwnedFd>,
+    pub(crate) reports: Sender<Report>,
+    /// To be written after a report.
+    pub(crate) reported: Arc<OwnedFd>,
+    pub(crate) hold_ms: u64,
+    pub(crate) poll_us: u64,
+}
+
+/// Who a frame comes from, in a turn.
+#[derive(Clone, Copy)]
+enum From {
+    Guest(Ref),
+    Uplink,
+}
+
+/// A frame that is to be judged: where it is from, and its first bytes.
+#[derive(Clone, Copy)]
+struct Frame {
+    from: From,
+    /// For a frame of the uplink: all of it.
+    header: Span,
+    size: usize,
+    offload: Offload,
+}
+
+/// Who a frame goes to, in a turn.
+enum To {
+    /// A guest: its pages are `rx` of the turn.
+    Port { port: PortId, queue: usize, rx: std::ops::Range<usize> },
+    /// The uplink, from the arena.
+    Uplink(Span),
+}
+
+/// A frame on its way to one receiver.
+struct Delivery {
+    frame: Frame,
+    to: To,
+    pieces: std::ops::Range<usize>,
+}
+
+/// What one turn collects; the room is used again.
+#[derive(Default)]
+struct Turn {
+    now_ns: u64,
+    frames: Vec<Frame>,
+    deliveries: Vec<Delivery>,
+    pieces: Vec<Piece>,
+    /// Pieces of headers.
+    fetches: Vec<Piece>,
+    rx: Vec<RxRequest>,
+    headers: usize,
+    uplink_frames: usize,
+    /// Something was done.
+    has_worked: bool,
+    /// Interfaces that are to be stopped at its end.
+    stops: Vec<(PortId, Stop)>,
+}
+
+pub(crate) struct Worker {
+    start: Start,
+    clock: SystemClock,
+    arena: Arc<Arena>,
+    switch: Switch,
+    /// By port.
+    vifs: Vec<Option<Vif>>,
+    epochs: u64,
+    turn: Turn,
+    targets: Vec<Target>,
+    /// One frame of the uplink.
+    bytes: Vec<u8>,
+    /// The port that is first in the next turn.
+    first: usize,
+    has_begun: bool,
+    has_ended: bool,
+    copy_failures: u64,
+}
+
+impl Worker {
+    pub(crate) fn new(start: Start) -> std::io::Result<Worker> {
+        let arena = Arena::new(HEADERS * HEADER_BYTES + UPLINK_FRAMES * UPLINK_BYTES)?;
+        Ok(Worker {
+            switch: Switch::new(start.uplink.is_some()),
+            start,
+            clock: SystemClock,
+            arena,
+            vifs: Vec::new(),
+            epochs: 0,
+            turn: Turn::default(),
+            targets: Vec::new(),
+            bytes: vec![0; UPLINK_BYTES],
+            first: 0,
+            has_begun: false,
+            has_ended: false,
+            copy_failures: 0,
+        })
+    }
+
+    /// Works until it is told to end.
+    pub(crate) fn run(&mut self) {
+        loop {
+            self.obey();
+            if self.has_ended {
+                return;
+            }
+            if !self.has_begun {
+                self.sleep();
+            } else if !self.turn() {
+                self.rest();
+            }
+        }
+    }
+
+    fn obey(&mut self) {
+        while let Ok(command) = self.start.commands.try_recv() {
+            match command {
+                Command::Connect(connection, reply) => {
+                    let _ = reply.send(self.connect(connection));
+                }
+                Command::Disconnect(id, reply) => {
+                    if let Some(port) = self.port_of(id) {
+                        self.disconnect(port);
+                    }
+                    let _ = reply.send(());
+                }
+                Command::Begin => self.has_begun = true,
+                Command::End => self.has_ended = true,
+            }
+        }
+    }
+
+    fn connect(&mut self, connection: Connection) -> Result<(), SwitchError> {
+        let port = self.switch.add(connection.mac)?;
+        self.epochs += 1;
+        let at = usize::from(port.0);
+        if self.vifs.len() <= at {
+            self.vifs.resize_with(at + 1, || None);
+        }
+        self.vifs[at] = Some(Vif::new(connection, self.epochs));
+        Ok(())
+    }
+
+    fn port_of(&self, id: VifId) -> Option<PortId> {
+        let is = |vif: &Option<Vif>| vif.as_ref().is_some_and(|vif| vif.id == id);
+        self.vifs.iter().position(is).map(|at| PortId(at as u16))
+    }
+
+    fn vif(&mut self, port: PortId) -> Option<&mut Vif> {
+        self.vifs.get_mut(usize::from(port.0))?.as_mut()
+    }
+
+    /// The queue of a packet, if its connection is still there.
+    fn queue_of(&mut self, from: Ref) -> Option<&mut Queue> {
+        let vif = self.vif(from.port).filter(|vif| vif.epoch == from.epoch)?;
+        vif.queues.get_mut(from.queue)
+    }
+
+    /// Drops an interface's rings. Its packets that wait for others are gone; those that wait for it are dropped.
+    fn disconnect(&mut self, port: PortId) {
+        self.switch.remove(port);
+        let Some(vif) = self.vifs.get_mut(usize::from(port.0)).and_then(Option::take) else {
+            return;
+        };
+        for other in self.vifs.iter_mut().flatten() {
+            for queue in &mut other.queues {
+                queue.held.retain(|held| held.from.epoch != vif.epoch);
+            }
+        }
+        for held in vif.queues.into_iter().flat_map(|queue| queue.held) {
+            count(&vif.counters.starved);
+            self.release(held.from, RSP_DROPPED);
+        }
+        for queue in self.vifs.iter_mut().flatten().flat_map(|vif| &mut vif.queues) {
+            queue.answer();
+        }
+        self.publish();
+    }
+
+    /// A held packet is done.
+    fn release(&mut self, from: Ref, status: i16) {
+        if let Some(pending) = self.queue_of(from).and_then(|queue| queue.get(from.seq)) {
+            pending.is_held = false;
+            pending.status = status;
+        }
+    }
+
+    /// One turn. Whether there was something to do.
+    fn turn(&mut self) -> bool {
+        let turn = &mut self.turn;
+        turn.now_ns = self.clock.now_ns();
+        turn.frames.clear();
+        turn.deliveries.clear();
+        turn.pieces.clear();
+        turn.rx.clear();
+        (turn.headers, turn.uplink_frames, turn.has_worked) = (0, 0, false);
+        self.retry_held();
+        self.take_all();
+        self.fetch_headers();
+        self.receive_uplink();
+        self.deliver_all();
+        self.copy_and_finish();
+        for queue in self.vifs.iter_mut().flatten().flat_map(|vif| &mut vif.queues) {
+            queue.answer();
+        }
+        self.publish();
+        self.stop_all();
+        self.turn.has_worked
+    }
+
+    /// Publishes all answers of all queues, and notifies each guest that asked once.
+    fn publish(&mut self) {
+        for vif in self.vifs.iter_mut().flatten() {
+            for queue in &mut vif.queues {
+                if queue.rings.publish()
+                    && let Err(e) = queue.rings.link().notify()
+                {
+                    tracing::debug!("cannot notify {}: {e}", vif.id);
+                }
+            }
+        }
+    }
+
+    fn stop_all(&mut self) {
+        while let Some((port, stop)) = self.turn.stops.pop() {
+            let Some(id) = self.vif(port).map(|vif| vif.id) else { continue };
+            self.disconnect(port);
+            let _ = self.start.reports.send(Report::Stopped(id, stop));
+            wait::wake(&self.start.reported);
+        }
+    }
+
+    /// The arena's room for a header.
+    fn header_room(&mut self) -> Option<Span> {
+        let at = self.turn.headers;
+        (at < HEADERS).then(|| {
+            self.turn.headers += 1;
+            self.arena.span(at * HEADER_BYTES, HEADER_BYTES)
+        })
+    }
+
+    /// The arena's room for a frame of the uplink.
+    fn uplink_room(&mut self) -> Option<Span> {
+        let at = self.turn.uplink_frames;
+        (at < UPLINK_FRAMES).then(|| {
+            self.turn.uplink_frames += 1;
+            self.arena.span(HEADERS * HEADER_BYTES + at * UPLINK_BYTES, UPLINK_BYTES)
+        })
+    }
+
+    /// The source of a frame, for the switch.
+    fn source(from: From) -> Source {
+        match from {
+            From::Guest(from) => Source::Port(from.port),
+            From::Uplink => Source::Uplink,
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! Packets are taken from transmit rings, and the first bytes of their frames copied.
+
+use ferrite_io::arena::Span;
+use ferrite_xen::hypervisor::GrantRef;
+use ferrite_xen::netif::RSP_ERROR;
+use ferrite_xen::pages::{Granted, Piece, Side};
+
+use super::{Frame, From, HEADER_BYTES, QUEUE_MAX, TAKEN_MAX, Worker};
+use crate::counters::count;
+use crate::packet::{Stop, Taken};
+use crate::switch::PortId;
+use crate::vif::Ref;
+
+impl Worker {
+    /// Takes packets from all queues, some from each.
+    pub(super) fn take_all(&mut self) {
+        let ports = self.vifs.len();
+        for i in 0..ports {
+            let at = (self.first + i) % ports;
+            let queues = self.vifs[at].as_ref().map_or(0, |vif| vif.queues.len());
+            for queue in 0..queues {
+                let port = PortId(at as u16);
+                if let Err(stop) = self.take_from(port, queue) {
+                    self.turn.stops.push((port, stop));
+                }
+            }
+        }
+        self.first = (self.first + 1) % ports.max(1);
+    }
+
+    fn take_from(&mut self, port: PortId, queue: usize) -> Result<(), Stop> {
+        for _ in 0..QUEUE_MAX {
+            if self.turn.frames.len() >= TAKEN_MAX {
+                return Ok(());
+            }
+            let Some(vif) = self.vif(port) else { return Ok(()) };
+            let (epoch, q) = (vif.epoch, &mut vif.queues[queue]);
+            let mut there = q.rings.tx_unconsumed()?;
+            if there == 0 {
+                return Ok(());
+            }
+            let taken = Taken::take(&mut q.rings, &mut there)?;
+            q.has_worked = true;
+            let (fault, size, offload) = (taken.fault, taken.size, taken.offload);
+            let seq = q.add(taken);
+            if let Some(fault) = fault {
+                count(&vif.counters.malformed);
+                if let Some(pending) = q.get(seq) {
+                    pending.status = RSP_ERROR;
+                }
+                tracing::trace!("{}: {fault}", vif.id);
+            }
+            self.turn.has_worked = true;
+            if fault.is_some() {
+                continue;
+            }
+            let Some(room) = self.header_room() else { return Ok(()) };
+            let header = room.slice(0, size.min(HEADER_BYTES));
+            let from = From::Guest(Ref { port, epoch, queue, seq });
+            self.turn.frames.push(Frame { from, header, size, offload });
+        }
+        Ok(())
+    }
+
+    /// Copies the headers of all frames that were taken. A frame whose header cannot be copied is refused.
+    pub(super) fn fetch_headers(&mut self) {
+        let frames = std::mem::take(&mut self.turn.frames);
+        // Not the turn's: those of held packets are there already.
+        let mut pieces = std::mem::take(&mut self.turn.fetches);
+        let mut ends = Vec::with_capacity(frames.len());
+        for frame in &frames {
+            self.add_fetch(frame, frame.header, &mut pieces);
+            ends.push(pieces.len());
+        }
+        let outcome = self.copy_pieces(&mut pieces);
+        let mut begin = 0;
+        let mut fetched = frames;
+        let mut ends = ends.into_iter();
+        fetched.retain(|frame| {
+            let end = ends.next().unwrap_or(begin);
+            let is_ok = outcome && pieces[begin..end].iter().all(Piece::is_ok);
+            begin = end;
+            if !is_ok {
+                self.fail(frame.from);
+            }
+            is_ok
+        });
+        pieces.clear();
+        (self.turn.frames, self.turn.fetches) = (fetched, pieces);
+    }
+
+    /// The pieces that bring a guest's frame, or its beginning, into the arena.
+    pub(super) fn add_fetch(&mut self, frame: &Frame, to: Span, pieces: &mut Vec<Piece>) {
+        let From::Guest(from) = frame.from else { return };
+        let Some(domid) = self.vif(from.port).map(|vif| vif.domid) else { return };
+        let Some(queue) = self.queue_of(from) else { return };
+        let Some(pending) = queue.get(from.seq) else { return };
+        let mut at = 0;
+        for (gref, offset, len) in pending.taken.pieces(0, to.len()) {
+            let source = Side::Granted(Granted { domid, gref: GrantRef(gref.0), offset });
+            let dest = Side::Local(to.slice(at, usize::from(len)));
+            pieces.push(Piece::new(source, dest, len));
+            at += usize::from(len);
+        }
+    }
+
+    /// A copy of a guest's frame failed.
+    pub(super) fn fail(&mut self, from: From) {
+        let From::Guest(from) = from else { return };
+        if let Some(vif) = self.vif(from.port) {
+            count(&vif.counters.failed);
+        }
+        if let Some(pending) = self.queue_of(from).and_then(|queue| queue.get(from.seq)) {
+            pending.status = RSP_ERROR;
+        }
+    }
+
+    /// Carries out pieces. `false`: none of them counts.
+    pub(super) fn copy_pieces(&mut self, pieces: &mut [Piece]) -> bool {
+        if pieces.is_empty() {
+            return true;
+        }
+        match self.start.pages.copy(&self.arena, pieces) {
+            Ok(()) => true,
+            Err(e) => {
+                // Once, then each time that there are twice as many.
+                self.copy_failures += 1;
+                if self.copy_failures.is_power_of_two() {
+                    tracing::error!(
+                        "{} copies of packets have failed, the last one with: {e}; see the kernel's log",
+                        self.copy_failures
+                    );
+                }
+                false
+            }
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! The back end of one queue of a network interface: its two rings, of one page each, and its event channel.
+
+use crate::hypervisor::{Link, PAGE_SIZE};
+use crate::netif::{
+    ExtraInfo, RX_SLOT_BYTES, RxRequest, RxResponse, TX_SLOT_BYTES, TxRequest, TxResponse,
+};
+use crate::slots::{RingViolation, SlotRing};
+
+/// Our side of a queue's rings, with the [`Link`] that keeps their memory mapped.
+pub struct NetRings {
+    tx: SlotRing,
+    rx: SlotRing,
+    link: Box<dyn Link>,
+}
+
+impl NetRings {
+    /// Attaches where the shared response producers stand. A predecessor that died has answered up to there, in order:
+    /// what it had taken beyond is taken again.
+    ///
+    /// `link` has two pages: the transmit ring, then the receive ring.
+    ///
+    /// # Errors
+    /// The indices on a page are impossible.
+    ///
+    /// # Panics
+    /// If the link has another number of pages: a bug of the caller.
+    pub fn attach(link: Box<dyn Link>) -> Result<NetRings, RingViolation> {
+        let memory = link.ring();
+        assert_eq!(memory.len(), 2 * PAGE_SIZE, "the rings of a queue have one page each");
+        // SAFETY: two whole pages that stay mapped as long as the link, which outlives the rings here.
+        let (mut tx, mut rx) = unsafe {
+            let tx = SlotRing::new(memory.base(), 1, TX_SLOT_BYTES);
+            (tx, SlotRing::new(memory.base().add(PAGE_SIZE), 1, RX_SLOT_BYTES))
+        };
+        tx.attach()?;
+        rx.attach()?;
+        Ok(NetRings { tx, rx, link })
+    }
+
+    /// The connection below.
+    pub fn link(&mut self) -> &mut dyn Link {
+        &mut *self.link
+    }
+
+    /// The event channel's descriptor.
+    pub fn event_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.link.event_fd()
+    }
+
+    /// Slots of the transmit ring that may be taken now.
+    ///
+    /// # Errors
+    /// The producer is impossible.
+    #[inline]
+    pub fn tx_unconsumed(&self) -> Result<u32, RingViolation> {
+        self.tx.unconsumed()
+    }
+
+    /// Slots of the receive ring that may be taken now.
+    ///
+    /// # Errors
+    /// The producer is impossible.
+    #[inline]
+    pub fn rx_unconsumed(&self) -> Result<u32, RingViolation> {
+        self.rx.unconsumed()
+    }
+
+    /// Takes the next slot of the transmit ring: a private copy, each word read once. To be called only after
+    /// [`tx_unconsumed`](Self::tx_unconsumed) has seen it.
+    #[inline]
+    pub fn take_tx(&mut self) -> TxRequest {
+        let slot = std::array::from_fn(|i| self.tx.peek_u32(i));
+        self.tx.consume();
+        TxRequest::decode(slot)
+    }
+
+    /// Takes the next slot of the transmit ring as an extra info.
+    #[inline]
+    pub fn take_extra(&mut self) -> ExtraInfo {
+        let slot = std::array::from_fn(|i| self.tx.peek_u32(i));
+        self.tx.consume();
+        ExtraInfo::decode(slot)
+    }
+
+    /// Takes the next slot of the receive ring, likewise.
+    #[inline]
+    pub fn take_rx(&mut self) -> RxRequest {
+        let slot = std::array::from_fn(|i| self.rx.peek_u32(i));
+        self.rx.consume();
+        RxRequest::decode(slot)
+    }
+
+    /// Answers a slot of the transmit ring.
+    ///
+    /// # Panics
+    /// If all that were taken are answered: a bug of ours.
+    #[inline]
+    pub fn answer_tx(&mut self, response: TxResponse) {
+        self.tx.respond(&response.encode());
+    }
+
+    /// Answers the oldest unanswered slot of the receive ring. Frontends find the page by the place of the answer.
+    ///
+    /// # Panics
+    /// As [`answer_tx`](Self::answer_tx).
+    #[inline]
+    pub fn answer_rx(&mut self, response: RxResponse) {
+        self.rx.respond(&response.encode());
+    }
+
+    /// Answers the oldest unanswered slot of the receive ring by an extra info.
+    ///
+    /// # Panics
+    /// As [`answer_tx`](Self::answer_tx).
+    #[inline]
+    pub fn answer_rx_extra(&mut self, extra: ExtraInfo) {
+        self.rx.respond(&extra.encode());
+    }
+
+    /// Makes all answers of both rings visible; tells whether the guest asked for an event.
+    pub fn publish(&mut self) -> bool {
+        let tx = self.tx.publish();
+        self.rx.publish() || tx
+    }
+
+    /// The check before sleeping: asks for an event with the next transmit request, and if `rx` with one more receive
+    /// request than there are. Tells whether there is a transmit request already, or one more page.
+    ///
+    /// # Errors
+    /// A producer is impossible.
+    pub fn final_check(&mut self, rx: bool) -> Result<bool, RingViolation> {
+        let more = match rx {
+            true => {
+                let there = self.rx.unconsumed()?;
+                self.rx.final_check(there)?
+            }
+            false => false,
+        };
+        Ok(self.tx.final_check(0)? || more)
+    }
+}
