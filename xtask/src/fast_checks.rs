@@ -16,7 +16,7 @@ use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged};
 const CARGO_DENY: &str = "0.20.2";
 
 /// The crates of this workspace that are linked into the serving program.
-const PRODUCT: [&str; 20] = [
+const PRODUCT: [&str; 21] = [
     "ferrite",
     "ferrite-daemon",
     "ferrite-disk",
@@ -27,6 +27,7 @@ const PRODUCT: [&str; 20] = [
     "ferrite-images",
     "ferrite-io",
     "ferrite-keeper",
+    "ferrite-member",
     "ferrite-nbd",
     "ferrite-net",
     "ferrite-pool",

@@ -134,7 +134,8 @@ fn requests(
     loop {
         let mut bytes = [0; HEADER_BYTES];
         link.receive(&mut bytes, copy.is_some(), by)?;
-        let header = Header::from_bytes(&bytes).map_err(|e| End::Refused(0, refused(e.to_string())))?;
+        let header =
+            Header::from_bytes(&bytes).map_err(|e| End::Refused(0, refused(e.to_string())))?;
         let end = |fault| End::Refused(header.op, fault);
         check_lengths(&header).map_err(end)?;
         // Data that are read need room, too. A hash needs little.

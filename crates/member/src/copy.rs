@@ -7,10 +7,12 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use ferrite_pool::wire::{BLOCK_BYTES, HASH_PIECE, Header, Kind, regions_from_bytes, regions_to_bytes};
+use ferrite_pool::wire::{
+    BLOCK_BYTES, HASH_PIECE, Header, Kind, regions_from_bytes, regions_to_bytes,
+};
 use ferrite_pool::{
-    Blocks, BootId, ConnId, Data, Generation, Io, Member, MemberEffect as Effect, OpId, OwnerId, Reply,
-    Request as Message, RequestId, Rules, Stored,
+    Blocks, BootId, ConnId, Data, Generation, Io, Member, MemberEffect as Effect, OpId, OwnerId,
+    Reply, Request as Message, RequestId, Rules, Stored,
 };
 use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
 use rustix::io::Errno;
@@ -167,7 +169,8 @@ impl Copy {
             Ok(Blocks { start: start / BLOCK_BYTES, end: end / BLOCK_BYTES })
         };
         let regions = || {
-            let regions = regions_from_bytes(&request.payload).map_err(|e| refused(e.to_string()))?;
+            let regions =
+                regions_from_bytes(&request.payload).map_err(|e| refused(e.to_string()))?;
             match regions.iter().all(|region| region.0 < self.fixed.regions()) {
                 true => Ok(regions.into_iter().collect()),
                 false => Err(refused("a region lies behind the end".to_owned())),
@@ -236,7 +239,9 @@ impl Copy {
             let thread = std::thread::Builder::new().name("copy".to_owned());
             match thread.stack_size(STACK_BYTES).spawn(move || copy.work()) {
                 Ok(_) => inner.threads += 1,
-                Err(e) if inner.threads == 0 => return self.fail(inner, "start a thread", &e.into()),
+                Err(e) if inner.threads == 0 => {
+                    return self.fail(inner, "start a thread", &e.into());
+                }
                 Err(_) => {}
             }
         }
@@ -303,7 +308,9 @@ impl Copy {
             }
             Io::Write { .. } => self.data.write_all_at(&request.payload, start)?,
             Io::Repair { .. } => return self.compare(&request.payload, start).map(Found::IsSame),
-            Io::Read { .. } if kind == Kind::Hash => return self.hash(start, len).map(Found::Bytes),
+            Io::Read { .. } if kind == Kind::Hash => {
+                return self.hash(start, len).map(Found::Bytes);
+            }
             Io::Read { .. } => {
                 let mut bytes = vec![0; len as usize];
                 self.data.read_exact_at(&mut bytes, start)?;
@@ -387,7 +394,8 @@ impl Copy {
     /// Nothing works any more, until the server is started again.
     fn fail(&self, inner: &mut Inner, cannot: &str, e: &io::Error) {
         let what = format!("the copy {} cannot {cannot}", self.fixed.name);
-        let fault = Fault::new(&what, e, "see the server's disk, and start ferrite pool serve again");
+        let fault =
+            Fault::new(&what, e, "see the server's disk, and start ferrite pool serve again");
         tracing::error!("{fault}");
         for link in inner.links.values() {
             fail(link, 0, &fault);

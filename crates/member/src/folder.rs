@@ -56,7 +56,11 @@ impl Folder {
             Ok(found) => {
                 let found = String::from_utf8_lossy(&found).replace('\n', ", ");
                 let why = format!("{} says: {}", file.display(), found.trim_end_matches(", "));
-                return Err(Fault::new(&what, why, "give its pool and its name, or another folder"));
+                return Err(Fault::new(
+                    &what,
+                    why,
+                    "give its pool and its name, or another folder",
+                ));
             }
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 let mut present = std::fs::read_dir(path).map_err(fault)?;

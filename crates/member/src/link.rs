@@ -58,7 +58,11 @@ pub(crate) enum Out {
 }
 
 impl Link {
-    pub(crate) fn new(socket: OwnedFd, budget: Arc<Budget>, outbox: Sender<Out>) -> io::Result<Link> {
+    pub(crate) fn new(
+        socket: OwnedFd,
+        budget: Arc<Budget>,
+        outbox: Sender<Out>,
+    ) -> io::Result<Link> {
         set_socket_timeout(&socket, Timeout::Recv, Some(TURN))?;
         set_socket_timeout(&socket, Timeout::Send, Some(MESSAGE_TIME))?;
         // A peer whose machine has gone is noticed. A tunnel's socket knows no such thing.
@@ -68,7 +72,12 @@ impl Link {
     }
 
     /// Queues an answer.
-    pub(crate) fn answer(&self, header: Header, payload: Vec<u8>, of: Option<Arc<crate::copy::Request>>) {
+    pub(crate) fn answer(
+        &self,
+        header: Header,
+        payload: Vec<u8>,
+        of: Option<Arc<crate::copy::Request>>,
+    ) {
         // The thread that sends has ended with the connection.
         let _ = self.outbox.send(Out::Message(header, payload, of));
     }

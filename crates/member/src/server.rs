@@ -57,7 +57,8 @@ impl Server {
             Fault::new(&what, e, "mount /proc: a server has to know when its system was started")
         })?;
         // The first bytes of a hash are as good as the whole identifier, and are a number.
-        let boot = blake3::hash(&boot).as_bytes().first_chunk().map_or(0, |b| u64::from_be_bytes(*b));
+        let boot =
+            blake3::hash(&boot).as_bytes().first_chunk().map_or(0, |b| u64::from_be_bytes(*b));
         Ok(Server(Arc::new(Shared {
             folder: Mutex::new(Folder::open(folder, pool, name)?),
             copies: Mutex::default(),

@@ -69,7 +69,14 @@ impl Slot {
         let mut bytes = Vec::with_capacity(SLOT_BYTES);
         bytes.extend(MAGIC);
         let mut put = |numbers: &[u64]| bytes.extend(numbers.iter().flat_map(|n| n.to_be_bytes()));
-        put(&[VERSION, *number, fixed.size, fixed.region_bytes, fixed.file.inode, fixed.file.made_ns]);
+        put(&[
+            VERSION,
+            *number,
+            fixed.size,
+            fixed.region_bytes,
+            fixed.file.inode,
+            fixed.file.made_ns,
+        ]);
         put(&[stored.generation.0, u64::from(stored.incomplete)]);
         put(&[u64::from(stored.owner.is_some()), stored.owner.map_or(0, |owner| owner.0)]);
         put(&[u64::from(stored.boot.is_some()), stored.boot.map_or(0, |boot| boot.0)]);
@@ -97,8 +104,17 @@ impl Slot {
             let (first, behind) = rest.split_first_chunk::<8>()?;
             (*number, rest) = (u64::from_be_bytes(*first), behind);
         }
-        let [version, number, size, region_bytes, inode, made_ns, generation, incomplete, rights @ ..] =
-            numbers;
+        let [
+            version,
+            number,
+            size,
+            region_bytes,
+            inode,
+            made_ns,
+            generation,
+            incomplete,
+            rights @ ..,
+        ] = numbers;
         let [has_owner, owner, has_boot, boot, name_len] = rights;
         let at = MAGIC.len() + numbers.len() * 8;
         let pool = body.get(at..at + 16)?.try_into().ok()?;
@@ -112,8 +128,7 @@ impl Slot {
             && region_bytes >= MIN_REGION
             && size.div_ceil(region_bytes) <= MAX_REGIONS;
         let file = FileIdentity { inode, made_ns };
-        let fixed =
-            is_sound.then_some(Fixed { pool, id, name, size, region_bytes, file })?;
+        let fixed = is_sound.then_some(Fixed { pool, id, name, size, region_bytes, file })?;
         let is_dirty = |n: &u64| body[BITMAP_AT + (n / 8) as usize] >> (n % 8) & 1 == 1;
         let dirty: BTreeSet<_> = (0..fixed.regions()).filter(is_dirty).map(Region).collect();
         let stored = Stored {

@@ -33,7 +33,10 @@ fn server() -> (TempDir, Process) {
 fn what_an_owner_writes_is_a_raw_image_and_hashes_are_those_of_its_data() {
     let (folder, server) = server();
     let (mut owner, opened) = Owner::open(&server, "d", 1, 7);
-    assert_eq!((opened.header.kind, opened.header.start, opened.header.len), (Kind::Opened, 0, MIB));
+    assert_eq!(
+        (opened.header.kind, opened.header.start, opened.header.len),
+        (Kind::Opened, 0, MIB)
+    );
     let data: Vec<u8> = (0..MAX_PAYLOAD).map(|i| (i * 7 % 251) as u8).collect();
     owner.done(Kind::Write, 3 * MIB + 4096, 0, &data);
     owner.done(Kind::Write, 0, 0, &[9; 512]);
@@ -45,14 +48,15 @@ fn what_an_owner_writes_is_a_raw_image_and_hashes_are_those_of_its_data() {
     image[3 * MIB as usize + 4096..][..data.len()].copy_from_slice(&data);
     let hashes = owner.done(Kind::Hash, 2 * MIB, 2 * MIB + 512, &[]);
     let wanted = [&image[2 << 20..3 << 20], &image[3 << 20..4 << 20], &image[4 << 20..][..512]];
-    let wanted: Vec<u8> =
-        wanted.iter().flat_map(|piece| *blake3::hash(piece).as_bytes()).collect();
+    let wanted: Vec<u8> = wanted.iter().flat_map(|piece| *blake3::hash(piece).as_bytes()).collect();
     assert_eq!(hashes, wanted);
     let file = folder.path().join("d.raw");
     assert!(std::fs::read(&file).unwrap() == image);
     let thin = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&file).unwrap());
     assert!(thin * 512 < 4 * MIB, "it is not thin");
-    if let Ok(info) = Command::new("qemu-img").args(["info", "-U", "--output=json"]).arg(&file).output() {
+    if let Ok(info) =
+        Command::new("qemu-img").args(["info", "-U", "--output=json"]).arg(&file).output()
+    {
         assert!(String::from_utf8_lossy(&info.stdout).contains("\"virtual-size\": 67108864"));
     }
     // Equal data get no bit, others do.
@@ -88,8 +92,11 @@ fn nothing_of_an_earlier_owner_lands_after_a_later_session() {
     new.done(Kind::Write, MIB, 0, &[2; 512]);
     // What the old one sends from now on ends its connection. Whatever it was told before is from before.
     let _ = old.stream.write_all(
-        &[&Header { kind: Kind::Write, op: 999, start: MIB, len: 0, payload: 512 }.to_bytes()[..], &[1; 512]]
-            .concat(),
+        &[
+            &Header { kind: Kind::Write, op: 999, start: MIB, len: 0, payload: 512 }.to_bytes()[..],
+            &[1; 512],
+        ]
+        .concat(),
     );
     while let Some(answer) = old.answer() {
         assert!(answer.header.op != 999, "a write of an old generation was answered");
@@ -105,7 +112,11 @@ fn nothing_of_an_earlier_owner_lands_after_a_later_session() {
     let (_, refused) = Owner::open(&server, "d", 1, 7);
     assert_eq!((refused.header.kind, refused.header.start), (Kind::Refused, 2));
     let (_, opened) = Owner::open(&server, "d", 2, 8);
-    assert_eq!((opened.header.kind, opened.header.start), (Kind::Opened, 0), "the system still runs");
+    assert_eq!(
+        (opened.header.kind, opened.header.start),
+        (Kind::Opened, 0),
+        "the system still runs"
+    );
 }
 
 #[test]
@@ -213,7 +224,11 @@ fn a_server_is_one_process_of_one_pool_and_knows_when_another_is_meant() {
     assert!(other.contains("it is server a of pool 0101"), "{other}");
     drop(server);
     let identity = folder.path().join("identity");
-    std::fs::write(&identity, std::fs::read_to_string(&identity).unwrap().replace("server a", "server b")).unwrap();
+    std::fs::write(
+        &identity,
+        std::fs::read_to_string(&identity).unwrap().replace("server a", "server b"),
+    )
+    .unwrap();
     let other = Process::try_start(folder.path(), &[]).err().unwrap();
     assert!(other.contains("server b"), "{other}");
     let foreign = TempDir::new().unwrap();
@@ -251,7 +266,12 @@ fn a_full_disk_is_an_error_of_the_write_and_the_copy_works_again() {
     owner.done(Kind::Write, 0, 0, &[1; 1 << 20]);
     let answer = owner.ask(Kind::Write, 8 * MIB, 0, &[1; 1 << 20]);
     assert_eq!(answer.header.kind, Kind::Failed);
-    assert_eq!(answer.header.start, rustix::io::Errno::NOSPC.raw_os_error() as u64, "{}", answer.text());
+    assert_eq!(
+        answer.header.start,
+        rustix::io::Errno::NOSPC.raw_os_error() as u64,
+        "{}",
+        answer.text()
+    );
     assert!(owner.answer().is_none(), "the session ends");
     let (mut owner, opened) = Owner::open(&server, "d", 1, 7);
     assert!(opened.regions().contains(&8));
@@ -299,7 +319,10 @@ fn hostile_clients_end_their_own_connections_only() {
         assert_eq!(Owner::create(&server, "y", size).header.kind, Kind::Failed, "{size}");
     }
     let traversal = [&[1; 16][..], b"../../tmp/x"].concat();
-    assert_eq!(Owner::connect(&server).ask(Kind::Create, 0, MIB, &traversal).header.kind, Kind::Failed);
+    assert_eq!(
+        Owner::connect(&server).ask(Kind::Create, 0, MIB, &traversal).header.kind,
+        Kind::Failed
+    );
     good.done(Kind::Confirm, 0, 0, &[]);
 }
 

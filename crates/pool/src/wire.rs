@@ -73,8 +73,8 @@ pub enum Kind {
 const KINDS: [Kind; 19] = {
     use Kind::*;
     [
-        Create, Open, Write, Repair, Read, Flush, Confirm, Bits, Mark, Clear, Complete, Hash, Zero, Delete,
-        Opened, Refused, Done, Dirty, Failed,
+        Create, Open, Write, Repair, Read, Flush, Confirm, Bits, Mark, Clear, Complete, Hash, Zero,
+        Delete, Opened, Refused, Done, Dirty, Failed,
     ]
 };
 

@@ -412,6 +412,10 @@ fn examples_of_images(name: &str) -> Terms {
             "A disk of 10 GiB with two copies.",
             "ferrite pool create lab/web1 10G --replicas 2",
         )],
+        "ferrite-pool-serve" => &[(
+            "Serve the copies in a folder, with the certificates of docs/access.md.",
+            "ferrite pool serve /srv/copies --name a --pool 0123456789abcdef0123456789abcdef \\\n    --listen 192.0.2.10:10809 --tls /etc/ferrite/tls --experimental",
+        )],
         "ferrite-pool-list" => &[("List the disks.", "ferrite pool list lab")],
         "ferrite-pool-status" => {
             &[("Show servers and copies.", "ferrite pool status lab\nferrite pool status lab/web1")]

@@ -57,7 +57,12 @@ impl Announced {
             let mut lease = None;
             loop {
                 if let Err(e) = keep(&cluster, &of, &mut lease) {
-                    limited!(warn, limit, SystemClock.now_ns(), "etcd does not hear of this server: {e}");
+                    limited!(
+                        warn,
+                        limit,
+                        SystemClock.now_ns(),
+                        "etcd does not hear of this server: {e}"
+                    );
                 }
                 match stopped.recv_timeout(PAUSE) {
                     Err(RecvTimeoutError::Timeout) => {}
@@ -104,7 +109,8 @@ fn keep(cluster: &Cluster, of: &Announcement, lease: &mut Option<Lease>) -> Resu
         return Ok(());
     }
     let revision = before.map(|entry| entry.revision).unwrap_or_default();
-    let put = Transaction::when(&key, revision).put_leased(&key, value.to_string().into_bytes(), held);
+    let put =
+        Transaction::when(&key, revision).put_leased(&key, value.to_string().into_bytes(), held);
     // Lost or unknown: the next turn looks again, and a key that this lease does not have is written by a new one.
     if let Said::Won(_) = cluster.commit(&put)? {
         *lease = Some(held);

@@ -99,7 +99,8 @@ fn serve(server: &Server, clients: &Clients, stop: &Waker) {
     };
     fds.push(stop.fd());
     loop {
-        let mut polled: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+        let mut polled: Vec<_> =
+            fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
         if let Err(e) = poll(&mut polled, None) {
             if e != Errno::INTR {
                 limited!(warn, limit, SystemClock.now_ns(), "cannot wait for connections: {e}");
@@ -116,7 +117,12 @@ fn serve(server: &Server, clients: &Clients, stop: &Waker) {
                 Ok(Some((socket, peer))) => server.connect(socket, peer),
                 Ok(None) => {}
                 Err(e) => {
-                    limited!(warn, limit, SystemClock.now_ns(), "no connection can be taken now: {e}");
+                    limited!(
+                        warn,
+                        limit,
+                        SystemClock.now_ns(),
+                        "no connection can be taken now: {e}"
+                    );
                     std::thread::sleep(PAUSE);
                 }
             }

@@ -45,8 +45,14 @@ impl Process {
     /// The error is what the server says.
     pub(crate) fn try_start(folder: &Path, before: &[&str]) -> Result<Process, String> {
         let own = std::env::current_exe().unwrap();
-        let mut words = before.iter().map(|word| (*word).into()).collect::<Vec<std::ffi::OsString>>();
-        words.extend([own.into(), "a_server_process".into(), "--exact".into(), "--nocapture".into()]);
+        let mut words =
+            before.iter().map(|word| (*word).into()).collect::<Vec<std::ffi::OsString>>();
+        words.extend([
+            own.into(),
+            "a_server_process".into(),
+            "--exact".into(),
+            "--nocapture".into(),
+        ]);
         let mut child = Command::new(&words[0])
             .args(&words[1..])
             .env(FOLDER, folder)
@@ -151,8 +157,7 @@ impl Owner {
 
     pub(crate) fn send(&mut self, kind: Kind, start: u64, len: u64, payload: &[u8]) -> u64 {
         self.number += 1;
-        let header =
-            Header { kind, op: self.number, start, len, payload: payload.len() as u32 };
+        let header = Header { kind, op: self.number, start, len, payload: payload.len() as u32 };
         self.stream.write_all(&[&header.to_bytes()[..], payload].concat()).unwrap();
         self.number
     }
