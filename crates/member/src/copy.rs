@@ -240,7 +240,7 @@ impl Copy {
             match thread.stack_size(STACK_BYTES).spawn(move || copy.work()) {
                 Ok(_) => inner.threads += 1,
                 Err(e) if inner.threads == 0 => {
-                    return self.fail(inner, "start a thread", &e.into());
+                    return self.fail(inner, "start a thread", &e);
                 }
                 Err(_) => {}
             }
