@@ -337,7 +337,7 @@ fn a_read_only_device_takes_no_writes() {
     });
     assert_eq!((own(true).read_only, own(true).discards), (true, None));
     assert!(!own(false).read_only && own(false).discards.is_some());
-    assert_eq!((own(false).sectors, own(false).max_sectors), (disk.sectors(), 1024));
+    assert_eq!((own(false).sectors, own(false).max_sectors), (disk.sectors(), 2048));
     drop(disk);
     served.end();
 }

@@ -122,7 +122,7 @@ pub struct Description {
 impl Description {
     /// Of these bytes.
     pub(super) fn of(bytes: &[u8; DESCRIPTION_BYTES]) -> Description {
-        let operation = match bytes_of(u32_at(bytes, 0)) {
+        let operation = match operation_of(u32_at(bytes, 0)) {
             0 => Operation::Read,
             1 => Operation::Write,
             2 => Operation::Flush,
@@ -134,7 +134,7 @@ impl Description {
 }
 
 /// The operation, without its flags.
-fn bytes_of(operation_and_flags: u32) -> u8 {
+fn operation_of(operation_and_flags: u32) -> u8 {
     operation_and_flags as u8
 }
 
