@@ -23,17 +23,12 @@ use ferrite_daemon::config::{Config, NbdOptions, NbdServer, RbdOptions, RbdPool}
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{Details, Disk as Listed, Disks, PhaseName, Status};
 use ferrite_daemon::state::DiskId;
-use ferrite_daemon::{Assignment, Connect, Daemon, Failure, Paths, Serving, Step};
-use ferrite_disk::{Disk, OpenOptions};
-use ferrite_host::clock::SystemClock;
+use ferrite_daemon::{Connect, Daemon, Paths, Serving, Step};
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::{Disk as VirtualDisk, DiskPaths, LoopbackDomains};
 use ferrite_loopback::{BackendHandle, CopyWith, GuestOptions, Loopback, Machine};
-use ferrite_serve::blkif::lifecycle::{Outcome, close, serve};
-use ferrite_serve::path::device::Device;
 use ferrite_serve::waker::Waker;
 use ferrite_testkit::places::dir_in_memory;
-use ferrite_testkit::rig::config;
 use ferrite_testkit::{PATIENCE, wait_until};
 use ferrite_xen::hypervisor::DomId;
 use ferrite_xen::store::{Store, StoreError};
