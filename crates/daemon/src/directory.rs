@@ -1,7 +1,5 @@
 //! A disk's directories in xenstore, as the daemon reads them.
 
-use std::collections::BTreeSet;
-
 use ferrite_serve::blkif::lifecycle::ExpectedAttachment;
 use ferrite_xen::store::{Store, StoreError};
 use ferrite_xen::xenbus::XenbusState;
@@ -62,16 +60,17 @@ fn parse(domid: &str, devid: &str) -> Option<DiskId> {
     (id.to_string() == format!("{domid}/{devid}")).then_some(id)
 }
 
-/// Lists the domains that have backend directories.
+/// Lists the disks of all backend directories.
 ///
 /// # Errors
 /// Errors of xenstore.
-pub(crate) fn domains(store: &mut Store) -> Result<BTreeSet<u16>, StoreError> {
-    let is_domid = |name: &String| {
-        let domid = name.parse::<u16>().ok()?;
-        (domid.to_string() == *name).then_some(domid)
-    };
-    Ok(list(store, KIND)?.iter().filter_map(is_domid).collect())
+pub fn all(store: &mut Store) -> Result<Vec<DiskId>, StoreError> {
+    let mut found = Vec::new();
+    for domid in list(store, KIND)? {
+        let devices = list(store, &format!("{KIND}/{domid}"))?;
+        found.extend(devices.iter().filter_map(|devid| parse(&domid, devid)));
+    }
+    Ok(found)
 }
 
 /// Lists the disks of a domain's backend directories.

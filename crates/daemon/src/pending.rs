@@ -15,17 +15,14 @@ pub(crate) struct Pending {
     disks: BTreeSet<DiskId>,
     /// Domains whose directories have to be listed.
     domains: BTreeSet<u16>,
-    /// Whether the names of all domains have to be listed: one of them has come or gone.
+    /// Whether all directories have to be listed.
     all: bool,
-    /// The domains whose directories were listed. What changes in these has events of its own.
-    listed: BTreeSet<u16>,
 }
 
 impl Pending {
     /// Has all directories listed: events may have been missed.
     pub(crate) fn add_all(&mut self) {
         self.all = true;
-        self.listed.clear();
     }
 
     /// Adds what an event of the watch on all directories is about.
@@ -60,10 +57,9 @@ impl Pending {
     /// Errors of xenstore. What has to be listed still has to be.
     pub(crate) fn disks(&mut self, store: &mut Store) -> Result<Vec<DiskId>, StoreError> {
         if self.all {
-            let domains = directory::domains(store)?;
-            self.domains.extend(domains.difference(&self.listed));
-            self.listed = domains;
+            self.disks.extend(directory::all(store)?);
             self.all = false;
+            self.domains.clear();
         }
         while let Some(domid) = self.domains.first().copied() {
             self.disks.extend(directory::of_domain(store, domid)?);
