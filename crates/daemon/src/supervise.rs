@@ -24,6 +24,8 @@ use crate::wait::{Backoff, wait_for};
 use crate::{Shared, Xen, blktap, taps};
 
 const TOKEN: &str = "all";
+/// Most nodes whose changes wait to be looked at, of some forty disks. With more all disks are looked at.
+const EVENTS: usize = 1024;
 /// The pause between two scans, which bounds the work of a storm of events. It doubles after each
 /// scan that finds nothing.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -95,7 +97,7 @@ impl Supervisor<'_> {
     fn connect(&self) -> Result<Store, StoreError> {
         let mut store = (self.shared.connect)()?;
         self.sweep(&mut store)?;
-        store.watch(KIND, TOKEN)?;
+        store.watch_nodes(KIND, TOKEN, EVENTS)?;
         self.pending.borrow_mut().add_all();
         self.shared.set_xen(Xen::Connected);
         Ok(store)

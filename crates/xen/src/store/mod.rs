@@ -265,6 +265,15 @@ impl Store {
     /// # Errors
     /// [`StoreError::Quota`] where xenstored allows this domain no more.
     pub fn watch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+        self.watch_nodes(path, token, 1)
+    }
+
+    /// As [`watch`](Self::watch), with an event for each node that changes, as long as at most `most`
+    /// of them wait for their reader. More become one event of the watched path.
+    ///
+    /// # Errors
+    /// As [`watch`](Self::watch).
+    pub fn watch_nodes(&mut self, path: &str, token: &str, most: usize) -> Result<(), StoreError> {
         let what = What { verb: "watch", path };
         check_path(what)?;
         if token.contains('\0') {
@@ -281,7 +290,7 @@ impl Store {
             return Err(StoreError::invalid(what, "there are too many watches already"));
         }
         // Before the request: its first event may come before its reply.
-        watches.add(path, token);
+        watches.add(path, token, most);
         let payload = nul_terminated(&[path, token]);
         let done = self.connection.request(what, MessageType::Watch, NO_TRANSACTION, &payload);
         match done {
@@ -291,7 +300,7 @@ impl Store {
                 match e {
                     // One that timed out earlier was set after all, and has fired already.
                     StoreError::Refused { name, .. } if name == "EEXIST" => {
-                        self.connection.watches.add(path, token);
+                        self.connection.watches.add(path, token, most);
                         self.connection.watches.fired(path, token);
                         Ok(())
                     }
@@ -327,7 +336,7 @@ impl Store {
     }
 
     /// The next watch event, if there is one; never waits. Changes that came since the last event
-    /// of the same watch was taken are one event (XSA-349).
+    /// of the same watch was taken are one event, or as many as its reader has asked for (XSA-349).
     ///
     /// # Errors
     /// [`StoreError::is_fatal`] ones only. Events that had arrived are given first.

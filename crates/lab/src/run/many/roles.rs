@@ -11,7 +11,7 @@ use ferrite_daemon::config::{Config, DiskOptions};
 use ferrite_daemon::keepers::{Keepers, Programs, StoreWorker};
 use ferrite_daemon::state::DiskId;
 use ferrite_daemon::{Assignment, Connect, Daemon, Failure, Paths};
-use ferrite_disk::StoreKey;
+use ferrite_disk::{CONFIGURED_PARENTS, StoreKey};
 use ferrite_host::sandbox::user_of;
 use ferrite_keeper::{DiskSpec, WorkerSandbox};
 use ferrite_loopback::{BackendHandle, GuestHandle};
@@ -103,7 +103,7 @@ impl Programs for Roles {
         Ok(Some(WorkerSandbox {
             image: disk.image.file().to_owned(),
             writable,
-            read: Vec::new(),
+            read: vec![PathBuf::from(CONFIGURED_PARENTS)],
             journals: Some(disk.run_dir().join("images")),
             own_files: vec![stats.with_extension("new"), stats],
             root: disk.run_dir().join("empty"),
