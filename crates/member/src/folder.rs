@@ -119,15 +119,20 @@ impl Folder {
             };
         }
         // Durable order: the data's file with its size, then the whole state under another name, then the state's name,
-        // which makes it a copy. A data's file without a state is what a death has left here: it has nothing yet.
+        // which makes it a copy. A data's file without a state is what a death has left here, and has nothing yet; or
+        // somebody has removed the state.
         let data = OpenOptions::new()
             .write(true)
             .create(true)
-            .truncate(true)
+            .truncate(false)
             .mode(0o600)
             .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
             .open(self.data(&extent.name))
             .map_err(fault)?;
+        if data.metadata().map_err(fault)?.blocks() != 0 {
+            let why = format!("{}.raw is there with data, and has no state", extent.name);
+            return Err(Fault::new(&what, why, "move that file away").with(Errno::EXIST));
+        }
         data.set_len(size).and_then(|()| data.sync_all()).map_err(fault)?;
         let fixed = Fixed {
             pool: self.pool,

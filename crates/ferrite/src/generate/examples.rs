@@ -414,7 +414,8 @@ fn examples_of_images(name: &str) -> Terms {
         )],
         "ferrite-pool-serve" => &[(
             "Serve the copies in a folder, with the certificates of docs/access.md.",
-            "ferrite pool serve /srv/copies --name a --pool 0123456789abcdef0123456789abcdef \\\n    --listen 192.0.2.10:10809 --tls /etc/ferrite/tls --experimental",
+            "ferrite pool serve /srv/copies --name a --pool 0123456789abcdef0123456789abcdef --listen 192.0.2.10:10809 \
+             --tls /etc/ferrite/tls --experimental",
         )],
         "ferrite-pool-list" => &[("List the disks.", "ferrite pool list lab")],
         "ferrite-pool-status" => {

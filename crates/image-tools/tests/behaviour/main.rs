@@ -8,7 +8,6 @@ mod family;
 
 mod check_classes;
 mod children;
-mod killed;
 mod leaves;
 mod marks;
 mod moved_children;

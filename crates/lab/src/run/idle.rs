@@ -52,9 +52,24 @@ pub(crate) fn pss_kib(pid: u32) -> u64 {
     all
 }
 
-/// File pages in it: the program, which the kernel has once for all processes and can read again.
+/// The program in it: file pages, which the kernel has once for all processes and can read again, and the pages of the
+/// program's tables of addresses, which each start of it fills in.
 pub(crate) fn file_kib() -> Option<u64> {
-    status_value("/proc/self/status", "RssFile:")
+    let files = status_value("/proc/self/status", "RssFile:")?;
+    let program = std::env::current_exe().ok()?;
+    let smaps = std::fs::read_to_string("/proc/self/smaps").ok()?;
+    let (mut tables, mut is_program) = (0, false);
+    for line in smaps.lines() {
+        let mut words = line.split_whitespace();
+        match (words.next(), words.next()) {
+            (Some("Anonymous:"), Some(kib)) if is_program => tables += kib.parse().unwrap_or(0),
+            (Some(first), _) if !first.ends_with(':') => {
+                is_program = line.ends_with(program.to_str()?);
+            }
+            _ => {}
+        }
+    }
+    Some(files + tables)
 }
 
 /// Context switches of each thread of this process but the calling one, voluntary or not.

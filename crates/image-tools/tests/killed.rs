@@ -1,5 +1,10 @@
 //! A snapshot whose process is killed (`SIGKILL`) at each of its steps: the disk can be written to, and nothing that is
 //! written is lost.
+//!
+//! It is a program of its own: new processes have the images of other tests open for a moment.
+
+#[path = "../../disk/tests/common/mod.rs"]
+mod common;
 
 use std::cell::Cell;
 use std::fs;
@@ -13,8 +18,8 @@ use ferrite_disk::Format;
 use ferrite_host::directory::{Directory, HostDirectory};
 use rustix::process::{Signal, getpid, kill_process};
 
-use crate::common::tree::{FORMATS, Tree};
-use crate::common::{MIB, Queue, anywhere};
+use common::tree::{FORMATS, Tree};
+use common::{MIB, Queue, anywhere};
 
 /// Where the process that is killed finds the folder, the format and the step.
 const FOLDER: &str = "FERRITE_TEST_KILLED_FOLDER";
@@ -84,7 +89,7 @@ fn process_that_makes_a_snapshot() {
 
 fn snapshot_killed_at(tree: &Tree, format: Format, step: u32) -> ExitStatus {
     let mut process = Command::new(std::env::current_exe().unwrap());
-    process.args(["--exact", "killed::process_that_makes_a_snapshot"]);
+    process.args(["--exact", "process_that_makes_a_snapshot"]);
     process.env(FOLDER, tree.path("")).env(FORMAT, format.name()).env(STEP, step.to_string());
     process.output().unwrap().status
 }
