@@ -82,6 +82,12 @@ pub(super) fn of(name: &str) -> Topic {
         }
         name if name.starts_with("ferrite-image") => (&[JOURNALS], &[], &["qemu-img(1)"], IMAGES),
         name if name.starts_with("ferrite-store") => (&[JOURNALS], &[], &[], STORE),
+        name if name.starts_with("ferrite-net") => (
+            &[("/run/ferrite/net", "The counters of each switch.")],
+            &[LOG, XENSTORED],
+            &[],
+            "/usr/share/doc/ferrite/network.md",
+        ),
         name if name.starts_with("ferrite-pool") => {
             (&[], &[], &["etcd(1)"], "/usr/share/doc/ferrite/distributed.md")
         }
@@ -404,6 +410,11 @@ fn examples_of_images(name: &str) -> Terms {
         "ferrite-image-journal-drop" => {
             &[("Drop journals of images that are gone.", "ferrite image journal drop --stale")]
         }
+        "ferrite-net" | "ferrite-net-serve" => &[(
+            "A switch for the guests of this host, and a TAP device as the way out.",
+            "ferrite net serve --switch lan --uplink ferrite0",
+        )],
+        "ferrite-net-stat" => &[("Show the counters of each interface.", "ferrite net stat")],
         "ferrite-pool" | "ferrite-pool-init" => &[(
             "Make a pool in an etcd on this host.",
             "ferrite pool init lab --etcd http://127.0.0.1:2379 --etcd-plain --experimental",

@@ -70,7 +70,8 @@ impl Process {
                 return Err(why.to_owned());
             }
         }
-        panic!("the server has ended");
+        let ended = child.wait().unwrap();
+        panic!("the server has ended: {ended}");
     }
 
     pub(crate) fn pid(&self) -> rustix::process::Pid {
