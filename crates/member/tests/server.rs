@@ -4,7 +4,7 @@ mod peers;
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::process::Command;
 
 use ferrite_pool::wire::{Header, Kind, MAX_PAYLOAD};
@@ -210,6 +210,12 @@ fn files_that_are_not_the_copys_are_refused_by_name() {
     assert_eq!(answer.header.kind, Kind::Failed, "a link was followed");
     std::fs::remove_file(path("d.state")).unwrap();
     refused("this server has none");
+    // Data without a state may be somebody's.
+    let before = std::fs::metadata(path("d.raw")).unwrap().blocks();
+    let made = Owner::create(&server, "d", 64 * MIB);
+    assert_eq!(made.header.kind, Kind::Failed);
+    assert!(made.text().contains("move that file away"), "{}", made.text());
+    assert_eq!(std::fs::metadata(path("d.raw")).unwrap().blocks(), before);
     std::fs::rename(path("kept"), path("d.state")).unwrap();
     let (_, opened) = Owner::open(&server, "d", 2, 7);
     assert_eq!(opened.header.kind, Kind::Opened);
