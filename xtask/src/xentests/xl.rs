@@ -116,8 +116,7 @@ fn found_by_tap_ctl(
     }
     let path = key(bench, guest, "physical-device-path")?;
     expect_eq("the path", &path, &format!("/run/blktap-control/nbd{pid}.{minor}"))?;
-    let socket = format!("/run/ferrite/vbd-{}-{DEVID}/nbd", guest.domid());
-    expect_eq("the socket", &bench.xenhost.sh(&format!("readlink {path}"))?, &socket)?;
+    bench.xenhost.sh(&format!("[ -S {path} ] && [ ! -L {path} ]"))?;
     // The script of an attached disk is not run for its end; calling it does no harm.
     let destroy = format!("tap-ctl destroy -p {pid} -m {minor} 2>&1");
     let refused = bench.xenhost.dom0(&destroy, 60)?;
