@@ -109,7 +109,7 @@ mod tests {
         // None of these ever leaves, and all of these enter.
         (0..6).for_each(|domid| openings.enter(disk(domid), &stop));
         assert!(openings.lock().contains_key(&disk(5)));
-        // A late end of one that did not count any more lets nobody in.
+        // Disk 0 does not count any more, so its end lets no other disk begin.
         openings.leave(disk(0));
     }
 

@@ -356,7 +356,7 @@ fn the_process_of_a_tap_that_is_not_open_gets_the_next_program_as_well() {
     kill(daemon);
 }
 
-/// Tells what is left if a test fails.
+/// Prints the taps and the files of the run directory if a test fails.
 struct Told<'a>(&'a Host);
 
 impl Drop for Told<'_> {

@@ -121,7 +121,7 @@ fn a_disk_is_written_to_wherever_its_snapshot_was_killed_and_no_later_one_takes_
             assert_eq!(ended.signal(), Some(Signal::KILL.as_raw()), "{format:?}, step {step}");
             unfinished += u32::from(fs::exists(tree.path("a/disk.ferrite-new")).unwrap());
             write(&tree, MIB, 2);
-            // The same snapshot again: completed, or refused as it was done and the disk has changed.
+            // A second try of this snapshot completes it, or is refused because the first one was complete.
             let again = |tools: &ferrite_image_tools::ImageTools<'_>| {
                 tools.snapshot(&tree.image("a/disk"), &tree.image("a/kept"))
             };

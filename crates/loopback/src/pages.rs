@@ -18,7 +18,7 @@ pub const GNTST_BAD_DOMAIN: i16 = -2;
 /// The copies of one thread.
 pub(super) struct Between {
     guests: Guests,
-    /// Those that the last copies were of, so that they are not looked up for each piece.
+    /// The guests of the last copies, so that they are not looked up for each piece.
     known: Vec<(DomId, Arc<Attached>)>,
 }
 

@@ -13,14 +13,14 @@ macro_rules! counters {
         pub struct Counts { $($(#[$doc])* pub $name: u64,)* }
 
         impl Counters {
-            /// All of them now.
+            /// Reads all counters.
             pub fn read(&self) -> Counts {
                 Counts { $($name: self.$name.load(Relaxed),)* }
             }
         }
 
         impl Counts {
-            /// All of them, by their names.
+            /// The values of all counters, with their names.
             pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [$((stringify!($name), self.$name),)*].into_iter()
             }

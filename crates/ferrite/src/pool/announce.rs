@@ -88,7 +88,7 @@ impl Drop for Announced {
     }
 }
 
-/// Keeps the lease, and has the key say what is so now.
+/// Renews the lease, and writes the server's current state to its key.
 fn keep(cluster: &Cluster, of: &Announcement, lease: &mut Option<Lease>) -> Result<(), Error> {
     let (held, is_new) = match *lease {
         Some(held) if cluster.keep(held)? => (held, false),

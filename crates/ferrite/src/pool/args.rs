@@ -33,7 +33,7 @@ pub(crate) struct PoolArgs {
     #[arg(long, global = true, value_name = "DIR", conflicts_with = "etcd_plain")]
     pub(crate) etcd_tls: Option<PathBuf>,
 
-    /// Speak to etcd in clear: whoever is on that network can take every disk.
+    /// Speak to etcd without TLS: any host on that network can then take every disk.
     #[arg(long, global = true)]
     pub(crate) etcd_plain: bool,
 

@@ -85,7 +85,7 @@ pub(super) fn run(of: &PoolArgs, args: &ServeArgs) -> Result<(), Failure> {
     };
     println!("ready: {place}");
     serve(&server, &network.clients, &stop);
-    // The key goes first: then nobody is sent here. What is under way ends with the process, as in its death.
+    // The key is removed first, so that no owner connects here. Requests under way end with the process.
     drop(announced);
     Ok(())
 }

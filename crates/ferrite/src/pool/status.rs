@@ -88,7 +88,7 @@ impl Status {
     }
 }
 
-/// Those that answer, and those that have copies.
+/// The servers that answer, and the servers that have copies.
 fn servers(state: &State) -> Vec<ServerStatus> {
     let with_copies = state.disks.values().flat_map(Disk::copies).map(|(_, copy)| &copy.server);
     let mut names: Vec<&String> =

@@ -87,7 +87,7 @@ impl Control {
         self.command(STOP, device, &mut [], 0)
     }
 
-    /// Removes a device. It waits until nobody has the character device open.
+    /// Removes a device. It waits until no process has the character device open.
     ///
     /// # Errors
     /// The driver's.

@@ -99,7 +99,7 @@ impl Channel for Queue {
         while done < to.len() {
             let part = to.slice(done, to.len() - done);
             let from = self.at(tag, at + done as u64);
-            // SAFETY: the span is inside the arena, which lives, and nobody else has it: it belongs to the request.
+            // SAFETY: the span is inside the arena, which lives, and belongs to this request alone.
             let part =
                 unsafe { std::slice::from_raw_parts_mut(arena.ptr(part).as_ptr(), part.len()) };
             done += some(retry_on_intr(|| pread(&self.file, &mut *part, from))?)?;

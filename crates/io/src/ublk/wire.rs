@@ -13,7 +13,7 @@ const QUEUE_SHIFT: u32 = 41;
 pub mod flag {
     /// A device whose server has gone waits for another one.
     pub const RECOVERY: u64 = 1 << 3;
-    /// And requests that the server had taken are given to the other one.
+    /// The next server also gets the requests that the dead one had taken.
     pub const REISSUE: u64 = 1 << 4;
     /// Commands are numbered as ioctls are.
     pub const IOCTL_NUMBERS: u64 = 1 << 6;
