@@ -21,7 +21,7 @@ mod session;
 
 use std::process::ExitCode;
 
-use ferrite_host::rbd::{READ_ONLY, SERVE};
+use ferrite_host::helper::{READ_ONLY, SERVE};
 use ferrite_nbd::uri::rbd::{Image, SCHEME};
 
 use crate::fault::Fault;
