@@ -25,7 +25,8 @@ pub(crate) struct PoolArgs {
     #[arg(long, global = true)]
     pub(crate) experimental: bool,
 
-    /// Addresses of the servers of etcd: https://HOST:PORT, or http:// with --etcd-plain.
+    /// Addresses of the servers of etcd: https://HOST:PORT, or http:// with --etcd-plain. Without them those of `[pool.POOL]`
+    /// in ferrite.toml.
     #[arg(long, global = true, value_name = "URL,...", value_delimiter = ',')]
     pub(crate) etcd: Vec<String>,
 

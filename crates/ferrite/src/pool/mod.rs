@@ -1,7 +1,7 @@
 //! `ferrite pool`: the map of the disks of a pool of servers. `ferrite_pool_map` does the work; this module has names,
 //! options and text.
 
-use ferrite_etcd::{Cluster, Settings, TlsFiles};
+use ferrite_etcd::Cluster;
 use ferrite_pool_map::{Access, Error, Id, NewDisk, Replaced, Shape};
 use serde::Serialize;
 
@@ -11,6 +11,7 @@ use crate::image::{json, print};
 mod announce;
 pub(crate) mod args;
 mod serve;
+mod settings;
 mod status;
 
 use args::{CreateArgs, DrainArgs, PoolArgs, PoolCommand, ReplaceArgs};
@@ -115,21 +116,7 @@ impl Say {
 }
 
 fn access(args: &PoolArgs, pool: &str) -> Result<Access, Failure> {
-    if args.etcd.is_empty() {
-        return Err(Failure::new(
-            "cannot ask etcd",
-            "no address is given",
-            "give --etcd URL,URL,URL",
-        )
-        .with_code(Code::USAGE));
-    }
-    let settings = Settings {
-        endpoints: args.etcd.clone(),
-        tls: args.etcd_tls.clone().map(TlsFiles),
-        plain: args.etcd_plain,
-        cluster: None,
-    };
-    let cluster = Cluster::new(&settings).map_err(|e| failed("ask etcd", &e.into()))?;
+    let cluster = Cluster::new(&settings::of(args, pool)?).map_err(|e| failed("ask etcd", &e.into()))?;
     Access::new(cluster, pool).map_err(|e| failed("use the pool", &e))
 }
 
