@@ -6,9 +6,11 @@ use ferrite_host::sandbox::deny_changes;
 use ferrite_nbd::uri::rbd::{Image as Name, SCHEME};
 use rustix::io::Errno;
 
-use crate::fault::{Fault, log};
+use ferrite_helper::Fault;
+
 use crate::ffi::{self, Cluster, Image, Pool};
 use crate::lock::{self, cannot};
+use crate::log::log;
 use crate::record::{Record, State};
 
 /// Seconds that connecting may take. The client of the stream waits for 10.

@@ -13,7 +13,7 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use rustix::process::{geteuid, getppid};
 
-use crate::fault::Fault;
+use ferrite_helper::Fault;
 
 /// One write of so many bytes is there or not when the process is killed.
 const BYTES: usize = 512;
