@@ -34,8 +34,12 @@ pub struct Config {
     pub drift: u64,
     /// After this time without an answer a member counts as lost, in nanoseconds.
     pub patience: u64,
+    /// A lost member that is not back after this time leaves, in nanoseconds.
+    pub grace: u64,
     /// Blocks of a region.
     pub region_blocks: u64,
+    /// Most blocks that are copied at a time. A region is copied in as many pieces as it takes.
+    pub copy_blocks: u64,
     /// Blocks of the disk.
     pub disk_blocks: u64,
     /// With fewer members in sync the disk waits.
@@ -160,6 +164,8 @@ pub struct Owner {
     dirty: BTreeSet<Region>,
     /// Regions that may differ between members in sync (R7).
     unequal: BTreeSet<Region>,
+    /// Where the copy of a region goes on that is copied in part: to all, or to a member that returns.
+    copied_to: BTreeMap<(Option<MemberId>, Region), u64>,
     /// Counts the changes of the record.
     epoch: u64,
     last_id: u64,
@@ -182,6 +188,7 @@ impl Owner {
             ops: BTreeMap::new(),
             dirty: BTreeSet::new(),
             unequal: BTreeSet::new(),
+            copied_to: BTreeMap::new(),
             epoch: 0,
             last_id: 0,
             effects: Vec::new(),
@@ -203,6 +210,21 @@ impl Owner {
         let serves = matches!(self.phase, Phase::Serving { from } if from <= self.now);
         let idle = self.tasks.is_empty() && self.queue.is_empty() && self.change.is_none();
         record && serves && idle && self.unequal.is_empty() && self.returning.is_none()
+    }
+
+    /// The record as this owner has committed it last. `None`: it has not read it yet.
+    pub fn record(&self) -> Option<&(Revision, Record)> {
+        self.record.as_ref()
+    }
+
+    /// Whether requests are begun.
+    pub fn is_serving(&self) -> bool {
+        matches!(self.phase, Phase::Serving { from } if from <= self.now)
+    }
+
+    /// Whether a change of the record is under way.
+    pub fn is_changing(&self) -> bool {
+        self.change.is_some()
     }
 
     /// Takes what has happened, at this time, and returns what is to be done, in this order.

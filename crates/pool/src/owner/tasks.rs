@@ -33,7 +33,7 @@ pub(super) enum Kind {
         clears: BTreeSet<Region>,
         epoch: u64,
     },
-    /// A region that is to be copied is read. `to` is a member that returns; without it the region is made equal on all.
+    /// A piece of a region that is to be copied is read. `to` is a member that returns; without it the region is made equal on all.
     CopyRead {
         region: Region,
         to: Option<MemberId>,
@@ -225,9 +225,15 @@ impl Owner {
                 self.clear(clears, epoch);
             }
             Kind::CopyRead { region, to, source, found } => {
-                self.copy_read(region, to, source, found);
+                if let Some((blocks, _)) = task.holds {
+                    self.copy_read(region, to, source, found, blocks);
+                }
             }
-            Kind::CopyWrite { region, to } => self.copied(region, to),
+            Kind::CopyWrite { region, to } => {
+                if let Some((blocks, _)) = task.holds {
+                    self.copied(region, to, blocks);
+                }
+            }
             Kind::Step { member, found } => self.step_done(member, found),
             Kind::Complete => {}
         }

@@ -117,6 +117,8 @@ pub(crate) struct World {
     random: Random,
     rules: Rules,
     plan_unknown: u64,
+    /// A region is copied in one piece, or in two.
+    copy_blocks: u64,
     fault_every: u64,
     now: u64,
     stamp: u64,
@@ -191,6 +193,7 @@ impl World {
             random: Random::new(plan.seed),
             rules,
             plan_unknown: plan.unknown,
+            copy_blocks: REGION_BLOCKS - plan.seed % REGION_BLOCKS,
             fault_every: plan.fault_every,
             now: 0,
             stamp: 0,
