@@ -10,6 +10,7 @@ mod fault;
 mod greeting;
 mod links;
 mod outbox;
+mod record;
 mod session;
 
 pub use budget::{Budget, Permit};
@@ -17,6 +18,7 @@ pub use fault::Fault;
 pub use greeting::MAX_REQUEST_BYTES;
 pub use links::{Links, refuse_links};
 pub use outbox::{Message, Outbox};
+pub use record::{Record, State};
 
 /// Called once, when a request has ended: with the bytes that were moved or an errno, and the memory that it had.
 pub type Done = Box<dyn FnOnce(Result<usize, i32>, Vec<u8>) + Send>;

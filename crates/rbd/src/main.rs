@@ -3,7 +3,7 @@
 //! not have. librbd and librados are opened at run time, and never linked.
 //!
 //! * [`ffi`]: the two libraries. The only unsafe code.
-//! * [`open`]: from a name to an open image; [`lock`] and [`record`]: whose it is.
+//! * [`open`]: from a name to an open image; [`lock`]: whose it is.
 //! * [`serve`]: the image as the medium of a helper; `ferrite_helper` takes streams, and speaks NBD on each.
 
 #![deny(unsafe_code)]
@@ -12,7 +12,6 @@ mod ffi;
 mod lock;
 mod log;
 mod open;
-mod record;
 mod serve;
 
 use std::process::ExitCode;

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use clap::{Args, Subcommand};
 use ferrite_pool_map::{Id, is_name};
 
-use super::serve;
+use super::{own, serve};
 use crate::image::args::bytes;
 
 /// The arguments of `ferrite pool`.
@@ -64,6 +64,9 @@ pub(crate) enum PoolCommand {
     /// Serve the copies in a folder to the hosts of a pool, in the foreground, until a signal comes.
     #[command(after_help = serve::HELP)]
     Serve(serve::ServeArgs),
+    /// Be the process that has a disk, for whoever has started it.
+    #[command(hide = true)]
+    Own(own::OwnArgs),
     /// Take a disk from its owner. Only if that is known to be dead: until the next owner opens the disk, it may still write.
     Steal(DiskArg),
 }

@@ -10,6 +10,7 @@ use crate::image::{json, print};
 
 mod announce;
 pub(crate) mod args;
+mod own;
 mod serve;
 mod status;
 
@@ -18,7 +19,9 @@ use status::{DiskStatus, Status};
 
 /// Runs one command.
 pub(crate) fn run(args: &PoolArgs) -> Result<(), Failure> {
-    if !args.experimental {
+    // Whoever opens a disk has asked for it already.
+    let is_asked = args.experimental || matches!(args.command, PoolCommand::Own(_));
+    if !is_asked {
         return Err(Failure::new(
             "cannot use pools",
             "they are being built, and no host opens their disks yet",
@@ -59,6 +62,7 @@ pub(crate) fn run(args: &PoolArgs) -> Result<(), Failure> {
         }
         PoolCommand::Replace(replace) => replace_copies(args, replace, &say),
         PoolCommand::Drain(drain) => drain_server(args, drain, &say),
+        PoolCommand::Own(own) => own::run(args, own),
         PoolCommand::Serve(server) => serve::run(args, server),
         PoolCommand::Steal(of) => {
             let pool = access(args, &of.disk.pool)?;

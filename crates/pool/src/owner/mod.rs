@@ -2,7 +2,8 @@
 //!
 //! Its steps: it reads the record and takes the disk over by a change of it ([`take_over`]), opens the members
 //! ([`links`]), makes regions equal that may differ ([`regions`]), and serves requests ([`tasks`]). A member that fails
-//! is dropped ([`links`]), and one that comes back is brought in sync ([`returning`]).
+//! is dropped ([`links`]), and one that comes back is brought in sync ([`returning`]). Copies that the
+//! map adds or takes away are those of [`copies`].
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -13,12 +14,14 @@ use crate::{
     Said,
 };
 
+mod copies;
 mod links;
 mod regions;
 mod returning;
 mod take_over;
 mod tasks;
 
+use copies::Copies;
 use links::Link;
 use returning::Return;
 use tasks::{Task, TaskId};
@@ -89,6 +92,13 @@ pub enum Event {
     Ended(ConnId),
     /// An answer of a member.
     Reply(ConnId, Reply),
+    /// The copies that the disk is to have. Known ones may be told again.
+    Copies {
+        /// Those that stay. New ones are admitted, and filled.
+        stay: Members,
+        /// Those that leave when all others are in sync.
+        leave: Members,
+    },
     /// A request of the disk's user.
     Request(RequestId, Wanted),
     /// Time has passed. At least eight times in [`Config::trust`].
@@ -144,6 +154,8 @@ enum Purpose {
     TakeOver,
     Drop(Members),
     Return(MemberId),
+    Admit(Members),
+    Leave(Members),
 }
 
 /// An owner: see the crate.
@@ -156,6 +168,7 @@ pub struct Owner {
     change: Option<(Change, Purpose)>,
     links: BTreeMap<MemberId, Link>,
     returning: Option<Return>,
+    copies: Option<Copies>,
     queue: VecDeque<(RequestId, Wanted)>,
     tasks: BTreeMap<TaskId, Task>,
     /// Operations without an answer, and whom they are for.
@@ -183,6 +196,7 @@ impl Owner {
             change: None,
             links: BTreeMap::new(),
             returning: None,
+            copies: None,
             queue: VecDeque::new(),
             tasks: BTreeMap::new(),
             ops: BTreeMap::new(),
@@ -222,6 +236,11 @@ impl Owner {
         matches!(self.phase, Phase::Serving { from } if from <= self.now)
     }
 
+    /// Whether the data that this operation has found may still be asked for.
+    pub fn needs(&self, op: OpId) -> bool {
+        self.tasks.values().any(|task| task.needs(op))
+    }
+
     /// Whether a change of the record is under way.
     pub fn is_changing(&self) -> bool {
         self.change.is_some()
@@ -258,6 +277,7 @@ impl Owner {
             Event::Unconnected(member) => self.unconnected(member),
             Event::Ended(conn) => self.ended(conn),
             Event::Reply(conn, reply) => self.replied(conn, reply),
+            Event::Copies { stay, leave } => self.copies = Some(Copies { stay, leave }),
             Event::Request(id, wanted) => self.queue.push_back((id, wanted)),
             Event::Tick => self.tick(),
         }
@@ -269,6 +289,7 @@ impl Owner {
             Phase::Opening { since } => self.judge_opened(since),
             Phase::Serving { .. } => {
                 self.drop_lost();
+                self.change_copies();
                 self.go_on_returning();
                 self.begin_requests();
                 self.answer_reads();
@@ -340,6 +361,8 @@ impl Owner {
             Purpose::TakeOver => self.open_members(),
             Purpose::Drop(members) => self.dropped(&members),
             Purpose::Return(member) => self.returned(member),
+            Purpose::Admit(new) => self.admitted(&new),
+            Purpose::Leave(gone) => self.have_left(&gone),
         }
     }
 

@@ -55,6 +55,16 @@ pub(super) enum Kind {
 }
 
 impl Task {
+    /// Whether it needs what this operation has found.
+    pub(super) fn needs(&self, op: OpId) -> bool {
+        let is_own = match self.kind {
+            Kind::Read { found, .. } | Kind::CopyRead { found, .. } => found == Some(op),
+            _ => false,
+        };
+        let is_asked = |io: &Io| matches!(io, Io::Repair { data, .. } if *data == Data::OfRead(op));
+        is_own || self.waits.values().any(is_asked)
+    }
+
     /// The request that it carries out.
     pub(super) fn request(&self) -> Option<RequestId> {
         match self.kind {
