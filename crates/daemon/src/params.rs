@@ -227,7 +227,7 @@ pub(crate) fn place_of(uri: &Uri) -> PathBuf {
         Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
             format!("nbd://{host}:{port}/{export}").into()
         }
-        Address::Rbd { image, .. } => format!("rbd:{}", image.short()).into(),
+        Address::Helped { by, .. } => by.short().into(),
     }
 }
 
@@ -363,6 +363,11 @@ mod tests {
         let Params::Image(image) = Params::parse(b"aio:nbd:rbd:p/i@s?id=a") else { panic!() };
         assert_eq!(image.path, Path::new("rbd:p/i@s?id=a"));
         assert_eq!(place_of(&image.export().unwrap()), Path::new("rbd:p/i@s"));
+        let Params::Image(image) = Params::parse(b"aio:pool:p/d?experimental=yes") else {
+            panic!()
+        };
+        assert_eq!(image.path, Path::new("pool:p/d?experimental=yes"));
+        assert_eq!(place_of(&image.export().unwrap()), Path::new("pool:p/d"));
         let places = [
             ("nbd://[::1]:7/a?plain=yes&drain_s=0", "nbd://::1:7/a"),
             ("nbds://h.example/?tls-certificates=/etc/a", "nbd://h.example:10809/"),

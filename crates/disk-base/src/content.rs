@@ -155,7 +155,7 @@ fn has_own_magic(read: impl Fn(u64) -> Sector, end: u64, format: Format) -> io::
             }
             Ok(false)
         }
-        Format::Raw | Format::Store | Format::Nbd | Format::Rbd => Ok(true),
+        Format::Raw | Format::Store | Format::Nbd | Format::Rbd | Format::Pool => Ok(true),
     }
 }
 

@@ -17,6 +17,8 @@ pub enum Format {
     Nbd,
     /// An image of a Ceph cluster (docs/internals/processes.md 16). No image in a file is one.
     Rbd,
+    /// A disk of a pool of servers (docs/internals/pool.md). No image in a file is one.
+    Pool,
 }
 
 impl Format {
@@ -32,6 +34,7 @@ impl Format {
             Format::Store => "store",
             Format::Nbd => "nbd",
             Format::Rbd => "rbd",
+            Format::Pool => "pool",
         }
     }
 
@@ -39,7 +42,7 @@ impl Format {
     pub fn by_name(name: &str) -> Option<Format> {
         Format::ALL
             .into_iter()
-            .chain([Format::Store, Format::Nbd, Format::Rbd])
+            .chain([Format::Store, Format::Nbd, Format::Rbd, Format::Pool])
             .find(|f| f.name() == name)
     }
 
@@ -53,7 +56,7 @@ impl Format {
 
     /// Whether the data are behind a connection, and the name is no path.
     pub fn is_remote(self) -> bool {
-        matches!(self, Format::Nbd | Format::Rbd)
+        matches!(self, Format::Nbd | Format::Rbd | Format::Pool)
     }
 
     /// Whether such an image has metadata, and perhaps a parent: it is opened as a chain of layers.

@@ -5,7 +5,8 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use ferrite_nbd::uri::{BadUri, Uri, is_uri, rbd};
+use ferrite_nbd::address::{Address, Helped};
+use ferrite_nbd::uri::{BadUri, Uri, is_uri};
 
 use crate::format::Format;
 use crate::volume_name::VolumeName;
@@ -81,7 +82,7 @@ impl ImageName {
         parts.filter(|_| self.format == Format::Store)
     }
 
-    /// The name of an export of an NBD server, or of an image of a Ceph cluster.
+    /// The name of an export of an NBD server, of an image of a Ceph cluster, or of a disk of a pool.
     pub fn export(&self) -> Option<&str> {
         self.path.to_str().filter(|_| self.format.is_remote())
     }
@@ -92,32 +93,35 @@ impl ImageName {
     /// It is one.
     pub fn must_be_image(&self) -> Result<(), DiskError> {
         match self.format {
-            Format::Store | Format::Nbd | Format::Rbd => Err(self.no_image()),
-            _ => Ok(()),
+            Format::Raw | Format::Vhd | Format::Qcow2 => Ok(()),
+            _ => Err(self.no_image()),
         }
     }
 
     /// The error for a volume or an export where only an image is possible.
     pub fn no_image(&self) -> DiskError {
-        if self.format == Format::Rbd {
-            let what = format!("cannot work on {}", self.path.display());
-            let why =
-                "it is an image of a Ceph cluster, and this is for images in files of their own";
-            let help = "snapshots, clones and sizes are Ceph's: use its command rbd; ferrite image convert copies \
-                        from and to it";
-            return DiskError::new(ErrorKind::Usage, what, why, help);
-        }
-        if self.format == Format::Nbd {
-            let what = format!("cannot work on {}", self.path.display());
-            let why = "it is an export of a server, and this is for images in files of their own";
-            let help = "work on the image where the server runs; ferrite image convert copies from and to an \
-                        export";
-            return DiskError::new(ErrorKind::Usage, what, why, help);
-        }
+        let (is, help) = match self.format {
+            Format::Rbd => (
+                "an image of a Ceph cluster",
+                "snapshots, clones and sizes are Ceph's: use its command rbd; ferrite image convert copies \
+                 from and to it",
+            ),
+            Format::Pool => (
+                "a disk of a pool",
+                "ferrite pool has the commands for it (resize, for one); ferrite image convert copies from and to it",
+            ),
+            Format::Nbd => (
+                "an export of a server",
+                "work on the image where the server runs; ferrite image convert copies from and to an export",
+            ),
+            _ => (
+                "a volume of a store",
+                "volumes have commands of their own (ferrite store list, for one); ferrite image \
+                 convert copies one into an image",
+            ),
+        };
         let what = format!("cannot work on {}", self.path.display());
-        let why = "it is a volume of a store, and this is for images in files of their own";
-        let help = "volumes have commands of their own (ferrite store list, for one); ferrite image \
-                    convert copies one into an image";
+        let why = format!("it is {is}, and this is for images in files of their own");
         DiskError::new(ErrorKind::Usage, what, why, help)
     }
 
@@ -132,7 +136,7 @@ impl ImageName {
         let text = text.as_ref();
         let refuse = |why: String| {
             let help = "write raw:PATH, vhd:PATH, qcow2:PATH, store:PATH#NAME, \
-                        nbd+unix:///EXPORT?socket=PATH, rbd:POOL/IMAGE, or a path that ends in .vhd or .qcow2 (anything else is \
+                        nbd+unix:///EXPORT?socket=PATH, rbd:POOL/IMAGE, pool:POOL/DISK, or a path that ends in .vhd or .qcow2 (anything else is \
                         raw; a colon in a file name needs ./ before it)";
             Err(DiskError::new(
                 ErrorKind::Usage,
@@ -147,13 +151,11 @@ impl ImageName {
             return Err(DiskError::new(ErrorKind::Usage, what, "no name was given", help));
         }
         if let Some(uri) = uri(text) {
-            let is_rbd = uri.starts_with(rbd::SCHEME);
-            let format = if is_rbd { Format::Rbd } else { Format::Nbd };
-            return match Uri::parse(uri) {
-                _ if said.is_some_and(|said| said != format) => {
+            return match Uri::parse(uri).map(|uri| format_of(&uri)) {
+                Ok(format) if said.is_some_and(|said| said != format) => {
                     refuse(format!("it is named {format}, and another format was said"))
                 }
-                Ok(_) => Ok(ImageName { format, path: uri.into() }),
+                Ok(format) => Ok(ImageName { format, path: uri.into() }),
                 Err(BadUri { why, help }) => {
                     let what = format!("cannot open {}", text.display());
                     Err(DiskError::new(ErrorKind::Usage, what, why, help))
@@ -164,7 +166,7 @@ impl ImageName {
             None => (Format::of_path(text.as_ref()), text),
             Some((prefix, path)) => match Format::by_name(&prefix.to_string_lossy()) {
                 Some(_) if path.is_empty() => return refuse("it names no file".into()),
-                Some(Format::Nbd | Format::Rbd) => {
+                Some(format) if format.is_remote() => {
                     return refuse("what is behind nbd: names no export".into());
                 }
                 Some(format) if said.is_some_and(|said| said != format) => {
@@ -204,6 +206,15 @@ fn prefix(text: &OsStr) -> Option<(&OsStr, &OsStr)> {
     let (prefix, path) = parts.next().zip(parts.next())?;
     let both = (OsStr::from_bytes(prefix), OsStr::from_bytes(path));
     (!prefix.contains(&b'/')).then_some(both)
+}
+
+/// What is behind the connection.
+fn format_of(uri: &Uri) -> Format {
+    match &uri.server {
+        Address::Helped { by: Helped::Rbd(_), .. } => Format::Rbd,
+        Address::Helped { by: Helped::Pool(_), .. } => Format::Pool,
+        _ => Format::Nbd,
+    }
 }
 
 /// The name of an export, with or without the format before it.

@@ -86,7 +86,7 @@ impl Disk {
                 opened => opened.map(Disk::Store),
             },
             Format::Vhd | Format::Qcow2 => Image::open(name, options).map(Disk::Image),
-            Format::Nbd | Format::Rbd => match name.export() {
+            Format::Nbd | Format::Rbd | Format::Pool => match name.export() {
                 Some(export) => RemoteDisk::open(export, options).map(Disk::Remote),
                 None => Err(name.no_image()),
             },

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferrite_daemon::config::{self, Config, DiskOptions};
+use ferrite_daemon::config::{self, CONFIGURED_BY, Config, DiskOptions};
 use ferrite_daemon::jobs::{Means, Tools};
 use ferrite_daemon::keepers::{Keepers, Programs, StoreWorker};
 use ferrite_daemon::state::DiskId;
@@ -63,10 +63,12 @@ pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
     let run = std::path::absolute(&args.places.run_dir);
     let places = Paths { run: run.map_err(|e| cannot(&args.places.run_dir, &e))? };
     let (metrics_socket, stats) = (config.metrics_socket.clone(), places.run.join(FOLDER));
-    let keepers = Arc::new(Keepers::new(&places.run, Box::new(Ours)));
+    let config_file = std::path::absolute(path).map_err(|e| cannot(path, &e))?;
+    let ours = Ours { config: config_file };
+    let keepers = Arc::new(Keepers::new(&places.run, Box::new(ours.clone())));
     let daemon = Daemon::new(config, places, keepers, Box::new(Store::open), stop)
         .map_err(|e| cannot(&args.places.run_dir, &e))?
-        .with_jobs(Means::default().with_tools(Arc::new(Ours)));
+        .with_jobs(Means::default().with_tools(Arc::new(ours)));
     let daemon = match HostDomains::open() {
         Ok(domains) => daemon.with_domains(Arc::new(domains)),
         Err(e) => {
@@ -104,12 +106,16 @@ fn cannot(run: &Path, e: &std::io::Error) -> Failure {
 }
 
 /// This program, which also runs as keeper and worker.
-struct Ours;
+#[derive(Clone)]
+struct Ours {
+    /// The configuration, for helpers of a pool's disks: keepers and tools start these.
+    config: PathBuf,
+}
 
 impl Tools for Ours {
     fn image(&self) -> Command {
         let mut command = Command::new("/proc/self/exe");
-        command.arg0("ferrite").arg("image");
+        command.arg0("ferrite").arg("image").env(CONFIGURED_BY, &self.config);
         command
     }
 }
@@ -121,7 +127,7 @@ impl Programs for Ours {
         // This argument only tells people who list processes which store it is.
         let of = spec.group.as_ref().and_then(|group| group.run_dir.file_name());
         let of = of.map_or_else(|| disk.to_string().into(), ToOwned::to_owned);
-        command.arg0("ferrite").arg("keeper").arg(of);
+        command.arg0("ferrite").arg("keeper").arg(of).env(CONFIGURED_BY, &self.config);
         command
     }
 
@@ -296,7 +302,8 @@ mod tests {
             merge: false,
             limits: "iops=500:900,bytes=65536".parse().unwrap(),
         };
-        assert_eq!(Ours.options(&told), Some(expected));
-        assert_eq!(Ours.options(&["worker".to_owned(), "--colour=red".to_owned()]), None);
+        let ours = Ours { config: PathBuf::new() };
+        assert_eq!(ours.options(&told), Some(expected));
+        assert_eq!(ours.options(&["worker".to_owned(), "--colour=red".to_owned()]), None);
     }
 }

@@ -1,5 +1,6 @@
 //! Services of the host: processes, names, rights, and what processes share.
 //!
+//! * [`helper`]: starts the processes that have disks on a Ceph cluster or a pool of servers open.
 //! * [`names`]: opens files by their names, in this process or through its keeper.
 //! * [`naming`]: identifies a file by any of its names, and a file system.
 //! * [`place`]: identifies a file or a device in words that outlive the process.
@@ -13,7 +14,6 @@
 //! * [`byte_locks`] and [`shares`]: locks on bytes of files, and the shares of a host that processes claim by them.
 //! * [`lock_file`]: a locked file, which proves that its owner lives.
 //! * [`log_limit`]: bounds log lines that a guest or a client can cause.
-//! * [`rbd`]: starts the process that has an image of a Ceph cluster open.
 //! * [`tap`]: network interfaces whose frames a process reads and writes.
 //! * [`tunnel`]: starts the process that speaks TLS, and names its files.
 //! * [`shm`]: memory that outlives the process (files on tmpfs).
@@ -24,6 +24,7 @@ pub mod byte_locks;
 pub mod clock;
 pub mod directory;
 pub mod frames;
+pub mod helper;
 pub mod listen;
 pub mod lock_file;
 pub mod log_limit;
@@ -34,7 +35,6 @@ pub mod nvme;
 pub mod place;
 pub mod process;
 pub mod processors;
-pub mod rbd;
 pub mod sandbox;
 pub mod shares;
 pub mod shm;

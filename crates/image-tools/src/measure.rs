@@ -34,7 +34,7 @@ impl Measured {
         let unit = unit_of(format, new.unit_bytes);
         let all = bytes.div_ceil(unit);
         let of = |units| match format {
-            Format::Raw | Format::Store | Format::Nbd | Format::Rbd => bytes,
+            Format::Raw | Format::Store | Format::Nbd | Format::Rbd | Format::Pool => bytes,
             // The footer.
             Format::Vhd if new.fixed => bytes + SECTOR_BYTES,
             Format::Vhd => vhd_bytes(all, units, unit),

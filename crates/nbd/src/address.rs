@@ -4,10 +4,13 @@ use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::PathBuf;
 
+use crate::uri::pool::Disk;
 use crate::uri::rbd::Image;
 
-/// Before the name of an image that is written, and of one that is only read.
+/// Before the name of an image on Ceph that is written, and of one that is only read.
 const RBD: [&[u8]; 2] = [b"rbd:", b"rbd-read-only:"];
+/// The same for a disk of a pool.
+const POOL: [&[u8]; 2] = [b"pool:", b"pool-read-only:"];
 
 /// Where a server is.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -30,13 +33,32 @@ pub enum Address {
         /// The folder of `ca-cert.pem` and perhaps `client-cert.pem` and `client-key.pem`.
         certificates: PathBuf,
     },
-    /// An image of a Ceph cluster: a helper process stands between, which has it open.
-    Rbd {
-        /// The image, with the settings of its name.
-        image: Image,
-        /// Nothing is written, and no lock is taken.
+    /// A disk that a helper process has open. It speaks NBD on a socket pair to the process that has started it.
+    Helped {
+        /// The disk, with the settings of its name.
+        by: Helped,
+        /// Nothing is written.
         read_only: bool,
     },
+}
+
+/// A disk that a helper process opens, by the kind of the helper.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Helped {
+    /// An image of a Ceph cluster: `ferrite-rbd`. If it is only read, no lock is taken.
+    Rbd(Image),
+    /// A disk of a pool of servers: `ferrite pool own`. Who reads it has it alone, too.
+    Pool(Disk),
+}
+
+impl Helped {
+    /// The name without settings, for people: with the scheme.
+    pub fn short(&self) -> String {
+        match self {
+            Helped::Rbd(image) => format!("rbd:{}", image.short()),
+            Helped::Pool(disk) => format!("pool:{}", disk.short()),
+        }
+    }
 }
 
 impl Address {
@@ -48,9 +70,12 @@ impl Address {
             Address::Tls { host, port, certificates } => {
                 (format!("tls:{port}:{host}").into_bytes(), certificates.as_os_str().as_bytes())
             }
-            Address::Rbd { image, read_only } => {
-                let name = image.to_string();
-                ([RBD[usize::from(*read_only)], name.as_bytes()].concat(), &[])
+            Address::Helped { by, read_only } => {
+                let (prefixes, name) = match by {
+                    Helped::Rbd(image) => (RBD, image.to_string()),
+                    Helped::Pool(disk) => (POOL, disk.to_string()),
+                };
+                ([prefixes[usize::from(*read_only)], name.as_bytes()].concat(), &[])
             }
         }
     }
@@ -68,10 +93,15 @@ impl Address {
         if !folder.is_empty() {
             return None;
         }
-        for (read_only, prefix) in [false, true].into_iter().zip(RBD) {
-            if let Some(name) = bytes.strip_prefix(prefix) {
-                let image = Image::parse(std::str::from_utf8(name).ok()?).ok()?;
-                return Some(Address::Rbd { image, read_only });
+        let behind = |prefix: &[u8]| std::str::from_utf8(bytes.strip_prefix(prefix)?).ok();
+        for read_only in [false, true] {
+            if let Some(name) = behind(RBD[usize::from(read_only)]) {
+                let by = Helped::Rbd(Image::parse(name).ok()?);
+                return Some(Address::Helped { by, read_only });
+            }
+            if let Some(name) = behind(POOL[usize::from(read_only)]) {
+                let by = Helped::Pool(Disk::parse(name).ok()?);
+                return Some(Address::Helped { by, read_only });
             }
         }
         if let Some(path) = bytes.strip_prefix(b"unix:").filter(|path| path.starts_with(b"/")) {
@@ -90,16 +120,17 @@ mod tests {
 
     #[test]
     fn an_address_is_what_its_text_says() {
+        let helped = |by, read_only| Address::Helped { by, read_only };
+        let of_pool = "p/d?etcd=https://h:1&tls=/t&experimental=yes&deadline_s=9";
         for address in [
             Address::Unix("/run/a:b".into()),
             Address::Tcp { host: "::1".into(), port: 7 },
             Address::Tcp { host: "h.example".into(), port: 65535 },
             Address::Tls { host: "::1".into(), port: 7, certificates: "/etc/pki".into() },
-            Address::Rbd { image: Image::parse("p/i?id=a").unwrap(), read_only: false },
-            Address::Rbd {
-                image: Image::parse("p/n/i%40x@s?keyring=/k").unwrap(),
-                read_only: true,
-            },
+            helped(Helped::Rbd(Image::parse("p/i?id=a").unwrap()), false),
+            helped(Helped::Rbd(Image::parse("p/n/i%40x@s?keyring=/k").unwrap()), true),
+            helped(Helped::Pool(Disk::parse("p/d").unwrap()), true),
+            helped(Helped::Pool(Disk::parse(of_pool).unwrap()), false),
         ] {
             let (text, folder) = address.to_bytes();
             assert_eq!(Address::parse(&text, folder), Some(address.clone()));
@@ -117,6 +148,9 @@ mod tests {
             "rbd:",
             "rbd:p",
             "rbd-read-only:p/i?x=1",
+            "pool:",
+            "pool:p",
+            "pool-read-only:p/d?x=1",
         ] {
             assert_eq!(Address::parse(text.as_bytes(), &[]), None, "{text}");
         }

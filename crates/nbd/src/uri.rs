@@ -1,7 +1,9 @@
 //! Names of exports: `nbd+unix:///EXPORT?socket=PATH`, `nbd://HOST:PORT/EXPORT?plain=yes`,
 //! `nbds://HOST:PORT/EXPORT?tls-certificates=DIR` (the NBD project's document of URIs), with settings of this client
-//! behind the question mark. A block device of a Ceph cluster has a name of its own form ([`rbd`]).
+//! behind the question mark. A block device of a Ceph cluster ([`rbd`]) and a disk of a pool of servers ([`pool`]) have names of
+//! their own forms.
 
+pub mod pool;
 pub mod rbd;
 
 use std::fmt;
@@ -13,7 +15,8 @@ use crate::address::Address;
 pub const PORT: u16 = 10809;
 
 /// The schemes, with their colon.
-pub const SCHEMES: [&str; 5] = ["nbd:", "nbds:", "nbd+unix:", "nbds+unix:", rbd::SCHEME];
+pub const SCHEMES: [&str; 6] =
+    ["nbd:", "nbds:", "nbd+unix:", "nbds+unix:", rbd::SCHEME, pool::SCHEME];
 
 /// The longest name that is read.
 pub const MAX_URI_BYTES: usize = 8192;
@@ -87,6 +90,9 @@ impl Uri {
         if let Some(image) = text.strip_prefix(rbd::SCHEME) {
             return rbd::uri(image);
         }
+        if let Some(disk) = text.strip_prefix(pool::SCHEME) {
+            return pool::uri(disk);
+        }
         let Some((scheme, rest)) = text.split_once("://") else {
             return bad("it has no // behind its first colon", FORMS);
         };
@@ -132,7 +138,7 @@ impl Settings {
             match key {
                 "socket" => settings.socket = Some(value),
                 "tls-certificates" => settings.certificates = Some(value),
-                "plain" => settings.plain = yes(&value)?,
+                "plain" => settings.plain = yes(key, &value)?,
                 "session" => settings.session = Some(session(value)?),
                 "reconnect_s" => settings.reconnect_s = Some(number(key, &value, 0)?),
                 "drain_s" => settings.drain_s = Some(number(key, &value, 0)?),
@@ -214,11 +220,11 @@ fn bad<T>(why: impl Into<String>, help: &str) -> Result<T, BadUri> {
     Err(BadUri { why: why.into(), help: help.to_owned() })
 }
 
-fn yes(value: &str) -> Result<bool, BadUri> {
+fn yes(key: &str, value: &str) -> Result<bool, BadUri> {
     match value {
         "yes" => Ok(true),
         "no" => Ok(false),
-        _ => bad("plain is yes or no", "write plain=yes, or leave it out"),
+        _ => bad(format!("{key} is yes or no"), &format!("write {key}=yes, or leave it out")),
     }
 }
 

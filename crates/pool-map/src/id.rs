@@ -1,4 +1,4 @@
-//! Identifiers and names.
+//! Identifiers.
 
 use std::fmt;
 use std::str::FromStr;
@@ -65,13 +65,6 @@ impl<'de> Deserialize<'de> for Id {
     }
 }
 
-/// Whether a pool, a disk or a server may have this name: 1 to 40 of a-z, 0-9, `-` and `_`, and no `-` at its beginning.
-/// A copy's name has its disk's in it, and 64 bytes at most.
-pub fn is_name(name: &str) -> bool {
-    let fits = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-' || b == b'_';
-    (1..=40).contains(&name.len()) && name.bytes().all(fits) && !name.starts_with('-')
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -84,13 +77,5 @@ mod tests {
         for bad in ["", "1", &"g".repeat(32), &"A".repeat(32), &"+".repeat(32), &"1".repeat(33)] {
             assert!(bad.parse::<Id>().is_err(), "{bad}");
         }
-    }
-
-    #[test]
-    fn names_are_never_part_of_another_key() {
-        for bad in ["", "a/b", "..", "A", "-a", "a b", &"a".repeat(41)] {
-            assert!(!is_name(bad), "{bad}");
-        }
-        assert!(is_name("web-1_a"));
     }
 }

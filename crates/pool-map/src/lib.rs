@@ -22,7 +22,8 @@ mod pool;
 mod record;
 
 pub use commands::{Made, NewDisk, Replaced};
-pub use id::{Id, is_name};
+pub use ferrite_nbd::uri::pool::is_name;
+pub use id::Id;
 pub use map::{
     Copy, Disk, MAX_BYTES, MAX_COPIES, MAX_SEGMENTS, MAX_SETS, MAX_STRIPES, Pool, Removed, Segment,
     Server, Set, Shape, Spot, UNIT,

@@ -102,7 +102,7 @@ impl RemoteExport {
         check(&export, options.read_only)
             .map_err(|(kind, why, help)| DiskError::new(kind, what(), why, help))?;
         // Other servers have nothing by which they could tell it.
-        let grown = matches!(address, Address::Rbd { .. })
+        let grown = matches!(address, Address::Helped { .. })
             .then(|| eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).ok())
             .flatten()
             .map(Arc::new);
@@ -133,7 +133,7 @@ impl RemoteExport {
         &self.shared.text
     }
 
-    /// The size in sectors of 512 bytes. That of an image of a cluster may grow.
+    /// The size in sectors of 512 bytes. That of a helper's disk may grow.
     pub fn sectors(&self) -> u64 {
         self.shared.bytes.load(Ordering::Relaxed) / SECTOR_BYTES
     }
@@ -249,8 +249,8 @@ impl Shared {
     pub(crate) fn compare(&self, now: &Export) -> Result<(), String> {
         let then = &self.export;
         let needed = can::FLUSH | can::TRIM | can::WRITE_ZEROES | can::MULTI_CONN;
-        // An image of a cluster may grow: its helper ends the connections then.
-        let may_grow = matches!(self.address, Address::Rbd { .. });
+        // A helper's disk may grow: the helper ends the connections then.
+        let may_grow = matches!(self.address, Address::Helped { .. });
         let known = self.bytes.load(Ordering::Relaxed);
         if now.bytes < known || (now.bytes > known && !may_grow) {
             return Err(format!("it has {} bytes, and had {known}", now.bytes));
@@ -301,7 +301,7 @@ pub fn server_of(name: &str, read_only: bool) -> Option<connect::Server> {
     let uri = Uri::parse(name).ok()?;
     let address = address_of(&uri, read_only);
     let resolved = match &address {
-        Address::Unix(_) | Address::Rbd { .. } => Vec::new(),
+        Address::Unix(_) | Address::Helped { .. } => Vec::new(),
         Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
             connect::resolve(host, *port).unwrap_or_default()
         }
@@ -309,10 +309,10 @@ pub fn server_of(name: &str, read_only: bool) -> Option<connect::Server> {
     Some(connect::Server { address, resolved })
 }
 
-/// Where connections go. An image of a cluster that is only read is open without its lock.
+/// Where connections go. A helper is told whether its disk is only read.
 fn address_of(uri: &Uri, read_only: bool) -> Address {
     let mut address = uri.server.clone();
-    if let Address::Rbd { read_only: only_read, .. } = &mut address {
+    if let Address::Helped { read_only: only_read, .. } = &mut address {
         *only_read |= read_only;
     }
     address

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_host::names::connect;
 use ferrite_io::reactor::Io;
-use ferrite_nbd::address::Address;
+use ferrite_nbd::address::{Address, Helped};
 use ferrite_nbd::client::{Command, Export, Handshake, Refusal, Wanted};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -174,7 +174,7 @@ fn unreachable_server(address: &Address, e: &io::Error) -> Refusal {
         Address::Tcp { host, port } | Address::Tls { host, port, .. } => {
             format!("{host}, port {port}")
         }
-        Address::Rbd { image, .. } => return without_helper(&image.short(), e),
+        Address::Helped { by, .. } => return without_helper(by, e),
     };
     let errno = e.raw_os_error().map(Errno::from_raw_os_error);
     let (why, help) = match (errno, e.kind()) {
@@ -213,19 +213,30 @@ fn unreachable_server(address: &Address, e: &io::Error) -> Refusal {
     Refusal { why, help, passes: true }
 }
 
-/// Why no helper process serves an image of a Ceph cluster.
-fn without_helper(image: &str, e: &io::Error) -> Refusal {
+/// Why no helper process serves a disk.
+fn without_helper(disk: &Helped, e: &io::Error) -> Refusal {
     let errno = e.raw_os_error().map(Errno::from_raw_os_error);
-    let (why, help) = match (errno, e.kind()) {
-        (Some(Errno::NOENT), _) => (
-            "the program ferrite-rbd is not beside this one".to_owned(),
+    let name = disk.short();
+    let (program, package, silent, check) = match disk {
+        Helped::Rbd(_) => (
+            "ferrite-rbd",
             "install it: it is in the package ferrite, and is built by cargo build -p ferrite-rbd",
-        ),
-        (_, io::ErrorKind::TimedOut) => (
-            format!("the cluster does not answer for {image}"),
+            format!("the cluster does not answer for {name}"),
             "check the cluster (ceph -s, ceph pg stat), and the network to its OSDs",
         ),
-        _ => (format!("the helper process of {image} is lost: {e}"), "look into the log"),
+        Helped::Pool(_) => (
+            "ferrite",
+            "install it: it is in the package ferrite",
+            format!("the servers of the pool do not answer for {name}"),
+            "check them and etcd (ferrite pool status), and the network to them",
+        ),
+    };
+    let (why, help) = match (errno, e.kind()) {
+        (Some(Errno::NOENT), _) => {
+            (format!("the program {program} is not beside this one"), package)
+        }
+        (_, io::ErrorKind::TimedOut) => (silent, check),
+        _ => (format!("the helper process of {name} is lost: {e}"), "look into the log"),
     };
     Refusal { why, help: help.to_owned(), passes: true }
 }

@@ -145,7 +145,7 @@ impl Images {
         };
         let medium = || open_medium(&name.path, &options).map_err(|e| e.to_string());
         let bad = match name.format {
-            Kind::Raw | Kind::Store | Kind::Nbd | Kind::Rbd => None,
+            Kind::Raw | Kind::Store | Kind::Nbd | Kind::Rbd | Kind::Pool => None,
             Kind::Vhd => {
                 let report = vhd::check(&medium()?).map_err(|e| e.to_string())?;
                 let bad = report.findings.iter().find(|finding| !finding.problem.is_harmless());
@@ -168,7 +168,7 @@ impl Images {
         }
         let (bytes, unit) = (sectors * 512, u64::from(unit_bytes));
         match self.kind {
-            Kind::Raw | Kind::Store | Kind::Nbd | Kind::Rbd => None,
+            Kind::Raw | Kind::Store | Kind::Nbd | Kind::Rbd | Kind::Pool => None,
             // A block has a bitmap before it, and is aligned.
             Kind::Vhd => Some((64 << 10) + (bytes.div_ceil(unit) / 2).max(1) * (unit + (8 << 10))),
             Kind::Qcow2 => Some((64 << 10) + 8 * unit + (bytes / 2).next_multiple_of(unit)),
@@ -179,7 +179,7 @@ impl Images {
     fn room_bytes(&self, kind: Kind, sectors: u64) -> u64 {
         let bytes = sectors * 512;
         match kind {
-            Kind::Raw | Kind::Store | Kind::Nbd | Kind::Rbd => bytes,
+            Kind::Raw | Kind::Store | Kind::Nbd | Kind::Rbd | Kind::Pool => bytes,
             // Blocks keep their places. The smallest have a sector for a bitmap, and are aligned. A fixed image has its
             // footer at the end of its device, which cannot grow then.
             Kind::Vhd => 2 * bytes + (48 << 20),
@@ -553,7 +553,9 @@ impl Format for Images {
         let unit_bytes = u64::from(self.shape(place).unit_bytes);
         let tables = |cluster: u64| cluster / 512 * cluster / 8;
         let units = match self.kind {
-            Kind::Raw | Kind::Store | Kind::Nbd | Kind::Rbd => vec![sectors.max(2) / 2],
+            Kind::Raw | Kind::Store | Kind::Nbd | Kind::Rbd | Kind::Pool => {
+                vec![sectors.max(2) / 2]
+            }
             Kind::Vhd => vec![unit_bytes / 512, u64::from(USUAL_BLOCK) / 512],
             // The range that an L2 table of one cluster maps.
             Kind::Qcow2 => vec![tables(unit_bytes), tables(u64::from(USUAL_CLUSTER)) / 64],

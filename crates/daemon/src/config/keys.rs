@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use ferrite_nbd::uri::Uri;
+use ferrite_nbd::uri::{BadUri, Uri};
 use ferrite_serve::memory::DataMemory;
 use toml::{Table, Value};
 
 use super::{
-    Config, DiskOptions, HostOptions, MigrationOptions, NbdOptions, RbdOptions, clusters,
-    migration, nearest, servers,
+    Config, DiskOptions, HostOptions, MigrationOptions, NbdOptions, PoolOptions, RbdOptions,
+    clusters, migration, nearest, pools, servers,
 };
 
 /// The default of `image_folders`.
@@ -61,7 +61,7 @@ const TOP: [Key<Config>; 4] = [
     },
 ];
 
-const TABLES: [&str; 6] = ["disks", "host", "images", "migration", "nbd", "rbd"];
+const TABLES: [&str; 7] = ["disks", "host", "images", "migration", "nbd", "pool", "rbd"];
 
 const MIGRATION: [Key<MigrationOptions>; 6] = [
     Key {
@@ -119,6 +119,29 @@ const RBD: [Key<RbdOptions>; 2] = [
         name: "folders",
         allowed: FOLDERS,
         take: |rbd, value| put(&mut rbd.folders, folders(value)),
+    },
+];
+
+const POOL: [Key<PoolOptions>; 4] = [
+    Key {
+        name: "etcd",
+        allowed: "a list of addresses, such as [\"https://a.example:2379\"]",
+        take: |pool, value| put(&mut pool.etcd, pools::addresses(value)),
+    },
+    Key {
+        name: "tls",
+        allowed: "an absolute path of a folder, such as \"/etc/ferrite/tls\"",
+        take: |pool, value| put(&mut pool.tls, folder(value).map(Some)),
+    },
+    Key {
+        name: "plain",
+        allowed: "true or false",
+        take: |pool, value| put(&mut pool.plain, value.as_bool()),
+    },
+    Key {
+        name: "experimental",
+        allowed: "true or false",
+        take: |pool, value| put(&mut pool.experimental, value.as_bool()),
     },
 ];
 
@@ -299,6 +322,16 @@ pub(super) fn take_all(config: &mut Config, file: &Table) -> Result<(), KeyError
     if let Some(value) = file.get("rbd") {
         take_table(&mut config.rbd, &RBD, "rbd", value)?;
     }
+    if let Some(value) = file.get("pool") {
+        for (name, value) in table("pool", value)? {
+            let (key, mut options) = (format!("pool.{name}"), PoolOptions::default());
+            take_table(&mut options, &POOL, &key, value)?;
+            if let Err(BadUri { why, help }) = pools::check_table(name, &options) {
+                return Err(KeyError { key, why, allowed: help });
+            }
+            config.pools.insert(name.clone(), options);
+        }
+    }
     // Images come after `disks`: an image has its values for each key that it does not set.
     if let Some(value) = file.get("images") {
         for (path, value) in table("images", value)? {
@@ -371,6 +404,9 @@ fn elsewhere(name: &str) -> Option<&'static str> {
     if MIGRATION.iter().any(|key| key.name == name) {
         return Some("below [migration]");
     }
+    if POOL.iter().any(|key| key.name == name) {
+        return Some("below [pool.NAME]");
+    }
     match (of_disks, of_host) {
         (true, true) => Some("below [host] for all disks together, below [disks] for each"),
         (true, false) => {
@@ -436,5 +472,6 @@ pub(super) fn names() -> Vec<&'static str> {
     let disk = DISK.iter().map(|key| key.name).chain(HOST.iter().map(|key| key.name));
     let disk = disk.chain(NBD.iter().map(|key| key.name));
     let disk = disk.chain(MIGRATION.iter().map(|key| key.name));
+    let disk = disk.chain(RBD.iter().map(|key| key.name)).chain(POOL.iter().map(|key| key.name));
     disk.chain(TOP.iter().map(|key| key.name)).chain(TABLES).collect()
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use ferrite_disk::{INDEX_BYTES, METADATA_BYTES};
 use ferrite_io::engines::EngineChoice;
-use ferrite_nbd::address::Address;
+use ferrite_nbd::address::{Address, Helped};
 use ferrite_nbd::uri::Uri;
 use ferrite_serve::memory::DataMemory;
 use ferrite_serve::path::full::OnFull;
@@ -25,6 +25,7 @@ mod clusters;
 mod keys;
 mod migration;
 mod nearest;
+mod pools;
 mod servers;
 #[cfg(test)]
 mod tests;
@@ -33,6 +34,7 @@ mod warnings;
 pub use clusters::{RbdOptions, RbdPool};
 pub use migration::MigrationOptions;
 pub use nearest::nearest;
+pub use pools::{CONFIGURED_BY, PoolOptions};
 pub use servers::{NbdOptions, NbdServer};
 
 /// The path of the configuration.
@@ -58,6 +60,8 @@ pub struct Config {
     pub migration: MigrationOptions,
     /// The images of Ceph clusters that may be disks.
     pub rbd: RbdOptions,
+    /// The pools of servers whose disks may be used, by name.
+    pub pools: BTreeMap<String, PoolOptions>,
     /// The options that all disks of the host share.
     pub host: HostOptions,
     /// The options of each disk.
@@ -141,6 +145,7 @@ impl Default for Config {
             nbd: NbdOptions::default(),
             migration: MigrationOptions::default(),
             rbd: RbdOptions::default(),
+            pools: BTreeMap::new(),
             host: HostOptions {
                 map_budget: HOST_MAPPINGS,
                 poll_processors: None,
@@ -246,14 +251,15 @@ impl Config {
         Ok(config)
     }
 
-    /// Checks that an export, or an image on Ceph, may be a disk: its server or its pool is listed, or the server is a host
-    /// that disks migrate to.
+    /// Checks that an export, an image on Ceph or a disk of a pool may be a disk: its server or its pool is listed, or the server
+    /// is a host that disks migrate to.
     ///
     /// # Errors
     /// Neither, or files that it names are elsewhere.
     pub(crate) fn check_export(&self, uri: &Uri) -> Result<(), Failure> {
         match &uri.server {
-            Address::Rbd { image, .. } => self.rbd.check(image),
+            Address::Helped { by: Helped::Rbd(image), .. } => self.rbd.check(image),
+            Address::Helped { by: Helped::Pool(disk), .. } => pools::check(&self.pools, disk),
             Address::Tls { host, certificates, .. }
                 if self.migration.knows(host)
                     && self.migration.certificates.as_ref() == Some(certificates) =>

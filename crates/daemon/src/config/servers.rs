@@ -76,8 +76,8 @@ impl NbdOptions {
                 let shown = if host.contains(':') { format!("[{host}]") } else { host.clone() };
                 (self.has_port(host, *port), format!("{shown}:{port}"))
             }
-            // No entry of this list allows a cluster: that is `RbdOptions`.
-            Address::Rbd { image, .. } => (false, image.short()),
+            // No entry of this list allows a cluster or a pool: these have tables of their own.
+            Address::Helped { by, .. } => (false, by.short()),
         };
         if !is_listed {
             return Err(Failure {

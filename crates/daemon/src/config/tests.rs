@@ -62,6 +62,15 @@ hosts = { b = "b.example:10810" }
 pools = ["vm", "vm/tenant"]
 folders = ["/srv/ceph"]
 
+[pool.lab]
+etcd = ["http://a:1", "http://b:1"]
+plain = true
+experimental = true
+
+[pool.prod]
+etcd = ["https://a:1"]
+tls = "/etc/tls"
+
 [images."/srv/images/db:1.vhd"]
 queues = 8
 poll_us = "auto"
@@ -91,6 +100,12 @@ fn each_key_goes_to_its_place() {
         limits: "iops_read=500,bytes=1048576:8388608".parse().unwrap(),
     };
     let image = DiskOptions { queues: 8, poll: PollWindow::Auto, ..disks.clone() };
+    let lab = PoolOptions {
+        etcd: ["http://a:1", "http://b:1"].map(str::to_owned).to_vec(),
+        plain: true,
+        experimental: true,
+        tls: None,
+    };
     let expected = Config {
         image_folders: ["/srv/images", "/dev/vg"].map(PathBuf::from).to_vec(),
         parent_folders: vec!["/srv/templates".into()],
@@ -118,6 +133,18 @@ fn each_key_goes_to_its_place() {
             ],
             folders: vec!["/srv/ceph".into()],
         },
+        pools: [
+            ("lab".into(), lab),
+            (
+                "prod".into(),
+                PoolOptions {
+                    etcd: vec!["https://a:1".into()],
+                    tls: Some("/etc/tls".into()),
+                    ..PoolOptions::default()
+                },
+            ),
+        ]
+        .into(),
         host: HostOptions { map_budget: 1000, poll_processors: Some(0), memory_mib: Some(512) },
         disks,
         images: [("/srv/images/db:1.vhd".into(), image)].into(),
@@ -218,6 +245,16 @@ fn what_is_wrong_is_named_with_its_file_its_key_and_what_may_stand_there() {
         ("map_budget = 1", "map_budget", "write it below [host]"),
         ("poll_processors = 1", "poll_processors", "write it below [host]"),
         ("[disks]\nimage_folders = []", "disks.image_folders", "before the first table"),
+        ("pool = 1", "pool", "write [pool], and its keys below"),
+        ("[pool]\netcd = []", "pool.etcd", "write [pool.etcd], and its keys below"),
+        ("[pool.Lab]\netcd = [\"http://a\"]\nplain = true", "pool.Lab", "a-z"),
+        ("[pool.lab]\netcd = [\"http://a\"]", "pool.lab", "add tls = "),
+        ("[pool.lab]\nplain = true", "pool.lab", "1 to 9 addresses"),
+        ("[pool.lab]\netcd = [\"http://a\"]\ntls = \"/t\"", "pool.lab", "https://"),
+        ("[pool.lab]\netcd = \"http://a\"", "pool.lab.etcd", "a list of addresses"),
+        ("[pool.lab]\ntls = \"t\"", "pool.lab.tls", "an absolute path"),
+        ("[pool.lab]\nplain = \"yes\"", "pool.lab.plain", "true or false"),
+        ("[pool.lab]\nexperimental = 1", "pool.lab.experimental", "true or false"),
         ("[images.\"disk.vhd\"]\n", "images.\"disk.vhd\"", "write [images."),
         ("[images]\n\"/a\" = 1", "images.\"/a\"", "write [images.\"/a\"]"),
         ("[images.\"/a\"]\ncpus = 1", "images.\"/a\".cpus", "did you mean cpu?"),

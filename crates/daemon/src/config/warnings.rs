@@ -60,6 +60,13 @@ impl Config {
                 warnings.push(warning("rbd.folders".to_owned(), why, help));
             }
         }
+        for (name, pool) in &self.pools {
+            if let Some(why) = pool.tls.as_deref().and_then(missing) {
+                let help =
+                    "correct it, or make the folder: until then no disk of the pool is served";
+                warnings.push(warning(format!("pool.{name}.tls"), why, help));
+            }
+        }
         for image in self.images.keys() {
             if let Some(uri) = image.to_str().and_then(|text| Uri::parse(text).ok()) {
                 if let Err(refused) = self.check_export(&uri) {

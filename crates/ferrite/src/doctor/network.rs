@@ -113,7 +113,7 @@ fn of_disk(
         Address::Tls { host, port, certificates } => of_client(certificates)
             .or_else(|| unconnected(disk, host, *port, connected))
             .or_else(|| soon(certificates, Side::Client)),
-        Address::Rbd { .. } => None,
+        Address::Helped { .. } => None,
     }
 }
 

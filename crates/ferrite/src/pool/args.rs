@@ -6,15 +6,15 @@ use std::str::FromStr;
 use clap::{Args, Subcommand};
 use ferrite_pool_map::{Id, is_name};
 
-use super::serve;
+use super::{own, serve};
 use crate::image::args::bytes;
 
 /// The arguments of `ferrite pool`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "A disk is POOL/DISK. Names have 1 to 40 of a-z, 0-9, \"-\" and \"_\". Sizes are bytes, or numbers with K, M, G, \
-                  T (powers of 1024). Pools are being built: the commands keep the map of a pool's disks and serve \
-                  its copies, and no host opens these disks yet. So they ask for --experimental, and may change."
+                  T (powers of 1024). A disk is opened by its name pool:POOL/DISK. Pools are being built: they ask for \
+                  --experimental, or experimental = true below [pool.POOL] in ferrite.toml, and may change."
 )]
 pub(crate) struct PoolArgs {
     /// The command.
@@ -25,7 +25,8 @@ pub(crate) struct PoolArgs {
     #[arg(long, global = true)]
     pub(crate) experimental: bool,
 
-    /// Addresses of the servers of etcd: https://HOST:PORT, or http:// with --etcd-plain.
+    /// Addresses of the servers of etcd: https://HOST:PORT, or http:// with --etcd-plain. Without them those of `[pool.POOL]`
+    /// in ferrite.toml.
     #[arg(long, global = true, value_name = "URL,...", value_delimiter = ',')]
     pub(crate) etcd: Vec<String>,
 
@@ -64,8 +65,28 @@ pub(crate) enum PoolCommand {
     /// Serve the copies in a folder to the hosts of a pool, in the foreground, until a signal comes.
     #[command(after_help = serve::HELP)]
     Serve(serve::ServeArgs),
+    /// Be the process that has a disk, for whoever has started it.
+    #[command(hide = true)]
+    Own(own::OwnArgs),
     /// Take a disk from its owner. Only if that is known to be dead: until the next owner opens the disk, it may still write.
     Steal(DiskArg),
+}
+
+impl PoolCommand {
+    /// The pool that it is about. `None`: a process that serves it.
+    pub(crate) fn pool(&self) -> Option<&str> {
+        Some(match self {
+            PoolCommand::Init(of) | PoolCommand::List(of) => &of.pool,
+            PoolCommand::Create(of) => &of.disk.pool,
+            PoolCommand::Status(of) => &of.of.0,
+            PoolCommand::Resize(of) => &of.disk.pool,
+            PoolCommand::Delete(of) => &of.disk.pool,
+            PoolCommand::Replace(of) => &of.disk.pool,
+            PoolCommand::Drain(of) => &of.pool,
+            PoolCommand::Steal(of) => &of.disk.pool,
+            PoolCommand::Serve(_) | PoolCommand::Own(_) => return None,
+        })
+    }
 }
 
 /// A disk by its name.

@@ -1,7 +1,7 @@
 //! `ferrite pool`: the map of the disks of a pool of servers. `ferrite_pool_map` does the work; this module has names,
 //! options and text.
 
-use ferrite_etcd::{Cluster, Settings, TlsFiles};
+use ferrite_etcd::Cluster;
 use ferrite_pool_map::{Access, Error, Id, NewDisk, Replaced, Shape};
 use serde::Serialize;
 
@@ -10,7 +10,9 @@ use crate::image::{json, print};
 
 mod announce;
 pub(crate) mod args;
+mod own;
 mod serve;
+mod settings;
 mod status;
 
 use args::{CreateArgs, DrainArgs, PoolArgs, PoolCommand, ReplaceArgs};
@@ -18,14 +20,7 @@ use status::{DiskStatus, Status};
 
 /// Runs one command.
 pub(crate) fn run(args: &PoolArgs) -> Result<(), Failure> {
-    if !args.experimental {
-        return Err(Failure::new(
-            "cannot use pools",
-            "they are being built, and no host opens their disks yet",
-            "to try the commands, give --experimental",
-        )
-        .with_code(Code::USAGE));
-    }
+    settings::must_be_allowed(args)?;
     let say = Say { json: args.json };
     match &args.command {
         PoolCommand::Init(of) => {
@@ -59,6 +54,7 @@ pub(crate) fn run(args: &PoolArgs) -> Result<(), Failure> {
         }
         PoolCommand::Replace(replace) => replace_copies(args, replace, &say),
         PoolCommand::Drain(drain) => drain_server(args, drain, &say),
+        PoolCommand::Own(own) => own::run(args, own),
         PoolCommand::Serve(server) => serve::run(args, server),
         PoolCommand::Steal(of) => {
             let pool = access(args, &of.disk.pool)?;
@@ -115,21 +111,8 @@ impl Say {
 }
 
 fn access(args: &PoolArgs, pool: &str) -> Result<Access, Failure> {
-    if args.etcd.is_empty() {
-        return Err(Failure::new(
-            "cannot ask etcd",
-            "no address is given",
-            "give --etcd URL,URL,URL",
-        )
-        .with_code(Code::USAGE));
-    }
-    let settings = Settings {
-        endpoints: args.etcd.clone(),
-        tls: args.etcd_tls.clone().map(TlsFiles),
-        plain: args.etcd_plain,
-        cluster: None,
-    };
-    let cluster = Cluster::new(&settings).map_err(|e| failed("ask etcd", &e.into()))?;
+    let cluster =
+        Cluster::new(&settings::of(args, pool)?).map_err(|e| failed("ask etcd", &e.into()))?;
     Access::new(cluster, pool).map_err(|e| failed("use the pool", &e))
 }
 

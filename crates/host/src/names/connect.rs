@@ -22,7 +22,7 @@ use rustix::net::{
 use rustix::process::{Pid, WaitOptions, geteuid, waitpid};
 
 use super::wire::{Request, What};
-use crate::rbd::{self, Starter};
+use crate::helper::{self, Starter};
 use crate::sandbox::user_of_tunnel;
 use crate::tunnel::{Files, TunnelUser, start_outward};
 
@@ -70,8 +70,8 @@ pub fn begin(address: &Address, attempt: u32) -> rustix::io::Result<OwnedFd> {
         let request = Request { what, flags: attempt, mode: 0, first: &first, second };
         return broker.ask(&request, &[])?.file();
     }
-    if let Address::Rbd { image, read_only } = address {
-        return rbd::begin(image, *read_only, Starter::OwnThread);
+    if let Address::Helped { by, read_only } = address {
+        return helper::begin(by, *read_only, Starter::OwnThread);
     }
     let server = Server { address: address.clone(), resolved: remembered(address)? };
     let user = geteuid()
@@ -106,8 +106,8 @@ pub(super) fn begin_to(
     user: Option<&TunnelUser>,
 ) -> rustix::io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    if let Address::Rbd { image, read_only } = &server.address {
-        return rbd::begin(image, *read_only, Starter::ThisThread);
+    if let Address::Helped { by, read_only } = &server.address {
+        return helper::begin(by, *read_only, Starter::ThisThread);
     }
     if let Address::Unix(path) = &server.address {
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;

@@ -156,7 +156,7 @@ macro_rules! ask_format {
     ($format:expr, $type:ident => $ask:expr) => {
         match $format {
             // A volume and an export are no images, and their names were refused before.
-            Format::Raw | Format::Store | Format::Nbd | Format::Rbd => {
+            Format::Raw | Format::Store | Format::Nbd | Format::Rbd | Format::Pool => {
                 type $type = Raw;
                 $ask
             }

@@ -62,7 +62,7 @@ impl Layer {
             }
             Format::Vhd => Layer::Vhd(Vhd::open(path, options)?),
             Format::Qcow2 => Layer::Qcow2(Box::new(Qcow2::open(path, options)?)),
-            Format::Store | Format::Nbd | Format::Rbd => return Err(name.no_image()),
+            Format::Store | Format::Nbd | Format::Rbd | Format::Pool => return Err(name.no_image()),
         })
     }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::{BadUri, Uri, bad, decoded, number};
-use crate::address::Address;
+use crate::address::{Address, Helped};
 
 /// The scheme, with its colon.
 pub const SCHEME: &str = "rbd:";
@@ -94,7 +94,7 @@ pub(super) fn uri(text: &str) -> Result<Uri, BadUri> {
         drain: Duration::ZERO,
         deadline: image.deadline + GRACE,
         // Nobody can write a snapshot.
-        server: Address::Rbd { read_only: image.snapshot.is_some(), image },
+        server: Address::Helped { read_only: image.snapshot.is_some(), by: Helped::Rbd(image) },
     })
 }
 
@@ -188,9 +188,9 @@ mod tests {
         assert_eq!(Image::parse(&image.to_string()).unwrap(), image);
         let uri = Uri::parse(&format!("rbd:{text}")).unwrap();
         assert_eq!((uri.reconnect.as_secs(), uri.deadline.as_secs()), (7, 20));
-        assert_eq!(uri.server, Address::Rbd { image, read_only: true });
+        assert_eq!(uri.server, Address::Helped { by: Helped::Rbd(image), read_only: true });
         let uri = Uri::parse("rbd:p/i").unwrap();
-        assert!(matches!(uri.server, Address::Rbd { read_only: false, .. }), "{uri:?}");
+        assert!(matches!(uri.server, Address::Helped { read_only: false, .. }), "{uri:?}");
     }
 
     #[test]

@@ -28,7 +28,7 @@ impl Qcow2 {
         let len = self.cluster_bytes().min(HEAD_BYTES) as usize;
         let head = meta::read(port, port.files[0], 0, len).await?;
         let format = match format {
-            Format::Raw | Format::Store | Format::Nbd | Format::Rbd => "raw",
+            Format::Raw | Format::Store | Format::Nbd | Format::Rbd | Format::Pool => "raw",
             Format::Qcow2 => "qcow2",
             Format::Vhd => "vpc",
         };
