@@ -46,6 +46,7 @@ pub mod keepers;
 pub mod migration;
 mod moved;
 pub mod new_leaf;
+mod newcomers;
 mod openings;
 pub mod orphan;
 pub mod params;
@@ -161,6 +162,19 @@ pub trait Serving: Send + Sync {
     /// The image is closed, and the next worker may open it.
     fn empty(&self, _: DiskId) -> Result<(), Failure> {
         Ok(())
+    }
+
+    /// Hands a client that is none of NBD to the worker of a disk, with its descriptors.
+    ///
+    /// # Errors
+    /// There is no keeper, or it does not take the client.
+    fn client(
+        &self,
+        _: DiskId,
+        _about: &str,
+        _files: &[std::os::fd::BorrowedFd<'_>],
+    ) -> std::io::Result<()> {
+        Err(std::io::Error::other("clients are handed over by keepers"))
     }
 
     /// A command that becomes the exporter of a disk. `None`: disks are not exported.

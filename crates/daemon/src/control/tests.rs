@@ -228,14 +228,20 @@ fn every_type_of_a_tap_is_described_as_it_is() {
 fn every_type_of_a_device_is_described_as_it_is() {
     let disk = DiskId { domid: 1, devid: 51712 };
     let (image, device) = (Some("vhd:/a".to_owned()), "/dev/nbd0".to_owned());
-    let (read_only, shared, connections) = (true, true, 4);
-    let asked =
-        AddDeviceParams { disk: Some(disk), image: image.clone(), read_only, shared, connections };
+    let (read_only, shared, connections, by) = (true, true, 4, DeviceKind::Ublk);
+    let asked = AddDeviceParams {
+        disk: Some(disk),
+        image: image.clone(),
+        read_only,
+        shared,
+        connections,
+        by: Some(by),
+    };
     same("AddDeviceParams", &asked);
     same("RemoveDeviceParams", &RemoveDeviceParams { device: device.clone() });
     let (bytes, users) = (1 << 40, vec!["mounted at /mnt".to_owned()]);
     let row =
-        DeviceRow { device: device.clone(), disk, image, bytes, read_only, connections, users };
+        DeviceRow { device: device.clone(), disk, image, bytes, read_only, connections, by, users };
     same("DeviceRow", &row);
     same("DeviceRows", &DeviceRows { devices: vec![row] });
     same("CleanedDevices", &CleanedDevices { removed: vec![device] });

@@ -164,6 +164,7 @@ fn examples(name: &str) -> Terms {
         "ferrite-disk-device" => &[
             ("An image that no guest uses.", "ferrite disk device --load /srv/web1.vhd"),
             ("A running guest's disk, to look at.", "ferrite disk device web1/xvda --read-only"),
+            ("By the ublk driver.", "ferrite disk device --load --by ublk /srv/web1.vhd"),
             ("Remove one.", "ferrite disk device --remove /dev/nbd0"),
         ],
         "ferrite-disk-devices" => &[("All devices of disks.", "ferrite disk devices")],

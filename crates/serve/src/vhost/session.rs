@@ -13,7 +13,8 @@ use std::time::Duration;
 
 use ferrite_disk::GrowthWatch;
 use ferrite_io::pool::Pool;
-use rustix::fs::{CWD, OFlags, fcntl_getfl, fcntl_setfl, readlinkat};
+use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
+use rustix::io::write;
 
 use super::Options;
 use super::config::{Told, feature, protocol};
@@ -467,16 +468,18 @@ fn set(event: &SharedEvent, to: Option<OwnedFd>) {
     *event.lock().unwrap_or_else(PoisonError::into_inner) = to;
 }
 
-/// An event descriptor that does not block. Other descriptors could: they are refused.
+/// An event descriptor that does not block. Other descriptors could: they are refused. A worker has no procfs to look at, so
+/// it is told by what it does: of all that has no type of a file, only an eventfd takes a number, and 0 changes nothing.
 fn event(file: Option<OwnedFd>) -> io::Result<Option<OwnedFd>> {
-    use std::os::fd::AsRawFd;
     let Some(file) = file else { return Ok(None) };
-    let link = readlinkat(CWD, format!("/proc/self/fd/{}", file.as_raw_fd()), Vec::new())?;
-    if link.as_bytes() != b"anon_inode:[eventfd]" {
-        return Err(refused("a descriptor for events is no eventfd"));
+    let is_nameless = FileType::from_raw_mode(fstat(&file)?.st_mode) == FileType::Unknown;
+    if is_nameless {
+        fcntl_setfl(&file, fcntl_getfl(&file)? | OFlags::NONBLOCK)?;
     }
-    fcntl_setfl(&file, fcntl_getfl(&file)? | OFlags::NONBLOCK)?;
-    Ok(Some(file))
+    match is_nameless && write(&file, &0u64.to_ne_bytes()) == Ok(8) {
+        true => Ok(Some(file)),
+        false => Err(refused("a descriptor for events is no eventfd")),
+    }
 }
 
 /// The front end is let go for this.
