@@ -1,7 +1,7 @@
 //! Hands clients that speak no NBD to a disk's worker: devices of ublk, and front ends of vhost-user.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -29,24 +29,40 @@ pub(crate) fn hand_over(
     shared: &Shared,
     disk: DiskId,
     newcomer: &Newcomer,
-    file: Option<&OwnedFd>,
+    file: Option<BorrowedFd<'_>>,
 ) -> io::Result<HandedOver> {
-    let phase = shared.table.read(|disks| disks.get(&disk).map(|entry| entry.phase.clone()));
-    // A worker without an open image would get the client whenever it has one.
-    if phase != Some(Phase::Served) {
-        return Err(io::Error::other("the disk is not served now"));
-    }
-    let [theirs, ours] = others::status()?;
-    let files: Vec<BorrowedFd<'_>> =
-        std::iter::once(theirs.as_fd()).chain(file.map(AsFd::as_fd)).collect();
-    shared.serving.client(disk, &serde_json::to_string(newcomer)?, &files)?;
-    drop(theirs);
-    let told = others::told(&ours, PATIENCE).map_err(|e| match e.kind() {
+    let status = send(shared, disk, newcomer, file)?;
+    let told = others::told(&status, PATIENCE).map_err(|e| match e.kind() {
         io::ErrorKind::UnexpectedEof => {
             io::Error::other("the disk's worker has ended, or does not know this kind of client")
         }
         io::ErrorKind::WouldBlock => io::Error::other("the disk's worker does not answer"),
         _ => e,
     })?;
-    Ok(HandedOver { told, status: ours.into() })
+    Ok(HandedOver { told, status: status.into() })
+}
+
+/// As [`hand_over`], without waiting for what the worker says: that is to be read from the returned socket.
+///
+/// # Errors
+/// As [`hand_over`].
+pub(crate) fn send(
+    shared: &Shared,
+    disk: DiskId,
+    newcomer: &Newcomer,
+    file: Option<BorrowedFd<'_>>,
+) -> io::Result<OwnedFd> {
+    // A worker without an open image would get the client whenever it has one.
+    if !is_served(shared, disk) {
+        return Err(io::Error::other("the disk is not served now"));
+    }
+    let [theirs, ours] = others::status()?;
+    let files: Vec<BorrowedFd<'_>> = std::iter::once(theirs.as_fd()).chain(file).collect();
+    shared.serving.client(disk, &serde_json::to_string(newcomer)?, &files)?;
+    Ok(ours)
+}
+
+/// Whether a disk is served.
+pub(crate) fn is_served(shared: &Shared, disk: DiskId) -> bool {
+    shared.table.read(|disks| disks.get(&disk).is_some_and(|entry| entry.phase == Phase::Served))
 }

@@ -55,7 +55,7 @@ pub enum Newcomer {
         /// Whether it is for reading only.
         read_only: bool,
     },
-    /// A front end of vhost-user. Its connection comes along.
+    /// A front end of vhost-user. Its connection comes along. Without that it is asked whether one is served.
     FrontEnd {
         /// The number of queues that it is offered.
         queues: u16,
@@ -64,6 +64,18 @@ pub enum Newcomer {
         /// The name that its guest can ask for: ASCII, at most [`vhost::ID_BYTES`].
         name: String,
     },
+    /// The end of all front ends. Nothing comes along; the status socket is closed when they are not served any more.
+    NoFrontEnd,
+}
+
+impl Newcomer {
+    /// The device's number, of a device.
+    fn number(&self) -> Option<u32> {
+        match self {
+            Newcomer::Device { number, .. } => Some(*number),
+            _ => None,
+        }
+    }
 }
 
 /// What a worker says of a client.
@@ -149,7 +161,7 @@ impl Status {
     }
 }
 
-/// Those who have asked for a device that is served.
+/// Those who have asked for a client that is served.
 #[derive(Default)]
 struct Askers {
     is_served: bool,
@@ -163,12 +175,6 @@ struct Client {
     askers: Arc<Mutex<Askers>>,
     stop: Arc<Waker>,
     thread: JoinHandle<()>,
-}
-
-impl Client {
-    fn is_of_kind(&self, newcomer: &Newcomer) -> bool {
-        self.number.is_some() == matches!(newcomer, Newcomer::Device { .. })
-    }
 }
 
 /// The clients of a disk.
@@ -196,16 +202,20 @@ impl Others {
                 Err(e) => status.refuse(e),
             };
         }
-        match files.next() {
-            Some(file) => self.begin(newcomer, status, file),
-            None => self.ask(&newcomer, status),
+        match (newcomer, files.next()) {
+            (Newcomer::NoFrontEnd, _) => {
+                let front_ends = self.clients.iter().filter(|client| client.number.is_none());
+                front_ends.for_each(|client| client.stop.wake());
+                self.ask(None, status);
+            }
+            (newcomer, Some(file)) => self.begin(newcomer, status, file),
+            (newcomer, None) => self.ask(newcomer.number(), status),
         }
     }
 
-    /// Says whether a device is served, and keeps the socket of who has asked as long as it is.
-    fn ask(&self, newcomer: &Newcomer, status: Status) {
-        let Newcomer::Device { number, .. } = newcomer else { return };
-        let mut same = self.clients.iter().filter(|client| client.number == Some(*number));
+    /// Says whether a device or a front end is served, and keeps the socket of who has asked as long as it is.
+    fn ask(&self, number: Option<u32>, status: Status) {
+        let mut same = self.clients.iter().filter(|client| client.number == number);
         let found = same.find_map(|client| {
             let askers = lock(&client.askers);
             askers.is_served.then_some(askers)
@@ -215,13 +225,14 @@ impl Others {
                 status.say(&served());
                 askers.all.push(status);
             }
-            None => status.refuse("it does not serve this device"),
+            None => status.refuse("it is not served here"),
         }
     }
 
     fn begin(&mut self, newcomer: Newcomer, status: Status, file: OwnedFd) {
-        if self.clients.iter().filter(|client| client.is_of_kind(&newcomer)).count() >= MAX_CLIENTS
-        {
+        let number = newcomer.number();
+        let is_like = |client: &&Client| client.number.is_some() == number.is_some();
+        if self.clients.iter().filter(is_like).count() >= MAX_CLIENTS {
             return status.refuse("it serves another one");
         }
         let stop = match Waker::new() {
@@ -229,10 +240,6 @@ impl Others {
             Err(e) => return status.refuse(e),
         };
         let askers = Arc::new(Mutex::new(Askers::default()));
-        let number = match newcomer {
-            Newcomer::Device { number, .. } => Some(number),
-            _ => None,
-        };
         let served = Served {
             device: self.device.clone(),
             options: self.options.clone(),
@@ -286,9 +293,9 @@ impl Served {
                 self.serve_device(status, file, [*queues, *depth], *read_only)
             }
             Newcomer::FrontEnd { queues, read_only, name } => {
-                self.serve_front_end(&status, file, *queues, *read_only, name)
+                self.serve_front_end(status, file, *queues, *read_only, name)
             }
-            Newcomer::Question { .. } => return,
+            Newcomer::Question { .. } | Newcomer::NoFrontEnd => return,
         };
         if let Err(e) = ended {
             let (limit, now_ns) = (&self.device.log_limits.connections, self.device.clock.now_ns());
@@ -330,12 +337,7 @@ impl Served {
             }
             return ended;
         }
-        status.say(&served());
-        {
-            let mut askers = lock(&self.askers);
-            askers.is_served = true;
-            askers.all.push(status);
-        }
+        self.is_served_for(status);
         let waited = wait_for([self.stop.fd()], None);
         lock(&self.askers).is_served = false;
         let ended = service.stop();
@@ -344,9 +346,17 @@ impl Served {
         waited.and(ended)
     }
 
+    /// Says that the client is served, and keeps its status socket until it is not.
+    fn is_served_for(&self, status: Status) {
+        status.say(&served());
+        let mut askers = lock(&self.askers);
+        askers.is_served = true;
+        askers.all.push(status);
+    }
+
     fn serve_front_end(
         &self,
-        status: &Status,
+        status: Status,
         file: OwnedFd,
         queues: u16,
         read_only: bool,
@@ -364,9 +374,11 @@ impl Served {
             tuning: self.options.tuning,
             counters: Some(self.options.counters.clone()),
         };
-        status.say(&served());
         self.device.begin_service(&options.engine);
-        vhost::serve_one(&self.device, &options, UnixStream::from(file), &self.stop)
+        self.is_served_for(status);
+        let served = vhost::serve_one(&self.device, &options, UnixStream::from(file), &self.stop);
+        *lock(&self.askers) = Askers::default();
+        served
     }
 }
 

@@ -253,9 +253,12 @@ fn every_type_of_an_export_is_described_as_it_is() {
     let (listen, tls) = (vec!["192.0.2.5:10809".to_owned()], Some("/etc/ferrite/tls".to_owned()));
     let (any_client, plain, read_only, shared, no_list) = (true, true, true, true, true);
     let (name, pid, why) = ("disk".to_owned(), Some(7), Some("no".to_owned()));
+    let vhost_user = Some("/run/disk.sock".to_owned());
     let asked = ExportParams {
         disk,
         listen: listen.clone(),
+        vhost_user: vhost_user.clone(),
+        queues: Some(7),
         tls: tls.clone(),
         any_client,
         plain,
@@ -266,7 +269,8 @@ fn every_type_of_an_export_is_described_as_it_is() {
     };
     same("ExportParams", &asked);
     same("UnexportParams", &UnexportParams { disk });
-    let row = ExportRow { disk, name, listen, tls, any_client, read_only, no_list, pid, why };
+    let row =
+        ExportRow { disk, name, listen, vhost_user, tls, any_client, read_only, no_list, pid, why };
     same("ExportRow", &row);
     same("ExportRows", &ExportRows { exports: vec![row] });
 }

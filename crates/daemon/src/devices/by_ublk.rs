@@ -12,7 +12,7 @@
 
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -147,7 +147,7 @@ pub(super) fn make(
 fn give(shared: &Shared, record: &Record, index: u32, again: bool) -> io::Result<UnixStream> {
     let file = File::options().read(true).write(true).open(format!("/dev/ublkc{index}"))?;
     let file = OwnedFd::from(file);
-    let handed = hand_over(shared, record.disk, &newcomer(record, index), Some(&file))?;
+    let handed = hand_over(shared, record.disk, &newcomer(record, index), Some(file.as_fd()))?;
     drop(file);
     match handed.told {
         Told::Served { pid } => {

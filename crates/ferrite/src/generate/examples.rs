@@ -234,10 +234,16 @@ fn examples(name: &str) -> Terms {
             "Keep a guest's disk as it is now.",
             "ferrite disk snapshot web1/xvdb /srv/web1-monday.vhd",
         )],
-        "ferrite-disk-export" => &[(
-            "Let a backup host read a running disk.",
-            "ferrite disk export web1/xvda --listen 192.0.2.5:10809 --tls /etc/pki/ferrite --read-only",
-        )],
+        "ferrite-disk-export" => &[
+            (
+                "Let a backup host read a running disk.",
+                "ferrite disk export web1/xvda --listen 192.0.2.5:10809 --tls /etc/pki/ferrite --read-only",
+            ),
+            (
+                "Let a guest of QEMU have a disk.",
+                "ferrite disk export tap/0 --vhost-user /run/disk.sock --queues 2",
+            ),
+        ],
         "ferrite-disk-unexport" => {
             &[("End the exports of a disk.", "ferrite disk unexport web1/xvda")]
         }
