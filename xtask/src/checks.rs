@@ -170,7 +170,9 @@ fn xen(arguments: &TestArguments, root: Result<root::Root>) -> Vec<Outcome> {
 fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Outcome>> {
     let root = root.context("the Xen tests cannot run")?;
     let (backend, programs) = match arguments.backend {
-        BackendArgument::Ferrite => (Backend::Ferrite, programs_of_the_host(matches!(arguments.xen, Some(Some(_))))?),
+        BackendArgument::Ferrite => {
+            (Backend::Ferrite, programs_of_the_host(matches!(arguments.xen, Some(Some(_))))?)
+        }
         BackendArgument::Blkback => (Backend::Blkback, Vec::new()),
     };
     let selection = xentests::Selection {

@@ -31,7 +31,7 @@ pub(crate) fn hand_over(
     newcomer: &Newcomer,
     file: Option<BorrowedFd<'_>>,
 ) -> io::Result<HandedOver> {
-    let status = send(shared, disk, newcomer, file)?;
+    let status = send(shared, disk, newcomer, file.as_slice())?;
     let told = others::told(&status, PATIENCE).map_err(|e| match e.kind() {
         io::ErrorKind::UnexpectedEof => {
             io::Error::other("the disk's worker has ended, or does not know this kind of client")
@@ -50,14 +50,15 @@ pub(crate) fn send(
     shared: &Shared,
     disk: DiskId,
     newcomer: &Newcomer,
-    file: Option<BorrowedFd<'_>>,
+    files: &[BorrowedFd<'_>],
 ) -> io::Result<OwnedFd> {
     // A worker without an open image would get the client whenever it has one.
     if !is_served(shared, disk) {
         return Err(io::Error::other("the disk is not served now"));
     }
     let [theirs, ours] = others::status()?;
-    let files: Vec<BorrowedFd<'_>> = std::iter::once(theirs.as_fd()).chain(file).collect();
+    let files: Vec<BorrowedFd<'_>> =
+        std::iter::once(theirs.as_fd()).chain(files.iter().copied()).collect();
     shared.serving.client(disk, &serde_json::to_string(newcomer)?, &files)?;
     Ok(ours)
 }

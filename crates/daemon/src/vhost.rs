@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_serve::nbd::{BindError, Bound, bind};
 use ferrite_serve::others::{Newcomer, Told, is_over, told};
-use ferrite_serve::vhost::{ID_BYTES, MAX_QUEUES};
+use ferrite_serve::vhost::{ID_BYTES, MAX_QUEUES, table_memory};
 use ferrite_serve::waker::Waker;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
@@ -226,7 +226,7 @@ fn end(shared: &Shared, export: Export, why: &str) {
     // Nobody connects any more.
     drop(bound);
     // A worker that is not there serves nobody.
-    if let Ok(status) = send(shared, disk, &Newcomer::NoFrontEnd, None) {
+    if let Ok(status) = send(shared, disk, &Newcomer::NoFrontEnd, &[]) {
         let until = Instant::now() + END;
         while !is_over(&status) && Instant::now() < until {
             std::thread::sleep(SOON);
@@ -384,7 +384,8 @@ fn ask(shared: &Shared, disk: DiskId, front_end: &Newcomer) -> bool {
 
 /// Hands a front end to the worker. One that the worker does not get connects again.
 fn give(shared: &Shared, disk: DiskId, front_end: &Newcomer, stream: BorrowedFd<'_>) {
-    let sent = send(shared, disk, front_end, Some(stream));
+    let sent =
+        table_memory().and_then(|memory| send(shared, disk, front_end, &[stream, memory.as_fd()]));
     let mut known = shared.front_ends.lock();
     let Some(export) = known.get_mut(&disk) else { return };
     match sent {

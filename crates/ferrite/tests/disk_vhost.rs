@@ -103,11 +103,7 @@ impl Machine {
 
     fn start(&self) {
         self.front.give(&self.guest);
-        assert!(self.front.order(
-            message::SET_INFLIGHT_FD,
-            &self.table.0,
-            &[self.table.1.as_fd()]
-        ));
+        assert!(self.front.order(message::SET_INFLIGHT_FD, &self.table.0, &[self.table.1.as_fd()]));
         for driver in &self.drivers {
             assert!(self.front.start(driver, driver.used_index()));
         }

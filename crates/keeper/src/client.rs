@@ -139,7 +139,7 @@ impl Keeper {
         self.done(&Request::Upgrade { binary: binary.to_owned() })
     }
 
-    /// Hands the worker a client that is none of NBD, with at most two descriptors. The worker gets it as soon as its
+    /// Hands the worker a client that is none of NBD, with at most three descriptors. The worker gets it as soon as its
     /// image is open. If the worker ends before, the client's descriptors are closed.
     ///
     /// # Errors

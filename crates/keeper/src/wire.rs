@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::spec::DiskSpec;
 
-/// Requests and replies. The reply to a request for a line has a descriptor, and a client comes with up to two.
+/// Requests and replies. The reply to a request for a line has a descriptor, and a client comes with up to three.
 pub(crate) const KEEPER: Protocol =
-    Protocol { name: "a keeper's socket", max_bytes: 64 << 10, max_files: 2 };
+    Protocol { name: "a keeper's socket", max_bytes: 64 << 10, max_files: 3 };
 /// The version of these messages. It grows with each request that a keeper of the version before
 /// does not know.
 pub(crate) const VERSION: Version = Version { protocol: KEEPER.name, own: 3 };

@@ -55,7 +55,7 @@ pub enum Newcomer {
         /// Whether it is for reading only.
         read_only: bool,
     },
-    /// A front end of vhost-user. Its connection comes along. Without that it is asked whether one is served.
+    /// A front end of vhost-user. Its connection comes along, and memory for its requests in flight. Without that it is asked whether one is served.
     FrontEnd {
         /// The number of queues that it is offered.
         queues: u16,
@@ -208,7 +208,7 @@ impl Others {
                 front_ends.for_each(|client| client.stop.wake());
                 self.ask(None, status);
             }
-            (newcomer, Some(file)) => self.begin(newcomer, status, file),
+            (newcomer, Some(file)) => self.begin(newcomer, status, (file, files.next())),
             (newcomer, None) => self.ask(newcomer.number(), status),
         }
     }
@@ -229,7 +229,7 @@ impl Others {
         }
     }
 
-    fn begin(&mut self, newcomer: Newcomer, status: Status, file: OwnedFd) {
+    fn begin(&mut self, newcomer: Newcomer, status: Status, files: Files) {
         let number = newcomer.number();
         let is_like = |client: &&Client| client.number.is_some() == number.is_some();
         if self.clients.iter().filter(is_like).count() >= MAX_CLIENTS {
@@ -247,7 +247,7 @@ impl Others {
             askers: askers.clone(),
         };
         // It goes with the thread, whatever that does.
-        let run = move || served.run(&newcomer, status, file);
+        let run = move || served.run(&newcomer, status, files);
         match std::thread::Builder::new().name("client".to_owned()).spawn(run) {
             Ok(thread) => self.clients.push(Client { number, askers, stop, thread }),
             Err(e) => tracing::warn!("a client was turned away: no thread: {e}"),
@@ -278,6 +278,9 @@ fn lock(askers: &Mutex<Askers>) -> MutexGuard<'_, Askers> {
     askers.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What a client is, and its memory.
+type Files = (OwnedFd, Option<OwnedFd>);
+
 /// What a client's thread has.
 struct Served {
     device: Arc<Device>,
@@ -287,13 +290,13 @@ struct Served {
 }
 
 impl Served {
-    fn run(&self, newcomer: &Newcomer, status: Status, file: OwnedFd) {
+    fn run(&self, newcomer: &Newcomer, status: Status, (file, memory): Files) {
         let ended = match newcomer {
             Newcomer::Device { queues, depth, read_only, .. } => {
                 self.serve_device(status, file, [*queues, *depth], *read_only)
             }
             Newcomer::FrontEnd { queues, read_only, name } => {
-                self.serve_front_end(status, file, *queues, *read_only, name)
+                self.serve_front_end(status, (file, memory), *queues, *read_only, name)
             }
             Newcomer::Question { .. } | Newcomer::NoFrontEnd => return,
         };
@@ -357,7 +360,7 @@ impl Served {
     fn serve_front_end(
         &self,
         status: Status,
-        file: OwnedFd,
+        (file, memory): Files,
         queues: u16,
         read_only: bool,
         name: &str,
@@ -376,7 +379,8 @@ impl Served {
         };
         self.device.begin_service(&options.engine);
         self.is_served_for(status);
-        let served = vhost::serve_one(&self.device, &options, UnixStream::from(file), &self.stop);
+        let stream = UnixStream::from(file);
+        let served = vhost::serve_one_with(&self.device, &options, stream, memory, &self.stop);
         *lock(&self.askers) = Askers::default();
         served
     }

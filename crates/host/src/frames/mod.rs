@@ -45,7 +45,7 @@ pub struct Protocol {
 /// The client channel, which brings clients from a keeper to its worker. Both are one program, so
 /// there is one version. It stands here since the crates of the two do not know each other.
 pub const CLIENT_CHANNEL: Protocol =
-    Protocol { name: "the client channel", max_bytes: 512, max_files: 2 };
+    Protocol { name: "the client channel", max_bytes: 512, max_files: 3 };
 
 /// The bytes of a client of NBD in the client channel. Others have bytes that the keeper passes on.
 pub const NBD_CLIENT: &[u8] = b"client";

@@ -94,8 +94,6 @@ const ALWAYS: &[c_long] = &[
     libc::SYS_mremap,
     libc::SYS_madvise,
     libc::SYS_brk,
-    // The requests in flight of a front end of vhost-user, which keeps them for the next worker.
-    libc::SYS_memfd_create,
     libc::SYS_membarrier,
     // Threads and their ends.
     libc::SYS_set_robust_list,
@@ -215,8 +213,6 @@ const FCNTLS: &[c_int] = &[
     libc::F_SETLK,
     libc::F_OFD_GETLK,
     libc::F_OFD_SETLK,
-    // Of its own memfds, so that a front end cannot make them shorter.
-    libc::F_ADD_SEALS,
 ];
 
 /// PR_SET_NAME, PR_GET_NAME, and a name for memory (PR_SET_VMA, of newer C libraries).

@@ -68,6 +68,8 @@ pub(super) struct Session<'a> {
     protocol: u64,
     memory: Option<SharedTable>,
     inflight: Option<Arc<Inflight>>,
+    /// Where a new table is made. Without it this process makes memory.
+    table_memory: Option<OwnedFd>,
     lines: Vec<Line>,
     /// Where the front end is told of changes.
     back: Option<OwnedFd>,
@@ -99,12 +101,18 @@ impl<'a> Session<'a> {
             protocol: 0,
             memory: None,
             inflight: None,
+            table_memory: None,
             lines: (0..options.queues).map(|_| Line::default()).collect(),
             back: None,
             ended: Arc::new(Waker::new()?),
             growth: disk.growth_watch(),
             requests: 0,
         })
+    }
+
+    /// Has a new table of requests in flight made in this memory.
+    pub(super) fn with_table_memory(self, memory: Option<OwnedFd>) -> Session<'a> {
+        Session { table_memory: memory, ..self }
     }
 
     /// Serves the front end until it disconnects, does what makes no sense, or `stop` is woken. All requests that were
@@ -246,9 +254,10 @@ impl<'a> Session<'a> {
             // The cache's mode was not offered, and nothing else can be written.
             Message::SetConfig => return Err(refused("the configuration cannot be changed")),
             Message::GetInflight(raw) => {
-                let (file, raw) =
-                    inflight::create(&raw, self.options.queues, &self.identity).map_err(refused)?;
-                return Ok(Reply::File(raw.encode(), file.into()));
+                let (queues, memory) = (self.options.queues, self.table_memory.as_ref());
+                let made = inflight::create(&raw, queues, &self.identity, memory);
+                let (file, raw) = made.map_err(refused)?;
+                return Ok(Reply::File(raw.encode(), file));
             }
             Message::SetInflight(raw) => self.set_inflight(&raw, file)?,
         }
