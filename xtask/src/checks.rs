@@ -61,10 +61,14 @@ enum BackendArgument {
 }
 
 /// The package for hosts with the program of the workspace's tests, and the tests of the hypervisor's and the store's
-/// interfaces, which need a dom0 but no guest.
-fn programs_of_the_host() -> Result<Vec<Program>> {
-    let programs = step("build the programs of the Xen host", || Programs::build(&[]))?;
-    let package = pack(&programs.binary("ferrite", "ferrite")?)?;
+/// interfaces, which need a dom0 but no guest. `few`: of the tests of the workspace nothing else is built.
+fn programs_of_the_host(few: bool) -> Result<Vec<Program>> {
+    let targets: &[&str] = if few { &["--test", "on_xen"] } else { &[] };
+    let programs = step("build the programs of the Xen host", || Programs::build(targets))?;
+    let package = match few {
+        true => build_package()?,
+        false => pack(&programs.binary("ferrite", "ferrite")?)?,
+    };
     let on_xen = Program { name: "on_xen", file: programs.test_file("xen", "on_xen")? };
     Ok(vec![package, on_xen])
 }
@@ -166,7 +170,9 @@ fn xen(arguments: &TestArguments, root: Result<root::Root>) -> Vec<Outcome> {
 fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Outcome>> {
     let root = root.context("the Xen tests cannot run")?;
     let (backend, programs) = match arguments.backend {
-        BackendArgument::Ferrite => (Backend::Ferrite, programs_of_the_host()?),
+        BackendArgument::Ferrite => {
+            (Backend::Ferrite, programs_of_the_host(matches!(arguments.xen, Some(Some(_))))?)
+        }
         BackendArgument::Blkback => (Backend::Blkback, Vec::new()),
     };
     let selection = xentests::Selection {

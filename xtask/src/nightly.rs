@@ -69,7 +69,8 @@ enum Part {
     Host,
     /// Programs of others against the NBD server, as far as they are installed.
     Peers,
-    /// Guests of QEMU whose disks are exports by vhost-user: ours, killed ten times, and the one of qemu-storage-daemon.
+    /// Guests of QEMU whose disks are exports by vhost-user: ours, killed ten times, that of a daemon's
+    /// disk, and the one of qemu-storage-daemon.
     Vhost,
     /// The processes of an older commit, upgraded to this one under guests.
     Upgrade,

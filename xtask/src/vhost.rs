@@ -1,5 +1,5 @@
-//! A Linux guest of QEMU whose disk is an export by vhost-user: ours, killed again and again, and the one of
-//! qemu-storage-daemon, which shows that the script is right. The guest's kernel and programs are those of the Xen host.
+//! A Linux guest of QEMU whose disk is an export by vhost-user: ours, killed again and again, that of a daemon, whose worker
+//! is, and the one of qemu-storage-daemon, which shows that the script is right. The guest's kernel and programs are those of the Xen host.
 
 use std::fs;
 use std::process::Command;
@@ -15,8 +15,12 @@ const INIT: &str = include_str!("vhost/init.sh");
 const RUN: &str = include_str!("vhost/run.sh");
 
 /// The runs: the server, the format, how often it is killed, and how long the guest writes.
-const RUNS: [(&str, &str, u32, u32); 3] =
-    [("peer", "raw", 0, 1), ("ours", "raw", 10, 12), ("ours", "qcow2", 10, 12)];
+const RUNS: [(&str, &str, u32, u32); 4] = [
+    ("peer", "raw", 0, 1),
+    ("ours", "raw", 10, 12),
+    ("ours", "qcow2", 10, 12),
+    ("daemon", "qcow2", 10, 12),
+];
 
 /// Runs all of them, each as a case.
 pub(crate) fn test(cases: &mut Vec<Outcome>) -> Result<()> {

@@ -25,7 +25,7 @@ use crate::state::{DiskId, States};
 use crate::state_files::{StateFiles, Stated};
 use crate::table::Phase;
 use crate::writers::{Refused, Way};
-use crate::{Failure, Paths, Shared};
+use crate::{Failure, Paths, Shared, vhost};
 
 /// The pause between looks at the disks.
 const LOOK: Duration = Duration::from_secs(1);
@@ -111,11 +111,16 @@ fn failed(why: impl Into<String>, help: &str) -> NotDone {
     NotDone::Failed(Failure { why: why.into(), help: help.to_owned() })
 }
 
+/// Whether a disk is exported by NBD.
+pub(crate) fn has(shared: &Shared, disk: DiskId) -> bool {
+    shared.exports.lock().contains_key(&disk)
+}
+
 /// Exports a disk.
 pub(crate) fn add(shared: &Arc<Shared>, record: Record) -> Result<Record, NotDone> {
     let _one = shared.exports.change();
     let disk = record.disk;
-    if shared.exports.lock().contains_key(&disk) {
+    if shared.exports.lock().contains_key(&disk) || vhost::has(shared, disk) {
         let why = format!("disk {disk} is exported already");
         let help = "ferrite disk exports shows how; ferrite disk unexport ends that".to_owned();
         return Err(NotDone::InUse(Failure { why, help }));

@@ -7,7 +7,7 @@
 //! by its socket.
 
 use std::io;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
@@ -507,6 +507,10 @@ impl Serving for Keepers {
                 .map_err(io::Error::other)
         };
         parted().map_err(|e| failure("remove it from its guest's disk", &e))
+    }
+
+    fn client(&self, disk: DiskId, about: &str, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+        Keeper::connect(&self.socket(disk))?.client(about, files)
     }
 
     fn exporter(&self, disk: DiskId) -> Option<Command> {

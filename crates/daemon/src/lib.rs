@@ -46,6 +46,7 @@ pub mod keepers;
 pub mod migration;
 mod moved;
 pub mod new_leaf;
+mod newcomers;
 mod openings;
 pub mod orphan;
 pub mod params;
@@ -63,6 +64,7 @@ mod taps;
 mod tuning;
 mod unserved;
 mod verbs;
+mod vhost;
 mod wait;
 mod writers;
 
@@ -78,6 +80,7 @@ pub use step::Step;
 use switched::Switched;
 use table::Table;
 use taps::Taps;
+use vhost::FrontEnds;
 use writers::Writers;
 
 /// The reason why a disk is not served, with the next step.
@@ -161,6 +164,19 @@ pub trait Serving: Send + Sync {
     /// The image is closed, and the next worker may open it.
     fn empty(&self, _: DiskId) -> Result<(), Failure> {
         Ok(())
+    }
+
+    /// Hands a client that is none of NBD to the worker of a disk, with its descriptors.
+    ///
+    /// # Errors
+    /// There is no keeper, or it does not take the client.
+    fn client(
+        &self,
+        _: DiskId,
+        _about: &str,
+        _files: &[std::os::fd::BorrowedFd<'_>],
+    ) -> std::io::Result<()> {
+        Err(std::io::Error::other("clients are handed over by keepers"))
     }
 
     /// A command that becomes the exporter of a disk. `None`: disks are not exported.
@@ -306,6 +322,7 @@ pub(crate) struct Shared {
     taps: Taps,
     devices: Devices,
     exports: Exports,
+    front_ends: FrontEnds,
     writers: Writers,
     migration: Migrations,
     /// What the hypervisor tells of the guests, if it tells it to this domain.
@@ -327,6 +344,7 @@ impl Shared {
     /// Ends exports and devices of an earlier disk that had the number of this new one. Call it without a lock.
     fn end_of_earlier(&self, disk: DiskId) {
         exports::end_of_earlier(self, disk);
+        vhost::end_of_earlier(self, disk);
         devices::end_of_earlier(self, disk);
     }
 
@@ -446,6 +464,7 @@ impl Daemon {
             taps: Taps::default(),
             devices: Devices::default(),
             exports: Exports::default(),
+            front_ends: FrontEnds::default(),
             writers: Writers::default(),
             migration,
             domains: None,
@@ -503,6 +522,7 @@ impl Daemon {
         taps::restore(&self.shared);
         devices::restore(&self.shared);
         exports::restore(&self.shared);
+        vhost::restore(&self.shared);
         self.shared.jobs.begin(&self.shared);
         migration::begin(&self.shared);
         let control = control::server::Server::start(&self.shared)?;

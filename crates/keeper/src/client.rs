@@ -139,6 +139,19 @@ impl Keeper {
         self.done(&Request::Upgrade { binary: binary.to_owned() })
     }
 
+    /// Hands the worker a client that is none of NBD, with at most three descriptors. The worker gets it as soon as its
+    /// image is open. If the worker ends before, the client's descriptors are closed.
+    ///
+    /// # Errors
+    /// As [`line`](Self::line). A keeper of an earlier program does not know the request.
+    pub fn client(&self, about: &str, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let request = Request::Client { about: about.to_owned() };
+        match self.exchange_with(&request, files)?.0 {
+            Reply::Done => Ok(()),
+            reply => Err(unexpected(reply)),
+        }
+    }
+
     /// A descriptor that becomes readable when the keeper has ended: a keeper sends nothing without
     /// a request.
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -153,14 +166,26 @@ impl Keeper {
     }
 
     fn exchange(&self, request: &Request) -> io::Result<(Reply, Option<OwnedFd>)> {
-        self.try_exchange(request).inspect_err(|_| {
+        self.exchange_with(request, &[])
+    }
+
+    fn exchange_with(
+        &self,
+        request: &Request,
+        files: &[BorrowedFd<'_>],
+    ) -> io::Result<(Reply, Option<OwnedFd>)> {
+        self.try_exchange(request, files).inspect_err(|_| {
             // A late reply would be taken for the reply to the next request.
             let _ = shutdown(&self.socket, Shutdown::Both);
         })
     }
 
-    fn try_exchange(&self, request: &Request) -> io::Result<(Reply, Option<OwnedFd>)> {
-        KEEPER.try_send(&self.socket, &serde_json::to_vec(request)?, &[])?;
+    fn try_exchange(
+        &self,
+        request: &Request,
+        files: &[BorrowedFd<'_>],
+    ) -> io::Result<(Reply, Option<OwnedFd>)> {
+        KEEPER.try_send(&self.socket, &serde_json::to_vec(request)?, files)?;
         let Frame { bytes, files } = KEEPER.receive(&self.socket)?;
         Ok((serde_json::from_slice(&bytes)?, files.into_iter().next()))
     }

@@ -13,6 +13,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 use std::time::Duration;
 
+use ferrite_host::frames::Frame;
 use ferrite_host::process::{
     Fork, Program, become_in_place, environment_without, fork, io_priority,
     set_io_priority_of_group, take_given,
@@ -305,8 +306,8 @@ impl Process {
     /// Handles one request of client `i` of member `m`. Returns whether the member still exists.
     fn handle_request(&mut self, m: usize, i: usize) -> bool {
         let member = &mut self.members[m];
-        let bytes = match KEEPER.try_receive(&member.clients[i]) {
-            Ok(Some(frame)) => frame.bytes,
+        let Frame { bytes, files } = match KEEPER.try_receive(&member.clients[i]) {
+            Ok(Some(frame)) => frame,
             Ok(None) => return true,
             Err(_) => {
                 member.remove_client(i);
@@ -349,6 +350,10 @@ impl Process {
             Ok(Request::Become(spec)) => {
                 let became = self.become_keeper_of(*spec);
                 (became.map_or_else(|e| no(&e), |()| Reply::Done), None)
+            }
+            Ok(Request::Client { about }) => {
+                let handed = member.connections.admit_other(&about, &files);
+                (handed.map_or_else(|e| no(&e), |()| Reply::Done), None)
             }
             Ok(Request::Upgrade { binary }) => (no(&self.upgrade(m, i, &binary)), None),
             Err(e) => (no(&format!("malformed request: {e}")), None),

@@ -1,10 +1,10 @@
 //! One disk of a keeper: its sockets, the clients of its socket, and its connections to the worker.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::Path;
 
-use ferrite_host::frames::{self, CLIENT_CHANNEL};
+use ferrite_host::frames::{self, CLIENT_CHANNEL, NBD_CLIENT};
 use ferrite_host::process::take_given;
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
@@ -57,7 +57,19 @@ impl Connections {
     /// # Errors
     /// `WouldBlock`: as many clients as the channel has room for wait already.
     pub(crate) fn admit(&self, client: BorrowedFd<'_>) -> io::Result<()> {
-        CLIENT_CHANNEL.try_send(&self.client_channel, b"client", &[client])
+        CLIENT_CHANNEL.try_send(&self.client_channel, NBD_CLIENT, &[client])
+    }
+
+    /// Hands a client of another kind to the worker, with what the daemon says of it.
+    ///
+    /// # Errors
+    /// As [`admit`](Self::admit); `InvalidInput`: it says too much.
+    pub(crate) fn admit_other(&self, about: &str, files: &[OwnedFd]) -> io::Result<()> {
+        if about.as_bytes() == NBD_CLIENT {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let files: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
+        CLIENT_CHANNEL.try_send(&self.client_channel, about.as_bytes(), &files)
     }
 }
 

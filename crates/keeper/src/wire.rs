@@ -10,12 +10,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::spec::DiskSpec;
 
-/// Requests and replies. The reply to a request for a line has a descriptor.
+/// Requests and replies. The reply to a request for a line has a descriptor, and a client comes with up to three.
 pub(crate) const KEEPER: Protocol =
-    Protocol { name: "a keeper's socket", max_bytes: 64 << 10, max_files: 1 };
+    Protocol { name: "a keeper's socket", max_bytes: 64 << 10, max_files: 3 };
 /// The version of these messages. It grows with each request that a keeper of the version before
 /// does not know.
-pub(crate) const VERSION: Version = Version { protocol: KEEPER.name, own: 2 };
+pub(crate) const VERSION: Version = Version { protocol: KEEPER.name, own: 3 };
 
 /// A request to a keeper.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,6 +44,11 @@ pub(crate) enum Request {
     Change(Box<DiskSpec>),
     /// Become the keeper of this disk. Only a keeper that has no worker does.
     Become(Box<DiskSpec>),
+    /// Hand the worker a client that is none of NBD. Its descriptors come along.
+    Client {
+        /// What the worker is told of it.
+        about: String,
+    },
     /// Kill the worker, and go on with this program.
     Upgrade {
         /// Path of the program.

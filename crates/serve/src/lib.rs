@@ -4,6 +4,7 @@
 //! * [`nbd`]: the frontend for clients of NBD.
 //! * [`vhost`]: the frontend for guests of QEMU and others, by vhost-user.
 //! * [`ublk`]: the frontend for block devices of this host, by the kernel's ublk driver.
+//! * [`others`]: how a worker gets clients of these two.
 //! * [`path`]: checked requests to the disk and back, the same for every frontend: the hot path.
 //! * [`polling`]: polling before going to sleep.
 //! * [`processors`]: the processor time that a disk may use.
@@ -22,6 +23,7 @@ pub mod counters;
 pub mod log_limit;
 pub mod memory;
 pub mod nbd;
+pub mod others;
 pub mod path;
 pub mod polling;
 pub mod processors;

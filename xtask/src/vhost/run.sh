@@ -1,4 +1,5 @@
-# A Linux guest of QEMU (TCG) with a disk by vhost-user. Environment: SERVER (ours, peer), FERRITE, FORMAT, KILLS, ROUNDS,
+# A Linux guest of QEMU (TCG) with a disk by vhost-user. Environment: SERVER (ours, daemon,
+# peer), FERRITE, FORMAT, KILLS, ROUNDS,
 # KERNEL, INITRD and BASE (archives of a RAM disk), INIT (the guest's first process), DIR (an empty folder).
 set -eu
 cd "$DIR"
@@ -19,8 +20,24 @@ for part in "$INITRD" "$BASE" init.cpio; do
 done
 
 server=
+run=$DIR/run/ferrite
+disk() { "$FERRITE" disk "$@" --run-dir "$run"; }
+daemon() {
+    "$FERRITE" daemon --run-dir "$run" --config ferrite.toml >>server.log 2>&1 &
+    server=$!
+    until disk list >/dev/null 2>&1; do sleep 0.1; done
+}
+worker() { pgrep -f "worker .*$run" | head -n 1; }
 serve() {
     case $SERVER in
+        daemon)
+            echo "state_folder = \"$DIR/state\"" >ferrite.toml
+            ln -s "$FERRITE" tap-ctl
+            daemon
+            ./tap-ctl create -a "$FORMAT:$image" --run-dir "$run"
+            disk export tap/0 --vhost-user "$socket" --queues 4 --name lab-disk
+            return
+            ;;
         ours)
             "$FERRITE" export vhost-user "$image" --socket "$socket" --queues 4 --serial lab-disk >>server.log 2>&1 &
             ;;
@@ -35,7 +52,21 @@ serve() {
 }
 serve
 emulator=
-trap 'kill -9 $server $emulator 2>/dev/null || true' EXIT
+# Kills what serves. Of a daemon it is the worker, and now and then the daemon, or an upgrade.
+end_server() {
+    if [ "$SERVER" != daemon ]; then
+        kill -9 $server
+        wait $server 2>/dev/null || true
+        serve
+        return
+    fi
+    case $1 in
+        3 | 7) kill -9 $server; wait $server 2>/dev/null || true; kill -9 "$(worker)"; daemon ;;
+        5) "$FERRITE" upgrade --run-dir "$run" ;;
+        *) kill -9 "$(worker)" ;;
+    esac
+}
+trap 'kill -9 $server $emulator $(pgrep -f "(worker|relay|keeper) .*$run") 2>/dev/null || true' EXIT
 for _ in $(seq 100); do
     [ -S "$socket" ] && break
     sleep 0.1
@@ -68,9 +99,7 @@ killed=0
 while [ "$killed" -lt "$KILLS" ]; do
     sleep 3
     said verified && break
-    kill -9 $server
-    wait $server 2>/dev/null || true
-    serve
+    end_server $killed
     killed=$((killed + 1))
 done
 echo "killed $killed times"
@@ -84,6 +113,12 @@ fi
 await DONE 1200
 wait $emulator || true
 emulator=
+if [ "$SERVER" = daemon ]; then
+    disk exports
+    disk unexport tap/0
+    pid=$(./tap-ctl list --run-dir "$run" | sed 's/pid=\([0-9]*\) .*/\1/')
+    ./tap-ctl destroy -p "$pid" -m 0 --run-dir "$run"
+fi
 kill $server
 wait $server || { tail server.log; echo "the server ends badly"; exit 1; }
 server=
@@ -91,7 +126,7 @@ qemu-img check -q "$image" 2>/dev/null || [ "$FORMAT" = raw ]
 grep -a GUEST console.log
 # The guest has as many queues as processors.
 grep -q "GUEST queues 2" console.log
-if [ "$SERVER" = ours ]; then
+if [ "$SERVER" != peer ]; then
     grep -q "GUEST serial lab-disk" console.log
     grep -q "GUEST cache write back" console.log
 fi

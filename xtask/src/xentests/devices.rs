@@ -7,8 +7,13 @@ use anyhow::{Context as _, Result, bail};
 pub(super) const CASES: &[Case] = &[
     ferrite(
         "device/a-file-system-on-a-disk-survives-dead-workers-a-dead-daemon-and-an-upgrade",
-        deaths,
+        |bench| deaths(bench, "nbd", [1, 4]),
     ),
+    ferrite(
+        "device/a-file-system-by-ublk-survives-dead-workers-a-dead-daemon-and-an-upgrade",
+        |bench| deaths(bench, "ublk", [1, 2]),
+    ),
+    ferrite("device/a-device-by-ublk-in-use-stays-and-a-left-one-is-cleaned", cleaned_ublk),
     ferrite(
         "device/a-device-in-use-stays-a-left-one-is-cleaned-and-others-are-not-touched",
         cleaned,
@@ -24,11 +29,11 @@ const WRITE: &str = "for direct in 0 1; do fio --name=v$direct --directory=/mnt/
      --rw=randrw --bs=4k-64k --size=6m --nrfiles=2 --iodepth=16 --fsync=16 --randrepeat=1 --verify=crc32c \
      --verify_fatal=1 --do_verify=1 --minimal 2>&1 || exit 1; done";
 
-fn make(bench: &mut Bench<'_>, connections: u32) -> Result<String> {
+fn make(bench: &mut Bench<'_>, by: &str, connections: u32) -> Result<String> {
     bench
         .xenhost
         .sh(&format!("rm -f {IMAGE}; ferrite image create {IMAGE} 320M; mkdir -p /mnt/dev"))?;
-    let made = format!("ferrite disk device {IMAGE} --load --connections {connections}");
+    let made = format!("ferrite disk device {IMAGE} --load --by {by} --connections {connections}");
     Ok(bench.xenhost.sh(&made)?.trim().to_owned())
 }
 
@@ -51,12 +56,11 @@ fn unmount_and_check(bench: &mut Bench<'_>, device: &str, check: &str) -> Result
     .map(drop)
 }
 
-fn deaths(bench: &mut Bench<'_>) -> Result<()> {
+fn deaths(bench: &mut Bench<'_>, by: &str, connections: [u32; 2]) -> Result<()> {
     bench.start_daemon()?;
-    for (connections, make_fs, check) in
-        [(1, "mkfs.ext4 -q", "e2fsck -fn"), (4, "mkfs.xfs -q", "xfs_repair -n")]
-    {
-        let device = make(bench, connections)?;
+    let systems = [("mkfs.ext4 -q", "e2fsck -fn"), ("mkfs.xfs -q", "xfs_repair -n")];
+    for (connections, (make_fs, check)) in connections.into_iter().zip(systems) {
+        let device = make(bench, by, connections)?;
         bench.xenhost.sh_for(&format!("{make_fs} {device} && mount {device} /mnt/dev"), 120)?;
         bench.xenhost.sh(&format!("({WRITE}) >/tmp/fio.log 2>&1; echo $? >/tmp/fio.rc &"))?;
         for _ in 0..5 {
@@ -97,7 +101,7 @@ fn nothing_is_left(bench: &mut Bench<'_>, what: &str) -> Result<()> {
 
 fn cleaned(bench: &mut Bench<'_>) -> Result<()> {
     bench.start_daemon()?;
-    let device = make(bench, 1)?;
+    let device = make(bench, "nbd", 1)?;
     // Somebody else's device stands beside it.
     bench.xenhost.sh("set -e; qemu-img create -q -f raw /lab/other.raw 8M; \
          qemu-nbd -f raw -k /tmp/other.sock --persistent --fork /lab/other.raw; \
@@ -143,11 +147,54 @@ fn cleaned(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
+/// The same of a device of the ublk driver, which a killed keeper takes its worker from. A device that a daemon has made
+/// before it died is known by its mark.
+fn cleaned_ublk(bench: &mut Bench<'_>) -> Result<()> {
+    bench.start_daemon()?;
+    let device = make(bench, "ublk", 1)?;
+    bench.xenhost.sh(&format!(
+        "mkfs.ext4 -q {device} && mount {device} /mnt/dev && echo kept > /mnt/dev/file"
+    ))?;
+    let refused =
+        bench.xenhost.sh(&format!("ferrite disk device --remove {device} 2>&1 && exit 1; true"))?;
+    if !refused.contains("mounted at /mnt/dev") {
+        bail!("a mounted device: {refused}");
+    }
+    bench.xenhost.sh_for(
+        "set -e; pid=$(tap-ctl list | sed 's/.*pid=\\([0-9]*\\).*/\\1/'); kill -9 $pid; \
+         sync -f /mnt/dev; echo 3 > /proc/sys/vm/drop_caches; [ $(cat /mnt/dev/file) = kept ]",
+        300,
+    )?;
+    // Without a daemon the device waits for the next one.
+    kill_daemon(bench)?;
+    bench.xenhost.sh(
+        "kill -9 $(pgrep -f '[f]errite worker' | head -n 1); (sync -f /mnt/dev; echo $? >/tmp/sync.rc) & sleep 3; \
+         [ ! -e /tmp/sync.rc ] || cat /tmp/sync.rc",
+    )?;
+    bench.start_daemon()?;
+    bench.xenhost.wait_until("a device that goes on", "[ -e /tmp/sync.rc ]", 120)?;
+    bench.xenhost.sh("set -e; [ $(cat /tmp/sync.rc) = 0 ]; rm /tmp/sync.rc; umount /mnt/dev")?;
+    // A device without a record: its daemon has died in between, and somebody has removed the file.
+    kill_daemon(bench)?;
+    bench.xenhost.sh("rm /run/ferrite/devices/*")?;
+    bench.start_daemon()?;
+    let removed = bench.xenhost.sh("ferrite disk devices --clean")?;
+    expect_eq("the removed devices", &removed.trim(), &format!("{device} is removed").as_str())?;
+    bench
+        .xenhost
+        .sh(&format!(
+            "set -e; [ ! -e {device} ]; \
+             tap-ctl destroy $(tap-ctl list | sed 's/pid=\\([0-9]*\\) minor=\\([0-9]*\\) .*/-p \\1 -m \\2/'); \
+             ferrite image check {IMAGE}; rm {IMAGE}; rmdir /mnt/dev"
+        ))
+        .map(drop)
+}
+
 /// A device keeps the size that it was made with. What is mounted goes on, also after the worker's death that ends the
 /// connections of before the growth; the next device is as large as the disk.
 fn grown(bench: &mut Bench<'_>) -> Result<()> {
     bench.start_daemon()?;
-    let device = make(bench, 1)?;
+    let device = make(bench, "nbd", 1)?;
     let size = format!("blockdev --getsize64 {device}");
     let before = bench
         .xenhost

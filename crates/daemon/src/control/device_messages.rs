@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+pub use crate::devices::Kind as DeviceKind;
 use crate::state::DiskId;
 
 /// The parameters of `device.add`: a disk, or an image that is not in use.
@@ -20,9 +21,12 @@ pub struct AddDeviceParams {
     /// Whether the device may be written beside a guest that writes, too.
     #[serde(default)]
     pub shared: bool,
-    /// The number of connections, 1 to 4.
+    /// The number of connections or queues, 1 to 4.
     #[serde(default = "one")]
     pub connections: u32,
+    /// Which driver of the kernel makes the device. Without it, the one for NBD.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub by: Option<DeviceKind>,
 }
 
 fn one() -> u32 {
@@ -33,7 +37,7 @@ fn one() -> u32 {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RemoveDeviceParams {
-    /// The device, as `/dev/nbdN`.
+    /// The device, as `/dev/nbdN` or `/dev/ublkbN`.
     pub device: String,
 }
 
@@ -41,7 +45,7 @@ pub struct RemoveDeviceParams {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceRow {
-    /// The device, as `/dev/nbdN`.
+    /// The device, as `/dev/nbdN` or `/dev/ublkbN`.
     pub device: String,
     /// The disk that it shows.
     pub disk: DiskId,
@@ -52,8 +56,11 @@ pub struct DeviceRow {
     pub bytes: u64,
     /// Whether it is for reading only.
     pub read_only: bool,
-    /// The number of its connections.
+    /// The number of its connections or queues.
     pub connections: u32,
+    /// Which driver of the kernel has it.
+    #[serde(default)]
+    pub by: DeviceKind,
     /// Who uses it, for people: mount points and others.
     #[serde(skip_serializing_if = "Vec::is_empty", default)]
     pub users: Vec<String>,

@@ -3,7 +3,6 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ferrite_host::nbd_device;
 use serde_json::Value;
 
 use super::methods::{reply, take};
@@ -12,7 +11,7 @@ use super::protocol::{
     AddDeviceParams, CleanedDevices, DeviceRow, DeviceRows, Nothing, RemoveDeviceParams, RpcError,
     code,
 };
-use crate::devices::{self, MAX_CONNECTIONS, NotDone, Record, Wish};
+use crate::devices::{self, MAX_CONNECTIONS, Name, NotDone, Record, Wish};
 use crate::{Failure, Shared};
 
 /// Calls a method whose name begins with `device.`. `None`: there is no such method.
@@ -26,7 +25,7 @@ pub(super) fn call(
         "device.remove" => take(params).and_then(|request| reply(&remove(shared, &request)?)),
         "device.list" => take::<Nothing>(params).and_then(|_| reply(&list(shared))),
         "device.clean" => take::<Nothing>(params).and_then(|_| {
-            let path = |index| nbd_device::path(index).display().to_string();
+            let path = |name: Name| name.path().display().to_string();
             let removed = devices::clean(shared).into_iter().map(path).collect();
             reply(&CleanedDevices { removed })
         }),
@@ -41,6 +40,7 @@ fn add(shared: &Arc<Shared>, request: &AddDeviceParams) -> Result<DeviceRow, Rpc
         return Err(RpcError::new(code::INVALID_PARAMS, why, &help));
     }
     let wish = Wish {
+        kind: request.by.unwrap_or_default(),
         read_only: request.read_only,
         shared: request.shared,
         connections: request.connections,
@@ -57,11 +57,11 @@ fn add(shared: &Arc<Shared>, request: &AddDeviceParams) -> Result<DeviceRow, Rpc
 }
 
 fn remove(shared: &Arc<Shared>, request: &RemoveDeviceParams) -> Result<DeviceRow, RpcError> {
-    let index = nbd_device::index_of(Path::new(&request.device)).ok_or_else(|| {
+    let name = Name::of(Path::new(&request.device)).ok_or_else(|| {
         let why = format!("{:.200} is no name of a device", request.device);
-        RpcError::new(code::INVALID_PARAMS, why, "it is /dev/nbdN")
+        RpcError::new(code::INVALID_PARAMS, why, "it is /dev/nbdN or /dev/ublkbN")
     })?;
-    let removed = devices::remove(shared, index).map_err(not_done)?;
+    let removed = devices::remove(shared, name).map_err(not_done)?;
     Ok(row(shared, removed, Vec::new()))
 }
 
@@ -76,12 +76,13 @@ fn row(shared: &Shared, record: Record, users: Vec<String>) -> DeviceRow {
         Some(image.name().to_string_lossy().into_owned())
     };
     DeviceRow {
-        device: record.index.map(nbd_device::path).unwrap_or_default().display().to_string(),
+        device: record.path().display().to_string(),
         image: name(record.disk),
         disk: record.disk,
         bytes: record.bytes,
         read_only: record.read_only,
         connections: record.connections,
+        by: record.kind,
         users,
     }
 }

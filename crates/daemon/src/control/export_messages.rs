@@ -10,8 +10,15 @@ use crate::state::DiskId;
 pub struct ExportParams {
     /// The disk to export.
     pub disk: DiskId,
-    /// Where to listen, as `ADDRESS:PORT`.
+    /// Where to listen for clients of NBD, as `ADDRESS:PORT`. Without it `vhost_user` is given.
+    #[serde(default)]
     pub listen: Vec<String>,
+    /// The absolute path of the socket for front ends of vhost-user, such as QEMU's.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub vhost_user: Option<String>,
+    /// The number of queues that a front end is offered: 1 to 16. Without it, 4.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub queues: Option<u16>,
     /// The absolute path of the folder of certificates. Without it `plain` has to be true.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub tls: Option<String>,
@@ -51,8 +58,11 @@ pub struct ExportRow {
     pub disk: DiskId,
     /// The export's name.
     pub name: String,
-    /// Where it listens, as `ADDRESS:PORT`.
+    /// Where it listens for clients of NBD, as `ADDRESS:PORT`.
     pub listen: Vec<String>,
+    /// The path of its socket for front ends of vhost-user.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub vhost_user: Option<String>,
     /// The folder of certificates. Without it clients speak in clear.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub tls: Option<String>,

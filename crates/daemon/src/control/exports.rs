@@ -8,12 +8,18 @@ use super::protocol::{ExportParams, ExportRow, ExportRows, RpcError, UnexportPar
 use crate::Shared;
 use crate::exports::{self, Record, Row};
 use crate::state_files::Stated;
+use crate::vhost;
 
+/// The queues of a front end, if no number is given.
+const DEFAULT_QUEUES: u16 = 4;
 /// Most places to listen of one export.
 const MAX_LISTEN: usize = 16;
 
 pub(super) fn export(shared: &Arc<Shared>, asked: &ExportParams) -> Result<ExportRow, RpcError> {
     let invalid = |why: String, help: &str| RpcError::new(code::INVALID_PARAMS, why, help);
+    if let Some(socket) = &asked.vhost_user {
+        return export_by_vhost(shared, asked, socket);
+    }
     if asked.tls.is_some() == asked.plain {
         let help = "give a folder of certificates (docs/access.md), or plain where all who reach the port may read";
         return Err(invalid("it is not said how clients are known".to_owned(), help));
@@ -49,12 +55,66 @@ pub(super) fn export(shared: &Arc<Shared>, asked: &ExportParams) -> Result<Expor
     Ok(row((made, None, None)))
 }
 
+fn export_by_vhost(
+    shared: &Arc<Shared>,
+    asked: &ExportParams,
+    socket: &str,
+) -> Result<ExportRow, RpcError> {
+    let of_nbd = !asked.listen.is_empty()
+        || asked.tls.is_some()
+        || asked.any_client
+        || asked.plain
+        || asked.no_list;
+    if of_nbd {
+        let why = "a disk is exported by NBD or by vhost-user, not by both";
+        return Err(RpcError::new(code::INVALID_PARAMS, why, "name one of them"));
+    }
+    let disk = asked.disk;
+    if exports::has(shared, disk) || vhost::has(shared, disk) {
+        let why = format!("disk {disk} is exported already");
+        let help = "ferrite disk exports shows how; ferrite disk unexport ends that";
+        return Err(RpcError::new(code::IN_USE, why, help));
+    }
+    let record = vhost::Record {
+        version: vhost::Record::VERSION,
+        disk,
+        socket: PathBuf::from(socket),
+        queues: asked.queues.unwrap_or(DEFAULT_QUEUES),
+        name: asked.name.clone().unwrap_or_default(),
+        read_only: asked.read_only,
+        shared: asked.shared,
+    };
+    let made = vhost::add(shared, record).map_err(not_done)?;
+    Ok(row_of_vhost((made, None)))
+}
+
 pub(super) fn unexport(shared: &Shared, asked: &UnexportParams) -> Result<ExportRow, RpcError> {
+    if let Some(record) = vhost::remove(shared, asked.disk) {
+        return Ok(row_of_vhost((record, None)));
+    }
     Ok(row((exports::remove(shared, asked.disk).map_err(not_done)?, None, None)))
 }
 
 pub(super) fn list(shared: &Shared) -> ExportRows {
-    ExportRows { exports: exports::list(shared).into_iter().map(row).collect() }
+    let mut rows: Vec<ExportRow> = exports::list(shared).into_iter().map(row).collect();
+    rows.extend(vhost::list(shared).into_iter().map(row_of_vhost));
+    rows.sort_by_key(|row| row.disk);
+    ExportRows { exports: rows }
+}
+
+fn row_of_vhost((record, why): vhost::Row) -> ExportRow {
+    ExportRow {
+        disk: record.disk,
+        name: record.name,
+        listen: Vec::new(),
+        vhost_user: Some(record.socket.to_string_lossy().into_owned()),
+        tls: None,
+        any_client: false,
+        read_only: record.read_only,
+        no_list: false,
+        pid: None,
+        why,
+    }
 }
 
 fn row((record, pid, why): Row) -> ExportRow {
@@ -62,6 +122,7 @@ fn row((record, pid, why): Row) -> ExportRow {
         disk: record.disk,
         name: record.name,
         listen: record.listen.iter().map(ToString::to_string).collect(),
+        vhost_user: None,
         tls: record.tls.map(|folder| folder.to_string_lossy().into_owned()),
         any_client: record.any_client,
         read_only: record.read_only,

@@ -228,14 +228,20 @@ fn every_type_of_a_tap_is_described_as_it_is() {
 fn every_type_of_a_device_is_described_as_it_is() {
     let disk = DiskId { domid: 1, devid: 51712 };
     let (image, device) = (Some("vhd:/a".to_owned()), "/dev/nbd0".to_owned());
-    let (read_only, shared, connections) = (true, true, 4);
-    let asked =
-        AddDeviceParams { disk: Some(disk), image: image.clone(), read_only, shared, connections };
+    let (read_only, shared, connections, by) = (true, true, 4, DeviceKind::Ublk);
+    let asked = AddDeviceParams {
+        disk: Some(disk),
+        image: image.clone(),
+        read_only,
+        shared,
+        connections,
+        by: Some(by),
+    };
     same("AddDeviceParams", &asked);
     same("RemoveDeviceParams", &RemoveDeviceParams { device: device.clone() });
     let (bytes, users) = (1 << 40, vec!["mounted at /mnt".to_owned()]);
     let row =
-        DeviceRow { device: device.clone(), disk, image, bytes, read_only, connections, users };
+        DeviceRow { device: device.clone(), disk, image, bytes, read_only, connections, by, users };
     same("DeviceRow", &row);
     same("DeviceRows", &DeviceRows { devices: vec![row] });
     same("CleanedDevices", &CleanedDevices { removed: vec![device] });
@@ -247,9 +253,12 @@ fn every_type_of_an_export_is_described_as_it_is() {
     let (listen, tls) = (vec!["192.0.2.5:10809".to_owned()], Some("/etc/ferrite/tls".to_owned()));
     let (any_client, plain, read_only, shared, no_list) = (true, true, true, true, true);
     let (name, pid, why) = ("disk".to_owned(), Some(7), Some("no".to_owned()));
+    let vhost_user = Some("/run/disk.sock".to_owned());
     let asked = ExportParams {
         disk,
         listen: listen.clone(),
+        vhost_user: vhost_user.clone(),
+        queues: Some(7),
         tls: tls.clone(),
         any_client,
         plain,
@@ -260,7 +269,8 @@ fn every_type_of_an_export_is_described_as_it_is() {
     };
     same("ExportParams", &asked);
     same("UnexportParams", &UnexportParams { disk });
-    let row = ExportRow { disk, name, listen, tls, any_client, read_only, no_list, pid, why };
+    let row =
+        ExportRow { disk, name, listen, vhost_user, tls, any_client, read_only, no_list, pid, why };
     same("ExportRow", &row);
     same("ExportRows", &ExportRows { exports: vec![row] });
 }

@@ -1,15 +1,17 @@
 //! The record of a device: a small file in `/run/ferrite/devices`, for the next daemon.
 //!
 //! It is written before the device is made, and again when its index is known. A daemon that dies in between finds the
-//! device by its identifier, which the kernel keeps (from Linux 5.14 on).
+//! device by its identifier or its mark, which the kernel keeps (the identifier of NBD from Linux 5.14 on).
 
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use ferrite_host::nbd_device;
 use serde::{Deserialize, Serialize};
 
+use super::by_ublk;
+use super::kernel::{Kind, Name};
 use crate::state::DiskId;
 use crate::state_files::{StateFiles, Stated};
 
@@ -22,15 +24,21 @@ const PREFIX: &str = "ferrite-";
 #[serde(deny_unknown_fields)]
 pub(crate) struct Record {
     version: u32,
-    /// The text by which the kernel knows the device. Of this host, it is used once.
+    /// Which driver has the device.
+    #[serde(default, skip_serializing_if = "Kind::is_default")]
+    pub(crate) kind: Kind,
+    /// The text by which the kernel's NBD client knows the device. Of this host, it is used once.
     pub(crate) identifier: String,
+    /// The number by which the ublk driver knows the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) mark: Option<u64>,
     /// The disk that it shows.
     pub(crate) disk: DiskId,
     /// Its index, once the kernel has made it.
     pub(crate) index: Option<u32>,
     /// Whether it is for reading only.
     pub(crate) read_only: bool,
-    /// The number of its connections.
+    /// The number of its connections or queues.
     pub(crate) connections: u32,
     /// The size in bytes that it was made with.
     pub(crate) bytes: u64,
@@ -43,21 +51,30 @@ pub(crate) struct Record {
 
 impl Record {
     /// The record of a device that is to be made. `unique` was not used since this host was started.
-    pub(crate) fn new(disk: DiskId, unique: u64, owns_disk: bool) -> Record {
-        let identifier = format!("{PREFIX}{}-{unique:x}", disk.file_name());
-        let (index, read_only, connections, bytes, shared) = (None, false, 1, 0, false);
-        let version = VERSION;
+    pub(crate) fn new(disk: DiskId, kind: Kind, unique: u64, owns_disk: bool) -> Record {
         Record {
-            version,
-            identifier,
+            version: VERSION,
+            kind,
+            identifier: format!("{PREFIX}{}-{unique:x}", disk.file_name()),
+            mark: (kind == Kind::Ublk).then(|| by_ublk::mark(unique)),
             disk,
-            index,
-            read_only,
-            connections,
-            bytes,
+            index: None,
+            read_only: false,
+            connections: 1,
+            bytes: 0,
             owns_disk,
-            shared,
+            shared: false,
         }
+    }
+
+    /// The device, once the kernel has made it.
+    pub(crate) fn device(&self) -> Option<Name> {
+        Some(Name { kind: self.kind, index: self.index? })
+    }
+
+    /// The device's path. It is empty before the kernel has made it.
+    pub(crate) fn path(&self) -> PathBuf {
+        self.device().map(Name::path).unwrap_or_default()
     }
 
     /// Writes the file.
@@ -75,7 +92,7 @@ impl Record {
         let _ = fs::remove_dir(folder);
     }
 
-    /// Whether the kernel has this device under its index.
+    /// Whether the kernel's NBD client has this device under its index.
     pub(crate) fn is_at(&self, index: u32) -> bool {
         match nbd_device::identifier(index) {
             Some(identifier) => identifier == self.identifier,
@@ -116,7 +133,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let at = folder.path().join("devices");
         assert_eq!(all(&at), []);
-        let mut record = Record::new(DiskId::tap(3), 0xab, true);
+        let mut record = Record::new(DiskId::tap(3), Kind::Nbd, 0xab, true);
         record.write(&at).unwrap();
         record.index = Some(7);
         record.write(&at).unwrap();

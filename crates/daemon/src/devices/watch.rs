@@ -1,4 +1,4 @@
-//! Hears of the end of a device's connections, and gives the kernel new ones.
+//! Hears of the end of a device's connections or worker, and gives the kernel new ones.
 //!
 //! One thread does that for all devices. It sleeps until a connection ends, and tries again after growing pauses while a
 //! disk cannot be connected to. It ends with the last device.
@@ -8,11 +8,11 @@ use std::os::fd::AsFd as _;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use ferrite_host::nbd_device::Devices as Kernel;
 use ferrite_serve::waker::Waker;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{Device, Streams, disconnect, forget, with_connection};
+use super::kernel::{self, Again};
+use super::{Device, Name, forget};
 use crate::Shared;
 use crate::state::States;
 
@@ -102,54 +102,44 @@ fn wait(shared: &Shared, waker: &Waker, timeout: Option<Duration>) {
 /// Gives new connections to each device that has lost its own, and removes those whose disk is gone. Returns whether all
 /// are connected.
 fn connect_all(shared: &Arc<Shared>) -> bool {
-    let without = |known: &BTreeMap<u32, Device>| -> Vec<u32> {
-        known.iter().filter(|(_, d)| d.streams.is_empty()).map(|(index, _)| *index).collect()
+    let without = |known: &BTreeMap<Name, Device>| -> Vec<Name> {
+        known.iter().filter(|(_, d)| d.streams.is_empty()).map(|(name, _)| *name).collect()
     };
     let all = without(&shared.devices.lock());
-    let unconnected = all.into_iter().filter(|index| !connect(shared, *index)).count();
+    let unconnected = all.into_iter().filter(|name| !connect(shared, *name)).count();
     unconnected == 0
 }
 
-fn connect(shared: &Arc<Shared>, index: u32) -> bool {
+fn connect(shared: &Arc<Shared>, name: Name) -> bool {
     let _one = shared.devices.change();
-    let record = shared.devices.lock().get(&index).map(|device| device.record.clone());
+    let record = shared.devices.lock().get(&name).map(|device| device.record.clone());
     let Some(record) = record else { return true };
-    let Ok(mut kernel) = Kernel::open() else { return false };
-    let Ok(connected) = kernel.connected() else { return false };
-    if !connected.contains(&index) || !record.is_at(index) {
-        tracing::warn!("/dev/nbd{index} was removed by another program");
-        forget(shared, index, &record);
-        return true;
-    }
-    let socket = shared.table.read(|disks| disks.get(&record.disk).map(|entry| entry.nbd.clone()));
-    let Some(socket) = socket else {
+    let path = name.path();
+    let path = path.display();
+    if !shared.table.read(|disks| disks.contains_key(&record.disk)) {
         if States::peek(&shared.paths.states(), record.disk).is_some() {
             // It has not come back yet after the daemon's start.
             return false;
         }
-        tracing::warn!("/dev/nbd{index} is removed: its disk {} is detached", record.disk);
-        if let Err(e) = disconnect(&record, index) {
-            tracing::warn!("/dev/nbd{index} is not removed: {e}");
+        tracing::warn!("{path} is removed: its disk {} is detached", record.disk);
+        if let Err(e) = kernel::remove(&record) {
+            tracing::warn!("{path} is not removed: {e}");
         }
-        forget(shared, index, &record);
+        forget(shared, name, &record);
         return true;
-    };
-    let Some(socket) = socket else { return false };
-    let Ok(streams) = Streams::connect(&socket, record.connections) else { return false };
-    if streams.export.bytes < record.bytes {
-        // Only another disk can be smaller.
-        return false;
     }
-    match with_connection(&record, &streams, |wanted| kernel.reconnect(index, wanted)) {
-        Ok(()) => {
-            if let Some(device) = shared.devices.lock().get_mut(&index) {
-                device.streams = streams.streams;
+    match kernel::connect(shared, &record, name.index) {
+        Again::Connected(streams) => {
+            if let Some(device) = shared.devices.lock().get_mut(&name) {
+                device.streams = streams;
             }
             true
         }
-        Err(e) => {
-            tracing::warn!("/dev/nbd{index} gets no new connections: {e}");
-            false
+        Again::Waits => false,
+        Again::Gone => {
+            tracing::warn!("{path} was removed by another program");
+            forget(shared, name, &record);
+            true
         }
     }
 }

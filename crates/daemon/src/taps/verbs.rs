@@ -16,7 +16,7 @@ use crate::params::Image;
 use crate::pause::{self, NotDone, Pause};
 use crate::state::{DiskId, DiskState, TapState};
 use crate::table::{Closing, Entry, Phase};
-use crate::{Failure, Shared, devices, exports};
+use crate::{Failure, Shared, devices, exports, vhost};
 
 /// How long an image may take to be opened.
 const OPENED_WITHIN: Duration = Duration::from_secs(60);
@@ -177,6 +177,7 @@ fn open_as(
             false => shared.end_of_earlier(id),
             true => {
                 exports::end_of_earlier(shared, id);
+                vhost::end_of_earlier(shared, id);
                 devices::end_of_earlier_held(shared, id);
             }
         }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use clap::Args;
 use ferrite_daemon::control::client::ClientError;
 use ferrite_daemon::control::protocol::{
-    AddDeviceParams, CleanedDevices, DeviceRow, DeviceRows, Nothing, RemoveDeviceParams,
+    AddDeviceParams, CleanedDevices, DeviceKind, DeviceRow, DeviceRows, Nothing, RemoveDeviceParams,
 };
 use ferrite_disk::size::Human;
 
@@ -24,9 +24,34 @@ const CHANGE: Duration = Duration::from_secs(130);
 
 /// The help of `disk device` after its options.
 pub(crate) const HELP: &str = "\
-It prints the device's name. The kernel's NBD client makes the device (module nbd). It stays until it is removed,
-also when the daemon ends. To mount what a running guest has mounted, even for reading only, needs care:
+It prints the device's name. The kernel's NBD client makes the device (module nbd), or its ublk driver (module ublk_drv,
+Linux 6.5). It stays until it is removed, also when the daemon ends. To mount what a running guest has mounted, even for reading only, needs care:
 docs/access.md.";
+
+/// A driver of the kernel that makes devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Driver {
+    /// The kernel's NBD client.
+    Nbd,
+    /// The driver whose requests the disk's worker serves itself.
+    Ublk,
+}
+
+impl Driver {
+    fn kind(self) -> DeviceKind {
+        match self {
+            Driver::Nbd => DeviceKind::Nbd,
+            Driver::Ublk => DeviceKind::Ublk,
+        }
+    }
+
+    fn module(self) -> &'static str {
+        match self {
+            Driver::Nbd => "nbd",
+            Driver::Ublk => "ublk_drv",
+        }
+    }
+}
 
 /// `ferrite disk device`.
 #[derive(Debug, Args)]
@@ -40,7 +65,7 @@ pub(crate) struct DeviceArgs {
     )]
     pub(crate) disk: Option<OsString>,
 
-    /// Remove this device: /dev/nbdN. One that is mounted stays.
+    /// Remove this device: /dev/nbdN or /dev/ublkbN. One that is mounted stays.
     #[arg(long, value_name = "DEVICE")]
     pub(crate) remove: Option<String>,
 
@@ -52,13 +77,17 @@ pub(crate) struct DeviceArgs {
     #[arg(long, conflicts_with = "read_only")]
     pub(crate) shared: bool,
 
-    /// Connections of the device. With more than one, requests that are under way when the disk's keeper is killed wait
+    /// Which driver of the kernel makes the device. ferrite doctor says which there are.
+    #[arg(long, value_name = "DRIVER", default_value = "nbd")]
+    pub(crate) by: Driver,
+
+    /// Connections of the device, or queues by ublk. With more than one connection, requests that are under way when the disk's keeper is killed wait
     /// for 30 days.
     #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u32).range(1..=4))]
     pub(crate) connections: u32,
 
-    /// Load the kernel's module nbd first, if it is not loaded.
+    /// Load the kernel's module first, if it is not loaded: nbd or ublk_drv.
     #[arg(long)]
     pub(crate) load: bool,
 
@@ -101,13 +130,15 @@ pub(super) fn device(args: &DeviceArgs) -> Result<(), Failure> {
         read_only: args.read_only,
         shared: args.shared,
         connections: args.connections,
+        // A daemon of the version before knows no other.
+        by: Some(args.by.kind()).filter(|by| *by != DeviceKind::default()),
     };
     match as_disk(name) {
         Some(disk) => asked.disk = Some(id(disk.find()?)),
         None => asked.image = Some(pause::named("cannot make a device of", name)?),
     }
     if args.load {
-        load()?;
+        load(args.by.module())?;
     }
     let done: DeviceRow = call(run, "device.add", &asked, CHANGE).map_err(|e| failed(&what, &e))?;
     tell(args.json, &done, || println!("{}", done.device))
@@ -121,12 +152,13 @@ fn as_disk(name: &OsStr) -> Option<GuestDisk> {
     name.to_str().filter(|_| !is_image)?.parse().ok()
 }
 
-fn load() -> Result<(), Failure> {
+fn load(module: &str) -> Result<(), Failure> {
     let failed = |why: String| {
-        let help = "install the kernel's modules, or use a kernel that has its NBD client";
-        Failure::new("cannot load the module nbd", why, help)
+        let help =
+            "install the kernel's modules, or use a kernel that has this one (ferrite doctor)";
+        Failure::new(format!("cannot load the module {module}"), why, help)
     };
-    let done = Command::new("modprobe").arg("nbd").output();
+    let done = Command::new("modprobe").arg(module).output();
     let done = done.map_err(|e| failed(format!("modprobe: {e}")))?;
     match done.status.success() {
         true => Ok(()),

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use ferrite_daemon::control::protocol::{
@@ -19,7 +19,7 @@ use crate::plain::one_line;
 
 /// The help of `disk export` after its options.
 pub(crate) const HELP: &str = "\
-It prints where it listens. The export goes on when the daemon or the disk's worker ends, until it is removed
+It prints where it listens: for clients of NBD, or for a guest of QEMU (--vhost-user). The export goes on when the daemon or the disk's worker ends, until it is removed
 (ferrite disk unexport) or the disk is detached. Certificates: docs/access.md.";
 
 /// `ferrite disk export`.
@@ -31,8 +31,18 @@ pub(crate) struct ExportArgs {
     #[command(flatten)]
     pub(crate) network: NetworkArgs,
 
-    /// The name by which clients choose the disk. Without it, that of the image's file without extension, or of the
-    /// volume. The empty name chooses it, too.
+    /// Listen at this socket for a guest of QEMU (vhost-user-blk) in place of clients of NBD. The socket is accessible
+    /// to the daemon's user only.
+    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["listen", "no_list"])]
+    pub(crate) vhost_user: Option<PathBuf>,
+
+    /// Queues that this guest is offered; it uses up to one a processor.
+    #[arg(long, value_name = "N", requires = "vhost_user",
+          value_parser = clap::value_parser!(u16).range(1..=16))]
+    pub(crate) queues: Option<u16>,
+
+    /// The name by which clients choose the disk, or that the guest of QEMU sees as its serial. Without it, that of the
+    /// image's file without extension, or of the volume. The empty name chooses it, too.
     #[arg(long, value_name = "NAME")]
     pub(crate) name: Option<String>,
 
@@ -85,8 +95,11 @@ pub(super) fn export(args: &ExportArgs) -> Result<(), Failure> {
     let usage = |what: &str, why: &str, help: &str| {
         Failure::new(what.to_owned(), why, help).with_code(Code::USAGE)
     };
+    if let Some(socket) = &args.vhost_user {
+        return export_by_vhost(args, socket);
+    }
     if args.network.listen.is_empty() {
-        let help = "name one: --listen ADDRESS:PORT";
+        let help = "name one: --listen ADDRESS:PORT, or --vhost-user SOCKET for a guest of QEMU";
         return Err(usage("cannot export the disk", "no address is named", help));
     }
     if args.network.tls.is_none() && !args.network.plain {
@@ -105,6 +118,8 @@ pub(super) fn export(args: &ExportArgs) -> Result<(), Failure> {
     let asked = ExportParams {
         disk: id(disk),
         listen: args.network.listen.iter().map(ToString::to_string).collect(),
+        vhost_user: None,
+        queues: None,
         tls,
         any_client: args.network.tls_any_client,
         plain: args.network.plain,
@@ -116,6 +131,32 @@ pub(super) fn export(args: &ExportArgs) -> Result<(), Failure> {
     let done: ExportRow = call(&args.places.run_dir, "disk.export", &asked, ANSWER)
         .map_err(|e| of_disk("cannot export disk", disk, &e))?;
     tell(args.json, &done, || done.listen.iter().for_each(|place| println!("{place}")))
+}
+
+fn export_by_vhost(args: &ExportArgs, socket: &Path) -> Result<(), Failure> {
+    let disk = args.disk.disk.find()?;
+    let socket = std::path::absolute(socket).ok();
+    let Some(Ok(socket)) = socket.map(|path| path.into_os_string().into_string()) else {
+        let help = "name another place";
+        return Err(Failure::new("cannot export the disk", "the socket's name is not UTF-8", help)
+            .with_code(Code::USAGE));
+    };
+    let asked = ExportParams {
+        disk: id(disk),
+        listen: Vec::new(),
+        vhost_user: Some(socket),
+        queues: args.queues,
+        tls: None,
+        any_client: false,
+        plain: false,
+        name: args.name.clone(),
+        read_only: args.read_only,
+        shared: args.shared,
+        no_list: false,
+    };
+    let done: ExportRow = call(&args.places.run_dir, "disk.export", &asked, ANSWER)
+        .map_err(|e| of_disk("cannot export disk", disk, &e))?;
+    tell(args.json, &done, || done.vhost_user.iter().for_each(|socket| println!("{socket}")))
 }
 
 pub(super) fn unexport(args: &UnexportArgs) -> Result<(), Failure> {
@@ -162,7 +203,9 @@ fn table(exports: &[ExportRow]) -> String {
             (Some(_), true) => "any",
             (Some(_), false) => "known",
         };
-        text += &format!("{disk:<16}{name:<16}{mode:<6}{tls:<7}{}\n", row.listen.join(" "));
+        let places = row.listen.iter().chain(&row.vhost_user).map(|place| one_line(place));
+        let places = places.collect::<Vec<_>>().join(" ");
+        text += &format!("{disk:<16}{name:<16}{mode:<6}{tls:<7}{places}\n");
         if let Some(why) = &row.why {
             text += &format!("    {}\n", one_line(why));
         }

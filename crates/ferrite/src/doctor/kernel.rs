@@ -1,5 +1,8 @@
 //! The interfaces that the kernel offers.
 
+use std::fs;
+use std::path::Path;
+
 use rustix::process::{Resource, getrlimit};
 
 use ferrite_disk::size::Human;
@@ -24,6 +27,7 @@ pub(super) fn checks(chosen: Option<EngineKind>) -> Vec<Check> {
         locked_memory(),
         run_directory(),
         devices(),
+        ublk(),
     ]
 }
 
@@ -214,9 +218,9 @@ fn run_directory() -> Check {
     }
 }
 
-/// Disks as block devices of this host.
+/// Disks as block devices of this host, by the kernel's NBD client.
 fn devices() -> Check {
-    let name = "devices";
+    let name = "devices, nbd";
     match ferrite_host::nbd_device::Devices::open() {
         Ok(_) => check(
             name,
@@ -224,14 +228,53 @@ fn devices() -> Check {
             "nbd is loaded".into(),
             "ferrite disk device shows disks to this host",
         ),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => check(
-            name,
-            State::Ok,
-            "nbd is not loaded".into(),
-            "only ferrite disk device needs it: modprobe nbd, or --load",
-        ),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => match has_module("nbd") {
+            true => check(
+                name,
+                State::Ok,
+                "nbd is not loaded".into(),
+                "only ferrite disk device needs it: modprobe nbd, or --load",
+            ),
+            false => check(
+                name,
+                State::Ok,
+                "this kernel has no nbd".into(),
+                "only ferrite disk device needs it: --by ublk, or a kernel with the module nbd",
+            ),
+        },
         Err(e) => check(name, State::Ok, format!("nbd cannot be asked for: {e}"), ""),
     }
+}
+
+/// The same by its ublk driver.
+fn ublk() -> Check {
+    let name = "devices, ublk";
+    let (found, means) = match ferrite_io::ublk::Control::open() {
+        Ok(_) => ("ublk_drv is loaded".into(), "ferrite disk device --by ublk may use it"),
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => (
+            format!("ublk_drv cannot be asked: {e}"),
+            "run ferrite doctor as root; --by nbd does the same",
+        ),
+        Err(_) if has_module("ublk_drv") => (
+            "ublk_drv is not loaded".into(),
+            "only ferrite disk device --by ublk needs it: modprobe ublk_drv, or --load",
+        ),
+        Err(_) => (
+            "this kernel has no ublk_drv".into(),
+            "only ferrite disk device --by ublk needs it; --by nbd does the same",
+        ),
+    };
+    check(name, State::Ok, found, means)
+}
+
+/// Whether the running kernel has this module, loaded or not.
+fn has_module(module: &str) -> bool {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    let folder = Path::new("/lib/modules").join(release);
+    let lists = ["modules.dep", "modules.builtin"].map(|list| folder.join(list));
+    let file = format!("/{module}.ko");
+    let names = |line: &str| line.split(':').next().is_some_and(|path| path.contains(&file));
+    lists.iter().any(|list| fs::read_to_string(list).unwrap_or_default().lines().any(names))
 }
 
 #[cfg(test)]

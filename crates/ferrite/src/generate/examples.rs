@@ -167,6 +167,7 @@ fn examples(name: &str) -> Terms {
         "ferrite-disk-device" => &[
             ("An image that no guest uses.", "ferrite disk device --load /srv/web1.vhd"),
             ("A running guest's disk, to look at.", "ferrite disk device web1/xvda --read-only"),
+            ("By the ublk driver.", "ferrite disk device --load --by ublk /srv/web1.vhd"),
             ("Remove one.", "ferrite disk device --remove /dev/nbd0"),
         ],
         "ferrite-disk-devices" => &[("All devices of disks.", "ferrite disk devices")],
@@ -236,10 +237,16 @@ fn examples(name: &str) -> Terms {
             "Keep a guest's disk as it is now.",
             "ferrite disk snapshot web1/xvdb /srv/web1-monday.vhd",
         )],
-        "ferrite-disk-export" => &[(
-            "Let a backup host read a running disk.",
-            "ferrite disk export web1/xvda --listen 192.0.2.5:10809 --tls /etc/pki/ferrite --read-only",
-        )],
+        "ferrite-disk-export" => &[
+            (
+                "Let a backup host read a running disk.",
+                "ferrite disk export web1/xvda --listen 192.0.2.5:10809 --tls /etc/pki/ferrite --read-only",
+            ),
+            (
+                "Let a guest of QEMU have a disk.",
+                "ferrite disk export tap/0 --vhost-user /run/disk.sock --queues 2",
+            ),
+        ],
         "ferrite-disk-unexport" => {
             &[("End the exports of a disk.", "ferrite disk unexport web1/xvda")]
         }

@@ -42,10 +42,13 @@ pub struct Protocol {
     pub max_files: usize,
 }
 
-/// The client channel, which brings NBD clients from a keeper to its worker. Both are one program, so
+/// The client channel, which brings clients from a keeper to its worker. Both are one program, so
 /// there is one version. It stands here since the crates of the two do not know each other.
 pub const CLIENT_CHANNEL: Protocol =
-    Protocol { name: "the client channel", max_bytes: 16, max_files: 1 };
+    Protocol { name: "the client channel", max_bytes: 512, max_files: 3 };
+
+/// The bytes of a client of NBD in the client channel. Others have bytes that the keeper passes on.
+pub const NBD_CLIENT: &[u8] = b"client";
 
 /// The socket between a keeper and its relay, for the same reason. The relay may be an older program:
 /// the keeper knows its version.

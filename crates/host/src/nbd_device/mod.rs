@@ -119,12 +119,6 @@ pub fn path(index: u32) -> PathBuf {
     PathBuf::from(format!("/dev/nbd{index}"))
 }
 
-/// The index of a device, by its name.
-pub fn index_of(path: &Path) -> Option<u32> {
-    let number = path.to_str()?.strip_prefix("/dev/nbd")?;
-    number.parse().ok().filter(|index: &u32| index.to_string() == number)
-}
-
 /// The identifier that a connected device was made with. `None`: it has none, or the kernel is older than 5.14 and does
 /// not tell it.
 pub fn identifier(index: u32) -> Option<String> {
@@ -132,16 +126,15 @@ pub fn identifier(index: u32) -> Option<String> {
     Some(text.trim_end().to_owned())
 }
 
-/// Who uses a device or a partition of it, for people: mount points, swap space, devices that stand on it, programs that
+/// Who uses a block device (`nbd0`, or that of another driver) or a partition of it, for people: mount points, swap space, devices that stand on it, programs that
 /// have it open. Those in other mount namespaces are seen, too, if they have it by its usual name.
 ///
 /// # Errors
 /// The lists of the kernel cannot be read.
-pub fn users(index: u32) -> io::Result<Vec<String>> {
-    let name = format!("nbd{index}");
-    let folder = PathBuf::from("/sys/block").join(&name);
+pub fn users(name: &str) -> io::Result<Vec<String>> {
+    let folder = PathBuf::from("/sys/block").join(name);
     let partition = format!("{name}p");
-    let mut parts = vec![(name, folder.clone())];
+    let mut parts = vec![(name.to_owned(), folder.clone())];
     for entry in fs::read_dir(&folder)? {
         let entry = entry?;
         if let Some(part) = entry.file_name().to_str().filter(|part| part.starts_with(&partition)) {

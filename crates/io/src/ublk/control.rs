@@ -14,10 +14,12 @@ use super::wire::{
 
 const PATH: &str = "/dev/ublk-control";
 
-/// The driver's control device. Each command waits for its end.
+/// The driver's control device. Each command waits for its end, however long the driver takes.
 pub struct Control {
     file: OwnedFd,
     ring: IoUring<squeue::Entry128, cqueue::Entry>,
+    /// A command could not be waited for: its end would be taken for that of the next one.
+    lost_one: bool,
 }
 
 impl Control {
@@ -29,7 +31,7 @@ impl Control {
     pub fn open() -> io::Result<Control> {
         let file = open(PATH, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
         let ring = IoUring::builder().dontfork().build(4)?;
-        Ok(Control { file, ring })
+        Ok(Control { file, ring, lost_one: false })
     }
 
     /// Makes a device. The driver chooses its number if that is `u32::MAX`, and leaves features out that it does not have.
@@ -71,12 +73,13 @@ impl Control {
         Ok(Parameters::sectors_of(&bytes))
     }
 
-    /// Starts a device, which appears as `/dev/ublkbN`. It waits until all tags wait for requests.
+    /// Starts a device, which appears as `/dev/ublkbN`. It waits until all tags wait for requests. `pid` is the process that
+    /// serves it.
     ///
     /// # Errors
     /// The driver's.
-    pub fn start(&mut self, device: u32) -> io::Result<()> {
-        self.command(START, device, &mut [], std::process::id().into())
+    pub fn start(&mut self, device: u32, pid: u32) -> io::Result<()> {
+        self.command(START, device, &mut [], pid.into())
     }
 
     /// Stops a device: its block device goes, and all tags end.
@@ -98,45 +101,53 @@ impl Control {
     /// Begins to serve a device whose server has gone. The character device may be opened then.
     ///
     /// # Errors
-    /// `ResourceBusy`: the driver has not noticed yet that the server has gone.
+    /// `ResourceBusy`: the driver has not noticed yet that the server has gone. `InvalidInput`: it was begun before, and no
+    /// tag waits for a request since then; what follows may follow.
     pub fn begin_recovery(&mut self, device: u32) -> io::Result<()> {
         self.command(BEGIN_RECOVERY, device, &mut [], 0)
     }
 
-    /// Lets requests come again. It waits until all tags wait for requests.
+    /// Lets requests come again. It waits until all tags wait for requests. `pid` is the process that serves them.
     ///
     /// # Errors
     /// The driver's.
-    pub fn end_recovery(&mut self, device: u32) -> io::Result<()> {
-        self.command(END_RECOVERY, device, &mut [], std::process::id().into())
+    pub fn end_recovery(&mut self, device: u32, pid: u32) -> io::Result<()> {
+        self.command(END_RECOVERY, device, &mut [], pid.into())
     }
 
     fn command(&mut self, op: u32, device: u32, buf: &mut [u8], value: u64) -> io::Result<()> {
-        let buffer = match buf.len() {
+        if self.lost_one {
+            return Err(io::Error::other("an earlier command could not be waited for"));
+        }
+        let mut own: Box<[u8]> = Box::from(&*buf);
+        let buffer = match own.len() {
             0 => (0, 0),
-            len => (buf.as_mut_ptr() as u64, len as u16),
+            len => (own.as_mut_ptr() as u64, len as u16),
         };
         let fd = Fd(self.file.as_raw_fd());
         let entry = opcode::UringCmd80::new(fd, op).cmd(control_bytes(device, buffer, value));
-        // SAFETY: the entry names the file, which lives as long as the ring, and the buffer, which is borrowed until the
-        // command has ended: below this waits for that, whatever signals come.
+        // SAFETY: the entry names the file, which lives as long as the ring, and a buffer of this function's own, which is
+        // read again after the command's end only, and never freed if that end is not seen.
         unsafe { self.ring.submission().push(&entry.build()) }
             .map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
-        loop {
+        let result = loop {
             match self.ring.submit_and_wait(1) {
                 Err(e) if e.kind() != io::ErrorKind::Interrupted => {
-                    // Whether the kernel has the buffer is not known.
-                    tracing::error!("a command for a block device cannot be waited for: {e}");
-                    std::process::abort();
+                    // The kernel may have the buffer still.
+                    Box::leak(own);
+                    self.lost_one = true;
+                    return Err(e);
                 }
                 _ => {}
             }
             if let Some(ended) = self.ring.completion().next() {
-                return match ended.result() {
-                    error if error < 0 => Err(io::Error::from_raw_os_error(-error)),
-                    _ => Ok(()),
-                };
+                break ended.result();
             }
+        };
+        buf.copy_from_slice(&own);
+        match result {
+            error if error < 0 => Err(io::Error::from_raw_os_error(-error)),
+            _ => Ok(()),
         }
     }
 }

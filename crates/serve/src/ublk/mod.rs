@@ -13,7 +13,9 @@ mod queue;
 
 use std::io;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use ferrite_disk::{Disk, SECTOR_BYTES};
 use ferrite_io::pool::Pool;
@@ -31,6 +33,8 @@ use queue::Queue;
 
 /// Most bytes of a read or write.
 pub const MAX_BYTES: u32 = 1 << 20;
+/// How often the queues are looked at that are to be ready.
+const LOOK: Duration = Duration::from_millis(20);
 /// Operations in flight of a queue, at most.
 const ENGINE_ENTRIES: u32 = 256;
 
@@ -75,6 +79,8 @@ pub struct Service {
     shared: Arc<Shared>,
     ended: Arc<Waker>,
     threads: Vec<JoinHandle<io::Result<()>>>,
+    /// One message of each queue whose tags wait for requests.
+    ready: Receiver<()>,
 }
 
 impl Service {
@@ -95,17 +101,23 @@ impl Service {
         let (device, tuning) = (device.clone(), options.tuning);
         let shared = Shared::new(device, pool, queues, tuning, Arc::default(), counters)?;
         let shared = Arc::new(shared);
-        let mut service = Service { shared: shared.clone(), ended, threads: Vec::new() };
+        let (tell, ready) = sync_channel(queues);
+        let mut service = Service { shared: shared.clone(), ended, threads: Vec::new(), ready };
         for (number, open) in openers.into_iter().enumerate() {
             let (shared, engine) = (shared.clone(), options.engine.clone());
             let (ended, read_only) = (service.ended.clone(), options.read_only);
+            let tell = tell.clone();
             let run = move || {
                 let arena = shared.pool.arena().clone();
                 let made = open().and_then(|channel| {
                     let engine = engine(arena, ENGINE_ENTRIES)?;
                     Queue::new(shared, number, channel, engine, read_only)
                 });
-                let result = made.and_then(Queue::run);
+                let ready = Box::new(move || {
+                    // Nobody has to wait for it.
+                    let _ = tell.try_send(());
+                });
+                let result = made.and_then(|queue| queue.when_ready(ready).run());
                 ended.wake();
                 result
             };
@@ -120,6 +132,22 @@ impl Service {
             }
         }
         Ok(service)
+    }
+
+    /// Waits until all tags of all queues wait for requests: the device may be started then. `false`: a queue has ended,
+    /// or it is not so within `limit`.
+    pub fn is_ready_within(&self, limit: Duration) -> bool {
+        let until = Instant::now() + limit;
+        let mut missing = self.threads.len();
+        while missing > 0 && !self.has_ended() {
+            let left = until.saturating_duration_since(Instant::now());
+            match self.ready.recv_timeout(left.min(LOOK)) {
+                Ok(()) => missing -= 1,
+                Err(_) if left.is_zero() => return false,
+                Err(_) => {}
+            }
+        }
+        missing == 0
     }
 
     /// Whether a queue has ended: the device was stopped, or the queue cannot go on.

@@ -56,6 +56,8 @@ pub(super) struct Queue {
     armed: bool,
     /// What was not flushed was flushed at the end.
     saved: bool,
+    /// Is called when all tags wait for requests.
+    ready: Option<Box<dyn FnOnce() + Send>>,
     ended: Vec<Ended>,
     tickets: Vec<Ticket>,
     copy_in: Vec<Ticket>,
@@ -91,10 +93,17 @@ impl Queue {
             blocked: false,
             armed: false,
             saved: false,
+            ready: None,
             ended: Vec::new(),
             tickets: Vec::new(),
             copy_in: Vec::new(),
         })
+    }
+
+    /// Calls `ready` when all tags wait for requests.
+    pub(super) fn when_ready(mut self, ready: Box<dyn FnOnce() + Send>) -> Queue {
+        self.ready = Some(ready);
+        self
     }
 
     /// Serves requests until the queue or its device is stopped. All requests that were taken are answered then.
@@ -139,6 +148,9 @@ impl Queue {
             }
             // Answers go to the driver before the last one of them lets this thread end.
             self.channel.submit()?;
+            if let Some(ready) = self.ready.take() {
+                ready();
+            }
             if self.is_over() {
                 return Ok(());
             }

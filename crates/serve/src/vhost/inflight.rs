@@ -20,6 +20,7 @@ use std::sync::Arc;
 
 use ferrite_io::foreign::{self, Fault, Memory};
 
+use super::MAX_QUEUES;
 use super::message::RawInflight;
 use super::ring::MAX_ENTRIES;
 
@@ -92,16 +93,29 @@ fn mark_of(disk: &str) -> [u8; MARK_BYTES] {
     mark
 }
 
-/// Makes a table for a disk, for the front end to keep. Returns its measures, too.
+/// Memory for a table of any shape.
+pub(super) fn memory() -> io::Result<File> {
+    let most = usize::from(MAX_QUEUES) * queue_bytes(MAX_ENTRIES) + MARK_BYTES;
+    foreign::create("ferrite-inflight", most as u64)
+}
+
+/// Makes a table for a disk, for the front end to keep: in `memory`, or in memory of its own. Returns its measures, too.
 pub(super) fn create(
     raw: &RawInflight,
     most_queues: u16,
     disk: &str,
-) -> Result<(File, RawInflight), BadTable> {
+    memory: Option<&OwnedFd>,
+) -> Result<(OwnedFd, RawInflight), BadTable> {
     let bytes = check_shape(raw, most_queues)?;
     let all = (bytes + MARK_BYTES) as u64;
-    let file = foreign::create("ferrite-inflight", all)?;
-    Memory::map(&file, 0, all)?.copy_in(bytes, &mark_of(disk))?;
+    let file = match memory {
+        Some(memory) => memory.try_clone()?,
+        None => foreign::create("ferrite-inflight", all)?.into(),
+    };
+    let table = Memory::map(&file, 0, all)?;
+    // An earlier front end may have had the same memory.
+    table.zero(0, bytes)?;
+    table.copy_in(bytes, &mark_of(disk))?;
     Ok((file, RawInflight { bytes: all, offset: 0, ..*raw }))
 }
 
@@ -254,8 +268,7 @@ mod tests {
     const RAW: RawInflight = RawInflight { bytes: 0, offset: 0, queues: 2, queue_size: 8 };
 
     fn table() -> (OwnedFd, RawInflight) {
-        let (file, raw) = create(&RAW, 4, "disk").unwrap();
-        (file.into(), raw)
+        create(&RAW, 4, "disk", None).unwrap()
     }
 
     /// What the next process finds for queue 1, whose used index is that.

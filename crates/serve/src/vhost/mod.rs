@@ -25,7 +25,7 @@ mod session;
 mod socket;
 
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
@@ -107,16 +107,39 @@ pub fn serve(
 /// Serves one front end, until it disconnects or `stop` is woken.
 ///
 /// # Errors
-/// It has done what makes no sense, or a queue cannot go on. It is disconnected.
+/// As [`serve_one_with`].
 pub fn serve_one(
     device: &Arc<Device>,
     options: &Options,
     stream: UnixStream,
     stop: &Waker,
 ) -> io::Result<()> {
+    serve_one_with(device, options, stream, None, stop)
+}
+
+/// As [`serve_one`], of a process that can make no memory for other processes: a table of requests in flight is made in
+/// `memory`, which is [`table_memory`] of another one.
+///
+/// # Errors
+/// The front end has done what makes no sense, or a queue cannot go on. It is disconnected.
+pub fn serve_one_with(
+    device: &Arc<Device>,
+    options: &Options,
+    stream: UnixStream,
+    memory: Option<OwnedFd>,
+    stop: &Waker,
+) -> io::Result<()> {
     let queues = usize::from(options.queues);
     let pool = Pool::with_scratch(options.memory, queues, Disk::MAX_SCRATCH_BYTES)?;
-    Session::new(stream, device, options, pool)?.run(stop)
+    Session::new(stream, device, options, pool)?.with_table_memory(memory).run(stop)
+}
+
+/// Memory for the table of requests in flight of any front end. It has no pages yet.
+///
+/// # Errors
+/// The kernel's.
+pub fn table_memory() -> io::Result<OwnedFd> {
+    Ok(inflight::memory()?.into())
 }
 
 /// The first part of each request on a queue at the beginning of this memory, as a running queue takes them from it; with the

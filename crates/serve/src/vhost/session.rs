@@ -13,7 +13,8 @@ use std::time::Duration;
 
 use ferrite_disk::GrowthWatch;
 use ferrite_io::pool::Pool;
-use rustix::fs::{CWD, OFlags, fcntl_getfl, fcntl_setfl, readlinkat};
+use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
+use rustix::io::write;
 
 use super::Options;
 use super::config::{Told, feature, protocol};
@@ -67,6 +68,8 @@ pub(super) struct Session<'a> {
     protocol: u64,
     memory: Option<SharedTable>,
     inflight: Option<Arc<Inflight>>,
+    /// Where a new table is made. Without it this process makes memory.
+    table_memory: Option<OwnedFd>,
     lines: Vec<Line>,
     /// Where the front end is told of changes.
     back: Option<OwnedFd>,
@@ -98,12 +101,18 @@ impl<'a> Session<'a> {
             protocol: 0,
             memory: None,
             inflight: None,
+            table_memory: None,
             lines: (0..options.queues).map(|_| Line::default()).collect(),
             back: None,
             ended: Arc::new(Waker::new()?),
             growth: disk.growth_watch(),
             requests: 0,
         })
+    }
+
+    /// Has a new table of requests in flight made in this memory.
+    pub(super) fn with_table_memory(self, memory: Option<OwnedFd>) -> Session<'a> {
+        Session { table_memory: memory, ..self }
     }
 
     /// Serves the front end until it disconnects, does what makes no sense, or `stop` is woken. All requests that were
@@ -245,9 +254,10 @@ impl<'a> Session<'a> {
             // The cache's mode was not offered, and nothing else can be written.
             Message::SetConfig => return Err(refused("the configuration cannot be changed")),
             Message::GetInflight(raw) => {
-                let (file, raw) =
-                    inflight::create(&raw, self.options.queues, &self.identity).map_err(refused)?;
-                return Ok(Reply::File(raw.encode(), file.into()));
+                let (queues, memory) = (self.options.queues, self.table_memory.as_ref());
+                let made = inflight::create(&raw, queues, &self.identity, memory);
+                let (file, raw) = made.map_err(refused)?;
+                return Ok(Reply::File(raw.encode(), file));
             }
             Message::SetInflight(raw) => self.set_inflight(&raw, file)?,
         }
@@ -467,16 +477,18 @@ fn set(event: &SharedEvent, to: Option<OwnedFd>) {
     *event.lock().unwrap_or_else(PoisonError::into_inner) = to;
 }
 
-/// An event descriptor that does not block. Other descriptors could: they are refused.
+/// An event descriptor that does not block. Other descriptors could: they are refused. A worker has no procfs to look at, so
+/// it is told by what it does: of all that has no type of a file, only an eventfd takes a number, and 0 changes nothing.
 fn event(file: Option<OwnedFd>) -> io::Result<Option<OwnedFd>> {
-    use std::os::fd::AsRawFd;
     let Some(file) = file else { return Ok(None) };
-    let link = readlinkat(CWD, format!("/proc/self/fd/{}", file.as_raw_fd()), Vec::new())?;
-    if link.as_bytes() != b"anon_inode:[eventfd]" {
-        return Err(refused("a descriptor for events is no eventfd"));
+    let is_nameless = FileType::from_raw_mode(fstat(&file)?.st_mode) == FileType::Unknown;
+    if is_nameless {
+        fcntl_setfl(&file, fcntl_getfl(&file)? | OFlags::NONBLOCK)?;
     }
-    fcntl_setfl(&file, fcntl_getfl(&file)? | OFlags::NONBLOCK)?;
-    Ok(Some(file))
+    match is_nameless && write(&file, &0u64.to_ne_bytes()) == Ok(8) {
+        true => Ok(Some(file)),
+        false => Err(refused("a descriptor for events is no eventfd")),
+    }
 }
 
 /// The front end is let go for this.

@@ -19,6 +19,7 @@ use super::connected::EngineFactory;
 use super::messages::Failure;
 use crate::log_limit::limited;
 use crate::nbd::Clients;
+use crate::others::Others;
 use crate::path::device::Device;
 
 /// How long the announcement waits for storage. libxl gives a backend 10 s to close.
@@ -38,7 +39,7 @@ impl Closing {
     pub(super) fn begin(
         device: &Arc<Device>,
         engine: &EngineFactory,
-        clients: Option<Clients>,
+        (clients, others): (Option<Clients>, Option<Others>),
     ) -> Result<Self, Failure> {
         let (device, engine) = (device.clone(), engine.clone());
         let (tell, done) = channel();
@@ -46,6 +47,7 @@ impl Closing {
         let body = move || {
             let _in_span = span.enter();
             clients.map(Clients::end);
+            others.map(Others::end);
             let closed = device.disk().and_then(|disk| {
                 // The same disk is kept for both steps: the one that is unlocked is the one that
                 // was closed.

@@ -10,6 +10,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ferrite_disk::{Disk, GrowthWatch};
+use ferrite_host::frames::{Frame, NBD_CLIENT};
 use ferrite_host::names;
 use ferrite_xen::hypervisor::{DomId, Hypervisor};
 
@@ -28,6 +29,7 @@ use crate::blkif::inflight::Table;
 use crate::blkif::negotiate::DiskFacts;
 use crate::log_limit::limited;
 use crate::nbd::{COURTESY, Clients, Options};
+use crate::others::{self, Others};
 use crate::path::device::Device;
 use crate::path::gate::Side;
 use crate::trace::clients::ClientTraces;
@@ -55,6 +57,8 @@ pub(super) struct Worker<'a> {
     closing: Option<Closing>,
     /// The NBD clients, from the first one on.
     clients: Option<Clients>,
+    /// Clients of other kinds, from the first one on.
+    others: Option<Others>,
     /// Whether clients are refused discards.
     keeps_all: bool,
     /// Whether the leftovers of a predecessor were read, or removed as an older disk's.
@@ -117,6 +121,7 @@ impl<'a> Worker<'a> {
             attached: None,
             closing: None,
             clients: None,
+            others: None,
             keeps_all: false,
             has_begun: false,
             growth: disk.growth_watch(),
@@ -132,8 +137,36 @@ impl<'a> Worker<'a> {
         self.keeps_all = keeps_all;
     }
 
+    /// Serves one more client of the client channel, or closes its connection on failure.
+    pub(super) fn accept(&mut self, frame: Frame) {
+        if frame.bytes != NBD_CLIENT {
+            return self.accept_other(frame);
+        }
+        // No descriptor may have been free for it.
+        if let Some(client) = frame.files.into_iter().next() {
+            self.accept_client(client.into());
+        }
+    }
+
+    /// Serves a client that is none of NBD.
+    fn accept_other(&mut self, frame: Frame) {
+        let device = self.context.device.clone();
+        if let Err(e) = self.shut_out_qemu().and_then(|()| self.enter()) {
+            let (limit, now_ns) = (&device.log_limits.connections, device.clock.now_ns());
+            let why = ServeError::from(e);
+            return limited!(warn, limit, now_ns, "a client was turned away: {why}");
+        }
+        let ConnectionContext { engine, tuning, counters, .. } = &self.context;
+        let others = self.others.get_or_insert_with(|| {
+            let (engine, tuning, counters) = (engine.clone(), *tuning, counters.clone());
+            let options = others::Options { memory: CLIENT_BYTES, engine, tuning, counters };
+            Others::new(device, options)
+        });
+        others.admit(frame);
+    }
+
     /// Serves one more NBD client of the disk, or closes its connection on failure.
-    pub(super) fn accept_client(&mut self, client: UnixStream) {
+    fn accept_client(&mut self, client: UnixStream) {
         let device = self.context.device.clone();
         let reject = |why: &str| {
             let (limit, now_ns) = (&device.log_limits.connections, device.clock.now_ns());
@@ -175,14 +208,16 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Whether there are NBD clients.
+    /// Whether there are clients beside the guest.
     pub(super) fn has_clients(&self) -> bool {
         self.clients.as_ref().is_some_and(Clients::are_there)
+            || self.others.as_ref().is_some_and(Others::are_there)
     }
 
     /// Ends all clients. Their requests that the disk works on are done when this returns.
     pub(super) fn end_clients(&mut self) {
         self.clients.take().map(Clients::end);
+        self.others.take().map(Others::end);
     }
 
     fn facts(&self) -> Result<DiskFacts, Failure> {
@@ -371,7 +406,7 @@ impl WorkerHandle for Worker<'_> {
             }
             Order::CheckSize => return self.check_size(),
             Order::Close if self.closes => {
-                let clients = self.clients.take();
+                let clients = (self.clients.take(), self.others.take());
                 let closing = Closing::begin(&self.context.device, &self.context.engine, clients)?;
                 match closing.wait_a_while() {
                     true => closing.wait()?,

@@ -191,7 +191,7 @@ impl WorkerProcess<'_> {
         if self.served.as_ref().is_some_and(|served| served.worker.has_clients()) {
             return Err(Failure::host(
                 "leave the image to another host",
-                io::Error::other("clients of NBD use it"),
+                io::Error::other("clients use it beside the guest"),
             ));
         }
         self.retire()

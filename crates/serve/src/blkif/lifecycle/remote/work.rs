@@ -260,11 +260,7 @@ impl<'a> WorkerProcess<'a> {
             return;
         };
         match CLIENT_CHANNEL.try_receive(client_channel) {
-            // There may be no client, or no descriptor was free for it.
-            Ok(frame) => {
-                let client = frame.and_then(|frame| frame.files.into_iter().next());
-                client.into_iter().for_each(|client| served.worker.accept_client(client.into()));
-            }
+            Ok(frame) => frame.into_iter().for_each(|frame| served.worker.accept(frame)),
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => self.client_channel = None,
             Err(_) => {}
         }
