@@ -15,6 +15,7 @@ mod hvm;
 mod images;
 mod lifecycle;
 mod media;
+mod net;
 mod nvme;
 mod own_grants;
 mod processors;
@@ -83,6 +84,11 @@ impl Case {
         OF_COMMITS.contains(&self.name)
     }
 
+    /// Whether it runs the workspace's tests in dom0.
+    pub(crate) fn needs_tests(&self) -> bool {
+        self.name.starts_with("host/")
+    }
+
     /// The test on a host that has PVH and HVM guests.
     const fn on_amd(self) -> Case {
         Case { processor: Processor::Amd, ..self }
@@ -123,6 +129,7 @@ pub(crate) fn all() -> Vec<Case> {
         shared::CASES,
         devices::CASES,
         media::CASES,
+        net::CASES,
         discard::CASES,
         host::CASES,
     ]
@@ -341,6 +348,11 @@ impl<'a> Bench<'a> {
     /// Starts an unmodified guest with a disk on a new image.
     fn default_guest(&mut self, image_mib: u32) -> Result<(Guest, Disk)> {
         self.guest_with_image(&GuestOptions::default(), image_mib)
+    }
+
+    /// A guest that the test has destroyed.
+    fn forget(&mut self, guest: &Guest) {
+        self.guests.retain(|other| other.name() != guest.name());
     }
 
     /// Checks that blkfront in a running guest has not complained.
