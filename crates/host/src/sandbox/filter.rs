@@ -1,10 +1,11 @@
 //! The kernel's two filters: of system calls (seccomp), and of names (landlock).
 
 use std::io;
+use std::path::Path;
 
 use landlock::{
-    ABI, Access as _, AccessFs, AccessNet, CompatLevel, Compatible as _, Ruleset, RulesetAttr as _,
-    RulesetStatus,
+    ABI, Access as _, AccessFs, AccessNet, CompatLevel, Compatible as _, PathBeneath, PathFd,
+    Ruleset, RulesetAttr as _, RulesetCreatedAttr as _, RulesetStatus,
 };
 use seccompiler::{BackendError, BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
@@ -35,6 +36,26 @@ pub(super) fn deny_changes(lacking: &mut Vec<String>) -> io::Result<()> {
         .and_then(|rules| rules.handle_access(AccessNet::BindTcp))
         .and_then(|rules| rules.create()?.restrict_self())
         .map_err(io::Error::other)?;
+    if denied.ruleset == RulesetStatus::NotEnforced {
+        lacking.push("no landlock (Linux 5.13, and lsm=... has to name it)".into());
+    }
+    Ok(())
+}
+
+/// Names below these folders can be used, but not executed; no others, and no TCP port.
+pub(super) fn keep_folders(folders: &[&Path], lacking: &mut Vec<String>) -> io::Result<()> {
+    let kept = AccessFs::from_all(KNOWN) & !AccessFs::Execute;
+    let mut rules = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(KNOWN))
+        .and_then(|rules| rules.handle_access(AccessNet::from_all(KNOWN)))
+        .and_then(|rules| rules.create())
+        .map_err(io::Error::other)?;
+    for folder in folders {
+        let below = PathBeneath::new(PathFd::new(folder).map_err(io::Error::other)?, kept);
+        rules = rules.add_rule(below).map_err(io::Error::other)?;
+    }
+    let denied = rules.restrict_self().map_err(io::Error::other)?;
     if denied.ruleset == RulesetStatus::NotEnforced {
         lacking.push("no landlock (Linux 5.13, and lsm=... has to name it)".into());
     }

@@ -9,7 +9,7 @@
 
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::processors;
 
@@ -102,6 +102,24 @@ pub fn deny_changes() -> io::Result<Lacking> {
     let mut lacking = Lacking::default();
     step("refuse new rights", rights::no_new_rights())?;
     step("deny changes of files", filter::deny_changes(&mut lacking.0))?;
+    Ok(lacking)
+}
+
+/// Leaves this process, for good, only what it opens below these folders: it may make, read, write and remove files
+/// there, and use devices. It executes nothing, listens on no TCP port and connects to none, and has no capability. It
+/// remains root's, whose files these are. The process has one thread; later ones are as it is.
+///
+/// # Errors
+/// It is not locked down: it has to end.
+pub fn keep_folders(folders: &[&Path]) -> io::Result<Lacking> {
+    rights::one_thread()?;
+    let mut lacking = Lacking::default();
+    processors::remember();
+    rights::one_arena();
+    step("lock memory at will", rights::lock_memory_at_will(&mut lacking.0))?;
+    step("refuse new rights", rights::no_new_rights())?;
+    step("give up capabilities", rights::leave_capabilities())?;
+    step("deny other names", filter::keep_folders(folders, &mut lacking.0))?;
     Ok(lacking)
 }
 
