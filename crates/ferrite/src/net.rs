@@ -1,6 +1,5 @@
 //! `ferrite net`: the network interfaces of guests, and a switch between them. Experimental.
 
-use std::collections::BTreeMap;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,11 +9,11 @@ use clap::{Args, Subcommand};
 use ferrite_net::packet::Uplink;
 use ferrite_net::tap::TapUplink;
 use ferrite_net::{Network, Options};
+use ferrite_seeing::interfaces::{Interface, Switch, read};
 use ferrite_xen::hypervisor::Hypervisor;
 use ferrite_xen::real::Xen;
 use ferrite_xen::store::Store;
 use rustix::fs::{FlockOperation, flock};
-use serde::{Deserialize, Serialize};
 
 use crate::exit::{Code, Failure};
 use crate::signals;
@@ -24,11 +23,14 @@ mod tests;
 
 /// The kind of backend below `backend` in xenstore: not `vif`, so the kernel's netback leaves it alone.
 const BACKEND_KIND: &str = "vif-ferrite";
+/// The kind of the interfaces that xl makes, whoever serves them.
+const XL_KIND: &str = "vif";
+/// What makes one of those ours.
+const SCRIPT: &str = "vif-ferrite";
+/// It is there while the kernel's netback takes all interfaces that xl makes.
+const NETBACK: &str = "/sys/bus/xen-backend/drivers/vif";
 /// How often changed counters are written, and a signal is looked for.
 const INTERVAL: Duration = Duration::from_millis(500);
-/// The most switches that are listed, and the largest file of one: far more than a host has.
-const MOST: usize = 1000;
-const BYTES_MAX: u64 = 1 << 20;
 
 /// `ferrite net`.
 #[derive(Debug, Args)]
@@ -56,6 +58,10 @@ struct NetServeArgs {
     #[arg(long, value_name = "TAP")]
     uplink: Option<String>,
 
+    /// Serve the interfaces that xl makes with script=vif-ferrite; netback must not be loaded.
+    #[arg(long)]
+    xl: bool,
+
     /// Offer up to this many queues for an interface.
     #[arg(long, value_name = "N", default_value_t = 4,
           value_parser = clap::value_parser!(u32).range(1..=16))]
@@ -77,23 +83,6 @@ struct FolderArgs {
     /// The folder of the switches' counters.
     #[arg(long, value_name = "DIR", default_value = "/run/ferrite/net")]
     counters: PathBuf,
-}
-
-/// The state of a switch, in the file `NAME.json` of the folder.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Switch {
-    switch: String,
-    #[serde(default)]
-    uplink: Option<String>,
-    interfaces: Vec<Interface>,
-}
-
-/// An interface. Sent and received are the guest's view.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Interface {
-    domid: u16,
-    handle: u32,
-    counts: BTreeMap<String, u64>,
 }
 
 /// The name is a part of a file's name.
@@ -128,8 +117,15 @@ fn serve(
 ) -> Result<(), Failure> {
     let what = format!("cannot serve the switch {}", args.switch);
     let stop = signals::flag()?;
+    if args.xl && Path::new(NETBACK).exists() {
+        let why = "the kernel's netback is loaded, which takes all interfaces that xl makes";
+        let help = "rmmod xen_netback, and keep it from being loaded: docs/network.md";
+        return Err(Failure::new(what, why, help).with_code(Code::BUSY));
+    }
     let file = Counted::claim(&args.folder.counters, &args.switch)?;
-    let mut options = Options::new(BACKEND_KIND, hypervisor, store);
+    let kind = if args.xl { XL_KIND } else { BACKEND_KIND };
+    let mut options = Options::new(kind, hypervisor, store);
+    options.script = args.xl.then(|| SCRIPT.to_owned());
     options.queues = args.queues;
     if let Some(name) = &args.uplink {
         let uplink = TapUplink::open(name).map_err(|e| {
@@ -209,33 +205,6 @@ impl Drop for Counted {
     }
 }
 
-/// All switches of the folder, by name. A file that is none is a problem.
-fn read(folder: &Path) -> io::Result<(Vec<Switch>, Vec<String>)> {
-    use io::Read as _;
-    let entries = match std::fs::read_dir(folder) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok((Vec::new(), Vec::new())),
-        entries => entries?,
-    };
-    let (mut switches, mut problems) = (Vec::new(), Vec::new());
-    for entry in entries.take(MOST) {
-        let path = entry?.path();
-        if path.extension().is_none_or(|extension| extension != "json") {
-            continue;
-        }
-        let mut text = String::new();
-        let read = std::fs::File::open(&path)
-            .and_then(|file| file.take(BYTES_MAX).read_to_string(&mut text))
-            .and_then(|_| Ok(serde_json::from_str::<Switch>(&text)?));
-        match read {
-            Ok(switch) => switches.push(switch),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            Err(e) => problems.push(format!("{}: {e}", path.display())),
-        }
-    }
-    switches.sort_by(|a, b| a.switch.cmp(&b.switch));
-    Ok((switches, problems))
-}
-
 fn stat(args: &NetStatArgs, is_json: bool) -> Result<(), Failure> {
     let folder = &args.folder.counters;
     let (switches, problems) = read(folder).map_err(|e| {
@@ -265,9 +234,9 @@ fn table(switches: &[Switch]) -> String {
     out.push('\n');
     for switch in switches {
         for interface in &switch.interfaces {
-            let count = |name: &str| interface.counts.get(name).copied().unwrap_or(0);
+            let count = |name: &str| interface.count(name);
             let refused = ["spoofed", "malformed", "failed", "unsupported"].map(count);
-            let name = format!("vif{}.{}", interface.domid, interface.handle);
+            let name = interface.name();
             let shown = crate::plain::one_line(&switch.switch);
             out += &format!("{name:<14} {shown:<14}");
             for name in ["sent_packets", "sent_bytes", "received_packets", "received_bytes"] {

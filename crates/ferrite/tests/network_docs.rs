@@ -24,7 +24,7 @@ fn the_commands_in_the_documentation_work() {
 fn the_options_in_the_documentation_are_known() {
     let help = ferrite(&["net", "serve", "--help"]);
     let help = String::from_utf8(help.stdout).unwrap();
-    for option in ["--switch", "--uplink"] {
+    for option in ["--switch", "--uplink", "--xl"] {
         assert!(PAGE.contains(option) && help.contains(option), "{option}: {help}");
     }
     assert!(help.contains("experimental"), "{help}");

@@ -16,6 +16,7 @@ use ferrite_xen::xenbus::XenbusState;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use crate::counters::{Counters, Counts};
+use crate::switch::Mac;
 use crate::worker::{Command, Report, Start, Worker, wait};
 use crate::{NetworkError, Options, VifId};
 
@@ -88,6 +89,7 @@ pub(crate) fn start(options: Options) -> Result<Control, NetworkError> {
     let mut follower = Follower {
         store: options.store,
         root: format!("backend/{}", options.kind),
+        script: options.script,
         queues: options.queues.max(1),
         hypervisor: options.hypervisor,
         commands,
@@ -97,6 +99,7 @@ pub(crate) fn start(options: Options) -> Result<Control, NetworkError> {
         ends: ends.clone(),
         known: known.clone(),
         vifs: BTreeMap::new(),
+        has_freed: false,
     };
     let run = move || {
         let outcome = follower.run();
@@ -121,11 +124,26 @@ struct Followed {
     is_connected: bool,
     /// It was stopped: its frontend has to close before it is connected again.
     is_stopped: bool,
+    /// Its address, while it is connected.
+    mac: Option<Mac>,
+    /// Another one has its address: it waits for the end of that.
+    is_waiting: bool,
+}
+
+/// What became of a connection.
+enum Connecting {
+    Done,
+    /// Another interface has its address. Each look tries again.
+    Waits,
+    /// The reason, in words.
+    Refused(String),
 }
 
 struct Follower {
     store: Store,
     root: String,
+    /// The hotplug script of this network's interfaces; `None`: any.
+    script: Option<String>,
     queues: u32,
     hypervisor: Arc<dyn Hypervisor>,
     commands: Sender<Command>,
@@ -135,6 +153,8 @@ struct Follower {
     ends: Arc<AtomicBool>,
     known: Known,
     vifs: BTreeMap<VifId, Followed>,
+    /// An interface was disconnected since the last look.
+    has_freed: bool,
 }
 
 /// What follows from the states of both sides.
@@ -170,6 +190,8 @@ fn step(back: XenbusState, front: XenbusState, is_connected: bool, is_online: bo
         (InitWait | Connected | Closing, Closed) | (Connected | Closing, Unknown) => Step::Finish,
         (Closed | Closing, Initialising) if is_online => Step::Offer,
         (Closing, _) if is_connected => Step::Close,
+        // It is detached, and its frontend has no driver that would close.
+        (Closing, Initialising | InitWait | Initialised) if !is_online => Step::Finish,
         _ => Step::Rest,
     }
 }
@@ -186,7 +208,12 @@ impl Follower {
                 changed = true;
             }
             if changed {
+                self.has_freed = false;
                 self.find()?;
+                // One that has waited for an address comes first in the list perhaps.
+                if self.has_freed && self.vifs.values().any(|vif| vif.is_waiting) {
+                    self.find()?;
+                }
             }
             while let Ok(Report::Stopped(id, stop)) = self.reports.try_recv() {
                 self.stopped(id, &stop.to_string());
@@ -209,11 +236,20 @@ impl Follower {
         wait::take_wake(&self.wake);
     }
 
+    /// The names below a directory. It is not there before the first interface, or not any more.
+    fn list(&mut self, path: &str) -> Result<Vec<String>, StoreError> {
+        match self.store.list(path) {
+            Err(StoreError::NotFound { .. }) => Ok(Vec::new()),
+            listed => listed,
+        }
+    }
+
     /// Looks at all interfaces that there are.
     fn find(&mut self) -> Result<(), StoreError> {
         let mut there = Vec::new();
-        for domid in self.store.list(&self.root.clone())? {
-            for handle in self.store.list(&format!("{}/{domid}", self.root))? {
+        let root = self.root.clone();
+        for domid in self.list(&root)? {
+            for handle in self.list(&format!("{root}/{domid}"))? {
                 // libxl writes plain numbers; another text is no interface.
                 let (Ok(d), Ok(h)) = (domid.parse::<u16>(), handle.parse::<u32>()) else {
                     continue;
@@ -245,12 +281,16 @@ impl Follower {
     fn look(&mut self, id: VifId) -> Result<(), StoreError> {
         if !self.vifs.contains_key(&id) {
             let backend = format!("{}/{}/{}", self.root, id.domid, id.handle);
+            if !self.is_ours(&backend)? {
+                return Ok(());
+            }
             let Some(frontend) = self.store.read_string(&format!("{backend}/frontend"))? else {
                 return Ok(());
             };
             self.store.watch(&frontend, &id.to_string())?;
-            let (is_connected, is_stopped) = (false, false);
-            self.vifs.insert(id, Followed { backend, frontend, is_connected, is_stopped });
+            let (is_connected, is_stopped, mac, is_waiting) = (false, false, None, false);
+            let vif = Followed { backend, frontend, is_connected, is_stopped, mac, is_waiting };
+            self.vifs.insert(id, vif);
         }
         // Each step leads to another state, so this ends; a guest that changes its own all the time has a bound.
         for _ in 0..4 {
@@ -284,8 +324,9 @@ impl Follower {
                 XenbusState::InitWait
             }
             Step::Connect => match self.connect(id, backend, frontend)? {
-                Ok(()) => XenbusState::Connected,
-                Err(why) => {
+                Connecting::Done => XenbusState::Connected,
+                Connecting::Waits => return Ok(()),
+                Connecting::Refused(why) => {
                     tracing::warn!("{id}: {why}");
                     self.store.write(&format!("{backend}/error"), why.as_bytes())?;
                     XenbusState::Closing
@@ -304,47 +345,87 @@ impl Follower {
         self.store.write(&format!("{backend}/state"), state.to_string().as_bytes())
     }
 
-    /// Connects an interface. The inner error is the reason in words.
+    /// Whether an interface is one of this network: if a script is named, only those with that script.
+    fn is_ours(&mut self, backend: &str) -> Result<bool, StoreError> {
+        let Some(wanted) = &self.script else { return Ok(true) };
+        let script = self.store.read_string(&format!("{backend}/script"))?;
+        let name = script.as_deref().and_then(|script| script.rsplit('/').next());
+        Ok(name == Some(wanted))
+    }
+
+    /// The connected interface that has the address already.
+    fn owner_of(&self, id: VifId, mac: Mac) -> Option<VifId> {
+        let others = self.vifs.iter().filter(|(other, _)| **other != id);
+        others.filter(|(_, vif)| vif.mac == Some(mac)).map(|(other, _)| *other).next()
+    }
+
+    /// An interface has the address of another: a guest that has migrated to this host from itself is two domains for
+    /// a moment. Said once.
+    fn wait_for(&mut self, id: VifId, owner: VifId, mac: Mac) -> Result<Connecting, StoreError> {
+        let Some(vif) = self.vifs.get_mut(&id) else { return Ok(Connecting::Waits) };
+        if !std::mem::replace(&mut vif.is_waiting, true) {
+            let why = format!("{owner} has the address {mac}; it is connected when that has gone");
+            tracing::warn!("{id}: {why}");
+            let path = format!("{}/error", vif.backend);
+            self.store.write(&path, why.as_bytes())?;
+        }
+        Ok(Connecting::Waits)
+    }
+
+    /// Connects an interface.
     fn connect(
         &mut self,
         id: VifId,
         backend: &str,
         frontend: &str,
-    ) -> Result<Result<(), String>, StoreError> {
+    ) -> Result<Connecting, StoreError> {
         self.disconnect(id);
         let keys = match keys::read(&mut self.store, id, backend, frontend, self.queues)? {
             Ok(keys) => keys,
-            Err(why) => return Ok(Err(why)),
+            Err(why) => return Ok(Connecting::Refused(why)),
         };
+        let mac = keys.mac();
+        if let Some(owner) = self.owner_of(id, mac) {
+            return self.wait_for(id, owner, mac);
+        }
         let counters: Arc<Counters> = {
             let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
             known.entry(id).or_default().clone()
         };
         let connection = match keys.connect(id, &*self.hypervisor, counters) {
             Ok(connection) => connection,
-            Err(why) => return Ok(Err(why)),
+            Err(why) => return Ok(Connecting::Refused(why)),
         };
         let (reply, answer) = mpsc::channel();
         self.command(Command::Connect(connection, reply));
         Ok(match answer.recv() {
             Ok(Ok(())) => {
-                if let Some(vif) = self.vifs.get_mut(&id) {
-                    vif.is_connected = true;
-                }
-                tracing::info!("{id} is connected");
-                Ok(())
+                self.connected(id, mac)?;
+                Connecting::Done
             }
-            Ok(Err(e)) => Err(e.to_string()),
-            Err(_) => {
-                Err("the thread that moves packets has ended; start the network again".into())
-            }
+            Ok(Err(e)) => Connecting::Refused(e.to_string()),
+            Err(_) => Connecting::Refused(
+                "the thread that moves packets has ended; start the network again".into(),
+            ),
         })
+    }
+
+    fn connected(&mut self, id: VifId, mac: Mac) -> Result<(), StoreError> {
+        tracing::info!("{id} is connected");
+        let Some(vif) = self.vifs.get_mut(&id) else { return Ok(()) };
+        (vif.is_connected, vif.mac) = (true, Some(mac));
+        if std::mem::take(&mut vif.is_waiting) {
+            self.store.remove(&format!("{}/error", vif.backend))?;
+        }
+        Ok(())
     }
 
     /// Has the worker drop an interface's rings, and waits for that.
     fn disconnect(&mut self, id: VifId) {
         let Some(vif) = self.vifs.get_mut(&id) else { return };
         vif.is_stopped = false;
+        vif.mac = None;
+        self.has_freed = true;
         if std::mem::take(&mut vif.is_connected) {
             let (reply, answer) = mpsc::channel();
             self.command(Command::Disconnect(id, reply));
@@ -362,7 +443,7 @@ impl Follower {
     /// The worker has dropped an interface's rings. Said once for each connection.
     fn stopped(&mut self, id: VifId, why: &str) {
         let Some(vif) = self.vifs.get_mut(&id).filter(|vif| vif.is_connected) else { return };
-        (vif.is_connected, vif.is_stopped) = (false, true);
+        (vif.is_connected, vif.is_stopped, vif.mac) = (false, true, None);
         tracing::warn!("{id} is stopped until its guest connects it again: {why}");
         let path = format!("{}/error", vif.backend);
         if let Err(e) = self.store.write(&path, why.as_bytes()) {

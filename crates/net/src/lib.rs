@@ -44,6 +44,8 @@ impl std::fmt::Display for VifId {
 pub struct Options {
     /// The name of the directory below `backend` in xenstore whose interfaces are served.
     pub kind: String,
+    /// Only interfaces with this hotplug script are served: others are of another backend.
+    pub script: Option<String>,
     /// The most queues of an interface.
     pub queues: u32,
     /// How long a packet waits for a receiver that has no pages for it, milliseconds.
@@ -64,7 +66,8 @@ impl Options {
         let several = std::thread::available_parallelism().is_ok_and(|n| n.get() > 1);
         let poll_us = if several { 20 } else { 0 };
         let kind = kind.into();
-        Options { kind, queues: 4, hold_ms: 50, poll_us, hypervisor, store, uplink: None }
+        let (script, uplink) = (None, None);
+        Options { kind, script, queues: 4, hold_ms: 50, poll_us, hypervisor, store, uplink }
     }
 }
 

@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 pub mod folder;
+pub mod interfaces;
 pub mod metrics;
 pub mod rates;
 pub mod trace;

@@ -7,6 +7,7 @@ pub mod channel;
 pub mod disk;
 pub mod guest;
 mod initramfs;
+pub mod network;
 pub mod packages;
 pub mod qemu;
 pub mod release;

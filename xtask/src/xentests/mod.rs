@@ -15,6 +15,7 @@ mod hvm;
 mod images;
 mod lifecycle;
 mod media;
+mod net;
 mod nvme;
 mod own_grants;
 mod processors;
@@ -123,6 +124,7 @@ pub(crate) fn all() -> Vec<Case> {
         shared::CASES,
         devices::CASES,
         media::CASES,
+        net::CASES,
         discard::CASES,
         host::CASES,
     ]
@@ -341,6 +343,11 @@ impl<'a> Bench<'a> {
     /// Starts an unmodified guest with a disk on a new image.
     fn default_guest(&mut self, image_mib: u32) -> Result<(Guest, Disk)> {
         self.guest_with_image(&GuestOptions::default(), image_mib)
+    }
+
+    /// A guest that the test has destroyed.
+    fn forget(&mut self, guest: &Guest) {
+        self.guests.retain(|other| other.name() != guest.name());
     }
 
     /// Checks that blkfront in a running guest has not complained.

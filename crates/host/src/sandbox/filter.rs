@@ -1,11 +1,11 @@
 //! The kernel's two filters: of system calls (seccomp), and of names (landlock).
 
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::path::Path;
 
 use landlock::{
-    ABI, Access as _, AccessFs, AccessNet, CompatLevel, Compatible as _, PathBeneath, Ruleset,
-    RulesetAttr as _, RulesetCreatedAttr as _, RulesetStatus,
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, PathBeneath,
+    PathFd, Ruleset, RulesetAttr as _, RulesetCreatedAttr as _, RulesetStatus,
 };
 use seccompiler::{BackendError, BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
@@ -43,15 +43,38 @@ pub(super) fn deny_changes(lacking: &mut Vec<String>) -> io::Result<()> {
 }
 
 /// Files can be made, changed and removed by name in this folder and below only. Names can be read and executed.
-pub(super) fn change_only(folder: BorrowedFd<'_>, lacking: &mut Vec<String>) -> io::Result<()> {
+pub(super) fn change_only(folder: &Path, lacking: &mut Vec<String>) -> io::Result<()> {
     let changes = AccessFs::from_write(KNOWN);
-    let kept = Ruleset::default()
+    let rules = Ruleset::default().set_compatibility(CompatLevel::BestEffort);
+    let rules = rules.handle_access(changes).map_err(io::Error::other)?;
+    restrict(rules, changes, &[folder], lacking)
+}
+
+/// Names below these folders can be used, but not executed; no others, and no TCP port.
+pub(super) fn keep_folders(folders: &[&Path], lacking: &mut Vec<String>) -> io::Result<()> {
+    let all = AccessFs::from_all(KNOWN);
+    let rules = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(changes)
-        .and_then(|rules| rules.create()?.add_rule(PathBeneath::new(folder, changes)))
-        .and_then(|rules| rules.restrict_self())
+        .handle_access(all)
+        .and_then(|rules| rules.handle_access(AccessNet::from_all(KNOWN)))
         .map_err(io::Error::other)?;
-    if kept.ruleset == RulesetStatus::NotEnforced {
+    restrict(rules, all & !AccessFs::Execute, folders, lacking)
+}
+
+/// Denies what `rules` handle, but for the accesses `kept` below these folders.
+fn restrict(
+    rules: Ruleset,
+    kept: BitFlags<AccessFs>,
+    folders: &[&Path],
+    lacking: &mut Vec<String>,
+) -> io::Result<()> {
+    let mut rules = rules.create().map_err(io::Error::other)?;
+    for folder in folders {
+        let below = PathBeneath::new(PathFd::new(folder).map_err(io::Error::other)?, kept);
+        rules = rules.add_rule(below).map_err(io::Error::other)?;
+    }
+    let denied = rules.restrict_self().map_err(io::Error::other)?;
+    if denied.ruleset == RulesetStatus::NotEnforced {
         lacking.push("no landlock (Linux 5.13, and lsm=... has to name it)".into());
     }
     Ok(())

@@ -9,7 +9,6 @@
 
 use std::fmt;
 use std::io;
-use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 
 use crate::processors;
@@ -114,9 +113,26 @@ pub fn deny_changes() -> io::Result<Lacking> {
 pub fn change_only(folder: &Path) -> io::Result<Lacking> {
     rights::one_thread()?;
     let mut lacking = Lacking::default();
-    let folder = std::fs::File::open(folder)?;
     step("refuse new rights", rights::no_new_rights())?;
-    step("keep to its folder", filter::change_only(folder.as_fd(), &mut lacking.0))?;
+    step("keep to its folder", filter::change_only(folder, &mut lacking.0))?;
+    Ok(lacking)
+}
+
+/// Leaves this process, for good, only what it opens below these folders: it may make, read, write and remove files
+/// there, and use devices. It executes nothing, listens on no TCP port and connects to none, and has no capability. It
+/// remains root's, whose files these are. The process has one thread; later ones are as it is.
+///
+/// # Errors
+/// It is not locked down: it has to end.
+pub fn keep_folders(folders: &[&Path]) -> io::Result<Lacking> {
+    rights::one_thread()?;
+    let mut lacking = Lacking::default();
+    processors::remember();
+    rights::one_arena();
+    step("lock memory at will", rights::lock_memory_at_will(&mut lacking.0))?;
+    step("refuse new rights", rights::no_new_rights())?;
+    step("give up capabilities", rights::leave_capabilities())?;
+    step("deny other names", filter::keep_folders(folders, &mut lacking.0))?;
     Ok(lacking)
 }
 

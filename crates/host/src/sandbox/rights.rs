@@ -76,13 +76,7 @@ pub(super) fn leave_user(user: u32) -> io::Result<()> {
     let mut end_signal: c_int = 0;
     // SAFETY: the kernel writes one number, which outlives the call.
     check(unsafe { libc::prctl(libc::PR_GET_PDEATHSIG, &raw mut end_signal) })?;
-    for capability in 0..CAPABILITIES {
-        // SAFETY: no argument is memory. EINVAL: there are no more.
-        match check(unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) }) {
-            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => break,
-            done => done?,
-        }
-    }
+    bound_capabilities()?;
     // SAFETY: no groups, so no memory.
     check(unsafe { libc::setgroups(0, std::ptr::null()) })?;
     // SAFETY: no argument is memory.
@@ -98,6 +92,24 @@ pub(super) fn leave_user(user: u32) -> io::Result<()> {
         true => Ok(()),
         false => Err(io::Error::other("its parent has ended meanwhile")),
     }
+}
+
+/// No capability now or later, of whatever user.
+pub(super) fn leave_capabilities() -> io::Result<()> {
+    bound_capabilities()?;
+    drop_capabilities()
+}
+
+/// No program that this one becomes has a capability.
+fn bound_capabilities() -> io::Result<()> {
+    for capability in 0..CAPABILITIES {
+        // SAFETY: no argument is memory. EINVAL: there are no more.
+        match check(unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) }) {
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => break,
+            done => done?,
+        }
+    }
+    Ok(())
 }
 
 /// Becomes that user with all threads, without a group or a capability. The C library has each thread do it.

@@ -71,6 +71,9 @@ pub(crate) struct Chart {
     pub(crate) y: String,
     pub(crate) series: Vec<Series>,
     pub(crate) kind: Kind,
+    /// The least end of the axis of a chart of lanes: that of another chart beside it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) until: Option<f64>,
 }
 
 /// The form of a chart.
@@ -88,7 +91,7 @@ pub(crate) enum Kind {
 impl Chart {
     pub(crate) fn new(title: &str, x: &str, y: &str) -> Chart {
         let (title, x, y) = (title.into(), x.into(), y.into());
-        Chart { title, x, y, series: Vec::new(), kind: Kind::Lines }
+        Chart { title, x, y, series: Vec::new(), kind: Kind::Lines, until: None }
     }
 
     /// Adds a line at one height from the first to the last of these places.
@@ -109,6 +112,11 @@ impl Chart {
 
     pub(crate) fn lanes(self) -> Chart {
         Chart { kind: Kind::Lanes, ..self }
+    }
+
+    /// The axis of a chart of lanes goes until this at least.
+    pub(crate) fn until(self, until: f64) -> Chart {
+        Chart { until: Some(until), ..self }
     }
 
     /// Adds a moment to a chart of lanes.

@@ -38,7 +38,7 @@ pub(super) const EXPERIMENTS: &[Experiment] = &[
     Experiment {
         name: "network",
         shows: "The way of one packet between two guests of a host, hop by hop, until its slot is free again; and the rate by \
-                streams. The backend is the kernel's.",
+                streams. By the kernel's netback and bridge, and by `ferrite net serve`.",
         source: "Keeping up with the hardware (XenServer, 2015): 15 Gb/s by one stream within a host, 33 Gb/s together on two \
                  sockets of 12 cores; a time line of each hop shows how late the completion comes.",
         differs: "One emulated processor does the work of sender, control domain and receiver in turn, an instruction a \

@@ -57,7 +57,8 @@ pub(super) fn height(chart: &Chart) -> f64 {
 pub(super) fn svg(chart: &Chart) -> String {
     let moments = moments(chart);
     let parties = parties(&moments);
-    let last = round_up(moments.iter().map(|moment| moment.point.x).fold(0.0, f64::max));
+    let until = chart.until.filter(|until| until.is_finite()).unwrap_or(0.0);
+    let last = round_up(moments.iter().map(|moment| moment.point.x).fold(until, f64::max));
     let height = height(chart);
     let x = |time: f64| LEFT + time / last * (WIDTH - LEFT - RIGHT);
     let lane = |party: &str| {
@@ -154,6 +155,13 @@ mod tests {
         assert!(text.contains("<path class=\"line c0\" d=\"M84.0 66.0L354.0 150.0\"/>"), "{text}");
         assert!(text.contains("<path class=\"line c1\" d=\"M408.0 150.0L624.0 66.0\"/>"), "{text}");
         assert!(key(&chart).contains("<b>3</b> &lt;b&gt;: answers (60.0 us)"));
+    }
+
+    #[test]
+    fn charts_beside_each_other_have_one_axis() {
+        let chart = Chart::new("T", "us", "who").lanes().until(200.0);
+        let text = svg(&chart.moment("a: sends", 0.0, false).moment("a: has it", 100.0, false));
+        assert!(text.contains("M84.0 66.0L354.0 66.0"), "half of the width: {text}");
     }
 
     #[test]

@@ -95,6 +95,11 @@ pub(super) fn read(
 }
 
 impl Keys {
+    /// The interface's address.
+    pub(super) fn mac(&self) -> Mac {
+        self.mac
+    }
+
     /// Maps all rings and binds all channels, or none. The error is the reason in words.
     pub(super) fn connect(
         self,

@@ -29,4 +29,5 @@ fn a_device_that_is_detached_closes_and_stays_closed() {
     assert_eq!(step(Closing, Closed, false, false), Step::Finish);
     assert_eq!(step(Closed, Initialising, false, false), Step::Rest);
     assert_eq!(step(Connected, Unknown, true, true), Step::Finish, "the guest is gone");
+    assert_eq!(step(Closing, Initialising, false, false), Step::Finish, "no driver in the guest");
 }

@@ -1,13 +1,38 @@
 //! The switch judges frames; each delivery takes pages of its receiver, and adds its pieces.
 
 use ferrite_xen::hypervisor::{GrantRef, PAGE_SIZE};
-use ferrite_xen::netif::RSP_DROPPED;
+use ferrite_xen::netif::{PACKET_SLOTS, RSP_DROPPED};
 use ferrite_xen::pages::{Granted, Piece, Side};
 
-use super::{Delivery, Frame, From, To, Worker};
+use super::{Delivery, Frame, From, Room, To, Worker};
 use crate::counters::count;
 use crate::packet::Stop;
 use crate::switch::{PortId, Refused, Target};
+
+/// A frame of so many pages keeps the parts of its sender. A shorter one has few pieces anyway, and is one page at its
+/// receiver more often.
+const PARTS_KEPT_FROM: usize = 3;
+
+/// Where the next bytes of a frame go.
+#[derive(Clone, Copy, Default)]
+struct Place {
+    part: usize,
+    offset: usize,
+}
+
+impl Place {
+    /// The place of the next bytes, and how many of `most` fit there: at most a page, and at least one.
+    fn take(&mut self, lens: &[u16], most: usize) -> (Place, usize) {
+        let room = |place: &Place| lens.get(place.part).map(|len| usize::from(*len) - place.offset);
+        while room(self) == Some(0) {
+            (self.part, self.offset) = (self.part + 1, 0);
+        }
+        let len = most.min(room(self).unwrap_or(most)).min(PAGE_SIZE);
+        let here = *self;
+        self.offset += len;
+        (here, len)
+    }
+}
 
 /// What became of a frame and one of its receivers.
 pub(super) enum Outcome {
@@ -85,10 +110,41 @@ impl Worker {
 
     /// Takes pages of the receiver for a frame and adds the pieces, if there are enough pages.
     pub(super) fn try_send(&mut self, frame: &Frame, port: PortId, queue: usize) -> Outcome {
+        let mut lens = std::mem::take(&mut self.lens);
+        self.layout(frame, &mut lens);
+        let outcome = self.send_in(frame, port, queue, &lens);
+        self.lens = lens;
+        outcome
+    }
+
+    /// How many bytes of a frame go into each page of its receiver. A large frame keeps the parts of its sender: they
+    /// are whole pages mostly, so each is one piece. Filled pages would be fewer by one, but nearly each would take two
+    /// pieces, as headers come first.
+    fn layout(&mut self, frame: &Frame, lens: &mut Vec<u16>) {
+        lens.clear();
         let pages = frame.size.div_ceil(PAGE_SIZE);
-        let slots = pages + usize::from(frame.offload.gso.is_some());
+        if let (From::Guest(from), true) = (frame.from, pages >= PARTS_KEPT_FROM)
+            && let Some(pending) = self.queue_of(from).and_then(|queue| queue.get(from.seq))
+        {
+            let parts = pending.taken.parts();
+            if parts.len() <= PACKET_SLOTS.min(pages + 1) {
+                lens.extend(parts.iter().map(|part| part.len));
+                return;
+            }
+        }
+        let mut rest = frame.size;
+        while rest > 0 {
+            let len = rest.min(PAGE_SIZE);
+            lens.push(len as u16);
+            rest -= len;
+        }
+    }
+
+    fn send_in(&mut self, frame: &Frame, port: PortId, queue: usize, lens: &[u16]) -> Outcome {
+        let extra = frame.offload.gso.is_some();
+        let slots = lens.len() + usize::from(extra);
         let Some(vif) = self.vif(port) else { return Outcome::Done };
-        if !vif.features.takes(frame.offload, pages) {
+        if !vif.features.takes(frame.offload, lens.len()) {
             count(&vif.counters.unsupported);
             self.drop_of(frame.from);
             return Outcome::Done;
@@ -107,21 +163,23 @@ impl Worker {
         q.is_starved = false;
         let domid = vif.domid;
         let first = self.turn.rx.len();
-        for _ in 0..slots {
+        for slot in 0..slots {
             let Some(q) = self.vif(port).and_then(|vif| vif.queues.get_mut(queue)) else { break };
             let request = q.rings.take_rx();
-            self.turn.rx.push(request);
+            // The second slot of a packet with an extra info is that.
+            let len = match (slot, extra) {
+                (1, true) => None,
+                (2.., true) => Some(lens[slot - 1]),
+                _ => Some(lens[slot]),
+            };
+            self.turn.rx.push(Room { request, len });
         }
         let rx = first..self.turn.rx.len();
-        let extra = usize::from(frame.offload.gso.is_some());
         let begin = self.turn.pieces.len();
-        self.for_sources(frame, |worker, at, source, len| {
-            let page = at / PAGE_SIZE;
-            // The second slot of a packet with an extra info is that.
-            let slot = if page == 0 { 0 } else { page + extra };
-            let gref = worker.turn.rx[first + slot].gref;
-            let offset = (at % PAGE_SIZE) as u16;
-            let dest = Side::Granted(Granted { domid, gref, offset });
+        self.for_sources(frame, lens, |worker, place, source, len| {
+            let slot = if place.part == 0 { 0 } else { place.part + usize::from(extra) };
+            let gref = worker.turn.rx[first + slot].request.gref;
+            let dest = Side::Granted(Granted { domid, gref, offset: place.offset as u16 });
             worker.turn.pieces.push(Piece::new(source, dest, len));
         });
         let pieces = begin..self.turn.pieces.len();
@@ -131,13 +189,19 @@ impl Worker {
         Outcome::Done
     }
 
-    /// Calls `each` with pieces of the frame, in order, none of which crosses a page of the receiver: first byte in
-    /// the frame, where it is, bytes. The header is the private copy.
-    fn for_sources(&mut self, frame: &Frame, mut each: impl FnMut(&mut Worker, usize, Side, u16)) {
+    /// Calls `each` with pieces of the frame, in order, none of which crosses the end of a part of `lens` bytes: where it
+    /// goes, where it is, bytes. The header is the private copy.
+    fn for_sources(
+        &mut self,
+        frame: &Frame,
+        lens: &[u16],
+        mut each: impl FnMut(&mut Worker, Place, Side, u16),
+    ) {
+        let mut place = Place::default();
         let mut at = 0;
         while at < frame.header.len() {
-            let len = (frame.header.len() - at).min(PAGE_SIZE - at % PAGE_SIZE);
-            each(self, at, Side::Local(frame.header.slice(at, len)), len as u16);
+            let (to, len) = place.take(lens, frame.header.len() - at);
+            each(self, to, Side::Local(frame.header.slice(at, len)), len as u16);
             at += len;
         }
         let From::Guest(from) = frame.from else { return };
@@ -147,12 +211,13 @@ impl Worker {
         else {
             return;
         };
-        for (gref, mut offset, mut len) in taken.pieces(at, frame.size) {
-            while len > 0 {
-                let part = len.min((PAGE_SIZE - at % PAGE_SIZE) as u16);
-                let gref = GrantRef(gref.0);
-                each(self, at, Side::Granted(Granted { domid, gref, offset }), part);
-                (at, offset, len) = (at + usize::from(part), offset + part, len - part);
+        for (gref, mut offset, rest) in taken.pieces(at, frame.size) {
+            let mut rest = usize::from(rest);
+            while rest > 0 {
+                let (to, len) = place.take(lens, rest);
+                let source = Side::Granted(Granted { domid, gref: GrantRef(gref.0), offset });
+                each(self, to, source, len as u16);
+                (offset, rest) = (offset + len as u16, rest - len);
             }
         }
     }
@@ -167,12 +232,16 @@ impl Worker {
         self.arena.copy_in(room.slice(0, header.len()), &header);
         let begin = self.turn.pieces.len();
         let rest = frame.header.len();
-        self.for_sources(frame, |worker, at, source, len| {
-            if at >= rest {
-                let dest = Side::Local(room.slice(at, usize::from(len)));
-                worker.turn.pieces.push(Piece::new(source, dest, len));
-            }
-        });
+        self.for_sources(
+            frame,
+            &[frame.size as u16],
+            |worker, Place { offset, .. }, source, len| {
+                if offset >= rest {
+                    let dest = Side::Local(room.slice(offset, usize::from(len)));
+                    worker.turn.pieces.push(Piece::new(source, dest, len));
+                }
+            },
+        );
         let pieces = begin..self.turn.pieces.len();
         self.turn.deliveries.push(Delivery { frame: *frame, to: To::Uplink(room), pieces });
     }

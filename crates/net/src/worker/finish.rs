@@ -1,6 +1,5 @@
 //! All pieces of a turn are copied; then each delivery is answered by its statuses.
 
-use ferrite_xen::hypervisor::PAGE_SIZE;
 use ferrite_xen::netif::{RSP_ERROR, RSP_OKAY, RX_EXTRA_INFO, RX_MORE_DATA, RxResponse};
 use ferrite_xen::pages::Piece;
 
@@ -58,29 +57,29 @@ impl Worker {
         if !is_ok {
             // Whose fault it was is unknown. The pages go back, each by itself.
             count(&vif.counters.failed);
-            for request in requests {
+            for room in requests {
                 let (offset, flags, status) = (0, 0, RSP_ERROR);
-                q.rings.answer_rx(RxResponse { id: request.id, offset, flags, status });
+                q.rings.answer_rx(RxResponse { id: room.request.id, offset, flags, status });
             }
             return;
         }
         count(&vif.counters.received_packets);
         add(&vif.counters.received_bytes, frame.size as u64);
-        let pages = frame.size.div_ceil(PAGE_SIZE);
-        let mut requests = requests.iter();
-        for page in 0..pages {
-            let Some(request) = requests.next() else { return };
-            let mut flags = if page + 1 < pages { RX_MORE_DATA } else { 0 };
-            if page == 0 {
+        let last = requests.iter().rposition(|room| room.len.is_some());
+        for (slot, room) in requests.iter().enumerate() {
+            let Some(len) = room.len else {
+                if let Some(extra) = extra {
+                    q.rings.answer_rx_extra(extra);
+                }
+                continue;
+            };
+            let mut flags = if Some(slot) == last { 0 } else { RX_MORE_DATA };
+            if slot == 0 {
                 flags |= frame.offload.rx_flags();
                 flags |= if extra.is_some() { RX_EXTRA_INFO } else { 0 };
             }
-            let status = (frame.size - page * PAGE_SIZE).min(PAGE_SIZE) as i16;
-            q.rings.answer_rx(RxResponse { id: request.id, offset: 0, flags, status });
-            if let (0, Some(extra)) = (page, extra) {
-                requests.next();
-                q.rings.answer_rx_extra(extra);
-            }
+            let (id, status) = (room.request.id, len as i16);
+            q.rings.answer_rx(RxResponse { id, offset: 0, flags, status });
         }
     }
 

@@ -102,6 +102,14 @@ enum To {
     Uplink(Span),
 }
 
+/// A page of a receiver that was taken for a frame.
+#[derive(Clone, Copy)]
+struct Room {
+    request: RxRequest,
+    /// Bytes of the frame in it; `None`: it becomes the extra info.
+    len: Option<u16>,
+}
+
 /// A frame on its way to one receiver.
 struct Delivery {
     frame: Frame,
@@ -118,7 +126,7 @@ struct Turn {
     pieces: Vec<Piece>,
     /// Pieces of headers.
     fetches: Vec<Piece>,
-    rx: Vec<RxRequest>,
+    rx: Vec<Room>,
     headers: usize,
     uplink_frames: usize,
     /// Something was done.
@@ -137,6 +145,8 @@ pub(crate) struct Worker {
     epochs: u64,
     turn: Turn,
     targets: Vec<Target>,
+    /// Bytes of a frame in each page of its receiver.
+    lens: Vec<u16>,
     /// One frame of the uplink.
     bytes: Vec<u8>,
     /// The port that is first in the next turn.
@@ -158,6 +168,7 @@ impl Worker {
             epochs: 0,
             turn: Turn::default(),
             targets: Vec::new(),
+            lens: Vec::new(),
             bytes: vec![0; UPLINK_BYTES],
             first: 0,
             has_begun: false,

@@ -2,7 +2,7 @@
 
 use ferrite_io::arena::Span;
 use ferrite_xen::hypervisor::GrantRef;
-use ferrite_xen::netif::RSP_ERROR;
+use ferrite_xen::netif::{FRAME_BYTES_MIN, RSP_ERROR};
 use ferrite_xen::pages::{Granted, Piece, Side};
 
 use super::{Frame, From, HEADER_BYTES, QUEUE_MAX, TAKEN_MAX, Worker};
@@ -10,6 +10,13 @@ use crate::counters::count;
 use crate::packet::{Stop, Taken};
 use crate::switch::PortId;
 use crate::vif::Ref;
+
+/// Bytes that are copied before a frame is judged. Where a frontend has the headers in a part of their own, that part
+/// is enough, and the other parts are copied as they are, each by one piece.
+fn header_len(taken: &Taken) -> usize {
+    let first = taken.parts().first().map_or(0, |part| usize::from(part.len));
+    taken.size.min(HEADER_BYTES).min(first.max(FRAME_BYTES_MIN))
+}
 
 impl Worker {
     /// Takes packets from all queues, some from each.
@@ -42,6 +49,7 @@ impl Worker {
             let taken = Taken::take(&mut q.rings, &mut there)?;
             q.has_worked = true;
             let (fault, size, offload) = (taken.fault, taken.size, taken.offload);
+            let header_len = header_len(&taken);
             let seq = q.add(taken);
             if let Some(fault) = fault {
                 count(&vif.counters.malformed);
@@ -55,7 +63,7 @@ impl Worker {
                 continue;
             }
             let Some(room) = self.header_room() else { return Ok(()) };
-            let header = room.slice(0, size.min(HEADER_BYTES));
+            let header = room.slice(0, header_len);
             let from = From::Guest(Ref { port, epoch, queue, seq });
             self.turn.frames.push(Frame { from, header, size, offload });
         }

@@ -93,7 +93,7 @@ impl<'a> Labels<'a> {
 }
 
 /// A family that is being encoded.
-struct Family<'a>(MetricEncoder<'a>);
+pub(super) struct Family<'a>(pub(super) MetricEncoder<'a>);
 
 impl Family<'_> {
     fn counter(&mut self, labels: &Labels<'_>, value: u64) -> fmt::Result {
@@ -117,12 +117,13 @@ impl Collector for Everything {
         self.kinds(&mut to)?;
         self.counts(&mut to)?;
         self.limits(&mut to)?;
-        self.processes(&mut to)
+        self.processes(&mut to)?;
+        self.interfaces(&mut to)
     }
 }
 
 /// Begins a metric, with these words before all its samples.
-fn begin<'a>(
+pub(super) fn begin<'a>(
     to: &'a mut DescriptorEncoder<'_>,
     name: &'a str,
     help: &str,

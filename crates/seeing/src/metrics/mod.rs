@@ -1,15 +1,18 @@
 //! The counters of all disks as OpenMetrics, on a Unix socket.
 //!
 //! * `families`: the metrics.
+//! * `networks`: those of network interfaces.
 //! * `http`: the requests of clients.
 //! * `server`: the limits of clients, and the socket.
 
 use std::path::Path;
 
 use crate::folder::{Folder, Sample};
+use crate::interfaces::{self, Switch};
 
 mod families;
 mod http;
+mod networks;
 mod server;
 
 pub use server::{Server, serve_metrics};
@@ -76,7 +79,8 @@ pub struct Attached {
 struct Everything {
     host: Host,
     disks: Vec<Sample>,
-    /// Files that are not a disk's counters.
+    switches: Vec<Switch>,
+    /// Files that are not counters.
     skipped: usize,
 }
 
@@ -94,17 +98,24 @@ impl Everything {
     /// Reads the folder.
     fn look(folder: &Path, host: Host) -> Everything {
         // A new `Folder` reports all problems.
-        match Folder::new(folder).look() {
-            Ok(seen) => Everything { host, disks: seen.disks, skipped: seen.problems.len() },
-            Err(_) => Everything { host, disks: Vec::new(), skipped: 1 },
-        }
+        let (disks, skipped) = match Folder::new(folder).look() {
+            Ok(seen) => (seen.disks, seen.problems.len()),
+            Err(_) => (Vec::new(), 1),
+        };
+        // The folder of switches is beside that of disks.
+        let (switches, more) = match interfaces::read(&folder.with_file_name("net")) {
+            Ok((switches, problems)) => (switches, problems.len()),
+            Err(_) => (Vec::new(), 1),
+        };
+        Everything { host, disks, switches, skipped: skipped + more }
     }
 }
 
 /// The text of an answer, for tests.
 pub fn text_of(host: Host, disks: Vec<Sample>) -> String {
     let mut text = String::new();
-    match write(Everything { host, disks, skipped: 0 }, &mut text) {
+    let switches = Vec::new();
+    match write(Everything { host, disks, switches, skipped: 0 }, &mut text) {
         Ok(()) => text,
         Err(e) => unreachable!("a String takes everything: {e}"),
     }

@@ -1,133 +1,163 @@
-//! The kernel's network backend: guest to guest in one host, in the emulator's counting mode.
+//! Network interfaces from guest to guest in one host, in the emulator's counting mode: by the kernel's backend, and by
+//! `ferrite net serve`.
 
+mod hosts;
 mod packet;
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context as _, Result};
-use ferrite_xenhost::guest::{Guest, GuestOptions};
 use ferrite_xenhost::qemu::{Hardware, Pace};
 use ferrite_xenhost::steps::{say, step};
-use ferrite_xenhost::{XenHost, packages, root};
-use packet::{BACK, COMPLETED, FIRST, FORK, Party, RECEIVED, TO_THE_RECEIVER, Times};
+use ferrite_xenhost::{XenHost, packages, release, root};
+use hosts::{Backend, Host, Who};
+use packet::{COMPLETED, FIRST, FORK, Party, Path, RECEIVED, Times};
 
+use super::result::Target;
 use super::table::figure;
 use crate::experiments::findings::{Chart, Findings, Row};
 
 /// Packets that are traced, and their bytes: full ones, whose pages netback maps.
 const PACKETS: u32 = 20;
 const PACKET_BYTES: u32 = 1400;
-/// Numbers of concurrent streams.
-const STREAMS: [u32; 4] = [1, 2, 4, 8];
 const ROUNDS: u32 = 3;
 /// Duration of a stream, in time of the emulated machine.
 const STREAM_MS: u32 = 300;
 const PORT: u32 = 9000;
 /// The published figures: one stream, and all of a host.
-const PUBLISHED: [(u32, f64); 2] = [(1, 15_000.0), (8, 33_000.0)];
+const PUBLISHED: [(Load, f64); 2] = [(Load::Streams(1), 15_000.0), (Load::Streams(8), 33_000.0)];
+/// What costs are given for.
+const SEGMENT_BYTES: f64 = 65_536.0;
 /// The trace folder of a kernel.
 const TRACING: &str = "/sys/kernel/tracing";
 
-/// A guest with its address.
-struct Peer {
-    guest: Guest,
-    address: String,
+/// What is sent, from the first guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Load {
+    /// By so many streams of TCP to the other guest.
+    Streams(u32),
+    /// One stream in frames of 1,514 bytes, which the guest has segmented.
+    Segmented,
+    /// One stream to dom0.
+    ToHost,
+}
+
+impl Load {
+    const ALL: [Load; 5] =
+        [Load::Streams(1), Load::Streams(4), Load::Streams(8), Load::Segmented, Load::ToHost];
+
+    fn streams(self) -> u32 {
+        match self {
+            Load::Streams(streams) => streams,
+            Load::Segmented | Load::ToHost => 1,
+        }
+    }
+
+    fn receiver(self) -> Who {
+        match self {
+            Load::ToHost => Who::Dom0,
+            Load::Streams(_) | Load::Segmented => Who::Guest(1),
+        }
+    }
+
+    fn name(self) -> String {
+        match self {
+            Load::Streams(1) => "TCP, 1 stream".into(),
+            Load::Streams(streams) => format!("TCP, {streams} streams"),
+            Load::Segmented => "TCP, 1 stream in frames of 1,514 bytes".into(),
+            Load::ToHost => "TCP, 1 stream to dom0".into(),
+        }
+    }
+
+    /// The least ratio of the rates, ours to the kernel's.
+    fn target(self) -> Option<Target> {
+        match self {
+            Load::Streams(1) => Some(Target::AtLeast(1.5)),
+            Load::Streams(_) => None,
+            Load::Segmented => Some(Target::AtLeast(1.0)),
+            Load::ToHost => Some(Target::AtLeast(0.5)),
+        }
+    }
+}
+
+/// One backend's results.
+struct Measured {
+    times: Times,
+    plain: Vec<f64>,
+    probed: Vec<f64>,
+    rates: BTreeMap<Load, Vec<f64>>,
+    /// Processor time of dom0 for 64 KiB by one stream, with Xen's own on its behalf, microseconds.
+    costs: Vec<f64>,
 }
 
 /// Boots the host, and measures.
 pub(super) fn run() -> Result<Findings> {
     packages::ensure(&[packages::XEN_HOST])?;
     let root = root::ensure(root::TRIXIE)?;
+    let ferrite = release::build_ferrite()?;
     let hardware = Hardware { pace: Pace::Instructions, ..Hardware::default() };
-    let mut xenhost = XenHost::boot_at(hardware, &root, &[], &[])?;
-    step("bridge and drivers", || prepare(&mut xenhost))?;
-    let mut sender = start(&mut xenhost, 1)?;
-    let mut receiver = start(&mut xenhost, 2)?;
-    let plain = step("round trips", || ping(&mut xenhost, &mut sender, &receiver))?;
-    let (times, probed) =
-        step("the way of a packet", || trace(&mut xenhost, &mut sender, &mut receiver))?;
-    let mut rates = BTreeMap::new();
+    let mut host = Host::prepare(XenHost::boot_at(hardware, &root, &[ferrite], &[])?)?;
+    let mut measured = BTreeMap::new();
+    for backend in Backend::BOTH {
+        let name = backend.name();
+        let plain = step(&format!("{name}: round trips"), || ping(&mut host, backend))?;
+        let (times, probed) =
+            step(&format!("{name}: the way of a packet"), || trace(&mut host, backend))?;
+        let (rates, costs) = (BTreeMap::new(), Vec::new());
+        measured.insert(backend, Measured { times, plain, probed, rates, costs });
+    }
     for round in 1..=ROUNDS {
-        for streams in STREAMS {
-            let what = format!("{streams} streams, round {round} of {ROUNDS}");
-            let rate = step(&what, || stream(&mut xenhost, &mut sender, &mut receiver, streams))?;
-            say(format!("  {} Mbit/s", figure(rate)));
-            rates.entry(streams).or_insert_with(Vec::new).push(rate);
+        for (load, backend) in Load::ALL.iter().flat_map(|l| Backend::BOTH.map(|b| (*l, b))) {
+            let what = format!("{}: {}, round {round} of {ROUNDS}", backend.name(), load.name());
+            let (rate, busy) = step(&what, || stream(&mut host, backend, load))?;
+            let cost_us = busy * SEGMENT_BYTES * 8.0 / rate;
+            say(format!("  {} Mbit/s, dom0 {cost_us:.1} us for 64 KiB", figure(rate)));
+            let Some(of) = measured.get_mut(&backend) else { continue };
+            of.rates.entry(load).or_default().push(rate);
+            if load == Load::Streams(1) {
+                of.costs.push(cost_us);
+            }
         }
     }
-    Ok(findings(&times, &plain, &probed, &rates))
+    host.check()?;
+    Ok(findings(&measured))
 }
 
-/// Sets up a bridge, and adds the network driver to the guests' RAM disk: guests of other tests have no network.
-fn prepare(xenhost: &mut XenHost) -> Result<()> {
-    let driver = "usr/lib/modules/xen-netfront.ko";
-    xenhost
-        .sh_for(
-            &format!(
-                "set -e; modprobe xen-netback; modprobe bridge; ip link add xenbr0 type bridge; \
-                 echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6; ip link set xenbr0 up; \
-                 mkdir -p /tmp/net/usr/lib/modules; cd /tmp/net; \
-                 busybox xzcat $(modinfo -n xen-netfront) >{driver}; \
-                 echo {driver} | busybox cpio -o -H newc | gzip -1 >>/lab/guest.img"
-            ),
-            120,
-        )
-        .map(drop)
-}
-
-/// A guest of one processor with a network interface on the bridge.
-fn start(xenhost: &mut XenHost, number: u32) -> Result<Peer> {
-    let options = GuestOptions { vcpus: 1, host_time: true, ..GuestOptions::default() };
-    let address = format!("10.0.0.{number}");
-    let mut guest = step("start a guest", || Guest::start(xenhost, &options))?;
-    let (domid, mac) = (guest.domid(), format!("00:16:3e:00:00:{number:02x}"));
-    xenhost.sh_for(&format!("xl network-attach {domid} bridge=xenbr0 mac={mac}"), 120)?;
-    let up = format!(
-        "echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6; insmod /lib/modules/xen-netfront.ko && \
-         until ifconfig eth0 {address} up; do sleep 0.1; done && mount -t tracefs none {TRACING}"
-    );
-    guest.sh(xenhost, &up, 120)?;
-    Ok(Peer { guest, address })
-}
-
-fn ping(xenhost: &mut XenHost, sender: &mut Peer, receiver: &Peer) -> Result<Vec<f64>> {
-    let to = &receiver.address;
+fn ping(host: &mut Host, backend: Backend) -> Result<Vec<f64>> {
+    let to = Who::Guest(1).address(backend);
     // The first packets resolve the address, and wake idle processors.
     let warm = format!("ping -c 3 -s {PACKET_BYTES} {to} >/dev/null");
-    sender.guest.sh(xenhost, &warm, 120)?;
+    host.sh(Who::Guest(0), &warm, 120)?;
     let command = format!("ping -c {PACKETS} -s {PACKET_BYTES} {to}");
-    packet::round_trips(&sender.guest.sh(xenhost, &command, 120)?)
+    packet::round_trips(&host.sh(Who::Guest(0), &command, 120)?)
 }
 
 /// The times of the hops, and the round trips of the same packets.
-fn trace(
-    xenhost: &mut XenHost,
-    sender: &mut Peer,
-    receiver: &mut Peer,
-) -> Result<(Times, Vec<f64>)> {
-    // The guests have no tracefs mounted yet, unlike dom0.
-    xenhost.sh(&format!("mount -t tracefs none {TRACING}; true"))?;
-    xenhost.sh_for(&probe(Party::Dom0), 120)?;
-    sender.guest.sh(xenhost, &probe(Party::Sender), 120)?;
-    receiver.guest.sh(xenhost, &probe(Party::Receiver), 120)?;
-    let probed = ping(xenhost, sender, receiver)?;
+fn trace(host: &mut Host, backend: Backend) -> Result<(Times, Vec<f64>)> {
+    let path = backend.path();
+    // The guests have it mounted already.
+    host.xenhost.sh(&format!("mount -t tracefs none {TRACING} 2>/dev/null; true"))?;
+    let parties = [Who::Guest(0), Who::Dom0, Who::Guest(1)];
+    for (who, party) in [1, 0, 2].map(|at| (parties[at], Party::ALL[at])) {
+        host.sh(who, &probe(path, party), 120)?;
+    }
+    let probed = ping(host, backend)?;
     let read = format!(
         "cd {TRACING} && echo 0 >tracing_on && cat trace && echo 0 >events/enable && echo >kprobe_events"
     );
-    let traces = [
-        sender.guest.sh(xenhost, &read, 120)?,
-        xenhost.sh_for(&read, 120)?,
-        receiver.guest.sh(xenhost, &read, 120)?,
-    ];
-    let mhz = xenhost.sh("xl info | sed -n 's/^cpu_mhz *: *//p'")?;
+    let mut traces = [const { String::new() }; 3];
+    for (trace, who) in traces.iter_mut().zip(parties) {
+        *trace = host.sh(who, &read, 120)?;
+    }
+    let mhz = host.xenhost.sh("xl info | sed -n 's/^cpu_mhz *: *//p'")?;
     let mhz: f64 = mhz.parse().with_context(|| format!("odd answer: {mhz}"))?;
-    Ok((packet::follow(&traces, mhz)?, probed))
+    Ok((packet::follow(path, &traces, mhz)?, probed))
 }
 
 /// A shell command that has a kernel record each entry of its functions, by the processor's counter.
-fn probe(party: Party) -> String {
+fn probe(path: Path, party: Party) -> String {
     let probe = |function: &str| format!("echo p:{function} {function} >>kprobe_events");
-    let probes: Vec<String> = packet::functions(party).into_iter().map(probe).collect();
+    let probes: Vec<String> = packet::functions(path, party).into_iter().map(probe).collect();
     format!(
         "cd {TRACING} && echo 0 >tracing_on && echo x86-tsc >trace_clock && {} && \
          echo 1 >events/kprobes/enable && echo >trace && echo 1 >tracing_on",
@@ -135,30 +165,33 @@ fn probe(party: Party) -> String {
     )
 }
 
-/// Megabits a second, by so many streams of TCP.
-fn stream(
-    xenhost: &mut XenHost,
-    sender: &mut Peer,
-    receiver: &mut Peer,
-    streams: u32,
-) -> Result<f64> {
+/// Megabits a second, and the part of its time that dom0 ran.
+fn stream(host: &mut Host, backend: Backend, load: Load) -> Result<(f64, f64)> {
+    let (streams, receiver) = (load.streams(), load.receiver());
     let both = format!(
         "--ioengine=net --protocol=tcp --port={PORT} --bs=64k --thread --numjobs={streams} --group_reporting --minimal"
     );
     // It ends with its connections, or by a signal.
-    let listen = format!("fio --name=to {both} --rw=read --size=1t --listen; true");
-    let job = receiver.guest.begin(xenhost, &listen, 300)?;
-    let ready =
-        format!("until [ $(netstat -ltn | grep -c ':90') = {streams} ]; do sleep 0.1; done");
-    receiver.guest.sh(xenhost, &ready, 120)?;
-    let send = format!(
-        "fio --name=from {both} --rw=write --size=1t --hostname={} --time_based --runtime={STREAM_MS}ms",
-        receiver.address
+    let listen = format!(
+        "fio --name=to {both} --rw=read --size=1t --listen >/tmp/fio.out 2>&1 & \
+         until [ $(cat /proc/net/tcp | awk '$4==\"0A\"' | grep -c ':232[0-9A-F]') = {streams} ]; do sleep 0.1; done"
     );
-    let output = sender.guest.sh(xenhost, &send, 300)?;
-    receiver.guest.sh(xenhost, "killall fio; true", 60)?;
-    receiver.guest.finish(xenhost, &job)?;
-    rate(&output).with_context(|| format!("odd output of fio: {output}"))
+    host.sh(receiver, &listen, 120)?;
+    let interface = format!("ip link set eth{} gso_max_segs", backend as u32);
+    let cut = if load == Load::Segmented { format!("{interface} 1; ") } else { String::new() };
+    let send = format!(
+        "{cut}fio --name=from {both} --rw=write --size=1t --hostname={} --time_based --runtime={STREAM_MS}ms; \
+         {interface} 65535",
+        receiver.address(backend)
+    );
+    host.begin_samples()?;
+    let output = host.sh(Who::Guest(0), &send, 300)?;
+    let busy = host.busy()?;
+    let end =
+        "killall fio 2>/dev/null || pkill fio; while pidof fio >/dev/null; do sleep 0.1; done";
+    host.sh(receiver, end, 60)?;
+    let rate = rate(&output).with_context(|| format!("odd output of fio: {output}"))?;
+    Ok((rate, busy))
 }
 
 /// The bandwidth of writes in fio's terse format, given in KiB/s.
@@ -176,52 +209,95 @@ fn median(values: &[f64]) -> usize {
     places[places.len() / 2]
 }
 
-fn findings(
-    times: &Times,
-    plain: &[f64],
-    probed: &[f64],
-    rates: &BTreeMap<u32, Vec<f64>>,
-) -> Findings {
+/// The ratio of our values to the kernel's, round by round.
+fn ratios(ours: &[f64], kernel: &[f64]) -> Vec<f64> {
+    ours.iter().zip(kernel).map(|(ours, kernel)| ours / kernel).collect()
+}
+
+fn findings(measured: &BTreeMap<Backend, Measured>) -> Findings {
+    let (mut rows, mut charts) = (Vec::new(), Vec::new());
+    let last = |of: &Measured| of.times[COMPLETED][median(&of.times[COMPLETED])];
+    let until = measured.values().map(last).fold(0.0, f64::max);
+    for (backend, of) in measured {
+        charts.push(way(*backend, of, until, &mut rows));
+    }
+    let (ours, kernel) = (&measured[&Backend::Ours], &measured[&Backend::Kernel]);
+    let title = "Guest to guest, TCP";
+    let mut chart = Chart::new(title, "streams", "Mbit/s");
+    let mut by_backend: BTreeMap<Backend, Vec<(f64, Row)>> = BTreeMap::new();
+    for load in Load::ALL {
+        for (backend, of) in measured {
+            let row = Row::new(
+                format!("{}: {}", backend.name(), load.name()),
+                "Mbit/s",
+                &of.rates[&load],
+            );
+            let published = PUBLISHED.iter().find(|(of, _)| *of == load);
+            let row = published.map_or(row.clone(), |(_, rate)| row.published(*rate));
+            if let Load::Streams(streams) = load {
+                by_backend.entry(*backend).or_default().push((f64::from(streams), row.clone()));
+            }
+            rows.push(row);
+        }
+        let values = ratios(&ours.rates[&load], &kernel.rates[&load]);
+        let row =
+            Row::new(format!("ferrite / netback: {}", load.name()), "times the rate", &values);
+        rows.push(match load.target() {
+            Some(target) => row.target(target),
+            None => row,
+        });
+    }
+    for (backend, rows) in &by_backend {
+        chart = chart.line(backend.name(), rows.iter().map(|(x, row)| (*x, row)));
+    }
+    charts.push(chart);
+    for (backend, of) in measured {
+        let name = format!("{}: dom0 and Xen for 64 KiB, 1 stream", backend.name());
+        rows.push(Row::new(name, "us", &of.costs));
+    }
+    let costs = ratios(&ours.costs, &kernel.costs);
+    rows.push(
+        Row::new("ferrite / netback: dom0 and Xen for 64 KiB", "times the cost", &costs)
+            .target(Target::AtMost(0.6)),
+    );
+    let late = [last(ours) / last(kernel)];
+    rows.push(
+        Row::new("ferrite / netback: slot to completion, median", "times as late", &late)
+            .target(Target::AtMost(1.0 / 3.0)),
+    );
+    Findings { rows, charts, missing: vec![] }
+}
+
+/// The time line of one backend, on an axis until `until`; its rows.
+fn way(backend: Backend, of: &Measured, until: f64, rows: &mut Vec<Row>) -> Chart {
+    let (times, name, path) = (&of.times, backend.name(), backend.path());
     let late = |from: &str, to: &str| -> Vec<f64> {
         times[to].iter().zip(&times[from]).map(|(to, from)| to - from).collect()
     };
-    let mut rows = Vec::new();
-    let title = "One packet, from its slot to the slot's completion";
-    let mut way = Chart::new(title, "us", "who").lanes();
+    let title = format!("One packet by {name}, from its slot to the slot's completion");
+    let mut way = Chart::new(&title, "us", "who").lanes().until(until);
     let shown = median(&times[COMPLETED]);
-    for (kind, hops) in [("packet", TO_THE_RECEIVER), ("completion", BACK)] {
+    for (kind, hops) in [("packet", path.to_the_receiver), ("completion", path.back)] {
         for hop in hops {
-            let name = format!("{}: {}", hop.party.name(), hop.what);
-            way = way.moment(&name, times[hop.key][shown], kind == "completion");
+            let at = format!("{}: {}", hop.party.name(), hop.what);
+            way = way.moment(&at, times[hop.key][shown], kind == "completion");
             if hop.key != FIRST {
                 let after = late(hop.after, hop.key);
-                rows.push(Row::new(format!("{kind}, {name}"), "us after the one before", &after));
+                let row = format!("{name}, {kind}, {at}");
+                rows.push(Row::new(row, "us after the one before", &after));
             }
         }
     }
+    let row = |what: &str, values: &[f64]| Row::new(format!("{name}: {what}"), "us", values);
     rows.extend([
-        Row::new("event to netback", "us", &late("notified", "event")),
-        Row::new("event to the receiver", "us", &late("told", "arrived")),
-        Row::new("event of the completion", "us", &late("answer-told", "answer-event")),
-        Row::new("completion after the copy", "us", &late(FORK, COMPLETED)),
-        Row::new("completion after the receiver has the packet", "us", &late(RECEIVED, COMPLETED)),
-        Row::new("whole way to the receiver", "us", &late(FIRST, RECEIVED)),
-        Row::new("round trip, without probes", "us", plain),
-        Row::new("round trip, with probes", "us", probed),
+        row("event to the backend", &late("notified", "event")),
+        row("completion after the copy", &late(FORK, COMPLETED)),
+        row("whole way to the receiver", &late(FIRST, RECEIVED)),
+        row("slot to completion", &times[COMPLETED]),
+        row("round trip, without probes", &of.plain),
+        row("round trip, with probes", &of.probed),
     ]);
-    let by_streams: Vec<(f64, Row)> = rates
-        .iter()
-        .map(|(streams, values)| {
-            let row = Row::new(format!("TCP, {streams} streams"), "Mbit/s", values);
-            let published = PUBLISHED.iter().find(|(of, _)| of == streams);
-            let row = published.map_or(row.clone(), |(_, rate)| row.published(*rate));
-            (f64::from(*streams), row)
-        })
-        .collect();
-    let chart = Chart::new("Guest to guest, TCP", "streams", "Mbit/s")
-        .line("all together", by_streams.iter().map(|(x, row)| (*x, row)));
-    rows.extend(by_streams.into_iter().map(|(_, row)| row));
-    Findings { rows, charts: vec![way, chart], missing: vec![] }
+    way
 }
 
 #[cfg(test)]
@@ -244,7 +320,7 @@ mod tests {
 
     #[test]
     fn every_function_of_a_kernel_gets_one_probe() {
-        let text = probe(Party::Dom0);
+        let text = probe(Backend::Kernel.path(), Party::Dom0);
         assert_eq!(
             text.matches("echo p:notify_remote_via_irq notify_remote_via_irq >>").count(),
             1

@@ -83,14 +83,47 @@ pub(super) const BACK: &[Hop] = &[
     hop(COMPLETED, Party::Sender, "xennet_tx_buf_gc", "answer-event", "the slot is free"),
 ];
 
-pub(super) fn hops() -> impl Iterator<Item = &'static Hop> {
-    TO_THE_RECEIVER.iter().chain(BACK)
+/// The path by `ferrite net serve` to the receiver. dom0's calls are those of its one thread.
+pub(super) const OURS_TO_THE_RECEIVER: &[Hop] = &[
+    hop(FIRST, Party::Sender, "xennet_start_xmit", "", "a slot of the TX ring"),
+    hop("notified", Party::Sender, NOTIFY, FIRST, "notifies the backend"),
+    hop("event", Party::Dom0, UPCALL, "notified", "the event arrives"),
+    hop("fetch", Party::Dom0, "gnttab_batch_copy", "event", "the thread fetches the header"),
+    hop(FORK, Party::Dom0, "gnttab_batch_copy", "fetch", "copies from guest to guest"),
+    hop("told", Party::Dom0, "evtchn_ioctl", FORK, "notifies the first of both"),
+    hop("arrived", Party::Receiver, UPCALL, FORK, "the event arrives"),
+    hop("rx", Party::Receiver, "xennet_poll", "arrived", "its driver polls"),
+    hop(RECEIVED, Party::Receiver, "icmp_rcv", "rx", "its protocol has it"),
+];
+
+/// The path back to the sender, by `ferrite net serve`.
+pub(super) const OURS_BACK: &[Hop] = &[
+    hop("answer-event", Party::Sender, UPCALL, "told", "the event arrives"),
+    hop(COMPLETED, Party::Sender, "xennet_tx_buf_gc", "answer-event", "the slot is free"),
+];
+
+/// The path of a packet by one backend.
+#[derive(Clone, Copy)]
+pub(super) struct Path {
+    pub(super) to_the_receiver: &'static [Hop],
+    pub(super) back: &'static [Hop],
+}
+
+/// By the kernel's backend and its bridge.
+pub(super) const KERNEL: Path = Path { to_the_receiver: TO_THE_RECEIVER, back: BACK };
+/// By `ferrite net serve`.
+pub(super) const OURS: Path = Path { to_the_receiver: OURS_TO_THE_RECEIVER, back: OURS_BACK };
+
+impl Path {
+    pub(super) fn hops(self) -> impl Iterator<Item = &'static Hop> + Clone {
+        self.to_the_receiver.iter().chain(self.back)
+    }
 }
 
 /// The functions of a kernel to be traced.
-pub(super) fn functions(party: Party) -> Vec<&'static str> {
+pub(super) fn functions(path: Path, party: Party) -> Vec<&'static str> {
     let mut functions: Vec<_> =
-        hops().filter(|hop| hop.party == party).map(|hop| hop.function).collect();
+        path.hops().filter(|hop| hop.party == party).map(|hop| hop.function).collect();
     functions.sort_unstable();
     functions.dedup();
     functions
@@ -127,10 +160,10 @@ pub(super) type Times = BTreeMap<&'static str, Vec<f64>>;
 ///
 /// # Errors
 /// No packet was recorded at all hops.
-pub(super) fn follow(traces: &[String; 3], mhz: f64) -> Result<Times> {
+pub(super) fn follow(path: Path, traces: &[String; 3], mhz: f64) -> Result<Times> {
     let events = [&traces[0], &traces[1], &traces[2]].map(|trace| parse(trace));
     let of = |party: Party| &events[party as usize];
-    let first = &TO_THE_RECEIVER[0];
+    let first = &path.to_the_receiver[0];
     let begins: Vec<u64> = of(first.party)
         .iter()
         .filter(|event| event.function == first.function)
@@ -140,7 +173,7 @@ pub(super) fn follow(traces: &[String; 3], mhz: f64) -> Result<Times> {
     for (i, begin) in begins.iter().enumerate() {
         let end = begins.get(i + 1).copied().unwrap_or(u64::MAX);
         let mut at = BTreeMap::from([(FIRST, *begin)]);
-        for hop in hops().skip(1) {
+        for hop in path.hops().skip(1) {
             let Some(after) = at.get(hop.after).copied() else { break };
             let fits = |event: &&Event| {
                 event.function == hop.function && event.at > after && event.at < end
@@ -149,7 +182,7 @@ pub(super) fn follow(traces: &[String; 3], mhz: f64) -> Result<Times> {
             at.insert(hop.key, event.at);
         }
         // A packet with a missing hop is left out: otherwise the hops' means would be of different packets.
-        if at.len() == hops().count() {
+        if at.len() == path.hops().count() {
             let us = |time: u64| (time - begin) as f64 / mhz;
             at.into_iter().for_each(|(key, time)| times.entry(key).or_default().push(us(time)));
         }
@@ -159,16 +192,16 @@ pub(super) fn follow(traces: &[String; 3], mhz: f64) -> Result<Times> {
         whole > 0,
         "of {} packets none was seen at every place: {}",
         begins.len(),
-        seen(&events)
+        seen(path, &events)
     );
     Ok(times)
 }
 
 /// How often each function was entered, for the text of a failure.
-fn seen(events: &[Vec<Event>; 3]) -> String {
+fn seen(path: Path, events: &[Vec<Event>; 3]) -> String {
     let mut text = String::new();
     for (party, events) in Party::ALL.iter().zip(events) {
-        for function in functions(*party) {
+        for function in functions(path, *party) {
             let count = events.iter().filter(|event| event.function == function).count();
             text += &format!("{} {function} {count}, ", party.name());
         }
@@ -195,10 +228,10 @@ mod tests {
     use super::*;
 
     /// A trace in which each hop of each packet comes `step` after the one before.
-    fn traces(packets: u64, skip: Option<&str>) -> [String; 3] {
+    fn traces(path: Path, packets: u64, skip: Option<&str>) -> [String; 3] {
         let mut traces = [String::from("# tracer: nop\n"), String::new(), String::new()];
         for packet in 0..packets {
-            for (i, hop) in hops().enumerate().filter(|(_, hop)| Some(hop.key) != skip) {
+            for (i, hop) in path.hops().enumerate().filter(|(_, hop)| Some(hop.key) != skip) {
                 let at = 1_000_000 * (packet + 1) + 2000 * i as u64;
                 let line =
                     format!("  ping-9  [000] d..1. {at}: {0}: ({0}+0x0/0x5 [m])\n", hop.function);
@@ -210,29 +243,35 @@ mod tests {
 
     #[test]
     fn each_hop_has_its_time_after_the_first() {
-        let times = follow(&traces(3, None), 1000.0).unwrap();
+        let times = follow(KERNEL, &traces(KERNEL, 3, None), 1000.0).unwrap();
         assert_eq!(times[FIRST], [0.0; 3]);
         assert_eq!(times["notified"], [2.0; 3]);
         assert_eq!(times[RECEIVED], [24.0; 3]);
         assert_eq!(times[COMPLETED], [36.0; 3]);
+        let times = follow(OURS, &traces(OURS, 2, None), 1000.0).unwrap();
+        assert_eq!((&times["fetch"], &times[FORK]), (&vec![6.0; 2], &vec![8.0; 2]));
+        assert_eq!(times[COMPLETED], [20.0; 2]);
     }
 
     #[test]
     fn a_packet_that_was_not_seen_everywhere_counts_nowhere() {
-        let why = follow(&traces(2, Some("bridge")), 1000.0).unwrap_err().to_string();
+        let why =
+            follow(KERNEL, &traces(KERNEL, 2, Some("bridge")), 1000.0).unwrap_err().to_string();
         assert!(why.contains("none was seen") && why.contains("br_handle_frame 0"), "{why}");
         // The last one lacks its completion.
-        let mut cut = traces(2, None);
+        let mut cut = traces(KERNEL, 2, None);
         let end = cut[0].trim_end().rfind('\n').unwrap();
         cut[0].truncate(end);
-        assert_eq!(follow(&cut, 1000.0).unwrap()[COMPLETED], [36.0]);
+        assert_eq!(follow(KERNEL, &cut, 1000.0).unwrap()[COMPLETED], [36.0]);
     }
 
     #[test]
     fn every_hop_follows_one_that_stands_before_it() {
-        let keys: Vec<_> = hops().map(|hop| hop.key).collect();
-        for (i, hop) in hops().enumerate().skip(1) {
-            assert!(keys[..i].contains(&hop.after), "{}", hop.key);
+        for path in [KERNEL, OURS] {
+            let keys: Vec<_> = path.hops().map(|hop| hop.key).collect();
+            for (i, hop) in path.hops().enumerate().skip(1) {
+                assert!(keys[..i].contains(&hop.after), "{}", hop.key);
+            }
         }
     }
 
