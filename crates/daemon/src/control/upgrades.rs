@@ -209,7 +209,7 @@ fn each<T: Send>(
         // This thread works, too: so all are upgraded even if no other thread can be started.
         for number in 1..threads {
             let thread = std::thread::Builder::new().name(format!("upgrade-{number}"));
-            if thread.spawn_scoped(scope, &work).is_err() {
+            if thread.spawn_scoped(scope, work).is_err() {
                 break;
             }
         }
