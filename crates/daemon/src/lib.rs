@@ -52,6 +52,7 @@ pub mod orphan;
 pub mod params;
 pub mod pause;
 mod pending;
+mod priorities;
 mod siblings;
 pub mod state;
 mod state_files;
@@ -527,6 +528,8 @@ impl Daemon {
         migration::begin(&self.shared);
         let control = control::server::Server::start(&self.shared)?;
         suspended::watch(&self.shared)?;
+        priorities::watch(&self.shared)?;
+        control::upgrades::go_on(&self.shared);
         alive("starting");
         let alive = |status: &str| {
             self.shared.jobs.expire();

@@ -4,9 +4,11 @@ mod host;
 mod roles;
 
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferrite_daemon::Step;
 use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
 use ferrite_daemon::keepers::Keepers;
 use ferrite_disk::{Disk, OpenOptions};
@@ -151,6 +153,61 @@ fn ten_images_that_cannot_be_opened_for_long_keep_no_other_disk_waiting() {
     host.stop();
 }
 
+/// How often the threads of these processes have gone to sleep.
+fn sleeps(pids: &[i32]) -> u64 {
+    let of_task = |task: std::fs::DirEntry| {
+        let status = std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
+        let line = status.lines().find_map(|it| it.strip_prefix("voluntary_ctxt_switches:"));
+        line.and_then(|count| count.trim().parse::<u64>().ok())
+    };
+    let tasks = |pid: &i32| std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
+    pids.iter().flat_map(tasks).filter_map(of_task).sum()
+}
+
+/// Longer than the daemon waits until it looks at the keepers' priorities again.
+const AT_REST: Duration = Duration::from_millis(2500);
+
+#[test]
+fn nothing_wakes_the_keeper_and_the_worker_of_a_disk_at_rest() {
+    let host = Host::with_guests(1, SMALL);
+    let daemon = host.spawn(None);
+    let disk = attach(&host, 1);
+    let mut front = host.connect(&disk);
+    works(&mut front, 1);
+    let keeper = keeper(&host, &disk);
+    let pids = [keeper, worker(keeper).unwrap()];
+    let mut last = sleeps(&pids);
+    wait_until("rest", || {
+        std::thread::sleep(AT_REST);
+        let now = sleeps(&pids);
+        std::mem::replace(&mut last, now) == now
+    });
+    works(&mut front, 2);
+    front.close(PATIENCE).unwrap();
+    end(&host, &[disk], &[keeper]);
+    kill(daemon);
+}
+
+#[test]
+fn a_worker_has_the_io_priority_that_its_keeper_is_given() {
+    let host = Host::with_guests(1, SMALL);
+    let daemon = host.spawn(None);
+    let disk = attach(&host, 1);
+    host.wait_for_phase(&disk, PhaseName::Served);
+    let keeper = keeper(&host, &disk);
+    let ionice = |words: &[&str], pid: i32| {
+        let done = Command::new("ionice").args(words).arg("-p").arg(pid.to_string()).output();
+        String::from_utf8(done.unwrap().stdout).unwrap()
+    };
+    for level in ["7", "2"] {
+        ionice(&["-c", "2", "-n", level], keeper);
+        let expected = format!("best-effort: prio {level}\n");
+        wait_until("the worker's priority", || ionice(&[], worker(keeper).unwrap()) == expected);
+    }
+    end(&host, &[disk], &[keeper]);
+    kill(daemon);
+}
+
 fn attach_many(host: &Host, guests: u16) -> Vec<(DiskPaths, Frontend)> {
     let disks: Vec<DiskPaths> = (1..guests + 1).map(|domid| attach(host, domid)).collect();
     let connect = |disk: DiskPaths| {
@@ -175,6 +232,28 @@ fn end_all(host: &Host, guests: Vec<(DiskPaths, Frontend)>) {
 
 fn runs(keeper: i32, binary: &Path) -> bool {
     std::fs::read_link(format!("/proc/{keeper}/exe")).is_ok_and(|exe| exe == binary)
+}
+
+#[test]
+fn an_upgrade_that_its_daemon_did_not_end_is_gone_on_with_by_the_next() {
+    const GUESTS: u16 = 20;
+    let host = Host::with_guests(u32::from(GUESTS), SMALL);
+    // It dies when the first disk has the program.
+    let mut daemon = host.spawn(Some(Step::Upgraded));
+    let mut guests = attach_many(&host, GUESTS);
+    let binary = host.dir.path().join("next");
+    std::fs::copy(std::env::current_exe().unwrap(), &binary).unwrap();
+    let keepers: Vec<i32> = guests.iter().map(|(disk, _)| keeper(&host, disk)).collect();
+    let upgraded = || keepers.iter().filter(|keeper| runs(**keeper, &binary)).count();
+    assert!(host.call::<Upgraded>("upgrade", &json!({ "binary": binary })).is_err());
+    daemon.wait().unwrap();
+    assert!((1..keepers.len()).contains(&upgraded()));
+    let daemon = host.spawn(None);
+    wait_until("all", || upgraded() == keepers.len());
+    guests.iter_mut().for_each(|(_, front)| works(front, 3));
+    wait_until("its end", || !host.paths().run.join("upgrade/all.json").exists());
+    end_all(&host, guests);
+    kill(daemon);
 }
 
 #[test]

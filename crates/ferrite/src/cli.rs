@@ -155,12 +155,6 @@ pub(crate) enum Command {
     Migrate(MigrateArgs),
     /// Move running disks to a new version of ferrite; guests see a short pause.
     Upgrade(UpgradeArgs),
-    /// Serve one disk for its keeper: with the options of serve, for as long as the keeper lives.
-    #[command(hide = true)]
-    Worker(WorkerArgs),
-    /// Serve disks of one store for their keeper, for as long as that lives.
-    #[command(hide = true)]
-    StoreWorker(StoreWorkerArgs),
     /// Speak TLS for another command.
     #[command(hide = true)]
     Tunnel(TunnelArgs),

@@ -58,7 +58,11 @@ pub fn main() -> ExitCode {
     if let Some((tool, args)) = compat::asked_for(std::env::args_os()) {
         return tool.main(args);
     }
-    let cli = match pairs::parse(std::env::args_os().collect()) {
+    let words: Vec<_> = std::env::args_os().collect();
+    if let Some(worker) = worker::Words::parse_if_worker(&words) {
+        return worker.map_or_else(|e| cli::refuse(&e), worker::main);
+    }
+    let cli = match pairs::parse(words) {
         Ok(cli) => cli,
         Err(e) => return cli::refuse(&cli::without_hidden(e, &cli::definition())),
     };
@@ -67,8 +71,6 @@ pub fn main() -> ExitCode {
         cli.command,
         cli::Command::Serve(_)
             | cli::Command::Daemon(_)
-            | cli::Command::Worker(_)
-            | cli::Command::StoreWorker(_)
             | cli::Command::Export(_)
             | cli::Command::Net(_)
             | cli::Command::Tunnel(_)
@@ -77,20 +79,14 @@ pub fn main() -> ExitCode {
     if is_server {
         ferrite_serve::counters::remember_process();
     }
-    let disk = match &cli.command {
-        cli::Command::Worker(args) => Some(args.serve.xen.to_string()),
-        _ => None,
-    };
     let usual = match (cli.quiet, is_server) {
         (true, _) => "error",
         (false, true) => SERVER_LOG,
         (false, false) => "warn",
     };
-    log::set_up(cli.verbose, usual, disk);
+    log::set_up(cli.verbose, usual, None);
     let done = match &cli.command {
         cli::Command::Serve(args) => serve::run(args),
-        cli::Command::Worker(args) => worker::run(args),
-        cli::Command::StoreWorker(args) => worker::store::run(args),
         cli::Command::Daemon(args) => daemon::run(args),
         cli::Command::Disk(args) => disk::run(args),
         cli::Command::Job(args) => job::run(args),

@@ -7,7 +7,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
 
 use clap::error::ErrorKind;
-use clap::{Command as Definition, CommandFactory as _, Error, Parser as _};
+use clap::{Args as _, Command as Definition, CommandFactory as _, Error, Parser as _};
 
 use crate::cli::{Cli, Command, ServeArgs};
 
@@ -64,13 +64,12 @@ struct Sorted {
 
 /// Sorts the words. `None`: it is another command.
 fn sort(words: &[OsString]) -> Option<Sorted> {
-    let definition = Cli::command();
-    let definition = definition.find_subcommand(SERVE)?;
     let is_option = |word: &&OsString| word.as_bytes().starts_with(b"-");
     let before = 1 + words.iter().skip(1).take_while(is_option).count();
     if words.get(before)? != SERVE {
         return None;
     }
+    let definition = ServeArgs::augment_args(Definition::new(SERVE));
     let head = words[..=before].iter().map(|word| plain(word)).collect();
     let mut sorted = Sorted { all: head, disks: Vec::new() };
     let mut rest = words[before + 1..].iter();
@@ -86,7 +85,7 @@ fn sort(words: &[OsString]) -> Option<Sorted> {
                 plain(word)
             }
             Some((name, has_value)) => {
-                let value = (!has_value && takes_value(definition, &name)).then(|| rest.next());
+                let value = (!has_value && takes_value(&definition, &name)).then(|| rest.next());
                 let words = [word].into_iter().chain(value.flatten()).cloned().collect();
                 Token { option: Some(name), words }
             }

@@ -1,14 +1,14 @@
 //! `ferrite worker`: the process that serves one disk for its keeper (docs/internals/processes.md).
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fmt::Display;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use clap::Parser as _;
 use ferrite_daemon::orphan;
 use ferrite_daemon::state::DiskId;
 use ferrite_disk::{Disk, ImageName, Parents, client_of, server_of};
@@ -31,13 +31,17 @@ use ferrite_xen::store::Store;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-use crate::cli::{Cli, Command, ServeArgs, WorkerArgs};
+use crate::cli::{ServeArgs, WorkerArgs};
 use crate::engine::choose;
 use crate::exit::{Code, Failure};
 use crate::parents::ParentsArgs;
-use crate::serve;
+use crate::{SERVER_LOG, log, serve};
 
 pub(crate) mod store;
+mod words;
+
+use words::Role;
+pub(crate) use words::Words;
 
 /// The folder with nothing in it that is the root of workers' file systems.
 const EMPTY: &str = "empty";
@@ -52,8 +56,23 @@ const MOST_QUEUES: u32 = 64;
 /// The number of queues that the guest's stub domain is offered.
 const OF_STUB_DOMAIN: usize = 1;
 
+/// The process of a worker.
+pub(crate) fn main(words: Words) -> ExitCode {
+    ferrite_serve::counters::remember_process();
+    let disk = match &words.role {
+        Role::Worker(args) => Some(args.serve.xen.to_string()),
+        Role::StoreWorker(_) => None,
+    };
+    log::set_up(words.verbose, if words.quiet { "error" } else { SERVER_LOG }, disk);
+    let done = match &words.role {
+        Role::Worker(args) => run(args),
+        Role::StoreWorker(args) => store::run(args),
+    };
+    done.map_or_else(|failure| failure.report_as(false), |()| ExitCode::SUCCESS)
+}
+
 /// Serves for as long as the keeper lives.
-pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
+fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let WorkerArgs { serve: args, run_dir } = args;
     let line = given(LINE_FD)?;
     let (alive, client_channel) = (Arc::new(given(ALIVE_FD)?), given(CLIENT_CHANNEL_FD)?);
@@ -225,10 +244,14 @@ pub(crate) fn arguments(args: &ServeArgs, run_dir: &Path) -> Option<Vec<String>>
 
 /// The options that a worker with these arguments was started with.
 pub(crate) fn told_by(arguments: &[String]) -> Option<ServeArgs> {
-    let words = ["ferrite".to_owned()].into_iter().chain(arguments.iter().cloned());
-    match Cli::try_parse_from(words).ok()?.command {
-        Command::Worker(args) => Some(args.serve),
-        _ => None,
+    let words: Vec<OsString> = ["ferrite"]
+        .into_iter()
+        .chain(arguments.iter().map(String::as_str))
+        .map(Into::into)
+        .collect();
+    match Words::parse_if_worker(&words)?.ok()?.role {
+        Role::Worker(args) => Some(args.serve),
+        Role::StoreWorker(_) => None,
     }
 }
 
@@ -370,7 +393,10 @@ fn told(failure: Failure, last: &mut Option<String>) -> OpenFailure {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser as _;
+
     use super::*;
+    use crate::cli::{Cli, Command};
 
     fn parse<T: Into<String>>(args: impl IntoIterator<Item = T>) -> Cli {
         let args = ["ferrite".to_owned()].into_iter().chain(args.into_iter().map(Into::into));
@@ -411,7 +437,10 @@ mod tests {
         for given in [plain, &all] {
             let Command::Serve(serve) = parse(given.iter().copied()).command else { panic!() };
             let arguments = arguments(&serve, Path::new("/run/there")).unwrap();
-            let Command::Worker(worker) = parse(arguments).command else { panic!() };
+            let words = ["ferrite".to_owned()].into_iter().chain(arguments);
+            let words: Vec<OsString> = words.map(Into::into).collect();
+            let words = Words::parse_if_worker(&words).unwrap().unwrap();
+            let Role::Worker(worker) = words.role else { panic!() };
             assert_eq!(format!("{:?}", worker.serve), format!("{serve:?}"));
             assert_eq!(worker.run_dir, Path::new("/run/there"));
         }

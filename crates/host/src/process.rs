@@ -245,19 +245,25 @@ pub fn take_given(number: RawFd) -> io::Result<OwnedFd> {
 const OF_PROCESS: libc::c_int = 1;
 const OF_GROUP: libc::c_int = 2;
 
-/// The priority of this thread's I/O, as the kernel writes it; 0: none was set.
-pub fn io_priority() -> i32 {
+/// The priority of the I/O of a process's first thread, as the kernel writes it; 0: none was set.
+///
+/// # Errors
+/// The kernel's: there is no such process.
+pub fn io_priority(process: Pid) -> io::Result<i32> {
     // SAFETY: numbers go in and out.
-    unsafe { libc::syscall(libc::SYS_ioprio_get, OF_PROCESS, 0) as i32 }
+    match unsafe { libc::syscall(libc::SYS_ioprio_get, OF_PROCESS, process.as_raw_pid()) } {
+        priority if priority >= 0 => Ok(priority as i32),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
-/// Gives it to all threads of all processes of this one's group.
+/// Gives it to all threads of all processes of the group that this process leads.
 ///
 /// # Errors
 /// The kernel's.
-pub fn set_io_priority_of_group(priority: i32) -> io::Result<()> {
+pub fn set_io_priority_of_group(leader: Pid, priority: i32) -> io::Result<()> {
     // SAFETY: numbers go in and out.
-    match unsafe { libc::syscall(libc::SYS_ioprio_set, OF_GROUP, 0, priority) } {
+    match unsafe { libc::syscall(libc::SYS_ioprio_set, OF_GROUP, leader.as_raw_pid(), priority) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }

@@ -15,8 +15,7 @@ use std::time::Duration;
 
 use ferrite_host::frames::Frame;
 use ferrite_host::process::{
-    Fork, Program, become_in_place, environment_without, fork, io_priority,
-    set_io_priority_of_group, take_given,
+    Fork, Program, become_in_place, environment_without, fork, take_given,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{chdir, getpid, setsid};
@@ -32,9 +31,6 @@ use crate::worker::Worker;
 
 /// Most disks of a group.
 const MEMBERS: usize = 64;
-/// How often the keeper looks whether its own I/O priority has changed. The kernel does not report
-/// such changes.
-const PRIORITY_INTERVAL: Duration = Duration::from_secs(2);
 /// A failed start of the worker is logged once in so many failures.
 const LOG_EVERY: u32 = 100;
 /// The pause after an error, such as too many open descriptors. Its cause stays, and `poll` would
@@ -151,7 +147,6 @@ enum PollSource {
 
 impl Process {
     fn run(mut self) -> ! {
-        let mut priority = io_priority();
         loop {
             if let Err(e) = self.worker.advance(&mut self.members, &self.binary, &self.also) {
                 if self.failures.is_multiple_of(LOG_EVERY) {
@@ -159,13 +154,6 @@ impl Process {
                 }
                 self.failures = self.failures.wrapping_add(1);
                 std::thread::sleep(RETRY_PAUSE);
-            }
-            let now = io_priority();
-            // A failure is not repeated before the priority changes again: only speed depends on
-            // it.
-            if now != priority && now >= 0 {
-                let _ = set_io_priority_of_group(now);
-                priority = now;
             }
             let ready = self.wait();
             self.members.iter_mut().for_each(|member| member.relay.reap());
@@ -278,10 +266,11 @@ impl Process {
         let relays = self.members.iter().filter_map(|member| member.relay.due());
         let is_idle = self.members.first().is_some_and(|member| member.spec.is_idle());
         let due = self.worker.due(is_idle).into_iter().chain(relays).min();
-        let timeout = due.unwrap_or(PRIORITY_INTERVAL).min(PRIORITY_INTERVAL);
-        let timeout =
-            Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
-        if poll(&mut fds, Some(&timeout)).is_err() {
+        let timeout = due.map(|due| Timespec {
+            tv_sec: due.as_secs() as i64,
+            tv_nsec: due.subsec_nanos().into(),
+        });
+        if poll(&mut fds, timeout.as_ref()).is_err() {
             std::thread::sleep(RETRY_PAUSE);
             return Ready::default();
         }

@@ -1,9 +1,6 @@
 //! The methods of the control socket.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::io;
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -15,17 +12,17 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::protocol::{
-    Attached, DetachParams, Detached, Details, Disk, Disks, Full, NotUpgraded, Nothing, PhaseName,
-    RpcError, Setting, ShowParams, Status, UpgradeParams, Upgraded, WaitParams, code,
+    Attached, DetachParams, Detached, Details, Disk, Disks, Full, Nothing, PhaseName, RpcError,
+    Setting, ShowParams, Status, WaitParams, code,
 };
 use super::waits::waits_for;
-use super::{exports, images, limits, pauses};
+use super::{exports, images, limits, pauses, upgrades};
 use crate::config::nearest;
 use crate::directory::{self, Snapshot};
 use crate::pause::Pause;
 use crate::state::DiskId;
-use crate::table::{Entry, Phase, Upgrade, detached};
-use crate::{Failure, Shared, Xen, taps, tuning};
+use crate::table::{Entry, Phase};
+use crate::{Shared, Xen, tuning};
 
 /// The names of all methods.
 pub(super) const METHODS: [&str; 51] = [
@@ -82,8 +79,6 @@ pub(super) const METHODS: [&str; 51] = [
     "upgrade",
 ];
 
-/// How long the upgrade of one disk may take.
-const UPGRADE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The longest wait of a method.
 pub(super) const MAX_WAIT: Duration = Duration::from_secs(300);
 /// A failed disk is reported to its script after so many tries.
@@ -122,7 +117,7 @@ pub(super) fn call(shared: &Arc<Shared>, method: &str, params: Value) -> Result<
             take(params).and_then(|request| reply(&images::change(shared, &request)?))
         }
         "image.query" => take(params).and_then(|request| reply(&images::query(shared, &request)?)),
-        "upgrade" => take(params).and_then(|request| reply(&upgrade(shared, &request)?)),
+        "upgrade" => take(params).and_then(|request| reply(&upgrades::upgrade(shared, &request)?)),
         _ if method.starts_with("migrate.") => super::migrations::call(shared, method, params)
             .unwrap_or_else(|| Err(no_method(method))),
         _ if method.starts_with("device.") => {
@@ -419,85 +414,4 @@ fn wait(shared: &Shared, request: &WaitParams) -> Result<Attached, RpcError> {
         | PhaseName::Resting
         | PhaseName::Paused => Ok(Attached { disk }),
     }
-}
-
-/// Upgrades disks one after the other, so that guests pause one at a time and not all storage is
-/// written to at once.
-fn upgrade(shared: &Shared, request: &UpgradeParams) -> Result<Upgraded, RpcError> {
-    let binary = Path::new(&request.binary);
-    if !binary.is_absolute() {
-        let help = "name the program by its absolute path, such as /usr/bin/ferrite";
-        return Err(RpcError::new(code::INVALID_PARAMS, "binary is not an absolute path", help));
-    }
-    // The program is checked before any image is closed.
-    runs(binary).map_err(|e| {
-        let message = format!("cannot run {}: {e}", binary.display());
-        RpcError::new(code::FAILED, message, "name a program of ferrite that root may run")
-    })?;
-    let any = |disks: &BTreeMap<DiskId, Entry>| -> Vec<DiskId> {
-        // A disk that is served beside another is upgraded with that one.
-        let goes = |entry: &Entry| entry.phase != Phase::Empty && entry.beside.is_none();
-        let served = disks.iter().filter(|(_, entry)| goes(entry));
-        served.map(|(id, _)| *id).collect()
-    };
-    let ids = match request.disk {
-        Some(id) => vec![found(shared, id)?.disk],
-        None => shared.table.read(any),
-    };
-    let mut done = Upgraded { upgraded: Vec::new(), failed: Vec::new() };
-    let mut add = |id, outcome| match outcome {
-        Ok(()) => done.upgraded.push(id),
-        Err(Failure { why, help }) => done.failed.push(NotUpgraded { disk: id, why, help }),
-    };
-    if request.disk.is_none() {
-        let idle = taps::upgrade_idle(shared, binary);
-        idle.into_iter().for_each(|(id, outcome)| add(id, outcome));
-    }
-    let mut seen = BTreeSet::new();
-    for id in ids {
-        // The disk was upgraded with another one of its store.
-        if seen.contains(&id) {
-            continue;
-        }
-        for (id, outcome) in upgrade_one(shared, id, binary) {
-            seen.insert(id);
-            add(id, outcome);
-        }
-    }
-    Ok(done)
-}
-
-/// Whether the file can be executed. Whether it is ferrite shows when it runs.
-fn runs(binary: &Path) -> io::Result<()> {
-    let found = binary.metadata()?;
-    match found.is_file() && found.permissions().mode() & 0o111 != 0 {
-        true => Ok(()),
-        false => Err(io::Error::other("it is not an executable file")),
-    }
-}
-
-/// Upgrades a disk and all disks of its worker. Returns the result for each.
-fn upgrade_one(shared: &Shared, id: DiskId, binary: &Path) -> Vec<(DiskId, Result<(), Failure>)> {
-    match shared.table.request_upgrade(id, binary) {
-        Err(failure) => vec![(id, Err(failure))],
-        Ok(all) => all.into_iter().map(|id| (id, outcome(shared, id))).collect(),
-    }
-}
-
-fn outcome(shared: &Shared, id: DiskId) -> Result<(), Failure> {
-    let failure = |why: &str, help: &str| Failure { why: why.to_owned(), help: help.to_owned() };
-    let outcome = shared.table.wait_for(UPGRADE_TIMEOUT, |disks| match disks.get(&id) {
-        None => Some(Err(detached())),
-        Some(entry) => match &entry.upgrade {
-            Upgrade::Requested(_) => None,
-            Upgrade::Done(outcome) => Some(outcome.clone()),
-            Upgrade::None => {
-                Some(Err(failure("another upgrade of this disk is in progress", "try again later")))
-            }
-        },
-    });
-    shared.table.change(id, |entry| (entry.upgrade, entry.participant) = (Upgrade::None, None));
-    outcome.unwrap_or_else(|| {
-        Err(failure("its image is still being closed", "look again later: ferrite disk show"))
-    })
 }

@@ -22,6 +22,7 @@ mod tap_messages;
 mod taps;
 #[cfg(test)]
 mod tests;
+pub(crate) mod upgrades;
 mod waits;
 
 pub(crate) use jobs::list as jobs;

@@ -40,7 +40,7 @@ struct Shared {
 }
 
 /// Serves for as long as the keeper lives.
-pub(crate) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
+pub(super) fn run(args: &StoreWorkerArgs) -> Result<(), Failure> {
     let failed = |e: io::Error| {
         let help = "a keeper starts it; ferrite serve serves disks by hand";
         Failure::new(format!("cannot serve disks of store {}", args.store.display()), e, help)

@@ -1,0 +1,51 @@
+//! The I/O priority that a storage manager or an administrator gives a keeper holds for its worker, too.
+//!
+//! They know the keeper's process number only: it is that of a disk for tapdisk's tools. The kernel reports no change of
+//! a priority, so it is looked at. The daemon does that for all disks: a keeper that did it would be woken for it.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrite_host::process::{io_priority, set_io_priority_of_group};
+use rustix::process::Pid;
+
+use crate::Shared;
+
+const INTERVAL: Duration = Duration::from_secs(2);
+/// The priority of a process that was given none.
+const NONE: i32 = 0;
+
+/// Starts the thread that looks.
+///
+/// # Errors
+/// The thread cannot be started.
+pub(crate) fn watch(shared: &Arc<Shared>) -> io::Result<()> {
+    let shared = shared.clone();
+    let body = move || {
+        let mut known = BTreeMap::new();
+        while !shared.is_stopped(INTERVAL) {
+            known = look(&shared, &known);
+        }
+    };
+    std::thread::Builder::new().name("priorities".to_owned()).spawn(body).map(drop)
+}
+
+/// Gives each keeper's new priority to its worker. Returns the priorities by keeper.
+fn look(shared: &Shared, known: &BTreeMap<u32, i32>) -> BTreeMap<u32, i32> {
+    let keepers: Vec<u32> =
+        shared.table.read(|disks| disks.values().filter_map(|entry| entry.pid).collect());
+    let mut found = BTreeMap::new();
+    for keeper in keepers {
+        let Some(pid) = i32::try_from(keeper).ok().and_then(Pid::from_raw) else { continue };
+        let Ok(priority) = io_priority(pid) else { continue };
+        // An error is not repeated before the priority changes again: only speed depends on it.
+        if found.insert(keeper, priority).is_none()
+            && priority != known.get(&keeper).copied().unwrap_or(NONE)
+        {
+            let _ = set_io_priority_of_group(pid, priority);
+        }
+    }
+    found
+}
