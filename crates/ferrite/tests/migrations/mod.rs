@@ -236,7 +236,7 @@ impl Cable {
         let of = if way == "input" { "iif" } else { "oif" };
         format!(
             "nsenter --net=/run/netns/{name} nft 'table inet cut {{ chain c {{ type filter hook {way} priority 0; \
-             policy drop; {of} lo accept; }} }}'"
+             policy drop; {of} lo accept; }}; }}'"
         )
     }
 
