@@ -155,7 +155,8 @@ impl Places {
         let host = Host::new(1);
         let folder = host.image("");
         let more = format!(
-            "listen = \"0.0.0.0:{}\"\nfolder = {folder:?}\nfrom = [{from:?}]\nports = [0, 0]\n",
+            "listen = \"0.0.0.0:{}\"\nfolder = {folder:?}\nfrom = [{from:?}]\nports = [0, 0]\n\
+             bases = [\"base.qcow2\"]\n",
             self.port
         );
         let config = self.config("receiver.toml", &more);
