@@ -46,6 +46,11 @@ pub(crate) struct MigrateArgs {
     #[arg(long)]
     name: Option<String>,
 
+    /// The image there that the new one stands on: one of its bases (ferrite.toml). Only what differs from it is copied;
+    /// without it the image there has all data of the chain.
+    #[arg(long, value_name = "IMAGE")]
+    base: Option<String>,
+
     /// Copy at most so many bytes a second, such as 50M; writes of the guest are not limited.
     #[arg(long, value_name = "BYTES_PER_S")]
     speed: Option<Speed>,
@@ -71,6 +76,9 @@ enum MigrateCommand {
         /// The name of the image's file there; default: its name here.
         #[arg(long)]
         name: Option<String>,
+        /// The image there that the new one stands on: one of its bases (ferrite.toml).
+        #[arg(long, value_name = "IMAGE")]
+        base: Option<String>,
         #[command(flatten)]
         output: OutputArgs,
     },
@@ -132,8 +140,8 @@ struct OneArgs {
 pub(crate) fn run(args: &MigrateArgs) -> Result<(), Failure> {
     match &args.command {
         None => all(args),
-        Some(MigrateCommand::Prepare { disk, host, name, output }) => {
-            let made = prepare(&disk.disk, host, name.as_deref(), output)?;
+        Some(MigrateCommand::Prepare { disk, host, name, base, output }) => {
+            let made = prepare(&disk.disk, host, (name, base), output)?;
             say(output, &made)
         }
         Some(MigrateCommand::Run { disk, speed, background, output }) => {
@@ -174,7 +182,7 @@ fn all(args: &MigrateArgs) -> Result<(), Failure> {
         let failure = Failure::new("cannot migrate", "no disk and host are named", help);
         return Err(failure.with_code(Code::USAGE));
     };
-    let made = prepare(disk, host, args.name.as_deref(), &args.output)?;
+    let made = prepare(disk, host, (&args.name, &args.base), &args.output)?;
     let asked = MigrateRunParams { disk: id(disk.find()?), speed: args.speed.and_then(|s| s.0) };
     let run = &args.output.places.run_dir;
     let done = start(disk, &asked, &args.output).and_then(|job| {
@@ -197,12 +205,12 @@ fn all(args: &MigrateArgs) -> Result<(), Failure> {
 fn prepare(
     disk: &GuestDisk,
     host: &str,
-    name: Option<&str>,
+    (name, base): (&Option<String>, &Option<String>),
     output: &OutputArgs,
 ) -> Result<Migration, Failure> {
     let disk = disk.find()?;
-    let (host, name) = (host.to_owned(), name.map(str::to_owned));
-    let asked = MigratePrepareParams { disk: id(disk), host, name };
+    let (host, name, base) = (host.to_owned(), name.clone(), base.clone());
+    let asked = MigratePrepareParams { disk: id(disk), host, name, base };
     call(&output.places.run_dir, "migrate.prepare", &asked, ANSWER)
         .map_err(|e| of_disk("cannot migrate disk", disk, &e))
 }

@@ -261,15 +261,53 @@ fn a_backup_goes_through_a_pipe_and_half_of_one_is_refused() {
 }
 
 #[test]
-fn volumes_of_stores_are_backed_up_whole_and_restored() {
+fn volumes_of_stores_are_backed_up_by_what_differs_from_their_last_backup() {
+    const VOLUME: &str = "store:s.store#v";
     let place = Place::new();
-    place.pattern("begin.img", 16 * MIB, &[(0, MIB), (9 * MIB, 4096)]);
+    place.pattern("begin.img", 17 * MIB, &[(0, MIB), (9 * MIB, 4096)]);
     place.store_ok(&["create", "s.store", "--size", "128M"]);
-    place.ok(&["convert", "begin.img", "store:s.store#v"]);
-    place.backup_ok(&["create", "store:s.store#v", "b"]);
-    place.backup_fails(1, &["create", "store:s.store#v", "b", "--incremental"]);
-    place.backup_ok(&["restore", "b", "store:s.store#w"]);
-    place.ok(&["compare", "store:s.store#w", "begin.img"]);
+    place.ok(&["convert", "begin.img", VOLUME]);
+    place.backup_fails(1, &["create", VOLUME, "b", "--incremental"]);
+    place.backup_ok(&["create", VOLUME, "b", "--name", "one"]);
+    // Data where there were none, other data, and zeros where there were data.
+    fs::copy(place.path("begin.img"), place.path("two.img")).unwrap();
+    let two = File::options().write(true).open(place.path("two.img")).unwrap();
+    two.write_all_at(&[7; 4096], 13 * MIB).unwrap();
+    two.write_all_at(&[7; 512], 512).unwrap();
+    two.write_all_at(&[0; 4096], 9 * MIB).unwrap();
+    let make = |from: &str| {
+        place.store_ok(&["delete", "s.store#v"]);
+        place.ok(&["convert", from, VOLUME]);
+    };
+    make("two.img");
+    place.backup_ok(&["create", VOLUME, "b", "--name", "two", "--incremental"]);
+    // It grows, with data behind its old end, in the region that was not whole.
+    fs::copy(place.path("two.img"), place.path("three.img")).unwrap();
+    let grown = File::options().write(true).open(place.path("three.img")).unwrap();
+    grown.set_len(25 * MIB).unwrap();
+    grown.write_all_at(&[9; 512], 17 * MIB).unwrap();
+    make("three.img");
+    let three = json(&place.backup_ok(&["create", VOLUME, "b", "--name", "three", "--json"]));
+    assert_eq!(three["parent"], "two");
+    place.backup_ok(&["create", VOLUME, "b", "--name", "same", "--incremental"]);
+    for (name, model) in
+        [("one", "begin.img"), ("two", "two.img"), ("three", "three.img"), ("same", "three.img")]
+    {
+        place.backup_ok(&["restore", "b", "x.img", "--name", name, "--force"]);
+        place.ok(&["compare", "x.img", model]);
+    }
+    assert!(place.backup_ok(&["verify", "b"]).lines().all(|line| line.contains(": good")));
+    let regions = |name: &str| {
+        let text = fs::read_to_string(place.path(&format!("b/{name}.json"))).unwrap();
+        json(&text)["regions"].as_array().unwrap().len()
+    };
+    assert_eq!(["one", "two", "three", "same"].map(regions), [2, 3, 1, 0]);
+    // Of another disk, nothing.
+    place.ok(&["convert", "begin.img", "store:s.store#w"]);
+    let said = place.backup_ok(&["create", "store:s.store#w", "b"]);
+    assert!(said.contains(": full") && said.contains("no backup of this disk"), "{said}");
+    place.backup_ok(&["restore", "b", "store:s.store#x", "--name", "three"]);
+    place.ok(&["compare", "store:s.store#x", "three.img"]);
 }
 
 #[test]

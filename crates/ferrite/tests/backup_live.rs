@@ -358,17 +358,6 @@ fn a_raw_disk_is_backed_up_from_its_qcow2_image_and_only_if_that_is_asked_for() 
 }
 
 #[test]
-fn a_volume_is_refused_with_the_commands_that_back_it_up() {
-    let mut lab = Lab::of_volume();
-    let load = Load::start(&lab.host, &lab.disk);
-    lab.refuses(&["backup", "create", DISK, "b"], "ferrite disk snapshot web1/xvda NAME");
-    load.wait_for_progress();
-    assert!(!lab.host.image("b").exists());
-    load.end();
-    lab.detach();
-}
-
-#[test]
 fn what_a_killed_backup_has_left_is_named_and_a_backup_at_rest_merges_it() {
     let mut lab = Lab::new(&["a.vhd"]);
     let load = Load::start(&lab.host, &lab.disk);

@@ -103,6 +103,32 @@ fn the_steps_print_a_line_for_each_event_and_can_be_taken_again() {
     }
 }
 
+#[test]
+fn what_an_unfinished_merge_has_noted_goes_with_its_image() {
+    // The images that the first one names are merged in another way.
+    for (ends, others, left) in [
+        (["d", "c"], vec!["e", "--from", "d", "--to", "a"], "ea"),
+        (["c", "b"], vec!["e", "--from", "d", "--to", "a"], "ea"),
+        (["d", "c"], vec!["d", "--into", "c"], "edba"),
+    ] {
+        for format in ["vhd", "qcow2"] {
+            let place = chain(format);
+            let name = |name: &str| match name.starts_with("--") {
+                true => name.to_owned(),
+                false => format!("{name}.{format}"),
+            };
+            let [leaf, from, to] = ["e", ends[0], ends[1]].map(name);
+            place.ok(&["merge-step", "copy", &leaf, "--from", &from, "--to", &to]);
+            let note = place.path(&format!("{to}.ferrite-merge.partial.json"));
+            assert!(fs::exists(&note).unwrap() && fs::exists(note + ".new").unwrap());
+            let other: Vec<String> = others.iter().map(|word| name(word)).collect();
+            let other: Vec<&str> = other.iter().map(String::as_str).collect();
+            place.ok(&[&["coalesce"], &other[..]].concat());
+            has_images(&place, left, format);
+        }
+    }
+}
+
 /// At the speed of a byte a second nothing would ever end.
 #[test]
 fn a_copy_takes_new_speeds_and_ends_in_good_order_when_it_is_told_to() {

@@ -102,6 +102,34 @@ fn a_running_disk_moves_to_another_daemon_while_its_guest_writes() {
 }
 
 #[test]
+fn a_disk_that_moves_onto_a_base_of_the_other_host_stays_as_thin_as_it_was() {
+    let Some(places) = Places::new() else { return };
+    let mut lab = places.lab();
+    let there = places.there(None);
+    let load = Load::start(&lab.host, &lab.disk);
+    load.wait_for_progress();
+    let onto = |base| ["migrate", "web1/xvda", "b", "--name", "web1.qcow2", "--base", base];
+    // What a host has not named is not read by others.
+    lab.fails(&onto("other.qcow2"), "is not one of that host's bases");
+    lab.fails(&onto("../base.qcow2"), "is not one of that host's bases");
+    lab.fails(&onto("base.qcow2"), "no such file");
+    std::fs::copy(lab.image("base.qcow2"), there.image("base.qcow2")).unwrap();
+    lab.does(&onto("base.qcow2"));
+    load.wait_for_progress();
+    is_retired(&lab);
+    load.end();
+    lab.detach();
+    let done = there.run(&["migrate", "forget", &there.only().id]);
+    assert!(done.status.success(), "{done:?}");
+    let info = lab.does(&["image", "info", "--json", &there.image("web1.qcow2")]);
+    let info: serde_json::Value = serde_json::from_str(&info).unwrap();
+    assert_eq!(info["chain"].as_array().unwrap().len(), 2, "{info}");
+    let [here, there] = [lab.image("a.qcow2"), there.image("web1.qcow2")]
+        .map(|name| std::fs::metadata(name).unwrap().len());
+    assert!(there <= here + (256 << 10), "{there} bytes there, {here} here");
+}
+
+#[test]
 fn a_guest_that_leaves_finds_its_disk_at_the_other_host() {
     let Some(places) = Places::new() else { return };
     let mut lab = places.lab();

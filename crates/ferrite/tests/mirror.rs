@@ -170,6 +170,27 @@ fn a_mirror_that_is_cancelled_leaves_the_source_and_an_equal_target() {
     assert_eq!(std::fs::read_dir(lab.host.paths().mirrors()).unwrap().count(), 0);
 }
 
+#[test]
+fn a_target_on_the_same_base_gets_only_what_differs_from_it() {
+    let mut lab = lab();
+    let load = Load::start(&lab.host, &lab.disk);
+    load.wait_for_progress();
+    let target = lab.image("t.qcow2");
+    std::fs::remove_file(&target).unwrap();
+    lab.does(&["image", "clone", &lab.image("base.qcow2"), &target]);
+    // What the base has and the disk has not any more has to be written.
+    lab.does(&["mirror", "web1/xvda", &target, "--compare"]);
+    load.wait_for_progress();
+    load.end();
+    lab.does(&["job", "cancel", "1"]);
+    wait_until("the end", || ended(&lab, 1).phase == JobPhase::Cancelled);
+    lab.detach();
+    are_equal(&lab, "a.qcow2", "t.qcow2");
+    let [own, other] =
+        ["a.qcow2", "t.qcow2"].map(|name| std::fs::metadata(lab.image(name)).unwrap().len());
+    assert!(other <= own + (256 << 10), "{other} bytes in the target, {own} in the disk's image");
+}
+
 /// What is in /run is lost, as by a power cut, and the guest is started again.
 fn lose_memory(lab: &mut Lab) {
     lab.detach();

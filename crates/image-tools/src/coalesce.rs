@@ -20,6 +20,7 @@ use super::create::done;
 use super::files::{Protected, same_file, take_rights};
 use super::formats::leaf;
 use super::io_context::IoContext;
+use super::merge;
 use super::rebase::{check_snapshots, note_bitmaps};
 use super::room::{self, Room};
 use super::{Done, ImageTools, broken, formats, refused, unsuitable};
@@ -161,6 +162,7 @@ impl ImageTools<'_> {
         self.directory.rename(&parent.path, &child.path).map_err(cannot)?;
         protected.forget();
         self.forget_maps(&parent.path)?;
+        merge::forget_note(&parent.path).map_err(cannot)?;
         self.sync_dir(&child.path)
     }
 

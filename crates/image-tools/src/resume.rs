@@ -145,9 +145,9 @@ impl Resume {
         beside(to, NEXT)
     }
 
-    /// Removes the state.
+    /// Removes the state. The file that counts goes last: without it nobody looks for the other one.
     pub(super) fn remove(to: &Path) -> io::Result<()> {
-        for suffix in [STATE, NEXT] {
+        for suffix in [NEXT, STATE] {
             match fs::remove_file(beside(to, suffix)) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
                 _ => {}

@@ -299,6 +299,10 @@ impl LiveDisk for Guest<'_> {
         self.rest.end_map(map)
     }
 
+    fn remove_snapshot(&self, snapshot: &ImageName) -> Result<(), DiskError> {
+        self.rest.remove_snapshot(snapshot)
+    }
+
     fn merge(&self, leaf: &ImageName, snapshot: &ImageName) -> Result<(), DiskError> {
         self.merges.set(self.merges.get() + 1);
         self.rest.merge(leaf, snapshot)

@@ -63,7 +63,7 @@ const TOP: [Key<Config>; 4] = [
 
 const TABLES: [&str; 7] = ["disks", "host", "images", "migration", "nbd", "pool", "rbd"];
 
-const MIGRATION: [Key<MigrationOptions>; 6] = [
+const MIGRATION: [Key<MigrationOptions>; 7] = [
     Key {
         name: "listen",
         allowed: "an IP address with a port, such as \"192.0.2.5:10810\"",
@@ -88,6 +88,11 @@ const MIGRATION: [Key<MigrationOptions>; 6] = [
         name: "ports",
         allowed: "the first and the last port, such as [49152, 49215], or [0, 0] for any that is free",
         take: |to, value| put(&mut to.ports, migration::ports(value)),
+    },
+    Key {
+        name: "bases",
+        allowed: "a list of names of images in folder, such as [\"golden.qcow2\"]",
+        take: |to, value| put(&mut to.bases, migration::bases(value)),
     },
     Key {
         name: "hosts",

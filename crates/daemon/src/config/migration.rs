@@ -25,6 +25,8 @@ pub struct MigrationOptions {
     pub from: Vec<String>,
     /// The first and the last port of exports of disks that come.
     pub ports: (u16, u16),
+    /// Images in `folder` that disks which come may stand on, and so read.
+    pub bases: Vec<String>,
     /// Other hosts, by short names, as HOST:PORT.
     pub hosts: BTreeMap<String, String>,
 }
@@ -38,6 +40,7 @@ impl Default for MigrationOptions {
             folder: None,
             from,
             ports: PORTS,
+            bases: Vec::new(),
             hosts,
         }
     }
@@ -62,6 +65,15 @@ pub(super) fn ports(value: &Value) -> Option<(u16, u16)> {
     let [first, last] = value.as_array()?.as_slice() else { return None };
     let (first, last) = (port(first)?, port(last)?);
     ((first, last) == (0, 0) || (0 < first && first <= last)).then_some((first, last))
+}
+
+/// A list of names of images, without folders.
+pub(super) fn bases(value: &Value) -> Option<Vec<String>> {
+    let names = value.as_array()?.iter();
+    let is_base = |name: &&str| crate::migration::messages::is_name(name);
+    let names: Option<Vec<String>> =
+        names.map(|name| name.as_str().filter(is_base).map(str::to_owned)).collect();
+    names.filter(|names| names.len() <= MAX_HOSTS)
 }
 
 /// A table of short names and places.
@@ -122,5 +134,9 @@ mod tests {
         }
         assert_eq!(from(&value("['a.example']")), Some(vec!["a.example".to_owned()]));
         assert_eq!(from(&value("['--x']")), None);
+        assert_eq!(bases(&value("['gold.qcow2']")), Some(vec!["gold.qcow2".to_owned()]));
+        for bad in ["['../x']", "['/srv/x']", "'x'", "['a.ferrite-incoming']"] {
+            assert_eq!(bases(&value(bad)), None, "{bad}");
+        }
     }
 }

@@ -39,6 +39,9 @@ pub struct MirrorParams {
     /// Whether only what the target of an earlier mirror lacks is copied. Nobody else may have written to it.
     #[serde(default)]
     pub resume: bool,
+    /// Whether what the target has already is compared, and not written: for a target on the same base.
+    #[serde(default)]
+    pub compare: bool,
     /// Most bytes a second. Without it, there is no limit.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub speed: Option<u64>,

@@ -132,6 +132,7 @@ fn mirror(shared: &Shared, asked: &MirrorParams) -> Result<Job, RpcError> {
     }
     let target = target(shared, &asked.target, asked.switch)?;
     let task = Mirror::new(&source, target, asked.switch).resumed(asked.resume);
+    let task = task.comparing(asked.compare);
     shared.jobs.start(asked.disk, Task::Mirror(task), asked.speed).map(describe).map_err(refused)
 }
 

@@ -15,6 +15,9 @@ pub struct MigratePrepareParams {
     /// The name of the image's file there. Without it, the name that it has here.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub name: Option<String>,
+    /// The image there that becomes the parent: one of `bases` of its configuration. Only what differs from it is copied.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub base: Option<String>,
 }
 
 /// The parameters of `migrate.run`.

@@ -63,8 +63,8 @@ fn failed(Failure { why, help }: Failure) -> RpcError {
 fn prepare(shared: &Arc<Shared>, asked: &MigratePrepareParams) -> Result<Migration, RpcError> {
     let at_rest = "ferrite image convert copies images at rest";
     let image = super::jobs::served_image(shared, asked.disk, at_rest)?;
-    let name = asked.name.as_deref();
-    let made = send::prepare(shared, asked.disk, &image, &asked.host, name).map_err(failed)?;
+    let names = (asked.name.as_deref(), asked.base.as_deref());
+    let made = send::prepare(shared, asked.disk, &image, &asked.host, names).map_err(failed)?;
     Ok(describe_out(shared, made))
 }
 

@@ -284,7 +284,8 @@ fn every_type_of_a_job_is_described_as_it_is() {
     let asked = CoalesceParams { disk, from: from.clone(), to: to.clone(), force, speed };
     same("CoalesceParams", &asked);
     let target = "raw:/srv/b".to_owned();
-    same("MirrorParams", &MirrorParams { disk, target, switch: true, resume: true, speed });
+    let (switch, resume, compare) = (true, true, true);
+    same("MirrorParams", &MirrorParams { disk, target, switch, resume, compare, speed });
     same("JobParams", &JobParams { id: 1 << 40 });
     same("JobWaitParams", &JobWaitParams { id: 7, timeout_s: 9 });
     same("JobLimitParams", &JobLimitParams { id: 7, speed });
@@ -315,8 +316,8 @@ fn every_type_of_a_job_is_described_as_it_is() {
 fn every_type_of_a_migration_is_described_as_it_is() {
     let disk = DiskId { domid: 1, devid: 51712 };
     let text = || "0a".to_owned();
-    let (id, host, name) = (text(), text(), Some(text()));
-    same("MigratePrepareParams", &MigratePrepareParams { disk, host, name });
+    let (id, host, name, base) = (text(), text(), Some(text()), Some(text()));
+    same("MigratePrepareParams", &MigratePrepareParams { disk, host, name, base });
     same("MigrateRunParams", &MigrateRunParams { disk, speed: Some(1 << 40) });
     same("MigrateCommitParams", &MigrateCommitParams { disk, keep: true });
     same("MigrationParams", &MigrationParams { id: id.clone() });

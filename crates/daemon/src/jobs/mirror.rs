@@ -260,7 +260,10 @@ fn make_map(run: &Run, bytes: u64) -> Result<(), Halt> {
     let state = run.state();
     let path = run.jobs().mirror_map(run.id()).unwrap_or_default();
     let made = MirrorFile::create(&path, bytes);
-    let made = made.and_then(|map| map.set_pace(state.speed, state.paused));
+    let made = made.and_then(|map| {
+        map.set_compares(task(run).compares)?;
+        map.set_pace(state.speed, state.paused)
+    });
     made.map_err(|e| cannot_use_map(&path, &e))
 }
 

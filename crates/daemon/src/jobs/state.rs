@@ -50,6 +50,9 @@ pub struct Mirror {
     /// Whether this mirror resumes an earlier one: no other program has written to the target since then.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub resumes: bool,
+    /// Whether what the target has already is compared, and not written.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub compares: bool,
     /// Bytes of the disk, once that is known.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub bytes: Option<u64>,
@@ -114,19 +117,38 @@ impl MirrorStep {
 impl Mirror {
     /// A mirror that has not begun.
     pub fn new(source: &Image, target: String, switches: bool) -> Mirror {
-        let (source, step, map, resumes) = (source.clone(), MirrorStep::Check, None, false);
+        let (source, step, map) = (source.clone(), MirrorStep::Check, None);
+        let (resumes, compares) = (false, false);
         // Without a random number it has no name, and a server is given time to end older requests.
         let session =
             secret::<8>().map(|number| format!("mirror-{:016x}", u64::from_ne_bytes(number)));
         let session = session.unwrap_or_default();
         let (bytes, failed, migration) = (None, None, None);
-        Mirror { source, target, session, switches, resumes, bytes, map, failed, migration, step }
+        Mirror {
+            source,
+            target,
+            session,
+            switches,
+            resumes,
+            compares,
+            bytes,
+            map,
+            failed,
+            migration,
+            step,
+        }
     }
 
     /// Goes on with a target that an earlier mirror had.
     #[must_use]
     pub fn resumed(self, resumes: bool) -> Mirror {
         Mirror { resumes, ..self }
+    }
+
+    /// Compares what the target has, and writes only what differs.
+    #[must_use]
+    pub fn comparing(self, compares: bool) -> Mirror {
+        Mirror { compares, ..self }
     }
 
     /// The target as workers open it.

@@ -65,6 +65,9 @@ pub(crate) struct Prepare {
     pub(crate) bytes: u64,
     /// Bytes that the image takes now.
     pub(crate) allocated: u64,
+    /// The image there that it is to stand on. An older receiver makes an image without a parent.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) base: Option<String>,
 }
 
 /// An answer of the receiver.

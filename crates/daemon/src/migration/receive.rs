@@ -209,6 +209,7 @@ fn prepare(shared: &Arc<Shared>, asked: &Prepare) -> Result<Answer, Failure> {
         None => {
             may_come(shared, asked, &folder)?;
             let mut record = Incoming::new(&asked.id, asked.format, &path, asked.bytes, now_s());
+            record.base = asked.base.as_ref().map(|base| folder.join(base));
             let random = secret::<16>().map_err(|e| refuse(e.to_string(), "try again"))?;
             record.export = format!("migration-{}", to_hex(&random));
             write(shared, &record)?;
@@ -255,6 +256,9 @@ fn may_come(shared: &Shared, asked: &Prepare, folder: &Path) -> Result<(), Failu
         let why = format!("a disk of {} bytes cannot come", asked.bytes);
         return Err(refuse(why, "512 bytes to 64 TiB, in sectors, are possible"));
     }
+    if let Some(base) = &asked.base {
+        may_be_base(shared, asked, base)?;
+    }
     let path = folder.join(&asked.name);
     let is_taken = |path: &Path| path.symlink_metadata().is_ok();
     let coming = Incoming::new(&asked.id, asked.format, &path, 0, 0).coming();
@@ -278,6 +282,21 @@ fn may_come(shared: &Shared, asked: &Prepare, folder: &Path) -> Result<(), Failu
                 asked.allocated >> 20
             );
             Err(refuse(why, "make room there, or name a folder on a larger file system"))
+        }
+    }
+}
+
+/// Whether an image that comes may stand on this one: its sender can read that.
+fn may_be_base(shared: &Shared, asked: &Prepare, base: &str) -> Result<(), Failure> {
+    if !shared.config.migration.bases.iter().any(|known| known == base) {
+        let help = "add it to bases below [migration] in its ferrite.toml, and restart that daemon; or leave --base out";
+        return Err(refuse(format!("{base:.100?} is not one of that host's bases"), help));
+    }
+    match asked.format {
+        Format::Vhd | Format::Qcow2 => Ok(()),
+        other => {
+            let why = format!("an image that is {} stands on no other one", other.word());
+            Err(refuse(why, "leave --base out"))
         }
     }
 }
@@ -322,7 +341,17 @@ fn make(shared: &Shared, record: &Incoming, image: &Image) -> Result<(), Failure
         }
         _ => {}
     }
-    verbs::run(shared, &["create".into(), image.name(), record.bytes.to_string().into()])?;
+    match &record.base {
+        None => {
+            verbs::run(shared, &["create".into(), image.name(), record.bytes.to_string().into()])?;
+        }
+        Some(base) => {
+            verbs::run(shared, &["clone".into(), base.into(), image.name()])?;
+            // Never smaller: that is refused.
+            let bytes = record.bytes.to_string();
+            verbs::run(shared, &["resize".into(), image.name(), bytes.into()])?;
+        }
+    }
     sync_folder(&image.path).map_err(|e| refuse(e.to_string(), "check the storage of that folder"))
 }
 

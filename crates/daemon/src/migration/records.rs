@@ -41,6 +41,9 @@ pub(crate) struct Outgoing {
     pub(crate) host: String,
     /// The image there, as the URI of its export.
     pub(crate) target: String,
+    /// Whether the image there stands on another one there.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub(crate) on_base: bool,
     /// Whether the disk goes on here with the image there.
     pub(crate) keep: bool,
     /// Whether it is to be given up.
@@ -69,6 +72,9 @@ pub(crate) struct Incoming {
     pub(crate) path: PathBuf,
     /// Bytes of the disk.
     pub(crate) bytes: u64,
+    /// The image that it stands on.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) base: Option<PathBuf>,
     /// The TCP port of the export, once it is known.
     pub(crate) port: u16,
     /// The export's name: a secret of the two hosts.
@@ -94,6 +100,7 @@ impl Outgoing {
             image: image.clone(),
             host: host.to_owned(),
             target: String::new(),
+            on_base: false,
             keep: false,
             gives_up: false,
             done: false,
@@ -115,6 +122,7 @@ impl Incoming {
             format,
             path: path.to_owned(),
             bytes,
+            base: None,
             port: 0,
             export: String::new(),
             keep: false,

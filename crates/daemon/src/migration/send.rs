@@ -124,7 +124,7 @@ pub(crate) fn prepare(
     disk: DiskId,
     image: &Image,
     host: &str,
-    name: Option<&str>,
+    (name, base): (Option<&str>, Option<&str>),
 ) -> Result<Outgoing, Failure> {
     let _one = shared.migration.change();
     if of_disk(shared, disk).is_ok() {
@@ -162,9 +162,11 @@ pub(crate) fn prepare(
     let allocated = image.path.metadata().map_or(0, |facts| facts.blocks() * 512);
     let id = new_id()?;
     let mut record = Outgoing::new(&id, disk, image, &shown, now_s());
+    record.on_base = base.is_some();
     write(shared, &record)?;
     (shared.on_step)(Step::Migration("begun"));
-    let asked = Prepare { id: id.clone(), name, format: image.format, bytes, allocated };
+    let (format, base) = (image.format, base.map(str::to_owned));
+    let asked = Prepare { id: id.clone(), name, format, bytes, allocated, base };
     let answered = connect(shared, &shown).and_then(|mut peer| peer.ask(&Ask::Prepare(asked)));
     match answered {
         Ok(Answer::Prepared { port, export }) => {
@@ -207,7 +209,8 @@ pub(crate) fn run(shared: &Shared, record: &Outgoing, speed: Option<u64>) -> Res
     if record.target.is_empty() {
         return Err(refuse("the other host has not agreed yet", "abort it, and begin it anew"));
     }
-    let mut mirror = Mirror::new(&record.image, record.target.clone(), false);
+    let mirror = Mirror::new(&record.image, record.target.clone(), false);
+    let mut mirror = mirror.comparing(record.on_base);
     mirror.migration = Some(MirrorMigration { id: record.id.clone() });
     let started = shared.jobs.start(record.disk, Task::Mirror(mirror), speed);
     started.map(|seen| seen.state.id).map_err(|e| refuse(e.to_string(), &e.help()))

@@ -37,6 +37,8 @@ const AGAIN_MAX: Duration = Duration::from_secs(10);
 const SETTLE: Duration = Duration::from_secs(3);
 /// Data are copied in multiples of this.
 const UNIT: u64 = 4096;
+/// Data are compared in pieces of this.
+const COMPARED: u64 = 64 << 10;
 
 const _: () = assert!(REGION_BYTES as usize == SLAB_BYTES);
 
@@ -264,6 +266,9 @@ impl Copier<'_> {
         };
         let start = region * REGION_BYTES;
         let end = (start + REGION_BYTES).min(source.sectors() * SECTOR_BYTES);
+        let compares = self.pair.regions.map.compares;
+        // The other half gets what the target has.
+        let most = if compares { buffer.len() / 2 } else { buffer.len() } as u64;
         let mut at = start;
         while at < end {
             let found = source.allocation(&from, at, end - at).await;
@@ -273,18 +278,65 @@ impl Copier<'_> {
             let len = match found.zeros && (whole > 0 || found.len == end - at) {
                 true if found.len == end - at => found.len,
                 true => whole,
-                false => found.len.next_multiple_of(UNIT).min(end - at).min(buffer.len() as u64),
+                false => found.len.next_multiple_of(UNIT).min(end - at).min(most),
             };
             if found.zeros && len <= found.len {
                 self.zero(target, &to, at, len).await.map_err(Lost::Target)?;
             } else {
                 let span = buffer.slice(0, len as usize);
                 source.read(&from, at, span).await.map_err(Lost::Source)?;
-                target.write(&to, at, span).await.map_err(Lost::Target)?;
+                let written = match compares {
+                    true => {
+                        let other = buffer.slice(most as usize, len as usize);
+                        self.write_changed(target, &to, at, (span, other)).await
+                    }
+                    false => target.write(&to, at, span).await,
+                };
+                written.map_err(Lost::Target)?;
             }
             at += len;
         }
         Ok(end - start)
+    }
+
+    /// Writes the pieces of a range that the target does not have. `other` is memory for what it has.
+    async fn write_changed(
+        &self,
+        target: &Disk,
+        to: &Port,
+        offset: u64,
+        (span, other): (Span, Span),
+    ) -> io::Result<()> {
+        let len = span.len() as u64;
+        let found = target.allocation(to, offset, len).await?;
+        if found.zeros && found.len >= len {
+            return target.write(to, offset, span).await;
+        }
+        target.read(to, offset, other).await?;
+        let memory = self.port.memory();
+        let (mut own, mut theirs) = (vec![0; COMPARED as usize], vec![0; COMPARED as usize]);
+        let mut differs = |at: u64| {
+            let bytes = COMPARED.min(len - at) as usize;
+            let place = |span: Span| span.slice(at as usize, bytes);
+            memory.copy_out(place(span), &mut own[..bytes]);
+            memory.copy_out(place(other), &mut theirs[..bytes]);
+            own[..bytes] != theirs[..bytes]
+        };
+        let mut at = 0;
+        while at < len {
+            let begin = at;
+            while at < len && differs(at) {
+                at += COMPARED;
+            }
+            let end = at.min(len);
+            if end > begin {
+                let changed = span.slice(begin as usize, (end - begin) as usize);
+                target.write(to, offset + begin, changed).await?;
+            }
+            // The piece that ended the run is the same.
+            at += COMPARED;
+        }
+        Ok(())
     }
 
     /// Zeroes a range of the target where it is not zero.

@@ -36,6 +36,8 @@ const WHY_LEN_AT: usize = 80;
 const KEPT_AT: usize = 88;
 /// Whether only new writes go to the target.
 const WRITES_AT: usize = 96;
+/// Whether what the target has already is compared, and not written.
+const COMPARES_AT: usize = 104;
 const WHY_AT: usize = 128;
 /// The longest reason, in bytes.
 const MAX_WHY: usize = 1024;
@@ -86,6 +88,8 @@ pub(crate) struct Map {
     regions: u64,
     /// Only new writes go to the target: nothing is copied, and a target that has failed is not tried again.
     pub(crate) only_writes: bool,
+    /// What the target has already is not written.
+    pub(crate) compares: bool,
     /// A worker before has not closed both disks with the same in them.
     pub(crate) was_left: bool,
 }
@@ -115,7 +119,8 @@ impl Map {
         shm.store_u64(REOPEN_AT, 0);
         let opened = shm.load_u64(OPENED_AT);
         shm.store_u64(OPENED_AT, opened.wrapping_add(1));
-        Ok(Map { shm, regions: regions(bytes), only_writes, was_left })
+        let compares = shm.load_u64(COMPARES_AT) != 0;
+        Ok(Map { shm, regions: regions(bytes), only_writes, compares, was_left })
     }
 
     /// The name of the source's dirty map that says durably what the target may lack.
@@ -389,6 +394,14 @@ impl MirrorFile {
         self.set(NAME_LEN_AT, 0)?;
         self.file.write_all_at(name.as_bytes(), NAME_AT as u64)?;
         self.set(NAME_LEN_AT, name.len() as u64)
+    }
+
+    /// Sets whether the copy compares what the target has, and writes only what differs. No worker has the file open.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn set_compares(&self, compares: bool) -> io::Result<()> {
+        self.set(COMPARES_AT, u64::from(compares))
     }
 
     /// Sets the most bytes that are copied in a second (`None`: no limit), and whether the copy rests.

@@ -14,7 +14,7 @@ use ferrite_daemon::control::protocol::{
 use ferrite_daemon::params::Format;
 use ferrite_daemon::state::{DiskState, States};
 use ferrite_disk::{DiskError, ErrorKind, ImageName};
-use ferrite_image_tools::{BackupRecord, LiveDisk};
+use ferrite_image_tools::{BackupRecord, ImageTools, LiveDisk};
 use rustix::fs::{FlockOperation, flock};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -23,8 +23,10 @@ use crate::disk::change::{ANSWER as CHANGE, FROZEN, hook};
 use crate::disk::{ANSWER, call, id, vbd};
 use crate::exit::{Code, Failure};
 use crate::guests::{GuestDisk, Names};
+use crate::image::Out;
 use crate::image::args::NamedArgs;
 use crate::job::is_away;
+use crate::store;
 use crate::vdev::Vbd;
 
 /// The pause between two looks at a job, or at a daemon that is being started again.
@@ -46,6 +48,9 @@ pub(super) struct Served<'a> {
     pub(super) speed: Option<u64>,
     /// The command that is run before and after the snapshot.
     pub(super) quiesce: Option<&'a str>,
+    /// For the snapshots of a store.
+    pub(super) tools: &'a ImageTools<'a>,
+    pub(super) out: &'a Out<'a>,
 }
 
 /// The disk of the daemon that the argument of a command names; `None`: it names an image.
@@ -197,17 +202,6 @@ impl LiveDisk for Served<'_> {
                 let why = "its data are on another server";
                 Err(self.refused("back up", why, "back it up where that server runs"))
             }
-            Format::Store => {
-                let why = "it is a volume of a store, whose snapshots are in the store";
-                let help = format!(
-                    "ferrite disk snapshot {} NAME, and then ferrite backup create store:{} FOLDER --no-map",
-                    self.name,
-                    image
-                        .rsplit_once('#')
-                        .map_or(image.clone(), |(store, _)| format!("{store}#NAME")),
-                );
-                Err(self.refused("back up", why, help))
-            }
             Format::Raw if self.leaf.is_none() => {
                 let why = "a raw image has no snapshots of its own";
                 let help = "with --leaf qcow2 the guest goes on in a qcow2 image on it, once and for all; or detach the \
@@ -219,7 +213,9 @@ impl LiveDisk for Served<'_> {
     }
 
     fn snapshot(&self, to: &ImageName, begin_map: Option<&str>) -> Result<(), DiskError> {
-        let Some(name) = to.path.to_str().map(str::to_owned) else {
+        // A snapshot of a volume is in the same store.
+        let name = to.volume().map_or(to.path.to_str(), |(_, snapshot)| Some(snapshot));
+        let Some(name) = name.map(str::to_owned) else {
             return Err(self.refused("back up", "its name is not UTF-8", "rename its image"));
         };
         let leaf = self.leaf.filter(|_| to.format == ferrite_disk::Format::Raw);
@@ -252,6 +248,10 @@ impl LiveDisk for Served<'_> {
         self.ask::<Attached>("disk.dirty", &asked, CHANGE)
             .map(drop)
             .map_err(|e| self.error("end a dirty map of", &e))
+    }
+
+    fn remove_snapshot(&self, snapshot: &ImageName) -> Result<(), DiskError> {
+        store::remove_snapshot(self.tools, self.out, &snapshot.path)
     }
 
     fn merge(&self, leaf: &ImageName, snapshot: &ImageName) -> Result<(), DiskError> {

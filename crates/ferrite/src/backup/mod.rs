@@ -122,7 +122,7 @@ fn create_live(
     let leaf = args.leaf.as_ref().map(|_| Format::Qcow2);
     let speed = args.speed.and_then(|speed| speed.0);
     let quiesce = args.quiesce.as_deref();
-    let served = live::Served { run, disk, name, leaf, speed, quiesce };
+    let served = live::Served { run, disk, name, leaf, speed, quiesce, tools, out };
     out.confirm(&tools.back_up_live(&served, &args.folder, how)?, text::made)
 }
 

@@ -115,6 +115,10 @@ pub(crate) struct MirrorArgs {
     #[arg(long)]
     pub(crate) resume: bool,
 
+    /// Read what the target has, and write only what differs: a target that stands on the same base stays as thin as the disk.
+    #[arg(long, conflicts_with = "resume")]
+    pub(crate) compare: bool,
+
     /// Copy at most so many bytes a second, such as 50M; writes of the guest are not limited.
     #[arg(long, value_name = "BYTES_PER_S")]
     pub(crate) speed: Option<Speed>,

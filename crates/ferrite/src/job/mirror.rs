@@ -29,8 +29,8 @@ pub(crate) fn run(args: &MirrorArgs) -> Result<(), Failure> {
         false => named("cannot mirror to", target.as_ref())?,
     };
     let speed = args.speed.and_then(|speed| speed.0);
-    let (switch, resume) = (args.switch, args.resume);
-    let asked = MirrorParams { disk: id(disk), target, switch, resume, speed };
+    let (switch, resume, compare) = (args.switch, args.resume, args.compare);
+    let asked = MirrorParams { disk: id(disk), target, switch, resume, compare, speed };
     let run = &args.output.places.run_dir;
     let job: Job = call(run, "disk.mirror", &asked, ANSWER)
         .map_err(|e| of_disk("cannot mirror disk", disk, &e))?;

@@ -110,6 +110,23 @@ fn changed(
     here_or_there(out, store, &what, here)
 }
 
+/// Removes a snapshot for `ferrite backup create`.
+pub(crate) fn remove_snapshot(
+    tools: &ImageTools<'_>,
+    out: &Out,
+    snapshot: &Path,
+) -> Result<(), DiskError> {
+    let name = StoreName::parse(snapshot)?;
+    let Some(volume) = &name.volume else {
+        let what = format!("cannot remove {name}");
+        let help = "ferrite store list names the snapshots";
+        return Err(DiskError::new(ErrorKind::Usage, what, "it is no snapshot", help));
+    };
+    changed(tools, out, (&name.path, volume), Change::Delete)
+        .map(drop)
+        .map_err(reading::as_disk_error)
+}
+
 /// Resizes a volume for `ferrite image resize`; returns its new size in bytes.
 pub(crate) fn resize(
     tools: &ImageTools<'_>,

@@ -44,7 +44,7 @@ fn access(store: &Path, volume: &str) -> Result<Option<Access>, DiskError> {
 }
 
 /// The failure that the owner has answered.
-fn as_disk_error(failure: Failure) -> DiskError {
+pub(super) fn as_disk_error(failure: Failure) -> DiskError {
     let kind = match failure.code {
         Code::USAGE => ErrorKind::Usage,
         Code::NOT_FOUND => ErrorKind::NotFound,

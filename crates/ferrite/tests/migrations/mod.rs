@@ -155,7 +155,8 @@ impl Places {
         let host = Host::new(1);
         let folder = host.image("");
         let more = format!(
-            "listen = \"0.0.0.0:{}\"\nfolder = {folder:?}\nfrom = [{from:?}]\nports = [0, 0]\n",
+            "listen = \"0.0.0.0:{}\"\nfolder = {folder:?}\nfrom = [{from:?}]\nports = [0, 0]\n\
+             bases = [\"base.qcow2\"]\n",
             self.port
         );
         let config = self.config("receiver.toml", &more);
@@ -236,7 +237,7 @@ impl Cable {
         let of = if way == "input" { "iif" } else { "oif" };
         format!(
             "nsenter --net=/run/netns/{name} nft 'table inet cut {{ chain c {{ type filter hook {way} priority 0; \
-             policy drop; {of} lo accept; }} }}'"
+             policy drop; {of} lo accept; }}; }}'"
         )
     }
 

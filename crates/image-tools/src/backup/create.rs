@@ -11,6 +11,7 @@ use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES, V
 use ferrite_host::clock::{secret, unix_time_s};
 use ferrite_images::children::{PARTIAL, absolute};
 
+use super::compared::Below;
 use super::folder::{Entries, Folder, Use};
 use super::live::AtRest;
 use super::manifest::{DiskOf, Hash, Manifest, NewManifest, Reference};
@@ -44,6 +45,8 @@ pub(super) struct Making<'a> {
     /// The disk, locked against writers; or a snapshot of it.
     pub(super) source: Disk,
     pub(super) maps: Option<Maps>,
+    /// The last backup of a disk without maps.
+    pub(super) below: Option<Below>,
     pub(super) manifest: Manifest,
     /// The source is a snapshot of the moment at which the next map was begun: it has the maps of that moment, without
     /// the new one.
@@ -87,24 +90,25 @@ impl ImageTools<'_> {
             Some(map) if has_maps(image) => {
                 Some(self.begin_maps(image, (&folder, &entries), (how, map), &mut notes)?)
             }
-            _ if how.kind == BackupKind::Incremental => {
+            None if how.kind == BackupKind::Incremental => {
                 let why = "without maps it is not known what has changed";
-                let help = "a volume of a store is sent incrementally by ferrite store send --from; leave --incremental out";
-                return Err(refused(what(), why, help));
+                return Err(refused(what(), why, "leave --incremental or --no-map out"));
             }
-            Some(_) => {
-                notes.push("this is a full backup: only an image in a file has maps".into());
-                None
-            }
-            None => None,
+            Some(_) | None => None,
         };
         let source = self.open(image, true)?;
         let is_resumed = maps.as_ref().is_some_and(|maps| maps.resumed.is_some());
         let bytes = source.sectors() * SECTOR_BYTES;
-        let manifest = manifest(&folder, how, (image, bytes), maps.as_ref()).map_err(cannot)?;
+        let below = match maps {
+            Some(_) => None,
+            None => self.below((&folder, &entries), (image, bytes), how, &mut notes)?,
+        };
+        let of = (maps.as_ref(), below.as_ref());
+        let manifest = manifest(&folder, how, (image, bytes), of).map_err(cannot)?;
         let speed = how.speed;
         let is_snapshot = false;
-        let mut making = Making { folder: &folder, source, maps, manifest, is_snapshot, speed };
+        let mut making =
+            Making { folder: &folder, source, maps, below, manifest, is_snapshot, speed };
         let read_bytes = self.make(&mut making)?;
         if let Some(map) = &how.map {
             self.remove_if_there(&folder.begun(map)).map_err(cannot)?;
@@ -150,6 +154,7 @@ impl ImageTools<'_> {
             ranges,
             done,
             expected: None,
+            same: making.below.take().map(|below| below.hashes),
             zeros_have_hashes: is_incremental,
             total: (0, bytes),
         };
@@ -294,7 +299,7 @@ pub(super) fn manifest(
     folder: &Folder,
     how: &BackUp,
     (image, virtual_bytes): (&ImageName, u64),
-    maps: Option<&Maps>,
+    (maps, below): (Option<&Maps>, Option<&Below>),
 ) -> std::io::Result<Manifest> {
     if let Some(resumed) = maps.and_then(|maps| maps.resumed.clone()) {
         return Ok(resumed);
@@ -306,7 +311,7 @@ pub(super) fn manifest(
     Ok(Manifest::new(NewManifest {
         name,
         id: format!("{:032x}", u128::from_be_bytes(id)),
-        parent: last.map(|last| last.1.clone()),
+        parent: last.map(|last| &last.1).or(below.map(|below| &below.parent)).cloned(),
         created_unix_s,
         disk: DiskOf { name: name_of(image), virtual_bytes },
         map: maps.map(|maps| maps.next.clone()),

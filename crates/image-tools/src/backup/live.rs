@@ -17,6 +17,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use ferrite_disk_base::{DiskError, ErrorKind, Format, ImageName, SECTOR_BYTES, plain};
+use ferrite_store::name::StoreName;
 use serde::{Deserialize, Serialize};
 
 use super::create::{BackUp, Making, check_name, info, manifest};
@@ -25,6 +26,7 @@ use super::maps::{Chosen, Maps, Next};
 use super::{BackupDone, BackupKind};
 use crate::files::{beside, same_file};
 use crate::io_context::IoContext;
+use crate::stores::Change;
 use crate::{ImageTools, MapChange, broken, parent_dir, refused};
 
 /// The end of the name of a record.
@@ -57,6 +59,12 @@ pub trait LiveDisk {
     /// The disk has the maps that it had.
     fn end_map(&self, map: &str) -> Result<(), DiskError>;
 
+    /// Removes a snapshot of a volume of a store.
+    ///
+    /// # Errors
+    /// It is in use, or the disk has no such snapshots.
+    fn remove_snapshot(&self, snapshot: &ImageName) -> Result<(), DiskError>;
+
     /// Merges the leaf into the snapshot below it, which takes the leaf's name. It waits for the end of a merge that
     /// was begun before.
     ///
@@ -84,6 +92,17 @@ impl LiveDisk for AtRest<'_> {
 
     fn end_map(&self, map: &str) -> Result<(), DiskError> {
         self.tools.change_maps(&self.leaf, &MapChange::End(map.to_owned())).map(drop)
+    }
+
+    fn remove_snapshot(&self, snapshot: &ImageName) -> Result<(), DiskError> {
+        let name = StoreName::parse(&snapshot.path)?;
+        match &name.volume {
+            Some(volume) => self.tools.change_volume(&name.path, volume, Change::Delete).map(drop),
+            None => {
+                let what = format!("cannot remove {name}");
+                Err(refused(what, "it is no snapshot of a volume", "ferrite store list names them"))
+            }
+        }
     }
 
     fn merge(&self, leaf: &ImageName, snapshot: &ImageName) -> Result<(), DiskError> {
@@ -155,7 +174,8 @@ impl ImageTools<'_> {
     /// Makes a backup of a disk while its guest writes, as [`back_up`](Self::back_up) does of a disk at rest. See the
     /// module text for the order. The caller sees to it that no second one of the same disk is made meanwhile.
     ///
-    /// The snapshot of a raw disk stays: it becomes the base of a qcow2 image.
+    /// The snapshot of a raw disk stays: it becomes the base of a qcow2 image. That of a volume is in its store, and is
+    /// removed.
     ///
     /// # Errors
     /// As those of [`back_up`](Self::back_up), and those of the disk. The snapshot is merged away again, or the error
@@ -175,6 +195,9 @@ impl ImageTools<'_> {
         let entries = folder.entries()?;
         if let Some(name) = &how.name {
             check_name(&folder, &entries, name)?;
+        }
+        if leaf.volume().is_some() {
+            return self.back_up_live_volume(disk, &leaf, (&folder, &entries), how);
         }
         let mut notes = Vec::new();
         notes.extend(self.merge_leftover(disk, &leaf)?);
@@ -322,10 +345,11 @@ impl ImageTools<'_> {
         };
         let source = self.open(snapshot, true)?;
         let bytes = source.sectors() * SECTOR_BYTES;
-        let manifest = manifest(folder, how, (leaf, bytes), maps.as_ref());
+        let manifest = manifest(folder, how, (leaf, bytes), (maps.as_ref(), None));
         let manifest = manifest.map_err(|e| broken(what(), e))?;
         let speed = how.speed;
-        let mut making = Making { folder, source, maps, manifest, is_snapshot: true, speed };
+        let mut making =
+            Making { folder, source, maps, below: None, manifest, is_snapshot: true, speed };
         let read_bytes = self.make(&mut making)?;
         Ok((making, read_bytes))
     }

@@ -3,6 +3,8 @@
 //! A folder has backups; [`folder`] has their names. The data of a backup are a qcow2 image on the data of its parent,
 //! so any program that reads qcow2 reads a backup. The manifest has the hash of each region.
 //!
+//! Disks without maps are compared with the hashes of their last backup: [`compared`].
+//!
 //! Two dirty maps take turns, NAME.1 and NAME.2. The map that was begun when a backup was made names what the next one
 //! copies. The manifest has the identifier of that map, so a map never leads to the wrong backup.
 //!
@@ -21,6 +23,7 @@
 
 use serde::Serialize;
 
+mod compared;
 mod create;
 mod folder;
 mod live;

@@ -115,6 +115,7 @@ impl ImageTools<'_> {
             ranges: std::iter::once(0..bytes).collect(),
             done: BTreeMap::new(),
             expected: Some(&expected),
+            same: None,
             zeros_have_hashes: false,
             total: (0, bytes),
         };

@@ -46,6 +46,9 @@ pub(super) struct Plan<'a> {
     pub(super) done: BTreeMap<u32, Hash>,
     /// The hashes that the disk has to have; a region without one has to be zeros. `None`: hashes are collected.
     pub(super) expected: Option<&'a BTreeMap<u32, Hash>>,
+    /// The hashes of the disk below the destination, where a region without one is zeros: what has the same hash is left
+    /// out. `None`: nothing is.
+    pub(super) same: Option<BTreeMap<u32, Hash>>,
     /// A region of zeros gets a hash, too.
     pub(super) zeros_have_hashes: bool,
     /// Bytes of the disk, for the progress, and those of them that earlier steps have done.
@@ -239,6 +242,9 @@ impl<'a> Regions<'a> {
 
     /// Whether there is something to do for a region of zeros.
     fn asks_for_zeros(&self, number: u32) -> bool {
+        if let Some(same) = &self.plan.same {
+            return same.contains_key(&number);
+        }
         let is_expected = self.plan.expected.is_some_and(|all| all.contains_key(&number));
         is_expected || self.plan.zeros_have_hashes || self.plan.to.is_some_and(|to| to.zeros)
     }
@@ -280,6 +286,11 @@ impl<'a> Regions<'a> {
             && expected.get(number).copied().unwrap_or(self.hash_of_zeros(len)) != found
         {
             self.wrong.borrow_mut().push(*number);
+            return Ok(());
+        }
+        if let Some(same) = &self.plan.same
+            && same.get(number).copied().unwrap_or(self.hash_of_zeros(len)) == found
+        {
             return Ok(());
         }
         if let (Some(to), Some(port)) = (self.plan.to, &self.to_port) {

@@ -246,6 +246,7 @@ fn of_whole<'a>(
         ranges: std::iter::once(0..bytes).collect(),
         done: Default::default(),
         expected: Some(expected),
+        same: None,
         zeros_have_hashes: false,
         total: (0, bytes),
     }

@@ -60,6 +60,7 @@ impl ImageTools<'_> {
             ranges,
             done: BTreeMap::<u32, Hash>::new(),
             expected: Some(&expected),
+            same: None,
             zeros_have_hashes: false,
             total: (0, bytes),
         };

@@ -3,7 +3,6 @@
 use ferrite_disk::Disk;
 
 use super::*;
-use crate::resume::Resume;
 
 impl ImageTools<'_> {
     /// Merges the stretch of a chain from `from` (by default the leaf's parent) down into `to` (by default the parent of

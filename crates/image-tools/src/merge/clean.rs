@@ -3,13 +3,11 @@
 //! The order: from the lowest one up, each locked, its marks first, then its file, then a sync of the folder; the note
 //! last, since it lists the images that are still to be removed.
 
-use std::io;
-
 use ferrite_images::open_medium;
 
 use super::*;
 use crate::files::Protected;
-use crate::resume::{Resume, Source};
+use crate::resume::Source;
 
 /// The images that are removed, the upper one first, and why others stay.
 struct Unused {
@@ -64,6 +62,7 @@ impl ImageTools<'_> {
         children::forget_all(self.directory, &lists).map_err(cannot)?;
         self.directory.remove(path).map_err(cannot)?;
         self.forget_maps(path)?;
+        forget_note(path).map_err(cannot)?;
         protected.forget();
         self.sync_dir(path)
     }

@@ -24,7 +24,7 @@ use crate::files::Protected;
 use crate::formats::leaf;
 use crate::io_context::IoContext;
 use crate::rebase::{check_snapshots, note_bitmaps};
-use crate::resume::{Resume, Source};
+use crate::resume::Source;
 use crate::room::{self, Room};
 use crate::speed::Speed;
 

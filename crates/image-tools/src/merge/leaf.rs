@@ -20,7 +20,6 @@ use crate::coalesce::Pair;
 use crate::files::protect;
 use crate::io_context::IoContext;
 use crate::rebase::check_snapshots;
-use crate::resume::Resume;
 use crate::room::Room;
 
 /// What became of a leaf that was to be merged.
@@ -120,6 +119,7 @@ impl ImageTools<'_> {
         let path = to.path.display();
         if is_gone(&to.path) {
             self.chain_of(leaf)?;
+            forget_note(&to.path).map_err(|e| broken(cannot(leaf), e))?;
             self.sync_dir(&leaf.path)?;
             let note = format!("nothing to do: {path} is not there, as after the merge");
             return Ok(LeafMerge { merged: true, leaf_bytes: 0, notes: vec![note] });
@@ -161,7 +161,7 @@ impl ImageTools<'_> {
         }
         let done = self.merge_leaf(leaf, snapshot, most, false)?;
         if done.merged {
-            Resume::remove(&note(&to.path)).map_err(|e| broken(cannot(leaf), e))?;
+            forget_note(&to.path).map_err(|e| broken(cannot(leaf), e))?;
         }
         Ok(done)
     }

@@ -10,10 +10,11 @@
 //! Until 2 the chain is the old one, and B an image that reads differently by itself only. After it the chain is the
 //! new one, and A and M are files without use. So a crash at any moment leaves one chain or the other, and each step can
 //! be taken again. A file beside B, `B.ferrite-merge.partial.json`, has how far the copy is durable, and what is to be
-//! removed: without it nothing is.
+//! removed: without it nothing is. It goes with the merge, or with B.
 
 use std::ffi::OsString;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -25,6 +26,7 @@ use ferrite_images::children::{self, Ask, absolute};
 use serde::Serialize;
 
 use super::files::same_file;
+use super::resume::Resume;
 use super::{Done, ImageTools, broken, formats, refused, unsuitable};
 
 mod at_rest;
@@ -137,6 +139,11 @@ fn note(to: &Path) -> PathBuf {
     let mut path = OsString::from(to);
     path.push(NOTE);
     path.into()
+}
+
+/// Removes what a merge that was not completed has noted beside an image that is not there any more.
+pub(super) fn forget_note(gone: &Path) -> io::Result<()> {
+    Resume::remove(&note(gone))
 }
 
 /// The error of a chain that another command has changed.

@@ -102,8 +102,8 @@ fn tap(run: &Path, uri: &str) -> Result<DiskId, Fault> {
 
 fn mirror(run: &Path, asked: &StartParams) -> Result<Value, Fault> {
     let disk = tap(run, &asked.uri)?;
-    let (target, switch, resume) = (asked.remote.clone(), false, false);
-    let params = MirrorParams { disk, target, switch, resume, speed: None };
+    let (target, switch, resume, compare) = (asked.remote.clone(), false, false, false);
+    let params = MirrorParams { disk, target, switch, resume, compare, speed: None };
     match ask::<Job>(run, "disk.mirror", &params, ANSWER) {
         Ok(job) => Ok(operation(&job)),
         // A repeated call: the operation is the same.
