@@ -1,7 +1,7 @@
 //! A server as a process of its own, and an owner that speaks with it.
+
 // Each test program uses some of it.
 #![allow(dead_code)]
-
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
