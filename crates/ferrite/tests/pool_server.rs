@@ -1,6 +1,5 @@
 //! `ferrite pool serve`: what its process may do.
 
-#[allow(dead_code, reason = "a module of another crate's tests, which use all of it")]
 #[path = "../../member/tests/peers/mod.rs"]
 mod peers;
 
