@@ -160,7 +160,7 @@ fn a_guest_of_qemu_keeps_a_disk_of_the_daemon_over_dead_workers_and_a_dead_daemo
     world.daemon.restart();
     assert_eq!(machine.drivers[0].call(&Ask::read(0, 4096)), (0, vec![7; 4096]));
     let listed = world.daemon.disk(&["exports", "--json"]);
-    assert!(listed.contains(&format!("\"vhost_user\":\"{}\"", socket.display())), "{listed}");
+    assert!(listed.contains(&format!("\"vhost_user\": \"{}\"", socket.display())), "{listed}");
     world.kill_worker();
     machine.again(&socket);
     assert_eq!(machine.drivers[1].call(&Ask::read(8, 4096)), (0, vec![8; 4096]));
@@ -204,22 +204,22 @@ fn what_cannot_be_exported_by_vhost_user_is_refused_with_the_reason() {
     let plain = world.daemon.dir.path().join("plain");
     fs::write(&plain, "text").unwrap();
     let at = |path: &Path| path.to_str().unwrap().to_owned();
-    world.fails(&["export", "tap/0", "--vhost-user", &at(&taken)], 3, "a program listens there");
-    world.fails(&["export", "tap/0", "--vhost-user", &at(&plain)], 3, "no socket");
+    world.fails(&["export", "tap/0", "--vhost-user", &at(&taken)], 4, "a program listens there");
+    world.fails(&["export", "tap/0", "--vhost-user", &at(&plain)], 4, "no socket");
     assert_eq!(fs::read(&plain).unwrap(), b"text");
     let missing = world.daemon.dir.path().join("none/socket");
     world.fails(&["export", "tap/0", "--vhost-user", &at(&missing)], 1, "make its folder");
     let long = format!("/{}", "x".repeat(107));
     world.fails(&["export", "tap/0", "--vhost-user", &long], 1, "at most 107 bytes");
-    world.fails(&["export", "tap/9", "--vhost-user", name], 1, "not attached");
+    world.fails(&["export", "tap/9", "--vhost-user", name], 3, "not attached");
     for wrong in [["--queues", "0"], ["--queues", "17"], ["--listen", "127.0.0.1:0"]] {
         let args = [&["export", "tap/0", "--vhost-user", name][..], &wrong].concat();
         assert_eq!(world.disk(&args).status.code(), Some(2), "{wrong:?}");
     }
     assert!(!socket.exists());
     world.export(&[]);
-    world.fails(&["export", "tap/0", "--vhost-user", name], 3, "exported already");
-    world.fails(&["export", "tap/0", "--listen", "127.0.0.1:0", "--plain"], 3, "exported already");
+    world.fails(&["export", "tap/0", "--vhost-user", name], 4, "exported already");
+    world.fails(&["export", "tap/0", "--listen", "127.0.0.1:0", "--plain"], 4, "exported already");
 }
 
 /// A machine without the driver, as this one may be, is told what to do.
@@ -231,7 +231,7 @@ fn a_device_of_a_driver_that_is_not_there_is_refused_with_the_cure() {
     let world = World::new("raw");
     world.fails(&["device", "tap/0", "--by", "ublk"], 1, "ublk driver is not loaded");
     world.fails(&["device", "tap/0", "--by", "ublk"], 1, "--by nbd");
-    world.fails(&["device", "--remove", "/dev/ublkb0"], 1, "no device of a disk of ferrite");
+    world.fails(&["device", "--remove", "/dev/ublkb0"], 3, "no device of a disk of ferrite");
     // Nothing is left of it.
     let run = world.daemon.dir.path().join("run");
     assert!(!run.join("devices").exists());
