@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use ferrite_host::sandbox::keep_folders;
 use ferrite_net::packet::Uplink;
 use ferrite_net::tap::TapUplink;
 use ferrite_net::{Network, Options};
@@ -134,6 +135,7 @@ fn serve(
         })?;
         options.uplink = Some(Box::new(uplink) as Box<dyn Uplink>);
     }
+    lock_down(&what, &args.folder.counters)?;
     let network = Network::start(options)
         .map_err(|e| Failure::new(what.as_str(), e, "ferrite doctor shows what is missing"))?;
     tracing::info!("the switch {} is ready (experimental)", args.switch);
@@ -153,6 +155,28 @@ fn serve(
         std::thread::sleep(INTERVAL);
     }
     Ok(())
+}
+
+/// The folder of the devices that rings and events of guests come from.
+const XEN_DEVICES: &str = "/dev/xen";
+
+/// Gives up what the process does not need: packets are made by guests, who may find a bug in it.
+fn lock_down(what: &str, counters: &Path) -> Result<(), Failure> {
+    let folders = [counters, Path::new(XEN_DEVICES)];
+    match keep_folders(&folders) {
+        Ok(lacking) if lacking.is_empty() => Ok(()),
+        Ok(lacking) => {
+            tracing::warn!(
+                "this kernel has {lacking}: the process keeps more rights than it needs"
+            );
+            Ok(())
+        }
+        Err(e) => Err(Failure::new(
+            what,
+            e,
+            "it needs root, and /dev/xen: modprobe xen-gntdev xen-evtchn",
+        )),
+    }
 }
 
 fn look(args: &NetServeArgs, network: &Network) -> Switch {
