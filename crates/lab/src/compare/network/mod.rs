@@ -186,7 +186,7 @@ fn stream(host: &mut Host, backend: Backend, load: Load) -> Result<(f64, f64)> {
          {interface} 65535",
         receiver.address(backend)
     );
-    host.begin_samples()?;
+    host.begin_samples(if receiver == Who::Dom0 { 0 } else { 1 })?;
     let output = host.sh(Who::Guest(0), &send, 300)?;
     let busy = host.busy()?;
     let end =
