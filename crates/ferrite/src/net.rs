@@ -1,23 +1,26 @@
 //! `ferrite net`: the network interfaces of guests, and a switch between them. Experimental.
 
-use std::io::{self, Write as _};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use ferrite_host::sandbox::keep_folders;
 use ferrite_net::packet::Uplink;
 use ferrite_net::tap::TapUplink;
 use ferrite_net::{Network, Options};
-use ferrite_seeing::interfaces::{Interface, Switch, read};
+use ferrite_seeing::interfaces::{Interface, Switch};
 use ferrite_xen::hypervisor::Hypervisor;
 use ferrite_xen::real::Xen;
 use ferrite_xen::store::Store;
 use rustix::fs::{FlockOperation, flock};
 
 use crate::exit::{Code, Failure};
+use crate::seeing::args::seconds;
 use crate::signals;
 
+mod stat;
 #[cfg(test)]
 mod tests;
 
@@ -74,6 +77,14 @@ struct NetServeArgs {
 /// `ferrite net stat`.
 #[derive(Debug, Args)]
 struct NetStatArgs {
+    /// Report repeatedly, with so many seconds between: first all counts, then what was done in a second.
+    #[arg(short, long, value_name = "SECONDS", value_parser = seconds)]
+    interval: Option<Duration>,
+
+    /// End after so many reports; by default after one, or never with an interval.
+    #[arg(short = 'n', long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
+    count: Option<u64>,
+
     #[command(flatten)]
     folder: FolderArgs,
 }
@@ -105,7 +116,7 @@ pub(crate) fn run(args: &NetArgs, is_json: bool) -> Result<(), Failure> {
             });
             serve(args, store?, Arc::new(Xen::new()))
         }
-        NetCommand::Stat(args) => stat(args, is_json),
+        NetCommand::Stat(args) => stat::run(args, is_json),
     }
 }
 
@@ -134,6 +145,7 @@ fn serve(
         })?;
         options.uplink = Some(Box::new(uplink) as Box<dyn Uplink>);
     }
+    lock_down(&what, &args.folder.counters)?;
     let network = Network::start(options)
         .map_err(|e| Failure::new(what.as_str(), e, "ferrite doctor shows what is missing"))?;
     tracing::info!("the switch {} is ready (experimental)", args.switch);
@@ -153,6 +165,28 @@ fn serve(
         std::thread::sleep(INTERVAL);
     }
     Ok(())
+}
+
+/// The folder of the devices that rings and events of guests come from.
+const XEN_DEVICES: &str = "/dev/xen";
+
+/// Gives up what the process does not need: packets are made by guests, who may find a bug in it.
+fn lock_down(what: &str, counters: &Path) -> Result<(), Failure> {
+    let folders = [counters, Path::new(XEN_DEVICES)];
+    match keep_folders(&folders) {
+        Ok(lacking) if lacking.is_empty() => Ok(()),
+        Ok(lacking) => {
+            tracing::warn!(
+                "this kernel has {lacking}: the process keeps more rights than it needs"
+            );
+            Ok(())
+        }
+        Err(e) => Err(Failure::new(
+            what,
+            e,
+            "it needs root, and /dev/xen: modprobe xen-gntdev xen-evtchn",
+        )),
+    }
 }
 
 fn look(args: &NetServeArgs, network: &Network) -> Switch {
@@ -203,51 +237,4 @@ impl Drop for Counted {
         // A file that remains shows the last counters of a switch that is not served.
         let _ = std::fs::remove_file(&self.path);
     }
-}
-
-fn stat(args: &NetStatArgs, is_json: bool) -> Result<(), Failure> {
-    let folder = &args.folder.counters;
-    let (switches, problems) = read(folder).map_err(|e| {
-        let what = format!("cannot look at {}", folder.display());
-        Failure::new(what, e, "counters of guests' interfaces are for root")
-    })?;
-    for problem in problems {
-        let _ = writeln!(io::stderr().lock(), "ferrite: {problem}; it is skipped");
-    }
-    let text = match is_json {
-        true => serde_json::json!({ "schema": 1, "switches": switches }).to_string() + "\n",
-        false => table(&switches),
-    };
-    match io::stdout().lock().write_all(text.as_bytes()) {
-        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        written => written.map_err(|e| {
-            Failure::new("cannot print the report", e, "check where standard output goes")
-        }),
-    }
-}
-
-/// Titles, and one line for each interface.
-fn table(switches: &[Switch]) -> String {
-    let titles = ["sent", "bytes", "received", "bytes", "dropped", "starved", "refused"];
-    let mut out = format!("{:<14} {:<14}", "interface", "switch");
-    titles.iter().for_each(|title| out += &format!(" {title:>14}"));
-    out.push('\n');
-    for switch in switches {
-        for interface in &switch.interfaces {
-            let count = |name: &str| interface.count(name);
-            let refused = ["spoofed", "malformed", "failed", "unsupported"].map(count);
-            let name = interface.name();
-            let shown = crate::plain::one_line(&switch.switch);
-            out += &format!("{name:<14} {shown:<14}");
-            for name in ["sent_packets", "sent_bytes", "received_packets", "received_bytes"] {
-                out += &format!(" {:>14}", count(name));
-            }
-            let refused = refused.iter().fold(0_u64, |sum, n| sum.saturating_add(*n));
-            for n in [count("dropped"), count("starved"), refused] {
-                out += &format!(" {n:>14}");
-            }
-            out.push('\n');
-        }
-    }
-    out
 }

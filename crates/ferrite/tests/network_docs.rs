@@ -16,7 +16,7 @@ fn ferrite(words: &[&str]) -> Output {
 #[test]
 fn the_commands_in_the_documentation_work() {
     let script = pages::commands(PAGE);
-    assert_eq!(script.matches("net stat").count(), 2, "{script}");
+    assert_eq!(script.matches("net stat").count(), 3, "{script}");
     pages::run(&script);
 }
 
@@ -51,6 +51,11 @@ fn counters_of_a_switch_are_shown() {
     let json = ferrite(&["--json", "net", "stat", "--counters", folder]).stdout;
     let json: serde_json::Value = serde_json::from_slice(&json).unwrap();
     assert_eq!(json["switches"][0]["interfaces"][0]["counts"]["sent_packets"], 9);
+    // Nothing was sent between two reports.
+    let words = ["--json", "net", "stat", "-i", "0.1", "-n", "2", "--counters", folder];
+    let reports = String::from_utf8(ferrite(&words).stdout).unwrap();
+    let json: serde_json::Value = serde_json::from_str(reports.lines().nth(1).unwrap()).unwrap();
+    assert_eq!(json["per_second"][0]["interfaces"][0]["counts"]["sent_packets"], 0);
 }
 
 /// `xenstore-write` is a script that notes its words.

@@ -24,7 +24,7 @@ fn stream(from: &mut NetQueue, to: &mut NetQueue, ends: (usize, usize), sizes: &
             let gso = if sizes[sent] > 9014 { gso[1 + sent % 2] } else { None };
             let flags = if gso.is_some() { TX_CSUM_BLANK } else { 0 };
             let offset = if sizes[sent] > 60_000 { 0 } else { (sent * 37 % 600) as u16 };
-            let how = SendOptions { flags, gso, offset, chunk: 0 };
+            let how = SendOptions { flags, gso, offset, ..SendOptions::default() };
             if from.send(&bytes, &how).is_none() {
                 break;
             }
@@ -73,6 +73,31 @@ fn packets_of_all_sizes_arrive_whole_and_in_order() {
     let steps = (1000..65_507).step_by(997);
     let sizes: Vec<usize> = small.chain(around).chain(mtu).chain(steps).collect();
     both_ways(&NetOptions::default(), &sizes);
+}
+
+/// Each part of a packet is one piece of a copy if its receiver has the same parts: whole pages, behind the headers.
+#[test]
+fn a_large_frame_keeps_the_parts_of_its_sender_where_they_are_few() {
+    let mut rig = connected(2, &NetOptions::default());
+    let mut sent = |len: usize, how: &SendOptions| {
+        let bytes = frame(mac(1), mac(0), 1, len);
+        assert_eq!(rig.send(0, &bytes, how).status, RSP_OKAY);
+        let packet = packet(rig.queue(1));
+        assert_eq!((packet.frame == bytes, packet.is_bad), (true, false), "{len} bytes");
+        packet.pages
+    };
+    // As Linux sends 64 KiB: the headers, then whole pages.
+    let gso = Some((1448, GSO_TCPV4));
+    let headers = SendOptions { first: 66, gso, ..SendOptions::default() };
+    let parts: Vec<usize> = [66].into_iter().chain([4096; 15]).chain([3720]).collect();
+    assert_eq!(sent(65_226, &headers), parts);
+    // The Ethernet header does not end with the first part.
+    assert_eq!(sent(12_000, &SendOptions { first: 5, ..headers }), [5, 4096, 4096, 3803]);
+    // Many small parts would take many pages of the receiver.
+    let small = SendOptions { chunk: 1000, ..SendOptions::default() };
+    assert_eq!(sent(16_000, &small), [4096, 4096, 4096, 3712]);
+    // Short ones take as few pages as they can.
+    assert_eq!(sent(1514, &SendOptions { first: 66, ..SendOptions::default() }), [1514]);
 }
 
 #[test]

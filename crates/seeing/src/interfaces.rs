@@ -76,6 +76,27 @@ pub fn read(folder: &Path) -> io::Result<(Vec<Switch>, Vec<String>)> {
     Ok((switches, problems))
 }
 
+/// What all interfaces have done in a second, of the `seconds` since `before`. A count that has gone back began anew.
+pub fn per_second(now: &[Switch], before: &[Switch], seconds: f64) -> Vec<Switch> {
+    let old = |switch: &Switch, interface: &Interface, name: &str| {
+        let same = before.iter().find(|old| old.switch == switch.switch)?;
+        let same = same.interfaces.iter().find(|old| old.name() == interface.name())?;
+        Some(same.count(name))
+    };
+    let mut rates = now.to_vec();
+    for switch in &mut rates {
+        let whole = switch.clone();
+        for interface in &mut switch.interfaces {
+            let was = interface.clone();
+            for (name, count) in &mut interface.counts {
+                let old = old(&whole, &was, name).filter(|old| *old <= *count).unwrap_or(0);
+                *count = ((*count - old) as f64 / seconds).round() as u64;
+            }
+        }
+    }
+    rates
+}
+
 fn read_one(path: &Path) -> io::Result<Switch> {
     // Not a link, and not a pipe that nobody writes to.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
@@ -88,6 +109,17 @@ fn read_one(path: &Path) -> io::Result<Switch> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rates_are_of_what_came_since_and_of_all_after_a_new_begin() {
+        let switch = |sent: u64, starved: u64| {
+            let counts = [("sent_packets".to_owned(), sent), ("starved".to_owned(), starved)];
+            let interfaces = vec![Interface { domid: 3, handle: 0, counts: counts.into() }];
+            vec![Switch { switch: "lan".into(), uplink: None, interfaces }]
+        };
+        assert_eq!(per_second(&switch(500, 7), &switch(100, 9), 2.0), switch(200, 4));
+        assert_eq!(per_second(&switch(500, 0), &[], 2.0), switch(250, 0));
+    }
 
     #[test]
     fn files_that_are_no_switch_are_problems_and_the_rest_is_shown() {

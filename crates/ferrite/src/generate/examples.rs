@@ -424,7 +424,10 @@ fn examples_of_images(name: &str) -> Terms {
             "A switch for the guests of this host, and a TAP device as the way out.",
             "ferrite net serve --switch lan --uplink ferrite0",
         )],
-        "ferrite-net-stat" => &[("Show the counters of each interface.", "ferrite net stat")],
+        "ferrite-net-stat" => &[
+            ("Show the counters of each interface.", "ferrite net stat"),
+            ("Show each second what was sent in it.", "ferrite net stat --interval 1"),
+        ],
         "ferrite-pool" | "ferrite-pool-init" => &[(
             "Make a pool in an etcd on this host.",
             "ferrite pool init lab --etcd http://127.0.0.1:2379 --etcd-plain --experimental",

@@ -1,3 +1,6 @@
+use ferrite_seeing::interfaces::read;
+
+use super::stat::table;
 use super::*;
 
 fn switch() -> Switch {

@@ -102,7 +102,7 @@ const LAST: Duration = Duration::from_secs(5);
 
 /// Receives the signals that ask this program to end, and `more`. A program that waits for a reader or a terminal that
 /// is gone does not read its signals: some seconds later the signal ends it as by default.
-pub(super) fn heard(more: &[c_int]) -> Result<Receiver<c_int>, Failure> {
+pub(crate) fn heard(more: &[c_int]) -> Result<Receiver<c_int>, Failure> {
     let (sender, receiver) = channel();
     let (mut signals, ends) = (signals::listen()?, signals::ending());
     for signal in more {

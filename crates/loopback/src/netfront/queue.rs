@@ -66,6 +66,8 @@ pub struct SendOptions {
     pub offset: u16,
     /// The most bytes in a page; 0 is what fits.
     pub chunk: u16,
+    /// Bytes in the first page, as Linux has headers by themselves; 0 is what fits.
+    pub first: u16,
 }
 
 /// The answer to a packet of [`NetQueue::send`]: the id of its first slot, and its worst status.
@@ -88,6 +90,8 @@ pub struct Packet {
     pub gso: Option<(u16, u8)>,
     /// The backend could not deliver all of it.
     pub is_bad: bool,
+    /// Bytes in each page.
+    pub pages: Vec<usize>,
 }
 
 /// One connected queue. Used by one thread.
@@ -189,7 +193,9 @@ impl NetQueue {
     pub fn send(&mut self, frame: &[u8], how: &SendOptions) -> Option<u16> {
         let room = PAGE_SIZE - usize::from(how.offset);
         let chunk = if how.chunk == 0 { room } else { usize::from(how.chunk).min(room) };
-        let pieces: Vec<&[u8]> = frame.chunks(chunk).collect();
+        let first = if how.first == 0 { chunk } else { usize::from(how.first).min(chunk) };
+        let (first, rest) = frame.split_at(first.min(frame.len()));
+        let pieces: Vec<&[u8]> = std::iter::once(first).chain(rest.chunks(chunk)).collect();
         let slots = pieces.len() + usize::from(how.gso.is_some());
         if self.free.len() < slots || self.unanswered() as usize + slots > SLOTS as usize {
             return None;
@@ -374,7 +380,8 @@ impl NetQueue {
                 return Ok(None);
             }
         }
-        let mut packet = Packet { frame: Vec::new(), flags: 0, gso: None, is_bad: false };
+        let (frame, pages) = (Vec::new(), Vec::new());
+        let mut packet = Packet { frame, flags: 0, gso: None, is_bad: false, pages };
         let first = self.next_rx()?;
         let mut slot = RxResponse::decode(first);
         packet.flags = slot.flags & !(RX_MORE_DATA | RX_EXTRA_INFO);
@@ -428,6 +435,7 @@ impl NetQueue {
             let (offset, status) = (slot.offset, slot.status);
             return Err(NetError::Received { index, offset, status });
         }
+        packet.pages.push(len);
         let from = at * PAGE_SIZE + usize::from(slot.offset);
         packet.frame.extend(self.rx_pages.to_vec(from, len));
         Ok(())

@@ -110,16 +110,18 @@ impl Host {
         }
     }
 
-    /// Processor time of a domain's first processor so far, and dom0's clock, nanoseconds: a line each 20 ms until the
-    /// file is removed.
-    pub(super) fn begin_samples(&mut self) -> Result<()> {
-        let command = format!("rm -f {SAMPLES}; setsid python3 -c '{SAMPLER}' >{SAMPLES} 2>&1 &");
+    /// A line each 20 ms until the file is removed: dom0's clock, and the processor time so far of dom0 and of the guest
+    /// that shows when there is load; nanoseconds.
+    pub(super) fn begin_samples(&mut self, shows: usize) -> Result<()> {
+        let domid = self.guests[shows].domid();
+        let command = format!(
+            "rm -f {SAMPLES}; touch {SAMPLES}; setsid python3 -c '{SAMPLER}' {domid} >>{SAMPLES} 2>&1 &"
+        );
         self.xenhost.sh(&command)?;
         self.xenhost.wait_until("samples of processor time", &format!("[ -s {SAMPLES} ]"), 60)
     }
 
-    /// The part of its time that dom0 has run, between the first and the last quarter of what was sampled while it was
-    /// busy.
+    /// The part of its time that dom0 has run, while the guest was busy.
     pub(super) fn busy(&mut self) -> Result<f64> {
         let text = self.xenhost.sh(&format!("cat {SAMPLES}; rm {SAMPLES}"))?;
         busy(&text).with_context(|| format!("odd samples: {text}"))
@@ -127,7 +129,10 @@ impl Host {
 
     /// Fails with what the switch has said, if its process has ended.
     pub(super) fn check(&mut self) -> Result<()> {
-        let output = self.xenhost.dom0("pgrep -x ferrite >/dev/null || cat /tmp/net.log", 20)?;
+        let output = self.xenhost.dom0(
+            "pgrep -x ferrite >/dev/null || pgrep -x switch >/dev/null || cat /tmp/net.log",
+            20,
+        )?;
         match output.stdout.is_empty() {
             true => Ok(()),
             false => bail!("the switch has ended: {}", output.stdout),
@@ -139,32 +144,42 @@ const SAMPLES: &str = "/tmp/samples";
 
 /// The library's call writes a structure of a number, three flags and the time.
 const SAMPLER: &str = "
-import ctypes, os, time
+import ctypes, os, sys, time
 x = ctypes.CDLL(\"libxenctrl.so.4.20\")
 x.xc_interface_open.restype = ctypes.c_void_p
 h = ctypes.c_void_p(x.xc_interface_open(None, None, 0))
 b = ctypes.create_string_buffer(64)
 while os.path.exists(\"/tmp/samples\"):
-    x.xc_vcpu_getinfo(h, 0, 0, b)
-    print(time.monotonic_ns(), int.from_bytes(b.raw[8:16], \"little\"), flush=True)
+    line = [time.monotonic_ns()]
+    for domid in [0, int(sys.argv[1])]:
+        x.xc_vcpu_getinfo(h, domid, 0, b)
+        line.append(int.from_bytes(b.raw[8:16], \"little\"))
+    print(*line, flush=True)
     time.sleep(0.02)
 ";
 
-/// The busy part, from lines of a time and of the processor time until then.
+/// What a guest runs at least, of its time, while there is load.
+const LOADED: f64 = 0.1;
+
+/// dom0's part in the longest time in which the guest was busy, without its first and last interval.
 fn busy(text: &str) -> Option<f64> {
     let line = |line: &str| {
-        let (at, ran) = line.split_once(' ')?;
-        Some((at.parse::<f64>().ok()?, ran.parse::<f64>().ok()?))
+        let mut words = line.split(' ').map(|word| word.parse::<f64>().ok());
+        Some([words.next()??, words.next()??, words.next()??])
     };
-    let samples: Vec<(f64, f64)> = text.lines().map(line).collect::<Option<_>>()?;
-    let part = |pair: &[(f64, f64)]| (pair[1].1 - pair[0].1) / (pair[1].0 - pair[0].0);
-    let all: Vec<f64> = samples.windows(2).map(part).collect();
-    let most = all.iter().copied().fold(0.0, f64::max);
-    let first = all.iter().position(|part| *part > most / 2.0)?;
-    let last = all.iter().rposition(|part| *part > most / 2.0)?;
-    let quarter = (last - first) / 4;
-    let (first, last) = (samples[first + quarter], samples[last + 1 - quarter]);
-    (last.0 > first.0).then(|| (last.1 - first.1) / (last.0 - first.0))
+    let samples: Vec<[f64; 3]> = text.lines().map(line).collect::<Option<_>>()?;
+    let (mut longest, mut begin) = (0..0, 0);
+    for (at, pair) in samples.windows(2).enumerate() {
+        let is_busy = pair[1][2] - pair[0][2] > LOADED * (pair[1][0] - pair[0][0]);
+        if !is_busy {
+            begin = at + 1;
+        } else if at + 1 - begin > longest.len() {
+            longest = begin..at + 1;
+        }
+    }
+    let (first, last) =
+        (samples.get(longest.start + 1)?, samples.get(longest.end.checked_sub(1)?)?);
+    (last[0] > first[0]).then(|| (last[1] - first[1]) / (last[0] - first[0]))
 }
 
 /// Sets up a bridge and the switch, each with an address of dom0, and the guests' driver.
@@ -177,7 +192,8 @@ fn backends(xenhost: &mut XenHost) -> Result<()> {
              ip link add xenbr0 type bridge; ip address add {bridge}/24 dev xenbr0; ip link set xenbr0 up; \
              ip tuntap add ferrite0 mode tap multi_queue; ip address add {tap}/24 dev ferrite0; \
              ip link set ferrite0 up; \
-             setsid ferrite net serve --switch lan --uplink ferrite0 </dev/null >/tmp/net.log 2>&1 &"
+             mkdir -p /run/ferrite/net; if [ -e /lab/bin/switch ]; then (RUST_LOG=info setsid switch vif-ferrite ferrite0 </dev/null >/tmp/net.log 2>&1 &); touch /run/ferrite/net/lan.json; else \
+             setsid ferrite net serve --switch lan --uplink ferrite0 </dev/null >/tmp/net.log 2>&1 & fi"
         ),
         180,
     )?;
@@ -189,11 +205,14 @@ fn backends(xenhost: &mut XenHost) -> Result<()> {
 fn by_hand(domid: u32, mac: &str) -> String {
     let front = format!("/local/domain/{domid}/device/vif/1");
     let back = format!("/local/domain/0/backend/vif-ferrite/{domid}/1");
+    // The guest may write what is made below a directory after that is its own.
     format!(
-        "xenstore-write {back}/frontend {front} {back}/frontend-id {domid} {back}/mac {mac} {back}/handle 1 \
-         {back}/online 1 {back}/hotplug-status connected {back}/state 1 && \
-         xenstore-write {front}/backend {back} {front}/backend-id 0 {front}/mac {mac} {front}/handle 1 {front}/state 1 && \
-         xenstore-chmod {back} n0 r{domid} && xenstore-chmod {front} n{domid} r0"
+        "set -e; xenstore-write {front} '' {back} ''; \
+         xenstore-chmod {front} n{domid} r0; xenstore-chmod {back} n0 r{domid}; \
+         xenstore-write {back}/frontend {front} {back}/frontend-id {domid} {back}/mac {mac} {back}/handle 1 \
+         {back}/online 1 {back}/hotplug-status connected; \
+         xenstore-write {front}/backend {back} {front}/backend-id 0 {front}/mac {mac} {front}/handle 1; \
+         xenstore-write {front}/state 1; xenstore-write {back}/state 1"
     )
 }
 
@@ -202,17 +221,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_busy_part_is_that_of_the_middle() {
-        // Idle, then half busy for ten samples, then idle.
-        let mut text = String::new();
-        let mut ran = 0;
-        for at in 0..30_u64 {
-            ran += if (10..20).contains(&at) { 10 } else { 1 };
-            text += &format!("{} {ran}\n", at * 20);
+    fn the_busy_part_is_that_of_the_time_with_load() {
+        // dom0 is busy with other work first; with the guest it runs half of the time, in 10 intervals of 20.
+        let (mut text, mut dom0, mut guest) = (String::new(), 0, 0);
+        for at in 0..40_u64 {
+            (dom0, guest) = match at {
+                3..6 => (dom0 + 20, guest),
+                15..25 => (dom0 + 10, guest + 8),
+                _ => (dom0, guest + 1),
+            };
+            text += &format!("{} {dom0} {guest}\n", at * 20);
         }
         assert_eq!(busy(&text), Some(0.5));
         assert_eq!(busy("Traceback"), None);
-        assert_eq!(busy("1 2"), None);
+        assert_eq!(busy("1 2 3"), None);
     }
 
     #[test]

@@ -43,8 +43,7 @@ enum Load {
 }
 
 impl Load {
-    const ALL: [Load; 5] =
-        [Load::Streams(1), Load::Streams(4), Load::Streams(8), Load::Segmented, Load::ToHost];
+    const ALL: [Load; 4] = [Load::Streams(1), Load::Streams(8), Load::Segmented, Load::ToHost];
 
     fn streams(self) -> u32 {
         match self {
@@ -94,7 +93,10 @@ struct Measured {
 pub(super) fn run() -> Result<Findings> {
     packages::ensure(&[packages::XEN_HOST])?;
     let root = root::ensure(root::TRIXIE)?;
-    let ferrite = release::build_ferrite()?;
+    let ferrite = match std::env::var_os("LAB_SWITCH") {
+        Some(file) => ferrite_xenhost::Program { name: "switch", file: file.into() },
+        None => release::build_ferrite()?,
+    };
     let hardware = Hardware { pace: Pace::Instructions, ..Hardware::default() };
     let mut host = Host::prepare(XenHost::boot_at(hardware, &root, &[ferrite], &[])?)?;
     let mut measured = BTreeMap::new();
@@ -184,7 +186,7 @@ fn stream(host: &mut Host, backend: Backend, load: Load) -> Result<(f64, f64)> {
          {interface} 65535",
         receiver.address(backend)
     );
-    host.begin_samples()?;
+    host.begin_samples(if receiver == Who::Dom0 { 0 } else { 1 })?;
     let output = host.sh(Who::Guest(0), &send, 300)?;
     let busy = host.busy()?;
     let end =
