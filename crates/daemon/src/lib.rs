@@ -40,6 +40,7 @@ mod devices;
 pub mod directory;
 mod exports;
 mod follow;
+mod hanging;
 pub mod jobs;
 mod joint_upgrade;
 pub mod keepers;
@@ -73,6 +74,7 @@ pub use assignment::Assignment;
 use config::{Config, DiskOptions};
 use devices::Devices;
 use exports::Exports;
+use hanging::Hanging;
 use jobs::{Jobs, Means};
 use migration::Migrations;
 use openings::Openings;
@@ -319,6 +321,7 @@ pub(crate) struct Shared {
     switched: Switched,
     table: Table,
     openings: Openings,
+    hanging: Hanging,
     jobs: Jobs,
     taps: Taps,
     devices: Devices,
@@ -461,6 +464,7 @@ impl Daemon {
             switched,
             table: Table::default(),
             openings: Openings::default(),
+            hanging: Hanging::default(),
             jobs,
             taps: Taps::default(),
             devices: Devices::default(),

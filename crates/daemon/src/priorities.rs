@@ -6,27 +6,32 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_host::process::{io_priority, set_io_priority_of_group};
 use rustix::process::Pid;
 
-use crate::Shared;
+use crate::control::counters_of;
+use crate::{Shared, hanging};
 
-const INTERVAL: Duration = Duration::from_secs(2);
+const INTERVAL: Duration = Duration::from_secs(4);
 /// The priority of a process that was given none.
 const NONE: i32 = 0;
 
-/// Starts the thread that looks.
+/// Starts the thread that looks, also at the counters of [`hanging`] disks.
 ///
 /// # Errors
 /// The thread cannot be started.
 pub(crate) fn watch(shared: &Arc<Shared>) -> io::Result<()> {
     let shared = shared.clone();
     let body = move || {
-        let mut known = BTreeMap::new();
+        let (mut known, mut counters) = (BTreeMap::new(), Instant::now());
         while !shared.is_stopped(INTERVAL) {
             known = look(&shared, &known);
+            if counters.elapsed() >= hanging::INTERVAL {
+                counters = Instant::now();
+                shared.hanging.look(&shared, |id| counters_of(&shared, id));
+            }
         }
     };
     std::thread::Builder::new().name("priorities".to_owned()).spawn(body).map(drop)

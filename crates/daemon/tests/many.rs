@@ -11,10 +11,12 @@ use std::time::Duration;
 use ferrite_daemon::Step;
 use ferrite_daemon::control::protocol::{PhaseName, Upgraded};
 use ferrite_daemon::keepers::Keepers;
+use ferrite_daemon::state::DiskId;
 use ferrite_disk::{Disk, OpenOptions};
 use ferrite_loopback::GuestOptions;
 use ferrite_loopback::front::Frontend;
 use ferrite_loopback::machine::DiskPaths;
+use ferrite_testkit::devices::Freezable;
 use ferrite_testkit::{PATIENCE, wait_until};
 use host::{Host, works};
 use roles::{Roles, end, keeper, kill, worker};
@@ -164,7 +166,7 @@ fn sleeps(pids: &[i32]) -> u64 {
     pids.iter().flat_map(tasks).filter_map(of_task).sum()
 }
 
-/// Longer than the daemon waits until it looks at the keepers' priorities again.
+/// Longer than any process of a disk once slept at rest.
 const AT_REST: Duration = Duration::from_millis(2500);
 
 #[test]
@@ -253,6 +255,41 @@ fn an_upgrade_that_its_daemon_did_not_end_is_gone_on_with_by_the_next() {
     guests.iter_mut().for_each(|(_, front)| works(front, 3));
     wait_until("its end", || !host.paths().run.join("upgrade/all.json").exists());
     end_all(&host, guests);
+    kill(daemon);
+}
+
+#[test]
+#[ignore = "it takes long: cargo xtask nightly --only host"]
+fn a_disk_whose_storage_hangs_is_named_and_no_other_is() {
+    let host = Host::with_guests(3, SMALL);
+    let Some(storage) = Freezable::mount(&host.image("hangs")) else { return };
+    let image = host.make_image("hangs/1.img", BYTES);
+    let daemon = host.spawn(None);
+    let hung = host.attach(1, 0, &format!("aio:{}", image.display()));
+    let others = [attach(&host, 2), attach(&host, 3)];
+    let mut front = host.connect(&hung);
+    works(&mut front, 1);
+    let mut fronts = others.each_ref().map(|disk| host.connect(disk));
+    storage.freeze();
+    let buffer = front.space().buffer(1).unwrap();
+    front.queues[0].write(64, &buffer, 0, 4096).unwrap();
+    front.queues[0].push().unwrap();
+    let named = || {
+        let named =
+            host.disks().into_iter().filter_map(|disk| Some((disk.disk, disk.hangs?.requests)));
+        named.collect::<Vec<_>>()
+    };
+    wait_until("its name", || {
+        fronts.iter_mut().for_each(|front| works(front, 2));
+        !named().is_empty()
+    });
+    assert_eq!(named(), [(DiskId { domid: 1, devid: hung.devid }, 1)]);
+    storage.thaw();
+    assert!(front.queues[0].next_reply(PATIENCE).unwrap().is_ok());
+    assert_eq!(named(), []);
+    let guests = [hung].into_iter().chain(others).zip([front].into_iter().chain(fronts));
+    end_all(&host, guests.collect());
+    drop(storage);
     kill(daemon);
 }
 

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ferrite_daemon::control::client::{self, ClientError};
 use ferrite_daemon::control::protocol::{
-    Attached, DetachParams, Detached, Details, Disk, Disks, Full, Job, JobList, Nothing, PhaseName,
-    Setting, ShowParams, Source, UpgradeParams, Upgraded, WaitParams,
+    Attached, DetachParams, Detached, Details, Disk, Disks, Full, Hangs, Job, JobList, Nothing,
+    PhaseName, Setting, ShowParams, Source, UpgradeParams, Upgraded, WaitParams,
 };
 use ferrite_daemon::state::{DiskId, States};
 use ferrite_daemon::{Paths, directory};
@@ -292,7 +292,8 @@ fn table(disks: &[Disk], jobs: &[Job], names: &Names) -> String {
         let Some(disk) = i.checked_sub(1).map(|at| &disks[at]) else { continue };
         let paused = disk.paused.as_ref().map(|paused| pause::note(disk, paused));
         let job = job_of(jobs, disk).map(job::note);
-        let notes = [disk.full.as_ref().map(space), paused, job, disk.why.clone()];
+        let hangs = disk.hangs.as_ref().map(hanging);
+        let notes = [disk.full.as_ref().map(space), hangs, paused, job, disk.why.clone()];
         for note in notes.iter().flatten() {
             text += &format!("    {}\n", one_line(note));
         }
@@ -303,6 +304,11 @@ fn table(disks: &[Disk], jobs: &[Job], names: &Names) -> String {
 fn space(full: &Full) -> String {
     let what = if full.requests == 1 { "request waits" } else { "requests wait" };
     format!("its storage is full: {} {what} for space, for {}", full.requests, age(full.since))
+}
+
+fn hanging(hangs: &Hangs) -> String {
+    let what = if hangs.requests == 1 { "request waits" } else { "requests wait" };
+    format!("its storage does not answer: {} {what}, for {}", hangs.requests, age(hangs.since))
 }
 
 fn phase(phase: PhaseName) -> &'static str {
@@ -414,6 +420,7 @@ mod tests {
             minor: 0,
             starts: 1,
             full: None,
+            hangs: None,
             paused: None,
             guest: None,
             why: why.map(str::to_owned),
@@ -433,6 +440,10 @@ mod tests {
         let full = Some(Full { requests: 2, since: u64::MAX });
         let text = table(&[Disk { full, ..disk(1, None) }], &[]);
         let note = "    its storage is full: 2 requests wait for space, for 0s\n";
+        assert!(text.ends_with(note), "{text}");
+        let hangs = Some(Hangs { requests: 1, since: u64::MAX });
+        let text = table(&[Disk { hangs, ..disk(1, None) }], &[]);
+        let note = "    its storage does not answer: 1 request waits, for 0s\n";
         assert!(text.ends_with(note), "{text}");
         assert_eq!(table(&[], &[]), "DISK  NAME  PHASE  FOR  PID  FORMAT  IMAGE\n");
     }

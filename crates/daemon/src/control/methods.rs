@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ferrite_serve::counters::{snapshot, stats_file};
+use ferrite_serve::counters::snapshot::{self, Snapshot as Counters};
+use ferrite_serve::counters::stats_file;
 use ferrite_xen::store::{Store, StoreError};
 use ferrite_xen::xenbus::XenbusState;
 use serde::Serialize;
@@ -12,8 +13,8 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::protocol::{
-    Attached, DetachParams, Detached, Details, Disk, Disks, Full, Nothing, PhaseName, RpcError,
-    Setting, ShowParams, Status, WaitParams, code,
+    Attached, DetachParams, Detached, Details, Disk, Disks, Full, Hangs, Nothing, PhaseName,
+    RpcError, Setting, ShowParams, Status, WaitParams, code,
 };
 use super::waits::waits_for;
 use super::{exports, images, limits, pauses, upgrades};
@@ -185,19 +186,25 @@ fn seconds(time: SystemTime) -> u64 {
 pub(crate) fn list(shared: &Shared) -> Disks {
     let disk = |(id, entry): (&DiskId, &Entry)| describe(*id, entry);
     let mut disks: Vec<Disk> = shared.table.read(|disks| disks.iter().map(disk).collect());
-    disks.iter_mut().for_each(|disk| disk.full = full(shared, disk));
+    disks.iter_mut().for_each(|disk| add_counters(shared, disk));
     Disks { disks, no_xen: no_xen(shared) }
 }
 
-/// The requests of a disk that wait for space, by its counters.
-fn full(shared: &Shared, disk: &Disk) -> Option<Full> {
+/// Adds what the counters of a served disk show: requests that wait for space, or for storage that hangs.
+fn add_counters(shared: &Shared, disk: &mut Disk) {
     if disk.phase != PhaseName::Served {
-        return None;
+        return;
     }
-    let counters = stats_file(&shared.paths.run.join(disk.disk.file_name()));
-    let seen = snapshot::read(&counters).ok()?;
+    let Some(seen) = counters_of(shared, disk.disk) else { return };
     let requests = seen.counts.waiting_for_space();
-    seen.full_since_unix_s.map(|since| Full { requests, since })
+    disk.full = seen.full_since_unix_s.map(|since| Full { requests, since });
+    let hangs = shared.hanging.of(disk.disk, &seen);
+    disk.hangs = hangs.map(|(requests, since)| Hangs { requests, since: seconds(since) });
+}
+
+/// The counters of a disk, if they can be read.
+pub(crate) fn counters_of(shared: &Shared, id: DiskId) -> Option<Counters> {
+    snapshot::read(&stats_file(&shared.paths.run.join(id.file_name()))).ok()
 }
 
 fn describe(id: DiskId, entry: &Entry) -> Disk {
@@ -220,6 +227,7 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
         minor: entry.minor,
         starts: entry.starts,
         full: None,
+        hangs: None,
         // The image that was refused is between the daemon and the next one.
         paused: entry.pause.clone().map(|pause| Pause { refused: None, ..pause }),
         guest: entry.tap.as_ref().and_then(|tap| tap.guest),
@@ -231,7 +239,7 @@ fn describe(id: DiskId, entry: &Entry) -> Disk {
 pub(super) fn found(shared: &Shared, id: DiskId) -> Result<Disk, RpcError> {
     let found = shared.table.read(|disks| disks.get(&id).map(|entry| describe(id, entry)));
     let mut disk = found.ok_or_else(|| no_disk(id))?;
-    disk.full = full(shared, &disk);
+    add_counters(shared, &mut disk);
     Ok(disk)
 }
 

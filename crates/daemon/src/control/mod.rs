@@ -26,4 +26,4 @@ pub(crate) mod upgrades;
 mod waits;
 
 pub(crate) use jobs::list as jobs;
-pub(crate) use methods::{list, status};
+pub(crate) use methods::{counters_of, list, status};

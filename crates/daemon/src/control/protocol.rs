@@ -296,6 +296,16 @@ pub struct Full {
     pub since: u64,
 }
 
+/// Requests of a disk whose storage does not answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Hangs {
+    /// Number of requests.
+    pub requests: u64,
+    /// The time at which that was seen first, in seconds since 1970.
+    pub since: u64,
+}
+
 /// A disk in `disk.list`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -322,6 +332,9 @@ pub struct Disk {
     /// Its requests that wait for space.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub full: Option<Full>,
+    /// Its requests that its storage does not answer.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub hangs: Option<Hangs>,
     /// Its pause, also while it begins or ends.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub paused: Option<Pause>,

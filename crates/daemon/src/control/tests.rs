@@ -108,6 +108,8 @@ fn same<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(name: &st
 
 const FULL: Full = Full { requests: 1 << 40, since: 1 << 41 };
 
+const HANGS: Hangs = Hangs { requests: 1 << 40, since: 1 << 41 };
+
 fn pause() -> Pause {
     Pause { since: 1 << 41, by: "a".to_owned(), is_step: true, refused: None }
 }
@@ -123,6 +125,7 @@ fn disk() -> Disk {
         minor: 3,
         starts: 2,
         full: Some(FULL),
+        hangs: Some(HANGS),
         paused: Some(pause()),
         guest: Some(DiskId { domid: 1, devid: 2 }),
         why: Some("no".to_owned()),
@@ -139,6 +142,7 @@ fn every_type_is_described_as_it_is() {
     same("DetachParams", &DetachParams { disk: id, force: true, timeout_s: 5 });
     same("WaitParams", &WaitParams { backend: "backend/vbd3/1/2".to_owned(), timeout_s: 5 });
     same("Full", &FULL);
+    same("Hangs", &HANGS);
     same("Pause", &pause());
     same("PauseParams", &PauseParams { disk: id, by: "a".to_owned(), timeout_s: 5 });
     let image = Some("raw:/a".to_owned());

@@ -133,6 +133,7 @@ mod tests {
     fn disk(format: Format, image: &str) -> Disk {
         Disk {
             full: None,
+            hangs: None,
             paused: None,
             guest: None,
             disk: DiskId { domid: 1, devid: 51712 },

@@ -11,6 +11,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail};
 use ferrite_daemon::control::client;
 use ferrite_daemon::control::protocol::{Disks, Status};
+use ferrite_disk::{ImageName, Parents};
+use ferrite_host::directory::HostDirectory;
+use ferrite_image_tools::{ImageTools, NewImage};
+use ferrite_io::engines::EngineChoice;
 use ferrite_loopback::front::{FrontOptions, Frontend};
 use ferrite_loopback::machine::{Disk, DiskPaths};
 use ferrite_loopback::{GuestOptions, Machine};
@@ -27,6 +31,8 @@ const QUEUES: u32 = 4;
 const IMAGE_BYTES: u64 = 64 << 20;
 /// The longest wait for one step of one disk.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// Operations in flight while an image is made.
+const ENTRIES: u32 = 16;
 /// The pause between two looks.
 const LOOK: Duration = Duration::from_millis(20);
 /// Descriptors of this process and of the daemon: those of all guests' event channels, for each.
@@ -146,7 +152,28 @@ impl Host {
     pub(super) fn attach(&self, domid: u32) -> Result<DiskPaths> {
         let image = self.places().images().join(format!("{domid}.img"));
         std::fs::File::create(&image)?.set_len(IMAGE_BYTES)?;
-        let params = format!("aio:{}", image.display());
+        self.attach_image(domid, format!("aio:{}", image.display()))
+    }
+
+    /// Attaches the one disk of a guest, a new VHD of this size.
+    pub(super) fn attach_thin(&self, domid: u32, bytes: u64) -> Result<DiskPaths> {
+        let image = self.places().images().join(format!("{domid}.vhd"));
+        let new = NewImage { bytes: Some(bytes), ..NewImage::default() };
+        let tools = ImageTools {
+            fixed_size: false,
+            parents: Parents::default(),
+            directory: &HostDirectory,
+            unlocked: false,
+            engine: &|arena| EngineChoice::Auto.open(arena, ENTRIES),
+            state_dir: None,
+            progress: &|_| true,
+        };
+        let text = image.to_str().context("a path is no UTF-8")?;
+        tools.create(&ImageName::parse(text)?, &new)?;
+        self.attach_image(domid, format!("vhd:{}", image.display()))
+    }
+
+    fn attach_image(&self, domid: u32, params: String) -> Result<DiskPaths> {
         let disk = Disk { params, ..Disk::xvd(0) };
         Ok(lock(&self.machine).attach_disk(DomId(u16::try_from(domid)?), disk)?)
     }
