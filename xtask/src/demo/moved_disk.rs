@@ -25,7 +25,7 @@ const THERE: &str = "/lab/second/moved.qcow2";
 /// Makes the certificates that both daemons use.
 pub(super) fn prepare(bench: &mut Bench<'_>) -> Result<()> {
     put_certificates(bench)?;
-    let one = format!("mkdir -p {TLS}/host && cp {TLS}/server/* {TLS}/client/* {TLS}/host");
+    let one = format!("cd {TLS} && mkdir -p host && cp server/* host && cp client/* host");
     bench.xenhost.sh(&one).map(drop)
 }
 

@@ -56,6 +56,7 @@ certificates = "/etc/tls"
 folder = "/srv/in"
 from = ["a.example"]
 ports = [5, 7]
+bases = ["golden.qcow2"]
 hosts = { b = "b.example:10810" }
 
 [rbd]
@@ -124,6 +125,7 @@ fn each_key_goes_to_its_place() {
             folder: Some("/srv/in".into()),
             from: vec!["a.example".into()],
             ports: (5, 7),
+            bases: vec!["golden.qcow2".into()],
             hosts: [("b".into(), "b.example:10810".into())].into(),
         },
         rbd: RbdOptions {
