@@ -166,8 +166,9 @@ fn a_copy_is_replaced_while_the_disk_is_written() {
     let mut client = owner.client();
     let mut model = Model::new(16 * MIB);
     (0..50).for_each(|_| model.turn(&mut client));
-    // After this no region is dirty: the bits say nothing of what a new copy lacks.
+    // After this no region is dirty, and one becomes so again: the bits of the others do not say what a new copy lacks.
     client.flush();
+    model.within = MIB as usize;
     pool.add();
     // One server is lost with its disk, and another one gets its copy.
     pool.kill(1);
