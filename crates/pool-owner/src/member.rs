@@ -20,6 +20,10 @@ use crate::set::Set;
 /// The first pause after a server has failed an operation: the set's owner drops it meanwhile, if another copy stays.
 const FIRST_PAUSE: Duration = Duration::from_secs(2);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// The pauses between two attempts to connect grow from the first to the last of these. By TLS each attempt is a process.
+const FIRST_ATTEMPT: Duration = Duration::from_millis(100);
+const LAST_ATTEMPT: Duration = Duration::from_secs(2);
+const LAST_BY_TLS: Duration = Duration::from_secs(10);
 /// The pause between two questions for a server's address.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 const STACK_BYTES: usize = 256 << 10;
@@ -93,26 +97,39 @@ struct Thread {
     way: Arc<Way>,
     set: Weak<Set>,
     limit: SharedLogLimit,
-    /// Nothing is tried before this time, since the server has failed an operation.
+    /// Nothing is tried before this time, since the server could not be reached, or has failed an operation.
     not_before: Option<Instant>,
     pause: Duration,
+    next_attempt: Duration,
     looked_up: Option<Instant>,
 }
 
 impl Thread {
     fn new(place: Place, way: Arc<Way>, set: Weak<Set>) -> Thread {
         let (limit, pause) = (SharedLogLimit::default(), FIRST_PAUSE);
-        Thread { place, way, set, limit, not_before: None, pause, looked_up: None }
+        let next_attempt = FIRST_ATTEMPT;
+        Thread { place, way, set, limit, not_before: None, pause, next_attempt, looked_up: None }
     }
 
     fn run(&mut self, asked: &Receiver<()>) {
         while asked.recv().is_ok() {
             let Some(set) = self.set.upgrade() else { return };
             let waits = self.not_before.is_some_and(|until| Instant::now() < until);
-            let connected = if waits { None } else { self.connect(&set) };
-            match connected {
-                None => set.happened(Event::Unconnected(self.place.member)),
-                Some(link) => self.serve(&set, &link),
+            if waits {
+                set.happened(Event::Unconnected(self.place.member));
+                continue;
+            }
+            match self.connect(&set) {
+                None => {
+                    let last = if self.way.tls.is_some() { LAST_BY_TLS } else { LAST_ATTEMPT };
+                    self.not_before = Some(Instant::now() + self.next_attempt);
+                    self.next_attempt = (self.next_attempt * 2).min(last);
+                    set.happened(Event::Unconnected(self.place.member));
+                }
+                Some(link) => {
+                    self.next_attempt = FIRST_ATTEMPT;
+                    self.serve(&set, &link);
+                }
             }
         }
     }
@@ -221,5 +238,51 @@ impl Thread {
             "{}: the server {server} {what}",
             set.name()
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrite_etcd::{Cluster, Settings};
+    use ferrite_pool::wire::regions_to_bytes;
+
+    use super::*;
+
+    /// The thread of a copy of 4 MiB, which has four regions.
+    fn thread() -> Thread {
+        let endpoints = vec!["http://127.0.0.1:1".to_owned()];
+        let cluster = Settings { endpoints, tls: None, plain: true, cluster: None };
+        let access = Access::new(Cluster::new(&cluster).unwrap(), "p").unwrap();
+        let way = Way { access: Arc::new(access), pool: Id::random(), tls: None };
+        let (id, name) = (Id::random(), "d-0-0".to_owned());
+        let copy = Copy { member: 0, server: "a".to_owned(), id, name, leaves: false };
+        Thread::new(Place::of(&copy, 4 << 20, None), Arc::new(way), Weak::new())
+    }
+
+    #[test]
+    fn a_server_that_says_what_cannot_be_is_not_believed() {
+        let answer = |kind, start, len, payload: Vec<u8>| {
+            let header = Header { kind, op: 7, start, len, payload: payload.len() as u32 };
+            thread().reply(&header, payload)
+        };
+        let regions = |numbers: &[u64]| regions_to_bytes(numbers.iter().map(|n| Region(*n)));
+        let (opened, _) = answer(Kind::Opened, 1, 1 << 20, regions(&[0, 3])).unwrap();
+        let dirty = [Region(0), Region(3)].into();
+        assert_eq!(opened, Reply::Opened { incomplete: true, dirty });
+        let (done, data) = answer(Kind::Done, 0, 0, vec![1; 512]).unwrap();
+        assert_eq!((done, data.len()), (Reply::Done { op: OpId(7) }, 512));
+        for (kind, len, payload) in [
+            // Regions of another size, behind the end, and half of one.
+            (Kind::Opened, 2 << 20, regions(&[0])),
+            (Kind::Opened, 1 << 20, regions(&[4])),
+            (Kind::Dirty, 0, regions(&[u64::MAX])),
+            (Kind::Dirty, 0, vec![0; 7]),
+            (Kind::Write, 0, Vec::new()),
+        ] {
+            let (is_refusal, _) = answer(kind, 0, len, payload).unwrap_err();
+            assert!(!is_refusal, "{kind:?}");
+        }
+        let (is_refusal, why) = answer(Kind::Failed, 28, 0, b"full\x1b[2J".to_vec()).unwrap_err();
+        assert!(is_refusal && why.starts_with("full[2J (No space left"), "{why}");
     }
 }
