@@ -47,7 +47,9 @@ impl Closing {
         let body = move || {
             let _in_span = span.enter();
             clients.map(Clients::end);
-            others.map(Others::end);
+            if let Some(others) = others {
+                others.end();
+            }
             let closed = device.disk().and_then(|disk| {
                 // The same disk is kept for both steps: the one that is unlocked is the one that
                 // was closed.

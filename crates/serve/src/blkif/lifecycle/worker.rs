@@ -217,7 +217,9 @@ impl<'a> Worker<'a> {
     /// Ends all clients. Their requests that the disk works on are done when this returns.
     pub(super) fn end_clients(&mut self) {
         self.clients.take().map(Clients::end);
-        self.others.take().map(Others::end);
+        if let Some(others) = self.others.take() {
+            others.end();
+        }
     }
 
     fn facts(&self) -> Result<DiskFacts, Failure> {
