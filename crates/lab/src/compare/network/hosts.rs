@@ -129,10 +129,7 @@ impl Host {
 
     /// Fails with what the switch has said, if its process has ended.
     pub(super) fn check(&mut self) -> Result<()> {
-        let output = self.xenhost.dom0(
-            "pgrep -x ferrite >/dev/null || pgrep -x switch >/dev/null || cat /tmp/net.log",
-            20,
-        )?;
+        let output = self.xenhost.dom0("pgrep -x ferrite >/dev/null || cat /tmp/net.log", 20)?;
         match output.stdout.is_empty() {
             true => Ok(()),
             false => bail!("the switch has ended: {}", output.stdout),
@@ -192,12 +189,11 @@ fn backends(xenhost: &mut XenHost) -> Result<()> {
              ip link add xenbr0 type bridge; ip address add {bridge}/24 dev xenbr0; ip link set xenbr0 up; \
              ip tuntap add ferrite0 mode tap multi_queue; ip address add {tap}/24 dev ferrite0; \
              ip link set ferrite0 up; \
-             mkdir -p /run/ferrite/net; if [ -e /lab/bin/switch ]; then (RUST_LOG=info setsid switch vif-ferrite ferrite0 </dev/null >/tmp/net.log 2>&1 &); touch /run/ferrite/net/lan.json; else \
-             setsid ferrite net serve --switch lan --uplink ferrite0 </dev/null >/tmp/net.log 2>&1 & fi"
+             setsid ferrite net serve --switch lan --uplink ferrite0 </dev/null >/tmp/net.log 2>&1 &"
         ),
         180,
     )?;
-    xenhost.wait_until("the switch", "ls /run/ferrite/net/lan.json || ! cat /tmp/net.log", 120)?;
+    xenhost.wait_until("the switch", "ls /run/ferrite/net/lan.json", 120)?;
     network::add_to_guests(xenhost)
 }
 

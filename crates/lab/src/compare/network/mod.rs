@@ -93,10 +93,7 @@ struct Measured {
 pub(super) fn run() -> Result<Findings> {
     packages::ensure(&[packages::XEN_HOST])?;
     let root = root::ensure(root::TRIXIE)?;
-    let ferrite = match std::env::var_os("LAB_SWITCH") {
-        Some(file) => ferrite_xenhost::Program { name: "switch", file: file.into() },
-        None => release::build_ferrite()?,
-    };
+    let ferrite = release::build_ferrite()?;
     let hardware = Hardware { pace: Pace::Instructions, ..Hardware::default() };
     let mut host = Host::prepare(XenHost::boot_at(hardware, &root, &[ferrite], &[])?)?;
     let mut measured = BTreeMap::new();
@@ -105,6 +102,8 @@ pub(super) fn run() -> Result<Findings> {
         let plain = step(&format!("{name}: round trips"), || ping(&mut host, backend))?;
         let (times, probed) =
             step(&format!("{name}: the way of a packet"), || trace(&mut host, backend))?;
+        let of = |key: &str| figure(times[key][median(&times[key])]);
+        say(format!("  received after {} us, completed after {} us", of(RECEIVED), of(COMPLETED)));
         let (rates, costs) = (BTreeMap::new(), Vec::new());
         measured.insert(backend, Measured { times, plain, probed, rates, costs });
     }
