@@ -60,10 +60,14 @@ enum BackendArgument {
     Blkback,
 }
 
+/// The tests that the programs of the Xen host are built for: one on the host itself, and one of each package whose program
+/// is packed. Hundreds of others need not be built for them.
+const OF_THE_HOST: [&str; 6] = ["--test", "on_xen", "--test", "processes", "--test", "program"];
+
 /// The package for hosts with the program of the workspace's tests, and the tests of the hypervisor's and the store's
 /// interfaces, which need a dom0 but no guest.
 fn programs_of_the_host() -> Result<Vec<Program>> {
-    let programs = step("build the programs of the Xen host", || Programs::build(&[]))?;
+    let programs = step("build the programs of the Xen host", || Programs::build(&OF_THE_HOST))?;
     let package = pack(&programs.binary("ferrite", "ferrite")?)?;
     let on_xen = Program { name: "on_xen", file: programs.test_file("xen", "on_xen")? };
     Ok(vec![package, on_xen])
