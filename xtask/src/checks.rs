@@ -60,15 +60,15 @@ enum BackendArgument {
     Blkback,
 }
 
+/// The tests that the programs of the Xen host are built for: one on the host itself, and one of each package whose program
+/// is packed. Hundreds of others need not be built for them.
+const OF_THE_HOST: [&str; 6] = ["--test", "on_xen", "--test", "processes", "--test", "program"];
+
 /// The package for hosts with the program of the workspace's tests, and the tests of the hypervisor's and the store's
-/// interfaces, which need a dom0 but no guest. `few`: of the tests of the workspace nothing else is built.
-fn programs_of_the_host(few: bool) -> Result<Vec<Program>> {
-    let targets: &[&str] = if few { &["--test", "on_xen"] } else { &[] };
-    let programs = step("build the programs of the Xen host", || Programs::build(targets))?;
-    let package = match few {
-        true => build_package()?,
-        false => pack(&programs.binary("ferrite", "ferrite")?)?,
-    };
+/// interfaces, which need a dom0 but no guest.
+fn programs_of_the_host() -> Result<Vec<Program>> {
+    let programs = step("build the programs of the Xen host", || Programs::build(&OF_THE_HOST))?;
+    let package = pack(&programs.binary("ferrite", "ferrite")?)?;
     let on_xen = Program { name: "on_xen", file: programs.test_file("xen", "on_xen")? };
     Ok(vec![package, on_xen])
 }
@@ -170,9 +170,7 @@ fn xen(arguments: &TestArguments, root: Result<root::Root>) -> Vec<Outcome> {
 fn run_xen(arguments: &TestArguments, root: Result<root::Root>) -> Result<Vec<Outcome>> {
     let root = root.context("the Xen tests cannot run")?;
     let (backend, programs) = match arguments.backend {
-        BackendArgument::Ferrite => {
-            (Backend::Ferrite, programs_of_the_host(matches!(arguments.xen, Some(Some(_))))?)
-        }
+        BackendArgument::Ferrite => (Backend::Ferrite, programs_of_the_host()?),
         BackendArgument::Blkback => (Backend::Blkback, Vec::new()),
     };
     let selection = xentests::Selection {
