@@ -180,6 +180,15 @@ impl Lab {
         session.close().unwrap();
     }
 
+    /// Which image of a chain has the data that only the base had: 0 is the leaf.
+    pub fn layer_of_the_bases_own(&self, image: &str) -> u64 {
+        let map = self.does(&["image", "map", "--json", image]);
+        let map: Value = serde_json::from_str(&map).unwrap();
+        let begins_before = |part: &&Value| part["start_bytes"].as_u64().unwrap() <= 2 << 20;
+        let part = map.as_array().unwrap().iter().rfind(begins_before).unwrap();
+        part["layer"].as_u64().unwrap()
+    }
+
     /// Starts a daemon, which dies at this step.
     pub fn start(&mut self, die_at: Option<Step>) {
         let more: Vec<(&str, &str)> =
