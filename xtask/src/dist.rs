@@ -203,6 +203,7 @@ fn try_out(made: &Made, is_static: bool) -> Result<()> {
         "var/lib/xapi/storage-scripts/datapath/ferrite/Datapath.attach",
         "var/lib/xapi/storage-scripts/volume/org.xen.xapi.storage.ferrite/SR.ls",
         "usr/lib/systemd/system/ferrite.service",
+        "usr/lib/systemd/system/ferrite-pool@.service",
         "usr/share/doc/ferrite/changelog.gz",
         "usr/share/doc/ferrite/grafana-ferrite.json",
         "usr/share/lintian/overrides/ferrite",
@@ -252,7 +253,7 @@ fn verify_units(root: &Path, log: &Path) -> Result<()> {
     if Command::new("systemd-analyze").arg("--version").output().is_err() {
         return Ok(());
     }
-    for unit in ["ferrite.service", "ferrite@.service"] {
+    for unit in ["ferrite.service", "ferrite@.service", "ferrite-pool@.service"] {
         let path = root.join("usr/lib/systemd/system").join(unit);
         let text = fs::read_to_string(&path)?;
         // The program is not installed, so it is used from where it was unpacked; other units are not checked.
@@ -401,6 +402,7 @@ fn stage(program: &Path, root: &Path, scratch: &Path, log: &Path) -> Result<()> 
     }
     put(&ours("ferrite@.service"), "usr/lib/systemd/system/ferrite@.service", 0o644)?;
     put(&ours("ferrite.service"), "usr/lib/systemd/system/ferrite.service", 0o644)?;
+    put(&ours("ferrite-pool@.service"), "usr/lib/systemd/system/ferrite-pool@.service", 0o644)?;
     put(&ours("tmpfiles.conf"), "usr/lib/tmpfiles.d/ferrite.conf", 0o644)?;
     put(&ours("modules-load.conf"), "usr/lib/modules-load.d/ferrite.conf", 0o644)?;
     put(&ours("ferrite.toml"), "etc/ferrite/ferrite.toml", 0o644)?;

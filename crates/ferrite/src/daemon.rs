@@ -302,7 +302,8 @@ mod tests {
             merge: false,
             limits: "iops=500:900,bytes=65536".parse().unwrap(),
         };
-        assert_eq!(Ours.options(&told), Some(expected));
-        assert_eq!(Ours.options(&["worker".to_owned(), "--colour=red".to_owned()]), None);
+        let ours = Ours { config: PathBuf::new() };
+        assert_eq!(ours.options(&told), Some(expected));
+        assert_eq!(ours.options(&["worker".to_owned(), "--colour=red".to_owned()]), None);
     }
 }

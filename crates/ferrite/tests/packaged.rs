@@ -167,3 +167,22 @@ fn the_service_calls_the_program_as_it_is_called() {
     assert_eq!(setting(&unit, "RestartPreventExitStatus"), "2 3 5");
     assert_eq!(setting(&unit, "Restart"), "on-failure");
 }
+
+#[test]
+fn the_service_of_a_pools_server_calls_the_program_as_it_is_called() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../dist/ferrite-pool@.service");
+    let unit = fs::read_to_string(path).unwrap();
+    let mut line = setting(&unit, "ExecStart");
+    // The values that the head of the unit shows.
+    for key in ["NAME", "LISTEN"] {
+        line = line.replace(&format!("${{{key}}}"), &setting(&unit.replace("#   ", ""), key));
+    }
+    let line = line.replace("${DIR}", "/no/where").replace("${POOL}", &"7".repeat(32));
+    let line = line.replace("$OPTIONS", &setting(&unit.replace("#   ", ""), "OPTIONS"));
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let output = ferrite(&words[1..]);
+    // There is no such folder, so the line was understood.
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code() == Some(1) && said.contains("cannot serve /no/where"), "{said}");
+    assert_eq!(setting(&unit, "RestartPreventExitStatus"), "2");
+}

@@ -107,3 +107,34 @@ fn what_cannot_be_done_is_refused_with_a_cure() {
     fails(&format!("pool create lab/a 1G --stripe-size 3M {options}"), 1, "power of two");
     fails("pool list lab --etcd http://127.0.0.1:1 --experimental", 1, "plain");
 }
+
+#[test]
+fn the_configuration_says_where_a_pool_is_and_that_it_may_be_used() {
+    let Some(etcd) = Servers::start("configured", 1) else { return };
+    etcd.client();
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("ferrite.toml");
+    let run = |words: &str, more: &str| {
+        let text = format!("[pool.lab]\netcd = [{:?}]\nplain = true\n{more}\n", etcd.urls[0]);
+        std::fs::write(&file, text).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        command.args(words.split(' ')).env("FERRITE_CONFIG", &file);
+        let output = command.output().unwrap();
+        let said = [output.stdout, output.stderr].concat();
+        (output.status.code(), String::from_utf8(said).unwrap())
+    };
+    let allowed = "experimental = true";
+    for (words, more, code, says) in [
+        ("pool init lab", "", 2, "experimental = true below [pool.lab]"),
+        ("pool init lab", allowed, 0, "pool lab: "),
+        ("pool list lab --experimental", "", 0, "no disks"),
+        ("pool list lab", "experimental = 3", 2, "true or false"),
+        ("pool list lab", "tls = \"/t\"", 2, "plain out"),
+        ("pool list other --experimental", allowed, 2, "add [pool.other]"),
+        // What is said on the command line counts alone.
+        ("pool list lab --etcd http://127.0.0.1:1 --etcd-plain", allowed, 1, "see whether etcd"),
+    ] {
+        let (got, said) = run(words, more);
+        assert!(got == Some(code) && said.contains(says), "{words}, {more}: {got:?} {said}");
+    }
+}

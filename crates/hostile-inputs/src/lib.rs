@@ -15,6 +15,7 @@ mod guest;
 pub mod images;
 mod names;
 mod network;
+mod pool;
 mod replies;
 mod seen;
 mod servers;
@@ -29,7 +30,7 @@ pub use whole::Recipe;
 pub type Target = fn(&[u8]);
 
 /// All targets, by the names of the fuzz targets and of their corpora.
-pub const TARGETS: [(&str, Target); 26] = [
+pub const TARGETS: [(&str, Target); 27] = [
     ("counters", seen::counters),
     ("dedup_journal", dedup::journal),
     ("dedup_pages", dedup::pages),
@@ -44,6 +45,7 @@ pub const TARGETS: [(&str, Target); 26] = [
     ("nbd_replies", servers::nbd_replies),
     ("nbd_uri", servers::nbd_uri),
     ("net_slots", network::net_slots),
+    ("pool_wire", pool::pool_wire),
     ("qcow2", whole::qcow2_image),
     ("ring", guest::ring),
     ("size", names::size),

@@ -39,6 +39,6 @@ macro_rules! corpora {
 
 corpora!(
     counters dedup_journal dedup_pages dedup_store dedup_superblock dirty_map image_name journal nbd nbd_client
-    nbd_relay nbd_replies nbd_uri net_slots qcow2 ring size state store_client store_keys store_wire trace tunnel vhd
-    vhost vhost_ring
+    nbd_relay nbd_replies nbd_uri net_slots pool_wire qcow2 ring size state store_client store_keys store_wire trace tunnel
+    vhd vhost vhost_ring
 );

@@ -1,7 +1,9 @@
 //! Clients of other hosts: listening TCP sockets, in clear or behind a tunnel that speaks TLS.
 
+use std::fs::DirBuilder;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -69,6 +71,17 @@ pub(crate) enum Clients {
     Plain(Vec<TcpListener>),
     /// They speak TLS with the tunnel.
     Tls(TunnelThread),
+}
+
+/// Makes the directory that tunnels have as their root, for a process that may not do so later.
+pub(crate) fn make_root(args: &NetworkArgs) -> std::io::Result<()> {
+    match args.tls.is_some() && geteuid().is_root() {
+        true => {
+            let root = Path::new(RUN_DIR).join(EMPTY);
+            DirBuilder::new().recursive(true).mode(0o755).create(root)
+        }
+        false => Ok(()),
+    }
 }
 
 /// Listens. Nobody is served yet.

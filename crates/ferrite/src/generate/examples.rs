@@ -88,9 +88,12 @@ pub(super) fn of(name: &str) -> Topic {
             &[],
             "/usr/share/doc/ferrite/network.md",
         ),
-        name if name.starts_with("ferrite-pool") => {
-            (&[], &[], &["etcd(1)"], "/usr/share/doc/ferrite/distributed.md")
-        }
+        name if name.starts_with("ferrite-pool") => (
+            &[("/etc/ferrite/ferrite.toml", "Where the etcd of each pool is: ferrite.toml(5).")],
+            &[("FERRITE_CONFIG", "The path of that file, if it is another one.")],
+            &["etcd(1)", "ferrite.toml(5)"],
+            "/usr/share/doc/ferrite/distributed.md",
+        ),
         "ferrite-stat" | "ferrite-top" => (&[STATS], &[XENSTORED], &["ferrite-trace(1)"], WATCHING),
         name if name.starts_with("ferrite-trace") => {
             (&[STATE], &[], &["ferrite-stat(1)"], "/usr/share/doc/ferrite/trace.md")

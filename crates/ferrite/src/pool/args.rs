@@ -69,6 +69,23 @@ pub(crate) enum PoolCommand {
     Steal(DiskArg),
 }
 
+impl PoolCommand {
+    /// The pool that it is about. `None`: a server, which knows its pool by the identifier.
+    pub(crate) fn pool(&self) -> Option<&str> {
+        Some(match self {
+            PoolCommand::Init(of) | PoolCommand::List(of) => &of.pool,
+            PoolCommand::Create(of) => &of.disk.pool,
+            PoolCommand::Status(of) => &of.of.0,
+            PoolCommand::Resize(of) => &of.disk.pool,
+            PoolCommand::Delete(of) => &of.disk.pool,
+            PoolCommand::Replace(of) => &of.disk.pool,
+            PoolCommand::Drain(of) => &of.pool,
+            PoolCommand::Steal(of) => &of.disk.pool,
+            PoolCommand::Serve(_) => return None,
+        })
+    }
+}
+
 /// A disk by its name.
 #[derive(Clone, Debug)]
 pub(crate) struct DiskName {

@@ -19,14 +19,7 @@ use status::{DiskStatus, Status};
 
 /// Runs one command.
 pub(crate) fn run(args: &PoolArgs) -> Result<(), Failure> {
-    if !args.experimental {
-        return Err(Failure::new(
-            "cannot use pools",
-            "they are being built, and no host opens their disks yet",
-            "to try the commands, give --experimental",
-        )
-        .with_code(Code::USAGE));
-    }
+    settings::must_be_allowed(args, args.command.pool())?;
     let say = Say { json: args.json };
     match &args.command {
         PoolCommand::Init(of) => {

@@ -10,6 +10,7 @@ use ferrite_host::clock::{Clock as _, SystemClock};
 use ferrite_host::frames::CLIENT_CHANNEL;
 use ferrite_host::limited;
 use ferrite_host::log_limit::SharedLogLimit;
+use ferrite_host::sandbox::change_only;
 use ferrite_member::Server;
 use ferrite_serve::waker::Waker;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -60,6 +61,7 @@ fn identifier(text: &str) -> Result<PoolId, String> {
 
 /// Serves until a signal comes.
 pub(super) fn run(of: &PoolArgs, args: &ServeArgs) -> Result<(), Failure> {
+    keep_to(args)?;
     let stop = stop_on_signals()?;
     raise_files();
     let PoolId(pool) = args.pool;
@@ -87,6 +89,19 @@ pub(super) fn run(of: &PoolArgs, args: &ServeArgs) -> Result<(), Failure> {
     serve(&server, &network.clients, &stop);
     // The key is removed first, so that no owner connects here. Requests under way end with the process.
     drop(announced);
+    Ok(())
+}
+
+/// Gives up the right to change other files. Before the first thread.
+fn keep_to(args: &ServeArgs) -> Result<(), Failure> {
+    let kept = network::make_root(&args.network).and_then(|()| change_only(&args.dir));
+    let lacking = kept.map_err(|e| {
+        let what = format!("cannot serve {}", args.dir.display());
+        Failure::new(what, e, "make the folder, or correct its name")
+    })?;
+    if !lacking.is_empty() {
+        tracing::info!("this server may change files outside of its folder: {lacking}");
+    }
     Ok(())
 }
 

@@ -30,6 +30,29 @@ pub(super) fn of(args: &PoolArgs, pool: &str) -> Result<Settings, Failure> {
     settings_of(&options)
 }
 
+/// Refuses to use pools unless the user has said that this may be: on the command line, or for this pool in the configuration.
+///
+/// # Errors
+/// Neither, or the configuration cannot be read.
+pub(super) fn must_be_allowed(args: &PoolArgs, pool: Option<&str>) -> Result<(), Failure> {
+    let by_file = || match pool {
+        Some(pool) => configured(pool).map(|options| options.is_some_and(|of| of.experimental)),
+        None => Ok(false),
+    };
+    if args.experimental || by_file()? {
+        return Ok(());
+    }
+    let help = match pool {
+        Some(pool) => format!(
+            "to try them, give --experimental, or write experimental = true below [pool.{pool}] in {}",
+            file().display()
+        ),
+        None => "to try them, give --experimental".to_owned(),
+    };
+    let why = "they are being built, and may fail";
+    Err(Failure::new("cannot use pools", why, help).with_code(Code::USAGE))
+}
+
 /// The same settings as the configuration has them.
 pub(super) fn settings_of(options: &PoolOptions) -> Result<Settings, Failure> {
     // It was checked when the file was read.

@@ -1,10 +1,11 @@
 //! The kernel's two filters: of system calls (seccomp), and of names (landlock).
 
 use std::io;
+use std::os::fd::BorrowedFd;
 
 use landlock::{
-    ABI, Access as _, AccessFs, AccessNet, CompatLevel, Compatible as _, Ruleset, RulesetAttr as _,
-    RulesetStatus,
+    ABI, Access as _, AccessFs, AccessNet, CompatLevel, Compatible as _, PathBeneath, Ruleset,
+    RulesetAttr as _, RulesetCreatedAttr as _, RulesetStatus,
 };
 use seccompiler::{BackendError, BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
@@ -36,6 +37,21 @@ pub(super) fn deny_changes(lacking: &mut Vec<String>) -> io::Result<()> {
         .and_then(|rules| rules.create()?.restrict_self())
         .map_err(io::Error::other)?;
     if denied.ruleset == RulesetStatus::NotEnforced {
+        lacking.push("no landlock (Linux 5.13, and lsm=... has to name it)".into());
+    }
+    Ok(())
+}
+
+/// Files can be made, changed and removed by name in this folder and below only. Names can be read and executed.
+pub(super) fn change_only(folder: BorrowedFd<'_>, lacking: &mut Vec<String>) -> io::Result<()> {
+    let changes = AccessFs::from_write(KNOWN);
+    let kept = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(changes)
+        .and_then(|rules| rules.create()?.add_rule(PathBeneath::new(folder, changes)))
+        .and_then(|rules| rules.restrict_self())
+        .map_err(io::Error::other)?;
+    if kept.ruleset == RulesetStatus::NotEnforced {
         lacking.push("no landlock (Linux 5.13, and lsm=... has to name it)".into());
     }
     Ok(())

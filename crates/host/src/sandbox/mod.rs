@@ -9,7 +9,8 @@
 
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
 
 use crate::processors;
 
@@ -102,6 +103,20 @@ pub fn deny_changes() -> io::Result<Lacking> {
     let mut lacking = Lacking::default();
     step("refuse new rights", rights::no_new_rights())?;
     step("deny changes of files", filter::deny_changes(&mut lacking.0))?;
+    Ok(lacking)
+}
+
+/// Denies this process, for good, to make, change or remove any file by name but in `folder` and below. What it has open stays
+/// so, and processes that it starts are denied the same. The process has one thread; later ones are as it is.
+///
+/// # Errors
+/// There is no such folder, or the process is not locked down: it has to end.
+pub fn change_only(folder: &Path) -> io::Result<Lacking> {
+    rights::one_thread()?;
+    let mut lacking = Lacking::default();
+    let folder = std::fs::File::open(folder)?;
+    step("refuse new rights", rights::no_new_rights())?;
+    step("keep to its folder", filter::change_only(folder.as_fd(), &mut lacking.0))?;
     Ok(lacking)
 }
 
