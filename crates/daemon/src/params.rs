@@ -363,7 +363,9 @@ mod tests {
         let Params::Image(image) = Params::parse(b"aio:nbd:rbd:p/i@s?id=a") else { panic!() };
         assert_eq!(image.path, Path::new("rbd:p/i@s?id=a"));
         assert_eq!(place_of(&image.export().unwrap()), Path::new("rbd:p/i@s"));
-        let Params::Image(image) = Params::parse(b"aio:pool:p/d?experimental=yes") else { panic!() };
+        let Params::Image(image) = Params::parse(b"aio:pool:p/d?experimental=yes") else {
+            panic!()
+        };
         assert_eq!(image.path, Path::new("pool:p/d?experimental=yes"));
         assert_eq!(place_of(&image.export().unwrap()), Path::new("pool:p/d"));
         let places = [

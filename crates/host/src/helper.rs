@@ -205,15 +205,9 @@ mod tests {
         let words = |disk: &Helped, read_only| arguments(disk, read_only).join(" ");
         let plain = pool("lab/a?etcd=http://h:1,http://i:1&plain=yes&experimental=yes");
         let begin = "ferrite pool own --experimental --pool=lab --disk=a";
-        assert_eq!(
-            words(&plain, false),
-            format!("{begin} --etcd=http://h:1,http://i:1 --plain")
-        );
+        assert_eq!(words(&plain, false), format!("{begin} --etcd=http://h:1,http://i:1 --plain"));
         let tls = pool("lab/a?etcd=https://h:1&tls=/t s&experimental=yes");
-        assert_eq!(
-            words(&tls, true),
-            format!("{begin} --etcd=https://h:1 --tls=/t s --read-only")
-        );
+        assert_eq!(words(&tls, true), format!("{begin} --etcd=https://h:1 --tls=/t s --read-only"));
         let configured = words(&pool("lab/a"), false);
         assert_eq!(configured, "ferrite pool own --pool=lab --disk=a");
         let image = Helped::Rbd(Image::parse("p/i?conf=/c").unwrap());

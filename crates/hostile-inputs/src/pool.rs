@@ -84,7 +84,10 @@ impl Peer {
     fn open(&mut self) -> UnixStream {
         loop {
             self.generation += 1;
-            let extent = Extent { id: self.copies.to_be_bytes().repeat(2).try_into().expect("16"), name: format!("own{}", self.copies) };
+            let extent = Extent {
+                id: self.copies.to_be_bytes().repeat(2).try_into().expect("16"),
+                name: format!("own{}", self.copies),
+            };
             let mut made = self.connect();
             greet(&mut made);
             ask(&mut made, Kind::Create, 0, COPY_BYTES, &extent.to_bytes());

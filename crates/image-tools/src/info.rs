@@ -23,7 +23,10 @@ impl ImageTools<'_> {
     /// # Errors
     /// The image itself cannot be opened.
     pub fn info_as_far(&self, name: &ImageName) -> Result<(Info, Option<DiskError>), DiskError> {
-        if matches!(name.format, Format::Raw | Format::Store | Format::Nbd | Format::Rbd | Format::Pool) {
+        if matches!(
+            name.format,
+            Format::Raw | Format::Store | Format::Nbd | Format::Rbd | Format::Pool
+        ) {
             let disk = self.open(name, true)?;
             return Ok((self.info_of(&disk)?, None));
         }

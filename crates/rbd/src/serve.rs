@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use ferrite_host::process::take_given;
 use ferrite_host::helper::{CONTROL, CONTROL_FD, LINK};
+use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{leave_root, user_of_helper};
 use ferrite_nbd::uri::rbd::Image as Name;
 use rustix::process::{geteuid, set_parent_process_death_signal};

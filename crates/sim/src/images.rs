@@ -553,7 +553,9 @@ impl Format for Images {
         let unit_bytes = u64::from(self.shape(place).unit_bytes);
         let tables = |cluster: u64| cluster / 512 * cluster / 8;
         let units = match self.kind {
-            Kind::Raw | Kind::Store | Kind::Nbd | Kind::Rbd | Kind::Pool => vec![sectors.max(2) / 2],
+            Kind::Raw | Kind::Store | Kind::Nbd | Kind::Rbd | Kind::Pool => {
+                vec![sectors.max(2) / 2]
+            }
             Kind::Vhd => vec![unit_bytes / 512, u64::from(USUAL_BLOCK) / 512],
             // The range that an L2 table of one cluster maps.
             Kind::Qcow2 => vec![tables(unit_bytes), tables(u64::from(USUAL_CLUSTER)) / 64],

@@ -65,7 +65,8 @@ pub(super) fn check(pools: &BTreeMap<String, PoolOptions>, disk: &Disk) -> Resul
     };
     if disk.access.is_some() {
         return Err(Failure {
-            why: "its name says where the pool's etcd is, which the daemon's configuration says".to_owned(),
+            why: "its name says where the pool's etcd is, which the daemon's configuration says"
+                .to_owned(),
             help: format!("leave etcd, tls and plain out: pool:{}", disk.short()),
         });
     }

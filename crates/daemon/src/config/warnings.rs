@@ -62,7 +62,8 @@ impl Config {
         }
         for (name, pool) in &self.pools {
             if let Some(why) = pool.tls.as_deref().and_then(missing) {
-                let help = "correct it, or make the folder: until then no disk of the pool is served";
+                let help =
+                    "correct it, or make the folder: until then no disk of the pool is served";
                 warnings.push(warning(format!("pool.{name}.tls"), why, help));
             }
         }

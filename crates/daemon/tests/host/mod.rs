@@ -448,7 +448,7 @@ const RUN: &str = "FERRITE_TEST_RUN";
 const IMAGES: &str = "FERRITE_TEST_IMAGES";
 /// The environment variable with the servers of NBD that disks may be on, each behind a comma. Certificates may be anywhere.
 pub const NBD_SERVERS: &str = "FERRITE_TEST_NBD_SERVERS";
-/// The environment variable with the configuration file whose tables `nbd` and `migration` count.
+/// The environment variable with the configuration file whose tables `nbd`, `migration` and `pool` count.
 pub const CONFIG: &str = "FERRITE_TEST_CONFIG";
 /// The environment variable with the pools that disks may be in, each behind a comma, and behind a bar the folder of
 /// Ceph's files.
@@ -516,6 +516,7 @@ pub fn be_a_daemon_as(
     if let Ok(file) = std::env::var(CONFIG) {
         let file = Config::load(file.as_ref(), true).unwrap();
         config.migration = file.migration;
+        config.pools = file.pools;
         if file.nbd != NbdOptions::default() {
             config.nbd = file.nbd;
         }

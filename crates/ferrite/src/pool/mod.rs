@@ -109,7 +109,8 @@ impl Say {
 }
 
 fn access(args: &PoolArgs, pool: &str) -> Result<Access, Failure> {
-    let cluster = Cluster::new(&settings::of(args, pool)?).map_err(|e| failed("ask etcd", &e.into()))?;
+    let cluster =
+        Cluster::new(&settings::of(args, pool)?).map_err(|e| failed("ask etcd", &e.into()))?;
     Access::new(cluster, pool).map_err(|e| failed("use the pool", &e))
 }
 

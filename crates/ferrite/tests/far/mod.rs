@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
+use ferrite_daemon::config::CONFIGURED_BY;
 use ferrite_daemon::keepers::Keepers;
 use ferrite_loopback::machine::DiskPaths;
 use ferrite_testkit::programs::installed;
@@ -15,7 +16,7 @@ use ferrite_testkit::wait_until;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::deep::{self, Deep};
-use crate::host::{self, Host, NBD_SERVERS, RBD};
+use crate::host::{self, CONFIG, Host, NBD_SERVERS, RBD};
 use crate::roles::{self, Roles};
 
 /// Runs a daemon, if the environment asks for one.
@@ -43,6 +44,8 @@ pub(crate) struct Far {
     servers: String,
     /// The pools of a Ceph cluster that disks may be in, and behind a bar the folder of its files.
     pub(crate) rbd: Option<String>,
+    /// The configuration file whose pools disks may be in.
+    pub(crate) config: Option<PathBuf>,
     /// The program that is the daemon, if it is not this one.
     pub(crate) program: Option<PathBuf>,
 }
@@ -60,7 +63,7 @@ impl Far {
         let host = Host::new(1);
         let folder = host.dir.path().to_str().unwrap().to_owned();
         let servers = [&[folder.as_str()], servers].concat().join(",");
-        Far { host, daemon: None, servers, rbd: None, program: None }
+        Far { host, daemon: None, servers, rbd: None, config: None, program: None }
     }
 
     pub(crate) fn start(&mut self) {
@@ -68,6 +71,9 @@ impl Far {
         let mut command = self.host.daemon_of(&program);
         command.env(NBD_SERVERS, &self.servers);
         command.envs(self.rbd.as_ref().map(|rbd| (RBD, rbd)));
+        for name in [CONFIG, CONFIGURED_BY] {
+            command.envs(self.config.as_ref().map(|file| (name, file)));
+        }
         self.daemon = Some(command.spawn().unwrap());
         wait_until("xenstore", || self.host.status().is_ok_and(|status| status.xen));
     }

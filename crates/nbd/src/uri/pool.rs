@@ -17,7 +17,8 @@ const MAX_ADDRESSES: usize = 9;
 const MAX_ADDRESS_BYTES: usize = 300;
 const FORM: &str = "write pool:POOL/DISK, with ?etcd=URL,URL&tls=DIR&experimental=yes behind it if [pool.POOL] of \
                     ferrite.toml does not say it; names have 1 to 40 of a-z, 0-9, \"-\" and \"_\"";
-const EXPERIMENTAL: &str = "add experimental=yes to the name, or experimental = true to [pool.POOL] of ferrite.toml";
+const EXPERIMENTAL: &str =
+    "add experimental=yes to the name, or experimental = true to [pool.POOL] of ferrite.toml";
 
 /// A disk of a pool, and how its servers are reached.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -74,7 +75,9 @@ impl Access {
     /// No address or too many; one that does not fit to the kind of connection; a folder that is not absolute.
     pub fn new(etcd: Vec<String>, security: Security) -> Result<Access, BadUri> {
         let (scheme, other) = match &security {
-            Security::Plain => ("http://", "https:// needs certificates: name their folder, and leave plain out"),
+            Security::Plain => {
+                ("http://", "https:// needs certificates: name their folder, and leave plain out")
+            }
             Security::Tls(folder) if !is_whole(folder) => {
                 return bad("the path of the certificates does not begin with /", "write it whole");
             }
@@ -86,7 +89,10 @@ impl Access {
         }
         for address in &etcd {
             let Some(host) = address.strip_prefix(scheme) else {
-                return bad(format!("etcd's address {address:?} does not begin with {scheme}"), other);
+                return bad(
+                    format!("etcd's address {address:?} does not begin with {scheme}"),
+                    other,
+                );
             };
             let fits = |c: char| c.is_ascii_alphanumeric() || ".-:_[]".contains(c);
             if host.is_empty() || address.len() > MAX_ADDRESS_BYTES || !host.chars().all(fits) {
@@ -207,9 +213,7 @@ fn settings(query: &str) -> Result<Settings, BadUri> {
 /// A copy's name has its disk's in it, and 64 bytes at most.
 pub fn is_name(text: &str) -> bool {
     let fits = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"-_".contains(&b);
-    (1..=MAX_NAME_BYTES).contains(&text.len())
-        && text.bytes().all(fits)
-        && !text.starts_with('-')
+    (1..=MAX_NAME_BYTES).contains(&text.len()) && text.bytes().all(fits) && !text.starts_with('-')
 }
 
 fn name(what: &str, text: &str) -> Result<String, BadUri> {
@@ -245,7 +249,8 @@ mod tests {
         assert_eq!((disk.access.clone(), disk.experimental), (None, false));
         assert_eq!(Disk::parse(&disk.to_string()).unwrap(), disk);
         let plain = "lab/a?etcd=http://10.0.0.1:2379,http://[::1]:2379&plain=yes&experimental=yes";
-        let tls = "lab/a?etcd=https://a.example:2379&tls=/etc/p%26i%25&experimental=yes&deadline_s=5";
+        let tls =
+            "lab/a?etcd=https://a.example:2379&tls=/etc/p%26i%25&experimental=yes&deadline_s=5";
         for text in [plain, tls] {
             let disk = Disk::parse(text).unwrap();
             assert_eq!(Disk::parse(&disk.to_string()).unwrap(), disk, "{disk}");
