@@ -1,0 +1,57 @@
+//! Guests whose disks are in a pool of servers: by daemon, keeper, worker and the owner's process, each of which is killed.
+
+mod deep;
+#[allow(dead_code, reason = "a module of several tests, not all of which use all")]
+mod far;
+#[path = "../../daemon/tests/host/mod.rs"]
+mod host;
+mod pooled;
+#[path = "../../daemon/tests/roles/mod.rs"]
+mod roles;
+
+use far::{Far, children};
+use ferrite_daemon::state::PhaseName;
+use ferrite_testkit::wait_until;
+use pooled::Pool;
+
+/// Not a test: the daemon.
+#[test]
+fn process_daemon() {
+    far::be_a_daemon();
+}
+
+#[test]
+fn a_guest_loses_nothing_when_a_server_or_any_process_of_its_disk_is_killed() {
+    let Some(mut pool) = Pool::start(&["a", "b"]) else { return };
+    let name = pool.create("web1", &deep::BYTES.to_string(), &[]);
+    let mut far = Far::of(&[]);
+    far.config = Some(pool.config());
+    far.start();
+    let (disk, load) = far.load(&name);
+    let owner = || children(roles::keeper(&far.host, &disk), "pool").first().copied();
+    for _ in 0..3 {
+        wait_until("an owner", || owner().is_some());
+        roles::kill_pid(owner().unwrap());
+        load.wait_for_progress();
+    }
+    far.kill_worker(&disk);
+    load.wait_for_progress();
+    pool.kill("b");
+    load.wait_for_progress();
+    load.wait_for_progress();
+    far.kill_keeper(&disk);
+    load.wait_for_progress();
+    far.restart();
+    load.wait_for_progress();
+    assert_eq!(load.errors(), 0);
+    // What the toolstack writes names the pool alone.
+    let elsewhere = far.host.attach(
+        1,
+        1,
+        &format!("aio:{name}?etcd=http://127.0.0.1:1&plain=yes&experimental=yes"),
+    );
+    let failed = far.host.wait_for_phase(&elsewhere, PhaseName::Failed);
+    assert!(failed.help.unwrap().contains("leave etcd"), "{:?}", failed.why);
+    far.host.detach(&elsewhere);
+    far.end(&disk, load);
+}
