@@ -22,6 +22,7 @@ const PRODUCT: [&str; 21] = [
     "ferrite-disk",
     "ferrite-disk-base",
     "ferrite-etcd",
+    "ferrite-helper",
     "ferrite-host",
     "ferrite-image-tools",
     "ferrite-images",
@@ -32,6 +33,7 @@ const PRODUCT: [&str; 21] = [
     "ferrite-net",
     "ferrite-pool",
     "ferrite-pool-map",
+    "ferrite-pool-owner",
     "ferrite-remote",
     "ferrite-seeing",
     "ferrite-serve",
@@ -40,7 +42,7 @@ const PRODUCT: [&str; 21] = [
     "ferrite-xen",
 ];
 /// The crates that the helper for Ceph links.
-const HELPER: [&str; 3] = ["ferrite-host", "ferrite-nbd", "ferrite-rbd"];
+const HELPER: [&str; 4] = ["ferrite-helper", "ferrite-host", "ferrite-nbd", "ferrite-rbd"];
 /// The crates that tasks link: they compile while the product does not.
 const TOOLS: [&str; 1] = ["ferrite-xenhost"];
 

@@ -38,7 +38,7 @@ mod vdev;
 mod worker;
 
 /// The log level of a server. Other commands log problems only.
-const SERVER_LOG: &str = "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info,ferrite_net=info,ferrite_tunnel=info,ferrite_member=info";
+const SERVER_LOG: &str = "warn,ferrite=info,ferrite_serve=info,ferrite_daemon=info,ferrite_net=info,ferrite_tunnel=info,ferrite_member=info,ferrite_pool_owner=info";
 
 /// The internal commands, which have no options.
 const KEEPER: &str = "keeper";

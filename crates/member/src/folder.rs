@@ -7,12 +7,12 @@ use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, MetadataExt as _, Open
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-use ferrite_pool::Stored;
-use ferrite_pool::wire::{BLOCK_BYTES, Extent, is_name};
+use ferrite_pool::wire::{BLOCK_BYTES, Extent, is_name, region_bytes};
+use ferrite_pool::{Region, Stored};
 use rustix::io::Errno;
 
 use crate::Fault;
-use crate::state::{FileIdentity, Fixed, SLOT_BYTES, Slot, read, region_bytes};
+use crate::state::{FileIdentity, Fixed, SLOT_BYTES, Slot, read};
 
 /// Names the server and its pool.
 const IDENTITY: &str = "identity";
@@ -142,7 +142,10 @@ impl Folder {
             region_bytes: region_bytes(size),
             file: identity(&data).map_err(fault)?,
         };
-        let stored = Stored { incomplete: !is_whole, ..Stored::default() };
+        // What is not whole has to get all regions: its own bits say so to any owner, whoever has begun to fill it.
+        let regions = if is_whole { 0 } else { fixed.regions() };
+        let dirty = (0..regions).map(Region).collect();
+        let stored = Stored { incomplete: !is_whole, dirty, ..Stored::default() };
         let mut slot = Slot { number: 1, fixed, stored };
         let first = slot.to_bytes();
         slot.number = 2;

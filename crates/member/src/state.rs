@@ -4,15 +4,11 @@
 
 use std::collections::BTreeSet;
 
-use ferrite_pool::wire::{BLOCK_BYTES, is_name};
+use ferrite_pool::wire::{BLOCK_BYTES, MAX_REGIONS, MIN_REGION, is_name};
 use ferrite_pool::{BootId, Generation, OwnerId, Region, Stored};
 
 /// Bytes of a slot.
 pub(crate) const SLOT_BYTES: usize = 4096;
-/// Most regions of a copy.
-pub(crate) const MAX_REGIONS: u64 = 16384;
-/// Fewest bytes of a region.
-const MIN_REGION: u64 = 1 << 20;
 const MAGIC: &[u8; 8] = b"FeMember";
 const VERSION: u64 = 1;
 const BITMAP_AT: usize = 1024;
@@ -47,11 +43,6 @@ impl Fixed {
     pub(crate) fn regions(&self) -> u64 {
         self.size.div_ceil(self.region_bytes)
     }
-}
-
-/// Bytes of a region of a copy of this size.
-pub(crate) fn region_bytes(size: u64) -> u64 {
-    size.div_ceil(MAX_REGIONS).next_power_of_two().max(MIN_REGION)
 }
 
 /// A state with its number. A later one has a higher number.
@@ -155,6 +146,8 @@ pub(crate) fn read(bytes: &[u8]) -> Option<Slot> {
 
 #[cfg(test)]
 mod tests {
+    use ferrite_pool::wire::region_bytes;
+
     use super::*;
 
     fn slot(number: u64) -> Slot {

@@ -189,6 +189,10 @@ impl Access {
             for set in 0..sets {
                 let record = state.record(name, set)?;
                 had_owner |= record.stored.owner != 0;
+                if record.stored.generation == 0 {
+                    // Nobody has it. By its generation the next owner knows that its files are to be made.
+                    continue;
+                }
                 let stored = Stored {
                     generation: record.stored.generation + 1,
                     owner: 0,

@@ -115,6 +115,22 @@ impl Access {
         &self.name
     }
 
+    /// The cluster.
+    pub fn cluster(&self) -> &Cluster {
+        &self.cluster
+    }
+
+    /// What a server of the pool with this identifier announces now. `None`: nothing.
+    ///
+    /// # Errors
+    /// [`Error::Etcd`], [`Error::Odd`].
+    pub fn server(&self, pool: Id, name: &str) -> Result<Option<Server>, Error> {
+        let entry = self.cluster.get(&format!("ferrite/{pool}/servers/{name}"))?;
+        let read =
+            |entry: Entry| read(&entry).map_err(|why| Error::Odd { key: entry.key.clone(), why });
+        entry.map(read).transpose()
+    }
+
     fn key(&self) -> String {
         format!("ferrite/pools/{}", self.name)
     }
@@ -217,7 +233,8 @@ impl State {
         format!("{}disks/{disk}", self.prefix())
     }
 
-    pub(crate) fn record_key(&self, disk: &str, set: usize) -> String {
+    /// The key of a set's record.
+    pub fn record_key(&self, disk: &str, set: usize) -> String {
         format!("{}records/{disk}/{set}", self.prefix())
     }
 

@@ -6,6 +6,8 @@ use ferrite_etcd::Revision;
 use ferrite_pool::{Generation, MemberId, OwnerId, Record};
 use serde::{Deserialize, Serialize};
 
+use crate::pool::json;
+
 /// The content of a record's key. See [`Record`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stored {
@@ -35,6 +37,21 @@ impl Stored {
     pub fn new(members: impl IntoIterator<Item = u8>) -> Stored {
         let in_sync = members.into_iter().collect();
         Stored { generation: 0, owner: 0, in_sync, out: BTreeSet::new(), nonce: 0 }
+    }
+
+    /// As its key has it.
+    pub fn to_json(&self) -> Vec<u8> {
+        json(self)
+    }
+
+    /// From a key's value.
+    ///
+    /// # Errors
+    /// It is no record, or as [`check`](Stored::check).
+    pub fn from_json(value: &[u8]) -> Result<Stored, String> {
+        let stored: Stored =
+            serde_json::from_slice(value).map_err(|e| format!("it is not as expected: {e}"))?;
+        stored.check().map(|()| stored)
     }
 
     /// Whether it can be a record; else what is wrong.

@@ -23,8 +23,17 @@ pub const HASH_BYTES: usize = 32;
 pub const MAX_REQUESTS: usize = 64;
 /// Bytes of a block.
 pub const BLOCK_BYTES: u64 = 512;
+/// Most regions of a copy.
+pub const MAX_REGIONS: u64 = 16384;
+/// Fewest bytes of a region.
+pub const MIN_REGION: u64 = 1 << 20;
 /// Most bytes of a name.
 pub const MAX_NAME: usize = 64;
+
+/// Bytes of a region of a copy of this size. All copies of a set have the same.
+pub fn region_bytes(size: u64) -> u64 {
+    size.div_ceil(MAX_REGIONS).next_power_of_two().max(MIN_REGION)
+}
 
 /// What a message is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

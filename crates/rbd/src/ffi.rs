@@ -4,11 +4,12 @@
 //! An image's requests end on threads of librbd. Their memory is owned by the request until then.
 #![allow(unsafe_code)]
 
+use ferrite_helper::Done;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::OnceLock;
 
-use crate::fault::Fault;
+use ferrite_helper::Fault;
 
 /// Handles of the libraries.
 type Handle = *mut c_void;
@@ -293,9 +294,6 @@ pub(crate) struct Image<'a> {
 unsafe impl Send for Image<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Image<'_> {}
-
-/// What a request becomes when it has ended: the bytes that were transferred or 0, or an error number; and its memory.
-pub(crate) type Done = Box<dyn FnOnce(Result<usize, i32>, Vec<u8>) + Send>;
 
 /// A request under way.
 struct Pending {

@@ -5,10 +5,11 @@
 //! * Its owner has not been heard of for 30 s (it watches the image no more): it is broken likewise, as librbd itself does.
 //! * Any other owner may be alive: the image is refused, until somebody takes it by hand.
 
-use crate::fault::{Fault, log};
+use ferrite_helper::{Fault, Record, State};
+
 use crate::ffi::Image;
+use crate::log::log;
 use crate::open::{PERMISSION, reason};
-use crate::record::{Record, State};
 
 const ESHUTDOWN: i32 = 108;
 const EROFS: i32 = 30;

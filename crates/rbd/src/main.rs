@@ -3,28 +3,22 @@
 //! not have. librbd and librados are opened at run time, and never linked.
 //!
 //! * [`ffi`]: the two libraries. The only unsafe code.
-//! * [`open`]: from a name to an open image; [`lock`] and [`record`]: whose it is.
-//! * [`serve`]: takes streams; [`greeting`] and [`session`] speak NBD on one.
+//! * [`open`]: from a name to an open image; [`lock`]: whose it is.
+//! * [`serve`]: the image as the medium of a helper; `ferrite_helper` takes streams, and speaks NBD on each.
 
 #![deny(unsafe_code)]
 
-mod budget;
-mod fault;
 mod ffi;
-mod greeting;
 mod lock;
+mod log;
 mod open;
-mod outbox;
-mod record;
 mod serve;
-mod session;
 
 use std::process::ExitCode;
 
+use ferrite_helper::Fault;
 use ferrite_host::helper::{READ_ONLY, SERVE};
 use ferrite_nbd::uri::rbd::{Image, SCHEME};
-
-use crate::fault::Fault;
 
 const USAGE: &str = "ferrite-rbd: the helper process of images of Ceph clusters, which ferrite starts
 
@@ -68,7 +62,7 @@ fn ended(done: Result<(), Fault>) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(fault) => {
-            fault::log(3, &fault.to_string());
+            log::log(3, &fault.to_string());
             ExitCode::FAILURE
         }
     }

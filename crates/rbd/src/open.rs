@@ -6,10 +6,11 @@ use ferrite_host::sandbox::deny_changes;
 use ferrite_nbd::uri::rbd::{Image as Name, SCHEME};
 use rustix::io::Errno;
 
-use crate::fault::{Fault, log};
+use ferrite_helper::{Fault, Record, State};
+
 use crate::ffi::{self, Cluster, Image, Pool};
 use crate::lock::{self, cannot};
-use crate::record::{Record, State};
+use crate::log::log;
 
 /// Seconds that connecting may take. The client of the stream waits for 10.
 const MOUNT_TIMEOUT_S: &str = "6";
@@ -57,7 +58,7 @@ impl Opened {
 pub(crate) fn open(name: &Name, read_only: bool) -> Result<Opened, Fault> {
     let read_only = read_only || name.snapshot.is_some();
     // Before anything that takes long.
-    let record = if read_only { None } else { Some(Record::open(name)?) };
+    let record = if read_only { None } else { Some(record(name)?) };
     // Behind the record, and before any thread of librados.
     let lacking = deny_changes().map_err(|e| Fault::lasting(e.to_string(), "look into the log"))?;
     if !lacking.is_empty() {
@@ -89,6 +90,13 @@ pub(crate) fn open(name: &Name, read_only: bool) -> Result<Opened, Fault> {
         }
     };
     Ok(Opened { image, name: short, read_only, lock })
+}
+
+/// The record of an image's helpers on this host.
+fn record(name: &Name) -> Result<Record, Fault> {
+    let conf = std::fs::canonicalize(&name.conf).unwrap_or_else(|_| name.conf.clone());
+    let identity = format!("{}\n{}", conf.display(), name.short());
+    Record::open("rbd", &identity, &name.short())
 }
 
 /// Refuses an image whose own settings, or its pool's, overrule [`settings`]: an answered write would end with this process.

@@ -1,48 +1,71 @@
-//! The image, and the connections to it.
+//! The image as the medium of a helper.
 
-use std::os::fd::{AsFd as _, OwnedFd};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use ferrite_host::helper::{CONTROL, CONTROL_FD, LINK};
+use ferrite_helper::{Done, Fault, Links, Medium, Request, What, refuse_links};
+use ferrite_host::helper::CONTROL_FD;
 use ferrite_host::process::take_given;
 use ferrite_host::sandbox::{leave_root, user_of_helper};
 use ferrite_nbd::uri::rbd::Image as Name;
 use rustix::process::{geteuid, set_parent_process_death_signal};
 
-use crate::budget::Budget;
-use crate::fault::{Fault, log};
-use crate::greeting;
 use crate::lock::is_lost;
+use crate::log::log;
 use crate::open::{Opened, open};
-use crate::session::Session;
 
-/// Connections at a time. A disk has one for each queue.
-const MAX_CONNECTIONS: usize = 128;
 /// How long the end may wait for requests under way, and for the starter of a helper without an image.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// How often the size of the image is looked at. librbd has it from the image's watch, so that costs nothing.
 const SIZE_EVERY: Duration = Duration::from_secs(1);
 
-/// What all connections share.
-pub(crate) struct Disk {
-    pub(crate) opened: Opened,
-    pub(crate) budget: Arc<Budget>,
-    sessions: Mutex<Vec<Arc<Session>>>,
+/// The image.
+struct Disk {
+    opened: Arc<Opened>,
     /// Another client has the image: nothing succeeds any more.
     has_lost: AtomicBool,
 }
 
-impl Disk {
-    pub(crate) fn has_lost(&self) -> bool {
+impl Medium for Disk {
+    fn bytes(&self) -> Option<u64> {
+        self.opened.image.bytes().ok()
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.opened.read_only
+    }
+
+    fn has_lost(&self) -> bool {
         self.has_lost.load(Ordering::Relaxed)
     }
 
-    /// Looks at the error of a request.
-    pub(crate) fn failed(&self, errno: i32) {
+    fn submit(&self, request: Request, data: Vec<u8>, done: Done) {
+        let Request { what, offset, len, durable } = request;
+        let done: Done = match durable {
+            // The write first, then a flush; the answer when both are done.
+            true => {
+                let opened = self.opened.clone();
+                Box::new(move |result, data| match result {
+                    Ok(_) => opened.image.flush(done),
+                    failed => done(failed, data),
+                })
+            }
+            false => done,
+        };
+        let image = &self.opened.image;
+        match what {
+            What::Read => image.read(offset, data, done),
+            What::Write => image.write(offset, data, done),
+            What::Discard => image.discard(offset, len, done),
+            What::Zero { thick } => image.zero(offset, len as usize, thick, done),
+            What::Flush => image.flush(done),
+        }
+    }
+
+    fn failed(&self, errno: i32) {
         if is_lost(errno) && !self.has_lost.swap(true, Ordering::Relaxed) {
             self.opened.lose();
             let name = &self.opened.name;
@@ -53,15 +76,6 @@ impl Disk {
                 ),
             );
         }
-    }
-
-    pub(crate) fn sessions(&self) -> Vec<Arc<Session>> {
-        self.sessions.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    pub(crate) fn forget(&self, session: &Arc<Session>) {
-        let mut sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-        sessions.retain(|other| !Arc::ptr_eq(other, session));
     }
 }
 
@@ -79,14 +93,14 @@ pub(crate) fn run(name: &str, read_only: bool) -> ExitCode {
         .and_then(|opened| be_nobody().map(|()| opened));
     match opened {
         Ok(opened) => {
-            let (budget, sessions) = (Arc::default(), Mutex::default());
-            let disk = Disk { opened, budget, sessions, has_lost: AtomicBool::new(false) };
-            let disk = Arc::new(disk);
-            let weak = Arc::downgrade(&disk);
+            let disk = Disk { opened: Arc::new(opened), has_lost: AtomicBool::new(false) };
+            let links = Links::new(disk);
+            let weak = Arc::downgrade(&links);
             // Without the thread the disk has its new size when it is opened again.
             let _ =
                 std::thread::Builder::new().name("size".into()).spawn(move || follow_size(&weak));
-            take_links(&control, disk);
+            links.take_from(&control);
+            end(links);
             ExitCode::SUCCESS
         }
         Err(fault) => {
@@ -105,73 +119,35 @@ fn be_nobody() -> Result<(), Fault> {
         .map_err(|e| Fault::lasting(e.to_string(), "start it as root with all its capabilities"))
 }
 
-fn take_links(control: &OwnedFd, disk: Arc<Disk>) {
-    while let Ok(mut frame) = CONTROL.receive(control) {
-        let Some(socket) = frame.files.pop().filter(|_| frame.bytes == LINK) else { continue };
-        let session = Arc::new(Session::new(socket));
-        {
-            let mut sessions = disk.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-            if sessions.len() >= MAX_CONNECTIONS {
-                continue;
-            }
-            sessions.push(session.clone());
-        }
-        let of_thread = disk.clone();
-        let started = std::thread::Builder::new().name("connection".into()).spawn({
-            let session = session.clone();
-            move || {
-                session.run(&of_thread);
-                of_thread.forget(&session);
-            }
-        });
-        if started.is_err() {
-            disk.forget(&session);
-        }
-    }
-    end(disk);
-}
-
 /// Ends all connections when the image has grown: NBD tells a client the size in its greeting only, and ours connects again at
 /// once. It repeats what was not answered.
-fn follow_size(disk: &Weak<Disk>) {
+fn follow_size(links: &Weak<Links<Disk>>) {
     let mut known = None;
-    while let Some(disk) = disk.upgrade() {
-        if let Ok(bytes) = disk.opened.image.bytes()
+    while let Some(links) = links.upgrade() {
+        if let Some(bytes) = links.medium().bytes()
             && known.replace(bytes).is_some_and(|known| bytes > known)
         {
-            disk.sessions().iter().for_each(|session| session.close());
+            links.close_all();
         }
-        drop(disk);
+        drop(links);
         std::thread::sleep(SIZE_EVERY);
     }
 }
 
 /// No request is under way when the lock is given back.
-fn end(mut disk: Arc<Disk>) {
+fn end(mut links: Arc<Links<Disk>>) {
     let until = Instant::now() + PATIENCE;
-    let sessions = disk.sessions();
     // With requests under way the lock is left: a successor breaks it, which keeps them from coming late.
-    if sessions.iter().all(|session| session.end(until)) {
+    if links.end(until) {
+        let disk = links.medium();
         disk.opened.release(disk.has_lost());
     }
-    drop(sessions);
     // The image is closed when the last thread has let it go.
     while Instant::now() < until {
-        match Arc::try_unwrap(disk) {
-            Ok(_) => return,
-            Err(shared) => disk = shared,
+        match Arc::try_unwrap(links) {
+            Ok(last) => return drop(last.into_medium()),
+            Err(shared) => links = shared,
         }
         std::thread::sleep(Duration::from_millis(2));
-    }
-}
-
-/// Says to the clients that wait why there is no image. They log it once; a helper is started for each of their attempts.
-fn refuse_links(control: &OwnedFd, fault: &Fault) {
-    let mut next = CONTROL.receive(control).ok();
-    while let Some(frame) = next {
-        for socket in frame.files {
-            let _ = greeting::refuse(socket.as_fd(), fault);
-        }
-        next = CONTROL.try_receive(control).ok().flatten();
     }
 }

@@ -14,6 +14,7 @@ pub mod images;
 pub mod late;
 #[cfg(feature = "serve")]
 pub mod nbd;
+pub mod nbd_client;
 pub mod openmetrics;
 pub mod places;
 pub mod proc;

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use clap::{Args, Subcommand};
 use ferrite_pool_map::{Id, is_name};
 
-use super::serve;
+use super::{own, serve};
 use crate::image::args::bytes;
 
 /// The arguments of `ferrite pool`.
@@ -65,12 +65,15 @@ pub(crate) enum PoolCommand {
     /// Serve the copies in a folder to the hosts of a pool, in the foreground, until a signal comes.
     #[command(after_help = serve::HELP)]
     Serve(serve::ServeArgs),
+    /// Be the process that has a disk, for whoever has started it.
+    #[command(hide = true)]
+    Own(own::OwnArgs),
     /// Take a disk from its owner. Only if that is known to be dead: until the next owner opens the disk, it may still write.
     Steal(DiskArg),
 }
 
 impl PoolCommand {
-    /// The pool that it is about. `None`: a server, which knows its pool by the identifier.
+    /// The pool that it is about. `None`: a process that serves it.
     pub(crate) fn pool(&self) -> Option<&str> {
         Some(match self {
             PoolCommand::Init(of) | PoolCommand::List(of) => &of.pool,
@@ -81,7 +84,7 @@ impl PoolCommand {
             PoolCommand::Replace(of) => &of.disk.pool,
             PoolCommand::Drain(of) => &of.pool,
             PoolCommand::Steal(of) => &of.disk.pool,
-            PoolCommand::Serve(_) => return None,
+            PoolCommand::Serve(_) | PoolCommand::Own(_) => return None,
         })
     }
 }

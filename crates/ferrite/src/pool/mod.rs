@@ -10,6 +10,7 @@ use crate::image::{json, print};
 
 mod announce;
 pub(crate) mod args;
+mod own;
 mod serve;
 mod settings;
 mod status;
@@ -19,7 +20,7 @@ use status::{DiskStatus, Status};
 
 /// Runs one command.
 pub(crate) fn run(args: &PoolArgs) -> Result<(), Failure> {
-    settings::must_be_allowed(args, args.command.pool())?;
+    settings::must_be_allowed(args)?;
     let say = Say { json: args.json };
     match &args.command {
         PoolCommand::Init(of) => {
@@ -53,6 +54,7 @@ pub(crate) fn run(args: &PoolArgs) -> Result<(), Failure> {
         }
         PoolCommand::Replace(replace) => replace_copies(args, replace, &say),
         PoolCommand::Drain(drain) => drain_server(args, drain, &say),
+        PoolCommand::Own(own) => own::run(args, own),
         PoolCommand::Serve(server) => serve::run(args, server),
         PoolCommand::Steal(of) => {
             let pool = access(args, &of.disk.pool)?;

@@ -48,7 +48,7 @@ impl Link {
         self.open && !self.lost
     }
 
-    fn is_down(&self) -> bool {
+    pub(super) fn is_down(&self) -> bool {
         !self.connecting && self.conn.is_none()
     }
 
@@ -217,10 +217,10 @@ impl Owner {
         if self.change.is_some() {
             return;
         }
-        let (in_sync, now, patience) = (self.in_sync(), self.now, self.config.patience);
+        let (in_sync, now, grace) = (self.in_sync(), self.now, self.config.grace);
         let is_lost = |member: &&MemberId| {
             let link = self.links.get(*member);
-            link.is_none_or(|link| link.lost || (!link.open && now >= link.since + patience))
+            link.is_none_or(|link| link.lost || (!link.open && now >= link.since + grace))
         };
         let lost: Members = in_sync.iter().filter(is_lost).copied().collect();
         if lost.is_empty() {

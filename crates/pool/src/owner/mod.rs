@@ -2,7 +2,8 @@
 //!
 //! Its steps: it reads the record and takes the disk over by a change of it ([`take_over`]), opens the members
 //! ([`links`]), makes regions equal that may differ ([`regions`]), and serves requests ([`tasks`]). A member that fails
-//! is dropped ([`links`]), and one that comes back is brought in sync ([`returning`]).
+//! is dropped ([`links`]), and one that comes back is brought in sync ([`returning`]). Copies that the
+//! map adds or takes away are those of [`copies`].
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -13,12 +14,14 @@ use crate::{
     Said,
 };
 
+mod copies;
 mod links;
 mod regions;
 mod returning;
 mod take_over;
 mod tasks;
 
+use copies::Copies;
 use links::Link;
 use returning::Return;
 use tasks::{Task, TaskId};
@@ -34,8 +37,12 @@ pub struct Config {
     pub drift: u64,
     /// After this time without an answer a member counts as lost, in nanoseconds.
     pub patience: u64,
+    /// A lost member that is not back after this time leaves, in nanoseconds.
+    pub grace: u64,
     /// Blocks of a region.
     pub region_blocks: u64,
+    /// Most blocks that are copied at a time. A region is copied in as many pieces as it takes.
+    pub copy_blocks: u64,
     /// Blocks of the disk.
     pub disk_blocks: u64,
     /// With fewer members in sync the disk waits.
@@ -85,6 +92,13 @@ pub enum Event {
     Ended(ConnId),
     /// An answer of a member.
     Reply(ConnId, Reply),
+    /// The copies that the disk is to have. Known ones may be told again.
+    Copies {
+        /// Those that stay. New ones are admitted, and filled.
+        stay: Members,
+        /// Those that leave when all others are in sync.
+        leave: Members,
+    },
     /// A request of the disk's user.
     Request(RequestId, Wanted),
     /// Time has passed. At least eight times in [`Config::trust`].
@@ -140,6 +154,8 @@ enum Purpose {
     TakeOver,
     Drop(Members),
     Return(MemberId),
+    Admit(Members),
+    Leave(Members),
 }
 
 /// An owner: see the crate.
@@ -152,6 +168,7 @@ pub struct Owner {
     change: Option<(Change, Purpose)>,
     links: BTreeMap<MemberId, Link>,
     returning: Option<Return>,
+    copies: Option<Copies>,
     queue: VecDeque<(RequestId, Wanted)>,
     tasks: BTreeMap<TaskId, Task>,
     /// Operations without an answer, and whom they are for.
@@ -160,6 +177,8 @@ pub struct Owner {
     dirty: BTreeSet<Region>,
     /// Regions that may differ between members in sync (R7).
     unequal: BTreeSet<Region>,
+    /// Where the copy of a region goes on that is copied in part: to all, or to a member that returns.
+    copied_to: BTreeMap<(Option<MemberId>, Region), u64>,
     /// Counts the changes of the record.
     epoch: u64,
     last_id: u64,
@@ -177,11 +196,13 @@ impl Owner {
             change: None,
             links: BTreeMap::new(),
             returning: None,
+            copies: None,
             queue: VecDeque::new(),
             tasks: BTreeMap::new(),
             ops: BTreeMap::new(),
             dirty: BTreeSet::new(),
             unequal: BTreeSet::new(),
+            copied_to: BTreeMap::new(),
             epoch: 0,
             last_id: 0,
             effects: Vec::new(),
@@ -203,6 +224,26 @@ impl Owner {
         let serves = matches!(self.phase, Phase::Serving { from } if from <= self.now);
         let idle = self.tasks.is_empty() && self.queue.is_empty() && self.change.is_none();
         record && serves && idle && self.unequal.is_empty() && self.returning.is_none()
+    }
+
+    /// The record as this owner has committed it last. `None`: it has not read it yet.
+    pub fn record(&self) -> Option<&(Revision, Record)> {
+        self.record.as_ref()
+    }
+
+    /// Whether requests are begun.
+    pub fn is_serving(&self) -> bool {
+        matches!(self.phase, Phase::Serving { from } if from <= self.now)
+    }
+
+    /// Whether the data that this operation has found may still be asked for.
+    pub fn needs(&self, op: OpId) -> bool {
+        self.tasks.values().any(|task| task.needs(op))
+    }
+
+    /// Whether a change of the record is under way.
+    pub fn is_changing(&self) -> bool {
+        self.change.is_some()
     }
 
     /// Takes what has happened, at this time, and returns what is to be done, in this order.
@@ -236,6 +277,7 @@ impl Owner {
             Event::Unconnected(member) => self.unconnected(member),
             Event::Ended(conn) => self.ended(conn),
             Event::Reply(conn, reply) => self.replied(conn, reply),
+            Event::Copies { stay, leave } => self.copies = Some(Copies { stay, leave }),
             Event::Request(id, wanted) => self.queue.push_back((id, wanted)),
             Event::Tick => self.tick(),
         }
@@ -247,6 +289,7 @@ impl Owner {
             Phase::Opening { since } => self.judge_opened(since),
             Phase::Serving { .. } => {
                 self.drop_lost();
+                self.change_copies();
                 self.go_on_returning();
                 self.begin_requests();
                 self.answer_reads();
@@ -318,6 +361,8 @@ impl Owner {
             Purpose::TakeOver => self.open_members(),
             Purpose::Drop(members) => self.dropped(&members),
             Purpose::Return(member) => self.returned(member),
+            Purpose::Admit(new) => self.admitted(&new),
+            Purpose::Leave(gone) => self.have_left(&gone),
         }
     }
 

@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 use super::tasks::{Kind, Task};
 use super::{Owner, Wanted};
 use crate::rules::Rule;
-use crate::{Data, Io, MemberId, OpId, Region};
+use crate::{Blocks, Data, Io, MemberId, OpId, Region};
 
-/// Regions that are copied at a time.
+/// Pieces of regions that are copied at a time.
 const COPIES: usize = 2;
 
 impl Owner {
@@ -65,35 +65,44 @@ impl Owner {
         let first = wanted.into_iter().filter(|region| self.unequal.contains(region));
         let order: Vec<Region> = first.chain(self.unequal.iter().copied()).collect();
         for region in order {
+            if !self.may_copy() {
+                break;
+            }
             self.begin_copy(region, None);
         }
     }
 
-    /// Begins to copy a region, if nobody holds it and few are under way.
-    pub(super) fn begin_copy(&mut self, region: Region, to: Option<MemberId>) -> bool {
+    /// Whether few copies are under way.
+    pub(super) fn may_copy(&self) -> bool {
         let copies = self
             .tasks
             .values()
             .filter(|task| matches!(task.kind, Kind::CopyRead { .. } | Kind::CopyWrite { .. }));
-        let blocks = region.blocks(self.config.region_blocks, self.config.disk_blocks);
-        let is_held = self.is_held(blocks, true);
-        let Some(source) = self.source().filter(|_| !is_held && copies.count() < COPIES) else {
-            return false;
-        };
+        copies.count() < COPIES
+    }
+
+    /// Begins to copy the next piece of a region, if nobody holds it and few are under way.
+    pub(super) fn begin_copy(&mut self, region: Region, to: Option<MemberId>) {
+        let whole = region.blocks(self.config.region_blocks, self.config.disk_blocks);
+        let start = self.copied_to.get(&(to, region)).copied().unwrap_or(whole.start);
+        let end = start.saturating_add(self.config.copy_blocks).min(whole.end);
+        let blocks = Blocks { start, end };
+        let may = self.may_copy() && !self.is_held(blocks, true);
+        let Some(source) = self.source().filter(|_| may) else { return };
         let kind = Kind::CopyRead { region, to, source, found: None };
         let waits = [(source, Io::Read { blocks })].into();
         self.begin(Task { kind, waits, holds: Some((blocks, true)) });
-        true
     }
 
-    /// The region that is copied was read by this operation: it is written to the others. `None`: its source was dropped,
-    /// so it is still to be copied.
+    /// The piece that is copied was read by this operation: it is written to the others. `None`: its source was dropped, so it
+    /// is still to be copied.
     pub(super) fn copy_read(
         &mut self,
         region: Region,
         to: Option<MemberId>,
         source: MemberId,
         found: Option<OpId>,
+        blocks: Blocks,
     ) {
         let Some(op) = found else { return };
         let returns = self.returning.as_ref().map(|it| it.member);
@@ -103,17 +112,22 @@ impl Owner {
         };
         targets.remove(&source);
         if targets.is_empty() {
-            return self.copied(region, to);
+            return self.copied(region, to, blocks);
         }
-        let blocks = region.blocks(self.config.region_blocks, self.config.disk_blocks);
         let io = Io::Repair { blocks, data: Data::OfRead(op) };
         let waits = targets.into_iter().map(|member| (member, io.clone())).collect();
         let kind = Kind::CopyWrite { region, to };
         self.begin(Task { kind, waits, holds: Some((blocks, true)) });
     }
 
-    /// A region is the same on all that it was copied to.
-    pub(super) fn copied(&mut self, region: Region, to: Option<MemberId>) {
+    /// A piece of a region is the same on all that it was copied to.
+    pub(super) fn copied(&mut self, region: Region, to: Option<MemberId>, piece: Blocks) {
+        let whole = region.blocks(self.config.region_blocks, self.config.disk_blocks);
+        if piece.end < whole.end {
+            self.copied_to.insert((to, region), piece.end);
+            return;
+        }
+        self.copied_to.remove(&(to, region));
         match to {
             None => drop(self.unequal.remove(&region)),
             Some(member) => self.copied_to(member, region),

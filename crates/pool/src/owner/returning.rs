@@ -7,6 +7,9 @@ use super::{Owner, Purpose};
 use crate::rules::Rule;
 use crate::{Io, MemberId, Region};
 
+/// How many regions are looked at for the next one to copy.
+const LOOK_AT: usize = 64;
+
 /// The return of one member. Writes go to it from the beginning.
 #[derive(Debug)]
 pub(super) struct Return {
@@ -42,6 +45,7 @@ impl Owner {
             return;
         }
         let writes = self.tasks.iter().filter(|(_, task)| matches!(task.holds, Some((_, true))));
+        self.copied_to.retain(|(to, _), _| *to != Some(member));
         let stage = Stage::Draining(writes.map(|(id, _)| *id).collect());
         self.returning = Some(Return { member, stage });
     }
@@ -68,8 +72,12 @@ impl Owner {
             Stage::Copying { left, .. } => match left.is_empty() {
                 true => self.mark_union(member),
                 false => {
-                    let left: Vec<Region> = left.iter().copied().collect();
+                    // The first ones may be held by requests.
+                    let left: Vec<Region> = left.iter().copied().take(LOOK_AT).collect();
                     for region in left {
+                        if !self.may_copy() {
+                            break;
+                        }
                         self.begin_copy(region, Some(member));
                     }
                 }

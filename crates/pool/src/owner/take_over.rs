@@ -40,11 +40,14 @@ impl Owner {
             in_sync.iter().copied().filter(|m| self.links.get(m).is_some_and(wanted)).collect()
         };
         let (open, lost) = (is(Link::is_usable), is(|link| link.lost));
-        let is_over = self.now >= since + self.config.patience;
         if lost == in_sync {
             return self.fail(Failure::Incomplete);
         }
         let missing: Members = in_sync.difference(&open).copied().collect();
+        // Whoever refuses a connection needs no patience.
+        let are_down = missing.iter().all(|m| self.links.get(m).is_some_and(Link::is_down));
+        let time = if are_down { self.config.grace } else { self.config.patience };
+        let is_over = self.now >= since + time;
         let is_judged = is_over || missing == lost;
         if !is_judged || open.is_empty() || open.len() < self.config.min {
             return;

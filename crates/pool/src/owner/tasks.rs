@@ -33,7 +33,7 @@ pub(super) enum Kind {
         clears: BTreeSet<Region>,
         epoch: u64,
     },
-    /// A region that is to be copied is read. `to` is a member that returns; without it the region is made equal on all.
+    /// A piece of a region that is to be copied is read. `to` is a member that returns; without it the region is made equal on all.
     CopyRead {
         region: Region,
         to: Option<MemberId>,
@@ -55,6 +55,16 @@ pub(super) enum Kind {
 }
 
 impl Task {
+    /// Whether it needs what this operation has found.
+    pub(super) fn needs(&self, op: OpId) -> bool {
+        let is_own = match self.kind {
+            Kind::Read { found, .. } | Kind::CopyRead { found, .. } => found == Some(op),
+            _ => false,
+        };
+        let is_asked = |io: &Io| matches!(io, Io::Repair { data, .. } if *data == Data::OfRead(op));
+        is_own || self.waits.values().any(is_asked)
+    }
+
     /// The request that it carries out.
     pub(super) fn request(&self) -> Option<RequestId> {
         match self.kind {
@@ -225,9 +235,15 @@ impl Owner {
                 self.clear(clears, epoch);
             }
             Kind::CopyRead { region, to, source, found } => {
-                self.copy_read(region, to, source, found);
+                if let Some((blocks, _)) = task.holds {
+                    self.copy_read(region, to, source, found, blocks);
+                }
             }
-            Kind::CopyWrite { region, to } => self.copied(region, to),
+            Kind::CopyWrite { region, to } => {
+                if let Some((blocks, _)) = task.holds {
+                    self.copied(region, to, blocks);
+                }
+            }
             Kind::Step { member, found } => self.step_done(member, found),
             Kind::Complete => {}
         }

@@ -26,6 +26,16 @@ fn all_reads_of_all_histories_are_right() {
     }
 }
 
+/// The same with a copy that another one replaces meanwhile.
+#[test]
+fn all_reads_are_right_while_a_copy_is_replaced() {
+    let count = std::env::var("FERRITE_POOL_HISTORIES").ok().and_then(|n| n.parse().ok());
+    for seed in 0..count.unwrap_or(1000) {
+        let plan = Plan { replaces: true, ..Plan::of_seed(seed) };
+        World::run(&plan, Rules::default()).unwrap_or_else(|why| panic!("seed {seed}: {why}"));
+    }
+}
+
 /// A rule that is left out, and the seeds among which one shows it.
 fn is_found(rule: Rule, within: u64) {
     let found = histories(Rules::without(rule), 0..within);

@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BinaryHeap};
 
 use ferrite_pool::{
     Blocks, ConnId, Data, Effect, Event, Failure, Generation, Io, Member, MemberEffect, MemberId,
-    OpId, Owner, OwnerId, Record, Reply, Request, RequestId, Revision, Rules, Said, Stored, Wanted,
+    Members, OpId, Owner, OwnerId, Record, Reply, Request, RequestId, Revision, Rules, Said,
+    Stored, Wanted,
 };
 
 use crate::check::{self, Access};
@@ -36,6 +37,8 @@ pub(crate) struct Plan {
     pub(crate) fault_every: u64,
     /// Transactions of 100 whose outcome is not known at once.
     pub(crate) unknown: u64,
+    /// Another server gets the copy of one.
+    pub(crate) replaces: bool,
 }
 
 impl Plan {
@@ -46,6 +49,7 @@ impl Plan {
             servers: if random.chance(60) { 2 } else { 3 },
             fault_every: random.one_of(&[150, 300, 600, 1200]),
             unknown: random.one_of(&[0, 10, 40]),
+            replaces: false,
         }
     }
 }
@@ -64,7 +68,9 @@ enum What {
     RecordIs(usize, Revision, Record),
     Client(usize),
     Tick(usize),
+    Copies(usize),
     Fault,
+    Replace,
     Act(Act),
     StartServer(MemberId),
     StartOwner,
@@ -95,6 +101,18 @@ struct Server {
 }
 
 impl Server {
+    fn new(stored: Stored) -> Server {
+        Server {
+            member: None,
+            stored,
+            boot: 0,
+            start: 0,
+            durable: vec![0; BLOCKS as usize],
+            cache: Vec::new(),
+            under_way: Vec::new(),
+        }
+    }
+
     fn content(&self, block: u64) -> u64 {
         let cached = self.cache.iter().rev().find(|(at, _)| *at == block);
         cached.map_or(self.durable[block as usize], |(_, value)| *value)
@@ -117,6 +135,10 @@ pub(crate) struct World {
     random: Random,
     rules: Rules,
     plan_unknown: u64,
+    /// A region is copied in one piece, or in two.
+    copy_blocks: u64,
+    /// The copies that stay, and those that leave, once that was decided.
+    copies: Option<(Members, Members)>,
     fault_every: u64,
     now: u64,
     stamp: u64,
@@ -142,6 +164,9 @@ impl World {
         let mut world = World::new(plan, rules);
         world.at(0, What::StartOwner);
         world.at(plan.fault_every, What::Fault);
+        if plan.replaces {
+            world.at(500 + plan.seed * 37 % (TROUBLE - 1_000), What::Replace);
+        }
         world.run_to_the_end()
     }
 
@@ -171,15 +196,6 @@ impl World {
 
     fn new(plan: &Plan, rules: Rules) -> World {
         let members: Vec<MemberId> = (0..plan.servers).map(MemberId).collect();
-        let server = || Server {
-            member: None,
-            stored: Stored::default(),
-            boot: 0,
-            start: 0,
-            durable: vec![0; BLOCKS as usize],
-            cache: Vec::new(),
-            under_way: Vec::new(),
-        };
         let record = Record {
             generation: Generation(0),
             owner: OwnerId(0),
@@ -191,12 +207,17 @@ impl World {
             random: Random::new(plan.seed),
             rules,
             plan_unknown: plan.unknown,
+            copy_blocks: REGION_BLOCKS - plan.seed % REGION_BLOCKS,
+            copies: None,
             fault_every: plan.fault_every,
             now: 0,
             stamp: 0,
             queue: BinaryHeap::new(),
             events: BTreeMap::new(),
-            servers: members.iter().map(|member| (*member, server())).collect(),
+            servers: members
+                .iter()
+                .map(|member| (*member, Server::new(Stored::default())))
+                .collect(),
             hosts: Vec::new(),
             conns: BTreeMap::new(),
             cuts: BTreeMap::new(),
@@ -292,6 +313,8 @@ impl World {
                 }
             }
             What::Fault => self.fault(),
+            What::Replace => self.replace(),
+            What::Copies(host) => self.tell_copies(host),
             What::Act(act) => self.act(act),
             What::StartServer(member) => self.start_server(member),
             What::StartOwner if self.calm => {}
@@ -592,8 +615,16 @@ impl World {
         if !owner.is_settled() {
             return Err(format!("the disk does not come to rest: {owner:?}"));
         }
+        if let Some((stay, _)) = &self.copies
+            && self.record.in_sync != *stay
+        {
+            return Err(format!("the copies are not those that stay: {:?}", self.record));
+        }
         for block in 0..BLOCKS {
-            let copies: Vec<u64> = self.servers.values().map(|s| s.content(block)).collect();
+            let gone =
+                |id: &MemberId| self.copies.as_ref().is_some_and(|(_, left)| left.contains(id));
+            let staying = self.servers.iter().filter(|(id, _)| !gone(id));
+            let copies: Vec<u64> = staying.map(|(_, s)| s.content(block)).collect();
             if copies.iter().any(|copy| *copy != copies[0]) {
                 return Err(format!("block {block} differs at the end: {copies:?}"));
             }

@@ -23,7 +23,7 @@ pub(crate) enum Act {
 
 /// Lets these acts happen, by their times in milliseconds, on so many servers, and then brings all in order.
 pub(crate) fn directed(servers: u8, rules: Rules, acts: &[(u64, Act)]) -> Result<(), String> {
-    let plan = Plan { seed: 1, servers, fault_every: u64::MAX, unknown: 0 };
+    let plan = Plan { seed: 1, servers, fault_every: u64::MAX, unknown: 0, replaces: false };
     let mut world = World::new(&plan, rules);
     world.is_directed = true;
     for (time, act) in acts {

@@ -2,9 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use ferrite_pool::{Blocks, BootId, Config, ConnId, Io, Member, MemberId, Owner, OwnerId, Wanted};
+use ferrite_pool::{
+    Blocks, BootId, Config, ConnId, Event, Io, Member, MemberId, Owner, OwnerId, Region, Stored,
+    Wanted,
+};
 
-use super::{BLOCKS, DRIFT, Host, PATIENCE, REGION_BLOCKS, TRUST, What, World};
+use super::{BLOCKS, DRIFT, Host, PATIENCE, REGION_BLOCKS, Server, TRUST, What, World};
 
 impl World {
     pub(super) fn start_server(&mut self, id: MemberId) {
@@ -58,7 +61,9 @@ impl World {
             trust: TRUST,
             drift: DRIFT,
             patience: PATIENCE,
+            grace: PATIENCE,
             region_blocks: REGION_BLOCKS,
+            copy_blocks: self.copy_blocks,
             disk_blocks: BLOCKS,
             min: 1,
             rules: self.rules,
@@ -77,6 +82,7 @@ impl World {
             self.carry_out(host, effect);
         }
         self.at(1, What::Tick(host));
+        self.at(2, What::Copies(host));
         if !self.is_directed {
             self.at(5, What::Client(host));
         }
@@ -93,6 +99,29 @@ impl World {
         for conn in of {
             self.conns.get_mut(&conn).unwrap().at_owner = false;
             self.send(conn, 0, What::EndAtMember(conn));
+        }
+    }
+
+    /// The map has a further copy, on a new server, in the place of another one.
+    pub(super) fn replace(&mut self) {
+        let old: Vec<MemberId> = self.servers.keys().copied().collect();
+        let new = MemberId(old.len() as u8);
+        let leaving = old[self.hosts.len() % old.len()];
+        let regions = (0..BLOCKS.div_ceil(REGION_BLOCKS)).map(Region).collect();
+        let stored = Stored { incomplete: true, dirty: regions, ..Stored::default() };
+        self.servers.insert(new, Server::new(stored));
+        self.start_server(new);
+        let stay = old.iter().copied().filter(|id| *id != leaving).chain([new]).collect();
+        self.copies = Some((stay, [leaving].into()));
+        for host in 0..self.hosts.len() {
+            self.at(20, What::Copies(host));
+        }
+    }
+
+    /// An owner reads the map.
+    pub(super) fn tell_copies(&mut self, host: usize) {
+        if let Some((stay, leave)) = self.copies.clone() {
+            self.tell(host, What::Copies(host), Event::Copies { stay, leave });
         }
     }
 

@@ -15,14 +15,14 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 use crate::fault::Fault;
 
 /// The longest data of a request.
-pub(crate) const MAX_REQUEST_BYTES: u32 = 4 << 20;
+pub const MAX_REQUEST_BYTES: u32 = 4 << 20;
 const MIN_BLOCK_BYTES: u32 = 512;
 const PREFERRED_BYTES: u32 = 4096;
 const MAX_OPTION_BYTES: usize = 32 << 10;
 const MAX_OPTIONS: usize = 64;
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What a client may know of the image.
+/// What a client may know of the disk.
 pub(crate) struct Offer {
     pub(crate) bytes: u64,
     pub(crate) read_only: bool,
@@ -30,13 +30,13 @@ pub(crate) struct Offer {
 
 impl Offer {
     fn flags(&self) -> u16 {
-        // One image handle: a flush covers all connections.
+        // One process has the disk: a flush covers all connections.
         let always = can::HAS_FLAGS | can::FLUSH | can::FUA | can::MULTI_CONN;
         always | if self.read_only { can::READ_ONLY } else { can::TRIM | can::WRITE_ZEROES }
     }
 }
 
-/// Greets a client until it has chosen the image. `replace` ends older connections that the named one replaces; false: they
+/// Greets a client until it has chosen the disk. `replace` ends older connections that the named one replaces; false: they
 /// do not end. `None`: the client has left.
 pub(crate) fn greet(
     socket: BorrowedFd<'_>,
@@ -89,7 +89,7 @@ pub(crate) fn refuse(socket: BorrowedFd<'_>, fault: &Fault) -> io::Result<()> {
     for _ in 0..MAX_OPTIONS {
         let (asked, _) = next_option(socket)?;
         let mut out = Vec::new();
-        // A session without an image has nothing to end, and a client takes any answer to it.
+        // A session without a disk has nothing to end, and a client takes any answer to it.
         let kind = if asked == SESSION { reply::UNSUPPORTED } else { kind };
         let text: &[u8] = if asked == SESSION { b"" } else { text.as_bytes() };
         push_option_reply(&mut out, asked, kind, &[text]);

@@ -4,26 +4,26 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 /// Requests under way, at most.
 const MAX_REQUESTS: usize = 128;
-/// Bytes of their data. librbd has as many again while it sends them.
+/// Bytes of their data. A medium may have as many again.
 const MAX_BYTES: usize = 16 << 20;
 
 /// What is taken of the two.
 #[derive(Debug, Default)]
-pub(crate) struct Budget {
+pub struct Budget {
     taken: Mutex<(usize, usize)>,
     given_back: Condvar,
 }
 
 /// A request's part, which is given back when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Permit {
+pub struct Permit {
     budget: Arc<Budget>,
     bytes: usize,
 }
 
 impl Budget {
     /// Waits for room for a request with so many bytes, which are no more than the longest request's.
-    pub(crate) fn take(self: &Arc<Budget>, bytes: usize) -> Permit {
+    pub fn take(self: &Arc<Budget>, bytes: usize) -> Permit {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         while taken.0 >= MAX_REQUESTS || taken.1 + bytes > MAX_BYTES {
             taken = self.given_back.wait(taken).unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! One connection: its requests go to librbd, and its replies come back in any order.
+//! One connection: its requests go to the medium, and its replies come back in any order.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -9,10 +9,10 @@ use ferrite_nbd::wire::{Head, REQUEST_BYTES, RawRequest, command, error, flag};
 use rustix::net::{Shutdown, shutdown};
 
 use crate::budget::Permit;
-use crate::ffi::Done;
 use crate::greeting::{MAX_REQUEST_BYTES, Offer, greet, read_exact};
-use crate::outbox::{Outbox, Reply};
-use crate::serve::Disk;
+use crate::links::Links;
+use crate::outbox::{Message, Outbox};
+use crate::{Done, Medium, Request, What};
 
 /// How long a new connection waits for the end of those that it replaces. The client tries again.
 const REPLACING: Duration = Duration::from_secs(8);
@@ -26,10 +26,27 @@ struct Gate {
     name: Option<Name>,
 }
 
+/// A reply. Its request's part of the budget is given back when it is sent.
+struct Reply {
+    head: Head,
+    data: Vec<u8>,
+    _permit: Permit,
+}
+
+impl Message for Reply {
+    fn head(&self) -> &[u8] {
+        self.head.bytes()
+    }
+
+    fn data(&self) -> &[u8] {
+        &self.data
+    }
+}
+
 /// See the module text.
 pub(crate) struct Session {
     socket: OwnedFd,
-    outbox: Outbox,
+    outbox: Outbox<Reply>,
     gate: Mutex<Gate>,
     changed: Condvar,
 }
@@ -41,10 +58,10 @@ impl Session {
     }
 
     /// Serves the client until it leaves.
-    pub(crate) fn run(self: &Arc<Self>, disk: &Arc<Disk>) {
-        let Ok(bytes) = disk.opened.image.bytes() else { return self.close() };
-        let offer = Offer { bytes, read_only: disk.opened.read_only };
-        let greeted = greet(self.socket.as_fd(), &offer, |name| self.replace(disk, name));
+    pub(crate) fn run<M: Medium>(self: &Arc<Self>, links: &Arc<Links<M>>) {
+        let Some(bytes) = links.medium().bytes() else { return self.close() };
+        let offer = Offer { bytes, read_only: links.medium().is_read_only() };
+        let greeted = greet(self.socket.as_fd(), &offer, |name| self.replace(links, name));
         if let Ok(Some(())) = greeted {
             let sender = self.clone();
             let started = std::thread::Builder::new()
@@ -52,7 +69,7 @@ impl Session {
                 .spawn(move || sender.outbox.run(&sender.socket));
             // The first request that is malformed, and the end of the stream.
             if started.is_ok() {
-                while self.next(disk, bytes).is_some() {}
+                while self.next(links, bytes).is_some() {}
             }
         }
         self.close();
@@ -90,17 +107,17 @@ impl Session {
     }
 
     /// Ends the connections that this one replaces: nothing of theirs may come after its first request.
-    fn replace(self: &Arc<Self>, disk: &Disk, name: Name) -> bool {
+    fn replace<M: Medium>(self: &Arc<Self>, links: &Links<M>, name: Name) -> bool {
         self.gate().name = Some(name);
         let until = Instant::now() + REPLACING;
         let is_old = |other: &&Arc<Session>| {
             !Arc::ptr_eq(other, self) && other.gate().name.is_some_and(|old| name.replaces(&old))
         };
-        disk.sessions().iter().filter(is_old).all(|old| old.end(until))
+        links.sessions().iter().filter(is_old).all(|old| old.end(until))
     }
 
     /// Handles one request. `None`: there is no next one.
-    fn next(self: &Arc<Self>, disk: &Arc<Disk>, bytes: u64) -> Option<()> {
+    fn next<M: Medium>(self: &Arc<Self>, links: &Arc<Links<M>>, bytes: u64) -> Option<()> {
         let mut head = [0; REQUEST_BYTES];
         read_exact(self.socket.as_fd(), &mut head).ok()?;
         let raw = RawRequest::parse(&head)?;
@@ -109,26 +126,26 @@ impl Session {
             return None;
         }
         let len = if moves { raw.len as usize } else { 0 };
-        let permit = disk.budget.take(len);
+        let permit = links.budget.take(len);
         let mut data = vec![0; len];
         if raw.command == command::WRITE {
             read_exact(self.socket.as_fd(), &mut data).ok()?;
         }
-        match checked(&raw, disk, bytes) {
-            Ok(()) => self.submit(disk, raw, data, permit),
+        match checked(&raw, links.medium(), bytes) {
+            Ok(request) => self.submit(links, raw, request, data, permit),
             Err(e) => {
                 let head = Head::simple(raw.cookie, e);
-                self.outbox
-                    .push(&self.socket, Reply { head, data: Vec::new(), _permit: Some(permit) });
+                self.outbox.push(&self.socket, Reply { head, data: Vec::new(), _permit: permit });
                 Some(())
             }
         }
     }
 
-    fn submit(
+    fn submit<M: Medium>(
         self: &Arc<Self>,
-        disk: &Arc<Disk>,
+        links: &Arc<Links<M>>,
         raw: RawRequest,
+        request: Request,
         data: Vec<u8>,
         permit: Permit,
     ) -> Option<()> {
@@ -139,36 +156,17 @@ impl Session {
             }
             gate.in_flight += 1;
         }
-        let (session, of_done) = (self.clone(), disk.clone());
-        let answer: Done =
-            Box::new(move |result, data| session.answer(&of_done, raw, result, data, permit));
-        let image = &disk.opened.image;
-        let done: Done = match raw.has(flag::FUA) && raw.command != command::READ {
-            // The write first, then a flush; the answer when both are done.
-            true => {
-                let disk = disk.clone();
-                Box::new(move |result, data| match result {
-                    Ok(_) => disk.opened.image.flush(answer),
-                    failed => answer(failed, data),
-                })
-            }
-            false => answer,
-        };
-        match raw.command {
-            command::READ => image.read(raw.offset, data, done),
-            command::WRITE => image.write(raw.offset, data, done),
-            command::TRIM => image.discard(raw.offset, raw.len, done),
-            command::WRITE_ZEROES => {
-                image.zero(raw.offset, raw.len as usize, raw.has(flag::NO_HOLE), done);
-            }
-            _ => image.flush(done),
-        }
+        let (session, of_done) = (self.clone(), links.clone());
+        let done: Done = Box::new(move |result, data| {
+            session.answer(of_done.medium(), raw, result, data, permit);
+        });
+        links.medium().submit(request, data, done);
         Some(())
     }
 
     fn answer(
         &self,
-        disk: &Disk,
+        medium: &impl Medium,
         raw: RawRequest,
         result: Result<usize, i32>,
         data: Vec<u8>,
@@ -177,28 +175,36 @@ impl Session {
         let code = match result {
             Ok(_) => 0,
             Err(e) => {
-                disk.failed(e);
+                medium.failed(e);
                 if matches!(e, ENOSPC | EDQUOT) { error::NO_SPACE } else { error::IO }
             }
         };
         let data = if raw.command == command::READ && code == 0 { data } else { Vec::new() };
-        let reply = Reply { head: Head::simple(raw.cookie, code), data, _permit: Some(permit) };
+        let reply = Reply { head: Head::simple(raw.cookie, code), data, _permit: permit };
         self.outbox.push(&self.socket, reply);
         self.gate().in_flight -= 1;
         self.changed.notify_all();
     }
 }
 
-/// Whether a request may go to the cluster.
-fn checked(raw: &RawRequest, disk: &Disk, bytes: u64) -> Result<(), u32> {
-    let changes = matches!(raw.command, command::WRITE | command::TRIM | command::WRITE_ZEROES);
-    let is_known = changes || matches!(raw.command, command::READ | command::FLUSH);
-    let fits = raw.command == command::FLUSH
+/// The request, if the medium may have it.
+fn checked(raw: &RawRequest, medium: &impl Medium, bytes: u64) -> Result<Request, u32> {
+    let what = match raw.command {
+        command::READ => What::Read,
+        command::WRITE => What::Write,
+        command::TRIM => What::Discard,
+        command::WRITE_ZEROES => What::Zero { thick: raw.has(flag::NO_HOLE) },
+        command::FLUSH => What::Flush,
+        _ => return Err(error::INVALID),
+    };
+    let changes = !matches!(what, What::Read | What::Flush);
+    let fits = what == What::Flush
         || raw.len > 0 && raw.offset.checked_add(raw.len).is_some_and(|end| end <= bytes);
+    let (offset, len) = if what == What::Flush { (0, 0) } else { (raw.offset, raw.len) };
     match () {
-        () if !is_known || !fits => Err(error::INVALID),
-        () if changes && disk.opened.read_only => Err(error::PERM),
-        () if disk.has_lost() => Err(error::IO),
-        () => Ok(()),
+        () if !fits => Err(error::INVALID),
+        () if changes && medium.is_read_only() => Err(error::PERM),
+        () if medium.has_lost() => Err(error::IO),
+        () => Ok(Request { what, offset, len, durable: changes && raw.has(flag::FUA) }),
     }
 }

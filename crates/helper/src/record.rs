@@ -1,5 +1,5 @@
-//! Which client of the cluster the last helper of this host was, for the next one: it may break the lock of a dead helper at
-//! once. A file for each image on a tmpfs. Its helper has it locked, so who gets that lock knows that the one before has ended.
+//! As whom the last helper of this host had a disk, for the next one: it may take the disk of a dead helper at once. A file for each
+//! disk on a tmpfs. Its helper has it locked, so who gets that lock knows that the one before has ended.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
@@ -8,7 +8,6 @@ use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use ferrite_nbd::uri::rbd::Image;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use rustix::process::{geteuid, getppid};
@@ -17,26 +16,26 @@ use crate::fault::Fault;
 
 /// One write of so many bytes is there or not when the process is killed.
 const BYTES: usize = 512;
-/// How long the predecessor, whose starter has gone on already, may take to release its image.
+/// How long the predecessor, whose starter has gone on already, may take to release its disk.
 const PATIENCE: Duration = Duration::from_secs(4);
 
-/// How far a helper is with its lock.
+/// How far a helper is with its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum State {
-    /// It has the lock, or is about to take it.
+pub enum State {
+    /// It has the disk, or is about to take it.
     Holds,
     /// It gives it back.
     Releases,
-    /// Another client took it.
+    /// Another one took it.
     Lost,
 }
 
 const STATES: [(State, &str); 3] =
     [(State::Holds, "holds"), (State::Releases, "releases"), (State::Lost, "lost")];
 
-/// The record of an image, locked.
+/// The record of a disk, locked.
 #[derive(Debug)]
-pub(crate) struct Record {
+pub struct Record {
     /// None: there is no folder for it, so nothing is known of dead helpers.
     file: Option<File>,
     /// The process that has started this one.
@@ -53,17 +52,18 @@ struct Before {
 }
 
 impl Record {
-    /// Opens the record, and waits some seconds for a predecessor.
+    /// Opens the record of a disk, and waits some seconds for a predecessor. `kind` is the folder of such records, `identity` tells
+    /// the disk from all others of it, and `name` is the disk's for people.
     ///
     /// # Errors
-    /// Another process of this host has the image open for writing.
-    pub(crate) fn open(image: &Image) -> Result<Record, Fault> {
+    /// Another process of this host has the disk open for writing.
+    pub fn open(kind: &str, identity: &str, name: &str) -> Result<Record, Fault> {
         let help = "make /run/ferrite writable for root, or XDG_RUNTIME_DIR for its user";
         let cannot = |e: io::Error| {
-            Fault::passing(format!("the record of the image's lock cannot be kept: {e}"), help)
+            Fault::passing(format!("the record of the lock of {name} cannot be kept: {e}"), help)
         };
         let starter = starter();
-        let Some(path) = path(image) else {
+        let Some(path) = path(kind, identity) else {
             return Ok(Record { file: None, starter, before: None });
         };
         if let Some(folder) = path.parent() {
@@ -73,39 +73,50 @@ impl Record {
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
         let nofollow = OFlags::NOFOLLOW.bits().cast_signed();
         let file = options.custom_flags(nofollow).open(&path).map_err(cannot)?;
-        wait_for_lock(&file, image)?;
+        wait_for_lock(&file, name)?;
         let mut bytes = [0; BYTES];
         let len = file.read_at(&mut bytes, 0).map_err(cannot)?;
         let before = parse(&bytes[..len]);
         Ok(Record { file: Some(file), starter, before })
     }
 
-    /// Whether this client was the last helper of this host, which is dead.
-    pub(crate) fn is_predecessor(&self, owner: &str) -> bool {
+    /// Whether this owner was the last helper of this host, which is dead.
+    pub fn is_predecessor(&self, owner: &str) -> bool {
         self.before.as_ref().is_some_and(|before| before.owner == owner)
     }
 
-    /// Whether the predecessor, which this helper goes on for, has lost the image to another client: it was told so, or the
+    /// Whether the record is kept, and so no other helper of this host has the disk.
+    pub fn is_kept(&self) -> bool {
+        self.file.is_some()
+    }
+
+    /// Whether the predecessor, which this helper goes on for, has lost the disk to another owner: it was told so, or the
     /// lock that it had is no longer its own. Then the guest's disk is no longer what it was.
-    pub(crate) fn has_lost(&self, owner: Option<&str>) -> bool {
-        let Some(before) = self.before.as_ref().filter(|before| before.starter == self.starter)
-        else {
-            return false;
-        };
-        match before.state {
-            State::Lost => true,
-            State::Holds => owner != Some(&before.owner),
-            State::Releases => false,
+    pub fn has_lost(&self, owner: Option<&str>) -> bool {
+        match self.before() {
+            Some((_, State::Lost)) => true,
+            Some((before, State::Holds)) => owner != Some(before),
+            Some((_, State::Releases)) | None => false,
         }
     }
 
+    /// As whom the predecessor had the disk that this helper goes on for, and how far it was. `None`: there was none, or it had
+    /// another starter.
+    pub fn before(&self) -> Option<(&str, State)> {
+        let before = self.before.as_ref().filter(|before| before.starter == self.starter);
+        before.map(|before| (before.owner.as_str(), before.state))
+    }
+
     /// Writes what is so now, or is about to be.
-    pub(crate) fn write(&self, owner: &str, state: State) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// The file system's; the owner's name is too long.
+    pub fn write(&self, owner: &str, state: State) -> io::Result<()> {
         let Some(file) = &self.file else { return Ok(()) };
         let state = STATES.iter().find(|(known, _)| *known == state).map_or("", |(_, name)| *name);
         let mut text = format!("{state}\n{owner}\n{}\n", self.starter).into_bytes();
         if text.len() > BYTES {
-            return Err(io::Error::other("the address of this client is too long"));
+            return Err(io::Error::other("the name of this owner is too long"));
         }
         text.resize(BYTES, 0);
         file.write_all_at(&text, 0)
@@ -120,7 +131,7 @@ fn parse(bytes: &[u8]) -> Option<Before> {
     Some(Before { owner, starter, state: *state })
 }
 
-fn wait_for_lock(file: &File, image: &Image) -> Result<(), Fault> {
+fn wait_for_lock(file: &File, name: &str) -> Result<(), Fault> {
     let end = Instant::now() + PATIENCE;
     loop {
         match flock(file, FlockOperation::NonBlockingLockExclusive) {
@@ -128,13 +139,13 @@ fn wait_for_lock(file: &File, image: &Image) -> Result<(), Fault> {
             Err(Errno::INTR) => {}
             Err(Errno::WOULDBLOCK) if Instant::now() < end => sleep(Duration::from_millis(20)),
             Err(Errno::WOULDBLOCK) => {
-                let why = format!("{} is in use by another process of this host", image.short());
-                let help = "end that process (pgrep -a ferrite-rbd), or open the image read-only";
+                let why = format!("{name} is in use by another process of this host");
+                let help = "end that process (pgrep -af 'ferrite-rbd|pool own'), or open the disk read-only";
                 // It has waited already: no second attempt follows.
                 return Err(Fault::lasting(why, help));
             }
             Err(e) => {
-                let why = format!("the record of the image's lock cannot be locked: {e}");
+                let why = format!("the record of the lock of {name} cannot be locked: {e}");
                 return Err(Fault::passing(why, "check /run/ferrite"));
             }
         }
@@ -142,15 +153,13 @@ fn wait_for_lock(file: &File, image: &Image) -> Result<(), Fault> {
 }
 
 /// The record's file: of root in /run/ferrite, of others in their own folder.
-fn path(image: &Image) -> Option<PathBuf> {
+fn path(kind: &str, identity: &str) -> Option<PathBuf> {
     let folder = match geteuid().is_root() {
         true => PathBuf::from("/run/ferrite"),
         false => PathBuf::from(std::env::var_os("XDG_RUNTIME_DIR")?).join("ferrite"),
     };
-    let conf = std::fs::canonicalize(&image.conf).unwrap_or_else(|_| image.conf.clone());
-    let text = format!("{}\n{}", conf.display(), image.short());
-    let name = blake3::hash(text.as_bytes()).to_hex();
-    Some(folder.join("rbd").join(&name[..32]))
+    let name = blake3::hash(identity.as_bytes()).to_hex();
+    Some(folder.join(kind).join(&name[..32]))
 }
 
 /// This process's parent: its number, and when it began.

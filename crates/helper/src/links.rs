@@ -1,0 +1,100 @@
+//! The medium, and the connections to it.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use ferrite_host::helper::{CONTROL, LINK};
+
+use crate::budget::Budget;
+use crate::session::Session;
+use crate::{Fault, Medium, greeting};
+
+/// Connections at a time. A disk has one for each queue.
+const MAX_CONNECTIONS: usize = 128;
+
+/// A medium, and what all connections to it share.
+pub struct Links<M> {
+    medium: M,
+    pub(crate) budget: Arc<Budget>,
+    sessions: Mutex<Vec<Arc<Session>>>,
+}
+
+impl<M: Medium> Links<M> {
+    /// A medium without a connection.
+    pub fn new(medium: M) -> Arc<Links<M>> {
+        Arc::new(Links { medium, budget: Arc::default(), sessions: Mutex::default() })
+    }
+
+    /// The medium.
+    pub fn medium(&self) -> &M {
+        &self.medium
+    }
+
+    /// The medium again, when the last connection has let it go.
+    pub fn into_medium(self) -> M {
+        self.medium
+    }
+
+    /// Serves the streams that come through the starter's socket, until that is closed.
+    pub fn take_from(self: &Arc<Self>, control: &OwnedFd) {
+        while let Ok(mut frame) = CONTROL.receive(control) {
+            if let Some(socket) = frame.files.pop().filter(|_| frame.bytes == LINK) {
+                self.serve(socket);
+            }
+        }
+    }
+
+    /// Serves a client, on threads of its own. With too many others it is turned away.
+    pub fn serve(self: &Arc<Self>, socket: OwnedFd) {
+        let session = Arc::new(Session::new(socket));
+        {
+            let mut sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+            if sessions.len() >= MAX_CONNECTIONS {
+                return;
+            }
+            sessions.push(session.clone());
+        }
+        let links = self.clone();
+        let started = std::thread::Builder::new().name("connection".into()).spawn({
+            let session = session.clone();
+            move || {
+                session.run(&links);
+                links.forget(&session);
+            }
+        });
+        if started.is_err() {
+            self.forget(&session);
+        }
+    }
+
+    pub(crate) fn sessions(&self) -> Vec<Arc<Session>> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn forget(&self, session: &Arc<Session>) {
+        let mut sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+        sessions.retain(|other| !Arc::ptr_eq(other, session));
+    }
+
+    /// Closes all connections. Our clients connect again at once, and repeat what was not answered.
+    pub fn close_all(&self) {
+        self.sessions().iter().for_each(|session| session.close());
+    }
+
+    /// Ends all connections. False: requests were still under way at that time.
+    pub fn end(&self, until: Instant) -> bool {
+        self.sessions().iter().all(|session| session.end(until))
+    }
+}
+
+/// Says to the clients that wait why there is no disk. They log it once; a helper is started for each of their attempts.
+pub fn refuse_links(control: &OwnedFd, fault: &Fault) {
+    let mut next = CONTROL.receive(control).ok();
+    while let Some(frame) = next {
+        for socket in frame.files {
+            let _ = greeting::refuse(socket.as_fd(), fault);
+        }
+        next = CONTROL.try_receive(control).ok().flatten();
+    }
+}

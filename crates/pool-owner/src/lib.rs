@@ -1,0 +1,50 @@
+//! The process that has a disk of a pool: it answers NBD to one starter, and keeps the copies on the servers of the pool.
+//!
+//! What follows from what is decided by [`ferrite_pool::Owner`], a state machine for each set of copies. This is its shell:
+//!
+//! * `open`: from a name to an open disk: whose it is, and the files of a new one; `lock`: who had it on this host before.
+//! * `disk`: a request is split into parts, by the map's arithmetic; `parts`: what its parts have in common.
+//! * `set`: the state machine of a set, and what it asks for.
+//! * `member`: the thread of a copy, which connects to its server and takes its answers; `link`: one connection.
+//! * `records`: the thread that asks etcd, and changes records.
+//!
+//! The rules and messages are in `docs/internals/pool.md`.
+
+#![forbid(unsafe_code)]
+
+mod disk;
+mod link;
+mod lock;
+mod member;
+mod open;
+mod parts;
+mod records;
+mod set;
+
+use std::path::PathBuf;
+
+pub use disk::Disk;
+pub use open::open;
+
+/// Which disk, and how it is reached.
+#[derive(Clone, Debug)]
+pub struct Name {
+    /// Addresses of etcd.
+    pub etcd: Vec<String>,
+    /// The pool.
+    pub pool: String,
+    /// The disk.
+    pub disk: String,
+    /// The folder of certificates for etcd and for the servers. `None`: without TLS.
+    pub tls: Option<PathBuf>,
+    /// The disk is taken from whoever has it.
+    pub take_over: bool,
+    /// Nothing is written by the user.
+    pub read_only: bool,
+}
+
+/// Nanoseconds of a clock that goes on while the machine sleeps.
+pub(crate) fn now() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
+}

@@ -1,0 +1,225 @@
+//! The thread of a copy: it connects to the copy's server when the set's owner asks for it, and takes the answers.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use ferrite_host::clock::{Clock as _, SystemClock};
+use ferrite_host::limited;
+use ferrite_host::log_limit::SharedLogLimit;
+use ferrite_pool::wire::{Extent, Greeting, Header, Kind, regions_from_bytes};
+use ferrite_pool::{Event, Generation, MemberId, OpId, Region, Reply};
+use ferrite_pool_map::{Access, Copy, Id};
+use rustix::io::Errno;
+
+use crate::link::{Link, connect, create, wait_for_answers, words};
+use crate::set::Set;
+
+/// The first pause after a server has failed an operation: the set's owner drops it meanwhile, if another copy stays.
+const FIRST_PAUSE: Duration = Duration::from_secs(2);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// The pause between two questions for a server's address.
+const LOOK_AGAIN: Duration = Duration::from_secs(5);
+const STACK_BYTES: usize = 256 << 10;
+
+/// How all copies of a disk are reached.
+pub(crate) struct Way {
+    pub(crate) access: Arc<Access>,
+    pub(crate) pool: Id,
+    pub(crate) tls: Option<PathBuf>,
+}
+
+/// A copy, and who has it.
+#[derive(Clone)]
+pub(crate) struct Place {
+    pub(crate) member: MemberId,
+    pub(crate) server: String,
+    pub(crate) extent: Extent,
+    /// Bytes of the copy.
+    pub(crate) bytes: u64,
+    /// Where the server was last.
+    pub(crate) address: Arc<Mutex<Option<SocketAddr>>>,
+}
+
+impl Place {
+    pub(crate) fn of(copy: &Copy, bytes: u64, address: Option<SocketAddr>) -> Place {
+        let extent = Extent { id: copy.id.0, name: copy.name.clone() };
+        let address = Arc::new(Mutex::new(address));
+        Place { member: MemberId(copy.member), server: copy.server.clone(), extent, bytes, address }
+    }
+
+    fn greeting(&self, way: &Way) -> Greeting {
+        Greeting { pool: way.pool.0, server: self.server.clone() }
+    }
+
+    fn last_address(&self) -> Option<SocketAddr> {
+        *self.address.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks etcd where the server is now.
+    fn look_up(&self, way: &Way) -> Option<SocketAddr> {
+        let server = way.access.server(way.pool, &self.server).ok().flatten()?;
+        *self.address.lock().unwrap_or_else(PoisonError::into_inner) = Some(server.address);
+        Some(server.address)
+    }
+
+    /// Makes the file of a disk that nobody has opened yet.
+    ///
+    /// # Errors
+    /// In words.
+    pub(crate) fn make(&self, way: &Way) -> Result<(), String> {
+        let at = self.last_address().or_else(|| self.look_up(way));
+        let at = at.ok_or("it does not announce itself")?;
+        let socket = connect(at, way.tls.as_deref(), &self.greeting(way))?;
+        create(&socket, &self.extent, self.bytes, true)
+    }
+}
+
+/// Starts the thread of a copy. It connects once for each message.
+///
+/// # Errors
+/// The kernel's.
+pub(crate) fn start(place: Place, way: Arc<Way>, set: Weak<Set>) -> std::io::Result<Sender<()>> {
+    let (go, asked) = channel();
+    let thread = std::thread::Builder::new().name("copy".into()).stack_size(STACK_BYTES);
+    thread.spawn(move || Thread::new(place, way, set).run(&asked))?;
+    Ok(go)
+}
+
+struct Thread {
+    place: Place,
+    way: Arc<Way>,
+    set: Weak<Set>,
+    limit: SharedLogLimit,
+    /// Nothing is tried before this time, since the server has failed an operation.
+    not_before: Option<Instant>,
+    pause: Duration,
+    looked_up: Option<Instant>,
+}
+
+impl Thread {
+    fn new(place: Place, way: Arc<Way>, set: Weak<Set>) -> Thread {
+        let (limit, pause) = (SharedLogLimit::default(), FIRST_PAUSE);
+        Thread { place, way, set, limit, not_before: None, pause, looked_up: None }
+    }
+
+    fn run(&mut self, asked: &Receiver<()>) {
+        while asked.recv().is_ok() {
+            let Some(set) = self.set.upgrade() else { return };
+            let waits = self.not_before.is_some_and(|until| Instant::now() < until);
+            let connected = if waits { None } else { self.connect(&set) };
+            match connected {
+                None => set.happened(Event::Unconnected(self.place.member)),
+                Some(link) => self.serve(&set, &link),
+            }
+        }
+    }
+
+    fn connect(&mut self, set: &Set) -> Option<Arc<Link>> {
+        let Thread { place, way, .. } = self;
+        let (tls, greeting) = (way.tls.as_deref(), place.greeting(way));
+        let open = |at| {
+            let socket = connect(at, tls, &greeting)?;
+            if !set.is_in_sync(place.member) {
+                // It may be new, or its server has lost it: then it is made, and gets everything.
+                create(&socket, &place.extent, place.bytes, false)?;
+            }
+            wait_for_answers(&socket).map_err(|e| e.to_string())?;
+            Ok::<_, String>(Link::new(socket))
+        };
+        let known = place.last_address();
+        let mut tried = match known {
+            Some(at) => open(at),
+            None => Err("it does not announce itself".to_owned()),
+        };
+        let may_look = self.looked_up.is_none_or(|at| at.elapsed() >= LOOK_AGAIN);
+        if tried.is_err() && may_look {
+            self.looked_up = Some(Instant::now());
+            if let Some(at) = place.look_up(way).filter(|at| Some(*at) != known) {
+                tried = open(at);
+            }
+        }
+        match tried {
+            Ok(link) => Some(Arc::new(link)),
+            Err(why) => {
+                self.log(set, &format!("cannot be reached: {why}"));
+                None
+            }
+        }
+    }
+
+    /// Takes answers until the connection ends.
+    fn serve(&mut self, set: &Arc<Set>, link: &Arc<Link>) {
+        let sender = link.clone();
+        let thread = std::thread::Builder::new().name("messages".into()).stack_size(STACK_BYTES);
+        if thread.spawn(move || sender.run()).is_err() {
+            return set.happened(Event::Unconnected(self.place.member));
+        }
+        let conn = set.connected(self.place.member, link);
+        let began = Instant::now();
+        loop {
+            let taken = match link.receive() {
+                Ok((header, payload)) => self.reply(&header, payload),
+                // The end: the server has gone, or the owner has closed it.
+                Err(e) if e.kind() != std::io::ErrorKind::InvalidData => break,
+                Err(e) => Err((false, e.to_string())),
+            };
+            match taken {
+                Ok((reply, data)) => set.replied(conn, reply, data),
+                Err((is_refusal, why)) => {
+                    self.log(set, &format!("fails: {why}"));
+                    if !is_refusal || began.elapsed() > LONGEST_PAUSE {
+                        self.pause = FIRST_PAUSE;
+                    }
+                    self.not_before = Some(Instant::now() + self.pause);
+                    self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+                    break;
+                }
+            }
+        }
+        link.close();
+        set.ended(conn);
+    }
+
+    /// What an answer says, and what was read. The error: whether the server has said it, and what is wrong.
+    fn reply(&self, header: &Header, payload: Vec<u8>) -> Result<(Reply, Vec<u8>), (bool, String)> {
+        let op = OpId(header.op);
+        let regions = || {
+            let regions = regions_from_bytes(&payload).map_err(|e| (false, e.to_string()))?;
+            let count = self.place.bytes.div_ceil(crate::set::region_bytes(self.place.bytes));
+            match regions.iter().all(|region| region.0 < count) {
+                true => Ok(regions.into_iter().collect::<std::collections::BTreeSet<Region>>()),
+                false => Err((false, "it names regions behind the copy's end".to_owned())),
+            }
+        };
+        let reply = match header.kind {
+            Kind::Opened if header.len != crate::set::region_bytes(self.place.bytes) => {
+                return Err((false, format!("its regions have {} bytes", header.len)));
+            }
+            Kind::Opened => Reply::Opened { incomplete: header.start != 0, dirty: regions()? },
+            Kind::Refused => Reply::Refused { stored: Generation(header.start) },
+            Kind::Done => return Ok((Reply::Done { op }, payload)),
+            Kind::Dirty => Reply::Bits { op, dirty: regions()? },
+            Kind::Failed => {
+                let errno = i32::try_from(header.start).map(Errno::from_raw_os_error);
+                let errno = errno.map_or_else(|_| String::new(), |e| format!(" ({e})"));
+                return Err((true, format!("{}{errno}", words(&payload))));
+            }
+            other => return Err((false, format!("{other:?} is no answer"))),
+        };
+        Ok((reply, Vec::new()))
+    }
+
+    fn log(&self, set: &Set, what: &str) {
+        let server = &self.place.server;
+        limited!(
+            warn,
+            self.limit,
+            SystemClock.now_ns(),
+            "{}: the server {server} {what}",
+            set.name()
+        );
+    }
+}

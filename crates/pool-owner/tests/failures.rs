@@ -1,0 +1,159 @@
+//! A disk of a pool in use, on real servers and a real etcd: its owner, its servers and etcd fail.
+
+mod pooled;
+
+use std::time::{Duration, Instant};
+
+use ferrite_testkit::nbd_client::command;
+use pooled::{BLOCK, MIB, Model, Pool, STRIPE};
+use rustix::process::Signal;
+
+const FUA: u16 = 1;
+
+/// The servers and owners of the other tests: each is this program.
+#[test]
+fn another_process() {
+    pooled::be_other();
+}
+
+#[test]
+fn a_disk_of_stripes_and_copies_keeps_what_is_written() {
+    let Some(pool) = Pool::new("trip", 3) else { return };
+    pool.create("d", 16 * MIB, 2, 2);
+    let owner = pool.own("d", false).unwrap();
+    let mut model = Model::new(16 * MIB);
+    let mut client = owner.client();
+    for _ in 0..40 {
+        model.turn(&mut client);
+    }
+    // A long request, and zeros across stripes.
+    let data: Vec<u8> = (0..4 * MIB).map(|i| (i / 511) as u8).collect();
+    let at = 3 * STRIPE + 512;
+    assert_eq!(client.call(command::WRITE, FUA, at as u64, 4 << 20, &data).error, 0);
+    model.content[at..at + data.len()].copy_from_slice(&data);
+    for (what, at, len) in
+        [(command::WRITE_ZEROES, STRIPE - BLOCK, 5 * STRIPE), (command::TRIM, 8 << 20, STRIPE)]
+    {
+        assert_eq!(client.call(what, 0, at as u64, len as u32, &[]).error, 0);
+        model.content[at..at + len].fill(0);
+    }
+    // What no disk has, and what is no whole block.
+    assert_eq!(client.call(command::READ, 0, 16 * MIB - 512, 1024, &[]).error, 22);
+    assert_ne!(client.call(command::READ, 0, 1, 512, &[]).error, 0);
+    client.flush();
+    model.is_on(&mut client);
+    assert_ne!(pool.record("d", 0).owner, 0);
+    let second = pool.own("d", false).err().unwrap();
+    assert!(second.contains("in use by another process of this host"), "{second}");
+    drop(client);
+    owner.process.end();
+
+    assert_eq!(pool.record("d", 1).owner, 0, "it is given back");
+    pool.files_are("d", &model.content);
+    let owner = pool.own("d", false).unwrap();
+    model.is_on(&mut owner.client());
+}
+
+#[test]
+fn a_server_is_killed_under_writes_and_comes_back_with_all_of_them() {
+    let Some(mut pool) = Pool::new("kill", 2) else { return };
+    pool.create("d", 16 * MIB, 2, 1);
+    let owner = pool.own("d", false).unwrap();
+    let mut client = owner.client();
+    let mut model = Model::new(16 * MIB);
+    let mut turns = |model: &mut Model, time: Duration| {
+        let began = Instant::now();
+        while began.elapsed() < time {
+            model.turn(&mut client);
+        }
+    };
+    turns(&mut model, Duration::from_millis(300));
+    pool.kill(1);
+    turns(&mut model, Duration::from_secs(2));
+    println!("longest turn: {:?}", model.longest);
+    assert_eq!(pool.record("d", 0).out, [1].into());
+    pool.start(1);
+    turns(&mut model, Duration::from_secs(1));
+    pool.until_whole("d");
+    turns(&mut model, Duration::from_millis(200));
+    model.is_on(&mut client);
+    client.flush();
+    drop(client);
+    owner.process.end();
+    pool.files_are("d", &model.content);
+}
+
+#[test]
+fn the_successor_of_a_killed_owner_has_what_was_flushed() {
+    let Some(pool) = Pool::new("next", 2) else { return };
+    pool.create("d", 8 * MIB, 2, 1);
+    let mut model = Model::new(8 * MIB);
+    for _ in 0..3 {
+        let owner = pool.own("d", false).unwrap();
+        let mut client = owner.client();
+        model.is_on(&mut client);
+        for _ in 0..10 {
+            model.turn(&mut client);
+        }
+        client.flush();
+        // It has no time to give the disk back.
+        drop(owner);
+    }
+    let owner = pool.own("d", false).unwrap();
+    model.is_on(&mut owner.client());
+}
+
+#[test]
+fn nothing_of_an_owner_that_was_stopped_lands_behind_its_successor() {
+    let Some(pool) = Pool::new("fence", 2) else { return };
+    pool.create("d", 8 * MIB, 2, 1);
+    let old = pool.own("d", false).unwrap();
+    let mut late = old.client();
+    late.write(0, &[1; BLOCK]);
+    late.flush();
+    old.process.signal(Signal::STOP);
+    // They wait in its socket.
+    for i in 0..16 {
+        late.send(command::WRITE, 0, i * BLOCK as u64, BLOCK as u32, &[2; BLOCK]);
+    }
+    let new = pool.own("d", true).unwrap();
+    let mut client = new.client();
+    assert_eq!(client.read(0, BLOCK as u32), [1; BLOCK]);
+    client.write(0, &[3; 2 * BLOCK]);
+    old.process.signal(Signal::CONT);
+    for _ in 0..16 {
+        assert_eq!(late.reply().error, 5, "a write of the old owner is answered");
+    }
+    assert_eq!(late.call(command::READ, 0, 0, BLOCK as u32, &[]).error, 5);
+    assert_eq!(late.call(command::FLUSH, 0, 0, 0, &[]).error, 5);
+    let mut expected = vec![0; 16 * BLOCK];
+    expected[..2 * BLOCK].fill(3);
+    assert_eq!(client.read(0, 16 * BLOCK as u32), expected);
+    client.flush();
+    drop(client);
+    new.process.end();
+    for copy in &pool.files("d")[0] {
+        assert!(copy[..16 * BLOCK] == expected);
+    }
+}
+
+#[test]
+fn requests_go_on_while_etcd_is_away() {
+    let Some(pool) = Pool::new("etcd", 2) else { return };
+    pool.create("d", 8 * MIB, 2, 1);
+    let owner = pool.own("d", false).unwrap();
+    let mut client = owner.client();
+    let mut model = Model::new(8 * MIB);
+    pool.etcd.stop(0);
+    // Longer than a confirmed generation may be relied on.
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_secs(3) {
+        model.turn(&mut client);
+    }
+    client.flush();
+    assert!(model.longest < Duration::from_secs(2), "{:?}", model.longest);
+    pool.etcd.go_on(0);
+    drop(client);
+    owner.process.end();
+    pool.files_are("d", &model.content);
+}
