@@ -94,7 +94,10 @@ fn be_owner(url: &str, disk: &str, socket: &str, take_over: bool) -> Result<(), 
     }
     loop {
         match Arc::try_unwrap(links) {
-            Ok(last) => return Ok(last.into_medium().close()),
+            Ok(last) => {
+                last.into_medium().close();
+                return Ok(());
+            }
             Err(shared) => links = shared,
         }
         std::thread::sleep(Duration::from_millis(2));
@@ -130,6 +133,7 @@ impl Process {
                 return Err(why.to_owned());
             }
         }
+        child.wait().unwrap();
         panic!("it has ended: {}", std::fs::read_to_string(&log).unwrap());
     }
 
