@@ -13,8 +13,8 @@ use crate::image::args::bytes;
 #[derive(Debug, Args)]
 #[command(
     after_help = "A disk is POOL/DISK. Names have 1 to 40 of a-z, 0-9, \"-\" and \"_\". Sizes are bytes, or numbers with K, M, G, \
-                  T (powers of 1024). Pools are being built: the commands keep the map of a pool's disks and serve \
-                  its copies, and no host opens these disks yet. So they ask for --experimental, and may change."
+                  T (powers of 1024). A disk is opened by its name pool:POOL/DISK. Pools are being built: they ask for \
+                  --experimental, or experimental = true below [pool.POOL] in ferrite.toml, and may change."
 )]
 pub(crate) struct PoolArgs {
     /// The command.
