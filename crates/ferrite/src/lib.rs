@@ -115,6 +115,8 @@ pub fn main() -> ExitCode {
             generate::run_for_package(programs, &args.directory)
         }
     };
+    // The next command, also that of another host, finds their disks free.
+    ferrite_host::helper::end_helpers();
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report_as(json),

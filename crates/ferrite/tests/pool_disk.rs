@@ -4,7 +4,7 @@ mod pooled;
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use ferrite_testkit::nbd::{Client, command};
 use ferrite_testkit::wait_until;
@@ -57,6 +57,19 @@ impl Drop for Export {
     fn drop(&mut self) {
         end(&mut self.child);
     }
+}
+
+/// Runs a command as on another host: one with a name and a `/run` of its own. What it says of its failure.
+fn elsewhere(pool: &Pool, args: &[&str]) -> String {
+    let name = write_file(pool.dir.path(), "hostname", b"elsewhere\n");
+    let script = format!("mount -t tmpfs t /run; mount --bind {name} /etc/hostname; exec \"$@\"");
+    let ours = pool.ferrite(args);
+    let mut command = Command::new("unshare");
+    command.args(["-m", "sh", "-ec", &script, "sh"]).arg(ours.get_program()).args(args);
+    let output = command.env("FERRITE_CONFIG", pool.config()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.success(), said.is_empty(), "{args:?}: {said}");
+    said
 }
 
 #[test]
@@ -115,9 +128,15 @@ fn an_owner_whose_disk_was_stolen_fails_it_for_good() {
     let mut client = export.client();
     client.write(0, &[1; 4096]);
     client.flush();
-    pool.ok(&["pool", "steal", "lab/web1"]);
     let file = write_file(pool.dir.path(), "other", &pattern(16 * MIB, 9));
-    pool.ok(&["image", "convert", "-n", &file, &name]);
+    let convert = ["image", "convert", "-n", &file, &name];
+    let refused = elsewhere(&pool, &convert);
+    assert!(
+        refused.contains("in use by another host") && refused.contains("pool steal lab/web1"),
+        "{refused}"
+    );
+    pool.ok(&["pool", "steal", "lab/web1"]);
+    assert_eq!(elsewhere(&pool, &convert), "");
     // Neither this owner nor one that follows it writes again.
     assert_eq!(client.call(command::WRITE, 0, 0, 4096, &[2; 4096]).error, IO);
     export.kill_owner();

@@ -10,7 +10,7 @@ mod pooled;
 mod roles;
 
 use far::{Far, children};
-use ferrite_daemon::state::PhaseName;
+use ferrite_daemon::control::protocol::PhaseName;
 use ferrite_testkit::wait_until;
 use pooled::Pool;
 

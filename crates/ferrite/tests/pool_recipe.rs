@@ -110,7 +110,10 @@ impl Lab {
         let status = self.status("lab/web1");
         let copies = status["sets"][0]["copies"].as_array().unwrap().clone();
         let text = |value: &Value| value.as_str().unwrap().to_owned();
-        copies.iter().map(|copy| (text(&copy["server"]), text(&copy["state"]))).collect()
+        let of = |copy: &Value| (text(&copy["server"]), text(&copy["state"]));
+        let mut all: Vec<_> = copies.iter().map(of).collect();
+        all.sort();
+        all
     }
 
     fn image(&self, name: &str, seed: u8) {

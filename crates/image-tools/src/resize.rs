@@ -93,6 +93,9 @@ impl ImageTools<'_> {
         options: &OpenOptions,
     ) -> Result<Done, DiskError> {
         let what = || format!("cannot resize {}", name.path.display());
+        if name.format.is_remote() {
+            return Err(name.no_image());
+        }
         if name.format == Format::Raw && self.is_device(&name.path) {
             let help = "resize the device (lvextend, for one)";
             return Err(unsuitable(what(), "a block device has the size that it has", help));
