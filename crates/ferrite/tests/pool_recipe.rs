@@ -189,10 +189,15 @@ fn two_hosts_and_a_witness_are_set_up_lose_one_and_replace_it() {
     };
     wait_until("the new server", has_c);
     lab.run(&lab.blocks[6]);
-    // Who opens it has the new copy filled.
+    // Who has it open has the new copy filled.
+    let mut user = Host::default();
+    let script = "exec ferrite export nbd pool:lab/web1 --socket s 2>log-user";
+    user.0.push(lab.shell(script).spawn().unwrap());
     wait_until("the new copy", || {
-        lab.run("ferrite image compare second.qcow2 pool:lab/web1");
+        println!("{:?}", lab.copies());
         lab.copies() == pair(("a", "in_sync"), ("c", "in_sync"))
     });
+    drop(user);
+    lab.run("ferrite image compare second.qcow2 pool:lab/web1");
     assert!(lab.file("a") == lab.file("c"), "the copies differ");
 }
