@@ -157,6 +157,30 @@ impl Access {
         })
     }
 
+    /// Takes a copy out of the map that another one has replaced, once the record of its set has it no more. Its file is listed as
+    /// not needed any more. False: it is in use, or gone already.
+    ///
+    /// # Errors
+    /// [`Error::NoDisk`], and those of etcd.
+    pub fn retire(&self, name: &str, set: usize, member: u8) -> Result<bool, Error> {
+        self.change(|state| {
+            let mut disk = self.disk(state, name)?.clone();
+            let record = state.record(name, set)?;
+            let stored = &record.stored;
+            let is_in_use = stored.in_sync.contains(&member) || stored.out.contains(&member);
+            let gone = disk.set_mut(set).filter(|_| !is_in_use).and_then(|set| {
+                let at = set.copies.iter().position(|copy| copy.member == member && copy.leaves)?;
+                Some(set.copies.remove(at))
+            });
+            let Some(gone) = gone else { return Ok(Err(false)) };
+            let removed = vec![Removed { server: gone.server, name: gone.name }];
+            let others = Transaction::when(&state.record_key(name, set), record.revision)
+                .put(&state.disk_key(name), json(&disk))
+                .put(&state.removed_key(), json(&removed));
+            Ok(Ok(decided(state, others, true)))
+        })
+    }
+
     /// A server gets no new copies from now on, or does again.
     ///
     /// # Errors

@@ -131,6 +131,18 @@ impl Access {
         entry.map(read).transpose()
     }
 
+    /// A disk of the pool with this identifier, as it is now. `None`: there is none.
+    ///
+    /// # Errors
+    /// [`Error::Etcd`], [`Error::Odd`].
+    pub fn disk_now(&self, pool: Id, name: &str) -> Result<Option<Disk>, Error> {
+        let Some(entry) = self.cluster.get(&format!("ferrite/{pool}/disks/{name}"))? else {
+            return Ok(None);
+        };
+        let disk = read::<Disk>(&entry).and_then(|disk| disk.check().map(|()| disk));
+        disk.map(Some).map_err(|why| Error::Odd { key: entry.key, why })
+    }
+
     fn key(&self) -> String {
         format!("ferrite/pools/{}", self.name)
     }

@@ -200,6 +200,15 @@ fn a_copy_of_an_opened_disk_stays_until_its_owner_has_another() {
     let record = &state.records[&("d".to_owned(), 0)].stored;
     assert_eq!((record.owner, &record.in_sync), (77, &[0, 1].into()));
     assert!(matches!(rig.direct.replace("d", "a", None), Err(Error::Room(_))));
+    // It stays in the map while the record has it.
+    assert!(!rig.direct.retire("d", 0, 1).unwrap());
+    let stored = Stored { generation: 1, owner: 77, ..Stored::new([0, 2]) };
+    put(&rig.cluster, &rig.direct, "records/d/0", serde_json::to_vec(&stored).unwrap());
+    assert!(!rig.direct.retire("d", 0, 0).unwrap(), "nobody replaces it");
+    assert!(rig.direct.retire("d", 0, 1).unwrap());
+    assert_eq!(rig.servers_of("d"), ["ac"]);
+    assert_eq!(rig.state().removed[0].server, "b");
+    assert!(!rig.direct.retire("d", 0, 1).unwrap(), "it is gone");
 }
 
 #[test]

@@ -6,12 +6,13 @@
 //! * `disk`: a request is split into parts, by the map's arithmetic; `parts`: what its parts have in common.
 //! * `set`: the state machine of a set, and what it asks for.
 //! * `member`: the thread of a copy, which connects to its server and takes its answers; `link`: one connection.
-//! * `records`: the thread that asks etcd, and changes records.
+//! * `records`: the thread that asks etcd, and changes records; `copies`: the thread that looks for copies that come or go.
 //!
 //! The rules and messages are in `docs/internals/pool.md`.
 
 #![forbid(unsafe_code)]
 
+mod copies;
 mod disk;
 mod link;
 mod lock;

@@ -14,7 +14,7 @@ use crate::disk::Disk;
 use crate::lock::{Lock, new_owner};
 use crate::member::{self, Place, Way};
 use crate::set::Set;
-use crate::{Name, records};
+use crate::{Name, copies, records};
 
 /// How long a disk may take to be served. The client of the stream waits for 10 s.
 const OPENING: Duration = Duration::from_secs(8);
@@ -63,7 +63,7 @@ pub fn open(name: &Name) -> Result<Disk, Fault> {
         me,
         lock,
     };
-    begin(&disk, &way).map_err(|e| {
+    begin(&disk, &name.disk, &way).map_err(|e| {
         Fault::passing(format!("a thread of {shown} cannot be started: {e}"), "free memory")
     })?;
     match serve(&disk) {
@@ -159,7 +159,7 @@ fn sets(
 }
 
 /// Makes the files of a new disk, takes the disk, and starts its threads.
-fn begin(disk: &Disk, way: &Arc<Way>) -> std::io::Result<()> {
+fn begin(disk: &Disk, name: &str, way: &Arc<Way>) -> std::io::Result<()> {
     for set in disk.sets.iter() {
         if set.is_new() {
             make(set, way);
@@ -171,6 +171,7 @@ fn begin(disk: &Disk, way: &Arc<Way>) -> std::io::Result<()> {
         }
         set.begin(threads);
     }
+    copies::start(disk, name, way.clone())?;
     let sets: Vec<_> = disk.sets.iter().map(Arc::downgrade).collect();
     let ticks = std::thread::Builder::new().name("ticks".into());
     ticks.spawn(move || {
@@ -190,7 +191,7 @@ fn begin(disk: &Disk, way: &Arc<Way>) -> std::io::Result<()> {
 fn make(set: &Arc<Set>, way: &Way) {
     std::thread::scope(|scope| {
         for place in set.places() {
-            scope.spawn(|| {
+            scope.spawn(move || {
                 if let Err(why) = place.make(way) {
                     tracing::warn!("{}: no copy on {} yet: {why}", set.name(), place.server);
                 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ferrite_pool::wire::{BLOCK_BYTES, Kind, MAX_PAYLOAD, regions_to_bytes};
 use ferrite_pool::{
@@ -42,15 +42,15 @@ pub(crate) struct Set {
     name: String,
     /// The record's key.
     key: String,
-    places: BTreeMap<MemberId, Place>,
-    /// The threads of the copies.
-    threads: OnceLock<BTreeMap<MemberId, Sender<()>>>,
     records: Records,
     inner: Mutex<Inner>,
 }
 
 struct Inner {
     machine: Owner,
+    places: BTreeMap<MemberId, Place>,
+    /// The threads of the copies.
+    threads: BTreeMap<MemberId, Sender<()>>,
     /// The record as it was checked, until the state machine has taken it.
     found: Option<(Revision, Record)>,
     links: BTreeMap<ConnId, (MemberId, Arc<Link>)>,
@@ -104,6 +104,8 @@ impl Set {
         });
         let inner = Inner {
             machine,
+            places,
+            threads: BTreeMap::new(),
             found: Some(found),
             links: BTreeMap::new(),
             requests: BTreeMap::new(),
@@ -114,14 +116,31 @@ impl Set {
             is_over: false,
         };
         let inner = Mutex::new(inner);
-        Arc::new(Set { name, key, places, threads: OnceLock::new(), records, inner })
+        Arc::new(Set { name, key, records, inner })
     }
 
     /// Takes the disk. Each copy has a thread that connects.
     pub(crate) fn begin(self: &Arc<Set>, threads: BTreeMap<MemberId, Sender<()>>) {
-        let _ = self.threads.set(threads);
-        let found = self.lock().found.take();
+        let mut inner = self.lock();
+        inner.threads = threads;
+        let found = inner.found.take();
+        drop(inner);
         self.happened(Event::Record(found));
+    }
+
+    /// A further copy, whose thread waits.
+    pub(crate) fn add(&self, place: Place, thread: Sender<()>) {
+        let mut inner = self.lock();
+        inner.threads.insert(place.member, thread);
+        inner.places.insert(place.member, place);
+    }
+
+    /// Whether the record has a copy, as committed, or may have it soon.
+    pub(crate) fn has(&self, member: MemberId) -> bool {
+        let inner = self.lock();
+        let record = inner.machine.record().map(|(_, record)| record);
+        let has = |it: &Record| it.in_sync.contains(&member) || it.out.contains(&member);
+        inner.machine.is_changing() || record.is_none_or(has)
     }
 
     pub(crate) fn name(&self) -> &str {
@@ -132,8 +151,8 @@ impl Set {
         &self.key
     }
 
-    pub(crate) fn places(&self) -> impl Iterator<Item = &Place> {
-        self.places.values()
+    pub(crate) fn places(&self) -> Vec<Place> {
+        self.lock().places.values().cloned().collect()
     }
 
     /// Whether nobody has ever opened it. Before [`begin`](Set::begin).
@@ -272,7 +291,7 @@ impl Set {
                 let _ = self.records.send(Wanted { set: Arc::downgrade(self), compare, record });
             }
             Effect::Connect(member) => {
-                let thread = self.threads.get().and_then(|threads| threads.get(&member));
+                let thread = inner.threads.get(&member);
                 // Of a copy that the map has not any more it is never connected.
                 let _ = thread.map(|thread| thread.send(()));
             }
@@ -307,7 +326,7 @@ impl Set {
         let none = || Payload::Own(Vec::new());
         let (op, io) = match request {
             Request::Open { generation, owner } => {
-                let Some(place) = self.places.get(member) else { return };
+                let Some(place) = inner.places.get(member) else { return };
                 let extent = Payload::Own(place.extent.to_bytes());
                 return link.send(Kind::Open, 0, generation.0, owner.0, extent);
             }
@@ -378,8 +397,9 @@ impl Set {
         }
         let now = (record.in_sync.clone(), record.out.clone());
         if let Some((in_sync, _)) = inner.known.replace(now.clone()) {
+            let places = &inner.places;
             let server = |member: &MemberId| {
-                self.places.get(member).map_or("of a removed copy", |place| place.server.as_str())
+                places.get(member).map_or("of a removed copy", |place| place.server.as_str())
             };
             for member in in_sync.difference(&now.0) {
                 tracing::warn!("{name}: the copy on {} is out of sync", server(member));

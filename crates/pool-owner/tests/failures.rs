@@ -111,14 +111,14 @@ fn nothing_of_an_owner_that_was_stopped_lands_behind_its_successor() {
     let mut late = old.client();
     late.write(0, &[1; BLOCK]);
     late.flush();
-    old.process.signal(Signal::STOP);
+    old.process.stop();
     // They wait in its socket.
     for i in 0..16 {
         late.send(command::WRITE, 0, i * BLOCK as u64, BLOCK as u32, &[2; BLOCK]);
     }
     let new = pool.own("d", true).unwrap();
     let mut client = new.client();
-    assert_eq!(client.read(0, BLOCK as u32), [1; BLOCK]);
+    assert!(client.read(0, BLOCK as u32) == [1; BLOCK], "it has what was flushed");
     client.write(0, &[3; 2 * BLOCK]);
     old.process.signal(Signal::CONT);
     for _ in 0..16 {
@@ -128,7 +128,7 @@ fn nothing_of_an_owner_that_was_stopped_lands_behind_its_successor() {
     assert_eq!(late.call(command::FLUSH, 0, 0, 0, &[]).error, 5);
     let mut expected = vec![0; 16 * BLOCK];
     expected[..2 * BLOCK].fill(3);
-    assert_eq!(client.read(0, 16 * BLOCK as u32), expected);
+    assert!(client.read(0, 16 * BLOCK as u32) == expected, "a late write is there");
     client.flush();
     drop(client);
     new.process.end();
@@ -153,6 +153,77 @@ fn requests_go_on_while_etcd_is_away() {
     client.flush();
     assert!(model.longest < Duration::from_secs(2), "{:?}", model.longest);
     pool.etcd.go_on(0);
+    drop(client);
+    owner.process.end();
+    pool.files_are("d", &model.content);
+}
+
+#[test]
+fn a_copy_is_replaced_while_the_disk_is_written() {
+    let Some(mut pool) = Pool::new("replace", 2) else { return };
+    pool.create("d", 16 * MIB, 2, 1);
+    let owner = pool.own("d", false).unwrap();
+    let mut client = owner.client();
+    let mut model = Model::new(16 * MIB);
+    let mut turns = |model: &mut Model, turns: usize| {
+        (0..turns).for_each(|_| model.turn(&mut client));
+    };
+    turns(&mut model, 50);
+    pool.add();
+    // One server is lost with its disk, and another one gets its copy.
+    pool.kill(1);
+    let replaced = pool.access.replace("d", "b", None).unwrap();
+    assert_eq!((replaced[0].to.as_str(), replaced[0].done), ("c", false));
+    let copies = || {
+        let state = pool.access.state().unwrap();
+        let (set, _) = state.disks["d"].sets().next().unwrap();
+        set.copies.iter().map(|copy| copy.server.clone()).collect::<Vec<_>>()
+    };
+    let began = Instant::now();
+    while copies() != ["a", "c"] {
+        turns(&mut model, 1);
+        assert!(began.elapsed() < Duration::from_secs(60), "{:?}", pool.record("d", 0));
+    }
+    assert_eq!(pool.record("d", 0).in_sync, [0, 2].into());
+    // The new one has all of it: it serves alone.
+    pool.kill(0);
+    turns(&mut model, 5);
+    model.is_on(&mut client);
+    pool.start(0);
+    pool.until_whole("d");
+    client.flush();
+    drop(client);
+    owner.process.end();
+    pool.files_are("d", &model.content);
+}
+
+#[test]
+fn a_server_that_is_stopped_leaves_and_one_that_lost_its_files_gets_all_again() {
+    let Some(mut pool) = Pool::new("silent", 3) else { return };
+    pool.create("d", 8 * MIB, 3, 1);
+    let owner = pool.own("d", false).unwrap();
+    let mut client = owner.client();
+    let mut model = Model::new(8 * MIB);
+    let mut turns = |model: &mut Model, time: Duration| {
+        let began = Instant::now();
+        while began.elapsed() < time {
+            model.turn(&mut client);
+        }
+    };
+    turns(&mut model, Duration::from_millis(200));
+    pool.signal(1, Signal::STOP);
+    turns(&mut model, Duration::from_secs(5));
+    assert_eq!(pool.record("d", 0).out, [1].into());
+    println!("longest turn: {:?}", model.longest);
+    pool.signal(1, Signal::CONT);
+    pool.kill(2);
+    pool.lose_files(2);
+    pool.start(2);
+    turns(&mut model, Duration::from_secs(2));
+    pool.until_whole("d");
+    turns(&mut model, Duration::from_millis(200));
+    model.is_on(&mut client);
+    client.flush();
     drop(client);
     owner.process.end();
     pool.files_are("d", &model.content);

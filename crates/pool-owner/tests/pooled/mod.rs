@@ -141,6 +141,18 @@ impl Process {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
+    /// Stops all its threads, which takes a moment.
+    pub(crate) fn stop(&self) {
+        self.signal(Signal::STOP);
+        let tasks = format!("/proc/{}/task", self.child.id());
+        peers::until("stop of all threads", || {
+            std::fs::read_dir(&tasks).unwrap().all(|task| {
+                let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
+                stat.rsplit_once(") ").unwrap().1.starts_with('T')
+            })
+        });
+    }
+
     /// Resident bytes that are no files.
     pub(crate) fn resident(&self) -> u64 {
         let path = format!("/proc/{}/status", self.child.id());
@@ -231,6 +243,13 @@ impl Pool {
 
     pub(crate) fn signal(&self, number: usize, signal: Signal) {
         self.members[number].process.as_ref().unwrap().signal(signal);
+    }
+
+    /// A server's disk is a new one.
+    pub(crate) fn lose_files(&self, number: usize) {
+        let folder = &self.members[number].folder;
+        std::fs::remove_dir_all(folder).unwrap();
+        std::fs::create_dir(folder).unwrap();
     }
 
     /// Makes a disk.

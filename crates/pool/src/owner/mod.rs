@@ -321,6 +321,16 @@ impl Owner {
         members
     }
 
+    /// The members in sync that may be read from. One that may have left by a change whose outcome is not known yet is none: the
+    /// next owner does not open it, so it goes on to answer this one.
+    fn readable(&self) -> Members {
+        let mut members = self.in_sync();
+        if let Some((_, Purpose::Drop(gone) | Purpose::Leave(gone))) = &self.change {
+            members.retain(|member| !gone.contains(member));
+        }
+        members
+    }
+
     /// Asks for a change of the record.
     fn transact(&mut self, purpose: Purpose, change: impl FnOnce(&mut Record)) {
         let nonce = self.next_id();
@@ -329,7 +339,10 @@ impl Owner {
         change(&mut wanted);
         wanted.nonce = nonce;
         let (compare, record) = (*revision, wanted.clone());
-        self.change = Some((Change::new(*revision, wanted), purpose));
+        if let Purpose::Drop(gone) | Purpose::Leave(gone) = &purpose {
+            self.read_elsewhere(&gone.clone());
+        }
+        self.change = Some((Change::new(compare, wanted), purpose));
         self.effects.push(Effect::Transact { compare, record });
     }
 

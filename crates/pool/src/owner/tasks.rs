@@ -86,7 +86,7 @@ impl Owner {
 
     /// A member in sync that can be read from.
     pub(super) fn source(&self) -> Option<MemberId> {
-        let in_sync = self.in_sync();
+        let in_sync = self.readable();
         let usable = |member: &&MemberId| self.links.get(*member).is_some_and(|l| l.is_usable());
         // Reads are spread over the members.
         let open: Vec<&MemberId> = in_sync.iter().filter(usable).collect();
@@ -195,6 +195,20 @@ impl Owner {
         }
         task.waits.remove(&member);
         self.finish_if_done(id);
+    }
+
+    /// What is read from these members is read from others.
+    pub(super) fn read_elsewhere(&mut self, members: &Members) {
+        let waits = |task: &Task| task.waits.keys().any(|member| members.contains(member));
+        let reads = |task: &Task| matches!(task.kind, Kind::Read { .. } | Kind::CopyRead { .. });
+        let all = self.tasks.iter().filter(|(_, task)| reads(task) && waits(task));
+        let ids: Vec<TaskId> = all.map(|(id, _)| *id).collect();
+        self.ops.retain(|_, (id, _)| !ids.contains(id));
+        for id in ids {
+            if let Some(task) = self.tasks.remove(&id) {
+                self.finish(task);
+            }
+        }
     }
 
     /// Nothing waits for these members any more.
