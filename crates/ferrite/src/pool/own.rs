@@ -83,8 +83,9 @@ pub(super) fn run(of: &PoolArgs, args: &OwnArgs) -> Result<(), Failure> {
                     Ok(())
                 }
                 Err(fault) => {
+                    // Whoever has started it tells of it, once: a process is started for each of their attempts.
                     refuse_links(&control, &fault);
-                    Err(refused(&fault))
+                    std::process::exit(1)
                 }
             }
         }
