@@ -1,5 +1,6 @@
 //! Connections that say nothing (docs/internals/threats.md T46).
 
+#[allow(dead_code, reason = "a module of several tests, not all of which use all")]
 mod peers;
 
 use std::io::Read as _;

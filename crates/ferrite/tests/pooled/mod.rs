@@ -26,6 +26,8 @@ pub(crate) struct Pool {
     servers: Vec<(String, Child)>,
     pub(crate) dir: TempDir,
     id: String,
+    /// The folders of certificates: of the servers, and of clients of them and of etcd.
+    tls: Option<[String; 2]>,
 }
 
 impl Pool {
@@ -33,19 +35,28 @@ impl Pool {
     pub(crate) fn start(names: &[&str]) -> Option<Pool> {
         let etcd = Servers::start("pooled", 1)?;
         etcd.client();
+        Some(Pool::with(etcd, None, names))
+    }
+
+    /// A pool as that of [`start`](Pool::start) in this etcd, by TLS with the certificates of two folders: of the servers, and of
+    /// clients.
+    pub(crate) fn with(etcd: Servers, tls: Option<[String; 2]>, names: &[&str]) -> Pool {
         // Syncs are no matter here.
         let dir = TempDir::new_in("/dev/shm").unwrap();
-        let mut pool = Pool { etcd, servers: Vec::new(), dir, id: String::new() };
-        let table = format!(
-            "[pool.{POOL}]\netcd = [{:?}]\nplain = true\nexperimental = true\n",
-            pool.etcd.urls[0]
-        );
+        let how = match &tls {
+            Some([_, client]) => format!("tls = {client:?}"),
+            None => "plain = true".to_owned(),
+        };
+        let table =
+            format!("[pool.{POOL}]\netcd = [{:?}]\n{how}\nexperimental = true\n", etcd.urls[0]);
+        let mut pool = Pool { etcd, servers: Vec::new(), dir, id: String::new(), tls };
         fs::write(pool.config(), table).unwrap();
+        wait_until("etcd", || pool.run(&["pool", "list", POOL]).status.code() != Some(1));
         let made: Value =
             serde_json::from_str(&pool.ok(&["pool", "init", POOL, "--json"])).unwrap();
         pool.id = made["id"].as_str().unwrap().to_owned();
         names.iter().for_each(|name| pool.serve(name));
-        Some(pool)
+        pool
     }
 
     /// A configuration in which the pool is.
@@ -63,8 +74,12 @@ impl Pool {
         // A host is an address.
         let address = format!("127.0.0.{}:0", name.as_bytes()[0] - b'a' + 1);
         let mut command = self.ferrite(&["pool", "serve", "--experimental", "--name", name]);
-        command.args(["--pool", &self.id, "--listen", &address, "--plain"]);
-        command.args(["--etcd", &self.etcd.urls[0], "--etcd-plain"]).arg(self.folder(name));
+        command.args(["--pool", &self.id, "--listen", &address, "--etcd", &self.etcd.urls[0]]);
+        match &self.tls {
+            Some([server, client]) => command.args(["--tls", server, "--etcd-tls", client]),
+            None => command.args(["--plain", "--etcd-plain"]),
+        };
+        command.arg(self.folder(name));
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut ready = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut ready).unwrap();
