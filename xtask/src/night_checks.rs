@@ -129,6 +129,17 @@ pub(crate) fn rbd() -> Result<()> {
     steps::run(test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))
 }
 
+/// Disks of pools: twenty times as many histories as with each commit, and real servers that are cut off.
+pub(crate) fn pool() -> Result<()> {
+    let mut histories = cargo();
+    histories.args(["test", "--locked", "--package", "ferrite-pool", "--test", "histories"]);
+    steps::run(histories.args(["all_reads"]).env("FERRITE_POOL_HISTORIES", "20000"))?;
+    let mut test = cargo();
+    test.args(["test", "--locked", "--package", "ferrite-pool-owner", "--"]);
+    test.args(["--include-ignored", "--test-threads", "1", "--nocapture"]);
+    steps::run(test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))
+}
+
 /// Guests of one host with disks on another one, also those that take minutes.
 pub(crate) fn remotes() -> Result<()> {
     let mut test = cargo();

@@ -65,6 +65,8 @@ enum Part {
     Remotes,
     /// Disks on a Ceph cluster of three OSDs, whose processes are killed.
     Rbd,
+    /// Disks of pools: histories of their rules, and real servers that are cut off.
+    Pool,
     /// Two hundred disks on one host: attached at once, beside ten that hang, and upgraded.
     Host,
     /// Programs of others against the NBD server, as far as they are installed.
@@ -138,6 +140,7 @@ fn run(part: Part, share_s: u64, cases: &mut Vec<Outcome>) -> Result<()> {
         Part::Taps => night_checks::random_taps(),
         Part::Remotes => night_checks::remotes(),
         Part::Rbd => night_checks::rbd(),
+        Part::Pool => night_checks::pool(),
         Part::Host => night_checks::host(),
         Part::Peers => peers::test(cases),
         Part::Vhost => vhost::test(cases),

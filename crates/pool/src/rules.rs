@@ -11,6 +11,8 @@ pub enum Rule {
     LateConnection,
     /// R2 and R3: nothing is answered before the record is without the member that missed it.
     DropFirst,
+    /// R3: nothing is read from a member that may have left.
+    ReadSettled,
     /// R4: after a take-over that could not reach all members nothing is answered for a time.
     Wait,
     /// R5: reads are answered if every member has confirmed the generation lately.

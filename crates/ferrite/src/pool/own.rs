@@ -102,6 +102,8 @@ fn listen(
     let failed = |e: std::io::Error| Failure::new(shown, e, "choose another path of a socket");
     let disk = open(name).map_err(|fault| refused(&fault))?;
     let listener = UnixListener::bind(path).map_err(failed)?;
+    // A signal interrupts the wait, too: then there is nobody.
+    listener.set_nonblocking(true).map_err(failed)?;
     println!("ready: {}", path.display());
     let links = Links::new(disk);
     loop {

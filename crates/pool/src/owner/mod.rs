@@ -325,7 +325,9 @@ impl Owner {
     /// next owner does not open it, so it goes on to answer this one.
     fn readable(&self) -> Members {
         let mut members = self.in_sync();
-        if let Some((_, Purpose::Drop(gone) | Purpose::Leave(gone))) = &self.change {
+        if let Some((_, Purpose::Drop(gone) | Purpose::Leave(gone))) = &self.change
+            && self.keep(Rule::ReadSettled)
+        {
             members.retain(|member| !gone.contains(member));
         }
         members
@@ -339,7 +341,9 @@ impl Owner {
         change(&mut wanted);
         wanted.nonce = nonce;
         let (compare, record) = (*revision, wanted.clone());
-        if let Purpose::Drop(gone) | Purpose::Leave(gone) = &purpose {
+        if let Purpose::Drop(gone) | Purpose::Leave(gone) = &purpose
+            && self.keep(Rule::ReadSettled)
+        {
             self.read_elsewhere(&gone.clone());
         }
         self.change = Some((Change::new(compare, wanted), purpose));

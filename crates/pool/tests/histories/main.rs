@@ -108,6 +108,25 @@ fn reads_without_a_proof_are_found() {
     needs(Rule::Proof, 2, &old_owner_beside_a_new_one((1_750, 1_900), (1_800, 2_000)));
 }
 
+/// An owner has dropped a member and does not know it yet. The member is there again for it, and the next owner, which has the
+/// record without it, does not reach it.
+#[test]
+fn reads_from_a_member_that_may_have_left_are_found() {
+    let late = 5_000;
+    let mut acts = vec![
+        (0, Act::Start),
+        (500, Act::Ask(0, Wanted::Write(FIRST))),
+        (1_000, Act::Cut { host: 0, member: 1, until: 1_660 }),
+        (1_000, Act::HideOutcome { host: 0, until: late }),
+        (1_700, Act::Start),
+        (1_700, Act::Cut { host: 1, member: 1, until: late }),
+    ];
+    acts.extend(often(1_720, 2_000, Act::Ask(1, Wanted::Write(FIRST))));
+    acts.extend(often(1_730, 2_100, Act::Ask(0, Wanted::Read(FIRST))));
+    acts.sort_by_key(|(time, _)| *time);
+    needs(Rule::ReadSettled, 2, &acts);
+}
+
 /// One member after the other is out: the one that comes back first is the only source of the next one.
 #[test]
 fn a_return_that_does_not_take_up_the_others_bits_is_found() {

@@ -129,6 +129,7 @@ struct Host {
     values: BTreeMap<RequestId, u64>,
     found: BTreeMap<OpId, Vec<(u64, u64)>>,
     no_record_until: u64,
+    no_outcome_until: u64,
 }
 
 pub(crate) struct World {
@@ -387,6 +388,10 @@ impl World {
         cut + self.soon()
     }
 
+    fn outcome_after(&self, host: usize) -> u64 {
+        self.hosts[host].no_outcome_until.saturating_sub(self.now)
+    }
+
     /// Sends along a connection. Messages stay in order, and a cut holds them up.
     fn send(&mut self, conn: ConnId, to: usize, what: What) {
         let delay = self.soon();
@@ -520,7 +525,7 @@ impl World {
                 self.revision += 1;
                 self.record = record;
                 if kind == 0 {
-                    let delay = self.soon();
+                    let delay = self.soon() + self.outcome_after(host);
                     self.at(delay, What::Said(host, Said::Won(Revision(self.revision))));
                 }
             }

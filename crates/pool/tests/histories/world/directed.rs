@@ -13,6 +13,8 @@ pub(crate) enum Act {
     Cut { host: usize, member: u8, until: u64 },
     /// A host does not reach the record until then.
     CutRecord { host: usize, until: u64 },
+    /// A host does not hear what became of its changes until then.
+    HideOutcome { host: usize, until: u64 },
     /// A server's process ends.
     Stop(u8),
     /// It is started.
@@ -44,6 +46,7 @@ impl World {
                 self.cuts.insert((host, MemberId(member), 1), until);
             }
             Act::CutRecord { host, until } => self.hosts[host].no_record_until = until,
+            Act::HideOutcome { host, until } => self.hosts[host].no_outcome_until = until,
             Act::Stop(member) => self.stop_server(MemberId(member), false),
             Act::Restart(member) => self.start_server(MemberId(member)),
             Act::Ask(host, wanted) => self.ask(host, wanted),

@@ -77,6 +77,7 @@ impl World {
             values: BTreeMap::new(),
             found: BTreeMap::new(),
             no_record_until: 0,
+            no_outcome_until: 0,
         });
         for effect in effects {
             self.carry_out(host, effect);
