@@ -137,7 +137,10 @@ pub(crate) fn pool() -> Result<()> {
     let mut test = cargo();
     test.args(["test", "--locked", "--package", "ferrite-pool-owner", "--"]);
     test.args(["--include-ignored", "--test-threads", "1", "--nocapture"]);
-    steps::run(test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))
+    steps::run(test.env("FERRITE_TEST_REQUIRE_PEERS", "1"))?;
+    let mut recipe = cargo();
+    recipe.args(["test", "--locked", "--package", "ferrite", "--test", "pool_recipe"]);
+    steps::run(recipe.args(["--", "--include-ignored"]).env("FERRITE_TEST_REQUIRE_PEERS", "1"))
 }
 
 /// Guests of one host with disks on another one, also those that take minutes.

@@ -123,7 +123,7 @@ fn an_export_goes_on_behind_its_killed_owner_and_nobody_else_has_the_disk() {
 fn an_owner_whose_disk_was_stolen_fails_it_for_good() {
     let Some(pool) = Pool::start(&["a", "b"]) else { return };
     let name = pool.create("web1", "16M", &[]);
-    let short = format!("{name}?reconnect_s=2");
+    let short = format!("{name}?reconnect_s=1");
     let export = Export::of(&pool, &short, &[]);
     let mut client = export.client();
     client.write(0, &[1; 4096]);
