@@ -20,6 +20,10 @@ use crate::set::Set;
 /// The first pause after a server has failed an operation: the set's owner drops it meanwhile, if another copy stays.
 const FIRST_PAUSE: Duration = Duration::from_secs(2);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// The pauses between two attempts to connect grow from the first to the last of these. By TLS each attempt is a process.
+const FIRST_ATTEMPT: Duration = Duration::from_millis(100);
+const LAST_ATTEMPT: Duration = Duration::from_secs(2);
+const LAST_BY_TLS: Duration = Duration::from_secs(10);
 /// The pause between two questions for a server's address.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 const STACK_BYTES: usize = 256 << 10;
@@ -93,26 +97,39 @@ struct Thread {
     way: Arc<Way>,
     set: Weak<Set>,
     limit: SharedLogLimit,
-    /// Nothing is tried before this time, since the server has failed an operation.
+    /// Nothing is tried before this time, since the server could not be reached, or has failed an operation.
     not_before: Option<Instant>,
     pause: Duration,
+    next_attempt: Duration,
     looked_up: Option<Instant>,
 }
 
 impl Thread {
     fn new(place: Place, way: Arc<Way>, set: Weak<Set>) -> Thread {
         let (limit, pause) = (SharedLogLimit::default(), FIRST_PAUSE);
-        Thread { place, way, set, limit, not_before: None, pause, looked_up: None }
+        let next_attempt = FIRST_ATTEMPT;
+        Thread { place, way, set, limit, not_before: None, pause, next_attempt, looked_up: None }
     }
 
     fn run(&mut self, asked: &Receiver<()>) {
         while asked.recv().is_ok() {
             let Some(set) = self.set.upgrade() else { return };
             let waits = self.not_before.is_some_and(|until| Instant::now() < until);
-            let connected = if waits { None } else { self.connect(&set) };
-            match connected {
-                None => set.happened(Event::Unconnected(self.place.member)),
-                Some(link) => self.serve(&set, &link),
+            if waits {
+                set.happened(Event::Unconnected(self.place.member));
+                continue;
+            }
+            match self.connect(&set) {
+                None => {
+                    let last = if self.way.tls.is_some() { LAST_BY_TLS } else { LAST_ATTEMPT };
+                    self.not_before = Some(Instant::now() + self.next_attempt);
+                    self.next_attempt = (self.next_attempt * 2).min(last);
+                    set.happened(Event::Unconnected(self.place.member));
+                }
+                Some(link) => {
+                    self.next_attempt = FIRST_ATTEMPT;
+                    self.serve(&set, &link);
+                }
             }
         }
     }

@@ -336,6 +336,8 @@ impl Owner {
 pub(crate) struct Model {
     pub(crate) content: Vec<u8>,
     seed: u64,
+    /// Bytes from the disk's start in which it writes.
+    pub(crate) within: usize,
     pub(crate) longest: Duration,
 }
 
@@ -344,6 +346,7 @@ impl Model {
         Model {
             content: vec![0; bytes as usize],
             seed: 0x9e37_79b9_7f4a_7c15,
+            within: bytes as usize,
             longest: Duration::ZERO,
         }
     }
@@ -358,7 +361,7 @@ impl Model {
     /// Writes some random blocks, with others under way, and reads them and others back.
     #[track_caller]
     pub(crate) fn turn(&mut self, client: &mut Client) {
-        let blocks = self.content.len() / BLOCK;
+        let blocks = self.within / BLOCK;
         let mut places: Vec<(usize, usize)> = Vec::new();
         for _ in 0..8 {
             let first = self.random(blocks - 64);
