@@ -256,3 +256,35 @@ fn write_all(socket: &OwnedFd, mut bytes: &[u8]) -> io::Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn answers_that_nobody_asked_for_or_of_another_length_end_a_connection() {
+        let header = |kind, op, payload| Header { kind, op, start: 0, len: 0, payload };
+        for (answers, fit) in [
+            (vec![header(Kind::Done, 1, 512)], true),
+            (vec![header(Kind::Done, 1, 511)], false),
+            (vec![header(Kind::Done, 2, 0)], true),
+            (vec![header(Kind::Done, 2, 512)], false),
+            (vec![header(Kind::Done, 3, 0)], false),
+            (vec![header(Kind::Done, 2, 0), header(Kind::Done, 2, 0)], false),
+        ] {
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let link = Link::new(ours.into());
+            link.send(Kind::Read, 1, 0, 512, Payload::Own(Vec::new()));
+            link.send(Kind::Flush, 2, 0, 0, Payload::Own(Vec::new()));
+            for answer in &answers {
+                theirs.write_all(&answer.to_bytes()).unwrap();
+                theirs.write_all(&vec![0; answer.payload as usize]).unwrap();
+            }
+            let taken: Vec<_> = answers.iter().map(|_| link.receive().is_ok()).collect();
+            assert_eq!(taken.iter().all(|taken| *taken), fit, "{answers:?}");
+        }
+    }
+}

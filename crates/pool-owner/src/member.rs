@@ -240,3 +240,49 @@ impl Thread {
         );
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use ferrite_etcd::{Cluster, Settings};
+    use ferrite_pool::wire::regions_to_bytes;
+
+    use super::*;
+
+    /// The thread of a copy of 4 MiB, which has four regions.
+    fn thread() -> Thread {
+        let endpoints = vec!["http://127.0.0.1:1".to_owned()];
+        let cluster = Settings { endpoints, tls: None, plain: true, cluster: None };
+        let access = Access::new(Cluster::new(&cluster).unwrap(), "p").unwrap();
+        let way = Way { access: Arc::new(access), pool: Id::random(), tls: None };
+        let (id, name) = (Id::random(), "d-0-0".to_owned());
+        let copy = Copy { member: 0, server: "a".to_owned(), id, name, leaves: false };
+        Thread::new(Place::of(&copy, 4 << 20, None), Arc::new(way), Weak::new())
+    }
+
+    #[test]
+    fn a_server_that_says_what_cannot_be_is_not_believed() {
+        let answer = |kind, start, len, payload: Vec<u8>| {
+            let header = Header { kind, op: 7, start, len, payload: payload.len() as u32 };
+            thread().reply(&header, payload)
+        };
+        let regions = |numbers: &[u64]| regions_to_bytes(numbers.iter().map(|n| Region(*n)));
+        let (opened, _) = answer(Kind::Opened, 1, 1 << 20, regions(&[0, 3])).unwrap();
+        let dirty = [Region(0), Region(3)].into();
+        assert_eq!(opened, Reply::Opened { incomplete: true, dirty });
+        let (done, data) = answer(Kind::Done, 0, 0, vec![1; 512]).unwrap();
+        assert_eq!((done, data.len()), (Reply::Done { op: OpId(7) }, 512));
+        for (kind, len, payload) in [
+            // Regions of another size, behind the end, and half of one.
+            (Kind::Opened, 2 << 20, regions(&[0])),
+            (Kind::Opened, 1 << 20, regions(&[4])),
+            (Kind::Dirty, 0, regions(&[u64::MAX])),
+            (Kind::Dirty, 0, vec![0; 7]),
+            (Kind::Write, 0, Vec::new()),
+        ] {
+            let (is_refusal, _) = answer(kind, 0, len, payload).unwrap_err();
+            assert!(!is_refusal, "{kind:?}");
+        }
+        let (is_refusal, why) = answer(Kind::Failed, 28, 0, b"full\x1b[2J".to_vec()).unwrap_err();
+        assert!(is_refusal && why.starts_with("full[2J (No space left"), "{why}");
+    }
+}
