@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use ferrite_host::helper::{CONTROL, LINK};
+use rustix::net::{Shutdown, shutdown};
 
 use crate::budget::Budget;
 use crate::session::Session;
@@ -91,6 +92,8 @@ impl<M: Medium> Links<M> {
 /// Says to the clients that wait why there is no disk. They log it once; a helper is started for each of their attempts.
 pub fn refuse_links(control: &OwnedFd, fault: &Fault) {
     let mut next = CONTROL.receive(control).ok();
+    // A stream that comes behind the last look would end without a word. The starter cannot send it, and starts another helper.
+    let _ = shutdown(control, Shutdown::Read);
     while let Some(frame) = next {
         for socket in frame.files {
             let _ = greeting::refuse(socket.as_fd(), fault);
