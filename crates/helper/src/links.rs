@@ -101,3 +101,25 @@ pub fn refuse_links(control: &OwnedFd, fault: &Fault) {
         next = CONTROL.try_receive(control).ok().flatten();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use ferrite_host::frames;
+
+    use super::*;
+
+    #[test]
+    fn who_was_refused_cannot_send_a_stream_that_nobody_takes() {
+        let (starter, control) = frames::pair().unwrap();
+        let (client, theirs) = UnixStream::pair().unwrap();
+        CONTROL.try_send(&starter, LINK, &[theirs.as_fd()]).unwrap();
+        // The client leaves at once, and the refusal ends with it.
+        drop(client);
+        refuse_links(&control, &Fault::lasting("why", "help"));
+        // The process still has its socket, as between the refusal and its end.
+        assert!(CONTROL.try_send(&starter, LINK, &[theirs.as_fd()]).is_err());
+        drop(control);
+    }
+}
