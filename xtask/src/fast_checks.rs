@@ -16,7 +16,7 @@ use ferrite_xenhost::steps::{self, cargo, fresh_log, run_logged};
 const CARGO_DENY: &str = "0.20.2";
 
 /// The crates of this workspace that are linked into the serving program.
-const PRODUCT: [&str; 21] = [
+const PRODUCT: [&str; 23] = [
     "ferrite",
     "ferrite-daemon",
     "ferrite-disk",
