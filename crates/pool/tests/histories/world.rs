@@ -554,14 +554,6 @@ impl World {
         self.hosts.last().and_then(|host| host.owner.as_ref())
     }
 
-    /// A change of an owner that is dead may be carried out late, and supersede the last one.
-    fn start_another(&mut self) {
-        let failure = self.last_owner().and_then(Owner::failure);
-        if self.calm && failure == Some(Failure::Superseded) && self.now < TROUBLE + 3_000 {
-            self.start_owner();
-        }
-    }
-
     fn is_over(&self) -> bool {
         if !self.calm || self.now < TROUBLE + 6_001 {
             return false;

@@ -1,8 +1,8 @@
 //! The record's key, and what its changes become.
 
-use ferrite_pool::{Record, Revision, Said};
+use ferrite_pool::{Failure, Owner, Record, Revision, Said};
 
-use super::{What, World};
+use super::{TROUBLE, What, World};
 
 impl World {
     pub(super) fn record_after(&mut self, host: usize) -> u64 {
@@ -41,6 +41,14 @@ impl World {
         if kind != 0 && host != usize::MAX {
             let delay = self.random.between(1, 200);
             self.at(delay, What::Said(host, Said::Unknown));
+        }
+    }
+
+    /// A change of an owner that is dead may be carried out late, and supersede the last one.
+    pub(super) fn start_another(&mut self) {
+        let failure = self.last_owner().and_then(Owner::failure);
+        if self.calm && failure == Some(Failure::Superseded) && self.now < TROUBLE + 3_000 {
+            self.start_owner();
         }
     }
 }
