@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use ferrite_host::helper::{CONTROL, LINK};
+use rustix::net::{Shutdown, shutdown};
 
 use crate::budget::Budget;
 use crate::session::Session;
@@ -91,10 +92,34 @@ impl<M: Medium> Links<M> {
 /// Says to the clients that wait why there is no disk. They log it once; a helper is started for each of their attempts.
 pub fn refuse_links(control: &OwnedFd, fault: &Fault) {
     let mut next = CONTROL.receive(control).ok();
+    // A stream that comes behind the last look would end without a word. The starter cannot send it, and starts another helper.
+    let _ = shutdown(control, Shutdown::Read);
     while let Some(frame) = next {
         for socket in frame.files {
             let _ = greeting::refuse(socket.as_fd(), fault);
         }
         next = CONTROL.try_receive(control).ok().flatten();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use ferrite_host::frames;
+
+    use super::*;
+
+    #[test]
+    fn who_was_refused_cannot_send_a_stream_that_nobody_takes() {
+        let (starter, control) = frames::pair().unwrap();
+        let (client, theirs) = UnixStream::pair().unwrap();
+        CONTROL.try_send(&starter, LINK, &[theirs.as_fd()]).unwrap();
+        // The client leaves at once, and the refusal ends with it.
+        drop(client);
+        refuse_links(&control, &Fault::lasting("why", "help"));
+        // The process still has its socket, as between the refusal and its end.
+        assert!(CONTROL.try_send(&starter, LINK, &[theirs.as_fd()]).is_err());
+        drop(control);
     }
 }

@@ -14,6 +14,7 @@ use crate::random::Random;
 
 mod directed;
 mod faults;
+mod record;
 
 pub(crate) use directed::{Act, FIRST, directed};
 
@@ -383,15 +384,6 @@ impl World {
         }
     }
 
-    fn record_after(&mut self, host: usize) -> u64 {
-        let cut = self.hosts[host].no_record_until.saturating_sub(self.now);
-        cut + self.soon()
-    }
-
-    fn outcome_after(&self, host: usize) -> u64 {
-        self.hosts[host].no_outcome_until.saturating_sub(self.now)
-    }
-
     /// Sends along a connection. Messages stay in order, and a cut holds them up.
     fn send(&mut self, conn: ConnId, to: usize, what: What) {
         let delay = self.soon();
@@ -513,36 +505,6 @@ impl World {
         self.carry_out_member(id, effects);
     }
 
-    /// Carries out a transaction, or not (`kind` 2), or later (3), and says so, or that it is not known.
-    fn transacted(&mut self, host: usize, compare: Revision, record: Record, kind: u64) {
-        match kind {
-            3 => {
-                let delay = self.random.between(20, 1500);
-                self.at(delay, What::Transacted(usize::MAX, compare, record, 1));
-            }
-            2 => {}
-            _ if compare.0 == self.revision => {
-                self.revision += 1;
-                self.record = record;
-                if kind == 0 {
-                    let delay = self.soon() + self.outcome_after(host);
-                    self.at(delay, What::Said(host, Said::Won(Revision(self.revision))));
-                }
-            }
-            _ => {
-                if kind == 0 {
-                    let said = Said::Lost(Revision(self.revision), self.record.clone());
-                    let delay = self.soon();
-                    self.at(delay, What::Said(host, said));
-                }
-            }
-        }
-        if kind != 0 && host != usize::MAX {
-            let delay = self.random.between(1, 200);
-            self.at(delay, What::Said(host, Said::Unknown));
-        }
-    }
-
     fn client(&mut self, host: usize) {
         let is_last = host + 1 == self.hosts.len();
         if self.hosts[host].owner.is_none() || (self.calm && !is_last) {
@@ -590,14 +552,6 @@ impl World {
 
     fn last_owner(&self) -> Option<&Owner> {
         self.hosts.last().and_then(|host| host.owner.as_ref())
-    }
-
-    /// A change of an owner that is dead may be carried out late, and supersede the last one.
-    fn start_another(&mut self) {
-        let failure = self.last_owner().and_then(Owner::failure);
-        if self.calm && failure == Some(Failure::Superseded) && self.now < TROUBLE + 3_000 {
-            self.start_owner();
-        }
     }
 
     fn is_over(&self) -> bool {
