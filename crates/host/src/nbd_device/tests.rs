@@ -2,14 +2,6 @@ use super::messages::{self, Connection, Said};
 use super::*;
 
 #[test]
-fn a_device_is_known_by_its_name_and_by_no_other() {
-    assert_eq!(index_of(&path(12)), Some(12));
-    for name in ["/dev/nbd", "/dev/nbd01", "/dev/nbd1p1", "/dev/nbd+1", "nbd1", "/dev/sda"] {
-        assert_eq!(index_of(Path::new(name)), None, "{name}");
-    }
-}
-
-#[test]
 fn mounts_are_found_by_the_number_of_the_device() {
     let mounts = "36 35 43:0 / /mnt/a rw,noatime - ext4 /dev/nbd0 rw\n\
                   37 35 43:1 / /mnt/b rw - ext4 /dev/nbd1 rw\n\
