@@ -3,15 +3,17 @@
 
 mod tapped;
 
-use std::fs;
+use std::fs::{self, File};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Arc;
 
+use ferrite_keeper::{Keeper, socket_name};
+use ferrite_serve::others::{Newcomer, is_over, status, told};
 use ferrite_testkit::vhost::{Ask, Driver, FrontEnd, Guest, kind, message};
-use ferrite_testkit::{images, wait_until};
+use ferrite_testkit::{PATIENCE, images, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use tapped::{Daemon, read, write};
 
@@ -64,7 +66,8 @@ impl World {
         assert!(output.status.code() == Some(code) && said.contains(why), "{args:?}: {output:?}");
     }
 
-    fn kill_worker(&self) {
+    /// The process number of the disk's worker.
+    fn worker(&self) -> i32 {
         let run = self.daemon.dir.path().join("run");
         let run = run.as_os_str().as_encoded_bytes();
         let has = |text: &[u8], part: &[u8]| text.windows(part.len()).any(|w| w == part);
@@ -75,7 +78,11 @@ impl World {
         let all = fs::read_dir("/proc").unwrap().flatten();
         let worker = all.map(|process| process.path()).find(|process| is_worker(process));
         let worker = worker.expect("a worker");
-        let pid: i32 = worker.file_name().unwrap().to_str().unwrap().parse().unwrap();
+        worker.file_name().unwrap().to_str().unwrap().parse().unwrap()
+    }
+
+    fn kill_worker(&self) {
+        let pid = self.worker();
         kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
     }
 }
@@ -236,4 +243,25 @@ fn a_device_of_a_driver_that_is_not_there_is_refused_with_the_cure() {
     let run = world.daemon.dir.path().join("run");
     assert!(!run.join("devices").exists());
     assert!(world.daemon.tap_ctl(&format!("destroy -p {} -m 0", world.pid)).status.success());
+}
+
+/// A worker without rights serves a device by calls that it has. This machine need not have the driver: a file that knows
+/// none of the driver's commands is the device.
+#[test]
+fn a_worker_without_rights_lives_on_when_a_device_knows_no_commands() {
+    let world = World::new("raw");
+    let worker = world.worker();
+    let run = world.daemon.dir.path().join("run");
+    let keeper = Keeper::connect(&run.join("keepers").join(socket_name("tap-0"))).unwrap();
+    let newcomer = Newcomer::Device { number: 7, queues: 2, depth: 64, read_only: false };
+    let about = serde_json::to_string(&newcomer).unwrap();
+    for _ in 0..3 {
+        let file = File::options().read(true).write(true).open("/dev/zero").unwrap();
+        let [theirs, ours] = status().unwrap();
+        keeper.client(&about, &[theirs.as_fd(), file.as_fd()]).unwrap();
+        drop((theirs, file));
+        told(&ours, PATIENCE).expect("the worker says what has become of it");
+        wait_until("the end of the device", || is_over(&ours));
+        assert_eq!(world.worker(), worker);
+    }
 }

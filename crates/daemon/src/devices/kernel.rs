@@ -170,9 +170,17 @@ mod tests {
             let name = Name { kind, index: 12 };
             assert_eq!(Name::of(&name.path()), Some(name));
         }
-        for wrong in
-            ["/dev/nbd", "/dev/nbd01", "/dev/ublk0", "nbd0", "/dev/ublkb0p1", "/dev/ublkc0"]
-        {
+        for wrong in [
+            "/dev/nbd",
+            "/dev/nbd01",
+            "/dev/nbd+1",
+            "/dev/nbd1p1",
+            "/dev/sda",
+            "/dev/ublk0",
+            "nbd0",
+            "/dev/ublkb0p1",
+            "/dev/ublkc0",
+        ] {
             assert_eq!(Name::of(Path::new(wrong)), None, "{wrong}");
         }
     }

@@ -16,6 +16,9 @@ use super::wire::{
 use super::{Channel, Ended};
 use crate::arena::{Arena, Span};
 
+/// Bytes of a page. To ask the kernel takes a call that a worker without rights does not have.
+const PAGE_BYTES: usize = 4096;
+
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// A queue. It is made and used on one thread: the driver takes commands of no other.
@@ -148,10 +151,10 @@ unsafe impl Send for Descriptions {}
 
 impl Descriptions {
     fn map(file: &OwnedFd, queue: u16, depth: u16) -> io::Result<Descriptions> {
-        let page = rustix::param::page_size();
         // The driver takes no other size.
-        let bytes = (usize::from(depth) * DESCRIPTION_BYTES).next_multiple_of(page);
-        let (flags, at) = (MapFlags::SHARED | MapFlags::POPULATE, descriptions_at(queue, page));
+        let bytes = (usize::from(depth) * DESCRIPTION_BYTES).next_multiple_of(PAGE_BYTES);
+        let at = descriptions_at(queue, PAGE_BYTES);
+        let flags = MapFlags::SHARED | MapFlags::POPULATE;
         // SAFETY: a new mapping at an address of the kernel's choice.
         let base =
             unsafe { mmap(ptr::null_mut(), bytes, ProtFlags::READ, flags, file.as_fd(), at) }?;
