@@ -322,6 +322,8 @@ pub(crate) struct Shared {
     table: Table,
     openings: Openings,
     hanging: Hanging,
+    /// Held by an upgrade of all disks.
+    upgrading: Mutex<()>,
     jobs: Jobs,
     taps: Taps,
     devices: Devices,
@@ -465,6 +467,7 @@ impl Daemon {
             table: Table::default(),
             openings: Openings::default(),
             hanging: Hanging::default(),
+            upgrading: Mutex::default(),
             jobs,
             taps: Taps::default(),
             devices: Devices::default(),

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ferrite_host::processors;
@@ -86,6 +86,7 @@ pub(super) fn upgrade(shared: &Shared, request: &UpgradeParams) -> Result<Upgrad
     let mut outcomes = match request.disk {
         Some(id) => upgrade_workers(shared, vec![vec![found(shared, id)?.disk]], binary),
         None => {
+            let _one = one_at_a_time(shared);
             note(shared, binary);
             let mut outcomes = taps::upgrade_idle(shared, binary);
             let workers = shared.table.read(|disks| by_worker(disks, |_| true));
@@ -127,6 +128,11 @@ pub(crate) fn go_on(shared: &Arc<Shared>) {
     }
 }
 
+/// No disk is in two upgrades of all.
+fn one_at_a_time(shared: &Shared) -> MutexGuard<'_, ()> {
+    shared.upgrading.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Upgrades all disks that are served by another program. Returns whether it has come to its end.
 fn upgrade_rest(shared: &Shared, binary: &Path) -> bool {
     let (mut tried, mut quiet, mut upgraded) = (BTreeSet::new(), 0, 0);
@@ -134,6 +140,11 @@ fn upgrade_rest(shared: &Shared, binary: &Path) -> bool {
     taps::upgrade_idle(shared, binary);
     while quiet < QUIET_LOOKS {
         if shared.is_stopped(LOOK) {
+            return false;
+        }
+        let _one = one_at_a_time(shared);
+        // Another upgrade of all has come to its end meanwhile, or has another program.
+        if !begun(shared).read(ALL).is_ok_and(|now| now.is_some_and(|now| now.binary == binary)) {
             return false;
         }
         let is_due = |entry: &Entry| {
