@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use ferrite_testkit::nbd::{Client, command};
-use ferrite_testkit::places::Small;
 use ferrite_testkit::wait_until;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use rustix::process::{Pid, Signal, kill_process};
@@ -217,55 +216,6 @@ fn cbt_util_makes_reads_changes_and_joins_logs() {
     }
     logs.fails("coalesce -p child -c garbage", 22);
     assert!(logs.call("set -h").status.success());
-}
-
-#[test]
-fn cbt_util_refuses_numbers_and_files_that_are_none_and_a_full_file_system_spoils_no_log() {
-    let daemon = Daemon::new();
-    let logs = Logs::new(&daemon);
-    logs.make("log");
-    let (fifo, mode) =
-        (rustix::fs::FileType::Fifo, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR);
-    rustix::fs::mknodat(rustix::fs::CWD, logs.path("pipe"), fifo, mode, 0).unwrap();
-    std::os::unix::fs::symlink("loop", logs.path("loop")).unwrap();
-    for (line, errno) in [
-        ("create -n new -s -1", 22),
-        ("create -n new -s 1.5", 22),
-        ("create -n new -s 70368744177665", 22),
-        ("create -n new -s 18446744073709551616", 22),
-        ("create -n pipe -s 1048576", 22),
-        ("create -n /dev/null -s 1048576", 22),
-        ("create -n loop -s 1048576", 40),
-        ("set -n log -s 0", 22),
-        ("set -n log -s 70368744177665", 22),
-        ("set -n log -f -1", 22),
-        ("set -n log -f 4294967296", 22),
-        ("set -n log -p 8d4b5c62-9c1e-4f0e-a2c5-00000000000g", 22),
-        ("set -n log -p +d4b5c62-9c1e-4f0e-a2c5-000000000001", 22),
-        ("set -n pipe -f 1", 22),
-        ("get -n pipe -b", 22),
-        ("get -n /dev/zero -b", 22),
-        ("coalesce -p pipe -c log", 22),
-        ("coalesce -p log -c none", 2),
-    ] {
-        logs.fails(line, errno);
-    }
-    assert!(!logs.path("new").exists());
-    // With itself it is as it was.
-    let mut bytes = fs::read(logs.path("log")).unwrap();
-    bytes[48] = 1;
-    fs::write(logs.path("log"), &bytes).unwrap();
-    logs.says("coalesce -p log -c log", "");
-    assert_eq!((logs.bits("log"), logs.is_consistent("log")), (vec![0], true));
-    // One that cannot grow has the size and the bits that it had.
-    let Some(_small) = Small::mount(&logs.path("folder"), "size=64k") else { return };
-    fs::copy(logs.path("log"), logs.path("folder/log")).unwrap();
-    logs.fails(&format!("set -n folder/log -s {} -f 0", 64_u64 << 30), 28);
-    logs.says("get -n folder/log -s", &format!("{}\n", 4 * MIB));
-    assert_eq!((logs.bits("folder/log"), logs.is_consistent("folder/log")), (vec![0], true));
-    // One that is made anew there without room never counts as consistent.
-    logs.fails(&format!("create -n folder/log -s {}", 64_u64 << 30), 28);
-    assert!(!logs.is_consistent("folder/log"));
 }
 
 #[test]
