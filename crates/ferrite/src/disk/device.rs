@@ -33,7 +33,7 @@ docs/access.md.";
 pub(crate) enum Driver {
     /// The kernel's NBD client.
     Nbd,
-    /// The driver whose requests the disk's worker serves itself.
+    /// The driver whose requests the disk's worker serves itself (experimental).
     Ublk,
 }
 
