@@ -1,6 +1,7 @@
 //! A process that keeps some folders only. It takes root, as all that gives up rights does.
 
 use std::fs;
+use std::os::fd::AsRawFd as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -25,6 +26,16 @@ fn in_a_process_with_one_thread(run: impl FnOnce() -> i32) -> i32 {
     status.exit_status().unwrap_or(1)
 }
 
+/// Asks a device something by an ioctl, as rings and events are asked for.
+#[expect(unsafe_code, reason = "an ioctl")]
+fn asks(device: &fs::File) -> bool {
+    const RNDGETENTCNT: libc::c_ulong = 0x8004_5200;
+    let mut bits: libc::c_int = 0;
+    // SAFETY: the kernel writes one number, which outlives the call.
+    let done = unsafe { libc::ioctl(device.as_raw_fd(), RNDGETENTCNT, &raw mut bits) };
+    done == 0
+}
+
 /// The number of the first thing that is not as it should be.
 fn judge(kept: &Path, other: &Path) -> i32 {
     let capabilities = || {
@@ -39,12 +50,13 @@ fn judge(kept: &Path, other: &Path) -> i32 {
         Err(_) => return 1,
     }
     let program = kept.join("program");
-    let checks: [&dyn Fn() -> bool; 9] = [
+    let checks: [&dyn Fn() -> bool; 10] = [
         &|| fs::write(kept.join("new"), "1").is_ok(),
         &|| fs::rename(kept.join("new"), kept.join("renamed")).is_ok(),
         &|| fs::read(kept.join("renamed")).is_ok_and(|bytes| bytes == b"1"),
         &|| fs::remove_file(kept.join("renamed")).is_ok(),
         &|| fs::write("/dev/null", "1").is_ok(),
+        &|| fs::File::open("/dev/urandom").is_ok_and(|device| asks(&device)),
         &|| fs::read(other.join("secret")).is_err() && fs::write(other.join("x"), "").is_err(),
         &|| Command::new(&program).status().is_err(),
         &|| std::net::TcpListener::bind("127.0.0.1:0").is_err(),

@@ -3,16 +3,16 @@
 use crate::XenHost;
 use anyhow::Result;
 
-/// The module and `ip`, once in a boot.
+/// The module and `ip` as `iproute2`, once in a boot: the shell of guests takes its own `ip`, which knows little.
 const ADD: &str = "set -e; [ ! -e /tmp/net ] || exit 0; lib=usr/lib/x86_64-linux-gnu; \
      mkdir -p /tmp/net/usr/lib/modules /tmp/net/$lib /tmp/net/bin; cd /tmp/net; \
      busybox xzcat $(modinfo -n xen-netfront) >usr/lib/modules/xen-netfront.ko; \
-     cp -L $(command -v ip) bin/ip; \
-     for library in $(ldd bin/ip | grep -o '/[^ ]*' | grep -vE 'libc\\.so|ld-linux'); do \
+     cp -L $(command -v ip) bin/iproute2; \
+     for library in $(ldd bin/iproute2 | grep -o '/[^ ]*' | grep -vE 'libc\\.so|ld-linux'); do \
      cp -L $library $lib/; done; \
-     find usr/lib bin/ip -type f | busybox cpio -o -H newc | gzip -1 >>/lab/guest.img";
+     find usr/lib bin/iproute2 -type f | busybox cpio -o -H newc | gzip -1 >>/lab/guest.img";
 
-/// Adds the network driver, and `ip`, to the RAM disk of guests that start from now on: guests of other tests have no
+/// Adds the network driver, and `iproute2`, to the RAM disk of guests that start from now on: guests of other tests have no
 /// network, and boot faster. A guest loads it by [`LOAD`].
 ///
 /// # Errors

@@ -182,13 +182,13 @@ fn steps(bench: &mut Bench<'_>, network: &mut Network, kind: Kind) -> Result<()>
 
     say("  without segmentation, and with large frames");
     for peer in &mut peers {
-        peer.sh(bench, "ip link set eth0 gso_max_segs 1", 30)?;
+        peer.sh(bench, "iproute2 link set eth0 gso_max_segs 1", 30)?;
     }
     streams(bench, &mut peers, STREAM_MIB / 2, |_| Ok(())).context("without segmentation")?;
     let mean = packet_bytes(bench, &peers[0], &mut seen)?;
     ensure!(mean < 1515, "a packet has {mean} bytes although the guest segments");
     for peer in &mut peers {
-        peer.sh(bench, "ip link set eth0 mtu 9000 gso_max_segs 65535", 30)?;
+        peer.sh(bench, "iproute2 link set eth0 mtu 9000 gso_max_segs 65535", 30)?;
     }
     let [first, second] = &mut peers;
     first.ping(bench, second, &PINGS).context("pings with large frames")?;

@@ -178,7 +178,7 @@ fn stream(host: &mut Host, backend: Backend, load: Load) -> Result<(f64, f64)> {
          until [ $(cat /proc/net/tcp | awk '$4==\"0A\"' | grep -c ':232[0-9A-F]') = {streams} ]; do sleep 0.1; done"
     );
     host.sh(receiver, &listen, 120)?;
-    let interface = format!("ip link set eth{} gso_max_segs", backend as u32);
+    let interface = format!("iproute2 link set eth{} gso_max_segs", backend as u32);
     let cut = if load == Load::Segmented { format!("{interface} 1; ") } else { String::new() };
     let send = format!(
         "{cut}fio --name=from {both} --rw=write --size=1t --hostname={} --time_based --runtime={STREAM_MS}ms; \
