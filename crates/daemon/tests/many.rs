@@ -194,6 +194,7 @@ fn nothing_wakes_the_keeper_and_the_worker_of_a_disk_at_rest() {
 fn a_worker_has_the_io_priority_that_its_keeper_is_given() {
     let host = Host::with_guests(1, SMALL);
     let daemon = host.spawn(None);
+    wait_until("the daemon", || host.status().is_ok_and(|status| status.xen));
     let disk = attach(&host, 1);
     host.wait_for_phase(&disk, PhaseName::Served);
     let keeper = keeper(&host, &disk);
