@@ -2,8 +2,10 @@
 
 use std::fs;
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
-use ferrite_disk::{Disk, DiskError, Format, ImageName, OpenOptions, Session};
+use ferrite_disk::{Disk, DiskError, ErrorKind, Format, ImageName, OpenOptions, Session};
 use ferrite_image_tools::{MergeCopy, NewImage, Stretch, Verdict};
 use ferrite_simio::SimWorld;
 use tempfile::TempDir;
@@ -113,7 +115,7 @@ impl Chain {
     #[track_caller]
     pub(crate) fn reads_the_model(&self) {
         let read_only = OpenOptions { read_only: true, ..OpenOptions::default() };
-        let disk = Disk::open_image(self.leaf(), &read_only).unwrap();
+        let disk = patiently(|| Disk::open_image(self.leaf(), &read_only)).unwrap();
         let engine = |arena| Ok(SimWorld::new(0).engine(arena));
         let mut session = Session::new(Arc::new(disk), engine).unwrap();
         let mut found = vec![0; self.model.len()];
@@ -175,4 +177,16 @@ pub(crate) fn relink(stretch: &Stretch) -> Result<Vec<String>, DiskError> {
 
 pub(crate) fn clean(stretch: &Stretch) -> Result<Vec<String>, DiskError> {
     work(None, |tools| tools.merge_clean(stretch)).map(|done| done.notes)
+}
+
+/// Opens an image. Processes that other tests start have this one's files open for a moment, and so the locks of a merge
+/// that has ended.
+fn patiently<T>(open: impl Fn() -> Result<T, DiskError>) -> Result<T, DiskError> {
+    for _ in 0..100 {
+        match open() {
+            Err(e) if e.kind() == ErrorKind::InUse => thread::sleep(Duration::from_millis(10)),
+            done => return done,
+        }
+    }
+    open()
 }
