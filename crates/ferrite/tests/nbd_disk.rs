@@ -405,8 +405,11 @@ fn an_export_that_has_another_size_after_a_reconnection_is_another_disk() {
     fs::File::options().write(true).open(&disk).unwrap().set_len(2 << 20).unwrap();
     server = serve().unwrap();
     assert!(!nbdsh(&out, reading).unwrap().status.success());
-    let log = place.log("out");
-    assert!(log.contains("2097152 bytes, and had 1048576"), "{log}");
+    // The log is written beside the answers.
+    let end = Instant::now() + PATIENCE;
+    while !place.log("out").contains("2097152 bytes, and had 1048576") {
+        assert!(Instant::now() < end, "{}", place.log("out"));
+    }
     server.kill();
     fs::File::options().write(true).open(&disk).unwrap().set_len(MIB as u64).unwrap();
     server = serve().unwrap();
