@@ -67,6 +67,13 @@ fn note(shared: &Shared, binary: &Path) {
     }
 }
 
+/// Removes the note: no disk has to be upgraded any more.
+fn forget(shared: &Shared) {
+    begun(shared).remove(ALL);
+    // A folder that is not empty, or is not there, stays as it is.
+    let _ = std::fs::remove_dir(shared.paths.run.join("upgrade"));
+}
+
 /// The disks of one worker.
 type OfWorker = Vec<DiskId>;
 type Outcome = (DiskId, Result<(), Failure>);
@@ -93,7 +100,7 @@ pub(super) fn upgrade(shared: &Shared, request: &UpgradeParams) -> Result<Upgrad
             outcomes.extend(upgrade_workers(shared, workers, binary));
             // A daemon that stops has failures that are not the disks'. The next one goes on.
             if !shared.is_stopped(Duration::ZERO) {
-                begun(shared).remove(ALL);
+                forget(shared);
             }
             outcomes
         }
@@ -114,13 +121,14 @@ pub(crate) fn go_on(shared: &Arc<Shared>) {
     let Ok(Some(Begun { binary, .. })) = begun(shared).read(ALL) else { return };
     if let Err(e) = runs(&binary) {
         tracing::warn!("the upgrade to {} is not gone on with: {e}", binary.display());
-        begun(shared).remove(ALL);
+        forget(shared);
         return;
     }
     let theirs = shared.clone();
     let body = move || {
         if upgrade_rest(&theirs, &binary) {
-            begun(&theirs).remove(ALL);
+            let _one = one_at_a_time(&theirs);
+            forget(&theirs);
         }
     };
     if let Err(e) = std::thread::Builder::new().name("upgrade".to_owned()).spawn(body) {
